@@ -38,6 +38,10 @@ WIDER = [
     ({"logit_bias": ((1, 2.0),)}, {}),
     ({"logit_bias": tuple((i, 1.0) for i in range(17))}, {"logit_bias": ((1, 2.0),)}),
     ({"presence_penalty": 1.0, "logit_bias": ((1, 2.0),)}, {"logit_bias": ((1, 2.0),)}),
+    (
+        {"min_tokens": 2, "stop_token_ids": (9,), "logit_bias": ((1, 2.0),)},
+        {"logit_bias": ((1, 2.0),)},
+    ),
 ]
 
 

@@ -181,12 +181,18 @@ def test_a_job_begins_in_another_step_than_an_admission(local):
     assert local.compiler.started == started + 1
 
 
-def test_a_request_that_a_compiled_kind_serves_does_not_wait(local):
-    local.admit(request("r1", PROMPT, max_tokens=60, logit_bias=((5, 30.0),), logprobs=20))
+@pytest.mark.parametrize("together", [True, False])
+def test_a_request_that_a_compiled_kind_serves_does_not_wait(local, together):
+    """Be it the batch's own kind or one that serves more."""
+    held_back = {"min_tokens": 2, "stop_token_ids": (9,)}  # a bias alone has no table of those ids
+    bias, most = ((5, 30.0),), 60 if together else 3
+    local.admit(request("r1", PROMPT, max_tokens=most, logit_bias=bias, logprobs=20, **held_back))
     steps(local, 1)
     settle(local)
-    steps(local, 2)
-    local.admit(request("r2", PROMPT, max_tokens=3, logprobs=6, min_tokens=2, stop_token_ids=(9,)))
+    steps(local, 6)
+    if not together:
+        local.rank.leave("r1")
+    local.admit(request("r2", PROMPT, max_tokens=3, logprobs=2, **held_back))
     with compiled_here() as names:
         assert len(tokens(steps(local, 6))["r2"]) == 3
         assert names == []
