@@ -22,7 +22,7 @@ pytestmark = pytest.mark.fast
 def test_lines_have_a_time_and_a_level_and_others_say_warnings_only(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    ours, others = logging.getLogger("jax_specdec.engine"), logging.getLogger("of.a.library")
+    ours, others = logging.getLogger("jax_specdec.engine"), logging.getLogger("another_package")
     monkeypatch.setattr(others, "level", logging.INFO)
     with logged("info"):
         ours.debug("too much")
