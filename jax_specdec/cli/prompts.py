@@ -1,4 +1,4 @@
-r"""A file of prompts to requests. No jax.
+r"""A file of prompts to requests.
 
 A text file has one prompt a line, in which `\n`, `\t` and `\\` stand for the characters that they
 name. A file whose name ends in .jsonl has one object a line: "prompt", "messages" or

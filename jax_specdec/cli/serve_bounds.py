@@ -1,4 +1,4 @@
-"""Options for what one client of the server may take from the others. No jax."""
+"""Options for what one client of the server may take from the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of requests on their way: bounded each, together and in time. No jax."""
+"""Bodies of requests on their way: bounded each, together and in time."""
 
 import asyncio
 import contextlib

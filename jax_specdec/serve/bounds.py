@@ -1,4 +1,4 @@
-"""What one client may take from the others, and by which names the server may be called. No jax."""
+"""What one client may take from the others, and by which names the server may be called."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""One connection of HTTP, with limits on what has not come yet and on what is not read. No jax.
+"""One connection of HTTP, with limits on what has not come yet and on what is not read.
 
 uvicorn and h11 speak HTTP; h11 bounds a head that is not complete
 (`h11_max_incomplete_event_size`). What is complete is checked in `gate.py`.

@@ -1,4 +1,4 @@
-"""What is looked at before anything else of a request, and what is counted of all. No jax."""
+"""What is looked at before anything else of a request, and what is counted of all."""
 
 import collections
 from collections.abc import Mapping

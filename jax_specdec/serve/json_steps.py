@@ -1,4 +1,4 @@
-"""JSON read and written in steps: a large value does not hold up other threads. No jax.
+"""JSON read and written in steps: a large value does not hold up other threads.
 
 The decoder and the encoder of the standard library in C let nobody else run before they are done.
 """
