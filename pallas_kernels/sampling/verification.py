@@ -36,18 +36,11 @@ from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import AcceptRule, CompactQ, Drafts, Verified
 
 
-class Slots(NamedTuple):
+class Batch(NamedTuple):
     """What verification knows of the slots before it reads a row."""
 
     positions: Int32[Array, "B S"]  # the sequence position that each row decides
     proposed: Bool[Array, "B D"]  # the drafts that there are
-
-
-class Given(NamedTuple):
-    """The arrays that a verification computes with."""
-
-    rows: Any  # `GroupedRows.arrays`
-    slots: Slots
     drafts: Drafts
     sampling: Sampling
 
@@ -128,9 +121,9 @@ def verify(
         rows = _flat(logits)
         mask, ids, numbers = jax.tree.map(_flat, changes)
         changes = check_changes(mask, ids, numbers, len(rows), vocab_size)
-        slots = _slots_of(drafts, positions, vocab_size)
+        batch = _batch_of(drafts, sampling, positions, vocab_size)
         own = answers.changes_of(changes, shard, rows.shape[1])
-        return _verify(shard, rows, own, slots, drafts, sampling, accept, k)
+        return _verify(shard, rows, own, batch, accept, k)
 
     if accept is not accept_draft:
         # What the compiler asks for later can't refuse, nor close over a rule's traced values.
@@ -145,21 +138,21 @@ def _flat(x: Any) -> Any:
     return x.reshape(-1, *x.shape[2:]) if hasattr(x, "reshape") else x
 
 
-def _slots_of(drafts: Drafts, positions: jax.Array, vocab_size: int) -> Slots:
+def _batch_of(
+    drafts: Drafts, sampling: Sampling, positions: Int32[Array, " B"], vocab_size: int
+) -> Batch:
     index = jnp.arange(drafts.token_ids.shape[1] + 1, dtype=jnp.int32)[None, :]
     # An id outside the vocabulary has probability 0 under p and q, as if it were not proposed.
     proposed = (index[:, :-1] < drafts.num[:, None]) & (drafts.token_ids >= 0)
     proposed &= drafts.token_ids < vocab_size
-    return Slots(positions[:, None] + index, proposed)
+    return Batch(positions[:, None] + index, proposed, drafts, sampling)
 
 
 def _verify(
     shard: VocabShard,
     logits: Float[Array, "N C"],
     changes: Changes | None,
-    slots: Slots,
-    drafts: Drafts,
-    sampling: Sampling,
+    batch: Batch,
     accept: AcceptRule,
     k: int | None,
 ) -> Verified:
@@ -170,27 +163,26 @@ def _verify(
     groups have neighbors, a copy of the logits is changed first.
     """
     if changes is None:
-        return _verify_rows(shard, logits, None, slots, drafts, sampling, accept, k)
+        return _verify_rows(shard, logits, None, batch, accept, k)
 
-    def as_read(logits: jax.Array, own: Changes | None, *given: Any) -> Verified:
-        slots, drafts, sampling = given
-        return _verify_rows(shard, logits, own, slots, drafts, sampling, accept, None)
+    def as_read(logits: jax.Array, own: Changes | None, batch: Batch) -> Verified:
+        return _verify_rows(shard, logits, own, batch, accept, None)
 
-    def in_a_copy(logits: jax.Array, own: Changes, *given: Any) -> Verified:
-        return as_read(apply(logits, own), None, *given)
+    def in_a_copy(logits: jax.Array, own: Changes, batch: Batch) -> Verified:
+        return as_read(apply(logits, own), None, batch)
 
-    def like(logits: jax.Array, _: Changes, slots: Slots, drafts: Drafts, __: Any) -> Verified:
-        return _greedily(slots, drafts, greedy_of_part(WHOLE, Rows(logits)))
+    def like(logits: jax.Array, _: Changes, batch: Batch) -> Verified:
+        return _greedily(batch, greedy_of_part(WHOLE, Rows(logits)))
 
-    given = logits, changes, slots, drafts, sampling
+    given = logits, changes, batch
     if shard.axis_name is not None or accept is not accept_draft:
         verified = in_a_copy(*given)
     else:
         verified = lowered_for(*given, like=like, cpu=as_read, default=in_a_copy)
     if k is None:
         return verified
-    shape = slots.positions.shape
-    each = of_each_row(sampling, shape)
+    shape = batch.positions.shape
+    each = of_each_row(batch.sampling, shape)
     read = row_read.read(GroupedRows.of(logits, shard), each, k)
     return verified._replace(read=row_read.for_logprobs(read, each, k, shape))
 
@@ -199,27 +191,25 @@ def _verify_rows(
     shard: VocabShard,
     logits: Float[Array, "N C"],
     changes: Changes | None,
-    slots: Slots,
-    drafts: Drafts,
-    sampling: Sampling,
+    batch: Batch,
     accept: AcceptRule,
     k: int | None,
 ) -> Verified:
     """`verify` of rows whose changes, if they have any, are applied as they are read."""
     rows = functools.partial(GroupedRows.of, logits, shard, changes)
     if k is not None:
-        return _from_one_read(rows(), slots, drafts, sampling, accept, k)
+        return _from_one_read(rows(), batch, accept, k)
 
     def some_sampled() -> Verified:
         own = rows()
-        read = row_read.read(own, of_each_row(sampling, slots.positions.shape))
-        return sampled_slots(own, read, None, slots, drafts, sampling, accept)
+        read = row_read.read(own, of_each_row(batch.sampling, batch.positions.shape))
+        return sampled_slots(own, read, None, batch, accept)
 
     def all_greedy() -> Verified:
         choice = greedy_of_part(shard, Rows(logits, changes=changes))
-        return _greedily(slots, drafts, choice)
+        return _greedily(batch, choice)
 
-    verified: Verified = lax.cond(_some_sampled(sampling), some_sampled, all_greedy)
+    verified: Verified = lax.cond(_some_sampled(batch.sampling), some_sampled, all_greedy)
     return verified
 
 
@@ -227,69 +217,58 @@ def _some_sampled(sampling: Sampling) -> Bool[Array, ""]:
     return jnp.any((sampling.temperature > 0) | ~has_meaning(sampling))
 
 
-def _from_one_read(
-    rows: GroupedRows,
-    slots: Slots,
-    drafts: Drafts,
-    sampling: Sampling,
-    accept: AcceptRule,
-    k: int,
-) -> Verified:
+def _from_one_read(rows: GroupedRows, batch: Batch, accept: AcceptRule, k: int) -> Verified:
     """Verify, and leave what logprobs need of the rows: this chooses the read.
 
     It is the same for sampled and greedy rows, but in a GPU's programs for whole rows: where all
     slots are greedy there, the kernels of `greedy_topk_logprobs` do less.
     """
-    shape = slots.positions.shape
+    shape = batch.positions.shape
 
-    def read_of(given: Given) -> tuple[GroupedRows, RowRead, Greedy]:
-        own = rows.with_arrays(*given.rows)
-        read = row_read.read(own, of_each_row(given.sampling, shape), k)
+    def read_of(arrays: Any, batch: Batch) -> tuple[GroupedRows, RowRead, Greedy]:
+        own = rows.with_arrays(*arrays)
+        read = row_read.read(own, of_each_row(batch.sampling, shape), k)
         choice = Greedy(row_read.with_invalid(own, read, read.top_ids[:, 0]), read.valid)
         return own, read, choice
 
-    def with_read(verified: Verified, read: RowRead, given: Given) -> Verified:
-        each = of_each_row(given.sampling, shape)
+    def with_read(verified: Verified, read: RowRead, batch: Batch) -> Verified:
+        each = of_each_row(batch.sampling, shape)
         return verified._replace(read=row_read.for_logprobs(read, each, k, shape))
 
-    def one_way(given: Given) -> Verified:
-        own, read, choice = read_of(given)
+    def one_way(arrays: Any, batch: Batch) -> Verified:
+        own, read, choice = read_of(arrays, batch)
         verified: Verified = lax.cond(
-            _some_sampled(given.sampling),
-            lambda: sampled_slots(own, read, choice, *given[1:], accept),
-            lambda: _greedily(given.slots, given.drafts, choice),
+            _some_sampled(batch.sampling),
+            lambda: sampled_slots(own, read, choice, batch, accept),
+            lambda: _greedily(batch, choice),
         )
-        return with_read(verified, read, given)
+        return with_read(verified, read, batch)
 
-    def on_cuda(given: Given) -> Verified:
+    def all_greedy(arrays: Any, batch: Batch) -> Verified:
+        read, choice = row_read.read_greedy(rows.with_arrays(*arrays), k)
+        return with_read(_greedily(batch, choice), read, batch)
+
+    def on_cuda(arrays: Any, batch: Batch) -> Verified:
         def some_sampled() -> Verified:
-            own, read, choice = read_of(given)
-            verified = sampled_slots(own, read, choice, *given[1:], accept)
-            return with_read(verified, read, given)
+            own, read, choice = read_of(arrays, batch)
+            return with_read(sampled_slots(own, read, choice, batch, accept), read, batch)
 
-        def all_greedy() -> Verified:
-            read, choice = row_read.read_greedy(rows.with_arrays(*given.rows), k)
-            return with_read(_greedily(given.slots, given.drafts, choice), read, given)
-
-        verified: Verified = lax.cond(_some_sampled(given.sampling), some_sampled, all_greedy)
+        greedy = functools.partial(all_greedy, arrays, batch)
+        verified: Verified = lax.cond(_some_sampled(batch.sampling), some_sampled, greedy)
         return verified
 
-    def like(given: Given) -> Verified:
-        read, choice = row_read.read_greedy(rows.with_arrays(*given.rows), k)
-        return with_read(_greedily(given.slots, given.drafts, choice), read, given)
-
-    given = Given(rows.arrays, slots, drafts, sampling)
     # A rule of the user's own may close over traced values.
     if rows.shard.axis_name is not None or accept is not accept_draft:
-        return one_way(given)
-    return lowered_for(given, like=like, cuda=on_cuda, default=one_way)
+        return one_way(rows.arrays, batch)
+    return lowered_for(rows.arrays, batch, like=all_greedy, cuda=on_cuda, default=one_way)
 
 
-def _greedily(slots: Slots, drafts: Drafts, choice: Greedy) -> Verified:
+def _greedily(batch: Batch, choice: Greedy) -> Verified:
     """Accept the drafts that equal the greedy choices; then comes the greedy choice."""
-    token_ids, valid = (x.reshape(slots.positions.shape) for x in choice)
-    agrees = slots.proposed & valid[:, :-1] & (drafts.token_ids == token_ids[:, :-1])
-    emitted = _emit(agrees, drafts.token_ids, token_ids)
+    token_ids, valid = (x.reshape(batch.positions.shape) for x in choice)
+    draft_ids = batch.drafts.token_ids
+    agrees = batch.proposed & valid[:, :-1] & (draft_ids == token_ids[:, :-1])
+    emitted = _emit(agrees, draft_ids, token_ids)
     return emitted._replace(cut=Truncation.greedy(token_ids))
 
 
@@ -297,9 +276,7 @@ def sampled_slots(
     rows: GroupedRows,
     read: RowRead,
     choice: Greedy | None,
-    slots: Slots,
-    drafts: Drafts,
-    sampling: Sampling,
+    batch: Batch,
     accept: AcceptRule,
 ) -> Verified:
     """Accept drafts by p and q; then comes a token from what they left of p.
@@ -308,7 +285,8 @@ def sampled_slots(
 
     choice: of the N rows, where the read has told it.
     """
-    shape = slots.positions.shape
+    positions, proposed, drafts, sampling = batch
+    shape = positions.shape
     each, q = of_each_row(sampling, shape), _q_of(drafts)
     valid = read.valid & has_meaning(each)
     if choice is None:
@@ -325,10 +303,10 @@ def sampled_slots(
     p_draft, q_draft = (
         jnp.where(own, exponential(log), 0.0).sum(axis=2) for log in (log_p, q.logprobs)
     )
-    before = slots.positions[:, :-1]
+    before = positions[:, :-1]
     seeds = jnp.broadcast_to(sampling.seed[:, None], before.shape)
     u = uniform(Source(seeds, before), ACCEPT)
-    considered = slots.proposed & valid.reshape(shape)[:, :-1]
+    considered = proposed & valid.reshape(shape)[:, :-1]
     best_ids = choice.token_ids.reshape(shape)
     agrees = drafts.token_ids == best_ids[:, :-1]
     by_chance = accept(u, p_draft, q_draft)
@@ -336,7 +314,7 @@ def sampled_slots(
 
     a = _leading(accepted)
     few = keeps_few(read, cut, each, rows.vocab_size)
-    drawing = _drawing(sampling, slots, cut, (is_sampled, few), considered, log_p, q, a)
+    drawing = _drawing(batch, cut, (is_sampled, few), considered, log_p, q, a)
     drawn = draw(rows, read, drawing)
     last_sampled = jnp.take_along_axis(is_sampled.reshape(shape), a[:, None], axis=1)
     next_ids = jnp.where(last_sampled, drawn[:, None], best_ids)
@@ -400,8 +378,7 @@ def _log_p(
 
 
 def _drawing(
-    sampling: Sampling,
-    slots: Slots,
+    batch: Batch,
     cut: Truncation,
     which: tuple[Bool[Array, " N"], Bool[Array, " N"]],
     considered: Bool[Array, "B D"],
@@ -414,19 +391,19 @@ def _drawing(
     Past the proposals and at an invalid row there is no q to take out. which: the rows that are
     sampled, and those that keep few tokens.
     """
-    batch, num_positions = slots.positions.shape
-    slot = jnp.arange(batch, dtype=jnp.int32)
+    num_slots, num_positions = batch.positions.shape
+    slot = jnp.arange(num_slots, dtype=jnp.int32)
     rows = slot * num_positions + a
 
     def at_a(x: jax.Array, missing: float) -> jax.Array:
         # Not padded by a row of what is missing: of such a pad beside two computed rows of seven or
         # eight tokens, LLVM can't select instructions with AVX-512, and aborts the process.
         if num_positions == 1:
-            return jnp.full((batch, *x.shape[2:]), missing, x.dtype)
+            return jnp.full((num_slots, *x.shape[2:]), missing, x.dtype)
         return x.at[slot, a].get(mode="fill", fill_value=missing)
 
     rejected = at_a(considered, False)[:, None]
-    position = slots.positions[:, 0] + a
+    position = batch.positions[:, 0] + a
     return Drawing(
         rows=rows,
         cut=jax.tree.map(lambda x: x[rows], cut),
@@ -435,7 +412,7 @@ def _drawing(
         excluded_ids=jnp.where(rejected, at_a(q.ids, -1), -1),
         log_p=jnp.where(rejected, at_a(log_p, -jnp.inf), -jnp.inf),
         q=jnp.where(rejected, exponential(at_a(q.logprobs, -jnp.inf)), 0.0),
-        source=Source(sampling.seed, position),
+        source=Source(batch.sampling.seed, position),
     )
 
 
