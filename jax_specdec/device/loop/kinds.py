@@ -65,7 +65,7 @@ class Kind(NamedTuple):
         return (
             changes.penalties, self.widths.num_columns, self.changes is not None,
             self.reports_drafts, self.widths.mode, self.widths.chosen, self.widths.kept,
-            changes.ids, not self.reads_once,
+            changes.ids, changes.holds_back, not self.reads_once,
         )  # fmt: skip
 
     def serves(self, exact: "Kind", slots: Sequence[Slot]) -> bool:

@@ -53,6 +53,7 @@ def test_what_serves_more_serves_less_and_not_the_other_way_round(more, less):
     assert serves(wide, less)
     assert not serves(narrow, more)
     assert serves(narrow, less)
+    assert narrow.cost < wide.cost
 
 
 def test_programs_of_one_read_serve_batches_of_which_few_ask_and_greedy_ones():
