@@ -41,25 +41,30 @@ def test_nobody_waits_for_a_reader_who_does_not_read(monkeypatch):
     monkeypatch.setattr(logs, "MAX_LINES", 10)
     monkeypatch.setattr(logs, "END_SECONDS", 0.1)
     out, into = os.pipe()
-    with os.fdopen(into, "w") as stream:
+    found = []
+    # Of a test that fails the reading end is closed first: else closing the other one would wait.
+    with os.fdopen(into, "w") as stream, os.fdopen(out, "rb", 0) as reader:
         handler = Lines(stream)
         record = logging.LogRecord("x", logging.INFO, "", 0, "x" * 1000, (), None)
-        for _ in range(1000):  # far more than a pipe holds, and than may wait
-            handler.emit(record)
-        assert handler._dropped > 100
-        read = threading.Thread(target=lambda: _drain(out, found))
-        found = []
+
+        def emit():
+            for _ in range(1000):  # far more than a pipe holds, and than may wait
+                handler.emit(record)
+            return handler._dropped
+
+        wait_for(lambda: emit() > 100)  # the thread counts anew with each line that it writes
+        read = threading.Thread(target=lambda: _drain(reader, found))
         read.start()
         wait_for(lambda: handler._waiting.empty())
         handler.emit(record)
         wait_for(lambda: any("lines of the log were dropped" in text for text in found))
         handler.close()
-    read.join()
-    os.close(out)
+        stream.close()
+        read.join()
 
 
-def _drain(out, found):
-    while data := os.read(out, 1 << 16):
+def _drain(reader, found):
+    while data := reader.read(1 << 16):
         found.append(data.decode())
 
 
