@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pallas_kernels import topk_logprobs
-from pallas_kernels.backends import choose
 from pallas_kernels.backends.xla import block_sizes
+from pallas_kernels.lowering import obstacles
 from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import Shape
 
@@ -204,7 +204,7 @@ def measure(
     # As on a host with this chip: a host without any GPU would export the kernels of newer ones,
     # which the compiler of this one ends the process for.
     capability = CAPABILITIES.get(chip)
-    with mock.patch.object(choose, "cuda_capability", return_value=capability):
+    with mock.patch.object(obstacles, "cuda_capability", return_value=capability):
         ours = compiled(
             lambda x, t, count: topk_logprobs(
                 x,
