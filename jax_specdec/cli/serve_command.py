@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import time
@@ -142,6 +143,8 @@ def run(options: argparse.Namespace) -> int:
         )  # fmt: skip
         engine.serve()  # a worker that is lost before the first request is replaced too
         listener = Listener(service)
+        gc.collect()
+        gc.freeze()  # what is there stays: a collection of all of it would hold up every stream
         with watched(engine, listener):
             listener.run(sockets=[socket])
         if (failure := engine.failure) is not None:
