@@ -1,54 +1,116 @@
-"""Which lanes' files changed since their last green run; `.ci/green.json` holds a hash a lane.
+"""Runs a lane of checks unless its input files are those of its last green run.
 
-    python .ci/green.py                    the lanes that changed, one a line
-    python .ci/green.py --write LANE ...   these ran green
+    python .ci/green.py run LANE COMMAND ...   run it if a file changed, keep its hash if green
+    python .ci/green.py changed [LANE ...]     the lanes (of these) that changed, one a line
 
-A lane here is the PTX cases of some kernels: `run_kernels --of LANE`.
+`.ci/green.json` holds a hash of each lane's input files at its last green run. Commit it: a later
+run on the same files has nothing to find. `run` keeps no hash of a command that says NOT RUN.
 """
 
+import fcntl
 import hashlib
 import json
+import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+HASHES = ".ci/green.json"
 KERNELS, CASES = "pallas_kernels/backends/mosaic_gpu", "tests/pallas_kernels/mosaic_gpu/ptx"
-COMMON = "compat", "reading", "rows_kernel", "thread", "schedule"
-SHARED = [f"{KERNELS}/{name}.py" for name in COMMON]
+PRODUCT = ["pyproject.toml", "pallas_kernels/**/*", "ipc/**/*", "jax_specdec/**/*"]
+COMPILED = ["pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "bench/aot*", "bench/gpu/*"]
+PTX = [
+    f"{KERNELS}/{name}.py" for name in ("compat", "reading", "rows_kernel", "thread", "schedule")
+]
 LANES = {
-    "rows": [
-        *SHARED, f"{KERNELS}/rows.py", f"{KERNELS}/finish_kernel.py",
+    "hf-often": [*PRODUCT, "tests/hf/*", "tests/support/*"],
+    "lm-eval": [*PRODUCT, "tests/hf/*", "tests/support/*"],
+    "ray-often": [*PRODUCT, "tests/ray/*", "tests/support/*"],
+    "nnx": [*PRODUCT, "examples/*", "docs/linear.md", "tests/docs/*", "tests/support/*"],
+    "site": [*PRODUCT, "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*", "tests/docs/*"],
+    "browser": [
+        "jax_specdec/export/**/*", "jax_specdec/records/**/*", "jax_specdec/text/**/*",
+        "tests/browser/*", "tests/support/*",
+    ],
+    "aot": COMPILED,
+    "newest-kernels": COMPILED,
+    "tpu-quick": [*COMPILED, "bench/tpu/*"],
+    "rehearsal": PRODUCT,
+    "rehearsal-ptx": [
+        "pallas_kernels/**/*", "jax_specdec/cli/check_device*", "jax_specdec/cli/device_*",
+        f"{CASES}/*", "tests/ptx_machine/**/*",
+    ],
+    "ptx-rows": [
+        *PTX, f"{KERNELS}/rows.py", f"{KERNELS}/finish_kernel.py",
         f"{CASES}/cases.py", f"{CASES}/option_cases.py",
     ],
-    "groups": [
-        *SHARED, f"{KERNELS}/groups.py", f"{KERNELS}/groups_kernel.py",
-        f"{KERNELS}/finish_kernel.py", f"{CASES}/sampled_cases.py",
+    "ptx-groups": [
+        *PTX, f"{KERNELS}/groups.py", f"{KERNELS}/groups_kernel.py", f"{KERNELS}/finish_kernel.py",
+        f"{CASES}/sampled_cases.py",
     ],
-    "draw": [
-        *SHARED, f"{KERNELS}/draw.py", f"{KERNELS}/count_larger.py", f"{KERNELS}/chosen_groups.py",
+    "ptx-draw": [
+        *PTX, f"{KERNELS}/draw.py", f"{KERNELS}/count_larger.py", f"{KERNELS}/chosen_groups.py",
         f"{KERNELS}/groups_kernel.py", f"{CASES}/draw_cases.py",
     ],
 }  # fmt: skip
 
 
-def hashes(root: Path) -> dict[str, str]:
-    """A hash of each lane's files."""
-    return {
-        lane: hashlib.sha256(b"\0".join((root / file).read_bytes() for file in files)).hexdigest()
-        for lane, files in LANES.items()
-    }
+def main(root: Path, arguments: list[str]) -> int:
+    """Exit status 0 if the lane is green, or that of its command; 2 if there is no such lane."""
+    what, *names = arguments
+    lanes = names[:1] if what == "run" else names or list(LANES)
+    if unknown := [lane for lane in lanes if lane not in LANES]:
+        print(f"there is no lane {unknown[0]}: one of {', '.join(LANES)}", file=sys.stderr)
+        return 2
+    changed = [lane for lane in lanes if hash_of(root, lane) != _green(root).get(lane)]
+    if what == "changed":
+        print("\n".join(changed))
+        return 0
+    if not changed:
+        print(f"{lanes[0]}: no file changed since its last green run")
+        return 0
+    return _run(root, lanes[0], names[1:])
 
 
-def main(root: Path, arguments: list[str]) -> None:
-    """Print the lanes that changed, or write the hashes of those that ran green."""
-    path, now = root / ".ci/green.json", hashes(root)
-    green = json.loads(path.read_text()) if path.exists() else {}
-    if arguments:
-        green |= {lane: now[lane] for lane in arguments[1:]}
-        path.write_text(json.dumps(green, indent=2) + "\n")
-    else:
-        print("\n".join(lane for lane in LANES if green.get(lane) != now[lane]))
+def hash_of(root: Path, lane: str) -> str:
+    """The names and contents of the lane's input files."""
+    found = hashlib.sha256()
+    for file in sorted(_files(root, LANES[lane])):
+        found.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def _files(root: Path, patterns: Iterable[str]) -> set[Path]:
+    found = set()
+    for pattern in patterns:
+        files = {file for file in root.glob(pattern) if file.is_file()}
+        assert files, f"{pattern} names no file"
+        found |= {file for file in files if "__pycache__" not in file.parts}
+    return found
+
+
+def _green(root: Path) -> dict[str, str]:
+    path = root / HASHES
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _run(root: Path, lane: str, command: list[str]) -> int:
+    before, ran = hash_of(root, lane), True
+    with subprocess.Popen(
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            ran = ran and not line.startswith("NOT RUN")
+    if ran and process.returncode == 0:
+        with (root / ".ci/green.py").open() as lock:  # other lanes end at the same time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            green = _green(root) | {lane: before}
+            (root / HASHES).write_text(json.dumps(green, indent=2, sort_keys=True) + "\n")
+    return process.returncode
 
 
 if __name__ == "__main__":
-    main(ROOT, sys.argv[1:])
+    sys.exit(main(ROOT, sys.argv[1:]))

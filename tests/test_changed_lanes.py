@@ -1,34 +1,86 @@
-"""`.ci/green.py` names the lanes whose files changed since their last green run, and no others."""
+"""`.ci/green.py` runs a lane if its files changed since it last ran green, and else does not."""
 
+import json
 import runpy
 import shutil
+import sys
 
 import pytest
 
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.fast
+GREEN = runpy.run_path(str(ROOT / ".ci/green.py"))
 
 
-def test_a_changed_file_names_its_lanes(tmp_path, capsys):
-    green = runpy.run_path(str(ROOT / ".ci/green.py"))
-    for file in {file for files in green["LANES"].values() for file in files}:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, tmp_path / file)
-    (tmp_path / ".ci").mkdir()
+@pytest.fixture
+def copy(tmp_path):
+    """A folder with the input files of the lanes of PTX, and with .ci/green.py."""
+    for lane in ("ptx-rows", "ptx-groups", "ptx-draw"):
+        for file in [*GREEN["LANES"][lane], ".ci/green.py"]:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, tmp_path / file)
+    return tmp_path
 
+
+def run(folder, lane, program="print('ran')"):
+    return GREEN["main"](folder, ["run", lane, sys.executable, "-c", program])
+
+
+def change(folder, name):
+    with (folder / GREEN["KERNELS"] / f"{name}.py").open("a") as file:
+        file.write("\n")
+
+
+def test_a_changed_file_names_its_lanes(copy, capsys):
     def changed():
-        green["main"](tmp_path, [])
+        GREEN["main"](copy, ["changed", "ptx-rows", "ptx-groups", "ptx-draw"])
         return capsys.readouterr().out.split()
 
-    every = list(green["LANES"])
+    every = ["ptx-rows", "ptx-groups", "ptx-draw"]
     assert changed() == every  # none was green yet
-    green["main"](tmp_path, ["--write", *every])
+    for lane in every:
+        run(copy, lane)
+    capsys.readouterr()
     assert changed() == []
-    with (tmp_path / green["KERNELS"] / "draw.py").open("a") as file:
-        file.write("\n")
-    assert changed() == ["draw"]
-    green["main"](tmp_path, ["--write", "draw"])
-    with (tmp_path / green["KERNELS"] / "thread.py").open("a") as file:
-        file.write("\n")
+    change(copy, "draw")
+    assert changed() == ["ptx-draw"]
+    run(copy, "ptx-draw")
+    capsys.readouterr()
+    change(copy, "thread")
     assert changed() == every
+
+
+def test_a_green_lane_runs_again_only_when_a_file_changed(copy, capsys):
+    assert run(copy, "ptx-draw") == 0
+    assert "ran" in capsys.readouterr().out
+    assert run(copy, "ptx-draw") == 0
+    assert capsys.readouterr().out == "ptx-draw: no file changed since its last green run\n"
+    change(copy, "draw")
+    run(copy, "ptx-draw")
+    assert "ran" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("program", "status"), [("raise SystemExit(3)", 3), ("print('NOT RUN: no extra')", 0)]
+)
+def test_a_lane_that_failed_or_did_not_run_is_not_green(copy, program, status):
+    assert run(copy, "ptx-draw", program) == status
+    assert not (copy / ".ci/green.json").exists()
+
+
+def test_a_file_that_changes_during_the_run_is_not_green(copy):
+    kernel = copy / GREEN["KERNELS"] / "draw.py"
+    run(copy, "ptx-draw", f"open({str(kernel)!r}, 'a').write('# later')")
+    kept = json.loads((copy / ".ci/green.json").read_text())["ptx-draw"]
+    assert kept != GREEN["hash_of"](copy, "ptx-draw")
+
+
+def test_every_lane_of_the_project_has_files():
+    for lane in GREEN["LANES"]:
+        GREEN["hash_of"](ROOT, lane)
+
+
+def test_an_unknown_lane_is_named(capsys):
+    assert GREEN["main"](ROOT, ["changed", "nothing"]) == 2
+    assert "there is no lane nothing" in capsys.readouterr().err
