@@ -1,9 +1,7 @@
-"""`python -m bench`: measure, compare two runs, write the measured pages, draw one step.
+"""`python -m bench`: measure, and make one table of the kept results.
 
 python -m bench [kernels|ring|host|end-to-end ...] [--quick] [--json FILE] [--plot DIR]
-python -m bench compare OLD NEW     what became slower, by ratios to a peer of the same run
-python -m bench report [--check]    README's table, docs/measurements.md and the plots
-python -m bench profile --out DIR   one step's timeline, as a picture and for Perfetto
+python -m bench report [--check]    docs/measurements.md, from bench/results
 """
 
 import argparse
@@ -14,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.report import files, outputs
-from bench.report.files import ResultsError
-from bench.report.outputs import OutputError
+from bench import files, outputs, report
+from bench.files import ResultsError
+from bench.outputs import OutputError
 from bench.timing import BenchError, Comparison, print_table
 
 SUITES = {
@@ -30,18 +28,12 @@ MORE = {
     "kernel-grid": "on a CPU: the best of three other ways, for 100 shapes (minutes)",
     "linear": "logprobs from hidden states and a head, against logits first (minutes)",
     "detokenize": "ids to strings and bytes, against the tokenizers library",
-    "imports": "importing the engine's side, against importing numpy and jax",
     "ray": "requests through an actor of a Ray cluster, against an engine here (a minute)",
 }
 MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite", "kernel-grid": "kernel_grid"}
 # A package that the suite needs, and its extra.
 NEEDS = {"detokenize": ("tokenizers", "hf"), "ray": ("ray", "ray")}
 PARTS = {"rows": "rows", "vocabulary": "tokens"}  # of the suite "sampling"
-COMMANDS = {
-    "compare": "bench.report.regressions",
-    "report": "bench.report.pages",
-    "profile": "bench.loop.timeline",
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,10 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     before = signal.signal(signal.SIGTERM, _terminate)  # so that processes and rings are removed
     try:
-        if given and given[0] in COMMANDS:
-            command = importlib.import_module(COMMANDS[given[0]])
-            status: int = command.main(given[1:])
-            return status
+        if given[:1] == ["report"]:
+            return report.main(given[1:])
         return run(given)
     except BenchError as error:
         print(f"NOT MEASURED: {error}", file=sys.stderr)
@@ -82,7 +72,8 @@ def run(given: list[str]) -> int:
         files.write_json(options.json, comparisons, machine)
         print(f"wrote {options.json}")
     if options.plot:
-        _draw(comparisons, suites, options.plot, options.quick)
+        for path in report.draw(comparisons, options.plot):
+            print(f"wrote {path}")
     return 0
 
 
@@ -119,7 +110,7 @@ def _parsed(given: list[str]) -> argparse.Namespace:
         parser.error("--rows and --vocabulary are options of the suite sampling: name it alone")
     unknown = [name for name in options.suites if name not in SUITES | MORE]
     if unknown:
-        names = ", ".join((*SUITES, *MORE, *COMMANDS))
+        names = ", ".join((*SUITES, *MORE, "report"))
         parser.error(f"unknown suite or command {unknown[0]!r}: choose from {names}")
     return options
 
@@ -139,20 +130,6 @@ def _check_requirements(suites: Sequence[str], json: Path | None, plot: Path | N
         outputs.check_file(json)
     if plot:
         outputs.check_plots(plot)
-
-
-def _draw(
-    comparisons: Sequence[Comparison], suites: Sequence[str], directory: Path, quick: bool
-) -> None:
-    """Draw the plots, and say which suites have none."""
-    plots = importlib.import_module("bench.report.plots")  # needs matplotlib: only on demand
-    made = plots.draw(comparisons, directory)
-    for path in made:
-        print(f"wrote {path}")
-    for name in suites:
-        if not any(path.stem.startswith(plots.PREFIXES.get(name, ())) for path in made):
-            why = ": a line needs three sizes, and --quick takes fewer" if quick else ""
-            print(f"no plot of {name}{why if name in plots.PREFIXES else ''}")
 
 
 def _terminate(*_: object) -> None:

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import aot_tpu
+from bench.files import environment
 from bench.gpu import after_read, estimates, model, sampled, sass
-from bench.report.files import environment
 from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.changes import Changes

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.report.comparison import Comparison, from_samples
-from bench.report.files import write_json
+from bench.comparison import Comparison, from_samples
+from bench.files import write_json
 from bench.timing import print_table
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule

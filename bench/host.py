@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from bench.garbage import cost
 from bench.timing import Comparison, Target, compare
 from ipc import wire
 from ipc.wire import Kind
@@ -263,7 +262,7 @@ def run(quick: bool) -> list[Comparison]:
 
 
 def measure(num_slots: int, k: int, quick: bool) -> Comparison:
-    """Measure all contenders on one message: time, and each result's cost in garbage collection."""
+    """Measure all contenders on one message."""
     calls = contenders(num_slots, k) | transports(num_slots, k)
     found = compare(
         f"bytes to records: {num_slots} requests x {TOKENS} tokens, K = {k}",
@@ -273,21 +272,12 @@ def measure(num_slots: int, k: int, quick: bool) -> Comparison:
         min_seconds=0.01 if quick else 0.02,
         settings={"requests": num_slots, "tokens": TOKENS, "k": k, "gc": gc.isenabled()},
     )
-    figures: dict[str, dict[str, float]] = {}
-    for name, call in calls.items():
-        spent = cost(call, 20 if quick else 120)
-        figures[name] = {
-            "blocks": spent.blocks,
-            "gc objects": spent.tracked,
-            "worst gc ms": 1e3 * spent.worst_pause,
-            "worst call ms": 1e3 * spent.worst_call,
-        }
     notes: dict[str, Any] = {"message bytes": len(message_bytes(num_slots, k))}
     if not HAS_MSGPACK:
         notes["NOT RUN msgpack"] = "msgpack is not installed"
     promised = (num_slots, k) == PROMISED
     targets = targets_of(found) if promised else ()
-    return replace(found, suite="host", figures=figures, notes=notes, targets=targets)
+    return replace(found, suite="host", notes=notes, targets=targets)
 
 
 def targets_of(found: Comparison) -> tuple[Target, ...]:

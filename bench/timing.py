@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import progress
-from bench.report.comparison import Comparison, Target, Timing, from_samples
-from bench.report.files import write_json
+from bench.comparison import Comparison, Target, Timing, from_samples
+from bench.files import write_json
 
 __all__ = [
     "BenchError", "Call", "Comparison", "Target", "Timing", "compare", "from_samples",

@@ -1,6 +1,5 @@
 """The loop's benchmark: all contenders do equal work, and a wrong one is caught."""
 
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -8,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from bench.loop import consumer, rig, setups, suite, timeline
+from bench.loop import consumer, rig, setups, suite
 from bench.loop.suite import GREEDY, K0, K20, OFF, ONE
-from bench.report import plots
 from bench.timing import BenchError
 from ipc import wire
 from jax_specdec.checkpoint.model_config import ModelConfig
@@ -76,7 +74,7 @@ def test_only_what_was_asked_for_travels_and_fixed_messages_do_not_shrink(found)
 
 def test_the_parts_of_the_host_time_are_inside_it(found):
     for row in found.figures.values():
-        parts = [row[f"part: {part} us"] for part in plots.PARTS]
+        parts = [row[f"part: {part} us"] for part in ("copy", "ring", "decode", "process")]
         assert min(parts) >= 0
         assert row["host us"] >= max(parts)
         assert row["worker us"] >= row["part: publish us"] > 0
@@ -200,32 +198,6 @@ def test_what_a_gpu_will_measure_fits_its_memory():
     # Every contender keeps its state and the one that its rounds start in; the working memory of a
     # step, and the arrays of the measured copy, are far less than the rest of 80 GB.
     assert weights + 2 * len(GREEDY) * state < 40e9
-
-
-def test_the_timeline_has_every_part_in_order(compiled):
-    begin = time.monotonic_ns()
-    recorded, step, operations = timeline.record(SETUP, compiled)
-    end = time.monotonic_ns()
-    assert all(begin <= s.begin <= s.end <= end for s in recorded)
-    by_name = {}
-    for span in sorted(recorded, key=lambda span: span.begin):
-        by_name.setdefault(span.name, []).append(span)
-    order = ["model, verify, draft", "logprobs, pack", "copy", "check and send", "process"]
-    # Each step leaves one of each, however long the engine takes: the last belong together.
-    for back in range(1, 5):
-        last = {name: by_name[name][-back] for name in (*order, "ring", "decode")}
-        starts = [last[name].begin for name in order]
-        assert starts == sorted(starts)
-        # Sending overlaps with the ring; nothing is received before it was sent.
-        sending, ring, decode = last["check and send"], last["ring"], last["decode"]
-        assert sending.begin <= ring.begin <= ring.end <= decode.begin <= decode.end
-        assert decode.end <= last["process"].begin
-    assert step[0] in [span.begin for span in by_name["launch and wait"]]
-    # jax.profiler has a clock of its own: related wrongly, its operations would be elsewhere.
-    assert operations
-    work = by_name["model, verify, draft"][-1]
-    assert any(work.begin <= o.begin and o.end <= work.end for o in operations)
-    assert all(begin <= o.begin <= o.end <= end for o in operations)
 
 
 @pytest.mark.fast

@@ -1,6 +1,5 @@
 """The result of a comparison: medians, spreads, ratios, and limits that were held or missed."""
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +44,6 @@ PEERS = frozenset(
         "numpy and jax",
     }
 )
-SHAPE = re.compile(r"Shape\(rows=(\d+), vocabulary=(\d+), k=(\d+), dtype='(\w+)'\)")
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 
@@ -158,12 +156,3 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     last = len(ordered) - 1
     found = {f"p{p}": ordered[round(last * p / 100)] for p in PERCENTILES}
     return found | {"max": ordered[-1]}
-
-
-def shape_of(one: Comparison) -> dict[str, Any]:
-    """rows, vocabulary, k and dtype of a kernel comparison."""
-    found = SHAPE.search(str(one.settings.get("shape", "")))
-    if found is None:
-        return {name: one.settings.get(name) for name in ("rows", "vocabulary", "k", "dtype")}
-    rows, vocabulary, k, dtype = found.groups()
-    return {"rows": int(rows), "vocabulary": int(vocabulary), "k": int(k), "dtype": dtype}

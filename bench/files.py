@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bench.report.comparison import Comparison, Target, Timing
+from bench.comparison import Comparison, Target, Timing
 
 PACKAGES = ("jax", "jaxlib", "numpy", "posix_ipc", "msgpack", "pyzmq", "iceoryx2", "tokenizers",
             "torch", "jax-specdec")  # fmt: skip

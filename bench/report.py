@@ -1,0 +1,130 @@
+"""One table of the kept results: `python -m bench report [--check]`.
+
+Writes docs/measurements.md from the newest comparison of each title in bench/results; `--check`
+writes nothing and fails where the page is another.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from bench.comparison import PEERS, Comparison, Timing
+from bench.files import Results, read_json
+from bench.timing import readable
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/measurements.md"
+HEAD = """# Measurements
+
+Written by `python -m bench report` from the newest files in `bench/results`. How each suite
+measures is in `bench/README.md`. Compare ratios within a line, never times across files: they are
+of other machines and days.
+
+The time is the median of the rounds, with the middle half of them and, for messages, the slowest
+hundredth. A ratio is a contender's time over ours: 2x takes twice our time.
+"""
+
+
+def newest(results: Iterable[Results]) -> dict[str, tuple[Comparison, Results]]:
+    """The newest comparison of each title on each device, by both."""
+    found: dict[str, tuple[Comparison, Results]] = {}
+    for one in sorted(results, key=lambda results: results.date):
+        for comparison in one.comparisons:
+            device = str(comparison.settings.get("device", "cpu"))
+            of = "" if device == "cpu" else f" ({device})"
+            found[comparison.title + of] = comparison, one
+    return found
+
+
+def page(results: Iterable[Results]) -> str:
+    """The text of docs/measurements.md."""
+    found = newest(results)
+    sources = {source.path.name: source for _, source in found.values()}
+    numbers = {name: index for index, name in enumerate(sorted(sources), 1)}
+    targets = [target for comparison, _ in found.values() for target in comparison.targets]
+    verdicts = [target.verdict for target in targets]
+    lines = [HEAD, "| Comparison | Ours | Time | Others' time over it | File |", "| --- " * 5 + "|"]
+    for title, (comparison, source) in found.items():
+        lines += _rows(title, comparison, numbers[source.path.name])
+    lines += ["", f"Limits: {verdicts.count('held')} held, {verdicts.count('MISSED')} missed, "
+              f"{verdicts.count('not measured')} not measured.", ""]  # fmt: skip
+    lines += [
+        f"- {title}: {target}"
+        for title, (comparison, _) in found.items()
+        for target in comparison.targets
+        if target.verdict != "held"
+    ]
+    lines += ["", "Files:", ""]
+    lines += [f"{numbers[name]}. {_source(sources[name])}" for name in sorted(sources)]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(title: str, comparison: Comparison, number: int) -> Iterator[str]:
+    """A line for each of our contenders, or for the first if all are others'."""
+    ours = [one for one in comparison.timings if one.name not in PEERS]
+    others = [one for one in comparison.timings if one.name in PEERS]
+    for mine in ours or comparison.timings[:1]:
+        ratios = [f"{one.name} {one.median / mine.median:.3g}x" for one in others if one != mine]
+        yield f"| {title} | {mine.name} | {_time(mine)} | {', '.join(ratios)} | {number} |"
+
+
+def _time(one: Timing) -> str:
+    slowest = f", p99 {readable(one.percentiles['p99'])}" if one.percentiles else ""
+    return f"{readable(one.median)} ({readable(one.low)} to {readable(one.high)}{slowest})"
+
+
+def _source(results: Results) -> str:
+    machine = results.environment
+    versions = machine.get("versions", {})
+    return (
+        f"`{results.path.name}`: {results.date[:10]}, {machine['cpus']} cores of "
+        f"{machine.get('processor', 'an unknown processor')}, Python {machine.get('python')}, "
+        f"jax {versions.get('jax')}, `{machine.get('command')}`"
+    )
+
+
+def draw(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
+    """Draw a bar for each contender's median, with the middle half of its rounds, as SVG files.
+
+    Needs matplotlib.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    # Text stays text, and the same results make the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jax-specdec"}):
+        for one in comparisons:
+            figure = Figure(figsize=(7, 1.2 + 0.3 * len(one.timings)), layout="constrained")
+            axes = figure.subplots()
+            medians = [timing.median * 1e3 for timing in one.timings]
+            spreads = [
+                [(timing.median - timing.low) * 1e3 for timing in one.timings],
+                [(timing.high - timing.median) * 1e3 for timing in one.timings],
+            ]
+            colors = ["#888888" if name in PEERS else "#0072B2" for name in one.names]
+            bars = axes.barh(one.names, medians, xerr=spreads, color=colors)
+            axes.bar_label(bars, [readable(timing.median) for timing in one.timings], padding=3)
+            axes.set(xlabel="ms; blue: this project")
+            axes.margins(x=0.15)
+            figure.suptitle(one.title, fontsize="medium")
+            axes.set_xscale("log" if max(medians) > 50 * min(medians) else "linear")
+            axes.invert_yaxis()
+            name = "-".join("".join(c if c.isalnum() else " " for c in one.title.lower()).split())
+            made.append(folder / f"{name}.svg")
+            figure.savefig(made[-1], metadata={"Date": None})
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 1 if the page is not up to date."""
+    parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail where it differs")
+    options = parser.parse_args(arguments)
+    text = page(read_json(path) for path in (ROOT / "bench/results").glob("*.json"))
+    if not options.check:
+        PAGE.write_text(text)
+    same = PAGE.read_text() == text
+    print(f"{PAGE.name} is {'up to date' if same else 'out of date: run python -m bench report'}")
+    return 0 if same else 1

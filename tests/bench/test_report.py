@@ -1,0 +1,76 @@
+"""`bench report`: one page from the newest results, and README's figures are in it."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from bench import report
+from bench.comparison import Target, from_samples
+from bench.files import ResultsError, read_json, write_json
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.fast
+
+
+def results(folder, date, *comparisons):
+    """Results of a machine of a test's, written and read."""
+    machine = {"date": date, "cpus": 2, "processor": "a test's", "python": "3", "command": "bench"}
+    path = folder / f"{date}.json"
+    write_json(path, comparisons, machine)
+    return read_json(path)
+
+
+def test_the_page_is_what_the_results_say():
+    assert report.main(["--check"]) == 0
+
+
+def test_the_newest_result_of_a_title_counts_and_says_where_it_is_from(tmp_path):
+    old = from_samples("16 KB", {"ring": [1e-5], "ZeroMQ msgpack": [2e-5]})
+    new = from_samples("16 KB", {"ring": [1e-5], "ZeroMQ msgpack": [3e-5]})
+    on_a_gpu = replace(old, settings={"device": "H100"})
+    files = [
+        results(tmp_path, "2026-01-02", new), results(tmp_path, "2026-01-01", old, on_a_gpu)
+    ]  # fmt: skip
+    text = report.page(files)
+    assert "| 16 KB | ring | 10 us (10 us to 10 us) | ZeroMQ msgpack 3x | 2 |" in text
+    assert "| 16 KB (H100) | ring | 10 us (10 us to 10 us) | ZeroMQ msgpack 2x | 1 |" in text
+    assert "2. `2026-01-02.json`: 2026-01-02, 2 cores of a test's" in text
+
+
+def test_limits_are_counted_and_those_that_were_not_held_are_named(tmp_path):
+    one = from_samples("16 KB", {"ring": [1e-5]})
+    targets = [Target(name, 2.0, measured, "x") for name, measured in (("a", 1), ("b", 3))]
+    found = results(tmp_path, "2026-01-01", replace(one, targets=tuple(targets)))
+    text = report.page([found])
+    assert "Limits: 1 held, 1 missed, 0 not measured." in text
+    assert "- 16 KB: b: 3 x, MISSED (at most 2 x)" in text
+    assert "a: 1 x" not in text
+
+
+def test_what_is_no_result_is_refused_with_its_name(tmp_path):
+    path = tmp_path / "x.json"
+    for text in ("", "[]", '{"comparisons": []}'):
+        path.write_text(text)
+        with pytest.raises(ResultsError, match=r"x\.json holds no benchmark results"):
+            read_json(path)
+
+
+def test_every_ratio_in_readme_is_in_the_page():
+    readme = (ROOT / "README.md").read_text().partition("## What it costs")[2]
+    ratios = re.findall(r"\d[\d.]*x", readme.partition("```bash")[0])
+    page = report.PAGE.read_text()
+    assert len(ratios) > 5
+    assert [ratio for ratio in ratios if f" {ratio}" not in page] == []
+
+
+def test_a_bar_is_drawn_for_each_contender(tmp_path):
+    pytest.importorskip("matplotlib")
+    one = from_samples("16 KB, hot", {"ring": [1e-5, 2e-5, 2e-5], "ZeroMQ msgpack": [3e-3]})
+    (path,) = report.draw([one], tmp_path / "new")
+    assert path.name == "16-kb-hot.svg"
+    text = path.read_text()
+    for shown in ("16 KB, hot", ">ring<", ">ZeroMQ msgpack<", ">20 us<", ">3 ms<"):
+        assert shown in text
+    again = report.draw([one], tmp_path / "again")[0].read_text()
+    assert again == text
