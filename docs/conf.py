@@ -7,25 +7,26 @@ does a name of a door's `__all__` that no page shows.
 """
 
 import importlib
-import sys
 from enum import Enum
 from importlib.metadata import version as version_of
-from pathlib import Path
 from types import ModuleType
 
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-import docstrings  # noqa: E402
-
 project = "jax-specdec"
 author = "the authors of jax-specdec"
 version = release = version_of("jax-specdec")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+napoleon_attr_annotations = False
+napoleon_use_ivar = True  # members have entries of their own
+default_role = "code"  # of `name` in a docstring
 exclude_patterns = ["plots"]
 html_theme = "furo"
 html_title = project
@@ -37,7 +38,7 @@ autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 nitpicky = True  # a link to a name that no page shows ...
-nitpick_ignore_regex = [("py:class", ".*")]  # ... but for types in signatures, which may be any
+nitpick_ignore_regex = [("py:(class|exc)", ".*")]  # ... but for types in signatures, and errors
 
 DOORS = (
     "jax_specdec.engine",
@@ -49,25 +50,6 @@ DOORS = (
     "ipc",
 )
 logger = logging.getLogger(__name__)
-
-
-def links() -> dict[str, str]:
-    """Where the names of doors, as docstrings write them, lead to."""
-    found = {door: door for door in DOORS}
-    for door in DOORS:
-        for name in importlib.import_module(door).__all__:
-            if not isinstance(getattr(importlib.import_module(door), name), ModuleType):
-                found.setdefault(name, f"{door}.{name}")
-    return found
-
-
-LINKS = links()
-
-
-def process(
-    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
-) -> None:
-    lines[:] = [*docstrings.to_rst("\n".join(lines), LINKS).splitlines(), ""]
 
 
 def shorten(
@@ -112,7 +94,6 @@ def check(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("autodoc-process-docstring", process)
     app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-skip-member", keep_enumerators)
     app.connect("build-finished", check)

@@ -1,5 +1,7 @@
 """Messages from one process to another through shared memory: here, from worker to engine.
 
+The two sides::
+
     from ipc import RingReader, RingWriter
 
     # engine                                          # worker

@@ -21,7 +21,9 @@ OnWorkerLoss = Literal["stop", "continue", "restart"]
 class EngineConfig(WorkerConfig):
     """What to run. Values are checked here, except those that need a file or a device.
 
-    Attributes, beside those of `WorkerConfig`, which all workers share:
+    It has the attributes of `WorkerConfig`, which all workers share, and more.
+
+    Attributes:
       ring_slots: messages that may wait for the engine.
       checksum: every message carries a checksum (XXH3-64), so that damage in shared memory ends the
         worker's stream with an error instead of arriving as values. docs/ring.md has its price.
@@ -53,7 +55,7 @@ class EngineConfig(WorkerConfig):
         them; empty for all that the engine finds. Each worker gets `tensor_parallel` of its own;
         one that is named twice is shared by two workers.
       control_address: where the engine listens for its workers, as ZeroMQ writes it, such as
-        "tcp://10.0.0.1:*", which is encrypted. Empty: a socket file that only this user can reach.
+        `tcp://10.0.0.1:*`, which is encrypted. Empty: a socket file that only this user can reach.
       max_waiting: requests that may wait for a slot; `Engine.submit` refuses one more.
       max_backlog: records of a stream that may wait for its consumer; one more ends its request.
       output_folder: where the workers' output is kept, in a file for each. Empty: a temporary

@@ -31,7 +31,7 @@ def encode(text: str | bytes, *, start_document: bool = False) -> np.ndarray:
 
 
 def token_bytes(token_id: int) -> bytes:
-    """The byte of an id; for a special id its name, such as b"<|eos|>".
+    """The byte of an id; for a special id its name, such as `b"<|eos|>"`.
 
     Raises:
       ValueError: the id is outside 0..VOCAB_SIZE-1.

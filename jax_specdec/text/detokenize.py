@@ -30,7 +30,9 @@ class Cache(dict[int, T]):
 class TokenTable:
     r"""The strings and bytes of each token id; one table serves every request of a tokenizer.
 
-    Attributes, all by token id:
+    Attributes are by token id.
+
+    Attributes:
       raw: the token's bytes of text; None for a special token, which is no part of any text.
       text_bytes: the same, but b"" for a special token; joined, they are the text's bytes.
       text: the token as the chat format shows it: bytes that are not UTF-8 on their own as `\xNN`,

@@ -30,18 +30,18 @@ Biases = Float32[AnyArray, "R D"]
 class TopkLogprobs(NamedTuple):
     """Logprobs of R target rows, with K top columns and C extra ids.
 
-    token_ids: column 0 is the given token, columns 1 to K are the largest logits in descending
+    The last three are None where they were not asked for, and NaN for rows without an answer.
+
+    Attributes:
+      token_ids: column 0 is the given token, columns 1 to K are the largest logits in descending
         order, equal logits by id, lowest first; -1 where there is no such token.
-    logprobs: natural logarithms, of the tokens in `token_ids`.
-    token_ranks: 1 + the number of tokens with a strictly larger logit than the given token's; 0
+      logprobs: natural logarithms, of the tokens in `token_ids`.
+      token_ranks: 1 + the number of tokens with a strictly larger logit than the given token's; 0
         where there is no answer.
-    extra_logprobs: of `extra_token_ids`; C = 0 where none were named.
-
-    The others are None where they were not asked for, and NaN for rows without an answer:
-
-    log_sum_exp: log(sum(exp(x / T))), with T = 1 without temperatures.
-    entropy: -sum(p log p) of p = softmax(x / T), in nats.
-    top_logits: the logits of columns 1 to K, before the temperature; -inf where the id is -1.
+      extra_logprobs: of `extra_token_ids`; C = 0 where none were named.
+      log_sum_exp: log(sum(exp(x / T))), with T = 1 without temperatures.
+      entropy: -sum(p log p) of p = softmax(x / T), in nats.
+      top_logits: the logits of columns 1 to K, before the temperature; -inf where the id is -1.
     """
 
     token_ids: Int32[Array, "R K1"]

@@ -41,14 +41,14 @@ def kept_logprobs(
 
     Differentiable in reverse by logits and temperatures. The forward pass looks at M logits a row,
     and reads whole rows only in a batch where some row has a mark. Its temporaries are
-    proportional to rows times M; in the backward pass the gradient itself is [*rows, V].
+    proportional to rows times M; in the backward pass the gradient itself is `[*rows, V]`.
 
     Args:
       logits: bfloat16, float16 or float32; computed in float32.
       token_ids: the tokens that were emitted. One outside the vocabulary gives NaN.
-      kept: `KeptSets.padded(...)` or `TokenColumns.padded_kept(...)`: a tuple of ids [*rows, M],
-        counts and log_kept [*rows], as NumPy or JAX arrays.
-      temperatures: of the requests, [*rows] or what broadcasts to it; 0 (greedy) counts as 1.
+      kept: `KeptSets.padded(...)` or `TokenColumns.padded_kept(...)`: a tuple of ids `[*rows, M]`,
+        counts and log_kept `[*rows]`, as NumPy or JAX arrays.
+      temperatures: of the requests, `[*rows]` or what broadcasts to it; 0 (greedy) counts as 1.
 
     Raises:
       ValueError: the kept sets are not of these rows.
@@ -222,7 +222,7 @@ def learner_logprobs(
 
     Of the head, a row with ids reads its own tokens' rows alone. Rows with a mark (`KEPT_ALL`,
     `KEPT_MANY`) take the whole head, a block at a time, and only in a batch that has one.
-    Differentiable in reverse by hidden, head and temperatures; nothing of [*rows, V] exists then
+    Differentiable in reverse by hidden, head and temperatures; nothing of `[*rows, V]` exists then
     either. The logits are those of `pallas_kernels.linear_topk_logprobs`.
 
     Args:

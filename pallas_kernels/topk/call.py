@@ -60,7 +60,7 @@ def topk_logprobs(
 
     The logprob of token t is (x[t] - m) - log(sum(exp(x - m))) in float32, over the full
     vocabulary, with m the row's maximum. Against float64 on the same logits its error is at most
-    1e-5 + 2e-7 |logprob|. Ids, token ranks and the order of ties (lowest id first, -0.0 equal to
+    `1e-5 + 2e-7 |logprob|`. Ids, token ranks and the order of ties (lowest id first, -0.0 equal to
     0.0) are exact, and the same in every implementation.
 
     Rows and tokens without an answer:

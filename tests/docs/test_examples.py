@@ -3,7 +3,6 @@
 The NNX example is not among them, because flax is no small dependency: `check_examples_nnx.py`.
 """
 
-import ast
 import re
 import shutil
 
@@ -147,13 +146,8 @@ def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(reading_side
     assert "KeyError" not in printed
 
 
-@pytest.fixture(scope="module")
-def rl_rollouts():
-    return run_mains("rl_rollouts", [], ["--mode", "raw"], status=1)
-
-
-def test_rollouts_scored_again_have_the_same_logprobs(rl_rollouts):
-    printed = rl_rollouts[0]
+def test_rollouts_scored_again_have_the_same_logprobs():
+    printed = run(EXAMPLES / "rl_rollouts.py")
     found = re.findall(r"\|log ratio\| of (\d+) tokens: (\S+)", printed)
     assert [int(count) for count, _ in found] == [384, 384]
     assert all(float(largest) <= 1e-4 for _, largest in found)
@@ -169,9 +163,10 @@ def test_rollouts_scored_again_have_the_same_logprobs(rl_rollouts):
     assert all(0.8 <= float(mean) < 0.95 for mean in without)
 
 
-def test_logprobs_of_another_distribution_are_noticed(rl_rollouts):
+@pytest.mark.slow
+def test_logprobs_of_another_distribution_are_noticed():
     """The negative control: raw logprobs of tempered samples."""
-    printed = rl_rollouts[1]
+    printed = run(EXAMPLES / "rl_rollouts.py", "--mode", "raw", status=1)
     assert float(re.search(r"of 384 tokens: (\S+)", printed)[1]) > 0.1
     assert "the rollouts are of another policy" in printed
 
@@ -185,20 +180,13 @@ def test_the_reading_side_never_loads_jax():
     assert run("-c", code + "print('jax' in sys.modules)") == "False\n"
 
 
-@pytest.mark.fast
-def test_an_example_is_short():
-    for path in EXAMPLES.glob("*.py"):
-        assert ast.get_docstring(ast.parse(path.read_text()))
-        if "tiny" not in path.name:
-            assert len(path.read_text().splitlines()) <= 150, path
-
-
 def test_functions_of_serving_engines_move_less_and_find_the_same():
     """The example compares the values itself; its figures are those of the page."""
     printed = run(EXAMPLES / "serving_engines.py")
     assert printed in (ROOT / "docs" / "integration_serving.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_wrong_value_of_a_serving_engine_would_be_seen(tmp_path):
     source = (EXAMPLES / "serving_engines.py").read_text()
     wrong = source.replace("return found.logprobs[:, 1:]", "return found.logprobs[:, :-1]")

@@ -1,6 +1,5 @@
 """The bytes of docs/wire.md and the figures of docs/limits.md are the code's."""
 
-import ast
 import importlib
 import re
 
@@ -8,21 +7,17 @@ import numpy as np
 import pytest
 
 from ipc import wire
-from jax_specdec.device.messages.buckets import k_bucket, words_bucket
 from jax_specdec.engine import EngineConfig, SamplingParams, decode
 from jax_specdec.engine.errors import RequestError
 from jax_specdec.ray import RayConfig
 from tests.support.pages import DOCS, python_blocks
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.fast
 
-PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 
-
-def cells(text, heading):
-    """The rows of the table below `## heading`, without backquotes."""
-    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+def cells(page, heading):
+    """The rows of the table below a heading of a page, without backquotes."""
+    section = (DOCS / page).read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     rows = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in rows]
 
@@ -31,21 +26,11 @@ def value(cell):
     return eval(cell, {"__builtins__": {}})  # "2**31 - 1"
 
 
-def limits():
-    return (DOCS / "limits.md").read_text()
-
-
-# The message of wire.md, byte by byte.
-
-
-def bytes_of_page():
-    """[(offset, bytes)] of the table's rows."""
-    rows = cells((DOCS / "wire.md").read_text(), "One message, byte by byte")
-    return [(int(offset), bytes.fromhex(data.replace("`", " "))) for offset, data, _ in rows]
-
-
 def test_the_bytes_of_the_page_are_a_message():
-    rows = bytes_of_page()
+    rows = [
+        (int(offset), bytes.fromhex(data.replace("`", " ")))
+        for offset, data, _ in cells("wire.md", "One message, byte by byte")
+    ]
     data = b"".join(part for _, part in rows)
     for offset, part in rows:
         assert data[offset : offset + len(part)] == part
@@ -66,13 +51,6 @@ def test_the_bytes_of_the_page_are_a_message():
     assert scope["data"] == data
 
 
-def test_a_byte_that_is_not_the_pages_is_noticed():
-    data = bytearray(b"".join(part for _, part in bytes_of_page()))
-    data[36] = 3  # one token more
-    with pytest.raises(wire.WireError):
-        decode(bytes(data))
-
-
 @pytest.mark.parametrize(("name", "fields"), [("header", wire.HEADER), ("slot", wire.SLOT)])
 def test_the_fields_of_the_page_are_the_layouts(name, fields):
     section = (DOCS / "wire.md").read_text().split("## Fields\n", 1)[1]
@@ -84,54 +62,13 @@ def test_the_fields_of_the_page_are_the_layouts(name, fields):
     }
 
 
-# The figures of limits.md.
-
-
-def constants():
-    """`path::NAME` of every limit that a shipped module defines."""
-    found = set()
-    for path in sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if not isinstance(node, ast.Assign):
-                continue
-            for target in ast.walk(ast.Module(node.targets, [])):
-                if isinstance(target, ast.Name) and is_limit(target.id):
-                    found.add(f"{path.relative_to(ROOT)}::{target.id}")
-    return found
-
-
-def is_limit(name):
-    return bool(re.fullmatch(r"MAX_\w+|\w+_BUCKETS|MIN_(TEMPERATURE|CAPABILITY|VOCABULARY)", name))
-
-
-def said_constants():
-    text = limits()
-    return {
-        row[0]: value(row[1]) for heading in ("Values", "Buckets") for row in cells(text, heading)
-    }
-
-
-def test_every_limit_of_the_code_is_on_the_page():
-    assert said_constants().keys() == constants()
-    assert is_limit("MAX_TOP_K")
-    assert is_limit("K_BUCKETS")
-    assert not is_limit("SLICE_NS")
-
-
-def test_the_buckets_are_those_of_the_page():
-    table = re.search(r"```text\n(words of .*?)```", limits(), re.DOTALL)[1]
-    rows = [re.split(r" {3,}", line) for line in table.splitlines() if line]
-    words, copied, asked, large, small = ([int(cell) for cell in row[1:]] for row in rows)
-    assert [words_bucket(number) for number in words] == copied
-    assert [k_bucket(k, 50_000) for k in asked[:-1]] == large
-    assert [k_bucket(asked[-1], 30)] == small
-
-
-@pytest.mark.parametrize("place", sorted(said_constants()))
-def test_a_limit_is_what_the_page_says(place):
-    path, _, name = place.partition("::")
-    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-    assert getattr(module, name) == said_constants()[place]
+def test_limits_are_what_the_page_says():
+    for place, said, *_ in cells("limits.md", "Values") + cells("limits.md", "Buckets"):
+        path, _, name = place.partition("::")
+        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        assert getattr(module, name) == value(said), place
+    for name, largest in cells("limits.md", "Fields of a message"):
+        assert (wire.HEADER | wire.SLOT)[name].maximum == value(largest)
 
 
 def make(place, number):
@@ -143,7 +80,7 @@ def make(place, number):
     return SamplingParams(**{name: number})
 
 
-@pytest.mark.parametrize("row", cells(limits(), "Ranges of settings"), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", cells("limits.md", "Ranges of settings"), ids=lambda row: row[0])
 def test_a_setting_ends_where_the_page_says(row):
     place, low, high = row[0], value(row[1]), value(row[2])
     for number in (low, high):
@@ -151,13 +88,3 @@ def test_a_setting_ends_where_the_page_says(row):
     for number in (low - 1, high + 1):
         with pytest.raises((RequestError, ValueError), match=re.escape(str(number))):
             make(place, number)
-
-
-def test_the_fields_limits_are_the_layouts():
-    fields = wire.HEADER | wire.SLOT
-    rows = cells(limits(), "Fields of a message")
-    assert len(rows) == 10
-    for name, largest in rows:
-        assert fields[name].maximum == value(largest)
-        with pytest.raises(wire.WireError, match=name):
-            wire.fits(name, value(largest) + 1, fields[name])

@@ -1,4 +1,4 @@
-"""The README's Python prints what stands below it, and its two commands do all their set-up."""
+"""The README's Python prints what stands below it: a result and an error of each door."""
 
 import json
 import os
@@ -67,20 +67,13 @@ def run(codes):
 SECTIONS = sections(README)
 
 
-def test_each_door_is_shown_with_a_result_and_an_error():
-    assert [len(pairs) for pairs in SECTIONS.values()] == [2, 2]
-    assert README.count("```python") == 4
-    for (_, result), (_, error) in SECTIONS.values():
-        assert "Error: " in error
-        assert "Error: " not in result
-
-
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_a_block_prints_what_stands_below_it(heading):
     codes, shown = zip(*SECTIONS[heading], strict=True)
     printed, has_jax = run(codes)
     for one, other in zip(printed, shown, strict=True):
         assert same(one, other), one
+    assert "Error: " in printed[1]
     assert has_jax == ("pallas_kernels" in codes[0])
 
 
@@ -89,16 +82,3 @@ def test_another_output_is_noticed():
     assert not same("a 0.25", "a 0.35")
     assert not same("a 0.25 1", "a 0.25 2")
     assert not same("a", "b")
-
-
-def test_two_commands_do_all_their_own_set_up():
-    commands = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
-    assert len(commands) == 2
-    assert commands[0].endswith("jax-specdec demo")
-    assert "pytest" in commands[1]
-
-
-def test_the_table_is_short():
-    part = README.partition("## What it costs")[2].partition("```bash")[0]
-    rows = [line for line in part.splitlines() if line.startswith("|")][2:]
-    assert 0 < len(rows) <= 10

@@ -1,9 +1,7 @@
 """The pages of the documentation, and the Python that stands in them."""
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 from tests.support.paths import ROOT
 
@@ -19,13 +17,3 @@ def blocks(text: str, language: str) -> list[str]:
 def python_blocks(page: Path) -> list[str]:
     """The Python of a page, a block each."""
     return blocks(page.read_text(encoding="utf-8"), "python")
-
-
-def module_at(path: Path) -> ModuleType:
-    """The module of a file that no package has."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
