@@ -5,15 +5,13 @@ import json
 
 import pytest
 
-from bench.gpu import estimates, machine_code, model, trips
-from pallas_kernels.backends.mosaic_gpu.finish_kernel import capacity
+from bench.gpu import estimates, machine_code, model
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     PROGRAMS_AT_ONCE,
     choose_fixed_schedule,
     choose_schedule,
     choose_splits,
 )
-from pallas_kernels.testing.shapes import Shape
 
 pytestmark = pytest.mark.fast
 
@@ -63,16 +61,6 @@ def test_reading_machine_code():
     assert machine_code.parse(LISTING.replace("@P1 BRA `(.L_x_0)", "NOP")).loops == ()
 
 
-def test_the_other_side_of_a_branch_is_left_out():
-    """What follows the end of the ordinary path, and nothing before the last loop."""
-    longer = LISTING.replace("IADD3 R4", "@P0 EXIT").replace("FADD", "EXIT")
-    longer = longer.replace(".L_x_1:", line(0x68, "NOP") + "\n" + line(0x6C, "EXIT") + "\n.L_x_1:")
-    code = machine_code.parse(longer)
-    assert len(code.instructions) == 9
-    assert len(code.until_exit().instructions) == 7
-    assert CODE.until_exit() == CODE
-
-
 def test_instructions_are_counted_by_pipe():
     block = model.structure(CODE, lambda code, loop: 10)
     assert model.counts(CODE, block) == {
@@ -116,27 +104,6 @@ def test_a_slower_kernel_breaks_its_limit(tmp_path, monkeypatch):
     assert estimates.slower("a", of(900)) == []
     assert "the limit" in estimates.slower("a", of(1100))[0]
     assert "no limit" in estimates.slower("b", of(1000))[0]
-
-
-def test_promises_are_looked_at():
-    """Negative control: a pass 2 of a thousand instructions a token keeps none of them."""
-    time = model.time(launched(turns=1e6), CHIP)
-    found = estimates.Estimate(time, time, 3e-6)
-    texts = estimates.missed(Shape(1536, 131_072, 20, "bfloat16"), found, CHIP)
-    assert len(texts) == 3
-    assert len(estimates.missed(Shape(64, 131_072, 20, "float32"), found, CHIP)) == 2
-    assert estimates.missed(Shape(64, 131_072, 0, "float32"), found, CHIP) == []
-
-
-def test_what_depends_on_logits_is_counted():
-    one, some, every_group = (trips.selection(8192, "float32", 128, k) for k in (1, 20, 64))
-    assert (one.halvings, one.again, one.candidates) == (0, 0, 1)
-    assert 1 <= some.halvings <= 32
-    assert some.again == 0
-    assert 20 <= some.candidates <= 40
-    # As many groups as tokens: their maxima cut nothing, and the logits are halved instead.
-    assert (every_group.halvings, every_group.again > 0) == (0, True)
-    assert 64 <= every_group.candidates <= capacity(64)
 
 
 @pytest.mark.parametrize("rows", [64, 256, 528, 560, 1536, 2048])

@@ -59,13 +59,6 @@ def test_the_fullest_unit_of_the_costliest_loop():
     assert bundles.fullest(loops, busy) == ("EUP", 0.75)
 
 
-def test_kernel_of_several_batches():
-    unit = bundles.Loop(bundles=100)
-    grid = bundles.Loop([unit, bundles.Loop(bundles=10, turns=20)], bundles=5, turns=6)
-    program = bundles.Loop([grid], bundles=7, turns=1)
-    assert bundles.kernel_cycles(program, units=16, batches=4) == 7 + 6 * 5 + 1600 + 4 * 200
-
-
 def test_kernel_of_blocks():
     """16 units of 3 blocks in a loop of 50 turns; an order, 20 times 10, for each of 2 batches."""
     sweep = bundles.Loop(bundles=10, turns=8, numbers=[*range(9, 19)])
@@ -76,22 +69,6 @@ def test_kernel_of_blocks():
     fixed, unit = 7 + 6, 3 * 2 + 3 + 80
     assert bundles.block_cycles(program, 16, 2, 20, 3) == fixed + 16 * unit + 2 * 200
     assert bundles.block_cycles(program, 16, 2, 0, 3) == fixed + 16 * (unit + 200)
-
-
-def test_a_search_that_runs_in_one_of_three_turns():
-    search = bundles.Loop(bundles=100, turns=20)
-    program = bundles.Loop([bundles.Loop([search], bundles=10, turns=6)], turns=1)
-    text = "%s1 = smul.u32 2731, %s2"
-    assert bundles.plain_cycles(program, text, 20) == 60 + 2 * 2000
-    assert bundles.plain_cycles(program, "", 20) == 60 + 2000
-
-
-def test_a_search_in_every_turn_but_the_last():
-    search = bundles.Loop(bundles=100, turns=20)
-    program = bundles.Loop([bundles.Loop([search], bundles=10, turns=9)], turns=1)
-    text = " 0x1 LB: > { %p1_p0 = scmp.ge.s32.totalorder %s1_s1, 8  ;;  %s2_s2 = smov 1 }"
-    assert bundles.plain_cycles(program, text, 20) == 90 + 8 * 2000
-    assert bundles.plain_cycles(program, text.replace(", 8 ", ", 7 "), 20) == 90 + 2000
 
 
 def faults(one, plain=None, xla=None):

@@ -78,38 +78,6 @@ def test_cycles_that_nobody_kept_are_a_fault():
     assert "more cycles than 9" in aot_tpu.faults(one, None, 9)[0]
 
 
-def test_a_run_that_was_cut_short_goes_on(compiled, tmp_path, monkeypatch):
-    """What a file has is not compiled again; a torn line is, and all if the sources changed."""
-    _, calls = compiled
-    file = tmp_path / "some" / "results"
-    part = [*ONE, "--results", str(file), "--check"]
-    assert aot_tpu.main(part) == 0
-    assert aot_tpu.main(part) == 0
-    assert len(calls) == 3
-    file.write_text(file.read_text()[:-20])
-    assert aot_tpu.main(part) == 0
-    assert calls[3:] == ["v6e xla 64 131072 0 float32"]
-    monkeypatch.setattr(results, "fingerprint", lambda way: "of other sources")
-    assert aot_tpu.main(part) == 0
-    assert len(calls) == 7
-
-
-def test_what_a_ways_results_depend_on(tmp_path, monkeypatch):
-    """XLA's on no file of the kernel, the plain way's on none of the package; each on the tool."""
-    every = {way: set(results.sources(way, results.ROOT)) for way in ("plain", "xla", "kernel")}
-    assert every["plain"] < every["xla"] < every["kernel"]
-    assert results.KERNELS / "rows_kernel.py" in every["kernel"] - every["xla"]
-    assert not any(results.OF_GPUS in one.parents for one in every["kernel"] | every["xla"])
-    for path in every["kernel"]:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_bytes((results.ROOT / path).read_bytes())
-    monkeypatch.setattr(results, "COMPILERS", ("jax",))
-    before = {way: results.fingerprint(way, tmp_path) for way in every}
-    (tmp_path / results.KERNELS / "rows_kernel.py").write_text("other")
-    after = {way: results.fingerprint(way, tmp_path) for way in every}
-    assert [way for way in every if before[way] != after[way]] == ["kernel"]
-
-
 def test_every_program_has_cycles_to_compare_with():
     names = {grid.name(*one) for one in grid.programs(False)}
     assert set(aot_tpu.kept_cycles()) == names

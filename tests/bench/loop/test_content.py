@@ -1,6 +1,5 @@
 """What contenders of the loop delivered is compared: each kind of difference is caught."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -59,29 +58,6 @@ def test_fewer_logprobs_are_the_first_of_more_and_without_a_request_there_are_no
     for steps, k in ((k1, 0), (k0, 1), (plain, 0), (k0, None), ([], 0), (2 * k0, 0), ([{}], 0)):
         with pytest.raises(BenchError, match="t"):
             content.check("t", steps, plain, [k], right)
-
-
-def test_a_truncated_distribution_has_fewer_than_k():
-    """Processed logprobs: the ids of the other columns are -1."""
-    half = math.log(0.5)
-    part = content._of_lists([7], [[half, half, half, -math.inf]], [[7, 3, -1]], [1])
-    assert part.logprobs == [{7: half, 3: half}]
-    plain = changed(content.Part([7], [], []))
-    content.check("t", changed(part), plain, [3])
-    for logprobs in ({7: half}, {7: half, 3: -1.0}):  # something is missing
-        with pytest.raises(BenchError, match=f"{len(logprobs)} logprobs, not 3 or 4"):
-            content.check("t", changed(part, logprobs=[logprobs]), plain, [3])
-
-
-def test_rounding_is_no_difference_and_may_exchange_the_last_of_two_close_ids():
-    wanted = {7: -0.5, 3: -1.0}
-    for row, same in (
-        ({7: -0.50005, 3: -1.00005}, True),
-        ({7: -0.5, 4: -1.00005}, True),
-        ({7: -0.5, 4: -1.01}, False),
-        ({8: -0.5, 3: -1.0}, False),
-    ):
-        assert content.same_row(row, wanted) is same
 
 
 @pytest.mark.parametrize("k", [0, 3])
