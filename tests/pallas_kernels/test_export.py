@@ -29,7 +29,13 @@ def kernels(platforms, implementation=None):
 
 
 @pytest.mark.parametrize(
-    ("platforms", "count"), [(["cuda"], 4), (["cpu", "cuda"], 4), (["cpu"], 0), (["tpu"], 0)]
+    ("platforms", "count"),
+    [
+        (["cpu", "cuda"], 4),
+        (["cpu"], 0),
+        pytest.param(["cuda"], 4, marks=pytest.mark.slow),
+        pytest.param(["tpu"], 0, marks=pytest.mark.slow),
+    ],
 )
 def test_programs_for_cuda_have_the_kernels_in_them(platforms, count):
     assert kernels(platforms) == count

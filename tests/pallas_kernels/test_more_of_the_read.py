@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.testing import oracle
-from tests.support import quick_compile, shape_checks
+from tests.support import programs, quick_compile, shape_checks
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 from tests.support.interpreted_kernels import ON_GPU
 
@@ -85,7 +85,7 @@ def check(x, token_ids, k, ties, arrays):
 def test_by_hand():
     """T = 2 of the logits 2 log p, so of p; in vLLM's count two tokens are at least as large."""
     x = 2 * np.log(np.array([[0.25, 0.5, 0.25]], np.float32))
-    found = topk_logprobs(
+    found = programs.topk_logprobs(
         x, np.array([2], np.int32), 2, temperatures=np.array([2], np.float32),
         rank_ties="inclusive", **ALL,
     )  # fmt: skip
@@ -110,7 +110,7 @@ def test_changes_by_hand():
     allowed[[1, 5, 7]] = bits_of([i for i in range(40) if i != 5], 40)
     allowed[6] = 0
     allowed[6, 1] = 1 << 8  # only id 40, which is none
-    found = topk_logprobs(
+    found = programs.topk_logprobs(
         x, np.full(8, 5, np.int32), 2, allowed=allowed, bias_token_ids=ids, bias=bias, **ALL
     )
     top = found.top_logits.tolist()
@@ -122,7 +122,7 @@ def test_changes_by_hand():
     assert np.isnan(found.entropy).tolist() == [False] * 3 + [True] * 2 + [False, True, False]
     assert found.logprobs[7, 0] == -INF
     # A bfloat16 logit and a bias are not rounded back.
-    one = topk_logprobs(
+    one = programs.topk_logprobs(
         x[:1].astype(jnp.bfloat16) + 1, ids[0, :1], 1, bias_token_ids=ids[:1, :1],
         bias=np.array([[2**-10]], np.float32), top_logits=True,
     )  # fmt: skip
@@ -135,7 +135,7 @@ def test_asking_for_more_changes_no_bit(dtype):
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(5, 5000)) * 4).astype(jnp.dtype(dtype))
     token_ids = np.arange(5, dtype=np.int32)
-    plain = topk_logprobs(x, token_ids, 5)
+    plain = programs.topk_logprobs(x, token_ids, 5)
     assert (plain.log_sum_exp, plain.entropy, plain.top_logits) == (None, None, None)
     everything = np.full((5, -(-5000 // 32)), -1, np.int32)
     for options in (
@@ -143,7 +143,7 @@ def test_asking_for_more_changes_no_bit(dtype):
         {"allowed": everything},
         {"bias_token_ids": np.full((5, 2), -1, np.int32), "bias": np.full((5, 2), NAN, "f4")},
     ):
-        found = topk_logprobs(x, token_ids, 5, **options)
+        found = programs.topk_logprobs(x, token_ids, 5, **options)
         for name in ("token_ids", "logprobs", "token_ranks", "extra_logprobs"):
             np.testing.assert_array_equal(getattr(found, name), getattr(plain, name))
 
@@ -155,7 +155,7 @@ def test_error_bounds(spread):
     x = (rng.normal(size=(3, 60_001)) * spread).astype(np.float32)
     x[2] = np.where(np.arange(60_001) % 2, -spread, 0)  # equal terms, whose roundings are too
     ids = np.zeros(3, np.int32)
-    oracle.assert_matches(topk_logprobs(x, ids, 1, **ALL), oracle.topk_logprobs(x, ids, 1))
+    oracle.assert_matches(programs.topk_logprobs(x, ids, 1, **ALL), oracle.topk_logprobs(x, ids, 1))
 
 
 def test_the_bound_can_fail():
@@ -163,7 +163,7 @@ def test_the_bound_can_fail():
     x = np.random.default_rng(2).normal(size=(1, 50)).astype(np.float32)
     ids = np.zeros(1, np.int32)
     expected = oracle.topk_logprobs(x, ids, 1)
-    found = topk_logprobs(x, ids, 1, temperatures=np.array([0.9], np.float32), **ALL)
+    found = programs.topk_logprobs(x, ids, 1, temperatures=np.array([0.9], np.float32), **ALL)
     for wrong in (found.entropy, (expected.entropy / np.log(2)).astype(np.float32)):
         with pytest.raises(AssertionError):
             oracle.assert_entropies_close(wrong, expected.entropy)

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import topk_logprobs
 from pallas_kernels.backends.xla.block_sizes import FEW_ROWS, in_one_thread, is_small_batch
+from tests.support import quick_compile
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,9 @@ def test_a_row_has_the_bits_that_it_has_among_many(vocabulary: int, k: int, dtyp
     x = jnp.asarray(logits, dtype)
     ids = jnp.asarray([3, 7, 9, 1, 2, 3], jnp.int32)
     temperatures = jnp.asarray([1, 0.5, 2, 1, 1, 3], jnp.float32)
-    call = jax.jit(lambda x, t, temperatures: topk_logprobs(x, t, k, temperatures=temperatures))
+    call = quick_compile.as_users(
+        lambda x, t, temperatures: topk_logprobs(x, t, k, temperatures=temperatures)
+    )
     together = call(x, ids, temperatures)
     for count in range(1, FEW_ROWS + 1):
         assert is_small_batch(x[:count])

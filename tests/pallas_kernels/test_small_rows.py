@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import TopkLogprobs, greedy, topk_logprobs
+from pallas_kernels import TopkLogprobs
 from pallas_kernels.sampling import emitted_logprobs
 from pallas_kernels.sampling.types import RowsRead
 from tests.support import quick_compile
+from tests.support.programs import greedy, topk_logprobs
 
 pytestmark = pytest.mark.fast
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pallas_kernels import greedy, topk_logprobs
 from pallas_kernels.backends.xla import block_sizes
 from pallas_kernels.testing import oracle, shapes
-from tests.support import quick_compile
+from tests.support import programs, quick_compile
 from tests.support.interpreted_kernels import ON_GPU
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -32,9 +32,8 @@ def random_logits(rng, rows, vocabulary, dtype="float32", levels=None):
 
 def both(logits, token_ids, k, **options):
     """The implementation's answer after comparing it with the oracle's."""
-    actual = topk_logprobs(
-        jnp.asarray(logits), jnp.asarray(token_ids, jnp.int32), k, implementation="xla", **options
-    )
+    token_ids = np.asarray(token_ids, np.int32)
+    actual = programs.topk_logprobs(logits, token_ids, k, implementation="xla", **options)
     oracle.assert_matches(actual, oracle.topk_logprobs(logits, token_ids, k, **options))
     return actual
 
@@ -93,7 +92,6 @@ class CallingStyles(chex.TestCase):
         assert expected == [1, 1, 0, 0, 0, 2, 1]  # by hand
         np.testing.assert_array_equal(choice.token_ids, expected)
         np.testing.assert_array_equal(choice.valid, [oracle.is_valid(row) for row in x])
-        np.testing.assert_array_equal(greedy(x).token_ids, expected)
 
 
 @pytest.mark.fast
@@ -157,9 +155,9 @@ EVERY_PROGRAM = [
 
 
 @st.composite
-def cases(draw, programs):
+def cases(draw, every):
     """Logits from few values, so that ties, edges and invalid rows are common."""
-    vocabulary, k, dtype = draw(st.sampled_from(programs))
+    vocabulary, k, dtype = draw(st.sampled_from(every))
     seed = draw(st.integers(0, 2**32 - 1))
     rows = 5
     rng = np.random.default_rng(seed)
@@ -195,7 +193,7 @@ def test_any_values_of_every_program(case):
 
 
 def check_case(case):
-    actual = topk_logprobs(**case)
+    actual = programs.topk_logprobs(**case)
     oracle.assert_matches(actual, oracle.topk_logprobs(**case))
     choice = choices(case["logits"])
     expected = [oracle.greedy_token_id(row) for row in case["logits"]]
@@ -283,8 +281,6 @@ def test_the_error_bound_holds_for_every_dtype_and_spread(dtype, spread):
     x = np.clip(rng.normal(size=(4, 30_000)) * spread / 3, -6.5e4, 6.5e4).astype(jnp.dtype(dtype))
     token_ids = rng.integers(0, 30_000, 4).astype(np.int32)
     extra = rng.integers(0, 30_000, (4, 128)).astype(np.int32)
-    found = topk_logprobs(
-        jnp.asarray(x), jnp.asarray(token_ids), 20, extra_token_ids=jnp.asarray(extra)
-    )
+    found = programs.topk_logprobs(x, token_ids, 20, extra_token_ids=extra)
     oracle.assert_matches(found, oracle.topk_logprobs(x, token_ids, 20, extra_token_ids=extra))
     assert found.logprobs.dtype == jnp.float32

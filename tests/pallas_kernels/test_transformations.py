@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.testing import oracle
 from pallas_kernels.topk import derivatives
+from tests.support import quick_compile
 
 N, V, K = 6, 4099, 4  # more rows than a block: the loop over blocks has no derivative of its own
 
@@ -19,24 +20,24 @@ def rows(seed=0, dtype=jnp.float32):
     x = rng.normal(0, 3, (N, V)).astype(np.float32)
     x[1, ::5] = -np.inf
     x[2, 7] = np.nan
-    return jnp.asarray(x, dtype)
+    return x.astype(dtype)
 
 
 def arguments(seed=0):
     rng = np.random.default_rng(seed + 1)
     return {
-        "row_ids": jnp.array([0, 3, 3, 1, 2, -1, 5, 4], jnp.int32),
-        "num_rows": jnp.int32(7),
-        "temperatures": jnp.array([1, 0.5, 2, 1, 1, 1, 0, 3], jnp.float32),
-        "extra_token_ids": jnp.asarray(rng.integers(-1, V + 1, (8, 2)), jnp.int32),
+        "row_ids": np.array([0, 3, 3, 1, 2, -1, 5, 4], np.int32),
+        "num_rows": np.int32(7),
+        "temperatures": np.array([1, 0.5, 2, 1, 1, 1, 0, 3], np.float32),
+        "extra_token_ids": rng.integers(-1, V + 1, (8, 2)).astype(np.int32),
     }
 
 
-IDS = jnp.array([1, 2, 3, V, 4, 5, -1, 7], jnp.int32)
+IDS = np.array([1, 2, 3, V, 4, 5, -1, 7], np.int32)
 
 
 def stacked(results):
-    return jax.tree.map(lambda *parts: np.stack(parts), *results)
+    return jax.tree.map(lambda *parts: np.stack(parts), *jax.device_get(list(results)))
 
 
 def assert_same_bits(actual, expected):
@@ -61,9 +62,9 @@ def test_vmap_gives_the_bits_of_a_loop(batched):
         for seed in range(3)
     ]
     for seed, one in enumerate(given):
-        one["row_ids"] = jnp.roll(one["row_ids"], seed)
-        one["num_rows"] = jnp.int32(7 - 3 * seed)
-        one["temperatures"] = jnp.roll(one["temperatures"], seed)
+        one["row_ids"] = np.roll(one["row_ids"], seed)
+        one["num_rows"] = np.int32(7 - 3 * seed)
+        one["temperatures"] = np.roll(one["temperatures"], seed)
     names = list(given[0])
     own = names if batched == "all" else [batched]
 
@@ -71,32 +72,32 @@ def test_vmap_gives_the_bits_of_a_loop(batched):
         return topk_logprobs(**dict(zip(names, values, strict=True)), k=K)
 
     values = [
-        jnp.stack([one[name] for one in given]) if name in own else given[0][name] for name in names
+        np.stack([one[name] for one in given]) if name in own else given[0][name] for name in names
     ]
     axes = [0 if name in own else None for name in names]
+    one_call = quick_compile.as_users(call)
     expected = stacked(
-        [call(*(one[name] if name in own else given[0][name] for name in names)) for one in given]
+        one_call(*(one[name] if name in own else given[0][name] for name in names)) for one in given
     )
-    assert_same_bits(jax.jit(jax.vmap(call, axes))(*values), expected)
+    assert_same_bits(quick_compile.as_users(jax.vmap(call, axes))(*values), expected)
 
 
 def test_a_batch_of_batches_and_the_greedy_calls():
-    x = jnp.stack([jnp.stack([rows(2 * i + j) for j in range(2)]) for i in range(3)])
-    count = jnp.array([[0, 1], [6, 3], [2, 5]], jnp.int32)
+    x = np.stack([np.stack([rows(2 * i + j) for j in range(2)]) for i in range(3)])
+    count = np.array([[0, 1], [6, 3], [2, 5]], np.int32)
 
     def fused(x, count):
         return greedy_topk_logprobs(x, K, num_rows=count)
 
-    found = jax.vmap(jax.vmap(fused))(x, count)
-    assert_same_bits(
-        found, stacked([stacked([fused(x[i, j], count[i, j]) for j in (0, 1)]) for i in range(3)])
-    )
-    shared = jax.vmap(fused, (None, 0))(x[0, 0], count[0])
-    assert_same_bits(shared, stacked([fused(x[0, 0], one) for one in count[0]]))
-    chosen = jax.vmap(jax.vmap(greedy))(x)
-    assert_same_bits(
-        chosen, stacked([stacked([greedy(x[i, j]) for j in (0, 1)]) for i in range(3)])
-    )
+    compiled = quick_compile.jit
+    one, choice = compiled(fused), compiled(greedy)
+    found = compiled(jax.vmap(jax.vmap(fused)))(x, count)
+    each = [stacked(one(x[i, j], count[i, j]) for j in (0, 1)) for i in range(3)]
+    assert_same_bits(found, stacked(each))
+    shared = compiled(jax.vmap(fused, (None, 0)))(x[0, 0], count[0])
+    assert_same_bits(shared, stacked(one(x[0, 0], number) for number in count[0]))
+    chosen = compiled(jax.vmap(jax.vmap(greedy)))(x)
+    assert_same_bits(chosen, stacked(stacked(choice(x[i, j]) for j in (0, 1)) for i in range(3)))
 
 
 def expected_gradient(x, out, weights, row_ids, temperatures):
@@ -130,8 +131,8 @@ def weighted(x, weights, given=None):
 def test_gradients_are_those_of_float64(dtype):
     """Repeated, skipped and invalid rows, ids outside the vocabulary, every kind of temperature."""
     x = rows(dtype=dtype)
-    weights = jnp.asarray(np.random.default_rng(5).normal(size=(8, K + 3)), jnp.float32)
-    gradient, out = jax.jit(jax.grad(weighted, has_aux=True))(x, weights)
+    weights = np.random.default_rng(5).normal(size=(8, K + 3)).astype(np.float32)
+    gradient, out = quick_compile.jit(jax.grad(weighted, has_aux=True))(x, weights)
     assert gradient.dtype == x.dtype
     given = arguments()
     row_ids = np.where(np.arange(8) < 7, given["row_ids"], -1)
@@ -161,7 +162,7 @@ def test_jvp_is_the_slope():
     def logprob(x, t):
         return topk_logprobs(x, ids, 0, temperatures=t).logprobs[:, 0]
 
-    value, slope = jax.jvp(logprob, (x, t), (dx, dt))
+    value, slope = quick_compile.jit(lambda *given: jax.jvp(logprob, *given))((x, t), (dx, dt))
 
     def in_float64(h):
         moved = x.astype(np.float64) + h * dx, t.astype(np.float64) + h * dt
@@ -177,7 +178,7 @@ def test_jvp_is_the_slope():
 def test_gradients_in_a_batch_and_in_loops():
     """vmap of grad; grad through scan, cond and remat: all equal to the plain gradient."""
     weights = jnp.ones((8, K + 3))
-    x = jnp.stack([rows(1), rows(2)])
+    x = np.stack([rows(1), rows(2)])
     plain = jax.jit(jax.grad(lambda x: weighted(x, weights)[0]))
     expected = np.stack([plain(one) for one in x])
 
@@ -200,18 +201,18 @@ def test_gradients_in_a_batch_and_in_loops():
 
 
 def test_ids_and_ranks_have_no_derivative():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, V)), jnp.float32)
+    x = rows()
 
     def loss(x):
         out = greedy_topk_logprobs(x, K)
         total = out.token_ids.sum() + out.token_ranks.sum() + greedy(x).token_ids.sum()
         return total.astype(jnp.float32)
 
-    assert not np.asarray(jax.grad(loss)(x)).any()
+    assert not np.asarray(quick_compile.jit(jax.grad(loss))(x)).any()
 
 
 def test_nothing_is_transferred_that_was_not_asked_for():
-    x, ids = rows(), IDS[:N]
+    x, ids = jnp.asarray(rows()), jnp.asarray(IDS[:N])
     calls = [
         functools.partial(topk_logprobs, x, ids, K),
         functools.partial(topk_logprobs, x, ids, K, num_rows=3),

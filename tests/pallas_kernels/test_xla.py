@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla import selection
 from pallas_kernels.contract.types import Outputs
 from pallas_kernels.numbers import ordered_keys
 from pallas_kernels.testing import oracle
-from tests.support import kernel_calls, quick_compile
+from tests.support import kernel_calls, programs, quick_compile
 
 ELSEWHERE = ("cuda", "rocm", "tpu")
 
@@ -156,10 +156,10 @@ def test_subnormal_logits_keep_their_order(dtype):
     """XLA's CPU programs read them as zero in float arithmetic."""
     x = subnormal_rows(dtype)
     ids = np.array([3, 505, 1, 2], np.int32)
-    oracle.assert_matches(topk_logprobs(x, ids, 12), oracle.topk_logprobs(x, ids, 12))
+    oracle.assert_matches(programs.topk_logprobs(x, ids, 12), oracle.topk_logprobs(x, ids, 12))
     expected = [oracle.greedy_token_id(row) for row in x]
     assert expected == [4, 504, 4, 2]  # by hand
-    np.testing.assert_array_equal(greedy(x).token_ids, expected)
+    np.testing.assert_array_equal(programs.greedy(x).token_ids, expected)
 
 
 def test_floats_would_lose_the_order_of_subnormal_logits():

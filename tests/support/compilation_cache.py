@@ -38,7 +38,7 @@ def begin(kept: Path | None) -> None:
 
     atexit.register(end)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(run)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 

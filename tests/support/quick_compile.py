@@ -1,6 +1,7 @@
 """XLA's cheapest way to compile, for programs whose compiling costs a test more than running them.
 
-Production code is compiled with XLA's defaults, so a test of what rounding does keeps to those.
+`tests/conftest.py` makes it that of every process of the tests. Users' programs are compiled with
+XLA's defaults: a test of what rounding does takes `as_users`.
 """
 
 from contextlib import contextmanager
@@ -22,6 +23,11 @@ if version("jaxlib").startswith("0.10."):
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 jit = partial(jax.jit, compiler_options=OPTIONS)  # in place of `jax.jit`
+
+DEFAULTS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+if "xla_cpu_use_fusion_emitters" in OPTIONS:
+    DEFAULTS["xla_cpu_use_fusion_emitters"] = True
+as_users = partial(jax.jit, compiler_options=DEFAULTS)
 
 # XLA computes on constants while it compiles, slowly; so much of them is better not known to it.
 unknown = jax.lax.optimization_barrier

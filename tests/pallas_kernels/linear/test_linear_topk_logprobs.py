@@ -1,15 +1,17 @@
 """`linear_topk_logprobs`: its logits' definition, and what it finds in them block by block."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import linear_topk_logprobs, topk_logprobs
+from pallas_kernels import linear_topk_logprobs
 from pallas_kernels.linear import columns
 from pallas_kernels.linear.definition import Definition
 from pallas_kernels.testing import oracle
-from tests.support import linear_cases, quick_compile
+from tests.support import linear_cases, programs, quick_compile
 
 V, K = 333, 5
 WAYS = ("one block", "row blocks", "columns", "a product a part")
@@ -37,8 +39,7 @@ def test_every_edge_in_blocks(name):
     expected = oracle.topk_logprobs(logits, given["token_ids"], K, **{
         name: value for name, value in given.items() if name != "token_ids"
     })  # fmt: skip
-    arrays = {name: jnp.asarray(value) for name, value in given.items()}
-    found = linear_cases.run(way(name, 11), hidden, head, k=K, **arrays)
+    found = linear_cases.run(way(name, 11), hidden, head, k=K, **given)
     oracle.assert_matches(found, expected)
 
 
@@ -49,17 +50,18 @@ def test_the_top_k_whatever_the_vocabularys_order(order, k):
     rng = np.random.default_rng(1)
     x = np.round(rng.normal(0, 30, (7, 1000)))
     x = {"rising": np.sort(x), "falling": -np.sort(x), "random": x, "equal": 0 * x}[order]
-    ids = jnp.asarray(rng.integers(0, 1000, 7), jnp.int32)
+    ids = rng.integers(0, 1000, 7).astype(np.int32)
     found = linear_cases.run(way("columns", 7), *linear_cases.factors(x), ids, k)
     oracle.assert_matches(found, oracle.topk_logprobs(x, ids, k))
 
 
 def random_case(dtype, seed=0, rows=24, width=1000, size=64):
     rng = np.random.default_rng(seed)
-    hidden = jnp.asarray(rng.normal(size=(rows, size)), dtype)
-    head = jnp.asarray(rng.normal(size=(width, size)) * 0.4, dtype)
-    bias = jnp.asarray(rng.normal(size=width), jnp.float32)
-    ids = jnp.asarray(rng.integers(0, width, rows), jnp.int32)
+    dtype = jnp.dtype(dtype)
+    hidden = rng.normal(size=(rows, size)).astype(dtype)
+    head = (rng.normal(size=(width, size)) * 0.4).astype(dtype)
+    bias = rng.normal(size=width).astype(np.float32)
+    ids = rng.integers(0, width, rows).astype(np.int32)
     return hidden, head, bias, ids
 
 
@@ -87,8 +89,8 @@ def test_the_definition_in_float64(name, soft_cap):
     x = in_float64(definition, hidden, head, bias)
     t = np.linspace(0.5, 2, len(x)).astype(np.float32)
     found = linear_cases.run(
-        way(name, 24, 1000), hidden, head, ids, K, bias=bias, temperatures=jnp.asarray(t),
-        entropy=True, definition=definition, compiler=jax.jit,
+        way(name, 24, 1000), hidden, head, ids, K, bias=bias, temperatures=t,
+        entropy=True, definition=definition, compiler=quick_compile.as_users,
     )  # fmt: skip
     y = x / t[:, None]
     log_sum_exp = np.log(np.exp(y).sum(1))
@@ -110,11 +112,11 @@ def test_ids_and_ranks_are_those_of_the_whole_products_logits(dtype):
     """
     hidden, head, bias, ids = random_case(dtype, rows=48, width=2000)
     definition = Definition(logits_dtype=dtype)
-    logits = jax.jit(definition.logits)(hidden, head, bias)
-    expected = topk_logprobs(logits, ids, 20)
+    logits = quick_compile.as_users(definition.logits)(hidden, head, bias)
+    expected = programs.topk_logprobs(logits, ids, 20)
     found = linear_cases.run(
         way("columns", 48, 2000), hidden, head, ids, 20, bias=bias, definition=definition,
-        compiler=jax.jit,
+        compiler=quick_compile.as_users,
     )  # fmt: skip
     x = np.asarray(logits, np.float64)
     there, here = (np.take_along_axis(x, np.asarray(f.token_ids), 1) for f in (expected, found))
@@ -127,6 +129,11 @@ def test_ids_and_ranks_are_those_of_the_whole_products_logits(dtype):
     assert others <= 2, f"{others} ranks differ"
 
 
+def own():
+    """A compiler of the caller's own, whose programs no other test gets."""
+    return functools.partial(quick_compile.jit)
+
+
 def guessed_wrong(*arguments):
     return jnp.full(arguments[1].shape[0], 3.0, jnp.float32)
 
@@ -136,12 +143,12 @@ def test_ranks_are_right_where_the_given_logit_was_guessed_wrong(monkeypatch):
     plan = way("columns", 24, 1000)
     expected = linear_cases.run(way("one block", 24, 1000), hidden, head, ids, 0, bias=bias)
     monkeypatch.setattr(columns, "given_logits", guessed_wrong)
-    found = linear_cases.run(plan, hidden, head, ids, 0, bias=bias)
+    found = linear_cases.run(plan, hidden, head, ids, 0, bias=bias, compiler=own())
     np.testing.assert_array_equal(found.token_ranks, expected.token_ranks)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
     # Negative control: without the second count, they would be those of the guess.
     monkeypatch.setattr(columns, "recount", lambda *a: jnp.zeros(a[2].shape[0], jnp.int32))
-    wrong = linear_cases.run(plan, hidden, head, ids, 0, bias=bias)
+    wrong = linear_cases.run(plan, hidden, head, ids, 0, bias=bias, compiler=own())
     assert np.any(np.asarray(wrong.token_ranks) != np.asarray(expected.token_ranks))
 
 
@@ -162,20 +169,21 @@ def test_the_guess_has_the_bits_of_the_block():
         column = ids - jnp.asarray(starts, jnp.int32)[at]
         return guess, jnp.stack(parts)[at, jnp.arange(100, dtype=jnp.int32), column]
 
-    guess, real = jax.jit(both)(hidden, head, bias, ids)
+    guess, real = quick_compile.as_users(both)(hidden, head, bias, ids)
     assert np.count_nonzero(np.asarray(guess) != np.asarray(real)) <= 1
 
 
 def test_the_door():
     """The call as users make it, of the sizes that a test can afford, with padding in the head."""
     hidden, head, bias, ids = random_case(jnp.bfloat16)
-    padded = jnp.concatenate([head, jnp.full((24, 64), jnp.nan, head.dtype)])
-    bias = jnp.concatenate([bias, jnp.zeros(24)])
-    found = linear_topk_logprobs(
+    padded = np.concatenate([head, np.full((24, 64), np.nan, head.dtype)])
+    bias = np.concatenate([bias, np.zeros(24, np.float32)])
+    found = programs.linear_topk_logprobs(
         hidden, padded, ids, K, bias=bias, vocab_size=1000, logits_dtype="bfloat16", num_rows=20
     )
-    logits = jax.jit(Definition(logits_dtype="bfloat16").logits)(hidden, head, bias[:1000])
-    expected = topk_logprobs(logits, ids, K, num_rows=20)
+    definition = Definition(logits_dtype="bfloat16")
+    logits = quick_compile.as_users(definition.logits)(hidden, head, bias[:1000])
+    expected = programs.topk_logprobs(logits, ids, K, num_rows=20)
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_array_equal(found.token_ranks, expected.token_ranks)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
@@ -187,10 +195,8 @@ def test_the_door():
 def test_a_head_whose_tokens_are_columns(name):
     """`head_axes` of "HV": the same results and gradients, as the products are exact here."""
     rng = np.random.default_rng(2)
-    hidden, head = (
-        jnp.asarray(rng.integers(-4, 5, shape), jnp.float32) for shape in ((16, 24), (V, 24))
-    )
-    ids = jnp.asarray(rng.integers(-1, V + 1, 16), jnp.int32)
+    hidden, head = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((16, 24), (V, 24)))
+    ids = rng.integers(-1, V + 1, 16).astype(np.int32)
 
     def loss(hidden, head, transposed):
         definition = Definition(0.25, transposed=transposed)

@@ -12,7 +12,7 @@ from pallas_kernels import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.lowering import obstacles
 from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.testing import oracle
-from tests.support import quick_compile
+from tests.support import programs, quick_compile
 from tests.support.collectives import collectives
 from tests.support.shards import P, mesh_of, on_shards, padded
 
@@ -128,7 +128,7 @@ class TestOutside:
     token_ids = np.arange(14, dtype=np.int32) * 20
 
     def expected(self):
-        return topk_logprobs(jnp.asarray(self.x), self.token_ids, 7)
+        return programs.topk_logprobs(self.x, self.token_ids, 7)
 
     def placed(self, axis_type, shards=4):
         mesh = jax.make_mesh(
@@ -173,10 +173,10 @@ class TestOutside:
         x = padded(self.x[:, :301], 4)
         x = jax.device_put(x, NamedSharding(mesh, P(None, "model")))
         ids = np.minimum(self.token_ids, 300)
-        expected = topk_logprobs(jnp.asarray(self.x[:, :301]), ids, 7)
+        expected = programs.topk_logprobs(self.x[:, :301], ids, 7)
         assert_same(topk_logprobs(x, ids, 7, vocab_size=301), expected)
         # One device may pad as well.
-        assert_same(topk_logprobs(np.asarray(x), ids, 7, vocab_size=301), expected)
+        assert_same(programs.topk_logprobs(np.asarray(x), ids, 7, vocab_size=301), expected)
 
     def test_refused(self):
         mesh = mesh_of(4)
@@ -232,7 +232,7 @@ def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
     on_cpu = traced.lower(lowering_platforms=("cpu",))
     assert "mosaic_gpu" not in on_cpu.as_text()
     actual = on_cpu.compile(quick_compile.OPTIONS)(x, ids, extra)
-    xla_of = functools.partial(call, implementation="xla")
+    xla_of = quick_compile.jit(functools.partial(call, implementation="xla"))
     for one, expected in zip(actual, xla_of(x, ids, extra), strict=True):
         assert_same(one, expected)
 
