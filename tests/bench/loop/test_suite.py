@@ -39,6 +39,7 @@ def found(params, compiled):
     return suite.measure("a test", SETUP, ON_CPU, params, MODEL, compiled)
 
 
+@pytest.mark.slow
 def test_only_what_was_asked_for_travels_and_fixed_messages_do_not_shrink(found):
     figures = found.figures
     size = {name: row["bytes"] for name, row in figures.items()}
