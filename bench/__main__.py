@@ -18,19 +18,18 @@ from bench.outputs import OutputError
 from bench.timing import BenchError, Comparison, print_table
 
 SUITES = {
-    "kernels": "top-K logprobs of logits, against log_softmax + top_k + gather + count",
+    "kernels": "top-K logprobs of logits on a CPU, against three other ways (100 shapes: minutes)",
     "ring": "one message from process to process, against other transports",
     "host": "message bytes to records, against per-token lists and objects",
     "end-to-end": "the whole decoding loop, with and without logprobs",
 }
 MORE = {
     "sampling": "verification and drawing of sampled rows, against their logprobs alone",
-    "kernel-grid": "on a CPU: the best of three other ways, for 100 shapes (minutes)",
     "linear": "logprobs from hidden states and a head, against logits first (minutes)",
     "detokenize": "ids to strings and bytes, against the tokenizers library",
     "ray": "requests through an actor of a Ray cluster, against an engine here (a minute)",
 }
-MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite", "kernel-grid": "kernel_grid"}
+MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite"}
 # A package that the suite needs, and its extra.
 NEEDS = {"detokenize": ("tokenizers", "hf"), "ray": ("ray", "ray")}
 PARTS = {"rows": "rows", "vocabulary": "tokens"}  # of the suite "sampling"

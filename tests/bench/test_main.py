@@ -69,9 +69,19 @@ def test_wrong_logprobs_of_logits_are_caught_before_any_timing(monkeypatch):
 
     shape = Shape(2, 300, 5, "float32")
     right = kernels.measure(shape, rounds=1)
-    assert right.names == ("log_softmax + top_k", "xla")
-    assert right.settings["bytes"] == 2 * 300 * 4
+    assert right.names == (kernels.PLAIN, kernels.LOGSUMEXP, kernels.NUMPY, "xla")
     monkeypatch.setattr(kernels, "topk_logprobs", wrong)
     monkeypatch.setattr(timing, "rotated", None)  # timed before it was checked
     with pytest.raises(BenchError, match="xla differs from log_softmax"):
         kernels.measure(shape, rounds=1)
+
+
+def test_four_ways_agree_and_its_limits_can_be_missed():
+    shape = Shape(64, 300, 5, "bfloat16")
+    found = kernels.measure(shape, rounds=1)
+    assert len(found.timings) == 4
+    times = {kernels.PLAIN: [3.0, 2.0], kernels.LOGSUMEXP: [1.0], kernels.NUMPY: [4.0]}
+    slow = kernels.targets_of(from_samples("t", times | {"xla": [1.1]}), shape)
+    assert [one.verdict for one in slow] == ["MISSED", "MISSED"]
+    fast = kernels.targets_of(from_samples("t", times | {"xla": [9.0, 0.99]}), shape)
+    assert [one.verdict for one in fast] == ["held", "held"]
