@@ -3,23 +3,19 @@
 It admits requests into its workers' slots, reads all their rings in turn, queues preempted requests
 again, hands prefilled requests over to decode workers, and decides what becomes of the requests of
 a lost worker (`scheduler.py`). Commands and heartbeats travel over the control plane, records
-through shared memory. One thread does all of it, and never waits for a worker: that of the caller
-of `generate`, or one that serves the streams of `submit`.
+through shared memory. One thread does all of it, and never waits for a worker; it starts with the
+first request.
 """
 
-import collections
 import contextlib
 import itertools
-import logging
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jax_specdec.engine.clock import Clock, MonotonicClock
-from jax_specdec.engine.config import EngineConfig, check
-from jax_specdec.engine.errors import EngineClosed
-from jax_specdec.engine.queued_request import QueuedRequest
+from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.stream import Stream
@@ -32,12 +28,10 @@ from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import Health, StartWorker, Workers
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.records.record import Record
-from jax_specdec.requests import Request, RequestError
+from jax_specdec.requests import Request
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
-
-logger = logging.getLogger("jax_specdec.engine")
 
 
 class Engine:
@@ -69,16 +63,13 @@ class Engine:
         """
         self.config = config
         self._clock = clock or MonotonicClock()
-        self._generating = False
         self._spans = None if tracer is None else Spans(tracer, self._clock)
         self._workers = Workers(config, start_worker, self._clock)
         self._scheduler = Scheduler(config, self._workers, self._clock, self._spans)
-        self._streams: Streams | None = None
-        self._sink = sink
-        self._lock = threading.Lock()
+        self._streams = Streams(self._scheduler, config, self._clock, sink)
+        self._workers.wakeup = self._streams.wakeup
         self._updating = threading.Lock()  # held for one update of the weights
         self._updates = itertools.count(1)
-        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -87,15 +78,12 @@ class Engine:
         self.close(drain=kind is None)
 
     def close(self, *, drain: bool = False) -> None:
-        """Stop every worker and free the shared memory; streams that are open end as aborted.
+        """Stop every worker and free the shared memory; requests that are open end as aborted.
 
         Args:
           drain: let the workers publish what they have computed; otherwise they end at once.
         """
-        with self._lock:
-            self._closed = True
-        if self._streams is not None:
-            self._streams.close()
+        self._streams.close()
         self._workers.close(drain=drain)
 
     @property
@@ -133,51 +121,39 @@ class Engine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What has stopped an engine that serves streams for good; None while it goes on."""
-        return None if self._streams is None else self._streams.failure
+        """What has stopped the engine for good; None while it goes on."""
+        return self._streams.failure
 
     def health(self, patience: float = 10.0) -> Health:
         """Whether requests can be served, for a supervisor; any thread may ask, at any time.
 
         Args:
-          patience: seconds that `generate` may be left alone by who iterates over it, and that the
-            thread which serves streams may be away.
+          patience: seconds that the engine's thread may be away, or wait for the reader of
+            `generate`.
         """
-        asked = "generate" if self._generating else "the streams" if self._streams else ""
-        return self._workers.health(asked=asked, patience=patience, failure=self.failure)
+        return self._workers.health(patience=patience, failure=self.failure)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Update]:
         """Run `requests`, as many at once as there are slots; yields what each message brought.
 
-        `abort` and `preempt` may be called between two updates. A caller that stops iterating early
-        gives up the requests that are left; the engine can then run others.
+        Any thread may call it, and other requests may run at the same time: an update has the
+        records of these alone. `EngineConfig.max_waiting` does not bound them. The engine waits
+        where this iterator is not read, unless others are. Leaving it ends the requests that are
+        left.
 
         Raises:
           RequestError: one of the requests cannot be served; then no request was started.
+          EngineClosed: the engine drains, or is closed.
           WorkerFailed: a worker ended early or sent an invalid message, and `on_worker_loss` stops
             the engine or no decode worker is left; it names every worker that is lost by then. The
             updates before it closed every request, those that had not begun too.
         """
-        for request in requests:
-            check(request, self.config)
-        names = collections.Counter(request.id for request in requests)
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise RequestError(
-                f"request id {twice[0]!r} occurs {names[twice[0]]} times: ids must differ"
-            )
-        if self._generating:
-            raise RuntimeError("this engine is generating: finish or close that iterator first")
-        if self._streams is not None:
-            raise RuntimeError("this engine serves streams: submit these requests too")
-        self._generating = True
+        updates = self._streams.generate(requests, self._context())
+        self._streams.start()
         try:
-            now = self._workers.begin()
-            logger.info("%d requests came", len(requests))
-            self._scheduler.begin([QueuedRequest(request=one, submitted=now) for one in requests])
-            yield from self._scheduler.run()
+            yield from updates
         finally:
-            self._scheduler.give_up()
-            self._generating = False
+            self._streams.leave(updates)
 
     def submit(
         self,
@@ -187,9 +163,9 @@ class Engine:
         deadline: float | None = None,
         progress: Progress | None = None,
     ) -> Stream:
-        """Run a request beside those that run already; returns its records as they come.
+        """Run a request with those that run already; returns its records as they come.
 
-        Any thread may call it. The first call starts the thread that serves all streams.
+        Any thread may call it. The first call starts the engine's thread.
 
         Args:
           request: the request; its id must differ from those of the requests that are open.
@@ -203,14 +179,15 @@ class Engine:
           EngineFull: `EngineConfig.max_waiting` requests wait.
           EngineClosed: the engine drains, or is closed.
           WorkerFailed: the engine has stopped because of a lost worker.
-          RuntimeError: the engine is generating.
         """
-        streams = self._serving()
-        context = None if self._spans is None else self._spans.here()
-        stream = streams.submit(
-            request, priority=priority, deadline=deadline, context=context, progress=progress
+        stream = self._streams.submit(
+            request,
+            priority=priority,
+            deadline=deadline,
+            context=self._context(),
+            progress=progress,
         )
-        streams.start()
+        self._streams.start()
         return stream
 
     @contextlib.contextmanager
@@ -219,7 +196,7 @@ class Engine:
 
         Otherwise the first ones run while the others are on their way, and each step has fewer.
         """
-        with self._serving().together():
+        with self._streams.together():
             yield
 
     async def stream(
@@ -230,7 +207,7 @@ class Engine:
         Leaving the loop early, and cancelling its task, ends the request.
 
         Raises:
-          RequestError, EngineFull, EngineClosed, WorkerFailed, RuntimeError: as `submit`.
+          RequestError, EngineFull, EngineClosed, WorkerFailed: as `submit`.
           StreamBehind: the records were read too slowly.
         """
         with self.submit(request, priority=priority, deadline=deadline) as records:
@@ -238,34 +215,30 @@ class Engine:
                 yield record
 
     def serve(self) -> None:
-        """Hear the workers from now on, in the thread that serves streams; `submit` does so too.
+        """Hear the workers from now on, in the engine's thread; a request does so too.
 
         Raises:
-          EngineClosed: the engine is closed.
-          RuntimeError: it is generating.
+          EngineClosed, WorkerFailed: the engine has ended.
         """
-        self._serving().start()
+        self._streams.check_open()
+        self._streams.start()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait until those of `submit` have ended.
+        """Take no more requests, and wait until those that are open have ended.
 
         Args:
           timeout: seconds to wait at most; None: as long as it takes.
 
         Returns whether all have ended. `close` ends the others.
         """
-        return True if self._streams is None else self._streams.drain(timeout)
+        return self._streams.drain(timeout)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its next record is its last one, with the reason `ABORT`.
 
-        Any thread may call it for a request of `submit`, and only between two updates for one of
-        `generate`.
-
-        Returns False, and does nothing, where the request has ended or is not known.
+        Any thread may call it. Returns False, and does nothing, where the request has ended or is
+        not known.
         """
-        if self._streams is None:
-            return self._scheduler.abort(request_id)
         return self._streams.abort(request_id)
 
     def preempt(self, request_id: str, *, reschedule: bool = True) -> bool:
@@ -273,12 +246,10 @@ class Engine:
 
         The worker answers with a record that has `reschedule` set. The request then waits at the
         head of the queue and continues after its last token. With `reschedule=False` it ends with
-        the reason `RECOVERY_ERROR` instead. Threads as for `abort`.
+        the reason `RECOVERY_ERROR` instead. Any thread may call it.
 
         Returns False, and does nothing, where the request holds no slot.
         """
-        if self._streams is None:
-            return self._scheduler.preempt(request_id, reschedule=reschedule)
         return self._streams.preempt(request_id, reschedule=reschedule)
 
     @property
@@ -296,7 +267,7 @@ class Engine:
         caches. Nothing is compiled. Requests go on: their further tokens are of the new version,
         and so are all tokens of requests that come after this call. A draft model stays as it is.
 
-        Any thread may call it where streams are served; with `generate`, only between two updates.
+        Any thread may call it.
 
         Args:
           weights: a path, as `EngineConfig.weights`, whose files must not be written to while they
@@ -313,19 +284,11 @@ class Engine:
         with self._updating:
             update, source = self._update(weights, timeout)
             try:
-                if self._streams is not None:
-                    self._streams.update_weights(update)
-                    self._streams.start()
-                else:
-                    if not self._generating:
-                        self._workers.begin()
-                    self._scheduler.carry_out(update)
+                self._streams.update_weights(update)
+                self._streams.start()
                 return update.result()
             finally:
-                if update.committed:
-                    self._workers.drop_weights()
-                else:
-                    source.remove()
+                self._end_update(update, source)
 
     @contextlib.contextmanager
     def load_weights(
@@ -338,38 +301,37 @@ class Engine:
 
         Raises:
           WeightsError, EngineClosed, WorkerFailed: as `update_weights`.
-          RuntimeError: the engine is generating.
         """
-        streams = self._serving()
         with self._updating:
             update, source = self._update(weights, timeout, held=True)
             try:
-                streams.update_weights(update)
-                streams.start()
+                self._streams.update_weights(update)
+                self._streams.start()
                 update.wait_loaded()
                 try:
                     yield LoadedWeights(update)
                 finally:
                     if not update.committed:
-                        streams.discard_weights("they were not used")
+                        self._streams.discard_weights("they were not used")
             finally:
-                if update.committed:
-                    self._workers.drop_weights()
-                else:
-                    source.remove()
+                self._end_update(update, source)
 
     def _update(
         self, weights: str | Path | Mapping[str, Any], timeout: float | None, *, held: bool = False
     ) -> tuple[WeightsUpdate, WeightsSource]:
         """An update that has not begun, and what it reads."""
-        with self._lock:
-            if self._closed:
-                raise EngineClosed("the engine is closed: make a new one")
+        self._streams.check_open()
         number = next(self._updates)
         target = self._workers.workplace.weights_file(number)
         source = WeightsSource.of(weights, self.config, target)
         deadline = None if timeout is None else self._clock.now() + timeout
         return WeightsUpdate(self._workers, source, number, deadline, held=held), source
+
+    def _end_update(self, update: WeightsUpdate, source: WeightsSource) -> None:
+        if update.committed:
+            self._workers.drop_weights()
+        else:
+            source.remove()
 
     async def update_weights_async(
         self, weights: str | Path | Mapping[str, Any], *, timeout: float | None = None
@@ -380,22 +342,11 @@ class Engine:
 
         Raises:
           WeightsError, EngineClosed, WorkerFailed: as `update_weights`.
-          RuntimeError: the engine is generating.
         """
         import asyncio  # which only programs that use it should pay for
 
-        self._serving()
         return await asyncio.to_thread(self.update_weights, weights, timeout=timeout)
 
-    def _serving(self) -> Streams:
-        """The streams, from the first call on."""
-        if self._generating:
-            raise RuntimeError("this engine is generating: finish or close that iterator first")
-        with self._lock:
-            if self._streams is None:
-                if self._closed:
-                    raise EngineClosed("the engine is closed: make a new one")
-                self._streams = Streams(self._scheduler, self.config, self._clock, self._sink)
-                self._workers.begin()
-                self._workers.wakeup = self._streams.wakeup
-            return self._streams
+    def _context(self) -> Any:
+        """What the spans of a request belong to, of OpenTelemetry."""
+        return None if self._spans is None else self._spans.here()

@@ -1,7 +1,6 @@
 """Requests on workers, in rounds: admitted, read, handed over, queued again, ended.
 
-A scheduler runs in one thread, which never waits for a worker: the caller's own while it iterates
-over `Engine.generate`, or the one that serves an engine's streams.
+A scheduler runs in one thread, the engine's, which never waits for a worker.
 """
 
 import itertools
@@ -21,7 +20,7 @@ from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.trials import Loss
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.weights import WeightsUpdate
-from jax_specdec.engine.worker_client import WorkerFailed, together
+from jax_specdec.engine.worker_client import together
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import WAIT_SECONDS, Workers
 from jax_specdec.records.batch import FinishReason
@@ -52,7 +51,6 @@ class Scheduler:
         self._loss_numbers = itertools.count(1)
         self._pending: deque[Update] = deque()  # not yielded yet
         self._weights: WeightsUpdate | None = None  # that is on its way
-        self._failure: WorkerFailed | None = None  # met beside `run`
 
     @property
     def busy(self) -> bool:
@@ -88,39 +86,9 @@ class Scheduler:
         yield from self._seen(self._prepare())
         yield from self._seen(self._receive())
 
-    def run(self) -> Iterator[Update]:
-        """Rounds until no request is left; raises as `round`."""
-        while True:
-            yield from self._seen(self._prepare())
-            if self._failure is not None:
-                raise self._failure
-            if not self.busy:
-                break
-            yield from self._seen(self._receive())
-
     def update_weights(self, update: WeightsUpdate) -> None:
         """Carry out an update of the weights in the rounds from now on; one at a time."""
         self._weights = update
-
-    def carry_out(self, update: WeightsUpdate) -> None:
-        """Make rounds until an update of the weights is over; what they bring waits.
-
-        Raises:
-          WorkerFailed: as `round`; the update has failed, or was carried out.
-        """
-        self.update_weights(update)
-        while not update.over:
-            brought: list[Update] = []
-            try:
-                for half in (self._prepare, self._receive):
-                    for one in half():
-                        brought.append(one)
-            except WorkerFailed as failure:
-                self._failure = failure
-                self.fail_weights(str(failure.report))
-                raise
-            finally:
-                self._pending.extend(brought)
 
     def fail_weights(self, why: str) -> None:
         """End the update of the weights that is on its way, if there is one."""
@@ -153,18 +121,6 @@ class Scheduler:
                 return True
         return False
 
-    def give_up(self) -> None:
-        """Forget every request that is left, so that the next ones find free slots."""
-        for session in self.workers.sessions:
-            for name in session.request_ids:
-                session.abort(name)  # or its record that waits for drafts would come later
-                session.leave(name)
-        self._waiting = self._placement()
-        self._pending.clear()
-        self._failure = None
-        if self._spans is not None:
-            self._spans.give_up(self._clock.now())
-
     def _enqueue(
         self, requests: Sequence[QueuedRequest], *, first: bool = False, context: Any = None
     ) -> None:
@@ -193,11 +149,7 @@ class Scheduler:
     def _prepare(self) -> Iterator[Update]:
         """The first half of a round, which waits for nothing."""
         for session in self.workers.look():
-            # An update of the weights between two of our own has made rounds meanwhile: what they
-            # brought is older, and they may have seen the loss.
-            yield from self._undelivered()
-            if session in self.workers.ending:
-                yield from self._lose(session)
+            yield from self._lose(session)
         if self._weights is not None:
             self._weights.look(self._clock.now())
             self._weights = None if self._weights.over else self._weights
@@ -214,9 +166,6 @@ class Scheduler:
         if not self.workers.coming(prefill_only=False) and not self.workers.ending:
             yield from self._stop()
         for session in self.workers.wait(alive, idle=not self.busy):
-            yield from self._undelivered()  # as above
-            if not session.alive:
-                continue
             waits = len(alive) == 1 and bool(session.request_ids)
             update = self._take(session, WAIT_SECONDS if waits else 0)
             if update is not None:

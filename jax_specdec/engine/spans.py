@@ -99,11 +99,6 @@ class Spans:
                 tokens = record.statistics.num_tokens
                 self._end(record.request_id, record.finish_reason, tokens, now)
 
-    def give_up(self, now: float) -> None:
-        """Nobody asks for the requests that are left."""
-        for name in list(self._lives):
-            self._end(name, None, None, now)
-
     def _enter(self, name: str, part: str, now: float, attributes: Any = None) -> None:
         if (life := self._lives.get(name)) is None:
             return
@@ -111,14 +106,13 @@ class Spans:
         life.part = self._start(part, now, life.context, attributes)
         (self._prefilling.add if part == "prefill" else self._prefilling.discard)(name)
 
-    def _end(self, name: str, reason: FinishReason | None, tokens: int | None, now: float) -> None:
+    def _end(self, name: str, reason: FinishReason, tokens: int, now: float) -> None:
         self._prefilling.discard(name)
         if (life := self._lives.pop(name, None)) is None:
             return
-        ended = "given up" if reason is None else reason.name.lower()
+        ended = reason.name.lower()
         life.whole.set_attribute("gen_ai.response.finish_reasons", [ended])
-        if tokens is not None:
-            life.whole.set_attribute("gen_ai.usage.output_tokens", tokens)
+        life.whole.set_attribute("gen_ai.usage.output_tokens", tokens)
         if reason in _FAILURES:
             life.whole.set_status(self._trace.StatusCode.ERROR, ended)
         life.part.end(self._ns(now))

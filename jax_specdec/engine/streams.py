@@ -1,7 +1,8 @@
-"""The open streams of an engine, and the thread that serves them.
+"""The open requests of an engine, who reads them, and the thread that serves them.
 
 Any thread submits and ends requests: what it asks for waits in an inbox, and the engine's thread,
-which alone touches workers and rings, takes it out between two rounds.
+which alone touches workers and rings, takes it out between two rounds. A request is read alone, by
+its `Stream`, or with the others of one `generate`, by their `ResultQueue` of updates.
 """
 
 import collections
@@ -10,24 +11,34 @@ import heapq
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
+
+from ipc import wait_readable
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.errors import EngineClosed, EngineFull, WorkerFailed
 from jax_specdec.engine.queued_request import QueuedRequest
+from jax_specdec.engine.result_queue import ResultQueue
 from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.wakeup import Wakeup
 from jax_specdec.engine.weights import WeightsError, WeightsUpdate
+from jax_specdec.engine.workers import WAIT_SECONDS
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress
+from jax_specdec.records.record import Record, Records
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import counted
 
 logger = logging.getLogger("jax_specdec.engine")
+MAX_UPDATES_AHEAD = 8  # that a reader of `generate` has not taken; then the engine waits
+
+Consumer = Stream | ResultQueue[Update]
 
 
 class Sink(Protocol):
@@ -43,7 +54,7 @@ class Sink(Protocol):
 
 
 class Streams:
-    """Streams by request id; `round` serves them once, `start` a thread that does so until `close`.
+    """Readers by request id; `round` serves them once, `start` a thread that does so until `close`.
 
     Attributes:
       wakeup: ends the thread's wait for messages.
@@ -62,7 +73,9 @@ class Streams:
         self._scheduler, self._config, self._clock = scheduler, config, clock
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
-        self._open: dict[str, Stream] = {}
+        self._open: dict[str, Consumer] = {}
+        self._readers: list[ResultQueue[Update]] = []  # of `generate`, until they leave
+        self._num_streams = 0  # among the open ones
         # Requests that have not begun, and why each shall end once it has; None: it shall go on.
         self._coming: dict[str, FinishReason | None] = {}
         self._inbox: collections.deque[Callable[[], object]] = collections.deque()
@@ -70,7 +83,7 @@ class Streams:
         self._unread = 0  # submitted requests among what is in the inbox
         self._deadlines: list[tuple[float, int, Stream]] = []  # a heap
         self._numbers = itertools.count()
-        self._lost: list[Stream] = []  # their last record says that a worker was lost
+        self._lost: list[Consumer] = []  # one a request whose last record says: a worker was lost
         self._refusal = ""
         self._failure: BaseException | None = None
         self._update: WeightsUpdate | None = None  # the last one
@@ -84,8 +97,19 @@ class Streams:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended all streams, if one did."""
+        """The error that ended all requests, if one did."""
         return self._failure
+
+    def check_open(self) -> None:
+        """Refuse what nobody can do any more.
+
+        Raises:
+          EngineClosed, WorkerFailed: the engine has ended.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._stopping:
+            raise EngineClosed(self._refusal)
 
     def start(self) -> None:
         """Serve from now on in a thread of its own; calling it again does nothing."""
@@ -113,7 +137,11 @@ class Streams:
         """
         check(request, self._config)
         now = self._clock.now()
-        stream = Stream(request, self._ask_end, max_backlog=self._config.max_backlog)
+        stream = Stream(
+            request,
+            lambda mine, reason: self._ask_end(request.id, mine, reason),
+            max_backlog=self._config.max_backlog,
+        )
         queued = QueuedRequest(
             request=request,
             progress=progress or Progress(),
@@ -121,30 +149,75 @@ class Streams:
             priority=priority,
         )
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if self._refusal:
-                raise EngineClosed(self._refusal)
-            if request.id in self._open:
-                raise RequestError(f"request id {request.id!r} is that of an open request")
+            self._check_new([request])
             waiting, limit = self._unread + self._scheduler.num_waiting, self._config.max_waiting
             if waiting >= limit:
                 raise EngineFull(
                     f"{counted(waiting, 'request')} wait for a slot, as many as may "
                     "(EngineConfig.max_waiting): try again later"
                 )
-            self._open[request.id] = stream
-            self._coming[request.id] = None
-            self._unread += 1
+            self._expect([request], stream)
             staged: list[Callable[[], object]] | None = getattr(self._staged, "list", None)
             inbox = self._inbox if staged is None else staged
             if deadline is not None:
                 entry = (now + deadline, next(self._numbers), stream)
                 inbox.append(lambda: heapq.heappush(self._deadlines, entry))
-            inbox.append(lambda: self._begin(queued, context))
+            inbox.append(lambda: self._begin([queued], context))
         if staged is None:
             self.wakeup.set()
         return stream
+
+    def generate(self, requests: Sequence[Request], context: Any = None) -> ResultQueue[Update]:
+        """Queue all of some requests; see `Engine.generate`. Call `leave` at the end."""
+        for request in requests:
+            check(request, self._config)
+        names = collections.Counter(request.id for request in requests)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise RequestError(
+                f"request id {twice[0]!r} occurs {names[twice[0]]} times: ids must differ"
+            )
+        updates: ResultQueue[Update] = ResultQueue(
+            len(requests), MAX_UPDATES_AHEAD, made_room=self.wakeup.set
+        )
+        now = self._clock.now()
+        queued = [QueuedRequest(request=request, submitted=now) for request in requests]
+        with self._lock:
+            self._check_new(requests)
+            self._expect(requests, updates)
+            self._readers.append(updates)
+            self._inbox.append(lambda: self._begin(queued, context))
+        logger.info("%d requests came", len(requests))
+        self.wakeup.set()
+        return updates
+
+    def leave(self, updates: ResultQueue[Update]) -> None:
+        """End the requests that are left of those that a reader had, and wait until they have."""
+        updates.abandon()
+        for name in [name for name, consumer in tuple(self._open.items()) if consumer is updates]:
+            self._ask_end(name, updates, FinishReason.ABORT)
+        self.start()
+        with self._ended:
+            if threading.current_thread() is not self._thread:  # which collects garbage too
+                self._ended.wait_for(lambda: not updates.num_open)
+            self._readers = [one for one in self._readers if one is not updates]
+
+    def _check_new(self, requests: Sequence[Request]) -> None:
+        """Refuse requests while none may come, or whose ids are taken; the lock is held."""
+        if self._failure is not None:
+            raise self._failure
+        if self._refusal:
+            raise EngineClosed(self._refusal)
+        for request in requests:
+            if request.id in self._open:
+                raise RequestError(f"request id {request.id!r} is that of an open request")
+
+    def _expect(self, requests: Sequence[Request], consumer: Consumer) -> None:
+        """Note whose requests are coming; the lock is held."""
+        for request in requests:
+            self._open[request.id] = consumer
+            self._coming[request.id] = None
+        self._num_streams += isinstance(consumer, Stream)
+        self._unread += len(requests)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -165,10 +238,7 @@ class Streams:
           EngineClosed, WorkerFailed: the engine has ended.
         """
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if self._stopping:
-                raise EngineClosed(self._refusal)
+            self.check_open()
             self._update = update
             self._inbox.append(lambda: self._scheduler.update_weights(update))
         self.wakeup.set()
@@ -183,10 +253,10 @@ class Streams:
 
     def abort(self, request_id: str) -> bool:
         """End an open request; whether there is one."""
-        stream = self._open.get(request_id)
-        if stream is not None:
-            stream.abort()
-        return stream is not None
+        consumer = self._open.get(request_id)
+        if consumer is not None:
+            self._ask_end(request_id, consumer, FinishReason.ABORT)
+        return consumer is not None
 
     def preempt(self, request_id: str, *, reschedule: bool) -> bool:
         """Take an open request's slot away, if it holds one by then; whether it does now."""
@@ -197,12 +267,18 @@ class Streams:
         return holds
 
     def round(self) -> None:
-        """Do what was asked for, then serve every stream once; may wait for a message.
+        """Do what was asked for, then serve every request once; may wait for a message.
+
+        Where those of `generate` are the only readers, and behind, waits for them instead; but not
+        while an update of the weights is under way.
 
         Raises:
-          WorkerFailed: the engine has stopped; every stream is over.
+          WorkerFailed: the engine has stopped; every request is over.
         """
         self._look()
+        if self._is_held_up():
+            wait_readable([self.wakeup], WAIT_SECONDS)
+            return
         try:
             for update in self._scheduler.round():
                 self._deliver(update)
@@ -210,6 +286,15 @@ class Streams:
             self._fail(failure)
             raise
         self._close_lost(None)
+
+    def _is_held_up(self) -> bool:
+        readers = tuple(self._readers)
+        return (
+            bool(readers)
+            and not self._num_streams
+            and not any(reader.has_room for reader in readers)
+            and (self._update is None or self._update.over)
+        )
 
     def drain(self, timeout: float | None) -> bool:
         """Take no more requests and wait for those that are open; see `Engine.drain`."""
@@ -257,28 +342,29 @@ class Streams:
             self._deadlines[0][2].finish_reason is not None
             or self._deadlines[0][0] <= self._clock.now()
         ):
-            self._end(heapq.heappop(self._deadlines)[2], FinishReason.DEADLINE)
+            late = heapq.heappop(self._deadlines)[2]
+            self._end(late.request.id, late, FinishReason.DEADLINE)
 
-    def _begin(self, queued: QueuedRequest, context: Any) -> None:
+    def _begin(self, queued: Sequence[QueuedRequest], context: Any) -> None:
+        names = [one.request.id for one in queued]
         with self._lock:  # between the two, a request would count twice among those that wait
-            self._scheduler.begin([queued], context)
-            self._unread -= 1
-            ends = self._coming.pop(queued.request.id)
-        if ends is not None:
-            self._scheduler.abort(queued.request.id, ends)
+            self._scheduler.begin(queued, context)
+            self._unread -= len(queued)
+            ends = [(name, why) for name in names if (why := self._coming.pop(name)) is not None]
+        for name, reason in ends:
+            self._scheduler.abort(name, reason)
 
     def _ask(self, what: Callable[[], object]) -> None:
         """Have the engine's thread call a function before its next round."""
         self._inbox.append(what)
         self.wakeup.set()
 
-    def _ask_end(self, stream: Stream, reason: FinishReason) -> None:
-        self._ask(lambda: self._end(stream, reason))
+    def _ask_end(self, name: str, consumer: Consumer, reason: FinishReason) -> None:
+        self._ask(lambda: self._end(name, consumer, reason))
 
-    def _end(self, stream: Stream, reason: FinishReason) -> None:
-        """End the stream's request; another one may have its id by now, and is spared."""
-        name = stream.request.id
-        if self._open.get(name) is not stream or stream.finish_reason is not None:
+    def _end(self, name: str, consumer: Consumer, reason: FinishReason) -> None:
+        """End a consumer's request; another one may have its id by now, and is spared."""
+        if self._open.get(name) is not consumer:
             return
         if name in self._coming:  # its thread still submits others together with it
             self._coming[name] = self._coming[name] or reason
@@ -288,52 +374,71 @@ class Streams:
     def _deliver(self, update: Update) -> None:
         if self._sink is not None:
             self._sink.take(update)
-            for record in update.records.events():
-                stream = self._open.get(record.request_id)
-                if stream is not None and record.finish_reason is not None:
-                    stream.finish_reason = record.finish_reason
-                    self._forget(record.request_id)
-                    stream.close()
-            return
-        for record in update.records:
-            name = record.request_id
-            stream = self._open.get(name)
-            if stream is None:
+        readers = [reader for reader in tuple(self._readers) if reader.num_open]
+        for reader in readers:
+            if len(readers) == 1 and not self._num_streams:
+                reader.put(update)
+            elif (records := self._records_of(reader, update.records)).batches or update.lost:
+                reader.put(replace(update, records=records))
+        records = update.records
+        each = records if self._num_streams and self._sink is None else records.events()
+        for record in each:
+            name, reason = record.request_id, record.finish_reason
+            consumer = self._open.get(name)
+            if consumer is None:
                 continue
-            # One that is behind stays open until its last record: another of its id would get it.
-            if not stream.put(record) and record.finish_reason is None:
-                logger.warning("request %r ends: nobody reads its records", name)
-                self._scheduler.abort(name, FinishReason.ABORT)
-            if record.finish_reason is not None:
-                self._forget(name)
-                if record.finish_reason is FinishReason.WORKER_LOST:
-                    self._lost.append(stream)  # it may be all workers: then it ends with an error
-                else:
-                    stream.close()
+            if isinstance(consumer, Stream):
+                self._put(consumer, record)
+            if reason is not None:
+                with self._ended:
+                    self._num_streams -= isinstance(consumer, Stream)
+                    del self._open[name]
+                    if reason is FinishReason.WORKER_LOST:
+                        self._lost.append(consumer)  # it may be all workers: an error then
+                    else:
+                        consumer.close()
+                    self._ended.notify_all()
+
+    def _put(self, stream: Stream, record: Record) -> None:
+        if self._sink is not None:
+            stream.finish_reason = record.finish_reason
+        # One that is behind stays open until its last record: another of its id would get it.
+        elif not stream.put(record) and record.finish_reason is None:
+            logger.warning("request %r ends: nobody reads its records", record.request_id)
+            self._scheduler.abort(record.request_id, FinishReason.ABORT)
+
+    def _records_of(self, reader: ResultQueue[Update], records: Records) -> Records:
+        """The records of a reader's requests."""
+        found = []
+        for batch in records.batches:
+            owners = [batch.requests[slot] for slot in batch.slots]
+            mine = [one is not None and self._open.get(one.id) is reader for one in owners]
+            if any(mine):
+                found.append(batch.take(np.flatnonzero(mine)))
+        return Records(tuple(found))
 
     def _close_lost(self, error: BaseException | None) -> None:
-        for stream in self._lost:
-            stream.close(error)
-        self._lost.clear()
-
-    def _forget(self, name: str) -> None:
-        with self._ended:
-            del self._open[name]
-            if not self._open:
+        if self._lost:
+            with self._ended:
+                for consumer in self._lost:
+                    consumer.close(error)
+                self._lost.clear()
                 self._ended.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        """End every stream by an error, and refuse further ones with it."""
+        """End every request by an error, and refuse further ones with it."""
         self._close_lost(error)
         with self._ended:
             self._failure = self._failure or error
             left = list(self._open.values())
             self._open.clear()
-            self._ended.notify_all()
+            self._num_streams = 0
             update, self._update = self._update, None
         if update is not None:
             update.fail(f"the engine ended before all workers had loaded the weights: {error}")
         if self._sink is not None:
             self._sink.fail(error)
-        for stream in left:
-            stream.close(error)
+        for consumer in left:
+            consumer.close(error)
+        with self._ended:
+            self._ended.notify_all()

@@ -79,7 +79,8 @@ class Workers:
         self._source: WeightsSource | None = None  # of the weights in use; None: the config's
         self._config, self._start_worker, self._clock = config, start_worker, clock
         self._workplace = Workplace(config.control_address, config.output_folder)
-        self._next_look = self._looked = 0.0
+        self._next_look = 0.0
+        self._looked: float | None = None  # the last time; None: requests were never asked for
         self.wakeup: Wakeup | None = None  # ends a wait, where another thread may ask for something
         self._due: dict[int, float] = {}  # when to start a successor, by process rank
         num_workers = config.num_ranks + config.num_prefill_ranks
@@ -152,12 +153,6 @@ class Workers:
                 else session.worker.ended
             )
         ]
-
-    def begin(self) -> float:
-        """Look at the workers from now on; returns the time, in seconds of the engine's clock."""
-        self._next_look = 0.0
-        self._looked = self._clock.now()
-        return self._looked
 
     def look(self) -> list[WorkerSession]:
         """Hear the workers and start those that are due, now and then.
@@ -283,21 +278,21 @@ class Workers:
         """Start no successor that is planned."""
         self._due.clear()
 
-    def health(
-        self, *, asked: str, patience: float, failure: BaseException | None = None
-    ) -> Health:
+    def health(self, *, patience: float, failure: BaseException | None = None) -> Health:
         """See `Engine.health`; any thread may ask.
 
         Args:
-          asked: who asks for updates now; empty for nobody.
-          failure: what ended the thread that serves streams.
+          failure: what ended the engine's thread.
         """
         if self._workplace.listens:
             self._workplace.server.pump()
         problems = [] if failure is None else [f"the engine has stopped: {failure}"]
-        away = self._clock.now() - self._looked if asked else 0.0
+        away = 0.0 if self._looked is None else self._clock.now() - self._looked
         if away > patience:
-            problems.append(f"nobody has asked {asked} for an update for {away:.0f} seconds")
+            problems.append(
+                f"the engine has not looked at its workers for {away:.0f} seconds: nobody reads "
+                "the updates of `generate`, or a sink takes none, or its thread does not run"
+            )
         for session in self.sessions:
             what = f"process rank {session.process_rank}"
             if session.process_rank in self._due:
@@ -309,7 +304,7 @@ class Workers:
         return Health(
             alive=failure is None
             and away <= patience
-            and any(self._serves(session, asked=bool(asked)) for session in self.sessions),
+            and any(self._serves(session) for session in self.sessions),
             ready=any(
                 session.ready and session.worker.exit_status is None and not session.prefill_only
                 for session in self.sessions
@@ -317,15 +312,13 @@ class Workers:
             problems=tuple(problems),
         )
 
-    def _serves(self, session: WorkerSession, *, asked: bool) -> bool:
-        """Whether requests decode there, now or once a worker has started.
-
-        Args:
-          asked: somebody asks for updates, and will say of an ended process how it ended.
-        """
+    def _serves(self, session: WorkerSession) -> bool:
+        """Whether requests decode there, now or once a worker has started."""
         if session.prefill_only:
             return False
-        if session.alive and (asked or session.worker.exit_status is None):
+        # Where the engine looks, it will say of an ended process how it ended.
+        looks = self._looked is not None
+        if session.alive and (looks or session.worker.exit_status is None):
             return True
         return session.process_rank in self._due or (
             session.lost is None and self._restarts[session.process_rank].allows(more=1)

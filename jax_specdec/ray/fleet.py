@@ -14,19 +14,21 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
+
+import numpy as np
 
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.errors import EngineClosed, WorkerFailed
+from jax_specdec.engine.result_queue import ResultQueue
 from jax_specdec.engine.stream import Stream
 from jax_specdec.ray import placement
 from jax_specdec.ray.batch import ColumnBatch, Part
 from jax_specdec.ray.book import Book, Entry, end_rows
-from jax_specdec.ray.collected import Collected
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import ClusterError, lost_errors
 from jax_specdec.ray.head import Head
-from jax_specdec.ray.member import Member
+from jax_specdec.ray.member import FleetCalls, Member
 from jax_specdec.ray.orders import Weights
 from jax_specdec.ray.replica import MakeEngine
 from jax_specdec.ray.routes import Load, Routes
@@ -70,7 +72,12 @@ class Fleet:
                     placement.Place, number, f"{name}:replica-{number}", of_replica, cluster,
                     make_engine,
                 ),
-                self,
+                FleetCalls(
+                    over=self.over, weights=lambda: self.weights, joined=self.joined,
+                    brought=self.brought, lost=self.lost, failed=self.fail,
+                ),
+                cluster,
+                restarts=config.on_worker_loss == "restart",
             )
             for number in range(cluster.replicas)
         ]  # fmt: skip
@@ -185,29 +192,37 @@ class Fleet:
             self._book.drop(entry)
         self._deliver(end_rows(ends), [entry for entry, _ in ends])
 
-    def _deliver(self, batch: ColumnBatch, entries: Sequence[Entry]) -> list[Collected]:
-        """Give rows to those who asked for them, with the lock held; which iterators got some."""
-        first = entries[0].consumer
-        if isinstance(first, Collected) and all(entry.consumer is first for entry in entries):
-            first.put(batch)
-            return [first]
-        collected: dict[int, tuple[Collected, list[int]]] = {}
-        for row, entry in enumerate(entries):
-            consumer = entry.consumer
-            if isinstance(consumer, Collected):
-                collected.setdefault(id(consumer), (consumer, []))[1].append(row)
-            else:
-                self._put(cast("Stream[Part]", consumer), Part(batch, row))
-        for consumer, rows in collected.values():
-            consumer.put(batch.take(rows))
-        return [consumer for consumer, _ in collected.values()]
+    def _deliver(
+        self,
+        batch: ColumnBatch,
+        entries: Sequence[Entry],
+        error: BaseException | None = None,
+    ) -> list[ResultQueue[ColumnBatch]]:
+        """Give rows to those who asked for them, with the lock held; which queues got some.
 
-    def _put(self, stream: Stream[Part], part: Part) -> None:
+        Args:
+          error: why requests end with these rows.
+        """
+        rows_of: dict[int, tuple[Any, list[int]]] = {}
+        for row, entry in enumerate(entries):
+            rows_of.setdefault(id(entry.consumer), (entry.consumer, []))[1].append(row)
+        queues = []
+        for consumer, rows in rows_of.values():
+            if isinstance(consumer, ResultQueue):
+                consumer.put(batch if len(rows) == len(entries) else batch.take(rows))
+                consumer.close(error, int(np.count_nonzero(batch.finish_reasons[rows])))
+                queues.append(consumer)
+            else:
+                for row in rows:
+                    self._put(consumer, Part(batch, row), error)
+        return queues
+
+    def _put(self, stream: Stream[Part], part: Part, error: BaseException | None) -> None:
         if not stream.put(part) and part.finish_reason is None:
             logger.warning("request %r ends: nobody reads its parts", part.request_id)
             self.abort(part.request_id, stream)
         elif part.finish_reason is not None:
-            stream.close()
+            stream.close(error)
 
     # What the members call.
 
@@ -240,11 +255,11 @@ class Fleet:
         for reader in readers:
             reader.wait_for_room()
 
-    def lost(self, member: Member, why: str, *, coming: bool, charged: bool) -> None:
+    def lost(self, member: Member, why: str, coming: bool, charged: bool) -> None:
         """Note that a replica is lost, and whether it comes again.
 
         Args:
-          coming: Ray would start it anew.
+          coming: Ray would start it again.
           charged: the loss is not one that was noted before.
         """
         with self._lock:
@@ -296,23 +311,11 @@ class Fleet:
             return
         self._failure = error
         entries = list(self._book.all())
-        consumers = {id(entry.consumer): entry.consumer for entry in entries}
-        for consumer in consumers.values():
-            if isinstance(consumer, Collected):
-                consumer.error = error
         for entry in entries:
             self._book.drop(entry)
         if entries:
-            batch = end_rows([(entry, FinishReason.WORKER_LOST) for entry in entries])
-            for row, entry in enumerate(entries):
-                if isinstance(entry.consumer, Stream):
-                    entry.consumer.put(Part(batch, row))
-                    entry.consumer.close(error)
-            for consumer in consumers.values():
-                if isinstance(consumer, Collected):
-                    mine = [row for row, entry in enumerate(entries) if entry.consumer is consumer]
-                    if mine:
-                        consumer.put(batch.take(mine))
+            lost = [(entry, FinishReason.WORKER_LOST) for entry in entries]
+            self._deliver(end_rows(lost), entries, error)
         self._lock.notify_all()
 
     def _watch_all(self) -> None:

@@ -10,25 +10,46 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jax_specdec.engine.errors import WeightsError, WorkerFailed
 from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.book import BatchError
+from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, full_store, lost_errors
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import Home, Order, ReplicaStatus, Weights
 from jax_specdec.ray.placement import Place
 from jax_specdec.wording import counted
 
-if TYPE_CHECKING:
-    from jax_specdec.ray.fleet import Fleet
-
 logger = logging.getLogger("jax_specdec.ray")
 PATIENCE_SECONDS = 5.0  # for a replica that is asked for its numbers, or told to close
 # Between two looks whether the fleet is over: a thread that waits in Ray after `ray.shutdown` ends
 # the process, without a word.
 SLICE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetCalls:
+    """What a member calls, from its thread.
+
+    Attributes:
+      over: whether no member shall go on.
+      weights: those in use.
+      joined: it has begun, with weights of a version; False where it must get others.
+      brought: takes a batch; waits where its reader is behind, and raises BatchError.
+      lost: notes a loss: why, whether Ray would start it again, and whether the loss is a new one.
+        Then `coming` says whether it comes again.
+      failed: ends the fleet with an error.
+    """
+
+    over: Callable[[], bool]
+    weights: Callable[[], Weights]
+    joined: Callable[["Member", int], bool]
+    brought: Callable[["Member", Any], None]
+    lost: Callable[["Member", str, bool, bool], None]
+    failed: Callable[[BaseException], None]
 
 
 class Member:
@@ -43,13 +64,22 @@ class Member:
       traffic: what came from it, and `calls` that were made to it.
     """
 
-    def __init__(self, number: int, place: Callable[[], Place], fleet: "Fleet") -> None:
+    def __init__(
+        self,
+        number: int,
+        place: Callable[[], Place],
+        fleet: FleetCalls,
+        cluster: RayConfig,
+        *,
+        restarts: bool,
+    ) -> None:
         self.number = number
         self.ready = self.begun = False
         self.coming = True
         self.problem = ""
         self.traffic = dict.fromkeys(("batches", "bytes", "rows", "tokens", "calls"), 0)
         self._make_place, self._fleet = place, fleet
+        self._cluster, self._restarts = cluster, restarts
         self._place: Place | None = None
         self._home: Home | None = None  # where it has to be closed, or tidied up after
         self._losses = 0
@@ -111,12 +141,12 @@ class Member:
     def status(self) -> ReplicaStatus:
         """Its numbers."""
         state = "ready" if self.ready else "starting" if self.coming else "gone"
-        about = {"state": state, "losses": self._losses, "problem": self.problem}
+        about: dict[str, Any] = {"state": state, "losses": self._losses, "problem": self.problem}
         if self.ready:
             with contextlib.suppress(*lost_errors()):
                 found = ray().get(self._call("status", "slow"), timeout=PATIENCE_SECONDS)
-                return _with(found, **about)
-        return _with(ReplicaStatus(replica=self.number), **about)
+                return replace(found, **about)
+        return replace(ReplicaStatus(replica=self.number), **about)
 
     def load_weights(self, weights: Weights, timeout: float | None) -> Callable[[], str]:
         """Have weights loaded; returns a function that waits for the refusal, or ""."""
@@ -170,7 +200,7 @@ class Member:
         except Exception as error:  # any: a thread has no caller, so the fleet's readers get it
             if not self._fleet.over():
                 logger.exception("the fleet ends: a mistake at replica %d", self.number)
-                self._fleet.fail(error)
+                self._fleet.failed(error)
 
     def _live(self) -> None:
         """Begin and read, again and again, until the fleet is over or Ray gives up."""
@@ -188,23 +218,20 @@ class Member:
                 continue
             except cannot_begin as error:
                 self.problem = _first(error)
-                if not self._may_come_again():
-                    self._lose(self.problem, coming=False)
-                    return
-                if not self._lose(self.problem, coming=True):
+                if not self._lose(self.problem, coming=self._restarts):
                     return
                 self._restart()
                 continue
             why = self._read()
             if self._fleet.over():
                 return
-            if not self._lose(why, coming=self._may_come_again()):
+            if not self._lose(why, coming=self._restarts):
                 return
 
     def _begin(self) -> None:
         """Wait until the replica takes requests, with the weights in use."""
         while not self._fleet.over():
-            weights = self._fleet.weights
+            weights = self._fleet.weights()
             # The first question waits until Ray has started it; who answered is begun, or lost.
             self._home = self._get(self._call("home", "slow", max_task_retries=-1))
             self._answered = True
@@ -216,7 +243,7 @@ class Member:
 
     def _read(self) -> str:
         """Take batches until there are no more; why."""
-        cluster = self._fleet.cluster
+        cluster = self._cluster
         batches = self._call(
             "records",
             "records",
@@ -241,7 +268,7 @@ class Member:
             self._restart()
             return str(error)
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
-            self._fleet.fail(full_store(f"a batch of replica {self.number}", error))
+            self._fleet.failed(full_store(f"a batch of replica {self.number}", error))
             return str(error)
         except lost_errors() as error:
             return _first(error)
@@ -281,14 +308,11 @@ class Member:
         if not self._fleet.over():
             self.kill("its engine has ended")
 
-    def _may_come_again(self) -> bool:
-        return self._fleet.config.on_worker_loss == "restart"
-
     def _lose(self, why: str, *, coming: bool) -> bool:
         """Report a loss; whether the replica comes again. If not, its actor is ended for good."""
         self.problem = why
         answered, self._answered = self._answered, False
-        self._fleet.lost(self, why, coming=coming, charged=answered)
+        self._fleet.lost(self, why, coming, answered)
         self._losses += 1  # who sees it sees that the replica is not ready
         if not self.coming and not self._fleet.over():
             self.kill(why, for_good=True)
@@ -302,12 +326,6 @@ class Member:
         if home is not None and self._place is not None:
             with contextlib.suppress(*lost_errors()):  # the node is gone
                 ray().get(self._place.tidy(home), timeout=PATIENCE_SECONDS)
-
-
-def _with(status: ReplicaStatus, **values: Any) -> ReplicaStatus:
-    from dataclasses import replace
-
-    return replace(status, **values)
 
 
 def _first(error: BaseException) -> str:

@@ -15,10 +15,10 @@ import numpy as np
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineFull, WeightsError
+from jax_specdec.engine.result_queue import ResultQueue
 from jax_specdec.engine.stream import Stream
 from jax_specdec.ray.batch import ColumnBatch, Part
 from jax_specdec.ray.book import Entry
-from jax_specdec.ray.collected import Collected
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import full_store
 from jax_specdec.ray.fleet import Fleet
@@ -106,20 +106,14 @@ class RayEngine:
         names = {request.id for request in taken}
         if len(names) < len(taken):
             raise RequestError("a request id occurs twice: ids must differ")
-        collected = Collected(self.cluster.backlog)
-        self._fleet.admit([Entry(request, collected) for request in taken])
+        batches: ResultQueue[ColumnBatch] = ResultQueue(len(taken), self.cluster.backlog)
+        self._fleet.admit([Entry(request, batches) for request in taken])
         try:
-            left = len(taken)
-            while left:
-                batch = collected.next()
-                left -= int(np.count_nonzero(batch.finish_reasons))
-                yield batch
-            if (failure := collected.error) is not None:
-                raise failure
+            yield from batches
         finally:
-            collected.close()
+            batches.abandon()
             for request in taken:
-                self._fleet.abort(request.id, collected)
+                self._fleet.abort(request.id, batches)
 
     def submit(
         self, request: Request, *, priority: int = 0, deadline: float | None = None

@@ -1,10 +1,12 @@
 """An engine over scripted workers: what it delivers, and what it must have delivered."""
 
+import contextlib
 import itertools
 import random
 
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.scripted_worker import VOCAB, ScriptedWorker, continuation, logprob
@@ -65,6 +67,8 @@ def long_requests(count=6):
 class Scene:
     """An engine over scripted workers, and what it delivered.
 
+    It has no thread: who waits for it makes its rounds, by the clock of the scene.
+
     `faults` maps a process rank to numbers of messages: its first worker dies after the first
     number, the worker that replaces it after the second, and so on.
     """
@@ -83,7 +87,37 @@ class Scene:
             clock=self.clock,
             tracer=tracer,
         )
+        self.engine._streams.start = self.serve
+        self.engine._workers.wakeup = None  # time passes by the scene's clock
         self.records, self.updates = {}, []
+
+    def round(self):
+        self.engine._streams.round()
+
+    def serve(self):
+        """Make rounds while the caller waits for an update of the weights, or for ends."""
+        streams = self.engine._streams
+        with contextlib.suppress(WorkerFailed):
+            while (streams._update and not streams._update.over) or any(
+                reader._abandoned and reader.num_open for reader in streams._readers
+            ):
+                self.round()
+
+    def generate(self, requests):
+        """What `Engine.generate` yields."""
+        streams = self.engine._streams
+        updates = streams.generate(requests, self.engine._context())
+        try:
+            while updates.num_open:
+                try:
+                    self.round()
+                except BaseException as error:  # as the thread does; `updates` raises it at last
+                    streams._fail(error)
+                while updates._items:
+                    yield next(updates)
+            yield from updates
+        finally:
+            streams.leave(updates)
 
     def start(self, config, *, process_rank, prefill_only, doorbell, **_):
         self.configs.append(config)
@@ -105,7 +139,7 @@ class Scene:
         """Run to the end, calling `meddle` after each update."""
         self.records = {request.id: [] for request in requests}
         with self.engine:
-            for n, update in enumerate(self.engine.generate(requests)):
+            for n, update in enumerate(self.generate(requests)):
                 assert n < 20_000, "it does not end"
                 self.updates.append(update)
                 for record in update.records:

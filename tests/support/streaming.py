@@ -1,11 +1,10 @@
 """An engine's streams over scripted workers, served by the test itself, round by round."""
 
-from jax_specdec.engine.streams import Streams
 from tests.support.scene import Scene
 
 
 class StreamingScene(Scene):
-    """A scene whose engine has no thread: `rounds` does what the thread would do.
+    """A scene whose requests are submitted one by one; only `round` serves them.
 
     Attributes:
       read: the records that were read of each stream, by request id.
@@ -14,19 +13,13 @@ class StreamingScene(Scene):
 
     def __init__(self, **config):
         super().__init__(**config)
-        self.engine._serving()
-        assert isinstance(self.engine._streams, Streams)
         self.engine._streams.start = lambda: None
-        self.engine._workers.wakeup = None  # time passes by the scene's clock
         self.streams, self.read = {}, {}
 
     def submit(self, request, **how):
         self.streams[request.id] = self.engine.submit(request, **how)
         self.read[request.id] = []
         return self.streams[request.id]
-
-    def round(self):
-        self.engine._streams.round()
 
     def take(self, name):
         """Read what a stream has; does not wait."""

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.fast
 def batches_of(requests, replica=0):
     """All that the requests bring, as one batch a step."""
     scene, emitted = Scene(num_slots=8), {}
-    for update in scene.engine.generate(requests):
+    for update in scene.generate(requests):
         rows = step_rows(update.records.batches, emitted)
         by_id = {request.id: request for request in requests}
         names = rows.column("request_id").to_pylist()

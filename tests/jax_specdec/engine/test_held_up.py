@@ -22,7 +22,7 @@ def test_a_worker_that_cannot_send_heartbeats_is_lost_once_it_is_stopped():
         (session,) = engine.sessions
 
         def look():
-            engine._workers.begin()
+            engine._workers._next_look = 0.0
             engine._workers.look()
             time.sleep(0.02)
             return session

@@ -8,6 +8,7 @@ import pytest
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineClosed, EngineFull, StreamBehind, WorkerFailed
+from jax_specdec.engine.streams import MAX_UPDATES_AHEAD
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError, SamplingParams
 from tests.support.scene import Scene, check, long_requests, make_requests
@@ -131,19 +132,52 @@ def test_what_cannot_be_served_is_refused_where_it_is_submitted():
         scene.submit(request("twice"))
     scene.finish()
     scene.submit(request("twice"))  # it is free again
-    with pytest.raises(RuntimeError, match="serves streams"):
-        next(scene.engine.generate([request("r")]))
     scene.finish()
+    for requests, said in (
+        ([request("r"), request("long", 64)], "exceed the 64 tokens of a slot"),
+        ([request("r"), request("s"), request("r")], "'r' occurs 2 times"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            next(scene.engine.generate(requests))
+    assert not scene.engine._streams.open_ids
 
 
-def test_submitting_beside_generate_is_refused():
-    scene = Scene()
-    updates = scene.engine.generate(long_requests())
-    next(updates)
-    with pytest.raises(RuntimeError, match="this engine is generating"):
-        scene.engine.submit(request("r"))
-    updates.close()
-    scene.engine.close()
+def test_generate_has_the_records_of_its_requests_alone():
+    """With a stream and another `generate` at the same time, each of which ends in its own way."""
+    scene = StreamingScene(num_slots=3)
+    mine, others = long_requests(4), [request(f"other{n}") for n in range(3)]
+    scene.submit(request("stream", 40))
+    with pytest.raises(RequestError, match="'stream' is that of an open request"):
+        next(scene.engine.generate([request("stream")]))
+    left = scene.generate(others)
+    next(left)
+    got = {one.id: [] for one in mine}
+    for update in scene.generate(mine):
+        for record in update.records:
+            got[record.request_id] += record.token_ids.tolist()
+    assert got == {one.id: continuation(one)[0] for one in mine}
+    left.close()
+    assert scene.engine._streams._readers == []
+    scene.finish()
+    assert scene.tokens("stream") == continuation(request("stream", 40))[0]
+
+
+def test_an_engine_whose_updates_are_not_read_waits_unless_others_read():
+    scene = StreamingScene()
+    updates = scene.engine._streams.generate(long_requests(2))
+    for _ in range(MAX_UPDATES_AHEAD + 4):
+        scene.round()
+    (worker,) = scene.workers
+    sent = worker.sent
+    assert len(updates._items) == MAX_UPDATES_AHEAD
+    scene.submit(request("r"))
+    while scene.streams["r"].finish_reason is None:
+        scene.round()
+    assert worker.sent > sent
+    while updates._items:
+        next(updates)
+    assert scene.engine._streams._is_held_up() is False
+    scene.finish()
 
 
 def test_a_deadline_ends_a_request_that_runs_or_waits():

@@ -169,7 +169,8 @@ def test_health_of_an_engine_from_another_thread():
     scene.run(long_requests(6), meddle)
     assert all(health.alive and health.ready for health in found)
     said = {problem for health in found for problem in health.problems}
-    assert said == {"process rank 1: a new worker will be started"}
+    assert "process rank 1: a new worker will be started" in said
+    assert all(problem.startswith("process rank 1: ") for problem in said)
     assert found[0].problems == ()
 
 
@@ -179,18 +180,17 @@ def test_health_where_nothing_can_be_served_or_nobody_listens():
         scene.run(long_requests())
     health = scene.engine.health()
     assert (health.alive, health.ready) == (False, False)
-    assert "process rank 0: its worker is lost (the producer" in health.problems[0]
+    assert "process rank 0: its worker is lost (the producer" in health.problems[1]
 
     scene = Scene()
-    stream = scene.engine.generate(long_requests())
-    next(stream)
+    scene.clock.sleep(30)
+    assert scene.engine.health().alive  # nobody has asked for anything
+    next(scene.generate(long_requests()))
     assert scene.engine.health().problems == ()
     scene.clock.sleep(30)
     health = scene.engine.health()
     assert (health.alive, health.ready) == (False, True)
-    assert "nobody has asked generate for an update for 30 seconds" in health.problems
-    stream.close()
-    assert scene.engine.health().alive  # it is idle
+    assert "has not looked at its workers for 30 seconds" in health.problems[0]
 
 
 def test_health_of_workers_that_load_or_have_ended_while_nothing_ran():
@@ -233,10 +233,7 @@ def test_health_counts_an_end_that_nobody_has_reported_yet(loss, alive):
 
 def test_who_asks_for_updates_will_tell_of_an_end_before_the_engine_counts_as_dead():
     scene = Scene()
-    stream = scene.engine.generate(long_requests())
-    next(stream)
+    scene.round()
     scene.workers[0].exit_status = -9
     health = scene.engine.health()
     assert (health.alive, health.ready) == (True, False)
-    stream.close()
-    assert not scene.engine.health().alive

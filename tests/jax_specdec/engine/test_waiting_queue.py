@@ -110,10 +110,10 @@ def waiting_engine(count):
     requests = [
         Request(id=Id(f"r{n}"), prompt_token_ids=(n % 7,), params=params) for n in range(count)
     ]
-    engine = Scene(num_slots=2).engine
-    updates = engine.generate(requests)
+    scene = Scene(num_slots=2)
+    updates = scene.generate(requests)
     next(updates)
-    return engine, updates
+    return scene.engine, updates
 
 
 def work_of_aborts(count):
@@ -122,11 +122,11 @@ def work_of_aborts(count):
     names = [Id(f"r{n}") for n in (count - 1, count // 2, 2, count - 2, 3)]
     costs = []
     for name in names:
-        done, cost = work(lambda name=name: engine.abort(name))
+        done, cost = work(lambda name=name: engine._scheduler.abort(name))
         assert done
         costs.append(cost)
-    assert not engine.abort("nobody")
-    assert not engine.abort(names[0])  # it has ended
+    assert not engine._scheduler.abort("nobody")
+    assert not engine._scheduler.abort(names[0])  # it has ended
     ended = [record for update in itertools.islice(updates, 6) for record in update.records]
     assert {r.request_id for r in ended if r.finish_reason is FinishReason.ABORT} == set(names)
     updates.close()
@@ -159,7 +159,7 @@ def work_of_admissions(count):
     costs = []
     for _ in range(5):
         name = session.request_ids[0]
-        costs.append(work(lambda name=name: engine.abort(name))[1])  # releases its slot
+        costs.append(work(lambda name=name: engine._scheduler.abort(name))[1])  # releases its slot
         costs.append(work(engine._scheduler._admit)[1])
         assert len(session.request_ids) == 2
     updates.close()

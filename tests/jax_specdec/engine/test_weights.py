@@ -11,11 +11,13 @@ from safetensors.numpy import load_file
 
 from jax_specdec.checkpoint.shipped import tiny_weights_path
 from jax_specdec.control import Commit, Discard, Prepare
-from jax_specdec.engine.errors import EngineClosed, WeightsError, WorkerFailed
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.errors import EngineClosed, WeightsError
 from jax_specdec.engine.weights import WeightsSource
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.scene import Scene, check, make_requests
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.scripted_worker import VOCAB, ScriptedWorker
 from tests.support.streaming import StreamingScene
 
 
@@ -37,7 +39,7 @@ def updating(path, at, results):
         if n in at:
             try:
                 results.append(scene.engine.update_weights(path))
-            except (WeightsError, WorkerFailed) as error:
+            except WeightsError as error:
                 results.append(error)
 
     return meddle
@@ -250,7 +252,11 @@ def test_other_weights_in_an_asyncio_program(file):
         version = await engine.update_weights_async(file)
         return first, version, [r.weights_version async for r in engine.stream(item)]
 
-    with Scene(num_ranks=2).engine as engine:
+    def start(config, *, process_rank, **_):
+        return ScriptedWorker(config.num_slots, process_rank=process_rank)
+
+    config = EngineConfig(vocab_size=VOCAB, num_slots=2, max_length=64, num_ranks=2)
+    with Engine(config, start_worker=start) as engine:
         first, version, then = asyncio.run(program(engine))
     assert (set(first), version, set(then)) == ({0}, 1, {1})
 
@@ -278,6 +284,6 @@ def test_an_engine_that_ends_says_so_to_who_waits(file):
 
 def test_a_loss_that_stops_the_engine_ends_the_update_too(file):
     scene = Scene(num_ranks=2, faults={0: [0]}, worker=Stubborn)
-    with scene.engine as engine, pytest.raises(WorkerFailed):
+    with scene.engine as engine, pytest.raises(WeightsError, match="the engine ended before all"):
         engine.update_weights(file)
     assert engine.weights_version == 0

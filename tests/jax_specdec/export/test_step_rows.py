@@ -55,7 +55,7 @@ def run(requests, size, **options):
     """The batches that a run makes, `size` updates in each, and the columns of its records."""
     scene = Scene(**options)
     taken, emitted, builder, batches = [], {}, ColumnBuilder(), []
-    for update in scene.engine.generate(requests):
+    for update in scene.generate(requests):
         builder.add(update.records)
         taken.append(update)
         if len(taken) == size:
@@ -104,7 +104,7 @@ def test_batches_have_the_logprobs_of_prompts_where_asked(size):
     chosen = SamplingParams(max_tokens=2, prompt_logprobs=2, logprobs=1, extra_token_ids=(7, 3, 5))
     requests.append(Request(id="chosen", prompt_token_ids=tuple(range(20)), params=chosen))
     scene, emitted, records, taken = Scene(num_ranks=2), {}, [], [[]]
-    for update in scene.engine.generate(requests):
+    for update in scene.generate(requests):
         records += update.records
         taken += [[]] if len(taken[-1]) == size else []
         taken[-1].append(update)
@@ -160,6 +160,6 @@ def test_no_steps_make_an_empty_batch():
 def test_a_request_that_goes_on_begins_behind_what_came_before():
     asked = Request(id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=4))
     scene, emitted = Scene(), {"a": 7}
-    batches = [b for update in scene.engine.generate([asked]) for b in update.records.batches]
+    batches = [b for update in scene.generate([asked]) for b in update.records.batches]
     found = joined_rows([step_rows(batches, emitted)], {"a": asked})
     assert found.position.tolist() == [9, 10, 11, 12]

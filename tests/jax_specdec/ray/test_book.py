@@ -34,9 +34,11 @@ def rows_of(orders, seed=0):
         queued.append(QueuedRequest(request=order.request, **progress))
         if order.progress is not None:
             emitted[order.request.id] = len(order.progress.token_ids)
-    scene.engine._scheduler.begin(queued)
-    for update in scene.engine._scheduler.run():
-        yield unpacked(packed(step_rows(update.records.batches, emitted)))
+    scheduler = scene.engine._scheduler
+    scheduler.begin(queued)
+    while scheduler.busy:
+        for update in scheduler.round():
+            yield unpacked(packed(step_rows(update.records.batches, emitted)))
 
 
 def orders_of(entries):

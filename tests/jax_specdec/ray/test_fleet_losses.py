@@ -15,8 +15,8 @@ pytestmark = pytest.mark.fast
 class Replica:
     """A member that takes what it gets, and does nothing."""
 
-    def __init__(self, number, place, fleet):
-        self.number, self.fleet = number, fleet
+    def __init__(self, number, place, calls, cluster, *, restarts):
+        self.number = number
         self.ready, self.begun, self.coming = True, True, True
 
     def start(self):
@@ -80,7 +80,7 @@ def fleet_of(monkeypatch):
 def lose(fleet, number, *, charged=True):
     member = fleet.members[number]
     member.coming = True
-    fleet.lost(member, "it was killed", coming=True, charged=charged)
+    fleet.lost(member, "it was killed", True, charged)
     if member.coming:
         fleet.joined(member, 0)
     return member.coming

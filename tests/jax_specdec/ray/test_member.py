@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jax_specdec.ray import member as module
+from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.member import Member
 
 pytestmark = pytest.mark.fast
@@ -38,7 +39,7 @@ def ray(monkeypatch):
 def member_of(remote):
     """A replica whose actor answers each call with what `remote` returns."""
     bound = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote))
-    made = Member(0, lambda: None, SimpleNamespace())
+    made = Member(0, lambda: None, SimpleNamespace(), RayConfig(), restarts=True)
     made._place = SimpleNamespace(actor=SimpleNamespace(submit=bound))
     return made
 
@@ -94,7 +95,7 @@ def test_nobody_waits_in_ray_for_a_fleet_that_is_over(monkeypatch):
     """Who does ends the process, once the program leaves the cluster."""
     ray = Waits(3)
     monkeypatch.setattr(module, "ray", ray)
-    member = Member(0, lambda: None, ray)
+    member = Member(0, lambda: None, ray, RayConfig(), restarts=True)
     assert list(member._each(iter(()))) == []
     assert ray.left == 0
     ray.left = 3
@@ -115,5 +116,5 @@ def test_what_comes_late_is_waited_for(monkeypatch):
     monkeypatch.setattr(module, "ray", ray)
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "wait", lambda references, timeout, fetch_local: (references, []))
-    member = Member(0, lambda: None, ray)
+    member = Member(0, lambda: None, ray, RayConfig(), restarts=True)
     assert list(member._each(iter(("a", "b")))) == ["first", "second"]

@@ -16,6 +16,7 @@ from jax_specdec.ray import head as head_module
 from jax_specdec.ray import member as member_module
 from jax_specdec.ray import overview as overview_module
 from jax_specdec.ray.book import BatchError
+from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.fleet import Fleet
 from jax_specdec.ray.member import Member
 from jax_specdec.ray.replica import Replica
@@ -28,19 +29,19 @@ class FakeFleet:
     """Notes what a member says; it is over once the member is lost, or the fleet has failed."""
 
     def __init__(self):
-        self.lost_because, self.failure, self.rows = [], None, []
-        self.config = SimpleNamespace(on_worker_loss="restart")
-        self.cluster = SimpleNamespace(coalesce=0.0, backlog=1)
-        self.weights = SimpleNamespace(version=0)
+        self.lost_because, self.failure = [], None
         self.bring = lambda rows: None
 
     def over(self):
         return bool(self.lost_because) or self.failure is not None
 
-    def lost(self, member, why, *, coming, charged):
+    def weights(self):
+        return SimpleNamespace(version=0)
+
+    def lost(self, member, why, coming, charged):
         self.lost_because.append(why)
 
-    def fail(self, error):
+    def failed(self, error):
         self.failure = error
 
     def joined(self, member, version):
@@ -60,7 +61,7 @@ def ray(monkeypatch):
 
 @pytest.fixture
 def member(ray):
-    made = Member(0, ray.place, FakeFleet())
+    made = Member(0, ray.place, FakeFleet(), RayConfig(coalesce=0.0, backlog=1), restarts=True)
     made._place = ray.place()
     return made
 
