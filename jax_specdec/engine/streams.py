@@ -137,7 +137,7 @@ class Streams:
         """
         check(request, self._config)
         now = self._clock.now()
-        stream = Stream(
+        stream: Stream[Record] = Stream(
             request,
             lambda mine, reason: self._ask_end(request.id, mine, reason),
             max_backlog=self._config.max_backlog,

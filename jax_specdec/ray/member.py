@@ -144,7 +144,8 @@ class Member:
         about: dict[str, Any] = {"state": state, "losses": self._losses, "problem": self.problem}
         if self.ready:
             with contextlib.suppress(*lost_errors()):
-                found = ray().get(self._call("status", "slow"), timeout=PATIENCE_SECONDS)
+                asked = self._call("status", "slow")
+                found: ReplicaStatus = ray().get(asked, timeout=PATIENCE_SECONDS)
                 return replace(found, **about)
         return replace(ReplicaStatus(replica=self.number), **about)
 

@@ -9,6 +9,7 @@ from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.draft_model import DraftModel
 from jax_specdec.device.drafting.drafters import (
+    Chunk,
     Context,
     Drafter,
     MtpDrafter,
@@ -22,6 +23,7 @@ from pallas_kernels.sampling import CompactQ, ReportDrafts, draw, joined
 __all__ = [
     "Drafter",
     "Context",
+    "Chunk",
     "NoDrafter",
     "NgramDrafter",
     "SuffixDrafter",

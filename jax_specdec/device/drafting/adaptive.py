@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
-from jax_specdec.device.drafting.drafters import Context, Drafter, State
+from jax_specdec.device.drafting.drafters import Chunk, Context, Drafter, State
 from pallas_kernels.sampling import Drafts
 
 
@@ -70,23 +70,11 @@ class Adaptive:
         drafts, inner = self.drafter.init(num_slots, length)
         return drafts, AdaptiveState(inner, jnp.ones(num_slots, jnp.float32))
 
-    def prefill(
-        self,
-        params: Any,
-        state: AdaptiveState,
-        hidden: Float[Array, "P E"],
-        tokens: Int32[Array, " P"],
-        next_tokens: Int32[Array, " P"],
-        start: Int32[Array, ""],
-        num_valid: Int32[Array, ""],
-        slot: Int32[Array, ""],
-    ) -> AdaptiveState:
-        inner = self.drafter.prefill(
-            params, state.inner, hidden, tokens, next_tokens, start, num_valid, slot
-        )
+    def prefill(self, params: Any, state: AdaptiveState, chunk: Chunk) -> AdaptiveState:
+        inner = self.drafter.prefill(params, state.inner, chunk)
         # The estimate in the slot is that of its former request. It is reset at every chunk, not at
         # position 0 alone: a prompt whose first chunks were copied does not start there.
-        return AdaptiveState(inner, state.acceptance.at[slot].set(1.0))
+        return AdaptiveState(inner, state.acceptance.at[chunk.slot].set(1.0))
 
     def propose(
         self, params: Any, state: AdaptiveState, context: Context

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.drafting.drafters import Context
+from jax_specdec.device.drafting.drafters import Chunk, Context
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import KVCache, init_cache
 from jax_specdec.device.model.prefill import prefill
@@ -44,21 +44,9 @@ class DraftModel:
         drafts = none_drawn(num_slots, self.num_drafts, self.target.vocab_size)
         return drafts, init_cache(self.model, num_slots, length)
 
-    def prefill(
-        self,
-        params: Any,  # `ModelParams` of the target: its letters are not the small model's
-        state: KVCache,
-        hidden: Float[Array, "P E"],
-        tokens: Int32[Array, " P"],
-        next_tokens: Int32[Array, " P"],
-        start: Int32[Array, ""],
-        num_valid: Int32[Array, ""],
-        slot: Int32[Array, ""],
-    ) -> KVCache:
-        _, state = prefill(
-            _small(params), self.model, self._known(tokens), start, num_valid, slot, state
-        )
-        return state
+    def prefill(self, params: Any, state: KVCache, chunk: Chunk) -> KVCache:
+        tokens, where = self._known(chunk.tokens), (chunk.start, chunk.num_valid, chunk.slot)
+        return prefill(_small(params), self.model, tokens, *where, state)[1]
 
     def propose(self, params: Any, state: KVCache, context: Context) -> tuple[Drafts, KVCache]:
         small, lengths, emitted = _small(params), context.lengths, context.verified.num_tokens

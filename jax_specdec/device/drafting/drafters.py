@@ -4,7 +4,8 @@ A drafter is an argument of the decoding loop: a frozen, hashable value (static 
 pure functions over a state of its own. The loop treats them all alike, and proposing nothing is a
 normal case.
 
-Axes: B slots, S positions of a step, T positions of a slot, D drafts, E hidden size, V vocabulary.
+Axes: B slots, S positions of a step, T positions of a slot, P positions of a chunk, D drafts,
+E hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -48,6 +49,17 @@ class Context(NamedTuple):
     )
 
 
+class Chunk(NamedTuple):
+    """A chunk of a slot's prompt that the model has run."""
+
+    hidden: Float[Array, "P E"]  # the decoder's; position p predicts the next token
+    tokens: Int32[Array, " P"]
+    next_tokens: Int32[Array, " P"]  # the token after each
+    start: Int32[Array, ""]  # position of the first token
+    num_valid: Int32[Array, ""]  # the rest is padding
+    slot: Int32[Array, ""]
+
+
 class Drafter(Protocol):
     """A value that proposes up to `num_drafts` tokens a slot and step."""
 
@@ -60,18 +72,8 @@ class Drafter(Protocol):
         """Empty proposals and the state before any request, for B slots of T positions."""
         ...
 
-    def prefill(
-        self,
-        params: Any,
-        state: State,
-        hidden: Float[Array, "P E"],
-        tokens: Int32[Array, " P"],
-        next_tokens: Int32[Array, " P"],
-        start: Int32[Array, ""],
-        num_valid: Int32[Array, ""],
-        slot: Int32[Array, ""],
-    ) -> State:
-        """Take in a prompt chunk: its hidden states, its tokens, and the token after each.
+    def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
+        """Take in a chunk of a prompt.
 
         `params` are the loop's, here and in `propose`: `ModelParams`, or those of your own model.
         """
@@ -91,7 +93,7 @@ class NoDrafter:
     def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
         return no_drafts(num_slots, self.num_drafts), ()
 
-    def prefill(self, *_: Any) -> State:
+    def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
         return ()
 
     def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
@@ -122,7 +124,7 @@ class NgramDrafter:
     def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
         return no_drafts(num_slots, self.num_drafts), ()
 
-    def prefill(self, *_: Any) -> State:
+    def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
         return ()
 
     def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
@@ -177,21 +179,9 @@ class MtpDrafter:
         drafts = none_drawn(num_slots, self.num_drafts, self.config.vocab_size)
         return drafts, init_mtp_cache(self.config, num_slots, length)
 
-    def prefill(
-        self,
-        params: ModelParams,
-        state: KVCache,
-        hidden: Float[Array, "P E"],
-        tokens: Int32[Array, " P"],
-        next_tokens: Int32[Array, " P"],
-        start: Int32[Array, ""],
-        num_valid: Int32[Array, ""],
-        slot: Int32[Array, ""],
-    ) -> KVCache:
-        _, state = mtp_prefill(
-            params, self.config, hidden, next_tokens, start, num_valid, slot, state
-        )
-        return state
+    def prefill(self, params: ModelParams, state: KVCache, chunk: Chunk) -> KVCache:
+        where = chunk.start, chunk.num_valid, chunk.slot
+        return mtp_prefill(params, self.config, chunk.hidden, chunk.next_tokens, *where, state)[1]
 
     def propose(
         self, params: ModelParams, state: KVCache, context: Context

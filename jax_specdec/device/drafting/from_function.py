@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.device.drafting.drafters import Context, State, certain, no_drafts
+from jax_specdec.device.drafting.drafters import Chunk, Context, State, certain, no_drafts
 from pallas_kernels.sampling import CompactQ, Drafts, none_drawn
 
 DraftFunction = Callable[[Any, Context], Drafts]  # of the loop's params, and what a step left
@@ -55,7 +55,7 @@ class CallableDrafter:
             return no_drafts(num_slots, self.num_drafts), ()
         return none_drawn(num_slots, self.num_drafts, self.vocab_size), ()
 
-    def prefill(self, *_: Any) -> State:
+    def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
         return ()
 
     def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:

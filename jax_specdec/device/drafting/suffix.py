@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jax_specdec.device.drafting.corpus import SEPARATOR, Corpus
-from jax_specdec.device.drafting.drafters import Context, State, certain, no_drafts
+from jax_specdec.device.drafting.drafters import Chunk, Context, State, certain, no_drafts
 from pallas_kernels import vary_like
 from pallas_kernels.sampling import Drafts
 
@@ -91,7 +91,7 @@ class SuffixDrafter:
             shared = Shared(jnp.asarray(self.corpus.text), jnp.asarray(self.corpus.order))
         return no_drafts(num_slots, self.num_drafts), shared
 
-    def prefill(self, params: Any, state: State, *_: Any) -> State:
+    def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
         return state
 
     def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:

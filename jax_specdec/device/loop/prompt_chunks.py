@@ -3,22 +3,15 @@
 Axes: B slots, D drafts, P positions of a chunk, E hidden size.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Int32
 
+from jax_specdec.device.drafting.drafters import Chunk
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.model.prefill import prefill
 from pallas_kernels.sampling import CompactQ, Drafts
-
-
-class Chunk(NamedTuple):
-    """A chunk of a prompt that was run."""
-
-    hidden: Float[Array, "P E"]  # the decoder's; position p predicts the next token
-    next_tokens: Int32[Array, " P"]
-    num_valid: Int32[Array, ""]  # the rest is padding
 
 
 def prefill_chunk(
@@ -51,9 +44,8 @@ def run_chunk(
     places = start + jnp.arange(chunk + 1, dtype=jnp.int32)
     tokens = state.tokens.at[slot, places].get(mode="fill", fill_value=0)
     hidden, cache = prefill(params, config.model, tokens[:-1], start, num_valid, slot, state.cache)
-    drafter = config.drafter.prefill(
-        params, state.drafter, hidden, tokens[:-1], tokens[1:], start, num_valid, slot
-    )
+    run = Chunk(hidden, tokens[:-1], tokens[1:], start, num_valid, slot)
+    drafter = config.drafter.prefill(params, state.drafter, run)
     done = start + chunk >= length - 1
     # Not at the admission: every step until now has replaced the drafts of all slots.
     drafts, certain = _first_drafts(state, slot)
@@ -65,7 +57,7 @@ def run_chunk(
         active=state.active.at[slot].set(done & state.prefilling[slot]),
         prefilling=state.prefilling.at[slot].set(state.prefilling[slot] & ~done),
     )
-    return state, Chunk(hidden, tokens[1:], num_valid)
+    return state, run
 
 
 def _first_drafts(state: LoopState, slot: Int32[Array, ""]) -> tuple[Drafts, Bool[Array, " B"]]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_specdec.device.drafting.adaptive import Adaptive, best_length, updated
-from jax_specdec.device.drafting.drafters import NgramDrafter, NoDrafter
+from jax_specdec.device.drafting.drafters import Chunk, NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from pallas_kernels.sampling.types import Drafts
 from tests.support import quick_compile
@@ -89,9 +89,8 @@ def test_a_prompt_resets_its_slot_wherever_it_starts():
     state = state._replace(acceptance=jnp.array([0.25, 0.5, 0.75]))
     hidden, tokens = jnp.zeros((8, 4)), jnp.zeros(8, jnp.int32)
     for start in (0, 8):
-        after = adaptive.prefill(
-            None, state, hidden, tokens, tokens, jnp.int32(start), jnp.int32(4), jnp.int32(1)
-        )
+        chunk = Chunk(hidden, tokens, tokens, jnp.int32(start), jnp.int32(4), jnp.int32(1))
+        after = adaptive.prefill(None, state, chunk)
         np.testing.assert_array_equal(after.acceptance, [0.25, 1.0, 0.75])
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.drafting import DraftModel, make_drafter
+from jax_specdec.device.drafting import Chunk, DraftModel, make_drafter
 from jax_specdec.device.model.params import named_arrays
 from tests.support import decoding, hf_files, reference_model
 from tests.support.shape_checks import as_users_run
@@ -106,4 +106,4 @@ def test_what_is_missing_is_said():
     assert make_drafter("model", 2, TARGET, draft_model=SMALL) == DraftModel(SMALL, TARGET, 2)
     prefill = as_users_run(DraftModel.prefill)
     with pytest.raises(ValueError, match="these parameters have no draft model"):
-        prefill(DraftModel(SMALL, TARGET, 1), model(SMALL)[0].draft, None, *[None] * 6)
+        prefill(DraftModel(SMALL, TARGET, 1), model(SMALL)[0].draft, None, Chunk(*[None] * 6))

@@ -62,7 +62,7 @@ class Watching(NoDrafter):
     def init(self, num_slots, length):
         return super().init(num_slots, length)[0], jnp.zeros(num_slots)
 
-    def prefill(self, params, state, *_):
+    def prefill(self, params, state, chunk):
         return state
 
     def propose(self, params, state, context):
