@@ -5,16 +5,20 @@ has by then appears at once when its turn comes. Records are written as their re
 """
 
 import collections
+import contextlib
 import itertools
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ipc import RingError
 from jax_specdec.cli.prompts import Prompt
-from jax_specdec.cli.resumable_jsonl import JsonlOutput
+from jax_specdec.cli.resumable import JsonlOutput, Output
+from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.export import openai
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record, Records
@@ -110,31 +114,93 @@ class TextsInOrder:
             self._begin()
 
 
-@dataclass
-class Run:
-    """The prompts of a run, and what became of them so far.
+class Tally:
+    """How many of a run's prompts have ended, and how fast.
 
     Attributes:
-      prompts: the prompts to run, by id.
-      table: the strings of the tokenizer.
-      model: the model's name in the records.
-      settings: further settings that a record depends on, for its digest.
-      output: where records are written; None: nowhere.
-      total: the statistics of the requests that ended.
-      finished: ids of requests that ended by a stop or at their length.
-      failed: id to the reason of requests that ended otherwise; their records are not written.
+      finished: those that ended by a stop or at their length.
+      tokens: what the speed counts.
+      failed: id to the reason of those that ended otherwise, which are not written.
     """
 
-    prompts: dict[str, Prompt]
-    table: TokenTable
-    model: str
-    settings: tuple[str, ...]
-    output: JsonlOutput | None = None
-    total: Statistics = field(default_factory=Statistics)
-    finished: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    _records: dict[str, list[Record]] = field(default_factory=dict)
-    _began: float = field(default_factory=time.monotonic)
+    def __init__(self, total: int, what: str = "request") -> None:
+        """Begin now, with none of `total` prompts."""
+        self.finished = self.tokens = 0
+        self.failed: dict[str, str] = {}
+        self._total, self._what, self._began = total, what, time.monotonic()
+
+    def end(self, id: str, reason: FinishReason) -> bool:
+        """Count an end; whether it is one of those that are written."""
+        if reason in FINISHED:
+            self.finished += 1
+        else:
+            self.failed[id] = str(openai.finish_reason(reason))
+        return reason in FINISHED
+
+    def line(self) -> str:
+        """The numbers so far."""
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        return (
+            f"{self._finished()}, {counted(self.tokens, 'token')} in {seconds:.1f} s, loading "
+            f"included ({self.tokens / seconds:.1f} a second)"
+        )
+
+    def failures(self) -> Iterator[str]:
+        """Yield a line for each prompt that has no record."""
+        for id, reason in self.failed.items():
+            yield f"{self._what} {id!r} ended early: {reason}"
+
+    @contextlib.contextmanager
+    def noting(
+        self,
+        output: Path | None,
+        errors: tuple[type[BaseException], ...] = (KeyboardInterrupt, WorkerFailed, OSError),
+    ) -> Iterator[None]:
+        """Note on an error that ends the run what was kept, and how to go on."""
+        try:
+            yield
+        except RingError:  # there is no shared memory, and nothing has begun
+            raise
+        except errors as end:
+            kept = (
+                f", kept in {output}: run the same command again for the others"
+                if output
+                else "; with --output they are kept, and the same command runs the others"
+            )
+            end.add_note(f"ended before that: {self._finished()}{kept}")
+            raise
+
+    def _finished(self) -> str:
+        return f"{self.finished} of {counted(self._total, self._what)}"
+
+
+class Run:
+    """The prompts of a run, whose records wait until their requests end.
+
+    Attributes:
+      tally: what became of them.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        table: TokenTable,
+        settings: Sequence[str],
+        output: JsonlOutput | None,
+    ) -> None:
+        """Begin with no records.
+
+        Args:
+          prompts: those to run.
+          table: the strings of the tokenizer.
+          settings: what a record depends on besides, for its digest; the model's name first.
+          output: where records are written; None: nowhere.
+        """
+        self.tally = Tally(len(prompts))
+        self._prompts = {prompt.request.id: prompt for prompt in prompts}
+        self._table, self._settings, self._output = table, settings, output
+        self._records: dict[str, list[Record]] = {}
+        self._total = Statistics()
 
     def add(self, records: Records) -> None:
         """Keep records until their request ends, then write its response."""
@@ -145,32 +211,26 @@ class Run:
                 continue
             mine = self._records.pop(id)
             if record.statistics is not None:
-                self.total += record.statistics
-            if reason not in FINISHED:
-                self.failed[id] = str(openai.finish_reason(reason))
-                continue
-            if self.output is not None:
-                prompt = self.prompts[id]
-                self.output.write(id, prompt.digest(*self.settings), self.response(prompt, mine))
-            self.finished.append(id)
+                self._total += record.statistics
+                self.tally.tokens = self._total.num_tokens
+            if reason in FINISHED and self._output is not None:
+                prompt = self._prompts[id]
+                digest = prompt.digest(*self._settings)
+                self._output.write(id, digest, self._response(prompt, mine))
+            self.tally.end(id, reason)
 
-    def response(self, prompt: Prompt, records: Sequence[Record]) -> dict[str, Any]:
+    def _response(self, prompt: Prompt, records: Sequence[Record]) -> dict[str, Any]:
         """The OpenAI-style response of a request that ended."""
         make = openai.chat_completion if prompt.chat else openai.completion
         return make(
-            prompt.request, records, self.table, model=self.model, created=int(time.time()),
+            prompt.request, records, self._table, model=self._settings[0],
+            created=int(time.time()),
             prompt=_prompt_rows(prompt.request.params.prompt_logprobs, records),
         )  # fmt: skip
 
     def summary(self) -> Iterator[str]:
         """Yield the lines to print at the end."""
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        total = self.total
-        line = (
-            f"{len(self.finished)} of {counted(len(self.prompts), 'request')}, "
-            f"{counted(total.num_tokens, 'token')} in "
-            f"{seconds:.1f} s, loading included ({total.num_tokens / seconds:.1f} a second)"
-        )
+        total, line = self._total, self.tally.line()
         if total.num_drafts:
             line += (
                 f"; {total.num_accepted / total.num_drafts:.0%} of "
@@ -178,8 +238,7 @@ class Run:
                 f"{total.num_tokens / total.steps:.2f} tokens a step"
             )
         yield line
-        for id, reason in self.failed.items():
-            yield f"request {id!r} ended early: {reason}"
+        yield from self.tally.failures()
 
 
 def _prompt_rows(k: int | None, records: Sequence[Record]) -> openai.Rows | None:
@@ -199,14 +258,15 @@ def _prompt_rows(k: int | None, records: Sequence[Record]) -> openai.Rows | None
 
 
 def left_to_do(
-    prompts: Sequence[Prompt], done: Mapping[str, str], settings: Sequence[str]
+    prompts: Sequence[Prompt], output: Output | None, settings: Sequence[str], what: str = "request"
 ) -> list[Prompt]:
-    """The prompts that have no record in the output yet, which has those of `done`, id to digest.
+    """The prompts that have no record in the output yet; says what it has.
 
     Raises:
       ValueError: a record has a prompt's id, but another text, other parameters or settings.
     """
     left = []
+    done = {} if output is None else output.done
     for prompt in prompts:
         found = done.get(prompt.request.id)
         if found is None:
@@ -216,4 +276,10 @@ def left_to_do(
                 f"the output has a record of id {prompt.request.id!r} that was made from another "
                 "prompt, model or parameters: choose another file, or remove this one"
             )
+    if output is not None and output.cut:
+        cut = counted(output.cut, "byte")
+        print(f"cut off a half-written record of {cut}", file=sys.stderr)
+    if len(left) < len(prompts):
+        kept = f"{len(prompts) - len(left)} of {counted(len(prompts), what)}"
+        print(f"in the output already: {kept}", file=sys.stderr)
     return left

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from jax_specdec.checkpoint.hf_names import HfModel
     from jax_specdec.cli.generate import Run, TextsInOrder
     from jax_specdec.cli.prompts import Prompt
-    from jax_specdec.cli.resumable_jsonl import JsonlOutput
     from jax_specdec.engine.config import EngineConfig
 
 HELP = """\
@@ -116,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     from jax_specdec.checkpoint.hf_names import open_model
     from jax_specdec.cli import generate, standard_output
     from jax_specdec.cli.prompts import given_prompts, read_prompts
-    from jax_specdec.cli.resumable_jsonl import JsonlOutput
+    from jax_specdec.cli.resumable import JsonlOutput
     from jax_specdec.text.tokenizer import Tokenizer
 
     refuse_without_ray(options)
@@ -136,25 +135,23 @@ def run(options: argparse.Namespace) -> int:
         JsonlOutput(options.output) if options.output else contextlib.nullcontext()
     )
     with opened as output:
-        left = generate.left_to_do(prompts, output.done if output else {}, settings)
-        _report_resumption(prompts, left, output)
+        left = generate.left_to_do(prompts, output, settings)
         if not left:
             return 0
         # The configuration fits all prompts, so a resumed run compiles the same step.
         config = _engine_config(options, model, prompts)
         table = tokenizer.table()
-        result = generate.Run(
-            {prompt.request.id: prompt for prompt in left}, table, settings[0], settings, output
-        )
+        result = generate.Run(left, table, settings, output)
         show, style = standard_output.shower(quiet=options.quiet)
         texts = generate.TextsInOrder(left, table, show, style)
         print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
-        _generate(config, result, texts, options)
+        with result.tally.noting(options.output):
+            _generate(config, left, result, texts)
         if style and any(prompt.request.params.logprobs is not None for prompt in left):
             standard_output.explain_colors()
         for line in result.summary():
             print(line, file=sys.stderr)
-        return 1 if result.failed else 0
+        return 1 if result.tally.failed else 0
 
 
 def _on_ray(
@@ -176,37 +173,24 @@ def _on_ray(
 
 
 def _generate(
-    config: EngineConfig, result: Run, texts: TextsInOrder, options: argparse.Namespace
+    config: EngineConfig, prompts: list[Prompt], result: Run, texts: TextsInOrder
 ) -> None:
-    """Run the prompts; an error that ends the run gets a note on what was kept."""
-    from ipc import RingError
+    """Run the prompts."""
     from jax_specdec.cli import standard_output, starting
     from jax_specdec.cli.logs import logged
     from jax_specdec.engine.engine import Engine
-    from jax_specdec.engine.worker_client import WorkerFailed
 
-    prompts = result.prompts.values()
-    try:
-        with (
-            # Where a loss ends the command, its error says so.
-            logged("error" if config.on_worker_loss == "stop" else "warning"),
-            Engine(config) as engine,
-            standard_output.waiting(starting.phases_of(engine)) as begun,
-        ):
-            for update in engine.generate([prompt.request for prompt in prompts]):
-                begun()
-                result.add(update.records)
-                for record in update.records:
-                    texts.add(record)
-    except (KeyboardInterrupt, WorkerFailed, OSError) as end:
-        kept = f"ended before that: {len(result.finished)} of {counted(len(prompts), 'request')}"
-        if options.output:
-            kept += f", kept in {options.output}: run the same command again for the others"
-        else:
-            kept += "; with --output FILE they are kept, and the same command runs the others"
-        if not isinstance(end, RingError):  # there is no shared memory, and nothing has begun
-            end.add_note(kept)
-        raise
+    with (
+        # Where a loss ends the command, its error says so.
+        logged("error" if config.on_worker_loss == "stop" else "warning"),
+        Engine(config) as engine,
+        standard_output.waiting(starting.phases_of(engine)) as begun,
+    ):
+        for update in engine.generate([prompt.request for prompt in prompts]):
+            begun()
+            result.add(update.records)
+            for record in update.records:
+                texts.add(record)
 
 
 def _size(model: HfModel) -> str:
@@ -261,14 +245,3 @@ def _length(options: argparse.Namespace, prompts: list[Prompt]) -> int:
     requests = [prompt.request for prompt in prompts]
     longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
     return int(options.max_length or longest)
-
-
-def _report_resumption(
-    prompts: list[Prompt], left: list[Prompt], output: JsonlOutput | None
-) -> None:
-    if output is not None and output.cut:
-        cut = counted(output.cut, "byte")
-        print(f"cut off a half-written record of {cut}", file=sys.stderr)
-    if len(left) < len(prompts):
-        done = f"{len(prompts) - len(left)} of {counted(len(prompts), 'request')}"
-        print(f"in the output already: {done}", file=sys.stderr)

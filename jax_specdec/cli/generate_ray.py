@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from jax_specdec.cli import generate, standard_output
-from jax_specdec.cli.generate import FINISHED, TextsInOrder
+from jax_specdec.cli.generate import Tally, TextsInOrder
 from jax_specdec.cli.resumable_columns import ColumnsOutput
-from jax_specdec.export import openai
 from jax_specdec.ray import ClusterError, ColumnBatch, RayConfig, RayEngine
-from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
     from jax_specdec.cli.prompts import Prompt
@@ -43,85 +40,54 @@ def run(
         replicas=options.replicas, devices=options.replica_devices, address=options.ray
     )
     with opened as output:
-        left = generate.left_to_do(prompts, output.done if output else {}, settings)
-        if output is not None and output.cut:
-            print(f"cut off half-written columns: {output.cut} bytes", file=sys.stderr)
-        if len(left) < len(prompts):
-            done = f"{len(prompts) - len(left)} of {counted(len(prompts), 'request')}"
-            print(f"in the output already: {done}", file=sys.stderr)
+        left = generate.left_to_do(prompts, output, settings)
         if not left:
             return 0
         show, _ = standard_output.shower(quiet=options.quiet)
-        texts = TextsInOrder(left, table, show)
-        work = _Work({prompt.request.id: prompt for prompt in left}, settings, output, texts)
+        work = _Work(left, settings, output, TextsInOrder(left, table, show))
         try:
-            with RayEngine(config, cluster) as engine:
+            with work.tally.noting(options.output), RayEngine(config, cluster) as engine:
                 for batch in engine.generate([prompt.request for prompt in left]):
                     work.add(batch)
         except ClusterError as error:
             raise ValueError(str(error)) from error
-        except BaseException as end:
-            kept = f"ended before that: {work.finished} of {counted(len(left), 'request')}"
-            if output is not None:
-                kept += f", kept in {options.output}: run the same command again for the others"
-            end.add_note(kept)
-            raise
-    for line in work.summary():
+    for line in (work.tally.line(), *work.tally.failures()):
         print(line, file=sys.stderr)
-    return 1 if work.failed else 0
+    return 1 if work.tally.failed else 0
 
 
 class _Work:
-    """What came of the prompts so far.
+    """What came of the prompts so far, and waits until their requests end.
 
     Attributes:
-      finished: requests that ended by a stop or at their length.
-      failed: id to the reason of those that ended otherwise; they are not written.
+      tally: what became of them.
     """
 
     def __init__(
         self,
-        prompts: dict[str, Prompt],
+        prompts: Sequence[Prompt],
         settings: tuple[str, ...],
         output: ColumnsOutput | None,
         texts: TextsInOrder,
     ) -> None:
-        self.finished = 0
-        self.failed: dict[str, str] = {}
-        self._prompts, self._settings, self._output = prompts, settings, output
-        self._texts = texts
+        self.tally = Tally(len(prompts))
+        self._prompts = {prompt.request.id: prompt for prompt in prompts}
+        self._settings, self._output, self._texts = settings, output, texts
         self._open: dict[str, list[ColumnBatch]] = {}
-        self._tokens, self._began = 0, time.monotonic()
 
     def add(self, batch: ColumnBatch) -> None:
         """Take a batch, and write the requests that have ended with it."""
         ended: list[ColumnBatch] = []
-        self._tokens += batch.num_tokens
+        self.tally.tokens += batch.num_tokens
         for row, part in enumerate(batch):
             name, reason = part.request_id, part.finish_reason
             self._texts.add(cast("Record", part))  # without a style it reads what both have
             if self._output is not None:
                 self._open.setdefault(name, []).append(batch.take([row]))
-            if reason is None:
-                continue
-            mine = self._open.pop(name, [])
-            if reason in FINISHED:
-                self.finished += 1
-                ended += mine
-            else:
-                self.failed[name] = str(openai.finish_reason(reason))
+            if reason is not None:
+                mine = self._open.pop(name, [])
+                ended += mine if self.tally.end(name, reason) else []
         if self._output is not None and ended:
             names = {request.id for one in ended for request in one.requests}
             digests = {name: self._prompts[name].digest(*self._settings) for name in names}
             self._output.write(ended, digests)
-
-    def summary(self) -> list[str]:
-        """The lines to print at the end."""
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        line = (
-            f"{self.finished} of {counted(len(self._prompts), 'request')}, "
-            f"{counted(self._tokens, 'token')} in {seconds:.1f} s, loading included "
-            f"({self._tokens / seconds:.1f} a second)"
-        )
-        early = [f"request {name!r} ended early: {why}" for name, why in self.failed.items()]
-        return [line, *early]

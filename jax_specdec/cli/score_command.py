@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_specdec.cli.argument_types import add_checkpoint, add_dtype, add_programs
-from jax_specdec.wording import counted
 
 if TYPE_CHECKING:
     from jax_specdec.checkpoint.hf_names import HfModel
+    from jax_specdec.cli.generate import Tally
     from jax_specdec.cli.prompts import Prompt
     from jax_specdec.cli.scored_parts import ScoredParts
     from jax_specdec.engine.config import EngineConfig
@@ -84,17 +84,14 @@ def run(options: argparse.Namespace) -> int:
     _check_parameters(prompts, params)
     settings = (options.model.resolve().name, model.config.dtype)
     with ScoredParts(options.output, options.logprobs) as parts:
-        left = generate.left_to_do(prompts, parts.done, settings)
-        if len(left) < len(prompts):
-            done = f"{len(prompts) - len(left)} of {counted(len(prompts), 'prompt')}"
-            print(f"in the output already: {done}", file=sys.stderr)
+        left = generate.left_to_do(prompts, parts, settings, "prompt")
         if not left:
             return 0
-        config = _engine_config(options, model, prompts)
-        failed = _score(config, left, parts, options, settings)
-    for id, reason in failed.items():
-        print(f"prompt {id!r} was not scored: {reason}", file=sys.stderr)
-    return 1 if failed else 0
+        tally = generate.Tally(len(left), "prompt")
+        _score(_engine_config(options, model, prompts), left, parts, options, settings, tally)
+    for line in (tally.line(), *tally.failures()):
+        print(line, file=sys.stderr)
+    return 1 if tally.failed else 0
 
 
 def _check_parameters(prompts: list[Prompt], params: SamplingParams) -> None:
@@ -115,79 +112,47 @@ def _score(
     parts: ScoredParts,
     options: argparse.Namespace,
     settings: tuple[str, ...],
-) -> dict[str, str]:
-    """Run the prompts; returns the ids of those that were not scored, with the reasons."""
+    tally: Tally,
+) -> None:
+    """Run the prompts, and write what came of them."""
     from jax_specdec.cli import standard_output, starting
-    from jax_specdec.cli.generate import FINISHED
     from jax_specdec.engine.engine import Engine
     from jax_specdec.engine.worker_client import WorkerFailed
-    from jax_specdec.export import openai
     from jax_specdec.export.scored_sequences import scored_sequence
 
     by_id = {prompt.request.id: prompt for prompt in prompts}
     rows: dict[str, list[Any]] = {id: [] for id in by_id}
-    failed: dict[str, str] = {}
-    speed = _Speed(len(prompts))
-    try:
-        with (
-            Engine(config) as engine,
-            standard_output.waiting(starting.phases_of(engine)) as begun,
-        ):
-            for update in engine.generate([prompt.request for prompt in prompts]):
-                begun()
-                for record in update.records:
-                    id = record.request_id
-                    if record.prompt is not None:
-                        rows[id].append(record.prompt)
-                    if record.finish_reason is None:
-                        continue
-                    mine = rows.pop(id)
-                    if record.finish_reason not in FINISHED:
-                        failed[id] = str(openai.finish_reason(record.finish_reason))
-                        continue
-                    prompt = by_id[id]
-                    ids = prompt.request.prompt_token_ids
-                    digest = prompt.digest(*settings)
-                    one = scored_sequence(id, digest, ids, mine, options.logprobs)
-                    speed.add(len(ids))
-                    if parts.add(one) or speed.is_due():
-                        parts.write()
-                        print(speed.line(), file=sys.stderr)
+    said = time.monotonic()
+    ends = (KeyboardInterrupt, WorkerFailed)  # after them, what was scored is written
+    with tally.noting(options.output, ends):
+        try:
+            with (
+                Engine(config) as engine,
+                standard_output.waiting(starting.phases_of(engine)) as begun,
+            ):
+                for update in engine.generate([prompt.request for prompt in prompts]):
+                    begun()
+                    for record in update.records:
+                        id, reason = record.request_id, record.finish_reason
+                        if record.prompt is not None:
+                            rows[id].append(record.prompt)
+                        if reason is None:
+                            continue
+                        mine = rows.pop(id)
+                        if not tally.end(id, reason):
+                            continue
+                        ids = by_id[id].request.prompt_token_ids
+                        digest = by_id[id].digest(*settings)
+                        tally.tokens += len(ids)
+                        one = scored_sequence(id, digest, ids, mine, options.logprobs)
+                        if parts.add(one) or time.monotonic() - said >= SECONDS:
+                            parts.write()
+                            said = time.monotonic()
+                            print(tally.line(), file=sys.stderr)
+        except ends:
+            parts.write()
+            raise
         parts.write()
-    except (KeyboardInterrupt, WorkerFailed) as end:
-        parts.write()
-        end.add_note(
-            f"{speed.sequences} of {counted(len(prompts), 'prompt')} were scored and are kept in "
-            f"{options.output}: run the same command again for the others"
-        )
-        raise
-    print(speed.line(), file=sys.stderr)
-    return failed
-
-
-class _Speed:
-    """Tokens a second, since the first sequence began."""
-
-    def __init__(self, total: int) -> None:
-        self.sequences = self._tokens = 0
-        self._total = total
-        self._began = self._said = time.monotonic()
-
-    def add(self, tokens: int) -> None:
-        self.sequences += 1
-        self._tokens += tokens
-
-    def is_due(self) -> bool:
-        return time.monotonic() - self._said >= SECONDS
-
-    def line(self) -> str:
-        self._said = time.monotonic()
-        seconds = max(self._said - self._began, 1e-9)
-        return (
-            f"{self.sequences} of {counted(self._total, 'prompt')}, "
-            f"{counted(self._tokens, 'token')} in {seconds:.1f} s, loading included "
-            f"({self._tokens / seconds:.0f} a second)"
-        )
 
 
 def _engine_config(

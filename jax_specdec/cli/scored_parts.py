@@ -6,10 +6,8 @@ leaves whole parts, and loses what it had not written yet.
 
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from jax_specdec.cli.resumable_jsonl import OutputError, lock
+from jax_specdec.cli.resumable import Output, foreign
 from jax_specdec.export.arrow import pyarrow
 from jax_specdec.export.scored_sequences import ScoredSequence, sequences_table
 
@@ -18,12 +16,8 @@ LOCK = ".lock"  # what begins with a dot is no part to those who read the folder
 MAX_PART_BYTES = 64 << 20  # of columns in memory; then they are written
 
 
-class ScoredParts:
-    """Adds sequences to a folder, from one process at a time.
-
-    Attributes:
-      done: id to digest of the sequences in the folder.
-    """
+class ScoredParts(Output):
+    """A folder of sequences; what was added and not written is lost with the process."""
 
     def __init__(self, folder: Path, k: int) -> None:
         """Open or create the folder, and read what it has.
@@ -33,23 +27,14 @@ class ScoredParts:
           k: K of the sequences to come.
 
         Raises:
-          OSError: the folder cannot be written.
-          OutputError: another process writes it, or a part is not one of this command.
+          OSError, OutputError: as `Output`.
           ModuleNotFoundError: pyarrow is not installed.
         """
         self._parquet = pyarrow("pyarrow.parquet")
-        self._folder, self._k = folder, k
+        self._k, self._bytes, self._next = k, 0, 1
         self._waiting: list[ScoredSequence] = []
-        self._bytes = 0
-        self.done: dict[str, str] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / LOCK).open("a")
-        try:
-            lock(self._lock, folder)
-            self._next = self._read()
-        except BaseException:
-            self._lock.close()
-            raise
+        super().__init__(folder, (folder / LOCK).open("a"))
 
     def add(self, sequence: ScoredSequence) -> bool:
         """Take a sequence; says whether a part was written.
@@ -72,7 +57,7 @@ class ScoredParts:
         """
         if not self._waiting:
             return
-        part = self._folder / PARTS.replace("*", f"{self._next:05d}")
+        part = self.path / PARTS.replace("*", f"{self._next:05d}")
         half = part.with_name(f".{part.stem}")
         self._parquet.write_table(sequences_table(self._waiting, self._k), half)
         with half.open("rb") as file:
@@ -82,32 +67,12 @@ class ScoredParts:
         self.done |= {one.id: one.digest for one in self._waiting}
         self._waiting, self._bytes = [], 0
 
-    def close(self) -> None:
-        """Let another process write the folder; what waits is lost."""
-        self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _read(self) -> int:
-        """Learn what is done; returns the number of the next part."""
-        number = 0
-        for part in sorted(self._folder.glob(PARTS)):
+    def _read(self) -> None:
+        for part in sorted(self.path.glob(PARTS)):
             try:
                 table = self._parquet.read_table(part, columns=["id", "digest"])
-                number = int(part.stem.removeprefix(PARTS.partition("*")[0]))
+                self._next = int(part.stem.removeprefix(PARTS.partition("*")[0])) + 1
                 pairs = zip(table["id"].to_pylist(), table["digest"].to_pylist(), strict=True)
                 self.done |= dict(pairs)
             except (ValueError, KeyError) as error:  # pyarrow's errors are ValueErrors
-                raise OutputError(
-                    f"{part} is not a part of this command: choose another folder, or remove it"
-                ) from error
-        return number + 1
+                raise foreign(str(part)) from error

@@ -20,7 +20,7 @@ class ResultQueue(Generic[T]):
         """Begin with nothing.
 
         Args:
-          num_requests: how many will be closed.
+          num_requests: how many will end.
           limit: items with which the reader counts as behind.
           made_room: called by the reader when that is over.
         """
@@ -32,7 +32,7 @@ class ResultQueue(Generic[T]):
 
     @property
     def num_open(self) -> int:
-        """Requests that were not closed."""
+        """Requests that have not ended."""
         return self._left
 
     @property
@@ -52,8 +52,11 @@ class ResultQueue(Generic[T]):
                 self._items.append(item)
                 self._changed.notify_all()
 
-    def close(self, error: BaseException | None = None, count: int = 1) -> None:
-        """Note that requests have ended, by an error or without; their last items are here."""
+    def finish(self, error: BaseException | None = None, count: int = 1) -> None:
+        """Note that requests have ended, by an error or without; their last items are here.
+
+        It is not called `close`, for a `yield from` that is left calls that.
+        """
         with self._changed:
             self._left -= count
             self._error = self._error or error

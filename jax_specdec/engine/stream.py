@@ -131,7 +131,7 @@ class Stream(Generic[T]):
                 self._records.append(record)
                 self._call()
                 return True
-        self.close(
+        self.finish(
             StreamBehind(
                 f"request {self.request.id!r}: {counted(self._max_backlog, 'record')} wait to be "
                 "read, as many as may (EngineConfig.max_backlog): its consumer is too slow. The "
@@ -140,7 +140,7 @@ class Stream(Generic[T]):
         )
         return False
 
-    def close(self, error: BaseException | None = None) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
         """End the stream behind the records that it has, for the engine's thread."""
         with self._lock:
             if self._over:

@@ -396,7 +396,7 @@ class Streams:
                     if reason is FinishReason.WORKER_LOST:
                         self._lost.append(consumer)  # it may be all workers: an error then
                     else:
-                        consumer.close()
+                        consumer.finish()
                     self._ended.notify_all()
 
     def _put(self, stream: Stream, record: Record) -> None:
@@ -421,7 +421,7 @@ class Streams:
         if self._lost:
             with self._ended:
                 for consumer in self._lost:
-                    consumer.close(error)
+                    consumer.finish(error)
                 self._lost.clear()
                 self._ended.notify_all()
 
@@ -439,6 +439,6 @@ class Streams:
         if self._sink is not None:
             self._sink.fail(error)
         for consumer in left:
-            consumer.close(error)
+            consumer.finish(error)
         with self._ended:
             self._ended.notify_all()

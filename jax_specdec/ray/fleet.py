@@ -210,7 +210,7 @@ class Fleet:
         for consumer, rows in rows_of.values():
             if isinstance(consumer, ResultQueue):
                 consumer.put(batch if len(rows) == len(entries) else batch.take(rows))
-                consumer.close(error, int(np.count_nonzero(batch.finish_reasons[rows])))
+                consumer.finish(error, int(np.count_nonzero(batch.finish_reasons[rows])))
                 queues.append(consumer)
             else:
                 for row in rows:
@@ -222,7 +222,7 @@ class Fleet:
             logger.warning("request %r ends: nobody reads its parts", part.request_id)
             self.abort(part.request_id, stream)
         elif part.finish_reason is not None:
-            stream.close(error)
+            stream.finish(error)
 
     # What the members call.
 

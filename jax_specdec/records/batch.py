@@ -90,6 +90,10 @@ class PromptChunks:
     start: NDArray[np.int64]
     skip: NDArray[np.int64]
 
+    def take(self, records: NDArray[np.intp]) -> "PromptChunks":
+        """The chunks of some of the records."""
+        return replace(self, start=self.start[records], skip=self.skip[records])
+
     def rows(self, row: int, slot: int) -> PromptRows:
         """The rows of record `row`, which is about `slot`."""
         skip, columns = int(self.skip[row]), int(self.message.columns[slot])
@@ -195,12 +199,13 @@ class RecordBatch:
         )
 
     def take(self, rows: NDArray[np.intp]) -> "RecordBatch":
-        """The batch with only these rows; slow, for an abort while records wait."""
+        """The batch with only these rows; slow, for aborts and where several read an engine."""
         return replace(
             self,
             **{name: getattr(self, name)[rows] for name in _ROW_COLUMNS},
             joined=None if self.joined is None else self.joined[rows],
             row_format=None if self.row_format is None else self.row_format[rows],
+            prompt=None if self.prompt is None else self.prompt.take(rows),
         )
 
 

@@ -66,7 +66,7 @@ def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path)
     prompts.write_text("".join(f"{text}\n" for text in TEXTS))
     done = run(*on_ray)
     assert done.returncode == 0, done.stderr
-    assert "cut off half-written columns" in done.stderr
+    assert "cut off a half-written record" in done.stderr
     again = arrow.from_sequences(read_columns(folder))
     assert sorted(again.request_id.tolist()) == [str(n + 1) for n in range(6)]
 

@@ -213,7 +213,7 @@ def test_a_run_that_ends_early_says_how_to_go_on(worker, end, kept, model, tmp_p
         assert re.search(r"ended before that: \d+ of 50 requests, kept in .*o.jsonl: run", error)
         assert "run the same command again for the others" in error
     else:
-        assert "with --output FILE they are kept, and the same command runs the others" in error
+        assert "with --output they are kept, and the same command runs the others" in error
     if end == "lost worker":
         assert "was killed by signal 9" in error
         assert "memory runs out" in error

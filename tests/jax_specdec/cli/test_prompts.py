@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ipc.wire import LogprobsMode
 from jax_specdec.cli.prompts import read_prompts, sampling_params, unescape
-from jax_specdec.cli.resumable_jsonl import JsonlOutput, OutputError
+from jax_specdec.cli.resumable import JsonlOutput, OutputError
 from jax_specdec.requests import RequestError, SamplingParams
 
 pytestmark = pytest.mark.fast
@@ -204,7 +204,7 @@ def test_a_file_of_something_else_is_left_alone(content, tmp_path):
         write(path)  # a first record that was cut off
         assert path.read_text() == ""
         return
-    with pytest.raises(OutputError, match="line 1, is not a record of this command"):
+    with pytest.raises(OutputError, match="line 1, is not of this command"):
         JsonlOutput(path)
     assert path.read_text() == content
 
@@ -218,7 +218,7 @@ def test_one_process_at_a_time(tmp_path):
 
 def test_a_pipe_is_only_written():
     code = (
-        "from pathlib import Path; from jax_specdec.cli.resumable_jsonl import JsonlOutput\n"
+        "from pathlib import Path; from jax_specdec.cli.resumable import JsonlOutput\n"
         "with JsonlOutput(Path('/dev/stdout')) as output: output.write('a', 'd', {'x': 1})\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -7,8 +7,8 @@ import pytest
 
 from jax_specdec.cli import main
 from jax_specdec.cli.ray_options import numbers
+from jax_specdec.cli.resumable import OutputError
 from jax_specdec.cli.resumable_columns import ColumnsOutput, read_columns
-from jax_specdec.cli.resumable_jsonl import OutputError
 from jax_specdec.export import arrow
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import ColumnBatch
@@ -102,7 +102,7 @@ def test_two_writers_and_files_of_others_are_refused(tmp_path):
     other = pa.table({"x": [1]})
     with pa.ipc.new_stream(str(tmp_path / "replica-1.arrows"), other.schema) as writer:
         writer.write_table(other)
-    with pytest.raises(OutputError, match="no file of this command"):
+    with pytest.raises(OutputError, match=r"replica-1\.arrows is not of this command"):
         ColumnsOutput(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"has no file replica"):
         read_columns(tmp_path / "nowhere")

@@ -96,7 +96,7 @@ def test_large_parts_are_written_at_once(tmp_path, monkeypatch):
 
 def test_a_foreign_file_is_named(tmp_path):
     (tmp_path / "part-00001.parquet").write_bytes(b"not parquet")
-    with pytest.raises(ValueError, match=r"part-00001\.parquet is not a part of this command"):
+    with pytest.raises(ValueError, match=r"part-00001\.parquet is not of this command"):
         ScoredParts(tmp_path, 2)
 
 
@@ -119,7 +119,7 @@ def test_a_run_that_ends_early_goes_on(model, tmp_path):
         process.wait()
     assert children
     assert process.returncode == 130
-    assert f"of 12 prompts were scored and are kept in {out}: run the same command again" in error
+    assert f"of 12 prompts, kept in {out}: run the same command again for the others" in error
     error = run(*options, "--output", out)
     assert "12 prompts" in error
     assert "in the output already: 12 of 12 prompts" in run(*options, "--output", out)

@@ -337,6 +337,18 @@ def test_threads_submit_and_read_at_once(engine):
     assert engine.drain(30)
 
 
+def test_ids_are_free_once_a_list_was_left(engine):
+    requests = long_requests(5)
+    for _ in range(4):
+        next(engine.generate(requests))  # the iterator is dropped
+        assert not engine._streams.open_ids
+    got = {one.id: [] for one in requests}
+    for update in engine.generate(requests):
+        for record in update.records:
+            got[record.request_id] += record.token_ids.tolist()
+    assert got == {one.id: continuation(one)[0] for one in requests}
+
+
 def test_asyncio_tasks_read_side_by_side_and_cancelling_one_ends_its_request(engine):
     requests = [request(f"{n}", 20) for n in range(6)]
 

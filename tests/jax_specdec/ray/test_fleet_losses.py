@@ -52,7 +52,7 @@ class Reader:
         self.reason = part.finish_reason
         return True
 
-    def close(self, error=None):
+    def finish(self, error=None):
         pass
 
 

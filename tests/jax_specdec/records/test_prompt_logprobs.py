@@ -16,6 +16,7 @@ from jax_specdec.records.output_processor import (
     release,
     step,
 )
+from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.processor_messages import silent, target, tokens
 
@@ -126,6 +127,20 @@ def test_requests_side_by_side_have_their_own_chunks():
     state, again = step(state, chunk(7, 7, 2))
     found = [(r.request_id, *parts([r])[0][:2]) for records in (one, other, again) for r in records]
     assert found == [("r", 1, [4]), ("other", 1, [2, 3]), ("r", 2, [7, 7, 2])]
+
+
+def test_one_of_two_prompts_in_a_message_can_be_taken():
+    state = admit(admitted(), 1, 5, asking("s", (3, 8, 4)))
+    state, _ = step(state, chunk(8, slot=1, generation=5))
+    slots = [tokens(4, 7, generation=1, columns=2, drafts=0),
+             tokens(4, generation=5, columns=2, drafts=0)]  # fmt: skip
+    _, records = step(state, decode(encode(Kind.PROMPT, 1, slots)))
+    whole = parts(records)
+    assert [part[:2] for part in whole] == [(1, [4, 7]), (2, [4])]
+    (batch,) = records.batches
+    assert [parts(Records((batch.take(np.array([n])),))) for n in (0, 1)] == [
+        [one] for one in whole
+    ]
 
 
 def test_rows_of_an_ended_request_or_an_old_generation_are_counted():
