@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jax_specdec.export.openai_extension import token_kinds
+from jax_specdec.export.runs import within
 from jax_specdec.export.token_columns import (
-    KINDS,
-    NOT_ASKED,
+    FILLS,
     TOKEN_COLUMNS,
     TOKEN_LISTS,
     Ragged,
     TokenColumns,
 )
+from jax_specdec.export.token_parts import token_parts
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.records.record import Record
+from jax_specdec.records.record import Record, Records
 from jax_specdec.requests import Request
 
 
@@ -37,25 +37,40 @@ class ColumnBuilder:
 
     def add(self, records: Iterable[Record]) -> None:
         """Append records: of each request all of them, in order, from its first token on."""
-        taken = list(records)
-        rows = [self._row(record) for record in taken]
-        if rows:
-            self._kept.append(KeptSets.joined([_kept(record) for record in taken]))
-            names = rows[0].keys()
-            self._parts.append({n: np.concatenate([row[n] for row in rows]) for n in names})
+        batches = (
+            records.batches
+            if isinstance(records, Records)
+            else [record.batch.take(np.array([record.index])) for record in records]
+        )
+        requests, _, reasons, row, tokens, kept = token_parts([one for one in batches if len(one)])
+        for request in requests:
+            if request.id not in self._index:
+                self._index[request.id] = len(self._index)
+                self._requests[request.id] = request
+                self._num_tokens.append(0)
+                self._reasons.append(0)
+        index = np.array([self._index[request.id] for request in requests], np.int32)
+        counts = np.bincount(row, minlength=len(requests))
+        lengths = [len(request.packed_prompt) // 4 for request in requests]
+        begins = np.array([lengths[n] + self._num_tokens[at] for n, at in enumerate(index)])
+        place = np.empty(len(row), np.int64)
+        place[row.argsort(kind="stable")] = within(counts)
+        for n, at in enumerate(index.tolist()):
+            self._num_tokens[at] += int(counts[n])
+            self._reasons[at] = int(reasons[n])
+        if len(row):
+            where = {"request": index[row], "position": begins[row] + place}
+            self._parts.append(_filled(tokens | where, len(row)))
+            self._kept.append(KeptSets.none(len(row)) if kept is None else kept)
 
     def columns(self) -> TokenColumns:
         """The tokens of all records so far."""
         requests = list(self._requests.values())
         prompts = [request.prompt_token_ids for request in requests]
-        parts = self._parts or [_NO_TOKENS]
+        parts = self._parts or [_filled({}, 0)]
         joined: dict[str, Any] = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
         lists: dict[str, Any] = {
-            name: Ragged.of(
-                joined.pop(f"{name}.counts"),
-                joined.pop(f"{name}.ids"),
-                joined.pop(f"{name}.logprobs"),
-            )
+            name: Ragged.of(*(joined.pop(f"{name}.{part}") for part in _LIST))
             for name in TOKEN_LISTS
         }
         return TokenColumns(
@@ -72,95 +87,18 @@ class ColumnBuilder:
             **lists,
         )
 
-    def _row(self, record: Record) -> dict[str, NDArray[Any]]:
-        request, n = record.request, record.num_tokens
-        index = self._index.setdefault(request.id, len(self._index))
-        if request.id not in self._requests:
-            self._requests[request.id] = request
-            self._num_tokens.append(0)
-            self._reasons.append(0)
-        begin = len(request.prompt_token_ids) + self._num_tokens[index]
-        self._num_tokens[index] += n
-        self._reasons[index] = int(record.finish_reason or 0)
-        return {
-            "request": np.full(n, index, np.int32),
-            "position": np.arange(begin, begin + n),
-            "step": np.full(n, record.step, np.int64),
-            "weights_version": np.full(n, record.weights_version or 0, np.uint32),
-            "token_id": record.token_ids,
-            "kind": np.array([KINDS.index(kind) for kind in token_kinds(record)], np.int8),
-            **_logprobs(record, n),
-            **_drafts(record, n),
-        }
 
-
-def _kept(record: Record) -> KeptSets:
-    kept = record.kept
-    return KeptSets.none(record.num_tokens) if kept is None else kept
-
-
-def _logprobs(record: Record, n: int) -> dict[str, NDArray[Any]]:
-    rows, ranks, topk_ids = record.logprobs, record.token_ranks, record.topk_ids
-    chosen = _chosen("chosen", record, n, record.chosen_logprobs)
-    if rows is None or ranks is None or topk_ids is None:
-        return {
-            "logprob": np.full(n, np.nan, np.float32),
-            "token_rank": np.full(n, NOT_ASKED, np.int32),
-            **_list("topk", np.zeros(n, np.int64), _NO_IDS, _NO_LOGPROBS),
-            **chosen,
-        }
-    there = topk_ids >= 0
-    return {
-        "logprob": rows[:, 0],
-        "token_rank": ranks,
-        **_list("topk", there.sum(axis=1), topk_ids[there], rows[:, 1:][there]),
-        **chosen,
+def _filled(tokens: dict[str, NDArray[Any]], n: int) -> dict[str, NDArray[Any]]:
+    """All columns of n tokens, as copies; what no request asked for is filled up."""
+    found = {
+        name: np.array(tokens.get(name, np.full(n, FILLS.get(name, 0), kind)))
+        for name, kind in TOKEN_COLUMNS.items()
     }
+    for name in TOKEN_LISTS:
+        for part, kind in _LIST.items():
+            nothing = np.zeros(n if part == "counts" else 0, kind)
+            found[f"{name}.{part}"] = np.array(tokens.get(f"{name}.{part}", nothing))
+    return found
 
 
-def _drafts(record: Record, n: int) -> dict[str, NDArray[Any]]:
-    """Draft j was proposed for the position of emitted token j."""
-    draft = record.draft
-    rows = draft.logprobs if draft else None
-    return {
-        "draft_token_id": _padded(draft.token_ids if draft else None, n, np.int32(-1)),
-        "draft_logprob": _padded(None if rows is None else rows[:, 0], n, np.float32(np.nan)),
-        "draft_token_rank": _padded(draft.token_ranks if draft else None, n, np.int32(NOT_ASKED)),
-        **_chosen("draft_chosen", record, n, draft.chosen_logprobs if draft else None),
-    }
-
-
-def _chosen(
-    name: str, record: Record, n: int, logprobs: NDArray[np.float32] | None
-) -> dict[str, NDArray[Any]]:
-    """Lists of n tokens: C ids where `logprobs` [m, C] has a row for the token, empty elsewhere."""
-    ids = np.array(record.request.params.extra_token_ids, np.int32)
-    rows = np.empty((0, len(ids)), np.float32) if logprobs is None else logprobs[:n]
-    counts = np.zeros(n, np.int64)
-    counts[: len(rows)] = len(ids)
-    return _list(name, counts, np.tile(ids, len(rows)), rows.ravel())
-
-
-def _padded(values: NDArray[Any] | None, n: int, fill: np.generic) -> NDArray[Any]:
-    result = np.full(n, fill)
-    if values is not None:
-        result[: len(values)] = values[:n]
-    return result
-
-
-def _list(
-    name: str, counts: NDArray[Any], ids: NDArray[np.int32], logprobs: NDArray[np.float32]
-) -> dict[str, NDArray[Any]]:
-    return {f"{name}.counts": counts, f"{name}.ids": ids, f"{name}.logprobs": logprobs}
-
-
-_NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
-_NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)
-_NO_TOKENS: dict[str, NDArray[Any]] = {
-    **{name: np.empty(0, dtype) for name, dtype in TOKEN_COLUMNS.items()},
-    **{
-        part: values
-        for name in TOKEN_LISTS
-        for part, values in _list(name, np.empty(0, np.int64), _NO_IDS, _NO_LOGPROBS).items()
-    },
-}
+_LIST = {"counts": np.int64, "ids": np.int32, "logprobs": np.float32}

@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jax_specdec.export.token_columns import NOT_ASKED, TOKEN_COLUMNS, Ragged, TokenColumns
+from jax_specdec.export.token_columns import (
+    FILLS,
+    TOKEN_COLUMNS,
+    TOKEN_LISTS,
+    Ragged,
+    TokenColumns,
+)
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.requests import Request
-
-FILLS = {
-    "logprob": np.nan, "token_rank": NOT_ASKED, "draft_token_id": -1, "draft_logprob": np.nan,
-    "draft_token_rank": NOT_ASKED,
-}  # fmt: skip
 
 
 def joined_rows(batches: Sequence[Any], requests: Mapping[str, Request]) -> TokenColumns:
@@ -47,7 +48,7 @@ def joined_rows(batches: Sequence[Any], requests: Mapping[str, Request]) -> Toke
         for name in TOKEN_COLUMNS:
             if name not in ("request", "position"):
                 parts[name].append(_values(batch, name, total))
-        for name in ("topk", "chosen", "draft_chosen"):
+        for name in TOKEN_LISTS:
             lists[name].append(_lists(batch, f"{name}_ids", f"{name}_logprobs", total))
         kept = batch.schema.get_field_index("kept_count") >= 0
         lists["kept"].append(
@@ -63,7 +64,7 @@ def joined_rows(batches: Sequence[Any], requests: Mapping[str, Request]) -> Toke
         name: np.concatenate([np.empty(0, kind), *parts[name]])
         for name, kind in TOKEN_COLUMNS.items()
     }
-    for name in ("topk", "chosen", "draft_chosen"):
+    for name in TOKEN_LISTS:
         columns[name] = Ragged.of(*_together(lists[name], (np.int64, np.int32, np.float32)))
     return TokenColumns(
         request_id=np.array(list(index), np.str_),

@@ -158,3 +158,8 @@ TOKEN_COLUMNS = {
     "draft_token_rank": np.int32,
 }
 TOKEN_LISTS = ("topk", "chosen", "draft_chosen")
+# What stands for a token whose request did not ask, or for a draft that is not known.
+FILLS = {
+    "logprob": np.nan, "token_rank": NOT_ASKED, "draft_token_id": -1, "draft_logprob": np.nan,
+    "draft_token_rank": NOT_ASKED,
+}  # fmt: skip

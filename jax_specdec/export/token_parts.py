@@ -1,0 +1,263 @@
+"""Tokens of whole steps as columns of NumPy; no record is touched alone.
+
+`step_rows.py` makes Arrow of them as they come, `column_builder.py` collects them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_specdec.export.runs import cells, within
+from jax_specdec.export.token_columns import KINDS, NOT_ASKED
+from jax_specdec.kept_sets import KeptSets
+from jax_specdec.records.batch import RecordBatch
+from jax_specdec.records.decode import Message
+from jax_specdec.records.record import Record
+from jax_specdec.requests import Request
+
+ACCEPTED, PLAIN = KINDS.index("accepted"), KINDS.index("plain")
+RECOVERED, BONUS = KINDS.index("recovered"), KINDS.index("bonus")
+Parts = dict[str, list[NDArray[Any]]]
+# Records with tokens, their message, the rows [N] of their requests, and how many tokens they have.
+Spoken = tuple[RecordBatch, Message, NDArray[np.int64], int]
+
+
+class TokenParts(NamedTuple):
+    """N tokens of the records of some steps, and Q requests, each of which has a row.
+
+    Attributes:
+      requests: [Q] in the order of their rows.
+      places: [B] for each batch the rows [R] int64 of its records.
+      reasons: [Q] int8 `FinishReason`, 0 where the request goes on.
+      row: [N] int64, each token's.
+      columns: those of `TokenColumns` that some request asked for, [N] each; a list NAME as
+        NAME.counts [N], NAME.ids and NAME.logprobs.
+      kept: the tokens' kept sets; None where no request asked for them.
+    """
+
+    requests: list[Request]
+    places: list[NDArray[np.int64]]
+    reasons: NDArray[np.int8]
+    row: NDArray[np.int64]
+    columns: dict[str, NDArray[Any]]
+    kept: KeptSets | None
+
+
+def token_parts(batches: Sequence[RecordBatch]) -> TokenParts:
+    """What the records of some steps have; batches of one worker in order, none is empty."""
+    rows: dict[str, int] = {}
+    requests: list[Request] = []
+    tables: dict[int, NDArray[np.int64]] = {}
+    places = [_rows_of(batch, rows, requests, tables) for batch in batches]
+    reasons = np.zeros(len(rows), np.int8)
+    spoken: list[Spoken] = []
+    for batch, row in zip(batches, places, strict=True):
+        if batch.finish_reason.any():
+            ends = batch.finish_reason > 0
+            reasons[row[ends]] = batch.finish_reason[ends]
+        if batch.message is not None and (total := int(batch.num_tokens.sum())):
+            spoken.append((batch, batch.message, row, total))
+    parts: Parts = {}
+    if spoken:
+        _add_tokens(parts, spoken)
+        if any(message.columns.any() for _, message, _, _ in spoken) and not _add_table(
+            parts, spoken
+        ):
+            for batch, message, _, total in spoken:
+                _add_logprobs(parts, batch, message, total)
+        if any(batch.joined is not None and batch.joined.any() for batch, _, _, _ in spoken):
+            for batch, _, _, _ in spoken:
+                _add_drafts(parts, batch)
+    kept = None
+    if any(message.kept.any() for _, message, _, _ in spoken):
+        kept = KeptSets.joined([_kept(batch, message) for batch, message, _, _ in spoken])
+    columns = {
+        name: found[0] if len(found) == 1 else np.concatenate(found)
+        for name, found in parts.items()
+    }
+    for name, kind in _ALWAYS.items():
+        columns.setdefault(name, np.empty(0, kind))
+    return TokenParts(requests, places, reasons, columns.pop("row"), columns, kept)
+
+
+def _rows_of(
+    batch: RecordBatch,
+    rows: dict[str, int],
+    requests: list[Request],
+    tables: dict[int, NDArray[np.int64]],
+) -> NDArray[np.int64]:
+    """[N] int64, the row of each record's request; new requests get further rows.
+
+    Args:
+      tables: [B] the rows of some steps' slots, -1 where unknown, by their tuple of requests:
+        it is another one only where a slot was given or freed.
+    """
+    table = tables.get(id(batch.requests))
+    if table is None:
+        table = tables[id(batch.requests)] = np.full(len(batch.requests), -1, np.int64)
+    found = table[batch.slots]
+    if int(found.min()) >= 0:
+        return found
+    slots = batch.slots[found < 0]
+    # A record exists only for an occupied slot.
+    here = [one for slot in slots.tolist() if (one := batch.requests[slot]) is not None]
+    table[slots] = [rows.setdefault(request.id, len(rows)) for request in here]
+    requests += [request for request in here if rows[request.id] >= len(requests)]
+    return table[batch.slots]
+
+
+def _add_tokens(parts: Parts, spoken: Sequence[Spoken]) -> None:
+    """Add the tokens of all steps at once: a step alone is too small for NumPy to be quick."""
+    counts = np.concatenate([batch.num_tokens for batch, _, _, _ in spoken])
+    accepted = np.concatenate([batch.num_accepted for batch, _, _, _ in spoken])
+    drafts = np.concatenate([batch.num_drafts for batch, _, _, _ in spoken])
+    totals = np.array([total for _, _, _, total in spoken])
+    versions = [message.weights_version for _, message, _, _ in spoken]
+    _put(parts, "row", np.concatenate([row for _, _, row, _ in spoken]).repeat(counts))
+    _put(parts, "step", np.array([b.step for b, _, _, _ in spoken], np.int64).repeat(totals))
+    _put(parts, "weights_version", np.array(versions, np.uint32).repeat(totals))
+    last = np.where(accepted < drafts, RECOVERED, np.where(drafts > 0, BONUS, PLAIN))
+    kinds = np.where(within(counts) < accepted.repeat(counts), ACCEPTED, last.repeat(counts))
+    _put(parts, "kind", kinds.astype(np.int8))
+    for batch, message, _, total in spoken:
+        ids = message.token_ids
+        if total < len(ids):  # not all of them, slot after slot
+            starts = message.token_start[batch.slots].repeat(batch.num_tokens)
+            ids = ids[starts + within(batch.num_tokens)]
+        _put(parts, "token_id", ids)
+
+
+def _add_table(parts: Parts, spoken: Sequence[Spoken]) -> bool:
+    """Add logprobs where all tokens of all steps have rows of one width; whether they have."""
+    if not all(
+        total == len(message.token_ids) == len(message.token_ranks)
+        for _, message, _, total in spoken
+    ):
+        return False
+    requests = {id(batch.requests): batch.requests for batch, _, _, _ in spoken}
+    asked = [one.params for each in requests.values() for one in each if one is not None]
+    widths = {params.num_columns for params in asked}
+    if len(widths) > 1 or any(params.extra_token_ids for params in asked):
+        return False
+    ids = np.concatenate([message.topk_ids for _, message, _, _ in spoken])
+    if ids.size and int(ids.min()) < 0:  # fewer than K are finite
+        return False
+    (width,) = widths
+    rows = np.concatenate([message.logprobs for _, message, _, _ in spoken]).reshape(-1, width)
+    sizes = np.full(len(rows), width - 1)
+    _put(parts, "logprob", rows[:, 0])
+    _put(parts, "token_rank", np.concatenate([message.token_ranks for _, message, _, _ in spoken]))
+    _put_list(parts, "topk", sizes, ids, rows[:, 1:].reshape(-1))
+    return True
+
+
+def _add_logprobs(parts: Parts, batch: RecordBatch, message: Message, total: int) -> None:
+    slots, counts = batch.slots, batch.num_tokens
+    columns = message.columns[slots]
+    asked = columns > 0
+    place = within(counts)
+    has = asked.repeat(counts)
+    logprob = np.full(total, np.nan, np.float32)
+    rank = np.full(total, NOT_ASKED, np.int32)
+    widths = (columns + message.num_chosen[slots]).repeat(counts)[has]
+    begin = message.logprob_start[slots].repeat(counts)[has] + place[has] * widths
+    logprob[has] = message.logprobs[begin]
+    rank[has] = message.token_ranks[message.row_start[slots].repeat(counts)[has] + place[has]]
+    _put(parts, "logprob", logprob)
+    _put(parts, "token_rank", rank)
+    k = np.maximum(columns - 1, 0).repeat(counts)
+    chosen = np.where(asked, message.num_chosen[slots], 0).repeat(counts)
+    tops = message.topk_start[slots].repeat(counts) + place * k
+    first = np.zeros(total, np.int64)
+    first[has] = begin
+    ids = message.topk_ids[cells(tops, k)]
+    values = message.logprobs[cells(first + 1, k)]
+    if ids.size and int(ids.min()) < 0:  # fewer than K are finite
+        there = ids >= 0
+        k = np.bincount(np.arange(total).repeat(k)[there], minlength=total)
+        ids, values = ids[there], values[there]
+    _put_list(parts, "topk", k, ids, values)
+    values = message.logprobs[cells(first + columns.repeat(counts), chosen)]
+    named = [
+        np.tile(np.array(_params(batch, slot).extra_token_ids, np.int32), n)
+        for slot, n in zip(slots.tolist(), counts.tolist(), strict=True)
+    ] if chosen.any() else []  # fmt: skip
+    ids = np.concatenate(named) if named else _NO_IDS
+    _put_list(parts, "chosen", chosen, ids, values)
+
+
+def _add_drafts(parts: Parts, batch: RecordBatch) -> None:
+    """Draft j was proposed for the position of emitted token j; only few requests ask for them."""
+    counts = batch.num_tokens
+    total = int(counts.sum())
+    drafted = np.full(total, -1, np.int32)
+    logprobs = np.full(total, np.nan, np.float32)
+    ranks = np.full(total, NOT_ASKED, np.int32)
+    sizes = np.zeros(total, np.int64)
+    chosen: list[tuple[NDArray[Any], NDArray[Any]]] = []
+    joined = () if batch.joined is None else np.flatnonzero(batch.joined).tolist()
+    ends = counts.cumsum()
+    for index in joined:
+        draft = Record(batch, index).draft
+        n = int(counts[index])
+        if draft is None:
+            continue
+        begin = int(ends[index]) - n
+        m = min(n, len(draft.token_ids))
+        drafted[begin : begin + m] = draft.token_ids[:m]
+        if draft.logprobs is None:
+            continue
+        logprobs[begin : begin + m] = draft.logprobs[:m, 0]
+        assert draft.token_ranks is not None
+        ranks[begin : begin + m] = draft.token_ranks[:m]
+        extra = _params(batch, int(batch.slots[index])).extra_token_ids
+        if extra and draft.chosen_logprobs is not None:
+            sizes[begin : begin + m] = len(extra)
+            chosen.append(
+                (np.tile(np.array(extra, np.int32), m), draft.chosen_logprobs[:m].ravel())
+            )
+    _put(parts, "draft_token_id", drafted)
+    _put(parts, "draft_logprob", logprobs)
+    _put(parts, "draft_token_rank", ranks)
+    none = (_NO_IDS, _NO_LOGPROBS)
+    ids, values = zip(*(chosen or [none]), strict=True)
+    _put_list(parts, "draft_chosen", sizes, np.concatenate(ids), np.concatenate(values))
+
+
+def _kept(batch: RecordBatch, message: Message) -> KeptSets:
+    slots, counts = batch.slots, batch.num_tokens
+    has = message.kept[slots].astype(np.bool_).repeat(counts)
+    rows = (message.kept_start[slots].repeat(counts) + within(counts))[has]
+    sets = message.kept_sets.take(rows)
+    sizes = np.zeros(len(has), np.int32)
+    masses = np.zeros(len(has), np.float32)
+    sizes[has], masses[has] = sets.counts, sets.log_kept
+    return KeptSets.of(sizes, masses, sets.token_ids)
+
+
+def _params(batch: RecordBatch, slot: int) -> Any:
+    request = batch.requests[slot]
+    assert request is not None
+    return request.params
+
+
+def _put(parts: Parts, name: str, values: NDArray[Any]) -> None:
+    parts.setdefault(name, []).append(values)
+
+
+def _put_list(
+    parts: Parts, name: str, counts: NDArray[Any], ids: NDArray[Any], logprobs: NDArray[Any]
+) -> None:
+    _put(parts, f"{name}.counts", counts)
+    _put(parts, f"{name}.ids", ids)
+    _put(parts, f"{name}.logprobs", logprobs)
+
+
+_NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
+_NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)
+_ALWAYS = {
+    "row": np.int64, "step": np.int64, "weights_version": np.uint32, "token_id": np.int32,
+    "kind": np.int8,
+}  # fmt: skip
