@@ -45,8 +45,8 @@ class DraftModel:
         return drafts, init_cache(self.model, num_slots, length)
 
     def prefill(self, params: Any, state: KVCache, chunk: Chunk) -> KVCache:
-        tokens, where = self._known(chunk.tokens), (chunk.start, chunk.num_valid, chunk.slot)
-        return prefill(_small(params), self.model, tokens, *where, state)[1]
+        small, where = _small(params), (chunk.start, chunk.num_valid, chunk.slot)
+        return prefill(small, self.model, self._known(chunk.tokens), *where, state)[1]
 
     def propose(self, params: Any, state: KVCache, context: Context) -> tuple[Drafts, KVCache]:
         small, lengths, emitted = _small(params), context.lengths, context.verified.num_tokens
