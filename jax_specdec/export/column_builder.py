@@ -59,8 +59,8 @@ class ColumnBuilder:
             self._num_tokens[at] += int(counts[n])
             self._reasons[at] = int(reasons[n])
         if len(row):
-            where = {"request": index[row], "position": begins[row] + place}
-            self._parts.append(_filled(tokens | where, len(row)))
+            tokens |= {"request": index[row], "position": begins[row] + place}
+            self._parts.append(_filled(tokens, len(row)))
             self._kept.append(KeptSets.none(len(row)) if kept is None else kept)
 
     def columns(self) -> TokenColumns:
