@@ -119,7 +119,9 @@ def draw(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status 1 if the page is not up to date."""
-    parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench report", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--check", action="store_true", help="write nothing, fail where it differs")
     options = parser.parse_args(arguments)
     text = page(read_json(path) for path in (ROOT / "bench/results").glob("*.json"))
