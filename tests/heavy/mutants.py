@@ -1,0 +1,184 @@
+"""Mutants of the product: small faults, of which each should fail a test of its own room.
+
+    python -m tests.heavy.mutants [ROOM ...] [--number 20] [--seed 1]
+
+Cosmic Ray (https://cosmic-ray.readthedocs.io) makes the mutants; a seed draws as many of each room,
+line by line so that no long expression has most of them. A copy of the project is mutated, never
+the project. What was decided is kept in build/mutants, and a run that was cut short goes on; a room
+whose files or tests changed begins again. A mutant that no test decides in time counts as survived.
+"""
+
+import argparse
+import collections
+import hashlib
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from cosmic_ray.commands import init
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+from rich.console import Console
+from rich.table import Table
+
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "build/mutants"
+COPIED = ("pallas_kernels", "jax_specdec", "ipc", "bench", "tests", "examples", "docs", ".ci")
+FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+# Of what an annotation, a decorator or an assertion's text is made: no test is asked for those.
+LEFT_OUT = ("BinaryOperator_BitOr", "RemoveDecorator", "ExceptionReplacer")
+
+
+class Room(NamedTuple):
+    """Files to mutate, and the tests that should notice."""
+
+    files: str  # patterns
+    tests: str
+
+
+ROOMS = {
+    "kernels": Room(
+        "pallas_kernels/topk/*.py pallas_kernels/numbers/*.py pallas_kernels/contract/*.py "
+        "pallas_kernels/backends/*.py pallas_kernels/backends/xla/**/*.py",
+        "tests/pallas_kernels --ignore=tests/pallas_kernels/sampling",
+    ),
+    "sampling": Room(
+        "pallas_kernels/sampling/*.py",
+        "tests/pallas_kernels/sampling tests/jax_specdec/device/sampling",
+    ),
+    "records": Room("jax_specdec/records/*.py", "tests/jax_specdec/records"),
+    "engine": Room(
+        "jax_specdec/engine/*.py jax_specdec/control/*.py",
+        "tests/jax_specdec/engine tests/jax_specdec/control",
+    ),
+    "ipc": Room("ipc/[!w]*.py ipc/w[!i]*.py", "tests/ipc"),
+    "wire": Room(
+        "ipc/wire.py jax_specdec/device/messages/*.py",
+        "tests/ipc/test_wire.py tests/ipc/test_wire_layout.py tests/jax_specdec/device/messages",
+    ),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 1 if a mutant survived, or was not decided."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("rooms", nargs="*", metavar="ROOM", help=f"of {', '.join(ROOMS)}")
+    parser.add_argument("--number", type=int, default=20, help="mutants of a room (20)")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if unknown := set(options.rooms) - ROOMS.keys():
+        parser.error(f"no room {', '.join(sorted(unknown))}: choose from {', '.join(ROOMS)}")
+    table = Table("room", "killed", "survived", "not decided", title="mutants")
+    left: list[str] = []
+    for name in options.rooms or ROOMS:
+        verdicts, alive = run(name, options.number, options.seed)
+        counts = [str(verdicts[verdict]) for verdict in ("killed", "survived", "not decided")]
+        table.add_row(name, *counts)
+        left += alive
+    Console(width=120).print(table)
+    for one in left:
+        print(one)
+    return 1 if left else 0
+
+
+def run(name: str, number: int, seed: int) -> tuple[collections.Counter[str], list[str]]:
+    """Decide the mutants of a room; how many had which verdict, and those that live."""
+    room = ROOMS[name]
+    tree = FOLDER / name / hash_of(room)[:16]
+    session = tree.with_suffix(f".{seed}.{number}.sqlite")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "2",
+               "--dist", "loadfile", *room.tests.split()]  # fmt: skip
+    if not tree.exists():
+        shutil.rmtree(tree.parent, ignore_errors=True)  # of other files
+        copy_to(tree)
+    if not session.exists():
+        begin = time.monotonic()
+        subprocess.run(command, cwd=tree, check=True)  # what is not mutated passes
+        draw(room, tree, session, number, seed)
+        session.with_suffix(".toml").write_text(
+            "[cosmic-ray]\n"
+            f'module-path = "ipc"\ntimeout = {60 + 3 * (time.monotonic() - begin):.0f}\n'
+            f"test-command = {shlex.join(command)!r}\n"
+            '[cosmic-ray.distributor]\nname = "local"\n'
+        )
+    for file in files_of(room, ROOT):  # a run that was killed may have left a mutant
+        shutil.copy(file, tree / file.relative_to(ROOT))
+    print(f"RUN: {name}: {number} mutants", flush=True)
+    subprocess.run(
+        [sys.executable, "-m", "cosmic_ray.cli", "exec", session.with_suffix(".toml"), session],
+        cwd=tree,
+        check=True,
+    )
+    with use_db(session, WorkDB.Mode.open) as database:
+        return verdicts_of(database)
+
+
+def hash_of(room: Room) -> str:
+    """The contents of a room's files and of its tests."""
+    found = hashlib.sha256()
+    tests = [file for test in room.tests.split() for file in (ROOT / test).rglob("*.py")]
+    for file in sorted({*files_of(room, ROOT), *tests, *(ROOT / "tests/support").rglob("*.py")}):
+        found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def files_of(room: Room, root: Path) -> list[Path]:
+    """The files to mutate."""
+    found = {file for pattern in room.files.split() for file in root.glob(pattern)}
+    return sorted(file for file in found if file.stem != "__init__")
+
+
+def copy_to(tree: Path) -> None:
+    """Copy the project."""
+    for name in COPIED:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    for name in FILES:
+        shutil.copy(ROOT / name, tree / name)
+
+
+def draw(room: Room, tree: Path, session: Path, number: int, seed: int) -> None:
+    """Keep of all mutants as many as are asked for, at most one a line; the others are skipped."""
+    with use_db(session, WorkDB.Mode.create) as database:
+        init([file.relative_to(tree) for file in files_of(room, tree)], database, {})
+        by_line = collections.defaultdict(list)
+        for item in sorted(database.work_items, key=lambda item: str(item.mutations)):
+            (mutation,) = item.mutations
+            if not any(name in mutation.operator_name for name in LEFT_OUT):
+                by_line[str(mutation.module_path), mutation.start_pos[0]].append(item.job_id)
+        random_ = random.Random(seed)
+        lines = random_.sample(sorted(by_line), number)
+        drawn = {random_.choice(by_line[line]) for line in lines}
+        skipped = WorkResult(WorkerOutcome.SKIPPED)
+        database.set_multiple_results(
+            *[[item.job_id for item in database.work_items if item.job_id not in drawn], skipped]
+        )
+
+
+def verdicts_of(database: WorkDB) -> tuple[collections.Counter[str], list[str]]:
+    """How many mutants had which verdict, and the differences of those that live."""
+    verdicts: collections.Counter[str] = collections.Counter()
+    alive = []
+    for _, result in database.results:
+        if result.worker_outcome == WorkerOutcome.SKIPPED:
+            continue
+        if result.test_outcome == TestOutcome.SURVIVED:
+            verdict = "survived"
+        elif result.test_outcome == TestOutcome.KILLED and result.output != "timeout":
+            verdict = "killed"
+        else:
+            verdict = "not decided"
+        verdicts[verdict] += 1
+        if verdict != "killed":
+            alive.append(f"{verdict}:\n{result.diff}")
+    return verdicts, alive
+
+
+if __name__ == "__main__":
+    sys.exit(main())
