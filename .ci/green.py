@@ -23,6 +23,10 @@ COMPILED = ["pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "bench/aot*", 
 PTX = [
     f"{KERNELS}/{name}.py" for name in ("compat", "reading", "rows_kernel", "thread", "schedule")
 ]
+REHEARSED = [
+    "pallas_kernels/**/*", "jax_specdec/cli/check_device*", "jax_specdec/cli/device_*",
+    "tests/rehearsal/*",
+]  # fmt: skip
 LANES = {
     "hf-often": [*PRODUCT, "tests/hf/*", "tests/support/*"],
     "lm-eval": [*PRODUCT, "tests/hf/*", "tests/support/*"],
@@ -37,10 +41,8 @@ LANES = {
     "newest-kernels": COMPILED,
     "tpu-quick": [*COMPILED, "bench/tpu/*"],
     "rehearsal": PRODUCT,
-    "rehearsal-ptx": [
-        "pallas_kernels/**/*", "jax_specdec/cli/check_device*", "jax_specdec/cli/device_*",
-        f"{CASES}/*", "tests/ptx_machine/**/*",
-    ],
+    "rehearsal-tpu": [*REHEARSED, "tests/support/*"],
+    "rehearsal-ptx": [*REHEARSED, f"{CASES}/*", "tests/ptx_machine/**/*"],
     "ptx-rows": [
         *PTX, f"{KERNELS}/rows.py", f"{KERNELS}/finish_kernel.py",
         f"{CASES}/cases.py", f"{CASES}/option_cases.py",

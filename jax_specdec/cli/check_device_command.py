@@ -1,6 +1,7 @@
 """`jax-specdec check-device`: are the kernels right on this device, and how fast are they?
 
-jax runs in processes of their own, one for each part: what hangs or dies there is named here.
+jax runs in processes of their own: what hangs or dies there is named here, and the rest goes on in
+another one.
 """
 
 import argparse
@@ -19,17 +20,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from jax_specdec.cli.device_report import JSON, PAGE, Report
+from jax_specdec.cli.device_report import JSON, LOG, PAGE, Report
 
 HELP = """\
 Check every kernel of this package on this GPU or TPU at real sizes, against float64; then time them
-beside XLA and whatever of PyTorch, vLLM and FlashInfer is installed. It takes nine minutes at most,
-compiling included, and writes device-check.json after every piece, and device-check.md for you. Run
-it again to go on. Exit status: 0 all pieces passed; 1 one failed; 2 there is no such device, or the
-files cannot be written; 3 time ran out before the last piece.
+beside XLA, and beside those of PyTorch, vLLM, FlashInfer and tokamax that are installed. It takes
+nine minutes at most, compiling included, and writes device-check.json after every piece, and
+device-check.md for you. Run it again to go on. Exit status: 0 all pieces passed; 1 one failed; 2
+there is no such device, or the files cannot be written; 3 time ran out before the last piece.
 """
 PIECE_SECONDS = 150.0  # after which a piece hangs
 GROUND_SECONDS = 180.0
+END_SECONDS = 5.0  # that a process may take to end when it is killed
 LEAST_DISK = 256 << 20  # bytes, for the files and what compilers write
 MODULE = "pallas_kernels.testing."
 
@@ -54,7 +56,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--afresh", action="store_true", help="forget an earlier run's results")
     parser.add_argument(
         "--rehearse", action="store_true",
-        help="anywhere: one small piece of every part, interpreted on the CPU; measures nothing",
+        help="anywhere: one small piece of every part, by XLA on the CPU; measures nothing",
     )  # fmt: skip
 
 
@@ -68,8 +70,9 @@ def run(options: argparse.Namespace) -> int:
 
     begin = time.monotonic()
     minutes = options.minutes or (float("inf") if options.full else 9.0)
-    options.output.mkdir(parents=True, exist_ok=True)
-    for folder in (options.output, Path(tempfile.gettempdir())):
+    output = options.output.absolute()
+    parent = next(folder for folder in (output, *output.parents) if folder.exists())
+    for folder in (parent, Path(tempfile.gettempdir())):
         if (free := shutil.disk_usage(folder).free) < LEAST_DISK:
             raise OSError(
                 f"{folder} has {free >> 20} MiB left, and a check needs {LEAST_DISK >> 20}: free "
@@ -86,14 +89,15 @@ def run(options: argparse.Namespace) -> int:
     notes = list(tools.notes()) if ground["backend"] == "mosaic_gpu" else []
     for line in [*tools.lines(), *(f"NOTE: {note}" for note in notes)]:
         print(line)
-    report = Report(options.output, ground, [*tools.lines(), *notes], rehearsed=options.rehearse)
+    output.mkdir(parents=True, exist_ok=True)
+    report = Report(output, ground, [*tools.lines(), *notes], rehearsed=options.rehearse)
     if not options.afresh:
         report.resume()
     report.save()
-    until = begin + 60 * minutes
-    for part, names in list(report.todo()):
-        program = [*command, MODULE + "pieces", part, ground["backend"], *chosen, "--only"]
-        run_part(program, part, names, report, until)
+    rehearse = ["--rehearse"] * options.rehearse
+    program = [*command, MODULE + "pieces", ground["backend"], *rehearse]
+    for names in list(report.todo()):
+        run_pieces(program, names, report, begin + 60 * minutes)
     report.save()
     return conclude(report)
 
@@ -111,19 +115,20 @@ def conclude(report: Report) -> int:
     return 1 if report.failed else 3 if report.skipped else 0
 
 
-def run_part(
+def run_pieces(
     program: Sequence[str],
-    part: str,
     names: Sequence[str],
     report: Report,
     until: float,
     piece_seconds: float = PIECE_SECONDS,
 ) -> None:
-    """Run pieces of a part, in a process, and in another one behind each that hangs or dies.
+    """Run pieces in a process, and in another one what is left when that ends.
+
+    A piece that hangs or takes its process along is a failure, and the others of its part come
+    last: they would do the same.
 
     Args:
       program: takes the names of the pieces as its further arguments.
-      part: for the name of the file of what the processes say.
       names: of the pieces.
       report: gets what each finds.
       until: of `time.monotonic`; a piece that runs then is skipped.
@@ -131,15 +136,19 @@ def run_part(
     """
     left = list(names)
     while left and time.monotonic() < until:
-        with (report.folder / f"{part}.log").open("ab") as log:
+        number = len(left)
+        with (report.folder / LOG).open("ab") as log:
             begun, end = _run_once([*program, *left], log, report, left, until, piece_seconds)
         if not left or time.monotonic() >= until:
             return
-        # The piece that was running, or where none was, the one that would have been next.
+        if begun is None and len(left) < number:
+            continue  # it ended between two pieces
         name = begun or left[0]
         left.remove(name)
-        report.add(name, {"ok": False, "seconds": None, "error": f"{end}; see {part}.log"})
-        print(f"FAILED {name}: {end}", flush=True)
+        part = name.partition(":")[0]
+        left.sort(key=lambda other: other.partition(":")[0] == part)
+        report.add(name, {"ok": False, "seconds": None, "error": f"{end}; see {LOG}"})
+        print(end, flush=True)
 
 
 def _run_once(
@@ -164,8 +173,9 @@ def _run_once(
     stdout = process.stdout
 
     def read() -> None:
-        for line in stdout:
-            lines.put(line)
+        with stdout:
+            for line in stdout:
+                lines.put(line)
         lines.put(None)
 
     reader = threading.Thread(target=read, daemon=True)
@@ -181,7 +191,8 @@ def _run_once(
                 return begun, f"hung: killed after {time.monotonic() - since:.0f} s"
             if line is None:
                 return begun, _ended(process.wait())
-            with suppress(ValueError, TypeError):  # a library printed something else
+            # A library may print something else.
+            with suppress(ValueError, TypeError, LookupError, AttributeError):
                 found = json.loads(line)
                 since = time.monotonic()
                 if "begin" in found:
@@ -191,13 +202,14 @@ def _run_once(
                     begun = None
                     left.remove(name)
                     report.add(name, found)
-                    print(f"{'ok' if found['ok'] else 'FAILED'}, {found['seconds']} s", flush=True)
+                    print(f"{found.get('error', 'ok')}, {found['seconds']} s", flush=True)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        reader.join()
-        stdout.close()
+        # A driver may hold a process that was killed, and a process of its own the pipe.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        reader.join(END_SECONDS)
 
 
 def _ended(status: int) -> str:

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-JSON, PAGE = "device-check.json", "device-check.md"
+JSON, PAGE, LOG = "device-check.json", "device-check.md", "device-check.log"
+PEERS = "peers"  # the part, as `pallas_kernels.testing.pieces` names it, of other libraries
 SAME = ("device", "backend", "versions")  # what results must share to stand in one report
 
 
@@ -38,17 +40,21 @@ class Report:
         except (OSError, ValueError, LookupError, TypeError):
             return  # none, or that of something else: it is written over
 
-    def todo(self) -> Iterator[tuple[str, list[str]]]:
-        """Parts with the pieces that are left: first those never tried, then those that failed."""
-        for tried in (False, True):
-            for part, names in self.ground["pieces"].items():
-                left = [
-                    name
-                    for name in names
-                    if (name in self.pieces) is tried and not (tried and self.pieces[name]["ok"])
-                ]
-                if left:
-                    yield part, left
+    def todo(self) -> Iterator[list[str]]:
+        """The pieces that are left, a list for each process.
+
+        First each kernel's first piece, then each one's second; then times, then peers; what failed
+        comes last.
+        """
+        kernels = [names for part, names in self.ground["pieces"].items() if self._is_kernel(part)]
+        others = [n for part, n in self.ground["pieces"].items() if not self._is_kernel(part)]
+        in_turn = [name for names in zip_longest(*kernels) for name in names if name]
+        for names in (in_turn, *others):
+            yield [name for name in names if name not in self.pieces]
+        yield [name for name, found in self.pieces.items() if not found["ok"]]
+
+    def _is_kernel(self, part: str) -> bool:
+        return part in self.ground["kernels"]
 
     def add(self, name: str, found: dict[str, Any]) -> None:
         """Note what a piece found, and write both files."""
@@ -80,13 +86,14 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """Pieces that failed, hung, or took their process along."""
-        return [name for name, found in self.pieces.items() if not found["ok"]]
+        """Pieces that failed, hung, or took their process along; not those of other libraries."""
+        peers = self.ground["pieces"].get(PEERS, ())
+        return [n for n, found in self.pieces.items() if not found["ok"] and n not in peers]
 
     def verdicts(self) -> Iterator[tuple[str, str, int, int]]:
         """Each kernel, its verdict, and how many of its pieces ran, of how many."""
         for part, names in self.ground["pieces"].items():
-            if part not in self.ground["kernels"]:
+            if not self._is_kernel(part):
                 continue
             ran = [self.pieces[name] for name in names if name in self.pieces]
             word = "PASS" if ran and all(one["ok"] for one in ran) else "FAIL"
@@ -106,9 +113,9 @@ class Report:
         said += f"; {len(self.failed)} of {len(self.pieces)} pieces failed"
         said += f", {len(self.skipped)} skipped" if self.skipped else ""
         for name, found in self.pieces.items():
-            if (us := (found.get("figures") or {}).get("us")) and "topk_logprobs" in name:
-                first = next(iter(us))
-                said += f"; {name.removeprefix('times: ')}: {us[first]:g} us"
+            if name.startswith("times: topk") and found["ok"] and not self.rehearsed:
+                us = next(iter(found["figures"]["us"].values()))
+                said += f"; {name.removeprefix('times: ')}: {us:g} us"
                 break
         return ("REHEARSED, nothing was measured: " if self.rehearsed else "") + said
 
@@ -121,25 +128,7 @@ class Report:
             yield f"| {kernel} | {verdict} | {ran} of {number} |"
         for name in self.failed:
             yield f"\n**FAILED** {name}: {self.pieces[name]['error']}"
-        timed = {
-            name: found["figures"] for name, found in self.pieces.items() if found.get("figures")
-        }
-        if timed:
-            yield "\n## Times\n\nMicroseconds a call, by the device: medians of rounds.\n"
-            yield "| call | contender | us | least to most | against the first |"
-            yield "| --- | --- | --- | --- | --- |"
-        absent: dict[str, str] = {}
-        for name, figures in timed.items():
-            us = figures["us"]
-            first = next(iter(us))
-            for who, value in us.items():
-                low, high = figures["spread"][who]
-                ratio = f"{value / us[first]:.2f}x" if us[first] else ""
-                yield f"| {name} | {who} | {value:g} | {low:g} to {high:g} | {ratio} |"
-            yield f"| {name} | read by {first} | {figures['GB/s']} GB/s | | |"
-            absent |= figures["absent"]
-        for who, why in absent.items():
-            yield f"\n{who}: {why}"
+        yield from self._times()
         if self.skipped:
             yield "\n## Skipped\n\nThe same command goes on with these:\n"
             yield from (f"- {name}" for name in self.skipped)
@@ -147,3 +136,34 @@ class Report:
         yield from (f"- {line}" for line in self.toolchain)
         yield f"- compute capability: {self.ground['compute capability']}"
         yield from (f"- {name} {version}" for name, version in self.ground["versions"].items())
+
+    def _times(self) -> Iterator[str]:
+        """The table of times, with what was not timed, and why."""
+        rehearsed = " Of a rehearsal on a CPU: they say nothing." if self.rehearsed else ""
+        yield f"\n## Times\n\nMicroseconds a call, medians of rounds.{rehearsed}\n"
+        yield "| call | contender | us | least to most | against the first |"
+        yield "| --- | --- | --- | --- | --- |"
+        first: dict[str, float] = {}  # by call
+        for name, found in self.pieces.items():
+            *_, call = name.split(": ")
+            figures = found.get("figures") or {}
+            for who, us in figures.get("us", {}).items():
+                low, high = figures["spread"][who]
+                base = first.setdefault(call, us)
+                ratio = f"{us / base:.2f}x" if base else ""
+                yield f"| {call} | {who} | {us:g} | {low:g} to {high:g} | {ratio} |"
+            for who, why in figures.get("absent", {}).items():
+                yield f"| {call} | {who} | NOT RUN: {_cell(why)} | | |"
+            if "GB/s" in figures:
+                who = next(iter(figures["us"]))
+                yield f"| {call} | read by {who} | {figures['GB/s']} GB/s | | |"
+            if not found["ok"] and name in self.ground["pieces"].get(PEERS, ()):
+                who = name.split(": ")[1]
+                yield f"| {call} | {who} | NOT RUN: {_cell(found['error'])} | | |"
+        for who, module in self.ground["missing"].items():
+            yield f"| | {who} | NOT INSTALLED: {module} | | |"
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")

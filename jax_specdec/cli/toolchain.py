@@ -11,6 +11,7 @@ from typing import NamedTuple
 # The oldest drivers, by the release notes of CUDA: https://docs.nvidia.com/cuda
 LEAST_DRIVERS = {"jax_cuda13_plugin": (13, 580), "jax_cuda12_plugin": (12, 525)}
 SECONDS = 20  # that nvidia-smi may take
+HELD = 2048  # MiB: more than a driver takes for itself
 
 
 class Toolchain(NamedTuple):
@@ -46,6 +47,10 @@ class Toolchain(NamedTuple):
                 )
         for holder in self.holders:
             yield f"another process holds memory of the GPU: {holder} (pid, program, memory)"
+        for gpu in self.gpus if not self.holders else ():  # a container does not see who
+            name, _, used, *_ = [*gpu.split(", "), "", "", ""]
+            if used.partition(" ")[0].isdigit() and int(used.partition(" ")[0]) > HELD:
+                yield f"{used} of the {name}'s memory are held, by a process that is not seen here"
 
 
 def find() -> Toolchain:

@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from pallas_kernels.lowering.blocks import Tree, vary_like
+from pallas_kernels.lowering.implementation import kept
 
 Result = TypeVar("Result", bound=Tree)
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -39,9 +40,12 @@ def lowered_for(
 
     All functions take the arguments, trees of arrays. `like` is traced for the results' shapes and
     dtypes alone. Under `shard_map` the results vary over every mesh axis over which an argument
-    does: that is a part of their type.
+    does: that is a part of their type. The function that is traced later finds the implementation
+    that is named now.
     """
     arrays, tree = jax.tree.flatten(arguments)
+    default = kept(default)
+    others = {name: kept(other) for name, other in others.items()}
     functions = {name: _flat(others.get(name, default), tree) for name in PLATFORMS}
     # The results' tree, from when `_choice` traces `typed` for their types.
     results: list[jax.tree_util.PyTreeDef] = []

@@ -1,6 +1,6 @@
 """Checks of the kernels at one shape against float64; a wrong answer is an AssertionError.
 
-Every check takes `Kernels`: a backend's on its device, or stand-ins that interpret or execute them.
+Every check takes `Kernels`: a backend's on its device, or stand-ins, right or wrong ones.
 """
 
 import functools
@@ -32,7 +32,7 @@ SUM_ERROR = 3e-6  # of a group's sum, relative: see docs/kernels.md, "Where the 
 
 @dataclass(frozen=True)
 class Kernels:
-    """How each kernel is called. All are functions of arrays; `jit` compiles a call of them."""
+    """How each kernel is called: functions of arrays."""
 
     topk: Callable[[Rows, Outputs], TopkLogprobs]
     groups: Callable[[Part, jax.Array, jax.Array, int], Read]
@@ -40,7 +40,6 @@ class Kernels:
     draw: Callable[[jax.Array, RowsToDraw, tuple[int, int]], Drawn]
     num_larger: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     name: Implementation  # under which `verify` takes them
-    jit: Callable[..., Any] = jax.jit
 
 
 def by_name(name: Implementation) -> Kernels:
@@ -78,9 +77,9 @@ def random_logits(shape: Shape, seed: int) -> jax.Array:
     return (jnp.round(256 * normal) / 64).astype(shape.dtype)
 
 
-def random_ids(shape: Shape, seed: int = 0) -> jax.Array:
+def random_ids(shape: Shape) -> jax.Array:
     """[R] int32 random token ids."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return jnp.asarray(rng.integers(0, shape.vocabulary, shape.rows), jnp.int32)
 
 
@@ -124,7 +123,7 @@ def check_edges(kernels: Kernels, shape: Shape) -> None:
 
 def _check(kernels: Kernels, rows: Rows, outputs: Outputs, greedy: bool) -> None:
     """All rows against XLA, some against float64."""
-    found = kernels.jit(lambda rows: kernels.topk(rows, outputs))(rows)
+    found = jax.jit(lambda rows: kernels.topk(rows, outputs))(rows)
     by_xla = jax.jit(lambda rows: read.topk_logprobs("xla", outputs, rows))(rows)
     for name in ("token_ids", "token_ranks", "top_logits"):
         if getattr(found, name) is not None:
@@ -169,9 +168,7 @@ def check_groups(kernels: Kernels, shape: Shape) -> None:
     inverse = jnp.asarray(np.resize(np.array([1, 2, 0.5, 1], np.float32), shape.rows))
     needed = jnp.full(shape.rows, 10, jnp.int32)
     part = GroupedRows.of(x).part
-    found = kernels.jit(lambda part, t, n: kernels.groups(part, t, n, shape.k))(
-        part, inverse, needed
-    )
+    found = jax.jit(lambda part, t, n: kernels.groups(part, t, n, shape.k))(part, inverse, needed)
     few = slice(0, ORACLE_ROWS)
     some = np.asarray(x[few])
     maxima, sums = draws.group_sums(some, inverse[few])
@@ -186,7 +183,7 @@ def check_candidates(kernels: Kernels, shape: Shape) -> None:
     """The K largest logits of listed rows."""
     x, k = random_logits(shape, seed=4), shape.k
     row_ids = jnp.arange(shape.rows, dtype=jnp.int32)[::-1]
-    found = kernels.jit(lambda x, ids, num: kernels.candidates(x, ids, num, k))(
+    found = jax.jit(lambda x, ids, num: kernels.candidates(x, ids, num, k))(
         x, row_ids, jnp.int32(shape.rows)
     )
     few = slice(0, ORACLE_ROWS)
@@ -220,7 +217,7 @@ def check_draws(kernels: Kernels, shape: Shape) -> None:
         draws.Slot(2, 13, 2, (likely, *some)),
     ]
     given = RowsToDraw(*map(jnp.asarray, draws.rows_to_draw(x, slots, inverse)))
-    call = kernels.jit(lambda x, given: kernels.draw(x, given, draws.PURPOSES))
+    call = jax.jit(lambda x, given: kernels.draw(x, given, draws.PURPOSES))
     draws.check(call(jnp.asarray(x), given), x, slots, inverse)
 
 
@@ -236,7 +233,7 @@ def check_ranks(kernels: Kernels, shape: Shape) -> None:
         for row, token in zip(x.astype(np.float64), ids, strict=True)
     ]
     arrays = jnp.asarray(x), jnp.asarray(maxima), jnp.asarray(ids)
-    found = kernels.jit(lambda *given: kernels.num_larger(*given))(*arrays)
+    found = jax.jit(kernels.num_larger)(*arrays)
     np.testing.assert_array_equal(found, expected, "numbers of larger logits")
 
 

@@ -8,54 +8,71 @@ where that finds no device.
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from pallas_kernels.lowering import obstacles
-from pallas_kernels.testing import checks, pieces
+from pallas_kernels.testing import checks, peers, pieces
 
 VERSIONS = ("jax-specdec", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu",
             "torch", "flashinfer-python", "vllm", "tokamax", "numpy")  # fmt: skip
+# XLA's draw is not a job of the chooser: nothing stands in for the kernel that draws.
+BY_XLA = "mosaic_gpu", [part for part in pieces.parts_of("mosaic_gpu") if part != "draws"]
 
 
-def found(full: bool, rehearse: bool) -> dict[str, Any]:
-    """The facts; `obstacle` says why no kernels can run on the device, if so."""
+def found(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dict[str, Any]:
+    """The facts; `obstacle` says why no kernels can run on the device, if so.
+
+    rehearsed: in a rehearsal, the backend and the parts that stand-ins can do.
+    """
     device = jax.local_devices()[0]
     backend = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}.get(jax.default_backend(), "")
-    obstacle = None if backend else "jax finds no GPU and no TPU here"
+    obstacle = None if backend else f"jax finds no GPU and no TPU here{_why()}"
     capability = obstacles.cuda_capability()
     if backend == "mosaic_gpu":
         if capability is None:
             obstacle = f"{device.device_kind} is no CUDA device"
         else:
             obstacle = obstacles.capability_obstacle(capability)
-    backend = "mosaic_gpu" if rehearse else backend
+    parts: Sequence[str] = pieces.parts_of(backend)
+    if rehearsed is not None:
+        obstacle, (backend, parts) = None, rehearsed
     kernels: Any = checks.by_name(backend) if backend else None  # type: ignore[arg-type]
-    listed = {
-        part: [
-            piece.name
-            for piece in pieces.pieces_of(part, kernels, backend, full=full, rehearse=rehearse)
-        ]
-        for part in (*pieces.PARTS, pieces.TIMES)
-        if part == pieces.TIMES or backend in pieces.PARTS[part].backends
-        if part != "draws" or not rehearse  # XLA's draw is not a job of the chooser
-    }
-    stats = None if rehearse else device.memory_stats()
+    is_small = rehearsed is not None
+
+    def names(part: str) -> list[str]:
+        every = pieces.pieces_of(part, kernels, backend, full=full, rehearse=is_small)
+        return [piece.name for piece in every]
+
     return {
         "device": device.device_kind,
         "backend": backend,
-        "obstacle": None if rehearse else obstacle,
+        "obstacle": obstacle,
         "compute capability": capability,
         "devices": len(jax.local_devices()),
-        "memory": (stats or {}).get("bytes_limit"),
+        "memory": (device.memory_stats() or {}).get("bytes_limit"),
         "versions": {"python": platform.python_version()} | _versions(),
-        "kernels": {part: one.kernel for part, one in pieces.PARTS.items()},
-        "pieces": listed,
+        "kernels": {part: pieces.PARTS[part].kernel for part in parts if part in pieces.PARTS},
+        "pieces": {part: names(part) for part in parts},
+        "missing": peers.missing(backend),
     }
+
+
+def _why() -> str:
+    """What jax says of a platform that is installed and does not start."""
+    for name in ("cuda", "tpu") if importlib.util.find_spec("libtpu") else ("cuda",):
+        try:
+            jax.devices(name)
+        except RuntimeError as error:
+            if "failed to initialize" in str(error):
+                return f": {' '.join(str(error).split())[:400]}"
+    return ""
 
 
 def _versions() -> dict[str, str]:
@@ -73,5 +90,5 @@ if __name__ == "__main__":
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
-    print(json.dumps(found(options.full, options.rehearse)))
+    print(json.dumps(found(options.full, BY_XLA if options.rehearse else None)))
     sys.exit(0)

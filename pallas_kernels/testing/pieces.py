@@ -1,9 +1,10 @@
-"""The pieces of a check of a device: each kernel's correctness at real shapes, then times.
+"""The pieces of a check of a device: each kernel's correctness at real shapes, times, and peers.
 
-    python -m pallas_kernels.testing.pieces PART BACKEND [--full] [--only NAME ...] [--rehearse]
+    python -m pallas_kernels.testing.pieces BACKEND NAME ... [--rehearse]
 
-runs a part's pieces in one process, and writes a line of JSON when one begins and when it ends:
-`jax-specdec check-device` reads them, and ends a process in which a piece hangs.
+runs pieces by name, in this order, in one process, and writes a line of JSON when one begins and
+when it ends: `jax-specdec check-device` reads them, and ends a process in which a piece hangs. What
+is no wrong answer but an error may have broken the device's context: the process ends behind it.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from pallas_kernels.testing import checks
@@ -36,8 +37,8 @@ class Part(NamedTuple):
     kernel: str
     check: Callable[[Kernels, Shape], None]
     shapes: tuple[Shape, ...]
-    more: tuple[Shape, ...] = ()  # with `--full`
-    rehearsed: Shape | None = None
+    more: tuple[Shape, ...]  # with `--full`
+    rehearsed: Shape
     backends: tuple[str, ...] = ("mosaic_gpu", "mosaic_tpu")
 
 
@@ -119,42 +120,53 @@ PARTS = {
         checks.check_verify,
         (Shape(16, 151_936, 20, BF16),),
         (Shape(16, 50_257, 20, F32),),
-        Shape(4, 300, 2, F32),
+        Shape(3, 2050, 2, F32),
     ),
 }
-TIMES = "times"
+TIMES, PEERS = "times", "peers"
+
+
+def parts_of(backend: str) -> tuple[str, ...]:
+    """The names of what is checked of a backend: its kernels, then times, then peers."""
+    kernels = (name for name, part in PARTS.items() if backend in part.backends)
+    return (*kernels, TIMES, PEERS)
 
 
 def pieces_of(
     part: str, kernels: Kernels, backend: str, *, full: bool, rehearse: bool
 ) -> Iterator[Piece]:
     """The pieces of a part, in order of what they tell; one, small, in a rehearsal."""
-    if part == TIMES:
-        from pallas_kernels.testing import times
+    from pallas_kernels.testing import peers, times
 
+    if part == TIMES:
         shapes = (times.REHEARSED,) if rehearse else times.SHAPES + times.MORE * full
         for job, shape in dict.fromkeys(shapes):
             name = f"{TIMES}: {job} {_named(shape)}"
             yield Piece(name, functools.partial(times.measure, job, shape, backend, rehearse))
-        return
-    one = PARTS[part]
-    every = (one.rehearsed,) if rehearse else one.shapes + one.more * full
-    for shape in dict.fromkeys(filter(None, every)):
-        yield Piece(f"{part}: {_named(shape)}", functools.partial(one.check, kernels, shape))
+    elif part == PEERS:
+        few = peers.SHAPES if full else peers.SHAPES[:2]
+        for shape in (times.REHEARSED[1],) if rehearse else few:
+            for name in peers.installed(backend, shape.k)[: 1 if rehearse else None]:
+                call = functools.partial(peers.measure, name, shape, rehearse)
+                yield Piece(f"{PEERS}: {name}: {times.TOPK} {_named(shape)}", call)
+    else:
+        one = PARTS[part]
+        every = (one.rehearsed,) if rehearse else one.shapes + one.more * full
+        for shape in dict.fromkeys(every):
+            yield Piece(f"{part}: {_named(shape)}", functools.partial(one.check, kernels, shape))
 
 
 def _named(shape: Shape) -> str:
     return f"R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}"
 
 
-def run(pieces: Iterator[Piece], only: set[str], tell: Callable[[dict[str, Any]], None]) -> None:
+def run(pieces: Iterable[Piece], tell: Callable[[dict[str, Any]], None]) -> None:
     """Run pieces; `tell` gets a beginning, and an end with seconds, figures, or what was wrong."""
     for piece in pieces:
-        if only and piece.name not in only:
-            continue
         tell({"begin": piece.name})
         begin = time.perf_counter()
         found: dict[str, Any] = {"piece": piece.name, "ok": True}
+        usable = True
         try:
             found["figures"] = piece.run()
         except Exception as error:  # reported; the others continue
@@ -162,26 +174,34 @@ def run(pieces: Iterator[Piece], only: set[str], tell: Callable[[dict[str, Any]]
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             said = f"{type(error).__name__}: {' '.join(lines[:6])}"
             found |= {"ok": False, "error": said[:400]}
+            usable = isinstance(error, AssertionError)
         tell(found | {"seconds": round(time.perf_counter() - begin, 2)})
+        if not usable:
+            return
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """See the module's docstring; exit status 0, whatever the pieces found."""
+def main(arguments: list[str] | None = None, kernels: Kernels | None = None) -> int:
+    """See the module's docstring; exit status 0, whatever the pieces found.
+
+    kernels: stand-ins for the backend's; None: in a rehearsal XLA's, else the backend's own.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("part", choices=(*PARTS, TIMES))
     parser.add_argument("backend", choices=("mosaic_gpu", "mosaic_tpu"))
-    parser.add_argument("--full", action="store_true")
+    parser.add_argument("names", nargs="+", metavar="NAME")
     parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="run only these")
     options = parser.parse_args(arguments)
     backend: Any = options.backend
-    kernels = checks.by_name("xla" if options.rehearse else backend)
-    pieces = pieces_of(options.part, kernels, backend, full=options.full, rehearse=options.rehearse)
+    kernels = kernels or checks.by_name("xla" if options.rehearse else backend)
+    every = {
+        piece.name: piece
+        for part in parts_of(backend)
+        for piece in pieces_of(part, kernels, backend, full=True, rehearse=options.rehearse)
+    }
 
     def tell(line: dict[str, Any]) -> None:
         print(json.dumps(line), flush=True)
 
-    run(pieces, set(options.only), tell)
+    run((every[name] for name in options.names), tell)
     return 0
 
 

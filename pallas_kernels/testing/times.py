@@ -1,13 +1,10 @@
-"""Times of calls on a device, beside peers: many calls in one compiled program, so that no host
-clock need see 20 us.
+"""Times of calls on a device, beside XLA: many calls in one compiled program, so that no host clock
+need see 20 us.
 
 A program calls again and again, on as many buffers in turn as no cache holds; each call depends on
-all results of the one before. Peers in PyTorch are captured in a CUDA graph where that works, and
-timed by events. Results are compared before anything is timed.
+all results of the one before. Results are compared before anything is timed.
 """
 
-import importlib
-import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +47,6 @@ MOST_BUFFERS = 6
 SECONDS = 0.2  # that a program's calls take together, about
 ROUNDS = 5
 PLAIN = "log_softmax + top_k"
-PEERS = ("torch", "flashinfer", "vllm")
 
 Call = Callable[..., Any]
 
@@ -59,15 +55,11 @@ def measure(job: str, shape: Shape, backend: str, rehearse: bool = False) -> dic
     """Microseconds a call of each contender, and the reason for each that has none.
 
     Returns:
-      {"us": {contender: median}, "spread": {contender: (least, most)}, "GB/s": of the first
-      contender, "absent": {contender: why}}.
+      `figures`, {"GB/s": of the first contender}, {"absent": {contender: why}}.
     """
-    size = shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
-    count = 1 if rehearse else max(1, min(MOST_BUFFERS, -(-NO_CACHE // size)))
     slots = 4 if job == VERIFY else 1  # rows of a slot
     flat = Shape(shape.rows * slots, shape.vocabulary, shape.k, shape.dtype)
-    buffers = tuple(checks.random_logits(flat, seed) for seed in range(count))
-    ids = checks.random_ids(flat)
+    buffers, ids = buffers_of(flat, 1 if rehearse else MOST_BUFFERS)
     seconds: dict[str, list[float]] = {}
     absent: dict[str, str] = {}
     answers: dict[str, Any] = {}
@@ -75,31 +67,33 @@ def measure(job: str, shape: Shape, backend: str, rehearse: bool = False) -> dic
         try:
             answers[name] = jax.tree.map(np.asarray, jax.jit(call)(buffers[0], ids))
             seconds[name] = jax_seconds(call, buffers, ids, rehearse)
-        except Exception as error:  # a peer may want more memory than there is
-            if name == backend and not rehearse:
+        except Exception as error:  # XLA's ways may want more memory than there is
+            if name == backend:
                 raise
             absent[name] = f"{type(error).__name__}: {str(error)[:200]}"
-    if job == TOPK:
-        for name in answers:
-            if name not in (PLAIN, f"{backend}, greedy"):
-                check(name, answers[PLAIN], answers[name])
-        for name, make in torch_calls(shape.k, rehearse).items():
-            try:
-                found = _torch_seconds(make, buffers, ids, answers[PLAIN], rehearse)
-                seconds[name] = found
-            except Exception as error:
-                absent[name] = f"{type(error).__name__}: {str(error)[:200]}"
-        absent |= {
-            name: "NOT INSTALLED" for name in PEERS if importlib.util.find_spec(name) is None
-        }
-    us = {name: round(1e6 * float(np.median(found)), 2) for name, found in seconds.items()}
-    first = next(iter(us))
-    moved = size * slots * (2 if job == COPY else 1)
+    for name in answers:
+        if PLAIN in answers and name not in (PLAIN, f"{backend}, greedy"):
+            check(name, answers[PLAIN], answers[name])
+    moved = buffers[0].nbytes * (2 if job == COPY else 1)
+    found = figures(seconds)
+    rate = round(moved / next(iter(found["us"].values())) / 1e3, 1)
+    return found | {"GB/s": rate, "absent": absent}
+
+
+def buffers_of(shape: Shape, most: int) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Logits, as many as no cache holds, `most` at most, and token ids."""
+    size = shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
+    count = max(1, min(most, -(-NO_CACHE // size)))
+    logits = tuple(checks.random_logits(shape, seed) for seed in range(count))
+    return logits, checks.random_ids(shape)
+
+
+def figures(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """{"us": {contender: median}, "spread": {contender: [least, most]}}, microseconds a call."""
+    us = {name: [round(1e6 * one, 2) for one in found] for name, found in seconds.items()}
     return {
-        "us": us,
-        "spread": {n: [round(1e6 * f(x), 2) for f in (min, max)] for n, x in seconds.items()},
-        "GB/s": round(moved / us[first] / 1e3, 1),
-        "absent": absent,
+        "us": {name: round(float(np.median(found)), 2) for name, found in us.items()},
+        "spread": {name: [min(found), max(found)] for name, found in us.items()},
     }
 
 
@@ -191,110 +185,6 @@ def jax_seconds(
     once = min(short() for _ in range(3)) * len(buffers)
     run = compiled(max(4, min(20_000, int(SECONDS / once))))
     return [run() for _ in range(ROUNDS)]
-
-
-def torch_calls(k: int, rehearse: bool = False) -> dict[str, Callable[[], Call]]:
-    """Makers of calls of tensors: logits [R, V], ids [R] int64 -> ids, logprobs, and token ranks.
-
-    What a library returns less of is compared as far as it goes.
-    """
-
-    def eager() -> Call:
-        torch = importlib.import_module("torch")
-
-        def topk(x: Any, ids: Any) -> Any:
-            logprobs = torch.log_softmax(x, dim=-1, dtype=torch.float32)
-            own = logprobs.gather(1, ids[:, None])
-            ranks = (logprobs > own).sum(dim=1) + 1
-            best, best_ids = torch.topk(logprobs, k, dim=-1)
-            return torch.cat([ids[:, None], best_ids], 1), torch.cat([own, best], 1), ranks
-
-        return topk
-
-    def compiled() -> Call:
-        torch = importlib.import_module("torch")
-        torch._dynamo.reset()  # another k is another program
-        found: Call = torch.compile(eager(), dynamic=False, fullgraph=True)
-        return found
-
-    def vllm() -> Call:
-        sampler = importlib.import_module("vllm.v1.sample.sampler").Sampler
-
-        def topk(x: Any, ids: Any) -> Any:
-            found = sampler.gather_logprobs(sampler.compute_logprobs(x), k, ids)
-            return found.logprob_token_ids, found.logprobs, None
-
-        return topk
-
-    def flashinfer() -> Call:
-        library, torch = importlib.import_module("flashinfer"), importlib.import_module("torch")
-
-        def topk(x: Any, ids: Any) -> Any:
-            logprobs = torch.log_softmax(x, dim=-1, dtype=torch.float32)
-            own = logprobs.gather(1, ids[:, None])
-            ranks = (logprobs > own).sum(dim=1) + 1
-            best, best_ids = library.top_k(logprobs, k, sorted=True)
-            return torch.cat([ids[:, None], best_ids], 1), torch.cat([own, best], 1), ranks
-
-        return topk
-
-    found = {"torch eager": eager, "vllm sampler": vllm}
-    if not rehearse:
-        found["torch compiled"] = compiled
-    if k:
-        found["torch + flashinfer.top_k"] = flashinfer
-    needs = {"vllm sampler": "vllm", "torch + flashinfer.top_k": "flashinfer"}
-    return {
-        name: make
-        for name, make in found.items()
-        if all(importlib.util.find_spec(one) for one in ("torch", needs.get(name, "torch")))
-    }
-
-
-def _torch_seconds(
-    make: Callable[[], Call], buffers: Any, ids: Any, expected: TopkLogprobs, rehearse: bool
-) -> list[float]:
-    torch = importlib.import_module("torch")
-    if not rehearse and not torch.cuda.is_available():
-        raise RuntimeError(f"torch {torch.__version__} finds no CUDA device")
-    call = make()
-    tensors = [torch.from_dlpack(x) for x in buffers]
-    own = torch.from_dlpack(ids).long()
-    given, logprobs, ranks = call(tensors[0], own)
-    np.testing.assert_allclose(logprobs.cpu(), expected.logprobs, rtol=1e-6, atol=3e-5)
-    if ranks is not None:
-        np.testing.assert_array_equal(ranks.cpu(), expected.token_ranks)
-    del given  # ties have no promised order
-    if rehearse:
-        begin = time.perf_counter()
-        call(tensors[0], own)
-        return [time.perf_counter() - begin]
-
-    def once() -> None:
-        for x in tensors:
-            call(x, own)
-
-    for _ in range(3):
-        once()
-    torch.cuda.synchronize()
-    launch: Callable[[], None] = once
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            once()
-        launch = graph.replay
-    except Exception:  # some library synchronizes: its launches count
-        torch.cuda.synchronize()
-    found = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(20):
-            launch()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / (20 * len(tensors)))
-    return found
 
 
 def check(name: str, expected: Any, found: Any) -> None:

@@ -34,11 +34,11 @@ def for_cuda(function, *shapes):
     return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def sampled(logits):
+def sampled(logits, k=None):
     """A verification of one slot, whose rows' read has kernels."""
     ids = jnp.zeros((1, 3), jnp.int32)
     sampling = Sampling.greedy(1)._replace(temperature=jnp.ones(1))
-    return verify(logits[None], Drafts(ids, jnp.int32([3])), sampling, jnp.int32([7]))
+    return verify(logits[None], Drafts(ids, jnp.int32([3])), sampling, jnp.int32([7]), k=k)
 
 
 @pytest.mark.fast
@@ -83,6 +83,19 @@ def test_sampled_rows_take_part():
     assert KERNEL in for_cuda(sampled, shape)
     with use_implementation("xla"):
         assert KERNEL not in for_cuda(sampled, shape)
+
+
+def test_a_context_inside_a_program():
+    """What jax traces while it lowers, when the block was left, has its value."""
+
+    def program(name, logits):
+        with use_implementation(name):
+            return sampled(logits, k=2)
+
+    assert KERNEL in for_cuda(functools.partial(program, None), X)
+    assert KERNEL not in for_cuda(functools.partial(program, "xla"), X)
+    with use_implementation("xla"):
+        assert KERNEL in for_cuda(functools.partial(program, "mosaic_gpu"), X)
 
 
 @pytest.mark.fast

@@ -1,7 +1,7 @@
 """The checks of a device notice a wrong kernel, and name it: each is given kernels that are wrong.
 
-XLA stands in for the kernels. `tests/pallas_kernels/mosaic_gpu/ptx/rehearse.py` runs the same
-checks on executed PTX.
+XLA stands in for the kernels. `tests/rehearsal` runs these checks on the kernels' own code, right
+and wrong.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ def told(part, kernels, shape=SHAPE):
     """What the pieces' process says of a check."""
     lines = []
     piece = pieces.Piece(part, lambda: pieces.PARTS[part].check(kernels, shape))
-    pieces.run(iter([piece]), set(), lines.append)
+    pieces.run([piece], lines.append)
     assert lines[0] == {"begin": part}
     return lines[1]
 
@@ -104,7 +104,7 @@ def test_wrong_reads_of_sampled_rows_are_named():
 def test_every_part_has_pieces():
     for backend in ("mosaic_gpu", "mosaic_tpu"):
         kernels = checks.by_name(backend)
-        for part in (*pieces.PARTS, pieces.TIMES):
+        for part in pieces.parts_of(backend):
             few, many = (
                 [
                     one.name
@@ -114,7 +114,25 @@ def test_every_part_has_pieces():
             )
             assert few == many[: len(few)]
             assert len(set(many)) == len(many)
-            assert len([*pieces.pieces_of(part, kernels, backend, full=True, rehearse=True)]) == 1
+            small = [*pieces.pieces_of(part, kernels, backend, full=True, rehearse=True)]
+            assert len(small) == 1 or part == pieces.PEERS
+
+
+def test_what_is_no_wrong_answer_ends_the_process():
+    """The device's context may be broken, and what follows would be blamed for it."""
+
+    def broken():
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def wrong():
+        raise AssertionError("a rank")
+
+    lines = []
+    every = {"a": wrong, "b": lambda: None, "c": broken, "d": lambda: None}
+    pieces.run([pieces.Piece(*one) for one in every.items()], lines.append)
+    ends = [(line["piece"], line["ok"]) for line in lines if "piece" in line]
+    assert ends == [("a", False), ("b", True), ("c", False)]
+    assert lines[-1]["error"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"
 
 
 def test_a_timed_program_keeps_its_calls():

@@ -23,22 +23,29 @@ GROUND = {
     "versions": {"jax-specdec": "0.1.0", "jax": "0.10.2"},
     "kernels": {"rows": "top K", "draws": "draw"},
     "pieces": {"rows": ["rows: a", "rows: b", "rows: c"], "draws": ["draws: a"], "times": []},
+    "missing": {"vllm sampler": "vllm"},
 }
-# A part's process: what each piece does is the word behind its colon.
+# A process of pieces: what each one does, by its last letter, and the rest passes.
 PROGRAM = """
-import json, os, signal, sys, time
-print("a library's own line", flush=True)
+import json, os, signal, subprocess, sys, time
+for line in ("a library's own line", "{}", "[1]", '"begin"', "7"):
+    print(line, flush=True)
 for name in sys.argv[1:]:
     print(json.dumps({"begin": name}), flush=True)
     what = os.environ["PIECES"].split(",")
     does = dict(one.split("=") for one in what).get(name[-1], "pass")
     if does == "hang":
         time.sleep(3600)
+    if does == "leave":  # a process of its own holds the pipe
+        subprocess.Popen(["sleep", "20"], start_new_session=True)
+        time.sleep(3600)
     if does == "die":
         os.kill(os.getpid(), signal.SIGSEGV)
     ok = does != "fail"
     found = {"piece": name, "ok": ok, "seconds": 0.1, "figures": None}
     print(json.dumps(found | ({} if ok else {"error": "AssertionError: a rank"})), flush=True)
+    if does == "end":
+        break
 """
 
 
@@ -49,11 +56,10 @@ def report(tmp_path):
 
 def work(report, does, monkeypatch, seconds=600.0, piece_seconds=600.0, only=""):
     monkeypatch.setenv("PIECES", does)
-    for part, names in list(report.todo()):
-        names = [name for name in names if name.endswith(only)]
-        check_device_command.run_part(
-            [sys.executable, "-c", PROGRAM], part, names, report, time.monotonic() + seconds,
-            piece_seconds,
+    for names in list(report.todo()):
+        check_device_command.run_pieces(
+            [sys.executable, "-c", PROGRAM], [name for name in names if name.endswith(only)],
+            report, time.monotonic() + seconds, piece_seconds,
         )  # fmt: skip
     return check_device_command.conclude(report)
 
@@ -83,9 +89,41 @@ def test_a_process_that_dies_is_named(report, monkeypatch, capsys):
 
 
 def test_a_piece_that_hangs_is_killed_and_named(report, monkeypatch):
-    assert work(report, "b=hang", monkeypatch, piece_seconds=3.0) == 1
-    assert report.pieces["rows: b"]["error"].startswith("hung: killed after ")
-    assert report.pieces["rows: c"]["ok"]
+    """Others of its part would hang as well: they come last."""
+    assert work(report, "a=hang", monkeypatch, piece_seconds=1.5, only="rows: a") == 1
+    assert report.pieces["rows: a"]["error"].startswith("hung: killed after ")
+    again = Report(report.folder, GROUND, [])
+    monkeypatch.setattr(check_device_command, "END_SECONDS", 0.2)
+    assert work(again, "b=hang,a=leave", monkeypatch, piece_seconds=1.5) == 1
+    assert [*again.pieces] == ["rows: a", "draws: a", "rows: b", "rows: c"]
+    assert again.failed == ["rows: a", "draws: a", "rows: b"]
+    assert again.pieces["rows: c"]["ok"]
+
+
+def test_a_process_that_hangs_before_its_first_piece(report, monkeypatch):
+    monkeypatch.setattr(check_device_command, "GROUND_SECONDS", 0.5)
+    program = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    until = time.monotonic() + 600
+    check_device_command.run_pieces(program, ["rows: a", "draws: a"], report, until)
+    assert [found["error"][:17] for found in report.pieces.values()] == ["hung: killed afte"] * 2
+
+
+def test_a_process_that_ends_between_pieces_is_no_failure(report, monkeypatch):
+    """As behind an error that may have broken the device's context: another one goes on."""
+    assert work(report, "a=end,b=end", monkeypatch) == 0
+    assert report.skipped == []
+
+
+def test_every_kernel_comes_before_any_second_piece_and_times(report):
+    ground = GROUND | {
+        "pieces": {
+            "rows": ["rows: a", "rows: b"], "draws": ["draws: a"],
+            "times": ["times: a"], "peers": ["peers: x: a"],
+        }
+    }  # fmt: skip
+    report = Report(report.folder, ground, [])
+    expected = [["rows: a", "draws: a", "rows: b"], ["times: a"], ["peers: x: a"], []]
+    assert [*report.todo()] == expected
 
 
 def test_a_run_goes_on_and_tries_failures_last(report, monkeypatch):
@@ -98,7 +136,7 @@ def test_a_run_goes_on_and_tries_failures_last(report, monkeypatch):
     again.resume()
     assert again.pieces.keys() >= {"rows: a", "rows: b"}
     left = list(again.todo())
-    assert left == [("rows", ["rows: c"]), ("rows", ["rows: b"])]
+    assert [names for names in left if names] == [["rows: c"], ["rows: b"]]
     assert work(again, "a=pass", monkeypatch) == 0
 
 
@@ -115,21 +153,29 @@ def test_another_devices_results_are_not_taken_over(report, monkeypatch):
     assert other.pieces == {}
 
 
-def test_times_and_what_is_not_there_are_on_the_page(report):
+def test_times_and_what_is_not_there_are_on_the_page(report, capsys):
+    """Another library that fails is no failure of the kernels."""
     figures = {
         "us": {"mosaic_gpu": 17.2, "plain": 172.0},
         "spread": {"mosaic_gpu": [17, 18], "plain": [170, 180]},
         "GB/s": 975.0,
-        "absent": {"vllm": "NOT INSTALLED"},
+        "absent": {"xla": "MemoryError: 4 | 5"},
     }
-    name = "times: topk_logprobs R=64"
-    ground = GROUND | {"pieces": GROUND["pieces"] | {"times": [name]}}
+    name, peers = "times: topk R=64", ["peers: torch: topk R=64", "peers: fi: topk R=64"]
+    ground = GROUND | {"pieces": {"times": [name], "peers": peers}}
     report = Report(report.folder, ground, [])
     report.add(name, {"ok": True, "seconds": 1.0, "figures": figures})
+    theirs = {"us": {"torch": 86.0}, "spread": {"torch": [85, 87]}}
+    report.add(peers[0], {"ok": True, "seconds": 1.0, "figures": theirs})
+    report.add(peers[1], {"ok": False, "seconds": None, "error": "hung: killed after 90 s"})
     page = (report.folder / PAGE).read_text()
-    assert "| plain | 172 | 170 to 180 | 10.00x |" in page
-    assert "vllm: NOT INSTALLED" in page
-    assert "topk_logprobs R=64: 17.2 us" in report.line()
+    assert "| topk R=64 | plain | 172 | 170 to 180 | 10.00x |" in page
+    assert "| topk R=64 | xla | NOT RUN: MemoryError: 4 \\| 5 | | |" in page
+    assert "| topk R=64 | torch | 86 | 85 to 87 | 5.00x |" in page
+    assert "| topk R=64 | fi | NOT RUN: hung: killed after 90 s | | |" in page
+    assert "| | vllm sampler | NOT INSTALLED: vllm | | |" in page
+    assert check_device_command.conclude(report) == 0
+    assert "; topk R=64: 17.2 us" in capsys.readouterr().out
 
 
 def test_without_a_device(tmp_path, capsys, monkeypatch):

@@ -94,7 +94,10 @@ class Stand:
     def _in_program(self, compiled: Compiled, out_types: Any, leaves: list[Any]) -> list[Any]:
         def run(*given: Any) -> list[np.ndarray]:
             inputs = [np.asarray(x) for x in given]
-            outputs, _ = execute(compiled, inputs, [None] * len(inputs), out_types, self.conditions)
+            known: list[None] = [None] * len(inputs)
+            outputs, counts = execute(compiled, inputs, known, out_types, self.conditions)
+            shapes = tuple(f"{x.dtype}{list(x.shape)}" for x in inputs)
+            self.runs.append(Run(compiled, counts, shapes))
             return [out.array for out in outputs]
 
         return list(jax.pure_callback(run, list(out_types), *leaves))
