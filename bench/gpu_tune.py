@@ -27,7 +27,7 @@ from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.lowering import implementation
-from pallas_kernels.testing import checks, times
+from pallas_kernels.testing import times
 from pallas_kernels.testing.shapes import Shape
 
 CURRENT = "current: "
@@ -87,10 +87,7 @@ def name_of(schedule: Schedule) -> str:
 
 def measure(shape: Shape, at_most: int | None = None) -> Comparison:
     """Check every schedule on the same arrays, then time it; `at_most` limits their number."""
-    x, token_ids = checks.random_logits(shape, seed=0), checks.random_ids(shape)
-    size = x.nbytes
-    count = max(1, min(times.MOST_BUFFERS, -(-times.NO_CACHE // size)))
-    buffers = (x, *(checks.random_logits(shape, seed) for seed in range(1, count)))
+    buffers, token_ids = times.buffers_of(shape, times.MOST_BUFFERS)
     samples, expected = {}, None
     for i, schedule in enumerate(list(schedules(shape))[:at_most]):
 
@@ -98,10 +95,10 @@ def measure(shape: Shape, at_most: int | None = None) -> Comparison:
             return run.topk_logprobs(Rows(x, ids), Outputs(shape.k), schedule)
 
         name = f"{'' if i else CURRENT}{name_of(schedule)}"
-        found = jax.tree.map(np.asarray, jax.jit(call)(x, token_ids))
+        found, seconds = times.timed(call, buffers, token_ids)
         expected = found if expected is None else expected
         times.check(name, expected, found)
-        samples[name] = times.jax_seconds(call, buffers, token_ids)
+        samples[name] = seconds
     current, *others = samples
     order = [current, *sorted(others, key=lambda name: float(np.median(samples[name])))]
     comparison = from_samples(
@@ -109,7 +106,7 @@ def measure(shape: Shape, at_most: int | None = None) -> Comparison:
         {name: samples[name] for name in order},
         settings={"shape": str(shape), "device": jax.devices()[0].device_kind},
     )
-    figures = {name: {"GB/s": size / comparison[name].median / 1e9} for name in order}
+    figures = {name: {"GB/s": buffers[0].nbytes / comparison[name].median / 1e9} for name in order}
     return replace(comparison, suite="gpu tune", figures=figures)
 
 

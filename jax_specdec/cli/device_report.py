@@ -161,7 +161,8 @@ class Report:
                 who = name.split(": ")[1]
                 yield f"| {call} | {who} | NOT RUN: {_cell(found['error'])} | | |"
         for who, module in self.ground["missing"].items():
-            yield f"| | {who} | NOT INSTALLED: {module} | | |"
+            if module:
+                yield f"| | {who} | NOT INSTALLED: {module} | | |"
 
 
 def _cell(text: str) -> str:

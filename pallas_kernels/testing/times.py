@@ -65,8 +65,7 @@ def measure(job: str, shape: Shape, backend: str, rehearse: bool = False) -> dic
     answers: dict[str, Any] = {}
     for name, call in jax_calls(job, shape, backend, rehearse).items():
         try:
-            answers[name] = jax.tree.map(np.asarray, jax.jit(call)(buffers[0], ids))
-            seconds[name] = jax_seconds(call, buffers, ids, rehearse)
+            answers[name], seconds[name] = timed(call, buffers, ids, rehearse)
         except Exception as error:  # XLA's ways may want more memory than there is
             if name == backend:
                 raise
@@ -139,14 +138,14 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
     }
 
 
-def in_one_program(call: Call, turns: int, buffers: int) -> Call:
-    """A program of ids and buffers: `turns` times a call on each buffer, one after the other.
+def in_one_program(call: Call, buffers: int) -> Call:
+    """A program of turns, ids and buffers: so often a call on each buffer, one after the other.
 
     The barrier makes each call depend on the turn, so that none is moved out of the loop; it copies
     nothing. Every call's results are the program's, so that none is left out.
     """
 
-    def program(ids: jax.Array, *logits: jax.Array) -> Any:
+    def program(turns: jax.Array, ids: jax.Array, *logits: jax.Array) -> Any:
         def one(turn: Any, index: int) -> Any:
             x, token_ids, _ = lax.optimization_barrier((logits[index], ids, turn))  # type: ignore[no-untyped-call]
             return call(x, token_ids)
@@ -162,29 +161,23 @@ def in_one_program(call: Call, turns: int, buffers: int) -> Call:
     return program
 
 
-def jax_seconds(
+def timed(
     call: Call, buffers: tuple[jax.Array, ...], ids: jax.Array, rehearse: bool = False
-) -> list[float]:
-    """Seconds of a call, one number a round; the number of turns is found by a first program."""
-    arrays = (ids, *buffers)
+) -> tuple[Any, list[float]]:
+    """The results for the first buffer, and seconds of a call, one number a round."""
+    program = jax.jit(in_one_program(call, len(buffers)))  # once: to compile it takes longest
 
-    def compiled(turns: int) -> Callable[[], float]:
-        program = jax.jit(in_one_program(call, turns, len(buffers)))
-        jax.block_until_ready(program(*arrays))  # type: ignore[no-untyped-call]
+    def seconds(turns: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(program(jnp.int32(turns), ids, *buffers))  # type: ignore[no-untyped-call]
+        return (time.perf_counter() - begin) / (turns * len(buffers))
 
-        def run() -> float:
-            begin = time.perf_counter()
-            jax.block_until_ready(program(*arrays))  # type: ignore[no-untyped-call]
-            return (time.perf_counter() - begin) / (turns * len(buffers))
-
-        return run
-
-    short = compiled(2)
+    answers = jax.tree.map(np.asarray, program(jnp.int32(1), ids, *buffers)[0])
     if rehearse:
-        return [short()]
-    once = min(short() for _ in range(3)) * len(buffers)
-    run = compiled(max(4, min(20_000, int(SECONDS / once))))
-    return [run() for _ in range(ROUNDS)]
+        return answers, [seconds(2)]
+    once = min(seconds(2) for _ in range(3)) * len(buffers)
+    turns = max(4, min(20_000, int(SECONDS / once)))
+    return answers, [seconds(turns) for _ in range(ROUNDS)]
 
 
 def check(name: str, expected: Any, found: Any) -> None:

@@ -142,7 +142,8 @@ def test_a_timed_program_keeps_its_calls():
         return jax.lax.top_k(jnp.exp(x), 7), jnp.sum(jnp.sin(x), axis=1)
 
     x, ids = jnp.ones((2, 64)), jnp.zeros(2, jnp.int32)
-    compiled = jax.jit(times.in_one_program(call, 5, 2)).lower(ids, x, x).compile().as_text()
+    program = jax.jit(times.in_one_program(call, 2)).lower(jnp.int32(5), ids, x, x)
+    compiled = program.compile().as_text()
     body = compiled[: compiled.index("ENTRY")]
     for operation in ("exponential", "sine"):
         assert body.count(f" {operation}(") >= 2, operation

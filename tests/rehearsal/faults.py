@@ -40,9 +40,9 @@ FAULTS = {
         GPU + "finish_kernel", "rank = 1 + count", "rank = count", frozenset({"rows", "edges"})
     ),
     "ties in another order": Fault(
-        GPU + "finish_kernel",
-        "longs = [thread.as_long(key, low) for low, key in pairs]",
-        "longs = [thread.as_long(key, ~low) for low, key in pairs]",
+        GPU + "thread",
+        "return Word(arith.ori(upper, arith.extui(long, low.value)))",
+        "return Word(arith.ori(upper, arith.extui(long, (~low).value)))",
         frozenset({"edges"}),
     ),
     "a mask off by one": Fault(
@@ -67,19 +67,19 @@ FAULTS = {
         GPU + "count_larger",
         "larger = piece.astype(jnp.float32) > least",
         "larger = piece.astype(jnp.float32) >= least",
-        frozenset({"ranks", "verify"}),
+        frozenset({"ranks"}),
     ),
     "a term dropped, TPU": Fault(
         TPU + "rows_kernel",
         "out[half] = maximum, larger, total + tree(jnp.add, terms)",
-        "out[half] = maximum, larger, total + tree(jnp.add, terms[1:])",
+        "out[half] = maximum, larger, total + tree(jnp.add, terms) - terms[0]",
         frozenset(ROWS),
     ),
     "a rank off by one, TPU": Fault(
         TPU + "rows_kernel",
         "larger = larger + jnp.where(one > given[half].limit, 1.0, 0.0)",
         "larger = larger + jnp.where(one >= given[half].limit, 1.0, 0.0)",
-        frozenset({"rows", "changes", "edges"}),
+        frozenset({"rows", "edges"}),
     ),
     "half of a group's terms, TPU": Fault(
         TPU + "groups_kernel",

@@ -195,6 +195,20 @@ def test_a_jax_that_does_not_start(tmp_path, capsys, monkeypatch):
     assert out.count("\n") == 1
 
 
+def test_a_gpu_whose_driver_is_too_old_for_jax(tmp_path, capsys, monkeypatch):
+    """jax finds no device then, and the line says why."""
+    old = Toolchain(("NVIDIA H100, 450.1, 0 MiB, 81559 MiB",), "450.1", "/p", "/l", (), ())
+    monkeypatch.setattr(toolchain, "find", lambda: old)
+    monkeypatch.setattr(toolchain, "LEAST_DRIVERS", {"json": (13, 580)})  # a module that is there
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert main(["check-device", "--output", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "NOT RUN: jax finds no GPU and no TPU here (the driver 450.1 is older than"
+    )
+    assert out.count("\n") == 1
+
+
 def test_a_full_disk_is_named_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         check_device_command.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20)
@@ -203,10 +217,19 @@ def test_a_full_disk_is_named_first(tmp_path, capsys, monkeypatch):
     assert f"{tmp_path} has 1 MiB left, and a check needs 256" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
+    """Before the first piece."""
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setattr(check_device_command, "_ground", lambda *_: GROUND)
+    assert main(["check-device", "--output", str(file / "report")]) == 2
+    assert str(file) in capsys.readouterr().err
+
+
 SMI = """#!/bin/sh
 case "$1" in
   *driver*) echo "NVIDIA H100, 550.54.15, 70000 MiB, 81559 MiB" ;;
-  *) echo "4242, python, 69000 MiB" ;;
+  *) cat {holders} ;;
 esac
 """
 
@@ -214,7 +237,9 @@ esac
 def test_an_old_driver_and_no_ptxas_and_held_memory(tmp_path, monkeypatch):
     """Named before the first piece: `nvidia-smi` is a script here."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text(SMI)
+    holders = tmp_path / "holders"
+    holders.write_text("4242, python, 69000 MiB")
+    smi.write_text(SMI.format(holders=holders))
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(toolchain, "_folders", lambda: iter([tmp_path]))
@@ -229,6 +254,8 @@ def test_an_old_driver_and_no_ptxas_and_held_memory(tmp_path, monkeypatch):
     assert "the driver 550.54.15 is older than 580, the least for CUDA 13" in notes
     assert f"there is no ptxas in {tmp_path}" in notes
     assert "another process holds memory of the GPU: 4242, python, 69000 MiB" in notes
+    holders.write_text("")  # as in a container, which does not see whose it is
+    assert "70000 MiB of the NVIDIA H100's memory are held" in " ".join(toolchain.find().notes())
     for name in ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("")
