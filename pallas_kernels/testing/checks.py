@@ -84,11 +84,15 @@ def random_ids(shape: Shape) -> jax.Array:
 
 
 def check_rows(kernels: Kernels, shape: Shape, *, greedy: bool = False) -> None:
-    """Top K, logprobs, ranks, extra ids; row ids, skipped rows, temperatures, and other results.
+    """Top K, logprobs, ranks, extra ids; row ids, skipped rows, temperatures.
+
+    Of given tokens, a plain call and one with all optional results, which take other paths.
 
     greedy: of each row's own choice, which the kernels find in the same read.
     """
     x, ids = random_logits(shape, seed=shape.vocabulary), random_ids(shape)
+    if not greedy:
+        _check(kernels, Rows(x, ids), Outputs(shape.k), greedy)
     rng = np.random.default_rng(shape.rows)
     r = shape.rows
     row_ids = None if greedy else jnp.asarray(rng.permutation(r), jnp.int32)
@@ -96,7 +100,7 @@ def check_rows(kernels: Kernels, shape: Shape, *, greedy: bool = False) -> None:
     extra = jnp.asarray(rng.integers(-1, shape.vocabulary + 1, (r, 3)), jnp.int32)
     num_rows = jnp.int32(max(1, r - 1))
     rows = Rows(x, None if greedy else ids, row_ids, num_rows, temperatures, extra)
-    _check(kernels, rows, Outputs(shape.k, True, True, True), greedy)
+    _check(kernels, rows, Outputs(shape.k, *[not greedy] * 3), greedy)
 
 
 def check_changes(kernels: Kernels, shape: Shape) -> None:
