@@ -27,7 +27,7 @@ HELP = """\
 Serve a model over HTTP as OpenAI's API has it: /v1/completions, /v1/chat/completions, /v1/models,
 and /health, /metrics, /openapi.json. Without --model, it is the tiny model that comes along. It
 listens on this machine only, unless --host says otherwise. SIGTERM and Ctrl-C let open requests
-end first. Where no worker may be started anew any more, it ends with status 1.
+end first. Where no worker may be started again, it ends with status 1.
 """
 MAX_LENGTH = 1024  # where neither an option nor the checkpoint says less
 KEY_VARIABLE = "JAX_SPECDEC_API_KEY"

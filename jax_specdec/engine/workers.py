@@ -1,4 +1,4 @@
-"""An engine's workers: started, heard, waited for, ended and started anew.
+"""An engine's workers: started, heard, waited for, ended and started again.
 
 Nothing here waits for a worker, except `close`. A worker that is lost is ended first and reported
 once it has ended; its successor is started when its time has come.
@@ -37,7 +37,7 @@ class Health:
     """An engine's state at one moment, for a supervisor.
 
     Attributes:
-      alive: it can serve requests, now or once workers have started; if not, start it anew.
+      alive: it can serve requests, now or once workers have started; if not, start it again.
       ready: a decode worker takes requests now.
       problems: what is wrong, in sentences; an engine may be alive and ready with some.
     """

@@ -250,7 +250,7 @@ def _finished(counts: Sequence[int]) -> Family:
 def _transport(status: WorkerStatus) -> Iterator[Family]:
     """A worker, and the engine's side of the ring to it.
 
-    The ring's numbers begin anew with each worker: Prometheus takes a counter that falls for a
+    The ring's numbers begin again with each worker: Prometheus takes a counter that falls for a
     restart.
     """
     ring = status.ring

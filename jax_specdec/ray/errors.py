@@ -38,7 +38,7 @@ class ClusterError(RuntimeError):
 
 
 class NotBegun(RuntimeError):
-    """A replica that Ray has just started anew was told something: nobody has begun it yet."""
+    """A replica that Ray has just started again was told something: nobody has begun it yet."""
 
 
 def full_store(what: str, error: BaseException) -> ClusterError:

@@ -285,7 +285,7 @@ class Fleet:
             self._send()
 
     def _may_return(self, member: Member, number: int | None) -> bool:
-        """Whether a lost replica may be started anew, as a worker may; the lock is held."""
+        """Whether a lost replica may be started again, as a worker may; the lock is held."""
         restarts, now = self._restarts[member.number], time.monotonic()
         if member.begun:
             restarts.forget(now)

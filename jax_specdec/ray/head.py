@@ -15,7 +15,7 @@ class Head:
     """Asks the head whether it lives now and then, in a thread of its own.
 
     It asks through a client of Ray's that raises. `ray.nodes()`, as any question of Ray's state,
-    ends the whole process where a head that was started anew has lost its state (Ray 2.60,
+    ends the whole process where a head that was started again has lost its state (Ray 2.60,
     `global_state_accessor.cc`).
     """
 

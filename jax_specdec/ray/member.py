@@ -1,6 +1,6 @@
 """One replica as the fleet sees it: begun, read, lost, begun again; a thread of its own.
 
-Ray starts a lost actor anew; this thread notices the loss, has its requests taken back, and begins
+Ray starts a lost actor again; this thread notices the loss, has its requests taken back, and begins
 the new one.
 """
 
@@ -182,7 +182,7 @@ class Member:
             ray().get(self._call("forget_weights", "slow"), timeout=PATIENCE_SECONDS)
 
     def kill(self, why: str, *, for_good: bool = False) -> None:
-        """End the actor; Ray starts it anew where it may, and not `for_good`."""
+        """End the actor; Ray starts it again where it may, and not `for_good`."""
         logger.warning("replica %d is ended: %s", self.number, why)
         assert self._place is not None
         with contextlib.suppress(*lost_errors()):
@@ -213,7 +213,7 @@ class Member:
             except errors.ActorDiedError as error:
                 self._lose(self.problem or _first(error), coming=False)
                 return
-            except errors.ActorUnavailableError as error:  # lost while it began: Ray starts it anew
+            except errors.ActorUnavailableError as error:  # lost while it began: Ray starts it again
                 if not self._lose(_first(error), coming=True):
                     return
                 continue
@@ -305,7 +305,7 @@ class Member:
                     raise
 
     def _restart(self) -> None:
-        """Have Ray start the actor anew, where it may: its engine has ended, or is not trusted."""
+        """Have Ray start the actor again, where it may: its engine has ended, or is not trusted."""
         if not self._fleet.over():
             self.kill("its engine has ended")
 

@@ -1,6 +1,6 @@
 """An engine made of many: requests in, batches of columns out, on any number of nodes.
 
-Ray places the replicas, starts lost ones anew, and carries the batches. Here requests are kept
+Ray places the replicas, starts lost ones again, and carries the batches. Here requests are kept
 until they have ended, so that one whose replica is lost goes on elsewhere from its own tokens.
 """
 
@@ -44,7 +44,7 @@ class RayEngine:
 
         Args:
           config: of each replica. `on_worker_loss`, `resume_lost` and `max_attempts` hold for
-            replicas as they do for workers; with "restart", Ray starts each anew `max_restarts`
+            replicas as they do for workers; with "restart", Ray starts each again `max_restarts`
             times within `restart_window`, on another node where its own is gone.
           cluster: how many replicas, on which devices; None: one, on a CPU.
           make_engine: what makes a replica's engine, in its process.
@@ -197,7 +197,7 @@ class RayEngine:
                 self._fleet.weights = new
                 answers = [(member, member.use_weights()) for member in members]
                 for member, used in answers:
-                    if used() != version:  # Ray starts it anew, with the new ones
+                    if used() != version:  # Ray starts it again, with the new ones
                         member.kill("it lost a worker while its weights changed")
                 return version
             finally:

@@ -142,7 +142,7 @@ class Replica:
         """
         engine = self._engine
         if engine is None:
-            raise NotBegun(f"replica {self._number} was started anew, and has no engine yet")
+            raise NotBegun(f"replica {self._number} was started again, and has no engine yet")
         self._outbox.expect(len(orders))
         with engine.together():
             for order in orders:

@@ -26,7 +26,7 @@ class Served:
     app: Any  # Ray Serve's: what `build` has made
 
     def check_health(self) -> None:
-        """Raise where the engine should be started anew; Ray Serve does that."""
+        """Raise where the engine should be started again; Ray Serve does that."""
         health = self.app.state.engine.health()
         if not health.alive:
             raise RuntimeError("; ".join(health.problems))

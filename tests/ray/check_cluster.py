@@ -57,7 +57,7 @@ def test_all_replicas_get_new_weights_or_none(cluster, tmp_path):
         assert {worker.weights_version for s in engine.status for worker in s.workers} == {1}
         assert engine.weights_version == 1
 
-        # A replica that Ray starts anew begins with the weights in use.
+        # A replica that Ray starts again begins with the weights in use.
         os.kill(pids(engine)[1][0], signal.SIGKILL)
         wait_for(lambda: engine.status[1].losses and len(pids(engine)) == 3)
         batches = list(engine.generate(make_requests(48, 10)))

@@ -1,4 +1,4 @@
-"""A cluster whose head is started anew: it knows nothing of its nodes any more."""
+"""A cluster whose head is started again: it knows nothing of its nodes any more."""
 
 import threading
 

@@ -52,7 +52,7 @@ def test_nobody_waits_for_a_reader_who_does_not_read(monkeypatch):
                 handler.emit(record)
             return handler._dropped
 
-        wait_for(lambda: emit() > 100)  # the thread counts anew with each line that it writes
+        wait_for(lambda: emit() > 100)  # the thread counts again with each line that it writes
         read = threading.Thread(target=lambda: _drain(reader, found))
         read.start()
         wait_for(lambda: handler._waiting.empty())
