@@ -213,7 +213,7 @@ class Member:
             except errors.ActorDiedError as error:
                 self._lose(self.problem or _first(error), coming=False)
                 return
-            except errors.ActorUnavailableError as error:  # lost while it began: Ray starts it again
+            except errors.ActorUnavailableError as error:  # lost while it began: it comes again
                 if not self._lose(_first(error), coming=True):
                     return
                 continue
