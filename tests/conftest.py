@@ -40,7 +40,8 @@ from tests.support import quick_compile, shape_checks
 
 # Before jax has a backend: eight CPU devices, so that shard_map tests are real, and programs that
 # are compiled quickly, by one thread: the tests' processes have the other cores.
-for _flag in ("--xla_force_host_platform_device_count=8", *quick_compile.FLAGS.split()):
+_QUICK = quick_compile.FLAGS.split() if os.environ["JAX_PLATFORMS"] == "cpu" else ()
+for _flag in ("--xla_force_host_platform_device_count=8", *_QUICK):
     if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 

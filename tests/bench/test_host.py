@@ -1,8 +1,5 @@
 """The host benchmark accepts equal content, notices unequal content, and judges its promise."""
 
-import gc
-import sys
-
 import pytest
 
 from bench import host
@@ -36,16 +33,3 @@ def test_different_content_is_noticed(name):
             check=host.same_content,
             rounds=1,
         )
-
-
-def left_by(call):
-    """The memory blocks of a call's result, and its objects that garbage collection visits."""
-    call()
-    gc.collect()
-    gc.disable()
-    blocks, tracked = sys.getallocatedblocks(), len(gc.get_objects())
-    result = call()
-    found = sys.getallocatedblocks() - blocks, len(gc.get_objects()) - tracked
-    gc.enable()
-    del result
-    return found

@@ -75,7 +75,10 @@ def test_logprobs(shards, rows, k, chosen):
 
 
 # On two shards: one holds whole groups, one does not. No row of so few tokens needs a search.
-CASES = [(3, 2, 1000, jnp.float32), (5, 1, 1024, jnp.float32)]
+CASES = [
+    (3, 2, 1000, jnp.float32),
+    pytest.param((5, 1, 1024, jnp.float32), marks=pytest.mark.slow),
+]
 
 
 @functools.cache

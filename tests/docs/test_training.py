@@ -18,7 +18,7 @@ from jax_specdec.device.model import (
 )
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.engine import byte_tokens
-from tests.support import quick_compile, reference_model
+from tests.support import reference_model
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -31,7 +31,6 @@ PROMPTS = {"num_prompts": 2, "prompt_length": 8, "generated": 10}
 @pytest.fixture(scope="module")
 def script():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", quick_compile.jit)
         patch.syspath_prepend(EXAMPLES)
         import train_tiny_model
 

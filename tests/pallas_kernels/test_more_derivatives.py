@@ -122,6 +122,7 @@ def test_jvp_is_the_slope_and_grad_its_transpose():
     np.testing.assert_allclose(along, np.vdot(slope, weights), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_wrong_derivative_would_be_noticed(monkeypatch):
     """Negative control: the biases' derivatives are forgotten."""
     right = derivatives._changed

@@ -158,6 +158,7 @@ def test_error_bounds(spread):
     oracle.assert_matches(programs.topk_logprobs(x, ids, 1, **ALL), oracle.topk_logprobs(x, ids, 1))
 
 
+@pytest.mark.slow
 def test_the_bound_can_fail():
     """Negative control: an entropy in bits, or of the other temperature."""
     x = np.random.default_rng(2).normal(size=(1, 50)).astype(np.float32)

@@ -89,6 +89,7 @@ def test_greedy_temporaries(shape):
     assert temporaries(greedy, logits) <= limit(logits)
 
 
+@pytest.mark.slow
 def test_memory_check_can_fail():
     """Negative control: log_softmax of all rows does show up as temporaries."""
     logits = jax.ShapeDtypeStruct((256, 32_000), jnp.bfloat16)

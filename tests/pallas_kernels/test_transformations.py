@@ -144,6 +144,7 @@ def test_gradients_are_those_of_float64(dtype):
     )  # of rows 2 (invalid) and 4 (skipped), none
 
 
+@pytest.mark.slow
 def test_a_wrong_derivative_would_be_noticed(monkeypatch):
     """Negative control of the test above: the mean is forgotten."""
     monkeypatch.setattr(derivatives.VocabShard, "sum", lambda self, x: x[..., 0] * 0 + 1)

@@ -15,7 +15,6 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import Admit, Release
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.loop import step as step_module
-from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.prompt_chunks import prefill_chunk
 from jax_specdec.device.loop.state import LoopConfig, admit, release
@@ -97,23 +96,7 @@ def draft_logits_kept():
         yield
 
 
-@functools.cache
-def compiled(config):
-    """One compilation for all runs of a configuration, and a quick one."""
-    with quick_compile.everything():
-        return Compiled(config)
-
-
-class QuickPrograms(KeptPrograms):
-    """Programs that are compiled as quickly as can be."""
-
-    def __init__(self, *arguments):
-        with quick_compile.everything():
-            super().__init__(*arguments)
-
-    def of(self, kind):
-        with quick_compile.everything():
-            return super().of(kind)
+compiled = functools.cache(Compiled)  # one compilation for all runs of a configuration
 
 
 class Functions(SimpleNamespace):

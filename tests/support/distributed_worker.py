@@ -41,9 +41,9 @@ def run(parallel, *, publish):
     config = LoopConfig(
         model=CONFIG, drafter=NgramDrafter(2), num_slots=3, max_length=64, parallel=parallel
     )
-    with quick_compile.everything():
-        programs = Compiled(config)
-    worker = Worker(config, params, Sender(), prefill_chunk=4, publish=publish, compiled=programs)
+    worker = Worker(
+        config, params, Sender(), prefill_chunk=4, publish=publish, compiled=Compiled(config)
+    )
     for slot, request in enumerate(REQUESTS):
         prompt = tuple(range(1, 5 + slot)) * 2
         request = Request(id=str(slot), prompt_token_ids=prompt, params=request)

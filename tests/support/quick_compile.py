@@ -4,10 +4,8 @@
 XLA's defaults: a test of what rounding does takes `as_users`.
 """
 
-from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
-from unittest import mock
 
 import jax
 
@@ -34,10 +32,3 @@ unknown = jax.lax.optimization_barrier
 
 # The same as a value of XLA_FLAGS, for processes.
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
-
-
-@contextmanager
-def everything():
-    """Functions that are given to `jax.jit` in here are compiled so."""
-    with mock.patch.object(jax, "jit", partial(jax.jit, compiler_options=OPTIONS)):
-        yield

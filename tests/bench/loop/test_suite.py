@@ -9,7 +9,6 @@ from bench.timing import BenchError
 from ipc import wire
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.loop.programs import Compiled
-from tests.support import quick_compile
 from tests.support.random_params import random_params
 
 MODEL = ModelConfig.tiny(vocab_size=64)
@@ -22,15 +21,9 @@ def params():
     return random_params(MODEL)
 
 
-def quickly(config):
-    """The loop's functions; compiling costs most here, and how well is not what is tested."""
-    with quick_compile.everything():
-        return Compiled(config)
-
-
 @pytest.fixture(scope="module")
 def compiled():
-    return quickly(SETUP.loop_config(MODEL))
+    return Compiled(SETUP.loop_config(MODEL))
 
 
 @pytest.fixture(scope="module")

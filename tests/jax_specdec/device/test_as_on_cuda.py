@@ -82,8 +82,9 @@ def custom_calls(text):
 def on_devices(case, devices):
     """The case on so many devices, with its marks."""
     marks = [pytest.mark.fast] if case.fast and devices in case.devices else []
-    often = devices in case.devices and (devices == 1 or case.fast)
-    marks += [] if often else [pytest.mark.slow]
+    reads = case.kernels or case.sampled or case.once
+    if devices not in case.devices or (not marks and not (reads and devices == 1)):
+        marks = [pytest.mark.slow]
     name = f"{case.program}: {case.variant}-{'one device' if devices == 1 else 'two devices'}"
     return pytest.param(case, devices, id=name, marks=marks)
 
@@ -174,6 +175,7 @@ def test_linear_calls_are_left_to_xla(split):
     assert "dot_general" in text
 
 
+@pytest.mark.slow
 def test_programs_of_another_host_have_no_kernels(monkeypatch):
     """The control of every count above: a host with an older GPU takes XLA there."""
     monkeypatch.setattr(obstacles, "cuda_capability", lambda: 8.0)
@@ -245,6 +247,7 @@ def test_messages_with_slots_on_shards(widths):
     assert custom_calls(text) == 2 * KERNELS + SAMPLED + MORE + DRAW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter", ["mtp", pytest.param("suffix with corpus", marks=pytest.mark.slow)]
 )
@@ -350,6 +353,7 @@ def test_every_program_is_known():
     assert found == of_loop | set(OTHERS)
 
 
+@pytest.mark.slow
 def test_new_programs_would_be_seen():
     """A `jit` as a decorator, in a variable, in an attribute, and under another name."""
     source = "@partial(jax.jit, donate_argnums=0)\ndef a():\n    b: C = jax.jit(f)\n"

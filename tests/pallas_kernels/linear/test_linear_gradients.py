@@ -158,6 +158,7 @@ def test_second_derivatives():
         np.testing.assert_allclose(actual, right, 1e-4, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_wrong_derivative_would_be_noticed(monkeypatch, in_pieces):
     """Negative control: entropy's part is forgotten."""
     real = backward.of_piece

@@ -38,7 +38,7 @@ def holds_logits(program, rows, width):
     [
         (ROWS, 32_000, 1024, 20, "float32"),
         (ROWS, 32_000, 4096, 256, "bfloat16"),
-        (8192, 32_000, 1024, 256, "float32"),
+        pytest.param(8192, 32_000, 1024, 256, "float32", marks=SLOW),
         *(
             pytest.param(ROWS, width, size, k, dtype, marks=SLOW)
             for width in (32_000, 151_936)
@@ -78,6 +78,7 @@ def test_backward(width, size, dtype):
     assert not holds_logits(program, ROWS, width)
 
 
+@pytest.mark.slow
 def test_the_check_can_fail():
     """Negative control: the plain way, forward and backward."""
 

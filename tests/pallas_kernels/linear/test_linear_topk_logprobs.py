@@ -90,7 +90,7 @@ def test_the_definition_in_float64(name, soft_cap):
     t = np.linspace(0.5, 2, len(x)).astype(np.float32)
     found = linear_cases.run(
         way(name, 24, 1000), hidden, head, ids, K, bias=bias, temperatures=t,
-        entropy=True, definition=definition, compiler=quick_compile.as_users,
+        entropy=True, definition=definition,
     )  # fmt: skip
     y = x / t[:, None]
     log_sum_exp = np.log(np.exp(y).sum(1))
@@ -112,11 +112,10 @@ def test_ids_and_ranks_are_those_of_the_whole_products_logits(dtype):
     """
     hidden, head, bias, ids = random_case(dtype, rows=48, width=2000)
     definition = Definition(logits_dtype=dtype)
-    logits = quick_compile.as_users(definition.logits)(hidden, head, bias)
+    logits = quick_compile.jit(definition.logits)(hidden, head, bias)
     expected = programs.topk_logprobs(logits, ids, 20)
     found = linear_cases.run(
         way("columns", 48, 2000), hidden, head, ids, 20, bias=bias, definition=definition,
-        compiler=quick_compile.as_users,
     )  # fmt: skip
     x = np.asarray(logits, np.float64)
     there, here = (np.take_along_axis(x, np.asarray(f.token_ids), 1) for f in (expected, found))

@@ -128,6 +128,7 @@ def test_calls_outside_of_jit(kind, call):
         assert_close(CALLS[call](x), expected(call))
 
 
+@pytest.mark.slow
 def test_a_gather_of_the_logits_would_be_seen():
     """Negative control: the plain way to logprobs with automatic axes."""
     x = placed("automatic", "both")

@@ -113,6 +113,7 @@ def test_pass_1(name):
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_forgotten_logit_is_noticed(monkeypatch):
     """Negative control: blocks without their first logit of a group."""
     right = rows_kernel.read_block

@@ -69,6 +69,7 @@ def fail():
         jax.block_until_ready(program(slowly()))
 
 
+@pytest.mark.slow
 def test_a_kernel_that_fails_harms_no_other(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: Barrier"):
         fail()

@@ -98,6 +98,7 @@ def test_blocks_of_unwanted_units_are_not_copied():
         assert [(int(a), int(b)) for a, b in found] == expected
 
 
+@pytest.mark.slow
 def test_gathered_float16_with_a_mask():
     rows = np.array([8, 1, -1, 0, 1, 9], np.int32)
     check(rows_with_edges(np.float16), 0, ("allowed",), "inclusive", rows)
@@ -114,6 +115,7 @@ def test_each_lane_has_its_own_tokens_bits():
         np.testing.assert_array_equal(unit.is_allowed(found.view(np.int32), column), expected)
 
 
+@pytest.mark.slow
 def test_a_wrong_mask_is_caught(monkeypatch):
     """Negative control: the bits of the columns beside."""
     right = unit.is_allowed

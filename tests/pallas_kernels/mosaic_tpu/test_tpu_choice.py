@@ -35,7 +35,9 @@ def shapes(rows=8, vocabulary=8192, dtype="bfloat16"):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("implementation", [None, "mosaic_tpu"])
+@pytest.mark.parametrize(
+    "implementation", [None, pytest.param("mosaic_tpu", marks=pytest.mark.slow)]
+)
 def test_programs_for_a_tpu_have_the_kernel(implementation):
     def both(x, ids):
         chosen = topk_logprobs(x, ids, 5, row_ids=ids, implementation=implementation)
@@ -122,6 +124,7 @@ def test_the_memory_of_a_chip():
     assert choose_schedule((64, 200_064), 64, 20, "float32", False, False).needed_bytes < 16 << 20
 
 
+@pytest.mark.slow
 def test_sampled_rows_in_a_chip_whose_memory_is_too_small():
     """Groups, and candidates; by name, an error."""
 
@@ -142,6 +145,7 @@ def test_sampled_rows_in_a_chip_whose_memory_is_too_small():
             lowered(by_name, logits, inverse)
 
 
+@pytest.mark.slow
 def test_short_rows_are_left_to_xla():
     """Where the kernel takes more cycles; by name it runs all the same."""
 

@@ -17,6 +17,7 @@ from tests.support.interpreted_tpu_kernel import CUT, interpret, run_watched
 from tests.support.racy_tpu_kernel import IDS, V, X, found, is_caught
 
 
+@pytest.mark.slow
 def test_the_kernel_as_it_is_is_not_caught():
     assert not is_caught()
 
@@ -34,6 +35,7 @@ def test_a_wait_left_out(monkeypatch):
     assert found(run_it=partial(run_watched, copied="eager"))[1]
 
 
+@pytest.mark.slow
 def test_a_group_forgotten(monkeypatch):
     push = rows_kernel.push
 
@@ -44,11 +46,13 @@ def test_a_group_forgotten(monkeypatch):
     assert is_caught()
 
 
+@pytest.mark.slow
 def test_an_edge_not_masked(monkeypatch):
     monkeypatch.setattr(unit, "masked", lambda x, tokens: x)
     assert is_caught(0)
 
 
+@pytest.mark.slow
 def test_a_read_behind_the_rows(monkeypatch):
     """The interpreter stops where the chip, whose checks are turned off, would read anything."""
     start = unit.Copies.start
@@ -89,6 +93,7 @@ def test_the_next_rows_are_copied_before_these_are_waited_for(seen):
     assert seen == AHEAD
 
 
+@pytest.mark.slow
 def test_copies_that_are_waited_for_at_once_are_seen(seen, monkeypatch):
     """Negative control: the results are right, the order is not."""
     start, wait = unit.Copies.start, unit.Copies.wait
@@ -104,7 +109,9 @@ def test_copies_that_are_waited_for_at_once_are_seen(seen, monkeypatch):
     assert seen != AHEAD
 
 
-@pytest.mark.parametrize(("gathered", "copies_of_a_unit"), [(False, 2), (True, 16)])
+@pytest.mark.parametrize(
+    ("gathered", "copies_of_a_unit"), [pytest.param(False, 2, marks=pytest.mark.slow), (True, 16)]
+)
 def test_rows_that_are_not_wanted_are_not_copied(seen, gathered, copies_of_a_unit):
     """Of two chunks a unit of 8 rows; where rows are gathered, each is a copy of its own."""
     rows = jnp.asarray(IDS[::-1].copy()) if gathered else None

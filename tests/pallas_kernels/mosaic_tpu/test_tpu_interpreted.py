@@ -80,6 +80,7 @@ def test_subnormal_logits_and_zeros_are_told_apart():
     check(x, 3, ids)
 
 
+@pytest.mark.slow
 def test_a_maximum_far_from_the_first_logits():
     """The first columns do not say how large the others are, or have no finite logit."""
     x = normal(3)
@@ -131,6 +132,7 @@ def test_more_than_one_batch_of_rows():
     check(normal(70, BFLOAT16, 300), 2, num_rows=np.int32(67))
 
 
+@pytest.mark.slow
 def test_inclusive_ranks():
     x = np.round(normal(4, vocabulary=300))
     x[1] = 0.0

@@ -42,7 +42,13 @@ def check(part, inverse):
     return maxima, sums, raw
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        ml_dtypes.bfloat16,
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (np.float32, np.float16)),
+    ],
+)
 def test_the_kernel_reads_the_groups_that_xla_reads(dtype):
     """Two units of rows; ties, NaN, infinities, groups of -inf alone; a last group cut off."""
     x = oracle.edge_rows(V, dtype, 256)
@@ -66,6 +72,7 @@ def test_groups_that_are_cut_by_columns():
         np.testing.assert_array_equal(more, raw)
 
 
+@pytest.mark.slow
 def test_a_forgotten_lane_would_be_seen(monkeypatch):
     """Negative control: the terms of shards' groups are turned by a lane too many, or not read."""
     x = (np.random.default_rng(0).normal(size=(1, 1024)) * 4).astype(np.float32)

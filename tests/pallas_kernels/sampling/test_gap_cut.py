@@ -74,9 +74,8 @@ def test_only_rows_that_keep_many_take_it_and_they_do():
     chex.assert_trees_all_equal(*peaked)
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_more_candidates_find_the_same_cut(dtype):
     """Two ways that share no code; sums are rounded in either."""
     with mock.patch.object(row_cuts, "suffices", lambda sampling, _: sampling.top_k < 0):

@@ -151,6 +151,7 @@ def test_digits_are_kept_far_from_zero(offset, way):
     np.testing.assert_allclose(by_t * t[..., 0], by_temperature * t[..., 0], 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 def test_that_comparison_can_fail():
     x, token_ids, kept, temperatures = a_batch()
     values, slopes, _ = expected(x, token_ids, kept, temperatures)
@@ -231,7 +232,11 @@ def test_no_temporary_has_the_vocabularys_size():
         assert temporaries(jax.grad(over_everything), dtype) >= whole
 
 
-@pytest.mark.parametrize("spec", [P(None, "model"), P("model", None)], ids=["vocabulary", "rows"])
+@pytest.mark.parametrize(
+    "spec",
+    [P(None, "model"), pytest.param(P("model", None), marks=pytest.mark.slow)],
+    ids=["vocabulary", "rows"],
+)
 def test_sharded_logits_stay_where_they_are(spec):
     """On two devices, with automatic axes: values are those of one device."""
     x, token_ids, kept, temperatures = a_batch()

@@ -72,6 +72,7 @@ def test_the_ids_are_those_of_sorting(dtype):
     check(found_in(more, jnp.where(rows < 4, rows + 7, 99), 4, cut), kept, cut, 4)
 
 
+@pytest.mark.slow
 def test_that_comparison_can_fail():
     x, cut, kept = a_case("float32")
     other = cut._replace(cut_id=cut.cut_id.at[5].add(-1))
@@ -157,6 +158,7 @@ def test_temporaries_are_one_block_of_rows():
         assert temporaries(sorted_instead) > 4 * (2 * block + 2 * ids)
 
 
+@pytest.mark.slow
 def test_the_whole_shard_is_the_default():
     x, cut, kept = a_case("float32")
     call = quick_compile.jit(lambda x: kept_sets(x, jnp.arange(R), jnp.int32(R), cut, shard=WHOLE))

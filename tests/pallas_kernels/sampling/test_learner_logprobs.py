@@ -50,8 +50,16 @@ def with_gradients(function, arrays, **options):
     return gradient(hidden, head, temperatures)
 
 
-@pytest.mark.parametrize("marks", [False, True])
-@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize(
+    ("marks", "soft_cap"),
+    [
+        (True, 3.0),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((False, None), (False, 3.0), (True, None))
+        ),
+    ],
+)
 def test_values_and_gradients_are_those_of_logits(marks, soft_cap):
     arrays = a_batch(marks)
     found_slopes, found = with_gradients(learner_logprobs, arrays, soft_cap=soft_cap)
@@ -62,9 +70,6 @@ def test_values_and_gradients_are_those_of_logits(marks, soft_cap):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
     assert found[0, 2] == 0
     assert found[1, 1] == -np.inf
-    np.testing.assert_allclose(
-        learner_logprobs(*arrays, soft_cap=soft_cap), expected, rtol=1e-5, atol=1e-5
-    )
 
 
 def test_sets_of_other_rows_are_refused():

@@ -166,7 +166,13 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILED)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=() if n == 3 else pytest.mark.slow)
+        for n, what in enumerate(SPOILED)
+    ],
+)
 def test_what_spoils_the_distribution_is_noticed(what):
     """Noise that is used twice: a group's is that of the token whose id is the group's number."""
     kind, name, spoiled = SPOILED[what]

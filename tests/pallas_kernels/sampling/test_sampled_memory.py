@@ -73,6 +73,7 @@ def test_changed_logits_are_no_copy():
     assert temporaries(changed, slots, vocab, "bfloat16") <= slots * 4 * vocab * 4 / 6
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_logits_would_be_seen():
     """Negative control: p of all rows."""
 

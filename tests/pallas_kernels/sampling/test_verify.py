@@ -88,6 +88,7 @@ def test_no_drafts_is_a_normal_case():
     np.testing.assert_array_equal(got.token_ids, [[1], [2]])
 
 
+@pytest.mark.slow
 def test_under_vmap_and_in_a_loss():
     """`vmap` gives what calls give one by one; a loss over tokens has its own gradient alone."""
     x = jnp.asarray(np.random.default_rng(2).normal(0, 2, (2, 3, 2, 40)), jnp.float32)
@@ -230,10 +231,12 @@ def first_tokens():
     return quick_compile.jit(call)
 
 
+@pytest.mark.slow
 def test_drafting_accepting_and_recovering_draw_independently():
     assert p_value(np.asarray(first_tokens()(drawing.DRAFT)), P[0]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("purpose", [ACCEPT, RECOVER])
 def test_drafts_drawn_with_the_keys_of_verification_are_noticed(purpose):
     assert p_value(np.asarray(first_tokens()(purpose)), P[0]) < 1e-9

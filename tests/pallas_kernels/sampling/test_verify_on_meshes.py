@@ -125,6 +125,7 @@ def test_a_rule_of_ones_own_on_automatic_axes():
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_a_gather_of_the_logits_would_be_seen():
     """Negative control: a plain draw sorts whole rows."""
 

@@ -122,5 +122,6 @@ def test_tokens_are_independent_draws_of_the_targets(drafter):
     assert set(np.ravel(emitted(drafter)[2][2:])) >= {1, 2, 3}  # slots differ in their lengths
 
 
+@pytest.mark.slow
 def test_a_length_that_looks_at_the_drafts_is_noticed():
     assert p_value(drawn(picky)) < 1e-9

@@ -92,6 +92,7 @@ def test_a_message_has_the_words_of_its_sets_and_no_more(kept):
         assert len(message.kept_sets.token_ids) == np.maximum(message.kept_sets.counts, 0).sum()
 
 
+@pytest.mark.slow
 def test_a_set_of_another_row_is_noticed():
     def shifted(output):
         return output._replace(

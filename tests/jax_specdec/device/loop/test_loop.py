@@ -114,6 +114,7 @@ def test_sampled_requests_too(name):
     check_against_teacher_forcing(result, requests)
 
 
+@pytest.mark.slow
 def test_teacher_forcing_notices_a_row_off_by_one():
     requests = mixed_requests()
     shifted = run(

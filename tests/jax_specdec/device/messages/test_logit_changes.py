@@ -127,6 +127,7 @@ def test_counts_of_long_requests(length):
     np.testing.assert_array_equal(found[0, 0], [0, 0, 0, -length / 64 - 1])
 
 
+@pytest.mark.slow
 def test_drafts_that_do_not_count_are_noticed():
     """Negative control: row 0 is right without them, and each row behind a draft is not."""
     logits, params, prompts, emitted, drafts = some()

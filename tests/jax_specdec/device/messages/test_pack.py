@@ -365,6 +365,7 @@ def test_a_bucket_that_cannot_hold_the_slots_is_refused():
         run(*simple_step(), num_words=23)
 
 
+@pytest.mark.slow
 class SelectRows(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     def test_rows_are_compacted_in_message_order(self):

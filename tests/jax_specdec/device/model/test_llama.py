@@ -322,6 +322,7 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_others():
     np.testing.assert_allclose(again[0, 0], expected(config, ids[0])[0], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_without_containment_a_nan_spreads(monkeypatch):
     """Negative control of the test above."""
     monkeypatch.setattr(llama, "_contain_non_finite", lambda k, v: (k, v))

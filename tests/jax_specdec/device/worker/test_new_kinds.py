@@ -15,7 +15,7 @@ from jax_specdec.device.model import sharding
 from jax_specdec.device.worker import compilations
 from jax_specdec.device.worker.worker_process import compiles_beside
 from jax_specdec.records.batch import FinishReason
-from tests.support.decoding import Local, QuickPrograms, request
+from tests.support.decoding import Local, request
 
 pytestmark = pytest.mark.fast
 PROMPT = [1, 2, 3, 1, 2, 3, 1]
@@ -79,7 +79,7 @@ def make(programs, **options):
 
 @pytest.fixture(scope="module")
 def programs():
-    return QuickPrograms(config_of("ngram"))
+    return KeptPrograms(config_of("ngram"))
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def steps(local, count):
 
 
 def test_the_others_go_on_while_a_request_waits_and_then_it_is_as_if_it_had_come_then():
-    local = make(QuickPrograms(config_of("ngram")))
+    local = make(KeptPrograms(config_of("ngram")))
     local.admit(request("r1", PROMPT, max_tokens=4, logit_bias=((5, 30.0),), logprobs=7))
     before = local.worker.step_number
     with compiled_here() as names:
@@ -137,7 +137,7 @@ def test_so_it_is_where_a_process_has_several_devices():
     """What is compiled with abstract arguments is what arrays in those places need."""
     parallel = sharding.tensor_parallel(config_of("ngram").model, 2)
     split = Local("ngram", parallel=parallel).worker.config
-    local = make(QuickPrograms(split), parallel=parallel)
+    local = make(KeptPrograms(split), parallel=parallel)
     assert len(local.worker.state.cache.k.sharding.device_set) == 2
     local.admit(request("r1", PROMPT, max_tokens=4, logit_bias=((5, 30.0),), prompt_logprobs=1))
     with compiled_here() as names:
@@ -276,7 +276,7 @@ def test_of_several_requests_only_the_one_ends_whose_programs_cannot_be_compiled
 
 
 def test_a_worker_that_runs_nothing_else_rests_until_the_programs_are_there():
-    local = Local("none", compiler=ByHand(), programs=QuickPrograms(config_of("none")))
+    local = Local("none", compiler=ByHand(), programs=KeptPrograms(config_of("none")))
     local.admit(request("r0", PROMPT, max_tokens=2))
     assert local.worker.busy
     local.worker.advance()

@@ -161,6 +161,7 @@ def test_every_token_is_scored_by_the_weights_that_it_names(drafting):
         assert drafts_by_version(local, requests()[0]) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_the_check_notices_tokens_under_another_version():
     """Negative control: of the version that a record says, and of caches that are kept."""
     local = updated_twice("ngram")

@@ -108,6 +108,7 @@ EQUAL = [("admit", 0, (0, 1, 1, 0, 0, 1), True)] + [("chunk", 0)] * 3
 PARTING = [*EQUAL, ("admit", 1, (0, 1, 1, 0, 1, 1), True), ("chunk", 1)]
 
 
+@pytest.mark.slow
 def test_a_key_without_the_token_after_its_chunk_is_noticed(monkeypatch):
     """A drafter's entry of the last position was made of that token."""
     assert follow(PARTING, 2).reused == 2

@@ -143,6 +143,7 @@ def test_entries_are_taken_from_slots_that_are_live(monkeypatch):
     assert_same_bits(requests(), again, ran(tuple(requests()), "mtp", False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["cache", "drafter"])
 def test_one_poisoned_entry_is_noticed(monkeypatch, part):
     poisoned, reuse = [], Worker._reuse
@@ -164,6 +165,7 @@ def test_one_poisoned_entry_is_noticed(monkeypatch, part):
         assert_same_bits(requests(), bad, ran(tuple(requests()), "mtp", False))
 
 
+@pytest.mark.slow
 def test_a_drafters_entry_of_another_next_token_is_noticed(monkeypatch):
     """Two prompts that part right behind a chunk do not share that chunk."""
     keys = prefix_cache._keys
