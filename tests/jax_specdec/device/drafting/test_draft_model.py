@@ -64,6 +64,7 @@ def test_every_draft_is_the_small_models_and_no_token_changes():
     assert other == 0
 
 
+@pytest.mark.slow
 def test_drafts_of_the_target_itself_are_all_accepted():
     """Greedy and sampled: then q is p, where a wrong cache entry or position would show."""
     params, config = model(TARGET, seed=0)  # the target's own weights

@@ -69,6 +69,7 @@ def test_greedy_ids_are_those_of_plain_decoding(plain, name):
         assert {1, 2, 3} <= drafts
 
 
+@pytest.mark.slow
 def test_a_corpus_of_the_answers_makes_nearly_every_draft_right(plain):
     """The corpus holds the answers; the tokens stay the same."""
     answers = [np.array([*item.prompt_token_ids, *plain.token_ids(item.id)]) for item in REQUESTS]

@@ -7,6 +7,7 @@ from tests.support.decoding import mixed_requests, run
 from tests.support.near_ties import compare, margins
 
 
+@pytest.mark.slow
 def test_greedy_ids_across_batch_shapes_agree_up_to_a_near_tie(record_property):
     """[3, 4] steps with drafts against [1, 1] steps without, and other prefill chunks."""
     requests = mixed_requests(4, max_tokens=(16, 24))

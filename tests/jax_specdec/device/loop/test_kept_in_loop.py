@@ -75,7 +75,6 @@ def kept():
     return run(asking(), "mtp")
 
 
-@pytest.mark.slow
 def test_every_set_is_that_of_its_row(kept):
     counts = check_records(kept, asking())
     assert len(counts) == sum(r.params.max_tokens for r in asking() if r.params.kept_token_ids)
@@ -119,6 +118,7 @@ def test_greedy_tokens_keep_themselves_where_one_read_serves_all(monkeypatch):
     assert any(output.read is not None for output in result.outputs)
 
 
+@pytest.mark.slow
 def test_without_a_known_cut_a_search_finds_it(kept):
     """For a loop of one's own that keeps no cut of its verification."""
     requests = asking()[:3]
@@ -156,6 +156,7 @@ def test_an_invalid_row_keeps_its_one_token():
         ]
 
 
+@pytest.mark.slow
 def test_a_prefill_node_sends_the_set_of_its_first_token():
     item = request("r", [1, 2, 3], max_tokens=6, temperature=1.0, top_p=0.8, kept_token_ids=True)
     local = Local("mtp", prefill_only=True)
@@ -186,6 +187,7 @@ def whole_sequences(requests, result):
     return ids, scored(jnp.asarray(ids))
 
 
+@pytest.mark.slow
 def test_the_ratio_of_truncated_rollouts_is_one_with_their_sets_and_not_without():
     """top-p 0.8: the learner's ratio is 1 within 1e-4; over the whole vocabulary it is not."""
     requests = [

@@ -106,7 +106,7 @@ def test_logprobs_that_take_what_verification_has_read(temperature, monkeypatch)
     check_against_teacher_forcing(result, requests)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["mtp", "ngram", pytest.param("none", marks=pytest.mark.slow)])
 def test_sampled_requests_too(name):
     requests = mixed_requests(temperature=0.8, seed=3)
     result = run(requests, name)

@@ -91,6 +91,7 @@ def test_the_loop_decodes_what_the_model_says():
     assert all(record.logprobs.shape[1] == 3 for record in run.records["0"])
 
 
+@pytest.mark.slow
 def test_a_model_that_writes_padding_is_noticed():
     """Negative control: the comparison above sees a cache that is a little wrong."""
     assert ids_of(Fading(wraps=True))[0] != [continued(prompt, 20) for prompt in PROMPTS]

@@ -80,7 +80,10 @@ def in_parts(monkeypatch):
     ("asking", "changes"),
     [
         (RAW, {}),
-        (SamplingParams(logprobs=512), {"tie_embeddings": False, "logit_softcap": 4.0}),
+        pytest.param(
+            SamplingParams(logprobs=512), {"tie_embeddings": False, "logit_softcap": 4.0},
+            marks=pytest.mark.slow,
+        ),
         (SamplingParams(logprobs=5, temperature=0.7, logprobs_mode=SCALED, extra_token_ids=(3,)),
          {"norm_in_head": True, "dtype": "bfloat16"}),
         (SamplingParams(logprobs=5, temperature=0.7, top_p=0.8, logprobs_mode=PROCESSED), {}),
@@ -102,7 +105,9 @@ def test_they_are_those_of_the_chunks_logits(asking, changes, in_parts):
     assert differ <= 2, f"{differ} ids differ"
 
 
-@pytest.mark.parametrize("mode", [LogprobsMode.RAW, PROCESSED])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(LogprobsMode.RAW, marks=pytest.mark.slow), PROCESSED]
+)
 def test_over_two_devices(mode, in_parts):
     """Each has half of the head's columns, the last of them padding."""
     params, model = random_model(999, tie_embeddings=False)
@@ -139,7 +144,7 @@ def copies(text, *shape):
     ("k", "tied"),
     [
         (20, False),
-        (512, True),
+        pytest.param(512, True, marks=pytest.mark.slow),
         pytest.param(20, True, marks=pytest.mark.slow),
         pytest.param(512, False, marks=pytest.mark.slow),
     ],

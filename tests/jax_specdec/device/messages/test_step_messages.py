@@ -82,7 +82,7 @@ def test_only_columns_that_a_slot_asked_for_reach_its_message():
     assert message.num_bytes == 4 * (fixed + 2 + 2 + (3 + 21) + (2 + 20))
 
 
-@pytest.mark.parametrize("name", ["mtp", "ngram"])
+@pytest.mark.parametrize("name", [pytest.param("mtp", marks=pytest.mark.slow), "ngram"])
 def test_a_step_sends_one_target_message_with_every_slot(name):
     """Steps are numbered one by one, `running` falls with the last request, no draft follows."""
     result = run(mixed_requests(5, max_tokens=(6, 12)), name)

@@ -166,6 +166,7 @@ def test_the_memory_of_a_control_group_counts(tmp_path):
     assert host_bytes(tmp_path) == 0
 
 
+@pytest.mark.slow
 def test_loading_takes_about_one_copy_of_the_weights(tmp_path):
     """The peak memory of a process, less its peak without the weights."""
     config = ModelConfig.tiny(

@@ -125,6 +125,7 @@ def test_decoder_and_head_agree_with_the_reference(directory, loaded):
         assert np.abs(other - want).max() > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_loop_drafts_what_the_reference_drafts(directory, loaded):
     """First drafts come from the decoder's states, further ones from the head's own output."""
     reference, prompt = Reference(directory), IDS[:5].tolist()

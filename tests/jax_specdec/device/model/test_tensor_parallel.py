@@ -152,6 +152,7 @@ def test_processed_logprobs_are_of_the_cut_that_was_found_on_shards():
     assert not same(turned, one)  # the control: the cuts are used
 
 
+@pytest.mark.slow
 def test_kept_sets_on_shards_are_those_of_one_device():
     """Bit for bit, and what travels between devices is compact: 4 KB a row at most."""
     target, drafts, sampling, positions = rows()

@@ -133,6 +133,7 @@ def test_the_others_go_on_while_a_request_waits_and_then_it_is_as_if_it_had_come
     assert local.worker.num_held == 0
 
 
+@pytest.mark.slow
 def test_so_it_is_where_a_process_has_several_devices():
     """What is compiled with abstract arguments is what arrays in those places need."""
     parallel = sharding.tensor_parallel(config_of("ngram").model, 2)
