@@ -37,10 +37,39 @@ from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedul
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.types import Outputs, Rows
 from pallas_kernels.testing import compile_target
-from pallas_kernels.testing.shapes import AOT, GPU, Shape
+from pallas_kernels.testing.shapes import VOCABULARIES, Shape
 
 # 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
 REGISTERS = 168
+
+# Those of a GPU's benchmark.
+GPU = tuple(
+    Shape(rows, vocabulary, k, dtype)
+    for rows in (4, 16, 64, 256, 1536)
+    for vocabulary in (131_072, 151_936)
+    for k in (0, 1, 5, 20, 64)
+    for dtype in ("bfloat16", "float32")
+)
+
+# What is compiled for a GPU where there is none: every vocabulary, dtype and kind of schedule.
+AOT = (
+    *(Shape(1536, vocabulary, 20, "bfloat16") for vocabulary in VOCABULARIES.values()),
+    *(Shape(64, vocabulary, 20, "float32") for vocabulary in VOCABULARIES.values()),
+    *(Shape(256, 151_936, k, dtype) for k in (0, 1, 64, 128) for dtype in ("bfloat16", "float32")),
+    *(Shape(1536, 50_257, 64, dtype) for dtype in ("bfloat16", "float32")),
+    # Rows with edges, whose programs take places too.
+    *(Shape(64, vocabulary, 20, "bfloat16") for vocabulary in (128_256, 131_072, 151_936)),
+    Shape(4, 131_072, 20, "bfloat16"),
+    Shape(4, 50_257, 128, "float32"),
+    Shape(1, 32_000, 128, "float16"),
+    Shape(2048, 262_144, 5, "float16"),
+    # What the model of the time holds promises for, and a K above that of any server.
+    *(Shape(1536, 131_072, 128, dtype) for dtype in ("bfloat16", "float32")),
+    *(Shape(256, 131_072, 20, dtype) for dtype in ("bfloat16", "float32")),
+    *(Shape(64, 131_072, k, "float32") for k in (20, 256, 512)),
+    *(Shape(rows, 131_072, 20, "bfloat16") for rows in (528, 560)),
+    Shape(64, 131_072, 512, "bfloat16"),
+)
 
 
 @dataclass(frozen=True)

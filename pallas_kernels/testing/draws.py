@@ -41,19 +41,10 @@ def group_sums(x: Any, inverse: Any) -> tuple[Any, Any]:
     return maxima.astype(np.float32), sums.astype(np.float32)
 
 
-def rows_to_draw(
-    x: Any, slots: Sequence["Slot"], inverse: Any, *, forget: int | None = None
-) -> RowsToDraw:
-    """What a kernel is given, as NumPy arrays, of rows x [N, V]; slots are `Slot`s.
-
-    forget: a token whose exponential the groups' sums do not have, in every row.
-    """
+def rows_to_draw(x: Any, slots: Sequence["Slot"], inverse: Any) -> RowsToDraw:
+    """What a kernel is given, as NumPy arrays, of rows x [N, V]; slots are `Slot`s."""
     inverse = np.asarray(inverse, np.float32)
-    summed = np.array(x).astype(np.float32)
-    if forget is not None:
-        summed[:, forget] = -np.inf
-    maxima, _ = group_sums(x, inverse)
-    _, sums = group_sums(summed, inverse)
+    maxima, sums = group_sums(x, inverse)
     most = max(len(slot.taken) for slot in slots)
     taken = [(*slot.taken, *[-1] * (most - len(slot.taken))) for slot in slots]
     given: dict[str, Any] = {

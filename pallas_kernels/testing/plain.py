@@ -1,8 +1,5 @@
 """The plain way to logprobs, as frameworks do it today: the kernels are measured against it."""
 
-import inspect
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,22 +7,17 @@ from jax import lax
 from pallas_kernels import TopkLogprobs
 
 
-def topk_logprobs(
-    logits: jax.Array, token_ids: jax.Array, k: int, is_stable: bool = True
-) -> TopkLogprobs:
+def topk_logprobs(logits: jax.Array, token_ids: jax.Array, k: int) -> TopkLogprobs:
     """Logprobs by log_softmax, lax.top_k, a gather and a count.
 
     Args:
       logits: [R, V]. token_ids: [R] int32. k: columns beside the token's own.
-      is_stable: whether equal logprobs keep the order of their ids. False may be faster; jax has it
-        since 0.11 (`has_unstable_top_k`).
     """
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
     selected = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)
     ids, columns = token_ids[:, None], selected
     if k > 0:
-        options: dict[str, Any] = {} if is_stable else {"is_stable": False}
-        top_logprobs, top_ids = lax.top_k(logprobs, k, **options)
+        top_logprobs, top_ids = lax.top_k(logprobs, k)
         ids = jnp.concatenate([ids, top_ids], axis=1)
         columns = jnp.concatenate([columns, top_logprobs], axis=1)
     return TopkLogprobs(
@@ -34,8 +26,3 @@ def topk_logprobs(
         token_ranks=1 + jnp.sum(logprobs > selected, axis=1, dtype=jnp.int32),
         extra_logprobs=jnp.zeros((logits.shape[0], 0), jnp.float32),
     )
-
-
-def has_unstable_top_k() -> bool:
-    """Whether this jax's `lax.top_k` takes `is_stable`: since 0.11."""
-    return "is_stable" in inspect.signature(lax.top_k).parameters

@@ -5,11 +5,17 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
-from pallas_kernels.testing import shapes
+from pallas_kernels.testing.shapes import Shape
 from tests.support import quick_compile
 
 SHARE = 0.25
 ALWAYS = 8 << 20
+# Where memory is held to a share of the logits.
+MEMORY = tuple(
+    Shape(rows, vocabulary, 20, dtype)
+    for rows, vocabulary in ((24, 32_000), (64, 131_072), (64, 50_257), (1536, 151_936))
+    for dtype in ("float32", "bfloat16")
+)
 
 
 def limit(logits):
@@ -29,7 +35,7 @@ USUAL = {
 
 
 def cases():
-    for shape in shapes.MEMORY:
+    for shape in MEMORY:
         for dynamic in (False, True):
             usual = (shape.rows, shape.vocabulary, shape.dtype, dynamic) in USUAL
             marks = () if usual else pytest.mark.slow
@@ -68,7 +74,7 @@ def test_temporaries_are_a_share_of_the_logits(shape, dynamic):
 @pytest.mark.parametrize("greedy_too", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_temporaries_of_changed_logits(greedy_too):
     """With a mask and a bias logits are copied block by block, never all."""
-    shape = shapes.MEMORY[2]
+    shape = MEMORY[2]
     logits = jax.ShapeDtypeStruct((512, shape.vocabulary), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((512,), jnp.int32)
     words = jax.ShapeDtypeStruct((512, -(-shape.vocabulary // 32)), jnp.uint32)
@@ -83,7 +89,7 @@ def test_temporaries_of_changed_logits(greedy_too):
     assert temporaries(call, logits, ids, words) <= limit(logits)
 
 
-@pytest.mark.parametrize("shape", shapes.MEMORY[:4], ids=str)
+@pytest.mark.parametrize("shape", MEMORY[:4], ids=str)
 def test_greedy_temporaries(shape):
     logits = jax.ShapeDtypeStruct((shape.rows, shape.vocabulary), shape.dtype)
     assert temporaries(greedy, logits) <= limit(logits)
