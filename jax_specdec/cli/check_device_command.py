@@ -139,7 +139,10 @@ def run_pieces(
         number = len(left)
         with (report.folder / LOG).open("ab") as log:
             begun, end = _run_once([*program, *left], log, report, left, until, piece_seconds)
-        if not left or time.monotonic() >= until:
+        if not left:
+            return
+        if time.monotonic() >= until:
+            print("out of time", flush=True)
             return
         if begun is None and len(left) < number:
             continue  # it ended between two pieces

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.testing import checks, pieces, times
+from pallas_kernels.testing import checks, ground, pieces, times
 from pallas_kernels.testing.shapes import Shape
 
 BY_XLA = checks.by_name("xla")
@@ -134,6 +134,18 @@ def test_what_is_no_wrong_answer_ends_the_process():
     ends = [(line["piece"], line["ok"]) for line in lines if "piece" in line]
     assert ends == [("a", False), ("b", True), ("c", False)]
     assert lines[-1]["error"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"
+
+
+def test_a_platform_that_does_not_start_is_named(monkeypatch):
+    def devices(platform):
+        if platform == "cuda":
+            raise RuntimeError("Backend 'cuda' failed to initialize: driver too old\n\nSee there.")
+        raise RuntimeError("Unknown backend tpu")
+
+    monkeypatch.setattr(ground.jax, "devices", devices)
+    obstacle = ground.found(full=False)["obstacle"]
+    why = "Backend 'cuda' failed to initialize: driver too old See there."
+    assert obstacle == f"jax finds no GPU and no TPU here: {why}"
 
 
 def test_a_timed_program_keeps_its_calls():
