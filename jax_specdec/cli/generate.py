@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ipc import RingError
 from jax_specdec.cli.prompts import Prompt
 from jax_specdec.cli.resumable import JsonlOutput, Output
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.export import openai
-from jax_specdec.records.batch import FinishReason, PromptRows
+from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.record import Record, Records
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.text.detokenize import TextStream, TokenTable
@@ -222,10 +220,12 @@ class Run:
     def _response(self, prompt: Prompt, records: Sequence[Record]) -> dict[str, Any]:
         """The OpenAI-style response of a request that ended."""
         make = openai.chat_completion if prompt.chat else openai.completion
+        parts = [record.prompt for record in records if record.prompt is not None]
+        k = prompt.request.params.prompt_logprobs
         return make(
             prompt.request, records, self._table, model=self._settings[0],
             created=int(time.time()),
-            prompt=_prompt_rows(prompt.request.params.prompt_logprobs, records),
+            prompt=None if k is None else openai.joined_prompt(parts, k)[0],
         )  # fmt: skip
 
     def summary(self) -> Iterator[str]:
@@ -239,22 +239,6 @@ class Run:
             )
         yield line
         yield from self.tally.failures()
-
-
-def _prompt_rows(k: int | None, records: Sequence[Record]) -> openai.Rows | None:
-    """The prompt's logprobs, joined from the records' chunks; None if they were not asked for."""
-    if k is None:
-        return None
-    empty = openai.Rows(  # nothing predicts the only token of a prompt
-        np.empty(0, np.int32), np.empty((0, k + 1), np.float32), np.empty((0, k), np.int32)
-    )
-    chunks = [record.prompt for record in records if record.prompt is not None]
-    parts: list[openai.Rows | PromptRows] = [empty, *chunks]
-    return openai.Rows(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.topk_ids for part in parts]),
-    )
 
 
 def left_to_do(

@@ -14,8 +14,8 @@ class Placement:
     def __init__(self, *, one_by_one: bool = False) -> None:
         """Begin without requests; `one_by_one` as for `Trials`."""
         # In the order in which they will get a slot.
-        self._to_prefill = WaitingQueue()
-        self._to_decode = WaitingQueue()
+        self._to_prefill: WaitingQueue[QueuedRequest] = WaitingQueue()
+        self._to_decode: WaitingQueue[QueuedRequest] = WaitingQueue()
         self._trials = Trials(one_by_one=one_by_one)
 
     def __bool__(self) -> bool:
@@ -27,7 +27,7 @@ class Placement:
         return len(self._trials) + sum(map(len, self._queues))
 
     @property
-    def _queues(self) -> tuple[WaitingQueue, ...]:
+    def _queues(self) -> tuple[WaitingQueue[QueuedRequest], ...]:
         return self._to_prefill, self._to_decode
 
     def enqueue(

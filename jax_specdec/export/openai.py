@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.export.openai_extension import json_number, request_extension, speculation
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
 from jax_specdec.text.detokenize import TextStream, TokenTable
@@ -113,6 +113,19 @@ def prompt_logprobs(rows: Rows, table: TokenTable) -> list[dict[str, Any] | None
     return [None, *_chat_rows(rows, table)]
 
 
+def joined_prompt(parts: Sequence[PromptRows], k: int) -> tuple[Rows, NDArray[np.int32]]:
+    """The rows of a whole prompt but its first token, with K = `k` at most, and token ranks [n]."""
+    empty = np.empty(0, np.int32)
+    rows = Rows(
+        np.concatenate([empty, *(part.token_ids for part in parts)]),
+        np.concatenate(
+            [np.empty((0, k + 1), np.float32), *(part.logprobs[:, : k + 1] for part in parts)]
+        ),
+        np.concatenate([np.empty((0, k), np.int32), *(part.topk_ids[:, :k] for part in parts)]),
+    )
+    return rows, np.concatenate([empty, *(part.token_ranks for part in parts)])
+
+
 def finish_reason(reason: FinishReason | None) -> str | None:
     """The API's word, "stop" or "length"; a reason without one keeps its own name."""
     if reason is None:
@@ -154,15 +167,10 @@ def completion(
       prompt: the prompt's logprobs, as `prompt_logprobs` takes them, for the extension.
     """
     text, reason, num_tokens = _outcome(records, table)
-    choice = {
-        "index": index,
-        "text": text,
-        "logprobs": completion_logprobs(records, table),
-        "finish_reason": reason,
-    }
+    said = {"text": text, "logprobs": completion_logprobs(records, table), "finish_reason": reason}
     return {
         **_header(request, "text_completion", model, created),
-        "choices": [choice],
+        "choices": [{"index": index, **said}],
         "usage": usage(request, num_tokens),
         "speculation": _extension(request, records, table, prompt),
     }

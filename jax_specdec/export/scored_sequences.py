@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.export.arrow import pyarrow
+from jax_specdec.export.openai import joined_prompt
 from jax_specdec.records.batch import PromptRows
 
 
@@ -59,18 +60,18 @@ def scored_sequence(
       ValueError: the rows are not those of the prompt.
     """
     token_ids = np.asarray(prompt, np.int32)
-    found = np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in rows)])
-    if not np.array_equal(found, token_ids[1:]):
-        raise ValueError(f"sequence {id!r}: {len(found)} rows are not of its {len(prompt)} tokens")
-    logprobs = np.concatenate([np.empty((0, k + 1), np.float32), *(x.logprobs for x in rows)])
+    found, ranks = joined_prompt(rows, k)
+    if not np.array_equal(found.token_ids, token_ids[1:]):
+        count = len(found.token_ids)
+        raise ValueError(f"sequence {id!r}: {count} rows are not of its {len(prompt)} tokens")
     return ScoredSequence(
         id,
         digest,
         token_ids,
-        np.ascontiguousarray(logprobs[:, 0]),
-        np.concatenate([np.empty(0, np.int32), *(part.token_ranks for part in rows)]),
-        np.concatenate([np.empty((0, k), np.int32), *(part.topk_ids for part in rows)]),
-        np.ascontiguousarray(logprobs[:, 1:]),
+        np.ascontiguousarray(found.logprobs[:, 0]),
+        ranks,
+        found.topk_ids,
+        np.ascontiguousarray(found.logprobs[:, 1:]),
     )
 
 

@@ -3,7 +3,6 @@
 Nothing here knows Ray or threads: whoever holds it locks it.
 """
 
-import collections
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.engine.queued_request import QueuedRequest, ended
+from jax_specdec.engine.waiting_queue import WaitingQueue
 from jax_specdec.export.arrow import pyarrow
 from jax_specdec.export.prompt_columns import START, prompt_span
 from jax_specdec.export.step_rows import step_rows
@@ -99,22 +99,19 @@ class Book:
         self.entries: dict[str, Entry] = {}
         self._by_key: dict[str, Entry] = {}
         self._keys = itertools.count()
-        self._waiting: dict[int, collections.OrderedDict[str, Entry]] = {}  # by priority
+        self._waiting: WaitingQueue[Entry] = WaitingQueue()
 
     @property
     def num_waiting(self) -> int:
         """Requests that no replica has."""
-        return sum(map(len, self._waiting.values()))
+        return len(self._waiting)
 
     def add(self, entry: Entry, *, first: bool = False) -> None:
         """Let a request wait, behind the others of its priority or before them."""
         entry.replica = None
         self._by_key.pop(entry.key, None)
         self.entries[entry.request.id] = entry
-        queue = self._waiting.setdefault(entry.priority, collections.OrderedDict())
-        queue[entry.request.id] = entry
-        if first:
-            queue.move_to_end(entry.request.id, last=False)
+        (self._waiting.appendleft if first else self._waiting.append)(entry)
 
     def join(self, replica: int, load: Load) -> None:
         """Let a replica have requests."""
@@ -123,20 +120,16 @@ class Book:
     def assigned(self) -> dict[int, list[Entry]]:
         """Give what waits to the replicas that have room; who gets which."""
         given: dict[int, list[Entry]] = {}
-        for priority in sorted(self._waiting):
-            queue = self._waiting[priority]
-            while queue:
-                entry = next(iter(queue.values()))
-                prompt = entry.request.packed_prompt
-                replica = self.routes.choose(prompt)
-                if replica is None:
-                    return given
-                queue.popitem(last=False)
-                entry.replica, entry.key = replica, str(next(self._keys))
-                self._by_key[entry.key] = entry
-                self.routes.add(replica, prompt, entry.prompt_length + entry.left)
-                given.setdefault(replica, []).append(entry)
-            del self._waiting[priority]
+        while (entry := next(iter(self._waiting), None)) is not None:
+            prompt = entry.request.packed_prompt
+            replica = self.routes.choose(prompt)
+            if replica is None:
+                break
+            self._waiting.popleft()
+            entry.replica, entry.key = replica, str(next(self._keys))
+            self._by_key[entry.key] = entry
+            self.routes.add(replica, prompt, entry.prompt_length + entry.left)
+            given.setdefault(replica, []).append(entry)
         return given
 
     def take(self, rows: Any, replica: int) -> tuple[ColumnBatch, list[Entry]]:
@@ -244,8 +237,8 @@ class Book:
         self._by_key.pop(entry.key, None)
         if entry.replica is not None:
             self.routes.end(entry.replica, entry.prompt_length + entry.left)
-        elif (queue := self._waiting.get(entry.priority)) is not None:
-            queue.pop(name, None)
+        else:
+            self._waiting.take(name)
 
 
 def end_rows(ends: Sequence[tuple[Entry, FinishReason]]) -> ColumnBatch:

@@ -12,22 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.export.openai import Rows
-from jax_specdec.records.batch import PromptRows
 from jax_specdec.records.record import Record
 from jax_specdec.text.detokenize import TokenTable
-
-
-def joined(parts: Sequence[PromptRows], k: int) -> tuple[Rows, NDArray[np.int32]]:
-    """The rows of a whole prompt but its first token, with K = `k` at most, and token ranks [n]."""
-    empty = np.empty(0, np.int32)
-    rows = Rows(
-        np.concatenate([empty, *(part.token_ids for part in parts)]),
-        np.concatenate(
-            [np.empty((0, k + 1), np.float32), *(part.logprobs[:, : k + 1] for part in parts)]
-        ),
-        np.concatenate([np.empty((0, k), np.int32), *(part.topk_ids[:, :k] for part in parts)]),
-    )
-    return rows, np.concatenate([empty, *(part.token_ranks for part in parts)])
 
 
 def vllm_prompt_logprobs(

@@ -8,7 +8,7 @@ from jax_specdec.export.openai_extension import request_extension, speculation
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
-from jax_specdec.serve.arrays import base64_columns, joined, vllm_prompt_logprobs
+from jax_specdec.serve.arrays import base64_columns, vllm_prompt_logprobs
 from jax_specdec.serve.delivery import Part
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.parse_request import ParsedRequest
@@ -100,7 +100,7 @@ class Choice:
             text = table.decode(ids) + text
             if wanted:
                 assert asked.logprobs is not None
-                rows, _ = joined(self._prompt, asked.logprobs)
+                rows, _ = openai.joined_prompt(self._prompt, asked.logprobs)
                 logprobs = openai.echoed_logprobs(ids[0], rows, table, stream=self._text)
             else:
                 self._text.push(ids)
@@ -119,7 +119,9 @@ class Choice:
         if asked.prompt_logprobs and first:
             k = request.params.prompt_logprobs
             assert k is not None
-            found["prompt_logprobs"] = vllm_prompt_logprobs(*joined(self._prompt, k), table)
+            found["prompt_logprobs"] = vllm_prompt_logprobs(
+                *openai.joined_prompt(self._prompt, k), table
+            )
         if asked.token_ids:
             if first:
                 found["prompt_token_ids"] = list(request.prompt_token_ids)

@@ -11,6 +11,7 @@ from jax_specdec.engine.errors import EngineClosed, EngineFull, StreamBehind, Wo
 from jax_specdec.engine.streams import MAX_UPDATES_AHEAD
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError, SamplingParams
+from tests.support.processes import wait_for
 from tests.support.scene import Scene, check, long_requests, make_requests
 from tests.support.scripted_worker import VOCAB, ScriptedWorker, continuation
 from tests.support.streaming import StreamingScene
@@ -174,9 +175,10 @@ def test_an_engine_whose_updates_are_not_read_waits_unless_others_read():
     while scene.streams["r"].finish_reason is None:
         scene.round()
     assert worker.sent > sent
+    assert not scene.engine._streams.wakeup.ready()
     while updates._items:
         next(updates)
-    assert scene.engine._streams._is_held_up() is False
+    assert scene.engine._streams.wakeup.ready()
     scene.finish()
 
 
@@ -340,7 +342,10 @@ def test_threads_submit_and_read_at_once(engine):
 def test_ids_are_free_once_a_list_was_left(engine):
     requests = long_requests(5)
     for _ in range(4):
-        next(engine.generate(requests))  # the iterator is dropped
+        updates = engine.generate(requests)
+        next(updates)
+        wait_for(engine._streams._is_held_up)
+        updates.close()
         assert not engine._streams.open_ids
     got = {one.id: [] for one in requests}
     for update in engine.generate(requests):
