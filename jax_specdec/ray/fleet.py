@@ -77,7 +77,6 @@ class Fleet:
                     brought=self.brought, lost=self.lost, failed=self.fail,
                 ),
                 cluster,
-                restarts=config.on_worker_loss == "restart",
             )
             for number in range(cluster.replicas)
         ]  # fmt: skip
@@ -259,7 +258,7 @@ class Fleet:
         """Note that a replica is lost, and whether it comes again.
 
         Args:
-          coming: Ray would start it again.
+          coming: Ray could start it again, were it allowed to.
           charged: the loss is not one that was noted before.
         """
         with self._lock:

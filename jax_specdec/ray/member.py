@@ -39,7 +39,7 @@ class FleetCalls:
       weights: those in use.
       joined: it has begun, with weights of a version; False where it must get others.
       brought: takes a batch; waits where its reader is behind, and raises BatchError.
-      lost: notes a loss: why, whether Ray would start it again, and whether the loss is a new one.
+      lost: notes a loss: why, whether Ray could start it again, and whether the loss is a new one.
         Then `coming` says whether it comes again.
       failed: ends the fleet with an error.
     """
@@ -70,8 +70,6 @@ class Member:
         place: Callable[[], Place],
         fleet: FleetCalls,
         cluster: RayConfig,
-        *,
-        restarts: bool,
     ) -> None:
         self.number = number
         self.ready = self.begun = False
@@ -79,7 +77,7 @@ class Member:
         self.problem = ""
         self.traffic = dict.fromkeys(("batches", "bytes", "rows", "tokens", "calls"), 0)
         self._make_place, self._fleet = place, fleet
-        self._cluster, self._restarts = cluster, restarts
+        self._cluster = cluster
         self._place: Place | None = None
         self._home: Home | None = None  # where it has to be closed, or tidied up after
         self._losses = 0
@@ -219,14 +217,14 @@ class Member:
                 continue
             except cannot_begin as error:
                 self.problem = _first(error)
-                if not self._lose(self.problem, coming=self._restarts):
+                if not self._lose(self.problem, coming=True):
                     return
                 self._restart()
                 continue
             why = self._read()
             if self._fleet.over():
                 return
-            if not self._lose(why, coming=self._restarts):
+            if not self._lose(why, coming=True):
                 return
 
     def _begin(self) -> None:

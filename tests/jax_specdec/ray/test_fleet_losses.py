@@ -4,6 +4,8 @@ import pytest
 
 from jax_specdec.engine import EngineConfig, FinishReason
 from jax_specdec.engine.errors import WorkerFailed
+from jax_specdec.engine.result_queue import ResultQueue
+from jax_specdec.engine.stream import Stream
 from jax_specdec.ray import fleet as module
 from jax_specdec.ray.book import Entry
 from jax_specdec.ray.config import RayConfig
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.fast
 class Replica:
     """A member that takes what it gets, and does nothing."""
 
-    def __init__(self, number, place, calls, cluster, *, restarts):
+    def __init__(self, number, place, calls, cluster):
         self.number = number
         self.ready, self.begun, self.coming = True, True, True
 
@@ -104,6 +106,24 @@ def test_a_replica_is_replaced_so_many_times_within_the_window(fleet_of, monkeyp
     assert not lose(fleet, 1)
     with pytest.raises(WorkerFailed):
         fleet.check_open()
+
+
+def test_the_end_of_a_fleet_reaches_each_reader_with_its_own_requests(fleet_of):
+    fleet, requests, mistake = fleet_of(1), long_requests(5), TypeError("a mistake")
+    queues = [ResultQueue(2, 4), ResultQueue(2, 4)]
+    stream = Stream(requests[4], lambda *_: None, max_backlog=4)
+    for request, reader in zip(requests, (*queues, *queues, stream), strict=True):
+        fleet.admit([Entry(request, reader)])
+    fleet.fail(mistake)
+    for queue, names in zip(queues, (["r0", "r2"], ["r1", "r3"]), strict=True):
+        batch = next(queue)
+        assert [request.id for request in batch.requests] == names
+        assert batch.finish_reasons.tolist() == [FinishReason.WORKER_LOST] * 2
+        with pytest.raises(TypeError):
+            next(queue)
+    assert next(stream).finish_reason is FinishReason.WORKER_LOST
+    with pytest.raises(TypeError):
+        next(stream)
 
 
 def test_a_loss_that_is_put_down_to_a_request_does_not_count(fleet_of):

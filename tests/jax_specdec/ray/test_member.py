@@ -39,7 +39,7 @@ def ray(monkeypatch):
 def member_of(remote):
     """A replica whose actor answers each call with what `remote` returns."""
     bound = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote))
-    made = Member(0, lambda: None, SimpleNamespace(), RayConfig(), restarts=True)
+    made = Member(0, lambda: None, SimpleNamespace(), RayConfig())
     made._place = SimpleNamespace(actor=SimpleNamespace(submit=bound))
     return made
 
@@ -95,7 +95,7 @@ def test_nobody_waits_in_ray_for_a_fleet_that_is_over(monkeypatch):
     """Who does ends the process, once the program leaves the cluster."""
     ray = Waits(3)
     monkeypatch.setattr(module, "ray", ray)
-    member = Member(0, lambda: None, ray, RayConfig(), restarts=True)
+    member = Member(0, lambda: None, ray, RayConfig())
     assert list(member._each(iter(()))) == []
     assert ray.left == 0
     ray.left = 3
@@ -116,5 +116,5 @@ def test_what_comes_late_is_waited_for(monkeypatch):
     monkeypatch.setattr(module, "ray", ray)
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "wait", lambda references, timeout, fetch_local: (references, []))
-    member = Member(0, lambda: None, ray, RayConfig(), restarts=True)
+    member = Member(0, lambda: None, ray, RayConfig())
     assert list(member._each(iter(("a", "b")))) == ["first", "second"]

@@ -61,7 +61,7 @@ def ray(monkeypatch):
 
 @pytest.fixture
 def member(ray):
-    made = Member(0, ray.place, FakeFleet(), RayConfig(coalesce=0.0, backlog=1), restarts=True)
+    made = Member(0, ray.place, FakeFleet(), RayConfig(coalesce=0.0, backlog=1))
     made._place = ray.place()
     return made
 
