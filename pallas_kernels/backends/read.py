@@ -173,6 +173,7 @@ def draw(
     purposes: tuple[int, int],
     by_xla: Callable[[Arrays], Drawn],
     logits: Float[Array, "N V"],
+    after: Callable[[Drawn, Arrays], Drawn] = lambda drawn, _: drawn,
 ) -> Drawn:
     """A token of each slot's row, of rows that are whole on a device.
 
@@ -185,13 +186,14 @@ def draw(
       purposes: static; of the noise of groups, and of that of tokens.
       by_xla: what XLA does, a function of `arrays`.
       logits: the rows.
+      after: what follows the kernel, a function of its result and of `arrays`.
     """
     fits = given.maxima.shape[1] <= MOST_GROUPS and given.excluded_ids.shape[1] <= MOST_TAKEN
     if not fits:
         return by_xla(arrays)
     found: Drawn = kernels_or_xla(
         "draw",
-        lambda kernels, logits, given, _: kernels.draw(logits, given, purposes),
+        lambda kernels, logits, given, arrays: after(kernels.draw(logits, given, purposes), arrays),
         lambda _, __, arrays: by_xla(arrays),
         logits,
         given,

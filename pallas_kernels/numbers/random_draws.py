@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas_kernels.numbers.gumbel import gumbel_of_bits
+from pallas_kernels.numbers.pieces import largest_and_first
 from pallas_kernels.numbers.threefry import word as threefry_word
 
 # Purposes: independent random numbers at one position. A token after the drafts is drawn in two
@@ -46,6 +47,4 @@ def best(
     scores: Float32[Array, "B C"], ids: Int32[Array, "B C"]
 ) -> tuple[Float32[Array, " B"], Int32[Array, " B"]]:
     """The largest score of each row, and the lowest id that has it."""
-    score = scores.max(axis=1)
-    largest = scores == score[:, None]
-    return score, jnp.min(jnp.where(largest, ids, 2**31 - 1), axis=1)
+    return largest_and_first(scores, ids)

@@ -8,13 +8,12 @@ nothing of the vocabulary's size.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.backends.groups import inverse_temperature
 from pallas_kernels.lowering.blocks import vary_like
@@ -63,86 +62,79 @@ def last_within(
     tokens: Order,
     key_bits: int,
     vocab_size: int,
-    reaches: Callable[[jax.Array], jax.Array],
+    reaches: Callable[[LastKept], jax.Array],
     shard: VocabShard,
 ) -> LastKept:
     """The last token with fewer than a limit before it.
+
+    One loop searches its key, looks whether all tokens of that key are kept, as they usually are,
+    and searches its id if they are not.
 
     Args:
       tokens: the order.
       key_bits: 8 * the logits' item size.
       vocab_size: V.
-      reaches: `tokens [..., V] bool -> [...] bool`, whether the sum of these tokens has reached
-        the limit; false for no token at all.
+      reaches: `place [...] -> [...] bool`, whether the sum of the tokens up to a place has reached
+        the limit; false where there is none.
       shard: the columns of each row that this device holds.
 
     Returns:
       A token of the row; or a place behind all of them, if they do not reach the limit together.
     """
     per_trip = 1 if shard.axis_name is None else BITS_PER_TRIP
-    key = _last_key(tokens, key_bits, reaches, per_trip)
-    above = tokens.keys > key[..., None]
-    equal = tokens.keys == key[..., None]
+    bits = key_bits, (vocab_size - 1).bit_length()
+    key_trips, id_trips = (-(-number // per_trip) for number in bits)
+    digits = jnp.arange(1, 2**per_trip, dtype=jnp.uint32)
+    lowest, shape = jnp.int32(-(2 ** (key_bits - 1))), tokens.keys.shape[:-1]
 
-    def up_to_reaches(id: jax.Array) -> jax.Array:
-        return reaches(above | (equal & (tokens.ids <= _signed(id)[..., None])))
+    def last_of(key: jax.Array) -> jax.Array:
+        return shard.maximum(jnp.where(tokens.keys == key[..., None], tokens.ids, -1))
 
-    id_bits = (vocab_size - 1).bit_length()
-    last = shard.maximum(jnp.where(equal, tokens.ids, -1))[..., None]
-    some_left_out = reaches(above | (equal & (tokens.ids < last)))
-    # The usual case, at least in float32: all equal ones are kept, and no id is searched for.
-    id = lax.cond(
-        jnp.any(some_left_out),
-        lambda: _signed(_least(up_to_reaches, id_bits, key.shape, per_trip)),
-        lambda: vary_like(jnp.full(key.shape, vocab_size - 1, jnp.int32), some_left_out),
-    )
-    return LastKept(key, id)
+    def trip(state: _Search) -> _Search:
+        i, key, id, _ = state
+        of_key, looks = i < key_trips, i == key_trips
+        trips_left = jnp.where(of_key, key_trips - 1, key_trips + id_trips) - i
+        place = jnp.uint32(per_trip) * jnp.maximum(trips_left, 0).astype(jnp.uint32)
+        own = _signed(key) + lowest
+        like = jax.eval_shape(last_of, own)
+        last = lax.cond(looks, last_of, lambda _: vary_like(jnp.zeros(shape, jnp.int32), like), own)
 
+        def is_larger(digit: jax.Array) -> jax.Array:
+            """Whether the digit is this one or a larger one; of a look, if some are left out."""
+            # The largest number with a smaller digit.
+            tried = _signed(jnp.where(of_key, key, id) + (digit << place) - jnp.uint32(1))
+            at = jnp.where(of_key, tried + lowest, own)
+            last_id = jnp.where(of_key, -1, jnp.where(looks, last - 1, tried))
+            return reaches(LastKept(at, last_id)) ^ (i > key_trips)
 
-def _last_key(
-    tokens: Order, key_bits: int, reaches: Callable[[jax.Array], jax.Array], per_trip: int
-) -> jax.Array:
-    """The least key [...] int32 above which the limit is not reached.
-
-    It belongs to a token of the row; it is the lowest that there is if the limit is not reached.
-    """
-    lowest = jnp.int32(-(2 ** (key_bits - 1)))
-
-    def below_limit(offset: jax.Array) -> jax.Array:
-        return ~reaches(tokens.keys > (_signed(offset) + lowest)[..., None])
-
-    offset = _least(below_limit, key_bits, tokens.keys.shape[:-1], per_trip)
-    key: jax.Array = _signed(offset) + lowest
-    return key
-
-
-def _least(
-    holds: Callable[[jax.Array], jax.Array], bits: int, rows: tuple[int, ...], bits_per_trip: int
-) -> jax.Array:
-    """The least number [...] uint32 of so many bits that `holds` accepts; a larger one if none.
-
-    `holds` rejects the numbers up to some point and accepts those from there on.
-    """
-    trips = -(-bits // bits_per_trip)
-    digits = jnp.arange(1, 2**bits_per_trip, dtype=jnp.uint32)
-
-    def trip(i: jax.Array, found: jax.Array) -> jax.Array:
-        place = jnp.uint32(bits_per_trip) * (jnp.uint32(trips - 1) - i.astype(jnp.uint32))
-
-        def too_small(digit: jax.Array) -> jax.Array:
-            # The largest number with a smaller digit here; whether the digit must be this large.
-            return ~holds(found + (digit << place) - jnp.uint32(1))
-
-        count: jax.Array = jax.vmap(too_small)(digits).sum(0, dtype=jnp.uint32)
-        longer: jax.Array = found + (count << place)
-        return longer
-
-    zeros = jnp.zeros(rows, jnp.uint32)
-    with jax.named_scope("search"):  # dozens of reads of the row: a name to find in a profile
-        least: jax.Array = lax.fori_loop(
-            0, trips, trip, vary_like(zeros, jax.eval_shape(holds, zeros))
+        larger = jax.vmap(is_larger)(digits)
+        more = larger.sum(0, dtype=jnp.uint32) << place
+        return _Search(
+            i + 1,
+            jnp.where(of_key, key + more, key),
+            jnp.where(i > key_trips, id + more, id),
+            ~looks | jnp.any(larger),
         )
-    return least
+
+    def goes_on(state: _Search) -> jax.Array:
+        return state.goes_on & (state.trip <= key_trips + id_trips)
+
+    zeros = jnp.zeros(shape, jnp.uint32)
+    start = zeros, zeros, jnp.bool_(True)
+    like = jax.eval_shape(reaches, LastKept(_signed(zeros), _signed(zeros)))
+    with jax.named_scope("search"):  # dozens of reads of the row: a name to find in a profile
+        found = lax.while_loop(goes_on, trip, _Search(jnp.int32(0), *vary_like(start, like)))
+    id = jnp.where(found.goes_on, _signed(found.id), vocab_size - 1)
+    return LastKept(_signed(found.key) + lowest, id)
+
+
+class _Search(NamedTuple):
+    """Where a search is."""
+
+    trip: Int32[Array, ""]
+    key: UInt32[Array, "..."]  # above the lowest
+    id: UInt32[Array, "..."]
+    goes_on: Bool[Array, ""]  # whether an id must be searched for, once the key is found
 
 
 def _signed(x: jax.Array) -> jax.Array:
@@ -154,98 +146,44 @@ def searched(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Trunca
 
     `shard` says which columns of the rows this device holds. Anything in other rows.
     """
-    rows = _rows(logits, sampling, shard)
-    kept = _top_k(rows, sampling)
-    kept &= _top_p(rows, kept, sampling)
-    kept &= rows.x - rows.largest[..., None] >= lowest_gap(sampling)[..., None]
-    kept &= rows.x > -jnp.inf
-    return _cut_of(rows, kept, _ids(logits, shard))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of logits as the filters look at them; V is of all shards, arrays have its columns."""
-
-    x: Float32[Array, "B ... V"]
-    largest: Float32[Array, "B ..."]  # m
-    order: Order
-    key_bits: int
-    weights: tuple[jax.Array, ...]  # the digits of exp((x - m) / T)
-    vocab_size: int
-    shard: VocabShard
-
-    def mass(self, where: jax.Array) -> exact_sums.Mass:
-        """The summed weights of the tokens `where` [..., V] bool."""
-        return exact_sums.mass(self.weights, where, self.shard, self.vocab_size)
-
-    def share(self, where: jax.Array) -> jax.Array:
-        """The same as float32 [...]."""
-        return exact_sums.to_float(self.mass(where), self.vocab_size)
-
-    def last_within(self, reaches: Callable[[jax.Array], jax.Array]) -> LastKept:
-        """The last token with fewer than a limit before it: see `threshold_search`."""
-        return last_within(self.order, self.key_bits, self.vocab_size, reaches, self.shard)
-
-    def down_to(self, asked: jax.Array, last: Callable[[], LastKept]) -> jax.Array:
-        """The tokens [..., V] bool up to `last()`; all tokens, for nothing, if no slot asked."""
-        lowest = -(2 ** (self.key_bits - 1))
-        everything = LastKept(
-            jnp.full(self.largest.shape, lowest, jnp.int32),
-            jnp.full(self.largest.shape, self.vocab_size, jnp.int32),
-        )
-        everything = vary_like(everything, self.largest)
-        return within(self.order, lax.cond(asked, last, lambda: everything))
-
-
-def _rows(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> _Rows:
     x = logits.astype(jnp.float32)
-    largest = shard.maximum(x)
-    vocab_size = shard.size(logits.shape[-1])
-    return _Rows(
-        x=x,
-        largest=largest,
-        order=order(logits, _ids(logits, shard)),
-        key_bits=8 * logits.dtype.itemsize,
-        weights=exact_sums.digits(_weights(x, largest, sampling), vocab_size),
-        vocab_size=vocab_size,
-        shard=shard,
-    )
+    largest, vocab_size = shard.maximum(x), shard.size(logits.shape[-1])
+    tokens = order(logits, _ids(logits, shard))
+    weights = exact_sums.digits(_weights(x, largest, sampling), vocab_size)
+    ones = exact_sums.digits(jnp.ones(()), vocab_size)
+    k, p = (per_row(values, largest) for values in (sampling.top_k, sampling.top_p))
+    number = jnp.minimum(k, vocab_size).astype(jnp.float32)
 
+    def mass(digits: tuple[jax.Array, ...], where: jax.Array) -> exact_sums.Mass:
+        return exact_sums.mass(digits, where, shard, vocab_size)
 
-def _top_k(rows: _Rows, sampling: Sampling) -> jax.Array:
-    """The tokens [B, ..., V] bool that top-k keeps."""
-    k = per_row(sampling.top_k, rows.largest)
+    def share(where: jax.Array) -> jax.Array:
+        return exact_sums.to_float(mass(weights, where), vocab_size)
 
-    def last() -> LastKept:
-        return rows.last_within(
-            lambda where: (rows.shard.sum(where.astype(jnp.int32)) >= k) & (k > 0)
+    def filtered(step: jax.Array, kept: jax.Array) -> jax.Array:
+        """What top-k, and in the second step top-p, leaves of the tokens that are `kept`."""
+        by_p = step > 0
+        counted = tuple(
+            jnp.where(kept, jnp.where(by_p, weight, one), 0)
+            for weight, one in zip(weights, ones, strict=True)
         )
+        wanted = jnp.where(by_p, jnp.maximum(p * share(kept), 1e-30), number)  # never nothing
+        limit, asked = exact_sums.at_least(wanted, vocab_size), jnp.where(by_p, p < 1, k > 0)
 
-    return rows.down_to(jnp.any(sampling.top_k > 0), last)
+        def reaches(place: LastKept) -> jax.Array:
+            return ~exact_sums.less(mass(counted, within(tokens, place)), limit) & asked
 
+        place = last_within(tokens, 8 * logits.dtype.itemsize, vocab_size, reaches, shard)
+        return kept & within(tokens, place)
 
-def _top_p(rows: _Rows, kept: jax.Array, sampling: Sampling) -> jax.Array:
-    """The tokens that top-p keeps of those that are `kept`; [B, ..., V] bool both."""
-    p = per_row(sampling.top_p, rows.largest)
-
-    def last() -> LastKept:
-        wanted = jnp.maximum(p * rows.share(kept), 1e-30)  # never nothing
-        limit = exact_sums.at_least(wanted, rows.vocab_size)
-        return rows.last_within(
-            lambda where: ~exact_sums.less(rows.mass(where & kept), limit) & (p < 1)
-        )
-
-    return rows.down_to(jnp.any(sampling.top_p < 1), last)
-
-
-def _cut_of(rows: _Rows, kept: jax.Array, ids: jax.Array) -> Truncation:
-    """The last of the `kept` tokens [B, ..., V] bool, and log of their share."""
-    cut_logit = rows.shard.minimum(jnp.where(kept, rows.x, jnp.inf))
-    is_last = kept & (rows.x == cut_logit[..., None])
-    log_kept = logarithm(rows.share(kept) / rows.share(rows.x > -jnp.inf))
-    return Truncation(
-        cut_logit, rows.shard.maximum(jnp.where(is_last, ids, -1)), jnp.minimum(log_kept, 0.0)
-    )
+    first = jnp.where(jnp.any(sampling.top_k > 0), 0, 1)
+    last = jnp.where(jnp.any(sampling.top_p < 1), 2, 1)
+    kept = lax.fori_loop(first, last, filtered, x > -jnp.inf)
+    kept &= x - largest[..., None] >= lowest_gap(sampling)[..., None]
+    cut_logit = shard.minimum(jnp.where(kept, x, jnp.inf))
+    cut_id = shard.maximum(jnp.where(kept & (x == cut_logit[..., None]), tokens.ids, -1))
+    log_kept = logarithm(share(kept) / share(x > -jnp.inf))
+    return Truncation(cut_logit, cut_id, jnp.minimum(log_kept, 0.0))
 
 
 def _weights(x: jax.Array, largest: jax.Array, sampling: Sampling) -> jax.Array:

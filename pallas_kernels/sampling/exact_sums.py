@@ -9,10 +9,10 @@ rounded once, to the last digit. A weight may also be a group's sum, if all grou
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.meshes.vocab_shard import VocabShard
+from pallas_kernels.numbers.pieces import summed
 
 Mass = tuple[jax.Array, ...]  # digits [...] uint32, the highest first; all but it below 2**b
 
@@ -46,10 +46,9 @@ def digits(weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
 def mass(
     parts: tuple[jax.Array, ...], where: jax.Array, shard: VocabShard, vocab_size: int
 ) -> Mass:
-    """The sum of the tokens `where` [..., V] bool, over all shards; digits of `digits`."""
-    return carried(
-        tuple(_unsigned(shard.sum(jnp.where(where, part, 0))) for part in parts), vocab_size
-    )
+    """The sum [N] of the tokens `where` [N, V] bool, over all shards; digits of `digits`."""
+    own = summed(*(jnp.where(where, part, 0) for part in parts))
+    return of_sums(tuple(map(shard.across_sum, own)), vocab_size)
 
 
 def total(weights: jax.Array, vocab_size: int) -> Mass:
@@ -59,10 +58,8 @@ def total(weights: jax.Array, vocab_size: int) -> Mass:
 
 def sums(weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
     """The sums [N] int32 of the digits of weights [N, V]: shards may add theirs, as integers."""
-    parts = digits(weights, vocab_size)
     # All digits in one reduction: else the weights are computed for each.
-    zeros = tuple(np.int32(0) for _ in parts)
-    return tuple(lax.reduce(parts, zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,)))
+    return summed(*digits(weights, vocab_size))
 
 
 def of_sums(added: tuple[jax.Array, ...], vocab_size: int) -> Mass:

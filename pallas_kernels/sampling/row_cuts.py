@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.pieces import at_place, summed
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import (
     Sampling,
@@ -50,38 +51,33 @@ def cut_among(
     count = jnp.full(len(logits), logits.shape[1], jnp.int32) if asked is None else asked
     counts = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] < count[:, None]
     logits = jnp.where(counts, logits, -jnp.inf)
-    finite = (logits > -jnp.inf).sum(axis=1, dtype=jnp.int32)
-    complete = (finite < count) | (count == vocab_size)
     weights = exponential(scaled(logits, largest[:, None], inverse[:, None]))
     sums = _cumulated(weights, vocab_size)
 
     by_k = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
     first_k = jnp.where(by_k, sampling.top_k, UNKNOWN)
     enough = first_k <= count
-    base = _where(by_k & enough, _at(sums, jnp.minimum(first_k, count) - 1), total)
+    base = _where(by_k & enough, at_place(jnp.minimum(first_k, count) - 1, *sums), total)
     wanted = sampling.top_p * exact_sums.to_float(base, vocab_size)
     limit = exact_sums.at_least(jnp.maximum(wanted, 1e-30), vocab_size)  # never nothing
     before = exact_sums.less(sums, tuple(digit[:, None] for digit in limit))
     by_p = sampling.top_p < 1
-    first_p = _length(jnp.where(by_p, before.sum(axis=1, dtype=jnp.int32) + 1, UNKNOWN), count)
+    gap = (logits - largest[:, None] >= lowest_gap(sampling)[:, None]) & (logits > -jnp.inf)
+    marks = before, gap, logits > -jnp.inf
+    shorter, within, finite = summed(*(x.astype(jnp.int32) for x in marks))
+    complete = (finite < count) | (count == vocab_size)
+    first_p = _length(jnp.where(by_p, shorter + 1, UNKNOWN), count)
     # The mass that top-p takes its share of is unknown.
     blind = by_p & by_k & ~enough & ~complete
-    gap = logits - largest[:, None] >= lowest_gap(sampling)[:, None]
-    within = (gap & (logits > -jnp.inf)).sum(axis=1, dtype=jnp.int32)
     first_min = _length(jnp.where(sampling.min_p > 0, within, UNKNOWN), count - 1)
     kept = jnp.minimum(jnp.minimum(first_k, first_p), first_min)
     kept = jnp.where(complete, jnp.minimum(kept, finite), kept)
     settled = (kept <= count) & ~blind
 
     last = jnp.clip(kept, 1, count) - 1
-    mass = exact_sums.to_float(_at(sums, last), vocab_size)
-    share = mass / exact_sums.to_float(total, vocab_size)
-    cut = Truncation(
-        jnp.take_along_axis(logits, last[:, None], axis=1)[:, 0],
-        jnp.take_along_axis(ids, last[:, None], axis=1)[:, 0],
-        jnp.minimum(logarithm(share), 0.0),
-    )
-    return cut, settled
+    cut_logit, cut_id, *mass = at_place(last, logits, ids, *sums)
+    share, whole = (exact_sums.to_float(one, vocab_size) for one in (tuple(mass), total))
+    return Truncation(cut_logit, cut_id, jnp.minimum(logarithm(share / whole), 0.0)), settled
 
 
 def mass_of(
@@ -92,8 +88,7 @@ def mass_of(
 ) -> exact_sums.Mass:
     """The mass [N] of these tokens: the sum of exp((x - m) / T)."""
     weights = exponential(scaled(logits, largest[:, None], inverse[:, None]))
-    last = jnp.full(len(logits), logits.shape[1] - 1, jnp.int32)
-    return _at(_cumulated(weights, vocab_size), last)
+    return exact_sums.total(weights, vocab_size)
 
 
 def _length(found: jax.Array, most: jax.Array) -> jax.Array:
@@ -103,15 +98,8 @@ def _length(found: jax.Array, most: jax.Array) -> jax.Array:
 
 def _cumulated(weights: jax.Array, vocab_size: int) -> exact_sums.Mass:
     """The mass [N, C] of the candidates up to each."""
-    sums = (jnp.cumsum(part, axis=1) for part in exact_sums.digits(weights, vocab_size))
-    return exact_sums.carried(
-        tuple(lax.bitcast_convert_type(one, jnp.uint32) for one in sums), vocab_size
-    )
-
-
-def _at(mass: exact_sums.Mass, place: jax.Array) -> exact_sums.Mass:
-    """The mass [N] at one place [N] of each row of [N, C]."""
-    return tuple(jnp.take_along_axis(digit, place[:, None], axis=1)[:, 0] for digit in mass)
+    sums = jnp.cumsum(jnp.stack(exact_sums.digits(weights, vocab_size)), axis=2)
+    return exact_sums.of_sums(tuple(sums), vocab_size)
 
 
 def _where(rows: jax.Array, a: exact_sums.Mass, b: exact_sums.Mass) -> exact_sums.Mass:

@@ -12,8 +12,7 @@ made again without them: a difference of sums would be rounding where little is 
 Axes: B slots, one row each; L groups of this device, M tokens that q has.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +21,18 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
-from pallas_kernels.backends.groups import WIDTH, Drawn, GroupSums, RowsToDraw
+from pallas_kernels.backends.groups import WIDTH, Drawn, GroupSums, RowsToDraw, keeps
 from pallas_kernels.backends.xla.group_sums import sums_of_groups
-from pallas_kernels.lowering.blocks import map_blocks, vary_like
+from pallas_kernels.lowering.blocks import vary_like
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.gumbel import log_of
+from pallas_kernels.numbers.pieces import at_place
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel
-from pallas_kernels.sampling.parameters import Sampling, Truncation, compacted, truncates
+from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
 from pallas_kernels.sampling.row_read import RowRead, num_candidates, scaled
 from pallas_kernels.sampling.rows import GroupedRows
 
-SOME_GROUPS = 64  # that the kept tokens of most rows are in
-SLOTS = 64  # to draw for at a time
-Outputs = TypeVar("Outputs", bound=Any)  # a tree of arrays [B]
+GROUPS = 16  # of a slot, to sum again at a time
 
 
 class Drawing(NamedTuple):
@@ -53,34 +51,27 @@ class Drawing(NamedTuple):
 def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
     """A token of each row: of p without q, or of p where nothing is left of it."""
     log_mass = found.log_total[drawing.rows] + drawing.cut.log_kept
-    few = drawing.sampled & drawing.few
-    widely = drawing.sampled & ~drawing.few
-    nothing = jnp.full_like(log_mass, -jnp.inf), jnp.full_like(drawing.rows, -1)
-    no_token = vary_like(nothing, few)
-
-    def by_tokens() -> tuple[jax.Array, jax.Array]:
-        return draw_among(found, drawing.rows, drawing.cut, drawing.excluded_ids, drawing.source)
-
-    score, token = _drawn_widely(logits, found, drawing._replace(sampled=widely))
-    score, token = _of_all_shards(logits, score, token)
-    own_score, own_token = lax.cond(jnp.any(few), by_tokens, lambda: no_token)
-    score, token = jnp.where(few, own_score, score), jnp.where(few, own_token, token)
+    drawn = _of_all_shards(logits, _drawn_apart(logits, found, drawing))
 
     # A taken token's noise is its own: the sum of its group does not have it.
     noise = gumbel(drawing.source, RECOVER, drawing.excluded_ids)
     left = jnp.maximum(exponential(drawing.log_p) - drawing.q, 0.0)
     apart, apart_id = best(log_of(left) + log_mass[:, None] + noise, drawing.excluded_ids)
-    chosen = jnp.where(apart > score, apart_id, token)
+    chosen = jnp.where(apart > drawn.score, apart_id, drawn.token_ids)
     # Rounding can leave nothing of a residual whose p and q are equal: then p is the answer, and
     # all of it is in the taken tokens.
     _, of_p = best(drawing.log_p + log_mass[:, None] + noise, drawing.excluded_ids)
-    return jnp.where(jnp.maximum(score, apart) > -jnp.inf, chosen, of_p)
+    return jnp.where(jnp.maximum(drawn.score, apart) > -jnp.inf, chosen, of_p)
 
 
-def _drawn_widely(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Drawn:
-    """`_by_groups` of the sampled rows: by a kernel on a GPU, else by XLA, if there are any."""
+def _drawn_apart(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Drawn:
+    """The best token that is not taken of each sampled row: of those that this device holds.
+
+    A GPU's kernel draws for rows that keep many tokens.
+    """
+    widely = drawing.sampled & ~drawing.few
     given = RowsToDraw(
-        rows=jnp.where(drawing.sampled, drawing.rows, -1),
+        rows=jnp.where(widely, drawing.rows, -1),
         cut_logit=drawing.cut.cut_logit,
         cut_id=drawing.cut.cut_id,
         excluded_ids=drawing.excluded_ids,
@@ -95,219 +86,149 @@ def _drawn_widely(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Draw
     def by_xla(arrays: Any) -> Drawn:
         own, found, drawing = arrays
         rows = logits.with_arrays(*own)
-        nothing = Drawn(
-            jnp.full(drawing.rows.shape, -jnp.inf, jnp.float32), jnp.full_like(drawing.rows, -1)
-        )
-
-        def by_groups() -> Drawn:
-            own = found.largest[drawing.rows], found.inverse[drawing.rows]
-            slots = drawing, *own
-            return _in_blocks(lambda rows, *some: _by_groups(rows, found, *some), rows, slots)
-
+        widely = drawing.sampled & ~drawing.few
+        none = jnp.full(len(widely), -jnp.inf), drawing.rows, jnp.zeros(len(widely))
         # Each shard finds its own.
-        no_group = vary_like(nothing, (drawing, rows.logits))
-        drawn: Drawn = lax.cond(jnp.any(drawing.sampled), by_groups, lambda: no_group)
-        return drawn
+        no_group = vary_like(_Group(*none), (drawing, rows.logits))
+        group: _Group = lax.cond(
+            jnp.any(widely),
+            lambda: _best_group(rows, found, drawing._replace(sampled=widely)),
+            lambda: no_group,
+        )
+        tokens = _listed(*rows.tokens(drawing.rows, group.number), MANY_CANDIDATES)
+        x, ids = (
+            jnp.where(drawing.few[:, None], few, many)
+            for few, many in zip(
+                _listed(*_candidates(found, drawing), rows.width), tokens, strict=True
+            )
+        )
+        largest = jnp.where(drawing.few, found.largest[drawing.rows], group.largest)
+        score, token_ids = _best_token(found, drawing, x, ids, largest)
+        return Drawn(jnp.where(drawing.few, score, group.score), token_ids)
 
-    arrays = logits.arrays, found, drawing
+    def with_few(drawn: Drawn, arrays: Any) -> Drawn:
+        _, found, drawing = arrays
+        largest = found.largest[drawing.rows]
+        few = Drawn(*_best_token(found, drawing, *_candidates(found, drawing), largest))
+        chosen: Drawn = jax.tree.map(lambda x, y: jnp.where(drawing.few, x, y), few, drawn)
+        return chosen
+
+    arrays = logits.arrays, found, drawing._replace(few=drawing.sampled & drawing.few)
     if logits.shard.axis_name is not None or logits.changes is not None:
         return by_xla(arrays)
-    return read.draw(given, arrays, (GROUP, RECOVER), by_xla, logits.logits)
+    return read.draw(given, arrays, (GROUP, RECOVER), by_xla, logits.logits, with_few)
 
 
-def _by_groups(
-    logits: GroupedRows,
-    found: RowRead,
-    drawing: Drawing,
-    largest: Float32[Array, " B"],
-    inverse: Float32[Array, " B"],
-) -> Drawn:
-    """The score of this device's best group of each row, and a token in it that is not taken."""
-    sums = _kept_groups(logits, found, drawing)
-    sums = _without_taken(logits, sums, drawing, inverse)
+class _Group(NamedTuple):
+    """A group of each row."""
+
+    score: Float32[Array, " B"]
+    number: Int32[Array, " B"]
+    largest: Float32[Array, " B"]  # of the logits that a token is drawn among; else 0
+
+
+def _best_group(logits: GroupedRows, found: RowRead, drawing: Drawing) -> _Group:
+    """The group of this device with the best score, of each row."""
+    largest, inverse = found.largest[drawing.rows], found.inverse[drawing.rows]
+    sums = _kept_groups(logits, found, drawing, inverse)
     numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
-    place = jnp.broadcast_to(jnp.arange(sums.sums.shape[1], dtype=jnp.int32), sums.sums.shape)
     scores = log_of(sums.sums) + scaled(sums.maxima, largest[:, None], inverse[:, None])
     scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.source, GROUP, numbers), -jnp.inf)
-    score, first = best(scores, place)
-    maximum = jnp.take_along_axis(sums.maxima, first[:, None], axis=1)
-    return Drawn(score, _in_group(logits, logits.first + first, maximum, drawing, inverse))
+    score, number = best(scores, numbers)
+    (maximum,) = at_place(number - logits.first, sums.maxima)
+    return _Group(score, number, jnp.where(maximum > -jnp.inf, maximum, 0.0))
 
 
-def _in_blocks(work: Callable[..., Outputs], logits: GroupedRows, slots: Any) -> Outputs:
-    """work(logits, *slots), of at most `SLOTS` slots at a time: 64 groups of a slot are 64 KB."""
-    number = len(jax.tree.leaves(slots)[0])
-    if number <= SLOTS:
-        return work(logits, *slots)
-
-    def block(start: jax.Array) -> Outputs:
-        some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, SLOTS), slots)
-        return work(logits.pin_to_iteration(start), *some)
-
-    like = jax.eval_shape(lambda *some: work(logits, *some), *slots)
-    zeros: Outputs = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
-    return map_blocks(block, SLOTS, None, zeros, (logits.logits, slots))
+def _candidates(found: RowRead, drawing: Drawing) -> tuple[jax.Array, jax.Array]:
+    """The logits and ids of the candidates of each row; of many, the first."""
+    top = found.top_logits, found.top_ids
+    logits, ids = (part[drawing.rows, :MANY_CANDIDATES] for part in top)
+    return logits, ids
 
 
-def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:
-    """This device's groups of the rows' kept tokens.
+def _listed(x: jax.Array, ids: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """The same logits and ids [B, C], and no tokens behind them up to this width."""
+    padding = ((0, 0), (0, max(width - x.shape[1], 0)))
+    return (
+        jnp.pad(x, padding, constant_values=-jnp.inf),
+        jnp.pad(ids, padding, constant_values=-1),
+    )
 
-    Of a row that is cut, groups are summed again: of most such rows only a few, whose maxima reach
-    the cut; of the others all.
+
+def _best_token(
+    found: RowRead,
+    drawing: Drawing,
+    x: Float32[Array, "B C"],
+    ids: Int32[Array, "B C"],
+    largest: Float32[Array, " B"],
+) -> tuple[Float32[Array, " B"], Int32[Array, " B"]]:
+    """The best score of the tokens `ids` [-1: none] that are kept and not taken, and its id.
+
+    Scores are logarithms of weights exp((x - largest) / T), plus noise of (source, token id).
+    """
+    taken = (ids[:, :, None] == drawing.excluded_ids[:, None, :]).any(axis=2)
+    kept = drawing.cut.keeps(x, ids) & (ids >= 0) & ~taken
+    gap = scaled(x, largest[:, None], found.inverse[drawing.rows][:, None])
+    noise = gumbel(drawing.source, RECOVER, ids)
+    return best(jnp.where(kept, gap + noise, -jnp.inf), ids)
+
+
+def _kept_groups(
+    logits: GroupedRows, found: RowRead, drawing: Drawing, inverse: Float32[Array, " B"]
+) -> GroupSums:
+    """This device's groups of the rows' kept tokens, without those that are taken.
+
+    The read's sums are those of whole rows. Groups that a cut reaches, or that have a taken token,
+    are summed again, `GROUPS` of each slot at a time: of most rows only a few.
     """
     maxima, sums = (x[drawing.rows] for x in found.groups)
     own = GroupSums(logits.own(maxima, -jnp.inf), logits.own(sums, 0.0))
-    is_cut = drawing.sampled & (drawing.cut.cut_logit > -jnp.inf)
-    reached = own.maxima >= drawing.cut.cut_logit[:, None]
-    inverse = found.inverse[drawing.rows]
+    cut_logit, taken = drawing.cut.cut_logit[:, None], drawing.excluded_ids
+    is_cut = cut_logit > -jnp.inf
+    numbers, taken_groups = logits.numbers(), jnp.where(taken >= 0, taken // WIDTH, -1)
+    changed = (taken_groups[:, :, None] == numbers).any(axis=1)
+    changed |= is_cut & (own.maxima >= cut_logit)
+    changed &= drawing.sampled[:, None] & logits.has(numbers)
+    kept = GroupSums(jnp.where(is_cut, -jnp.inf, own.maxima), jnp.where(is_cut, 0.0, own.sums))
+    batch, local = changed.shape
+    slot, count = jnp.arange(batch, dtype=jnp.int32)[:, None], min(GROUPS, local)
 
-    def again() -> GroupSums:
-        some = _some_groups(logits, own, reached, drawing, inverse)
-        some = _where(is_cut, some, own)
-        widely = is_cut & (reached.sum(axis=1) > SOME_GROUPS)
-        all_kept: GroupSums = lax.cond(
-            jnp.any(widely),
-            lambda: _all_groups(logits, some, widely, drawing, inverse),
-            lambda: some,
-        )
-        return all_kept
-
-    kept: GroupSums = lax.cond(jnp.any(is_cut), again, lambda: own)
-    return kept
-
-
-def _some_groups(
-    logits: GroupedRows,
-    own: GroupSums,
-    reached: Bool[Array, "B L"],
-    drawing: Drawing,
-    inverse: Float32[Array, " B"],
-) -> GroupSums:
-    """The kept tokens' sums of the `SOME_GROUPS` groups of each row with the largest maxima.
-
-    Of no others: those of a row that has more are not all.
-    """
-    batch, local = reached.shape
-    most = min(SOME_GROUPS, local)
-    slot = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    best_maxima, place = lax.top_k(jnp.where(reached, own.maxima, -jnp.inf), most)
-    rows = jnp.broadcast_to(drawing.rows[:, None], place.shape).reshape(-1)
-    x, ids = logits.tokens(rows, (place + logits.first).reshape(-1))
-    x, ids = (part.reshape(batch, most, -1) for part in (x, ids))
-    cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
-    again = sums_of_groups(jnp.where(cut.keeps(x, ids), x, -jnp.inf), inverse[:, None])
-    place = jnp.where(best_maxima > -jnp.inf, place, local)
-    return GroupSums(
-        jnp.full_like(own.maxima, -jnp.inf).at[slot, place].set(again.maxima, mode="drop"),
-        jnp.zeros_like(own.sums).at[slot, place].set(again.sums, mode="drop"),
-    )
-
-
-def _all_groups(
-    logits: GroupedRows,
-    sums: GroupSums,
-    widely: Bool[Array, " B"],
-    drawing: Drawing,
-    inverse: Float32[Array, " B"],
-) -> GroupSums:
-    """The sums with those of all groups of the kept tokens of these rows."""
-    index, number = compacted(widely)
-    cut = drawing.cut.cut_logit[index], drawing.cut.cut_id[index]
-    kept = logits.kept_sums(cut, inverse[index], drawing.rows[index], number)
-    place = jnp.where(jnp.arange(len(index)) < number, index, len(index))
-    put: GroupSums = jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), sums, kept)
-    return put
-
-
-def _where(rows: Bool[Array, " B"], a: GroupSums, b: GroupSums) -> GroupSums:
-    """The groups [B, L] of `a` in these rows, those of `b` in the others."""
-    chosen: GroupSums = jax.tree.map(lambda x, y: jnp.where(rows[:, None], x, y), a, b)
-    return chosen
-
-
-def _without_taken(
-    logits: GroupedRows, sums: GroupSums, drawing: Drawing, inverse: jax.Array
-) -> GroupSums:
-    """The groups without the taken tokens: those that had one are summed again."""
-    taken = drawing.excluded_ids
-    there = taken >= 0
-    if taken.shape[1] == 1:
-        return _without_one(logits, sums, drawing, inverse)
-
-    def again() -> GroupSums:
-        batch, count = taken.shape
-        most = min(count, logits.num_groups)
-        slot = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        group = jnp.where(there, taken // WIDTH, -1)
-        # Each group once: the places of taken tokens that have the first of theirs, in order.
-        first = jnp.argmax(group[:, :, None] == group[:, None, :], axis=2)
-        leads = there & (first == jnp.arange(count)[None])
-        number = jnp.where(leads, jnp.cumsum(leads, axis=1) - 1, most)
-        groups = jnp.full((batch, most), -1, jnp.int32).at[slot, number].set(group, mode="drop")
-        place = jnp.where(there, jnp.take_along_axis(number, first, axis=1), most)
-
-        rows = jnp.broadcast_to(drawing.rows[:, None], groups.shape).reshape(-1)
-        x, ids = logits.tokens(rows, jnp.maximum(groups, 0).reshape(-1))
-        x, ids = (part.reshape(batch, most, -1) for part in (x, ids))
+    def again(state: tuple[jax.Array, GroupSums]) -> tuple[jax.Array, GroupSums]:
+        left, kept = state
+        some, place = lax.top_k(left, count)
+        left = jnp.where(left < some[:, -1:], left, 0)
+        rows = jnp.broadcast_to(drawing.rows[:, None], place.shape).reshape(-1)
+        x, ids = logits.tokens(rows, (place + logits.first).reshape(-1))
+        x, ids = (part.reshape(batch, count, -1) for part in (x, ids))
         cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
         x = jnp.where(cut.keeps(x, ids), x, -jnp.inf)
-        x = x.at[slot, place, taken % WIDTH].set(-jnp.inf, mode="drop")
-        found = sums_of_groups(x, inverse[:, None])
-        mine = jnp.where(logits.has(groups), groups - logits.first, sums.sums.shape[1])
+        here = (place + logits.first)[:, :, None] == taken_groups[:, None]
+        column = jnp.where(here, taken[:, None] % WIDTH, WIDTH)
+        x = x.at[slot[..., None], jnp.arange(count)[:, None], column].set(-jnp.inf, mode="drop")
+        new = sums_of_groups(x, inverse[:, None])
+        place = jnp.where(some > 0, place, local)
         put: GroupSums = jax.tree.map(
-            lambda all, new: all.at[slot, mine].set(new, mode="drop"), sums, found
+            lambda all, some: all.at[slot, place].set(some, mode="drop"), kept, new
         )
-        return put
+        return left, put
 
-    found: GroupSums = lax.cond(jnp.any(there), again, lambda: sums)
-    return found
-
-
-def _without_one(
-    logits: GroupedRows, sums: GroupSums, drawing: Drawing, inverse: jax.Array
-) -> GroupSums:
-    """`_without_taken` where one token at most is: its group needs no search, and no branch."""
-    taken = drawing.excluded_ids
-    group = jnp.where(taken >= 0, taken // WIDTH, -1)
-    x, ids = logits.tokens(drawing.rows, jnp.maximum(group[:, 0], 0))
-    kept = drawing.cut.keeps(x, ids) & (ids != taken)
-    found = sums_of_groups(jnp.where(kept, x, -jnp.inf), inverse)
-    own = (logits.numbers()[None] == group) & logits.has(group)
-    return GroupSums(*(jnp.where(own, new[:, None], x) for x, new in zip(sums, found, strict=True)))
+    # Numbers of which the larger ones are the first groups: XLA's CPU compiler sorts by a call.
+    left = jnp.where(changed, jnp.arange(local, 0, -1, dtype=jnp.float32), 0)
+    start = vary_like((left, kept), (changed, logits.logits))
+    _, every = lax.while_loop(lambda state: jnp.any(state[0] > 0), again, start)
+    return every
 
 
-def _in_group(
-    logits: GroupedRows,
-    group: Int32[Array, " B"],
-    largest: Float32[Array, "B 1"],
-    drawing: Drawing,
-    inverse: Float32[Array, " B"],
-) -> Int32[Array, " B"]:
-    """A token of one group of each row, not one that is taken.
-
-    largest: of the logits that it is drawn among.
-    """
-    x, ids = logits.tokens(drawing.rows, group)
-    taken = (ids[:, :, None] == drawing.excluded_ids[:, None, :]).any(axis=2)
-    x = jnp.where(drawing.cut.keeps(x, ids) & ~taken, x, -jnp.inf)
-    largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))
-    _, token = best(
-        scaled(x, largest, inverse[:, None]) + gumbel(drawing.source, RECOVER, ids), ids
-    )
-    return token
-
-
-def _of_all_shards(
-    logits: GroupedRows, score: Float32[Array, " B"], token: Int32[Array, " B"]
-) -> tuple[jax.Array, jax.Array]:
+def _of_all_shards(logits: GroupedRows, drawn: Drawn) -> Drawn:
     """The token of the shard with the largest score; of equal ones the first."""
-    words = jnp.stack([lax.bitcast_convert_type(score, jnp.int32), token])
+    if logits.shard.axis_name is None:
+        return drawn
+    words = jnp.stack([lax.bitcast_convert_type(drawn.score, jnp.int32), drawn.token_ids])
     every = logits.shard.gathered(words)
     scores = lax.bitcast_convert_type(every[:, 0], jnp.float32)
     shard = jnp.argmax(scores, axis=0)[None]
-    found = (jnp.take_along_axis(x, shard, axis=0)[0] for x in (scores, every[:, 1]))
-    score, token = found
-    return score, token
+    score, token = (jnp.take_along_axis(x, shard, axis=0)[0] for x in (scores, every[:, 1]))
+    return Drawn(score, token)
 
 
 def keeps_few(
@@ -324,33 +245,8 @@ def keeps_few(
     asked = truncates(sampling)
     if vocab_size <= MANY_CANDIDATES:
         return asked
-    last = num_candidates(sampling, vocab_size)[:, None] - 1
-    ids, logits = (jnp.take_along_axis(x, last, axis=1) for x in (read.top_ids, read.top_logits))
-    more = (cut.keeps(logits, ids) & (ids >= 0))[:, 0]  # perhaps
+    last = num_candidates(sampling, vocab_size) - 1
+    ids, logits = at_place(last, read.top_ids, read.top_logits)
+    more = keeps(logits, ids, cut.cut_logit, cut.cut_id) & (ids >= 0)  # perhaps
     by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)
     return asked & (by_k | ~more)
-
-
-def draw_among(
-    read: RowRead,
-    rows: Int32[Array, " B"],
-    cut: Truncation,
-    excluded_ids: Int32[Array, "B M"],
-    source: Source,
-) -> tuple[Float32[Array, " B"], Int32[Array, " B"]]:
-    """The score and the id of a kept candidate of each row, not one that is taken.
-
-    Scores are logarithms of weights exp((x - m) / T), plus noise of (source, token id).
-
-    Args:
-      read: of all rows.
-      rows: those to draw from.
-      cut: [B].
-      excluded_ids: -1 where there is none.
-      source: [B], of the noise.
-    """
-    ids, x = (part[rows, :MANY_CANDIDATES] for part in (read.top_ids, read.top_logits))
-    taken = (ids[:, :, None] == excluded_ids[:, None, :]).any(axis=2)
-    kept = cut.keeps(x, ids) & (ids >= 0) & ~taken
-    gap = scaled(x, read.largest[rows][:, None], read.inverse[rows][:, None])
-    return best(jnp.where(kept, gap + gumbel(source, RECOVER, ids), -jnp.inf), ids)

@@ -418,7 +418,9 @@ def _drawing(
 
 def _leading(accepted: Bool[Array, "B D"]) -> Int32[Array, " B"]:
     """How many leading entries of each slot are true."""
-    return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    drafts = accepted.shape[1]
+    index = jnp.arange(drafts, dtype=jnp.int32)[None]
+    return jnp.min(jnp.where(accepted, drafts, index), axis=1, initial=drafts)
 
 
 def _emit(

@@ -81,19 +81,21 @@ def verified(drawn, target, draft, sampling, num, spoiled):
     """
     positions = jnp.full(SLOTS, POSITION, jnp.int32)
     likely = jnp.argmax(target).astype(jnp.int32)
-    read, taken, among = row_read.read, row_draws._without_taken, row_draws.draw_among
+    read, kept, among = row_read.read, row_draws._kept_groups, row_draws._best_token
 
     def forgetful(*arguments, **options):
         found = read(*arguments, **options)
         sums = found.groups.sums.at[:, likely // 256].add(-spoiled.forgotten)
         return found._replace(groups=GroupSums(found.groups.maxima, sums))
 
-    def keeping(logits, sums, drawing, inverse):
-        ids = jnp.where(spoiled.kept, -1, drawing.excluded_ids)
-        return taken(logits, sums, drawing._replace(excluded_ids=ids), inverse)
+    def without_taken(drawing):
+        return drawing._replace(excluded_ids=jnp.where(spoiled.kept, -1, drawing.excluded_ids))
 
-    def keeping_few(read, rows, cut, excluded_ids, source):
-        return among(read, rows, cut, jnp.where(spoiled.kept, -1, excluded_ids), source)
+    def keeping(logits, found, drawing, inverse):
+        return kept(logits, found, without_taken(drawing), inverse)
+
+    def keeping_token(found, drawing, *listed):
+        return among(found, without_taken(drawing), *listed)
 
     def accept(u, p, q):
         return jnp.where(spoiled.rule, u < 0.5, accept_draft(u, p, q))
@@ -101,8 +103,8 @@ def verified(drawn, target, draft, sampling, num, spoiled):
     with (
         mock.patch.object(row_draws, "GROUP", spoiled.purpose),
         mock.patch.object(row_read, "read", forgetful),
-        mock.patch.object(row_draws, "_without_taken", keeping),
-        mock.patch.object(row_draws, "draw_among", keeping_few),
+        mock.patch.object(row_draws, "_kept_groups", keeping),
+        mock.patch.object(row_draws, "_best_token", keeping_token),
     ):
         if drawn:
             drafts = draw(jnp.broadcast_to(draft, (SLOTS, 1, V)), sampling, positions)
@@ -234,12 +236,12 @@ def test_float32_decides_less_than_one_draw_in_100_000():
 
 @pytest.mark.slow
 def test_a_row_whose_kept_tokens_are_in_many_groups_draws_the_same():
-    """All groups are summed again where a few, here two, cannot hold the kept tokens."""
+    """Groups are summed again a few at a time, here two: as often as the kept tokens need."""
     target, draft = map(jnp.asarray, rows())
     without, sound = jnp.zeros(SLOTS, jnp.int32), jax.tree.map(jnp.asarray, SOUND)
     sampling = sampling_of(SLOTS, **FILTERS["top-k"])
     usual, _ = verified(False, target, draft, sampling, without, sound)
-    with mock.patch.object(row_draws, "SOME_GROUPS", 2):
+    with mock.patch.object(row_draws, "GROUPS", 2):
         again, _ = quick_compile.jit(lambda *given: verified.__wrapped__(False, *given))(
             target, draft, sampling, without, sound
         )

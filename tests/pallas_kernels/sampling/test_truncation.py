@@ -172,7 +172,7 @@ def test_exponentials_are_the_same_in_every_program():
 def test_fixed_point_sums_are_exact_enough(vocab):
     @quick_compile.jit
     def sums(weights):
-        parts = exact_sums.digits(weights, vocab)
+        parts = [part[None] for part in exact_sums.digits(weights, vocab)]
         mass = exact_sums.mass(parts, jnp.ones(vocab, bool), WHOLE, vocab)
         got = exact_sums.to_float(mass, vocab)
         back, less = (exact_sums.at_least(got * share, vocab) for share in (1, 0.7))
@@ -186,7 +186,8 @@ def test_fixed_point_sums_are_exact_enough(vocab):
         np.full(vocab, 2.0**-25 + 2.0**-44, np.float32),
     ):
         weights[0] = 1  # as the largest logit's always is
-        mass, got, back, is_less, is_more = jax.device_get(sums(weights))
+        found = jax.device_get(sums(weights))
+        mass, got, back, is_less, is_more = jax.tree.map(lambda x: x.reshape(()), found)
         exact = weights.astype(np.float64).sum()
         bits = exact_sums.digit_bits(vocab)
         as_whole = sum(int(d) << bits * i for i, d in enumerate(reversed(mass)))
