@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from pallas_kernels.lowering.blocks import barrier
 from pallas_kernels.numbers.gumbel import gumbel_of_bits
 from pallas_kernels.numbers.pieces import largest_and_first
 from pallas_kernels.numbers.threefry import word as threefry_word
@@ -19,6 +20,7 @@ from pallas_kernels.numbers.threefry import word as threefry_word
 # Purposes: independent random numbers at one position. A token after the drafts is drawn in two
 # steps, with noise of its group (GROUP) and of itself (RECOVER).
 ACCEPT, RECOVER, DRAFT, GROUP = 0, 1, 2, 3
+WIDTH = 256  # ids, of which noise is made at once: as many as a group of tokens has
 
 
 class Source(NamedTuple):
@@ -39,8 +41,12 @@ def gumbel(source: Source, purpose: int, ids: Int32[Array, "B C"]) -> Float32[Ar
 
     So a device that holds a part of a row makes the noise of that part.
     """
-    bits = threefry_word(source.seed[:, None], purpose, source.position[:, None], ids)
-    return gumbel_of_bits(bits)
+    # Filled up, and apart from how the ids came about: the noise of few tokens, of candidates and
+    # of a group are the same kernels, which XLA compiles once.
+    padding = ((0, 0), (0, max(WIDTH - ids.shape[1], 0)))
+    filled = barrier(jnp.pad(ids, padding))
+    bits = threefry_word(source.seed[:, None], purpose, source.position[:, None], filled)
+    return gumbel_of_bits(bits)[:, : ids.shape[1]]
 
 
 def best(

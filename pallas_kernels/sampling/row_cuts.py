@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from pallas_kernels.lowering.blocks import barrier
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
-from pallas_kernels.numbers.pieces import at_place, summed
+from pallas_kernels.numbers.pieces import at_place, largest_and_first, summed
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import (
     Sampling,
@@ -98,7 +99,7 @@ def _length(found: jax.Array, most: jax.Array) -> jax.Array:
 
 def _cumulated(weights: jax.Array, vocab_size: int) -> exact_sums.Mass:
     """The mass [N, C] of the candidates up to each."""
-    sums = jnp.cumsum(jnp.stack(exact_sums.digits(weights, vocab_size)), axis=2)
+    sums = jnp.cumsum(jnp.stack(exact_sums.digits(barrier(weights), vocab_size)), axis=2)
     return exact_sums.of_sums(tuple(sums), vocab_size)
 
 
@@ -137,11 +138,12 @@ def own_words(
     gap = largest, lowest_gap(sampling)[index]
     kept = rows.sums_within(gap, inverse, index, number)  # [R, L]
     weights = kept.sums * exponential(scaled(kept.maxima, largest[:, None], inverse[:, None]))
-    lowest = kept.least.min(axis=1)
-    groups = jnp.arange(rows.num_local, dtype=jnp.int32)[None]
-    last_group = jnp.max(jnp.where(kept.least == lowest[:, None], groups, 0), axis=1)
-    x, ids = rows.tokens(index, rows.first + last_group)
-    last_id = jnp.max(jnp.where(x == lowest[:, None], ids, -1), axis=1)
+    # The last of equal ones is the first from behind.
+    groups = lax.broadcasted_iota(jnp.int32, kept.least.shape, 1)
+    lowest, last_group = largest_and_first(-kept.least, -groups)
+    x, ids = rows.tokens(index, rows.first - last_group)
+    has, last_id = largest_and_first(jnp.where(x == -lowest[:, None], 0.0, -jnp.inf), -ids)
+    lowest, last_id = -lowest, jnp.where(has == 0, -last_id, -1)
     sums = exact_sums.sums(weights, rows.vocab_size)
     return jnp.stack([lax.bitcast_convert_type(lowest, jnp.int32), last_id, *sums], axis=1)
 

@@ -40,6 +40,9 @@ class Drawing(NamedTuple):
 
     rows: Int32[Array, " B"]  # their places among all rows
     cut: Truncation  # [B]
+    largest: Float32[Array, " B"]  # m
+    inverse: Float32[Array, " B"]  # 1 / T
+    log_total: Float32[Array, " B"]
     sampled: jax.Array  # [B] bool; other rows' draws are not looked at
     few: jax.Array  # [B] bool: `keeps_few`
     excluded_ids: Int32[Array, "B M"]  # the tokens of q; -1 where there is none
@@ -50,7 +53,7 @@ class Drawing(NamedTuple):
 
 def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
     """A token of each row: of p without q, or of p where nothing is left of it."""
-    log_mass = found.log_total[drawing.rows] + drawing.cut.log_kept
+    log_mass = drawing.log_total + drawing.cut.log_kept
     drawn = _of_all_shards(logits, _drawn_apart(logits, found, drawing))
 
     # A taken token's noise is its own: the sum of its group does not have it.
@@ -95,21 +98,15 @@ def _drawn_apart(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Drawn
             lambda: _best_group(rows, found, drawing._replace(sampled=widely)),
             lambda: no_group,
         )
-        tokens = _listed(*rows.tokens(drawing.rows, group.number), MANY_CANDIDATES)
-        x, ids = (
-            jnp.where(drawing.few[:, None], few, many)
-            for few, many in zip(
-                _listed(*_candidates(found, drawing), rows.width), tokens, strict=True
-            )
-        )
-        largest = jnp.where(drawing.few, found.largest[drawing.rows], group.largest)
-        score, token_ids = _best_token(found, drawing, x, ids, largest)
+        lists = _candidates(found, drawing), rows.tokens(drawing.rows, group.number)
+        x, ids = _either(drawing.few, *lists)
+        largest = jnp.where(drawing.few, drawing.largest, group.largest)
+        score, token_ids = _best_token(drawing, x, ids, largest)
         return Drawn(jnp.where(drawing.few, score, group.score), token_ids)
 
     def with_few(drawn: Drawn, arrays: Any) -> Drawn:
         _, found, drawing = arrays
-        largest = found.largest[drawing.rows]
-        few = Drawn(*_best_token(found, drawing, *_candidates(found, drawing), largest))
+        few = Drawn(*_best_token(drawing, *_candidates(found, drawing), drawing.largest))
         chosen: Drawn = jax.tree.map(lambda x, y: jnp.where(drawing.few, x, y), few, drawn)
         return chosen
 
@@ -129,8 +126,8 @@ class _Group(NamedTuple):
 
 def _best_group(logits: GroupedRows, found: RowRead, drawing: Drawing) -> _Group:
     """The group of this device with the best score, of each row."""
-    largest, inverse = found.largest[drawing.rows], found.inverse[drawing.rows]
-    sums = _kept_groups(logits, found, drawing, inverse)
+    largest, inverse = drawing.largest, drawing.inverse
+    sums = _kept_groups(logits, found, drawing)
     numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
     scores = log_of(sums.sums) + scaled(sums.maxima, largest[:, None], inverse[:, None])
     scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.source, GROUP, numbers), -jnp.inf)
@@ -146,17 +143,23 @@ def _candidates(found: RowRead, drawing: Drawing) -> tuple[jax.Array, jax.Array]
     return logits, ids
 
 
-def _listed(x: jax.Array, ids: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """The same logits and ids [B, C], and no tokens behind them up to this width."""
-    padding = ((0, 0), (0, max(width - x.shape[1], 0)))
-    return (
-        jnp.pad(x, padding, constant_values=-jnp.inf),
-        jnp.pad(ids, padding, constant_values=-1),
-    )
+def _either(
+    rows: Bool[Array, " B"], a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The logits and ids of `a` in these rows, those of `b` in the others; no tokens behind."""
+    width = max(a[0].shape[1], b[0].shape[1])
+
+    def chosen(x: jax.Array, y: jax.Array, missing: float) -> jax.Array:
+        x, y = (
+            jnp.pad(one, ((0, 0), (0, width - one.shape[1])), constant_values=missing)
+            for one in (x, y)
+        )
+        return jnp.where(rows[:, None], x, y)
+
+    return chosen(a[0], b[0], -jnp.inf), chosen(a[1], b[1], -1)
 
 
 def _best_token(
-    found: RowRead,
     drawing: Drawing,
     x: Float32[Array, "B C"],
     ids: Int32[Array, "B C"],
@@ -168,14 +171,12 @@ def _best_token(
     """
     taken = (ids[:, :, None] == drawing.excluded_ids[:, None, :]).any(axis=2)
     kept = drawing.cut.keeps(x, ids) & (ids >= 0) & ~taken
-    gap = scaled(x, largest[:, None], found.inverse[drawing.rows][:, None])
+    gap = scaled(x, largest[:, None], drawing.inverse[:, None])
     noise = gumbel(drawing.source, RECOVER, ids)
     return best(jnp.where(kept, gap + noise, -jnp.inf), ids)
 
 
-def _kept_groups(
-    logits: GroupedRows, found: RowRead, drawing: Drawing, inverse: Float32[Array, " B"]
-) -> GroupSums:
+def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:
     """This device's groups of the rows' kept tokens, without those that are taken.
 
     The read's sums are those of whole rows. Groups that a cut reaches, or that have a taken token,
@@ -186,9 +187,9 @@ def _kept_groups(
     cut_logit, taken = drawing.cut.cut_logit[:, None], drawing.excluded_ids
     is_cut = cut_logit > -jnp.inf
     numbers, taken_groups = logits.numbers(), jnp.where(taken >= 0, taken // WIDTH, -1)
-    changed = (taken_groups[:, :, None] == numbers).any(axis=1)
+    changed = (taken_groups[:, :, None] == numbers[None, None]).any(axis=1)
     changed |= is_cut & (own.maxima >= cut_logit)
-    changed &= drawing.sampled[:, None] & logits.has(numbers)
+    changed &= drawing.sampled[:, None] & logits.has(numbers)[None]
     kept = GroupSums(jnp.where(is_cut, -jnp.inf, own.maxima), jnp.where(is_cut, 0.0, own.sums))
     batch, local = changed.shape
     slot, count = jnp.arange(batch, dtype=jnp.int32)[:, None], min(GROUPS, local)
@@ -204,8 +205,10 @@ def _kept_groups(
         x = jnp.where(cut.keeps(x, ids), x, -jnp.inf)
         here = (place + logits.first)[:, :, None] == taken_groups[:, None]
         column = jnp.where(here, taken[:, None] % WIDTH, WIDTH)
-        x = x.at[slot[..., None], jnp.arange(count)[:, None], column].set(-jnp.inf, mode="drop")
-        new = sums_of_groups(x, inverse[:, None])
+        x = x.at[slot[..., None], jnp.arange(count)[None, :, None], column].set(
+            -jnp.inf, mode="drop"
+        )
+        new = sums_of_groups(x, drawing.inverse[:, None])
         place = jnp.where(some > 0, place, local)
         put: GroupSums = jax.tree.map(
             lambda all, some: all.at[slot, place].set(some, mode="drop"), kept, new

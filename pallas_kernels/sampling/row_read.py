@@ -13,7 +13,7 @@ from pallas_kernels.backends import read as reads
 from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import FEW as FEW_CANDIDATES
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
-from pallas_kernels.backends.groups import GroupSums, inverse_temperature
+from pallas_kernels.backends.groups import WIDTH, GroupSums, inverse_temperature
 from pallas_kernels.backends.xla.groups import larger_than
 from pallas_kernels.contract.types import Greedy, Outputs, Rows, RowSums, TopkLogprobs
 from pallas_kernels.lowering.blocks import vary_like
@@ -21,6 +21,7 @@ from pallas_kernels.meshes.own_part import Split, on_own_part
 from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.pieces import largest_and_first
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
 from pallas_kernels.sampling.rows import GroupedRows
@@ -38,6 +39,7 @@ class RowRead(NamedTuple):
     total: exact_sums.Mass  # of exp((x - m) / T) over the row
     log_total: Float32[Array, " N"]
     valid: Bool[Array, " N"]
+    first_group: Int32[Array, " N"]  # of a valid row, the first with its largest logit
     log_sum: Float32[Array, " N"] | None = None  # of exp(x - m), where logprobs need it
 
     def scaled(self, x: Float32[Array, "N C"]) -> Float32[Array, "N C"]:
@@ -70,10 +72,13 @@ def read(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowRead
     groups, raw_sums, top_ids, top_logits = rows.read(
         inverse, needed, -1 if k is None else max(k, 1)
     )
+    # A group with a NaN is as one with +inf: its row is not valid.
+    spoiled = jnp.isnan(groups.maxima) | jnp.isnan(groups.sums)
+    numbers = lax.broadcasted_iota(jnp.int32, spoiled.shape, 1)
+    largest, group = largest_and_first(jnp.where(spoiled, jnp.inf, groups.maxima), numbers)
+    valid = jnp.isfinite(largest)
     if k is not None:
         largest = top_logits[:, 0]
-    else:
-        largest = jnp.where(jnp.isnan(groups.maxima), -jnp.inf, groups.maxima).max(axis=1)
     total = mass(groups, largest, inverse, rows.vocab_size)
     found = RowRead(
         groups=groups,
@@ -83,7 +88,8 @@ def read(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowRead
         inverse=inverse,
         total=total,
         log_total=logarithm(exact_sums.to_float(total, rows.vocab_size)),
-        valid=jnp.isfinite(largest) & ~jnp.isnan(groups.sums).any(axis=1),
+        valid=valid,
+        first_group=group,
     )
     if k is None:
         return found
@@ -119,6 +125,7 @@ def read_greedy(rows: GroupedRows, k: int) -> tuple[RowRead, Greedy]:
         total=(jnp.zeros(number, jnp.uint32),) * exact_sums.num_digits(rows.vocab_size),
         log_total=log_sum,
         valid=found.token_ranks > 0,
+        first_group=found.token_ids[:, 0] // WIDTH,
         log_sum=log_sum,
     )
     read = vary_like(read, rows.logits)
@@ -148,10 +155,9 @@ def mass(
 
 def greedy_ids(rows: GroupedRows, found: RowRead) -> Int32[Array, " N"]:
     """This device's part of each valid row's greedy token: 0 where another device has it."""
-    group = jnp.argmax(found.groups.maxima, axis=1).astype(jnp.int32)  # the first of equal ones
+    group = found.first_group
     x, ids = rows.tokens(jnp.arange(len(group), dtype=jnp.int32), group)
-    first = jnp.min(jnp.where(x == found.largest[:, None], ids, rows.vocab_size), axis=1)
-    return jnp.where(rows.has(group), first, 0)
+    return jnp.where(rows.has(group), largest_and_first(x, ids)[1], 0)
 
 
 def with_invalid(

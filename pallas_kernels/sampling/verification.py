@@ -26,6 +26,7 @@ from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.own_part import Split, on_own_part
 from pallas_kernels.meshes.vocab_shard import WHOLE, AxisName, VocabShard
 from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.pieces import at_place
 from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
 from pallas_kernels.sampling import door, row_read
 from pallas_kernels.sampling.distribution import cuts
@@ -314,10 +315,9 @@ def sampled_slots(
 
     a = _leading(accepted)
     few = keeps_few(read, cut, each, rows.vocab_size)
-    drawing = _drawing(batch, cut, (is_sampled, few), considered, log_p, q, a)
+    drawing = _drawing(batch, read, cut, (is_sampled, few), considered, log_p, q, a)
     drawn = draw(rows, read, drawing)
-    last_sampled = jnp.take_along_axis(is_sampled.reshape(shape), a[:, None], axis=1)
-    next_ids = jnp.where(last_sampled, drawn[:, None], best_ids)
+    next_ids = jnp.where(drawing.sampled[:, None], drawn[:, None], best_ids)
     verified = _emit(accepted, drafts.token_ids, next_ids)
     return verified._replace(cut=jax.tree.map(lambda x: x.reshape(shape), cut))
 
@@ -379,6 +379,7 @@ def _log_p(
 
 def _drawing(
     batch: Batch,
+    read: RowRead,
     cut: Truncation,
     which: tuple[Bool[Array, " N"], Bool[Array, " N"]],
     considered: Bool[Array, "B D"],
@@ -391,28 +392,24 @@ def _drawing(
     Past the proposals and at an invalid row there is no q to take out. which: the rows that are
     sampled, and those that keep few tokens.
     """
-    num_slots, num_positions = batch.positions.shape
-    slot = jnp.arange(num_slots, dtype=jnp.int32)
-    rows = slot * num_positions + a
-
-    def at_a(x: jax.Array, missing: float) -> jax.Array:
-        # Not padded by a row of what is missing: of such a pad beside two computed rows of seven or
-        # eight tokens, LLVM can't select instructions with AVX-512, and aborts the process.
-        if num_positions == 1:
-            return jnp.full((num_slots, *x.shape[2:]), missing, x.dtype)
-        return x.at[slot, a].get(mode="fill", fill_value=missing)
-
-    rejected = at_a(considered, False)[:, None]
-    position = batch.positions[:, 0] + a
+    shape = batch.positions.shape
+    each = *cut, read.largest, read.inverse, read.log_total, *(x.astype(jnp.int32) for x in which)
+    of_rows = at_place(a, *(x.reshape(shape) for x in each))
+    marks = jnp.broadcast_to(considered[..., None], q.ids.shape).astype(jnp.int32)
+    marks, ids, log_p, log_q = at_place(a, marks, q.ids, log_p, q.logprobs)
+    rejected = marks > 0
     return Drawing(
-        rows=rows,
-        cut=jax.tree.map(lambda x: x[rows], cut),
-        sampled=which[0][rows],
-        few=which[1][rows],
-        excluded_ids=jnp.where(rejected, at_a(q.ids, -1), -1),
-        log_p=jnp.where(rejected, at_a(log_p, -jnp.inf), -jnp.inf),
-        q=jnp.where(rejected, exponential(at_a(q.logprobs, -jnp.inf)), 0.0),
-        source=Source(batch.sampling.seed, position),
+        rows=jnp.arange(shape[0], dtype=jnp.int32) * shape[1] + a,
+        cut=Truncation(*of_rows[:3]),
+        largest=of_rows[3],
+        inverse=of_rows[4],
+        log_total=of_rows[5],
+        sampled=of_rows[6] > 0,
+        few=of_rows[7] > 0,
+        excluded_ids=jnp.where(rejected, ids, -1),
+        log_p=jnp.where(rejected, log_p, -jnp.inf),
+        q=jnp.where(rejected, exponential(log_q), 0.0),
+        source=Source(batch.sampling.seed, batch.positions[:, 0] + a),
     )
 
 

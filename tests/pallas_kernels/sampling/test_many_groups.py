@@ -91,11 +91,11 @@ def verified(drawn, target, draft, sampling, num, spoiled):
     def without_taken(drawing):
         return drawing._replace(excluded_ids=jnp.where(spoiled.kept, -1, drawing.excluded_ids))
 
-    def keeping(logits, found, drawing, inverse):
-        return kept(logits, found, without_taken(drawing), inverse)
+    def keeping(logits, found, drawing):
+        return kept(logits, found, without_taken(drawing))
 
-    def keeping_token(found, drawing, *listed):
-        return among(found, without_taken(drawing), *listed)
+    def keeping_token(drawing, *listed):
+        return among(without_taken(drawing), *listed)
 
     def accept(u, p, q):
         return jnp.where(spoiled.rule, u < 0.5, accept_draft(u, p, q))

@@ -19,13 +19,18 @@ def packed(flags: jax.Array, run: int = 1) -> jax.Array:
     run: words follow that are 0, up to a multiple of so many.
     """
     rows, n = flags.shape
-    words = -(-n // (BITS * run)) * run
+    words = number(n, run)
     missing = vary_like(jnp.zeros((rows, BITS * words - n), bool), flags)
     whole = barrier(jnp.concatenate([flags, missing], axis=1)).reshape(rows, words, 4, 8)
     bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32).reshape(4, 8)
     parts = barrier(jnp.where(whole, bits, jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32))
     found: jax.Array = barrier(parts.sum(axis=2, dtype=jnp.uint32))
     return found
+
+
+def number(flags: int, run: int = 1) -> int:
+    """How many words so many flags of a row are `packed` in."""
+    return -(-flags // (BITS * run)) * run
 
 
 def counts(words: jax.Array) -> jax.Array:

@@ -63,12 +63,16 @@ def _collected(
     """The top k among the first 2 k logits at the bound or above, and whether those are all."""
     rows, size = x.shape[0], 2 * k
     least = jnp.maximum(bound, key_of(-jnp.inf, x.dtype) + 1)
-    groups, count = first_places(maxima >= least[:, None], size)
+    # As many words for both searches: XLA compiles one of them.
+    words = max(bit_words.number(n, RUN) for n in (maxima.shape[1], size * width))
+    groups, count = first_places(maxima >= least[:, None], size, words)
     found, starts = logits_of_groups(x, groups, width)
     used = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
     reached = found >= floats(least, x.dtype).astype(jnp.float32)[:, None, None]
     found = found.reshape(rows, size * width)
-    places, number = first_places((reached & used[:, :, None]).reshape(rows, size * width), size)
+    places, number = first_places(
+        (reached & used[:, :, None]).reshape(rows, size * width), size, words
+    )
     there = jnp.arange(size, dtype=jnp.int32)[None] < number[:, None]
     some = jnp.where(there, picked(found, places), -jnp.inf)
     values, best = top_k_by_integers(some, k, x.dtype)
@@ -104,7 +108,7 @@ def lower_bound(maxima: jax.Array, k: int) -> jax.Array | None:
     )
 
 
-def first_places(flags: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+def first_places(flags: jax.Array, size: int, words: int = 0) -> tuple[jax.Array, jax.Array]:
     """Where the first `size` true entries of flags [B, n] are, and how many there are in all.
 
     Faster than `bit_words.places` where a row has many words: the word of the j-th is searched,
@@ -115,6 +119,7 @@ def first_places(flags: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
       [B, size] int32 in ascending order, 0 where there are no more; and [B] int32.
     """
     each = bit_words.packed(flags, RUN)
+    each = barrier(jnp.pad(each, ((0, 0), (0, max(words - each.shape[1], 0)))))
     runs = each.shape[1] // RUN
     own = bit_words.count(each).astype(jnp.float32).reshape(each.shape[0], runs, RUN)
     inside = barrier(own @ jnp.triu(jnp.ones((RUN, RUN), jnp.float32)))
@@ -131,4 +136,4 @@ def first_places(flags: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     rest = rest - picked((inside - own).reshape(each.shape), word)
     place = bit_words.place_in_word(picked(each, word), rest.astype(jnp.int32))
     count = upto[:, -1].astype(jnp.int32)
-    return jnp.where(wanted < count[:, None], bit_words.BITS * word + place, 0), count
+    return barrier((jnp.where(wanted < count[:, None], bit_words.BITS * word + place, 0), count))
