@@ -32,7 +32,7 @@ from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
 from pallas_kernels.sampling.row_read import RowRead, num_candidates, scaled
 from pallas_kernels.sampling.rows import GroupedRows
 
-GROUPS = 16  # of a slot, to sum again at a time
+GROUPS = 8  # of a slot, to sum again at a time
 
 
 class Drawing(NamedTuple):

@@ -15,6 +15,9 @@ from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering.blocks import barrier, map_blocks, pin_to_iteration
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers.ordered_keys import floats, key_of, ordered_keys
+from pallas_kernels.numbers.pieces import largest_and_first
+
+GROUPS = 32  # of `NARROWEST_GROUP` logits each, whose largest are joined at a time
 
 
 def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
@@ -70,30 +73,33 @@ def greedy_block(x: jax.Array) -> Greedy:
 
 
 def greedy_block_on_cpu(x: jax.Array) -> Greedy:
-    """`greedy` of a block x [B, V] in one read: the row's largest is looked for in one group."""
-    rows, vocabulary = x.shape
-    width = min(NARROWEST_GROUP, vocabulary)
+    """`greedy` of a block x [B, V] in one read: the row's largest is looked for in one group.
+
+    Reductions of two arrays at once: XLA's CPU compiler makes four kernels of one of one array.
+    """
+    vocabulary = x.shape[1]
     keys, is_nan = _keys(x)
-    padding = ((0, 0), (0, -vocabulary % width))
-    least = _least(keys)
-    grouped = (
-        jnp.pad(keys, padding, constant_values=least).reshape(rows, -1, width),
-        jnp.pad(is_nan, padding).reshape(rows, -1, width),
-    )
-    maxima, with_nan = lax.reduce(
-        grouped,
-        (least, jnp.array(False)),
-        lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]),
-        dimensions=(2,),
-    )
-    maxima, with_nan = barrier(maxima), barrier(with_nan)
-    largest = jnp.max(maxima, axis=1)
-    groups = jnp.arange(maxima.shape[1], dtype=jnp.int32)[None]
-    group = jnp.min(jnp.where(maxima == largest[:, None], groups, maxima.shape[1]), axis=1)
+
+    def grouped(keys: jax.Array, is_nan: jax.Array, width: int) -> tuple[jax.Array, ...]:
+        least, padding = _least(keys), ((0, 0), (0, -keys.shape[1] % width))
+        found = lax.reduce(
+            (
+                jnp.pad(keys, padding, constant_values=least).reshape(len(keys), -1, width),
+                jnp.pad(is_nan, padding).reshape(len(keys), -1, width),
+            ),
+            (least, jnp.array(False)),
+            lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]),
+            dimensions=(2,),
+        )
+        return barrier(tuple(found))
+
+    maxima, with_nan = grouped(*grouped(keys, is_nan, NARROWEST_GROUP), GROUPS)
+    width = min(NARROWEST_GROUP * GROUPS, vocabulary)
+    largest, group = largest_and_first(maxima, lax.broadcasted_iota(jnp.int32, maxima.shape, 1))
     start = jnp.minimum(group * width, vocabulary - width)  # the last group may be short
     found, _ = _keys(slices(x, start[:, None], width)[:, 0])
     ids = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    first = jnp.min(jnp.where(found == largest[:, None], ids, vocabulary), axis=1)
+    _, first = largest_and_first(found, ids)
     return _choice(x, largest, first, jnp.any(with_nan, axis=1))
 
 
