@@ -21,7 +21,7 @@ from pallas_kernels.meshes.vocab_shard import VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling import exact_sums
-from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap, per_row
+from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
 
 # Among shards each trip waits for an exchange: fewer trips, of 15 sums each. On one device
 # bisection sums least.
@@ -151,7 +151,7 @@ def searched(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Trunca
     tokens = order(logits, _ids(logits, shard))
     weights = exact_sums.digits(_weights(x, largest, sampling), vocab_size)
     ones = exact_sums.digits(jnp.ones(()), vocab_size)
-    k, p = (per_row(values, largest) for values in (sampling.top_k, sampling.top_p))
+    k, p = sampling.top_k, sampling.top_p
     number = jnp.minimum(k, vocab_size).astype(jnp.float32)
 
     def mass(digits: tuple[jax.Array, ...], where: jax.Array) -> exact_sums.Mass:

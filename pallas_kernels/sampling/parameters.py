@@ -92,11 +92,6 @@ def lowest_gap(sampling: Sampling) -> Float32[Array, " B"]:
     return jnp.where(some, lowest, -jnp.inf)
 
 
-def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
-    """Values [B] as [B, 1, ...] with as many axes as `like`."""
-    return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
-
-
 def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling, "B = N"]:
     """The parameters [B] for B * ... rows: [N]."""
 

@@ -121,18 +121,6 @@ class GroupedRows:
         )
         return gathered
 
-    def kept_sums(
-        self,
-        cut: tuple[Float32[Array, " R"], Int32[Array, " R"]],
-        inverse: Float32[Array, " R"],
-        row_ids: Int32[Array, " R"],
-        num_rows: Int32[Array, ""],
-    ) -> GroupSums:
-        """This device's groups [R, L] of the tokens that cuts keep: `kept_groups.kept_sums`."""
-        first_id = self.first * WIDTH
-        rows = row_ids, num_rows, self.changes
-        return kept_groups.kept_sums(self.part, first_id, cut, inverse, *rows)
-
     def sums_within(
         self,
         gap: tuple[Float32[Array, " R"], Float32[Array, " R"]],

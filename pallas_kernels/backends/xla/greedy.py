@@ -80,9 +80,9 @@ def greedy_block_on_cpu(x: jax.Array) -> Greedy:
     vocabulary = x.shape[1]
     keys, is_nan = _keys(x)
 
-    def grouped(keys: jax.Array, is_nan: jax.Array, width: int) -> tuple[jax.Array, ...]:
+    def grouped(keys: jax.Array, is_nan: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
         least, padding = _least(keys), ((0, 0), (0, -keys.shape[1] % width))
-        found = lax.reduce(
+        largest, any_nan = lax.reduce(
             (
                 jnp.pad(keys, padding, constant_values=least).reshape(len(keys), -1, width),
                 jnp.pad(is_nan, padding).reshape(len(keys), -1, width),
@@ -91,9 +91,10 @@ def greedy_block_on_cpu(x: jax.Array) -> Greedy:
             lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]),
             dimensions=(2,),
         )
-        return barrier(tuple(found))
+        return barrier((largest, any_nan))
 
-    maxima, with_nan = grouped(*grouped(keys, is_nan, NARROWEST_GROUP), GROUPS)
+    maxima, with_nan = grouped(keys, is_nan, NARROWEST_GROUP)
+    maxima, with_nan = grouped(maxima, with_nan, GROUPS)
     width = min(NARROWEST_GROUP * GROUPS, vocabulary)
     largest, group = largest_and_first(maxima, lax.broadcasted_iota(jnp.int32, maxima.shape, 1))
     start = jnp.minimum(group * width, vocabulary - width)  # the last group may be short

@@ -108,18 +108,20 @@ def lower_bound(maxima: jax.Array, k: int) -> jax.Array | None:
     )
 
 
-def first_places(flags: jax.Array, size: int, words: int = 0) -> tuple[jax.Array, jax.Array]:
+def first_places(flags: jax.Array, size: int, least_words: int = 0) -> tuple[jax.Array, jax.Array]:
     """Where the first `size` true entries of flags [B, n] are, and how many there are in all.
 
     Faster than `bit_words.places` where a row has many words: the word of the j-th is searched,
     first its run of `RUN` words. Cumulative sums are products, which are exact below 2**24: XLA's
     CPU compiler has no fast ones.
 
+    least_words: words that are 0 follow, up to so many.
+
     Returns:
       [B, size] int32 in ascending order, 0 where there are no more; and [B] int32.
     """
     each = bit_words.packed(flags, RUN)
-    each = barrier(jnp.pad(each, ((0, 0), (0, max(words - each.shape[1], 0)))))
+    each = barrier(jnp.pad(each, ((0, 0), (0, max(least_words - each.shape[1], 0)))))
     runs = each.shape[1] // RUN
     own = bit_words.count(each).astype(jnp.float32).reshape(each.shape[0], runs, RUN)
     inside = barrier(own @ jnp.triu(jnp.ones((RUN, RUN), jnp.float32)))

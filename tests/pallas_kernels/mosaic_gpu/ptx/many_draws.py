@@ -85,9 +85,13 @@ def by_xla(x: jax.Array, seeds: jax.Array, taken: jax.Array) -> jax.Array:
     """The same draws."""
     rows, every = GroupedRows.of(x), jnp.arange(SLOTS, dtype=jnp.int32) % ROWS
     sampling = Sampling.greedy(ROWS)._replace(temperature=jnp.ones(ROWS, jnp.float32))
+    found = read(rows, sampling)
     drawing = Drawing(
         rows=every,
         cut=Truncation.nothing((SLOTS,), VOCABULARY),
+        largest=found.largest[every],
+        inverse=found.inverse[every],
+        log_total=found.log_total[every],
         sampled=jnp.ones(SLOTS, bool),
         few=jnp.zeros(SLOTS, bool),
         excluded_ids=taken,
@@ -95,7 +99,7 @@ def by_xla(x: jax.Array, seeds: jax.Array, taken: jax.Array) -> jax.Array:
         q=jnp.zeros(taken.shape, jnp.float32),
         source=Source(seeds, jnp.ones(SLOTS, jnp.int32)),
     )
-    return row_draws.draw(rows, read(rows, sampling), drawing)
+    return row_draws.draw(rows, found, drawing)
 
 
 if __name__ == "__main__":
