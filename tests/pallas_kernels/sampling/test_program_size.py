@@ -1,7 +1,6 @@
 """How long a verification's program is: what every user waits for before the first step."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.sampling import CompactQ, Drafts, Sampling, verify
