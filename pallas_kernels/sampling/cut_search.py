@@ -149,7 +149,9 @@ def searched(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Trunca
     x = logits.astype(jnp.float32)
     largest, vocab_size = shard.maximum(x), shard.size(logits.shape[-1])
     tokens = order(logits, _ids(logits, shard))
-    weights = exact_sums.digits(_weights(x, largest, sampling), vocab_size)
+    inverse = inverse_temperature(sampling.temperature)
+    scaled = (x - largest[..., None]) * inverse[..., None]
+    weights = exact_sums.digits(exponential(scaled), vocab_size)
     ones = exact_sums.digits(jnp.ones(()), vocab_size)
     k, p = sampling.top_k, sampling.top_p
     number = jnp.minimum(k, vocab_size).astype(jnp.float32)
@@ -184,12 +186,6 @@ def searched(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Trunca
     cut_id = shard.maximum(jnp.where(kept & (x == cut_logit[..., None]), tokens.ids, -1))
     log_kept = logarithm(share(kept) / share(x > -jnp.inf))
     return Truncation(cut_logit, cut_id, jnp.minimum(log_kept, 0.0))
-
-
-def _weights(x: jax.Array, largest: jax.Array, sampling: Sampling) -> jax.Array:
-    """exp((x - m) / T) [B, V] float32."""
-    inverse = inverse_temperature(sampling.temperature)[..., None]
-    return exponential((x - largest[..., None]) * inverse)
 
 
 def _ids(logits: jax.Array, shard: VocabShard) -> jax.Array:

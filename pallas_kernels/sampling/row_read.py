@@ -23,7 +23,7 @@ from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.numbers.pieces import largest_and_first
 from pallas_kernels.sampling import exact_sums
-from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
+from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import RowsRead
 
@@ -41,14 +41,6 @@ class RowRead(NamedTuple):
     valid: Bool[Array, " N"]
     first_group: Int32[Array, " N"]  # of a valid row, the first with its largest logit
     log_sum: Float32[Array, " N"] | None = None  # of exp(x - m), where logprobs need it
-
-    def scaled(self, x: Float32[Array, "N C"]) -> Float32[Array, "N C"]:
-        """(x - m) / T, at most 0."""
-        return scaled(x, self.largest[:, None], self.inverse[:, None])
-
-    def log_probs(self, x: Float32[Array, "N C"], cut: Truncation) -> Float32[Array, "N C"]:
-        """log p of kept tokens with these logits."""
-        return jnp.minimum(self.scaled(x) - (self.log_total + cut.log_kept)[:, None], 0.0)
 
 
 def scaled(x: jax.Array, largest: jax.Array, inverse: jax.Array) -> jax.Array:
