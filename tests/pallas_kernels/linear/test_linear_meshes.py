@@ -140,7 +140,7 @@ def test_over_rows_the_heads_gradient_is_summed_once(in_columns):
     assert words(program) == V * H + V
 
 
-def test_inside_shard_map_with_padding():
+def test_inside_shard_map_with_padding(in_columns):
     """The head's last shard ends in rows of padding, which count for nothing."""
     arrays = dict(case())
     vocab = 500
