@@ -1,6 +1,7 @@
 """Jobs in a thread beside the worker's steps."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -27,11 +28,12 @@ with Beside(lambda: None) as beside:
 
 
 def test_a_job_runs_in_its_thread_and_gives_way():
-    ended, seen = threading.Event(), []
+    ended, seen, nice = threading.Event(), [], []
     beside, before = Beside(ended.set), sys.getswitchinterval()
 
     def job():
         seen.append((threading.current_thread().name, sys.getswitchinterval(), gc.isenabled()))
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     beside.start(job)
     assert beside.busy
@@ -40,6 +42,8 @@ def test_a_job_runs_in_its_thread_and_gives_way():
     assert beside.take() is None
     assert (beside.busy, beside.ended) == (False, False)
     assert seen == [(NAME, pytest.approx(SWITCH_SECONDS, abs=1e-5), False)]
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert nice == [min(19, mine + LESS) if sys.platform == "linux" else mine]
     assert (sys.getswitchinterval(), gc.isenabled()) == (pytest.approx(before, abs=1e-5), True)
 
 
