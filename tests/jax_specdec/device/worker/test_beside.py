@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from jax_specdec.device.worker import beside as module
-from jax_specdec.device.worker.beside import LONGEST_WAIT, NAME, SWITCH_SECONDS, Beside
+from jax_specdec.device.worker.beside import LESS, LONGEST_WAIT, NAME, SWITCH_SECONDS, Beside
 
 pytestmark = pytest.mark.fast
 
