@@ -245,6 +245,10 @@ def main(child: Child) -> int:
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request
         child.vitals.be_ready(tuple(map(str, own_devices(start)[:devices])))
-        serve(worker, child.commands, lead.tell, child.vitals, lead.refusal, writes.write_one)
+
+        def rest() -> bool:
+            return writes.write_one() or beside.collect()
+
+        serve(worker, child.commands, lead.tell, child.vitals, lead.refusal, rest)
         writes.write_all()
     return 0

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,30 @@ def test_a_job_runs_in_its_thread_and_gives_way():
     mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert nice == [min(19, mine + LESS) if sys.platform == "linux" else mine]
     assert (sys.getswitchinterval(), gc.isenabled()) == (pytest.approx(before, abs=1e-5), True)
+
+
+def test_the_garbage_of_a_job_is_collected_when_nobody_waits():
+    class Node:
+        pass
+
+    ended, left = threading.Event(), []
+    beside = Beside(ended.set)
+
+    def job():
+        node = Node()
+        node.itself = node
+        left.append(weakref.ref(node))
+
+    assert not beside.collect()
+    beside.start(job)
+    assert ended.wait(60)
+    assert not beside.collect()  # the job's end was not taken: another may begin
+    beside.take()
+    gc.collect()
+    assert left[0]() is not None
+    assert beside.collect()
+    assert left[0]() is None
+    assert not beside.collect()
 
 
 def test_the_error_of_a_job_is_handed_over_and_the_next_job_runs():
