@@ -84,8 +84,8 @@ def greedy_block_on_cpu(x: jax.Array) -> Greedy:
         least, padding = _least(keys), ((0, 0), (0, -keys.shape[1] % width))
         largest, any_nan = lax.reduce(
             (
-                jnp.pad(keys, padding, constant_values=least).reshape(len(keys), -1, width),
-                jnp.pad(is_nan, padding).reshape(len(keys), -1, width),
+                jnp.pad(keys, padding, constant_values=least).reshape(keys.shape[0], -1, width),
+                jnp.pad(is_nan, padding).reshape(keys.shape[0], -1, width),
             ),
             (least, jnp.array(False)),
             lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]),

@@ -124,7 +124,7 @@ def test_each_distribution_is_cut_once():
     vocab = 2048  # more than candidates can hold
     rows, lengths = jnp.zeros((2, 3, vocab)), jnp.zeros(2, jnp.int32)
     one_cut = searches(truncation, rows, asked.sampling)
-    assert one_cut == 4  # keys and ids, for top-k and for top-p
+    assert one_cut == 1  # for keys and ids, of top-k and of top-p
     drafts = none_drawn(2, 2, vocab)
     assert searches(lambda x: draw(x, asked.sampling, lengths), rows[:, :1]) == 0
     assert searches(lambda x: verify(x, drafts, asked.sampling, lengths), rows) == one_cut
