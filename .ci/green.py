@@ -49,7 +49,8 @@ LANES = {
     ],
     "ptx-groups": [
         *PTX, f"{KERNELS}/groups.py", f"{KERNELS}/groups_kernel.py", f"{KERNELS}/finish_kernel.py",
-        f"{CASES}/sampled_cases.py",
+        f"{CASES}/sampled_cases.py", "pallas_kernels/backends/groups.py",
+        "pallas_kernels/backends/xla/groups.py", "pallas_kernels/backends/xla/group_sums.py",
     ],
     "ptx-draw": [
         *PTX, f"{KERNELS}/draw.py", f"{KERNELS}/count_larger.py", f"{KERNELS}/chosen_groups.py",

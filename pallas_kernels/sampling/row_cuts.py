@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from pallas_kernels.lowering.blocks import barrier
+from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.numbers.pieces import at_place, largest_and_first, summed
@@ -58,7 +58,7 @@ def cut_among(
     by_k = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
     first_k = jnp.where(by_k, sampling.top_k, UNKNOWN)
     enough = first_k <= count
-    base = _where(by_k & enough, at_place(jnp.minimum(first_k, count) - 1, *sums), total)
+    base = _where(by_k & enough, _at(jnp.minimum(first_k, count) - 1, *sums), total)
     wanted = sampling.top_p * exact_sums.to_float(base, vocab_size)
     limit = exact_sums.at_least(jnp.maximum(wanted, 1e-30), vocab_size)  # never nothing
     before = exact_sums.less(sums, tuple(digit[:, None] for digit in limit))
@@ -76,7 +76,7 @@ def cut_among(
     settled = (kept <= count) & ~blind
 
     last = jnp.clip(kept, 1, count) - 1
-    cut_logit, cut_id, *mass = at_place(last, logits, ids, *sums)
+    cut_logit, cut_id, *mass = _at(last, logits, ids, *sums)
     share, whole = (exact_sums.to_float(one, vocab_size) for one in (tuple(mass), total))
     return Truncation(cut_logit, cut_id, jnp.minimum(logarithm(share / whole), 0.0)), settled
 
@@ -99,8 +99,26 @@ def _length(found: jax.Array, most: jax.Array) -> jax.Array:
 
 def _cumulated(weights: jax.Array, vocab_size: int) -> exact_sums.Mass:
     """The mass [N, C] of the candidates up to each."""
-    sums = jnp.cumsum(jnp.stack(exact_sums.digits(barrier(weights), vocab_size)), axis=2)
+    sums = (jnp.cumsum(digit, axis=1) for digit in exact_sums.digits(weights, vocab_size))
     return exact_sums.of_sums(tuple(sums), vocab_size)
+
+
+def _at(place: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The entries at one place [N] of each row of arrays [N, C].
+
+    In one loop on a CPU, for which a GPU would keep all of the arrays.
+    """
+
+    def like(place: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(place.shape, x.dtype) for x in arrays)
+
+    def in_one_loop(place: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return at_place(place, *arrays)
+
+    def gathered(place: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(jnp.take_along_axis(x, place[:, None], axis=1)[:, 0] for x in arrays)
+
+    return lowered_for(place, arrays, like=like, cpu=in_one_loop, default=gathered)
 
 
 def _where(rows: jax.Array, a: exact_sums.Mass, b: exact_sums.Mass) -> exact_sums.Mass:

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.groups import WIDTH, Part, inverse_temperature
+from pallas_kernels.backends.groups import FEW, WIDTH, Part, inverse_temperature
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
@@ -169,7 +169,9 @@ def split_columns(name: str) -> Case:
         np.testing.assert_allclose(found.groups.sums, expected.groups.sums, rtol=3e-6)
         valid = [row for row in range(len(x)) if oracle.is_valid(x[row])]
         for name in ("top_ids", "top_logits"):
-            mine, other = (np.asarray(getattr(read, name))[valid] for read in (found, expected))
+            mine, other = (  # no row needs more than the few; XLA has more all the same
+                np.asarray(getattr(read, name))[valid, :FEW] for read in (found, expected)
+            )
             np.testing.assert_array_equal(mine, other)
         assert (np.asarray(found.top_ids)[valid] >= 0).any()
 
