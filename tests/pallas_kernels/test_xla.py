@@ -44,7 +44,7 @@ def test_up_to_256_rows_are_one_block_where_each_operation_is_a_launch(platform)
     text = lowered(platform, 1536, 131_072, 20, dynamic=True)
     assert loops(text) == 1
     blocks = {int(rows) for rows in re.findall(r"tensor<(\d+)x131072xbf16>", text)} - {1536}
-    assert blocks == {512 if platform == "tpu" else 320}
+    assert blocks == {512 if platform == "tpu" else 384}
 
 
 def test_the_fused_path_chooses_greedily_as_suits_the_platform():

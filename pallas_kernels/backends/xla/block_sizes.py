@@ -21,8 +21,8 @@ from pallas_kernels.lowering.blocks import Tree, barrier, vary_like
 CPU_BYTES = 7 << 20
 # Elsewhere each operation is a launch, so a block has as many rows as keep any such chip busy.
 WIDE_ROWS = 256
-# A loop over an unknown number of rows: its start costs as many launches as a third of a block.
-LOOP_ROWS = 320
+# A loop over an unknown number of rows: its start costs as many launches as half of a block.
+LOOP_ROWS = 384
 TPU_LOOP_ROWS = 512
 
 FEW_ROWS = 3  # up to here, every operation's start counts
