@@ -313,7 +313,7 @@ class Member:
         answered, self._answered = self._answered, False
         self._fleet.lost(self, why, coming, answered)
         self._losses += 1  # who sees it sees that the replica is not ready
-        if not self.coming and not self._fleet.over():
+        if not self.coming:  # also where that ends the fleet: it may stay open for hours
             self.kill(why, for_good=True)
             self._tidy()
         time.sleep(0.05)
