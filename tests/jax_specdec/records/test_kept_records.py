@@ -11,25 +11,19 @@ from hypothesis import strategies as st
 from ipc import wire
 from ipc.wire import KEPT_ALL, KEPT_MANY, Kind, SlotState
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.errors import MessageError
 from jax_specdec.records.output_processor import (
     ProcessorError,
     ProcessorState,
-    Progress,
     abort,
     admit,
-    flush,
     step,
 )
 from tests.support.decoding_cost import allowed_memory, cost
 from tests.support.processor_messages import (
     admitted,
-    draft,
-    drafts,
-    first_token,
     request,
     silent,
     target,
@@ -196,58 +190,11 @@ def test_no_kept_sets_cost_more_than_their_bytes_allow(ids):
     assert memory <= allowed_memory(data, state)
 
 
-def test_a_record_has_the_sets_of_its_tokens():
-    state = admitted(kept_token_ids=True)
-    _, (record,) = step(state, target(0, kept(5, 6, rows=[[3, 5], KEPT_ALL])))
-    assert as_lists(record.kept) == [[2, 0.0, [3, 5]], [KEPT_ALL, -0.125, []]]
-    assert record.logprobs is None
-    _, (plain,) = step(admitted(), target(0, tokens(5)))
-    assert plain.kept is None
-
-
-def test_tokens_behind_a_stop_are_cut_with_their_sets():
-    rows = [[1, 5], KEPT_MANY, [2, 7, 9], [8]]
-    for params, count in (
-        ({"stop_token_ids": (7,)}, 3),
-        ({"stop_sequences": ((5, 6),)}, 2),
-        ({"max_tokens": 1}, 1),
-    ):
-        state = admitted(kept_token_ids=True, **params)
-        _, (record,) = step(state, target(0, kept(5, 6, 7, 8, rows=rows)))
-        assert record.finish_reason is not None
-        assert as_lists(record.kept) == as_lists(sets(*rows))[:count]
-
-
-def test_requests_with_and_without_share_a_message():
-    state = admit(ProcessorState.empty(3), 0, 1, request("a", kept_token_ids=True))
-    state = admit(state, 1, 1, request("b", logprobs=1))
-    state = admit(state, 2, 1, request("c", kept_token_ids=True, logprobs=0))
-    slots = (
-        kept(5, 6, rows=[[5], [6, 7]]),
-        tokens(3, columns=2),
-        kept(9, rows=[[0, 9]], columns=1),
-    )
-    _, records = step(state, target(0, *slots))
-    assert [as_lists(record.kept) for record in records] == [
-        [[1, 0.0, [5]], [2, -0.125, [6, 7]]], None, [[2, 0.0, [0, 9]]],
-    ]  # fmt: skip
-    assert records[2].logprobs.shape == (1, 1)
-
-
 def test_sets_that_were_not_asked_for_are_refused_and_missing_ones_too():
     with pytest.raises(ProcessorError, match=r"asked for kept sets; .* has none"):
         step(admitted(kept_token_ids=True), target(0, tokens(5)))
     with pytest.raises(ProcessorError, match=r"asked for no kept sets; .* has some"):
         step(admitted(), target(0, kept(5, rows=[[5]])))
-
-
-def test_drafts_have_no_sets_and_join_a_record_that_has():
-    state = admitted(kept_token_ids=True, draft_logprobs=True)
-    state, records = step(state, target(0, kept(5, 6, rows=[[5], [6]]), draft_follows=True))
-    assert not records
-    _, (record,) = step(state, draft(0, drafts(5, 7)))
-    assert as_lists(record.kept) == as_lists(sets([5], [6]))
-    assert record.draft.token_ids.tolist() == [5, 7]
 
 
 def test_records_without_tokens_have_no_sets():
@@ -257,26 +204,3 @@ def test_records_without_tokens_have_no_sets():
     for said in (SlotState.PREEMPTED, SlotState.RECOVERY_STOP):
         _, (record,) = step(state, target(0, silent(said)))
         assert len(record.kept) == 0
-
-
-def test_an_abort_while_the_record_waits_keeps_its_sets():
-    state = admitted(kept_token_ids=True, draft_logprobs=True)
-    state, _ = step(state, target(0, kept(5, rows=[[4, 5]]), draft_follows=True))
-    _, (record,) = flush(state, FinishReason.WORKER_LOST)
-    assert record.finish_reason is FinishReason.WORKER_LOST
-    assert as_lists(record.kept) == [[2, 0.0, [4, 5]]]
-
-
-def test_a_first_token_has_one_set_and_the_drafts_behind_it_none():
-    slot = replace(first_token(5, 8, 9), kept=sets([2, 5]))
-    for prefill in (True, False):
-        _, (record,) = step(admitted(kept_token_ids=True, prefill=prefill), target(0, slot))
-        assert as_lists(record.kept) == [[2, 0.0, [2, 5]]]
-        assert record.handover_draft_ids.tolist() == [8, 9]
-
-
-def test_a_request_that_goes_on_elsewhere_goes_on_with_sets():
-    progress = Progress(token_ids=(4,))
-    state = admitted(kept_token_ids=True, handed_over=progress, generation=3)
-    _, (record,) = step(state, target(0, kept(5, rows=[[5]], generation=3)))
-    assert as_lists(record.kept) == [[1, 0.0, [5]]]

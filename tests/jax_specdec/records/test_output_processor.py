@@ -1,4 +1,7 @@
-"""The output processor, behavior by behavior, with hand-made messages."""
+"""The output processor by hand-made messages: what no random life of its slots compares.
+
+`test_state_machine` has every record and counter against a reference.
+"""
 
 import re
 
@@ -10,13 +13,15 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import (
     Phase,
     ProcessorError,
+    ProcessorState,
     Progress,
-    abort,
+    StepLost,
     admit,
     flush,
     release,
     step,
 )
+from jax_specdec.records.processor_state import is_newer
 from tests.support.paths import ROOT
 from tests.support.processor_messages import (
     admitted,
@@ -33,192 +38,109 @@ from tests.support.processor_messages import (
 pytestmark = pytest.mark.fast
 
 
-def test_a_record_has_the_tokens_and_their_logprobs():
-    state = admitted(num_slots=2, slot=1, logprobs=2, extra_token_ids=(9,))
-    message = target(0, silent(SlotState.STOPPED), tokens(5, 6, drafts=3, columns=3, chosen=1))
-    _, ((record,),) = run(state, message)
-    assert (record.request_id, record.step, record.slot, record.generation) == ("r", 0, 1, 1)
-    assert record.token_ids.tolist() == [5, 6]
-    np.testing.assert_array_equal(record.logprobs, message.slot(1).logprobs[:, :3])
-    np.testing.assert_array_equal(record.chosen_logprobs, message.slot(1).logprobs[:, 3:])
-    assert record.token_ranks.tolist() == [1, 2]
-    assert record.topk_ids.tolist() == [[5, 6], [6, 7]]
-    assert record.valid.tolist() == [True, True]
-    assert (record.num_drafts, record.num_accepted) == (3, 1)
-    assert record.cumulative_logprob == -(6 / 8) - (7 / 8)
-    assert (record.finish_reason, record.reschedule) == (None, False)
-    assert record.draft is None
-    assert record.handover_draft_ids is None
-    assert record.statistics is None
-    for array in (record.token_ids, record.logprobs, record.token_ranks, record.topk_ids):
-        assert array.base is not None  # a view of the message, no copy
-        assert not array.flags.writeable
-
-
-def test_no_logprobs_asked_means_none_not_empty():
-    _, ((record,),) = run(admitted(), target(0, tokens(5)))
-    assert record.token_ids.tolist() == [5]
-    assert record.logprobs is record.token_ranks is record.topk_ids is None
-    assert record.chosen_logprobs is record.valid is record.cumulative_logprob is None
-
-
-def test_k_zero_has_the_token_and_its_rank_only():
-    _, ((record,),) = run(admitted(logprobs=0), target(0, tokens(7, columns=1)))
-    assert record.logprobs.tolist() == [[-1.0]]
-    assert record.topk_ids.shape == (1, 0)
-    assert record.chosen_logprobs.shape == (1, 0)
-
-
-def test_cumulative_logprob_adds_up_in_float64_and_an_invalid_row_makes_it_nan():
-    state = admitted(logprobs=0)
-    bad = tokens(3, 4, columns=1, logprobs=[[-0.5], [np.nan]], ranks=[1, 0])
-    _, released = run(
-        state, target(0, tokens(1, columns=1)), target(1, bad), target(2, tokens(1, columns=1))
-    )
-    first, second, third = (record for (record,) in released)
-    assert first.cumulative_logprob == -0.25
-    assert second.valid.tolist() == [True, False]
-    assert np.isnan(second.cumulative_logprob)
-    assert third.valid.tolist() == [True]
-    assert np.isnan(third.cumulative_logprob)
-
-
-def test_tokens_behind_a_stop_token_are_cut_with_their_logprobs():
-    state = admitted(logprobs=1, stop_token_ids=(6,))
-    state, ((record,),) = run(state, target(0, tokens(5, 6, 7, 6, columns=2)))
-    assert record.token_ids.tolist() == [5, 6]
-    assert record.logprobs.shape == (2, 2)
-    assert record.token_ranks.shape == (2,)
-    assert record.topk_ids.shape == (2, 1)
-    assert record.cumulative_logprob == -(6 / 8) - (7 / 8)  # nothing of the cut tokens
-    assert (record.finish_reason, record.stop_token_id) == (FinishReason.STOP_TOKEN, 6)
-    assert record.stop_sequence is None
-    assert (record.num_drafts, record.num_accepted) == (3, 3)  # verification, before the cut
-    assert state.counters.cut_tokens == 2
-    assert state.counters.finished[FinishReason.STOP_TOKEN - 1] == 1
-
-
-def test_the_length_limit_cuts_and_a_stop_at_the_same_token_wins():
-    _, ((record,),) = run(admitted(max_tokens=2), target(0, tokens(5, 6, 7)))
-    assert (record.token_ids.tolist(), record.finish_reason) == ([5, 6], FinishReason.LENGTH)
-    state = admitted(max_tokens=2, stop_token_ids=(6,))
-    _, ((record,),) = run(state, target(0, tokens(5, 6, 7)))
-    assert (record.token_ids.tolist(), record.finish_reason) == ([5, 6], FinishReason.STOP_TOKEN)
-    state = admitted(max_tokens=2, stop_token_ids=(7,))  # behind the limit: never seen
-    _, ((record,),) = run(state, target(0, tokens(5, 6, 7)))
-    assert record.finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize("split", range(1, 6))
-def test_a_stop_sequence_may_span_steps(split):
-    ids = [1, 2, 1, 2, 3, 9]
-    state = admitted(stop_sequences=((8, 8), (1, 2, 3)))
-    messages = [target(0, tokens(*ids[:split])), target(1, tokens(*ids[split:]))]
+def fed(state, *messages):
+    """The last state, and (request, step, ids, draft ids) of what each message released."""
     state, released = run(state, *messages)
+    return state, [
+        [(r.request_id, r.step, r.token_ids.tolist(), r.draft and r.draft.token_ids.tolist())
+         for r in records]
+        for records in released
+    ]  # fmt: skip
+
+
+def two_requests(**params):
+    state = admit(ProcessorState.empty(3), 0, 1, request("a", draft_logprobs=True, **params))
+    return admit(state, 1, 1, request("b", draft_logprobs=True, **params))
+
+
+def both(n, *, follows=True, a=(5, 6), b=(7,)):
+    return target(n, tokens(*a, drafts=2), tokens(*b, drafts=2), draft_follows=follows)
+
+
+def both_drafts(n):
+    return draft(n, drafts(1, 2), drafts(3, 4))
+
+
+def test_the_arrays_of_a_record_are_read_only_views_of_the_message():
+    """One slot of many widths each, so that no slot has another's columns."""
+    widths = [(None, 0), (0, 0), (20, 0), (1, 3), (128, 128), (None, 0), (5, 1)]
+    state, slots = ProcessorState.empty(len(widths)), []
+    for slot, (k, chosen) in enumerate(widths):
+        extra = tuple(range(chosen))
+        state = admit(state, slot, 1, request(str(slot), logprobs=k, extra_token_ids=extra))
+        slots.append(tokens(slot, slot + 1, columns=0 if k is None else k + 1, chosen=chosen))
+    message = target(0, *slots)
+    _, records = step(state, message)
+    for slot, (record, (k, chosen)) in enumerate(zip(records, widths, strict=True)):
+        assert record.token_ids.tolist() == [slot, slot + 1]
+        if k is None:
+            assert record.logprobs is record.token_ranks is record.topk_ids is None
+            assert record.chosen_logprobs is record.valid is record.cumulative_logprob is None
+            continue
+        assert (record.topk_ids.shape, record.chosen_logprobs.shape) == ((2, k), (2, chosen))
+        rows = message.slot(slot).logprobs
+        np.testing.assert_array_equal(record.logprobs, rows[:, : k + 1])
+        np.testing.assert_array_equal(record.chosen_logprobs, rows[:, k + 1 :])
+        assert record.cumulative_logprob == -(slot + 1) / 8 - (slot + 2) / 8
+        for array in (record.token_ids, record.logprobs, record.token_ranks, record.topk_ids):
+            assert array.base is not None
+            assert not array.flags.writeable
+
+
+SEQUENCES = {"stop_sequences": ((8, 8), (1, 2, 3))}
+STOPS = [  # parameters, all tokens, those delivered, the reason, and what stopped the request
+    ({"stop_token_ids": (6,)}, (5, 6, 7, 6), 2, "STOP_TOKEN", 6),
+    ({"max_tokens": 2}, (5, 6, 7), 2, "LENGTH", None),
+    ({"max_tokens": 2, "stop_token_ids": (6,)}, (5, 6, 7), 2, "STOP_TOKEN", 6),
+    ({"max_tokens": 2, "stop_token_ids": (7,)}, (5, 6, 7), 2, "LENGTH", None),
+    (SEQUENCES, (1, 2, 1, 2, 3, 9), 5, "STOP_SEQUENCE", (1, 2, 3)),
+    *[
+        ({"stop_sequences": ((1, 2),), "min_tokens": n}, (1, 2) * 3, kept, "STOP_SEQUENCE", (1, 2))
+        for n, kept in ((1, 2), (2, 4), (3, 4), (5, 6))
+    ],
+]
+
+
+@pytest.mark.parametrize("split", range(7))
+@pytest.mark.parametrize(("params", "ids", "count", "reason", "what"), STOPS)
+def test_a_stop_cuts_wherever_the_steps_are(split, params, ids, count, reason, what):
+    parts = [part for part in (ids[:split], ids[split:]) if part]
+    messages = [target(n, tokens(*part, columns=1)) for n, part in enumerate(parts)]
+    state, released = run(admitted(logprobs=0, **params), *messages)
     records = [record for step_records in released for record in step_records]
-    assert [id for record in records for id in record.token_ids.tolist()] == [1, 2, 1, 2, 3]
-    assert records[-1].finish_reason is FinishReason.STOP_SEQUENCE
-    assert records[-1].stop_sequence == (1, 2, 3)
-    assert records[-1].stop_token_id is None
-    assert state.counters.cut_tokens + state.counters.surplus_tokens == 1
-
-
-@pytest.mark.parametrize("split", range(1, 6))
-def test_a_stop_sequence_is_not_looked_for_before_min_tokens(split):
-    """It may begin among the first tokens, and one that ends with them is none."""
-    ids = [1, 2, 1, 2, 1, 2]
-    for least, kept in ((1, 2), (2, 4), (3, 4), (5, 6)):
-        state = admitted(stop_sequences=((1, 2),), min_tokens=least)
-        messages = [target(0, tokens(*ids[:split])), target(1, tokens(*ids[split:]))]
-        _, released = run(state, *messages)
-        records = [record for step_records in released for record in step_records]
-        assert [id for record in records for id in record.token_ids.tolist()] == ids[:kept]
-        assert records[-1].finish_reason is FinishReason.STOP_SEQUENCE
+    assert [id for record in records for id in record.token_ids.tolist()] == list(ids[:count])
+    last = records[-1]
+    assert last.cumulative_logprob == sum(-(id + 1) / 8 for id in ids[:count])
+    assert last.finish_reason.name == reason
+    assert (last.stop_token_id, last.stop_sequence) == (
+        what if reason == "STOP_TOKEN" else None,
+        what if reason == "STOP_SEQUENCE" else None,
+    )
+    assert state.counters.cut_tokens + state.counters.surplus_tokens == len(ids) - count
+    assert state.counters.finished[FinishReason[reason] - 1] == 1
 
 
 def test_a_stop_sequence_never_begins_in_another_request():
-    state = admitted(stop_sequences=((1, 2),), id="old")
-    state, _ = run(state, target(0, tokens(1)))
+    state, _ = run(admitted(stop_sequences=((1, 2),), id="old"), target(0, tokens(1)))
     state = admit(release(state, 0), 0, 2, request("new", stop_sequences=((1, 2),)))
     _, ((record,),) = run(state, target(1, tokens(2, generation=2)))
     assert record.finish_reason is None
-
-
-def test_tokens_after_the_end_are_surplus_and_never_delivered():
-    state = admitted(stop_token_ids=(6,))
-    state, released = run(state, target(0, tokens(6)), target(1, tokens(7, 8)))
-    assert [len(records) for records in released] == [1, 0]
-    assert state.counters.surplus_tokens == 2
-    state, (records,) = run(release(state, 0), target(2, tokens(9)))
-    assert not records
-    assert state.counters.surplus_tokens == 3
-    assert state.statistics.num_tokens == 1
 
 
 def test_nothing_and_stopped_make_no_record():
     for slot_state in (SlotState.NOTHING, SlotState.STOPPED):
         state, (records,) = run(admitted(), target(0, silent(slot_state)))
         assert not records
-        assert state.columns.phase[0] == Phase.RUNNING
-        assert state.statistics.steps == 0
-
-
-def test_preempted_asks_for_a_reschedule_and_goes_on_where_it_was():
-    params = {"logprobs": 0, "max_tokens": 4, "stop_sequences": ((1, 2),)}
-    state = admitted(**params)
-    state, released = run(
-        state, target(0, tokens(3, 1, columns=1)), target(1, silent(SlotState.PREEMPTED))
-    )
-    (record,) = released[1]
-    assert record.reschedule
-    assert record.finish_reason is None
-    assert record.token_ids.tolist() == []
-    assert record.logprobs.shape == (0, 1)
-    assert record.statistics.num_tokens == 2
-    assert state.live_request_ids == ()
-    state, (surplus,) = run(state, target(2, tokens(9, columns=1)))
-    assert not surplus
-    progress = Progress(token_ids=(3, 1), cumulative_logprob=record.cumulative_logprob)
-    state = admit(release(state, 0), 0, 2, request(**params), handed_over=progress)
-    _, ((record,),) = run(state, target(3, tokens(2, 5, 6, generation=2, columns=1)))
-    assert record.token_ids.tolist() == [2]
-    assert record.stop_sequence == (1, 2)  # its first token came before the preemption
-    assert record.cumulative_logprob == -(4 + 2 + 3) / 8
-
-
-def test_recovery_stop_finishes_with_an_error():
-    state, ((record,),) = run(admitted(), target(0, silent(SlotState.RECOVERY_STOP)))
-    assert record.finish_reason is FinishReason.RECOVERY_ERROR
-    assert record.token_ids.size == 0
-    assert state.columns.phase[0] == Phase.ENDED
-
-
-def test_a_prefill_node_hands_over_after_the_first_token():
-    state = admitted(prefill=True, logprobs=1, max_tokens=5)
-    state, ((record,),) = run(state, target(0, first_token(5, 6, 7, columns=2)))
-    assert record.token_ids.tolist() == [5]
-    assert record.logprobs.shape == (1, 2)
-    assert record.handover_draft_ids.tolist() == [6, 7]
-    assert record.finish_reason is FinishReason.PREFILL_HANDOVER
-    assert (record.num_drafts, record.num_accepted) == (0, 0)  # nothing was verified
-    assert state.statistics.num_drafts == 0
-
-
-def test_a_first_token_that_ends_the_request_is_not_handed_over():
-    for params, reason in (
-        ({"stop_token_ids": (5,)}, FinishReason.STOP_TOKEN),
-        ({"max_tokens": 1}, FinishReason.LENGTH),
-    ):
-        state = admitted(prefill=True, **params)
-        _, ((record,),) = run(state, target(0, first_token(5, 6, 7)))
-        assert record.finish_reason is reason
-        assert record.handover_draft_ids is None
+        assert (state.columns.phase[0], state.statistics.steps) == (Phase.RUNNING, 0)
 
 
 def test_the_decode_node_goes_on_without_a_duplicated_or_missing_token():
     params = {"logprobs": 0, "max_tokens": 3}
-    prefill = admitted(prefill=True, **params)
-    _, ((first,),) = run(prefill, target(0, first_token(5, 6, columns=1)))
+    _, ((first,),) = run(
+        admitted(prefill=True, **params), target(0, first_token(5, 6, 7, columns=1))
+    )
+    assert first.finish_reason is FinishReason.PREFILL_HANDOVER
+    assert first.handover_draft_ids.tolist() == [6, 7]
     progress = Progress(
         token_ids=tuple(first.token_ids.tolist()), cumulative_logprob=first.cumulative_logprob
     )
@@ -228,31 +150,6 @@ def test_the_decode_node_goes_on_without_a_duplicated_or_missing_token():
     assert record.finish_reason is FinishReason.LENGTH
     assert record.cumulative_logprob == -(6 + 7 + 8) / 8
     assert state.statistics.num_tokens == 2  # of this node
-    with pytest.raises(ProcessorError, match="delivered twice"):
-        step(admitted(handed_over=progress, **params), target(0, first_token(5, 6, columns=1)))
-
-
-def test_a_first_token_outside_a_prefill_node_goes_on():
-    state, released = run(admitted(), target(0, first_token(5, 6)), target(1, tokens(6, 7)))
-    (first,), (second,) = released
-    assert (first.token_ids.tolist(), first.finish_reason) == ([5], None)
-    assert first.handover_draft_ids.tolist() == [6]
-    assert second.token_ids.tolist() == [6, 7]
-    assert state.statistics.num_accepted == 1
-
-
-def test_abort_ends_a_request_once():
-    state, _ = run(admitted(num_slots=2, logprobs=0), target(0, tokens(1, columns=1)))
-    state, records = abort(state, "r")
-    (record,) = records
-    assert (record.request_id, record.finish_reason) == ("r", FinishReason.ABORT)
-    assert record.token_ids.size == 0
-    assert record.cumulative_logprob == -0.25
-    assert record.statistics.num_tokens == 1
-    assert len(abort(state, "r")[1]) == 0
-    assert len(abort(state, "unknown")[1]) == 0
-    state, (surplus,) = run(state, target(1, tokens(2, columns=1)))
-    assert not surplus
 
 
 def test_finish_reasons_are_those_of_the_contract():
@@ -262,34 +159,18 @@ def test_finish_reasons_are_those_of_the_contract():
     ]  # fmt: skip
 
 
-def test_progress_with_nothing_left_is_refused():
-    for progress, params, complaint in (
-        (Progress(token_ids=(1, 2)), {"max_tokens": 2}, "nothing is left"),
-        (Progress(token_ids=(6,)), {"stop_token_ids": (6,)}, "ended with stop token 6"),
-        (Progress(token_ids=(1, 2)), {"stop_sequences": ((1, 2),)}, "ended with a stop sequence"),
-        (
-            Progress(token_ids=(1, 2)),
-            {"stop_sequences": ((1, 2),), "min_tokens": 1},
-            "ended with a stop sequence",
-        ),
-        (Progress(token_ids=(1,)), {"logprobs": 0}, "needs cumulative_logprob"),
-    ):
-        with pytest.raises(ProcessorError, match=complaint):
-            admitted(handed_over=progress, **params)
-
-
-def test_rows_that_were_not_asked_for_are_refused():
-    with pytest.raises(
-        ProcessorError, match=r"asked for 1 column .*the target message of step 0 has 2"
-    ):
-        step(admitted(logprobs=0), target(0, tokens(5, columns=2)))
-
-
-def test_flush_for_a_lost_worker_ends_every_live_request():
-    state = admit(admitted(num_slots=3, stop_token_ids=(6,)), 1, 1, request("s"))
-    state, _ = run(state, target(0, tokens(6), tokens(5), silent(SlotState.STOPPED)))
+def test_a_lost_worker_ends_requests_on_the_records_that_wait():
+    state, _ = fed(two_requests(stop_token_ids=(7,)), both(0))
+    state = admit(state, 2, 1, request("idle"))
+    _, records = flush(state)
+    assert [(r.request_id, r.finish_reason) for r in records] == [
+        ("a", None), ("b", FinishReason.STOP_TOKEN),
+    ]  # fmt: skip
     state, records = flush(state, FinishReason.WORKER_LOST)
-    assert [(r.request_id, r.finish_reason) for r in records] == [("s", FinishReason.WORKER_LOST)]
+    ended = {r.request_id: (r.finish_reason.name, r.token_ids.tolist()) for r in records}
+    assert ended == {
+        "a": ("WORKER_LOST", [5, 6]), "b": ("STOP_TOKEN", [7]), "idle": ("WORKER_LOST", []),
+    }  # fmt: skip
     assert len(flush(state, FinishReason.WORKER_LOST)[1]) == 0
 
 
@@ -305,45 +186,198 @@ def test_step_is_pure():
     assert once[0].token_ids.tolist() == twice[0].token_ids.tolist()
 
 
-def test_drafts_are_joined_to_their_step():
-    state = admitted(draft_logprobs=True, logprobs=0)
-    state, (none, (record,)) = run(
-        state,
-        target(0, tokens(5, drafts=2, columns=1), draft_follows=True),
-        draft(0, drafts(7, 8, columns=1)),
-    )
-    assert none == []
-    assert record.draft.token_ids.tolist() == [7, 8]
-    assert record.draft.logprobs.tolist() == [[-1.0], [-1.125]]
-    assert record.draft.token_ranks.tolist() == [3, 4]
-    assert record.draft.topk_ids.shape == (2, 0)
-    assert state.counters.late_drafts == 0
-
-
-def test_the_cumulative_logprob_is_in_the_requests_own_mode():
-    params = {"logprobs": 0, "logprobs_mode": LogprobsMode.SCALED}
-    state = admitted(**params)
-    scaled = tokens(1, 2, columns=1, mode=LogprobsMode.SCALED, logprobs=[[-0.25], [-0.5]])
-    _, (record,) = step(state, target(0, scaled))
-    assert record.cumulative_logprob == -0.75
-    raw = tokens(1, 2, columns=1, logprobs=[[-0.25], [-0.5]])
-    with pytest.raises(ProcessorError, match=r"mode SCALED; the target .* has 1, 0 and RAW"):
-        step(state, target(0, raw))
-
-
 def test_cumulative_logprobs_of_minus_infinity_and_nan():
-    state = admitted(logprobs=0)
-    totals = []
+    state, totals = admitted(logprobs=0), []
     for n, value in enumerate([-0.5, -np.inf, -0.5, np.nan, -0.5]):
-        rank = 0 if np.isnan(value) else 1
-        slot = tokens(1, columns=1, logprobs=[[value]], ranks=[rank])
+        slot = tokens(1, columns=1, logprobs=[[value]], ranks=[0 if np.isnan(value) else 1])
         state, (record,) = step(state, target(n, slot))
+        assert record.valid.tolist() == [n != 3]
         totals.append(record.cumulative_logprob)
-    assert totals[:3] == [-0.5, -np.inf, -np.inf]
-    assert np.isnan(totals[3:]).all()
+    np.testing.assert_array_equal(totals, [-0.5, -np.inf, -np.inf, np.nan, np.nan])
 
 
 def test_the_documented_example_runs():
     page = ROOT / "docs" / "output_processor.md"
     (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     exec(compile(example, page.name, "exec"), {})
+
+
+# --- Target and draft messages, joined by request and step. ---
+
+ONE = [("a", 0, [5, 6], [1, 2]), ("b", 0, [7], [3, 4])]
+TWO = [("a", 1, [5, 6], [1, 2]), ("b", 1, [7], [3, 4])]
+ALONE = [("a", 0, [5, 6], None), ("b", 0, [7], None)]
+
+
+@pytest.mark.parametrize(
+    ("messages", "released", "late"),
+    [
+        ([both(0), both_drafts(0), both(1), both_drafts(1)], [[], ONE, [], TWO], 0),
+        ([both_drafts(0), both(0)], [[], ONE], 0),
+        ([both(0, follows=False)], [ALONE], 0),
+        ([both(0), both(1), both_drafts(1)], [[], ALONE, TWO], 0),
+        ([both(0), both_drafts(1), both(1)], [[], ALONE, TWO], 0),
+        ([both(0), both(1), both_drafts(0), both_drafts(1)], [[], ALONE, [], TWO], 2),
+        ([both(0), draft(0, silent(), drafts(3, 4))], [[], [ALONE[0], ONE[1]]], 0),
+        (
+            [both(0), draft(0, drafts(8, 9, generation=2), drafts(3, 4))],
+            [[], [ALONE[0], ONE[1]]],
+            1,
+        ),
+        ([both(0), draft(0, drafts(1, 2)), target(1), draft(1)], [[], [ONE[0], ALONE[1]], [], []],
+         0),
+    ],
+)  # fmt: skip
+def test_a_step_leaves_with_its_drafts_or_before_the_next(messages, released, late):
+    state, found = fed(two_requests(), *messages)
+    assert found == released
+    assert state.counters.late_drafts == late
+
+
+ASKED = {"logprobs": 1, "extra_token_ids": (3, 4), "draft_logprobs": True}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"columns": 3}, "has 3, 2 and RAW"),
+        ({"columns": 0, "chosen": 0}, "has 0, 0 and RAW"),
+        ({"chosen": 1}, "has 2, 1 and RAW"),
+        ({"mode": LogprobsMode.PROCESSED}, "has 2, 2 and PROCESSED"),
+    ],
+)
+def test_drafts_with_other_rows_than_were_asked_for_are_refused(wrong, complaint):
+    """Either message may come first; nothing changes, and the records that wait can go on."""
+    before = admit(ProcessorState.empty(2), 0, 1, request("plain", draft_logprobs=True))
+    before = admit(before, 1, 1, request("a", **ASKED))
+    fields = {"columns": 2, "chosen": 2}
+    first = target(0, tokens(6), tokens(5, **fields), draft_follows=True)
+    good, bad = (draft(0, drafts(9), drafts(1, 2, **fields | other)) for other in ({}, wrong))
+    asked = r"slot 1: request 'a' asked for 2 columns .*, 2 chosen ids and mode RAW; "
+    complaint = f"{asked}the draft message of step 0 {complaint}"
+
+    waiting, _ = step(before, first)
+    with pytest.raises(ProcessorError, match=complaint):
+        step(waiting, bad)
+    _, (plain, asking) = step(waiting, good)
+    assert plain.draft.token_ids.tolist() == [9]
+    assert plain.draft.logprobs is plain.draft.topk_ids is plain.draft.token_ranks is None
+    assert plain.draft.chosen_logprobs is None
+    assert asking.draft.logprobs.tolist() == [[-0.25, -0.125], [-0.375, -0.1875]]
+    assert (asking.draft.topk_ids.tolist(), asking.draft.token_ranks.tolist()) == (
+        [[1], [2]], [2, 3],
+    )  # fmt: skip
+    assert asking.draft.chosen_logprobs.shape == (2, 2)
+
+    early, _ = step(before, bad)
+    with pytest.raises(ProcessorError, match=complaint):
+        step(early, first)
+    assert early.next_step == 0
+
+
+def test_drafts_belong_to_the_request_that_had_the_slot_in_their_step():
+    """Where the slot was given away meanwhile, the new request's K does not matter."""
+    state = admit(ProcessorState.empty(1), 0, 1, request("old", max_tokens=1, **ASKED))
+    fields = {"columns": 2, "chosen": 2}
+    state, _ = step(state, target(0, tokens(5, **fields), draft_follows=True))
+    state = admit(release(state, 0), 0, 2, request("new", logprobs=5))
+    _, (record,) = step(state, draft(0, drafts(1, **fields)))
+    assert (record.request_id, record.draft.chosen_logprobs.shape) == ("old", (1, 2))
+    _, (record,) = step(state, draft(0, drafts(1, generation=2, columns=3)))  # late, so not checked
+    assert record.draft is None
+
+
+# --- What is refused, and the numbers that a refusal names. ---
+
+
+@pytest.mark.parametrize(
+    ("state", "messages", "error", "complaint"),
+    [
+        (two_requests(), [both(0, follows=False), both(1, follows=False), both(4)], StepLost,
+         r"target message 4 came, 2 was next: steps 2 to 3 \(2\) are lost"),
+        (two_requests(), [both(0), both(0)], StepLost,
+         "message 0 came, 1 was next: .* came twice or out of order"),
+        (two_requests(), [both(1)], StepLost, "target message 1 came, 0 was next"),
+        (two_requests(), [both(0), both_drafts(3)], StepLost,
+         r"step 3 came before .* steps 1 to 2 are lost"),
+        (two_requests(), [both(0), both_drafts(1), both_drafts(1)], StepLost,
+         "draft message of step 1 came twice"),
+        (two_requests(), [target(0, *[silent(SlotState.STOPPED)] * 4)], ProcessorError,
+         "4 slots; this state has 3"),
+        (two_requests(), [target(0, tokens(5), process_rank=1)], ProcessorError,
+         "of process rank 1; this state belongs to rank 0"),
+        (admitted(logprobs=0), [target(0, tokens(5, columns=2))], ProcessorError,
+         r"asked for 1 column .*the target message of step 0 has 2"),
+        (admitted(logprobs=0, logprobs_mode=LogprobsMode.SCALED),
+         [target(0, tokens(1, columns=1))], ProcessorError,
+         r"mode SCALED; the target .* has 1, 0 and RAW"),
+        (admitted(handed_over=Progress(token_ids=(5,))), [target(0, first_token(5, 6))],
+         ProcessorError, "request 'r', which has tokens already: it would be delivered twice"),
+        (admitted(), [target(0, tokens(5, generation=2))], ProcessorError,
+         "slot 0: the message is about generation 2, but the last one admitted is 1"),
+        (ProcessorState.empty(1), [target(0, tokens(5))], ProcessorError,
+         "the last one admitted is -1"),
+    ],
+)  # fmt: skip
+def test_a_message_that_contradicts_the_state_is_refused(state, messages, error, complaint):
+    state, _ = run(state, *messages[:-1])
+    with pytest.raises(error, match=complaint):
+        step(state, messages[-1])
+
+
+def test_a_reader_may_join_a_running_stream():
+    state = admit(ProcessorState.empty(1, first_step=None), 0, 1, request("a"))
+    state, released = fed(state, draft(40, drafts(1)), target(41, tokens(5)))
+    assert released == [[], [("a", 41, [5], None)]]
+    with pytest.raises(StepLost):
+        step(state, target(43, tokens(5)))
+
+
+@pytest.mark.parametrize(
+    ("progress", "params", "complaint"),
+    [
+        ({"token_ids": (1, 2)}, {"max_tokens": 2}, "nothing is left"),
+        ({"token_ids": (6,)}, {"stop_token_ids": (6,)}, "ended with stop token 6"),
+        ({"token_ids": (1, 2)}, {"stop_sequences": ((1, 2),), "min_tokens": 1},
+         "ended with a stop sequence"),
+        ({"token_ids": (1,)}, {"logprobs": 0}, "needs cumulative_logprob"),
+    ],
+)  # fmt: skip
+def test_progress_with_nothing_left_is_refused(progress, params, complaint):
+    with pytest.raises(ProcessorError, match=complaint):
+        admitted(handed_over=Progress(**progress), **params)
+
+
+def test_admit_and_release_check_the_slot_and_the_generation():
+    state = admitted(num_slots=2)
+    for slot, generation, id, complaint in (
+        (0, 2, "other", r"slot 0 is taken by request 'r' \(running\)"),
+        (1, 1, "r", "request id 'r' holds another slot"),
+        (2, 1, "other", "slot 2 does not exist"),
+        (1, 2**32, "other", "generation = 4294967296 must be"),
+    ):
+        with pytest.raises(ProcessorError, match=complaint):
+            admit(state, slot, generation, request(id))
+    state = release(state, 0)
+    assert release(state, 0) is state  # a free slot stays free
+    for used in (1, 0):
+        with pytest.raises(ProcessorError, match="has had generation 1"):
+            admit(state, 0, used, request("other"))
+    admit(state, 0, 2, request("other"))
+
+
+def test_generations_are_on_the_circle_of_32_bits():
+    assert [is_newer(*pair) for pair in ((1, 0), (0, 2**32 - 1), (2**31 - 1, 0))] == [True] * 3
+    assert not any(is_newer(*pair) for pair in ((2**31, 0), (0, 2**31), (5, 5), (2**32 - 1, 0)))
+    state = admit(ProcessorState.empty(1), 0, 2**32 - 1, request("old"))
+    with pytest.raises(ProcessorError, match="about generation 0, but the last one admitted is"):
+        step(state, target(0, tokens(5, generation=0)))
+    state = admit(release(state, 0), 0, 0, request("new"))
+    for n, late in enumerate((2**32 - 1, 2**32 - 2, 2**31 + 1)):
+        state, records = step(state, target(n, tokens(5, generation=late)))
+        assert (len(records), state.counters.late_slots) == (0, n + 1)
+    state, (record,) = step(state, target(3, tokens(5, generation=0)))
+    assert (record.request_id, record.token_ids.tolist()) == ("new", [5])
+    for used in (0, 2**32 - 1, 2**31):
+        with pytest.raises(ProcessorError, match="is used up"):
+            admit(release(state, 0), 0, used, request("another"))
