@@ -25,6 +25,8 @@ class Bounds:
       timeout: seconds of one request; None for no limit.
       client_timeout: seconds that a client may take to send the head of a request, to send its
         body, and to read each part of an answer.
+      linger: seconds in which what still comes behind an early answer is dropped: the end of a
+        connection on which bytes arrive would take the answer away from its client.
       allowed_hosts: names, without ports, by which clients may call the server; None: any.
     """
 
@@ -34,6 +36,7 @@ class Bounds:
     max_prompt_logprobs: int = 1024 * 20 * 8
     timeout: float | None = 600.0
     client_timeout: float = 30.0
+    linger: float = 1.0
     allowed_hosts: frozenset[str] | None = None
 
     def body_bytes(self, max_length: int) -> int:

@@ -18,11 +18,6 @@ from jax_specdec.serve.bounds import MAX_HEAD, MAX_URL, Bounds
 from jax_specdec.serve.errors import ApiError
 from jax_specdec.serve.gate import OTHER, Traffic, too_large, too_long
 
-# What still comes behind an early answer is dropped for so long: the end of a connection on which
-# bytes arrive would take the answer away from its client.
-LINGER_SECONDS = 1.0
-
-
 # Of reading requests in one round of the event loop: answers are sent between two of them.
 TURN_SECONDS = 0.002
 
@@ -36,8 +31,10 @@ class Connections:
       receiving: those whose next request has not come whole, in the order of their wait.
     """
 
-    def __init__(self, bounds: Bounds, traffic: Traffic) -> None:
-        self.bounds, self.traffic = bounds, traffic
+    def __init__(
+        self, bounds: Bounds, traffic: Traffic, turn_seconds: float = TURN_SECONDS
+    ) -> None:
+        self.bounds, self.traffic, self._turn_seconds = bounds, traffic, turn_seconds
         self.receiving: dict[Connection, None] = {}
         self._unread: collections.deque[Connection] = collections.deque()
         self._reads = False  # in the next round of the event loop
@@ -54,7 +51,7 @@ class Connections:
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         self._reads = False
-        end = time.monotonic() + TURN_SECONDS
+        end = time.monotonic() + self._turn_seconds
         try:
             self._unread.popleft().read()
             while self._unread and time.monotonic() < end:
@@ -172,7 +169,7 @@ class Connection(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
             self._all.traffic.answers[OTHER, error.status] += 1
         self._refused = True
-        self._wait(LINGER_SECONDS)
+        self._wait(self._all.bounds.linger)
 
     def end(self, reason: str) -> None:
         """End at once, whatever was not sent."""
@@ -195,11 +192,11 @@ class Connection(H11Protocol):
         answered = self.cycle is not None and self.cycle.response_complete
         if (awaits := (theirs, self.cycle, answered)) != self._awaits:
             self._awaits = awaits
-            rest = answered and theirs is h11.SEND_BODY
-            head = theirs is h11.IDLE
-            self._wait(
-                LINGER_SECONDS if rest else self._all.bounds.client_timeout if head else None
-            )
+            bounds = self._all.bounds
+            if answered and theirs is h11.SEND_BODY:  # the rest of a body that nobody reads
+                self._wait(bounds.linger)
+            else:
+                self._wait(bounds.client_timeout if theirs is h11.IDLE else None)
 
     def _wait(self, seconds: float | None) -> None:
         if self._timer is not None:

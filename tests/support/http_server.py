@@ -3,8 +3,11 @@
 import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from socket import SO_SNDBUF, SOL_SOCKET
 from types import SimpleNamespace
+
+import httpx
 
 from ipc import RingTimeout
 from jax_specdec.engine import Engine, EngineConfig
@@ -76,8 +79,12 @@ class StallingWorker(ScriptedWorker):
 
 
 @contextlib.contextmanager
-def serving(*, api_key="", bounds=None, worker=ScriptedWorker, send_buffer=None, **config):
-    """Serve until the block ends; yields the base URL, the engine and the service.
+def serving(
+    *, api_key="", bounds=None, worker=ScriptedWorker, model=MODEL, send_buffer=None, **config
+):
+    """Serve until the block ends; yields the server's parts, and ways to ask it.
+
+    `http` is a client, `ask(path, headers=..., **body)` posts, and `ask_later` does so in a thread.
 
     Args:
       send_buffer: bytes that the system takes from the server for a client that does not read.
@@ -88,25 +95,34 @@ def serving(*, api_key="", bounds=None, worker=ScriptedWorker, send_buffer=None,
         workers.append(worker(config.num_slots, process_rank=process_rank, draft_messages=True))
         return workers[-1]
 
+    def ask(path="completions", headers=None, **body):
+        return http.post(f"/v1/{path}", json=body, headers=headers)
+
+    def ask_later(**body):
+        return pool.submit(ask, **body)
+
     settings = EngineConfig(vocab_size=VOCAB, max_length=MAX_LENGTH, **{"num_slots": 4, **config})
-    with bound("127.0.0.1", 0) as socket, Engine(settings, start_worker=start) as engine:
+    with (
+        ThreadPoolExecutor(8) as pool,
+        bound("127.0.0.1", 0) as socket,
+        Engine(settings, start_worker=start) as engine,
+    ):
         if send_buffer is not None:  # connections have that of the socket that listens
             socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
-        service = Service(engine, MODEL, bounds=bounds or Bounds(), api_key=api_key)
+        service = Service(engine, model, bounds=bounds or Bounds(), api_key=api_key)
         listener = Listener(service)
         thread = threading.Thread(target=listener.run, args=([socket],))
         thread.start()
+        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        http = httpx.Client(base_url=url, timeout=60)
         try:
             yield SimpleNamespace(
-                url=f"http://127.0.0.1:{socket.getsockname()[1]}",
-                engine=engine,
-                service=service,
-                workers=workers,
-                listener=listener,
-                thread=thread,
-            )
+                url=url, engine=engine, service=service, workers=workers, listener=listener,
+                thread=thread, http=http, ask=ask, ask_later=ask_later,
+            )  # fmt: skip
         finally:
             listener.should_exit = True
+            http.close()
             thread.join(30)
 
 

@@ -1,4 +1,3 @@
-import httpx
 import openai
 import pytest
 
@@ -14,10 +13,4 @@ def server():
 @pytest.fixture(scope="package")
 def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="package")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as made:
         yield made

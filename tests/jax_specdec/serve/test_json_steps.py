@@ -1,10 +1,10 @@
 """JSON in steps: the same values and the same text as the standard library's, made elsewhere."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ from jax_specdec.serve import json_steps
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.errors import ApiError, shown
 from jax_specdec.serve.json_steps import PART, SMALL, Writer, parsed, pieces
-from tests.support.http_server import MAX_LENGTH, serving
+from tests.support.http_server import MAX_LENGTH, MODEL, Encoder, serving
 
 pytestmark = pytest.mark.fast
 
@@ -28,17 +28,11 @@ PADDING = b" " * (SMALL + 1)  # which makes a body large
 
 
 @given(VALUES)
-@settings(max_examples=50)
-def test_what_is_read_is_what_the_standard_library_reads(value):
-    body = json.dumps(value).encode()
-    assert parsed(body, 0) == value
-    assert json_steps._InSteps(10_000).decode(body.decode()) == value
-
-
-@given(VALUES)
-@settings(max_examples=200)
-def test_what_is_written_is_what_the_standard_library_writes(value):
+@settings(max_examples=100)
+def test_what_is_read_and_written_is_what_the_standard_library_does(value):
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    assert parsed(text.encode(), 0) == value
+    assert json_steps._InSteps(10_000).decode(text) == value
     for depth in (0, 1, 6):
         assert "".join(pieces(value, depth)) == text
 
@@ -68,15 +62,15 @@ def test_what_is_wrong_is_named_in_small_and_in_large_bodies(body, padding, said
     json.dumps(found.value.body, ensure_ascii=False).encode()
 
 
-def test_values_are_counted_before_they_are_made(monkeypatch):
-    made = []
-    monkeypatch.setattr(json_steps, "_unique", lambda pairs: made.append(dict(pairs)) or made[-1])
-    body = b'{"prompt": [' + b"{}," * SMALL + b"1]}"
+def test_values_are_counted_before_they_are_made():
+    """Else the end of the body, which is no JSON, would be seen first."""
     with pytest.raises(ApiError, match="holds more than 100 values") as found:
-        parsed(body, 100)
+        parsed(b'{"prompt": [' + b"{}," * SMALL + b"!", 100)
     assert found.value.status == 413
-    assert len(made) < 100
-    assert parsed(b"[" + b"1," * SMALL + b"1]", SMALL + 1) == [1] * (SMALL + 1)
+    ones = b"[" + b"1," * SMALL + b"1]"
+    assert parsed(ones, SMALL + 1) == [1] * (SMALL + 1)
+    with pytest.raises(ApiError, match="values"):
+        parsed(ones, SMALL)
 
 
 def test_the_beginning_of_a_value_is_shown_and_the_rest_is_not_written():
@@ -88,98 +82,89 @@ def test_the_beginning_of_a_value_is_shown_and_the_rest_is_not_written():
 
     read = []
     assert shown([1, 2]) == "[1, 2]"
-    assert shown("x" * 10**6) == '"' + "x" * 79 + "..."
+    assert shown("x" * 78) == '"' + "x" * 78 + '"'
+    assert shown("x" * 79) == shown("x" * 10**6) == '"' + "x" * 79 + "..."
     assert shown(Counted(range(10**6))).startswith("[0, 1, 2")
     assert len(read) < 100
 
 
-def test_parts_are_made_in_another_thread_one_at_a_time():
-    made = []
+class SeenWriter(Writer):
+    """Keeps the parts that it makes, and the threads in which it does."""
 
-    def texts():
-        for _ in range(10):
-            made.append(threading.current_thread())
-            yield "x" * (PART // 2)
+    def __init__(self):
+        super().__init__()
+        self.made, self.threads = [], set()
+
+    async def parts(self, texts):
+        def seen():
+            for text in texts:
+                self.threads.add(threading.current_thread().name)
+                yield text
+
+        async for part in super().parts(seen()):
+            self.made.append(part)
+            yield part
+
+
+def test_parts_are_made_one_at_a_time_each_when_it_is_asked_for():
+    taken = []
 
     async def main():
-        found = []
-        async for part in Writer().parts(texts()):
-            found.append(part)
-            assert len(made) <= 2 * len(found)  # no more than what was asked for
+        parts, found = Writer().parts(taken.append(n) or "x" * (PART // 2) for n in range(10)), []
+        async for part in parts:
+            found.append(len(part))
+            assert len(taken) <= 2 * len(found)
         return found
 
-    found = asyncio.run(main())
-    assert [len(part) for part in found] == [PART] * 5 + [0]
-    assert threading.main_thread() not in made
+    assert asyncio.run(main()) == [PART] * 5 + [0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_large_answers_are_made_in_parts_outside_the_event_loop(monkeypatch, path, stream):
-    made, part = [], json_steps._part
-
-    def seen(texts):
-        made.append((threading.current_thread().name, found := part(texts)))
-        return found
-
-    monkeypatch.setattr(json_steps, "_part", seen)
+def test_large_answers_are_made_in_parts_outside_the_event_loop(path, stream):
     asked = {"max_tokens": 1, "prompt_logprobs": 20, "n": 8, "stream": stream, "seed": 1}
-    asked |= (
-        {"prompt": "a" * 60}
-        if path == "completions"
-        else {"messages": [{"role": "user", "content": "a" * 60}]}
-    )
+    asked |= {"prompt": "a" * 60} if path == "completions" else {
+        "messages": [{"role": "user", "content": "a" * 60}]}  # fmt: skip
     with serving() as server:
-        answer = httpx.post(f"{server.url}/v1/{path}", json=asked, timeout=60)
-        loop = server.thread.name
-    written = b"".join(part for _, part in made)
-    assert {name for name, _ in made}.isdisjoint({loop, threading.current_thread().name})
-    assert max(len(part) for _, part in made) < 2 * PART
-    if not stream:
+        server.service._writer = writer = SeenWriter()
+        answer = server.ask(path, **asked)
+        assert writer.threads
+        assert writer.threads.isdisjoint({server.thread.name, threading.current_thread().name})
+    written = b"".join(writer.made)
+    assert max(map(len, writer.made)) < 2 * PART
+    if stream:
+        events = [line for line in answer.content.split(b"\n\n") if b"prompt_logprobs" in line]
+        assert written == b"".join(event + b"\n\n" for event in events)
+        assert len(events) == 8
+    else:
         assert written == answer.content
         assert len(written) > 60 * 100
-        return
-    events = [line for line in answer.content.split(b"\n\n") if b"prompt_logprobs" in line]
-    assert written == b"".join(event + b"\n\n" for event in events)
-    assert len(events) == 8
 
 
-def test_large_bodies_are_read_outside_the_event_loop_one_after_the_other(monkeypatch):
-    made, read = [], json_steps._InSteps.decode
-    running = threading.Semaphore(1)
+class SeenEncoder(Encoder):
+    """Notes the threads in which bodies are read, and refuses two at once."""
 
-    def seen(self, text):
-        assert running.acquire(blocking=False), "two are read at once"
+    def __init__(self):
+        self.threads, self.running = [], threading.Semaphore(1)
+
+    def encode(self, text):
+        assert self.running.acquire(blocking=False), "two are read at once"
         try:
-            made.append(threading.current_thread().name)
-            return read(self, text)
+            self.threads.append(threading.current_thread().name)
+            threading.Event().wait(0.01)  # others would come meanwhile
+            return super().encode(text)
         finally:
-            running.release()
-
-    monkeypatch.setattr(json_steps._InSteps, "decode", seen)
-    body = {"prompt": "abc", "max_tokens": 1, "user": "x" * (2 * SMALL)}
-    with serving(bounds=Bounds(max_body=1 << 20)) as server:
-
-        def ask():
-            answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60))
-
-        answers = []
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        loop = server.thread.name
-    assert [answer.status_code for answer in answers] == [200] * 8
-    assert len(made) == 8
-    assert loop not in made
+            self.running.release()
 
 
-def test_a_body_of_too_many_values_is_refused():
-    with serving(bounds=Bounds(max_body=1 << 20)) as server:
-        count = 128 * MAX_LENGTH + (1 << 14) + 1
-        answer = httpx.post(
-            f"{server.url}/v1/completions", json={"prompt": [1000] * count}, timeout=60
-        )
+def test_large_bodies_are_read_outside_the_event_loop_one_after_the_other():
+    seen = dataclasses.replace(MODEL, encoder=SeenEncoder())
+    with serving(bounds=Bounds(max_body=1 << 20), model=seen) as server:
+        body = {"prompt": "abc", "max_tokens": 1, "user": "x" * (2 * SMALL)}
+        answers = [server.ask_later(**body) for _ in range(8)]
+        assert [one.result(60).status_code for one in answers] == [200] * 8
+        assert len(seen.encoder.threads) == 8
+        assert server.thread.name not in seen.encoder.threads
+        answer = server.ask(prompt=[1000] * (128 * MAX_LENGTH + (1 << 14) + 1))
         assert answer.status_code == 413
         assert "send several requests" in answer.json()["error"]["message"]

@@ -22,12 +22,14 @@ pytestmark = pytest.mark.fast
 
 BODY = {"prompt": "abc", "max_tokens": 3}
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+JSON = {"content-type": "application/json"}
 FOR_EVER = 3600.0
 
 
 @pytest.fixture(scope="module")
 def keyed():
-    with serving(api_key="secret") as server:
+    with serving(api_key="secret", bounds=Bounds(linger=0.1)) as server:
         yield server
 
 
@@ -58,9 +60,9 @@ def status(data):
     return int(data.split()[1])
 
 
-def error(data):
-    """The error in an answer that is all of `data`."""
-    return json.loads(data.partition(b"\r\n\r\n")[2])["error"]
+def refused(data):
+    """The status of an answer that is all of `data`, and what its error says."""
+    return status(data), json.loads(data.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
 def with_length(length, *headers):
@@ -70,6 +72,12 @@ def with_length(length, *headers):
 def of_body(body, *headers):
     content = json.dumps(body).encode()
     return with_length(len(content), *headers) + content
+
+
+def of_size(size):
+    """A body of so many bytes."""
+    body = json.dumps(BODY | {"user": ""}).encode()
+    return body.replace(b'"user": ""', b'"user": "' + b"x" * (size - len(body)) + b'"')
 
 
 def is_answer(data):
@@ -90,9 +98,9 @@ def is_answer(data):
 )
 def test_a_head_is_refused_while_it_comes(keyed, head, expected, said):
     with connected(keyed, head) as link:
-        answer = received(link)  # and the connection ends
-        assert status(answer) == expected
-        assert said in error(answer)["message"]
+        found, message = refused(received(link))  # and the connection ends
+    assert found == expected
+    assert said in message
 
 
 @pytest.mark.parametrize(
@@ -114,80 +122,46 @@ def test_a_head_that_came_whole_is_refused(keyed, path, headers, expected):
         assert answer.json()["error"]["message"].endswith(("leave some out", "into the body"))
 
 
-def test_a_head_must_come_in_time():
-    bounds = Bounds(client_timeout=0.2)
-    with serving(bounds=bounds) as server:
-        with connected(server, b"GET /health HTTP/1.1\r\nx: a") as link:
-            answer = received(link)
-            assert status(answer) == 408
-            assert "did not come in 0.2 seconds (--client-timeout)" in error(answer)["message"]
+def test_heads_and_bodies_must_come_in_time():
+    late = "did not come in 0.2 seconds (--client-timeout)"
+    with serving(bounds=Bounds(client_timeout=0.2, linger=0.1)) as server:
+        for sent in (HEALTH[:20], with_length(100) + b"{"):
+            with connected(server, sent) as link:
+                found, message = refused(received(link))  # and it ends
+                assert found == 408
+                assert late in message
         with connected(server) as link:
             assert received(link) == b""
+        with connected(server, HEALTH) as link:
+            assert status(received(link, is_answer)) == 200
+            link.sendall(HEALTH[:9])  # a second head must come in time, too
+            assert status(received(link)) == 408
         until(lambda: server.service.traffic.connections == 0)
 
 
-def test_a_second_head_on_a_connection_must_come_in_time_too():
-    with serving(bounds=Bounds(client_timeout=0.2)) as server:
-        whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-        with connected(server, whole) as link:
-            assert status(received(link, is_answer)) == 200
-            link.sendall(b"GET /heal")
-            assert status(received(link)) == 408
-
-
-def test_a_body_must_come_in_time():
-    with (
-        serving(bounds=Bounds(client_timeout=0.2)) as server,
-        connected(server, with_length(100), b"{") as link,
-    ):
-        answer = received(link, is_answer)
-        assert status(answer) == 408
-        assert "the body did not come in 0.2 seconds (--client-timeout)" in error(answer)["message"]
-        received(link)  # it ends
-
-
-def test_a_body_that_is_announced_as_too_large_is_refused_at_once():
-    with (
-        serving(bounds=Bounds(max_body=1000, client_timeout=FOR_EVER)) as server,
-        connected(server, with_length(1001)) as link,
-    ):
-        answer = received(link, is_answer)
-        assert status(answer) == 413
-        assert "more than 1000 bytes (--max-body)" in error(answer)["message"]
-
-
-def test_a_body_whose_length_nobody_said_is_refused_once_it_is_too_large():
+def test_a_body_of_another_size_than_it_may_have_is_refused():
+    """At once where it is announced as too large, and else once it is."""
     with serving(bounds=Bounds(max_body=1000, client_timeout=FOR_EVER)) as server:
+        with connected(server, with_length(1001)) as link:
+            found, message = refused(received(link, is_answer))
+            assert found == 413
+            assert "more than 1000 bytes (--max-body)" in message
         for size, expected in ((1000, 200), (1001, 413)):
-            body = json.dumps(BODY | {"user": ""}).encode()
-            user = b'"user": "' + b"x" * (size - len(body)) + b'"'
-            parts = iter([body.replace(b'"user": ""', user)])
-            headers = {"content-type": "application/json"}
-            answer = httpx.post(
-                f"{server.url}/v1/completions", content=parts, headers=headers, timeout=60
-            )
-            assert answer.status_code == expected
-
-
-def test_the_largest_body_follows_from_the_length_of_a_request():
-    assert Bounds().body_bytes(1024) == (1 << 20) + 64 * 1024
-    assert Bounds(max_body=5).body_bytes(1024) == 5
+            for content in (of_size(size), iter([of_size(size)])):  # the other has no length
+                answer = server.http.post("/v1/completions", content=content, headers=JSON)
+                assert answer.status_code == expected
     most = Bounds().body_bytes(MAX_LENGTH)
-    with serving() as server, httpx.Client(base_url=server.url, timeout=60) as http:
-        body = json.dumps(BODY | {"user": ""}).encode()
+    assert most == (1 << 20) + 64 * MAX_LENGTH  # it follows from the length of a request
+    with serving() as server:
         for size, expected in ((most, 200), (most + 1, 413)):
-            user = b"x" * (size - len(body))
-            content = body.replace(b'"user": ""', b'"user": "' + user + b'"')
-            headers = {"content-type": "application/json"}
-            answer = http.post("/v1/completions", content=content, headers=headers)
-            assert (len(content), answer.status_code) == (size, expected)
+            answer = server.http.post("/v1/completions", content=of_size(size), headers=JSON)
+            assert answer.status_code == expected
 
 
 def test_strangers_are_refused_before_their_body(keyed):
     """And what they go on to send is taken for a moment only."""
     with connected(keyed, with_length(10**12)) as link:
         assert status(received(link, is_answer)) == 401
-        link.settimeout(connection.LINGER_SECONDS + 30)
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             for _ in range(3000):
                 link.sendall(b" " * 1000)
@@ -205,30 +179,35 @@ def test_a_refused_body_that_is_sent_whole_does_not_end_the_connection(keyed):
 def test_connections_that_bring_no_request_make_room_for_others():
     bounds = Bounds(max_connections=3, client_timeout=FOR_EVER)
     with serving(bounds=bounds, api_key="secret") as server, contextlib.ExitStack() as open_:
-        halves = [open_.enter_context(connected(server, b"GET /he")) for _ in range(3)]
+        halves = [open_.enter_context(connected(server, HEALTH[:7])) for _ in range(3)]
         until(lambda: server.service.traffic.connections == 3)
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert received(halves[0]) == b""  # the first one made room
-        halves[1].sendall(b"alth HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        halves[1].sendall(HEALTH[7:])
         assert status(received(halves[1], is_answer)) == 200
         page = httpx.get(f"{server.url}/metrics").text
         assert 'jax_specdec_http_ended_connections_total{reason="room"}' in page
 
 
 def test_a_connection_is_refused_where_all_others_are_answered():
-    bounds = Bounds(max_connections=2, client_timeout=FOR_EVER)
+    bounds = Bounds(max_connections=2, client_timeout=FOR_EVER, linger=0.1)
     with serving(bounds=bounds, worker=WaitingWorker) as server, contextlib.ExitStack() as open_:
         for _ in range(2):
             open_.enter_context(connected(server, of_body(BODY)))
         until(lambda: server.service.num_open == 2)
         with connected(server) as link:
-            answer = received(link)
-        assert status(answer) == 503
-        assert "2 connections are open, as many as may (--max-connections)" in str(error(answer))
+            found, message = refused(received(link))
+        assert found == 503
+        assert "2 connections are open, as many as may (--max-connections)" in message
         server.workers[0].allowed.release(1000)
 
 
-def test_connections_read_in_turns_between_which_answers_are_sent(monkeypatch):
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.0, [1, 2, 3, 4, 4, 4]), (FOR_EVER, [2, 4, 4, 4, 4, 4])]
+)
+def test_connections_read_in_turns_between_which_answers_are_sent(seconds, expected):
+    seen, rounds = [], []
+
     def read(number):
         seen.append(number)
         if number == 1:
@@ -237,19 +216,16 @@ def test_connections_read_in_turns_between_which_answers_are_sent(monkeypatch):
     async def main():
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda *_: None)
-        connections = connection.Connections(Bounds(), Traffic())
+        connections = connection.Connections(Bounds(), Traffic(), seconds)
         for number in range(4):
             one = SimpleNamespace(loop=loop, read=functools.partial(read, number))
             connections.let_read(one)
-        for _ in range(6):
+        for _ in expected:
             await asyncio.sleep(0)
             rounds.append(len(seen))
 
-    for seconds, expected in ((0.0, [1, 2, 3, 4, 4, 4]), (3600.0, [2, 4, 4, 4, 4, 4])):
-        seen, rounds = [], []
-        monkeypatch.setattr(connection, "TURN_SECONDS", seconds)
-        asyncio.run(main())
-        assert rounds == expected
+    asyncio.run(main())
+    assert rounds == expected
 
 
 def test_bodies_of_one_byte_lock_nobody_out():
@@ -258,29 +234,27 @@ def test_bodies_of_one_byte_lock_nobody_out():
     with serving(bounds=bounds) as server, contextlib.ExitStack() as open_:
         for _ in range(20):
             open_.enter_context(connected(server, with_length(1000), b"{"))
-        answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
-        assert answer.status_code == 200
+        assert server.ask(**BODY).status_code == 200
         assert server.service.num_open == 0
 
 
 def test_bodies_together_are_bounded_and_the_one_that_came_for_longest_makes_room():
     bounds = Bounds(max_body=1000, client_timeout=FOR_EVER)
     with serving(bounds=bounds) as server, contextlib.ExitStack() as open_:
-        part = json.dumps(BODY | {"user": "x" * 900}).encode()
-        connections = []
+        part, bodies = of_size(950), server.service._bodies
+        links = []
         for count in range(1, 9):
-            connections.append(
-                open_.enter_context(connected(server, with_length(len(part)), part[:-1]))
-            )
-            until(lambda n=count: server.service._bodies._bytes == n * (len(part) - 1))
-        connections.append(open_.enter_context(connected(server, with_length(999), b"x" * 998)))
-        answer = received(connections[0], is_answer)
-        assert status(answer) == 429
-        assert "send it once more" in error(answer)["message"]
-        until(lambda: server.service._bodies._bytes == 7 * (len(part) - 1) + 998)
-        connections[1].sendall(part[-1:])
-        assert status(received(connections[1], is_answer)) == 200
-        until(lambda: server.service._bodies._bytes == 6 * (len(part) - 1) + 998)
+            sent = with_length(len(part)), part[:-1]
+            links.append(open_.enter_context(connected(server, *sent)))
+            until(lambda n=count: bodies._bytes == n * (len(part) - 1))
+        links.append(open_.enter_context(connected(server, with_length(999), b"x" * 998)))
+        found, message = refused(received(links[0], is_answer))
+        assert found == 429
+        assert "send it once more" in message
+        until(lambda: bodies._bytes == 7 * (len(part) - 1) + 998)
+        links[1].sendall(part[-1:])
+        assert status(received(links[1], is_answer)) == 200
+        until(lambda: bodies._bytes == 6 * (len(part) - 1) + 998)
     assert not server.service._bodies._coming
 
 
@@ -288,28 +262,29 @@ def test_bodies_together_are_bounded_and_the_one_that_came_for_longest_makes_roo
 LARGE = {"prompt": "a" * 60, "prompt_logprobs": 32, "n": 128, "max_tokens": 1}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_reader_who_does_not_read_loses_its_place(stream):
+@pytest.fixture
+def narrow():
     bounds = Bounds(client_timeout=0.5, max_prompt_logprobs=10**6, timeout=None)
     with serving(bounds=bounds, send_buffer=4096) as server:
-        asked = of_body(LARGE | {"stream": stream})
-        with connected(server, asked, receive_buffer=4096) as link:
-            until(lambda: server.service.num_open == 1)
-            until(lambda: server.service.num_open == 0)
-            assert server.service.traffic.ended["not read"] == 1
-            with contextlib.suppress(ConnectionResetError):
-                assert not received(link).endswith((b"\r\n0\r\n\r\n", b"[DONE]\n\n"))
-        until(lambda: not server.engine.running)
+        yield server
 
 
-def test_a_reader_who_leaves_a_small_rest_unread_loses_its_connection():
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reader_who_does_not_read_loses_its_place(narrow, stream):
+    with connected(narrow, of_body(LARGE | {"stream": stream}), receive_buffer=4096) as link:
+        until(lambda: narrow.service.num_open == 1)
+        until(lambda: narrow.service.num_open == 0)
+        assert narrow.service.traffic.ended["not read"] == 1
+        with contextlib.suppress(ConnectionResetError):
+            assert not received(link).endswith((b"\r\n0\r\n\r\n", b"[DONE]\n\n"))
+    until(lambda: not narrow.engine.running)
+
+
+def test_a_reader_who_leaves_a_small_rest_unread_loses_its_connection(narrow):
     """Less than what a transport keeps without complaint."""
-    head = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    with serving(bounds=Bounds(client_timeout=0.5), send_buffer=4096) as server:
-        size = len(httpx.get(f"{server.url}/openapi.json", timeout=60).content)
-        assert size < 1 << 16
-        with connected(server, head, receive_buffer=4096):
-            until(lambda: server.service.traffic.ended["not read"] == 1)
+    assert len(narrow.http.get("/openapi.json").content) < 1 << 16
+    with connected(narrow, HEALTH.replace(b"health", b"openapi.json"), receive_buffer=4096):
+        until(lambda: narrow.service.traffic.ended["not read"] == 1)
 
 
 def test_a_reader_who_reads_slowly_keeps_its_place():
@@ -321,7 +296,7 @@ def test_a_reader_who_reads_slowly_keeps_its_place():
     ):
         data = b""
         while not data.endswith(b"\r\n0\r\n\r\n"):
-            part = link.recv(1 << 12)
+            part = link.recv(1 << 13)
             assert part, "the connection has ended"
             data += part
             threading.Event().wait(0.01)
@@ -329,24 +304,22 @@ def test_a_reader_who_reads_slowly_keeps_its_place():
 
 
 def test_one_request_may_not_ask_for_too_many_logprobs_of_prompts():
+    prompt, said = "a" * 60, "a request may ask for 360 (--max-prompt-logprobs)"
     with serving(bounds=Bounds(max_prompt_logprobs=360)) as server:
-
-        def ask(path="completions", **body):
-            return httpx.post(f"{server.url}/v1/{path}", json=body | {"max_tokens": 1}, timeout=60)
-
-        assert ask(prompt="a" * 60, prompt_logprobs=2, n=3).status_code == 200
-        assert ask(prompt="a" * 60, prompt_logprobs=0, n=6).status_code == 200
-        messages = [{"role": "user", "content": "a" * 60}]
-        for answer in (
-            ask(prompt="a" * 60, prompt_logprobs=2, n=4),
-            ask(prompt=["a" * 60] * 4, prompt_logprobs=2),
-            ask(prompt="a" * 60, logprobs=7, echo=True),
-            ask(prompt="a" * 60, prompt_logprobs=0, n=7),
-            ask("chat/completions", messages=messages, prompt_logprobs=2, n=4),
+        for asked, expected in (
+            ({"prompt": prompt, "prompt_logprobs": 2, "n": 3}, 200),
+            ({"prompt": prompt, "prompt_logprobs": 0, "n": 6}, 200),
+            ({"prompt": prompt, "logprobs": 7, "n": 20}, 200),  # of no prompt
+            ({"prompt": prompt, "prompt_logprobs": 2, "n": 4}, 400),
+            ({"prompt": [prompt] * 4, "prompt_logprobs": 2}, 400),
+            ({"prompt": prompt, "logprobs": 7, "echo": True}, 400),
+            ({"prompt": prompt, "prompt_logprobs": 0, "n": 7}, 400),
         ):
-            assert answer.status_code == 400
-            assert "a request may ask for 360 (--max-prompt-logprobs)" in answer.text
-        assert ask(prompt="a" * 60, logprobs=7, n=20).status_code == 200  # of no prompt
+            answer = server.ask(**asked, max_tokens=1)
+            assert (answer.status_code, said in answer.text) == (expected, expected == 400)
+        messages = [{"role": "user", "content": prompt}]
+        answer = server.ask("chat/completions", messages=messages, prompt_logprobs=2, n=4)
+        assert said in answer.text
 
 
 def test_only_the_servers_own_names_are_served():
@@ -356,10 +329,9 @@ def test_only_the_servers_own_names_are_served():
             ("localhost", 200), ("LOCALHOST:80", 200), ("[::1]:80", 200), ("gpu.example.", 200),
             ("evil.example", 421), ("localhost.evil.example", 421), ("", 421), ("[::2]", 421),
         ):  # fmt: skip
-            head = f"GET /health HTTP/1.1\r\nhost: {host}\r\n\r\n".encode()
-            with connected(server, head) as link:
+            with connected(server, HEALTH.replace(b"localhost", host.encode())) as link:
                 answer = received(link, is_answer)
             assert status(answer) == expected, host
-            assert expected == 200 or "--allowed-host NAME" in error(answer)["message"]
+            assert expected == 200 or "--allowed-host NAME" in refused(answer)[1]
         with connected(server, b"GET /health HTTP/1.0\r\n\r\n") as link:
             assert status(received(link)) == 421

@@ -69,13 +69,10 @@ def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep, min_
 
 def test_a_record_is_cut_with_its_logprobs():
     state = admit(ProcessorState.empty(1), 0, 1, request(max_tokens=9, logprobs=1))
-    _, (records,) = run(state, target(0, tokens(2, 3, 4, columns=2)))
-    record = records[0]
+    _, ((record,),) = run(state, target(0, tokens(2, 3, 4, columns=2)))
     cut = record.cut(2, -0.5)
-    assert cut.token_ids.tolist() == [2, 3]
-    np.testing.assert_array_equal(cut.logprobs, record.logprobs[:2])
-    np.testing.assert_array_equal(cut.topk_ids, record.topk_ids[:2])
-    assert cut.token_ranks.tolist() == record.token_ranks.tolist()[:2]
+    for name in ("token_ids", "logprobs", "topk_ids", "token_ranks"):
+        np.testing.assert_array_equal(getattr(cut, name), getattr(record, name)[:2])
     assert cut.cumulative_logprob == -0.5
     assert (cut.num_drafts, cut.num_accepted) == (record.num_drafts, record.num_accepted)
     assert record.num_tokens == 3  # the other one is as it was
@@ -83,13 +80,12 @@ def test_a_record_is_cut_with_its_logprobs():
 
 def test_the_sum_of_a_cut_text_is_that_of_its_tokens():
     state = admit(ProcessorState.empty(1), 0, 1, request(max_tokens=9, logprobs=0))
-    _, released = run(
-        state, target(0, tokens(0, columns=1)), target(1, tokens(1, 0, 1, columns=1))
-    )  # fmt: skip
-    records = [record for each in released for record in each]
-    delivery = Delivery(TABLE, ["ba"])
-    parts = [part for record in records for part in delivery.push(record)]
-    assert delivery.found == "ba"
-    assert [one for part in parts for one in part.record.token_ids.tolist()] == [0]
-    whole = records[0].cumulative_logprob
-    assert parts[-1].record.cumulative_logprob == whole
+    _, ((first,), (second,)) = run(
+        state, target(0, tokens(1, columns=1)), target(1, tokens(1, 0, 1, columns=1))
+    )
+    delivery = Delivery(TABLE, ["ab"])
+    parts = [part for record in (first, second) for part in delivery.push(record)]
+    assert delivery.found == "ab"
+    assert [part.record.token_ids.tolist() for part in parts] == [[1], [1]]
+    total = first.cumulative_logprob + second.logprobs[0, 0]
+    assert parts[-1].record.cumulative_logprob == pytest.approx(total)
