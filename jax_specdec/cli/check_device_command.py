@@ -18,8 +18,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
+from jax_specdec.cli import toolchain
 from jax_specdec.cli.device_report import JSON, LOG, PAGE, Report
 
 HELP = """\
@@ -29,11 +30,19 @@ nine minutes at most, compiling included, and writes device-check.json after eve
 device-check.md for you. Run it again to go on. Exit status: 0 all pieces passed; 1 one failed; 2
 there is no such device, or the files cannot be written; 3 time ran out before the last piece.
 """
-PIECE_SECONDS = 150.0  # after which a piece hangs
-GROUND_SECONDS = 180.0
-END_SECONDS = 5.0  # that a process may take to end when it is killed
 LEAST_DISK = 256 << 20  # bytes, for the files and what compilers write
 MODULE = "pallas_kernels.testing."
+
+
+class Seconds(NamedTuple):
+    """How long one thing may take."""
+
+    piece: float = 150.0  # beyond it, a piece hangs
+    ground: float = 180.0  # to import jax and find its devices
+    end: float = 5.0  # for a process to end when it is killed
+
+
+SECONDS = Seconds()
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -60,25 +69,32 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )  # fmt: skip
 
 
-def run(options: argparse.Namespace) -> int:
+def run(
+    options: argparse.Namespace,
+    tools: toolchain.Toolchain | None = None,
+    least_disk: int = LEAST_DISK,
+) -> int:
     """Run the command; returns the exit status that `HELP` names.
+
+    Args:
+      options: of the command line.
+      tools: what compiles kernels; None: what is found.
+      least_disk: bytes, without which nothing begins.
 
     Raises:
       OSError: the report cannot be written, or the disk is full.
     """
-    from jax_specdec.cli import toolchain
-
     begin = time.monotonic()
     minutes = options.minutes or (float("inf") if options.full else 9.0)
     output = options.output.absolute()
     parent = next(folder for folder in (output, *output.parents) if folder.exists())
     for folder in (parent, Path(tempfile.gettempdir())):
-        if (free := shutil.disk_usage(folder).free) < LEAST_DISK:
+        if (free := shutil.disk_usage(folder).free) < least_disk:
             raise OSError(
-                f"{folder} has {free >> 20} MiB left, and a check needs {LEAST_DISK >> 20}: free "
+                f"{folder} has {free >> 20} MiB left, and a check needs {least_disk >> 20}: free "
                 "some, or name another folder with --output, or in TMPDIR"
             )
-    tools = toolchain.find()
+    tools = toolchain.find() if tools is None else tools
     command = [sys.executable, "-P", "-m"]
     chosen = ["--full"] * options.full + ["--rehearse"] * options.rehearse
     ground = _ground([*command, MODULE + "ground", *chosen], options.rehearse)
@@ -120,7 +136,7 @@ def run_pieces(
     names: Sequence[str],
     report: Report,
     until: float,
-    piece_seconds: float = PIECE_SECONDS,
+    seconds: Seconds = SECONDS,
 ) -> None:
     """Run pieces in a process, and in another one what is left when that ends.
 
@@ -132,13 +148,13 @@ def run_pieces(
       names: of the pieces.
       report: gets what each finds.
       until: of `time.monotonic`; a piece that runs then is skipped.
-      piece_seconds: after which a piece hangs.
+      seconds: that it and its process may take.
     """
     left = list(names)
     while left and time.monotonic() < until:
         number = len(left)
         with (report.folder / LOG).open("ab") as log:
-            begun, end = _run_once([*program, *left], log, report, left, until, piece_seconds)
+            begun, end = _run_once([*program, *left], log, report, left, until, seconds)
         if not left:
             return
         if time.monotonic() >= until:
@@ -160,7 +176,7 @@ def _run_once(
     report: Report,
     left: list[str],
     until: float,
-    piece_seconds: float,
+    seconds: Seconds,
 ) -> tuple[str | None, str]:
     """Run one process to its end; what it finishes is taken from `left`.
 
@@ -187,7 +203,7 @@ def _run_once(
     try:
         while True:
             # Before a piece begins, jax is imported.
-            limit = min(since + (piece_seconds if begun else GROUND_SECONDS), until)
+            limit = min(since + (seconds.piece if begun else seconds.ground), until)
             try:
                 line = lines.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
@@ -211,8 +227,8 @@ def _run_once(
             os.killpg(process.pid, signal.SIGKILL)
         # A driver may hold a process that was killed, and a process of its own the pipe.
         with suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
-        reader.join(END_SECONDS)
+            process.wait(seconds.end)
+        reader.join(seconds.end)
 
 
 def _ended(status: int) -> str:
@@ -231,11 +247,11 @@ def _ground(program: Sequence[str], rehearsed: bool) -> dict[str, Any] | str:
     """What a check stands on; a sentence where there is no device to check."""
     try:
         done = subprocess.run(
-            program, capture_output=True, text=True, timeout=GROUND_SECONDS,
+            program, capture_output=True, text=True, timeout=SECONDS.ground,
             env=_environment(rehearsed), stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"jax has not found its devices in {GROUND_SECONDS:.0f} s"
+        return f"jax has not found its devices in {SECONDS.ground:.0f} s"
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         return f"jax does not start: {said[-1] if said else _ended(done.returncode)}"

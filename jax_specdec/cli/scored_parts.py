@@ -13,25 +13,26 @@ from jax_specdec.export.scored_sequences import ScoredSequence, sequences_table
 
 PARTS = "part-*.parquet"
 LOCK = ".lock"  # what begins with a dot is no part to those who read the folder
-MAX_PART_BYTES = 64 << 20  # of columns in memory; then they are written
+MAX_PART_BYTES = 64 << 20
 
 
 class ScoredParts(Output):
     """A folder of sequences; what was added and not written is lost with the process."""
 
-    def __init__(self, folder: Path, k: int) -> None:
+    def __init__(self, folder: Path, k: int, max_bytes: int = MAX_PART_BYTES) -> None:
         """Open or create the folder, and read what it has.
 
         Args:
           folder: of the parts.
           k: K of the sequences to come.
+          max_bytes: of columns that wait; then they are written.
 
         Raises:
           OSError, OutputError: as `Output`.
           ModuleNotFoundError: pyarrow is not installed.
         """
         self._parquet = pyarrow("pyarrow.parquet")
-        self._k, self._bytes, self._next = k, 0, 1
+        self._k, self._max_bytes, self._bytes, self._next = k, max_bytes, 0, 1
         self._waiting: list[ScoredSequence] = []
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(folder, (folder / LOCK).open("a"))
@@ -44,7 +45,7 @@ class ScoredParts(Output):
         """
         self._waiting.append(sequence)
         self._bytes += sequence.num_bytes
-        if self._bytes < MAX_PART_BYTES:
+        if self._bytes < self._max_bytes:
             return False
         self.write()
         return True

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,8 @@ class Toolchain(NamedTuple):
     ptxas: str
     libdevice: str
     searched: tuple[str, ...]  # folders, in order
-    holders: tuple[str, ...]  # "pid, program, MiB": processes that hold memory of a GPU
+    holders: tuple[str, ...] = ()  # "pid, program, MiB": processes that hold memory of a GPU
+    plugins: tuple[str, ...] = ()  # of `LEAST_DRIVERS`, those that are installed
 
     def lines(self) -> Iterator[str]:
         """A line for each thing that was looked for."""
@@ -32,9 +33,9 @@ class Toolchain(NamedTuple):
 
     def notes(self) -> Iterator[str]:
         """What may stand in the way of the GPU kernels, and the way out."""
-        for plugin, (cuda, least) in LEAST_DRIVERS.items():
+        for cuda, least in map(LEAST_DRIVERS.__getitem__, self.plugins):
             number = self.driver.partition(".")[0]
-            if number.isdigit() and int(number) < least and importlib.util.find_spec(plugin):
+            if number.isdigit() and int(number) < least:
                 yield (
                     f"the driver {self.driver} is older than {least}, the least for CUDA {cuda}: "
                     "install a newer driver, or jax for an older CUDA"
@@ -53,9 +54,13 @@ class Toolchain(NamedTuple):
                 yield f"{used} of the {name}'s memory are held, by a process that is not seen here"
 
 
-def find() -> Toolchain:
-    """Look at this machine; no GPU is needed, and none is touched."""
-    folders = tuple(_folders())
+def find(folders: Sequence[Path] | None = None) -> Toolchain:
+    """Look at this machine; no GPU is needed, and none is touched.
+
+    Args:
+      folders: CUDA's; None: where jax looks for them.
+    """
+    folders = list(_folders()) if folders is None else folders
     gpus = _nvidia_smi("--query-gpu=name,driver_version,memory.used,memory.total")
     return Toolchain(
         gpus=gpus,
@@ -64,6 +69,7 @@ def find() -> Toolchain:
         libdevice=_first(folders, "nvvm/libdevice/libdevice.10.bc"),
         searched=tuple(map(str, folders)),
         holders=_nvidia_smi("--query-compute-apps=pid,process_name,used_memory") if gpus else (),
+        plugins=tuple(filter(importlib.util.find_spec, LEAST_DRIVERS)),
     )
 
 
@@ -77,7 +83,7 @@ def _folders() -> Iterator[Path]:
     yield Path("/usr/local/cuda")
 
 
-def _first(folders: tuple[Path, ...], name: str) -> str:
+def _first(folders: Sequence[Path], name: str) -> str:
     return next((str(folder / name) for folder in folders if (folder / name).is_file()), "")
 
 

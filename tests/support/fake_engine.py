@@ -2,14 +2,21 @@
 
 
 class FakeEngine:
-    """Stands in for the engine: `generate` calls the function of a test, and delivers nothing."""
+    """Stands in for the engine: `generate` calls the function of a test, and delivers nothing.
 
-    def __init__(self, generate):
-        self._generate = generate
+    Attributes:
+      configs: with which it was started.
+      requests: that it was given.
+    """
 
     status = ()
 
+    def __init__(self, generate=lambda: None):
+        self._generate = generate
+        self.configs, self.requests = [], []
+
     def __call__(self, config):
+        self.configs.append(config)
         return self
 
     def __enter__(self):
@@ -19,5 +26,6 @@ class FakeEngine:
         pass
 
     def generate(self, requests):
+        self.requests += requests
         self._generate()
         return iter(())

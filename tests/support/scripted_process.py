@@ -30,11 +30,11 @@ def start_command(*arguments, hold=-1, **options):
     return subprocess.Popen(command, cwd=ROOT, text=True, **options)
 
 
-def scripted_engine(**options):
+def scripted_engine(worker=ScriptedWorker, **options):
     """A stand-in for `Engine`, with scripted workers in this process that get `options`."""
 
     def start(config, *, process_rank, prefill_only, **_):
-        return ScriptedWorker(
+        return worker(
             config.num_slots,
             process_rank=process_rank,
             prefill_only=prefill_only,

@@ -7,9 +7,23 @@ from tests.support.fake_engine import FakeEngine
 
 
 @pytest.fixture
-def during(monkeypatch):
+def use_engine(monkeypatch):
+    """Let the command line start what a test gives it in place of an engine."""
+    return lambda made: monkeypatch.setattr("jax_specdec.engine.engine.Engine", made)
+
+
+@pytest.fixture
+def during(use_engine):
     """Let a function run where the engine would run requests."""
-    return lambda f: monkeypatch.setattr("jax_specdec.engine.engine.Engine", FakeEngine(f))
+    return lambda f: use_engine(FakeEngine(f))
+
+
+@pytest.fixture
+def fake(use_engine):
+    """An engine that notes its configurations and requests, and runs none."""
+    made = FakeEngine()
+    use_engine(made)
+    return made
 
 
 @pytest.fixture(scope="package")

@@ -1,14 +1,15 @@
 """`jax-specdec check-device`: what hangs, dies or fails is named; a run goes on where it ended."""
 
 import json
-import signal
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from jax_specdec.cli import check_device_command, doctor_command, toolchain
+from jax_specdec.cli.check_device_command import Seconds
 from jax_specdec.cli.device_report import JSON, PAGE, Report
 from jax_specdec.cli.main import main
 from jax_specdec.cli.toolchain import Toolchain
@@ -30,23 +31,23 @@ PROGRAM = """
 import json, os, signal, subprocess, sys, time
 for line in ("a library's own line", "{}", "[1]", '"begin"', "7"):
     print(line, flush=True)
-for name in sys.argv[1:]:
+does = dict(one.split("=") for one in sys.argv[1].split(","))
+for name in sys.argv[2:]:
     print(json.dumps({"begin": name}), flush=True)
-    what = os.environ["PIECES"].split(",")
-    does = dict(one.split("=") for one in what).get(name[-1], "pass")
-    if does == "hang":
-        time.sleep(3600)
-    if does == "leave":  # a process of its own holds the pipe
+    what = does.get(name[-1], "pass")
+    if what == "leave":  # a process of its own holds the pipe
         subprocess.Popen(["sleep", "20"], start_new_session=True)
+    if what in ("hang", "leave"):
         time.sleep(3600)
-    if does == "die":
+    if what == "die":
         os.kill(os.getpid(), signal.SIGSEGV)
-    ok = does != "fail"
+    ok = what != "fail"
     found = {"piece": name, "ok": ok, "seconds": 0.1, "figures": None}
     print(json.dumps(found | ({} if ok else {"error": "AssertionError: a rank"})), flush=True)
-    if does == "end":
+    if what == "end":
         break
 """
+QUICK = Seconds(piece=0.4, end=0.2)
 
 
 @pytest.fixture
@@ -54,103 +55,79 @@ def report(tmp_path):
     return Report(tmp_path, GROUND, ["ptxas: /x"])
 
 
-def work(report, does, monkeypatch, seconds=600.0, piece_seconds=600.0, only=""):
-    monkeypatch.setenv("PIECES", does)
+def work(report, does, until=600.0, seconds=check_device_command.SECONDS, only=""):
     for names in list(report.todo()):
         check_device_command.run_pieces(
-            [sys.executable, "-c", PROGRAM], [name for name in names if name.endswith(only)],
-            report, time.monotonic() + seconds, piece_seconds,
+            [sys.executable, "-c", PROGRAM, does], [name for name in names if name.endswith(only)],
+            report, time.monotonic() + until, seconds,
         )  # fmt: skip
     return check_device_command.conclude(report)
 
 
-def test_all_that_passes(report, monkeypatch, capsys):
-    assert work(report, "a=pass", monkeypatch) == 0
-    assert "2 of 2 kernels pass; 0 of 4 pieces failed" in capsys.readouterr().out
-    page = (report.folder / PAGE).read_text()
-    assert "| top K | PASS | 3 of 3 |" in page
-    assert "- ptxas: /x" in page
-    assert json.loads((report.folder / JSON).read_text())["pieces"]["rows: b"]["ok"]
+PASS = "| {} | PASS | {} of {} |"
 
 
-def test_a_piece_that_fails_is_named_and_stops_no_other(report, monkeypatch, capsys):
-    assert work(report, "b=fail", monkeypatch) == 1
-    out = capsys.readouterr().out
-    assert "FAILED rows: b: AssertionError: a rank" in out
-    assert "FAIL: top K; 1 of 4 pieces failed" in out
-    assert "| draw | PASS | 1 of 1 |" in (report.folder / PAGE).read_text()
+@pytest.mark.parametrize(
+    ("does", "until", "status", "printed", "paged"),
+    [
+        ("a=pass", 600.0, 0, "2 of 2 kernels pass; 0 of 4 pieces", PASS.format("top K", 3, 3)),
+        ("b=fail", 600.0, 1, "FAIL: top K; 1 of 4 pieces failed", PASS.format("draw", 1, 1)),
+        ("b=fail", 600.0, 1, "FAILED rows: b: AssertionError: a rank", "- ptxas: /x"),
+        ("c=die", 600.0, 1, "FAILED rows: c: its process was ended by SIGSEGV", "| FAIL | 3 of 3"),
+        ("a=end,b=end", 600.0, 0, "0 of 4 pieces failed", PASS.format("top K", 3, 3)),
+        ("a=pass", 0.0, 3, "OUT OF TIME: 4 pieces are left", "- draws: a"),
+    ],
+)  # fmt: skip
+def test_pieces_pass_fail_die_end_their_process_or_have_no_time(
+    report, does, until, status, printed, paged, capsys
+):
+    """What ends a process stops no other piece: those behind it run in another process."""
+    report.save()
+    assert work(report, does, until) == status
+    assert printed in capsys.readouterr().out
+    assert any(paged in line for line in report.page())
+    assert len(report.skipped) == (0 if until else 4)
+    found = json.loads((report.folder / JSON).read_text())
+    assert found["pieces"] == report.pieces
 
 
-def test_a_process_that_dies_is_named(report, monkeypatch, capsys):
-    """As where a compiler aborts; the pieces behind it run in another process."""
-    assert work(report, "a=die", monkeypatch) == 1
-    assert report.pieces["rows: a"]["error"].startswith("its process was ended by SIGSEGV")
+def test_a_piece_that_hangs_is_killed_and_named(report):
+    """Others of its part would hang as well: they come last."""
+    assert work(report, "b=hang,a=leave", seconds=QUICK) == 1
+    assert [*report.pieces] == ["rows: a", "draws: a", "rows: b", "rows: c"]
+    assert report.failed == ["rows: a", "draws: a", "rows: b"]
+    assert report.pieces["rows: a"]["error"].startswith("hung: killed after ")
     assert report.pieces["rows: c"]["ok"]
 
 
-def test_a_piece_that_hangs_is_killed_and_named(report, monkeypatch):
-    """Others of its part would hang as well: they come last."""
-    assert work(report, "a=hang", monkeypatch, piece_seconds=1.5, only="rows: a") == 1
-    assert report.pieces["rows: a"]["error"].startswith("hung: killed after ")
-    again = Report(report.folder, GROUND, [])
-    monkeypatch.setattr(check_device_command, "END_SECONDS", 0.2)
-    assert work(again, "b=hang,a=leave", monkeypatch, piece_seconds=1.5) == 1
-    assert [*again.pieces] == ["rows: a", "draws: a", "rows: b", "rows: c"]
-    assert again.failed == ["rows: a", "draws: a", "rows: b"]
-    assert again.pieces["rows: c"]["ok"]
-
-
-def test_a_process_that_hangs_before_its_first_piece(report, monkeypatch):
-    monkeypatch.setattr(check_device_command, "GROUND_SECONDS", 0.5)
+def test_a_process_that_hangs_before_its_first_piece(report):
     program = [sys.executable, "-c", "import time; time.sleep(3600)"]
-    until = time.monotonic() + 600
-    check_device_command.run_pieces(program, ["rows: a", "draws: a"], report, until)
+    names, until = ["rows: a", "draws: a"], time.monotonic() + 600
+    check_device_command.run_pieces(program, names, report, until, Seconds(ground=0.1))
     assert [found["error"][:17] for found in report.pieces.values()] == ["hung: killed afte"] * 2
 
 
-def test_a_process_that_ends_between_pieces_is_no_failure(report, monkeypatch):
-    """As behind an error that may have broken the device's context: another one goes on."""
-    assert work(report, "a=end,b=end", monkeypatch) == 0
-    assert report.skipped == []
-
-
 def test_every_kernel_comes_before_any_second_piece_and_times(report):
-    ground = GROUND | {
-        "pieces": {
-            "rows": ["rows: a", "rows: b"], "draws": ["draws: a"],
-            "times": ["times: a"], "peers": ["peers: x: a"],
-        }
-    }  # fmt: skip
-    report = Report(report.folder, ground, [])
-    expected = [["rows: a", "draws: a", "rows: b"], ["times: a"], ["peers: x: a"], []]
+    pieces = GROUND["pieces"] | {"times": ["times: a"], "peers": ["peers: x: a"]}
+    report = Report(report.folder, GROUND | {"pieces": pieces}, [])
+    expected = [["rows: a", "draws: a", "rows: b", "rows: c"], ["times: a"], ["peers: x: a"], []]
     assert [*report.todo()] == expected
 
 
-def test_a_run_goes_on_and_tries_failures_last(report, monkeypatch):
+def test_a_run_goes_on_and_tries_failures_last(report):
     """Each piece is on disk when the next one begins."""
-    work(report, "a=pass", monkeypatch, only="a")
-    work(report, "b=fail", monkeypatch, only="b")
-    assert work(report, "c=hang", monkeypatch, seconds=3.0, only="c") == 1
+    work(report, "a=pass", only="a")
+    work(report, "b=fail", only="b")
+    assert work(report, "c=hang", until=0.5, only="c") == 1
     assert report.skipped == ["rows: c"]  # it ran when the time was over: no failure
-    again = Report(report.folder, GROUND, [])
+    again, other = (
+        Report(report.folder, GROUND | {"device": device}, []) for device in ("a chip", "another")
+    )
     again.resume()
-    assert again.pieces.keys() >= {"rows: a", "rows: b"}
-    left = list(again.todo())
-    assert [names for names in left if names] == [["rows: c"], ["rows: b"]]
-    assert work(again, "a=pass", monkeypatch) == 0
-
-
-def test_time_that_runs_out_is_said(report, monkeypatch, capsys):
-    assert work(report, "a=pass", monkeypatch, seconds=0.0) == 3
-    assert "OUT OF TIME: 4 pieces are left" in capsys.readouterr().out
-    assert "- draws: a" in [*report.page()]
-
-
-def test_another_devices_results_are_not_taken_over(report, monkeypatch):
-    work(report, "a=pass", monkeypatch)
-    other = Report(report.folder, GROUND | {"device": "another"}, [])
     other.resume()
-    assert other.pieces == {}
+    assert (again.pieces, other.pieces) == (report.pieces, {})
+    assert [names for names in again.todo() if names] == [["rows: c"], ["rows: b"]]
+    assert work(again, "a=pass") == 0
 
 
 def test_times_and_what_is_not_there_are_on_the_page(report, capsys):
@@ -164,66 +141,66 @@ def test_times_and_what_is_not_there_are_on_the_page(report, capsys):
     name, peers = "times: topk R=64", ["peers: torch: topk R=64", "peers: fi: topk R=64"]
     ground = GROUND | {"pieces": {"times": [name], "peers": peers}}
     report = Report(report.folder, ground, [])
-    report.add(name, {"ok": True, "seconds": 1.0, "figures": figures})
     theirs = {"us": {"torch": 86.0}, "spread": {"torch": [85, 87]}}
+    report.add(name, {"ok": True, "seconds": 1.0, "figures": figures})
     report.add(peers[0], {"ok": True, "seconds": 1.0, "figures": theirs})
     report.add(peers[1], {"ok": False, "seconds": None, "error": "hung: killed after 90 s"})
-    page = (report.folder / PAGE).read_text()
-    assert "| topk R=64 | plain | 172 | 170 to 180 | 10.00x |" in page
-    assert "| topk R=64 | xla | NOT RUN: MemoryError: 4 \\| 5 | | |" in page
-    assert "| topk R=64 | torch | 86 | 85 to 87 | 5.00x |" in page
-    assert "| topk R=64 | fi | NOT RUN: hung: killed after 90 s | | |" in page
-    assert "| | vllm sampler | NOT INSTALLED: vllm | | |" in page
+    table = (report.folder / PAGE).read_text().partition("| --- | --- | --- | --- | --- |\n")[2]
+    assert table.splitlines()[:7] == [
+        "| topk R=64 | mosaic_gpu | 17.2 | 17 to 18 | 1.00x |",
+        "| topk R=64 | plain | 172 | 170 to 180 | 10.00x |",
+        "| topk R=64 | xla | NOT RUN: MemoryError: 4 \\| 5 | | |",
+        "| topk R=64 | read by mosaic_gpu | 975.0 GB/s | | |",
+        "| topk R=64 | torch | 86 | 85 to 87 | 5.00x |",
+        "| topk R=64 | fi | NOT RUN: hung: killed after 90 s | | |",
+        "| | vllm sampler | NOT INSTALLED: vllm | | |",
+    ]
     assert check_device_command.conclude(report) == 0
     assert "; topk R=64: 17.2 us" in capsys.readouterr().out
 
 
+OLD = Toolchain(
+    ("NVIDIA H100, 450.1, 0 MiB, 81559 MiB",), "450.1", "/p", "/l", (),
+    plugins=("jax_cuda13_plugin",),
+)  # fmt: skip
+
+
+def options(folder, rehearse=False):
+    return SimpleNamespace(output=folder, minutes=None, full=False, rehearse=rehearse, afresh=False)
+
+
 def test_without_a_device(tmp_path, capsys, monkeypatch):
-    """Status 2 and one line; nothing is written that looks like a result."""
+    """Status 2 and one line, which says why; nothing is written that looks like a result."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert main(["check-device", "--output", str(tmp_path)]) == 2
-    assert capsys.readouterr().out == "NOT RUN: jax finds no GPU and no TPU here\n"
+    assert check_device_command.run(options(tmp_path), OLD) == 2
+    out = capsys.readouterr().out
+    said = "NOT RUN: jax finds no GPU and no TPU here (the driver 450.1 is older than"
+    assert out.startswith(said)
+    assert out.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_jax_that_does_not_start(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(toolchain, "find", lambda: Toolchain((), "", "", "", (), ()))
-    monkeypatch.setenv("JAX_PLATFORMS", "no such platform")
-    assert main(["check-device", "--output", str(tmp_path)]) == 2
-    out = capsys.readouterr().out
-    assert out.startswith("NOT RUN: jax does not start: ")
-    assert out.count("\n") == 1
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise SystemExit('no such platform')", "jax does not start: no such platform"),
+        ("import os; os.kill(os.getpid(), 9)", "jax does not start: its process was ended by SIGK"),
+        ("raise SystemExit(3)", "jax does not start: its process ended with status 3"),
+        ("print('noise'); print('{\"obstacle\": \"no GPU\"}')", "no GPU"),
+    ],
+)
+def test_a_ground_that_is_none(code, said):
+    found = check_device_command._ground([sys.executable, "-c", code], rehearsed=False)
+    assert found.startswith(said)
 
 
-def test_a_gpu_whose_driver_is_too_old_for_jax(tmp_path, capsys, monkeypatch):
-    """jax finds no device then, and the line says why."""
-    old = Toolchain(("NVIDIA H100, 450.1, 0 MiB, 81559 MiB",), "450.1", "/p", "/l", (), ())
-    monkeypatch.setattr(toolchain, "find", lambda: old)
-    monkeypatch.setattr(toolchain, "LEAST_DRIVERS", {"json": (13, 580)})  # a module that is there
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert main(["check-device", "--output", str(tmp_path)]) == 2
-    out = capsys.readouterr().out
-    assert out.startswith(
-        "NOT RUN: jax finds no GPU and no TPU here (the driver 450.1 is older than"
-    )
-    assert out.count("\n") == 1
-
-
-def test_a_full_disk_is_named_first(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        check_device_command.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20)
-    )
-    assert main(["check-device", "--output", str(tmp_path)]) == 2
-    assert f"{tmp_path} has 1 MiB left, and a check needs 256" in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
-    """Before the first piece."""
-    file = tmp_path / "file"
-    file.write_text("")
+def test_a_full_disk_and_a_folder_that_cannot_be_written_are_named(tmp_path, capsys, monkeypatch):
+    with pytest.raises(OSError, match=rf"{tmp_path} has \d+ MiB left, and a check needs 1099511"):
+        check_device_command.run(options(tmp_path), OLD, least_disk=1 << 60)
+    (tmp_path / "file").write_text("")
     monkeypatch.setattr(check_device_command, "_ground", lambda *_: GROUND)
-    assert main(["check-device", "--output", str(file / "report")]) == 2
-    assert str(file) in capsys.readouterr().err
+    assert main(["check-device", "--output", str(tmp_path / "file/report")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
 
 
 SMI = """#!/bin/sh
@@ -234,45 +211,47 @@ esac
 """
 
 
-def test_an_old_driver_and_no_ptxas_and_held_memory(tmp_path, monkeypatch):
+def test_no_ptxas_and_held_memory(tmp_path, monkeypatch):
     """Named before the first piece: `nvidia-smi` is a script here."""
-    smi = tmp_path / "nvidia-smi"
-    holders = tmp_path / "holders"
+    holders, smi = tmp_path / "holders", tmp_path / "nvidia-smi"
     holders.write_text("4242, python, 69000 MiB")
     smi.write_text(SMI.format(holders=holders))
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(toolchain, "_folders", lambda: iter([tmp_path]))
-    real = toolchain.importlib.util.find_spec
-    monkeypatch.setattr(
-        toolchain.importlib.util, "find_spec",
-        lambda name: True if name == "jax_cuda13_plugin" else real(name),
-    )  # fmt: skip
-    found = toolchain.find()
+    found = toolchain.find([tmp_path])
     assert found.driver == "550.54.15"
-    notes = " ".join(found.notes())
-    assert "the driver 550.54.15 is older than 580, the least for CUDA 13" in notes
-    assert f"there is no ptxas in {tmp_path}" in notes
-    assert "another process holds memory of the GPU: 4242, python, 69000 MiB" in notes
+    first, second, held = found._replace(plugins=()).notes()
+    assert first.startswith(f"there is no ptxas in {tmp_path}")
+    assert second.startswith(f"there is no libdevice in {tmp_path}")
+    said = "another process holds memory of the GPU: 4242, python, 69000 MiB"
+    assert held.startswith(said)
     holders.write_text("")  # as in a container, which does not see whose it is
-    assert "70000 MiB of the NVIDIA H100's memory are held" in " ".join(toolchain.find().notes())
     for name in ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("")
-    assert toolchain.find().ptxas == str(tmp_path / "bin/ptxas")
-    assert "libdevice" not in " ".join(toolchain.find().notes())
+    found = toolchain.find([tmp_path])
+    assert found.ptxas == str(tmp_path / "bin/ptxas")
+    assert [note[:44] for note in found._replace(plugins=()).notes()] == [
+        "70000 MiB of the NVIDIA H100's memory are he"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("driver", "plugin", "old"),
+    [
+        ("579.9", "jax_cuda13_plugin", True), ("580.1", "jax_cuda13_plugin", False),
+        ("524.1", "jax_cuda12_plugin", True), ("525", "jax_cuda12_plugin", False),
+        ("", "jax_cuda12_plugin", False),
+    ],
+)  # fmt: skip
+def test_a_driver_that_is_older_than_jax_needs(driver, plugin, old):
+    assert len([*OLD._replace(driver=driver, plugins=(plugin,)).notes()]) == old
 
 
 def test_a_machine_without_a_gpu(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = toolchain.find()
     assert (found.gpus, found.holders) == ((), ())
-    assert "driver: none: nvidia-smi finds no GPU" in found.lines()
+    assert Path("/usr/local/cuda") == Path(found.searched[-1])
     doctor_command.run(SimpleNamespace(remove=False, clear_cache=False))
-    out = capsys.readouterr().out
-    assert "driver: none" in out
-    assert "ptxas: " in out
-
-
-def test_signals_have_names():
-    assert check_device_command._ended(-signal.SIGKILL) == "its process was ended by SIGKILL"
+    assert "driver: none: nvidia-smi finds no GPU\nptxas: " in capsys.readouterr().out

@@ -1,6 +1,5 @@
-"""`jax-specdec generate`: what its options do, and what it refuses before anything runs."""
+"""`jax-specdec generate`: what its options do, and its texts in the order of their prompts."""
 
-import argparse
 import functools
 import io
 import json
@@ -8,50 +7,20 @@ import re
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from jax_specdec.cli import generate_command, main, standard_output
+from jax_specdec.cli import generate, standard_output
+from jax_specdec.cli.prompts import Prompt
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import Request
+from jax_specdec.text.detokenize import TokenTable
 from tests.support import decoding, tiny_checkpoint
+from tests.support.command_status import status_of
 from tests.support.tiny_checkpoint import VOCAB
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--drafter", "mtp"], "has no MTP head in DeepSeek's layout (model.layers.2.eh_proj"),
-        (["--max-tokens", "600"], "are more than the 512 positions that the model was made for"),
-        (["--max-length", "600"], "600 tokens in a slot are more than the 512 positions"),
-        (["--max-length", "20"], "exceed the 20 tokens of a slot"),
-        (["--logprobs", "513"], "logprobs = 513 must be from 0 to 512"),
-        (["--output", "/"], "Is a directory"),
-        (["--corpus", __file__], "--corpus is for --drafter suffix; ngram searches no text"),
-        (["--drafter", "model"], "--drafter model needs --draft-model DIR"),
-        (["--draft-model", "x", "--drafter", "ngram"], "--draft-model is for --drafter model; ng"),
-        (["--draft-model", "nowhere"], "there is no directory nowhere"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_before_anything_runs(options, message, model, tmp_path, capsys):
-    (tmp_path / "p.txt").write_text("a\n")
-    arguments = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.txt")]
-    assert main.main([*arguments, *options]) == 2
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert not shown.out
-
-
-@pytest.mark.fast
-def test_lines_that_are_not_json_are_named(model, tmp_path, capsys):
-    (tmp_path / "p.jsonl").write_text("bare text\n")
-    arguments = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.jsonl")]
-    assert main.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert re.search(r"line 1: .*column 1.* such as \{\"prompt\": .* not end in \.jsonl", said), (
-        said
-    )
 
 
 def test_a_model_that_does_not_fit_is_reported_in_the_workers_words(model):
@@ -66,94 +35,62 @@ def test_a_model_that_does_not_fit_is_reported_in_the_workers_words(model):
     config = EngineConfig(
         vocab_size=VOCAB, weights=str(model), dtype="float32", drafter="ngram", max_length=20_000
     )
-    request = decoding.request("a", [5], max_tokens=3)
-    with (
-        Engine(config, start_worker=start) as engine,
-        pytest.raises(
-            WorkerFailed, match=r"(?s)status 1.*GiB in float32, with its caches; ava"
-        ) as e,
-    ):
-        list(engine.generate([request]))
+    said = r"(?s)status 1.*GiB in float32, with its caches; ava"
+    with Engine(config, start_worker=start) as engine, pytest.raises(WorkerFailed, match=said) as e:
+        list(engine.generate([decoding.request("a", [5], max_tokens=3)]))
     assert "Traceback" not in str(e.value)
 
 
 @pytest.mark.fast
-def test_drafting_options_and_devices_reach_the_engine(model, tmp_path, monkeypatch):
-    (tmp_path / "p.txt").write_text("a\n")
-    seen = []
+def test_options_reach_the_engine(model, fake, tmp_path):
+    """Who drafts, devices, and what each request asks for."""
+    small = tiny_checkpoint.write(tmp_path / "small")
+    for options in (
+        "", "--adaptive-drafts --drafter suffix --drafts 5 --kept-token-ids",
+        "--tensor-parallel 2 --ignore-eos", f"--draft-model {small}",
+        f"--draft-model {small} --drafts 0", "--max-restarts 3",
+    ):  # fmt: skip
+        assert status_of("generate", "--model", model, "--prompt", "a", *options.split()) == 0
+    names = ("drafter", "num_drafts", "adaptive", "tensor_parallel", "draft_model")
+    assert [tuple(getattr(one, name) for name in names) for one in fake.configs] == [
+        ("ngram", 3, False, 1, ""), ("suffix", 5, True, 1, ""), ("ngram", 3, False, 2, ""),
+        ("model", 3, False, 1, str(small)), ("none", 0, False, 1, ""), ("ngram", 3, False, 1, ""),
+    ]  # fmt: skip
+    restarts = [(one.on_worker_loss, one.max_restarts) for one in fake.configs]
+    assert restarts == [("stop", EngineConfig.max_restarts)] * 5 + [("restart", 3)]
+    asked = [(one.params.kept_token_ids, one.params.stop_token_ids) for one in fake.requests]
+    assert asked == [(False, (1,)), (True, (1,)), (False, ())] + [(False, (1,))] * 3
 
-    def start(config):
-        seen.append(config)
-        raise ValueError("enough is known")
 
-    monkeypatch.setattr("jax_specdec.engine.engine.Engine", start)
-    arguments = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.txt")]
-    assert main.main(arguments) == 2
-    assert main.main([*arguments, "--adaptive-drafts", "--drafter", "suffix", "--drafts", "5"]) == 2
-    assert main.main([*arguments, "--tensor-parallel", "2"]) == 2
-    assert [(one.drafter, one.num_drafts, one.adaptive, one.tensor_parallel) for one in seen] == [
-        ("ngram", 3, False, 1),
-        ("suffix", 5, True, 1),
-        ("ngram", 3, False, 2),
-    ]
+@pytest.mark.fast
+def test_a_slot_holds_as_many_tokens_as_it_must(model, fake):
+    for options in ("--max-tokens 4", "--max-tokens 200", "--max-tokens 500", "--max-length 20"):
+        assert status_of("generate", "--model", model, "--prompt", "a", *options.split()) == 0
+    assert [one.max_length for one in fake.configs] == [128, 256, 512, 20]
 
 
 @pytest.mark.fast
 def test_a_draft_model_must_have_the_same_tokenizer_and_enough_positions(
-    model, tmp_path, monkeypatch, capsys
+    model, fake, tmp_path, capsys
 ):
+    def refused():
+        options = ("--prompt", "a", "--draft-model", small)
+        assert status_of("generate", "--model", model, *options) == 2
+        return capsys.readouterr().err
+
     small = tiny_checkpoint.write(tmp_path / "small")
-    seen = []
-
-    def start(config):
-        seen.append(config)
-        raise ValueError("enough is known")
-
-    monkeypatch.setattr("jax_specdec.engine.engine.Engine", start)
-    prompt = ["--prompt", "a", "--draft-model", str(small)]
-    arguments = ["generate", "--model", str(model), *prompt]
-    assert main.main(arguments) == 2
-    assert main.main([*arguments, "--drafts", "0"]) == 2
-    assert [(one.drafter, one.num_drafts, one.draft_model) for one in seen] == [
-        ("model", 3, str(small)),
-        ("none", 0, ""),
-    ]
-    capsys.readouterr()
-    config = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
-    assert main.main(arguments) == 2
-    assert "more than the 100 positions that" in capsys.readouterr().err
-    (small / "config.json").write_text(json.dumps(config))
+    file = small / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    assert "more than the 100 positions that" in refused()
+    file.write_text(json.dumps(config))
     rules = json.loads((small / "tokenizer.json").read_text())
     rules["added_tokens"][2]["content"] = "<|person|>"
     vocabulary = rules["model"]["vocab"]
     vocabulary["<|person|>"] = vocabulary.pop("<|user|>")
     (small / "tokenizer.json").write_text(json.dumps(rules))
-    assert main.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert "has another tokenizer than" in said
-    assert "id 2 is '<|person|>' there and '<|user|>' here" in said
-
-
-@pytest.mark.fast
-def test_another_request_under_the_same_id_is_refused(model, tmp_path, capsys):
-    (tmp_path / "p.txt").write_text("a\n")
-    output = tmp_path / "o.jsonl"
-    output.write_text('{"id": "1", "request_digest": "0"}\n')
-    arguments = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.txt")]
-    assert main.main([*arguments, "--output", str(output)]) == 2
-    assert "has a record of id '1' that was made from another prompt" in capsys.readouterr().err
-    assert output.read_text() == '{"id": "1", "request_digest": "0"}\n'
-
-
-@pytest.mark.fast
-def test_kept_sets_are_a_wish_of_the_command_line():
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    generate_command.add(parser.add_subparsers())
-    model = SimpleNamespace(hf=SimpleNamespace(eos_token_ids=(2,)))
-    for more, wanted in (([], False), (["--kept-token-ids"], True)):
-        options = parser.parse_args(["generate", "--model", "m", "--prompts", "p", *more])
-        assert generate_command._defaults(options, model).kept_token_ids is wanted
+    said = f"{small} has another tokenizer than {model}: id 2 is '<|person|>' there and '<|user|>'"
+    assert said in refused()
 
 
 @pytest.mark.fast
@@ -177,82 +114,77 @@ def test_a_terminal_gets_nothing_that_moves_its_cursor(monkeypatch, capsys):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("options", "given", "ids"),
+    ("options", "given", "texts"),
     [
-        (["--prompt", "ab"], b"", ["1"]),
-        (["--prompt", "ab", "--prompt", "-"], b"a\n\nb\n", ["1", "2"]),
-        (["--prompts", "-"], b"ab\n\nb\n", ["1", "3"]),
+        ("--prompt ab", b"", {"1": "ab"}),
+        ("--prompt ab --prompt -", b"a\n\nb\n", {"1": "ab", "2": "a\n\nb"}),
+        ("--prompts -", b"ab\n\nb\n", {"1": "ab", "3": "b"}),
     ],
 )
 def test_prompts_from_the_command_line_and_from_standard_input(
-    options, given, ids, model, monkeypatch, capsys
-):
-    seen = []
-
-    def start(self, requests):
-        seen.extend(requests)
-        raise ValueError("enough is known")
-
-    monkeypatch.setattr("jax_specdec.engine.engine.Engine.__init__", lambda self, config: None)
-    monkeypatch.setattr("jax_specdec.engine.engine.Engine.__enter__", lambda self: self)
-    monkeypatch.setattr("jax_specdec.engine.engine.Engine.__exit__", lambda *_: None)
-    monkeypatch.setattr("jax_specdec.engine.engine.Engine.generate", start)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
-    assert main.main(["generate", "--model", str(model), *options]) == 2
-    assert "enough is known" in capsys.readouterr().err
-    tokenizer = tiny_checkpoint.make_tokenizer()
-    texts = {"1": "ab", "2": "a\n\nb", "3": "b"}
-    assert [one.id for one in seen] == ids
-    assert [list(one.prompt_token_ids) for one in seen] == [
-        tokenizer.encode(texts[id]).ids for id in ids
-    ]
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([], "one of the arguments --prompt --prompts is required"),
-        (["--prompt", "a", "--prompts", "f"], "not allowed with argument --prompt"),
-    ],
-)
-def test_prompts_come_from_one_place(options, said, capsys):
-    with pytest.raises(SystemExit):
-        main.main(["generate", "--model", "m", *options])
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("given", "options", "said"),
-    [
-        (b"a\xff", ["--prompts", "-"], "standard input is not UTF-8 text: byte 0xff at offset 1"),
-        (b"\n", ["--prompts", "-"], "standard input holds no prompts"),
-        (b"a", ["--prompt", "-", "--prompt", "-"], "standard input can be read once"),
-    ],
-)
-def test_standard_input_that_is_no_prompt_is_named(
-    given, options, said, model, monkeypatch, capsys
+    options, given, texts, model, fake, monkeypatch
 ):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
-    assert main.main(["generate", "--model", str(model), *options]) == 2
-    assert said in capsys.readouterr().err
+    assert status_of("generate", "--model", model, *options.split()) == 0
+    encode = tiny_checkpoint.make_tokenizer().encode
+    found = {one.id: list(one.prompt_token_ids) for one in fake.requests}
+    assert found == {id: encode(text).ids for id, text in texts.items()}
+
+
+# Texts in order --------------------------------------------------------------------------------
+
+TABLE = TokenTable([bytes([byte]) for byte in range(256)])
+
+
+def record(id, text, reason=None, **more):
+    ids = np.frombuffer(text if isinstance(text, bytes) else text.encode(), np.uint8)
+    return SimpleNamespace(request_id=id, token_ids=ids, finish_reason=reason, **more)
+
+
+def shown(ids, *records, chat=False, style=None):
+    """What is shown of the requests `ids` after these records."""
+    found = []
+    prompts = [Prompt(Request(id=id, prompt_token_ids=(65, 66)), chat) for id in ids]
+    texts = generate.TextsInOrder(prompts, TABLE, lambda *one: found.append(one), style)
+    assert not found  # before the first record, the worker loads or refuses
+    for one in records:
+        texts.add(one)
+    return found
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("Qwen/Qwen3-0.6B", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` fetches it"),
-        ("model.gguf", "model.gguf is a GGUF file, which is not read"),
-        ("/nowhere/at/all", "there is no directory /nowhere/at/all: name a directory in Hugging"),
-        (__file__, "test_generate_command.py is a file: name a directory"),
-        (".", ". has no config.json: name a directory in Hugging Face layout"),
-    ],
-)
-def test_a_model_that_is_something_else_is_answered_with_the_way_out(
-    name, said, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    assert main.main(["generate", "--model", name, "--prompt", "a"]) == 2
-    assert said in capsys.readouterr().err
+def test_one_text_grows_at_a_time_in_the_order_of_the_prompts():
+    assert shown(
+        "abc",
+        record("b", "one "), record("a", "uno "), record("c", "eins", FinishReason.LENGTH),
+        record("a", "due"), record("b", "two"), record("a", "", FinishReason.STOP_TOKEN),
+        record("b", "!", FinishReason.LENGTH),
+    ) == [
+        ("title", "== a ==\n"), ("prompt", "AB"), ("text", "uno "), ("text", "due"), ("text", "\n"),
+        ("title", "== b ==\n"), ("prompt", "AB"), ("text", "one "), ("text", "two"), ("text", "!"),
+        ("text", "\n"),
+        ("title", "== c ==\n"), ("prompt", "AB"), ("text", "eins"), ("text", "\n"),
+    ]  # fmt: skip
+
+
+@pytest.mark.fast
+def test_tokens_of_requests_with_logprobs_have_styles():
+    """Tokens of one style are shown together, and a character has the style of its last byte."""
+    logprobs = np.float32([[-0.5, -1], [-0.5, -1], [-0.5, -1], [-2, -1]])
+    assert shown(
+        "a",
+        record("a", "abé", num_accepted=2, logprobs=logprobs),
+        record("a", "c", FinishReason.LENGTH, logprobs=None),
+        style=lambda logprob, accepted: f"{logprob:g} {accepted}",
+    ) == [
+        ("prompt", "AB"), ("-0.5 True", "ab"), ("-2 False", "é"), ("text", "c"), ("text", "\n"),
+    ]  # fmt: skip
+
+
+@pytest.mark.fast
+def test_half_characters_early_ends_and_conversations():
+    half, rest = "é".encode()[:1], "é".encode()[1:]
+    lost = record("a", "", FinishReason.WORKER_LOST)
+    assert shown("a", record("a", half), record("a", rest + b"\xf0"), lost, chat=True) == [
+        ("text", "é"), ("text", "\ufffd"), ("error", "[ended early: worker_lost]"), ("text", "\n"),
+    ]  # fmt: skip

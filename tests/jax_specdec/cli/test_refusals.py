@@ -1,0 +1,140 @@
+"""What no command does: each refusal is one message with status 2, before anything starts."""
+
+import io
+import sys
+
+import pytest
+
+from jax_specdec.cli.main import COMMANDS
+from tests.support.command_status import status_of
+from tests.support.hostile_responses import line
+from tests.support.openai_records import snowman
+
+pytestmark = pytest.mark.fast
+
+GENERATE = "generate --model {model} --prompts {folder}/p.txt"
+SERVE = "serve --model {model}"
+FILES = {
+    "p.txt": b"a\n",
+    "bare.jsonl": b"bare text\n",
+    "own.jsonl": b'{"id": "a", "prompt": "x", "temperature": 0.5}\n',
+    "o.jsonl": b'{"id": "1", "request_digest": "0"}\n',
+    "run.html": b"{}",
+    "run.jsonl": b"{}",
+    "latin.jsonl": b"\xff\xfe",
+    **dict.fromkeys(["good.jsonl", "good.html"], line(snowman()).encode()),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        # Options of one value.
+        ("", "usage: jax-specdec"),
+        ("demo --drafter x", "usage: jax-specdec"),
+        ("demo --drafts 65", "argument --drafts: 65 is above 64"),
+        ("demo --slots 0", "argument --slots: 0 is below 1"),
+        ("demo --chunked-prefill 0", "argument --chunked-prefill: 0 is below 1"),
+        ("demo --preempt-every 0", "argument --preempt-every: 0 is below 1"),
+        ("demo --data-parallel 65", "argument --data-parallel: 65 is above 64"),
+        ("demo --k 600", "argument --k: 600 is above 512"),
+        ("demo --temperature -1", "temperature = -1.0"),
+        ("demo --k 5 --no-logprobs", "--no-logprobs: not allowed with argument --k"),
+        ("serve --restart-window 0.5", "'0.5' is not a number of seconds from 1 on"),
+        ("serve --max-restarts -1", "--max-restarts: -1 is below 0"),
+        ("serve --log-level x", "--log-level: invalid choice: 'x'"),
+        ("serve --timeout inf", "--timeout: 'inf' is not a number of seconds above 0"),
+        ("serve --timeout 0", "--timeout: '0' is not a number of seconds above 0"),
+        ("serve --client-timeout nan", "--client-timeout: 'nan' is not a number of seconds"),
+        ("serve --max-connections 0", "--max-connections: 0 is below 1"),
+        # Those that are not known, or that stand for two.
+        ("demo --draft 3", "unrecognized arguments: --draft 3; did you mean --drafts?"),
+        ("doctor --remov", "unrecognized arguments: --remov; did you mean --remove?"),
+        *((f"{name} --hel", "--hel") for name in COMMANDS),  # one that is abbreviated
+        ("doctor --zzz", "unrecognized arguments: --zzz\n"),
+        ("view f --titel=x", "--titel=x; did you mean --title?"),
+        ("generate --model m --promp=a", "--promp is not known; did you mean --prompt?"),
+        ("score --prompt a", "--output; --prompt is not known; did you mean --prompts?\n"),
+        ("score --zzz a", "required: --model, --prompts, --output\n"),
+        # Those that need another one, or that another one makes meaningless.
+        ("demo --corpus /dev/null", "--corpus is for --drafter suffix; mtp searches no text"),
+        ("demo --drafter model", "--drafter model needs --draft-model DIR"),
+        ("demo --draft-model x", "--draft-model needs --model: the tiny model has no smaller one"),
+        (f"{GENERATE} --corpus {__file__}", "--corpus is for --drafter suffix; ngram searches no"),
+        (f"{GENERATE} --drafter model", "--drafter model needs --draft-model DIR"),
+        (f"{GENERATE} --draft-model x --drafter ngram", "--draft-model is for --drafter model; ng"),
+        (f"{GENERATE} --drafter mtp", "has no MTP head in DeepSeek's layout (model.layers.2.eh_pr"),
+        (f"{GENERATE} --replicas 2", "are for --ray: add it"),
+        (f"{GENERATE} --restart-window 9", "--restart-window is for --max-restarts: add it"),
+        (f"{SERVE} --replicas 2", "are for --ray: add it"),
+        (f"{SERVE} --ray --scaling upscale_delay_s=1", "--scaling is for --max-replicas: add it"),
+        (f"{GENERATE} --replica-devices GPU", "'GPU' is not NAME=N, such as GPU=4"),
+        (f"{GENERATE} --replica-devices =4", "'=4' is not NAME=N, such as GPU=4"),
+        (f"{GENERATE} --replica-devices GPU=x", "'GPU=x' is not NAME=N, such as GPU=4"),
+        ("serve --vocab-size 9", "--vocab-size is for --own-model"),
+        ("serve --own-model m:f", "needs --tokenizer DIR"),
+        ("generate --model m", "one of the arguments --prompt --prompts is required"),
+        ("generate --model m --prompt a --prompts f", "not allowed with argument --prompt"),
+        # Lengths.
+        (f"{GENERATE} --max-tokens 600", "are more than the 512 positions that the model was made"),
+        (f"{GENERATE} --max-length 600", "600 tokens in a slot are more than the 512 positions"),
+        (f"{GENERATE} --logprobs 513", "logprobs = 513 must be from 0 to 512"),
+        (f"{SERVE} --max-length 600", "--max-length 600 is more than the 512 positions"),
+        # Names under which others reach the server.
+        ("serve --host 0.0.0.0", "--host 0.0.0.0 is reached by others"),
+        ("serve --host ::", "(--allowed-host '*')"),
+        ("serve --host 10.0.0.1", "--host 10.0.0.1 is reached by others"),
+        ("serve --host gpu.example", "(--allowed-host NAME)"),
+        # Files.
+        ("demo --prompts /nowhere/prompts.txt", "/nowhere/prompts.txt"),
+        ("demo --prompts /dev/null", "holds no prompts"),
+        ("demo --json /nowhere/out.jsonl", "/nowhere/out.jsonl"),
+        ("demo --json /tmp", "/tmp"),
+        ("demo --weights /nowhere/x.safetensors", "/nowhere/x.safetensors"),
+        ("demo --drafter suffix --corpus /nowhere/text", "/nowhere/text"),
+        (f"{GENERATE} --draft-model nowhere", "there is no directory nowhere"),
+        (f"{GENERATE} --output /", "Is a directory"),
+        (f"{GENERATE} --output o.jsonl", "has a record of id '1' that was made from another pro"),
+        ("generate --model {model} --prompts bare.jsonl", "column 1): it must be a JSON object s"),
+        ("score --model {model} --prompts own.jsonl --output o", "prompt 'a' has parameters of it"),
+        ("view run.html", "the page would replace"),
+        ("view good.jsonl good.html", "the page would replace good.html"),
+        ("view run.jsonl", "run.jsonl: line 1 is not a completion"),
+        ("view latin.jsonl", "'utf-8' codec can't decode"),
+        ("view none.jsonl", "none.jsonl"),
+        # Models that are something else.
+        ("generate --model Qwen/Qwen3-0.6B --prompt a", "`hf download Qwen/Qwen3-0.6B --local-dir"),
+        ("generate --model model.gguf --prompt a", "model.gguf is a GGUF file, which is not read"),
+        ("generate --model /nowhere/at/all --prompt a", "no directory /nowhere/at/all: name a dir"),
+        (f"generate --model {__file__} --prompt a", "test_refusals.py is a file: name a directory"),
+        ("generate --model . --prompt a", ". has no config.json: name a directory in Hugging Fac"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_with_the_way_out(
+    command, said, model, fake, tmp_path, monkeypatch, capsys
+):
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    assert status_of(*command.format(model=model, folder=tmp_path).split()) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert "Traceback" not in err
+    assert (out, fake.configs) == ("", [])
+    assert {name: (tmp_path / name).read_bytes() for name in FILES} == FILES
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "said"),
+    [
+        (b"a\xff", "--prompts -", "standard input is not UTF-8 text: byte 0xff at offset 1"),
+        (b"\n", "--prompts -", "standard input holds no prompts"),
+        (b"a", "--prompt - --prompt -", "standard input can be read once"),
+    ],
+)
+def test_standard_input_that_is_no_prompt_is_named(
+    given, options, said, model, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+    assert status_of("generate", "--model", model, *options.split()) == 2
+    assert said in capsys.readouterr().err
