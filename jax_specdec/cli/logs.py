@@ -29,12 +29,14 @@ class Lines(logging.Handler):
     thread that serves all requests.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(
+        self, stream: TextIO, max_lines: int = MAX_LINES, end_seconds: float = END_SECONDS
+    ) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(FORM))
         self._stream = stream
-        self._waiting: queue.Queue[str | None] = queue.Queue(MAX_LINES)
-        self._dropped = 0
+        self._waiting: queue.Queue[str | None] = queue.Queue(max_lines)
+        self._dropped, self._end_seconds = 0, end_seconds
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
@@ -50,8 +52,8 @@ class Lines(logging.Handler):
     def close(self) -> None:
         """Write what waits, as long as somebody reads it."""
         with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=END_SECONDS)
-        self._thread.join(END_SECONDS)
+            self._waiting.put(None, timeout=self._end_seconds)
+        self._thread.join(self._end_seconds)
         super().close()
 
     def _write(self) -> None:
@@ -65,9 +67,10 @@ class Lines(logging.Handler):
 
 
 @contextlib.contextmanager
-def logged(level: str) -> Iterator[None]:
+def logged(level: str, stream: TextIO | None = None) -> Iterator[None]:
     """Log to stderr in the block: this package's lines from `level` on, others' warnings."""
-    ours, root, handler = logging.getLogger("jax_specdec"), logging.getLogger(), Lines(sys.stderr)
+    ours, root = logging.getLogger("jax_specdec"), logging.getLogger()
+    handler = Lines(stream or sys.stderr)
     before = ours.level
     ours.setLevel(level.upper())
     # A library's logger may let less than a warning through, whatever the root's level is.

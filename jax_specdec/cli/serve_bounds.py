@@ -76,21 +76,27 @@ def bounds(options: argparse.Namespace) -> Bounds:
 
 
 def allow_files(num_connections: int) -> None:
-    """Let this process have so many connections open, as far as the system allows it.
+    """Let this process have so many connections open; errors as `files_needed`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed := files_needed(num_connections, soft, hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def files_needed(num_connections: int, soft: int, hard: int) -> int:
+    """The limit of open files that so many connections need; 0 where the soft one will do.
 
     Raises:
-      ValueError: it does not; says how many it allows.
+      ValueError: the system does not allow it; says how many it allows.
     """
-    needed = num_connections + OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    needed, endless = num_connections + OTHER_FILES, resource.RLIM_INFINITY
+    if soft == endless or soft >= needed:
+        return 0
+    if hard != endless and hard < needed:
         raise ValueError(
             f"--max-connections {num_connections} needs {needed} open files, and the system allows "
             f"{hard} (ulimit -Hn): give --max-connections {max(hard - OTHER_FILES, 1)}"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return needed
 
 
 def _hosts(host: str, given: list[str]) -> frozenset[str] | None:

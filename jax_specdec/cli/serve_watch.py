@@ -54,7 +54,10 @@ class Work:
 
 @contextlib.contextmanager
 def watched(
-    engine: Engine, listener: Listener, clock: Callable[[], float] = time.monotonic
+    engine: Engine,
+    listener: Listener,
+    clock: Callable[[], float] = time.monotonic,
+    look_seconds: float = LOOK_SECONDS,
 ) -> Iterator[None]:
     """Say in another thread what the engine does, until the block ends.
 
@@ -65,10 +68,9 @@ def watched(
     def watch() -> None:
         work = Work(engine, clock())
         failed: float | None = None
-        ending = False
-        over = False
+        ending = over = False
         while not over:
-            over = left.wait(LOOK_SECONDS)  # looks once more at the end
+            over = left.wait(look_seconds)  # looks once more at the end
             now = clock()
             if engine.failure is not None:
                 failed = now if failed is None else failed

@@ -42,8 +42,10 @@ class Starting:
 
 
 @contextlib.contextmanager
-def repeated(show: Callable[[], object]) -> Iterator[Callable[[], None]]:
-    """Call `show` now and then in another thread, until the block ends.
+def repeated(
+    show: Callable[[], object], seconds: float = LOOK_SECONDS
+) -> Iterator[Callable[[], None]]:
+    """Call `show` every so many seconds in another thread, until the block ends.
 
     Yields a function that ends it earlier: afterwards `show` is not called again. It may be called
     several times.
@@ -51,7 +53,7 @@ def repeated(show: Callable[[], object]) -> Iterator[Callable[[], None]]:
     over = threading.Event()
 
     def run() -> None:
-        while not over.wait(LOOK_SECONDS):
+        while not over.wait(seconds):
             show()
 
     def end() -> None:

@@ -11,22 +11,24 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 
 from ipc.doctor import find_ring_files
+from jax_specdec.export import openai
+from jax_specdec.text.tokenizer import Tokenizer
 from tests.support import decoding, hf_files, quick_compile, tiny_checkpoint
 from tests.support.paths import ROOT
-from tests.support.processes import children_of
+from tests.support.processes import children_of, wait_for
 from tests.support.scripted_process import start_command
-from tests.support.tiny_checkpoint import CONFIG, make_tokenizer
+from tests.support.tiny_checkpoint import CONFIG, VOCAB
 
 
 def start(worker, *options, hold=-1, **pipes):
     """Start the command over "real" or "scripted" workers; `hold` is for scripted ones."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | pipes
     if worker == "scripted":
         return start_command("generate", *options, hold=hold, **pipes)
     command = [sys.executable, "-m", "jax_specdec.cli", "generate", *map(str, options)]
@@ -35,11 +37,20 @@ def start(worker, *options, hold=-1, **pipes):
 
 def run(worker, *options):
     """Run the command to its end; returns its standard output and standard error."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with start(worker, *options, **pipes) as process:
+    with start(worker, *options) as process:
         out, err = process.communicate(timeout=250)
     assert process.returncode == 0, err
     return out, err
+
+
+def ended(process, by):
+    """The standard error of a command that `by(process)` ends."""
+    try:
+        by(process)
+        return process.communicate(timeout=250)[1]
+    finally:
+        process.kill()
+        process.wait()
 
 
 either_worker = pytest.mark.parametrize(
@@ -47,17 +58,21 @@ either_worker = pytest.mark.parametrize(
 )
 
 
-def without_times(path):
-    """The records of a file by id, without times and without the numbers of steps."""
-    records = {}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        assert record["id"] not in records
-        records[record["id"]] = record
-        del record["created"]
+def without_times(records):
+    """Records by id, without times, digests and the numbers of steps."""
+    found = {}
+    for record in records:
+        assert record["id"] not in found
+        found[record["id"]] = record
+        for name in ("created", "request_digest"):
+            record.pop(name, None)
         for step in record["speculation"]["by_step"]:
             del step["step"]
-    return records
+    return found
+
+
+def written(path):
+    return without_times(map(json.loads, path.read_text().splitlines()))
 
 
 @pytest.fixture
@@ -84,50 +99,32 @@ def test_records_are_those_of_the_loop(model, tmp_path, cheap_compilation):
         "--max-tokens", 16, "--slots", 3, "--max-length", 96, "--ignore-eos",
     )  # fmt: skip
     assert "3 of 3 requests, 36 tokens" in err
-    records = {
-        one["id"]: one for one in map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
-    }
-    tokenizer = make_tokenizer()
-    ids = [tokenizer.encode(lines[0]["prompt"]).ids, [2, *tokenizer.encode("Hi").ids[1:], 3],
-           tokenizer.encode("no logprobs").ids]  # fmt: skip
+    tokenizer = Tokenizer(model, VOCAB)
+    hi = [2, *tokenizer.encode("Hi")[1:], 3]
     requests = [
-        decoding.request(name, prompt, max_tokens=tokens, logprobs=k, prompt_logprobs=prompt_k)
-        for name, prompt, tokens, k, prompt_k in zip(
-            "a2c", ids, (16, 16, 4), (3, 2, None), (None, None, 2), strict=True
-        )
-    ]
-    params = hf_files.random_params(CONFIG)
-    want = decoding.run(requests, "ngram", num_slots=3, model=(params, CONFIG), chunk=64)
-    for name, prompt in zip("a2c", ids, strict=True):
-        found = records[name]["speculation"]
-        assert found["prompt_token_ids"] == prompt
-        assert found["token_ids"] == want.token_ids(name)
-        assert records[name]["model"] == "tiny-qwen"
-    logprobs = [float(x) for part in want.records["a"] for x in part.logprobs[:, 0]]
-    assert records["a"]["choices"][0]["logprobs"]["token_logprobs"] == logprobs
-    assert records["2"]["object"] == "chat.completion"
-    content = records["2"]["choices"][0]["logprobs"]["content"]
-    logprobs = [float(x) for part in want.records["2"] for x in part.logprobs[:, 0]]
-    assert [token["logprob"] for token in content] == logprobs
-    assert records["c"]["choices"][0]["logprobs"] is None
-    rows = [one.prompt for one in want.records["c"] if one.prompt is not None]
-    first, *entries = records["c"]["speculation"]["prompt_logprobs"]
-    assert first is None
-    assert "prompt_logprobs" not in records["a"]["speculation"]
-    assert [entry["logprob"] for entry in entries] == [
-        float(x) for part in rows for x in part.logprobs[:, 0]
-    ]
-    assert [len(entry["top_logprobs"]) for entry in entries] == [2] * (len(ids[2]) - 1)
-    # What was shown is what was written.
-    shown = "".join(
-        f"== {name} ==\n{'' if name == '2' else line.get('prompt')}{text}\n"
-        for name, line, text in (
-            ("a", lines[0], records["a"]["choices"][0]["text"]),
-            ("2", lines[1], records["2"]["choices"][0]["message"]["content"]),
-            ("c", lines[2], records["c"]["choices"][0]["text"]),
-        )
-    )
-    assert out == shown
+        decoding.request("a", tokenizer.encode(lines[0]["prompt"]), max_tokens=16, logprobs=3,
+                         seed=1),
+        decoding.request("2", hi, max_tokens=16, logprobs=2, seed=2),
+        decoding.request("c", tokenizer.encode("no logprobs"), max_tokens=4, prompt_logprobs=2,
+                         seed=3),
+    ]  # fmt: skip
+    loaded = hf_files.random_params(CONFIG), CONFIG
+    want = decoding.run(requests, "ngram", num_slots=3, model=loaded, chunk=64)
+    expected, texts = [], []
+    for request in requests:
+        make = openai.chat_completion if request.id == "2" else openai.completion
+        records = want.records[request.id]
+        parts = [record.prompt for record in records if record.prompt is not None]
+        prompt = openai.joined_prompt(parts, 2)[0] if parts else None
+        table = tokenizer.table()
+        expected.append(make(request, records, table, model="tiny-qwen", created=0, prompt=prompt))
+        before = "" if request.id == "2" else table.decode(request.prompt_token_ids)
+        text = table.decode(want.token_ids(request.id))
+        texts.append(f"== {request.id} ==\n{before}{text}\n")
+    found = written(tmp_path / "o.jsonl")
+    assert found == without_times(json.loads(json.dumps(expected)))
+    assert len(found["c"]["speculation"]["prompt_logprobs"]) == len(requests[2].prompt_token_ids)
+    assert out == "".join(texts)  # what was shown is what was written
 
 
 @pytest.mark.slow
@@ -142,7 +139,7 @@ def test_two_devices_and_a_draft_model_change_no_token(tmp_path, monkeypatch):
         "--prompt", "import json, import", "--output", tmp_path / "o.jsonl", "--logprobs", 301,
         "--max-tokens", 17, "--slots", 2, "--max-length", 64, "--ignore-eos", "--quiet",
     )  # fmt: skip
-    (record,) = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
+    (record,) = written(tmp_path / "o.jsonl").values()
     found = record["speculation"]
     request = decoding.request("1", found["prompt_token_ids"], max_tokens=17, logprobs=0)
     loaded = hf_files.random_params(config), config
@@ -151,26 +148,21 @@ def test_two_devices_and_a_draft_model_change_no_token(tmp_path, monkeypatch):
     rows = np.concatenate([part.logprobs for part in want.records["1"]])[:, 0]
     logprobs = record["choices"][0]["logprobs"]
     np.testing.assert_allclose(logprobs["token_logprobs"], rows, atol=1e-4, rtol=0)
-    steps = found["by_step"]
-    assert sum(one["num_drafts"] for one in steps) == 12
-    assert sum(one["num_accepted"] for one in steps) == 12
+    for name in ("num_drafts", "num_accepted"):
+        assert sum(one[name] for one in found["by_step"]) == 12
 
 
 @either_worker
 def test_a_killed_run_goes_on(worker, model, tmp_path):
+    def kill(process):
+        wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") >= 2)
+        process.send_signal(signal.SIGKILL)
+
     file, path, whole = tmp_path / "p.txt", tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
     file.write_text("".join(f"prompt number {index}\n" for index in range(14)))
     options = ["--model", model, "--prompts", file, "--max-tokens", 60, "--slots", 2,
                "--temperature", 0.9, "--logprobs", 1, "--drafter", "ngram", "--quiet"]  # fmt: skip
-    process = start(worker, *options, "--output", path, hold=200, stderr=subprocess.DEVNULL)
-    try:
-        while not (path.exists() and path.read_bytes().count(b"\n") >= 2):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
+    ended(start(worker, *options, "--output", path, hold=200), kill)
     before = b"".join(path.read_bytes().splitlines(keepends=True)[:-1])
     assert 1 <= before.count(b"\n") < 14  # it was killed in the middle
     with path.open("r+b") as out:  # and, as a write may be cut, in the middle of its last line
@@ -180,10 +172,9 @@ def test_a_killed_run_goes_on(worker, model, tmp_path):
     assert f"in the output already: {before.count(bytes([10]))} of 14 requests" in error
     assert path.read_bytes().startswith(before)
     run(worker, *options, "--output", whole)
-    assert without_times(path) == without_times(whole)
-    assert run(worker, *options, "--output", path) == (
-        "", "in the output already: 14 of 14 requests\n",
-    )  # fmt: skip
+    assert written(path) == written(whole)
+    said = "in the output already: 14 of 14 requests\n"
+    assert run(worker, *options, "--output", path) == ("", said)
 
 
 @either_worker
@@ -191,32 +182,27 @@ def test_a_killed_run_goes_on(worker, model, tmp_path):
     ("end", "kept"), [("interrupt", True), ("lost worker", True), ("lost worker", False)]
 )
 def test_a_run_that_ends_early_says_how_to_go_on(worker, end, kept, model, tmp_path):
-    (tmp_path / "p.txt").write_text("a\n" * 50)  # enough to do, however late it is stopped
-    process = start(
-        worker, "--model", model, "--prompts", tmp_path / "p.txt", "--max-tokens", 400,
-        "--slots", 1, *(["--output", tmp_path / "o.jsonl"] if kept else ()),
-        hold=10, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
+    def stop(process):
         assert process.stdout.read(12).startswith("== 1 ==")  # texts have begun
         if end == "interrupt":
             process.send_signal(signal.SIGINT)
         else:
             (child,) = children_of(process.pid)
             os.kill(child, signal.SIGKILL)
-        _, error = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+
+    (tmp_path / "p.txt").write_text("a\n" * 50)  # enough to do, however late it is stopped
+    options = ["--model", model, "--prompts", tmp_path / "p.txt", "--max-tokens", 400,
+               "--slots", 1, *(["--output", tmp_path / "o.jsonl"] if kept else ())]  # fmt: skip
+    process = start(worker, *options, hold=10)
+    error = ended(process, stop)
     assert process.returncode == (130 if end == "interrupt" else 1)
-    if kept:
-        assert re.search(r"ended before that: \d+ of 50 requests, kept in .*o.jsonl: run", error)
-        assert "run the same command again for the others" in error
-    else:
-        assert "with --output they are kept, and the same command runs the others" in error
-    if end == "lost worker":
-        assert "was killed by signal 9" in error
-        assert "memory runs out" in error
+    assert re.search(
+        r"ended before that: \d+ of 50 requests, kept in .*o.jsonl: run the same command again for"
+        if kept
+        else "with --output they are kept, and the same command runs the others",
+        error,
+    )
+    assert end == "interrupt" or re.search(r"(?s)was killed by signal 9.*memory runs out", error)
     assert not re.search(r"\bring\b|Engine", error)
     assert not [file for file in find_ring_files() if file.creator.pid == process.pid]
 
@@ -226,12 +212,10 @@ def test_a_run_that_ends_early_says_how_to_go_on(worker, end, kept, model, tmp_p
 def test_what_cannot_be_written_is_named_with_what_was_kept(worker, full, model, tmp_path):
     (tmp_path / "p.txt").write_text("a\n")
     output = "/dev/full" if full == "the output" else tmp_path / "o.jsonl"
+    options = ["--model", model, "--prompts", tmp_path / "p.txt", "--max-tokens", 2]
     with open("/dev/full" if full == "standard output" else os.devnull, "w") as shown:
-        process = start(
-            worker, "--model", model, "--prompts", tmp_path / "p.txt", "--max-tokens", 2,
-            "--output", output, stdout=shown, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        _, error = process.communicate(timeout=250)
+        process = start(worker, *options, "--output", output, stdout=shown)
+        error = ended(process, lambda _: None)
     assert process.returncode in (2, 120)  # 120: Python cannot close its standard output
     name, kept = (output, 0) if full == "the output" else (full, "[01]")
     assert f"No space left on device: '{name}'" in error

@@ -1,4 +1,7 @@
-"""The log on stderr: who logs never waits for who reads, and what is said of the work."""
+"""What is said meanwhile: lines of the log on stderr, and what workers do before the first token.
+
+Who logs never waits for who reads.
+"""
 
 import io
 import logging
@@ -9,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jax_specdec.cli import logs, serve_watch
+from jax_specdec.cli import serve_watch, standard_output
 from jax_specdec.cli.logs import Lines, logged
 from jax_specdec.cli.serve_watch import Work, watched
+from jax_specdec.cli.starting import Starting, repeated
 from tests.support.processes import wait_for
 from tests.support.scene import long_requests
 from tests.support.streaming import StreamingScene
@@ -19,53 +23,48 @@ from tests.support.streaming import StreamingScene
 pytestmark = pytest.mark.fast
 
 
-def test_lines_have_a_time_and_a_level_and_others_say_warnings_only(monkeypatch):
+def test_lines_have_a_time_and_a_level_and_others_say_warnings_only():
     stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
     ours, others = logging.getLogger("jax_specdec.engine"), logging.getLogger("another_package")
-    monkeypatch.setattr(others, "level", logging.INFO)
-    with logged("info"):
+    others.setLevel(logging.INFO)
+    with logged("info", stream):
         ours.debug("too much")
         ours.info("a worker is there")
         others.info("chatter")
         others.warning("a word of warning")
     ours.warning("nobody hears it")
-    said = stream.getvalue().splitlines()
-    assert [line.split(maxsplit=2)[2] for line in said] == [
-        "INFO a worker is there", "WARNING a word of warning",
-    ]  # fmt: skip
+    said = [line.split(maxsplit=2)[2] for line in stream.getvalue().splitlines()]
+    assert said == ["INFO a worker is there", "WARNING a word of warning"]
 
 
-def test_nobody_waits_for_a_reader_who_does_not_read(monkeypatch):
+def record(text):
+    return logging.LogRecord("x", logging.INFO, "", 0, text, (), None)
+
+
+def test_nobody_waits_for_a_reader_who_does_not_read():
     """A pipe that is full: lines are dropped, and counted once somebody reads."""
-    monkeypatch.setattr(logs, "MAX_LINES", 10)
-    monkeypatch.setattr(logs, "END_SECONDS", 0.1)
     out, into = os.pipe()
     found = []
     # Of a test that fails the reading end is closed first: else closing the other one would wait.
     with os.fdopen(into, "w") as stream, os.fdopen(out, "rb", 0) as reader:
-        handler = Lines(stream)
-        record = logging.LogRecord("x", logging.INFO, "", 0, "x" * 1000, (), None)
+        handler = Lines(stream, max_lines=10, end_seconds=0.1)
 
         def emit():
             for _ in range(1000):  # far more than a pipe holds, and than may wait
-                handler.emit(record)
+                handler.emit(record("x" * 1000))
             return handler._dropped
 
         wait_for(lambda: emit() > 100)  # the thread counts again with each line that it writes
-        read = threading.Thread(target=lambda: _drain(reader, found))
+        read = threading.Thread(
+            target=lambda: found.extend(iter(lambda: reader.read(1 << 16), b""))
+        )
         read.start()
         wait_for(lambda: handler._waiting.empty())
-        handler.emit(record)
-        wait_for(lambda: any("lines of the log were dropped" in text for text in found))
+        handler.emit(record("the last one"))
+        wait_for(lambda: any(b"lines of the log were dropped" in text for text in found))
         handler.close()
         stream.close()
         read.join()
-
-
-def _drain(reader, found):
-    while data := reader.read(1 << 16):
-        found.append(data.decode())
 
 
 def test_a_reader_who_has_left_ends_nothing():
@@ -74,7 +73,7 @@ def test_a_reader_who_has_left_ends_nothing():
     stream = os.fdopen(into, "w")
     handler = Lines(stream)
     for _ in range(3):
-        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "words", (), None))
+        handler.emit(record("words"))
     handler.close()
     assert not handler._thread.is_alive()
     with pytest.raises(BrokenPipeError):
@@ -82,6 +81,9 @@ def test_a_reader_who_has_left_ends_nothing():
 
 
 def test_the_work_is_told_every_ten_seconds_in_which_there_was_some():
+    def acceptance(drafts, accepted):
+        return f"; acceptance {100 * accepted / drafts:.1f} %" if drafts else ""
+
     scene = StreamingScene(num_slots=2)
     work = Work(scene.engine, 100.0)
     assert work.line(105.0) == ""
@@ -92,32 +94,86 @@ def test_the_work_is_told_every_ten_seconds_in_which_there_was_some():
     first = scene.engine.sessions[0].state.statistics
     assert work.line(110.0) == (
         f"2 requests run and 1 wait; ended: 0; {first.num_tokens / 10:.1f} tokens/s"
-        + (f"; acceptance {100 * first.num_accepted / first.num_drafts:.1f} %" if first.num_drafts
-           else "")
-    )  # fmt: skip
+        + acceptance(first.num_drafts, first.num_accepted)
+    )
     assert work.line(119.0) == ""
     scene.finish()
     total = scene.engine.sessions[0].state.statistics
-    line = work.line(122.0)
-    assert line.startswith(
-        f"0 requests run and 0 wait; ended: 3; {(60 - first.num_tokens) / 12:.1f} tokens/s; "
+    drafts, accepted = (
+        getattr(total, name) - getattr(first, name) for name in ("num_drafts", "num_accepted")
     )
-    accepted = total.num_accepted - first.num_accepted
-    assert line.endswith(f"{100 * accepted / (total.num_drafts - first.num_drafts):.1f} %")
+    assert work.line(122.0) == (
+        f"0 requests run and 0 wait; ended: 3; {(60 - first.num_tokens) / 12:.1f} tokens/s"
+        + acceptance(drafts, accepted)
+    )
     assert work.line(140.0) == ""  # nothing was done
 
 
-def test_a_stopped_engine_ends_the_listener_and_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(serve_watch, "LOOK_SECONDS", 0.01)
+def test_a_stopped_engine_ends_the_listener_and_does_not_wait_for_ever():
     now = [0.0]
     engine = SimpleNamespace(failure=None, status=(), num_waiting=0)
     listener = SimpleNamespace(should_exit=False, force_exit=False, ending=False)
-    with watched(engine, listener, clock=lambda: now[0]):
-        looks = threading.Event()
-        looks.wait(0.05)
+    looks = Calls(lambda: now[0])
+    with watched(engine, listener, clock=looks, look_seconds=0.001):
+        assert all(looks.again.acquire(timeout=30) for _ in range(3))
         assert not listener.should_exit
         engine.failure = RuntimeError("no worker is left")
         wait_for(lambda: listener.should_exit)
         assert not listener.force_exit
         now[0] = serve_watch.ERRORS_SECONDS
         wait_for(lambda: listener.force_exit)
+
+
+# Before the first token ------------------------------------------------------------------------
+
+
+class Calls:
+    """A function that counts its calls."""
+
+    def __init__(self, function):
+        self.function, self.count, self.again = function, 0, threading.Semaphore(0)
+
+    def __call__(self):
+        self.count += 1
+        self.again.release()
+        return self.function()
+
+
+def test_the_line_says_each_thing_once_and_since_when():
+    now, phases = [10.0], []
+    starting = Starting(lambda: phases, clock=lambda: now[0])
+    for at, doing, said in (
+        (10.0, ["loading 3 of 9", "loading 3 of 9"], "loading 3 of 9, 0 s"),
+        (12.4, ["loading 3 of 9", "loading 3 of 9"], "loading 3 of 9, 2 s"),
+        (12.4, ["compiling", "loading 3 of 9"], "compiling, 0 s; loading 3 of 9, 2 s"),
+        (20.0, ["compiling"], "compiling, 8 s"),
+    ):
+        now[0], phases[:] = at, doing
+        assert starting.line() == said
+
+
+def test_it_is_shown_again_and_again_until_it_is_over():
+    show = Calls(lambda: None)
+    with repeated(show, seconds=0.001) as end:
+        assert all(show.again.acquire(timeout=30) for _ in range(3))
+        end()
+        count = show.count
+        end()
+        assert not [each for each in threading.enumerate() if each.name == "what workers do"]
+    assert show.count == count
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_it_until_the_first_message(terminal, monkeypatch):
+    screen, phases = io.StringIO(), Calls(lambda: ["compiling 7 of 9 (step)"])
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(screen, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with standard_output.waiting(phases) as begun:
+        assert not terminal or all(phases.again.acquire(timeout=30) for _ in range(2))
+        begun()
+        begun()
+        count = phases.count
+    assert ("compiling 7 of 9 (step), 0 s" in screen.getvalue()) == terminal
+    assert phases.count == count
+    assert terminal or (count, screen.getvalue()) == (0, "")
