@@ -179,40 +179,34 @@ def test_nothing_that_a_token_says_becomes_markup():
 
 
 def test_columns_arrive_as_they_are():
-    view = html_page.read([line(two_steps()), line(snowman())])
+    view = html_page.View()
+    view.add([line(two_steps()), line(snowman())], "old")
+    view.add([line(two_steps())], "new")
+    assert (view.num_responses, view.num_tokens) == (3, 12)
     drawn, details = blocks(html_page.page(view, title="x"))
-    assert drawn["files"] == [{"name": "", "count": 2}]
-    assert drawn["row_start"].tolist() == [0, 3, 9]
-    assert drawn["step_start"].tolist() == [0, 2, 5]
-    strings, (first, second) = drawn["strings"], view.files[0]
+    assert drawn["files"] == [{"name": "old", "count": 2}, {"name": "new", "count": 1}]
+    assert drawn["row_start"].tolist() == [0, 3, 9, 12]
+    assert drawn["step_start"].tolist() == [0, 2, 5, 7]
+    assert drawn["token"][:3].tolist() == drawn["token"][9:].tolist()  # one list of strings
+    strings, shown = drawn["strings"], [one for file in view.files for one in file]
     assert strings == [*view.strings]
-    for name, column in (("token", "tokens"), ("logprob", "logprobs"), ("rank", "ranks"),
-                         ("kind", "kinds")):  # fmt: skip
-        both = np.concatenate([getattr(first, column), getattr(second, column)])
-        np.testing.assert_array_equal(drawn[name], both)
-    assert drawn["step_tokens"].tolist() == [2, 1, 2, 1, 3]
-    assert details["id"].tolist() == [3, 4, 0, 3, 0, 1, 2, 3, 5]
+    for name in ("token", "logprob", "rank", "kind"):
+        column = np.concatenate([getattr(one, name + "s") for one in shown])
+        np.testing.assert_array_equal(drawn[name], column)
+    assert drawn["step_tokens"].tolist() == [2, 1, 2, 1, 3, 2, 1]
+    assert details["id"].tolist() == [3, 4, 0, 3, 0, 1, 2, 3, 5, 3, 4, 0]
     # snowman() asked for K = 0: each token's own logprob alone.
-    assert details["top_start"].tolist() == [0, 2, 4, 4, 5, 6, 7, 8, 9, 10]
+    assert details["top_start"].tolist() == [0, 2, 4, 4, 5, 6, 7, 8, 9, 10, 12, 14, 14]
     assert [strings[n] for n in details["top_token"][:4]] == [
         " a", r"bytes:\xe2", r"bytes:\x98", "b",
     ]  # fmt: skip
     assert details["top_logprob"][:4].tolist() == [-0.5, -1.5, -0.25, -2.0]
-    assert details["draft_start"].tolist() == [0] * 6
+    assert details["draft_start"].tolist() == [0] * 8
 
 
-def test_two_files_share_their_strings():
-    view = html_page.View()
-    view.add([line(two_steps())], "old")
-    view.add([line(two_steps()), line(snowman())], "new")
-    drawn, _ = blocks(html_page.page(view, title="x"))
-    assert drawn["files"] == [{"name": "old", "count": 1}, {"name": "new", "count": 2}]
-    assert drawn["token"][:3].tolist() == drawn["token"][3:6].tolist()
-    assert (view.num_responses, view.num_tokens) == (3, 12)
-
-
-def test_the_policy_allows_this_script_and_this_style_alone():
-    found = Elements(html_page.page(html_page.read([line(two_steps())]), title="x"))
+def test_the_policy_allows_this_script_and_this_style_and_nothing_outside():
+    document = html_page.page(html_page.read([line(two_steps())]), title="x")
+    found = Elements(document)
     style, _, script, _ = found.inside
     (policy,) = [value for _, value in found.attributes if value and "default-src" in value]
     assert policy.startswith("default-src 'none'; ")
@@ -220,11 +214,6 @@ def test_the_policy_allows_this_script_and_this_style_alone():
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{name}-src 'sha256-{digest}'" in policy
     assert "unsafe" not in policy
-
-
-def test_the_page_refers_to_nothing_outside():
-    document = html_page.page(html_page.read([line(snowman())]), title="x")
-    found = Elements(document)
     assert {"link", "img", "iframe", "base", "a", "form"} & {*found.names} == set()
     assert {name for name, _ in found.attributes} & {"src", "href", "onclick", "onload"} == set()
     for forbidden in ("http:", "https:", "url(", "@import", "innerHTML", "eval(", "fetch("):

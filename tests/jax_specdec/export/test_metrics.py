@@ -5,6 +5,8 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jax_specdec.export import arrow
+from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.metrics import prometheus_text, status_text
 from jax_specdec.records.output_processor import ProcessorState, abort, admit, step
 from tests.support.processor_messages import request, target, tokens
@@ -107,7 +109,14 @@ def test_names_and_labels_are_those_that_dashboards_use():
     }
 
 
-def test_without_prometheus_client_the_way_out_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'prometheus_client>=0.20'"):
-        prometheus_text()
+@pytest.mark.parametrize(
+    ("module", "call", "version"),
+    [
+        ("prometheus_client", prometheus_text, "0.20"),
+        ("pyarrow", lambda: arrow.tokens_table(ColumnBuilder().columns()), "16"),
+    ],
+)
+def test_without_an_extra_the_way_to_install_it_is_named(module, call, version, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=f"pip install '{module}>={version}'"):
+        call()

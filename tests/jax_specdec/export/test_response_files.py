@@ -57,30 +57,15 @@ def test_a_line_that_is_not_a_response_is_refused_by_its_number(change, said):
     assert str(caught.value).startswith("line 2 ")
 
 
-@pytest.mark.parametrize("text", ["{", "3", "null", '"choices"'])
-def test_a_line_that_is_not_a_json_object_is_refused(text):
-    with pytest.raises(ViewError, match="line 1 is no"):
-        read([text])
-
-
-def test_an_empty_file_is_refused():
-    with pytest.raises(ViewError, match="there is no response in it"):
-        read(["\n", ""])
-
-
 BOTH = [response(two_steps()), response(snowman(), chat_completion)]
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("wrapped", ["array", "list of the API"])
-def test_an_array_of_responses_is_read(indent, wrapped):
-    value = BOTH if wrapped == "array" else {"object": "list", "data": BOTH}
-    text = "\n" + json.dumps(value, indent=indent)
-    assert [len(one.tokens) for one in read_text(text)] == [3, 6]
-
-
-def test_one_response_over_several_lines_is_read():
-    (shown,) = read_text(json.dumps(BOTH[1], indent=1))
+def test_an_array_of_responses_is_read(indent):
+    for value in (BOTH, {"object": "list", "data": BOTH}):
+        text = "\n" + json.dumps(value, indent=indent)
+        assert [len(one.tokens) for one in read_text(text)] == [3, 6]
+    (shown,) = read_text(json.dumps(BOTH[1], indent=indent))
     assert len(shown.tokens) == 6
 
 
@@ -95,16 +80,14 @@ def test_one_response_over_several_lines_is_read():
         ("[]", "there is no response in it"),
         ('{"id": 1}\n{', "line 1 is not a completion"),
         ('{"id": "a", "cho', "line 1 is not JSON: Unterminated string"),
+        *[(text, "line 1 is no") for text in ("{", "3", "null", '"choices"')],
+        ("\n", "there is no response in it"),
+        (json.dumps(BOTH[0]) + "\n" + json.dumps(BOTH[0])[:-5], "line 2 is not JSON"),
     ],
 )
 def test_what_is_wrong_in_an_array_or_between_lines_is_named(text, said):
     with pytest.raises(ViewError, match=re.escape(said)):
         read_text(text)
-
-
-def test_a_cut_last_line_is_named():
-    with pytest.raises(ViewError, match="line 2 is not JSON"):
-        read_text(json.dumps(BOTH[0]) + "\n" + json.dumps(BOTH[0])[:-5])
 
 
 def batch_line(name, body=None, status=200, error=None):

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged, TokenColumns
 from jax_specdec.records.batch import FinishReason
@@ -85,8 +85,13 @@ def pairs(ragged):
 
 
 @given(streams())
-def test_chosen_ids_of_tokens_and_drafts_are_those_that_were_sent(runs):
+def test_lists_and_sets_are_those_that_were_sent(runs):
+    """Those of tokens and of drafts, and each token's place in a table."""
     columns = delivered(runs)
+    rows = columns.rows_by_place(30)
+    assert rows.shape == (len(columns.request_id), 30)
+    assert sorted(rows[rows >= 0].tolist()) == list(range(len(columns)))
+    padded = columns.kept.padded(rows)
     for index, request_id in enumerate(columns.request_id.tolist()):
         asked, steps = next(run for run in runs if run[0].id == request_id)
         mine = columns.of_request(index)
@@ -96,36 +101,14 @@ def test_chosen_ids_of_tokens_and_drafts_are_those_that_were_sent(runs):
         known = mine.draft_token_rank != NOT_ASKED
         counts = np.diff(mine.draft_chosen.offsets)
         assert counts.tolist() == (known * len(asked.params.extra_token_ids)).tolist()
-
-
-@given(streams())
-def test_kept_sets_are_those_that_were_sent(runs):
-    columns = delivered(runs)
-    for index, request_id in enumerate(columns.request_id.tolist()):
-        asked, steps = next(run for run in runs if run[0].id == request_id)
-        mine = columns.of_request(index)
-        if not asked.params.kept_token_ids:
+        if asked.params.kept_token_ids:
+            sent = [row for step in steps for row in as_lists(step[-1])]
+            assert as_lists(mine.kept) == sent[: asked.params.max_tokens]
+        else:
             assert mine.kept.counts.tolist() == [0] * len(mine)
-            continue
-        sent = [row for step in steps for row in as_lists(step[-1])]
-        assert as_lists(mine.kept) == sent[: asked.params.max_tokens]
-
-
-@settings(max_examples=30)
-@given(streams())
-def test_every_token_has_its_place_in_a_table(runs):
-    columns = delivered(runs)
-    rows = columns.rows_by_place(30)
-    assert rows.shape == (len(columns.request_id), 30)
-    assert sorted(rows[rows >= 0].tolist()) == list(range(len(columns)))
-    padded = columns.kept.padded(rows)
-    for index in range(len(columns.request_id)):
-        mine = columns.of_request(index)
         begin = 2  # prompts have two tokens
         there = rows[index, begin : begin + len(mine)]
         assert columns.token_id[there].tolist() == mine.token_id.tolist()
-        assert (rows[index, :begin] == -1).all()
-        assert (rows[index, begin + len(mine) :] == -1).all()
         for n in range(len(mine)):
             ids = padded.token_ids[index, begin + n]
             assert ids[ids >= 0].tolist() == mine.kept.ids(n).tolist()
