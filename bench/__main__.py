@@ -5,16 +5,16 @@ python -m bench report [--check]    docs/measurements.md, from bench/results
 """
 
 import argparse
-import importlib
+import importlib.util
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench import files, outputs, report
+from bench import files, report
 from bench.files import ResultsError
-from bench.outputs import OutputError
 from bench.timing import BenchError, Comparison, print_table
 
 SUITES = {
@@ -26,12 +26,11 @@ SUITES = {
 MORE = {
     "sampling": "verification and drawing of sampled rows, against their logprobs alone",
     "linear": "logprobs from hidden states and a head, against logits first (minutes)",
-    "detokenize": "ids to strings and bytes, against the tokenizers library",
     "ray": "requests through an actor of a Ray cluster, against an engine here (a minute)",
 }
 MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite"}
 # A package that the suite needs, and its extra.
-NEEDS = {"detokenize": ("tokenizers", "hf"), "ray": ("ray", "ray")}
+NEEDS = {"ray": ("ray", "ray")}
 PARTS = {"rows": "rows", "vocabulary": "tokens"}  # of the suite "sampling"
 
 
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BenchError as error:
         print(f"NOT MEASURED: {error}", file=sys.stderr)
         return 1
-    except (OutputError, ResultsError) as error:
+    except ResultsError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -60,11 +59,13 @@ def run(given: list[str]) -> int:
     """Measure the suites named in `given`, print their tables, write what was asked for."""
     options = _parsed(given)
     suites = list(dict.fromkeys(options.suites or SUITES))
-    _check_requirements(suites, options.json, options.plot)
+    _check(suites, options.json, options.plot)
     machine = files.environment()  # before the benchmarks load the machine
     comparisons: list[Comparison] = []
     for name in suites:
-        results = measure(name, options.quick, **_parts(options))
+        module = importlib.import_module(f"bench.{MODULES.get(name, name)}")
+        found = module.run(quick=options.quick, **_parts(options))
+        results = [replace(one, suite=name) for one in found]
         print_table(results)
         comparisons += results
     if options.json:
@@ -74,13 +75,6 @@ def run(given: list[str]) -> int:
         for path in report.draw(comparisons, options.plot):
             print(f"wrote {path}")
     return 0
-
-
-def measure(suite: str, quick: bool, **parts: list[int]) -> list[Comparison]:
-    """Run one suite, or parts of it."""
-    module = importlib.import_module(f"bench.{MODULES.get(suite, suite)}")
-    found = module.run(quick=quick, **parts)
-    return [replace(one, suite=one.suite or suite) for one in found]
 
 
 def _parsed(given: list[str]) -> argparse.Namespace:
@@ -119,16 +113,23 @@ def _parts(options: argparse.Namespace) -> dict[str, list[int]]:
     return {name: found for name in PARTS if (found := getattr(options, name))}
 
 
-def _check_requirements(suites: Sequence[str], json: Path | None, plot: Path | None) -> None:
-    """Raises OutputError where a package is missing or a result could not be written."""
-    for name in suites:
-        if name in NEEDS:
-            package, extra = NEEDS[name]
-            outputs.check_package(package, f"the suite {name}", extra)
-    if json:
-        outputs.check_file(json)
-    if plot:
-        outputs.check_plots(plot)
+def _check(suites: Sequence[str], file: Path | None, plots: Path | None) -> None:
+    """Raises ResultsError where a package is missing or the results could not be written.
+
+    A run takes minutes, so what would fail at its end fails at its beginning.
+    """
+    needed = [NEEDS[name] for name in suites if name in NEEDS]
+    for package, extra in [*needed, *([("matplotlib", "bench")] if plots else [])]:
+        if importlib.util.find_spec(package) is None:
+            raise ResultsError(f"{package} is not installed: pip install -e '.[{extra}]'")
+    for folder in [*([file.parent] if file else []), *([plots] if plots else [])]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ResultsError(
+                f"cannot write to {folder}: {error.strerror}; name another"
+            ) from error
 
 
 def _terminate(*_: object) -> None:

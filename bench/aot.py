@@ -16,10 +16,9 @@ Needs the `aot` extra: jax's CUDA plugin, ptxas and nvdisasm, all ordinary wheel
 
 import argparse
 import functools
-import json
 import re
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import aot_tpu
-from bench.files import environment
 from bench.gpu import after_read, estimates, model, sampled, sass
 from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
@@ -151,7 +149,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--options", action="store_true", help="only those with options")
     parser.add_argument("--chip", choices=tuple(compile_target.CHIPS), default="H100")
     parser.add_argument("--gpu", action="store_true", help="the shapes of the GPU benchmark")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--sass", type=Path, help="write PTX and machine code to this directory")
     options = parser.parse_args(arguments)
     device = compile_target.find(options.chip)
@@ -173,10 +170,6 @@ def main(arguments: list[str] | None = None) -> int:
         results.append(measure(path, shape, device, seen, options.sass))
         print(f"{number} of {len(calls)}: {results[-1].name}", file=sys.stderr, flush=True)
     print_table(results)
-    if options.json is not None:
-        rows = [as_json(result) for result in results]
-        content = {"environment": environment(), "jax": jax.__version__, "results": rows}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
     modelled = options.chip == "H100"  # the model's chip
     if options.accept and modelled:
         estimates.accept({result.name: result.estimate for result in results})
@@ -214,65 +207,36 @@ def measure(
       keep: the folder for PTX and machine code; None: they are deleted.
     """
     compiled = device.compile(lowered(path, shape, device))
-    rows = shape.rows
-    if path == after_read.PATH:
-        return measure_after(compiled, shape, device, seen, keep)
+    rows, is_after = shape.rows, path == after_read.PATH
     width = max(shape.k, 1) if path == "fused" else shape.k
-    masked = path in ("mask", "bias")
-    is_sampled = path in sampled.PATHS
+    masked, is_sampled = path in ("mask", "bias"), path in sampled.PATHS
     schedule = choose_schedule(rows, shape.vocabulary, width, shape.dtype)
-    schedule = sampled.schedule_of(shape) if is_sampled else schedule
+    schedule = sampled.schedule_of(shape) if is_sampled or is_after else schedule
     kind = "mask" if masked else path  # a bias is a mask to the kernels
     wanted: dict[str, tuple[Any, ...]] = {
         "read_groups" if is_sampled else "read_rows": (schedule, rows, kind, width > 0),
         "finish_rows": (schedule, rows, shape.k, "sampled" if is_sampled else kind),
     }
+    if is_after:
+        wanted = {"draw": (shape,), "count_larger": (replace(shape, k=0),)}
     for ptx in device.dump.glob("*.ptx"):
         name = next(name for name in wanted if ptx.stem.startswith(name))
         seen[name, *wanted[name]] = sass.read(ptx, keep)
     kernels = tuple(seen[name, *key] for name, key in wanted.items())
-    text = compiled.as_text() or ""
-    more = sampled.bytes_of_sums(path, schedule) if is_sampled else 0  # that pass 1 moves of a row
-    more += shape.vocabulary // 8 if masked else 0
-    temporaries = compiled.memory_analysis()
+    if is_after:
+        loops: tuple[float, ...] = ()
+        time = after_read.estimate(shape, kernels, model.Chip())
+    else:
+        more = sampled.bytes_of_sums(path, schedule) if is_sampled else 0  # of a row, by pass 1
+        more += shape.vocabulary // 8 if masked else 0
+        loops = tuple(sampled.loops_per_logit(kernels[0], schedule))
+        time = estimates.estimate(shape, width, schedule, kernels, model.Chip(), more)
+    text, temporaries = compiled.as_text() or "", compiled.memory_analysis()
     assert temporaries is not None
     return Result(
-        path,
-        shape,
-        schedule,
-        kernels,
-        tuple(sampled.loops_per_logit(kernels[0], schedule)),
-        temporaries.temp_size_in_bytes,
-        len(SORT.findall(text)),
-        count_launches(text),
-        estimates.estimate(shape, width, schedule, kernels, model.Chip(), more),
-    )
-
-
-def measure_after(
-    compiled: Any,
-    shape: Shape,
-    device: compile_target.CompileTarget,
-    seen: dict[tuple[Any, ...], sass.Kernel],
-    keep: Path | None,
-) -> Result:
-    """`measure` of what follows a read of sampled rows."""
-    keys = {"draw": ("draw", shape), "count_larger": ("count_larger", replace(shape, k=0))}
-    for ptx in device.dump.glob("*.ptx"):
-        seen[keys[ptx.stem.rsplit("_", 1)[0]]] = sass.read(ptx, keep)
-    kernels = tuple(seen[key] for key in keys.values())
-    text, temporaries = compiled.as_text() or "", compiled.memory_analysis()
-    return Result(
-        after_read.PATH,
-        shape,
-        sampled.schedule_of(shape),
-        kernels,
-        (),
-        temporaries.temp_size_in_bytes,
-        len(SORT.findall(text)),
-        count_launches(text),
-        after_read.estimate(shape, kernels, model.Chip()),
-    )
+        path, shape, schedule, kernels, loops, temporaries.temp_size_in_bytes,
+        len(SORT.findall(text)), count_launches(text), time,
+    )  # fmt: skip
 
 
 def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lowered:
@@ -346,16 +310,6 @@ def broken_promises(result: Result) -> list[str]:
         return []
     texts = estimates.missed(result.shape, result.estimate, model.Chip())
     return [f"{result.name}: {text}" for text in texts]
-
-
-def as_json(result: Result) -> dict[str, Any]:
-    """The figures without the code."""
-    kernels = [
-        {"name": x.name, "registers": x.registers, "spills": x.spills} for x in result.kernels
-    ]
-    plain = {field.name: getattr(result, field.name) for field in fields(result)}
-    plain |= {name: asdict(plain[name]) for name in ("shape", "schedule", "estimate")}
-    return plain | {"kernels": kernels, "share": round(result.share, 5)}
 
 
 def print_table(results: list[Result]) -> None:

@@ -5,12 +5,9 @@
     python -m bench.aot --tpu --quick    what two minutes allow
     python -m bench.aot --tpu --keep     writes the cycles down, as those to compare with
     python -m bench.aot --tpu --check --chip v6e --shape "64 131072"    a part of the programs
-    python -m bench.aot --tpu --check --results FILE    compiles what FILE has not, adds it there
 
 All take half an hour of processor time. --chip, --way and --shape choose a part; limits that
-compare ways need them all in one part, as those of a chip and a shape. With --results a run that
-was cut short goes on, and parts make a whole: what FILE has counts for the same sources and
-compiler.
+compare ways need them all in one part, as those of a chip and a shape.
 
 Cycles are the compiler's bundles times the turns of loops: the arithmetic, without waits for copies
 and without what rare rows need. Beside them stands the time in which the chip reads the logits, and
@@ -39,7 +36,6 @@ from rich.table import Table
 
 from bench.tpu.grid import LIMITED, STEPS, name, programs, steps_name
 from bench.tpu.programs import BANDWIDTHS, CLOCKS, TOPOLOGIES, WAYS, Compiled
-from bench.tpu.results import Results
 from bench.tpu.steps import Step, sizes
 from pallas_kernels.lowering.tpu_rule import kernel_is_faster
 from pallas_kernels.testing.shapes import Shape
@@ -79,22 +75,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if options.check else 0
     kept = kept_cycles()
     wanted = [one for one in programs(options.quick) if is_wanted(name(*one), options)]
-    file = Results(options.results, WAYS)
-    before = {key(one): one for one in file.read()}
     begin = time.monotonic()
     results: list[Compiled] = []
     broken = 0
     for number, program in enumerate(wanted, 1):
-        one = before.get(name(*program))
         try:
-            one = one or compiled(*program)
+            one = compiled(*program)
         except RuntimeError as error:
             print(f"FAILED {error}", flush=True)
             broken += 1
             continue
         results.append(one)
-        if key(one) not in before:
-            file.add(one)
         place = f"{time.monotonic() - begin:6.0f} s  {number}/{len(wanted)}"
         print(f"{place} {key(one)}: {one.cycles:,} cycles, {one.seconds} s", flush=True)
         if options.keep:
@@ -121,7 +112,6 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--shape", metavar="'R V K DTYPE'", help="the programs whose shapes begin so: '64 131072'"
     )
-    parser.add_argument("--results", type=Path, metavar="FILE", help="what was compiled before")
     return parser.parse_args(arguments)
 
 
@@ -202,18 +192,8 @@ def print_table(results: list[Compiled], kept: dict[str, int]) -> int:
     """Every program's cycles; returns how many break a limit."""
     by_key = {key(one): one for one in results}
     table = Table()
-    headers = (
-        "chip",
-        "R, V, K, dtype",
-        "way",
-        "cycles",
-        "us",
-        "of the bytes",
-        "than plain",
-        "full",
-        "",
-    )
-    for header in headers:
+    for header in ("chip", "R, V, K, dtype", "way", "cycles", "us", "of the bytes", "than plain",
+                   "full", ""):  # fmt: skip
         table.add_column(header, justify="right")
     broken = 0
     for one in results:

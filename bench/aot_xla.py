@@ -135,22 +135,14 @@ def main(arguments: list[str] | None = None) -> int:
         platform, shapes = ("tpu", TPU_SHAPES) if chip in TPUS else ("cuda", GPU_SHAPES)
         for shape in shapes:
             for dynamic in (False, True) if shape.rows > BLOCK else (False,):
-                results.append(measure(chip, platform, shape, dynamic, sharding))
-                print(progress(results[-1], time.monotonic() - begin), flush=True)
+                one = measure(chip, platform, shape, dynamic, sharding)
+                results.append(one)
+                print(f"{time.monotonic() - begin:6.0f} s  {chip}  {shape}  dynamic: {dynamic}: "
+                      f"{'BROKEN' if one.broken else 'ok'}", flush=True)  # fmt: skip
     print_table(results)
     broken = [one for one in results if one.broken]
     print(f"{len(results)} programs compiled, {len(broken)} break a limit")
     return 1 if options.check and broken else 0
-
-
-def progress(result: Result, seconds: float) -> str:
-    """A line about what was compiled last."""
-    rows = "dynamic" if result.dynamic else "all"
-    verdict = "BROKEN" if result.broken else "ok"
-    return (
-        f"{seconds:6.0f} s  {result.chip}  {result.shape}  {rows} rows: {result.launches} launches "
-        f"of {result.launch_limit}, {verdict}"
-    )
 
 
 def gpu(chip: str) -> NamedSharding | None:

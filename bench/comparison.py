@@ -6,44 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Contenders of every suite that are another way than this project's; all others are its own.
-PEERS = frozenset(
-    {
-        "log_softmax + top_k",
-        "log_softmax + top_k, unstable",
-        "torch eager",
-        "torch compiled",
-        "max only",
-        "copy",
-        "logsumexp + top_k",
-        "plain JAX sampler",
-        "topk_logprobs, K = 20",
-        "numpy argpartition",
-        "SysV fixed struct",
-        "ZeroMQ msgpack",
-        "ZeroMQ copy=False",
-        "ZeroMQ raw bytes",
-        "multiprocessing.Pipe",
-        "multiprocessing.Queue",
-        "iceoryx2, spin",
-        "C, spin + 2 memcpy",
-        "lists a token",
-        "objects in dicts",
-        "msgpack, decoding alone",
-        "pickle, decoding alone",
-        "no logprobs",
-        "K = 20, naive kernel",
-        "K = 20, fixed-size message",
-        "K = 20, multiprocessing.Queue",
-        "K = 20, ZeroMQ",
-        "K = 20, lists a token",
-        "K = 20, objects in dicts",
-        "K = 20, the usual way",
-        "tokenizers, decode_batch",
-        "tokenizers, decode each",
-        "numpy",
-        "numpy and jax",
-    }
-)
+PEERS = frozenset({
+    "log_softmax + top_k", "log_softmax + top_k, unstable", "torch eager", "torch compiled",
+    "max only", "copy", "logsumexp + top_k", "plain JAX sampler", "topk_logprobs, K = 20",
+    "numpy argpartition", "SysV fixed struct", "ZeroMQ msgpack", "ZeroMQ copy=False",
+    "ZeroMQ raw bytes", "multiprocessing.Pipe", "multiprocessing.Queue", "iceoryx2, spin",
+    "C, spin + 2 memcpy", "lists a token", "objects in dicts", "msgpack, decoding alone",
+    "pickle, decoding alone", "no logprobs", "K = 20, naive kernel",
+    "K = 20, fixed-size message", "K = 20, multiprocessing.Queue", "K = 20, ZeroMQ",
+    "K = 20, lists a token", "K = 20, objects in dicts", "K = 20, the usual way",
+    "tokenizers, decode_batch", "tokenizers, decode each", "numpy", "numpy and jax",
+})  # fmt: skip
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 

@@ -38,6 +38,8 @@ class Results:
 
 def environment() -> dict[str, Any]:
     """The machine, the versions and the command of this run."""
+    path = Path(sys.argv[0])  # without the folders of this machine
+    program = path.parent.name if path.name == "__main__.py" else path.stem
     versions = {}
     for name in PACKAGES:
         try:
@@ -54,7 +56,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "versions": versions,
-        "command": " ".join(["python -m", *_program(), *sys.argv[1:]]),
+        "command": " ".join(["python -m", program, *sys.argv[1:]]),
     }
 
 
@@ -95,18 +97,7 @@ def _comparison(fields: dict[str, Any]) -> Comparison:
         if not 0 < timing.median < math.inf:  # no ratio to it would exist
             raise ValueError(f"{timing.name!r} took {timing.median!r} s in {fields['title']!r}")
     targets = tuple(Target(**target) for target in fields.pop("targets", ()))
-    suite = fields.pop("suite", "") or _suite(fields["title"])
-    return Comparison(timings=tuple(timings), targets=targets, suite=suite, **fields)
-
-
-def _suite(title: str) -> str:
-    """The suite of a comparison in an old file, by the words that its title begins with."""
-    for start, suite in (("topk_logprobs", "kernels"), ("copy of", "kernels"),
-                         ("bytes to records", "host"),
-                         ("decoding", "end-to-end")):  # fmt: skip
-        if title.startswith(start):
-            return suite
-    return "ring"
+    return Comparison(timings=tuple(timings), targets=targets, **fields)
 
 
 def _rounded(value: Any) -> Any:
@@ -128,12 +119,6 @@ def _priority() -> str:
     except (OSError, IndexError):
         group = "0"
     return ", ".join([*asked, *([f"autogroup nice {group}"] if group != "0" else [])])
-
-
-def _program() -> list[str]:
-    """The name of the module that runs, without the folders of this machine."""
-    path = Path(sys.argv[0])
-    return [path.parent.name if path.name == "__main__.py" else path.stem]
 
 
 def _processor() -> str:

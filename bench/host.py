@@ -7,12 +7,12 @@ pay that much before any of the work.
 """
 
 import gc
-import importlib.util
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from bench.timing import Comparison, Target, compare
@@ -34,7 +34,6 @@ FULL = (
     *((requests, k) for requests in (8, 64, 512) for k in (0, 5, 20)),
     *((256, k) for k in (0, 1, 5, 10, 20)),
 )
-HAS_MSGPACK = importlib.util.find_spec("msgpack") is not None
 
 OURS, TOUCHED = "columns (ours)", "ours, all arrays touched"
 LISTS, OBJECTS = "lists a token", "objects in dicts"
@@ -245,14 +244,11 @@ def contenders(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
 def transports(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
     """The finished lists in other encodings, which are decoded and nothing else."""
     rows = as_lists(lists(num_slots)(message_bytes(num_slots, k)))
-    pickled = pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
-    found = {"pickle, decoding alone": lambda: pickle.loads(pickled)}
-    if HAS_MSGPACK:
-        import msgpack  # in the `bench` extra; the tests run without it
-
-        packed = msgpack.packb(rows)
-        found["msgpack, decoding alone"] = lambda: msgpack.unpackb(packed)
-    return found
+    pickled, packed = pickle.dumps(rows, pickle.HIGHEST_PROTOCOL), msgpack.packb(rows)
+    return {
+        "pickle, decoding alone": lambda: pickle.loads(pickled),
+        "msgpack, decoding alone": lambda: msgpack.unpackb(packed),
+    }
 
 
 def run(quick: bool) -> list[Comparison]:
@@ -272,18 +268,10 @@ def measure(num_slots: int, k: int, quick: bool) -> Comparison:
         min_seconds=0.01 if quick else 0.02,
         settings={"requests": num_slots, "tokens": TOKENS, "k": k, "gc": gc.isenabled()},
     )
-    notes: dict[str, Any] = {"message bytes": len(message_bytes(num_slots, k))}
-    if not HAS_MSGPACK:
-        notes["NOT RUN msgpack"] = "msgpack is not installed"
-    promised = (num_slots, k) == PROMISED
-    targets = targets_of(found) if promised else ()
-    return replace(found, suite="host", notes=notes, targets=targets)
-
-
-def targets_of(found: Comparison) -> tuple[Target, ...]:
-    """The project's promises for 256 requests at K = 20."""
-    return (
+    targets = (
         Target("bytes to records", 0.3, 1e3 * found[OURS].median, "ms"),
         Target("speed over lists", 3, found.speedup(OURS, LISTS), "x", at_least=True),
         Target("speed over objects", 15, found.speedup(OURS, OBJECTS), "x", at_least=True),
     )
+    notes = {"message bytes": len(message_bytes(num_slots, k))}
+    return replace(found, notes=notes, targets=targets if (num_slots, k) == PROMISED else ())

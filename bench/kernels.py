@@ -62,7 +62,7 @@ def measure(shape: Shape, rounds: int | None = None) -> Comparison:
         min_seconds=0.005,  # short turns: other programs interrupt few of them
         settings={"shape": str(shape), "device": jax.devices()[0].device_kind},
     )
-    return replace(found, suite="kernels", targets=targets_of(found, shape))
+    return replace(found, targets=targets_of(found, shape))
 
 
 def targets_of(found: Comparison, shape: Shape) -> tuple[Target, ...]:

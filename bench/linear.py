@@ -88,7 +88,7 @@ def measure(shape: Shape, rounds: int) -> Comparison:
     memory: Any = ours.lower(hidden, head, ids).compile().memory_analysis()
     share = memory.temp_size_in_bytes / (4 * shape.rows * shape.vocabulary)
     figures = {OURS: {"temporaries, % of float32 logits": 100 * share}}
-    return replace(found, suite="linear", targets=targets_of(found, shape, share), figures=figures)
+    return replace(found, targets=targets_of(found, shape, share), figures=figures)
 
 
 @functools.lru_cache(maxsize=2)  # a large head takes longer to draw than to multiply

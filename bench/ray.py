@@ -22,7 +22,6 @@ from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.token_columns import TokenColumns
 from jax_specdec.ray import ColumnBatch, RayConfig, RayEngine, columns
-from jax_specdec.records.record import Records
 
 REQUESTS, LENGTH, VOCABULARY = 256, 1024, 1000
 LOCAL, CLUSTER = "an engine here", "RayEngine, one replica"
@@ -57,8 +56,8 @@ def measured(k: int, pace: int, rounds: int) -> Comparison:
     steps = LENGTH // TOKENS
     with make(config) as engine, RayEngine(config, cluster, make_engine=make) as fleet:
         calls: dict[str, Callable[[], Any]] = {
-            LOCAL: functools.partial(local, engine, k),
-            CLUSTER: functools.partial(remote, fleet, k),
+            LOCAL: lambda: [update.records for update in engine.generate(requests(k))],
+            CLUSTER: lambda: list(fleet.generate(requests(k))),
         }
         before = fleet.traffic
         found = compare(
@@ -98,16 +97,6 @@ def requests(k: int) -> list[Request]:
     """All with one token of prompt, by which their tokens differ."""
     params = SamplingParams(max_tokens=LENGTH, logprobs=k)
     return [Request(id=f"r{n}", prompt_token_ids=(n,), params=params) for n in range(REQUESTS)]
-
-
-def local(engine: Engine, k: int) -> list[Records]:
-    """Run all requests here."""
-    return [update.records for update in engine.generate(requests(k))]
-
-
-def remote(fleet: RayEngine, k: int) -> list[ColumnBatch]:
-    """Run all requests there."""
-    return list(fleet.generate(requests(k)))
 
 
 def check(name: str, expected: Any, actual: Any) -> None:

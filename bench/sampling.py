@@ -10,7 +10,7 @@ Flat logits (normal noise of 0.1) are the worst case.
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,7 +106,7 @@ def run(
 
 def measure(case: Case, rounds: int = 9) -> Comparison:
     """Compare the three on one batch. Raises BenchError if they do not sample alike."""
-    logits = jnp.asarray(rows_of(case), jnp.dtype(case.dtype))
+    logits = jnp.asarray(rows_of(case.slots, case.vocabulary, case.flat), jnp.dtype(case.dtype))
     drafts, sampling = drafts_of(logits), sampling_of(case)
     positions = jnp.zeros(case.slots, jnp.int32)
     ours, plain = jax.jit(our_way), jax.jit(plain_way, static_argnums=4)
@@ -129,7 +129,7 @@ def measure(case: Case, rounds: int = 9) -> Comparison:
         settings={"rows": case.rows, "vocabulary": case.vocabulary, "dtype": case.dtype,
                   "kind": case.kind, "flat": case.flat},
     )  # fmt: skip
-    return replace(found, suite="sampling", targets=targets_of(found, case))
+    return replace(found, targets=targets_of(found, case))
 
 
 def targets_of(found: Comparison, case: Case) -> tuple[Target, ...]:
@@ -142,21 +142,16 @@ def targets_of(found: Comparison, case: Case) -> tuple[Target, ...]:
     return (Target("time over the logprobs alone", limit, over, "x"), beside)
 
 
-def rows_of(case: Case) -> np.ndarray:
-    """Logits [B, S, V] float32, see the module."""
-    return _rows_of(replace(case, dtype="", kind=""))
-
-
 @functools.lru_cache(maxsize=2)
-def _rows_of(case: Case) -> np.ndarray:
-    random = np.random.default_rng(case.vocabulary + case.rows)
-    shape = (case.slots, POSITIONS, case.vocabulary)
-    if case.flat:
+def rows_of(slots: int, vocabulary: int, flat: bool) -> np.ndarray:
+    """Logits [B, S, V] float32, see the module."""
+    random, shape = np.random.default_rng(vocabulary + slots), (slots, POSITIONS, vocabulary)
+    if flat:
         return random.normal(0, 0.1, shape).astype(np.float32)
     found = np.empty(shape, np.float32)
-    tail = np.log(np.arange(1, case.vocabulary + 1))
+    tail = np.log(np.arange(1, vocabulary + 1))
     for index in np.ndindex(shape[:2]):
-        row = -random.uniform(1.4, 2.6) * tail + random.normal(0, 0.3, case.vocabulary)
+        row = -random.uniform(1.4, 2.6) * tail + random.normal(0, 0.3, vocabulary)
         found[index] = random.permutation(row)
     return found
 
@@ -176,7 +171,11 @@ def filters_of(case: Case) -> tuple[str, ...]:
 def sampling_of(case: Case) -> Sampling:
     """The slots' parameters; of a mixed batch in turn."""
     kinds = MIXED if case.kind == "mixed" else (KINDS[case.kind][0],)
-    each = [kinds[slot % len(kinds)] for slot in range(case.slots)]
+    return parameters([kinds[slot % len(kinds)] for slot in range(case.slots)])
+
+
+def parameters(each: Sequence[Filters]) -> Sampling:
+    """Of a slot each; what one does not name is off, and its temperature 1."""
 
     def column(name: str, missing: float, dtype: Any) -> jax.Array:
         return jnp.asarray([one.get(name, missing) for one in each], dtype)
@@ -186,7 +185,7 @@ def sampling_of(case: Case) -> Sampling:
         top_k=column("top_k", 0, jnp.int32),
         top_p=column("top_p", 1.0, jnp.float32),
         min_p=column("min_p", 0.0, jnp.float32),
-        seed=jnp.arange(case.slots, dtype=jnp.uint32),
+        seed=jnp.arange(len(each), dtype=jnp.uint32),
     )
 
 
@@ -262,18 +261,12 @@ def check_alike(kind: str, flat: bool) -> None:
     """
     small = Case(4, 600, "float32", kind, flat)
     count = 4000
-    row = jnp.asarray(rows_of(small))
+    row = jnp.asarray(rows_of(small.slots, small.vocabulary, flat))
     logits = jnp.broadcast_to(lax.optimization_barrier(row), (count, *row.shape[1:]))  # type: ignore[no-untyped-call]
     for one in MIXED if kind == "mixed" else (KINDS[kind][0],):
         if one.get("temperature", 1.0) == 0.0:
             continue
-        sampling = Sampling(
-            temperature=jnp.full(count, one.get("temperature", 1.0), jnp.float32),
-            top_k=jnp.full(count, one.get("top_k", 0), jnp.int32),
-            top_p=jnp.full(count, one.get("top_p", 1.0), jnp.float32),
-            min_p=jnp.full(count, one.get("min_p", 0.0), jnp.float32),
-            seed=jnp.arange(count, dtype=jnp.uint32),
-        )
+        sampling = parameters([one] * count)
         exact = plain_probs(
             row, jax.tree.map(lambda x: x[:1], sampling), ("top_k", "top_p", "min_p")
         )

@@ -4,6 +4,7 @@ A single time says little on a shared machine. A ratio of medians taken in turn,
 holds while the machine's speed drifts, so no time is printed without its peers beside it.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench import progress
 from bench.comparison import Comparison, Target, Timing, from_samples
 from bench.files import write_json
 
@@ -23,7 +23,6 @@ __all__ = [
 Call = Callable[[], Any]
 
 LEAST_ROUNDS = 3  # of a contender that is too slow for more
-BORDER = 3  # characters that a table's column takes beside its text
 PART = "part: "  # the prefix of a figure that is part of another one
 
 
@@ -62,24 +61,17 @@ def compare(
     # Where calls are dear, the one that told how often to repeat it counts as well.
     kept = [name for name in names if budget is not None and repeats[name] == 1]
     samples = {name: [once[name]] if name in kept else [] for name in names}
-    with progress.bar(title, rounds * len(names)) as advance:
-        for index in range(rounds):
-            for name in rotated(names, index):
-                call, count = contenders[name], repeats[name]
-                if len(samples[name]) < rounds and not _spent(samples[name], count, budget):
-                    begin = time.perf_counter()
-                    for _ in range(count):
-                        call()
-                    samples[name].append((time.perf_counter() - begin) / count)
-                advance()
+    print(title, file=sys.stderr, flush=True)
+    for index in range(rounds):
+        for name in rotated(names, index):
+            call, count, taken = contenders[name], repeats[name], samples[name]
+            spent = budget is not None and count * sum(taken) >= budget
+            if len(taken) < rounds and not (spent and len(taken) >= LEAST_ROUNDS):
+                begin = time.perf_counter()
+                for _ in range(count):
+                    call()
+                taken.append((time.perf_counter() - begin) / count)
     return from_samples(title, samples, settings=settings)
-
-
-def _spent(rounds: Sequence[float], repeats: int, budget: float | None) -> bool:
-    """Whether a contender's budget is spent, after the fewest rounds that it gets in any case."""
-    if budget is None or len(rounds) < LEAST_ROUNDS:
-        return False
-    return repeats * sum(rounds) >= budget
 
 
 def _checked(
@@ -114,82 +106,42 @@ def rotated(names: Sequence[str], index: int) -> list[str]:
 
 
 def print_table(comparisons: Sequence[Comparison], console: Console | None = None) -> None:
-    """Median, spread and ratio of every contender, what was counted beside, notes and targets."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:  # a file or a pipe: lines need not be wrapped
-            console = Console(width=max(console.width, 120))
-    for comparison in comparisons:
-        columns = {
-            "median": [readable(t.median) for t in comparison.timings],
-            "quartiles": [f"{readable(t.low)} .. {readable(t.high)}" for t in comparison.timings],
-            **_rounds(comparison),
-            **_of_single_events(comparison),
-            f"time over {comparison.names[0]}": [f"{t.ratio:.2f}x" for t in comparison.timings],
+    """Median, spread and ratio of every contender, what else was counted, notes and targets.
+
+    Parts of a figure go to the JSON alone.
+    """
+    console = console or Console(width=200)  # a narrow terminal may wrap lines, but cuts no figure
+    for one in comparisons:
+        columns: dict[str, Sequence[str]] = {
+            "contender": one.names,
+            "median": [readable(t.median) for t in one.timings],
+            "quartiles": [f"{readable(t.low)} .. {readable(t.high)}" for t in one.timings],
         }
-        for table in _tables(comparison.title, comparison.names, columns, console.width):
-            console.print(table)
-        counted = list(comparison.figures)
-        for table in _tables("", counted, _counted(comparison), console.width):
-            console.print(table)
-        for name, value in comparison.notes.items():
+        if len({len(t.rounds) for t in one.timings}) > 1:
+            columns["rounds"] = [str(len(t.rounds)) for t in one.timings]
+        for name in ("p50", "p99") if any(t.percentiles for t in one.timings) else ():
+            columns[name] = [readable(t.percentiles[name]) if t.percentiles else ""
+                             for t in one.timings]  # fmt: skip
+        columns[f"time over {one.names[0]}"] = [f"{t.ratio:.2f}x" for t in one.timings]
+        _print(console, one.title, columns)
+        rows = one.figures.values()
+        keys = dict.fromkeys(key for row in rows for key in row if not key.startswith(PART))
+        counted = {key: [_number(row[key]) if key in row else "" for row in rows] for key in keys}
+        if counted:
+            _print(console, None, {"contender": list(one.figures), **counted})
+        for name, value in one.notes.items():
             console.print(f"  {name}: {value}")
-        for target in comparison.targets:
+        for target in one.targets:
             console.print(f"  target: {target}")
 
 
-def _rounds(comparison: Comparison) -> dict[str, list[str]]:
-    """How many rounds each contender took part in, where not all took part in as many."""
-    counts = [len(timing.rounds) for timing in comparison.timings]
-    return {"rounds": [str(count) for count in counts]} if len(set(counts)) > 1 else {}
-
-
-def _of_single_events(comparison: Comparison) -> dict[str, list[str]]:
-    """The median and the slowest hundredth of single events, where these were measured."""
-    found = [timing.percentiles for timing in comparison.timings]
-    if not any(found):
-        return {}
-    return {
-        name: [readable(each[name]) if each else "" for each in found] for name in ("p50", "p99")
-    }
-
-
-def _counted(comparison: Comparison) -> dict[str, list[str]]:
-    """What was counted beside the time; parts of a figure go to the JSON and the plots only."""
-    rows = list(comparison.figures.values())
-    keys = dict.fromkeys(key for row in rows for key in row if not key.startswith(PART))
-    return {key: [_number(row[key]) if key in row else "" for row in rows] for key in keys}
-
-
-def _tables(
-    title: str, names: Sequence[str], columns: Mapping[str, Sequence[str]], width: int
-) -> list[Table]:
-    """The columns, in as many tables as lines of `width` need to show every word and figure."""
-    left = max(map(len, ("contender", *names))) + BORDER + 1
-    parts: list[list[str]] = []
-    rest = 0
-    for header, cells in columns.items():
-        needed = _width(header, cells) + BORDER
-        if not parts or needed > rest:
-            parts.append([])
-            rest = width - left
-        parts[-1].append(header)
-        rest -= needed
-    found: list[Table] = []
-    for part in parts:
-        table = Table(title=None if found else title or None, title_justify="left")
-        table.add_column("contender", no_wrap=True)
-        for header in part:
-            table.add_column(header, justify="right", width=_width(header, columns[header]))
-        for row in zip(names, *(columns[header] for header in part), strict=True):
-            table.add_row(*row)
-        found.append(table)
-    return found
-
-
-def _width(header: str, cells: Sequence[str]) -> int:
-    """The least width of a column, in characters; its header may wrap between words."""
-    return max(map(len, (*header.split(), *cells)))
+def _print(console: Console, title: str | None, columns: Mapping[str, Sequence[str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "contender" else "right", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
+    console.print(table)
 
 
 def _number(value: float) -> str:

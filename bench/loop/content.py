@@ -116,23 +116,16 @@ def same_part(part: Part, ids: Sequence[int], k: int | None, like: Part | None) 
     assert len(part.logprobs) == len(ids), f"logprobs of {len(part.logprobs)} of {len(ids)} tokens"
     for place, (id, row, ranks) in enumerate(zip(ids, part.logprobs, part.ranks, strict=True)):
         assert id in row, f"token {place}: no logprob of token {id}, which was emitted"
-        enough = len(row) in (k, k + 1) or (len(row) < k and are_all(row))
+        # Fewer than K where they are every possible token: their probabilities sum to one.
+        whole = len(row) < k and abs(sum(map(math.exp, row.values())) - 1) <= ROUNDING
+        enough = len(row) in (k, k + 1) or whole
         assert enough, f"token {place}: {len(row)} logprobs, not {k} or {k + 1}"
         if like is not None:
             assert ranks[id] == like.ranks[place][id], f"token {place}: rank {ranks[id]}"
-            wanted = first(like.logprobs[place], k, id)
+            more = like.logprobs[place]
+            top = sorted(more, key=lambda id: (-more[id], id))[:k]
+            wanted = {one: more[one] for one in (*top, id)}
             assert same_row(row, wanted), f"token {place}: logprobs {row}, not {wanted}"
-
-
-def are_all(row: Mapping[int, float]) -> bool:
-    """Whether the row holds every possible token: its probabilities sum to one."""
-    return abs(sum(map(math.exp, row.values())) - 1) <= ROUNDING
-
-
-def first(row: Mapping[int, float], k: int, emitted: int) -> dict[int, float]:
-    """The emitted token and the top `k` of a row that has more."""
-    top = sorted(row, key=lambda id: (-row[id], id))[:k]
-    return {id: row[id] for id in (*top, emitted)}
 
 
 def same_row(row: Mapping[int, float], wanted: Mapping[int, float]) -> bool:

@@ -6,9 +6,12 @@ ablation also replaces one part: the kernel, the message, the transport or the d
 
 import copy
 import functools
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.loop import cores
 from bench.loop.consumer import CPU, GENERATION, PROCESSED, Consumer, Round, end_of_round, send
 from bench.ring.contenders import SEED_BYTES, Sender
 from ipc import RingError, wire
@@ -202,7 +204,7 @@ class Rig:
             raise RuntimeError("a request ended before its round: give it more tokens")
         sent = np.array(meter.sent_ns, np.int64)
         worker.finish()
-        with cores.engine_core(self.consumer.pid):
+        with engine_core(self.consumer.pid):
             settle = min(SETTLE, 2 * apart)
             for _ in range(settle):
                 self._apart()
@@ -246,6 +248,32 @@ class Rig:
         moments["dispatch"] = meter.dispatch_ns
         time.sleep(PAUSE)
         return moments
+
+
+@contextmanager
+def engine_core(pid: int) -> Iterator[None]:
+    """Confine process `pid` to the last core that this one may use, and this one to the others.
+
+    Then the engine's time is its work, and not its wait for a core on which jax computes. With a
+    single core nothing happens.
+    """
+
+    def confine(process: int, cores: set[int]) -> None:
+        for thread in Path("/proc", str(process), "task").iterdir():
+            with suppress(ProcessLookupError):  # it may end meanwhile
+                os.sched_setaffinity(int(thread.name), cores)
+
+    cores = os.sched_getaffinity(0)
+    last = {max(cores)}
+    try:
+        if len(cores) > 1:
+            confine(pid, last)
+            confine(os.getpid(), cores - last)
+        yield
+    finally:
+        confine(os.getpid(), cores)
+        with suppress(FileNotFoundError):  # it has ended
+            confine(pid, cores)
 
 
 def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Compiled:

@@ -1,10 +1,11 @@
 """The models that the end-to-end benchmark decodes with, chosen by the device."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,29 +23,17 @@ PROMPT = 16  # tokens
 PEAKED = 1.4  # of the deviation where a softmax of normal logits becomes peaked
 
 
-class Length(NamedTuple):
-    """How long contenders are measured."""
-
-    steps: int  # in a round, as a server runs them
-    apart: int  # steps taken apart, after them
-    rounds: int
-
-
 @dataclass(frozen=True)
 class Setup:
     """One configuration of the loop, and how long it is measured."""
 
     name: str
     load: Callable[[], tuple[Any, ModelConfig]]  # makes the weights and their configuration
-    steps: int  # see `Length`
-    apart: int
+    steps: int  # in a round, as a server runs them
+    apart: int  # steps taken apart, after them
     rounds: int
     targets: bool = False  # whether the targets for an H100 apply
     requests: int = REQUESTS  # at once, a slot each
-
-    def length(self) -> Length:
-        """How long requests are measured."""
-        return Length(self.steps, self.apart, self.rounds)
 
     @property
     def max_length(self) -> int:
@@ -88,33 +77,22 @@ def random(config: ModelConfig) -> tuple[Any, ModelConfig]:
     return dataclasses.replace(params, final_norm=norm, mtp=mtp), config
 
 
-def wide() -> tuple[Any, ModelConfig]:
-    """A model whose vocabulary outweighs its layers: the GPU's setup in small."""
-    return random(
-        ModelConfig.tiny(
-            vocab_size=16_384, hidden_size=64, head_dim=16, intermediate_size=128, num_mtp_layers=1
-        )
-    )
-
-
-def llama_1b() -> tuple[Any, ModelConfig]:
-    """A model of Llama 3.2 1B's sizes with an MTP head; random weights, as only time counts."""
-    return random(ModelConfig.llama_1b(num_mtp_layers=1))
+WIDE = ModelConfig.tiny(  # its vocabulary outweighs its layers: the GPU's setup in small
+    vocab_size=16_384, hidden_size=64, head_dim=16, intermediate_size=128, num_mtp_layers=1
+)
 
 
 def setups(quick: bool) -> list[Setup]:
-    """The setups that this machine measures."""
+    """The setups that this machine measures; the promises are made for that of a GPU."""
     if jax.devices()[0].platform == "gpu":
-        return [large(quick)]
+        # Of Llama 3.2 1B's sizes with an MTP head; random weights, as only time counts.
+        load = functools.partial(random, ModelConfig.llama_1b(num_mtp_layers=1))
+        steps, rounds = (20, 3) if quick else (50, 11)
+        name = "1B-class model, V = 128256, bfloat16"
+        return [Setup(name, load, steps, 20, rounds, targets=True)]
     if quick:
         return [Setup("tiny model, V = 264", shipped, 8, 4, 3)]
     return [
         Setup("tiny model, V = 264", shipped, 30, 20, 7),
-        Setup("random model, V = 16384", wide, 12, 6, 7),
+        Setup("random model, V = 16384", functools.partial(random, WIDE), 12, 6, 7),
     ]
-
-
-def large(quick: bool) -> Setup:
-    """The setup of a GPU, for which the promises are made."""
-    steps, rounds = (20, 3) if quick else (50, 11)
-    return Setup("1B-class model, V = 128256, bfloat16", llama_1b, steps, 20, rounds, targets=True)

@@ -21,25 +21,23 @@ so they are not rehearsed: compare their "host us" with that row's.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from bench import progress
 from bench.loop import content
 from bench.loop.consumer import Consumer
-from bench.loop.content import Step
 from bench.loop.rig import FIXED_BYTES, Contender, Rig, Steps
-from bench.loop.setups import DRAFTS, REQUESTS, Length, Setup, setups
+from bench.loop.setups import DRAFTS, REQUESTS, Setup, setups
 from bench.timing import Comparison, Target, compare, from_samples, rotated
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.worker.worker import runs_on_gpu
-from jax_specdec.requests import Request
 
 QUEUE, ZEROMQ = "multiprocessing.Queue", "ZeroMQ msgpack"
 OFF, K0, K20, ONE = "no logprobs", "K = 0", "K = 20", f"K = 20 for 1 of {REQUESTS}"
@@ -105,7 +103,6 @@ def measure(
     params: Any,
     model: ModelConfig,
     compiled: Compiled | None = None,
-    length: Length | None = None,
 ) -> Comparison:
     """Measure all contenders on one setup; the first is the baseline.
 
@@ -115,25 +112,32 @@ def measure(
       contenders: which to measure; one whose transport is missing becomes a note.
       params: the model's weights. model: its configuration.
       compiled: the loop's functions for this setup, to be shared; None: new ones.
-      length: how long to measure; None: as long as the setup says.
 
     Raises:
       BenchError: a contender delivers other tokens or logprobs.
     """
     config, texts = setup.loop_config(model), setup.prompts(model)
-    length = length or setup.length()
     compiled = compiled or Compiled(config)
     consumer = Consumer(sorted({one.transport for one in contenders}), setup.requests)
     try:
         served = [one for one in contenders if one.transport not in consumer.missing]
         rigs = {c.name: Rig(c, config, params, compiled, consumer, texts) for c in served}
-        rounds = run_rounds(title, rigs, length)
+        rounds = run_rounds(title, rigs, setup)
     finally:
         consumer.close()
     found = from_samples(
         title,
         {name: [steps.step for steps in found] for name, found in rounds.items()},
-        settings=_settings(setup, model, length),
+        settings={
+            "requests": setup.requests,
+            "drafts": DRAFTS,
+            "vocabulary": model.vocab_size,
+            "dtype": model.dtype,
+            "parameters": model.num_parameters,
+            "steps": setup.steps,
+            "rounds": setup.rounds,
+            "device": jax.devices()[0].device_kind,
+        },
         notes={
             f"NOT RUN {one.name}": consumer.missing[one.transport]
             for one in contenders
@@ -150,60 +154,34 @@ def measure(
     return replace(found, figures=figures, targets=tuple(targets))
 
 
-def _settings(setup: Setup, model: ModelConfig, length: Length) -> dict[str, Any]:
-    return {
-        "requests": setup.requests,
-        "drafts": DRAFTS,
-        "vocabulary": model.vocab_size,
-        "dtype": model.dtype,
-        "parameters": model.num_parameters,
-        "steps": length.steps,
-        "rounds": length.rounds,
-        "device": jax.devices()[0].device_kind,
-    }
-
-
-def run_rounds(title: str, rigs: dict[str, Rig], length: Length) -> dict[str, list[Steps]]:
-    """Check that all results are equal, then run the rounds; each starts with another contender."""
-    names = list(rigs)
-    rounds: dict[str, list[Steps]] = {name: [] for name in names}
-    with progress.bar(title, len(names) * (length.rounds + 1)) as advance:
-        seen = {}
-        for name, rig in rigs.items():
-            seen[name] = rig.run(4, 2, keep=True)[1].content
-            advance()
-        for name, rig in rigs.items():
-            if rig.contender.temperature == rigs[names[0]].contender.temperature:
-                check(f"{title}: {name}", rig.contender, rig.requests, seen, names[0])
-        for index in range(length.rounds):
-            for name in rotated(names, index):
-                found = rigs[name].run(length.steps, length.apart)[0]
-                rounds[name].append(found)
-                advance()
-    return rounds
-
-
-def check(
-    title: str,
-    contender: Contender,
-    requests: Sequence[Request],
-    seen: Mapping[str, Sequence[Step]],
-    baseline: str,
-) -> None:
-    """Compare delivered tokens with the baseline's, and greedy logprobs with those of "K = 20".
+def run_rounds(title: str, rigs: dict[str, Rig], length: Setup) -> dict[str, list[Steps]]:
+    """Check that all results are equal, then run the rounds; each starts with another contender.
 
     Raises:
-      BenchError: they differ.
+      BenchError: a contender delivers other tokens, or other logprobs than "K = 20".
     """
-    greedy = contender.temperature == 0  # sampled requests ask in different modes
-    content.check(
-        title,
-        seen[contender.name],
-        seen[baseline],
-        [request.params.logprobs for request in requests],
-        like=seen.get(K20) if greedy else None,
-        drafts=DRAFTS if contender.draft_logprobs else 0,
-    )
+    names = list(rigs)
+    rounds: dict[str, list[Steps]] = {name: [] for name in names}
+    print(title, file=sys.stderr, flush=True)
+    seen = {}
+    for name, rig in rigs.items():
+        seen[name] = rig.run(4, 2, keep=True)[1].content
+    for name, rig in rigs.items():
+        one = rig.contender
+        if one.temperature == rigs[names[0]].contender.temperature:
+            content.check(
+                f"{title}: {name}",
+                seen[name],
+                seen[names[0]],
+                [request.params.logprobs for request in rig.requests],
+                like=None if one.temperature else seen.get(K20),  # sampled ones: other modes
+                drafts=DRAFTS if one.draft_logprobs else 0,
+            )
+    for index in range(length.rounds):
+        for name in rotated(names, index):
+            found = rigs[name].run(length.steps, length.apart)[0]
+            rounds[name].append(found)
+    return rounds
 
 
 def share_of(rounds: Sequence[Steps], others: Sequence[Steps]) -> float:
@@ -242,21 +220,21 @@ def targets_of(
     found: Comparison, figures: dict[str, dict[str, float]], params: Any, setup: Setup
 ) -> list[Target]:
     """The promises: the host's on every machine, the device's on the machine they are made for."""
-    targets = [
-        Target("host part, 64 requests at K = 20", HOST_LIMIT, figures[K20]["host us"], "us")
-    ]
-    if not setup.targets:
-        reading = None
-        added: dict[str, float] = {}
-    else:
-        reading = found[OFF].median / seconds_to_read(params)
-        added = {name: figures[name]["adds us"] for name in ADDED_LIMITS}
-    targets.append(
-        Target("H100: baseline step over reading the weights", BASELINE_LIMIT, reading, "x")
-    )
-    return targets + [
-        Target(f"H100: {name} adds to a step", limit, added.get(name), "us")
-        for name, limit in ADDED_LIMITS.items()
+    here = setup.targets
+    reading = found[OFF].median / seconds_to_read(params) if here else None
+    host = figures[K20]["host us"]
+    return [
+        Target("host part, 64 requests at K = 20", HOST_LIMIT, host, "us"),
+        Target("H100: baseline step over reading the weights", BASELINE_LIMIT, reading, "x"),
+        *[
+            Target(
+                f"H100: {name} adds to a step",
+                most,
+                figures[name]["adds us"] if here else None,
+                "us",
+            )
+            for name, most in ADDED_LIMITS.items()
+        ],
     ]
 
 

@@ -171,33 +171,25 @@ def measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float,
     Raises:
       BenchError: the producer has ended.
     """
+    receive, clock, arrived = one.receiver.receive, time.monotonic_ns, one.arrived
+
+    def latencies_of(count: int) -> list[int]:
+        arrived.value, found = 0, []
+        one.control.send((size, gap, count, 0))
+        for _ in range(count):
+            step = receive()
+            found.append(clock() - step[0])
+            del step  # a step is done before the next: its memory serves again, as in C
+            arrived.value += 1
+        return found
+
     with attended(one):
-        return _measure(one, size, gap, count)
-
-
-def _order(one: Link, size: int, gap: float, count: int) -> None:
-    one.arrived.value = 0
-    one.control.send((size, gap, count, 0))
-
-
-def _measure(one: Link, size: int, gap: float, count: int) -> tuple[float, float, list[float]]:
-    receive, clock = one.receiver.receive, time.monotonic_ns
-    until = clock() + WARM_UP_NS
-    while clock() < until:
-        _order(one, size, gap, WARM_UP_MESSAGES)
-        for number in range(WARM_UP_MESSAGES):
-            receive()
-            one.arrived.value = number + 1
-    arrived = one.arrived
-    _order(one, size, gap, count)
-    latencies = []
-    cpu, start = time.process_time(), clock()
-    for _ in range(count):
-        step = receive()
-        latencies.append(clock() - step[0])
-        del step  # a step is done before the next: its memory serves again, as in C
-        arrived.value += 1
-    elapsed = (clock() - start) * 1e-9
+        until = clock() + WARM_UP_NS
+        while clock() < until:
+            latencies_of(WARM_UP_MESSAGES)
+        cpu, start = time.process_time(), clock()
+        latencies = latencies_of(count)
+        elapsed = (clock() - start) * 1e-9
     share = (time.process_time() - cpu) / elapsed
     if not gap:
         return elapsed / count, share, []

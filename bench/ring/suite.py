@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench import progress
 from bench.ring.contenders import BOUND, CONTENDERS, NotAvailable
 from bench.ring.link import Link, check_equal, link, measure
 from bench.timing import BenchError, Comparison, Target, from_samples, rotated
@@ -155,15 +154,14 @@ def run(quick: bool = False) -> list[Comparison]:
         with bound_program() as program:
             if program is None:
                 taken.missing[BOUND] = "no C compiler that works"
-            with progress.bar("ring", starts * rounds) as advance:
-                for start in range(starts):
-                    taken.loads.append(os.getloadavg()[0])
-                    with ExitStack() as stack:
-                        links = _start_all(stack, cores[1], taken)
-                        for index in range(start, start + rounds):
-                            names = rotated(list(links), index)
-                            _round(links, program, cores, names, share, taken)
-                            advance()
+            for start in range(starts):
+                print(f"ring: start {start + 1} of {starts}", file=sys.stderr, flush=True)
+                taken.loads.append(os.getloadavg()[0])
+                with ExitStack() as stack:
+                    links = _start_all(stack, cores[1], taken)
+                    for index in range(start, start + rounds):
+                        names = rotated(list(links), index)
+                        _round(links, program, cores, names, share, taken)
     finally:
         os.sched_setaffinity(0, before)
     return [_comparison(title, taken, starts * rounds) for title in CASES]
@@ -225,7 +223,7 @@ def _comparison(title: str, taken: Samples, rounds: int) -> Comparison:
     if gap == 0:
         for timing in plain.timings:
             figures[timing.name] = {"MB/s": size / timing.median / 1e6}
-    found = replace(plain, suite="ring", figures=figures)
+    found = replace(plain, figures=figures)
     return replace(found, targets=tuple(targets_of(found)))
 
 

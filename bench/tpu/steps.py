@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from bench.tpu.loops import looped
+from bench.tpu.loops import OPERATION, looped
 from bench.tpu.programs import ENVIRONMENT, TOPOLOGIES
 
 K = 20
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-OPERATION = re.compile(r"^\s*(?:ROOT )?(%[\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)")
 DIMENSIONS = re.compile(r"\[([\d,]+)\]")
 KERNEL = 'custom_call_target="tpu_custom_call"'
 
@@ -138,7 +137,7 @@ def operations(text: str) -> Iterator[Operation]:
         if found:
             name, shape, kind, operands = found.groups()
             names = re.findall(r"%[\w.\-]+", operands)
-            yield Operation(name, _without_layout(shape), kind, names, line)
+            yield Operation(name, re.sub(r"\{[^}]*\}", "", shape), kind, names, line)
 
 
 def collectives(text: str) -> dict[str, int]:
@@ -166,10 +165,6 @@ def searched(text: str, columns: int) -> list[str]:
 def sizes(shape: str) -> list[int]:
     """The dimensions of a shape as XLA writes it, or of several."""
     return [int(n) for dims in DIMENSIONS.findall(shape) for n in dims.split(",")]
-
-
-def _without_layout(shape: str) -> str:
-    return re.sub(r"\{[^}]*\}", "", shape)
 
 
 if __name__ == "__main__":

@@ -61,13 +61,6 @@ def test_reading_machine_code():
     assert machine_code.parse(LISTING.replace("@P1 BRA `(.L_x_0)", "NOP")).loops == ()
 
 
-def test_instructions_are_counted_by_pipe():
-    block = model.structure(CODE, lambda code, loop: 10)
-    assert model.counts(CODE, block) == {
-        "memory": 1, "integer": 1, "fma": 20, "special": 10, "other": 11,
-    }  # fmt: skip
-
-
 def test_a_chain_waits_for_what_it_needs():
     """A load, the addition that waits for it, ten turns of 28 clocks, and the end."""
     turn = 4 + CHIP.latencies["MUFU"] + 2 + 5

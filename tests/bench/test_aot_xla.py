@@ -1,5 +1,7 @@
 """How `bench.aot_xla` counts launches, and when a limit is broken."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench import aot_xla
@@ -44,13 +46,7 @@ def test_a_loops_operations_count_as_often_as_it_turns():
 
 
 def test_each_limit_can_be_broken():
-    shape = Shape(512, 1000, 5, "bfloat16")
-
-    def result(launches=34, temporaries=1_126_400, has_gpu_kernel=False):
-        return aot_xla.Result("A100", shape, False, 13, launches, temporaries, has_gpu_kernel)
-
-    assert (result().launch_limit, result().memory_limit) == (34, 1_126_400)
-    assert not result().broken
-    assert result(launches=35).broken
-    assert result(temporaries=1_126_401).broken
-    assert result(has_gpu_kernel=True).broken
+    fine = aot_xla.Result("A100", Shape(512, 1000, 5, "bfloat16"), False, 13, 34, 1_126_400, False)
+    assert (fine.launch_limit, fine.memory_limit, fine.broken) == (34, 1_126_400, False)
+    for wrong in ({"launches": 35}, {"temporaries": 1_126_401}, {"has_gpu_kernel": True}):
+        assert replace(fine, **wrong).broken

@@ -28,6 +28,8 @@ def test_the_page_is_what_the_results_say():
 def test_the_newest_result_of_a_title_counts_and_says_where_it_is_from(tmp_path):
     old = from_samples("16 KB", {"ring": [1e-5], "ZeroMQ msgpack": [2e-5]})
     new = from_samples("16 KB", {"ring": [1e-5], "ZeroMQ msgpack": [3e-5]})
+    limits = [Target(name, 2.0, measured, "x") for name, measured in (("a", 1), ("b", 3))]
+    new = replace(new, targets=tuple(limits))
     on_a_gpu = replace(old, settings={"device": "H100"})
     files = [
         results(tmp_path, "2026-01-02", new), results(tmp_path, "2026-01-01", old, on_a_gpu)
@@ -36,13 +38,6 @@ def test_the_newest_result_of_a_title_counts_and_says_where_it_is_from(tmp_path)
     assert "| 16 KB | ring | 10 us (10 us to 10 us) | ZeroMQ msgpack 3x | 2 |" in text
     assert "| 16 KB (H100) | ring | 10 us (10 us to 10 us) | ZeroMQ msgpack 2x | 1 |" in text
     assert "2. `2026-01-02.json`: 2026-01-02, 2 cores of a test's" in text
-
-
-def test_limits_are_counted_and_those_that_were_not_held_are_named(tmp_path):
-    one = from_samples("16 KB", {"ring": [1e-5]})
-    targets = [Target(name, 2.0, measured, "x") for name, measured in (("a", 1), ("b", 3))]
-    found = results(tmp_path, "2026-01-01", replace(one, targets=tuple(targets)))
-    text = report.page([found])
     assert "Limits: 1 held, 1 missed, 0 not measured." in text
     assert "- 16 KB: b: 3 x, MISSED (at most 2 x)" in text
     assert "a: 1 x" not in text
@@ -50,10 +45,9 @@ def test_limits_are_counted_and_those_that_were_not_held_are_named(tmp_path):
 
 def test_what_is_no_result_is_refused_with_its_name(tmp_path):
     path = tmp_path / "x.json"
-    for text in ("", "[]", '{"comparisons": []}'):
-        path.write_text(text)
-        with pytest.raises(ResultsError, match=r"x\.json holds no benchmark results"):
-            read_json(path)
+    path.write_text('{"comparisons": []}')
+    with pytest.raises(ResultsError, match=r"x\.json holds no benchmark results"):
+        read_json(path)
 
 
 def test_every_ratio_in_readme_is_in_the_page():

@@ -1,16 +1,11 @@
 """The formulas of bench.scaling against compiled programs, and the page's tables against them."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from bench import scaling
-from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model import sharding
-from jax_specdec.device.model.llama import forward
-from jax_specdec.device.model.params import init_cache
 from pallas_kernels import topk_logprobs
 from pallas_kernels.backends import groups
 from pallas_kernels.sampling import distribution, row_cuts
@@ -21,7 +16,6 @@ from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 from tests.support.collectives import bytes_of_a_run, of_a_run
 from tests.support.paths import ROOT
-from tests.support.random_params import random_params
 from tests.support.shards import mesh_of
 
 PAGE = ROOT / "docs" / "scaling.md"
@@ -74,20 +68,19 @@ def test_logprobs(shards, rows, k, chosen):
     assert found == sum(scaling.logprob_bytes(rows, k, chosen, shards))
 
 
-# On two shards: one holds whole groups, one does not. No row of so few tokens needs a search.
-CASES = [
-    (3, 2, 1000, jnp.float32),
-    pytest.param((5, 1, 1024, jnp.float32), marks=pytest.mark.slow),
-]
+# On two shards, of which one holds whole groups. No row of so few tokens needs a search.
+BATCH, DRAFTS, VOCAB = 3, 2, 1000
+SETUP = scaling.Setup(devices=2, slots=BATCH, drafts=DRAFTS, vocabulary=VOCAB, item_bytes=4)
 
 
-@functools.cache
-def verified_and_drawn(batch, drafts, vocab, dtype):
+@pytest.fixture(scope="module")
+def verified_and_drawn():
     """A program that verifies and drafts on two devices."""
+    batch, drafts, vocab = BATCH, DRAFTS, VOCAB
     parallel = sharding.Parallel(mesh_of(2))
     sampling = jax.eval_shape(lambda: Sampling.greedy(batch))
     proposed = jax.eval_shape(lambda: none_drawn(batch, drafts, vocab))
-    columns = array(batch, drafts + 1, vocab, dtype=dtype), array(batch, drafts, vocab, dtype=dtype)
+    columns = array(batch, drafts + 1, vocab), array(batch, drafts, vocab)
 
     def step(x, draft_logits, proposed, sampling, positions):
         verified = verify(x, proposed, sampling, positions, **parallel.columns)
@@ -100,51 +93,18 @@ def verified_and_drawn(batch, drafts, vocab, dtype):
     return compiled(step, *columns, proposed, sampling, array(batch, dtype=jnp.int32))
 
 
-def setup_of(batch, drafts, vocab, dtype):
-    return scaling.Setup(
-        devices=2, slots=batch, drafts=drafts, vocabulary=vocab,
-        item_bytes=jnp.dtype(dtype).itemsize,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_verification_and_drafting(case):
-    setup = setup_of(*case)
+def test_verification_and_drafting(verified_and_drawn):
     # The dearest and the cheapest way through: every request samples and truncates, or is greedy.
-    most, least = (bytes_of_a_run(verified_and_drawn(*case), branch=way) for way in (max, min))
-    drafting = scaling.drafting_bytes(setup)
-    assert most == sum(scaling.verification_bytes(setup)) + drafting
-    assert least == scaling.greedy_bytes(setup.rows, setup.slots * setup.drafts)
+    most, least = (bytes_of_a_run(verified_and_drawn, branch=way) for way in (max, min))
+    assert most == sum(scaling.verification_bytes(SETUP)) + scaling.drafting_bytes(SETUP)
+    assert least == scaling.greedy_bytes(SETUP.rows, BATCH * DRAFTS)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_collectives_of_a_sampled_step(case):
+def test_collectives_of_a_sampled_step(verified_and_drawn):
     def sampled(one):  # no draft is chosen greedily, and all rows are valid
         return not any(name in one.op_name for name in ("jit(choose)", "invalid_rows"))
 
-    setup = setup_of(*case)
-    found = of_a_run(verified_and_drawn(*case), sampled)
-    assert found == scaling.sampled_collectives(setup)
+    assert of_a_run(verified_and_drawn, sampled) == scaling.sampled_collectives(SETUP)
     assert scaling.sampled_collectives(scaling.Setup()) <= 8  # with three drafts
     # An invalid row takes a greedy choice of its own, whose validity nobody asks for.
-    assert of_a_run(verified_and_drawn(*case), lambda one: "invalid_rows" in one.op_name) == 2
-
-
-def test_the_models_own_sums():
-    config = ModelConfig(
-        vocab_size=512, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-        intermediate_size=64,
-    )  # fmt: skip
-    parallel = sharding.Parallel(mesh_of(2))
-    params = random_params(config)
-    params = parallel.place(params, sharding.params_specs(params, 2))
-    cache = init_cache(config, 3, 16)
-    place = sharding.split(cache.k.shape, -2, 2)
-    cache = parallel.place(cache, jax.tree.map(lambda _: place, cache))
-    tokens = array(3, 4, dtype=jnp.int32)
-    found = counted(
-        lambda params, tokens, positions, cache: forward(params, config, tokens, positions, cache),
-        params, tokens, tokens, cache,
-    )  # fmt: skip
-    setup = scaling.Setup(devices=2, hidden=32, layers=2, item_bytes=4, slots=3, drafts=3)
-    assert scaling.all_reduce(found, 2) == scaling.model_sums(setup)
+    assert of_a_run(verified_and_drawn, lambda one: "invalid_rows" in one.op_name) == 2

@@ -1,6 +1,9 @@
 """The measuring tool: it refuses unequal contenders, and its ratios are of medians."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from bench import timing
 
@@ -57,5 +60,13 @@ def test_a_slow_contender_sits_out_once_its_budget_is_spent(monkeypatch):
 def test_ratios_are_of_medians():
     result = timing.from_samples("t", {"slow": [4.0, 2.0, 9.0], "fast": [1.0, 2.0, 0.5]})
     assert result.speedup("fast", over="slow") == 4.0
-    assert result["fast"].ratio == 0.25
-    assert result["slow"].ratio == 1.0
+    assert (result["fast"].ratio, result["slow"].ratio) == (0.25, 1.0)
+
+
+def test_a_table_shows_every_figure_whole():
+    events = {"a": [1e-3] * 100, "b": [2e-3] * 100}
+    result = timing.from_samples("t", {"a": [1.0] * 3, "b": [3.0] * 2}, events=events)
+    file = io.StringIO()
+    timing.print_table([result], Console(file=file, width=200))
+    lines = [" ".join(line.replace("\u2502", " ").split()) for line in file.getvalue().split("\n")]
+    assert "b 3 s 3 s .. 3 s 2 2 ms 2 ms 3.00x" in lines

@@ -1,14 +1,18 @@
 """The loop's benchmark: all contenders do equal work, and a wrong one is caught."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from bench.loop import consumer, rig, setups, suite
+from bench.loop import consumer, content, rig, setups, suite
+from bench.loop.rig import Contender
 from bench.loop.suite import GREEDY, K0, K20, OFF, ONE
 from bench.timing import BenchError
 from ipc import wire
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.requests import Request, SamplingParams
 from tests.support.random_params import random_params
 
 MODEL = ModelConfig.tiny(vocab_size=64)
@@ -16,24 +20,9 @@ SETUP = setups.Setup("a test's model", lambda: (random_params(MODEL), MODEL), 3,
 ON_CPU = [one for one in GREEDY if one.kernel != "separate"]
 
 
-@pytest.fixture(scope="module")
-def params():
-    return random_params(MODEL)
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    return Compiled(SETUP.loop_config(MODEL))
-
-
-@pytest.fixture(scope="module")
-def found(params, compiled):
-    """One round of every contender."""
-    return suite.measure("a test", SETUP, ON_CPU, params, MODEL, compiled)
-
-
 @pytest.mark.slow
-def test_only_what_was_asked_for_travels_and_fixed_messages_do_not_shrink(found):
+def test_only_what_was_asked_for_travels_and_fixed_messages_do_not_shrink():
+    found = suite.measure("a test", SETUP, ON_CPU, random_params(MODEL), MODEL)
     figures = found.figures
     size = {name: row["bytes"] for name, row in figures.items()}
     rows = {name: row["rows"] for name, row in figures.items()}
@@ -64,23 +53,23 @@ def test_the_parts_of_the_host_time_add_up_to_it():
     assert found.output == pytest.approx(13e-6)  # launching the message, and publishing it
 
 
-def test_a_contender_with_other_logprobs_is_caught_before_any_timing(params, compiled, monkeypatch):
-    def wrong(output, *args, **options):
-        return rig.naive_message(output._replace(logits=output.logits * 1.01), *args, **options)
+@pytest.mark.fast
+def test_a_contender_with_other_logprobs_is_caught_before_any_timing():
+    right = content.Part([7], [{7: -0.5, 3: -1.0}], [{7: 1}])
+    plain, wrong = content.Part([7], [], []), replace(right, logprobs=[{7: -0.6, 3: -1.0}])
 
-    def never(*_):
-        raise AssertionError("timed before all were checked")
+    def rig_of(one, part):
+        def run(steps, apart, keep=False):
+            assert keep, "timed before all were checked"
+            return None, SimpleNamespace(content=[{0: part}])
 
-    chosen = [one for one in ON_CPU if one.name in (OFF, K20, "K = 20, naive kernel")]
-    true_instrumented = rig.instrumented
+        asked = Request(id="0", prompt_token_ids=(1,), params=SamplingParams(logprobs=one.logprobs))
+        return SimpleNamespace(contender=one, requests=[asked], run=run)
 
-    def instrumented(compiled, contender, meter):
-        result = true_instrumented(compiled, contender, meter)
-        if contender.kernel == "naive":
-            result.target_message = wrong
-        return result
-
-    monkeypatch.setattr(rig, "instrumented", instrumented)
-    monkeypatch.setattr(suite, "rotated", never)
-    with pytest.raises(BenchError, match="naive kernel: step 0, request 0: token 0: logprobs"):
-        suite.measure("a test", SETUP, chosen, params, MODEL, compiled)
+    off, k20 = Contender(OFF, None), Contender(K20, 2)
+    rigs = {OFF: rig_of(off, plain), K20: rig_of(k20, right)}
+    with pytest.raises(AssertionError, match="timed before"):  # all is right so far
+        suite.run_rounds("t", rigs, SETUP)
+    rigs["naive"] = rig_of(Contender("naive", 2), wrong)
+    with pytest.raises(BenchError, match="t: naive: step 0, request 0: token 0: logprobs"):
+        suite.run_rounds("t", rigs, SETUP)
