@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ipc import RingError, RingReader, RingWriter, doctor
-from ipc.peers import current_process, is_alive
+from ipc.peers import current_process
 from ipc.segment_names import new_name, unlink_names
 
 LEAVE = """
@@ -123,25 +123,6 @@ def test_a_doctor_in_another_namespace_removes_no_living_ring(kind):
             assert living.receive(1).data == b"alive"
 
 
-def test_that_check_can_fail(tmp_path, monkeypatch):
-    """Without the time namespace, a living creator is one that has another start time: dead."""
-    me = current_process()
-    (tmp_path / new_name(me)[1:]).write_bytes(b"x")
-    elsewhere = replace(me, time_namespace=me.time_namespace + 1)
-    monkeypatch.setattr(doctor, "current_process", lambda: elsewhere)
-    monkeypatch.setattr(
-        doctor, "is_alive", lambda who: is_alive(replace(who, start_time=who.start_time + 1))
-    )
-    (file,) = doctor.find_ring_files(tmp_path)
-    assert file.state == "other namespace"
-    assert doctor.remove_leftovers([file]) == []
-    monkeypatch.setattr(
-        type(me), "shares_namespaces", lambda a, b: a.pid_namespace == b.pid_namespace
-    )
-    (file,) = doctor.find_ring_files(tmp_path)
-    assert file.state == "dead"
-
-
 def test_a_doctor_that_cannot_know_removes_nothing(monkeypatch, capsys):
     def refuse():
         raise RingError("mount /proc")
@@ -159,14 +140,6 @@ def test_strangers_are_not_touched(tmp_path):
     (tmp_path / f"sem.{dead}.free").mkdir()
     (tmp_path / f"{dead}.bell").write_bytes(b"not a FIFO")
     assert doctor.find_ring_files(tmp_path) == []
-
-
-def test_the_report_reads_well():
-    assert "nothing was left behind" in doctor.report([], [])
-    file = doctor.RingFile(Path("/dev/shm/x"), "memory", 8192, current_process(), "dead")
-    assert "1 name: 0 removed, 1 left by dead processes" in doctor.report([file], [])
-    assert "--remove" in doctor.report([file], [])
-    assert "1 removed, 0 left" in doctor.report([file], [file])
 
 
 def test_attaching_cleans_up_even_if_the_creator_is_killed_then():

@@ -56,18 +56,15 @@ def test_a_core_must_be_free_for_a_whole_span():
     assert machine.asked == 2  # while it may spin, nothing is asked
 
 
-@pytest.mark.parametrize(("share", "free"), [(0.0, False), (0.5, False), (0.7, False), (0.8, True)])
+@pytest.mark.parametrize(
+    ("share", "free"),
+    [(None, False), (0.0, False), (0.7, False), (0.8, True), (3.9, True)],  # of several cores
+)
 def test_three_quarters_of_a_core_are_free_enough(share, free):
     machine = Machine(share)
     for _ in range(40):
         machine.look(SPAN // 4)
     assert machine.cores.spin == free
-
-
-def test_several_idle_cores_add_up():
-    machine = Machine(3.9)
-    machine.look()
-    assert machine.look(SPAN)
 
 
 def test_what_was_free_before_a_long_pause_proves_nothing():
@@ -91,12 +88,6 @@ def test_spans_double_where_the_core_is_lost_soon_and_only_there():
     machine.cores.lost(machine.now)
     machine.look()
     assert machine.spans_until_free() == 0
-
-
-def test_where_nothing_is_known_it_does_not_spin():
-    machine = Machine(None)
-    for _ in range(20):
-        assert not machine.look(SPAN)
 
 
 def test_time_of_another_thread_is_not_compared():

@@ -1,10 +1,12 @@
 """The ring within one process: what goes in comes out, and every refusal is clear."""
 
+import array
 import os
 import threading
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -39,38 +41,26 @@ def test_messages_arrive_in_order_with_sequence_and_times(pair):
                 message.sequence = 0
 
 
-@pytest.mark.parametrize(
-    "dtype", ["int32", "float32", "float16", "uint8", "int64", "bool", ">i4", "f4,i4", "bfloat16"]
-)
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bool", ">i4", "f4,i4", ml_dtypes.bfloat16])
 def test_arrays_of_any_dtype_and_shape(pair, dtype):
     reader, writer = pair
-    if dtype == "bfloat16":
-        import ml_dtypes
-
-        array = np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3)
-    else:
-        array = np.zeros((2, 3), dtype)
-        array.view(np.uint8)[...] = 1
-    writer.send(array)
-    array.view(np.uint8)[...] = 0  # the sender may reuse its array at once
-    back = np.frombuffer(reader.receive(1).data, array.dtype).reshape(2, 3)
-    assert back.tobytes() != array.tobytes()
+    sent = np.zeros((2, 3), dtype)
+    sent.view(np.uint8)[...] = 1
+    writer.send(sent)
+    sent.view(np.uint8)[...] = 0  # the sender may reuse its array at once
+    back = np.frombuffer(reader.receive(1).data, sent.dtype).reshape(2, 3)
+    assert back.tobytes() == b"\x01" * sent.nbytes
     assert not back.flags.writeable
-    for empty in (np.zeros((0, 3), np.float32), b"", bytearray(), memoryview(b"")):
-        writer.send(empty)
-        assert reader.receive(1).data == b""
-    writer.send()
-    assert reader.receive(1).data == b""
 
 
 def test_other_buffers(pair):
-    import array
-
     reader, writer = pair
-    writer.send(array.array("i", [1, 2, 3]), memoryview(np.ones((2, 2), np.float32)))
-    assert (
-        reader.receive(1).data == np.int32([1, 2, 3]).tobytes() + np.ones(4, np.float32).tobytes()
-    )
+    ones = np.ones((2, 2), np.float32)
+    for parts in (
+        (array.array("i", [1, 2, 3]), memoryview(ones)), (np.zeros((0, 3)),), (bytearray(),), (),
+    ):  # fmt: skip
+        writer.send(*parts)
+        assert reader.receive(1).data == b"".join(bytes(part) for part in parts)
     for bad, error in (("text", TypeError), (np.ones((4, 4))[:, 1], ValueError), (3, TypeError)):
         with pytest.raises(error):
             writer.send(bad)
@@ -203,6 +193,8 @@ def test_arguments_are_checked():
             RingReader.create(*arguments)
     with pytest.raises(ValueError, match="predict, block, spin"):
         RingReader.create(2, 64, wait="poll")
+    with pytest.raises(ValueError, match="checksum is None, but must be True or False"):
+        RingReader.create(1, 64, checksum=None)
     with RingReader.create(2, 64) as reader:
         with pytest.raises(ValueError, match="predict, block, spin"):
             RingWriter.attach(reader.name, wait="poll")
@@ -240,12 +232,6 @@ def received_after_a_flip(payload: bytes, at: int, bit: int, **options: bool) ->
         writer.send(payload)
         writer._slots[0][at] ^= bit
         return reader.receive(1).data
-
-
-def test_a_checksum_is_on_or_off():
-    """None, the default of earlier releases, must not switch it off."""
-    with pytest.raises(ValueError, match="checksum is None, but must be True or False"):
-        RingReader.create(1, 64, checksum=None)
 
 
 @pytest.mark.fast

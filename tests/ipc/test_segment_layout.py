@@ -31,12 +31,8 @@ SLOT_BYTES = 64
 @pytest.mark.fast
 def test_layout():
     """Sizes and offsets are part of the format: changing one is a new version."""
-    assert (SEGMENT_HEADER_BYTES, PRODUCER_LINE, CONSUMER_LINE, PAGE_BYTES) == (
-        100,
-        1024,
-        2048,
-        4096,
-    )
+    places = SEGMENT_HEADER_BYTES, PRODUCER_LINE, CONSUMER_LINE, PAGE_BYTES
+    assert places == (100, 1024, 2048, 4096)
     assert (DESCRIPTOR_FIELDS.size, DESCRIPTOR.size, DESCRIPTOR_BYTES, VERSION) == (52, 56, 64, 5)
     geometry = Geometry(16, 1 << 20)
     assert geometry.num_descriptors == 17

@@ -57,13 +57,6 @@ def test_that_check_can_fail(monkeypatch):
     assert early > 3_000_000 * MS
 
 
-def test_a_unit_that_comes_ends_the_wait(made):
-    poster = threading.Timer(0.01, made.release)
-    poster.start()
-    assert waited(made, 3_600_000 * MS)[0] == 1
-    poster.join()
-
-
 def test_a_handler_of_a_signal_may_raise_and_takes_nothing(made):
     def raise_it(number, frame):
         raise ZeroDivisionError

@@ -6,7 +6,7 @@ import numpy as np
 import posix_ipc
 import pytest
 
-from ipc import RingReader, RingWriter, free_cores, rhythm, waiting
+from ipc import RingReader, RingWriter, waiting
 from ipc.free_cores import FIRST_SPAN_NS, LONGEST_SPAN_NS, FreeCores
 from ipc.rhythm import FIRST_REHEARSAL_NS, LEAD_NS, NEVER
 from ipc.waiting import GLANCES, POLICIES, Waiter
@@ -96,8 +96,21 @@ class Rehearsal:
         self.scene.now += self.lasts
 
 
-def test_a_rehearsal_ends_shortly_before_the_unit_comes(monkeypatch):
-    scene = Clockwork(monkeypatch)
+@pytest.fixture
+def scene(monkeypatch):
+    """A waiter that predicts, and knows that its core is free."""
+    return Clockwork(monkeypatch)
+
+
+def rehearsed(scene, count, gap=5 * MS, lasts=300 * US):
+    """Takes units `gap` apart with a rehearsal, which is returned."""
+    rehearsal = Rehearsal(scene, lasts)
+    for _ in range(count):
+        scene.take(gap, rehearsal)
+    return rehearsal
+
+
+def test_a_rehearsal_ends_shortly_before_the_unit_comes(scene):
     rehearsal = Rehearsal(scene, lasts=300 * US)
     scene.take(5 * MS, rehearsal)
     assert not rehearsal.began  # the interval is not known yet
@@ -113,91 +126,50 @@ def test_a_rehearsal_ends_shortly_before_the_unit_comes(monkeypatch):
     assert LEAD_NS * 0.8 < ahead < LEAD_NS * 1.2
 
 
-@pytest.mark.parametrize("policy", ["block", "spin"])
-def test_where_nothing_is_predicted_nothing_is_rehearsed(monkeypatch, policy):
-    scene = Clockwork(monkeypatch, policy)
-    rehearsal = Rehearsal(scene, lasts=300 * US)
-    for _ in range(10):
-        scene.take(5 * MS, rehearsal)
-    assert not rehearsal.began
-
-
-def test_units_that_come_soon_are_not_rehearsed_for(monkeypatch):
-    scene = Clockwork(monkeypatch)
-    rehearsal = Rehearsal(scene, lasts=300 * US)
+def test_nothing_is_rehearsed_where_nothing_is_predicted_or_units_come_soon(monkeypatch):
+    for policy in ("block", "spin"):
+        assert not rehearsed(Clockwork(monkeypatch, policy), 10).began
     for gap in (0, LEAD_NS, LEAD_NS + FIRST_REHEARSAL_NS // 2):
-        for _ in range(10):
-            scene.take(gap, rehearsal)
-    assert not rehearsal.began
+        assert not rehearsed(Clockwork(monkeypatch), 10, gap).began
 
 
-def test_a_deadline_that_comes_first_leaves_no_time_to_rehearse(monkeypatch):
-    scene = Clockwork(monkeypatch)
-    rehearsal = Rehearsal(scene, lasts=300 * US)
-    for _ in range(5):
-        scene.take(5 * MS)
-    before = scene.now
-    assert not scene.waiter.take(before + 2 * MS, rehearsal)
-    assert not rehearsal.began
-    assert scene.now - before < 3 * MS
-
-
-def test_a_rehearsal_that_would_end_behind_the_deadline_is_left_out(monkeypatch):
-    scene = Clockwork(monkeypatch)
-    rehearsal = Rehearsal(scene, lasts=3 * MS)
-    for _ in range(20):
-        scene.take(20 * MS, rehearsal)
-    learned, before = len(rehearsal.began), scene.now
-    assert learned
-    assert not scene.waiter.take(before + 18 * MS, rehearsal)  # in the middle of it
-    assert len(rehearsal.began) == learned
-    assert scene.now - before < 18.1 * MS
-
-
-def test_a_core_that_woke_late_takes_the_unit_and_rehearses_nothing(monkeypatch):
-    scene = Clockwork(monkeypatch)
-    rehearsal = Rehearsal(scene, lasts=300 * US)
-    for _ in range(20):
-        scene.take(5 * MS, rehearsal)
+def test_a_rehearsal_that_would_end_behind_the_deadline_is_left_out(scene):
+    rehearsal = rehearsed(scene, 20, 20 * MS, lasts=3 * MS)
     learned = len(rehearsal.began)
     assert learned
+    for deadline in (2 * MS, 18 * MS):  # long before it, and in the middle of it
+        before = scene.now
+        assert not scene.waiter.take(before + deadline, rehearsal)
+        assert len(rehearsal.began) == learned
+        assert scene.now - before < deadline + 0.1 * MS
+        scene.take(20 * MS - deadline)
+
+
+def test_a_core_that_woke_late_or_a_unit_that_came_early_leaves_no_time_to_rehearse(scene):
+    rehearsal = rehearsed(scene, 20)
+    learned = len(rehearsal.began)
+    assert learned
+    scene.take(2 * MS, rehearsal)
     scene.late = 2 * MS  # the rehearsal would begin after the unit has come
     scene.take(5 * MS, rehearsal)
     assert len(rehearsal.began) == learned
 
 
-def test_one_rehearsal_that_was_held_up_is_not_the_last(monkeypatch):
-    scene = Clockwork(monkeypatch)
-    rehearsal = Rehearsal(scene, lasts=300 * US)
-    for lasts, count in ((300 * US, 20), (60 * MS, 1), (300 * US, 1000)):
+def test_one_rehearsal_that_was_held_up_is_not_the_last_and_long_ones_are_seldom_tried(scene):
+    rehearsal = Rehearsal(scene, 0)
+    for lasts, count, least, most in (
+        (300 * US, 20, 15, 20), (60 * MS, 1, 1, 1), (300 * US, 1000, 980, 1000),
+        (10 * MS, 1000, 1, 30),
+    ):  # fmt: skip
         rehearsal.lasts = lasts
         rehearsal.began.clear()
         for _ in range(count):
             scene.take(5 * MS, rehearsal)
-    assert len(rehearsal.began) > 980
+        assert least <= len(rehearsal.began) <= most
 
 
-def test_rehearsals_that_take_too_long_are_seldom_tried(monkeypatch):
-    scene = Clockwork(monkeypatch)
-    rehearsal = Rehearsal(scene, lasts=10 * MS)
-    for _ in range(1000):
-        scene.take(5 * MS, rehearsal)
-    assert 1 <= len(rehearsal.began) < 30
-
-
-def test_a_unit_that_comes_early_is_taken_without_a_rehearsal(monkeypatch):
-    scene = Clockwork(monkeypatch)
-    rehearsal = Rehearsal(scene, lasts=300 * US)
-    for _ in range(5):
-        scene.take(5 * MS)
-    scene.take(2 * MS, rehearsal)
-    assert not rehearsal.began
-
-
-def test_an_error_in_a_rehearsal_is_raised_and_no_unit_is_lost(monkeypatch):
-    scene = Clockwork(monkeypatch)
-    for _ in range(5):
-        scene.take(5 * MS)
+def test_an_error_in_a_rehearsal_is_raised_and_no_unit_is_lost(scene):
+    rehearsed(scene, 5)
     scene.due.append(scene.now + 5 * MS)
     with pytest.raises(ZeroDivisionError):
         scene.waiter.take(None, lambda: 1 // 0)
@@ -231,10 +203,11 @@ def jittery(scene, mean, spread, count=300):
     return scene.spun / count
 
 
-def test_long_intervals_that_vary_are_met_by_spinning_longer(monkeypatch):
-    scene = Clockwork(monkeypatch)
-    spinning = []
-    window = scene.waiter._spin_window
+@pytest.mark.parametrize(
+    ("mean", "spread", "least"), [(35, 0.8, 0.8), (35, 0.01, 0.9), (5, 0.2, 0.9)]
+)
+def test_a_waiter_spins_longer_where_long_intervals_vary(scene, mean, spread, least):
+    spinning, window = [], scene.waiter._spin_window
 
     def noted(now):
         start, until = window(now)
@@ -242,21 +215,11 @@ def test_long_intervals_that_vary_are_met_by_spinning_longer(monkeypatch):
         return start, until
 
     scene.waiter._spin_window = noted
-    share = jittery(scene, 35 * MS, 0.8 * MS)
-    assert share > 0.8
-    assert max(spinning) <= 35 * MS // 7  # twice a sixteenth, and a little for the average
-    scene = Clockwork(monkeypatch)
-    monkeypatch.setattr(rhythm, "LEAD_SHARE", 10**9)  # negative control: the lead stays as it is
-    assert jittery(scene, 35 * MS, 0.8 * MS) < share - 0.2
-
-
-def test_steady_or_short_intervals_are_met_with_the_least_lead(monkeypatch):
-    for mean, spread in ((35 * MS, 0.01 * MS), (5 * MS, 0.2 * MS)):
-        scene = Clockwork(monkeypatch)
-        share = jittery(scene, mean, spread)
-        start, until = scene.waiter._spin_window(scene.now)
-        assert until - start == 2 * LEAD_NS
-        assert share > 0.9
+    assert jittery(scene, mean * MS, spread * MS) > least
+    if least == 0.8:
+        assert 3 * LEAD_NS < max(spinning) <= mean * MS // 7  # twice a sixteenth, and a little
+    else:
+        assert spinning[-1] == 2 * LEAD_NS
 
 
 def lost_units(scene, count, gap=5 * MS):
@@ -276,10 +239,6 @@ def test_beside_busy_programs_it_sleeps(monkeypatch, gap, new):
     lost, spun = lost_units(scene, 200, gap)
     assert (spun == 0) == new
     assert lost == 0 if new else 0 < lost <= 0.005
-    monkeypatch.setattr(FreeCores, "lost", lambda self, now: None)  # negative control: it goes on
-    scene = Clockwork(monkeypatch)
-    scene.slice = 60 * US
-    assert lost_units(scene, 200, gap)[0] > 0.15
 
 
 @pytest.mark.parametrize("gap", [100 * US, 5 * MS])
@@ -289,49 +248,42 @@ def test_a_new_side_spins_once_a_core_was_free_for_a_while(monkeypatch, gap):
     assert lost_units(scene, 100, gap)[1] > 0.95
 
 
-def test_a_yield_that_gives_the_core_to_another_program_counts_too(monkeypatch):
+@pytest.mark.parametrize("goes_on", [False, True], ids=["it sleeps", "negative control"])
+def test_a_yield_that_gives_the_core_to_another_program_counts_too(monkeypatch, goes_on):
     """A side that is confined to one core yields while it spins, and its peer may be elsewhere."""
-
-    def busy_core():
-        scene = Clockwork(monkeypatch)
-        monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: {3})
-
-        def others_run():
-            before = scene.now
-            scene.now += OTHERS
-            scene.hogged += OTHERS
-            scene.lost += any(before < moment <= scene.now for moment in scene.due)
-
-        monkeypatch.setattr(waiting.os, "sched_yield", others_run)
-        return lost_units(scene, 1000)[0]
-
-    assert 0 < busy_core() < 0.01
-    monkeypatch.setattr(FreeCores, "lost", lambda self, now: None)  # negative control: it goes on
-    assert busy_core() > 0.15
-
-
-def test_a_core_that_is_lost_seldom_costs_few_units(monkeypatch):
     scene = Clockwork(monkeypatch)
+    monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: {3})
+    if goes_on:
+        scene.waiter._cores.lost = lambda now: None
+
+    def others_run():
+        before = scene.now
+        scene.now += OTHERS
+        scene.hogged += OTHERS
+        scene.lost += any(before < moment <= scene.now for moment in scene.due)
+
+    monkeypatch.setattr(waiting.os, "sched_yield", others_run)
+    lost = lost_units(scene, 1000)[0]
+    assert lost > 0.15 if goes_on else 0 < lost < 0.01
+
+
+def test_a_core_that_is_lost_seldom_costs_few_units(scene):
     lost_units(scene, 10)
     for _ in range(2):  # the rests do not add up: the second is as short as the first
         scene.slice = 60 * US
         lost_units(scene, 1)
         scene.slice = NEVER
-        assert lost_units(scene, 1999)[1] > 0.9
+        assert lost_units(scene, 1000)[1] > 0.8
 
 
-def test_cores_that_look_free_and_are_lost_are_tried_ever_more_seldom(monkeypatch):
+def test_cores_that_look_free_and_are_lost_are_tried_ever_more_seldom(scene):
     """Such as those of a container that gets its share of them in slices."""
-    scene = Clockwork(monkeypatch)
     scene.slice = 60 * US
     scene.waiter._cores._available = lambda: scene.now
     assert lost_units(scene, 10_000)[0] < 0.005
-    monkeypatch.setattr(free_cores, "LONGEST_SPAN_NS", FIRST_SPAN_NS)  # negative control
-    assert lost_units(scene, 10_000)[0] > 0.02
 
 
-def test_spinning_comes_back_once_cores_are_free(monkeypatch):
-    scene = Clockwork(monkeypatch)
+def test_spinning_comes_back_once_cores_are_free(scene):
     scene.slice = 60 * US
     lost_units(scene, 10_000)
     scene.slice = NEVER
@@ -339,14 +291,13 @@ def test_spinning_comes_back_once_cores_are_free(monkeypatch):
     assert lost_units(scene, 100)[1] > 0.95
 
 
-def test_a_lost_core_ends_the_spinning_of_that_wait(monkeypatch):
-    scene = Clockwork(monkeypatch)
+def test_a_lost_core_ends_the_spinning_of_that_wait(scene):
     for _ in range(5):
         scene.take(5 * MS)
     scene.slice, spun = 60 * US, []
     scene.waiter._cores._available = lambda: 0
     spin = scene.waiter._spin
-    monkeypatch.setattr(scene.waiter, "_spin", lambda until: spun.append(until) or spin(until))
+    scene.waiter._spin = lambda until: spun.append(until) or spin(until)
     assert not scene.waiter.take(scene.now + 100 * MS)
     assert len(spun) == 1
     scene.waiter._policy = "spin"  # who asked for it gets it
@@ -354,8 +305,7 @@ def test_a_lost_core_ends_the_spinning_of_that_wait(monkeypatch):
     assert len(spun) > 10
 
 
-def test_a_new_rhythm_is_learned_within_three_units(monkeypatch):
-    scene = Clockwork(monkeypatch)
+def test_a_new_rhythm_is_learned_within_three_units(scene):
     for gap in (5 * MS, 12 * MS, 7 * MS):
         for _ in range(10):
             scene.take(gap)
@@ -369,8 +319,7 @@ def test_a_new_rhythm_is_learned_within_three_units(monkeypatch):
         assert scene.spun == 1
 
 
-def test_a_pause_does_not_spoil_the_prediction(monkeypatch):
-    scene = Clockwork(monkeypatch)
+def test_a_pause_does_not_spoil_the_prediction(scene):
     for _ in range(20):
         scene.take(5 * MS)
     scene.take(3_000 * MS)
@@ -405,8 +354,7 @@ def test_many_short_waits_for_one_unit_spin_no_longer_than_one(monkeypatch, inte
     assert 0 < sum(spinning) < interval * MS // 7
 
 
-def test_many_short_waits_learn_a_pause_once(monkeypatch):
-    scene = Clockwork(monkeypatch)
+def test_many_short_waits_learn_a_pause_once(scene):
     for gap in (*[35] * 30, 3000, 35):
         scene.due.append(scene.now + gap * MS)
         while not scene.waiter.take(scene.now + MS):

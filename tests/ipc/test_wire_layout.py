@@ -41,16 +41,6 @@ def test_one_message_byte_by_byte():
     assert decode(data).weights_version == 2**32 - 6
 
 
-def test_header_and_slots_are_as_small_as_promised():
-    empty = encode(Kind.TARGET, 0, [])
-    assert len(empty) <= 64
-    assert len(encode(Kind.TARGET, 0, [SlotContents(state=SlotState.STOPPED)])) - len(empty) <= 16
-    bits = {name: field.bits for name, field in (wire.HEADER | wire.SLOT).items()}
-    assert (bits["kind"], bits["max_num_logprobs"], bits["generation"]) == (8, 16, 32)
-    kind, k = wire.HEADER["kind"], wire.HEADER["max_num_logprobs"]
-    assert kind.word == k.word  # they share one word
-
-
 def test_kinds_states_and_modes_have_their_numbers():
     assert {kind.name: int(kind) for kind in Kind} == {"TARGET": 3, "DRAFT": 4, "PROMPT": 5}
     assert [mode.name for mode in sorted(LogprobsMode)] == ["RAW", "SCALED", "PROCESSED"]
