@@ -12,10 +12,11 @@ pytestmark = pytest.mark.fast
 @pytest.mark.parametrize(
     ("field", "value"),
     [("num_drafts", 65), ("num_drafts", -1), ("num_slots", 0), ("max_length", 1),
-     ("ring_slots", 0), ("prefill_chunk", 0), ("vocab_size", 0)],
+     ("ring_slots", 0), ("prefill_chunk", 0), ("vocab_size", 0), ("num_ranks", 0),
+     ("num_prefill_ranks", -1), ("max_restarts", -1), ("max_silence", 0.0)],
 )  # fmt: skip
 def test_sizes_are_checked_before_memory_is_taken(field, value):
-    with pytest.raises(ValueError, match=f"{field} = {value} must be from"):
+    with pytest.raises(ValueError, match=f"{field} = {value} must be (from|above)"):
         EngineConfig(**{"vocab_size": VOCAB, field: value})
 
 

@@ -1,18 +1,36 @@
 """Lost workers: how they are reported, what becomes of their requests, and which workers go on."""
 
+import logging
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from ipc.errors import RingTimeout
+from ipc.wire import Kind
 from jax_specdec.control import Phase
 from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.decode import decode
+from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.records.output_processor import ProcessorError
 from tests.support.scene import Scene, check, long_requests
 from tests.support.scripted_worker import ScriptedWorker
+from tests.support.streaming import StreamingScene
 
 pytestmark = pytest.mark.fast
+RESUME = {"on_worker_loss": "restart", "resume_lost": True}
+
+
+def reasons(scene):
+    return {name: scene.finish_reason(name) for name in scene.records}
+
+
+def all_end_well(scene, requests):
+    check(scene, requests)
+    assert {*reasons(scene).values()} == {FinishReason.LENGTH}
 
 
 def test_a_lost_rank_is_reported_and_the_others_go_on():
@@ -24,45 +42,57 @@ def test_a_lost_rank_is_reported_and_the_others_go_on():
     assert "rank 1" in str(report.lost)
     lost = [record.request_id for record in report.records]
     assert len(lost) == 2
-    for request in requests:
-        ended = FinishReason.WORKER_LOST if request.id in lost else FinishReason.LENGTH
-        assert scene.finish_reason(request.id) is ended
+    for name, reason in reasons(scene).items():
+        assert reason is (FinishReason.WORKER_LOST if name in lost else FinishReason.LENGTH)
     assert [status.alive for status in scene.engine.status] == [True, False]
 
 
-def test_lost_requests_may_go_on_elsewhere():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_ranks": 2, "faults": {1: [5]}},
+        {"num_prefill_ranks": 1, "faults": {1: [2]}},  # decode workers do without it
+    ],
+)
+def test_lost_requests_may_go_on_elsewhere(options):
     requests = long_requests()
-    scene = Scene(num_ranks=2, faults={1: [5]}, on_worker_loss="continue", resume_lost=True)
-    scene.run(requests)
-    check(scene, requests)
-    assert {scene.finish_reason(request.id) for request in requests} == {FinishReason.LENGTH}
-    (report,) = [update for update in scene.updates if update.lost]
-    assert len(report.records) == 0 or report.process_rank == 1
+    scene = Scene(**options, on_worker_loss="continue", resume_lost=True).run(requests)
+    all_end_well(scene, requests)
 
 
-def test_a_lost_rank_may_be_restarted():
+def test_a_lost_rank_may_be_restarted(caplog):
     requests = long_requests()
-    scene = Scene(faults={0: [4, 2]}, on_worker_loss="restart", resume_lost=True, max_attempts=3)
-    scene.run(requests)
-    check(scene, requests)
+    with caplog.at_level(logging.INFO, logger="jax_specdec.engine"):
+        scene = Scene(faults={0: [4, 2]}, **RESUME, max_attempts=3, num_drafts=5).run(requests)
+    all_end_well(scene, requests)
     assert len(scene.workers) == 3
     assert [update.process_rank for update in scene.updates if update.lost] == [0, 0]
     (status,) = scene.engine.status
     assert (status.restarts, status.alive) == (2, True)
     assert status.ring.messages == scene.workers[2].sent
     assert status.statistics.num_tokens == 6 * 20  # of all its workers
+    said = [record.getMessage() for record in caplog.records]
+    for words, times in (("a worker is lost", 2), ("a new worker was", 2), ("takes requests", 3)):
+        assert len([line for line in said if words in line]) == times
+    assert not any("\n" in line for line in said)
+    # What a worker may send is known of its successors too.
+    slot = SlotContents(token_ids=[1], num_drafts=6)
+    with pytest.raises(ProcessorError, match=r"slot 0: 6 drafts; .* proposes 5 at most"):
+        output_processor.step(
+            scene.engine.sessions[0].state, decode(encode(Kind.TARGET, 0, [slot]))
+        )
 
 
 class Hanging(ScriptedWorker):
     """Sends some messages, and then nothing, without ending; its heart beats all the same."""
 
-    phase, members = Phase.STEPPING, ()
+    pid = 77
+    phase, members, until = Phase.STEPPING, (), 5000.0
     clock = None
 
     def receive(self, timeout, *, rehearse=None):
-        if self.sent >= 5:
+        if self.sent >= 5 and self.clock.time < self.until:
             self.clock.sleep(timeout)
-            assert self.clock.time < 5000, "nobody takes it for lost"
             raise RingTimeout
         return super().receive(timeout, rehearse=rehearse)
 
@@ -81,52 +111,45 @@ class Stopped(Hanging):
         return replace(pulse, beats=self.beats)
 
 
-def run_hanging(worker, **config):
+@pytest.mark.parametrize(
+    ("worker", "config", "works_until", "said", "seconds"),
+    [
+        (Hanging, {"max_silence": 5}, 0, "it made no progress for 5 seconds (phase: stepping)", 5),
+        (Hanging, {}, 0, "it made no progress for 60 seconds (phase: stepping)", 60),
+        (Stopped, {"max_silence": 50}, 0, "no heartbeat came for 10 seconds", 10),
+        # The kernel says that it works: it is lost once it has not for half of the time.
+        (Stopped, {"max_silence": None}, 300, "no heartbeat came for 10 seconds", 305),
+    ],
+)
+def test_a_worker_that_is_silent_is_lost(worker, config, works_until, said, seconds):
     requests = long_requests()
-    scene = Scene(on_worker_loss="restart", resume_lost=True, worker=worker, **config)
-    scene.workers[0].clock = scene.clock
+    scene = Scene(**RESUME, worker=worker, **config)
+    (session,) = scene.engine.sessions
+    assert session._heart.activity.__self__._path == Path("/proc/77/stat")
+    session._heart.activity = lambda now: now < works_until
+    hanging = scene.workers[0]
+    hanging.clock = scene.clock
     scene.worker = ScriptedWorker  # in its place
     scene.run(requests)
-    check(scene, requests)
-    assert {scene.finish_reason(request.id) for request in requests} == {FinishReason.LENGTH}
-    assert scene.workers[0].stopped
-    assert scene.workers[0].sent == 5
+    all_end_well(scene, requests)
+    assert (hanging.stopped, hanging.sent) == (True, 5)
     (report,) = [update for update in scene.updates if update.lost]
-    return str(report.lost), scene.clock
+    assert said in str(report.lost)
+    assert seconds < scene.clock.time < seconds + 2
 
 
-@pytest.mark.parametrize(("config", "seconds"), [({"max_silence": 5}, 5), ({}, 60)])
-def test_a_worker_that_makes_no_progress_is_lost(config, seconds):
-    said, clock = run_hanging(Hanging, **config)
-    assert f"it made no progress for {seconds} seconds (phase: stepping)" in said
-    assert seconds < clock.time < seconds + 2
-
-
-def test_a_worker_without_a_heartbeat_is_lost_sooner():
-    said, clock = run_hanging(Stopped, max_silence=50)
-    assert "no heartbeat came for 10 seconds" in said
-    assert 10 < clock.time < 12
-
-
-@pytest.mark.parametrize("who", ["the worker", "a follower"])
-def test_a_worker_that_compiles_is_not_lost(who):
-    """It is given an hour, and then it steps."""
-
-    class Compiling(Hanging):
-        phase = Phase.COMPILING if who == "the worker" else Phase.STEPPING
-        members = ("stepping", "compiling 2 (step)") if who == "a follower" else ()
-
-        def receive(self, timeout, *, rehearse=None):
-            if self.clock.time > 3600:
-                return ScriptedWorker.receive(self, timeout, rehearse=rehearse)
-            return super().receive(timeout, rehearse=rehearse)
-
+@pytest.mark.parametrize(
+    ("phase", "members"),
+    [(Phase.COMPILING, ()), (Phase.STEPPING, ("stepping", "compiling 2 (step)"))],
+)
+def test_a_worker_that_compiles_is_not_lost(phase, members):
+    """It, or a follower, is given an hour, and then it steps."""
+    Compiling = type("Compiling", (Hanging,), {"phase": phase, "members": members, "until": 3600.0})
     scene = Scene(worker=Compiling, max_silence=5)
     scene.workers[0].clock = scene.clock
-    (status,) = scene.engine.status
-    assert status.phase == (str(Compiling.phase), *Compiling.members)
+    assert scene.engine.status[0].phase == (str(phase), *members)
     scene.run(long_requests())
-    check(scene, long_requests())
+    all_end_well(scene, long_requests())
     assert scene.clock.time > 3600
     assert not [update for update in scene.updates if update.lost]
 
@@ -134,27 +157,13 @@ def test_a_worker_that_compiles_is_not_lost(who):
 def test_an_engine_that_was_away_itself_takes_nobody_for_silent():
     """A caller may take its time between two updates: that is not the worker's silence."""
     scene = Scene(max_silence=5)
-
-    def meddle(scene, n):
-        scene.clock.sleep(30)
-
-    scene.run(long_requests(), meddle)
-    check(scene, long_requests())
+    scene.run(long_requests(), lambda scene, n: scene.clock.sleep(30))
+    all_end_well(scene, long_requests())
     assert scene.clock.time > 600
     assert not [update for update in scene.updates if update.lost]
 
 
-def test_restarts_come_to_an_end():
-    scene = Scene(faults={0: [0] * 9}, on_worker_loss="restart", max_restarts=2)
-    with pytest.raises(WorkerFailed, match="rank 0"):
-        scene.run(long_requests())
-    assert len(scene.workers) == 3
-    assert scene.clock.slept  # before each of the two, longer each time
-    with pytest.raises(WorkerFailed):  # no worker is left
-        next(scene.engine.generate(long_requests()))
-
-
-def test_each_restart_waits_twice_as_long_as_the_one_before():
+def test_each_restart_waits_twice_as_long_as_the_one_before_and_they_come_to_an_end():
     starts = []
 
     class Noted(Scene):
@@ -162,28 +171,62 @@ def test_each_restart_waits_twice_as_long_as_the_one_before():
             starts.append(self.clock.time)
             return super().start(*arguments, **options)
 
-    scene = Noted(faults={0: [0] * 9}, on_worker_loss="restart", resume_lost=True,
-                  max_restarts=8, max_attempts=99, restart_delay=0.5)  # fmt: skip
-    with pytest.raises(WorkerFailed):
+    scene = Noted(faults={0: [0] * 9}, **RESUME, max_restarts=8, max_attempts=99, restart_delay=0.5)
+    with pytest.raises(WorkerFailed, match="rank 0"):
         scene.run(long_requests(1))
-    waits = [after - before for before, after in pairwise(starts)]
-    assert len(waits) == 8
-    for wait, planned in zip(waits, [0.5, 1, 2, 4, 8, 16, 30, 30], strict=True):
-        assert planned <= wait < planned + 0.2
+    for (before, after), planned in zip(
+        pairwise(starts), [0.5, 1, 2, 4, 8, 16, 30, 30], strict=True
+    ):
+        assert planned <= after - before < planned + 0.2
+    with pytest.raises(WorkerFailed):  # no worker is left
+        next(scene.engine.generate(long_requests()))
+
+
+@pytest.mark.parametrize(("waits", "goes_on"), [((0, 95, 0), False), ((60,) * 9, True)])
+def test_losses_count_until_they_are_as_old_as_the_window(waits, goes_on):
+    scene = StreamingScene(**RESUME, max_restarts=2, restart_window=100.0)
+
+    def kill_and_wait():
+        for count, seconds in enumerate(waits, 1):
+            scene.workers[-1].dies_after = scene.workers[-1].sent
+            while len(scene.workers) == count:
+                scene.round()
+            scene.clock.time += seconds
+
+    if goes_on:
+        kill_and_wait()
+    else:
+        with pytest.raises(WorkerFailed):
+            kill_and_wait()
+
+
+def test_a_worker_that_never_takes_requests_is_not_started_for_ever():
+    """However long each takes to fail."""
+
+    class Broken(ScriptedWorker):
+        pulse = property(lambda self: replace(super().pulse, ready=False))
+
+        def try_receive(self):
+            scene.clock.time += 1000
+            self.dies_after = self.sent
+            return super().try_receive()
+
+    scene = StreamingScene(worker=Broken, num_slots=1, on_worker_loss="restart")
+    scene.submit(long_requests(1)[0])
+    with pytest.raises(WorkerFailed):
+        scene.finish()
+    assert len(scene.workers) == 4
 
 
 def test_when_everything_stops_every_request_is_closed():
-    requests = long_requests(9)
-
     def meddle(scene, n):
         if n == 5:
             scene.engine.preempt("r0")
 
     scene = Scene(num_ranks=2, num_slots=1, num_prefill_ranks=1, faults={1: [9]})
     with pytest.raises(WorkerFailed, match="rank 1"):
-        scene.run(requests, meddle)
-    assert all(scene.records.values())  # those that never got a slot too
-    for records in scene.records.values():
+        scene.run(long_requests(9), meddle)
+    for records in scene.records.values():  # those that never got a slot have some too
         ends = [record.finish_reason for record in records if record.finish_reason]
         assert ends.count(FinishReason.WORKER_LOST) == 1 or ends[-1] is FinishReason.LENGTH
         assert records[-1].finish_reason is ends[-1]
@@ -191,44 +234,33 @@ def test_when_everything_stops_every_request_is_closed():
     assert 3 < len(began) < 9  # two in slots, others between the prefill worker and a slot
 
 
-def test_without_its_prefill_worker_an_engine_decodes_all_the_same():
-    requests = long_requests()
-    scene = Scene(num_prefill_ranks=1, faults={1: [2]}, on_worker_loss="continue",
-                  resume_lost=True)  # fmt: skip
-    scene.run(requests)
-    check(scene, requests)
-    assert {scene.finish_reason(request.id) for request in requests} == {FinishReason.LENGTH}
-
-
 @pytest.mark.parametrize("refusals", [2, 99])
 def test_a_successor_that_cannot_be_started_is_tried_again_later(refusals):
+    refused = []
+
     class Full(Scene):
         def start(self, *arguments, **options):
-            if self.workers and len(self.refused) < refusals:
-                self.refused.append(self.clock.time)
+            if self.workers and len(refused) < refusals:
+                refused.append(self.clock.time)
                 raise OSError("too many open files")
             return super().start(*arguments, **options)
 
     requests = long_requests(3)
-    scene = Full(faults={0: [4]}, on_worker_loss="restart", resume_lost=True, max_restarts=4)
-    scene.refused = []
+    scene = Full(faults={0: [4]}, **RESUME, max_restarts=4)
     if refusals == 2:
         scene.run(requests)
-        check(scene, requests)
-        assert {scene.finish_reason(request.id) for request in requests} == {FinishReason.LENGTH}
+        all_end_well(scene, requests)
         assert scene.engine.status[0].restarts == 3
     else:  # every request has its end all the same
         with pytest.raises(WorkerFailed):
             scene.run(requests)
-        assert len(scene.refused) == 4
-        assert {scene.finish_reason(r.id) for r in requests} == {FinishReason.WORKER_LOST}
+        assert len(refused) == 4
+        assert {*reasons(scene).values()} == {FinishReason.WORKER_LOST}
 
 
 def test_a_request_can_be_aborted_while_its_lost_worker_ends():
     class Slow(ScriptedWorker):
-        """Takes its time to end."""
-
-        ended = False
+        ended = False  # it takes its time to
 
     def meddle(scene, n):
         worker = scene.workers[1]
@@ -243,6 +275,5 @@ def test_a_request_can_be_aborted_while_its_lost_worker_ends():
                   on_worker_loss="continue", resume_lost=True)  # fmt: skip
     scene.run(requests, meddle)
     check(scene, requests)
-    reasons = {request.id: scene.finish_reason(request.id) for request in requests}
-    assert aborted == [name for name in reasons if reasons[name] is FinishReason.ABORT]
-    assert list(reasons.values()).count(FinishReason.LENGTH) == 3
+    assert aborted == [n for n, why in reasons(scene).items() if why is FinishReason.ABORT]
+    assert [*reasons(scene).values()].count(FinishReason.LENGTH) == 3
