@@ -15,18 +15,17 @@ from tests.support.streaming import StreamingScene
 pytestmark = pytest.mark.fast
 
 
-class Poisoned(ScriptedWorker):
-    """Dies when it runs one request, in whose company ever."""
+def poisoned(*names, dies_in=2):
+    """A kind of worker that dies some messages after it was given one of the named requests."""
 
-    POISON = "r77"
+    class Poisoned(ScriptedWorker):
+        def advance(self):
+            super().advance()
+            given = {one.request.id for one in self.commands if isinstance(one, Admit)}
+            if self.dies_after is None and given & set(names):
+                self.dies_after = self.sent + dies_in
 
-    def advance(self):
-        super().advance()
-        if self.dies_after is None and any(
-            isinstance(command, Admit) and command.request.id == self.POISON
-            for command in self.commands
-        ):
-            self.dies_after = self.sent + 2
+    return Poisoned
 
 
 class Plain(ScriptedWorker):
@@ -36,31 +35,35 @@ class Plain(ScriptedWorker):
         return []
 
 
-def test_a_request_that_ends_its_workers_takes_no_other_with_it():
-    """200 requests on 4 ranks, one of which kills its worker: the others are served."""
-    requests = long_requests(200)
-    scene = Scene(num_ranks=4, num_slots=4, worker=Poisoned, on_worker_loss="restart",
-                  resume_lost=True)  # fmt: skip
-    companions = []
+RESTART = {"on_worker_loss": "restart", "resume_lost": True}
 
-    def meddle(scene, n):
-        for session in scene.engine.sessions:
-            if Poisoned.POISON in session.request_ids:
-                companions.append(len(session.request_ids) - 1)
 
-    scene.run(requests, meddle)
+@pytest.mark.parametrize(
+    ("count", "names", "options", "losses"),
+    [
+        # One of 200 on 4 ranks; half of 32 are lost again, five times; several of 40.
+        (200, ("r77",), {"num_ranks": 4, "num_slots": 4}, (2, 3)),
+        (32, ("r31",), {"num_slots": 32}, (6, 6)),
+        (40, ("r0", "r1"), {"num_slots": 8}, (4, 8)),
+        (40, ("r3", "r7", "r11"), {"num_slots": 8}, (6, 12)),
+        (40, tuple(map("r{}".format, range(8))), {"num_slots": 8}, (8, 32)),
+    ],
+)
+def test_requests_that_end_workers_take_no_other_with_them(count, names, options, losses):
+    """Each is found, and none of the losses that are put down to it counts against the worker."""
+    requests = long_requests(count)
+    scene = Scene(worker=poisoned(*names), **RESTART, **options).run(requests)
     check(scene, requests)
-    served = [r.id for r in requests if scene.finish_reason(r.id) is FinishReason.LENGTH]
-    assert len(served) == 199
-    assert scene.finish_reason(Poisoned.POISON) is FinishReason.ATTEMPTS_EXHAUSTED
-    assert 2 <= len([update for update in scene.updates if update.lost]) <= 3
-    assert companions[0] == 3
+    for request in requests:
+        bad = request.id in names
+        expected = FinishReason.ATTEMPTS_EXHAUSTED if bad else FinishReason.LENGTH
+        assert scene.finish_reason(request.id) is expected
+    assert losses[0] <= len([update for update in scene.updates if update.lost]) <= losses[1]
+    assert not any(map(len, scene.engine._workers._restarts))
 
 
-def test_without_a_cap_that_request_takes_workers_until_none_may_be_restarted():
-    """The negative control: as many attempts as it likes; every loss counts."""
-    scene = Scene(num_ranks=4, num_slots=4, worker=Poisoned, on_worker_loss="restart",
-                  resume_lost=True, max_attempts=99)  # fmt: skip
+def test_without_a_cap_such_a_request_takes_workers_until_none_may_be_restarted():
+    scene = Scene(num_ranks=4, num_slots=4, worker=poisoned("r77"), **RESTART, max_attempts=99)
     with pytest.raises(WorkerFailed):
         scene.run(long_requests(200))
     assert len([update for update in scene.updates if update.lost]) == 4 * 4
@@ -69,8 +72,7 @@ def test_without_a_cap_that_request_takes_workers_until_none_may_be_restarted():
 def test_the_companions_of_a_lost_worker_are_cleared_in_few_tries_and_run_on():
     """A worker that was killed by nobody's request: 8 requests, 4 tries of a few steps each."""
     requests = [replace(one, params=replace(one.params, max_tokens=50)) for one in long_requests(9)]
-    scene = Scene(num_slots=8, worker=Plain, faults={0: [3]}, on_worker_loss="restart",
-                  resume_lost=True)  # fmt: skip
+    scene = Scene(num_slots=8, worker=Plain, faults={0: [3]}, **RESTART)
     tries, steps = [], []
 
     def meddle(scene, n):
@@ -89,41 +91,9 @@ def test_the_companions_of_a_lost_worker_are_cleared_in_few_tries_and_run_on():
     assert len(scene.workers) == 2
 
 
-def poisoned(*names, dies_in=2):
-    """A kind of worker that dies some messages after it was given one of the named requests."""
-
-    class Several(ScriptedWorker):
-        def advance(self):
-            super().advance()
-            given = {one.request.id for one in self.commands if isinstance(one, Admit)}
-            if self.dies_after is None and given & set(names):
-                self.dies_after = self.sent + dies_in
-
-    return Several
-
-
-@pytest.mark.parametrize(
-    "names", [("r0", "r1"), ("r3", "r7", "r11"), tuple(map("r{}".format, range(8)))]
-)
-def test_requests_that_end_workers_do_not_end_the_service(names):
-    """Each is found, and none of the losses that are put down to it counts against the worker."""
-    requests = long_requests(40)
-    scene = Scene(num_slots=8, worker=poisoned(*names), on_worker_loss="restart",
-                  resume_lost=True)  # fmt: skip
-    scene.run(requests)
-    check(scene, requests)
-    for request in requests:
-        bad = request.id in names
-        expected = FinishReason.ATTEMPTS_EXHAUSTED if bad else FinishReason.LENGTH
-        assert scene.finish_reason(request.id) is expected
-    assert len([update for update in scene.updates if update.lost]) <= 4 * len(names)
-    assert len(scene.engine._workers._restarts[0]) == 0
-
-
 def test_a_request_that_ends_workers_again_and_again_alone_does_not_end_the_service():
     """One after the other on an idle engine, as a client that tries again does."""
-    scene = StreamingScene(worker=poisoned(*map("r{}".format, range(12))), num_slots=2,
-                           on_worker_loss="restart", resume_lost=True)  # fmt: skip
+    scene = StreamingScene(worker=poisoned(*map("r{}".format, range(12))), num_slots=2, **RESTART)
     for request in long_requests(13):
         scene.submit(request)
         scene.finish()
@@ -131,26 +101,18 @@ def test_a_request_that_ends_workers_again_and_again_alone_does_not_end_the_serv
     assert reasons == [FinishReason.ATTEMPTS_EXHAUSTED] * 12 + [FinishReason.LENGTH]
 
 
-def test_a_request_that_gets_on_is_not_what_ends_its_workers():
+@pytest.mark.parametrize(
+    ("deaths", "end"),
+    [([12, 12, 12], FinishReason.LENGTH), ([12, 3, 12], FinishReason.ATTEMPTS_EXHAUSTED)],
+)
+def test_a_request_that_gets_on_is_not_what_ends_its_workers(deaths, end):
     """A long request survives any number of losses that are far enough apart."""
     (request,) = long_requests(1)
     request = replace(request, params=replace(request.params, max_tokens=60))
-    scene = Scene(num_slots=1, worker=Plain, faults={0: [12, 12, 12]}, on_worker_loss="restart",
-                  resume_lost=True)  # fmt: skip
-    scene.run([request])
+    scene = Scene(num_slots=1, worker=Plain, faults={0: deaths}, **RESTART).run([request])
     check(scene, [request])
-    assert scene.finish_reason("r0") is FinishReason.LENGTH
-    assert len(scene.workers) == 4
-
-    scene = Scene(
-        num_slots=1,
-        worker=Plain,
-        faults={0: [12, 3, 12]},
-        on_worker_loss="restart",
-        resume_lost=True,
-    )
-    scene.run([request])
-    assert scene.finish_reason("r0") is FinishReason.ATTEMPTS_EXHAUSTED
+    assert scene.finish_reason("r0") is end
+    assert len(scene.workers) == (4 if end is FinishReason.LENGTH else 2)
 
 
 def test_new_requests_do_not_wait_for_a_try_for_long():
@@ -162,8 +124,7 @@ def test_new_requests_do_not_wait_for_a_try_for_long():
             if isinstance(command, Admit) and command.request.id == "r0":
                 self.slots[command.slot].wait = 1000
 
-    scene = StreamingScene(worker=Slow, num_slots=2, faults={0: [3]}, on_worker_loss="restart",
-                           resume_lost=True)  # fmt: skip
+    scene = StreamingScene(worker=Slow, num_slots=2, faults={0: [3]}, **RESTART)
     first, second = long_requests(2)
     scene.submit(first)
     while len(scene.workers) < 2 or not scene.engine.running:
@@ -179,18 +140,6 @@ def test_new_requests_do_not_wait_for_a_try_for_long():
     assert scene.engine.running == ("r0", "r1")
     scene.finish()
     assert {stream.finish_reason for stream in scene.streams.values()} == {FinishReason.LENGTH}
-
-
-def test_many_suspects_do_not_use_up_the_restarts():
-    """32 requests, of which the newest is to blame: half of them are lost again, five times."""
-    requests = long_requests(32)
-    scene = Scene(num_slots=32, worker=poisoned("r31"), on_worker_loss="restart",
-                  resume_lost=True)  # fmt: skip
-    scene.run(requests)
-    check(scene, requests)
-    ends = [scene.finish_reason(request.id) for request in requests]
-    assert ends == [FinishReason.LENGTH] * 31 + [FinishReason.ATTEMPTS_EXHAUSTED]
-    assert len([update for update in scene.updates if update.lost]) == 6
 
 
 def test_where_lost_workers_are_not_replaced_suspects_are_tried_one_by_one():

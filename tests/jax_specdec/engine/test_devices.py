@@ -33,65 +33,49 @@ def machine(tmp_path):
 
 
 GPUS = ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm")
+RENDERERS = ("dri/renderD128", "dri/renderD129")
 
 
-def given(*arguments, **options):
-    return [dict(share.environment) for share in shares(*arguments, **options)]
+def seen(name, *values):
+    return tuple(Share({name: value}) for value in values)
 
 
-def test_each_worker_gets_its_own(machine):
-    found = given(2, 2, {}, files=machine(*GPUS))
-    assert found == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
-    assert given(3, 1, {}, files=machine()) == [{"CUDA_VISIBLE_DEVICES": f"{n}"} for n in range(3)]
-
-
-def test_of_the_devices_that_the_engine_sees_itself(machine):
-    seen = {"CUDA_VISIBLE_DEVICES": "3, GPU-8932f937"}
-    found = given(2, 1, seen, files=machine(*GPUS))
-    assert found == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}]
+CUDA, FLAGS = "CUDA_VISIBLE_DEVICES", "--xla_force_host_platform_device_count=4 --other"
+NONE, PAIRS = (Share(),), (Share(local_devices=(0, 1)), Share(local_devices=(2, 3)))
 
 
 @pytest.mark.parametrize(
-    "environment",
-    [{"JAX_PLATFORMS": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}],
+    ("devices", "workers", "each", "environment", "expected"),
+    [
+        (GPUS, 2, 2, {}, seen(CUDA, "0,1", "2,3")),
+        (GPUS, 3, 1, {}, seen(CUDA, "0", "1", "2")),
+        (GPUS, 2, 1, {CUDA: "3, GPU-8932f937"}, seen(CUDA, "3", "GPU-8932f937")),  # its own
+        (GPUS, 2, 1, {"JAX_PLATFORMS": "cpu"}, NONE * 2),
+        (GPUS, 2, 1, {CUDA: ""}, NONE * 2),
+        (GPUS, 2, 1, {CUDA: "-1"}, NONE * 2),
+        (RENDERERS, 2, 1, {}, NONE * 2),  # a screen's: nothing computes on them
+        ((*RENDERERS, "kfd"), 2, 1, {}, seen("HIP_VISIBLE_DEVICES", "0", "1")),
+        (("accel0", "accel1"), 1, 2, {}, seen("TPU_VISIBLE_CHIPS", "0,1")),
+        ((), 2, 2, {"XLA_FLAGS": FLAGS}, PAIRS),
+        ((), 3, 2, {"XLA_FLAGS": FLAGS}, NONE * 3),  # each has them all
+        ((), 2, 2, {}, NONE * 2),
+    ],
 )
-def test_an_engine_that_shall_see_none_shares_none(environment, machine):
-    assert shares(2, 1, environment, files=machine(*GPUS)) == (Share(), Share())
+def test_each_worker_gets_its_own(machine, devices, workers, each, environment, expected):
+    assert shares(workers, each, environment, files=machine(*devices)) == expected
 
 
-def test_other_makers_have_other_names(machine):
-    screen = machine("dri/renderD128", "dri/renderD129")
-    assert given(2, 1, {}, files=screen) == [{}, {}]  # a screen's: nothing computes on them
-    compute = machine("kfd")
-    assert given(2, 1, {}, files=compute) == [
-        {"HIP_VISIBLE_DEVICES": "0"}, {"HIP_VISIBLE_DEVICES": "1"},
-    ]  # fmt: skip
-
-
-def test_chips(machine):
-    chips = machine("accel0", "accel1", "accel2", "accel3")
-    assert given(1, 4, {}, files=chips) == [{"TPU_VISIBLE_CHIPS": "0,1,2,3"}]
+def test_shares_of_named_devices_and_of_processes(machine):
+    assert shares(2, 1, {}, named=("7", "7"), files=machine()) == seen(CUDA, "7", "7")
+    flags = {"XLA_FLAGS": FLAGS}
+    assert shares(2, 2, flags, processes=True, files=machine()) == NONE * 2
+    assert str(PAIRS[1]) == "local devices 2, 3"
 
 
 def test_too_few_are_refused_with_the_numbers_and_the_ways_out(machine):
     said = r"3 workers of 2 device\(s\) each need 6, and there are 4 \(CUDA_VISIBLE_DEVICES: 0, 1, "
     with pytest.raises(ValueError, match=said + r".*lower num_ranks.*EngineConfig.devices.*cpu"):
         shares(3, 2, {}, files=machine(*GPUS))
-
-
-def test_one_that_is_named_twice_is_shared(machine):
-    found = given(2, 1, {}, named=("7", "7"), files=machine())
-    assert found == [{"CUDA_VISIBLE_DEVICES": "7"}] * 2
-
-
-def test_cpu_devices_are_shared_by_their_places(machine):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4 --other"}
-    found = shares(2, 2, flags, files=machine())
-    assert [share.local_devices for share in found] == [(0, 1), (2, 3)]
-    assert str(found[1]) == "local devices 2, 3"
-    assert shares(3, 2, flags, files=machine()) == (Share(),) * 3  # each has them all
-    assert shares(2, 2, {}, files=machine()) == (Share(),) * 2
-    assert shares(2, 2, flags, processes=True, files=machine()) == (Share(),) * 2
 
 
 def test_a_worker_takes_the_places_that_it_is_given():

@@ -1,12 +1,12 @@
 """Engine and workers as real processes: from prompts to records, and when a worker dies.
 
-Every start of a worker takes seconds, so the tests share two engines. The last test of each kills a
-worker: the first engine ends by it, the second starts another. Workers compile as `decoding` does,
-so that values can be compared bit by bit.
+Every start of a worker takes seconds, so the tests share one engine, of which one test kills a
+worker. Workers compile as `decoding` does, so that values can be compared bit by bit.
 """
 
 import os
 import signal
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -53,13 +53,6 @@ def config(weights, **changes):
 
 
 @pytest.fixture(scope="module")
-def engine(weights):
-    """One worker, with which everything stops."""
-    with Engine(config(weights)) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def two_workers(weights):
     """Two workers; a lost one is replaced, and its requests continue. They end well."""
     changes = {"num_ranks": 2, "on_worker_loss": "restart", "resume_lost": True}
@@ -74,14 +67,19 @@ def asking(count=7, **limits):
     return mixed_requests(count, ks=(None, 5), **limits)
 
 
-def test_two_processes_deliver_what_one_computes(engine):
+def test_two_workers_deliver_what_one_process_computes(two_workers):
     requests = asking()
+    numpy_ids = np.array(requests[0].prompt_token_ids, np.int32)
+    requests[0] = replace(requests[0], prompt_token_ids=numpy_ids)
     expected = decoding.run(requests, "mtp")
-    records = {item.id: [] for item in requests}
-    for update in engine.generate(requests):
+    records, ranks = {item.id: [] for item in requests}, set()
+    for update in two_workers.generate(requests):
         assert update.latency_ns > 0
+        ranks.add(update.message.process_rank)
         for record in update.records:
             records[record.request_id].append(record)
+    assert ranks == {0, 1}
+    assert all(each.state.statistics.num_tokens > 0 for each in two_workers.sessions)
     for item in requests:
         emitted = [t for record in records[item.id] for t in record.token_ids.tolist()]
         assert emitted == expected.token_ids(item.id)
@@ -92,55 +90,16 @@ def test_two_processes_deliver_what_one_computes(engine):
             np.testing.assert_array_equal(got, wanted)
 
 
-def test_an_engine_goes_on_after_requests_were_given_up(engine):
+def test_an_engine_goes_on_after_requests_were_given_up(two_workers):
     first, *others, last = asking(5)
-    for _ in engine.generate([first, *others]):
+    for _ in two_workers.generate([first, *others]):
         break
     done = {
-        record.request_id for update in engine.generate([last, first]) for record in update.records
+        record.request_id
+        for update in two_workers.generate([last, first])
+        for record in update.records
     }
     assert done == {last.id, first.id}
-
-
-def test_ids_may_be_numpy_integers(engine):
-    item = request("r", np.arange(5, dtype=np.int32), max_tokens=2)
-    assert sum(len(update.records) for update in engine.generate([item])) > 0
-
-
-def test_a_killed_worker_is_reported_and_its_requests_are_closed(engine):
-    requests = asking(4, max_tokens=(50, 60))
-    reasons = {}
-
-    def collect(stream):
-        for update in stream:
-            for record in update.records:
-                reasons[record.request_id] = record.finish_reason
-
-    stream = engine.generate(requests)
-    next(stream)
-    os.kill(engine.sessions[0].worker.pid, signal.SIGKILL)
-    with pytest.raises(WorkerFailed, match=r"killed by signal 9") as error:
-        collect(stream)
-    assert "another process, or from Linux where memory runs out" in str(error.value)
-    assert "make a new engine" in str(error.value).lower()
-    assert 'EngineConfig(on_worker_loss="restart")' in str(error.value)
-    cause = error.value.__cause__  # the ring's own error: a traceback shows it too
-    assert f"message {cause.last_sequence} was the last to cross it" in str(cause)
-    assert "create a new ring" not in str(error.value)
-    lost = [name for name, reason in reasons.items() if reason is FinishReason.WORKER_LOST]
-    assert len(lost) == 4  # the three that had slots, and the fourth, which had not begun
-
-
-def test_two_ranks_are_read_side_by_side(two_workers):
-    requests = asking(6)
-    ranks, done = set(), []
-    for update in two_workers.generate(requests):
-        ranks.add(update.message.process_rank)
-        done += [record.request_id for record in update.records if record.finish_reason]
-    assert ranks == {0, 1}
-    assert sorted(done) == [item.id for item in requests]
-    sessions = two_workers.sessions
-    assert all(session.state.statistics.num_tokens > 0 for session in sessions)
 
 
 def test_a_killed_rank_is_restarted_while_the_other_goes_on(two_workers):

@@ -1,10 +1,7 @@
 """Directories of engines that were killed: they name their engine, and only dead ones' go."""
 
-import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,28 +12,22 @@ from jax_specdec.engine.workplace import Workplace
 
 pytestmark = pytest.mark.fast
 
-KILLED = """
-import os
-from jax_specdec.engine.workplace import Workplace
-place = Workplace()
-place.server.link()
-place.output_file(0).write_text("words")
-print(place.folder, flush=True)
-os.kill(os.getpid(), 9)
-"""
+
+@pytest.fixture(scope="module")
+def dead():
+    """The identity of a process that has ended."""
+    program = "from ipc import doctor; print(doctor.this_process())"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
 
 
 @pytest.fixture
-def killed(tmp_path):
+def killed(dead, tmp_path):
     """The directory of an engine that was killed."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert done.returncode == -signal.SIGKILL
-    return Path(done.stdout.strip())
+    folder = tmp_path / f"{leftovers.PREFIX}killed"
+    folder.mkdir()
+    (folder / leftovers.OWNER).write_text(dead.strip())
+    (folder / "worker-0-1.log").write_text("words")
+    return folder
 
 
 @pytest.fixture
@@ -88,22 +79,18 @@ def test_where_nothing_can_be_known_of_processes_nothing_is_removed(killed, monk
     assert killed.exists()
 
 
-def test_the_output_of_lost_workers_stays_with_its_owner_s_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lost", [True, False])
+def test_the_output_of_lost_workers_stays_with_its_owner_s_name(lost, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     place = Workplace()
-    lost, other = place.output_file(0), place.output_file(1)
-    for path in (lost, other):
+    paths = [place.output_file(rank) for rank in (0, 1)]
+    for path in paths:
         path.write_text("words")
-    place.keep(lost)
+    (place.folder / "more").mkdir()
+    if lost:
+        place.keep(paths[0])
     place.close()
-    assert sorted(path.name for path in lost.parent.iterdir()) == ["engine", lost.name]
-    (found,) = leftovers.find(tmp_path)
-    assert (found.state, found.outputs) == ("alive", 1)
-
-
-def test_a_place_where_no_worker_was_lost_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = Workplace()
-    place.output_file(0).write_text("words")
-    place.close()
-    assert list(tmp_path.iterdir()) == []
+    found = [(each.state, each.outputs) for each in leftovers.find(tmp_path)]
+    assert found == [("alive", 1)] * lost
+    if lost:
+        assert {path.name for path in paths[0].parent.iterdir()} == {"engine", paths[0].name}

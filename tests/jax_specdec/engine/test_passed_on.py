@@ -12,6 +12,7 @@ from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.outbox import Outbox
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress
+from tests.support.processes import wait_for
 from tests.support.scene import long_requests
 from tests.support.scripted_worker import ScriptedWorker, continuation
 
@@ -90,8 +91,7 @@ def test_an_engine_whose_sink_waits_waits_too():
     requests = long_requests(2)
     with engine:
         streams = [engine.submit(request) for request in requests]
-        while not slow.seen:
-            threading.Event().wait(0.001)
+        wait_for(lambda: slow.seen)
         sent = worker.sent
         threading.Event().wait(0.05)
         assert (slow.seen, worker.sent) == (1, sent)
@@ -101,42 +101,28 @@ def test_an_engine_whose_sink_waits_waits_too():
 
 
 def test_requests_that_are_submitted_together_begin_in_one_round():
+    """But for one that is aborted before."""
     outbox = Outbox()
     engine, (worker,) = engine_of(outbox)
-    requests = long_requests(3)
+    requests, heard = long_requests(3), threading.Event()
     with engine:
         with engine.together():
             streams = [engine.submit(request) for request in requests]
-            threading.Event().wait(0.05)
+            assert engine.abort("r1")
+            engine._streams._ask(heard.set)
+            assert heard.wait(30)  # the engine's thread has heard of the abort, too
             assert not worker.commands
-        wait(streams)
-        first = [type(command).__name__ for command in worker.commands[:3]]
-        assert first == ["Admit"] * 3
-        assert len(columns_of(outbox, requests)) == 60
-
-
-def test_a_request_that_is_aborted_before_its_round_ends_in_it():
-    outbox = Outbox()
-    engine, (worker,) = engine_of(outbox)
-    with engine:
-        with engine.together():
-            streams = [engine.submit(request) for request in long_requests(3)]
-            assert engine.abort(streams[1].request.id)
-            threading.Event().wait(0.05)  # the engine's thread has heard so
         wait(streams)
         ends = [stream.finish_reason for stream in streams]
         assert ends == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.LENGTH]
+        assert [type(command).__name__ for command in worker.commands[:2]] == ["Admit"] * 2
         assert "r1" not in [c.request.id for c in worker.commands if hasattr(c, "request")]
+        assert len(columns_of(outbox, requests)) == 40
 
 
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "new.safetensors"
-    path.write_bytes(b"weights")
-    return path
-
-
-def test_loaded_weights_are_used_when_it_is_said_and_else_forgotten(file):
+def test_loaded_weights_are_used_when_it_is_said_and_else_forgotten(tmp_path):
+    file = tmp_path / "new.safetensors"
+    file.write_bytes(b"weights")
     engine, (worker,) = engine_of(Outbox())
     with engine:
         with engine.load_weights(file):
@@ -153,15 +139,3 @@ def test_loaded_weights_are_used_when_it_is_said_and_else_forgotten(file):
         with pytest.raises(WeightsError, match="in time"), engine.load_weights(file, timeout=0.05):
             pytest.fail("nothing was loaded")
         assert engine.weights_version == 1
-
-
-def test_a_reader_that_is_replaced_ends():
-    outbox = Outbox()
-    reader = outbox.read(0.0)
-    outbox.fail(EngineClosed("over"))
-    assert isinstance(next(reader), EngineClosed)
-    outbox = Outbox()
-    threading.Timer(0.05, outbox.clear).start()
-    assert list(outbox.read(0.0)) == []
-    outbox.close()
-    assert list(outbox.read(0.0)) == []

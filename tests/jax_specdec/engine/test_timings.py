@@ -1,20 +1,20 @@
 """What an engine measures, says and answers: times as histograms, log lines, its health."""
 
+import concurrent.futures
 import logging
 import math
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from prometheus_client import parser
 
-from ipc.errors import RingTimeout
 from jax_specdec.control import Pulse, Vitals
 from jax_specdec.control.pulse import NOTE_CHARS, NOTES_KEPT
 from jax_specdec.engine.timings import BOUNDS, Histogram, SlotTimes, Timings
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerSilent
+from jax_specdec.engine.workers import Health
 from jax_specdec.export import metrics
 from tests.support.scene import Scene, long_requests
 from tests.support.scripted_worker import ScriptedWorker
@@ -157,16 +157,11 @@ def test_of_many_notes_the_last_are_kept():
 def test_health_of_an_engine_from_another_thread():
     scene = Scene(num_ranks=2, faults={1: [3]}, on_worker_loss="restart", resume_lost=True)
     found = []
-
-    def ask():
-        found.append(scene.engine.health())
-
-    def meddle(scene, n):
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-
-    scene.run(long_requests(6), meddle)
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        scene.run(
+            long_requests(6),
+            lambda scene, n: found.append(other.submit(scene.engine.health).result()),
+        )
     assert all(health.alive and health.ready for health in found)
     said = {problem for health in found for problem in health.problems}
     assert "process rank 1: a new worker will be started" in said
@@ -194,20 +189,18 @@ def test_health_where_nothing_can_be_served_or_nobody_listens():
 
 
 def test_health_of_workers_that_load_or_have_ended_while_nothing_ran():
-    class Loading(ScriptedWorker):
-        pulse = property(lambda self: replace(super().pulse, ready=False))
-
-        def try_receive(self):
-            raise RingTimeout
-
-    scene = Scene(worker=Loading)
-    health = scene.engine.health()
-    assert (health.alive, health.ready, health.problems) == (True, False, ())
+    loading = type(
+        "Loading", (ScriptedWorker,),
+        {"pulse": property(lambda self: replace(ScriptedWorker.pulse.fget(self), ready=False))},
+    )  # fmt: skip
+    scene = Scene(worker=loading)
+    assert scene.engine.health() == Health(True, False, ())
     scene.workers[0].exit_status = -9
     said = "process rank 0: its process has ended; the next request will report it"
     assert scene.engine.health().problems == (said,)
 
 
+@pytest.mark.parametrize("how", ["ended", "is being ended"])
 @pytest.mark.parametrize(
     ("loss", "alive"),
     [
@@ -217,18 +210,16 @@ def test_health_of_workers_that_load_or_have_ended_while_nothing_ran():
         ({"on_worker_loss": "restart", "max_restarts": 0}, False),
     ],
 )
-def test_health_counts_an_end_that_nobody_has_reported_yet(loss, alive):
+def test_health_counts_an_end_that_nobody_has_reported_yet(loss, alive, how):
     """Of a worker that has ended while nothing ran, or that is ended for its silence."""
-    for how in ("ended", "is being ended"):
-        scene = Scene(num_prefill_ranks=1, **loss)  # a prefill worker alone serves nobody
-        health = scene.engine.health()
-        assert (health.alive, health.ready) == (True, True)
-        if how == "ended":
-            scene.workers[0].exit_status = -9
-        else:
-            scene.engine._workers.end(scene.engine.sessions[0], WorkerSilent("no heartbeat"))
-        health = scene.engine.health()
-        assert (health.alive, health.ready) == (alive, False)
+    scene = Scene(num_prefill_ranks=1, **loss)  # a prefill worker alone serves nobody
+    assert scene.engine.health() == Health(True, True, ())
+    if how == "ended":
+        scene.workers[0].exit_status = -9
+    else:
+        scene.engine._workers.end(scene.engine.sessions[0], WorkerSilent("no heartbeat"))
+    health = scene.engine.health()
+    assert (health.alive, health.ready) == (alive, False)
 
 
 def test_who_asks_for_updates_will_tell_of_an_end_before_the_engine_counts_as_dead():

@@ -57,11 +57,8 @@ def test_all_workers_get_them_while_requests_run(file):
     assert results == [1, 2]
     assert scene.engine.weights_version == 2
     for worker in scene.workers:
-        assert [(c.number, c.path) for c in told(worker, Prepare)] == [
-            (1, str(file)),
-            (2, str(file)),
-        ]
-        assert [(c.number, c.version) for c in told(worker, Commit)] == [(1, 1), (2, 2)]
+        assert told(worker, Prepare) == [Prepare(number=n, path=str(file)) for n in (1, 2)]
+        assert told(worker, Commit) == [Commit(number=n, version=n) for n in (1, 2)]
         assert told(worker, Discard) == []
     assert [status.weights_version for status in scene.engine.status] == [2, 2, 2]
     seen = [versions(scene, request.id) for request in requests]
@@ -118,7 +115,7 @@ def test_a_worker_that_is_too_slow_is_named(file):
     assert [len(told(worker, Discard)) for worker in scene.workers] == [1, 1]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_workers_that_die_at_any_moment_leave_all_with_one_version(seed, file):
     """Random faults, refusals and moments; a model of what the engine must say afterwards."""
     rng = random.Random(seed)
@@ -149,7 +146,7 @@ def test_workers_that_die_at_any_moment_leave_all_with_one_version(seed, file):
         assert versions(scene, request.id) == sorted(versions(scene, request.id))
 
 
-def test_a_successor_starts_with_the_weights_in_use(file):
+def test_a_successor_starts_with_the_weights_in_use_or_not_at_all(file):
     requests, results = make_requests(8, 5), []
     scene = Scene(num_ranks=2, faults={0: [9]}, on_worker_loss="restart", resume_lost=True)
     scene.run(requests, updating(file, (2,), results))
@@ -157,19 +154,7 @@ def test_a_successor_starts_with_the_weights_in_use(file):
     scene.engine._workers._start(0)  # what its restart is, once its delay is over
     assert [config.weights for config in scene.configs] == ["", "", str(file)]
     assert [config.weights_version for config in scene.configs] == [0, 0, 1]
-
-
-def test_no_successor_starts_with_files_that_have_changed(file):
-    requests, results = make_requests(8, 5), []
-    scene = Scene(num_ranks=2, faults={0: [9]}, on_worker_loss="restart", resume_lost=True)
-
-    def meddle(scene, n):
-        updating(file, (2,), results)(scene, n)
-        if n == 2:
-            file.write_bytes(b"other weights")
-
-    scene.run(requests, meddle)
-    assert len(scene.workers) == 2
+    file.write_bytes(b"other weights")
     with pytest.raises(OSError, match="has changed since its weights were loaded"):
         scene.engine._workers._start(0)
 
@@ -186,27 +171,11 @@ def test_files_that_change_while_they_are_read_are_refused(file):
         scene.engine.update_weights(file)
 
 
-def test_there_is_nothing_to_read(tmp_path):
-    with Scene().engine as engine, pytest.raises(WeightsError, match="cannot be read"):
-        engine.update_weights(tmp_path / "nowhere")
-
-
 ARRAYS = {
     "embedding": np.ones((2, 3), np.float32),
     "layers.gate": np.ones((2, 2), ml_dtypes.bfloat16)[:, ::-1],
     "scalar": np.float32(2.0),
 }
-
-
-class Reading(ScriptedWorker):
-    """It looks at the file that it is told of."""
-
-    seen = None
-
-    def tell(self, command):
-        if isinstance(command, Prepare):
-            type(self).seen = (command.path, load_file(command.path))
-        return super().tell(command)
 
 
 def leftovers(engine):
@@ -216,6 +185,14 @@ def leftovers(engine):
 @pytest.mark.parametrize("outcome", ["taken", "refused", "kept for successors"])
 def test_arrays_travel_by_a_file_that_is_removed(outcome):
     kept = outcome == "kept for successors"
+    seen = []
+
+    class Reading(ScriptedWorker):
+        def tell(self, command):
+            if isinstance(command, Prepare):
+                seen.append((command.path, load_file(command.path)))
+            return super().tell(command)
+
     scene = Scene(worker=Reading, on_worker_loss="restart" if kept else "stop")
     with scene.engine as engine:
         scene.workers[0].refusal = "no" if outcome == "refused" else ""
@@ -224,7 +201,7 @@ def test_arrays_travel_by_a_file_that_is_removed(outcome):
                 engine.update_weights(ARRAYS)
         else:
             assert engine.update_weights(ARRAYS) == 1
-        path, tensors = Reading.seen
+        path, tensors = seen[0]
         assert {name: (x.dtype, x.shape) for name, x in tensors.items()} == {
             name: (x.dtype, x.shape) for name, x in ARRAYS.items()
         }
@@ -238,10 +215,14 @@ def test_arrays_travel_by_a_file_that_is_removed(outcome):
     assert not folder.exists()
 
 
-def test_arrays_that_cannot_be_written_leave_nothing():
+def test_what_cannot_be_read_or_written_leaves_nothing(tmp_path):
     with Scene().engine as engine:
-        with pytest.raises(WeightsError, match="text is an array of <U1: numbers are needed"):
-            engine.update_weights({"text": np.array("a")})
+        for weights, said in (
+            (tmp_path / "nowhere", "the weights cannot be read"),
+            ({"text": np.array("a")}, "text is an array of <U1: numbers are needed"),
+        ):
+            with pytest.raises(WeightsError, match=said):
+                engine.update_weights(weights)
         assert leftovers(engine) == []
 
 
