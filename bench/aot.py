@@ -30,12 +30,12 @@ from rich.table import Table
 
 from bench import aot_tpu
 from bench.gpu import after_read, estimates, model, sampled, sass
-from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.types import Outputs, Rows
+from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.testing import compile_target
 from pallas_kernels.testing.shapes import VOCABULARIES, Shape
+from pallas_kernels.topk.call import topk_of_whole_rows
 
 # 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
 REGISTERS = 168
@@ -265,7 +265,7 @@ def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lo
 
 def program_of(outputs: Outputs, rows: Rows) -> Lowered:
     """A call by the GPU kernels, lowered for CUDA."""
-    call = jax.jit(functools.partial(read.topk_logprobs, "mosaic_gpu", outputs))
+    call = jax.jit(functools.partial(topk_of_whole_rows, "mosaic_gpu", outputs))
     made: Lowered = call.trace(rows).lower(lowering_platforms=("cuda",))
     return made
 

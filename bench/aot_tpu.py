@@ -37,7 +37,7 @@ from rich.table import Table
 from bench.tpu.grid import LIMITED, STEPS, name, programs, steps_name
 from bench.tpu.programs import BANDWIDTHS, CLOCKS, TOPOLOGIES, WAYS, Compiled
 from bench.tpu.steps import Step, sizes
-from pallas_kernels.lowering.tpu_rule import kernel_is_faster
+from pallas_kernels.lowering.choose import kernel_is_faster
 from pallas_kernels.testing.shapes import Shape
 
 KEPT = Path(__file__).parent / "tpu" / "cycles.json"

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pallas_kernels import topk_logprobs
-from pallas_kernels.backends.xla import block_sizes
-from pallas_kernels.lowering import obstacles
+from pallas_kernels.backends.xla import rows
+from pallas_kernels.lowering import choose
 from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import Shape
 
@@ -196,7 +196,7 @@ def measure(
     # As on a host with this chip: a host without any GPU would export the kernels of newer ones,
     # which the compiler of this one ends the process for.
     capability = CAPABILITIES.get(chip)
-    with mock.patch.object(obstacles, "cuda_capability", return_value=capability):
+    with mock.patch.object(choose, "cuda_capability", return_value=capability):
         ours = compiled(
             lambda x, t, count: topk_logprobs(
                 x,
@@ -207,7 +207,7 @@ def measure(
             )
         )
     text = ours.as_text()
-    rows_at_a_time = block_sizes.rows_on_tpu if platform == "tpu" else block_sizes.rows_on_gpu
+    rows_at_a_time = rows.rows_on_tpu if platform == "tpu" else rows.rows_on_gpu
     block = rows_at_a_time(given[0], shape.rows, shape.k, dynamic)
     trips = -(-shape.rows // block)  # where the program does not tell
     return Result(

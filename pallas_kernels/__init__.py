@@ -8,9 +8,9 @@ from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import LinearKeptLogprobs
-from pallas_kernels.lowering.blocks import vary_like
-from pallas_kernels.lowering.implementation import gpu_obstacle, use_implementation
-from pallas_kernels.meshes.vocab_shard import VocabShard
+from pallas_kernels.lowering.choose import gpu_obstacle, use_implementation
+from pallas_kernels.lowering.forms import vary_like
+from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.topk.call import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.topk.tables import LogprobsTensors, logprobs_tensors, padded_token_ids
 

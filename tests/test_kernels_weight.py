@@ -5,10 +5,13 @@ Each count is shown to be able to fail.
 
 import ast
 import io
+import sys
 import tokenize
 
+import jax
 import pytest
 
+from pallas_kernels import topk_logprobs
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.fast
@@ -101,6 +104,28 @@ def test_values_are_typed():
 
 def test_few_names_stand_for_any():
     assert sum(map(hidden, sources(without=("testing",)))) <= MOST_HIDDEN
+
+
+def test_a_call_on_a_cpu_crosses_nine_files():
+    """All in which a function of ours runs while a call is traced and lowered."""
+    crossed = set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(HOUSE)):
+            crossed.add(frame.f_code.co_filename.removeprefix(f"{HOUSE}/"))
+
+    logits = jax.ShapeDtypeStruct((8, 2053), "bfloat16")
+    call = jax.jit(topk_logprobs, static_argnums=2)
+    sys.setprofile(note)
+    try:
+        call.lower(logits, jax.ShapeDtypeStruct((8,), "int32"), 20)
+    finally:
+        sys.setprofile(None)
+    assert crossed == {
+        "topk/call.py", "topk/derivatives.py", "backends/answers.py", "backends/xla/rows.py",
+        "backends/xla/selection.py", "meshes/placement.py", "lowering/choose.py",
+        "lowering/forms.py", "contract/rows.py",
+    }  # fmt: skip
 
 
 def test_these_counts_can_fail(tmp_path):

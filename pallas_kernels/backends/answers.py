@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.xla.greedy import greedy_of_rows
-from pallas_kernels.backends.xla.row_entropy import LEAST
+from pallas_kernels.backends.greedy import greedy_of_rows
+from pallas_kernels.backends.xla.rows import LEAST
 from pallas_kernels.backends.xla.selection import top_k
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.types import Outputs, Rows, RowSums, TopkLogprobs
-from pallas_kernels.meshes.vocab_shard import VocabShard
-from pallas_kernels.numbers.logarithm import logarithm
-from pallas_kernels.numbers.ordered_keys import canonical, floats, ordered_keys
+from pallas_kernels.contract.rows import Outputs, Rows, RowSums
+from pallas_kernels.contract.types import TopkLogprobs
+from pallas_kernels.lowering.forms import canonical, floats, logarithm, ordered_keys
+from pallas_kernels.meshes.placement import VocabShard
 
 # A backend's read: rows whose temperatures are usable and whose changes are its columns', the
 # logit [R] float32 of each row's token, and what is wanted of them.
@@ -99,6 +99,8 @@ def usable_temperatures(temperatures: jax.Array) -> jax.Array:
 
 def changes_of(changes: Changes | None, shard: VocabShard, width: int) -> Changes | None:
     """The changes of this shard's `width` columns, prepared."""
+    if changes is None:
+        return None
     changes = of_logits.prepared(changes, shard.size(width))
     if shard == VocabShard():
         return changes

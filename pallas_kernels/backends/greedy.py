@@ -7,16 +7,133 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from pallas_kernels.backends.xla.greedy import greedy_of_rows
-from pallas_kernels.contract.changes import apply
-from pallas_kernels.contract.checks import check_logits
-from pallas_kernels.contract.types import Greedy, Logits, Rows
-from pallas_kernels.lowering.blocks import Tree
-from pallas_kernels.meshes import placement
-from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
+from pallas_kernels.backends.xla.rows import rows_on_cpu, rows_on_gpu
+from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, slices
+from pallas_kernels.contract.changes import Changes, apply
+from pallas_kernels.contract.rows import Rows, check_logits
+from pallas_kernels.contract.types import Greedy, Logits
+from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.forms import (
+    Tree,
+    barrier,
+    floats,
+    key_of,
+    largest_and_first,
+    map_blocks,
+    ordered_keys,
+    pin_to_iteration,
+)
+from pallas_kernels.meshes import split
+from pallas_kernels.meshes.placement import AxisName, VocabShard, placed
+
+GROUPS = 32  # of `NARROWEST_GROUP` logits each, whose largest are joined at a time
+
+
+def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
+    """`greedy` of at least one whole row, as suits the platform that the program is lowered for.
+
+    changes: of the same rows, `prepared`.
+    """
+
+    def like(logits: jax.Array, _: Changes | None) -> Greedy:
+        return Greedy(jnp.zeros(logits.shape[0], jnp.int32), jnp.zeros(logits.shape[0], bool))
+
+    def elsewhere(logits: jax.Array, changes: Changes | None) -> Greedy:
+        # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them. Changed
+        # logits are a copy on all.
+        if changes is None:
+            return greedy_block(logits)
+        return greedy_in_blocks(rows_on_gpu, greedy_block, logits, changes)
+
+    on_cpu = functools.partial(greedy_in_blocks, rows_on_cpu, greedy_block_on_cpu)
+    return lowered_for(logits, changes, like=like, cpu=on_cpu, default=elsewhere)
+
+
+def greedy_in_blocks(
+    block_rows: Callable[..., int],
+    choose: Callable[[jax.Array], Greedy],
+    logits: jax.Array,
+    changes: Changes | None,
+) -> Greedy:
+    """`greedy` of at least one row, with temporaries of a few blocks."""
+    num_rows = logits.shape[0]
+    block = block_rows(logits, num_rows, 0, changes is not None)
+
+    def work(start: jax.Array) -> Greedy:
+        def part(x: jax.Array) -> jax.Array:
+            return x if block == num_rows else lax.dynamic_slice_in_dim(x, start, block)
+
+        x = logits if block == num_rows else part(pin_to_iteration(logits, start))
+        return choose(apply(x, jax.tree.map(part, changes)))
+
+    initial = Greedy(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool))
+    return map_blocks(work, block, None, initial, (logits, changes))
+
+
+def greedy_block(x: jax.Array) -> Greedy:
+    """`greedy` of a block x [B, V]."""
+    vocabulary = x.shape[1]
+    keys, is_nan = _keys(x)
+    largest = jnp.max(keys, axis=1)  # not argmax: maxima and minima vectorize where it does not
+    ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
+    first = jnp.min(jnp.where(keys == largest[:, None], ids, vocabulary), axis=1)
+    # Looked for one by one: not every backend's maximum keeps a NaN.
+    return _choice(x, largest, first, jnp.any(is_nan, axis=1))
+
+
+def greedy_block_on_cpu(x: jax.Array) -> Greedy:
+    """`greedy` of a block x [B, V] in one read: the row's largest is looked for in one group.
+
+    Reductions of two arrays at once: XLA's CPU compiler makes four kernels of one of one array.
+    """
+    vocabulary = x.shape[1]
+    keys, is_nan = _keys(x)
+
+    def grouped(keys: jax.Array, is_nan: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+        least, padding = _least(keys), ((0, 0), (0, -keys.shape[1] % width))
+        largest, any_nan = lax.reduce(
+            (
+                jnp.pad(keys, padding, constant_values=least).reshape(keys.shape[0], -1, width),
+                jnp.pad(is_nan, padding).reshape(keys.shape[0], -1, width),
+            ),
+            (least, jnp.array(False)),
+            lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]),
+            dimensions=(2,),
+        )
+        return barrier((largest, any_nan))
+
+    maxima, with_nan = grouped(keys, is_nan, NARROWEST_GROUP)
+    maxima, with_nan = grouped(maxima, with_nan, GROUPS)
+    width = min(NARROWEST_GROUP * GROUPS, vocabulary)
+    largest, group = largest_and_first(maxima, lax.broadcasted_iota(jnp.int32, maxima.shape, 1))
+    start = jnp.minimum(group * width, vocabulary - width)  # the last group may be short
+    found, _ = _keys(slices(x, start[:, None], width)[:, 0])
+    ids = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    _, first = largest_and_first(found, ids)
+    return _choice(x, largest, first, jnp.any(with_nan, axis=1))
+
+
+def _keys(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The `ordered_keys` of x, below all others where x is NaN, and where that is."""
+    keys = ordered_keys(x)
+    infinity = key_of(jnp.inf, x.dtype)
+    is_nan = (keys > infinity) | (keys < -infinity)
+    return jnp.where(is_nan, _least(keys), keys), is_nan
+
+
+def _least(keys: jax.Array) -> jax.Array:
+    return jnp.array(np.iinfo(keys.dtype).min, keys.dtype)
+
+
+def _choice(x: jax.Array, largest: jax.Array, first: jax.Array, any_nan: jax.Array) -> Greedy:
+    """The answer [B] from the largest key, its lowest id and whether there is a NaN."""
+    finite = jnp.isfinite(floats(largest, x.dtype))
+    # Where all are NaN, all have the least key, and the lowest of their ids is 0.
+    return Greedy(token_ids=first, valid=finite & ~any_nan)
 
 
 def greedy(
@@ -53,8 +170,8 @@ def _of_rows(
 
     @jax.custom_batching.custom_vmap
     def choose(logits: jax.Array) -> Greedy:
-        place = placement.placed(logits, axis_name, mesh, vocab_size)
-        return placement.run(place, greedy_of_part, Rows(logits))
+        place = placed(logits, axis_name, mesh, vocab_size)
+        return split.run(place, greedy_of_part, Rows(logits))
 
     @choose.def_vmap
     def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[Greedy, Tree]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from pallas_kernels.lowering.blocks import vary_like
+from pallas_kernels.lowering.forms import vary_like
 
 WIDTH = 256  # tokens of a group
 FEW = 64  # candidates: most rows that are cut need no more

@@ -5,96 +5,20 @@ sums, the groups of sampled rows, candidates, a draw from groups, and a count of
 """
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import TypeVar
 
 import jax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.backends import answers
-from pallas_kernels.backends.choose import kernels_or_xla
 from pallas_kernels.backends.groups import FEW, Drawn, Part, Read, RowsToDraw, Top
-from pallas_kernels.backends.xla import greedy, groups
-from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.contract.changes import prepared
-from pallas_kernels.contract.types import Outputs, Rows, RowSums, TopkLogprobs
-from pallas_kernels.lowering.blocks import Tree
-from pallas_kernels.lowering.obstacles import Implementation
-from pallas_kernels.lowering.tpu_rule import kernel_is_faster
-from pallas_kernels.meshes.vocab_shard import WHOLE
+from pallas_kernels.backends.xla import groups
+from pallas_kernels.lowering.choose import Implementation, kernel_is_faster, kernels_or_xla
+from pallas_kernels.lowering.forms import Tree
 
 Arrays = TypeVar("Arrays", bound=Tree)
 LEAST_ON_TPU = 512  # tokens: two groups; by the compiler's cycles XLA's sums win below
 MOST_GROUPS = 4096  # of a row, that a warpgroup holds in registers: 1,048,576 tokens
 MOST_TAKEN = 128  # tokens of a row, one a thread
-
-
-def topk_logprobs(
-    implementation: Implementation | None, outputs: Outputs, rows: Rows
-) -> TopkLogprobs:
-    """`pallas_kernels.topk_logprobs` of whole rows; without token ids, of the greedy choice.
-
-    The GPU kernels write the answers themselves, in their pass 2. The choice is found with the
-    rest in one read, but by XLA: there, and for inclusive ranks, it takes a read of its own.
-    """
-    if rows.token_ids is None and outputs.inclusive:
-        chosen = greedy.greedy_of_rows(rows.logits, prepared(rows.changes, rows.logits.shape[1]))
-        rows = rows._replace(token_ids=chosen.token_ids)
-    is_greedy = rows.token_ids is None
-
-    def from_sums(row_sums: answers.ReadRows, rows: Rows) -> TopkLogprobs:
-        if is_greedy:
-            return answers.greedy_topk_logprobs(row_sums, rows, outputs)
-        return answers.topk_logprobs(row_sums, rows, outputs, WHOLE)
-
-    def by_kernels(kernels: ModuleType, rows: Rows) -> TopkLogprobs:
-        whole = getattr(kernels, "topk_logprobs", None)
-        if whole is not None and rows.changes is None:
-            found: TopkLogprobs = whole(rows, outputs)
-            return found
-        return from_sums(kernels.row_sums, rows)
-
-    def by_xla(rows: Rows) -> TopkLogprobs:
-        if is_greedy:
-            changes = prepared(rows.changes, rows.logits.shape[1])
-            chosen = greedy.greedy_of_rows(rows.logits, changes)
-            rows = rows._replace(token_ids=chosen.token_ids)
-        return answers.topk_logprobs(xla.row_sums, rows, outputs, WHOLE)
-
-    return kernels_or_xla(
-        "rows",
-        by_kernels,
-        by_xla,
-        rows,
-        logits=rows.logits,
-        implementation=implementation,
-        # The choice is a top 1.
-        faster_on_tpu=_faster_on_tpu(rows, max(outputs.k, 1) if is_greedy else outputs.k),
-    )
-
-
-def row_sums(
-    implementation: Implementation | None, rows: Rows, selected: jax.Array, outputs: Outputs
-) -> RowSums:
-    """`answers.ReadRows` of a part of the columns."""
-    found: RowSums = kernels_or_xla(
-        "rows",
-        lambda kernels, rows, selected: kernels.row_sums(rows, selected, outputs),
-        lambda rows, selected: xla.row_sums(rows, selected, outputs),
-        rows,
-        selected,
-        logits=rows.logits,
-        implementation=implementation,
-        faster_on_tpu=_faster_on_tpu(rows, outputs.k),
-    )
-    return found
-
-
-def _faster_on_tpu(rows: Rows, k: int) -> bool:
-    logits = rows.logits
-    if not all(isinstance(size, int) for size in (*logits.shape, rows.num_targets)):
-        return False
-    return kernel_is_faster(rows.num_targets, logits.shape[1], k, logits.dtype.name)
 
 
 def read_groups(

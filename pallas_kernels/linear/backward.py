@@ -22,11 +22,18 @@ from jax import lax
 
 from pallas_kernels.backends.answers import active_rows, usable_temperatures
 from pallas_kernels.contract.types import TopkLogprobs
-from pallas_kernels.linear.definition import Definition, head_rows, loaded, stored
 from pallas_kernels.linear.forward import inverse_temperatures, num_columns, target_rows, with_scale
-from pallas_kernels.linear.plan import backward_part, backward_piece
-from pallas_kernels.linear.types import Call, Inputs, RowScale
-from pallas_kernels.lowering.blocks import barrier, vary_like
+from pallas_kernels.linear.schedule import backward_part, backward_piece
+from pallas_kernels.linear.types import (
+    Call,
+    Definition,
+    Inputs,
+    RowScale,
+    head_rows,
+    loaded,
+    stored,
+)
+from pallas_kernels.lowering.forms import barrier, vary_like
 
 
 class Changes(NamedTuple):

@@ -11,21 +11,31 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from pallas_kernels.contract import checks
+from pallas_kernels.contract.rows import (
+    LOGITS_DTYPES,
+    MAX_VOCABULARY,
+    Outputs,
+    check_extra_token_ids,
+    check_floats,
+    check_ids,
+    check_k,
+    check_matrix,
+    check_options,
+    check_temperatures,
+    skipped_rows,
+)
 from pallas_kernels.contract.types import (
     AnyArray,
     IdTable,
-    Outputs,
     RowCount,
     RowFloats,
     RowIds,
     TopkLogprobs,
-    skipped_rows,
 )
 from pallas_kernels.linear import backward, kept
-from pallas_kernels.linear.definition import Definition
 from pallas_kernels.linear.types import (
     Call,
+    Definition,
     EitherHead,
     Head,
     HeadBias,
@@ -35,9 +45,9 @@ from pallas_kernels.linear.types import (
     KeptIds,
     LinearKeptLogprobs,
 )
-from pallas_kernels.meshes import linear_placement, placement
-from pallas_kernels.meshes.split import Layout, Words
-from pallas_kernels.meshes.vocab_shard import AxisName
+from pallas_kernels.meshes import linear_placement, split
+from pallas_kernels.meshes.placement import AxisName, Layout
+from pallas_kernels.meshes.split import Words
 
 MAX_KEPT = 4096
 MAX_NAMED = 512
@@ -122,12 +132,12 @@ def linear_topk_logprobs(
     """
     hidden, head = _check_product(hidden, head, head_axes)
     axis = head_axes.index("V")
-    token_ids = checks.check_ids("token_ids", token_ids, ("R",))
+    token_ids = check_ids("token_ids", token_ids, ("R",))
     num_targets = token_ids.shape[0]
     place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size, axis)
-    k = checks.check_k(k, place.vocab_size)
+    k = check_k(k, place.vocab_size)
     if row_ids is not None:
-        row_ids = checks.check_ids("row_ids", row_ids, (num_targets,))
+        row_ids = check_ids("row_ids", row_ids, (num_targets,))
         if place.layout.rows:
             raise ValueError(
                 f"row_ids with hidden split over {place.layout.rows}: gather the rows first, or "
@@ -138,10 +148,10 @@ def linear_topk_logprobs(
             f"token_ids has {num_targets} entries but hidden has {hidden.shape[0]} rows; pass "
             "row_ids to say which row each token belongs to"
         )
-    num_rows, temperatures, _ = checks.check_options(num_rows, temperatures, None, num_targets)
+    num_rows, temperatures, _ = check_options(num_rows, temperatures, None, num_targets)
     if extra_token_ids is None:
         extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
-    extra_token_ids = checks.check_extra_token_ids(extra_token_ids, num_targets, MAX_NAMED)
+    extra_token_ids = check_extra_token_ids(extra_token_ids, num_targets, MAX_NAMED)
     _check_implementation(implementation)
     definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     call = Call(definition, k, bool(entropy), place.shard)
@@ -151,7 +161,7 @@ def linear_topk_logprobs(
     bias = _check_bias(bias, head.shape[axis])
     inputs = Inputs(hidden, head, bias, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
     words = _words(inputs, head=head_axes.lower(), row_ids=".", num_rows="")
-    found = placement.run_inputs(place, _topk_of(call), inputs, words)
+    found = split.run_inputs(place, _topk_of(call), inputs, words)
     return found if log_sum_exp else found._replace(log_sum_exp=None)
 
 
@@ -160,7 +170,7 @@ def _topk_of(call: Call) -> Callable[[Layout, Inputs], TopkLogprobs]:
     """One device's part of the call, always the same object."""
 
     def topk(layout: Layout, inputs: Inputs) -> TopkLogprobs:
-        count = placement.own_num_rows(layout, inputs.num_rows, inputs.hidden.shape[0])
+        count = split.own_num_rows(layout, inputs.num_rows, inputs.hidden.shape[0])
         return backward.linear_topk_logprobs(call, inputs._replace(num_rows=count))
 
     return jax.jit(topk, static_argnums=0)
@@ -208,15 +218,15 @@ def linear_kept_logprobs(
     """
     hidden, head = _check_product(hidden, head)
     num_targets = hidden.shape[0]
-    token_ids = checks.check_ids("token_ids", token_ids, (num_targets,))
-    kept_token_ids = checks.check_ids("kept_token_ids", kept_token_ids, (num_targets, "C"))
+    token_ids = check_ids("token_ids", token_ids, (num_targets,))
+    kept_token_ids = check_ids("kept_token_ids", kept_token_ids, (num_targets, "C"))
     if not 0 < kept_token_ids.shape[1] <= MAX_KEPT:
         raise ValueError(
             f"kept_token_ids names {kept_token_ids.shape[1]} ids for each row; it must be 1 to "
             f"{MAX_KEPT}: for more, linear_topk_logprobs reads the whole head"
         )
     if temperatures is not None:
-        temperatures = checks.check_temperatures(temperatures, num_targets)
+        temperatures = check_temperatures(temperatures, num_targets)
     place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size)
     definition = _definition(scale, soft_cap, logits_dtype)
     call = Call(definition, 0, False, place.shard)
@@ -226,7 +236,7 @@ def linear_kept_logprobs(
     bias = _check_bias(bias, head.shape[0])
     inputs = kept.Kept(hidden, head, bias, token_ids, kept_token_ids, temperatures)
     words = _words(inputs, head="vh")
-    return placement.run_inputs(place, _kept_of(call), inputs, words)
+    return split.run_inputs(place, _kept_of(call), inputs, words)
 
 
 @functools.cache
@@ -254,7 +264,7 @@ def _check_product(
         raise ValueError(f"head_axes = {axes!r} must be 'VH' for a head [V, H], or 'HV' for [H, V]")
     v, h = axes.index("V"), axes.index("H")
     hidden, head = (
-        checks.check_matrix(name, x, shape)
+        check_matrix(name, x, shape)
         for name, x, shape in (("hidden", hidden, "[N, H]"), ("head", head, f"[{', '.join(axes)}]"))
     )
     if hidden.dtype != head.dtype:
@@ -267,9 +277,9 @@ def _check_product(
             f"hidden has H = {hidden.shape[1]} and head {head.shape[h]}; head must be "
             f"[{', '.join(axes)}]: transpose it, or tell linear_topk_logprobs its head_axes"
         )
-    if not 0 < head.shape[v] <= checks.MAX_VOCABULARY:
+    if not 0 < head.shape[v] <= MAX_VOCABULARY:
         raise ValueError(
-            f"head has {head.shape[v]} tokens; it must have 1 to {checks.MAX_VOCABULARY}: split a "
+            f"head has {head.shape[v]} tokens; it must have 1 to {MAX_VOCABULARY}: split a "
             "larger one over several devices"
         )
     return hidden, head
@@ -278,7 +288,7 @@ def _check_product(
 def _check_bias(bias: AnyArray | None, width: int) -> jax.Array | None:
     if bias is None:
         return None
-    array = checks.check_floats("bias", bias)
+    array = check_floats("bias", bias)
     if array.shape != (width,):
         raise ValueError(f"bias has shape {list(array.shape)}; it must be [{width}], as the head")
     return array
@@ -294,10 +304,8 @@ def _definition(scale: float, soft_cap: float | None, logits_dtype: DTypeLike) -
             f"soft_cap = {soft_cap!r} must be a positive Python number, or None for no cap"
         )
     name = logits_dtype if isinstance(logits_dtype, str) else jnp.dtype(logits_dtype).name
-    if name not in checks.LOGITS_DTYPES:
-        raise ValueError(
-            f"logits_dtype = {name!r} must be one of {', '.join(checks.LOGITS_DTYPES)}"
-        )
+    if name not in LOGITS_DTYPES:
+        raise ValueError(f"logits_dtype = {name!r} must be one of {', '.join(LOGITS_DTYPES)}")
     cap = None if soft_cap is None else float(soft_cap)
     return Definition(float(scale), cap, name)
 

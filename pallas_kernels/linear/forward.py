@@ -15,14 +15,21 @@ from jax import lax
 
 from pallas_kernels.backends.answers import active_rows, answers, of_all_shards, usable_temperatures
 from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.contract.types import Rows, RowSums, TopkLogprobs, no_sums
-from pallas_kernels.linear import columns, read_columns
-from pallas_kernels.linear.plan import Plan, plan
+from pallas_kernels.contract.rows import Rows, RowSums, no_sums
+from pallas_kernels.contract.types import TopkLogprobs
+from pallas_kernels.linear import read_columns
+from pallas_kernels.linear.schedule import Plan, plan
 from pallas_kernels.linear.types import Call, Inputs, RowScale
-from pallas_kernels.lowering.blocks import Tree, barrier, map_blocks, pin_to_iteration, vary_like
-from pallas_kernels.lowering.platforms import lowered_for
-from pallas_kernels.meshes.vocab_shard import VocabShard
-from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.forms import (
+    Tree,
+    barrier,
+    logarithm,
+    map_blocks,
+    pin_to_iteration,
+    vary_like,
+)
+from pallas_kernels.meshes.placement import VocabShard
 
 
 class Found(NamedTuple):
@@ -174,7 +181,7 @@ def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
     local = named - shard.ids(width)[0]
     mine = (local >= 0) & (local < width)
     clipped = jnp.clip(local[:, 0], 0, width - 1)
-    guess = columns.given_logits(definition, hidden, head, bias, clipped)
+    guess = read_columns.given_logits(definition, hidden, head, bias, clipped)
     known = (named >= 0) & (named < shard.size(width))
     given = shard.across_sum(jnp.where(mine[:, 0], guess, 0))
     given = jnp.where(known[:, 0], given, jnp.nan)
@@ -196,8 +203,8 @@ def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
             *arrays,
             real,
             like=lambda *given: jnp.zeros_like(given[-1], jnp.int32),
-            cpu=functools.partial(columns.recount, definition, way.piece),
-            default=functools.partial(columns.recount, definition, way.elsewhere or way.piece),
+            cpu=functools.partial(read_columns.recount, definition, way.piece),
+            default=functools.partial(read_columns.recount, definition, way.elsewhere or way.piece),
         )
         return vary_like(real, given), vary_like(count, sums.num_larger)
 

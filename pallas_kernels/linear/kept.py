@@ -15,7 +15,7 @@ from pallas_kernels.backends.answers import usable_temperatures
 from pallas_kernels.linear.backward import like
 from pallas_kernels.linear.forward import inverse_temperatures
 from pallas_kernels.linear.types import Call, LinearKeptLogprobs
-from pallas_kernels.lowering.blocks import barrier, vary_like
+from pallas_kernels.lowering.forms import barrier, vary_like
 
 BLOCK_BYTES = 8 << 20  # of gathered head rows
 

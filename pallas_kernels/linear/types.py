@@ -1,4 +1,9 @@
-"""What the linear calls take, behind the door, and return.
+"""What the linear calls take, behind the door, and return; and what their logits are.
+
+    logits = round(soft_cap(scale * (hidden @ head.T) + bias))
+
+The product is accumulated in float32, all of the rest is float32, and `round` goes to the logits'
+dtype, once. `soft_cap(u)` is cap * tanh(u / cap), as in Gemma 2 (arXiv 2408.00118).
 
 Shapes: N rows of hidden states of size H, a head of V rows, R target rows, C ids a row.
 """
@@ -6,20 +11,112 @@ Shapes: N rows of hidden states of size H, a head of V rows, R target rows, C id
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.export import register_namedtuple_serialization
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.contract.types import AnyArray, Outputs
-from pallas_kernels.linear.definition import Definition
-from pallas_kernels.linear.plan import Plan
-from pallas_kernels.meshes.vocab_shard import VocabShard
+from pallas_kernels.contract.rows import Outputs
+from pallas_kernels.contract.types import AnyArray
+from pallas_kernels.linear.schedule import Plan
+from pallas_kernels.lowering.forms import barrier
+from pallas_kernels.meshes.placement import VocabShard
+
+
+class Definition(NamedTuple):
+    """What is static of the definition. Hashable."""
+
+    scale: float = 1.0
+    soft_cap: float | None = None  # None: there is none
+    logits_dtype: str = "float32"
+    transposed: bool = False  # the head is [H, W], not [W, H]
+
+    @property
+    def axis(self) -> int:
+        """The head's axis of tokens."""
+        return int(self.transposed)
+
+    def width(self, head: jax.Array) -> int:
+        """W."""
+        return head.shape[self.axis]
+
+    def logits(self, hidden: jax.Array, head: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """hidden [N, H], head, bias [W] -> [N, W] of the logits' dtype."""
+        u = self.before_cap(hidden, head, bias)
+        return self.capped(u).astype(self.logits_dtype)
+
+    def before_cap(self, hidden: jax.Array, head: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """scale * (hidden @ head.T) + bias: [N, W] float32."""
+        return self.moved(
+            product(hidden, head, 1 - self.axis), None if bias is None else bias[None]
+        )
+
+    def moved(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """scale * products + bias, float32 of shapes that broadcast."""
+        if self.scale != 1:
+            products = products * jnp.float32(self.scale)
+        return products if bias is None else products + bias.astype(jnp.float32)
+
+    def capped(self, u: jax.Array) -> jax.Array:
+        """soft_cap(u), float32."""
+        if self.soft_cap is None:
+            return u
+        cap = jnp.float32(self.soft_cap)
+        capped: jax.Array = cap * jnp.tanh(u / cap)
+        return capped
+
+    def slope(self, u: jax.Array) -> jax.Array:
+        """The derivative of soft_cap at u, float32."""
+        if self.soft_cap is None:
+            return jnp.ones_like(u)
+        return 1 - jnp.square(jnp.tanh(u / jnp.float32(self.soft_cap)))
+
+
+def product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """a [N, H] times b, summed over this axis of b: [N, W], accumulated in float32."""
+    found: jax.Array = lax.dot_general(
+        a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return found
+
+
+def head_rows(x: jax.Array, start: jax.Array, size: int, axis: int = 0) -> jax.Array:
+    """`size` rows of x, or of this axis, from `start` on, copied for this trip of a loop alone."""
+    # Else XLA would widen all of a bfloat16 head before the loop.
+    mine = barrier((x, start))[0]
+    rows: jax.Array = barrier(lax.dynamic_slice_in_dim(mine, start, size, axis))
+    return rows
+
+
+def stored(x: jax.Array) -> jax.Array:
+    """x as integers of its size if it has 16 bits, for an array that a loop updates in places.
+
+    XLA's CPU compiler would widen all of a bfloat16 array for each update, and round it again.
+    """
+    if x.dtype.itemsize == 4:
+        return x
+    bits: jax.Array = lax.bitcast_convert_type(x, jnp.uint16)
+    return bits
+
+
+def loaded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """What was `stored` of this dtype."""
+    values: jax.Array = lax.bitcast_convert_type(x, dtype)
+    return values
+
 
 # The arguments of the door by name: signatures print these, and not what they stand for.
 Hidden = Float[AnyArray, "N H"]
+
 HiddenOfRows = Float[AnyArray, "R H"]
+
 Head = Float[AnyArray, "V H"]
+
 EitherHead = Float[AnyArray, "V H"] | Float[AnyArray, "H V"]
+
 HeadBias = Float[AnyArray, " V"]
+
 KeptIds = Int32[AnyArray, "R C"]
 
 

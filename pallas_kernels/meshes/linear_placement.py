@@ -8,15 +8,17 @@ sharding known           explicit axes, or arrays that exist: the same on theirs
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from pallas_kernels.meshes.placement import Place, on_shard
-from pallas_kernels.meshes.split import (
+from pallas_kernels.meshes.placement import (
     AnyMesh,
+    AxisName,
     Layout,
     MeshAxes,
+    Place,
+    VocabShard,
     names_of,
     num_shards,
+    on_shard,
 )
-from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
 
 
 def placed(

@@ -4,27 +4,213 @@
     sharding known           explicit axes, or an array that exists: `shard_map` on its axes
     sharding not known yet   traced with automatic axes: asked for when the program is compiled
 
-In all of them every device reads its own part and only compact results travel.
+In all of them every device reads its own part (`split`) and only compact results travel. An array's
+axes are written as a word with a letter for each: "nv" are logits [N, V]. `Layout` says which mesh
+axes split n, the rows or slots, and v, the vocabulary. What other letters name is whole on every
+device.
 """
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.contract.types import Greedy, Rows, TopkLogprobs, skipped_like
-from pallas_kernels.meshes import split
-from pallas_kernels.meshes.split import AnyMesh, Layout, axis_name, names_of, num_shards
-from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
+AxisName = str | tuple[str, ...]  # one mesh axis, or several that split one dimension together
 
-Arrays = TypeVar("Arrays")
-Outputs = TypeVar("Outputs")
-Result = TypeVar("Result", TopkLogprobs, Greedy)
-ShardCall = Callable[[VocabShard, Rows], Result]  # one device's part of a call
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The vocabulary columns of a device, and reductions over those of all devices. Hashable.
+
+    Inside `jax.shard_map`, the shards of the mesh axis hold equally many, contiguous columns, in
+    order: shard i starts at id i * width. The last ones may end in padding columns.
+
+    Reductions take this device's columns as the last axis and give every device the result of all
+    of them. Their collectives carry one value a row.
+    """
+
+    axis_name: AxisName | None = None  # None: this device holds all columns
+    vocab_size: int | None = None  # V; None: there are no padding columns
+
+    def size(self, width: int) -> int:
+        """V, where each shard holds `width` columns. Raises ValueError if V does not fit them."""
+        columns: int = width if self.axis_name is None else width * lax.axis_size(self.axis_name)
+        if self.vocab_size is None:
+            return columns
+        if not 0 < self.vocab_size <= columns:
+            raise ValueError(
+                f"vocab_size = {self.vocab_size} is outside 1 .. {columns}, the number of columns "
+                "of all shards together"
+            )
+        return self.vocab_size
+
+    def ids(self, width: int) -> jax.Array:
+        """The token ids [width] int32 of this device's columns; from V on: padding."""
+        columns = jnp.arange(width, dtype=jnp.int32)
+        if self.axis_name is None:
+            return columns
+        return columns + lax.axis_index(self.axis_name) * width
+
+    def masked(self, logits: jax.Array) -> jax.Array:
+        """The logits [..., width] with -inf in padding columns."""
+        width = logits.shape[-1]
+        vocab_size = self.size(width)
+        if vocab_size == VocabShard(self.axis_name).size(width):
+            return logits  # there are none
+        real = (self.ids(width) < vocab_size).reshape((1,) * (logits.ndim - 1) + (width,))
+        return jnp.where(real, logits, jnp.asarray(-jnp.inf, logits.dtype))
+
+    def at(self, x: jax.Array, ids: jax.Array) -> jax.Array:
+        """x [..., width] float at one token id [...] each: [...]. NaN for an id outside [0, V)."""
+        return self.looked_up(
+            ids,
+            x.shape[-1],
+            lambda columns: jnp.take_along_axis(x, columns[..., None], axis=-1)[..., 0],
+        )
+
+    def looked_up(
+        self, ids: jax.Array, width: int, read: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """What `read` has of token ids [...]: float [...]. NaN for an id outside [0, V).
+
+        `read` takes columns [...] of this device's `width`; only those of ids that it holds count.
+        """
+        column = ids - self.ids(width)[0]
+        mine = (column >= 0) & (column < width)
+        found = read(jnp.clip(column, 0, width - 1))
+        # The others add 0, which changes neither an infinity nor a NaN.
+        found = self.across_sum(jnp.where(mine, found, jnp.zeros_like(found)))
+        known = (ids >= 0) & (ids < self.size(width))
+        return jnp.where(known, found, jnp.asarray(jnp.nan, found.dtype))
+
+    def named_logits(
+        self, logits: Float[Array, "N V"], rows: Int32[Array, " R"], ids: Int32[Array, "R C"]
+    ) -> Float32[Array, "R C"]:
+        """The logits [R, C] float32 of ids [R, C] in rows [R] of this device's columns [N, width].
+
+        NaN for an id outside [0, V). A row outside [0, N) is clamped.
+        """
+        at = jnp.clip(rows, 0, logits.shape[0] - 1)[:, None]
+        return self.looked_up(
+            ids, logits.shape[1], lambda columns: logits.at[at, columns].get().astype(jnp.float32)
+        )
+
+    def maximum(self, x: jax.Array) -> jax.Array:
+        """[..., width] -> [...]."""
+        return self.across_maximum(x.max(-1))
+
+    def minimum(self, x: jax.Array) -> jax.Array:
+        """[..., width] -> [...]."""
+        return self.across_minimum(x.min(-1))
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """[..., width] of any numeric dtype -> [...] of the same."""
+        return self.across_sum(x.sum(-1, dtype=x.dtype))
+
+    def any(self, x: jax.Array) -> jax.Array:
+        """[..., width] bool -> [...] bool."""
+        return self.maximum(x.astype(jnp.int32)) > 0
+
+    def across_maximum(self, local: jax.Array) -> jax.Array:
+        """The largest over the shards of one value each; the same shape."""
+        return self._across(lax.pmax, local)
+
+    def across_minimum(self, local: jax.Array) -> jax.Array:
+        """The smallest over the shards of one value each; the same shape."""
+        return self._across(lax.pmin, local)
+
+    def across_sum(self, local: jax.Array) -> jax.Array:
+        """The sum over the shards of one value each; the same shape."""
+        return self._across(lax.psum, local)
+
+    def gathered(self, local: jax.Array) -> jax.Array:
+        """The shards' values [...] in their order: [shards, ...]."""
+        if self.axis_name is None:
+            return local[None]
+        names = {self.axis_name} if isinstance(self.axis_name, str) else {*self.axis_name}
+        # Only `shard_map` keeps track of what varies; what the compiler splits itself does not.
+        tracked = names <= {*jax.sharding.get_abstract_mesh().manual_axes}
+        to = {"to": "invarying"} if tracked else {}
+        every: jax.Array = lax.all_gather(local, self.axis_name, **to)
+        return every
+
+    def _across(self, collective: Callable[..., jax.Array], local: jax.Array) -> jax.Array:
+        return local if self.axis_name is None else collective(local, self.axis_name)
+
+
+WHOLE = VocabShard()
+
+
+AnyMesh = Mesh | AbstractMesh  # the latter where a traced array tells
+
+MeshAxes = tuple[str, ...]  # of a mesh, that split one dimension together
+
+
+ROW, VOCABULARY, NAMED = "n", "v", "r"  # `NAMED`: rows that are named, whole on every device
+
+
+class Layout(NamedTuple):
+    """The mesh axes that split rows, and those that split the vocabulary."""
+
+    rows: MeshAxes = ()
+    vocabulary: MeshAxes = ()
+
+    def shard(self, vocab_size: int | None) -> VocabShard:
+        """What a device holds of the vocabulary."""
+        return VocabShard(axis_name(self.vocabulary), vocab_size)
+
+    def spec(self, word: str) -> PartitionSpec:
+        """How an array with these axes is"""
+        axes = {ROW: axis_name(self.rows), VOCABULARY: axis_name(self.vocabulary)}
+        return PartitionSpec(*(axes.get(letter) for letter in word))  # type: ignore[no-untyped-call]
+
+    def even(self, mesh: AnyMesh, word: str, shape: Sequence[int]) -> "Layout":
+        """Without the axes that do not divide an array of this shape: there it is gathered."""
+        sizes = dict(zip(word, shape, strict=True))
+
+        def dividing(axes: MeshAxes, letter: str) -> MeshAxes:
+            return axes if sizes.get(letter, 0) % num_shards(mesh, axes) == 0 else ()
+
+        return Layout(dividing(self.rows, ROW), dividing(self.vocabulary, VOCABULARY))
+
+
+def layout_of(sharding: Sharding, ndim: int) -> Layout:
+    """The layout of logits [N, ..., V] with this sharding."""
+    if not isinstance(sharding, NamedSharding):
+        return Layout()
+    spec = (*sharding.spec, *[None] * ndim)[:ndim]
+    return Layout(names_of(spec[0]), names_of(spec[-1]))
+
+
+def may_be_split(logits: jax.Array) -> bool:
+    """Whether the compiler may split these logits: traced, and all axes of the mesh automatic."""
+    if not isinstance(logits, jax.core.Tracer):
+        return False
+    types = jax.typeof(logits).sharding.mesh.axis_types
+    return all(kind == AxisType.Auto for kind in types)
+
+
+def names_of(axis: AxisName | None) -> MeshAxes:
+    """What is split over an axis, or several, or none, as a tuple."""
+    if isinstance(axis, str):
+        return (axis,)
+    return axis if isinstance(axis, tuple) else ()  # `UNCONSTRAINED` is neither
+
+
+def axis_name(axes: MeshAxes) -> AxisName | None:
+    """The mesh axes as collectives and partitions take them."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def num_shards(mesh: AnyMesh, axes: MeshAxes) -> int:
+    """Into how many parts the axes split a dimension."""
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 class Place(NamedTuple):
@@ -35,6 +221,11 @@ class Place(NamedTuple):
     vocab_size: int  # V
     padded: bool  # columns of padding follow
     unknown: bool = False  # how they are split is not known before the program is compiled
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this device holds all that the call reads, or is inside `shard_map`."""
+        return self.mesh is None and not self.unknown
 
     @property
     def shard(self) -> VocabShard:
@@ -57,16 +248,16 @@ def placed(
         return on_shard(name, width, vocab_size)
     size = VocabShard(None, vocab_size).size(width)
     found, layout = _sharding_of(logits)
-    may_be_split = split.may_be_split(logits)
+    unknown = may_be_split(logits)
     if mesh is not None:
         axes = names_of(name)
         if not {*axes} <= {*mesh.shape}:
             raise ValueError(f"axis_name = {name!r} is not an axis of the mesh {mesh.shape}")
         check_columns(width, num_shards(mesh, axes), axes)
-        if found is None and (mesh.size == num_shards(mesh, axes) or not may_be_split):
+        if found is None and (mesh.size == num_shards(mesh, axes) or not unknown):
             return Place(mesh, Layout((), axes), size, padded)  # nothing else can be split
     if found is None:
-        return Place(None, Layout(), size, padded, unknown=may_be_split)
+        return Place(None, Layout(), size, padded, unknown=unknown)
     check_columns(width, num_shards(found, layout.vocabulary), layout.vocabulary)
     return Place(found, layout, size, padded)
 
@@ -87,7 +278,7 @@ def on_shard(name: AxisName, width: int, vocab_size: int | None) -> Place:
         ) from None
 
 
-def check_columns(width: int, count: int, axes: split.MeshAxes) -> None:
+def check_columns(width: int, count: int, axes: MeshAxes) -> None:
     """A ValueError where `width` columns do not divide into `count` shards."""
     if width % count:
         raise ValueError(
@@ -100,105 +291,6 @@ def _sharding_of(logits: jax.Array) -> tuple[AnyMesh | None, Layout]:
     """The mesh and the layout of logits that tell them; None where they do not, or are whole."""
     is_traced = isinstance(logits, jax.core.Tracer)
     sharding = jax.typeof(logits).sharding if is_traced else logits.sharding
-    layout = split.layout_of(sharding, logits.ndim)
+    layout = layout_of(sharding, logits.ndim)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return (mesh, layout) if layout != Layout() else (None, layout)
-
-
-def run(place: Place, call: ShardCall[Result], rows: Rows) -> Result:
-    """`call(shard, rows)` on every device's part of the logits.
-
-    Args:
-      place: where the logits are.
-      call: the same object for equal calls, since compiled programs are kept by it. It takes this
-        device's `VocabShard` and rows, and skips a row whose id is outside [0, N).
-      rows: of the call.
-    """
-    if place.mesh is None and not place.unknown:
-        return call(place.shard, rows)
-    on_part = _on_own_rows(call, place.vocab_size if place.padded else None)
-    letter: str = split.ROW if rows.row_ids is None else split.NAMED
-    _, *others = jax.tree.leaves(rows)
-    words = ("nv", *(letter + "." * (x.ndim - 1) if x.ndim else "" for x in others))
-    if place.mesh is None:
-        found: Result = split.where_compiled(on_part, rows, words, letter)
-    else:
-        found = split.program_on_mesh(on_part, place.mesh, place.layout, words, letter)(rows)
-    return found
-
-
-def run_inputs(
-    place: Place, call: split.Call[Arrays, Outputs], inputs: Arrays, words: split.Words
-) -> Outputs:
-    """`call(layout, inputs)` on every device's part of the inputs.
-
-    Args:
-      place: where they are.
-      call: the same object for equal calls. Its results start with the axis of rows.
-      inputs: a tree of arrays.
-      words: their axes, as `split` has them.
-    """
-    if place.mesh is None:
-        return call(place.layout, inputs)
-    found: Outputs = split.program_on_mesh(call, place.mesh, place.layout, words)(inputs)
-    return found
-
-
-@functools.cache
-def _on_own_rows(
-    call: ShardCall[Result], vocab_size: int | None
-) -> Callable[[Layout, Rows], Result]:
-    """The call on this device's rows, for `split`; always the same object.
-
-    Without row_ids, all arrays of target rows are the device's own part too, and so is the result.
-    With row_ids they, and the result, are the same on every device.
-    """
-
-    def on_own_rows(layout: Layout, rows: Rows) -> Result:
-        shard, count = layout.shard(vocab_size), rows.logits.shape[0]
-        if rows.row_ids is None:
-            return call(shard, rows._replace(num_rows=own_num_rows(layout, rows.num_rows, count)))
-        if not layout.rows:
-            return call(shard, rows)
-        row_ids = rows.row_ids - lax.axis_index(layout.rows) * count
-        mine = (row_ids >= 0) & (row_ids < count)
-        if rows.num_rows is not None:
-            mine &= jnp.arange(rows.num_targets, dtype=jnp.int32) < rows.num_rows
-        # The device's own target rows come first, so that it works on no others.
-        order = jnp.argsort(~mine, stable=True)
-        # Every array of target rows, in this order: the logits' place holds none of theirs.
-        targets = rows._replace(logits=mine, row_ids=jnp.where(mine, row_ids, -1), num_rows=None)
-        ordered: Rows = jax.tree.map(lambda x: x[order], targets)
-        ordered = ordered._replace(logits=rows.logits, num_rows=mine.sum(dtype=jnp.int32))
-        return _of_all_devices(call(shard, ordered), mine, jnp.argsort(order), layout)
-
-    return on_own_rows
-
-
-def own_num_rows(layout: Layout, num_rows: jax.Array | None, count: int) -> jax.Array | None:
-    """How many of this device's `count` rows are among the first num_rows of all devices'."""
-    if num_rows is None or not layout.rows:
-        return num_rows
-    return jnp.clip(num_rows - lax.axis_index(layout.rows) * count, 0, count)
-
-
-def _of_all_devices(found: Result, mine: jax.Array, place: jax.Array, layout: Layout) -> Result:
-    """Each target row's results, from the device that has its row of logits.
-
-    Args:
-      found: this device's, in an order of its own.
-      mine: [R] bool, which target rows are this device's.
-      place: [R] int32, where each target row's results are.
-      layout: how the rows are split.
-    """
-    over_rows = VocabShard(axis_name(layout.rows))
-    somewhere = over_rows.across_sum(mine.astype(jnp.int32)) > 0
-
-    def joined(x: jax.Array, of_skipped: jax.Array) -> jax.Array:
-        shape = (-1,) + (1,) * (x.ndim - 1)
-        own = jnp.where(mine.reshape(shape), x[place], jnp.zeros_like(x))
-        return jnp.where(somewhere.reshape(shape), over_rows.across_sum(own), of_skipped)
-
-    assert isinstance(found, TopkLogprobs)
-    outputs: Result = jax.tree.map(joined, found, skipped_like(found))
-    return outputs

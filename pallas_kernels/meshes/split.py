@@ -1,91 +1,47 @@
-"""Calls by every device on its own part of the arrays: all that is known of how JAX splits them.
+"""Calls by every device on its own part of the arrays, of topk, linear and sampling.
 
-An array's axes are written as a word with a letter for each: "nv" are logits [N, V]. `Layout` says
-which mesh axes split n, the rows or slots, and v, the vocabulary. What other letters name is whole
-on every device.
+Explicit axes are part of an array's type, so a function that mixes split and whole arrays would
+have to name a sharding at every step. Each device computes on its own rows and columns instead.
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
-from pallas_kernels.lowering.implementation import kept
-from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
+from pallas_kernels.contract.rows import Rows, skipped_like
+from pallas_kernels.contract.types import Greedy, TopkLogprobs
+from pallas_kernels.lowering.choose import kept
+from pallas_kernels.meshes.placement import (
+    NAMED,
+    ROW,
+    VOCABULARY,
+    AnyMesh,
+    AxisName,
+    Layout,
+    MeshAxes,
+    Place,
+    VocabShard,
+    axis_name,
+    layout_of,
+    may_be_split,
+    names_of,
+)
 
-AnyMesh = Mesh | AbstractMesh  # the latter where a traced array tells
-MeshAxes = tuple[str, ...]  # of a mesh, that split one dimension together
 Arrays = TypeVar("Arrays")  # a tree of arrays
 Words = tuple[str, ...]  # the axes of a tree's arrays, in their order
 Result = TypeVar("Result")  # a tree of arrays
-ROW, VOCABULARY, NAMED = "n", "v", "r"  # `NAMED`: rows that are named, whole on every device
-
-
-class Layout(NamedTuple):
-    """The mesh axes that split rows, and those that split the vocabulary."""
-
-    rows: MeshAxes = ()
-    vocabulary: MeshAxes = ()
-
-    def shard(self, vocab_size: int | None) -> VocabShard:
-        """What a device holds of the vocabulary."""
-        return VocabShard(axis_name(self.vocabulary), vocab_size)
-
-    def spec(self, word: str) -> PartitionSpec:
-        """How an array with these axes is split."""
-        axes = {ROW: axis_name(self.rows), VOCABULARY: axis_name(self.vocabulary)}
-        return PartitionSpec(*(axes.get(letter) for letter in word))  # type: ignore[no-untyped-call]
-
-    def even(self, mesh: AnyMesh, word: str, shape: Sequence[int]) -> "Layout":
-        """Without the axes that do not divide an array of this shape: there it is gathered."""
-        sizes = dict(zip(word, shape, strict=True))
-
-        def dividing(axes: MeshAxes, letter: str) -> MeshAxes:
-            return axes if sizes.get(letter, 0) % num_shards(mesh, axes) == 0 else ()
-
-        return Layout(dividing(self.rows, ROW), dividing(self.vocabulary, VOCABULARY))
-
-
-def layout_of(sharding: Sharding, ndim: int) -> Layout:
-    """The layout of logits [N, ..., V] with this sharding."""
-    if not isinstance(sharding, NamedSharding):
-        return Layout()
-    spec = (*sharding.spec, *[None] * ndim)[:ndim]
-    return Layout(names_of(spec[0]), names_of(spec[-1]))
-
-
-def may_be_split(logits: jax.Array) -> bool:
-    """Whether the compiler may split these logits: traced, and all axes of the mesh automatic."""
-    if not isinstance(logits, jax.core.Tracer):
-        return False
-    types = jax.typeof(logits).sharding.mesh.axis_types
-    return all(kind == AxisType.Auto for kind in types)
-
-
-def names_of(axis: AxisName | None) -> MeshAxes:
-    """What is split over an axis, or several, or none, as a tuple."""
-    if isinstance(axis, str):
-        return (axis,)
-    return axis if isinstance(axis, tuple) else ()  # `UNCONSTRAINED` is neither
-
-
-def axis_name(axes: MeshAxes) -> AxisName | None:
-    """The mesh axes as collectives and partitions take them."""
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def num_shards(mesh: AnyMesh, axes: MeshAxes) -> int:
-    """Into how many parts the axes split a dimension."""
-    return math.prod(mesh.shape[axis] for axis in axes)
+Found = TypeVar("Found", TopkLogprobs, Greedy)
+BySlot = TypeVar("BySlot")  # a tree of arrays [B, ...]
 
 
 Call = Callable[[Layout, Arrays], Result]  # one device's part, of arrays that are split so
@@ -245,3 +201,155 @@ def _factors(kind: str, words: list[str]) -> tuple[ArrayMapping, ...]:
         return ArrayMapping(*own)  # type: ignore[no-untyped-call]
 
     return tuple(factors(index, word) for index, word in enumerate(words))
+
+
+ShardCall = Callable[[VocabShard, Rows], Found]  # one device's part of a call
+
+
+def run(place: Place, call: ShardCall[Found], rows: Rows) -> Found:
+    """`call(shard, rows)` on every device's part of the logits.
+
+    Args:
+      place: where the logits are.
+      call: the same object for equal calls, since compiled programs are kept by it. It takes this
+        device's `VocabShard` and rows, and skips a row whose id is outside [0, N).
+      rows: of the call.
+    """
+    if place.is_here:
+        return call(place.shard, rows)
+    on_part = _on_own_rows(call, place.vocab_size if place.padded else None)
+    letter: str = ROW if rows.row_ids is None else NAMED
+    _, *others = jax.tree.leaves(rows)
+    words = ("nv", *(letter + "." * (x.ndim - 1) if x.ndim else "" for x in others))
+    if place.mesh is None:
+        found: Found = where_compiled(on_part, rows, words, letter)
+    else:
+        found = program_on_mesh(on_part, place.mesh, place.layout, words, letter)(rows)
+    return found
+
+
+def run_inputs(place: Place, call: Call[Arrays, Result], inputs: Arrays, words: Words) -> Result:
+    """`call(layout, inputs)` on every device's part of the inputs.
+
+    Args:
+      place: where they are.
+      call: the same object for equal calls. Its results start with the axis of rows.
+      inputs: a tree of arrays.
+      words: their axes, as `split` has them.
+    """
+    if place.mesh is None:
+        return call(place.layout, inputs)
+    found: Result = program_on_mesh(call, place.mesh, place.layout, words)(inputs)
+    return found
+
+
+@functools.cache
+def _on_own_rows(call: ShardCall[Found], vocab_size: int | None) -> Callable[[Layout, Rows], Found]:
+    """The call on this device's rows, for `split`; always the same object.
+
+    Without row_ids, all arrays of target rows are the device's own part too, and so is the result.
+    With row_ids they, and the result, are the same on every device.
+    """
+
+    def on_own_rows(layout: Layout, rows: Rows) -> Found:
+        shard, count = layout.shard(vocab_size), rows.logits.shape[0]
+        if rows.row_ids is None:
+            return call(shard, rows._replace(num_rows=own_num_rows(layout, rows.num_rows, count)))
+        if not layout.rows:
+            return call(shard, rows)
+        row_ids = rows.row_ids - lax.axis_index(layout.rows) * count
+        mine = (row_ids >= 0) & (row_ids < count)
+        if rows.num_rows is not None:
+            mine &= jnp.arange(rows.num_targets, dtype=jnp.int32) < rows.num_rows
+        # The device's own target rows come first, so that it works on no others.
+        order = jnp.argsort(~mine, stable=True)
+        # Every array of target rows, in this order: the logits' place holds none of theirs.
+        targets = rows._replace(logits=mine, row_ids=jnp.where(mine, row_ids, -1), num_rows=None)
+        ordered: Rows = jax.tree.map(lambda x: x[order], targets)
+        ordered = ordered._replace(logits=rows.logits, num_rows=mine.sum(dtype=jnp.int32))
+        return _of_all_devices(call(shard, ordered), mine, jnp.argsort(order), layout)
+
+    return on_own_rows
+
+
+def own_num_rows(layout: Layout, num_rows: jax.Array | None, count: int) -> jax.Array | None:
+    """How many of this device's `count` rows are among the first num_rows of all devices'."""
+    if num_rows is None or not layout.rows:
+        return num_rows
+    return jnp.clip(num_rows - lax.axis_index(layout.rows) * count, 0, count)
+
+
+def _of_all_devices(found: Found, mine: jax.Array, place: jax.Array, layout: Layout) -> Found:
+    """Each target row's results, from the device that has its row of logits.
+
+    Args:
+      found: this device's, in an order of its own.
+      mine: [R] bool, which target rows are this device's.
+      place: [R] int32, where each target row's results are.
+      layout: how the rows are split.
+    """
+    over_rows = VocabShard(axis_name(layout.rows))
+    somewhere = over_rows.across_sum(mine.astype(jnp.int32)) > 0
+
+    def joined(x: jax.Array, of_skipped: jax.Array) -> jax.Array:
+        shape = (-1,) + (1,) * (x.ndim - 1)
+        own = jnp.where(mine.reshape(shape), x[place], jnp.zeros_like(x))
+        return jnp.where(somewhere.reshape(shape), over_rows.across_sum(own), of_skipped)
+
+    assert isinstance(found, TopkLogprobs)
+    outputs: Found = jax.tree.map(joined, found, skipped_like(found))
+    return outputs
+
+
+class Split(NamedTuple):
+    """What a caller says of how the vocabulary of logits is split."""
+
+    mesh: Mesh | None = None  # outside `shard_map`, that of `axis_name`
+    axis_name: AxisName | None = None  # (): all columns are here, and nothing need be asked
+    vocab_size: int | None = None  # V where columns of padding follow
+
+
+def on_own_part(
+    call: Callable[[VocabShard, Arrays, BySlot], Result],
+    logits: Arrays,
+    by_slot: BySlot,
+    how: Split,
+) -> Result:
+    """`call(shard, logits, by_slot)`, by each device on its own slots and columns.
+
+    Args:
+      call: its results start with the axis B, and are the same on every vocabulary shard.
+      logits: arrays [B, ..., V] that are split alike; the first one's type tells how. The axes
+        between B and V are gathered if they are split.
+      by_slot: arrays [B, ...].
+      how: the mesh axis that splits the columns, where the caller knows; slots are whole then.
+        Without, the logits' type tells, or with automatic axes the compiler; then `call` closes
+        over no traced value.
+
+    Returns:
+      The results, split by slots as the logits are.
+    """
+    first = jax.tree.leaves(logits)[0]
+    arrays = (logits, by_slot)
+    words = (
+        *("n" + "." * (x.ndim - 2) + "v" for x in jax.tree.leaves(logits)),
+        *("n" + "." * (x.ndim - 1) for x in jax.tree.leaves(by_slot)),
+    )
+
+    def of_part(layout: Layout, arrays: tuple[Arrays, BySlot]) -> Result:
+        return call(layout.shard(how.vocab_size), *arrays)
+
+    if how.mesh is not None:
+        assert how.axis_name
+        layout, manual = Layout((), names_of(how.axis_name)), how.mesh.axis_names
+        return on_mesh(of_part, how.mesh, layout, arrays, words, manual=manual)
+    if how.axis_name:
+        return call(VocabShard(how.axis_name, how.vocab_size), logits, by_slot)
+    sharding = jax.typeof(first).sharding
+    if first.ndim >= 2 and AxisType.Explicit in sharding.mesh.axis_types:
+        layout = layout_of(sharding, first.ndim)
+        if layout != Layout():
+            return on_mesh(of_part, sharding.mesh, layout, arrays, words)
+    elif how == Split() and may_be_split(first):
+        return where_compiled(of_part, arrays, words)
+    return of_part(Layout(), arrays)

@@ -16,10 +16,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.backends.groups import inverse_temperature
-from pallas_kernels.lowering.blocks import vary_like
-from pallas_kernels.meshes.vocab_shard import VocabShard
+from pallas_kernels.lowering.forms import logarithm, vary_like
+from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
 

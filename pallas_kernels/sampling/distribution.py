@@ -18,8 +18,8 @@ from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Greedy
-from pallas_kernels.lowering.blocks import map_blocks, vary_like
-from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
+from pallas_kernels.lowering.forms import map_blocks, vary_like
+from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling import cut_search, parameters, row_cuts, row_read
 from pallas_kernels.sampling.parameters import Sampling, Truncation, compacted, scattered
 from pallas_kernels.sampling.row_read import RowRead

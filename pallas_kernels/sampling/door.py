@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.contract.checks import LOGITS_DTYPES
+from pallas_kernels.contract.rows import LOGITS_DTYPES
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.types import CompactQ, Drafts

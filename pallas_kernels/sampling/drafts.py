@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.backends.groups import inverse_temperature
-from pallas_kernels.meshes.own_part import Split, on_own_part
-from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
-from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.lowering.forms import logarithm
+from pallas_kernels.meshes.placement import AxisName, VocabShard
+from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.random_draws import DRAFT, Source, best, gumbel
 from pallas_kernels.sampling import door, exact_sums, row_cuts
 from pallas_kernels.sampling.parameters import Sampling

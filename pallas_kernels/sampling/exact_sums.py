@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.meshes.vocab_shard import VocabShard
-from pallas_kernels.numbers.pieces import summed
+from pallas_kernels.lowering.forms import summed
+from pallas_kernels.meshes.placement import VocabShard
 
 Mass = tuple[jax.Array, ...]  # digits [...] uint32, the highest first; all but it below 2**b
 

@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends import answers
 from pallas_kernels.contract.changes import Changes, apply, of_columns, of_rows
-from pallas_kernels.contract.checks import check_changes
-from pallas_kernels.lowering.blocks import map_blocks, vary_like
-from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
+from pallas_kernels.contract.rows import check_changes
+from pallas_kernels.lowering.forms import map_blocks, vary_like
+from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling.parameters import Truncation
 
 MAX_KEPT = 1024  # token ids of a row; more are a mark

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from pallas_kernels.backends.groups import keeps
-from pallas_kernels.lowering.blocks import vary_like
-from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.lowering.forms import logarithm, vary_like
 
 
 class Sampling(NamedTuple):

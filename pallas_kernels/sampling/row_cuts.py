@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from pallas_kernels.lowering.platforms import lowered_for
+from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.forms import at_place, largest_and_first, logarithm, summed
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.numbers.logarithm import logarithm
-from pallas_kernels.numbers.pieces import at_place, largest_and_first, summed
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import (
     Sampling,

@@ -23,11 +23,9 @@ from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import WIDTH, Drawn, GroupSums, RowsToDraw, keeps
 from pallas_kernels.backends.xla.group_sums import sums_of_groups
-from pallas_kernels.lowering.blocks import vary_like
+from pallas_kernels.lowering.forms import at_place, vary_like
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.numbers.gumbel import log_of
-from pallas_kernels.numbers.pieces import at_place
-from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel
+from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
 from pallas_kernels.sampling.row_read import RowRead, num_candidates, scaled
 from pallas_kernels.sampling.rows import GroupedRows

@@ -15,17 +15,17 @@ from pallas_kernels.backends.groups import FEW as FEW_CANDIDATES
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import WIDTH, GroupSums, inverse_temperature
 from pallas_kernels.backends.xla.groups import larger_than
-from pallas_kernels.contract.types import Greedy, Outputs, Rows, RowSums, TopkLogprobs
-from pallas_kernels.lowering.blocks import vary_like
-from pallas_kernels.meshes.own_part import Split, on_own_part
-from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
+from pallas_kernels.contract.rows import Outputs, Rows, RowSums
+from pallas_kernels.contract.types import Greedy, TopkLogprobs
+from pallas_kernels.lowering.forms import largest_and_first, logarithm, vary_like
+from pallas_kernels.meshes.placement import AxisName, VocabShard
+from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.numbers.logarithm import logarithm
-from pallas_kernels.numbers.pieces import largest_and_first
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import RowsRead
+from pallas_kernels.topk.call import topk_of_whole_rows
 
 
 class RowRead(NamedTuple):
@@ -103,7 +103,7 @@ def read_greedy(rows: GroupedRows, k: int) -> tuple[RowRead, Greedy]:
     Returns:
       The read, and the greedy choice.
     """
-    found = reads.topk_logprobs(None, Outputs(max(k, 1), top_logits=True), Rows(rows.logits))
+    found = topk_of_whole_rows(None, Outputs(max(k, 1), top_logits=True), Rows(rows.logits))
     assert found.top_logits is not None
     number, log_sum = len(rows.logits), -found.logprobs[:, 0]  # of the largest logit, which is m
     padding = ((0, 0), (0, min(max(k, MANY_CANDIDATES), rows.vocab_size) - max(k, 1)))

@@ -29,8 +29,8 @@ from pallas_kernels.backends.xla.kept_groups import KeptGroups
 from pallas_kernels.backends.xla.selection import top_k
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.lowering.blocks import barrier, vary_like
-from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
+from pallas_kernels.lowering.forms import barrier, vary_like
+from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
 
 @dataclass(frozen=True)

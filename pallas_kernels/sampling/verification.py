@@ -20,13 +20,13 @@ from pallas_kernels.backends import answers
 from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import keeps
 from pallas_kernels.contract.changes import Changes, apply, apply_at, of_rows
-from pallas_kernels.contract.checks import check_changes, check_k
-from pallas_kernels.contract.types import Greedy, Rows
-from pallas_kernels.lowering.platforms import lowered_for
-from pallas_kernels.meshes.own_part import Split, on_own_part
-from pallas_kernels.meshes.vocab_shard import WHOLE, AxisName, VocabShard
+from pallas_kernels.contract.rows import Rows, check_changes, check_k
+from pallas_kernels.contract.types import Greedy
+from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.forms import at_place
+from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
+from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.numbers.pieces import at_place
 from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
 from pallas_kernels.sampling import door, row_read
 from pallas_kernels.sampling.distribution import cuts

@@ -15,9 +15,9 @@ import numpy as np
 from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import Drawn, Part, Read, RowsToDraw, Top
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.types import Outputs, Rows, TopkLogprobs
-from pallas_kernels.lowering.implementation import use_implementation
-from pallas_kernels.lowering.obstacles import Implementation
+from pallas_kernels.contract.rows import Outputs, Rows
+from pallas_kernels.contract.types import TopkLogprobs
+from pallas_kernels.lowering.choose import Implementation, use_implementation
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.rows import GroupedRows
@@ -25,6 +25,7 @@ from pallas_kernels.sampling.types import CompactQ, Drafts
 from pallas_kernels.sampling.verification import verify
 from pallas_kernels.testing import draws, oracle
 from pallas_kernels.testing.shapes import Shape
+from pallas_kernels.topk.call import topk_of_whole_rows
 
 ORACLE_ROWS = 8  # that are compared with float64; all rows are with XLA
 SUM_ERROR = 3e-6  # of a group's sum, relative: see docs/kernels.md, "Where the error comes from"
@@ -62,7 +63,7 @@ def by_name(name: Implementation) -> Kernels:
             return read.num_larger(logits, maxima, token_ids)
 
     return Kernels(
-        topk=lambda rows, outputs: read.topk_logprobs(name, outputs, rows),
+        topk=lambda rows, outputs: topk_of_whole_rows(name, outputs, rows),
         groups=functools.partial(read.read_groups, implementation=name),
         candidates=candidates,
         draw=drawn,
@@ -128,7 +129,7 @@ def check_edges(kernels: Kernels, shape: Shape) -> None:
 def _check(kernels: Kernels, rows: Rows, outputs: Outputs, greedy: bool) -> None:
     """All rows against XLA, some against float64."""
     found = jax.jit(lambda rows: kernels.topk(rows, outputs))(rows)
-    by_xla = jax.jit(lambda rows: read.topk_logprobs("xla", outputs, rows))(rows)
+    by_xla = jax.jit(lambda rows: topk_of_whole_rows("xla", outputs, rows))(rows)
     for name in ("token_ids", "token_ranks", "top_logits"):
         if getattr(found, name) is not None:
             np.testing.assert_array_equal(

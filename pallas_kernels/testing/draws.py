@@ -1,7 +1,7 @@
 """Draws of a token by groups, in float64 NumPy: what a kernel that draws is compared with.
 
-The random words are those of `numbers.threefry`, which have a test of their own; the rest shares
-nothing with the code under test.
+The random words are those of `numbers.random_draws`, which have a test of their own; the rest
+shares nothing with the code under test.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.backends.groups import WIDTH as GROUP_WIDTH
 from pallas_kernels.backends.groups import RowsToDraw
-from pallas_kernels.numbers.threefry import word as threefry_word
+from pallas_kernels.numbers.random_draws import threefry_word
 
 PURPOSES = (3, 1)  # of the noise of groups, of tokens
 

@@ -4,34 +4,47 @@ from __future__ import annotations  # signatures print as they stand here
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import jax
 from jax.sharding import Mesh
 
-from pallas_kernels.backends import answers, read
-from pallas_kernels.backends.greedy import greedy
+from pallas_kernels.backends import answers
+from pallas_kernels.backends.greedy import greedy, greedy_of_rows
+from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract import changes as of_logits
-from pallas_kernels.contract import checks
+from pallas_kernels.contract.rows import (
+    Outputs,
+    Rows,
+    RowSums,
+    check_changes,
+    check_ids,
+    check_k,
+    check_logits,
+    check_options,
+    is_inclusive,
+    skipped_rows,
+)
 from pallas_kernels.contract.types import (
     Biases,
     BiasIds,
     BitMask,
     IdTable,
     Logits,
-    Outputs,
     RankTies,
     RowCount,
     RowFloats,
     RowIds,
-    Rows,
     TopkLogprobs,
-    is_inclusive,
-    skipped_rows,
 )
-from pallas_kernels.lowering.implementation import resolved
-from pallas_kernels.lowering.obstacles import Implementation
-from pallas_kernels.meshes import placement
-from pallas_kernels.meshes.vocab_shard import AxisName, VocabShard
+from pallas_kernels.lowering.choose import (
+    Implementation,
+    kernel_is_faster,
+    kernels_or_xla,
+    resolved,
+)
+from pallas_kernels.meshes import split
+from pallas_kernels.meshes.placement import WHOLE, AxisName, Place, VocabShard, placed
 from pallas_kernels.topk.derivatives import transformable
 
 
@@ -125,24 +138,21 @@ def topk_logprobs(
       TypeError, ValueError: a shape, a dtype, k or the implementation's name is not as above.
       NotImplementedError: the chosen implementation cannot run here; the message says why.
     """
-    logits = checks.check_logits(logits)
-    token_ids = checks.check_ids("token_ids", token_ids, ("R",))
-    num_targets = token_ids.shape[0]
-    place = placement.placed(logits, axis_name, mesh, vocab_size)
-    k = checks.check_k(k, place.vocab_size)
-    if row_ids is None:
-        checks.check_num_targets(num_targets, logits.shape[0])
-    else:
-        row_ids = checks.check_ids("row_ids", row_ids, (num_targets,))
-    num_rows, temperatures, extra_token_ids = checks.check_options(
-        num_rows, temperatures, extra_token_ids, num_targets
-    )
-    changes = checks.check_changes(allowed, bias_token_ids, bias, num_targets, place.vocab_size)
+    logits = check_logits(logits)
+    token_ids = check_ids("token_ids", token_ids, ("R",))
+    if row_ids is not None:
+        row_ids = check_ids("row_ids", row_ids, token_ids.shape)
+    elif token_ids.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"token_ids has {token_ids.shape[0]} entries but logits has {logits.shape[0]} rows; "
+            "pass row_ids to say which row each token belongs to"
+        )
+    place = placed(logits, axis_name, mesh, vocab_size)
     outputs = Outputs(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
-    if num_targets == 0 or logits.shape[0] == 0:  # no row to read: nothing to compile for
-        return _skipped(outputs, num_targets, extra_token_ids)
-    rows = Rows(logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
-    return _run(place, implementation, outputs, rows)
+    options = num_rows, temperatures, extra_token_ids
+    changes = allowed, bias_token_ids, bias
+    rows = Rows(logits, token_ids, row_ids)
+    return _run(place, implementation, outputs, rows, options, changes)
 
 
 def greedy_topk_logprobs(
@@ -175,32 +185,38 @@ def greedy_topk_logprobs(
 
     Args, Returns, Raises: as `topk_logprobs`, with R = N.
     """
-    logits = checks.check_logits(logits)
-    num_targets = logits.shape[0]
-    place = placement.placed(logits, axis_name, mesh, vocab_size)
-    k = checks.check_k(k, place.vocab_size)
-    num_rows, temperatures, extra_token_ids = checks.check_options(
-        num_rows, temperatures, extra_token_ids, num_targets
-    )
-    changes = checks.check_changes(allowed, bias_token_ids, bias, num_targets, place.vocab_size)
+    logits = check_logits(logits)
+    place = placed(logits, axis_name, mesh, vocab_size)
     outputs = Outputs(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
-    if num_targets == 0:
-        return _skipped(outputs, num_targets, extra_token_ids)
-    rows = Rows(logits, None, None, num_rows, temperatures, extra_token_ids, changes)
-    return _run(place, implementation, outputs, rows)
-
-
-def _skipped(outputs: Outputs, num_targets: int, extra_token_ids: jax.Array | None) -> TopkLogprobs:
-    """The results of a call that reads no row."""
-    num_extra = 0 if extra_token_ids is None else extra_token_ids.shape[1]
-    return skipped_rows(num_targets, outputs, num_extra)
+    options = num_rows, temperatures, extra_token_ids
+    changes = allowed, bias_token_ids, bias
+    return _run(place, implementation, outputs, Rows(logits), options, changes)
 
 
 def _run(
-    place: placement.Place, implementation: Implementation | None, outputs: Outputs, rows: Rows
+    place: Place,
+    implementation: Implementation | None,
+    outputs: Outputs,
+    rows: Rows,
+    options: tuple[RowCount | None, RowFloats | None, IdTable | None],
+    changes: tuple[BitMask | None, BiasIds | None, Biases | None],
 ) -> TopkLogprobs:
-    """The call where its logits are."""
-    run = functools.partial(placement.run, place, own_part(resolved(implementation), outputs))
+    """The call where its logits are, with its options, and its changes of logits, checked here."""
+    num_targets = rows.num_targets
+    outputs = outputs._replace(k=check_k(outputs.k, place.vocab_size))
+    num_rows, temperatures, extra_token_ids = check_options(*options, num_targets)
+    rows = rows._replace(
+        num_rows=num_rows,
+        temperatures=temperatures,
+        extra_token_ids=extra_token_ids,
+        changes=check_changes(*changes, num_targets, place.vocab_size),
+    )
+    if num_targets == 0 or rows.logits.shape[0] == 0:  # no row to read: nothing to compile for
+        return skipped_rows(num_targets, outputs, rows.extra_ids.shape[1])
+    part = own_part(resolved(implementation), outputs)
+    if place.is_here:
+        return part(place.shard, rows)
+    run = functools.partial(split.run, place, part)
     # What the compiler asks for later has no derivative: here it gets one.
     return transformable(run, place.shard)(rows) if place.unknown else run(rows)
 
@@ -232,10 +248,77 @@ def _of_shard(
         if shard.size(width) < width:
             changes = answers.changes_of(rows.changes, shard, width)
             rows = rows._replace(logits=shard.masked(rows.logits), changes=changes)
-        return read.topk_logprobs(implementation, outputs, rows)
+        return topk_of_whole_rows(implementation, outputs, rows)
     if rows.token_ids is None:
         changed = of_logits.apply(rows.logits, answers.changes_of(rows.changes, shard, width))
         chosen = greedy(changed, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
         rows = rows._replace(token_ids=chosen.token_ids)
-    row_sums = functools.partial(read.row_sums, implementation)
-    return answers.topk_logprobs(row_sums, rows, outputs, shard)
+    return answers.topk_logprobs(functools.partial(row_sums, implementation), rows, outputs, shard)
+
+
+def topk_of_whole_rows(
+    implementation: Implementation | None, outputs: Outputs, rows: Rows
+) -> TopkLogprobs:
+    """`pallas_kernels.topk_logprobs` of whole rows; without token ids, of the greedy choice.
+
+    The GPU kernels write the answers themselves, in their pass 2. The choice is found with the
+    rest in one read, but by XLA: there, and for inclusive ranks, it takes a read of its own.
+    """
+    if rows.token_ids is None and outputs.inclusive:
+        chosen = greedy_of_rows(rows.logits, of_logits.prepared(rows.changes, rows.logits.shape[1]))
+        rows = rows._replace(token_ids=chosen.token_ids)
+    is_greedy = rows.token_ids is None
+
+    def from_sums(row_sums: answers.ReadRows, rows: Rows) -> TopkLogprobs:
+        if is_greedy:
+            return answers.greedy_topk_logprobs(row_sums, rows, outputs)
+        return answers.topk_logprobs(row_sums, rows, outputs, WHOLE)
+
+    def by_kernels(kernels: ModuleType, rows: Rows) -> TopkLogprobs:
+        whole = getattr(kernels, "topk_logprobs", None)
+        if whole is not None and rows.changes is None:
+            found: TopkLogprobs = whole(rows, outputs)
+            return found
+        return from_sums(kernels.row_sums, rows)
+
+    def by_xla(rows: Rows) -> TopkLogprobs:
+        if is_greedy:
+            changes = of_logits.prepared(rows.changes, rows.logits.shape[1])
+            chosen = greedy_of_rows(rows.logits, changes)
+            rows = rows._replace(token_ids=chosen.token_ids)
+        return answers.topk_logprobs(xla.row_sums, rows, outputs, WHOLE)
+
+    return kernels_or_xla(
+        "rows",
+        by_kernels,
+        by_xla,
+        rows,
+        logits=rows.logits,
+        implementation=implementation,
+        # The choice is a top 1.
+        faster_on_tpu=_faster_on_tpu(rows, max(outputs.k, 1) if is_greedy else outputs.k),
+    )
+
+
+def row_sums(
+    implementation: Implementation | None, rows: Rows, selected: jax.Array, outputs: Outputs
+) -> RowSums:
+    """`answers.ReadRows` of a part of the columns."""
+    found: RowSums = kernels_or_xla(
+        "rows",
+        lambda kernels, rows, selected: kernels.row_sums(rows, selected, outputs),
+        lambda rows, selected: xla.row_sums(rows, selected, outputs),
+        rows,
+        selected,
+        logits=rows.logits,
+        implementation=implementation,
+        faster_on_tpu=_faster_on_tpu(rows, outputs.k),
+    )
+    return found
+
+
+def _faster_on_tpu(rows: Rows, k: int) -> bool:
+    logits = rows.logits
+    if not all(isinstance(size, int) for size in (*logits.shape, rows.num_targets)):
+        return False
+    return kernel_is_faster(rows.num_targets, logits.shape[1], k, logits.dtype.name)

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from pallas_kernels.backends.answers import usable_temperatures
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.types import Rows, TopkLogprobs, skipped_like
-from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
+from pallas_kernels.contract.rows import Rows, skipped_like
+from pallas_kernels.contract.types import TopkLogprobs
+from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
 Call = Callable[[Rows], TopkLogprobs]
 

@@ -16,7 +16,7 @@ from jax.export import register_namedtuple_serialization
 from jaxtyping import Float32, Int32
 from numpy.typing import NDArray
 
-from pallas_kernels.contract import checks
+from pallas_kernels.contract.rows import check_ids
 from pallas_kernels.contract.types import Logits, RowIds
 from pallas_kernels.topk.call import topk_logprobs
 
@@ -60,7 +60,7 @@ def logprobs_tensors(
     found = topk_logprobs(logits, token_ids, k, **options)
     ids, logprobs = found.token_ids, found.logprobs
     if top_k_nums is not None:
-        wanted = checks.check_ids("top_k_nums", top_k_nums, (ids.shape[0],))
+        wanted = check_ids("top_k_nums", top_k_nums, (ids.shape[0],))
         padding = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] > wanted[:, None]
         ids = jnp.where(padding, jnp.int32(-1), ids)
         logprobs = jnp.where(padding, -jnp.inf, logprobs)

@@ -44,8 +44,8 @@ class Room(NamedTuple):
 
 ROOMS = {
     "kernels": Room(
-        "pallas_kernels/topk/*.py pallas_kernels/numbers/*.py pallas_kernels/contract/*.py "
-        "pallas_kernels/backends/*.py pallas_kernels/backends/xla/**/*.py",
+        "pallas_kernels/topk/*.py pallas_kernels/lowering/*.py pallas_kernels/contract/*.py "
+        "pallas_kernels/numbers/*.py pallas_kernels/backends/*.py pallas_kernels/backends/xla/*.py",
         "tests/pallas_kernels --ignore=tests/pallas_kernels/sampling",
     ),
     "sampling": Room(

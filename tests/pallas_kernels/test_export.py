@@ -8,7 +8,7 @@ from jax import export
 
 from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.lowering import obstacles
+from pallas_kernels.lowering import choose
 from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 
@@ -42,7 +42,7 @@ def test_programs_for_cuda_have_the_kernels_in_them(platforms, count):
 
 
 def test_a_host_whose_gpu_cannot_run_them_leaves_them_out(monkeypatch):
-    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 8.6)
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.6)
     assert kernels(["cuda"]) == 0
 
 

@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_specdec.control import IMPLEMENTATIONS
 from pallas_kernels import gpu_obstacle, greedy, topk_logprobs, use_implementation
-from pallas_kernels.backends import choose
 from pallas_kernels.backends.mosaic_gpu import finish_kernel
-from pallas_kernels.lowering.obstacles import Implementation
-from pallas_kernels.meshes.own_part import Split, on_own_part
+from pallas_kernels.lowering import choose
+from pallas_kernels.lowering.choose import Implementation
+from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.sampling import Drafts, Sampling, verify
 
 X = jax.ShapeDtypeStruct((4, 4096), jnp.float32)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.numbers.gumbel import gumbel, log_of
-from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.lowering.forms import logarithm
+from pallas_kernels.numbers.random_draws import gumbel_noise, log_of
 from tests.support.quick_compile import as_users
 
 VALUES = np.concatenate(
@@ -41,7 +41,7 @@ def test_noise_has_both_ends():
     exact = -np.log1p(-(low + 0.5) / 2**32)
     # Of the highest bits float32 has no half, and no more than 24 in a row.
     exact = np.concatenate([exact, -np.log(powers / 2**32), [24 * np.log(2)]])
-    np.testing.assert_allclose(as_users(gumbel)(bits), -np.log(exact), rtol=2e-7, atol=2e-7)
+    np.testing.assert_allclose(as_users(gumbel_noise)(bits), -np.log(exact), rtol=2e-7, atol=2e-7)
 
 
 def test_logarithms_of_weights():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels.backends.xla.on_cpu import order_on_cpu
-from pallas_kernels.numbers.ordered_keys import canonical, ordered_keys
+from pallas_kernels.backends.xla import selection
+from pallas_kernels.lowering.forms import canonical, ordered_keys
 from tests.support import quick_compile
 
 ROWS, N, K = 3, 200, 128
@@ -52,7 +52,7 @@ KINDS = (
 
 
 def by_integers(dtype, k):
-    return quick_compile.jit(lambda x: order_on_cpu.top_k_by_integers(x, k, dtype))
+    return quick_compile.jit(lambda x: selection.top_k_by_integers(x, k, dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -74,17 +74,17 @@ def test_minus_zero_is_zero_and_the_first_of_equal_ones_comes_first():
 
 def test_numbers_that_agree_in_their_first_half_need_the_order_of_the_second(monkeypatch):
     x = jnp.asarray(near_neighbors(np.random.default_rng(0)), jnp.float32)
-    monkeypatch.setitem(order_on_cpu.ZEROS, "float32", order_on_cpu.HALF)
-    _, places = order_on_cpu.top_k_by_integers(x, K, "float32")
+    monkeypatch.setitem(selection.ZEROS, "float32", selection.HALF)
+    _, places = selection.top_k_by_integers(x, K, "float32")
     assert not np.array_equal(places, lax.top_k(x, K)[1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("n", [order_on_cpu.MANY - 1, order_on_cpu.MANY, 250])
+@pytest.mark.parametrize("n", [selection.MANY - 1, selection.MANY, 250])
 def test_k_keys_and_few_more_reach_the_key_that_is_found(dtype, n):
     keys = ordered_keys(jnp.asarray(np.random.default_rng(n).normal(size=(ROWS, n)), dtype))
-    exact = n < order_on_cpu.MANY or dtype == "bfloat16"
+    exact = n < selection.MANY or dtype == "bfloat16"
     for k in (1, 64, n):
-        bound = np.asarray(quick_compile.jit(lambda x, k=k: order_on_cpu.reached_by(x, k))(keys))
+        bound = np.asarray(quick_compile.jit(lambda x, k=k: selection.reached_by(x, k))(keys))
         kth = np.sort(np.asarray(keys), axis=1)[:, -k]
         chex.assert_trees_all_equal(bound, kth if exact else kth >> 16 << 16)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import topk_logprobs
-from pallas_kernels.backends.xla import row_statistics
+from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.sampling import Sampling, row_read
 from pallas_kernels.sampling.rows import GroupedRows
 from tests.support import programs, quick_compile
@@ -91,13 +91,13 @@ def test_no_batch_and_no_option_changes_a_rows_logprobs_on_the_whole_grid(vocabu
 @pytest.mark.slow
 def test_sums_in_blocks_that_follow_the_rows_would_be_seen(monkeypatch):
     """A negative control: pieces of a row whose number depends on how many rows there are."""
-    added = row_statistics._added_pieces
+    added = xla._added_pieces
 
     def by_rows(x, larger, given):
-        monkeypatch.setattr(row_statistics, "FIRST_PIECES", 8 if len(x) > 4 else 4)
+        monkeypatch.setattr(xla, "FIRST_PIECES", 8 if len(x) > 4 else 4)
         return added(x, larger, given)
 
-    monkeypatch.setattr(row_statistics, "_added_pieces", by_rows)
+    monkeypatch.setattr(xla, "_added_pieces", by_rows)
     monkeypatch.setattr(programs, "topk_logprobs", programs.compiled(topk_logprobs))
     compiled.cache_clear()
     assert differences(3001, "float32", FEW + MORE)

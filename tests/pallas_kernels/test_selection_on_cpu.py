@@ -8,7 +8,6 @@ import pytest
 from jax import export
 
 from pallas_kernels.backends.xla import selection
-from pallas_kernels.backends.xla.on_cpu import selection_on_cpu
 from tests.support import quick_compile
 
 VOCABULARY = 4001  # the last group is short
@@ -52,7 +51,7 @@ def test_both_forms_select_the_same(k, width, vocabulary, dtype):
         maxima = selection.group_maxima(x, width)
         return tuple(
             selection.select_top_k(x, maxima, k, width, form)
-            for form in (selection.from_groups, selection_on_cpu.from_groups_on_cpu)
+            for form in (selection.from_groups, selection.from_groups_on_cpu)
         )
 
     rng = np.random.default_rng(k)
@@ -71,8 +70,8 @@ def test_what_is_collected_is_all_but_in_ties(rows, complete):
     @quick_compile.jit
     def collected(x):
         maxima = selection.group_maxima(x, width)
-        bound = selection_on_cpu.lower_bound(maxima, k)
-        return selection_on_cpu._collected(x, maxima, bound, k, width)[1]
+        bound = selection.lower_bound(maxima, k)
+        return selection._collected(x, maxima, bound, k, width)[1]
 
     found = collected(x)
     few = (np.asarray(x) > -np.inf).sum(axis=1) <= 2 * k
@@ -82,14 +81,14 @@ def test_what_is_collected_is_all_but_in_ties(rows, complete):
 @pytest.mark.parametrize("k", [1, 5, 48])
 def test_at_least_k_maxima_reach_the_bound_and_of_random_ones_at_most_twice_as_many(k):
     keys = jnp.asarray(np.random.default_rng(k).integers(-(2**31), 2**31, (16, 2000)), jnp.int32)
-    bound = quick_compile.jit(lambda keys: selection_on_cpu.lower_bound(keys, k))(keys)
+    bound = quick_compile.jit(lambda keys: selection.lower_bound(keys, k))(keys)
     reached = (np.asarray(keys) >= np.asarray(bound)[:, None]).sum(axis=1)
     assert np.all(reached >= k)
     assert np.median(reached) <= 2 * k
 
 
 def test_there_is_no_bound_where_most_groups_are_wanted():
-    assert selection_on_cpu.lower_bound(jnp.zeros((2, 100), jnp.int32), 60) is None
+    assert selection.lower_bound(jnp.zeros((2, 100), jnp.int32), 60) is None
 
 
 @pytest.mark.parametrize(("entries", "size"), [(1, 1), (31, 5), (33, 33), (64, 7), (500, 600)])
@@ -102,7 +101,7 @@ def test_the_first_places_are_those_of_true_entries_in_order(entries, size):
         row[: len(places)] = places
 
     def call(flags):
-        return selection_on_cpu.first_places(flags, size)
+        return selection.first_places(flags, size)
 
     chex.assert_trees_all_equal(quick_compile.jit(call)(flags), (expected, flags.sum(1, np.int32)))
 
@@ -117,8 +116,8 @@ def test_the_largest_of_each_row(size, dtype):
     def ways(x):
         keys = selection.group_maxima(x, 8)
         return (
-            selection.row_maximum(x), selection_on_cpu.row_maximum_on_cpu(x),
-            selection.largest(keys, dtype), selection_on_cpu.largest_on_cpu(keys, dtype),
+            selection.row_maximum(x), selection.row_maximum_on_cpu(x),
+            selection.largest(keys, dtype), selection.largest_on_cpu(keys, dtype),
         )  # fmt: skip
 
     for found in ways(x):
@@ -131,7 +130,7 @@ def test_a_symbolic_number_of_rows():
 
     def select(x):
         maxima = selection.group_maxima(x, width)
-        form = selection_on_cpu.from_groups_on_cpu
+        form = selection.from_groups_on_cpu
         return selection.select_top_k(x, maxima, k, width, form)
 
     shape = jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)

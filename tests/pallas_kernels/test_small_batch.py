@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import topk_logprobs
-from pallas_kernels.backends.xla.block_sizes import FEW_ROWS, in_one_thread, is_small_batch
+from pallas_kernels.backends.xla.rows import FEW_ROWS, in_one_thread, is_small_batch
 from tests.support import quick_compile
 
 

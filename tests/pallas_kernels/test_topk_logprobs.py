@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import greedy, topk_logprobs
-from pallas_kernels.backends.xla import block_sizes
+from pallas_kernels.backends.xla import rows
 from pallas_kernels.testing import oracle
 from pallas_kernels.testing.shapes import Shape
 from tests.support import programs, quick_compile
@@ -225,7 +225,7 @@ def test_blocks_follow_num_rows(num_rows):
     """Several blocks: rows from num_rows on are skipped, wherever the block boundary falls."""
     rng = np.random.default_rng(3)
     x = random_logits(rng, 40, 4096)
-    assert 1 < block_sizes.rows_on_cpu(jnp.asarray(x), 37, 3, True) < 37
+    assert 1 < rows.rows_on_cpu(jnp.asarray(x), 37, 3, True) < 37
     row_ids = rng.integers(0, 40, 37).astype(np.int32)
     both(x, rng.integers(0, 4096, 37), 3, row_ids=row_ids, num_rows=np.int32(num_rows))
     choice = choices(x)

@@ -12,8 +12,8 @@ import pytest
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla import selection
-from pallas_kernels.contract.types import Outputs
-from pallas_kernels.numbers import ordered_keys
+from pallas_kernels.contract.rows import Outputs
+from pallas_kernels.lowering import forms
 from pallas_kernels.testing import oracle
 from tests.support import kernel_calls, programs, quick_compile
 
@@ -166,7 +166,7 @@ def test_floats_would_lose_the_order_of_subnormal_logits():
     """Negative control: what the test above relies on is not so without the integers."""
     x = jnp.asarray(subnormal_rows("float32"))
     assert int(jnp.sum(jax.jit(lambda x: x[0] > x[0, 3])(x))) == 0
-    larger = jax.jit(lambda x: ordered_keys.strictly_larger(x[0], x[0, 3]))(x)
+    larger = jax.jit(lambda x: forms.strictly_larger(x[0], x[0, 3]))(x)
     assert int(jnp.sum(larger)) == 4
 
 

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from pallas_kernels.backends import choose
-from pallas_kernels.meshes import split
+from pallas_kernels.lowering import choose
+from pallas_kernels.meshes import placement, split
 from pallas_kernels.sampling import verification
 from tests.support import interpreted_tpu_kernel
 from tests.support.watched_interpreters import watched
@@ -81,5 +81,6 @@ def in_place(backend: str) -> Iterator[Callable[[], bool]]:
     with ExitStack() as stack:
         for module in (choose, verification):
             stack.enter_context(mock.patch.object(module, "lowered_for", chosen))
-        stack.enter_context(mock.patch.object(split, "may_be_split", return_value=False))
+        for module in (placement, split):
+            stack.enter_context(mock.patch.object(module, "may_be_split", return_value=False))
         yield stack.enter_context(executed_ptx() if backend == "mosaic_gpu" else interpreted())

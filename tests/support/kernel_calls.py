@@ -4,8 +4,8 @@ Arguments of the call come in the order of `Rows`; the kernel's own options foll
 """
 
 from pallas_kernels.backends import answers
-from pallas_kernels.contract.types import Rows
-from pallas_kernels.meshes.vocab_shard import WHOLE
+from pallas_kernels.contract.rows import Rows
+from pallas_kernels.meshes.placement import WHOLE
 
 
 def topk_logprobs(

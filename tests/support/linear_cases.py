@@ -6,10 +6,9 @@ import jax
 import numpy as np
 
 from pallas_kernels.linear.backward import linear_topk_logprobs
-from pallas_kernels.linear.definition import Definition
-from pallas_kernels.linear.plan import Plan
-from pallas_kernels.linear.types import Call, Inputs
-from pallas_kernels.meshes.vocab_shard import WHOLE
+from pallas_kernels.linear.schedule import Plan
+from pallas_kernels.linear.types import Call, Definition, Inputs
+from pallas_kernels.meshes.placement import WHOLE
 from tests.support import quick_compile
 
 HUGE = 1e30  # its square is infinite

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.meshes.vocab_shard import WHOLE
+from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import parameters, row_read
 from pallas_kernels.sampling.distribution import truncation

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from pallas_kernels.meshes.vocab_shard import VocabShard
+from pallas_kernels.meshes.placement import VocabShard
 from tests.support import quick_compile
 
 P = jax.sharding.PartitionSpec

@@ -39,8 +39,7 @@ from pallas_kernels.backends.mosaic_gpu.schedule import (
     choose_fixed_schedule,
 )
 from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
-from pallas_kernels.numbers.gumbel import gumbel, log_of
-from pallas_kernels.numbers.threefry import word as threefry_word
+from pallas_kernels.numbers.random_draws import gumbel_noise, log_of, threefry_word
 
 BITS = 32  # tokens of a word
 
@@ -209,7 +208,7 @@ class RowToDraw(NamedTuple):
         seed, position = (
             lax.broadcast_in_dim(x, ids.shape, ()) for x in (self.seed, self.position)
         )
-        return gumbel(threefry_word(seed.astype(jnp.uint32), purpose, position, ids))
+        return gumbel_noise(threefry_word(seed.astype(jnp.uint32), purpose, position, ids))
 
     def scores(self, maxima: jax.Array, sums: jax.Array, numbers: jax.Array) -> jax.Array:
         """Of groups: the logarithm of the sum of exp((x - m) / T), and noise."""

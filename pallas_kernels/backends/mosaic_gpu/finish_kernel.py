@@ -45,7 +45,7 @@ from pallas_kernels.backends.mosaic_gpu.reading import (
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import LEAST
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
-from pallas_kernels.contract.types import Outputs
+from pallas_kernels.contract.rows import Outputs
 
 # What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
 # and their top K stay logits.

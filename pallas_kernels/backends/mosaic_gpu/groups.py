@@ -22,8 +22,8 @@ from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
 from pallas_kernels.backends.mosaic_gpu.reading import make_targets
 from pallas_kernels.backends.mosaic_gpu.rows import row_sums
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_fixed_schedule
-from pallas_kernels.contract.types import Outputs, Rows
-from pallas_kernels.lowering.blocks import vary_like
+from pallas_kernels.contract.rows import Outputs, Rows
+from pallas_kernels.lowering.forms import vary_like
 
 
 def read(

@@ -23,8 +23,9 @@ from pallas_kernels.backends.mosaic_gpu.reading import Targets, make_targets, ov
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import Extra, read_rows
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract import changes as of_logits
-from pallas_kernels.contract.types import Outputs, Rows, RowSums, TopkLogprobs
-from pallas_kernels.lowering.blocks import vary_like
+from pallas_kernels.contract.rows import Outputs, Rows, RowSums
+from pallas_kernels.contract.types import TopkLogprobs
+from pallas_kernels.lowering.forms import vary_like
 
 
 def topk_logprobs(rows: Rows, outputs: Outputs, schedule: Schedule | None = None) -> TopkLogprobs:

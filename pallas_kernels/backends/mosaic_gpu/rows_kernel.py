@@ -30,7 +30,7 @@ from pallas_kernels.backends.mosaic_gpu.reading import (
 )
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
-from pallas_kernels.numbers.ordered_keys import is_counted
+from pallas_kernels.lowering.forms import is_counted
 
 Block = tuple[Index, list[jax.Array]]  # its index, and its pieces as loaded
 # An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.

@@ -23,10 +23,9 @@ from pallas_kernels.backends.mosaic_tpu.rows import LARGEST, in_rows, in_units, 
 from pallas_kernels.backends.mosaic_tpu.schedule import CUT, choose_schedule, must_fit
 from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, Interpret
 from pallas_kernels.backends.xla import selection
-from pallas_kernels.contract.types import Outputs, Rows
-from pallas_kernels.lowering.blocks import vary_like
-from pallas_kernels.lowering.obstacles import DoesNotFit
-from pallas_kernels.lowering.tpu_rule import kernel_is_faster
+from pallas_kernels.contract.rows import Outputs, Rows
+from pallas_kernels.lowering.choose import DoesNotFit, kernel_is_faster
+from pallas_kernels.lowering.forms import vary_like
 
 Found = tuple[GroupSums, jax.Array]  # [R, G] each; sums at temperature 1, or [R, 0]
 

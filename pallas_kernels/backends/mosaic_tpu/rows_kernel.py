@@ -37,7 +37,7 @@ from pallas_kernels.backends.mosaic_tpu.unit import (
     tree,
     turn_bits,
 )
-from pallas_kernels.backends.xla.row_entropy import LEAST
+from pallas_kernels.backends.xla.rows import LEAST
 
 MIN_INT = -(1 << 31)
 LOWEST = -3.4028234663852886e38  # float32

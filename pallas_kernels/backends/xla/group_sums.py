@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.backends.groups import WIDTH, GroupSums
 from pallas_kernels.backends.xla import selection
-from pallas_kernels.lowering import blocks
+from pallas_kernels.lowering import forms
+from pallas_kernels.lowering.forms import floats
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.numbers.ordered_keys import floats
 
 EIGHT = selection.NARROWEST_GROUP
 FIRST_LANES, MORE_LANES = 32, EIGHT
@@ -41,8 +41,8 @@ def sums_of(
         x = part.astype(jnp.float32) - finite[..., None]
         return exponential(x * inverse[..., None])
 
-    lanes = blocks.barrier(_in_pairs([terms(part) for part in _parts(tokens, FIRST_LANES)]))
-    lanes = blocks.barrier(_in_pairs(_parts(lanes, MORE_LANES)))
+    lanes = forms.barrier(_in_pairs([terms(part) for part in _parts(tokens, FIRST_LANES)]))
+    lanes = forms.barrier(_in_pairs(_parts(lanes, MORE_LANES)))
     return _in_pairs(_parts(lanes, 1))[..., 0]
 
 
@@ -106,15 +106,15 @@ def _eights_to_groups(keys: jax.Array, dtype: DTypeLike) -> jax.Array:
     padding = -keys.shape[1] % eights
     if padding:
         least = jnp.full((rows, padding), np.iinfo(keys.dtype).min, keys.dtype)
-        keys = jnp.concatenate([keys, blocks.vary_like(least, keys)], axis=1)  # a pad is slow
-    lanes = blocks.barrier(keys).reshape(rows, -1, eights // MORE_LANES, MORE_LANES).max(axis=2)
-    return floats(blocks.barrier(lanes).max(axis=2), dtype).astype(jnp.float32)
+        keys = jnp.concatenate([keys, forms.vary_like(least, keys)], axis=1)  # a pad is slow
+    lanes = forms.barrier(keys).reshape(rows, -1, eights // MORE_LANES, MORE_LANES).max(axis=2)
+    return floats(forms.barrier(lanes).max(axis=2), dtype).astype(jnp.float32)
 
 
 def _largest(x: jax.Array, lanes: tuple[int, ...]) -> jax.Array:
     """x [..., n] -> [...], by ever fewer lanes: XLA's CPU compiler vectorizes that."""
     for width in lanes:
-        x = blocks.barrier(functools.reduce(jnp.maximum, _parts(x, width)))
+        x = forms.barrier(functools.reduce(jnp.maximum, _parts(x, width)))
     return x[..., 0]
 
 

@@ -24,21 +24,22 @@ from pallas_kernels.backends.groups import (
     columns_of_groups,
     whole_groups,
 )
-from pallas_kernels.backends.xla import block_sizes, group_sums, selection
+from pallas_kernels.backends.xla import group_sums, selection
+from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla.group_sums import EIGHT
-from pallas_kernels.backends.xla.on_cpu.selection_on_cpu import from_groups_on_cpu
+from pallas_kernels.backends.xla.selection import from_groups_on_cpu
 from pallas_kernels.contract.changes import Changes, apply
 from pallas_kernels.contract.changes import of_rows as changes_of_rows
-from pallas_kernels.lowering import blocks
-from pallas_kernels.lowering.platforms import lowered_for
+from pallas_kernels.lowering import forms
+from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.forms import as_integers, strictly_larger
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
-from pallas_kernels.numbers.ordered_keys import as_integers, strictly_larger
 
 # Rows of a list that may be short, at a time: the work follows its length, and rows are copied.
 LISTED_ON_CPU, LISTED = 4, 32
 
 
-# How many rows of logits to work on at a time: `block_sizes.rows_on_cpu` and its like.
+# How many rows of logits to work on at a time: `xla.rows_on_cpu` and its like.
 Size = Callable[[jax.Array, int, int, bool], int]
 Outputs = TypeVar("Outputs")  # a tree of arrays [R, ...]
 
@@ -62,7 +63,7 @@ def read(
     arguments = (*part, inverse, needed, changes)
     cpu, tpu, default = (
         functools.partial(_read, size, k)
-        for size in (block_sizes.rows_on_cpu, block_sizes.rows_on_tpu, block_sizes.rows_on_gpu)
+        for size in (xla.rows_on_cpu, xla.rows_on_tpu, xla.rows_on_gpu)
     )
     like = functools.partial(_like, k)
     return lowered_for(*arguments, like=like, cpu=cpu, tpu=tpu, default=default)
@@ -96,7 +97,7 @@ def _read(size: Size, k: int, *arguments: Any) -> Read:
 def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
     """`read` of a block of rows."""
     x = part.logits
-    eights = blocks.barrier(selection.group_maxima(x, EIGHT))
+    eights = forms.barrier(selection.group_maxima(x, EIGHT))
     mine = eights if part.tail.shape[1] < 2 else None
     groups = group_sums.of_block(columns_of_groups(part), part.tail, inverse, mine)
     groups = groups._replace(sums=prevent_recompute(groups.sums))
@@ -120,7 +121,7 @@ def _largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:
     maxima = None
     if width is not None:
         if eights is None:
-            eights = blocks.barrier(selection.group_maxima(x, EIGHT))
+            eights = forms.barrier(selection.group_maxima(x, EIGHT))
         maxima = selection.wider(eights, width // EIGHT)
     return Top(*selection.select_top_k(x, maxima, k, width, from_groups_on_cpu))
 
@@ -134,8 +135,7 @@ def candidates(
 ) -> Top:
     """The k largest logits of rows; see `read.candidates`."""
     cpu, default = (
-        functools.partial(_candidates, k, size)
-        for size in (block_sizes.rows_on_cpu, block_sizes.rows_on_gpu)
+        functools.partial(_candidates, k, size) for size in (xla.rows_on_cpu, xla.rows_on_gpu)
     )
     like = functools.partial(_like_candidates, k)
     return lowered_for(logits, row_ids, num_rows, changes, like=like, cpu=cpu, default=default)
@@ -202,7 +202,7 @@ def _num_larger(
         return _Count(larger.sum(axis=1, dtype=jnp.int32))
 
     initial = _Count(jnp.zeros(len(than), jnp.int32))
-    return in_blocks(work, block_sizes.rows_on_gpu, logits, (than,), initial, 0, row_ids, num_rows)
+    return in_blocks(work, xla.rows_on_gpu, logits, (than,), initial, 0, row_ids, num_rows)
 
 
 def _num_larger_on_cpu(
@@ -210,13 +210,13 @@ def _num_larger_on_cpu(
 ) -> _Count:
     def work(start: jax.Array) -> _Count:
         row = lax.dynamic_slice_in_dim(row_ids, start, 1)
-        x = _row_on_cpu(blocks.pin_to_iteration(logits, start), row[0])
+        x = _row_on_cpu(forms.pin_to_iteration(logits, start), row[0])
         least = lax.dynamic_slice_in_dim(than, start, 1)[0].astype(logits.dtype)
         larger = strictly_larger(x, least)
         return _Count(_number_of(larger)[None])
 
     initial = _Count(jnp.zeros(len(than), jnp.int32))
-    return blocks.map_blocks(work, 1, num_rows, initial, (logits, than, row_ids))
+    return forms.map_blocks(work, 1, num_rows, initial, (logits, than, row_ids))
 
 
 def _row_on_cpu(logits: Float[Array, "N V"], row: jax.Array) -> Float[Array, " V"]:
@@ -250,7 +250,7 @@ def in_blocks(
     listed: int = LISTED,
     changes: Changes | None = None,
 ) -> Outputs:
-    """`work(x [B, V], *rows)` of blocks of rows, put together; see `blocks.map_blocks`.
+    """`work(x [B, V], *rows)` of blocks of rows, put together; see `forms.map_blocks`.
 
     listed: how many rows of a list are copied at a time, but on a CPU.
     changes: of all rows of the logits; `work` gets the changed ones, a copy of a block.
@@ -258,7 +258,7 @@ def in_blocks(
     num_targets = jax.tree.leaves(initial)[0].shape[0]
     block = size(logits, num_targets, k, num_rows is not None or changes is not None)
     if num_rows is not None:
-        block = min(block, LISTED_ON_CPU if size is block_sizes.rows_on_cpu else listed)
+        block = min(block, LISTED_ON_CPU if size is xla.rows_on_cpu else listed)
 
     def of(start: jax.Array) -> tuple[jax.Array, ...]:
         def part(x: jax.Array) -> jax.Array:
@@ -266,11 +266,11 @@ def in_blocks(
 
         if row_ids is not None:
             chosen = part(row_ids)
-            x = blocks.barrier(blocks.pin_to_iteration(logits, start).at[chosen].get(mode="clip"))
+            x = forms.barrier(forms.pin_to_iteration(logits, start).at[chosen].get(mode="clip"))
         elif block == num_targets:
             x = logits
         else:
-            x = part(blocks.pin_to_iteration(logits, start))
+            x = part(forms.pin_to_iteration(logits, start))
         own = (
             changes_of_rows(changes, chosen) if row_ids is not None else jax.tree.map(part, changes)
         )
@@ -279,7 +279,7 @@ def in_blocks(
 
         def nothing(*_: jax.Array) -> tuple[jax.Array, ...]:
             zeros: tuple[jax.Array, ...] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-            return blocks.vary_like(zeros, (x, given))
+            return forms.vary_like(zeros, (x, given))
 
         # A branch is where XLA copies the block: without, it is read number by number.
         done: tuple[jax.Array, ...] = lax.cond(start >= 0, leaves_of_work, nothing, x, *given)
@@ -289,11 +289,11 @@ def in_blocks(
     def leaves_of_work(
         x: jax.Array, own: Changes | None, *given: jax.Array
     ) -> tuple[jax.Array, ...]:
-        changed = x if own is None else blocks.barrier(apply(x, own))
+        changed = x if own is None else forms.barrier(apply(x, own))
         leaves = tuple(jax.tree.leaves(work(changed, *given)))
-        return blocks.vary_like(leaves, (x, own, given))
+        return forms.vary_like(leaves, (x, own, given))
 
     flat, tree = jax.tree.flatten(initial)
-    found = blocks.map_blocks(of, block, num_rows, tuple(flat), (logits, changes, *rows))
+    found = forms.map_blocks(of, block, num_rows, tuple(flat), (logits, changes, *rows))
     outputs: Outputs = jax.tree.unflatten(tree, found)
     return outputs

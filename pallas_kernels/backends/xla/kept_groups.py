@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backends.groups import Part, columns_of_groups, whole_groups
-from pallas_kernels.backends.xla import block_sizes, group_sums
+from pallas_kernels.backends.xla import group_sums, rows
 from pallas_kernels.backends.xla.groups import Size, in_blocks
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.lowering.platforms import lowered_for
+from pallas_kernels.lowering.choose import lowered_for
 
 # Rows that a GPU copies at a time: the kernels do without any other such block.
 FLAT_ROWS = 8
@@ -49,8 +49,7 @@ def sums_within(
     """
 
     cpu, default = (
-        functools.partial(_sums_within, size)
-        for size in (block_sizes.rows_on_cpu, block_sizes.rows_on_gpu)
+        functools.partial(_sums_within, size) for size in (rows.rows_on_cpu, rows.rows_on_gpu)
     )
     arguments = part, *gap, inverse, row_ids, num_rows, changes
     return lowered_for(*arguments, like=_like, cpu=cpu, default=default)

@@ -2,45 +2,279 @@
 
 Rows are worked on in blocks, so temporaries are those of a block. Where there is more than one, a
 loop's trip count follows `num_rows`. How many rows a block has, and how it is read, depends on the
-platform that the program is lowered for (`blocks`). Within a block:
+platform that the program is lowered for (`Way`). Within a block:
 
 1. The maxima of contiguous groups of logits, and so each row's maximum.
-2. Row statistics: the sum of exponentials, the number of strictly larger logits.
-3. Selection of the top K from the K groups with the largest maxima.
-4. Finish: logprobs, token ranks and the answers for invalid and skipped rows.
+2. Row statistics: the sum of exponentials, the number of strictly larger logits; for the entropy,
+   the sum of s exp(s), s = (x - maximum) / T <= 0: it is log(S) minus this sum over S.
+3. Selection of the top K from the K groups with the largest maxima (`selection`).
 
-Each step is a function of its own, so that vocabulary shards can run steps 1 to 3 on their part and
-combine the compact results before step 4.
+`backends/answers.py` makes logprobs and token ranks of them, once the shards of a vocabulary have
+combined theirs.
+
+Starting an operation on a CPU costs as much as a few thousand logits, and a loop copies each of its
+blocks: so small calls are one block. A thread that sleeps is woken in 20 to 50 us, which is as long
+as all the work on a row: XLA's runtime hands over whatever is ready in a list of more than eight
+operations, and its compiler splits loops that compute more than they read. `in_one_thread` keeps
+the operations of few rows together.
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends.xla import block_sizes, row_entropy, row_statistics, selection
-from pallas_kernels.backends.xla.block_sizes import in_one_thread, is_small_batch
-from pallas_kernels.backends.xla.on_cpu.selection_on_cpu import (
+from pallas_kernels.backends.xla import selection
+from pallas_kernels.backends.xla.selection import (
     from_groups_on_cpu,
+    is_small_batch,
     largest_on_cpu,
     row_maximum_on_cpu,
+    selection_size,
 )
-from pallas_kernels.backends.xla.row_statistics import Given
-from pallas_kernels.contract.changes import Changes, apply
-from pallas_kernels.contract.types import Outputs, Rows, RowSums
-from pallas_kernels.lowering import blocks
-from pallas_kernels.lowering.platforms import lowered_for
-from pallas_kernels.numbers.ordered_keys import limit_of_count
+from pallas_kernels.contract.changes import apply
+from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
+from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.forms import (
+    Tree,
+    barrier,
+    in_pairs,
+    limit_of_count,
+    map_blocks,
+    pieces,
+    pin_to_iteration,
+    reduced,
+    strictly_larger,
+    vary_like,
+)
+
+# On a CPU a block's temporaries fit its caches.
+CPU_BYTES = 7 << 20
+# Elsewhere each operation is a launch, so a block has as many rows as keep any such chip busy.
+WIDE_ROWS = 256
+# A loop over an unknown number of rows: its start costs as many launches as half of a block.
+LOOP_ROWS = 384
+TPU_LOOP_ROWS = 512
+Result = TypeVar("Result")
+
+
+def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
+    """The number of rows to work on at a time on a CPU.
+
+    Args:
+      logits: [N, V].
+      num_targets: R.
+      k: columns to select.
+      dynamic: whether the number of rows is known only when the program runs. Then blocks are
+        smaller, so that the work follows it.
+    """
+    if is_symbolic(logits, num_targets):
+        return num_targets
+    itemsize = logits.dtype.itemsize
+    vocabulary = logits.shape[1]
+    # The sums and maxima of groups, and the selection.
+    bytes_per_row = vocabulary + vocabulary * itemsize // 8 + 8 * selection_size(vocabulary, k)
+    copies = 2 * vocabulary * itemsize  # where rows are taken block by block
+    if vocabulary % 8:  # one is made of all rows too, and one in float32
+        bytes_per_row += vocabulary * (itemsize + 4)
+        copies //= 2
+    if not dynamic and num_targets * bytes_per_row <= CPU_BYTES:
+        return num_targets
+    bytes_per_row += copies
+    rows = max(1, CPU_BYTES // bytes_per_row)
+    if dynamic:
+        rows = min(rows, max(8, num_targets // 4))
+    rows = min(num_targets, rows)
+    return -(-num_targets // -(-num_targets // rows))  # the last block repeats few rows
+
+
+def rows_on_tpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
+    """The number of rows to work on at a time on a TPU; arguments as `rows_on_cpu`."""
+    if is_symbolic(logits, num_targets) or not dynamic:
+        return num_targets  # the TPU compiler needs no temporaries for them
+    return min(num_targets, TPU_LOOP_ROWS)
+
+
+def rows_on_gpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
+    """The number of rows to work on at a time on a GPU; arguments as `rows_on_cpu`."""
+    if is_symbolic(logits, num_targets):
+        return num_targets
+    if dynamic:
+        return min(num_targets, LOOP_ROWS)
+    # All, if the selection's temporaries take no more than `WIDE_ROWS` rows in float32 would.
+    vocabulary = logits.shape[1]
+    bytes_per_row = 16 * selection_size(vocabulary, k)
+    return min(num_targets, max(WIDE_ROWS, WIDE_ROWS * 4 * vocabulary // bytes_per_row))
+
+
+def is_symbolic(logits: jax.Array, num_targets: int) -> bool:
+    """Whether a number of rows is a dimension variable of `jax.export`: all are one block then."""
+    return not (isinstance(num_targets, int) and isinstance(logits.shape[0], int))
+
+
+def in_one_thread(function: Callable[..., Result], *arguments: Tree) -> Result:
+    """function(*arguments), as a list of operations of its own for XLA's runtime."""
+    traced_once = jax.jit(function)
+
+    def never(*arguments: Tree) -> Result:
+        like = jax.eval_shape(traced_once, *arguments)
+        zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
+        found: Result = vary_like(zeros, arguments)
+        return found
+
+    always = barrier(jnp.bool_(True))  # which the compiler does not see through
+    found: Result = lax.cond(always, traced_once, never, *arguments)
+    return found
+
+
+# Pieces of a row that are added at a time on a CPU: of terms with an `exp` each, and of sums.
+FIRST_PIECES = 8
+
+MORE_PIECES = 16
+
+
+Sums = tuple[jax.Array, jax.Array]  # see `sums`
+
+
+class Given(NamedTuple):
+    """What is known of each row, [B]."""
+
+    reference: jax.Array  # float32, subtracted before `exp`: the row's maximum, or 0
+    selected: jax.Array  # of the logits' dtype, the given token's logit
+    temperatures: jax.Array | None  # float32, usable ones; None: 1
+
+
+def sums(x: jax.Array, given: Given) -> Sums:
+    """The sum of exponentials [B] float32 and the number of larger logits [B] int32 of x [B, V]."""
+    with jax.named_scope("row_statistics"):
+        zero = jnp.float32(0)
+        exponentials, larger = lax.reduce(
+            (_exponentials(x, given), _larger(x, given)),
+            (zero, zero),
+            lambda a, b: (a[0] + b[0], a[1] + b[1]),
+            dimensions=(1,),
+        )
+        return exponentials, larger.astype(jnp.int32)
+
+
+def sums_on_tpu(x: jax.Array, given: Given) -> Sums:
+    """`sums`, as two reductions of float32: the TPU compiler makes one read of them.
+
+    A reduction of both at once takes up to twice its cycles, and comparisons of 16 bits half more.
+    """
+    with jax.named_scope("row_statistics"):
+        given = given._replace(selected=given.selected.astype(jnp.float32))
+        exponentials = jnp.sum(_exponentials(x, given), axis=1)
+        larger = jnp.sum(_larger(x.astype(jnp.float32), given), axis=1)
+        return exponentials, larger.astype(jnp.int32)
+
+
+def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
+    """`sums`, by adding pieces of each row to one another until one number is left.
+
+    A plain sum over the row is slower (see `pieces`), and a row's logprobs would have other bits in
+    another batch. As a complex number, both sums share a loop.
+    """
+
+    def nothing(*inputs: Tree) -> Sums:
+        invalid = jnp.full(x.shape[0], jnp.nan, jnp.float32)
+        return vary_like((invalid, jnp.zeros(x.shape[0], jnp.int32)), inputs)
+
+    with jax.named_scope("row_statistics"):
+        larger = None
+        if is_small_batch(x):
+            # What a branch is given is in memory: the loop there computes less than it reads.
+            x = x.astype(jnp.float32)
+            given = given._replace(selected=given.selected.astype(jnp.float32))
+            larger = _larger(x, given)
+        # Invalid rows have no sum. Besides, a branch is where XLA copies the block: it would read
+        # a slice of the logits number by number in the loop below, five times as slow.
+        any_valid = jnp.any(given.reference < jnp.inf)
+        found: Sums = lax.cond(any_valid, _added_pieces, nothing, x, larger, given)
+        return found
+
+
+def _added_pieces(x: jax.Array, larger: jax.Array | None, given: Given) -> Sums:
+    """`sums_on_cpu` of rows of which one may be valid; `larger` is as `_larger`, if it is known."""
+    each: Given = jax.tree.map(lambda one: one[:, None], given)
+    cut = [piece[..., None] for piece in pieces(x, FIRST_PIECES, -jnp.inf)]
+    if larger is None:
+        counted = [_larger(piece, each)[..., 0] for piece in cut]
+    else:
+        counted = pieces(larger, FIRST_PIECES, 0)
+    exponentials = [_exponentials(piece, each)[..., 0] for piece in cut]
+    both = lax.complex(in_pairs(jnp.add, exponentials), in_pairs(jnp.add, counted))
+    both = reduced(jnp.add, both, MORE_PIECES, 0)
+    return both.real, both.imag.astype(jnp.int32)
+
+
+def _exponentials(x: jax.Array, given: Given) -> jax.Array:
+    """float32 [..., V] of x [..., V] and `given` [...]."""
+    return jnp.exp(_scaled(x, given))
+
+
+def _scaled(x: jax.Array, given: Given) -> jax.Array:
+    """(x - reference) / T, float32 [..., V]."""
+    scaled = x.astype(jnp.float32) - given.reference[..., None]
+    if given.temperatures is not None:
+        # A product is enough inside a sum of exponentials; `answers` divides.
+        usable = ~jnp.isnan(given.temperatures)
+        inverse = jnp.where(usable, 1 / given.temperatures, jnp.float32(1))
+        scaled = scaled * inverse[..., None]
+    return scaled
+
+
+def _larger(x: jax.Array, given: Given) -> jax.Array:
+    """1 where a logit of x [..., V] is larger than the given one [...], else 0, in float32.
+
+    Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
+    """
+    larger = strictly_larger(x, given.selected[..., None])
+    return jnp.where(larger, jnp.float32(1), jnp.float32(0))
+
+
+LEAST = -200.0  # the exponential of this is 0 in float32; of -inf, -inf * 0 would be NaN
+
+
+def weighted_sum(x: jax.Array, given: Given) -> jax.Array:
+    """[B] float32 of x [B, V]."""
+    with jax.named_scope("row_entropy"):
+        found: jax.Array = lax.reduce(_terms(x, given), jnp.float32(0), lax.add, dimensions=(1,))
+        return found
+
+
+def weighted_sum_on_cpu(x: jax.Array, given: Given) -> jax.Array:
+    """`weighted_sum`, by adding pieces of each row as `sums_on_cpu` does."""
+
+    def added(x: jax.Array, given: Given) -> jax.Array:
+        each: Given = jax.tree.map(lambda one: one[:, None], given)
+        terms = [_terms(x[..., None], each)[..., 0] for x in pieces(x, FIRST_PIECES, -jnp.inf)]
+        return reduced(jnp.add, in_pairs(jnp.add, terms), MORE_PIECES, 0)
+
+    def nothing(x: jax.Array, given: Given) -> jax.Array:
+        invalid = jnp.full(x.shape[0], jnp.nan, jnp.float32)
+        return vary_like(invalid, (x, given))
+
+    with jax.named_scope("row_entropy"):
+        any_valid = jnp.any(given.reference < jnp.inf)
+        found: jax.Array = lax.cond(any_valid, added, nothing, x, given)
+        return found
+
+
+def _terms(x: jax.Array, given: Given) -> jax.Array:
+    """float32 [..., V] of x [..., V] and `given` [...]."""
+    scaled = _scaled(x, given)
+    return jnp.exp(scaled) * jnp.maximum(scaled, jnp.float32(LEAST))
 
 
 class Way(NamedTuple):
     """How a kind of platform reads rows."""
 
-    block_rows: Callable[..., int]  # see `blocks`
+    block_rows: Callable[..., int]  # see `rows_on_cpu`
     groups: bool  # whether the selection has two stages, see `selection`
     first_width: int | None  # of the groups of the first reduction; None: those of the selection
     row_maximum: Callable[[jax.Array], jax.Array]  # of rows of logits, where no group is needed
@@ -51,30 +285,33 @@ class Way(NamedTuple):
 
 
 CPU = Way(
-    block_sizes.rows_on_cpu,
+    rows_on_cpu,
     groups=True,
     first_width=selection.NARROWEST_GROUP,
     row_maximum=row_maximum_on_cpu,
     largest=largest_on_cpu,
-    sums=row_statistics.sums_on_cpu,
-    weighted_sum=row_entropy.weighted_sum_on_cpu,
+    sums=sums_on_cpu,
+    weighted_sum=weighted_sum_on_cpu,
     two_stages=from_groups_on_cpu,
 )
+
 GPU = Way(
-    block_sizes.rows_on_gpu,
+    rows_on_gpu,
     groups=True,
     first_width=None,
     row_maximum=selection.row_maximum,
     largest=selection.largest,
-    sums=row_statistics.sums,
-    weighted_sum=row_entropy.weighted_sum,
+    sums=sums,
+    weighted_sum=weighted_sum,
     two_stages=selection.from_groups,
 )
+
 # A TPU reads chosen groups one after the other, in a loop of R * K trips.
-TPU = GPU._replace(
-    block_rows=block_sizes.rows_on_tpu, groups=False, sums=row_statistics.sums_on_tpu
-)
-Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # the first and last of `RowSums`
+TPU = GPU._replace(block_rows=rows_on_tpu, groups=False, sums=sums_on_tpu)
+
+
+# The first and last of `RowSums`.
+Statistics = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
 
@@ -90,19 +327,8 @@ def row_sums(rows: Rows, selected: jax.Array, outputs: Outputs) -> RowSums:
       The sums; those of rows that are skipped are unspecified.
     """
     run = {name: functools.partial(_row_sums, way, outputs) for name, way in WAYS.items()}
-    return lowered_for(rows, selected, like=functools.partial(_like, outputs), **run)
-
-
-def _like(outputs: Outputs, rows: Rows, selected: jax.Array) -> RowSums:
-    """Results of the shapes and dtypes of `row_sums`."""
-    zeros = jnp.zeros(selected.shape[0], jnp.float32)
-    return RowSums(
-        maximum=zeros,
-        sum_exp=zeros,
-        num_larger=zeros.astype(jnp.int32),
-        top_ids=jnp.zeros((selected.shape[0], outputs.k), jnp.int32),
-        top_logits=jnp.zeros((selected.shape[0], outputs.k), jnp.float32),
-        weighted=zeros if outputs.entropy else None,
+    return lowered_for(
+        rows, selected, like=lambda _, selected: no_sums(selected.shape[0], outputs), **run
     )
 
 
@@ -116,13 +342,19 @@ def _row_sums(way: Way, outputs: Outputs, rows: Rows, selected: jax.Array) -> Ro
         def part(x: jax.Array) -> jax.Array:
             return x if block == num_targets else lax.dynamic_slice_in_dim(x, start, block)
 
-        x = block_of_rows(rows.logits, rows.row_ids, start, block, num_targets)
-        x = changed_block(x, jax.tree.map(part, rows.changes))
+        if rows.row_ids is not None:
+            x = pin_to_iteration(rows.logits, start)
+            x = barrier(_gathered(x, lax.dynamic_slice_in_dim(rows.row_ids, start, block)))
+        else:
+            whole = block == num_targets
+            x = rows.logits if whole else part(pin_to_iteration(rows.logits, start))
+        if rows.changes is not None:  # a copy, which is made once
+            x = barrier(apply(x, jax.tree.map(part, rows.changes)))
         temperature = None if rows.temperatures is None else part(rows.temperatures)
         return _read(way, x, part(selected).astype(x.dtype), outputs, temperature)
 
-    initial = _like(outputs, rows, selected)
-    return blocks.map_blocks(work, block, rows.num_rows, initial, (rows, selected))
+    initial = no_sums(num_targets, outputs)
+    return map_blocks(work, block, rows.num_rows, initial, (rows, selected))
 
 
 def _read(
@@ -141,7 +373,7 @@ def _read(
 
     def statistics_and_maxima(
         x: jax.Array, selected: jax.Array, temperatures: jax.Array | None
-    ) -> tuple[Sums, jax.Array | None]:
+    ) -> tuple[Statistics, jax.Array | None]:
         selected = selected.astype(x.dtype)
         maximum, maxima = _maxima(way, x, width)
         reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
@@ -165,34 +397,13 @@ def _maxima(way: Way, x: jax.Array, width: int | None) -> tuple[jax.Array, jax.A
     if width is None:
         return way.row_maximum(x), None
     first = way.first_width or width
-    maxima = blocks.barrier(selection.group_maxima(x, first))  # else they are computed twice
+    maxima = barrier(selection.group_maxima(x, first))  # else they are computed twice
     maxima = selection.wider(maxima, width // first)
     return way.largest(maxima, x.dtype), maxima
 
 
-def block_of_rows(
-    logits: jax.Array, row_ids: jax.Array | None, start: jax.Array, block: int, num_targets: int
-) -> jax.Array:
-    """The logits [B, V] of target rows start .. start + B - 1, in their own dtype."""
-    if row_ids is None:
-        if block == num_targets:
-            return logits
-        return lax.dynamic_slice_in_dim(blocks.pin_to_iteration(logits, start), start, block)
-    rows = lax.dynamic_slice_in_dim(row_ids, start, block)
-    copied: jax.Array = blocks.barrier(gather_rows(blocks.pin_to_iteration(logits, start), rows))
-    return copied
-
-
-def changed_block(x: jax.Array, changes: Changes | None) -> jax.Array:
-    """The changed logits of a block x [B, V]: a copy, which is made once."""
-    if changes is None:
-        return x
-    copied: jax.Array = blocks.barrier(apply(x, changes))
-    return copied
-
-
-def gather_rows(logits: jax.Array, rows: jax.Array) -> jax.Array:
-    """logits [N, V], rows [B] -> [B, V]; a row outside the logits is clamped (masked by finish)."""
+def _gathered(logits: jax.Array, rows: jax.Array) -> jax.Array:
+    """logits [N, V], rows [B] -> [B, V]; a row outside of them is clamped."""
     if rows.shape[0] == 1:  # a plain slice: XLA copies it at memory speed on every platform
         return lax.dynamic_slice_in_dim(logits, rows[0], 1)
     return logits.at[rows].get(mode="clip")

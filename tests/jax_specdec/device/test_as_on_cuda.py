@@ -27,8 +27,8 @@ from pallas_kernels import (
     topk_logprobs,
 )
 from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.contract.types import Outputs, Rows
-from pallas_kernels.lowering import obstacles, platforms
+from pallas_kernels.contract.rows import Outputs, Rows
+from pallas_kernels.lowering import choose
 from pallas_kernels.meshes import split
 from pallas_kernels.sampling.drafts import draw, joined
 from pallas_kernels.sampling.parameters import Sampling
@@ -61,7 +61,7 @@ RANKS = 1  # those outside of the top K, where no vocabulary is split
 def _a_cuda_host():
     """The programs that are kept for one mesh or one shape may have been traced elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(obstacles, "cuda_capability", lambda: 9.0)
+        patch.setattr(choose, "cuda_capability", lambda: 9.0)
         _forget()
         yield
     _forget()
@@ -178,7 +178,7 @@ def test_linear_calls_are_left_to_xla(split):
 @pytest.mark.slow
 def test_programs_of_another_host_have_no_kernels(monkeypatch):
     """The control of every count above: a host with an older GPU takes XLA there."""
-    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 8.0)
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.0)
     of = Loop("none", 2)
     _forget()
     arguments, static = target_message(of, RAW)
@@ -206,7 +206,7 @@ def test_results_vary_as_their_arguments_do(monkeypatch):
 
     assert trace(lambda logits, ids: topk_logprobs(logits, ids, 3)) == {frozenset({"model"})}
     assert trace(sums) == {frozenset({"model"})}
-    monkeypatch.setattr(platforms, "vary_like", lambda values, inputs: values)
+    monkeypatch.setattr(choose, "vary_like", lambda values, inputs: values)
     assert frozenset() in trace(sums)
 
 
@@ -314,7 +314,7 @@ OTHERS = {
     "pallas_kernels/topk/call.py: jitted": test_xla_where_it_is_asked_for,
     "pallas_kernels/linear/call.py: _kept_of": test_linear_calls_are_left_to_xla,
     "pallas_kernels/linear/call.py: _topk_of": test_linear_calls_are_left_to_xla,
-    "pallas_kernels/lowering/platforms.py: found": test_xla_where_it_is_asked_for,
+    "pallas_kernels/lowering/choose.py: found": test_xla_where_it_is_asked_for,
     "pallas_kernels/backends/xla/groups.py: leaves_of_work": test_programs_of_the_loop,
     "pallas_kernels/meshes/split.py: program_on_mesh": test_xla_where_it_is_asked_for,
 }

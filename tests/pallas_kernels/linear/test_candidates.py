@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.backends.xla.on_cpu import bit_words
+from pallas_kernels.backends.xla import bit_words
 from pallas_kernels.backends.xla.selection import top_k
 from pallas_kernels.linear import candidates
 from tests.support import quick_compile

@@ -10,8 +10,8 @@ import pytest
 from pallas_kernels import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear import backward
-from pallas_kernels.linear import plan as plans
-from pallas_kernels.linear.definition import Definition
+from pallas_kernels.linear import schedule as plans
+from pallas_kernels.linear.types import Definition
 from tests.support import linear_cases, quick_compile
 
 N, V, R, K = 12, 300, 15, 3

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from pallas_kernels import linear_kept_logprobs, linear_topk_logprobs
-from pallas_kernels.linear import plan as plans
+from pallas_kernels.linear import schedule as plans
 from tests.support.collectives import bytes_of_a_run, collectives
 from tests.support.shards import P
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import linear_topk_logprobs
-from pallas_kernels.linear import plan as plans
+from pallas_kernels.linear import schedule as plans
 
 pytestmark = pytest.mark.fast
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import linear_topk_logprobs
-from pallas_kernels.linear import columns
-from pallas_kernels.linear.definition import Definition
+from pallas_kernels.linear import read_columns
+from pallas_kernels.linear.types import Definition
 from pallas_kernels.testing import oracle
 from tests.support import linear_cases, programs, quick_compile
 
@@ -141,12 +141,12 @@ def test_ranks_are_right_where_the_given_logit_was_guessed_wrong(monkeypatch):
     hidden, head, bias, ids = random_case(jnp.float32)
     plan = way("columns", 24, 1000)
     expected = linear_cases.run(way("one block", 24, 1000), hidden, head, ids, 0, bias=bias)
-    monkeypatch.setattr(columns, "given_logits", guessed_wrong)
+    monkeypatch.setattr(read_columns, "given_logits", guessed_wrong)
     found = linear_cases.run(plan, hidden, head, ids, 0, bias=bias, compiler=own())
     np.testing.assert_array_equal(found.token_ranks, expected.token_ranks)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
     # Negative control: without the second count, they would be those of the guess.
-    monkeypatch.setattr(columns, "recount", lambda *a: jnp.zeros(a[2].shape[0], jnp.int32))
+    monkeypatch.setattr(read_columns, "recount", lambda *a: jnp.zeros(a[2].shape[0], jnp.int32))
     wrong = linear_cases.run(plan, hidden, head, ids, 0, bias=bias, compiler=own())
     assert np.any(np.asarray(wrong.token_ranks) != np.asarray(expected.token_ranks))
 
@@ -157,11 +157,11 @@ def test_the_guess_has_the_bits_of_the_block():
     definition = Definition(0.5, 5.0)
 
     def both(hidden, head, bias, ids):
-        guess = columns.given_logits(definition, hidden, head, bias, ids)
+        guess = read_columns.given_logits(definition, hidden, head, bias, ids)
         real = (jnp.int32(0), jnp.int32(1000))
         starts = [*range(0, 936, 64), 936]
         parts = [
-            columns.logits(definition, hidden, head, bias, jnp.int32(start), real, 64)
+            read_columns.logits(definition, hidden, head, bias, jnp.int32(start), real, 64)
             for start in starts
         ]
         at = jnp.minimum(ids // 64, 15)

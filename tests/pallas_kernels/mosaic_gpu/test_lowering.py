@@ -18,8 +18,8 @@ from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.schedule import choose_schedule
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.types import Outputs
-from pallas_kernels.lowering import obstacles
+from pallas_kernels.contract.rows import Outputs
+from pallas_kernels.lowering import choose
 from pallas_kernels.testing import oracle, shapes
 from tests.support import kernel_calls, quick_compile
 from tests.support.changed_logits import ALL
@@ -221,13 +221,13 @@ def test_choice_without_a_gpu():
     ],
 )
 def test_what_can_run(shape, capability, words):
-    obstacle = obstacles.cannot_run(jax.ShapeDtypeStruct(shape, jnp.bfloat16), capability)
+    obstacle = choose.cannot_run(jax.ShapeDtypeStruct(shape, jnp.bfloat16), capability)
     assert (obstacle is None) if words is None else (words in obstacle)
 
 
 def test_choice_with_a_gpu(monkeypatch):
     """On a CUDA host None takes the kernels, but only in programs that are lowered for CUDA."""
-    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 9.0)
     given = inputs(4, 4096, "float32")
 
     def call(logits, token_ids):

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import Drawn, RowsToDraw
-from pallas_kernels.lowering import obstacles
+from pallas_kernels.lowering import choose
 
 ROWS, SLOTS = 8, 2
 
@@ -65,7 +65,7 @@ def test_who_is_chosen(function, monkeypatch):
     assert kernels_of(function, 2000) == 0  # too short
     assert kernels_of(function, 2**20 + 1) == 0  # too many groups
     assert kernels_of(jax.vmap(function), 4099, batch=(2,)) == 0
-    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 8.9)
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.9)
     assert kernels_of(function, 4099) == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import VocabShard
 from pallas_kernels.backends.mosaic_gpu.schedule import choose_fixed_schedule
 from pallas_kernels.backends.read import read_groups
-from pallas_kernels.lowering import obstacles
+from pallas_kernels.lowering import choose
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import shapes
 
@@ -69,7 +69,7 @@ def test_who_is_chosen():
 
 
 def test_an_older_device_takes_xla(monkeypatch):
-    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 8.9)
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.9)
     assert kernels_of(reader(-1), 4099) == 0
     with pytest.raises(NotImplementedError, match=r"compute capability 8\.9"):
         kernels_of(reader(-1, "mosaic_gpu"), 4099)

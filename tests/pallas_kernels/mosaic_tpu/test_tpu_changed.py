@@ -10,7 +10,7 @@ from pallas_kernels.backends.mosaic_tpu import rows_kernel, unit
 from pallas_kernels.backends.mosaic_tpu.schedule import CUT as REAL_CUT
 from pallas_kernels.backends.mosaic_tpu.schedule import choose_schedule
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.types import Outputs
+from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import oracle
 from tests.support import kernel_calls
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64

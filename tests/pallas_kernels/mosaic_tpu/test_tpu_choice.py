@@ -11,8 +11,8 @@ from pallas_kernels import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends import read as reads
 from pallas_kernels.backends.mosaic_tpu import schedule as schedules
 from pallas_kernels.backends.mosaic_tpu.schedule import choose_schedule
-from pallas_kernels.lowering import obstacles
-from pallas_kernels.lowering.tpu_rule import kernel_is_faster
+from pallas_kernels.lowering import choose
+from pallas_kernels.lowering.choose import kernel_is_faster
 from pallas_kernels.sampling.rows import GroupedRows
 
 
@@ -184,8 +184,8 @@ def test_masks_biases_and_float16_take_the_kernel():
 def test_a_symbolic_number_of_rows():
     (rows,) = jax.export.symbolic_shape("r")
     logits = jax.ShapeDtypeStruct((rows, 300), jnp.float32)
-    assert "symbolic" in obstacles.tpu_obstacle(logits)
-    assert obstacles.tpu_obstacle(shapes()[0]) is None
+    assert "symbolic" in choose.tpu_obstacle(logits)
+    assert choose.tpu_obstacle(shapes()[0]) is None
 
 
 def test_a_vocabulary_that_is_split_over_devices():

@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 
 from pallas_kernels.backends.mosaic_tpu import rows as run
 from pallas_kernels.backends.mosaic_tpu import rows_kernel, unit
-from pallas_kernels.contract.types import Outputs
+from pallas_kernels.contract.rows import Outputs
 from tests.support import kernel_calls, quick_compile
 from tests.support.interpreted_tpu_kernel import CUT, interpret, run_watched
 from tests.support.racy_tpu_kernel import IDS, V, X, found, is_caught

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends.mosaic_tpu import rows as run
-from pallas_kernels.contract.types import Outputs
+from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import oracle
 from tests.support import kernel_calls
 from tests.support.interpreted_tpu_kernel import run_interpreted

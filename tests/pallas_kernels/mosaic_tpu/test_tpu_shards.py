@@ -5,7 +5,7 @@ import numpy as np
 
 from pallas_kernels.backends.mosaic_tpu import rows as run
 from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.contract.types import Outputs, RowSums
+from pallas_kernels.contract.rows import Outputs, RowSums
 from pallas_kernels.testing import oracle
 from tests.support import kernel_calls
 from tests.support.interpreted_tpu_kernel import run_interpreted

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.meshes.vocab_shard import WHOLE
+from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.sampling import row_cuts
 from pallas_kernels.sampling.distribution import truncation
 from tests.support import quick_compile

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ipc.wire import KEPT_ALL, KEPT_MANY
-from pallas_kernels.meshes.vocab_shard import WHOLE
+from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.sampling import kept_set
 from pallas_kernels.sampling.kept_set import kept_sets
 from pallas_kernels.sampling.parameters import Truncation

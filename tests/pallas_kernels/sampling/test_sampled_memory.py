@@ -12,7 +12,7 @@ from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.backends.xla.block_sizes import CPU_BYTES
+from pallas_kernels.backends.xla.rows import CPU_BYTES
 from pallas_kernels.sampling.drafts import none_drawn
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.row_read import emitted_logprobs

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
-from pallas_kernels.numbers.random_draws import ACCEPT, GROUP, Source, uniform
-from pallas_kernels.numbers.threefry import word as threefry_word
+from pallas_kernels.numbers.random_draws import ACCEPT, GROUP, Source, threefry_word, uniform
 
 pytestmark = pytest.mark.fast
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from pallas_kernels.meshes.vocab_shard import WHOLE, VocabShard
+from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
 from pallas_kernels.sampling import cut_search, exact_sums, row_cuts

@@ -20,7 +20,7 @@ from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.model import llama, sharding
 from jax_specdec.device.model.params import init_params
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.linear import plan as plans
+from pallas_kernels.linear import schedule as plans
 from tests.support import quick_compile
 from tests.support.decoding import random_model
 

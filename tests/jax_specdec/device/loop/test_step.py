@@ -17,8 +17,8 @@ from jax_specdec.device.messages import step_messages
 from jax_specdec.device.worker.worker import runs_on_gpu
 from jax_specdec.records.decode import decode
 from pallas_kernels import use_implementation
-from pallas_kernels.lowering import obstacles
-from pallas_kernels.lowering.implementation import resolved
+from pallas_kernels.lowering import choose
+from pallas_kernels.lowering.choose import resolved
 from pallas_kernels.sampling.verification import verify
 from tests.support.decoding import VOCAB, compiled, random_model, request, without_jit
 
@@ -125,8 +125,8 @@ def test_the_configured_implementation_computes_the_programs(program, monkeypatc
 
 def test_a_worker_without_kernels_reads_as_where_there_are_none(monkeypatch):
     """On a GPU, the greedy choice shares the kernels' read; XLA's does not pay."""
-    monkeypatch.setattr(obstacles, "cuda_capability", lambda: 9.0)
-    monkeypatch.setattr(obstacles, "MIN_VOCABULARY", 1)
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(choose, "MIN_VOCABULARY", 1)
     _, model = random_model()
     config = LoopConfig(model, NoDrafter(1), num_slots=2, max_length=16)
     assert runs_on_gpu(config)

@@ -20,7 +20,7 @@ from jax_specdec.device.messages.pack import select_rows
 from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.messages.step_messages import StepOutput, draft_message, target_message
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.contract.types import Outputs, skipped_rows
+from pallas_kernels.contract.rows import Outputs, skipped_rows
 from pallas_kernels.sampling.distribution import truncation
 from pallas_kernels.sampling.drafts import draw, none_drawn
 from pallas_kernels.sampling.verification import verify

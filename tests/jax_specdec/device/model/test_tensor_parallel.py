@@ -23,7 +23,7 @@ from jax_specdec.device.model.llama import logits
 from jax_specdec.device.model.params import init_params
 from jax_specdec.records.decode import decode
 from jax_specdec.requests import Request, SamplingParams
-from pallas_kernels.meshes.vocab_shard import VocabShard
+from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.sampling.drafts import draw, joined
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.verification import verify

@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
-from pallas_kernels.contract.types import Outputs, Rows
+from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.testing import oracle
 from pallas_kernels.topk.derivatives import _folded
 from tests.support import kernel_calls

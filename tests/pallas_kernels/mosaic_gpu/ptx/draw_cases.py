@@ -12,8 +12,7 @@ import numpy as np
 from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu import count_larger, draw, groups
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
-from pallas_kernels.numbers.gumbel import gumbel
-from pallas_kernels.numbers.threefry import word as threefry_word
+from pallas_kernels.numbers.random_draws import gumbel_noise, threefry_word
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.types import CompactQ, Drafts
@@ -73,7 +72,7 @@ def draws(name: str, schedule: Schedule, most: int) -> Case:
     given = drawn_tokens.rows_to_draw(x, slots, INVERSE)
     given = draw.RowsToDraw(*map(jnp.asarray, given))
     seed, position = jnp.uint32(TIED[0]), jnp.int32(TIED[1])
-    noise = gumbel(threefry_word(seed, PURPOSES[0], position, jnp.array([1, 4])))
+    noise = gumbel_noise(threefry_word(seed, PURPOSES[0], position, jnp.array([1, 4])))
     assert noise[0] == noise[1]
 
     def call() -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
-from pallas_kernels.contract.types import Outputs
+from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import compile_target
 from tests.pallas_kernels.mosaic_gpu.ptx import alignment
 from tests.ptx_machine import host, machine, threads

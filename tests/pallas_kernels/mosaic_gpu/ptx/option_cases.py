@@ -9,7 +9,7 @@ import numpy as np
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.types import Outputs
+from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, chosen, edge_rows
 from tests.support import kernel_calls

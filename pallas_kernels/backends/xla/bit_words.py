@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.lowering.blocks import barrier, vary_like
+from pallas_kernels.lowering.forms import barrier, vary_like
 
 BITS = 32
 

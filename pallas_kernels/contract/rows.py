@@ -1,17 +1,152 @@
-"""Checks of a call's arguments when it is traced: errors name the value and the way out."""
+"""A call's arguments once they are checked, and what one read of its rows leaves.
+
+Checks are made when a call is traced: errors name the value, the limit and the way out.
+"""
 
 import operator
+from typing import NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.contract.changes import WORD, Changes
-from pallas_kernels.contract.types import AnyArray
+from pallas_kernels.contract.types import AnyArray, RankTies, TopkLogprobs
+
+
+class Outputs(NamedTuple):
+    """The static part of a call: it decides the program, and the shapes that come out of it."""
+
+    k: int
+    log_sum_exp: bool = False
+    entropy: bool = False
+    top_logits: bool = False
+    inclusive: bool = False  # ranks count equal logits too
+
+
+class Rows(NamedTuple):
+    """The arrays of a call, checked: R target rows of logits [N, V], or of a part of their columns.
+
+    token_ids: without them, each row's greedy choice.
+    changes: of the R rows.
+    """
+
+    logits: Float[Array, "N V"]
+    token_ids: Int32[Array, " R"] | None = None
+    row_ids: Int32[Array, " R"] | None = None
+    num_rows: Int32[Array, ""] | None = None
+    temperatures: Float32[Array, " R"] | None = None
+    extra_token_ids: Int32[Array, "R C"] | None = None
+    changes: Changes | None = None
+
+    @property
+    def num_targets(self) -> int:
+        """R."""
+        first = next(x for x in (self.token_ids, self.row_ids, self.logits) if x is not None)
+        return first.shape[0]
+
+    @property
+    def extra_ids(self) -> jax.Array:
+        """The extra ids [R, C]; C = 0 where none were named."""
+        if self.extra_token_ids is None:
+            return jnp.zeros((self.num_targets, 0), jnp.int32)
+        return self.extra_token_ids
+
+    @property
+    def places(self) -> jax.Array:
+        """The row of the logits [R] that each target row reads, clamped to those that there are."""
+        if self.row_ids is None:
+            return jnp.arange(self.num_targets, dtype=jnp.int32)
+        return jnp.clip(self.row_ids, 0, self.logits.shape[0] - 1)
+
+
+class RowSums(NamedTuple):
+    """What one read of R rows, or of a part of their columns, leaves of them.
+
+    maximum: [R] float32; unspecified where the row has a NaN: not every backend's maximum keeps it.
+    sum_exp: [R] float32, sum of exp((x - maximum) / temperature); NaN where the row has a NaN, 0
+        or NaN where it has -inf alone.
+    num_larger: [R] int32, the number of logits strictly larger than the given token's; with
+        inclusive ranks, those equal to it count too.
+    top_ids: [R, K] int32, columns of this part; unspecified where the logit is -inf.
+    top_logits: [R, K] float32, descending, ties lowest id first.
+    weighted: [R] float32, sum of s exp(s), s = (x - maximum) / temperature; None without entropy.
+    """
+
+    maximum: jax.Array
+    sum_exp: jax.Array
+    num_larger: jax.Array
+    top_ids: jax.Array
+    top_logits: jax.Array
+    weighted: jax.Array | None = None
+
+
+def no_sums(num_targets: int, outputs: Outputs) -> RowSums:
+    """The sums of no column."""
+    zeros = jnp.zeros(num_targets, jnp.float32)
+    return RowSums(
+        maximum=jnp.full(num_targets, -jnp.inf, jnp.float32),
+        sum_exp=zeros,
+        num_larger=jnp.zeros(num_targets, jnp.int32),
+        top_ids=jnp.zeros((num_targets, outputs.k), jnp.int32),
+        top_logits=jnp.full((num_targets, outputs.k), -jnp.inf, jnp.float32),
+        weighted=zeros if outputs.entropy else None,
+    )
+
+
+def is_inclusive(rank_ties: str) -> bool:
+    """Whether ranks count equal logits too.
+
+    Raises:
+      ValueError: there is no such way to count.
+    """
+    if rank_ties not in get_args(RankTies):
+        raise ValueError(
+            f"rank_ties = {rank_ties!r} is not known; choose one of "
+            f"{', '.join(map(repr, get_args(RankTies)))}"
+        )
+    return rank_ties == "inclusive"
+
+
+def skipped_rows(num_targets: int, outputs: Outputs, num_extra: int) -> TopkLogprobs:
+    """The results of rows that were not worked on."""
+
+    def nan(*shape: int) -> jax.Array:
+        return jnp.full((num_targets, *shape), jnp.nan, jnp.float32)
+
+    return TopkLogprobs(
+        token_ids=jnp.full((num_targets, outputs.k + 1), -1, jnp.int32),
+        logprobs=nan(outputs.k + 1),
+        token_ranks=jnp.zeros(num_targets, jnp.int32),
+        extra_logprobs=nan(num_extra),
+        log_sum_exp=nan() if outputs.log_sum_exp else None,
+        entropy=nan() if outputs.entropy else None,
+        top_logits=nan(outputs.k) if outputs.top_logits else None,
+    )
+
+
+def skipped_like(found: TopkLogprobs) -> TopkLogprobs:
+    """The results of as many rows that were not worked on, for what was wanted of these."""
+
+    def nan(x: jax.Array) -> jax.Array:
+        return jnp.full(x.shape, jnp.nan, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    nothing: TopkLogprobs = jax.tree.map(nan, found)
+    return nothing._replace(
+        token_ids=jnp.full(found.token_ids.shape, -1, jnp.int32),
+        token_ranks=jnp.zeros(found.token_ranks.shape, jnp.int32),
+    )
+
 
 MAX_K = 512
+
 MAX_EXTRA = 128
+
 MAX_BIAS = 4096
+
 MAX_VOCABULARY = 2**24  # token ranks are counted in float32, exact up to here
+
 LOGITS_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -141,15 +276,6 @@ def check_changes(
         missing = "bias" if bias is None else "bias_token_ids"
         raise TypeError(f"{missing} is None; pass both bias_token_ids and bias, or none of them")
     return None if changes == Changes() else changes
-
-
-def check_num_targets(num_targets: int, num_logits_rows: int) -> None:
-    """Raise unless R = N: without row_ids, target row i reads logits row i."""
-    if num_targets != num_logits_rows:
-        raise ValueError(
-            f"token_ids has {num_targets} entries but logits has {num_logits_rows} rows; pass "
-            "row_ids to say which row each token belongs to"
-        )
 
 
 def _check(

@@ -1,0 +1,268 @@
+"""Forms of work on arrays that XLA compiles well, and with the same bits in every program.
+
+Blocks of rows: temporaries are a few blocks and not a few copies.
+
+Logits as integers in the same order. XLA's CPU and TPU programs read subnormal floats as zero, so
+they take different subnormal logits for equal; integers keep them apart, and cost two or three
+operations at each load.
+
+Reductions of rows by pieces, of which XLA's CPU compiler makes vector code. Of a plain reduction
+over a row it makes windows, or a loop that writes every term and another that adds them, in an
+order that depends on the number of rows.
+
+A logarithm. XLA computes whole vectors of them in another way than the few that are left over, on a
+CPU 1 in 30 differently: a row's logprobs would depend on how many rows a batch has.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float32
+
+Tree: TypeAlias = "jax.Array | Sequence[Tree] | None"  # of arrays, in tuples and lists
+
+Values = TypeVar("Values", bound=Tree)
+
+Outputs = TypeVar("Outputs", bound=Sequence[Tree])
+
+
+def map_blocks(
+    work: Callable[[jax.Array], Outputs],
+    block: int,
+    num_rows: jax.Array | None,
+    initial: Outputs,
+    inputs: Tree,
+) -> Outputs:
+    """Call work(start) for each block of rows and put the outputs together.
+
+    Args:
+      work: returns the outputs [block, ...] of rows start .. start + block - 1, or of the last
+        `block` rows where these reach beyond R, as `lax.dynamic_slice` does.
+      block: rows at a time.
+      num_rows: int32 scalar; blocks from there on keep `initial`. None: all rows.
+      initial: a tree of [R, ...] arrays, R >= block.
+      inputs: a tree of the arrays that `work` closes over.
+    """
+    rows = jax.tree.leaves(initial)[0].shape[0]
+    if block == rows:
+        return work(jnp.int32(0))
+
+    def step(carry: tuple[jax.Array, Outputs]) -> tuple[jax.Array, Outputs]:
+        # The last block may reach beyond the rows. Slices and updates begin early then, all alike:
+        # rows done twice get equal values.
+        start, done = carry
+        updated: Outputs = jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 0),
+            done,
+            work(start),
+        )
+        return start + block, updated
+
+    last = jnp.int32(rows) if num_rows is None else jnp.minimum(num_rows, rows)
+    first = (jnp.int32(0), initial)
+    _, outputs = lax.while_loop(lambda carry: carry[0] < last, step, vary_like(first, inputs))
+    return outputs
+
+
+def pin_to_iteration(logits: jax.Array, start: jax.Array) -> jax.Array:
+    """The logits as a value of this iteration: else XLA would widen all of them before the loop."""
+    same: jax.Array = barrier((logits, start))[0]
+    return same
+
+
+def barrier(values: Values) -> Values:
+    """`lax.optimization_barrier`, which has no type annotations."""
+    same: Values = lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
+    return same
+
+
+def vary_like(values: Values, inputs: Tree) -> Values:
+    """The values, varying over every mesh axis of `shard_map` over which an input varies.
+
+    A loop's first carry must vary as its inputs do. So must the outputs of a GPU kernel, of which
+    JAX knows only shapes.
+
+    Args:
+      values: a tree of arrays [...], as is what comes back.
+      inputs: another one.
+    """
+    axes = frozenset[str]().union(*(_varying(x) for x in jax.tree.leaves(inputs)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - _varying(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    varying: Values = jax.tree.map(vary, values)
+    return varying
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes of the surrounding `shard_map` over which x may differ."""
+    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return axes
+
+
+def ordered_keys(x: jax.Array) -> jax.Array:
+    """Integers of the floats' size in the order of the floats x; -0.0 has the key of 0.0.
+
+    A NaN lies beyond the infinity of its sign. `floats` is the inverse.
+    """
+    return _mirrored(as_integers(x))
+
+
+def floats(keys: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The floats of `dtype` that have these `ordered_keys`."""
+    found: jax.Array = lax.bitcast_convert_type(_mirrored(keys), dtype)
+    return found
+
+
+def key_of(value: float, dtype: DTypeLike) -> jax.Array:
+    """The key [] of one value in `dtype`."""
+    return ordered_keys(jnp.full((), value, dtype))
+
+
+def strictly_larger(x: jax.Array, than: jax.Array) -> jax.Array:
+    """Where x is larger than `than`, two shapes that broadcast, one dtype. -0.0 equals 0.0.
+
+    Anything where one of them is NaN.
+    """
+    # Below a negative number the order of the bits is the reverse: one xor turns both sides, which
+    # is cheaper than a key for each x. As 0.0, -0.0 is no negative number.
+    other = as_integers(floats(ordered_keys(than), than.dtype))
+    turned = jnp.where(other < 0, np.iinfo(other.dtype).max, jnp.zeros_like(other))
+    return (as_integers(x) ^ turned) > (other ^ turned)
+
+
+def limit_of_count(selected: jax.Array, inclusive: bool) -> jax.Array:
+    """What a logit must be larger than to be counted in a token's rank.
+
+    selected: the token's own logit, in the logits' dtype. Inclusive ranks count equal ones too.
+    """
+    return just_below(selected) if inclusive else selected
+
+
+def is_counted(x: jax.Array, selected: jax.Array, inclusive: bool) -> jax.Array:
+    """Whether logits are counted, by the floats' own comparison: see `limit_of_count`."""
+    return x >= selected if inclusive else x > selected
+
+
+def just_below(x: jax.Array) -> jax.Array:
+    """The next smaller float of x's dtype; anything where x is -inf or NaN."""
+    return floats(ordered_keys(x) - 1, x.dtype)
+
+
+def canonical(x: jax.Array) -> jax.Array:
+    """0.0 for -0.0, and -inf for NaN of either sign; every other value keeps its bits."""
+    # Not `x == 0`, which is true of a subnormal where XLA flushes it.
+    same = floats(ordered_keys(x), x.dtype)
+    return jnp.where(jnp.isnan(x), jnp.full_like(x, -jnp.inf), same)
+
+
+def as_integers(x: jax.Array) -> jax.Array:
+    """The bits of floats as signed integers of their size."""
+    bits: jax.Array = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+    return bits
+
+
+def _mirrored(bits: jax.Array) -> jax.Array:
+    """Sign and magnitude as two's complement, and back: minus the magnitude for negative ones."""
+    sign = jnp.array(np.iinfo(bits.dtype).min, bits.dtype)
+    return jnp.where(bits < 0, sign - bits, bits)
+
+
+def pieces(x: jax.Array, number: int, padding: float) -> list[jax.Array]:
+    """x [B, n] cut into `number` pieces [B, ceil(n / number)]; the last ones are padded."""
+    width = -(-x.shape[1] // number)
+    cut = [x[:, i * width : (i + 1) * width] for i in range(number)]
+    return [
+        jnp.pad(piece, ((0, 0), (0, width - piece.shape[1])), constant_values=padding)
+        if piece.shape[1] < width
+        else piece
+        for piece in cut
+    ]
+
+
+def at_place(place: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The entries at one place [B] of each row of arrays [B, n, ...] of 32-bit numbers; else 0.
+
+    One loop for all arrays, where XLA's CPU compiler makes two kernels of each gather.
+    """
+    wide = [x if x.dtype.itemsize == 4 else x.astype(jnp.int32) for x in arrays]
+    bits = [lax.bitcast_convert_type(x, jnp.int32) for x in wide]
+    here = jnp.arange(arrays[0].shape[1], dtype=jnp.int32)[None] == place[:, None]
+    masked = [jnp.where(here.reshape(here.shape + (1,) * (x.ndim - 2)), x, 0) for x in bits]
+    found = summed(*masked)
+    return tuple(lax.bitcast_convert_type(one, x.dtype) for one, x in zip(found, wide, strict=True))
+
+
+def summed(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The sums [B, ...] of integers [B, n, ...] over their second axis, in one loop."""
+    zeros = tuple(np.zeros((), x.dtype) for x in arrays)
+    return tuple(lax.reduce(arrays, zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,)))
+
+
+def largest_and_first(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest value of each row [B, n], and the lowest id that has it; in one loop.
+
+    XLA's CPU compiler makes three or four kernels of a reduction of one array.
+    """
+
+    def better(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return tuple(jnp.where(first, x, y) for x, y in zip(a, b, strict=True))
+
+    is_float = jnp.issubdtype(values.dtype, jnp.floating)
+    least = np.asarray(-np.inf if is_float else np.iinfo(values.dtype).min, values.dtype)
+    start = least, np.int32(2**31 - 1)
+    value, id = lax.reduce((values, ids), start, better, (1,))
+    return value, id
+
+
+def in_pairs(
+    join: Callable[[jax.Array, jax.Array], jax.Array], parts: list[jax.Array]
+) -> jax.Array:
+    """2**n arrays joined to one, two at a time."""
+    while len(parts) > 1:
+        parts = [join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def reduced(
+    join: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, number: int, padding: float
+) -> jax.Array:
+    """Each row of x [B, n] joined to one value [B], `number` (2**n) pieces at a time."""
+    while x.shape[1] > 1:
+        x = lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
+        x = in_pairs(join, pieces(x, number, padding))
+    return x[:, 0]
+
+
+# Of log((1 + s) / (1 - s)) / s - 2 by s**2, and log(2) in two parts, the first of which is exact in
+# a product with an exponent. FreeBSD msun, e_logf.c, http://www.netlib.org/fdlibm/.
+SERIES = (0.66666662693, 0.40000972152, 0.28498786688, 0.24279078841)
+
+LOG2 = (0.69313812256, 9.0580006145e-06)
+
+SQRT_HALF = 0x3F3504F3  # as bits
+
+
+def logarithm(x: Float32[Array | np.ndarray, "*rows"]) -> Float32[Array, "*rows"]:
+    """log(x) of normal float32 x > 0, within one unit in the last place; else anything."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    exponent = (bits - SQRT_HALF) >> 23
+    f = lax.bitcast_convert_type(bits - (exponent << 23), jnp.float32) - 1
+    s = f / (2 + f)
+    z = s * s
+    series = jnp.float32(SERIES[-1])
+    for coefficient in SERIES[-2::-1]:
+        series = jnp.float32(coefficient) + z * series
+    half = jnp.float32(0.5) * f * f
+    power = exponent.astype(jnp.float32)
+    small = s * (half + z * series) + power * jnp.float32(LOG2[1])
+    found: jax.Array = power * jnp.float32(LOG2[0]) - ((half - small) - f)
+    return found
