@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import topk_logprobs
-from pallas_kernels.backends.xla.rows import FEW_ROWS, in_one_thread, is_small_batch
+from pallas_kernels.backends.xla.rows import in_one_thread
+from pallas_kernels.backends.xla.selection import FEW_ROWS, is_small_batch
 from tests.support import quick_compile
 
 
