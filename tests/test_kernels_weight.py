@@ -8,7 +8,7 @@ import io
 import sys
 import tokenize
 
-import jax
+import numpy as np
 import pytest
 
 from pallas_kernels import topk_logprobs
@@ -21,7 +21,6 @@ MOST_FILES = 14  # beside each other, but for `__init__.py`
 # Lines without comments, docstrings and blank ones, but for `testing`: to come down to 9,800.
 MOST_CODE = 10_400
 MOST_UNTYPED = 90
-MOST_HIDDEN = 400  # uses of names that stand for `Any`: to come down
 UNTYPED = {"Any", "object", "cast"}
 
 
@@ -73,15 +72,9 @@ def untyped(source):
 
 
 def hidden(source):
-    """How often names stand in it that stand for `Any`: its own, and those of `kernel_types`."""
-    tree = ast.parse(source)
-    names = set()
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module.endswith("kernel_types"):
-            names |= {alias.name for alias in node.names}
-        if isinstance(node, ast.Assign) and ast.unparse(node.value) == "Any":
-            names |= {target.id for target in node.targets}
-    return len([n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in names])
+    """The names that stand for `Any` in it."""
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+    return [ast.unparse(node.targets[0]) for node in nodes if ast.unparse(node.value) == "Any"]
 
 
 def sources(*, without=()):
@@ -102,23 +95,22 @@ def test_values_are_typed():
     assert sum(map(untyped, sources(without=("testing",)))) <= MOST_UNTYPED
 
 
-def test_few_names_stand_for_any():
-    assert sum(map(hidden, sources(without=("testing",)))) <= MOST_HIDDEN
+def test_no_name_stands_for_any():
+    assert [name for source in sources() for name in hidden(source)] == []
 
 
 def test_a_call_on_a_cpu_crosses_nine_files():
-    """All in which a function of ours runs while a call is traced and lowered."""
+    """All in which a function of ours runs while a call is made."""
     crossed = set()
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(str(HOUSE)):
             crossed.add(frame.f_code.co_filename.removeprefix(f"{HOUSE}/"))
 
-    logits = jax.ShapeDtypeStruct((8, 2053), "bfloat16")
-    call = jax.jit(topk_logprobs, static_argnums=2)
+    logits, token_ids = np.zeros((8, 2053), np.float32), np.zeros(8, np.int32)
     sys.setprofile(note)
     try:
-        call.lower(logits, jax.ShapeDtypeStruct((8,), "int32"), 20)
+        topk_logprobs(logits, token_ids, 20)
     finally:
         sys.setprofile(None)
     assert crossed == {
@@ -139,4 +131,4 @@ def test_these_counts_can_fail(tmp_path):
     source = '"""A docstring."""\n# a comment\n\nx: typing.Any = (\n    1,  # one\n)\n'
     assert code_lines(source) == 3
     assert untyped(source + "def f(y: Any) -> object:\n    return cast(Any, y)\n") == 5
-    assert hidden("from a.kernel_types import Ref\n\nRow = Any\nx: Ref = Row\n") == 3
+    assert hidden("Row = Any\nx: Any = Row\n") == ["Row"]

@@ -6,18 +6,18 @@ order, and a warpgroup reads a block's number of them at a time, as pass 1 reads
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.kernel_types import Carry, Index, Layout, Mlir, Ref
 from pallas_kernels.backends.mosaic_gpu import compat, thread
-from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Schedule
-from pallas_kernels.backends.mosaic_gpu.thread import Word, word
+from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
+from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Index, Layout, Schedule
+from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, word
 
+Carry = TypeVar("Carry")  # of a loop: a tree of vectors and numbers
 NO_GROUP = 2**31 - 1
 WIDTH = 256  # logits of a group
 
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     """A row of logits as a kernel reads it again."""
 
     schedule: Schedule
-    logits_ref: Ref  # [N * V]
+    logits_ref: Readable  # [N * V]
     first: Index  # where the row starts
 
     @property
@@ -51,19 +51,19 @@ class Row(NamedTuple):
         starts = range(0, WIDTH, shape[1])
         layout = self.layout
 
-        def body(logits: Mlir, first: Mlir, groups: Mlir) -> Mlir:
+        def body(logits: Value, first: Vector, groups: Vector) -> tuple[Vector, ...]:
             (group,) = thread.words(groups)
             column = (thread.thread() & (shape[1] // RUN - 1)) * RUN
             begin = thread.larger(group, 0) * WIDTH + column
             return tuple(run(logits, word(first), begin + i, group >= 0) for i in starts)
 
-        def run(logits: Mlir, first: Word, token: Word, there: Word) -> Mlir:
+        def run(logits: Value, first: Word, token: Word, there: Word) -> Vector:
             loaded = []
             for i in range(0, RUN, vector):
                 at, inside = token + i, there & (token + i < vocabulary)
                 place = first + thread.smaller(at, vocabulary - vector)
                 loaded.append(thread.load_or(logits, place, vector, inside, float("-inf")))
-            return thread.vector_of(loaded, layout.to_mgpu(), shape)
+            return thread.vector_of(loaded, layout, shape)
 
         kind = thread.result(shape, self.logits_ref.dtype, layout)
         arguments = self.logits_ref, self.first, groups
@@ -93,18 +93,18 @@ def padded_size(number: int) -> int:
     return -(-number // WARPGROUP) * WARPGROUP
 
 
-def load_groups(ref: Ref, row: Index, number: int, otherwise: float) -> jax.Array:
+def load_groups(ref: Readable, row: Index, number: int, otherwise: float) -> jax.Array:
     """A row of [R * number] float32 as a vector of `padded_size`; `otherwise` from there on."""
     size, start = padded_size(number), row * number
     layout = compat.vector_layout()
 
-    def body(here: Mlir, first: Mlir) -> Mlir:
+    def body(here: Value, first: Vector) -> Vector:
         registers = []
         for i in range(0, size, WARPGROUP):
             place = thread.thread() + i
             at = word(first) + thread.smaller(place, number - 1)
             registers.append(thread.load_or(here, at, 1, place < number, otherwise))
-        return thread.vector_of(registers, layout.to_mgpu(), (size,))
+        return thread.vector_of(registers, layout, (size,))
 
     kind = thread.result((size,), jnp.float32, layout)
     return compat.asarray(thread.inline(body, (ref, start), (None, "scalar"), kind))
@@ -119,9 +119,9 @@ def scratch_types(number: int) -> tuple[Any, ...]:
 class Chosen(NamedTuple):
     """The list of chosen groups: references to shared memory."""
 
-    list_ref: Ref  # [padded groups] i32
-    places_ref: Ref  # [padded groups] i32: of each group in the list; -1 of others
-    counter_ref: Ref  # [4] i32
+    list_ref: jax.Ref  # [padded groups] i32
+    places_ref: jax.Ref  # [padded groups] i32: of each group in the list; -1 of others
+    counter_ref: jax.Ref  # [4] i32
 
     def choose(self, flags: jax.Array) -> jax.Array:
         """Make the list of flagged groups; returns how many they are.
@@ -130,7 +130,7 @@ class Chosen(NamedTuple):
         """
         flagged = jnp.where(flags, jnp.int32(1), jnp.int32(0))
 
-        def body(given: Mlir, chosen: Mlir, places: Mlir, counter: Mlir) -> Mlir:
+        def body(given: Vector, chosen: Value, places: Value, counter: Value) -> Vector:
             me, mine = thread.thread(), thread.words(given)
             thread.when(me == 0, lambda: thread.store(counter, 0, 0))
             thread.barrier()
@@ -146,7 +146,7 @@ class Chosen(NamedTuple):
         return compat.asarray(thread.inline(body, arguments, layouts, kind))
 
     @staticmethod
-    def _listed(flag: Word, group: Word, chosen: Ref, counter: Ref) -> Word:
+    def _listed(flag: Word, group: Word, chosen: Value, counter: Value) -> Word:
         """The place of a group in the list, where it is written; -1 if it is not flagged."""
 
         def put() -> list[Word]:
@@ -166,7 +166,7 @@ class Chosen(NamedTuple):
         layout = row.layout.reduce(1)
         lanes = (shape[1] // RUN).bit_length() - 1
 
-        def body(chosen: Mlir, turn: Mlir, count: Mlir) -> Mlir:
+        def body(chosen: Value, turn: Vector, count: Vector) -> Vector:
             place = word(turn) * size + (thread.thread() >> lanes)
             found = word(thread.load(chosen, thread.smaller(place, word(count) - 1)))
             value = thread.select(place < word(count), found, -1)
@@ -194,4 +194,5 @@ def over_groups(
     def body(turn: Index, carry: Carry) -> Carry:
         return work(turn, chosen.groups(turn, count, row), carry)
 
-    return lax.fori_loop(0, (count + (size - 1)) // size, body, initial)
+    found: Carry = lax.fori_loop(0, (count + (size - 1)) // size, body, initial)
+    return found

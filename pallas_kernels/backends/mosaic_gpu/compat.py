@@ -1,9 +1,10 @@
+# mypy: disable-error-code="no-any-return"
 """Pallas Mosaic GPU as the kernels need it: what differs between the supported jax versions
 (0.10.2 to 0.12), and between a compiled and an interpreted kernel, in one place.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
+from jax.typing import DTypeLike
 
-from pallas_kernels.backends.kernel_types import Index, Interpret, Layout, Ref, Scalar
+from pallas_kernels.backends.mosaic_gpu.schedule import Index, Layout
+
+if TYPE_CHECKING:
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 GPU: Any = plgpu  # untyped: its members change between versions
 
 VERSION = jax.__version_info__
+Readable: TypeAlias = jax.Ref | jax.Array  # a reference in a kernel; outside of it, the array
 
 
-def interpret_params(detect_races: bool) -> Interpret:
+def interpret_params(detect_races: bool) -> "InterpretGPUParams":
     """What `GPU.kernel(interpret=...)` takes to run a kernel on a CPU; races are noted."""
     # Copies by one of these threads would count as one after the other.
     options: dict[str, Any] = {"detect_races": detect_races, "num_tma_threads_per_device": 16}
@@ -31,7 +37,7 @@ def interpret_params(detect_races: bool) -> Interpret:
     return InterpretGPUParams(**options)
 
 
-def asarray(value: Scalar) -> jax.Array:
+def asarray(value: Any) -> jax.Array:
     """The same value, typed: what is traced in a kernel has no type of its own."""
     array: jax.Array = value
     return array
@@ -42,19 +48,19 @@ def cast(value: jax.Array, layout: Layout) -> jax.Array:
     return asarray(GPU.layout_cast(value, layout))
 
 
-def shape(shape: tuple[int, ...], dtype: Any) -> Any:
+def shape(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """An output's type."""
     return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
 
-def load(ref: Ref, layout: Layout, optimized: bool = False) -> jax.Array:
+def load(ref: Readable, layout: Layout, optimized: bool = False) -> jax.Array:
     """A vector from a reference into registers of this layout."""
     if VERSION >= (0, 11):
         return asarray(GPU.load(ref, layout=layout, optimized=optimized))
     return asarray(GPU.load(ref, (), layout=layout, optimized=optimized))
 
 
-def store(ref: Ref, value: jax.Array, interpreted: bool = False) -> None:
+def store(ref: jax.Ref, value: jax.Array, interpreted: bool = False) -> None:
     """A vector to a reference, even where it does not fill whole 32-byte sectors."""
     if VERSION >= (0, 12) and not interpreted:
         GPU.store(ref, value, optimized=False)
@@ -62,8 +68,13 @@ def store(ref: Ref, value: jax.Array, interpreted: bool = False) -> None:
         ref[...] = value
 
 
+def _some(ref: Readable, start: Index, size: int) -> Any:
+    """`size` elements from `start` of a flat reference, as one."""
+    return ref.at[pl.ds(start, size)]
+
+
 def load_block(
-    ref: Ref,
+    ref: Readable,
     start: Index,
     shape: tuple[int, int],
     width: int,
@@ -72,17 +83,16 @@ def load_block(
 ) -> list[jax.Array]:
     """rows * columns words from `start` of a flat reference, as pieces [rows, width]."""
     rows, columns = shape
-    block = pl.ds(start, rows * columns)
     if interpreted:  # neither GPU.load nor a reshaped reference is known to the interpreter
-        whole: jax.Array = ref[block].reshape(shape)
+        whole: jax.Array = ref[pl.ds(start, rows * columns)].reshape(shape)
         return [whole[:, i : i + width] for i in range(0, columns, width)]
-    whole = ref.at[block].reshape(shape)
-    return [load(whole.at[:, pl.ds(i, width)], layout) for i in range(0, columns, width)]
+    here = _some(ref, start, rows * columns).reshape(shape)
+    return [load(here.at[:, pl.ds(i, width)], layout) for i in range(0, columns, width)]
 
 
-def load_vector(ref: Ref, start: Index, size: int) -> jax.Array:
+def load_vector(ref: Readable, start: Index, size: int) -> jax.Array:
     """`size` elements from `start` of a flat reference, one element a thread at a time."""
-    return load(ref.at[pl.ds(start, size)], vector_layout())
+    return load(_some(ref, start, size), vector_layout())
 
 
 def _register_layout_cast() -> None:
@@ -137,9 +147,9 @@ def run_layout(size: int, itemsize: int) -> Layout:
     return GPU.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)
 
 
-def load_run(ref: Ref, start: Index, size: int, layout: Layout) -> jax.Array:
+def load_run(ref: Readable, start: Index, size: int, layout: Layout) -> jax.Array:
     """`size` elements from `start` of a flat reference, a run of them a thread."""
-    return load(ref.at[pl.ds(start, size)], layout)
+    return load(_some(ref, start, size), layout)
 
 
 def warp_layout() -> Layout:
@@ -148,9 +158,9 @@ def warp_layout() -> Layout:
     return GPU.Layout.TILED(tiling, warp_dims=(GPU.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 
 
-def load_warp(ref: Ref, start: Index, size: int) -> jax.Array:
+def load_warp(ref: Readable, start: Index, size: int) -> jax.Array:
     """`size` elements from `start` of a flat reference, in every warp."""
-    return load(ref.at[pl.ds(start, size)], warp_layout())
+    return load(_some(ref, start, size), warp_layout())
 
 
 def warp_iota(size: int) -> jax.Array:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.kernel_types import Index, Ref
 from pallas_kernels.backends.mosaic_gpu import compat
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     Chosen,
@@ -21,7 +20,7 @@ from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     scratch_types,
 )
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Schedule, choose_fixed_schedule
+from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Index, Schedule, choose_fixed_schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
 
 
@@ -49,11 +48,11 @@ def count_larger(logits: jax.Array, maxima: jax.Array, token_ids: jax.Array) -> 
 
 
 def _count_larger_kernel(
-    logits_ref: Ref,  # [R * V]  in
-    maxima_ref: Ref,  # [R * G] f32  in
-    token_ids_ref: Ref,  # [R] i32  in
-    counts_ref: Ref,  # [R] i32  out
-    *scratch: Ref,  # of `Chosen`  shared memory
+    logits_ref: jax.Ref,  # [R * V]  in
+    maxima_ref: jax.Ref,  # [R * G] f32  in
+    token_ids_ref: jax.Ref,  # [R] i32  in
+    counts_ref: jax.Ref,  # [R] i32  out
+    *scratch: jax.Ref,  # of `Chosen`  shared memory
     schedule: Schedule,
     number: int,
 ) -> None:

@@ -18,7 +18,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.groups import Drawn, RowsToDraw
-from pallas_kernels.backends.kernel_types import Index, Mlir, Ref, Scalar
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     NO_GROUP,
@@ -29,16 +28,17 @@ from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     over_groups,
     scratch_types,
 )
-from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_and_sums
 from pallas_kernels.backends.mosaic_gpu.reading import LARGEST, LOG2_E
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     RUN,
     WARPGROUP,
+    Index,
     Schedule,
     choose_fixed_schedule,
 )
-from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
+from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, load_at_once, word
 from pallas_kernels.numbers.random_draws import gumbel_noise, log_of, threefry_word
 
 BITS = 32  # tokens of a word
@@ -78,8 +78,8 @@ def draw(logits: jax.Array, rows: RowsToDraw, purposes: tuple[int, int]) -> Draw
 class Best(NamedTuple):
     """The largest score so far, and what has it: the lowest number of several."""
 
-    score: Scalar  # float32
-    number: Index  # int32
+    score: jax.Array  # float32
+    number: jax.Array  # int32
 
 
 def num_words(schedule: Schedule) -> int:
@@ -95,11 +95,11 @@ class ExcludedTokens(NamedTuple):
     own.
     """
 
-    ids_ref: Ref  # [B * M] i32: distinct; -1 where there is none
+    ids_ref: Readable  # [B * M] i32: distinct; -1 where there is none
     start: Index
     number: int  # M, at most one a thread
     chosen: Chosen  # the groups that are read again; its memory is used before it is made
-    bits_ref: Ref  # [num_words] i32 in shared memory, which is used
+    bits_ref: jax.Ref  # [num_words] i32 in shared memory, which is used
 
     def groups_of(self, size: int) -> jax.Array:
         """Which of the groups 0 to `size` have one [size]."""
@@ -114,8 +114,8 @@ class ExcludedTokens(NamedTuple):
         schedule, shape = row.schedule, pieces[0].shape
 
         def body(
-            taken: Mlir, bits: Mlir, places: Mlir, start: Mlir, turn: Mlir, *given: Mlir
-        ) -> Mlir:
+            taken: Value, bits: Value, places: Value, start: Vector, turn: Vector, *given: Vector
+        ) -> tuple[Vector, ...]:
             def place_of(token: Word) -> Word:
                 group = word(thread.load(places, thread.larger(token, 0) >> 8))
                 return (group - word(turn) * schedule.groups_per_block) * WIDTH + (token & 255)
@@ -143,7 +143,7 @@ class ExcludedTokens(NamedTuple):
         """Which of `size` places, from `begin` on, some token has when it is shifted right."""
         layout = compat.vector_layout()
 
-        def body(taken: Mlir, marks: Mlir, start: Mlir, begin: Mlir) -> Mlir:
+        def body(taken: Value, marks: Value, start: Vector, begin: Vector) -> Vector:
             def mark(at: Word) -> None:
                 thread.store(marks, at, 1)
 
@@ -153,7 +153,7 @@ class ExcludedTokens(NamedTuple):
             self._mark(taken, marks, word(start), place_of, size, size, mark)
             mine = range(0, size, WARPGROUP)
             found = [word(thread.load(marks, thread.thread() + i)) for i in mine]
-            return thread.vector_of(found, layout.to_mgpu(), (size,))
+            return thread.vector_of(found, layout, (size,))
 
         arguments = (self.ids_ref, self.chosen.places_ref, self.start, begin)
         layouts = (None, None, "scalar", "scalar")
@@ -163,8 +163,8 @@ class ExcludedTokens(NamedTuple):
 
     def _mark(
         self,
-        taken: Ref,
-        marks: Ref,
+        taken: Value,
+        marks: Value,
         start: Word,
         place_of: Callable[[Word], Word],
         size: int,
@@ -189,9 +189,9 @@ class RowToDraw(NamedTuple):
 
     row: Row
     excluded: ExcludedTokens
-    largest: Scalar  # m
-    inverse: Scalar  # 1 / T
-    cut_logit: Scalar  # as `kept_groups.keeps` takes it
+    largest: jax.Array  # m
+    inverse: jax.Array  # 1 / T
+    cut_logit: jax.Array  # as `kept_groups.keeps` takes it
     cut_id: Index
     seed: Index
     position: Index
@@ -219,11 +219,11 @@ class RowToDraw(NamedTuple):
 
 
 def _draw_kernel(
-    logits_ref: Ref,  # [N * V]  in
+    logits_ref: jax.Ref,  # [N * V]  in
     given: RowsToDraw,  # flat arrays  in
-    scores_ref: Ref,  # [B] f32  out
-    tokens_ref: Ref,  # [B] i32  out
-    *scratch: Ref,  # of `Chosen`, and bits of `ExcludedTokens`  shared memory
+    scores_ref: jax.Ref,  # [B] f32  out
+    tokens_ref: jax.Ref,  # [B] i32  out
+    *scratch: jax.Ref,  # of `Chosen`, and bits of `ExcludedTokens`  shared memory
     schedule: Schedule,
     number: int,
     count: int,
@@ -231,7 +231,7 @@ def _draw_kernel(
 ) -> None:
     slot = lax.axis_index("slot")
 
-    def of_slot(ref: Ref) -> Scalar:
+    def of_slot(ref: Readable) -> jax.Array:
         return load_at_once(ref, slot)
 
     row_id, cut_logit, cut_id = map(of_slot, (given.rows, given.cut_logit, given.cut_id))
@@ -278,8 +278,8 @@ def _best_group(row: RowToDraw, maxima: jax.Array, sums: jax.Array) -> Best:
 
 
 def _better(
-    row: RowToDraw, turn: Index, groups: jax.Array, best: tuple[Scalar, Index]
-) -> tuple[Scalar, Index]:
+    row: RowToDraw, turn: Index, groups: jax.Array, best: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """The best group with some more, whose tokens are summed again."""
     pieces, ids = row.row.pieces(groups), row.row.ids(groups)
     nothing = jnp.asarray(-jnp.inf, pieces[0].dtype)

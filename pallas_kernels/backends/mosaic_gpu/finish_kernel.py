@@ -24,33 +24,46 @@ selection's three steps, and at its end the kernel.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.kernel_types import Carry, Index, Layout, Mlir, Ref, Scalar
 from pallas_kernels.backends.mosaic_gpu import compat, thread
-from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.reading import (
     Mask,
+    Place,
+    Reference,
+    RowMask,
     Targets,
     bits_of,
     exponents_scale,
+    mask_of_row,
     over_temperature,
 )
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import LEAST
-from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
-from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
+from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Index, Layout, Schedule
+from pallas_kernels.backends.mosaic_gpu.thread import (
+    Number,
+    Value,
+    Vector,
+    Word,
+    load_at_once,
+    word,
+)
 from pallas_kernels.contract.rows import Outputs
 
 # What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
 # and their top K stay logits.
 Mode = Literal["given", "greedy", "parts"]
 Convert = Callable[[jax.Array], jax.Array]  # logits -> what is written of them
+# The carries of searches: for a key, and for a key or an id.
+Search = tuple[jax.Array, jax.Array, jax.Array]
+Collected = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 FEW_PROGRAMS = 2  # every thread combines their results by itself
 WARP = 32
 
@@ -72,18 +85,21 @@ LOWEST_KEY = 0x007FFFFF - 2**31  # of -inf
 FREE_BITS = {"bfloat16": 16, "float16": 13, "float32": 0}
 
 
-class RowOutputs(NamedTuple):
+Output = TypeVar("Output", jax.Ref, jax.Array)  # inside the kernel, and outside
+
+
+class RowOutputs(NamedTuple, Generic[Output]):
     """Outputs of R rows; K1 is K + 1, or K for "parts", whose skipped rows are not initialized."""
 
-    ids: Ref  # [R * K1] i32
-    values: Ref  # [R * K1] f32: logprobs; logits for "parts"
-    ranks: Ref  # [R] i32: token ranks; the number of larger logits for "parts"
-    statistics: Ref  # [2 * R] f32: maxima, then logs of sums; sums for "parts"
+    ids: Output  # [R * K1] i32
+    values: Output  # [R * K1] f32: logprobs; logits for "parts"
+    ranks: Output  # [R] i32: token ranks; the number of larger logits for "parts"
+    statistics: Output  # [2 * R] f32: maxima, then logs of sums; sums for "parts"
     # What is wanted besides, see `more_outputs`: an output of its own, since a slice would be a
     # launch.
-    top_logits: Ref = None  # [R * K] f32
-    log_sum_exp: Ref = None  # [R] f32
-    entropy: Ref = None  # [R] f32; for "parts" what `RowSums.weighted` is
+    top_logits: Output | None = None  # [R * K] f32
+    log_sum_exp: Output | None = None  # [R] f32
+    entropy: Output | None = None  # [R] f32; for "parts" what `RowSums.weighted` is
 
 
 def num_selected(k: int, mode: Mode) -> int:
@@ -161,7 +177,7 @@ class Combined(NamedTuple):
 
 
 def load_partials(
-    partials_ref: Ref,  # [parts * R * programs] f32
+    partials_ref: Readable,  # [parts * R * programs] f32
     schedule: Schedule,
     num_targets: int,
     target: Index,
@@ -233,7 +249,7 @@ def nth_largest(keys: jax.Array, k: int, largest: jax.Array, *, padded: bool = T
       padded: whether any may be `NOTHING`.
     """
 
-    def larger_half(state: Carry) -> Carry:
+    def larger_half(state: Search) -> Search:
         low, high, _ = state
         cut = middle(low, high)
         above = count_not_below(keys, cut)
@@ -241,7 +257,7 @@ def nth_largest(keys: jax.Array, k: int, largest: jax.Array, *, padded: bool = T
         found = jnp.where(enough, above, jnp.int32(0))
         return jnp.where(enough, cut, low), jnp.where(enough, high, cut), found
 
-    def unsure(state: Carry) -> Carry:
+    def unsure(state: Search) -> jax.Array:
         low, high, above = state
         return (middle(low, high) != low) & (above != k)
 
@@ -262,8 +278,8 @@ def choose_groups(
     layout: Layout,
     cut: jax.Array,
     k: int,
-    chosen_ref: Ref,
-    totals_ref: Ref,
+    chosen_ref: jax.Ref,
+    totals_ref: jax.Ref,
 ) -> None:
     """Write which keys are above the cut, and of those at it the first ones, k at most.
 
@@ -281,14 +297,14 @@ def choose_groups(
             'take implementation="xla", or split the vocabulary over devices'
         )
 
-    def body(keys_here: Mlir, cut_here: Mlir, chosen: Mlir, totals: Mlir) -> None:
+    def body(keys_here: Vector, cut_here: Vector, chosen: Value, totals: Value) -> None:
         mine = thread.words(keys_here)
         _choose_groups(mine, word(cut_here), k, chosen, totals)
 
     thread.inline(body, (keys, cut, chosen_ref, totals_ref), (layout, "scalar", None, None), ())
 
 
-def _choose_groups(mine: list[Word], cut: Word, k: int, chosen_ref: Ref, totals_ref: Ref) -> None:
+def _choose_groups(mine: list[Word], cut: Word, k: int, chosen: Value, totals: Value) -> None:
     """What a thread does, which holds these keys."""
     flags = [thread.select(key > cut, 1, thread.select(key == cut, 1 << TIES, 0)) for key in mine]
     total = flags[0]
@@ -299,10 +315,10 @@ def _choose_groups(mine: list[Word], cut: Word, k: int, chosen_ref: Ref, totals_
     for distance in (1, 2, 4, 8, 16):
         below = thread.from_lane_below(upto, distance)
         upto = upto + thread.select(lane >= distance, below, 0)
-    thread.when(lane == 31, lambda: thread.store(totals_ref, warp, upto))
+    thread.when(lane == 31, lambda: thread.store(totals, warp, upto))
     thread.barrier()
     before, everything = upto - total, word(0)
-    for i, value in enumerate(thread.load_aligned(totals_ref, 0, WARPS)):
+    for i, value in enumerate(thread.load_aligned(totals, 0, WARPS)):
         before = before + thread.select(warp > i, value, 0)
         everything = everything + value
     mask = (1 << TIES) - 1
@@ -312,22 +328,22 @@ def _choose_groups(mine: list[Word], cut: Word, k: int, chosen_ref: Ref, totals_
     for i, flag in enumerate(flags):
         slot = thread.select(flag == 1, place & mask, place >> TIES)
         wanted = (flag != 0) & (slot < k)
-        thread.when(wanted, _storing(chosen_ref, slot, first + i))
+        thread.when(wanted, _storing(chosen, slot, first + i))
         place = place + flag
 
 
-class Candidates(NamedTuple):
+class Candidates(NamedTuple, Generic[Reference, Place]):
     """Where a program's candidates are, and where it looks for them."""
 
     schedule: Schedule
-    logits_ref: Ref  # [N * V]
-    first: Index  # where the row starts
-    skew: Index  # `Schedule.skew`
-    mask: Mask | None  # forbidden tokens are no candidates
+    logits_ref: Reference  # [N * V]
+    first: Place  # where the row starts
+    skew: Place  # `Schedule.skew`
+    mask: Mask[Reference, Place] | None  # forbidden tokens are no candidates
     groups: int  # how many were chosen
-    chosen_ref: Ref  # [groups] i32 in shared memory: which
-    found_ref: Ref  # [2 * (capacity + 4)] i32 in shared memory, out: key and id of each candidate
-    counter_ref: Ref  # [4] i32 in shared memory: how many there are
+    chosen_ref: Reference  # [groups] i32 in shared memory: which
+    found_ref: Reference  # [2 * (capacity + 4)] i32 in shared memory, out: key and id of each
+    counter_ref: Reference  # [4] i32 in shared memory: how many there are
     capacity: int
 
     @property
@@ -351,7 +367,12 @@ class Candidates(NamedTuple):
         return self.chunks * self.loads * self.size == self.groups * self.schedule.group_width
 
 
-def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array | None) -> jax.Array:
+ThreadCandidates: TypeAlias = Candidates[Value, Word]
+
+
+def collect(
+    where: Candidates[Readable, Index], cut: jax.Array, cut_id: jax.Array | None
+) -> jax.Array:
     """Write every logit above the cut, and of those equal to it the ones of ids below cut_id.
 
     Args:
@@ -365,19 +386,23 @@ def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array | None) -> jax.
     """
     limited = cut_id is not None
     limit = jnp.int32(where.schedule.vocabulary) if cut_id is None else cut_id
-    arguments: tuple[Ref | Scalar, ...] = (
+    arguments: tuple[Readable | Index, ...] = (
         where.logits_ref, where.chosen_ref, where.found_ref, where.counter_ref,
         where.first, where.skew, cut, limit,
     )  # fmt: skip
-    layouts: tuple[Layout, ...] = (None,) * 4 + ("scalar",) * 4
+    layouts: tuple[Layout | str | None, ...] = (None,) * 4 + ("scalar",) * 4
     if where.mask is not None:
         arguments, layouts = (*arguments, *where.mask), (*layouts, None, "scalar")
 
-    def body(logits: Mlir, chosen: Mlir, found: Mlir, counter: Mlir, *others: Mlir) -> Mlir:
-        first, skew, cut_here, limit_here, *mask = others
-        refs = where._replace(
-            logits_ref=logits, chosen_ref=chosen, found_ref=found, counter_ref=counter,
-            first=word(first), skew=word(skew), mask=Mask(mask[0], word(mask[1])) if mask else None,
+    def body(
+        logits: Value, chosen: Value, found: Value, counter: Value,
+        first: Vector, skew: Vector, cut_here: Vector, limit_here: Vector,
+        words_ref: Value | None = None, start: Vector | None = None,
+    ) -> Vector:  # fmt: skip
+        mask = None if words_ref is None or start is None else Mask(words_ref, word(start))
+        refs = Candidates(
+            where.schedule, logits, word(first), word(skew), mask, where.groups, chosen, found,
+            counter, where.capacity,
         )  # fmt: skip
         ids = word(limit_here) if limited else None
         return thread.scalar(_collect(refs, word(cut_here), ids))
@@ -387,7 +412,7 @@ def collect(where: Candidates, cut: jax.Array, cut_id: jax.Array | None) -> jax.
     return found
 
 
-class Vector(NamedTuple):
+class LogitVector(NamedTuple):
     """Some consecutive logits of a chosen group."""
 
     start: Word  # the id of the first one
@@ -395,7 +420,7 @@ class Vector(NamedTuple):
     end: Word  # and end before this
 
 
-def _vector(where: Candidates, number: Word) -> Vector:
+def _vector(where: ThreadCandidates, number: Word) -> LogitVector:
     """A vector by its number, counted through the chosen groups; an empty one after the last."""
     schedule = where.schedule
     each = schedule.group_width // schedule.vector
@@ -405,7 +430,7 @@ def _vector(where: Candidates, number: Word) -> Vector:
     if schedule.fixed:  # where a vector goes beyond the row, it is read from further left
         begin = group * schedule.group_width + (number & (each - 1)) * schedule.vector
         start = thread.smaller(begin, schedule.vocabulary - schedule.vector)
-        return Vector(start, begin, _if_chosen(where, place, schedule.vocabulary))
+        return LogitVector(start, begin, _if_chosen(where, place, schedule.vocabulary))
     block = group >> _log2(schedule.groups_per_block)
     begin = block * schedule.block - where.skew
     start = begin  # as `Schedule.block_ids`, and no more of it than a vocabulary needs
@@ -415,15 +440,15 @@ def _vector(where: Candidates, number: Word) -> Vector:
         start = thread.smaller(start, schedule.vocabulary - schedule.block)
     inside = (group & (schedule.groups_per_block - 1)) * schedule.group_width
     inside = inside + (number & (each - 1)) * schedule.vector
-    return Vector(start + inside, begin, _if_chosen(where, place, begin + schedule.block))
+    return LogitVector(start + inside, begin, _if_chosen(where, place, begin + schedule.block))
 
 
-def _if_chosen(where: Candidates, place: Word, end: Index) -> Word:
+def _if_chosen(where: ThreadCandidates, place: Word, end: Number) -> Word:
     """`end`, or 0 after the last of the chosen groups."""
     return word(end) if where.whole else thread.select(place < where.groups, end, 0)
 
 
-def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
+def _collect(where: ThreadCandidates, cut: Word, cut_id: Word | None) -> Word:
     """What a thread does."""
     schedule = where.schedule
     me = thread.thread()
@@ -434,14 +459,14 @@ def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
     per_word = MARKS // schedule.vector
     value, next_value = _value(cut), _value(cut + 1)
 
-    def limit(vector: Vector) -> Word:
+    def limit(vector: LogitVector) -> Word:
         """What a logit of the vector must reach; ids within it are looked at later."""
         reached = value
         if cut_id is not None:
             reached = thread.select(vector.start < cut_id, value, next_value)
         return reached if where.whole else thread.select(vector.end > 0, reached, math.inf)
 
-    def chunk(i: Word, _: Index) -> list[Word]:
+    def chunk(i: Word, _: Sequence[Word]) -> list[Word]:
         begin = i * (loads * WARPGROUP) + me
         vectors = [_vector(where, begin + j * WARPGROUP) for j in range(loads)]
         loaded = [_load(where, where.first + vector.start) for vector in vectors]
@@ -462,7 +487,7 @@ def _collect(where: Candidates, cut: Word, cut_id: Word | None) -> Word:
     return word(thread.load(where.counter_ref, 0))
 
 
-def _load(where: Candidates, at: Word) -> list[Word]:
+def _load(where: ThreadCandidates, at: Word) -> list[Word]:
     """A vector of logits as float32; one by one where rows start between vectors."""
     count = where.schedule.vector
     if where.schedule.aligned:
@@ -481,7 +506,7 @@ def _marks(loaded: list[list[Word]], limits: list[Word]) -> Word:
     return marks
 
 
-def _allowed(where: Candidates, mask: Mask, vectors: list[Vector]) -> Word:
+def _allowed(where: ThreadCandidates, mask: Mask[Value, Word], vectors: list[LogitVector]) -> Word:
     """A bit for each logit whose token is not forbidden, as `_marks`."""
     size, found = where.schedule.vector, word(0)
     for i, vector in enumerate(vectors):
@@ -491,7 +516,7 @@ def _allowed(where: Candidates, mask: Mask, vectors: list[Vector]) -> Word:
 
 
 def _keep_marked(
-    where: Candidates, number: Word, marks: Word, cut: Word, cut_id: Word | None
+    where: ThreadCandidates, number: Word, marks: Word, cut: Word, cut_id: Word | None
 ) -> None:
     """Write the candidates among the marked logits of vectors `number`, `number` + 128, ...
 
@@ -515,7 +540,7 @@ def _keep_marked(
     thread.repeat_while([marks], lambda state: state[0] != 0, keep)
 
 
-def _append(where: Candidates, x: Word, token: Word) -> Word:
+def _append(where: ThreadCandidates, x: Word, token: Word) -> Word:
     """Write a candidate; whether there was room for it."""
     place = thread.add_atomically(where.counter_ref, 0, 1)
     room = place < where.capacity
@@ -538,7 +563,9 @@ def _value(key: Word) -> Word:
     return thread.float_of(_flipped(key))
 
 
-def collect_enough(where: Candidates, k: int, cut: jax.Array, largest: jax.Array) -> jax.Array:
+def collect_enough(
+    where: Candidates[Readable, Index], k: int, cut: jax.Array, largest: jax.Array
+) -> jax.Array:
     """Collect the top k, and no more than there is room for; returns how many there are.
 
     The first cut is that of the groups: where it leaves more, ties or clusters of large logits, it
@@ -554,7 +581,7 @@ def collect_enough(where: Candidates, k: int, cut: jax.Array, largest: jax.Array
     dtype, room = where.schedule.dtype, where.capacity
     first = collect(where, lengthened(cut, dtype), None)
 
-    def again(state: Carry) -> Carry:
+    def again(state: Collected) -> Collected:
         # Too many are at `low` or above it, fewer than k at `high`; of the logits equal to `low`,
         # fewer than k with those before `low_id`, too many with those before `high_id`.
         _, low, high, low_id, high_id = state
@@ -571,7 +598,7 @@ def collect_enough(where: Candidates, k: int, cut: jax.Array, largest: jax.Array
             jnp.where(many & by_id, cut_id, high_id),
         )
 
-    def unfit(state: Carry) -> Carry:
+    def unfit(state: Collected) -> jax.Array:
         return (state[0] < k) | (state[0] > room)
 
     ids = jnp.int32(0), jnp.int32(where.schedule.vocabulary)
@@ -586,7 +613,7 @@ def _log2(number: int) -> int:
 
 
 def in_order(
-    found_ref: Ref, count: jax.Array, capacity: int
+    found_ref: jax.Ref, count: jax.Array, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The candidates and their ranks.
 
@@ -602,7 +629,7 @@ def in_order(
     layout = compat.vector_layout()
     kind = thread.result((capacity,), jnp.int32, layout)
 
-    def body(positions: Mlir, found: Mlir, number: Mlir) -> Mlir:
+    def body(positions: Vector, found: Value, number: Vector) -> tuple[Vector, ...]:
         mine = thread.words(positions)
         columns = zip(*_ranked(mine, found, word(number)), strict=True)
         return tuple(thread.vector_like(positions, column, True) for column in columns)
@@ -612,7 +639,7 @@ def in_order(
     return ranks, keys, ids
 
 
-def _ranked(mine: list[Word], found_ref: Ref, count: Word) -> list[tuple[Word, Word, Word]]:
+def _ranked(mine: list[Word], found_ref: Value, count: Word) -> list[tuple[Word, Word, Word]]:
     """What a thread does for the candidates of these numbers: rank, key and id of each."""
     me = thread.thread()
 
@@ -642,7 +669,7 @@ def _ranked(mine: list[Word], found_ref: Ref, count: Word) -> list[tuple[Word, W
     return out
 
 
-def _counts(found_ref: Ref, count: Word, own: list[Word]) -> list[Word]:
+def _counts(found_ref: Value, count: Word, own: list[Word]) -> list[Word]:
     """For each of these candidates, how many come before it."""
 
     def compare(i: Word, ranks: list[Word]) -> list[Word]:
@@ -657,18 +684,18 @@ def _counts(found_ref: Ref, count: Word, own: list[Word]) -> list[Word]:
     return thread.repeat(0, count, AT_ONCE, [word(0) for _ in own], compare)
 
 
-def _pair(values: list[Mlir]) -> tuple[Word, Word]:
+def _pair(values: list[Value]) -> tuple[Word, Word]:
     low, key = values
     return word(low), word(key)
 
 
-def scatter(ref: Ref, start: Index, ranks: jax.Array, values: jax.Array, k: int) -> None:
+def scatter(ref: jax.Ref, start: Index, ranks: jax.Array, values: jax.Array, k: int) -> None:
     """Write each value whose rank is below k to ref[start + rank].
 
     ref: flat, in global memory; ranks: [n] int32, different; values: [n].
     """
 
-    def body(out: Mlir, begin: Mlir, ranks_here: Mlir, values_here: Mlir) -> None:
+    def body(out: Value, begin: Vector, ranks_here: Vector, values_here: Vector) -> None:
         pairs = zip(thread.words(ranks_here), thread.words(values_here), strict=True)
         for rank, value in pairs:
             thread.when(rank < k, _storing(out, word(begin) + rank, value))
@@ -677,17 +704,17 @@ def scatter(ref: Ref, start: Index, ranks: jax.Array, values: jax.Array, k: int)
     thread.inline(body, (ref, start, ranks, values), (None, "scalar", layout, layout), ())
 
 
-def _storing(ref: Ref, place: Word, value: Word) -> Callable[[], None]:
+def _storing(ref: Value, place: Word, value: Word) -> Callable[[], None]:
     return lambda: thread.store(ref, place, value)
 
 
 class RowOfLogits(NamedTuple):
     """A row as pass 2 reads it."""
 
-    logits_ref: Ref  # [N * V]
+    logits_ref: Readable  # [N * V]
     first: Index  # where the row starts
     skew: Index  # `Schedule.skew`
-    mask: Mask | None  # of the top K alone: the group maxima were masked before
+    mask: RowMask | None  # of the top K alone: the group maxima were masked before
 
     def load(self, start: Index, size: int) -> jax.Array:
         """[size] float32 from an id of the row."""
@@ -698,10 +725,10 @@ class RowOfLogits(NamedTuple):
 class Scratch(NamedTuple):
     """References to shared memory."""
 
-    chosen: Ref  # [groups] i32: the groups chosen
-    found: Ref  # [2 * capacity + ROOM] i32: candidates, key and id
-    counts: Ref  # [4] i32: counts that threads add up to
-    counter: Ref  # [4] i32: how many candidates there are
+    chosen: jax.Ref  # [groups] i32: the groups chosen
+    found: jax.Ref  # [2 * capacity + ROOM] i32: candidates, key and id
+    counts: jax.Ref  # [4] i32: counts that threads add up to
+    counter: jax.Ref  # [4] i32: how many candidates there are
 
 
 class Selected(NamedTuple):
@@ -777,7 +804,7 @@ def group_layout(schedule: Schedule) -> Layout:
     return compat.run_layout(schedule.padded_groups, jnp.dtype(schedule.dtype).itemsize)
 
 
-def load_group_maxima(schedule: Schedule, groups_ref: Ref, start: Index) -> jax.Array:
+def load_group_maxima(schedule: Schedule, groups_ref: Readable, start: Index) -> jax.Array:
     """[padded_groups] in the logits' dtype, of a row whose group maxima start there.
 
     Early, where threads load whole words: before it is known whether the row is wanted.
@@ -805,7 +832,7 @@ def group_keys(schedule: Schedule, maxima: jax.Array) -> tuple[jax.Array, Layout
 def key_of_scalar(x: jax.Array) -> jax.Array:
     """`ordered_keys` of a number that is not NaN: Pallas has no bitcast of numbers on a GPU."""
 
-    def body(value: Mlir) -> Mlir:
+    def body(value: Vector) -> Vector:
         bits = thread.bits_of(thread.word(value))
         key = thread.select(bits < 0, bits ^ 0x7FFFFFFF, bits)
         return thread.scalar(thread.select(thread.word(value) == 0.0, 0, key))
@@ -837,12 +864,12 @@ def first_largest(schedule: Schedule, row: RowOfLogits) -> jax.Array:
 class Inputs(NamedTuple):
     """Inputs of pass 2: arrays outside the kernel, references inside."""
 
-    logits: Ref  # [N * V]
-    token_ids: Ref  # [R] i32 for "given", else None
-    partials: Ref  # [parts * R * programs] f32 from pass 1
-    groups: Ref  # [R * padded_groups] group maxima from pass 1, or None
+    logits: jax.Array  # [N * V]
+    token_ids: jax.Array | None  # [R] i32 for "given", else None
+    partials: jax.Array  # [parts * R * programs] f32 from pass 1
+    groups: jax.Array | None  # [R * padded_groups] group maxima from pass 1, or None
     targets: Targets
-    allowed: Ref = None  # [R * words] i32, as pass 1 got them; for "parts" alone
+    allowed: jax.Array | None = None  # [R * words] i32, as pass 1 got them; for "parts" alone
 
 
 def finish_rows(
@@ -852,7 +879,7 @@ def finish_rows(
     inputs: Inputs,
     num_logits_rows: int,
     num_targets: int,
-) -> RowOutputs:
+) -> RowOutputs[jax.Array]:
     """The outputs of R target rows; `schedule` as in pass 1, `inputs` as arrays."""
     columns = wanted.k + first_column(mode)
     selected = num_selected(wanted.k, mode)
@@ -897,11 +924,11 @@ class RowToFinish(NamedTuple):
     top: Index  # where its top K start in `out.ids` and `out.values`
     inputs: Inputs
     logits: RowOfLogits
-    token: Scalar  # the given token, or None
+    token: jax.Array | None  # the given token, or None
     temperature: jax.Array | None  # `Targets.temperature`
-    group_maxima: Ref  # [padded_groups], or None without a top K
-    out: RowOutputs  # references
-    scratch: tuple[Ref, ...]  # as `Scratch`
+    group_maxima: jax.Array | None  # [padded_groups], or None without a top K
+    out: RowOutputs[jax.Ref]
+    scratch: tuple[jax.Ref, ...]  # as `Scratch`
 
     @property
     def k(self) -> int:
@@ -910,11 +937,11 @@ class RowToFinish(NamedTuple):
 
 def _finish_rows_kernel(
     inputs: Inputs,
-    ids_ref: Ref,  # out, as `RowOutputs`
-    values_ref: Ref,
-    ranks_ref: Ref,
-    statistics_ref: Ref,
-    *others: Ref,  # out, as `more_outputs`; scratch
+    ids_ref: jax.Ref,  # out, as `RowOutputs`
+    values_ref: jax.Ref,
+    ranks_ref: jax.Ref,
+    statistics_ref: jax.Ref,
+    *others: jax.Ref,  # out, as `more_outputs`; scratch
     schedule: Schedule,
     what: Outputs,
     mode: Mode,
@@ -937,6 +964,7 @@ def _finish_rows_kernel(
     )
     maxima = None
     if num_selected(k, mode):
+        assert inputs.groups is not None
         start = target * schedule.padded_groups
         maxima = load_group_maxima(schedule, inputs.groups, start)
     wanted = inputs.targets.wanted(target, logits_row, num_logits_rows)
@@ -952,7 +980,7 @@ def _finish_rows_kernel(
             inputs.logits,
             logits_row * schedule.vocabulary,
             schedule.skew(logits_row),
-            Mask.of_row(inputs.allowed, target, schedule),
+            mask_of_row(inputs.allowed, target, schedule),
         ),
         token,
         temperature,
@@ -1004,7 +1032,7 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
         if row.temperature is not None:
             of_logits = over_temperature(of_logits, row.temperature)
         row.out.log_sum_exp[row.target] = of_logits + log_sum
-    if weighted is not None:
+    if weighted is not None and row.out.entropy is not None:
         entropy = log_sum - weighted / total
         if row.temperature is not None:
             entropy = jnp.where(row.temperature > 0, entropy, row.temperature)
@@ -1048,6 +1076,7 @@ def write_given_token(
     """Write column 0, the given token and its logprob; returns its token rank."""
     vocabulary = row.schedule.vocabulary
     token = row.token
+    assert token is not None
     known = valid & (token >= 0) & (token < vocabulary)
     place = row.logits.first + jnp.clip(token, 0, vocabulary - 1)
     chosen = row.inputs.logits[place].astype(jnp.float32)
@@ -1077,6 +1106,7 @@ def write_top_k(row: RowToFinish, maximum: jax.Array, convert: Convert) -> None:
     """Select the top K; write their ids, and what `convert` makes of their logits."""
     count = num_selected(row.k, row.mode)
     scratch = Scratch(*row.scratch)
+    assert row.group_maxima is not None
     found = select_top_k(row.schedule, count, row.logits, maximum, row.group_maxima, scratch)
     logits = key_values(found.keys)
     values = convert(logits)

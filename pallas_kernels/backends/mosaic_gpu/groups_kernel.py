@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.kernel_types import Index, Layout, Mlir, Ref
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.reading import (
@@ -25,8 +24,8 @@ from pallas_kernels.backends.mosaic_gpu.reading import (
     read_fixed_edge,
 )
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import finite_reference, partials_size
-from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Schedule
-from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
+from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Index, Layout, Schedule
+from pallas_kernels.backends.mosaic_gpu.thread import Vector, load_at_once
 
 Scales = tuple[jax.Array, ...]  # of exponents: one of each sum
 
@@ -34,10 +33,10 @@ Scales = tuple[jax.Array, ...]  # of exponents: one of each sum
 class GroupOutputs(NamedTuple):
     """What pass 1 leaves of R rows; of a row's `padded_groups` places `num_groups` are written."""
 
-    partials: Ref  # as `rows_kernel.read_rows` has it, for pass 2: see `Carry`; counts are 0
-    maxima: Ref  # [R * padded_groups] in the logits' dtype
-    sums: Ref  # [R * padded_groups] f32
-    raw_sums: Ref = None  # [R * padded_groups] f32: at temperature 1
+    partials: jax.Array  # as `rows_kernel.read_rows` has it, for pass 2: see `Carry`; counts are 0
+    maxima: jax.Array  # [R * padded_groups] in the logits' dtype
+    sums: jax.Array  # [R * padded_groups] f32
+    raw_sums: jax.Array | None = None  # [R * padded_groups] f32: at temperature 1
 
 
 class Carry(NamedTuple):
@@ -95,22 +94,22 @@ class RowOfGroups(NamedTuple):
     """What a program knows of the row that it reads, in the kernel."""
 
     schedule: Schedule
-    logits_ref: Ref  # [R * width]
+    logits_ref: jax.Ref  # [R * width]
     first: Index  # where the row's first group begins
-    groups: Ref  # where its groups are written
-    maxima_ref: Ref
-    sums_refs: tuple[Ref, ...]  # as many as scales, or more: the others get the first sum too
+    groups: Index  # where its groups are written
+    maxima_ref: jax.Ref
+    sums_refs: tuple[jax.Ref, ...]  # as many as scales, or more: the others get the first sum too
     scales: Scales
     vector: int  # logits that every row's threads can load at once
 
 
 def _read_groups_kernel(
-    logits_ref: Ref,  # [R * width]  in
-    inverse_ref: Ref,  # [R] f32  in
-    offset_ref: Ref,  # [1] i32  in, or None
-    partials_ref: Ref,  # [3 * R * programs] f32  out
-    maxima_ref: Ref,  # [R * padded_groups]  out
-    *sums_refs: Ref,  # [R * padded_groups] f32  out: at the row's temperature, at 1
+    logits_ref: jax.Ref,  # [R * width]  in
+    inverse_ref: jax.Ref,  # [R] f32  in
+    offset_ref: jax.Ref | None,  # [1] i32  in, or None
+    partials_ref: jax.Ref,  # [3 * R * programs] f32  out
+    maxima_ref: jax.Ref,  # [R * padded_groups]  out
+    *sums_refs: jax.Ref,  # [R * padded_groups] f32  out: at the row's temperature, at 1
     schedule: Schedule,
     width: int,
     num_targets: int,
@@ -239,7 +238,7 @@ def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
     """The sums [groups] of terms [groups, 64]: runs of 8 in pairs, then these in pairs."""
     groups, width = terms.shape
 
-    def body(given: Mlir) -> Mlir:
+    def body(given: Vector) -> Vector:
         mine = thread.sum_over_lanes(thread.in_pairs(thread.words(given)), width // RUN)
         return thread.one_each(mine, layout.reduce(1), (groups,))
 
@@ -249,7 +248,7 @@ def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
     return found
 
 
-def _store(row: RowOfGroups, block: Index, ref: Ref, values: jax.Array) -> None:
+def _store(row: RowOfGroups, block: Index, ref: jax.Ref, values: jax.Array) -> None:
     """Write a block's values, one a group."""
     size = row.schedule.groups_per_block
     here = ref.at[pl.ds(row.groups + block * size, size)]

@@ -2,16 +2,15 @@
 the blocks at its ends, and forbidden tokens (`Mask`).
 """
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels.backends.kernel_types import Index, Mlir, Ref, Scalar
 from pallas_kernels.backends.mosaic_gpu import compat, thread
-from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Schedule
-from pallas_kernels.backends.mosaic_gpu.thread import Word, load_at_once, word
+from pallas_kernels.backends.mosaic_gpu.compat import Readable
+from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Index, Schedule
+from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, load_at_once, word
 from pallas_kernels.contract.changes import WORD
 
 LOG2_E = 1.4426950408889634
@@ -25,17 +24,17 @@ class Targets(NamedTuple):
     own.
     """
 
-    row_ids: Ref  # [R] int32, a row of logits each; outside [0, N) the target row is skipped
-    num_rows: Ref  # [1] int32; target rows from there on are skipped
-    temperatures: Ref  # [R] float32, as the caller of `pallas_kernels.topk_logprobs` gave them
+    row_ids: jax.Array | None  # [R] int32, rows of logits; outside [0, N): skipped
+    num_rows: jax.Array | None  # [1] int32; target rows from there on are skipped
+    temperatures: jax.Array | None  # [R] float32, as `pallas_kernels.topk_logprobs` has them
 
     def row(self, target: Index) -> Index:
         """The row of logits, in a kernel."""
         return target if self.row_ids is None else self.row_ids[target]
 
-    def wanted(self, target: Index, row: Index, num_logits_rows: int) -> Scalar:
+    def wanted(self, target: Index, row: Index, num_logits_rows: int) -> jax.Array:
         """Whether the target row is not skipped, in a kernel."""
-        inside = (row >= 0) & (row < num_logits_rows)
+        inside = compat.asarray((row >= 0) & (row < num_logits_rows))
         return inside if self.num_rows is None else inside & (target < self.num_rows[0])
 
     def temperature(self, target: Index, interpreted: bool = False) -> jax.Array | None:
@@ -77,7 +76,7 @@ def make_targets(
 
 
 def selected_logit(
-    schedule: Schedule, logits_ref: Ref, first: Index, chosen: jax.Array | None
+    schedule: Schedule, logits_ref: Readable, first: Index, chosen: jax.Array | None
 ) -> jax.Array | None:
     """The given token's logit in the row that starts at `first`, float32; None without a token."""
     if chosen is None:
@@ -89,7 +88,7 @@ def selected_logit(
 
 
 def read_block(
-    logits_ref: Ref, start: Index, schedule: Schedule, vector: int, interpreted: bool = False
+    logits_ref: Readable, start: Index, schedule: Schedule, vector: int, interpreted: bool = False
 ) -> list[jax.Array]:
     """Pieces (`Schedule.piece(vector)`) of the block at `start`, a multiple of `vector`."""
     return compat.load_block(
@@ -103,7 +102,7 @@ def read_block(
 
 
 def read_edge(
-    logits_ref: Ref,  # [N * V]
+    logits_ref: Readable,  # [N * V]
     first: Index,
     skew: Index,
     block: int,
@@ -128,7 +127,7 @@ def read_edge(
 
 
 def read_fixed_block(
-    logits_ref: Ref, start: Index, schedule: Schedule, vector: int
+    logits_ref: Readable, start: Index, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
     """Pieces (`Schedule.piece(RUN)`) of the block of fixed groups at `start`: whole vectors.
 
@@ -144,7 +143,7 @@ def read_fixed_block(
 
 
 def read_fixed_edge(
-    logits_ref: Ref, first: Index, block: int, schedule: Schedule, vector: int
+    logits_ref: Readable, first: Index, block: int, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
     """`read_fixed_block` of a block that may go beyond the row: -inf there, where nothing is read.
 
@@ -156,14 +155,14 @@ def read_fixed_edge(
     shape, layout = schedule.piece(RUN), schedule.fixed_layout(vector)
     number = schedule.group_width // shape[1]
 
-    def body(logits: Mlir, first: Mlir) -> Mlir:
+    def body(logits: Value, first: Vector) -> tuple[Vector, ...]:
         lanes = shape[1] // RUN
         me = thread.thread()
         group, column = me >> (lanes.bit_length() - 1), (me & (lanes - 1)) * RUN
         mine = group * schedule.group_width + column + begin
         return tuple(run(logits, thread.word(first), mine + i * shape[1]) for i in range(number))
 
-    def run(logits: Mlir, first: thread.Word, token: thread.Word) -> Mlir:
+    def run(logits: Value, first: Word, token: Word) -> Vector:
         ids = [token + i for i in range(0, RUN, vector)]
         last = schedule.vocabulary - vector
         places = [first + thread.smaller(token, last) for token in ids]
@@ -172,16 +171,18 @@ def read_fixed_edge(
             thread.load_or(logits, place, vector, inside, float("-inf"))
             for place, inside in zip(places, there, strict=True)
         ]
-        tiled = layout.to_mgpu()
-        registers = np.array(loaded, dtype=object).reshape(tiled.registers_shape(shape))
-        return thread.mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+        return thread.vector_of(loaded, layout, shape)
 
     kind = thread.result(shape, logits_ref.dtype, layout)
     arguments, layouts = (logits_ref, first), (None, "scalar")
     return list(thread.inline(body, arguments, layouts, (kind,) * number))
 
 
-class Mask(NamedTuple):
+Reference = TypeVar("Reference", Readable, Value)  # in a kernel; in a function of threads
+Place = TypeVar("Place", Index, Word)
+
+
+class Mask(NamedTuple, Generic[Reference, Place]):
     """Forbidden tokens, whose logits are read as -inf: a row's words of a bit a token, in a kernel.
 
     A thread holds vectors of consecutive logits. Where rows start at vectors, their bits lie in one
@@ -189,13 +190,16 @@ class Mask(NamedTuple):
     vector: they are loaded one by one, and the threads of a warp find them in the same few sectors.
     """
 
-    words_ref: Ref  # [R * words] i32
-    start: Index  # where the row's words start
+    words_ref: Reference  # [R * words] i32
+    start: Place  # where the row's words start
 
-    @classmethod
-    def of_row(cls, words_ref: Ref, target: Index, schedule: Schedule) -> "Mask | None":
-        """Those of a target row; None without a mask."""
-        return None if words_ref is None else cls(words_ref, target * words_of(schedule))
+
+RowMask: TypeAlias = Mask[Readable, Index]
+
+
+def mask_of_row(words_ref: Readable | None, target: Index, schedule: Schedule) -> RowMask | None:
+    """The forbidden tokens of a target row; None without a mask."""
+    return None if words_ref is None else Mask(words_ref, target * words_of(schedule))
 
 
 def words_of(schedule: Schedule) -> int:
@@ -204,14 +208,14 @@ def words_of(schedule: Schedule) -> int:
 
 
 def masked(
-    pieces: list[jax.Array], mask: Mask | None, first_id: Index, schedule: Schedule, vector: int
+    pieces: list[jax.Array], mask: RowMask | None, first_id: Index, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
     """The pieces of a block that starts at `first_id`, with -inf where the mask forbids an id."""
     if mask is None:
         return pieces
     shape, layout = pieces[0].shape, schedule.layout(vector)
 
-    def body(words_ref: Mlir, start: Mlir, first: Mlir, *given: Mlir) -> Mlir:
+    def body(words_ref: Value, start: Vector, first: Vector, *given: Vector) -> tuple[Vector, ...]:
         here = Mask(words_ref, word(start))
         each = WARPGROUP // schedule.groups_per_block  # threads of a group
         me = thread.thread()
@@ -227,7 +231,7 @@ def masked(
     return list(thread.inline(body, arguments, layouts, kinds))
 
 
-def bits_of(mask: Mask, token: Word, vector: int, schedule: Schedule) -> Word:
+def bits_of(mask: Mask[Value, Word], token: Word, vector: int, schedule: Schedule) -> Word:
     """The bits of `vector` consecutive ids of a thread, the first one lowest; others above them."""
     at = token >> 5
     low = word(thread.load(mask.words_ref, mask.start + at))

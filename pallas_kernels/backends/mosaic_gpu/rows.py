@@ -82,7 +82,7 @@ def run(
     chosen: jax.Array | None,
     targets: Targets,
     allowed: jax.Array | None = None,
-) -> RowOutputs:
+) -> RowOutputs[jax.Array]:
     """Run both passes; chosen [R] is what `read_rows` counts by.
 
     allowed: [R, words] int32, or None; for "parts" alone.
@@ -102,7 +102,7 @@ def run(
 
 
 def answers(
-    out: RowOutputs,
+    out: RowOutputs[jax.Array],
     wanted: Outputs,
     logits: jax.Array,
     targets: Targets,
@@ -111,18 +111,16 @@ def answers(
     """The outputs of pass 2, and the logprobs of the extra ids [R, C]."""
     num_targets, num_extra = extra_token_ids.shape
     k = wanted.k
-    top_logits = None
-    if wanted.top_logits:
-        empty = jnp.zeros((num_targets, 0), jnp.float32)
-        top_logits = out.top_logits.reshape(num_targets, k) if k else empty
+    none = jnp.zeros((num_targets, 0), jnp.float32)
+    top_logits = none if wanted.top_logits else None
+    if out.top_logits is not None:
+        top_logits = out.top_logits.reshape(num_targets, k)
     return TopkLogprobs(
         token_ids=out.ids.reshape(num_targets, k + 1),
         logprobs=out.values.reshape(num_targets, k + 1),
         token_ranks=out.ranks,
         extra_logprobs=(
-            extra_logprobs(out, logits, targets, extra_token_ids)
-            if num_extra
-            else jnp.zeros((num_targets, 0), jnp.float32)
+            extra_logprobs(out, logits, targets, extra_token_ids) if num_extra else none
         ),
         log_sum_exp=out.log_sum_exp,
         entropy=out.entropy,
@@ -131,7 +129,7 @@ def answers(
 
 
 def extra_logprobs(
-    out: RowOutputs, logits: jax.Array, targets: Targets, extra_token_ids: jax.Array
+    out: RowOutputs[jax.Array], logits: jax.Array, targets: Targets, extra_token_ids: jax.Array
 ) -> jax.Array:
     """[R, C] float32; pass 2 left NaN in the statistics of rows that have no answer."""
     num_logits_rows, vocabulary = logits.shape

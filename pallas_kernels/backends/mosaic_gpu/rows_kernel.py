@@ -9,28 +9,31 @@ A step's loads all start before the first of them is used: 128 bytes a thread ar
 """
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.kernel_types import Index, Interpret, Layout, Ref, Scalar
 from pallas_kernels.backends.mosaic_gpu import compat
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.reading import (
-    Mask,
+    RowMask,
     Targets,
     exponents_scale,
+    mask_of_row,
     masked,
     read_block,
     read_edge,
     selected_logit,
 )
-from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
+from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Index, Layout, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
 from pallas_kernels.lowering.forms import is_counted
+
+if TYPE_CHECKING:
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 Block = tuple[Index, list[jax.Array]]  # its index, and its pieces as loaded
 # An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
@@ -65,7 +68,7 @@ def read_rows(
     with_groups: bool,
     extra: Extra = PLAIN,
     allowed: jax.Array | None = None,
-    interpret: Interpret = None,
+    interpret: "InterpretGPUParams | None" = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Partial results and group maxima of R target rows; those of skipped rows are not initialized.
 
@@ -121,25 +124,25 @@ class RowToRead(NamedTuple):
     """What a program knows of the row that it reads, in the kernel."""
 
     schedule: Schedule
-    logits_ref: Ref  # [N * V]
-    groups_ref: Ref  # [R * padded_groups], or None: no group maxima are wanted
+    logits_ref: jax.Ref  # [N * V]
+    groups_ref: jax.Ref | None  # [R * padded_groups], or None: no group maxima are wanted
     target: Index  # which target row
     first: Index  # where the row of logits starts
     skew: Index  # `Schedule.skew`
     scale: jax.Array  # of exponents, `exponents_scale`
-    selected: Scalar  # the logit by which others are counted; None: nothing is counted
-    mask: Mask | None
+    selected: jax.Array | None  # the logit by which others are counted; None: nothing is counted
+    mask: RowMask | None
     extra: Extra
     interpreted: bool
 
 
 def _read_rows_kernel(
-    logits_ref: Ref,  # [N * V]  in
-    chosen_ref: Ref,  # [R]  in: i32 token ids, or f32 logits, or None
+    logits_ref: jax.Ref,  # [N * V]  in
+    chosen_ref: jax.Ref | None,  # [R]  in: i32 token ids, or f32 logits, or None
     targets: Targets,  # in
-    allowed_ref: Ref,  # [R * words] i32  in, or None
-    partials_ref: Ref,  # [parts * R * programs] f32  out
-    groups_ref: Ref = None,  # [R * padded_groups]  out: group maxima
+    allowed_ref: jax.Ref | None,  # [R * words] i32  in, or None
+    partials_ref: jax.Ref,  # [parts * R * programs] f32  out
+    groups_ref: jax.Ref | None = None,  # [R * padded_groups]  out: group maxima
     *,
     schedule: Schedule,
     num_logits_rows: int,
@@ -166,7 +169,7 @@ def _read_rows_kernel(
             schedule.skew(logits_row),
             exponents_scale(temperature),
             selected_logit(schedule, logits_ref, first, chosen),
-            Mask.of_row(allowed_ref, target, schedule),
+            mask_of_row(allowed_ref, target, schedule),
             extra,
             interpreted,
         )
@@ -250,7 +253,7 @@ def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Layout) -
             terms.append(jnp.exp2(exponent))
             if weighted is not None:
                 by_exponent.append(terms[-1] * jnp.maximum(exponent, jnp.float32(LEAST)))
-            if count is not None:
+            if count is not None and row.selected is not None:
                 counts = is_counted(x, row.selected, row.extra.inclusive)
                 count += jnp.where(counts, jnp.float32(1), jnp.float32(0))
     # A sum of few terms is added to the many: its rounding errors stay small.

@@ -22,11 +22,12 @@ rows start between two vectors, logits are loaded in the widest vectors that eve
 """
 
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
+import jax
 import jax.numpy as jnp
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedLayout
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from pallas_kernels.backends.kernel_types import Index, Layout
 
 BLOCK = 4096  # logits, where the vocabulary has so many
 VECTOR_BYTES = 16
@@ -40,6 +41,16 @@ PROGRAMS_AT_ONCE = 132 * 4
 # In turns of a full machine, in each of which every program reads a step at the memory's speed. By
 # the model of the time (`bench.gpu.model`): a step of a program that runs alone, and its start.
 STEP_ALONE, START = 0.37, 0.26
+
+
+Index: TypeAlias = int | jax.Array  # [] int32 of a kernel
+
+
+class Layout(Protocol):
+    """How a vector lies in the registers of a warpgroup: what Pallas's layouts have in common."""
+
+    def reduce(self, axes: int) -> "Layout": ...
+    def to_mgpu(self) -> FragmentedLayout: ...
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """What one thread of a kernel computes, where Pallas has only whole vectors: MLIR, spelt in Python.
 
 Pallas lowers operations of vectors that a warpgroup holds. It has no store to a place that each
@@ -8,8 +9,9 @@ a 32-bit integer, a float or a truth value of each thread.
 
 from collections.abc import Callable, Sequence
 from math import gcd
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 import jax.experimental.mosaic.gpu as mosaic_gpu
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +23,10 @@ from jax.extend.mlir.dialects import arith as mlir_arith
 from jax.extend.mlir.dialects import math as mlir_math
 from jax.extend.mlir.dialects import memref as mlir_memref
 from jax.extend.mlir.dialects import scf as mlir_scf
+from jax.typing import DTypeLike
 
-from pallas_kernels.backends.kernel_types import Mlir
-from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP
+from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
+from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Index, Layout
 
 # Untyped: what their stubs say does not hold for what jax makes of them.
 mgpu: Any = mosaic_gpu
@@ -37,8 +39,14 @@ math: Any = mlir_math
 memref: Any = mlir_memref
 scf: Any = mlir_scf
 
+Value: TypeAlias = mlir_ir.Value  # of a thread: a number, some of them, or a reference
+Vector = mosaic_gpu.FragmentedArray  # of a warpgroup; or a scalar of its
+Results: TypeAlias = Vector | tuple[Vector, ...] | None
+Number: TypeAlias = "Word | int | float | Value | Vector"
+
 SIGNED = arith.CmpIPredicate
 FLOAT = arith.CmpFPredicate
+REAL = {"slt": "OLT", "sgt": "OGT", "sge": "OGE", "eq": "OEQ", "ne": "UNE"}  # of floats
 
 
 class Word:
@@ -46,65 +54,65 @@ class Word:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, value: Mlir) -> None:
+    def __init__(self, value: Value) -> None:
         self.value = value
 
     def __invert__(self) -> "Word":
         return self ^ -1
 
-    def __add__(self, other: Mlir) -> "Word":
+    def __add__(self, other: Number) -> "Word":
         return Word(arith.addi(self.value, word(other).value))
 
-    def __sub__(self, other: Mlir) -> "Word":
+    def __sub__(self, other: Number) -> "Word":
         return Word(arith.subi(self.value, word(other).value))
 
-    def __mul__(self, other: Mlir) -> "Word":
+    def __mul__(self, other: Number) -> "Word":
         return Word(arith.muli(self.value, word(other).value))
 
-    def __and__(self, other: Mlir) -> "Word":
+    def __and__(self, other: Number) -> "Word":
         return Word(arith.andi(self.value, word(other).value))
 
-    def __or__(self, other: Mlir) -> "Word":
+    def __or__(self, other: Number) -> "Word":
         return Word(arith.ori(self.value, word(other).value))
 
-    def __xor__(self, other: Mlir) -> "Word":
+    def __xor__(self, other: Number) -> "Word":
         return Word(arith.xori(self.value, word(other).value))
 
-    def __lshift__(self, by: Mlir) -> "Word":
+    def __lshift__(self, by: Number) -> "Word":
         return Word(arith.shli(self.value, word(by).value))
 
-    def __rshift__(self, by: Mlir) -> "Word":
+    def __rshift__(self, by: Number) -> "Word":
         """Fills with zeros."""
         return Word(arith.shrui(self.value, word(by).value))
 
-    def _compared(self, other: Mlir, signed: Mlir, real: Mlir) -> "Word":
+    def _compared(self, other: Number, name: str) -> "Word":
         right = word(other).value
         if isinstance(self.value.type, ir.F32Type):
-            return Word(arith.cmpf(real, self.value, right))
-        return Word(arith.cmpi(signed, self.value, right))
+            return Word(arith.cmpf(getattr(FLOAT, REAL[name]), self.value, right))
+        return Word(arith.cmpi(getattr(SIGNED, name), self.value, right))
 
-    def __lt__(self, other: Mlir) -> "Word":
-        return self._compared(other, SIGNED.slt, FLOAT.OLT)
+    def __lt__(self, other: Number) -> "Word":
+        return self._compared(other, "slt")
 
-    def __gt__(self, other: Mlir) -> "Word":
-        return self._compared(other, SIGNED.sgt, FLOAT.OGT)
+    def __gt__(self, other: Number) -> "Word":
+        return self._compared(other, "sgt")
 
-    def __ge__(self, other: Mlir) -> "Word":
-        return self._compared(other, SIGNED.sge, FLOAT.OGE)
+    def __ge__(self, other: Number) -> "Word":
+        return self._compared(other, "sge")
 
-    def __eq__(self, other: Mlir) -> "Word":  # type: ignore[override]
-        return self._compared(other, SIGNED.eq, FLOAT.OEQ)
+    def __eq__(self, other: Number) -> "Word":  # type: ignore[override]
+        return self._compared(other, "eq")
 
-    def __ne__(self, other: Mlir) -> "Word":  # type: ignore[override]
-        return self._compared(other, SIGNED.ne, FLOAT.UNE)
+    def __ne__(self, other: Number) -> "Word":  # type: ignore[override]
+        return self._compared(other, "ne")
 
 
-def i32() -> Mlir:
+def i32() -> mlir_ir.Type:
     """The type of a 32-bit integer."""
     return ir.IntegerType.get_signless(32)
 
 
-def word(value: Mlir) -> Word:
+def word(value: Number) -> Word:
     """A `Word` of a Python number, of a scalar argument of an inline function, or of MLIR."""
     if isinstance(value, Word):
         return value
@@ -112,12 +120,12 @@ def word(value: Mlir) -> Word:
         return Word(arith.constant(i32(), value))
     if isinstance(value, float):
         return Word(arith.constant(ir.F32Type.get(), value))
-    if isinstance(value, mgpu.FragmentedArray):
+    if isinstance(value, Vector):
         return Word(value.registers.item())
     return Word(value)
 
 
-def words(vector: Mlir) -> list[Word]:
+def words(vector: Vector) -> list[Word]:
     """What a thread holds of a vector, in the order of its registers."""
     found = []
     for register in vector.registers.flat:
@@ -126,7 +134,7 @@ def words(vector: Mlir) -> list[Word]:
     return found
 
 
-def vector_like(vector: Mlir, values: Sequence[Word], integer: bool) -> Mlir:
+def vector_like(vector: Vector, values: Sequence[Word], integer: bool) -> Vector:
     """A vector in the layout of another one, one element a register, from what a thread holds."""
     registers = vector.registers.copy()
     for i, value in enumerate(values):
@@ -134,10 +142,10 @@ def vector_like(vector: Mlir, values: Sequence[Word], integer: bool) -> Mlir:
         undefined = llvm.mlir_undef(kind)
         registers.flat[i] = llvm.insertelement(undefined, value.value, word(0).value)
     signed = True if integer else None
-    return mgpu.FragmentedArray(_registers=registers, _layout=vector.layout, _is_signed=signed)
+    return Vector(_registers=registers, _layout=vector.layout, _is_signed=signed)
 
 
-def kept(vector: Mlir, bits: Word) -> Mlir:
+def kept(vector: Vector, bits: Word) -> Vector:
     """A vector of floats, -inf in elements whose bit is not set; a thread's first one is lowest."""
     registers, place = vector.registers.copy(), 0
     for i, register in enumerate(registers.flat):
@@ -151,35 +159,36 @@ def kept(vector: Mlir, bits: Word) -> Mlir:
             register = llvm.insertelement(register, x, at)
             place += 1
         registers.flat[i] = register
-    return mgpu.FragmentedArray(
-        _registers=registers, _layout=vector.layout, _is_signed=vector.is_signed
-    )
+    return Vector(_registers=registers, _layout=vector.layout, _is_signed=vector.is_signed)
 
 
-def one_each(value: Word, layout: Mlir, shape: tuple[int, ...], signed: bool | None = None) -> Mlir:
+def one_each(
+    value: Word, layout: Layout, shape: tuple[int, ...], signed: bool | None = None
+) -> Vector:
     """A vector in a layout in which a thread holds one element, this value; signed: of integers."""
     tiled = layout.to_mgpu()
     registers = np.full(tiled.registers_shape(shape), _of_one(value), dtype=object)
-    return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=signed)
+    return Vector(_registers=registers, _layout=tiled, _is_signed=signed)
 
 
-def vector_of(registers: Sequence[Mlir], tiled: Mlir, shape: tuple[int, ...]) -> Mlir:
+def vector_of(registers: Sequence[Word | Value], layout: Layout, shape: tuple[int, ...]) -> Vector:
     """A vector from a thread's registers, in their order: vectors of MLIR, or integers."""
     found = [_of_one(x) if isinstance(x, Word) else x for x in registers]
+    tiled = layout.to_mgpu()
     whole = np.array(found, dtype=object).reshape(tiled.registers_shape(shape))
     signed = True if isinstance(registers[0], Word) else None
-    return mgpu.FragmentedArray(_registers=whole, _layout=tiled, _is_signed=signed)
+    return Vector(_registers=whole, _layout=tiled, _is_signed=signed)
 
 
-def _of_one(value: Word) -> Mlir:
+def _of_one(value: Word) -> Value:
     """A vector of MLIR that has one element."""
     undefined = llvm.mlir_undef(ir.VectorType.get((1,), value.value.type))
     return llvm.insertelement(undefined, value.value, word(0).value)
 
 
-def scalar(value: Word) -> Mlir:
+def scalar(value: Word) -> Vector:
     """A number that all threads agree on, as an inline function returns it."""
-    return mgpu.FragmentedArray.splat(value.value, (), is_signed=True)
+    return Vector.splat(value.value, (), is_signed=True)
 
 
 def thread() -> Word:
@@ -187,17 +196,17 @@ def thread() -> Word:
     return Word(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x)))
 
 
-def select(condition: Word, yes: Mlir, no: Mlir) -> Word:
+def select(condition: Word, yes: Number, no: Number) -> Word:
     """yes or no."""
     return Word(arith.select(condition.value, word(yes).value, word(no).value))
 
 
-def smaller(a: Mlir, b: Mlir) -> Word:
+def smaller(a: Number, b: Number) -> Word:
     """The minimum of signed integers."""
     return Word(arith.minsi(word(a).value, word(b).value))
 
 
-def larger(a: Mlir, b: Mlir) -> Word:
+def larger(a: Number, b: Number) -> Word:
     """The maximum of signed integers."""
     return Word(arith.maxsi(word(a).value, word(b).value))
 
@@ -234,7 +243,7 @@ def float_of(bits: Word) -> Word:
     return Word(arith.bitcast(ir.F32Type.get(), bits.value))
 
 
-def as_float32(x: Mlir) -> Word:
+def as_float32(x: Value) -> Word:
     """A number of 16 or 32 bits, in MLIR, as a float32."""
     if isinstance(x.type, ir.F32Type):
         return Word(x)
@@ -264,7 +273,13 @@ def when_else(condition: Word, body: Callable[[], list[Word]], otherwise: list[W
     return [Word(x) for x in branch.results]
 
 
-def repeat(begin: Mlir, end: Mlir, step: int, carry: Sequence[Word], body: Mlir) -> list[Word]:
+def repeat(
+    begin: Number,
+    end: Number,
+    step: int,
+    carry: Sequence[Word],
+    body: Callable[[Word, list[Word]], Sequence[Word]],
+) -> list[Word]:
     """body(i, carry) -> carry, for i from begin to end."""
     values = [x.value for x in carry]
     loop = scf.ForOp(word(begin).value, word(end).value, word(step).value, values)
@@ -274,7 +289,11 @@ def repeat(begin: Mlir, end: Mlir, step: int, carry: Sequence[Word], body: Mlir)
     return [Word(x) for x in loop.results]
 
 
-def repeat_while(carry: Sequence[Word], condition: Mlir, body: Mlir) -> list[Word]:
+def repeat_while(
+    carry: Sequence[Word],
+    condition: Callable[[list[Word]], Word],
+    body: Callable[[list[Word]], Sequence[Word]],
+) -> list[Word]:
     """body(carry) -> carry, as long as condition(carry) holds; each thread on its own."""
     types = [x.value.type for x in carry]
     loop = scf.WhileOp(types, [x.value for x in carry])
@@ -289,12 +308,12 @@ def repeat_while(carry: Sequence[Word], condition: Mlir, body: Mlir) -> list[Wor
     return [Word(x) for x in loop.results]
 
 
-def load(ref: Mlir, index: Mlir) -> Mlir:
+def load(ref: Value, index: Number) -> Value:
     """An element of a flat reference, in MLIR."""
     return memref.load(ref, [_index(index)])
 
 
-def store(ref: Mlir, index: Mlir, value: Mlir) -> None:
+def store(ref: Value, index: Number, value: Number) -> None:
     """Write an element of a flat reference."""
     memref.store(word(value).value, ref, [_index(index)])
 
@@ -306,7 +325,7 @@ def as_long(high: Word, low: Word) -> Word:
     return Word(arith.ori(upper, arith.extui(long, low.value)))
 
 
-def load_aligned(ref: Mlir, index: Mlir, count: int) -> list[Mlir]:
+def load_aligned(ref: Value, index: Number, count: int) -> list[Value]:
     """`count` elements from an index that is a multiple of count, in one load; in MLIR."""
     element = ir.MemRefType(ref.type).element_type
     pointer = place(ref, index, element)
@@ -314,7 +333,7 @@ def load_aligned(ref: Mlir, index: Mlir, count: int) -> list[Mlir]:
     return [llvm.extractelement(found, word(i).value) for i in range(count)]
 
 
-def load_or(ref: Mlir, index: Mlir, count: int, condition: Word, otherwise: float) -> Mlir:
+def load_or(ref: Value, index: Number, count: int, condition: Word, otherwise: float) -> Value:
     """A vector from an index that is a multiple of count; other values where it does not hold."""
     element = ir.MemRefType(ref.type).element_type
     kind = ir.VectorType.get((count,), element)
@@ -323,7 +342,7 @@ def load_or(ref: Mlir, index: Mlir, count: int, condition: Word, otherwise: floa
     return arith.select(condition.value, found, arith.constant(kind, values))
 
 
-def load_floats(ref: Mlir, index: Mlir, count: int) -> list[Word]:
+def load_floats(ref: Value, index: Number, count: int) -> list[Word]:
     """`count` elements of 16 bytes from an index that is a multiple of count, as float32."""
     element = ir.MemRefType(ref.type).element_type
     if not isinstance(element, ir.BF16Type):
@@ -334,7 +353,7 @@ def load_floats(ref: Mlir, index: Mlir, count: int) -> list[Word]:
     return [float_of(half) for x in both for half in (x << 16, x & -65536)]
 
 
-def add_atomically(ref: Mlir, index: Mlir, by: Mlir) -> Word:
+def add_atomically(ref: Value, index: Number, by: Number) -> Word:
     """Add to an integer in shared memory; its value before."""
     pointer = place(ref, index, i32())
     return _assembled("atom.shared.add.u32 $0, [$1], $2;", "=r,l,r", [pointer, word(by).value])
@@ -346,8 +365,11 @@ def from_lane_below(x: Word, distance: int) -> Word:
 
 
 def inline(
-    function: Callable[..., Mlir], arguments: Sequence[Mlir], layouts: Sequence[Mlir], results: Mlir
-) -> Mlir:
+    function: Callable[..., Results],
+    arguments: Sequence[Readable | Index],
+    layouts: Sequence[Layout | str | None],
+    results: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
+) -> Any:
     """Call a function of threads in a Pallas kernel.
 
     Args:
@@ -357,33 +379,33 @@ def inline(
       results: `GPU.ShapeDtypeStruct`s, or () for none.
     """
     kinds = {None: GPU.RefType(), "scalar": GPU.Layout.WG_SPLAT}
-    types = tuple(kinds.get(layout, layout) for layout in layouts)
+    types = tuple(kinds[x] if x is None or isinstance(x, str) else x for x in layouts)
 
-    def run(_: Mlir, *given: Mlir) -> Mlir:
+    def run(_: mosaic_gpu.LaunchContext, *given: Value | Vector) -> Results:
         return function(*given)
 
     return GPU.inline_mgpu(arg_types=types, return_type=results)(run)(*arguments)
 
 
-def result(shape: tuple[int, ...], dtype: Mlir, layout: Mlir) -> Mlir:
+def result(shape: tuple[int, ...], dtype: DTypeLike, layout: Layout) -> jax.ShapeDtypeStruct:
     """A result's type for `inline`."""
     return GPU.ShapeDtypeStruct(shape, dtype, layout=layout)
 
 
-def _index(index: Mlir) -> Mlir:
+def _index(index: Number) -> Value:
     return arith.index_cast(ir.IndexType.get(), word(index).value)
 
 
-def place(ref: Mlir, index: Mlir, element: Mlir) -> Mlir:
+def place(ref: Value, index: Number, element: mlir_ir.Type) -> Value:
     """The address of an element of a flat reference, in MLIR."""
     return utils.getelementptr(utils.memref_ptr(ref), [word(index).value], element)
 
 
-def _assembled(text: str, constraints: str, operands: Sequence[Mlir]) -> Word:
+def _assembled(text: str, constraints: str, operands: Sequence[Value]) -> Word:
     return Word(llvm.inline_asm(i32(), operands, text, constraints, has_side_effects=True))
 
 
-def load_at_once(ref: Mlir, index: Mlir, interpreted: bool = False) -> Mlir:
+def load_at_once(ref: Readable, index: Index, interpreted: bool = False) -> jax.Array:
     """A number of 32 bits in global memory, loaded where the kernel says.
 
     Other loads the compilers move to where their results are used, behind a branch that waits for
@@ -394,18 +416,18 @@ def load_at_once(ref: Mlir, index: Mlir, interpreted: bool = False) -> Mlir:
     dtype = jnp.dtype(ref.dtype)
     integer = dtype == jnp.int32
 
-    def body(here: Mlir, at: Mlir) -> Mlir:
+    def body(here: Value, at: Vector) -> Vector:
         kind, letter = (i32(), "r") if integer else (ir.F32Type.get(), "f")
         address = place(here, word(at), kind)
         text = "ld.relaxed.gpu.global.b32 $0, [$1];"
         found = llvm.inline_asm(kind, [address], text, f"={letter},l", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True if integer else None)
+        return Vector.splat(found, (), is_signed=True if integer else None)
 
     kind = result((), dtype, GPU.Layout.WG_SPLAT)
     return inline(body, (ref, index), (None, "scalar"), kind)
 
 
-def load_run_at_once(ref: Mlir, start: Mlir, size: int, layout: Mlir) -> Mlir:
+def load_run_at_once(ref: Readable, start: Index, size: int, layout: Layout) -> jax.Array:
     """`load_at_once` of a vector in a `compat.run_layout` whose threads load whole words."""
     dtype = jnp.dtype(ref.dtype)
     run = size // WARPGROUP
@@ -414,7 +436,7 @@ def load_run_at_once(ref: Mlir, start: Mlir, size: int, layout: Mlir) -> Mlir:
     letters = ", ".join(f"${i}" for i in range(number))
     form = {1: "b32 $0", 2: f"v2.b32 {{{letters}}}", 4: f"v4.b32 {{{letters}}}"}[number]
 
-    def body(here: Mlir, at: Mlir) -> Mlir:
+    def body(here: Value, at: Vector) -> Vector:
         element = ir.MemRefType(here.type).element_type
         first = word(at) + thread() * run
         loaded = []
@@ -432,8 +454,6 @@ def load_run_at_once(ref: Mlir, start: Mlir, size: int, layout: Mlir) -> Mlir:
                     several = llvm.insertelement(several, one, word(j).value)
                 found = several
             loaded.append(llvm.bitcast(ir.VectorType.get((vector,), element), found))
-        tiled = layout.to_mgpu()
-        registers = np.array(loaded, dtype=object).reshape(tiled.registers_shape((size,)))
-        return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+        return vector_of(loaded, layout, (size,))
 
     return inline(body, (ref, start), (None, "scalar"), result((size,), dtype, layout))
