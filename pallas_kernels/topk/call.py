@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from pallas_kernels.backends import answers
@@ -26,6 +27,7 @@ from pallas_kernels.contract.rows import (
     skipped_rows,
 )
 from pallas_kernels.contract.types import (
+    AnyArray,
     Biases,
     BiasIds,
     BitMask,
@@ -198,8 +200,8 @@ def _run(
     implementation: Implementation | None,
     outputs: Outputs,
     rows: Rows,
-    options: tuple[RowCount | None, RowFloats | None, IdTable | None],
-    changes: tuple[BitMask | None, BiasIds | None, Biases | None],
+    options: tuple[AnyArray | np.int32 | int | None, AnyArray | None, AnyArray | None],
+    changes: tuple[AnyArray | None, AnyArray | None, AnyArray | None],
 ) -> TopkLogprobs:
     """The call where its logits are, with its options, and its changes of logits, checked here."""
     num_targets = rows.num_targets
