@@ -305,11 +305,11 @@ JIT = {"jit", "pjit", "pmap"}
 OTHERS = {
     "jax_specdec/device/loop/state.py: _empty_slots": test_empty_slots_are_made,
     "jax_specdec/device/model/hf_weights.py: _placing": test_weights_are_placed,
-    "pallas_kernels/backends/xla/block_sizes.py: traced_once": (
+    "pallas_kernels/backends/xla/rows.py: traced_once": (
         test_programs_of_another_host_have_no_kernels
     ),
     "pallas_kernels/backends/greedy.py: _of_rows": test_the_greedy_choice_is_left_to_xla,
-    "pallas_kernels/backends/choose.py: lower": test_programs_of_the_loop,
+    "pallas_kernels/lowering/choose.py: lower": test_programs_of_the_loop,
     "pallas_kernels/backends/xla/group_sums.py: sums_of": test_programs_of_the_loop,
     "pallas_kernels/topk/call.py: jitted": test_xla_where_it_is_asked_for,
     "pallas_kernels/linear/call.py: _kept_of": test_linear_calls_are_left_to_xla,
