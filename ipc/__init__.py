@@ -44,27 +44,9 @@ from ipc.waiting import WaitPolicy
 from ipc.writer import RingWriter
 
 __all__ = [
-    "RingReader",
-    "RingWriter",
-    "ReceivedMessage",
-    "RingCounters",
-    "WaitPolicy",
-    "wait_readable",
+    "RingReader", "RingWriter", "ReceivedMessage", "RingCounters", "WaitPolicy", "wait_readable",
     # Errors; RingError is the base of all.
-    "RingError",
-    "RingTimeout",
-    "RingFull",
-    "EndOfStream",
-    "Undelivered",
-    "PeerClosed",
-    "PeerDied",
-    "MessageTooLarge",
-    "CorruptMessage",
-    "CorruptSegment",
-    "RingNotFound",
-    "RingInUse",
-    "RingClosed",
-    "RoleTaken",
-    "ForeignProcess",
-    "OutOfSharedMemory",
-]
+    "RingError", "RingTimeout", "RingFull", "EndOfStream", "Undelivered", "PeerClosed", "PeerDied",
+    "MessageTooLarge", "CorruptMessage", "CorruptSegment", "RingNotFound", "RingInUse",
+    "RingClosed", "RoleTaken", "ForeignProcess", "OutOfSharedMemory",
+]  # fmt: skip

@@ -40,25 +40,17 @@ def test_a_changed_file_names_its_lanes(copy, capsys):
     every = ["ptx-rows", "ptx-groups", "ptx-draw"]
     assert changed() == every  # none was green yet
     for lane in every:
-        run(copy, lane)
-    capsys.readouterr()
+        assert run(copy, lane) == 0
+        assert "ran" in capsys.readouterr().out
     assert changed() == []
+    assert run(copy, "ptx-draw") == 0
+    assert capsys.readouterr().out == "ptx-draw: no file changed since its last green run\n"
     change(copy, "draw")
     assert changed() == ["ptx-draw"]
     run(copy, "ptx-draw")
     capsys.readouterr()
     change(copy, "thread")
     assert changed() == every
-
-
-def test_a_green_lane_runs_again_only_when_a_file_changed(copy, capsys):
-    assert run(copy, "ptx-draw") == 0
-    assert "ran" in capsys.readouterr().out
-    assert run(copy, "ptx-draw") == 0
-    assert capsys.readouterr().out == "ptx-draw: no file changed since its last green run\n"
-    change(copy, "draw")
-    run(copy, "ptx-draw")
-    assert "ran" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -202,12 +202,13 @@ def test_the_kernels_house():
 def test_an_arrow_up_is_found(tmp_path):
     """Lazy imports and those for type checkers count."""
     file = tmp_path / "x.py"
-    file.write_text("def f():\n    from pallas_kernels.topk.call import topk_logprobs")
-    assert upward(kernel_arrows({"pallas_kernels.backends.x": file})) == {("backends", "topk")}
-    file.write_text("if TYPE_CHECKING:\n    from pallas_kernels.linear import call")
-    assert upward(kernel_arrows({"pallas_kernels.topk.x": file})) == {("topk", "linear")}
-    file.write_text("from pallas_kernels.contract import types")
-    assert upward(kernel_arrows({"pallas_kernels.topk.x": file})) == set()
+    file.write_text(
+        "def f():\n    from pallas_kernels.topk.call import topk_logprobs\n"
+        "if TYPE_CHECKING:\n    from pallas_kernels.linear import call\n"
+        "from pallas_kernels.contract import types"
+    )
+    found = upward(kernel_arrows({"pallas_kernels.backends.x": file}))
+    assert found == {("backends", "topk"), ("backends", "linear")}
 
 
 def test_rooms_form_no_circle():
@@ -234,60 +235,34 @@ def test_the_code_of_a_page_keeps_to_the_doors(page):
     ("name", "source", "wrong"),
     [
         ("ipc.reader", "import jax.numpy as jnp", "jax.numpy"),
-        ("ipc.reader", "import rich", "rich"),
+        ("ipc.reader", "from . import wire", "."),
         ("jax_specdec.records.decode", "def f():\n    from jax import numpy", "jax"),
-        ("jax_specdec.engine.engine", "from jax_specdec.device.loop import step",
-         "jax_specdec.device.loop.step"),
         ("jax_specdec.export.openai", "from jax_specdec.device import verify",
          "jax_specdec.device"),
         ("jax_specdec.records.record", "from pallas_kernels import greedy", "pallas_kernels"),
         ("jax_specdec.records.record", "from jax_specdec.engine import engine",
          "jax_specdec.engine.engine"),
-        ("jax_specdec.device.model.llama", "from jax_specdec.device.loop.step import step",
-         "jax_specdec.device.loop.step"),
         ("jax_specdec.device.loop.step", "from pallas_kernels.sampling.verification import verify",
          "pallas_kernels.sampling.verification"),
         ("jax_specdec.engine.engine", "from ipc.reader import RingReader", "ipc.reader"),
-        ("pallas_kernels.backends.xla.rows", "from ipc import wire", "ipc.wire"),
         ("pallas_kernels.backends.xla.rows", "import numpy, torch", "torch"),
         ("jax_specdec.cli.demo_command", "from jax_specdec.cli.main import main",
          "jax_specdec.cli.main"),
         ("jax_specdec.device.messages.pack", "import bench.timing", "bench.timing"),
-        ("examples.own_loop", "from jax_specdec.records.decode import decode",
-         "jax_specdec.records.decode"),
-        ("docs.engine", "from jax_specdec.engine.engine import Engine",
-         "jax_specdec.engine.engine"),
-        ("docs.ring", "from ipc.ring import RingReader", "ipc.ring"),
         ("docs.export", "from jax_specdec.export import column_builder",
          "jax_specdec.export.column_builder"),
         ("bench.host", "from tests.support import scene", "tests.support.scene"),
         ("tests.ipc.test_wire", "from bench import timing", "bench.timing"),
         ("tests.ipc.test_wire", "from tests.ipc.test_aio import soon", "tests.ipc.test_aio"),
-        ("tests.ptx_machine.machine", "from pallas_kernels.testing import oracle",
-         "pallas_kernels.testing.oracle"),
         ("tests.ptx_machine.machine", "from tests.support import paths", "tests.support.paths"),
-        ("tests.ptx_machine.test_machine", "import jax", "jax"),
         ("tests.ptx_machine.test_machine", "from ..support import paths", "..support"),
-        ("ipc.reader", "from . import wire", "."),
     ],
 )  # fmt: skip
 def test_a_violation_is_found(name, source, wrong):
     assert wrong in violations(name, source)
 
 
-def loads_jax(module):
-    """Whether importing `module` in a fresh process loads jax."""
-    code = f"import sys, {module}; print('jax' in sys.modules or 'jaxlib' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return done.stdout.strip() == "True"
-
-
 def test_a_consumer_process_never_starts_an_accelerator_runtime():
     names = [name for name in modules(*PACKAGES) if is_engine_side(name)]
     code = f"import sys, {', '.join(names)}; sys.exit(any(m in sys.modules for m in {ACCELERATED}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_that_check_can_fail():
-    assert loads_jax("jax_specdec.device.loop.step")
-    assert not loads_jax("jax_specdec.engine")

@@ -12,17 +12,6 @@ from jax_specdec.kept_sets import KeptSets, PaddedKept
 from jax_specdec.text.detokenize import TextStream, TokenTable, byte_level_bytes
 
 __all__ = [
-    "openai",
-    "arrow",
-    "metrics",
-    "ColumnBuilder",
-    "TokenColumns",
-    "Ragged",
-    "KeptSets",
-    "PaddedKept",
-    "TokenTable",
-    "TextStream",
-    "byte_level_bytes",
-    "colored",
-    "Colored",
-]
+    "openai", "arrow", "metrics", "ColumnBuilder", "TokenColumns", "Ragged", "KeptSets",
+    "PaddedKept", "TokenTable", "TextStream", "byte_level_bytes", "colored", "Colored",
+]  # fmt: skip

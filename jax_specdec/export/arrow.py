@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ipc.wire import LogprobsMode
 from jax_specdec.export.column_builder import ColumnBuilder
-from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged, TokenColumns
+from jax_specdec.export.token_columns import KINDS, NOT_ASKED, TOKEN_LISTS, Ragged, TokenColumns
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason
 
@@ -47,14 +47,12 @@ def tokens_table(columns: TokenColumns) -> Any:
             "draft_token_id": pa.array(columns.draft_token_id, mask=columns.draft_token_id < 0),
             "draft_logprob": pa.array(columns.draft_logprob, mask=~drafted),
             "draft_token_rank": pa.array(columns.draft_token_rank, mask=~drafted),
-            "topk_ids": _lists(pa, columns.topk, columns.topk.ids),
-            "topk_logprobs": _lists(pa, columns.topk, columns.topk.logprobs),
-            "chosen_ids": _lists(pa, columns.chosen, columns.chosen.ids),
-            "chosen_logprobs": _lists(pa, columns.chosen, columns.chosen.logprobs),
-            "draft_chosen_ids": _lists(pa, columns.draft_chosen, columns.draft_chosen.ids),
-            "draft_chosen_logprobs": _lists(
-                pa, columns.draft_chosen, columns.draft_chosen.logprobs
-            ),
+            **{
+                f"{name}_{what}": _lists(pa, ragged, getattr(ragged, what))
+                for name in TOKEN_LISTS
+                for ragged in [getattr(columns, name)]
+                for what in ("ids", "logprobs")
+            },
             "kept_count": pa.array(columns.kept.counts, mask=without_set),
             "log_kept": pa.array(columns.kept.log_kept, mask=without_set),
             "kept_ids": _lists(pa, columns.kept, columns.kept.token_ids),
@@ -92,6 +90,12 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
     index = {request_id: n for n, request_id in enumerate(ids)}
     reasons = requests["finish_reason"].to_pylist()
     modes = requests["mode"].to_pylist()
+    plain: dict[str, Any] = {
+        name: tokens[name].to_numpy()
+        for name in ("position", "step", "weights_version", "token_id")
+    }
+    for name in TOKEN_LISTS:
+        plain[name] = _ragged(tokens[f"{name}_ids"], tokens[f"{name}_logprobs"])
     return TokenColumns(
         request_id=np.array(ids, np.str_),
         prompt=_ragged(requests["prompt_token_ids"]),
@@ -101,19 +105,13 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
             [FinishReason[word.upper()] if word else 0 for word in reasons], np.int8
         ),
         request=np.array([index[i] for i in tokens["request_id"].to_pylist()], np.int32),
-        position=tokens["position"].to_numpy(),
-        step=tokens["step"].to_numpy(),
-        weights_version=tokens["weights_version"].to_numpy(),
-        token_id=tokens["token_id"].to_numpy(),
         logprob=_filled(tokens["logprob"], np.float32(np.nan)),
         token_rank=_filled(tokens["token_rank"], np.int32(NOT_ASKED)),
         kind=np.array([KINDS.index(word) for word in tokens["kind"].to_pylist()], np.int8),
         draft_token_id=_filled(tokens["draft_token_id"], np.int32(-1)),
         draft_logprob=_filled(tokens["draft_logprob"], np.float32(np.nan)),
         draft_token_rank=_filled(tokens["draft_token_rank"], np.int32(NOT_ASKED)),
-        topk=_ragged(tokens["topk_ids"], tokens["topk_logprobs"]),
-        chosen=_ragged(tokens["chosen_ids"], tokens["chosen_logprobs"]),
-        draft_chosen=_ragged(tokens["draft_chosen_ids"], tokens["draft_chosen_logprobs"]),
+        **plain,
         kept=KeptSets.of(
             _filled(tokens["kept_count"], np.int32(0)),
             _filled(tokens["log_kept"], np.float32(0)),
@@ -163,10 +161,7 @@ def from_sequences(sequences: Any) -> TokenColumns:
 
 def write_sequences(folder: Path | str, columns: TokenColumns) -> None:
     """Write `sequences.parquet` into `folder`, and make it if it is missing."""
-    parquet = pyarrow("pyarrow.parquet")
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(sequences_table(columns), path / SEQUENCES)
+    _write(folder, {SEQUENCES: sequences_table(columns)})
 
 
 def read_sequences(folder: Path | str) -> TokenColumns:
@@ -180,11 +175,7 @@ def read_sequences(folder: Path | str) -> TokenColumns:
 
 def write_parquet(folder: Path | str, columns: TokenColumns) -> None:
     """Write `tokens.parquet` and `requests.parquet` into `folder`, and make it if it is missing."""
-    parquet = pyarrow("pyarrow.parquet")
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(tokens_table(columns), path / TOKENS)
-    parquet.write_table(requests_table(columns), path / REQUESTS)
+    _write(folder, {TOKENS: tokens_table(columns), REQUESTS: requests_table(columns)})
 
 
 def read_parquet(folder: Path | str) -> TokenColumns:
@@ -195,6 +186,12 @@ def read_parquet(folder: Path | str) -> TokenColumns:
     """
     parquet, path = pyarrow("pyarrow.parquet"), Path(folder)
     return from_tables(parquet.read_table(path / TOKENS), parquet.read_table(path / REQUESTS))
+
+
+def _write(folder: Path | str, tables: dict[str, Any]) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        pyarrow("pyarrow.parquet").write_table(table, Path(folder) / name)
 
 
 def pyarrow(module: str = "pyarrow") -> Any:

@@ -7,8 +7,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 from jax_specdec.engine.timings import BOUNDS, Timings
@@ -24,13 +23,13 @@ _PREFIX = "jax_specdec_"
 
 
 class Family(NamedTuple):
-    """One metric of one process rank.
+    """One metric, or its samples of one process rank.
 
     Attributes:
       kind: "counter" or "gauge".
       name: without the prefix, and without the `_total` that every counter ends in.
       meaning: its help text.
-      samples: labels besides `process_rank`, and the value; one without a value is left out.
+      samples: labels and the value; one without a value is left out.
     """
 
     kind: str
@@ -49,8 +48,12 @@ def prometheus_text(*states: ProcessorState) -> str:
       ModuleNotFoundError: prometheus_client is not installed; says how to install it.
     """
     return _page(
-        (state.process_rank, _delivery(state.statistics, state.counters, state.live_request_ids))
+        family
         for state in states
+        for family in _of_rank(
+            state.process_rank,
+            _delivery(state.statistics, state.counters, state.live_request_ids),
+        )
     )
 
 
@@ -70,19 +73,13 @@ def status_text(
     Raises:
       ModuleNotFoundError: as `prometheus_text`.
     """
-    sources: list[tuple[int | str, Iterable[Family]]] = [
-        (
-            status.process_rank,
-            chain(
-                _delivery(status.statistics, status.processor, status.request_ids),
-                _transport(status),
-            ),
-        )
-        for status in statuses
-    ]
+    families: list[Family] = []
+    for status in statuses:
+        delivered = _delivery(status.statistics, status.processor, status.request_ids)
+        families += _of_rank(status.process_rank, [*delivered, *_transport(status)])
     if without_slot:
-        sources.append(("", [_finished(without_slot)]))
-    return _page(sources) + ("" if timings is None else timings_text(timings))
+        families += _of_rank("", [_finished(without_slot)])
+    return _page(families) + ("" if timings is None else timings_text(timings))
 
 
 def timings_text(timings: Timings) -> str:
@@ -118,11 +115,8 @@ def queue_text(num_waiting: int) -> str:
     Raises:
       ModuleNotFoundError: as `prometheus_text`.
     """
-    client = _client()
-    full = f"{_PREFIX}waiting_requests"
-    metric = client.Metric(full, "Requests that wait for a slot.", "gauge")
-    metric.add_sample(full, {}, num_waiting)
-    return _text(client, [metric])
+    samples: list[tuple[dict[str, str], float | None]] = [({}, num_waiting)]
+    return _page([Family("gauge", "waiting_requests", "Requests that wait for a slot.", samples)])
 
 
 def http_text(
@@ -142,41 +136,40 @@ def http_text(
     Raises:
       ModuleNotFoundError: as `prometheus_text`.
     """
+    answered = [({"path": path, "status": str(status)}, count)
+                for (path, status), count in sorted(answers.items())]  # fmt: skip
+    closed = [({"reason": reason}, count) for reason, count in sorted(ended.items())]
+    what = "Connections that the server ended, by its reason."
+    return _page(
+        [
+            Family("counter", "http_requests", "Requests by path and status.", answered),
+            Family("gauge", "http_open_requests", "Requests that are answered now.",
+                   [({}, num_open)]),
+            Family("gauge", "http_connections", "Connections that are open.",
+                   [({}, num_connections)]),
+            Family("counter", "http_ended_connections", what, closed),
+        ]
+    )  # fmt: skip
+
+
+def _page(families: Iterable[Family]) -> str:
+    """The text of some families: those of one name once, with the samples of all."""
     client = _client()
-    metrics = []
-    for kind, name, meaning, samples in (
-        ("counter", "http_requests", "Requests by path and status.",
-         [({"path": path, "status": str(status)}, count)
-          for (path, status), count in sorted(answers.items())]),
-        ("gauge", "http_open_requests", "Requests that are answered now.", [({}, num_open)]),
-        ("gauge", "http_connections", "Connections that are open.", [({}, num_connections)]),
-        ("counter", "http_ended_connections", "Connections that the server ended, by its reason.",
-         [({"reason": reason}, count) for reason, count in sorted(ended.items())]),
-    ):  # fmt: skip
-        metric = client.Metric(_PREFIX + name, meaning, kind)
-        for labels, value in samples:
-            full = metric.name + ("_total" if kind == "counter" else "")
-            metric.add_sample(full, labels, value)
-        metrics.append(metric)
-    return _text(client, metrics)
-
-
-def _page(sources: Iterable[tuple[int | str, Iterable[Family]]]) -> str:
-    """The text of all process ranks' families: each family once, with every rank's samples."""
-    prometheus_client = _client()
     metrics: dict[str, Metric] = {}
-    for process_rank, families in sources:
-        for kind, name, meaning, samples in families:
-            full = _PREFIX + name
-            metric = metrics.setdefault(full, prometheus_client.Metric(full, meaning, kind))
-            for labels, value in samples:
-                if value is not None:
-                    metric.add_sample(
-                        full + ("_total" if kind == "counter" else ""),
-                        {"process_rank": str(process_rank)} | labels,
-                        value,
-                    )
-    return _text(prometheus_client, metrics.values())
+    for kind, name, meaning, samples in families:
+        full = _PREFIX + name
+        metric = metrics.setdefault(full, client.Metric(full, meaning, kind))
+        for labels, value in samples:
+            if value is not None:
+                metric.add_sample(full + ("_total" if kind == "counter" else ""), labels, value)
+    return _text(client, metrics.values())
+
+
+def _of_rank(process_rank: int | str, families: Iterable[Family]) -> Iterator[Family]:
+    """The families with the label of a process rank on each sample."""
+    rank = {"process_rank": str(process_rank)}
+    for one in families:
+        yield one._replace(samples=[(rank | labels, value) for labels, value in one.samples])
 
 
 def _client() -> ModuleType:
@@ -191,20 +184,8 @@ def _client() -> ModuleType:
 
 
 def _text(client: ModuleType, metrics: Iterable["Metric"]) -> str:
-    registry = client.CollectorRegistry()
-    registry.register(_Collected(metrics))
-    page: str = client.generate_latest(registry).decode()
+    page: str = client.generate_latest(SimpleNamespace(collect=lambda: metrics)).decode()
     return page
-
-
-class _Collected:
-    """A collector of metrics that are there already."""
-
-    def __init__(self, metrics: Iterable["Metric"]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable["Metric"]:
-        return self._metrics
 
 
 def _delivery(statistics: Statistics, counters: Counters, live: Sequence[str]) -> Iterator[Family]:

@@ -166,14 +166,10 @@ def completion(
       index: the number of the choice.
       prompt: the prompt's logprobs, as `prompt_logprobs` takes them, for the extension.
     """
-    text, reason, num_tokens = _outcome(records, table)
-    said = {"text": text, "logprobs": completion_logprobs(records, table), "finish_reason": reason}
-    return {
-        **_header(request, "text_completion", model, created),
-        "choices": [{"index": index, **said}],
-        "usage": usage(request, num_tokens),
-        "speculation": _extension(request, records, table, prompt),
-    }
+    text = _text(records, table)
+    choice = {"index": index, "text": text, "logprobs": completion_logprobs(records, table)}
+    header = _header(request, "text_completion", model, created)
+    return _whole(header, choice, request, records, table, prompt)
 
 
 def chat_completion(
@@ -187,19 +183,10 @@ def chat_completion(
     prompt: Rows | None = None,
 ) -> dict[str, Any]:
     """A whole response of the chat completions API; the arguments are those of `completion`."""
-    text, reason, num_tokens = _outcome(records, table)
-    choice = {
-        "index": index,
-        "message": {"role": "assistant", "content": text, "refusal": None},
-        "logprobs": chat_logprobs(records, table),
-        "finish_reason": reason,
-    }
-    return {
-        **_header(request, "chat.completion", model, created),
-        "choices": [choice],
-        "usage": usage(request, num_tokens),
-        "speculation": _extension(request, records, table, prompt),
-    }
+    message = {"role": "assistant", "content": _text(records, table), "refusal": None}
+    choice = {"index": index, "message": message, "logprobs": chat_logprobs(records, table)}
+    header = _header(request, "chat.completion", model, created)
+    return _whole(header, choice, request, records, table, prompt)
 
 
 class CompletionStream:
@@ -269,18 +256,29 @@ def _header(request: Request, kind: str, model: str, created: int) -> dict[str, 
     return {"id": request.id, "object": kind, "created": created, "model": model}
 
 
-def _outcome(records: Sequence[Record], table: TokenTable) -> tuple[str, str | None, int]:
-    """The text, the finish reason and the number of tokens of a whole request."""
-    ids = [token_id for record in records for token_id in record.token_ids.tolist()]
-    reason = records[-1].finish_reason if records else None
-    return table.decode(ids), finish_reason(reason), len(ids)
+def _text(records: Sequence[Record], table: TokenTable) -> str:
+    return table.decode([id for record in records for id in record.token_ids.tolist()])
 
 
-def _extension(
-    request: Request, records: Sequence[Record], table: TokenTable, prompt: Rows | None
+def _whole(
+    header: dict[str, Any],
+    choice: dict[str, Any],
+    request: Request,
+    records: Sequence[Record],
+    table: TokenTable,
+    prompt: Rows | None,
 ) -> dict[str, Any]:
-    found = request_extension(request, records, table) | speculation(records, table)
-    return found if prompt is None else found | {"prompt_logprobs": prompt_logprobs(prompt, table)}
+    """A response of one choice, with its reason, its usage and the extension."""
+    extension = request_extension(request, records, table) | speculation(records, table)
+    if prompt is not None:
+        extension["prompt_logprobs"] = prompt_logprobs(prompt, table)
+    reason = finish_reason(records[-1].finish_reason) if records else None
+    return {
+        **header,
+        "choices": [{**choice, "finish_reason": reason}],
+        "usage": usage(request, sum(record.num_tokens for record in records)),
+        "speculation": extension,
+    }
 
 
 def _asked(records: Iterable[Record]) -> list[Record]:

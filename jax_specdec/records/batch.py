@@ -210,16 +210,9 @@ class RecordBatch:
 
 
 _ROW_COLUMNS = (
-    "slots",
-    "generation",
-    "num_tokens",
-    "num_drafts",
-    "num_accepted",
-    "cumulative_logprob",
-    "finish_reason",
-    "stop_index",
-    "reschedule",
-)
+    "slots", "generation", "num_tokens", "num_drafts", "num_accepted", "cumulative_logprob",
+    "finish_reason", "stop_index", "reschedule",
+)  # fmt: skip
 
 
 def _trimmed(histogram: NDArray[np.int64]) -> tuple[int, ...]:

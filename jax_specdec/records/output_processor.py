@@ -14,7 +14,6 @@ One state belongs to one ring (one publishing process rank), whose messages arri
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ipc.wire import Kind, SlotState
 from jax_specdec.records import apply_target, prompt_logprobs
@@ -28,7 +27,6 @@ from jax_specdec.records.processor_state import (
     ProcessorError,
     ProcessorState,
     Progress,
-    SlotColumns,
     StepLost,
     totals,
 )
@@ -37,28 +35,12 @@ from jax_specdec.records.statistics import Counters
 from jax_specdec.wording import counted
 
 __all__ = [
-    "ProcessorState",
-    "Progress",
-    "Phase",
-    "ProcessorError",
-    "StepLost",
-    "admit",
-    "release",
-    "abort",
-    "step",
-    "flush",
-]
+    "ProcessorState", "Progress", "Phase", "ProcessorError", "StepLost", "admit", "release",
+    "abort", "step", "flush",
+]  # fmt: skip
 
 # [state] whether a slot in that state says anything about its request.
-_SPEAKS = np.zeros(len(SlotState), np.bool_)
-_SPEAKS[
-    [
-        SlotState.TOKENS,
-        SlotState.PREEMPTED,
-        SlotState.RECOVERY_STOP,
-        SlotState.PREFILL_FIRST_TOKEN,
-    ]
-] = True
+_SPEAKS = np.array([state not in (SlotState.NOTHING, SlotState.STOPPED) for state in SlotState])
 
 
 def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Records]:
@@ -130,8 +112,12 @@ def flush(
 
 def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Records]:
     """Apply a target message in the four steps of this module."""
-    if state.next_step is not None and message.step != state.next_step:
-        raise _step_lost(state.next_step, message.step)
+    expected, came = state.next_step, message.step
+    if expected is not None and came != expected:
+        why = "a message came twice or out of order"
+        if came > expected:
+            why = f"steps {expected} to {came - 1} ({came - expected}) are lost"
+        raise StepLost(f"target message {came} came, {expected} was next: {why}")
     slots, counters = apply_target.taken(state, message, _SPEAKS[message.state])
     emitted = apply_target.emitted(state, message, slots)
     if state.admitted.any_prompt_due:
@@ -145,32 +131,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
             finished=count_finished(counters.finished, cut.reason),
             preempted=counters.preempted + int(cut.reschedule.sum()),
         )
-    batch = _batch(state, message, slots, emitted, cut, columns)
-    released, waiting, counters = _released(state, batch, message.draft_follows, counters)
-    state = ProcessorState(
-        process_rank=state.process_rank,
-        next_step=message.step + 1,
-        admitted=state.admitted,
-        columns=columns,
-        waiting=waiting,
-        early_draft=None,
-        past=state.past,
-        counters=counters,
-        num_drafts=state.num_drafts,
-    )
-    return state, Records(released)
-
-
-def _batch(
-    state: ProcessorState,
-    message: Message,
-    slots: NDArray[np.intp],
-    emitted: apply_target.Emitted,
-    cut: apply_target.StopCut,
-    columns: SlotColumns,
-) -> RecordBatch:
-    """The records of `slots`; `columns` are those after the message."""
-    return RecordBatch(
+    batch = RecordBatch(
         step=message.step,
         requests=state.admitted.requests,
         slots=slots,
@@ -186,6 +147,16 @@ def _batch(
         row_format=state.admitted.row_format[slots],
         totals=totals(state.admitted, columns) if cut.some_leave else None,
     )
+    released, waiting, counters = _released(state, batch, message.draft_follows, counters)
+    state = replace(
+        state,
+        next_step=message.step + 1,
+        columns=columns,
+        waiting=waiting,
+        early_draft=None,
+        counters=counters,
+    )
+    return state, Records(released)
 
 
 def _released(
@@ -220,17 +191,6 @@ def _draft(state: ProcessorState, message: Message) -> tuple[ProcessorState, Rec
         raise StepLost(f"the draft message of step {message.step} came twice")
     state = replace(state, waiting=None, early_draft=message)
     return state, Records(() if waiting is None else (waiting,))
-
-
-def _step_lost(expected: int, step: int) -> StepLost:
-    if step > expected:
-        return StepLost(
-            f"target message {step} came, {expected} was next: steps {expected} to {step - 1} "
-            f"({step - expected}) are lost"
-        )
-    return StepLost(
-        f"target message {step} came, {expected} was next: a message came twice or out of order"
-    )
 
 
 def _join(batch: RecordBatch, draft: Message) -> tuple[RecordBatch, int]:

@@ -64,79 +64,89 @@ class Records:
                     yield Record(batch, index)
 
 
-class TokenRows:
-    """n tokens of a message's slot and their logprobs. Arrays are read-only views, made on access.
+class TokenViews:
+    """Views of n tokens of a message's slot and their logprobs, read-only, made on access."""
+
+    __slots__ = ()
+
+    def _viewed(self) -> tuple[Message | None, int, int, SamplingParams]:
+        """The message, the slot, n, and what the slot's request asked for; n = 0 without one."""
+        raise NotImplementedError
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[n] int32."""
+        message, slot, n, _ = self._viewed()
+        if message is None:
+            return _NO_IDS
+        start = message.token_start[slot]
+        return message.token_ids[start : start + n]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        """[n, K+1] float32, the token itself first, then the top K; None if none were asked."""
+        return self._rows(chosen=False)
+
+    @property
+    def chosen_logprobs(self) -> NDArray[np.float32] | None:
+        """[n, C] float32, of the request's `extra_token_ids`; None if no logprobs were asked."""
+        return self._rows(chosen=True)
+
+    @property
+    def token_ranks(self) -> NDArray[np.int32] | None:
+        """[n] int32, 1 is the most likely token, 0 marks an invalid row; None if none asked."""
+        message, slot, n, params = self._viewed()
+        if params.logprobs is None:
+            return None
+        if message is None:
+            return _NO_IDS
+        start = message.row_start[slot]
+        return message.token_ranks[start : start + n]
+
+    @property
+    def topk_ids(self) -> NDArray[np.int32] | None:
+        """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
+        message, slot, n, params = self._viewed()
+        k = params.logprobs
+        if k is None:
+            return None
+        if message is None:
+            return _NO_IDS.reshape(0, k)
+        start = message.topk_start[slot]
+        return message.topk_ids[start : start + n * k].reshape(n, k)
+
+    def _rows(self, chosen: bool) -> NDArray[np.float32] | None:
+        message, slot, n, params = self._viewed()
+        columns = params.num_columns
+        if not columns:
+            return None
+        width = columns + len(params.extra_token_ids)
+        rows = np.empty((0, width), np.float32)
+        if message is not None:
+            start = message.logprob_start[slot]
+            rows = message.logprobs[start : start + n * width].reshape(n, width)
+        return rows[:, columns:] if chosen else rows[:, :columns]
+
+
+class TokenRows(TokenViews):
+    """n drafts of a message's slot and their logprobs. Arrays are read-only views, made on access.
 
     Axes: n tokens, K top columns, C chosen ids. Where no logprobs were asked, all but the ids are
     None.
     """
 
-    __slots__ = ("_count", "_message", "_params", "_slot")
+    __slots__ = ("_what",)
 
-    def __init__(
-        self, message: Message | None, slot: int, count: int, params: SamplingParams
-    ) -> None:
-        """View `count` tokens of `slot`, whose request asked for `params`; 0 without a message."""
-        self._message, self._slot, self._count, self._params = message, slot, count, params
+    def __init__(self, message: Message, slot: int, count: int, params: SamplingParams) -> None:
+        """View `count` tokens of `slot`, whose request asked for `params`."""
+        self._what = message, slot, count, params
 
-    @property
-    def token_ids(self) -> NDArray[np.int32]:
-        """[n] int32."""
-        message = self._message
-        if message is None:
-            return _NO_IDS
-        start = message.token_start[self._slot]
-        return message.token_ids[start : start + self._count]
-
-    @property
-    def logprobs(self) -> NDArray[np.float32] | None:
-        """[n, K+1] float32, the token itself first, then the top K."""
-        rows = self._rows
-        return None if rows is None else rows[:, : self._params.num_columns]
-
-    @property
-    def chosen_logprobs(self) -> NDArray[np.float32] | None:
-        """[n, C] float32, of the request's `extra_token_ids`."""
-        rows = self._rows
-        return None if rows is None else rows[:, self._params.num_columns :]
-
-    @property
-    def token_ranks(self) -> NDArray[np.int32] | None:
-        """[n] int32, 1 is the most likely token, 0 marks an invalid row."""
-        if self._params.logprobs is None:
-            return None
-        message = self._message
-        if message is None:
-            return _NO_IDS
-        start = message.row_start[self._slot]
-        return message.token_ranks[start : start + self._count]
-
-    @property
-    def topk_ids(self) -> NDArray[np.int32] | None:
-        """[n, K] int32, most likely first, -1 where fewer than K are finite."""
-        k, n, message = self._params.logprobs, self._count, self._message
-        if k is None:
-            return None
-        if message is None:
-            return _NO_IDS.reshape(0, k)
-        start = message.topk_start[self._slot]
-        return message.topk_ids[start : start + n * k].reshape(n, k)
-
-    @property
-    def _rows(self) -> NDArray[np.float32] | None:
-        """[n, K+1+C] float32."""
-        k, n, message = self._params.logprobs, self._count, self._message
-        if k is None:
-            return None
-        width = k + 1 + len(self._params.extra_token_ids)
-        if message is None:
-            return np.empty((0, width), np.float32)
-        start = message.logprob_start[self._slot]
-        return message.logprobs[start : start + n * width].reshape(n, width)
+    def _viewed(self) -> tuple[Message | None, int, int, SamplingParams]:
+        return self._what
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Record:
+class Record(TokenViews):
     """One request's part of one step: n tokens. Arrays are read-only views, made on access.
 
     A record keeps the whole message of its step in memory: copy what must outlive many steps.
@@ -192,31 +202,6 @@ class Record:
         or the bonus token where num_accepted == num_drafts.
         """
         return int(self.batch.num_accepted[self.index])
-
-    @property
-    def token_ids(self) -> NDArray[np.int32]:
-        """[n] int32."""
-        return self._tokens.token_ids
-
-    @property
-    def logprobs(self) -> NDArray[np.float32] | None:
-        """[n, K+1] float32, the emitted token first, then the top K; None if none were asked."""
-        return self._tokens.logprobs
-
-    @property
-    def chosen_logprobs(self) -> NDArray[np.float32] | None:
-        """[n, C] float32, of the request's `extra_token_ids`; None if no logprobs were asked."""
-        return self._tokens.chosen_logprobs
-
-    @property
-    def token_ranks(self) -> NDArray[np.int32] | None:
-        """[n] int32, 1 is the most likely token, 0 marks an invalid row; None if none asked."""
-        return self._tokens.token_ranks
-
-    @property
-    def topk_ids(self) -> NDArray[np.int32] | None:
-        """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
-        return self._tokens.topk_ids
 
     @property
     def valid(self) -> NDArray[np.bool_] | None:
@@ -328,12 +313,9 @@ class Record:
         )
         return Record(batch, 0)
 
-    @property
-    def _tokens(self) -> TokenRows:
+    def _viewed(self) -> tuple[Message | None, int, int, SamplingParams]:
         batch, slot = self.batch, self.slot
-        request = batch.requests[slot]
-        assert request is not None
-        return TokenRows(batch.message, slot, int(batch.num_tokens[self.index]), request.params)
+        return batch.message, slot, int(batch.num_tokens[self.index]), self.request.params
 
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
