@@ -6,17 +6,17 @@ import functools
 import os
 import signal
 
-import numpy as np
 import pytest
 
 from ipc.doctor import find_ring_files
 from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams
 from jax_specdec.engine.worker_client import WorkerProcess
-from jax_specdec.ray import ClusterError, RayConfig, RayEngine, columns
+from jax_specdec.ray import ClusterError, RayConfig, RayEngine
+from tests.support.delivered_batches import check as check
 from tests.support.paths import ROOT
 from tests.support.processes import wait_for
 from tests.support.scripted_process import WORKER
-from tests.support.scripted_worker import VOCAB, continuation, logprob
+from tests.support.scripted_worker import VOCAB
 
 STORE = 100_000_000  # bytes of each node's object store
 SOON = {  # a dead node is found in seconds
@@ -129,41 +129,6 @@ def make_requests(count, tokens=40, first=0):
         )
         for n in range(first, first + count)
     ]
-
-
-def check(requests, batches):
-    """Each request has one end, and every token of an undisturbed run once, in order.
-
-    So have the logprobs of the prompts, where they were asked for.
-    """
-    found = columns(batches)
-    asked = {request.id: request for request in requests}
-    ends = [p.request_id for batch in batches for p in batch if p.finish_reason is not None]
-    assert sorted(ends) == sorted(asked)
-    by_request = {name: [] for name in asked}
-    for row, at in enumerate(found.request.tolist()):
-        by_request[str(found.request_id[at])].append(row)
-    for name, request in asked.items():
-        rows = np.array(by_request[name], int)
-        ids, logprobs = continuation(request)
-        assert found.token_id[rows].tolist() == ids, name
-        first = len(request.prompt_token_ids)
-        assert found.position[rows].tolist() == list(range(first, first + len(ids)))
-        if request.params.logprobs is not None:
-            assert found.logprob[rows].tolist() == logprobs
-    prompts = {name: [] for name in asked}
-    for part in (part for batch in batches for part in batch):
-        if (prompt := part.prompt) is not None:
-            assert prompt.start == 1 + len(prompts[part.request_id])
-            k = part.request.params.prompt_logprobs
-            assert prompt.topk_ids.shape == (len(prompt.token_ids), k)
-            prompts[part.request_id] += prompt.logprobs[:, 0].tolist()
-    for name, request in asked.items():
-        ids = list(request.prompt_token_ids)
-        scored = request.params.prompt_logprobs is not None
-        places = range(1, len(ids)) if scored else ()
-        assert prompts[name] == [logprob(ids[:place]) for place in places], name
-    return found
 
 
 def pids(engine):

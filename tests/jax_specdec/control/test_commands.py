@@ -131,10 +131,6 @@ def admission(**changes):
     return msgpack.packb(list((values | changes).values()))
 
 
-def test_that_admission_is_one():
-    assert from_bytes(admission()).request.id == "r"
-
-
 @pytest.mark.parametrize(
     "data",
     [b"", b"x", b"\x90", b"\xc1", msgpack.packb({}), msgpack.packb(["dance"]),
@@ -146,6 +142,7 @@ def test_that_admission_is_one():
      admission(params=[0] * 13)],
 )  # fmt: skip
 def test_garbage_is_refused(data):
+    assert from_bytes(admission()).request.id == "r"  # as it is before it is changed
     with pytest.raises(ControlError, match="not a command"):
         from_bytes(data)
     if data not in (b"", to_bytes(Shutdown()) * 2, to_bytes(Release(slot=1, generation=2))[:-1]):
@@ -175,25 +172,24 @@ def test_impossible_requests_are_refused_by_name(field, value):
         SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"])
-@pytest.mark.parametrize("value", [True, "5", 2.5])
-def test_what_is_no_whole_number_is_refused_by_name(name, value):
-    """OpenAI's chat format has logprobs = true, which Python would take for 1."""
-    with pytest.raises(RequestError, match=rf"^{name} = {value!r} must be a whole number"):
-        SamplingParams(**{name: value})
-    assert getattr(SamplingParams(**{name: np.int64(5)}), name) == 5
+NUMBERS = [
+    *(("must be a whole number", name, value, np.int64(5))
+      for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+      for value in (True, "5", 2.5)),  # OpenAI's chat format has logprobs = true
+    *(("must be a Python number", name, value, np.float64(0.5))
+      for name in ("temperature", "top_p", "min_p")
+      for value in (True, "0.5", np.float32(0.5), None)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
-@pytest.mark.parametrize("value", [True, "0.5", np.float32(0.5), None])
-def test_what_no_command_can_carry_as_a_number_is_refused_by_name(name, value):
-    """A numpy.float64 is a float of Python's, and an integer is as good."""
-    with pytest.raises(RequestError, match=rf"^{name} = .* must be a Python number"):
+@pytest.mark.parametrize(("said", "name", "value", "fine"), NUMBERS)
+def test_what_no_command_can_carry_as_a_number_is_refused_by_name(said, name, value, fine):
+    with pytest.raises(RequestError, match=rf"^{name} = .* {said}"):
         SamplingParams(**{name: value})
-    for fine in (np.float64(0.5), 1):
-        asks = Request(id="r", prompt_token_ids=(1,), params=SamplingParams(**{name: fine}))
+    for number in (fine, 1):
+        asks = Request(id="r", prompt_token_ids=(1,), params=SamplingParams(**{name: number}))
         data = to_bytes(Admit(slot=0, generation=1, request=asks))
-        assert getattr(from_bytes(data).request.params, name) == fine
+        assert getattr(from_bytes(data).request.params, name) == number
 
 
 @pytest.mark.parametrize("sequence", [list, np.array])
@@ -229,8 +225,5 @@ def test_what_is_no_sequence_of_ids_is_refused_by_name(ids, message):
         SamplingParams(stop_sequences=(ids,))
     with pytest.raises(RequestError, match=r"^stop_sequences = 5 must be a sequence of sequences"):
         SamplingParams(stop_sequences=5)
-
-
-def test_an_empty_prompt_is_refused():
     with pytest.raises(RequestError, match="empty prompt"):
         Request(id="r", prompt_token_ids=())

@@ -7,13 +7,14 @@ import pytest
 
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.export.step_rows import step_rows
-from jax_specdec.ray.batch import columns, packed, unpacked
+from jax_specdec.ray.batch import packed, unpacked
 from jax_specdec.ray.book import BatchError, Book, Entry, end_rows
 from jax_specdec.ray.routes import Load, Routes
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, SamplingParams
+from tests.support.delivered_batches import check
 from tests.support.scene import Scene, long_requests, make_requests
-from tests.support.scripted_worker import continuation, logprob
+from tests.support.scripted_worker import continuation
 
 pytestmark = pytest.mark.fast
 
@@ -23,6 +24,14 @@ def book_of(*replicas):
     for replica in replicas:
         book.join(replica, Load(slots=2, ahead=1))
     return book
+
+
+def book_with(request):
+    """A book with one replica, which has the request; the book and the replica's entries."""
+    book = book_of(0)
+    book.add(Entry(request, None))
+    ((_, entries),) = book.assigned().items()
+    return book, entries
 
 
 def rows_of(orders, seed=0):
@@ -43,42 +52,6 @@ def rows_of(orders, seed=0):
 
 def orders_of(entries):
     return [entry.order(0.0) for entry in entries]
-
-
-def check(requests, batches):
-    found = columns(batches)
-    check_prompts(requests, batches)
-    for request in requests:
-        mine = found.of_request(found.request_id.tolist().index(request.id))
-        ids, logprobs = continuation(request)
-        assert mine.token_id.tolist() == ids
-        begin = len(request.prompt_token_ids)
-        assert mine.position.tolist() == list(range(begin, begin + len(ids)))
-        if request.params.logprobs is not None:
-            assert mine.logprob.tolist() == logprobs
-
-
-def check_prompts(requests, batches):
-    """Each row of each prompt's logprobs came once and in order, where they were asked for."""
-    found = {request.id: [] for request in requests}
-    for part in (part for batch in batches for part in batch):
-        rows = part.prompt
-        if rows is None:
-            assert not len(part.prompt_weights_versions)
-            continue
-        prompt, k = part.request.prompt_token_ids, part.request.params.prompt_logprobs
-        assert rows.start == 1 + len(found[part.request_id])
-        n = len(rows.token_ids)
-        assert rows.token_ids.tolist() == list(prompt[rows.start : rows.start + n])
-        assert rows.logprobs.shape == (n, k + 1)
-        assert rows.topk_ids.shape == (n, k)
-        assert rows.token_ranks.tolist() == [1] * n
-        assert part.prompt_weights_versions.tolist() == [0] * n
-        found[part.request_id] += rows.logprobs[:, 0].tolist()
-    for request in requests:
-        prompt, asked = request.prompt_token_ids, request.params.prompt_logprobs is not None
-        expected = [logprob(list(prompt[:at])) for at in range(1, len(prompt))] if asked else []
-        assert found[request.id] == expected
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -108,9 +81,7 @@ def test_losses_at_any_moment_leave_every_position_once(seed):
 
 
 def test_a_batch_that_skips_tokens_or_comes_twice_is_refused():
-    book = book_of(0)
-    book.add(Entry(long_requests(1)[0], None))
-    ((_, entries),) = book.assigned().items()
+    book, entries = book_with(long_requests(1)[0])
     rows = [one for one in rows_of(orders_of(entries)) if len(one.column("token_id").values)]
     book.take(rows[0], 0)
     for wrong in (rows[0], rows[2]):
@@ -121,15 +92,10 @@ def test_a_batch_that_skips_tokens_or_comes_twice_is_refused():
     assert batch.requests[0].id == "r0"
 
 
-def scored_request(name="s"):
-    params = SamplingParams(max_tokens=3, logprobs=0, prompt_logprobs=2, extra_token_ids=(4, 9))
-    return Request(id=name, prompt_token_ids=tuple(range(32)) + (1,) * 20, params=params)
-
-
 def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused():
-    book = book_of(0)
-    book.add(Entry(scored_request(), None))
-    ((_, entries),) = book.assigned().items()
+    params = SamplingParams(max_tokens=3, logprobs=0, prompt_logprobs=2, extra_token_ids=(4, 9))
+    scored = Request(id="s", prompt_token_ids=tuple(range(32)) + (1,) * 20, params=params)
+    book, entries = book_with(scored)
     brought = rows_of(orders_of(entries), seed=2)  # with it, the prompt comes in several parts
     rows = [one for one in brought if "prompt_start" in one.schema.names]
     assert len(rows) > 2
@@ -149,7 +115,7 @@ def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused():
     assert entries[0].progress.num_prompt_rows == len(part.prompt.token_ids)
     batches = [first, *(book.take(one, 0)[0] for one in rows_of(orders_of(entries)))]
     assert not book.entries
-    check([scored_request()], batches)
+    check([scored], batches)
 
 
 def test_requests_that_are_not_resumed_end_and_so_do_those_tried_too_often():
@@ -189,10 +155,8 @@ def test_priorities_and_the_first_of_a_loss_come_first():
 
 
 def test_parts_are_views_of_their_batch():
-    book = book_of(0)
-    request = long_requests(1)[0]
-    book.add(Entry(request, None))
-    ((_, entries),) = book.assigned().items()
+    (request,) = long_requests(1)
+    book, entries = book_with(request)
     batches = [book.take(rows, 0)[0] for rows in rows_of(orders_of(entries))]
     parts = [part for batch in batches for part in batch if part.num_tokens]
     assert np.shares_memory(parts[0].token_ids, parts[0].batch.token_ids)

@@ -1,120 +1,209 @@
-"""A replica as the fleet sees it, with a stand-in for Ray."""
+"""A replica as the fleet sees it, over a stand-in for Ray: what is a loss, and what a mistake."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from jax_specdec.ray import member as module
+from jax_specdec.engine.errors import EngineClosed, WorkerFailed
+from jax_specdec.ray import errors as errors_module
+from jax_specdec.ray import member as member_module
+from jax_specdec.ray.book import BatchError
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.member import Member
+from tests.support.fake_ray import FakeRay
 
 pytestmark = pytest.mark.fast
+MISTAKES = [TypeError("a mistake"), ValueError("a mistake"), AttributeError("a mistake")]
 
 
-class Ray:
-    """Notes what it is asked to wait for, and says that nothing is done."""
-
-    ObjectStoreFullError = OutOfDiskError = MemoryError
-    GetTimeoutError = TimeoutError
+class FakeFleet:
+    """Notes what a member says; it is over once the member is lost, or the fleet has failed."""
 
     def __init__(self):
-        self.waited = []
+        self.lost_because, self.failure = [], None
+        self.brought = lambda member, rows: None
 
-    def __call__(self, name="ray"):
-        return self
+    def over(self):
+        return bool(self.lost_because) or self.failure is not None
 
-    def wait(self, sent, num_returns, timeout):
-        self.waited.append(list(sent))
-        assert num_returns == len(sent)
-        return [], list(sent)
+    def weights(self):
+        return SimpleNamespace(version=0)
+
+    def lost(self, member, why, coming, charged):
+        self.lost_because.append(why)
+
+    def failed(self, error):
+        self.failure = error
+
+    def joined(self, member, version):
+        return True
 
 
 @pytest.fixture
 def ray(monkeypatch):
-    made = Ray()
-    monkeypatch.setattr(module, "ray", made)
+    made = FakeRay(home=SimpleNamespace(node="n", process="p"))
+    for module in (errors_module, member_module):
+        monkeypatch.setattr(module, "ray", made)
     return made
 
 
-def member_of(remote):
-    """A replica whose actor answers each call with what `remote` returns."""
-    bound = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote))
-    made = Member(0, lambda: None, SimpleNamespace(), RayConfig())
-    made._place = SimpleNamespace(actor=SimpleNamespace(submit=bound))
+@pytest.fixture
+def member(ray):
+    made = Member(0, ray.place, FakeFleet(), RayConfig(coalesce=0.0, backlog=1))
+    made._place = ray.place()
     return made
 
 
-def test_a_call_that_is_made_while_the_watch_looks_is_looked_at_later(ray):
-    calls = iter(("first", "second"))
+def live(member):
+    member._run()
+    return member._fleet.lost_because, member._fleet.failure
 
-    def remote(orders):
-        member.look()  # as the fleet's watch may, at any moment
+
+def error_of(ray, error):
+    return getattr(ray, error)("it is gone") if isinstance(error, str) else error
+
+
+GONE = {"ActorDiedError", "ActorUnavailableError", *errors_module._LOST} - {"GetTimeoutError"}
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        *((mistake, False) for mistake in MISTAKES),
+        ("RayTaskError", False),  # what a replica's code raises comes as one
+        *((error, True) for error in (WorkerFailed("no"), EngineClosed("no"), OSError("no"))),
+        *((name, True) for name in sorted(GONE)),
+    ],
+)
+def test_a_mistake_in_a_beginning_replica_ends_the_fleet_and_a_loss_does_not(
+    ray, member, error, is_lost, caplog
+):
+    ray.answers["begin"] = error = error_of(ray, error)
+    assert live(member) == (([str(error)], None) if is_lost else ([], error))
+    assert ("the fleet ends: a mistake at replica 0" in caplog.text) != is_lost
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [(MISTAKES[0], False), (BatchError("it contradicts"), True), ("RayActorError", True)],
+)
+def test_so_it_is_while_batches_are_read(ray, member, error, is_lost):
+    ray.answers |= {"records": ["batch"], "batch": error_of(ray, error)}
+    lost, failure = live(member)
+    assert (len(lost), failure) == ((1, None) if is_lost else (0, error))
+
+
+def test_a_mistake_of_who_takes_the_batches_ends_the_fleet(ray, member, monkeypatch):
+    column = SimpleNamespace(values=range(1))
+    rows = SimpleNamespace(num_rows=1, column=lambda name: column)
+    monkeypatch.setattr(member_module, "unpacked", lambda data: rows)
+    ray.answers |= {"records": ["batch"], "batch": np.zeros(8, np.uint8)}
+
+    def brought(member, rows):
+        raise MISTAKES[0]
+
+    member._fleet.brought = brought
+    assert live(member) == ([], MISTAKES[0])
+    assert member.traffic["tokens"] == 1
+
+
+def test_a_mistake_where_requests_arrive_is_raised_and_a_gone_actor_is_ended(ray, member):
+    member.ready = True
+    ray.answers["submit"] = ray.RayActorError("gone")
+    member.submit(["a request"])
+    member.look()
+    assert ray.killed == 1
+    ray.answers["submit"] = member_module.NotBegun()  # the reader of its batches finds it lost
+    member.submit(["a request"])
+    member.look()
+    ray.answers["submit"] = MISTAKES[0]
+    member.submit(["a request"])
+    with pytest.raises(TypeError, match="a mistake"):
+        member.look()
+    assert ray.killed == 1
+
+
+def test_a_call_that_is_made_while_the_watch_looks_is_looked_at_later(ray, member):
+    """As it may, at any moment: while a call is made, and before its outcome is known."""
+    waited, calls = [], iter(("first", "second"))
+
+    def wait(sent, num_returns, timeout):
+        assert num_returns == len(sent)
+        waited.append(list(sent))
+        return [], list(sent)
+
+    def call(*_):
+        member.look()
         return next(calls)
 
-    member = member_of(remote)
+    ray.wait, member._call = wait, call
     member.submit(["an order"])
     member.submit(["another one"])
     member.look()
-    assert ray.waited == [["first"], ["first", "second"]]
+    assert waited == [["first"], ["first", "second"]]
 
 
-def test_a_full_store_is_said_where_requests_do_not_fit(ray):
-    def remote(orders):
+def test_a_full_store_is_said_where_requests_do_not_fit(ray, member):
+    def call(*_):
         raise ray.ObjectStoreFullError("a tuple of Ray's")
 
+    member._call = call
     with pytest.raises(RuntimeError, match=r"store is full.* 2 requests cannot be stored"):
-        member_of(remote).submit(["an order", "another one"])
+        member.submit(["an order", "another one"])
 
 
-class Waits:
-    """Ray, for which nothing ever comes; the fleet is over after a few questions."""
+CALLS = {
+    "status": lambda member: member.status(),
+    "load_weights": lambda member: member.load_weights(SimpleNamespace(), None)(),
+    "use_weights": lambda member: member.use_weights()(),
+    "forget_weights": lambda member: member.forget_weights(),
+    "close": lambda member: member.close(reachable=True),
+}
 
-    GetTimeoutError = TimeoutError
-    ObjectStoreFullError = OutOfDiskError = MemoryError
 
-    def __init__(self, questions):
-        self.left = questions
+@pytest.mark.parametrize("method", CALLS)
+def test_a_mistake_in_a_call_is_raised_and_an_actor_that_is_gone_is_not(ray, member, method):
+    member.ready = True
+    ray.answers[method] = ray.NodeDiedError("gone")
+    CALLS[method](member)
+    ray.answers[method] = TypeError("a mistake")
+    with pytest.raises(TypeError, match="a mistake"):
+        CALLS[method](member)
 
-    def __call__(self, name="ray"):
-        return self
 
-    def over(self):
-        return self.left <= 0
+def test_a_member_that_meets_a_mistake_when_it_closes_gives_its_devices_back(ray, member):
+    member._home = SimpleNamespace(node="n", process="p")
+    ray.answers["close"] = TypeError("a mistake")
+    with pytest.raises(TypeError):
+        member.close(reachable=True)
+    assert ray.called == ["close", "remove", "tidy"]
 
-    def wait(self, references, timeout, fetch_local):
+
+def test_nobody_waits_in_ray_for_a_fleet_that_is_over(ray, member):
+    """Who does ends the process, once the program leaves the cluster."""
+    left = [3]  # questions until the fleet is over, and what comes is late
+    late = ray.GetTimeoutError
+
+    def wait(references, timeout, fetch_local):
         assert timeout > 0
-        self.left -= 1
+        left[0] -= 1
         return [], references
 
-    def get(self, reference, timeout):
-        self.left -= 1
-        raise TimeoutError
-
-
-def test_nobody_waits_in_ray_for_a_fleet_that_is_over(monkeypatch):
-    """Who does ends the process, once the program leaves the cluster."""
-    ray = Waits(3)
-    monkeypatch.setattr(module, "ray", ray)
-    member = Member(0, lambda: None, ray, RayConfig())
-    assert list(member._each(iter(()))) == []
-    assert ray.left == 0
-    ray.left = 3
-    with pytest.raises(TimeoutError):
-        member._get("a reference")
-    assert ray.left == 0
-
-
-def test_what_comes_late_is_waited_for(monkeypatch):
-    ray = Waits(10)
-    answers = iter((TimeoutError(), "first", TimeoutError(), TimeoutError(), "second"))
-
     def get(reference, timeout):
-        if isinstance(answer := next(answers), TimeoutError):
-            raise answer
-        return answer
+        left[0] -= 1
+        raise late
 
-    monkeypatch.setattr(module, "ray", ray)
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(ray, "wait", lambda references, timeout, fetch_local: (references, []))
-    member = Member(0, lambda: None, ray, RayConfig())
+    ray.wait, ray.get, member._fleet.over = wait, get, lambda: left[0] <= 0
+    assert list(member._each(iter(()))) == []
+    assert left == [0]
+    left[0] = 3
+    with pytest.raises(late):
+        member._get("a reference")
+    assert left == [0]
+
+
+def test_what_comes_late_is_waited_for(ray, member):
+    late = ray.GetTimeoutError()
+    ray.answers |= {"a": [late, "first"], "b": [late, late, "second"]}
     assert list(member._each(iter(("a", "b")))) == ["first", "second"]

@@ -11,12 +11,20 @@ from jax_specdec.ray.outbox import MAX_BATCH_BYTES, MAX_WAITING_BYTES, Outbox
 pytestmark = pytest.mark.fast
 
 
-def update(number, size):
+class Batch(int):
+    """A batch of records that is a number, and ends requests for some reasons."""
+
+    finish_reason = np.zeros(0)
+
+
+def update(number, size, *reasons):
     """An engine's update with one batch of records, from a message of `size` bytes."""
+    batch = Batch(number)
+    batch.finish_reason = np.array(reasons)
     return SimpleNamespace(
         message=SimpleNamespace(num_bytes=size),
         lost=None,
-        records=SimpleNamespace(batches=(number,)),
+        records=SimpleNamespace(batches=(batch,)),
     )
 
 
@@ -68,29 +76,18 @@ def test_whoever_is_done_with_a_reader_hears_nothing_that_came_before():
     assert list(outbox.read(0.0)) == [[2]]
 
 
-def ending(number, reasons):
-    """An update whose records have these finish reasons."""
-    found = update(number, 1)
-    found.records.batches = (SimpleNamespace(number=number, finish_reason=np.array(reasons)),)
-    return found
-
-
-def numbers(part):
-    return [batch.number for batch in part]
-
-
 def test_the_last_end_of_all_does_not_wait_for_more():
     """With a pause of an hour, a reader gets it at once; while one request is open, it waits."""
     outbox, parts = Outbox(), []
     outbox.expect(3)
-    outbox.take(ending(0, [1, 0, 0]))
+    outbox.take(update(0, 1, 1, 0, 0))
     reading = outbox.read(3600.0)
-    assert numbers(next(reading)) == [0]
-    outbox.take(ending(1, [0, 2]))
+    assert next(reading) == [0]
+    outbox.take(update(1, 1, 0, 2))
     reader = threading.Thread(target=lambda: parts.append(next(reading)))
     reader.start()
     reader.join(0.2)  # it has begun to wait
     assert not parts
-    outbox.take(ending(2, [3]))
+    outbox.take(update(2, 1, 3))
     reader.join()
-    assert [numbers(part) for part in parts] == [[1, 2]]
+    assert parts == [[1, 2]]

@@ -18,16 +18,11 @@ pytestmark = pytest.mark.fast
 
 
 @pytest.fixture
-def rings(tmp_path):
-    made = tmp_path / "shm"
-    made.mkdir()
-    return made
-
-
-@pytest.fixture
-def folders(tmp_path):
-    made = tmp_path / "tmp"
-    made.mkdir()
+def places(tmp_path):
+    """Where rings and engines' directories are."""
+    made = {"rings": tmp_path / "shm", "folders": tmp_path / "tmp"}
+    for path in made.values():
+        path.mkdir()
     return made
 
 
@@ -56,8 +51,8 @@ def folder_of(process, folders, name, *files):
     return made
 
 
-def test_only_what_dead_processes_of_this_host_made_is_removed(rings, folders):
-    me = current_process()
+def test_only_what_dead_processes_of_this_host_made_is_removed(places):
+    me, (rings, folders) = current_process(), places.values()
     living = ring_of(me, rings)
     ring_of(replace(me, start_time=me.start_time + 1), rings)  # its pid is this one's by now
     unknown = ring_of(replace(me, pid_namespace=me.pid_namespace + 1), rings)
@@ -67,7 +62,7 @@ def test_only_what_dead_processes_of_this_host_made_is_removed(rings, folders):
     used = folder_of(to_text(me), folders, "weights-b", "weights")
     explains = folder_of(dead, folders, "c", "rank-0.log")
     assert len(list(rings.iterdir())) == 3 * 6 + 1
-    tidy(rings=rings, folders=folders)
+    tidy(**places)
     left = {path.name.removeprefix("sem.").partition(".bell")[0] for path in rings.iterdir()}
     assert len(list(rings.iterdir())) == 2 * 6 + 1
     assert {living.name, unknown.name, foreign.name} <= left
@@ -75,7 +70,7 @@ def test_only_what_dead_processes_of_this_host_made_is_removed(rings, folders):
     assert (used.exists(), explains.exists()) == (True, True)
 
 
-def test_a_process_that_is_about_to_end_is_waited_for(rings, folders):
+def test_a_process_that_is_about_to_end_is_waited_for(places):
     """A replica is tidied up after as soon as Ray was told to end it."""
     program = "import sys; from ipc import doctor; print(doctor.this_process(), flush=True)"
     child = subprocess.Popen(
@@ -85,26 +80,25 @@ def test_a_process_that_is_about_to_end_is_waited_for(rings, folders):
     try:
         process = child.stdout.readline().strip()
         creator = replace(current_process(), pid=child.pid, start_time=int(process.split(".")[-1]))
-        ring = ring_of(creator, rings)
-        tidy(rings=rings, folders=folders)
+        ring = ring_of(creator, places["rings"])
+        tidy(**places)
         assert ring.exists()
-        of = {"rings": rings, "folders": folders}
-        tidying = threading.Thread(target=tidy, args=(process,), kwargs=of)
+        tidying = threading.Thread(target=tidy, args=(process,), kwargs=places)
         tidying.start()
         child.kill()
         tidying.join(30)
-        assert list(rings.iterdir()) == []
+        assert list(places["rings"].iterdir()) == []
     finally:
         child.kill()
         child.communicate()
 
 
-def test_where_nobody_knows_who_lives_nothing_is_removed(rings, folders, monkeypatch, caplog):
+def test_where_nobody_knows_who_lives_nothing_is_removed(places, monkeypatch, caplog):
     def unknown(*_):
         raise RingError("mount the /proc of this pid namespace")
 
-    ring = ring_of(replace(current_process(), start_time=1), rings)
+    ring = ring_of(replace(current_process(), start_time=1), places["rings"])
     monkeypatch.setattr(doctor, "current_process", unknown)
-    tidy(rings=rings, folders=folders)
+    tidy(**places)
     assert ring.exists()
     assert "mount the /proc" in caplog.text
