@@ -93,6 +93,7 @@ def verified_and_drawn():
     return compiled(step, *columns, proposed, sampling, array(batch, dtype=jnp.int32))
 
 
+@pytest.mark.slow  # a program of half a minute
 def test_verification_and_drafting(verified_and_drawn):
     # The dearest and the cheapest way through: every request samples and truncates, or is greedy.
     most, least = (bytes_of_a_run(verified_and_drawn, branch=way) for way in (max, min))
@@ -100,6 +101,7 @@ def test_verification_and_drafting(verified_and_drawn):
     assert least == scaling.greedy_bytes(SETUP.rows, BATCH * DRAFTS)
 
 
+@pytest.mark.slow
 def test_collectives_of_a_sampled_step(verified_and_drawn):
     def sampled(one):  # no draft is chosen greedily, and all rows are valid
         return not any(name in one.op_name for name in ("jit(choose)", "invalid_rows"))

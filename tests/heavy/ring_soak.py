@@ -14,19 +14,20 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from ipc import RingReader, RingWriter, errors
 from ipc.doctor import find_ring_files, remove_leftovers
-from tests.heavy import ring_timing
 from tests.support import ring_storm
 from tests.support.ring_damage import outcome, used_ranges
 from tests.support.ring_machine import RingMachine
 from tests.support.ring_peer import Killer, Progress, is_intact, payload, start_peer
 
 MODES = ("predict", "block", "spin")
+MAX_NOTICE_MS = 100
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def killed_attacher(rng: random.Random, progress: Path) -> tuple[int, str, float
     return peer.pid, problem, noticed - killer.killed_at
 
 
-def check_kills(rounds: int, seed: int, early: bool = False) -> dict[str, object]:
+def check_kills(rounds: int, seed: int, early: bool = False) -> dict[str, Any]:
     """Runs `rounds` kill rounds and sums them up; "failed" lists every broken promise."""
     rng = random.Random(seed)
     one = early_kill_round if early else kill_round
@@ -167,6 +168,13 @@ def check_kills(rounds: int, seed: int, early: bool = False) -> dict[str, object
         "noticed_ms_max": round(delays[-1], 3),
         "failed": [asdict(result) for result in results if result.problem],
     }
+
+
+def check_notice(result: dict[str, Any]) -> dict[str, Any]:
+    """Adds what an idle machine promises: half of all deaths are noticed within `MAX_NOTICE_MS`."""
+    if result["noticed_ms_median"] >= MAX_NOTICE_MS:
+        result["failed"].append(f"half of the deaths were noticed after {MAX_NOTICE_MS} ms")
+    return result
 
 
 def check_transfer(messages: int, wait: str, max_bytes: int = 200) -> dict[str, object]:
@@ -250,8 +258,6 @@ def main() -> int:
     parser.add_argument("--mutations", type=int, default=200_000)
     parser.add_argument("--storms", type=int, default=10_000)
     parser.add_argument("--model", type=int, default=2000)
-    parser.add_argument("--deaths", type=int, default=10, help="attempts")
-    parser.add_argument("--one-core", type=int, default=3, help="attempts")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
@@ -259,7 +265,7 @@ def main() -> int:
         return 0
     seed = options.seed
     checks: dict[str, tuple[int, Callable[[int], dict[str, object]]]] = {
-        "kills": (options.kills, lambda n: check_kills(n, seed)),
+        "kills": (options.kills, lambda n: check_notice(check_kills(n, seed))),
         "early_kills": (options.early_kills, lambda n: check_kills(n, seed, early=True)),
         "messages": (options.messages, lambda n: check_transfer(n, "predict")),
         "block": (options.slower_messages, lambda n: check_transfer(n, "block")),
@@ -267,8 +273,6 @@ def main() -> int:
         "mutations": (options.mutations, lambda n: check_mutations(n, seed)),
         "storms": (options.storms, check_storms),
         "model": (options.model, check_model),
-        "deaths": (options.deaths, ring_timing.check_deaths),
-        "one_core": (options.one_core, ring_timing.check_one_core),
     }
     ok = True
     for name, (amount, check) in checks.items():

@@ -1,6 +1,6 @@
 """Two processes: transfer, death of either side in every wait mode, fork, one core.
 
-`.ci/heavy ring` checks how soon a death is noticed, and the CPU time on one core.
+`.ci/heavy ring` checks how soon a death is noticed.
 """
 
 import os

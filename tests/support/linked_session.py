@@ -1,18 +1,16 @@
 """A worker session whose worker is only a link: commands travel, and nobody runs them."""
 
 import os
-from contextlib import contextmanager
 
 import numpy as np
 
-from jax_specdec.control import Connection, ControlClient, ControlServer, Vitals, to_bytes
+from jax_specdec.control import to_bytes
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.requests import Request, SamplingParams
-from tests.support.processes import wait_for
 
 LONG = 128_000  # tokens of a long prompt
 VOCAB = 200_000
@@ -39,25 +37,6 @@ class LinkedWorker:
 
 def session_of(worker):
     return WorkerSession(worker, num_slots=CONFIG.num_slots, max_length=CONFIG.max_length)
-
-
-@contextmanager
-def linked_session(folder):
-    """Yields a session and the client in which its commands arrive."""
-    server = ControlServer(folder=folder)
-    link = server.link()
-    client = ControlClient(Connection(**vars(link.connection)), Vitals())
-    client.start()
-
-    def heard():
-        server.pump()
-        return link.pulse.beats > 0
-
-    try:
-        wait_for(heard)
-        yield session_of(LinkedWorker(link)), client
-    finally:
-        server.close()
 
 
 def request(name, length):

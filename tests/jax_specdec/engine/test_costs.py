@@ -1,7 +1,7 @@
 """What the engine's thread pays: the same however many requests wait, and however long prompts are.
 
 Work is counted in lines of Python, comparisons of ids and allocated bytes, which no machine
-changes. The CPU time of an admission is measured by `.ci/heavy engine`.
+changes.
 """
 
 import sys

@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from jax_specdec.export import arrow
 from jax_specdec.export.column_builder import ColumnBuilder
@@ -57,6 +57,7 @@ def test_files_bring_everything_back(tmp_path, columns):
     check(tmp_path, columns)
 
 
+@settings(max_examples=30)
 @given(streams())
 def test_every_run_comes_back(tmp_path_factory, runs):
     check(tmp_path_factory.mktemp("columns"), delivered(runs))

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_specdec.export.column_builder import ColumnBuilder
@@ -127,6 +127,7 @@ def test_batches_have_the_logprobs_of_prompts_where_asked(size):
     assert with_rows == ({True, False} if size < 1000 else {True})
 
 
+@settings(max_examples=50)
 @given(streams(), st.integers(1, 4))
 def test_every_kind_of_row_comes_through(stream, size):
     records, expected = list(released(stream)), delivered(stream)

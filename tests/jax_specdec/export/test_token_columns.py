@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged, TokenColumns
 from jax_specdec.records.batch import FinishReason
@@ -84,6 +84,7 @@ def pairs(ragged):
     return [values[a:b] for a, b in itertools.pairwise(bounds)]
 
 
+@settings(max_examples=50)
 @given(streams())
 def test_lists_and_sets_are_those_that_were_sent(runs):
     """Those of tokens and of drafts, and each token's place in a table."""

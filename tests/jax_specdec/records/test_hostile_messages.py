@@ -77,19 +77,6 @@ def test_that_check_can_fail(monkeypatch):
     assert memory > 100 * allowed_memory(data, state)
 
 
-def test_that_the_count_of_work_can_fail(monkeypatch):
-    """A search for stop sequences that looked at every earlier token would be quadratic."""
-
-    def slow(params, token_ids, num_emitted):
-        return next((None for _ in token_ids if _ is None), None)
-
-    data = encode(Kind.TARGET, 0, slots(8, token_ids=MANY, num_drafts=wire.MAX_DRAFTS))
-    state = served(8, **STOPS)
-    assert check(data, state) is None
-    monkeypatch.setattr("jax_specdec.records.stop_rules.sequence_ending", slow)
-    assert cost(data, state)[1] > allowed_lines(data, state)
-
-
 @pytest.mark.parametrize("kind", [Kind.TARGET, Kind.DRAFT])
 def test_more_drafts_than_the_worker_was_told_to_propose_are_refused(kind):
     state = served(2, num_drafts=3)
