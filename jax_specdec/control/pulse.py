@@ -1,7 +1,7 @@
 """Heartbeats: what a worker process says of itself, and how it is kept up to date."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -87,9 +87,7 @@ class Pulse:
 
     def to_bytes(self) -> bytes:
         """The pulse without the number of beats, which the hearer counts."""
-        values = vars(self) | {"phase": str(self.phase), "members": list(map(str, self.members))}
-        del values["beats"]
-        made: bytes = msgpack.packb(list(values.values()))
+        made: bytes = msgpack.packb([getattr(self, name) for name in _FIELDS])
         return made
 
     @classmethod
@@ -100,28 +98,8 @@ class Pulse:
           ValueError: the bytes are not a pulse.
         """
         try:
-            (taken, ready, progress, phase, done, total, what, members, devices, missing,
-             answered, refusal, version, noted, notes) = msgpack.unpackb(data)  # fmt: skip
-            for text in members:
-                _phase_of(text)
-            return cls(
-                beats=beats,
-                taken=_count(taken),
-                ready=bool(ready),
-                progress=_count(progress),
-                phase=Phase(phase),
-                done=_count(done),
-                total=_count(total),
-                what=str(what),
-                members=tuple(members),
-                devices=tuple(map(str, devices)),
-                missing=bool(missing),
-                answered=_count(answered),
-                refusal=str(refusal),
-                weights_version=_count(version),
-                noted=_count(noted),
-                notes=tuple(map(str, notes)),
-            )
+            found = zip(_FIELDS.items(), msgpack.unpackb(data), strict=True)
+            return cls(beats=beats, **{name: read(value) for (name, read), value in found})
         except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
             raise ValueError(f"not a heartbeat: {data[:200]!r} ({error!r})") from error
 
@@ -228,3 +206,22 @@ def _count(value: object) -> int:
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+def _texts(values: Iterable[object]) -> tuple[str, ...]:
+    return tuple(map(str, values))
+
+
+def _members(values: Iterable[object]) -> tuple[str, ...]:
+    for text in (found := tuple(values)):
+        _phase_of(text)
+    return _texts(found)
+
+
+# What travels of a pulse, in this order, and how each is read.
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "taken": _count, "ready": bool, "progress": _count, "phase": Phase, "done": _count,
+    "total": _count, "what": str, "members": _members, "devices": _texts, "missing": bool,
+    "answered": _count, "refusal": str, "weights_version": _count, "noted": _count,
+    "notes": _texts,
+}  # fmt: skip

@@ -17,6 +17,8 @@ from pathlib import Path
 class ChildProcess:
     """A running program; what it prints goes to a file."""
 
+    _process: subprocess.Popen[bytes]  # once it has begun
+
     def __init__(self, program: Sequence[str], *, output: Path, env: Mapping[str, str]) -> None:
         """Start the program.
 
@@ -31,27 +33,21 @@ class ChildProcess:
         """
         self._program, self._output, self._env = program, output, env
         self._error: BaseException | None = None
-        self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self._begun, self._ended = threading.Event(), threading.Event()
         threading.Thread(target=self._keep, name="parent of a worker", daemon=True).start()
         self._begun.wait()
-        self._check()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        assert self._process is not None
-        return self._process.pid
-
-    def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
     def exit_status(self) -> int | None:
         """None while the process runs; negative for the signal that killed it."""
-        assert self._process is not None
         return self._process.returncode if self._ended.is_set() else None
 
     def write(self, line: str) -> None:
@@ -60,7 +56,6 @@ class ChildProcess:
         Raises:
           OSError: more than the pipe holds.
         """
-        assert self._process is not None
         assert self._process.stdin is not None
         data = line.encode()
         os.set_blocking(self._process.stdin.fileno(), False)
@@ -74,7 +69,6 @@ class ChildProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, if the process has not ended."""
-        assert self._process is not None
         if not self._ended.is_set() and self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -85,7 +79,6 @@ class ChildProcess:
 
     def close(self) -> None:
         """Close the pipe, which ends the process if it still runs; it gets no further signals."""
-        assert self._process is not None
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -112,9 +105,10 @@ class ChildProcess:
         return "\n".join(text.strip().splitlines()[-lines:])
 
     def _keep(self) -> None:
+        process: subprocess.Popen[bytes] | None = None
         try:
             with self._output.open("wb") as file:
-                self._process = subprocess.Popen(
+                process = self._process = subprocess.Popen(
                     self._program,
                     stdin=subprocess.PIPE,
                     stdout=file,
@@ -122,14 +116,14 @@ class ChildProcess:
                     env=dict(self._env),
                     process_group=0,  # a terminal's Ctrl-C reaches only the engine, which decides
                 )
-            self._pidfd = os.pidfd_open(self._process.pid)
+            self._pidfd = os.pidfd_open(process.pid)
         except BaseException as error:  # the thread that waits shall have it
             self._error = error
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
+            if process is not None:
+                process.kill()
+                process.wait()
             return
         finally:
             self._begun.set()
-        self._process.wait()
+        process.wait()
         self._ended.set()

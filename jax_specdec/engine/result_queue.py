@@ -46,10 +46,15 @@ class ResultQueue(Generic[T]):
             self._changed.wait_for(lambda: self.has_room)
 
     def put(self, item: T) -> None:
-        """Add an item, in any case."""
+        """Add an item, in any case; its reader gets it after the next `wake`, if it waits."""
         with self._changed:
             if not self._abandoned:
                 self._items.append(item)
+
+    def wake(self) -> None:
+        """Let the reader have what came: another thread that runs takes time from this one."""
+        if self._items:
+            with self._changed:
                 self._changed.notify_all()
 
     def finish(self, error: BaseException | None = None, count: int = 1) -> None:
@@ -60,7 +65,8 @@ class ResultQueue(Generic[T]):
         with self._changed:
             self._left -= count
             self._error = self._error or error
-            self._changed.notify_all()
+            if self._left <= 0:
+                self._changed.notify_all()
 
     def abandon(self) -> None:
         """Forget what waits: there is no reader any more."""

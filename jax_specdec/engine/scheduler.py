@@ -47,7 +47,8 @@ class Scheduler:
         self.timings = Timings()
         self.ended_without_slot = [0] * len(FinishReason)
         self._config, self._clock, self._spans = config, clock, spans
-        self._waiting = self._placement()  # requests without a slot
+        # Requests without a slot.
+        self._waiting = Placement(one_by_one=config.on_worker_loss == "continue")
         self._loss_numbers = itertools.count(1)
         self._pending: deque[Update] = deque()  # not yielded yet
         self._weights: WeightsUpdate | None = None  # that is on its way
@@ -67,24 +68,36 @@ class Scheduler:
         """Requests without a slot; any thread may ask."""
         return len(self._waiting)
 
-    def begin(self, requests: Sequence[QueuedRequest], context: Any = None) -> None:
-        """Queue new requests, each behind those of its priority.
+    def enqueue(
+        self, requests: Sequence[QueuedRequest], *, first: bool = False, context: Any = None
+    ) -> None:
+        """Queue requests in their order, behind those of their priority or before them.
 
         Args:
-          context: of OpenTelemetry, that their spans are made in; None for what is current.
+          first: before them.
+          context: of OpenTelemetry, that new spans are made in; None for what is current.
         """
-        self._enqueue(requests, context=context)
+        prefill = self.workers.coming(prefill_only=True)
+        self._waiting.enqueue(requests, prefill=prefill, first=first)
+        if self._spans is not None and requests:
+            now = self._clock.now()
+            for queued in requests:
+                self._spans.queued(queued, now, context)
 
-    def round(self) -> Iterator[Update]:
-        """Hear the workers, give slots away, and take a message of each ring that has one.
-
-        Waits for the first message; where no request waits or runs, for what wakes the engine.
+    def prepare(self) -> Iterator[Update]:
+        """The first half of a round: hear the workers and give slots away; waits for nothing.
 
         Raises:
           WorkerFailed: a worker is lost and no other may go on; see `Engine.generate`.
         """
-        yield from self._seen(self._prepare())
-        yield from self._seen(self._receive())
+        return self._seen(self._prepare())
+
+    def receive(self) -> Iterator[Update]:
+        """The other half: a message of each ring that has one; raises as `prepare`.
+
+        Waits for the first message; where no request waits or runs, for what wakes the engine.
+        """
+        return self._seen(self._receive())
 
     def update_weights(self, update: WeightsUpdate) -> None:
         """Carry out an update of the weights in the rounds from now on; one at a time."""
@@ -121,33 +134,17 @@ class Scheduler:
                 return True
         return False
 
-    def _enqueue(
-        self, requests: Sequence[QueuedRequest], *, first: bool = False, context: Any = None
-    ) -> None:
-        """Queue requests in their order, behind those that wait already or before them."""
-        prefill = self.workers.coming(prefill_only=True)
-        self._waiting.enqueue(requests, prefill=prefill, first=first)
-        if self._spans is not None and requests:
-            now = self._clock.now()
-            for queued in requests:
-                self._spans.queued(queued, now, context)
-
     def _admit(self) -> None:
         """Give free slots to the requests that wait."""
         for session, queued in self._waiting.places(self.workers.sessions, self._clock.now()):
-            self._give_slot(session, queued)
-
-    def _give_slot(self, session: WorkerSession, queued: QueuedRequest) -> None:
-        """Admit a request, which may have had another slot before."""
-        if queued.submitted is not None and not queued.had_slot:
-            self.timings.queue.take(self._clock.now() - queued.submitted)
-        session.admit(queued)
-        if self._spans is not None:
-            self._spans.placed(queued, session.process_rank, self._clock.now())
-        logger.debug("request %r: process rank %d", queued.request.id, session.process_rank)
+            if queued.submitted is not None and not queued.had_slot:
+                self.timings.queue.take(self._clock.now() - queued.submitted)
+            session.admit(queued)
+            if self._spans is not None:
+                self._spans.placed(queued, session.process_rank, self._clock.now())
+            logger.debug("request %r: process rank %d", queued.request.id, session.process_rank)
 
     def _prepare(self) -> Iterator[Update]:
-        """The first half of a round, which waits for nothing."""
         for session in self.workers.look():
             yield from self._lose(session)
         if self._weights is not None:
@@ -161,7 +158,6 @@ class Scheduler:
             yield self._pending.popleft()
 
     def _receive(self) -> Iterator[Update]:
-        """The next message of each ring that has one; waits for the first."""
         alive = self.workers.alive()
         if not self.workers.coming(prefill_only=False) and not self.workers.ending:
             yield from self._stop()
@@ -203,12 +199,12 @@ class Scheduler:
             elif logger.isEnabledFor(logging.DEBUG):
                 self._log_end(queued, record.finish_reason)
             if record.reschedule:
-                self._enqueue([queued], first=True)
+                self.enqueue([queued], first=True)
             elif record.finish_reason is FinishReason.PREFILL_HANDOVER:
                 handovers = True
                 drafts = record.handover_draft_ids
                 ids = () if drafts is None else tuple(drafts.tolist())
-                self._enqueue([replace(queued, draft_token_ids=ids)])
+                self.enqueue([replace(queued, draft_token_ids=ids)])
         return handed_on(records) if handovers else records
 
     def _log_end(self, queued: QueuedRequest, reason: FinishReason) -> None:
@@ -249,7 +245,7 @@ class Scheduler:
                     left.append(queued)
         ends.append(self._end_all(session))
         records = Records(sum((each.batches for each in ends), records.batches))
-        self._enqueue([*left, *loss.cleared], first=True)
+        self.enqueue([*left, *loss.cleared], first=True)
         if not self.workers.coming(prefill_only=True):
             self._waiting.prefill_no_more()
         yield Update(None, None, records, session.process_rank, lost=failure)
@@ -281,9 +277,6 @@ class Scheduler:
             self.workers.forgive(session.losses(name))
         narrowed = loss.tried and len(loss.suspects) > 1
         self.workers.replace(session, None if blamed or narrowed else number)
-
-    def _placement(self) -> Placement:
-        return Placement(one_by_one=self._config.on_worker_loss == "continue")
 
     def _stop(self) -> Iterator[Update]:
         """Close every request, then raise a report of every worker that is lost."""

@@ -277,15 +277,23 @@ class Streams:
         """
         self._look()
         if self._is_held_up():
+            self._wake_readers()
             wait_readable([self.wakeup], WAIT_SECONDS)
             return
         try:
-            for update in self._scheduler.round():
+            for update in self._scheduler.prepare():
+                self._deliver(update)
+            self._wake_readers()  # once workers have their commands
+            for update in self._scheduler.receive():
                 self._deliver(update)
         except WorkerFailed as failure:
             self._fail(failure)
             raise
         self._close_lost(None)
+
+    def _wake_readers(self) -> None:
+        for reader in tuple(self._readers):
+            reader.wake()
 
     def _is_held_up(self) -> bool:
         readers = tuple(self._readers)
@@ -348,7 +356,7 @@ class Streams:
     def _begin(self, queued: Sequence[QueuedRequest], context: Any) -> None:
         names = [one.request.id for one in queued]
         with self._lock:  # between the two, a request would count twice among those that wait
-            self._scheduler.begin(queued, context)
+            self._scheduler.enqueue(queued, context=context)
             self._unread -= len(queued)
             ends = [(name, why) for name in names if (why := self._coming.pop(name)) is not None]
         for name, reason in ends:

@@ -67,6 +67,7 @@ class Workers:
 
     Attributes:
       sessions: by process rank.
+      workplace: what they share.
     """
 
     def __init__(self, config: EngineConfig, start_worker: StartWorker, clock: Clock) -> None:
@@ -78,7 +79,7 @@ class Workers:
         self.sessions: list[WorkerSession] = []
         self._source: WeightsSource | None = None  # of the weights in use; None: the config's
         self._config, self._start_worker, self._clock = config, start_worker, clock
-        self._workplace = Workplace(config.control_address, config.output_folder)
+        self.workplace = Workplace(config.control_address, config.output_folder)
         self._next_look = 0.0
         self._looked: float | None = None  # the last time; None: requests were never asked for
         self.wakeup: Wakeup | None = None  # ends a wait, where another thread may ask for something
@@ -116,7 +117,7 @@ class Workers:
     def close(self, *, drain: bool) -> None:
         """Stop every worker and free the shared memory; see `Engine.close`."""
         with contextlib.ExitStack() as stack:  # an error at one worker must not spare the others
-            stack.callback(self._workplace.close)
+            stack.callback(self.workplace.close)
             for session in self.sessions:
                 stack.callback(session.worker.stop, drain=drain and session.alive)
 
@@ -164,8 +165,8 @@ class Workers:
         if now < self._next_look:
             return []
         self._looked, self._next_look = now, now + LOOK_SECONDS
-        if self._workplace.listens:
-            self._workplace.server.pump()
+        if self.workplace.listens:
+            self.workplace.server.pump()
         for rank in [rank for rank, due in self._due.items() if due <= now]:
             self._restart(self.sessions[rank])
         timeout, silence = self._config.heartbeat_timeout, self._config.max_silence
@@ -186,8 +187,8 @@ class Workers:
         if len(alive) == 1 and alive[0].request_ids:
             return alive
         control: list[ControlServer | Wakeup] = []
-        if self._workplace.listens:
-            control.append(self._workplace.server)
+        if self.workplace.listens:
+            control.append(self.workplace.server)
         if self.wakeup is not None:
             control.append(self.wakeup)
         if not any(session.request_ids for session in self.sessions):
@@ -252,11 +253,6 @@ class Workers:
         """Of the weights that every worker uses, or was told to use."""
         return self._config.weights_version
 
-    @property
-    def workplace(self) -> Workplace:
-        """What the workers share."""
-        return self._workplace
-
     def use_weights(self, source: WeightsSource, version: int) -> None:
         """Note which weights the workers were told to use: successors start with them."""
         before, self._source = self._source, source
@@ -284,8 +280,8 @@ class Workers:
         Args:
           failure: what ended the engine's thread.
         """
-        if self._workplace.listens:
-            self._workplace.server.pump()
+        if self.workplace.listens:
+            self.workplace.server.pump()
         problems = [] if failure is None else [f"the engine has stopped: {failure}"]
         away = 0.0 if self._looked is None else self._clock.now() - self._looked
         if away > patience:
@@ -333,7 +329,7 @@ class Workers:
             process_rank=process_rank,
             prefill_only=process_rank >= config.num_ranks,
             doorbell=config.num_ranks + config.num_prefill_ranks > 1,
-            workplace=self._workplace,
+            workplace=self.workplace,
             share=self._shares[process_rank],
         )
 

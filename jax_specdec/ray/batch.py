@@ -103,8 +103,7 @@ class Part:
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """[n] int32."""
-        begin, end = self.batch.offsets[self.row : self.row + 2]
-        return self.batch.token_ids[begin:end]
+        return self._values("token_id")
 
     @property
     def num_tokens(self) -> int:
@@ -115,15 +114,16 @@ class Part:
         """[n] float32, of the tokens themselves; None where no request of the batch asked."""
         if self.batch.rows.schema.get_field_index("logprob") < 0:
             return None
-        begin, end = self.batch.offsets[self.row : self.row + 2]
-        found: NDArray[np.float32] = self.batch.rows.column("logprob").values.to_numpy()
-        return found[begin:end]
+        return self._values("logprob")
 
     @property
     def weights_versions(self) -> NDArray[np.uint32]:
         """[n] uint32, of the weights that made each token."""
+        return self._values("weights_version")
+
+    def _values(self, name: str) -> NDArray[Any]:
         begin, end = self.batch.offsets[self.row : self.row + 2]
-        found: NDArray[np.uint32] = self.batch.rows.column("weights_version").values.to_numpy()
+        found: NDArray[Any] = self.batch.rows.column(name).values.to_numpy()
         return found[begin:end]
 
     @property

@@ -210,6 +210,7 @@ class Fleet:
             if isinstance(consumer, ResultQueue):
                 consumer.put(batch if len(rows) == len(entries) else batch.take(rows))
                 consumer.finish(error, int(np.count_nonzero(batch.finish_reasons[rows])))
+                consumer.wake()
                 queues.append(consumer)
             else:
                 for row in rows:

@@ -98,9 +98,9 @@ class Place:
         """
         groups = ray("ray.util.placement_group")
         strategies = ray("ray.util.scheduling_strategies")
-        self._bundles = [dict(cluster.devices)] * cluster.nodes
         strategy = "STRICT_SPREAD" if cluster.nodes > 1 else "PACK"
-        self.group = groups.placement_group(self._bundles, strategy=strategy)
+        bundles = [dict(cluster.devices)] * cluster.nodes
+        self.group = groups.placement_group(bundles, strategy=strategy)
         self._environment = {"env_vars": environment(cluster.environment)}
         # Ray counts restarts for a lifetime; the fleet counts those within the window.
         restarts = -1 if config.on_worker_loss == "restart" else 0
@@ -126,11 +126,6 @@ class Place:
             .remote(number, config, make_engine, followers)
         )
         self._followers = followers
-
-    @property
-    def asked(self) -> str:
-        """What it needs, for an error."""
-        return " + ".join(str(bundle) for bundle in self._bundles)
 
     def tidy(self, home: Home) -> Any:
         """Have what a replica left on its node removed, once its process has ended; a reference."""

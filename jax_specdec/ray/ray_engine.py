@@ -102,17 +102,17 @@ class RayEngine:
             batches before it closed every request.
           ClusterError: the cluster does not serve.
         """
-        taken = [self._checked(request) for request in requests]
-        names = {request.id for request in taken}
-        if len(names) < len(taken):
+        for request in requests:
+            check(request, self.config)
+        if len({request.id for request in requests}) < len(requests):
             raise RequestError("a request id occurs twice: ids must differ")
-        batches: ResultQueue[ColumnBatch] = ResultQueue(len(taken), self.cluster.backlog)
-        self._fleet.admit([Entry(request, batches) for request in taken])
+        batches: ResultQueue[ColumnBatch] = ResultQueue(len(requests), self.cluster.backlog)
+        self._fleet.admit([Entry(request, batches) for request in requests])
         try:
             yield from batches
         finally:
             batches.abandon()
-            for request in taken:
+            for request in requests:
                 self._fleet.abort(request.id, batches)
 
     def submit(
@@ -128,9 +128,8 @@ class RayEngine:
           EngineFull: `EngineConfig.max_waiting` requests wait here.
           EngineClosed, WorkerFailed, ClusterError: the engine has ended.
         """
-        stream: Stream[Part] = Stream(
-            self._checked(request), self._end, max_backlog=self.config.max_backlog
-        )
+        check(request, self.config)
+        stream: Stream[Part] = Stream(request, self._end, max_backlog=self.config.max_backlog)
         due = None if deadline is None else time.monotonic() + deadline
         if (waiting := self._fleet.num_waiting) >= self.config.max_waiting:
             raise EngineFull(
@@ -213,10 +212,6 @@ class RayEngine:
             return {"arrays": [ray().put(arrays)]}
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
             raise full_store(f"weights of {size} bytes", error) from error
-
-    def _checked(self, request: Request) -> Request:
-        check(request, self.config)
-        return request
 
     def _end(self, stream: Stream[Part], reason: FinishReason) -> None:
         self._fleet.abort(stream.request.id, stream, reason)

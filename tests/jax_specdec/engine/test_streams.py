@@ -84,7 +84,7 @@ def test_a_lower_priority_comes_first_then_who_came_first():
 def test_a_request_on_its_way_to_the_queue_counts_once():
     """Another thread submits just when the engine's own has queued the first request."""
     scene = StreamingScene(num_slots=1, max_waiting=2)
-    begin, refused = scene.engine._scheduler.begin, []
+    begin, refused = scene.engine._scheduler.enqueue, []
 
     def submit():
         try:
@@ -94,13 +94,13 @@ def test_a_request_on_its_way_to_the_queue_counts_once():
 
     other = threading.Thread(target=submit)
 
-    def begun(queued, context=None):
-        begin(queued, context)
+    def begun(queued, **how):
+        begin(queued, **how)
         if not other.ident:
             other.start()
             other.join(0.2)  # it ends by then where it need not wait for this thread
 
-    scene.engine._scheduler.begin = begun
+    scene.engine._scheduler.enqueue = begun
     scene.submit(request("first"))
     scene.round()
     other.join()
@@ -155,6 +155,23 @@ def test_generate_has_the_records_of_its_requests_alone():
     assert scene.engine._streams._readers == []
     scene.finish()
     assert scene.tokens("stream") == continuation(request("stream", 40))[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, MAX_UPDATES_AHEAD + 1])
+def test_a_reader_that_waits_gets_what_came_before_the_engine_waits(num_ranks):
+    """Also where one round brings more than may wait."""
+    scene = StreamingScene(num_ranks=num_ranks, num_slots=1)
+    updates = scene.engine._streams.generate(long_requests(num_ranks))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(next, updates)
+        wait_for(lambda: updates._changed._waiters)
+        while not updates._items:
+            scene.round()
+        if num_ranks > 1:
+            assert not updates.has_room
+        scene.round()
+        assert taken.result(30).process_rank in range(num_ranks)
+    scene.engine.close()
 
 
 def test_an_engine_whose_updates_are_not_read_waits_unless_others_read():

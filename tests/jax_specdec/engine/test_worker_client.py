@@ -264,7 +264,7 @@ def test_a_stopped_worker_is_found_while_another_one_goes_on():
     ]
     reasons, losses = {}, []
     with Engine(config, start_worker=started(scripted_process.WORKER)) as engine:
-        wait_for(lambda: (engine._workers._workplace.server.pump(),
+        wait_for(lambda: (engine._workers.workplace.server.pump(),
                           all(one.worker.pulse.ready for one in engine.sessions))[1])  # fmt: skip
         os.kill(engine.sessions[0].worker.pid, signal.SIGSTOP)
         for update in engine.generate(requests):

@@ -44,9 +44,9 @@ def rows_of(orders, seed=0):
         if order.progress is not None:
             emitted[order.request.id] = len(order.progress.token_ids)
     scheduler = scene.engine._scheduler
-    scheduler.begin(queued)
+    scheduler.enqueue(queued)
     while scheduler.busy:
-        for update in scheduler.round():
+        for update in (*scheduler.prepare(), *scheduler.receive()):
             yield unpacked(packed(step_rows(update.records.batches, emitted)))
 
 
