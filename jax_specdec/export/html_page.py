@@ -6,6 +6,7 @@ is columns in compressed blocks (`page_data.py`), and the script draws only what
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,12 +92,7 @@ def page(view: View, title: str) -> str:
         "drawn": drawn,
         "details": details,
     }
-    head, *rest = text.split("{{")
-    filled = [head]
-    for piece in rest:
-        name, _, tail = piece.partition("}}")
-        filled += [values[name], tail]
-    return "".join(filled)
+    return re.sub(r"{{(\w+)}}", lambda found: values[found[1]], text)
 
 
 def _hash(text: str) -> str:

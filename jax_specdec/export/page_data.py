@@ -3,7 +3,7 @@
 import base64
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,8 +83,8 @@ def _drawn(shown: Sequence[Shown]) -> dict[str, NDArray[np.generic]]:
 def _details(shown: Sequence[Shown]) -> dict[str, NDArray[np.generic]]:
     return {
         "id": np.concatenate([one.ids for one in shown]),
-        **_lists("top", shown, lambda one: one.top),
-        **_lists("draft", shown, lambda one: one.drafts),
+        **_lists("top", [one.top for one in shown]),
+        **_lists("draft", [one.drafts for one in shown]),
     }
 
 
@@ -92,10 +92,7 @@ def _starts(counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint32]:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.uint32)
 
 
-def _lists(
-    name: str, shown: Sequence[Shown], part: Callable[[Shown], Ragged]
-) -> dict[str, NDArray[np.generic]]:
-    lists = [part(one) for one in shown]
+def _lists(name: str, lists: Sequence[Ragged]) -> dict[str, NDArray[np.generic]]:
     counts = np.concatenate([np.diff(one.offsets) for one in lists])
     return {
         f"{name}_start": _starts(counts),

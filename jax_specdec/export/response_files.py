@@ -33,7 +33,7 @@ def read(lines: Iterable[str], strings: Strings) -> list[Shown]:
     shown = []
     for place, value in _values(lines):
         try:
-            shown += _of_batch(value, strings) if _is_batch(value) else shown_of(value, strings)
+            shown += (_of_batch if "custom_id" in value else shown_of)(value, strings)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise ViewError(
@@ -107,10 +107,6 @@ def _json(text: str, number: int) -> Any:
     except json.JSONDecodeError as error:
         line, column = number + error.lineno - 1, error.colno
         raise ViewError(f"line {line} is not JSON: {error.msg} (column {column})") from error
-
-
-def _is_batch(value: Any) -> bool:
-    return isinstance(value, dict) and "custom_id" in value
 
 
 def _of_batch(value: Any, strings: Strings) -> list[Shown]:

@@ -25,7 +25,7 @@ from tests.support.random_messages import (
     random_request,
     random_target_slot,
 )
-from tests.support.reference_processor import ReferenceProcessor, Refused
+from tests.support.reference_processor import Occupant, ReferenceProcessor, Refused
 from tests.support.reference_values import as_dict, marginals, marginals_of, plain
 
 SLOTS = 4
@@ -77,16 +77,9 @@ class Machine(RuleBasedStateMachine):
         self.state = self.product.admit(
             self.state, slot, generation, request, prefill=prefill, handed_over=progress
         )
-        self.reference.admit(
-            slot,
-            generation,
-            request,
-            prefill,
-            progress.token_ids,
-            progress.cumulative_logprob,
-            earlier,
-            progress.num_prompt_rows,
-        )
+        brought = [*progress.token_ids], progress.cumulative_logprob or 0.0, earlier
+        occupant = Occupant(request, slot, generation, prefill, *brought, progress.num_prompt_rows)
+        self.reference.admit(occupant)
 
     @rule(
         slot=st.integers(0, SLOTS - 1), ended_only=st.sampled_from((True, True, True, True, False))

@@ -5,6 +5,9 @@ Slots of a message are any objects with the attributes of a slot's contents (`st
 plain dictionaries.
 """
 
+from dataclasses import dataclass, field
+from typing import Any
+
 from tests.support.random_kept import as_lists
 
 
@@ -19,25 +22,26 @@ def added(one, other):
     }
 
 
+@dataclass
 class Occupant:
     """One request's stay in one slot; `earlier` has the statistics of its stays before."""
 
-    def __init__(self, request, slot, generation, prefill, token_ids, cumulative_logprob, earlier,
-                 prompt_before):  # fmt: skip
-        self.request = request
-        self.slot = slot
-        self.generation = generation
-        self.prefill = prefill
-        self.token_ids = list(token_ids)
-        self.cumulative_logprob = cumulative_logprob
-        self.phase = "running"
-        self.steps = []  # (drafts proposed, drafts accepted) of every step with tokens
-        self.delivered = 0
-        self.earlier = earlier
-        self.prompt_before = prompt_before  # rows of the prompt delivered in earlier stays
-        self.prompt_came = 0
-        asked = request.params.prompt_logprobs is not None and not token_ids
-        self.prompt_due = len(request.prompt_token_ids) - 1 if asked else 0
+    request: Any
+    slot: int
+    generation: int
+    prefill: bool
+    token_ids: list
+    cumulative_logprob: float
+    earlier: dict
+    prompt_before: int  # rows of the prompt delivered in earlier stays
+    prompt_came: int = 0
+    phase: str = "running"
+    delivered: int = 0
+    steps: list = field(default_factory=list)  # (proposed, accepted) of every step with tokens
+
+    def __post_init__(self):
+        asked = self.request.params.prompt_logprobs is not None and not self.token_ids
+        self.prompt_due = len(self.request.prompt_token_ids) - 1 if asked else 0
 
     def statistics_of_stay(self):
         return {"steps": sorted(self.steps), "num_tokens": self.delivered}
@@ -73,21 +77,12 @@ class ReferenceProcessor:
         self.preempted = 0
         self.finished = []
 
-    def admit(self, slot, generation, request, prefill, token_ids, cumulative_logprob, earlier,
-              prompt_before):  # fmt: skip
+    def admit(self, occupant):
+        slot, generation = occupant.slot, occupant.generation
         assert self.slots[slot] is None
-        self.slots[slot] = Occupant(
-            request,
-            slot,
-            generation,
-            prefill,
-            token_ids,
-            cumulative_logprob or 0.0,
-            earlier,
-            prompt_before,
-        )
+        self.slots[slot] = occupant
         self.last_generation[slot] = generation
-        self.asked[slot, generation] = request.params
+        self.asked[slot, generation] = occupant.request.params
 
     def release(self, slot):
         if self.slots[slot] is not None:
@@ -339,30 +334,25 @@ class ReferenceProcessor:
 
     def empty_record(self, occupant, step):
         asked = occupant.request.params.logprobs is not None
-        names = ("logprobs", "chosen_logprobs", "token_ranks", "topk_ids", "valid")
+        rows = ("logprobs", "chosen_logprobs", "token_ranks", "topk_ids", "valid")
+        nothing = (
+            "finish_reason", "stop_token_id", "stop_sequence", "handover_draft_ids",
+            "draft_token_ids", "draft_logprobs", "draft_chosen_logprobs", "draft_token_ranks",
+            "draft_topk_ids", "prompt", "statistics",
+        )  # fmt: skip
         return {
+            **dict.fromkeys(nothing),
+            **{name: [] if asked else None for name in rows},
             "request_id": occupant.request.id,
             "slot": occupant.slot,
             "generation": occupant.generation,
             "step": step,
             "token_ids": [],
-            **{name: [] if asked else None for name in names},
             "kept": [] if occupant.request.params.kept_token_ids else None,
             "cumulative_logprob": occupant.cumulative_logprob if asked else None,
             "num_drafts": 0,
             "num_accepted": 0,
-            "finish_reason": None,
-            "stop_token_id": None,
-            "stop_sequence": None,
             "reschedule": False,
-            "handover_draft_ids": None,
-            "draft_token_ids": None,
-            "draft_logprobs": None,
-            "draft_chosen_logprobs": None,
-            "draft_token_ranks": None,
-            "draft_topk_ids": None,
-            "prompt": None,
-            "statistics": None,
         }
 
     def statistics(self):
