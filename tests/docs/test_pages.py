@@ -12,7 +12,6 @@ from tests.support.paths import ROOT
 RUN_ELSEWHERE = {
     "README.md": "test_readme::test_a_block_prints_what_stands_below_it",
     "engine.md": "test_scheduling::test_the_documented_example_runs",
-    "export.md": "test_openai::test_the_examples_of_the_documentation_run",
 }
 RUN_HERE = [page for page in PAGES if page.name not in RUN_ELSEWHERE and python_blocks(page)]
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -93,8 +93,8 @@ def good_message():
     ("word", "value", "complaint"),
     [
         (0, 0x12340001, "magic 0x1234"),
-        (0, wire.MAGIC << 16 | 9, "version 9"),
-        (1, 77, "kind 77"),
+        *[(0, wire.MAGIC << 16 | n, f"version {n};") for n in (0, 2, 4, 65535)],
+        *[(1, n, f"kind {n} is none of") for n in (0, 2, 6, 255)],
         (1, 3 | 513 << 8, "max_num_logprobs 513 is over the limit 512"),
         (2, 4, "checks failed"),
         (2, 1 << 8, "SLOT_COUNTS"),

@@ -37,8 +37,7 @@ class Progress:
     """A peer's own record of what it did, in a mapped file that outlives its SIGKILL.
 
     Attributes:
-      words: messages sent or received, damaged messages, 1 once it ended as it should, and the CPU
-        time in ns from its attachment to its end.
+      words: messages sent or received, damaged messages, 1 once it ended as it should.
     """
 
     words: memoryview
@@ -46,9 +45,9 @@ class Progress:
     @classmethod
     def at(cls, path: Path) -> "Progress":
         if not path.exists():
-            path.write_bytes(bytes(32))
+            path.write_bytes(bytes(24))
         with path.open("r+b") as file:
-            return cls(memoryview(mmap.mmap(file.fileno(), 32)).cast("Q"))
+            return cls(memoryview(mmap.mmap(file.fileno(), 24)).cast("Q"))
 
     @property
     def done(self) -> int:
@@ -61,10 +60,6 @@ class Progress:
     @property
     def finished(self) -> bool:
         return self.words[2] == 1
-
-    @property
-    def cpu_seconds(self) -> float:
-        return self.words[3] * 1e-9
 
 
 class OpenGate:
@@ -122,14 +117,12 @@ def main() -> None:
     ring = _open_ring(options)
     for semaphore in options.without:
         remove_semaphore(ring, semaphore)
-    begun = time.thread_time_ns()
     _move_messages(ring, words, options)
     if options.then == "sleep":
         time.sleep(1000)
     elif options.then == "exit":
         os._exit(0)
     ring.close()
-    words[3] = time.thread_time_ns() - begun
     words[2] = 1
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +25,6 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import ProcessorState, abort, admit, step
 from jax_specdec.text.detokenize import TokenTable
 from tests.support.openai_records import MADE, SNOWMAN, TABLE, records_of, snowman, two_steps
-from tests.support.paths import ROOT
 from tests.support.processor_messages import draft, drafts, request, silent, target, tokens
 
 pytestmark = pytest.mark.fast
@@ -264,10 +262,3 @@ def test_prompt_logprobs_are_an_extension():
         assert response["speculation"]["prompt_logprobs"] == expected
         without = build(records[0].request, records, TABLE, **MADE)
         assert "prompt_logprobs" not in without["speculation"]
-
-
-def test_the_examples_of_the_documentation_run():
-    page = (ROOT / "docs/export.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 5
-    exec("\n".join(blocks), {})

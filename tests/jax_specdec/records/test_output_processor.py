@@ -3,8 +3,6 @@
 `test_state_machine` has every record and counter against a reference.
 """
 
-import re
-
 import numpy as np
 import pytest
 
@@ -22,7 +20,6 @@ from jax_specdec.records.output_processor import (
     step,
 )
 from jax_specdec.records.processor_state import is_newer
-from tests.support.paths import ROOT
 from tests.support.processor_messages import (
     admitted,
     draft,
@@ -194,12 +191,6 @@ def test_cumulative_logprobs_of_minus_infinity_and_nan():
         assert record.valid.tolist() == [n != 3]
         totals.append(record.cumulative_logprob)
     np.testing.assert_array_equal(totals, [-0.5, -np.inf, -np.inf, np.nan, np.nan])
-
-
-def test_the_documented_example_runs():
-    page = ROOT / "docs" / "output_processor.md"
-    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    exec(compile(example, page.name, "exec"), {})
 
 
 # --- Target and draft messages, joined by request and step. ---
