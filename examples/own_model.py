@@ -15,23 +15,19 @@ from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams
 BEFORE = 3  # tokens that the next one depends on
 
 
-@dataclass(frozen=True)
-class Table:
-    """The model's static part; its weights are the table [V, V, V, V]."""
-
-    vocab_size: int
-    dtype: str = "float32"
+class Windowed:
+    """The cache of a model that looks at the last tokens themselves, and keeps no states."""
 
     def init_cache(self, num_slots, length):
-        """Make room for the tokens themselves: a slot's entry of a position is its id."""
+        """Make room for the tokens: a slot's entry of a position is its id."""
         import jax.numpy as jnp
 
         from jax_specdec.device.model import KVCache
 
         return KVCache(*(jnp.zeros((1, num_slots, length, 1, 1)) for _ in range(2)))
 
-    def forward(self, params, tokens, positions, cache):
-        """Write the tokens, and return the last three ids up to each row as its hidden state."""
+    def written(self, tokens, positions, cache):
+        """Write the tokens [B, S]; returns all that are known, [B, T] int32, and the cache."""
         import jax.numpy as jnp
 
         from jax_specdec.device.model import KVCache
@@ -40,9 +36,24 @@ class Table:
         # A padding row's place is out of bounds, and dropped; a negative one would wrap around.
         place = jnp.where(positions < 0, length, positions)
         known = cache.k.at[0, slots, place, 0, 0].set(tokens.astype(jnp.float32), mode="drop")
-        back = jnp.arange(BEFORE - 1, -1, -1)
-        hidden = known[0, slots[..., None], jnp.maximum(positions[..., None] - back, 0), 0, 0]
-        return hidden, KVCache(known, cache.v)
+        return known[0, :, :, 0, 0].astype(jnp.int32), KVCache(known, cache.v)
+
+
+@dataclass(frozen=True)
+class Table(Windowed):
+    """The model's static part; its weights are the table [V, V, V, V]."""
+
+    vocab_size: int
+    dtype: str = "float32"
+
+    def forward(self, params, tokens, positions, cache):
+        """Write the tokens, and return the last three ids up to each row as its hidden state."""
+        import jax.numpy as jnp
+
+        text, cache = self.written(tokens, positions, cache)
+        back = positions[..., None] - jnp.arange(BEFORE - 1, -1, -1)
+        slots = jnp.arange(tokens.shape[0])[:, None, None]
+        return text[slots, jnp.maximum(back, 0)].astype(jnp.float32), cache
 
     def logits(self, params, hidden):
         """Look the ids up."""
@@ -58,22 +69,20 @@ def make(config):
     return table, Table(table.shape[-1])
 
 
-def main():
-    """Print what follows some characters of the story, with the logprobs of the first tokens."""
-    # The worker imports this file, by its name.
+def tell(make, texts, max_tokens):
+    """Print what follows some characters of the story, by the model that `make` names."""
+    # The worker imports the module by its name.
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     config = EngineConfig(
-        vocab_size=story.VOCAB, own_model="own_model:make", drafter="ngram", num_slots=2,
-        max_length=96,
-    )  # fmt: skip
-    params = SamplingParams(max_tokens=40, logprobs=2)
+        vocab_size=story.VOCAB, own_model=make, drafter="ngram", num_slots=2, max_length=128
+    )
+    params = SamplingParams(max_tokens=max_tokens, logprobs=2)
     requests = [
-        Request(id=text, prompt_token_ids=story.encode(text), params=params)
-        for text in ("the Rabbit", "So she")
+        Request(id=text, prompt_token_ids=story.encode(text), params=params) for text in texts
     ]
     with Engine(config) as engine:
-        found = {request.id: [] for request in requests}
+        found = {text: [] for text in texts}
         for update in engine.generate(requests):
             for record in update.records:
                 found[record.request_id].append(record)
@@ -84,4 +93,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tell("own_model:make", ("the Rabbit", "So she"), max_tokens=40)

@@ -19,36 +19,17 @@ from rl_rollouts import (
     CLOSE,
     LEARNING_RATE,
     LENGTH,
-    MAX_TOKENS,
     NUM_DRAFTS,
-    PROMPT,
-    TEMPERATURE,
-    TOP_P,
     B,
     batch_of,
+    requests,
     rewards_of,
     update,
-)  # fmt: skip
+)
 
 from jax_specdec.device.model import load_model, named_arrays
-from jax_specdec.engine import EngineConfig, LogprobsMode, Request, SamplingParams, byte_tokens
+from jax_specdec.engine import EngineConfig, LogprobsMode, byte_tokens
 from jax_specdec.ray import RayConfig, RayEngine, columns
-
-
-def requests(iteration):
-    """Make B requests whose tokens are drawn with seeds of their own."""
-    return [
-        Request(
-            id=f"{iteration}.{n}",
-            prompt_token_ids=PROMPT,
-            params=SamplingParams(
-                max_tokens=MAX_TOKENS, temperature=TEMPERATURE, top_p=TOP_P,
-                seed=iteration * B + n, logprobs=0, logprobs_mode=LogprobsMode.PROCESSED,
-                kept_token_ids=True,
-            ),
-        )
-        for n in range(B)
-    ]  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cluster = RayConfig(replicas=options.replicas, address=options.address)
     with RayEngine(config, cluster) as fleet:
         for iteration in range(options.iterations):
-            found = columns(list(fleet.generate(requests(iteration))))
+            found = columns(list(fleet.generate(requests(LogprobsMode.PROCESSED, iteration))))
             ids, behavior, kept = batch_of(found)
             rewards = rewards_of(ids)
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)

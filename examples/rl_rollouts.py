@@ -15,23 +15,16 @@ import argparse
 from collections.abc import Sequence
 from functools import cache
 
+import in_process
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ipc.wire import KEPT_ALL
-from jax_specdec.device import Compiled, LoopConfig, Worker, learner_logprobs
+from jax_specdec.device import Compiled, LoopConfig, learner_logprobs
 from jax_specdec.device.drafting import MtpDrafter
 from jax_specdec.device.model import init_cache, llama, load_model
-from jax_specdec.engine import (
-    LogprobsMode,
-    Request,
-    SamplingParams,
-    byte_tokens,
-    control,
-    decode,
-)
-from jax_specdec.engine import output_processor as processor
+from jax_specdec.engine import LogprobsMode, Request, SamplingParams, byte_tokens
 from jax_specdec.export import ColumnBuilder
 
 B, MAX_TOKENS, NUM_DRAFTS = 16, 24, 1
@@ -42,32 +35,26 @@ PROMPT = tuple(byte_tokens.encode("def ", start_document=True).tolist())
 LENGTH = len(PROMPT) + MAX_TOKENS
 
 
-class Outbox(list):
-    """A list in place of a ring: here the reader is in the same process."""
-
-    send = list.append
+def requests(mode, seed):
+    """Make B requests whose tokens are drawn with seeds of their own."""
+    return [
+        Request(
+            id=f"{seed}.{slot}", prompt_token_ids=PROMPT,
+            params=SamplingParams(
+                max_tokens=MAX_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=seed * B + slot,
+                logprobs=0, logprobs_mode=mode, kept_token_ids=True,
+            ),
+        )
+        for slot in range(B)
+    ]  # fmt: skip
 
 
 def rollouts(config, compiled, params, mode, seed):
     """Roll out B sequences: their columns, one row a token, and statistics."""
-    worker = Worker(config, params, Outbox(), compiled=compiled)
-    state = processor.ProcessorState.empty(num_slots=B)
-    for slot in range(B):
-        sampling = SamplingParams(
-            max_tokens=MAX_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=seed * B + slot,
-            logprobs=0, logprobs_mode=mode, kept_token_ids=True,
-        )  # fmt: skip
-        request = Request(id=str(slot), prompt_token_ids=PROMPT, params=sampling)
-        worker.apply(control.Admit(slot=slot, generation=1, request=request))
-        state = processor.admit(state, slot=slot, generation=1, request=request)
     builder = ColumnBuilder()
-    while worker.busy:
-        worker.advance()
-        for words in worker.sender:
-            state, records = processor.step(state, decode(words.tobytes()))
-            builder.add(records)
-        worker.sender.clear()
-    return builder.columns(), state.statistics
+    for message in in_process.messages(config, params, requests(mode, seed), compiled):
+        builder.add(message.records)
+    return builder.columns(), message.state.statistics
 
 
 def batch_of(columns):

@@ -5,23 +5,16 @@ Training and `--check` of `train_tiny_model.py` both use these.
 
 from __future__ import annotations
 
-from typing import Any
-
+import in_process
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec.device.model import (
-    LayerParams,
-    ModelConfig,
-    ModelParams,
-    init_cache,
-    init_mtp_cache,
-    llama,
-    mtp,
-)
-from jax_specdec.engine import byte_tokens
+from jax_specdec.device import LoopConfig
+from jax_specdec.device.drafting import MtpDrafter
+from jax_specdec.device.model import LayerParams, ModelConfig, ModelParams, llama, mtp
+from jax_specdec.engine import Request, SamplingParams, byte_tokens
 
 DRAFT_DEPTH = 2  # drafts that the MTP head is trained for
 
@@ -112,43 +105,13 @@ def acceptance(
     draft is made per step, so that an accepted draft moves a step by two tokens. After an
     end-of-document id a continuation does not count.
     """
+    drafter = MtpDrafter(config, num_drafts=1)
+    loop = LoopConfig(config, drafter, num_slots=num_prompts, max_length=prompt_length + generated)
+    asked = SamplingParams(max_tokens=generated, stop_token_ids=(byte_tokens.EOS_ID,))
     starts = np.linspace(0, len(ids) - prompt_length, num_prompts).astype(int)
-    prompts = jnp.asarray(ids[starts[:, None] + np.arange(prompt_length)[None, :]])
-    emitted, drafted = jax.device_get(
-        jax.jit(_decode, static_argnums=(1, 3))(params, config, prompts, generated)
-    )
-    proposed = accepted = 0
-    for row_emitted, row_drafted in zip(emitted, drafted, strict=True):
-        at = 0  # the draft made together with token `at` is for token at + 1
-        while at + 1 < generated and row_emitted[at] != byte_tokens.EOS_ID:
-            hit = row_drafted[at] == row_emitted[at + 1]
-            proposed, accepted = proposed + 1, accepted + int(hit)
-            at += 1 + int(hit)
-    return accepted / max(1, proposed)
-
-
-def _decode(
-    params: ModelParams, config: ModelConfig, prompts: jax.Array, generated: int
-) -> tuple[jax.Array, jax.Array]:
-    """Decode greedily: tokens [B, generated], and the MTP head's guess of each one's successor."""
-    b, length = prompts.shape
-    total = length + generated
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (b, length))
-    hidden, cache = llama.forward(params, config, prompts, positions, init_cache(config, b, total))
-    _, mtp_cache = mtp.mtp_forward(
-        params, config, hidden[:, :-1], prompts[:, 1:], positions[:, :-1],
-        init_mtp_cache(config, b, total),
-    )  # fmt: skip
-
-    def body(carry: Any, position: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-        hidden, cache, mtp_cache = carry  # hidden [B, 1, D] at `position`
-        here = jnp.broadcast_to(position, (b, 1))
-        token = jnp.argmax(llama.logits(params, config, hidden), axis=-1).astype(jnp.int32)
-        guess, mtp_cache = mtp.mtp_forward(params, config, hidden, token, here, mtp_cache)
-        draft = jnp.argmax(llama.logits(params, config, guess), axis=-1)
-        hidden, cache = llama.forward(params, config, token, here + 1, cache)
-        return (hidden, cache, mtp_cache), (token[:, 0], draft[:, 0])
-
-    where = jnp.arange(length - 1, total - 1, dtype=jnp.int32)
-    _, (emitted, drafted) = lax.scan(body, (hidden[:, -1:], cache, mtp_cache), where)
-    return emitted.T, drafted.T
+    requests = [
+        Request(id=str(at), prompt_token_ids=ids[at : at + prompt_length], params=asked)
+        for at in starts
+    ]
+    *_, last = in_process.messages(loop, params, requests)
+    return float(last.state.statistics.acceptance_rate)

@@ -19,10 +19,10 @@ from jax_specdec.device.model import (
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.engine import byte_tokens
 from tests.support import reference_model
-from tests.support.paths import ROOT
+from tests.support.run_examples import EXAMPLES
 
-EXAMPLES = ROOT / "examples"
 CONFIG = ModelConfig.tiny(byte_tokens.VOCAB_SIZE, num_layers=2)
+SIZES = CONFIG.to_dict()
 # The same sizes everywhere, so that each program is compiled once.
 STEPS, RATE, BATCH, SEQUENCE = 50, 1e-2, 4, 16
 PROMPTS = {"num_prompts": 2, "prompt_length": 8, "generated": 10}
@@ -41,13 +41,8 @@ def script():
 
 
 @pytest.fixture(scope="module")
-def corpus(script):
-    return script.tiny_corpus
-
-
-@pytest.fixture(scope="module")
 def params(script):
-    return script.init_params(CONFIG, jax.random.key(0))
+    return jax.device_get(script.init_params(CONFIG, jax.random.key(0)))
 
 
 @pytest.fixture(scope="module")
@@ -80,50 +75,49 @@ def log_softmax(x):
 def test_losses_are_those_of_the_reference(losses_and_gradient, params):
     """All three losses, the second draft by explicit recursion one position at a time."""
     s, rows = SEQUENCE, random_ids(1)
-    got, _ = losses_and_gradient(params, rows)
     weights = {n: np.asarray(x, np.float64) for n, x in named_arrays(params).items()}
-    sizes, head = CONFIG.to_dict(), weights["embedding"].T
     want = []
     for ids in rows:
-        hidden = reference_model.hidden_states(weights, sizes, ids[:s])
-        first = reference_model.mtp_hidden(weights, sizes, hidden, ids[1 : s + 1])
+        hidden = reference_model.hidden_states(weights, SIZES, ids[:s])
+        first = reference_model.mtp_hidden(weights, SIZES, hidden, ids[1 : s + 1])
         second = [
             reference_model.mtp_hidden(
-                weights, sizes, np.vstack([hidden[: i + 1], first[i]]), ids[1 : i + 3]
+                weights, SIZES, np.vstack([hidden[: i + 1], first[i]]), ids[1 : i + 3]
             )[-1]
             for i in range(s)
         ]
-        logprobs = [log_softmax(states @ head) for states in (hidden, first, np.stack(second))]
+        logprobs = [
+            log_softmax(states @ weights["embedding"].T)
+            for states in (hidden, first, np.stack(second))
+        ]
         want.append(
             [-x[np.arange(s), ids[n + 1 : n + 1 + s]].mean() for n, x in enumerate(logprobs)]
         )
+    got, _ = losses_and_gradient(params, rows)
     np.testing.assert_allclose(got, np.mean(want, axis=0), atol=1e-4)
 
 
 def test_training_learns_and_repeats_itself(script, losses_and_gradient):
+    def trained(**changes):
+        settings = {"seed": 1, "steps": STEPS, "rate": RATE, "sequence": SEQUENCE, "batch": BATCH}
+        return script.train(CONFIG, ids, argparse.Namespace(**settings | changes, report=1000))
+
     ids = np.tile(byte_tokens.encode("the quick brown fox. "), 40)
-    args = argparse.Namespace(
-        seed=1, steps=STEPS, rate=RATE, sequence=SEQUENCE, batch=BATCH, report=1000
-    )
-    one, two = (script.train(CONFIG, ids, args) for _ in range(2))  # each from scratch
+    one, two = trained(), trained()  # each from scratch
     jax.tree.map(np.testing.assert_array_equal, one, two)
     rows = ids[np.arange(BATCH)[:, None] + np.arange(SEQUENCE + 3)[None, :]]
     assert (losses_and_gradient(one, rows)[0] < 1.5).all()  # ln 21 = 3.0 with the letters alone
-    args.seed = 2
-    args.steps = 1  # another seed differs from the first step on
-    other = script.train(CONFIG, ids, args)
+    other = trained(seed=2, steps=1)  # another seed differs from the first step on
     assert np.abs(one.embedding - other.embedding).max() > 0.01
 
 
 def test_the_first_step_is_that_of_adamw(script, losses_and_gradient, params):
     """m / sqrt(v) is g / |g| after one step; norms do not decay; the gradient is clipped."""
     ids = random_ids(3)
-    params = jax.device_get(params)
     zeros = jax.tree.map(np.zeros_like, params)
     state = jax.tree.map(jnp.array, (params, zeros, zeros, np.float32(0)))  # is donated
-    (new, *_), _ = jax.device_get(
-        script.make_step(CONFIG, STEPS, RATE)(state, np.asarray(ids, np.int32))
-    )
+    step = script.make_step(CONFIG, STEPS, RATE)
+    (new, *_), _ = jax.device_get(step(state, np.asarray(ids, np.int32)))
     _, gradient = losses_and_gradient(params, ids)
     norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradient)))
     assert norm > 1  # so clipping is seen
@@ -139,24 +133,23 @@ def test_the_first_step_is_that_of_adamw(script, losses_and_gradient, params):
 
 def test_acceptance_is_that_of_speculative_decoding(script, params):
     """Counted once more the slow way: a draft, a check, a step of one or two tokens."""
+
+    def most_likely(logits, text):
+        return int(logits(weights, SIZES, text)[-1].argmax())
+
     ids = np.random.default_rng(2).integers(0, 256, 40).astype(np.int32)
     weights = {n: np.asarray(x) for n, x in named_arrays(params).items()}
-    sizes = CONFIG.to_dict()
     proposed = accepted = 0
     for start in (0, 32):
         text = list(ids[start : start + 8])
-
-        def next_id(text):
-            return int(reference_model.logits(weights, sizes, text)[-1].argmax())
-
-        text.append(next_id(text))
-        while len(text) < 8 + 10:
-            draft = int(reference_model.mtp_logits(weights, sizes, text)[-1].argmax())
-            text.append(next_id(text))
+        text.append(most_likely(reference_model.logits, text))
+        while len(text) < 8 + 9:  # before the last token there is no draft
+            draft = most_likely(reference_model.mtp_logits, text)
+            text.append(most_likely(reference_model.logits, text))
             proposed += 1
             if draft == text[-1]:
                 accepted += 1
-                text.append(next_id(text))
+                text.append(most_likely(reference_model.logits, text))
     got = script.tiny_evaluation.acceptance(params, CONFIG, ids, **PROMPTS)
     assert proposed > 4
     assert got == pytest.approx(accepted / proposed)
@@ -166,68 +159,51 @@ def test_acceptance_is_that_of_speculative_decoding(script, params):
 
 
 @pytest.fixture
-def library(corpus, tmp_path, monkeypatch):
+def library(tmp_path):
     """Thirty small files to take, one that is too short, and one in a folder that is left out."""
-    monkeypatch.setattr(corpus, "SMALLEST_FILE", 100)
     root = tmp_path / "library"
     (root / "test").mkdir(parents=True)
     for number in range(30):
-        (root / f"module_{number}.py").write_text(f"x = {number}\n" * 20)
-    (root / "test" / "excluded.py").write_text("x = 1\n" * 40)
+        (root / f"module_{number}.py").write_text(f"x = {number:4}\n" * 120)
+    (root / "test" / "excluded.py").write_text("x = 1\n" * 200)
     (root / "short.py").write_text("x = 1\n")
     return root
 
 
 @pytest.mark.fast
-def test_list_of_files(corpus, library, tmp_path):
-    twin = tmp_path / "twin"
+def test_list_of_files(script, library, tmp_path):
+    corpus, twin, file = script.tiny_corpus, tmp_path / "twin", tmp_path / "list"
     twin.mkdir()
-    for file in library.glob("*.py"):
-        (twin / file.name).write_bytes(file.read_bytes())
-    (twin / "module_3.py").write_text("y = 3\n" * 20)
+    for path in library.glob("*.py"):
+        (twin / path.name).write_bytes(path.read_bytes())
+    (twin / "module_3.py").write_text("y =    3\n" * 120)
     (twin / "module_4.py").unlink()
     entries = corpus.make_list([library, twin])
     assert {e.path for e in entries} == {f"module_{n}.py" for n in range(30) if n not in (3, 4)}
     assert {e.split for e in entries} == set(corpus.SPLITS)
-    corpus.write_list(tmp_path / "list", entries)
-    assert corpus.read_list(tmp_path / "list") == entries
-    held_out = [e for e in entries if e.split == "held-out"]
+    corpus.write_list(file, entries)
+    assert corpus.read_list(file) == entries
+    texts = [(library / e.path).read_text() for e in entries if e.split == "held-out"]
     ids = corpus.load(entries, "held-out", twin)
-    assert (ids == byte_tokens.EOS_ID).sum() == len(held_out) + 1
-    assert byte_tokens.decode(ids[1:-1]).split("<|eos|>") == [
-        (library / e.path).read_text() for e in held_out
-    ]
-
-
-@pytest.mark.fast
-def test_files_that_differ_are_named(corpus, library):
-    entries = corpus.make_list([library])
+    assert byte_tokens.decode(ids) == "".join(f"<|eos|>{text}" for text in texts) + "<|eos|>"
     first, second, *_ = [e.path for e in entries if e.split == "train"]
     (library / first).write_text("changed")
     (library / second).unlink()
-    with pytest.raises(corpus.CorpusError) as caught:
+    said = rf"(?s)2 files .*{first}: differs\n  {second}: missing.*--write-corpus"
+    with pytest.raises(corpus.CorpusError, match=said):
         corpus.load(entries, "train", library)
-    assert f"{first}: differs" in str(caught.value)
-    assert f"{second}: missing" in str(caught.value)
-    assert "2 files" in str(caught.value)
-    assert "--write-corpus" in str(caught.value)
-
-
-def test_a_line_that_is_none_is_named(corpus, tmp_path):
-    (tmp_path / "list").write_text("# fine\n\nabc train x.py\n")
+    file.write_text("# fine\n\nabc train x.py\n")
     with pytest.raises(corpus.CorpusError, match="list:3: want"):
-        corpus.read_list(tmp_path / "list")
+        corpus.read_list(file)
 
 
-def test_shipped_weights_come_from_the_shipped_list(corpus):
+def test_shipped_weights_come_from_the_shipped_list(script):
+    corpus = script.tiny_corpus
     entries = corpus.read_list(EXAMPLES / "tiny_corpus.txt")
     _, _, metadata = load_checkpoint(tiny_weights_path())
     assert metadata["corpus"] == corpus.digest(entries)
     assert {e.split for e in entries} == set(corpus.SPLITS)
     assert len({e.path for e in entries}) == len(entries)
-
-
-# The commands ----------------------------------------------------------------------------------
 
 
 def test_train_then_check(script, library, tmp_path, capsys, monkeypatch):
@@ -236,9 +212,9 @@ def test_train_then_check(script, library, tmp_path, capsys, monkeypatch):
     files = ["--corpus", str(tmp_path / "list"), "--library", str(library)]
     weights = tmp_path / "tiny.safetensors"
     assert script.main(["--write-corpus", *files]) == 0
-    size = ["--steps", str(STEPS), "--batch", str(BATCH), "--sequence", str(SEQUENCE)]
-    size += ["--rate", str(RATE)]
-    assert script.main([*files, *size, "--output", str(weights)]) == 0
+    size = {"steps": STEPS, "batch": BATCH, "sequence": SEQUENCE, "rate": RATE, "output": weights}
+    options = [word for name, value in size.items() for word in (f"--{name}", str(value))]
+    assert script.main([*files, *options]) == 0
     assert "held-out mtp_acceptance" in capsys.readouterr().out
     check = ["--check", *files, "--weights", str(weights)]
     assert script.main(check) == 0
