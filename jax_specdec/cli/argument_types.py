@@ -65,16 +65,14 @@ def found(path: Path | None) -> str:
 
 def add_checkpoint(group: Any) -> None:
     """Add the option for the directory of a checkpoint, which must be given."""
-    group.add_argument(
-        "--model", type=Path, required=True, metavar="DIR",
-        help="config.json, model.safetensors (or several files and their index), tokenizer.json",
-    )  # fmt: skip
+    group.add_argument("--model", type=Path, required=True, metavar="DIR",
+        help="config.json, model.safetensors (or several files and their index), "
+        "tokenizer.json")  # fmt: skip
 
 
 def add_dtype(group: Any) -> None:
     """Add the option for the type to compute in."""
-    group.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="",
+    group.add_argument("--dtype", choices=("bfloat16", "float32"), default="",
         help="the type to compute in (default: the checkpoint's; float32 for a float16 one)",
     )  # fmt: skip
 
@@ -83,16 +81,12 @@ def add_programs(group: Any) -> None:
     """Add the options for where compiled programs are kept, and whose kernels they take."""
     from jax_specdec.control import IMPLEMENTATIONS
 
-    group.add_argument(
-        "--compilation-cache", default="", metavar="DIR",
+    group.add_argument("--compilation-cache", default="", metavar="DIR",
         help="where compiled programs are kept for the next start, or off (default: the user's "
-        "cache directory)",
-    )  # fmt: skip
-    group.add_argument(
-        "--implementation", choices=IMPLEMENTATIONS, default="",
+        "cache directory)")  # fmt: skip
+    group.add_argument("--implementation", choices=IMPLEMENTATIONS, default="",
         help="what computes the logprobs and draws; xla uses no kernel of this package (default: "
-        "the kernels wherever they can run)",
-    )  # fmt: skip
+        "the kernels wherever they can run)")  # fmt: skip
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -54,17 +54,13 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--full", action="store_true", help="every shape; takes an hour")
-    parser.add_argument(
-        "--minutes", type=float, metavar="N",
+    parser.add_argument("--minutes", type=float, metavar="N",
         help="begin and finish no piece after N minutes (default: 9; with --full no limit)",
     )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, default=Path("device-check"), metavar="FOLDER",
-        help="where the report goes (default: %(default)s)",
-    )  # fmt: skip
+    parser.add_argument("--output", type=Path, default=Path("device-check"), metavar="FOLDER",
+        help="where the report goes (default: %(default)s)")  # fmt: skip
     parser.add_argument("--afresh", action="store_true", help="forget an earlier run's results")
-    parser.add_argument(
-        "--rehearse", action="store_true",
+    parser.add_argument("--rehearse", action="store_true",
         help="anywhere: one small piece of every part, by XLA on the CPU; measures nothing",
     )  # fmt: skip
 

@@ -17,37 +17,23 @@ def add_engine(group: Any) -> None:
     from ipc.wire import MAX_DRAFTS
     from jax_specdec.control import DRAFTERS
 
-    group.add_argument(
-        "--drafter", choices=DRAFTERS,
+    group.add_argument("--drafter", choices=DRAFTERS,
         help="where drafts come from: the model's own head (mtp), the latest n-gram or the longest "
         "suffix of the request's text, a smaller model, or none (default: model with "
-        "--draft-model, otherwise mtp if the model has a head, otherwise ngram)",
-    )  # fmt: skip
-    group.add_argument(
-        "--draft-model", type=Path, metavar="DIR",
-        help="a smaller checkpoint with the same tokenizer, which drafts",
-    )  # fmt: skip
-    group.add_argument(
-        "--drafts", type=integer(0, MAX_DRAFTS), default=3, metavar="N",
-        help=f"the most draft tokens a step, 0 to {MAX_DRAFTS} (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--corpus", type=Path, metavar="FILE",
-        help="a UTF-8 text that the suffix drafter searches too",
-    )  # fmt: skip
-    group.add_argument(
-        "--adaptive-drafts", action="store_true",
-        help="draft less for a request whose drafts are rarely accepted",
-    )  # fmt: skip
-    group.add_argument(
-        "--slots", type=integer(1), default=8, metavar="B",
-        help="requests that a worker decodes together (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
+        "--draft-model, otherwise mtp if the model has a head, otherwise ngram)")  # fmt: skip
+    group.add_argument("--draft-model", type=Path, metavar="DIR",
+        help="a smaller checkpoint with the same tokenizer, which drafts")  # fmt: skip
+    group.add_argument("--drafts", type=integer(0, MAX_DRAFTS), default=3, metavar="N",
+        help=f"the most draft tokens a step, 0 to {MAX_DRAFTS} (default: %(default)s)")  # fmt: skip
+    group.add_argument("--corpus", type=Path, metavar="FILE",
+        help="a UTF-8 text that the suffix drafter searches too")  # fmt: skip
+    group.add_argument("--adaptive-drafts", action="store_true",
+        help="draft less for a request whose drafts are rarely accepted")  # fmt: skip
+    group.add_argument("--slots", type=integer(1), default=8, metavar="B",
+        help="requests that a worker decodes together (default: %(default)s)")  # fmt: skip
+    group.add_argument("--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
         help="devices among which each worker splits the model; "
-        "without accelerators it makes N CPU devices (default: %(default)s)",
-    )  # fmt: skip
+        "without accelerators it makes N CPU devices (default: %(default)s)")  # fmt: skip
     add_programs(group)
 
 

@@ -56,21 +56,16 @@ def add(commands: Any) -> None:
 def _add_files(group: Any) -> None:
     add_checkpoint(group)
     prompts = group.add_mutually_exclusive_group(required=True)
-    prompts.add_argument(
-        "--prompt", action="append", metavar="TEXT",
+    prompts.add_argument("--prompt", action="append", metavar="TEXT",
         help="a prompt, as it is; - is all of standard input. May be given several times",
     )  # fmt: skip
-    prompts.add_argument(
-        "--prompts", type=Path, metavar="FILE",
+    prompts.add_argument("--prompts", type=Path, metavar="FILE",
         help=r"one prompt a line (\n stands for a new line; the name - for standard input); in a "
         'file whose name ends in .jsonl one object a line, {"prompt": ...} or {"messages": [...]}, '
-        "with parameters of its own",
-    )  # fmt: skip
-    group.add_argument(
-        "--output", type=Path, metavar="FILE",
+        "with parameters of its own")  # fmt: skip
+    group.add_argument("--output", type=Path, metavar="FILE",
         help="append one OpenAI-style record a line; requests with a record are not run again. "
-        "With --ray a folder, with a file of columns (Arrow) for each replica",
-    )  # fmt: skip
+        "With --ray a folder, with a file of columns (Arrow) for each replica")  # fmt: skip
     group.add_argument("--quiet", action="store_true", help="do not show the texts")
 
 
@@ -80,24 +75,19 @@ def _add_sampling(group: Any) -> None:
     group.add_argument(
         "--ignore-eos", action="store_true", help="go on after the token that ends a text"
     )
-    group.add_argument(
-        "--logprobs-mode", choices=("raw", "scaled", "processed"), default="raw",
+    group.add_argument("--logprobs-mode", choices=("raw", "scaled", "processed"), default="raw",
         help="the distribution that logprobs describe: the model's (raw), with the temperature "
-        "(scaled), or the one that is sampled from (processed) (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--kept-token-ids", action="store_true",
-        help="add the ids that each token was drawn among, as a learner needs them",
-    )  # fmt: skip
+        "(scaled), or the one that is sampled from (processed) (default: %(default)s)")  # fmt: skip
+    group.add_argument("--kept-token-ids", action="store_true",
+        help="add the ids that each token was drawn among, as a learner needs them")  # fmt: skip
 
 
 def _add_running(group: Any) -> None:
     add_engine(group)
     add_dtype(group)
-    group.add_argument(
-        "--max-length", type=int, metavar="T",
-        help="tokens that a slot holds (default: those of the longest prompt and its --max-tokens)",
-    )  # fmt: skip
+    group.add_argument("--max-length", type=int, metavar="T",
+        help="tokens that a slot holds (default: those of the longest prompt and its "
+        "--max-tokens)")  # fmt: skip
     add_restarts(group, default=None)
     add_ray(group)
 

@@ -16,8 +16,7 @@ END_SECONDS = 2.0  # for the lines that wait at the end
 
 def add_log_level(group: Any) -> None:
     """Add the option for how much is logged."""
-    group.add_argument(
-        "--log-level", choices=LEVELS, default="info",
+    group.add_argument("--log-level", choices=LEVELS, default="info",
         help="of the log on stderr; debug has a line for every request (default: %(default)s)",
     )  # fmt: skip
 

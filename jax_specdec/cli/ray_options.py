@@ -8,19 +8,14 @@ from jax_specdec.cli.argument_types import integer
 
 def add_ray(group: Any) -> None:
     """Add the options for where engines run, and how many."""
-    group.add_argument(
-        "--ray", nargs="?", const="", metavar="ADDRESS",
+    group.add_argument("--ray", nargs="?", const="", metavar="ADDRESS",
         help="run engines on a Ray cluster: that of the head at ADDRESS (host:port), or the one "
         "that RAY_ADDRESS names or this node belongs to, or else on this machine alone",
     )  # fmt: skip
-    group.add_argument(
-        "--replicas", type=integer(1, 2**16), default=1, metavar="N",
-        help="engines, each on devices of its own (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--replica-devices", type=numbers, default={"CPU": 1.0}, metavar="KIND=N,..",
-        help="what a replica takes of a node, such as GPU=4 or TPU=4 (default: CPU=1)",
-    )  # fmt: skip
+    group.add_argument("--replicas", type=integer(1, 2**16), default=1, metavar="N",
+        help="engines, each on devices of its own (default: %(default)s)")  # fmt: skip
+    group.add_argument("--replica-devices", type=numbers, default={"CPU": 1.0}, metavar="KIND=N,..",
+        help="what a replica takes of a node, such as GPU=4 or TPU=4 (default: CPU=1)")  # fmt: skip
 
 
 def numbers(text: str) -> dict[str, float]:

@@ -16,15 +16,11 @@ def add_restarts(group: Any, *, default: int | None) -> None:
       default: replacements; None: without the option, the first loss ends the command.
     """
     said = "none: the first loss ends the command" if default is None else default
-    group.add_argument(
-        "--max-restarts", type=integer(0), default=default, metavar="N",
+    group.add_argument("--max-restarts", type=integer(0), default=default, metavar="N",
         help="new workers in place of lost ones, for each, within --restart-window; a loss that is "
-        f"put down to a request does not count (default: {said})",
-    )  # fmt: skip
-    group.add_argument(
-        "--restart-window", type=_window, metavar="SECONDS",
-        help=f"after which a loss counts no more (default: {WINDOW:g})",
-    )  # fmt: skip
+        f"put down to a request does not count (default: {said})")  # fmt: skip
+    group.add_argument("--restart-window", type=_window, metavar="SECONDS",
+        help=f"after which a loss counts no more (default: {WINDOW:g})")  # fmt: skip
 
 
 def restarts(options: argparse.Namespace) -> dict[str, Any]:

@@ -40,25 +40,19 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_checkpoint(parser)
-    parser.add_argument(
-        "--prompts", type=Path, required=True, metavar="FILE",
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE",
         help=r"one prompt a line (\n stands for a new line; the name - for standard input); in a "
         'file whose name ends in .jsonl one object a line, {"prompt": ...}, {"messages": [...]} or '
-        '{"prompt_token_ids": [...]}, with an "id" or without',
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR",
-        help="a folder for part-00001.parquet and so on; sequences that it has are not run again",
-    )  # fmt: skip
-    parser.add_argument(
-        "--logprobs", type=int, default=0, metavar="K",
+        '{"prompt_token_ids": [...]}, with an "id" or without')  # fmt: skip
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR",
+        help="a folder for part-00001.parquet and so on; sequences that it has are not run "
+        "again")  # fmt: skip
+    parser.add_argument("--logprobs", type=int, default=0, metavar="K",
         help="the K most likely tokens of each place, up to 512 (default: %(default)s)",
     )  # fmt: skip
     add_dtype(parser)
-    parser.add_argument(
-        "--slots", type=int, default=8, metavar="B",
-        help="prompts that are in memory together (default: %(default)s)",
-    )  # fmt: skip
+    parser.add_argument("--slots", type=int, default=8, metavar="B",
+        help="prompts that are in memory together (default: %(default)s)")  # fmt: skip
     add_programs(parser)
 
 

@@ -18,42 +18,28 @@ OTHER_FILES = 256  # that a server has open, beside its connections
 def add_bounds(parser: Any) -> None:
     """Add the options."""
     group = parser.add_argument_group("bounds")
-    group.add_argument(
-        "--max-body", type=integer(1), metavar="BYTES",
+    group.add_argument("--max-body", type=integer(1), metavar="BYTES",
         help="of a request (default: 1048576, and 64 for each token of --max-length); eight of the "
-        "largest may be on their way at once",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-open", type=integer(1), default=1024, metavar="N",
-        help="requests at once (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-waiting", type=integer(1), default=1024, metavar="N",
-        help="choices that may wait for a slot (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-connections", type=integer(1, 2**16), default=1024, metavar="N",
+        "largest may be on their way at once")  # fmt: skip
+    group.add_argument("--max-open", type=integer(1), default=1024, metavar="N",
+        help="requests at once (default: %(default)s)")  # fmt: skip
+    group.add_argument("--max-waiting", type=integer(1), default=1024, metavar="N",
+        help="choices that may wait for a slot (default: %(default)s)")  # fmt: skip
+    group.add_argument("--max-connections", type=integer(1, 2**16), default=1024, metavar="N",
         help="at once; above it, those end first that bring no request (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument(
-        "--max-prompt-logprobs", type=integer(1), default=1024 * 20 * 8, metavar="N",
+    group.add_argument("--max-prompt-logprobs", type=integer(1), default=1024 * 20 * 8, metavar="N",
         help="prompt tokens times K times choices of one request that asks for the prompt's "
-        "logprobs (default: %(default)s, which is 1024 x 20 x 8)",
-    )  # fmt: skip
-    group.add_argument(
-        "--timeout", type=seconds, default=600.0, metavar="SECONDS",
-        help="of one request (default: %(default)g)",
-    )  # fmt: skip
-    group.add_argument(
-        "--client-timeout", type=seconds, default=30.0, metavar="SECONDS",
+        "logprobs (default: %(default)s, which is 1024 x 20 x 8)")  # fmt: skip
+    group.add_argument("--timeout", type=seconds, default=600.0, metavar="SECONDS",
+        help="of one request (default: %(default)g)")  # fmt: skip
+    group.add_argument("--client-timeout", type=seconds, default=30.0, metavar="SECONDS",
         help="that a client may take to send the head of a request, to send its body, and to read "
-        "each part of an answer (default: %(default)g)",
-    )  # fmt: skip
-    group.add_argument(
-        "--allowed-host", action="append", default=[], metavar="NAME",
+        "each part of an answer (default: %(default)g)")  # fmt: skip
+    group.add_argument("--allowed-host", action="append", default=[], metavar="NAME",
         help="by which clients may call the server, beside those of loopback; * for any; may be "
-        "given several times (default: none; on another --host than loopback it must be given)",
-    )  # fmt: skip
+        "given several times (default: none; on another --host than loopback it must be "
+        "given)")  # fmt: skip
 
 
 def bounds(options: argparse.Namespace) -> Bounds:

@@ -42,66 +42,46 @@ def add(commands: Any) -> None:
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR",
-        help="a checkpoint in Hugging Face layout (default: the tiny model)",
-    )  # fmt: skip
+    parser.add_argument("--model", type=Path, metavar="DIR",
+        help="a checkpoint in Hugging Face layout (default: the tiny model)")  # fmt: skip
     own = parser.add_argument_group("a model of your own, instead of --model")
-    own.add_argument(
-        "--own-model", default="", metavar="MODULE:FUNCTION",
-        help="what makes it in a worker, as EngineConfig.own_model",
-    )  # fmt: skip
-    own.add_argument(
-        "--tokenizer", type=Path, metavar="DIR",
-        help="its tokenizer.json, and perhaps tokenizer_config.json and generation_config.json",
-    )  # fmt: skip
-    own.add_argument(
-        "--vocab-size", type=integer(1), metavar="V",
-        help="ids that the model knows (default: those of the tokenizer)",
-    )  # fmt: skip
-    own.add_argument(
-        "--weights", type=Path, metavar="FILE",
+    own.add_argument("--own-model", default="", metavar="MODULE:FUNCTION",
+        help="what makes it in a worker, as EngineConfig.own_model")  # fmt: skip
+    own.add_argument("--tokenizer", type=Path, metavar="DIR",
+        help="its tokenizer.json, and perhaps tokenizer_config.json and "
+        "generation_config.json")  # fmt: skip
+    own.add_argument("--vocab-size", type=integer(1), metavar="V",
+        help="ids that the model knows (default: those of the tokenizer)")  # fmt: skip
+    own.add_argument("--weights", type=Path, metavar="FILE",
         help="a safetensors file of its parameters (default: those that FUNCTION returns)",
     )  # fmt: skip
     parser.add_argument(
         "--name", help="what clients call the model (default: its directory's name)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
-    parser.add_argument(
-        "--port", type=integer(0, 65535), default=8000,
-        help="0 for a free one (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--api-key", default="", metavar="KEY",
+    parser.add_argument("--port", type=integer(0, 65535), default=8000,
+        help="0 for a free one (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--api-key", default="", metavar="KEY",
         help="what clients must send as a bearer token (default: the environment's "
-        f"{KEY_VARIABLE}, which other users cannot read; else none is asked for)",
-    )  # fmt: skip
+        f"{KEY_VARIABLE}, which other users cannot read; else none is asked for)")  # fmt: skip
     add_bounds(parser)
     running = parser.add_argument_group("running")
     add_engine(running)
     add_dtype(running)
-    running.add_argument(
-        "--max-length", type=integer(2), metavar="T",
+    running.add_argument("--max-length", type=integer(2), metavar="T",
         help=f"tokens of a request, prompt included (default: {MAX_LENGTH}, or the checkpoint's "
-        "if it has fewer)",
-    )  # fmt: skip
-    running.add_argument(
-        "--workers", type=integer(1, 64), default=1, metavar="N",
-        help="processes with a model each (default: %(default)s)",
-    )  # fmt: skip
+        "if it has fewer)")  # fmt: skip
+    running.add_argument("--workers", type=integer(1, 64), default=1, metavar="N",
+        help="processes with a model each (default: %(default)s)")  # fmt: skip
     add_restarts(running, default=3)
     add_log_level(running)
     add_ray(running)
-    running.add_argument(
-        "--max-replicas", type=integer(1, 2**16), metavar="N",
+    running.add_argument("--max-replicas", type=integer(1, 2**16), metavar="N",
         help="with --ray: Ray Serve adds replicas up to N while more requests run in each than it "
-        "has slots (default: none)",
-    )  # fmt: skip
-    running.add_argument(
-        "--scaling", type=numbers, default={}, metavar="NAME=N,..",
+        "has slots (default: none)")  # fmt: skip
+    running.add_argument("--scaling", type=numbers, default={}, metavar="NAME=N,..",
         help="with --max-replicas: further settings of Ray Serve's AutoscalingConfig, such as "
-        "upscale_delay_s=10,downscale_delay_s=60 (default: Ray's own, 30 and 600)",
-    )  # fmt: skip
+        "upscale_delay_s=10,downscale_delay_s=60 (default: Ray's own, 30 and 600)")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

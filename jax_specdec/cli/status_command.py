@@ -13,10 +13,9 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         description="List what runs on a Ray cluster: its nodes, the replicas of generate --ray "
         "and of programs with a RayEngine, and the applications of serve --ray.",
     )
-    parser.add_argument(
-        "address", nargs="?", default="", metavar="ADDRESS",
-        help="of the head, host:port (default: what RAY_ADDRESS names, or this node's cluster)",
-    )  # fmt: skip
+    parser.add_argument("address", nargs="?", default="", metavar="ADDRESS",
+        help="of the head, host:port (default: what RAY_ADDRESS names, or this node's "
+        "cluster)")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -30,10 +30,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "other", type=Path, metavar="FILE2", nargs="?", help="others to set beside them"
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="PAGE",
-        help="where to write the page (default: FILE with the ending .html)",
-    )  # fmt: skip
+    parser.add_argument("-o", "--output", type=Path, metavar="PAGE",
+        help="where to write the page (default: FILE with the ending .html)")  # fmt: skip
     parser.add_argument("--title", help="title of the page (default: the names of the files)")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
 

@@ -9,22 +9,16 @@ from typing import Any
 from jax_specdec.serve.bounds import BODIES, MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds
 from jax_specdec.serve.fields import CHAT, COMPLETION, Schema, body_schema
 
-_ERROR: Schema = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
+_TEXT: Schema = {"type": "string"}
+_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+
+
+def _object(**properties: Schema) -> Schema:
+    """An object that has these properties, and perhaps others."""
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL))
 _MEANINGS = {
     400: "a field is wrong, missing or not served",
     401: "the key is missing or wrong",
@@ -41,26 +35,13 @@ _MEANINGS = {
     504: "the answer took too long",
 }
 _OF_HEADS = (414, 421, 431)  # before anything else is looked at
-_HEALTH: Schema = {
-    "type": "object",
-    "properties": {
-        "status": {"enum": ["loading", "ready", "draining", "failed"]},
-        "problems": {"type": "array", "items": {"type": "string"}},
-        "workers": {
-            "type": "array",
-            "items": {"type": "array", "items": {"type": "string"}},
-        },
-    },
-    "required": ["status", "problems", "workers"],
-}
-_USAGE = {
-    "type": "object",
-    "properties": {
-        name: {"type": "integer", "minimum": 0}
-        for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-    },
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-}
+_HEALTH = _object(
+    status={"enum": ["loading", "ready", "draining", "failed"]},
+    problems={"type": "array", "items": _TEXT},
+    workers={"type": "array", "items": {"type": "array", "items": _TEXT}},
+)
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 
 
 def description(*, keyed: bool, bounds: Bounds, max_length: int) -> dict[str, Any]:
@@ -71,29 +52,13 @@ def description(*, keyed: bool, bounds: Bounds, max_length: int) -> dict[str, An
       bounds: the server's.
       max_length: tokens of a request.
     """
-    security: dict[str, Any] = {"security": [{"bearer": []}]} if keyed else {}
-    paths = {
-        "/v1/models": _get("The model that is served.", _object("list"), keyed),
-        "/v1/models/{name}": _named_model(keyed),
-        "/v1/completions": _post(
-            "Text behind a prompt.", body_schema(COMPLETION, "prompt"), "text_completion", "text"
-        ),
-        "/v1/chat/completions": _post(
-            "An answer to messages.", body_schema(CHAT, "messages"), "chat.completion", "message"
-        ),
-        "/health": _get(
-            "Whether requests are served now.",
-            _HEALTH,
-            False,
-            also={503: _HEALTH},
-        ),
-        "/metrics": _text("Numbers for Prometheus.", "text/plain"),
-        "/openapi.json": _get("This description.", {"type": "object"}, False),
-    }
-    for path, operations in paths.items():
-        if path.startswith("/v1"):
-            for operation in operations.values():
-                operation |= security
+    known: dict[str, Any] = {"security": [{"bearer": []}]} if keyed else {}
+    read = (*_OF_HEADS, *((401,) if keyed else ()))
+    name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
+    page = {"description": "the page", "content": {"text/plain": {}}}
+    listed, model = (_response(_object(object={"const": kind})) for kind in ("list", "model"))
+    health = _get("Whether requests are served now.", _response(_HEALTH))
+    health["get"]["responses"]["503"] = _response(_HEALTH)
     components: dict[str, Any] = {"schemas": {"Error": _ERROR}}
     if keyed:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
@@ -104,9 +69,25 @@ def description(*, keyed: bool, bounds: Bounds, max_length: int) -> dict[str, An
             "version": "1",
             "description": _limits(bounds, max_length),
         },
-        "paths": paths,
+        "paths": {
+            "/v1/models": _get("The model that is served.", listed, read, known),
+            "/v1/models/{name}": _get(
+                "The model, by its name.", model, (*read, 404), known | {"parameters": [name]}
+            ),
+            "/v1/completions": _post(
+                "Text behind a prompt.", body_schema(COMPLETION, "prompt"), known,
+                "text_completion", text={},
+            ),
+            "/v1/chat/completions": _post(
+                "An answer to messages.", body_schema(CHAT, "messages"), known,
+                "chat.completion", message={},
+            ),
+            "/health": health,
+            "/metrics": _get("Numbers for Prometheus.", page),
+            "/openapi.json": _get("This description.", _response({"type": "object"})),
+        },
         "components": components,
-    }
+    }  # fmt: skip
 
 
 def _limits(bounds: Bounds, max_length: int) -> str:
@@ -123,72 +104,43 @@ def _limits(bounds: Bounds, max_length: int) -> str:
     )
 
 
-def _post(summary: str, body: Schema, kind: str, said: str) -> dict[str, Any]:
-    choice = {
-        "type": "object",
-        "properties": {
-            "index": {"type": "integer"},
-            "finish_reason": {"enum": ["stop", "length"]},
-            "logprobs": {"type": ["object", "null"]},
-        },
-        "required": ["index", "finish_reason", "logprobs", said],
-    }
-    answer = _object(kind)
-    answer["properties"] |= {
-        "id": {"type": "string"},
-        "created": {"type": "integer"},
-        "model": {"type": "string"},
-        "choices": {"type": "array", "items": choice},
-        "usage": _USAGE,
-    }
-    answer["required"] += ["id", "created", "model", "choices", "usage"]
-    content = {"application/json": {"schema": answer}, "text/event-stream": {}}
-    operation = {
-        "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {"200": {"description": "the answer", "content": content}, **_errors()},
-    }
-    return {"post": operation}
+def _post(
+    summary: str, body: Schema, more: dict[str, Any], kind: str, **said: Schema
+) -> dict[str, Any]:
+    choice = _object(
+        index={"type": "integer"},
+        finish_reason={"enum": ["stop", "length"]},
+        logprobs={"type": ["object", "null"]},
+        **said,
+    )
+    answer = _object(
+        object={"const": kind},
+        id=_TEXT,
+        created={"type": "integer"},
+        model=_TEXT,
+        choices={"type": "array", "items": choice},
+        usage=_USAGE,
+    )
+    made = _response(answer)
+    made["content"]["text/event-stream"] = {}
+    asked = {"required": True, "content": {"application/json": {"schema": body}}}
+    return {"post": _operation(summary, made, _MEANINGS) | {"requestBody": asked} | more}
 
 
 def _get(
-    summary: str, schema: Schema, keyed: bool, also: dict[int, Schema] | None = None
+    summary: str,
+    answer: dict[str, Any],
+    errors: Iterable[int] = _OF_HEADS,
+    more: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    responses = {"200": _response("the answer", schema), **_errors(_OF_HEADS)}
-    for status, other in (also or {}).items():
-        responses[str(status)] = _response("the answer", other)
-    if keyed:
-        responses["401"] = _response(_MEANINGS[401], {"$ref": "#/components/schemas/Error"})
-    return {"get": {"summary": summary, "responses": responses}}
+    return {"get": _operation(summary, answer, errors) | (more or {})}
 
 
-def _named_model(keyed: bool) -> dict[str, Any]:
-    operations = _get("The model, by its name.", _object("model"), keyed)
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    operations["get"]["parameters"] = [name]
-    schema = {"$ref": "#/components/schemas/Error"}
-    operations["get"]["responses"]["404"] = _response(_MEANINGS[404], schema)
-    return operations
+def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int]) -> dict[str, Any]:
+    error = {"$ref": "#/components/schemas/Error"}
+    refused = {str(status): _response(error, _MEANINGS[status]) for status in errors}
+    return {"summary": summary, "responses": {"200": answer, **refused}}
 
 
-def _text(summary: str, kind: str) -> dict[str, Any]:
-    answer: dict[str, Any] = {"description": "the page", "content": {kind: {}}}
-    responses = {"200": answer, **_errors(_OF_HEADS)}
-    return {"get": {"summary": summary, "responses": responses}}
-
-
-def _errors(statuses: Iterable[int] = tuple(_MEANINGS)) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/Error"}
-    return {str(status): _response(_MEANINGS[status], schema) for status in statuses}
-
-
-def _response(said: str, schema: Schema) -> dict[str, Any]:
+def _response(schema: Schema, said: str = "the answer") -> dict[str, Any]:
     return {"description": said, "content": {"application/json": {"schema": schema}}}
-
-
-def _object(kind: str) -> Schema:
-    return {
-        "type": "object",
-        "properties": {"object": {"const": kind}},
-        "required": ["object"],
-    }
