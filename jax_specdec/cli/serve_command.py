@@ -137,44 +137,43 @@ def run(options: argparse.Namespace) -> int:
 def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
     """The model to serve, and the engine that runs it."""
     from jax_specdec.engine.config import EngineConfig
-    from jax_specdec.serve.model import TINY, checkpoint_model, own_model, tiny_model
+    from jax_specdec.serve.model import TINY, directory_model, tiny_model
 
-    created = int(time.time())
     weights, dtype, limit, checkpoint = "", options.dtype, MAX_LENGTH, None
+    directory, vocab_size, eos = options.tokenizer, options.vocab_size, None
+    name = options.own_model.partition(":")[0] or TINY
     if options.own_model:
         if options.model or not options.tokenizer:
             raise ValueError(
                 "--own-model stands in place of --model and needs --tokenizer DIR, with the "
                 "tokenizer.json by which prompts are read"
             )
-        weights, length = found(options.weights), options.max_length or limit
-        name = options.name or options.own_model.partition(":")[0]
-        model = own_model(
-            options.tokenizer, vocab_size=options.vocab_size, name=name, created=created,
-            max_length=length,
-        )  # fmt: skip
+        weights = found(options.weights)
     elif alone := next((n for n in ("tokenizer", "vocab_size", "weights")
                         if getattr(options, n) is not None), ""):  # fmt: skip
         raise ValueError(f"--{alone.replace('_', '-')} is for --own-model")
-    elif options.model is None:
-        length = options.max_length or limit
-        model = tiny_model(name=options.name or TINY, created=created, max_length=length)
-    else:
+    elif options.model is not None:
         from jax_specdec.checkpoint.hf_names import open_model
 
-        checkpoint = open_model(options.model, dtype=dtype)
+        directory, name = options.model, options.model.resolve().name
+        checkpoint = open_model(directory, dtype=dtype)
+        vocab_size, eos = checkpoint.config.vocab_size, checkpoint.hf.eos_token_ids
         most = checkpoint.hf.max_length or 2**31 - 1
-        length = options.max_length or min(limit, most)
-        if length > most:
+        limit = min(limit, most)
+        if (options.max_length or 0) > most:
             raise ValueError(
-                f"--max-length {length} is more than the {most} positions that the model was made "
-                "for"
+                f"--max-length {options.max_length} is more than the {most} positions that the "
+                "model was made for"
             )
-        weights, dtype = str(options.model.resolve()), checkpoint.config.dtype
-        name = options.name or options.model.resolve().name
-        model = checkpoint_model(
-            options.model, checkpoint, name=name, created=created, max_length=length
-        )
+        weights, dtype = str(directory.resolve()), checkpoint.config.dtype
+    length = options.max_length or limit
+    known: dict[str, Any] = {
+        "name": options.name or name, "created": int(time.time()), "max_length": length,
+    }  # fmt: skip
+    if directory is None:
+        model = tiny_model(**known)
+    else:
+        model = directory_model(directory, vocab_size=vocab_size, eos=eos, **known)
     return model, EngineConfig(
         vocab_size=model.vocab_size,
         weights=weights,

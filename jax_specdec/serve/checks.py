@@ -33,7 +33,7 @@ _WORDS = {
 
 
 def check_body(body: Any, fields: Mapping[str, Schema], required: str) -> dict[str, Any]:
-    """The fields of a body that are given, checked.
+    """The fields of a body that are given, checked, and the defaults of the others that have one.
 
     Raises:
       ApiError: says which field is wrong and what it may be.
@@ -57,7 +57,8 @@ def check_body(body: Any, fields: Mapping[str, Schema], required: str) -> dict[s
             check(name, value, fields[name])
     if required not in given:
         raise ApiError(400, f"{required} is missing", param=required)
-    return {name: value for name, value in given.items() if name not in NEUTRAL}
+    defaults = {name: one["default"] for name, one in fields.items() if "default" in one}
+    return defaults | {name: value for name, value in given.items() if name not in NEUTRAL}
 
 
 def check(name: str, value: Any, schema: Schema) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jax_specdec.checkpoint.hf_config import eos_token_ids
-from jax_specdec.checkpoint.hf_names import HfModel
 from jax_specdec.serve.errors import MAX_SHOWN, ApiError
 from jax_specdec.text import byte_tokens
 from jax_specdec.text.detokenize import TokenTable
@@ -100,15 +99,21 @@ def tiny_model(*, name: str, created: int, max_length: int) -> ServedModel:
     )
 
 
-def own_model(
-    directory: Path, *, vocab_size: int | None, name: str, created: int, max_length: int
+def directory_model(
+    directory: Path,
+    *,
+    vocab_size: int | None,
+    name: str,
+    created: int,
+    max_length: int,
+    eos: tuple[int, ...] | None = None,
 ) -> ServedModel:
-    """A model of the user's own, of which a server knows the tokenizer.
+    """A model whose tokenizer is in a directory: a checkpoint, or a model of the user's own.
 
     Args:
-      directory: with tokenizer.json, and perhaps generation_config.json, whose `eos_token_id` ends
-        a text.
+      directory: with tokenizer.json.
       vocab_size: V; None where the model has the tokenizer's ids and no other.
+      eos: tokens that end a text; None: `eos_token_id` of generation_config.json, or none.
 
     Raises:
       FileNotFoundError, MissingExtra, CheckpointError: as `Tokenizer`.
@@ -121,25 +126,5 @@ def own_model(
         table=tokenizer.table(),
         vocab_size=len(tokenizer.token_bytes),
         max_length=max_length,
-        eos_token_ids=eos_token_ids(directory) or (),
-    )
-
-
-def checkpoint_model(
-    directory: Path, model: HfModel, *, name: str, created: int, max_length: int
-) -> ServedModel:
-    """A checkpoint in Hugging Face layout.
-
-    Raises:
-      FileNotFoundError, MissingExtra, CheckpointError: as `Tokenizer`.
-    """
-    tokenizer = Tokenizer(directory, model.config.vocab_size)
-    return ServedModel(
-        name=name,
-        created=created,
-        encoder=tokenizer,
-        table=tokenizer.table(),
-        vocab_size=model.config.vocab_size,
-        max_length=max_length,
-        eos_token_ids=model.hf.eos_token_ids,
+        eos_token_ids=(eos_token_ids(directory) or ()) if eos is None else eos,
     )

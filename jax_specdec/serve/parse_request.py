@@ -1,5 +1,6 @@
 """A checked body to what the engine and the answer need."""
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -62,11 +63,10 @@ def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
       ApiError: it is not served.
     """
     given = check_body(body, fields.COMPLETION, "prompt")
-    prompts = [
-        model.encoder.encode(one) if isinstance(one, str) else tuple(one)
-        for one in _prompts(given["prompt"])
-    ]
-    max_tokens, echo = given.get("max_tokens", 16), given.get("echo", False)
+    prompt, max_tokens, echo = given["prompt"], given["max_tokens"], given["echo"]
+    # A text, several, ids, or several lists of ids.
+    several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    prompts = [model.encoder.encode(x) if isinstance(x, str) else tuple(x) for x in several]
     if max_tokens == 0 and not echo and "prompt_logprobs" not in given:
         raise ApiError(
             400,
@@ -91,9 +91,9 @@ def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
         prompt = model.encoder.encode_chat([_plain(one) for one in given["messages"]])
     except ValueError as error:  # no template, or it refuses them
         raise ApiError(400, str(error), param="messages") from error
-    if "top_logprobs" in given and not given.get("logprobs", False):
+    if "top_logprobs" in given and not given["logprobs"]:
         raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs")
-    logprobs = given.get("top_logprobs", 0) if given.get("logprobs", False) else None
+    logprobs = given.get("top_logprobs", 0) if given["logprobs"] else None
     limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
     left = max(model.max_length - len(prompt), 1)
     return _asked(
@@ -114,61 +114,64 @@ def _asked(
     echo: bool,
 ) -> ParsedRequest:
     model.check_name(given.get("model", model.name))
-    n = given.get("n", 1)
+    n, stop, options = given["n"], given.get("stop", ()), given.get("stream_options", {})
     if n * len(prompts) > fields.MAX_CHOICES:
         raise ApiError(
             400,
             f"n = {n} for {len(prompts)} prompts: a request may have {fields.MAX_CHOICES} choices",
             param="n",
         )
-    for prompt in prompts:
-        if len(prompt) + max(max_tokens, 1) > model.max_length:
-            raise ApiError(
-                400,
-                f"{len(prompt)} prompt tokens and max_tokens = {max_tokens} exceed the "
-                f"{model.max_length} tokens of a request: shorten one of them",
-                param="prompt" if len(prompt) >= model.max_length else "max_tokens",
-                code="context_length_exceeded",
-            )
+    if options and not given["stream"]:
+        raise ApiError(400, "stream_options needs stream = true", param="stream_options")
+    longest = max(map(len, prompts))
+    if longest + max(max_tokens, 1) > model.max_length:
+        raise ApiError(
+            400,
+            f"{longest} prompt tokens and max_tokens = {max_tokens} exceed the {model.max_length} "
+            "tokens of a request: shorten one of them",
+            param="prompt" if longest >= model.max_length else "max_tokens",
+            code="context_length_exceeded",
+        )
     params = _params(given, model, max_tokens=max_tokens, logprobs=logprobs, echo=echo)
     _check_prompt_logprobs(params.prompt_logprobs, sum(map(len, prompts)), n, bounds)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-    requests: list[Request] = []
-    for prompt in prompts:
-        for choice in range(n):
-            seeded = replace(params, seed=(params.seed + choice) % 2**32)
-            try:
-                requests.append(
-                    Request(id=f"{id}-{len(requests)}", prompt_token_ids=prompt, params=seeded)
-                )
-            except RequestError as error:
-                raise ApiError(400, str(error), param="prompt") from error
-    stop = given.get("stop", ())
-    columns = given.get("logprobs_columns", False)
-    options = given.get("stream_options", {})
-    if options and not given.get("stream", False):
-        raise ApiError(400, "stream_options needs stream = true", param="stream_options")
+    try:
+        requests = tuple(
+            Request(
+                id=f"{id}-{n * at + choice}",
+                prompt_token_ids=prompt,
+                params=replace(params, seed=params.seed + choice),
+            )
+            for at, prompt in enumerate(prompts)
+            for choice in range(n)
+        )
+    except RequestError as error:
+        raise ApiError(400, str(error), param="prompt") from error
+    reported = ("speculation", "draft_logprobs", "extra_token_ids", "kept_token_ids")
     return ParsedRequest(
         id=id,
         chat=chat,
-        requests=tuple(requests),
+        requests=requests,
         prompts=len(prompts),
-        stream=given.get("stream", False),
+        stream=given["stream"],
         include_usage=bool(options.get("include_usage")),
         echo=echo,
         score_only=max_tokens == 0,
         logprobs=logprobs,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
-        keep_stop=given.get("include_stop_str_in_output", False),
+        keep_stop=given["include_stop_str_in_output"],
         prompt_logprobs="prompt_logprobs" in given,
-        token_ids=given.get("return_token_ids", False),
-        speculation=any(
-            given.get(name)
-            for name in ("speculation", "draft_logprobs", "extra_token_ids", "kept_token_ids")
-        ),
-        columns=columns,
-        priority=given.get("priority", 0),
+        token_ids=given["return_token_ids"],
+        speculation=any(given.get(name) for name in reported),
+        columns=given["logprobs_columns"],
+        priority=given["priority"],
     )
+
+
+# Numbers that `SamplingParams` has under the same names; a body may have whole ones.
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
 
 
 def _params(
@@ -180,49 +183,48 @@ def _params(
     echo: bool,
 ) -> SamplingParams:
     """How the tokens of every choice are made, but for its seed."""
-    prompt_k = [given[name] for name in ("prompt_logprobs",) if name in given]
-    if echo and logprobs is not None:
-        prompt_k.append(logprobs)
-    for name, k in (("logprobs", logprobs), ("prompt_logprobs", max(prompt_k, default=None))):
+    asked = (given.get("prompt_logprobs"), logprobs if echo else None)
+    prompt_k = max((k for k in asked if k is not None), default=None)
+    for name, k in (("logprobs", logprobs), ("prompt_logprobs", prompt_k)):
         if k is not None and k > model.vocab_size:
             raise ApiError(
                 400, f"{name} = {k}, but the vocabulary has {model.vocab_size} tokens", param=name
             )
-    min_tokens = given.get("min_tokens", 0)
-    if min_tokens > max_tokens:
+    if given["min_tokens"] > max_tokens:  # of 0 tokens one is made, and dropped
         raise ApiError(
             400,
-            f"min_tokens = {min_tokens} is over max_tokens = {max_tokens}: lower it, or raise "
-            "max_tokens",
+            f"min_tokens = {given['min_tokens']} is over max_tokens = {max_tokens}: lower it, or "
+            "raise max_tokens",
             param="min_tokens",
         )
-    _check_biased(given.get("logit_bias", {}), model.vocab_size)
-    eos = () if given.get("ignore_eos", False) else model.eos_token_ids
+    bias = given.get("logit_bias", {})  # whose names are decimal numbers
+    if unknown := [name for name in bias if int(name) >= model.vocab_size]:
+        raise ApiError(
+            400,
+            f"logit_bias: token id {unknown[0]} is outside the vocabulary (0 to "
+            f"{model.vocab_size - 1})",
+            param="logit_bias",
+        )
+    eos = () if given["ignore_eos"] else model.eos_token_ids
     try:
         return SamplingParams(
+            **{name: float(given[name]) for name in _NUMBERS},
             max_tokens=max(max_tokens, 1),
-            temperature=float(given.get("temperature", 1.0)),
-            top_k=max(given.get("top_k", 0), 0),
-            top_p=float(given.get("top_p", 1.0)),
-            min_p=float(given.get("min_p", 0.0)),
+            top_k=max(given["top_k"], 0),
             seed=given["seed"] if "seed" in given else secrets.randbits(32),
             stop_token_ids=tuple(dict.fromkeys((*eos, *given.get("stop_token_ids", ())))),
             logprobs=None if max_tokens == 0 else logprobs,
-            logprobs_mode=LogprobsMode[given.get("logprobs_mode", "raw").upper()],
+            logprobs_mode=LogprobsMode[given["logprobs_mode"].upper()],
             extra_token_ids=tuple(given.get("extra_token_ids", ())),
-            draft_logprobs=given.get("draft_logprobs", False),
-            prompt_logprobs=max(prompt_k, default=None),
-            kept_token_ids=given.get("kept_token_ids", False),
-            presence_penalty=float(given.get("presence_penalty", 0.0)),
-            frequency_penalty=float(given.get("frequency_penalty", 0.0)),
-            repetition_penalty=float(given.get("repetition_penalty", 1.0)),
-            logit_bias=biases_of_json(given.get("logit_bias", {})),
-            min_tokens=min_tokens,
+            draft_logprobs=given["draft_logprobs"],
+            prompt_logprobs=prompt_k,
+            kept_token_ids=given["kept_token_ids"],
+            logit_bias=biases_of_json(bias),
+            min_tokens=given["min_tokens"],
         )
-    except RequestError as error:
-        said = str(error)
-        named = [one for one in given if one in said]  # the first one is what it is about
-        raise ApiError(400, said, param=min(named, key=said.index, default=None)) from error
+    except RequestError as error:  # the first field that it names is the one that it is about
+        named = (word for word in re.findall(r"\w+", str(error)) if word in given)
+        raise ApiError(400, str(error), param=next(named, None)) from error
 
 
 def _check_prompt_logprobs(k: int | None, num_tokens: int, n: int, bounds: Bounds) -> None:
@@ -236,24 +238,6 @@ def _check_prompt_logprobs(k: int | None, num_tokens: int, n: int, bounds: Bound
             "send several requests",
             param="prompt_logprobs",
         )
-
-
-def _check_biased(bias: Mapping[str, float], vocab_size: int) -> None:
-    """Refuse a bias for a token that the model does not have; the names are decimal numbers."""
-    for name in bias:
-        if int(name) >= vocab_size:
-            raise ApiError(
-                400,
-                f"logit_bias: token id {name} is outside the vocabulary (0 to {vocab_size - 1})",
-                param="logit_bias",
-            )
-
-
-def _prompts(prompt: Any) -> list[Any]:
-    """The prompts of the field: a text, several, ids, or several lists of ids."""
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
