@@ -73,14 +73,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
-        for name in ("rope_theta", "norm_eps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be positive and finite, not {value!r}")
-        for name in ("sliding_rope_theta", "attention_scale", "attention_softcap", "logit_softcap"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be positive and finite, or None, not {value!r}")
+        for name in ("rope_theta", "norm_eps", "sliding_rope_theta", "attention_scale",
+                     "attention_softcap", "logit_softcap"):  # fmt: skip
+            value, optional = getattr(self, name), name not in ("rope_theta", "norm_eps")
+            if not ((optional and value is None) or (math.isfinite(value) and value > 0)):
+                rest = ", or None" if optional else ""
+                raise ValueError(f"{name} must be positive and finite{rest}, not {value!r}")
         self._check_sliding()
         if not 0 <= self.experts_per_token <= self.num_experts:
             raise ValueError(

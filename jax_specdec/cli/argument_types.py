@@ -45,6 +45,12 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
 
 
+def add_command(commands: Any, name: str, *, help: str, description: str) -> Any:
+    """The parser of a command, whose description keeps its lines."""
+    form = argparse.RawDescriptionHelpFormatter
+    return commands.add_parser(name, help=help, description=description, formatter_class=form)
+
+
 def closest(name: str, known: Sequence[str]) -> str:
     """ "; did you mean X?" with the known name that is nearest to `name`; "" where none is near."""
     found = difflib.get_close_matches(name, known, n=1)

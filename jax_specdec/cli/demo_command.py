@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import found, integer
+from jax_specdec.cli.argument_types import add_command, found, integer
 from jax_specdec.cli.engine_options import add_engine, engine_options
 from jax_specdec.wording import counted
 
@@ -39,10 +39,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the command line."""
     from ipc.wire import MAX_TOP_K
 
-    parser = commands.add_parser(
-        "demo", help="decode prompts in a worker process and show their logprobs",
-        description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = add_command(commands, "demo", description=HELP,
+        help="decode prompts in a worker process and show their logprobs")  # fmt: skip
     add_engine(parser)
     flag: dict[str, Any] = {"action": "store_true"}
     for name, settings in {

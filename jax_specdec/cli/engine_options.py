@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from jax_specdec.checkpoint.hf_names import HfModel
 
 
+LENGTH_STEP = 128  # slot lengths are multiples of it
+
+
 def add_engine(group: Any) -> None:
     """Add the options that say who drafts, and how much a worker runs at once."""
     from ipc.wire import MAX_DRAFTS
@@ -49,6 +52,11 @@ def engine_options(
         "compilation_cache": options.compilation_cache,
         "implementation": options.implementation,
     }
+
+
+def slot_length(longest: int, limit: int | None) -> int:
+    """The tokens of a slot for requests of up to `longest`: few lengths, so few programs."""
+    return min(-(-longest // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1)
 
 
 def drafting(options: argparse.Namespace, model: HfModel | None, max_length: int) -> dict[str, Any]:

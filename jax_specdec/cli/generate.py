@@ -143,10 +143,12 @@ class Tally:
             f"included ({self.tokens / seconds:.1f} a second)"
         )
 
-    def failures(self) -> Iterator[str]:
-        """Yield a line for each prompt that has no record."""
+    def conclude(self, more: str = "") -> int:
+        """Print the numbers, with `more` behind them, and what failed; returns the exit status."""
+        print(self.line() + more, file=sys.stderr)
         for id, reason in self.failed.items():
-            yield f"{self._what} {id!r} ended early: {reason}"
+            print(f"{self._what} {id!r} ended early: {reason}", file=sys.stderr)
+        return 1 if self.failed else 0
 
     @contextlib.contextmanager
     def noting(
@@ -228,17 +230,17 @@ class Run:
             prompt=None if k is None else openai.joined_prompt(parts, k)[0],
         )  # fmt: skip
 
-    def summary(self) -> Iterator[str]:
-        """Yield the lines to print at the end."""
-        total, line = self._total, self.tally.line()
-        if total.num_drafts:
-            line += (
-                f"; {total.num_accepted / total.num_drafts:.0%} of "
-                f"{counted(total.num_drafts, 'draft')} accepted, "
-                f"{total.num_tokens / total.steps:.2f} tokens a step"
-            )
-        yield line
-        yield from self.tally.failures()
+    @property
+    def speculation(self) -> str:
+        """What it did, to stand behind the tally's line."""
+        total = self._total
+        if not total.num_drafts:
+            return ""
+        return (
+            f"; {total.num_accepted / total.num_drafts:.0%} of "
+            f"{counted(total.num_drafts, 'draft')} accepted, "
+            f"{total.num_tokens / total.steps:.2f} tokens a step"
+        )
 
 
 def left_to_do(

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_checkpoint, add_dtype
-from jax_specdec.cli.engine_options import add_engine, engine_options
+from jax_specdec.cli.argument_types import add_checkpoint, add_command, add_dtype
+from jax_specdec.cli.engine_options import add_engine, engine_options, slot_length
 from jax_specdec.cli.ray_options import add_ray, refuse_without_ray
 from jax_specdec.cli.restart_options import add_restarts, restarts
 from jax_specdec.wording import counted
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jax_specdec.cli.generate import Run, TextsInOrder
     from jax_specdec.cli.prompts import Prompt
     from jax_specdec.engine.config import EngineConfig
+    from jax_specdec.text.detokenize import TokenTable
 
 HELP = """\
 Run prompts through a checkpoint in Hugging Face layout (Llama, Mistral, Mixtral, Qwen2, Qwen3,
@@ -27,7 +28,6 @@ logprobs.
 Only local files are read; nothing is downloaded. With --output, an interrupted run can go on: run
 the same command again.
 """
-LENGTH_STEP = 128  # slot lengths are multiples of it, so that few programs are compiled
 
 SAMPLING = (
     ("--max-tokens", int, 128, "N", "the most tokens to emit (default: %(default)s)"),
@@ -42,12 +42,8 @@ SAMPLING = (
 
 def add(commands: Any) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser(
-        "generate",
-        help="run prompts through a Hugging Face checkpoint",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "generate", description=HELP,
+        help="run prompts through a Hugging Face checkpoint")  # fmt: skip
     _add_files(parser)
     _add_sampling(parser.add_argument_group("sampling (a line of a .jsonl file may differ)"))
     _add_running(parser.add_argument_group("running"))
@@ -119,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     settings = (options.model.resolve().name, model.config.dtype)
     if options.ray is not None:
         return _on_ray(
-            options, _engine_config(options, model, prompts), prompts, settings, tokenizer
+            options, _engine_config(options, model, prompts), prompts, settings, tokenizer.table()
         )
     opened: contextlib.AbstractContextManager[JsonlOutput | None] = (
         JsonlOutput(options.output) if options.output else contextlib.nullcontext()
@@ -139,9 +135,7 @@ def run(options: argparse.Namespace) -> int:
             _generate(config, left, result, texts)
         if style and any(prompt.request.params.logprobs is not None for prompt in left):
             standard_output.explain_colors()
-        for line in result.summary():
-            print(line, file=sys.stderr)
-        return 1 if result.tally.failed else 0
+        return result.tally.conclude(result.speculation)
 
 
 def _on_ray(
@@ -149,7 +143,7 @@ def _on_ray(
     config: EngineConfig,
     prompts: list[Prompt],
     settings: tuple[str, ...],
-    tokenizer: Any,
+    table: TokenTable,
 ) -> int:
     from dataclasses import replace
 
@@ -157,7 +151,7 @@ def _on_ray(
         from jax_specdec.cli import generate_ray
 
         lasting = replace(config, on_worker_loss="restart", resume_lost=True)
-        return generate_ray.run(options, lasting, prompts, settings, tokenizer.table())
+        return generate_ray.run(options, lasting, prompts, settings, table)
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from error
 
@@ -212,7 +206,9 @@ def _engine_config(
 ) -> EngineConfig:
     from jax_specdec.engine.config import EngineConfig
 
-    length, limit = _length(options, prompts), model.hf.max_length
+    limit, requests = model.hf.max_length, [prompt.request for prompt in prompts]
+    longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
+    length = options.max_length or longest
     if limit is not None and length > limit:
         raise ValueError(
             f"{length} tokens in a slot are more than the {limit} positions that the model was "
@@ -220,7 +216,7 @@ def _engine_config(
         )
     shared = engine_options(options, model, length)
     if options.max_length is None:
-        length = min(-(-length // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1)
+        length = slot_length(length, limit)
     return EngineConfig(
         **shared | {"num_slots": min(options.slots, len(prompts))},
         max_length=length,
@@ -229,9 +225,3 @@ def _engine_config(
         dtype=model.config.dtype,
         **restarts(options),
     )
-
-
-def _length(options: argparse.Namespace, prompts: list[Prompt]) -> int:
-    requests = [prompt.request for prompt in prompts]
-    longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
-    return int(options.max_length or longest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -51,9 +50,7 @@ def run(
                     work.add(batch)
         except ClusterError as error:
             raise ValueError(str(error)) from error
-    for line in (work.tally.line(), *work.tally.failures()):
-        print(line, file=sys.stderr)
-    return 1 if work.tally.failed else 0
+    return work.tally.conclude()
 
 
 class _Work:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_checkpoint, add_dtype, add_programs
+from jax_specdec.cli.argument_types import add_checkpoint, add_command, add_dtype, add_programs
+from jax_specdec.cli.engine_options import slot_length
 
 if TYPE_CHECKING:
     from jax_specdec.checkpoint.hf_names import HfModel
@@ -25,7 +26,6 @@ before it, and the K most likely tokens there, as a teacher gives them to a stud
 
 Writes Parquet files, one row a sequence. An interrupted run can go on: run the same command again.
 """
-LENGTH_STEP = 128  # slot lengths are multiples of it, so that few programs are compiled
 CHUNK = 512  # prompt tokens at a time, of one prompt: the weights are read once for them
 SCORES_BYTES = 256 << 20  # of a layer's attention scores; a chunk of a long prompt is smaller
 SECONDS = 30.0  # after which a part is written, and its tokens a second are said
@@ -33,12 +33,8 @@ SECONDS = 30.0  # after which a part is written, and its tokens a second are sai
 
 def add(commands: Any) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser(
-        "score",
-        help="write the logprobs of prompts and their top K as columns",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "score", description=HELP,
+        help="write the logprobs of prompts and their top K as columns")  # fmt: skip
     add_checkpoint(parser)
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE",
         help=r"one prompt a line (\n stands for a new line; the name - for standard input); in a "
@@ -83,9 +79,7 @@ def run(options: argparse.Namespace) -> int:
             return 0
         tally = generate.Tally(len(left), "prompt")
         _score(_engine_config(options, model, prompts), left, parts, options, settings, tally)
-    for line in (tally.line(), *tally.failures()):
-        print(line, file=sys.stderr)
-    return 1 if tally.failed else 0
+    return tally.conclude()
 
 
 def _check_parameters(prompts: list[Prompt], params: SamplingParams) -> None:
@@ -161,7 +155,7 @@ def _engine_config(
             f"a prompt of {longest - 1} tokens and the token behind it are more than the {limit} "
             "positions that the model was made for: shorten it, or cut it in two"
         )
-    max_length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, limit or 2**31 - 1)
+    max_length = slot_length(longest, limit)
     scores = 4 * model.config.num_heads * max_length
     return EngineConfig(
         drafter="none",

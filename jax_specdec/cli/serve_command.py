@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_specdec.cli.argument_types import add_dtype, found, integer
+from jax_specdec.cli.argument_types import add_command, add_dtype, found, integer
 from jax_specdec.cli.engine_options import add_engine, engine_options
 from jax_specdec.cli.logs import add_log_level, logged
 from jax_specdec.cli.ray_options import add_ray, numbers, refuse_without_ray
@@ -36,12 +36,8 @@ INSTALL = "pip install 'prometheus_client>=0.20' 'starlette>=0.40' 'uvicorn>=0.3
 
 def add(commands: Any) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser(
-        "serve",
-        help="serve a model over HTTP, as OpenAI's API has it",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "serve", description=HELP,
+        help="serve a model over HTTP, as OpenAI's API has it")  # fmt: skip
     parser.add_argument("--model", type=Path, metavar="DIR",
         help="a checkpoint in Hugging Face layout (default: the tiny model)")  # fmt: skip
     own = parser.add_argument_group("a model of your own, instead of --model")

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jax_specdec.cli.argument_types import add_command
 from jax_specdec.wording import counted
 
 HELP = """\
@@ -20,12 +21,8 @@ logprobs. In the page, n goes to the next surprising token, and / to the search.
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser(
-        "view",
-        help="write a page that shows every token's logprob",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "view", description=HELP,
+        help="write a page that shows every token's logprob")  # fmt: skip
     parser.add_argument("file", type=Path, metavar="FILE", help="responses (JSONL or JSON)")
     parser.add_argument(
         "other", type=Path, metavar="FILE2", nargs="?", help="others to set beside them"
