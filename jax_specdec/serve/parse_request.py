@@ -205,10 +205,11 @@ def _params(
             f"{model.vocab_size - 1})",
             param="logit_bias",
         )
+    numbers: dict[str, Any] = {name: float(given[name]) for name in _NUMBERS}
     eos = () if given["ignore_eos"] else model.eos_token_ids
     try:
         return SamplingParams(
-            **{name: float(given[name]) for name in _NUMBERS},
+            **numbers,
             max_tokens=max(max_tokens, 1),
             top_k=max(given["top_k"], 0),
             seed=given["seed"] if "seed" in given else secrets.randbits(32),

@@ -15,20 +15,17 @@ CONFIG = hf_files.CONFIGS["llama"]
 
 
 def test_files_that_are_missing_or_damaged_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no config.json: name a directory"):
-        open_model(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config.json is not JSON"):
-        open_model(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"config.json holds a list"):
-        open_model(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(hf_files.hf_fields(CONFIG)))
-    with pytest.raises(FileNotFoundError, match=r"neither model.safetensors nor model.safet"):
-        open_model(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match=r"pytorch_model.bin is a pickle file"):
-        open_model(tmp_path)
+    for name, content, error, said in (
+        ("x", b"", FileNotFoundError, "has no config.json: name a directory"),
+        ("config.json", b"{", CheckpointError, "config.json is not JSON"),
+        ("config.json", b"[]", CheckpointError, "config.json holds a list"),
+        ("config.json", json.dumps(hf_files.hf_fields(CONFIG)).encode(), FileNotFoundError,
+         "neither model.safetensors nor model.safet"),
+        ("pytorch_model.bin", b"", FileNotFoundError, "pytorch_model.bin is a pickle file"),
+    ):  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(error, match=said):
+            open_model(tmp_path)
 
 
 def test_a_shard_that_is_missing_or_cut_off_is_named(tmp_path):
@@ -46,20 +43,17 @@ def test_a_shard_that_is_missing_or_cut_off_is_named(tmp_path):
 
 def test_an_index_that_does_not_fit_is_named(tmp_path):
     hf_files.write(tmp_path, CONFIG, shards=2)
-    index = tmp_path / "model.safetensors.index.json"
+    index, norm = tmp_path / "model.safetensors.index.json", "model.norm.weight"
     weight_map = json.loads(index.read_text())["weight_map"]
-    weight_map["model.norm.weight"] = next(
-        file for file in set(weight_map.values()) if file != weight_map["model.norm.weight"]
-    )
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=r"lacks model.norm.weight, which .*index.json says"):
-        open_model(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"x": "../../etc/passwd"}}))
-    with pytest.raises(CheckpointError, match="not a plain file name"):
-        open_model(tmp_path)
-    index.write_text("{}")
-    with pytest.raises(CheckpointError, match="has no weight_map"):
-        open_model(tmp_path)
+    other = next(file for file in weight_map.values() if file != weight_map[norm])
+    for content, said in (
+        ({"weight_map": weight_map | {norm: other}}, f"lacks {norm}, which .*index.json says"),
+        ({"weight_map": {"x": "../../etc/passwd"}}, "not a plain file name"),
+        ({}, "has no weight_map"),
+    ):
+        index.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=said):
+            open_model(tmp_path)
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):

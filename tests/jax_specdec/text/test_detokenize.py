@@ -12,18 +12,17 @@ pytestmark = pytest.mark.fast
 SNOWMAN = "\N{SNOWMAN}".encode()  # three bytes
 
 
-def test_the_three_writings_of_a_token():
+def test_the_writings_of_a_token():
     table = TokenTable([b" a", b" \xe2\x98", b"\\xe2", SNOWMAN, b""], special={7: "<|end|>"})
-    assert [table.text[id] for id in range(4)] == [" a", r" \xe2\x98", r"\xe2", "\N{SNOWMAN}"]
-    assert table.completion_text[1] == r"bytes: \xe2\x98"
-    assert table.completion_text[2] == r"\xe2"  # these four characters are the text itself
-    assert table.chat[1] == (r" \xe2\x98", (0x20, 0xE2, 0x98))
-    assert table.chat[4] == ("", ())
-    assert table.chat[7] == ("<|end|>", None)
-    assert table.completion_text[7] == "<|end|>"
-    assert table.raw[7] is None
-    assert table.strings[1] == (r" \xe2\x98", b" \xe2\x98")
-    assert table.strings[7] == ("<|end|>", None)
+    for id, text, completion, raw in (
+        (0, " a", " a", b" a"), (1, r" \xe2\x98", r"bytes: \xe2\x98", b" \xe2\x98"),
+        (2, r"\xe2", r"\xe2", rb"\xe2"),  # these four characters are the text itself
+        (3, "\N{SNOWMAN}", "\N{SNOWMAN}", SNOWMAN), (4, "", "", b""),
+        (7, "<|end|>", "<|end|>", None),
+    ):  # fmt: skip
+        assert (table.text[id], table.completion_text[id], table.raw[id]) == (text, completion, raw)
+        assert table.strings[id] == (text, raw)
+        assert table.chat[id] == (text, None if raw is None else tuple(raw))
     assert table.decode([0, 7, 3]) == " a\N{SNOWMAN}"
 
 
