@@ -77,25 +77,14 @@ def verification_bytes(setup: Setup) -> tuple[int, int, int]:
     tokens = min(DRAFT_TOKENS, setup.vocabulary)
     reduced = rows + slots * setup.drafts * tokens + 2 * rows
     gathered = rows * 2 * (groups + min(CANDIDATES, width) + min(MOST_CANDIDATES, width))
-    gathered += rows * gap_words(setup.vocabulary)
     permuted = 0 if whole else rows * (GROUP - 1) * setup.item_bytes
     return WORD * reduced, WORD * devices * (gathered + 2 * slots), permuted
-
-
-def gap_words(vocabulary: int) -> int:
-    """Words that shards exchange of a row that min-p alone cuts: see `sampling/gap_cut.py`.
-
-    The least kept logit, its last id, and the digits of a sum of V weights (`exact_sums.py`).
-    """
-    bits = max(1, (vocabulary - 1).bit_length())
-    return 2 + -(-(bits + 21) // (31 - bits))
 
 
 def sampled_collectives(setup: Setup) -> int:
     """The number of collectives of a sampled step, at worst, where all rows are valid.
 
-    Groups' ends, sums and candidates, named logits, 1,024 candidates with what min-p alone keeps,
-    the draw; a draft each.
+    Groups' ends, sums and candidates, named logits, 1,024 candidates, the draw; a draft each.
     """
     whole = (setup.vocabulary // setup.devices) % GROUP == 0
     return 5 - whole + setup.drafts

@@ -16,6 +16,7 @@ from pallas_kernels.lowering.choose import Implementation, kernel_is_faster, ker
 from pallas_kernels.lowering.forms import Tree
 
 Arrays = TypeVar("Arrays", bound=Tree)
+Found = TypeVar("Found", bound=Tree)
 LEAST_ON_TPU = 512  # tokens: two groups; by the compiler's cycles XLA's sums win below
 MOST_GROUPS = 4096  # of a row, that a warpgroup holds in registers: 1,048,576 tokens
 MOST_TAKEN = 128  # tokens of a row, one a thread
@@ -95,10 +96,10 @@ def draw(
     given: RowsToDraw,
     arrays: Arrays,
     purposes: tuple[int, int],
-    by_xla: Callable[[Arrays], Drawn],
+    by_xla: Callable[[Arrays], Found],
     logits: Float[Array, "N V"],
-    after: Callable[[Drawn, Arrays], Drawn] = lambda drawn, _: drawn,
-) -> Drawn:
+    after: Callable[[Drawn, Arrays], Found],
+) -> Found:
     """A token of each slot's row, of rows that are whole on a device.
 
     The kernel needs at most `MOST_GROUPS` groups and `MOST_TAKEN` taken tokens; elsewhere XLA does
@@ -115,7 +116,7 @@ def draw(
     fits = given.maxima.shape[1] <= MOST_GROUPS and given.excluded_ids.shape[1] <= MOST_TAKEN
     if not fits:
         return by_xla(arrays)
-    found: Drawn = kernels_or_xla(
+    found: Found = kernels_or_xla(
         "draw",
         lambda kernels, logits, given, arrays: after(kernels.draw(logits, given, purposes), arrays),
         lambda _, __, arrays: by_xla(arrays),

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.backends.groups import inverse_temperature
 from pallas_kernels.lowering.forms import logarithm, vary_like
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
+from pallas_kernels.sampling.row_read import RowScale, scaled
 
 # Among shards each trip waits for an exchange: fewer trips, of 15 sums each. On one device
 # bisection sums least.
@@ -140,23 +140,21 @@ def _signed(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def searched(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Truncation:
+def searched(
+    logits: jax.Array, sampling: Sampling, scale: RowScale, shard: VocabShard
+) -> Truncation:
     """The cuts [B] of logits [B, V]: valid rows of requests that are not greedy.
 
     `shard` says which columns of the rows this device holds. Anything in other rows.
     """
-    x = logits.astype(jnp.float32)
-    largest, vocab_size = shard.maximum(x), shard.size(logits.shape[-1])
+    x, vocab_size = logits.astype(jnp.float32), shard.size(logits.shape[-1])
     tokens = order(logits, _ids(logits, shard))
-    inverse = inverse_temperature(sampling.temperature)
-    scaled = (x - largest[..., None]) * inverse[..., None]
-    weights = exact_sums.digits(exponential(scaled), vocab_size)
-    ones = exact_sums.digits(jnp.ones(()), vocab_size)
+    weights = exponential(scaled(x, scale.largest[..., None], scale.inverse[..., None]))
     k, p = sampling.top_k, sampling.top_p
     number = jnp.minimum(k, vocab_size).astype(jnp.float32)
 
-    def mass(digits: tuple[jax.Array, ...], where: jax.Array) -> exact_sums.Mass:
-        return exact_sums.mass(digits, where, shard, vocab_size)
+    def mass(weights: jax.Array, where: jax.Array) -> exact_sums.Mass:
+        return exact_sums.mass(jnp.where(where, weights, 0.0), vocab_size, shard)
 
     def share(where: jax.Array) -> jax.Array:
         return exact_sums.to_float(mass(weights, where), vocab_size)
@@ -164,15 +162,12 @@ def searched(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Trunca
     def filtered(step: jax.Array, kept: jax.Array) -> jax.Array:
         """What top-k, and in the second step top-p, leaves of the tokens that are `kept`."""
         by_p = step > 0
-        counted = tuple(
-            jnp.where(kept, jnp.where(by_p, weight, one), 0)
-            for weight, one in zip(weights, ones, strict=True)
-        )
-        wanted = jnp.where(by_p, jnp.maximum(p * share(kept), 1e-30), number)  # never nothing
-        limit, asked = exact_sums.at_least(wanted, vocab_size), jnp.where(by_p, p < 1, k > 0)
+        counted = jnp.where(kept, jnp.where(by_p, weights, jnp.float32(1)), 0.0)
+        limit = jnp.where(by_p, jnp.maximum(p * share(kept), 1e-30), number)  # never nothing
+        least, filters = exact_sums.at_least(limit, vocab_size), jnp.where(by_p, p < 1, k > 0)
 
         def reaches(place: LastKept) -> jax.Array:
-            return ~exact_sums.less(mass(counted, within(tokens, place)), limit) & asked
+            return ~exact_sums.less(mass(counted, within(tokens, place)), least) & filters
 
         place = last_within(tokens, 8 * logits.dtype.itemsize, vocab_size, reaches, shard)
         return kept & within(tokens, place)
@@ -180,10 +175,10 @@ def searched(logits: jax.Array, sampling: Sampling, shard: VocabShard) -> Trunca
     first = jnp.where(jnp.any(sampling.top_k > 0), 0, 1)
     last = jnp.where(jnp.any(sampling.top_p < 1), 2, 1)
     kept = lax.fori_loop(first, last, filtered, x > -jnp.inf)
-    kept &= x - largest[..., None] >= lowest_gap(sampling)[..., None]
+    kept &= x - scale.largest[..., None] >= lowest_gap(sampling)[..., None]
     cut_logit = shard.minimum(jnp.where(kept, x, jnp.inf))
     cut_id = shard.maximum(jnp.where(kept & (x == cut_logit[..., None]), tokens.ids, -1))
-    log_kept = logarithm(share(kept) / share(x > -jnp.inf))
+    log_kept = logarithm(share(kept) / exact_sums.to_float(scale.total, vocab_size))
     return Truncation(cut_logit, cut_id, jnp.minimum(log_kept, 0.0))
 
 

@@ -7,12 +7,13 @@ Axes: B slots, `*rows` what lies between slot and vocabulary (often S positions)
 N = B * ... all rows.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
@@ -21,8 +22,14 @@ from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering.forms import map_blocks, vary_like
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling import cut_search, parameters, row_cuts, row_read
-from pallas_kernels.sampling.parameters import Sampling, Truncation, compacted, scattered
-from pallas_kernels.sampling.row_read import RowRead
+from pallas_kernels.sampling.parameters import (
+    Sampling,
+    Truncation,
+    at_rows,
+    compacted,
+    scattered,
+)
+from pallas_kernels.sampling.row_read import RowRead, RowScale
 from pallas_kernels.sampling.rows import GroupedRows
 
 MOST_CANDIDATES = 1024  # of a row; one that keeps more takes the search
@@ -80,9 +87,8 @@ def cuts(
 ) -> Truncation:
     """The cuts [N] of the sampled rows; those of others keep everything.
 
-    The read's candidates settle most rows. What is left, and that alone, is read again: rows of
-    min-p alone once more (`row_cuts.cut_of`); of the others 1,024 candidates are read, and rows
-    whose cut lies beyond take a search, one after the other.
+    The read's candidates settle most rows. Of what is left, and that alone, 1,024 candidates are
+    read, and rows whose cut lies beyond take a search, one after the other.
 
     Args:
       rows: the logits.
@@ -90,78 +96,42 @@ def cuts(
       sampling: of each row [N].
       sampled: the valid rows of requests that are not greedy.
     """
-    asked = sampled & parameters.truncates(sampling)
-    nothing = vary_like(Truncation.nothing(asked.shape, rows.vocab_size), asked)
+    is_cut = sampled & parameters.truncates(sampling)
+    nothing = vary_like(Truncation.nothing(is_cut.shape, rows.vocab_size), is_cut)
 
     def some() -> Truncation:
-        row = (found.largest, found.inverse, found.total)
         cut, settled = row_cuts.cut_among(
             found.top_ids,
             found.top_logits,
-            row,
+            found.scale,
             sampling,
             rows.vocab_size,
             row_read.num_candidates(sampling, rows.vocab_size),
         )
-        cut = parameters.where(asked & settled, cut, nothing)
+        cut = parameters.where(is_cut & settled, cut, nothing)
         if rows.vocab_size <= MANY_CANDIDATES:
             return cut  # all tokens are candidates
-        return _for_the_rest(asked & ~settled, cut, again)
+        by_more = functools.partial(_by_more, rows, found.scale, sampling)
+        return _for_the_rest(is_cut & ~settled, cut, by_more)
 
-    def again(left: jax.Array, cut: Truncation) -> Truncation:
-        by_gap = left & row_cuts.suffices(sampling, rows.vocab_size)
-        others = left & ~by_gap
-
-        def by_more(left: jax.Array, cut: Truncation) -> Truncation:
-            return _by_more(rows, found, sampling, left, cut, by_gap)
-
-        def once_more(left: jax.Array, cut: Truncation) -> Truncation:
-            return row_cuts.cut_of(rows, found, sampling, left, cut)
-
-        if rows.shard.axis_name is None:
-            cut = _for_the_rest(by_gap, cut, once_more)
-            return _for_the_rest(others, cut, by_more)
-        # Shards exchange both kinds of rows at once.
-        both: Truncation = lax.cond(jnp.any(others), by_more, once_more, left, cut)
-        return both
-
-    cut: Truncation = lax.cond(jnp.any(asked), some, lambda: nothing)
+    cut: Truncation = lax.cond(jnp.any(is_cut), some, lambda: nothing)
     return cut
 
 
 def _by_more(
-    rows: GroupedRows,
-    found: RowRead,
-    sampling: Sampling,
-    left: jax.Array,
-    cut: Truncation,
-    by_gap: jax.Array,
+    rows: GroupedRows, scale: RowScale, sampling: Sampling, left: jax.Array, cut: Truncation
 ) -> Truncation:
-    """The cuts with those of the rows that are `left` [N] bool: by more candidates, or a search.
-
-    by_gap: rows that take `row_cuts.cut_of` instead; on shards they are among those that are left.
-    """
+    """The cuts with those of the rows that are `left` [N] bool: by more candidates, or a search."""
     index, number = compacted(left)
     block = min(ROWS_WITH_MORE, len(index))
-    no_words = jnp.zeros((block, 0), jnp.int32)
 
     def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
         begin = jnp.minimum(start, len(index) - block)  # of the last block, which begins early
         there = lax.dynamic_slice_in_dim(index, begin, block)
         count = jnp.minimum(number - begin, block)
         own = rows if block == len(index) else rows.pin_to_iteration(start)
-        words = no_words
-        if rows.shard.axis_name is not None:
-            words = _words_of_gaps(own, found, sampling, there, count, by_gap[there])
-        ids, logits, every = own.candidates(MOST_CANDIDATES, there, count, words)
-        mine: Sampling = jax.tree.map(lambda x: x[there], sampling)
-        row = jax.tree.map(lambda x: x[there], (found.largest, found.inverse, found.total))
-        more, settled = row_cuts.cut_among(ids, logits, row, mine, rows.vocab_size)
-        if rows.shard.axis_name is not None:
-            of_gaps = row_cuts.joined(every, found, there, rows.vocab_size)
-            more = parameters.where(by_gap[there], of_gaps, more)
-            settled |= by_gap[there]
-        return more, settled
+        ids, logits = own.candidates(MOST_CANDIDATES, there, count)
+        return row_cuts.cut_among(ids, logits, *at_rows(there, (scale, sampling)), rows.vocab_size)
 
     nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
     more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
@@ -170,46 +140,24 @@ def _by_more(
     if rows.vocab_size <= MOST_CANDIDATES:
         return cut
     still = left & ~jnp.zeros_like(left).at[place].set(True, mode="drop")
-    return _for_the_rest(still, cut, lambda left, cut: _by_search(rows, sampling, left, cut))
-
-
-def _words_of_gaps(
-    rows: GroupedRows,
-    found: RowRead,
-    sampling: Sampling,
-    index: jax.Array,
-    number: jax.Array,
-    by_gap: jax.Array,
-) -> Int32[Array, "R _"]:
-    """`row_cuts.own_words` of the first rows of `index`, if one of them is `by_gap` [R] bool."""
-    shape = len(index), row_cuts.num_words(rows.vocab_size)
-
-    def nothing() -> jax.Array:
-        return vary_like(jnp.zeros(shape, jnp.int32), (rows.arrays, index))
-
-    words: jax.Array = lax.cond(
-        jnp.any(by_gap),
-        lambda: row_cuts.own_words(rows, found, sampling, index, number),
-        nothing,
-    )
-    return words
+    return _for_the_rest(still, cut, functools.partial(_by_search, rows, scale, sampling))
 
 
 def _by_search(
-    rows: GroupedRows, sampling: Sampling, left: jax.Array, cut: Truncation
+    rows: GroupedRows, scale: RowScale, sampling: Sampling, left: jax.Array, cut: Truncation
 ) -> Truncation:
     """The cuts with those of the rows that are `left`, searched for one row at a time."""
     index, number = compacted(left)
 
     def one(i: jax.Array, cut: Truncation) -> Truncation:
-        row = index[i]
+        row, there = index[i], lax.dynamic_slice_in_dim(index, i, 1)
         # As a value of this trip: else XLA would make all logits float32 before the loop.
         logits = lax.optimization_barrier((rows.logits, row))[0]  # type: ignore[no-untyped-call]
         x = lax.dynamic_slice_in_dim(logits, row, 1)
-        x = of_logits.apply(x, of_logits.of_rows(rows.changes, row[None]))
-        own: Sampling = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), sampling)
+        x = of_logits.apply(x, of_logits.of_rows(rows.changes, there))
+        its_scale, its_sampling = at_rows(there, (scale, sampling))
         shard = VocabShard(rows.shard.axis_name, rows.vocab_size)
-        single = cut_search.searched(x, own, shard)
+        single = cut_search.searched(x, its_sampling, its_scale, shard)
         put: Truncation = jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)
         return put
 

@@ -23,7 +23,7 @@ from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.random_draws import DRAFT, Source, best, gumbel
 from pallas_kernels.sampling import door, exact_sums, row_cuts
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.row_read import scaled
+from pallas_kernels.sampling.row_read import RowScale, scaled
 from pallas_kernels.sampling.rows import top_candidates
 from pallas_kernels.sampling.types import CompactQ, Drafts, ReportDrafts
 
@@ -123,7 +123,7 @@ def _from_candidates(
     largest, inverse = x[:, 0], inverse_temperature(sampling.temperature)
     total = row_cuts.mass_of(x, largest, inverse, vocab_size)
     # The total is that of the candidates: a top-k of more than there are keeps all of them.
-    cut, _ = row_cuts.cut_among(ids, x, (largest, inverse, total), sampling, vocab_size)
+    cut, _ = row_cuts.cut_among(ids, x, RowScale(largest, inverse, total), sampling, vocab_size)
     place = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     kept = cut.keeps(x, ids) & (ids >= 0)
     gap = scaled(x, largest[:, None], inverse[:, None])

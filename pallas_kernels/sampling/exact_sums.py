@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.lowering.forms import summed
-from pallas_kernels.meshes.placement import VocabShard
+from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
 Mass = tuple[jax.Array, ...]  # digits [...] uint32, the highest first; all but it below 2**b
 
@@ -40,31 +40,20 @@ def digits(weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
         weights = weights - found[-1]
     found.append(jnp.round(weights * scale))
     # The largest of all, V = 2**n weights of 1 in one, needs the sign bit.
-    return tuple(_signed(digit.astype(jnp.uint32)) for digit in found)
+    return tuple(lax.bitcast_convert_type(digit.astype(jnp.uint32), jnp.int32) for digit in found)
 
 
-def mass(
-    parts: tuple[jax.Array, ...], where: jax.Array, shard: VocabShard, vocab_size: int
-) -> Mass:
-    """The sum [N] of the tokens `where` [N, V] bool, over all shards; digits of `digits`."""
-    own = summed(*(jnp.where(where, part, 0) for part in parts))
+def mass(weights: jax.Array, vocab_size: int, shard: VocabShard = WHOLE) -> Mass:
+    """The sum [N] of weights [N, C] over all shards, each of which has its columns of them."""
+    # All digits in one reduction: else the weights are computed for each.
+    own = summed(*digits(weights, vocab_size))
     return of_sums(tuple(map(shard.across_sum, own)), vocab_size)
 
 
-def total(weights: jax.Array, vocab_size: int) -> Mass:
-    """The sum [N] of weights [N, V]; digits of `digits`."""
-    return of_sums(sums(weights, vocab_size), vocab_size)
-
-
-def sums(weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
-    """The sums [N] int32 of the digits of weights [N, V]: shards may add theirs, as integers."""
-    # All digits in one reduction: else the weights are computed for each.
-    return summed(*digits(weights, vocab_size))
-
-
 def of_sums(added: tuple[jax.Array, ...], vocab_size: int) -> Mass:
-    """The mass of which all digits are added up: `sums` of one device or of all shards."""
-    return carried(tuple(_unsigned(one) for one in added), vocab_size)
+    """The mass of which all `digits` are added up."""
+    # V digits of 2**b need the sign bit, and wrap into it.
+    return carried(tuple(lax.bitcast_convert_type(x, jnp.uint32) for x in added), vocab_size)
 
 
 def carried(sums: Mass, vocab_size: int) -> Mass:
@@ -109,13 +98,3 @@ def to_float(value: Mass, vocab_size: int) -> jax.Array:
     for place, digit in reversed(list(enumerate(value, start=1))):
         result = result + digit.astype(jnp.float32) * jnp.float32(2.0 ** (-bits * place))
     return result
-
-
-def _unsigned(x: jax.Array) -> jax.Array:
-    """int32 -> uint32 of the same bits: V digits of 2**b need the sign bit, and wrap into it."""
-    return lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _signed(x: jax.Array) -> jax.Array:
-    """uint32 -> int32 of the same bits."""
-    return lax.bitcast_convert_type(x, jnp.int32)

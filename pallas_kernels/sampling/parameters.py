@@ -1,13 +1,16 @@
 """What a row is sampled by: its request's parameters, and the cut that they make of it."""
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from pallas_kernels.backends.groups import keeps
-from pallas_kernels.lowering.forms import logarithm, vary_like
+from pallas_kernels.lowering.forms import Tree, at_place, logarithm, vary_like
+
+Values = TypeVar("Values", bound=Tree)
 
 
 class Sampling(NamedTuple):
@@ -103,8 +106,18 @@ def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling
 
 def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, ""]]:
     """The rows that are chosen, in their order, then others; and how many are."""
-    index = jnp.argsort(~which, stable=True).astype(jnp.int32)
-    return index, which.sum(dtype=jnp.int32)
+    # Numbers of which those of the first rows are the largest: XLA:CPU has a call for it.
+    number = len(which)
+    order = jnp.arange(number, 0, -1, dtype=jnp.float32) + jnp.where(which, number, 0)
+    return lax.top_k(order, number)[1], which.sum(dtype=jnp.int32)
+
+
+def at_rows(index: Int32[Array, " R"], values: Values) -> Values:
+    """The values of the rows `index`, of a tree of arrays [N] of 32-bit numbers; in one loop."""
+    leaves, tree = jax.tree.flatten(values)
+    each = (jnp.broadcast_to(x[None], (len(index), len(x))) for x in leaves)
+    chosen: Values = jax.tree.unflatten(tree, at_place(index, *each))
+    return chosen
 
 
 def scattered(

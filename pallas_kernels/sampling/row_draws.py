@@ -24,7 +24,6 @@ from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import WIDTH, Drawn, GroupSums, RowsToDraw, keeps
 from pallas_kernels.backends.xla.group_sums import sums_of_groups
 from pallas_kernels.lowering.forms import at_place, vary_like
-from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
 from pallas_kernels.sampling.row_read import RowRead, num_candidates, scaled
@@ -45,6 +44,7 @@ class Drawing(NamedTuple):
     few: jax.Array  # [B] bool: `keeps_few`
     excluded_ids: Int32[Array, "B M"]  # the tokens of q; -1 where there is none
     log_p: Float32[Array, "B M"]  # of these tokens; -inf where p has none
+    p: Float32[Array, "B M"]
     q: Float32[Array, "B M"]
     source: Source  # [B]
 
@@ -52,11 +52,14 @@ class Drawing(NamedTuple):
 def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
     """A token of each row: of p without q, or of p where nothing is left of it."""
     log_mass = drawing.log_total + drawing.cut.log_kept
-    drawn = _of_all_shards(logits, _drawn_apart(logits, found, drawing))
+    drawn, noise = _drawn_apart(logits, found, drawing)
+    if logits.shard.axis_name is not None:
+        drawn = _of_all_shards(logits, drawn)
+        # As it is of a type that does not vary over the shards.
+        noise = gumbel(drawing.source, RECOVER, drawing.excluded_ids)
 
     # A taken token's noise is its own: the sum of its group does not have it.
-    noise = gumbel(drawing.source, RECOVER, drawing.excluded_ids)
-    left = jnp.maximum(exponential(drawing.log_p) - drawing.q, 0.0)
+    left = jnp.maximum(drawing.p - drawing.q, 0.0)
     apart, apart_id = best(log_of(left) + log_mass[:, None] + noise, drawing.excluded_ids)
     chosen = jnp.where(apart > drawn.score, apart_id, drawn.token_ids)
     # Rounding can leave nothing of a residual whose p and q are equal: then p is the answer, and
@@ -65,8 +68,10 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     return jnp.where(jnp.maximum(drawn.score, apart) > -jnp.inf, chosen, of_p)
 
 
-def _drawn_apart(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Drawn:
-    """The best token that is not taken of each sampled row: of those that this device holds.
+def _drawn_apart(
+    logits: GroupedRows, found: RowRead, drawing: Drawing
+) -> tuple[Drawn, Float32[Array, "B M"]]:
+    """The best token that is not taken of each sampled row, and the noise of those that are.
 
     A GPU's kernel draws for rows that keep many tokens.
     """
@@ -84,7 +89,7 @@ def _drawn_apart(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Drawn
         inverse=found.inverse,
     )
 
-    def by_xla(arrays: Any) -> Drawn:
+    def by_xla(arrays: Any) -> tuple[Drawn, jax.Array]:
         own, found, drawing = arrays
         rows = logits.with_arrays(*own)
         widely = drawing.sampled & ~drawing.few
@@ -99,14 +104,14 @@ def _drawn_apart(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Drawn
         lists = _candidates(found, drawing), rows.tokens(drawing.rows, group.number)
         x, ids = _either(drawing.few, *lists)
         largest = jnp.where(drawing.few, drawing.largest, group.largest)
-        score, token_ids = _best_token(drawing, x, ids, largest)
-        return Drawn(jnp.where(drawing.few, score, group.score), token_ids)
+        drawn, noise = _best_token(drawing, x, ids, largest)
+        return drawn._replace(score=jnp.where(drawing.few, drawn.score, group.score)), noise
 
-    def with_few(drawn: Drawn, arrays: Any) -> Drawn:
+    def with_few(drawn: Drawn, arrays: Any) -> tuple[Drawn, jax.Array]:
         _, found, drawing = arrays
-        few = Drawn(*_best_token(drawing, *_candidates(found, drawing), drawing.largest))
+        few, noise = _best_token(drawing, *_candidates(found, drawing), drawing.largest)
         chosen: Drawn = jax.tree.map(lambda x, y: jnp.where(drawing.few, x, y), few, drawn)
-        return chosen
+        return chosen, noise
 
     arrays = logits.arrays, found, drawing._replace(few=drawing.sampled & drawing.few)
     if logits.shard.axis_name is not None or logits.changes is not None:
@@ -162,16 +167,17 @@ def _best_token(
     x: Float32[Array, "B C"],
     ids: Int32[Array, "B C"],
     largest: Float32[Array, " B"],
-) -> tuple[Float32[Array, " B"], Int32[Array, " B"]]:
-    """The best score of the tokens `ids` [-1: none] that are kept and not taken, and its id.
+) -> tuple[Drawn, Float32[Array, "B M"]]:
+    """The best of the tokens `ids` [-1: none] that are kept and not taken; and those's noise.
 
     Scores are logarithms of weights exp((x - largest) / T), plus noise of (source, token id).
     """
     taken = (ids[:, :, None] == drawing.excluded_ids[:, None, :]).any(axis=2)
     kept = drawing.cut.keeps(x, ids) & (ids >= 0) & ~taken
     gap = scaled(x, largest[:, None], drawing.inverse[:, None])
-    noise = gumbel(drawing.source, RECOVER, ids)
-    return best(jnp.where(kept, gap + noise, -jnp.inf), ids)
+    every = jnp.concatenate([ids, drawing.excluded_ids], axis=1)
+    own, apart = jnp.split(gumbel(drawing.source, RECOVER, every), [ids.shape[1]], axis=1)
+    return Drawn(*best(jnp.where(kept, gap + own, -jnp.inf), ids)), apart
 
 
 def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:

@@ -42,6 +42,19 @@ class RowRead(NamedTuple):
     first_group: Int32[Array, " N"]  # of a valid row, the first with its largest logit
     log_sum: Float32[Array, " N"] | None = None  # of exp(x - m), where logprobs need it
 
+    @property
+    def scale(self) -> "RowScale":
+        """What the weights of the rows' tokens are relative to."""
+        return RowScale(self.largest, self.inverse, self.total)
+
+
+class RowScale(NamedTuple):
+    """The weight of a row's token with logit x is exp((x - m) / T), and its share that over all."""
+
+    largest: Float32[Array, " N"]  # m
+    inverse: Float32[Array, " N"]  # 1 / T
+    total: exact_sums.Mass  # of the whole row
+
 
 def scaled(x: jax.Array, largest: jax.Array, inverse: jax.Array) -> jax.Array:
     """(x - m) / T, at most 0; shapes broadcast."""
@@ -142,7 +155,7 @@ def mass(
 ) -> exact_sums.Mass:
     """The rows' sums of exp((x - m) / T), from those of their groups; any split gives its bits."""
     weights = groups.sums * exponential(scaled(groups.maxima, largest[:, None], inverse[:, None]))
-    return exact_sums.total(weights, vocab_size)
+    return exact_sums.mass(weights, vocab_size)
 
 
 def greedy_ids(rows: GroupedRows, found: RowRead) -> Int32[Array, " N"]:

@@ -23,9 +23,8 @@ from pallas_kernels.backends.groups import (
     number_of_groups,
     whole_groups,
 )
-from pallas_kernels.backends.xla import group_sums, kept_groups
+from pallas_kernels.backends.xla import group_sums
 from pallas_kernels.backends.xla import groups as xla_groups
-from pallas_kernels.backends.xla.kept_groups import KeptGroups
 from pallas_kernels.backends.xla.selection import top_k
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
@@ -121,16 +120,6 @@ class GroupedRows:
         )
         return gathered
 
-    def sums_within(
-        self,
-        gap: tuple[Float32[Array, " R"], Float32[Array, " R"]],
-        inverse: Float32[Array, " R"],
-        row_ids: Int32[Array, " R"],
-        num_rows: Int32[Array, ""],
-    ) -> KeptGroups:
-        """This device's groups [R, L] of what is near the largest: `kept_groups.sums_within`."""
-        return kept_groups.sums_within(self.part, gap, inverse, row_ids, num_rows, self.changes)
-
     def own(self, groups: Float[Array, "R G"], missing: float) -> Float[Array, "R L"]:
         """This device's columns of values of all groups; `missing` where it has fewer."""
         if self.shard.axis_name is None:
@@ -178,19 +167,17 @@ class GroupedRows:
         k: int,
         row_ids: Int32[Array, " R"],
         num_rows: Int32[Array, ""],
-        payload: Int32[Array, "R _"],
-    ) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"], Int32[Array, "shards R _"]]:
+    ) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"]]:
         """The K = min(k, V) largest of rows: ids and logits, ties lowest id first.
 
         An id is -1 where fewer are above -inf. Rows from `num_rows` on are unspecified; the others
-        must be valid. payload: extra int32 words to all-gather with the candidates.
+        must be valid.
         """
         if self.changes is not None:
             count = min(k, self.vocab_size)
-            found = xla_groups.candidates(self.logits, row_ids, num_rows, count, self.changes)
-            return *found, payload[None]
+            return xla_groups.candidates(self.logits, row_ids, num_rows, count, self.changes)
         every = self.logits, self.shard, self.vocab_size
-        return _candidates(*every, k, row_ids, num_rows, payload, valid=True)
+        return _candidates(*every, k, row_ids, num_rows, valid=True)
 
     def _gathered(self, found: Read, count: int, *, with_top: bool) -> Read:
         """Every shard's part of a read, in one exchange; with `count` candidates or without."""
@@ -238,8 +225,7 @@ def top_candidates(
     vocab_size = shard.size(logits.shape[1])
     rows = jnp.arange(len(logits), dtype=jnp.int32)
     every = shard.masked(logits), shard, vocab_size
-    nothing = jnp.zeros((len(logits), 0), jnp.int32)
-    return _candidates(*every, k, rows, jnp.int32(len(logits)), nothing, valid=False)[:2]
+    return _candidates(*every, k, rows, jnp.int32(len(logits)), valid=False)
 
 
 def _candidates(
@@ -249,19 +235,15 @@ def _candidates(
     k: int,
     row_ids: jax.Array,
     num_rows: jax.Array,
-    payload: jax.Array,
     *,
     valid: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     count = min(k, vocab_size)
     mine = min(count, logits.shape[1])
-    ids, found = read.candidates(logits, mine, row_ids, num_rows, valid=valid)
+    found = read.candidates(logits, mine, row_ids, num_rows, valid=valid)
     if shard.axis_name is None:
-        return ids, found, payload[None]
-    packed = _packed(logits, shard, ids, found)
-    every = shard.gathered(jnp.concatenate([packed, payload], axis=1))
-    width = packed.shape[1]
-    return *_merged(every[..., :width], count), every[..., width:]
+        return found
+    return _merged(shard.gathered(_packed(logits, shard, *found)), count)
 
 
 def _packed(logits: jax.Array, shard: VocabShard, ids: jax.Array, values: jax.Array) -> jax.Array:

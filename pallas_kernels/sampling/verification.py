@@ -24,6 +24,7 @@ from pallas_kernels.contract.rows import Rows, check_changes, check_k
 from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import at_place
+from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
@@ -300,10 +301,9 @@ def sampled_slots(
     cut = where(is_sampled, cuts(rows, read, each, is_sampled), Truncation.greedy(choice.token_ids))
     log_p = _log_p(read, cut, is_sampled, q.ids, x)
 
+    p, q_weights = prevent_recompute(exponential(jnp.stack([log_p, q.logprobs])))
     own = q.ids == drafts.token_ids[..., None]
-    p_draft, q_draft = (
-        jnp.where(own, exponential(log), 0.0).sum(axis=2) for log in (log_p, q.logprobs)
-    )
+    p_draft, q_draft = (jnp.where(own, x, 0.0).sum(axis=2) for x in (p, q_weights))
     before = positions[:, :-1]
     seeds = jnp.broadcast_to(sampling.seed[:, None], before.shape)
     u = uniform(Source(seeds, before), ACCEPT)
@@ -315,7 +315,8 @@ def sampled_slots(
 
     a = _leading(accepted)
     few = keeps_few(read, cut, each, rows.vocab_size)
-    drawing = _drawing(batch, read, cut, (is_sampled, few), considered, log_p, q, a)
+    of_drafts = log_p, p, q_weights
+    drawing = _drawing(batch, read, cut, (is_sampled, few), considered, q.ids, of_drafts, a)
     drawn = draw(rows, read, drawing)
     next_ids = jnp.where(drawing.sampled[:, None], drawn[:, None], best_ids)
     verified = _emit(accepted, drafts.token_ids, next_ids)
@@ -383,20 +384,20 @@ def _drawing(
     cut: Truncation,
     which: tuple[Bool[Array, " N"], Bool[Array, " N"]],
     considered: Bool[Array, "B D"],
-    log_p: Float32[Array, "B D M"],
-    q: CompactQ,
+    ids: Int32[Array, "B D M"],
+    of_drafts: tuple[Float32[Array, "B D M"], ...],
     a: Int32[Array, " B"],
 ) -> Drawing:
     """The rows after `a` accepted drafts: less q after a rejection.
 
     Past the proposals and at an invalid row there is no q to take out. which: the rows that are
-    sampled, and those that keep few tokens.
+    sampled, and those that keep few tokens. of_drafts: log p, p and q of the tokens `ids`.
     """
     shape = batch.positions.shape
     each = *cut, read.largest, read.inverse, read.log_total, *(x.astype(jnp.int32) for x in which)
     of_rows = at_place(a, *(x.reshape(shape) for x in each))
-    marks = jnp.broadcast_to(considered[..., None], q.ids.shape).astype(jnp.int32)
-    marks, ids, log_p, log_q = at_place(a, marks, q.ids, log_p, q.logprobs)
+    marks = jnp.broadcast_to(considered[..., None], ids.shape).astype(jnp.int32)
+    marks, ids, log_p, p, q = at_place(a, marks, ids, *of_drafts)
     rejected = marks > 0
     return Drawing(
         rows=jnp.arange(shape[0], dtype=jnp.int32) * shape[1] + a,
@@ -408,7 +409,8 @@ def _drawing(
         few=of_rows[7] > 0,
         excluded_ids=jnp.where(rejected, ids, -1),
         log_p=jnp.where(rejected, log_p, -jnp.inf),
-        q=jnp.where(rejected, exponential(log_q), 0.0),
+        p=jnp.where(rejected, p, 0.0),
+        q=jnp.where(rejected, q, 0.0),
         source=Source(batch.sampling.seed, batch.positions[:, 0] + a),
     )
 

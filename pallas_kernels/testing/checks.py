@@ -52,7 +52,7 @@ def by_name(name: Implementation) -> Kernels:
             return Drawn(jnp.zeros(slots), jnp.full(slots, -1, jnp.int32))
 
         with use_implementation(name):
-            return read.draw(given, (), purposes, nothing, logits)
+            return read.draw(given, (), purposes, nothing, logits, lambda drawn, _: drawn)
 
     def candidates(logits: jax.Array, row_ids: jax.Array, num: jax.Array, k: int) -> Top:
         with use_implementation(name):

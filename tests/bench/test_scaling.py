@@ -8,7 +8,7 @@ from bench import scaling
 from jax_specdec.device.model import sharding
 from pallas_kernels import topk_logprobs
 from pallas_kernels.backends import groups
-from pallas_kernels.sampling import distribution, row_cuts
+from pallas_kernels.sampling import distribution
 from pallas_kernels.sampling import drafts as drawing
 from pallas_kernels.sampling.drafts import draw, none_drawn
 from pallas_kernels.sampling.parameters import Sampling
@@ -50,8 +50,6 @@ def test_constants_are_those_of_the_code():
     assert scaling.CANDIDATES == groups.MANY
     assert scaling.MOST_CANDIDATES == distribution.MOST_CANDIDATES
     assert scaling.DRAFT_TOKENS == drawing.MOST_TOKENS
-    for vocabulary in (2, 1000, 1024, 32_000, 128_256, 262_144):
-        assert scaling.gap_words(vocabulary) == row_cuts.num_words(vocabulary)
 
 
 @pytest.mark.parametrize(("shards", "rows", "k", "chosen"), [(2, 5, 7, 0), (4, 24, 20, 3)])

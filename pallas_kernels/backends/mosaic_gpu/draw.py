@@ -191,7 +191,7 @@ class RowToDraw(NamedTuple):
     excluded: ExcludedTokens
     largest: jax.Array  # m
     inverse: jax.Array  # 1 / T
-    cut_logit: jax.Array  # as `kept_groups.keeps` takes it
+    cut_logit: jax.Array  # as `groups.keeps` takes it
     cut_id: Index
     seed: Index
     position: Index

@@ -32,7 +32,7 @@ def draws(logits, slots, floats, groups, taken):
         largest=groups[:, 0],
         inverse=groups[:, 0],
     )
-    return read.draw(given, slots, (3, 1), drawn_by_xla, logits)
+    return read.draw(given, slots, (3, 1), drawn_by_xla, logits, lambda drawn, _: drawn)
 
 
 def counts(logits, slots, floats, groups, taken):

@@ -1,7 +1,6 @@
-"""The cut of rows that min-p alone cuts and that keep many tokens: one read, and no search."""
+"""The cut of rows of min-p that keep many tokens: more candidates, and a search of whole rows."""
 
 import functools
-from unittest import mock
 
 import chex
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.meshes.placement import WHOLE
-from pallas_kernels.sampling import row_cuts
 from pallas_kernels.sampling.distribution import truncation
 from tests.support import quick_compile
 from tests.support.processed_probs import processed_probs
@@ -62,36 +60,6 @@ def test_kept_tokens_are_those_of_sorting(dtype):
     x = rows.astype(np.float32)
     tied = np.where(x == cut.cut_logit[..., None], np.arange(V), -1)
     np.testing.assert_array_equal(tied.max(axis=-1), cut.cut_id)  # the last of equal ones
-
-
-def test_only_rows_that_keep_many_take_it_and_they_do():
-    """Without it, such rows keep what the read left them with: everything."""
-    with mock.patch.object(row_cuts, "cut_of", lambda *arguments: arguments[-1]):
-        without = quick_compile.jit(lambda x: truncation(x, sampling()))(rows_of(jnp.float32))
-    kept_all = np.isneginf(without.cut_logit)
-    np.testing.assert_array_equal(kept_all, [[True, True]] * 7 + [[False, False]])
-    peaked = [jax.tree.map(lambda x: x[7], cut) for cut in (without, found(jnp.float32)[0])]
-    chex.assert_trees_all_equal(*peaked)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-def test_more_candidates_find_the_same_cut(dtype):
-    """Two ways that share no code; sums are rounded in either."""
-    with mock.patch.object(row_cuts, "suffices", lambda sampling, _: sampling.top_k < 0):
-        listed = quick_compile.jit(lambda x: truncation(x, sampling()))(rows_of(dtype))
-    cut = found(dtype)[0]
-    chex.assert_trees_all_equal(listed[:2], cut[:2])
-    np.testing.assert_allclose(listed.log_kept, cut.log_kept, atol=2e-6)
-
-
-def test_other_filters_do_not_take_it():
-    """Beside top-p and a top-k that can cut, min-p's share is not all that cuts."""
-    takes = [
-        bool(row_cuts.suffices(sampling_of([1.0], top_k, top_p, 0.1), V)[0])
-        for top_k, top_p in ((0, 1.0), (V, 1.0), (V - 1, 1.0), (0, 0.999), (7, 0.5))
-    ]
-    assert takes == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from scipy import stats
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
-from pallas_kernels.sampling import cut_search, exact_sums, row_cuts
+from pallas_kernels.sampling import cut_search, exact_sums, row_cuts, row_read
 from pallas_kernels.sampling.distribution import truncation
 from pallas_kernels.sampling.parameters import Truncation, of_each_row, truncates
+from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 from tests.support.processed_probs import processed_probs
@@ -172,8 +173,7 @@ def test_exponentials_are_the_same_in_every_program():
 def test_fixed_point_sums_are_exact_enough(vocab):
     @quick_compile.jit
     def sums(weights):
-        parts = [part[None] for part in exact_sums.digits(weights, vocab)]
-        mass = exact_sums.mass(parts, jnp.ones(vocab, bool), WHOLE, vocab)
+        mass = exact_sums.mass(weights[None], vocab)
         got = exact_sums.to_float(mass, vocab)
         back, less = (exact_sums.at_least(got * share, vocab) for share in (1, 0.7))
         return mass, got, back, exact_sums.less(less, mass), exact_sums.less(mass, less)
@@ -248,7 +248,13 @@ def test_a_search_finds_the_same_cut():
     rows, sampling = rows_for_shards()
     flat = rows.reshape(-1, RAGGED)
     each = of_each_row(sampling, rows.shape[:2])
-    found = quick_compile.jit(lambda x: cut_search.searched(x, each, WHOLE))(flat)
+
+    @quick_compile.jit
+    def searched(x):
+        scale = row_read.read(GroupedRows.of(x), each).scale
+        return cut_search.searched(x, each, scale, WHOLE)
+
+    found = searched(flat)
     asked = np.array([oracle.is_valid(row) for row in flat])
     asked &= np.asarray(truncates(each) & (each.temperature > 0))
     assert asked.sum() >= 30
@@ -284,8 +290,8 @@ def test_candidates_say_where_they_are_too_few():
     @quick_compile.jit
     def cut(ids, logits, total):
         mass = exact_sums.at_least(total, 20)
-        row = logits[:, 0], jnp.asarray(ones), mass
-        return row_cuts.cut_among(ids, logits, row, sampling_of(ones, *columns), 20)
+        scale = row_read.RowScale(logits[:, 0], jnp.asarray(ones), mass)
+        return row_cuts.cut_among(ids, logits, scale, sampling_of(ones, *columns), 20)
 
     found, settled = jax.device_get(cut(ids, np.zeros(ids.shape, np.float32), 20 * ones))
     assert settled.tolist() == [one is not None for one in kept]
