@@ -237,8 +237,12 @@ class RingReader(Endpoint):
     def _read_message(self) -> None:
         sequence = self._sequence
         flags, size, sent_ns, checksum, slot = self._read_descriptor(sequence)
-        if flags:
-            self._over = self._end_of_stream(flags, sequence)
+        if flags & FLAG_DROPPED:
+            pid = self._segment.peer().pid
+            self._over = PeerDied("producer", pid, sequence - 1, dropped=True)
+        elif flags:
+            self._over = EndOfStream(f"the producer closed the ring; messages sent: {sequence}")
+        if self._over is not None:
             raise self._over
         data = self._slots[slot][:size].tobytes()
         if self._has_checksum and xxh3_64_intdigest(data) != checksum:
@@ -276,11 +280,6 @@ class RingReader(Endpoint):
                 f"{crc:#x}"
             )
         return flags, size, sent_ns, checksum, slot
-
-    def _end_of_stream(self, flags: int, sequence: int) -> RingError:
-        if flags & FLAG_DROPPED:
-            return PeerDied("producer", self._segment.peer().pid, sequence - 1, dropped=True)
-        return EndOfStream(f"the producer closed the ring; messages sent: {sequence}")
 
     def _hand_out(self) -> ReceivedMessage:
         message = self._undelivered

@@ -90,7 +90,8 @@ class RingWriter(Endpoint):
             if now >= self._next_look_ns:
                 # With free slots, send() never waits and so would not notice a dead consumer.
                 self._next_look_ns = now + SLICE_NS
-                self._raise_if_hopeless()
+                if (problem := self._obstacle()) is not None:
+                    raise problem
             return self._commit(views, size, 0)
         except PeerDied:
             self._was_told = True
@@ -196,11 +197,6 @@ class RingWriter(Endpoint):
         if self._words[self._peer_closed]:
             return PeerClosed(f"the consumer closed ring {self.name}")
         return super()._obstacle()
-
-    def _raise_if_hopeless(self) -> None:
-        problem = self._obstacle()
-        if problem is not None:
-            raise problem
 
     def _say_dropped(self) -> None:
         if not self._ended:
