@@ -149,10 +149,12 @@ def test_a_core_that_woke_late_or_a_unit_that_came_early_leaves_no_time_to_rehea
     rehearsal = rehearsed(scene, 20)
     learned = len(rehearsal.began)
     assert learned
-    scene.take(2 * MS, rehearsal)
-    scene.late = 2 * MS  # the rehearsal would begin after the unit has come
-    scene.take(5 * MS, rehearsal)
-    assert len(rehearsal.began) == learned
+    # Early; in time for the spinning, but there when the core wakes; and after all of it.
+    for gap, late in ((2 * MS, 0), (5 * MS - 600 * US, 200 * US), (5 * MS, 2 * MS)):
+        scene.late = late
+        scene.take(gap, rehearsal)
+        assert len(rehearsal.began) == learned
+        scene.late = 0
 
 
 def test_one_rehearsal_that_was_held_up_is_not_the_last_and_long_ones_are_seldom_tried(scene):
