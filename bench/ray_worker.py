@@ -101,7 +101,7 @@ def main(child: Child) -> int:
     """Entry point, as of the real worker."""
     pace = int(os.environ.get(PACE, 0)) * 1e-6
     slots = Slots(child.start.config.num_slots, child.start.config.vocab_size)
-    child.vitals.be_ready(("bench",))
+    child.stats.be_ready(("bench",))
     step, due = 0, 0.0
     assert child.ring is not None
     with child.ring as ring:
@@ -112,6 +112,6 @@ def main(child: Child) -> int:
             if pace:
                 due = max(due + pace, time.monotonic() - pace)
                 time.sleep(max(due - time.monotonic(), 0))
-            child.vitals.advance()
+            child.stats.advance()
             ring.send(slots.message(step))
             step += 1

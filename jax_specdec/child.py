@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import queue
 
     from ipc import RingWriter
-    from jax_specdec.control import Command, ControlClient, Start, Vitals
+    from jax_specdec.control import Command, ControlClient, ProcessStats, Start
 
 PR_SET_PDEATHSIG = 1
 STDIN = 0
@@ -51,8 +51,8 @@ class Child:
         return self.client.commands
 
     @property
-    def vitals(self) -> "Vitals":
-        return self.client.vitals
+    def stats(self) -> "ProcessStats":
+        return self.client.stats
 
 
 def begin(parent: str = "") -> Child:
@@ -80,11 +80,11 @@ def begin(parent: str = "") -> Child:
     if os.getppid() != born["parent"]:  # it ended before it was watched
         os._exit(1)
     threading.Thread(target=_end_with_pipe, name="lifeline", daemon=True).start()
-    from jax_specdec.control import ControlClient, Vitals, from_line
+    from jax_specdec.control import ControlClient, ProcessStats, from_line
 
     start = from_line(line)
     assert start.control is not None
-    client = ControlClient(start.control, Vitals())
+    client = ControlClient(start.control, ProcessStats())
     client.start()
     return Child(start, client, ring)
 

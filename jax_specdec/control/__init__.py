@@ -29,8 +29,8 @@ from jax_specdec.control.commands import (
     to_bytes,
     to_line,
 )
-from jax_specdec.control.heart import Heart
-from jax_specdec.control.pulse import BEAT_SECONDS, Phase, Pulse, Silence, Vitals
+from jax_specdec.control.heartbeat import BEAT_SECONDS, Heartbeat, Phase, ProcessStats, QuietTimer
+from jax_specdec.control.liveness import Liveness
 from jax_specdec.control.server import ControlServer, Link
 
 __all__ = [
@@ -63,10 +63,10 @@ __all__ = [
     "Link",
     "ControlClient",
     # Heartbeats.
-    "Pulse",
+    "Heartbeat",
     "Phase",
-    "Vitals",
-    "Silence",
-    "Heart",
+    "ProcessStats",
+    "QuietTimer",
+    "Liveness",
     "BEAT_SECONDS",
 ]

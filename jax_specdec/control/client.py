@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from jax_specdec.control.commands import Command, Connection, ControlError, Shutdown, from_bytes
-from jax_specdec.control.pulse import BEAT_SECONDS, Vitals
+from jax_specdec.control.heartbeat import BEAT_SECONDS, ProcessStats
 
 LOOK_MS = 250  # between two calls of `beside`
 
@@ -23,19 +23,19 @@ class ControlClient:
 
     Attributes:
       commands: what was taken, in order. A `Shutdown` follows what is no command.
-      vitals: what the heartbeats say.
+      stats: what the heartbeats say.
       beside: called four times a second at least, by the thread that sends the heartbeats.
     """
 
-    def __init__(self, connection: Connection, vitals: Vitals) -> None:
+    def __init__(self, connection: Connection, stats: ProcessStats) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.vitals = vitals
+        self.stats = stats
         self.beside: Callable[[], None] = lambda: None
         self._connection = connection
         self._taken = 0
         self._missing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        vitals.told = self._told
+        stats.told = self._told
 
     def start(self) -> None:
         """Begin, in a thread that does not keep the process alive."""
@@ -70,9 +70,9 @@ class ControlClient:
             now = time.monotonic()
             if woken or now >= due:
                 due = now + BEAT_SECONDS
-                pulse = self.vitals.now(self._taken, self._missing)
+                heartbeat = self.stats.now(self._taken, self._missing)
                 try:
-                    socket.send(pulse.to_bytes(), zmq.NOBLOCK)
+                    socket.send(heartbeat.to_bytes(), zmq.NOBLOCK)
                 except zmq.Again:  # nobody reads; later heartbeats say the same
                     pass
                 else:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jax_specdec.control.commands import Connection
-from jax_specdec.control.pulse import Pulse
+from jax_specdec.control.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     import zmq
@@ -34,13 +34,13 @@ class Link:
 
     Attributes:
       identity: the process's name at the socket; nobody else knows it.
-      pulse: its last heartbeat.
+      heartbeat: its last heartbeat.
       numbered: commands that it was told so far.
     """
 
     def __init__(self, server: "ControlServer", identity: str) -> None:
         self.identity = identity
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.numbered = 0
         self._server = server
         self._kept: collections.deque[bytes] = collections.deque()  # not acknowledged
@@ -50,7 +50,7 @@ class Link:
     def tell(self, payload: bytes) -> int:
         """Send a command, now or as soon as that is possible; returns its number, from 1.
 
-        The command was taken once `pulse.taken` has reached the number.
+        The command was taken once `heartbeat.taken` has reached the number.
         """
         return self._server.send(self, payload)
 
@@ -192,27 +192,27 @@ class ControlServer:
         if link is None or len(parts) != 1:
             return
         try:
-            pulse = Pulse.from_bytes(parts[0], link.pulse.beats + 1)
+            heartbeat = Heartbeat.from_bytes(parts[0], link.heartbeat.beats + 1)
         except ValueError:
             return
-        if not link.pulse.taken <= pulse.taken <= link.numbered:
+        if not link.heartbeat.taken <= heartbeat.taken <= link.numbered:
             return
-        for _ in range(pulse.taken - link.pulse.taken):
+        for _ in range(heartbeat.taken - link.heartbeat.taken):
             link._kept.popleft()
-        link.pulse = pulse
+        link.heartbeat = heartbeat
         late = time.monotonic() - link._sent_at > RESEND_SECONDS
-        if pulse.missing or (pulse.taken < link._sent and late):
-            link._sent = pulse.taken
-        link._sent = max(link._sent, pulse.taken)
+        if heartbeat.missing or (heartbeat.taken < link._sent and late):
+            link._sent = heartbeat.taken
+        link._sent = max(link._sent, heartbeat.taken)
 
     def _push(self, link: Link) -> None:
         """Send what waits, as far as that is possible now; nothing before the first heartbeat."""
-        if link._sent == link.numbered or not link.pulse.beats or self._socket is None:
+        if link._sent == link.numbered or not link.heartbeat.beats or self._socket is None:
             return
         assert self._zmq is not None
         with contextlib.suppress(self._zmq.ZMQError):  # full, or not connected now
             while link._sent < link.numbered:
-                payload = link._kept[link._sent - link.pulse.taken]
+                payload = link._kept[link._sent - link.heartbeat.taken]
                 number = (link._sent + 1).to_bytes(NUMBER_BYTES, "little")
                 self._socket.send_multipart(
                     (link.identity.encode(), number, payload), self._zmq.NOBLOCK

@@ -167,7 +167,7 @@ class WeightsUpdate:
         if not self.committed:
             self._prepare(now)
         elif all(
-            session.worker.pulse.weights_version == self._version
+            session.worker.heartbeat.weights_version == self._version
             for session in self._workers.sessions
             if session.alive and self._told.get(session.process_rank) is session.worker
         ):
@@ -198,18 +198,20 @@ class WeightsUpdate:
                 self._told[rank] = session.worker
                 session.worker.tell(Prepare(number=self._number, path=str(self._source.path)))
         alive = [session for session in self._workers.sessions if session.alive]
-        pulses = [(session.process_rank, session.worker.pulse) for session in alive]
-        for rank, pulse in pulses:
-            if pulse.answered == self._number and pulse.refusal:
-                self.fail(f"process rank {rank}: {pulse.refusal}")
+        heartbeats = [(session.process_rank, session.worker.heartbeat) for session in alive]
+        for rank, heartbeat in heartbeats:
+            if heartbeat.answered == self._number and heartbeat.refusal:
+                self.fail(f"process rank {rank}: {heartbeat.refusal}")
                 return
         decoding = any(not session.prefill_only for session in alive)
-        if decoding and all(pulse.answered == self._number for _, pulse in pulses):
+        if decoding and all(heartbeat.answered == self._number for _, heartbeat in heartbeats):
             self._loaded.set()
             if not self._held:
                 self._commit(alive)
         elif self._deadline is not None and now >= self._deadline:
-            slow = [str(rank) for rank, pulse in pulses if pulse.answered != self._number]
+            slow = [
+                str(rank) for rank, heartbeat in heartbeats if heartbeat.answered != self._number
+            ]
             self.fail(
                 f"process ranks {', '.join(slow) or 'that decode'} had not loaded "
                 f"{self._source.path} in time"

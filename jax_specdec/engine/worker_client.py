@@ -12,8 +12,8 @@ from ipc import EndOfStream, PeerDied, RingError, RingReader, RingTimeout, docto
 from jax_specdec.control import (
     GROUP_KILLED,
     Command,
+    Heartbeat,
     Link,
-    Pulse,
     Shutdown,
     Start,
     to_bytes,
@@ -170,15 +170,15 @@ class WorkerProcess:
         return self._process.exit_status if self._process is not None else None
 
     @property
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         """Its last heartbeat that was heard."""
-        pulse = self._link.pulse if self._link is not None else Pulse()
-        if pulse.ready and self._started is None and self._process is not None:
+        heartbeat = self._link.heartbeat if self._link is not None else Heartbeat()
+        if heartbeat.ready and self._started is None and self._process is not None:
             self._started = self._process.printed
-        return pulse
+        return heartbeat
 
     def tell(self, command: Command) -> int:
-        """Send a command, which never waits; its number, which `pulse.taken` will reach."""
+        """Send a command, which never waits; its number, which `heartbeat.taken` will reach."""
         assert self._link is not None
         return self._link.tell(to_bytes(command))
 
@@ -240,7 +240,7 @@ class WorkerProcess:
             return self._stopped
         try:
             # One that has not loaded its model yet has computed nothing.
-            if drain and self._process is not None and self.pulse.ready:
+            if drain and self._process is not None and self.heartbeat.ready:
                 self._drain(self._process)
             self._kill()
             if self._process is not None:

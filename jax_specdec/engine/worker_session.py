@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ipc import RingReader, RingTimeout, wire
 from ipc.wire import Kind
-from jax_specdec.control import Admit, Command, Evict, Heart, Pulse, Release, Silence
+from jax_specdec.control import Admit, Command, Evict, Heartbeat, Liveness, QuietTimer, Release
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
 from jax_specdec.engine.timings import SlotTimes, Timings
@@ -45,7 +45,7 @@ class WorkerHandle(Protocol):
     def pid(self) -> int: ...
 
     @property
-    def pulse(self) -> Pulse: ...
+    def heartbeat(self) -> Heartbeat: ...
 
     @property
     def share(self) -> Share: ...
@@ -114,9 +114,9 @@ class WorkerSession:
         self._priorities = [0] * num_slots
         self._times = SlotTimes(num_slots)
         self._numbers = [0] * num_slots  # of the admissions, among the commands
-        self._pulse = Pulse()  # the last one that was looked at
+        self._heartbeat = Heartbeat()  # the last one that was looked at
         self._began: float | None = None  # when this worker was looked at first
-        self._heart, self._progress = Heart(worker.pid, grace=START_SECONDS), Silence()
+        self._liveness, self._progress = Liveness(worker.pid, grace=START_SECONDS), QuietTimer()
         self._rehearsed = self._rehearse if rehearse else None
         # The last target message, behind the state that it was applied to.
         self._last: tuple[ProcessorState, bytes] | None = None
@@ -142,21 +142,21 @@ class WorkerSession:
     @property
     def ready(self) -> bool:
         """Whether the worker takes requests: it lives and has loaded its model."""
-        return self.alive and self.worker.pulse.ready
+        return self.alive and self.worker.heartbeat.ready
 
     @property
     def status(self) -> WorkerStatus:
-        pulse = self.worker.pulse
+        heartbeat = self.worker.heartbeat
         return WorkerStatus(
             process_rank=self.process_rank,
             prefill_only=self.prefill_only,
             pid=self.worker.pid,
             alive=self.alive,
-            phase=(str(pulse), *pulse.members),
-            devices=pulse.devices,
+            phase=(str(heartbeat), *heartbeat.members),
+            devices=heartbeat.devices,
             given=str(self.worker.share),
             restarts=self.restarts,
-            weights_version=pulse.weights_version,
+            weights_version=heartbeat.weights_version,
             request_ids=self.request_ids,
             ring=self.worker.ring.counters(),
             processor=self.state.counters,
@@ -191,7 +191,7 @@ class WorkerSession:
 
     def took(self, request_id: str) -> bool:
         """Whether the worker has said that it got the request: otherwise it ran nothing of it."""
-        return self.worker.pulse.taken >= self._numbers[self._slots[request_id]]
+        return self.worker.heartbeat.taken >= self._numbers[self._slots[request_id]]
 
     def gets_on(self, request_id: str) -> bool:
         """Whether the request has made so many steps here that it is not to blame for a loss."""
@@ -205,30 +205,32 @@ class WorkerSession:
         self, now: float, *, heartbeat_timeout: float, max_silence: float | None
     ) -> WorkerSilent | None:
         """An error if the worker was silent for too long; `now` in seconds, monotonic."""
-        pulse, last = self.worker.pulse, self._pulse
-        self._pulse = pulse
+        heartbeat, last = self.worker.heartbeat, self._heartbeat
+        self._heartbeat = heartbeat
         self._began = now if self._began is None else self._began
-        if pulse is not last:
-            self._log_pulse(pulse, last, now - self._began)
-        beat = pulse.beats != last.beats
-        moved = pulse.progress != last.progress or pulse.takes_its_time or not self._slots
+        if heartbeat is not last:
+            self._log_heartbeat(heartbeat, last, now - self._began)
+        beat = heartbeat.beats != last.beats
+        moved = heartbeat.progress != last.progress or heartbeat.takes_its_time or not self._slots
         self._progress.look(now, sign=moved)
-        if not self._heart.look(now, beat=beat, limit=heartbeat_timeout):
+        if not self._liveness.look(now, beat=beat, limit=heartbeat_timeout):
             return WorkerSilent(f"no heartbeat came for {heartbeat_timeout:g} seconds")
         if max_silence is not None and self._progress.seconds > max_silence:
-            return WorkerSilent(f"it made no progress for {max_silence:g} seconds (phase: {pulse})")
+            return WorkerSilent(
+                f"it made no progress for {max_silence:g} seconds (phase: {heartbeat})"
+            )
         return None
 
-    def _log_pulse(self, pulse: Pulse, last: Pulse, seconds: float) -> None:
-        for note in pulse.notes_since(last):
+    def _log_heartbeat(self, heartbeat: Heartbeat, last: Heartbeat, seconds: float) -> None:
+        for note in heartbeat.notes_since(last):
             logger.info("process rank %d: %s", self.process_rank, note)
-        if pulse.ready and not last.ready:
+        if heartbeat.ready and not last.ready:
             logger.info(
                 "process rank %d takes requests after %.1f s (pid %d; %s)",
                 self.process_rank,
                 seconds,
                 self.worker.pid,
-                ", ".join(pulse.devices) or "devices unknown",
+                ", ".join(heartbeat.devices) or "devices unknown",
             )
 
     def evict(self, request_id: str, *, reschedule: bool) -> None:
@@ -254,7 +256,7 @@ class WorkerSession:
             return None
         if received is None:
             return None
-        self._heart.hear()
+        self._liveness.hear()
         self._progress.hear()
         before, message = self.state, decode(received.data)
         self.state, records = output_processor.step(before, message)
@@ -333,6 +335,6 @@ class WorkerSession:
         )
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
         self.worker, self.ending, self.lost, self._last = worker, None, None, None
-        self._pulse, self._began = Pulse(), None
-        self._heart, self._progress = Heart(worker.pid, grace=START_SECONDS), Silence()
+        self._heartbeat, self._began = Heartbeat(), None
+        self._liveness, self._progress = Liveness(worker.pid, grace=START_SECONDS), QuietTimer()
         self.restarts += 1

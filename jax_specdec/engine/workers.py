@@ -235,7 +235,7 @@ class Workers:
           charged: the number of the loss, where it counts against its place.
         """
         restarts, now = self._restarts[session.process_rank], self._clock.now()
-        if session.worker.pulse.ready:
+        if session.worker.heartbeat.ready:
             restarts.forget(now)
         if charged is not None:
             restarts.charge(charged, now)

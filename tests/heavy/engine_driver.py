@@ -39,7 +39,7 @@ def tell_phases(engine, ended):
     """Print the first worker's phase whenever it is another one."""
     before = None
     while not ended.wait(0.01):
-        phase = str(engine.sessions[0].worker.pulse.phase)
+        phase = str(engine.sessions[0].worker.heartbeat.phase)
         if phase != before:
             say(doing=phase)
         before = phase

@@ -28,8 +28,8 @@ class LinkedWorker:
         self.link = link
 
     @property
-    def pulse(self):
-        return self.link.pulse
+    def heartbeat(self):
+        return self.link.heartbeat
 
     def tell(self, command):
         return self.link.tell(to_bytes(command))

@@ -55,11 +55,11 @@ def main(child):
         prefill_only=start.prefill_only,
         max_drafts=0,  # the steps of a request are the same in every run
     )
-    commands, vitals = child.commands, child.vitals
+    commands, stats = child.commands, child.stats
     worker.weights_version = start.config.weights_version
-    vitals.use(worker.weights_version)
+    stats.use(worker.weights_version)
     with child.ring as ring:
-        vitals.be_ready(("scripted",))
+        stats.be_ready(("scripted",))
         while True:
             while not commands.empty() or not worker.ready() or worker.sent == hold:
                 command = commands.get()
@@ -67,12 +67,12 @@ def main(child):
                     return 0
                 worker.tell(command)
             message = worker.try_receive()
-            if worker.answered != vitals.pulse.answered:
-                vitals.answer(worker.answered, worker.refusal)
-            if worker.weights_version != vitals.pulse.weights_version:
-                vitals.use(worker.weights_version)
+            if worker.answered != stats.heartbeat.answered:
+                stats.answer(worker.answered, worker.refusal)
+            if worker.weights_version != stats.heartbeat.weights_version:
+                stats.use(worker.weights_version)
             if message:
-                vitals.advance()
+                stats.advance()
                 ring.send(message.data)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ipc import RingCounters
 from ipc.errors import PeerDied
 from ipc.wire import Kind, SlotState
-from jax_specdec.control import Admit, Commit, Evict, Phase, Prepare, Pulse, Release
+from jax_specdec.control import Admit, Commit, Evict, Heartbeat, Phase, Prepare, Release
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.kept_sets import KeptSets
@@ -100,12 +100,12 @@ class ScriptedWorker:
         return len(self.commands)
 
     @property
-    def pulse(self):
+    def heartbeat(self):
         """A heartbeat whenever it is asked; its progress are its messages."""
         self.beats += 1
         taken = len(self.commands) if self.taken is None else self.taken
         phase = Phase.STEPPING if any(self.slots) else Phase.IDLE
-        return Pulse(
+        return Heartbeat(
             beats=self.beats,
             taken=taken,
             ready=True,

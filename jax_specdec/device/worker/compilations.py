@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_specdec.control import Phase, Pulse, Vitals
+from jax_specdec.control import Heartbeat, Phase, ProcessStats
 from jax_specdec.device.worker import beside
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compiler gets the program next
@@ -15,8 +15,8 @@ _EVENTS = "/jax/core/compile/"
 NOTED_SECONDS = 0.5  # of lowering and compiling, from which on a program is noted for the log
 
 
-def watch(vitals: Vitals, needed: Collection[str] = ()) -> None:
-    """Keep `vitals` at the phase COMPILING while a program is compiled: its number, its name.
+def watch(stats: ProcessStats, needed: Collection[str] = ()) -> None:
+    """Keep `stats` at the phase COMPILING while a program is compiled: its number, its name.
 
     Programs are compiled when they are first needed, and requests decide which ones are. So the
     total is that of the programs that were compiled, and of those in `needed` that were not: it
@@ -27,7 +27,7 @@ def watch(vitals: Vitals, needed: Collection[str] = ()) -> None:
     Args:
       needed: names of programs that will be compiled; where there are none, no total is said.
     """
-    before: list[Pulse] = []
+    before: list[Heartbeat] = []
     count, left = 0, set(needed)
     name, lowering = "", 0.0
 
@@ -37,24 +37,24 @@ def watch(vitals: Vitals, needed: Collection[str] = ()) -> None:
         if event == LOWERED:
             count += 1
             if not before and not aside:
-                before.append(vitals.pulse)
+                before.append(stats.heartbeat)
             name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
             lowering = duration_secs
             left.discard(name)
             total = count + len(left) if needed else 0
             if aside:
-                vitals.beside = name
-            if not aside or vitals.pulse.phase is Phase.COMPILING:
-                vitals.enter(Phase.COMPILING, count, total, what=name)
+                stats.beside = name
+            if not aside or stats.heartbeat.phase is Phase.COMPILING:
+                stats.enter(Phase.COMPILING, count, total, what=name)
         elif event == COMPILED and (aside or before):
             if aside:
-                vitals.beside = ""
+                stats.beside = ""
             else:
-                pulse = before.pop()
-                vitals.enter(pulse.phase, pulse.done, pulse.total)
+                heartbeat = before.pop()
+                stats.enter(heartbeat.phase, heartbeat.done, heartbeat.total)
             if (seconds := lowering + duration_secs) >= NOTED_SECONDS:
-                vitals.note(f"compiled {name} in {seconds:.1f} s")
+                stats.note(f"compiled {name} in {seconds:.1f} s")
         if event.startswith(_EVENTS):
-            vitals.change(progress=vitals.pulse.progress + 1)
+            stats.change(progress=stats.heartbeat.progress + 1)
 
     jax.monitoring.register_event_duration_secs_listener(heard)

@@ -26,18 +26,18 @@ def main(child: Child) -> int:
     index, here = start.member.index, start.config.devices_here
     join(index, start.config.num_processes, start.member.coordinator, local=index % here)
     compilation_cache.begin(start.config.compilation_cache)
-    compilations.watch(child.vitals, PROGRAMS)
-    child.vitals.enter(Phase.LOADING)
-    worker = make_worker(start, Silent(), vitals=child.vitals, publish=False)
-    child.vitals.be_ready(tuple(map(str, jax.local_devices())))
+    compilations.watch(child.stats, PROGRAMS)
+    child.stats.enter(Phase.LOADING)
+    worker = make_worker(start, Silent(), stats=child.stats, publish=False)
+    child.stats.be_ready(tuple(map(str, jax.local_devices())))
     while True:
         if child.commands.empty():
-            child.vitals.enter(Phase.IDLE)
+            child.stats.enter(Phase.IDLE)
         command = child.commands.get()
         if isinstance(command, Advance):
-            child.vitals.advance()
+            child.stats.advance()
         if not worker.apply(command):
             leave()
             return 0
         if isinstance(command, Prepare):
-            child.vitals.answer(command.number, worker.next_weights.refusal)
+            child.stats.answer(command.number, worker.next_weights.refusal)

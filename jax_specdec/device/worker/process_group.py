@@ -30,8 +30,8 @@ from jax_specdec.control import (
     Command,
     ControlClient,
     ControlServer,
-    Heart,
     Link,
+    Liveness,
     Member,
     Shutdown,
     Start,
@@ -62,7 +62,7 @@ class Lead:
         self._ring = ring
         self._client = client
         self._links: list[Link] = []
-        self._heard: list[tuple[int, Heart]] = []  # beats of each follower, and its heart
+        self._heard: list[tuple[int, Liveness]] = []  # beats of each follower, and its liveness
         self._size = start.config.num_processes
         self._followers: list[FollowerHandle] = []
         self._sending = threading.Lock()  # held while a message is written, and to end for good
@@ -111,12 +111,12 @@ class Lead:
 
     def refusal(self, number: int) -> str:
         """Wait until all followers have answered update `number`; why one refuses it, or ""."""
-        while any(link.pulse.answered < number for link in self._links):
+        while any(link.heartbeat.answered < number for link in self._links):
             self._server.pump()
             time.sleep(ANSWER_SECONDS)
         for index, link in enumerate(self._links, 1):
-            if link.pulse.refusal:
-                return f"process {index} of {self._size}: {link.pulse.refusal}"
+            if link.heartbeat.refusal:
+                return f"process {index} of {self._size}: {link.heartbeat.refusal}"
         return ""
 
     def _start(self, start: Start) -> None:
@@ -143,24 +143,24 @@ class Lead:
                 member=Member(index=index, coordinator=coordinator),
             )
             follower.tell(to_line(born))
-        self._heard = [(0, Heart(each.pid, grace=START_SECONDS)) for each in self._followers]
-        self._client.vitals.members = self._phases
+        self._heard = [(0, Liveness(each.pid, grace=START_SECONDS)) for each in self._followers]
+        self._client.stats.members = self._phases
         self._client.beside = self._listen
         join(0, self._size, coordinator, local=0)
 
     def _phases(self) -> tuple[str, ...]:
-        return tuple(str(link.pulse) for link in self._links)
+        return tuple(str(link.heartbeat) for link in self._links)
 
     def _listen(self) -> None:
         """Hear the followers; one that is silent ends the group. Called by the control thread."""
         self._server.pump()
         now = time.monotonic()
         for place, link in enumerate(self._links):
-            beats, heart = self._heard[place]
+            beats, liveness = self._heard[place]
             follower = self._followers[place]
             limit = SILENCE_SECONDS if follower.pid or not beats else PLACED_SILENCE_SECONDS
-            lives = heart.look(now, beat=link.pulse.beats != beats, limit=limit)
-            self._heard[place] = link.pulse.beats, heart
+            lives = liveness.look(now, beat=link.heartbeat.beats != beats, limit=limit)
+            self._heard[place] = link.heartbeat.beats, liveness
             if not lives and not self._closing:
                 self._end(
                     f"process {place + 1} of {self._size} {_where(follower)} sent no heartbeat "

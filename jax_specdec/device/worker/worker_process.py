@@ -19,8 +19,8 @@ from jax_specdec.control import (
     Commit,
     Phase,
     Prepare,
+    ProcessStats,
     Start,
-    Vitals,
     WorkerConfig,
 )
 from jax_specdec.device.drafting.by_name import make_drafter
@@ -43,7 +43,7 @@ def serve(
     worker: Worker,
     commands: "queue.SimpleQueue[Command]",
     tell: Callable[[Command], None] = lambda _: None,
-    vitals: Vitals | None = None,
+    stats: ProcessStats | None = None,
     refusal: Callable[[int], str] = lambda number: "",
     rest: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -53,19 +53,19 @@ def serve(
       worker: carries the commands out.
       commands: from the engine.
       tell: gets every command just before the worker does.
-      vitals: told of every step, when there is nothing to do, and what became of other weights.
+      stats: told of every step, when there is nothing to do, and what became of other weights.
       refusal: waits for what the worker's followers have to say against the weights of an update.
       rest: does a part of what waits until nobody does; False where nothing is left.
     """
-    vitals = vitals or Vitals()
-    vitals.use(worker.weights_version)
+    stats = stats or ProcessStats()
+    stats.use(worker.weights_version)
     while True:
         if commands.empty() and worker.busy:
-            vitals.advance()
+            stats.advance()
             command: Command = Advance()
         else:
             if not worker.busy:
-                _enter_rest(worker, vitals)
+                _enter_rest(worker, stats)
                 while not worker.num_held and commands.empty() and rest():
                     pass
             command = commands.get()
@@ -74,28 +74,28 @@ def serve(
             return
         if isinstance(command, Prepare):
             refusals = worker.next_weights.refusal, refusal(command.number)
-            vitals.answer(command.number, next(filter(None, refusals), ""))
+            stats.answer(command.number, next(filter(None, refusals), ""))
         elif isinstance(command, Commit):
-            vitals.use(worker.weights_version)
+            stats.use(worker.weights_version)
 
 
-def _enter_rest(worker: Worker, vitals: Vitals) -> None:
+def _enter_rest(worker: Worker, stats: ProcessStats) -> None:
     """Say that nothing is to be done, or that all requests wait for programs."""
     if worker.num_held:
-        vitals.enter(Phase.COMPILING, what=vitals.beside)
+        stats.enter(Phase.COMPILING, what=stats.beside)
     else:
-        vitals.enter(Phase.IDLE)
+        stats.enter(Phase.IDLE)
 
 
 def make_worker(
     start: Start,
     sender: Sender,
     *,
-    vitals: Vitals | None = None,
+    stats: ProcessStats | None = None,
     publish: bool = True,
     compiler: Jobs | None = None,
 ) -> Worker:
-    """Load the model and make its worker, with empty slots; `vitals` is told of each tensor.
+    """Load the model and make its worker, with empty slots; `stats` is told of each tensor.
 
     With `compiler`, programs are compiled beside its steps.
 
@@ -103,7 +103,7 @@ def make_worker(
     it.
     """
     try:
-        params, loop, load = _load(start, vitals or Vitals())
+        params, loop, load = _load(start, stats or ProcessStats())
     except (OSError, ValueError, MemoryError) as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(1) from error
@@ -137,7 +137,7 @@ def own_devices(start: Start) -> list[jax.Device]:
     return [devices[place] for place in start.local_devices] or devices
 
 
-def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig, Callable[[str, Any], Any]]:
+def _load(start: Start, stats: ProcessStats) -> tuple[Any, LoopConfig, Callable[[str, Any], Any]]:
     """The weights and the loop that a worker was told to run, and a reader of other weights."""
     config = start.config
     devices = own_devices(start) if start.local_devices else None
@@ -145,7 +145,7 @@ def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig, Callable[[str,
         load_model,
         num_slots=config.num_slots,
         max_length=config.max_length,
-        tell=vitals.load,
+        tell=stats.load,
         num_devices=config.tensor_parallel,
         devices=devices,
     )
@@ -159,7 +159,7 @@ def _load(start: Start, vitals: Vitals) -> tuple[Any, LoopConfig, Callable[[str,
     else:
         params, model = load(config.weights, dtype=config.dtype)
         other = functools.partial(
-            other_weights, config=model, tell=vitals.load, num_devices=config.tensor_parallel,
+            other_weights, config=model, tell=stats.load, num_devices=config.tensor_parallel,
             devices=devices,
         )  # fmt: skip
     small = None
@@ -234,21 +234,21 @@ def main(child: Child) -> int:
     compilation_cache.begin(start.config.compilation_cache)
     writes = compilation_cache.LaterWrites()
     writes.begin()
-    compilations.watch(child.vitals, PROGRAMS)
+    compilations.watch(child.stats, PROGRAMS)
     assert child.ring is not None
     beside = Beside(lambda: child.commands.put(Advance()))
     with beside, child.ring as ring, Lead(start, ring, child.client) as lead:
-        child.vitals.enter(Phase.LOADING)
+        child.stats.enter(Phase.LOADING)
         compiler = beside if compiles_beside(start.config) else None
-        worker = make_worker(start, lead, vitals=child.vitals, compiler=compiler)
+        worker = make_worker(start, lead, stats=child.stats, compiler=compiler)
         writes.steps_are_made = lambda: any(slot.occupied for slot in worker.slots)
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request
-        child.vitals.be_ready(tuple(map(str, own_devices(start)[:devices])))
+        child.stats.be_ready(tuple(map(str, own_devices(start)[:devices])))
 
         def rest() -> bool:
             return writes.write_one() or beside.collect()
 
-        serve(worker, child.commands, lead.tell, child.vitals, lead.refusal, rest)
+        serve(worker, child.commands, lead.tell, child.stats, lead.refusal, rest)
         writes.write_all()
     return 0

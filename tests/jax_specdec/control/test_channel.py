@@ -14,11 +14,11 @@ import zmq
 from jax_specdec.control import (
     ControlClient,
     ControlServer,
+    Heartbeat,
     Phase,
-    Pulse,
+    ProcessStats,
     Release,
     Shutdown,
-    Vitals,
     server,
     to_bytes,
 )
@@ -46,7 +46,7 @@ class Peer:
         self.socket.connect(connection.address)
 
     def say(self, taken=0, **values):
-        self.socket.send(Pulse(taken=taken, **values).to_bytes())
+        self.socket.send(Heartbeat(taken=taken, **values).to_bytes())
 
     def take(self):
         """The numbers and payloads of the commands that are here by now."""
@@ -71,9 +71,9 @@ class Peer:
 
 
 def hear(listening, link, peer, **said):
-    beats = link.pulse.beats
+    beats = link.heartbeat.beats
     peer.say(**said)
-    wait_for(lambda: (listening.pump(), link.pulse.beats > beats)[1])
+    wait_for(lambda: (listening.pump(), link.heartbeat.beats > beats)[1])
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_peer_that_reads_nothing_holds_nobody_up(connected):
     assert link._sent < link.numbered == 4000  # the socket was full, and no call has waited
     free = Peer(other.connection)
     free.say()
-    wait_for(lambda: (listening.pump(), other.pulse.beats)[1])
+    wait_for(lambda: (listening.pump(), other.heartbeat.beats)[1])
     other.tell(b"for another")
     assert free.take() == [(1, b"for another")]
     free.close()
@@ -143,16 +143,16 @@ def test_a_peer_that_reads_nothing_holds_nobody_up(connected):
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"\xc1", b"\x90", Pulse(taken=7).to_bytes(), Pulse().to_bytes()[:-1]]
+    "said", [b"", b"\xc1", b"\x90", Heartbeat(taken=7).to_bytes(), Heartbeat().to_bytes()[:-1]]
 )
 def test_what_is_no_heartbeat_of_this_link_is_dropped(connected, said):
     """Garbage, and one that says it took commands that it was never told."""
     listening, link, peer = connected
-    before = link.pulse
+    before = link.heartbeat
     peer.socket.send(said)
-    peer.socket.send_multipart([Pulse().to_bytes(), b"more"])
+    peer.socket.send_multipart([Heartbeat().to_bytes(), b"more"])
     hear(listening, link, peer, phase=Phase.IDLE)
-    assert (link.pulse.beats, link.pulse.phase) == (before.beats + 1, Phase.IDLE)
+    assert (link.heartbeat.beats, link.heartbeat.phase) == (before.beats + 1, Phase.IDLE)
 
 
 ODD = (None, True, -1, 5, 2**63, 1.5, "", "idle", b"idle", [], [""], [5], [["idle"]], {}, {1: 2},
@@ -160,13 +160,13 @@ ODD = (None, True, -1, 5, 2**63, 1.5, "", "idle", b"idle", [], [""], [5], [["idl
 
 
 def test_a_heartbeat_of_any_values_is_a_pulse_or_refused():
-    whole = msgpack.unpackb(Pulse(phase=Phase.IDLE).to_bytes())
+    whole = msgpack.unpackb(Heartbeat(phase=Phase.IDLE).to_bytes())
     for place in range(len(whole)):
         taken = 0
         for odd in ODD:
             data = msgpack.packb([*whole[:place], odd, *whole[place + 1 :]])
             with contextlib.suppress(ValueError):
-                str(Pulse.from_bytes(data, 1))
+                str(Heartbeat.from_bytes(data, 1))
                 taken += 1
         assert taken
 
@@ -175,10 +175,10 @@ def test_a_heartbeat_that_is_too_long_is_not_heard_and_the_link_goes_on(connecte
     listening, link, peer = connected
     peer.say(phase=Phase.IDLE, devices=("x" * server.MAX_BEAT_BYTES,))
     hear(listening, link, peer, phase=Phase.STEPPING)
-    assert link.pulse.phase is Phase.STEPPING
-    assert link.pulse.beats == 2  # the first one, and the last: it has connected again
+    assert link.heartbeat.phase is Phase.STEPPING
+    assert link.heartbeat.beats == 2  # the first one, and the last: it has connected again
     hear(listening, link, peer, devices=("x" * (server.MAX_BEAT_BYTES // 2),))
-    assert link.pulse.beats == 3
+    assert link.heartbeat.beats == 3
     link.tell(b"all is well")
     wait_for(lambda: (listening.pump(), link._sent == 1)[1])
     assert peer.take() == [(1, b"all is well")]
@@ -186,7 +186,7 @@ def test_a_heartbeat_that_is_too_long_is_not_heard_and_the_link_goes_on(connecte
 
 def test_a_flood_of_heartbeats_holds_nobody_up(connected):
     listening, _, peer = connected
-    beat, heard = Pulse().to_bytes(), []
+    beat, heard = Heartbeat().to_bytes(), []
     hear_one = listening._hear
 
     def flooded(*parts):
@@ -208,7 +208,7 @@ def test_a_stranger_is_not_heard_and_gets_nothing(connected):
     stranger.say(phase=Phase.IDLE)
     link.tell(b"secret")
     hear(listening, link, peer)
-    assert link.pulse.phase is Phase.STARTING
+    assert link.heartbeat.phase is Phase.STARTING
     assert stranger.nothing_comes()
     assert peer.take() == [(1, b"secret")]
     stranger.close()
@@ -222,21 +222,21 @@ def test_over_tcp_a_process_without_the_key_is_not_heard():
     assert len(link.connection.server_key) == 40
     plain = Peer(link.connection)  # it knows the name, and speaks without encryption
     plain.say()
-    vitals = Vitals()
-    client = ControlClient(link.connection, vitals)
+    stats = ProcessStats()
+    client = ControlClient(link.connection, stats)
     client.start()
     link.tell(to_bytes(Shutdown()))
-    wait_for(lambda: (listening.pump(), link.pulse.taken)[1])
+    wait_for(lambda: (listening.pump(), link.heartbeat.taken)[1])
     assert client.commands.get(timeout=5) == Shutdown()
     assert plain.nothing_comes()
-    assert link.pulse.phase is Phase.IMPORTING  # the plain one said STARTING
+    assert link.heartbeat.phase is Phase.IMPORTING  # the plain one said STARTING
     plain.close()
     listening.close()
 
 
 def test_a_client_takes_each_command_once_and_asks_for_what_is_missing(listening):
     link = listening.link()
-    client = ControlClient(link.connection, Vitals())
+    client = ControlClient(link.connection, ProcessStats())
     commands = [Release(slot=n, generation=1) for n in range(4)]
     for number in (1, 2, 2, 1, 4):
         client._take(number, to_bytes(commands[number - 1]))
@@ -251,7 +251,7 @@ def test_a_client_takes_each_command_once_and_asks_for_what_is_missing(listening
 
 
 def test_what_is_no_command_ends_a_process_that_gets_it(listening, capsys):
-    client = ControlClient(listening.link().connection, Vitals())
+    client = ControlClient(listening.link().connection, ProcessStats())
     client._take(1, b"garbage")
     assert client.commands.get_nowait() == Shutdown()
     assert "not a command: b'garbage'" in capsys.readouterr().err
@@ -259,27 +259,33 @@ def test_what_is_no_command_ends_a_process_that_gets_it(listening, capsys):
 
 def test_heartbeats_tell_what_changes(listening):
     link = listening.link()
-    vitals = Vitals()
-    ControlClient(link.connection, vitals).start()
-    wait_for(lambda: (listening.pump(), link.pulse.beats)[1])
-    assert (link.pulse.phase, link.pulse.ready) == (Phase.IMPORTING, False)
-    vitals.members = lambda: ("compiling 3 (step)",)
-    vitals.enter(Phase.LOADING, 2, 10)
-    vitals.told()
-    wait_for(lambda: (listening.pump(), link.pulse.phase is Phase.LOADING)[1])
-    assert (str(link.pulse), link.pulse.members) == ("loading 2 of 10", ("compiling 3 (step)",))
-    vitals.be_ready(("cpu:0",))
-    wait_for(lambda: (listening.pump(), link.pulse.ready)[1])
-    assert (link.pulse.devices, link.pulse.takes_its_time) == (("cpu:0",), True)  # a member does
-    vitals.members = tuple
-    vitals.told()
-    wait_for(lambda: (listening.pump(), not link.pulse.members)[1])
-    assert not link.pulse.takes_its_time
-    vitals.advance()
-    vitals.advance()
-    beats = link.pulse.beats
-    wait_for(lambda: (listening.pump(), link.pulse.beats > beats)[1])  # without being told
-    assert (link.pulse.progress, str(link.pulse)) == (2, "stepping")
+    stats = ProcessStats()
+    ControlClient(link.connection, stats).start()
+    wait_for(lambda: (listening.pump(), link.heartbeat.beats)[1])
+    assert (link.heartbeat.phase, link.heartbeat.ready) == (Phase.IMPORTING, False)
+    stats.members = lambda: ("compiling 3 (step)",)
+    stats.enter(Phase.LOADING, 2, 10)
+    stats.told()
+    wait_for(lambda: (listening.pump(), link.heartbeat.phase is Phase.LOADING)[1])
+    assert (str(link.heartbeat), link.heartbeat.members) == (
+        "loading 2 of 10",
+        ("compiling 3 (step)",),
+    )
+    stats.be_ready(("cpu:0",))
+    wait_for(lambda: (listening.pump(), link.heartbeat.ready)[1])
+    assert (link.heartbeat.devices, link.heartbeat.takes_its_time) == (
+        ("cpu:0",),
+        True,
+    )  # a member does
+    stats.members = tuple
+    stats.told()
+    wait_for(lambda: (listening.pump(), not link.heartbeat.members)[1])
+    assert not link.heartbeat.takes_its_time
+    stats.advance()
+    stats.advance()
+    beats = link.heartbeat.beats
+    wait_for(lambda: (listening.pump(), link.heartbeat.beats > beats)[1])  # without being told
+    assert (link.heartbeat.progress, str(link.heartbeat)) == (2, "stepping")
 
 
 def test_the_sockets_are_where_only_this_user_can_come_and_are_removed():

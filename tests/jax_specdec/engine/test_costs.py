@@ -9,7 +9,7 @@ import tracemalloc
 
 import pytest
 
-from jax_specdec.control import Pulse, to_bytes
+from jax_specdec.control import Heartbeat, to_bytes
 from jax_specdec.engine.devices import Share
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, SamplingParams
@@ -81,7 +81,7 @@ def test_aborting_and_admitting_cost_the_same_however_many_wait():
 class MuteWorker:
     """Packs its commands, and sends them nowhere."""
 
-    ring, pulse, share, pid = None, Pulse(), Share(), 0
+    ring, heartbeat, share, pid = None, Heartbeat(), Share(), 0
 
     def tell(self, command):
         return len(to_bytes(command))

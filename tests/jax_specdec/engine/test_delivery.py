@@ -15,7 +15,7 @@ import pytest
 
 from ipc import RingReader, RingWriter
 from ipc.errors import EndOfStream
-from jax_specdec.control import Shutdown, Vitals
+from jax_specdec.control import ProcessStats, Shutdown
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.device.worker.worker_process import serve
@@ -51,8 +51,8 @@ class WorkerThread:
         compiled = decoding.compiled(settings)
         worker = Worker(settings, params, sender, compiled=compiled, prefill_chunk=8)
         self.commands = queue.SimpleQueue()
-        self.vitals, self.beats = Vitals(), itertools.count()
-        arguments = (worker, self.commands, lambda _: None, self.vitals)
+        self.stats, self.beats = ProcessStats(), itertools.count()
+        arguments = (worker, self.commands, lambda _: None, self.stats)
         self.thread = threading.Thread(target=serve, args=arguments, daemon=True)
         self.thread.start()
 
@@ -61,7 +61,9 @@ class WorkerThread:
     exit_status = None
     share = Share()
     ring = property(lambda self: self)
-    pulse = property(lambda self: replace(self.vitals.pulse, beats=next(self.beats), ready=True))
+    heartbeat = property(
+        lambda self: replace(self.stats.heartbeat, beats=next(self.beats), ready=True)
+    )
 
     def tell(self, command):
         self.commands.put(command)

@@ -97,18 +97,18 @@ class Hanging(ScriptedWorker):
         return super().receive(timeout, rehearse=rehearse)
 
     @property
-    def pulse(self):
-        return replace(super().pulse, phase=self.phase, members=self.members)
+    def heartbeat(self):
+        return replace(super().heartbeat, phase=self.phase, members=self.members)
 
 
 class Stopped(Hanging):
     """Sends some messages, and then not even heartbeats."""
 
     @property
-    def pulse(self):
-        pulse = super().pulse
+    def heartbeat(self):
+        heartbeat = super().heartbeat
         self.beats -= self.sent >= 5
-        return replace(pulse, beats=self.beats)
+        return replace(heartbeat, beats=self.beats)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_a_worker_that_is_silent_is_lost(worker, config, works_until, said, seco
     requests = long_requests()
     scene = Scene(**RESUME, worker=worker, **config)
     (session,) = scene.engine.sessions
-    assert session._heart.activity.__self__._path == Path("/proc/77/stat")
-    session._heart.activity = lambda now: now < works_until
+    assert session._liveness.activity.__self__._path == Path("/proc/77/stat")
+    session._liveness.activity = lambda now: now < works_until
     hanging = scene.workers[0]
     hanging.clock = scene.clock
     scene.worker = ScriptedWorker  # in its place
@@ -204,7 +204,7 @@ def test_a_worker_that_never_takes_requests_is_not_started_for_ever():
     """However long each takes to fail."""
 
     class Broken(ScriptedWorker):
-        pulse = property(lambda self: replace(super().pulse, ready=False))
+        heartbeat = property(lambda self: replace(super().heartbeat, ready=False))
 
         def try_receive(self):
             scene.clock.time += 1000

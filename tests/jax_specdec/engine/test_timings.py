@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from prometheus_client import parser
 
-from jax_specdec.control import Pulse, Vitals
-from jax_specdec.control.pulse import NOTE_CHARS, NOTES_KEPT
+from jax_specdec.control import Heartbeat, ProcessStats
+from jax_specdec.control.heartbeat import NOTE_CHARS, NOTES_KEPT
 from jax_specdec.engine.timings import BOUNDS, Histogram, SlotTimes, Timings
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerSilent
@@ -120,15 +120,15 @@ def test_the_log_has_what_workers_note_once(caplog):
     """Notes come with heartbeats, of which each has the last ones again."""
 
     class Noting(ScriptedWorker):
-        vitals = None
+        stats = None
 
         @property
-        def pulse(self):
-            self.vitals = self.vitals or Vitals()
-            if self.sent > self.vitals.pulse.noted:
-                self.vitals.note(f"compiled program {self.sent} in {self.sent}.5 s")
-            noted = self.vitals.pulse
-            return replace(super().pulse, noted=noted.noted, notes=noted.notes)
+        def heartbeat(self):
+            self.stats = self.stats or ProcessStats()
+            if self.sent > self.stats.heartbeat.noted:
+                self.stats.note(f"compiled program {self.sent} in {self.sent}.5 s")
+            noted = self.stats.heartbeat
+            return replace(super().heartbeat, noted=noted.noted, notes=noted.notes)
 
     with caplog.at_level(logging.INFO, logger="jax_specdec.engine"):
         scene = Scene(worker=Noting)
@@ -141,17 +141,17 @@ def test_the_log_has_what_workers_note_once(caplog):
 
 
 def test_of_many_notes_the_last_are_kept():
-    vitals = Vitals()
-    before = vitals.pulse
+    stats = ProcessStats()
+    before = stats.heartbeat
     for n in range(NOTES_KEPT + 5):
-        vitals.note(f"{n} " + "x" * 1000)
-    after = Pulse.from_bytes(vitals.pulse.to_bytes(), 1)
+        stats.note(f"{n} " + "x" * 1000)
+    after = Heartbeat.from_bytes(stats.heartbeat.to_bytes(), 1)
     notes = after.notes_since(before)
     assert [int(note.split()[0]) for note in notes] == list(range(5, NOTES_KEPT + 5))
     assert all(len(note) == NOTE_CHARS for note in notes)
     assert after.notes_since(after) == ()
-    vitals.note("one more")
-    assert vitals.pulse.notes_since(after) == ("one more",)
+    stats.note("one more")
+    assert stats.heartbeat.notes_since(after) == ("one more",)
 
 
 def test_health_of_an_engine_from_another_thread():
@@ -189,11 +189,10 @@ def test_health_where_nothing_can_be_served_or_nobody_listens():
 
 
 def test_health_of_workers_that_load_or_have_ended_while_nothing_ran():
-    loading = type(
-        "Loading", (ScriptedWorker,),
-        {"pulse": property(lambda self: replace(ScriptedWorker.pulse.fget(self), ready=False))},
-    )  # fmt: skip
-    scene = Scene(worker=loading)
+    class Loading(ScriptedWorker):
+        heartbeat = property(lambda self: replace(super().heartbeat, ready=False))
+
+    scene = Scene(worker=Loading)
     assert scene.engine.health() == Health(True, False, ())
     scene.workers[0].exit_status = -9
     said = "process rank 0: its process has ended; the next request will report it"

@@ -240,14 +240,14 @@ def test_a_stopped_worker_holds_up_neither_a_command_nor_the_end(monkeypatch):
         EngineConfig(vocab_size=VOCAB), program=scripted_process.WORKER
     )
     server = worker._workplace.server
-    wait_for(lambda: (server.pump(), worker.pulse.ready)[1])
+    wait_for(lambda: (server.pump(), worker.heartbeat.ready)[1])
     os.kill(worker.pid, signal.SIGSTOP)
     request = Request(id="r", prompt_token_ids=(1,) * 100_000)
     for slot in range(20):
         number = worker.tell(Admit(slot=slot, generation=1, request=request))
     server.pump()
     assert number == 20
-    assert worker.pulse.taken < 20
+    assert worker.heartbeat.taken < 20
     assert worker.stop(drain=False) == -signal.SIGKILL
 
 
@@ -264,8 +264,8 @@ def test_a_stopped_worker_is_found_while_another_one_goes_on():
     ]
     reasons, losses = {}, []
     with Engine(config, start_worker=started(scripted_process.WORKER)) as engine:
-        wait_for(lambda: (engine._workers.workplace.server.pump(),
-                          all(one.worker.pulse.ready for one in engine.sessions))[1])  # fmt: skip
+        engine.serve()
+        wait_for(lambda: all(one.worker.heartbeat.ready for one in engine.sessions))
         os.kill(engine.sessions[0].worker.pid, signal.SIGSTOP)
         for update in engine.generate(requests):
             losses += [str(update.lost)] * (update.lost is not None)
@@ -285,7 +285,11 @@ def test_only_rings_with_a_message_are_read_when_there_are_several():
         worker = ScriptedWorker(1, process_rank=process_rank)
         rings.append(RingReader.create(4, 64, doorbell=doorbell))
         return SimpleNamespace(
-            ring=rings[-1], pulse=worker.pulse, tell=worker.tell, stop=lambda drain: 0, pid=0
+            ring=rings[-1],
+            heartbeat=worker.heartbeat,
+            tell=worker.tell,
+            stop=lambda drain: 0,
+            pid=0,
         )
 
     engine = Engine(settings(num_slots=1, num_ranks=2), start_worker=start)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_specdec.control import Advance, Phase, Shutdown, Vitals
+from jax_specdec.control import Advance, Phase, ProcessStats, Shutdown
 from jax_specdec.device.drafting.drafters import NoDrafter
 from jax_specdec.device.loop.programs import PROGRAMS, Compiled
 from jax_specdec.device.loop.state import LoopConfig
@@ -18,8 +18,8 @@ from tests.support.decoding import random_model
 pytestmark = pytest.mark.fast
 
 
-class Noted(Vitals):
-    """Vitals that keep all that was said."""
+class Noted(ProcessStats):
+    """ProcessStats that keep all that was said."""
 
     def __init__(self):
         super().__init__()
@@ -27,56 +27,56 @@ class Noted(Vitals):
 
     def change(self, **values):
         super().change(**values)
-        self.said.append(str(self.pulse))
+        self.said.append(str(self.heartbeat))
 
 
 def test_a_compilation_is_a_phase_with_a_number_and_a_name_and_then_all_is_as_before():
-    vitals = Noted()
-    compilations.watch(vitals)
-    vitals.load(3, 10)
+    stats = Noted()
+    compilations.watch(stats)
+    stats.load(3, 10)
     argument = jnp.arange(3)
     floats = jax.block_until_ready(argument.astype(jnp.float32))
-    earlier = vitals.pulse.progress
-    before = len(vitals.said)
+    earlier = stats.heartbeat.progress
+    before = len(stats.said)
 
     @jax.jit
     def long_division(x):
         return x / 3
 
     long_division(argument)
-    said = list(dict.fromkeys(vitals.said[before:]))
+    said = list(dict.fromkeys(stats.said[before:]))
     assert [text.split(maxsplit=1)[0] for text in said] == ["loading", "compiling"]
     assert said[1].endswith(" (long_division)")
-    assert str(vitals.pulse) == "loading 3 of 10"
-    assert vitals.pulse.progress > earlier
-    number, earlier = int(said[1].split()[1]), vitals.pulse.progress
-    vitals.advance()
-    assert str(vitals.pulse) == "stepping"
+    assert str(stats.heartbeat) == "loading 3 of 10"
+    assert stats.heartbeat.progress > earlier
+    number, earlier = int(said[1].split()[1]), stats.heartbeat.progress
+    stats.advance()
+    assert str(stats.heartbeat) == "stepping"
     long_division(argument)  # nothing is compiled
-    assert vitals.pulse.progress == earlier + 1
+    assert stats.heartbeat.progress == earlier + 1
     long_division(floats)
-    assert f"compiling {number + 1} (long_division)" in vitals.said
-    assert vitals.pulse.phase is Phase.STEPPING
+    assert f"compiling {number + 1} (long_division)" in stats.said
+    assert stats.heartbeat.phase is Phase.STEPPING
 
 
 def test_a_compilation_that_lasts_is_noted_with_its_seconds(monkeypatch):
-    vitals = Vitals()
-    compilations.watch(vitals)
+    stats = ProcessStats()
+    compilations.watch(stats)
     floats = jax.block_until_ready(jnp.arange(3.0))
-    before = vitals.pulse
+    before = stats.heartbeat
 
     def quick(x):
         return x / 7
 
     jax.jit(quick)(floats)
-    assert vitals.pulse.notes_since(before) == ()
+    assert stats.heartbeat.notes_since(before) == ()
     monkeypatch.setattr(compilations, "NOTED_SECONDS", 0.0)
 
     def lasting(x):
         return x / 9
 
     jax.jit(lasting)(floats)
-    (note,) = vitals.pulse.notes_since(before)
+    (note,) = stats.heartbeat.notes_since(before)
     assert re.fullmatch(r"compiled lasting in \d+\.\d s", note)
 
 
@@ -91,11 +91,11 @@ def test_the_total_counts_what_is_needed_and_grows_with_what_else_is():
         return x * 7
 
     argument = jax.block_until_ready(jnp.arange(3))
-    vitals = Noted()
-    compilations.watch(vitals, ["needed", "also_needed"])
+    stats = Noted()
+    compilations.watch(stats, ["needed", "also_needed"])
     for function in (needed, other, also_needed, other):
         jax.jit(function)(argument)
-    said = [text for text in dict.fromkeys(vitals.said) if text.startswith("compiling")]
+    said = [text for text in dict.fromkeys(stats.said) if text.startswith("compiling")]
     assert said == [
         "compiling 1 of 2 (needed)",
         "compiling 2 of 3 (other)",
@@ -116,41 +116,41 @@ def test_a_program_that_is_compiled_beside_the_steps_does_not_end_their_phase():
         return x * 8
 
     argument = jax.block_until_ready(jnp.arange(3))
-    vitals = Noted()
-    compilations.watch(vitals)
-    vitals.advance()
-    before = vitals.pulse.progress, len(vitals.said)
+    stats = Noted()
+    compilations.watch(stats)
+    stats.advance()
+    before = stats.heartbeat.progress, len(stats.said)
     seen = []
 
     def job():
         lowered = jax.jit(aside).lower(argument)
-        vitals.advance()
-        seen.append(str(vitals.pulse))
+        stats.advance()
+        seen.append(str(stats.heartbeat))
         lowered.compile()
 
     thread = threading.Thread(target=job, name=beside.NAME)
     thread.start()
     thread.join()
     assert seen == ["stepping (compiling aside)"]
-    assert vitals.pulse.progress > before[0] + 1
-    assert not any(text.startswith("compiling") for text in vitals.said[before[1] :])
-    vitals.advance()
-    assert str(vitals.pulse) == "stepping"
+    assert stats.heartbeat.progress > before[0] + 1
+    assert not any(text.startswith("compiling") for text in stats.said[before[1] :])
+    stats.advance()
+    assert str(stats.heartbeat) == "stepping"
 
 
 def test_a_worker_whose_requests_all_wait_for_programs_says_that_it_compiles():
-    commands, said, vitals = queue.SimpleQueue(), [], Noted()
+    commands, said, stats = queue.SimpleQueue(), [], Noted()
 
     class Holding:
         weights_version, busy, num_held = 0, False, 1
 
         def apply(self, command):
-            said.append(str(vitals.pulse))
+            said.append(str(stats.heartbeat))
             self.num_held = 0
             return not isinstance(command, Shutdown)
 
-    vitals.beside = "step"
+    stats.beside = "step"
     commands.put(Advance())
     commands.put(Shutdown())
-    worker_process.serve(Holding(), commands, vitals=vitals)
+    worker_process.serve(Holding(), commands, stats=stats)
     assert said == ["compiling (step)", "idle"]

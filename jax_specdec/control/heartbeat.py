@@ -30,7 +30,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pulse:
+class Heartbeat:
     """The last heartbeat of a worker.
 
     Attributes:
@@ -42,7 +42,7 @@ class Pulse:
       done, total: of the tensors that it loads, or of the programs that it compiles; a total of 0
         is not known.
       what: the name of the program that it compiles, beside its steps too.
-      members: what the other processes of its group do, each as `str` of its pulse.
+      members: what the other processes of its group do, each as `str` of its heartbeat.
       devices: what it computes on, in JAX's words.
       missing: it has noticed that a command did not arrive.
       answered: the number of the last update of its weights that it has loaded or refused.
@@ -69,7 +69,7 @@ class Pulse:
     noted: int = 0
     notes: tuple[str, ...] = ()
 
-    def notes_since(self, before: "Pulse") -> tuple[str, ...]:
+    def notes_since(self, before: "Heartbeat") -> tuple[str, ...]:
         """Its notes that an earlier heartbeat did not have; the oldest may be gone."""
         new = self.noted - before.noted
         return self.notes[-new:] if new > 0 else ()
@@ -86,16 +86,16 @@ class Pulse:
         return f"{text} ({self.what})" if self.what else text
 
     def to_bytes(self) -> bytes:
-        """The pulse without the number of beats, which the hearer counts."""
+        """The heartbeat without the number of beats, which the hearer counts."""
         made: bytes = msgpack.packb([getattr(self, name) for name in _FIELDS])
         return made
 
     @classmethod
-    def from_bytes(cls, data: bytes, beats: int) -> "Pulse":
-        """The pulse that `to_bytes` wrote, as heartbeat number `beats`.
+    def from_bytes(cls, data: bytes, beats: int) -> "Heartbeat":
+        """The heartbeat that `to_bytes` wrote, as heartbeat number `beats`.
 
         Raises:
-          ValueError: the bytes are not a pulse.
+          ValueError: the bytes are not a heartbeat.
         """
         try:
             found = zip(_FIELDS.items(), msgpack.unpackb(data), strict=True)
@@ -104,17 +104,17 @@ class Pulse:
             raise ValueError(f"not a heartbeat: {data[:200]!r} ({error!r})") from error
 
 
-class Vitals:
+class ProcessStats:
     """What a process says of itself next; its main thread writes, its control thread reads.
 
     Attributes:
-      pulse: as it stands now.
+      heartbeat: as it stands now.
       members: asked what the other processes of the group do, at every heartbeat.
       beside: the program that is compiled while steps go on; empty for none.
     """
 
     def __init__(self) -> None:
-        self.pulse = Pulse(phase=Phase.IMPORTING)
+        self.heartbeat = Heartbeat(phase=Phase.IMPORTING)
         self.members: Callable[[], tuple[str, ...]] = tuple
         self.beside = ""
         self.told: Callable[[], None] = lambda: None  # wakes the thread that sends heartbeats
@@ -122,8 +122,8 @@ class Vitals:
 
     def enter(self, phase: Phase, done: int = 0, total: int = 0, what: str = "") -> None:
         """Begin a phase, or a further part of it."""
-        pulse = self.pulse
-        if (phase, done, total, what) != (pulse.phase, pulse.done, pulse.total, pulse.what):
+        now = self.heartbeat
+        if (phase, done, total, what) != (now.phase, now.done, now.total, now.what):
             self.change(phase=phase, done=done, total=total, what=what)
 
     def load(self, done: int, total: int) -> None:
@@ -133,7 +133,7 @@ class Vitals:
     def advance(self) -> None:
         """Count a step."""
         self.enter(Phase.STEPPING, what=f"compiling {self.beside}" if self.beside else "")
-        self.change(progress=self.pulse.progress + 1)
+        self.change(progress=self.heartbeat.progress + 1)
 
     def be_ready(self, devices: tuple[str, ...]) -> None:
         """Say at once that commands are carried out from now on."""
@@ -153,20 +153,20 @@ class Vitals:
 
     def note(self, text: str) -> None:
         """Have a line written to the log, with the next heartbeat."""
-        notes = (*self.pulse.notes, text[:NOTE_CHARS])[-NOTES_KEPT:]
-        self.change(noted=self.pulse.noted + 1, notes=notes)
+        notes = (*self.heartbeat.notes, text[:NOTE_CHARS])[-NOTES_KEPT:]
+        self.change(noted=self.heartbeat.noted + 1, notes=notes)
 
     def change(self, **values: Any) -> None:
-        """Replace some of the pulse's values."""
+        """Replace some of the heartbeat's values."""
         with self._writing:
-            self.pulse = replace(self.pulse, **values)
+            self.heartbeat = replace(self.heartbeat, **values)
 
-    def now(self, taken: int, missing: bool) -> Pulse:
+    def now(self, taken: int, missing: bool) -> Heartbeat:
         """The heartbeat of this moment, for a process that has taken so many commands."""
-        return replace(self.pulse, taken=taken, missing=missing, members=self.members())
+        return replace(self.heartbeat, taken=taken, missing=missing, members=self.members())
 
 
-class Silence:
+class QuietTimer:
     """Seconds without a sign of life, counted only while somebody listened.
 
     A listener that was away itself (its caller paused, its machine slept) has not heard silence: a
@@ -196,7 +196,7 @@ class Silence:
 
 
 def _phase_of(text: object) -> Phase:
-    """The phase at the beginning of `str` of a pulse. ValueError, LookupError: there is none."""
+    """The phase that `str` of a heartbeat begins with. ValueError, LookupError: there is none."""
     if not isinstance(text, str):
         raise ValueError(f"{text!r} is no text")
     return Phase(text.split(maxsplit=1)[0])
@@ -218,7 +218,7 @@ def _members(values: Iterable[object]) -> tuple[str, ...]:
     return _texts(found)
 
 
-# What travels of a pulse, in this order, and how each is read.
+# What travels of a heartbeat, in this order, and how each is read.
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     "taken": _count, "ready": bool, "progress": _count, "phase": Phase, "done": _count,
     "total": _count, "what": str, "members": _members, "devices": _texts, "missing": bool,

@@ -10,7 +10,7 @@ https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
 from collections.abc import Callable
 from pathlib import Path
 
-from jax_specdec.control.pulse import Silence
+from jax_specdec.control.heartbeat import QuietTimer
 
 LOOK_SECONDS = 1.0  # between two readings of the kernel's counts
 LEAST_TICKS = 2  # hundredths of a second of CPU time in between; a thread that waits takes none
@@ -53,12 +53,12 @@ class Activity:
             return None
 
 
-class Heart:
+class Liveness:
     """A process, as one hears of it."""
 
     def __init__(self, pid: int, *, grace: float = 0.0) -> None:
         """Begin with `grace` seconds in which nothing need be heard."""
-        self._beats, self._rest = Silence(grace), Silence()
+        self._beats, self._rest = QuietTimer(grace), QuietTimer()
         self.activity: Callable[[float], bool] = Activity(pid).look
 
     def hear(self) -> None:

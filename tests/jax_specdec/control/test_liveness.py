@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from jax_specdec.control.heart import LEAST_TICKS, LOOK_SECONDS, Activity, Heart
-from jax_specdec.control.pulse import Silence
+from jax_specdec.control.heartbeat import QuietTimer
+from jax_specdec.control.liveness import LEAST_TICKS, LOOK_SECONDS, Activity, Liveness
 from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.fast
@@ -74,11 +74,11 @@ def test_the_kernel_tells_who_works():
 
 def life(beats, works, seconds=100):
     """Seconds for which a process was alive; it beats and works at the seconds that are given."""
-    heart = Heart(0)
-    heart.activity = lambda now: now in works
+    liveness = Liveness(0)
+    liveness.activity = lambda now: now in works
     for tenths in range(10 * seconds):
         now = tenths / 10
-        if not heart.look(now, beat=now in beats, limit=LIMIT):
+        if not liveness.look(now, beat=now in beats, limit=LIMIT):
             return now
     return seconds
 
@@ -103,7 +103,7 @@ def test_a_silent_process_lives_while_it_works(beats, works, until):
 
 
 def test_time_in_which_nobody_looked_is_no_silence():
-    silence = Silence()
+    silence = QuietTimer()
     for now in (100.0, 100.5, 4000.0, 4000.2):
         silence.look(now, sign=False)
-    assert silence.seconds == pytest.approx(0.5 + Silence.LONGEST_LOOK + 0.2)
+    assert silence.seconds == pytest.approx(0.5 + QuietTimer.LONGEST_LOOK + 0.2)
