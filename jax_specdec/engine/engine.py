@@ -322,7 +322,7 @@ class Engine:
         """An update that has not begun, and what it reads."""
         self._streams.check_open()
         number = next(self._updates)
-        target = self._workers.workplace.weights_file(number)
+        target = self._workers.directory.weights_file(number)
         source = WeightsSource.of(weights, self.config, target)
         deadline = None if timeout is None else self._clock.now() + timeout
         return WeightsUpdate(self._workers, source, number, deadline, held=held), source

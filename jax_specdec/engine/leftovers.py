@@ -22,7 +22,7 @@ OWNER = "engine"  # the file that names the engine's process
 
 
 @dataclass(frozen=True)
-class Leftover:
+class StaleDirectory:
     """A directory of an engine's.
 
     Attributes:
@@ -49,7 +49,7 @@ def own(folder: Path) -> None:
     (folder / OWNER).write_text(doctor.this_process())
 
 
-def find(directory: Path | None = None) -> list[Leftover]:
+def find(directory: Path | None = None) -> list[StaleDirectory]:
     """The directories of engines, sorted by path.
 
     Args:
@@ -69,7 +69,7 @@ def find(directory: Path | None = None) -> list[Leftover]:
             continue
         if state is not None:
             outputs = sum(entry.suffix == ".log" for entry in entries)
-            found.append(Leftover(path, size, state, outputs, tuple(_losses(entries))))
+            found.append(StaleDirectory(path, size, state, outputs, tuple(_losses(entries))))
     return found
 
 
@@ -85,7 +85,7 @@ def _losses(entries: Iterable[Path]) -> Iterator[tuple[str, str]]:
                 yield entry.name, last
 
 
-def remove(leftovers: list[Leftover]) -> list[Leftover]:
+def remove(leftovers: list[StaleDirectory]) -> list[StaleDirectory]:
     """Remove the directories of dead engines; returns those that are gone."""
     dead = [each for each in leftovers if each.state == "dead"]
     for each in dead:

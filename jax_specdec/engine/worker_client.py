@@ -22,7 +22,7 @@ from jax_specdec.control import (
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
-from jax_specdec.engine.workplace import Workplace
+from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.wording import counted
 
 PATIENCE_SECONDS = 5.0  # for a worker that was told to stop, or whose stream has ended
@@ -95,7 +95,7 @@ class WorkerProcess:
         process_rank: int = 0,
         prefill_only: bool = False,
         doorbell: bool = False,
-        workplace: Workplace | None = None,
+        directory: WorkDirectory | None = None,
         share: Share | None = None,
         program: Sequence[str] = WORKER,
     ) -> None:
@@ -106,15 +106,15 @@ class WorkerProcess:
           process_rank: the worker's number among those that publish.
           prefill_only: it only runs prompts, and hands requests over after their first token.
           doorbell: make the ring one of several that a thread can wait for together.
-          workplace: what the engine's workers share; None: this one has its own.
+          directory: what the engine's workers share; None: this one has its own.
           share: the devices that it computes on; None: those that it finds.
           program: the command line of the worker, which reads its `Start` on its standard input.
             This process is added to it, in words of `ipc.doctor`.
         """
         self._process_rank = process_rank
         self._stops_all = config.on_worker_loss == "stop"
-        self._own = workplace is None
-        self._workplace = workplace or Workplace(config.control_address, config.output_folder)
+        self._own = directory is None
+        self._directory = directory or WorkDirectory(config.control_address, config.output_folder)
         self._process: ChildProcess | None = None
         self._link: Link | None = None
         self._had_to_be_ended = False
@@ -127,8 +127,8 @@ class WorkerProcess:
         self.share = share or Share()
         environment = os.environ | self.share.environment
         try:
-            self._output = self._workplace.output_file(process_rank)
-            self._link = self._workplace.server.link()
+            self._output = self._directory.output_file(process_rank)
+            self._link = self._directory.server.link()
             command = [*program, doctor.this_process()]
             self._process = ChildProcess(command, output=self._output, env=environment)
             # As late as possible: the worker attaches at once, and then nothing stays behind.
@@ -146,7 +146,7 @@ class WorkerProcess:
                 prefill_only=prefill_only,
                 parent=os.getpid(),
                 control=self._link.connection,
-                folder=str(self._workplace.folder),
+                folder=str(self._directory.folder),
                 local_devices=self.share.local_devices,
             )
             self._process.write(to_line(start))
@@ -200,7 +200,7 @@ class WorkerProcess:
         self._kill()
         since = self._started or 0
         last = self._process.last_words(since=since) if self._process is not None else ""
-        self._workplace.keep(self._output)
+        self._directory.keep(self._output)
         self._let_go()
         number = _signal(code) if code is not None and not self._had_to_be_ended else 0
         how = (
@@ -256,7 +256,7 @@ class WorkerProcess:
         deadline = time.monotonic() + PATIENCE_SECONDS
         with contextlib.suppress(RingError):  # the end of the stream
             while time.monotonic() < deadline:
-                self._workplace.server.pump()
+                self._directory.server.pump()
                 with contextlib.suppress(RingTimeout):
                     self.ring.receive(SLICE_SECONDS)
                     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -282,7 +282,7 @@ class WorkerProcess:
         if self._ring is not None:
             self._ring.close()
         if self._own:
-            self._workplace.close()
+            self._directory.close()
 
 
 def _signal(code: int) -> int:

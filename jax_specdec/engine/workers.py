@@ -19,9 +19,9 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share, shares
 from jax_specdec.engine.wakeup import Wakeup
 from jax_specdec.engine.weights import WeightsSource
+from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerHandle, WorkerSession
-from jax_specdec.engine.workplace import Workplace
 
 LOOK_SECONDS = 0.1  # between two looks at the control plane while messages come
 WAIT_SECONDS = 0.25  # of one wait for a message
@@ -57,7 +57,7 @@ class StartWorker(Protocol):
         process_rank: int,
         prefill_only: bool,
         doorbell: bool,
-        workplace: Workplace,
+        directory: WorkDirectory,
         share: Share,
     ) -> WorkerHandle: ...
 
@@ -67,7 +67,7 @@ class Workers:
 
     Attributes:
       sessions: by process rank.
-      workplace: what they share.
+      directory: what they share.
     """
 
     def __init__(self, config: EngineConfig, start_worker: StartWorker, clock: Clock) -> None:
@@ -79,7 +79,7 @@ class Workers:
         self.sessions: list[WorkerSession] = []
         self._source: WeightsSource | None = None  # of the weights in use; None: the config's
         self._config, self._start_worker, self._clock = config, start_worker, clock
-        self.workplace = Workplace(config.control_address, config.output_folder)
+        self.directory = WorkDirectory(config.control_address, config.output_folder)
         self._next_look = 0.0
         self._looked: float | None = None  # the last time; None: requests were never asked for
         self.wakeup: Wakeup | None = None  # ends a wait, where another thread may ask for something
@@ -117,7 +117,7 @@ class Workers:
     def close(self, *, drain: bool) -> None:
         """Stop every worker and free the shared memory; see `Engine.close`."""
         with contextlib.ExitStack() as stack:  # an error at one worker must not spare the others
-            stack.callback(self.workplace.close)
+            stack.callback(self.directory.close)
             for session in self.sessions:
                 stack.callback(session.worker.stop, drain=drain and session.alive)
 
@@ -165,8 +165,8 @@ class Workers:
         if now < self._next_look:
             return []
         self._looked, self._next_look = now, now + LOOK_SECONDS
-        if self.workplace.listens:
-            self.workplace.server.pump()
+        if self.directory.listens:
+            self.directory.server.pump()
         for rank in [rank for rank, due in self._due.items() if due <= now]:
             self._restart(self.sessions[rank])
         timeout, silence = self._config.heartbeat_timeout, self._config.max_silence
@@ -187,8 +187,8 @@ class Workers:
         if len(alive) == 1 and alive[0].request_ids:
             return alive
         control: list[ControlServer | Wakeup] = []
-        if self.workplace.listens:
-            control.append(self.workplace.server)
+        if self.directory.listens:
+            control.append(self.directory.server)
         if self.wakeup is not None:
             control.append(self.wakeup)
         if not any(session.request_ids for session in self.sessions):
@@ -280,8 +280,8 @@ class Workers:
         Args:
           failure: what ended the engine's thread.
         """
-        if self.workplace.listens:
-            self.workplace.server.pump()
+        if self.directory.listens:
+            self.directory.server.pump()
         problems = [] if failure is None else [f"the engine has stopped: {failure}"]
         away = 0.0 if self._looked is None else self._clock.now() - self._looked
         if away > patience:
@@ -329,7 +329,7 @@ class Workers:
             process_rank=process_rank,
             prefill_only=process_rank >= config.num_ranks,
             doorbell=config.num_ranks + config.num_prefill_ranks > 1,
-            workplace=self.workplace,
+            directory=self.directory,
             share=self._shares[process_rank],
         )
 

@@ -22,7 +22,7 @@ from jax_specdec.control import (
     server,
     to_bytes,
 )
-from jax_specdec.engine.workplace import Workplace
+from jax_specdec.engine.work_directory import WorkDirectory
 from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.fast
@@ -289,7 +289,7 @@ def test_heartbeats_tell_what_changes(listening):
 
 
 def test_the_sockets_are_where_only_this_user_can_come_and_are_removed():
-    place = Workplace()
+    place = WorkDirectory()
     assert not place.listens
     link = place.server.link()
     path = link.connection.address.removeprefix("ipc://")

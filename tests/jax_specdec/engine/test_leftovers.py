@@ -8,7 +8,7 @@ import pytest
 from ipc import doctor
 from jax_specdec.cli import main
 from jax_specdec.engine import leftovers
-from jax_specdec.engine.workplace import Workplace
+from jax_specdec.engine.work_directory import WorkDirectory
 
 pytestmark = pytest.mark.fast
 
@@ -34,7 +34,7 @@ def killed(dead, tmp_path):
 def living(tmp_path, monkeypatch):
     """An engine's directory of this process, beside it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = Workplace()
+    place = WorkDirectory()
     yield place.folder
     place.close()
 
@@ -82,7 +82,7 @@ def test_where_nothing_can_be_known_of_processes_nothing_is_removed(killed, monk
 @pytest.mark.parametrize("lost", [True, False])
 def test_the_output_of_lost_workers_stays_with_its_owner_s_name(lost, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = Workplace()
+    place = WorkDirectory()
     paths = [place.output_file(rank) for rank in (0, 1)]
     for path in paths:
         path.write_text("words")

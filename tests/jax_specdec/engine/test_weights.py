@@ -179,7 +179,7 @@ ARRAYS = {
 
 
 def leftovers(engine):
-    return [path for path in engine._workers.workplace.folder.iterdir() if "weights" in path.name]
+    return [path for path in engine._workers.directory.folder.iterdir() if "weights" in path.name]
 
 
 @pytest.mark.parametrize("outcome", ["taken", "refused", "kept for successors"])
@@ -211,7 +211,7 @@ def test_arrays_travel_by_a_file_that_is_removed(outcome):
         if kept:
             assert engine.update_weights(ARRAYS) == 2
             assert [one.name for one in leftovers(engine)] == ["weights-2.safetensors"]
-        folder = engine._workers.workplace.folder
+        folder = engine._workers.directory.folder
     assert not folder.exists()
 
 

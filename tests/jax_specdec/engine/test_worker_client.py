@@ -239,7 +239,7 @@ def test_a_stopped_worker_holds_up_neither_a_command_nor_the_end(monkeypatch):
     worker = worker_client.WorkerProcess(
         EngineConfig(vocab_size=VOCAB), program=scripted_process.WORKER
     )
-    server = worker._workplace.server
+    server = worker._directory.server
     wait_for(lambda: (server.pump(), worker.heartbeat.ready)[1])
     os.kill(worker.pid, signal.SIGSTOP)
     request = Request(id="r", prompt_token_ids=(1,) * 100_000)
@@ -309,6 +309,6 @@ def test_requests_run_over_an_encrypted_address_too():
     with Engine(config, start_worker=started(scripted_process.WORKER)) as engine:
         for update in engine.generate(long_requests(20)):
             reasons += [record.finish_reason for record in update.records if record.finish_reason]
-        (folder,) = {session.worker._workplace.folder for session in engine.sessions}
+        (folder,) = {session.worker._directory.folder for session in engine.sessions}
         assert not [path for path in folder.iterdir() if path.is_socket()]
     assert reasons == [FinishReason.LENGTH] * 20

@@ -7,7 +7,7 @@ from pathlib import Path
 from jax_specdec.control import ControlServer
 
 
-class Workplace:
+class WorkDirectory:
     """Made with the first worker, removed with the last.
 
     What a lost worker has printed is kept: an error names the file.
