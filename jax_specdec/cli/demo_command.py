@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_specdec.cli.argument_types import add_command, found, integer
 from jax_specdec.cli.engine_options import add_engine, engine_options
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
                 for one, records in zip(requests, shown.records.values(), strict=True)
             )
             response_files.write(file, responses)
-            say(f"wrote {counted(len(requests), 'record')} to {options.json}")
+            say(f"wrote {pluralize(len(requests), 'record')} to {options.json}")
     return 0
 
 
@@ -234,7 +234,7 @@ class Demo:
         said = f"{id}: K = {params.logprobs}, T = {params.temperature:g}"
         if last is not None and (found := last.statistics) is not None:
             reason = getattr(last.finish_reason, "name", "unfinished").lower().replace("_", " ")
-            said += f", {counted(found.num_tokens, 'token')} ({reason})"
+            said += f", {pluralize(found.num_tokens, 'token')} ({reason})"
             if last.cumulative_logprob is not None:
                 said += f", mean logprob {last.cumulative_logprob / max(found.num_tokens, 1):.3f}"
             shares = " ".join(f"{share:.0%}" for share in found.acceptance_at)
@@ -246,8 +246,8 @@ class Demo:
         for one in workers:
             sizes = [size for rank, size, _ in self.messages if rank == one.process_rank]
             role, found = "prefill" if one.prefill_only else "decode", one.statistics
-            said = f"worker {one.process_rank} ({role}): {counted(len(sizes), 'message')}, "
-            said += f"{sum(sizes):,} bytes, {counted(found.num_tokens, 'token')}, "
+            said = f"worker {one.process_rank} ({role}): {pluralize(len(sizes), 'message')}, "
+            said += f"{sum(sizes):,} bytes, {pluralize(found.num_tokens, 'token')}, "
             said += f"{found.average_accepted_length or 0:.2f} a step, "
             yield said + f"{one.processor.preempted} preempted"
         if self.messages:

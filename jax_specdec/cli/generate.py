@@ -22,7 +22,7 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.record import Record, Records
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.text.detokenize import TextStream, TokenTable
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 FINISHED = (FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.LENGTH)
 
@@ -139,7 +139,7 @@ class Tally:
         """The numbers so far."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         return (
-            f"{self._finished()}, {counted(self.tokens, 'token')} in {seconds:.1f} s, loading "
+            f"{self._finished()}, {pluralize(self.tokens, 'token')} in {seconds:.1f} s, loading "
             f"included ({self.tokens / seconds:.1f} a second)"
         )
 
@@ -171,7 +171,7 @@ class Tally:
             raise
 
     def _finished(self) -> str:
-        return f"{self.finished} of {counted(self._total, self._what)}"
+        return f"{self.finished} of {pluralize(self._total, self._what)}"
 
 
 class Run:
@@ -238,7 +238,7 @@ class Run:
             return ""
         return (
             f"; {total.num_accepted / total.num_drafts:.0%} of "
-            f"{counted(total.num_drafts, 'draft')} accepted, "
+            f"{pluralize(total.num_drafts, 'draft')} accepted, "
             f"{total.num_tokens / total.steps:.2f} tokens a step"
         )
 
@@ -263,9 +263,9 @@ def left_to_do(
                 "prompt, model or parameters: choose another file, or remove this one"
             )
     if output is not None and output.cut:
-        cut = counted(output.cut, "byte")
+        cut = pluralize(output.cut, "byte")
         print(f"cut off a half-written record of {cut}", file=sys.stderr)
     if len(left) < len(prompts):
-        kept = f"{len(prompts) - len(left)} of {counted(len(prompts), what)}"
+        kept = f"{len(prompts) - len(left)} of {pluralize(len(prompts), what)}"
         print(f"in the output already: {kept}", file=sys.stderr)
     return left

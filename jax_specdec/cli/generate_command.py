@@ -11,7 +11,7 @@ from jax_specdec.cli.argument_types import add_checkpoint, add_command, add_dtyp
 from jax_specdec.cli.engine_options import add_engine, engine_options, slot_length
 from jax_specdec.cli.ray_options import add_ray, refuse_without_ray
 from jax_specdec.cli.restart_options import add_restarts, restarts
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 if TYPE_CHECKING:
     from jax_specdec.checkpoint.hf_names import HfModel
@@ -180,7 +180,7 @@ def _generate(
 def _size(model: HfModel) -> str:
     weights, item = model.config.num_parameters, 4 if model.config.dtype == "float32" else 2
     size = weights * item / 2**30
-    return f"{counted(weights, 'weight', ',')} ({size:.2f} GiB in {model.config.dtype})"
+    return f"{pluralize(weights, 'weight', ',')} ({size:.2f} GiB in {model.config.dtype})"
 
 
 def _defaults(options: argparse.Namespace, model: HfModel) -> Any:

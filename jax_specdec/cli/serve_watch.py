@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from jax_specdec.records.statistics import Statistics
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 if TYPE_CHECKING:
     from jax_specdec.engine import Engine
@@ -47,7 +47,7 @@ class Work:
         if not (tokens or running or waiting or over):
             return ""
         runs = "runs" if running == 1 else "run"
-        line = f"{counted(running, 'request')} {runs} and {waiting} wait; ended: {over}; "
+        line = f"{pluralize(running, 'request')} {runs} and {waiting} wait; ended: {over}; "
         line += f"{rate:.1f} tokens/s"
         return line + (f"; acceptance {100 * accepted / drafts:.1f} %" if drafts else "")
 

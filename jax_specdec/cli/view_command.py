@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_specdec.cli.argument_types import add_command
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 HELP = """\
 Write one HTML page of a file that `demo --json` or `generate` wrote, or of any OpenAI-style
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(target)) from error
     responses, tokens = view.num_responses, view.num_tokens
-    written = f"{counted(responses, 'response')}, {counted(tokens, 'token')}"
+    written = f"{pluralize(responses, 'response')}, {pluralize(tokens, 'token')}"
     sys.stdout.write(f"wrote {written} to {target}\n")
     if options.open:
         _open(target)

@@ -10,7 +10,7 @@ from jax_specdec.checkpoint.model_config import DTYPES
 from jax_specdec.control import BEAT_SECONDS, DRAFTERS, IMPLEMENTATIONS, WorkerConfig
 from jax_specdec.engine.restarts import MAX_RESTART_DELAY, Restarts
 from jax_specdec.requests import Request, RequestError
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 LEAST_HEARTBEAT_TIMEOUT = 2 * BEAT_SECONDS
 
@@ -189,7 +189,7 @@ def check(request: Request, config: EngineConfig) -> None:
             )
     if len(ids) + params.max_tokens > config.max_length:
         raise RequestError(
-            f"request {request.id!r}: {counted(len(ids), 'prompt token')} and max_tokens = "
+            f"request {request.id!r}: {pluralize(len(ids), 'prompt token')} and max_tokens = "
             f"{params.max_tokens} exceed the {config.max_length} tokens of a slot; "
             "shorten one of them or raise max_length"
         )
@@ -198,5 +198,5 @@ def check(request: Request, config: EngineConfig) -> None:
         if k is not None and k > config.vocab_size:
             raise RequestError(
                 f"request {request.id!r}: {name} = {k}, but the vocabulary has only "
-                f"{counted(config.vocab_size, 'token')}"
+                f"{pluralize(config.vocab_size, 'token')}"
             )

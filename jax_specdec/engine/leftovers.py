@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ipc import doctor
 from jax_specdec.engine.worker_client import LOST
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 PREFIX = "jax-specdec-"
 LINE_BYTES = 1 << 14  # bytes
@@ -41,7 +41,7 @@ class StaleDirectory:
 
     def line(self, state: str) -> str:
         """The directory in a list, with its state or what has become of it."""
-        return f"{state:16} {self.size:>12,} B  {counted(self.outputs, 'output'):12} {self.path}"
+        return f"{state:16} {self.size:>12,} B  {pluralize(self.outputs, 'output'):12} {self.path}"
 
 
 def own(folder: Path) -> None:

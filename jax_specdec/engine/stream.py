@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 from jax_specdec.engine.errors import StreamBehind
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 if TYPE_CHECKING:
     import asyncio
@@ -133,7 +133,7 @@ class Stream(Generic[T]):
                 return True
         self.finish(
             StreamBehind(
-                f"request {self.request.id!r}: {counted(self._max_backlog, 'record')} wait to be "
+                f"request {self.request.id!r}: {pluralize(self._max_backlog, 'record')} wait to be "
                 "read, as many as may (EngineConfig.max_backlog): its consumer is too slow. The "
                 "request was ended"
             )

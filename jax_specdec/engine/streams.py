@@ -33,7 +33,7 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.records.record import Record, Records
 from jax_specdec.requests import Request, RequestError
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.engine")
 MAX_UPDATES_AHEAD = 8  # that a reader of `generate` has not taken; then the engine waits
@@ -153,7 +153,7 @@ class Streams:
             waiting, limit = self._unread + self._scheduler.num_waiting, self._config.max_waiting
             if waiting >= limit:
                 raise EngineFull(
-                    f"{counted(waiting, 'request')} wait for a slot, as many as may "
+                    f"{pluralize(waiting, 'request')} wait for a slot, as many as may "
                     "(EngineConfig.max_waiting): try again later"
                 )
             self._expect([request], stream)

@@ -23,7 +23,7 @@ from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.work_directory import WorkDirectory
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 PATIENCE_SECONDS = 5.0  # for a worker that was told to stop, or whose stream has ended
 SLICE_SECONDS = 0.1  # of that, between two looks at the control socket
@@ -74,7 +74,7 @@ def together(failures: Sequence[WorkerFailed]) -> WorkerFailed:
     """One report of all the workers that are lost, at least one."""
     if len(failures) == 1:
         return failures[0]
-    count = counted(len(failures), "worker")
+    count = pluralize(len(failures), "worker")
     failure = WorkerFailed(
         "\n\n".join([f"{count} are lost:", *(each.report for each in failures)]),
         next((each.advice for each in failures if each.advice), ""),
@@ -212,7 +212,7 @@ class WorkerProcess:
         told = isinstance(cause, EndOfStream | PeerDied) and not self._had_to_be_ended
         ended = (
             f"the model worker of process rank {self._process_rank} (pid {self.pid}) {how} after "
-            f"{counted(arrived, 'message')}"
+            f"{pluralize(arrived, 'message')}"
         )
         why = "" if told else f": {cause}"
         report = [

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.export.token_columns import Ragged
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 # The values of `Shown.kinds`, in the order of the page's script.
 KINDS = {"accepted": 0, "recovered": 1, "bonus": 2, "plain": 3}
@@ -246,7 +246,7 @@ def _steps(extension: Any, num_tokens: int, strings: Strings) -> tuple[NDArray[n
     rows = [[step[name] for name in names] for step in found]
     steps = np.array(rows, np.int32).reshape(-1, len(names))
     if rows and steps[:, 1].sum() != num_tokens:
-        raise ValueError(f"by_step does not add up to {counted(num_tokens, 'token')}")
+        raise ValueError(f"by_step does not add up to {pluralize(num_tokens, 'token')}")
     texts: list[str] = []
     logprobs: list[Any] = []
     counts = []
@@ -269,4 +269,4 @@ def _ragged(counts: list[int], texts: list[str], logprobs: list[Any], strings: S
 
 def _check_length(name: str, values: Any, num_tokens: int, noun: str = "token") -> None:
     if len(values) != num_tokens:
-        raise ValueError(f"{name} has length {len(values)} for {counted(num_tokens, noun)}")
+        raise ValueError(f"{name} has length {len(values)} for {pluralize(num_tokens, noun)}")

@@ -34,7 +34,7 @@ from jax_specdec.ray.replica import MakeEngine
 from jax_specdec.ray.routes import Load, Routes
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import RequestError
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.ray")
 LOOK_SECONDS = 0.25
@@ -357,8 +357,8 @@ class Fleet:
         return (
             f"no replica took requests within {self.cluster.start_timeout:g} seconds "
             f"(RayConfig.start_timeout); each needs {dict(self.cluster.devices)} on "
-            f"{counted(self.cluster.nodes, 'node')}: {'; '.join(sorted(problems))}. Ask for fewer "
-            "devices, or add nodes"
+            f"{pluralize(self.cluster.nodes, 'node')}: {'; '.join(sorted(problems))}. Ask for "
+            "fewer devices, or add nodes"
         )
 
 

@@ -21,7 +21,7 @@ from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, full_store, lost_erro
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import Home, Order, ReplicaStatus, Weights
 from jax_specdec.ray.placement import Place
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.ray")
 PATIENCE_SECONDS = 5.0  # for a replica that is asked for its numbers, or told to close
@@ -114,7 +114,7 @@ class Member:
         try:
             call = self._call("submit", "commands", orders)
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
-            raise full_store(f"{counted(len(orders), 'request')}", error) from error
+            raise full_store(f"{pluralize(len(orders), 'request')}", error) from error
         self._sent.append(call)
 
     def abort(self, names: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from jax_specdec.ray.errors import lost_errors
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.orders import ReplicaStatus
 from jax_specdec.ray.placement import NAMESPACE, check_reachable, nodes_of
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 PATIENCE_SECONDS = 5.0
 
@@ -29,14 +29,14 @@ def lines(address: str) -> Iterator[str]:
     try:
         nodes = ray().nodes()
         alive = [node for node in nodes if node["Alive"]]
-        yield f"{counted(len(alive), 'node')}: {nodes_of(nodes)}"
+        yield f"{pluralize(len(alive), 'node')}: {nodes_of(nodes)}"
         gone = [node["NodeManagerAddress"] for node in nodes if not node["Alive"]]
         if gone:
             yield f"gone: {', '.join(gone)}"
         found = ray("ray.util").list_named_actors(all_namespaces=True)
         names = sorted(one["name"] for one in found if one["namespace"] == NAMESPACE)
         replicas = [name for name in names if ":replica-" in name]
-        yield counted(len(replicas), "replica")
+        yield pluralize(len(replicas), "replica")
         for name in replicas:
             yield f"  {name}: {_replica(name)}"
         yield from _applications()
@@ -62,8 +62,8 @@ def line_of(status: ReplicaStatus) -> str:
     phases = ", ".join(phase for worker in status.workers for phase in worker.phase)
     restarts = sum(worker.restarts for worker in status.workers)
     return (
-        f"{status.host} (pid {status.pid}), {counted(status.open_requests, 'request')}, "
-        f"{counted(status.steps, 'step')}, {counted(restarts, 'worker')} lost; "
+        f"{status.host} (pid {status.pid}), {pluralize(status.open_requests, 'request')}, "
+        f"{pluralize(status.steps, 'step')}, {pluralize(restarts, 'worker')} lost; "
         f"{phases or 'no engine yet'}"
     )
 

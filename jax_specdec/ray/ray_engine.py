@@ -27,7 +27,7 @@ from jax_specdec.ray.orders import ReplicaStatus, Weights
 from jax_specdec.ray.replica import MakeEngine
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 
 class RayEngine:
@@ -133,7 +133,7 @@ class RayEngine:
         due = None if deadline is None else time.monotonic() + deadline
         if (waiting := self._fleet.num_waiting) >= self.config.max_waiting:
             raise EngineFull(
-                f"{counted(waiting, 'request')} wait for a slot, as many as may "
+                f"{pluralize(waiting, 'request')} wait for a slot, as many as may "
                 "(EngineConfig.max_waiting): try again later"
             )
         self._fleet.admit([Entry(request, stream, priority=priority, due=due)])

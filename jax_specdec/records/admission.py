@@ -23,7 +23,7 @@ from jax_specdec.records.processor_state import (
 from jax_specdec.records.prompt_logprobs import rows_due
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 ItemT = TypeVar("ItemT")
 
@@ -171,7 +171,7 @@ def _check_progress(request: Request, progress: Progress) -> None:
     if len(tokens) >= params.max_tokens:
         raise ProcessorError(
             f"request {request.id!r} has emitted {len(tokens)} of "
-            f"{counted(params.max_tokens, 'token')}: nothing is left to emit"
+            f"{pluralize(params.max_tokens, 'token')}: nothing is left to emit"
         )
     if tokens and tokens[-1] in params.stop_token_ids:
         raise ProcessorError(f"request {request.id!r} has ended with stop token {tokens[-1]}")

@@ -25,7 +25,7 @@ from jax_specdec.records.processor_state import (
 )
 from jax_specdec.records.statistics import Counters
 from jax_specdec.requests import Request
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
 _RUNNING, _PREEMPTED = int(Phase.RUNNING), int(SlotState.PREEMPTED)
@@ -126,9 +126,9 @@ def check_rows(
             f"slot {slot}: request {request.id!r} asked for {asked}; the message of step "
             f"{message.step} has {sent}: a worker sends what was asked for"
         )
-    chosen = counted(len(params.extra_token_ids), "chosen id")
+    chosen = pluralize(len(params.extra_token_ids), "chosen id")
     raise ProcessorError(
-        f"slot {slot}: request {request.id!r} asked for {counted(params.num_columns, 'column')} "
+        f"slot {slot}: request {request.id!r} asked for {pluralize(params.num_columns, 'column')} "
         f"(K + 1, or 0 without logprobs), {chosen} and mode "
         f"{params.logprobs_mode.name}; the {message.kind.name.lower()} message of step "
         f"{message.step} has {message.columns[slot]}, {message.num_chosen[slot]} and "

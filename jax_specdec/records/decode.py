@@ -17,7 +17,7 @@ from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.errors import MessageError
 from jax_specdec.records.kept_section import decode_kept
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 _KINDS = frozenset(Kind)
 _HEADER = struct.Struct(f"<{wire.HEADER_WORDS}I")
@@ -141,7 +141,7 @@ def decode(data: Any) -> Message:
     if view.nbytes % wire.WORD_BYTES or view.nbytes < wire.HEADER_WORDS * wire.WORD_BYTES:
         raise MessageError(
             f"a message has whole 32-bit words and at least {wire.HEADER_WORDS} of them; "
-            f"this has {counted(view.nbytes, 'byte')}"
+            f"this has {pluralize(view.nbytes, 'byte')}"
         )
     words: NDArray[np.uint32] = np.frombuffer(view, dtype="<u4")
     words.flags.writeable = False
@@ -150,7 +150,7 @@ def decode(data: Any) -> Message:
     slots_end = wire.HEADER_WORDS + wire.SLOT_WORDS * num_slots
     if slots_end > words.size:
         raise MessageError(
-            f"the header counts {counted(num_slots, 'slot')}, {slots_end} words; the message has "
+            f"the header counts {pluralize(num_slots, 'slot')}, {slots_end} words; the message has "
             f"{words.size}"
         )
     slots = words[wire.HEADER_WORDS : slots_end].reshape(num_slots, wire.SLOT_WORDS)
@@ -290,7 +290,8 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
             slot = int(wrong.argmax())
             raise MessageError(
                 f"slot {slot}: {name} = {int(values[slot])} cannot be (state {int(state[slot])}, "
-                f"{counted(int(tokens[slot]), 'token')} of {counted(int(drafts[slot]), 'draft')}, "
-                f"{counted(int(rows[slot]), 'row')}, columns {int(columns[slot])} "
-                f"of at most {max_num_logprobs + 1}; at most {wire.MAX_DRAFTS} drafts)"
+                f"{pluralize(int(tokens[slot]), 'token')} of "
+                f"{pluralize(int(drafts[slot]), 'draft')}, {pluralize(int(rows[slot]), 'row')}, "
+                f"columns {int(columns[slot])} of at most {max_num_logprobs + 1}; at most "
+                f"{wire.MAX_DRAFTS} drafts)"
             )

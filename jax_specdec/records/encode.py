@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from ipc import wire
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +70,10 @@ def encode(
         width = slot.columns + slot.num_chosen if slot.columns else 0
         if (logprobs.size, topk_ids.size) != (rows * width, rows * k):
             raise wire.WireError(
-                f"{counted(rows, 'row')} of {counted(slot.columns, 'column')} and "
-                f"{counted(slot.num_chosen, 'chosen id')} need {counted(rows * width, 'logprob')} "
-                f"and {counted(rows * k, 'top-K id')}; there are {logprobs.size} "
-                f"and {topk_ids.size}"
+                f"{pluralize(rows, 'row')} of {pluralize(slot.columns, 'column')} and "
+                f"{pluralize(slot.num_chosen, 'chosen id')} need "
+                f"{pluralize(rows * width, 'logprob')} and {pluralize(rows * k, 'top-K id')}; "
+                f"there are {logprobs.size} and {topk_ids.size}"
             )
         values = {
             "state": slot.state,
@@ -116,8 +116,8 @@ def _kept(slot: SlotContents, num_tokens: int) -> tuple[np.ndarray, np.ndarray, 
     rows = int(wire.kept_rows(np, slot.state, num_tokens, slot.kept is not None))
     if len(kept) != rows:
         raise wire.WireError(
-            f"{counted(num_tokens, 'token')} in state {slot.state} have {counted(rows, 'kept set')}"
-            f"; there are {len(kept)}"
+            f"{pluralize(num_tokens, 'token')} in state {slot.state} have "
+            f"{pluralize(rows, 'kept set')}; there are {len(kept)}"
         )
     return _int32(kept.counts), np.asarray(kept.log_kept, np.float32), _int32(kept.token_ids)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ipc import wire
 from jax_specdec.kept_sets import KeptSets, offsets_of
 from jax_specdec.records.errors import MessageError
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 
 def decode_kept(
@@ -36,7 +36,7 @@ def decode_kept(
     ids_start = start + 2 * num
     if ids_start > words.size:
         raise MessageError(
-            f"{counted(num, 'kept row')} make {ids_start} words; the message has {words.size}"
+            f"{pluralize(num, 'kept row')} make {ids_start} words; the message has {words.size}"
         )
     counts = words[start : start + num].view(np.int32)
     wrong = (counts == 0) | (counts > wire.MAX_KEPT) | (counts < wire.KEPT_MANY)

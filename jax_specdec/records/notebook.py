@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 if TYPE_CHECKING:
     from jax_specdec.records.record import Record
@@ -41,7 +41,7 @@ def fragment(records: Iterable["Record"], text: Callable[[int], str] | None = No
         for name, spans in lines.items()
     ]
     if left:
-        drawn.append(f"<div>and {counted(left, 'token', ',')} more</div>")
+        drawn.append(f"<div>and {pluralize(left, 'token', ',')} more</div>")
     return (
         '<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere">'
         f"{''.join(drawn) or 'no tokens'}</div>"

@@ -32,7 +32,7 @@ from jax_specdec.records.processor_state import (
 )
 from jax_specdec.records.record import Records
 from jax_specdec.records.statistics import Counters
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 __all__ = [
     "ProcessorState", "Progress", "Phase", "ProcessorError", "StepLost", "admit", "release",
@@ -54,8 +54,8 @@ def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
     """
     if message.num_slots > state.num_slots:
         raise ProcessorError(
-            f"a message of {counted(message.num_slots, 'slot')}; this state has {state.num_slots}: "
-            "create the state with the worker's number of slots"
+            f"a message of {pluralize(message.num_slots, 'slot')}; this state has {state.num_slots}"
+            ": create the state with the worker's number of slots"
         )
     if message.process_rank != state.process_rank:
         raise ProcessorError(
@@ -65,8 +65,8 @@ def step(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
     if message.most_drafts > state.num_drafts:
         slot = int((message.num_drafts > state.num_drafts).argmax())
         raise ProcessorError(
-            f"slot {slot}: {counted(int(message.num_drafts[slot]), 'draft')}; this state's worker "
-            f"proposes {state.num_drafts} at most: create the state with the worker's number"
+            f"slot {slot}: {pluralize(int(message.num_drafts[slot]), 'draft')}; this state's "
+            f"worker proposes {state.num_drafts} at most: create the state with the worker's number"
         )
     if message.kind is Kind.TARGET:
         return _target(state, message)

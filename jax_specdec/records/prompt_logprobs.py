@@ -24,7 +24,7 @@ from jax_specdec.records.processor_state import (
 )
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 
 def rows_due(request: Request) -> int:
@@ -67,7 +67,7 @@ def check_complete(
         have, due = int(state.columns.num_prompt[slot]), int(state.admitted.prompt_due[slot])
         raise StepLost(
             f"the first token of request {request.id if request else None!r} came after {have} of "
-            f"the {counted(due, 'row')} of its prompt's logprobs: the others are lost"
+            f"the {pluralize(due, 'row')} of its prompt's logprobs: the others are lost"
         )
 
 
@@ -87,13 +87,13 @@ def _check(state: ProcessorState, message: Message, slot: int) -> None:
     if got != asked:
         raise ProcessorError(
             f"slot {slot}: request {request.id!r} asked for prompt logprobs with K = {asked[0]}, "
-            f"{counted(asked[1], 'chosen id')} and mode {asked[2].name}; the message has "
-            f"K = {got[0]}, {counted(got[1], 'chosen id')} and mode {LogprobsMode(got[2]).name}"
+            f"{pluralize(asked[1], 'chosen id')} and mode {asked[2].name}; the message has "
+            f"K = {got[0]}, {pluralize(got[1], 'chosen id')} and mode {LogprobsMode(got[2]).name}"
         )
     expected = request.prompt_token_ids[1 + have : 1 + have + len(said.token_ids)]
     if said.token_ids.tolist() != list(expected):
         raise StepLost(
-            f"slot {slot}: the logprobs of {counted(len(said.token_ids), 'prompt token')} came "
+            f"slot {slot}: the logprobs of {pluralize(len(said.token_ids), 'prompt token')} came "
             f"where tokens {1 + have} and on of request {request.id!r} were next: a chunk is lost, "
             "or came twice"
         )

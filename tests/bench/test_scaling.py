@@ -25,7 +25,7 @@ def compiled(function, *shapes):
     return jax.jit(function).lower(*shapes).compile(compiler_options=quick_compile.OPTIONS)
 
 
-def counted(function, *shapes):
+def pluralize(function, *shapes):
     """The bytes that the collectives of a call carry."""
     return bytes_of_a_run(compiled(function, *shapes), branch=max)
 
@@ -55,7 +55,7 @@ def test_constants_are_those_of_the_code():
 @pytest.mark.parametrize(("shards", "rows", "k", "chosen"), [(2, 5, 7, 0), (4, 24, 20, 3)])
 def test_logprobs(shards, rows, k, chosen):
     mesh = mesh_of(shards)
-    found = counted(
+    found = pluralize(
         lambda x, ids, more: topk_logprobs(
             x, ids, k, extra_token_ids=more, mesh=mesh, axis_name="model"
         ),

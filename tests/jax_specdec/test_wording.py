@@ -2,11 +2,11 @@
 
 import pytest
 
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 
 pytestmark = pytest.mark.fast
 
 
 def test_a_number_and_what_it_counts():
-    assert [counted(n, "message") for n in (0, 1, 2)] == ["0 messages", "1 message", "2 messages"]
-    assert counted(57_056, "weight", ",") == "57,056 weights"
+    assert [pluralize(n, "message") for n in (0, 1, 2)] == ["0 messages", "1 message", "2 messages"]
+    assert pluralize(57_056, "weight", ",") == "57,056 weights"

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.buckets import chosen_bucket, k_bucket
 from jax_specdec.requests import SamplingParams
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 from pallas_kernels.sampling import Sampling
 
 
@@ -120,7 +120,7 @@ def _each(what: str, values: int | Sequence[int], count: int, dtype: type[np.gen
     values = [values] * count if isinstance(values, int) else values
     if len(values) != count:
         raise ValueError(
-            f"{len(values)} {what} for {counted(count, 'request')}: one for each, or one for all"
+            f"{len(values)} {what} for {pluralize(count, 'request')}: one for each, or one for all"
         )
     return _on_host(values, dtype)
 

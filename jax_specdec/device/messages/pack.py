@@ -22,7 +22,7 @@ from jax_specdec.device.messages.pack_kept import (
     wrong_counts,
     wrong_ids,
 )
-from jax_specdec.wording import counted
+from jax_specdec.wording import pluralize
 from pallas_kernels import TopkLogprobs
 
 
@@ -169,8 +169,8 @@ def _refuse_unfit(
     fixed_words = wire.HEADER_WORDS + wire.SLOT_WORDS * batch
     if num_words < fixed_words:
         raise wire.WireError(
-            f"a bucket of {counted(num_words, 'word')} cannot hold the header and "
-            f"{counted(batch, 'slot')}: {fixed_words} words"
+            f"a bucket of {pluralize(num_words, 'word')} cannot hold the header and "
+            f"{pluralize(batch, 'slot')}: {fixed_words} words"
         )
 
 
