@@ -7,8 +7,8 @@ itself is imported when the first engine is made: without it, that says what to 
 from jax_specdec.ray.batch import ColumnBatch, Part, columns
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import ClusterError
-from jax_specdec.ray.orders import ReplicaStatus
 from jax_specdec.ray.ray_engine import RayEngine
+from jax_specdec.ray.replica_types import ReplicaStatus
 
 __all__ = [
     "RayEngine",

@@ -1,4 +1,4 @@
-"""A fleet: its members, the book of requests, deliveries, deadlines, the end.
+"""A fleet: its members, the table of requests, deliveries, deadlines, the end.
 
 One lock holds all of it. Who waits for a reader, or for Ray, does so without the lock.
 """
@@ -24,13 +24,13 @@ from jax_specdec.engine.result_queue import ResultQueue
 from jax_specdec.engine.stream import Stream
 from jax_specdec.ray import placement
 from jax_specdec.ray.batch import ColumnBatch, Part
-from jax_specdec.ray.book import Book, Entry, end_rows
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import ClusterError, lost_errors
 from jax_specdec.ray.head import Head
-from jax_specdec.ray.member import FleetCalls, Member
-from jax_specdec.ray.orders import Weights
 from jax_specdec.ray.replica import MakeEngine
+from jax_specdec.ray.replica_handle import FleetCalls, ReplicaHandle
+from jax_specdec.ray.replica_types import Weights
+from jax_specdec.ray.request_table import Entry, RequestTable, end_rows
 from jax_specdec.ray.routes import Load, Routes
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import RequestError
@@ -59,14 +59,14 @@ class Fleet:
         self._started = placement.start(cluster.address)
         self._losses = itertools.count(1)
         self._restarts = [config.restarts() for _ in range(cluster.replicas)]
-        self._book = Book(Routes(config.prefill_chunk))
+        self._table = RequestTable(Routes(config.prefill_chunk))
         slots = config.num_slots * config.num_ranks
         ahead = slots if cluster.ahead is None else cluster.ahead
         self._load = partial(Load, slots, ahead)
         of_replica = replace(config, max_waiting=max(slots + ahead, config.max_waiting))
         name = uuid.uuid4().hex[:8]
         self.members = [
-            Member(
+            ReplicaHandle(
                 number,
                 partial(
                     placement.Place, number, f"{name}:replica-{number}", of_replica, cluster,
@@ -102,7 +102,7 @@ class Fleet:
             if self._closed:
                 return
             self._closed = True
-            self._end([(entry, FinishReason.ABORT) for entry in self._book.all()])
+            self._end([(entry, FinishReason.ABORT) for entry in self._table.all()])
             self._lock.notify_all()
         atexit.unregister(self._at_exit)
         with contextlib.ExitStack() as left:  # all of it is done, and then an error raised
@@ -120,9 +120,9 @@ class Fleet:
     def num_waiting(self) -> int:
         """Requests that no replica has."""
         with self._lock:
-            return self._book.num_waiting
+            return self._table.num_waiting
 
-    def begin_change(self) -> list[Member]:
+    def begin_change(self) -> list[ReplicaHandle]:
         """Let no replica join until `end_change`; those that take requests now.
 
         Raises:
@@ -144,15 +144,15 @@ class Fleet:
         with self._lock:
             self.check_open()
             for entry in entries:
-                if (name := entry.request.id) in self._book.entries:
+                if (name := entry.request.id) in self._table.entries:
                     raise RequestError(f"request id {name!r} is that of an open request")
             for entry in entries:
-                self._book.add(entry)
+                self._table.add(entry)
             self._send()
 
     def abort(self, name: str, consumer: Any, reason: FinishReason = FinishReason.ABORT) -> bool:
         with self._lock:
-            entry = self._book.entries.get(name)
+            entry = self._table.entries.get(name)
             if entry is None or (consumer is not None and entry.consumer is not consumer):
                 return False
             if entry.replica is not None:
@@ -176,9 +176,9 @@ class Fleet:
     def _send(self) -> None:
         """Send what waits to replicas that have room; the lock is held."""
         now = time.monotonic()
-        for replica, entries in self._book.assigned().items():
+        for replica, entries in self._table.assigned().items():
             try:
-                self.members[replica].submit([entry.order(now) for entry in entries])
+                self.members[replica].submit([entry.submission(now) for entry in entries])
             except ClusterError as error:
                 self._fail(error)
                 return
@@ -188,7 +188,7 @@ class Fleet:
         if not ends:
             return
         for entry, _ in ends:
-            self._book.drop(entry)
+            self._table.drop(entry)
         self._deliver(end_rows(ends), [entry for entry, _ in ends])
 
     def _deliver(
@@ -226,7 +226,7 @@ class Fleet:
 
     # What the members call.
 
-    def joined(self, member: Member, version: int) -> bool:
+    def joined(self, member: ReplicaHandle, version: int) -> bool:
         """Let a replica have requests, if it has the weights in use; else it must get them."""
         with self._lock:
             while self._changing and not self._closed:
@@ -234,7 +234,7 @@ class Fleet:
             if version != self.weights.version:
                 return False
             member.ready = True
-            self._book.join(member.number, self._load())
+            self._table.join(member.number, self._load())
             self._send()
             return True
 
@@ -242,20 +242,20 @@ class Fleet:
         """Whether no member shall go on."""
         return self._closed or self._failure is not None
 
-    def brought(self, member: Member, rows: Any) -> None:
+    def brought(self, member: ReplicaHandle, rows: Any) -> None:
         """Take a batch of a replica; waits where its reader is behind.
 
         Raises:
           BatchError: it contradicts what came before.
         """
         with self._lock:
-            batch, entries = self._book.take(rows, member.number)
+            batch, entries = self._table.take(rows, member.number)
             readers = self._deliver(batch, entries) if entries else ()
             self._send()
         for reader in readers:
             reader.wait_for_room()
 
-    def lost(self, member: Member, why: str, coming: bool, charged: bool) -> None:
+    def lost(self, member: ReplicaHandle, why: str, coming: bool, charged: bool) -> None:
         """Note that a replica is lost, and whether it comes again.
 
         Args:
@@ -275,7 +275,7 @@ class Fleet:
             if self.config.on_worker_loss == "stop" or not left:
                 self._fail(report)
                 return
-            ends = self._book.lose(
+            ends = self._table.lose(
                 member.number,
                 number=number,
                 resume=self.config.resume_lost,
@@ -284,7 +284,7 @@ class Fleet:
             self._end(ends)
             self._send()
 
-    def _may_return(self, member: Member, number: int | None) -> bool:
+    def _may_return(self, member: ReplicaHandle, number: int | None) -> bool:
         """Whether a lost replica may be started again, as a worker may; the lock is held."""
         restarts, now = self._restarts[member.number], time.monotonic()
         if member.begun:
@@ -292,7 +292,7 @@ class Fleet:
         if number is not None:
             blamed = None
             if self.config.resume_lost:
-                blamed = self._book.blamed(member.number, max_attempts=self.config.max_attempts)
+                blamed = self._table.blamed(member.number, max_attempts=self.config.max_attempts)
             if blamed is None:
                 restarts.charge(number, now)
             else:
@@ -310,9 +310,9 @@ class Fleet:
         if self._failure is not None:
             return
         self._failure = error
-        entries = list(self._book.all())
+        entries = list(self._table.all())
         for entry in entries:
-            self._book.drop(entry)
+            self._table.drop(entry)
         if entries:
             lost = [(entry, FinishReason.WORKER_LOST) for entry in entries]
             self._deliver(end_rows(lost), entries, error)
@@ -341,7 +341,7 @@ class Fleet:
                 if problem:
                     self._fail(ClusterError(problem))
                     return
-                due = [e for e in self._book.all() if e.due is not None and e.due <= now]
+                due = [e for e in self._table.all() if e.due is not None and e.due <= now]
                 for entry in due:
                     self.abort(entry.request.id, entry.consumer, FinishReason.DEADLINE)
                 late = now - self._began > self.cluster.start_timeout

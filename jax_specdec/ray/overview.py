@@ -6,8 +6,8 @@ from typing import Any
 
 from jax_specdec.ray.errors import lost_errors
 from jax_specdec.ray.installed import ray
-from jax_specdec.ray.orders import ReplicaStatus
 from jax_specdec.ray.placement import NAMESPACE, check_reachable, nodes_of
+from jax_specdec.ray.replica_types import ReplicaStatus
 from jax_specdec.wording import pluralize
 
 PATIENCE_SECONDS = 5.0

@@ -13,9 +13,9 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.group import Follower
 from jax_specdec.ray.installed import ray
-from jax_specdec.ray.orders import Home
+from jax_specdec.ray.remove_leftovers import remove_leftovers
 from jax_specdec.ray.replica import MakeEngine, Replica
-from jax_specdec.ray.tidy import tidy
+from jax_specdec.ray.replica_types import ReplicaAddress
 
 logger = logging.getLogger("jax_specdec.ray")
 NAMESPACE = "jax-specdec"
@@ -127,16 +127,18 @@ class Place:
         )
         self._followers = followers
 
-    def tidy(self, home: Home) -> Any:
+    def remove_leftovers(self, address: ReplicaAddress) -> Any:
         """Have what a replica left on its node removed, once its process has ended; a reference."""
         strategies = ray("ray.util.scheduling_strategies")
         options = {
             "num_cpus": 0,
             "max_retries": 0,
-            "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(home.node, soft=False),
+            "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(
+                address.node, soft=False
+            ),
             "runtime_env": self._environment,
         }
-        return ray().remote(tidy).options(**options).remote(home.process)
+        return ray().remote(remove_leftovers).options(**options).remote(address.process)
 
     def remove(self) -> None:
         """End the actors and give their devices back."""

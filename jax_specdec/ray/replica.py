@@ -28,9 +28,9 @@ from jax_specdec.ray.batch import packed
 from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun
 from jax_specdec.ray.group import Followers
 from jax_specdec.ray.installed import ray
-from jax_specdec.ray.orders import Home, Order, ReplicaStatus, Weights
-from jax_specdec.ray.outbox import Outbox
-from jax_specdec.ray.tidy import tidy
+from jax_specdec.ray.remove_leftovers import remove_leftovers
+from jax_specdec.ray.replica_types import ReplicaAddress, ReplicaStatus, Submission, Weights
+from jax_specdec.ray.send_queue import SendQueue
 from jax_specdec.records.batch import FinishReason
 
 MakeEngine = Callable[..., Engine]
@@ -61,7 +61,7 @@ class Replica:
         self._number, self._config, self._make_engine = number, config, make_engine
         self._followers = Followers(followers) if followers else None
         self._engine: Engine | None = None
-        self._outbox = Outbox()
+        self._send_queue = SendQueue()
         self._emitted: dict[str, int] = {}
         self._open: dict[str, Any] = {}  # streams by request id
         self._version = config.weights_version
@@ -71,9 +71,9 @@ class Replica:
         self._closing = False
         sys.setswitchinterval(SWITCH_SECONDS)
 
-    def home(self) -> Home:
+    def address(self) -> ReplicaAddress:
         """Where it is, and which process."""
-        return Home(ray().get_runtime_context().get_node_id(), doctor.this_process())
+        return ReplicaAddress(ray().get_runtime_context().get_node_id(), doctor.this_process())
 
     def begin(self, weights: Weights) -> ReplicaStatus:
         """Make the engine, or end all that it does; returns once a worker takes requests.
@@ -93,12 +93,12 @@ class Replica:
                 _wait(lambda: self._over(streams))
                 self._open.clear()
                 self._emitted.clear()
-                self._outbox.clear()
+                self._send_queue.clear()
                 if weights.version != self._version:
                     self._version = engine.update_weights(_content(weights))
             else:
                 self._end()
-                tidy()
+                remove_leftovers()
                 engine = self._make(weights)
             while not (health := engine.health()).ready:
                 if self._closing:
@@ -118,8 +118,8 @@ class Replica:
         Raises:
           Exception: what ended the engine, where that is a mistake in a program.
         """
-        outbox = self._outbox
-        for taken in outbox.read(pause):
+        queue = self._send_queue
+        for taken in queue.read(pause):
             if isinstance(taken, CANNOT_BEGIN):
                 yield str(taken)
                 return
@@ -133,7 +133,7 @@ class Replica:
             if rows.num_rows:
                 yield packed(rows)
 
-    def submit(self, orders: Sequence[Order]) -> None:
+    def submit(self, submissions: Sequence[Submission]) -> None:
         """Take requests; an engine that has ended ends the replica's batches with its error.
 
         Raises:
@@ -143,10 +143,10 @@ class Replica:
         engine = self._engine
         if engine is None:
             raise NotBegun(f"replica {self._number} was started again, and has no engine yet")
-        self._outbox.expect(len(orders))
+        self._send_queue.expect(len(submissions))
         with engine.together():
-            for order in orders:
-                self._submit(engine, order)
+            for submission in submissions:
+                self._submit(engine, submission)
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; their last rows come with the others."""
@@ -163,8 +163,8 @@ class Replica:
             host=ray("ray.util").get_node_ip_address(),
             pid=os.getpid(),
             open_requests=len(self._open),
-            steps=self._outbox.steps,
-            events=tuple(self._outbox.events),
+            steps=self._send_queue.steps,
+            events=tuple(self._send_queue.events),
             workers=self._engine.status if self._engine is not None else (),
         )
 
@@ -208,38 +208,38 @@ class Replica:
         self._closing = True
         with self._held:
             self._end()
-        tidy()
+        remove_leftovers()
 
-    def _submit(self, engine: Engine, order: Order) -> None:
-        name = order.request.id
-        if order.progress is not None:
-            self._emitted[name] = len(order.progress.token_ids)
+    def _submit(self, engine: Engine, submission: Submission) -> None:
+        name = submission.request.id
+        if submission.progress is not None:
+            self._emitted[name] = len(submission.progress.token_ids)
         try:
             stream = self._open[name] = engine.submit(
-                order.request,
-                priority=order.priority,
-                deadline=order.deadline,
-                progress=order.progress,
+                submission.request,
+                priority=submission.priority,
+                deadline=submission.deadline,
+                progress=submission.progress,
             )
         except (EngineClosed, WorkerFailed) as error:
-            self._outbox.fail(error)
+            self._send_queue.fail(error)
             return
         if stream.finish_reason is not None:  # its last row may have left before
             self._open.pop(name, None)
 
     def _over(self, streams: Sequence[Any]) -> bool:
         """Whether streams have ended; what they brought is dropped, so that no engine waits."""
-        self._outbox.clear()
+        self._send_queue.clear()
         return all(stream.finish_reason is not None for stream in streams)
 
     def _make(self, weights: Weights) -> Engine:
         config = self._config
         if weights.version != config.weights_version or weights.path or weights.arrays is not None:
             config = self._with(weights)
-        self._outbox, self._version = Outbox(), weights.version
+        self._send_queue, self._version = SendQueue(), weights.version
         if self._followers is not None:
             config = self._followers.placed(config)
-        sink: Sink = self._outbox
+        sink: Sink = self._send_queue
         self._engine = engine = self._make_engine(config, sink=sink)
         # An engine begins to hear its workers with its first request; this one shall before.
         engine.serve()
@@ -277,7 +277,7 @@ class Replica:
 
     def _end(self) -> None:
         self._forget_loaded()
-        self._outbox.close()
+        self._send_queue.close()
         if self._engine is not None:
             self._engine.close()
             self._engine = None

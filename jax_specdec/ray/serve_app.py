@@ -11,8 +11,8 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.ray.installed import ray
 from jax_specdec.ray.placement import environment, of_actor
+from jax_specdec.ray.remove_leftovers import remove_leftovers
 from jax_specdec.ray.replica import MakeEngine
-from jax_specdec.ray.tidy import tidy
 from jax_specdec.serve.app import Service
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.model import ServedModel
@@ -67,7 +67,7 @@ def application(
     """
 
     def build() -> Any:
-        tidy()
+        remove_leftovers()
         engine = make_engine(config)
         engine.serve()
         made = Service(engine, make_model(), bounds=bounds, api_key=api_key).app

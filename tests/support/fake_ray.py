@@ -55,11 +55,13 @@ class FakeRay:
 
             return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote))
 
-        methods = ("home", "begin", "records", "submit", "abort", "status", "close",
+        methods = ("address", "begin", "records", "submit", "abort", "status", "close",
                    "load_weights", "use_weights", "forget_weights")  # fmt: skip
         actor = SimpleNamespace(**{method: bound(method) for method in methods})
         return SimpleNamespace(
             actor=actor,
             remove=lambda: self.called.append("remove"),
-            tidy=lambda home: self.called.append("tidy") or "tidy",
+            remove_leftovers=lambda address: (
+                self.called.append("remove_leftovers") or "remove_leftovers"
+            ),
         )

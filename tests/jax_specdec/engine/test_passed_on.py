@@ -9,7 +9,7 @@ from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineClosed, WeightsError
 from jax_specdec.export.joined_rows import joined_rows
 from jax_specdec.export.step_rows import step_rows
-from jax_specdec.ray.outbox import Outbox
+from jax_specdec.ray.send_queue import SendQueue
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress
 from tests.support.processes import wait_for
@@ -38,22 +38,22 @@ def wait(streams):
             pytest.fail(f"a stream beside a sink brought {record}")
 
 
-def columns_of(outbox, requests, emitted=None):
-    outbox.fail(EngineClosed("enough"))
-    taken = [batches for batches in outbox.read(0.0) if not isinstance(batches, BaseException)]
+def columns_of(queue, requests, emitted=None):
+    queue.fail(EngineClosed("enough"))
+    taken = [batches for batches in queue.read(0.0) if not isinstance(batches, BaseException)]
     rows = [step_rows(batches, {} if emitted is None else emitted) for batches in taken]
     return joined_rows(rows, {request.id: request for request in requests})
 
 
 def test_a_sink_gets_every_update_and_streams_only_their_ends():
-    outbox = Outbox()
-    engine, _ = engine_of(outbox)
+    queue = SendQueue()
+    engine, _ = engine_of(queue)
     requests = long_requests(7)
     with engine:
         streams = [engine.submit(request) for request in requests]
         wait(streams)
         assert {stream.finish_reason for stream in streams} == {FinishReason.LENGTH}
-        found = columns_of(outbox, requests)
+        found = columns_of(queue, requests)
         for index, name in enumerate(found.request_id.tolist()):
             request = next(one for one in requests if one.id == name)
             assert found.of_request(index).token_id.tolist() == continuation(request)[0]
@@ -63,11 +63,11 @@ def test_a_request_goes_on_behind_what_another_engine_delivered():
     (request,) = long_requests(1)
     ids, logprobs = continuation(request)
     before = Progress(token_ids=tuple(ids[:8]), cumulative_logprob=sum(logprobs[:8]))
-    outbox = Outbox()
-    engine, _ = engine_of(outbox)
+    queue = SendQueue()
+    engine, _ = engine_of(queue)
     with engine:
         wait([engine.submit(request, progress=before)])
-        found = columns_of(outbox, [request], {request.id: 8})
+        found = columns_of(queue, [request], {request.id: 8})
     assert found.token_id.tolist() == ids[8:]
     assert found.position.tolist() == list(range(9, 21))
 
@@ -75,7 +75,7 @@ def test_a_request_goes_on_behind_what_another_engine_delivered():
 def test_an_engine_whose_sink_waits_waits_too():
     """Nothing is dropped, and nothing piles up: the worker makes no step meanwhile."""
 
-    class Slow(Outbox):
+    class Slow(SendQueue):
         def __init__(self):
             super().__init__()
             self.gate = threading.Event()
@@ -102,8 +102,8 @@ def test_an_engine_whose_sink_waits_waits_too():
 
 def test_requests_that_are_submitted_together_begin_in_one_round():
     """But for one that is aborted before."""
-    outbox = Outbox()
-    engine, (worker,) = engine_of(outbox)
+    queue = SendQueue()
+    engine, (worker,) = engine_of(queue)
     requests = long_requests(3)
     with engine:
         with engine.together():
@@ -119,13 +119,13 @@ def test_requests_that_are_submitted_together_begin_in_one_round():
         assert ends == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.LENGTH]
         assert [type(command).__name__ for command in worker.commands[:2]] == ["Admit"] * 2
         assert "r1" not in [c.request.id for c in worker.commands if hasattr(c, "request")]
-        assert len(columns_of(outbox, requests)) == 40
+        assert len(columns_of(queue, requests)) == 40
 
 
 def test_loaded_weights_are_used_when_it_is_said_and_else_forgotten(tmp_path):
     file = tmp_path / "new.safetensors"
     file.write_bytes(b"weights")
-    engine, (worker,) = engine_of(Outbox())
+    engine, (worker,) = engine_of(SendQueue())
     with engine:
         with engine.load_weights(file):
             assert worker.answered == 1

@@ -7,8 +7,8 @@ from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.result_queue import ResultQueue
 from jax_specdec.engine.stream import Stream
 from jax_specdec.ray import fleet as module
-from jax_specdec.ray.book import Entry
 from jax_specdec.ray.config import RayConfig
+from jax_specdec.ray.request_table import Entry
 from tests.support.scene import long_requests
 
 pytestmark = pytest.mark.fast
@@ -27,7 +27,7 @@ class Replica:
     def look(self):
         pass
 
-    def submit(self, orders):
+    def submit(self, submissions):
         pass
 
     def close(self, *, reachable):
@@ -61,7 +61,7 @@ class Reader:
 @pytest.fixture
 def fleet_of(monkeypatch):
     monkeypatch.setattr(module.placement, "start", lambda address: False)
-    monkeypatch.setattr(module, "Member", Replica)
+    monkeypatch.setattr(module, "ReplicaHandle", Replica)
     monkeypatch.setattr(module, "Head", Head)
     made = []
 

@@ -9,8 +9,8 @@ from jax_specdec.engine import EngineConfig
 from jax_specdec.engine.errors import EngineClosed, RequestError, WorkerFailed
 from jax_specdec.engine.queued_request import QueuedRequest, ended
 from jax_specdec.ray.batch import unpacked
-from jax_specdec.ray.orders import Order
 from jax_specdec.ray.replica import Replica
+from jax_specdec.ray.replica_types import Submission
 from jax_specdec.records.batch import FinishReason
 from tests.support.scene import long_requests
 
@@ -33,7 +33,7 @@ def test_an_engine_s_last_words_end_no_request_that_the_fleet_resumes(resume_los
     ]
     steps = deque([ends[0], [*ends[0], *ends[1], *ends[2]], WorkerFailed("no worker is left")])
     made = replica(resume_lost=resume_lost)
-    made._outbox = SimpleNamespace(read=lambda pause: steps)
+    made._send_queue = SimpleNamespace(read=lambda pause: steps)
     *batches, last = made.records(0.0)
     assert last == "no worker is left"
     found = [unpacked(batch).column("finish_reason").to_pylist() for batch in batches]
@@ -43,7 +43,7 @@ def test_an_engine_s_last_words_end_no_request_that_the_fleet_resumes(resume_los
 @pytest.mark.parametrize("mistake", [TypeError("a mistake"), ValueError("a mistake")])
 def test_an_engine_that_ends_by_a_mistake_raises_it_to_its_reader(mistake):
     made = replica()
-    made._outbox.fail(mistake)
+    made._send_queue.fail(mistake)
     with pytest.raises(type(mistake), match="a mistake"):
         list(made.records(0.0))
 
@@ -54,8 +54,8 @@ def test_a_request_that_an_engine_refuses_is_no_loss_of_its_replica():
     def submit(*_, **__):
         raise errors.pop(0)
 
-    order = Order(request=long_requests(1)[0])
+    submission = Submission(request=long_requests(1)[0])
     with pytest.raises(RequestError):
-        made._submit(SimpleNamespace(submit=submit), order)
-    made._submit(SimpleNamespace(submit=submit), order)
+        made._submit(SimpleNamespace(submit=submit), submission)
+    made._submit(SimpleNamespace(submit=submit), submission)
     assert list(made.records(0.0)) == ["closed"]

@@ -15,12 +15,12 @@ from typing import Any
 
 from jax_specdec.engine.errors import WeightsError, WorkerFailed
 from jax_specdec.ray.batch import unpacked
-from jax_specdec.ray.book import BatchError
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, full_store, lost_errors
 from jax_specdec.ray.installed import ray
-from jax_specdec.ray.orders import Home, Order, ReplicaStatus, Weights
 from jax_specdec.ray.placement import Place
+from jax_specdec.ray.replica_types import ReplicaAddress, ReplicaStatus, Submission, Weights
+from jax_specdec.ray.request_table import BatchError
 from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.ray")
@@ -46,13 +46,13 @@ class FleetCalls:
 
     over: Callable[[], bool]
     weights: Callable[[], Weights]
-    joined: Callable[["Member", int], bool]
-    brought: Callable[["Member", Any], None]
-    lost: Callable[["Member", str, bool, bool], None]
+    joined: Callable[["ReplicaHandle", int], bool]
+    brought: Callable[["ReplicaHandle", Any], None]
+    lost: Callable[["ReplicaHandle", str, bool, bool], None]
     failed: Callable[[BaseException], None]
 
 
-class Member:
+class ReplicaHandle:
     """A replica of a fleet.
 
     Attributes:
@@ -79,7 +79,7 @@ class Member:
         self._make_place, self._fleet = place, fleet
         self._cluster = cluster
         self._place: Place | None = None
-        self._home: Home | None = None  # where it has to be closed, or tidied up after
+        self._address: ReplicaAddress | None = None  # where it has to be closed, or tidied up after
         self._losses = 0
         self._answered = False  # it has, since the last loss: what Ray says twice counts once
         # Calls whose outcome is not known: any thread adds some, the fleet's watch takes them out.
@@ -97,14 +97,14 @@ class Member:
             if self._thread.ident is not None:
                 left.callback(self._thread.join, PATIENCE_SECONDS)
             if self._place is not None and reachable:
-                left.callback(self._tidy)
+                left.callback(self._remove_leftovers)
                 left.enter_context(contextlib.suppress(*lost_errors()))
                 left.callback(self._place.remove)
                 left.enter_context(contextlib.suppress(*lost_errors()))
                 ray().get(self._call("close", "slow"), timeout=PATIENCE_SECONDS)
-                self._home = None
+                self._address = None
 
-    def submit(self, orders: Sequence[Order]) -> None:
+    def submit(self, submissions: Sequence[Submission]) -> None:
         """Send requests; does not wait.
 
         Raises:
@@ -112,9 +112,9 @@ class Member:
         """
         errors = ray("ray.exceptions")
         try:
-            call = self._call("submit", "commands", orders)
+            call = self._call("submit", "commands", submissions)
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
-            raise full_store(f"{pluralize(len(orders), 'request')}", error) from error
+            raise full_store(f"{pluralize(len(submissions), 'request')}", error) from error
         self._sent.append(call)
 
     def abort(self, names: Sequence[str]) -> None:
@@ -232,7 +232,7 @@ class Member:
         while not self._fleet.over():
             weights = self._fleet.weights()
             # The first question waits until Ray has started it; who answered is begun, or lost.
-            self._home = self._get(self._call("home", "slow", max_task_retries=-1))
+            self._address = self._get(self._call("address", "slow", max_task_retries=-1))
             self._answered = True
             self._get(self._call("begin", "slow", weights))
             self.problem = ""
@@ -315,16 +315,16 @@ class Member:
         self._losses += 1  # who sees it sees that the replica is not ready
         if not self.coming:  # also where that ends the fleet: it may stay open for hours
             self.kill(why, for_good=True)
-            self._tidy()
+            self._remove_leftovers()
         time.sleep(0.05)
         return self.coming
 
-    def _tidy(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove what the replica left on its node, where it did not close and begins no more."""
-        home, self._home = self._home, None
-        if home is not None and self._place is not None:
+        address, self._address = self._address, None
+        if address is not None and self._place is not None:
             with contextlib.suppress(*lost_errors()):  # the node is gone
-                ray().get(self._place.tidy(home), timeout=PATIENCE_SECONDS)
+                ray().get(self._place.remove_leftovers(address), timeout=PATIENCE_SECONDS)
 
 
 def _first(error: BaseException) -> str:

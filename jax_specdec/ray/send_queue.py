@@ -15,7 +15,7 @@ MAX_BATCH_BYTES = 4 << 20  # of messages in a batch, one more message not counte
 SLICE_SECONDS = 0.25
 
 
-class Outbox:
+class SendQueue:
     """A sink of an engine: its thread fills it, one reader takes whole steps out.
 
     Attributes:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jax_specdec.ray.outbox import MAX_BATCH_BYTES, MAX_WAITING_BYTES, Outbox
+from jax_specdec.ray.send_queue import MAX_BATCH_BYTES, MAX_WAITING_BYTES, SendQueue
 
 pytestmark = pytest.mark.fast
 
@@ -29,65 +29,65 @@ def update(number, size, *reasons):
 
 
 def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
-    outbox, size = Outbox(), MAX_BATCH_BYTES // 4
+    queue, size = SendQueue(), MAX_BATCH_BYTES // 4
     for number in range(10):
-        outbox.take(update(number, size))
-    outbox.fail(OSError("the end"))
-    *parts, error = outbox.read(0.0)
+        queue.take(update(number, size))
+    queue.fail(OSError("the end"))
+    *parts, error = queue.read(0.0)
     assert parts == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert str(error) == "the end"
 
 
 def test_an_update_that_is_larger_than_a_batch_comes_alone():
-    outbox = Outbox()
+    queue = SendQueue()
     for number in range(3):
-        outbox.take(update(number, 3 * MAX_BATCH_BYTES))
-    outbox.close()
-    assert list(outbox.read(0.0)) == [[0], [1], [2]]
+        queue.take(update(number, 3 * MAX_BATCH_BYTES))
+    queue.close()
+    assert list(queue.read(0.0)) == [[0], [1], [2]]
 
 
 def test_the_engine_waits_where_too_much_waits():
-    outbox, size, count = Outbox(), MAX_BATCH_BYTES, 40
+    queue, size, count = SendQueue(), MAX_BATCH_BYTES, 40
     most = MAX_WAITING_BYTES // size + 1  # the last one that was let in
     engine = threading.Thread(
-        target=lambda: [outbox.take(update(number, size)) for number in range(count)]
+        target=lambda: [queue.take(update(number, size)) for number in range(count)]
     )
     engine.start()
     found = []
-    for part in outbox.read(0.0):
+    for part in queue.read(0.0):
         found += part
-        assert outbox.steps <= len(found) + most + 1
+        assert queue.steps <= len(found) + most + 1
         if len(found) == count:
-            outbox.close()
+            queue.close()
     engine.join()
     assert found == list(range(count))
 
 
 def test_whoever_is_done_with_a_reader_hears_nothing_that_came_before():
-    outbox = Outbox()
-    outbox.take(update(0, 1))
-    earlier = outbox.read(0.0)
+    queue = SendQueue()
+    queue.take(update(0, 1))
+    earlier = queue.read(0.0)
     assert next(earlier) == [0]
-    outbox.take(update(1, 1))
-    outbox.clear()
-    outbox.take(update(2, 1))
+    queue.take(update(1, 1))
+    queue.clear()
+    queue.take(update(2, 1))
     assert list(earlier) == []
-    outbox.close()
-    assert list(outbox.read(0.0)) == [[2]]
+    queue.close()
+    assert list(queue.read(0.0)) == [[2]]
 
 
 def test_the_last_end_of_all_does_not_wait_for_more():
     """With a pause of an hour, a reader gets it at once; while one request is open, it waits."""
-    outbox, parts = Outbox(), []
-    outbox.expect(3)
-    outbox.take(update(0, 1, 1, 0, 0))
-    reading = outbox.read(3600.0)
+    queue, parts = SendQueue(), []
+    queue.expect(3)
+    queue.take(update(0, 1, 1, 0, 0))
+    reading = queue.read(3600.0)
     assert next(reading) == [0]
-    outbox.take(update(1, 1, 0, 2))
+    queue.take(update(1, 1, 0, 2))
     reader = threading.Thread(target=lambda: parts.append(next(reading)))
     reader.start()
     reader.join(0.2)  # it has begun to wait
     assert not parts
-    outbox.take(update(2, 1, 3))
+    queue.take(update(2, 1, 3))
     reader.join()
     assert parts == [[1, 2]]

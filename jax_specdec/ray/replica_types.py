@@ -9,7 +9,7 @@ from jax_specdec.requests import Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class Submission:
     """A request for a replica, and what was delivered of it before.
 
     Attributes:
@@ -32,7 +32,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Home:
+class ReplicaAddress:
     """Where a replica is.
 
     Attributes:

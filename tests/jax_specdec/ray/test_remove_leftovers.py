@@ -12,7 +12,7 @@ from ipc import RingError, doctor
 from ipc.peers import current_process
 from ipc.segment_names import new_name, to_text
 from jax_specdec.engine import leftovers
-from jax_specdec.ray.tidy import tidy
+from jax_specdec.ray.remove_leftovers import remove_leftovers
 
 pytestmark = pytest.mark.fast
 
@@ -62,7 +62,7 @@ def test_only_what_dead_processes_of_this_host_made_is_removed(places):
     used = folder_of(to_text(me), folders, "weights-b", "weights")
     explains = folder_of(dead, folders, "c", "rank-0.log")
     assert len(list(rings.iterdir())) == 3 * 6 + 1
-    tidy(**places)
+    remove_leftovers(**places)
     left = {path.name.removeprefix("sem.").partition(".bell")[0] for path in rings.iterdir()}
     assert len(list(rings.iterdir())) == 2 * 6 + 1
     assert {living.name, unknown.name, foreign.name} <= left
@@ -81,9 +81,9 @@ def test_a_process_that_is_about_to_end_is_waited_for(places):
         process = child.stdout.readline().strip()
         creator = replace(current_process(), pid=child.pid, start_time=int(process.split(".")[-1]))
         ring = ring_of(creator, places["rings"])
-        tidy(**places)
+        remove_leftovers(**places)
         assert ring.exists()
-        tidying = threading.Thread(target=tidy, args=(process,), kwargs=places)
+        tidying = threading.Thread(target=remove_leftovers, args=(process,), kwargs=places)
         tidying.start()
         child.kill()
         tidying.join(30)
@@ -99,6 +99,6 @@ def test_where_nobody_knows_who_lives_nothing_is_removed(places, monkeypatch, ca
 
     ring = ring_of(replace(current_process(), start_time=1), places["rings"])
     monkeypatch.setattr(doctor, "current_process", unknown)
-    tidy(**places)
+    remove_leftovers(**places)
     assert ring.exists()
     assert "mount the /proc" in caplog.text

@@ -19,7 +19,9 @@ END_SECONDS = 5.0  # for a process that was killed
 LOOK_SECONDS = 0.02
 
 
-def tidy(process: str = "", *, rings: Path = RINGS, folders: Path | None = None) -> None:
+def remove_leftovers(
+    process: str = "", *, rings: Path = RINGS, folders: Path | None = None
+) -> None:
     """Remove what dead processes left on this host.
 
     Directories with what workers printed stay, for who looks for a reason.

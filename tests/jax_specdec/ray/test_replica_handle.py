@@ -7,10 +7,10 @@ import pytest
 
 from jax_specdec.engine.errors import EngineClosed, WorkerFailed
 from jax_specdec.ray import errors as errors_module
-from jax_specdec.ray import member as member_module
-from jax_specdec.ray.book import BatchError
+from jax_specdec.ray import replica_handle as handle_module
 from jax_specdec.ray.config import RayConfig
-from jax_specdec.ray.member import Member
+from jax_specdec.ray.replica_handle import ReplicaHandle
+from jax_specdec.ray.request_table import BatchError
 from tests.support.fake_ray import FakeRay
 
 pytestmark = pytest.mark.fast
@@ -42,15 +42,15 @@ class FakeFleet:
 
 @pytest.fixture
 def ray(monkeypatch):
-    made = FakeRay(home=SimpleNamespace(node="n", process="p"))
-    for module in (errors_module, member_module):
+    made = FakeRay(address=SimpleNamespace(node="n", process="p"))
+    for module in (errors_module, handle_module):
         monkeypatch.setattr(module, "ray", made)
     return made
 
 
 @pytest.fixture
 def member(ray):
-    made = Member(0, ray.place, FakeFleet(), RayConfig(coalesce=0.0, backlog=1))
+    made = ReplicaHandle(0, ray.place, FakeFleet(), RayConfig(coalesce=0.0, backlog=1))
     made._place = ray.place()
     return made
 
@@ -97,7 +97,7 @@ def test_so_it_is_while_batches_are_read(ray, member, error, is_lost):
 def test_a_mistake_of_who_takes_the_batches_ends_the_fleet(ray, member, monkeypatch):
     column = SimpleNamespace(values=range(1))
     rows = SimpleNamespace(num_rows=1, column=lambda name: column)
-    monkeypatch.setattr(member_module, "unpacked", lambda data: rows)
+    monkeypatch.setattr(handle_module, "unpacked", lambda data: rows)
     ray.answers |= {"records": ["batch"], "batch": np.zeros(8, np.uint8)}
 
     def brought(member, rows):
@@ -114,7 +114,7 @@ def test_a_mistake_where_requests_arrive_is_raised_and_a_gone_actor_is_ended(ray
     member.submit(["a request"])
     member.look()
     assert ray.killed == 1
-    ray.answers["submit"] = member_module.NotBegun()  # the reader of its batches finds it lost
+    ray.answers["submit"] = handle_module.NotBegun()  # the reader of its batches finds it lost
     member.submit(["a request"])
     member.look()
     ray.answers["submit"] = MISTAKES[0]
@@ -173,11 +173,11 @@ def test_a_mistake_in_a_call_is_raised_and_an_actor_that_is_gone_is_not(ray, mem
 
 
 def test_a_member_that_meets_a_mistake_when_it_closes_gives_its_devices_back(ray, member):
-    member._home = SimpleNamespace(node="n", process="p")
+    member._address = SimpleNamespace(node="n", process="p")
     ray.answers["close"] = TypeError("a mistake")
     with pytest.raises(TypeError):
         member.close(reachable=True)
-    assert ray.called == ["close", "remove", "tidy"]
+    assert ray.called == ["close", "remove", "remove_leftovers"]
 
 
 def test_nobody_waits_in_ray_for_a_fleet_that_is_over(ray, member):

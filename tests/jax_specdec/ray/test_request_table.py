@@ -8,7 +8,7 @@ import pytest
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import packed, unpacked
-from jax_specdec.ray.book import BatchError, Book, Entry, end_rows
+from jax_specdec.ray.request_table import BatchError, Entry, RequestTable, end_rows
 from jax_specdec.ray.routes import Load, Routes
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, SamplingParams
@@ -19,30 +19,30 @@ from tests.support.scripted_worker import continuation
 pytestmark = pytest.mark.fast
 
 
-def book_of(*replicas):
-    book = Book(Routes(4))
+def table_of(*replicas):
+    table = RequestTable(Routes(4))
     for replica in replicas:
-        book.join(replica, Load(slots=2, ahead=1))
-    return book
+        table.join(replica, Load(slots=2, ahead=1))
+    return table
 
 
-def book_with(request):
-    """A book with one replica, which has the request; the book and the replica's entries."""
-    book = book_of(0)
-    book.add(Entry(request, None))
-    ((_, entries),) = book.assigned().items()
-    return book, entries
+def table_with(request):
+    """A table with one replica, which has the request; the table and the replica's entries."""
+    table = table_of(0)
+    table.add(Entry(request, None))
+    ((_, entries),) = table.assigned().items()
+    return table, entries
 
 
-def rows_of(orders, seed=0):
-    """What a replica brings of its orders, a batch a step, as it arrives here."""
+def rows_of(submissions, seed=0):
+    """What a replica brings of its submissions, a batch a step, as it arrives here."""
     scene, emitted = Scene(num_slots=4, seed=seed), {}
     queued = []
-    for order in orders:
-        progress = {} if order.progress is None else {"progress": order.progress}
-        queued.append(QueuedRequest(request=order.request, **progress))
-        if order.progress is not None:
-            emitted[order.request.id] = len(order.progress.token_ids)
+    for submission in submissions:
+        progress = {} if submission.progress is None else {"progress": submission.progress}
+        queued.append(QueuedRequest(request=submission.request, **progress))
+        if submission.progress is not None:
+            emitted[submission.request.id] = len(submission.progress.token_ids)
     scheduler = scene.engine._scheduler
     scheduler.enqueue(queued)
     while scheduler.busy:
@@ -50,8 +50,8 @@ def rows_of(orders, seed=0):
             yield unpacked(packed(step_rows(update.records.batches, emitted)))
 
 
-def orders_of(entries):
-    return [entry.order(0.0) for entry in entries]
+def submissions_of(entries):
+    return [entry.submission(0.0) for entry in entries]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -59,35 +59,35 @@ def test_losses_at_any_moment_leave_every_position_once(seed):
     rng = random.Random(seed)
     requests = [*make_requests(8, seed), *long_requests(3)]
     requests = [r for n, r in enumerate(requests) if r.id not in {o.id for o in requests[:n]}]
-    book, batches, lost = book_of(0, 1), [], 0
+    table, batches, lost = table_of(0, 1), [], 0
     for request in requests:
-        book.add(Entry(request, None))
-    while book.entries:
-        for replica, entries in book.assigned().items():
+        table.add(Entry(request, None))
+    while table.entries:
+        for replica, entries in table.assigned().items():
             dies = rng.randint(0, 8)
-            for number, rows in enumerate(rows_of(orders_of(entries))):
+            for number, rows in enumerate(rows_of(submissions_of(entries))):
                 if number == dies and lost < 5:
                     lost += 1
-                    assert book.lose(replica, number=1, resume=True, max_attempts=99) == []
-                    book.join(replica, Load(2, 1))
-                    stale = book.take(rows, replica)
+                    assert table.lose(replica, number=1, resume=True, max_attempts=99) == []
+                    table.join(replica, Load(2, 1))
+                    stale = table.take(rows, replica)
                     assert (len(stale[0]), stale[1]) == (0, [])
                     break
-                batches.append(book.take(rows, replica)[0])
+                batches.append(table.take(rows, replica)[0])
     assert lost
     check(requests, batches)
-    assert sum(load.open for load in book.routes.loads.values()) == 0
-    assert sum(load.tokens for load in book.routes.loads.values()) == 0
+    assert sum(load.open for load in table.routes.loads.values()) == 0
+    assert sum(load.tokens for load in table.routes.loads.values()) == 0
 
 
 def test_a_batch_that_skips_tokens_or_comes_twice_is_refused():
-    book, entries = book_with(long_requests(1)[0])
-    rows = [one for one in rows_of(orders_of(entries)) if len(one.column("token_id").values)]
-    book.take(rows[0], 0)
+    table, entries = table_with(long_requests(1)[0])
+    rows = [one for one in rows_of(submissions_of(entries)) if len(one.column("token_id").values)]
+    table.take(rows[0], 0)
     for wrong in (rows[0], rows[2]):
         with pytest.raises(BatchError, match="begins at position"):
-            book.take(wrong, 0)
-    batch, owners = book.take(rows[1], 0)
+            table.take(wrong, 0)
+    batch, owners = table.take(rows[1], 0)
     assert owners == entries
     assert batch.requests[0].id == "r0"
 
@@ -95,69 +95,69 @@ def test_a_batch_that_skips_tokens_or_comes_twice_is_refused():
 def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused():
     params = SamplingParams(max_tokens=3, logprobs=0, prompt_logprobs=2, extra_token_ids=(4, 9))
     scored = Request(id="s", prompt_token_ids=tuple(range(32)) + (1,) * 20, params=params)
-    book, entries = book_with(scored)
-    brought = rows_of(orders_of(entries), seed=2)  # with it, the prompt comes in several parts
+    table, entries = table_with(scored)
+    brought = rows_of(submissions_of(entries), seed=2)  # with it, the prompt comes in several parts
     rows = [one for one in brought if "prompt_start" in one.schema.names]
     assert len(rows) > 2
-    first = book.take(rows[0], 0)[0]
+    first = table.take(rows[0], 0)[0]
     for wrong in (rows[0], rows[2]):
         with pytest.raises(BatchError, match=r"'s': logprobs of its prompt begin at token"):
-            book.take(wrong, 0)
+            table.take(wrong, 0)
     ((part,),) = [first]
     assert part.prompt.chosen_logprobs.shape == (len(part.prompt.token_ids), 2)
     assert np.shares_memory(
         part.prompt.logprobs, first.rows.column("prompt_logprobs").values.values.to_numpy()
     )
     # Another replica goes on behind the rows that came.
-    assert book.lose(0, number=1, resume=True, max_attempts=9) == []
-    book.join(0, Load(2, 1))
-    ((_, entries),) = book.assigned().items()
+    assert table.lose(0, number=1, resume=True, max_attempts=9) == []
+    table.join(0, Load(2, 1))
+    ((_, entries),) = table.assigned().items()
     assert entries[0].progress.num_prompt_rows == len(part.prompt.token_ids)
-    batches = [first, *(book.take(one, 0)[0] for one in rows_of(orders_of(entries)))]
-    assert not book.entries
+    batches = [first, *(table.take(one, 0)[0] for one in rows_of(submissions_of(entries)))]
+    assert not table.entries
     check([scored], batches)
 
 
 def test_requests_that_are_not_resumed_end_and_so_do_those_tried_too_often():
-    book = book_of(0)
+    table = table_of(0)
     for request in long_requests(3):
-        book.add(Entry(request, None))
-    assert len(book.assigned()[0]) == 3
-    ends = book.lose(0, number=1, resume=False, max_attempts=9)
+        table.add(Entry(request, None))
+    assert len(table.assigned()[0]) == 3
+    ends = table.lose(0, number=1, resume=False, max_attempts=9)
     assert {reason for _, reason in ends} == {FinishReason.WORKER_LOST}
-    assert not book.entries
+    assert not table.entries
     last = end_rows(ends)
     assert last.finish_reasons.tolist() == [FinishReason.WORKER_LOST] * 3
     assert [part.position for part in last] == [1, 1, 1]
     assert last.num_tokens == 0
     for request in long_requests(1):
-        book.add(Entry(request, None))
+        table.add(Entry(request, None))
     for attempt in range(2):
-        book.join(0, Load(2, 1))
-        book.assigned()
-        ends = book.lose(0, number=attempt, resume=True, max_attempts=2)
+        table.join(0, Load(2, 1))
+        table.assigned()
+        ends = table.lose(0, number=attempt, resume=True, max_attempts=2)
         assert len(ends) == attempt
     assert ends[0][1] is FinishReason.ATTEMPTS_EXHAUSTED
 
 
 def test_priorities_and_the_first_of_a_loss_come_first():
-    book = book_of()
+    table = table_of()
     for n, request in enumerate(long_requests(4)):
-        book.add(Entry(request, None, priority=[1, 0, 1, 0][n]))
-    assert book.num_waiting == 4
-    book.join(0, Load(1, 0))
+        table.add(Entry(request, None, priority=[1, 0, 1, 0][n]))
+    assert table.num_waiting == 4
+    table.join(0, Load(1, 0))
     order = []
-    while book.num_waiting:
-        ((_, (entry,)),) = book.assigned().items()
+    while table.num_waiting:
+        ((_, (entry,)),) = table.assigned().items()
         order.append(entry.request.id)
-        book.drop(entry)
+        table.drop(entry)
     assert order == ["r1", "r3", "r0", "r2"]
 
 
 def test_parts_are_views_of_their_batch():
     (request,) = long_requests(1)
-    book, entries = book_with(request)
-    batches = [book.take(rows, 0)[0] for rows in rows_of(orders_of(entries))]
+    table, entries = table_with(request)
+    batches = [table.take(rows, 0)[0] for rows in rows_of(submissions_of(entries))]
     parts = [part for batch in batches for part in batch if part.num_tokens]
     assert np.shares_memory(parts[0].token_ids, parts[0].batch.token_ids)
     assert [t for part in parts for t in part.token_ids.tolist()] == continuation(request)[0]

@@ -18,7 +18,7 @@ from jax_specdec.export.arrow import pyarrow
 from jax_specdec.export.prompt_columns import START, prompt_span
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import ColumnBatch
-from jax_specdec.ray.orders import Order
+from jax_specdec.ray.replica_types import Submission
 from jax_specdec.ray.routes import Load, Routes
 from jax_specdec.records.batch import FinishReason, RecordBatch
 from jax_specdec.records.processor_state import Progress
@@ -79,11 +79,11 @@ class Entry:
             num_prompt_rows=self.prompt_rows,
         )
 
-    def order(self, now: float) -> Order:
+    def submission(self, now: float) -> Submission:
         """The request for a replica."""
         request = copy.copy(self.request)
         object.__setattr__(request, "id", self.key)
-        return Order(
+        return Submission(
             request=request,
             progress=self.progress,
             deadline=None if self.due is None else max(self.due - now, 0.0),
@@ -91,7 +91,7 @@ class Entry:
         )
 
 
-class Book:
+class RequestTable:
     """Open requests by id, those that wait in their order, and the replicas' loads."""
 
     def __init__(self, routes: Routes) -> None:
