@@ -314,6 +314,8 @@ def on_own_part(
     logits: Arrays,
     by_slot: BySlot,
     how: Split,
+    *,
+    by_row: bool = True,
 ) -> Result:
     """`call(shard, logits, by_slot)`, by each device on its own slots and columns.
 
@@ -325,15 +327,18 @@ def on_own_part(
       how: the mesh axis that splits the columns, where the caller knows; slots are whole then.
         Without, the logits' type tells, or with automatic axes the compiler; then `call` closes
         over no traced value.
+      by_row: static; else the first axis of the logits is not that of the slots, and all but the
+        columns is whole on every device: gathered, where it is split.
 
     Returns:
       The results, split by slots as the logits are.
     """
     first = jax.tree.leaves(logits)[0]
     arrays = (logits, by_slot)
+    row = ROW if by_row else "."
     words = (
-        *("n" + "." * (x.ndim - 2) + "v" for x in jax.tree.leaves(logits)),
-        *("n" + "." * (x.ndim - 1) for x in jax.tree.leaves(by_slot)),
+        *(row + "." * (x.ndim - 2) + "v" for x in jax.tree.leaves(logits)),
+        *(row + "." * (x.ndim - 1) for x in jax.tree.leaves(by_slot)),
     )
 
     def of_part(layout: Layout, arrays: tuple[Arrays, BySlot]) -> Result:
@@ -342,14 +347,16 @@ def on_own_part(
     if how.mesh is not None:
         assert how.axis_name
         layout, manual = Layout((), names_of(how.axis_name)), how.mesh.axis_names
-        return on_mesh(of_part, how.mesh, layout, arrays, words, manual=manual)
+        return on_mesh(of_part, how.mesh, layout, arrays, words, row, manual)
     if how.axis_name:
         return call(VocabShard(how.axis_name, how.vocab_size), logits, by_slot)
     sharding = jax.typeof(first).sharding
     if first.ndim >= 2 and AxisType.Explicit in sharding.mesh.axis_types:
         layout = layout_of(sharding, first.ndim)
         if layout != Layout():
-            return on_mesh(of_part, sharding.mesh, layout, arrays, words)
+            if not by_row:
+                layout = layout._replace(rows=())
+            return on_mesh(of_part, sharding.mesh, layout, arrays, words, row)
     elif how == Split() and may_be_split(first):
-        return where_compiled(of_part, arrays, words)
+        return where_compiled(of_part, arrays, words, row)
     return of_part(Layout(), arrays)

@@ -13,11 +13,13 @@ from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.types import (
     AcceptRule,
     CompactQ,
+    DenseQ,
     DraftReport,
     Drafts,
     ReportDrafts,
     RowsRead,
     Verified,
+    row_ids_of,
 )
 from pallas_kernels.sampling.verification import accept_draft, verify
 
@@ -28,7 +30,9 @@ __all__ = [
     "RowsRead",
     "Drafts",
     "CompactQ",
+    "DenseQ",
     "Sampling",
+    "row_ids_of",
     # Drafts that are drawn.
     "draw",
     "joined",

@@ -14,18 +14,26 @@ from jax.typing import DTypeLike
 from pallas_kernels.contract.rows import LOGITS_DTYPES
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.types import CompactQ, Drafts
+from pallas_kernels.sampling.types import CompactQ, DenseQ, Drafts
 
 Value = TypeVar("Value")
 
 
 def of_rows(
-    logits: AnyArray, sampling: Sampling, positions: AnyArray, name: str = "logits"
-) -> tuple[jax.Array, Sampling, jax.Array]:
-    """Logits [B, S, V], and the parameters and positions [B] of their slots."""
-    logits = _logits(name, logits)
+    logits: AnyArray,
+    sampling: Sampling,
+    positions: AnyArray,
+    name: str = "logits",
+    row_ids: AnyArray | None = None,
+) -> tuple[jax.Array, Sampling, jax.Array, jax.Array | None]:
+    """Logits [B, S, V] or flat [N, V], the parameters and positions [B], and the row ids [B, S]."""
+    logits = _logits(name, logits, is_flat=row_ids is not None)
     _check_type("sampling", sampling, Sampling, "a `Sampling`")
-    batch = logits.shape[0]
+    if row_ids is not None:
+        row_ids = _integers("row_ids", row_ids, jnp.int32)
+        if row_ids.ndim != 2 or 0 in row_ids.shape:
+            raise ValueError(f"row_ids {row_ids.shape}: give the rows of each slot, [B, S]")
+    batch = (logits if row_ids is None else row_ids).shape[0]
     given = Sampling(
         temperature=_floats("sampling.temperature", sampling.temperature).astype(jnp.float32),
         top_k=_integers("sampling.top_k", sampling.top_k, jnp.int32),
@@ -43,7 +51,17 @@ def of_rows(
                 f"{field} {value.shape} does not go with {name} {logits.shape}: give one value a "
                 f"slot, [B] = {(batch,)}"
             )
-    return logits, given, positions
+    return logits, given, positions, row_ids
+
+
+def bonus_of(bonus_token_ids: AnyArray | None, batch: int) -> jax.Array | None:
+    """The given bonus tokens [B], if there are any."""
+    if bonus_token_ids is None:
+        return None
+    found = _integers("bonus_token_ids", bonus_token_ids, jnp.int32)
+    if found.shape != (batch,):
+        raise ValueError(f"bonus_token_ids {found.shape}: give one token a slot, [B] = {(batch,)}")
+    return found
 
 
 def drafts_of(drafts: Drafts) -> Drafts:
@@ -66,16 +84,39 @@ def drafts_of(drafts: Drafts) -> Drafts:
         )
     q = drafts.q
     if q is not None:
-        _check_type("drafts.q", q, CompactQ, "`CompactQ(ids, logprobs)`, each [B, D, M]")
-        ids = _integers("drafts.q.ids", q.ids, jnp.int32)
-        logprobs = _floats("drafts.q.logprobs", q.logprobs).astype(jnp.float32)
-        if ids.shape != logprobs.shape or ids.ndim != 3 or ids.shape[:2] != token_ids.shape:
-            raise ValueError(
-                f"drafts.q has ids {ids.shape} and logprobs {logprobs.shape}, and "
-                f"drafts.token_ids are {token_ids.shape}: give both as [B, D, M]"
-            )
-        q = CompactQ(ids, logprobs)
+        what = "`CompactQ(ids, logprobs)`, each [B, D, M], or `DenseQ(probs)`, [B, D, V]"
+        _check_type("drafts.q", q, (CompactQ, DenseQ), what)
+        q = _dense(q, token_ids) if isinstance(q, DenseQ) else _compact(q, token_ids)
     return drafts._replace(token_ids=token_ids, num=num, q=q)
+
+
+def _compact(q: CompactQ, token_ids: jax.Array) -> CompactQ:
+    ids = _integers("drafts.q.ids", q.ids, jnp.int32)
+    logprobs = _floats("drafts.q.logprobs", q.logprobs).astype(jnp.float32)
+    if ids.shape != logprobs.shape or ids.ndim != 3 or ids.shape[:2] != token_ids.shape:
+        raise ValueError(
+            f"drafts.q has ids {ids.shape} and logprobs {logprobs.shape}, and "
+            f"drafts.token_ids are {token_ids.shape}: give both as [B, D, M]"
+        )
+    return CompactQ(ids, logprobs)
+
+
+def _dense(q: DenseQ, token_ids: jax.Array) -> DenseQ:
+    probs = _floats("drafts.q.probs", q.probs)
+    if q.row_ids is None:
+        if probs.ndim != 3 or probs.shape[:2] != token_ids.shape:
+            raise ValueError(
+                f"drafts.q.probs {probs.shape} do not go with drafts.token_ids {token_ids.shape}: "
+                "give [B, D, V], or flat rows with row_ids"
+            )
+        return DenseQ(probs)
+    row_ids = _integers("drafts.q.row_ids", q.row_ids, jnp.int32)
+    if probs.ndim != 2 or row_ids.shape != token_ids.shape:
+        raise ValueError(
+            f"drafts.q has probs {probs.shape} and row_ids {row_ids.shape}, and drafts.token_ids "
+            f"are {token_ids.shape}: give flat rows of probs, and the row of each draft [B, D]"
+        )
+    return DenseQ(probs, row_ids)
 
 
 def _no_nan(name: str, values: jax.Array) -> None:
@@ -95,18 +136,23 @@ def _known(values: jax.Array) -> np.ndarray | None:
     return np.asarray(values)
 
 
-def _logits(name: str, values: AnyArray) -> jax.Array:
-    """Logits as an array, if they are [B, S, V] of a supported dtype, and one number at least."""
+def _logits(name: str, values: AnyArray, is_flat: bool) -> jax.Array:
+    """Logits as an array, if their shape and dtype are supported, and they have a number."""
     _check_type(name, values, (np.ndarray, jax.Array), _ARRAY)
-    if values.ndim != 3:
-        raise ValueError(f"{name} {values.shape}: give [B, S, V]; one row a slot is x[:, None]")
+    if is_flat and values.ndim != 2:
+        raise ValueError(f"{name} {values.shape}: give [N, V] with row_ids, or [B, S, V] without")
+    if not is_flat and values.ndim != 3:
+        raise ValueError(
+            f"{name} {values.shape}: give [B, S, V]; one row a slot is x[:, None], and flat rows "
+            "[N, V] need row_ids"
+        )
     if values.dtype.name not in LOGITS_DTYPES:
         raise TypeError(
             f"{name} is of {values.dtype}: give {', '.join(LOGITS_DTYPES)}, by "
             "`.astype('float32')` for example"
         )
     if 0 in values.shape:
-        raise ValueError(f"{name} {values.shape} has no number: give [B, S, V] of 1 and more each")
+        raise ValueError(f"{name} {values.shape} has no number: give 1 and more of each axis")
     return jnp.asarray(values)
 
 

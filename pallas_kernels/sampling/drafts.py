@@ -77,7 +77,7 @@ def draw(
     Returns:
       One draft a slot (D = 1), with its q; `joined` makes a longer proposal.
     """
-    draft_logits, sampling, positions = door.of_rows(
+    draft_logits, sampling, positions, _ = door.of_rows(
         draft_logits, sampling, positions, name="draft_logits"
     )
     how = Split(mesh, axis_name, vocab_size)

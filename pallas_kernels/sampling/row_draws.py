@@ -54,7 +54,7 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     log_mass = drawing.log_total + drawing.cut.log_kept
     drawn, noise = _drawn_apart(logits, found, drawing)
     if logits.shard.axis_name is not None:
-        drawn = _of_all_shards(logits, drawn)
+        drawn = of_all_shards(logits, drawn)
         # As it is of a type that does not vary over the shards.
         noise = gumbel(drawing.source, RECOVER, drawing.excluded_ids)
 
@@ -226,7 +226,7 @@ def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Group
     return every
 
 
-def _of_all_shards(logits: GroupedRows, drawn: Drawn) -> Drawn:
+def of_all_shards(logits: GroupedRows, drawn: Drawn) -> Drawn:
     """The token of the shard with the largest score; of equal ones the first."""
     if logits.shard.axis_name is None:
         return drawn

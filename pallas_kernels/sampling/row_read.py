@@ -15,7 +15,7 @@ from pallas_kernels.backends.groups import FEW as FEW_CANDIDATES
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import WIDTH, GroupSums, inverse_temperature
 from pallas_kernels.backends.xla.groups import larger_than
-from pallas_kernels.contract.rows import Outputs, Rows, RowSums
+from pallas_kernels.contract.rows import Outputs, Rows, RowSums, skipped_rows
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
 from pallas_kernels.lowering.forms import largest_and_first, logarithm, vary_like
 from pallas_kernels.meshes.placement import AxisName, VocabShard
@@ -24,7 +24,7 @@ from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows
-from pallas_kernels.sampling.types import RowsRead
+from pallas_kernels.sampling.types import RowsRead, slots_of_rows
 from pallas_kernels.topk.call import topk_of_whole_rows
 
 
@@ -198,10 +198,11 @@ def for_logprobs(
 
 
 def emitted_logprobs(
-    logits: Float[Array, "B S V"],
+    logits: Float[Array, "B S V"] | Float[Array, "N V"],
     token_ids: Int32[Array, "B S"],
     read: RowsRead,
     *,
+    row_ids: Int32[Array, "B S"] | None = None,
     scaled: Bool[Array, " B"] | None = None,
     extra_token_ids: Int32[Array, "B C"] | None = None,
     mesh: Mesh | None = None,
@@ -218,6 +219,8 @@ def emitted_logprobs(
       logits: as `verify` had them.
       token_ids: -1 where none is wanted; such a row's column 0 has no logprob.
       read: `Verified.read`; it decides K.
+      row_ids: as `verify` had them. A position without a row is as a skipped row of
+        `topk_logprobs`: ids -1, logprobs NaN, token rank 0.
       scaled: the slots whose logprobs are those of softmax((x - m) / T); the others', and of all
         slots without it, are raw.
       extra_token_ids: of each slot, more tokens whose logprobs are wanted of all its rows.
@@ -227,8 +230,38 @@ def emitted_logprobs(
       The results of R = B * S rows, those of a slot one after another.
     """
     how = Split(mesh, axis_name, vocab_size)
-    found = on_own_part(_of_rows, logits, (token_ids, read, scaled, extra_token_ids), how)
-    return TopkLogprobs(*(x.reshape(token_ids.size, *x.shape[2:]) for x in found))
+    by_slot = token_ids, read, scaled, extra_token_ids
+    if row_ids is None:
+        found = on_own_part(_of_rows, logits, by_slot, how)
+        return TopkLogprobs(*(x.reshape(token_ids.size, *x.shape[2:]) for x in found))
+    return TopkLogprobs(*on_own_part(_of_flat_rows, logits, (row_ids, *by_slot), how, by_row=False))
+
+
+def _of_flat_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Array, ...]:
+    """`emitted_logprobs` [B * S, ...] of flat rows [N, V], of each of which it makes a slot."""
+    row_ids, token_ids, read, is_scaled, extra = by_slot
+    number = len(logits)
+    named = (row_ids >= 0) & (row_ids < number)
+    place = jnp.where(named, row_ids, number).reshape(-1)
+    slots = jnp.minimum(slots_of_rows(jnp.where(named, row_ids, -1), number), len(row_ids) - 1)
+    tokens = jnp.full(number, -1, jnp.int32).at[place].set(token_ids.reshape(-1), mode="drop")
+    found = _of_rows(
+        shard,
+        logits[:, None],
+        (
+            tokens[:, None],
+            jax.tree.map(lambda x: x[:, None], read),
+            None if is_scaled is None else is_scaled[slots],
+            None if extra is None else extra[slots],
+        ),
+    )
+    missing = skipped_rows(place.size, Outputs(read.top_ids.shape[1]), found[3].shape[2])
+
+    def placed(none: jax.Array, x: jax.Array) -> jax.Array:
+        here = named.reshape(-1, *[1] * (none.ndim - 1))
+        return jnp.where(here, x[:, 0][jnp.minimum(place, number - 1)], none)
+
+    return tuple(map(placed, missing[:4], found))
 
 
 def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Array, ...]:

@@ -59,9 +59,8 @@ class GroupedRows:
         logits = shard.masked(logits)
         if shard.axis_name is not None:
             logits, changes = of_logits.apply(logits, changes), None
-        if shard.axis_name is not None and logits.shape[1] < WIDTH:
-            every = jnp.moveaxis(shard.gathered(logits), 0, 1)
-            logits, shard = every.reshape(len(logits), -1)[:, :vocab_size], WHOLE
+        if _is_gathered(logits, shard):
+            logits, shard = columns_as_read(logits, shard), WHOLE
         if shard.axis_name is None or logits.shape[1] % WIDTH == 0:
             first = shard.ids(logits.shape[1])[0] // WIDTH
             part = Part(logits, _own_tail(logits, changes), jnp.zeros_like(first))
@@ -208,6 +207,19 @@ class GroupedRows:
         width, numbers = self.logits.shape[1], np.arange(self.num_groups)
         holder = numbers * WIDTH // width
         return holder * self.num_local + numbers - -(-holder * width // WIDTH)
+
+
+def columns_as_read(values: Float[Array, "N C"], shard: VocabShard) -> Float[Array, "N _"]:
+    """The columns that `GroupedRows` of this shard has: all of them where shards are narrow."""
+    if not _is_gathered(values, shard):
+        return values
+    every = jnp.moveaxis(shard.gathered(values), 0, 1)
+    return every.reshape(len(values), -1)[:, : shard.size(values.shape[1])]
+
+
+def _is_gathered(values: jax.Array, shard: VocabShard) -> bool:
+    """Whether a shard is narrower than a group."""
+    return shard.axis_name is not None and values.shape[1] < WIDTH
 
 
 def top_candidates(

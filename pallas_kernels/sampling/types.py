@@ -4,11 +4,13 @@ Axes: B slots, D drafts, S = D + 1 positions, M tokens of a draft's q.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Float32, Int32
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
+from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.sampling.parameters import Truncation
 
 AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -25,6 +27,17 @@ class CompactQ(NamedTuple):
     logprobs: Float32[Array, "B D M"]  # -inf where there is none
 
 
+class DenseQ(NamedTuple):
+    """The distributions that drafts were drawn from: the probability of every token.
+
+    No more of them is read than the drafts' own entries, and one row of each slot that refuses a
+    draft. NaN and negative numbers count as 0.
+    """
+
+    probs: Float[Array, "B D V"] | Float[Array, "_ V"]  # flat with `row_ids`
+    row_ids: Int32[Array, "B D"] | None = None  # the row of each draft, if they are flat
+
+
 class DraftReport(NamedTuple):
     """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft."""
 
@@ -39,8 +52,28 @@ class Drafts(NamedTuple):
 
     token_ids: Int32[Array, "B D"]
     num: Int32[Array, " B"]  # at most D
-    q: CompactQ | None = None  # None: each draft was certain
+    q: CompactQ | DenseQ | None = None  # None: each draft was certain
     report: Any = None  # a `DraftReport`, or one with more fields, where a draft message follows
+
+    @classmethod
+    def of_flat(
+        cls,
+        token_ids: AnyArray,
+        num: AnyArray,
+        width: int,
+        q: Annotated[CompactQ | None, "N M"] = None,
+    ) -> "Drafts":
+        """The drafts of ragged slots that follow one another, padding behind them.
+
+        Args:
+          token_ids: [N].
+          num: [B], how many each slot has, at most `width`.
+          width: D, static.
+          q: the tokens that each can be, [N, M].
+        """
+        num = jnp.asarray(num, jnp.int32)
+        ids, found = jax.tree.map(lambda x: by_slot(x, num, width), (token_ids, q))
+        return cls(jnp.asarray(ids, jnp.int32), num, found)
 
 
 # What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
@@ -50,16 +83,17 @@ ReportDrafts = Callable[[jax.Array, Drafts], DraftReport]
 class RowsRead(NamedTuple):
     """What one read of B * S rows left for the logprobs of any of their tokens.
 
-    m is a row's largest logit, T its slot's temperature, and 1 where that is 0.
+    rows is [B, S], and [N] of flat rows. m is a row's largest logit, T its slot's temperature, and
+    1 where that is 0.
     """
 
-    largest: Float32[Array, "B S"]  # m
-    log_sum: Float32[Array, "B S"]  # log of the sum of exp(x - m); NaN where the row is invalid
-    log_scaled: Float32[Array, "B S"]  # log of the sum of exp((x - m) / T)
-    temperature: Float32[Array, "B S"]  # T
-    top_ids: Int32[Array, "B S K"]  # in descending order of logits, ties lowest id first
-    top_logits: Float32[Array, "B S K"]  # -inf where a row has no more
-    maxima: Float32[Array, "B S _"]  # of the row's groups of 256 tokens
+    largest: Float32[Array, "*rows"]  # m
+    log_sum: Float32[Array, "*rows"]  # log of the sum of exp(x - m); NaN where the row is invalid
+    log_scaled: Float32[Array, "*rows"]  # log of the sum of exp((x - m) / T)
+    temperature: Float32[Array, "*rows"]  # T
+    top_ids: Int32[Array, "*rows K"]  # in descending order of logits, ties lowest id first
+    top_logits: Float32[Array, "*rows K"]  # -inf where a row has no more
+    maxima: Float32[Array, "*rows _"]  # of the row's groups of 256 tokens
 
 
 class Verified(NamedTuple):
@@ -69,3 +103,43 @@ class Verified(NamedTuple):
     num_tokens: Int32[Array, " B"]  # from 1 to the number of drafts + 1
     cut: Truncation | None = None  # of the rows' p [B, S], which processed logprobs are of
     read: RowsRead | None = None  # with `k`: what `emitted_logprobs` needs
+
+
+def row_ids_of(num_rows: AnyArray, num_positions: int) -> Int32[Array, "B S"]:
+    """The rows of slots that follow one another.
+
+    Args:
+      num_rows: [B], how many rows each slot has, at most S: its drafts, and one more where
+        its bonus token is to be drawn.
+      num_positions: S, static.
+
+    Returns:
+      `row_ids` for `verify`: -1 from a slot's number of rows on.
+    """
+    num_rows = jnp.asarray(num_rows, jnp.int32)
+    start = jnp.cumsum(num_rows) - num_rows
+    index = jnp.arange(num_positions, dtype=jnp.int32)[None]
+    return jnp.where(index < num_rows[:, None], start[:, None] + index, -1)
+
+
+def by_slot(values: AnyArray, num: AnyArray, width: int) -> Shaped[Array, "B D ..."]:
+    """Flat values of ragged slots, such as drafts, by slot: 0 behind a slot's number of them.
+
+    Args:
+      values: [N, ...], of slots that follow one another; padding may follow.
+      num: [B], how many each slot has, at most D.
+      width: D, static.
+    """
+    place = row_ids_of(num, width)
+    found: jax.Array = jnp.asarray(values)[jnp.maximum(place, 0)]
+    here = (place >= 0).reshape(*place.shape, *[1] * (found.ndim - 2))
+    return jnp.where(here, found, jnp.zeros((), found.dtype))
+
+
+def slots_of_rows(row_ids: Int32[Array, "B S"], num_rows: int) -> Int32[Array, " N"]:
+    """The slot that has each of N rows; B where none has."""
+    batch, positions = row_ids.shape
+    slots = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], (batch, positions))
+    place = jnp.where(row_ids >= 0, row_ids, num_rows)
+    found = jnp.full(num_rows, batch, jnp.int32)
+    return found.at[place.reshape(-1)].set(slots.reshape(-1), mode="drop")

@@ -8,7 +8,7 @@ Axes: B slots, D drafts, S = D + 1 positions, V vocabulary.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +29,14 @@ from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
-from pallas_kernels.sampling import door, row_read
+from pallas_kernels.sampling import dense_residual, door, row_read
 from pallas_kernels.sampling.distribution import cuts
-from pallas_kernels.sampling.parameters import Sampling, Truncation, has_meaning, of_each_row, where
+from pallas_kernels.sampling.parameters import Sampling, Truncation, has_meaning, where
 from pallas_kernels.sampling.row_draws import Drawing, draw, keeps_few
 from pallas_kernels.sampling.row_read import RowRead
-from pallas_kernels.sampling.rows import GroupedRows
-from pallas_kernels.sampling.types import AcceptRule, CompactQ, Drafts, Verified
-
-
-class Batch(NamedTuple):
-    """What verification knows of the slots before it reads a row."""
-
-    positions: Int32[Array, "B S"]  # the sequence position that each row decides
-    proposed: Bool[Array, "B D"]  # the drafts that there are
-    drafts: Drafts
-    sampling: Sampling
+from pallas_kernels.sampling.rows import GroupedRows, columns_as_read
+from pallas_kernels.sampling.slots import Batch
+from pallas_kernels.sampling.types import AcceptRule, CompactQ, DenseQ, Drafts, Verified
 
 
 def accept_draft(
@@ -59,19 +51,21 @@ def accept_draft(
 
 
 def verify(
-    logits: Float[Array, "B S V"],
+    logits: Float[Array, "B S V"] | Float[Array, "N V"],
     drafts: Drafts,
     sampling: Sampling,
     positions: Int32[Array, " B"],
     *,
+    row_ids: Int32[Array, "B S"] | None = None,
+    bonus_token_ids: Int32[Array, " B"] | None = None,
     accept: AcceptRule = accept_draft,
     k: int | None = None,
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
     vocab_size: int | None = None,
-    allowed: Int32[Array, "B S _"] | UInt32[Array, "B S _"] | None = None,
-    bias_token_ids: Int32[Array, "B S I"] | None = None,
-    bias: Float32[Array, "B S I"] | None = None,
+    allowed: Int32[Array, "*rows _"] | UInt32[Array, "*rows _"] | None = None,
+    bias_token_ids: Int32[Array, "*rows I"] | None = None,
+    bias: Float32[Array, "*rows I"] | None = None,
 ) -> Verified:
     """Verify `drafts` against the target's logits.
 
@@ -81,6 +75,11 @@ def verify(
       sampling: each slot's parameters; seeds of any integer type are taken modulo 2**32, and a
         temperature of 0 or less is greedy.
       positions: the sequence position of the token that row 0 predicts.
+      row_ids: the logits are flat, [N, V], and these are the rows of each slot among them; no row
+        is copied. Outside [0, N): the slot has no such row, its draft is not accepted, and
+        nothing is emitted there. A row belongs to one slot and position at most; others are
+        padding, and hold anything. `row_ids_of` makes them from the slots' numbers of rows.
+      bonus_token_ids: the token after a slot's last draft, where the slot has no row for it.
       accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
       k: static; with it, the read that verifies leaves what the logprobs of any token need, with so
         many top columns: give it to `emitted_logprobs`. It then reads for every row what only the
@@ -91,7 +90,8 @@ def verify(
         them travels, but with automatic axes where `accept` is your own. `axis_name=()` says that
         they are whole here. On the same logits, the emitted tokens are those of one device.
       vocab_size: V, where columns of padding follow.
-      allowed, bias_token_ids, bias: changes of each row's logits, as `topk_logprobs` has them. All
+      allowed, bias_token_ids, bias: changes of each row's logits, [B, S, ...] or [N, ...] as the
+        logits, as `topk_logprobs` has them. All
         is decided by the changed logits; with `k`, a second read leaves in `Verified.read` the
         logits' own values.
 
@@ -105,34 +105,59 @@ def verify(
       ValueError: the drafts are not one fewer than the rows, another shape does not go with the
         logits, there are no logits, or k is not from 0 to the vocabulary's size and 512.
     """
-    logits, sampling, positions = door.of_rows(logits, sampling, positions)
+    logits, sampling, positions, row_ids = door.of_rows(
+        logits, sampling, positions, row_ids=row_ids
+    )
     drafts = door.drafts_of(drafts)
-    batch, num_positions, _ = logits.shape
+    batch, num_positions = logits.shape[:2] if row_ids is None else row_ids.shape
     if drafts.token_ids.shape != (batch, num_positions - 1):
+        rows = f"logits {logits.shape}" if row_ids is None else f"row_ids {row_ids.shape}"
         raise ValueError(
-            f"drafts {drafts.token_ids.shape} do not go with logits {logits.shape}: B slots of S "
+            f"drafts {drafts.token_ids.shape} do not go with {rows}: B slots of S "
             f"rows verify [B, S - 1] = {(batch, num_positions - 1)} drafts"
         )
+    probs, rows_of_q = None, None
+    if isinstance(drafts.q, DenseQ):
+        (probs, rows_of_q), drafts = drafts.q, drafts._replace(q=None)
+        if probs.shape[-1] != logits.shape[-1] or (row_ids is None and probs.ndim == 2):
+            raise ValueError(
+                f"drafts.q.probs {probs.shape} do not go with logits {logits.shape}: give "
+                "[B, S - 1, V] with logits [B, S, V], and that or flat rows of V with flat logits"
+            )
     drafts = drafts._replace(report=None)
+    bonus = door.bonus_of(bonus_token_ids, batch)
 
-    def on_shard(shard: VocabShard, logits: Any, whole: Any) -> Verified:
-        drafts, sampling, positions, changes = whole
+    def on_shard(shard: VocabShard, split: Any, whole: Any) -> Verified:
+        (logits, probs), (drafts, rows_of_q, sampling, positions, row_ids, bonus, changes) = (
+            split,
+            whole,
+        )
+        if probs is not None:
+            if rows_of_q is None:
+                shape = drafts.token_ids.shape
+                rows_of_q = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
+            probs = columns_as_read(probs.reshape(-1, probs.shape[-1]), shard)
+            drafts = drafts._replace(q=DenseQ(probs, rows_of_q))
         vocab_size = shard.size(logits.shape[-1])
         if k is not None:
             check_k(k, vocab_size)
-        rows = _flat(logits)
-        mask, ids, numbers = jax.tree.map(_flat, changes)
-        changes = check_changes(mask, ids, numbers, len(rows), vocab_size)
+        if row_ids is None:
+            logits, changes = _flat(logits), jax.tree.map(_flat, changes)
+        mask, ids, numbers = changes
+        changes = check_changes(mask, ids, numbers, len(logits), vocab_size)
         batch = _batch_of(drafts, sampling, positions, vocab_size)
-        own = answers.changes_of(changes, shard, rows.shape[1])
-        return _verify(shard, rows, own, batch, accept, k)
+        if row_ids is not None or bonus is not None:
+            batch = batch.with_rows(row_ids, bonus, len(logits))
+        own = answers.changes_of(changes, shard, logits.shape[1])
+        return _verify(shard, logits, own, batch, accept, k)
 
     if accept is not accept_draft:
         # What the compiler asks for later can't refuse, nor close over a rule's traced values.
         axis_name = axis_name or ()
     how = Split(mesh, axis_name, vocab_size)
     changes = Changes(allowed, bias_token_ids, bias)
-    return on_own_part(on_shard, logits, (drafts, sampling, positions, changes), how)
+    whole = drafts, rows_of_q, sampling, positions, row_ids, bonus, changes
+    return on_own_part(on_shard, (logits, probs), whole, how, by_row=row_ids is None)
 
 
 def _flat(x: Any) -> Any:
@@ -183,10 +208,9 @@ def _verify(
         verified = lowered_for(*given, like=like, cpu=as_read, default=in_a_copy)
     if k is None:
         return verified
-    shape = batch.positions.shape
-    each = of_each_row(batch.sampling, shape)
+    each = batch.of_each_row(len(logits))
     read = row_read.read(GroupedRows.of(logits, shard), each, k)
-    return verified._replace(read=row_read.for_logprobs(read, each, k, shape))
+    return verified._replace(read=row_read.for_logprobs(read, each, k, batch.shape_of(logits)))
 
 
 def _verify_rows(
@@ -204,7 +228,7 @@ def _verify_rows(
 
     def some_sampled() -> Verified:
         own = rows()
-        read = row_read.read(own, of_each_row(batch.sampling, batch.positions.shape))
+        read = batch.checked(row_read.read(own, batch.of_each_row(len(logits))))
         return sampled_slots(own, read, None, batch, accept)
 
     def all_greedy() -> Verified:
@@ -225,17 +249,17 @@ def _from_one_read(rows: GroupedRows, batch: Batch, accept: AcceptRule, k: int) 
     It is the same for sampled and greedy rows, but in a GPU's programs for whole rows: where all
     slots are greedy there, the kernels of `greedy_topk_logprobs` do less.
     """
-    shape = batch.positions.shape
 
     def read_of(arrays: Any, batch: Batch) -> tuple[GroupedRows, RowRead, Greedy]:
         own = rows.with_arrays(*arrays)
-        read = row_read.read(own, of_each_row(batch.sampling, shape), k)
+        read = batch.checked(row_read.read(own, batch.of_each_row(len(own.logits)), k))
         choice = Greedy(row_read.with_invalid(own, read, read.top_ids[:, 0]), read.valid)
         return own, read, choice
 
     def with_read(verified: Verified, read: RowRead, batch: Batch) -> Verified:
-        each = of_each_row(batch.sampling, shape)
-        return verified._replace(read=row_read.for_logprobs(read, each, k, shape))
+        each = batch.of_each_row(len(read.valid))
+        found = row_read.for_logprobs(read, each, k, batch.shape_of(read.valid))
+        return verified._replace(read=found)
 
     def one_way(arrays: Any, batch: Batch) -> Verified:
         own, read, choice = read_of(arrays, batch)
@@ -267,10 +291,9 @@ def _from_one_read(rows: GroupedRows, batch: Batch, accept: AcceptRule, k: int) 
 
 def _greedily(batch: Batch, choice: Greedy) -> Verified:
     """Accept the drafts that equal the greedy choices; then comes the greedy choice."""
-    token_ids, valid = (x.reshape(batch.positions.shape) for x in choice)
-    draft_ids = batch.drafts.token_ids
-    agrees = batch.proposed & valid[:, :-1] & (draft_ids == token_ids[:, :-1])
-    emitted = _emit(agrees, draft_ids, token_ids)
+    token_ids, valid = batch.by_slot(choice)
+    agrees = batch.proposed & valid[:, :-1] & (batch.drafts.token_ids == token_ids[:, :-1])
+    emitted = _emit(batch, agrees, token_ids)
     return emitted._replace(cut=Truncation.greedy(token_ids))
 
 
@@ -287,19 +310,18 @@ def sampled_slots(
 
     choice: of the N rows, where the read has told it.
     """
-    positions, proposed, drafts, sampling = batch
-    shape = positions.shape
-    each, q = of_each_row(sampling, shape), _q_of(drafts)
+    positions, proposed, drafts, sampling = batch[:4]
+    each, q = batch.of_each_row(len(read.valid)), _compact_q(drafts)
     valid = read.valid & has_meaning(each)
     if choice is None:
-        own_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read), q.ids)
+        own_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read), batch, q.ids)
         choice = Greedy(row_read.with_invalid(rows, read, own_ids), valid)
     else:
-        _, x = _looked_up(rows, jnp.zeros(0, jnp.int32), q.ids)
+        _, x = _looked_up(rows, jnp.zeros(0, jnp.int32), batch, q.ids)
         choice = choice._replace(valid=valid)
     is_sampled = valid & (each.temperature > 0)
     cut = where(is_sampled, cuts(rows, read, each, is_sampled), Truncation.greedy(choice.token_ids))
-    log_p = _log_p(read, cut, is_sampled, q.ids, x)
+    log_p = _log_p(batch, read, cut, is_sampled, q.ids, x)
 
     p, q_weights = prevent_recompute(exponential(jnp.stack([log_p, q.logprobs])))
     own = q.ids == drafts.token_ids[..., None]
@@ -307,8 +329,10 @@ def sampled_slots(
     before = positions[:, :-1]
     seeds = jnp.broadcast_to(sampling.seed[:, None], before.shape)
     u = uniform(Source(seeds, before), ACCEPT)
-    considered = proposed & valid.reshape(shape)[:, :-1]
-    best_ids = choice.token_ids.reshape(shape)
+    if isinstance(drafts.q, DenseQ):
+        q_draft = _dense_q(rows.shard, drafts.q, drafts.token_ids)
+    considered = proposed & batch.by_slot(valid)[:, :-1]
+    best_ids = batch.by_slot(choice.token_ids)
     agrees = drafts.token_ids == best_ids[:, :-1]
     by_chance = accept(u, p_draft, q_draft)
     accepted = considered & jnp.where((sampling.temperature > 0)[:, None], by_chance, agrees)
@@ -316,31 +340,43 @@ def sampled_slots(
     a = _leading(accepted)
     few = keeps_few(read, cut, each, rows.vocab_size)
     of_drafts = log_p, p, q_weights
-    drawing = _drawing(batch, read, cut, (is_sampled, few), considered, q.ids, of_drafts, a)
+    # What a dense q leaves of p is drawn apart: it may differ in every token.
+    compact = jnp.zeros_like(considered) if isinstance(drafts.q, DenseQ) else considered
+    drawing = _drawing(batch, read, cut, (is_sampled, few), compact, q.ids, of_drafts, a)
     drawn = draw(rows, read, drawing)
+    if isinstance(drafts.q, DenseQ):
+        assert drafts.q.row_ids is not None
+        rejected, row_of_q = at_place(a, considered, drafts.q.row_ids)
+        drawn = dense_residual.draw(
+            rows, drawing, drafts.q.probs, row_of_q, rejected > 0, otherwise=drawn
+        )
     next_ids = jnp.where(drawing.sampled[:, None], drawn[:, None], best_ids)
-    verified = _emit(accepted, drafts.token_ids, next_ids)
-    return verified._replace(cut=jax.tree.map(lambda x: x.reshape(shape), cut))
+    return _emit(batch, accepted, next_ids)._replace(cut=batch.by_slot(cut))
 
 
-def _q_of(drafts: Drafts) -> CompactQ:
-    """The drafts' q; of certain drafts, one token."""
-    if drafts.q is not None:
+def _compact_q(drafts: Drafts) -> CompactQ:
+    """The drafts' q; of certain drafts, and of those with a dense q, the drafts' own tokens."""
+    if isinstance(drafts.q, CompactQ):
         return drafts.q
     ids = drafts.token_ids[..., None]
     return CompactQ(ids, jnp.zeros(ids.shape, jnp.float32))
 
 
+def _dense_q(shard: VocabShard, q: DenseQ, token_ids: Int32[Array, "B D"]) -> Float32[Array, "B D"]:
+    """The probability of each draft in its q; 0 of what is no token."""
+    assert q.row_ids is not None
+    found = shard.named_logits(q.probs, q.row_ids.reshape(-1), token_ids.reshape(-1, 1))
+    return jnp.where(found > 0, found, jnp.float32(0)).reshape(token_ids.shape)
+
+
 def _looked_up(
-    rows: GroupedRows, own: Int32[Array, " n"], ids: Int32[Array, "B D M"]
+    rows: GroupedRows, own: Int32[Array, " n"], batch: Batch, ids: Int32[Array, "B D M"]
 ) -> tuple[Int32[Array, " n"], Float32[Array, "B D M"]]:
     """The greedy tokens of valid rows, and the logits of the tokens of q; one exchange.
 
     own: this device's part of the greedy tokens [N], or nothing where they are known.
     """
-    batch, num_drafts, _ = ids.shape
-    slot = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-    row = slot * (num_drafts + 1) + jnp.arange(num_drafts, dtype=jnp.int32)[None, :, None]
+    row = batch.rows[:, :-1, None]
     width = rows.logits.shape[1]
     column = ids - rows.shard.ids(width)[0]
     mine = (column >= 0) & (column < width)
@@ -359,6 +395,7 @@ def _looked_up(
 
 
 def _log_p(
+    batch: Batch,
     read: RowRead,
     cut: Truncation,
     is_sampled: Bool[Array, " N"],
@@ -366,10 +403,9 @@ def _log_p(
     x: Float32[Array, "B D M"],
 ) -> Float32[Array, "B D M"]:
     """log p of the tokens of q; -inf of tokens that are not kept, and in rows without p."""
-    batch, num_drafts, _width = ids.shape
 
     def before_drafts(values: jax.Array) -> jax.Array:
-        return values.reshape(batch, num_drafts + 1)[:, :-1, None]
+        return batch.by_slot(values)[:, :-1, None]
 
     last_id, last = before_drafts(cut.cut_id), before_drafts(cut.cut_logit)
     kept = keeps(x, ids, last, last_id) & (ids >= 0) & before_drafts(is_sampled)
@@ -393,14 +429,13 @@ def _drawing(
     Past the proposals and at an invalid row there is no q to take out. which: the rows that are
     sampled, and those that keep few tokens. of_drafts: log p, p and q of the tokens `ids`.
     """
-    shape = batch.positions.shape
     each = *cut, read.largest, read.inverse, read.log_total, *(x.astype(jnp.int32) for x in which)
-    of_rows = at_place(a, *(x.reshape(shape) for x in each))
+    of_rows = at_place(a, *batch.by_slot(each), batch.rows)
     marks = jnp.broadcast_to(considered[..., None], ids.shape).astype(jnp.int32)
     marks, ids, log_p, p, q = at_place(a, marks, ids, *of_drafts)
     rejected = marks > 0
     return Drawing(
-        rows=jnp.arange(shape[0], dtype=jnp.int32) * shape[1] + a,
+        rows=of_rows[8],
         cut=Truncation(*of_rows[:3]),
         largest=of_rows[3],
         inverse=of_rows[4],
@@ -422,12 +457,17 @@ def _leading(accepted: Bool[Array, "B D"]) -> Int32[Array, " B"]:
     return jnp.min(jnp.where(accepted, drafts, index), axis=1, initial=drafts)
 
 
-def _emit(
-    accepted: Bool[Array, "B D"], draft_ids: Int32[Array, "B D"], next_ids: Int32[Array, "B S"]
-) -> Verified:
+def _emit(batch: Batch, accepted: Bool[Array, "B D"], next_ids: Int32[Array, "B S"]) -> Verified:
     """The leading accepted drafts, then the one of `next_ids` of the row where they end."""
-    a = _leading(accepted)
+    a, num = _leading(accepted), jnp.ones((), jnp.int32)
+    if batch.row_ids is not None:
+        missing = jnp.full_like(a, -1)
+        if batch.bonus_token_ids is not None:
+            missing = jnp.where(a == batch.drafts.num, batch.bonus_token_ids, -1)
+        next_ids = jnp.where(batch.has_row, next_ids, missing[:, None])
+        (last,) = at_place(a, next_ids)
+        num = (last >= 0).astype(jnp.int32)
     index = jnp.arange(next_ids.shape[1], dtype=jnp.int32)[None, :]
-    padded = jnp.pad(draft_ids, ((0, 0), (0, 1)))
+    padded = jnp.pad(batch.drafts.token_ids, ((0, 0), (0, 1)))
     token_ids = jnp.where(index < a[:, None], padded, jnp.where(index == a[:, None], next_ids, -1))
-    return Verified(token_ids, a + 1)
+    return Verified(token_ids, a + num)

@@ -69,7 +69,7 @@ def _first_drafts(state: LoopState, slot: Int32[Array, ""]) -> tuple[Drafts, Boo
         state.drafts.q,
         state.drafts.report,
     )
-    if drafts.q is not None:  # as a drawn draft's, but with one token
+    if isinstance(drafts.q, CompactQ):  # as a drawn draft's, but with one token
         first = jnp.arange(drafts.q.ids.shape[-1], dtype=jnp.int32)[None] == 0
         q = CompactQ(
             drafts.q.ids.at[slot].set(jnp.where(first, ids[:, None], -1)),

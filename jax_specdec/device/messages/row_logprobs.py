@@ -221,7 +221,7 @@ def draft_rows(
     scaled = widths._replace(mode=min(widths.mode, LogprobsMode.SCALED))
 
     def report_drafts(logits: jax.Array, drafts: Drafts) -> DraftReport:
-        assert drafts.q is not None
+        assert isinstance(drafts.q, CompactQ)
         wants = options.draft_logprobs & (options.num_columns > 0)
         rows = select_rows(wants.astype(jnp.int32), 1)
         found = row_logprobs(logits, drafts.token_ids, rows, options, scaled, parallel)

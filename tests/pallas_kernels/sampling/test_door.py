@@ -61,7 +61,7 @@ def test_numbers_of_other_widths():
         wide = jnp.array([-1, 2**32 + 5, 2**40, 3])
         np.testing.assert_array_equal(seeds_taken(wide), [2**32 - 1, 5, 0, 3])
     for dtype in (jnp.bfloat16, np.float64):
-        _, taken, places = of_rows(
+        _, taken, places, _ = of_rows(
             LOGITS, sampling(temperature=np.full(B, 0.5, dtype)), POSITIONS.astype(np.int64)
         )
         assert taken.temperature.dtype == jnp.float32

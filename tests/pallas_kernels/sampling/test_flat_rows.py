@@ -1,0 +1,148 @@
+"""Flat rows: what `verify` of ragged slots gives is what it gives of dense ones."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.sampling import (
+    CompactQ,
+    Drafts,
+    Sampling,
+    emitted_logprobs,
+    row_ids_of,
+    verify,
+)
+from tests.support import quick_compile, shape_checks
+
+B, S, V, N, K = 6, 4, 333, 32, 5
+NUM = np.array([3, 0, 2, 3, 1, 3], np.int32)  # drafts of each slot; each has one row more
+
+
+@functools.cache
+def batch():
+    """Dense logits, and the same rows among N: in another order, with anything between them."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 3, (B, S, V)).astype(np.float32)
+    logits[3, 1, 7] = np.nan
+    place = rng.permutation(N)[: B * S].reshape(B, S).astype(np.int32)
+    row_ids = np.where(np.arange(S) <= NUM[:, None], place, -1)
+    row_ids[1, 1] = N + 3  # no row either
+    flat = np.full((N, V), np.nan, np.float32)
+    flat[place.reshape(-1)] = logits.reshape(-1, V)
+    drafts = logits[:, :-1].argmax(-1).astype(np.int32)
+    drafts[5, 1] = 0
+    q_ids = np.stack([drafts, (drafts + 1) % V, np.full_like(drafts, -1)], -1)
+    log_q = np.log(np.broadcast_to(np.float32([0.75, 0.25, 1]), q_ids.shape)).astype(np.float32)
+    log_q[..., 2] = -np.inf
+    sampling = Sampling(
+        temperature=jnp.float32([0, 0.7, 1, 1.3, 0, 1]),
+        top_k=jnp.int32([0, 0, 20, 0, 0, 0]),
+        top_p=jnp.float32([1, 0.9, 1, 1, 1, 0.5]),
+        min_p=jnp.zeros(B, jnp.float32),
+        seed=jnp.arange(B, dtype=jnp.uint32),
+    )
+    made = Drafts(
+        jnp.asarray(drafts), jnp.asarray(NUM), CompactQ(jnp.asarray(q_ids), jnp.asarray(log_q))
+    )
+    return logits, jnp.asarray(flat), row_ids, made, sampling
+
+
+@quick_compile.jit
+def dense(logits, drafts, sampling, allowed=None, extra=None):
+    got = verify(logits, drafts, sampling, jnp.arange(B), k=K, allowed=allowed)
+    return got, emitted_logprobs(logits, got.token_ids, got.read, extra_token_ids=extra)
+
+
+@quick_compile.jit
+def ragged(logits, row_ids, drafts, sampling, allowed=None, extra=None):
+    got = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids, k=K, allowed=allowed)
+    found = emitted_logprobs(
+        logits, got.token_ids, got.read, row_ids=row_ids, extra_token_ids=extra
+    )
+    without = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids, allowed=allowed)
+    return got, found, without
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_flat_rows_give_what_dense_ones_do(greedy, changed):
+    logits, flat, row_ids, drafts, sampling = batch()
+    extra = jnp.tile(jnp.int32([[2, V, -1]]), (B, 1))
+    if greedy:
+        sampling = Sampling.greedy(B)
+    words, every = None, None
+    if changed:
+        bits = np.random.default_rng(0).integers(0, 2**32, (B, S, -(-V // 32)), np.uint32)
+        words = np.zeros((N, bits.shape[-1]), np.uint32)
+        has = (row_ids >= 0) & (row_ids < N)
+        words[row_ids[has]] = bits[has]
+        every = bits
+    want, expected = jax.device_get(dense(logits, drafts, sampling, every, extra))
+    got, found, without = jax.device_get(ragged(flat, row_ids, drafts, sampling, words, extra))
+    np.testing.assert_array_equal(got.token_ids, want.token_ids)
+    np.testing.assert_array_equal(got.num_tokens, want.num_tokens)
+    np.testing.assert_array_equal(without.token_ids, want.token_ids)
+    has = np.arange(S) <= NUM[:, None]
+    for cut in got.cut, without.cut:
+        chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[has], c) for c in (cut, want.cut)))
+    for name in ("token_ids", "logprobs", "token_ranks", "extra_logprobs"):
+        x, y = (getattr(one, name).reshape(B, S, -1) for one in (found, expected))
+        np.testing.assert_array_equal(x[has], y[has], err_msg=name)
+        none = -1 if name == "token_ids" else 0 if name == "token_ranks" else np.nan
+        np.testing.assert_array_equal(x[~has], np.full_like(x[~has], none), err_msg=name)
+
+
+def test_a_slot_without_a_row_for_it_gets_the_given_bonus_token_or_none():
+    logits, flat, row_ids, drafts, _ = batch()
+    rows = row_ids.copy()
+    rows[np.arange(B), NUM] = -1  # of all slots, the row behind the last draft
+    rows[4] = -1
+    call = quick_compile.jit(
+        lambda bonus: verify(
+            flat, drafts, Sampling.greedy(B), jnp.zeros(B, jnp.int32), row_ids=jnp.asarray(rows),
+            bonus_token_ids=bonus,
+        )
+    )  # fmt: skip
+    got, none = jax.device_get((call(jnp.arange(100, 100 + B)), call(None)))
+    ids = drafts.token_ids
+    # Slot 3 has an invalid row, slot 4 none at all, and slot 5 refuses its second draft.
+    invalid = int(np.nanargmax(logits[3, 1]))
+    want = [[*ids[0], 100], [101, -1, -1, -1], [*ids[2, :2], 102, -1], [ids[3, 0], invalid, -1, -1],
+            [-1] * 4, [ids[5, 0], logits[5, 1].argmax(), -1, -1]]  # fmt: skip
+    np.testing.assert_array_equal(got.token_ids, np.array(want))
+    np.testing.assert_array_equal(got.num_tokens, [4, 1, 3, 2, 0, 2])
+    np.testing.assert_array_equal(none.num_tokens, [3, 0, 2, 2, 0, 2])
+    assert (none.token_ids[[0, 1, 2], none.num_tokens[:3]] == -1).all()
+
+
+def test_rows_and_drafts_from_lengths():
+    num = np.array([2, 0, 3])
+    np.testing.assert_array_equal(
+        row_ids_of(num + 1, 4), [[0, 1, 2, -1], [3, -1, -1, -1], [4, 5, 6, 7]]
+    )
+    ids = np.arange(10, 17)
+    q = CompactQ(np.stack([ids, ids + 1], 1), np.log(np.full((7, 2), 0.5)))
+    made = Drafts.of_flat(ids, num, 3, q)
+    np.testing.assert_array_equal(made.token_ids, [[10, 11, 0], [0, 0, 0], [12, 13, 14]])
+    np.testing.assert_array_equal(made.num, num)
+    np.testing.assert_array_equal(made.q.ids[2], [[12, 13], [13, 14], [14, 15]])
+    assert made.q.logprobs.shape == (3, 3, 2)
+    assert Drafts.of_flat(ids, num, 3).q is None
+
+
+@pytest.mark.parametrize(("given", "complaint"), [
+    ({"row_ids": np.zeros(4, np.int32)}, r"row_ids \(4,\): give the rows of each slot, \[B, S\]"),
+    ({"row_ids": np.zeros((B, S + 1), np.int32)}, r"row_ids \(6, 5\)"),
+    ({"bonus_token_ids": np.zeros(2, np.int32)}, r"bonus_token_ids \(2,\): give one token a slot"),
+    ({"row_ids": None}, r"\[N, V\] need row_ids"),
+])  # fmt: skip
+def test_what_does_not_go_together_is_refused(given, complaint):
+    _, flat, row_ids, drafts, sampling = batch()
+    with pytest.raises(ValueError, match=complaint):
+        shape_checks.as_users_run(verify)(
+            flat, drafts, sampling, jnp.zeros(B, jnp.int32), **{"row_ids": row_ids, **given}
+        )
