@@ -168,10 +168,16 @@ def _integers(name: str, values: AnyArray, dtype: DTypeLike) -> jax.Array:
     """The values as an array of `dtype`, modulo its size, if they are integers."""
     _check_type(name, values, (np.ndarray, jax.Array), _ARRAY)
     if not jnp.issubdtype(values.dtype, jnp.integer):
-        what = "a JAX key" if jnp.issubdtype(values.dtype, jax.dtypes.prng_key) else values.dtype
-        raise TypeError(f"{name} is of {what}: give an array of integers")
+        if jnp.issubdtype(values.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"{name} is of a JAX key: give an array of integers, as `Sampling.from_key` does"
+            )
+        raise TypeError(f"{name} is of {values.dtype}: give an array of integers")
     if name == "sampling.seed" and values.ndim == 2 and values.dtype == jnp.uint32:
-        raise TypeError(f"{name} {values.shape} looks like JAX keys: give one integer a slot, [B]")
+        raise TypeError(
+            f"{name} {values.shape} looks like JAX keys: give one integer a slot, [B], as "
+            "`Sampling.from_key` does"
+        )
     if isinstance(values, np.ndarray):  # before JAX, which may have no 64-bit integers
         values = values.astype(dtype)
     return jnp.asarray(values).astype(dtype)

@@ -5,6 +5,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from pallas_kernels.backends.groups import keeps
@@ -23,16 +24,52 @@ class Sampling(NamedTuple):
     seed: UInt32[Array, " B"]
 
     @classmethod
+    def of(
+        cls,
+        num_slots: int,
+        *,
+        temperature: ArrayLike = 1.0,
+        top_k: ArrayLike = 0,
+        top_p: ArrayLike = 1.0,
+        min_p: ArrayLike = 0.0,
+        seed: ArrayLike = 0,
+    ) -> "Sampling":
+        """The parameters of B = `num_slots` slots, each one number for all, or one a slot [B]."""
+
+        def of_each(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
+            return jnp.broadcast_to(jnp.asarray(x, dtype), (num_slots,))
+
+        return cls(
+            of_each(temperature, jnp.float32),
+            of_each(top_k, jnp.int32),
+            of_each(top_p, jnp.float32),
+            of_each(min_p, jnp.float32),
+            of_each(seed, jnp.uint32),
+        )
+
+    @classmethod
+    def from_key(cls, key: jax.Array, num_slots: int, **options: ArrayLike) -> "Sampling":
+        """As `of`, with seeds from a JAX key: an engine that has one key a step.
+
+        Args:
+          key: one key, typed or of two words, or one a slot [B].
+          num_slots: B.
+          **options: of `of`, but for the seed.
+        """
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        many = key.ndim == (1 if typed else 2)
+        if many and len(key) != num_slots:
+            raise ValueError(f"key {key.shape}: give one key, or one for each of {num_slots} slots")
+        if many:
+            seeds = jax.vmap(lambda one: jax.random.bits(one, (), jnp.uint32))(key)
+        else:
+            seeds = jax.random.bits(key, (num_slots,), jnp.uint32)
+        return cls.of(num_slots, seed=seeds, **options)
+
+    @classmethod
     def greedy(cls, num_slots: int) -> "Sampling":
         """The parameters of slots that are all greedy."""
-        zeros = jnp.zeros(num_slots, jnp.float32)
-        return cls(
-            temperature=zeros,
-            top_k=jnp.zeros(num_slots, jnp.int32),
-            top_p=jnp.ones(num_slots, jnp.float32),
-            min_p=zeros,
-            seed=jnp.zeros(num_slots, jnp.uint32),
-        )
+        return cls.of(num_slots, temperature=0.0)
 
 
 class Truncation(NamedTuple):
