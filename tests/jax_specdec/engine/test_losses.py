@@ -163,6 +163,13 @@ def test_an_engine_that_was_away_itself_takes_nobody_for_silent():
     assert not [update for update in scene.updates if update.lost]
 
 
+def test_a_worker_that_has_nothing_to_do_is_not_silent():
+    scene = Scene(max_silence=5)
+    while scene.clock.time < 20:
+        scene.round()
+    assert scene.engine.status[0].alive
+
+
 def test_each_restart_waits_twice_as_long_as_the_one_before_and_they_come_to_an_end():
     starts = []
 
