@@ -161,7 +161,7 @@ def _drawn(shown: "Demo", console: "Console", engine: "Engine") -> Iterator[None
     """Draw the texts on a terminal while the block runs; elsewhere, say that it begins."""
     from rich.live import Live
 
-    from jax_specdec.cli.starting import Starting, phases_of
+    from jax_specdec.cli.standard_output import Starting, phases_of
 
     if not console.is_terminal:
         console.print("starting the model worker: it imports jax and compiles ...")

@@ -160,7 +160,7 @@ def _generate(
     config: EngineConfig, prompts: list[Prompt], result: Run, texts: TextsInOrder
 ) -> None:
     """Run the prompts."""
-    from jax_specdec.cli import standard_output, starting
+    from jax_specdec.cli import standard_output
     from jax_specdec.cli.logs import logged
     from jax_specdec.engine.engine import Engine
 
@@ -168,7 +168,7 @@ def _generate(
         # Where a loss ends the command, its error says so.
         logged("error" if config.on_worker_loss == "stop" else "warning"),
         Engine(config) as engine,
-        standard_output.waiting(starting.phases_of(engine)) as begun,
+        standard_output.waiting(standard_output.phases_of(engine)) as begun,
     ):
         for update in engine.generate([prompt.request for prompt in prompts]):
             begun()

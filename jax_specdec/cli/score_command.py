@@ -103,7 +103,7 @@ def _score(
     tally: Tally,
 ) -> None:
     """Run the prompts, and write what came of them."""
-    from jax_specdec.cli import standard_output, starting
+    from jax_specdec.cli import standard_output
     from jax_specdec.engine.engine import Engine
     from jax_specdec.engine.worker_client import WorkerFailed
     from jax_specdec.export.scored_sequences import scored_sequence
@@ -116,7 +116,7 @@ def _score(
         try:
             with (
                 Engine(config) as engine,
-                standard_output.waiting(starting.phases_of(engine)) as begun,
+                standard_output.waiting(standard_output.phases_of(engine)) as begun,
             ):
                 for update in engine.generate([prompt.request for prompt in prompts]):
                     begun()

@@ -1,13 +1,21 @@
 """What a person sees of a run: texts, in styles on a terminal, and before them what workers do."""
 
+from __future__ import annotations
+
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from jax_specdec.cli.starting import Phases, Starting, repeated
+if TYPE_CHECKING:
+    from jax_specdec.engine.engine import Engine
 
 Show = Callable[[str, str], None]
 Style = Callable[[float | None, bool], str]
+Phases = Callable[[], Sequence[str]]
+LOOK_SECONDS = 0.25
 
 
 def shower(*, quiet: bool) -> tuple[Show, Style | None]:
@@ -78,3 +86,56 @@ def _write(kind: str, text: str) -> None:
         sys.stdout.flush()
     except OSError as error:
         raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+def phases_of(engine: Engine) -> Phases:
+    """What each process of the engine's workers does."""
+    return lambda: [text for worker in engine.status for text in worker.phase]
+
+
+class Starting:
+    """A line such as "compiling 7 of 9 (step), 12 s"."""
+
+    def __init__(self, phases: Phases, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to count.
+
+        Args:
+          phases: what each process does now, in the words of `WorkerStatus.phase`.
+          clock: returns seconds.
+        """
+        self._phases, self._clock = phases, clock
+        self._since: dict[str, float] = {}
+
+    def line(self) -> str:
+        """What is done now, each thing once, and for how many seconds already."""
+        now, doing = self._clock(), dict.fromkeys(self._phases())
+        self._since = {what: self._since.get(what, now) for what in doing}
+        return "; ".join(f"{what}, {now - since:.0f} s" for what, since in self._since.items())
+
+
+@contextlib.contextmanager
+def repeated(
+    show: Callable[[], object], seconds: float = LOOK_SECONDS
+) -> Iterator[Callable[[], None]]:
+    """Call `show` every so many seconds in another thread, until the block ends.
+
+    Yields a function that ends it earlier: afterwards `show` is not called again. It may be called
+    several times.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(seconds):
+            show()
+
+    def end() -> None:
+        if not over.is_set():
+            over.set()
+            thread.join()
+
+    thread = threading.Thread(target=run, name="what workers do", daemon=True)
+    thread.start()
+    try:
+        yield end
+    finally:
+        end()

@@ -15,7 +15,7 @@ import pytest
 from jax_specdec.cli import serve_watch, standard_output
 from jax_specdec.cli.logs import Lines, logged
 from jax_specdec.cli.serve_watch import Work, watched
-from jax_specdec.cli.starting import Starting, repeated
+from jax_specdec.cli.standard_output import Starting, repeated
 from tests.support.processes import wait_for
 from tests.support.scene import long_requests
 from tests.support.streaming import StreamingScene
