@@ -1,8 +1,9 @@
-"""Options of an engine that the commands share: who drafts, slots, devices, kept programs."""
+"""Options of engines that the commands share: who drafts, slots, devices, losses, and where."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 
 LENGTH_STEP = 128  # slot lengths are multiples of it
+WINDOW = 600.0  # seconds in which losses count
 
 
 def add_engine(group: Any) -> None:
@@ -124,3 +126,85 @@ def _check_draft_model(target: Path, draft: Path, model: HfModel, max_length: in
                 f"{draft} has another tokenizer than {target}: id {id} is {names[1] or other!r} "
                 f"there and {names[0] or one!r} here; a draft model needs the same one"
             )
+
+
+def add_restarts(group: Any, *, default: int | None) -> None:
+    """Add the options for how often lost workers are replaced.
+
+    Args:
+      default: replacements; None: without the option, the first loss ends the command.
+    """
+    said = "none: the first loss ends the command" if default is None else default
+    group.add_argument("--max-restarts", type=integer(0), default=default, metavar="N",
+        help="new workers in place of lost ones, for each, within --restart-window; a loss that is "
+        f"put down to a request does not count (default: {said})")  # fmt: skip
+    group.add_argument("--restart-window", type=_window, metavar="SECONDS",
+        help=f"after which a loss counts no more (default: {WINDOW:g})")  # fmt: skip
+
+
+def restarts(options: argparse.Namespace) -> dict[str, Any]:
+    """The options as those of `EngineConfig`.
+
+    Raises:
+      ValueError: there is a window, and nothing that it holds for.
+    """
+    window = options.restart_window
+    if options.max_restarts is None:
+        if window is not None:
+            raise ValueError("--restart-window is for --max-restarts: add it")
+        return {}
+    return {
+        "on_worker_loss": "restart",
+        "resume_lost": True,
+        "max_restarts": options.max_restarts,
+        "restart_window": WINDOW if window is None else window,
+    }
+
+
+def _window(text: str) -> float:
+    """An argparse type: seconds, at least one."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 on")
+    return seconds
+
+
+def add_ray(group: Any) -> None:
+    """Add the options for where engines run, and how many."""
+    group.add_argument("--ray", nargs="?", const="", metavar="ADDRESS",
+        help="run engines on a Ray cluster: that of the head at ADDRESS (host:port), or the one "
+        "that RAY_ADDRESS names or this node belongs to, or else on this machine alone",
+    )  # fmt: skip
+    group.add_argument("--replicas", type=integer(1, 2**16), default=1, metavar="N",
+        help="engines, each on devices of its own (default: %(default)s)")  # fmt: skip
+    group.add_argument("--replica-devices", type=numbers, default={"CPU": 1.0}, metavar="KIND=N,..",
+        help="what a replica takes of a node, such as GPU=4 or TPU=4 (default: CPU=1)")  # fmt: skip
+
+
+def numbers(text: str) -> dict[str, float]:
+    """An argparse type: numbers by name, such as "GPU=4,CPU=2"."""
+    found = {}
+    for part in text.split(","):
+        name, sign, amount = part.partition("=")
+        try:
+            found[name.strip()] = float(amount)
+        except ValueError:
+            sign = ""
+        if not sign or not name.strip():
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=N, such as GPU=4")
+    return found
+
+
+def refuse_without_ray(options: argparse.Namespace) -> None:
+    """Refuse options that mean nothing on one machine.
+
+    Raises:
+      ValueError: names the option.
+    """
+    if options.ray is None and (options.replicas != 1 or options.replica_devices != {"CPU": 1.0}):
+        raise ValueError("--replicas and --replica-devices are for --ray: add it")
+    if getattr(options, "scaling", None) and options.max_replicas is None:
+        raise ValueError("--scaling is for --max-replicas: add it")

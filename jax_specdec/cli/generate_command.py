@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_specdec.cli.argument_types import add_checkpoint, add_command, add_dtype
-from jax_specdec.cli.engine_options import add_engine, engine_options, slot_length
-from jax_specdec.cli.ray_options import add_ray, refuse_without_ray
-from jax_specdec.cli.restart_options import add_restarts, restarts
+from jax_specdec.cli.engine_options import (
+    add_engine,
+    add_ray,
+    add_restarts,
+    engine_options,
+    refuse_without_ray,
+    restarts,
+    slot_length,
+)
 from jax_specdec.wording import pluralize
 
 if TYPE_CHECKING:

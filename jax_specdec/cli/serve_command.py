@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_specdec.cli.argument_types import add_command, add_dtype, found, integer
-from jax_specdec.cli.engine_options import add_engine, engine_options
+from jax_specdec.cli.engine_options import (
+    add_engine,
+    add_ray,
+    add_restarts,
+    engine_options,
+    numbers,
+    refuse_without_ray,
+    restarts,
+)
 from jax_specdec.cli.logs import add_log_level, logged
-from jax_specdec.cli.ray_options import add_ray, numbers, refuse_without_ray
-from jax_specdec.cli.restart_options import add_restarts, restarts
 from jax_specdec.cli.serve_bounds import add_bounds, allow_files, bounds
 
 if TYPE_CHECKING:

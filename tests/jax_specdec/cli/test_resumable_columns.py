@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jax_specdec.cli.ray_options import numbers
+from jax_specdec.cli.engine_options import numbers
 from jax_specdec.cli.resumable import OutputError
 from jax_specdec.cli.resumable_columns import ColumnsOutput, read_columns
 from jax_specdec.export import arrow
