@@ -99,7 +99,7 @@ def gumbel(source: Source, purpose: int, ids: Int32[Array, "B C"]) -> Float32[Ar
     """
     # Filled up, and apart from how the ids came about: the noise of few tokens, of candidates and
     # of a group are the same kernels, which XLA compiles once.
-    padding = ((0, 0), (0, max(WIDTH - ids.shape[1], 0)))
+    padding = ((0, 0), (0, max(WIDTH - ids.shape[1], -ids.shape[1] % 32)))  # whole vectors
     filled = barrier(jnp.pad(ids, padding))
     bits = threefry_word(source.seed[:, None], purpose, source.position[:, None], filled)
     return gumbel_of_bits(bits)[:, : ids.shape[1]]
