@@ -5,28 +5,24 @@ what lies behind them may change. The package needs jax and nothing else of the 
 """
 
 from pallas_kernels.backends.greedy import greedy
-from pallas_kernels.contract.types import Greedy, TopkLogprobs
+from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
-from pallas_kernels.linear.types import LinearKeptLogprobs
 from pallas_kernels.lowering.choose import gpu_obstacle, use_implementation
 from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.topk.call import greedy_topk_logprobs, topk_logprobs
-from pallas_kernels.topk.tables import LogprobsTensors, logprobs_tensors, padded_token_ids
+from pallas_kernels.topk.tables import logprobs_tensors, padded_token_ids
 
 __all__ = [
     "topk_logprobs",
     "greedy_topk_logprobs",
     "TopkLogprobs",
     "greedy",
-    "Greedy",
     # From hidden states and a head, without logits.
     "linear_topk_logprobs",
     "linear_kept_logprobs",
-    "LinearKeptLogprobs",
     # The tables that serving engines hold.
     "logprobs_tensors",
-    "LogprobsTensors",
     "padded_token_ids",
     # For your own code inside `jax.shard_map`.
     "VocabShard",

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float32, Int32, TypeCheckError, jaxtyped
 
-from pallas_kernels import Greedy, TopkLogprobs, VocabShard, topk_logprobs
+from pallas_kernels import TopkLogprobs, VocabShard, topk_logprobs
 from pallas_kernels.contract import types
+from pallas_kernels.contract.types import Greedy
 from tests.support import shape_checks
 
 X = np.zeros((3, 10), np.float32)

@@ -2,7 +2,7 @@
 
 A read of a row, or of a part of its columns, leaves `RowSums`. Shards of a row join theirs first;
 what travels is compact: the logits of the given token and of the extra ids in one sum, then each
-shard's sums and K candidates in one gather. `finish` turns sums into logprobs, token ranks and the
+shard's sums and K candidates in one gather. `answers` turns sums into logprobs, token ranks and the
 answers of invalid and skipped rows. The GPU kernels do the same in their pass 2.
 """
 
@@ -46,7 +46,9 @@ def topk_logprobs(
     found = named_changed(rows, named, shard)
     sums = row_sums(rows, found[:, 0], outputs._replace(k=min(outputs.k, width)))
     sums = of_all_shards(sums, outputs.k, rows.temperatures, shard, width)
-    return finish(outputs, shard.size(width), rows, sums, rows.token_ids, found)
+    return answers(
+        outputs, shard.size(width), sums, rows.token_ids, found, is_active(rows), rows.temperatures
+    )
 
 
 def greedy_topk_logprobs(row_sums: ReadRows, rows: Rows, outputs: Outputs) -> TopkLogprobs:
@@ -77,7 +79,9 @@ def greedy_topk_logprobs(row_sums: ReadRows, rows: Rows, outputs: Outputs) -> To
         top_ids=sums.top_ids[:, :k],
         top_logits=sums.top_logits[:, :k],
     )
-    return finish(outputs, vocabulary, rows, sums, chosen, jnp.concatenate(named, axis=1))
+    logits = jnp.concatenate(named, axis=1)
+    active = is_active(rows)
+    return answers(outputs, vocabulary, sums, chosen, logits, active, rows.temperatures)
 
 
 def usable(rows: Rows, shard: VocabShard) -> Rows:
@@ -114,11 +118,11 @@ def named_changed(rows: Rows, ids: jax.Array, shard: VocabShard) -> jax.Array:
         return shard.named_logits(logits, rows.places, ids)
     at = rows.places[:, None]
 
-    def read(columns: jax.Array) -> jax.Array:
+    def changed_at(columns: jax.Array) -> jax.Array:
         found = logits.at[at, columns].get().astype(jnp.float32)
         return of_logits.apply_at(found, columns, changes)
 
-    return shard.looked_up(ids, logits.shape[1], read)
+    return shard.looked_up(ids, logits.shape[1], changed_at)
 
 
 def is_active(rows: Rows) -> jax.Array:
@@ -264,27 +268,6 @@ def in_order(ids: jax.Array, logits: jax.Array, k: int) -> tuple[jax.Array, jax.
     return ids[:, :k], floats(~backward[:, :k], jnp.float32)
 
 
-def finish(
-    outputs: Outputs,
-    vocab_size: int,
-    rows: Rows,
-    sums: RowSums,
-    token_ids: jax.Array,
-    named: jax.Array,
-) -> TopkLogprobs:
-    """The answers.
-
-    Args:
-      outputs: what is wanted.
-      vocab_size: V.
-      rows: the call's, with usable temperatures.
-      sums: of whole rows, with K candidates of the vocabulary's ids.
-      token_ids: [R] int32, each row's own.
-      named: [R, 1 + C] float32, the logits of these and of the extra ids.
-    """
-    return answers(outputs, vocab_size, sums, token_ids, named, is_active(rows), rows.temperatures)
-
-
 def answers(
     outputs: Outputs,
     vocab_size: int,
@@ -295,9 +278,17 @@ def answers(
     temperatures: jax.Array | None,
     log_sum: jax.Array | None = None,
 ) -> TopkLogprobs:
-    """`finish` of rows [R] of which `active` says which are not skipped.
+    """The answers.
 
-    log_sum: the logarithm of `sums.sum_exp`, where it is known.
+    Args:
+      outputs: what is wanted.
+      vocab_size: V.
+      sums: of whole rows, with K candidates of the vocabulary's ids.
+      token_ids: [R] int32, each row's own.
+      named: [R, 1 + C] float32, the logits of these and of the extra ids.
+      active: [R] bool, which rows are not skipped.
+      temperatures: [R] float32, usable ones.
+      log_sum: the logarithm of `sums.sum_exp`, where it is known.
     """
     with jax.named_scope("finish"):
         k, top_logits = outputs.k, sums.top_logits

@@ -16,21 +16,12 @@ from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, slices
 from pallas_kernels.contract.changes import Changes, apply
 from pallas_kernels.contract.rows import Rows, check_logits
 from pallas_kernels.contract.types import Greedy, Logits
+from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.choose import lowered_for
-from pallas_kernels.lowering.forms import (
-    Tree,
-    barrier,
-    floats,
-    key_of,
-    largest_and_first,
-    map_blocks,
-    ordered_keys,
-    pin_to_iteration,
-)
 from pallas_kernels.meshes import split
 from pallas_kernels.meshes.placement import AxisName, VocabShard, placed
 
-GROUPS = 32  # of `NARROWEST_GROUP` logits each, whose largest are joined at a time
+GROUPS_AT_ONCE = 32  # of `NARROWEST_GROUP` logits each, whose largest are joined at a time
 
 
 def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
@@ -67,11 +58,11 @@ def greedy_in_blocks(
         def part(x: jax.Array) -> jax.Array:
             return x if block == num_rows else lax.dynamic_slice_in_dim(x, start, block)
 
-        x = logits if block == num_rows else part(pin_to_iteration(logits, start))
+        x = logits if block == num_rows else part(forms.pin_to_iteration(logits, start))
         return choose(apply(x, jax.tree.map(part, changes)))
 
     initial = Greedy(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool))
-    return map_blocks(work, block, None, initial, (logits, changes))
+    return forms.map_blocks(work, block, None, initial, (logits, changes))
 
 
 def greedy_block(x: jax.Array) -> Greedy:
@@ -104,23 +95,25 @@ def greedy_block_on_cpu(x: jax.Array) -> Greedy:
             lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]),
             dimensions=(2,),
         )
-        return barrier((largest, any_nan))
+        return forms.barrier((largest, any_nan))
 
     maxima, with_nan = grouped(keys, is_nan, NARROWEST_GROUP)
-    maxima, with_nan = grouped(maxima, with_nan, GROUPS)
-    width = min(NARROWEST_GROUP * GROUPS, vocabulary)
-    largest, group = largest_and_first(maxima, lax.broadcasted_iota(jnp.int32, maxima.shape, 1))
+    maxima, with_nan = grouped(maxima, with_nan, GROUPS_AT_ONCE)
+    width = min(NARROWEST_GROUP * GROUPS_AT_ONCE, vocabulary)
+    largest, group = forms.largest_and_first(
+        maxima, lax.broadcasted_iota(jnp.int32, maxima.shape, 1)
+    )
     start = jnp.minimum(group * width, vocabulary - width)  # the last group may be short
     found, _ = _keys(slices(x, start[:, None], width)[:, 0])
     ids = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    _, first = largest_and_first(found, ids)
+    _, first = forms.largest_and_first(found, ids)
     return _choice(x, largest, first, jnp.any(with_nan, axis=1))
 
 
 def _keys(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The `ordered_keys` of x, below all others where x is NaN, and where that is."""
-    keys = ordered_keys(x)
-    infinity = key_of(jnp.inf, x.dtype)
+    keys = forms.ordered_keys(x)
+    infinity = forms.key_of(jnp.inf, x.dtype)
     is_nan = (keys > infinity) | (keys < -infinity)
     return jnp.where(is_nan, _least(keys), keys), is_nan
 
@@ -131,7 +124,7 @@ def _least(keys: jax.Array) -> jax.Array:
 
 def _choice(x: jax.Array, largest: jax.Array, first: jax.Array, any_nan: jax.Array) -> Greedy:
     """The answer [B] from the largest key, its lowest id and whether there is a NaN."""
-    finite = jnp.isfinite(floats(largest, x.dtype))
+    finite = jnp.isfinite(forms.floats(largest, x.dtype))
     # Where all are NaN, all have the least key, and the lowest of their ids is 0.
     return Greedy(token_ids=first, valid=finite & ~any_nan)
 
@@ -174,7 +167,7 @@ def _of_rows(
         return split.run(place, greedy_of_part, Rows(logits))
 
     @choose.def_vmap
-    def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[Greedy, Tree]:
+    def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[Greedy, forms.Tree]:
         found = choose(logits.reshape(-1, logits.shape[-1]))
         outputs = jax.tree.map(lambda x: x.reshape(size, -1), found)
         return outputs, jax.tree.map(lambda _: True, outputs)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
+from pallas_kernels.contract.rows import RowSums
 from pallas_kernels.lowering.forms import vary_like
 
 WIDTH = 256  # tokens of a group
@@ -62,6 +63,12 @@ class Top(NamedTuple):
 
     ids: Int32[Array, "R K"]
     logits: Float32[Array, "R K"]
+
+
+def top_of(sums: RowSums) -> Top:
+    """The top K of sums; -1 where there is no such token."""
+    ids = jnp.where(sums.top_logits > -jnp.inf, sums.top_ids, jnp.int32(-1))
+    return Top(ids, sums.top_logits)
 
 
 class RowsToDraw(NamedTuple):

@@ -29,7 +29,7 @@ def read_groups(
     k: int,
     implementation: Implementation | None = None,
 ) -> Read:
-    """`xla.groups.read` in the kernels, in programs that are lowered for CUDA or a TPU.
+    """`xla.groups.read_part` in the kernels, in programs that are lowered for CUDA or a TPU.
 
     Sums differ between implementations by rounding; within one, a group's do not depend on rows,
     dtype, K, vocabulary or shard.
@@ -38,14 +38,14 @@ def read_groups(
       part: the logits.
       inverse: `inverse_temperature` of each row.
       needed: how many candidates each row needs.
-      k: static, as for `xla.groups.read`.
+      k: static, as for `xla.groups.read_part`.
       implementation: "xla"; "mosaic_gpu"; "mosaic_tpu"; None: the kernels wherever they can run,
         but for the shortest rows on a TPU.
     """
     found: Read = kernels_or_xla(
         "groups",
-        lambda kernels, *arguments: kernels.read(*arguments, k),
-        lambda part, inverse, needed: groups.read(part, inverse, needed, k),
+        lambda kernels, *arguments: kernels.read_part(*arguments, k),
+        lambda part, inverse, needed: groups.read_part(part, inverse, needed, k),
         part,
         inverse,
         needed,

@@ -144,10 +144,10 @@ def biased(logits: jax.Array, rows: jax.Array, changes: Changes) -> tuple[jax.Ar
     assert ids is not None
     inside = jnp.maximum(ids, 0)
     found = logits.at[rows[:, None], inside].get().astype(jnp.float32) + bias
-    wanted = ids >= 0
+    named = ids >= 0
     if allowed is not None:
-        wanted &= is_allowed(allowed, inside)
-    return ids, jnp.where(wanted, found, -jnp.inf)
+        named &= is_allowed(allowed, inside)
+    return ids, jnp.where(named, found, -jnp.inf)
 
 
 def of_rows(changes: Changes | None, rows: jax.Array) -> Changes | None:

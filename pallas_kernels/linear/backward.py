@@ -245,8 +245,8 @@ def cotangents(
     sums = gradients(call, inputs, changes)
     by_hidden = sums.hidden
     if inputs.row_ids is not None:
-        wanted = active_rows(inputs.hidden.shape[0], inputs.num_targets, inputs.row_ids, None)
-        rows = jnp.where(wanted, inputs.row_ids, inputs.hidden.shape[0])
+        active = active_rows(inputs.hidden.shape[0], inputs.num_targets, inputs.row_ids, None)
+        rows = jnp.where(active, inputs.row_ids, inputs.hidden.shape[0])
         empty = vary_like(jnp.zeros(inputs.hidden.shape, jnp.float32), by_hidden)
         by_hidden = empty.at[rows].add(by_hidden, mode="drop")
     by_temperature = None

@@ -49,7 +49,7 @@ from pallas_kernels.meshes import linear_placement, split
 from pallas_kernels.meshes.placement import AxisName, Layout
 from pallas_kernels.meshes.split import Words
 
-MAX_KEPT = 4096
+MAX_KEPT_IDS = 4096
 MAX_NAMED = 512
 
 
@@ -156,8 +156,8 @@ def linear_topk_logprobs(
     definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     call = Call(definition, k, bool(entropy), place.shard)
     if num_targets == 0 or hidden.shape[0] == 0:
-        wanted = Outputs(k, log_sum_exp, entropy)
-        return skipped_rows(num_targets, wanted, extra_token_ids.shape[1])
+        outputs = Outputs(k, log_sum_exp, entropy)
+        return skipped_rows(num_targets, outputs, extra_token_ids.shape[1])
     bias = _check_bias(bias, head.shape[axis])
     inputs = Inputs(hidden, head, bias, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
     words = _words(inputs, head=head_axes.lower(), row_ids=".", num_rows="")
@@ -220,10 +220,10 @@ def linear_kept_logprobs(
     num_targets = hidden.shape[0]
     token_ids = check_ids("token_ids", token_ids, (num_targets,))
     kept_token_ids = check_ids("kept_token_ids", kept_token_ids, (num_targets, "C"))
-    if not 0 < kept_token_ids.shape[1] <= MAX_KEPT:
+    if not 0 < kept_token_ids.shape[1] <= MAX_KEPT_IDS:
         raise ValueError(
             f"kept_token_ids names {kept_token_ids.shape[1]} ids for each row; it must be 1 to "
-            f"{MAX_KEPT}: for more, linear_topk_logprobs reads the whole head"
+            f"{MAX_KEPT_IDS}: for more, linear_topk_logprobs reads the whole head"
         )
     if temperatures is not None:
         temperatures = check_temperatures(temperatures, num_targets)

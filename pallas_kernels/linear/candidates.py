@@ -32,8 +32,8 @@ from pallas_kernels.lowering.forms import (
 
 FEW, MORE = 8, 16  # of each row, that are appended at a time; more for K above SMALL_K
 SMALL_K = 64
-MOST_COLUMNS = 1024  # of a part that are looked at together
-PART = 128  # rows that are shrunk or ordered at a time
+COLUMNS_AT_ONCE = 1024  # of a part that are looked at together
+ROWS_AT_ONCE = 128  # rows that are shrunk or ordered at a time
 UNROLL = 8
 
 
@@ -47,6 +47,13 @@ class Running(NamedTuple):
     ids: jax.Array  # [B, K + E] int32
     floor: jax.Array  # [B] int32, no smaller key is of the top K
     used: jax.Array  # [] int32, of the room
+
+
+class Best(NamedTuple):
+    """The top K of B rows, descending, ties lowest id first."""
+
+    logits: jax.Array  # [B, K] float32
+    ids: jax.Array  # [B, K] int32
 
 
 def empty(rows: int, k: int, room: int) -> Running:
@@ -68,9 +75,9 @@ def appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runnin
       k: K.
     """
     width = x.shape[1]
-    if width <= MOST_COLUMNS:
+    if width <= COLUMNS_AT_ONCE:
         return _appended(running, x, first, k)
-    most = -(-width // -(-width // MOST_COLUMNS))
+    most = -(-width // -(-width // COLUMNS_AT_ONCE))
 
     def some(i: jax.Array, running: Running) -> Running:
         start = jnp.minimum(i * most, width - most)
@@ -192,7 +199,7 @@ def kth_largest(
 def shrunk(running: Running, k: int, most: int) -> Running:
     """The K largest and a few more, at most `most`, in the order of their ids; the rest is room."""
     rows, size = running.keys.shape
-    part = min(PART, rows)
+    part = min(ROWS_AT_ONCE, rows)
     largest = jnp.max(running.keys, axis=1)
     least = kth_largest(running.keys, k, most, running.floor, largest + 1)
     larger = bit_words.packed(running.keys > least[:, None])
@@ -228,11 +235,11 @@ def shrunk(running: Running, k: int, most: int) -> Running:
     return Running(keys, ids, least, jnp.max(bit_words.counts(words)) - k)
 
 
-def ordered(running: Running, k: int) -> tuple[jax.Array, jax.Array]:
-    """The top K: logits [B, K] float32, descending, ties lowest id first; and ids [B, K] int32."""
+def ordered(running: Running, k: int) -> Best:
+    """The top K."""
     running = shrunk(running, k, k)
     rows = running.keys.shape[0]
-    part = min(PART, rows)
+    part = min(ROWS_AT_ONCE, rows)
     column = jnp.arange(k, dtype=jnp.int32)
 
     def some(j: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -266,12 +273,11 @@ def ordered(running: Running, k: int) -> tuple[jax.Array, jax.Array]:
 
     arrays = vary_like((running.keys, running.ids), running)
     keys, ids = lax.fori_loop(0, -(-rows // part), some, arrays)
-    return floats(keys[:, :k], jnp.float32), ids[:, :k]
+    return Best(floats(keys[:, :k], jnp.float32), ids[:, :k])
 
 
-def merged(
-    best: tuple[jax.Array, jax.Array], logits: jax.Array, ids: jax.Array, k: int
-) -> tuple[jax.Array, jax.Array]:
-    """The top K of logits and ids [B, K], ordered, with [B, n] of a later part; not on a CPU."""
-    values, at = top_k(jnp.concatenate([best[0], logits], axis=1), k)
-    return values, jnp.take_along_axis(jnp.concatenate([best[1], ids], axis=1), at, axis=1)
+def merged(best: Best, later: Best, k: int) -> Best:
+    """The top K with [B, n] of a later part, in order too; not on a CPU."""
+    values, at = top_k(jnp.concatenate([best.logits, later.logits], axis=1), k)
+    ids = jnp.take_along_axis(jnp.concatenate([best.ids, later.ids], axis=1), at, axis=1)
+    return Best(values, ids)

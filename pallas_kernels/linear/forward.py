@@ -18,17 +18,10 @@ from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.rows import Rows, RowSums, no_sums
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear import read_columns
-from pallas_kernels.linear.schedule import Plan, plan
+from pallas_kernels.linear.schedule import Schedule, choose_schedule
 from pallas_kernels.linear.types import Call, Inputs, RowScale
+from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.choose import lowered_for
-from pallas_kernels.lowering.forms import (
-    Tree,
-    barrier,
-    logarithm,
-    map_blocks,
-    pin_to_iteration,
-    vary_like,
-)
 from pallas_kernels.meshes.placement import VocabShard
 
 
@@ -79,43 +72,43 @@ def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
 
 def _found(call: Call, inputs: Inputs) -> Found:
     rows, width = inputs.num_targets, call.definition.width(inputs.head)
-    way = call.plan or planned(call, inputs)
-    if way.columns < width:
-        return _by_columns(call, way, inputs)
+    schedule = call.schedule or _schedule(call, inputs)
+    if schedule.columns < width:
+        return _by_columns(call, schedule, inputs)
     named = _named(inputs)
     rest = (_usable(inputs), named)
     arrays = (inputs.hidden, inputs.head, inputs.bias, *rest)
 
     def work(start: jax.Array) -> Found:
         def part(x: jax.Array | None) -> jax.Array | None:
-            if x is None or way.rows == rows:
+            if x is None or schedule.rows == rows:
                 return x
-            return lax.dynamic_slice_in_dim(x, start, way.rows)
+            return lax.dynamic_slice_in_dim(x, start, schedule.rows)
 
         # Tied to the loop: else XLA would widen all of a bfloat16 head before it.
-        whole = way.rows == rows
+        whole = schedule.rows == rows
         hidden, head = (
-            x if whole else pin_to_iteration(x, start) for x in (inputs.hidden, inputs.head)
+            x if whole else forms.pin_to_iteration(x, start) for x in (inputs.hidden, inputs.head)
         )
         row_ids = part(inputs.row_ids)
         of_rows = part(hidden) if row_ids is None else target_rows(hidden, row_ids)
         own = [part(x) for x in rest]
         assert of_rows is not None
         assert own[1] is not None
-        return _of_rows(call, of_rows, head, inputs.bias, own[0], own[1], way.part)
+        return _of_rows(call, of_rows, head, inputs.bias, own[0], own[1], schedule.part)
 
     empty = Found(jnp.zeros(named.shape, jnp.float32), no_sums(rows, call.outputs))
-    found: Found = map_blocks(work, way.rows, inputs.num_rows, empty, arrays)
+    found: Found = forms.map_blocks(work, schedule.rows, inputs.num_rows, empty, arrays)
     return found
 
 
-def planned(call: Call, inputs: Inputs) -> Plan:
+def _schedule(call: Call, inputs: Inputs) -> Schedule:
     """How much of the logits exists at a time."""
     head = inputs.head
     logits = jnp.dtype(call.definition.logits_dtype)
     sizes = (head.dtype.itemsize, logits.itemsize)
     width, size = call.definition.width(head), inputs.hidden.shape[1]
-    return plan(inputs.num_targets, width, size, *sizes, call.k)
+    return choose_schedule(inputs.num_targets, width, size, *sizes, call.k)
 
 
 def _named(inputs: Inputs) -> jax.Array:
@@ -141,19 +134,19 @@ def _of_rows(
     t = finite_temperatures(temperatures)
     outputs = call.outputs._replace(k=min(call.k, width))
 
-    def read(x: jax.Array, given: jax.Array, t: jax.Array | None) -> RowSums:
+    def sums_of(x: jax.Array, given: jax.Array, t: jax.Array | None) -> RowSums:
         return xla.row_sums(Rows(x, temperatures=t), given, outputs)
 
     given, rows = logits[:, 0], x.shape[0]
     if part >= rows:
-        sums = read(x, given, t)
+        sums = sums_of(x, given, t)
     else:
-        sums = _in_parts(read, part, x, (given, t), no_sums(rows, outputs))
+        sums = _in_parts(sums_of, part, x, (given, t), no_sums(rows, outputs))
     return Found(logits, of_all_shards(sums, call.k, temperatures, shard, width))
 
 
 def _in_parts(
-    read: Callable[..., RowSums], part: int, x: jax.Array, rest: Tree, like: RowSums
+    read: Callable[..., RowSums], part: int, x: jax.Array, rest: forms.Tree, like: RowSums
 ) -> RowSums:
     """What `read` finds of x and the rest, some rows at a time; `like` has the results' shapes."""
     rows = x.shape[0]
@@ -161,61 +154,60 @@ def _in_parts(
     def some(j: jax.Array, found: RowSums) -> RowSums:
         start = jnp.minimum(j * part, rows - part)
         x_of, rest_of = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, part), (x, rest))
-        own = read(barrier(x_of), *rest_of)
+        own = read(forms.barrier(x_of), *rest_of)
         updated: RowSums = jax.tree.map(
             lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, start, 0), found, own
         )
         return updated
 
-    found: RowSums = lax.fori_loop(0, -(-rows // part), some, vary_like(like, (x, rest)))
+    found: RowSums = lax.fori_loop(0, -(-rows // part), some, forms.vary_like(like, (x, rest)))
     return found
 
 
-def _by_columns(call: Call, way: Plan, inputs: Inputs) -> Found:
+def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> Found:
     """All rows, some columns at a time."""
     shard, definition = call.shard, call.definition
     width = definition.width(inputs.head)
     hidden = target_rows(inputs.hidden, inputs.row_ids)
-    head, bias = inputs.head, inputs.bias
+    product = read_columns.Product(hidden, inputs.head, inputs.bias, num_columns(shard, width))
     named = _named(inputs)
     local = named - shard.ids(width)[0]
     mine = (local >= 0) & (local < width)
-    clipped = jnp.clip(local[:, 0], 0, width - 1)
-    guess = read_columns.given_logits(definition, hidden, head, bias, clipped)
+    guess = read_columns.given_logits(definition, product, jnp.clip(local[:, 0], 0, width - 1))
     known = (named >= 0) & (named < shard.size(width))
-    given = shard.across_sum(jnp.where(mine[:, 0], guess, 0))
-    given = jnp.where(known[:, 0], given, jnp.nan)
 
-    limit = num_columns(shard, width)
-    arrays = (hidden, head, bias, limit)
+    def of_all_shards_at(own: jax.Array, at: slice) -> jax.Array:
+        """Logits [R, C] of named tokens, from the device that has each; NaN of no token."""
+        every = shard.across_sum(jnp.where(mine[:, at], own, 0))
+        return jnp.where(known[:, at], every, jnp.nan)
+
+    first, others = slice(1), slice(1, None)
+    given = of_all_shards_at(guess[:, None], first)[:, 0]
     rows = read_columns.RowInputs(local, given, finite_temperatures(inputs.temperatures))
     outputs = call.outputs._replace(k=min(call.k, width))
-    sums, own = read_columns.read(definition, way, outputs, *arrays, rows)
+    sums, own = read_columns.read_columns(definition, schedule, outputs, product, rows)
     wrong = mine[:, 0] & known[:, 0] & (_bits(own[:, 0]) != _bits(guess))
     wrong &= ~(jnp.isnan(own[:, 0]) & jnp.isnan(guess))
     again = shard.across_maximum(jnp.any(wrong).astype(jnp.int32)) > 0
 
     def counted_again() -> tuple[jax.Array, jax.Array]:
-        real = shard.across_sum(jnp.where(mine[:, 0], own[:, 0], 0))
-        real = jnp.where(known[:, 0], real, jnp.nan)
+        real = of_all_shards_at(own[:, first], first)[:, 0]
         # By the products that made the blocks: their bits count.
-        count = lowered_for(
-            *arrays,
-            real,
-            like=lambda *given: jnp.zeros_like(given[-1], jnp.int32),
-            cpu=functools.partial(read_columns.recount, definition, way.piece),
-            default=functools.partial(read_columns.recount, definition, way.elsewhere or way.piece),
+        cpu, default = (
+            functools.partial(read_columns.recount, definition, piece)
+            for piece in (schedule.piece, schedule.elsewhere or schedule.piece)
         )
-        return vary_like(real, given), vary_like(count, sums.num_larger)
+        count = lowered_for(
+            product, real, like=lambda _, x: jnp.zeros_like(x, jnp.int32), cpu=cpu, default=default
+        )
+        return forms.vary_like(real, given), forms.vary_like(count, sums.num_larger)
 
     def as_it_is() -> tuple[jax.Array, jax.Array]:
         return given, sums.num_larger
 
     given, num_larger = lax.cond(again, counted_again, as_it_is)
     sums = sums._replace(num_larger=num_larger)
-    extra = shard.across_sum(jnp.where(mine[:, 1:], own[:, 1:], 0))
-    extra = jnp.where(known[:, 1:], extra, jnp.nan)
-    logits = jnp.concatenate([given[:, None], extra], axis=1)
+    logits = jnp.concatenate([given[:, None], of_all_shards_at(own[:, others], others)], axis=1)
     return Found(logits, of_all_shards(sums, call.k, _usable(inputs), shard, width))
 
 
@@ -237,5 +229,5 @@ def _finish(call: Call, inputs: Inputs, found: Found) -> tuple[TopkLogprobs, Row
     sums = found.sums
     out = answers(call.outputs, size, sums, inputs.token_ids, found.named, active, _usable(inputs))
     valid = active & jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
-    log_sum = logarithm(sums.sum_exp)
+    log_sum = forms.logarithm(sums.sum_exp)
     return out, RowScale(jnp.where(valid, sums.maximum, 0), jnp.where(valid, log_sum, 0))

@@ -24,11 +24,11 @@ WIDEST = 512
 COPY_BYTES = 2 << 20  # of the head, that a CPU copies and multiplies at a time: they fit a cache
 MOST_COLUMNS = 8192
 PART_OF_ROWS = 1 << 17  # logits that a CPU reads at a time: they fit a core's cache
-PART = 8  # rows of a row block that are read at a time
+ROWS_READ = 8  # rows of a row block that are read at a time
 READ = 8  # bytes of temporaries of their read, for each of their logits
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """rows x columns logits exist at a time; `piece` columns are one product.
 
     rows: R, or those of a row block.
@@ -47,18 +47,20 @@ class Plan(NamedTuple):
     elsewhere: int = 0
 
 
-def plan(rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int) -> Plan:
+def choose_schedule(
+    rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int
+) -> Schedule:
     """The way for R = `rows`, V = `width`, H = `hidden`; bytes of a head's, a logit's number."""
     logits = 4 * rows * width
     if (rows < MANY_ROWS and logits <= FEW_BYTES) or width <= NARROWEST:
-        return Plan(rows, width, width, rows)
+        return Schedule(rows, width, width, rows)
     share = share_of(rows, logits)
     a_row = width * (4 + (logits_itemsize if logits_itemsize < 4 else 0))
-    block = int((0.85 * share - PART * READ * width) / a_row)
+    block = int((0.85 * share - ROWS_READ * READ * width) / a_row)
     room = room_of(rows, width, hidden, itemsize, k)
     if room is None and block >= 1:
         blocks = -(-rows // min(block, rows))
-        return Plan(-(-rows // blocks), width, width, PART)
+        return Schedule(-(-rows // blocks), width, width, ROWS_READ)
     sizes = (rows, width, hidden, itemsize, logits_itemsize, k)
     found = columns_at_a_time(*sizes, room or LEAST_ROOM)
     return found._replace(room=room or LEAST_ROOM, elsewhere=columns_elsewhere(*sizes))
@@ -80,7 +82,7 @@ def room_of(rows: int, width: int, hidden: int, itemsize: int, k: int) -> int | 
         return 0
     share = 0.97 * share_of(rows, 4 * rows * width)
     a_column = hidden * itemsize + 4 * rows
-    making = min(candidates.PART, rows) * 12  # bytes, for each that a row has
+    making = min(candidates.ROWS_AT_ONCE, rows) * 12  # bytes, for each that a row has
     most = 8 if width >= 256 * k else 6
     for columns in (NARROW, NARROWEST):
         for room in (max(LEAST_ROOM, k * eighths // 8) for eighths in range(most, 0, -1)):
@@ -93,7 +95,7 @@ def room_of(rows: int, width: int, hidden: int, itemsize: int, k: int) -> int | 
 
 def columns_at_a_time(
     rows: int, width: int, hidden: int, itemsize: int, logits_itemsize: int, k: int, room: int
-) -> Plan:
+) -> Schedule:
     """The third way."""
     share = 0.98 * share_of(rows, 4 * rows * width) - state_of(rows, k, room)
     share = min(share, ENOUGH_BYTES)
@@ -110,7 +112,7 @@ def columns_at_a_time(
     few = max(16, PART_OF_ROWS // columns)
     part = max(size for size in range(1, min(rows, few) + 1) if rows % size == 0)
     if part >= min(few, rows) // 2:  # the product is read where it is
-        return Plan(rows, columns, columns, part)
+        return Schedule(rows, columns, columns, part)
     # In a buffer, with rows of padding.
     piece = columns
     while piece > NARROWEST and piece * (a_column + 1.1 * rows * logits_itemsize) > share:
@@ -119,7 +121,7 @@ def columns_at_a_time(
     many = max(1, min(WIDEST, width, int(left / 1.1 / (rows * logits_itemsize))) // piece)
     columns = piece * many
     parts = -(-rows // max(16, PART_OF_ROWS // columns))
-    return Plan(rows, columns, piece, -(-rows // parts))
+    return Schedule(rows, columns, piece, -(-rows // parts))
 
 
 def columns_elsewhere(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.contract.types import AnyArray
-from pallas_kernels.linear.schedule import Plan
+from pallas_kernels.linear.schedule import Schedule
 from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.meshes.placement import VocabShard
 
@@ -143,7 +143,7 @@ class Call(NamedTuple):
     k: int
     entropy: bool
     shard: VocabShard
-    plan: Plan | None = None  # None: as the sizes suggest
+    schedule: Schedule | None = None  # None: as the sizes suggest
 
     @property
     def outputs(self) -> Outputs:

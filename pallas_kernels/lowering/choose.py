@@ -126,7 +126,7 @@ LEAST_VOCABULARY = ((5, 512), (1, 8192), (0, 32_768))
 REACH, REACHED = 64, 16_384
 
 # A unit of 16-bit rows has 16 of them; so many or fewer leave half of every register empty.
-FEW_ROWS = range(2, 9)
+HALF_EMPTY_ROWS = range(2, 9)
 
 
 def kernel_is_faster(rows: int, vocabulary: int, k: int, dtype: str) -> bool:
@@ -140,7 +140,7 @@ def kernel_is_faster(rows: int, vocabulary: int, k: int, dtype: str) -> bool:
     """
     if k > REACH * max(1, min(8, vocabulary // REACHED)):
         return False
-    if k == 0 and dtype == "bfloat16" and rows in FEW_ROWS:
+    if k == 0 and dtype == "bfloat16" and rows in HALF_EMPTY_ROWS:
         return False
     return vocabulary >= next(least for least_k, least in LEAST_VOCABULARY if k >= least_k)
 

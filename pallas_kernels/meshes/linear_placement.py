@@ -8,28 +8,19 @@ sharding known           explicit axes, or arrays that exist: the same on theirs
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from pallas_kernels.meshes.placement import (
-    AnyMesh,
-    AxisName,
-    Layout,
-    MeshAxes,
-    Place,
-    VocabShard,
-    names_of,
-    num_shards,
-    on_shard,
-)
+from pallas_kernels.meshes import placement
+from pallas_kernels.meshes.placement import Layout
 
 
 def placed(
     hidden: jax.Array,
     head: jax.Array,
     mesh: Mesh | None,
-    axis_name: AxisName | None,
-    row_axis_name: AxisName | None,
+    axis_name: placement.AxisName | None,
+    row_axis_name: placement.AxisName | None,
     vocab_size: int | None,
     head_axis: int = 0,
-) -> Place:
+) -> placement.Place:
     """Where the arrays are, from what the caller says and they tell.
 
     Args:
@@ -41,7 +32,7 @@ def placed(
     Raises:
       ValueError: a mesh without an axis, an axis that does not exist, rows that do not divide.
     """
-    layout = Layout(names_of(row_axis_name), names_of(axis_name))
+    layout = Layout(placement.names_of(row_axis_name), placement.names_of(axis_name))
     width = head.shape[head_axis]
     if mesh is None and row_axis_name is not None:
         raise ValueError(
@@ -49,8 +40,8 @@ def placed(
             "device's own and need no name, outside pass mesh too"
         )
     if mesh is None and axis_name is not None and layout.vocabulary:
-        return on_shard(axis_name, width, vocab_size)
-    found: AnyMesh | None = mesh
+        return placement.on_shard(axis_name, width, vocab_size)
+    found: placement.AnyMesh | None = mesh
     if mesh is None:
         found, layout = _sharding_of(hidden, head, head_axis)
     elif layout == Layout():
@@ -63,25 +54,27 @@ def placed(
         _check_divides("hidden", hidden.shape[0], found, layout.rows, "pad them")
         way_out = f"pad them, vocab_size = {width}"
         _check_divides("head", width, found, layout.vocabulary, way_out)
-    return Place(found, layout, VocabShard(None, vocab_size).size(width), vocab_size is not None)
+    return placement.Place(
+        found, layout, placement.VocabShard(None, vocab_size).size(width), vocab_size is not None
+    )
 
 
 def _sharding_of(
     hidden: jax.Array, head: jax.Array, head_axis: int
-) -> tuple[AnyMesh | None, Layout]:
+) -> tuple[placement.AnyMesh | None, Layout]:
     """The mesh and the axes that the arrays tell; no mesh where they are whole or do not tell."""
-    meshes: list[AnyMesh] = []
-    found: list[MeshAxes] = []
+    meshes: list[placement.AnyMesh] = []
+    found: list[placement.MeshAxes] = []
     for x, axis in ((hidden, 0), (head, head_axis)):
         sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
         found.append(())
         if isinstance(sharding, NamedSharding):
-            found[-1] = names_of((*sharding.spec, None, None)[axis])
+            found[-1] = placement.names_of((*sharding.spec, None, None)[axis])
             meshes += [sharding.mesh] if found[-1] else []
     return (meshes[0] if meshes else None), Layout(*found)
 
 
-def _check_axes(mesh: AnyMesh, layout: Layout) -> None:
+def _check_axes(mesh: placement.AnyMesh, layout: Layout) -> None:
     rows, vocabulary = layout
     for axis in (*rows, *vocabulary):
         if axis not in mesh.shape:
@@ -93,8 +86,10 @@ def _check_axes(mesh: AnyMesh, layout: Layout) -> None:
         )
 
 
-def _check_divides(name: str, size: int, mesh: AnyMesh, axes: MeshAxes, way_out: str) -> None:
-    count = num_shards(mesh, axes)
+def _check_divides(
+    name: str, size: int, mesh: placement.AnyMesh, axes: placement.MeshAxes, way_out: str
+) -> None:
+    count = placement.num_shards(mesh, axes)
     if size % count:
         raise ValueError(
             f"{size} rows of {name} do not divide into the {count} shards of {axes}; {way_out}"

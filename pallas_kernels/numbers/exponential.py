@@ -20,7 +20,7 @@ from pallas_kernels.contract.types import AnyArray
 EXP2 = (0.6931472, 0.24022648, 0.055503324, 0.009618437, 0.0013398875, 0.00015353362)
 LEAST_EXPONENT = -127  # 2**-127 and less is 0, as -inf gives
 # A sum with it is a whole number, whose last eight bits are those of a float32's exponent.
-WHOLE = 1.5 * 2**23 + 127
+TO_WHOLE = 1.5 * 2**23 + 127
 
 
 def exponential(x: Float32[AnyArray, "*rows"]) -> Float32[Array, "*rows"]:
@@ -29,9 +29,9 @@ def exponential(x: Float32[AnyArray, "*rows"]) -> Float32[Array, "*rows"]:
     The relative error is below 2e-7 * (1 + |x|); rounding x to float32 costs as much.
     """
     exponent = jnp.maximum(x * jnp.float32(math.log2(math.e)), jnp.float32(LEAST_EXPONENT))
-    whole = exponent + jnp.float32(WHOLE)
+    whole = exponent + jnp.float32(TO_WHOLE)
     # It is positive: without the absolute value, XLA would make one of the two constants.
-    fraction = exponent - (jnp.abs(whole) - jnp.float32(WHOLE))
+    fraction = exponent - (jnp.abs(whole) - jnp.float32(TO_WHOLE))
     # A power of two: this product is exact, so it may be contracted.
     return _exp2(fraction) * lax.bitcast_convert_type(
         lax.bitcast_convert_type(whole, jnp.int32) << 23, jnp.float32

@@ -105,7 +105,7 @@ class GroupedRows:
     def read(self, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int = -1) -> Read:
         """`read.read_groups`; every shard gets the whole rows'."""
         if self.changes is not None:
-            return xla_groups.read(self.part, inverse, needed, k, self.changes)
+            return xla_groups.read_part(self.part, inverse, needed, k, self.changes)
         found = read.read_groups(self.part, inverse, needed, k)
         if self.shard.axis_name is None:
             return found

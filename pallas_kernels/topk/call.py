@@ -39,12 +39,8 @@ from pallas_kernels.contract.types import (
     RowIds,
     TopkLogprobs,
 )
-from pallas_kernels.lowering.choose import (
-    Implementation,
-    kernel_is_faster,
-    kernels_or_xla,
-    resolved,
-)
+from pallas_kernels.lowering import choose
+from pallas_kernels.lowering.choose import Implementation
 from pallas_kernels.meshes import split
 from pallas_kernels.meshes.placement import WHOLE, AxisName, Place, VocabShard, placed
 from pallas_kernels.topk.derivatives import transformable
@@ -215,7 +211,7 @@ def _run(
     )
     if num_targets == 0 or rows.logits.shape[0] == 0:  # no row to read: nothing to compile for
         return skipped_rows(num_targets, outputs, rows.extra_ids.shape[1])
-    part = own_part(resolved(implementation), outputs)
+    part = own_part(choose.resolved(implementation), outputs)
     if place.is_here:
         return part(place.shard, rows)
     run = functools.partial(split.run, place, part)
@@ -290,7 +286,7 @@ def topk_of_whole_rows(
             rows = rows._replace(token_ids=chosen.token_ids)
         return answers.topk_logprobs(xla.row_sums, rows, outputs, WHOLE)
 
-    return kernels_or_xla(
+    return choose.kernels_or_xla(
         "rows",
         by_kernels,
         by_xla,
@@ -306,7 +302,7 @@ def row_sums(
     implementation: Implementation | None, rows: Rows, selected: jax.Array, outputs: Outputs
 ) -> RowSums:
     """`answers.ReadRows` of a part of the columns."""
-    found: RowSums = kernels_or_xla(
+    found: RowSums = choose.kernels_or_xla(
         "rows",
         lambda kernels, rows, selected: kernels.row_sums(rows, selected, outputs),
         lambda rows, selected: xla.row_sums(rows, selected, outputs),
@@ -323,4 +319,4 @@ def _faster_on_tpu(rows: Rows, k: int) -> bool:
     logits = rows.logits
     if not all(isinstance(size, int) for size in (*logits.shape, rows.num_targets)):
         return False
-    return kernel_is_faster(rows.num_targets, logits.shape[1], k, logits.dtype.name)
+    return choose.kernel_is_faster(rows.num_targets, logits.shape[1], k, logits.dtype.name)

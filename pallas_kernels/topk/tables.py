@@ -50,9 +50,10 @@ def logprobs_tensors(
       options: further arguments of `topk_logprobs`, but for `extra_token_ids`.
 
     Returns:
-      `LogprobsTensors`. A column after a row's own number holds id -1 and logprob -inf. Token
-      ranks are 1 + the number of larger logits; vLLM's own count tied tokens too, as
-      `rank_ties="inclusive"` does.
+      `LogprobsTensors(logprob_token_ids [R, K + 1] int32, logprobs [R, K + 1] float32,
+      selected_token_ranks [R] int32)`: the given token, then the top K. A column after
+      a row's own number holds id -1 and logprob -inf. Token ranks are 1 + the number of larger
+      logits; vLLM's own count tied tokens too, as `rank_ties="inclusive"` does.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `topk_logprobs`.

@@ -80,10 +80,10 @@ def test_numbers_that_agree_in_their_first_half_need_the_order_of_the_second(mon
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("n", [selection.MANY - 1, selection.MANY, 250])
+@pytest.mark.parametrize("n", [selection.SEARCHED - 1, selection.SEARCHED, 250])
 def test_k_keys_and_few_more_reach_the_key_that_is_found(dtype, n):
     keys = ordered_keys(jnp.asarray(np.random.default_rng(n).normal(size=(ROWS, n)), dtype))
-    exact = n < selection.MANY or dtype == "bfloat16"
+    exact = n < selection.SEARCHED or dtype == "bfloat16"
     for k in (1, 64, n):
         bound = np.asarray(quick_compile.jit(lambda x, k=k: selection.reached_by(x, k))(keys))
         kth = np.sort(np.asarray(keys), axis=1)[:, -k]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.linear.backward import linear_topk_logprobs
-from pallas_kernels.linear.schedule import Plan
+from pallas_kernels.linear.schedule import Schedule
 from pallas_kernels.linear.types import Call, Definition, Inputs
 from pallas_kernels.meshes.placement import WHOLE
 from tests.support import quick_compile
@@ -33,22 +33,22 @@ def factors(logits):
 
 
 def ways(rows, width):
-    """Every way through the logits, by name: see `pallas_kernels.linear.plan`."""
+    """Every way through the logits, by name: see `pallas_kernels.linear.schedule`."""
     return {
-        "one block": Plan(rows, width, width, rows),
-        "row blocks": Plan(3, width, width, 3),
-        "columns": Plan(rows, 128, 64, 5),
-        "a product a part": Plan(rows, 64, 64, rows),
+        "one block": Schedule(rows, width, width, rows),
+        "row blocks": Schedule(3, width, width, 3),
+        "columns": Schedule(rows, 128, 64, 5),
+        "a product a part": Schedule(rows, 64, 64, rows),
     }
 
 
-def run(plan, hidden, head, token_ids, k, *, bias=None, row_ids=None, num_rows=None,
+def run(schedule, hidden, head, token_ids, k, *, bias=None, row_ids=None, num_rows=None,
         temperatures=None, extra_token_ids=None, entropy=False, definition=None, shard=WHOLE,
         compiler=quick_compile.jit):  # fmt: skip
-    """`linear_topk_logprobs` with blocks as this plan says."""
+    """`linear_topk_logprobs` with blocks as this schedule says."""
     if extra_token_ids is None:
         extra_token_ids = np.zeros((len(token_ids), 0), np.int32)
-    call = Call(definition or Definition(), k, entropy, shard, plan)
+    call = Call(definition or Definition(), k, entropy, shard, schedule)
     arrays = (hidden, head, bias, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
     return jax.block_until_ready(program(call, compiler)(*arrays))
 

@@ -11,14 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.mosaic_gpu import compat
-from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
-    Chosen,
-    Row,
-    load_groups,
-    over_groups,
-    scratch_types,
-)
+from pallas_kernels.backends.mosaic_gpu import chosen_groups, compat
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Index, Schedule, choose_fixed_schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
@@ -37,7 +30,7 @@ def count_larger(logits: jax.Array, maxima: jax.Array, token_ids: jax.Array) -> 
     kernel = GPU.kernel(
         functools.partial(_count_larger_kernel, schedule=schedule, number=maxima.shape[1]),
         out_type=[compat.shape((rows,), jnp.int32)],
-        scratch_types=scratch_types(maxima.shape[1]),
+        scratch_types=chosen_groups.scratch_types(maxima.shape[1]),
         grid=(rows,),
         grid_names=("row",),
         compiler_params=compat.compiler_params(approx_math=False),
@@ -57,17 +50,17 @@ def _count_larger_kernel(
     number: int,
 ) -> None:
     target = lax.axis_index("row")
-    row = Row(schedule, logits_ref, target * schedule.vocabulary)
+    row = chosen_groups.Row(schedule, logits_ref, target * schedule.vocabulary)
     token = load_at_once(token_ids_ref, target)
-    maxima = load_groups(maxima_ref, target, number, -jnp.inf)
+    maxima = chosen_groups.load_groups(maxima_ref, target, number, -jnp.inf)
 
     @pl.when(token >= 0)
     def _() -> None:
         least = compat.asarray(logits_ref[row.first + token].astype(jnp.float32))
         nothing = compat.cast(jnp.zeros(schedule.piece(RUN), jnp.int32), row.layout)
-        chosen = Chosen(*scratch)
+        chosen = chosen_groups.Chosen(*scratch)
         work = functools.partial(_counted, row, least)
-        counts = over_groups(row, chosen, maxima > least, work, nothing)
+        counts = chosen_groups.over_groups(row, chosen, maxima > least, work, nothing)
         counts_ref[target] = jnp.sum(jnp.sum(counts, axis=1))
 
     @pl.when(token < 0)
@@ -76,7 +69,7 @@ def _count_larger_kernel(
 
 
 def _counted(
-    row: Row, least: jax.Array, _: Index, groups: jax.Array, counts: jax.Array
+    row: chosen_groups.Row, least: jax.Array, _: Index, groups: jax.Array, counts: jax.Array
 ) -> jax.Array:
     """The counts with those of some more groups, in each place of a piece."""
     for piece in row.pieces(groups):

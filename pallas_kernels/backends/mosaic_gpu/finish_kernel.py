@@ -32,19 +32,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.mosaic_gpu import compat, thread
+from pallas_kernels.backends.mosaic_gpu import compat, reading, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
-from pallas_kernels.backends.mosaic_gpu.reading import (
-    Mask,
-    Place,
-    Reference,
-    RowMask,
-    Targets,
-    bits_of,
-    exponents_scale,
-    mask_of_row,
-    over_temperature,
-)
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import LEAST
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Index, Layout, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import (
@@ -107,13 +96,13 @@ def num_selected(k: int, mode: Mode) -> int:
     return max(k, 1) if mode == "greedy" else k
 
 
-def more_outputs(wanted: Outputs, mode: Mode) -> dict[str, int]:
+def more_outputs(outputs: Outputs, mode: Mode) -> dict[str, int]:
     """The optional outputs that there are, by name, with the numbers that each has of a row."""
     whole = mode != "parts"  # XLA makes the others of parts
     there = {
-        "top_logits": wanted.k if wanted.top_logits and whole else 0,
-        "log_sum_exp": int(wanted.log_sum_exp and whole),
-        "entropy": int(wanted.entropy),
+        "top_logits": outputs.k if outputs.top_logits and whole else 0,
+        "log_sum_exp": int(outputs.log_sum_exp and whole),
+        "entropy": int(outputs.entropy),
     }
     return {name: size for name, size in there.items() if size}
 
@@ -332,18 +321,22 @@ def _choose_groups(mine: list[Word], cut: Word, k: int, chosen: Value, totals: V
         place = place + flag
 
 
-class Candidates(NamedTuple, Generic[Reference, Place]):
+class Candidates(NamedTuple, Generic[reading.Reference, reading.Place]):
     """Where a program's candidates are, and where it looks for them."""
 
     schedule: Schedule
-    logits_ref: Reference  # [N * V]
-    first: Place  # where the row starts
-    skew: Place  # `Schedule.skew`
-    mask: Mask[Reference, Place] | None  # forbidden tokens are no candidates
+    logits_ref: reading.Reference  # [N * V]
+    first: reading.Place  # where the row starts
+    skew: reading.Place  # `Schedule.skew`
+    mask: (
+        reading.Mask[reading.Reference, reading.Place] | None
+    )  # forbidden tokens are no candidates
     groups: int  # how many were chosen
-    chosen_ref: Reference  # [groups] i32 in shared memory: which
-    found_ref: Reference  # [2 * (capacity + 4)] i32 in shared memory, out: key and id of each
-    counter_ref: Reference  # [4] i32 in shared memory: how many there are
+    chosen_ref: reading.Reference  # [groups] i32 in shared memory: which
+    found_ref: (
+        reading.Reference
+    )  # [2 * (capacity + 4)] i32 in shared memory, out: key and id of each
+    counter_ref: reading.Reference  # [4] i32 in shared memory: how many there are
     capacity: int
 
     @property
@@ -399,7 +392,7 @@ def collect(
         first: Vector, skew: Vector, cut_here: Vector, limit_here: Vector,
         words_ref: Value | None = None, start: Vector | None = None,
     ) -> Vector:  # fmt: skip
-        mask = None if words_ref is None or start is None else Mask(words_ref, word(start))
+        mask = None if words_ref is None or start is None else reading.Mask(words_ref, word(start))
         refs = Candidates(
             where.schedule, logits, word(first), word(skew), mask, where.groups, chosen, found,
             counter, where.capacity,
@@ -506,11 +499,13 @@ def _marks(loaded: list[list[Word]], limits: list[Word]) -> Word:
     return marks
 
 
-def _allowed(where: ThreadCandidates, mask: Mask[Value, Word], vectors: list[LogitVector]) -> Word:
+def _allowed(
+    where: ThreadCandidates, mask: reading.Mask[Value, Word], vectors: list[LogitVector]
+) -> Word:
     """A bit for each logit whose token is not forbidden, as `_marks`."""
     size, found = where.schedule.vector, word(0)
     for i, vector in enumerate(vectors):
-        bits = bits_of(mask, vector.start, size, where.schedule) & ((1 << size) - 1)
+        bits = reading.bits_of(mask, vector.start, size, where.schedule) & ((1 << size) - 1)
         found = found | (bits << i * size)
     return found
 
@@ -714,12 +709,7 @@ class RowOfLogits(NamedTuple):
     logits_ref: Readable  # [N * V]
     first: Index  # where the row starts
     skew: Index  # `Schedule.skew`
-    mask: RowMask | None  # of the top K alone: the group maxima were masked before
-
-    def load(self, start: Index, size: int) -> jax.Array:
-        """[size] float32 from an id of the row."""
-        x = compat.load_vector(self.logits_ref, self.first + start, size)
-        return x.astype(jnp.float32)
+    mask: reading.RowMask | None  # of the top K alone: the group maxima were masked before
 
 
 class Scratch(NamedTuple):
@@ -833,9 +823,8 @@ def key_of_scalar(x: jax.Array) -> jax.Array:
     """`ordered_keys` of a number that is not NaN: Pallas has no bitcast of numbers on a GPU."""
 
     def body(value: Vector) -> Vector:
-        bits = thread.bits_of(thread.word(value))
-        key = thread.select(bits < 0, bits ^ 0x7FFFFFFF, bits)
-        return thread.scalar(thread.select(thread.word(value) == 0.0, 0, key))
+        x = word(value)
+        return thread.scalar(thread.select(x == 0.0, 0, _flipped(thread.bits_of(x))))
 
     kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
     key: jax.Array = thread.inline(body, (x,), ("scalar",), kind)
@@ -850,7 +839,8 @@ def first_largest(schedule: Schedule, row: RowOfLogits) -> jax.Array:
     def look(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         best_keys, best_ids = best
         start = jnp.minimum(i * SCAN_WIDTH, last)
-        keys = ordered_keys(row.load(start, SCAN_WIDTH))
+        x = compat.load_vector(row.logits_ref, row.first + start, SCAN_WIDTH)
+        keys = ordered_keys(x.astype(jnp.float32))
         larger = keys > best_keys  # an equal one keeps the lower id
         ids = jnp.where(larger, start + positions, best_ids)
         return jnp.where(larger, keys, best_keys), ids
@@ -868,40 +858,40 @@ class Inputs(NamedTuple):
     token_ids: jax.Array | None  # [R] i32 for "given", else None
     partials: jax.Array  # [parts * R * programs] f32 from pass 1
     groups: jax.Array | None  # [R * padded_groups] group maxima from pass 1, or None
-    targets: Targets
+    targets: reading.Targets
     allowed: jax.Array | None = None  # [R * words] i32, as pass 1 got them; for "parts" alone
 
 
 def finish_rows(
     schedule: Schedule,
-    wanted: Outputs,
+    outputs: Outputs,
     mode: Mode,
     inputs: Inputs,
     num_logits_rows: int,
     num_targets: int,
 ) -> RowOutputs[jax.Array]:
     """The outputs of R target rows; `schedule` as in pass 1, `inputs` as arrays."""
-    columns = wanted.k + first_column(mode)
-    selected = num_selected(wanted.k, mode)
-    outputs = [
+    columns = outputs.k + first_column(mode)
+    selected = num_selected(outputs.k, mode)
+    types = [
         # Without any column, one number that is not read.
         compat.shape((max(num_targets * columns, 1),), jnp.int32),
         compat.shape((max(num_targets * columns, 1),), jnp.float32),
         compat.shape((num_targets,), jnp.int32),
         compat.shape((2 * num_targets,), jnp.float32),
     ]
-    more = more_outputs(wanted, mode)
-    outputs += [compat.shape((num_targets * size,), jnp.float32) for size in more.values()]
+    more = more_outputs(outputs, mode)
+    types += [compat.shape((num_targets * size,), jnp.float32) for size in more.values()]
     kernel = GPU.kernel(
         functools.partial(
             _finish_rows_kernel,
             schedule=schedule,
-            what=wanted,
+            outputs=outputs,
             mode=mode,
             num_logits_rows=num_logits_rows,
             num_targets=num_targets,
         ),
-        out_type=outputs,
+        out_type=types,
         scratch_types=scratch_types(schedule, selected) if selected else (),
         grid=(num_targets,),
         grid_names=("row",),
@@ -917,7 +907,7 @@ class RowToFinish(NamedTuple):
     """What the program of a target row reads and writes, in the kernel."""
 
     schedule: Schedule
-    wanted: Outputs
+    outputs: Outputs
     mode: Mode
     num_targets: int
     target: Index  # which target row
@@ -932,7 +922,7 @@ class RowToFinish(NamedTuple):
 
     @property
     def k(self) -> int:
-        return self.wanted.k
+        return self.outputs.k
 
 
 def _finish_rows_kernel(
@@ -943,13 +933,13 @@ def _finish_rows_kernel(
     statistics_ref: jax.Ref,
     *others: jax.Ref,  # out, as `more_outputs`; scratch
     schedule: Schedule,
-    what: Outputs,
+    outputs: Outputs,
     mode: Mode,
     num_logits_rows: int,
     num_targets: int,
 ) -> None:
-    k = what.k
-    more = more_outputs(what, mode)
+    k = outputs.k
+    more = more_outputs(outputs, mode)
     scratch = others[len(more) :]
     optional = dict(zip(more, others, strict=False))
     target = lax.axis_index("row")
@@ -960,17 +950,17 @@ def _finish_rows_kernel(
     if inputs.token_ids is not None:
         token = load_at_once(inputs.token_ids, target)
     partials = load_partials(
-        inputs.partials, schedule, num_targets, target, mode != "greedy", what.entropy
+        inputs.partials, schedule, num_targets, target, mode != "greedy", outputs.entropy
     )
     maxima = None
     if num_selected(k, mode):
         assert inputs.groups is not None
         start = target * schedule.padded_groups
         maxima = load_group_maxima(schedule, inputs.groups, start)
-    wanted = inputs.targets.wanted(target, logits_row, num_logits_rows)
+    active = inputs.targets.is_active(target, logits_row, num_logits_rows)
     row = RowToFinish(
         schedule,
-        what,
+        outputs,
         mode,
         num_targets,
         target,
@@ -980,7 +970,7 @@ def _finish_rows_kernel(
             inputs.logits,
             logits_row * schedule.vocabulary,
             schedule.skew(logits_row),
-            mask_of_row(inputs.allowed, target, schedule),
+            reading.mask_of_row(inputs.allowed, target, schedule),
         ),
         token,
         temperature,
@@ -989,13 +979,13 @@ def _finish_rows_kernel(
         scratch,
     )
 
-    @pl.when(wanted)
+    @pl.when(active)
     def _() -> None:
-        found = combine(partials, schedule, exponents_scale(temperature))
+        found = combine(partials, schedule, reading.exponents_scale(temperature))
         (write_parts if mode == "parts" else write_answers)(row, found)
 
     if first_column(mode):
-        pl.when(~wanted)(lambda: write_skipped(row))
+        pl.when(~active)(lambda: write_skipped(row))
 
 
 def write_parts(row: RowToFinish, found: Combined) -> None:
@@ -1019,7 +1009,7 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
     def logprobs(x: jax.Array) -> jax.Array:
         scaled = x - maximum
         if row.temperature is not None:
-            scaled = over_temperature(scaled, row.temperature)
+            scaled = reading.over_temperature(scaled, row.temperature)
         return scaled - log_sum
 
     if row.mode == "given":
@@ -1030,7 +1020,7 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
     if row.out.log_sum_exp is not None:
         of_logits = maximum
         if row.temperature is not None:
-            of_logits = over_temperature(of_logits, row.temperature)
+            of_logits = reading.over_temperature(of_logits, row.temperature)
         row.out.log_sum_exp[row.target] = of_logits + log_sum
     if weighted is not None and row.out.entropy is not None:
         entropy = log_sum - weighted / total
@@ -1050,7 +1040,7 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
 
 
 def write_skipped(row: RowToFinish) -> None:
-    """The outputs of a row that is not wanted: no token, no logprob, no token rank."""
+    """The outputs of a row that is skipped: no token, no logprob, no token rank."""
     nan = jnp.float32(jnp.nan)
     row.out.ids[row.top - 1] = jnp.int32(-1)
     row.out.values[row.top - 1] = nan
@@ -1082,7 +1072,7 @@ def write_given_token(
     chosen = row.inputs.logits[place].astype(jnp.float32)
     row.out.ids[row.top - 1] = token
     row.out.values[row.top - 1] = jnp.where(known, logprobs(chosen), jnp.float32(jnp.nan))
-    if row.wanted.inclusive:  # padding counts where everything does
+    if row.outputs.inclusive:  # padding counts where everything does
         rank = jnp.where(chosen == -jnp.inf, jnp.int32(vocabulary), count)
     else:
         rank = 1 + count

@@ -1,4 +1,4 @@
-"""The read of sampled rows in the Pallas Mosaic GPU kernels: what `xla.groups.read` does.
+"""The read of sampled rows in the Pallas Mosaic GPU kernels: what `xla.groups.read_part` does.
 
 Pass 1 (`groups_kernel`) reads the logits once, for the groups' maxima and sums. Pass 2
 (`finish_kernel`) selects candidates from the groups, if a row needs any. Drawing is left to XLA: it
@@ -14,26 +14,27 @@ from pallas_kernels.backends.groups import (
     Read,
     Top,
     as_many_as_needed,
+    top_of,
     whole_groups,
 )
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel
 from pallas_kernels.backends.mosaic_gpu.finish_kernel import Inputs
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
 from pallas_kernels.backends.mosaic_gpu.reading import make_targets
-from pallas_kernels.backends.mosaic_gpu.rows import row_sums
+from pallas_kernels.backends.mosaic_gpu.rows import part_sums, row_sums
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_fixed_schedule
 from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.lowering.forms import vary_like
 
 
-def read(
+def read_part(
     part: Part,
     inverse: jax.Array,
     needed: jax.Array,
     k: int,
     schedule: Schedule | None = None,
 ) -> Read:
-    """`xla.groups.read`, with the kernels.
+    """`xla.groups.read_part`, with the kernels.
 
     Where groups end with the columns, or the row ends in its last one, pass 1 reads the columns
     alone. Else (`part.tail` has two groups) it reads the whole groups among them, and in a launch
@@ -100,7 +101,7 @@ def top_of_groups(logits: jax.Array, schedule: Schedule, out: GroupOutputs, k: i
         logits.reshape(-1), None, out.partials, out.maxima, make_targets(None, None, None)
     )
     found = finish_kernel.finish_rows(schedule, Outputs(k), "parts", inputs, rows, rows)
-    return _top(found.ids.reshape(rows, k), found.values.reshape(rows, k))
+    return top_of(part_sums(found, rows, k))
 
 
 def candidates(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int) -> Top:
@@ -112,9 +113,4 @@ def candidates(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: in
 def _largest(rows: Rows, k: int) -> Top:
     """Both passes of a call without sampling; no logit is larger than infinity."""
     nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
-    found = row_sums(rows, nothing, Outputs(k))
-    return _top(found.top_ids, found.top_logits)
-
-
-def _top(ids: jax.Array, logits: jax.Array) -> Top:
-    return Top(jnp.where(logits > -jnp.inf, ids, jnp.int32(-1)), logits)
+    return top_of(row_sums(rows, nothing, Outputs(k)))

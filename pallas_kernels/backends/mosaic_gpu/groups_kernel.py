@@ -136,7 +136,7 @@ def _read_groups_kernel(
         for i, result in enumerate(results):
             partials_ref[(i * num_targets + target) * schedule.programs + program] = result
 
-    def read(scales: Scales) -> None:
+    def read_with(scales: Scales) -> None:
         here = row._replace(scales=scales)
         if schedule.splits:
             pl.when(program < schedule.splits)(lambda: write(read_steps(here, program)))
@@ -144,12 +144,12 @@ def _read_groups_kernel(
             pl.when(program == schedule.splits)(lambda: write(read_edges(here)))
 
     if len(sums_refs) == 1:
-        read(row.scales)
+        read_with(row.scales)
         return
     once = jnp.float32(LOG2_E)
     same = inverse == 1
-    pl.when(same)(lambda: read((once,)))
-    pl.when(~same)(lambda: read((*row.scales, once)))
+    pl.when(same)(lambda: read_with((once,)))
+    pl.when(~same)(lambda: read_with((*row.scales, once)))
 
 
 def _vector(schedule: Schedule, width: int) -> int:

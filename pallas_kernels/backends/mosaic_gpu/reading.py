@@ -32,7 +32,7 @@ class Targets(NamedTuple):
         """The row of logits, in a kernel."""
         return target if self.row_ids is None else self.row_ids[target]
 
-    def wanted(self, target: Index, row: Index, num_logits_rows: int) -> jax.Array:
+    def is_active(self, target: Index, row: Index, num_logits_rows: int) -> jax.Array:
         """Whether the target row is not skipped, in a kernel."""
         inside = compat.asarray((row >= 0) & (row < num_logits_rows))
         return inside if self.num_rows is None else inside & (target < self.num_rows[0])

@@ -12,20 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends.answers import usable_temperatures, with_biased
-from pallas_kernels.backends.mosaic_gpu.finish_kernel import (
-    Inputs,
-    Mode,
-    RowOutputs,
-    finish_rows,
-    num_selected,
-)
+from pallas_kernels.backends.mosaic_gpu import finish_kernel
 from pallas_kernels.backends.mosaic_gpu.reading import Targets, make_targets, over_temperature
-from pallas_kernels.backends.mosaic_gpu.rows_kernel import Extra, read_rows
+from pallas_kernels.backends.mosaic_gpu.rows_kernel import read_rows
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.lowering.forms import vary_like
+from pallas_kernels.meshes.placement import WHOLE
 
 
 def topk_logprobs(rows: Rows, outputs: Outputs, schedule: Schedule | None = None) -> TopkLogprobs:
@@ -44,7 +39,7 @@ def topk_logprobs(rows: Rows, outputs: Outputs, schedule: Schedule | None = None
     schedule = schedule or choose_schedule(
         rows.num_targets, logits.shape[1], most, logits.dtype.name
     )
-    mode: Mode = "greedy" if is_greedy else "given"
+    mode: finish_kernel.Mode = "greedy" if is_greedy else "given"
     out = run(schedule, outputs, mode, logits, rows.num_targets, token_ids, targets)
     return answers(out, outputs, logits, targets, rows.extra_ids)
 
@@ -59,7 +54,16 @@ def row_sums(
     schedule = schedule or choose_schedule(num_targets, logits.shape[1], k, logits.dtype.name)
     allowed = None if changes is None else of_logits.unbiased(changes, logits.shape[1])
     out = run(schedule, outputs, "parts", logits, num_targets, selected, targets, allowed)
-    sums = RowSums(
+    sums = part_sums(out, num_targets, k)
+    if changes is None or changes.bias is None:
+        return sums
+    ids, values = of_logits.biased(logits, rows.places, changes)
+    return with_biased(sums, ids, values, selected, outputs, temperatures)
+
+
+def part_sums(out: finish_kernel.RowOutputs[jax.Array], num_targets: int, k: int) -> RowSums:
+    """What pass 2 has written for "parts"."""
+    return RowSums(
         maximum=out.statistics[:num_targets],
         sum_exp=out.statistics[num_targets:],
         num_larger=out.ranks,
@@ -67,52 +71,47 @@ def row_sums(
         top_logits=out.values[: num_targets * k].reshape(num_targets, k),
         weighted=out.entropy,
     )
-    if changes is None or changes.bias is None:
-        return sums
-    ids, values = of_logits.biased(logits, rows.places, changes)
-    return with_biased(sums, ids, values, selected, outputs, temperatures)
 
 
 def run(
     schedule: Schedule,
-    wanted: Outputs,
-    mode: Mode,
+    outputs: Outputs,
+    mode: finish_kernel.Mode,
     logits: jax.Array,
     num_targets: int,
     chosen: jax.Array | None,
     targets: Targets,
     allowed: jax.Array | None = None,
-) -> RowOutputs[jax.Array]:
+) -> finish_kernel.RowOutputs[jax.Array]:
     """Run both passes; chosen [R] is what `read_rows` counts by.
 
     allowed: [R, words] int32, or None; for "parts" alone.
     """
     assert allowed is None or mode == "parts"
     flat = None if allowed is None else allowed.reshape(-1)
-    with_groups = num_selected(wanted.k, mode) > 0
-    extra = Extra(wanted.entropy, wanted.inclusive)
+    with_groups = finish_kernel.num_selected(outputs.k, mode) > 0
     partials, groups = read_rows(
-        schedule, logits, num_targets, chosen, targets, with_groups, extra, flat
+        schedule, logits, num_targets, chosen, targets, with_groups, outputs, flat
     )
     token_ids = chosen if mode == "given" else None
-    inputs = Inputs(logits.reshape(-1), token_ids, partials, groups, targets, flat)
+    inputs = finish_kernel.Inputs(logits.reshape(-1), token_ids, partials, groups, targets, flat)
     rows = logits.shape[0]
-    out = finish_rows(schedule, wanted, mode, inputs, rows, num_targets)
+    out = finish_kernel.finish_rows(schedule, outputs, mode, inputs, rows, num_targets)
     return vary_like(out, (logits, chosen, targets, allowed))
 
 
 def answers(
-    out: RowOutputs[jax.Array],
-    wanted: Outputs,
+    out: finish_kernel.RowOutputs[jax.Array],
+    outputs: Outputs,
     logits: jax.Array,
     targets: Targets,
     extra_token_ids: jax.Array,
 ) -> TopkLogprobs:
     """The outputs of pass 2, and the logprobs of the extra ids [R, C]."""
     num_targets, num_extra = extra_token_ids.shape
-    k = wanted.k
+    k = outputs.k
     none = jnp.zeros((num_targets, 0), jnp.float32)
-    top_logits = none if wanted.top_logits else None
+    top_logits = none if outputs.top_logits else None
     if out.top_logits is not None:
         top_logits = out.top_logits.reshape(num_targets, k)
     return TopkLogprobs(
@@ -129,19 +128,16 @@ def answers(
 
 
 def extra_logprobs(
-    out: RowOutputs[jax.Array], logits: jax.Array, targets: Targets, extra_token_ids: jax.Array
+    out: finish_kernel.RowOutputs[jax.Array],
+    logits: jax.Array,
+    targets: Targets,
+    extra_token_ids: jax.Array,
 ) -> jax.Array:
     """[R, C] float32; pass 2 left NaN in the statistics of rows that have no answer."""
-    num_logits_rows, vocabulary = logits.shape
     num_targets = extra_token_ids.shape[0]
-    rows = targets.row_ids
-    rows = jnp.arange(num_targets, dtype=jnp.int32) if rows is None else rows
-    rows = jnp.clip(rows, 0, num_logits_rows - 1)[:, None]
-    found = logits.at[rows, jnp.clip(extra_token_ids, 0, vocabulary - 1)].get()
-    scaled = found.astype(jnp.float32) - out.statistics[:num_targets, None]
+    places = Rows(logits, out.ranks, targets.row_ids).places
+    found = WHOLE.named_logits(logits, places, extra_token_ids)
+    scaled = found - out.statistics[:num_targets, None]
     if targets.temperatures is not None:
-        temperatures = usable_temperatures(targets.temperatures)[:, None]
-        scaled = over_temperature(scaled, temperatures)
-    logprobs = scaled - out.statistics[num_targets:, None]
-    known = (extra_token_ids >= 0) & (extra_token_ids < vocabulary)
-    return jnp.where(known, logprobs, jnp.float32(jnp.nan))
+        scaled = over_temperature(scaled, usable_temperatures(targets.temperatures)[:, None])
+    return scaled - out.statistics[num_targets:, None]

@@ -16,20 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.mosaic_gpu import compat
+from pallas_kernels.backends.mosaic_gpu import compat, reading
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.reading import (
-    RowMask,
-    Targets,
-    exponents_scale,
-    mask_of_row,
-    masked,
-    read_block,
-    read_edge,
-    selected_logit,
-)
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Index, Layout, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
+from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.lowering.forms import is_counted
 
 if TYPE_CHECKING:
@@ -49,24 +40,14 @@ class Carry(NamedTuple):
     weighted: jax.Array | None  # a piece, for the entropy: sums of exponentials by exponents
 
 
-class Extra(NamedTuple):
-    """What pass 1 does besides, if it is asked to: static."""
-
-    entropy: bool = False
-    inclusive: bool = False  # counts also what is equal to the given token's logit
-
-
-PLAIN = Extra()
-
-
 def read_rows(
     schedule: Schedule,
     logits: jax.Array,
     num_targets: int,
     chosen: jax.Array | None,
-    targets: Targets,
+    targets: reading.Targets,
     with_groups: bool,
-    extra: Extra = PLAIN,
+    outputs: Outputs,
     allowed: jax.Array | None = None,
     interpret: "InterpretGPUParams | None" = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -80,7 +61,7 @@ def read_rows(
         logits; or None, and nothing is counted.
       targets: which rows.
       with_groups: whether the group maxima are wanted.
-      extra: what else.
+      outputs: what is wanted; of them it matters here whether entropies are, and inclusive ranks.
       allowed: [R * `reading.words_of`] int32 bit mask words of the target rows, or None. A
         forbidden token's logit is read as -inf; not so that of a given token.
       interpret: None to compile, or `compat.interpret_params(...)`, without `allowed`.
@@ -91,7 +72,7 @@ def read_rows(
       group maxima [R * padded_groups] in the logits' dtype, of which `num_groups` a row are
       written, or None. Counts are not initialized where nothing is counted.
     """
-    size = partials_size(schedule, num_targets, extra.entropy)
+    size = partials_size(schedule, num_targets, outputs.entropy)
     partials = compat.shape((size,), jnp.float32)
     groups = compat.shape((num_targets * schedule.padded_groups,), logits.dtype)
     kernel = GPU.kernel(
@@ -100,7 +81,7 @@ def read_rows(
             schedule=schedule,
             num_logits_rows=logits.shape[0],
             num_targets=num_targets,
-            extra=extra,
+            outputs=outputs,
             interpreted=interpret is not None,
         ),
         out_type=[partials, groups] if with_groups else [partials],
@@ -131,15 +112,15 @@ class RowToRead(NamedTuple):
     skew: Index  # `Schedule.skew`
     scale: jax.Array  # of exponents, `exponents_scale`
     selected: jax.Array | None  # the logit by which others are counted; None: nothing is counted
-    mask: RowMask | None
-    extra: Extra
+    mask: reading.RowMask | None
+    outputs: Outputs
     interpreted: bool
 
 
 def _read_rows_kernel(
     logits_ref: jax.Ref,  # [N * V]  in
     chosen_ref: jax.Ref | None,  # [R]  in: i32 token ids, or f32 logits, or None
-    targets: Targets,  # in
+    targets: reading.Targets,  # in
     allowed_ref: jax.Ref | None,  # [R * words] i32  in, or None
     partials_ref: jax.Ref,  # [parts * R * programs] f32  out
     groups_ref: jax.Ref | None = None,  # [R * padded_groups]  out: group maxima
@@ -147,7 +128,7 @@ def _read_rows_kernel(
     schedule: Schedule,
     num_logits_rows: int,
     num_targets: int,
-    extra: Extra,
+    outputs: Outputs,
     interpreted: bool,
 ) -> None:
     target = lax.axis_index("row")
@@ -157,7 +138,7 @@ def _read_rows_kernel(
     temperature = targets.temperature(target, interpreted)
     chosen = None if chosen_ref is None else load_at_once(chosen_ref, target, interpreted)
 
-    @pl.when(targets.wanted(target, logits_row, num_logits_rows))
+    @pl.when(targets.is_active(target, logits_row, num_logits_rows))
     def _() -> None:
         first = logits_row * schedule.vocabulary
         row = RowToRead(
@@ -167,10 +148,10 @@ def _read_rows_kernel(
             target,
             first,
             schedule.skew(logits_row),
-            exponents_scale(temperature),
-            selected_logit(schedule, logits_ref, first, chosen),
-            mask_of_row(allowed_ref, target, schedule),
-            extra,
+            reading.exponents_scale(temperature),
+            reading.selected_logit(schedule, logits_ref, first, chosen),
+            reading.mask_of_row(allowed_ref, target, schedule),
+            outputs,
             interpreted,
         )
 
@@ -195,9 +176,11 @@ def read_steps(row: RowToRead, program: Index) -> Carry:
         loaded = []
         for block in blocks:
             start = row.first - row.skew + block * schedule.block
-            pieces = read_block(row.logits_ref, start, schedule, schedule.vector, row.interpreted)
+            pieces = reading.read_block(
+                row.logits_ref, start, schedule, schedule.vector, row.interpreted
+            )
             first_id = start - row.first
-            loaded.append(masked(pieces, row.mask, first_id, schedule, schedule.vector))
+            loaded.append(reading.masked(pieces, row.mask, first_id, schedule, schedule.vector))
         return updated(row, list(zip(blocks, loaded, strict=True)), carry, layout)
 
     begin = program * schedule.num_steps // schedule.splits
@@ -213,11 +196,11 @@ def read_edges(row: RowToRead) -> Carry:
     layout = schedule.layout(vector)
     carry = before_any_block(row, vector)
     for block in schedule.edges:
-        pieces = read_edge(
+        pieces = reading.read_edge(
             row.logits_ref, row.first, row.skew, block, schedule, vector, row.interpreted
         )
         first_id = schedule.block_ids(block, row.skew)[0]
-        pieces = masked(pieces, row.mask, first_id, schedule, vector)
+        pieces = reading.masked(pieces, row.mask, first_id, schedule, vector)
         carry = updated(row, [(block, pieces)], carry, layout)
     return carry
 
@@ -229,7 +212,7 @@ def before_any_block(row: RowToRead, vector: int) -> Carry:
     lowest = jnp.full((row.schedule.groups_per_block,), -jnp.inf, jnp.float32)
     maximum = compat.cast(lowest, layout.reduce(1))
     count = None if row.selected is None else zeros
-    return Carry(maximum, zeros, count, zeros if row.extra.entropy else None)
+    return Carry(maximum, zeros, count, zeros if row.outputs.entropy else None)
 
 
 def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Layout) -> Carry:
@@ -254,7 +237,7 @@ def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Layout) -
             if weighted is not None:
                 by_exponent.append(terms[-1] * jnp.maximum(exponent, jnp.float32(LEAST)))
             if count is not None and row.selected is not None:
-                counts = is_counted(x, row.selected, row.extra.inclusive)
+                counts = is_counted(x, row.selected, row.outputs.inclusive)
                 count += jnp.where(counts, jnp.float32(1), jnp.float32(0))
     # A sum of few terms is added to the many: its rounding errors stay small.
     rescale = _spread(rescale, total.shape, layout)

@@ -44,67 +44,39 @@ Vector = mosaic_gpu.FragmentedArray  # of a warpgroup; or a scalar of its
 Results: TypeAlias = Vector | tuple[Vector, ...] | None
 Number: TypeAlias = "Word | int | float | Value | Vector"
 
-SIGNED = arith.CmpIPredicate
-FLOAT = arith.CmpFPredicate
-REAL = {"slt": "OLT", "sgt": "OGT", "sge": "OGE", "eq": "OEQ", "ne": "UNE"}  # of floats
+
+def _binary(operation: Callable[[Value, Value], Value]) -> Callable[["Word", Number], "Word"]:
+    return lambda self, other: Word(operation(self.value, word(other).value))
+
+
+def _comparison(signed: str, real: str) -> Callable[["Word", Number], "Word"]:
+    """By the names of MLIR's predicates, of integers and of floats."""
+
+    def compare(self: "Word", other: Number) -> "Word":
+        right = word(other).value
+        if isinstance(self.value.type, ir.F32Type):
+            return Word(arith.cmpf(getattr(arith.CmpFPredicate, real), self.value, right))
+        return Word(arith.cmpi(getattr(arith.CmpIPredicate, signed), self.value, right))
+
+    return compare
 
 
 class Word:
-    """A value of each thread; operators as int32 in C, comparisons signed."""
+    """A value of each thread; operators as int32 in C, comparisons signed, `>>` not."""
 
     __hash__ = None  # type: ignore[assignment]
+    __add__, __sub__, __mul__ = _binary(arith.addi), _binary(arith.subi), _binary(arith.muli)
+    __and__, __or__, __xor__ = _binary(arith.andi), _binary(arith.ori), _binary(arith.xori)
+    __lshift__, __rshift__ = _binary(arith.shli), _binary(arith.shrui)
+    __lt__, __gt__ = _comparison("slt", "OLT"), _comparison("sgt", "OGT")
+    __ge__, __eq__ = _comparison("sge", "OGE"), _comparison("eq", "OEQ")  # type: ignore[assignment]
+    __ne__ = _comparison("ne", "UNE")  # type: ignore[assignment]
 
     def __init__(self, value: Value) -> None:
         self.value = value
 
     def __invert__(self) -> "Word":
         return self ^ -1
-
-    def __add__(self, other: Number) -> "Word":
-        return Word(arith.addi(self.value, word(other).value))
-
-    def __sub__(self, other: Number) -> "Word":
-        return Word(arith.subi(self.value, word(other).value))
-
-    def __mul__(self, other: Number) -> "Word":
-        return Word(arith.muli(self.value, word(other).value))
-
-    def __and__(self, other: Number) -> "Word":
-        return Word(arith.andi(self.value, word(other).value))
-
-    def __or__(self, other: Number) -> "Word":
-        return Word(arith.ori(self.value, word(other).value))
-
-    def __xor__(self, other: Number) -> "Word":
-        return Word(arith.xori(self.value, word(other).value))
-
-    def __lshift__(self, by: Number) -> "Word":
-        return Word(arith.shli(self.value, word(by).value))
-
-    def __rshift__(self, by: Number) -> "Word":
-        """Fills with zeros."""
-        return Word(arith.shrui(self.value, word(by).value))
-
-    def _compared(self, other: Number, name: str) -> "Word":
-        right = word(other).value
-        if isinstance(self.value.type, ir.F32Type):
-            return Word(arith.cmpf(getattr(FLOAT, REAL[name]), self.value, right))
-        return Word(arith.cmpi(getattr(SIGNED, name), self.value, right))
-
-    def __lt__(self, other: Number) -> "Word":
-        return self._compared(other, "slt")
-
-    def __gt__(self, other: Number) -> "Word":
-        return self._compared(other, "sgt")
-
-    def __ge__(self, other: Number) -> "Word":
-        return self._compared(other, "sge")
-
-    def __eq__(self, other: Number) -> "Word":  # type: ignore[override]
-        return self._compared(other, "eq")
-
-    def __ne__(self, other: Number) -> "Word":  # type: ignore[override]
-        return self._compared(other, "ne")
 
 
 def i32() -> mlir_ir.Type:

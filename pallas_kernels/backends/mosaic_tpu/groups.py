@@ -1,4 +1,4 @@
-"""The read of sampled rows by TPU kernels: what `xla.groups.read` does.
+"""The read of sampled rows by TPU kernels: what `xla.groups.read_part` does.
 
 `groups` reads the logits once, for the groups' maxima and sums. If a row needs candidates, the
 kernel of calls without sampling reads them once more. Drawing is left to XLA: it
@@ -16,6 +16,7 @@ from pallas_kernels.backends.groups import (
     Read,
     Top,
     as_many_as_needed,
+    top_of,
     whole_groups,
 )
 from pallas_kernels.backends.mosaic_tpu import groups_kernel
@@ -30,8 +31,8 @@ from pallas_kernels.lowering.forms import vary_like
 Found = tuple[GroupSums, jax.Array]  # [R, G] each; sums at temperature 1, or [R, 0]
 
 
-def read(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
-    """`xla.groups.read`, with the kernels.
+def read_part(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
+    """`xla.groups.read_part`, with the kernels.
 
     Raises:
       DoesNotFit: the chip's VMEM is too small for the groups; candidates are then left to XLA.
@@ -63,9 +64,7 @@ def candidates(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: in
 
 def _largest(rows: Rows, k: int) -> Top:
     nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)  # no logit is larger: none to count
-    found = row_sums(rows, nothing, Outputs(k))
-    there = found.top_logits > -jnp.inf
-    return Top(jnp.where(there, found.top_ids, jnp.int32(-1)), found.top_logits)
+    return top_of(row_sums(rows, nothing, Outputs(k)))
 
 
 def read_groups(

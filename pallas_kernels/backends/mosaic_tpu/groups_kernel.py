@@ -63,14 +63,14 @@ def body(schedule: Schedule, groups: Groups, *refs: jax.Ref) -> None:
         place, size = pl.program_id(1), schedule.block * LANES
         buffer[0, :, pl.ds(pl.multiple_of(place * size, size), size)] = logits_ref[...]
         is_last = place == schedule.width // size - 1
-        pl.when(is_last)(lambda: read(unit, groups, offset_ref[0], outputs))
+        pl.when(is_last)(lambda: read_unit(unit, groups, offset_ref[0], outputs))
         return
     pl.when(number == 0)(lambda: copies.start(0))
     pl.when(number + 1 < schedule.num_units)(lambda: copies.start(number + 1))
-    read(unit, groups, offset_ref[0], outputs)
+    read_unit(unit, groups, offset_ref[0], outputs)
 
 
-def read(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[jax.Ref]) -> None:
+def read_unit(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[jax.Ref]) -> None:
     """Writes a unit's maxima, its sums and those at temperature 1, [unit, width] each."""
     schedule, given = unit.schedule, unit.given()
     size = max(PAIR, min(TURN, schedule.chunk // PAIR * PAIR))

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends.mosaic_tpu.schedule import GROUP, LANES, SUBLANES, Schedule
+from pallas_kernels.backends.mosaic_tpu.schedule import LANES, PUSHED_GROUP, SUBLANES, Schedule
 from pallas_kernels.backends.mosaic_tpu.unit import (
     LOG2_E,
     SHAPE,
@@ -49,7 +49,7 @@ HALF = 16  # bits, of which float32 holds every number
 NO_ID = float(2**24)
 # Columns whose operations stand together in the first sweep: the compiler keeps to that order, and
 # then few registers are alive. All at once, it loads dozens of them first and stores most again.
-PART = 4
+COLUMNS_TOGETHER = 4
 # By so many powers of 2 a row's largest term may exceed 1: sums stay far below float32's largest.
 MOST = 64.0
 
@@ -100,13 +100,13 @@ class Stacks(NamedTuple):
         return unfit
 
 
-def push(stack: Stack, logit: jax.Array, column: jax.Array, wanted: jax.Array) -> Stack:
-    """The stack with a candidate more, in lanes where it is wanted."""
+def push(stack: Stack, logit: jax.Array, column: jax.Array, pushed: jax.Array) -> Stack:
+    """The stack with a candidate more, in lanes where it is pushed."""
     logits, columns = stack
     above = (logit, *logits[:-1])
-    logits = tuple(jnp.where(wanted, new, old) for new, old in zip(above, logits, strict=True))
+    logits = tuple(jnp.where(pushed, new, old) for new, old in zip(above, logits, strict=True))
     after = (column, *columns[:-1])
-    columns = tuple(jnp.where(wanted, new, old) for new, old in zip(after, columns, strict=True))
+    columns = tuple(jnp.where(pushed, new, old) for new, old in zip(after, columns, strict=True))
     return logits, columns
 
 
@@ -134,8 +134,8 @@ def push_groups(
     """
     stack, lost = selection
     first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
-    for begin in range(0, len(x), GROUP):
-        group = x[begin : begin + GROUP]
+    for begin in range(0, len(x), PUSHED_GROUP):
+        group = x[begin : begin + PUSHED_GROUP]
         entries = [(one, jnp.full(SHAPE, float(i))) for i, one in enumerate(group)]
         losers: list[jax.Array] = []
 
@@ -306,9 +306,9 @@ def first_sweep(unit: Unit, maxima: jax.Ref) -> list[Found]:
 
     def step(loaded: list[Halves], _: Index, carry: tuple[Totals, ...]) -> tuple[Totals, ...]:
         out = [*carry]
-        for begin in range(0, len(loaded), PART):
+        for begin in range(0, len(loaded), COLUMNS_TOGETHER):
             for half, (maximum, larger, total) in enumerate(out):
-                x = [one[half] for one in loaded[begin : begin + PART]]
+                x = [one[half] for one in loaded[begin : begin + COLUMNS_TOGETHER]]
                 terms = [jnp.exp2((one - reference[half]) * given[half].scale) for one in x]
                 for one in x:
                     maximum = jnp.maximum(maximum, one)
@@ -522,23 +522,25 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
 
 def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref: jax.Ref) -> None:
     """Writes the statistics of half a unit; sweeps again where the first sweep was not enough."""
-    wanted = _wanted(unit, half, count)
+    active = _is_active(unit, half, count)
     rows = unit.rows(half)
-    stats_ref[rows, :] = _columns([found.maximum, found.larger, found.sum_exp])
+    first = [found.maximum, found.larger, found.sum_exp]
+    stats_ref[rows, :] = _overwrite(jnp.zeros(SHAPE, jnp.float32), 0, first)
 
     def sums() -> None:
-        _overwrite(stats_ref, rows, 2, sums_again(unit, half, found.maximum))
+        again = sums_again(unit, half, found.maximum)
+        stats_ref[rows, :] = _overwrite(stats_ref[rows, :], 2, again)
 
     def larger() -> None:
-        _overwrite(stats_ref, rows, 1, [count_again(unit, half)])
+        stats_ref[rows, :] = _overwrite(stats_ref[rows, :], 1, [count_again(unit, half)])
 
     if unit.schedule.entropy:
         sums()
     elif unit.schedule.rare:
-        pl.when(_any(~(found.excess <= MOST) & wanted))(sums)
+        pl.when(_any(~(found.excess <= MOST) & active))(sums)
     if unit.schedule.rare:
         near_zero = jnp.abs(unit.given()[half].limit) < MIN_NORMAL
-        pl.when(_any(near_zero & wanted))(larger)
+        pl.when(_any(near_zero & active))(larger)
 
 
 def select_again(
@@ -557,16 +559,16 @@ def select_again(
         hard[unit.rows(half), :] = jnp.zeros(SHAPE, jnp.float32)
         return
     unfit = near_zero | (stacks.unfit(unit.rows(half)) > 0.0)
-    is_hard = _any(unfit & _wanted(unit, half, count))
+    is_hard = _any(unfit & _is_active(unit, half, count))
     hard[unit.rows(half), :] = jnp.where(is_hard, jnp.ones(SHAPE, jnp.float32), 0.0)
     pl.when(is_hard)(lambda: scan(unit, half, values_ref, ids_ref))
 
 
-def _wanted(unit: Unit, half: int, count: jax.Array) -> jax.Array:
+def _is_active(unit: Unit, half: int, count: jax.Array) -> jax.Array:
     """[8, 128]: whether a row of half the unit is among the wanted ones."""
     place = lax.broadcasted_iota(jnp.int32, SHAPE, 0) * unit.schedule.halves + half
-    wanted: jax.Array = unit.number * unit.schedule.unit + place < count
-    return wanted
+    active: jax.Array = unit.number * unit.schedule.unit + place < count
+    return active
 
 
 def _any(x: jax.Array) -> jax.Array:
@@ -574,21 +576,12 @@ def _any(x: jax.Array) -> jax.Array:
     return found
 
 
-def _columns(columns: list[jax.Array]) -> jax.Array:
-    """[8, 128] with these columns [8, 1] first."""
+def _overwrite(out: jax.Array, first: int, columns: list[jax.Array]) -> jax.Array:
+    """out [8, 128] with these columns [8, 1] from `first` on."""
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
-    out = jnp.zeros(SHAPE, jnp.float32)
-    for column, one in enumerate(columns):
-        out = jnp.where(lanes == column, one, out)
-    return out
-
-
-def _overwrite(stats_ref: jax.Ref, rows: Place, first: int, columns: list[jax.Array]) -> None:
-    lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
-    out = stats_ref[rows, :]
     for i, one in enumerate(columns):
         out = jnp.where(lanes == first + i, one, out)
-    stats_ref[rows, :] = out
+    return out
 
 
 def call(

@@ -16,7 +16,7 @@ SHAPE = (SUBLANES, LANES)
 UPPER = -(1 << 16)  # the upper half of a word
 CHAINS = 4  # dependent operations side by side
 
-AT_ONCE = 8  # vectors: their permutations run side by side
+PERMUTED_AT_ONCE = 8  # vectors: their permutations run side by side
 # Each step's distance, and the bits whose place has no 1 there.
 STEPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))
 
@@ -154,13 +154,13 @@ def turn_bits(
             turned_ref[target, pl.ds(start, number * LANES)] = jnp.concatenate(found, axis=1)
 
         def full(i: jax.Array, _: None) -> None:
-            some(i * AT_ONCE, AT_ONCE)
+            some(i * PERMUTED_AT_ONCE, PERMUTED_AT_ONCE)
 
-        turns, rest = divmod(count, AT_ONCE)
+        turns, rest = divmod(count, PERMUTED_AT_ONCE)
         if turns:
             lax.fori_loop(0, turns, full, None)
         if rest:
-            some(turns * AT_ONCE, rest)
+            some(turns * PERMUTED_AT_ONCE, rest)
 
 
 def turned(words: jax.Array) -> jax.Array:

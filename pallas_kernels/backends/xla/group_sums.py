@@ -41,9 +41,11 @@ def sums_of(
         x = part.astype(jnp.float32) - finite[..., None]
         return exponential(x * inverse[..., None])
 
-    lanes = forms.barrier(_in_pairs([terms(part) for part in _parts(tokens, FIRST_LANES)]))
-    lanes = forms.barrier(_in_pairs(_parts(lanes, MORE_LANES)))
-    return _in_pairs(_parts(lanes, 1))[..., 0]
+    lanes = forms.barrier(
+        forms.in_pairs(jnp.add, [terms(part) for part in _parts(tokens, FIRST_LANES)])
+    )
+    lanes = forms.barrier(forms.in_pairs(jnp.add, _parts(lanes, MORE_LANES)))
+    return forms.in_pairs(jnp.add, _parts(lanes, 1))[..., 0]
 
 
 def maxima_of(tokens: Float[Array, "*groups W"]) -> Float32[Array, "*groups"]:
@@ -121,13 +123,6 @@ def _largest(x: jax.Array, lanes: tuple[int, ...]) -> jax.Array:
 def _parts(x: jax.Array, lanes: int) -> list[jax.Array]:
     """x [..., n] cut into pieces of so many lanes."""
     return [x[..., i : i + lanes] for i in range(0, x.shape[-1], lanes)]
-
-
-def _in_pairs(parts: list[jax.Array]) -> jax.Array:
-    """The sum of 2**n arrays, in pairs."""
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
 
 
 def _joined(parts: list[jax.Array]) -> jax.Array:

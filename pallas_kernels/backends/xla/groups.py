@@ -44,7 +44,7 @@ Size = Callable[[jax.Array, int, int, bool], int]
 Outputs = TypeVar("Outputs")  # a tree of arrays [R, ...]
 
 
-def read(
+def read_part(
     part: Part,
     inverse: Float32[Array, " N"],
     needed: Int32[Array, " N"],
@@ -62,7 +62,7 @@ def read(
     """
     arguments = (*part, inverse, needed, changes)
     cpu, tpu, default = (
-        functools.partial(_read, size, k)
+        functools.partial(_read_in_blocks, size, k)
         for size in (xla.rows_on_cpu, xla.rows_on_tpu, xla.rows_on_gpu)
     )
     like = functools.partial(_like, k)
@@ -83,7 +83,7 @@ def _columns(part: Part, k: int) -> int:
     return min(max(k, MANY), part.logits.shape[1])
 
 
-def _read(size: Size, k: int, *arguments: Any) -> Read:
+def _read_in_blocks(size: Size, k: int, *arguments: Any) -> Read:
     part, rows, changes = Part(*arguments[:3]), (arguments[1], *arguments[3:5]), arguments[5]
 
     def work(x: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array) -> Read:
@@ -95,7 +95,7 @@ def _read(size: Size, k: int, *arguments: Any) -> Read:
 
 
 def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
-    """`read` of a block of rows."""
+    """`read_part` of a block of rows."""
     x = part.logits
     eights = forms.barrier(selection.group_maxima(x, EIGHT))
     mine = eights if part.tail.shape[1] < 2 else None
@@ -260,7 +260,7 @@ def in_blocks(
     if num_rows is not None:
         block = min(block, LISTED_ON_CPU if size is xla.rows_on_cpu else listed)
 
-    def of(start: jax.Array) -> tuple[jax.Array, ...]:
+    def done_from(start: jax.Array) -> tuple[jax.Array, ...]:
         def part(x: jax.Array) -> jax.Array:
             return x if block == num_targets else lax.dynamic_slice_in_dim(x, start, block)
 
@@ -294,6 +294,6 @@ def in_blocks(
         return forms.vary_like(leaves, (x, own, given))
 
     flat, tree = jax.tree.flatten(initial)
-    found = forms.map_blocks(of, block, num_rows, tuple(flat), (logits, changes, *rows))
+    found = forms.map_blocks(done_from, block, num_rows, tuple(flat), (logits, changes, *rows))
     outputs: Outputs = jax.tree.unflatten(tree, found)
     return outputs

@@ -29,28 +29,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends.xla import selection
-from pallas_kernels.backends.xla.selection import (
-    from_groups_on_cpu,
-    is_small_batch,
-    largest_on_cpu,
-    row_maximum_on_cpu,
-    selection_size,
-)
 from pallas_kernels.contract.changes import apply
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
+from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.choose import lowered_for
-from pallas_kernels.lowering.forms import (
-    Tree,
-    barrier,
-    in_pairs,
-    limit_of_count,
-    map_blocks,
-    pieces,
-    pin_to_iteration,
-    reduced,
-    strictly_larger,
-    vary_like,
-)
 
 # On a CPU a block's temporaries fit its caches.
 CPU_BYTES = 7 << 20
@@ -77,7 +59,9 @@ def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
     itemsize = logits.dtype.itemsize
     vocabulary = logits.shape[1]
     # The sums and maxima of groups, and the selection.
-    bytes_per_row = vocabulary + vocabulary * itemsize // 8 + 8 * selection_size(vocabulary, k)
+    bytes_per_row = (
+        vocabulary + vocabulary * itemsize // 8 + 8 * selection.selection_size(vocabulary, k)
+    )
     copies = 2 * vocabulary * itemsize  # where rows are taken block by block
     if vocabulary % 8:  # one is made of all rows too, and one in float32
         bytes_per_row += vocabulary * (itemsize + 4)
@@ -107,7 +91,7 @@ def rows_on_gpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
         return min(num_targets, LOOP_ROWS)
     # All, if the selection's temporaries take no more than `WIDE_ROWS` rows in float32 would.
     vocabulary = logits.shape[1]
-    bytes_per_row = 16 * selection_size(vocabulary, k)
+    bytes_per_row = 16 * selection.selection_size(vocabulary, k)
     return min(num_targets, max(WIDE_ROWS, WIDE_ROWS * 4 * vocabulary // bytes_per_row))
 
 
@@ -116,17 +100,17 @@ def is_symbolic(logits: jax.Array, num_targets: int) -> bool:
     return not (isinstance(num_targets, int) and isinstance(logits.shape[0], int))
 
 
-def in_one_thread(function: Callable[..., Result], *arguments: Tree) -> Result:
+def in_one_thread(function: Callable[..., Result], *arguments: forms.Tree) -> Result:
     """function(*arguments), as a list of operations of its own for XLA's runtime."""
     traced_once = jax.jit(function)
 
-    def never(*arguments: Tree) -> Result:
+    def never(*arguments: forms.Tree) -> Result:
         like = jax.eval_shape(traced_once, *arguments)
         zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
-        found: Result = vary_like(zeros, arguments)
+        found: Result = forms.vary_like(zeros, arguments)
         return found
 
-    always = barrier(jnp.bool_(True))  # which the compiler does not see through
+    always = forms.barrier(jnp.bool_(True))  # which the compiler does not see through
     found: Result = lax.cond(always, traced_once, never, *arguments)
     return found
 
@@ -180,13 +164,13 @@ def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
     another batch. As a complex number, both sums share a loop.
     """
 
-    def nothing(*inputs: Tree) -> Sums:
+    def nothing(*inputs: forms.Tree) -> Sums:
         invalid = jnp.full(x.shape[0], jnp.nan, jnp.float32)
-        return vary_like((invalid, jnp.zeros(x.shape[0], jnp.int32)), inputs)
+        return forms.vary_like((invalid, jnp.zeros(x.shape[0], jnp.int32)), inputs)
 
     with jax.named_scope("row_statistics"):
         larger = None
-        if is_small_batch(x):
+        if selection.is_small_batch(x):
             # What a branch is given is in memory: the loop there computes less than it reads.
             x = x.astype(jnp.float32)
             given = given._replace(selected=given.selected.astype(jnp.float32))
@@ -201,14 +185,14 @@ def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
 def _added_pieces(x: jax.Array, larger: jax.Array | None, given: Given) -> Sums:
     """`sums_on_cpu` of rows of which one may be valid; `larger` is as `_larger`, if it is known."""
     each: Given = jax.tree.map(lambda one: one[:, None], given)
-    cut = [piece[..., None] for piece in pieces(x, FIRST_PIECES, -jnp.inf)]
+    cut = [piece[..., None] for piece in forms.pieces(x, FIRST_PIECES, -jnp.inf)]
     if larger is None:
         counted = [_larger(piece, each)[..., 0] for piece in cut]
     else:
-        counted = pieces(larger, FIRST_PIECES, 0)
+        counted = forms.pieces(larger, FIRST_PIECES, 0)
     exponentials = [_exponentials(piece, each)[..., 0] for piece in cut]
-    both = lax.complex(in_pairs(jnp.add, exponentials), in_pairs(jnp.add, counted))
-    both = reduced(jnp.add, both, MORE_PIECES, 0)
+    both = lax.complex(forms.in_pairs(jnp.add, exponentials), forms.in_pairs(jnp.add, counted))
+    both = forms.reduced(jnp.add, both, MORE_PIECES, 0)
     return both.real, both.imag.astype(jnp.int32)
 
 
@@ -233,7 +217,7 @@ def _larger(x: jax.Array, given: Given) -> jax.Array:
 
     Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
     """
-    larger = strictly_larger(x, given.selected[..., None])
+    larger = forms.strictly_larger(x, given.selected[..., None])
     return jnp.where(larger, jnp.float32(1), jnp.float32(0))
 
 
@@ -252,12 +236,14 @@ def weighted_sum_on_cpu(x: jax.Array, given: Given) -> jax.Array:
 
     def added(x: jax.Array, given: Given) -> jax.Array:
         each: Given = jax.tree.map(lambda one: one[:, None], given)
-        terms = [_terms(x[..., None], each)[..., 0] for x in pieces(x, FIRST_PIECES, -jnp.inf)]
-        return reduced(jnp.add, in_pairs(jnp.add, terms), MORE_PIECES, 0)
+        terms = [
+            _terms(x[..., None], each)[..., 0] for x in forms.pieces(x, FIRST_PIECES, -jnp.inf)
+        ]
+        return forms.reduced(jnp.add, forms.in_pairs(jnp.add, terms), MORE_PIECES, 0)
 
     def nothing(x: jax.Array, given: Given) -> jax.Array:
         invalid = jnp.full(x.shape[0], jnp.nan, jnp.float32)
-        return vary_like(invalid, (x, given))
+        return forms.vary_like(invalid, (x, given))
 
     with jax.named_scope("row_entropy"):
         any_valid = jnp.any(given.reference < jnp.inf)
@@ -288,11 +274,11 @@ CPU = Way(
     rows_on_cpu,
     groups=True,
     first_width=selection.NARROWEST_GROUP,
-    row_maximum=row_maximum_on_cpu,
-    largest=largest_on_cpu,
+    row_maximum=selection.row_maximum_on_cpu,
+    largest=selection.largest_on_cpu,
     sums=sums_on_cpu,
     weighted_sum=weighted_sum_on_cpu,
-    two_stages=from_groups_on_cpu,
+    two_stages=selection.from_groups_on_cpu,
 )
 
 GPU = Way(
@@ -343,21 +329,21 @@ def _row_sums(way: Way, outputs: Outputs, rows: Rows, selected: jax.Array) -> Ro
             return x if block == num_targets else lax.dynamic_slice_in_dim(x, start, block)
 
         if rows.row_ids is not None:
-            x = pin_to_iteration(rows.logits, start)
-            x = barrier(_gathered(x, lax.dynamic_slice_in_dim(rows.row_ids, start, block)))
+            x = forms.pin_to_iteration(rows.logits, start)
+            x = forms.barrier(_gathered(x, lax.dynamic_slice_in_dim(rows.row_ids, start, block)))
         else:
             whole = block == num_targets
-            x = rows.logits if whole else part(pin_to_iteration(rows.logits, start))
+            x = rows.logits if whole else part(forms.pin_to_iteration(rows.logits, start))
         if rows.changes is not None:  # a copy, which is made once
-            x = barrier(apply(x, jax.tree.map(part, rows.changes)))
+            x = forms.barrier(apply(x, jax.tree.map(part, rows.changes)))
         temperature = None if rows.temperatures is None else part(rows.temperatures)
-        return _read(way, x, part(selected).astype(x.dtype), outputs, temperature)
+        return _sums_of_block(way, x, part(selected).astype(x.dtype), outputs, temperature)
 
     initial = no_sums(num_targets, outputs)
-    return map_blocks(work, block, rows.num_rows, initial, (rows, selected))
+    return forms.map_blocks(work, block, rows.num_rows, initial, (rows, selected))
 
 
-def _read(
+def _sums_of_block(
     way: Way,
     x: jax.Array,
     selected: jax.Array,
@@ -377,12 +363,12 @@ def _read(
         selected = selected.astype(x.dtype)
         maximum, maxima = _maxima(way, x, width)
         reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
-        limit = limit_of_count(selected, outputs.inclusive)
+        limit = forms.limit_of_count(selected, outputs.inclusive)
         given = Given(reference, limit, temperatures)
         weighted = way.weighted_sum(x, given) if outputs.entropy else None
         return (maximum, *way.sums(x, given), weighted), maxima
 
-    if way is CPU and is_small_batch(x):
+    if way is CPU and selection.is_small_batch(x):
         wide = selected.astype(jnp.float32)  # one operation fewer out here
         statistics, maxima = in_one_thread(statistics_and_maxima, x, wide, temperatures)
     else:
@@ -397,7 +383,7 @@ def _maxima(way: Way, x: jax.Array, width: int | None) -> tuple[jax.Array, jax.A
     if width is None:
         return way.row_maximum(x), None
     first = way.first_width or width
-    maxima = barrier(selection.group_maxima(x, first))  # else they are computed twice
+    maxima = forms.barrier(selection.group_maxima(x, first))  # else they are computed twice
     maxima = selection.wider(maxima, width // first)
     return way.largest(maxima, x.dtype), maxima
 

@@ -19,16 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends.xla import bit_words
-from pallas_kernels.lowering.forms import (
-    barrier,
-    canonical,
-    floats,
-    in_pairs,
-    key_of,
-    ordered_keys,
-    reduced,
-    vary_like,
-)
+from pallas_kernels.lowering import forms
 
 WIDEST_GROUP = 128
 
@@ -66,10 +57,12 @@ def selection_size(vocabulary: int, k: int) -> int:
 def group_maxima(x: jax.Array, width: int) -> jax.Array:
     """x [B, V] -> the `ordered_keys` [B, ceil(V / width)] of its groups' largest logits."""
     rows, vocabulary = x.shape
-    keys = ordered_keys(x)
+    keys = forms.ordered_keys(x)
     padding = -vocabulary % width
     if padding:
-        keys = jnp.pad(keys, ((0, 0), (0, padding)), constant_values=key_of(-jnp.inf, x.dtype))
+        keys = jnp.pad(
+            keys, ((0, 0), (0, padding)), constant_values=forms.key_of(-jnp.inf, x.dtype)
+        )
     return jnp.max(keys.reshape(rows, -1, width), axis=2)
 
 
@@ -82,7 +75,7 @@ def wider(maxima: jax.Array, times: int) -> jax.Array:
         least = np.iinfo(maxima.dtype).min
         maxima = jnp.pad(maxima, ((0, 0), (0, padding)), constant_values=least)
     if times <= 4:  # XLA's CPU compiler would make one slow reduction of this and the one before
-        return in_pairs(jnp.maximum, [maxima[:, start::times] for start in range(times)])
+        return forms.in_pairs(jnp.maximum, [maxima[:, start::times] for start in range(times)])
     return jnp.max(maxima.reshape(maxima.shape[0], -1, times), axis=2)
 
 
@@ -93,7 +86,7 @@ def row_maximum(x: jax.Array) -> jax.Array:
 
 def largest(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The largest logit [B] float32 of each row, from `group_maxima` [B, G] of logits of dtype."""
-    return jnp.max(floats(maxima, dtype).astype(jnp.float32), axis=1)
+    return jnp.max(forms.floats(maxima, dtype).astype(jnp.float32), axis=1)
 
 
 def select_top_k(
@@ -124,7 +117,7 @@ def select_top_k(
 
 def from_groups(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
     """The two stages: logits [B, k] float32 and ids [B, k]."""
-    _, groups = top_k(floats(maxima, x.dtype).astype(jnp.float32), k)
+    _, groups = top_k(forms.floats(maxima, x.dtype).astype(jnp.float32), k)
     return among(x, jnp.sort(groups, axis=1), k, width)
 
 
@@ -180,7 +173,7 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     A negative NaN corrupts other values of XLA's GPU top_k for k up to 16
     (https://github.com/openxla/xla/issues/48119).
     """
-    values, places = lax.top_k(canonical(x), k)
+    values, places = lax.top_k(forms.canonical(x), k)
     return values, places
 
 
@@ -190,15 +183,15 @@ ZEROS = {"bfloat16": 16, "float16": 13}  # the last bits of such a number's key,
 
 COUNTED = 16  # pieces of a row that are counted at a time
 
-MANY = 96  # numbers of a row, from which on a search is faster than a sort
+SEARCHED = 96  # numbers of a row, from which on a search is faster than a sort
 
 
 def reached_by(keys: jax.Array, k: int) -> jax.Array:
     """A key [B] that at least k of the keys [B, n] reach: the k-th largest, or a little less.
 
-    Of keys of 32 bits, n of them at least `MANY`, the lower 16 bits are 0.
+    Of keys of 32 bits, n of them at least `SEARCHED`, the lower 16 bits are 0.
     """
-    if keys.shape[1] < MANY:
+    if keys.shape[1] < SEARCHED:
         return jnp.sort(keys, axis=1)[:, -k]
     shift = 8 * keys.dtype.itemsize - HALF
     halves = (keys >> shift).astype(jnp.int32)
@@ -206,14 +199,14 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
     padding = ((0, 0), (0, COUNTED * lanes - keys.shape[1]))
     halves = jnp.pad(halves, padding, constant_values=np.iinfo(np.int32).min)
     # Written before the loop, and summed over its middle axis, lane by lane.
-    halves = barrier(halves.reshape(keys.shape[0], COUNTED, lanes))
+    halves = forms.barrier(halves.reshape(keys.shape[0], COUNTED, lanes))
 
     def step(bit: jax.Array, found: jax.Array) -> jax.Array:
         higher = found + (jnp.int32(1 << (HALF - 1)) >> bit)
         count = (halves >= higher[:, None, None]).sum(axis=1, dtype=jnp.int32)
         return jnp.where(count.sum(axis=1, dtype=jnp.int32) >= k, higher, found)
 
-    found = vary_like(jnp.full(keys.shape[:1], np.iinfo(np.int16).min, jnp.int32), keys)
+    found = forms.vary_like(jnp.full(keys.shape[:1], np.iinfo(np.int16).min, jnp.int32), keys)
     found = lax.fori_loop(0, HALF, step, found)
     key: jax.Array = found.astype(keys.dtype) << shift
     return key
@@ -228,7 +221,7 @@ def top_k_by_integers(x: jax.Array, k: int, dtype: DTypeLike) -> Selected:
       dtype: what the numbers were.
     """
     bits = (x.shape[1] - 1).bit_length()
-    keys = ordered_keys(x)
+    keys = forms.ordered_keys(x)
     places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape)
     low = (1 << bits) - 1
     if bits > ZEROS.get(jnp.dtype(dtype).name, 0):
@@ -239,9 +232,9 @@ def top_k_by_integers(x: jax.Array, k: int, dtype: DTypeLike) -> Selected:
         order = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         merged = jnp.sort((~(keys >> HALF) << bits) | order, axis=1)[:, :k]
         order = merged & low
-        return floats(picked(keys, order), jnp.float32), picked(places, order)
+        return forms.floats(picked(keys, order), jnp.float32), picked(places, order)
     merged = jnp.sort((~keys & ~low) | places, axis=1)[:, :k]
-    return floats(~merged & ~low, jnp.float32), merged & low
+    return forms.floats(~merged & ~low, jnp.float32), merged & low
 
 
 def picked(x: jax.Array, places: jax.Array) -> jax.Array:
@@ -258,7 +251,7 @@ def picked(x: jax.Array, places: jax.Array) -> jax.Array:
 
 PIECES = 16  # of a row of maxima, joined at a time
 
-RUN = 16  # words of flags that a search looks at together
+WORDS_OF_RUN = 16  # words of flags that a search looks at together
 
 COLLECT_K = 32  # from here on, groups are cheaper collected than ordered
 
@@ -272,8 +265,8 @@ def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
 
 def largest_on_cpu(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`largest`, two to eight times as fast."""
-    key = reduced(jnp.maximum, maxima, PIECES, np.iinfo(maxima.dtype).min)
-    return floats(key, dtype).astype(jnp.float32)
+    key = forms.reduced(jnp.maximum, maxima, PIECES, np.iinfo(maxima.dtype).min)
+    return forms.floats(key, dtype).astype(jnp.float32)
 
 
 def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
@@ -294,13 +287,13 @@ def _collected(
 ) -> tuple[Selected, jax.Array]:
     """The top k among the first 2 k logits at the bound or above, and whether those are all."""
     rows, size = x.shape[0], 2 * k
-    least = jnp.maximum(bound, key_of(-jnp.inf, x.dtype) + 1)
+    least = jnp.maximum(bound, forms.key_of(-jnp.inf, x.dtype) + 1)
     # As many words for both searches: XLA compiles one of them.
-    words = max(bit_words.number(n, RUN) for n in (maxima.shape[1], size * width))
+    words = max(bit_words.number(n, WORDS_OF_RUN) for n in (maxima.shape[1], size * width))
     groups, count = first_places(maxima >= least[:, None], size, words)
     found, starts = logits_of_groups(x, groups, width)
     used = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
-    reached = found >= floats(least, x.dtype).astype(jnp.float32)[:, None, None]
+    reached = found >= forms.floats(least, x.dtype).astype(jnp.float32)[:, None, None]
     found = found.reshape(rows, size * width)
     places, number = first_places(
         (reached & used[:, :, None]).reshape(rows, size * width), size, words
@@ -317,8 +310,8 @@ def _ordered(
     x: jax.Array, maxima: jax.Array, bound: jax.Array | None, k: int, width: int
 ) -> Selected:
     if bound is not None:
-        maxima = jnp.where(maxima >= bound[:, None], maxima, key_of(-jnp.inf, x.dtype))
-    largest, groups = top_k(floats(maxima, x.dtype).astype(jnp.float32), k)
+        maxima = jnp.where(maxima >= bound[:, None], maxima, forms.key_of(-jnp.inf, x.dtype))
+    largest, groups = top_k(forms.floats(maxima, x.dtype).astype(jnp.float32), k)
     # A minimum, not the last column: where XLA sees a slice of top_k's result, it sorts all n.
     return among(x, jnp.sort(groups, axis=1), k, width, jnp.min(largest, axis=1))
 
@@ -344,30 +337,32 @@ def first_places(flags: jax.Array, size: int, least_words: int = 0) -> tuple[jax
     """Where the first `size` true entries of flags [B, n] are, and how many there are in all.
 
     Faster than `bit_words.places` where a row has many words: the word of the j-th is searched,
-    first its run of `RUN` words. Cumulative sums are products, which are exact below 2**24: XLA's
-    CPU compiler has no fast ones.
+    first its run of `WORDS_OF_RUN` words. Cumulative sums are products, which are exact below
+    2**24: XLA's CPU compiler has no fast ones.
 
     least_words: words that are 0 follow, up to so many.
 
     Returns:
       [B, size] int32 in ascending order, 0 where there are no more; and [B] int32.
     """
-    each = bit_words.packed(flags, RUN)
-    each = barrier(jnp.pad(each, ((0, 0), (0, max(least_words - each.shape[1], 0)))))
-    runs = each.shape[1] // RUN
-    own = bit_words.count(each).astype(jnp.float32).reshape(each.shape[0], runs, RUN)
-    inside = barrier(own @ jnp.triu(jnp.ones((RUN, RUN), jnp.float32)))
+    each = bit_words.packed(flags, WORDS_OF_RUN)
+    each = forms.barrier(jnp.pad(each, ((0, 0), (0, max(least_words - each.shape[1], 0)))))
+    runs = each.shape[1] // WORDS_OF_RUN
+    own = bit_words.count(each).astype(jnp.float32).reshape(each.shape[0], runs, WORDS_OF_RUN)
+    inside = forms.barrier(own @ jnp.triu(jnp.ones((WORDS_OF_RUN, WORDS_OF_RUN), jnp.float32)))
     last = inside[:, :, -1]
-    upto = barrier(last @ jnp.triu(jnp.ones((runs, runs), jnp.float32)))
+    upto = forms.barrier(last @ jnp.triu(jnp.ones((runs, runs), jnp.float32)))
     wanted = jnp.arange(size, dtype=jnp.int32)[None]
     number = wanted.astype(jnp.float32)
     run = (upto[:, None] <= number[:, :, None]).sum(axis=2, dtype=jnp.int32)
-    run = barrier(jnp.minimum(run, runs - 1))
+    run = forms.barrier(jnp.minimum(run, runs - 1))
     rest = number - picked(upto - last, run)
     words = picked(inside, run)
     word = (words <= rest[:, :, None]).sum(axis=2, dtype=jnp.int32)
-    word = barrier(RUN * run + jnp.minimum(word, RUN - 1))
+    word = forms.barrier(WORDS_OF_RUN * run + jnp.minimum(word, WORDS_OF_RUN - 1))
     rest = rest - picked((inside - own).reshape(each.shape), word)
     place = bit_words.place_in_word(picked(each, word), rest.astype(jnp.int32))
     count = upto[:, -1].astype(jnp.int32)
-    return barrier((jnp.where(wanted < count[:, None], bit_words.BITS * word + place, 0), count))
+    return forms.barrier(
+        (jnp.where(wanted < count[:, None], bit_words.BITS * word + place, 0), count)
+    )

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear import backward
-from pallas_kernels.linear import schedule as plans
+from pallas_kernels.linear import schedule as schedules
 from pallas_kernels.linear.types import Definition
 from tests.support import linear_cases, quick_compile
 
@@ -79,7 +79,7 @@ def ours(plan, arrays):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """The backward pass takes 256 columns at a time, and so does the test."""
-    monkeypatch.setattr(plans, "FEW_BYTES", 0)
+    monkeypatch.setattr(schedules, "FEW_BYTES", 0)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from pallas_kernels import linear_kept_logprobs, linear_topk_logprobs
-from pallas_kernels.linear import schedule as plans
+from pallas_kernels.linear import schedule as schedules
 from tests.support.collectives import bytes_of_a_run, collectives
 from tests.support.shards import P
 
@@ -83,8 +83,8 @@ def assert_equal(found):
 @pytest.fixture
 def in_columns(monkeypatch):
     """Each device takes its columns in parts."""
-    monkeypatch.setattr(plans, "FEW_BYTES", 0)
-    monkeypatch.setattr(plans, "NARROWEST", 64)
+    monkeypatch.setattr(schedules, "FEW_BYTES", 0)
+    monkeypatch.setattr(schedules, "NARROWEST", 64)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import linear_topk_logprobs
-from pallas_kernels.linear import schedule as plans
+from pallas_kernels.linear import schedule as schedules
 
 pytestmark = pytest.mark.fast
 
@@ -18,26 +18,26 @@ pytestmark = pytest.mark.fast
 def test_parts_fit_together(rows, k):
     widths = (width for width in (65, 600, 32_000, 151_936) if k <= width)
     for width, hidden, itemsize in itertools.product(widths, (64, 1024, 8192), (2, 4)):
-        way = plans.plan(rows, width, hidden, itemsize, itemsize, k)
+        way = schedules.choose_schedule(rows, width, hidden, itemsize, itemsize, k)
         assert 1 <= way.part <= way.rows <= rows
         if way.columns == width:
             continue
         assert way.rows == rows
         assert way.columns % way.piece == 0
-        assert plans.NARROWEST <= way.piece <= way.columns <= width
-        assert plans.NARROWEST <= way.elsewhere <= width
-        assert way.room >= (plans.LEAST_ROOM if k else 0)
+        assert schedules.NARROWEST <= way.piece <= way.columns <= width
+        assert schedules.NARROWEST <= way.elsewhere <= width
+        assert way.room >= (schedules.LEAST_ROOM if k else 0)
         # The narrowest product may break the share; none that is wider.
-        share = plans.share_of(rows, 4 * rows * width)
-        needed = plans.state_of(rows, k, way.room) + way.piece * (hidden * itemsize + 4 * rows)
-        assert needed <= share or way.piece == plans.NARROWEST
+        share = schedules.share_of(rows, 4 * rows * width)
+        needed = schedules.state_of(rows, k, way.room) + way.piece * (hidden * itemsize + 4 * rows)
+        assert needed <= share or way.piece == schedules.NARROWEST
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_a_second_count_takes_the_products_of_the_first(platform):
     """Ranks are those of the blocks' logits, so no other product may make them."""
     rows, width, hidden = 1040, 32_000, 1024
-    way = plans.plan(rows, width, hidden, 4, 4, 0)
+    way = schedules.choose_schedule(rows, width, hidden, 4, 4, 0)
     assert way.elsewhere not in (way.columns, width)
     arrays = (
         jax.ShapeDtypeStruct((rows, hidden), jnp.float32),

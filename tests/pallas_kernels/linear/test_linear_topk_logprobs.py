@@ -134,7 +134,7 @@ def own():
 
 
 def guessed_wrong(*arguments):
-    return jnp.full(arguments[1].shape[0], 3.0, jnp.float32)
+    return jnp.full(arguments[1].hidden.shape[0], 3.0, jnp.float32)
 
 
 def test_ranks_are_right_where_the_given_logit_was_guessed_wrong(monkeypatch):
@@ -146,7 +146,9 @@ def test_ranks_are_right_where_the_given_logit_was_guessed_wrong(monkeypatch):
     np.testing.assert_array_equal(found.token_ranks, expected.token_ranks)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
     # Negative control: without the second count, they would be those of the guess.
-    monkeypatch.setattr(read_columns, "recount", lambda *a: jnp.zeros(a[2].shape[0], jnp.int32))
+    monkeypatch.setattr(
+        read_columns, "recount", lambda *a: jnp.zeros(a[2].hidden.shape[0], jnp.int32)
+    )
     wrong = linear_cases.run(plan, hidden, head, ids, 0, bias=bias, compiler=own())
     assert np.any(np.asarray(wrong.token_ranks) != np.asarray(expected.token_ranks))
 
@@ -157,11 +159,11 @@ def test_the_guess_has_the_bits_of_the_block():
     definition = Definition(0.5, 5.0)
 
     def both(hidden, head, bias, ids):
-        guess = read_columns.given_logits(definition, hidden, head, bias, ids)
-        real = (jnp.int32(0), jnp.int32(1000))
+        product = read_columns.Product(hidden, head, bias, jnp.int32(1000))
+        guess = read_columns.given_logits(definition, product, ids)
         starts = [*range(0, 936, 64), 936]
         parts = [
-            read_columns.logits(definition, hidden, head, bias, jnp.int32(start), real, 64)
+            read_columns.logits(definition, product, jnp.int32(start), jnp.int32(0), 64)
             for start in starts
         ]
         at = jnp.minimum(ids // 64, 15)

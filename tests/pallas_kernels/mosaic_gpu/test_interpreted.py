@@ -11,22 +11,22 @@ import pytest
 
 from pallas_kernels.backends.mosaic_gpu import rows_kernel
 from pallas_kernels.backends.mosaic_gpu.reading import make_targets
-from pallas_kernels.backends.mosaic_gpu.rows_kernel import Extra
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
+from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import oracle
 from tests.support.interpreted_kernels import run_without_races
 
 CASES = {
     # Rows start at vectors; several blocks a step; a ragged last block.
-    "bfloat16": (Schedule(8448, "bfloat16", 256, 2, 1), True, Extra(entropy=True)),
+    "bfloat16": (Schedule(8448, "bfloat16", 256, 2, 1), True, Outputs(0, entropy=True)),
     # An odd vocabulary: every row has another skew, and so edges at both ends.
-    "odd bfloat16": (Schedule(8195, "bfloat16", 128, 1, 1), True, Extra(inclusive=True)),
+    "odd bfloat16": (Schedule(8195, "bfloat16", 128, 1, 1), True, Outputs(0, inclusive=True)),
     # The same with split rows and wide groups.
-    "float32": (Schedule(12_290, "float32", 256, 1, 2), True, Extra(True, True)),
+    "float32": (Schedule(12_290, "float32", 256, 1, 2), True, Outputs(0, False, True, False, True)),
     # Whole blocks only, no edges.
-    "float16": (Schedule(8192, "float16", 128, 1, 2), True, Extra()),
+    "float16": (Schedule(8192, "float16", 128, 1, 2), True, Outputs(0)),
     # No group maxima; a row of nothing but edges.
-    "k = 0": (Schedule(4100, "float16", 128, 1, 0), False, Extra()),
+    "k = 0": (Schedule(4100, "float16", 128, 1, 0), False, Outputs(0)),
 }
 LOG2_E = np.log2(np.e)
 

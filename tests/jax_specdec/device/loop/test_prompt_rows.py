@@ -20,7 +20,7 @@ from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.model import llama, sharding
 from jax_specdec.device.model.params import init_params
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.linear import schedule as plans
+from pallas_kernels.linear import schedule as schedules
 from tests.support import quick_compile
 from tests.support.decoding import random_model
 
@@ -72,7 +72,7 @@ def assert_same(found, expected, atol=1e-5):
 @pytest.fixture
 def in_parts(monkeypatch):
     """Few logits too are read a part at a time."""
-    monkeypatch.setattr(plans, "FEW_BYTES", 0)
+    monkeypatch.setattr(schedules, "FEW_BYTES", 0)
     monkeypatch.setattr(prompt_rows, "LOGITS_BYTES", 4 * 1000 * 7)
 
 
@@ -153,7 +153,7 @@ def test_neither_the_chunks_logits_nor_another_head_is_made(k, tied):
     """Of a chunk whose float32 logits are more than 48 MiB."""
     count, vocab = 520, 32_768
     model = ModelConfig.tiny(vocab_size=vocab, tie_embeddings=tied)
-    assert 4 * count * vocab > plans.FEW_BYTES
+    assert 4 * count * vocab > schedules.FEW_BYTES
     asking = SamplingParams(logprobs=k)
     widths = widths_of([asking], vocab)
     call = partial(prompt_rows.prompt_rows, loop_of(model), widths=widths)

@@ -159,7 +159,7 @@ def split_columns(name: str) -> Case:
     tail = np.stack([x[:, :512] * 0.5, x[:, 600:1112]], axis=1)[:, :, :WIDTH]
     part = Part(jnp.asarray(x), jnp.asarray(tail), jnp.int32(48))
     rest = jnp.asarray([1, 2, 0.5], jnp.float32), jnp.asarray([0, 10, 0], jnp.int32)
-    expected = xla.read(part, *rest, -1)
+    expected = xla.read_part(part, *rest, -1)
 
     def call() -> Any:
         return sampled.read(part, *rest, -1)
