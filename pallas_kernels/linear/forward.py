@@ -60,13 +60,8 @@ def num_columns(shard: VocabShard, width: int) -> jax.Array:
     return count
 
 
-def topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
-    """The call, on one device's part of hidden and head."""
-    return with_scale(call, inputs)[0]
-
-
 def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
-    """`topk_logprobs`, and what its logprobs are relative to."""
+    """The call, on one device's part of hidden and head, and what its logprobs are relative to."""
     return _finish(call, inputs, _found(call, inputs))
 
 

@@ -28,6 +28,7 @@ Tree: TypeAlias = "jax.Array | Sequence[Tree] | None"  # of arrays, in tuples an
 
 Values = TypeVar("Values", bound=Tree)
 
+Joined = TypeVar("Joined")
 Outputs = TypeVar("Outputs", bound=Sequence[Tree])
 
 
@@ -223,12 +224,11 @@ def largest_and_first(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax
     return value, id
 
 
-def in_pairs(
-    join: Callable[[jax.Array, jax.Array], jax.Array], parts: list[jax.Array]
-) -> jax.Array:
-    """2**n arrays joined to one, two at a time."""
+def in_pairs(join: Callable[[Joined, Joined], Joined], parts: list[Joined]) -> Joined:
+    """The parts joined to one, two at a time."""
     while len(parts) > 1:
-        parts = [join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        odd = parts[len(parts) // 2 * 2 :]
+        parts = [join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
     return parts[0]
 
 

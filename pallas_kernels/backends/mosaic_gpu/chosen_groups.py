@@ -55,15 +55,12 @@ class Row(NamedTuple):
             (group,) = thread.words(groups)
             column = (thread.thread() & (shape[1] // RUN - 1)) * RUN
             begin = thread.larger(group, 0) * WIDTH + column
-            return tuple(run(logits, word(first), begin + i, group >= 0) for i in starts)
-
-        def run(logits: Value, first: Word, token: Word, there: Word) -> Vector:
-            loaded = []
-            for i in range(0, RUN, vector):
-                at, inside = token + i, there & (token + i < vocabulary)
-                place = first + thread.smaller(at, vocabulary - vector)
-                loaded.append(thread.load_or(logits, place, vector, inside, float("-inf")))
-            return thread.vector_of(loaded, layout, shape)
+            start, there = word(first), group >= 0
+            runs = [
+                thread.load_run_within(logits, start, begin + i, there, vocabulary, vector, RUN)
+                for i in starts
+            ]
+            return tuple(thread.vector_of(run, layout, shape) for run in runs)
 
         kind = thread.result(shape, self.logits_ref.dtype, layout)
         arguments = self.logits_ref, self.first, groups

@@ -160,18 +160,14 @@ def read_fixed_edge(
         me = thread.thread()
         group, column = me >> (lanes.bit_length() - 1), (me & (lanes - 1)) * RUN
         mine = group * schedule.group_width + column + begin
-        return tuple(run(logits, thread.word(first), mine + i * shape[1]) for i in range(number))
-
-    def run(logits: Value, first: Word, token: Word) -> Vector:
-        ids = [token + i for i in range(0, RUN, vector)]
-        last = schedule.vocabulary - vector
-        places = [first + thread.smaller(token, last) for token in ids]
-        there = [token < schedule.vocabulary for token in ids]
-        loaded = [
-            thread.load_or(logits, place, vector, inside, float("-inf"))
-            for place, inside in zip(places, there, strict=True)
+        start, there = word(first), word(1) == 1
+        runs = [
+            thread.load_run_within(
+                logits, start, mine + i * shape[1], there, schedule.vocabulary, vector, RUN
+            )
+            for i in range(number)
         ]
-        return thread.vector_of(loaded, layout, shape)
+        return tuple(thread.vector_of(run, layout, shape) for run in runs)
 
     kind = thread.result(shape, logits_ref.dtype, layout)
     arguments, layouts = (logits_ref, first), (None, "scalar")

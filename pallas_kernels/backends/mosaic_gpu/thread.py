@@ -314,6 +314,21 @@ def load_or(ref: Value, index: Number, count: int, condition: Word, otherwise: f
     return arith.select(condition.value, found, arith.constant(kind, values))
 
 
+def load_run_within(
+    ref: Value, first: Word, token: Word, there: Word, last: int, vector: int, run: int
+) -> list[Value]:
+    """A thread's run of a row's logits, in vectors; -inf from id `last` on, where nothing is read.
+
+    The row starts at `first`, the run at id `token`, if it is `there`.
+    """
+    loaded = []
+    for i in range(0, run, vector):
+        place = first + smaller(token + i, last - vector)
+        inside = there & (token + i < last)
+        loaded.append(load_or(ref, place, vector, inside, float("-inf")))
+    return loaded
+
+
 def load_floats(ref: Value, index: Number, count: int) -> list[Word]:
     """`count` elements of 16 bytes from an index that is a multiple of count, as float32."""
     element = ir.MemRefType(ref.type).element_type

@@ -34,10 +34,10 @@ from pallas_kernels.backends.mosaic_tpu.unit import (
     Place,
     Unit,
     chains,
-    tree,
     turn_bits,
 )
 from pallas_kernels.backends.xla.rows import LEAST
+from pallas_kernels.lowering.forms import in_pairs as tree
 
 MIN_INT = -(1 << 31)
 LOWEST = -3.4028234663852886e38  # float32

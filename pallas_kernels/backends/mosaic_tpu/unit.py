@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, WORD_COLUMNS, Schedule
+from pallas_kernels.lowering.forms import in_pairs as tree
 
 LOG2_E = 1.4426950408889634
 SHAPE = (SUBLANES, LANES)
@@ -312,11 +313,3 @@ def chains(
     for i, part in enumerate(parts[number:]):
         heads[i % number] = join(heads[i % number], part)
     return tree(join, heads)
-
-
-def tree(join: Callable[[Joined, Joined], Joined], parts: list[Joined]) -> Joined:
-    """The parts joined two at a time."""
-    while len(parts) > 1:
-        odd = parts[len(parts) // 2 * 2 :]
-        parts = [join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
-    return parts[0]

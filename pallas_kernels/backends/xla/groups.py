@@ -7,7 +7,7 @@ gives them all, and each block of rows pays for what its rows need.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from pallas_kernels.contract.changes import Changes, apply
 from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.choose import lowered_for
-from pallas_kernels.lowering.forms import as_integers, strictly_larger
+from pallas_kernels.lowering.forms import Tree, as_integers, strictly_larger
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 
 # Rows of a list that may be short, at a time: the work follows its length, and rows are copied.
@@ -60,38 +60,30 @@ def read_part(
       k: static; the top k of every row and the sums at temperature 1 are wanted too. -1: neither.
       changes: of the logits, but not of the part's tail.
     """
-    arguments = (*part, inverse, needed, changes)
+
+    def like(part: Part, *_: Tree) -> Read:
+        rows = len(part.logits)
+        zeros = jnp.zeros((rows, whole_groups(part) + part.tail.shape[1]), jnp.float32)
+        raw = zeros if k >= 0 else jnp.zeros((rows, 0), jnp.float32)
+        shape = rows, min(max(k, MANY), part.logits.shape[1])
+        missing = jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
+        return Read(GroupSums(zeros, zeros), raw, *missing)
+
+    def read_on(
+        size: Size, part: Part, inverse: jax.Array, needed: jax.Array, changes: Changes | None
+    ) -> Read:
+        def work(x: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array) -> Read:
+            return _of_block(Part(x, tail, part.offset), inverse, needed, k)
+
+        most = min(max(k, MANY), part.logits.shape[1])
+        rows = part.tail, inverse, needed
+        return in_blocks(work, size, part.logits, rows, like(part), most, changes=changes)
+
     cpu, tpu, default = (
-        functools.partial(_read_in_blocks, size, k)
+        functools.partial(read_on, size)
         for size in (xla.rows_on_cpu, xla.rows_on_tpu, xla.rows_on_gpu)
     )
-    like = functools.partial(_like, k)
-    return lowered_for(*arguments, like=like, cpu=cpu, tpu=tpu, default=default)
-
-
-def _like(k: int, *arguments: Any) -> Read:
-    part = Part(*arguments[:3])
-    shape = len(part.logits), whole_groups(part) + part.tail.shape[1]
-    columns = len(part.logits), _columns(part, k)
-    zeros = jnp.zeros(shape, jnp.float32)
-    raw = zeros if k >= 0 else jnp.zeros((shape[0], 0), jnp.float32)
-    missing = jnp.full(columns, -1, jnp.int32), jnp.full(columns, -jnp.inf, jnp.float32)
-    return Read(GroupSums(zeros, zeros), raw, *missing)
-
-
-def _columns(part: Part, k: int) -> int:
-    return min(max(k, MANY), part.logits.shape[1])
-
-
-def _read_in_blocks(size: Size, k: int, *arguments: Any) -> Read:
-    part, rows, changes = Part(*arguments[:3]), (arguments[1], *arguments[3:5]), arguments[5]
-
-    def work(x: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array) -> Read:
-        return _of_block(Part(x, tail, part.offset), inverse, needed, k)
-
-    most = min(max(k, MANY), part.logits.shape[1])
-    initial = _like(k, *arguments)
-    return in_blocks(work, size, part.logits, rows, initial, most, changes=changes)
+    return lowered_for(part, inverse, needed, changes, like=like, cpu=cpu, tpu=tpu, default=default)
 
 
 def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
@@ -134,23 +126,23 @@ def candidates(
     changes: Changes | None = None,
 ) -> Top:
     """The k largest logits of rows; see `read.candidates`."""
-    cpu, default = (
-        functools.partial(_candidates, k, size) for size in (xla.rows_on_cpu, xla.rows_on_gpu)
-    )
-    like = functools.partial(_like_candidates, k)
+
+    def like(_: jax.Array, row_ids: jax.Array, *__: Tree) -> Top:
+        shape = len(row_ids), k
+        return Top(jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
+
+    def found_on(
+        size: Size,
+        logits: jax.Array,
+        row_ids: jax.Array,
+        num_rows: jax.Array,
+        changes: Changes | None,
+    ) -> Top:
+        work, initial = functools.partial(_largest, eights=None, k=k), like(logits, row_ids)
+        return in_blocks(work, size, logits, (), initial, k, row_ids, num_rows, changes=changes)
+
+    cpu, default = (functools.partial(found_on, x) for x in (xla.rows_on_cpu, xla.rows_on_gpu))
     return lowered_for(logits, row_ids, num_rows, changes, like=like, cpu=cpu, default=default)
-
-
-def _like_candidates(k: int, _: jax.Array, row_ids: jax.Array, *__: Any) -> Top:
-    shape = len(row_ids), k
-    return Top(jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
-
-
-def _candidates(k: int, size: Size, *arguments: Any) -> Top:
-    logits, row_ids, num_rows, changes = arguments
-    initial = _like_candidates(k, *arguments)
-    of_block = functools.partial(_largest, eights=None, k=k)
-    return in_blocks(of_block, size, logits, (), initial, k, row_ids, num_rows, changes=changes)
 
 
 def larger_than_tokens(
@@ -173,10 +165,6 @@ def larger_than(
     return jnp.zeros(len(index), jnp.int32).at[place].set(counted, mode="drop")
 
 
-class _Count(NamedTuple):
-    larger: Int32[Array, " R"]
-
-
 def num_larger(
     logits: Float[Array, "N V"],
     than: Float32[Array, " R"],
@@ -185,38 +173,36 @@ def num_larger(
 ) -> Int32[Array, " R"]:
     """How many logits of row `row_ids[r]` are strictly larger than `than[r]`."""
 
-    def like(_: jax.Array, than: jax.Array, *__: jax.Array) -> _Count:
-        return _Count(jnp.zeros(len(than), jnp.int32))
+    def like(_: jax.Array, than: jax.Array, *__: jax.Array) -> jax.Array:
+        return jnp.zeros(len(than), jnp.int32)
 
-    found: _Count = lowered_for(
+    return lowered_for(
         logits, than, row_ids, num_rows, like=like, cpu=_num_larger_on_cpu, default=_num_larger
     )
-    return found.larger
 
 
 def _num_larger(
     logits: jax.Array, than: jax.Array, row_ids: jax.Array, num_rows: jax.Array
-) -> _Count:
-    def work(x: jax.Array, than: jax.Array) -> _Count:
-        larger = strictly_larger(x, than[:, None].astype(x.dtype))
-        return _Count(larger.sum(axis=1, dtype=jnp.int32))
+) -> jax.Array:
+    def work(x: jax.Array, than: jax.Array) -> jax.Array:
+        return strictly_larger(x, than[:, None].astype(x.dtype)).sum(axis=1, dtype=jnp.int32)
 
-    initial = _Count(jnp.zeros(len(than), jnp.int32))
+    initial = jnp.zeros(len(than), jnp.int32)
     return in_blocks(work, xla.rows_on_gpu, logits, (than,), initial, 0, row_ids, num_rows)
 
 
 def _num_larger_on_cpu(
     logits: jax.Array, than: jax.Array, row_ids: jax.Array, num_rows: jax.Array
-) -> _Count:
-    def work(start: jax.Array) -> _Count:
+) -> jax.Array:
+    def work(start: jax.Array) -> tuple[jax.Array]:
         row = lax.dynamic_slice_in_dim(row_ids, start, 1)
         x = _row_on_cpu(forms.pin_to_iteration(logits, start), row[0])
         least = lax.dynamic_slice_in_dim(than, start, 1)[0].astype(logits.dtype)
-        larger = strictly_larger(x, least)
-        return _Count(_number_of(larger)[None])
+        return (_number_of(strictly_larger(x, least))[None],)
 
-    initial = _Count(jnp.zeros(len(than), jnp.int32))
-    return forms.map_blocks(work, 1, num_rows, initial, (logits, than, row_ids))
+    initial = (jnp.zeros(len(than), jnp.int32),)
+    (found,) = forms.map_blocks(work, 1, num_rows, initial, (logits, than, row_ids))
+    return found
 
 
 def _row_on_cpu(logits: Float[Array, "N V"], row: jax.Array) -> Float[Array, " V"]:
