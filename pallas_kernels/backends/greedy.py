@@ -30,9 +30,6 @@ def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
     changes: of the same rows, `prepared`.
     """
 
-    def like(logits: jax.Array, _: Changes | None) -> Greedy:
-        return Greedy(jnp.zeros(logits.shape[0], jnp.int32), jnp.zeros(logits.shape[0], bool))
-
     def elsewhere(logits: jax.Array, changes: Changes | None) -> Greedy:
         # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them. Changed
         # logits are a copy on all.
@@ -41,7 +38,12 @@ def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
         return greedy_in_blocks(rows_on_gpu, greedy_block, logits, changes)
 
     on_cpu = functools.partial(greedy_in_blocks, rows_on_cpu, greedy_block_on_cpu)
-    return lowered_for(logits, changes, like=like, cpu=on_cpu, default=elsewhere)
+    return lowered_for(logits, changes, like=lambda x, _: _none(x), cpu=on_cpu, default=elsewhere)
+
+
+def _none(logits: jax.Array) -> Greedy:
+    """No choice of rows [N, V] yet."""
+    return Greedy(jnp.zeros(logits.shape[0], jnp.int32), jnp.zeros(logits.shape[0], bool))
 
 
 def greedy_in_blocks(
@@ -61,7 +63,7 @@ def greedy_in_blocks(
         x = logits if block == num_rows else part(forms.pin_to_iteration(logits, start))
         return choose(apply(x, jax.tree.map(part, changes)))
 
-    initial = Greedy(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool))
+    initial = _none(logits)
     return forms.map_blocks(work, block, None, initial, (logits, changes))
 
 
@@ -151,7 +153,7 @@ def greedy(
     """
     logits = lax.stop_gradient(check_logits(logits))  # ids have no derivative
     if logits.shape[0] == 0:
-        return Greedy(jnp.zeros(0, jnp.int32), jnp.zeros(0, bool))
+        return _none(logits)
     return _of_rows(axis_name, vocab_size, mesh)(logits)
 
 

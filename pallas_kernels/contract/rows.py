@@ -203,11 +203,6 @@ def check_ids(name: str, ids: AnyArray, shape: tuple[int | str, ...]) -> jax.Arr
     return _check(name, ids, "int32", shape)
 
 
-def check_temperatures(temperatures: AnyArray, num_targets: int) -> jax.Array:
-    """temperatures as a [R] float32 array."""
-    return _check("temperatures", temperatures, "float32", (num_targets,))
-
-
 def check_num_rows(num_rows: AnyArray | np.int32 | int) -> jax.Array:
     """The dynamic number of rows as an int32 scalar."""
     if isinstance(num_rows, int) and not isinstance(num_rows, bool):
@@ -241,7 +236,7 @@ def check_options(
     if num_rows is not None:
         num_rows = check_num_rows(num_rows)
     if temperatures is not None:
-        temperatures = check_temperatures(temperatures, num_targets)
+        temperatures = _check("temperatures", temperatures, "float32", (num_targets,))
     if extra_token_ids is not None:
         extra_token_ids = check_extra_token_ids(extra_token_ids, num_targets)
     return num_rows, temperatures, extra_token_ids

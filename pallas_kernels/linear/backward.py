@@ -33,7 +33,7 @@ from pallas_kernels.linear.types import (
     loaded,
     stored,
 )
-from pallas_kernels.lowering.forms import barrier, vary_like
+from pallas_kernels.lowering.forms import barrier, vary_like, varying_axes
 
 
 class Changes(NamedTuple):
@@ -115,11 +115,7 @@ def changes_of(
 
 
 def of_piece(
-    definition: Definition,
-    u: jax.Array,
-    real: jax.Array,
-    first: jax.Array,
-    changes: Changes,
+    definition: Definition, u: jax.Array, real: jax.Array, first: jax.Array, changes: Changes
 ) -> tuple[jax.Array, jax.Array]:
     """The loss's derivatives by u [R, W] float32, and each row's sum of d logit * (logit - m).
 
@@ -287,13 +283,7 @@ _with_scale.defvjp(_forward, _backward)
 
 def like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
     """The gradient in the primal's dtype, summed over the devices that share the primal."""
-    axes = _varying(gradient) - _varying(primal)
+    axes = varying_axes(gradient) - varying_axes(primal)
     if axes:
         gradient = lax.psum(gradient, tuple(sorted(axes)))  # type: ignore[no-untyped-call]
     return vary_like(gradient.astype(primal.dtype), primal)
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    """The mesh axes of the surrounding `shard_map` over which x may differ."""
-    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-    return axes

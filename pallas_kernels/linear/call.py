@@ -21,7 +21,6 @@ from pallas_kernels.contract.rows import (
     check_k,
     check_matrix,
     check_options,
-    check_temperatures,
     skipped_rows,
 )
 from pallas_kernels.contract.types import (
@@ -225,8 +224,7 @@ def linear_kept_logprobs(
             f"kept_token_ids names {kept_token_ids.shape[1]} ids for each row; it must be 1 to "
             f"{MAX_KEPT_IDS}: for more, linear_topk_logprobs reads the whole head"
         )
-    if temperatures is not None:
-        temperatures = check_temperatures(temperatures, num_targets)
+    _, temperatures, _ = check_options(None, temperatures, None, num_targets)
     place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size)
     definition = _definition(scale, soft_cap, logits_dtype)
     call = Call(definition, 0, False, place.shard)

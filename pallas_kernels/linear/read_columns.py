@@ -116,11 +116,7 @@ class RowInputs(NamedTuple):
 
 
 def read_columns(
-    definition: Definition,
-    schedule: Schedule,
-    outputs: Outputs,
-    product: Product,
-    rows: RowInputs,
+    definition: Definition, schedule: Schedule, outputs: Outputs, product: Product, rows: RowInputs
 ) -> State:
     """The sums of all columns of R rows, and the logits of those named.
 

@@ -328,12 +328,7 @@ class Kernels(NamedTuple):
 
 
 KERNELS = {
-    "mosaic_gpu": Kernels(
-        "cuda",
-        shape_obstacle,
-        device_obstacle,
-        "there is no CUDA device here",
-    ),
+    "mosaic_gpu": Kernels("cuda", shape_obstacle, device_obstacle, "there is no CUDA device here"),
     "mosaic_tpu": Kernels("tpu", tpu_obstacle, lambda: None, "there is no TPU here"),
 }
 
@@ -418,12 +413,7 @@ def is_here(name: str) -> bool:
 
 
 def _on_platform(
-    name: str,
-    job: str,
-    by_kernels: Callable[..., Result],
-    xla: ByXla[Result],
-    *,
-    explicit: bool,
+    name: str, job: str, by_kernels: Callable[..., Result], xla: ByXla[Result], *, explicit: bool
 ) -> ByXla[Result]:
     """The kernels, unless this host's device cannot run them; a batch of `vmap` goes to XLA."""
 

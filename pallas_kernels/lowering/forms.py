@@ -92,17 +92,17 @@ def vary_like(values: Values, inputs: Tree) -> Values:
       values: a tree of arrays [...], as is what comes back.
       inputs: another one.
     """
-    axes = frozenset[str]().union(*(_varying(x) for x in jax.tree.leaves(inputs)))
+    axes = frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(inputs)))
 
     def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - _varying(x)))
+        missing = tuple(sorted(axes - varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     varying: Values = jax.tree.map(vary, values)
     return varying
 
 
-def _varying(x: jax.Array) -> frozenset[str]:
+def varying_axes(x: jax.Array) -> frozenset[str]:
     """The mesh axes of the surrounding `shard_map` over which x may differ."""
     axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
     return axes

@@ -33,11 +33,7 @@ register_namedtuple_serialization(LogprobsTensors, serialized_name="pallas_kerne
 
 
 def logprobs_tensors(
-    logits: Logits,
-    token_ids: RowIds,
-    k: int,
-    top_k_nums: RowIds | None = None,
-    **options: Any,
+    logits: Logits, token_ids: RowIds, k: int, top_k_nums: RowIds | None = None, **options: Any
 ) -> LogprobsTensors:
     """`topk_logprobs` as one table of K + 1 columns, of which each row fills its own number.
 

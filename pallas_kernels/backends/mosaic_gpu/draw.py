@@ -57,11 +57,7 @@ def draw(logits: jax.Array, rows: RowsToDraw, purposes: tuple[int, int]) -> Draw
     number, count = rows.maxima.shape[1], rows.excluded_ids.shape[1]
     kernel = GPU.kernel(
         functools.partial(
-            _draw_kernel,
-            schedule=schedule,
-            number=number,
-            count=count,
-            purposes=purposes,
+            _draw_kernel, schedule=schedule, number=number, count=count, purposes=purposes
         ),
         out_type=[compat.shape((slots,), jnp.float32), compat.shape((slots,), jnp.int32)],
         scratch_types=(*scratch_types(number), GPU.SMEM((num_words(schedule),), jnp.int32)),

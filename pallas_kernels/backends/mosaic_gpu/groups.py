@@ -28,11 +28,7 @@ from pallas_kernels.lowering.forms import vary_like
 
 
 def read_part(
-    part: Part,
-    inverse: jax.Array,
-    needed: jax.Array,
-    k: int,
-    schedule: Schedule | None = None,
+    part: Part, inverse: jax.Array, needed: jax.Array, k: int, schedule: Schedule | None = None
 ) -> Read:
     """`xla.groups.read_part`, with the kernels.
 

@@ -72,10 +72,7 @@ def read_groups(
     sums = compat.shape((size,), jnp.float32)
     kernel = GPU.kernel(
         functools.partial(
-            _read_groups_kernel,
-            schedule=schedule,
-            width=width,
-            num_targets=num_targets,
+            _read_groups_kernel, schedule=schedule, width=width, num_targets=num_targets
         ),
         out_type=[
             compat.shape((partials_size(schedule, num_targets, entropy=False),), jnp.float32),
@@ -169,10 +166,7 @@ def read_steps(row: RowOfGroups, program: Index) -> Carry:
         blocks = [begin + b for b in range(schedule.blocks_per_step)]
         loaded = [
             read_fixed_block(
-                row.logits_ref,
-                row.first + block * schedule.block,
-                schedule,
-                row.vector,
+                row.logits_ref, row.first + block * schedule.block, schedule, row.vector
             )
             for block in blocks
         ]

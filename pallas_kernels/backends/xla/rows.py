@@ -344,11 +344,7 @@ def _row_sums(way: Way, outputs: Outputs, rows: Rows, selected: jax.Array) -> Ro
 
 
 def _sums_of_block(
-    way: Way,
-    x: jax.Array,
-    selected: jax.Array,
-    outputs: Outputs,
-    temperatures: jax.Array | None,
+    way: Way, x: jax.Array, selected: jax.Array, outputs: Outputs, temperatures: jax.Array | None
 ) -> RowSums:
     """Steps 1 to 3 of a block x [B, V]; selected is [B] of x's dtype.
 

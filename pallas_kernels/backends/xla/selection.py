@@ -122,11 +122,7 @@ def from_groups(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected
 
 
 def among(
-    x: jax.Array,
-    groups: jax.Array,
-    k: int,
-    width: int,
-    least: jax.Array | None = None,
+    x: jax.Array, groups: jax.Array, k: int, width: int, least: jax.Array | None = None
 ) -> Selected:
     """The top k of the logits in chosen groups: logits [B, k] float32 and ids [B, k].
 
