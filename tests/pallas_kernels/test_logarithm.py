@@ -9,11 +9,7 @@ from pallas_kernels.numbers.random_draws import gumbel_noise, log_of
 from tests.support.quick_compile import as_users
 
 VALUES = np.concatenate(
-    [
-        np.geomspace(1, 3e38, 3000),
-        1 + np.geomspace(1e-7, 1, 999),
-        [1.0],
-    ]
+    [np.geomspace(1, 3e38, 3000), 1 + np.geomspace(1e-7, 1, 999), [1.0]]
 ).astype(np.float32)
 
 

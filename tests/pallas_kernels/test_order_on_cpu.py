@@ -42,13 +42,7 @@ def runs_of_near_neighbors(rng):
     return np.stack([ones[rng.permutation(N)] for _ in range(ROWS)])
 
 
-KINDS = (
-    random_rows,
-    rows_with_missing_ones,
-    rows_of_ties,
-    near_neighbors,
-    runs_of_near_neighbors,
-)
+KINDS = (random_rows, rows_with_missing_ones, rows_of_ties, near_neighbors, runs_of_near_neighbors)
 
 
 def by_integers(dtype, k):

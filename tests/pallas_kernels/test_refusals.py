@@ -9,11 +9,7 @@ from tests.support import shape_checks
 
 pytestmark = pytest.mark.fast
 
-GOOD = {
-    "logits": np.zeros((3, 10), np.float32),
-    "token_ids": np.zeros(3, np.int32),
-    "k": 2,
-}
+GOOD = {"logits": np.zeros((3, 10), np.float32), "token_ids": np.zeros(3, np.int32), "k": 2}
 
 
 @pytest.mark.parametrize(

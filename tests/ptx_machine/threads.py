@@ -8,16 +8,7 @@ import numpy as np
 from . import undefined
 from .arithmetic import KINDS, TYPES, Errors
 from .memory import Buffer, stamp
-from .parser import (
-    SHARED_VARIABLE,
-    Immediate,
-    Operand,
-    Program,
-    PtxError,
-    Register,
-    Sink,
-    Symbol,
-)
+from .parser import SHARED_VARIABLE, Immediate, Operand, Program, PtxError, Register, Sink, Symbol
 
 WARP = 32
 SHARED_BASE = 1024  # where dynamic shared memory starts; the driver has the memory before it

@@ -31,9 +31,6 @@ def on_shards(call, shards, x, vocab, out_specs):
     shard = VocabShard("model", vocab)
     in_spec = P(*[None] * (x.ndim - 1), "model")
     mapped = jax.shard_map(
-        lambda part: call(part, shard),
-        mesh=mesh_of(shards),
-        in_specs=in_spec,
-        out_specs=out_specs,
+        lambda part: call(part, shard), mesh=mesh_of(shards), in_specs=in_spec, out_specs=out_specs
     )
     return jax.jit(mapped, compiler_options=quick_compile.OPTIONS)(padded(np.asarray(x), shards))

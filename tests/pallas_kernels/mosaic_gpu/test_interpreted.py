@@ -52,8 +52,7 @@ def group_maxima(schedule, row, skew):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.fast] * (name == "float16")) for name in CASES],
+    "name", [pytest.param(name, marks=[pytest.mark.fast] * (name == "float16")) for name in CASES]
 )
 def test_pass_1(name):
     """Rows picked by row_ids, out of order, some skipped; temperatures; ids outside."""

@@ -28,10 +28,7 @@ from tests.pallas_kernels.mosaic_gpu.ptx import alignment, kernels, mutants
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases, mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.draw_cases import draw_cases, draw_mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.option_cases import option_cases, option_mutant_case
-from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import (
-    sampled_cases,
-    sampled_mutant_case,
-)
+from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import sampled_cases, sampled_mutant_case
 from tests.ptx_machine import threads
 from tests.ptx_machine.arithmetic import Errors
 from tests.ptx_machine.parser import PtxError
@@ -65,11 +62,7 @@ INEXACT = (
     kernels.Conditions("errors up", together, hardware=hardware(0, 0xFF, "up")),
     kernels.Conditions("errors random", together, hardware=hardware(0, 0xFF, "random")),
 )
-LANES = {
-    "rows": (all_cases, option_cases),
-    "groups": (sampled_cases,),
-    "draw": (draw_cases,),
-}
+LANES = {"rows": (all_cases, option_cases), "groups": (sampled_cases,), "draw": (draw_cases,)}
 MUTANTS = mutant_case, option_mutant_case, sampled_mutant_case, draw_mutant_case
 
 
