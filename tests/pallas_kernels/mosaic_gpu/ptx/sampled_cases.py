@@ -162,7 +162,7 @@ def split_columns(name: str) -> Case:
     expected = xla.read_part(part, *rest, -1)
 
     def call() -> Any:
-        return sampled.read(part, *rest, -1)
+        return sampled.read_part(part, *rest, -1)
 
     def check(found: Any) -> None:
         np.testing.assert_array_equal(found.groups.maxima, expected.groups.maxima)
