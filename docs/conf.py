@@ -46,6 +46,7 @@ DOORS = (
     "jax_specdec.device",
     "jax_specdec.device.drafting",
     "jax_specdec.device.model",
+    "jax_specdec.adapters",
     "pallas_kernels",
     "ipc",
 )

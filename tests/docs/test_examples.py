@@ -6,6 +6,7 @@ The NNX example is not among them, because flax is no small dependency: `check_e
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
@@ -192,3 +193,22 @@ def test_a_wrong_value_of_a_serving_engine_would_be_seen(tmp_path):
     wrong = source.replace("return found.logprobs[:, 1:]", "return found.logprobs[:, :-1]")
     (tmp_path / "wrong.py").write_text(wrong.replace("B, V, K = 32, 32_000", "B, V, K = 8, 256"))
     assert "Not equal to tolerance" in run(tmp_path / "wrong.py", status=1)
+
+
+def test_records_of_a_loop_in_25_lines():
+    """Each request gets its tokens; a greedy one's are its most likely ones."""
+    printed = run(EXAMPLES / "records_of_a_loop.py")
+    for slot, columns in ((0, 3), (1, 1)):
+        found = re.findall(
+            rf"^request {slot}: \[([\d ]+)\], \d.*\n((?:.*\]\n)+)", printed, re.MULTILINE
+        )
+        assert sum(len(ids.split()) for ids, _ in found) == 6
+        table = np.array(
+            [row.strip(" []").split() for _, rows in found for row in rows.splitlines()]
+        )
+        assert table.shape == (6, columns)
+        assert columns == 1 or (table[:, 0] == table[:, 1]).all()
+    source = (EXAMPLES / "records_of_a_loop.py").read_text()
+    body = source.partition("@jax.jit")[2].partition("if __name__")[0]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 25
+    assert len(re.findall("^(?:import|from)", source, re.MULTILINE)) == 6

@@ -12,6 +12,7 @@ DOORS = {
     "jax_specdec": {
         "jax_specdec.engine", "jax_specdec.export", "jax_specdec.ray",
         "jax_specdec.device", "jax_specdec.device.drafting", "jax_specdec.device.model",
+        "jax_specdec.adapters",
     },
 }  # fmt: skip
 
@@ -28,7 +29,9 @@ def modules(*tops):
 
 def is_engine_side(name):
     """Whether a shipped module must run in a process without jax."""
-    return name.startswith(("ipc", "jax_specdec")) and not name.startswith("jax_specdec.device")
+    return name.startswith(("ipc", "jax_specdec")) and not name.startswith(
+        ("jax_specdec.device", "jax_specdec.adapters")
+    )
 
 
 def tops(names):

@@ -1,0 +1,113 @@
+"""sglang-jax: the logprobs of sampled tokens that `return_logprob` asks for.
+
+What differs is on the page `docs/sglang_jax.md`.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_specdec.adapters.replacing import replaced
+from jax_specdec.adapters.versions import check_version
+from pallas_kernels import TopkLogprobs, topk_logprobs
+
+
+@contextmanager
+def install() -> Iterator[tuple[str, ...]]:
+    """`ModelRunner.sample` draws as it did and then adds logprobs, until the `with` ends.
+
+    Yields:
+      The full names that were replaced.
+
+    Raises:
+      ImportError: sglang-jax is not installed, or not in a version that was tried.
+    """
+    check_version("sglang-jax")
+    module = "sgl_jax.srt.model_executor.model_runner"
+    theirs = importlib.import_module(module).ModelRunner.sample
+
+    def sample(self: Any, logits_output: Any, sampling_metadata: Any, positions: jax.Array) -> Any:
+        # The jitted sampler can't hand logprobs over, and is traced for every other k: without.
+        silent = dataclasses.replace(
+            sampling_metadata, return_logprob=False, top_logprobs_nums=None, token_ids_logprobs=None
+        )
+        token_ids = theirs(self, logits_output, silent, positions)
+        if sampling_metadata.return_logprob:
+            add_logprobs(logits_output, sampling_metadata, token_ids)
+        return token_ids
+
+    with replaced("sgl_jax", {f"{module}:ModelRunner.sample": sample}) as names:
+        yield names
+
+
+def add_logprobs(logits_output: Any, sampling_metadata: Any, token_ids: jax.Array) -> None:
+    """Logprobs of the drawn tokens, of the top K and of named ids, written into `logits_output`.
+
+    As `Sampler._process_logprob_results`, with the same fields and lists: the logprobs after
+    penalties, and divided by the temperature unless all requests are greedy. All are of one read.
+
+    Args:
+      logits_output: whose `next_token_logits` are [B, V].
+      sampling_metadata: with `top_logprobs_nums` (k of each request, up to 512) and
+        `token_ids_logprobs` (ids of each request, up to 128, or None).
+      token_ids: [B] int32, which were drawn.
+
+    Raises:
+      ValueError: a k or a number of ids is above its limit.
+    """
+    logits = logits_output.next_token_logits.reshape(-1, logits_output.next_token_logits.shape[-1])
+    counts = sampling_metadata.top_logprobs_nums or []
+    named = [list(ids or ()) for ids in sampling_metadata.token_ids_logprobs or []]
+    extra = np.full((logits.shape[0], max(map(len, named), default=0)), -1, np.int32)
+    for row, ids in zip(extra, named, strict=False):  # rows of padding follow
+        row[: len(ids)] = ids
+    found = _read(
+        logits,
+        token_ids,
+        sampling_metadata.linear_penalty if sampling_metadata.do_penalties else None,
+        sampling_metadata.temperatures,
+        sampling_metadata.is_all_greedy,
+        extra,
+        max(counts, default=0),
+    )
+    logits_output.next_token_logprobs = found.logprobs[:, 0]
+    top_ids, top, of_named = jax.device_get(
+        (found.token_ids[:, 1:], found.logprobs[:, 1:], found.extra_logprobs)
+    )
+    if any(counts):
+        logits_output.next_token_top_logprobs_val = _cut(top, counts)
+        logits_output.next_token_top_logprobs_idx = _cut(top_ids, counts)
+    if any(ids is not None for ids in sampling_metadata.token_ids_logprobs or ()):
+        logits_output.next_token_token_ids_logprobs_val = _cut(of_named, list(map(len, named)))
+        logits_output.next_token_token_ids_logprobs_idx = named
+
+
+@partial(jax.jit, static_argnames=("k",))
+def _read(
+    logits: jax.Array,
+    token_ids: jax.Array,
+    penalty: jax.Array | None,
+    temperatures: jax.Array,
+    is_all_greedy: jax.Array,
+    extra: jax.Array,
+    k: int,
+) -> TopkLogprobs:
+    """One read of the logits, after penalties."""
+    if penalty is not None:
+        logits = logits + penalty.astype(logits.dtype)
+    temperatures = jnp.where(is_all_greedy, 1.0, temperatures.reshape(-1).astype(jnp.float32))
+    return topk_logprobs(
+        logits, token_ids.astype(jnp.int32), k, temperatures=temperatures, extra_token_ids=extra
+    )
+
+
+def _cut(table: np.ndarray, counts: list[int]) -> list[list[Any]]:
+    """The first `counts[i]` values of each row i."""
+    return [row[:count].tolist() for row, count in zip(table, counts, strict=False)]

@@ -1,0 +1,137 @@
+"""What adapters do to a peer, on a small package of that kind."""
+
+import importlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_specdec.adapters import maxtext, sglang_jax, tpu_inference, tunix, versions
+from jax_specdec.adapters.replacing import replaced
+
+FILES = {
+    "__init__": "",
+    "losses": """
+        import jax
+        def logprob(x):
+            return x - 1
+        def score(x):
+            return 10 * logprob(x)
+        jitted = jax.jit(score)
+        class Sampler:
+            def draw(self, x):
+                return logprob(x)
+            again = draw
+    """,
+    "trainer": "from peer.losses import Sampler, jitted, logprob as name",
+    "late": "from peer.losses import logprob",
+}
+HOLDERS = ("peer.losses.logprob", "peer.trainer.name")
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """A package of these files; its module of losses."""
+    (tmp_path / "peer").mkdir()
+    for name, text in FILES.items():
+        lines = [line[8:] if line.startswith(" " * 8) else line for line in text.split("\n")]
+        (tmp_path / "peer" / f"{name}.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("peer.trainer")
+    yield sys.modules["peer.losses"]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "peer"]:
+        del sys.modules[name]
+
+
+def ours(x):
+    return x + 1
+
+
+def test_a_function_is_replaced_wherever_the_package_holds_it(peer):
+    trainer, theirs = sys.modules["peer.trainer"], peer.logprob
+    x, mine = jnp.float32(5), jax.jit(lambda x: peer.score(x))
+    assert (trainer.jitted(x), mine(x)) == (40, 40)
+    with replaced("peer", {"peer.losses:logprob": ours}) as names:
+        assert names == HOLDERS
+        assert (peer.logprob, trainer.name) == (ours, ours)
+        assert (trainer.jitted(x), mine(x)) == (60, 60)
+        late = importlib.import_module("peer.late")
+        assert late.logprob is ours
+    assert (peer.logprob, trainer.name, late.logprob) == (theirs, theirs, theirs)
+    assert (trainer.jitted(x), mine(x)) == (40, 40)
+
+
+def test_a_method_is_replaced_under_all_of_its_names(peer):
+    theirs = peer.Sampler.draw
+    with replaced("peer", {"peer.losses:Sampler.draw": lambda self, x: 7}) as names:
+        assert names == ("peer.losses.Sampler.again", "peer.losses.Sampler.draw")
+        assert peer.Sampler().again(5) == 7
+    assert peer.Sampler.draw is peer.Sampler.again is theirs
+
+
+def test_an_error_restores_and_a_second_install_changes_nothing(peer):
+    theirs, new = peer.logprob, {"peer.losses:logprob": ours}
+    with pytest.raises(KeyError), replaced("peer", new), replaced("peer", new) as names:
+        raise KeyError(names)
+    assert names == ()
+    assert peer.logprob is theirs
+    with replaced("peer", new):
+        with replaced("peer", new):
+            pass
+        assert peer.logprob is ours
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("peer.losses:gone", r"peer\.losses has no gone"),
+        ("peer.losses:Sampler.gone", r"peer\.losses has no Sampler\.gone"),
+        ("peer.gone:logprob", r"No module named 'peer\.gone'"),
+    ],
+)
+def test_a_name_that_is_not_there_is_refused_before_anything_changes(peer, name, error):
+    theirs = peer.logprob
+    with (
+        pytest.raises((AttributeError, ImportError), match=error),
+        replaced("peer", {"peer.losses:logprob": ours, name: ours}),
+    ):
+        pass
+    assert peer.logprob is theirs
+
+
+def test_other_modules_keep_what_they_hold(peer, monkeypatch):
+    """A name that begins alike is no module of the package."""
+    other = type(sys)("peerless")
+    other.logprob = peer.logprob
+    monkeypatch.setitem(sys.modules, "peerless", other)
+    with replaced("peer", {"peer.losses:logprob": ours}) as names:
+        assert names == HOLDERS
+        assert other.logprob is not ours
+
+
+@pytest.mark.parametrize("found", ["0.0.1", None])
+@pytest.mark.parametrize("adapter", [tunix, maxtext, sglang_jax, tpu_inference])
+def test_an_adapter_refuses_versions_that_it_was_not_tried_with(
+    adapter, found, tmp_path, monkeypatch
+):
+    """The peers' distributions, as an installer leaves them, of another version; or none."""
+    for name in versions.TRIED:
+        folder = tmp_path / f"{name.replace('-', '_')}-{found}.dist-info"
+        if found:
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Name: {name}\nVersion: {found}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError) as error, adapter.install():
+        pass
+    (name,) = (name for name in versions.TRIED if name in str(error.value))
+    assert versions.TRIED[name][0] in str(error.value)
+    assert (f"{name} 0.0.1" if found else "not installed") in str(error.value)
+
+
+def test_a_tried_version_is_taken(tmp_path, monkeypatch):
+    folder = tmp_path / "maxtext-0.2.5.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: maxtext\nVersion: 0.2.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    versions.check_version("maxtext")

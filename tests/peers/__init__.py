@@ -1,0 +1,1 @@
+"""The adapters against the peers' own functions, each in an environment of its own."""

@@ -1,0 +1,238 @@
+"""tunix's own functions and the adapter's: values, gradients, and what `install` changes."""
+
+import dataclasses
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tunix.models.gemma import model as gemma
+from tunix.models.llama3 import model as llama3
+from tunix.models.qwen2 import model as qwen2
+from tunix.rl import algo_core, common
+
+from jax_specdec.adapters import tunix, versions
+
+selective, entropy, per_token = (
+    common.selective_log_softmax,
+    algo_core.compute_entropy_from_logits,
+    common.compute_per_token_logps,
+)
+DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
+
+
+@st.composite
+def cases(draw):
+    """Logits [..., V], ids [...] with padding of -1, and a mask of the tokens that count."""
+    *shape, vocab_size = draw(st.sampled_from([(3, 2), (2, 3, 40)]))  # each is compiled
+    logits = draw(
+        hnp.arrays(np.float32, (*shape, vocab_size), elements=st.floats(-30, 30, width=32))
+    )
+    ids = draw(hnp.arrays(np.int32, shape, elements=st.integers(-1, vocab_size - 1)))
+    return jnp.asarray(logits, draw(DTYPES)), jnp.asarray(ids)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def values(selective, entropy, logits, ids):
+    """Logprobs, entropies, and the gradient of both's masked sum."""
+
+    def both(x):
+        return selective(x, ids), entropy(x.astype(jnp.float32))
+
+    def loss(x):
+        return sum(jnp.sum(one * (ids >= 0) * (n + 1)) for n, one in enumerate(both(x)))
+
+    return *both(logits), jax.grad(loss)(logits)
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_logprobs_and_gradients_are_tunix_s(case):
+    logits, ids = case
+    mine = (tunix.selective_log_softmax, tunix.compute_entropy_from_logits)
+    expected, found = values(selective, entropy, logits, ids), values(*mine, logits, ids)
+    loose = 1e-5 if logits.dtype == jnp.float32 else 2e-2
+    for one, other, tolerance in zip(expected, found, (2e-5, 2e-5, loose), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        one, other = one.astype(np.float32), other.astype(np.float32)
+        np.testing.assert_allclose(other, one, rtol=tolerance, atol=tolerance)
+
+
+def test_ids_that_are_none_get_nan_and_the_last_token_stands_for_padding():
+    logits = jnp.asarray([[0.0, 1.0, 2.0]] * 6)
+    ids = jnp.asarray([-1, -3, -4, 2, 3, 0])
+    expected = selective(logits, ids)
+    assert np.isnan(expected).tolist() == [False, False, True, False, True, False]
+    np.testing.assert_allclose(tunix.selective_log_softmax(logits, ids), expected, rtol=1e-6)
+
+
+def qwen(tied, dtype):
+    config = qwen2.ModelConfig(
+        num_layers=1, vocab_size=40, embed_dim=16, hidden_dim=16, num_heads=2, head_dim=8,
+        num_kv_heads=1, rope_theta=10_000, norm_eps=1e-6, use_tied_embedding=tied, dtype=dtype,
+        param_dtype=dtype,
+    )  # fmt: skip
+    return qwen2.Qwen2(config, rngs=nnx.Rngs(0))
+
+
+def llama(tied, dtype):
+    config = llama3.ModelConfig(
+        num_layers=1, vocab_size=40, embed_dim=16, hidden_dim=16, num_heads=2, head_dim=8,
+        num_kv_heads=1, rope_theta=10_000, norm_eps=1e-6, weight_tying=tied,
+    )  # fmt: skip
+    return llama3.Llama3(config, rngs=nnx.Rngs(0))
+
+
+def capped(tied, dtype):
+    config = dataclasses.replace(
+        gemma.ModelConfig.gemma2_2b(), num_layers=1, num_embed=40, embed_dim=16, hidden_dim=16,
+        num_heads=2, head_dim=8, num_kv_heads=1, final_logit_softcap=2.0,
+    )  # fmt: skip
+    return gemma.Gemma(config, rngs=nnx.Rngs(0))
+
+
+MODELS = [(qwen, True), (qwen, False), (llama, True), (llama, False), (capped, True)]
+
+
+def arguments(model, packed=False):
+    """Of `compute_per_token_logps`; padding is 0."""
+    ids = jax.random.randint(jax.random.key(1), (2, 9), 1, 40)
+    if packed:
+        segments = jnp.asarray([[1] * 5 + [2] * 4] * 2)
+        places = jnp.asarray([[*range(5), *range(4)]] * 2)
+        return nnx.split(model), {
+            "prompt_tokens": ids[:, :0], "completion_tokens": ids, "pad_id": 0, "eos_id": 1,
+            "segment_ids": segments, "segment_positions": places,
+        }  # fmt: skip
+    prompt, completion = ids[:, :4].at[0, :2].set(0), ids[:, 4:].at[1, 3:].set(0)
+    given = {"prompt_tokens": prompt, "completion_tokens": completion, "pad_id": 0, "eos_id": 1}
+    return nnx.split(model), given
+
+
+@pytest.mark.parametrize(
+    ("make", "tied", "temperature"),
+    [(*model, 0.7) for model in MODELS] + [(qwen, True, 1.0), (llama, False, 0.0)],
+)
+def test_logprobs_without_logits_are_tunix_s(make, tied, temperature):
+    (graph, state), named = arguments(make(tied, jnp.float32))
+    named |= {"temperature": temperature, "stop_gradient": False}
+    expected = per_token(graph, state, **named)
+    found = tunix.compute_per_token_logps(graph, state, **named)
+    assert (found.shape, found.dtype) == (expected.shape, jnp.float32)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    mask = named["completion_tokens"] != 0
+    expected, found = (
+        jax.tree.leaves(jax.grad(lambda s, f=f: jnp.sum(f(graph, s, **named) * mask))(state))
+        for f in (per_token, tunix.compute_per_token_logps)
+    )
+    assert any(np.any(one) for one in expected)
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_sequences_and_bfloat16(tied):
+    (graph, state), named = arguments(qwen(tied, jnp.bfloat16), packed=True)
+    expected = per_token(graph, state, **named)
+    found = tunix.compute_per_token_logps(graph, state, **named)
+    assert found.shape == expected.shape == (2, 9)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_no_logits_exist():
+    config = dataclasses.replace(qwen(True, jnp.float32).config, vocab_size=50_000)
+    (graph, state), named = arguments(qwen2.Qwen2(config, rngs=nnx.Rngs(0)))
+    named["prompt_tokens"] = jnp.ones((2, 1024), jnp.int32)
+    named["completion_tokens"] = jnp.ones((2, 1024), jnp.int32)
+    fixed = {name: named.pop(name) for name in ("pad_id", "eos_id")}
+    compiled = [
+        jax.jit(lambda s, n, f=f: f(graph, s, **n, **fixed)).lower(state, named).compile()
+        for f in (per_token, tunix.compute_per_token_logps)
+    ]
+    theirs, ours = (one.memory_analysis().temp_size_in_bytes for one in compiled)
+    print(f"temporary memory: tunix {theirs >> 20} MiB, without logits {ours >> 20} MiB")
+    assert theirs > 2 * 1024 * 50_000 * 4
+    assert ours < theirs / 4
+
+
+def refused(make, **changes):
+    (graph, state), named = arguments(make)
+    with pytest.raises(NotImplementedError) as error:
+        tunix.compute_per_token_logps(graph, state, **named, **changes)
+    return str(error.value)
+
+
+def test_what_cannot_be_served_is_refused_by_name():
+    assert "return_logits=True" in refused(qwen(True, jnp.float32), return_logits=True)
+    model = qwen(True, jnp.float32)
+    model.embedder.lora = nnx.LoRAParam(jnp.zeros(3))
+    assert "LoRA" in refused(model)
+    model = capped(True, jnp.float32)
+    model.embedder.input_embedding = nnx.Param(
+        model.embedder.input_embedding[...].astype(jnp.bfloat16)
+    )
+    assert "bfloat16" in refused(model)
+
+    class Other(nnx.Module):
+        pass
+
+    assert "Other" in refused(Other())
+
+
+def test_another_version_is_refused_before_anything_changes(monkeypatch):
+    monkeypatch.setitem(versions.TRIED, "google-tunix", ("9.9",))
+    with pytest.raises(ImportError, match=r"0\.1\.7.*9\.9"), tunix.install():
+        pass
+    assert common.selective_log_softmax is selective
+
+
+def test_install_reaches_jitted_functions_and_restores_after_an_error():
+    (graph, state), named = arguments(qwen(True, jnp.float32))
+    own = {
+        "tunix.rl.algo_core.compute_entropy_from_logits": entropy,
+        "tunix.rl.common.compute_per_token_logps": per_token,
+        "tunix.rl.common.selective_log_softmax": selective,
+    }
+
+    def held():
+        return [getattr(sys.modules[one.rpartition(".")[0]], one.rpartition(".")[2]) for one in own]
+
+    step = jax.jit(lambda s: common.compute_per_token_logps(graph, s, **named))
+    plain = np.asarray(step(state))
+    with pytest.raises(KeyError):
+        fails_inside(own, held, lambda: step(state), plain)
+    assert held() == [*own.values()]
+    np.testing.assert_array_equal(step(state), plain)
+    assert MARK not in calls(lambda: step(state))
+
+
+def fails_inside(own, held, step, plain):
+    with tunix.install(without_logits=True) as names:
+        assert names == tuple(own)
+        assert held()[0] is tunix.compute_entropy_from_logits
+        np.testing.assert_allclose(step(), plain, rtol=1e-4, atol=1e-4)
+        assert MARK in calls(step)
+        raise KeyError
+
+
+MARK = "custom_vjp_call"
+
+
+def calls(step):
+    """The jitted functions that a call of `step` would run, as it was traced last."""
+    return str(jax.make_jaxpr(step)())
+
+
+def test_callers_that_ask_for_logits_get_tunix_s_with_our_logprobs():
+    (graph, state), named = arguments(qwen(True, jnp.float32))
+    expected = per_token(graph, state, **named, return_logits=True)
+    with tunix.install(without_logits=True):
+        found = common.compute_per_token_logps(graph, state, **named, return_logits=True)
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4)
