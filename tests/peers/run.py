@@ -83,7 +83,7 @@ def check(peer: str, python: str) -> bool:
 
 
 def main(names: list[str]) -> int:
-    """Run the named peers, or all; exit status 1 if one fails, 2 for no such peer, 3 for no Python."""
+    """Run the named peers, or all; exit status 1: one fails, 2: no such peer, 3: no Python."""
     python = newest()
     if unknown := set(names) - set(PEERS):
         print(f"there is no peer {min(unknown)}: one of {', '.join(PEERS)}", file=sys.stderr)

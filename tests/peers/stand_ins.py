@@ -59,3 +59,14 @@ if package("tpu_inference"):
     options = {"get_sampling_compiler_options": lambda: None}
     module("tpu_inference.models.common.compiler_options", **options)
     module("tpu_inference.runner.input_batch", InputBatch=object)
+if importlib.util.find_spec("maxtext"):
+    import maxtext.models.models
+    import maxtext.utils  # noqa: F401
+
+    # What the script of the teacher imports and this lane does not call.
+    module("tensorflow")
+    module("array_record.python.array_record_module")
+    module("maxtext.input_pipeline.input_pipeline_interface")
+    for path in ("maxtext.utils.model_creation_utils", "maxtext.utils.maxtext_utils"):
+        if path not in sys.modules:
+            module(path)

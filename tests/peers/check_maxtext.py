@@ -1,0 +1,124 @@
+"""MaxText's own teacher step and the adapter's, on small models, and what `install` changes."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import maxtext
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from maxtext.configs import pyconfig
+from maxtext.models.models import Transformer
+from maxtext.trainers.post_train.distillation import save_top_k_teacher_logits as script
+
+from jax_specdec.adapters import maxtext as adapter
+from jax_specdec.adapters import versions
+
+own = script.teacher_step
+BASE = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
+SMALL = (
+    "run_name=a enable_checkpointing=false base_emb_dim=32 base_num_query_heads=2 head_dim=16 "
+    "base_num_kv_heads=2 base_mlp_dim=32 base_num_decoder_layers=1 max_target_length=16 "
+    "max_prefill_predict_length=4 per_device_batch_size=1 vocab_size=64 attention=dot_product "
+    "skip_jax_distributed_system=true scan_layers=false log_config=false"
+)
+
+
+def teacher(**changes):
+    given = {"dtype": "float32"} | changes
+    options = [f"{name}={value}" for name, value in given.items()]
+    config = pyconfig.initialize(["", BASE, *SMALL.split(), *options])
+    devices = np.array(jax.devices()[:1]).reshape([1] * len(config.mesh_axes))
+    mesh = jax.sharding.Mesh(devices, config.mesh_axes)
+    return Transformer(config, mesh, None, rngs=nnx.Rngs(0)), mesh
+
+
+def batch(num_positions=8):
+    ids = jax.random.randint(jax.random.key(0), (2, num_positions), 0, 64)
+    return {
+        "inputs": ids,
+        "inputs_position": jnp.broadcast_to(jnp.arange(num_positions), ids.shape),
+        "inputs_segmentation": jnp.ones_like(ids).at[1, 5:].set(0),
+    }
+
+
+@settings(max_examples=40)
+@given(
+    # Products of quarters are exact: equal ones are ties, in the order of their ids.
+    hnp.arrays(np.int8, (2, 3, 4), elements=st.integers(-8, 8)),
+    hnp.arrays(np.int8, (30, 4), elements=st.integers(-8, 8)),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from(["VH", "HV"]),
+)
+def test_top_k_logits_are_those_of_the_product(hidden, head, dtype, axes):
+    hidden, head = (jnp.asarray(x / np.float32(4), dtype) for x in (hidden, head))
+    expected = script.get_top_k_logits(hidden @ head.T, 5)
+    given = head if axes == "VH" else head.T
+    found = adapter.top_k_logits(hidden, given, 5, logits_dtype=dtype, head_axes=axes)
+    assert [x.dtype for x in found] == [x.dtype for x in expected]
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_allclose(*(x[0].astype(np.float32) for x in (found, expected)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"logits_via_embedding": "true", "normalize_embedding_logits": "true",
+         "final_logits_soft_cap": 3.0, "logits_dot_in_fp32": "true"},
+        {"dtype": "bfloat16", "cast_logits_to_fp32": "false"},
+    ],
+)  # fmt: skip
+def test_a_teacher_s_logits_and_ids_are_maxtext_s(changes):
+    model, mesh = teacher(**changes)
+    with jax.set_mesh(mesh):
+        expected, found = own(model, batch(), 5), adapter.teacher_step(model, batch(), 5)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+    values, others = (np.asarray(x[0], np.float32) for x in (found, expected))
+    np.testing.assert_allclose(values, others, rtol=1e-5, atol=1e-5)
+    same = np.asarray(found[1] == expected[1])
+    if changes.get("dtype") == "bfloat16":  # ties of rounded logits: a bit may decide
+        assert same.mean() > 0.9
+    else:
+        assert same.all()
+
+
+def test_no_logits_exist():
+    model, mesh = teacher(vocab_size=50_000, max_target_length=1024)
+    graph, state = nnx.split(model)
+    with jax.set_mesh(mesh):
+        theirs, ours = (
+            jax.jit(lambda s, b, f=f: f(nnx.merge(graph, s), b, 5))
+            .lower(state, batch(1024)).compile().memory_analysis().temp_size_in_bytes
+            for f in (lambda *a: own.__wrapped__(*a), adapter.teacher_step)
+        )  # fmt: skip
+    print(f"temporary memory: MaxText {theirs >> 20} MiB, without logits {ours >> 20} MiB")
+    assert theirs > 2 * 1024 * 50_000 * 4
+    assert ours < theirs / 4
+
+
+def test_what_cannot_be_served_is_refused_by_name():
+    model, _ = teacher(logits_via_embedding="true", final_logits_soft_cap=3.0)
+    with pytest.raises(NotImplementedError, match="final_logits_soft_cap"):
+        adapter.teacher_step(model, batch(), 5)
+
+
+def test_install_replaces_restores_after_an_error_and_refuses_other_versions(monkeypatch):
+    with pytest.raises(KeyError):
+        fails_inside()
+    assert script.teacher_step is own
+    monkeypatch.setitem(versions.TRIED, "maxtext", ("9.9",))
+    with pytest.raises(ImportError, match=r"0\.2\.5.*9\.9"), adapter.install():
+        pass
+    assert script.teacher_step is own
+
+
+def fails_inside():
+    with adapter.install() as names:
+        assert names == (f"{script.__name__}.teacher_step",)
+        assert script.teacher_step is adapter.teacher_step
+        raise KeyError
