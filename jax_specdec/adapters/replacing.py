@@ -37,12 +37,12 @@ def replaced(package: str, new: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     try:
         for theirs, ours in pairs:
             names += _put(package, theirs, ours)
-        jax.clear_caches()
+        jax.clear_caches()  # type: ignore[no-untyped-call]
         yield tuple(sorted(names))
     finally:
         for theirs, ours in pairs:
             _put(package, ours, theirs)
-        jax.clear_caches()
+        jax.clear_caches()  # type: ignore[no-untyped-call]
 
 
 def _found(name: str) -> Any:
