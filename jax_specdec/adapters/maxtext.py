@@ -49,7 +49,9 @@ def teacher_step(model: Any, batch: dict[str, jax.Array], k: int) -> tuple[jax.A
       NotImplementedError: a setting of the model that cannot be served; the message names it.
     """
     _check(model)
-    return _step(*importlib.import_module("flax.nnx").split(model), batch, k=k)
+    graphdef, state = importlib.import_module("flax.nnx").split(model)
+    found: tuple[jax.Array, jax.Array] = _step(graphdef, state, batch, k=k)
+    return found
 
 
 def top_k_logits(

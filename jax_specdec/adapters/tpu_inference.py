@@ -41,7 +41,14 @@ def install() -> Iterator[tuple[str, ...]]:
 
 
 # Under `jax.set_mesh`, as theirs: every process of a fleet gets all of the results.
-@partial(jax.jit, static_argnames=("max_logprobs",), out_shardings=PartitionSpec())
+_jit = partial(
+    jax.jit,
+    static_argnames=("max_logprobs",),
+    out_shardings=PartitionSpec(),  # type: ignore[no-untyped-call]
+)
+
+
+@_jit
 def compute_and_gather_logprobs(
     logits: jax.Array, next_tokens: jax.Array, max_logprobs: int
 ) -> Any:
@@ -68,7 +75,7 @@ def compute_and_gather_logprobs(
     return kind(found.token_ids, found.logprobs, found.token_ranks)
 
 
-@partial(jax.jit, static_argnames=("max_logprobs",), out_shardings=PartitionSpec())
+@_jit
 def compute_and_gather_prompt_logprobs(
     logits: jax.Array, prompt_target_ids: jax.Array, max_logprobs: int
 ) -> Any:
