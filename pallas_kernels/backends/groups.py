@@ -116,7 +116,7 @@ def as_many_as_needed(
     steps: tuple[int, ...] = (FEW, MANY),
 ) -> Top:
     """The largest logits, as many as the row needs that needs most: none, or one of `steps`."""
-    rows, columns = len(logits), min(max(k, MANY), logits.shape[1])
+    rows, columns = logits.shape[0], min(max(k, MANY), logits.shape[1])
     counts = sorted({min(max(k, 0, count), columns) for count in (0, *steps)})
 
     def padded(count: int) -> Top:

@@ -75,9 +75,9 @@ def candidates(
     """
     # More candidates than the stacks hold take K sweeps in VMEM: XLA would sort the rows for them.
     size = logits.shape[1]
-    symbolic = not all(isinstance(n, int) for n in (*logits.shape, len(row_ids)))
+    symbolic = not all(isinstance(n, int) for n in (*logits.shape, row_ids.shape[0]))
     faster = k > 0 and not symbolic
-    faster = faster and kernel_is_faster(len(row_ids), size, min(k, FEW), logits.dtype.name)
+    faster = faster and kernel_is_faster(row_ids.shape[0], size, min(k, FEW), logits.dtype.name)
     found: Top = kernels_or_xla(
         "groups",
         lambda kernels, *arguments: kernels.candidates(*arguments, k),

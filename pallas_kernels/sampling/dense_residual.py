@@ -59,7 +59,7 @@ def draw(
         score, token_id = best(jnp.where(left > 0, log_of(left) + noise, -jnp.inf), ids)
         return Drawn(drawn.score.at[at].set(score), drawn.token_ids.at[at].set(token_id))
 
-    nothing = Drawn(jnp.full(len(which), -jnp.inf, jnp.float32), otherwise)
+    nothing = Drawn(jnp.full(which.shape[0], -jnp.inf, jnp.float32), otherwise)
     start = vary_like(nothing, (logits.logits, probs, drawing, row_of_q))
     found = of_all_shards(logits, lax.fori_loop(0, number, one, start))
     return jnp.where(which & (found.score > -jnp.inf), found.token_ids, otherwise)

@@ -73,7 +73,7 @@ def truncation(
         return cuts(rows, row_read.read(rows, each), each, sampled)
 
     def nothing() -> Truncation:
-        return vary_like(Truncation.nothing((len(flat),), vocab_size), choice)
+        return vary_like(Truncation.nothing((flat.shape[0],), vocab_size), choice)
 
     # A batch that cuts nothing pays for nothing.
     cut = lax.cond(jnp.any(sampled & parameters.truncates(each)), found, nothing)
@@ -123,19 +123,22 @@ def _by_more(
 ) -> Truncation:
     """The cuts with those of the rows that are `left` [N] bool: by more candidates, or a search."""
     index, number = compacted(left)
-    block = min(ROWS_WITH_MORE, len(index))
+    # A symbolic number of rows is one block.
+    block = index.shape[0]
+    if isinstance(block, int):
+        block = min(ROWS_WITH_MORE, block)
 
     def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
-        begin = jnp.minimum(start, len(index) - block)  # of the last block, which begins early
+        begin = jnp.minimum(start, index.shape[0] - block)  # of the last block, which begins early
         there = lax.dynamic_slice_in_dim(index, begin, block)
         count = jnp.minimum(number - begin, block)
-        own = rows if block == len(index) else rows.pin_to_iteration(start)
+        own = rows if block == index.shape[0] else rows.pin_to_iteration(start)
         ids, logits = own.candidates(MOST_CANDIDATES, there, count)
         return row_cuts.cut_among(ids, logits, *at_rows(there, (scale, sampling)), rows.vocab_size)
 
     nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
     more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
-    place = jnp.where(settled, index, len(left))
+    place = jnp.where(settled, index, left.shape[0])
     cut = scattered(cut, more, place, number)
     if rows.vocab_size <= MOST_CANDIDATES:
         return cut

@@ -144,7 +144,7 @@ def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling
 def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, ""]]:
     """The rows that are chosen, in their order, then others; and how many are."""
     # Numbers of which those of the first rows are the largest: XLA:CPU has a call for it.
-    number = len(which)
+    number = which.shape[0]
     order = jnp.arange(number, 0, -1, dtype=jnp.float32) + jnp.where(which, number, 0)
     return lax.top_k(order, number)[1], which.sum(dtype=jnp.int32)
 
@@ -152,7 +152,7 @@ def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array
 def at_rows(index: Int32[Array, " R"], values: Values) -> Values:
     """The values of the rows `index`, of a tree of arrays [N] of 32-bit numbers; in one loop."""
     leaves, tree = jax.tree.flatten(values)
-    each = (jnp.broadcast_to(x[None], (len(index), len(x))) for x in leaves)
+    each = (jnp.broadcast_to(x[None], (index.shape[0], x.shape[0])) for x in leaves)
     chosen: Values = jax.tree.unflatten(tree, at_place(index, *each))
     return chosen
 
@@ -161,7 +161,7 @@ def scattered(
     whole: Truncation, part: Truncation, index: Int32[Array, " N"], number: Int32[Array, ""]
 ) -> Truncation:
     """The cuts with the first `number` of `part`, at the rows `index`; from N on: nowhere."""
-    counts = jnp.arange(len(index), dtype=jnp.int32) < number
-    place = jnp.where(counts, index, len(index))
+    counts = jnp.arange(index.shape[0], dtype=jnp.int32) < number
+    place = jnp.where(counts, index, index.shape[0])
     put: Truncation = jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
     return put

@@ -37,7 +37,7 @@ def cut_among(
       asked: how many candidates of each row count, at least 1; None: all.
     """
     largest, inverse, total = scale
-    count = jnp.full(len(logits), logits.shape[1], jnp.int32) if asked is None else asked
+    count = jnp.full(logits.shape[0], logits.shape[1], jnp.int32) if asked is None else asked
     counts = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] < count[:, None]
     logits = jnp.where(counts, logits, -jnp.inf)
     weights = exponential(scaled(logits, largest[:, None], inverse[:, None]))

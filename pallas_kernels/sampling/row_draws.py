@@ -93,7 +93,7 @@ def _drawn_apart(
         own, found, drawing = arrays
         rows = logits.with_arrays(*own)
         widely = drawing.sampled & ~drawing.few
-        none = jnp.full(len(widely), -jnp.inf), drawing.rows, jnp.zeros(len(widely))
+        none = jnp.full(widely.shape[0], -jnp.inf), drawing.rows, jnp.zeros(widely.shape[0])
         # Each shard finds its own.
         no_group = vary_like(_Group(*none), (drawing, rows.logits))
         group: _Group = lax.cond(

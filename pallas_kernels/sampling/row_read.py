@@ -118,7 +118,10 @@ def read_greedy(rows: GroupedRows, k: int) -> tuple[RowRead, Greedy]:
     """
     found = topk_of_whole_rows(None, Outputs(max(k, 1), top_logits=True), Rows(rows.logits))
     assert found.top_logits is not None
-    number, log_sum = len(rows.logits), -found.logprobs[:, 0]  # of the largest logit, which is m
+    number, log_sum = (
+        rows.logits.shape[0],
+        -found.logprobs[:, 0],
+    )  # of the largest logit, which is m
     padding = ((0, 0), (0, min(max(k, MANY_CANDIDATES), rows.vocab_size) - max(k, 1)))
     nothing = jnp.zeros((number, rows.num_groups), jnp.float32)
     read = RowRead(
@@ -161,7 +164,7 @@ def mass(
 def greedy_ids(rows: GroupedRows, found: RowRead) -> Int32[Array, " N"]:
     """This device's part of each valid row's greedy token: 0 where another device has it."""
     group = found.first_group
-    x, ids = rows.tokens(jnp.arange(len(group), dtype=jnp.int32), group)
+    x, ids = rows.tokens(jnp.arange(group.shape[0], dtype=jnp.int32), group)
     return jnp.where(rows.has(group), largest_and_first(x, ids)[1], 0)
 
 
@@ -240,10 +243,10 @@ def emitted_logprobs(
 def _of_flat_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Array, ...]:
     """`emitted_logprobs` [B * S, ...] of flat rows [N, V], of each of which it makes a slot."""
     row_ids, token_ids, read, is_scaled, extra = by_slot
-    number = len(logits)
+    number = logits.shape[0]
     named = (row_ids >= 0) & (row_ids < number)
     place = jnp.where(named, row_ids, number).reshape(-1)
-    slots = jnp.minimum(slots_of_rows(jnp.where(named, row_ids, -1), number), len(row_ids) - 1)
+    slots = jnp.minimum(slots_of_rows(jnp.where(named, row_ids, -1), number), row_ids.shape[0] - 1)
     tokens = jnp.full(number, -1, jnp.int32).at[place].set(token_ids.reshape(-1), mode="drop")
     found = _of_rows(
         shard,
@@ -279,7 +282,7 @@ def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Ar
     named = ids[:, None]
     if extra is not None:
         named = jnp.concatenate([named, of_each_row(extra)], axis=1)
-    x = shard.named_logits(rows, jnp.arange(len(ids), dtype=jnp.int32), named)
+    x = shard.named_logits(rows, jnp.arange(ids.shape[0], dtype=jnp.int32), named)
     k = found.top_ids.shape[1]
     larger = (found.top_logits > x[:, :1]).sum(axis=1, dtype=jnp.int32)
     uncounted = ~jnp.isnan(x[:, 0]) & ~jnp.isnan(found.log_sum) & (larger == k)
@@ -300,7 +303,7 @@ def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Ar
         found.top_ids,
         found.top_logits,
     )
-    everything = jnp.ones(len(ids), bool)
+    everything = jnp.ones(ids.shape[0], bool)
     logprobs = answers.answers(
         Outputs(k), shard.size(width), sums, ids, x, everything, temperatures, log_sum
     )

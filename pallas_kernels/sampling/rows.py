@@ -197,7 +197,7 @@ class GroupedRows:
         if with_top:
             top = _merged(every[..., width:], count)
         else:
-            rows = len(found.top_ids)
+            rows = found.top_ids.shape[0]
             top = jnp.full((rows, count), -1, jnp.int32), jnp.full((rows, count), -jnp.inf)
         # Constants vary over no axis of a mesh; what was gathered does over those of the rows.
         return Read(groups, raw, *vary_like(top, groups))
@@ -214,7 +214,7 @@ def columns_as_read(values: Float[Array, "N C"], shard: VocabShard) -> Float[Arr
     if not _is_gathered(values, shard):
         return values
     every = jnp.moveaxis(shard.gathered(values), 0, 1)
-    return every.reshape(len(values), -1)[:, : shard.size(values.shape[1])]
+    return every.reshape(values.shape[0], -1)[:, : shard.size(values.shape[1])]
 
 
 def _is_gathered(values: jax.Array, shard: VocabShard) -> bool:
@@ -235,9 +235,9 @@ def top_candidates(
       shard: of the vocabulary. Every shard gets the result of all of them, in one exchange.
     """
     vocab_size = shard.size(logits.shape[1])
-    rows = jnp.arange(len(logits), dtype=jnp.int32)
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     every = shard.masked(logits), shard, vocab_size
-    return _candidates(*every, k, rows, jnp.int32(len(logits)), valid=False)
+    return _candidates(*every, k, rows, jnp.int32(logits.shape[0]), valid=False)
 
 
 def _candidates(
@@ -268,7 +268,7 @@ def _packed(logits: jax.Array, shard: VocabShard, ids: jax.Array, values: jax.Ar
 def _merged(every: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The largest of all shards' candidates [shards, R, 2 K]."""
     ids, logits = jnp.split(jnp.moveaxis(every, 0, 1), 2, axis=-1)  # [R, shards, K]
-    flat = len(ids), -1
+    flat = ids.shape[0], -1
     # Shards come in the order of their ids, and so do each one's ties: top_k keeps that order.
     values = lax.bitcast_convert_type(logits, jnp.float32).reshape(flat)
     values, places = top_k(values, min(count, values.shape[1]))
@@ -283,7 +283,7 @@ def _own_tail(logits: jax.Array, changes: Changes | None) -> jax.Array:
     columns = logits.shape[1]
     rest = columns % WIDTH
     if not rest:
-        return jnp.zeros((len(logits), 0, WIDTH), logits.dtype)
+        return jnp.zeros((logits.shape[0], 0, WIDTH), logits.dtype)
     # Where there is one group alone, it need not be filled up: sums with zeros are the same.
     width = WIDTH if columns > WIDTH else next(n for n in group_sums.SHORT if n >= rest)
     here = of_logits.of_shard(changes, jnp.int32(columns - rest), rest)

@@ -29,7 +29,7 @@ class Batch(NamedTuple):
 
     def shape_of(self, rows: jax.Array) -> tuple[int, ...]:
         """How results of the N rows are given: [B, S], or [N] where these are flat."""
-        return self.positions.shape if self.row_ids is None else (len(rows),)
+        return self.positions.shape if self.row_ids is None else (rows.shape[0],)
 
     @property
     def has_row(self) -> Bool[Array, "B S"]:
@@ -82,5 +82,5 @@ class Batch(NamedTuple):
         """A read in which no row that nobody has is invalid."""
         if self.row_ids is None:
             return read
-        nobody = slots_of_rows(self.row_ids, len(read.valid)) == len(self.row_ids)
+        nobody = slots_of_rows(self.row_ids, read.valid.shape[0]) == self.row_ids.shape[0]
         return read._replace(valid=read.valid | nobody)

@@ -144,10 +144,10 @@ def verify(
         if row_ids is None:
             logits, changes = _flat(logits), jax.tree.map(_flat, changes)
         mask, ids, numbers = changes
-        changes = check_changes(mask, ids, numbers, len(logits), vocab_size)
+        changes = check_changes(mask, ids, numbers, logits.shape[0], vocab_size)
         batch = _batch_of(drafts, sampling, positions, vocab_size)
         if row_ids is not None or bonus is not None:
-            batch = batch.with_rows(row_ids, bonus, len(logits))
+            batch = batch.with_rows(row_ids, bonus, logits.shape[0])
         own = answers.changes_of(changes, shard, logits.shape[1])
         return _verify(shard, logits, own, batch, accept, k)
 
@@ -208,7 +208,7 @@ def _verify(
         verified = lowered_for(*given, like=like, cpu=as_read, default=in_a_copy)
     if k is None:
         return verified
-    each = batch.of_each_row(len(logits))
+    each = batch.of_each_row(logits.shape[0])
     read = row_read.read(GroupedRows.of(logits, shard), each, k)
     return verified._replace(read=row_read.for_logprobs(read, each, k, batch.shape_of(logits)))
 
@@ -228,7 +228,7 @@ def _verify_rows(
 
     def some_sampled() -> Verified:
         own = rows()
-        read = batch.checked(row_read.read(own, batch.of_each_row(len(logits))))
+        read = batch.checked(row_read.read(own, batch.of_each_row(logits.shape[0])))
         return sampled_slots(own, read, None, batch, accept)
 
     def all_greedy() -> Verified:
@@ -252,12 +252,12 @@ def _from_one_read(rows: GroupedRows, batch: Batch, accept: AcceptRule, k: int) 
 
     def read_of(arrays: Any, batch: Batch) -> tuple[GroupedRows, RowRead, Greedy]:
         own = rows.with_arrays(*arrays)
-        read = batch.checked(row_read.read(own, batch.of_each_row(len(own.logits)), k))
+        read = batch.checked(row_read.read(own, batch.of_each_row(own.logits.shape[0]), k))
         choice = Greedy(row_read.with_invalid(own, read, read.top_ids[:, 0]), read.valid)
         return own, read, choice
 
     def with_read(verified: Verified, read: RowRead, batch: Batch) -> Verified:
-        each = batch.of_each_row(len(read.valid))
+        each = batch.of_each_row(read.valid.shape[0])
         found = row_read.for_logprobs(read, each, k, batch.shape_of(read.valid))
         return verified._replace(read=found)
 
@@ -311,7 +311,7 @@ def sampled_slots(
     choice: of the N rows, where the read has told it.
     """
     positions, proposed, drafts, sampling = batch[:4]
-    each, q = batch.of_each_row(len(read.valid)), _compact_q(drafts)
+    each, q = batch.of_each_row(read.valid.shape[0]), _compact_q(drafts)
     valid = read.valid & has_meaning(each)
     if choice is None:
         own_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read), batch, q.ids)
@@ -385,13 +385,13 @@ def _looked_up(
     if rows.changes is not None:
         every = jnp.broadcast_to(row[..., 0], column.shape[:2]).reshape(-1)
         changes = of_rows(rows.changes, every)
-        x = apply_at(x.reshape(len(every), -1), place.reshape(len(every), -1), changes)
+        x = apply_at(x.reshape(every.shape[0], -1), place.reshape(every.shape[0], -1), changes)
         x = x.reshape(column.shape)
     bits = jnp.where(mine, lax.bitcast_convert_type(x, jnp.int32), 0)
     # As integers, of which one device has each and the others add 0.
     words = rows.shard.across_sum(jnp.concatenate([own, bits.reshape(-1)]))
-    found = lax.bitcast_convert_type(words[len(own) :].reshape(ids.shape), jnp.float32)
-    return words[: len(own)], jnp.where(ids >= 0, found, -jnp.inf)
+    found = lax.bitcast_convert_type(words[own.shape[0] :].reshape(ids.shape), jnp.float32)
+    return words[: own.shape[0]], jnp.where(ids >= 0, found, -jnp.inf)
 
 
 def _log_p(

@@ -80,7 +80,7 @@ def of_block(
         and, from x.shape[1] / 8 on, of what the tail has.
     """
     whole = x.shape[1] // WIDTH
-    grouped = x.reshape(len(x), whole, WIDTH)
+    grouped = x.reshape(x.shape[0], whole, WIDTH)
     parts = [part for part in (grouped, tail) if part.shape[1]]
     if eights is None:
         found = _maxima(x, tail)
@@ -104,7 +104,7 @@ def _maxima(x: jax.Array, tail: jax.Array) -> list[jax.Array]:
 
 def _eights_to_groups(keys: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The largest logit [B, G] float32 of each group, from the keys of those of eight each."""
-    rows, eights = len(keys), WIDTH // EIGHT
+    rows, eights = keys.shape[0], WIDTH // EIGHT
     padding = -keys.shape[1] % eights
     if padding:
         least = jnp.full((rows, padding), np.iinfo(keys.dtype).min, keys.dtype)

@@ -62,7 +62,7 @@ def read_part(
     """
 
     def like(part: Part, *_: Tree) -> Read:
-        rows = len(part.logits)
+        rows = part.logits.shape[0]
         zeros = jnp.zeros((rows, whole_groups(part) + part.tail.shape[1]), jnp.float32)
         raw = zeros if k >= 0 else jnp.zeros((rows, 0), jnp.float32)
         shape = rows, min(max(k, MANY), part.logits.shape[1])
@@ -93,7 +93,7 @@ def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read
     mine = eights if part.tail.shape[1] < 2 else None
     groups = group_sums.of_block(columns_of_groups(part), part.tail, inverse, mine)
     groups = groups._replace(sums=prevent_recompute(groups.sums))
-    raw = jnp.zeros((len(x), 0), jnp.float32)
+    raw = jnp.zeros((x.shape[0], 0), jnp.float32)
     if k >= 0:
         once = jnp.ones_like(inverse)
         raw = lax.cond(
@@ -128,7 +128,7 @@ def candidates(
     """The k largest logits of rows; see `read.candidates`."""
 
     def like(_: jax.Array, row_ids: jax.Array, *__: Tree) -> Top:
-        shape = len(row_ids), k
+        shape = row_ids.shape[0], k
         return Top(jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
 
     def found_on(
@@ -161,8 +161,8 @@ def larger_than(
     index = jnp.argsort(~there, stable=True).astype(jnp.int32)
     number = there.sum(dtype=jnp.int32)
     counted = num_larger(logits, x[index], index, number)
-    place = jnp.where(jnp.arange(len(index), dtype=jnp.int32) < number, index, len(index))
-    return jnp.zeros(len(index), jnp.int32).at[place].set(counted, mode="drop")
+    place = jnp.where(jnp.arange(index.shape[0], dtype=jnp.int32) < number, index, index.shape[0])
+    return jnp.zeros(index.shape[0], jnp.int32).at[place].set(counted, mode="drop")
 
 
 def num_larger(
@@ -174,7 +174,7 @@ def num_larger(
     """How many logits of row `row_ids[r]` are strictly larger than `than[r]`."""
 
     def like(_: jax.Array, than: jax.Array, *__: jax.Array) -> jax.Array:
-        return jnp.zeros(len(than), jnp.int32)
+        return jnp.zeros(than.shape[0], jnp.int32)
 
     return lowered_for(
         logits, than, row_ids, num_rows, like=like, cpu=_num_larger_on_cpu, default=_num_larger
@@ -187,7 +187,7 @@ def _num_larger(
     def work(x: jax.Array, than: jax.Array) -> jax.Array:
         return strictly_larger(x, than[:, None].astype(x.dtype)).sum(axis=1, dtype=jnp.int32)
 
-    initial = jnp.zeros(len(than), jnp.int32)
+    initial = jnp.zeros(than.shape[0], jnp.int32)
     return in_blocks(work, xla.rows_on_gpu, logits, (than,), initial, 0, row_ids, num_rows)
 
 
@@ -200,7 +200,7 @@ def _num_larger_on_cpu(
         least = lax.dynamic_slice_in_dim(than, start, 1)[0].astype(logits.dtype)
         return (_number_of(strictly_larger(x, least))[None],)
 
-    initial = (jnp.zeros(len(than), jnp.int32),)
+    initial = (jnp.zeros(than.shape[0], jnp.int32),)
     (found,) = forms.map_blocks(work, 1, num_rows, initial, (logits, than, row_ids))
     return found
 
@@ -243,7 +243,7 @@ def in_blocks(
     """
     num_targets = jax.tree.leaves(initial)[0].shape[0]
     block = size(logits, num_targets, k, num_rows is not None or changes is not None)
-    if num_rows is not None:
+    if num_rows is not None and isinstance(block, int):  # a symbolic number of rows is one block
         block = min(block, LISTED_ON_CPU if size is xla.rows_on_cpu else listed)
 
     def done_from(start: jax.Array) -> tuple[jax.Array, ...]:
