@@ -29,14 +29,21 @@ from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
-from pallas_kernels.sampling import dense_residual, door, row_read
+from pallas_kernels.sampling import door, row_read
 from pallas_kernels.sampling.distribution import cuts
 from pallas_kernels.sampling.parameters import Sampling, Truncation, has_meaning, where
-from pallas_kernels.sampling.row_draws import Drawing, draw, keeps_few
+from pallas_kernels.sampling.row_draws import Drawing, draw, draw_from_residual, keeps_few
 from pallas_kernels.sampling.row_read import RowRead
 from pallas_kernels.sampling.rows import GroupedRows, columns_as_read
-from pallas_kernels.sampling.slots import Batch
-from pallas_kernels.sampling.types import AcceptRule, CompactQ, DenseQ, Drafts, Verified
+from pallas_kernels.sampling.types import (
+    AcceptRule,
+    Batch,
+    CompactQ,
+    DenseQ,
+    Drafts,
+    Verified,
+    slots_of_rows,
+)
 
 
 def accept_draft(
@@ -228,7 +235,7 @@ def _verify_rows(
 
     def some_sampled() -> Verified:
         own = rows()
-        read = batch.checked(row_read.read(own, batch.of_each_row(logits.shape[0])))
+        read = _of_named_rows(batch, row_read.read(own, batch.of_each_row(logits.shape[0])))
         return sampled_slots(own, read, None, batch, accept)
 
     def all_greedy() -> Verified:
@@ -237,6 +244,14 @@ def _verify_rows(
 
     verified: Verified = lax.cond(_some_sampled(batch.sampling), some_sampled, all_greedy)
     return verified
+
+
+def _of_named_rows(batch: Batch, read: RowRead) -> RowRead:
+    """A read in which no row that no slot has is invalid."""
+    if batch.row_ids is None:
+        return read
+    slots = slots_of_rows(batch.row_ids, read.valid.shape[0])
+    return read._replace(valid=read.valid | (slots == batch.row_ids.shape[0]))
 
 
 def _some_sampled(sampling: Sampling) -> Bool[Array, ""]:
@@ -252,7 +267,7 @@ def _from_one_read(rows: GroupedRows, batch: Batch, accept: AcceptRule, k: int) 
 
     def read_of(arrays: Any, batch: Batch) -> tuple[GroupedRows, RowRead, Greedy]:
         own = rows.with_arrays(*arrays)
-        read = batch.checked(row_read.read(own, batch.of_each_row(own.logits.shape[0]), k))
+        read = _of_named_rows(batch, row_read.read(own, batch.of_each_row(own.logits.shape[0]), k))
         choice = Greedy(row_read.with_invalid(own, read, read.top_ids[:, 0]), read.valid)
         return own, read, choice
 
@@ -347,7 +362,7 @@ def sampled_slots(
     if isinstance(drafts.q, DenseQ):
         assert drafts.q.row_ids is not None
         rejected, row_of_q = at_place(a, considered, drafts.q.row_ids)
-        drawn = dense_residual.draw(
+        drawn = draw_from_residual(
             rows, drawing, drafts.q.probs, row_of_q, rejected > 0, otherwise=drawn
         )
     next_ids = jnp.where(drawing.sampled[:, None], drawn[:, None], best_ids)
