@@ -28,7 +28,8 @@ PEERS = {
         ["maxtext==0.2.5"],
         ["jax==0.11.2", "flax==0.12.12", "absl-py", "aqtp", "drjax", "etils", "grain", "omegaconf",
          "opentelemetry-api", "pathwaysutils", "pillow", "pydantic", "qwix", "requests",
-         "sentencepiece", "sympy", "tiktoken", "tokamax", "transformers", "uvicorn", "fastapi"],
+         "sentencepiece", "sympy", "tiktoken", "tokamax", "transformers", "uvicorn", "fastapi",
+         "jinja2"],
     ),
     # It asks for jax 0.8, which is older than what this library needs.
     "sglang_jax": (
