@@ -38,74 +38,67 @@ def file(params, tmp_path):
     return path
 
 
-def rewrite(path, change, **metadata):
-    """Write a checkpoint again with other tensors or metadata."""
-    with safe_open(path, framework="numpy") as opened:
-        kept = dict(opened.metadata())
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, kept | metadata)
-
-
-def test_round_trip(params, file):
-    loaded, config, metadata = load_checkpoint(file)
-    assert config == CONFIG
-    assert metadata["note"] == "hello"
-    assert jax.tree.structure(loaded) == jax.tree.structure(params)
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
-
-
-@pytest.mark.parametrize("storage", ["float16", "bfloat16"])
-def test_stored_in_16_bits_computed_in_32(params, tmp_path, storage):
-    path = tmp_path / "small.safetensors"
-    save_checkpoint(path, params, CONFIG, storage_dtype=storage)
-    assert path.stat().st_size < 2 * CONFIG.num_parameters + 4000
-    loaded, _, _ = load_checkpoint(path)
-    dtype = jnp.dtype(storage)
-    rounded = jax.tree.map(lambda x: np.asarray(x).astype(dtype).astype(np.float32), params)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("storage", [None, "float16", "bfloat16"])
+def test_round_trip_in_any_type_on_disk_and_to_compute_in(params, tmp_path, storage, dtype):
+    path, told = tmp_path / "x", []
+    save_checkpoint(path, params, CONFIG, storage_dtype=storage, metadata={"note": "hello"})
+    assert storage is None or path.stat().st_size < 2 * CONFIG.num_parameters + 4000
+    loaded, config, metadata = load_checkpoint(
+        path, dtype=dtype, tell=lambda *counts: told.append(counts)
+    )
+    assert (config, metadata["note"]) == (
+        dataclasses.replace(CONFIG, dtype=dtype or "float32"), "hello",
+    )  # fmt: skip
+    rounded = jax.tree.map(
+        lambda x: np.asarray(x).astype(jnp.dtype(storage or "float32")).astype(config.dtype), params
+    )
     jax.tree.map(np.testing.assert_array_equal, loaded, rounded)
+    assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype(config.dtype)}
+    names = {"embedding", "head", "layers.query", "mtp.projection", "mtp.layers.down"}
+    assert names < named_arrays(loaded).keys() == load_file(path).keys()
+    count = len(jax.tree.leaves(params))
+    assert told == [(number, count) for number in range(count + 1)]
 
 
-def test_another_type_to_compute_in(file):
-    loaded, config, _ = load_checkpoint(file, dtype="bfloat16")
-    assert config == dataclasses.replace(CONFIG, dtype="bfloat16")
-    assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype("bfloat16")}
+def other_tensors(**changes):
+    """A file with other tensors; None: without."""
+
+    def write(path):
+        with safe_open(path, framework="numpy") as opened:
+            metadata = dict(opened.metadata())
+        tensors = {k: v for k, v in (load_file(path) | changes).items() if v is not None}
+        save_file(tensors, path, metadata)
+
+    return write
 
 
-def test_names_are_paths(params):
-    names = list(named_arrays(params))
-    assert {"embedding", "head", "layers.query", "mtp.projection", "mtp.layers.down"} < set(names)
-    assert len(names) == len(jax.tree.leaves(params))
+def other_config(text):
+    def write(path):
+        save_file(load_file(path), path, {"format": "jax-specdec-1", "config": text})
+
+    return write
 
 
-def test_wrong_files_are_refused(file, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*nowhere"):
-        load_checkpoint(tmp_path / "nowhere")
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-100])
-    with pytest.raises(CheckpointError, match="damaged"):
-        load_checkpoint(file)
-    file.write_bytes(b"not a checkpoint at all")
-    with pytest.raises(CheckpointError, match="damaged"):
-        load_checkpoint(file)
-    save_file({"x": np.zeros(3, np.float32)}, file)
-    with pytest.raises(CheckpointError, match="has format None"):
-        load_checkpoint(file)
-
-
-def test_tensors_that_do_not_fit_are_named(file):
-    rewrite(file, lambda tensors: tensors.update(final_norm=np.ones(17, np.float32)))
-    with pytest.raises(CheckpointError, match=r"final_norm has shape \(17,\).*wants \(16,\)"):
-        load_checkpoint(file)
-    rewrite(file, lambda tensors: tensors.pop("layers.up"))
-    with pytest.raises(CheckpointError, match=r"lacks \['layers.up'\]"):
-        load_checkpoint(file)
-
-
-@pytest.mark.parametrize("config", ["{", "{}", json.dumps(CONFIG.to_dict() | {"num_layers": -1})])
-def test_configurations_that_cannot_be_are_named(file, config):
-    rewrite(file, lambda tensors: None, config=config)
-    with pytest.raises(CheckpointError, match="no valid configuration"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: path.unlink(), r"no checkpoint at .*model"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "damaged"),
+        (lambda path: path.write_bytes(b"not a checkpoint at all"), "damaged"),
+        (lambda path: save_file({"x": np.zeros(3)}, path), "has format None"),
+        (other_tensors(final_norm=np.ones(17, np.float32)),
+         r"final_norm has shape \(17,\).*wants \(16,\)"),
+        (other_tensors(**{"layers.up": None}), r"lacks \['layers.up'\]"),
+        (other_tensors(final_norm=np.ones(16, np.int32)), "stored as int32, and a float type"),
+        (other_config("{"), "no valid configuration"),
+        (other_config("{}"), "no valid configuration"),
+        (other_config(json.dumps(CONFIG.to_dict() | {"num_layers": -1})), "no valid configuration"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_refused(file, change, message):
+    change(file)
+    with pytest.raises((FileNotFoundError, CheckpointError), match=message):
         load_checkpoint(file)
 
 
@@ -116,27 +109,18 @@ def test_reserved_metadata_is_refused(params, tmp_path):
 
 def test_caches_that_do_not_fit_are_refused_before_they_are_made(file, monkeypatch):
     """The weights are in memory already: the free memory must hold the caches."""
-    _, config = load_model(file)
-    just_enough = cache_bytes(config, 4, 100)
+    just_enough = cache_bytes(CONFIG, 4, 100)
     monkeypatch.setattr("jax_specdec.device.model.checkpoint.available_bytes", lambda: just_enough)
-    assert load_model(file, num_slots=4, max_length=100)[1] == config
+    assert load_model(file, num_slots=4, max_length=100)[1] == CONFIG
     with pytest.raises(InsufficientMemory, match="fewer slots or a smaller max_length"):
         load_model(file, num_slots=4, max_length=101)
-
-
-def test_how_many_tensors_are_there_is_told(file):
-    told = []
-    params, _ = load_model(file, tell=lambda *counts: told.append(counts))
-    count = len(jax.tree.leaves(params))
-    assert told == [(number, count) for number in range(count + 1)]
 
 
 def test_shipped_weights():
     path = tiny_weights_path()
     assert path.stat().st_size <= 4 * 2**20
     params, config, metadata = load_checkpoint(path)
-    assert config.dtype == "float32"
-    assert config.num_mtp_layers == 1
+    assert (config.dtype, config.num_mtp_layers) == ("float32", 1)
     held_out = json.loads(metadata["held_out"])
     assert held_out["mtp_acceptance"] >= 0.4
     assert held_out["decoder_loss"] < 1.7  # nats a byte; a uniform guess has ln 256 = 5.5

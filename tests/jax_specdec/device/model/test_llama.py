@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.checkpoint.rope_scaling import RopeScaling
-from jax_specdec.device.model import llama, mtp, prefill
+from jax_specdec.checkpoint.rope_scaling import RopeScaling, yarn_attention_factor
+from jax_specdec.device.model import experts, llama, mtp, prefill, rotary
 from jax_specdec.device.model.params import (
     KVCache,
     init_cache,
@@ -21,45 +21,66 @@ from jax_specdec.device.model.params import (
     init_params,
     named_arrays,
 )
-from tests.support import quick_compile, reference_model
+from tests.support import hf_files, quick_compile, reference_model
 from tests.support.shape_checks import as_users_run
 
-TOLERANCE = 1e-4
+close = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0)
+NOTICED = 1e-3  # a wrong model's logits differ by more
 B, T, V = 3, 24, 32
 S = 4  # rows of a step: nearly all tests share this shape, and so one program a configuration
 CONFIG = ModelConfig.tiny(V)
+# Wavelengths of 6 to 630 positions: one frequency is kept, one blended, two are slowed.
+LLAMA3 = RopeScaling("llama3", 8.0, original_length=60)
+YARN = RopeScaling("yarn", 4.0, 0.25, 8.0, 64, attention_factor=1.25)  # as above
 SHAPES = {
     "tied": CONFIG,
-    "untied, one kv head": ModelConfig.tiny(
-        V, tie_embeddings=False, num_kv_heads=1, rope_theta=500.0
+    "untied, one kv head, three layers, Qwen2's biases, stretched": ModelConfig.tiny(
+        V, tie_embeddings=False, num_kv_heads=1, num_layers=3, qkv_bias=True, rope_theta=500.0,
+        rope_scaling=LLAMA3,
     ),
-    "no grouping, three layers": ModelConfig.tiny(V, num_kv_heads=4, num_layers=3),
-    "biases (Qwen2)": ModelConfig.tiny(V, qkv_bias=True),
-    "normed heads, every bias (Qwen3)": ModelConfig.tiny(
-        V, qk_norm=True, qkv_bias=True, output_bias=True
+    "no grouping, normed heads, every bias (Qwen3), stretched evenly": ModelConfig.tiny(
+        V, num_kv_heads=4, qk_norm=True, qkv_bias=True, output_bias=True,
+        rope_scaling=RopeScaling("linear", 4.0),
     ),
-    # Wavelengths of 6 to 630 positions: one frequency is kept, one blended, two are slowed.
-    "stretched (Llama 3.1)": ModelConfig.tiny(
-        V, rope_theta=500.0, rope_scaling=RopeScaling("llama3", 8.0, original_length=60)
+    "all layers slide, yarn": ModelConfig.tiny(
+        V, num_mtp_layers=0, sliding_window=5, sliding_layers=(0, 1), rope_theta=500.0,
+        rope_scaling=YARN,
     ),
-    "stretched evenly": ModelConfig.tiny(V, rope_scaling=RopeScaling("linear", 4.0)),
-}
+    "some layers slide, all of Gemma, yarn": ModelConfig.tiny(
+        V, num_mtp_layers=0, num_layers=3, sliding_window=4, sliding_layers=(0, 2), qk_norm=True,
+        rope_theta=500.0, sliding_rope_theta=50.0, attention_softcap=1.5, logit_softcap=2.0,
+        rope_scaling=YARN, **hf_files.GEMMA,
+    ),
+    "experts": ModelConfig.tiny(
+        V, num_mtp_layers=0, num_experts=5, experts_per_token=2, renormalize_experts=False
+    ),
+}  # fmt: skip
+# What the reference would say of other options.
+OTHERS = {
+    "tied": [{"rope_theta": 9000.0}, {"norm_eps": 1e-3}],
+    "untied, one kv head, three layers, Qwen2's biases, stretched": [
+        {"rope_scaling": LLAMA3.__dict__ | change}
+        for change in (
+            {"factor": 7.0}, {"low_frequency_factor": 1.5}, {"high_frequency_factor": 5.0},
+            {"original_length": 80}, {"kind": "linear"},
+        )
+    ],
+    "all layers slide, yarn": [
+        {"sliding_window": 4}, {"sliding_window": 6}, {"sliding_layers": (0,)},
+        *({"rope_scaling": YARN.__dict__ | change} for change in (
+            {"factor": 5.0}, {"low_frequency_factor": 1.0}, {"high_frequency_factor": 0.8},
+            {"original_length": 200}, {"attention_factor": 1.2}, {"truncate": False},
+        )),
+    ],
+    "some layers slide, all of Gemma, yarn": [
+        {"sliding_layers": (0, 1)}, {"sliding_rope_theta": 60.0}, {"attention_softcap": 2.0},
+        {"logit_softcap": 2.1}, {"activation": "silu"}, {"scale_embedding": False},
+        {"post_norms": False}, {"norm_plus_one": False}, {"attention_scale": None},
+    ],
+    "experts": [{"experts_per_token": 3}, {"renormalize_experts": True}],
+}  # fmt: skip
 
-
-@functools.cache
-def params_of(config):
-    """Random weights; norms are not one, or a forgotten norm would not show."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, x):
-        if path[-1].name.endswith("norm"):
-            values = rng.uniform(0.5, 1.5, x.shape)
-        else:
-            values = rng.normal(size=x.shape) / np.sqrt(x.shape[-2])
-        return jnp.asarray(values, config.dtype)
-
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+params_of = functools.cache(hf_files.random_params)
 
 
 def weights_of(config):
@@ -81,99 +102,70 @@ def step(params, config, tokens, positions, cache):
     return llama.logits(params, config, hidden), hidden, cache
 
 
-def span(first, size, slots=B):
-    return np.tile(np.arange(first, first + size, dtype=np.int32), (slots, 1))
+@functools.partial(quick_compile.jit, static_argnums=1)
+def mtp_step(params, config, next_tokens, positions, cache, hidden):
+    """The same of the MTP head."""
+    out, cache = mtp.mtp_forward(params, config, hidden, next_tokens, positions, cache)
+    return llama.logits(params, config, out), out, cache
 
 
-def decode(config, ids, cache, first=0, params=None):
+def span(first, size):
+    return np.tile(np.arange(first, first + size, dtype=np.int32), (B, 1))
+
+
+def decode(config, ids, cache, first=0, *, hidden=None, size=S):
     """Logits [B, N, V] and hidden states of ids [B, N] from position `first` on, and the cache.
 
-    They go through in steps of S rows; the last one may end in padding.
+    They go through in steps of `size` rows; the last one may end in padding. With `hidden`
+    [B, N, E], through the MTP head.
     """
-    params, out, hidden = params or params_of(config), [], []
-    for at in range(0, ids.shape[1], S):
-        tokens, positions = in_rows(ids[:, at : at + S], first + at)
-        x, h, cache = step(params, config, tokens, positions, cache)
+    out, states = [], []
+    for at in range(0, ids.shape[1], size):
+        here = ids[:, at : at + size]
+        tokens, positions = np.zeros((B, size), np.int32), np.full((B, size), -1, np.int32)
+        tokens[:, : here.shape[1]] = here
+        positions[:, : here.shape[1]] = span(first + at, here.shape[1])
+        arguments = params_of(config), config, tokens, positions, cache
+        if hidden is None:
+            x, h, cache = step(*arguments)
+        else:
+            rows = hidden[:, at : at + size]
+            padded = np.pad(rows, ((0, 0), (0, size - rows.shape[1]), (0, 0)))
+            x, h, cache = mtp_step(*arguments, padded)
         out.append(x)
-        hidden.append(h)
-    return *(np.concatenate(x, axis=1)[:, : ids.shape[1]] for x in (out, hidden)), cache
-
-
-def in_rows(ids, first):
-    """A step of at most S ids a slot [B, n]: tokens and positions [B, S]."""
-    tokens, positions = np.full((2, B, S), -1, np.int32)
-    tokens[:, : ids.shape[1]] = ids
-    positions[:, : ids.shape[1]] = span(first, ids.shape[1])
-    return np.maximum(tokens, 0), positions
+        states.append(h)
+    return *(np.concatenate(x, axis=1)[:, : ids.shape[1]] for x in (out, states)), cache
 
 
 # Agreement with the reference ------------------------------------------------------------------
 
 
-WAYS = [
-    # configuration, sizes of the steps, jitted
-    ("tied", (12,), True),
-    ("tied", (1,) * 12, True),
-    pytest.param("tied", (4, 4, 4), True, marks=pytest.mark.fast),
-    ("tied", (4, 4, 4), False),
-    ("untied, one kv head", (4, 4, 4), True),
-    ("no grouping, three layers", (4, 4, 4), True),
-    ("biases (Qwen2)", (4, 4, 4), True),
-    pytest.param("normed heads, every bias (Qwen3)", (4, 4, 4), True, marks=pytest.mark.fast),
-    pytest.param("stretched (Llama 3.1)", (4, 4, 4), True, marks=pytest.mark.fast),
-    ("stretched evenly", (4, 4, 4), True),
-]
+@pytest.mark.fast
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decoder_and_head_agree_with_the_reference_which_notices_each_option(shape):
+    """The head's rows go through in two calls; the second finds the entries of the first."""
+    config, weights, ids = SHAPES[shape], weights_of(SHAPES[shape]), random_ids(B, 14)
+    sizes = config.to_dict()
+    got, hidden, _ = decode(config, ids, init_cache(config, B, T))
+    wants = [reference_model.logits(weights, sizes, row) for row in ids]
+    assert np.std(wants) > 0.3  # not a constant
+    close(got, wants)
+    for change in OTHERS.get(shape, ()):
+        other = reference_model.logits(weights, sizes | change, ids[0])
+        assert np.abs(other - wants[0]).max() > NOTICED, change
+    if config.num_mtp_layers:
+        cache = init_mtp_cache(config, B, T)
+        first, _, cache = decode(config, ids[:, 1:7], cache, hidden=hidden[:, :6])
+        second, _, _ = decode(config, ids[:, 7:], cache, 6, hidden=hidden[:, 6:13])
+        wants = [reference_model.mtp_logits(weights, sizes, row) for row in ids]
+        close(np.concatenate([first, second], axis=1), wants)
 
 
-@pytest.mark.parametrize(("shape", "sizes", "jitted"), WAYS, ids=str)
-def test_whole_stepwise_and_chunked_agree_with_reference(shape, sizes, jitted):
-    config = SHAPES[shape]
-    run = step if jitted else step.__wrapped__
-    ids = jnp.asarray(random_ids(B, 12))
-    cache, got, at = init_cache(config, B, T), [], 0
-    for size in sizes:
-        tokens, positions = ids[:, at : at + size], jnp.asarray(span(at, size))
-        out, _, cache = run(params_of(config), config, tokens, positions, cache)
-        got.append(np.asarray(out))
-        at += size
-    got = np.concatenate(got, axis=1)
-    assert got.dtype == np.float32
-    for b in range(B):
-        want = expected(config, ids[b])
-        assert want.std() > 0.3  # not a constant
-        np.testing.assert_allclose(got[b], want, atol=TOLERANCE, rtol=0)
-
-
-NOTICED = {
-    "tied": {"rope_theta": 9000.0, "norm_eps": 1e-3},
-    "normed heads, every bias (Qwen3)": {},
-    "stretched (Llama 3.1)": {
-        "rope_scaling": {"factor": 7.0, "low_frequency_factor": 1.5, "high_frequency_factor": 5.0,
-                         "original_length": 80, "kind": "linear"},
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", NOTICED)
-def test_the_reference_notices_a_model_that_is_wrong(shape):
-    """Negative control: each part of the model moves its logits by more than the tolerance."""
-    config, ids = SHAPES[shape], random_ids(13)
-    sizes, weights = config.to_dict(), weights_of(config)
-    want = reference_model.logits(weights, sizes, ids)
-    others = {
-        name: (weights | {name: value * 1.01}, sizes)
-        for name, value in weights.items()
-        if not name.startswith("mtp")
-    }
-    for name, value in NOTICED[shape].items():
-        if isinstance(value, dict):
-            for inner, other in value.items():
-                others[inner] = (weights, sizes | {name: sizes[name] | {inner: other}})
-        else:
-            others[name] = (weights, sizes | {name: value})
-    for name, (changed, other_sizes) in others.items():
-        other = reference_model.logits(changed, other_sizes, ids)
-        assert np.abs(other - want).max() > TOLERANCE, name
+def test_one_step_and_one_token_a_step_agree_too():
+    ids = random_ids(B, 12)
+    for size in (12, 1):
+        got, _, _ = decode(CONFIG, ids, init_cache(CONFIG, B, T), size=size)
+        close(got, [expected(CONFIG, row) for row in ids])
 
 
 def test_bfloat16_is_close_and_keeps_its_type():
@@ -181,9 +173,7 @@ def test_bfloat16_is_close_and_keeps_its_type():
     ids = random_ids(B, 9)
     out, hidden, cache = decode(config, ids, init_cache(config, B, T))
     assert out.dtype == hidden.dtype == cache.k.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        np.asarray(out[0], np.float64), expected(config, ids[0]), atol=0.15, rtol=0
-    )
+    close(np.asarray(out[0], np.float64), expected(config, ids[0]), atol=0.3)
 
 
 def test_a_billion_parameters_trace_with_the_same_code():
@@ -198,6 +188,59 @@ def test_a_billion_parameters_trace_with_the_same_code():
     )
     assert (out.shape, out.dtype) == ((8, 4, 128_256), jnp.bfloat16)
     assert new_cache == cache
+
+
+# Parts, by hand --------------------------------------------------------------------------------
+
+
+def test_the_window_is_that_of_a_plain_mask():
+    last, window = np.array([[0, 3, 9]], np.int32), 4
+    plain = [[[0 <= row - entry < window for entry in range(10)] for row in last[0]]]
+    np.testing.assert_array_equal(llama.in_window(jnp.asarray(last), 10, window), plain)
+    everything = llama.in_window(jnp.asarray(last), 10, 10)
+    np.testing.assert_array_equal(everything, np.arange(10) <= last[..., None])
+
+
+def test_yarn_by_hand():
+    """Qwen2.5 with 4 times its 32768 positions: 64 pairs, base 1e6."""
+    config = ModelConfig.tiny(
+        head_dim=128, rope_theta=1e6, rope_scaling=RopeScaling("yarn", 4.0, 1.0, 32.0, 32768)
+    )
+    # Pair i turns 32768 / (2 pi 1e6^(i/64)) times: 32 times at i = 23.6, once at 39.65.
+    assert config.rope_scaling.yarn_bounds(1e6, 128) == (23, 40)
+    got = np.asarray(rotary.rotary_frequencies(config), np.float64)
+    plain = 1e6 ** (-np.arange(64) / 64)
+    slowed = np.clip((np.arange(64) - 23) / 17, 0, 1)
+    np.testing.assert_allclose(got, plain * (1 - slowed) + plain / 4 * slowed, rtol=1e-6)
+    factors = [yarn_attention_factor(*x) for x in ((4.0,), (40.0, 1.0, 1.0), (1.0,))]
+    assert factors == pytest.approx([0.1 * np.log(4) + 1, 1, 1])
+
+
+routed = quick_compile.jit(experts.routed, static_argnums=(2, 3))
+
+
+def test_shares_of_experts_by_hand():
+    x = np.log(np.float32([[0.5, 0.3, 0.15, 0.05], [0.1, 0.4, 0.1, 0.4]]))
+    shares = functools.partial(routed, x, np.eye(4, dtype=np.float32))
+    np.testing.assert_allclose(shares(2, False), [[0.5, 0.3, 0, 0], [0, 0.4, 0, 0.4]], rtol=1e-6)
+    np.testing.assert_allclose(shares(2, True), [[0.625, 0.375, 0, 0], [0, 0.5, 0, 0.5]], rtol=1e-6)
+    # Of equal ones, the first.
+    np.testing.assert_array_equal(np.asarray(shares(3, False))[1] > 0, [True, True, False, True])
+
+
+def test_an_overflow_in_an_expert_that_was_not_chosen_stays_there():
+    config = SHAPES["experts"]
+    layer = jax.tree.map(lambda leaf: leaf[0], params_of(config).layers)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 4, config.hidden_size)), jnp.float32)
+    chosen = np.asarray(routed(x, layer.router, 2, False))[0, :, 3] > 0
+    spoilt = dataclasses.replace(layer, gate=layer.gate.at[3].set(jnp.inf))
+    run = quick_compile.jit(experts.experts, static_argnums=1)
+    out, want = (np.asarray(run(one, config, x))[0] for one in (spoilt, layer))
+    assert 0 < chosen.sum() < 4
+    np.testing.assert_array_equal(out[~chosen], want[~chosen])
+    assert not np.isfinite(out[chosen]).any()
+    nan = run(layer, config, x.at[0, 0, 0].set(jnp.nan))  # and a row's own NaN shows
+    assert np.isnan(nan[0]).all(axis=1).tolist() == [True, False, False, False]
 
 
 # Rows, slots, padding --------------------------------------------------------------------------
@@ -215,9 +258,10 @@ def decode_plainly(ids):
     return np.stack(rows)
 
 
+@pytest.mark.fast
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_rejected_drafts_and_padding_leave_no_trace(seed):
+def test_rejected_drafts_padding_and_other_slots_leave_no_trace(seed):
     """Every way of speculating gives, row for row, the bits of plain decoding in the same shape."""
     total, rng = 12, np.random.default_rng(seed)
     ids = [random_ids(total, seed=seed) for seed in (3, 4, 5)]
@@ -237,45 +281,24 @@ def test_rejected_drafts_and_padding_leave_no_trace(seed):
             got[b].extend(np.asarray(out)[b, : accepted[b]])
             done[b] += accepted[b]
     for b in range(B):
-        np.testing.assert_allclose(np.stack(got[b]), expected(CONFIG, ids[b]), atol=TOLERANCE)
         np.testing.assert_array_equal(np.stack(got[b]), decode_plainly(tuple(ids[b])))
 
 
-@pytest.mark.fast
-def test_other_rows_and_slots_change_no_bit():
-    rng = np.random.default_rng(6)
-    base, _ = filled_cache()
-    tokens, positions = random_ids(B, 4, seed=7), span(8, 4)
-    want = np.asarray(step(params_of(CONFIG), CONFIG, tokens, positions, base)[0])
-    for _ in range(5):
-        others = rng.integers(0, V, (B, 4)).astype(np.int32)
-        others[1, :2] = tokens[1, :2]
-        moved = positions.copy()
-        moved[0], moved[2, 1:] = rng.integers(-2, T + 2), -1
-        moved[0, 1:] = -1
-        out = np.asarray(step(params_of(CONFIG), CONFIG, others, moved, base)[0])
-        np.testing.assert_array_equal(out[1, :2], want[1, :2])
-        assert np.abs(out[0, 0] - want[0, 0]).max() > TOLERANCE  # negative control
-
-
-def filled_cache(length=8):
-    """A cache with `length` random tokens in every slot, and the tokens."""
-    ids = random_ids(B, length, seed=8)
-    return decode(CONFIG, ids, init_cache(CONFIG, B, T))[-1], ids
+@functools.cache
+def filled_cache():
+    """A cache with 8 random tokens in every slot."""
+    return decode(CONFIG, random_ids(B, 8, seed=8), init_cache(CONFIG, B, T))[-1]
 
 
 def test_entries_beyond_a_row_are_invisible():
-    cache, _ = filled_cache()
-    tokens = random_ids(B, 2, seed=9)
+    cache, tokens = filled_cache(), random_ids(B, 2, seed=9)
     want, _, _ = decode(CONFIG, tokens, cache, 8)
     k, v = np.array(cache.k), np.array(cache.v)
     for spoilt in (1e30, np.nan):
         k[:, :, 10:], v[:, :, 10:] = spoilt, 3.0
-        out, _, _ = decode(CONFIG, tokens, KVCache(k, v), 8)
-        np.testing.assert_array_equal(out, want)
+        np.testing.assert_array_equal(decode(CONFIG, tokens, KVCache(k, v), 8)[0], want)
     v[:, :, 7] += 1  # negative control: an entry that is seen
-    out, _, _ = decode(CONFIG, tokens, KVCache(k, v), 8)
-    assert np.abs(out - want).max() > TOLERANCE
+    assert np.abs(decode(CONFIG, tokens, KVCache(k, v), 8)[0] - want).max() > NOTICED
 
 
 def test_the_last_position_is_right_and_the_next_is_dropped():
@@ -284,52 +307,31 @@ def test_the_last_position_is_right_and_the_next_is_dropped():
     tokens = np.tile(np.append(ids[-2:], [3, 4]).astype(np.int32), (B, 1))
     beyond = span(T - 2, S)  # T and T + 1 too
     out, _, cache = step(params_of(CONFIG), CONFIG, tokens, beyond, before)
-    np.testing.assert_allclose(out[0, :2], expected(CONFIG, ids)[-2:], atol=TOLERANCE, rtol=0)
-    only_two, _, alone = step(
-        params_of(CONFIG), CONFIG, tokens, np.where(beyond < T, beyond, -1), before
-    )
+    close(out[0, :2], expected(CONFIG, ids)[-2:])
+    dropped = np.where(beyond < T, beyond, -1)
+    only_two, _, alone = step(params_of(CONFIG), CONFIG, tokens, dropped, before)
     np.testing.assert_array_equal(out[:, :2], only_two[:, :2])
     jax.tree.map(np.testing.assert_array_equal, cache, alone)
     assert np.isfinite(out).all()
 
 
-def poisoned():
-    """Weights in which token 5 has a NaN embedding; the head has none."""
-    config = SHAPES["untied, one kv head"]
-    params = params_of(config)
-    return config, dataclasses.replace(params, embedding=params.embedding.at[5].set(jnp.nan))
-
-
-def run_with_a_nan(config, params):
-    """Slot 0 meets the NaN in row 2 of 4; then a new request takes the slot."""
-    ids = np.where(random_ids(B, 4, seed=11) == 5, 6, random_ids(B, 4, seed=11))
+def test_a_nan_reaches_the_rows_that_see_it_and_no_others():
+    """Slot 0 meets a NaN in row 2 of 4; then a new request takes the slot."""
+    params = params_of(CONFIG)
+    embedding = params.embedding.at[5].set(jnp.nan)
+    spoilt = dataclasses.replace(params, embedding=embedding, head=params.embedding.T)
+    ids = random_ids(B, S, seed=11)
+    ids[ids == 5] = 6
     bad = ids.copy()
     bad[0, 2] = 5
-    # A new function each time: jit would reuse what it traced before a monkeypatch.
-    run = quick_compile.jit(lambda *args: step.__wrapped__(params, config, *args))
-    out, _, cache = run(bad, span(0, 4), init_cache(config, B, T))
-    again, _, _ = run(ids, np.where(span(0, 4) == 0, 0, -1).astype(np.int32), cache)
-    return ids, np.asarray(out), np.asarray(again)
-
-
-def test_a_nan_reaches_the_rows_that_see_it_and_no_others():
-    config, params = poisoned()
-    ids, out, again = run_with_a_nan(config, params)
+    out, _, cache = step(spoilt, CONFIG, bad, span(0, S), init_cache(CONFIG, B, T))
+    first = np.where(span(0, S) == 0, 0, -1).astype(np.int32)
+    again, _, _ = step(spoilt, CONFIG, ids, first, cache)
     assert np.isnan(out[0, 2:]).all()
-    for b, rows in [(0, 2), (1, 4), (2, 4)]:
-        want = expected(config, ids[b])[:rows]
-        np.testing.assert_allclose(out[b, :rows], want, atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose(again[0, 0], expected(config, ids[0])[0], atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.slow
-def test_without_containment_a_nan_spreads(monkeypatch):
-    """Negative control of the test above."""
-    monkeypatch.setattr(llama, "_contain_non_finite", lambda k, v: (k, v))
-    config, params = poisoned()
-    _, out, again = run_with_a_nan(config, params)
-    assert np.isnan(out[0, 0]).all()
-    assert np.isnan(again[0, 0]).all()
+    want = [expected(CONFIG, row) for row in ids]
+    close(out[0, :2], want[0][:2])
+    close(out[1:], want[1:])
+    close(again[0, 0], want[0][0])
 
 
 def test_an_id_beyond_the_vocabulary_gives_an_invalid_row():
@@ -338,7 +340,7 @@ def test_an_id_beyond_the_vocabulary_gives_an_invalid_row():
     assert np.isnan(out).all(axis=(1, 2)).tolist() == [True, False, True]
 
 
-# Prefill ---------------------------------------------------------------------------------------
+# Prefill, and drafting further -----------------------------------------------------------------
 
 CHUNK = 11
 run_prefill = quick_compile.jit(prefill.prefill, static_argnums=1)
@@ -353,10 +355,9 @@ def bucket(values):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("chunks", [(11,), (8, 3), (1, 8, 2)], ids=str)
+@pytest.mark.parametrize("chunks", [(11,), (1, 8, 2)], ids=str)
 def test_prefill_in_chunks_fills_one_slot(chunks):
-    before, _ = filled_cache()
-    ids = random_ids(11, seed=12)
+    before, ids = filled_cache(), random_ids(11, seed=12)
     cache, at, hidden = before, 0, []
     for size in chunks:
         tokens = bucket(ids[at : at + size])
@@ -364,172 +365,119 @@ def test_prefill_in_chunks_fills_one_slot(chunks):
         hidden.append(np.asarray(out)[:size])
         at += size
     want = reference_model.hidden_states(weights_of(CONFIG), CONFIG.to_dict(), ids)
-    np.testing.assert_allclose(np.concatenate(hidden), want, atol=TOLERANCE, rtol=0)
+    close(np.concatenate(hidden), want)
     for new, old in [(cache.k, before.k), (cache.v, before.v)]:
-        new, old = np.asarray(new), np.asarray(old)
         np.testing.assert_array_equal(new[:, :2], old[:, :2])
         assert (new[:, 2, 11:] == 0).all()  # padding wrote nothing
     out, _, _ = decode(CONFIG, np.full((B, 1), 4, np.int32), cache, 11)
-    want = expected(CONFIG, np.append(ids, 4))[-1]
-    np.testing.assert_allclose(out[2, 0], want, atol=TOLERANCE, rtol=0)
+    close(out[2, 0], expected(CONFIG, np.append(ids, 4))[-1])
 
 
 @pytest.mark.parametrize("slot", [-1, B])
 def test_prefill_of_no_slot_writes_nothing(slot):
-    before, _ = filled_cache()
-    ids = random_ids(CHUNK)
+    before, ids = filled_cache(), random_ids(CHUNK)
     hidden, after = run_prefill(params_of(CONFIG), CONFIG, ids, 8, CHUNK, slot, before)
     jax.tree.map(np.testing.assert_array_equal, after, before)
     assert np.isnan(hidden).all()
 
 
-# MTP head --------------------------------------------------------------------------------------
-
-
-@functools.partial(quick_compile.jit, static_argnums=1)
-def mtp_step(params, config, hidden, next_tokens, positions, cache):
-    """Logits [B, S, V], hidden states [B, S, E] and the cache."""
-    out, cache = mtp.mtp_forward(params, config, hidden, next_tokens, positions, cache)
-    return llama.logits(params, config, out), out, cache
-
-
-def run_mtp(config, hidden, next_ids, cache, first=0):
-    """Logits and hidden states of N rows from position `first` on, and the cache; see `decode`."""
-    out, states = [], []
-    for at in range(0, next_ids.shape[1], S):
-        tokens, positions = in_rows(next_ids[:, at : at + S], first + at)
-        rows = hidden[:, at : at + S]
-        rows = np.pad(rows, ((0, 0), (0, S - rows.shape[1]), (0, 0)))
-        x, h, cache = mtp_step(params_of(config), config, rows, tokens, positions, cache)
-        out.append(x)
-        states.append(h)
-    return *(np.concatenate(x, axis=1)[:, : next_ids.shape[1]] for x in (out, states)), cache
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
-def test_mtp_head_agrees_with_reference(config):
-    """The rows go through in two calls, and the second one finds the entries of the first."""
-    ids = random_ids(B, 12, seed=13)
-    _, hidden, _ = decode(config, ids, init_cache(config, B, T))
-    cache = init_mtp_cache(config, B, T)
-    first, _, cache = run_mtp(config, hidden[:, :6], ids[:, 1:7], cache)
-    second, _, _ = run_mtp(config, hidden[:, 6:11], ids[:, 7:], cache, 6)
-    got = np.concatenate([first, second], axis=1)
-    for b in range(B):
-        want = reference_model.mtp_logits(weights_of(config), config.to_dict(), ids[b])
-        np.testing.assert_allclose(got[b], want, atol=TOLERANCE, rtol=0)
-
-
 @pytest.mark.fast
 def test_drafting_further_feeds_the_head_its_own_output():
     """Three drafts are rejected; the true states overwrite their entries, and drafting goes on."""
-    sizes = CONFIG.to_dict()
-    ids = random_ids(B, 12, seed=14)
+    sizes, ids = CONFIG.to_dict(), random_ids(B, 12, seed=14)
     _, true, _ = decode(CONFIG, ids, init_cache(CONFIG, B, T))
-    out, state, cache = run_mtp(CONFIG, true[:, :7], ids[:, 1:8], init_mtp_cache(CONFIG, B, T))
+    head = functools.partial(decode, CONFIG)
+    out, state, cache = head(ids[:, 1:8], init_mtp_cache(CONFIG, B, T), hidden=true[:, :7])
     for begin in (7, 9):  # positions below `begin` are made from the decoder's states
         out, state = out[:, -1:], state[:, -1:]
-        chain = true[1, :begin]
-        fed = [*ids[1, 1 : begin + 1]]
-        rejected = cache
+        chain, fed, rejected = true[1, :begin], [*ids[1, 1 : begin + 1]], cache
         for depth in range(3):
             token = out.argmax(axis=-1).astype(np.int32)
             chain = np.concatenate([chain, state[1]])
             fed.append(int(token[1, 0]))
-            out, state, rejected = run_mtp(CONFIG, state, token, rejected, begin + depth)
+            out, state, rejected = head(token, rejected, begin + depth, hidden=state)
             want = reference_model.mtp_hidden(weights_of(CONFIG), sizes, chain, fed)[-1]
-            np.testing.assert_allclose(state[1, 0], want, atol=TOLERANCE, rtol=0)
-        out, state, cache = run_mtp(CONFIG, true[:, 7:9], ids[:, 8:10], rejected, 7)
+            close(state[1, 0], want)
+        out, state, cache = head(ids[:, 8:10], rejected, 7, hidden=true[:, 7:9])
 
 
 def test_mtp_prefill_equals_mtp_forward_in_its_slot():
     params, ids = params_of(CONFIG), random_ids(9, seed=15)
     hidden, _ = run_prefill(params, CONFIG, bucket(ids), 0, 9, 1, init_cache(CONFIG, B, T))
     hidden = np.asarray(hidden)[:9]
+    next_ids, got = np.append(ids[1:], 3).astype(np.int32), []
     cache = init_mtp_cache(CONFIG, B, T)
-    next_ids = np.append(ids[1:], 3).astype(np.int32)
-    got = []
     for start, end in ((0, 5), (5, 9)):
         chunk = bucket(hidden[start:end]), bucket(next_ids[start:end])
         out, cache = run_mtp_prefill(params, CONFIG, *chunk, start, end - start, 1, cache)
         got.append(np.asarray(out)[: end - start])
     want = reference_model.mtp_hidden(weights_of(CONFIG), CONFIG.to_dict(), hidden, next_ids)
-    np.testing.assert_allclose(np.concatenate(got), want, atol=TOLERANCE, rtol=0)
-    k = np.asarray(cache.k)
-    assert (k[:, 0] == 0).all()
-    assert (k[:, 1, :9] != 0).any(axis=(0, 2, 3)).all()
+    close(np.concatenate(got), want)
+    assert (cache.k[:, 0] == 0).all()
+    assert (cache.k[:, 1, :9] != 0).any(axis=(0, 2, 3)).all()
 
 
 # Refusals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_layers": 0}, "num_layers must be a positive integer, not 0"),
-        ({"vocab_size": 32.0}, "vocab_size must be a positive integer"),
-        ({"hidden_size": True}, "hidden_size must be a positive integer"),
-        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
-        ({"head_dim": 7}, "head_dim=7 must be even"),
-        ({"rope_theta": 0.0}, "rope_theta must be positive"),
-        ({"norm_eps": float("nan")}, "norm_eps must be positive"),
-        ({"num_mtp_layers": 2}, "num_mtp_layers must be 0 or 1, not 2"),
-        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, not 'int8'"),
-    ],
-)
-def test_configurations_that_cannot_be_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.tiny(**change)
+def refusal(kind, change, message):
+    return pytest.param(kind, change, message, id=message[:40], marks=pytest.mark.fast)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("kind", "change", "message"),
     [
-        (("ntk", 2.0), "rope scaling must be one of linear, llama3, yarn, not 'ntk'"),
-        (("yarn", 2.0, 1.0, 32.0, 64, 0.0), "attention_factor must be positive and finite, not 0"),
-        (("linear", 2.0, 1.0, 4.0, 8192, 1.5), "attention_factor and truncate are yarn's, not li"),
-        (("linear", 0.5), "factor must be at least 1, not 0.5"),
-        (("llama3", 8.0, 4.0, 4.0), "0 < low_frequency_factor < high_frequency_factor"),
-        (("llama3", 8.0, 1.0, 4.0, 0), "original_length must be positive, not 0"),
+        *(refusal(ModelConfig.tiny, change, message) for change, message in (
+            ({"num_layers": 0}, "num_layers must be a positive integer, not 0"),
+            ({"vocab_size": 32.0}, "vocab_size must be a positive integer"),
+            ({"hidden_size": True}, "hidden_size must be a positive integer"),
+            ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
+            ({"head_dim": 7}, "head_dim=7 must be even"),
+            ({"rope_theta": 0.0}, "rope_theta must be positive"),
+            ({"norm_eps": float("nan")}, "norm_eps must be positive"),
+            ({"num_mtp_layers": 2}, "num_mtp_layers must be 0 or 1, not 2"),
+            ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, not 'int8'"),
+            ({"sliding_layers": (1, 0)}, r"indices below num_layers=2, not \(1, 0\)"),
+            ({"sliding_layers": (2,)}, "ascending indices"),
+            ({"sliding_layers": (0,)}, "a sliding_window of 1 or more, not None"),
+            ({"num_experts": 4}, "4 experts need experts_per_token of 1 or more"),
+            ({"num_experts": 4, "experts_per_token": 5}, "experts_per_token=5 must be from 0 to"),
+            ({"activation": "relu"}, "activation must be one of silu, gelu_tanh, not 'relu'"),
+            ({"logit_softcap": 0.0}, "logit_softcap must be positive and finite, or None, not 0"),
+        )),
+        *(refusal(RopeScaling, change, message) for change, message in (
+            ({"kind": "ntk"}, "rope scaling must be one of linear, llama3, yarn, not 'ntk'"),
+            ({"kind": "yarn", "attention_factor": 0.0}, "must be positive and finite, not 0"),
+            ({"attention_factor": 1.5}, "attention_factor and truncate are yarn's, not li"),
+            ({"factor": 0.5}, "factor must be at least 1, not 0.5"),
+            ({"kind": "llama3", "low_frequency_factor": 4.0}, "0 < low_frequency_factor < high"),
+            ({"kind": "llama3", "original_length": 0}, "original_length must be positive, not 0"),
+        )),
     ],
-)
-def test_rope_scalings_that_cannot_be_are_refused(values, message):
+)  # fmt: skip
+def test_configurations_that_cannot_be_are_refused(kind, change, message):
+    usual = {"kind": "linear", "factor": 2.0} if kind is RopeScaling else {}
     with pytest.raises(ValueError, match=message):
-        RopeScaling(*values)
+        kind(**usual | change)
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    params, cache, mtp_cache = (
-        params_of(CONFIG), init_cache(CONFIG, B, T), init_mtp_cache(CONFIG, B, T)
-    )  # fmt: skip
-    forward, mtp_forward, run = map(as_users_run, (llama.forward, mtp.mtp_forward, prefill.prefill))
-    ids = random_ids(B, 2)
-    with pytest.raises(ValueError, match=r"tokens and positions must both be \[B, S\]"):
-        forward(params, CONFIG, ids, span(0, 3), cache)
-    with pytest.raises(ValueError, match="the cache must be"):
-        forward(params, CONFIG, ids[:2], span(0, 2)[:2], cache)
-    with pytest.raises(ValueError, match="the cache must be"):  # the MTP head's cache
-        forward(params, CONFIG, ids, span(0, 2), mtp_cache)
-    with pytest.raises(ValueError, match=r"hidden must be \[B, S, E\]"):
-        mtp_forward(params, CONFIG, np.zeros((B, 2, 15)), ids, span(0, 2), mtp_cache)
-    with pytest.raises(ValueError, match=r"chunk must be \[P\]"):
-        run(params, CONFIG, ids, 0, 2, 0, cache)
-    with pytest.raises(ValueError, match="at least one slot"):
-        init_cache(CONFIG, 0, T)
-
-
-def test_a_model_without_mtp_head_says_so():
-    config = ModelConfig.tiny(V, num_mtp_layers=0)
-    params = params_of(config)
-    assert params.mtp is None
-    with pytest.raises(ValueError, match="no MTP head"):
-        init_mtp_cache(config, B, T)
-    hidden, ids = jnp.zeros((B, 1, config.hidden_size)), jnp.zeros((B, 1), jnp.int32)
-    with pytest.raises(ValueError, match="no MTP head"):
-        mtp.mtp_forward(params, config, hidden, ids, ids, init_cache(config, B, T))
+    params, plain = params_of(CONFIG), ModelConfig.tiny(V, num_mtp_layers=0)
+    cache, mtp_cache = init_cache(CONFIG, B, T), init_mtp_cache(CONFIG, B, T)
+    ids, rows, hidden = random_ids(B, 2), span(0, 2), np.zeros((B, 2, CONFIG.hidden_size))
+    forward, head = llama.forward, mtp.mtp_forward
+    for function, arguments, message in (
+        (forward, (params, CONFIG, ids, span(0, 3), cache), r"must both be \[B, S\]"),
+        (forward, (params, CONFIG, ids[:2], rows[:2], cache), "the cache must be"),
+        (forward, (params, CONFIG, ids, rows, mtp_cache), "the cache must be"),
+        (head, (params, CONFIG, hidden[..., :15], ids, rows, mtp_cache), r"must be \[B, S, E\]"),
+        (head, (params_of(plain), plain, hidden, ids, rows, mtp_cache), "no MTP head"),
+        (prefill.prefill, (params, CONFIG, ids, 0, 2, 0, cache), r"chunk must be \[P\]"),
+        (init_cache, (CONFIG, 0, T), "at least one slot"),
+        (init_mtp_cache, (plain, B, T), "no MTP head"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            as_users_run(function)(*arguments)
 
 
 @pytest.mark.fast
