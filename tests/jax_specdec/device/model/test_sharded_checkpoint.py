@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import MtpDrafter
@@ -18,6 +19,7 @@ from jax_specdec.device.model.params import init_cache, named_arrays
 from tests.support import decoding, hf_files, quick_compile
 
 V, DEVICES = 41, 2
+PROCESSED = LogprobsMode.PROCESSED
 CONFIG = ModelConfig.tiny(
     V, num_layers=1, tie_embeddings=False, norm_in_head=True, qkv_bias=True, head_dim=4
 )
@@ -71,32 +73,41 @@ def test_too_little_memory_on_each_device_is_said(directory, monkeypatch):
 
 @pytest.mark.slow
 def test_requests_get_what_one_device_gives(directory, spread):
+    """Ids are equal, logprobs up to the order of sums; in every mode, with changes of logits."""
     params, config = spread
     # What padding holds reaches no result: these logits would be the largest.
     params = dataclasses.replace(params, head=params.head.at[:, V:].set(100.0))
     top = {"logprobs": V - 1, "max_tokens": 15}
+    cut = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "extra_token_ids": (7, V - 1)}
+    changes = {
+        "repetition_penalty": 1.3, "presence_penalty": -0.4, "frequency_penalty": -0.3,
+        "min_tokens": 15, "logit_bias": {7: 1.0, V - 1: 0.5}, "stop_token_ids": (5,),
+    }  # fmt: skip
     requests = [
-        decoding.request("greedy", range(3, 20), **top),
+        decoding.request("greedy", range(3, 20), draft_logprobs=True, **top),
         decoding.request("sampled", [3, 4], temperature=0.9, top_p=0.9, seed=5, **top),
-        decoding.request("plain", [9], temperature=1.0, seed=6, **top),
+        decoding.request("plain", [9], temperature=1.0, seed=6, min_p=0.01, **top),
+        decoding.request("cut", [3, 4], logprobs_mode=PROCESSED, draft_logprobs=True, **top | cut),
+        decoding.request("changed", [5, 7, 9, 5, 7], **top | changes),
+        decoding.request("both", [5, 7, 9, 5, 7], **top | changes | cut),
     ]
     parallel = sharding.tensor_parallel(config, DEVICES)
-    runs = []
-    one_device = load_model(directory), sharding.ONE_DEVICE
-    for model, where in (one_device, ((params, config), parallel)):
-        drafter = MtpDrafter(model[1], 2, where)
-        runs.append(decoding.run(requests, drafter, model=model, parallel=where))
-    one, two = runs
+    one, two = (
+        decoding.run(requests, MtpDrafter(model[1], 2, where), model=model, parallel=where)
+        for model, where in (
+            (load_model(directory), sharding.ONE_DEVICE), ((params, config), parallel),
+        )
+    )  # fmt: skip
     for request in requests:
         assert one.token_ids(request.id) == two.token_ids(request.id)
-        got, want = (
-            np.concatenate([record.logprobs for record in run.records[request.id]])
-            for run in (two, one)
-        )
-        assert want.shape == (15, V)
-        np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
-    drafted = [sum(int(output.num_drafts.sum()) for output in run.outputs) for run in runs]
-    assert drafted[0] == drafted[1] > 10
+        for a, b in zip(one.records[request.id], two.records[request.id], strict=True):
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
+            np.testing.assert_array_equal(a.token_ranks, b.token_ranks)
+            assert a.num_drafts == b.num_drafts
+            if a.draft is not None:
+                np.testing.assert_allclose(a.draft.logprobs, b.draft.logprobs, atol=1e-4, rtol=0)
+    assert sum(int(output.num_drafts.sum()) for output in one.outputs) > 10
+    assert sum(record.num_accepted for record in one.records["changed"]) > 0
 
 
 def test_an_id_in_the_padding_is_none_of_the_vocabularys(spread):
