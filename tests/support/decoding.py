@@ -16,10 +16,7 @@ from jax_specdec.control import Admit, Release
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.programs import Compiled
-from jax_specdec.device.loop.prompt_chunks import prefill_chunk
-from jax_specdec.device.loop.state import LoopConfig, admit, release
-from jax_specdec.device.loop.step import step
-from jax_specdec.device.messages import step_messages
+from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.sharding import ONE_DEVICE
@@ -64,7 +61,7 @@ class Run:
     worker: object = None
 
     def token_ids(self, request_id):
-        return [t for record in self.records[request_id] for t in record.token_ids.tolist()]
+        return tokens_of(self.records[request_id])
 
 
 class Sent(list):
@@ -104,19 +101,6 @@ class Functions(SimpleNamespace):
 
     def of(self, kind):
         return self
-
-
-def without_jit(config):
-    """The same functions, called as they are."""
-    return Functions(
-        admit=admit,
-        release=release,
-        prefill_chunk=functools.partial(prefill_chunk, config),
-        step=functools.partial(step, config),
-        target_message=step_messages.target_message,
-        draft_message=step_messages.draft_message,
-        leading=lambda words, count: words[:count],
-    )
 
 
 def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, accept=accept_draft,
@@ -203,8 +187,11 @@ class Local:
             parallel=parallel,
         )
         self.sent, self.outputs, self.messages = Sent(), [], []
+        self.chunks = []  # that were run, as (slot, start)
         self.shared = compiled(settings)
-        recording = Functions(**vars(self.shared) | {"step": self.step})
+        recording = Functions(
+            **vars(self.shared) | {"step": self.step, "prefill_chunk": self.prefill_chunk}
+        )
         self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk,
                              compiled=programs or recording, **options)  # fmt: skip
         self.ring = self  # the rank's worker, and its ring
@@ -216,6 +203,10 @@ class Local:
             state, output = self.shared.step(params, state, *asked, **options)
         self.outputs.append(jax.tree.map(np.asarray, output))
         return state, output
+
+    def prefill_chunk(self, params, state, slot, start, *, chunk):
+        self.chunks.append((int(slot), int(start)))
+        return self.shared.prefill_chunk(params, state, slot, start, chunk=chunk)
 
     def tell(self, command):
         self.worker.apply(command)
@@ -235,6 +226,21 @@ class Local:
             records += list(update.records)
         return records
 
+    def decode_evicted(self, item, evict_at):
+        """The records of a request that is evicted each time so many tokens have come."""
+        records, evict_at = [], [*evict_at]
+        self.admit(item)
+        while not any(record.finish_reason for record in records):
+            found = self.advance()
+            records += found
+            if any(record.reschedule for record in found):
+                self.rank.admit(self.rank.leave(item.id))
+            elif evict_at and sum(record.num_tokens for record in records) >= evict_at[0]:
+                evict_at.pop(0)
+                self.rank.evict(item.id, reschedule=True)
+        assert not evict_at
+        return records
+
     def drain(self, most=200):
         """Advance until nothing is under way; requests keep their slots."""
         records = []
@@ -243,6 +249,10 @@ class Local:
                 return records
             records += self.advance()
         raise AssertionError(f"still busy after {most} steps")
+
+
+def tokens_of(records):
+    return [token for record in records for token in record.token_ids.tolist()]
 
 
 def request(id, prompt, **params):

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from ipc.wire import SlotState
+from jax_specdec.device.drafting.drafters import NoDrafter
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.device.worker import worker as worker_module
 from jax_specdec.records.batch import FinishReason
 from tests.support import in_mode, reference_model
 from tests.support.decoding import VOCAB, mixed_requests, random_model, request, run
+from tests.support.near_ties import NEAR_TIE, margins
 
 DRAFTERS = ("mtp", "ngram", "none")
 
@@ -106,6 +108,23 @@ def test_only_asked_rows_are_sent():
 def test_a_requests_tokens_do_not_depend_on_its_company():
     for item in requests(0.8)[:3]:
         assert run([item], "mtp").token_ids(item.id) == runs("mtp", 0.8).token_ids(item.id)
+
+
+@pytest.mark.slow
+def test_greedy_ids_across_batch_shapes_agree_up_to_a_near_tie():
+    """[3, 4] steps with drafts against [1, 1] steps without, and other prefill chunks."""
+    items = mixed_requests(4, max_tokens=(16, 24))
+    wide = run(items, "ngram")
+    narrow = run(items, NoDrafter(0), num_slots=1, chunk=16)
+    shapes = [{output.logits.shape[:2] for output in one.outputs} for one in (wide, narrow)]
+    assert shapes == [{(3, 4)}, {(1, 1)}]
+    compared = 0
+    for item in items:
+        near = np.flatnonzero(np.array(margins(wide, item.id)) < NEAR_TIE)
+        end = int(near[0]) if near.size else item.params.max_tokens
+        assert wide.token_ids(item.id)[:end] == narrow.token_ids(item.id)[:end]
+        compared += end
+    assert compared > 40
 
 
 def test_an_equal_seed_gives_equal_tokens_and_another_others():

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import weakref
-from types import SimpleNamespace
 
 import pytest
 
@@ -75,20 +74,20 @@ def test_the_garbage_of_a_job_is_collected_when_nobody_waits():
 def test_the_error_of_a_job_is_handed_over_and_the_next_job_runs():
     ended = threading.Event()
     beside = Beside(ended.set)
-    beside.start(lambda: 1 // 0)
-    assert ended.wait(60)
-    assert isinstance(beside.take(), ZeroDivisionError)
-    ended.clear()
-    beside.start(lambda: None)
-    assert ended.wait(60)
-    assert beside.take() is None
+    for job, error in ((lambda: 1 // 0, ZeroDivisionError), (lambda: None, type(None))):
+        beside.start(job)
+        assert ended.wait(60)
+        assert isinstance(beside.take(), error)
+        ended.clear()
 
 
 class Counting:
     """A job that counts its calls of a function until it is told to end."""
 
     def __init__(self):
-        self.count, self.over = 0, False
+        self.count, self.over, self.ended = 0, False, threading.Event()
+        self.beside = Beside(self.ended.set)
+        self.beside.start(self)
 
     def __call__(self):
         while not self.over:
@@ -98,7 +97,7 @@ class Counting:
         self.count += 1
 
     def counts(self, seconds=0.05):
-        """Whether it has called in this time."""
+        """Whether it calls in this time."""
         before = self.count
         time.sleep(seconds)
         return self.count > before
@@ -111,27 +110,25 @@ class Counting:
 @pytest.fixture
 def job():
     """It runs beside a test, and ends with it."""
-    ended, one = threading.Event(), Counting()
-    beside = Beside(ended.set)
-    beside.start(one)
-    yield SimpleNamespace(beside=beside, counting=one)
+    one = Counting()
+    yield one
     one.over = True
-    assert ended.wait(60)
+    assert one.ended.wait(60)
 
 
 def test_a_job_stops_at_a_call_while_a_step_is_made(job, monkeypatch):
     monkeypatch.setattr(module, "LONGEST_WAIT", 60)
     with job.beside.giving_way(True):
-        assert job.counting.stands()
+        assert job.stands()
         with job.beside.giving_way(False):
-            assert job.counting.counts(1)
-        assert job.counting.stands()
-    assert job.counting.counts(1)
+            assert job.counts(0.2)
+        assert job.stands()
+    assert job.counts(0.2)
 
 
 def test_a_job_that_gives_way_is_not_stopped_for_ever(job):
     with job.beside.giving_way(True):
-        assert job.counting.counts(100 * LONGEST_WAIT)
+        assert job.counts(30 * LONGEST_WAIT)
     assert sys.getprofile() is None
 
 

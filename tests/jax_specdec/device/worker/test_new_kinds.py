@@ -12,9 +12,9 @@ from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.model import sharding
-from jax_specdec.device.worker import compilations
 from jax_specdec.device.worker.worker_process import compiles_beside
 from jax_specdec.records.batch import FinishReason
+from tests.support.compiled_here import compiled_here
 from tests.support.decoding import Local, request
 
 pytestmark = pytest.mark.fast
@@ -46,22 +46,6 @@ class ByHand:
         self.turns.append(now)
         yield
         self.turns.append("end")
-
-
-@contextlib.contextmanager
-def compiled_here():
-    """The names of the programs that are compiled in this block, outside of jobs."""
-    names = []
-
-    def heard(event, duration_secs, **more):
-        if event == compilations.COMPILED:
-            names.append(more.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    try:
-        yield names
-    finally:
-        jax.monitoring.unregister_event_duration_listener(heard)
 
 
 def make(programs, **options):
@@ -150,16 +134,10 @@ def test_so_it_is_where_a_process_has_several_devices():
         assert names == []
 
 
-@pytest.mark.parametrize(
-    ("devices", "expected"),
-    [
-        ({}, True),
-        ({"tensor_parallel": 2}, True),
-        ({"tensor_parallel": 2, "processes": True}, False),
-    ],
-)
-def test_who_compiles_beside_the_steps(devices, expected):
-    assert compiles_beside(WorkerConfig(vocab_size=32, **devices)) == expected
+def test_who_compiles_beside_the_steps():
+    group = {"tensor_parallel": 2, "processes": True}
+    configs = [WorkerConfig(vocab_size=32, **one) for one in ({}, {"tensor_parallel": 2}, group)]
+    assert [compiles_beside(config) for config in configs] == [True, True, False]
 
 
 def test_jobs_give_way_while_a_step_is_made_and_go_on_while_it_is_awaited(local):
@@ -235,13 +213,14 @@ def test_a_request_that_waits_can_be_taken_back(local):
 def test_a_request_that_waits_can_be_evicted(local, reschedule):
     local.admit(request("r1", PROMPT, logprobs=20))
     steps(local, 2)
-    slot, generation = local.rank._slots["r1"], local.rank._generations[local.rank._slots["r1"]]
-    local.tell(Evict(slot=slot, generation=generation - 1, reschedule=reschedule))  # an older one's
-    assert local.worker.num_held == 1
-    local.tell(Evict(slot=slot, generation=generation, reschedule=reschedule))
+    slot = local.rank._slots["r1"]
+    for age in (1, 0):  # of an older request first
+        generation = local.rank._generations[slot] - age
+        assert local.worker.num_held == 1
+        local.tell(Evict(slot=slot, generation=generation, reschedule=reschedule))
     [end] = [record for record in steps(local, 3) if record.request_id == "r1"]
-    assert end.reschedule == reschedule
-    assert end.finish_reason == (None if reschedule else FinishReason.RECOVERY_ERROR)
+    reason = None if reschedule else FinishReason.RECOVERY_ERROR
+    assert (end.reschedule, end.finish_reason) == (reschedule, reason)
     assert local.worker.num_held == 0
 
 
@@ -282,10 +261,7 @@ def test_a_worker_that_runs_nothing_else_rests_until_the_programs_are_there():
     assert local.worker.busy
     local.worker.advance()
     assert (local.worker.busy, local.worker.num_held) == (False, 1)
-
-
-def test_a_compiler_needs_programs_that_can_be_dropped():
-    with pytest.raises(TypeError, match="KeptPrograms"):
+    with pytest.raises(TypeError, match="KeptPrograms"):  # which can be dropped
         Local("none", compiler=ByHand())
 
 

@@ -5,11 +5,10 @@ is delivered of each request is what it gives alone, up to where it was given up
 """
 
 import functools
+from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode
@@ -67,11 +66,8 @@ def follow_schedule(seed):
     random, local = np.random.default_rng(seed), Local("mtp")
     items = requests()
     random.shuffle(items)
-    waiting, live, delivered = (
-        [QueuedRequest(request=item) for item in items],
-        {},
-        {r.id: [] for r in items},
-    )
+    waiting, live = [QueuedRequest(request=item) for item in items], set()
+    delivered = {item.id: [] for item in items}
     met = {"preempted": 0, "aborted": 0, "finished": 0}
 
     def take(record):
@@ -86,18 +82,17 @@ def follow_schedule(seed):
                 record.token_ids, record.logprobs, record.topk_ids, record.token_ranks,
                 record.chosen_logprobs,
             )  # fmt: skip
+        if not (record.reschedule or record.finish_reason):
+            return
+        live.remove(name)
+        job = local.rank.leave(name)
         if record.reschedule:
-            del live[name]
-            waiting.insert(0, local.rank.leave(name))
+            waiting.insert(0, job)
             met["preempted"] += 1
         elif record.finish_reason is FinishReason.ABORT:
-            del live[name]
-            local.rank.leave(name)
             met["aborted"] += 1
-        elif record.finish_reason:
+        else:
             assert (tokens, record.finish_reason) == (expected, reason)
-            del live[name]
-            local.rank.leave(name)
             met["finished"] += 1
 
     for _ in range(400):
@@ -106,7 +101,7 @@ def follow_schedule(seed):
         while waiting and local.rank.num_free and random.random() < 0.8:
             job = waiting.pop(0)
             local.rank.admit(job)
-            live[job.request.id] = job
+            live.add(job.request.id)
         if live and random.random() < 0.15:
             name = random.choice(sorted(live))
             if random.random() < 0.3:
@@ -123,22 +118,17 @@ def follow_schedule(seed):
     return local, met
 
 
-@settings(max_examples=10)
-@given(seed=st.integers(0, 2**32 - 1))
 @pytest.mark.slow
-def test_nothing_that_is_learned_late_corrupts_a_step_under_way(seed):
-    local, met = follow_schedule(seed)
-    assert met["finished"] + met["aborted"] == 6
-    counters = local.rank.state.counters
-    assert counters.preempted == met["preempted"]
-
-
-@pytest.mark.slow
-def test_such_schedules_meet_what_they_are_about():
-    found = [follow_schedule(seed) for seed in range(5)]
-    total = {name: sum(met[name] for _, met in found) for name in found[0][1]}
+def test_nothing_that_is_learned_late_corrupts_a_step_under_way():
+    """Random schedules, which meet what they are about."""
+    total, counters = Counter(), []
+    for seed in range(15):
+        local, met = follow_schedule(seed)
+        assert met["finished"] + met["aborted"] == 6
+        counters.append(local.rank.state.counters)
+        assert counters[-1].preempted == met["preempted"]
+        total.update(met)
     assert min(total.values()) > 0
-    counters = [local.rank.state.counters for local, _ in found]
     # Tokens that were computed behind an end which only the host saw: none was delivered.
     assert sum(c.surplus_tokens for c in counters) > 0
     assert sum(c.cut_tokens for c in counters) > 0

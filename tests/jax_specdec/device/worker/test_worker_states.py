@@ -14,7 +14,7 @@ from jax_specdec.device.loop.state import admit
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
 from tests.support import in_mode
-from tests.support.decoding import VOCAB, Local, request, run
+from tests.support.decoding import VOCAB, Local, request, run, tokens_of
 
 TOKENS, NOTHING, STOPPED = SlotState.TOKENS, SlotState.NOTHING, SlotState.STOPPED
 PREEMPTED, RECOVERY_STOP = SlotState.PREEMPTED, SlotState.RECOVERY_STOP
@@ -46,7 +46,7 @@ def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
     assert (last.num_tokens, last.reschedule) == (0, reschedule)
     assert last.finish_reason is (None if reschedule else FinishReason.RECOVERY_ERROR)
     job = local.rank.leave("r")
-    emitted = [t for record in before + during for t in record.token_ids.tolist()]
+    emitted = tokens_of(before + during)
     assert job.progress.token_ids == tuple(emitted)
     assert 4 <= len(emitted) < 40
     # The slot is as good as new: its next request is not told about an eviction.
@@ -60,22 +60,15 @@ def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
 
 def test_a_preempted_request_goes_on_where_it_was():
     """Greedy and drafting: the ids of an uninterrupted run, none twice and none missing."""
-    item = request("r", [1, 2, 3, 1, 2], max_tokens=24, logprobs=20)
-    local, records, job = Local("mtp"), [], None
-    local.admit(item)
-    for turn in range(100):
-        found = local.advance()
-        records += found
-        if any(record.reschedule for record in found):
-            job = local.rank.leave("r")
-            local.rank.admit(job)
-        elif any(record.finish_reason for record in found):
-            break
-        elif turn in (2, 5, 9):
-            local.rank.evict("r", reschedule=True)
+    item, local = request("r", [1, 2, 3, 1, 2], max_tokens=24, logprobs=20), Local("mtp")
+    records = local.decode_evicted(item, [3, 8, 15])
     assert [states(local, slot).count(PREEMPTED) for slot in range(3)] == [1, 1, 1]
-    emitted = [token for record in records for token in record.token_ids.tolist()]
-    assert emitted == run([item], "mtp").token_ids("r")
+    assert tokens_of(records) == run([item], "mtp").token_ids("r")
+    assert_sum_of(records)
+
+
+def assert_sum_of(records):
+    """The last record's cumulative logprob is the sum of all."""
     sums = np.concatenate([record.logprobs[:, 0] for record in records if record.num_tokens])
     np.testing.assert_allclose(
         records[-1].cumulative_logprob, sums.astype(np.float64).sum(), rtol=1e-12
@@ -118,31 +111,6 @@ def test_a_slot_is_not_given_away_before_its_eviction_was_told():
     assert len(local.sent) == 2
 
 
-def handed_over(items, drafting="mtp", chunk=8):
-    """Run `items` on a prefill node, then on a decode node; (prefill, decode, records by id)."""
-    prefill = Local(drafting, prefill_only=True, chunk=chunk)
-    decoding = Local(drafting, chunk=chunk)
-    waiting, records, live = list(items), {item.id: [] for item in items}, 0
-    while waiting or live:
-        while waiting and prefill.rank.num_free:
-            prefill.admit(waiting.pop(0))
-            live += 1
-        for record in prefill.advance():
-            records[record.request_id].append(record)
-            job = prefill.rank.leave(record.request_id)
-            if record.finish_reason is not FinishReason.PREFILL_HANDOVER:
-                live -= 1
-                continue
-            drafts = tuple(record.handover_draft_ids.tolist())
-            decoding.rank.admit(dataclasses.replace(job, draft_token_ids=drafts))
-        for record in decoding.advance():
-            records[record.request_id].append(record)
-            if record.finish_reason:
-                decoding.rank.leave(record.request_id)
-                live -= 1
-    return prefill, decoding, records
-
-
 @pytest.mark.slow
 def test_a_prefill_node_hands_its_first_token_and_drafts_over():
     items = [
@@ -151,39 +119,49 @@ def test_a_prefill_node_hands_its_first_token_and_drafts_over():
         request("c", [5], max_tokens=1, logprobs=20),  # its first token is its last
         request("d", [7, 8], max_tokens=10),
     ]  # fmt: skip
-    prefill, _, records = handed_over(items)
+    prefill, decoding = Local("mtp", prefill_only=True), Local("mtp")
+    waiting, records = [*items], {item.id: [] for item in items}
+    while waiting or prefill.worker.busy or decoding.worker.busy:
+        while waiting and prefill.rank.num_free:
+            prefill.admit(waiting.pop(0))
+        for record in prefill.advance():
+            records[record.request_id].append(record)
+            job = prefill.rank.leave(record.request_id)
+            if record.finish_reason is FinishReason.PREFILL_HANDOVER:
+                drafts = tuple(record.handover_draft_ids.tolist())
+                decoding.rank.admit(dataclasses.replace(job, draft_token_ids=drafts))
+        for record in decoding.advance():
+            records[record.request_id].append(record)
+            if record.finish_reason:
+                decoding.rank.leave(record.request_id)
     alone = run(items, "mtp")
     for item in items:
         # Greedy, so that the ids are those of one worker: no token twice, none missing.
-        emitted = [t for record in records[item.id] for t in record.token_ids.tolist()]
-        assert emitted == alone.token_ids(item.id)
+        assert tokens_of(records[item.id]) == alone.token_ids(item.id)
         first, *rest = records[item.id]
         assert first.num_tokens == 1
         if item.params.logprobs is not None:
             rows = prefill.outputs[first.step].logits[first.slot][:1]
             in_mode.check_rows(rows, item.params, first.token_ids, first.logprobs, first.topk_ids,
                                first.token_ranks, first.chosen_logprobs)  # fmt: skip
+            assert_sum_of(records[item.id])
         if not rest:
             continue
         # Its drafts were verified by the decode node's first step; they have no q to tell of.
         assert rest[0].num_drafts == len(first.handover_draft_ids) == 3
+        with_report = {r.draft is not None for r in rest[1:] if r.num_drafts}
         assert rest[0].draft is None
-        if item.params.draft_logprobs:
-            assert all(r.draft is not None for r in rest[1:] if r.num_drafts)
-            assert any(r.draft is not None for r in rest[1:])
-        total = records[item.id][-1].cumulative_logprob
-        if item.params.logprobs is not None:
-            sums = np.concatenate([r.logprobs[:, 0] for r in records[item.id]])
-            np.testing.assert_allclose(total, sums.astype(np.float64).sum(), rtol=1e-12)
-    told = [m for m in prefill.messages if (m.state == FIRST).any()]
-    for message in told:
-        first = message.state == FIRST
-        assert (message.num_tokens == first * (1 + message.num_drafts)).all()
-        assert (message.num_rows == first * (message.columns > 0)).all()
-    assert sum(int((m.state == FIRST).sum()) for m in told) == len(items)
+        assert with_report == {item.params.draft_logprobs}
     assert {m.kind for m in prefill.messages} == {Kind.TARGET}
+    handovers = 0
+    for message in prefill.messages:
+        first = message.state == FIRST
+        handovers += int(first.sum())
+        if first.any():
+            assert (message.num_tokens == first * (1 + message.num_drafts)).all()
+            assert (message.num_rows == first * (message.columns > 0)).all()
+    assert handovers == len(items)
     assert records["c"][0].finish_reason is FinishReason.LENGTH
-    assert not prefill.worker.busy
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 0.7, 1e4])
@@ -235,7 +213,8 @@ def test_a_rank_that_publishes_nothing_takes_every_step_and_clears_the_same(pref
         if not speaking.worker.slots[slot].occupied and not speaking.worker.slots[slot].verdict:
             generations[slot] += 1
             item = request(str(number), random.integers(0, VOCAB, 1 + number % 12).tolist(),
-                           max_tokens=int(random.integers(1, 9)), logprobs=20)  # fmt: skip
+                           max_tokens=int(random.integers(1, 9)), logprobs=20,
+                           prompt_logprobs=1 if number % 3 == 0 else None)  # fmt: skip
             command = Admit(slot=slot, generation=generations[slot], request=item)
         elif kind == 0:
             command = Evict(slot=slot, generation=generations[slot], reschedule=bool(number % 2))
