@@ -99,7 +99,7 @@ compiled = functools.cache(Compiled)  # one compilation for all runs of a config
 class Functions(SimpleNamespace):
     """Functions in place of a `Compiled`."""
 
-    def of(self, kind):
+    def for_kind(self, kind):
         return self
 
 

@@ -47,14 +47,17 @@ def check_rows(rows, params, token_ids, got, ids, ranks, chosen=None):
             oracle.assert_logprobs_close(chosen[n], table[list(params.extra_token_ids)])
 
 
-def check_records(result, requests):
-    """Every row of a run's records, drafts included. Returns (target rows, draft rows) seen."""
+def check_records(result, requests, drafts_alone=()):
+    """Every row of a run's records, drafts included. Returns (target rows, draft rows) seen.
+
+    Of the requests whose ids are in `drafts_alone`, the rows of drafts alone.
+    """
     seen = drafts_seen = 0
     for item in requests:
         params = item.params
         for record in result.records[item.id]:
             output = result.outputs[record.step]
-            if record.num_tokens and params.logprobs is not None:
+            if record.num_tokens and params.logprobs is not None and item.id not in drafts_alone:
                 rows = output.logits[record.slot][: record.num_tokens]
                 check_rows(rows, params, record.token_ids, record.logprobs, record.topk_ids,
                            record.token_ranks, record.chosen_logprobs)  # fmt: skip

@@ -22,7 +22,7 @@ from jax_specdec.device.messages.batch_options import (
 from jax_specdec.device.messages.logit_changes import Changes, ChangesSize, changes_of
 from jax_specdec.requests import Request, SamplingParams
 
-NOTHING_ASKED = SamplingParams()  # by an empty slot
+DEFAULT_PARAMS = SamplingParams()
 CHUNK_STEP = 64  # tokens of a chunk with logprobs
 
 
@@ -31,7 +31,7 @@ class Slot:
     """One slot, empty unless `most_tokens` is positive."""
 
     generation: int = 0
-    params: SamplingParams = NOTHING_ASKED
+    params: SamplingParams = DEFAULT_PARAMS  # of an empty slot
     most_tokens: int = 0  # a step; 0 while nothing can be emitted
     prefill_at: int | None = None  # next known token to run; None when none is left
     prefill_length: int = 0  # known tokens: the prompt's, after other weights the output's too

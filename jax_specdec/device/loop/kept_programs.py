@@ -6,9 +6,10 @@ kinds would keep every program for ever.
 
 import weakref
 from collections import OrderedDict
-from typing import Any
 
-from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax.stages import Wrapped
+
+from jax_specdec.device.loop.kinds import Kind, PromptKind, StepKey
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig
 
@@ -31,16 +32,16 @@ class KeptPrograms(Compiled):
         super().__init__(config)
         self._most = most
         self._kinds: OrderedDict[Kind | PromptKind, Compiled] = OrderedDict()
-        self._steps: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+        self._steps: weakref.WeakValueDictionary[StepKey, Wrapped] = weakref.WeakValueDictionary()
         self._ready: set[Kind | PromptKind] = set()
 
-    def of(self, kind: Kind | PromptKind) -> Compiled:
+    def for_kind(self, kind: Kind | PromptKind) -> Compiled:
         """The functions of a kind, which is used now."""
         found = self._kinds.get(kind)
         if found is None:
             found = self._kinds[kind] = Compiled(self.config)
             if isinstance(kind, Kind):
-                found.step = self._steps.setdefault(kind.of_step, found.step)
+                found.step = self._steps.setdefault(kind.step_key, found.step)
         self._kinds.move_to_end(kind)
         while len(self._kinds) > self._most:
             self._ready.discard(self._kinds.popitem(last=False)[0])

@@ -5,15 +5,24 @@ has while closer ones are compiled.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from jax_specdec.device.loop.host_slots import Slot, reads_once, widths_of_slots
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import ChangesSize, changes_size
 
+StepKey = tuple[Widths | None, int | None, int, ChangesSize | None]
+
+
+class StepOptions(TypedDict):
+    """The static arguments of `step`."""
+
+    report_widths: Widths | None
+    read_k: int | None
+
 
 class Kind(NamedTuple):
-    """Everything static about a step and its messages, beside the loop's configuration."""
+    """Everything static about a step and its messages that the loop's configuration leaves open."""
 
     widths: Widths = Widths()
     reports_drafts: bool = False  # a draft message may follow: its report is made with the drafts
@@ -35,7 +44,7 @@ class Kind(NamedTuple):
           slots: [B].
           vocab_size: V.
           on_gpu: whether the logits go through the GPU kernels.
-          draws: drafts are drawn, so there is something to tell of them.
+          draws: drafts are drawn, so there is something to report.
         """
         params = [slot.params for slot in slots]
         return cls(
@@ -46,20 +55,21 @@ class Kind(NamedTuple):
         )
 
     @property
-    def step_options(self) -> dict[str, Any]:
+    def step_options(self) -> StepOptions:
         """The static arguments of `step`."""
-        options: dict[str, Any] = {"report_widths": self.widths if self.reports_drafts else None}
-        if self.reads_once:
-            options["read_k"] = self.widths.k
-        return options
+        return {
+            "report_widths": self.widths if self.reports_drafts else None,
+            "read_k": self.widths.k if self.reads_once else None,
+        }
 
     @property
-    def of_step(self) -> tuple[Any, ...]:
+    def step_key(self) -> StepKey:
         """What of the kind the program of a step depends on: less than its messages' do."""
-        return (*self.step_options.items(), self.widths.chosen, self.changes)
+        options = self.step_options
+        return options["report_widths"], options["read_k"], self.widths.chosen, self.changes
 
     @property
-    def cost(self) -> tuple[Any, ...]:
+    def cost(self) -> tuple[int, ...]:
         """A cheaper kind comes first."""
         changes = self.changes or ChangesSize(0, penalties=False)
         return (
@@ -70,14 +80,14 @@ class Kind(NamedTuple):
 
     def serves(self, exact: "Kind", slots: Sequence[Slot]) -> bool:
         """Whether programs of this kind give these slots, of the kind `exact`, what they ask."""
-        has, wanted = self.widths, exact.widths
+        has, needed = self.widths, exact.widths
         if exact.changes is not None and not (self.changes and self.changes.holds(exact.changes)):
             return False
         return (
-            has.num_columns >= wanted.num_columns
-            and has.chosen >= wanted.chosen
-            and has.mode >= wanted.mode
-            and has.kept >= wanted.kept
+            has.num_columns >= needed.num_columns
+            and has.chosen >= needed.chosen
+            and has.mode >= needed.mode
+            and has.kept >= needed.kept
             and self.reports_drafts >= exact.reports_drafts
         )
 

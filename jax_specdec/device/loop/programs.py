@@ -2,17 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
+from jax.stages import Wrapped
 
 from jax_specdec.device.loop import prompt_scoring
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.prompt_chunks import prefill_chunk
 from jax_specdec.device.loop.state import (
     LoopConfig,
-    LoopState,
     admit,
     copy_prefix,
     release,
@@ -21,7 +20,6 @@ from jax_specdec.device.loop.state import (
 )
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
-from jax_specdec.device.messages.step_messages import StepOutput
 from pallas_kernels import use_implementation
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -30,71 +28,66 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 PROGRAMS = ("admit", "prefill_chunk", "step", "target_message", "leading")
 
 
-@dataclass
 class Compiled:
-    """The loop's functions, compiled on first use."""
+    """The loop's functions, compiled on first use.
 
-    config: LoopConfig
-    admit: Callable[..., LoopState] = field(init=False)
-    release: Callable[..., LoopState] = field(init=False)
-    start_again: Callable[..., LoopState] = field(init=False)
-    copy_prefix: Callable[..., LoopState] = field(init=False)
-    prefill_chunk: Callable[..., LoopState] = field(init=False)
-    score_chunk: Callable[..., tuple[LoopState, prompt_scoring.ScoredChunk]] = field(init=False)
-    step: Callable[..., tuple[LoopState, StepOutput]] = field(init=False)
-    prompt_message: Callable[..., jax.Array] = field(init=False)
-    target_message: Callable[..., jax.Array] = field(init=False)
-    draft_message: Callable[..., jax.Array] = field(init=False)
-    leading: Callable[..., jax.Array] = field(init=False)
+    Attributes:
+      config: of the loop.
+      admit, release, start_again, copy_prefix, prefill_chunk: return the `LoopState`.
+      score_chunk: returns it and a `ScoredChunk`.
+      step: returns it and a `StepOutput`.
+      prompt_message, target_message, draft_message: return the words of a message.
+      leading: returns the first of them.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, config: LoopConfig) -> None:
+        """Compile nothing yet."""
         # A function of its own each, as JAX keeps what it compiles by function.
         # The state is donated: a step updates the caches in place, where they are.
-        places = state_shardings(self.config)
-        chosen = functools.partial(with_implementation, self.config.implementation)
-        self.admit = jax.jit(admit, donate_argnums=0, out_shardings=places)
-        self.release = jax.jit(release, donate_argnums=0, out_shardings=places)
-        self.start_again = jax.jit(start_again, donate_argnums=0, out_shardings=places)
-        self.copy_prefix = jax.jit(copy_prefix, donate_argnums=0, out_shardings=places)
-        self.prefill_chunk = jax.jit(
-            functools.partial(chosen(prefill_chunk), self.config),
-            donate_argnums=1,
+        self.config = config
+        places, parallel = state_shardings(config), config.parallel
+        chosen = functools.partial(with_implementation, config.implementation)
+        on_state = functools.partial(jax.jit, donate_argnums=0, out_shardings=places)
+        with_model = functools.partial(jax.jit, donate_argnums=1)
+        static = "widths", "process_rank"
+        self.admit: Wrapped = on_state(admit)
+        self.release: Wrapped = on_state(release)
+        self.start_again: Wrapped = on_state(start_again)
+        self.copy_prefix: Wrapped = on_state(copy_prefix)
+        self.prefill_chunk: Wrapped = with_model(
+            functools.partial(chosen(prefill_chunk), config),
             static_argnames="chunk",
             out_shardings=places,
         )
-        self.score_chunk = jax.jit(
-            functools.partial(chosen(prompt_scoring.score_chunk), self.config),
-            donate_argnums=1,
+        self.score_chunk: Wrapped = with_model(
+            functools.partial(chosen(prompt_scoring.score_chunk), config),
             static_argnames=("chunk", "widths"),
             out_shardings=(places, None),
         )
-        self.step = jax.jit(
-            functools.partial(chosen(step), self.config),
-            donate_argnums=1,
+        self.step: Wrapped = with_model(
+            functools.partial(chosen(step), config),
             static_argnames=("read_k", "report_widths"),
             out_shardings=(places, None),
         )
-        static = ("widths", "process_rank")
-        self.prompt_message = jax.jit(
+        self.prompt_message: Wrapped = jax.jit(
             functools.partial(chosen(prompt_scoring.prompt_message)),
             static_argnames=(*static, "vocab_size"),
         )
-        parallel = self.config.parallel
-        self.target_message = jax.jit(
+        self.target_message: Wrapped = jax.jit(
             functools.partial(chosen(step_messages.target_message), parallel=parallel),
             static_argnames=static,
         )
-        self.draft_message = jax.jit(
+        self.draft_message: Wrapped = jax.jit(
             functools.partial(chosen(step_messages.draft_message), parallel=parallel),
             static_argnames=static,
         )
-        self.leading = jax.jit(
+        self.leading: Wrapped = jax.jit(
             functools.partial(leading),
             static_argnums=1,
             out_shardings=parallel.everywhere,  # every process reads them
         )
 
-    def of(self, kind: Kind | PromptKind) -> "Compiled":
+    def for_kind(self, kind: Kind | PromptKind) -> "Compiled":
         """The functions that batches or prompts of a kind use: here all kinds use the same."""
         return self
 

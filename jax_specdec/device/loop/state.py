@@ -17,7 +17,7 @@ from jax_specdec.device.drafting.drafters import Drafter
 from jax_specdec.device.model.own_model import Model, empty_cache
 from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
-from pallas_kernels.sampling import AcceptRule, Drafts, Sampling, accept_draft
+from pallas_kernels.sampling import AcceptRule, DraftReport, Drafts, Sampling, accept_draft
 
 AnyArray = jax.Array | np.ndarray
 
@@ -144,11 +144,11 @@ def state_specs(state: Any, num_shards: int) -> Any:
       A tree of `PartitionSpec` like the state.
     """
 
-    def of(x: Any) -> Any:
+    def specs_of(x: Any) -> Any:
         axis = -2 if isinstance(x, KVCache) else None  # of [L, B, T, KVH, Dh]
         return jax.tree.map(lambda leaf: split(leaf.shape, axis, num_shards), x)
 
-    specs: Any = jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
+    specs: Any = jax.tree.map(specs_of, state, is_leaf=lambda x: isinstance(x, KVCache))
     return specs
 
 
@@ -174,7 +174,7 @@ def admit(state: LoopState, slot: Int32[Array, ""], request: Admission) -> LoopS
     )
 
 
-def with_report(state: LoopState, report: Any) -> LoopState:
+def with_report(state: LoopState, report: DraftReport | None) -> LoopState:
     """The state with another report on its drafts.
 
     A report has the widths of a batch. Programs that only pass it on are called without it, so
@@ -215,10 +215,10 @@ def copy_prefix(state: LoopState, source: Int32[Array, ""], slot: Int32[Array, "
     def copy(x: jax.Array) -> jax.Array:  # [L, B, T, KVH, Dh]
         return x.at[:, slot].set(x[:, source])
 
-    def of(x: Any) -> Any:
+    def copied(x: Any) -> Any:
         return jax.tree.map(copy, x) if isinstance(x, KVCache) else x
 
-    is_cache = {"is_leaf": lambda x: isinstance(x, KVCache)}
-    return state._replace(
-        cache=of(state.cache), drafter=jax.tree.map(of, state.drafter, **is_cache)
+    cache, drafter = jax.tree.map(
+        copied, (state.cache, state.drafter), is_leaf=lambda x: isinstance(x, KVCache)
     )
+    return state._replace(cache=cache, drafter=drafter)

@@ -86,13 +86,13 @@ def load_checkpoint(
     config = _config(path, metadata)
     config = replace(config, dtype=dtype or config.dtype)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    wanted = named_arrays(shapes)
-    check_tensors(path, tensors, wanted)
+    expected = named_arrays(shapes)
+    check_tensors(path, tensors, expected)
     leaves = []
-    for number, name in enumerate(wanted):
-        tell(number, len(wanted))
+    for number, name in enumerate(expected):
+        tell(number, len(expected))
         leaves.append(jnp.asarray(tensors[name].astype(jnp.dtype(config.dtype))))
-    tell(len(wanted), len(wanted))
+    tell(len(expected), len(expected))
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves), config, metadata
 
 
@@ -126,26 +126,26 @@ def _config(path: str | Path, metadata: Mapping[str, str]) -> ModelConfig:
 
 
 def check_tensors(
-    path: str | Path, tensors: Mapping[str, np.ndarray], wanted: Mapping[str, Any]
+    path: str | Path, tensors: Mapping[str, np.ndarray], expected: Mapping[str, Any]
 ) -> None:
     """Refuse tensors that are not those of the configuration.
 
     Args:
       path: their file, for the error.
       tensors: by name.
-      wanted: arrays, or their shapes and types, by name. A float type is as good as any other; an
+      expected: arrays, or their shapes and types, by name. A float type is as good as any other; an
         integer has to be of the same type.
 
     Raises:
       CheckpointError: a name, a shape or a type is wrong.
     """
-    if wanted.keys() != tensors.keys():
+    if expected.keys() != tensors.keys():
         raise CheckpointError(
             f"{path} does not fit its configuration: it lacks "
-            f"{sorted(wanted.keys() - tensors.keys())} and has besides "
-            f"{sorted(tensors.keys() - wanted.keys())}"
+            f"{sorted(expected.keys() - tensors.keys())} and has besides "
+            f"{sorted(tensors.keys() - expected.keys())}"
         )
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if tensors[name].shape != value.shape:
             raise CheckpointError(
                 f"{path}: {name} has shape {tensors[name].shape}, its configuration wants "

@@ -53,19 +53,19 @@ def load_weights(
     check_memory(needed, str(model.directory), config.dtype, num_devices=parallel.num_local)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     specs = named_arrays(params_specs(shapes, parallel.num_shards))
-    wanted = named_arrays(shapes)
-    leaves = _read_leaves(model, wanted, tell, parallel, specs)
+    expected = named_arrays(shapes)
+    leaves = _read_leaves(model, expected, tell, parallel, specs)
     _check_copies(model)
-    assert leaves.keys() == wanted.keys()
+    assert leaves.keys() == expected.keys()
     params: ModelParams = jax.tree.unflatten(
-        jax.tree.structure(shapes), [leaves[name] for name in wanted]
+        jax.tree.structure(shapes), [leaves[name] for name in expected]
     )
     return params
 
 
 def _read_leaves(
     model: HfModel,
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    expected: Mapping[str, jax.ShapeDtypeStruct],
     tell: Callable[[int, int], None],
     parallel: Parallel,
     specs: Mapping[str, PartitionSpec],
@@ -76,7 +76,7 @@ def _read_leaves(
     for number, source in enumerate(model.sources):
         tell(number, len(model.sources))
         tensor = _read(model.stored[source.name])
-        leaf = wanted[source.leaf]
+        leaf = expected[source.leaf]
         sharding = None if shardings is None else shardings[source.leaf]
         if source.layer is None:
             host = _convert(tensor, source, leaf)

@@ -66,17 +66,12 @@ def own_weights(path: str | Path, current: Any) -> Any:
         kind of type.
     """
     tensors, _ = read_tensors(path)
-    wanted = named_arrays(current)
-    check_tensors(path, tensors, wanted)
-
-    def of(name: str, old: Any) -> jax.Array:
+    expected = named_arrays(current)
+    check_tensors(path, tensors, expected)
+    leaves = []
+    for name, old in expected.items():
         value = tensors[name].astype(old.dtype)
-        return jax.device_put(value, old.sharding) if _is_tied(old) else jnp.asarray(value)
-
-    leaves = [of(name, old) for name, old in wanted.items()]
+        # An array that was put on its device by name: programs were compiled for that.
+        committed = isinstance(old, jax.Array) and old.committed
+        leaves.append(jax.device_put(value, old.sharding) if committed else jnp.asarray(value))
     return jax.tree.unflatten(jax.tree.structure(current), leaves)
-
-
-def _is_tied(array: Any) -> bool:
-    """Whether an array was put on its device by name: then programs were compiled for that."""
-    return isinstance(array, jax.Array) and bool(getattr(array, "committed", False))

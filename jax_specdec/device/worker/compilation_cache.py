@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jax_specdec import compiled_programs
-from jax_specdec.device.worker import beside
+from jax_specdec.device.worker import background
 
 LEAST_SECONDS = 0.01  # a program that compiles faster is not worth a file
 MOST_WAITING = (
@@ -65,7 +65,7 @@ class LaterWrites:
             pass
 
     def _take(self, write: Callable[..., object], *arguments: Any) -> None:
-        if threading.current_thread().name == beside.NAME and self.steps_are_made():
+        if threading.current_thread().name == background.NAME and self.steps_are_made():
             self._waiting.append(functools.partial(write, *arguments))
         else:
             write(*arguments)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_specdec.control import Heartbeat, Phase, ProcessStats
-from jax_specdec.device.worker import beside
+from jax_specdec.device.worker import background
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compiler gets the program next
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -33,7 +33,7 @@ def watch(stats: ProcessStats, needed: Collection[str] = ()) -> None:
 
     def heard(event: str, duration_secs: float, **more: Any) -> None:
         nonlocal count, name, lowering
-        aside = threading.current_thread().name == beside.NAME
+        aside = threading.current_thread().name == background.NAME
         if event == LOWERED:
             count += 1
             if not before and not aside:

@@ -17,15 +17,15 @@ def check(words: np.ndarray) -> np.ndarray:
     """
     # Python's integers: three reads through NumPy would take ten times as long.
     header = words[: wire.HEADER_WORDS].tolist()
-    num_words = _of(header, "num_words")
+    num_words = _field(header, "num_words")
     if num_words > words.size:
         raise DeviceCheckError(
             f"a message of {num_words} words is longer than the {words.size} that its slots "
             "can fill; nothing of it was sent"
         )
-    if _of(header, "error"):
-        checks = _of(header, "error_checks")
-        step = _of(header, "step_high") << 32 | _of(header, "step_low")
+    if _field(header, "error"):
+        checks = _field(header, "error_checks")
+        step = _field(header, "step_high") << 32 | _field(header, "step_low")
         raise DeviceCheckError(
             f"step {step} failed its checks on the device "
             f"({', '.join(wire.failed_checks(checks))}); nothing of it was sent"
@@ -33,6 +33,6 @@ def check(words: np.ndarray) -> np.ndarray:
     return words[:num_words]
 
 
-def _of(header: list[int], name: str) -> int:
+def _field(header: list[int], name: str) -> int:
     field = wire.HEADER[name]
     return header[field.word] >> field.shift & field.maximum

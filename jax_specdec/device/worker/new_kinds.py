@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jax_specdec.control import Admit
 from jax_specdec.device.loop import host_slots
@@ -19,7 +19,8 @@ from jax_specdec.device.loop.draft_reports import as_report
 from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
-from jax_specdec.device.worker.beside import Jobs
+from jax_specdec.device.loop.state import with_report
+from jax_specdec.device.worker.background import Jobs
 from jax_specdec.device.worker.prepared import (
     INDEX,
     abstract,
@@ -127,9 +128,11 @@ class NewKinds:
     def _start_job(self) -> None:
         commands = tuple(self.held.values())[: 1 if self._apart else None]
         slots = self._slots_with(commands)
-        wanted: list[Kind | PromptKind] = [self._worker.kind_of(slots)]
-        wanted += self._prompt_kinds(commands)
-        kinds = tuple(one for one in wanted if not self._programs.is_ready(one))
+        needed: tuple[Kind | PromptKind, ...] = (
+            self._worker.kind_of(slots),
+            *self._prompt_kinds(commands),
+        )
+        kinds = tuple(one for one in needed if not self._programs.is_ready(one))
         if not commands:
             kinds = tuple(one for one in kinds if self._cheapens(one))
         parts = [self._part(one, slots, commands) for one in kinds]
@@ -148,13 +151,15 @@ class NewKinds:
         self, kind: Kind | PromptKind, slots: list[Slot], commands: Iterable[Admit]
     ) -> Callable[[], None]:
         """What compiles the programs of a kind."""
-        worker, programs = self._worker, self._programs.of(kind)
+        worker, programs = self._worker, self._programs.for_kind(kind)
         rank = worker.outgoing.process_rank
         drafts = worker.state.drafts
         if isinstance(kind, Kind):
             options = host_slots.all_options(slots, kind.widths, kind.changes)
             report = as_report(kind, None, drafts.token_ids)
-            params, state, options = abstract((worker.params, worker.bare_state(report), options))
+            params, state, options = abstract(
+                (worker.params, with_report(worker.state, report), options)
+            )
             return lambda: compile_batch(programs, kind, params, state, options, rank)
         slot = next(
             slot
@@ -162,7 +167,7 @@ class NewKinds:
             if slot.score_from is not None and worker.prompt_kind_of(slot) == kind
         )
         one = host_slots.options_of_slots([host_slots.for_prompt(slot)], kind.widths)
-        params, state, one = abstract((worker.params, worker.bare_state(), one))
+        params, state, one = abstract((worker.params, with_report(worker.state, None), one))
         return lambda: compile_prompt(programs, kind, params, state, one, rank)
 
     def _end_job(self, error: Exception | None) -> None:
@@ -186,8 +191,8 @@ class NewKinds:
     def _first(self) -> Callable[[], None]:
         """What compiles the programs that every request needs."""
         worker, chunk = self._worker, self._worker.prefill_chunk
-        programs: Any = self._programs
-        params, state = abstract((worker.params, worker.bare_state()))
+        programs = self._programs
+        params, state = abstract((worker.params, with_report(worker.state, None)))
         request = Request(id="", prompt_token_ids=(0,))
         drafts = worker.config.drafter.num_drafts
         admission = host_slots.admission(request, worker.config.max_length, drafts)
@@ -200,8 +205,8 @@ class NewKinds:
 
     def _later(self) -> Callable[[], None]:
         """What compiles programs that some requests need later."""
-        programs: Any = self._programs
-        state = abstract(self._worker.bare_state())
+        programs = self._programs
+        state = abstract(with_report(self._worker.state, None))
 
         def job() -> None:
             programs.release.lower(state, INDEX).compile()

@@ -31,7 +31,7 @@ class Outgoing:
     process_rank: int
     sends_drafts: bool
 
-    def of_step(
+    def step_messages(
         self,
         programs: Compiled,
         output: StepOutput,
@@ -72,10 +72,10 @@ class Outgoing:
 
     def draft_follows(self, host_slots: Sequence[Slot]) -> bool:
         """Whether the next step has a draft message."""
-        wanted = any(slot.decoding and slot.params.draft_logprobs for slot in host_slots)
-        return wanted and self.sends_drafts
+        asks = (slot.decoding and slot.params.draft_logprobs for slot in host_slots)
+        return self.sends_drafts and any(asks)
 
-    def of_prompt(
+    def prompt_message(
         self,
         programs: Compiled,
         scored: ScoredChunk,
@@ -118,7 +118,7 @@ class Outgoing:
     def _copy(self, programs: Compiled, words: jax.Array, bound: int) -> jax.Array:
         """Start the copy of a message of at most `bound` words to the host."""
         # Packing compiles once for each width, and only this cut once for each bucket.
-        cut = programs.leading(words, min(words_bucket(bound), words.size))
+        cut: jax.Array = programs.leading(words, min(words_bucket(bound), words.size))
         cut.copy_to_host_async()
         return cut
 

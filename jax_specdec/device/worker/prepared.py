@@ -5,47 +5,56 @@ thread may compile while the state goes on.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.stages import Traced
 
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.state import LoopState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.buckets import words_bucket
 
-_shape: Any = jax.ShapeDtypeStruct
+Tree = TypeVar("Tree")  # of arrays, or of their shapes and places
+
 INDEX, STEP = np.int32(0), np.zeros(2, np.uint32)
 
 
-def abstract(tree: Any) -> Any:
+def abstract(tree: Tree) -> Tree:
     """Shapes, types and places in place of arrays on devices."""
 
-    def of(x: Any) -> Any:
+    def shape_of(x: object) -> object:
         if not isinstance(x, jax.Array):
             return x
         place = x.sharding if x.committed else None
-        return _shape(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)  # type: ignore[no-untyped-call]
 
-    return jax.tree.map(of, tree)
+    found: Tree = jax.tree.map(shape_of, tree)
+    return found
 
 
 def compile_batch(
-    programs: Any, kind: Kind, params: Any, state: Any, options: AllOptions, process_rank: int
+    programs: Compiled,
+    kind: Kind,
+    params: Any,
+    state: LoopState,
+    options: AllOptions,
+    process_rank: int,
 ) -> None:
     """Compile the step and the messages of a kind.
 
     Args:
-      programs: a `Compiled`, of the kind.
+      programs: of the kind.
       kind: what for.
       params: abstract, as the others.
       state: with the report on drafts in the widths of the kind.
       options: by slots of the kind.
       process_rank: the number in the messages.
     """
-    num_slots = programs.config.num_slots
     traced = programs.step.trace(
         params, state, options.options, changes=options.changes, **kind.step_options
     )
@@ -59,14 +68,14 @@ def compile_batch(
         words.append(
             _compiled(programs.draft_message.trace(output, options.options, STEP, **more), output)
         )
-    _compile_cuts(programs, num_slots, words)
+    _compile_cuts(programs, words)
 
 
 def compile_prompt(
-    programs: Any,
+    programs: Compiled,
     kind: PromptKind,
     params: Any,
-    state: Any,
+    state: LoopState,
     options: BatchOptions,
     process_rank: int,
 ) -> None:
@@ -85,16 +94,16 @@ def compile_prompt(
         vocab_size=programs.config.model.vocab_size,
         **_more(kind.widths, process_rank),
     )
-    _compile_cuts(programs, num_slots, [_compiled(message, scored)])
+    _compile_cuts(programs, [_compiled(message, scored)])
 
 
 def _more(widths: Widths, process_rank: int) -> dict[str, Any]:
     return {"widths": widths, "process_rank": process_rank, "weights_version": np.uint32(0)}
 
 
-def _compile_cuts(programs: Any, num_slots: int, messages: Sequence[Any]) -> None:
+def _compile_cuts(programs: Compiled, messages: Sequence[jax.Array]) -> None:
     for words in messages:
-        for count in _cuts(num_slots, words.size):
+        for count in _cuts(programs.config.num_slots, words.size):
             _compiled(programs.leading.trace(words, count), words)
 
 
@@ -107,14 +116,14 @@ def _cuts(num_slots: int, size: int) -> Iterator[int]:
     yield size
 
 
-def _compiled(traced: Any, arguments: Any) -> Any:
+def _compiled(traced: Traced, arguments: object) -> Any:
     """Compile a program; what it returns, abstract."""
     compiled = traced.lower().compile()
-    placed = any(
-        getattr(x, "sharding", None) is not None for x in jax.tree.leaves(arguments)
-    )  # otherwise what it returns may be moved, too
+    leaves = jax.tree.leaves(arguments)
+    # Otherwise what it returns may be moved, too.
+    placed = any(getattr(x, "sharding", None) is not None for x in leaves)
 
-    def of(x: Any, place: Any) -> Any:
-        return _shape(x.shape, x.dtype, sharding=place if placed else None)
+    def shape_of(x: jax.Array, place: jax.sharding.Sharding) -> object:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if placed else None)  # type: ignore[no-untyped-call]
 
-    return jax.tree.map(of, traced.out_info, compiled.output_shardings)
+    return jax.tree.map(shape_of, traced.out_info, compiled.output_shardings)

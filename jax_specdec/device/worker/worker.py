@@ -36,7 +36,7 @@ from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled, with_implementation
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
 from jax_specdec.device.model.sharding import params_specs
-from jax_specdec.device.worker.beside import Jobs
+from jax_specdec.device.worker.background import Jobs
 from jax_specdec.device.worker.device_checks import check
 from jax_specdec.device.worker.new_kinds import NewKinds
 from jax_specdec.device.worker.next_weights import NextWeights
@@ -318,10 +318,6 @@ class Worker:
     def _holds(self, command: Evict) -> bool:
         return self.new_kinds is not None and command.slot in self.new_kinds.held
 
-    def bare_state(self, report: Any = None) -> LoopState:
-        """The state with another report on its drafts."""
-        return with_report(self.state, report)
-
     def _change(self, program: Callable[..., LoopState], *arguments: Any) -> None:
         """Run a program on the state that only passes on the report on drafts."""
         report = self.state.drafts.report
@@ -367,7 +363,7 @@ class Worker:
     def _score(self, slot: Slot, places: tuple[np.int32, np.int32]) -> tuple[jax.Array, ...]:
         """Run one chunk of a prompt and its logprobs; the words of its message, if it has any."""
         scoring, kind = host_slots.for_prompt(slot), self.prompt_kind_of(slot)
-        programs, (chunk, widths) = self.compiled.of(kind), kind
+        programs, (chunk, widths) = self.compiled.for_kind(kind), kind
         options = host_slots.options_of_slots([scoring], widths)
         report = self.state.drafts.report
         state, scored = programs.score_chunk(
@@ -377,7 +373,7 @@ class Worker:
         num_tokens = min(chunk, slot.prefill_length - 1 - (slot.prefill_at or 0))
         if num_tokens <= 0 or (slot.prefill_at or 0) < (slot.score_from or 0):
             return ()
-        words = self.outgoing.of_prompt(
+        words = self.outgoing.prompt_message(
             programs, scored, num_tokens, self.step_number, places[0], scoring, self.slots, widths,
             options, self.weights_version,
         )  # fmt: skip
@@ -390,7 +386,7 @@ class Worker:
             if self.new_kinds is not None:
                 self.kind = self.new_kinds.closest(self.kind)
             self.options = host_slots.all_options(self.slots, self.kind.widths, self.kind.changes)
-        programs, (options, changes) = self.compiled.of(self.kind), self.options
+        programs, (options, changes) = self.compiled.for_kind(self.kind), self.options
         state = self.state
         if self.new_kinds is not None:
             report = as_report(self.kind, state.drafts.report, state.drafts.token_ids)
@@ -398,7 +394,7 @@ class Worker:
         self.state, output = programs.step(
             self.params, state, options, changes=changes, **self.kind.step_options
         )
-        words = self.outgoing.of_step(
+        words = self.outgoing.step_messages(
             programs, output, self.step_number, self.slots, self.kind.widths, options,
             self.weights_version,
         )  # fmt: skip

@@ -33,7 +33,7 @@ from jax_specdec.device.model.other_weights import other_weights, own_weights
 from jax_specdec.device.model.own_model import Model, OwnModel
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
 from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
-from jax_specdec.device.worker.beside import Beside, Jobs
+from jax_specdec.device.worker.background import BackgroundJobs, Jobs
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.text.tokenizer import text_encoder
@@ -97,7 +97,7 @@ def make_worker(
 ) -> Worker:
     """Load the model and make its worker, with empty slots; `stats` is told of each tensor.
 
-    With `compiler`, programs are compiled beside its steps.
+    With `compiler`, programs are compiled in the background of its steps.
 
     An error that the user can mend ends the process, with the reason on stderr: the engine shows
     it.
@@ -122,8 +122,8 @@ def make_worker(
     )
 
 
-def compiles_beside(config: WorkerConfig) -> bool:
-    """Whether a worker compiles beside its steps, on one device or several.
+def compiles_in_background(config: WorkerConfig) -> bool:
+    """Whether a worker compiles in the background of its steps, on one device or several.
 
     The processes of a group do not: they run the same programs at the same step, and compile them
     together.
@@ -236,10 +236,10 @@ def main(child: Child) -> int:
     writes.begin()
     compilations.watch(child.stats, PROGRAMS)
     assert child.ring is not None
-    beside = Beside(lambda: child.commands.put(Advance()))
-    with beside, child.ring as ring, Lead(start, ring, child.client) as lead:
+    jobs = BackgroundJobs(lambda: child.commands.put(Advance()))
+    with jobs, child.ring as ring, Lead(start, ring, child.client) as lead:
         child.stats.enter(Phase.LOADING)
-        compiler = beside if compiles_beside(start.config) else None
+        compiler = jobs if compiles_in_background(start.config) else None
         worker = make_worker(start, lead, stats=child.stats, compiler=compiler)
         writes.steps_are_made = lambda: any(slot.occupied for slot in worker.slots)
         gc.collect()
@@ -247,7 +247,7 @@ def main(child: Child) -> int:
         child.stats.be_ready(tuple(map(str, own_devices(start)[:devices])))
 
         def rest() -> bool:
-            return writes.write_one() or beside.collect()
+            return writes.write_one() or jobs.collect()
 
         serve(worker, child.commands, lead.tell, child.stats, lead.refusal, rest)
         writes.write_all()

@@ -78,9 +78,9 @@ def test_the_cheapest_kind_comes_first():
 def test_a_step_depends_on_less_than_its_messages():
     scaled = {"logprobs_mode": LogprobsMode.SCALED, "extra_token_ids": (1,)} | SAMPLED
     raw = {"extra_token_ids": (1,)} | SAMPLED
-    assert kind(ASKS | raw).of_step == kind(ASKS | scaled).of_step
-    assert kind(ASKS).of_step == kind(ASKS | {"logprobs": 9}).of_step
+    assert kind(ASKS | raw).step_key == kind(ASKS | scaled).step_key
+    assert kind(ASKS).step_key == kind(ASKS | {"logprobs": 9}).step_key
     more = ASKS | SAMPLED | {"logprobs": 9}
-    assert kind(ASKS | SAMPLED).of_step != kind(more).of_step  # one read has a K
+    assert kind(ASKS | SAMPLED).step_key != kind(more).step_key  # one read has a K
     for more in ({"draft_logprobs": True}, {"logit_bias": ((1, 2.0),)}):
-        assert kind(ASKS | raw).of_step != kind(ASKS | raw | more).of_step
+        assert kind(ASKS | raw).step_key != kind(ASKS | raw | more).step_key

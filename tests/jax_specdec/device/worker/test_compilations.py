@@ -12,7 +12,7 @@ from jax_specdec.control import Advance, Phase, ProcessStats, Shutdown
 from jax_specdec.device.drafting.drafters import NoDrafter
 from jax_specdec.device.loop.programs import PROGRAMS, Compiled
 from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.worker import beside, compilations, worker_process
+from jax_specdec.device.worker import background, compilations, worker_process
 from tests.support.decoding import random_model
 
 pytestmark = pytest.mark.fast
@@ -128,7 +128,7 @@ def test_a_program_that_is_compiled_beside_the_steps_does_not_end_their_phase():
         seen.append(str(stats.heartbeat))
         lowered.compile()
 
-    thread = threading.Thread(target=job, name=beside.NAME)
+    thread = threading.Thread(target=job, name=background.NAME)
     thread.start()
     thread.join()
     assert seen == ["stepping (compiling aside)"]

@@ -9,7 +9,7 @@ import pytest
 from jax._src import compilation_cache as jax_cache
 from jax._src import compiler
 
-from jax_specdec.device.worker import beside
+from jax_specdec.device.worker import background
 from jax_specdec.device.worker.compilation_cache import MOST_WAITING, LaterWrites
 
 pytestmark = pytest.mark.fast
@@ -22,7 +22,9 @@ def test_what_jobs_compile_is_written_later_and_everything_else_at_once(monkeypa
     writes.steps_are_made = lambda: True
 
     def in_a_job(*arguments):
-        thread = threading.Thread(target=compiler._cache_write, args=arguments, name=beside.NAME)
+        thread = threading.Thread(
+            target=compiler._cache_write, args=arguments, name=background.NAME
+        )
         thread.start()
         thread.join()
 
@@ -72,7 +74,7 @@ def test_a_program_that_sorts_is_written_if_nobody_waits_for_steps(tmp_path, mon
         jax_cache.reset_cache()
         for name, steps in (("at once", False), ("put off", True)):
             writes.steps_are_made = lambda steps=steps: steps
-            thread = threading.Thread(target=job, args=(name,), name=beside.NAME)
+            thread = threading.Thread(target=job, args=(name,), name=background.NAME)
             thread.start()
             thread.join()
             if not steps:

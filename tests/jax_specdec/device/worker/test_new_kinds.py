@@ -12,7 +12,7 @@ from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.model import sharding
-from jax_specdec.device.worker.worker_process import compiles_beside
+from jax_specdec.device.worker.worker_process import compiles_in_background
 from jax_specdec.records.batch import FinishReason
 from tests.support.compiled_here import compiled_here
 from tests.support.decoding import Local, request
@@ -134,10 +134,10 @@ def test_so_it_is_where_a_process_has_several_devices():
         assert names == []
 
 
-def test_who_compiles_beside_the_steps():
+def test_who_compiles_in_background_the_steps():
     group = {"tensor_parallel": 2, "processes": True}
     configs = [WorkerConfig(vocab_size=32, **one) for one in ({}, {"tensor_parallel": 2}, group)]
-    assert [compiles_beside(config) for config in configs] == [True, True, False]
+    assert [compiles_in_background(config) for config in configs] == [True, True, False]
 
 
 def test_jobs_give_way_while_a_step_is_made_and_go_on_while_it_is_awaited(local):
@@ -269,20 +269,20 @@ def test_the_programs_of_the_kinds_used_last_are_kept_and_others_are_freed():
     config = config_of("none")
     kept = KeptPrograms(config, most=2)
     kinds = [Kind(widths=Widths(k=5)), Kind(widths=Widths(k=20)), PromptKind(8, Widths(k=5))]
-    assert kept.of(kinds[0]).step is kept.of(kinds[1]).step  # a step depends on less
-    assert kept.of(kinds[0]).step is not kept.of(Kind(widths=Widths(chosen=16))).step
+    assert kept.for_kind(kinds[0]).step is kept.for_kind(kinds[1]).step  # a step depends on less
+    assert kept.for_kind(kinds[0]).step is not kept.for_kind(Kind(widths=Widths(chosen=16))).step
     kept = KeptPrograms(config, most=2)
     words = jax.numpy.arange(12)
     client = words.device.client
     gc.collect()  # what earlier tests have left
     before = len(client.live_executables())
     for kind in kinds[:2]:
-        kept.of(kind).leading(words, 5).block_until_ready()
+        kept.for_kind(kind).leading(words, 5).block_until_ready()
         kept.be_ready(kind)
-    dropped = weakref.ref(kept.of(kinds[1]))
+    dropped = weakref.ref(kept.for_kind(kinds[1]))
     assert len(client.live_executables()) == before + 2
-    kept.of(kinds[0])  # used now
-    kept.of(kinds[2])
+    kept.for_kind(kinds[0])  # used now
+    kept.for_kind(kinds[2])
     assert [kept.is_ready(kind) for kind in kinds] == [True, False, False]
     assert kept.ready == kinds[:1]
     gc.collect()

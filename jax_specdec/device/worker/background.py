@@ -1,4 +1,4 @@
-"""A job beside a worker's steps: it runs in a thread of its own, one at a time."""
+"""Jobs in the background of a worker's steps: in a thread of its own, one at a time."""
 
 import contextlib
 import gc
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol, Self
 
-NAME = "beside"  # of the thread
+NAME = "background"  # of the thread
 SWITCH_SECONDS = 0.0005  # after which the job's thread gives way to the one that makes steps
 LESS = 10  # priority of the job's thread and of the compiler's that it starts: steps come first
 # A job that gives way goes on after so long at the latest, for at least so long: however little
@@ -40,7 +40,7 @@ class Jobs(Protocol):
         """Whether a job leaves the interpreter to the caller in this block."""
 
 
-class Beside:
+class BackgroundJobs:
     """Jobs in a thread; as a context, one that still runs does not hold up the process's end.
 
     A job that traces and lowers a program shares the interpreter with the steps. Python would give
@@ -52,9 +52,9 @@ class Beside:
     `collect`, when nobody waits: a collection of it takes over 100 ms.
     """
 
-    def __init__(self, told: Callable[[], None]) -> None:
-        """Begin without a job; `told` is called in the job's thread when one has ended."""
-        self._told = told
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        """Begin without a job; `on_end` is called in the job's thread when one has ended."""
+        self._on_end = on_end
         self._busy = self._ended = False
         self._error: Exception | None = None
         self._goes_on = threading.Event()
@@ -147,4 +147,4 @@ class Beside:
             gc.enable()
             sys.setswitchinterval(before)
         self._ended = True
-        self._told()
+        self._on_end()

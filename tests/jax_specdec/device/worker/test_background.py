@@ -10,17 +10,23 @@ import weakref
 
 import pytest
 
-from jax_specdec.device.worker import beside as module
-from jax_specdec.device.worker.beside import LESS, LONGEST_WAIT, NAME, SWITCH_SECONDS, Beside
+from jax_specdec.device.worker import background as module
+from jax_specdec.device.worker.background import (
+    LESS,
+    LONGEST_WAIT,
+    NAME,
+    SWITCH_SECONDS,
+    BackgroundJobs,
+)
 
 pytestmark = pytest.mark.fast
 
 HANGS = """
 import threading
-from jax_specdec.device.worker.beside import Beside
+from jax_specdec.device.worker.background import BackgroundJobs
 begun = threading.Event()
-with Beside(lambda: None) as beside:
-    beside.start(lambda: (begun.set(), threading.Event().wait()))
+with BackgroundJobs(lambda: None) as jobs:
+    jobs.start(lambda: (begun.set(), threading.Event().wait()))
     begun.wait()
     print("said", end="")
     {end}
@@ -29,18 +35,18 @@ with Beside(lambda: None) as beside:
 
 def test_a_job_runs_in_its_thread_and_gives_way():
     ended, seen, nice = threading.Event(), [], []
-    beside, before = Beside(ended.set), sys.getswitchinterval()
+    jobs, before = BackgroundJobs(ended.set), sys.getswitchinterval()
 
     def job():
         seen.append((threading.current_thread().name, sys.getswitchinterval(), gc.isenabled()))
         nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    beside.start(job)
-    assert beside.busy
+    jobs.start(job)
+    assert jobs.busy
     assert ended.wait(60)
-    assert beside.ended
-    assert beside.take() is None
-    assert (beside.busy, beside.ended) == (False, False)
+    assert jobs.ended
+    assert jobs.take() is None
+    assert (jobs.busy, jobs.ended) == (False, False)
     assert seen == [(NAME, pytest.approx(SWITCH_SECONDS, abs=1e-5), False)]
     mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert nice == [min(19, mine + LESS) if sys.platform == "linux" else mine]
@@ -52,32 +58,32 @@ def test_the_garbage_of_a_job_is_collected_when_nobody_waits():
         pass
 
     ended, left = threading.Event(), []
-    beside = Beside(ended.set)
+    jobs = BackgroundJobs(ended.set)
 
     def job():
         node = Node()
         node.itself = node
         left.append(weakref.ref(node))
 
-    assert not beside.collect()
-    beside.start(job)
+    assert not jobs.collect()
+    jobs.start(job)
     assert ended.wait(60)
-    assert not beside.collect()  # the job's end was not taken: another may begin
-    beside.take()
+    assert not jobs.collect()  # the job's end was not taken: another may begin
+    jobs.take()
     gc.collect()
     assert left[0]() is not None
-    assert beside.collect()
+    assert jobs.collect()
     assert left[0]() is None
-    assert not beside.collect()
+    assert not jobs.collect()
 
 
 def test_the_error_of_a_job_is_handed_over_and_the_next_job_runs():
     ended = threading.Event()
-    beside = Beside(ended.set)
+    jobs = BackgroundJobs(ended.set)
     for job, error in ((lambda: 1 // 0, ZeroDivisionError), (lambda: None, type(None))):
-        beside.start(job)
+        jobs.start(job)
         assert ended.wait(60)
-        assert isinstance(beside.take(), error)
+        assert isinstance(jobs.take(), error)
         ended.clear()
 
 
@@ -86,8 +92,8 @@ class Counting:
 
     def __init__(self):
         self.count, self.over, self.ended = 0, False, threading.Event()
-        self.beside = Beside(self.ended.set)
-        self.beside.start(self)
+        self.jobs = BackgroundJobs(self.ended.set)
+        self.jobs.start(self)
 
     def __call__(self):
         while not self.over:
@@ -118,16 +124,16 @@ def job():
 
 def test_a_job_stops_at_a_call_while_a_step_is_made(job, monkeypatch):
     monkeypatch.setattr(module, "LONGEST_WAIT", 60)
-    with job.beside.giving_way(True):
+    with job.jobs.giving_way(True):
         assert job.stands()
-        with job.beside.giving_way(False):
+        with job.jobs.giving_way(False):
             assert job.counts(0.2)
         assert job.stands()
     assert job.counts(0.2)
 
 
 def test_a_job_that_gives_way_is_not_stopped_for_ever(job):
-    with job.beside.giving_way(True):
+    with job.jobs.giving_way(True):
         assert job.counts(30 * LONGEST_WAIT)
     assert sys.getprofile() is None
 
