@@ -134,7 +134,7 @@ def test_so_it_is_where_a_process_has_several_devices():
         assert names == []
 
 
-def test_who_compiles_in_background_the_steps():
+def test_who_compiles_in_the_background_of_steps():
     group = {"tensor_parallel": 2, "processes": True}
     configs = [WorkerConfig(vocab_size=32, **one) for one in ({}, {"tensor_parallel": 2}, group)]
     assert [compiles_in_background(config) for config in configs] == [True, True, False]
