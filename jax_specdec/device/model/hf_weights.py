@@ -55,7 +55,12 @@ def load_weights(
     specs = named_arrays(params_specs(shapes, parallel.num_shards))
     expected = named_arrays(shapes)
     leaves = _read_leaves(model, expected, tell, parallel, specs)
-    _check_copies(model)
+    for copy, original in model.copies:
+        if not np.array_equal(_read(model.stored[copy]), _read(model.stored[original])):
+            raise CheckpointError(
+                f"{model.stored[copy].file}: {copy} differs from {original}; this decoder has one "
+                "tensor for both"
+            )
     assert leaves.keys() == expected.keys()
     params: ModelParams = jax.tree.unflatten(
         jax.tree.structure(shapes), [leaves[name] for name in expected]
@@ -94,16 +99,6 @@ def _read_leaves(
             )
     tell(len(model.sources), len(model.sources))
     return leaves
-
-
-def _check_copies(model: HfModel) -> None:
-    """Refuse a stored copy that differs from the tensor that this decoder has for both."""
-    for copy, original in model.copies:
-        if not np.array_equal(_read(model.stored[copy]), _read(model.stored[original])):
-            raise CheckpointError(
-                f"{model.stored[copy].file}: {copy} differs from {original}; this decoder has one "
-                "tensor for both"
-            )
 
 
 def needed_bytes(model: HfModel, num_slots: int, max_length: int, num_shards: int = 1) -> int:

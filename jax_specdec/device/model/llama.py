@@ -181,7 +181,8 @@ def cached_layers(
                 lax.dynamic_index_in_dim(y, index, axis=0, keepdims=False)
                 for y in (written.k, written.v)
             )
-            return attention(q, own_k, own_v, seen, *attention_settings(config)), written
+            softcap = config.attention_softcap
+            return attention(q, own_k, own_v, seen, config.attention_scale, softcap), written
 
         return decoder_layer(layer, config, x, positions, attend, slides), None
 
@@ -282,12 +283,6 @@ def _heads(
     q, k = norm(config, q, layer.query_norm), norm(config, k, layer.key_norm)
     turn = layer_rotation(config, slides)
     return rotary(q, positions, *turn), rotary(k, positions, *turn), v
-
-
-def attention_settings(config: ModelConfig) -> tuple[float, float | None]:
-    """The scale and the soft cap of `attention`."""
-    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-    return scale, config.attention_softcap
 
 
 def attention(

@@ -101,7 +101,15 @@ def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
         return values.astype(dtype)
 
     # The order of these calls is the order of the random keys: another one makes other weights.
-    mtp = _init_mtp(config, normal) if config.num_mtp_layers else None
+    mtp = None
+    if config.num_mtp_layers:
+        mtp = MtpParams(
+            hidden_norm=neutral_norm(config, (size,)),
+            token_norm=neutral_norm(config, (size,)),
+            projection=normal((2 * size, size), 2 * size),
+            layers=_init_layers(config, 1, normal),
+            final_norm=neutral_norm(config, (size,)),
+        )
     return ModelParams(
         embedding=normal((config.num_columns, size), size),
         layers=_init_layers(config, config.num_layers, normal),
@@ -114,17 +122,6 @@ def init_params(config: ModelConfig, key: jax.Array) -> ModelParams:
 def neutral_norm(config: ModelConfig, shape: tuple[int, ...]) -> jax.Array:
     """Weights of norms that change nothing but the scale."""
     return jnp.full(shape, 0 if config.norm_plus_one else 1, jnp.dtype(config.dtype))
-
-
-def _init_mtp(config: ModelConfig, normal: Normal) -> MtpParams:
-    size = config.hidden_size
-    return MtpParams(
-        hidden_norm=neutral_norm(config, (size,)),
-        token_norm=neutral_norm(config, (size,)),
-        projection=normal((2 * size, size), 2 * size),
-        layers=_init_layers(config, 1, normal),
-        final_norm=neutral_norm(config, (size,)),
-    )
 
 
 def _init_layers(config: ModelConfig, n: int, normal: Normal) -> LayerParams:

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 NAME = "background"  # of the thread
 SWITCH_SECONDS = 0.0005  # after which the job's thread gives way to the one that makes steps
@@ -17,27 +17,6 @@ LESS = 10  # priority of the job's thread and of the compiler's that it starts: 
 # A job that gives way goes on after so long at the latest, for at least so long: however little
 # time steps leave, it ends.
 LONGEST_WAIT, SHORTEST_TURN = 0.02, 0.002
-
-
-class Jobs(Protocol):
-    """Runs jobs: a thread, or a test's own."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a job runs, or has ended and was not taken."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether a job has ended and was not taken."""
-
-    def start(self, job: Callable[[], None], /) -> None:
-        """Begin a job; none may be on its way."""
-
-    def take(self) -> Exception | None:
-        """The error that the job ended with, if any; the next one may begin."""
-
-    def giving_way(self, now: bool, /) -> contextlib.AbstractContextManager[None]:
-        """Whether a job leaves the interpreter to the caller in this block."""
 
 
 class BackgroundJobs:
@@ -64,18 +43,22 @@ class BackgroundJobs:
 
     @property
     def busy(self) -> bool:
+        """Whether a job runs, or has ended and was not taken."""
         return self._busy
 
     @property
     def ended(self) -> bool:
+        """Whether a job has ended and was not taken."""
         return self._ended
 
-    def start(self, job: Callable[[], None], /) -> None:
+    def start(self, job: Callable[[], object], /) -> None:
+        """Begin a job; none may be on its way."""
         assert not self._busy
         self._busy = True
         threading.Thread(target=self._run, args=(job,), name=NAME, daemon=True).start()
 
     def take(self) -> Exception | None:
+        """The error that the job ended with, if any; the next one may begin."""
         assert self._ended
         error, self._error = self._error, None
         self._busy = self._ended = False
@@ -93,6 +76,7 @@ class BackgroundJobs:
 
     @contextlib.contextmanager
     def giving_way(self, now: bool, /) -> Iterator[None]:
+        """Whether a job leaves the interpreter to the caller in this block."""
         before = self._goes_on.is_set()
         self._let(not now)
         try:
@@ -127,7 +111,7 @@ class BackgroundJobs:
             self._goes_on.wait(LONGEST_WAIT)
             self._turn_ends = time.perf_counter() + SHORTEST_TURN
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, job: Callable[[], object]) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own
             thread = threading.get_native_id()
             nice = os.getpriority(os.PRIO_PROCESS, thread) + LESS

@@ -9,7 +9,6 @@ import contextlib
 import subprocess
 import sys
 from multiprocessing.connection import Client
-from typing import Protocol
 
 # -P: a file in the current directory must not stand in for a module of the follower.
 FOLLOWER = (
@@ -17,36 +16,26 @@ FOLLOWER = (
 )  # fmt: skip
 
 
-class FollowerHandle(Protocol):
-    """One follower of a lead.
+class OwnFollower:
+    """A child of this process.
 
     Attributes:
-      pid: of its process; 0 where that is on another node.
+      pid: of its process.
     """
-
-    pid: int
-
-    def tell(self, line: str) -> None:
-        """Say what it is born with."""
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for its end: its exit status, negative for a signal; None if it did not come."""
-
-
-class OwnFollower:
-    """A child of this process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(FOLLOWER, stdin=subprocess.PIPE, text=True)
         self.pid = self._process.pid
 
     def tell(self, line: str) -> None:
+        """Say what it is born with."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is noticed by its thread
             self._process.stdin.write(line)  # far less than a pipe holds
             self._process.stdin.flush()  # and stays open: its end is the lead's
 
     def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for its end: its exit status, negative for a signal; None if it did not come."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout)
         return None
@@ -82,3 +71,6 @@ class PlacedFollower:
             except (EOFError, OSError):
                 self._code, self.why = 1, "who started it has ended"
         return self._code
+
+
+FollowerHandle = OwnFollower | PlacedFollower  # one follower of a lead

@@ -7,7 +7,6 @@ requests that are held by then. Where that fails, each is tried by itself, and o
 cannot be compiled ends alone.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.state import with_report
-from jax_specdec.device.worker.background import Jobs
+from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.prepared import (
     INDEX,
     abstract,
@@ -49,7 +48,7 @@ class NewKinds:
       unsettled: something has changed that `settle` has to look at.
     """
 
-    def __init__(self, worker: "Worker", compiler: Jobs) -> None:
+    def __init__(self, worker: "Worker", compiler: BackgroundJobs) -> None:
         """Begin with none.
 
         Raises:
@@ -140,7 +139,7 @@ class NewKinds:
             parts.insert(0, self._shared.pop(0)())
         if parts:
             self._job = _Job(kinds, commands)
-            self._compiler.start(functools.partial(_one_after_the_other, parts))
+            self._compiler.start(lambda: [part() for part in parts])
 
     def _cheapens(self, kind: Kind | PromptKind) -> bool:
         """Whether somebody runs whose steps a kind would make cheaper."""
@@ -214,11 +213,6 @@ class NewKinds:
             programs.start_again.lower(state).compile()
 
         return job
-
-
-def _one_after_the_other(parts: Iterable[Callable[[], None]]) -> None:
-    for part in parts:
-        part()
 
 
 def _say(text: str) -> None:

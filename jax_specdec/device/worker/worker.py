@@ -36,7 +36,7 @@ from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled, with_implementation
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
 from jax_specdec.device.model.sharding import params_specs
-from jax_specdec.device.worker.background import Jobs
+from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.device_checks import check
 from jax_specdec.device.worker.new_kinds import NewKinds
 from jax_specdec.device.worker.next_weights import NextWeights
@@ -76,7 +76,7 @@ class Worker:
         process_rank: int = 0,
         publish: bool = True,
         compiled: Compiled | None = None,
-        compiler: Jobs | None = None,
+        compiler: BackgroundJobs | None = None,
         weights_version: int = 0,
         load: Callable[[str, Any], Any] | None = None,
     ) -> None:
@@ -120,7 +120,8 @@ class Worker:
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
         self.new_kinds = None if compiler is None else NewKinds(self, compiler)
-        self._jobs_give_way = _no_jobs if compiler is None else compiler.giving_way
+        # Without a compiler there are no jobs that could give way.
+        self._jobs_give_way = contextlib.nullcontext if compiler is None else compiler.giving_way
 
     @property
     def busy(self) -> bool:
@@ -150,7 +151,8 @@ class Worker:
         elif isinstance(command, Release):
             self._take_back(command.slot, command.generation, verdict=0)
         elif isinstance(command, Evict):
-            if self.slots[command.slot].occupied or self._holds(command):
+            held = {} if self.new_kinds is None else self.new_kinds.held
+            if self.slots[command.slot].occupied or command.slot in held:
                 verdict = SlotState.PREEMPTED if command.reschedule else SlotState.RECOVERY_STOP
                 self._take_back(command.slot, command.generation, verdict)
         elif isinstance(command, Advance):
@@ -315,9 +317,6 @@ class Worker:
             self._change(self.compiled.release, np.int32(index))
             self._set(index, Slot(generation=generation, verdict=verdict))
 
-    def _holds(self, command: Evict) -> bool:
-        return self.new_kinds is not None and command.slot in self.new_kinds.held
-
     def _change(self, program: Callable[..., LoopState], *arguments: Any) -> None:
         """Run a program on the state that only passes on the report on drafts."""
         report = self.state.drafts.report
@@ -431,11 +430,6 @@ class Worker:
     def _send(self, message: np.ndarray) -> None:
         if self.publish:
             self.sender.send(message)
-
-
-def _no_jobs(now: bool, /) -> contextlib.AbstractContextManager[None]:
-    """Jobs that are not there give way."""
-    return contextlib.nullcontext()
 
 
 def runs_on_gpu(config: LoopConfig) -> bool:

@@ -33,7 +33,7 @@ from jax_specdec.device.model.other_weights import other_weights, own_weights
 from jax_specdec.device.model.own_model import Model, OwnModel
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
 from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
-from jax_specdec.device.worker.background import BackgroundJobs, Jobs
+from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.text.tokenizer import text_encoder
@@ -65,7 +65,10 @@ def serve(
             command: Command = Advance()
         else:
             if not worker.busy:
-                _enter_rest(worker, stats)
+                if worker.num_held:  # all requests wait for programs
+                    stats.enter(Phase.COMPILING, what=stats.beside)
+                else:
+                    stats.enter(Phase.IDLE)
                 while not worker.num_held and commands.empty() and rest():
                     pass
             command = commands.get()
@@ -79,21 +82,13 @@ def serve(
             stats.use(worker.weights_version)
 
 
-def _enter_rest(worker: Worker, stats: ProcessStats) -> None:
-    """Say that nothing is to be done, or that all requests wait for programs."""
-    if worker.num_held:
-        stats.enter(Phase.COMPILING, what=stats.beside)
-    else:
-        stats.enter(Phase.IDLE)
-
-
 def make_worker(
     start: Start,
     sender: Sender,
     *,
     stats: ProcessStats | None = None,
     publish: bool = True,
-    compiler: Jobs | None = None,
+    compiler: BackgroundJobs | None = None,
 ) -> Worker:
     """Load the model and make its worker, with empty slots; `stats` is told of each tensor.
 

@@ -109,7 +109,8 @@ def test_the_loop_drafts_what_the_reference_drafts(directory, weights):
                 state = reference_model.mtp_hidden(weights, SIZES, hidden, tokens)
                 row = (state @ weights["head"])[-1]
                 second, best = np.sort(row)[-2:]
-                found += [token != row.argmax()] * (best - second > TOLERANCE)
+                if best - second > TOLERANCE:
+                    found.append(token != row.argmax())
                 hidden, tokens = np.concatenate([hidden, state[-1:]]), np.append(tokens, token)
             known += int(output.num_tokens[0])
         assert known == len(text)
