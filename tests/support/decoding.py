@@ -3,7 +3,6 @@
 import functools
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -12,7 +11,6 @@ import jax
 import numpy as np
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.control import Admit, Release
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.programs import Compiled
@@ -23,9 +21,6 @@ from jax_specdec.device.model.sharding import ONE_DEVICE
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.worker_session import WorkerSession
-from jax_specdec.records import output_processor
-from jax_specdec.records.decode import decode
-from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
 from pallas_kernels.sampling.verification import accept_draft
 from tests.support import quick_compile
@@ -49,16 +44,15 @@ def drafter(name, config, num_drafts=3):
     return NgramDrafter(num_drafts) if name == "ngram" else MtpDrafter(config, num_drafts)
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     """The outcome of some requests."""
 
-    messages: list = field(default_factory=list)
-    outputs: list = field(default_factory=list)  # StepOutput as numpy, by step
-    records: dict = field(default_factory=dict)  # request id to its records
-    state: object = None
-    chunks: list = field(default_factory=list)  # prefill chunks that were run, as (slot, start)
-    worker: object = None
+    messages: list
+    outputs: list  # StepOutput as numpy, by step
+    records: dict  # request id to its records
+    state: object  # of the engine's session
+    chunks: list
+    worker: Worker
 
     def token_ids(self, request_id):
         return tokens_of(self.records[request_id])
@@ -103,95 +97,33 @@ class Functions(SimpleNamespace):
         return self
 
 
-def run(requests, drafting, *, num_slots=3, max_length=96, chunk=8, model=None, accept=accept_draft,
-        distort=None, parallel=ONE_DEVICE, **options):  # fmt: skip
-    """Decode `requests` over `num_slots` slots, admitting as the engine does; returns a `Run`.
+class Local:
+    """A worker in this process and the engine's session of it; a test drives both sides.
 
     `distort` changes a step's output before it is packed: for negative controls. `options` are the
     worker's.
     """
-    params, config = model or random_model()
-    settings = LoopConfig(
-        model=config,
-        drafter=drafter(drafting, config) if isinstance(drafting, str) else drafting,
-        num_slots=num_slots,
-        max_length=max_length,
-        accept=accept,
-        parallel=parallel,
-    )
-    sent, outputs, chunks = Sent(), [], []
-    shared = compiled(settings)
-
-    def recording_step(params, state, *asked, **options):
-        with draft_logits_kept():
-            state, output = shared.step(params, state, *asked, **options)
-        outputs.append(jax.tree.map(np.asarray, output))
-        return state, distort(output) if distort else output
-
-    def recording_chunk(name):
-        def call(params, state, slot, start, *asked, **static):
-            chunks.append((int(slot), int(start)))
-            return getattr(shared, name)(params, state, slot, start, *asked, **static)
-
-        return call
-
-    recorders = {"step": recording_step} | {
-        name: recording_chunk(name) for name in ("prefill_chunk", "score_chunk")
-    }
-    recording = Functions(**vars(shared) | recorders)
-    worker = Worker(settings, params, sent, prefill_chunk=chunk, compiled=recording,
-                    **options)  # fmt: skip
-    result = Run(outputs=outputs, records={request.id: [] for request in requests},
-                 chunks=chunks, worker=worker)  # fmt: skip
-    waiting, free, live = list(requests), list(range(num_slots)), {}
-    generations = [0] * num_slots
-    state = output_processor.ProcessorState.empty(num_slots)
-    while waiting or live:
-        while waiting and free:
-            slot, request = free.pop(0), waiting.pop(0)
-            generations[slot] += 1
-            state = output_processor.admit(state, slot, generations[slot], request)
-            worker.apply(Admit(slot=slot, generation=generations[slot], request=request))
-            live[request.id] = slot
-        worker.advance()
-        while sent:
-            message = decode(sent.pop(0).tobytes())
-            result.messages.append(message)
-            state, records = output_processor.step(state, message)
-            assert isinstance(records, Records)
-            for record in records:
-                result.records[record.request_id].append(record)
-            for record in records.events():
-                slot = live.pop(record.request_id)
-                state = output_processor.release(state, slot)
-                worker.apply(Release(slot=slot, generation=generations[slot]))
-                free.append(slot)
-    result.state = state
-    return result
-
-
-class Local:
-    """A worker in this process and the engine's session of it; a test drives both sides."""
 
     pid = os.getpid()
 
     def __init__(self, drafting, *, num_slots=3, max_length=96, chunk=8, model=None,
-                 prefill_only=False, programs=None, parallel=ONE_DEVICE, **options):  # fmt: skip
+                 prefill_only=False, programs=None, parallel=ONE_DEVICE, accept=accept_draft,
+                 distort=None, **options):  # fmt: skip
         params, config = model or random_model()
         settings = LoopConfig(
             model=config,
             drafter=drafter(drafting, config) if isinstance(drafting, str) else drafting,
             num_slots=num_slots,
             max_length=max_length,
+            accept=accept,
             prefill_only=prefill_only,
             parallel=parallel,
         )
         self.sent, self.outputs, self.messages = Sent(), [], []
-        self.chunks = []  # that were run, as (slot, start)
+        self.chunks, self.distort = [], distort  # chunks that were run, as (slot, start)
         self.shared = compiled(settings)
-        recording = Functions(
-            **vars(self.shared) | {"step": self.step, "prefill_chunk": self.prefill_chunk}
-        )
+        recorders = {name: getattr(self, name) for name in ("step", "prefill_chunk", "score_chunk")}
+        recording = Functions(**vars(self.shared) | recorders)
         self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk,
                              compiled=programs or recording, **options)  # fmt: skip
         self.ring = self  # the rank's worker, and its ring
@@ -202,11 +134,15 @@ class Local:
         with draft_logits_kept():
             state, output = self.shared.step(params, state, *asked, **options)
         self.outputs.append(jax.tree.map(np.asarray, output))
-        return state, output
+        return state, self.distort(output) if self.distort else output
 
-    def prefill_chunk(self, params, state, slot, start, *, chunk):
+    def prefill_chunk(self, params, state, *places, **static):
+        self.chunks.append(tuple(map(int, places)))
+        return self.shared.prefill_chunk(params, state, *places, **static)
+
+    def score_chunk(self, params, state, slot, start, *asked, **static):
         self.chunks.append((int(slot), int(start)))
-        return self.shared.prefill_chunk(params, state, slot, start, chunk=chunk)
+        return self.shared.score_chunk(params, state, slot, start, *asked, **static)
 
     def tell(self, command):
         self.worker.apply(command)
@@ -249,6 +185,22 @@ class Local:
                 return records
             records += self.advance()
         raise AssertionError(f"still busy after {most} steps")
+
+
+def run(requests, drafting, **options):
+    """Decode `requests` as the engine does, admitting when a slot is free; returns a `Run`."""
+    local, waiting, live = Local(drafting, **options), [*requests], 0
+    records = {request.id: [] for request in requests}
+    while waiting or live:
+        while waiting and local.rank.num_free:
+            local.admit(waiting.pop(0))
+            live += 1
+        for record in local.advance():
+            records[record.request_id].append(record)
+            if record.finish_reason:
+                local.rank.leave(record.request_id)
+                live -= 1
+    return Run(local.messages, local.outputs, records, local.rank.state, local.chunks, local.worker)
 
 
 def tokens_of(records):

@@ -17,7 +17,7 @@ from jax_specdec.device.drafting.drafters import Drafter
 from jax_specdec.device.model.own_model import Model, empty_cache
 from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
-from pallas_kernels.sampling import AcceptRule, DraftReport, Drafts, Sampling, accept_draft
+from pallas_kernels.sampling import AcceptRule, Drafts, Sampling, accept_draft
 
 AnyArray = jax.Array | np.ndarray
 
@@ -174,7 +174,7 @@ def admit(state: LoopState, slot: Int32[Array, ""], request: Admission) -> LoopS
     )
 
 
-def with_report(state: LoopState, report: DraftReport | None) -> LoopState:
+def with_report(state: LoopState, report: Any) -> LoopState:
     """The state with another report on its drafts.
 
     A report has the widths of a batch. Programs that only pass it on are called without it, so
