@@ -278,7 +278,7 @@ def engine_core(pid: int) -> Iterator[None]:
 
 def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Compiled:
     """The loop's functions with the contender's part replaced, and timers around the output."""
-    result = copy.copy(compiled)
+    result: Any = copy.copy(compiled)  # what replaces a jitted function need not be one
     if contender.kernel != "ours":
         result.step = functools.partial(_without_read, compiled.step)
     if contender.kernel == "naive":
@@ -288,7 +288,8 @@ def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Comp
     result.target_message = meter.timed(result.target_message)
     result.draft_message = meter.timed(result.draft_message)
     result.leading = meter.timed(result.leading)
-    return result
+    of_contender: Compiled = result
+    return of_contender
 
 
 def _naive(
