@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -76,17 +77,21 @@ def test_parts_are_whole_or_absent(tmp_path):
         ScoredParts(folder, 2)
 
 
-class Interrupting(ScriptedWorker):
-    """A worker whose engine gets Ctrl-C after twelve messages."""
+def interrupting(taken):
+    """A worker whose engine gets Ctrl-C after twelve messages, once a sequence was `taken`."""
 
-    def receive(self, timeout, *, rehearse=None):
-        if self.sent == 12:
-            signal.raise_signal(signal.SIGINT)
-        return super().receive(timeout)
+    class Interrupting(ScriptedWorker):
+        def receive(self, timeout, *, rehearse=None):
+            if self.sent == 12:
+                assert taken.wait(60)
+                signal.raise_signal(signal.SIGINT)
+            return super().receive(timeout)
+
+    return Interrupting
 
 
 @pytest.mark.fast
-def test_a_run_that_ends_early_goes_on(model, use_engine, tmp_path, capsys):
+def test_a_run_that_ends_early_goes_on(model, use_engine, tmp_path, capsys, monkeypatch):
     """Interrupted, then whole: every sequence once, as in a run of one go."""
 
     def run(output, k=3):
@@ -97,7 +102,14 @@ def test_a_run_that_ends_early_goes_on(model, use_engine, tmp_path, capsys):
     lines = [{"id": f"n{i}", "prompt_token_ids": list(range(4, 30 + i))} for i in range(12)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ["score", "--model", model, "--prompts", file, "--slots", 2]
-    use_engine(scripted_engine(Interrupting))
+    taken, add = threading.Event(), ScoredParts.add
+
+    def noted(parts, *sequence):
+        taken.set()
+        return add(parts, *sequence)
+
+    monkeypatch.setattr(ScoredParts, "add", noted)
+    use_engine(scripted_engine(interrupting(taken)))
     status, error = run(out)
     kept = pq.read_table(out)["id"].to_pylist()
     said = f"ended before that: {len(kept)} of 12 prompts, kept in {out}: run the same command"
