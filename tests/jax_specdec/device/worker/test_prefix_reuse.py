@@ -1,4 +1,8 @@
-"""Prompts that begin alike are run once: fewer chunks, and every bit of every value is the same."""
+"""Prompts that begin alike are run once: fewer chunks, and every value is the same.
+
+Requests are in other company then. A step reads its rows once or twice, by how many slots want
+logprobs, and the last bits of a logprob differ with it: these are compared as numbers.
+"""
 
 import dataclasses
 import functools
@@ -26,8 +30,10 @@ pytestmark = pytest.mark.slow  # the programs of a whole worker, twice
 
 CHUNK = 8
 SHARED = np.random.default_rng(4).integers(0, VOCAB, 60).tolist()
-ROWS = ("token_ids", "logprobs", "token_ranks", "topk_ids", "chosen_logprobs")
-COUNTS = ("cumulative_logprob", "num_drafts", "num_accepted", "finish_reason")
+ROWS = ("token_ids", "token_ranks", "topk_ids")
+COUNTS = ("num_drafts", "num_accepted", "finish_reason")
+ROUNDED = ("logprobs", "chosen_logprobs", "cumulative_logprob")
+ROUNDING = 2e-6  # of a sum of 16 logprobs
 
 
 def requests(plain=False):
@@ -58,21 +64,27 @@ def requests(plain=False):
 
 
 def delivered(result, name):
-    """All values of a request, as comparable bytes; those of its steps, then its prompt's."""
+    """All values of a request: its steps' and its prompt's as comparable bytes, and logprobs."""
     records = result.records[name]
 
     def values(rows, fields=ROWS):
         return [np.asarray(getattr(rows, field, None)).tobytes() for field in fields]
 
     steps = [values(r, ROWS + COUNTS) + values(r.draft) for r in records if r.num_tokens]
-    return steps, [values(r.prompt) for r in records if r.prompt is not None]
+    prompts = [r.prompt for r in records if r.prompt is not None]
+    rows = [r for r in records if r.num_tokens] + [r.draft for r in records] + prompts
+    rounded = [np.ravel(getattr(r, field, None)) for r in rows for field in ROUNDED]
+    numbers = np.concatenate([x for x in rounded if x.dtype.kind == "f"] or [np.zeros(0)])
+    return steps, [values(prompt) for prompt in prompts], numbers
 
 
-def assert_same_bits(items, one, other):
+def assert_same(items, one, other):
     assert items
     for item in items:
         ours, theirs = delivered(one, item.id), delivered(other, item.id)
-        assert ours == theirs, f"{item.id} was delivered with other values"
+        same = ours[:2] == theirs[:2] and ours[2].shape == theirs[2].shape
+        same = same and np.allclose(ours[2], theirs[2], rtol=0, atol=ROUNDING, equal_nan=True)
+        assert same, f"{item.id} was delivered with other values"
         assert (item.params.prompt_logprobs is not None) == bool(ours[1])
 
 
@@ -107,10 +119,10 @@ def chunks_of(items):
         ("mtp", "float32", 2),
     ],
 )
-def test_every_value_has_the_bits_that_it_has_without(name, dtype, shards):
+def test_every_value_is_what_it_is_without(name, dtype, shards):
     items = tuple(requests(plain=(name, dtype, shards) != ("mtp", "float32", 1)))
     reusing, alone = (ran(items, name, reuse, dtype, shards) for reuse in (True, False))
-    assert_same_bits(items, reusing, alone)
+    assert_same(items, reusing, alone)
     # Work is saved, and what is saved is counted.
     assert len(alone.chunks) == chunks_of(items)
     assert len(reusing.chunks) <= len(alone.chunks) * 2 / 3
@@ -132,7 +144,7 @@ def test_entries_are_taken_from_slots_that_are_live(monkeypatch):
     monkeypatch.setattr(Worker, "_reuse", watched)
     again = ran.__wrapped__(tuple(requests()), "mtp", True)
     assert {(True, True), (False, True)} <= sources
-    assert_same_bits(requests(), again, ran(tuple(requests()), "mtp", False))
+    assert_same(requests(), again, ran(tuple(requests()), "mtp", False))
 
 
 @pytest.mark.parametrize("part", ["cache", "drafter"])
@@ -153,7 +165,7 @@ def test_one_poisoned_entry_is_noticed(monkeypatch, part):
     bad = ran.__wrapped__(tuple(requests()), "mtp", True)
     assert poisoned
     with pytest.raises(AssertionError, match="was delivered with other values"):
-        assert_same_bits(requests(), bad, ran(tuple(requests()), "mtp", False))
+        assert_same(requests(), bad, ran(tuple(requests()), "mtp", False))
 
 
 def test_a_preempted_request_finds_its_prompt_again():
