@@ -54,10 +54,16 @@ def of_rows(
     return logits, given, positions, row_ids
 
 
-def bonus_of(bonus_token_ids: AnyArray | None, batch: int) -> jax.Array | None:
+def bonus_of(bonus_token_ids: AnyArray | None, row_ids: jax.Array | None) -> jax.Array | None:
     """The given bonus tokens [B], if there are any."""
     if bonus_token_ids is None:
         return None
+    if row_ids is None:
+        raise ValueError(
+            "bonus_token_ids go with row_ids alone: a slot of logits [B, S, V] has a row for its "
+            "bonus token, which is drawn from it"
+        )
+    batch = row_ids.shape[0]
     found = _integers("bonus_token_ids", bonus_token_ids, jnp.int32)
     if found.shape != (batch,):
         raise ValueError(f"bonus_token_ids {found.shape}: give one token a slot, [B] = {(batch,)}")

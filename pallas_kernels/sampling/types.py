@@ -101,7 +101,7 @@ class Verified(NamedTuple):
     """The emitted tokens: the accepted drafts, then the recovered or the bonus token."""
 
     token_ids: Int32[Array, "B S"]  # from num_tokens on: -1
-    num_tokens: Int32[Array, " B"]  # from 1 to the number of drafts + 1
+    num_tokens: Int32[Array, " B"]  # from 1 to the number of drafts + 1; 0 of a slot without a row
     cut: Truncation | None = None  # of the rows' p [B, S], which processed logprobs are of
     read: RowsRead | None = None  # with `k`: what `emitted_logprobs` needs
 
@@ -119,13 +119,6 @@ class Batch(NamedTuple):
     def shape_of(self, rows: jax.Array) -> tuple[int, ...]:
         """How results of the N rows are given: [B, S], or [N] where these are flat."""
         return self.positions.shape if self.row_ids is None else (rows.shape[0],)
-
-    @property
-    def has_row(self) -> Bool[Array, "B S"]:
-        """Which rows there are."""
-        if self.row_ids is None:
-            return jnp.ones(self.positions.shape, bool)
-        return self.row_ids >= 0
 
     @property
     def rows(self) -> Int32[Array, "B S"]:
@@ -157,12 +150,8 @@ class Batch(NamedTuple):
         )
         return each
 
-    def with_rows(
-        self, row_ids: jax.Array | None, bonus: jax.Array | None, num_rows: int
-    ) -> "Batch":
+    def with_rows(self, row_ids: jax.Array, bonus: jax.Array | None, num_rows: int) -> "Batch":
         """The same slots, with rows among `num_rows` flat ones."""
-        if row_ids is None:
-            return self._replace(bonus_token_ids=bonus)
         row_ids = jnp.where((row_ids >= 0) & (row_ids < num_rows), row_ids, -1)
         proposed = self.proposed & (row_ids[:, :-1] >= 0)
         return self._replace(proposed=proposed, row_ids=row_ids, bonus_token_ids=bonus)

@@ -86,7 +86,8 @@ def verify(
         is copied. Outside [0, N): the slot has no such row, its draft is not accepted, and
         nothing is emitted there. A row belongs to one slot and position at most; others are
         padding, and hold anything. `row_ids_of` makes them from the slots' numbers of rows.
-      bonus_token_ids: the token after a slot's last draft, where the slot has no row for it.
+      bonus_token_ids: with row_ids, the token after a slot's last draft, where the slot has no row
+        for it.
       accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
       k: static; with it, the read that verifies leaves what the logprobs of any token need, with so
         many top columns: give it to `emitted_logprobs`. It then reads for every row what only the
@@ -98,9 +99,8 @@ def verify(
         they are whole here. On the same logits, the emitted tokens are those of one device.
       vocab_size: V, where columns of padding follow.
       allowed, bias_token_ids, bias: changes of each row's logits, [B, S, ...] or [N, ...] as the
-        logits, as `topk_logprobs` has them. All
-        is decided by the changed logits; with `k`, a second read leaves in `Verified.read` the
-        logits' own values.
+        logits, as `topk_logprobs` has them. All is decided by the changed logits; with `k`, a
+        second read leaves in `Verified.read` the logits' own values.
 
     Returns:
       The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
@@ -132,7 +132,7 @@ def verify(
                 "[B, S - 1, V] with logits [B, S, V], and that or flat rows of V with flat logits"
             )
     drafts = drafts._replace(report=None)
-    bonus = door.bonus_of(bonus_token_ids, batch)
+    bonus = door.bonus_of(bonus_token_ids, row_ids)
 
     def on_shard(shard: VocabShard, split: Any, whole: Any) -> Verified:
         (logits, probs), (drafts, rows_of_q, sampling, positions, row_ids, bonus, changes) = (
@@ -153,7 +153,7 @@ def verify(
         mask, ids, numbers = changes
         changes = check_changes(mask, ids, numbers, logits.shape[0], vocab_size)
         batch = _batch_of(drafts, sampling, positions, vocab_size)
-        if row_ids is not None or bonus is not None:
+        if row_ids is not None:
             batch = batch.with_rows(row_ids, bonus, logits.shape[0])
         own = answers.changes_of(changes, shard, logits.shape[1])
         return _verify(shard, logits, own, batch, accept, k)
@@ -479,7 +479,7 @@ def _emit(batch: Batch, accepted: Bool[Array, "B D"], next_ids: Int32[Array, "B 
         missing = jnp.full_like(a, -1)
         if batch.bonus_token_ids is not None:
             missing = jnp.where(a == batch.drafts.num, batch.bonus_token_ids, -1)
-        next_ids = jnp.where(batch.has_row, next_ids, missing[:, None])
+        next_ids = jnp.where(batch.row_ids >= 0, next_ids, missing[:, None])
         (last,) = at_place(a, next_ids)
         num = (last >= 0).astype(jnp.int32)
     index = jnp.arange(next_ids.shape[1], dtype=jnp.int32)[None, :]

@@ -146,3 +146,9 @@ def test_what_does_not_go_together_is_refused(given, complaint):
         shape_checks.as_users_run(verify)(
             flat, drafts, sampling, jnp.zeros(B, jnp.int32), **{"row_ids": row_ids, **given}
         )
+
+
+def test_bonus_tokens_of_rows_that_there_are_would_be_forgotten():
+    logits, _, _, drafts, sampling = batch()
+    with pytest.raises(ValueError, match="bonus_token_ids go with row_ids alone"):
+        verify(jnp.asarray(logits), drafts, sampling, jnp.arange(B), bonus_token_ids=jnp.arange(B))
