@@ -99,7 +99,7 @@ def test_the_rows_of_accepted_drafts_are_theirs(data):
 # Its test modules are imported while ours is in place. The devices are for its tests of meshes.
 RUN = """
 import sys, pytest
-from tests.peers import stand_ins
+from bench.peers import stand_ins
 from tpu_inference.spec_decode.jax import utils
 from jax_specdec.adapters import tpu_inference
 with tpu_inference.install() as names:

@@ -1,9 +1,10 @@
 """What the peers import and a CPU, or an installation without dependencies, lacks.
 
-A plugin of pytest (`-p tests.peers.stand_ins`): it comes before the tests' own imports, and stands
-in for what the one peer of the environment needs.
+It comes before a peer's imports, in tests as a plugin of pytest (`-p bench.peers.stand_ins`), and
+stands in for what the one peer of the environment needs.
 """
 
+import importlib
 import importlib.util
 import sys
 import types
@@ -60,9 +61,8 @@ if package("tpu_inference"):
     module("tpu_inference.models.common.compiler_options", **options)
     module("tpu_inference.runner.input_batch", InputBatch=object)
 if importlib.util.find_spec("maxtext"):
-    import maxtext.models.models
-    import maxtext.utils  # noqa: F401
-
+    importlib.import_module("maxtext.models.models")
+    importlib.import_module("maxtext.utils")
     # What the script of the teacher imports and this lane does not call.
     module("tensorflow")
     module("array_record.python.array_record_module")
