@@ -86,7 +86,7 @@ class SendQueue:
         """
         with self._ready:
             reader = self._reader
-        last = 0.0
+        last = time.monotonic() - pause  # the first part does not wait
         while True:
             with self._ready:
                 while not (self._updates or self._error or self._closed):
