@@ -43,6 +43,12 @@ class LogprobsTensors(NamedTuple):
     cu_num_generated_tokens: Any = None
 
 
+def device_array(mesh: Any, x: Any, sharding: Any = None) -> Any:
+    """tpu-inference's, of one process."""
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None))
+    return jax.device_put(x, sharding or whole)
+
+
 package("tunix")
 if package("tpu_inference"):
     import logging
@@ -55,7 +61,7 @@ if package("tpu_inference"):
     for path in ("layers", "layers.common", "layers.jax", "layers.jax.sample", "runner"):
         package(f"tpu_inference.{path}")
     module("tpu_inference.logger", init_logger=logging.getLogger)
-    module("tpu_inference.utils", device_array=lambda mesh, x, sharding=None: jax.device_put(x))
+    module("tpu_inference.utils", device_array=device_array)
     # Options that only a TPU's compiler knows.
     options = {"get_sampling_compiler_options": lambda: None}
     module("tpu_inference.models.common.compiler_options", **options)

@@ -15,8 +15,23 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_specdec.adapters.replacing import replaced
+from jax_specdec.adapters.tpu_inference_sampling import (
+    RejectionSampler,
+    process_and_extend_logits,
+    sample,
+)
 from jax_specdec.adapters.versions import check_version
 from pallas_kernels import topk_logprobs
+
+__all__ = [
+    "install",
+    "compute_and_gather_logprobs",
+    "compute_and_gather_prompt_logprobs",
+    "filter_speculative_logprobs",
+    "process_and_extend_logits",
+    "RejectionSampler",
+    "sample",
+]
 
 
 @contextmanager
@@ -32,10 +47,13 @@ def install() -> Iterator[tuple[str, ...]]:
     check_version("tpu-inference")
     sampling = "tpu_inference.layers.jax.sample.sampling"
     names = ("compute_and_gather_logprobs", "compute_and_gather_prompt_logprobs")
-    new = {f"{sampling}:{name}": globals()[name] for name in names}
-    new["tpu_inference.spec_decode.jax.utils:filter_speculative_logprobs"] = (
-        filter_speculative_logprobs
-    )
+    new: dict[str, Any] = {f"{sampling}:{name}": globals()[name] for name in (*names, "sample")}
+    speculative = "tpu_inference.spec_decode.jax.utils"
+    for name in ("filter_speculative_logprobs", "process_and_extend_logits"):
+        new[f"{speculative}:{name}"] = globals()[name]
+    # The method, so that samplers that there are already have it too.
+    rejection = "tpu_inference.layers.jax.sample.rejection_sampler:RejectionSampler.forward"
+    new[rejection] = RejectionSampler.forward
     with replaced("tpu_inference", new) as found:
         yield found
 

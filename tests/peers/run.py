@@ -25,9 +25,9 @@ def check(peer: str, python: str) -> bool:
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": " ".join([*given, "--xla_force_host_platform_device_count=4"]),
     }
-    file = ROOT / "tests" / "peers" / f"check_{peer}.py"
+    files = sorted((ROOT / "tests" / "peers").glob(f"check_{peer}*.py"))
     done = subprocess.run(
-        [python, "-m", "pytest", *options, file], env=os.environ | settings, cwd=ROOT, check=False
+        [python, "-m", "pytest", *options, *files], env=os.environ | settings, cwd=ROOT, check=False
     )
     return done.returncode == 0
 
