@@ -45,7 +45,8 @@ class LogprobsTensors(NamedTuple):
 
 def device_array(mesh: Any, x: Any, sharding: Any = None) -> Any:
     """tpu-inference's, of one process."""
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None))
+    nowhere = jax.sharding.PartitionSpec(None)  # type: ignore[no-untyped-call]
+    whole = jax.sharding.NamedSharding(mesh, nowhere)
     return jax.device_put(x, sharding or whole)
 
 
