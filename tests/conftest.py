@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 from importlib import metadata
 
 from tests.support import compilation_cache
@@ -11,6 +12,15 @@ from tests.support.paths import ROOT
 from tests.support.resources import memory
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported
+
+# Tests start dozens of processes. Where Python may write no bytecode next to sources, each of them
+# would compile all of jax again, for seconds: it is written into the tests' own folder.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ.setdefault(
+        "PYTHONPYCACHEPREFIX", str(ROOT / ".pytest_cache" / "bytecode")
+    )
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Worker processes and tests compile the same programs: once is enough. CI begins without any, so
 # that its verdict does not depend on an earlier run.
