@@ -24,7 +24,7 @@ from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import WIDTH, Drawn, GroupSums, RowsToDraw, keeps
 from pallas_kernels.backends.xla.group_sums import sums_of_groups
 from pallas_kernels.contract.changes import apply, of_rows
-from pallas_kernels.lowering.forms import at_place, vary_like
+from pallas_kernels.lowering.forms import at_place, barrier, vary_like
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from pallas_kernels.sampling.parameters import Sampling, Truncation, compacted, truncates
@@ -205,7 +205,7 @@ def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Group
         some, place = lax.top_k(left, count)
         left = jnp.where(left < some[:, -1:], left, 0)
         rows = jnp.broadcast_to(drawing.rows[:, None], place.shape).reshape(-1)
-        x, ids = logits.tokens(rows, (place + logits.first).reshape(-1))
+        x, ids = logits.pin_to_iteration(left).tokens(rows, (place + logits.first).reshape(-1))
         x, ids = (part.reshape(batch, count, -1) for part in (x, ids))
         cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
         x = jnp.where(cut.keeps(x, ids), x, -jnp.inf)
@@ -270,13 +270,15 @@ def draw_from_residual(
     def one(index: jax.Array, drawn: Drawn) -> Drawn:
         at = lax.dynamic_slice_in_dim(order, index, 1)
         own: Drawing = jax.tree.map(lambda x: x[at], drawing)
-        x = lax.dynamic_slice_in_dim(logits.logits, own.rows[0], 1)
+        # As values of this trip: else XLA would make all of them float32 before the loop.
+        every_x, every_q, _ = barrier((logits.logits, probs, index))
+        x = lax.dynamic_slice_in_dim(every_x, own.rows[0], 1)
         x = apply(x, of_rows(logits.changes, own.rows)).astype(jnp.float32)
         kept = keeps(x, ids, own.cut.cut_logit[:, None], own.cut.cut_id[:, None])
         log_mass = (own.log_total + own.cut.log_kept)[:, None]
         log_p = scaled(x, own.largest[:, None], own.inverse[:, None]) - log_mass
         p = jnp.where(kept, exponential(jnp.minimum(log_p, 0.0)), 0.0)
-        q = lax.dynamic_slice_in_dim(probs, row_of_q[at[0]], 1).astype(jnp.float32)
+        q = lax.dynamic_slice_in_dim(every_q, row_of_q[at[0]], 1).astype(jnp.float32)
         left = jnp.maximum(p - jnp.where(q > 0, q, 0.0), 0.0)
         noise = gumbel(Source(own.source.seed, own.source.position), RECOVER, ids)
         score, token_id = best(jnp.where(left > 0, log_of(left) + noise, -jnp.inf), ids)

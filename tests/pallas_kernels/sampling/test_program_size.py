@@ -1,9 +1,13 @@
 """How long a verification's program is: what every user waits for before the first step."""
 
-import jax
-import pytest
+import re
 
-from pallas_kernels.sampling import CompactQ, Drafts, Sampling, verify
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from pallas_kernels.sampling import CompactQ, DenseQ, Drafts, Sampling, verify
 from tests.support import quick_compile
 
 pytestmark = pytest.mark.slow
@@ -13,20 +17,37 @@ pytestmark = pytest.mark.slow
 CASES = [(4, 32_000, 8, 11_000), (64, 151_936, None, 11_650)]
 
 
+def array(slots, shape, dtype="int32"):
+    return jax.ShapeDtypeStruct((slots, *shape), dtype)
+
+
+def optimized(call, slots, vocabulary, q, dtype, options=None):
+    """The optimized HLO of a verification of four drafts, and their sampling."""
+    drafts = Drafts(array(slots, (4,)), array(slots, ()), q)
+    floats, integers = array(slots, (), "float32"), array(slots, ())
+    sampling = Sampling(floats, integers, floats, floats, array(slots, (), "uint32"))
+    logits = array(slots, (5, vocabulary), dtype)
+    return jax.jit(call).lower(logits, drafts, sampling, integers).compile(options).as_text()
+
+
 def instructions(call, slots, vocabulary, q):
-    """How many instructions XLA makes of a verification of four drafts."""
-
-    def array(shape, dtype="int32"):
-        return jax.ShapeDtypeStruct((slots, *shape), dtype)
-
-    ratios = None if q is None else CompactQ(array((4, q)), array((4, q), "float32"))
-    drafts = Drafts(array((4,)), array(()), ratios)
-    floats, integers = array((), "float32"), array(())
-    sampling = Sampling(floats, integers, floats, floats, array((), "uint32"))
-    logits = array((5, vocabulary), "float32")
-    lowered = jax.jit(call).lower(logits, drafts, sampling, integers)
-    text = lowered.compile(quick_compile.UNOPTIMIZED).as_text()
+    """How many instructions XLA makes of a verification."""
+    tokens = None
+    if q is not None:
+        tokens = CompactQ(array(slots, (4, q)), array(slots, (4, q), "float32"))
+    text = optimized(call, slots, vocabulary, tokens, "float32", quick_compile.UNOPTIMIZED)
     return sum(" = " in line for line in text.splitlines())
+
+
+def widened(call):
+    """The kernels that write all logits, or all of q, as float32."""
+    slots, vocabulary = 13, 151_936
+    text = optimized(
+        call, slots, vocabulary, DenseQ(array(slots, (4, vocabulary), "bfloat16")), "bfloat16"
+    )
+    every = rf"= f32\[(65|52|13,5|13,4),{vocabulary}\]\S* (fusion|convert|copy)\("
+    fused = re.compile(r"^%?fused_computation.*?^}", re.DOTALL | re.MULTILINE)
+    return re.findall(every, fused.sub("", text))
 
 
 @pytest.mark.parametrize(("slots", "vocabulary", "q", "most"), CASES)
@@ -43,3 +64,22 @@ def test_what_is_in_the_program_twice_would_be_seen():
 
     slots, vocabulary, q, most = CASES[0]
     assert instructions(twice, slots, vocabulary, q) > most
+
+
+def test_a_verification_of_bfloat16_makes_no_float32_copy():
+    """XLA's CPU compiler takes the widening of what a loop slices out of the loop."""
+    assert not widened(verify)
+
+
+def test_a_copy_would_be_seen():
+    """A negative control."""
+
+    def with_loop(logits, drafts, sampling, positions):
+        def step(i, total):
+            return total + lax.dynamic_slice_in_dim(logits, i, 1).astype(jnp.float32).sum()
+
+        return lax.fori_loop(0, positions[0], step, jnp.float32(0)), verify(
+            logits, drafts, sampling, positions
+        )
+
+    assert widened(with_loop)
