@@ -9,7 +9,6 @@ import importlib.util
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +24,9 @@ SUITES = {
 }
 MORE = {
     "sampling": "verification and drawing of sampled rows, against their logprobs alone",
-    "linear": "logprobs from hidden states and a head, against logits first (minutes)",
-    "ray": "requests through an actor of a Ray cluster, against an engine here (a minute)",
+    "peers": "functions of trainers and engines that run on JAX, against the adapters' (minutes)",
 }
-MODULES = {"end-to-end": "loop.suite", "ring": "ring.suite"}
-# A package that the suite needs, and its extra.
-NEEDS = {"ray": ("ray", "ray")}
+MODULES = {"end-to-end": "loop.suite", "peers": "peers.suite", "ring": "ring.suite"}
 PARTS = {"rows": "rows", "vocabulary": "tokens"}  # of the suite "sampling"
 
 
@@ -59,7 +55,7 @@ def run(given: list[str]) -> int:
     """Measure the suites named in `given`, print their tables, write what was asked for."""
     options = _parsed(given)
     suites = list(dict.fromkeys(options.suites or SUITES))
-    _check(suites, options.json, options.plot)
+    _check(options.json, options.plot)
     machine = files.environment()  # before the benchmarks load the machine
     comparisons: list[Comparison] = []
     for name in suites:
@@ -113,15 +109,13 @@ def _parts(options: argparse.Namespace) -> dict[str, list[int]]:
     return {name: found for name in PARTS if (found := getattr(options, name))}
 
 
-def _check(suites: Sequence[str], file: Path | None, plots: Path | None) -> None:
+def _check(file: Path | None, plots: Path | None) -> None:
     """Raises ResultsError where a package is missing or the results could not be written.
 
     A run takes minutes, so what would fail at its end fails at its beginning.
     """
-    needed = [NEEDS[name] for name in suites if name in NEEDS]
-    for package, extra in [*needed, *([("matplotlib", "bench")] if plots else [])]:
-        if importlib.util.find_spec(package) is None:
-            raise ResultsError(f"{package} is not installed: pip install -e '.[{extra}]'")
+    if plots and importlib.util.find_spec("matplotlib") is None:
+        raise ResultsError("matplotlib is not installed: pip install -e '.[bench]'")
     for folder in [*([file.parent] if file else []), *([plots] if plots else [])]:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -11,16 +11,30 @@ known from this: nothing runs, and on a GPU XLA tries several kernels for each p
 import argparse
 import re
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from bench.linear import SHARE, Shape
 from pallas_kernels import linear_topk_logprobs
 from pallas_kernels.testing import compile_target
 
 ROWS = 1040  # of no other axis
+SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows N, hidden size H, vocabulary V, top K; the dtype of hidden, head and logits."""
+
+    rows: int
+    hidden: int
+    vocabulary: int
+    k: int
+    dtype: str
+
+
 SHAPES = tuple(
     Shape(ROWS, hidden, 151_936, k, dtype)
     for hidden in (1024, 4096)

@@ -16,7 +16,9 @@ PEERS = frozenset({
     "K = 20, fixed-size message", "K = 20, multiprocessing.Queue", "K = 20, ZeroMQ",
     "K = 20, lists a token", "K = 20, objects in dicts", "K = 20, the usual way",
     "tokenizers, decode_batch", "tokenizers, decode each", "numpy", "numpy and jax",
+    "tunix", "MaxText", "sglang-jax", "tpu-inference",
 })  # fmt: skip
+MEMORY, HOST = "MB of temporaries and results", "KB to the host"  # names of figures
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 

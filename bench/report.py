@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from bench.comparison import PEERS, Comparison, Timing
+from bench.comparison import HOST, MEMORY, PEERS, Comparison, Timing
 from bench.files import Results, read_json
 from bench.timing import readable
 
@@ -21,7 +21,8 @@ measures is in `bench/README.md`. Compare ratios within a line, never times acro
 of other machines and days.
 
 The time is the median of the rounds, with the middle half of them and, for messages, the slowest
-hundredth. A ratio is a contender's time over ours: 2x takes twice our time.
+hundredth. A ratio is a contender's time over ours: 2x takes twice our time. Beside the trainers and
+engines of `peers`, MB are the temporaries and results of the compiled program.
 """
 
 
@@ -61,11 +62,26 @@ def page(results: Iterable[Results]) -> str:
 
 def _rows(title: str, comparison: Comparison, number: int) -> Iterator[str]:
     """A line for each of our contenders, or for the first if all are others'."""
+    if "NOT RUN" in comparison.notes:
+        yield f"| {title} | NOT RUN | {comparison.notes['NOT RUN']} | | {number} |"
     ours = [one for one in comparison.timings if one.name not in PEERS]
     others = [one for one in comparison.timings if one.name in PEERS]
+    figures = comparison.figures
     for mine in ours or comparison.timings[:1]:
-        ratios = [f"{one.name} {one.median / mine.median:.3g}x" for one in others if one != mine]
-        yield f"| {title} | {mine.name} | {_time(mine)} | {', '.join(ratios)} | {number} |"
+        ratios = [
+            f"{one.name} {one.median / mine.median:.3g}x"
+            + _more(", {:.3g} MB", figures.get(one.name, {}).get(MEMORY))
+            for one in others
+            if one != mine
+        ]
+        own = figures.get(mine.name, {})
+        time = _time(mine) + _more(", {:.3g} MB", own.get(MEMORY))
+        time += _more(", {:.3g} KB to the host", own.get(HOST))
+        yield f"| {title} | {mine.name} | {time} | {', '.join(ratios)} | {number} |"
+
+
+def _more(text: str, figure: float | None) -> str:
+    return "" if figure is None else text.format(figure)
 
 
 def _time(one: Timing) -> str:
@@ -76,10 +92,14 @@ def _time(one: Timing) -> str:
 def _source(results: Results) -> str:
     machine = results.environment
     versions = machine.get("versions", {})
+    # What ran in environments of its own, and by which clock.
+    settings = [one.settings for one in results.comparisons if "with" in one.settings]
+    own = dict.fromkeys(one[name] for name in ("clock", "with") for one in settings)
     return (
         f"`{results.path.name}`: {results.date[:10]}, {machine['cpus']} cores of "
         f"{machine.get('processor', 'an unknown processor')}, Python {machine.get('python')}, "
         f"jax {versions.get('jax')}, `{machine.get('command')}`"
+        + (f" ({'; '.join(own)})" if own else "")
     )
 
 

@@ -39,6 +39,7 @@ def compare(
     min_seconds: float = 0.02,
     budget: float | None = None,
     settings: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> Comparison:
     """Time `contenders` (each call must finish its own work, device work included).
 
@@ -52,11 +53,13 @@ def compare(
       budget: seconds; a contender whose calls have taken so long sits out further rounds, but for
         `LEAST_ROUNDS`. None: each takes part in all rounds.
       settings: what was measured, for the JSON.
+      clock: seconds; None: `time.perf_counter`.
 
     Raises:
       BenchError: a contender's result differs from the baseline's.
     """
-    repeats, once = _checked(title, contenders, check, min_seconds)
+    clock = clock or time.perf_counter
+    repeats, once = _checked(title, contenders, check, min_seconds, clock)
     names = list(contenders)
     # Where calls are dear, the one that told how often to repeat it counts as well.
     kept = [name for name in names if budget is not None and repeats[name] == 1]
@@ -67,10 +70,10 @@ def compare(
             call, count, taken = contenders[name], repeats[name], samples[name]
             spent = budget is not None and count * sum(taken) >= budget
             if len(taken) < rounds and not (spent and len(taken) >= LEAST_ROUNDS):
-                begin = time.perf_counter()
+                begin = clock()
                 for _ in range(count):
                     call()
-                taken.append((time.perf_counter() - begin) / count)
+                taken.append((clock() - begin) / count)
     return from_samples(title, samples, settings=settings)
 
 
@@ -79,6 +82,7 @@ def _checked(
     contenders: Mapping[str, Call],
     check: Callable[[str, Any, Any], None] | None,
     min_seconds: float,
+    clock: Callable[[], float],
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Compare all results; how often each contender is called in a round, and one call's time."""
     baseline = next(iter(contenders))
@@ -92,9 +96,9 @@ def _checked(
                 check(name, expected, actual)
             except AssertionError as error:
                 raise BenchError(f"{title}: {name} differs from {baseline}: {error}") from error
-        begin = time.perf_counter()
+        begin = clock()
         call()
-        times[name] = max(time.perf_counter() - begin, 1e-7)
+        times[name] = max(clock() - begin, 1e-7)
         repeats[name] = max(1, round(min_seconds / times[name]))
     return repeats, times
 
@@ -122,7 +126,8 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
         for name in ("p50", "p99") if any(t.percentiles for t in one.timings) else ():
             columns[name] = [readable(t.percentiles[name]) if t.percentiles else ""
                              for t in one.timings]  # fmt: skip
-        columns[f"time over {one.names[0]}"] = [f"{t.ratio:.2f}x" for t in one.timings]
+        for name in one.names[:1]:
+            columns[f"time over {name}"] = [f"{t.ratio:.2f}x" for t in one.timings]
         _print(console, one.title, columns)
         rows = one.figures.values()
         keys = dict.fromkeys(key for row in rows for key in row if not key.startswith(PART))

@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_specdec.adapters.replacing import replaced
 from jax_specdec.adapters.versions import check_version
-from pallas_kernels import TopkLogprobs, topk_logprobs
+from pallas_kernels import topk_logprobs
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def add_logprobs(logits_output: Any, sampling_metadata: Any, token_ids: jax.Arra
     extra = np.full((logits.shape[0], max(map(len, named), default=0)), -1, np.int32)
     for row, ids in zip(extra, named, strict=False):  # rows of padding follow
         row[: len(ids)] = ids
-    found = _read(
+    own, *others = _read(
         logits,
         token_ids,
         sampling_metadata.linear_penalty if sampling_metadata.do_penalties else None,
@@ -77,10 +77,8 @@ def add_logprobs(logits_output: Any, sampling_metadata: Any, token_ids: jax.Arra
         extra,
         max(counts, default=0),
     )
-    logits_output.next_token_logprobs = found.logprobs[:, 0]
-    top_ids, top, of_named = jax.device_get(
-        (found.token_ids[:, 1:], found.logprobs[:, 1:], found.extra_logprobs)
-    )
+    logits_output.next_token_logprobs = own
+    top_ids, top, of_named = jax.device_get(others)
     if any(counts):
         logits_output.next_token_top_logprobs_val = _cut(top, counts)
         logits_output.next_token_top_logprobs_idx = _cut(top_ids, counts)
@@ -98,14 +96,22 @@ def _read(
     is_all_greedy: jax.Array,
     extra: jax.Array,
     k: int,
-) -> TopkLogprobs:
-    """One read of the logits, after penalties."""
+) -> tuple[jax.Array, ...]:
+    """Logprobs [B] of the tokens, top ids and logprobs [B, K], and logprobs of `extra`, [B, C]."""
     if penalty is not None:
         logits = logits + penalty.astype(logits.dtype)
     temperatures = jnp.where(is_all_greedy, 1.0, temperatures.reshape(-1).astype(jnp.float32))
-    return topk_logprobs(
-        logits, token_ids.astype(jnp.int32), k, temperatures=temperatures, extra_token_ids=extra
-    )
+    token_ids = token_ids.astype(jnp.int32)
+    if k == 0:  # without a rank, this is less than a read that counts
+        x, each = logits.astype(jnp.float32), temperatures[:, None]
+        most = x.max(axis=1, keepdims=True)
+        total = jnp.exp((x - most) * (1 / each)).sum(axis=1, keepdims=True)
+        named = jnp.take_along_axis(x, jnp.concatenate([token_ids[:, None], extra], 1), 1)
+        logprobs = (named - most) / each - jnp.log(total)
+        return logprobs[:, 0], extra[:, :0], logprobs[:, :0], logprobs[:, 1:]
+    found = topk_logprobs(logits, token_ids, k, temperatures=temperatures, extra_token_ids=extra)
+    logprobs = found.logprobs
+    return logprobs[:, 0], found.token_ids[:, 1:], logprobs[:, 1:], found.extra_logprobs
 
 
 def _cut(table: np.ndarray, counts: list[int]) -> list[list[Any]]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec.adapters.replacing import replaced
-from jax_specdec.adapters.tunix_heads import linear_logprobs, without_head, wrapped
+from jax_specdec.adapters.tunix_heads import linear_logprobs, without_head
 from jax_specdec.adapters.versions import check_version
 from pallas_kernels import topk_logprobs
 
@@ -36,7 +36,6 @@ def install(*, without_logits: bool = False) -> Iterator[tuple[str, ...]]:
     """
     check_version("google-tunix")
     new: dict[str, Any] = {
-        "tunix.rl.common:selective_log_softmax": selective_log_softmax,
         "tunix.rl.algo_core:compute_entropy_from_logits": compute_entropy_from_logits,
     }
     if without_logits:
@@ -54,27 +53,36 @@ def install(*, without_logits: bool = False) -> Iterator[tuple[str, ...]]:
         yield names
 
 
-def selective_log_softmax(logits: jax.Array, input_ids: jax.Array) -> jax.Array:
-    """Logprobs of the given ids, without a float32 copy of the logits.
-
-    Args:
-      logits: [..., V] bfloat16, float16 or float32.
-      input_ids: [...] of any integer type; as `take_along_axis` has it, -V to -1 count from the
-        end (padding of -1 gets the last token's logprob), and ids further out get NaN.
-
-    Returns:
-      [...] float32.
-    """
-    rows, ids = _rows(logits), wrapped(input_ids.reshape(-1), logits.shape[-1])
-    return topk_logprobs(rows, ids, 0).logprobs[:, 0].reshape(input_ids.shape)
-
-
 def compute_entropy_from_logits(logits: jax.Array) -> jax.Array:
     """Entropies of logits [..., V]: [...] of their dtype. A token of -inf adds nothing."""
-    rows = _rows(logits)
-    found = topk_logprobs(rows, jnp.zeros(rows.shape[0], jnp.int32), 0, entropy=True).entropy
-    assert found is not None
-    return found.reshape(logits.shape[:-1]).astype(logits.dtype)
+    rows = logits.reshape(-1, logits.shape[-1])
+    return _entropies(rows).reshape(logits.shape[:-1]).astype(logits.dtype)
+
+
+@jax.custom_vjp
+def _entropies(rows: jax.Array) -> jax.Array:
+    """[N] float32 of logits [N, V]. The backward pass reads them once, and keeps no table."""
+    return _read(rows)[0]
+
+
+def _read(rows: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    ids = jnp.zeros(rows.shape[0], jnp.int32)
+    found = topk_logprobs(rows, ids, 0, entropy=True, log_sum_exp=True)
+    assert found.entropy is not None
+    assert found.log_sum_exp is not None
+    return found.entropy, (rows, found.entropy, found.log_sum_exp)
+
+
+def _pulled(kept: tuple[jax.Array, jax.Array, jax.Array], change: jax.Array) -> tuple[jax.Array]:
+    """-p (log p + entropy) of each token, 0 in a row without an entropy."""
+    rows, entropy, total = kept
+    logprobs = rows.astype(jnp.float32) - total[:, None]
+    of_token = jnp.maximum(logprobs, jnp.float32(-1e30)) + entropy[:, None]
+    found = -jnp.exp(logprobs) * of_token * change[:, None]
+    return (jnp.where(jnp.isnan(entropy)[:, None], 0, found).astype(rows.dtype),)
+
+
+_entropies.defvjp(_read, _pulled)
 
 
 @partial(
@@ -133,8 +141,3 @@ def compute_per_token_logps(
         1.0,
     )
     return found
-
-
-def _rows(logits: jax.Array) -> jax.Array:
-    """[N, V]."""
-    return logits.reshape(-1, logits.shape[-1])

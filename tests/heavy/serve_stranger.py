@@ -41,7 +41,7 @@ from tests.support.served_process import served
 
 KEY = "the key that the stranger has not"
 # A program of the benchmarks: a worker without a model, all of whose slots emit in every step.
-EMITTER = (sys.executable, "-m", "jax_specdec.child", "bench.ray_worker")
+EMITTER = (sys.executable, "-m", "jax_specdec.child", "tests.support.emitting_worker")
 TOKENS = 2  # of a slot and step, there
 PACE = "BENCH_RAY_PACE"  # microseconds of a step, there
 ROUNDS = "SERVE_STRANGER_ROUNDS"  # a file for the longest round of the event loop, in ms

@@ -33,7 +33,7 @@ NODE = {
 }
 
 # A program of the benchmarks: a worker without a model, all of whose slots emit in every step.
-EMITTER = (*WORKER[:-1], "bench.ray_worker")
+EMITTER = (*WORKER[:-1], "tests.support.emitting_worker")
 TOKENS = 2  # of a slot and step, there
 PACE = "BENCH_RAY_PACE"  # microseconds of a step, there
 

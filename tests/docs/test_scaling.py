@@ -1,10 +1,9 @@
-"""The formulas of bench.scaling against compiled programs, and the page's tables against them."""
+"""The formulas of `tests.support.scaling` against compiled programs, and the page against them."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from bench import scaling
 from jax_specdec.device.model import sharding
 from pallas_kernels import topk_logprobs
 from pallas_kernels.backends import groups
@@ -13,7 +12,7 @@ from pallas_kernels.sampling import drafts as drawing
 from pallas_kernels.sampling.drafts import draw, none_drawn
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.verification import verify
-from tests.support import quick_compile
+from tests.support import quick_compile, scaling
 from tests.support.collectives import bytes_of_a_run, of_a_run
 from tests.support.paths import ROOT
 from tests.support.shards import mesh_of

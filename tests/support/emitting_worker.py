@@ -1,7 +1,7 @@
-"""A worker without a model for `python -m bench ray`: all slots emit in every step.
+"""A worker without a model: all slots emit in every step.
 
-`python -m jax_specdec.child bench.ray_worker` is born and commanded as the real worker. A message
-is made again where slots have changed, and otherwise the last one with another step's tokens in it.
+`python -m jax_specdec.child tests.support.emitting_worker` is commanded as the real one is.
+A message is made again where slots have changed, otherwise the last one with another step's tokens.
 `BENCH_RAY_PACE` has the microseconds of a step; 0: as fast as the reader takes them.
 """
 

@@ -1,4 +1,4 @@
-"""Bytes that a step of tensor-parallel decoding moves: `python -m bench.scaling`.
+"""Bytes that a step of tensor-parallel decoding moves: `python -m tests.support.scaling`.
 
 These are formulas. A test holds them against the collectives of compiled programs at small sizes.
 Axes: N devices that share a model, B slots, D drafts, S = D + 1 positions, R = B * S rows, V

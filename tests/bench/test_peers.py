@@ -1,0 +1,126 @@
+"""The peers beside the adapters: what is refused, what is left out, what limits may miss."""
+
+import subprocess
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import report, timing
+from bench.comparison import HOST, MEMORY, Comparison
+from bench.files import Results
+from bench.peers import environments, measure, suite
+from bench.peers.cases import GRID, OF, QUICK, Case
+from bench.timing import BenchError
+from jax_specdec.adapters.versions import TRIED
+from pallas_kernels.testing.shapes import Shape
+
+SHAPE = Shape(2, 300, 0, "float32")
+
+
+def table(x):
+    """The same as `directly`, with a table of x's size that XLA has to keep."""
+    order = jnp.argsort(x, axis=1)
+    return jnp.take_along_axis(x, order, axis=1)[:, -1]
+
+
+def directly(x):
+    return x.max(axis=1)
+
+
+CASE = Case("largest", SHAPE, table, directly, (jnp.arange(600.0).reshape(2, 300),))
+
+
+def measured(case, on_cpu=True):
+    return measure.measured("tunix", case, {"clock": "CPU time"}, on_cpu)
+
+
+def test_every_peer_has_an_environment_of_the_version_that_its_adapter_was_tried_with():
+    assert set(environments.PEERS) == set(OF)
+    for peer, (distribution, *_) in OF.items():
+        assert f"{distribution}=={TRIED[distribution][-1]}" in environments.PEERS[peer][0]
+    assert set(QUICK) < set(GRID)
+
+
+def test_both_are_measured_with_their_memory_and_what_goes_to_the_host():
+    found = measured(replace(CASE, to_host=8000))
+    assert found.names == ("tunix", measure.OURS)
+    assert found.title == "tunix largest R=2 V=300 K=0 float32"
+    theirs, ours = (found.figures[name] for name in found.names)
+    assert theirs[MEMORY] >= 2 * 300 * 4 / 1e6 > ours[MEMORY] >= 8e-6
+    assert theirs[HOST] == ours[HOST] == 8
+
+
+def test_another_result_ends_the_run_before_any_timing(monkeypatch):
+    monkeypatch.setattr(timing, "rotated", None)
+    for wrong in (lambda x: directly(x) + 1, lambda x: directly(x).astype(jnp.int32) + 1):
+        with pytest.raises(BenchError, match="the adapter differs from tunix"):
+            measured(replace(CASE, ours=wrong))
+
+
+def test_a_call_of_minutes_on_a_cpu_is_compiled_and_not_run(monkeypatch):
+    monkeypatch.setattr(measure, "MOST_FLOPS", 0.0)
+    found = measured(CASE)
+    assert found.timings == ()
+    assert "Tflop a call" in found.notes["NOT RUN"]
+    assert found.figures["tunix"][MEMORY] > 0
+    assert measured(CASE, on_cpu=False).timings
+    timing.print_table([found])
+
+
+def test_gradients_are_those_of_the_first_argument():
+    case = replace(
+        CASE, theirs=lambda x, y: (x * x * y).sum(1), ours=lambda x, y: (x * x * y).sum(1)
+    )
+    x, y = np.arange(6.0).reshape(2, 3), np.full((2, 3), 5.0)
+    both = replace(case, arguments=(jnp.asarray(x), jnp.asarray(y))).with_gradient()
+    found, gradient = both.ours(*both.arguments)
+    np.testing.assert_allclose(found, (x * x * y).sum(1))
+    np.testing.assert_allclose(gradient, 2 * x * y * [[0.5], [1.5]])
+    assert both.name == "largest and gradient"
+
+
+@pytest.mark.parametrize(("ours", "megabytes", "verdicts"), [
+    ([1.0, 9.0], 25.0, ["held", "held"]), ([1.1], 26.0, ["MISSED", "MISSED"]),
+])  # fmt: skip
+def test_the_limits_can_be_missed(ours, megabytes, verdicts):
+    found = timing.from_samples("t", {"tunix": [1.0, 2.0], measure.OURS: ours})
+    figures = {"tunix": {MEMORY: 100.0}, measure.OURS: {MEMORY: megabytes}}
+    found = replace(found, figures=figures)
+    many = replace(CASE, shape=Shape(1024, 300, 0, "float32"), trains=True)
+    targets = measure.targets_of(found, "tunix", many)
+    assert [one.verdict for one in targets] == verdicts
+    for few in (replace(many, trains=False), replace(many, shape=SHAPE)):
+        assert len(measure.targets_of(found, "tunix", few)) == 1
+    not_run = replace(found, timings=())
+    assert [one.what for one in measure.targets_of(not_run, "tunix", many)] == ["memory of tunix's"]
+
+
+def test_a_peer_that_cannot_be_installed_is_not_run(monkeypatch):
+    def fails(*_):
+        raise subprocess.CalledProcessError(1, "pip")
+
+    monkeypatch.setattr(suite, "newest", lambda: "python3.13")
+    monkeypatch.setattr(suite, "environment", fails)
+    (found,) = suite.measured("tunix", quick=True)
+    assert "pip" in found.notes["NOT RUN"]
+    monkeypatch.setattr(suite, "newest", lambda: None)
+    assert len(suite.run(quick=True)) == len(OF)
+
+
+def test_the_page_has_their_memory_and_what_was_not_run(tmp_path):
+    found = timing.from_samples(
+        "t",
+        {"tunix": [3.0], measure.OURS: [1.0]},
+        settings={"with": "tunix 0", "clock": "CPU time"},
+    )
+    figures = {"tunix": {MEMORY: 90.0, HOST: 7.0}, measure.OURS: {MEMORY: 10.0, HOST: 7.0}}
+    left = Comparison("u", {}, (), {"NOT RUN": "0.48 Tflop"})
+    machine = {"date": "2026-01-01", "cpus": 2, "command": "bench"}
+    text = report.page([Results(tmp_path, machine, (replace(found, figures=figures), left))])
+    assert (
+        "| t | the adapter | 1 s (1 s to 1 s), 10 MB, 7 KB to the host | tunix 3x, 90 MB |" in text
+    )
+    assert "| u | NOT RUN | 0.48 Tflop | | 1 |" in text
+    assert "`bench` (CPU time; tunix 0)" in text
