@@ -102,13 +102,12 @@ def _read(
         logits = logits + penalty.astype(logits.dtype)
     temperatures = jnp.where(is_all_greedy, 1.0, temperatures.reshape(-1).astype(jnp.float32))
     token_ids = token_ids.astype(jnp.int32)
-    if k == 0:  # without a rank, this is less than a read that counts
+    if k == 0 and not extra.size:  # without a rank, this is less than a read that counts
         x, each = logits.astype(jnp.float32), temperatures[:, None]
         most = x.max(axis=1, keepdims=True)
         total = jnp.exp((x - most) * (1 / each)).sum(axis=1, keepdims=True)
-        named = jnp.take_along_axis(x, jnp.concatenate([token_ids[:, None], extra], 1), 1)
-        logprobs = (named - most) / each - jnp.log(total)
-        return logprobs[:, 0], extra[:, :0], logprobs[:, :0], logprobs[:, 1:]
+        own = (jnp.take_along_axis(x, token_ids[:, None], 1) - most) / each - jnp.log(total)
+        return own[:, 0], extra, own[:, :0], own[:, :0]
     found = topk_logprobs(logits, token_ids, k, temperatures=temperatures, extra_token_ids=extra)
     logprobs = found.logprobs
     return logprobs[:, 0], found.token_ids[:, 1:], logprobs[:, 1:], found.extra_logprobs
