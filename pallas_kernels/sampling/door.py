@@ -25,14 +25,18 @@ def of_rows(
     positions: AnyArray,
     name: str = "logits",
     row_ids: AnyArray | None = None,
+    axes: str = "[B, S]",
 ) -> tuple[jax.Array, Sampling, jax.Array, jax.Array | None]:
-    """Logits [B, S, V] or flat [N, V], the parameters and positions [B], and the row ids [B, S]."""
+    """Logits [B, S, V] or flat [N, V], the parameters and positions [B], and the row ids.
+
+    axes: of the row ids.
+    """
     logits = _logits(name, logits, is_flat=row_ids is not None)
     _check_type("sampling", sampling, Sampling, "a `Sampling`")
     if row_ids is not None:
         row_ids = _integers("row_ids", row_ids, jnp.int32)
-        if row_ids.ndim != 2 or 0 in row_ids.shape:
-            raise ValueError(f"row_ids {row_ids.shape}: give the rows of each slot, [B, S]")
+        if row_ids.ndim != axes.count(",") + 1 or 0 in row_ids.shape:
+            raise ValueError(f"row_ids {row_ids.shape}: give the rows of each slot, {axes}")
     batch = (logits if row_ids is None else row_ids).shape[0]
     given = Sampling(
         temperature=_floats("sampling.temperature", sampling.temperature).astype(jnp.float32),

@@ -4,9 +4,10 @@ Whatever q a draft is drawn from, verification makes the emitted tokens the targ
 draft model's distribution among its `M` most likely tokens alone, and compact: no logits are kept
 until the draft is verified, and a residual differs from the target's p in few tokens.
 
-Axes: B slots, D drafts, M tokens of a draft's q, V vocabulary.
+Axes: B slots, D drafts, M tokens of a draft's q, N flat rows, V vocabulary.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -52,10 +53,11 @@ def joined(drawn: Sequence[Drafts], limit: Int32[Array, " B"]) -> Drafts:
 
 
 def draw(
-    draft_logits: Float[Array, "B 1 V"],
+    draft_logits: Float[Array, "B 1 V"] | Float[Array, "N V"],
     sampling: Sampling,
     positions: Int32[Array, " B"],
     *,
+    row_ids: Int32[Array, " B"] | None = None,
     report_drafts: ReportDrafts | None = None,
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
@@ -70,19 +72,26 @@ def draw(
       draft_logits: the draft model's.
       sampling: each slot's parameters; a greedy slot gets the greedy token.
       positions: the sequence position of each draft.
-      report_drafts: makes what a draft message has of the drafts (`messages.draft_rows`); None:
-        nothing.
+      row_ids: the logits are flat, [N, V], and this is each slot's row; no row is copied. Outside
+        [0, N): the slot has none, and gets the draft -1, which `verify` refuses.
+      report_drafts: makes what a draft message has of the drafts (`messages.draft_rows`), from the
+        logits as they are here; None: nothing.
       mesh, axis_name, vocab_size: as `verify` has them.
 
     Returns:
       One draft a slot (D = 1), with its q; `joined` makes a longer proposal.
     """
-    draft_logits, sampling, positions, _ = door.of_rows(
-        draft_logits, sampling, positions, name="draft_logits"
+    draft_logits, sampling, positions, row_ids = door.of_rows(
+        draft_logits, sampling, positions, "draft_logits", row_ids, "[B]"
     )
     how = Split(mesh, axis_name, vocab_size)
-    ids, q = on_own_part(_drawn, draft_logits, (sampling, positions), how)
-    drafts = Drafts(ids, jnp.ones_like(positions), q)
+    whole = sampling, positions, row_ids
+    ids, q = on_own_part(_drawn, draft_logits, whole, how, by_row=row_ids is None)
+    num = jnp.ones_like(positions)
+    if row_ids is not None:
+        num = ((row_ids >= 0) & (row_ids < draft_logits.shape[0])).astype(jnp.int32)
+        ids = jnp.where(num[:, None] > 0, ids, -1)
+    drafts = Drafts(ids, num, q)
     return (
         drafts
         if report_drafts is None
@@ -91,21 +100,27 @@ def draw(
 
 
 def _drawn(
-    shard: VocabShard, draft_logits: jax.Array, whole: tuple[Sampling, jax.Array]
+    shard: VocabShard,
+    draft_logits: jax.Array,
+    whole: tuple[Sampling, jax.Array, jax.Array | None],
 ) -> tuple[jax.Array, CompactQ]:
     """`draw` where this device holds the columns of `shard`: ids [B, 1] and q [B, 1, M]."""
-    sampling, positions = whole
+    sampling, positions, row_ids = whole
+    x = draft_logits[:, 0] if row_ids is None else draft_logits
+    top = functools.partial(top_candidates, x, shard=shard, row_ids=row_ids)
 
     def greedily() -> tuple[jax.Array, CompactQ]:
-        x = draft_logits[:, 0]
-        ids = greedy(x, axis_name=shard.axis_name, vocab_size=shard.vocab_size).token_ids
+        if row_ids is None:
+            ids = greedy(x, axis_name=shard.axis_name, vocab_size=shard.vocab_size).token_ids
+        else:
+            ids = jnp.maximum(top(1)[0][:, 0], 0)
         first = jnp.arange(min(MOST_TOKENS, shard.size(x.shape[1])), dtype=jnp.int32)[None] == 0
         q_ids = jnp.where(first, ids[:, None], -1)
         log_q = jnp.where(q_ids >= 0, jnp.float32(0), -jnp.inf)
         return ids[:, None], CompactQ(q_ids[:, None], log_q[:, None])
 
     def by_chance() -> tuple[jax.Array, CompactQ]:
-        return _from_candidates(shard, draft_logits, sampling, positions)
+        return _from_candidates(top(MOST_TOKENS), sampling, positions, shard.size(x.shape[1]))
 
     found: tuple[jax.Array, CompactQ] = lax.cond(
         jnp.any(sampling.temperature > 0), by_chance, greedily
@@ -114,11 +129,10 @@ def _drawn(
 
 
 def _from_candidates(
-    shard: VocabShard, draft_logits: jax.Array, sampling: Sampling, positions: jax.Array
+    top: tuple[jax.Array, jax.Array], sampling: Sampling, positions: jax.Array, vocab_size: int
 ) -> tuple[jax.Array, CompactQ]:
-    """`_drawn` where a slot samples."""
-    ids, x = top_candidates(draft_logits[:, 0], MOST_TOKENS, shard)
-    vocab_size = shard.size(draft_logits.shape[-1])
+    """`_drawn` where a slot samples, from each slot's largest logits: ids and logits [B, M]."""
+    ids, x = top
     greedy_ids = jnp.maximum(ids[:, 0], 0)  # -1: no logit is a number above -inf
     largest, inverse = x[:, 0], inverse_temperature(sampling.temperature)
     total = row_cuts.mass_of(x, largest, inverse, vocab_size)

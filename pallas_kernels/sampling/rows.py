@@ -223,8 +223,11 @@ def _is_gathered(values: jax.Array, shard: VocabShard) -> bool:
 
 
 def top_candidates(
-    logits: Float[Array, "N C"], k: int, shard: VocabShard = WHOLE
-) -> tuple[Int32[Array, "N K"], Float32[Array, "N K"]]:
+    logits: Float[Array, "N C"],
+    k: int,
+    shard: VocabShard = WHOLE,
+    row_ids: Int32[Array, " R"] | None = None,
+) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"]]:
     """The K = min(k, V) largest logits of rows, and their ids: ties lowest id first, NaN is -inf.
 
     An id is -1 where fewer are above -inf.
@@ -233,11 +236,14 @@ def top_candidates(
       logits: the columns of `shard`.
       k: static.
       shard: of the vocabulary. Every shard gets the result of all of them, in one exchange.
+      row_ids: of these rows, clamped to those that there are; None: of all.
     """
     vocab_size = shard.size(logits.shape[1])
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    if row_ids is not None:
+        rows = jnp.clip(row_ids, 0, logits.shape[0] - 1)
     every = shard.masked(logits), shard, vocab_size
-    return _candidates(*every, k, rows, jnp.int32(logits.shape[0]), valid=False)
+    return _candidates(*every, k, rows, jnp.int32(rows.shape[0]), valid=False)
 
 
 def _candidates(

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import topk_logprobs
 from pallas_kernels.sampling import (
     CompactQ,
     Drafts,
     Sampling,
+    draw,
     emitted_logprobs,
     row_ids_of,
     verify,
@@ -119,6 +122,82 @@ def test_a_slot_without_a_row_for_it_gets_the_given_bonus_token_or_none():
     assert (none.token_ids[[0, 1, 2], none.num_tokens[:3]] == -1).all()
 
 
+@quick_compile.jit
+def drawn(logits, sampling, row_ids=None):
+    return draw(logits, sampling, jnp.arange(B) + 5, row_ids=row_ids)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_drafts_are_drawn_of_flat_rows_as_of_dense_ones(greedy):
+    """Also in shards of the vocabulary, and where several slots draw of one row."""
+    _, flat, row_ids, _, sampling = batch()
+    place = np.array([row_ids[0, 0], -1, row_ids[2, 1], row_ids[3, 0], N, row_ids[0, 0]], np.int32)
+    has = (place >= 0) & (place < N)
+    if greedy:
+        sampling = Sampling.greedy(B)
+    want = drawn(jnp.asarray(np.where(has[:, None], flat[place % N], 0))[:, None], sampling)
+    mesh = jax.make_mesh((3,), ("v",), devices=jax.devices()[:3])
+
+    def of_columns(x):
+        return draw(x, sampling, jnp.arange(B) + 5, row_ids=jnp.asarray(place), axis_name="v")
+
+    of_shards = jax.shard_map(of_columns, mesh=mesh, in_specs=P(None, "v"), out_specs=P())
+    ways = (
+        drawn(flat, sampling, place),
+        draw(flat, sampling, jnp.arange(B) + 5, row_ids=jnp.asarray(place)),
+        quick_compile.jit(of_shards)(jax.device_put(flat, jax.NamedSharding(mesh, P(None, "v")))),
+    )
+    assert len(set(np.asarray(want.token_ids[has]).ravel().tolist())) > 2
+    for got in ways:
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(x[has], y[has])
+        np.testing.assert_array_equal(got.num, has.astype(np.int32))
+        assert (np.asarray(got.token_ids)[~has] == -1).all()
+
+
+@quick_compile.jit
+def with_prompt(logits, row_ids, drafts, sampling, prompt_rows, prompt_ids):
+    """What is emitted, and the prompt's logprobs, of one flat batch."""
+    emitted = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids)
+    return emitted[:2], topk_logprobs(logits, prompt_ids, K, row_ids=prompt_rows)
+
+
+def test_prompt_rows_lie_beside_those_of_drafts():
+    """A prompt's logprobs are those of its rows alone, and change nothing of what is emitted."""
+    logits, flat, row_ids, drafts, sampling = batch()
+    of_drafts = row_ids[(row_ids >= 0) & (row_ids < N)]
+    prompt_rows = np.setdiff1d(np.arange(N, dtype=np.int32), of_drafts)[:-2]
+    prompt = np.random.default_rng(8).normal(0, 2, (len(prompt_rows), V)).astype(np.float32)
+    prompt_ids = np.arange(len(prompt_rows), dtype=np.int32) * 3
+    both = np.array(flat)
+    both[prompt_rows] = prompt
+    want, _ = dense(logits, drafts, sampling)
+    emitted, found = with_prompt(
+        jnp.asarray(both), row_ids, drafts, sampling, prompt_rows, prompt_ids
+    )
+    np.testing.assert_array_equal(emitted[0], want.token_ids)
+    expected = quick_compile.jit(topk_logprobs, static_argnums=2)(prompt, prompt_ids, K)
+    chex.assert_trees_all_equal(found, expected)
+
+
+def test_no_row_of_prompts_or_drafts_is_copied():
+    """What one program for both needs is a small share of the logits."""
+    rows, vocabulary = 8192, 32_000
+    of = jax.ShapeDtypeStruct
+    logits, drafts = of((rows, vocabulary), jnp.bfloat16), Drafts(of((B, S - 1), "int32"), NUM)
+    prompt = of((rows - B * S,), "int32")
+    lowered = with_prompt.lower(
+        logits,
+        of((B, S), "int32"),
+        drafts,
+        jax.eval_shape(lambda: Sampling.greedy(B)),
+        prompt,
+        prompt,
+    )
+    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert temporary < logits.size * 2 / 8
+
+
 def test_rows_and_drafts_from_lengths():
     num = np.array([2, 0, 3])
     np.testing.assert_array_equal(
@@ -146,6 +225,12 @@ def test_what_does_not_go_together_is_refused(given, complaint):
         shape_checks.as_users_run(verify)(
             flat, drafts, sampling, jnp.zeros(B, jnp.int32), **{"row_ids": row_ids, **given}
         )
+
+
+def test_draws_of_rows_by_slot_and_position_are_refused():
+    _, flat, row_ids, _, sampling = batch()
+    with pytest.raises(ValueError, match=r"row_ids \(6, 4\): give the rows of each slot, \[B\]"):
+        shape_checks.as_users_run(draw)(flat, sampling, jnp.zeros(B, jnp.int32), row_ids=row_ids)
 
 
 def test_bonus_tokens_of_rows_that_there_are_would_be_forgotten():
