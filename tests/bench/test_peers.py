@@ -1,6 +1,7 @@
 """The peers beside the adapters: what is refused, what is left out, what limits may miss."""
 
 import subprocess
+import time
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -57,6 +58,33 @@ def test_another_result_ends_the_run_before_any_timing(monkeypatch):
     for wrong in (lambda x: directly(x) + 1, lambda x: directly(x).astype(jnp.int32) + 1):
         with pytest.raises(BenchError, match="the adapter differs from tunix"):
             measured(replace(CASE, ours=wrong))
+
+
+def test_integers_are_equal_and_numbers_but_for_rounding():
+    measure.check("", [np.float32([1e5])], [np.float32([1e5 + 1])])
+    for one, other in ((np.int32, 10**9 + 1), (np.float32, 10**9 + 10**6)):
+        with pytest.raises(AssertionError):
+            measure.check("", [one([10**9])], [one([other])])
+
+
+def test_what_draws_is_compared_on_other_arguments():
+    drawing = replace(CASE, theirs=lambda x: x[:, 0], ours=lambda x: x[:, 1])
+    assert measured(replace(drawing, compared=(jnp.ones((2, 300)),))).timings
+    with pytest.raises(BenchError, match="the adapter differs from tunix"):
+        measured(replace(drawing, compared=CASE.arguments))
+
+
+def test_on_a_cpu_the_time_is_cpu_time(monkeypatch):
+    clocks = []
+
+    def compare(*args, clock, **more):
+        clocks.append(clock)
+        return timing.compare(*args, clock=clock, **more)
+
+    monkeypatch.setattr(measure, "compare", compare)
+    for on_cpu in (True, False):
+        measured(CASE, on_cpu)
+    assert clocks == [time.process_time, time.perf_counter]
 
 
 def test_a_call_of_minutes_on_a_cpu_is_compiled_and_not_run(monkeypatch):

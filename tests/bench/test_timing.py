@@ -57,6 +57,13 @@ def test_a_slow_contender_sits_out_once_its_budget_is_spent(monkeypatch):
     assert result["slow"].median == pytest.approx(1.0)
 
 
+def test_times_are_those_of_the_clock():
+    now = iter(range(100))
+    result = timing.compare("t", {"a": lambda: 1, "b": lambda: 1}, check=same, rounds=3,
+                            min_seconds=0.0, clock=lambda: next(now))  # fmt: skip
+    assert [result[name].rounds for name in "ab"] == [(1, 1, 1)] * 2
+
+
 def test_ratios_are_of_medians():
     result = timing.from_samples("t", {"slow": [4.0, 2.0, 9.0], "fast": [1.0, 2.0, 0.5]})
     assert result.speedup("fast", over="slow") == 4.0
