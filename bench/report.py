@@ -5,12 +5,12 @@ writes nothing and fails where the page is another.
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench.comparison import HOST, MEMORY, PEERS, Comparison, Timing
 from bench.files import Results, read_json
-from bench.timing import readable
+from bench.timing import number_of, readable
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/measurements.md"
@@ -62,26 +62,27 @@ def page(results: Iterable[Results]) -> str:
 
 def _rows(title: str, comparison: Comparison, number: int) -> Iterator[str]:
     """A line for each of our contenders, or for the first if all are others'."""
-    if "NOT RUN" in comparison.notes:
-        yield f"| {title} | NOT RUN | {comparison.notes['NOT RUN']} | | {number} |"
+    figures = comparison.figures
+    if why := comparison.notes.get("NOT RUN"):
+        megabytes = [f"{name}{_more(figures, name, MEMORY, 'MB')}" for name in figures]
+        yield f"| {title} | NOT RUN | {why} | {'; '.join(megabytes)} | {number} |"
     ours = [one for one in comparison.timings if one.name not in PEERS]
     others = [one for one in comparison.timings if one.name in PEERS]
-    figures = comparison.figures
     for mine in ours or comparison.timings[:1]:
         ratios = [
-            f"{one.name} {one.median / mine.median:.3g}x"
-            + _more(", {:.3g} MB", figures.get(one.name, {}).get(MEMORY))
+            f"{one.name} {one.median / mine.median:.3g}x" + _more(figures, one.name, MEMORY, "MB")
             for one in others
             if one != mine
         ]
-        own = figures.get(mine.name, {})
-        time = _time(mine) + _more(", {:.3g} MB", own.get(MEMORY))
-        time += _more(", {:.3g} KB to the host", own.get(HOST))
+        time = _time(mine) + _more(figures, mine.name, MEMORY, "MB")
+        time += _more(figures, mine.name, HOST, "KB to the host")
         yield f"| {title} | {mine.name} | {time} | {', '.join(ratios)} | {number} |"
 
 
-def _more(text: str, figure: float | None) -> str:
-    return "" if figure is None else text.format(figure)
+def _more(figures: Mapping[str, Mapping[str, float]], name: str, figure: str, unit: str) -> str:
+    """A contender's figure, if it has that one."""
+    value = figures.get(name, {}).get(figure)
+    return "" if value is None else f", {number_of(value)} {unit}"
 
 
 def _time(one: Timing) -> str:

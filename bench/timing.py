@@ -17,7 +17,7 @@ from bench.files import write_json
 
 __all__ = [
     "BenchError", "Call", "Comparison", "Target", "Timing", "compare", "from_samples",
-    "print_table", "readable", "rotated", "write_json",
+    "number_of", "print_table", "readable", "rotated", "write_json",
 ]  # fmt: skip
 
 Call = Callable[[], Any]
@@ -131,7 +131,7 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
         _print(console, one.title, columns)
         rows = one.figures.values()
         keys = dict.fromkeys(key for row in rows for key in row if not key.startswith(PART))
-        counted = {key: [_number(row[key]) if key in row else "" for row in rows] for key in keys}
+        counted = {key: [number_of(row[key]) if key in row else "" for row in rows] for key in keys}
         if counted:
             _print(console, None, {"contender": list(one.figures), **counted})
         for name, value in one.notes.items():
@@ -149,7 +149,8 @@ def _print(console: Console, title: str | None, columns: Mapping[str, Sequence[s
     console.print(table)
 
 
-def _number(value: float) -> str:
+def number_of(value: float) -> str:
+    """A figure as people read it: 2,276 or 0.312."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

@@ -144,11 +144,11 @@ def test_the_page_has_their_memory_and_what_was_not_run(tmp_path):
         settings={"with": "tunix 0", "clock": "CPU time"},
     )
     figures = {"tunix": {MEMORY: 90.0, HOST: 7.0}, measure.OURS: {MEMORY: 10.0, HOST: 7.0}}
-    left = Comparison("u", {}, (), {"NOT RUN": "0.48 Tflop"})
+    left = Comparison("u", {}, (), {"NOT RUN": "0.48 Tflop"}, figures={"tunix": {MEMORY: 2276.3}})
     machine = {"date": "2026-01-01", "cpus": 2, "command": "bench"}
     text = report.page([Results(tmp_path, machine, (replace(found, figures=figures), left))])
     assert (
         "| t | the adapter | 1 s (1 s to 1 s), 10 MB, 7 KB to the host | tunix 3x, 90 MB |" in text
     )
-    assert "| u | NOT RUN | 0.48 Tflop | | 1 |" in text
+    assert "| u | NOT RUN | 0.48 Tflop | tunix, 2,276 MB | 1 |" in text
     assert "`bench` (CPU time; tunix 0)" in text
