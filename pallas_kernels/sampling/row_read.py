@@ -6,19 +6,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.backends import answers
 from pallas_kernels.backends import read as reads
 from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import FEW as FEW_CANDIDATES
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
-from pallas_kernels.backends.groups import WIDTH, GroupSums, inverse_temperature
+from pallas_kernels.backends.groups import (
+    WIDTH,
+    GroupSums,
+    Read,
+    inverse_temperature,
+    number_of_groups,
+)
 from pallas_kernels.backends.xla.groups import larger_than
-from pallas_kernels.contract.rows import Outputs, Rows, RowSums, skipped_rows
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.rows import Outputs, Rows, RowSums, check_changes, skipped_rows
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
 from pallas_kernels.lowering.forms import largest_and_first, logarithm, vary_like
-from pallas_kernels.meshes.placement import AxisName, VocabShard
+from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import exact_sums
@@ -63,20 +70,37 @@ def scaled(x: jax.Array, largest: jax.Array, inverse: jax.Array) -> jax.Array:
 
 
 def read(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowRead:
-    """Read all rows once.
+    """Read all rows once, as they are changed; arguments as for `read_changed`."""
+    return read_changed(rows, sampling, k)[0]
+
+
+def read_changed(
+    rows: GroupedRows, sampling: Sampling, k: int | None, own: GroupedRows | None = None
+) -> tuple[RowRead, ...]:
+    """Read all rows once: as they are changed and, with k, then as they are without changes.
+
+    What is changed has no sum at temperature 1 but where that is the row's own.
 
     Args:
       rows: of any requests.
       sampling: of each row [N].
       k: static; the sums at temperature 1 and so many top columns of every row are read too, and at
         least the first. None: neither.
+      own: the rows before they were changed, where `rows` are a copy.
     """
     inverse = inverse_temperature(sampling.temperature)
     count = num_candidates(sampling, rows.vocab_size)
     needed = jnp.where((sampling.temperature > 0) & truncates(sampling), count, 0)
-    groups, raw_sums, top_ids, top_logits = rows.read(
-        inverse, needed, -1 if k is None else max(k, 1)
-    )
+    wanted = inverse, needed, -1 if k is None else max(k, 1)
+    first, *others = rows.read(*wanted) + (() if own is None else own.read(*wanted))
+    if others:
+        first = first._replace(raw_sums=first.raw_sums[:, :0])
+    return tuple(_of_read(found, inverse, k, rows.vocab_size) for found in (first, *others))
+
+
+def _of_read(found: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> RowRead:
+    """What a read has found, with what is the same of all its groups."""
+    groups, raw_sums, top_ids, top_logits = found
     # A group with a NaN is as one with +inf: its row is not valid.
     spoiled = jnp.isnan(groups.maxima) | jnp.isnan(groups.sums)
     numbers = lax.broadcasted_iota(jnp.int32, spoiled.shape, 1)
@@ -84,53 +108,54 @@ def read(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowRead
     valid = jnp.isfinite(largest)
     if k is not None:
         largest = top_logits[:, 0]
-    total = mass(groups, largest, inverse, rows.vocab_size)
-    found = RowRead(
+    total = mass(groups, largest, inverse, vocab_size)
+    read = RowRead(
         groups=groups,
         top_ids=top_ids,
         top_logits=top_logits,
         largest=largest,
         inverse=inverse,
         total=total,
-        log_total=logarithm(exact_sums.to_float(total, rows.vocab_size)),
+        log_total=logarithm(exact_sums.to_float(total, vocab_size)),
         valid=valid,
         first_group=group,
     )
     if k is None:
-        return found
+        return read
+    if not raw_sums.shape[1]:
+        return read._replace(log_sum=jnp.where(valid & (inverse == 1), read.log_total, jnp.nan))
     once, sums = jnp.ones_like(inverse), GroupSums(groups.maxima, raw_sums)
     of_one = lax.cond(
-        jnp.all(inverse == 1), lambda: total, lambda: mass(sums, largest, once, rows.vocab_size)
+        jnp.all(inverse == 1), lambda: total, lambda: mass(sums, largest, once, vocab_size)
     )
-    log_sum = logarithm(exact_sums.to_float(of_one, rows.vocab_size))
-    return found._replace(log_sum=jnp.where(found.valid, log_sum, jnp.float32(jnp.nan)))
+    log_sum = logarithm(exact_sums.to_float(of_one, vocab_size))
+    return read._replace(log_sum=jnp.where(valid, log_sum, jnp.float32(jnp.nan)))
 
 
-def read_greedy(rows: GroupedRows, k: int) -> tuple[RowRead, Greedy]:
+def read_greedy(rows: Rows, k: int, vocab_size: int) -> tuple[RowRead, Greedy]:
     """Read rows that are all greedy, by `greedy_topk_logprobs`; no groups are left of them.
 
     Args:
-      rows: whole ones.
+      rows: logits, and their changes if they have any; padding is -inf.
       k: static, the top columns of the logprobs.
+      vocab_size: V.
 
     Returns:
       The read, and the greedy choice.
     """
-    found = topk_of_whole_rows(None, Outputs(max(k, 1), top_logits=True), Rows(rows.logits))
+    found = topk_of_whole_rows(None, Outputs(max(k, 1), top_logits=True), rows)
     assert found.top_logits is not None
-    number, log_sum = (
-        rows.logits.shape[0],
-        -found.logprobs[:, 0],
-    )  # of the largest logit, which is m
-    padding = ((0, 0), (0, min(max(k, MANY_CANDIDATES), rows.vocab_size) - max(k, 1)))
-    nothing = jnp.zeros((number, rows.num_groups), jnp.float32)
+    number = rows.logits.shape[0]
+    log_sum = -found.logprobs[:, 0]  # of the largest logit, which is m
+    padding = ((0, 0), (0, min(max(k, MANY_CANDIDATES), vocab_size) - max(k, 1)))
+    nothing = jnp.zeros((number, number_of_groups(vocab_size)), jnp.float32)
     read = RowRead(
         groups=GroupSums(nothing, nothing),
         top_ids=jnp.pad(found.token_ids[:, 1:], padding, constant_values=-1),
         top_logits=jnp.pad(found.top_logits, padding, constant_values=-jnp.inf),
         largest=found.top_logits[:, 0],
         inverse=jnp.ones(number, jnp.float32),
-        total=(jnp.zeros(number, jnp.uint32),) * exact_sums.num_digits(rows.vocab_size),
+        total=(jnp.zeros(number, jnp.uint32),) * exact_sums.num_digits(vocab_size),
         log_total=log_sum,
         valid=found.token_ranks > 0,
         first_group=found.token_ids[:, 0] // WIDTH,
@@ -190,7 +215,7 @@ def for_logprobs(
     whole = RowsRead(
         largest=found.largest,
         log_sum=found.log_sum,
-        log_scaled=found.log_total,
+        log_scaled=jnp.where(found.valid, found.log_total, jnp.float32(jnp.nan)),
         temperature=jnp.where(sampling.temperature > 0, sampling.temperature, jnp.float32(1)),
         top_ids=found.top_ids[:, :k],
         top_logits=found.top_logits[:, :k],
@@ -211,6 +236,9 @@ def emitted_logprobs(
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
     vocab_size: int | None = None,
+    allowed: Int32[Array, "*rows _"] | UInt32[Array, "*rows _"] | None = None,
+    bias_token_ids: Int32[Array, "*rows I"] | None = None,
+    bias: Float32[Array, "*rows I"] | None = None,
 ) -> TopkLogprobs:
     """The logprobs of a token of each row, from the read that verified the rows.
 
@@ -225,24 +253,35 @@ def emitted_logprobs(
       row_ids: as `verify` had them. A position without a row is as a skipped row of
         `topk_logprobs`: ids -1, logprobs NaN, token rank 0.
       scaled: the slots whose logprobs are those of softmax((x - m) / T); the others', and of all
-        slots without it, are raw.
+        slots without it, are raw. Of a changed read, raw ones are NaN where T is not 1.
       extra_token_ids: of each slot, more tokens whose logprobs are wanted of all its rows.
       mesh, axis_name, vocab_size: as `verify` had them.
+      allowed, bias_token_ids, bias: as `verify` had them, where `read` is `Verified.changed_read`:
+        logprobs and ranks are of the changed logits. Of rows whose read is `Verified.read`, nothing
+        may be changed.
 
     Returns:
       The results of R = B * S rows, those of a slot one after another.
     """
     how = Split(mesh, axis_name, vocab_size)
-    by_slot = token_ids, read, scaled, extra_token_ids
+    changes = Changes(allowed, bias_token_ids, bias)
+    by_slot = token_ids, read, scaled, extra_token_ids, changes
     if row_ids is None:
         found = on_own_part(_of_rows, logits, by_slot, how)
         return TopkLogprobs(*(x.reshape(token_ids.size, *x.shape[2:]) for x in found))
     return TopkLogprobs(*on_own_part(_of_flat_rows, logits, (row_ids, *by_slot), how, by_row=False))
 
 
+def changes_of(changes: Changes, shard: VocabShard, logits: jax.Array) -> Changes | None:
+    """A caller's changes of logits [N, C], checked and prepared; of this device's columns."""
+    width = logits.shape[1]
+    checked = check_changes(*changes, logits.shape[0], shard.size(width))
+    return answers.changes_of(checked, shard, width)
+
+
 def _of_flat_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Array, ...]:
     """`emitted_logprobs` [B * S, ...] of flat rows [N, V], of each of which it makes a slot."""
-    row_ids, token_ids, read, is_scaled, extra = by_slot
+    row_ids, token_ids, read, is_scaled, extra, changes = by_slot
     number = logits.shape[0]
     named = (row_ids >= 0) & (row_ids < number)
     place = jnp.where(named, row_ids, number).reshape(-1)
@@ -256,6 +295,7 @@ def _of_flat_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[j
             jax.tree.map(lambda x: x[:, None], read),
             None if is_scaled is None else is_scaled[slots],
             None if extra is None else extra[slots],
+            jax.tree.map(lambda x: x[:, None], changes),
         ),
     )
     missing = skipped_rows(place.size, Outputs(read.top_ids.shape[1]), found[3].shape[2])
@@ -269,7 +309,7 @@ def _of_flat_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[j
 
 def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Array, ...]:
     """`emitted_logprobs` [B, S, ...] where this device holds the columns of `shard`."""
-    token_ids, read, is_scaled, extra = by_slot
+    token_ids, read, is_scaled, extra, changes = by_slot
     batch, positions, width = logits.shape
 
     def flat(x: jax.Array) -> jax.Array:
@@ -278,24 +318,26 @@ def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Ar
     def of_each_row(x: jax.Array) -> jax.Array:
         return flat(jnp.broadcast_to(x[:, None], (batch, positions, *x.shape[1:])))
 
-    rows, ids, found = flat(logits), flat(token_ids), jax.tree.map(flat, read)
+    ids, found, changes = jax.tree.map(flat, (token_ids, read, changes))
+    rows = Rows(flat(logits), ids)
+    rows = rows._replace(changes=changes_of(changes, shard, rows.logits))
     named = ids[:, None]
     if extra is not None:
         named = jnp.concatenate([named, of_each_row(extra)], axis=1)
-    x = shard.named_logits(rows, jnp.arange(ids.shape[0], dtype=jnp.int32), named)
+    x = answers.named_changed(rows, named, shard)
     k = found.top_ids.shape[1]
     larger = (found.top_logits > x[:, :1]).sum(axis=1, dtype=jnp.int32)
-    uncounted = ~jnp.isnan(x[:, 0]) & ~jnp.isnan(found.log_sum) & (larger == k)
-    if shard.axis_name is None and shard.vocab_size is None:
-        counted = reads.num_larger(rows, found.maxima, jnp.where(uncounted, ids, -1))
+    uncounted = ~jnp.isnan(x[:, 0]) & ~jnp.isnan(found.log_scaled) & (larger == k)
+    if shard == WHOLE and rows.changes is None:
+        counted = reads.num_larger(rows.logits, found.maxima, jnp.where(uncounted, ids, -1))
     else:
-        counted = shard.across_sum(larger_than(shard.masked(rows), x[:, 0], uncounted))
+        own = shard.masked(rows.logits)
+        counted = shard.across_sum(larger_than(own, x[:, 0], uncounted, rows.changes))
     log_sum, temperatures = found.log_sum, None
     if is_scaled is not None:
         scaled_rows = of_each_row(is_scaled) & (found.temperature != 1)
         temperatures = jnp.where(scaled_rows, found.temperature, jnp.float32(1))
-        log_scaled = jnp.where(jnp.isnan(log_sum), log_sum, found.log_scaled)
-        log_sum = jnp.where(scaled_rows, log_scaled, log_sum)
+        log_sum = jnp.where(scaled_rows, found.log_scaled, log_sum)
     sums = RowSums(
         found.largest,
         log_sum,

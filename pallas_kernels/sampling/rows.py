@@ -23,7 +23,6 @@ from pallas_kernels.backends.groups import (
     number_of_groups,
     whole_groups,
 )
-from pallas_kernels.backends.xla import group_sums
 from pallas_kernels.backends.xla import groups as xla_groups
 from pallas_kernels.backends.xla.selection import top_k
 from pallas_kernels.contract import changes as of_logits
@@ -52,18 +51,15 @@ class GroupedRows:
     ) -> "GroupedRows":
         """The rows of these columns. Shards narrower than a group are gathered: V < 256 shards.
 
-        changes: of the columns, `prepared`. On vocabulary shards, whose groups lie in two devices'
-        columns, a copy has them; else they are applied wherever logits are read.
+        changes: of whole rows, `prepared`; they are applied wherever logits are read.
         """
         vocab_size = shard.size(logits.shape[1])
         logits = shard.masked(logits)
-        if shard.axis_name is not None:
-            logits, changes = of_logits.apply(logits, changes), None
         if _is_gathered(logits, shard):
             logits, shard = columns_as_read(logits, shard), WHOLE
         if shard.axis_name is None or logits.shape[1] % WIDTH == 0:
             first = shard.ids(logits.shape[1])[0] // WIDTH
-            part = Part(logits, _own_tail(logits, changes), jnp.zeros_like(first))
+            part = Part(logits, xla_groups.tail_of(logits, changes), jnp.zeros_like(first))
         else:
             part, first = _with_neighbor(logits, shard)
         return cls(logits, shard, vocab_size, part, first, changes)
@@ -102,22 +98,27 @@ class GroupedRows:
         """W, the tokens of a group: 256, or fewer where there is one group alone."""
         return self.part.tail.shape[2]
 
-    def read(self, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int = -1) -> Read:
-        """`read.read_groups`; every shard gets the whole rows'."""
+    def read(
+        self, inverse: Float32[Array, " N"], needed: Int32[Array, " N"], k: int = -1
+    ) -> tuple[Read, ...]:
+        """`read.read_groups`; every shard gets the whole rows'.
+
+        With changes, that of the changed rows and, with k, that of the logits themselves.
+        """
         if self.changes is not None:
-            return xla_groups.read_part(self.part, inverse, needed, k, self.changes)
+            return xla_groups.read_changed(self.part, inverse, needed, k, self.changes)
         found = read.read_groups(self.part, inverse, needed, k)
         if self.shard.axis_name is None:
-            return found
+            return (found,)
         count = min(max(k, MANY), self.vocab_size)
         if k > 0:
-            return self._gathered(found, count, with_top=True)
+            return (self._gathered(found, count, with_top=True),)
         gathered: Read = lax.cond(
             jnp.any(needed > 0),
             lambda: self._gathered(found, count, with_top=True),
             lambda: self._gathered(found, count, with_top=False),
         )
-        return gathered
+        return (gathered,)
 
     def own(self, groups: Float[Array, "R G"], missing: float) -> Float[Array, "R L"]:
         """This device's columns of values of all groups; `missing` where it has fewer."""
@@ -279,22 +280,6 @@ def _merged(every: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     values = lax.bitcast_convert_type(logits, jnp.float32).reshape(flat)
     values, places = top_k(values, min(count, values.shape[1]))
     return jnp.take_along_axis(ids.reshape(flat), places, axis=1), values
-
-
-def _own_tail(logits: jax.Array, changes: Changes | None) -> jax.Array:
-    """The group [N, 1, W] that the columns end in; [N, 0, W] where they hold all groups whole.
-
-    It is changed.
-    """
-    columns = logits.shape[1]
-    rest = columns % WIDTH
-    if not rest:
-        return jnp.zeros((logits.shape[0], 0, WIDTH), logits.dtype)
-    # Where there is one group alone, it need not be filled up: sums with zeros are the same.
-    width = WIDTH if columns > WIDTH else next(n for n in group_sums.SHORT if n >= rest)
-    here = of_logits.of_shard(changes, jnp.int32(columns - rest), rest)
-    last = of_logits.apply(logits[:, columns - rest :], here)
-    return jnp.pad(last, ((0, 0), (0, width - rest)), constant_values=-jnp.inf)[:, None]
 
 
 def _with_neighbor(logits: jax.Array, shard: VocabShard) -> tuple[Part, jax.Array]:

@@ -90,7 +90,7 @@ class RowsRead(NamedTuple):
 
     largest: Float32[Array, "*rows"]  # m
     log_sum: Float32[Array, "*rows"]  # log of the sum of exp(x - m); NaN where the row is invalid
-    log_scaled: Float32[Array, "*rows"]  # log of the sum of exp((x - m) / T)
+    log_scaled: Float32[Array, "*rows"]  # log of the sum of exp((x - m) / T); NaN as well
     temperature: Float32[Array, "*rows"]  # T
     top_ids: Int32[Array, "*rows K"]  # in descending order of logits, ties lowest id first
     top_logits: Float32[Array, "*rows K"]  # -inf where a row has no more
@@ -104,6 +104,7 @@ class Verified(NamedTuple):
     num_tokens: Int32[Array, " B"]  # from 1 to the number of drafts + 1; 0 of a slot without a row
     cut: Truncation | None = None  # of the rows' p [B, S], which processed logprobs are of
     read: RowsRead | None = None  # with `k`: what `emitted_logprobs` needs
+    changed_read: RowsRead | None = None  # the same of the changed logits, where they were changed
 
 
 class Batch(NamedTuple):

@@ -16,16 +16,15 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from pallas_kernels.backends import answers
 from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import keeps
 from pallas_kernels.contract.changes import Changes, apply, apply_at, of_rows
-from pallas_kernels.contract.rows import Rows, check_changes, check_k
+from pallas_kernels.contract.rows import Rows, check_k
 from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import at_place
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
-from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
+from pallas_kernels.meshes.placement import AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
@@ -99,8 +98,8 @@ def verify(
         they are whole here. On the same logits, the emitted tokens are those of one device.
       vocab_size: V, where columns of padding follow.
       allowed, bias_token_ids, bias: changes of each row's logits, [B, S, ...] or [N, ...] as the
-        logits, as `topk_logprobs` has them. All is decided by the changed logits; with `k`, a
-        second read leaves in `Verified.read` the logits' own values.
+        logits, as `topk_logprobs` has them. All is decided by the changed logits. With `k`,
+        `Verified.read` is of the logits themselves, and `changed_read` of the changed ones.
 
     Returns:
       The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
@@ -150,12 +149,10 @@ def verify(
             check_k(k, vocab_size)
         if row_ids is None:
             logits, changes = _flat(logits), jax.tree.map(_flat, changes)
-        mask, ids, numbers = changes
-        changes = check_changes(mask, ids, numbers, logits.shape[0], vocab_size)
         batch = _batch_of(drafts, sampling, positions, vocab_size)
         if row_ids is not None:
             batch = batch.with_rows(row_ids, bonus, logits.shape[0])
-        own = answers.changes_of(changes, shard, logits.shape[1])
+        own = row_read.changes_of(changes, shard, logits)
         return _verify(shard, logits, own, batch, accept, k)
 
     if accept is not accept_draft:
@@ -194,56 +191,98 @@ def _verify(
 
     XLA on a CPU changes logits as it reads them, block by block. The kernels for GPUs and TPUs take
     no changes in the read of groups, nor where they draw: there, and on vocabulary shards, whose
-    groups have neighbors, a copy of the logits is changed first.
+    groups have neighbors, a copy of the logits is changed first. With `k`, a GPU's program reads
+    whole rows that are all greedy by the kernels of `greedy_topk_logprobs`: they do less, and take
+    changes.
     """
-    if changes is None:
-        return _verify_rows(shard, logits, None, batch, accept, k)
 
-    def as_read(logits: jax.Array, own: Changes | None, batch: Batch) -> Verified:
-        return _verify_rows(shard, logits, own, batch, accept, None)
+    def in_place(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
+        return _verify_rows(shard, logits, changes, None, batch, accept, k)
 
-    def in_a_copy(logits: jax.Array, own: Changes, batch: Batch) -> Verified:
-        return as_read(apply(logits, own), None, batch)
+    def in_a_copy(
+        logits: jax.Array, changes: Changes | None, batch: Batch, *, is_sampled: bool = False
+    ) -> Verified:
+        copy, own = apply(logits, changes), None if changes is None or k is None else logits
+        return _verify_rows(shard, copy, None, own, batch, accept, k, is_sampled=is_sampled)
 
-    def like(logits: jax.Array, _: Changes, batch: Batch) -> Verified:
-        return _greedily(batch, greedy_of_part(WHOLE, Rows(logits)))
+    def all_greedy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
+        rows = Rows(shard.masked(logits), changes=changes)
+        if k is None:
+            return _greedily(batch, greedy_of_part(shard, rows))
+        read = functools.partial(row_read.read_greedy, k=k, vocab_size=shard.size(logits.shape[1]))
+        found, choice = read(rows)
+        own = () if changes is None else (read(rows._replace(changes=None))[0],)
+        return _with_reads(_greedily(batch, choice), (found, *own), batch, k)
+
+    def on_cuda(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
+        given = logits, changes, batch
+        if k is None:
+            return in_a_copy(*given)
+        sampled = functools.partial(in_a_copy, is_sampled=True)
+        found: Verified = lax.cond(_some_sampled(batch.sampling), sampled, all_greedy, *given)
+        return found
 
     given = logits, changes, batch
+    # A rule of the user's own may close over traced values.
     if shard.axis_name is not None or accept is not accept_draft:
-        verified = in_a_copy(*given)
-    else:
-        verified = lowered_for(*given, like=like, cpu=as_read, default=in_a_copy)
-    if k is None:
-        return verified
-    each = batch.of_each_row(logits.shape[0])
-    read = row_read.read(GroupedRows.of(logits, shard), each, k)
-    return verified._replace(read=row_read.for_logprobs(read, each, k, batch.shape_of(logits)))
+        return in_a_copy(*given)
+    if changes is None and k is None:
+        return in_place(*given)
+    platforms = {"cpu": in_place, "cuda": on_cuda}
+    return lowered_for(*given, like=all_greedy, default=in_a_copy, **platforms)
 
 
 def _verify_rows(
     shard: VocabShard,
     logits: Float[Array, "N C"],
     changes: Changes | None,
+    own: Float[Array, "N C"] | None,
     batch: Batch,
     accept: AcceptRule,
     k: int | None,
+    *,
+    is_sampled: bool = False,
 ) -> Verified:
-    """`verify` of rows whose changes, if they have any, are applied as they are read."""
+    """`verify` of rows whose changes, if they have any, are applied as they are read.
+
+    With `k`, the read is the same for sampled and greedy rows, and leaves what logprobs need.
+
+    own: the logits before they were changed, where these are a copy and `k` asks for both.
+    is_sampled: static; whether some slot is known to be.
+    """
     rows = functools.partial(GroupedRows.of, logits, shard, changes)
-    if k is not None:
-        return _from_one_read(rows(), batch, accept, k)
+    each = functools.partial(batch.of_each_row, logits.shape[0])
+    some_sampled = _some_sampled(batch.sampling)
+    if k is None:
 
-    def some_sampled() -> Verified:
-        own = rows()
-        read = _of_named_rows(batch, row_read.read(own, batch.of_each_row(logits.shape[0])))
-        return sampled_slots(own, read, None, batch, accept)
+        def sampled() -> Verified:
+            grouped = rows()
+            read = _of_named_rows(batch, row_read.read(grouped, each()))
+            return sampled_slots(grouped, read, None, batch, accept)
 
-    def all_greedy() -> Verified:
-        choice = greedy_of_part(shard, Rows(logits, changes=changes))
-        return _greedily(batch, choice)
+        def all_greedy() -> Verified:
+            return _greedily(batch, greedy_of_part(shard, Rows(logits, changes=changes)))
 
-    verified: Verified = lax.cond(_some_sampled(batch.sampling), some_sampled, all_greedy)
-    return verified
+        verified: Verified = lax.cond(some_sampled, sampled, all_greedy)
+        return verified
+    grouped, before = rows(), None if own is None else GroupedRows.of(own, shard)
+    every = row_read.read_changed(grouped, each(), k, before)
+    read = _of_named_rows(batch, every[0])
+    choice = Greedy(row_read.with_invalid(grouped, read, read.top_ids[:, 0]), read.valid)
+    from_read = functools.partial(sampled_slots, grouped, read, choice, batch, accept)
+    if is_sampled:
+        verified = from_read()
+    else:
+        verified = lax.cond(some_sampled, from_read, lambda: _greedily(batch, choice))
+    return _with_reads(verified, every, batch, k)
+
+
+def _with_reads(verified: Verified, every: tuple[RowRead, ...], batch: Batch, k: int) -> Verified:
+    """With what logprobs need of the rows: as they were read and, if there are two, unchanged."""
+    each = batch.of_each_row(every[0].valid.shape[0])
+    shape = batch.shape_of(every[0].valid)
+    found = [row_read.for_logprobs(one, each, k, shape) for one in every]
+    return verified._replace(read=found[-1], changed_read=found[0] if len(found) > 1 else None)
 
 
 def _of_named_rows(batch: Batch, read: RowRead) -> RowRead:
@@ -256,52 +295,6 @@ def _of_named_rows(batch: Batch, read: RowRead) -> RowRead:
 
 def _some_sampled(sampling: Sampling) -> Bool[Array, ""]:
     return jnp.any((sampling.temperature > 0) | ~has_meaning(sampling))
-
-
-def _from_one_read(rows: GroupedRows, batch: Batch, accept: AcceptRule, k: int) -> Verified:
-    """Verify, and leave what logprobs need of the rows: this chooses the read.
-
-    It is the same for sampled and greedy rows, but in a GPU's programs for whole rows: where all
-    slots are greedy there, the kernels of `greedy_topk_logprobs` do less.
-    """
-
-    def read_of(arrays: Any, batch: Batch) -> tuple[GroupedRows, RowRead, Greedy]:
-        own = rows.with_arrays(*arrays)
-        read = _of_named_rows(batch, row_read.read(own, batch.of_each_row(own.logits.shape[0]), k))
-        choice = Greedy(row_read.with_invalid(own, read, read.top_ids[:, 0]), read.valid)
-        return own, read, choice
-
-    def with_read(verified: Verified, read: RowRead, batch: Batch) -> Verified:
-        each = batch.of_each_row(read.valid.shape[0])
-        found = row_read.for_logprobs(read, each, k, batch.shape_of(read.valid))
-        return verified._replace(read=found)
-
-    def one_way(arrays: Any, batch: Batch) -> Verified:
-        own, read, choice = read_of(arrays, batch)
-        verified: Verified = lax.cond(
-            _some_sampled(batch.sampling),
-            lambda: sampled_slots(own, read, choice, batch, accept),
-            lambda: _greedily(batch, choice),
-        )
-        return with_read(verified, read, batch)
-
-    def all_greedy(arrays: Any, batch: Batch) -> Verified:
-        read, choice = row_read.read_greedy(rows.with_arrays(*arrays), k)
-        return with_read(_greedily(batch, choice), read, batch)
-
-    def on_cuda(arrays: Any, batch: Batch) -> Verified:
-        def some_sampled() -> Verified:
-            own, read, choice = read_of(arrays, batch)
-            return with_read(sampled_slots(own, read, choice, batch, accept), read, batch)
-
-        greedy = functools.partial(all_greedy, arrays, batch)
-        verified: Verified = lax.cond(_some_sampled(batch.sampling), some_sampled, greedy)
-        return verified
-
-    # A rule of the user's own may close over traced values.
-    if rows.shard.axis_name is not None or accept is not accept_draft:
-        return one_way(rows.arrays, batch)
-    return lowered_for(rows.arrays, batch, like=all_greedy, cuda=on_cuda, default=one_way)
 
 
 def _greedily(batch: Batch, choice: Greedy) -> Verified:

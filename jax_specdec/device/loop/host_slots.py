@@ -146,11 +146,11 @@ def reads_once(slots: Sequence[Slot], on_gpu: bool) -> bool:
     """Whether verification's read of all rows shall serve the logprobs too.
 
     It then sums, and selects K of, rejected rows and rows that no request asks about, so half of
-    the slots at least must want logprobs. Nor may a slot change the logits that tokens are chosen
-    from. The GPU kernels find greedy choices and all that logprobs need in one read; where a slot
-    samples, reading the accepted rows by kernels of their own costs them less. It is the other way
-    round in XLA: a greedy choice is much cheaper there than a row's sums, which a sampled row needs
-    anyway.
+    the slots at least must want logprobs. Nor may a slot have penalties: a changed copy is verified
+    then, and raw logprobs are of the logits themselves. The GPU kernels find greedy choices and all
+    that logprobs need in one read; where a slot samples, reading the accepted rows by kernels of
+    their own costs them less. It is the other way round in XLA: a greedy choice is much cheaper
+    there than a row's sums, which a sampled row needs anyway.
 
     Args:
       slots: [B].
@@ -158,7 +158,7 @@ def reads_once(slots: Sequence[Slot], on_gpu: bool) -> bool:
     """
     taken = [slot.params for slot in slots if slot.occupied]
     asking = sum(params.num_columns > 0 for params in taken)
-    if not 2 * asking >= len(taken) > 0 or any(params.changes_logits for params in taken):
+    if not 2 * asking >= len(taken) > 0 or any(params.penalizes for params in taken):
         return False
     return all(params.temperature == 0 for params in taken) == on_gpu
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
@@ -44,6 +44,7 @@ def row_logprobs(
     *,
     cut: Truncation | None = None,
     read: RowsRead | None = None,
+    changed_read: RowsRead | None = None,
     changes: RowChanges | None = None,
 ) -> TopkLogprobs:
     """The logprobs of `rows`, each in the mode of its slot's request.
@@ -65,6 +66,7 @@ def row_logprobs(
         and it is known already; without it, processed rows make a search of their own.
       read: what `verify` has read of the logits with `k = widths.k`; without it, the rows are read
         here.
+      changed_read: the same of the changed logits, if there are `changes`.
       changes: of each row's logits, by which the tokens were chosen; processed logprobs are of the
         changed ones, the others of the logits themselves. They need `cut`.
 
@@ -74,10 +76,14 @@ def row_logprobs(
     assert widths.k is not None, "rows without columns have no logprobs"
     batch, num_positions, vocab = logits.shape
     slot = jnp.minimum(rows.flat // num_positions, batch - 1)
-    own = None
+    own, of_slots = None, {}
     if changes is not None and widths.mode is LogprobsMode.PROCESSED:
         assert cut is not None, "the cut of changed logits is what `verify` found"
-        own, read = _changes_of_processed(changes, options, rows, slot), None
+        changes, read = _of_processed(changes, options, read, changed_read)
+        own = jax.tree.map(
+            lambda x: x.reshape(-1, x.shape[-1]).at[rows.flat].get(mode="clip"), changes
+        )
+        of_slots = changes._asdict()
     is_raw = None if widths.mode is LogprobsMode.RAW else options.mode == LogprobsMode.RAW
     if read is not None:
         found = emitted_logprobs(
@@ -87,6 +93,7 @@ def row_logprobs(
             scaled=None if is_raw is None else ~is_raw,
             extra_token_ids=options.chosen_ids if widths.chosen else None,
             **parallel.columns,
+            **of_slots,
         )
         found = picked(found, rows)
     else:
@@ -113,18 +120,28 @@ def row_logprobs(
     return _processed(logits, own, rows, slot, options, found, cut, parallel)
 
 
-def _changes_of_processed(
-    changes: RowChanges, options: BatchOptions, rows: Rows, slot: Int32[Array, " R"]
-) -> Annotated[RowChanges, "B S = R"]:
-    """The changes [R, ...] of rows that want processed logprobs; the others have none."""
-    is_processed = (options.mode == LogprobsMode.PROCESSED)[slot][:, None]
+def _of_processed(
+    changes: RowChanges,
+    options: BatchOptions,
+    read: RowsRead | None,
+    changed_read: RowsRead | None,
+) -> tuple[RowChanges, RowsRead | None]:
+    """The changes of slots that want processed logprobs, and their read; others have none."""
 
-    def of(x: jax.Array, nothing: float) -> jax.Array:
-        own = x.reshape(-1, x.shape[-1]).at[rows.flat].get(mode="fill", fill_value=nothing)
-        return jnp.where(is_processed, own, jnp.asarray(nothing, x.dtype))
+    def where(x: jax.Array, other: jax.Array) -> jax.Array:
+        is_processed = options.mode == LogprobsMode.PROCESSED
+        return jnp.where(is_processed.reshape(-1, *[1] * (x.ndim - 1)), x, other)
 
-    allowed = None if changes.allowed is None else of(changes.allowed, -1)
-    return RowChanges(allowed, of(changes.bias_token_ids, -1), of(changes.bias, 0.0))
+    allowed = None if changes.allowed is None else where(changes.allowed, jnp.int32(-1))
+    ids, bias = where(changes.bias_token_ids, jnp.int32(-1)), where(changes.bias, jnp.float32(0))
+    if read is not None:
+        read = jax.tree.map(where, changed_read, read)
+    return RowChanges(allowed, ids, bias), read
+
+
+def _at_rows(x: Shaped[Array, "B S I"], rows: Rows) -> Shaped[Array, "R I"]:
+    """These rows; anything from `rows.num` on."""
+    return x.reshape(-1, x.shape[-1]).at[rows.flat].get(mode="clip")
 
 
 def _wanted_ids(token_ids: Int32[Array, "B S"], rows: Rows) -> Int32[Array, "B S"]:

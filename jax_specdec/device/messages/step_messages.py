@@ -37,6 +37,7 @@ class StepOutput(NamedTuple):
     state: Int32[Array, " B"]  # SlotState
     running: Bool[Array, ""]  # some slot goes on after this step
     read: RowsRead | None = None  # of the target's logits, where verifying them left it
+    changed_read: RowsRead | None = None  # and of these with `changes`
     cut: Truncation | None = None  # of the logits that chose [B, S], as `verify` found it
     changed: Float[Array, "B S V"] | None = None  # the logits that chose; None: `logits`
     changes: RowChanges | None = None  # of `logits`, by which these chose
@@ -82,6 +83,7 @@ def step_output(
         running=running,
         cut=verified.cut,
         read=verified.read,
+        changed_read=verified.changed_read,
         changed=changed,
         changes=changes,
     )
@@ -127,6 +129,7 @@ def target_message(
             parallel,
             cut=output.cut,
             read=output.read,
+            changed_read=output.changed_read,
             changes=output.changes,
         )
     kept = row_kept_sets(output, options, parallel) if widths.kept else None

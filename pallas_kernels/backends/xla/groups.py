@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends.groups import (
     MANY,
+    WIDTH,
     GroupSums,
     Part,
     Read,
@@ -28,7 +29,7 @@ from pallas_kernels.backends.xla import group_sums, selection
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla.group_sums import EIGHT
 from pallas_kernels.backends.xla.selection import from_groups_on_cpu
-from pallas_kernels.contract.changes import Changes, apply
+from pallas_kernels.contract.changes import Changes, apply, of_shard
 from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.choose import lowered_for
@@ -49,7 +50,6 @@ def read_part(
     inverse: Float32[Array, " N"],
     needed: Int32[Array, " N"],
     k: int,
-    changes: Changes | None = None,
 ) -> Read:
     """Read all rows.
 
@@ -58,22 +58,45 @@ def read_part(
       inverse: `inverse_temperature` of each row.
       needed: how many candidates each row needs; at most `MANY` are given.
       k: static; the top k of every row and the sums at temperature 1 are wanted too. -1: neither.
-      changes: of the logits, but not of the part's tail.
     """
+    return read_changed(part, inverse, needed, k, None)[0]
 
-    def like(part: Part, *_: Tree) -> Read:
+
+def read_changed(
+    part: Part,
+    inverse: Float32[Array, " N"],
+    needed: Int32[Array, " N"],
+    k: int,
+    changes: Changes | None,
+) -> tuple[Read, ...]:
+    """Read all rows as they are changed and, with k, as they are: of each block both.
+
+    Args:
+      part: the logits of whole rows; its tail is changed already.
+      inverse, needed, k: as for `read_part`; changed rows have no sums at temperature 1.
+      changes: of the logits. None: what `read_part` reads, alone.
+    """
+    own_too = changes is not None and k >= 0
+
+    def like(part: Part, *_: Tree) -> tuple[Read, ...]:
         rows = part.logits.shape[0]
         zeros = jnp.zeros((rows, whole_groups(part) + part.tail.shape[1]), jnp.float32)
-        raw = zeros if k >= 0 else jnp.zeros((rows, 0), jnp.float32)
         shape = rows, min(max(k, MANY), part.logits.shape[1])
         missing = jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
-        return Read(GroupSums(zeros, zeros), raw, *missing)
+        own = Read(GroupSums(zeros, zeros), zeros if k >= 0 else zeros[:, :0], *missing)
+        return (own._replace(raw_sums=zeros[:, :0]), own) if own_too else (own,)
 
     def read_on(
         size: Size, part: Part, inverse: jax.Array, needed: jax.Array, changes: Changes | None
-    ) -> Read:
-        def work(x: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array) -> Read:
-            return _of_block(Part(x, tail, part.offset), inverse, needed, k)
+    ) -> tuple[Read, ...]:
+        def work(
+            x: jax.Array, own: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array
+        ) -> tuple[Read, ...]:
+            changed = _of_block(Part(x, tail, part.offset), inverse, needed, k, raw=not own_too)
+            if not own_too:
+                return (changed,)
+            unchanged = Part(own, tail_of(own), part.offset)
+            return changed, _of_block(unchanged, inverse, needed, k, raw=True)
 
         most = min(max(k, MANY), part.logits.shape[1])
         rows = part.tail, inverse, needed
@@ -86,17 +109,33 @@ def read_part(
     return lowered_for(part, inverse, needed, changes, like=like, cpu=cpu, tpu=tpu, default=default)
 
 
-def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
-    """`read_part` of a block of rows."""
+def tail_of(x: Float[Array, "N V"], changes: Changes | None = None) -> Float[Array, "N T W"]:
+    """The group [N, 1, W] that whole rows end in; [N, 0, W] where they hold all groups whole.
+
+    changes: of x, which are applied.
+    """
+    columns = x.shape[1]
+    rest = columns % WIDTH
+    if not rest:
+        return jnp.zeros((x.shape[0], 0, WIDTH), x.dtype)
+    # Where there is one group alone, it need not be filled up: sums with zeros are the same.
+    width = WIDTH if columns > WIDTH else next(n for n in group_sums.SHORT if n >= rest)
+    here = of_shard(changes, jnp.int32(columns - rest), rest)
+    last = apply(x[:, columns - rest :], here)
+    return jnp.pad(last, ((0, 0), (0, width - rest)), constant_values=-jnp.inf)[:, None]
+
+
+def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int, *, raw: bool) -> Read:
+    """`read_part` of a block of rows; raw: whether the sums at temperature 1 are wanted with k."""
     x = part.logits
     eights = forms.barrier(selection.group_maxima(x, EIGHT))
     mine = eights if part.tail.shape[1] < 2 else None
     groups = group_sums.of_block(columns_of_groups(part), part.tail, inverse, mine)
     groups = groups._replace(sums=prevent_recompute(groups.sums))
-    raw = jnp.zeros((x.shape[0], 0), jnp.float32)
-    if k >= 0:
+    raw_sums = jnp.zeros((x.shape[0], 0), jnp.float32)
+    if k >= 0 and raw:
         once = jnp.ones_like(inverse)
-        raw = lax.cond(
+        raw_sums = lax.cond(
             jnp.all(inverse == 1),
             lambda: groups.sums,
             # Its own columns: what a branch is given is copied, a slice too.
@@ -104,7 +143,7 @@ def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read
         )
     top = functools.partial(_largest, x, eights)
     # A selection for few candidates alone would be as long again to compile.
-    return Read(groups, raw, *as_many_as_needed(x, needed, k, top, steps=(MANY,)))
+    return Read(groups, raw_sums, *as_many_as_needed(x, needed, k, top, steps=(MANY,)))
 
 
 def _largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:
@@ -138,7 +177,10 @@ def candidates(
         num_rows: jax.Array,
         changes: Changes | None,
     ) -> Top:
-        work, initial = functools.partial(_largest, eights=None, k=k), like(logits, row_ids)
+        def work(x: jax.Array, _: jax.Array) -> Top:
+            return _largest(x, None, k)
+
+        initial = like(logits, row_ids)
         return in_blocks(work, size, logits, (), initial, k, row_ids, num_rows, changes=changes)
 
     cpu, default = (functools.partial(found_on, x) for x in (xla.rows_on_cpu, xla.rows_on_gpu))
@@ -155,12 +197,18 @@ def larger_than_tokens(
 
 
 def larger_than(
-    logits: Float[Array, "N C"], x: Float32[Array, " N"], there: Bool[Array, " N"]
+    logits: Float[Array, "N C"],
+    x: Float32[Array, " N"],
+    there: Bool[Array, " N"],
+    changes: Changes | None = None,
 ) -> Int32[Array, " N"]:
-    """How many of these columns of each row are strictly larger than x; 0 where `there` is not."""
+    """How many of these columns of each row are strictly larger than x; 0 where `there` is not.
+
+    changes: of these columns.
+    """
     index = jnp.argsort(~there, stable=True).astype(jnp.int32)
     number = there.sum(dtype=jnp.int32)
-    counted = num_larger(logits, x[index], index, number)
+    counted = num_larger(logits, x[index], index, number, changes)
     place = jnp.where(jnp.arange(index.shape[0], dtype=jnp.int32) < number, index, index.shape[0])
     return jnp.zeros(index.shape[0], jnp.int32).at[place].set(counted, mode="drop")
 
@@ -170,34 +218,50 @@ def num_larger(
     than: Float32[Array, " R"],
     row_ids: Int32[Array, " R"],
     num_rows: Int32[Array, ""],
+    changes: Changes | None = None,
 ) -> Int32[Array, " R"]:
-    """How many logits of row `row_ids[r]` are strictly larger than `than[r]`."""
+    """How many logits of row `row_ids[r]` are strictly larger than `than[r]`.
 
-    def like(_: jax.Array, than: jax.Array, *__: jax.Array) -> jax.Array:
+    changes: of the N rows.
+    """
+
+    def like(_: jax.Array, than: jax.Array, *__: Tree) -> jax.Array:
         return jnp.zeros(than.shape[0], jnp.int32)
 
-    return lowered_for(
-        logits, than, row_ids, num_rows, like=like, cpu=_num_larger_on_cpu, default=_num_larger
-    )
+    given = logits, than, row_ids, num_rows, changes
+    return lowered_for(*given, like=like, cpu=_num_larger_on_cpu, default=_num_larger)
 
 
 def _num_larger(
-    logits: jax.Array, than: jax.Array, row_ids: jax.Array, num_rows: jax.Array
+    logits: jax.Array,
+    than: jax.Array,
+    row_ids: jax.Array,
+    num_rows: jax.Array,
+    changes: Changes | None,
 ) -> jax.Array:
-    def work(x: jax.Array, than: jax.Array) -> jax.Array:
+    def work(x: jax.Array, _: jax.Array, than: jax.Array) -> jax.Array:
         return strictly_larger(x, than[:, None].astype(x.dtype)).sum(axis=1, dtype=jnp.int32)
 
     initial = jnp.zeros(than.shape[0], jnp.int32)
-    return in_blocks(work, xla.rows_on_gpu, logits, (than,), initial, 0, row_ids, num_rows)
+    rows = (than,)
+    return in_blocks(
+        work, xla.rows_on_gpu, logits, rows, initial, 0, row_ids, num_rows, changes=changes
+    )
 
 
 def _num_larger_on_cpu(
-    logits: jax.Array, than: jax.Array, row_ids: jax.Array, num_rows: jax.Array
+    logits: jax.Array,
+    than: jax.Array,
+    row_ids: jax.Array,
+    num_rows: jax.Array,
+    changes: Changes | None,
 ) -> jax.Array:
     def work(start: jax.Array) -> tuple[jax.Array]:
         row = lax.dynamic_slice_in_dim(row_ids, start, 1)
         x = _row_on_cpu(forms.pin_to_iteration(logits, start), row[0])
-        least = lax.dynamic_slice_in_dim(than, start, 1)[0].astype(logits.dtype)
+        if changes is not None:
+            (x,) = apply(x[None], changes_of_rows(changes, row))
+        least = lax.dynamic_slice_in_dim(than, start, 1)[0].astype(x.dtype)
         return (_number_of(strictly_larger(x, least))[None],)
 
     initial = (jnp.zeros(than.shape[0], jnp.int32),)
@@ -233,18 +297,16 @@ def in_blocks(
     k: int,
     row_ids: jax.Array | None = None,
     num_rows: jax.Array | None = None,
-    listed: int = LISTED,
     changes: Changes | None = None,
 ) -> Outputs:
-    """`work(x [B, V], *rows)` of blocks of rows, put together; see `forms.map_blocks`.
+    """`work(x [B, V], x, *rows)` of blocks of rows, put together; see `forms.map_blocks`.
 
-    listed: how many rows of a list are copied at a time, but on a CPU.
-    changes: of all rows of the logits; `work` gets the changed ones, a copy of a block.
+    changes: of all rows of the logits; the first x is the changed one, a copy of a block.
     """
     num_targets = jax.tree.leaves(initial)[0].shape[0]
     block = size(logits, num_targets, k, num_rows is not None or changes is not None)
     if num_rows is not None and isinstance(block, int):  # a symbolic number of rows is one block
-        block = min(block, LISTED_ON_CPU if size is xla.rows_on_cpu else listed)
+        block = min(block, LISTED_ON_CPU if size is xla.rows_on_cpu else LISTED)
 
     def done_from(start: jax.Array) -> tuple[jax.Array, ...]:
         def part(x: jax.Array) -> jax.Array:
@@ -276,7 +338,7 @@ def in_blocks(
         x: jax.Array, own: Changes | None, *given: jax.Array
     ) -> tuple[jax.Array, ...]:
         changed = x if own is None else forms.barrier(apply(x, own))
-        leaves = tuple(jax.tree.leaves(work(changed, *given)))
+        leaves = tuple(jax.tree.leaves(work(changed, x, *given)))
         return forms.vary_like(leaves, (x, own, given))
 
     flat, tree = jax.tree.flatten(initial)

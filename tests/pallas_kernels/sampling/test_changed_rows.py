@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.contract.changes import Changes, apply, prepared
-from pallas_kernels.sampling import CompactQ, Drafts, Sampling, verify
+from pallas_kernels.sampling import CompactQ, Drafts, Sampling, emitted_logprobs, verify
 from tests.support import quick_compile
 
 B, S, V, M = 8, 3, 2900, 3  # more than a cut's 1,024 candidates, and a group that is cut off
@@ -46,26 +46,63 @@ def given(dtype):
     return jnp.asarray(x, dtype), drafts, sampling, changes
 
 
+def flat(tree):
+    return jax.tree.map(lambda one: one.reshape(B * S, *one.shape[2:]), tree)
+
+
+def verified(x, drafts, sampling, changes, k):
+    """Verification of changed rows, of a copy and of the rows alone, each with its logprobs."""
+    copy = apply(x.reshape(-1, V), prepared(Changes(**flat(changes)), V)).reshape(x.shape)
+    positions, where = jnp.arange(B, dtype=jnp.int32), {"axis_name": ()}
+    ours = verify(x, drafts, sampling, positions, k=k, **where, **changes)
+    copied = verify(copy, drafts, sampling, positions, k=k, **where)
+    other = jnp.argmax(copy, axis=-1) != jnp.argmax(x, axis=-1)
+    if k is None:
+        return ours, copied, other
+    own = verify(x, drafts, sampling, positions, k=k, **where)
+    named = {"scaled": jnp.ones(B, bool), "extra_token_ids": jnp.full((B, 2), V - 1, jnp.int32)}
+    rows = jnp.arange(B * S, dtype=jnp.int32).reshape(B, S)
+    ids = jnp.where(jnp.arange(S) % 2 == 0, 7, ours.token_ids)  # some of them far down
+    logprobs = (
+        emitted_logprobs(x, ids, ours.changed_read, **named, **where, **changes),
+        emitted_logprobs(copy, ids, copied.read, **named, **where),
+        emitted_logprobs(flat(x), ids, flat(ours.changed_read), row_ids=rows, **named, **where,
+                         **flat(changes)),
+    )  # fmt: skip
+    return ours, copied, other, own, logprobs
+
+
+SLOW = [("allowed", 0, True), ("bias", 20, True), ("bias", None, True), ("both", 20, False)]
+
+
 @pytest.mark.parametrize(
-    "kind", ["both", *(pytest.param(one, marks=pytest.mark.slow) for one in ("allowed", "bias"))]
+    ("kind", "k", "jitted"),
+    [("both", 20, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
 )
-def test_verification_of_changed_rows(kind):
-    dtype = jnp.bfloat16 if kind == "bias" else jnp.float32
-    x, drafts, sampling, changes = given(dtype)
+def test_verification_of_changed_rows(kind, k, jitted):
+    """With k, one read leaves two: the bits of a read of the copy, and of the rows themselves."""
+    x, drafts, sampling, changes = given(jnp.bfloat16 if kind == "bias" else jnp.float32)
     changes = {
         name: value for name, value in changes.items() if kind == "both" or name.startswith(kind)
     }
-
-    @quick_compile.jit
-    def call(x, changes):
-        rows = Changes(**{name: one.reshape(B * S, -1) for name, one in changes.items()})
-        copy = apply(x.reshape(-1, V), prepared(rows, V)).reshape(x.shape)
-        positions = jnp.arange(B, dtype=jnp.int32)
-        ours = verify(x, drafts, sampling, positions, axis_name=(), **changes)
-        copied = verify(copy, drafts, sampling, positions, axis_name=())
-        return ours, copied, jnp.argmax(copy, axis=-1) != jnp.argmax(x, axis=-1)
-
-    ours, copied, other = call(x, changes)
-    jax.tree.map(np.testing.assert_array_equal, ours, copied)
+    call = quick_compile.jit(verified, static_argnums=4) if jitted else verified
+    ours, copied, other, *more = call(x, drafts, sampling, changes, k)
+    jax.tree.map(np.testing.assert_array_equal, ours[:3], copied[:3])
     assert np.any(other)
     assert len(set(np.asarray(ours.num_tokens).tolist())) > 1
+    if k is None:
+        assert ours.read is ours.changed_read is None
+        return
+    own, (found, *others) = more
+    jax.tree.map(np.testing.assert_array_equal, ours.read, own.read)
+    at_one = np.asarray(sampling.temperature)[:, None] % 1 == 0
+    log_sum = np.where(at_one, copied.read.log_sum, NAN)
+    expected = copied.read._replace(log_sum=log_sum)
+    jax.tree.map(np.testing.assert_array_equal, ours.changed_read, expected)
+    for other in others:
+        np.testing.assert_array_equal(found.token_ids, other.token_ids)
+        np.testing.assert_array_equal(found.token_ranks, other.token_ranks)
+        for name in ("logprobs", "extra_logprobs"):
+            np.testing.assert_allclose(getattr(found, name), getattr(other, name), rtol=3e-7)
+    assert np.isfinite(found.logprobs[:, 0]).sum() > B
+    assert (found.token_ranks > 20).sum() > B // 2

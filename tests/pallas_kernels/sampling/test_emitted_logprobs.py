@@ -111,27 +111,6 @@ def test_one_read_gives_the_tokens_and_the_logprobs(k, shards, temperatures):
     assert len({*np.asarray(raw.token_ranks)[ids >= 0].tolist()}) > (2 if temperatures.any() else 1)
 
 
-def test_the_read_of_changed_rows_is_of_the_models_own():
-    """A bias decides every token; the logprobs that the read leaves do not know of it."""
-    x, drafts, sampling = arguments()
-    ids = jnp.full((B, S, 1), 11, jnp.int32)
-    bias = jnp.full((B, S, 1), 300, jnp.float32)
-
-    @quick_compile.jit
-    def call(x):
-        positions = jnp.arange(B, dtype=jnp.int32)
-        found = verify(x, drafts, sampling, positions, k=5, bias_token_ids=ids, bias=bias)
-        return found, emitted_logprobs(x, found.token_ids, found.read)
-
-    found, raw = call(x)
-    tokens = np.asarray(found.token_ids).reshape(-1)
-    own = expected(5)(x, tokens, np.ones(B * S, np.float32), np.repeat(EXTRA, S, axis=0))[0]
-    there = (tokens == 11) & ~np.isnan(np.asarray(own.logprobs)[:, 0])
-    assert there.sum() >= B - 3
-    np.testing.assert_array_equal(raw.token_ids, own.token_ids)
-    np.testing.assert_allclose(raw.logprobs, own.logprobs, rtol=3e-7, atol=5e-6)
-
-
 def test_k_that_does_not_fit_is_refused():
     x, drafts, sampling = arguments()
     for k, message in ((513, "k = 513"), (1.5, "k is 1.5")):
