@@ -55,18 +55,18 @@ def batch():
 
 
 @quick_compile.jit
-def dense(logits, drafts, sampling, allowed=None, extra=None):
-    got = verify(logits, drafts, sampling, jnp.arange(B), k=K, allowed=allowed)
+def dense(logits, drafts, sampling, changes, extra):
+    got = verify(logits, drafts, sampling, jnp.arange(B), k=K, **changes)
     return got, emitted_logprobs(logits, got.token_ids, got.read, extra_token_ids=extra)
 
 
 @quick_compile.jit
-def ragged(logits, row_ids, drafts, sampling, allowed=None, extra=None):
-    got = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids, k=K, allowed=allowed)
+def ragged(logits, row_ids, drafts, sampling, changes, extra):
+    got = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids, k=K, **changes)
     found = emitted_logprobs(
         logits, got.token_ids, got.read, row_ids=row_ids, extra_token_ids=extra
     )
-    without = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids, allowed=allowed)
+    without = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids, **changes)
     return got, found, without
 
 
@@ -77,15 +77,25 @@ def test_flat_rows_give_what_dense_ones_do(greedy, changed):
     extra = jnp.tile(jnp.int32([[2, V, -1]]), (B, 1))
     if greedy:
         sampling = Sampling.greedy(B)
-    words, every = None, None
-    if changed:
-        bits = np.random.default_rng(0).integers(0, 2**32, (B, S, -(-V // 32)), np.uint32)
-        words = np.zeros((N, bits.shape[-1]), np.uint32)
+    every, of_rows = {}, {}
+    if changed:  # every position in a way of its own, the drafts' tokens too
+        rng = np.random.default_rng(0)
+        bias_ids = rng.integers(0, V, (B, S, 3)).astype(np.int32)
+        bias_ids[:, :-1, 0] = drafts.token_ids
+        every = {
+            "allowed": rng.integers(0, 2**32, (B, S, -(-V // 32)), np.uint32),
+            "bias_token_ids": bias_ids,
+            "bias": rng.normal(0, 3, bias_ids.shape).astype(np.float32),
+        }
         has = (row_ids >= 0) & (row_ids < N)
-        words[row_ids[has]] = bits[has]
-        every = bits
+        for name, x in every.items():
+            of_rows[name] = np.zeros((N, x.shape[-1]), x.dtype)
+            of_rows[name][row_ids[has]] = x[has]
     want, expected = jax.device_get(dense(logits, drafts, sampling, every, extra))
-    got, found, without = jax.device_get(ragged(flat, row_ids, drafts, sampling, words, extra))
+    got, found, without = jax.device_get(ragged(flat, row_ids, drafts, sampling, of_rows, extra))
+    if changed:
+        plain, _ = dense(logits, drafts, sampling, {}, extra)
+        assert (np.asarray(plain.token_ids) != want.token_ids).any()
     np.testing.assert_array_equal(got.token_ids, want.token_ids)
     np.testing.assert_array_equal(got.num_tokens, want.num_tokens)
     np.testing.assert_array_equal(without.token_ids, want.token_ids)
@@ -171,7 +181,7 @@ def test_prompt_rows_lie_beside_those_of_drafts():
     prompt_ids = np.arange(len(prompt_rows), dtype=np.int32) * 3
     both = np.array(flat)
     both[prompt_rows] = prompt
-    want, _ = dense(logits, drafts, sampling)
+    want, _ = dense(logits, drafts, sampling, {}, None)
     emitted, found = with_prompt(
         jnp.asarray(both), row_ids, drafts, sampling, prompt_rows, prompt_ids
     )

@@ -1,6 +1,7 @@
 """`verify` and `draw` on users' meshes: one device's tokens, and compact collectives."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,61 @@ def test_tokens_are_those_of_one_device(kind, split):
     assert longest_axis(program) < V // 4
     assert found[1].sharding.spec[:1] == SPLITS[split][:1] or SPLITS[split][0] is None
     assert len(set(np.asarray(found[2]))) > 1  # some drafts were accepted, others not
+
+
+FLAT = {"rows": P("data", None), "vocabulary": P(None, "model"), "both": P("data", "model")}
+QUICK_ONES = {("explicit", "vocabulary", True), ("automatic", "both", False)}
+
+
+@functools.cache
+def ragged():
+    """The rows of `inputs` among others, in another order; slots miss a row here and there."""
+    rng = np.random.default_rng(1)
+    target, draft = inputs()
+    place = rng.permutation(B * S + 8)[: B * S].reshape(B, S).astype(np.int32)
+    flat = np.full((B * S + 8, V), np.nan, np.float32)
+    flat[place.reshape(-1)] = target.reshape(-1, V)
+    of_drafts = np.concatenate([draft.reshape(-1, V), flat[:8]])  # rows of no slot too
+    place[3, 2], place[6] = -1, -1
+    allowed = rng.integers(0, 2**32, (len(flat), V // 32), np.uint32)
+    bias_ids = rng.integers(0, V, (len(flat), 4)).astype(np.int32)
+    bias_ids[:, 0] = np.nanargmax(np.where(np.isnan(flat), -1, flat), axis=1)
+    changes = allowed | np.uint32(0xFFFF), bias_ids, np.full(bias_ids.shape, -2, np.float32)
+    return (flat, of_drafts), place, changes
+
+
+def drafted_and_verified_flat(logits, place, changes):
+    target, draft = logits
+    own = jnp.arange(B, dtype=jnp.int32) * (S - 1)
+    drawn = [draw(draft, SAMPLING, POSITIONS + d, row_ids=own + d) for d in range(S - 1)]
+    drafts = joined(drawn, jnp.full(B, S - 1, jnp.int32))
+    names = "allowed", "bias_token_ids", "bias"
+    changes = dict(zip(names, changes, strict=True)) if changes else {}
+    verified = verify(target, drafts, SAMPLING, POSITIONS, row_ids=place, **changes)
+    return drafts.token_ids, *verified[:2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "changed"),
+    [
+        pytest.param(*one, marks=() if one in QUICK_ONES else pytest.mark.slow)
+        for one in itertools.product(KINDS, FLAT, (False, True))
+    ],
+)
+def test_tokens_of_flat_rows_are_those_of_one_device(kind, split, changed):
+    """A vocabulary that is split stays so; rows that are split are gathered."""
+    logits, place, changes = ragged()
+    changes = changes if changed else None
+    expected = quick_compile.jit(drafted_and_verified_flat)(logits, place, changes)
+    with jax.set_mesh(mesh_of(kind)):
+        logits = jax.device_put(logits, NamedSharding(mesh_of(kind), FLAT[split]))
+        program = jax.jit(drafted_and_verified_flat).lower(logits, place, changes).compile(QUICK)
+        found = program(logits, place, changes)
+    for actual, one in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(actual, one)
+    assert len(set(np.asarray(found[2]))) > 2  # of no row, and after a refused draft and another
+    if split != "rows":
+        assert longest_axis(program) < V // 4 + (split == "both")
 
 
 def test_few_tokens_on_automatic_axes_with_drafts_and_without():
