@@ -2,12 +2,14 @@
 
     python -m tests.peers.run [PEER ...]
 
-`bench.peers` makes the environments, once, and stands in for what they lack.
+`bench.peers` makes the environments, once, and stands in for what they lack: a run that was cut
+short goes on with those that it made. Each peer prints RUN, or NOT RUN and why, and its verdict.
 """
 
 import os
 import subprocess
 import sys
+import time
 
 from bench.peers.environments import PEERS, environment, newest
 from tests.support import quick_compile
@@ -32,8 +34,22 @@ def check(peer: str, python: str) -> bool:
     return done.returncode == 0
 
 
+def verdict(peer: str, python: str) -> str:
+    """What came of a peer: "ok", "FAILED" or "NOT RUN", and after it how long it took, or why."""
+    start = time.monotonic()
+    try:
+        own = environment(peer, python)
+    except subprocess.CalledProcessError as error:
+        why = f"no environment could be made: exit status {error.returncode} of the command above"
+        print(f"NOT RUN: {peer}: {why}", flush=True)
+        return f"NOT RUN, {why}"
+    print(f"RUN: {peer}: {', '.join(PEERS[peer][0][:1])}", flush=True)
+    found = "ok" if check(peer, own) else "FAILED"
+    return f"{found}, {time.monotonic() - start:.0f} s"
+
+
 def main(names: list[str]) -> int:
-    """Run the named peers, or all; exit status 1: one fails, 2: no such peer, 3: no Python."""
+    """Run the named peers, or all; exit status 1: one fails, 2: no such peer, 3: none could run."""
     python = newest()
     if unknown := set(names) - set(PEERS):
         print(f"there is no peer {min(unknown)}: one of {', '.join(PEERS)}", file=sys.stderr)
@@ -41,10 +57,12 @@ def main(names: list[str]) -> int:
     if python is None:
         print("no Python 3.12 or 3.13 was found", file=sys.stderr)
         return 3
-    failed = [name for name in names or PEERS if not check(name, environment(name, python))]
-    for name in names or PEERS:
-        print(f"{name}: {'FAILED' if name in failed else 'ok'}")
-    return int(bool(failed))
+    verdicts = {name: verdict(name, python) for name in names or PEERS}
+    for name, found in verdicts.items():
+        print(f"{name}: {found}")
+    if any(found.startswith("FAILED") for found in verdicts.values()):
+        return 1
+    return 3 if all(found.startswith("NOT RUN") for found in verdicts.values()) else 0
 
 
 if __name__ == "__main__":
