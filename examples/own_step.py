@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jax_specdec.device import (
     BatchOptions,
+    Drafts,
     Widths,
     draft_message,
     draft_rows,
@@ -21,7 +22,7 @@ from jax_specdec.device import (
     target_message,
     verify,
 )
-from jax_specdec.device.drafting import draw, joined
+from jax_specdec.device.drafting import draw
 
 NUM_DRAFTS = 2
 
@@ -81,7 +82,7 @@ def step(
             draw(logits, asked.sampling, position, report_drafts=draft_rows(asked, widths))
         )
         tokens = tokens.at[request, position[:, None]].set(drawn[-1].token_ids, mode="drop")
-    drafts = joined(drawn, limit=jnp.maximum(loop.remaining - 1, 0))
+    drafts = Drafts.joined(drawn, limit=jnp.maximum(loop.remaining - 1, 0))
 
     # 2. Run the model over the last token and the drafts. 3. Verify.
     logits = model(tokens, loop.lengths[:, None] - 1 + row)

@@ -5,4 +5,6 @@ functions with the peer's own signatures, and `install()`, which puts them in th
 the time of a `with`. A module imports its peer when one of its functions is called.
 """
 
+from jax_specdec.adapters import maxtext, sglang_jax, tpu_inference, tunix
+
 __all__ = ["tunix", "maxtext", "sglang_jax", "tpu_inference"]

@@ -5,49 +5,40 @@ change.
 """
 
 from pallas_kernels.sampling.distribution import truncation
-from pallas_kernels.sampling.drafts import draw, joined, none_drawn
+from pallas_kernels.sampling.drafts import draw
 from pallas_kernels.sampling.kept_set import kept_sets
 from pallas_kernels.sampling.learning import kept_logprobs, learner_logprobs
 from pallas_kernels.sampling.parameters import Sampling, Truncation
 from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.types import (
-    AcceptRule,
     CompactQ,
     DenseQ,
-    DraftReport,
     Drafts,
-    ReportDrafts,
     RowsRead,
     Verified,
     row_ids_of,
 )
-from pallas_kernels.sampling.verification import accept_draft, verify
+from pallas_kernels.sampling.verification import verify
 
 __all__ = [
-    "verify",
-    "Verified",
-    "emitted_logprobs",
-    "RowsRead",
+    # Drafts, what they were drawn from, and how a slot samples.
     "Drafts",
     "CompactQ",
     "DenseQ",
     "Sampling",
-    "row_ids_of",
-    # Drafts that are drawn.
     "draw",
-    "joined",
-    "none_drawn",
+    # Which of them are accepted, and the logprobs of what is emitted.
+    "verify",
+    "Verified",
+    "row_ids_of",
+    "emitted_logprobs",
+    "RowsRead",
     # What a row keeps, and a learner's logprobs over it.
     "truncation",
     "Truncation",
     "kept_sets",
     "kept_logprobs",
     "learner_logprobs",
-    # A rule, and a report of drafts, of one's own.
-    "accept_draft",
-    "AcceptRule",
-    "ReportDrafts",
-    "DraftReport",
 ]
 
 

@@ -8,7 +8,6 @@ Axes: B slots, D drafts, M tokens of a draft's q, N flat rows, V vocabulary.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,30 +25,7 @@ from pallas_kernels.sampling import door, exact_sums, row_cuts
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.row_read import RowScale, scaled
 from pallas_kernels.sampling.rows import top_candidates
-from pallas_kernels.sampling.types import CompactQ, Drafts, ReportDrafts
-
-MOST_TOKENS = 64  # M, where the vocabulary has as many
-
-
-def none_drawn(num_slots: int, num_drafts: int, vocab_size: int) -> Drafts:
-    """Empty proposals of width D, with a q as `draw` makes them."""
-    shape = (num_slots, num_drafts)
-    wide = (*shape, min(MOST_TOKENS, vocab_size))
-    nothing = CompactQ(jnp.full(wide, -1, jnp.int32), jnp.full(wide, -jnp.inf, jnp.float32))
-    return Drafts(jnp.zeros(shape, jnp.int32), jnp.zeros(num_slots, jnp.int32), nothing)
-
-
-def joined(drawn: Sequence[Drafts], limit: Int32[Array, " B"]) -> Drafts:
-    """The drafts that were drawn one after another, D in all, as one proposal.
-
-    Args:
-      drawn: the results of `draw`, in the order of the positions.
-      limit: how many of them each slot may get.
-    """
-    num = jnp.minimum(limit, sum(one.token_ids.shape[1] for one in drawn))
-    parts = [(one.token_ids, one.q, one.report) for one in drawn]
-    token_ids, q, report = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
-    return Drafts(token_ids, num, q, report)
+from pallas_kernels.sampling.types import MOST_TOKENS, CompactQ, Drafts
 
 
 def draw(
@@ -58,7 +34,6 @@ def draw(
     positions: Int32[Array, " B"],
     *,
     row_ids: Int32[Array, " B"] | None = None,
-    report_drafts: ReportDrafts | None = None,
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
     vocab_size: int | None = None,
@@ -74,12 +49,10 @@ def draw(
       positions: the sequence position of each draft.
       row_ids: the logits are flat, [N, V], and this is each slot's row; no row is copied. Outside
         [0, N): the slot has none, and gets the draft -1, which `verify` refuses.
-      report_drafts: makes what a draft message has of the drafts (`messages.draft_rows`), from the
-        logits as they are here; None: nothing.
       mesh, axis_name, vocab_size: as `verify` has them.
 
     Returns:
-      One draft a slot (D = 1), with its q; `joined` makes a longer proposal.
+      One draft a slot (D = 1), with its q; `Drafts.joined` makes a longer proposal.
     """
     draft_logits, sampling, positions, row_ids = door.of_rows(
         draft_logits, sampling, positions, "draft_logits", row_ids, "[B]"
@@ -91,12 +64,7 @@ def draw(
     if row_ids is not None:
         num = ((row_ids >= 0) & (row_ids < draft_logits.shape[0])).astype(jnp.int32)
         ids = jnp.where(num[:, None] > 0, ids, -1)
-    drafts = Drafts(ids, num, q)
-    return (
-        drafts
-        if report_drafts is None
-        else drafts._replace(report=report_drafts(draft_logits, drafts))
-    )
+    return Drafts(ids, num, q)
 
 
 def _drawn(

@@ -3,7 +3,7 @@
 Axes: B slots, D drafts, S = D + 1 positions, M tokens of a draft's q.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
@@ -15,6 +15,7 @@ from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row
 
 Values = TypeVar("Values")
 AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+MOST_TOKENS = 64  # M of a draft that is drawn, where the vocabulary has as many
 
 
 class CompactQ(NamedTuple):
@@ -39,22 +40,13 @@ class DenseQ(NamedTuple):
     row_ids: Int32[Array, "B D"] | None = None  # the row of each draft, if they are flat
 
 
-class DraftReport(NamedTuple):
-    """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft."""
-
-    token_ids: Int32[Array, "B D K1"]
-    logprobs: Float32[Array, "B D K1"]
-    token_ranks: Int32[Array, "B D"]
-    extra_logprobs: Float32[Array, "B D C"]
-
-
 class Drafts(NamedTuple):
     """The tokens that a drafter proposed."""
 
     token_ids: Int32[Array, "B D"]
     num: Int32[Array, " B"]  # at most D
     q: CompactQ | DenseQ | None = None  # None: each draft was certain
-    report: Any = None  # a `DraftReport`, or one with more fields, where a draft message follows
+    report: Any = None  # a tree of arrays [B, D, ...] of one's own; `verify` does not look at it
 
     @classmethod
     def of_flat(
@@ -76,9 +68,26 @@ class Drafts(NamedTuple):
         ids, found = jax.tree.map(lambda x: by_slot(x, num, width), (token_ids, q))
         return cls(jnp.asarray(ids, jnp.int32), num, found)
 
+    @classmethod
+    def joined(cls, drawn: "Sequence[Drafts]", limit: Int32[Array, " B"]) -> "Drafts":
+        """The drafts that were drawn one after another, D in all, as one proposal.
 
-# What a draft message has of one draft a slot: of its logits [B, 1, V], and of the draft itself.
-ReportDrafts = Callable[[jax.Array, Drafts], DraftReport]
+        Args:
+          drawn: the results of `draw`, in the order of the positions.
+          limit: how many of them each slot may get.
+        """
+        num = jnp.minimum(limit, sum(one.token_ids.shape[1] for one in drawn))
+        parts = [(one.token_ids, one.q, one.report) for one in drawn]
+        token_ids, q, report = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+        return cls(token_ids, num, q, report)
+
+    @classmethod
+    def none(cls, num_slots: int, num_drafts: int, vocab_size: int) -> "Drafts":
+        """Empty proposals of width D, with a q as `draw` makes them."""
+        shape = (num_slots, num_drafts)
+        wide = (*shape, min(MOST_TOKENS, vocab_size))
+        nothing = CompactQ(jnp.full(wide, -1, jnp.int32), jnp.full(wide, -jnp.inf, jnp.float32))
+        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(num_slots, jnp.int32), nothing)
 
 
 class RowsRead(NamedTuple):

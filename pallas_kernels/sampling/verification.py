@@ -45,7 +45,7 @@ from pallas_kernels.sampling.types import (
 )
 
 
-def accept_draft(
+def accepted_by_ratio(
     u: Float32[Array, "*drafts"], p: Float32[Array, "*drafts"], q: Float32[Array, "*drafts"]
 ) -> Bool[Array, "*drafts"]:
     """Accept with probability min(1, p / q): `u` is uniform in [0, 1).
@@ -64,7 +64,7 @@ def verify(
     *,
     row_ids: Int32[Array, "B S"] | None = None,
     bonus_token_ids: Int32[Array, " B"] | None = None,
-    accept: AcceptRule = accept_draft,
+    accept: AcceptRule | None = None,
     k: int | None = None,
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
@@ -87,7 +87,8 @@ def verify(
         padding, and hold anything. `row_ids_of` makes them from the slots' numbers of rows.
       bonus_token_ids: with row_ids, the token after a slot's last draft, where the slot has no row
         for it.
-      accept: `(u, p, q) -> bool`; the default preserves the target's distribution.
+      accept: your own rule, `(u, p, q) -> bool` of u uniform in [0, 1); None: u * q < p, with which
+        tokens have the target's distribution.
       k: static; with it, the read that verifies leaves what the logprobs of any token need, with so
         many top columns: give it to `emitted_logprobs`. It then reads for every row what only the
         accepted ones may need. Without, `topk_logprobs` of the emitted tokens reads their rows.
@@ -155,7 +156,7 @@ def verify(
         own = row_read.changes_of(changes, shard, logits)
         return _verify(shard, logits, own, batch, accept, k)
 
-    if accept is not accept_draft:
+    if accept is not None:
         # What the compiler asks for later can't refuse, nor close over a rule's traced values.
         axis_name = axis_name or ()
     how = Split(mesh, axis_name, vocab_size)
@@ -184,7 +185,7 @@ def _verify(
     logits: Float[Array, "N C"],
     changes: Changes | None,
     batch: Batch,
-    accept: AcceptRule,
+    accept: AcceptRule | None,
     k: int | None,
 ) -> Verified:
     """`verify` where this device holds the columns of `shard` of all logits.
@@ -224,7 +225,7 @@ def _verify(
 
     given = logits, changes, batch
     # A rule of the user's own may close over traced values.
-    if shard.axis_name is not None or accept is not accept_draft:
+    if shard.axis_name is not None or accept is not None:
         return in_a_copy(*given)
     if changes is None and k is None:
         return in_place(*given)
@@ -238,7 +239,7 @@ def _verify_rows(
     changes: Changes | None,
     own: Float[Array, "N C"] | None,
     batch: Batch,
-    accept: AcceptRule,
+    accept: AcceptRule | None,
     k: int | None,
     *,
     is_sampled: bool = False,
@@ -310,7 +311,7 @@ def sampled_slots(
     read: RowRead,
     choice: Greedy | None,
     batch: Batch,
-    accept: AcceptRule,
+    accept: AcceptRule | None,
 ) -> Verified:
     """Accept drafts by p and q; then comes a token from what they left of p.
 
@@ -342,7 +343,7 @@ def sampled_slots(
     considered = proposed & batch.by_slot(valid)[:, :-1]
     best_ids = batch.by_slot(choice.token_ids)
     agrees = drafts.token_ids == best_ids[:, :-1]
-    by_chance = accept(u, p_draft, q_draft)
+    by_chance = (accept or accepted_by_ratio)(u, p_draft, q_draft)
     accepted = considered & jnp.where((sampling.temperature > 0)[:, None], by_chance, agrees)
 
     a = _leading(accepted)

@@ -9,8 +9,9 @@ from pallas_kernels import topk_logprobs
 from pallas_kernels.backends import groups
 from pallas_kernels.sampling import distribution
 from pallas_kernels.sampling import drafts as drawing
-from pallas_kernels.sampling.drafts import draw, none_drawn
+from pallas_kernels.sampling.drafts import draw
 from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.types import Drafts
 from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile, scaling
 from tests.support.collectives import bytes_of_a_run, of_a_run
@@ -76,7 +77,7 @@ def verified_and_drawn():
     batch, drafts, vocab = BATCH, DRAFTS, VOCAB
     parallel = sharding.Parallel(mesh_of(2))
     sampling = jax.eval_shape(lambda: Sampling.greedy(batch))
-    proposed = jax.eval_shape(lambda: none_drawn(batch, drafts, vocab))
+    proposed = jax.eval_shape(lambda: Drafts.none(batch, drafts, vocab))
     columns = array(batch, drafts + 1, vocab), array(batch, drafts, vocab)
 
     def step(x, draft_logits, proposed, sampling, positions):

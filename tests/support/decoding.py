@@ -22,7 +22,6 @@ from jax_specdec.device.worker.worker import Worker
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.requests import Request, SamplingParams
-from pallas_kernels.sampling.verification import accept_draft
 from tests.support import quick_compile
 
 VOCAB = 32
@@ -107,7 +106,7 @@ class Local:
     pid = os.getpid()
 
     def __init__(self, drafting, *, num_slots=3, max_length=96, chunk=8, model=None,
-                 prefill_only=False, programs=None, parallel=ONE_DEVICE, accept=accept_draft,
+                 prefill_only=False, programs=None, parallel=ONE_DEVICE, accept=None,
                  distort=None, **options):  # fmt: skip
         params, config = model or random_model()
         settings = LoopConfig(

@@ -1,7 +1,7 @@
 """Drafters: who proposes the tokens that the target model verifies.
 
-A small door beside `jax_specdec.device`; what lies behind it may change. `draw` and `joined` are
-for loops that draft by themselves, `CallableDrafter` for a function of your own.
+A small door beside `jax_specdec.device`; what lies behind it may change. `draw` is for
+loops that draft by themselves, `CallableDrafter` for a function of your own.
 """
 
 from jax_specdec.device.drafting.adaptive import Adaptive
@@ -17,8 +17,9 @@ from jax_specdec.device.drafting.drafters import (
     NoDrafter,
 )
 from jax_specdec.device.drafting.from_function import CallableDrafter
+from jax_specdec.device.drafting.reported import ReportDrafts, draw
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from pallas_kernels.sampling import CompactQ, ReportDrafts, draw, joined
+from pallas_kernels.sampling import CompactQ
 
 __all__ = [
     "Drafter",
@@ -34,7 +35,6 @@ __all__ = [
     "Adaptive",
     "make_drafter",
     "draw",
-    "joined",
     "CompactQ",
     "ReportDrafts",
 ]

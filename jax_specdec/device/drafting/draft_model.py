@@ -16,11 +16,12 @@ from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import Chunk, Context
+from jax_specdec.device.drafting.reported import draw
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import KVCache, init_cache
 from jax_specdec.device.model.prefill import prefill
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from pallas_kernels.sampling import Drafts, draw, joined, none_drawn
+from pallas_kernels.sampling import Drafts
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class DraftModel:
             raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
-        drafts = none_drawn(num_slots, self.num_drafts, self.target.vocab_size)
+        drafts = Drafts.none(num_slots, self.num_drafts, self.target.vocab_size)
         return drafts, init_cache(self.model, num_slots, length)
 
     def prefill(self, params: Any, state: KVCache, chunk: Chunk) -> KVCache:
@@ -76,7 +77,7 @@ class DraftModel:
                 **self.parallel.columns,
             )
             drawn.append(one)
-        return joined(drawn, context.limit), state
+        return Drafts.joined(drawn, context.limit), state
 
     def _known(self, tokens: Int32[Array, "*any"]) -> Int32[Array, "*any"]:
         return jnp.minimum(tokens, self.model.vocab_size - 1)

@@ -15,20 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.drafting.reported import ReportDrafts, draw
 from jax_specdec.device.model.llama import project
 from jax_specdec.device.model.mtp import mtp_forward
 from jax_specdec.device.model.params import KVCache, ModelParams, init_mtp_cache
 from jax_specdec.device.model.prefill import mtp_prefill
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from pallas_kernels.sampling import (
-    Drafts,
-    ReportDrafts,
-    Sampling,
-    Verified,
-    draw,
-    joined,
-    none_drawn,
-)
+from pallas_kernels.sampling import Drafts, Sampling, Verified
 
 State = Any  # a pytree that belongs to the drafter
 
@@ -176,7 +169,7 @@ class MtpDrafter:
             raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
-        drafts = none_drawn(num_slots, self.num_drafts, self.config.vocab_size)
+        drafts = Drafts.none(num_slots, self.num_drafts, self.config.vocab_size)
         return drafts, init_mtp_cache(self.config, num_slots, length)
 
     def prefill(self, params: ModelParams, state: KVCache, chunk: Chunk) -> KVCache:
@@ -211,7 +204,7 @@ class MtpDrafter:
                 **self.parallel.columns,
             )
             drawn.append(one)
-        return joined(drawn, context.limit), state
+        return Drafts.joined(drawn, context.limit), state
 
 
 def certain(token_ids: Int32[Array, "B D"], num: Int32[Array, " B"]) -> Drafts:

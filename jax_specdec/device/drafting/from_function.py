@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec.device.drafting.drafters import Chunk, Context, State, certain, no_drafts
-from pallas_kernels.sampling import CompactQ, Drafts, none_drawn
+from pallas_kernels.sampling import CompactQ, Drafts
 
 DraftFunction = Callable[[Any, Context], Drafts]  # of the loop's params, and what a step left
 
@@ -22,7 +22,7 @@ class CallableDrafter:
       first id outside the vocabulary: -1 says "no more" as well as `num` does.
     - `q` and `report`: None where each draft is certain. Otherwise (`drawn=True`) each draft is
       drawn by `drafting.draw(logits, context.sampling, context.lengths + d,
-      report_drafts=context.report_drafts)`, and `drafting.joined` makes one `Drafts` of them.
+      report_drafts=context.report_drafts)`, and `Drafts.joined` makes one `Drafts` of them.
 
     Two rules keep the emitted tokens' distribution that of the target. Certain drafts depend on
     nothing but `context`. Drawn drafts come from `drafting.draw`, and neither `num` nor the
@@ -53,7 +53,7 @@ class CallableDrafter:
     def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
         if not self.drawn:
             return no_drafts(num_slots, self.num_drafts), ()
-        return none_drawn(num_slots, self.num_drafts, self.vocab_size), ()
+        return Drafts.none(num_slots, self.num_drafts, self.vocab_size), ()
 
     def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
         return ()

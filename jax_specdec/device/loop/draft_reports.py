@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jax_specdec.device.loop.kinds import Kind
-from pallas_kernels.sampling import DraftReport
+from jax_specdec.device.messages.row_logprobs import DraftReport
 
 
 def as_report(kind: Kind, report: DraftReport | None, drafts: Any) -> DraftReport | None:

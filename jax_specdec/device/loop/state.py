@@ -4,6 +4,7 @@ Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, N stop ids, V 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from jax_specdec.device.drafting.drafters import Drafter
 from jax_specdec.device.model.own_model import Model, empty_cache
 from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
-from pallas_kernels.sampling import AcceptRule, Drafts, Sampling, accept_draft
+from pallas_kernels.sampling import Drafts, Sampling
 
 AnyArray = jax.Array | np.ndarray
 
@@ -32,7 +33,7 @@ class LoopConfig:
     drafter: Drafter
     num_slots: int  # B
     max_length: int  # T: prompt and emitted tokens of a request
-    accept: AcceptRule = accept_draft
+    accept: Callable[..., jax.Array] | None = None  # the rule of acceptance; None: `verify`'s own
     parallel: Parallel = ONE_DEVICE
     implementation: str | None = None  # of `pallas_kernels.use_implementation`
     prefill_only: bool = False  # a request ends here with its first token, and is handed over

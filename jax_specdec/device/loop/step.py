@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ipc.wire import SlotState
 from jax_specdec.device.drafting.drafters import Context
+from jax_specdec.device.drafting.reported import ReportDrafts
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.logit_changes import (
@@ -30,7 +31,7 @@ from jax_specdec.device.messages.step_messages import StepOutput, step_output
 from jax_specdec.device.model.own_model import head as logits
 from jax_specdec.device.model.own_model import run as forward
 from jax_specdec.device.model.params import KVCache
-from pallas_kernels.sampling import Drafts, ReportDrafts, Sampling, Verified, verify
+from pallas_kernels.sampling import Drafts, Sampling, Verified, verify
 
 
 def step(

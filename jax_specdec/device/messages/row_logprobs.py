@@ -8,7 +8,7 @@ Axes: B slots, S positions, V vocabulary, R = B * S rows, K1 = K + 1 columns, C 
 """
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,22 @@ from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import TopkLogprobs, topk_logprobs
 from pallas_kernels.sampling import (
     CompactQ,
-    DraftReport,
     Drafts,
-    ReportDrafts,
     RowsRead,
     Sampling,
     Truncation,
     emitted_logprobs,
     truncation,
 )
+
+
+class DraftReport(NamedTuple):
+    """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft."""
+
+    token_ids: Int32[Array, "B D K1"]
+    logprobs: Float32[Array, "B D K1"]
+    token_ranks: Int32[Array, "B D"]
+    extra_logprobs: Float32[Array, "B D C"]
 
 
 def row_logprobs(
@@ -217,8 +224,8 @@ def _processed(
 
 def draft_rows(
     options: BatchOptions, widths: Widths, parallel: Parallel = ONE_DEVICE
-) -> ReportDrafts | None:
-    """What draft messages have of drafts, made as they are drawn: `draw(report_drafts=)`.
+) -> Callable[[jax.Array, Drafts], DraftReport] | None:
+    """What draft messages have of drafts, made as they are drawn: `drafting.draw(report_drafts=)`.
 
     Raw and scaled logprobs are of the draft model's logits, processed ones of the q that the draft
     was drawn from. Rows of slots that did not ask for their drafts' enter no kernel.

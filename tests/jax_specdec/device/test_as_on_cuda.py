@@ -14,6 +14,7 @@ import pytest
 
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.drafting import draw
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
@@ -38,7 +39,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.lowering import choose
 from pallas_kernels.meshes import split
-from pallas_kernels.sampling.drafts import draw, joined
+from pallas_kernels.sampling import Drafts
 from tests.support.shards import P, mesh_of
 
 VOCAB = 4096  # two shards of the least that the kernels take
@@ -84,7 +85,7 @@ def custom_calls(text):
 
 def drawn_again(model, parallel, params, context):
     rows = model_logits(params, model, context.hidden[:, :1])
-    return joined(
+    return Drafts.joined(
         [
             draw(
                 rows, context.sampling, context.lengths + d,

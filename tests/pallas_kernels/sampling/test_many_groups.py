@@ -17,10 +17,10 @@ from scipy import stats
 from pallas_kernels.backends.groups import GroupSums
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, gumbel
 from pallas_kernels.sampling import row_draws, row_read
-from pallas_kernels.sampling.drafts import draw, none_drawn
+from pallas_kernels.sampling.drafts import draw
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.types import Drafts
-from pallas_kernels.sampling.verification import accept_draft, verify
+from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 from tests.support.expected_probs import expected_probs
 
@@ -98,7 +98,7 @@ def verified(drawn, target, draft, sampling, num, spoiled):
         return among(without_taken(drawing), *listed)
 
     def accept(u, p, q):
-        return jnp.where(spoiled.rule, u < 0.5, accept_draft(u, p, q))
+        return jnp.where(spoiled.rule, u < 0.5, u * q < p)
 
     with (
         mock.patch.object(row_draws, "GROUP", spoiled.purpose),
@@ -270,7 +270,7 @@ def test_drafts_from_the_likeliest_tokens_are_accepted_as_often():
 
 
 def test_an_empty_proposal_has_a_q_of_its_shape():
-    drafts = none_drawn(3, 2, V)
+    drafts = Drafts.none(3, 2, V)
     found = draw(jnp.zeros((3, 1, V)), sampling_of(3), jnp.zeros(3, jnp.int32))
     assert drafts.q.ids.shape[2:] == found.q.ids.shape[2:]
 

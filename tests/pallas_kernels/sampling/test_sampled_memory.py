@@ -13,9 +13,9 @@ from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
 from jax_specdec.requests import SamplingParams
 from pallas_kernels.backends.xla.rows import CPU_BYTES
-from pallas_kernels.sampling.drafts import none_drawn
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.row_read import emitted_logprobs
+from pallas_kernels.sampling.types import Drafts
 from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 from tests.support.decoding import draft_logits_kept, random_model
@@ -26,7 +26,7 @@ SHARE = 0.05  # of the logits' bytes
 def temporaries(call, slots, vocab, dtype):
     """Bytes of a program that verifies three drafts of each slot."""
     shape = jax.ShapeDtypeStruct((slots, 4, vocab), dtype)
-    drafts = jax.eval_shape(lambda: none_drawn(slots, 3, vocab))
+    drafts = jax.eval_shape(lambda: Drafts.none(slots, 3, vocab))
     sampling = jax.eval_shape(lambda: Sampling.greedy(slots))
     positions = jax.ShapeDtypeStruct((slots,), jnp.int32)
     lowered = jax.jit(call).lower(shape, drafts, sampling, positions)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from jax_specdec.device import Drafts, Sampling, verify
-from jax_specdec.device.drafting import draw, joined
+from pallas_kernels.sampling import draw
 from tests.support import quick_compile
 from tests.support.collectives import collectives
 from tests.support.quick_compile import UNOPTIMIZED as QUICK
@@ -48,7 +48,7 @@ POSITIONS = jnp.arange(B, dtype=jnp.int32) + 7
 
 def drafted_and_verified(target, draft):
     drawn = [draw(draft[:, d : d + 1], SAMPLING, POSITIONS + d) for d in range(S - 1)]
-    drafts = joined(drawn, jnp.full(B, S - 1, jnp.int32))
+    drafts = Drafts.joined(drawn, jnp.full(B, S - 1, jnp.int32))
     return drafts.token_ids, *verify(target, drafts, SAMPLING, POSITIONS)[:2]
 
 

@@ -18,8 +18,9 @@ from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import Context
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from pallas_kernels.sampling.drafts import draw, joined
+from pallas_kernels.sampling.drafts import draw
 from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.types import Drafts
 from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 
@@ -32,7 +33,7 @@ def guesses(params, context):
     row = jnp.broadcast_to(jnp.log(jnp.asarray(Q, jnp.float32)), (SLOTS, 1, 4))
     row = quick_compile.unknown(row)
     places = [context.lengths + ahead for ahead in range(D)]
-    return joined([draw(row, context.sampling, place) for place in places], context.limit)
+    return Drafts.joined([draw(row, context.sampling, place) for place in places], context.limit)
 
 
 def picky(params, context):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_specdec.device.drafting import draw
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import MtpDrafter
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from pallas_kernels.sampling.drafts import draw, joined
 from pallas_kernels.sampling.types import Drafts
 from tests.support.decoding import VOCAB, random_model, request, run
 
@@ -30,7 +30,7 @@ def guesses(params, context):
             draw(logits[:, None], context.sampling, place, report_drafts=context.report_drafts)
         )
         last = drawn[-1].token_ids[:, 0]
-    return joined(drawn, context.limit)
+    return Drafts.joined(drawn, context.limit)
 
 
 DRAFTERS = {

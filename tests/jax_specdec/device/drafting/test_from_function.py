@@ -10,7 +10,6 @@ import pytest
 
 from jax_specdec.device.drafting import from_function
 from jax_specdec.device.drafting.from_function import CallableDrafter
-from pallas_kernels.sampling.drafts import none_drawn
 from pallas_kernels.sampling.types import Drafts
 from tests.support.decoding import VOCAB
 from tests.support.draft_contexts import context
@@ -61,7 +60,7 @@ def returning(**fields):
         ({"token_ids": jnp.zeros((4, 2))}, r"token_ids = float32\[4, 2\]; expected int32"),
         ({"num": jnp.zeros((4, 1), jnp.int32)}, r"num = int32\[4, 1\]; expected int32\[4\]"),
         ({"num": 2}, r"num = int32\[\]; expected int32\[4\]"),
-        ({"q": none_drawn(4, 2, VOCAB).q},
+        ({"q": Drafts.none(4, 2, VOCAB).q},
          r"q = int32\[4, 2, 32\], float32\[4, 2, 32\]; expected None"),
     ],
 )  # fmt: skip

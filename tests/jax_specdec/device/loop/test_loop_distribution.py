@@ -15,7 +15,6 @@ import pytest
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.model.params import named_arrays
-from pallas_kernels.sampling.verification import accept_draft
 from tests.support import reference_model
 from tests.support.decoding import random_model, request, run
 from tests.support.expected_probs import expected_probs
@@ -72,7 +71,7 @@ def p_values(drafting, accept):
     found = result.state.statistics
     if drafting != "none":
         assert found.num_accepted > COUNT / 20
-        assert accept is not accept_draft or found.num_drafts - found.num_accepted > COUNT / 20
+        assert accept is not None or found.num_drafts - found.num_accepted > COUNT / 20
     tokens = [result.token_ids(item.id) for item in requests]
     return [
         p_value(tokens[n :: len(names)], functools.partial(conditional, name))
@@ -88,7 +87,7 @@ def test_the_distribution_is_the_targets(name):
         kept = np.flatnonzero(conditional(filtered, ()))
         assert filtered == "none" or len(kept) < VOCAB
         assert len(set(kept // 256)) > 2
-    assert min(p_values(DRAFTERS[name], accept_draft)) > 1e-3 / len(FILTERS)
+    assert min(p_values(DRAFTERS[name], None)) > 1e-3 / len(FILTERS)
 
 
 @pytest.mark.slow

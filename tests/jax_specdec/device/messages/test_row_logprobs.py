@@ -22,7 +22,8 @@ from jax_specdec.device.messages.step_messages import StepOutput, draft_message,
 from jax_specdec.requests import SamplingParams
 from pallas_kernels.contract.rows import Outputs, skipped_rows
 from pallas_kernels.sampling.distribution import truncation
-from pallas_kernels.sampling.drafts import draw, none_drawn
+from pallas_kernels.sampling.drafts import draw
+from pallas_kernels.sampling.types import Drafts
 from pallas_kernels.sampling.verification import verify
 from tests.support import in_mode, quick_compile
 from tests.support.decoding import random_model
@@ -125,7 +126,7 @@ def test_each_distribution_is_cut_once():
     rows, lengths = jnp.zeros((2, 3, vocab)), jnp.zeros(2, jnp.int32)
     one_cut = searches(truncation, rows, asked.sampling)
     assert one_cut == 1  # for keys and ids, of top-k and of top-p
-    drafts = none_drawn(2, 2, vocab)
+    drafts = Drafts.none(2, 2, vocab)
     assert searches(lambda x: draw(x, asked.sampling, lengths), rows[:, :1]) == 0
     assert searches(lambda x: verify(x, drafts, asked.sampling, lengths), rows) == one_cut
     state = init_state(config)

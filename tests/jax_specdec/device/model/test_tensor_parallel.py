@@ -23,8 +23,9 @@ from jax_specdec.device.model.params import init_params
 from jax_specdec.records.decode import decode
 from jax_specdec.requests import SamplingParams
 from pallas_kernels.meshes.placement import VocabShard
-from pallas_kernels.sampling.drafts import draw, joined
+from pallas_kernels.sampling.drafts import draw
 from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.types import Drafts
 from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 from tests.support.collectives import collectives
@@ -54,7 +55,7 @@ def rows():
         seed=jnp.arange(batch, dtype=jnp.uint32),
     )
     positions, draws = jnp.full(batch, 7, jnp.int32), quick_compile.jit(draw)
-    drafts = joined(
+    drafts = Drafts.joined(
         [draws(jnp.asarray(draft[:, d : d + 1]), sampling, positions + d) for d in range(DRAFTS)],
         jnp.asarray(rng.integers(0, DRAFTS + 1, batch).astype(np.int32)),
     )
