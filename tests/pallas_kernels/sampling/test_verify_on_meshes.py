@@ -110,7 +110,7 @@ def drafted_and_verified_flat(logits, place, changes):
     target, draft = logits
     own = jnp.arange(B, dtype=jnp.int32) * (S - 1)
     drawn = [draw(draft, SAMPLING, POSITIONS + d, row_ids=own + d) for d in range(S - 1)]
-    drafts = joined(drawn, jnp.full(B, S - 1, jnp.int32))
+    drafts = Drafts.joined(drawn, jnp.full(B, S - 1, jnp.int32))
     names = "allowed", "bias_token_ids", "bias"
     changes = dict(zip(names, changes, strict=True)) if changes else {}
     verified = verify(target, drafts, SAMPLING, POSITIONS, row_ids=place, **changes)
