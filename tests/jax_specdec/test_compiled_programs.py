@@ -92,35 +92,36 @@ def test_doctor_counts_and_clears(tmp_path, monkeypatch, capsys):
 
 PROGRAM = """
 import sys, jax, jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache as cache_of_jax
 from jax_specdec.device.worker import compilation_cache
-seen = []
 jax.monitoring.register_event_listener(lambda event, **_: seen.append(event))
 compilation_cache.LEAST_SECONDS = 0.0
-compilation_cache.begin(sys.argv[1])
-jax.jit(lambda x: x * 3 + 1)(jnp.ones(5)).block_until_ready()
-print("/jax/compilation_cache/cache_hits" in seen)
+for setting in sys.argv[1:]:
+    seen = []
+    jax.clear_caches(), cache_of_jax.reset_cache()
+    compilation_cache.begin(setting)
+    jax.jit(lambda x: x * 3 + 1)(jnp.ones(5)).block_until_ready()
+    print("/jax/compilation_cache/cache_hits" in seen)
 """
 
 
-def run_program(setting, environment):
+def run_program(environment, *settings):
+    """Whether the program was found, for each setting in turn."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, setting], env=environment, cwd=ROOT,
+        [sys.executable, "-c", PROGRAM, *settings], env=environment, cwd=ROOT,
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return done.stdout.strip() == "True"
+    return [line == "True" for line in done.stdout.splitlines()]
 
 
 def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    (folder,) = {compiled_programs.default_folder().name}
-    folder = tmp_path / "jax-specdec" / folder
-    assert not run_program("off", environment)
-    assert not folder.exists()
-    assert not run_program("", environment)
+    folder = tmp_path / "jax-specdec" / compiled_programs.default_folder().name
+    assert run_program(environment, "") == [False]
     kept = list(folder.glob("*-cache"))
     assert kept
     assert all(map(is_whole, kept))
-    assert run_program("", environment)
-    assert not run_program(str(tmp_path / "other"), environment)
+    settings = "", str(tmp_path / "other"), "off"
+    assert run_program(environment, *settings) == [True, False, False]
     assert contents(tmp_path / "other").count == len(kept)

@@ -16,13 +16,12 @@ from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.messages.row_logprobs import draft_rows
-from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.sharding import ONE_DEVICE
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.requests import Request, SamplingParams
-from tests.support import quick_compile
+from tests.support.random_params import random_params
 
 VOCAB = 32
 
@@ -31,10 +30,8 @@ VOCAB = 32
 def random_model(vocab=VOCAB, scale=4.0, **changes):
     """Weights large enough that the model is decided, and repeats itself now and then."""
     config = ModelConfig.tiny(vocab_size=vocab, **changes)
-    # One quick program; called without jit, it would be a slow one for each shape.
-    init = quick_compile.jit(init_params, static_argnums=0)
-    params = init(config, jax.random.key(1))
-    return jax.tree.map(lambda x: x * scale if x.ndim > 2 else x, params), config
+    params = random_params(config, seed=1)
+    return jax.tree.map(lambda x: x * x.dtype.type(scale) if x.ndim > 2 else x, params), config
 
 
 def drafter(name, config, num_drafts=3):
@@ -166,7 +163,7 @@ class Local:
         records, evict_at = [], [*evict_at]
         self.admit(item)
         while not any(record.finish_reason for record in records):
-            found = self.advance()
+            found = [record for record in self.advance() if record.request_id == item.id]
             records += found
             if any(record.reschedule for record in found):
                 self.rank.admit(self.rank.leave(item.id))

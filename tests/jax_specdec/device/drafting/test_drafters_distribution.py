@@ -25,7 +25,7 @@ from pallas_kernels.sampling.verification import verify
 from tests.support import quick_compile
 
 P, Q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.25, 0.15, 0.2, 0.4])
-SLOTS, STEPS, D = 20_000, 7, 3
+SLOTS, STEPS, D = 5_000, 7, 3
 
 
 def guesses(params, context):

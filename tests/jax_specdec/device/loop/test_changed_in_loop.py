@@ -127,12 +127,15 @@ def test_every_row_is_chosen_and_scored_as_the_contract_says(changed):
 
 
 def test_masks_and_biases_alone_are_handed_down_and_make_no_copy():
-    """Each kind alone and both, greedy and sampled, in every mode; no slot has penalties."""
+    """Each kind alone and both, greedy and sampled, in every mode; no slot has penalties.
+
+    The first request outlives the others and asks for the most, but for a mask: two programs.
+    """
     changes = [CHANGES["bias"], CHANGES["min_tokens"], CHANGES["bias"] | CHANGES["min_tokens"], {}]
     modes = PROCESSED, RAW, SCALED
     requests = [
-        request(f"r{n}", [*range(2 + n % 5), 5, 5], max_tokens=9 if n else 60, seed=n,
-                kept_token_ids=n % 3 == 0, logprobs=n % 3, logprobs_mode=modes[n // 3 % 3],
+        request(f"r{n}", [*range(2 + n % 5), 5, 5], max_tokens=9 if n else 80, seed=n,
+                kept_token_ids=n % 3 == 0, logprobs=2 - n % 3, logprobs_mode=modes[n // 3 % 3],
                 **(changes[n % 4] if n else CHANGES["bias"]), **({} if n % 2 else SAMPLED))
         for n in range(12)
     ]  # fmt: skip
@@ -209,12 +212,16 @@ def test_a_request_without_changes_gets_the_same_beside_those_that_have_some(cha
 
 
 def test_a_request_that_goes_on_elsewhere_counts_what_was_emitted_there():
-    """Evicted twice: emitted tokens are told from the prompt, and the first ones are counted."""
-    item = request("r", [1, 2, 3], max_tokens=24, min_tokens=14, stop_token_ids=STOPS[2:],
-                   presence_penalty=-0.5, frequency_penalty=0.4,
-                   repetition_penalty=1.2)  # fmt: skip
-    emitted = tokens_of(Local("mtp").decode_evicted(item, [4, 12]))
-    assert emitted == run([item], "mtp").token_ids("r")
+    """Evicted twice: emitted tokens are told from the prompt, and the first ones are counted.
+
+    Next to the first request of `asking`, it has the programs of all of them.
+    """
+    changes = ALL | {"min_tokens": 14, "stop_token_ids": STOPS[2:], "presence_penalty": -0.5}
+    item = request("r", [1, 2, 3], max_tokens=24, **changes)
+    local, other = Local("mtp"), asking()[0]
+    local.admit(other)
+    emitted = tokens_of(local.decode_evicted(item, [4, 12]))
+    assert emitted == run([other, item], "mtp").token_ids("r")
     assert not {*emitted[:14]} & {*STOPS[2:]}
 
 
