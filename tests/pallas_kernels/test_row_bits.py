@@ -80,6 +80,7 @@ def test_no_batch_and_no_option_changes_a_rows_logprobs(vocabulary, dtype, cases
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a hundred programs with XLA's defaults
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("vocabulary", [1000, 32_000, 50_257])
 def test_no_batch_and_no_option_changes_a_rows_logprobs_on_the_whole_grid(vocabulary, dtype):
