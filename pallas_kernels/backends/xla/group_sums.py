@@ -91,11 +91,6 @@ def of_block(
     return GroupSums(_joined(found), _joined(sums))
 
 
-def maxima_of_block(x: Float[Array, "B N"], tail: Float[Array, "B T W"]) -> Float32[Array, "B G"]:
-    """The largest logit of each group of a block of rows; arguments as for `of_block`."""
-    return _joined(_maxima(x, tail))
-
-
 def _maxima(x: jax.Array, tail: jax.Array) -> list[jax.Array]:
     """Those of the whole groups, and those of the tail, where there are any."""
     found = [_eights_to_groups(selection.group_maxima(x, EIGHT), x.dtype)] if x.shape[1] else []
