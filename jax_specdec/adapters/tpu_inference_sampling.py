@@ -161,7 +161,9 @@ def _axes(mesh: Mesh, vocab_size: int) -> tuple[Any, tuple[str, ...]]:
     data, columns = (
         (x,) if isinstance(x, str) else tuple(x) for x in (names.ATTN_DATA, names.MLP_TENSOR)
     )
-    columns = tuple(x for x in columns if x in mesh.axis_names and x not in data)
+    columns = tuple(
+        x for x in columns if x in mesh.axis_names and x not in data and mesh.shape[x] > 1
+    )
     shards = math.prod(mesh.shape[x] for x in columns)
     return data, columns if vocab_size % shards == 0 else ()
 

@@ -4,13 +4,14 @@ import subprocess
 import time
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bench import report, timing
 from bench.comparison import HOST, MEMORY, Comparison
-from bench.files import Results
+from bench.files import Results, read_json
 from bench.peers import environments, measure, suite
 from bench.peers.cases import GRID, OF, QUICK, Case
 from bench.timing import BenchError
@@ -123,6 +124,21 @@ def test_the_limits_can_be_missed(ours, megabytes, verdicts):
         assert len(measure.targets_of(found, "tunix", few)) == 1
     not_run = replace(found, timings=())
     assert [one.what for one in measure.targets_of(not_run, "tunix", many)] == ["memory of tunix's"]
+
+
+def test_a_peer_s_cases_are_made_and_measured_on_one_mesh_and_written(tmp_path, monkeypatch):
+    def cases(shape):
+        assert jax.sharding.get_mesh().axis_names == ("data", "model")
+        return [replace(CASE, name=f"largest of {shape.k}")]
+
+    monkeypatch.setitem(OF, "tunix", ("numpy", "tunix", cases))
+    measure.main("tunix", str(tmp_path / "found.json"), "--quick")
+    found = read_json(tmp_path / "found.json").comparisons
+    assert [one.title.split(" R=")[0] for one in found] == [
+        "tunix largest of 0",
+        "tunix largest of 20",
+    ]
+    assert found[0].settings["with"].startswith(f"tunix {np.__version__}, jax ")
 
 
 def test_a_peer_that_cannot_be_installed_is_not_run(monkeypatch):
