@@ -18,6 +18,8 @@ from jax_specdec.adapters.replacing import replaced
 from jax_specdec.adapters.versions import check_version
 from pallas_kernels import topk_logprobs
 
+MOST_AT_ONCE = 1 << 26  # logits
+
 
 @contextmanager
 def install() -> Iterator[tuple[str, ...]]:
@@ -102,7 +104,8 @@ def _read(
         logits = logits + penalty.astype(logits.dtype)
     temperatures = jnp.where(is_all_greedy, 1.0, temperatures.reshape(-1).astype(jnp.float32))
     token_ids = token_ids.astype(jnp.int32)
-    if k == 0 and not extra.size:  # without a rank, this is less than a read that counts
+    # Without a rank, this is less than a read that counts; beyond some 100 MB, blocks of rows are.
+    if k == 0 and not extra.size and logits.size <= MOST_AT_ONCE:
         x, each = logits.astype(jnp.float32), temperatures[:, None]
         most = x.max(axis=1, keepdims=True)
         total = jnp.exp((x - most) * (1 / each)).sum(axis=1, keepdims=True)
