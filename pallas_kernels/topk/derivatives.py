@@ -15,6 +15,8 @@ forbidden token. The temperature's derivative is the same with -s[v] in the plac
 log_sum_exp with -x[v] / T. Ids and token ranks have none.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -130,17 +132,19 @@ def _tangent(shard: VocabShard, out: TopkLogprobs, rows: Rows, moved: Rows) -> d
     known = ~jnp.isnan(logprobs) & (ids >= 0)
 
     x, dx = _changed(shard, rows, moved)
-    maximum = shard.maximum(jnp.where(jnp.isnan(x), -jnp.inf, x))
-    valid = jnp.isfinite(maximum) & ~shard.any(jnp.isnan(x))
-    # Zeros where a row has no answer: 0 * NaN would not be 0 when this is transposed.
-    shifted = jnp.where(valid[:, None], x - jnp.where(valid, maximum, 0)[:, None], -jnp.inf)
+    maximum = shard.maximum(x)
+    # A row with an answer is valid. Others get zeros: 0 * NaN would not be 0 when transposed.
+    sums = (x for x in (out.log_sum_exp, out.entropy) if x is not None)
+    valid = functools.reduce(operator.or_, (~jnp.isnan(x) for x in sums), known.any(axis=1))
+    maximum = jnp.where(valid, maximum, 0)
+    shifted = jnp.where(valid[:, None], x - maximum[:, None], -jnp.inf)
     t = None if temperatures is None else usable_temperatures(temperatures)[:, None]
     if t is not None:
         t = jnp.where(jnp.isnan(t), jnp.float32(1), t)
         shifted = shifted / t
-    weights = jnp.exp(shifted)
-    total = shard.sum(weights)
-    weights = weights / jnp.where(total > 0, total, 1)[:, None]
+    total = shard.sum(jnp.exp(shifted))
+    # Exponentials of their own, instead of these over their sum: XLA makes no array of either.
+    weights = jnp.exp(shifted - jnp.log(jnp.where(total > 0, total, 1))[:, None])
     finite = jnp.where(jnp.isfinite(shifted), shifted, 0)  # s
     center = shard.sum(weights * finite)[:, None]
 
@@ -156,7 +160,7 @@ def _tangent(shard: VocabShard, out: TopkLogprobs, rows: Rows, moved: Rows) -> d
         assert moved.temperatures is not None
         slope = jnp.where(temperatures[:, None] == 0, 0.0, moved.temperatures[:, None] / t)
         change += (center - scaled) * slope
-        of_sum -= (center + jnp.where(valid, maximum, 0)[:, None] / t) * slope
+        of_sum -= (center + maximum[:, None] / t) * slope
         of_entropy += _weighted(shard, weights, finite, center, finite) * slope
     change = jnp.where(known & valid[:, None], change, 0)
     changed = {"logprobs": change[:, : k + 1], "extra_logprobs": change[:, k + 1 :]}
@@ -176,10 +180,11 @@ def _tangent(shard: VocabShard, out: TopkLogprobs, rows: Rows, moved: Rows) -> d
 
 def _changed(shard: VocabShard, rows: Rows, moved: Rows) -> tuple[jax.Array, jax.Array]:
     """The changed logits [R, W] float32 of the target rows, and their tangents."""
-    changes, index = rows.changes, rows.places
-    width = rows.logits.shape[1]
-    x = shard.masked(jnp.asarray(rows.logits))[index].astype(jnp.float32)
-    dx = jnp.asarray(moved.logits)[index].astype(jnp.float32)
+    changes, width = rows.changes, rows.logits.shape[1]
+    x, dx = shard.masked(jnp.asarray(rows.logits)), jnp.asarray(moved.logits)
+    if rows.row_ids is not None or rows.num_rows is not None:
+        x, dx = x[rows.places], dx[rows.places]
+    x, dx = x.astype(jnp.float32), dx.astype(jnp.float32)
     if changes is None:
         return x, dx
     first = shard.ids(width)[0]

@@ -134,3 +134,29 @@ def test_a_wrong_derivative_would_be_noticed(monkeypatch):
     monkeypatch.setattr(derivatives, "_changed", wrong)
     with pytest.raises(AssertionError):
         compare()
+
+
+def test_a_row_without_a_token_has_the_derivatives_of_its_sums():
+    x = np.stack([*inputs(3)[0], np.full(V, np.nan)]).astype(np.float32)
+    ids = np.full(4, -1, np.int32)
+
+    @jax.jit
+    def found(x):
+        def total(x, name):
+            return getattr(topk_logprobs(x, ids, 0, log_sum_exp=True, entropy=True), name).sum()
+
+        return jnp.stack([jax.grad(total)(x, name) for name in ("log_sum_exp", "entropy")])
+
+    p = jax.nn.softmax(x[:3])
+    of_entropy = -p * (jnp.log(p) - (p * jnp.log(p)).sum(1, keepdims=True))
+    np.testing.assert_allclose(found(x)[:, :3], [p, of_entropy], atol=1e-6)
+    np.testing.assert_array_equal(found(x)[:, 3], 0)  # of an invalid one none
+
+
+def test_a_gradient_takes_no_array_of_the_logits_size():
+    def loss(x):
+        return topk_logprobs(x, jnp.zeros(256, jnp.int32), 0).logprobs.sum()
+
+    shape = jax.ShapeDtypeStruct((256, 4_000), "float32")
+    memory = jax.jit(jax.grad(loss)).lower(shape).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < shape.size * 4 / 2
