@@ -144,9 +144,13 @@ def _tangent(shard: VocabShard, out: TopkLogprobs, rows: Rows, moved: Rows) -> d
         shifted = shifted / t
     total = shard.sum(jnp.exp(shifted))
     # Exponentials of their own, instead of these over their sum: XLA makes no array of either.
-    weights = jnp.exp(shifted - jnp.log(jnp.where(total > 0, total, 1))[:, None])
+    log_total = jnp.log(jnp.where(total > 0, total, 1))
+    weights = jnp.exp(shifted - log_total[:, None])
     finite = jnp.where(jnp.isfinite(shifted), shifted, 0)  # s
-    center = shard.sum(weights * finite)[:, None]
+    if out.entropy is None:
+        center = shard.sum(weights * finite)[:, None]
+    else:  # known without another pass
+        center = jnp.where(jnp.isnan(out.entropy), 0, log_total - out.entropy)[:, None]
 
     named = _named(dx, jnp.where(known, ids, 0), shard)
     mean = shard.sum(weights * dx)[:, None]
