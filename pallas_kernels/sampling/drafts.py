@@ -7,8 +7,6 @@ until the draft is verified, and a residual differs from the target's p in few t
 Axes: B slots, D drafts, M tokens of a draft's q, N flat rows, V vocabulary.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -75,20 +73,19 @@ def _drawn(
     """`draw` where this device holds the columns of `shard`: ids [B, 1] and q [B, 1, M]."""
     sampling, positions, row_ids = whole
     x = draft_logits[:, 0] if row_ids is None else draft_logits
-    top = functools.partial(top_candidates, x, shard=shard, row_ids=row_ids)
 
     def greedily() -> tuple[jax.Array, CompactQ]:
-        if row_ids is None:
-            ids = greedy(x, axis_name=shard.axis_name, vocab_size=shard.vocab_size).token_ids
-        else:
-            ids = jnp.maximum(top(1)[0][:, 0], 0)
+        ids = greedy(x, axis_name=shard.axis_name, vocab_size=shard.vocab_size).token_ids
+        if row_ids is not None:
+            ids = ids[jnp.clip(row_ids, 0, x.shape[0] - 1)]
         first = jnp.arange(min(MOST_TOKENS, shard.size(x.shape[1])), dtype=jnp.int32)[None] == 0
         q_ids = jnp.where(first, ids[:, None], -1)
         log_q = jnp.where(q_ids >= 0, jnp.float32(0), -jnp.inf)
         return ids[:, None], CompactQ(q_ids[:, None], log_q[:, None])
 
     def by_chance() -> tuple[jax.Array, CompactQ]:
-        return _from_candidates(top(MOST_TOKENS), sampling, positions, shard.size(x.shape[1]))
+        top = top_candidates(x, MOST_TOKENS, shard, row_ids)
+        return _from_candidates(top, sampling, positions, shard.size(x.shape[1]))
 
     found: tuple[jax.Array, CompactQ] = lax.cond(
         jnp.any(sampling.temperature > 0), by_chance, greedily

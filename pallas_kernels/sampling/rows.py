@@ -229,9 +229,9 @@ def top_candidates(
     shard: VocabShard = WHOLE,
     row_ids: Int32[Array, " R"] | None = None,
 ) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"]]:
-    """The K = min(k, V) largest logits of rows, and their ids: ties lowest id first, NaN is -inf.
+    """The K = min(k, V) largest logits of rows, and their ids: ties lowest id first.
 
-    An id is -1 where fewer are above -inf.
+    An id is -1 where fewer are above -inf. A row with a NaN gets anything.
 
     Args:
       logits: the columns of `shard`.

@@ -143,8 +143,8 @@ def test_drafts_are_drawn_of_flat_rows_as_of_dense_ones(greedy):
     _, flat, row_ids, _, sampling = batch()
     place = np.array([row_ids[0, 0], -1, row_ids[2, 1], row_ids[3, 0], N, row_ids[0, 0]], np.int32)
     has = (place >= 0) & (place < N)
-    if greedy:
-        sampling = Sampling.greedy(B)
+    if greedy:  # a row with a NaN has its greedy draft as well
+        sampling, flat = Sampling.greedy(B), flat.at[place[2], 3].set(jnp.nan)
     want = drawn(jnp.asarray(np.where(has[:, None], flat[place % N], 0))[:, None], sampling)
     mesh = jax.make_mesh((3,), ("v",), devices=jax.devices()[:3])
 
