@@ -85,6 +85,8 @@ def verify(
         is copied. Outside [0, N): the slot has no such row, its draft is not accepted, and
         nothing is emitted there. A row belongs to one slot and position at most; others are
         padding, and hold anything. `row_ids_of` makes them from the slots' numbers of rows.
+        Flat rows that are split over devices travel, since a slot's may be on any of them: where
+        each device has those of its slots, call this inside `jax.shard_map`.
       bonus_token_ids: with row_ids, the token after a slot's last draft, where the slot has no row
         for it.
       accept: your own rule, `(u, p, q) -> bool` of u uniform in [0, 1); None: u * q < p, with which
@@ -95,8 +97,8 @@ def verify(
       mesh, axis_name: the mesh axis that splits the vocabulary of the logits; inside
         `jax.shard_map` without the mesh. Neither: logits may be split by slots and vocabulary over
         any mesh with explicit or automatic axes: their type or the compiler tells, and no row of
-        them travels, but with automatic axes where `accept` is your own. `axis_name=()` says that
-        they are whole here. On the same logits, the emitted tokens are those of one device.
+        [B, S, V] travels, but with automatic axes where `accept` is your own. `axis_name=()` says
+        that they are whole here. On the same logits, the emitted tokens are those of one device.
       vocab_size: V, where columns of padding follow.
       allowed, bias_token_ids, bias: changes of each row's logits, [B, S, ...] or [N, ...] as the
         logits, as `topk_logprobs` has them. All is decided by the changed logits. With `k`,
