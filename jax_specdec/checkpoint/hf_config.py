@@ -55,7 +55,21 @@ def read_config(directory: Path, *, dtype: str = "") -> HfConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(_what_it_is(directory))
-    fields = read_json(path)
+    fields, stops = read_json(path), eos_token_ids(directory)
+    return config_of(path, fields if stops is None else fields | {"eos_token_id": [*stops]}, dtype)
+
+
+def config_of(path: Path, fields: Mapping[str, Any], dtype: str) -> HfConfig:
+    """The configuration of a config.json's fields.
+
+    Args:
+      path: the file that they are from, for errors.
+      fields: the object in it, and the ids that end a text.
+      dtype: as that of `read_config`.
+
+    Raises:
+      CheckpointError: as `read_config`.
+    """
     architecture = _architecture(path, fields)
     try:
         model = _model(architecture, fields, dtype)
@@ -63,9 +77,7 @@ def read_config(directory: Path, *, dtype: str = "") -> HfConfig:
         raise CheckpointError(f"{path} lacks {error}") from error
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-    stops = eos_token_ids(directory)
-    if stops is None:
-        stops = _ids(path, fields.get("eos_token_id"))
+    stops = _ids(path, fields.get("eos_token_id"))
     length = fields.get("max_position_embeddings")
     return HfConfig(architecture, model, stops, None if length is None else int(length))
 
@@ -83,13 +95,10 @@ def eos_token_ids(directory: Path) -> tuple[int, ...] | None:
 
 def _what_it_is(name: Path) -> str:
     """What a name without a config.json in it may be, and the way out."""
-    layout = "a directory in Hugging Face layout (config.json, model.safetensors, tokenizer.json)"
-    if name.suffix == ".gguf":
-        return (
-            f"{name} is a GGUF file, which is not read: name {layout}, such as the one that it was "
-            "made from; transformers' from_pretrained(..., gguf_file=...) and save_pretrained make "
-            "one of it"
-        )
+    layout = (
+        "a directory in Hugging Face layout (config.json, model.safetensors, tokenizer.json) or a "
+        "GGUF file"
+    )
     if name.is_file():
         return f"{name} is a file: name {layout}, perhaps {name.parent}"
     if name.is_dir():

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from jax_specdec.checkpoint.gguf_file import Gguf, GgufTensor
+from jax_specdec.checkpoint.gguf_model import hf_name, permuted
 from jax_specdec.checkpoint.hf_config import read_json
 from jax_specdec.checkpoint.model_config import CheckpointError
 
@@ -26,6 +28,8 @@ class StoredTensor:
     file: Path
     dtype: str  # as safetensors writes it: "BF16"
     shape: tuple[int, ...]
+    packed: GgufTensor | None = None  # how it is stored, in a GGUF file
+    permuted: int = 0  # heads whose rows are in GGUF's order
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -48,6 +52,16 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         else ""
     )
     raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}{hint}")
+
+
+def gguf_tensors(file: Gguf) -> dict[str, StoredTensor]:
+    """Every tensor of a GGUF file by the name that it has in a directory, unpacked to float32."""
+    return {
+        hf_name(name): StoredTensor(
+            hf_name(name), file.path, "F32", one.shape, one, permuted(file, name)
+        )
+        for name, one in file.tensors.items()
+    }
 
 
 def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:

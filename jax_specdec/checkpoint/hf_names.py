@@ -12,9 +12,16 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jax_specdec.checkpoint.hf_config import HfConfig, read_config
+from jax_specdec.checkpoint.gguf_file import is_gguf, read_gguf
+from jax_specdec.checkpoint.gguf_model import config_fields
+from jax_specdec.checkpoint.hf_config import HfConfig, config_of, read_config
 from jax_specdec.checkpoint.hf_families import FAMILIES
-from jax_specdec.checkpoint.hf_files import StoredTensor, check_shapes, stored_tensors
+from jax_specdec.checkpoint.hf_files import (
+    StoredTensor,
+    check_shapes,
+    gguf_tensors,
+    stored_tensors,
+)
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -72,7 +79,7 @@ def open_model(directory: str | Path, *, dtype: str = "") -> HfModel:
     """Read the configuration and the files' headers, and check that they fit.
 
     Args:
-      directory: in Hugging Face layout.
+      directory: in Hugging Face layout, or a GGUF file.
       dtype: the type to compute in; see `hf_config.read_config`.
 
     Raises:
@@ -80,8 +87,11 @@ def open_model(directory: str | Path, *, dtype: str = "") -> HfModel:
       CheckpointError: something is unsupported or damaged, or does not fit; says what and where.
     """
     directory = Path(directory)
-    hf = read_config(directory, dtype=dtype)
-    stored = stored_tensors(directory)
+    if is_gguf(directory):
+        file = read_gguf(directory)
+        hf, stored = config_of(directory, config_fields(file), dtype), gguf_tensors(file)
+    else:
+        hf, stored = read_config(directory, dtype=dtype), stored_tensors(directory)
     config = replace(hf.model, num_mtp_layers=1)
     layout = FAMILIES[hf.architecture].mtp
     projections = [one.name for one in _mtp(config, layout) if one.leaf == "mtp.projection"]
@@ -105,7 +115,7 @@ def _refuse_unknown(hf: HfConfig, stored: dict[str, StoredTensor], known: Set[st
     if unknown:
         raise CheckpointError(
             f"{stored[unknown[0]].file}: {unknown[0]} has no place in a {hf.architecture} with "
-            f"this config.json ({len(unknown)} such tensors): results could change without it"
+            f"this configuration ({len(unknown)} such tensors): results could change without it"
         )
 
 

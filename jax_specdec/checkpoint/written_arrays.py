@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jax_specdec.checkpoint.gguf_file import is_gguf
 from jax_specdec.checkpoint.hf_files import INDEX, SINGLE
 from jax_specdec.checkpoint.model_config import CheckpointError
 from jax_specdec.checkpoint.shipped import tiny_weights_path
@@ -38,6 +39,11 @@ def write_arrays(arrays: Mapping[str, Any], like: str, target: Path, *, own: boo
     """
     tensors = {name: _contiguous(name, value) for name, value in arrays.items()}
     folder = Path(like)
+    if not own and is_gguf(like):
+        raise CheckpointError(
+            f"arrays have the names of a directory's tensors, and {like} is a GGUF file: give the "
+            "path of another one, or start the engine with a directory"
+        )
     if like and not own and folder.is_dir():
         made = target.with_suffix(".checkpoint")
         made.mkdir()

@@ -70,10 +70,10 @@ def found(path: Path | None) -> str:
 
 
 def add_checkpoint(group: Any) -> None:
-    """Add the option for the directory of a checkpoint, which must be given."""
+    """Add the option for the directory or file of a checkpoint, which must be given."""
     group.add_argument("--model", type=Path, required=True, metavar="DIR",
         help="config.json, model.safetensors (or several files and their index), "
-        "tokenizer.json")  # fmt: skip
+        "tokenizer.json; or a GGUF file")  # fmt: skip
 
 
 def add_dtype(group: Any) -> None:

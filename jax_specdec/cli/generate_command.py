@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 HELP = """\
 Run prompts through a checkpoint in Hugging Face layout (Llama, Mistral, Mixtral, Qwen2, Qwen3,
-Qwen3-MoE, Gemma 2 and 3, MiMo) with speculative decoding, and write OpenAI-style records with exact
-logprobs.
+Qwen3-MoE, Gemma 2 and 3, MiMo) or a GGUF file (Llama, Qwen2, Qwen3) with speculative decoding, and
+write OpenAI-style records with exact logprobs.
 
 Only local files are read; nothing is downloaded. With --output, an interrupted run can go on: run
 the same command again.

@@ -45,7 +45,8 @@ def add(commands: Any) -> None:
     parser = add_command(commands, "serve", description=HELP,
         help="serve a model over HTTP, as OpenAI's API has it")  # fmt: skip
     parser.add_argument("--model", type=Path, metavar="DIR",
-        help="a checkpoint in Hugging Face layout (default: the tiny model)")  # fmt: skip
+        help="a checkpoint in Hugging Face layout, or a GGUF file (default: the tiny "
+        "model)")  # fmt: skip
     own = parser.add_argument_group("a model of your own, instead of --model")
     own.add_argument("--own-model", default="", metavar="MODULE:FUNCTION",
         help="what makes it in a worker, as EngineConfig.own_model")  # fmt: skip

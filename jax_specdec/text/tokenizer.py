@@ -3,6 +3,7 @@
 The `tokenizers` library (extra `hf`) encodes; decoding needs only the table of bytes.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,17 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from jax_specdec.checkpoint.gguf_file import Gguf, is_gguf, read_gguf
 from jax_specdec.checkpoint.hf_config import read_json
 from jax_specdec.checkpoint.model_config import CheckpointError
 from jax_specdec.text.chat_template import INSTALL, ChatTemplate, MissingExtra, read_template
 from jax_specdec.text.detokenize import TokenTable
+from jax_specdec.text.gguf_tokenizer import special_tokens, tokenizer_rules
 from jax_specdec.text.token_pieces import Pieces
 
 FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """The tokenizer of tokenizer.json, tokenizer_config.json and chat_template.jinja.
+    """The tokenizer of tokenizer.json, tokenizer_config.json and chat_template.jinja, or a GGUF's.
 
     Attributes:
       token_bytes: [V] each id's bytes of text; b"" for special tokens, and for ids that the model
@@ -32,7 +35,7 @@ class Tokenizer:
         """Read a model directory.
 
         Args:
-          directory: in Hugging Face layout.
+          directory: in Hugging Face layout, or a GGUF file.
           vocab_size: V of the model, which is often more than the tokenizer's; None: all of the
             tokenizer's ids and no other.
 
@@ -43,8 +46,9 @@ class Tokenizer:
             that the model lacks.
         """
         self._directory = Path(directory)
-        path = self._directory / FILE
-        rules, self._tokenizer = _open(path)
+        self._gguf = read_gguf(self._directory) if is_gguf(directory) else None
+        path = self._directory if self._gguf else self._directory / FILE
+        rules, self._tokenizer = _open(path, self._gguf)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if vocab_size is None:
             vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -95,34 +99,38 @@ class Tokenizer:
 
     @cached_property  # only conversations need it, and jinja2
     def _template(self) -> ChatTemplate | None:
-        return read_template(self._directory)
+        if self._gguf is None:
+            return read_template(self._directory)
+        source = self._gguf.fields.get("tokenizer.chat_template")
+        return None if source is None else ChatTemplate(source, special_tokens(self._gguf))
 
 
 def text_encoder(weights: str, vocab_size: int) -> Callable[[str], np.ndarray] | None:
     """A function from a text to a model's ids, for a shared corpus; None for a byte-level model.
 
     Args:
-      weights: a directory in Hugging Face layout; any other name means a byte-level model.
+      weights: a directory in Hugging Face layout, or a GGUF file; any other name means a
+        byte-level model.
       vocab_size: V of the model.
     """
-    if not weights or not Path(weights).is_dir():
+    if not weights or not (Path(weights).is_dir() or is_gguf(weights)):
         return None
     return Tokenizer(weights, vocab_size).encode_plain
 
 
-def _open(path: Path) -> tuple[dict[str, Any], Any]:
-    """The object in a tokenizer.json, and the library's tokenizer made of it."""
+def _open(path: Path, file: Gguf | None) -> tuple[dict[str, Any], Any]:
+    """The object in a tokenizer.json, or made of a GGUF file, and the library's tokenizer of it."""
     try:
         import tokenizers
     except ImportError as error:
         raise MissingExtra(f"tokenizer.json is read with tokenizers: {INSTALL}") from error
-    if not path.is_file():
+    if file is None and not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing; a tokenizer.model alone is not read: save the tokenizer again "
             "with transformers' AutoTokenizer and save_pretrained"
         )
-    rules = read_json(path)
+    rules = read_json(path) if file is None else tokenizer_rules(file)
     try:
-        return rules, tokenizers.Tokenizer.from_file(str(path))
+        return rules, tokenizers.Tokenizer.from_str(json.dumps(rules))
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{path} is not a tokenizer: {error}") from error

@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jax_specdec.checkpoint.gguf_file import is_gguf
 from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
 from jax_specdec.checkpoint.shipped import tiny_weights_path
@@ -173,7 +174,7 @@ def load_model(
     """Load the model that `path` names.
 
     Args:
-      path: a directory in Hugging Face layout (see `hf_files.py`), or a file that
+      path: a directory in Hugging Face layout (see `hf_files.py`), a GGUF file, or a file that
         `save_checkpoint` wrote; empty for the weights that come with the package.
       dtype: the type to compute in; empty for that of the checkpoint.
       num_slots, max_length: of the caches that will be made, counted in the check of the memory.
@@ -190,7 +191,7 @@ def load_model(
       CheckpointError: the model is damaged or not supported, or its tensors do not fit.
       InsufficientMemory: weights and caches do not fit.
     """
-    if path and Path(path).is_dir():
+    if path and (Path(path).is_dir() or is_gguf(path)):
         model = open_model(path, dtype=dtype)
         model = replace(model, config=padded(model.config, num_devices))
         parallel = tensor_parallel(model.config, num_devices, devices)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
+from jax_specdec.checkpoint.gguf_file import read_tensor
 from jax_specdec.checkpoint.hf_files import ITEM_BYTES, StoredTensor
 from jax_specdec.checkpoint.hf_names import HfModel, Source
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
@@ -135,6 +136,8 @@ def cache_bytes(config: ModelConfig, num_slots: int, max_length: int, num_shards
 
 def _read(tensor: StoredTensor) -> np.ndarray:
     """The tensor, in memory of its own."""
+    if tensor.packed is not None:
+        return _in_order(read_tensor(tensor.file, tensor.packed), tensor.permuted)
     try:
         with safe_open(tensor.file, framework="numpy") as file:
             value: np.ndarray = file.get_tensor(tensor.name)
@@ -143,6 +146,14 @@ def _read(tensor: StoredTensor) -> np.ndarray:
             f"{tensor.file}: {tensor.name} {list(tensor.shape)} cannot be read: {error}"
         ) from error
     return value
+
+
+def _in_order(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries or keys, which a GGUF file has pair by pair, as halves of their heads."""
+    if not heads:
+        return rows
+    half = rows.shape[0] // heads // 2
+    return rows.reshape(heads, half, 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _convert(tensor: np.ndarray, source: Source, leaf: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -104,7 +104,7 @@ FILES = {
         ("view none.jsonl", "none.jsonl"),
         # Models that are something else.
         ("generate --model Qwen/Qwen3-0.6B --prompt a", "`hf download Qwen/Qwen3-0.6B --local-dir"),
-        ("generate --model model.gguf --prompt a", "model.gguf is a GGUF file, which is not read"),
+        ("generate --model model.gguf --prompt a", "there is no file model.gguf"),
         ("generate --model /nowhere/at/all --prompt a", "no directory /nowhere/at/all: name a dir"),
         (f"generate --model {__file__} --prompt a", "test_refusals.py is a file: name a directory"),
         ("generate --model . --prompt a", ". has no config.json: name a directory in Hugging Fac"),

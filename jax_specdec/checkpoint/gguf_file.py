@@ -1,0 +1,170 @@
+"""A GGUF file: its fields, and where its tensors are.
+
+The fields are read here, as the `gguf` package takes seconds for a vocabulary; that package says
+how quantized tensors are packed, and unpacks them.
+
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from jax_specdec.checkpoint.model_config import CheckpointError
+
+SUFFIX = ".gguf"
+INSTALL = "pip install 'gguf>=0.10'"
+VERSIONS = (2, 3)
+_SCALARS = dict(enumerate("BbHhIif?", 0)) | {10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_BLOCK = 1 << 20  # weights that are unpacked at a time
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor's place in the file.
+
+    Attributes:
+      kind: its type by name, such as "Q4_1".
+      shape: outermost axis first.
+      offset, size: bytes of the file.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """What a file says before its weights: the fields, and the tensors by name."""
+
+    path: Path
+    fields: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file rather than a directory."""
+    return Path(path).suffix == SUFFIX and not Path(path).is_dir()
+
+
+def read_gguf(path: Path) -> Gguf:
+    """The fields of a file and the places of its tensors; no weight is read.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      CheckpointError: it is cut off, damaged or something else.
+      ValueError: the `gguf` package is not installed.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    gguf, size = _package(), path.stat().st_size
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            fields, tensors = _header(_Reader(data), gguf)
+    except (ValueError, KeyError, TypeError, ArithmeticError, struct.error, MemoryError) as error:
+        raise CheckpointError(
+            f"{path} ({size} bytes) is cut off, damaged or not a GGUF file: {error}"
+        ) from error
+    for name, one in tensors.items():
+        if one.offset + one.size > size:
+            raise CheckpointError(
+                f"{path} ({size} bytes) is cut off: {name} {list(one.shape)} ends at byte "
+                f"{one.offset + one.size}"
+            )
+    return Gguf(path, fields, tensors)
+
+
+def read_tensor(path: Path, tensor: GgufTensor) -> np.ndarray:
+    """The tensor's weights in float32, in memory of their own.
+
+    Raises:
+      CheckpointError: its type is not read, or the file has become shorter.
+    """
+    gguf = _package()
+    rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
+    value = np.empty((rows, tensor.shape[-1]), np.float32)
+    kind = gguf.GGMLQuantizationType[tensor.kind]
+    try:
+        raw = np.memmap(path, np.uint8, "r", tensor.offset, (rows, tensor.size // rows))
+        step = max(1, _BLOCK // tensor.shape[-1])
+        for begin in range(0, rows, step):
+            part = slice(begin, begin + step)
+            value[part] = gguf.quants.dequantize(np.asarray(raw[part]), kind)
+    except (NotImplementedError, ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: a tensor of type {tensor.kind} cannot be read: {error}"
+        ) from error
+    return value.reshape(tensor.shape)
+
+
+def _package() -> ModuleType:
+    try:
+        import gguf.quants
+    except ImportError as error:
+        raise ValueError(f"GGUF files are read with gguf: {INSTALL}") from error
+    return gguf
+
+
+class _Reader:
+    """Takes values from the header, one after the other."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return values
+
+    def text(self) -> str:
+        (length,) = self.take("Q")
+        end = self.at + length
+        if end > len(self.data):
+            raise ValueError(f"a text of {length} bytes at byte {self.at} goes beyond the end")
+        raw, self.at = self.data[self.at : end], end
+        return raw.decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            return self.take(_SCALARS[kind])[0]
+        inner, count = self.take("IQ")
+        if inner == _STRING:
+            return [self.text() for _ in range(count)]
+        return list(self.take(f"{count}{_SCALARS[inner]}"))
+
+
+def _header(reader: _Reader, gguf: ModuleType) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    magic, version, num_tensors, num_fields = reader.take("4sIQQ")
+    if magic != b"GGUF":
+        raise ValueError(f"it begins with {magic!r}, not b'GGUF'")
+    if version not in VERSIONS:
+        raise ValueError(f"version {version}; versions 2 and 3, little-endian, are read")
+    fields = {}
+    for _ in range(num_fields):
+        name = reader.text()
+        fields[name] = reader.value(*reader.take("I"))
+    found = {}
+    for _ in range(num_tensors):
+        name, (dims,) = reader.text(), reader.take("I")
+        found[name] = (*reversed(reader.take(f"{dims}Q")),), *reader.take("IQ")
+    align = fields.get("general.alignment", 32)
+    begin = -(-reader.at // align) * align
+    tensors = {}
+    for name, (shape, kind, offset) in found.items():
+        block, packed = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        if not shape or 0 in shape or shape[-1] % block:
+            raise ValueError(f"{name} has shape {list(shape)}")
+        size = int(np.prod(shape, dtype=object)) // block * packed
+        name_of_kind = gguf.GGMLQuantizationType(kind).name
+        tensors[name] = GgufTensor(name_of_kind, shape, begin + offset, size)
+    return fields, tensors

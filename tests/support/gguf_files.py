@@ -1,0 +1,88 @@
+"""GGUF files, written by the `gguf` package from weights that have their names in a directory."""
+
+import json
+
+import gguf
+import numpy as np
+
+from tests.support import hf_files
+
+KINDS = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+FLOATS = {"F32": np.float32, "F16": np.float16}
+
+
+def fields(config):
+    """The fields of an architecture, by their names without it."""
+    return {
+        "context_length": 512,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.freq_base": float(config.rope_theta),
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+    }
+
+
+def tokenizer_fields(library, pre="gpt-2", **more):
+    """A byte-level tokenizer of the tokenizers library as a file's fields."""
+    rules = json.loads(library.to_str())
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    kinds = [1] * len(vocabulary)
+    for one in rules["added_tokens"]:
+        kinds[one["id"]] = 3 if one["special"] else 4
+    return {
+        "model": "gpt2", "pre": pre, "tokens": sorted(vocabulary, key=vocabulary.get),
+        "merges": [" ".join(pair) for pair in rules["model"]["merges"]], "token_type": kinds,
+        "eos_token_id": 1, **more,
+    }  # fmt: skip
+
+
+def write(path, config, *, params=None, packed="F32", changes=None, tokenizer=None, chat=None):
+    """Write a file; `packed` names the type of matrices, `changes` fields of the architecture."""
+    tensors = hf_files.hf_tensors(config, params or hf_files.random_params(config))
+    kind = KINDS[hf_files.architecture_of(config)]
+    writer = gguf.GGUFWriter(path, kind)
+    for name, value in (fields(config) | (changes or {})).items():
+        if value is not None:
+            _add(writer, f"{kind}.{name}", value)
+    for name, value in (tokenizer or {}).items():
+        _add(writer, f"tokenizer.ggml.{name}", value)
+    if chat is not None:
+        writer.add_chat_template(chat)
+    arch = {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[kind]
+    names = gguf.get_tensor_name_map(arch, config.num_layers)
+    for name, value in tensors.items():
+        stem, _, last = name.rpartition(".")
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(stem[-6:], 0)
+        if heads and kind == "llama":  # as llama.cpp's convert_hf_to_gguf.py has it
+            half = value.shape[0] // heads // 2
+            value = value.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(value.shape)
+        own = packed if value.ndim == 2 else "F32"
+        if own in FLOATS:
+            writer.add_tensor(f"{names.get_name(stem)}.{last}", value.astype(FLOATS[own]))
+        else:
+            of = gguf.GGMLQuantizationType[own]
+            raw = gguf.quantize(value.astype(np.float32), of)
+            writer.add_tensor(f"{names.get_name(stem)}.{last}", raw, raw_dtype=of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer, name, value):
+    if isinstance(value, list):
+        writer.add_array(name, value)
+    elif isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_uint32(name, value)
