@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.lowering.forms import largest_and_first, logarithm, vary_like
+from pallas_kernels.lowering.forms import logarithm, vary_like
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import exact_sums
@@ -176,10 +176,9 @@ def searched(
     last = jnp.where(jnp.any(sampling.top_p < 1), 2, 1)
     kept = lax.fori_loop(first, last, filtered, x > -jnp.inf)
     kept &= x - scale.largest[..., None] >= lowest_gap(sampling)[..., None]
-    # The least kept logit is the largest negated one; the last of equal ids is the first likewise.
-    lowest, last = largest_and_first(jnp.where(kept, -x, -jnp.inf), -tokens.ids)
-    cut_logit = shard.across_minimum(-lowest)
-    cut_id = shard.across_maximum(jnp.where(cut_logit == -lowest, -last, -1))
+    cut_logit = shard.across_minimum(jnp.where(kept, x, jnp.inf).min(axis=-1))
+    last = kept & (x == cut_logit[..., None])
+    cut_id = shard.across_maximum(jnp.where(last, tokens.ids, -1).max(axis=-1))
     log_kept = logarithm(share(kept) / exact_sums.to_float(scale.total, vocab_size))
     return Truncation(cut_logit, cut_id, jnp.minimum(log_kept, 0.0))
 

@@ -88,7 +88,8 @@ def cuts(
     """The cuts [N] of the sampled rows; those of others keep everything.
 
     The read's candidates settle most rows. Of what is left, and that alone, 1,024 candidates are
-    read, and rows whose cut lies beyond take a search, one after the other.
+    read, and rows whose cut lies beyond take a search, one after the other. Rows that min-p alone
+    cuts go there at once: their search is a look at each logit.
 
     Args:
       rows: the logits.
@@ -111,8 +112,15 @@ def cuts(
         cut = parameters.where(is_cut & settled, cut, nothing)
         if rows.vocab_size <= MANY_CANDIDATES:
             return cut  # all tokens are candidates
-        by_more = functools.partial(_by_more, rows, found.scale, sampling)
-        return _for_the_rest(is_cut & ~settled, cut, by_more)
+        left = is_cut & ~settled
+        by_more, by_search = (
+            functools.partial(call, rows, found.scale, sampling) for call in (_by_more, _by_search)
+        )
+        if rows.vocab_size <= MOST_CANDIDATES:
+            return _where_any(left, cut, by_more)[0]
+        known = left & (sampling.top_k <= 0) & (sampling.top_p >= 1)
+        cut, left = _where_any(left & ~known, cut, by_more)
+        return _where_any(left | known, cut, by_search)[0]
 
     cut: Truncation = lax.cond(jnp.any(is_cut), some, lambda: nothing)
     return cut
@@ -120,8 +128,9 @@ def cuts(
 
 def _by_more(
     rows: GroupedRows, scale: RowScale, sampling: Sampling, left: jax.Array, cut: Truncation
-) -> Truncation:
-    """The cuts with those of the rows that are `left` [N] bool: by more candidates, or a search."""
+) -> tuple[Truncation, Bool[Array, " N"]]:
+    """The cuts with those of the rows that are `left` [N] bool, and which are left by more
+    candidates."""
     index, number = compacted(left)
     # A symbolic number of rows is one block.
     block = index.shape[0]
@@ -139,17 +148,13 @@ def _by_more(
     nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
     more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
     place = jnp.where(settled, index, left.shape[0])
-    cut = scattered(cut, more, place, number)
-    if rows.vocab_size <= MOST_CANDIDATES:
-        return cut
-    still = left & ~jnp.zeros_like(left).at[place].set(True, mode="drop")
-    return _for_the_rest(still, cut, functools.partial(_by_search, rows, scale, sampling))
+    return scattered(cut, more, place, number), left.at[place].set(False, mode="drop")
 
 
 def _by_search(
     rows: GroupedRows, scale: RowScale, sampling: Sampling, left: jax.Array, cut: Truncation
-) -> Truncation:
-    """The cuts with those of the rows that are `left`, searched for one row at a time."""
+) -> tuple[Truncation, Bool[Array, " N"]]:
+    """The cuts with those of the rows that are `left`, searched for one row at a time: all."""
     index, number = compacted(left)
 
     def one(i: jax.Array, cut: Truncation) -> Truncation:
@@ -164,13 +169,16 @@ def _by_search(
         put: Truncation = jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)
         return put
 
-    found: Truncation = lax.fori_loop(0, number, one, cut)
-    return found
+    return lax.fori_loop(0, number, one, cut), jnp.zeros_like(left)
 
 
-def _for_the_rest(
-    left: jax.Array, cut: Truncation, call: Callable[[jax.Array, Truncation], Truncation]
-) -> Truncation:
+def _where_any(
+    left: jax.Array,
+    cut: Truncation,
+    call: Callable[[jax.Array, Truncation], tuple[Truncation, jax.Array]],
+) -> tuple[Truncation, jax.Array]:
     """`call(left, cut)` where a row is left."""
-    found: Truncation = lax.cond(jnp.any(left), call, lambda _, cut: cut, left, cut)
+    found: tuple[Truncation, jax.Array] = lax.cond(
+        jnp.any(left), call, lambda left, cut: (cut, left), left, cut
+    )
     return found
