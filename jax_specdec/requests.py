@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -23,10 +23,25 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_BIAS_SIZE = 100.0  # of a token's logit_bias, either way, as in OpenAI's API
 MAX_BIASED_IDS = 1024  # entries of logit_bias
 MAX_HELD_IDS = 1024  # stop token ids of a request with min_tokens
+STRUCTURES = ("json_schema", "regex", "choice", "grammar")
+MAX_STRUCTURE = 1 << 16  # characters of one: it is compiled for every request
 
 
 class RequestError(ValueError):
     """A request that cannot be served; says which value is wrong and what it may be."""
+
+
+class Structured(NamedTuple):
+    """What a text must be, from its first token to its end.
+
+    Attributes:
+      kind: one of STRUCTURES.
+      text: a JSON schema; a regular expression, for all of the text; a JSON list of strings, of
+        which it is one; or a grammar, in Lark as llguidance reads it, or in GBNF.
+    """
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +77,8 @@ class SamplingParams:
         logits; a mapping or pairs, kept as pairs.
       min_tokens: tokens that come before any end: `stop_token_ids` are not chosen before, and stop
         sequences not looked for. At most `max_tokens`.
+      structured: what the text must be; None: anything. Tokens that it forbids are never chosen,
+        and `stop_token_ids` that are no text, of which it needs one, only where it may end.
     """
 
     max_tokens: int = 64
@@ -83,6 +100,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop_token_ids", "extra_token_ids"):
@@ -139,6 +157,18 @@ class SamplingParams:
                 f"min_tokens = {self.min_tokens} with {len(self.stop_token_ids)} stop_token_ids: "
                 f"{MAX_HELD_IDS} may be held back; name fewer, or leave min_tokens out"
             )
+        if self.structured is not None:
+            object.__setattr__(self, "structured", _structure(self.structured))
+            if self.min_tokens:
+                raise RequestError(
+                    f"min_tokens = {self.min_tokens} with structured: the structure says where the "
+                    "text ends; leave min_tokens out, and ask there for a longer text"
+                )
+            if not self.stop_token_ids:
+                raise RequestError(
+                    "structured needs stop_token_ids: name the token that ends a text, or nothing "
+                    "could come after a complete one"
+                )
 
     @property
     def num_columns(self) -> int:
@@ -154,7 +184,7 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether tokens are chosen by other logits than the model's own."""
         held_back = self.min_tokens and self.stop_token_ids
-        return bool(self.penalizes or self.logit_bias or held_back)
+        return bool(self.penalizes or self.logit_bias or held_back or self.structured)
 
     @property
     def most_kept(self) -> int | None:
@@ -317,6 +347,25 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
             raise RequestError(f"logit_bias names token {id} twice: give it one number")
         found[index(id)] = float(bias)
     return tuple(found.items())
+
+
+def _structure(value: Any) -> Structured:
+    """A structure of a known kind, whose text is not looked at."""
+    try:
+        kind, text = value
+    except (TypeError, ValueError):
+        raise RequestError(f"structured = {value!r} must be a pair of a kind and a text") from None
+    if kind not in STRUCTURES or not isinstance(text, str):
+        raise RequestError(
+            f"structured = {value!r}: the kind must be one of {', '.join(STRUCTURES)}, and the "
+            "text a string"
+        )
+    if len(text) > MAX_STRUCTURE:
+        raise RequestError(
+            f"the {kind} of structured has {len(text)} characters and may have {MAX_STRUCTURE}: "
+            "make it smaller"
+        )
+    return Structured(kind, text)
 
 
 def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:

@@ -35,12 +35,15 @@ ROOMS = {
     "child": {"control"},
     "checkpoint": {"wording"},
     "text": {"checkpoint"},
+    "structured": {"requests", "text", "checkpoint"},
     "records": {"kept_sets", "requests", "wording"},
     "export": {"engine", "records", "kept_sets", "requests", "text", "wording"},
-    "engine": {"records", "requests", "control", "checkpoint", "text", "wording"},
+    "engine": {
+        "records", "requests", "control", "structured", "checkpoint", "text", "wording",
+    },
     "serve": {"engine", "export", "records", "requests", "checkpoint", "text", "wording"},
     "ray": {
-        "serve", "engine", "export", "records", "requests", "checkpoint", "wording",
+        "serve", "engine", "export", "records", "requests", "structured", "checkpoint", "wording",
     },
     "cli": {
         "ray", "serve", "engine", "export", "records", "requests", "control", "checkpoint", "text",
@@ -51,10 +54,11 @@ ROOMS = {
     "device.messages": {"device.model", "kept_sets", "requests", "wording"},
     "device.loop": {
         "device.messages", "device.drafting", "device.model", "checkpoint", "requests", "wording",
+        "structured",
     },
     "device.worker": {
         "device.loop", "device.messages", "device.drafting", "device.model", "control", "child",
-        "requests", "text", "checkpoint", "wording", "compiled_programs",
+        "requests", "text", "checkpoint", "wording", "compiled_programs", "structured",
     },
 }  # fmt: skip
 # The rooms of pallas_kernels, floor by floor: a room imports rooms of lower floors. "" and

@@ -33,7 +33,7 @@ def test_errors_name_all_that_an_extra_has():
     found = [
         one for text in sources("jax_specdec", "ipc", "pallas_kernels") for one in advised(text)
     ]
-    assert len(found) == 6
+    assert len(found) == 7
     for requirements in found:
         assert requirements in EXTRAS.values()
 

@@ -102,6 +102,11 @@ class WorkerConfig:
     group_launcher: str = ""
 
     @property
+    def texts(self) -> str:
+        """Whose tokenizer.json reads texts: a directory, or what means bytes."""
+        return self.tokenizer or self.weights
+
+    @property
     def devices_here(self) -> int:
         """Devices of the model on each of its hosts."""
         return self.tensor_parallel // self.group_nodes

@@ -22,13 +22,14 @@ from jax_specdec.records.decode import Message, decode
 from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.record import Record, Records, TokenRows
 from jax_specdec.records.statistics import Statistics
-from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.requests import Request, SamplingParams, Structured
 from jax_specdec.text import byte_tokens
 
 __all__ = [
     # Requests.
     "Request",
     "SamplingParams",
+    "Structured",
     "LogprobsMode",
     # The engine and its workers.
     "Engine",

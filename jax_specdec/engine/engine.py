@@ -190,6 +190,17 @@ class Engine:
         self._streams.start()
         return stream
 
+    def check(self, request: Request) -> None:
+        """Refuse a request that `submit` would, and that alone.
+
+        A structure is compiled for it, once: in a program with an event loop, a thread may do so
+        before `submit` is called.
+
+        Raises:
+          RequestError: the request cannot be served.
+        """
+        self._streams.check(request)
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Let the requests that this thread submits in the block begin in the same steps, after it.

@@ -33,6 +33,7 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.records.record import Record, Records
 from jax_specdec.requests import Request, RequestError
+from jax_specdec.structured.checks import StructureChecks
 from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.engine")
@@ -71,6 +72,7 @@ class Streams:
         self.wakeup = Wakeup()
         self._sink = sink
         self._scheduler, self._config, self._clock = scheduler, config, clock
+        self._structures = StructureChecks(config.texts, config.vocab_size)
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._open: dict[str, Consumer] = {}
@@ -120,6 +122,11 @@ class Streams:
                 )
                 self._thread.start()
 
+    def check(self, request: Request) -> None:
+        """Refuse a request that cannot be served; see `Engine.check`."""
+        check(request, self._config)
+        self._structures.check(request)
+
     def submit(
         self,
         request: Request,
@@ -135,7 +142,7 @@ class Streams:
           context: of OpenTelemetry, for the request's spans.
           progress: what was delivered of the request before.
         """
-        check(request, self._config)
+        self.check(request)
         now = self._clock.now()
         stream: Stream[Record] = Stream(
             request,
@@ -170,7 +177,7 @@ class Streams:
     def generate(self, requests: Sequence[Request], context: Any = None) -> ResultQueue[Update]:
         """Queue all of some requests; see `Engine.generate`. Call `leave` at the end."""
         for request in requests:
-            check(request, self._config)
+            self.check(request)
         names = collections.Counter(request.id for request in requests)
         if twice := [name for name, count in names.items() if count > 1]:
             raise RequestError(

@@ -260,7 +260,7 @@ class Workers:
             self._config,
             weights=str(source.path),
             weights_version=version,
-            tokenizer=self._config.tokenizer or self._config.weights,
+            tokenizer=self._config.texts,
         )
         if before is not None:
             before.remove()

@@ -27,6 +27,7 @@ from jax_specdec.ray.replica_types import ReplicaStatus, Weights
 from jax_specdec.ray.request_table import Entry
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError
+from jax_specdec.structured.checks import StructureChecks
 from jax_specdec.wording import pluralize
 
 
@@ -56,6 +57,7 @@ class RayEngine:
         """
         self.config, self.cluster = config, cluster or RayConfig()
         self.cluster.check(config)
+        self._structures = StructureChecks(config.texts, config.vocab_size)
         self._updating = threading.Lock()
         self._fleet = Fleet(config, self.cluster, make_engine)
 
@@ -103,7 +105,7 @@ class RayEngine:
           ClusterError: the cluster does not serve.
         """
         for request in requests:
-            check(request, self.config)
+            self.check(request)
         if len({request.id for request in requests}) < len(requests):
             raise RequestError("a request id occurs twice: ids must differ")
         batches: ResultQueue[ColumnBatch] = ResultQueue(len(requests), self.cluster.backlog)
@@ -114,6 +116,11 @@ class RayEngine:
             batches.abandon()
             for request in requests:
                 self._fleet.abort(request.id, batches)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that `submit` would, as `Engine.check` does."""
+        check(request, self.config)
+        self._structures.check(request)
 
     def submit(
         self, request: Request, *, priority: int = 0, deadline: float | None = None
@@ -128,7 +135,7 @@ class RayEngine:
           EngineFull: `EngineConfig.max_waiting` requests wait here.
           EngineClosed, WorkerFailed, ClusterError: the engine has ended.
         """
-        check(request, self.config)
+        self.check(request)
         stream: Stream[Part] = Stream(request, self._end, max_backlog=self.config.max_backlog)
         due = None if deadline is None else time.monotonic() + deadline
         if (waiting := self._fleet.num_waiting) >= self.config.max_waiting:

@@ -265,7 +265,7 @@ class Replica:
             self._config,
             weights=path,
             weights_version=weights.version,
-            tokenizer=self._config.tokenizer or self._config.weights,
+            tokenizer=self._config.texts,
         )
 
     def _forget_loaded(self) -> None:

@@ -72,6 +72,11 @@ class Tokenizer:
         """The table of strings and bytes by id, for records and texts."""
         return TokenTable(self.token_bytes, self.special)
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json, for another library."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of a prompt, after what the tokenizer puts before a text (BOS)."""
         return tuple(self._tokenizer.encode(text).ids)

@@ -6,7 +6,7 @@ import pytest
 from jax_specdec.control import Admit, from_bytes, to_bytes
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.records.processor_state import Progress
-from jax_specdec.requests import Request, RequestError, SamplingParams, packed
+from jax_specdec.requests import Request, RequestError, SamplingParams, Structured, packed
 
 pytestmark = pytest.mark.fast
 
@@ -82,6 +82,22 @@ def test_more_stop_tokens_than_can_be_held_back_are_refused():
     SamplingParams(stop_token_ids=range(1024), min_tokens=1)
     with pytest.raises(RequestError, match="1025 stop_token_ids: 1024 may be held back"):
         SamplingParams(stop_token_ids=range(1025), min_tokens=1)
+
+
+def test_a_structure_is_a_kind_and_a_text_and_needs_a_token_that_ends_it():
+    given = {"stop_token_ids": (2,), "structured": ["regex", "a+"]}
+    assert SamplingParams(**given).structured == Structured("regex", "a+")
+    assert SamplingParams(**given).changes_logits
+    for change, wrong in (
+        ({"structured": ("html", "a")}, "the kind must be one of json_schema, regex, choice"),
+        ({"structured": ("regex", 3)}, "the text a string"),
+        ({"structured": "regex"}, "must be a pair of a kind and a text"),
+        ({"structured": ("regex", "a" * 65537)}, "has 65537 characters and may have 65536"),
+        ({"stop_token_ids": ()}, "structured needs stop_token_ids"),
+        ({"min_tokens": 1}, "min_tokens = 1 with structured"),
+    ):
+        with pytest.raises(RequestError, match=wrong):
+            SamplingParams(**given | change)
 
 
 def test_a_request_that_goes_on_knows_which_tokens_were_emitted():

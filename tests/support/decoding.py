@@ -118,7 +118,9 @@ class Local:
         self.sent, self.outputs, self.messages = Sent(), [], []
         self.chunks, self.distort = [], distort  # chunks that were run, as (slot, start)
         self.shared = compiled(settings)
-        recorders = {name: getattr(self, name) for name in ("step", "prefill_chunk", "score_chunk")}
+        recorded = "step", "choose", "prefill_chunk", "score_chunk"
+        recorders = {name: getattr(self, name) for name in recorded}
+        self.chosen_apart = 0  # steps in two programs
         recording = Functions(**vars(self.shared) | recorders)
         self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk,
                              compiled=programs or recording, **options)  # fmt: skip
@@ -131,6 +133,13 @@ class Local:
             state, output = self.shared.step(params, state, *asked, **options)
         self.outputs.append(jax.tree.map(np.asarray, output))
         return state, self.distort(output) if self.distort else output
+
+    def choose(self, params, state, *rows, **options):
+        self.chosen_apart += 1
+        with draft_logits_kept():
+            state, output = self.shared.choose(params, state, *rows, **options)
+        self.outputs.append(jax.tree.map(np.asarray, output))
+        return state, output
 
     def prefill_chunk(self, params, state, *places, **static):
         self.chunks.append(tuple(map(int, places)))

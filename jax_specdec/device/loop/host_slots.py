@@ -5,6 +5,7 @@ requests asked for and from how far their prompts have come.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from jax_specdec.device.messages.batch_options import (
 )
 from jax_specdec.device.messages.logit_changes import Changes, ChangesSize, changes_of
 from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.structured.matcher import Matcher
 
 DEFAULT_PARAMS = SamplingParams()
 CHUNK_STEP = 64  # tokens of a chunk with logprobs
@@ -38,6 +40,7 @@ class Slot:
     prompt_length: int = 0
     num_emitted: int = 0  # tokens at the prompt's end that were emitted for the request elsewhere
     score_from: int | None = None  # prompt rows from here on are sent; None: none are, any more
+    grammar: Future[Matcher] | None = None  # where its text is in it; None: it has none
     verdict: int = 0  # PREEMPTED or RECOVERY_STOP until a message has said so, else 0
 
     @property

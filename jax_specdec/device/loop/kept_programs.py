@@ -40,8 +40,11 @@ class KeptPrograms(Compiled):
         found = self._kinds.get(kind)
         if found is None:
             found = self._kinds[kind] = Compiled(self.config)
+            found.seen, found.forward_rows = self.seen, self.forward_rows  # of all kinds
             if isinstance(kind, Kind):
-                found.step = self._steps.setdefault(kind.step_key, found.step)
+                name = "choose" if kind.has_grammar else "step"
+                own = getattr(found, name)
+                setattr(found, name, self._steps.setdefault(kind.step_key, own))
         self._kinds.move_to_end(kind)
         while len(self._kinds) > self._most:
             self._ready.discard(self._kinds.popitem(last=False)[0])

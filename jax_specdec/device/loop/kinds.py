@@ -55,6 +55,11 @@ class Kind(NamedTuple):
         )
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether masks are made while the model's forward pass runs."""
+        return self.changes is not None and self.changes.grammar
+
+    @property
     def step_options(self) -> StepOptions:
         """The static arguments of `step`."""
         return {
@@ -73,7 +78,7 @@ class Kind(NamedTuple):
         """A cheaper kind comes first."""
         changes = self.changes or ChangesSize(0, penalties=False)
         return (
-            changes.penalties, self.widths.num_columns, self.changes is not None,
+            self.has_grammar, changes.penalties, self.widths.num_columns, self.changes is not None,
             self.reports_drafts, self.widths.mode, self.widths.chosen, self.widths.kept,
             changes.ids, changes.holds_back, not self.reads_once,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from jax_specdec.device.loop.state import (
     start_again,
     state_shardings,
 )
-from jax_specdec.device.loop.step import step
+from jax_specdec.device.loop.step import choose, forward_rows, seen, step
 from jax_specdec.device.messages import step_messages
 from pallas_kernels import use_implementation
 
@@ -36,6 +36,7 @@ class Compiled:
       admit, release, start_again, copy_prefix, prefill_chunk: return the `LoopState`.
       score_chunk: returns it and a `ScoredChunk`.
       step: returns it and a `StepOutput`.
+      seen, forward_rows, choose: the same in parts, for steps with grammars.
       prompt_message, target_message, draft_message: return the words of a message.
       leading: returns the first of them.
     """
@@ -66,6 +67,18 @@ class Compiled:
         )
         self.step: Wrapped = with_model(
             functools.partial(chosen(step), config),
+            static_argnames=("read_k", "report_widths"),
+            out_shardings=(places, None),
+        )
+        self.seen: Wrapped = jax.jit(
+            functools.partial(seen, config),
+            out_shardings=parallel.everywhere,  # every process reads it
+        )
+        self.forward_rows: Wrapped = with_model(
+            functools.partial(chosen(forward_rows), config), out_shardings=(places, None)
+        )
+        self.choose: Wrapped = with_model(
+            functools.partial(chosen(choose), config),
             static_argnames=("read_k", "report_widths"),
             out_shardings=(places, None),
         )

@@ -30,8 +30,15 @@ from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.messages.step_messages import StepOutput, step_output
 from jax_specdec.device.model.own_model import head as logits
 from jax_specdec.device.model.own_model import run as forward
-from jax_specdec.device.model.params import KVCache
 from pallas_kernels.sampling import Drafts, Sampling, Verified, verify
+
+
+class StepRows(NamedTuple):
+    """The rows that the target model ran."""
+
+    positions: Int32[Array, "B S"]  # of the rows' own tokens
+    hidden: Float[Array, "B S E"]
+    logits: Float[Array, "B S V"]  # row j predicts the token after its slot's drafts 0..j-1
 
 
 def step(
@@ -62,11 +69,38 @@ def step(
     are any.
 
     A `prefill_only` loop emits one token a request, and sends the drafts that follow it along.
+
+    It is `forward_rows`, then `choose`: two programs where masks are made between them.
     """
+    state, rows = forward_rows(config, params, state)
+    return choose(
+        config, params, state, rows, options,
+        read_k=read_k, report_widths=report_widths, changes=changes,
+    )  # fmt: skip
+
+
+def choose(
+    config: LoopConfig,
+    params: Any,
+    state: LoopState,
+    rows: StepRows,
+    options: BatchOptions | None = None,
+    *,
+    read_k: int | None = None,
+    report_widths: Widths | None = None,
+    changes: Changes | None = None,
+) -> tuple[LoopState, StepOutput]:
+    """All of a step behind the model's forward pass; arguments as `step`, and its rows.
+
+    Where a grammar excludes a certain draft, it and those behind it are not proposed. To drop one
+    that was drawn would bias the tokens: verification rejects it, as its probability is 0.
+    """
+    if changes is not None and changes.grammar is not None and state.drafts.q is None:
+        num = jnp.minimum(state.drafts.num, changes.grammar.num_legal)
+        state = state._replace(drafts=state.drafts._replace(num=num))
     # What an empty slot's last request asked for must not put a greedy batch on the sampled path.
     temperature = jnp.where(state.active, state.sampling.temperature, 0.0)
     sampling = state.sampling._replace(temperature=temperature)
-    rows, cache = _run_rows(config, params, state)
     changed = handed_down = None
     if changes is not None and changes.penalties is not None:
         written = Written(state.tokens, state.lengths, state.drafts.token_ids)
@@ -111,7 +145,6 @@ def step(
         nothing = jax.tree.map(jnp.zeros_like, proposed.report)
         output = output._replace(drafts=output.drafts._replace(report=nothing))
     state = state._replace(
-        cache=cache,
         drafter=drafter,
         drafts=proposed,
         certain=state.certain & ~state.active,
@@ -121,14 +154,6 @@ def step(
         remaining=grown.remaining,
     )
     return state, output
-
-
-class _Rows(NamedTuple):
-    """The rows that the target model ran."""
-
-    positions: Int32[Array, "B S"]  # of the rows' own tokens
-    hidden: Float[Array, "B S E"]
-    logits: Float[Array, "B S V"]  # row j predicts the token after its slot's drafts 0..j-1
 
 
 class _Grown(NamedTuple):
@@ -141,7 +166,7 @@ class _Grown(NamedTuple):
     goes_on: Bool[Array, " B"]
 
 
-def _run_rows(config: LoopConfig, params: Any, state: LoopState) -> tuple[_Rows, KVCache]:
+def forward_rows(config: LoopConfig, params: Any, state: LoopState) -> tuple[LoopState, StepRows]:
     """Run the last known token and the drafts of each slot; other rows write no cache entry."""
     drafts = state.drafts
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.lengths - 1, 0)[:, None], axis=1)
@@ -152,13 +177,27 @@ def _run_rows(config: LoopConfig, params: Any, state: LoopState) -> tuple[_Rows,
     hidden, cache = forward(
         params, config.model, inputs, jnp.where(is_row, positions, -1), state.cache
     )
-    return _Rows(positions, hidden, logits(params, config.model, hidden)), cache
+    rows = StepRows(positions, hidden, logits(params, config.model, hidden))
+    return state._replace(cache=cache), rows
+
+
+def seen(config: LoopConfig, state: LoopState) -> Int32[Array, "B _"]:
+    """What a host needs to know of each slot to follow its text, before its drafts are verified.
+
+    Returns:
+      By slot: known tokens, whether it is decoding, number of drafts, the last S known tokens (no
+      step emits more) and D drafts. `Seen` takes it apart.
+    """
+    places = state.lengths[:, None] - config.num_positions + _position_index(config)
+    last = jnp.take_along_axis(state.tokens, jnp.maximum(places, 0), axis=1)
+    counts = state.lengths, state.active.astype(jnp.int32), state.drafts.num
+    return jnp.concatenate([jnp.stack(counts, axis=1), last, state.drafts.token_ids], axis=1)
 
 
 def _verify(
     config: LoopConfig,
     state: LoopState,
-    rows: _Rows,
+    rows: StepRows,
     sampling: Sampling,
     read_k: int | None,
     changes: RowChanges | None,
@@ -177,7 +216,7 @@ def _verify(
     return verified._replace(num_tokens=jnp.where(state.active, verified.num_tokens, 0))
 
 
-def _grow(config: LoopConfig, state: LoopState, rows: _Rows, verified: Verified) -> _Grown:
+def _grow(config: LoopConfig, state: LoopState, rows: StepRows, verified: Verified) -> _Grown:
     """Append what was emitted, and see which slots go on."""
     num_tokens = verified.num_tokens
     emitted = _position_index(config) < num_tokens[:, None]
@@ -198,7 +237,7 @@ def _propose(
     config: LoopConfig,
     params: Any,
     state: LoopState,
-    rows: _Rows,
+    rows: StepRows,
     verified: Verified,
     grown: _Grown,
     sampling: Sampling,

@@ -1,7 +1,8 @@
 """The logits that tokens are chosen from, where requests change the model's own.
 
-In this order: stop tokens that may not come yet are forbidden, biases are added, then the
-penalties for repetition, frequency and presence are applied. Temperature and filters come after.
+In this order: tokens that a grammar excludes, and stop tokens that may not come yet, are forbidden,
+biases are added, then the penalties for repetition, frequency and presence are applied. Temperature
+and filters come after.
 Masks and biases are handed down to the read (`row_changes`). Penalties multiply, and
 subtract twice, so no sum of biases has their bits: a batch with penalties has a changed copy.
 The penalties are vLLM's: https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html
@@ -34,6 +35,13 @@ class Penalties(NamedTuple):
     output_start: Int32[Array, " B"]  # the position of the request's first emitted token
 
 
+class GrammarMasks(NamedTuple):
+    """What the slots' grammars allow in one step; slots without one allow everything."""
+
+    allowed: Int32[Array, "B S _"]  # row j's tokens, behind drafts 0..j-1
+    num_legal: Int32[Array, " B"]  # leading drafts that may come
+
+
 class Changes(NamedTuple):
     """What the slots' requests change."""
 
@@ -42,20 +50,22 @@ class Changes(NamedTuple):
     held_ids: Int32[Array, "B H"]  # distinct ids that may not come yet; -1 where there is none
     held_until: Int32[Array, " B"]  # the first position at which they may
     penalties: Penalties | None  # None: no slot has any
+    grammar: GrammarMasks | None = None  # None: no slot has one
 
 
 class RowChanges(NamedTuple):
     """The changes of each row, as `verify` and `topk_logprobs` take them."""
 
-    allowed: Int32[Array, "B S _"] | None  # bit masks; None where no slot holds an id back
-    bias_token_ids: Int32[Array, "B S I"]  # distinct; -1 where there is none
-    bias: Float32[Array, "B S I"]
+    allowed: Int32[Array, "B S _"] | None  # bit masks; None where no slot forbids an id
+    bias_token_ids: Int32[Array, "B S I"] | None  # distinct; -1 where there is none
+    bias: Float32[Array, "B S I"] | None  # None where the tables have no column
 
     def at(self, x: Float32[Array, "R N"], ids: Int32[Array, "R N"]) -> Float32[Array, "R N"]:
         """The changed logits of R rows' tokens, of their own x; the changes are [R, ...]."""
-        same = (ids[:, :, None] == self.bias_token_ids[:, None]) & (ids >= 0)[:, :, None]
-        added = jnp.where(same, self.bias[:, None], 0.0).sum(axis=2)
-        x = jnp.where(same.any(axis=2), x + added, x)
+        if self.bias_token_ids is not None and self.bias is not None:
+            same = (ids[:, :, None] == self.bias_token_ids[:, None]) & (ids >= 0)[:, :, None]
+            added = jnp.where(same, self.bias[:, None], 0.0).sum(axis=2)
+            x = jnp.where(same.any(axis=2), x + added, x)
         if self.allowed is None:
             return x
         words = jnp.take_along_axis(self.allowed, jnp.maximum(ids, 0) // 32, axis=1, mode="clip")
@@ -69,6 +79,7 @@ class ChangesSize(NamedTuple):
     ids: int  # I: columns of the tables of biased and of held-back ids
     penalties: bool  # some slot has any
     holds_back: bool = False  # some slot has ids that may not come yet
+    grammar: bool = False  # some slot has one
 
     def holds(self, other: "ChangesSize") -> bool:
         """Whether tables of this size have room for what is of the other one."""
@@ -92,6 +103,7 @@ def changes_size(params: Sequence[SamplingParams]) -> ChangesSize | None:
         ids=changes_bucket(max(map(len, named))),
         penalties=any(one.penalizes for one in params),
         holds_back=any(map(_held, params)),
+        grammar=any(one.structured is not None for one in params),
     )
 
 
@@ -167,17 +179,21 @@ def row_changes(
     assert changes.penalties is None
     batch, width = changes.bias_ids.shape
     row = jnp.arange(num_positions, dtype=jnp.int32)[None, :, None]
-    allowed = None
+    allowed = None if changes.grammar is None else changes.grammar.allowed
     if changes.held_ids.shape[1]:
         early = lengths[:, None, None] + row < changes.held_until[:, None, None]
         words = -(-vocab_size // 32)
         known = early & (changes.held_ids >= 0)[:, None] & (changes.held_ids < vocab_size)[:, None]
         place = jnp.where(known, changes.held_ids[:, None] // 32, words)  # behind: dropped
-        # Different bits, each of them set: a subtraction clears it and carries nothing.
+        # Different bits, each of them set (a slot with a grammar holds none back): a subtraction
+        # clears it and carries nothing.
         bits = jnp.int32(1) << jnp.broadcast_to(changes.held_ids[:, None] % 32, place.shape)
         slot = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
         every = jnp.full((batch, num_positions, words), -1, jnp.int32)
+        every = every if allowed is None else allowed
         allowed = every.at[slot, row, place].add(-bits, mode="drop")
+    if not width:
+        return RowChanges(allowed, None, None)
     shape = batch, num_positions, width
     return RowChanges(
         allowed,
@@ -197,7 +213,8 @@ def changed_logits(
     With x a logit, r the repetition penalty and n how often the token was emitted before the row,
     accepted or not yet verified drafts included:
 
-    1. x = -inf for held tokens, at positions before `held_until`.
+    1. x = -inf for held tokens, at positions before `held_until`, and for those that a grammar
+       excludes
     2. x = x + bias
     3. x = x / r if x > 0, else x * r, for tokens of the prompt and of what came before the row
     4. x = x - frequency * n, then x - presence, if n > 0
@@ -226,6 +243,10 @@ def _changed(
         early = written.lengths[:, None, None] + row < changes.held_until[:, None, None]
         held = jnp.where(early, _columns(changes.held_ids, shard, width)[:, None], width)
         x = x.at[slot, row, held].set(-jnp.inf, mode="drop")
+    if changes.grammar is not None:
+        ids = shard.ids(width)
+        words = jnp.take(changes.grammar.allowed, ids // 32, axis=2, mode="fill", fill_value=0)
+        x = jnp.where(words >> (ids % 32)[None, None] & 1 == 1, x, -jnp.inf)
     if changes.bias_ids.shape[1]:
         biased = _columns(changes.bias_ids, shard, width)[:, None]
         x = x.at[slot, row, biased].add(changes.bias[:, None], mode="drop")

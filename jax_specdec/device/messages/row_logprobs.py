@@ -139,11 +139,11 @@ def _of_processed(
         is_processed = options.mode == LogprobsMode.PROCESSED
         return jnp.where(is_processed.reshape(-1, *[1] * (x.ndim - 1)), x, other)
 
-    allowed = None if changes.allowed is None else where(changes.allowed, jnp.int32(-1))
-    ids, bias = where(changes.bias_token_ids, jnp.int32(-1)), where(changes.bias, jnp.float32(0))
+    nothing = jnp.int32(-1), jnp.int32(-1), jnp.float32(0)
+    own = (None if x is None else where(x, no) for x, no in zip(changes, nothing, strict=True))
     if read is not None:
         read = jax.tree.map(where, changed_read, read)
-    return RowChanges(allowed, ids, bias), read
+    return RowChanges(*own), read
 
 
 def _at_rows(x: Shaped[Array, "B S I"], rows: Rows) -> Shaped[Array, "R I"]:

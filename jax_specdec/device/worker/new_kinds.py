@@ -181,11 +181,11 @@ class NewKinds:
             self._apart = True
         elif not job.commands:
             self._refused.update(job.kinds)
-            _say(f"a program that would make steps cheaper cannot be compiled: {why}")
+            say(f"a program that would make steps cheaper cannot be compiled: {why}")
         elif self.let_go(job.commands[0].slot, job.commands[0].generation):
             command = job.commands[0]
             self._worker.end(command)
-            _say(f"request {command.request.id!r} ends: its programs cannot be compiled: {why}")
+            say(f"request {command.request.id!r} ends: its programs cannot be compiled: {why}")
 
     def _first(self) -> Callable[[], None]:
         """What compiles the programs that every request needs."""
@@ -215,6 +215,6 @@ class NewKinds:
         return job
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Write to the worker's output, which the engine keeps in a file."""
     print(text, file=sys.stderr, flush=True)

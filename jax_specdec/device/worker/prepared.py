@@ -15,9 +15,10 @@ from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled
-from jax_specdec.device.loop.state import LoopState
+from jax_specdec.device.loop.state import LoopState, with_report
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.buckets import words_bucket
+from jax_specdec.device.worker.grammars import no_masks
 
 Tree = TypeVar("Tree")  # of arrays, or of their shapes and places
 
@@ -55,9 +56,20 @@ def compile_batch(
       options: by slots of the kind.
       process_rank: the number in the messages.
     """
-    traced = programs.step.trace(
-        params, state, options.options, changes=options.changes, **kind.step_options
-    )
+    if kind.has_grammar:
+        bare = with_report(state, None)
+        _compiled(programs.seen.trace(bare), bare)
+        run, rows = _compiled(programs.forward_rows.trace(params, bare), (params, bare))
+        run = with_report(run, state.drafts.report)
+        assert options.changes is not None
+        changes = options.changes._replace(grammar=no_masks(programs.config))
+        traced = programs.choose.trace(
+            params, run, rows, options.options, changes=changes, **kind.step_options
+        )
+    else:
+        traced = programs.step.trace(
+            params, state, options.options, changes=options.changes, **kind.step_options
+        )
     output = _compiled(traced, (params, state))[1]
     more = _more(kind.widths, process_rank)
     message = programs.target_message

@@ -35,13 +35,17 @@ from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled, with_implementation
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
+from jax_specdec.device.loop.step import StepRows
+from jax_specdec.device.messages.logit_changes import GrammarMasks
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.device_checks import check
-from jax_specdec.device.worker.new_kinds import NewKinds
+from jax_specdec.device.worker.grammars import Grammars
+from jax_specdec.device.worker.new_kinds import NewKinds, say
 from jax_specdec.device.worker.next_weights import NextWeights
 from jax_specdec.device.worker.outgoing import Outgoing
 from jax_specdec.device.worker.prefix_cache import PrefixCache
+from jax_specdec.structured.vocabulary import Vocabulary
 from pallas_kernels import gpu_obstacle
 
 
@@ -79,6 +83,7 @@ class Worker:
         compiler: BackgroundJobs | None = None,
         weights_version: int = 0,
         load: Callable[[str, Any], Any] | None = None,
+        vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> None:
         """Start with empty slots.
 
@@ -99,6 +104,8 @@ class Worker:
           weights_version: the number of `params`, which messages carry.
           load: reads other weights for the commands `Prepare`: of a path, and the weights in use;
             an error of its refuses them. None: there are no others.
+          vocabulary: reads the bytes of the model's tokens, which grammars need. None: a request
+            with one ends with an error.
         """
         self.config = config
         self.params = self._placed(params)
@@ -120,6 +127,7 @@ class Worker:
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
         self.new_kinds = None if compiler is None else NewKinds(self, compiler)
+        self.grammars = Grammars(config, vocabulary, at_once=compiler is None)
         # Without a compiler there are no jobs that could give way.
         self._jobs_give_way = contextlib.nullcontext if compiler is None else compiler.giving_way
 
@@ -179,7 +187,7 @@ class Worker:
         prompts = [
             words
             for index, slot in enumerate(self.slots)
-            if slot.occupied and slot.prefill_at is not None
+            if slot.occupied and slot.prefill_at is not None and self._may_begin(index, slot)
             for words in self._prefill(index, slot)
         ]
         # An eviction is reported even where no slot decodes.
@@ -233,6 +241,7 @@ class Worker:
         prompt = request.prompt_token_ids if shared else ()
         slot = self.slot_of(command)
         slot.prefill_at = self.prefixes.admit(command.slot, prompt)
+        slot.grammar = self.grammars.begin(request)
         self._set(command.slot, slot)
 
     def slot_of(self, command: Admit) -> Slot:
@@ -326,6 +335,26 @@ class Worker:
         self.slots[index] = slot
         self.options = None
 
+    def _may_begin(self, index: int, slot: Slot) -> bool:
+        """Whether a slot's grammar is there: others go on while it is compiled.
+
+        A request whose grammar cannot be served ends.
+        """
+        if slot.grammar is None:
+            return True
+        idle = self.launched is None and not any(one.decoding for one in self.slots)
+        if not (idle or slot.grammar.done()):
+            return False
+        error = slot.grammar.exception()  # waits for it
+        if error is not None:
+            self._end_text(index, error)
+        return error is None
+
+    def _end_text(self, index: int, error: BaseException) -> None:
+        """End the request of a slot whose grammar does not go on."""
+        say(f"the request in slot {index} ends: {error}")
+        self._take_back(index, self.slots[index].generation, SlotState.RECOVERY_STOP)
+
     def _prefill(self, index: int, slot: Slot) -> tuple[jax.Array, ...]:
         """Run one chunk of a prompt: a long prompt does not hold up the other slots' tokens.
 
@@ -385,13 +414,21 @@ class Worker:
             if self.new_kinds is not None:
                 self.kind = self.new_kinds.closest(self.kind)
             self.options = host_slots.all_options(self.slots, self.kind.widths, self.kind.changes)
-        programs, (options, changes) = self.compiled.for_kind(self.kind), self.options
+        programs = self.compiled.for_kind(self.kind)
+        step, masks = programs.step, None
+        rows: tuple[StepRows, ...] = ()
+        if self.kind.has_grammar:
+            run, masks = self._run_rows(programs)
+            step, rows = programs.choose, (run,)
+        options, changes = self.options
+        if changes is not None:
+            changes = changes._replace(grammar=masks)
         state = self.state
         if self.new_kinds is not None:
             report = as_report(self.kind, state.drafts.report, state.drafts.token_ids)
             state = with_report(state, report)
-        self.state, output = programs.step(
-            self.params, state, options, changes=changes, **self.kind.step_options
+        self.state, output = step(
+            self.params, state, *rows, options, changes=changes, **self.kind.step_options
         )
         words = self.outgoing.step_messages(
             programs, output, self.step_number, self.slots, self.kind.widths, options,
@@ -404,6 +441,25 @@ class Worker:
             if slot.verdict or (self.config.prefill_only and slot.decoding):
                 self._set(index, Slot(generation=slot.generation))
         return words
+
+    def _run_rows(self, programs: Compiled) -> tuple[StepRows, GrammarMasks]:
+        """Start a step's forward pass, and make its masks meanwhile.
+
+        They need the tokens and drafts that the step before left: this alone waits for that step.
+        """
+        report, bare = self.state.drafts.report, with_report(self.state, None)
+        seen = programs.seen(bare)
+        seen.copy_to_host_async()
+        state, rows = programs.forward_rows(self.params, bare)
+        self.state = with_report(state, report)
+        with self._jobs_give_way(False):
+            on_host = np.asarray(seen)
+        masks, errors = self.grammars.masks(self.slots, on_host)
+        for index, error in errors.items():
+            self._end_text(index, error)
+        if self.options is None:
+            self.options = host_slots.all_options(self.slots, self.kind.widths, self.kind.changes)
+        return rows, masks
 
     def _publish(self, launched: Launched) -> None:
         """Send a step's messages once they are on the host; free the slots that have stopped."""

@@ -36,6 +36,7 @@ from jax_specdec.device.worker import compilation_cache, compilations, plugin_me
 from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
+from jax_specdec.structured.vocabulary import read_vocabulary
 from jax_specdec.text.tokenizer import text_encoder
 
 
@@ -114,6 +115,7 @@ def make_worker(
         compiler=compiler,
         weights_version=start.config.weights_version,
         load=load,
+        vocabulary=functools.partial(read_vocabulary, start.config.texts, loop.model.vocab_size),
     )
 
 
@@ -171,14 +173,13 @@ def _load(start: Start, stats: ProcessStats) -> tuple[Any, LoopConfig, Callable[
     parallel = ONE_DEVICE
     if isinstance(model, ModelConfig):
         parallel = tensor_parallel(model, config.tensor_parallel, devices)
-    texts = config.tokenizer or config.weights
     drafter = make_drafter(
         config.drafter,
         config.num_drafts,
         model,
         corpus=config.corpus,
         adaptive=config.adaptive,
-        encode=text_encoder(texts, model.vocab_size) if config.corpus else None,
+        encode=text_encoder(config.texts, model.vocab_size) if config.corpus else None,
         parallel=parallel,
         draft_model=small,
     )

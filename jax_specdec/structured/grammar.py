@@ -1,0 +1,53 @@
+"""A structure, as a request has it, in the words of llguidance."""
+
+import json
+from typing import Any
+
+from jax_specdec.requests import RequestError, Structured
+
+# The extra `structured`: the name is found wherever this package came from.
+INSTALL = "pip install 'llguidance>=1.3'"
+
+
+def library() -> Any:
+    """llguidance, imported by who needs it.
+
+    Raises:
+      RequestError: it is not installed.
+    """
+    try:
+        import llguidance
+    except ImportError as error:
+        raise RequestError(f"structured answers need llguidance: {INSTALL}") from error
+    return llguidance
+
+
+def grammar_of(structured: Structured) -> str:
+    """The grammar of a structure.
+
+    Raises:
+      RequestError: the text is not of its kind. Most mistakes show only when it is compiled.
+    """
+    kind, text = structured
+    made: str
+    try:
+        if kind == "choice":
+            made = _of_choice(json.loads(text))
+        else:
+            # The library writes a schema into another JSON text as it stands.
+            text = json.dumps(json.loads(text)) if kind == "json_schema" else text
+            made = library().grammar_from(kind, text)
+    except (ValueError, RecursionError) as error:
+        raise refused(kind, str(error)) from error
+    return made
+
+
+def refused(kind: str, why: str) -> RequestError:
+    """What is said of a structure that cannot be served."""
+    return RequestError(f"structured: the {kind} cannot be served: {' '.join(why.split())[:500]}")
+
+
+def _of_choice(texts: Any) -> str:
+    if not (isinstance(texts, list) and texts and all(isinstance(one, str) for one in texts)):
+        raise ValueError("it must be a JSON list of strings, one at least")
+    return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in texts)
