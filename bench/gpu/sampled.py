@@ -36,7 +36,7 @@ def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lo
     number = -(-shape.vocabulary // schedule.group_width)
 
     def call(logits: jax.Array, inverse: jax.Array) -> Any:
-        out = groups_kernel.read_groups(schedule, logits, inverse, raw)
+        (out,) = groups_kernel.read_groups(schedule, logits, inverse, raw)
         top = groups.top_of_groups(logits, schedule, out, shape.k)
         return groups.of_rows(out, schedule, number), top
 

@@ -89,7 +89,7 @@ def measure(
             part = GroupedRows.of(x).part
             inverse = 1 / (1 + ids.astype(jnp.float32))
             nothing = jnp.zeros_like(ids)
-            return read.read_groups(part, inverse, nothing, -1, "mosaic_tpu").groups
+            return read.read_groups(part, inverse, nothing, -1, "mosaic_tpu")[0].groups
         if way == "plain":
             return reference.topk_logprobs(x, ids, k)
         return topk_logprobs(x, ids, k, implementation="xla" if way == "xla" else "mosaic_tpu")

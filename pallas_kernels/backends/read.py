@@ -12,7 +12,13 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.backends.groups import FEW, Drawn, Part, Read, RowsToDraw, Top
 from pallas_kernels.backends.xla import groups
-from pallas_kernels.lowering.choose import Implementation, kernel_is_faster, kernels_or_xla
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.lowering.choose import (
+    KERNELS,
+    Implementation,
+    kernel_is_faster,
+    kernels_or_xla,
+)
 from pallas_kernels.lowering.forms import Tree
 
 Arrays = TypeVar("Arrays", bound=Tree)
@@ -28,29 +34,32 @@ def read_groups(
     needed: jax.Array,
     k: int,
     implementation: Implementation | None = None,
-) -> Read:
+    changes: Changes | None = None,
+) -> tuple[Read, ...]:
     """`xla.groups.read_part` in the kernels, in programs that are lowered for CUDA or a TPU.
 
     Sums differ between implementations by rounding; within one, a group's do not depend on rows,
-    dtype, K, vocabulary or shard.
+    dtype, K, vocabulary or shard. The TPU's kernels take no changes.
 
     Args:
       part: the logits.
       inverse: `inverse_temperature` of each row.
       needed: how many candidates each row needs.
-      k: static, as for `xla.groups.read_part`.
+      k, changes: as for `xla.groups.read_part`.
       implementation: "xla"; "mosaic_gpu"; "mosaic_tpu"; None: the kernels wherever they can run,
         but for the shortest rows on a TPU.
     """
-    found: Read = kernels_or_xla(
+    found: tuple[Read, ...] = kernels_or_xla(
         "groups",
-        lambda kernels, *arguments: kernels.read_part(*arguments, k),
-        lambda part, inverse, needed: groups.read_part(part, inverse, needed, k),
+        lambda kernels, part, *rows: kernels.read_part(part, k, *rows),
+        lambda part, *rows: groups.read_part(part, k, *rows),
         part,
         inverse,
         needed,
+        changes,
         logits=part.logits,
         implementation=implementation,
+        backends=tuple(KERNELS) if changes is None else ("mosaic_gpu",),
         faster_on_tpu=part.logits.shape[1] >= LEAST_ON_TPU,
     )
     return found
@@ -63,6 +72,7 @@ def candidates(
     num_rows: Int32[Array, ""],
     *,
     valid: bool,
+    changes: Changes | None = None,
 ) -> Top:
     """The k largest logits of rows, and their ids; see `selection.select_top_k`.
 
@@ -72,6 +82,7 @@ def candidates(
       row_ids, num_rows: which rows; from `num_rows` on, the results are unspecified.
       valid: static; whether these rows are. The GPU kernels, which find nothing in others, are for
         valid rows.
+      changes: of the N rows.
     """
     # More candidates than the stacks hold take K sweeps in VMEM: XLA would sort the rows for them.
     size = logits.shape[1]
@@ -80,11 +91,12 @@ def candidates(
     faster = faster and kernel_is_faster(row_ids.shape[0], size, min(k, FEW), logits.dtype.name)
     found: Top = kernels_or_xla(
         "groups",
-        lambda kernels, *arguments: kernels.candidates(*arguments, k),
-        lambda logits, row_ids, num_rows: groups.candidates(logits, row_ids, num_rows, k),
+        lambda kernels, logits, *rows: kernels.candidates(logits, k, *rows),
+        lambda logits, *rows: groups.candidates(logits, k, *rows),
         logits,
         row_ids,
         num_rows,
+        changes,
         logits=logits,
         backends=("mosaic_gpu", "mosaic_tpu") if valid else ("mosaic_tpu",),
         faster_on_tpu=faster,

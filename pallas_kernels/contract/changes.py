@@ -32,7 +32,8 @@ class Changes(NamedTuple):
 def prepared(changes: Changes | None, vocab_size: int) -> Changes | None:
     """The same changes as the other functions take them: words are int32, a row's ids distinct.
 
-    -1 stands for ids outside [0, vocab_size).
+    -1 stands for ids outside [0, vocab_size), and -2 - id for an id that another place has with the
+    sum of its biases: the ids that are meant stay in order, and a kernel finds one by halving.
     """
     if changes is None:
         return None
@@ -50,7 +51,7 @@ def prepared(changes: Changes | None, vocab_size: int) -> Changes | None:
         bias = jnp.where(same, bias + _shifted(bias, distance, 0), bias)
         distance *= 2
     is_last = ids != _shifted(ids, -1, -2)
-    return changes._replace(bias_token_ids=jnp.where(is_last, ids, jnp.int32(-1)), bias=bias)
+    return changes._replace(bias_token_ids=jnp.where(is_last, ids, -2 - ids), bias=bias)
 
 
 def _shifted(x: jax.Array, by: int, fill: float) -> jax.Array:

@@ -105,11 +105,10 @@ class GroupedRows:
 
         With changes, that of the changed rows and, with k, that of the logits themselves.
         """
-        if self.changes is not None:
-            return xla_groups.read_changed(self.part, inverse, needed, k, self.changes)
-        found = read.read_groups(self.part, inverse, needed, k)
+        every = read.read_groups(self.part, inverse, needed, k, changes=self.changes)
         if self.shard.axis_name is None:
-            return (found,)
+            return every
+        (found,) = every
         count = min(max(k, MANY), self.vocab_size)
         if k > 0:
             return (self._gathered(found, count, with_top=True),)
@@ -173,11 +172,8 @@ class GroupedRows:
         An id is -1 where fewer are above -inf. Rows from `num_rows` on are unspecified; the others
         must be valid.
         """
-        if self.changes is not None:
-            count = min(k, self.vocab_size)
-            return xla_groups.candidates(self.logits, row_ids, num_rows, count, self.changes)
         every = self.logits, self.shard, self.vocab_size
-        return _candidates(*every, k, row_ids, num_rows, valid=True)
+        return _candidates(*every, k, row_ids, num_rows, valid=True, changes=self.changes)
 
     def _gathered(self, found: Read, count: int, *, with_top: bool) -> Read:
         """Every shard's part of a read, in one exchange; with `count` candidates or without."""
@@ -256,10 +252,11 @@ def _candidates(
     num_rows: jax.Array,
     *,
     valid: bool,
+    changes: Changes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     count = min(k, vocab_size)
     mine = min(count, logits.shape[1])
-    found = read.candidates(logits, mine, row_ids, num_rows, valid=valid)
+    found = read.candidates(logits, mine, row_ids, num_rows, valid=valid, changes=changes)
     if shard.axis_name is None:
         return found
     return _merged(shard.gathered(_packed(logits, shard, *found)), count)

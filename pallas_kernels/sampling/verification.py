@@ -192,21 +192,20 @@ def _verify(
 ) -> Verified:
     """`verify` where this device holds the columns of `shard` of all logits.
 
-    XLA on a CPU changes logits as it reads them, block by block. The kernels for GPUs and TPUs take
-    no changes in the read of groups, nor where they draw: there, and on vocabulary shards, whose
+    XLA on a CPU and the kernels for GPUs change logits as they read them, block by block. The
+    kernels for TPUs take no changes in the read of groups: there, and on vocabulary shards, whose
     groups have neighbors, a copy of the logits is changed first. With `k`, a GPU's program reads
-    whole rows that are all greedy by the kernels of `greedy_topk_logprobs`: they do less, and take
-    changes.
+    whole rows that are all greedy by the kernels of `greedy_topk_logprobs`, which do less.
     """
 
-    def in_place(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
-        return _verify_rows(shard, logits, changes, None, batch, accept, k)
-
-    def in_a_copy(
+    def in_place(
         logits: jax.Array, changes: Changes | None, batch: Batch, *, is_sampled: bool = False
     ) -> Verified:
+        return _verify_rows(shard, logits, changes, None, batch, accept, k, is_sampled=is_sampled)
+
+    def in_a_copy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         copy, own = apply(logits, changes), None if changes is None or k is None else logits
-        return _verify_rows(shard, copy, None, own, batch, accept, k, is_sampled=is_sampled)
+        return _verify_rows(shard, copy, None, own, batch, accept, k)
 
     def all_greedy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         rows = Rows(shard.masked(logits), changes=changes)
@@ -218,10 +217,8 @@ def _verify(
         return _with_reads(_greedily(batch, choice), (found, *own), batch, k)
 
     def on_cuda(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
+        sampled = functools.partial(in_place, is_sampled=True)
         given = logits, changes, batch
-        if k is None:
-            return in_a_copy(*given)
-        sampled = functools.partial(in_a_copy, is_sampled=True)
         found: Verified = lax.cond(_some_sampled(batch.sampling), sampled, all_greedy, *given)
         return found
 
@@ -231,7 +228,7 @@ def _verify(
         return in_a_copy(*given)
     if changes is None and k is None:
         return in_place(*given)
-    platforms = {"cpu": in_place, "cuda": on_cuda}
+    platforms = {"cpu": in_place, "cuda": in_place if k is None else on_cuda}
     return lowered_for(*given, like=all_greedy, default=in_a_copy, **platforms)
 
 

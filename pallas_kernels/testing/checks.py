@@ -3,7 +3,6 @@
 Every check takes `Kernels`: a backend's on its device, or stand-ins, right or wrong ones.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +63,7 @@ def by_name(name: Implementation) -> Kernels:
 
     return Kernels(
         topk=lambda rows, outputs: topk_of_whole_rows(name, outputs, rows),
-        groups=functools.partial(read.read_groups, implementation=name),
+        groups=lambda part, inverse, needed, k: read.read_groups(part, inverse, needed, k, name)[0],
         candidates=candidates,
         draw=drawn,
         num_larger=num_larger,

@@ -114,7 +114,7 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
 
         def groups(x: jax.Array, name: Any) -> tuple[GroupSums, Any]:
             needed, inverse = jnp.full(len(x), 10, jnp.int32), jnp.ones(len(x))
-            found = read.read_groups(GroupedRows.of(x).part, inverse, needed, k, name)
+            found = read.read_groups(GroupedRows.of(x).part, inverse, needed, k, name)[0]
             return found.groups, found.top_ids
 
         return {

@@ -297,7 +297,7 @@ def _table() -> dict[str, Operation]:
     add("min.NaN.f32", "w", "ww", smallest)
     add("max.NaN.bf16x2", "w", "ww", packed(largest("bf16")))
     add("max.NaN.f16x2", "w", "ww", packed(largest("f16")))
-    for kind in ("b16", "b32", "b64", "u32", "s32", "u64", "s64"):
+    for kind in ("b16", "b32", "b64", "s16", "u32", "s32", "u64", "s64"):
         letter = _letter(kind)
         names = COMPARISONS[:2] if kind[0] == "b" else COMPARISONS
         for name in names:
@@ -339,6 +339,7 @@ def _table() -> dict[str, Operation]:
     add("cvt.f32.bf16", "w", "h", lambda x: bits32(floats(x, "bf16")))
     add("cvt.f32.f16", "w", "h", lambda x: bits32(floats(x, "f16")))
     add("cvt.rn.f16.f32", "h", "w", lambda x: rounded(x, "f16"))
+    add("cvt.rn.bf16.f32", "h", "w", lambda x: rounded(x, "bf16"))
     add("cvt.rn.bf16x2.f32", "w", "ww", both_rounded)
     add("cvt.u16.u32", "h", "w", lambda x: x.astype(np.uint16))
     add("cvt.u32.u16", "w", "h", lambda x: x.astype(np.uint32))

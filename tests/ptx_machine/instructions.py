@@ -154,6 +154,10 @@ def _packed_move(
     return pack
 
 
+class MissingLane(PtxError):
+    """A warp instruction is not executed by all lanes that its mask names: it waits for them."""
+
+
 def _whole_warps(threads: Threads, mask: Operand) -> Callable[[], None]:
     """Every lane of the warps that run must be here: Mosaic GPU names all lanes."""
     get = threads.source(mask, "w")
@@ -164,7 +168,7 @@ def _whole_warps(threads: Threads, mask: Operand) -> Callable[[], None]:
             raise PtxError("the member mask does not name all lanes: not known to the machine")
         warps = active.reshape(-1, 32)
         if (warps.any(axis=1) != warps.all(axis=1)).any():
-            raise PtxError("a lane that the member mask names is not here")
+            raise MissingLane("a lane that the member mask names is not here")
 
     return check
 

@@ -2,7 +2,7 @@
 
 Threads that diverge run apart, those that are furthest behind in the program first, and join where
 they meet. A barrier lets a CTA on when all its threads wait at it; threads that leave before, or
-wait at another one, are an error. Warp instructions need every lane that their mask names.
+wait at another one, are an error. Warp instructions wait for the lanes that their mask names.
 """
 
 from collections.abc import Sequence
@@ -41,22 +41,36 @@ class Machine:
         self.counts.barriers = int(self.threads.epochs.max())
 
     def _run(self) -> None:
-        """`groups`: threads that can run, by program counter; `waiting` at barriers, alike."""
+        """`groups`: threads that can run, by program counter; `waiting` at barriers, alike.
+
+        `late`: where a warp instruction waits for lanes that are elsewhere, and what is wrong if
+        none of them come.
+        """
         threads = self.threads
         groups: dict[int, np.ndarray] = {0: threads.everyone}
         waiting: dict[int, np.ndarray] = {}
+        late: dict[int, tuple[np.ndarray, instructions.MissingLane]] = {}
         code = self.program.instructions
         while groups:
-            pc = min(groups)
+            stuck = [x for x, (mask, _) in late.items() if np.array_equal(groups.get(x), mask)]
+            pc = min(groups.keys() - set(stuck), default=None)
+            if pc is None:
+                raise late[min(stuck)][1]
             mask = groups.pop(pc)
             limit = min(groups, default=len(code))
             threads.mask = None if mask.all() else mask
             # Straight on to the next branch, barrier or place where others are.
             while pc < len(code) and self.steps[pc] is not None:
-                self._step(pc)
+                try:
+                    self._step(pc)
+                except instructions.MissingLane as error:
+                    groups[pc], late[pc] = mask, (mask, error)
+                    break
                 pc += 1
                 if pc == limit:
                     break
+            if pc in groups and pc != limit:
+                continue
             if pc >= len(code):
                 raise PtxError("threads run past the end of the program")
             if pc == limit:
@@ -82,7 +96,7 @@ class Machine:
             else:
                 self.steps[pc]()
         except PtxError as error:
-            raise instruction.error(str(error)) from None
+            raise type(error)(*instruction.error(str(error)).args) from None
         finally:
             threads.mask = mask
 

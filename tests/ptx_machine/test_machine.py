@@ -159,6 +159,27 @@ $NEXT:
     assert [int(x) for x in out] == [collatz(i ^ 1) for i in range(THREADS)]
 
 
+def test_lanes_that_come_late_are_waited_for():
+    """Odd threads take a way that lies behind the shuffle, and come back to it."""
+    body = """
+	mov.b32 	%r2, %r1;
+	and.b32 	%r4, %r1, 1;
+	setp.eq.b32 	%p1, %r4, 1;
+	@%p1 bra 	$AWAY;
+$HERE:
+	shfl.sync.bfly.b32 	%r5, %r2, 1, 31, -1;
+	st.global.b32 	[%rd5], %r5;
+	ret;
+$AWAY:
+	add.s32 	%r2, %r2, 1000;
+	{}
+"""
+    expected = [(i ^ 1) + 1000 * (1 - i % 2) for i in range(THREADS)]
+    assert [int(x) for x in run(body.format("bra.uni 	$HERE;"))] == expected
+    with pytest.raises(PtxError, match="a lane that the member mask names is not here"):
+        run(body.format("ret;"))
+
+
 def test_lanes_and_threads_that_are_not_there():
     some = "	setp.lt.u32 	%p1, %r1, 3;\n	@%p1 bra 	$END;\n{}\n$END:\n	ret;\n"
     with pytest.raises(PtxError, match="a lane that the member mask names is not here"):

@@ -859,7 +859,7 @@ class Inputs(NamedTuple):
     partials: jax.Array  # [parts * R * programs] f32 from pass 1
     groups: jax.Array | None  # [R * padded_groups] group maxima from pass 1, or None
     targets: reading.Targets
-    allowed: jax.Array | None = None  # [R * words] i32, as pass 1 got them; for "parts" alone
+    allowed: Readable | None = None  # [R * words] i32, as pass 1 got them; for "parts" alone
 
 
 def finish_rows(

@@ -8,7 +8,10 @@ works on [R, V / 256] and [R, 256] numbers.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.backends.answers import in_order
 from pallas_kernels.backends.groups import (
+    FEW,
+    MANY,
     GroupSums,
     Part,
     Read,
@@ -20,47 +23,62 @@ from pallas_kernels.backends.groups import (
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel
 from pallas_kernels.backends.mosaic_gpu.finish_kernel import Inputs
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
-from pallas_kernels.backends.mosaic_gpu.reading import make_targets
+from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, fixed_changes, make_targets
 from pallas_kernels.backends.mosaic_gpu.rows import part_sums, row_sums
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_fixed_schedule
+from pallas_kernels.contract.changes import Changes, biased
+from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.lowering.forms import vary_like
 
 
 def read_part(
-    part: Part, inverse: jax.Array, needed: jax.Array, k: int, schedule: Schedule | None = None
-) -> Read:
+    part: Part,
+    k: int,
+    inverse: jax.Array,
+    needed: jax.Array,
+    changes: Changes | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[Read, ...]:
     """`xla.groups.read_part`, with the kernels.
 
     Where groups end with the columns, or the row ends in its last one, pass 1 reads the columns
     alone. Else (`part.tail` has two groups) it reads the whole groups among them, and in a launch
     of its own the tail; candidates, which are the columns', then take a read of their own.
     """
-    raw, rows = k >= 0, part.logits.shape[0]
+    (rows, width), raw = part.logits.shape, k >= 0
+    here = fixed_changes(changes, width)
+    every: tuple[GroupOutputs[jax.Array], ...] = ()
     if part.tail.shape[1] < 2:
-        schedule = schedule or choose_fixed_schedule(
-            rows, part.logits.shape[1], part.logits.dtype.name
-        )
-        out = groups_kernel.read_groups(schedule, part.logits, inverse, raw)
-        groups, raw_sums = of_rows(out, schedule, whole_groups(part) + part.tail.shape[1])
+        schedule = schedule or choose_fixed_schedule(rows, width, part.logits.dtype.name)
+        every = groups_kernel.read_groups(schedule, part.logits, inverse, raw, changes=here)
+        number = whole_groups(part) + part.tail.shape[1]
+        found = [of_rows(out, schedule, number) for out in every]
     else:
-        groups, raw_sums = _split_groups(part, inverse, raw)
+        assert changes is None
+        found, schedule = [_split_groups(part, inverse, raw)], None
 
-    def top(count: int) -> Top:
-        if part.tail.shape[1] == 2:
-            found = _largest(Rows(part.logits), count)
-        else:
-            assert schedule is not None
-            found = top_of_groups(part.logits, schedule, out, count)
-        return vary_like(found, (part, inverse, needed))
+    def read_of(i: int, groups: GroupSums, raw_sums: jax.Array) -> Read:
+        own, words = (changes, here) if i == 0 else (None, None)
 
-    return Read(
-        *vary_like((groups, raw_sums), (part, inverse)),
-        *as_many_as_needed(part.logits, needed, k, top),
-    )
+        def top(count: int) -> Top:
+            if schedule is None:
+                found = _largest(Rows(part.logits), count)
+            else:
+                found = top_of_groups(part.logits, schedule, every[i], count, own, words)
+            return vary_like(found, (part, inverse, needed))
+
+        sums = vary_like((groups, raw_sums), (part, inverse))
+        # What decides nothing gives no candidates but the top k.
+        steps = () if i else (FEW, MANY)
+        return Read(*sums, *as_many_as_needed(part.logits, needed, k, top, steps))
+
+    return tuple(read_of(i, *sums) for i, sums in enumerate(found))
 
 
-def of_rows(out: GroupOutputs, schedule: Schedule, number: int) -> tuple[GroupSums, jax.Array]:
+def of_rows(
+    out: GroupOutputs[jax.Array], schedule: Schedule, number: int
+) -> tuple[GroupSums, jax.Array]:
     """[R, G] of what pass 1 has left, and the sums at temperature 1 [R, G], or [R, 0]."""
 
     def of_row(x: jax.Array) -> jax.Array:
@@ -68,7 +86,8 @@ def of_rows(out: GroupOutputs, schedule: Schedule, number: int) -> tuple[GroupSu
 
     sums = of_row(out.sums)
     raw = sums[:, :0] if out.raw_sums is None else of_row(out.raw_sums)
-    return GroupSums(of_row(out.maxima).astype(jnp.float32), sums), raw
+    maxima = out.maxima if out.exact_maxima is None else out.exact_maxima
+    return GroupSums(of_row(maxima).astype(jnp.float32), sums), raw
 
 
 def _split_groups(part: Part, inverse: jax.Array, raw: bool) -> tuple[GroupSums, jax.Array]:
@@ -76,13 +95,13 @@ def _split_groups(part: Part, inverse: jax.Array, raw: bool) -> tuple[GroupSums,
     rows, width = part.tail.shape[0], part.tail.shape[1] * part.tail.shape[2]
     dtype, whole = part.logits.dtype.name, whole_groups(part)
     tail = choose_fixed_schedule(rows, width, dtype)
-    out = groups_kernel.read_groups(tail, part.tail.reshape(rows, width), inverse, raw)
+    (out,) = groups_kernel.read_groups(tail, part.tail.reshape(rows, width), inverse, raw)
     last = of_rows(out, tail, part.tail.shape[1])
     if not whole:
         return last
     schedule = choose_fixed_schedule(rows, whole * part.tail.shape[2], dtype)
     offset = part.offset.reshape(1)
-    out = groups_kernel.read_groups(schedule, part.logits, inverse, raw, offset)
+    (out,) = groups_kernel.read_groups(schedule, part.logits, inverse, raw, offset)
     both = of_rows(out, schedule, whole), last
     joined: tuple[GroupSums, jax.Array] = jax.tree.map(
         lambda x, y: jnp.concatenate([x, y], axis=1), *both
@@ -90,20 +109,43 @@ def _split_groups(part: Part, inverse: jax.Array, raw: bool) -> tuple[GroupSums,
     return joined
 
 
-def top_of_groups(logits: jax.Array, schedule: Schedule, out: GroupOutputs, k: int) -> Top:
-    """Pass 2."""
-    rows = logits.shape[0]
-    inputs = Inputs(
-        logits.reshape(-1), None, out.partials, out.maxima, make_targets(None, None, None)
-    )
+def top_of_groups(
+    logits: jax.Array,
+    schedule: Schedule,
+    out: GroupOutputs[jax.Array],
+    k: int,
+    changes: Changes | None = None,
+    words: RowChanges = None,
+) -> Top:
+    """Pass 2. Of changed rows it takes the tokens without a bias; XLA puts the others back."""
+    rows, allowed = logits.shape[0], None
+    if words is not None:
+        allowed = words.allowed if words.unbiased is None else words.unbiased
+    targets = make_targets(None, None, None)
+    inputs = Inputs(logits.reshape(-1), None, out.partials, out.maxima, targets, allowed)
     found = finish_kernel.finish_rows(schedule, Outputs(k), "parts", inputs, rows, rows)
-    return top_of(part_sums(found, rows, k))
+    sums = part_sums(found, rows, k)
+    if changes is not None and changes.bias is not None:
+        more = biased(logits, jnp.arange(rows, dtype=jnp.int32), changes)
+        ids, values = (
+            jnp.concatenate(x, axis=1)
+            for x in ([sums.top_ids, more[0]], [sums.top_logits, more[1]])
+        )
+        ids, values = in_order(ids, values, k)
+        sums = sums._replace(top_ids=ids, top_logits=values)
+    return top_of(sums)
 
 
-def candidates(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int) -> Top:
+def candidates(
+    logits: jax.Array,
+    k: int,
+    row_ids: jax.Array,
+    num_rows: jax.Array,
+    changes: Changes | None = None,
+) -> Top:
     """`read.candidates` of valid rows, by both passes of a call without sampling."""
-    found = _largest(Rows(logits, None, row_ids, num_rows), k)
-    return vary_like(found, (logits, row_ids, num_rows))
+    rows = Rows(logits, None, row_ids, num_rows, changes=changes_of_rows(changes, row_ids))
+    return vary_like(_largest(rows, k), (logits, row_ids, num_rows, changes))
 
 
 def _largest(rows: Rows, k: int) -> Top:

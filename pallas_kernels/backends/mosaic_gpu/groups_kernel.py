@@ -5,10 +5,13 @@ maximum: so no program keeps anything of its groups but what it writes. The orde
 fixed by the places of logits in their group: a thread adds the four runs of 8 logits that it holds,
 64 apart, then the 8 sums, then 8 threads theirs, always in pairs. So a sum's bits depend on the
 group's logits and the temperature alone; not on rows, dtype, vectors, programs, or the row's place.
+
+Where logits are changed, a block is changed after it was loaded; where the logits' own groups are
+wanted too, the same block leaves both.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,8 @@ from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.reading import (
     LARGEST,
     LOG2_E,
+    RowChanges,
+    changed,
     read_fixed_block,
     read_fixed_edge,
 )
@@ -27,16 +32,18 @@ from pallas_kernels.backends.mosaic_gpu.rows_kernel import finite_reference, par
 from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Index, Layout, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import Vector, load_at_once
 
+Output = TypeVar("Output")  # an array; in the kernel its reference
 Scales = tuple[jax.Array, ...]  # of exponents: one of each sum
 
 
-class GroupOutputs(NamedTuple):
+class GroupOutputs(NamedTuple, Generic[Output]):
     """What pass 1 leaves of R rows; of a row's `padded_groups` places `num_groups` are written."""
 
-    partials: jax.Array  # as `rows_kernel.read_rows` has it, for pass 2: see `Carry`; counts are 0
-    maxima: jax.Array  # [R * padded_groups] in the logits' dtype
-    sums: jax.Array  # [R * padded_groups] f32
-    raw_sums: jax.Array | None = None  # [R * padded_groups] f32: at temperature 1
+    partials: Output  # as `rows_kernel.read_rows` has it, for pass 2: see `Carry`; counts are 0
+    maxima: Output  # [R * padded_groups] in the logits' dtype, rounded down to it
+    sums: Output  # [R * padded_groups] f32
+    raw_sums: Output | None = None  # [R * padded_groups] f32: at temperature 1
+    exact_maxima: Output | None = None  # [R * padded_groups] f32, where `maxima` are rounded
 
 
 class Carry(NamedTuple):
@@ -48,43 +55,56 @@ class Carry(NamedTuple):
     evidence: jax.Array
 
 
+Carries = tuple[Carry, ...]  # of each of the outputs
+
+
 def read_groups(
     schedule: Schedule,
     logits: jax.Array,
     inverse: jax.Array,
     raw: bool,
     offset: jax.Array | None = None,
-) -> GroupOutputs:
-    """The groups of all rows.
+    changes: RowChanges = None,
+) -> tuple[GroupOutputs[jax.Array], ...]:
+    """The groups of all rows: as they are changed and, with `raw`, as they are.
 
     Args:
       schedule: a fixed one; its vocabulary is the number of columns that are read.
       logits: [R, columns or more].
       inverse: [R] float32, `inverse_temperature`.
-      raw: whether the sums at temperature 1 are wanted too. They cost a second exponential in rows
-        of other temperatures, and a second store in the others.
+      raw: whether the sums at temperature 1 are wanted too, of the logits as they are. They cost a
+        second exponential in rows of other temperatures, and a second store in the others.
       offset: [1] int32, the column of the first group; `offset` + `schedule.vocabulary` columns are
         there, and 256 and it have no fewer factors of 2 in common than 256 and the row's width.
         None: 0.
+      changes: of whole rows. None: what is changed is what there is.
     """
     num_targets, width = logits.shape
     size = num_targets * schedule.padded_groups
     sums = compat.shape((size,), jnp.float32)
+    plain = GroupOutputs(
+        compat.shape((partials_size(schedule, num_targets, entropy=False),), jnp.float32),
+        compat.shape((size,), logits.dtype),
+        sums,
+    )
+    wanted = [plain._replace(raw_sums=sums)] if raw else [plain]
+    if changes is not None:
+        rounds = changes.bias is not None and logits.dtype != jnp.float32
+        wanted = [plain._replace(exact_maxima=sums if rounds else None), *wanted[: int(raw)]]
+    types, tree = jax.tree.flatten(tuple(wanted))
     kernel = GPU.kernel(
         functools.partial(
-            _read_groups_kernel, schedule=schedule, width=width, num_targets=num_targets
+            _read_groups_kernel, schedule=schedule, width=width, num_targets=num_targets, tree=tree
         ),
-        out_type=[
-            compat.shape((partials_size(schedule, num_targets, entropy=False),), jnp.float32),
-            compat.shape((size,), logits.dtype),
-            *[sums] * (2 if raw else 1),
-        ],
+        out_type=types,
         grid=(schedule.programs, num_targets),  # the last axis may exceed 65535, no other may
         grid_names=("program", "row"),
         compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="read_groups",
     )
-    return GroupOutputs(*kernel(logits.reshape(-1), inverse, offset))
+    found = kernel(logits.reshape(-1), inverse, offset, changes)
+    outputs: tuple[GroupOutputs[jax.Array], ...] = jax.tree.unflatten(tree, found)
+    return outputs
 
 
 class RowOfGroups(NamedTuple):
@@ -94,22 +114,23 @@ class RowOfGroups(NamedTuple):
     logits_ref: jax.Ref  # [R * width]
     first: Index  # where the row's first group begins
     groups: Index  # where its groups are written
-    maxima_ref: jax.Ref
-    sums_refs: tuple[jax.Ref, ...]  # as many as scales, or more: the others get the first sum too
-    scales: Scales
+    outputs: tuple[GroupOutputs[jax.Ref], ...]
+    scales: Scales  # at the row's temperature and at 1; one where these are the same
     vector: int  # logits that every row's threads can load at once
+    changes: RowChanges
+    target: Index  # which row
 
 
 def _read_groups_kernel(
     logits_ref: jax.Ref,  # [R * width]  in
     inverse_ref: jax.Ref,  # [R] f32  in
     offset_ref: jax.Ref | None,  # [1] i32  in, or None
-    partials_ref: jax.Ref,  # [3 * R * programs] f32  out
-    maxima_ref: jax.Ref,  # [R * padded_groups]  out
-    *sums_refs: jax.Ref,  # [R * padded_groups] f32  out: at the row's temperature, at 1
+    changes: RowChanges,  # in
+    *outputs: jax.Ref,  # out, as `tree` of `GroupOutputs`
     schedule: Schedule,
     width: int,
     num_targets: int,
+    tree: jax.tree_util.PyTreeDef,
 ) -> None:
     target = lax.axis_index("row")
     program = lax.axis_index("program")
@@ -122,16 +143,19 @@ def _read_groups_kernel(
         logits_ref,
         first,
         target * schedule.padded_groups,
-        maxima_ref,
-        sums_refs,
+        jax.tree.unflatten(tree, outputs),
         (jnp.minimum(inverse * LOG2_E, jnp.float32(LARGEST)),),
         _vector(schedule, width),
+        changes,
+        target,
     )
 
-    def write(carry: Carry) -> None:
-        results = jnp.max(carry.maximum), jnp.sum(carry.evidence), jnp.float32(0)
-        for i, result in enumerate(results):
-            partials_ref[(i * num_targets + target) * schedule.programs + program] = result
+    def write(carries: Carries) -> None:
+        for out, carry in zip(row.outputs, carries, strict=True):
+            results = jnp.max(carry.maximum), jnp.sum(carry.evidence), jnp.float32(0)
+            for i, result in enumerate(results):
+                place = (i * num_targets + target) * schedule.programs + program
+                out.partials[place] = result
 
     def read_with(scales: Scales) -> None:
         here = row._replace(scales=scales)
@@ -140,7 +164,7 @@ def _read_groups_kernel(
         if schedule.edges:
             pl.when(program == schedule.splits)(lambda: write(read_edges(here)))
 
-    if len(sums_refs) == 1:
+    if row.outputs[-1].raw_sums is None:
         read_with(row.scales)
         return
     once = jnp.float32(LOG2_E)
@@ -157,11 +181,11 @@ def _vector(schedule: Schedule, width: int) -> int:
     return vector
 
 
-def read_steps(row: RowOfGroups, program: Index) -> Carry:
-    """The carry after this program's share of the row's whole steps."""
+def read_steps(row: RowOfGroups, program: Index) -> Carries:
+    """The carries after this program's share of the row's whole steps."""
     schedule = row.schedule
 
-    def step(i: jax.Array, carry: Carry) -> Carry:
+    def step(i: jax.Array, carries: Carries) -> Carries:
         begin = i * schedule.blocks_per_step
         blocks = [begin + b for b in range(schedule.blocks_per_step)]
         loaded = [
@@ -171,43 +195,66 @@ def read_steps(row: RowOfGroups, program: Index) -> Carry:
             for block in blocks
         ]
         for block, pieces in zip(blocks, loaded, strict=True):
-            carry = updated(row, block, pieces, carry)
-        return carry
+            carries = updated(row, block, pieces, carries)
+        return carries
 
     begin = program * schedule.num_steps // schedule.splits
     end = (program + 1) * schedule.num_steps // schedule.splits
-    carry: Carry = lax.fori_loop(begin, end, step, before_any_block(row))
-    return carry
+    carries: Carries = lax.fori_loop(begin, end, step, before_any_block(row))
+    return carries
 
 
-def read_edges(row: RowOfGroups) -> Carry:
-    """The carry after the blocks that are in no step."""
-    carry = before_any_block(row)
+def read_edges(row: RowOfGroups) -> Carries:
+    """The carries after the blocks that are in no step."""
+    carries = before_any_block(row)
     for block in row.schedule.edges:
         pieces = read_fixed_edge(row.logits_ref, row.first, block, row.schedule, row.vector)
-        carry = updated(row, block, pieces, carry)
-    return carry
+        carries = updated(row, block, pieces, carries)
+    return carries
 
 
-def before_any_block(row: RowOfGroups) -> Carry:
-    """The carry at a program's start."""
+def before_any_block(row: RowOfGroups) -> Carries:
+    """The carries at a program's start."""
     layout = row.schedule.fixed_layout(row.vector).reduce(1)
 
     def all_groups(value: float) -> jax.Array:
         return compat.cast(jnp.full((row.schedule.groups_per_block,), value, jnp.float32), layout)
 
-    return Carry(all_groups(-jnp.inf), all_groups(0))
+    return tuple(Carry(all_groups(-jnp.inf), all_groups(0)) for _ in row.outputs)
 
 
-def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carry: Carry) -> Carry:
-    """The carry after one more block, whose groups are written."""
-    layout = row.schedule.fixed_layout(row.vector)
-    largest, sums = maxima_and_sums(pieces, row.scales, layout)
-    _store(row, block, row.maxima_ref, largest)
-    for i, ref in enumerate(row.sums_refs):
-        _store(row, block, ref, sums[min(i, len(sums) - 1)])
-    maximum = jnp.maximum(carry.maximum, largest.astype(jnp.float32))
-    return Carry(maximum, carry.evidence + sums[0])
+def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carries: Carries) -> Carries:
+    """The carries after one more block, whose groups are written."""
+    schedule, layout, after = row.schedule, row.schedule.fixed_layout(row.vector), []
+    every = [pieces] * len(carries)
+    if row.changes is not None:
+        shape = pieces[0].shape
+        group = compat.iota(shape, 0, layout) * schedule.group_width + block * schedule.block
+        ids = group + compat.iota(shape, 1, layout)
+        every[0] = changed(pieces, ids, row.changes, row.target, schedule, layout)
+    for out, mine, carry in zip(row.outputs, every, carries, strict=True):
+        refs = [out.sums] if out.raw_sums is None else [out.sums, out.raw_sums]
+        largest, sums = maxima_and_sums(mine, row.scales[: len(refs)], layout)
+        if out.exact_maxima is not None:
+            _store(row, block, out.exact_maxima, largest)
+            largest = rounded_down(largest, pieces[0].dtype)
+        _store(row, block, out.maxima, largest)
+        for i, ref in enumerate(refs):  # of one sum, all of them get it
+            _store(row, block, ref, sums[min(i, len(sums) - 1)])
+        maximum = jnp.maximum(carry.maximum, largest.astype(jnp.float32))
+        after.append(Carry(maximum, carry.evidence + sums[0]))
+    return tuple(after)
+
+
+def rounded_down(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The largest numbers of a 16-bit dtype that are not above float32 x.
+
+    Pass 2 takes groups by maxima of the logits' dtype. A logit is one: it is at most this.
+    """
+    nearest = x.astype(dtype)
+    bits = lax.bitcast_convert_type(nearest, jnp.int16)
+    below = lax.bitcast_convert_type(jnp.where(bits > 0, bits - 1, bits + 1), dtype)
+    return jnp.where(nearest.astype(jnp.float32) > x, below, nearest)
 
 
 def maxima_and_sums(

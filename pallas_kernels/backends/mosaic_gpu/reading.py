@@ -1,5 +1,5 @@
 """How kernels read a row: which one and at which temperature (`Targets`), its blocks in vectors,
-the blocks at its ends, and forbidden tokens (`Mask`).
+the blocks at its ends, forbidden tokens (`Mask`), and changes of fixed groups (`FixedChanges`).
 """
 
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import Readable
-from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Index, Schedule
+from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Index, Layout, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, load_at_once, word
-from pallas_kernels.contract.changes import WORD
+from pallas_kernels.contract.changes import WORD, Changes, unbiased
 
 LOG2_E = 1.4426950408889634
 LARGEST = 3.4028234663852886e38  # float32
@@ -237,3 +237,130 @@ def bits_of(mask: Mask[Value, Word], token: Word, vector: int, schedule: Schedul
     after = thread.smaller(at + 1, words_of(schedule) - 1)
     high = word(thread.load(mask.words_ref, mask.start + after))
     return (low >> by) | ((high << 1) << (word(WORD - 1) - by))
+
+
+class FixedChanges(NamedTuple, Generic[Reference]):
+    """What is changed of N rows with fixed groups: arrays outside a kernel, references inside.
+
+    A run of such a row begins at a multiple of its length, so its bits lie in one word.
+    """
+
+    allowed: Reference | None  # [N * words] i32: what it forbids is read as -inf
+    unbiased: Reference | None  # [N * words] i32: the allowed tokens that no bias names
+    ids: Reference | None  # [N * C] i32: `contract.changes.prepared`
+    bias: Reference | None  # [N * C] f32
+
+
+RowChanges: TypeAlias = FixedChanges[Readable] | None
+
+
+def fixed_changes(changes: Changes | None, width: int) -> RowChanges:
+    """The changes of rows of so many logits, as kernels take them."""
+    if changes is None:
+        return None
+    plain = None if changes.bias is None else unbiased(changes, width)
+    arrays: FixedChanges[Readable] = FixedChanges(changes.allowed, plain, *changes[1:])
+    flat: RowChanges = jax.tree.map(lambda x: x.reshape(-1), arrays)
+    return flat
+
+
+def changed(
+    pieces: list[jax.Array],
+    ids: jax.Array,
+    changes: RowChanges,
+    row: Index,
+    schedule: Schedule,
+    layout: Layout,
+) -> list[jax.Array]:
+    """The changed logits of a row's pieces, in a kernel: float32 where there are biases.
+
+    Args:
+      pieces: runs of fixed groups, each piece as many tokens after the one before as it is wide; or
+        one flat vector.
+      ids: of the first piece.
+      changes: None: none.
+      row: which of the N.
+      schedule: fixed.
+      layout: of pieces and ids.
+    """
+    if changes is None:
+        return pieces
+    if changes.bias is not None:
+        pieces = [piece.astype(jnp.float32) for piece in pieces]
+    references, tree = jax.tree.flatten(changes)
+    number, shape = len(references), pieces[0].shape
+    run, apart = (RUN, shape[1]) if len(shape) == 2 else (1, WARPGROUP)
+
+    def body(row: Vector, ids: Vector, *given: Vector) -> tuple[Vector, ...]:
+        here, mine = jax.tree.unflatten(tree, given[:number]), list(given[number:])
+        each = len(thread.words(mine[0]))
+        first = thread.words(ids)[0]
+        tokens = [first + i * apart for i in range(len(mine) * each // run)]
+        of_row = _OfRow(here, word(row), words_of(schedule), tokens, run)
+        bits = of_row.bits(here.allowed)
+        if here.allowed is not None:
+            mine = [thread.kept(x, bits >> i * each) for i, x in enumerate(mine)]
+        if here.bias is None:
+            return tuple(mine)
+        held = of_row.with_biases([x for piece in mine for x in thread.words(piece)], bits)
+        parts = (held[i * each : (i + 1) * each] for i in range(len(mine)))
+        return tuple(map(thread.elements_like, mine, parts))
+
+    kinds = tuple(thread.result(shape, piece.dtype, layout) for piece in pieces)
+    layouts = "scalar", layout, *[None] * number, *[layout] * len(pieces)
+    return list(thread.inline(body, (row, ids, *references, *pieces), layouts, kinds))
+
+
+class _OfRow(NamedTuple):
+    """The changes of the tokens that a thread holds: a run of them from each of `tokens` on."""
+
+    changes: FixedChanges[Value]
+    row: Word
+    words: int  # of a row
+    tokens: list[Word]
+    run: int
+
+    def bits(self, ref: Value | None) -> Word:
+        """A bit of each, the first one lowest, of words of all rows; all are set without."""
+        if ref is None:
+            return word(-1)
+        found = word(0)
+        for i, token in enumerate(self.tokens):
+            at = thread.smaller(thread.larger(token, 0) >> 5, self.words - 1)
+            mine = word(thread.load(ref, self.row * self.words + at)) >> (token & (WORD - 1))
+            found = found | ((mine & ((1 << self.run) - 1)) << i * self.run)
+        return found
+
+    def with_biases(self, held: list[Word], allowed: Word) -> list[Word]:
+        """The logits with the biases of allowed tokens; most threads have none."""
+
+        def add(state: list[Word]) -> list[Word]:
+            left, *logits = state
+            at, token = thread.lowest_bit(left), self.tokens[0]
+            for i, other in enumerate(self.tokens):
+                token = thread.select(at >= i * self.run, other, token)
+            bias = self.bias_of(token + (at & (self.run - 1)))
+            sums = (thread.select(at == i, thread.in_pairs([x, bias]), x)
+                    for i, x in enumerate(logits))  # fmt: skip
+            return [left & (left - 1), *sums]
+
+        left = allowed & ~self.bits(self.changes.unbiased)
+        if len(held) < WORD:
+            left = left & ((1 << len(held)) - 1)
+        return thread.repeat_while([left, *held], lambda state: state[0] != 0, add)[1:]
+
+    def bias_of(self, token: Word) -> Word:
+        """The bias of a token that has one: at the last place with an id that is not above it."""
+        ids, bias, unbiased = self.changes.ids, self.changes.bias, self.changes.unbiased
+        assert ids is not None
+        assert bias is not None
+        assert unbiased is not None
+        count = ids.type.shape[0] * self.words // unbiased.type.shape[0]
+        found = self.row * count
+        last = found + (count - 1)
+        for step in reversed(range((count - 1).bit_length())):
+            ahead = thread.smaller(found + (1 << step), last)
+            other = word(thread.load(ids, ahead))
+            other = thread.select(other < -1, word(-2) - other, other)
+            found = thread.select(other > token, found, ahead)
+        return Word(thread.load(bias, found))

@@ -117,6 +117,17 @@ def vector_like(vector: Vector, values: Sequence[Word], integer: bool) -> Vector
     return Vector(_registers=registers, _layout=vector.layout, _is_signed=signed)
 
 
+def elements_like(vector: Vector, values: Sequence[Word]) -> Vector:
+    """A vector in the layout of another one of the same kind, from what a thread holds."""
+    registers, place = vector.registers.copy(), 0
+    for i, register in enumerate(registers.flat):
+        for j in range(ir.VectorType(register.type).shape[0]):
+            register = llvm.insertelement(register, values[place].value, word(j).value)
+            place += 1
+        registers.flat[i] = register
+    return Vector(_registers=registers, _layout=vector.layout, _is_signed=vector.is_signed)
+
+
 def kept(vector: Vector, bits: Word) -> Vector:
     """A vector of floats, -inf in elements whose bit is not set; a thread's first one is lowest."""
     registers, place = vector.registers.copy(), 0

@@ -24,6 +24,8 @@ from pallas_kernels.backends.mosaic_tpu.rows import LARGEST, in_rows, in_units, 
 from pallas_kernels.backends.mosaic_tpu.schedule import CUT, choose_schedule, must_fit
 from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, Interpret
 from pallas_kernels.backends.xla import selection
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.lowering.choose import DoesNotFit, kernel_is_faster
 from pallas_kernels.lowering.forms import vary_like
@@ -31,8 +33,10 @@ from pallas_kernels.lowering.forms import vary_like
 Found = tuple[GroupSums, jax.Array]  # [R, G] each; sums at temperature 1, or [R, 0]
 
 
-def read_part(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
-    """`xla.groups.read_part`, with the kernels.
+def read_part(
+    part: Part, k: int, inverse: jax.Array, needed: jax.Array, changes: None = None
+) -> tuple[Read, ...]:
+    """`xla.groups.read_part`, with the kernels, which take no changes.
 
     Raises:
       DoesNotFit: the chip's VMEM is too small for the groups; candidates are then left to XLA.
@@ -52,14 +56,19 @@ def read_part(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read
             return by_xla(count)
 
     found = vary_like(read_groups(part, inverse, k >= 0), (part, inverse))
-    return Read(*found, *as_many_as_needed(part.logits, needed, k, top))
+    return (Read(*found, *as_many_as_needed(part.logits, needed, k, top)),)
 
 
-def candidates(logits: jax.Array, row_ids: jax.Array, num_rows: jax.Array, k: int) -> Top:
+def candidates(
+    logits: jax.Array,
+    k: int,
+    row_ids: jax.Array,
+    num_rows: jax.Array,
+    changes: Changes | None = None,
+) -> Top:
     """`read.candidates`, by the kernel of calls without sampling."""
-    return vary_like(
-        _largest(Rows(logits, None, row_ids, num_rows), k), (logits, row_ids, num_rows)
-    )
+    rows = Rows(logits, None, row_ids, num_rows, changes=changes_of_rows(changes, row_ids))
+    return vary_like(_largest(rows, k), (logits, row_ids, num_rows, changes))
 
 
 def _largest(rows: Rows, k: int) -> Top:

@@ -47,34 +47,20 @@ Outputs = TypeVar("Outputs")  # a tree of arrays [R, ...]
 
 def read_part(
     part: Part,
+    k: int,
     inverse: Float32[Array, " N"],
     needed: Int32[Array, " N"],
-    k: int,
-) -> Read:
-    """Read all rows.
-
-    Args:
-      part: the logits.
-      inverse: `inverse_temperature` of each row.
-      needed: how many candidates each row needs; at most `MANY` are given.
-      k: static; the top k of every row and the sums at temperature 1 are wanted too. -1: neither.
-    """
-    return read_changed(part, inverse, needed, k, None)[0]
-
-
-def read_changed(
-    part: Part,
-    inverse: Float32[Array, " N"],
-    needed: Int32[Array, " N"],
-    k: int,
-    changes: Changes | None,
+    changes: Changes | None = None,
 ) -> tuple[Read, ...]:
     """Read all rows as they are changed and, with k, as they are: of each block both.
 
     Args:
-      part: the logits of whole rows; its tail is changed already.
-      inverse, needed, k: as for `read_part`; changed rows have no sums at temperature 1.
-      changes: of the logits. None: what `read_part` reads, alone.
+      part: the logits; where there are changes, of whole rows, whose tail is changed already.
+      k: static; the top k of every row and the sums at temperature 1 are wanted too, but no such
+        sums of changed rows. -1: neither.
+      inverse: `inverse_temperature` of each row.
+      needed: how many candidates each row needs; at most `MANY` are given.
+      changes: of the logits. None: one read of these.
     """
     own_too = changes is not None and k >= 0
 
@@ -159,9 +145,9 @@ def _largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:
 
 def candidates(
     logits: jax.Array,
+    k: int,
     row_ids: jax.Array,
     num_rows: jax.Array,
-    k: int,
     changes: Changes | None = None,
 ) -> Top:
     """The k largest logits of rows; see `read.candidates`."""

@@ -19,7 +19,7 @@ from pallas_kernels.testing import shapes
 def reader(k, implementation=None, shard=None):
     def call(logits, inverse, needed):
         rows = GroupedRows.of(logits) if shard is None else GroupedRows.of(logits, shard)
-        return read_groups(rows.part, inverse, needed, k, implementation)
+        return read_groups(rows.part, inverse, needed, k, implementation)[0]
 
     return call
 

@@ -228,7 +228,7 @@ def test_who_reads_sampled_rows():
     given = (part, jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32))
 
     def read(*given, implementation=None):
-        return reads.read_groups(*given, -1, implementation).groups
+        return reads.read_groups(*given, -1, implementation)[0].groups
 
     assert kernels(lowered(read, *given)) == 0
     by_name = functools.partial(read, implementation="mosaic_tpu")

@@ -30,7 +30,7 @@ def check(part, inverse):
     """Maxima are XLA's, sums but for rounding; NaN where a group has a NaN or +inf."""
 
     def by_xla(part, inverse):
-        read = sampled_rows.read_part(part, inverse, jnp.zeros(len(inverse), jnp.int32), 0)
+        (read,) = sampled_rows.read_part(part, 0, inverse, jnp.zeros(len(inverse), jnp.int32))
         return read.groups, read.raw_sums
 
     expected = jax.jit(by_xla, compiler_options=quick_compile.OPTIONS)(part, inverse)

@@ -114,7 +114,7 @@ def candidates(name: str, schedule: Schedule, k: int) -> Case:
     rows = np.array([2, 0, 1], np.int32)
 
     def call() -> Any:
-        found = groups.candidates(jnp.asarray(x), jnp.asarray(rows), jnp.int32(2), k)
+        found = groups.candidates(jnp.asarray(x), k, jnp.asarray(rows), jnp.int32(2))
         return groups.Top(*(part[:2] for part in found))  # the third row's are anything
 
     def check(found: Any) -> None:

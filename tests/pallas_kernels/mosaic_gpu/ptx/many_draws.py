@@ -43,7 +43,7 @@ def main() -> None:
     ones = jnp.ones(ROWS, jnp.float32)
     with kernels.executed(stand, (groups_kernel,)):
         schedule = fixed(VOCABULARY, "float32")
-        out = groups_kernel.read_groups(schedule, x, ones, False)
+        (out,) = groups_kernel.read_groups(schedule, x, ones, False)
     groups, _ = sampled.of_rows(out, schedule, VOCABULARY // 256)
     begin, done, differ = time.monotonic(), 0, 0
     while done < options.draws:

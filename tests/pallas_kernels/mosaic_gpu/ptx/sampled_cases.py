@@ -1,8 +1,10 @@
 """Reads of rows that are sampled, to be executed as PTX: sums of fixed groups, and candidates."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,8 +13,10 @@ from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel, row
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.backends.xla import groups as xla
+from pallas_kernels.contract.changes import Changes, apply, prepared
 from pallas_kernels.testing import oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, edge_rows
+from tests.support.changed_logits import bits_of, changes_of
 
 MODULES = (groups_kernel, finish_kernel)
 # Rounding: exponentials of 2**-22, the scale and its product with a difference, 8 additions; with
@@ -70,7 +74,7 @@ def read(name: str, schedule: Schedule, k: int, raw: bool = False, rows: int | N
     number = in_groups(x).shape[1]
 
     def call() -> Any:
-        out = groups_kernel.read_groups(schedule, logits, inverse, raw)
+        (out,) = groups_kernel.read_groups(schedule, logits, inverse, raw)
         groups, raw_sums = sampled.of_rows(out, schedule, number)
         raw_sums = raw_sums if raw else None
         top = sampled.top_of_groups(logits, schedule, out, k) if k else None
@@ -110,7 +114,7 @@ def same_bits(name: str) -> Case:
     width = tokens.shape[1]
 
     def sums(x: Any, schedule: Schedule, order: Any, offset: Any = None) -> Any:
-        out = groups_kernel.read_groups(schedule, jnp.asarray(x), inverse[order], True, offset)
+        (out,) = groups_kernel.read_groups(schedule, jnp.asarray(x), inverse[order], True, offset)
         number = -(-schedule.vocabulary // WIDTH)
         groups, raw = sampled.of_rows(out, schedule, number)
         return groups.maxima, groups.sums, raw
@@ -159,10 +163,10 @@ def split_columns(name: str) -> Case:
     tail = np.stack([x[:, :512] * 0.5, x[:, 600:1112]], axis=1)[:, :, :WIDTH]
     part = Part(jnp.asarray(x), jnp.asarray(tail), jnp.int32(48))
     rest = jnp.asarray([1, 2, 0.5], jnp.float32), jnp.asarray([0, 10, 0], jnp.int32)
-    expected = xla.read_part(part, *rest, -1)
+    (expected,) = xla.read_part(part, -1, *rest)
 
     def call() -> Any:
-        return sampled.read_part(part, *rest, -1)
+        return sampled.read_part(part, -1, *rest)[0]
 
     def check(found: Any) -> None:
         np.testing.assert_array_equal(found.groups.maxima, expected.groups.maxima)
@@ -177,6 +181,66 @@ def split_columns(name: str) -> Case:
 
     modules = groups_kernel, rows_kernel, finish_kernel
     return Case(name, fixed(4400, "float32"), 64, len(x), call, check, modules)
+
+
+def changed(name: str, schedule: Schedule, names: tuple[str, ...], k: int, few: int = 6) -> Case:
+    """One read of changed rows: the bits of a read of a changed copy and, with k, of the rows."""
+    x = edge_rows(schedule)[:few]
+    count, vocabulary = x.shape
+    rng = np.random.default_rng(vocabulary + k)
+    given = changes_of(rng, count, vocabulary, names)
+    if "bias" in given:  # two of a run, one of the last group, the largest, a forbidden one
+        best = int(np.nanargmax(x[1].astype(np.float32)))
+        given["bias_token_ids"][1] = [9, 15, vocabulary - 1, best, best, 600]
+        given["bias"][1] = [-1, 0.3, 4.01, -2, -1.003, 50]
+        x[2] = np.where(x[2] > -1, -1, x[2])  # the largest is below what its group has left
+        given["bias_token_ids"][2, :2], given["bias"][2, :2] = [3, 700], [-0.001, 0.0003]
+    if "allowed" in given:
+        given["allowed"][0] = bits_of([1, 5, 300, vocabulary - 1], vocabulary)
+        given["allowed"][1:3] = bits_of(set(range(vocabulary)) - {600}, vocabulary)
+    words = jnp.asarray(given["allowed"].view(np.int32)) if "allowed" in given else None
+    biases = (
+        jnp.asarray(given[part]) if part in given else None for part in ("bias_token_ids", "bias")
+    )
+    changes = prepared(Changes(words, *biases), vocabulary)
+    copy = np.asarray(apply(jnp.asarray(x), changes))
+    temperatures = rng.choice(TEMPERATURES, count).astype(np.float32)
+    temperatures[:2] = 1, 0.7
+    inverse = inverse_temperature(jnp.asarray(temperatures))
+    needed = jnp.full(count, 10, jnp.int32)
+
+    def read_of(x: Any, schedule: Schedule, changes: Changes | None = None) -> Any:
+        logits = jnp.asarray(x)
+        tail = xla.tail_of(logits, changes)
+        part = Part(logits, tail, jnp.int32(0))
+        return sampled.read_part(part, k, inverse, needed, changes, schedule)
+
+    def call() -> Any:
+        wide = replace(schedule, dtype=copy.dtype.name)
+        found = read_of(x, schedule, changes)
+        mine = [_told(copy, FEW, found[0]._replace(raw_sums=()))]
+        others = [_told(copy, FEW, read_of(copy, wide)[0]._replace(raw_sums=()))]
+        if k >= 0:
+            mine += [_told(x, k, one) for one in found[1:]]
+            others += [_told(x, k, one) for one in read_of(x, schedule)]
+        return mine, others
+
+    def check(found: Any) -> None:
+        mine, others = found
+        jax.tree.map(np.testing.assert_array_equal, mine, others)
+        check_sums(mine[0][0], None, copy, np.where(temperatures > 0, temperatures, 1))
+        valid = sum(map(oracle.is_valid, copy))
+        assert (np.asarray(mine[0][2])[:, 0] >= 0).sum() == valid > count // 2
+
+    return Case(name, schedule, max(k, 0), count, call, check, MODULES)
+
+
+def _told(x: np.ndarray, k: int, read: Any) -> Any:
+    """What a read of rows x promises: sums, and k candidates of valid rows."""
+    valid = np.array([oracle.is_valid(row) for row in x])[:, None]
+    ids, logits = (np.asarray(part)[:, :k] for part in (read.top_ids, read.top_logits))
+    top = np.where(valid, ids, -1), np.where(valid, logits, -np.inf)
+    return _known(x, read.groups), read.raw_sums, *top
 
 
 def _pair(found: Any) -> Any:
@@ -195,7 +259,7 @@ def sampled_cases() -> list[Callable[[], Case]]:
     by an OR: these lie between kernels, where XLA aligns to 256 bytes, and `Conditions` do not.
     """
     bf16, f16, f32 = "bfloat16", "float16", "float32"
-    few = 8
+    few, mask, bias = 8, ("allowed",), ("bias",)
     return [
         lambda: read("sampled", fixed(8448, bf16, 2), 5),
         lambda: read("sampled, raw, split", fixed(12_544, bf16, 1, 2), 3, raw=True),
@@ -206,4 +270,9 @@ def sampled_cases() -> list[Callable[[], Case]]:
         lambda: read("sampled, more than groups", fixed(4360, bf16, 1, 1), 64, rows=few),
         lambda: same_bits("sampled, same bits"),
         lambda: split_columns("sampled, split columns"),
+        lambda: changed("sampled, mask", fixed(8448, bf16), mask, -1),
+        lambda: changed("sampled, mask, raw, odd", fixed(4867, bf16), mask, 2),
+        lambda: changed("sampled, bias, ragged", fixed(8452, bf16, 1, 2), bias, -1),
+        lambda: changed("sampled, mask and bias, raw", fixed(4866, f16), (*mask, *bias), 3),
+        lambda: changed("sampled, mask and bias, float32", fixed(8448, f32), (*mask, *bias), 1),
     ]
