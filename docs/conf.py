@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_design",
 ]
 napoleon_attr_annotations = False
 napoleon_use_ivar = True  # members have entries of their own
@@ -34,6 +35,8 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
+autodoc_typehints = "description"  # a signature is names and defaults
+autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True

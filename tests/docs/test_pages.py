@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.support.existing_tests import existing_tests
-from tests.support.pages import DOCS, PAGES, python_blocks
+from tests.support.pages import DOCS, PAGES, PAIR, python_blocks, same
 from tests.support.paths import ROOT
 
 # These pages' blocks are run by tests that have what they need.
@@ -20,10 +20,13 @@ TEST = re.compile(r"\b(?:test_\w+(?:::\w+)+|ptx::\w+)")  # or a word of a case e
 
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page, capsys):
-    """In the order of the page, each block after those above it."""
+    """In the order of the page, each block after those above it; it prints what stands below."""
     scope = {"__name__": "__main__"}
+    shown = dict(PAIR.findall(page.read_text()))
     for code in python_blocks(page):
         exec(compile(code, page.name, "exec"), scope)
+        printed = capsys.readouterr().out
+        assert same(printed, shown.get(code, printed)), code
 
 
 def anchors(text):

@@ -9,10 +9,8 @@ import sys
 import pytest
 
 from tests.support import quick_compile
+from tests.support.pages import PAIR, same
 from tests.support.paths import ROOT
-
-NUMBER = re.compile(r"-?\d+\.\d*")
-PAIR = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 # Runs the blocks that it reads in one namespace; writes what each printed, or how it failed.
 RUN = """
@@ -27,14 +25,6 @@ for code in json.load(sys.stdin):
     printed.append(out.getvalue())
 print(json.dumps([printed, "jax" in sys.modules]))
 """
-
-
-def same(printed, shown):
-    """Equal but for numbers with a decimal point, which may differ by rounding."""
-    if NUMBER.sub("0.", printed).split() != NUMBER.sub("0.", shown).split():
-        return False
-    numbers = zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True)
-    return all(float(a) == pytest.approx(float(b), abs=0.02) for a, b in numbers)
 
 
 # The sections that have Python: (code, the output that stands below it), ... by heading.
