@@ -1,4 +1,4 @@
-"""The token after the accepted drafts, drawn from what they left of the row's distribution.
+"""Tokens of rows, drawn from a row's distribution or from what a rejected draft leaves of it.
 
 Where few tokens are kept, Gumbel-max draws among the read's candidates. How many a row keeps
 depends on the row and its request alone, and so does which way it goes. Elsewhere it draws in two
@@ -9,7 +9,8 @@ After a rejection the draw is from max(p - q, 0), which differs from p in the fe
 These compete with the groups one by one, by their own weights, and the sums of their groups are
 made again without them: a difference of sums would be rounding where little is left.
 
-Axes: B slots, one row each; L groups of this device, M tokens that q has.
+Axes: B slots, one row each, or all rows; L groups of this device, M tokens that q has, none in a
+plain draw.
 """
 
 from typing import Any, NamedTuple
@@ -30,8 +31,10 @@ from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gu
 from pallas_kernels.sampling.parameters import Sampling, Truncation, compacted, truncates
 from pallas_kernels.sampling.row_read import RowRead, num_candidates, scaled
 from pallas_kernels.sampling.rows import GroupedRows
+from pallas_kernels.sampling.types import Batch
 
 GROUPS = 8  # of a slot, to sum again at a time
+ROUNDING = 1e-3  # of scores: more than that of float32
 
 
 class Drawing(NamedTuple):
@@ -50,6 +53,33 @@ class Drawing(NamedTuple):
     q: Float32[Array, "B M"]
     source: Source  # [B]
 
+    @classmethod
+    def plain(
+        cls,
+        batch: Batch,
+        read: RowRead,
+        cut: Truncation,
+        sampled: Bool[Array, " N"],
+        few: Bool[Array, " N"],
+    ) -> "Drawing":
+        """The B * S rows of the slots, of which nothing is taken out; the rest is of N rows."""
+
+        def flat(x: jax.Array) -> jax.Array:
+            return x.reshape(-1)
+
+        scales = read.largest, read.inverse, read.log_total
+        every = jax.tree.map(flat, batch.by_slot((cut, scales, sampled, few)))
+        cut, (largest, inverse, log_total), sampled, few = every
+        if batch.row_ids is not None:
+            sampled &= flat(batch.row_ids >= 0)
+        rows, seed = flat(batch.rows), batch.sampling.seed[:, None]
+        source = Source(*map(flat, (jnp.broadcast_to(seed, batch.rows.shape), batch.positions)))
+        nothing = jnp.zeros((rows.shape[0], 0), jnp.float32)
+        return cls(
+            rows, cut, largest, inverse, log_total, sampled, few,
+            nothing.astype(jnp.int32), nothing, nothing, nothing, source,
+        )  # fmt: skip
+
 
 def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
     """A token of each row: of p without q, or of p where nothing is left of it."""
@@ -57,6 +87,9 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     drawn, noise = _drawn_apart(logits, found, drawing)
     if logits.shard.axis_name is not None:
         drawn = of_all_shards(logits, drawn)
+    if not drawing.excluded_ids.shape[1]:
+        return drawn.token_ids
+    if logits.shard.axis_name is not None:
         # As it is of a type that does not vary over the shards.
         noise = gumbel(drawing.source, RECOVER, drawing.excluded_ids)
 
@@ -78,11 +111,12 @@ def _drawn_apart(
     A GPU's kernel draws for rows that keep many tokens.
     """
     widely = drawing.sampled & ~drawing.few
+    nobody = jnp.full_like(drawing.rows, -1)
     given = RowsToDraw(
-        rows=jnp.where(widely, drawing.rows, -1),
+        rows=jnp.where(widely, drawing.rows, nobody),
         cut_logit=drawing.cut.cut_logit,
         cut_id=drawing.cut.cut_id,
-        excluded_ids=drawing.excluded_ids,
+        excluded_ids=drawing.excluded_ids if drawing.excluded_ids.shape[1] else nobody[:, None],
         seed=drawing.source.seed,
         position=drawing.source.position,
         maxima=found.groups.maxima,
@@ -130,15 +164,69 @@ class _Group(NamedTuple):
 
 
 def _best_group(logits: GroupedRows, found: RowRead, drawing: Drawing) -> _Group:
-    """The group of this device with the best score, of each row."""
-    largest, inverse = drawing.largest, drawing.inverse
-    sums = _kept_groups(logits, found, drawing)
+    """The group of this device with the best score, of each row.
+
+    The read's sums are those of whole rows. Groups that a cut reaches, or that have a taken token,
+    are summed again, `GROUPS` of each slot at a time. With all of its tokens a group has a better
+    score: those that are best then come first, until no other can win. Of most rows that is soon.
+    """
+    largest, inverse = drawing.largest[:, None], drawing.inverse[:, None]
+    sums = GroupSums(*(x[drawing.rows] for x in found.groups))
+    sums = GroupSums(logits.own(sums.maxima, -jnp.inf), logits.own(sums.sums, 0.0))
+    cut_logit, taken = drawing.cut.cut_logit[:, None], drawing.excluded_ids
+    taken_groups = jnp.where(taken >= 0, taken // WIDTH, -1)
     numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
-    scores = log_of(sums.sums) + scaled(sums.maxima, largest[:, None], inverse[:, None])
-    scores = jnp.where(sums.sums > 0, scores + gumbel(drawing.source, GROUP, numbers), -jnp.inf)
-    score, number = best(scores, numbers)
-    (maximum,) = at_place(number - logits.first, sums.maxima)
-    return _Group(score, number, jnp.where(maximum > -jnp.inf, maximum, 0.0))
+    reached = sums.maxima >= cut_logit
+    changed = (taken_groups[:, :, None] == numbers[:, None]).any(axis=1)
+    changed |= (cut_logit > -jnp.inf) & reached
+    changed &= drawing.sampled[:, None] & logits.has(logits.numbers())[None]
+    noise = gumbel(drawing.source, GROUP, numbers)
+
+    def scores(sums: GroupSums, noise: jax.Array) -> jax.Array:
+        whole = log_of(sums.sums) + scaled(sums.maxima, largest, inverse) + noise
+        return jnp.where(sums.sums > 0, whole, -jnp.inf)
+
+    def best_of(scores: jax.Array, numbers: jax.Array, sums: GroupSums) -> _Group:
+        score, number = best(scores, numbers)
+        mine = numbers == number[:, None]
+        return _Group(score, number, jnp.max(jnp.where(mine, sums.maxima, -jnp.inf), axis=1))
+
+    every = scores(sums, noise)
+    batch, local = every.shape
+    slot, count = jnp.arange(batch, dtype=jnp.int32)[:, None], min(GROUPS, local)
+
+    def may_win(state: tuple[jax.Array, _Group]) -> jax.Array:
+        left, chosen = state
+        return jnp.any(left > chosen.score[:, None] - ROUNDING)
+
+    def again(state: tuple[jax.Array, _Group]) -> tuple[jax.Array, _Group]:
+        left, chosen = state
+        some, place = lax.top_k(left, count)
+        rows = jnp.broadcast_to(drawing.rows[:, None], place.shape).reshape(-1)
+        x, ids = logits.pin_to_iteration(left).tokens(rows, (place + logits.first).reshape(-1))
+        x, ids = (part.reshape(batch, count, -1) for part in (x, ids))
+        cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
+        x = jnp.where(cut.keeps(x, ids), x, -jnp.inf)
+        number = place + logits.first
+        here = number[:, :, None] == taken_groups[:, None]
+        column = jnp.where(here, taken[:, None] % WIDTH, WIDTH)
+        x = x.at[slot[..., None], jnp.arange(count)[None, :, None], column].set(
+            -jnp.inf, mode="drop"
+        )
+        new = sums_of_groups(x, inverse)
+        more = scores(new, jnp.take_along_axis(noise, place, axis=1))
+        more = jnp.where(some > -jnp.inf, more, -jnp.inf)
+        other = best_of(more, number, new)
+        wins = (other.score > chosen.score) | (
+            (other.score == chosen.score) & (other.number < chosen.number)
+        )
+        left = left.at[slot, place].set(-jnp.inf)
+        return left, jax.tree.map(lambda x, y: jnp.where(wins, x, y), other, chosen)
+
+    first = best_of(jnp.where(changed | ~reached, -jnp.inf, every), numbers, sums)
+    start = vary_like((jnp.where(changed, every, -jnp.inf), first), (changed, logits.logits))
+    _, chosen = lax.while_loop(may_win, again, start)
+    return chosen._replace(largest=jnp.where(chosen.largest > -jnp.inf, chosen.largest, 0.0))
 
 
 def _candidates(found: RowRead, drawing: Drawing) -> tuple[jax.Array, jax.Array]:
@@ -180,52 +268,6 @@ def _best_token(
     every = jnp.concatenate([ids, drawing.excluded_ids], axis=1)
     own, apart = jnp.split(gumbel(drawing.source, RECOVER, every), [ids.shape[1]], axis=1)
     return Drawn(*best(jnp.where(kept, gap + own, -jnp.inf), ids)), apart
-
-
-def _kept_groups(logits: GroupedRows, found: RowRead, drawing: Drawing) -> GroupSums:
-    """This device's groups of the rows' kept tokens, without those that are taken.
-
-    The read's sums are those of whole rows. Groups that a cut reaches, or that have a taken token,
-    are summed again, `GROUPS` of each slot at a time: of most rows only a few.
-    """
-    maxima, sums = (x[drawing.rows] for x in found.groups)
-    own = GroupSums(logits.own(maxima, -jnp.inf), logits.own(sums, 0.0))
-    cut_logit, taken = drawing.cut.cut_logit[:, None], drawing.excluded_ids
-    is_cut = cut_logit > -jnp.inf
-    numbers, taken_groups = logits.numbers(), jnp.where(taken >= 0, taken // WIDTH, -1)
-    changed = (taken_groups[:, :, None] == numbers[None, None]).any(axis=1)
-    changed |= is_cut & (own.maxima >= cut_logit)
-    changed &= drawing.sampled[:, None] & logits.has(numbers)[None]
-    kept = GroupSums(jnp.where(is_cut, -jnp.inf, own.maxima), jnp.where(is_cut, 0.0, own.sums))
-    batch, local = changed.shape
-    slot, count = jnp.arange(batch, dtype=jnp.int32)[:, None], min(GROUPS, local)
-
-    def again(state: tuple[jax.Array, GroupSums]) -> tuple[jax.Array, GroupSums]:
-        left, kept = state
-        some, place = lax.top_k(left, count)
-        left = jnp.where(left < some[:, -1:], left, 0)
-        rows = jnp.broadcast_to(drawing.rows[:, None], place.shape).reshape(-1)
-        x, ids = logits.pin_to_iteration(left).tokens(rows, (place + logits.first).reshape(-1))
-        x, ids = (part.reshape(batch, count, -1) for part in (x, ids))
-        cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
-        x = jnp.where(cut.keeps(x, ids), x, -jnp.inf)
-        here = (place + logits.first)[:, :, None] == taken_groups[:, None]
-        column = jnp.where(here, taken[:, None] % WIDTH, WIDTH)
-        x = x.at[slot[..., None], jnp.arange(count)[None, :, None], column].set(
-            -jnp.inf, mode="drop"
-        )
-        new = sums_of_groups(x, drawing.inverse[:, None])
-        place = jnp.where(some > 0, place, local)
-        put: GroupSums = jax.tree.map(
-            lambda all, some: all.at[slot, place].set(some, mode="drop"), kept, new
-        )
-        return left, put
-
-    # Numbers of which the larger ones are the first groups: XLA's CPU compiler sorts by a call.
-    left = jnp.where(changed, jnp.arange(local, 0, -1, dtype=jnp.float32), 0)
-    start = vary_like((left, kept), (changed, logits.logits))
-    _, every = lax.while_loop(lambda state: jnp.any(state[0] > 0), again, start)
-    return every
 
 
 def of_all_shards(logits: GroupedRows, drawn: Drawn) -> Drawn:

@@ -45,7 +45,7 @@ class Drafts(NamedTuple):
 
     token_ids: Int32[Array, "B D"]
     num: Int32[Array, " B"]  # at most D
-    q: CompactQ | DenseQ | None = None  # None: each draft was certain
+    q: CompactQ | DenseQ | None = None  # None: each draft is certain
     report: Any = None  # a tree of arrays [B, D, ...] of one's own; `verify` does not look at it
 
     @classmethod

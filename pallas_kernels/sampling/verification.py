@@ -1,7 +1,8 @@
 """Verification: which drafts the target model accepts, and the token that follows them.
 
-Greedy requests accept a draft that equals the target's own choice. Sampled ones use rejection
-sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): the emitted tokens
+Greedy requests accept a draft that equals the target's own choice, and sampled ones a certain
+draft that equals what is drawn there without it. Where drafts were drawn, it is rejection sampling
+(Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). In all cases the emitted tokens
 follow the target's processed distribution exactly, whatever the drafter proposed.
 
 Axes: B slots, D drafts, S = D + 1 positions, V vocabulary.
@@ -75,6 +76,10 @@ def verify(
 ) -> Verified:
     """Verify `drafts` against the target's logits.
 
+    Drafts without a q are certain. Each position's token is then what plain decoding draws at
+    (seed, position), and a draft is accepted exactly where it equals that: the same logits give the
+    same tokens, whatever was drafted and however many.
+
     Args:
       logits: S = D + 1; row j predicts the token after drafts 0..j-1.
       drafts: the proposals.
@@ -89,8 +94,8 @@ def verify(
         each device has those of its slots, call this inside `jax.shard_map`.
       bonus_token_ids: with row_ids, the token after a slot's last draft, where the slot has no row
         for it.
-      accept: your own rule, `(u, p, q) -> bool` of u uniform in [0, 1); None: u * q < p, with which
-        tokens have the target's distribution.
+      accept: your own rule, `(u, p, q) -> bool` of u uniform in [0, 1), with q = 1 of certain
+        drafts; None: u * q < p where there is a q, so that tokens have the target's distribution.
       k: static; with it, the read that verifies leaves what the logprobs of any token need, with so
         many top columns: give it to `emitted_logprobs`. It then reads for every row what only the
         accepted ones may need. Without, `topk_logprobs` of the emitted tokens reads their rows.
@@ -299,10 +304,14 @@ def _some_sampled(sampling: Sampling) -> Bool[Array, ""]:
 
 def _greedily(batch: Batch, choice: Greedy) -> Verified:
     """Accept the drafts that equal the greedy choices; then comes the greedy choice."""
-    token_ids, valid = batch.by_slot(choice)
-    agrees = batch.proposed & valid[:, :-1] & (batch.drafts.token_ids == token_ids[:, :-1])
-    emitted = _emit(batch, agrees, token_ids)
-    return emitted._replace(cut=Truncation.greedy(token_ids))
+    token_ids = batch.by_slot(choice.token_ids)
+    return _that_agree(batch, token_ids, choice.valid)._replace(cut=Truncation.greedy(token_ids))
+
+
+def _that_agree(batch: Batch, token_ids: Int32[Array, "B S"], valid: Bool[Array, " N"]) -> Verified:
+    """Accept the drafts that equal the tokens of their rows; then comes that of the next row."""
+    agrees = batch.proposed & batch.by_slot(valid)[:, :-1]
+    return _emit(batch, agrees & (batch.drafts.token_ids == token_ids[:, :-1]), token_ids)
 
 
 def sampled_slots(
@@ -314,21 +323,30 @@ def sampled_slots(
 ) -> Verified:
     """Accept drafts by p and q; then comes a token from what they left of p.
 
-    Greedy slots are verified as ever, from the same read.
+    Greedy slots are verified as ever, from the same read. So are those whose drafts are certain, by
+    the tokens that are drawn of each row.
 
     choice: of the N rows, where the read has told it.
     """
     positions, proposed, drafts, sampling = batch[:4]
     each, q = batch.of_each_row(read.valid.shape[0]), _compact_q(drafts)
+    is_plain = drafts.q is None and accept is None
     valid = read.valid & has_meaning(each)
+    ids = q.ids[..., :0] if is_plain else q.ids
     if choice is None:
-        own_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read), batch, q.ids)
+        own_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read), batch, ids)
         choice = Greedy(row_read.with_invalid(rows, read, own_ids), valid)
     else:
-        _, x = _looked_up(rows, jnp.zeros(0, jnp.int32), batch, q.ids)
+        _, x = _looked_up(rows, jnp.zeros(0, jnp.int32), batch, ids)
         choice = choice._replace(valid=valid)
     is_sampled = valid & (each.temperature > 0)
     cut = where(is_sampled, cuts(rows, read, each, is_sampled), Truncation.greedy(choice.token_ids))
+    few = keeps_few(read, cut, each, rows.vocab_size)
+    if is_plain:
+        drawing = Drawing.plain(batch, read, cut, is_sampled, few)
+        drawn = draw(rows, read, drawing).reshape(positions.shape)
+        token_ids = jnp.where(batch.by_slot(is_sampled), drawn, batch.by_slot(choice.token_ids))
+        return _that_agree(batch, token_ids, valid)._replace(cut=batch.by_slot(cut))
     log_p = _log_p(batch, read, cut, is_sampled, q.ids, x)
 
     p, q_weights = prevent_recompute(exponential(jnp.stack([log_p, q.logprobs])))
@@ -346,7 +364,6 @@ def sampled_slots(
     accepted = considered & jnp.where((sampling.temperature > 0)[:, None], by_chance, agrees)
 
     a = _leading(accepted)
-    few = keeps_few(read, cut, each, rows.vocab_size)
     of_drafts = log_p, p, q_weights
     # What a dense q leaves of p is drawn apart: it may differ in every token.
     compact = jnp.zeros_like(considered) if isinstance(drafts.q, DenseQ) else considered
@@ -390,7 +407,7 @@ def _looked_up(
     mine = (column >= 0) & (column < width)
     place = jnp.clip(column, 0, width - 1)
     x = rows.logits.at[row, place].get().astype(jnp.float32)
-    if rows.changes is not None:
+    if rows.changes is not None and ids.size:
         every = jnp.broadcast_to(row[..., 0], column.shape[:2]).reshape(-1)
         changes = of_rows(rows.changes, every)
         x = apply_at(x.reshape(every.shape[0], -1), place.reshape(every.shape[0], -1), changes)

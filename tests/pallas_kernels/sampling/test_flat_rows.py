@@ -70,6 +70,17 @@ def ragged(logits, row_ids, drafts, sampling, changes, extra):
     return got, found, without
 
 
+def test_certain_drafts_change_no_token_of_flat_rows():
+    logits, flat, row_ids, drafts, sampling = batch()
+    drafts, extra = drafts._replace(q=None), jnp.full((B, 1), -1, jnp.int32)
+    whole, _ = dense(logits, drafts, sampling, {}, extra)
+    got, _, without = ragged(flat, row_ids, drafts, sampling, {}, extra)
+    for found in (got, without):
+        np.testing.assert_array_equal(found.num_tokens[2:], whole.num_tokens[2:])
+        np.testing.assert_array_equal(found.token_ids[2:], whole.token_ids[2:])
+    assert len(set(np.asarray(whole.num_tokens).tolist())) > 2
+
+
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("greedy", [False, True])
 def test_flat_rows_give_what_dense_ones_do(greedy, changed):

@@ -81,7 +81,7 @@ def verified(drawn, target, draft, sampling, num, spoiled):
     """
     positions = jnp.full(SLOTS, POSITION, jnp.int32)
     likely = jnp.argmax(target).astype(jnp.int32)
-    read, kept, among = row_read.read, row_draws._kept_groups, row_draws._best_token
+    read, kept, among = row_read.read, row_draws._best_group, row_draws._best_token
 
     def forgetful(*arguments, **options):
         found = read(*arguments, **options)
@@ -103,7 +103,7 @@ def verified(drawn, target, draft, sampling, num, spoiled):
     with (
         mock.patch.object(row_draws, "GROUP", spoiled.purpose),
         mock.patch.object(row_read, "read", forgetful),
-        mock.patch.object(row_draws, "_kept_groups", keeping),
+        mock.patch.object(row_draws, "_best_group", keeping),
         mock.patch.object(row_draws, "_best_token", keeping_token),
     ):
         if drawn:

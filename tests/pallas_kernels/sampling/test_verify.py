@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from pallas_kernels.numbers.random_draws import ACCEPT, RECOVER
@@ -199,6 +202,56 @@ def test_a_draft_that_is_no_token_is_never_emitted(no_token, certain):
         assert p_value(ids[:, 0], P[0]) > 1e-3
     assert set(num.tolist()) == {1, 2}
     assert p_value(ids[num > 1, 1], P[1]) > 1e-3
+
+
+WIDE, POSITIONS = 700, 4  # three groups of tokens, the last one short
+
+
+@functools.cache
+def plainly():
+    """Rows [6, 4, V] of six ways to sample, their changes, and the tokens drawn one by one."""
+    rng = np.random.default_rng(4)
+    logits = rng.normal(0, 2, (6, POSITIONS, WIDE)).astype(np.float32)
+    sampling = Sampling(
+        temperature=np.array([1, 0.7, 1.3, 1, 0, 1], np.float32),
+        top_k=np.array([0, 300, 0, 20, 5, 0], np.int32),
+        top_p=np.array([1, 1, 0.9, 0.8, 1, 1], np.float32),
+        min_p=np.array([0, 0, 0, 0, 0, 0.02], np.float32),
+        seed=np.arange(6, dtype=np.uint32),
+    )
+    positions = np.arange(6, dtype=np.int32) * 10
+    masks = rng.integers(0, 2**32, (6, POSITIONS, -(-WIDE // 32)), dtype=np.uint32)
+    changes = {
+        "allowed": masks | np.uint32(1),
+        "bias_token_ids": rng.integers(0, WIDE, (6, POSITIONS, 2)).astype(np.int32),
+        "bias": np.full((6, POSITIONS, 2), 3, np.float32),
+    }
+    nothing = Drafts(np.zeros((6, 0), np.int32), np.zeros(6, np.int32))
+    columns = []
+    for j in range(POSITIONS):
+        own = {name: x[:, j : j + 1] for name, x in changes.items()}
+        found = VERIFY(logits[:, j : j + 1], nothing, sampling, positions + j, **own)
+        columns.append(np.asarray(found.token_ids))
+    return logits, sampling, positions, changes, np.concatenate(columns, axis=1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    right=hnp.arrays(np.bool_, (6, POSITIONS - 1)),
+    num=hnp.arrays(np.int32, 6, elements=st.integers(0, POSITIONS - 1)),
+    seed=st.integers(0, 99),
+)
+def test_certain_drafts_change_no_token(right, num, seed):
+    """On equal logits the tokens are plain decoding's, and a draft is accepted where it is one."""
+    logits, sampling, positions, changes, tokens = plainly()
+    others = np.random.default_rng(seed).integers(0, WIDE, right.shape)
+    ids = np.where(right, tokens[:, :-1], others).astype(np.int32)
+    found = VERIFY(logits, Drafts(ids, num), sampling, positions, **changes)
+    agrees = (ids == tokens[:, :-1]) & (np.arange(POSITIONS - 1) < num[:, None])
+    accepted = np.cumprod(agrees, axis=1).sum(axis=1)
+    np.testing.assert_array_equal(found.num_tokens, accepted + 1)
+    emitted = np.arange(POSITIONS) <= accepted[:, None]
+    np.testing.assert_array_equal(found.token_ids, np.where(emitted, tokens, -1))
 
 
 @pytest.mark.fast

@@ -10,7 +10,7 @@ import pytest
 from jax_specdec.device.drafting import draw
 from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
-from jax_specdec.device.drafting.drafters import MtpDrafter
+from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.from_function import CallableDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from pallas_kernels.sampling.types import Drafts
@@ -34,6 +34,7 @@ def guesses(params, context):
 
 
 DRAFTERS = {
+    "ngram": lambda: NgramDrafter(D),
     "suffix": lambda: SuffixDrafter(D),
     "callable": lambda: CallableDrafter(guesses, D, VOCAB, drawn=True),
     "adaptive": lambda: Adaptive(MtpDrafter(random_model()[1], D), draft_cost=0.3, weight=0.3),
@@ -67,6 +68,20 @@ def test_greedy_ids_are_those_of_plain_decoding(plain, name):
     if name == "adaptive":
         drafts = {r.num_drafts for records in result.records.values() for r in records}
         assert {1, 2, 3} <= drafts
+
+
+@pytest.mark.parametrize("name", ["suffix", "ngram"])
+def test_sampled_ids_are_those_of_plain_decoding(name):
+    """Certain drafts change no token of a seed, at the width of plain decoding's steps either."""
+    requests = [
+        dataclasses.replace(item, params=dataclasses.replace(item.params, temperature=0.4, seed=n))
+        for n, item in enumerate(REQUESTS)
+    ]
+    result, narrow = run(requests, DRAFTERS[name]()), run(requests, NoDrafter())
+    accepted, proposed = accepted_of(result)
+    assert 0 < accepted < proposed
+    for item in requests:
+        assert result.token_ids(item.id) == narrow.token_ids(item.id)
 
 
 @pytest.mark.slow
