@@ -58,6 +58,10 @@ class WorkerConfig:
       prefill_chunk: prompt tokens that run between two steps.
       prefix_reuse: run what prompts have in common once, where a slot of the worker still holds it;
         no value depends on it. A prompt whose logprobs are wanted is always run whole.
+      prepare: what requests will ask for: the programs of one kind that serves them all, alone and
+        together, are compiled before a worker is ready, and not by the first request. Of these
+        values only those matter that programs depend on. Empty: each request's are compiled when
+        it is there, as are those of a group of processes.
       compilation_cache: the folder in which compiled programs are kept for the next start; "off"
         for none. Empty: the user's cache directory ($XDG_CACHE_HOME or ~/.cache), or what jax's own
         variable JAX_COMPILATION_CACHE_DIR says.
@@ -92,6 +96,7 @@ class WorkerConfig:
     max_length: int = 512
     prefill_chunk: int = 64
     prefix_reuse: bool = True
+    prepare: tuple[SamplingParams, ...] = ()
     compilation_cache: str = ""
     implementation: str = ""
     tensor_parallel: int = 1
@@ -320,7 +325,8 @@ def from_line(line: str | bytes) -> Start:
     """
     try:
         values = json.loads(line)
-        values["config"] = WorkerConfig(**values["config"])
+        asked = tuple(_asked(one) for one in values["config"].pop("prepare", ()))
+        values["config"] = WorkerConfig(**values["config"], prepare=asked)
         values["local_devices"] = tuple(values.get("local_devices", ()))
         for name, kind in (("control", Connection), ("member", Member)):
             if values.get(name) is not None:
@@ -351,5 +357,8 @@ def _command(values: Any) -> Command:
 
 
 def _params(values: list[Any]) -> SamplingParams:
-    given = dict(zip(_PARAMS, values, strict=True))
+    return _asked(dict(zip(_PARAMS, values, strict=True)))
+
+
+def _asked(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given | {"logprobs_mode": LogprobsMode(given["logprobs_mode"])})

@@ -73,6 +73,7 @@ def verify(
     allowed: Int32[Array, "*rows _"] | UInt32[Array, "*rows _"] | None = None,
     bias_token_ids: Int32[Array, "*rows I"] | None = None,
     bias: Float32[Array, "*rows I"] | None = None,
+    all_greedy: bool = False,
 ) -> Verified:
     """Verify `drafts` against the target's logits.
 
@@ -108,6 +109,8 @@ def verify(
       allowed, bias_token_ids, bias: changes of each row's logits, [B, S, ...] or [N, ...] as the
         logits, as `topk_logprobs` has them. All is decided by the changed logits. With `k`,
         `Verified.read` is of the logits themselves, and `changed_read` of the changed ones.
+      all_greedy: static; every slot is greedy, whatever its temperature, and the program has
+        nothing of sampling: it is a fraction of the size. The tokens are those of temperature 0.
 
     Returns:
       The emitted tokens. At an invalid row (see `greedy`) verification stops: that row emits its
@@ -161,7 +164,7 @@ def verify(
         if row_ids is not None:
             batch = batch.with_rows(row_ids, bonus, logits.shape[0])
         own = row_read.changes_of(changes, shard, logits)
-        return _verify(shard, logits, own, batch, accept, k)
+        return _verify(shard, logits, own, batch, accept, k, every_greedy=all_greedy)
 
     if accept is not None:
         # What the compiler asks for later can't refuse, nor close over a rule's traced values.
@@ -194,6 +197,8 @@ def _verify(
     batch: Batch,
     accept: AcceptRule | None,
     k: int | None,
+    *,
+    every_greedy: bool,
 ) -> Verified:
     """`verify` where this device holds the columns of `shard` of all logits.
 
@@ -203,14 +208,20 @@ def _verify(
     whole rows that are all greedy by the kernels of `greedy_topk_logprobs`, which do less.
     """
 
+    known = False if every_greedy else None
+
     def in_place(
-        logits: jax.Array, changes: Changes | None, batch: Batch, *, is_sampled: bool = False
+        logits: jax.Array,
+        changes: Changes | None,
+        batch: Batch,
+        *,
+        is_sampled: bool | None = known,
     ) -> Verified:
         return _verify_rows(shard, logits, changes, None, batch, accept, k, is_sampled=is_sampled)
 
     def in_a_copy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         copy, own = apply(logits, changes), None if changes is None or k is None else logits
-        return _verify_rows(shard, copy, None, own, batch, accept, k)
+        return _verify_rows(shard, copy, None, own, batch, accept, k, is_sampled=known)
 
     def all_greedy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         rows = Rows(shard.masked(logits), changes=changes)
@@ -224,6 +235,8 @@ def _verify(
     def on_cuda(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         sampled = functools.partial(in_place, is_sampled=True)
         given = logits, changes, batch
+        if every_greedy:
+            return all_greedy(*given)
         found: Verified = lax.cond(_some_sampled(batch.sampling), sampled, all_greedy, *given)
         return found
 
@@ -246,14 +259,14 @@ def _verify_rows(
     accept: AcceptRule | None,
     k: int | None,
     *,
-    is_sampled: bool = False,
+    is_sampled: bool | None = None,
 ) -> Verified:
     """`verify` of rows whose changes, if they have any, are applied as they are read.
 
     With `k`, the read is the same for sampled and greedy rows, and leaves what logprobs need.
 
     own: the logits before they were changed, where these are a copy and `k` asks for both.
-    is_sampled: static; whether some slot is known to be.
+    is_sampled: static; whether some slot is; None: it is not known.
     """
     rows = functools.partial(GroupedRows.of, logits, shard, changes)
     each = functools.partial(batch.of_each_row, logits.shape[0])
@@ -268,6 +281,8 @@ def _verify_rows(
         def all_greedy() -> Verified:
             return _greedily(batch, greedy_of_part(shard, Rows(logits, changes=changes)))
 
+        if is_sampled is False:
+            return all_greedy()
         verified: Verified = lax.cond(some_sampled, sampled, all_greedy)
         return verified
     grouped, before = rows(), None if own is None else GroupedRows.of(own, shard)
@@ -275,7 +290,9 @@ def _verify_rows(
     read = _of_named_rows(batch, every[0])
     choice = Greedy(row_read.with_invalid(grouped, read, read.top_ids[:, 0]), read.valid)
     from_read = functools.partial(sampled_slots, grouped, read, choice, batch, accept)
-    if is_sampled:
+    if is_sampled is False:
+        verified = _greedily(batch, choice)
+    elif is_sampled:
         verified = from_read()
     else:
         verified = lax.cond(some_sampled, from_read, lambda: _greedily(batch, choice))

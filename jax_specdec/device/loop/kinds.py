@@ -11,7 +11,7 @@ from jax_specdec.device.loop.host_slots import Slot, reads_once, widths_of_slots
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import ChangesSize, changes_size
 
-StepKey = tuple[Widths | None, int | None, int, ChangesSize | None]
+StepKey = tuple[Widths | None, int | None, int, ChangesSize | None, bool]
 
 
 class StepOptions(TypedDict):
@@ -19,6 +19,7 @@ class StepOptions(TypedDict):
 
     report_widths: Widths | None
     read_k: int | None
+    samples: bool
 
 
 class Kind(NamedTuple):
@@ -27,6 +28,7 @@ class Kind(NamedTuple):
     widths: Widths = Widths()
     reports_drafts: bool = False  # a draft message may follow: its report is made with the drafts
     reads_once: bool = False  # logprobs take what verification has read
+    samples: bool = False  # a slot may have a temperature: a much larger program
     changes: ChangesSize | None = None  # None: no slot changes the logits that choose
 
     @classmethod
@@ -51,6 +53,7 @@ class Kind(NamedTuple):
             widths=widths_of_slots(slots, vocab_size),
             reports_drafts=draws and any(one.draft_logprobs for one in params),
             reads_once=reads_once(slots, on_gpu),
+            samples=any(one.temperature > 0 for one in params),
             changes=changes_size(params),
         )
 
@@ -60,18 +63,27 @@ class Kind(NamedTuple):
         return self.changes is not None and self.changes.grammar
 
     @property
+    def num_programs(self) -> int:
+        """The step's, those of its messages, and one for all lengths that are copied."""
+        return 3 + self.reports_drafts + 2 * self.has_grammar
+
+    @property
     def step_options(self) -> StepOptions:
         """The static arguments of `step`."""
         return {
             "report_widths": self.widths if self.reports_drafts else None,
             "read_k": self.widths.k if self.reads_once else None,
+            "samples": self.samples,
         }
 
     @property
     def step_key(self) -> StepKey:
         """What of the kind the program of a step depends on: less than its messages' do."""
         options = self.step_options
-        return options["report_widths"], options["read_k"], self.widths.chosen, self.changes
+        return (
+            options["report_widths"], options["read_k"], self.widths.chosen, self.changes,
+            self.samples,
+        )  # fmt: skip
 
     @property
     def cost(self) -> tuple[int, ...]:
@@ -80,7 +92,7 @@ class Kind(NamedTuple):
         return (
             self.has_grammar, changes.penalties, self.widths.num_columns, self.changes is not None,
             self.reports_drafts, self.widths.mode, self.widths.chosen, self.widths.kept,
-            changes.ids, changes.holds_back, not self.reads_once,
+            self.samples, changes.ids, changes.holds_back, not self.reads_once,
         )  # fmt: skip
 
     def serves(self, exact: "Kind", slots: Sequence[Slot]) -> bool:
@@ -94,11 +106,14 @@ class Kind(NamedTuple):
             and has.mode >= needed.mode
             and has.kept >= needed.kept
             and self.reports_drafts >= exact.reports_drafts
+            and self.samples >= exact.samples
         )
 
 
 class PromptKind(NamedTuple):
     """Everything static about the chunks of a prompt with logprobs, and their messages."""
+
+    num_programs = 3
 
     chunk: int  # positions
     widths: Widths  # of what the prompt's slot asks for

@@ -67,7 +67,7 @@ class Compiled:
         )
         self.step: Wrapped = with_model(
             functools.partial(chosen(step), config),
-            static_argnames=("read_k", "report_widths"),
+            static_argnames=("read_k", "report_widths", "samples"),
             out_shardings=(places, None),
         )
         self.seen: Wrapped = jax.jit(
@@ -79,7 +79,7 @@ class Compiled:
         )
         self.choose: Wrapped = with_model(
             functools.partial(chosen(choose), config),
-            static_argnames=("read_k", "report_widths"),
+            static_argnames=("read_k", "report_widths", "samples"),
             out_shardings=(places, None),
         )
         self.prompt_message: Wrapped = jax.jit(

@@ -50,6 +50,7 @@ def step(
     read_k: int | None = None,
     report_widths: Widths | None = None,
     changes: Changes | None = None,
+    samples: bool = True,
 ) -> tuple[LoopState, StepOutput]:
     """Verify every active slot's drafts, emit tokens, and draft the next ones.
 
@@ -68,6 +69,8 @@ def step(
     With `changes`, tokens are chosen from changed logits. Without them, no program knows that there
     are any.
 
+    Without `samples`, static, no active slot has a temperature, and the program verifies greedily.
+
     A `prefill_only` loop emits one token a request, and sends the drafts that follow it along.
 
     It is `forward_rows`, then `choose`: two programs where masks are made between them.
@@ -75,7 +78,7 @@ def step(
     state, rows = forward_rows(config, params, state)
     return choose(
         config, params, state, rows, options,
-        read_k=read_k, report_widths=report_widths, changes=changes,
+        read_k=read_k, report_widths=report_widths, changes=changes, samples=samples,
     )  # fmt: skip
 
 
@@ -89,6 +92,7 @@ def choose(
     read_k: int | None = None,
     report_widths: Widths | None = None,
     changes: Changes | None = None,
+    samples: bool = True,
 ) -> tuple[LoopState, StepOutput]:
     """All of a step behind the model's forward pass; arguments as `step`, and its rows.
 
@@ -109,7 +113,7 @@ def choose(
         sizes = config.num_positions, config.model.vocab_size
         handed_down = row_changes(changes, state.lengths, *sizes)
     choice_rows = rows if changed is None else rows._replace(logits=changed)
-    verified = _verify(config, state, choice_rows, sampling, read_k, handed_down)
+    verified = _verify(config, state, choice_rows, sampling, read_k, handed_down, samples)
     grown = _grow(config, state, rows, verified)
     report_drafts = None
     if options is not None and report_widths is not None:
@@ -201,6 +205,7 @@ def _verify(
     sampling: Sampling,
     read_k: int | None,
     changes: RowChanges | None,
+    samples: bool,
 ) -> Verified:
     """Verify the slots' drafts; slots that are not active emit nothing."""
     verified = verify(
@@ -210,6 +215,7 @@ def _verify(
         state.lengths,
         accept=config.accept,
         k=read_k,
+        all_greedy=not samples,
         **config.parallel.columns,
         **({} if changes is None else changes._asdict()),
     )

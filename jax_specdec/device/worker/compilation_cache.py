@@ -65,7 +65,7 @@ class LaterWrites:
             pass
 
     def _take(self, write: Callable[..., object], *arguments: Any) -> None:
-        if threading.current_thread().name == background.NAME and self.steps_are_made():
+        if threading.current_thread().name.startswith(background.NAME) and self.steps_are_made():
             self._waiting.append(functools.partial(write, *arguments))
         else:
             write(*arguments)

@@ -1,7 +1,7 @@
 """The phases of compiling, as JAX tells them: a worker that compiles is not one that hangs."""
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -15,7 +15,11 @@ _EVENTS = "/jax/core/compile/"
 NOTED_SECONDS = 0.5  # of lowering and compiling, from which on a program is noted for the log
 
 
-def watch(stats: ProcessStats, needed: Collection[str] = ()) -> None:
+def watch(
+    stats: ProcessStats,
+    needed: Collection[str] = (),
+    prepares: Callable[[], bool] = lambda: False,
+) -> None:
     """Keep `stats` at the phase COMPILING while a program is compiled: its number, its name.
 
     Programs are compiled when they are first needed, and requests decide which ones are. So the
@@ -26,25 +30,27 @@ def watch(stats: ProcessStats, needed: Collection[str] = ()) -> None:
 
     Args:
       needed: names of programs that will be compiled; where there are none, no total is said.
+      prepares: whether the programs that are compiled now are counted by who asked for them.
     """
     before: list[Heartbeat] = []
     count, left = 0, set(needed)
-    name, lowering = "", 0.0
+    lowered: dict[int, tuple[str, float]] = {}  # by thread: its program, and how long that took
 
     def heard(event: str, duration_secs: float, **more: Any) -> None:
-        nonlocal count, name, lowering
-        aside = threading.current_thread().name == background.NAME
+        nonlocal count
+        thread = threading.current_thread()
+        aside = thread.name.startswith(background.NAME)
         if event == LOWERED:
             count += 1
             if not before and not aside:
                 before.append(stats.heartbeat)
             name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-            lowering = duration_secs
+            lowered[threading.get_ident()] = name, duration_secs
             left.discard(name)
             total = count + len(left) if needed else 0
             if aside:
                 stats.beside = name
-            if not aside or stats.heartbeat.phase is Phase.COMPILING:
+            if not aside or (stats.heartbeat.phase is Phase.COMPILING and not prepares()):
                 stats.enter(Phase.COMPILING, count, total, what=name)
         elif event == COMPILED and (aside or before):
             if aside:
@@ -52,6 +58,7 @@ def watch(stats: ProcessStats, needed: Collection[str] = ()) -> None:
             else:
                 heartbeat = before.pop()
                 stats.enter(heartbeat.phase, heartbeat.done, heartbeat.total)
+            name, lowering = lowered.get(threading.get_ident(), ("", 0.0))
             if (seconds := lowering + duration_secs) >= NOTED_SECONDS:
                 stats.note(f"compiled {name} in {seconds:.1f} s")
         if event.startswith(_EVENTS):

@@ -7,8 +7,10 @@ requests that are held by then. Where that fails, each is tried by itself, and o
 cannot be compiled ends alone.
 """
 
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,17 +21,23 @@ from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.state import with_report
+from jax_specdec.device.worker import background
 from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.prepared import (
     INDEX,
+    Compile,
     abstract,
     compile_batch,
+    compile_now,
     compile_prompt,
 )
-from jax_specdec.requests import Request
+from jax_specdec.requests import Request, SamplingParams
 
 if TYPE_CHECKING:
     from jax_specdec.device.worker.worker import Worker
+
+Part = Callable[[Compile], None]  # what has some programs compiled
+NUM_SHARED = 5  # programs of all kinds
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,42 @@ class NewKinds:
         # Kinds that cannot be compiled, and would only make steps cheaper.
         self._refused: set[Kind | PromptKind] = set()
         self._shared = [self._first, self._later]  # programs of all kinds that are to be compiled
+
+    def prepare(
+        self,
+        asked: Sequence[SamplingParams],
+        tell: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Compile what requests will need, before any is there.
+
+        One thread traces, others compile: they leave the interpreter to it.
+
+        Args:
+          asked: `WorkerConfig.prepare`.
+          tell: called with how many of how many programs are there; the cuts of a message are one.
+        """
+        slots = [
+            Slot(params=one, most_tokens=1, score_from=None if one.prompt_logprobs is None else 0)
+            for one in asked
+        ]
+        batch, none = self._worker.kind_of(slots), [Slot()] * len(self._worker.slots)
+        scoring = self._prompt_kinds(slots)
+        parts = [
+            *(self._part(kind, none, scoring) for kind in (batch, *scoring)),
+            *(shared() for shared in self._shared),
+        ]
+        total = sum(kind.num_programs for kind in (batch, *scoring)) + NUM_SHARED
+        with ThreadPoolExecutor(os.cpu_count(), background.NAME) as pool:
+            begun = []
+            for part in parts:
+                part(lambda *traced: begun.append(pool.submit(compile_now, *traced)))
+                tell(sum(one.done() for one in begun), total)
+            for count, one in enumerate(as_completed(begun), 1):
+                one.result()
+                tell(count, total)
+        self._shared.clear()
+        for kind in (batch, *scoring):
+            self._programs.be_ready(kind)
 
     def hold(self, command: Admit) -> None:
         """Take an admission, which `settle` carries out or has its programs compiled."""
@@ -112,34 +156,32 @@ class NewKinds:
             slots[command.slot] = self._worker.slot_of(command)
         return slots
 
-    def _prompt_kinds(self, commands: Iterable[Admit]) -> tuple[PromptKind, ...]:
-        slots = [self._worker.slot_of(command) for command in commands]
-        kinds = [self._worker.prompt_kind_of(s) for s in slots if s.score_from is not None]
-        return tuple(dict.fromkeys(kinds))
+    def _prompt_kinds(self, slots: Iterable[Slot]) -> dict[PromptKind, Slot]:
+        """The kinds of the prompts whose logprobs are wanted, and a slot of each."""
+        scoring = [slot for slot in slots if slot.score_from is not None]
+        return {self._worker.prompt_kind_of(slot): slot for slot in scoring}
 
     def _is_served(self, command: Admit) -> bool:
         slots = self._slots_with([command])
         exact = self._worker.kind_of(slots)
         return any(kind.serves(exact, slots) for kind in self._programs.ready) and all(
-            map(self._programs.is_ready, self._prompt_kinds([command]))
+            map(self._programs.is_ready, self._prompt_kinds([self._worker.slot_of(command)]))
         )
 
     def _start_job(self) -> None:
         commands = tuple(self.held.values())[: 1 if self._apart else None]
         slots = self._slots_with(commands)
-        needed: tuple[Kind | PromptKind, ...] = (
-            self._worker.kind_of(slots),
-            *self._prompt_kinds(commands),
-        )
+        scoring = self._prompt_kinds(map(self._worker.slot_of, commands))
+        needed: tuple[Kind | PromptKind, ...] = (self._worker.kind_of(slots), *scoring)
         kinds = tuple(one for one in needed if not self._programs.is_ready(one))
         if not commands:
             kinds = tuple(one for one in kinds if self._cheapens(one))
-        parts = [self._part(one, slots, commands) for one in kinds]
+        parts = [self._part(one, slots, scoring) for one in kinds]
         if self._shared and (commands or not parts):
             parts.insert(0, self._shared.pop(0)())
         if parts:
             self._job = _Job(kinds, commands)
-            self._compiler.start(lambda: [part() for part in parts])
+            self._compiler.start(lambda: [part(compile_now) for part in parts])
 
     def _cheapens(self, kind: Kind | PromptKind) -> bool:
         """Whether somebody runs whose steps a kind would make cheaper."""
@@ -147,9 +189,9 @@ class NewKinds:
         return runs and kind not in self._refused
 
     def _part(
-        self, kind: Kind | PromptKind, slots: list[Slot], commands: Iterable[Admit]
-    ) -> Callable[[], None]:
-        """What compiles the programs of a kind."""
+        self, kind: Kind | PromptKind, slots: list[Slot], scoring: Mapping[PromptKind, Slot]
+    ) -> Part:
+        """What compiles the programs of a kind: for these slots, or the one whose prompt it is."""
         worker, programs = self._worker, self._programs.for_kind(kind)
         rank = worker.outgoing.process_rank
         drafts = worker.state.drafts
@@ -159,15 +201,12 @@ class NewKinds:
             params, state, options = abstract(
                 (worker.params, with_report(worker.state, report), options)
             )
-            return lambda: compile_batch(programs, kind, params, state, options, rank)
-        slot = next(
-            slot
-            for slot in map(worker.slot_of, commands)
-            if slot.score_from is not None and worker.prompt_kind_of(slot) == kind
-        )
-        one = host_slots.options_of_slots([host_slots.for_prompt(slot)], kind.widths)
+            return lambda compile: compile_batch(
+                programs, kind, params, state, options, rank, compile
+            )
+        one = host_slots.options_of_slots([host_slots.for_prompt(scoring[kind])], kind.widths)
         params, state, one = abstract((worker.params, with_report(worker.state, None), one))
-        return lambda: compile_prompt(programs, kind, params, state, one, rank)
+        return lambda compile: compile_prompt(programs, kind, params, state, one, rank, compile)
 
     def _end_job(self, error: Exception | None) -> None:
         job, self._job = self._job, _Job()
@@ -187,7 +226,7 @@ class NewKinds:
             self._worker.end(command)
             say(f"request {command.request.id!r} ends: its programs cannot be compiled: {why}")
 
-    def _first(self) -> Callable[[], None]:
+    def _first(self) -> Part:
         """What compiles the programs that every request needs."""
         worker, chunk = self._worker, self._worker.prefill_chunk
         programs = self._programs
@@ -196,21 +235,21 @@ class NewKinds:
         drafts = worker.config.drafter.num_drafts
         admission = host_slots.admission(request, worker.config.max_length, drafts)
 
-        def job() -> None:
-            programs.admit.lower(state, INDEX, admission).compile()
-            programs.prefill_chunk.lower(params, state, INDEX, INDEX, chunk=chunk).compile()
+        def job(compile: Compile) -> None:
+            compile(programs.prefill_chunk.trace(params, state, INDEX, INDEX, chunk=chunk))
+            compile(programs.admit.trace(state, INDEX, admission))
 
         return job
 
-    def _later(self) -> Callable[[], None]:
+    def _later(self) -> Part:
         """What compiles programs that some requests need later."""
         programs = self._programs
         state = abstract(with_report(self._worker.state, None))
 
-        def job() -> None:
-            programs.release.lower(state, INDEX).compile()
-            programs.copy_prefix.lower(state, INDEX, INDEX).compile()
-            programs.start_again.lower(state).compile()
+        def job(compile: Compile) -> None:
+            compile(programs.release.trace(state, INDEX))
+            compile(programs.copy_prefix.trace(state, INDEX, INDEX))
+            compile(programs.start_again.trace(state))
 
         return job
 

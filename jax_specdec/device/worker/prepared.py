@@ -4,7 +4,7 @@ What they are called with is said by shapes, types and places: nothing of it is 
 thread may compile while the state goes on.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +22,8 @@ from jax_specdec.device.worker.grammars import no_masks
 
 Tree = TypeVar("Tree")  # of arrays, or of their shapes and places
 
+Compile = Callable[..., None]  # takes traced programs; compiles them, now or soon
+
 INDEX, STEP = np.int32(0), np.zeros(2, np.uint32)
 
 
@@ -38,6 +40,12 @@ def abstract(tree: Tree) -> Tree:
     return found
 
 
+def compile_now(*traced: Traced) -> None:
+    """Compile programs one after the other."""
+    for one in traced:
+        one.lower().compile()
+
+
 def compile_batch(
     programs: Compiled,
     kind: Kind,
@@ -45,6 +53,7 @@ def compile_batch(
     state: LoopState,
     options: AllOptions,
     process_rank: int,
+    compile: Compile = compile_now,
 ) -> None:
     """Compile the step and the messages of a kind.
 
@@ -55,11 +64,12 @@ def compile_batch(
       state: with the report on drafts in the widths of the kind.
       options: by slots of the kind.
       process_rank: the number in the messages.
+      compile: gets the programs, the longest first.
     """
     if kind.has_grammar:
         bare = with_report(state, None)
-        _compiled(programs.seen.trace(bare), bare)
-        run, rows = _compiled(programs.forward_rows.trace(params, bare), (params, bare))
+        _compiled(programs.seen.trace(bare), bare, compile)
+        run, rows = _compiled(programs.forward_rows.trace(params, bare), (params, bare), compile)
         run = with_report(run, state.drafts.report)
         assert options.changes is not None
         changes = options.changes._replace(grammar=no_masks(programs.config))
@@ -70,17 +80,13 @@ def compile_batch(
         traced = programs.step.trace(
             params, state, options.options, changes=options.changes, **kind.step_options
         )
-    output = _compiled(traced, (params, state))[1]
+    output = _compiled(traced, (params, state), compile)[1]
     more = _more(kind.widths, process_rank)
     message = programs.target_message
-    words = [
-        _compiled(message.trace(output, options.options, STEP, np.bool_(False), **more), output)
-    ]
+    messages = [message.trace(output, options.options, STEP, np.bool_(False), **more)]
     if kind.reports_drafts:
-        words.append(
-            _compiled(programs.draft_message.trace(output, options.options, STEP, **more), output)
-        )
-    _compile_cuts(programs, words)
+        messages.append(programs.draft_message.trace(output, options.options, STEP, **more))
+    _compile_cuts(programs, [_compiled(one, output, compile) for one in messages], compile)
 
 
 def compile_prompt(
@@ -90,13 +96,14 @@ def compile_prompt(
     state: LoopState,
     options: BatchOptions,
     process_rank: int,
+    compile: Compile = compile_now,
 ) -> None:
     """Compile the chunks of a prompt with logprobs, and their message; arguments as above."""
     num_slots = programs.config.num_slots
     traced = programs.score_chunk.trace(
         params, state, INDEX, INDEX, options, chunk=kind.chunk, widths=kind.widths
     )
-    scored = _compiled(traced, (params, state))[1]
+    scored = _compiled(traced, (params, state), compile)[1]
     message = programs.prompt_message.trace(
         scored,
         INDEX,
@@ -106,17 +113,21 @@ def compile_prompt(
         vocab_size=programs.config.model.vocab_size,
         **_more(kind.widths, process_rank),
     )
-    _compile_cuts(programs, [_compiled(message, scored)])
+    _compile_cuts(programs, [_compiled(message, scored, compile)], compile)
 
 
 def _more(widths: Widths, process_rank: int) -> dict[str, Any]:
     return {"widths": widths, "process_rank": process_rank, "weights_version": np.uint32(0)}
 
 
-def _compile_cuts(programs: Compiled, messages: Sequence[jax.Array]) -> None:
-    for words in messages:
-        for count in _cuts(programs.config.num_slots, words.size):
-            _compiled(programs.leading.trace(words, count), words)
+def _compile_cuts(programs: Compiled, messages: Sequence[jax.Array], compile: Compile) -> None:
+    compile(
+        *(
+            programs.leading.trace(words, count)
+            for words in messages
+            for count in _cuts(programs.config.num_slots, words.size)
+        )
+    )
 
 
 def _cuts(num_slots: int, size: int) -> Iterator[int]:
@@ -128,14 +139,16 @@ def _cuts(num_slots: int, size: int) -> Iterator[int]:
     yield size
 
 
-def _compiled(traced: Traced, arguments: object) -> Any:
+def _compiled(traced: Traced, arguments: object, compile: Compile) -> Any:
     """Compile a program; what it returns, abstract."""
-    compiled = traced.lower().compile()
+    compile(traced)
     leaves = jax.tree.leaves(arguments)
-    # Otherwise what it returns may be moved, too.
-    placed = any(getattr(x, "sharding", None) is not None for x in leaves)
+    # Otherwise what it returns may be moved, too, and nothing has to be compiled to know it.
+    if not any(getattr(x, "sharding", None) is not None for x in leaves):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)
 
     def shape_of(x: jax.Array, place: jax.sharding.Sharding) -> object:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if placed else None)  # type: ignore[no-untyped-call]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # type: ignore[no-untyped-call]
 
-    return jax.tree.map(shape_of, traced.out_info, compiled.output_shardings)
+    places = traced.lower().compile().output_shardings
+    return jax.tree.map(shape_of, traced.out_info, places)

@@ -5,7 +5,8 @@ import gc
 import importlib
 import queue
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from jax_specdec.device.worker import compilation_cache, compilations, plugin_me
 from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
+from jax_specdec.requests import SamplingParams
 from jax_specdec.structured.vocabulary import read_vocabulary
 from jax_specdec.text.tokenizer import text_encoder
 
@@ -216,6 +218,14 @@ def _own_model(config: WorkerConfig) -> tuple[Any, OwnModel]:
     return params, model
 
 
+def _prepare(worker: Worker, asked: Sequence[SamplingParams], stats: ProcessStats) -> None:
+    """Compile what requests will need; the processes of a group compile it with the first ones."""
+    if worker.new_kinds is not None:
+        worker.new_kinds.prepare(
+            asked, lambda done, total: stats.enter(Phase.COMPILING, done, total, stats.beside)
+        )
+
+
 def main(child: Child) -> int:
     """Entry point of the worker process, once its heartbeats have begun."""
     plugin_messages.shorten()
@@ -230,13 +240,18 @@ def main(child: Child) -> int:
     compilation_cache.begin(start.config.compilation_cache)
     writes = compilation_cache.LaterWrites()
     writes.begin()
-    compilations.watch(child.stats, PROGRAMS)
+    preparing = threading.Event()
+    compilations.watch(child.stats, PROGRAMS, preparing.is_set)
     assert child.ring is not None
     jobs = BackgroundJobs(lambda: child.commands.put(Advance()))
     with jobs, child.ring as ring, Lead(start, ring, child.client) as lead:
         child.stats.enter(Phase.LOADING)
         compiler = jobs if compiles_in_background(start.config) else None
         worker = make_worker(start, lead, stats=child.stats, compiler=compiler)
+        if start.config.prepare:
+            preparing.set()
+            _prepare(worker, start.config.prepare, child.stats)
+            preparing.clear()
         writes.steps_are_made = lambda: any(slot.occupied for slot in worker.slots)
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request

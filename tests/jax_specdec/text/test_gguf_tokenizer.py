@@ -46,6 +46,7 @@ def pair(request, tmp_path_factory):
     """The library's tokenizer, and ours from a file."""
     library = made()
     library.pre_tokenizer = SPLITS[request.param]
+    library.model.ignore_merges = request.param == "llama-bpe"
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     write(path, pre=request.param, add_bos_token=False)
     return library, Tokenizer(path, library.get_vocab_size() + 3)
