@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,14 @@ def engine_options(
         "compilation_cache": options.compilation_cache,
         "implementation": options.implementation,
     }
+
+
+def kept_in(setting: str) -> str:
+    """The folder of compiled programs that `--compilation-cache` names, for people; "" for none."""
+    from jax_specdec.compiled_programs import OFF, default_folder
+
+    other = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    return "" if setting == OFF else setting or other or str(default_folder())
 
 
 def slot_length(longest: int, limit: int | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from jax_specdec.cli.engine_options import (
     add_ray,
     add_restarts,
     engine_options,
+    kept_in,
     refuse_without_ray,
     restarts,
     slot_length,
@@ -35,6 +37,7 @@ Only local files are read; nothing is downloaded. With --output, an interrupted 
 the same command again.
 """
 
+MOST_PREPARED = 256  # different parameters that programs are compiled for before the start
 SAMPLING = (
     ("--max-tokens", int, 128, "N", "the most tokens to emit (default: %(default)s)"),
     ("--temperature", float, 0.0, "T", "0 is greedy (default: %(default)s)"),
@@ -151,8 +154,6 @@ def _on_ray(
     settings: tuple[str, ...],
     table: TokenTable,
 ) -> int:
-    from dataclasses import replace
-
     try:
         from jax_specdec.cli import generate_ray
 
@@ -174,7 +175,9 @@ def _generate(
         # Where a loss ends the command, its error says so.
         logged("error" if config.on_worker_loss == "stop" else "warning"),
         Engine(config) as engine,
-        standard_output.waiting(standard_output.phases_of(engine)) as begun,
+        standard_output.waiting(
+            standard_output.phases_of(engine), kept_in(config.compilation_cache)
+        ) as begun,
     ):
         for update in engine.generate([prompt.request for prompt in prompts]):
             begun()
@@ -229,5 +232,7 @@ def _engine_config(
         vocab_size=model.config.vocab_size,
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
+        # Programs depend on no seed.
+        prepare=tuple({replace(one.params, seed=0): None for one in requests})[:MOST_PREPARED],
         **restarts(options),
     )

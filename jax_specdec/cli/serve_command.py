@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import os
 import time
@@ -16,6 +17,7 @@ from jax_specdec.cli.engine_options import (
     add_ray,
     add_restarts,
     engine_options,
+    kept_in,
     numbers,
     refuse_without_ray,
     restarts,
@@ -25,6 +27,7 @@ from jax_specdec.cli.serve_bounds import add_bounds, allow_files, bounds
 
 if TYPE_CHECKING:
     from jax_specdec.engine.config import EngineConfig
+    from jax_specdec.requests import SamplingParams
     from jax_specdec.serve.model import ServedModel
 
 logger = logging.getLogger("jax_specdec.serve")
@@ -35,6 +38,7 @@ and /health, /metrics, /openapi.json. Without --model, it is the tiny model that
 listens on this machine only, unless --host says otherwise. SIGTERM and Ctrl-C let open requests
 end first. Where no worker may be started again, it ends with status 1.
 """
+PREPARED = "temperature=1,logprobs=20"
 MAX_LENGTH = 1024  # where neither an option nor the checkpoint says less
 KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
 INSTALL = "pip install 'prometheus_client>=0.20' 'starlette>=0.40' 'uvicorn>=0.30'"
@@ -71,6 +75,10 @@ def add(commands: Any) -> None:
     running = parser.add_argument_group("running")
     add_engine(running)
     add_dtype(running)
+    running.add_argument("--prepare", action="append", type=_asked, metavar="NAME=VALUE,..",
+        help="what requests will ask for, such as temperature=1,logprobs=20; may be given several "
+        "times: what they need, alone and together, is compiled before /health says ready "
+        f"(default: {PREPARED}); off for nothing")  # fmt: skip
     running.add_argument("--max-length", type=integer(2), metavar="T",
         help=f"tokens of a request, prompt included (default: {MAX_LENGTH}, or the checkpoint's "
         "if it has fewer)")  # fmt: skip
@@ -128,13 +136,33 @@ def run(options: argparse.Namespace) -> int:
         listener = Listener(service)
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every stream
-        with watched(engine, listener):
+        with watched(engine, listener, kept_in=kept_in(config.compilation_cache)):
             listener.run(sockets=[socket])
         if (failure := engine.failure) is not None:
             raise failure
         engine.drain(0)
         logger.info("the server has ended")
     return 0
+
+
+def _asked(text: str) -> SamplingParams | None:
+    """An argparse type: what a request asks for, such as "temperature=1"; None for "off"."""
+    from jax_specdec.cli.prompts import sampling_params
+    from jax_specdec.requests import RequestError, SamplingParams
+
+    if text == "off":
+        return None
+    fields = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            fields[name.strip()] = json.loads(value)
+        except ValueError:
+            fields[name.strip()] = value
+    try:
+        return sampling_params(fields, SamplingParams())
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
@@ -187,5 +215,6 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
         num_ranks=options.workers,
         max_length=length,
         max_waiting=options.max_waiting,
+        prepare=tuple(filter(None, options.prepare or [_asked(PREPARED)])),
         **restarts(options),
     )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from jax_specdec.cli import standard_output
 from jax_specdec.records.statistics import Statistics
 from jax_specdec.wording import pluralize
 
@@ -58,6 +59,7 @@ def watched(
     listener: Listener,
     clock: Callable[[], float] = time.monotonic,
     look_seconds: float = LOOK_SECONDS,
+    kept_in: str = "",
 ) -> Iterator[None]:
     """Say in another thread what the engine does, until the block ends.
 
@@ -69,18 +71,21 @@ def watched(
         work = Work(engine, clock())
         failed: float | None = None
         ending = over = False
-        while not over:
-            over = left.wait(look_seconds)  # looks once more at the end
-            now = clock()
-            if engine.failure is not None:
-                failed = now if failed is None else failed
-                listener.should_exit = True
-                listener.force_exit = listener.force_exit or now >= failed + ERRORS_SECONDS
-            if listener.ending and not ending:
-                ending = True
-                logger.info("the server ends: open requests end first")
-            if line := work.line(now):
-                logger.info(line)
+        with standard_output.waiting(standard_output.phases_of(engine), kept_in) as begun:
+            while not over:
+                over = left.wait(look_seconds)  # looks once more at the end
+                now = clock()
+                if engine.health().ready:
+                    begun()
+                if engine.failure is not None:
+                    failed = now if failed is None else failed
+                    listener.should_exit = True
+                    listener.force_exit = listener.force_exit or now >= failed + ERRORS_SECONDS
+                if listener.ending and not ending:
+                    ending = True
+                    logger.info("the server ends: open requests end first")
+                if line := work.line(now):
+                    logger.info(line)
 
     thread = threading.Thread(target=watch, name="what the server says", daemon=True)
     thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ Show = Callable[[str, str], None]
 Style = Callable[[float | None, bool], str]
 Phases = Callable[[], Sequence[str]]
 LOOK_SECONDS = 0.25
+BAR = 20  # characters
 
 
 def shower(*, quiet: bool) -> tuple[Show, Style | None]:
@@ -43,21 +45,37 @@ def shower(*, quiet: bool) -> tuple[Show, Style | None]:
 
 
 @contextlib.contextmanager
-def waiting(phases: Phases) -> Iterator[Callable[[], None]]:
-    """Show what workers do, where standard error is a terminal.
+def waiting(phases: Phases, kept_in: str | None = None) -> Iterator[Callable[[], None]]:
+    """Show what workers do: on a terminal as it goes on, elsewhere a line on compiling.
+
+    Args:
+      phases: see `Starting`.
+      kept_in: where compiled programs are kept, to be told; None: nothing is said elsewhere.
 
     Yields a function that ends it, and may be called several times.
     """
+    line = Starting(phases, kept_in=kept_in or "").line
     if not sys.stderr.isatty():
-        yield lambda: None
+        if kept_in is None:
+            yield lambda: None
+            return
+        said: list[str] = []
+
+        def say() -> None:
+            now = line()
+            if not said and now.startswith("compiling") and " of " in now:
+                said.append(now)
+                print(now, file=sys.stderr)
+
+        with repeated(say, LOOK_SECONDS) as end:
+            yield end
         return
     from rich.console import Console
     from rich.text import Text
 
-    line = Starting(phases).line
     with (
         Console(stderr=True).status("") as status,
-        repeated(lambda: status.update(Text(line()))) as end,
+        repeated(lambda: status.update(Text(with_bar(line())))) as end,
     ):
 
         def begun() -> None:
@@ -96,21 +114,36 @@ def phases_of(engine: Engine) -> Phases:
 class Starting:
     """A line such as "compiling 7 of 9 (step), 12 s"."""
 
-    def __init__(self, phases: Phases, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, phases: Phases, clock: Callable[[], float] = time.monotonic, kept_in: str = ""
+    ) -> None:
         """Begin to count.
 
         Args:
           phases: what each process does now, in the words of `WorkerStatus.phase`.
           clock: returns seconds.
+          kept_in: where compiled programs are kept; empty for nowhere.
         """
-        self._phases, self._clock = phases, clock
+        self._phases, self._clock, self._kept_in = phases, clock, kept_in
         self._since: dict[str, float] = {}
 
     def line(self) -> str:
         """What is done now, each thing once, and for how many seconds already."""
         now, doing = self._clock(), dict.fromkeys(self._phases())
         self._since = {what: self._since.get(what, now) for what in doing}
-        return "; ".join(f"{what}, {now - since:.0f} s" for what, since in self._since.items())
+        line = "; ".join(f"{what}, {now - since:.0f} s" for what, since in self._since.items())
+        if self._kept_in and line.startswith("compiling"):
+            line += f"; on the first start only: kept in {self._kept_in}"
+        return line
+
+
+def with_bar(line: str) -> str:
+    """The line, behind how far the first thing in it is that says so."""
+    found = re.search(r"(\d+) of (\d+)", line)
+    if found is None or not int(found[2]):
+        return line
+    full = BAR * int(found[1]) // int(found[2])
+    return f"{'━' * full}{'╌' * (BAR - full)} {line}"
 
 
 @contextlib.contextmanager

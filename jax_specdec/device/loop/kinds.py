@@ -113,7 +113,10 @@ class Kind(NamedTuple):
 class PromptKind(NamedTuple):
     """Everything static about the chunks of a prompt with logprobs, and their messages."""
 
-    num_programs = 3
-
     chunk: int  # positions
     widths: Widths  # of what the prompt's slot asks for
+
+    @property
+    def num_programs(self) -> int:
+        """As that of a batch's kind."""
+        return 3

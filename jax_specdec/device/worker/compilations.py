@@ -50,15 +50,14 @@ def watch(
             total = count + len(left) if needed else 0
             if aside:
                 stats.beside = name
-            if not aside or (stats.heartbeat.phase is Phase.COMPILING and not prepares()):
+            if not prepares() and (not aside or stats.heartbeat.phase is Phase.COMPILING):
                 stats.enter(Phase.COMPILING, count, total, what=name)
         elif event == COMPILED and (aside or before):
+            name, lowering = lowered.pop(threading.get_ident(), ("", 0.0))
             if aside:
-                stats.beside = ""
-            else:
-                heartbeat = before.pop()
+                stats.beside = next((other for other, _ in lowered.values()), "")
+            elif (heartbeat := before.pop()) and not prepares():
                 stats.enter(heartbeat.phase, heartbeat.done, heartbeat.total)
-            name, lowering = lowered.get(threading.get_ident(), ("", 0.0))
             if (seconds := lowering + duration_secs) >= NOTED_SECONDS:
                 stats.note(f"compiled {name} in {seconds:.1f} s")
         if event.startswith(_EVENTS):

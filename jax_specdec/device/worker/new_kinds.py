@@ -92,11 +92,12 @@ class NewKinds:
         ]
         batch, none = self._worker.kind_of(slots), [Slot()] * len(self._worker.slots)
         scoring = self._prompt_kinds(slots)
+        kinds: list[Kind | PromptKind] = [batch, *scoring]
         parts = [
-            *(self._part(kind, none, scoring) for kind in (batch, *scoring)),
+            *(self._part(kind, none, scoring) for kind in kinds),
             *(shared() for shared in self._shared),
         ]
-        total = sum(kind.num_programs for kind in (batch, *scoring)) + NUM_SHARED
+        total = sum(kind.num_programs for kind in kinds) + NUM_SHARED
         with ThreadPoolExecutor(os.cpu_count(), background.NAME) as pool:
             begun = []
             for part in parts:
@@ -106,7 +107,7 @@ class NewKinds:
                 one.result()
                 tell(count, total)
         self._shared.clear()
-        for kind in (batch, *scoring):
+        for kind in kinds:
             self._programs.be_ready(kind)
 
     def hold(self, command: Admit) -> None:

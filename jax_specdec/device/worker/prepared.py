@@ -145,7 +145,7 @@ def _compiled(traced: Traced, arguments: object, compile: Compile) -> Any:
     leaves = jax.tree.leaves(arguments)
     # Otherwise what it returns may be moved, too, and nothing has to be compiled to know it.
     if not any(getattr(x, "sharding", None) is not None for x in leaves):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)  # type: ignore[no-untyped-call]
 
     def shape_of(x: jax.Array, place: jax.sharding.Sharding) -> object:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # type: ignore[no-untyped-call]

@@ -7,11 +7,15 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from jax_specdec.checkpoint.gguf_file import is_gguf
+from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.child import Child
 from jax_specdec.control import (
@@ -32,8 +36,9 @@ from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.other_weights import other_weights, own_weights
 from jax_specdec.device.model.own_model import Model, OwnModel
+from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
-from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
+from jax_specdec.device.worker import background, compilation_cache, compilations, plugin_messages
 from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
@@ -92,19 +97,52 @@ def make_worker(
     stats: ProcessStats | None = None,
     publish: bool = True,
     compiler: BackgroundJobs | None = None,
+    prepare: Callable[[Worker], object] = lambda worker: None,
 ) -> Worker:
     """Load the model and make its worker, with empty slots; `stats` is told of each tensor.
 
-    With `compiler`, programs are compiled in the background of its steps.
+    With `compiler`, programs are compiled in the background of its steps. `prepare` gets the
+    worker before it is returned: where the weights' shapes are known, while they are read.
 
     An error that the user can mend ends the process, with the reason on stderr: the engine shows
     it.
     """
     try:
         params, loop, load = _load(start, stats or ProcessStats())
+        worker = _worker(start, loop, params, load, sender, publish, compiler)
+        if isinstance(jax.tree.leaves(params)[0], jax.Array):
+            prepare(worker)
+            return worker
+        with ThreadPoolExecutor(1, background.NAME) as pool:
+            begun: list[Future[object]] = []
+
+            def tell(done: int, total: int) -> None:
+                if not begun:  # what can be refused was looked at
+                    begun.append(pool.submit(prepare, worker))
+
+            worker.params = load_model(
+                start.config.weights,
+                dtype=start.config.dtype,
+                num_slots=start.config.num_slots,
+                max_length=start.config.max_length,
+                tell=tell,
+            )[0]
+            begun[0].result()
+        return worker
     except (OSError, ValueError, MemoryError) as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(1) from error
+
+
+def _worker(
+    start: Start,
+    loop: LoopConfig,
+    params: Any,
+    load: Callable[[str, Any], Any],
+    sender: Sender,
+    publish: bool,
+    compiler: BackgroundJobs | None,
+) -> Worker:
     return Worker(
         loop,
         params,
@@ -130,6 +168,13 @@ def compiles_in_background(config: WorkerConfig) -> bool:
     return config.num_processes == 1
 
 
+def reads_while_it_prepares(config: WorkerConfig) -> bool:
+    """Whether the weights' shapes tell all that programs depend on: those of one checkpoint."""
+    alone = config.tensor_parallel == 1 and not (config.own_model or config.draft_model)
+    checkpoint = Path(config.weights).is_dir() or is_gguf(config.weights)
+    return bool(config.prepare and config.weights) and alone and checkpoint
+
+
 def own_devices(start: Start) -> list[jax.Device]:
     """The devices that this process may use, in order."""
     devices = jax.local_devices()
@@ -137,7 +182,10 @@ def own_devices(start: Start) -> list[jax.Device]:
 
 
 def _load(start: Start, stats: ProcessStats) -> tuple[Any, LoopConfig, Callable[[str, Any], Any]]:
-    """The weights and the loop that a worker was told to run, and a reader of other weights."""
+    """The weights and the loop that a worker was told to run, and a reader of other weights.
+
+    Of weights that are read while programs are compiled, there are the shapes.
+    """
     config = start.config
     devices = own_devices(start) if start.local_devices else None
     load = functools.partial(
@@ -156,7 +204,11 @@ def _load(start: Start, stats: ProcessStats) -> tuple[Any, LoopConfig, Callable[
         if config.weights:
             params = own_weights(config.weights, params)
     else:
-        params, model = load(config.weights, dtype=config.dtype)
+        if reads_while_it_prepares(config):
+            model = sizes = open_model(config.weights, dtype=config.dtype).config
+            params = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
+        else:
+            params, model = load(config.weights, dtype=config.dtype)
         other = functools.partial(
             other_weights, config=model, tell=stats.load, num_devices=config.tensor_parallel,
             devices=devices,
@@ -220,7 +272,7 @@ def _own_model(config: WorkerConfig) -> tuple[Any, OwnModel]:
 
 def _prepare(worker: Worker, asked: Sequence[SamplingParams], stats: ProcessStats) -> None:
     """Compile what requests will need; the processes of a group compile it with the first ones."""
-    if worker.new_kinds is not None:
+    if asked and worker.new_kinds is not None:
         worker.new_kinds.prepare(
             asked, lambda done, total: stats.enter(Phase.COMPILING, done, total, stats.beside)
         )
@@ -241,17 +293,20 @@ def main(child: Child) -> int:
     writes = compilation_cache.LaterWrites()
     writes.begin()
     preparing = threading.Event()
-    compilations.watch(child.stats, PROGRAMS, preparing.is_set)
+    needed = () if start.config.prepare else PROGRAMS
+    compilations.watch(child.stats, needed, preparing.is_set)
+
+    def prepare(worker: Worker) -> None:
+        preparing.set()
+        _prepare(worker, start.config.prepare, child.stats)
+        preparing.clear()
+
     assert child.ring is not None
     jobs = BackgroundJobs(lambda: child.commands.put(Advance()))
     with jobs, child.ring as ring, Lead(start, ring, child.client) as lead:
         child.stats.enter(Phase.LOADING)
         compiler = jobs if compiles_in_background(start.config) else None
-        worker = make_worker(start, lead, stats=child.stats, compiler=compiler)
-        if start.config.prepare:
-            preparing.set()
-            _prepare(worker, start.config.prepare, child.stats)
-            preparing.clear()
+        worker = make_worker(start, lead, stats=child.stats, compiler=compiler, prepare=prepare)
         writes.steps_are_made = lambda: any(slot.occupied for slot in worker.slots)
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request

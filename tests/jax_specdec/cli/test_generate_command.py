@@ -70,6 +70,14 @@ def test_a_slot_holds_as_many_tokens_as_it_must(model, fake):
 
 
 @pytest.mark.fast
+def test_workers_prepare_what_the_prompts_ask_for(model, fake):
+    more = ["--temperature", "0.5", "--logprobs", "3", "--seed", "7"]
+    assert status_of("generate", "--model", model, "--prompt", "a", "--prompt", "b", *more) == 0
+    [asked] = fake.configs[0].prepare  # a seed makes no other program
+    assert (asked.temperature, asked.logprobs, asked.seed) == (0.5, 3, 0)
+
+
+@pytest.mark.fast
 def test_a_draft_model_must_have_the_same_tokenizer_and_enough_positions(
     model, fake, tmp_path, capsys
 ):

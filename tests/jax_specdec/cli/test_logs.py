@@ -111,7 +111,8 @@ def test_the_work_is_told_every_ten_seconds_in_which_there_was_some():
 
 def test_a_stopped_engine_ends_the_listener_and_does_not_wait_for_ever():
     now = [0.0]
-    engine = SimpleNamespace(failure=None, status=(), num_waiting=0)
+    health = SimpleNamespace(ready=True)
+    engine = SimpleNamespace(failure=None, status=(), num_waiting=0, health=lambda: health)
     listener = SimpleNamespace(should_exit=False, force_exit=False, ending=False)
     looks = Calls(lambda: now[0])
     with watched(engine, listener, clock=looks, look_seconds=0.001):
@@ -141,12 +142,12 @@ class Calls:
 
 def test_the_line_says_each_thing_once_and_since_when():
     now, phases = [10.0], []
-    starting = Starting(lambda: phases, clock=lambda: now[0])
+    starting = Starting(lambda: phases, clock=lambda: now[0], kept_in="/kept")
     for at, doing, said in (
         (10.0, ["loading 3 of 9", "loading 3 of 9"], "loading 3 of 9, 0 s"),
         (12.4, ["loading 3 of 9", "loading 3 of 9"], "loading 3 of 9, 2 s"),
-        (12.4, ["compiling", "loading 3 of 9"], "compiling, 0 s; loading 3 of 9, 2 s"),
-        (20.0, ["compiling"], "compiling, 8 s"),
+        (12.4, ["loading 3 of 9", "compiling"], "loading 3 of 9, 2 s; compiling, 0 s"),
+        (20.0, ["compiling"], "compiling, 8 s; on the first start only: kept in /kept"),
     ):
         now[0], phases[:] = at, doing
         assert starting.line() == said
@@ -174,6 +175,25 @@ def test_a_terminal_shows_it_until_the_first_message(terminal, monkeypatch):
         begun()
         begun()
         count = phases.count
-    assert ("compiling 7 of 9 (step), 0 s" in screen.getvalue()) == terminal
+    assert ("━━━╌╌╌╌╌ compiling 7 of 9 (step), 0 s" in screen.getvalue()) == terminal
     assert phases.count == count
     assert terminal or (count, screen.getvalue()) == (0, "")
+
+
+def test_where_there_is_no_terminal_a_line_says_once_what_is_compiled(monkeypatch):
+    phases = iter(["loading 1 of 3", "compiling", "compiling 1 of 8 (step)", "compiling 2 of 8"])
+    screen, looked = io.StringIO(), threading.Event()
+
+    def look():
+        phase = next(phases, None)
+        if phase is None:
+            looked.set()
+        return [phase or "idle"]
+
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(standard_output, "LOOK_SECONDS", 0.001)
+    with standard_output.waiting(look, kept_in="/kept"):
+        assert looked.wait(30)
+    assert screen.getvalue() == (
+        "compiling 1 of 8 (step), 0 s; on the first start only: kept in /kept\n"
+    )

@@ -44,6 +44,8 @@ FILES = {
         ("serve --max-restarts -1", "--max-restarts: -1 is below 0"),
         ("serve --log-level x", "--log-level: invalid choice: 'x'"),
         ("serve --timeout inf", "--timeout: 'inf' is not a number of seconds above 0"),
+        ("serve --prepare logprobs=x", "logprobs = 'x' must be of type int"),
+        ("serve --prepare colour=1", "'colour' is not known"),
         ("serve --timeout 0", "--timeout: '0' is not a number of seconds above 0"),
         ("serve --client-timeout nan", "--client-timeout: 'nan' is not a number of seconds"),
         ("serve --max-connections 0", "--max-connections: 0 is below 1"),

@@ -63,7 +63,11 @@ requests = st.builds(
 )
 start = Start(config=WorkerConfig(vocab_size=264), ring="/r")
 configs = st.builds(
-    WorkerConfig, vocab_size=st.integers(1, 300), adaptive=st.booleans(), corpus=st.text()
+    WorkerConfig,
+    vocab_size=st.integers(1, 300),
+    adaptive=st.booleans(),
+    corpus=st.text(),
+    prepare=st.lists(requests.map(lambda one: one.params), max_size=2).map(tuple),
 )
 slots, generations = st.integers(0, 99), st.integers(0, 2**32 - 1)
 

@@ -28,11 +28,12 @@ SPLITS = {
 }  # fmt: skip
 
 
-def made():
+def made(ignore_merges=False):
     """A tokenizer in which pairs of digits are tokens, where a split lets them stand together."""
     rules = json.loads(byte_level().to_str())
     rules["model"]["vocab"]["11"] = byte_level().get_vocab_size()
     rules["model"]["merges"].append(["1", "1"])
+    rules["model"]["ignore_merges"] = ignore_merges
     return Library.from_str(json.dumps(rules))
 
 
@@ -44,16 +45,15 @@ def write(path, **changes):
 @pytest.fixture(scope="module", params=SPLITS)
 def pair(request, tmp_path_factory):
     """The library's tokenizer, and ours from a file."""
-    library = made()
+    library = made(ignore_merges=request.param == "llama-bpe")
     library.pre_tokenizer = SPLITS[request.param]
-    library.model.ignore_merges = request.param == "llama-bpe"
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     write(path, pre=request.param, add_bos_token=False)
     return library, Tokenizer(path, library.get_vocab_size() + 3)
 
 
 @settings(max_examples=200)
-@given(text=st.text(max_size=40) | st.sampled_from(CORPUS) | st.from_regex(r"[1\d a²'<]{1,12}"))
+@given(text=st.text(max_size=40) | st.sampled_from(CORPUS) | st.text("11 2a²'<", max_size=12))
 def test_ids_are_the_librarys(pair, text):
     library, ours = pair
     assert list(ours.encode(text)) == library.encode(text).ids

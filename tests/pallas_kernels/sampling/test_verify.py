@@ -41,7 +41,7 @@ INVALID = [([1, 2, 3], [1, 2], 2)] * 4
 
 
 @functools.cache
-def greedily(with_jit):
+def greedily(with_jit, **known):
     """Ids and counts of the ragged and the invalid slots, in one batch."""
     target, drafts, proposed = map(np.array, zip(*RAGGED, *INVALID, strict=True))
     logits = np.array(rows_choosing(target))
@@ -51,7 +51,8 @@ def greedily(with_jit):
     invalid[2, 1] = -np.inf
     invalid[3, 1] = np.nan
     batch = len(logits)
-    got = (VERIFY if with_jit else verify)(
+    call = functools.partial(verify, **known)
+    got = (quick_compile.jit(call) if with_jit else call)(
         jnp.asarray(logits),
         Drafts(jnp.asarray(drafts, jnp.int32), jnp.asarray(proposed, jnp.int32), None),
         Sampling.greedy(batch),
@@ -71,6 +72,22 @@ def test_ragged_acceptance(with_jit):
     np.testing.assert_array_equal(
         ids, [[1, 2, 3], [1, 2, -1], [1, -1, -1], [1, 2, -1], [1, -1, -1]]
     )
+
+
+@pytest.mark.fast
+def test_what_is_known_to_be_greedy_needs_nothing_of_sampling():
+    for found, expected in zip(greedily(True, all_greedy=True), greedily(True), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    given = rows_choosing([[1, 2]]), Drafts(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+    more = Sampling.of(1, temperature=1.0), jnp.zeros(1, jnp.int32)
+    for k in (None, 2):
+        programs = [
+            jax.jit(functools.partial(verify, all_greedy=known, k=k)).lower(*given, *more).as_text()
+            for known in (True, False)
+        ]
+        assert ["466688986" in text for text in programs] == [False, True]  # of Threefry
+    found = verify(*given, *more, all_greedy=True)
+    np.testing.assert_array_equal(found.token_ids, [[1, -1]])
 
 
 @pytest.mark.fast

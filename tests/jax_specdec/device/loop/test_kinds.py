@@ -33,6 +33,7 @@ WIDER = [
     (ASKS | {"extra_token_ids": (1,)}, ASKS),
     (ASKS | {"extra_token_ids": tuple(range(17))}, ASKS | {"extra_token_ids": (1,)}),
     (SAMPLED | ASKS | {"logprobs_mode": LogprobsMode.PROCESSED}, SAMPLED | ASKS),
+    (SAMPLED, {}),
     (SAMPLED | {"kept_token_ids": True}, SAMPLED),
     (ASKS | {"draft_logprobs": True, "extra_token_ids": (1,)}, ASKS | {"extra_token_ids": (1,)}),
     ({"logit_bias": ((1, 2.0),)}, {}),
@@ -82,5 +83,6 @@ def test_a_step_depends_on_less_than_its_messages():
     assert kind(ASKS).step_key == kind(ASKS | {"logprobs": 9}).step_key
     more = ASKS | SAMPLED | {"logprobs": 9}
     assert kind(ASKS | SAMPLED).step_key != kind(more).step_key  # one read has a K
+    assert kind(SAMPLED).step_key != kind({}).step_key
     for more in ({"draft_logprobs": True}, {"logit_bias": ((1, 2.0),)}):
         assert kind(ASKS | raw).step_key != kind(ASKS | raw | more).step_key

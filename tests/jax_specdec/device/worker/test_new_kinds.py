@@ -14,6 +14,7 @@ from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.model import sharding
 from jax_specdec.device.worker.worker_process import compiles_in_background
 from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import SamplingParams
 from tests.support.compiled_here import compiled_here
 from tests.support.decoding import Local, request
 
@@ -253,6 +254,33 @@ def test_of_several_requests_only_the_one_ends_whose_programs_cannot_be_compiled
     told = tokens(records)
     assert told["r2"] == [5, 5]
     assert not told.get("r1")
+
+
+def test_what_is_prepared_is_not_compiled_for_a_request():
+    """For all that was named, alone and together, and for less; what else waits as ever."""
+    local = Local("ngram", compiler=ByHand(), programs=KeptPrograms(config_of("ngram")))
+    told = []
+    asked = [
+        SamplingParams(temperature=0.7, logprobs=4, prompt_logprobs=2),
+        SamplingParams(logit_bias=((5, 30.0),)),
+    ]
+    with compiled_here() as names:
+        local.worker.new_kinds.prepare(asked, lambda *counts: told.append(counts))
+    assert {"jit(step)", "jit(score_chunk)"} <= {*names}
+    assert told[-1] == (11, 11)
+    assert told == sorted(told)
+    with compiled_here() as names:
+        for number, more in enumerate(
+            [{}, {"temperature": 0.7, "logprobs": 2}, {"logit_bias": ((5, 30.0),)},
+             {"temperature": 1.0, "prompt_logprobs": 2}]
+        ):  # fmt: skip
+            local.admit(request(f"r{number}", PROMPT, max_tokens=3, **more))
+            assert len(tokens(steps(local, 6))[f"r{number}"]) == 3
+            local.rank.leave(f"r{number}")
+        assert names == []
+    local.admit(request("more", PROMPT, logprobs=20))
+    assert not steps(local, 2)
+    assert local.worker.num_held == 1
 
 
 def test_a_worker_that_runs_nothing_else_rests_until_the_programs_are_there():
