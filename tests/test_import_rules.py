@@ -41,7 +41,9 @@ ROOMS = {
     "engine": {
         "records", "requests", "control", "structured", "checkpoint", "text", "wording",
     },
-    "serve": {"engine", "export", "records", "requests", "checkpoint", "text", "wording"},
+    "serve": {
+        "engine", "export", "records", "requests", "structured", "checkpoint", "text", "wording",
+    },
     "ray": {
         "serve", "engine", "export", "records", "requests", "structured", "checkpoint", "wording",
     },

@@ -85,6 +85,9 @@ def _add_sampling(group: Any) -> None:
         "(scaled), or the one that is sampled from (processed) (default: %(default)s)")  # fmt: skip
     group.add_argument("--kept-token-ids", action="store_true",
         help="add the ids that each token was drawn among, as a learner needs them")  # fmt: skip
+    group.add_argument("--response-format", metavar="FILE",
+        help="answer in JSON: by the JSON schema in FILE, or json_object for any",
+    )  # fmt: skip
 
 
 def _add_running(group: Any) -> None:
@@ -186,6 +189,16 @@ def _generate(
                 texts.add(record)
 
 
+def _structure(response_format: str | None) -> Any:
+    from jax_specdec.requests import Structured
+
+    if response_format is None:
+        return None
+    if response_format == "json_object":
+        return Structured("json_schema", '{"type": "object"}')
+    return Structured("json_schema", Path(response_format).read_text("utf-8"))
+
+
 def _size(model: HfModel) -> str:
     weights, item = model.config.num_parameters, 4 if model.config.dtype == "float32" else 2
     size = weights * item / 2**30
@@ -200,6 +213,7 @@ def _defaults(options: argparse.Namespace, model: HfModel) -> Any:
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
+        structured=_structure(options.response_format),
         top_p=options.top_p,
         min_p=options.min_p,
         seed=options.seed,

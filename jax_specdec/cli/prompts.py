@@ -30,6 +30,7 @@ _OTHERS = {
     "max_completion_tokens": "write max_tokens",
     "top_logprobs": 'write "logprobs": true beside it, or the number as "logprobs"',
     "echo": "write prompt_logprobs, the number of most likely tokens of each of the prompt's",
+    "response_format": 'write "structured": ["json_schema", a JSON schema as a string]',
     "n": "write as many lines, each with a seed of its own",
 }
 _MODES = {mode.name.lower(): mode for mode in LogprobsMode}
@@ -219,6 +220,8 @@ def _field(name: str, value: Any, kind: Any) -> Any:
         return _ids(name, value)
     if name == "stop_sequences":
         return tuple(_ids(name, one) for one in _of_type(name, value, list))
+    if name == "structured":
+        return None if value is None else tuple(_of_type(name, value, list))
     if name == "logit_bias":
         return biases_of_json(_of_type(name, value, dict))
     if name == "logprobs_mode":

@@ -21,6 +21,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jax_specdec.engine import Engine
+from jax_specdec.engine import Request as EngineRequest
+from jax_specdec.engine.errors import RequestError
 from jax_specdec.export import metrics
 from jax_specdec.serve import parse_request
 from jax_specdec.serve.bodies import Bodies
@@ -32,6 +34,7 @@ from jax_specdec.serve.json_steps import PART, SMALL, Writer, parsed
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.openapi import description
 from jax_specdec.serve.runs import Run
+from jax_specdec.serve.structures import FIELDS
 
 logger = logging.getLogger("jax_specdec.serve")
 
@@ -168,12 +171,30 @@ class Service:
         most = MAX_CHOICES * self._model.max_length + OTHER_VALUES
 
         def work() -> parse_request.ParsedRequest:
-            return read(parsed(body, most), self._model, self.bounds)
+            given = parsed(body, most)
+            asked = read(given, self._model, self.bounds)
+            if asked.requests[0].params.structured is not None:  # the same of all
+                self._check(asked.requests[0], next(name for name in FIELDS if given.get(name)))
+            return asked
 
         if len(body) <= SMALL:
             return await asyncio.to_thread(work)
         async with self._large_bodies:
             return await asyncio.to_thread(work)
+
+    def _check(self, request: EngineRequest, param: str) -> None:
+        """Refuse a request that the engine would; its structure is compiled for that.
+
+        Args:
+          param: the field that says what its text must be.
+
+        Raises:
+          ApiError: it cannot be served.
+        """
+        try:
+            self._engine.check(request)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=param, code="unsupported_value") from error
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model.listed]})

@@ -121,6 +121,8 @@ def _wrong_string(value: str, schema: Schema) -> str | None:
         return "must not be empty"
     if len(value) > (most := schema.get("maxLength", math.inf)):
         return f"has {len(value)} characters and may have {most}"
+    if "pattern" in schema and not re.fullmatch(schema["pattern"], value):
+        return f"must match {schema['pattern']}"
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -148,7 +150,7 @@ def _wrong_array(value: list[Any], schema: Schema) -> str | None:
 
 def _wrong_object(value: dict[str, Any], schema: Schema) -> str | None:
     if "properties" not in schema:
-        return _wrong_mapping(value, schema)
+        return _wrong_mapping(value, schema) if "propertyNames" in schema else None
     known, needed = schema["properties"], schema.get("required", ())
     for name, one in value.items():
         if name not in known:

@@ -12,6 +12,7 @@ from jax_specdec.serve.arrays import base64_columns, vllm_prompt_logprobs
 from jax_specdec.serve.delivery import Part
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.parse_request import ParsedRequest
+from jax_specdec.serve.tools import CallReader
 from jax_specdec.text.detokenize import TextStream
 
 
@@ -22,6 +23,7 @@ class Choice:
       index: the choice's number in the answer.
       num_tokens: tokens of its text.
       min_tokens: those of them before which it does not end.
+      structured: the request says what its text must be.
     """
 
     def __init__(
@@ -29,10 +31,12 @@ class Choice:
     ) -> None:
         self.index, self.num_tokens = index, 0
         self.min_tokens = request.params.min_tokens
+        self.structured = request.params.structured is not None
         self._request, self._asked, self._model = request, asked, model
         self._prompt: list[PromptRows] = []
         self._text = TextStream(model.table)  # before the part that comes next
         self._begun = False
+        self._calls = CallReader() if asked.calls else None
 
     @property
     def large(self) -> bool:
@@ -63,10 +67,12 @@ class Choice:
         self.num_tokens += sum(record.num_tokens for record in records)
         found: dict[str, Any] = {"index": self.index}
         found |= (
-            self._chat(text, records, first)
+            self._chat(text, records, first, finish)
             if self._asked.chat
             else self._plain(text, records, first)
         )
+        if finish == "stop" and self._calls is not None and self._calls.complete:
+            finish = "tool_calls"
         found |= {"finish_reason": finish, "stop_reason": stop_reason}
         if self._asked.columns:
             params = self._request.params
@@ -79,12 +85,21 @@ class Choice:
             found |= {"logprobs": None, "columns": columns}
         return found | self._extras(records, first)
 
-    def _chat(self, text: str, records: Sequence[Record], first: bool) -> dict[str, Any]:
+    def _chat(
+        self, text: str, records: Sequence[Record], first: bool, finish: str | None
+    ) -> dict[str, Any]:
         logprobs = None
         if self._asked.logprobs is not None and not self._asked.columns:
             logprobs = openai.chat_logprobs(records, self._model.table)
         key = "delta" if self._asked.stream else "message"
         said: dict[str, Any] = {"content": text}
+        if self._calls is not None:
+            content, call = self._calls.push(text, over=finish is not None)
+            said = {"content": content or None if call else content}
+            if call is not None:
+                said["tool_calls"] = [call]
+                if not self._asked.stream:
+                    del call["index"]
         if first:
             said = {"role": "assistant"} | said
         if not self._asked.stream:

@@ -20,15 +20,18 @@ from jax_specdec.requests import (
     MIN_REPETITION_PENALTY,
 )
 
+Schema = dict[str, Any]
+
 MAX_STOPS = 16
 MAX_STOP = 256  # characters of one: each step looks for its beginnings
+MAX_WORDS = 1024  # of a choice
+MAX_TOOLS = 128
 MAX_CHOICES = 128  # of one HTTP request: its prompts, each `n` times
-
-Schema = dict[str, Any]
 
 _TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
 _TOKEN_IDS = {"type": "array", "items": _TOKEN_ID}
 _TEXT = {"type": "string"}
+_OBJECT: Schema = {"type": "object"}  # any
 _SWITCH = {"type": "boolean", "default": False}
 _TOP_K = {"type": "integer", "minimum": 0, "maximum": MAX_TOP_K}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP}
@@ -77,6 +80,36 @@ COMMON: dict[str, Schema] = {
     },
     "min_tokens": _whole(0, 2**31 - 1, 0),
     "user": _TEXT,
+    "response_format": {
+        "type": "object",
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {
+                "type": "object",
+                "properties": {
+                    "name": _TEXT,
+                    "description": _TEXT,
+                    "schema": _OBJECT,
+                    "strict": _SWITCH,
+                },
+                "required": ["name"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["type"],
+        "additionalProperties": False,
+    },
+    "structured_outputs": {
+        "type": "object",
+        "properties": {
+            "json": {"anyOf": [_TEXT, _OBJECT]},
+            "json_object": _SWITCH,
+            "regex": _TEXT,
+            "choice": {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_WORDS},
+            "grammar": _TEXT,
+        },
+        "additionalProperties": False,
+    },
     "priority": _whole(-(2**31), 2**31 - 1, 0),
     # Beyond OpenAI's: vLLM's names where it has them.
     "prompt_logprobs": _TOP_K,
@@ -115,14 +148,65 @@ _PART = {
     "required": ["type", "text"],
     "additionalProperties": False,
 }
+_CALL = {
+    "type": "object",
+    "properties": {
+        "id": _TEXT,
+        "type": {"enum": ["function"]},
+        "function": {
+            "type": "object",
+            "properties": {"name": _TEXT, "arguments": _TEXT},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        },
+        "index": _whole(0, MAX_TOOLS),
+    },
+    "required": ["function"],
+    "additionalProperties": False,
+}
+_FUNCTION_NAME = {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "[a-zA-Z0-9_-]+"}
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": _FUNCTION_NAME, "description": _TEXT, "parameters": _OBJECT,
+                "strict": _SWITCH,
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "function"],
+    "additionalProperties": False,
+}  # fmt: skip
+_TOOL_CHOICE = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {
+            "type": "object",
+            "properties": {"name": _TEXT},
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "function"],
+    "additionalProperties": False,
+}
 _MESSAGE = {
     "type": "object",
     "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]},
         "name": _TEXT,
+        "refusal": _TEXT,
+        "tool_calls": {"type": "array", "items": _CALL, "minItems": 1, "maxItems": MAX_TOOLS},
+        "tool_call_id": _TEXT,
     },
-    "required": ["role", "content"],
+    "required": ["role"],
     "additionalProperties": False,
 }
 
@@ -132,16 +216,16 @@ CHAT: dict[str, Schema] = {
     "max_completion_tokens": _whole(1, 2**31 - 1),
     "logprobs": _SWITCH,
     "top_logprobs": _TOP_K,
+    "tools": {"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS},
+    "tool_choice": {"anyOf": [_TOOL_CHOICE, {"enum": ["none", "auto", "required"]}]},
+    "parallel_tool_calls": _SWITCH | {"default": True},
     **COMMON,
 }
 
 # Not served yet: only the value that changes nothing is taken.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "best_of": (1,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none",),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from jax_specdec.checkpoint.hf_config import eos_token_ids
 from jax_specdec.serve.errors import MAX_SHOWN, ApiError
 from jax_specdec.text import byte_tokens
+from jax_specdec.text.chat_template import with_functions
 from jax_specdec.text.detokenize import TokenTable
 from jax_specdec.text.tokenizer import Tokenizer
 
@@ -19,7 +20,11 @@ class Encoder(Protocol):
 
     def encode(self, text: str) -> tuple[int, ...]: ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]: ...
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,12 @@ class TinyEncoder:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(byte_tokens.encode(text, start_document=True).tolist())
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]:
+        messages = with_functions(messages, functions)
         lines = [f"# {one['role']}: {one['content']}\n" for one in messages]
         return self.encode("".join([*lines, "# assistant:"]))
 

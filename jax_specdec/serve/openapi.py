@@ -109,7 +109,7 @@ def _post(
 ) -> dict[str, Any]:
     choice = _object(
         index={"type": "integer"},
-        finish_reason={"enum": ["stop", "length"]},
+        finish_reason={"enum": ["stop", "length", "tool_calls"]},
         logprobs={"type": ["object", "null"]},
         **said,
     )

@@ -8,11 +8,12 @@ from typing import Any
 
 from ipc.wire import LogprobsMode
 from jax_specdec.requests import Request, RequestError, SamplingParams, biases_of_json
-from jax_specdec.serve import fields
+from jax_specdec.serve import fields, tools
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.checks import check_body
 from jax_specdec.serve.errors import ApiError
 from jax_specdec.serve.model import ServedModel
+from jax_specdec.serve.structures import structure_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class ParsedRequest:
       speculation: it has what speculation did.
       columns: logprobs come as arrays in base64, and not as objects.
       priority: lower ones come first.
+      calls: the text may have a call of a function.
     """
 
     id: str
@@ -54,6 +56,7 @@ class ParsedRequest:
     speculation: bool
     columns: bool
     priority: int
+    calls: bool
 
 
 def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
@@ -88,7 +91,9 @@ def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     """
     given = check_body(body, fields.CHAT, "messages")
     try:
-        prompt = model.encoder.encode_chat([_plain(one) for one in given["messages"]])
+        functions, _ = tools.offered(given)
+        messages = [_plain(one) for one in given["messages"]]
+        prompt = model.encoder.encode_chat(messages, functions)
     except ValueError as error:  # no template, or it refuses them
         raise ApiError(400, str(error), param="messages") from error
     if "top_logprobs" in given and not given["logprobs"]:
@@ -165,6 +170,7 @@ def _asked(
         speculation=any(given.get(name) for name in reported),
         columns=given["logprobs_columns"],
         priority=given["priority"],
+        calls=bool(tools.offered(given)[0]),
     )
 
 
@@ -222,6 +228,7 @@ def _params(
             kept_token_ids=given["kept_token_ids"],
             logit_bias=biases_of_json(bias),
             min_tokens=given["min_tokens"],
+            structured=structure_of(given),
         )
     except RequestError as error:  # the first field that it names is the one that it is about
         named = (word for word in re.findall(r"\w+", str(error)) if word in given)
@@ -242,8 +249,18 @@ def _check_prompt_logprobs(k: int | None, num_tokens: int, n: int, bounds: Bound
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its parts of text joined: templates know no parts."""
-    content = message["content"]
+    """A message with its parts of text joined, and its calls' arguments as objects, as templates
+    have them.
+
+    Raises:
+      ValueError: it says nothing, or arguments are no JSON object.
+    """
+    content, calls = message.get("content"), message.get("tool_calls")
+    if content is None and not calls:
+        raise ValueError(f"a message of the role {message['role']} has no content")
     if not isinstance(content, str):
-        content = "".join(part["text"] for part in content)
-    return {**message, "content": content}
+        content = "".join(part["text"] for part in content or ())
+    plain = {**message, "content": content}
+    if calls:
+        plain["tool_calls"] = [tools.with_object(one) for one in calls]
+    return plain

@@ -213,7 +213,7 @@ class Run:
                     choice.add_prompt(record.prompt)
                     continue
                 if record.finish_reason is not None and finish_word(record) is None:
-                    self._complain(record)
+                    self._complain(choice, record)
                 parts = [
                     part for part in delivery.push(record) if part.text or part.record.num_tokens
                 ]
@@ -232,7 +232,7 @@ class Run:
         except (EngineClosed, StreamBehind, WorkerFailed) as error:
             raise _refused(error) from error
 
-    def _complain(self, record: Record) -> None:
+    def _complain(self, choice: Choice, record: Record) -> None:
         """Raise the error of a request that ended early."""
         reason = record.finish_reason
         assert reason is not None
@@ -242,6 +242,13 @@ class Run:
                 f"the answer was not complete after {self._timeout:g} seconds (--timeout): ask for "
                 "fewer tokens",
                 code="timeout",
+            )
+        if reason is FinishReason.RECOVERY_ERROR and choice.structured:
+            raise ApiError(
+                400,
+                "the text cannot go on as the request says it must: no token fits, or finding one "
+                "takes too long; the server's log says more. Ask for a simpler structure",
+                code="structure_ended",
             )
         raise ApiError(503, f"the request ended early: {reason.name.lower()}", code="ended_early")
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from jax_specdec.requests import RequestError, Structured
 
+# Between the tokens of JSON. Without a bound, a model may go on with it until its last token.
+WHITE_SPACE = r" ?|\n {0,32}"
 # The extra `structured`: the name is found wherever this package came from.
 INSTALL = "pip install 'llguidance>=1.3'"
 
@@ -34,10 +36,11 @@ def grammar_of(structured: Structured) -> str:
         if kind == "choice":
             made = _of_choice(json.loads(text))
         else:
-            # The library writes a schema into another JSON text as it stands.
-            text = json.dumps(json.loads(text)) if kind == "json_schema" else text
+            if kind == "json_schema":
+                # Written anew: the library puts it into another JSON text as it stands.
+                text = json.dumps(with_white_space(json.loads(text)))
             made = library().grammar_from(kind, text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise refused(kind, str(error)) from error
     return made
 
@@ -45,6 +48,14 @@ def grammar_of(structured: Structured) -> str:
 def refused(kind: str, why: str) -> RequestError:
     """What is said of a structure that cannot be served."""
     return RequestError(f"structured: the {kind} cannot be served: {' '.join(why.split())[:500]}")
+
+
+def with_white_space(schema: Any) -> Any:
+    """A JSON schema with `WHITE_SPACE` as its rule, unless it has one of its own."""
+    if not isinstance(schema, dict):
+        return schema
+    own = schema.get("x-guidance", {})
+    return schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE} | own}
 
 
 def _of_choice(texts: Any) -> str:

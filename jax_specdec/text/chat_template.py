@@ -19,6 +19,12 @@ from jax_specdec.checkpoint.model_config import CheckpointError
 INSTALL = "pip install 'tokenizers>=0.20' 'jinja2>=3.1'"
 
 
+FUNCTIONS = (
+    "You can call one of the functions below. To call it, write <tool_call>, then on a line of its "
+    'own {"name": its name, "arguments": an object with its parameters}, then </tool_call>.'
+)
+
+
 class MissingExtra(ValueError):
     """A library of the `hf` extra is missing; says how to install it."""
 
@@ -39,6 +45,7 @@ class ChatTemplate:
         """
         try:
             import jinja2
+            import jinja2.meta
             from jinja2.ext import loopcontrols
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
@@ -53,26 +60,65 @@ class ChatTemplate:
         self._error = jinja2.TemplateError
         try:
             self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            self._has_tools = "tools" in names
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The text of a conversation, up to where the model is to answer.
+
+        Args:
+          messages: of the conversation.
+          functions: that the model may call, each with a name. Where the template has no place for
+            them, `with_functions` says them in the messages.
 
         Raises:
           CheckpointError: the template refuses these messages; says why in its own words.
         """
         try:
+            if not self._has_tools:
+                messages = with_functions(messages, functions)
+            tools = [{"type": "function", "function": one} for one in functions]
             # Tools and documents are defined and None, as in transformers without any.
             return self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special,
             )
         except (self._error, TypeError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"the chat template refuses these messages: {error}") from error
+
+
+def with_functions(
+    messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Messages that say which functions there are, and in their texts what was called."""
+    made: list[Mapping[str, Any]] = [
+        {**one, "content": one["content"] + "".join(map(_call, one["tool_calls"]))}
+        if one.get("tool_calls")
+        else one
+        for one in messages
+    ]
+    if not functions:
+        return made
+    listed = "\n".join(json.dumps(one, ensure_ascii=False) for one in functions)
+    said = f"{FUNCTIONS}\n{listed}"
+    if made and made[0]["role"] == "system":
+        return [{**made[0], "content": f"{made[0]['content']}\n\n{said}"}, *made[1:]]
+    return [{"role": "system", "content": said}, *made]
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    named = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(named, ensure_ascii=False)}\n</tool_call>"
 
 
 def read_template(directory: Path) -> ChatTemplate | None:

@@ -86,8 +86,14 @@ class Tokenizer:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.array(ids, np.int32)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]:
         """The ids of a conversation, up to where the model is to answer.
+
+        Arguments are those of `ChatTemplate.render`.
 
         Raises:
           CheckpointError: there is no chat template, or it refuses the messages.
@@ -99,7 +105,7 @@ class Tokenizer:
                 "tokenizer_config.json): write a prompt instead of messages"
             )
         # The template writes the special tokens itself.
-        text = self._template.render(messages)
+        text = self._template.render(messages, functions)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     @cached_property  # only conversations need it, and jinja2

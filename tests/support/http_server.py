@@ -35,7 +35,7 @@ class Encoder:
     def encode(self, text):
         return tuple(ord(c) % EOS for c in text)
 
-    def encode_chat(self, messages):
+    def encode_chat(self, messages, functions=()):
         if messages[0]["role"] == "system":
             raise ValueError("the chat template refuses these messages: no system message")
         return self.encode("".join(one["content"] for one in messages))
@@ -101,7 +101,8 @@ def serving(
     def ask_later(**body):
         return pool.submit(ask, **body)
 
-    settings = EngineConfig(vocab_size=VOCAB, max_length=MAX_LENGTH, **{"num_slots": 4, **config})
+    given = {"vocab_size": VOCAB, "max_length": MAX_LENGTH, "num_slots": 4} | config
+    settings = EngineConfig(**given)
     with (
         ThreadPoolExecutor(8) as pool,
         bound("127.0.0.1", 0) as socket,

@@ -72,6 +72,7 @@ class ScriptedWorker:
     """
 
     pid = 0
+    next_token = staticmethod(next_token)
     name = property(lambda self: f"scripted-{id(self)}")
     ring = property(lambda self: self)
 
@@ -286,13 +287,13 @@ class ScriptedWorker:
         drafts, count = slot.drafts, 1
         for draft in drafts:  # greedy verification
             ids = slot.ids + drafts[: count - 1]
-            if count > slot.left - 1 or draft != next_token(ids):
+            if count > slot.left - 1 or draft != self.next_token(ids):
                 break
             count += 1
         tokens, logprobs = [], []
         for _ in range(count):
             logprobs.append(logprob(slot.ids))
-            tokens.append(next_token(slot.ids))
+            tokens.append(self.next_token(slot.ids))
             slot.ids.append(tokens[-1])
             slot.left -= 1
         slot.ended = slot.left == 0 or bool(set(tokens) & set(slot.params.stop_token_ids))
@@ -322,7 +323,7 @@ class ScriptedWorker:
         num = min(self.rng.randint(0, self.max_drafts), max(slot.left - 1, 0))
         right, ids, drafts = self.rng.randint(0, num), list(slot.ids), []
         for place in range(num):
-            token = next_token(ids)
+            token = self.next_token(ids)
             drafts.append(token if place < right else (token + 1) % VOCAB)
             ids.append(drafts[-1])
         return drafts

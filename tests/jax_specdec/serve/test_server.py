@@ -118,7 +118,18 @@ def test_unknown_places_methods_and_types(server, method, path, status, said):
         ({"min_tokens": None, "presence_penalty": 0}, None),
         ({"best_of": 2}, "best_of = 2 is not served yet"),
         ({"best_of": True}, "best_of = true is not served yet"),
-        ({"response_format": {"type": "json_object"}}, "not served yet"),
+        ({"response_format": {"type": "json_object"}}, "of 32 tokens need its tokenizer"),
+        ({"response_format": {"type": "xml"}}, "type must be one of text, json_object"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema needs json_schema"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "has json and regex: give one"),
+        ({"structured_outputs": {"regexp": "a"}}, "'regexp' is not served; known are json"),
+        ({"structured_outputs": {"choice": []}}, "must have 1 to 1024"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "nothing comes after"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "response_format and structured_outputs each say"),
+        ({"min_tokens": 1, "structured_outputs": {"regex": "a"}}, "min_tokens = 1 with struct"),
+        ({"structured_outputs": {"json_object": False}, "response_format": {"type": "text"}}, None),
+        ({"tools": []}, "'tools' is not served"),
         ({"logprob": 1}, "did you mean 'logprobs'?"),
         ({"extra_token_ids": [1]}, "extra_token_ids need logprobs"),
         ({"logprobs_mode": "own"}, "must be one of raw, scaled"),
@@ -142,8 +153,20 @@ def test_every_wrong_value_is_named(server, body, said):
     [
         ({"messages": None}, "messages is missing"),
         ({"messages": []}, "has 0 items and must have at least 1"),
-        ({"messages": [{"role": "user"}]}, "content is missing"),
-        ({"messages": [{"role": "user", "content": None}]}, "item 0 content must be a string or"),
+        ({"messages": [{"role": "user"}]}, "the role user has no content"),
+        ({"messages": [{"role": "user", "content": None}]}, "the role user has no content"),
+        ({"messages": [{"role": "user", "content": 1}]}, "item 0 content must be a string or"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}],
+                    }
+                ]
+            },
+            "arguments of the call of 'f' are no JSON object",
+        ),
         ({"messages": [{"role": "robot", "content": ""}]}, "must be one of system"),
         ({"messages": [{"role": "system", "content": "x"}]}, "no system message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "one of text"),

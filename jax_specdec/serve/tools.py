@@ -1,0 +1,144 @@
+"""Calls of functions: what a body offers, the grammar of an answer with a call, and its parts.
+
+A call is written as Hermes and Qwen models write it, whatever the model is:
+
+    <tool_call>
+    {"name": "FUNCTION", "arguments": {...}}
+    </tool_call>
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax_specdec.requests import Structured
+from jax_specdec.serve.errors import ApiError
+from jax_specdec.structured.grammar import with_white_space
+
+Json = dict[str, Any]
+
+BEGIN = "<tool_call>"
+_NAME, _ARGUMENTS, _END = '\n{"name": "', '", "arguments": ', "}\n</tool_call>"
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def offered(given: Mapping[str, Any]) -> tuple[list[Json], bool]:
+    """The functions that a body lets the model call, and whether it must call one.
+
+    Raises:
+      ApiError: a choice without functions, or of one that is not among them; a name comes twice.
+    """
+    tools = given.get("tools", [])
+    functions = [one["function"] for one in tools]
+    names = [one["name"] for one in functions]
+    choice = given.get("tool_choice", "auto" if tools else "none")
+    if choice == "none":
+        return [], False
+    if len(set(names)) < len(names):
+        raise ApiError(400, "tools: a name comes twice: names must differ", param="tools")
+    if isinstance(choice, dict):
+        name = choice["function"]["name"]
+        functions = [one for one in functions if one["name"] == name]
+        if not functions:
+            known = ", ".join(names) or "none"
+            raise ApiError(
+                400, f"tool_choice names {name!r}, and tools has {known}", param="tool_choice"
+            )
+    elif not functions:
+        raise ApiError(400, f"tool_choice = {choice!r} needs tools", param="tool_choice")
+    return functions, choice != "auto"
+
+
+def grammar(functions: Sequence[Mapping[str, Any]], *, required: bool) -> Structured:
+    """The grammar of an answer: a call, or, where none is required, text with or without one."""
+    rules = []
+    for number, one in enumerate(functions):
+        schema = with_white_space(one.get("parameters") or NO_PARAMETERS)
+        head, end = json.dumps(f"{_NAME}{one['name']}{_ARGUMENTS}"), json.dumps(_END)
+        rules.append(f"call_{number}: {head} %json {json.dumps(schema)} {end}")
+    calls = " | ".join(f"call_{number}" for number in range(len(functions)))
+    if required:
+        start = [f'start: "{BEGIN}" ({calls})']
+    else:
+        start = [
+            f"start: TEXT | begin ({calls})",
+            f'begin[lazy]: TEXT "{BEGIN}"',
+            r"TEXT: /(.|\n)*/",
+        ]
+    return Structured("grammar", "\n".join([*start, *rules]))
+
+
+def with_object(call: Json) -> Json:
+    """An earlier call with its arguments as an object.
+
+    Raises:
+      ValueError: they are not one.
+    """
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of the call of {function['name']!r} are no JSON object")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+class CallReader:
+    """Tells the text of an answer from its call, as they come.
+
+    Attributes:
+      complete: the call has ended.
+    """
+
+    def __init__(self) -> None:
+        self.complete = False
+        self._held = ""  # what may belong to the next part
+        self._state = "text"
+        self._id = f"call_{secrets.token_hex(12)}"
+
+    def push(self, text: str, *, over: bool = False) -> tuple[str, Json | None]:
+        """The text before the call that this brings, and what it adds to the call, if anything.
+
+        Args:
+          text: comes next.
+          over: it is the last.
+
+        Returns:
+          An addition to a call is as in a chunk of OpenAI's: its first one has the name.
+        """
+        self._held += text
+        said = ""
+        call: Json | None = None
+        if self._state == "text":
+            said, found, rest = self._held.partition(BEGIN)
+            if found:
+                self._state, self._held = "name", rest
+            else:
+                kept = 0 if over else _overlap(said, BEGIN)
+                said, self._held = said[: len(said) - kept], said[len(said) - kept :]
+        if self._state == "name" and _ARGUMENTS in self._held:
+            name, _, self._held = self._held.partition(_ARGUMENTS)
+            self._state = "arguments"
+            call = {"index": 0, "id": self._id, "type": "function",
+                    "function": {"name": name.removeprefix(_NAME), "arguments": ""}}  # fmt: skip
+        if self._state == "arguments":
+            self.complete = over and self._held.endswith(_END)
+            kept = len(_END) if self.complete or not over else 0
+            ready, self._held = _split(self._held, kept)
+            if ready:
+                call = call or {"index": 0, "function": {"arguments": ""}}
+                call["function"]["arguments"] = ready
+        return said, call
+
+
+def _split(text: str, kept: int) -> tuple[str, str]:
+    """The text but for its last characters, and these."""
+    place = max(len(text) - kept, 0)
+    return text[:place], text[place:]
+
+
+def _overlap(text: str, word: str) -> int:
+    """How many characters at the end of a text may begin the word."""
+    return next(n for n in range(min(len(text), len(word)), -1, -1) if text.endswith(word[:n]))

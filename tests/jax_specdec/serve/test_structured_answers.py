@@ -1,0 +1,224 @@
+"""Answers of a form: JSON, regular expressions, choices, and calls of functions.
+
+The worker chooses among the tokens that the request's grammar allows, by a hash of the text.
+"""
+
+import json
+import re
+import zlib
+
+import numpy as np
+import openai
+import pytest
+
+from jax_specdec.control import Admit
+from jax_specdec.requests import RequestError
+from jax_specdec.serve import tools
+from jax_specdec.serve.model import tiny_model
+from jax_specdec.serve.tools import CallReader
+from jax_specdec.structured.matcher import Matcher
+from jax_specdec.structured.vocabulary import read_vocabulary
+from jax_specdec.text import byte_tokens
+from jax_specdec.text.chat_template import ChatTemplate
+from tests.support.http_server import serving
+from tests.support.scripted_worker import ScriptedWorker
+
+pytestmark = pytest.mark.fast
+VOCABULARY = read_vocabulary("", byte_tokens.VOCAB_SIZE)
+COLORS = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "green"]}, "n": {"type": "integer", "maximum": 99}},
+    "required": ["color"],
+    "additionalProperties": False,
+}
+FUNCTIONS = [{"name": "paint", "description": "Paint it", "parameters": COLORS}, {"name": "stop"}]
+TOOLS = [{"type": "function", "function": one} for one in FUNCTIONS]
+CALL = '<tool_call>\n{"name": "paint", "arguments": {"color":"red", "n": 7}}\n</tool_call>'
+ASKED = [{"role": "user", "content": "paint"}]
+
+
+class ObedientWorker(ScriptedWorker):
+    """A worker that does what its last request says; some of its drafts are wrong."""
+
+    def apply(self, command):
+        super().apply(command)
+        if isinstance(command, Admit):
+            self.request = command.request
+
+    def next_token(self, ids):
+        params, prompt = self.request.params, self.request.prompt_token_ids
+        try:
+            text = Matcher(VOCABULARY, params.structured, params.stop_token_ids, ids[len(prompt) :])
+        except RequestError:  # behind a wrong draft
+            return 0
+        mask = np.zeros((1, VOCABULARY.num_words), np.int32)
+        text.fill(mask, ())
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        end = byte_tokens.EOS_ID
+        # Texts without an end of their own end soon.
+        if end in allowed and (allowed == [end] or len(ids) > len(prompt) + 20):
+            return end
+        return allowed[zlib.crc32(repr(ids).encode()) % len(allowed)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    model = tiny_model(name="tiny", created=1, max_length=1000)
+    sizes = {"vocab_size": byte_tokens.VOCAB_SIZE, "max_length": 1000}
+    with serving(model=model, worker=ObedientWorker, **sizes) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def chat(client, messages=ASKED, **more):
+    given = {"model": "tiny", "messages": messages, "max_tokens": 200, "seed": 1} | more
+    return client.chat.completions.create(**given)
+
+
+def is_colors(text):
+    found = json.loads(text)
+    assert found["color"] in ("red", "green")
+    assert set(found) <= {"color", "n"}
+    assert found.get("n", 0) <= 99
+    return True
+
+
+def outputs(**given):
+    return {"extra_body": {"structured_outputs": given}}
+
+
+def of_schema(schema):
+    described = {"name": "colors", "schema": schema, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": described}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"),
+    [
+        (of_schema(COLORS), is_colors),
+        (outputs(json=COLORS), is_colors),
+        (outputs(json=json.dumps(COLORS)), is_colors),
+        (outputs(regex="[ab]{3}-[0-9]+!"), re.compile("[ab]{3}-[0-9]+!").fullmatch),
+        (outputs(choice=["yes", "nö"]), ("yes", "nö").__contains__),
+        (outputs(grammar='root ::= "a" root | "b"'), re.compile("a*b").fullmatch),
+    ],
+)
+def test_texts_are_of_the_form_that_was_asked_for(client, asked, fits):
+    """Each of several choices is, and so is a completion."""
+    answer = chat(client, n=2, **asked)
+    assert [one.finish_reason for one in answer.choices] == ["stop", "stop"]
+    assert all(fits(one.message.content) for one in answer.choices)
+    if "extra_body" in asked:
+        plain = client.completions.create(model="tiny", prompt="x", max_tokens=200, **asked)
+        assert fits(plain.choices[0].text)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "stop"}}])
+def test_a_call_that_is_required_comes_whole_and_in_parts(client, choice):
+    whole = chat(client, tools=TOOLS, tool_choice=choice).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    (call,) = whole.message.tool_calls
+    if choice == "required" and call.function.name == "paint":
+        assert is_colors(call.function.arguments)
+    else:
+        assert (call.function.name, json.loads(call.function.arguments)) == ("stop", {})
+    name, arguments, ids, finish = "", "", set(), None
+    for chunk in chat(client, tools=TOOLS, tool_choice=choice, stream=True):
+        (one,) = chunk.choices
+        finish = one.finish_reason or finish
+        for part in one.delta.tool_calls or ():
+            assert part.index == 0
+            ids |= {part.id} - {None}
+            name += part.function.name or ""
+            arguments += part.function.arguments
+        assert not one.delta.content
+    assert (name, arguments, finish) == (call.function.name, call.function.arguments, "tool_calls")
+    assert len(ids) == 1
+
+
+def test_without_need_there_may_be_text(client, server):
+    """The grammar has both, and none at all where the choice is "none"."""
+    answer = chat(client, tools=TOOLS).choices[0]
+    assert (answer.finish_reason, answer.message.tool_calls) == ("stop", None)
+    assert len(answer.message.content) > 10
+    structured = server.workers[0].request.params.structured
+    for text, legal in ((CALL, True), ("See: " + CALL, True), ("<tool_call>x", False), ("", True),
+                        (CALL + "x", False), (CALL.replace("red", "blue"), False)):  # fmt: skip
+        ids = [*byte_tokens.encode(text).tolist(), byte_tokens.EOS_ID]
+        masks = np.zeros((len(ids) + 1, VOCABULARY.num_words), np.int32)
+        matcher = Matcher(VOCABULARY, structured, (byte_tokens.EOS_ID,))
+        assert (matcher.fill(masks, ids) == len(ids)) == legal
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "said"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "'required' needs tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+         "tool_choice", "names 'f', and tools has paint, stop"),
+        ({"tools": TOOLS * 2}, "tools", "a name comes twice"),
+        ({"tools": TOOLS, **of_schema(COLORS)}, "tools", "each say what the text is"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "must match"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
+         "tools", "Unimplemented keys"),
+        (of_schema({"type": "integer", "minimum": 2, "maximum": 1}), "response_format", "greater"),
+        (outputs(regex="("), "structured_outputs", "unclosed group"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_and_the_field_named(client, changes, param, said):
+    with pytest.raises(openai.BadRequestError, match=said) as raised:
+        chat(client, **changes)
+    assert raised.value.param == param
+
+
+def test_a_call_is_told_from_the_text_wherever_it_is_cut():
+    name = {"id": None, "type": "function", "index": 0}
+    for text, said, arguments in (
+        ("Well < then " + CALL, "Well < then ", '{"color":"red", "n": 7}'),
+        (CALL, "", '{"color":"red", "n": 7}'),
+        ("no <tool_cal", "no <tool_cal", None),
+        (CALL[:-15], "", '{"color":"red", "n": 7'),  # at the limit of tokens
+    ):
+        for size in (1, 2, 5, 13, 200):
+            reader, told, calls = CallReader(), "", []
+            for start in range(0, len(text), size):
+                over = start + size >= len(text)
+                more, call = reader.push(text[start : start + size], over=over)
+                told += more
+                calls += [call] if call else []
+            assert told == said
+            assert reader.complete == text.endswith(CALL)
+            if arguments is None:
+                assert not calls
+                continue
+            assert "".join(one["function"]["arguments"] for one in calls) == arguments
+            first, *others = calls
+            assert first["function"].pop("name") == "paint"
+            assert {**first, "id": None, "function": None} == {**name, "function": None}
+            assert all(set(one) == {"index", "function"} for one in others)
+
+
+def test_conversations_with_calls_reach_the_template():
+    """By a template that knows of functions, or in the texts of one that does not."""
+    called = tools.with_object({"function": {"name": "stop", "arguments": '{"a": 1}'}})
+    messages = [
+        {"role": "system", "content": "Hi."},
+        {"role": "assistant", "content": "So: ", "tool_calls": [called]},
+        {"role": "tool", "content": "done", "tool_call_id": "1"},
+    ]
+    rows = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
+    knows = ChatTemplate(rows + "{{ tools[1].function.name }}", {})
+    assert knows.render(messages, FUNCTIONS) == "system: Hi.|assistant: So: |tool: done|stop"
+    said = ChatTemplate(rows, {}).render(messages, FUNCTIONS)
+    assert said.startswith("system: Hi.\n\nYou can call one of the functions below.")
+    assert json.dumps(FUNCTIONS[0]) in said
+    wanted = 'So: <tool_call>\n{"name": "stop", "arguments": {"a": 1}}\n</tool_call>|tool: done|'
+    assert said.endswith(wanted)
+    alone = ChatTemplate(rows, {}).render([{"role": "user", "content": "x"}], FUNCTIONS)
+    assert alone.startswith("system: You can call")
+    assert ChatTemplate(rows, {}).render([{"role": "user", "content": "x"}]) == "user: x|"
