@@ -31,7 +31,8 @@ SPLITS = {
 def made(ignore_merges=False):
     """A tokenizer in which pairs of digits are tokens, where a split lets them stand together."""
     rules = json.loads(byte_level().to_str())
-    rules["model"]["vocab"]["11"] = byte_level().get_vocab_size()
+    rules["model"]["vocab"]["11"] = len(rules["model"]["vocab"])
+    rules["added_tokens"][-1]["id"] += 1  # which stand behind the vocabulary
     rules["model"]["merges"].append(["1", "1"])
     rules["model"]["ignore_merges"] = ignore_merges
     return Library.from_str(json.dumps(rules))
