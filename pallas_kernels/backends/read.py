@@ -111,6 +111,7 @@ def draw(
     by_xla: Callable[[Arrays], Found],
     logits: Float[Array, "N V"],
     after: Callable[[Drawn, Arrays], Found],
+    changes: Changes | None = None,
 ) -> Found:
     """A token of each slot's row, of rows that are whole on a device.
 
@@ -124,16 +125,20 @@ def draw(
       by_xla: what XLA does, a function of `arrays`.
       logits: the rows.
       after: what follows the kernel, a function of its result and of `arrays`.
+      changes: of the N rows.
     """
     fits = given.maxima.shape[1] <= MOST_GROUPS and given.excluded_ids.shape[1] <= MOST_TAKEN
     if not fits:
         return by_xla(arrays)
     found: Found = kernels_or_xla(
         "draw",
-        lambda kernels, logits, given, arrays: after(kernels.draw(logits, given, purposes), arrays),
-        lambda _, __, arrays: by_xla(arrays),
+        lambda kernels, logits, given, changes, arrays: after(
+            kernels.draw(logits, given, purposes, changes), arrays
+        ),
+        lambda *given: by_xla(given[-1]),
         logits,
         given,
+        changes,
         arrays,
         logits=logits,
         backends=("mosaic_gpu",),
@@ -142,7 +147,10 @@ def draw(
 
 
 def num_larger(
-    logits: Float[Array, "N V"], maxima: Float32[Array, "N G"], token_ids: Int32[Array, " N"]
+    logits: Float[Array, "N V"],
+    maxima: Float32[Array, "N G"],
+    token_ids: Int32[Array, " N"],
+    changes: Changes | None = None,
 ) -> Int32[Array, " N"]:
     """How many logits of each row are strictly larger than its token's; 0 without a token.
 
@@ -150,16 +158,18 @@ def num_larger(
       logits: the rows, whole.
       maxima: of their groups. The kernel reads those groups alone that have a larger logit.
       token_ids: -1 where nothing is counted; other rows are valid.
+      changes: of the rows, as the maxima are.
     """
     if maxima.shape[1] > MOST_GROUPS:
-        return groups.larger_than_tokens(logits, token_ids)
+        return groups.larger_than_tokens(logits, token_ids, changes)
     found: jax.Array = kernels_or_xla(
         "count_larger",
         lambda kernels, *arguments: kernels.count_larger(*arguments),
-        lambda logits, _, token_ids: groups.larger_than_tokens(logits, token_ids),
+        lambda logits, _, *rows: groups.larger_than_tokens(logits, *rows),
         logits,
         maxima,
         token_ids,
+        changes,
         logits=logits,
         backends=("mosaic_gpu",),
     )

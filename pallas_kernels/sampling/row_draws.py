@@ -150,9 +150,10 @@ def _drawn_apart(
         return chosen, noise
 
     arrays = logits.arrays, found, drawing._replace(few=drawing.sampled & drawing.few)
-    if logits.shard.axis_name is not None or logits.changes is not None:
+    if logits.shard.axis_name is not None:
         return by_xla(arrays)
-    return read.draw(given, arrays, (GROUP, RECOVER), by_xla, logits.logits, with_few)
+    purposes = GROUP, RECOVER
+    return read.draw(given, arrays, purposes, by_xla, logits.logits, with_few, logits.changes)
 
 
 class _Group(NamedTuple):

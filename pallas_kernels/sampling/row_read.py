@@ -328,8 +328,9 @@ def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Ar
     k = found.top_ids.shape[1]
     larger = (found.top_logits > x[:, :1]).sum(axis=1, dtype=jnp.int32)
     uncounted = ~jnp.isnan(x[:, 0]) & ~jnp.isnan(found.log_scaled) & (larger == k)
-    if shard == WHOLE and rows.changes is None:
-        counted = reads.num_larger(rows.logits, found.maxima, jnp.where(uncounted, ids, -1))
+    if shard == WHOLE:
+        which = jnp.where(uncounted, ids, -1)
+        counted = reads.num_larger(rows.logits, found.maxima, which, rows.changes)
     else:
         own = shard.masked(rows.logits)
         counted = shard.across_sum(larger_than(own, x[:, 0], uncounted, rows.changes))

@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
+from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, changed
 from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Index, Layout, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, word
 
@@ -28,6 +29,8 @@ class Row(NamedTuple):
     schedule: Schedule
     logits_ref: Readable  # [N * V]
     first: Index  # where the row starts
+    changes: RowChanges = None  # of several rows: what is read is changed
+    number: Index = 0  # which of these
 
     @property
     def vector(self) -> int:
@@ -65,7 +68,15 @@ class Row(NamedTuple):
         kind = thread.result(shape, self.logits_ref.dtype, layout)
         arguments = self.logits_ref, self.first, groups
         layouts = None, "scalar", layout.reduce(1)
-        return list(thread.inline(body, arguments, layouts, (kind,) * len(starts)))
+        pieces = list(thread.inline(body, arguments, layouts, (kind,) * len(starts)))
+        return self._changed(pieces, lambda: self.ids(groups)[0], layout)
+
+    def _changed(
+        self, pieces: list[jax.Array], ids: Callable[[], jax.Array], layout: Layout
+    ) -> list[jax.Array]:
+        if self.changes is None:
+            return pieces
+        return changed(pieces, ids(), self.changes, self.number, self.schedule, layout)
 
     def ids(self, groups: jax.Array) -> list[jax.Array]:
         """The token ids of `pieces`, int32; below 0 where there is no group."""
@@ -81,8 +92,10 @@ class Row(NamedTuple):
         Ids below 256 * `number` are those of the group before.
         """
         begin = jnp.minimum(number * WIDTH, self.schedule.vocabulary - WIDTH)
-        x = compat.load_vector(self.logits_ref, self.first + begin, WIDTH)
-        return x.astype(jnp.float32), compat.vector_iota(WIDTH) + begin, begin
+        x = compat.load_vector(self.logits_ref, self.first + begin, WIDTH).astype(jnp.float32)
+        ids = compat.vector_iota(WIDTH) + begin
+        (x,) = self._changed([x], lambda: ids, compat.vector_layout())
+        return x, ids, begin
 
 
 def padded_size(number: int) -> int:

@@ -13,17 +13,22 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import chosen_groups, compat
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, fixed_changes
 from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Index, Schedule, choose_fixed_schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
+from pallas_kernels.contract.changes import Changes
 
 
-def count_larger(logits: jax.Array, maxima: jax.Array, token_ids: jax.Array) -> jax.Array:
+def count_larger(
+    logits: jax.Array, maxima: jax.Array, token_ids: jax.Array, changes: Changes | None = None
+) -> jax.Array:
     """How many logits of each row are strictly larger than its token's; 0 where it has none.
 
     Args:
       logits: [R, V].
       maxima: [R, G] float32, of the groups.
       token_ids: [R] int32; -1 where nothing is counted.
+      changes: of the rows.
     """
     rows, vocabulary = logits.shape
     schedule = choose_fixed_schedule(rows, vocabulary, logits.dtype.name)
@@ -36,7 +41,8 @@ def count_larger(logits: jax.Array, maxima: jax.Array, token_ids: jax.Array) -> 
         compiler_params=compat.compiler_params(approx_math=False),
         kernel_name="count_larger",
     )
-    (counts,) = kernel(logits.reshape(-1), maxima.reshape(-1), token_ids)
+    words = fixed_changes(changes, vocabulary)
+    (counts,) = kernel(logits.reshape(-1), maxima.reshape(-1), token_ids, words)
     return compat.asarray(counts)
 
 
@@ -44,19 +50,25 @@ def _count_larger_kernel(
     logits_ref: jax.Ref,  # [R * V]  in
     maxima_ref: jax.Ref,  # [R * G] f32  in
     token_ids_ref: jax.Ref,  # [R] i32  in
+    changes: RowChanges,  # in
     counts_ref: jax.Ref,  # [R] i32  out
     *scratch: jax.Ref,  # of `Chosen`  shared memory
     schedule: Schedule,
     number: int,
 ) -> None:
     target = lax.axis_index("row")
-    row = chosen_groups.Row(schedule, logits_ref, target * schedule.vocabulary)
+    first = target * schedule.vocabulary
+    row = chosen_groups.Row(schedule, logits_ref, first, changes, target)
     token = load_at_once(token_ids_ref, target)
     maxima = chosen_groups.load_groups(maxima_ref, target, number, -jnp.inf)
 
     @pl.when(token >= 0)
     def _() -> None:
-        least = compat.asarray(logits_ref[row.first + token].astype(jnp.float32))
+        if changes is None:
+            least = compat.asarray(logits_ref[first + token].astype(jnp.float32))
+        else:
+            x, ids, _ = row.group(token // chosen_groups.WIDTH)
+            least = jnp.max(jnp.where(ids == token, x, -jnp.inf))
         nothing = compat.cast(jnp.zeros(schedule.piece(RUN), jnp.int32), row.layout)
         chosen = chosen_groups.Chosen(*scratch)
         work = functools.partial(_counted, row, least)

@@ -30,7 +30,12 @@ from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
 )
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_and_sums
-from pallas_kernels.backends.mosaic_gpu.reading import LARGEST, LOG2_E
+from pallas_kernels.backends.mosaic_gpu.reading import (
+    LARGEST,
+    LOG2_E,
+    RowChanges,
+    fixed_changes,
+)
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     RUN,
     WARPGROUP,
@@ -39,18 +44,25 @@ from pallas_kernels.backends.mosaic_gpu.schedule import (
     choose_fixed_schedule,
 )
 from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, load_at_once, word
+from pallas_kernels.contract.changes import Changes, of_rows
 from pallas_kernels.numbers.random_draws import gumbel_noise, log_of, threefry_word
 
 BITS = 32  # tokens of a word
 
 
-def draw(logits: jax.Array, rows: RowsToDraw, purposes: tuple[int, int]) -> Drawn:
+def draw(
+    logits: jax.Array,
+    rows: RowsToDraw,
+    purposes: tuple[int, int],
+    changes: Changes | None = None,
+) -> Drawn:
     """A token of each slot's row.
 
     Args:
       logits: [N, V], whole on this device.
       rows: the slots; their rows are valid.
       purposes: of the groups' noise, and of the tokens'.
+      changes: of the N rows; of those that are drawn from alone, words are made.
     """
     slots, num_rows = len(rows.rows), len(logits)
     schedule = choose_fixed_schedule(num_rows, logits.shape[1], logits.dtype.name)
@@ -68,7 +80,8 @@ def draw(logits: jax.Array, rows: RowsToDraw, purposes: tuple[int, int]) -> Draw
     )
     arrays = rows._replace(seed=lax.bitcast_convert_type(rows.seed, jnp.int32))
     flat: RowsToDraw = jax.tree.map(lambda x: x.reshape(-1), arrays)
-    return Drawn(*kernel(logits.reshape(-1), flat))
+    of_slots = fixed_changes(of_rows(changes, rows.rows), logits.shape[1])
+    return Drawn(*kernel(logits.reshape(-1), flat, of_slots))
 
 
 class Best(NamedTuple):
@@ -217,6 +230,7 @@ class RowToDraw(NamedTuple):
 def _draw_kernel(
     logits_ref: jax.Ref,  # [N * V]  in
     given: RowsToDraw,  # flat arrays  in
+    changes: RowChanges,  # of the slots' rows  in
     scores_ref: jax.Ref,  # [B] f32  out
     tokens_ref: jax.Ref,  # [B] i32  out
     *scratch: jax.Ref,  # of `Chosen`, and bits of `ExcludedTokens`  shared memory
@@ -240,7 +254,7 @@ def _draw_kernel(
         maxima = load_groups(given.maxima, row, number, -jnp.inf)
         sums = load_groups(given.sums, row, number, 0.0)
         mine = RowToDraw(
-            Row(schedule, logits_ref, row * schedule.vocabulary),
+            Row(schedule, logits_ref, row * schedule.vocabulary, changes, slot),
             ExcludedTokens(given.excluded_ids, slot * count, count, chosen, scratch[-1]),
             load_at_once(given.largest, row),
             load_at_once(given.inverse, row),

@@ -29,7 +29,7 @@ from pallas_kernels.backends.xla import group_sums, selection
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla.group_sums import EIGHT
 from pallas_kernels.backends.xla.selection import from_groups_on_cpu
-from pallas_kernels.contract.changes import Changes, apply, of_shard
+from pallas_kernels.contract.changes import Changes, apply, apply_at, of_shard
 from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.choose import lowered_for
@@ -174,12 +174,12 @@ def candidates(
 
 
 def larger_than_tokens(
-    logits: Float[Array, "N V"], token_ids: Int32[Array, " N"]
+    logits: Float[Array, "N V"], token_ids: Int32[Array, " N"], changes: Changes | None = None
 ) -> Int32[Array, " N"]:
     """How many logits of each row are strictly larger than its token's; 0 where an id is -1."""
     columns = jnp.clip(token_ids, 0, logits.shape[1] - 1)[:, None]
-    x = jnp.take_along_axis(logits, columns, axis=1)[:, 0].astype(jnp.float32)
-    return larger_than(logits, x, token_ids >= 0)
+    x = jnp.take_along_axis(logits, columns, axis=1).astype(jnp.float32)
+    return larger_than(logits, apply_at(x, columns, changes)[:, 0], token_ids >= 0, changes)
 
 
 def larger_than(

@@ -12,6 +12,7 @@ import numpy as np
 from pallas_kernels.backends import read
 from pallas_kernels.backends.mosaic_gpu import count_larger, draw, groups
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
+from pallas_kernels.contract.changes import Changes, apply, prepared
 from pallas_kernels.numbers.random_draws import gumbel_noise, threefry_word
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.row_read import emitted_logprobs
@@ -23,6 +24,7 @@ from pallas_kernels.testing.draws import PURPOSES, Slot
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import fixed
 from tests.support import quick_compile
+from tests.support.changed_logits import bits_of
 
 INVERSE = np.array([1, 0.5, 1.7, 1, 1], np.float32)
 TIED = 772_913, 7  # a seed and a position that give the groups 1 and 4 the same noise
@@ -63,9 +65,30 @@ def slots_of(x: np.ndarray, most: int) -> list[Slot]:
     ]
 
 
-def draws(name: str, schedule: Schedule, most: int) -> Case:
-    """Draws with what a slot may have; against float64."""
-    x = few_tokens(logits_of(schedule))
+def changed(x: np.ndarray, names: tuple[str, ...]) -> tuple[Changes | None, np.ndarray]:
+    """Changes by name of the first three rows, and the changed rows."""
+    if not names:
+        return None, x
+    rng, (rows, vocabulary) = np.random.default_rng(3), x.shape
+    allowed = rng.random((rows, vocabulary)) < 0.8
+    ids = rng.integers(0, vocabulary, (rows, 40)).astype(np.int32)
+    ids[:, 1] = vocabulary - 1
+    allowed[3:], ids[3:] = True, -1
+    words = np.stack([bits_of(np.flatnonzero(row), vocabulary) for row in allowed])
+    bias = jnp.asarray(rng.normal(0, 6, ids.shape), jnp.float32)
+    changes = Changes(jnp.asarray(words.view(np.int32)), jnp.asarray(ids), bias)
+    if "bias" not in names:
+        changes = Changes(changes.allowed)
+    elif "allowed" not in names:
+        changes = changes._replace(allowed=None)
+    changes = prepared(changes, vocabulary)
+    return changes, np.asarray(apply(jnp.asarray(x), changes))
+
+
+def draws(name: str, schedule: Schedule, most: int, names: tuple[str, ...] = ()) -> Case:
+    """Draws with what a slot may have, of rows that are changed in these ways; against float64."""
+    logits = few_tokens(logits_of(schedule))
+    changes, x = changed(logits, names)
     decided = [*slots_of(x, most), Slot(4, *LAST)]
     # Two groups with equal scores, of which either is summed again.
     slots = [*decided, Slot(3, *TIED, (511,)), Slot(3, *TIED, (1279,))]
@@ -76,20 +99,25 @@ def draws(name: str, schedule: Schedule, most: int) -> Case:
     assert noise[0] == noise[1]
 
     def call() -> Any:
-        return draw.draw(jnp.asarray(x), given, PURPOSES)
+        every = [draw.draw(jnp.asarray(logits), given, PURPOSES, changes)]
+        return every + ([draw.draw(jnp.asarray(x), given, PURPOSES)] if names else [])
 
-    def check(found: Any) -> None:
+    def check(every: Any) -> None:
+        found = every[0]
+        for other in every[1:]:  # the bits of a changed copy
+            jax.tree.map(np.testing.assert_array_equal, found, other)
         drawn_tokens.check(found, x, decided, INVERSE)
         assert (found.token_ids[-2:] // 256).tolist() == [1, 1]  # the lower of equal groups
 
     return Case(name, schedule, 0, len(slots), call, check, (draw,))
 
 
-def ranks(name: str, schedule: Schedule) -> Case:
+def ranks(name: str, schedule: Schedule, names: tuple[str, ...] = ()) -> Case:
     """Larger logits of likely and unlikely tokens, of none, and among equal ones."""
-    x = logits_of(schedule).repeat(2, axis=0)
-    x[1] = 0
-    x[4, ::3] = -np.inf
+    logits = logits_of(schedule).repeat(2, axis=0)
+    logits[1] = 0
+    logits[4, ::3] = -np.inf
+    changes, x = changed(logits, names)
     tokens = [int(x[0].argmax()), 5, -1, int(x[3].argmin()), 1, x.shape[1] - 1]
     ids = np.array(tokens, np.int32)
     maxima, _ = drawn_tokens.group_sums(x, np.ones(len(x)))
@@ -99,8 +127,8 @@ def ranks(name: str, schedule: Schedule) -> Case:
     ]
 
     def call() -> Any:
-        arrays = jnp.asarray(x), jnp.asarray(maxima), jnp.asarray(ids)
-        return count_larger.count_larger(*arrays)
+        arrays = jnp.asarray(logits), jnp.asarray(maxima), jnp.asarray(ids)
+        return count_larger.count_larger(*arrays, changes)
 
     def check(found: Any) -> None:
         np.testing.assert_array_equal(found, expected)
@@ -192,6 +220,7 @@ def draw_mutant_case() -> Case:
 def draw_cases() -> list[Callable[[], Case]]:
     """Functions that make the cases, one by one."""
     bf16, f16, f32 = "bfloat16", "float16", "float32"
+    mask, bias = ("allowed",), ("bias",)
     return [
         lambda: draws("draw", fixed(8448, bf16), 1),
         lambda: draws("draw, odd", fixed(4867, bf16), 5),
@@ -201,5 +230,9 @@ def draw_cases() -> list[Callable[[], Case]]:
         lambda: ranks("ranks", fixed(8448, bf16)),
         lambda: ranks("ranks, odd", fixed(4867, f32)),
         lambda: ranks("ranks, whole blocks", fixed(8192, f16)),
+        lambda: draws("draw, mask", fixed(4867, bf16), 5, mask),
+        lambda: draws("draw, mask and bias", fixed(8452, bf16), 2, (*mask, *bias)),
+        lambda: ranks("ranks, mask", fixed(4866, f16), mask),
+        lambda: ranks("ranks, bias", fixed(8448, bf16), bias),
         lambda: verification("draw, ranks: verification"),
     ]
