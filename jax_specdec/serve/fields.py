@@ -164,7 +164,7 @@ _CALL = {
     "required": ["function"],
     "additionalProperties": False,
 }
-_FUNCTION_NAME = {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "[a-zA-Z0-9_-]+"}
+_FUNCTION_NAME = {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[a-zA-Z0-9_-]+$"}
 _TOOL = {
     "type": "object",
     "properties": {

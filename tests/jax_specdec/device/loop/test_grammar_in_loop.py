@@ -14,6 +14,7 @@ from ipc.wire import LogprobsMode
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.model.params import named_arrays
+from jax_specdec.device.model.sharding import tensor_parallel
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Structured
 from tests.support import in_mode, letters, reference_model
@@ -127,6 +128,19 @@ def test_certain_drafts_that_are_forbidden_are_not_proposed_and_drawn_ones_are_r
                 emitted += record.token_ids.tolist()
     assert cut > 5
     assert rejected > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"presence_penalty": 1.0}])
+def test_devices_that_share_the_vocabulary_choose_as_one_does(more):
+    """Masks are split as the vocabulary is, handed down or applied to a changed copy."""
+    requests = asking(**more)[:6]
+    split = run_letters(requests, "mtp", parallel=tensor_parallel(random_model()[1], 2))
+    one = run_letters(requests, "mtp")
+    check(split, requests)
+    for item in requests:
+        if item.params.temperature == 0:
+            assert split.token_ids(item.id) == one.token_ids(item.id)
 
 
 @pytest.mark.slow

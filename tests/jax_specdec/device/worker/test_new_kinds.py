@@ -1,6 +1,5 @@
 """Requests that need programs which are not there yet wait for them, and the others go on."""
 
-import contextlib
 import gc
 import weakref
 
@@ -17,36 +16,10 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import SamplingParams
 from tests.support.compiled_here import compiled_here
 from tests.support.decoding import Local, request
+from tests.support.jobs_by_hand import ByHand, settle
 
 pytestmark = pytest.mark.fast
 PROMPT = [1, 2, 3, 1, 2, 3, 1]
-
-
-class ByHand:
-    """Jobs that wait until a test lets them run, in its own thread, or fail."""
-
-    def __init__(self):
-        self.job, self.busy, self.ended, self.started, self.error = None, False, False, 0, None
-        self.turns = []  # of `giving_way`
-
-    def start(self, job):
-        assert not self.busy
-        self.job, self.busy, self.started = job, True, self.started + 1
-
-    def finish(self, error=None):
-        if error is None:
-            self.job()
-        self.error, self.ended = error, True
-
-    def take(self):
-        self.busy = self.ended = False
-        return self.error
-
-    @contextlib.contextmanager
-    def giving_way(self, now):
-        self.turns.append(now)
-        yield
-        self.turns.append("end")
 
 
 def make(programs, **options):
@@ -76,14 +49,6 @@ def local(programs):
 
 def config_of(drafting):
     return Local(drafting).worker.config
-
-
-def settle(local):
-    """Let jobs run until none is wanted."""
-    while local.compiler.busy or local.worker.new_kinds.unsettled:
-        if local.compiler.busy:
-            local.compiler.finish()
-        local.worker.new_kinds.settle()
 
 
 def tokens(records):

@@ -1,0 +1,105 @@
+"""Grammars in a worker: compiled beside the steps of others, kept whatever happens to a slot."""
+
+import threading
+
+import pytest
+
+from jax_specdec.control import Commit, Prepare
+from jax_specdec.device.loop.kept_programs import KeptPrograms
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import Structured
+from tests.support import letters
+from tests.support.compiled_here import compiled_here
+from tests.support.decoding import Local, random_model, request, tokens_of
+from tests.support.jobs_by_hand import ByHand, settle
+from tests.support.letters import END, WORDS_PATTERN, text_of
+
+pytestmark = pytest.mark.fast
+PROMPT = [1, 2, 3, 1, 2, 3, 1]
+GRAMMAR = {"structured": WORDS_PATTERN, "stop_token_ids": (END,), "max_tokens": 20}
+
+
+def collect(local, records, steps):
+    for _ in range(steps):
+        for record in local.advance():
+            records.setdefault(record.request_id, []).append(record)
+
+
+def test_the_others_go_on_while_programs_and_grammar_are_compiled_and_nothing_is_afterwards():
+    """First the programs are held back by hand, then the grammar."""
+    config = Local("ngram").worker.config
+    may_compile = threading.Event()
+
+    def vocabulary():
+        assert may_compile.wait(60)
+        return letters.vocabulary()
+
+    local = Local("ngram", compiler=ByHand(), programs=KeptPrograms(config), vocabulary=vocabulary)
+    records = {}
+    local.admit(request("free", PROMPT, max_tokens=80, logprobs=2))
+    settle(local)
+    collect(local, records, 3)
+    local.admit(request("word", PROMPT, **GRAMMAR))
+    for held in (1, 0):
+        with compiled_here() as names:
+            collect(local, records, 5)
+            assert names == []
+        assert set(records) == {"free"}
+        assert local.worker.num_held == held
+        settle(local)
+    may_compile.set()
+    local.worker.slots[1].grammar.result()
+    with compiled_here() as names:
+        collect(local, records, 12)
+        assert names == []
+    assert text_of(tokens_of(records["word"])) in letters.WORDS
+    assert len(tokens_of(records["free"])) > 20
+
+
+def test_a_lone_request_waits_for_its_grammar():
+    config = Local("ngram").worker.config
+    local = Local("ngram", compiler=ByHand(), programs=KeptPrograms(config),
+                  vocabulary=letters.vocabulary)  # fmt: skip
+    for name, structured in (("wrong", Structured("regex", "(")), ("word", WORDS_PATTERN)):
+        local.admit(request(name, PROMPT, **GRAMMAR | {"structured": structured}))
+        settle(local)
+        found = local.drain()
+        assert (found[-1].finish_reason is FinishReason.STOP_TOKEN) == (name == "word")
+        local.rank.leave(name)
+    assert text_of(tokens_of(found)) in letters.WORDS
+
+
+def test_a_text_goes_on_in_its_grammar_with_other_weights():
+    """The weights are the same, so the text is the same."""
+    long = Structured("regex", "(ab|cde|f0|ac){4}3")
+    item, texts = request("word", PROMPT, **GRAMMAR | {"structured": long}), []
+    for after in (None, 1, 3):
+        local = Local("mtp", vocabulary=letters.vocabulary, load=lambda *_: random_model()[0])
+        records = {}
+        local.admit(item)
+        collect(local, records, after or 0)
+        if after is not None:
+            local.worker.apply(Prepare(number=1, path="x"))
+            local.worker.apply(Commit(number=1, version=1))
+        collect(local, records, 20)
+        versions = {record.weights_version for record in records["word"] if record.num_tokens}
+        assert after is None or 1 in versions
+        texts.append(text_of(tokens_of(records["word"])))
+    assert texts[0] in letters.WORDS
+    assert texts == texts[:1] * 3
+
+
+def test_a_prefill_worker_hands_over_a_text_that_goes_on_in_its_grammar():
+    prefill = Local("mtp", prefill_only=True, vocabulary=letters.vocabulary)
+    decoding = Local("mtp", vocabulary=letters.vocabulary)
+    item = request("word", PROMPT, **GRAMMAR)
+    prefill.admit(item)
+    first = prefill.drain()
+    queued = prefill.rank.leave("word")
+    ids = first[-1].handover_draft_ids.tolist()
+    decoding.rank.admit(queued.__class__(**{**vars(queued), "draft_token_ids": tuple(ids)}))
+    whole = Local("mtp", vocabulary=letters.vocabulary)
+    whole.admit(item)
+    text = tokens_of(first) + tokens_of(decoding.drain())
+    assert text == tokens_of(whole.drain())
+    assert text_of(text) in letters.WORDS
