@@ -38,11 +38,14 @@ SAMPLED = {"temperature": 1.3, "top_p": 0.95}
 
 
 def asking(**more):
-    """In turn greedy and sampled, in every mode, with a request that has no grammar."""
+    """In turn greedy and sampled, in every mode, with a request that has no grammar.
+
+    It holds a token back meanwhile, in the same masks.
+    """
     prompts = [[*TEXT[:n], 3 + n] for n in range(2, 11)]
     return [
         request("free", [4, 5, 4, 5], max_tokens=30, logprobs=4, logprobs_mode=PROCESSED,
-                kept_token_ids=True),
+                kept_token_ids=True, min_tokens=30, stop_token_ids=(LETTERS.index("r"),)),
         *(
             request(f"r{n}", prompt, seed=n, logprobs=4 - n % 2, logprobs_mode=mode,
                     kept_token_ids=n % 3 == 0, **GRAMMAR | more, **(SAMPLED if n % 2 else {}))
@@ -67,7 +70,7 @@ def check(result, requests):
                 if params.structured is not None:
                     chose[n] = masked(own[n], emitted)
                     seen, behind = seen + 1, behind + (n > 0)
-                if params.penalizes:
+                if params.penalizes or params.min_tokens:
                     chose[n] = changed_row(chose[n], params, item.prompt_token_ids, emitted)
                 if params.temperature == 0:
                     assert token == chose[n].argmax()
@@ -161,7 +164,7 @@ def test_a_text_that_goes_on_elsewhere_goes_on_in_its_grammar():
 
 def test_batches_without_a_grammar_run_what_they_ran_before():
     """Also after one that had: the same programs, and the same messages."""
-    free = asking()[0]
+    free = request("free", [4, 5, 4, 5], max_tokens=30, logprobs=4, logprobs_mode=PROCESSED)
     local, plain = Local("mtp", vocabulary=letters.vocabulary), Local("mtp")
     local.admit(asking()[1])
     while not any(record.finish_reason for record in local.advance()):
@@ -214,7 +217,7 @@ def conditional(prefix, words=ANY):
 )
 def test_sampled_tokens_follow_the_masked_distribution(name):
     asked = {"max_tokens": 3, "structured": ANY_PATTERN, "stop_token_ids": (END,)}
-    requests = [request(str(n), PROMPT, seed=n, temperature=1.5, **asked) for n in range(3000)]
+    requests = [request(str(n), PROMPT, seed=n, temperature=1.5, **asked) for n in range(1500)]
     result = run_letters(
         requests, DRAFTERS[name], num_slots=300, max_length=16, model=random_model(scale=2.0)
     )
