@@ -9,14 +9,17 @@ from typing import Any
 import jax
 from jax.stages import Lowered
 
-from bench.gpu import sass
+from bench.gpu import sass, trips
 from pallas_kernels.backends.mosaic_gpu import groups, groups_kernel
+from pallas_kernels.backends.mosaic_gpu.reading import fixed_changes
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_fixed_schedule
+from pallas_kernels.contract.changes import Changes, prepared
 from pallas_kernels.testing import compile_target
 from pallas_kernels.testing.shapes import Shape
 
-# Sums at the rows' temperatures; beside them, for raw logprobs, sums at temperature 1.
-PATHS = ("sampled", "sampled, raw")
+# Sums at the rows' temperatures; beside them, for raw logprobs, sums at temperature 1; both, and of
+# logits that a mask changes, or a mask and biases, sums at the rows' temperatures.
+PATHS = ("sampled", "sampled, raw", "sampled, mask, raw", "sampled, bias, raw")
 SHAPES = (
     Shape(1536, 131_072, 20, "bfloat16"),
     Shape(64, 151_936, 128, "bfloat16"),
@@ -32,16 +35,25 @@ def schedule_of(shape: Shape) -> Schedule:
 
 def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lowered:
     """Both passes at one shape, before they are compiled."""
-    schedule, raw = schedule_of(shape), path == PATHS[1]
+    schedule, raw = schedule_of(shape), path != PATHS[0]
     number = -(-shape.vocabulary // schedule.group_width)
 
-    def call(logits: jax.Array, inverse: jax.Array) -> Any:
-        (out,) = groups_kernel.read_groups(schedule, logits, inverse, raw)
-        top = groups.top_of_groups(logits, schedule, out, shape.k)
-        return groups.of_rows(out, schedule, number), top
+    def call(logits: jax.Array, inverse: jax.Array, given: Changes | None) -> Any:
+        changes = prepared(given, shape.vocabulary)
+        words = fixed_changes(changes, shape.vocabulary)
+        every = groups_kernel.read_groups(schedule, logits, inverse, raw, changes=words)
+        top = groups.top_of_groups(logits, schedule, every[0], shape.k, changes, words)
+        return [groups.of_rows(out, schedule, number) for out in every], top
 
-    logits = device.array((shape.rows, shape.vocabulary), shape.dtype)
-    return jax.jit(call).lower(logits, device.array((shape.rows,), "float32"))
+    rows, words = shape.rows, -(-shape.vocabulary // 32)
+    changes = None
+    if path in PATHS[2:]:
+        changes = Changes(device.array((rows, words), "int32"))
+    if path == PATHS[3]:
+        kinds = (device.array((rows, trips.BIASES), dtype) for dtype in ("int32", "float32"))
+        changes = Changes(device.array((rows, words), "int32"), *kinds)
+    logits = device.array((rows, shape.vocabulary), shape.dtype)
+    return jax.jit(call).lower(logits, device.array((rows,), "float32"), changes)
 
 
 def loops_per_logit(kernel: sass.Kernel, schedule: Schedule) -> list[float]:
@@ -51,6 +63,13 @@ def loops_per_logit(kernel: sass.Kernel, schedule: Schedule) -> list[float]:
     return sorted(len(names) / each for names in loops if "MUFU.EX2" in names)
 
 
-def bytes_of_sums(path: str, schedule: Schedule) -> int:
-    """What pass 1 writes of a row beside the maxima."""
-    return 4 * schedule.num_groups * (1 + PATHS.index(path))
+def bytes_besides(path: str, schedule: Schedule) -> int:
+    """What pass 1 reads and writes of a row beside the logits and one set of maxima."""
+    number, size = schedule.num_groups, 16 // schedule.vector
+    if path in PATHS[:2]:
+        return 4 * number * (1 + PATHS.index(path))
+    of_groups = 12 + size  # three sums, and the maxima of two sets
+    masks = 1
+    if path == PATHS[3]:
+        of_groups, masks = of_groups + (4 if size == 2 else 0), 2
+    return number * of_groups + masks * schedule.vocabulary // 8

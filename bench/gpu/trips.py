@@ -16,6 +16,7 @@ from bench.gpu.model import Trips
 from pallas_kernels.backends.mosaic_gpu.finish_kernel import AT_ONCE, OWN, capacity
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 
+BIASES = 64  # of a row, in the calls that have any
 SPREAD = 4.0  # the logits' standard deviation; no count depends on it, but for rounding
 MARKS = 32
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -81,12 +82,17 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
 
 
 def of_pass1(schedule: Schedule) -> Trips:
-    """A loop with exponentials is the steps of a program; of two, the longer one turns."""
+    """A loop with exponentials is the steps of a program; of two, the longer one turns.
+
+    One that loads, and has none, adds a bias: to as many tokens of a block as a warp has of them.
+    """
     steps = -(-schedule.num_steps // max(schedule.splits, 1))
 
     def trips(code: Code, loop: Loop) -> float:
-        if "MUFU.EX2" not in code.names(loop):
-            return 1
+        names = code.names(loop)
+        if "MUFU.EX2" not in names:
+            biased = BIASES * schedule.block / (4 * schedule.vocabulary)
+            return biased if has(names, "LDG") else 1
         loops = [other for other in code.loops if "MUFU.EX2" in code.names(other)]
         return steps if loop == max(loops, key=lambda other: len(code.names(other))) else 0
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from pallas_kernels.backends.xla.rows import rows_on_cpu, rows_on_gpu
+from pallas_kernels.backends.xla.rows import is_symbolic, rows_on_cpu
 from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, slices
 from pallas_kernels.contract.changes import Changes, apply
 from pallas_kernels.contract.rows import Rows, check_logits
@@ -22,6 +22,7 @@ from pallas_kernels.meshes import split
 from pallas_kernels.meshes.placement import AxisName, VocabShard, placed
 
 GROUPS_AT_ONCE = 32  # of `NARROWEST_GROUP` logits each, whose largest are joined at a time
+FEW_ROWS = 8
 
 
 def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
@@ -32,13 +33,18 @@ def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
 
     def elsewhere(logits: jax.Array, changes: Changes | None) -> Greedy:
         # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them. Changed
-        # logits are a copy on all.
+        # logits are a copy on all; kernels choose among them, but for batches with invalid rows.
         if changes is None:
             return greedy_block(logits)
-        return greedy_in_blocks(rows_on_gpu, greedy_block, logits, changes)
+        return greedy_in_blocks(few_rows, greedy_block, logits, changes)
 
     on_cpu = functools.partial(greedy_in_blocks, rows_on_cpu, greedy_block_on_cpu)
     return lowered_for(logits, changes, like=lambda x, _: _none(x), cpu=on_cpu, default=elsewhere)
+
+
+def few_rows(logits: jax.Array, num_rows: int, _: int, __: bool) -> int:
+    """How many changed rows are copied at a time, elsewhere than on a CPU."""
+    return num_rows if is_symbolic(logits, num_rows) else min(num_rows, FEW_ROWS)
 
 
 def _none(logits: jax.Array) -> Greedy:

@@ -204,8 +204,9 @@ def _verify(
 
     XLA on a CPU and the kernels for GPUs change logits as they read them, block by block. The
     kernels for TPUs take no changes in the read of groups: there, and on vocabulary shards, whose
-    groups have neighbors, a copy of the logits is changed first. With `k`, a GPU's program reads
-    whole rows that are all greedy by the kernels of `greedy_topk_logprobs`, which do less.
+    groups have neighbors, a copy of the logits is changed first. With `k` or changes, a GPU's
+    program reads whole rows that are all greedy by the kernels of `greedy_topk_logprobs`: they do
+    less with `k`, and take changes.
     """
 
     known = False if every_greedy else None
@@ -224,11 +225,11 @@ def _verify(
         return _verify_rows(shard, copy, None, own, batch, accept, k, is_sampled=known)
 
     def all_greedy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
-        rows = Rows(shard.masked(logits), changes=changes)
-        if k is None:
-            return _greedily(batch, greedy_of_part(shard, rows))
-        read = functools.partial(row_read.read_greedy, k=k, vocab_size=shard.size(logits.shape[1]))
+        rows, vocab_size = Rows(shard.masked(logits), changes=changes), shard.size(logits.shape[1])
+        read = functools.partial(row_read.read_greedy, k=k or 0, vocab_size=vocab_size)
         found, choice = read(rows)
+        if k is None:
+            return _greedily(batch, choice)
         own = () if changes is None else (read(rows._replace(changes=None))[0],)
         return _with_reads(_greedily(batch, choice), (found, *own), batch, k)
 
@@ -246,8 +247,7 @@ def _verify(
         return in_a_copy(*given)
     if changes is None and k is None:
         return in_place(*given)
-    platforms = {"cpu": in_place, "cuda": in_place if k is None else on_cuda}
-    return lowered_for(*given, like=all_greedy, default=in_a_copy, **platforms)
+    return lowered_for(*given, like=all_greedy, default=in_a_copy, cpu=in_place, cuda=on_cuda)
 
 
 def _verify_rows(
@@ -281,8 +281,8 @@ def _verify_rows(
         def all_greedy() -> Verified:
             return _greedily(batch, greedy_of_part(shard, Rows(logits, changes=changes)))
 
-        if is_sampled is False:
-            return all_greedy()
+        if is_sampled is not None:
+            return sampled() if is_sampled else all_greedy()
         verified: Verified = lax.cond(some_sampled, sampled, all_greedy)
         return verified
     grouped, before = rows(), None if own is None else GroupedRows.of(own, shard)

@@ -183,11 +183,9 @@ def split_columns(name: str) -> Case:
     return Case(name, fixed(4400, "float32"), 64, len(x), call, check, modules)
 
 
-def changed(
-    name: str, schedule: Schedule, names: tuple[str, ...], k: int, needs: int = 0, few: int = 9
-) -> Case:
+def changed(name: str, schedule: Schedule, names: tuple[str, ...], k: int, needs: int = 0) -> Case:
     """One read of changed rows: the bits of a read of a changed copy and, with k, of the rows."""
-    x = edge_rows(schedule)[:few]
+    x = edge_rows(schedule)[[0, 1, 2, 3, 7, 8]]  # all but the fourth are valid
     count, vocabulary = x.shape
     rng = np.random.default_rng(vocabulary + k)
     given = changes_of(rng, count, vocabulary, names)
@@ -232,7 +230,7 @@ def changed(
         jax.tree.map(np.testing.assert_array_equal, mine, others)
         check_sums(mine[0][0], None, copy, np.where(temperatures > 0, temperatures, 1))
         valid = sum(map(oracle.is_valid, copy))
-        assert valid > 1, valid
+        assert valid > count // 2
         assert (np.asarray(mine[0][2])[:, 0] >= 0).sum() == (valid if needs or k > 0 else 0)
 
     return Case(name, schedule, max(k, 0), count, call, check, MODULES)
@@ -275,7 +273,7 @@ def sampled_cases() -> list[Callable[[], Case]]:
         lambda: split_columns("sampled, split columns"),
         lambda: changed("sampled, mask", fixed(8448, bf16), mask, -1),
         lambda: changed("sampled, mask, raw, odd", fixed(4867, bf16), mask, 2),
-        lambda: changed("sampled, bias, ragged", fixed(8452, bf16, 1, 2), bias, -1, 10),
+        lambda: changed("sampled, bias, ragged", fixed(8452, bf16), bias, -1, 10),
         lambda: changed("sampled, mask and bias, raw", fixed(4866, f16), (*mask, *bias), 3),
         lambda: changed("sampled, mask and bias, float32", fixed(8448, f32), (*mask, *bias), 1),
     ]
