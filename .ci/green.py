@@ -30,6 +30,7 @@ REHEARSED = [
 LANES = {
     "hf-often": [*PRODUCT, "tests/hf/*", "tests/support/*"],
     "lm-eval": [*PRODUCT, "tests/hf/*", "tests/support/*"],
+    "real-often": [*PRODUCT, "tests/real/*", "tests/support/*"],
     "ray-often": [*PRODUCT, "tests/ray/*", "tests/support/*"],
     "nnx": [*PRODUCT, "examples/*", "docs/linear.md", "tests/docs/*", "tests/support/*"],
     "site": [*PRODUCT, "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*", "tests/docs/*"],

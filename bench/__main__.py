@@ -24,6 +24,7 @@ SUITES = {
 }
 MORE = {
     "sampling": "verification and drawing of sampled rows, against their logprobs alone",
+    "real": "SmolLM2-135M-Instruct: its start, the cost of logprobs and of sampling (minutes)",
     "peers": "functions of trainers and engines that run on JAX, against the adapters' (minutes)",
 }
 MODULES = {"end-to-end": "loop.suite", "peers": "peers.suite", "ring": "ring.suite"}

