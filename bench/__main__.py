@@ -25,6 +25,7 @@ SUITES = {
 MORE = {
     "sampling": "verification and drawing of sampled rows, against their logprobs alone",
     "real": "SmolLM2-135M-Instruct: its start, the cost of logprobs and of sampling (minutes)",
+    "drafts": "tokens/s with drafters over those without; --model DIR",
     "peers": "functions of trainers and engines that run on JAX, against the adapters' (minutes)",
 }
 MODULES = {"end-to-end": "loop.suite", "peers": "peers.suite", "ring": "ring.suite"}
@@ -61,7 +62,8 @@ def run(given: list[str]) -> int:
     comparisons: list[Comparison] = []
     for name in suites:
         module = importlib.import_module(f"bench.{MODULES.get(name, name)}")
-        found = module.run(quick=options.quick, **_parts(options))
+        more = {"model": options.model} if name == "drafts" else _parts(options)
+        found = module.run(quick=options.quick, **more)
         results = [replace(one, suite=name) for one in found]
         print_table(results)
         comparisons += results
@@ -95,9 +97,12 @@ def _parsed(given: list[str]) -> argparse.Namespace:
     for name, what in PARTS.items():
         text = f"of sampling: cases of so many {what} alone; may be given again"
         parser.add_argument(f"--{name}", type=int, action="append", metavar="N", help=text)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="of drafts: a checkpoint")
     options = parser.parse_args(given)
     if _parts(options) and options.suites != ["sampling"]:
         parser.error("--rows and --vocabulary are options of the suite sampling: name it alone")
+    if options.model and options.suites != ["drafts"]:
+        parser.error("--model is an option of the suite drafts: name it alone")
     unknown = [name for name in options.suites if name not in SUITES | MORE]
     if unknown:
         names = ", ".join((*SUITES, *MORE, "report"))

@@ -1,0 +1,143 @@
+"""Drafts that never cost: tokens a second with a drafter, over those without, in one run.
+
+Two kinds of text: chat, which hardly repeats itself and is sampled, and answers that can be guessed
+from their prompts, greedy: code that is edited, extracted from or repeated. The code is Python's
+standard library, which every machine with this program has.
+
+Each contender is an engine of its own, which waits while another one's turn is. All answer the same
+prompts with the same number of tokens. First each answers them until its programs are compiled.
+"""
+
+import contextlib
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.timing import BenchError, Comparison, Target, compare
+from jax_specdec.checkpoint.hf_names import open_model
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.text.tokenizer import Tokenizer
+
+NONE, DRAFTERS = "no drafter", ("ngram", "suffix")
+LIMITS = {"chat": 0.97, "guessable": 1.5}  # tokens/s over those without a drafter, at least
+SLOTS = (1, 8)
+LENGTH = 768  # tokens of a slot
+CODE = 1000  # characters of a file
+QUESTIONS = (
+    "Why is the sky blue?", "Give me three ideas for a birthday party.",
+    "What is the difference between a lake and a sea?", "Write a short poem about rain.",
+    "How do I make good coffee at home?", "Explain to a child what money is.",
+    "What should I see in Rome in two days?", "My cat does not eat. What can I do?",
+)  # fmt: skip
+FILES = ("colorsys", "bisect", "heapq", "stat", "keyword", "queue", "sched", "textwrap")
+
+
+def run(quick: bool = False, model: Path | None = None) -> list[Comparison]:
+    """Measure both kinds of text at one slot and at eight; `quick` takes fewer tokens and rounds.
+
+    Args:
+      quick: a minute or two a table, for a look.
+      model: a checkpoint in Hugging Face's layout that can chat.
+
+    Raises:
+      BenchError: no model is named, or an engine answers with another number of tokens.
+    """
+    if model is None:
+        raise BenchError("name a checkpoint that can chat: --model DIR")
+    vocab_size = open_model(model).config.vocab_size
+    tokenizer = Tokenizer(model, vocab_size)
+    texts = {"chat": chat(tokenizer), "guessable": guessable(tokenizer)}
+    found = []
+    for slots in SLOTS:
+        with contextlib.ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(Engine(configuration(model, vocab_size, name, slots)))
+                for name in (NONE, *DRAFTERS)
+            }
+            for kind, prompts in texts.items():
+                found.append(
+                    measure(engines, kind, prompts[: 1 if slots == 1 else 8], slots, quick)
+                )
+    return found
+
+
+def configuration(model: Path, vocab_size: int, drafter: str, slots: int) -> EngineConfig:
+    """One contender's."""
+    return EngineConfig(
+        weights=str(model),
+        vocab_size=vocab_size,
+        drafter="none" if drafter == NONE else drafter,
+        num_drafts=0 if drafter == NONE else EngineConfig.num_drafts,
+        num_slots=slots,
+        max_length=LENGTH,
+    )
+
+
+def chat(tokenizer: Tokenizer) -> list[Request]:
+    """Questions, whose answers are sampled."""
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": one}]) for one in QUESTIONS]
+    params = SamplingParams(temperature=0.7, top_p=0.95)
+    return [
+        Request(id=str(n), prompt_token_ids=prompt, params=replace(params, seed=n))
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def guessable(tokenizer: Tokenizer) -> list[Request]:
+    """Code with a task, and the first lines of the answer: a small model would not begin it."""
+    library, requests = Path(sysconfig.get_paths()["stdlib"]), []
+    for n, name in enumerate(FILES):
+        code = (library / f"{name}.py").read_text(encoding="utf-8")[:CODE].rsplit("\n", 1)[0]
+        lines = code.split("\n")
+        tasks = (
+            ("Repeat this file.", lines),
+            (f"Write this file again, with {name} renamed to {name}2.",
+             code.replace(name, f"{name}2").split("\n")),
+            ("Extract the second half of this file.", lines[len(lines) // 2 :]),
+        )  # fmt: skip
+        task, answer = tasks[n % len(tasks)]
+        message = {"role": "user", "content": f"{task}\n\n```python\n{code}\n```"}
+        begun = "```python\n" + "\n".join(answer[:3]) + "\n"
+        prompt = (*tokenizer.encode_chat([message]), *tokenizer.encode_plain(begun).tolist())
+        greedy = SamplingParams(temperature=0.0)
+        requests.append(Request(id=name, prompt_token_ids=prompt, params=greedy))
+    return requests
+
+
+def measure(
+    engines: dict[str, Engine], kind: str, requests: Sequence[Request], slots: int, quick: bool
+) -> Comparison:
+    """Compare the drafters on one kind of text; tokens/s are those of whole answers."""
+    tokens, rounds = (64, 3) if quick else (192, 9)
+    asked = [replace(one, params=replace(one.params, max_tokens=tokens)) for one in requests]
+
+    def answering(engine: Engine) -> Callable[[], Any]:
+        def answer() -> None:
+            count = sum(
+                record.num_tokens for update in engine.generate(asked) for record in update.records
+            )
+            if count != tokens * len(asked):
+                raise BenchError(f"{count} tokens, where {tokens * len(asked)} were asked for")
+
+        return answer
+
+    contenders = {name: answering(engine) for name, engine in engines.items()}
+    for answer in contenders.values():
+        for _ in range(2 if quick else 4):
+            answer()
+    found = compare(
+        f"{kind} text, {slots} slot{'s' * (slots > 1)}", contenders, check=None, rounds=rounds,
+        min_seconds=0.0, settings={"kind": kind, "slots": slots, "tokens": tokens},
+    )  # fmt: skip
+    base = found[NONE].median
+    targets = tuple(
+        Target(f"{name}: tokens/s over those without", LIMITS[kind], base / found[name].median,
+               "x", at_least=True)
+        for name in DRAFTERS
+    )  # fmt: skip
+    rates = {name: {"tokens/s": tokens * len(asked) / found[name].median} for name in contenders}
+    return replace(found, targets=targets, figures=rates)
