@@ -21,7 +21,7 @@ WINDOW = 600.0  # seconds in which losses count
 def add_engine(group: Any) -> None:
     """Add the options that say who drafts, and how much a worker runs at once."""
     from ipc.wire import MAX_DRAFTS
-    from jax_specdec.control import DRAFTERS
+    from jax_specdec.control import DRAFT_WIDTHS, DRAFTERS
 
     group.add_argument("--drafter", choices=DRAFTERS,
         help="where drafts come from: the model's own head (mtp), the latest n-gram or the longest "
@@ -33,8 +33,9 @@ def add_engine(group: Any) -> None:
         help=f"the most draft tokens a step, 0 to {MAX_DRAFTS} (default: %(default)s)")  # fmt: skip
     group.add_argument("--corpus", type=Path, metavar="FILE",
         help="a UTF-8 text that the suffix drafter searches too")  # fmt: skip
-    group.add_argument("--adaptive-drafts", action="store_true",
-        help="draft less for a request whose drafts are rarely accepted")  # fmt: skip
+    group.add_argument("--draft-width", choices=DRAFT_WIDTHS, default="adaptive",
+        help="a step verifies as many drafts as pay (adaptive), or always all (fixed): with drafts "
+        "of a model, seeded requests repeat only then (default: %(default)s)")  # fmt: skip
     group.add_argument("--slots", type=integer(1), default=8, metavar="B",
         help="requests that a worker decodes together (default: %(default)s)")  # fmt: skip
     group.add_argument("--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
@@ -49,7 +50,7 @@ def engine_options(
     """The fields of `EngineConfig` that these options set; arguments and errors as `drafting`."""
     return {
         **drafting(options, model, max_length),
-        "adaptive": options.adaptive_drafts,
+        "draft_width": options.draft_width,
         "num_slots": options.slots,
         "tensor_parallel": options.tensor_parallel,
         "compilation_cache": options.compilation_cache,

@@ -6,6 +6,7 @@ Records never come this way: they go through the ring.
 
 from jax_specdec.control.client import ControlClient
 from jax_specdec.control.commands import (
+    DRAFT_WIDTHS,
     DRAFTERS,
     GROUP_KILLED,
     IMPLEMENTATIONS,
@@ -54,6 +55,7 @@ __all__ = [
     "Connection",
     "Member",
     "DRAFTERS",
+    "DRAFT_WIDTHS",
     "IMPLEMENTATIONS",
     "GROUP_KILLED",
     "to_line",

@@ -21,6 +21,7 @@ from jax_specdec.requests import Request, SamplingParams, packed, unpacked
 GROUP_KILLED = 128
 
 
+DRAFT_WIDTHS = ("adaptive", "fixed")  # the values of `WorkerConfig.draft_width`
 DRAFTERS = ("mtp", "model", "ngram", "suffix", "none")  # the values of `WorkerConfig.drafter`
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")  # those of `WorkerConfig.implementation`
 
@@ -49,7 +50,10 @@ class WorkerConfig:
       draft_model: for "model", the weights of the smaller model that drafts, as those of `weights`;
         ids must mean the same in both. Otherwise empty.
       num_drafts: draft tokens a step at most.
-      adaptive: draft less for a request whose drafts are seldom accepted.
+      draft_width: "adaptive": each step verifies as many drafts as pay, from 0 to `num_drafts`, by
+        the times of steps and the fates of earlier drafts. "fixed": all of them. With a drafter
+        that draws its drafts ("mtp", "model"), a seeded request repeats only at a fixed width. A
+        worker with `processes` has one.
       corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
       tokenizer: a directory with the tokenizer.json that reads `corpus`; empty for that of
         `weights`, or bytes where there is none.
@@ -89,7 +93,7 @@ class WorkerConfig:
     drafter: str = "mtp"
     draft_model: str = ""
     num_drafts: int = 3
-    adaptive: bool = False
+    draft_width: str = "adaptive"
     corpus: str = ""
     tokenizer: str = ""
     num_slots: int = 8

@@ -7,7 +7,7 @@ import numpy as np
 
 from ipc import wire
 from jax_specdec.checkpoint.model_config import DTYPES
-from jax_specdec.control import BEAT_SECONDS, DRAFTERS, IMPLEMENTATIONS, WorkerConfig
+from jax_specdec.control import BEAT_SECONDS, DRAFT_WIDTHS, DRAFTERS, IMPLEMENTATIONS, WorkerConfig
 from jax_specdec.engine.restarts import MAX_RESTART_DELAY, Restarts
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.wording import pluralize
@@ -113,6 +113,7 @@ class EngineConfig(WorkerConfig):
             )
         choices = (
             ("drafter", DRAFTERS, ""),
+            ("draft_width", DRAFT_WIDTHS, ""),
             ("dtype", ("", *DTYPES), "; empty for that of the weights"),
             (
                 "implementation",

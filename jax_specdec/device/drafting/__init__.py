@@ -4,7 +4,6 @@ A small door beside `jax_specdec.device`; what lies behind it may change. `draw`
 loops that draft by themselves, `CallableDrafter` for a function of your own.
 """
 
-from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.draft_model import DraftModel
@@ -32,7 +31,6 @@ __all__ = [
     "MtpDrafter",
     "DraftModel",
     "CallableDrafter",
-    "Adaptive",
     "make_drafter",
     "draw",
     "CompactQ",

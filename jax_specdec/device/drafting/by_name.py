@@ -7,7 +7,6 @@ import numpy as np
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import DRAFTERS
-from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.draft_model import DraftModel
 from jax_specdec.device.drafting.drafters import Drafter, MtpDrafter, NgramDrafter, NoDrafter
@@ -25,7 +24,6 @@ def make_drafter(
     config: Model,
     *,
     corpus: str = "",
-    adaptive: bool = False,
     encode: Encode | None = None,
     parallel: Parallel = ONE_DEVICE,
     draft_model: ModelConfig | None = None,
@@ -37,7 +35,6 @@ def make_drafter(
       num_drafts: the most drafts a slot and step; 0 makes any name a `NoDrafter`.
       config: the configuration of the model that the drafts are for.
       corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
-      adaptive: draft less for a request whose drafts are seldom accepted; "none" stays as it is.
       encode: the model's own tokenizer, for the corpus; None for byte-level tokens.
       parallel: the devices among which that model is split.
       draft_model: the configuration of the smaller model that drafts, for the name "model".
@@ -69,7 +66,7 @@ def make_drafter(
         drafter = DraftModel(draft_model, config, num_drafts, parallel)
     else:
         drafter = MtpDrafter(config, num_drafts, parallel)
-    return Adaptive(drafter) if adaptive else drafter
+    return drafter
 
 
 def _read(path: str, config: Model, encode: Encode | None) -> Corpus:

@@ -13,7 +13,7 @@ from jax_specdec.device.loop.kinds import Kind, PromptKind, StepKey
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig
 
-MOST_KINDS = 32  # of batches and prompts together
+MOST_KINDS = 64  # of batches and prompts together
 
 
 class KeptPrograms(Compiled):

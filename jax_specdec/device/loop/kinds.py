@@ -5,13 +5,13 @@ has while closer ones are compiled.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from jax_specdec.device.loop.host_slots import Slot, reads_once, widths_of_slots
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import ChangesSize, changes_size
 
-StepKey = tuple[Widths | None, int | None, int, ChangesSize | None, bool]
+StepKey = tuple[Widths | None, int | None, int, ChangesSize | None, bool, int | None]
 
 
 class StepOptions(TypedDict):
@@ -20,6 +20,12 @@ class StepOptions(TypedDict):
     report_widths: Widths | None
     read_k: int | None
     samples: bool
+    num_drafts: NotRequired[int]  # fewer than D
+
+
+def narrow_widths(num_drafts: int) -> tuple[int, ...]:
+    """The widths below D that steps have programs of: none, and half of the drafts."""
+    return tuple(dict.fromkeys((0, num_drafts // 2)))[:num_drafts]
 
 
 class Kind(NamedTuple):
@@ -30,6 +36,7 @@ class Kind(NamedTuple):
     reads_once: bool = False  # logprobs take what verification has read
     samples: bool = False  # a slot may have a temperature: a much larger program
     changes: ChangesSize | None = None  # None: no slot changes the logits that choose
+    num_drafts: int | None = None  # of a slot, that a step verifies; None: all D
 
     @classmethod
     def of_slots(
@@ -62,6 +69,15 @@ class Kind(NamedTuple):
         """Whether masks are made while the model's forward pass runs."""
         return self.changes is not None and self.changes.grammar
 
+    def narrower(self, num_drafts: int) -> "tuple[Kind, ...]":
+        """The same with steps that verify fewer than D = `num_drafts` drafts.
+
+        There are none where masks follow all drafts, or a message reports them.
+        """
+        if self.has_grammar or self.reports_drafts:
+            return ()
+        return tuple(self._replace(num_drafts=width) for width in narrow_widths(num_drafts))
+
     @property
     def num_programs(self) -> int:
         """The step's, those of its messages, and one for all lengths that are copied."""
@@ -70,11 +86,14 @@ class Kind(NamedTuple):
     @property
     def step_options(self) -> StepOptions:
         """The static arguments of `step`."""
-        return {
+        options: StepOptions = {
             "report_widths": self.widths if self.reports_drafts else None,
             "read_k": self.widths.k if self.reads_once else None,
             "samples": self.samples,
         }
+        if self.num_drafts is not None:
+            options["num_drafts"] = self.num_drafts
+        return options
 
     @property
     def step_key(self) -> StepKey:
@@ -82,7 +101,7 @@ class Kind(NamedTuple):
         options = self.step_options
         return (
             options["report_widths"], options["read_k"], self.widths.chosen, self.changes,
-            self.samples,
+            self.samples, self.num_drafts,
         )  # fmt: skip
 
     @property
@@ -107,6 +126,7 @@ class Kind(NamedTuple):
             and has.kept >= needed.kept
             and self.reports_drafts >= exact.reports_drafts
             and self.samples >= exact.samples
+            and self.num_drafts == exact.num_drafts
         )
 
 

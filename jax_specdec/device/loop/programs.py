@@ -67,7 +67,7 @@ class Compiled:
         )
         self.step: Wrapped = with_model(
             functools.partial(chosen(step), config),
-            static_argnames=("read_k", "report_widths", "samples"),
+            static_argnames=("read_k", "report_widths", "samples", "num_drafts"),
             out_shardings=(places, None),
         )
         self.seen: Wrapped = jax.jit(

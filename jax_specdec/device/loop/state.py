@@ -61,7 +61,7 @@ class LoopState(NamedTuple):
     cache: KVCache
     drafter: Any  # the drafter's own state
     drafts: Drafts
-    handed_over: Int32[Array, "B D"]  # the drafts of a slot's first step; -1 where there are none
+    handed_over: Int32[Array, "B _"]  # the drafts of a slot's first step; -1 where there are none
     certain: Bool[Array, " B"]  # the drafts are those, and were drawn from no known q
     tokens: Int32[Array, "B T"]  # prompt and emitted tokens
     lengths: Int32[Array, " B"]  # known tokens

@@ -8,7 +8,7 @@ host values, so the host launches step n + 1 without having seen step n.
 Axes: B slots, S = D + 1 positions, D drafts, T tokens of a slot, E hidden size, V vocabulary.
 """
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,8 @@ def step(
     report_widths: Widths | None = None,
     changes: Changes | None = None,
     samples: bool = True,
-) -> tuple[LoopState, StepOutput]:
+    num_drafts: int | None = None,
+) -> tuple[LoopState, Annotated[StepOutput, "D = W"]]:
     """Verify every active slot's drafts, emit tokens, and draft the next ones.
 
     1. The target model runs each slot's last known token and its drafts.
@@ -71,15 +72,22 @@ def step(
 
     Without `samples`, static, no active slot has a temperature, and the program verifies greedily.
 
+    With `num_drafts`, static, no more drafts of a slot are verified: S is that and one. The others
+    are dropped, and D are proposed as ever.
+
     A `prefill_only` loop emits one token a request, and sends the drafts that follow it along.
 
     It is `forward_rows`, then `choose`: two programs where masks are made between them.
     """
+    proposed = state.drafts
+    if num_drafts is not None:
+        state = state._replace(drafts=_leading(proposed, num_drafts))
     state, rows = forward_rows(config, params, state)
-    return choose(
+    state, output = choose(
         config, params, state, rows, options,
         read_k=read_k, report_widths=report_widths, changes=changes, samples=samples,
     )  # fmt: skip
+    return state, output._replace(fates=fates_of(proposed, output))
 
 
 def choose(
@@ -93,7 +101,7 @@ def choose(
     report_widths: Widths | None = None,
     changes: Changes | None = None,
     samples: bool = True,
-) -> tuple[LoopState, StepOutput]:
+) -> tuple[Annotated[LoopState, "D = all"], StepOutput]:
     """All of a step behind the model's forward pass; arguments as `step`, and its rows.
 
     Where a grammar excludes a certain draft, it and those behind it are not proposed. To drop one
@@ -110,7 +118,7 @@ def choose(
         written = Written(state.tokens, state.lengths, state.drafts.token_ids)
         changed = changed_logits(rows.logits, changes, written, config.parallel)
     elif changes is not None:
-        sizes = config.num_positions, config.model.vocab_size
+        sizes = state.drafts.token_ids.shape[1] + 1, config.model.vocab_size
         handed_down = row_changes(changes, state.lengths, *sizes)
     choice_rows = rows if changed is None else rows._replace(logits=changed)
     verified = _verify(config, state, choice_rows, sampling, read_k, handed_down, samples)
@@ -146,7 +154,8 @@ def choose(
         )
     if report_widths is not None and proposed.report is not None and state.drafts.report is None:
         # No slot whose drafts were verified now had asked: its rows are nobody's.
-        nothing = jax.tree.map(jnp.zeros_like, proposed.report)
+        verified_ones = _leading(proposed, state.drafts.token_ids.shape[1])
+        nothing = jax.tree.map(jnp.zeros_like, verified_ones.report)
         output = output._replace(drafts=output.drafts._replace(report=nothing))
     state = state._replace(
         drafter=drafter,
@@ -175,7 +184,7 @@ def forward_rows(config: LoopConfig, params: Any, state: LoopState) -> tuple[Loo
     drafts = state.drafts
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.lengths - 1, 0)[:, None], axis=1)
     inputs = jnp.concatenate([last, drafts.token_ids], axis=1)
-    index = _position_index(config)
+    index = _position_index(state)
     positions = state.lengths[:, None] - 1 + index
     is_row = state.active[:, None] & (index <= drafts.num[:, None])
     hidden, cache = forward(
@@ -192,7 +201,7 @@ def seen(config: LoopConfig, state: LoopState) -> Int32[Array, "B _"]:
       By slot: known tokens, whether it is decoding, number of drafts, the last S known tokens (no
       step emits more) and D drafts. `Seen` takes it apart.
     """
-    places = state.lengths[:, None] - config.num_positions + _position_index(config)
+    places = state.lengths[:, None] - config.num_positions + _position_index(state)
     last = jnp.take_along_axis(state.tokens, jnp.maximum(places, 0), axis=1)
     counts = state.lengths, state.active.astype(jnp.int32), state.drafts.num
     return jnp.concatenate([jnp.stack(counts, axis=1), last, state.drafts.token_ids], axis=1)
@@ -225,7 +234,7 @@ def _verify(
 def _grow(config: LoopConfig, state: LoopState, rows: StepRows, verified: Verified) -> _Grown:
     """Append what was emitted, and see which slots go on."""
     num_tokens = verified.num_tokens
-    emitted = _position_index(config) < num_tokens[:, None]
+    emitted = _position_index(state) < num_tokens[:, None]
     slots = jnp.arange(config.num_slots, dtype=jnp.int32)[:, None]
     where = jnp.where(emitted, rows.positions + 1, config.max_length)
     remaining = state.remaining - num_tokens
@@ -248,7 +257,7 @@ def _propose(
     grown: _Grown,
     sampling: Sampling,
     report_drafts: ReportDrafts | None,
-) -> tuple[Drafts, Any]:
+) -> tuple[Annotated[Drafts, "D = all"], Any]:
     """Let the drafter propose for the slots that go on; its proposals and its state."""
     # A draft beyond the length limit could only be cut: it is not made.
     room = jnp.minimum(grown.remaining, config.max_length - grown.lengths) - 1
@@ -265,10 +274,10 @@ def _propose(
         report_drafts=report_drafts,
     )
     proposed, drafter = config.drafter.propose(params, state.drafter, context)
-    if proposed.token_ids.shape != state.drafts.token_ids.shape:
+    if proposed.token_ids.shape != state.handed_over.shape:
         raise ValueError(
             f"the drafter proposed {proposed.token_ids.shape} drafts, but [B, D] is "
-            f"{state.drafts.token_ids.shape}: mark fewer drafts by `num`"
+            f"{state.handed_over.shape}: mark fewer drafts by `num`"
         )
     return proposed._replace(num=jnp.clip(proposed.num, 0, context.limit)), drafter
 
@@ -283,5 +292,29 @@ def _slot_states(config: LoopConfig, state: LoopState) -> Int32[Array, " B"]:
     return states.astype(jnp.int32)
 
 
-def _position_index(config: LoopConfig) -> Int32[Array, "1 S"]:
-    return jnp.arange(config.num_positions, dtype=jnp.int32)[None, :]
+def _position_index(state: LoopState) -> Int32[Array, "1 S"]:
+    return jnp.arange(state.drafts.token_ids.shape[1] + 1, dtype=jnp.int32)[None, :]
+
+
+def _leading(drafts: Drafts, count: int) -> Annotated[Drafts, "D = W"]:
+    """The first `count` drafts of each slot."""
+    arrays = drafts.token_ids, drafts.q, drafts.report
+    token_ids, q, report = jax.tree.map(lambda x: x[:, :count], arrays)
+    return Drafts(token_ids, jnp.minimum(drafts.num, count), q, report)
+
+
+def fates_of(proposed: Drafts, output: Annotated[StepOutput, "D = W"]) -> Int32[Array, " B"]:
+    """How many of each slot's drafts are the tokens that it emitted, up to the first that is not.
+
+    Where one is not, or there is none for a token, it is ~that number. A certain draft tells of the
+    token behind the verified ones, too: it would have been accepted. One that was drawn does not.
+    """
+    width = output.token_ids.shape[1] - (proposed.q is not None)
+    ids, emitted = (x[:, :width] for x in (proposed.token_ids, output.token_ids))
+    width = min(ids.shape[1], emitted.shape[1])
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    judged = jnp.minimum(output.num_tokens, width)
+    same = (ids[:, :width] == emitted[:, :width]) & (index < proposed.num[:, None])
+    same &= index < judged[:, None]
+    right = jnp.cumprod(same.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    return jnp.where(right < judged, ~right, right)

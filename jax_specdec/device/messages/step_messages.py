@@ -41,6 +41,7 @@ class StepOutput(NamedTuple):
     cut: Truncation | None = None  # of the logits that chose [B, S], as `verify` found it
     changed: Float[Array, "B S V"] | None = None  # the logits that chose; None: `logits`
     changes: RowChanges | None = None  # of `logits`, by which these chose
+    fates: Int32[Array, " B"] | None = None  # of the drafts, as `loop.step.fates_of` says
 
     @property
     def chose(self) -> Float[Array, "B S V"]:

@@ -92,7 +92,7 @@ class NewKinds:
         ]
         batch, none = self._worker.kind_of(slots), [Slot()] * len(self._worker.slots)
         scoring = self._prompt_kinds(slots)
-        kinds: list[Kind | PromptKind] = [batch, *scoring]
+        kinds: list[Kind | PromptKind] = [batch, *self._narrower(batch), *scoring]
         parts = [
             *(self._part(kind, none, scoring) for kind in kinds),
             *(shared() for shared in self._shared),
@@ -133,6 +133,12 @@ class NewKinds:
         slots = self._worker.slots
         serving = [kind for kind in self._programs.ready if kind.serves(exact, slots)]
         return min(serving, key=lambda kind: kind.cost, default=exact)
+
+    def is_ready(self, kind: Kind) -> bool:
+        """Whether the programs of a kind are there, which `settle` looks at else."""
+        ready = self._programs.is_ready(kind)
+        self.unsettled |= not ready and kind not in self._refused
+        return ready
 
     def settle(self) -> None:
         """Admit the requests whose programs are there, and compile what others need."""
@@ -176,6 +182,8 @@ class NewKinds:
         needed: tuple[Kind | PromptKind, ...] = (self._worker.kind_of(slots), *scoring)
         kinds = tuple(one for one in needed if not self._programs.is_ready(one))
         if not commands:
+            if not (kinds or self._shared):
+                kinds = self._narrower(self._worker.kind_of(slots))[:1]
             kinds = tuple(one for one in kinds if self._cheapens(one))
         parts = [self._part(one, slots, scoring) for one in kinds]
         if self._shared and (commands or not parts):
@@ -183,6 +191,14 @@ class NewKinds:
         if parts:
             self._job = _Job(kinds, commands)
             self._compiler.start(lambda: [part(compile_now) for part in parts])
+
+    def _narrower(self, kind: Kind) -> tuple[Kind, ...]:
+        """The kinds with fewer drafts whose programs are not there."""
+        if self._worker.step_widths is None:
+            return ()
+        kinds = kind.narrower(self._worker.config.drafter.num_drafts)
+        known = self._programs.is_ready
+        return tuple(one for one in kinds if not (known(one) or one in self._refused))
 
     def _cheapens(self, kind: Kind | PromptKind) -> bool:
         """Whether somebody runs whose steps a kind would make cheaper."""

@@ -7,6 +7,7 @@ them. Everything that step n + 1 needs from step n stays on the device.
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -45,6 +46,7 @@ from jax_specdec.device.worker.new_kinds import NewKinds, say
 from jax_specdec.device.worker.next_weights import NextWeights
 from jax_specdec.device.worker.outgoing import Outgoing
 from jax_specdec.device.worker.prefix_cache import PrefixCache
+from jax_specdec.device.worker.step_widths import StepWidths
 from jax_specdec.structured.vocabulary import Vocabulary
 from pallas_kernels import gpu_obstacle
 
@@ -63,7 +65,10 @@ class Launched:
 
     generations: list[int]  # of the slots when it was launched
     prompts: tuple[jax.Array, ...]  # their messages, which go first
-    words: tuple[jax.Array, ...]  # the step's target and draft message; empty without a step
+    words: tuple[jax.Array, ...] = ()  # the step's target and draft message; none without a step
+    kind: Kind | None = None  # of the step
+    fates: jax.Array | None = None  # of its drafts, [B]; None where its width is fixed
+    at: float = 0.0  # when it was launched, by `time.perf_counter`
 
 
 class Worker:
@@ -84,6 +89,7 @@ class Worker:
         weights_version: int = 0,
         load: Callable[[str, Any], Any] | None = None,
         vocabulary: Callable[[], Vocabulary] | None = None,
+        adaptive: bool = False,
     ) -> None:
         """Start with empty slots.
 
@@ -106,6 +112,7 @@ class Worker:
             an error of its refuses them. None: there are no others.
           vocabulary: reads the bytes of the model's tokens, which grammars need. None: a request
             with one ends with an error.
+          adaptive: each step verifies as many drafts as pay, as `StepWidths` says; else all D.
         """
         self.config = config
         self.params = self._placed(params)
@@ -126,6 +133,10 @@ class Worker:
         self.options: AllOptions | None = None  # by the slots; None once they changed
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
+        self.step_widths: StepWidths | None = None
+        if adaptive and config.drafter.num_drafts and not config.prefill_only:
+            self.step_widths = StepWidths(config.drafter.num_drafts, certain=not draws)
+        self._done_at = 0.0  # when the last step was on the host
         self.new_kinds = None if compiler is None else NewKinds(self, compiler)
         self.grammars = Grammars(config, vocabulary, at_once=compiler is None)
         # Without a compiler there are no jobs that could give way.
@@ -195,8 +206,8 @@ class Worker:
         following = None
         if due or prompts:
             generations = [slot.generation for slot in self.slots]
-            words = self._launch() if due else ()
-            following = Launched(generations, tuple(prompts), words)
+            step = self._launch() if due else ()
+            following = Launched(generations, tuple(prompts), *step)
         self.finish()
         self.launched = following
 
@@ -407,17 +418,24 @@ class Worker:
         )  # fmt: skip
         return (words,)
 
-    def _launch(self) -> tuple[jax.Array, ...]:
-        """Start a step and the copy of its messages; what the host knows now bounds their size."""
+    def _launch(self) -> tuple[tuple[jax.Array, ...], Kind, jax.Array | None, float]:
+        """Start a step and the copy of its messages; what the host knows now bounds their size.
+
+        Returns what `Launched` has of a step.
+        """
+        at = time.perf_counter()
         if self.options is None:
             self.kind = self.kind_of(self.slots)
             if self.new_kinds is not None:
                 self.kind = self.new_kinds.closest(self.kind)
             self.options = host_slots.all_options(self.slots, self.kind.widths, self.kind.changes)
-        programs = self.compiled.for_kind(self.kind)
+        kind = self.kind
+        if self.step_widths is not None:
+            kind = self.step_widths.choose(kind, self.slots, self._is_ready)
+        programs = self.compiled.for_kind(kind)
         step, masks = programs.step, None
         rows: tuple[StepRows, ...] = ()
-        if self.kind.has_grammar:
+        if kind.has_grammar:
             run, masks = self._run_rows(programs)
             step, rows = programs.choose, (run,)
         options, changes = self.options
@@ -425,13 +443,13 @@ class Worker:
             changes = changes._replace(grammar=masks)
         state = self.state
         if self.new_kinds is not None:
-            report = as_report(self.kind, state.drafts.report, state.drafts.token_ids)
+            report = as_report(kind, state.drafts.report, state.drafts.token_ids)
             state = with_report(state, report)
         self.state, output = step(
-            self.params, state, *rows, options, changes=changes, **self.kind.step_options
+            self.params, state, *rows, options, changes=changes, **kind.step_options
         )
         words = self.outgoing.step_messages(
-            programs, output, self.step_number, self.slots, self.kind.widths, options,
+            programs, output, self.step_number, self.slots, kind.widths, options,
             self.weights_version,
         )  # fmt: skip
         self.step_number += 1
@@ -440,7 +458,14 @@ class Worker:
         for index, slot in enumerate(self.slots):
             if slot.verdict or (self.config.prefill_only and slot.decoding):
                 self._set(index, Slot(generation=slot.generation))
-        return words
+        fates = None if self.step_widths is None else output.fates
+        if fates is not None:
+            fates.copy_to_host_async()
+        return words, kind, fates, at
+
+    def _is_ready(self, kind: Kind) -> bool:
+        """Whether the programs of a narrower kind are there; else they are compiled some time."""
+        return self.new_kinds is None or self.new_kinds.is_ready(kind)
 
     def _run_rows(self, programs: Compiled) -> tuple[StepRows, GrammarMasks]:
         """Start a step's forward pass, and make its masks meanwhile.
@@ -470,12 +495,22 @@ class Worker:
             self._send(message)
         if not messages:
             return
+        self._learn(launched)
         fields = messages[0][wire.HEADER_WORDS :][: wire.SLOT_WORDS * len(self.slots)]
         states = wire.SLOT["state"].get(fields.reshape(len(self.slots), wire.SLOT_WORDS))
         for index in np.flatnonzero(states == SlotState.STOPPED).tolist():
             generation = launched.generations[index]
             if generation == self.slots[index].generation:  # not of a request that came since
                 self._set(index, Slot(generation=generation))
+
+    def _learn(self, launched: Launched) -> None:
+        """Take in what a step that is on the host tells of widths."""
+        begun, self._done_at = max(launched.at, self._done_at), time.perf_counter()
+        if self.step_widths is None or launched.fates is None or launched.kind is None:
+            return
+        self.step_widths.saw(launched.generations, np.asarray(launched.fates).tolist())
+        alone = not launched.prompts
+        self.step_widths.took(launched.kind, self._done_at - begun if alone else None)
 
     def _on_host(self, words: jax.Array) -> np.ndarray:
         """A message, once the device has made it."""

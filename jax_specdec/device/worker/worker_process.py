@@ -153,6 +153,8 @@ def _worker(
         publish=publish,
         compiled=KeptPrograms(loop),
         compiler=compiler,
+        # A lead's followers would not know its times.
+        adaptive=start.config.draft_width == "adaptive" and compiler is not None,
         weights_version=start.config.weights_version,
         load=load,
         vocabulary=functools.partial(read_vocabulary, start.config.texts, loop.model.vocab_size),
@@ -232,7 +234,6 @@ def _load(start: Start, stats: ProcessStats) -> tuple[Any, LoopConfig, Callable[
         config.num_drafts,
         model,
         corpus=config.corpus,
-        adaptive=config.adaptive,
         encode=text_encoder(config.texts, model.vocab_size) if config.corpus else None,
         parallel=parallel,
         draft_model=small,

@@ -25,7 +25,7 @@ from tests.support.scripted_process import scripted_engine
 
 EVERYTHING = ["--k", "2", "--max-tokens", "12", "--drafts", "2", "--slots", "2", "--disaggregated",
               "--draft-logprobs", "--chunked-prefill", "4", "--preempt-every", "4",
-              "--adaptive-drafts", "--temperature", "0"]  # fmt: skip
+              "--draft-width", "fixed", "--temperature", "0"]  # fmt: skip
 MODEL = tiny_model(name="tiny", created=0, max_length=2**31 - 1)
 
 
@@ -37,13 +37,14 @@ def requests_of(*options):
 def test_options_reach_the_engine(fake, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("def f():\n")
-    options = ["--drafter", "suffix", "--adaptive-drafts", "--chunked-prefill", "16", "--slots",
-               "3", "--data-parallel", "3", "--disaggregated", "--corpus", str(corpus)]  # fmt: skip
+    options = ["--drafter", "suffix", "--draft-width", "fixed", "--chunked-prefill", "16",
+               "--slots", "3", "--data-parallel", "3", "--disaggregated",
+               "--corpus", str(corpus)]  # fmt: skip
     assert main(["demo"]) == main(["demo", *options]) == 0
-    names = ("drafter", "num_drafts", "adaptive", "corpus", "num_ranks", "num_prefill_ranks",
+    names = ("drafter", "num_drafts", "draft_width", "corpus", "num_ranks", "num_prefill_ranks",
              "prefill_chunk", "num_slots")  # fmt: skip
     assert [tuple(getattr(one, name) for name in names) for one in fake.configs] == [
-        ("mtp", 3, False, "", 1, 0, 64, 8), ("suffix", 3, True, str(corpus), 3, 1, 16, 3),
+        ("mtp", 3, "adaptive", "", 1, 0, 64, 8), ("suffix", 3, "fixed", str(corpus), 3, 1, 16, 3),
     ]  # fmt: skip
 
 

@@ -46,15 +46,16 @@ def test_options_reach_the_engine(model, fake, tmp_path):
     """Who drafts, devices, and what each request asks for."""
     small = tiny_checkpoint.write(tmp_path / "small")
     for options in (
-        "", "--adaptive-drafts --drafter suffix --drafts 5 --kept-token-ids",
+        "", "--draft-width fixed --drafter suffix --drafts 5 --kept-token-ids",
         "--tensor-parallel 2 --ignore-eos", f"--draft-model {small}",
         f"--draft-model {small} --drafts 0", "--max-restarts 3",
     ):  # fmt: skip
         assert status_of("generate", "--model", model, "--prompt", "a", *options.split()) == 0
-    names = ("drafter", "num_drafts", "adaptive", "tensor_parallel", "draft_model")
+    names = ("drafter", "num_drafts", "draft_width", "tensor_parallel", "draft_model")
     assert [tuple(getattr(one, name) for name in names) for one in fake.configs] == [
-        ("ngram", 3, False, 1, ""), ("suffix", 5, True, 1, ""), ("ngram", 3, False, 2, ""),
-        ("model", 3, False, 1, str(small)), ("none", 0, False, 1, ""), ("ngram", 3, False, 1, ""),
+        ("ngram", 3, "adaptive", 1, ""), ("suffix", 5, "fixed", 1, ""),
+        ("ngram", 3, "adaptive", 2, ""), ("model", 3, "adaptive", 1, str(small)),
+        ("none", 0, "adaptive", 1, ""), ("ngram", 3, "adaptive", 1, ""),
     ]  # fmt: skip
     restarts = [(one.on_worker_loss, one.max_restarts) for one in fake.configs]
     assert restarts == [("stop", EngineConfig.max_restarts)] * 5 + [("restart", 3)]

@@ -65,7 +65,7 @@ start = Start(config=WorkerConfig(vocab_size=264), ring="/r")
 configs = st.builds(
     WorkerConfig,
     vocab_size=st.integers(1, 300),
-    adaptive=st.booleans(),
+    draft_width=st.sampled_from(["adaptive", "fixed"]),
     corpus=st.text(),
     prepare=st.lists(requests.map(lambda one: one.params), max_size=2).map(tuple),
 )

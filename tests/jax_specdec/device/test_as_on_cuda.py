@@ -15,7 +15,6 @@ import pytest
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting import draw
-from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.from_function import CallableDrafter
@@ -106,8 +105,6 @@ def drafter_of(name, model, parallel):
         "ngram": NgramDrafter(DRAFTS),
         "suffix": SuffixDrafter(DRAFTS, Corpus.of([np.arange(40) % 7])),
         "callable": CallableDrafter(drawing, DRAFTS, VOCAB, drawn=True),
-        "adaptive mtp": Adaptive(mtp),
-        "adaptive ngram": Adaptive(NgramDrafter(DRAFTS)),
     }[name]
 
 
@@ -215,8 +212,7 @@ CASES = [
     ("step: ngram", {"read_k": 0}, *step_calls(once=True)),
     ("step: suffix", {}, *step_calls()),
     ("step: callable", {"widths": RAW}, *step_calls(tells=True)),
-    ("step: adaptive mtp", {}, *step_calls()),
-    ("step: adaptive ngram", {"read_k": 5}, *step_calls(once=True)),
+    ("step: ngram", {"read_k": 5, "num_drafts": 0}, *step_calls(once=True)),
     ("step: mtp, prefill only", {}, *step_calls()),
     ("step: mtp", {"widths": SCALED}, *step_calls(tells=True)),
     ("step: mtp", {"widths": PROCESSED}, *step_calls(tells=True)),
@@ -229,8 +225,8 @@ CASES = [
     *(("target_message: mtp", {"widths": widths}, 2, 2) for widths in (RAW, SCALED, PROCESSED)),
     *(("draft_message: mtp", {"widths": widths}, 0, 0) for widths in (Widths(), RAW, PROCESSED)),
     *(("prompt_message: mtp", {"widths": widths}, 0, 0) for widths in (RAW, PROCESSED)),
-    *((f"prefill_chunk: {drafter}", {}, 0, 0) for drafter in ("none", "mtp", "adaptive mtp")),
-    *((f"copy_prefix: {drafter}", {}, 0, 0) for drafter in ("ngram", "mtp", "adaptive mtp")),
+    *((f"prefill_chunk: {drafter}", {}, 0, 0) for drafter in ("none", "mtp")),
+    *((f"copy_prefix: {drafter}", {}, 0, 0) for drafter in ("ngram", "mtp")),
     *((f"{name}: mtp", {}, 0, 0) for name in ("admit", "release", "start_again", "leading")),
 ]
 # The others are slow ones: one read of sampled rows and of greedy ones, and what has no kernels.

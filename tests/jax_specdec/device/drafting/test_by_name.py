@@ -5,7 +5,6 @@ import pytest
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import DRAFTERS
-from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
@@ -23,8 +22,8 @@ def test_names():
     assert make_drafter("suffix", 3, CONFIG) == SuffixDrafter(3)
     assert make_drafter("mtp", 3, CONFIG) == MtpDrafter(CONFIG, 3)
     assert make_drafter("mtp", 0, CONFIG) == NoDrafter()
-    assert make_drafter("ngram", 3, CONFIG, adaptive=True) == Adaptive(NgramDrafter(3))
-    assert make_drafter("none", 3, CONFIG, adaptive=True) == NoDrafter()
+    assert make_drafter("ngram", 3, CONFIG) == NgramDrafter(3)
+    assert make_drafter("none", 3, CONFIG) == NoDrafter()
 
 
 def test_every_name_that_an_engine_takes_is_another_drafter():

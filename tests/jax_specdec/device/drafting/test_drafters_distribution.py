@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import Context
 from jax_specdec.device.drafting.from_function import CallableDrafter
@@ -106,16 +105,7 @@ SUFFIX = SuffixDrafter(
     "drafter",
     [
         pytest.param(SUFFIX, id="suffix"),
-        pytest.param(
-            Adaptive(drawn(guesses), draft_cost=0.3, weight=0.4),
-            id="adaptive",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            Adaptive(SUFFIX, draft_cost=0.2, weight=0.3),
-            id="adaptive suffix",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(drawn(guesses), id="drawn", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_independent_draws_of_the_targets(drafter):

@@ -1,4 +1,4 @@
-"""Suffix, callable and adaptive drafters in the worker's own loop change no token."""
+"""Drafters in the worker's own loop change no token."""
 
 import dataclasses
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jax_specdec.device.drafting import draw
-from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.from_function import CallableDrafter
@@ -37,7 +36,7 @@ DRAFTERS = {
     "ngram": lambda: NgramDrafter(D),
     "suffix": lambda: SuffixDrafter(D),
     "callable": lambda: CallableDrafter(guesses, D, VOCAB, drawn=True),
-    "adaptive": lambda: Adaptive(MtpDrafter(random_model()[1], D), draft_cost=0.3, weight=0.3),
+    "mtp": lambda: MtpDrafter(random_model()[1], D),
 }
 # Prompts around the borders of chunks; without logprobs, which other tests hold against float64.
 REQUESTS = [
@@ -57,7 +56,7 @@ def accepted_of(result):
 
 
 @pytest.mark.parametrize(
-    "name", ["suffix", "adaptive", pytest.param("callable", marks=pytest.mark.slow)]
+    "name", ["suffix", "mtp", pytest.param("callable", marks=pytest.mark.slow)]
 )
 def test_greedy_ids_are_those_of_plain_decoding(plain, name):
     result = run(REQUESTS, DRAFTERS[name]())
@@ -65,9 +64,6 @@ def test_greedy_ids_are_those_of_plain_decoding(plain, name):
     assert 0 < accepted < proposed
     for item in REQUESTS:
         assert result.token_ids(item.id) == plain.token_ids(item.id)
-    if name == "adaptive":
-        drafts = {r.num_drafts for records in result.records.values() for r in records}
-        assert {1, 2, 3} <= drafts
 
 
 @pytest.mark.parametrize("name", ["suffix", "ngram"])
@@ -105,63 +101,3 @@ def test_repetitive_text_is_drafted_whole():
     later = result.records["r"][8:]
     assert sum(record.num_accepted for record in later) == sum(r.num_drafts for r in later) > 20
     assert result.token_ids("r") == run([item], "none", model=(flat, config)).token_ids("r")
-
-
-PROMPTS = {"right": [2, 9, 4], "wrong": [3, 1, 5], "turning": [5, 8, 8], "next": [4, 6]}
-TOKENS, MAX_LENGTH = 70, 96
-
-
-@pytest.fixture(scope="module")
-def answers():
-    requests = [request(name, prompt, max_tokens=TOKENS) for name, prompt in PROMPTS.items()]
-    result = run(requests, "none")
-    return {name: [*prompt, *result.token_ids(name)] for name, prompt in PROMPTS.items()}
-
-
-def knowing(answers):
-    """Drafts the right answer to "right" and "next", a wrong one to "wrong"; "turning" turns."""
-    table = np.zeros((VOCAB, MAX_LENGTH + D), np.int32)
-    for text in answers.values():
-        table[text[0], : len(text)] = text
-    wrong_until = np.zeros(VOCAB, np.int32)
-    wrong_until[PROMPTS["wrong"][0]], wrong_until[PROMPTS["turning"][0]] = MAX_LENGTH, 35
-
-    def function(params, context):
-        first = context.tokens[:, :1]
-        place = context.lengths[:, None] + jnp.arange(D)[None, :]
-        wrong = place < jnp.asarray(wrong_until)[first]
-        right = jnp.asarray(table)[first, place]
-        return Drafts(jnp.where(wrong, (right + 1) % VOCAB, right), context.limit, None)
-
-    return CallableDrafter(function, D, VOCAB)
-
-
-def lengths_of(result, name):
-    """Drafts verified in each step of a request, without its first and those near its end."""
-    records = result.records[name]
-    emitted = np.cumsum([record.num_tokens for record in records])
-    return [r.num_drafts for r, n in zip(records, emitted, strict=True) if n < TOKENS - D][1:]
-
-
-def test_every_request_finds_its_own_length(answers):
-    """Drafts are all accepted, never, and never at first, side by side; then their slots go on."""
-    requests = [request(name, PROMPTS[name], max_tokens=TOKENS) for name in PROMPTS]
-    later = [request(f"next {i}", PROMPTS["next"], max_tokens=TOKENS) for i in range(6)]
-    result = run(requests[:3] + later, Adaptive(knowing(answers)))
-    for item in requests[:3] + later:
-        text = [*item.prompt_token_ids, *result.token_ids(item.id)]
-        assert text == answers[item.id.split()[0]]
-    assert set(lengths_of(result, "right")) == {D}
-    falling = lengths_of(result, "wrong")
-    assert falling == sorted(falling, reverse=True)
-    assert falling[0] == D
-    assert set(falling[30:]) == {1}
-    turning = lengths_of(result, "turning")
-    lowest = turning.index(1)
-    assert D in turning[:lowest]
-    assert turning[-1] == D
-    # A slot's next request begins at full length, whatever its former request was.
-    slots = {name: records[0].slot for name, records in result.records.items()}
-    assert slots["wrong"] in {slots[item.id] for item in later}
-    for item in later:
-        assert set(lengths_of(result, item.id)) == {D}

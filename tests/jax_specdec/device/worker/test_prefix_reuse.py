@@ -15,7 +15,6 @@ import pytest
 
 from ipc.wire import LogprobsMode
 from jax_specdec.control import WorkerConfig, from_line
-from jax_specdec.device.drafting.adaptive import Adaptive
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter
 from jax_specdec.device.loop.state import LoopConfig, copy_prefix, init_state
 from jax_specdec.device.model import sharding
@@ -96,11 +95,7 @@ def ran(items, name, reuse, dtype="float32", shards=1):
         config = dataclasses.replace(config, dtype=dtype)
     parallel = sharding.tensor_parallel(config, shards)
     num_drafts = 3 if (dtype, shards) == ("float32", 1) else 1
-    drafter = (
-        Adaptive(NgramDrafter(3))
-        if name == "adaptive"
-        else MtpDrafter(config, num_drafts, parallel)
-    )
+    drafter = NgramDrafter(3) if name == "ngram" else MtpDrafter(config, num_drafts, parallel)
     return run(items, drafter, model=(params, config), chunk=CHUNK, parallel=parallel,
                prefix_reuse=reuse)  # fmt: skip
 
@@ -114,7 +109,7 @@ def chunks_of(items):
     ("name", "dtype", "shards"),
     [
         ("mtp", "float32", 1),
-        ("adaptive", "float32", 1),
+        ("ngram", "float32", 1),
         ("mtp", "bfloat16", 1),
         ("mtp", "float32", 2),
     ],

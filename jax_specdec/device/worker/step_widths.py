@@ -1,0 +1,135 @@
+"""How many drafts of each slot the next step verifies: as many as make most tokens in a time.
+
+A step's time depends on its shape, whatever was drafted. So steps have programs of few widths: 0,
+half of D, and D. How many tokens one would emit is estimated for each request, by what became of
+its drafts. How long one takes is told by steps that follow one another and have another width each:
+a machine that is slower for a while slows both. Now and then a step is made for that alone.
+
+Drafts come right in runs. A request's next draft is right with one probability if the one before it
+was, and with another one if not: both are averages over the last tokens. Certain drafts tell
+whether they would have been right at any width, so these averages never grow old. Drawn ones tell
+it where they are verified, at full steps now and then at least.
+
+Exactness: a width depends on times, emitted tokens and fates of drafts of earlier steps, never on
+the drafts that it limits. Verification corrects for the proposed tokens, given their number.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jax_specdec.device.loop.host_slots import Slot
+from jax_specdec.device.loop.kinds import Kind
+
+LEAST = 3  # changes to and from a width that tell its time
+UNSEEN = 64  # steps without one of a width, after which one is made
+RATE = 0.2  # of the latest change in what a width takes
+MOST_ERROR = 0.7  # of the logarithm of a time: a step that something held up tells no more
+WEIGHT = 1 / 12  # of the latest token in an average
+
+
+@dataclass
+class Text:
+    """What became of a request's drafts."""
+
+    generation: int
+    after_right: float  # the probability that a draft is right whose predecessor was
+    after_wrong: float  # and of one behind a token that none had foretold
+    is_right: bool = False  # of the last token
+
+    def see(self, fate: int) -> None:
+        """Take in what `loop.step.fates_of` tells of a step."""
+        rights = [True] * fate if fate >= 0 else [*[True] * ~fate, False]
+        for right in rights:
+            if self.is_right:
+                self.after_right += WEIGHT * (right - self.after_right)
+            else:
+                self.after_wrong += WEIGHT * (right - self.after_wrong)
+            self.is_right = right
+
+    def expected(self, num_drafts: int) -> float:
+        """The tokens that the step after the one under way emits with so many drafts."""
+        on = self.after_right if self.is_right else self.after_wrong
+        first = on * self.after_right + (1 - on) * self.after_wrong
+        return 1 + first * sum(self.after_right**ahead for ahead in range(num_drafts))
+
+
+@dataclass
+class StepWidths:
+    """The times of steps, and the estimates of each slot.
+
+    Attributes:
+      num_drafts: D.
+      certain: drafts have no q.
+    """
+
+    num_drafts: int
+    certain: bool
+    texts: dict[int, Text] = field(default_factory=dict)  # by slot
+    costs: dict[Kind, float] = field(
+        default_factory=dict
+    )  # logarithms of times, but for a constant
+    changes: dict[Kind, int] = field(default_factory=dict)  # that each cost was told by
+    steps: int = 0
+    last: dict[Kind, int] = field(default_factory=dict)  # the last step of each kind
+    before: tuple[Kind, float] | None = None  # the last step, and its time
+
+    def choose(self, kind: Kind, slots: Sequence[Slot], is_ready: Callable[[Kind], bool]) -> Kind:
+        """The kind of the next step: `kind`, or the same with fewer drafts.
+
+        Args:
+          kind: of the slots, at the full width.
+          slots: [B].
+          is_ready: whether the programs of a kind are there; those of `kind` are.
+        """
+        kinds = [*filter(is_ready, kind.narrower(self.num_drafts)), kind]
+        chosen = self._chosen(kinds, slots) if len(kinds) > 1 else kind
+        self.steps += 1
+        self.last[chosen] = self.steps
+        return chosen
+
+    def took(self, kind: Kind, seconds: float | None) -> None:
+        """Note how long a step was; None where something else ran too."""
+        before, self.before = self.before, None if seconds is None else (kind, seconds)
+        if seconds is None:
+            return
+        if before is None or before[0] == kind:
+            self.costs.setdefault(kind, math.log(seconds))
+            return
+        other, told = before[0], math.log(seconds / before[1])
+        self.costs.setdefault(kind, self.costs[other] + told)
+        error = told - (self.costs[kind] - self.costs[other])
+        error = min(max(error, -MOST_ERROR), MOST_ERROR)
+        for one, sign in ((kind, 1), (other, -1)):
+            self.changes[one] = self.changes.get(one, 0) + 1
+            self.costs[one] += sign * error / 2 * max(RATE, 1 / self.changes[one])
+
+    def saw(self, generations: Sequence[int], fates: Sequence[int]) -> None:
+        """Take in the fates of a step's drafts; `generations` are the slots' as it was launched."""
+        for index, (generation, fate) in enumerate(zip(generations, fates, strict=True)):
+            text = self._text(index, generation)
+            text.see(fate)
+            self.texts[index] = text
+
+    def _text(self, index: int, generation: int) -> Text:
+        """A slot's estimates; of a new request, before any token."""
+        found = self.texts.get(index)
+        if found is not None and found.generation == generation:
+            return found
+        # A repetition shows before it is drafted for; a model drafts well from the start.
+        return Text(generation, *((0.5, 0.05) if self.certain else (0.8, 0.8)))
+
+    def _chosen(self, kinds: Sequence[Kind], slots: Sequence[Slot]) -> Kind:
+        for kind in kinds:
+            since = self.steps - self.last.get(kind, 0)
+            if since > UNSEEN or (since > 0 and self.changes.get(kind, 0) < LEAST):
+                return kind
+        texts = [
+            self._text(index, slot.generation) for index, slot in enumerate(slots) if slot.decoding
+        ]
+
+        def pace(kind: Kind) -> float:
+            width = self.num_drafts if kind.num_drafts is None else kind.num_drafts
+            return sum(text.expected(width) for text in texts) / math.exp(self.costs[kind])
+
+        return max((kind for kind in kinds if kind in self.costs), key=pace, default=kinds[-1])

@@ -1,0 +1,186 @@
+"""The widths of steps: the estimates, the times, and steps of other widths in the loop."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.device.drafting.suffix import SuffixDrafter
+from jax_specdec.device.loop.host_slots import Slot
+from jax_specdec.device.loop.kinds import Kind, narrow_widths
+from jax_specdec.device.messages.batch_options import Widths
+from jax_specdec.device.worker.step_widths import UNSEEN, StepWidths, Text
+from tests.support.decoding import VOCAB, Local, mixed_requests, random_model, request, tokens_of
+
+D = 3
+FULL, NONE, HALF = Kind(), Kind(num_drafts=0), Kind(num_drafts=1)
+SLOTS = [Slot(generation=7, most_tokens=D + 1), Slot()]
+TIMES = {NONE: 1.0, HALF: 1.2, FULL: 1.5}
+
+
+def after(widths, fates, steps=1):
+    """The kinds of steps whose drafts have these fates, again and again, as fast as `TIMES`."""
+    chosen = []
+    for fate in itertools.islice(itertools.cycle(fates), steps):
+        chosen.append(widths.choose(FULL, SLOTS, lambda kind: True))
+        widths.took(chosen[-1], TIMES[chosen[-1]])
+        widths.saw([7, 0], [fate(chosen[-1]), 0])
+    return chosen
+
+
+def wrong(kind):
+    return ~0
+
+
+def right(kind):
+    """All that can be: a full step has no draft for its last token."""
+    return D if kind == FULL else kind.num_drafts + 1
+
+
+@pytest.mark.fast
+def test_there_are_at_most_three_widths():
+    assert [narrow_widths(count) for count in (0, 1, 2, 3, 5)] == [(), (0,), (0, 1), (0, 1), (0, 2)]
+
+
+@pytest.mark.fast
+def test_kinds_that_follow_every_draft_have_one_width():
+    assert FULL.narrower(D) == (NONE, HALF)
+    assert Kind(reports_drafts=True).narrower(D) == ()
+
+
+@pytest.mark.fast
+def test_another_width_is_another_program_and_serves_no_other():
+    assert len({kind.step_key for kind in (FULL, NONE, HALF)}) == 3
+    assert NONE.step_options["num_drafts"] == 0
+    assert not NONE.serves(FULL, SLOTS)
+    assert Kind(widths=Widths(k=5), num_drafts=0).serves(NONE, SLOTS)
+
+
+@pytest.mark.fast
+def test_a_text_is_drafted_for_while_its_drafts_come_right():
+    """Wrong drafts end in steps without any; a run of right ones is full width at once."""
+    widths = StepWidths(D, certain=True)
+    assert set(after(widths, [wrong], 40)) == {FULL, NONE, HALF}  # each is measured
+    assert after(widths, [wrong], 200).count(NONE) > 190
+    assert after(widths, [right], 60)[10:].count(FULL) >= 48
+    assert after(widths, [wrong], 60)[20:].count(NONE) >= 38
+
+
+@pytest.mark.fast
+def test_a_new_request_begins_with_estimates_of_its_own():
+    widths = StepWidths(D, certain=True)
+    after(widths, [wrong], 200)
+    SLOTS_OF_ANOTHER = [dataclasses.replace(SLOTS[0], generation=8), Slot()]
+    assert widths._text(0, 7).after_wrong < widths._text(0, 8).after_wrong
+    assert widths.choose(FULL, SLOTS_OF_ANOTHER, lambda kind: True) in TIMES
+
+
+@pytest.mark.fast
+def test_drafts_that_were_drawn_are_verified_now_and_then():
+    """They do not tell what they would have been, and full steps cost less than 2 % of the time."""
+    widths = StepWidths(D, certain=False)
+    after(widths, [wrong], 100)
+    chosen = after(widths, [lambda kind: ~0 if kind == FULL else 0], 10 * UNSEEN)
+    assert 9 <= chosen.count(FULL) <= 11
+    assert sum(TIMES[kind] - TIMES[NONE] for kind in chosen) < 0.02 * len(chosen)
+    assert FULL in after(widths, [right], 300)[-20:]
+
+
+@pytest.mark.fast
+def test_times_are_measured_again():
+    """A width that became cheaper is found, on a machine that slows down and is held up."""
+    widths = StepWidths(D, certain=True)
+    after(widths, [wrong], 100)
+    now, chosen = {NONE: 1.0, HALF: 0.7, FULL: 1.5}, []
+    for number in range(12 * UNSEEN):
+        chosen.append(widths.choose(FULL, SLOTS, lambda kind: True))
+        slower = (1 + number / 100) * (20 if number % 50 == 0 else 1)
+        widths.took(chosen[-1], None if number % 7 == 0 else slower * now[chosen[-1]])
+        widths.saw([7, 0], [~0, 0])
+    assert chosen[-100:].count(HALF) > 90
+    np.testing.assert_allclose(widths.costs[FULL] - widths.costs[NONE], np.log(1.5), atol=0.2)
+
+
+@pytest.mark.fast
+def test_a_width_whose_programs_are_not_there_is_not_chosen():
+    widths = StepWidths(D, certain=True)
+    after(widths, [wrong], 100)
+    assert widths.choose(FULL, SLOTS, lambda kind: kind == NONE) == NONE
+    assert widths.choose(FULL, SLOTS, lambda kind: False) == FULL
+
+
+@pytest.mark.fast
+def test_what_fates_tell():
+    text = Text(0, after_right=0.5, after_wrong=0.5)
+    text.see(~1)  # right, then wrong
+    assert text.after_wrong > 0.5 > text.after_right
+    assert not text.is_right
+    text.see(2)
+    assert text.is_right
+    certain = Text(0, after_right=1.0, after_wrong=1.0)
+    assert [certain.expected(width) for width in (0, 1, 3)] == [1, 2, 4]
+    assert Text(0, after_right=1.0, after_wrong=0.0).expected(3) == 1
+
+
+class Turning:
+    """Widths that change from step to step, and what was seen."""
+
+    def __init__(self, widths):
+        self.widths, self.fates = itertools.cycle(widths), []
+
+    def choose(self, kind, slots, is_ready):
+        width = next(self.widths)
+        return kind if width == D else kind._replace(num_drafts=width)
+
+    def took(self, kind, seconds):
+        assert seconds > 0
+
+    def saw(self, generations, fates):
+        self.fates.append(fates)
+
+
+def decoded(requests, drafter, widths):
+    """The ids of each request, the drafts that its steps verified, and fates."""
+    local = Local(drafter, num_slots=len(requests), adaptive=True)
+    local.worker.step_widths = turning = Turning(widths)
+    records = {item.id: [] for item in requests}
+    for item in requests:
+        local.admit(item)
+    while not all(found and found[-1].finish_reason for found in records.values()):
+        for record in local.advance():
+            records[record.request_id].append(record)
+    ids = {name: tokens_of(found) for name, found in records.items()}
+    return ids, records, turning.fates
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_no_width_changes_a_token(name):
+    """Sampled ids, with certain drafts, and greedy ones with drawn drafts."""
+    made = {"ngram": NgramDrafter(D), "suffix": SuffixDrafter(D),
+            "mtp": MtpDrafter(random_model()[1], D)}[name]  # fmt: skip
+    sampled = {} if name == "mtp" else {"temperature": 0.2}
+    prompts = ([5, 6] * 4, [9, 8, 7] * 3, [3], [4, 4, 4])
+    requests = [
+        request(f"r{n}", prompt, max_tokens=40, seed=n, **sampled)
+        for n, prompt in enumerate(prompts)
+    ]
+    plain, _, _ = decoded(requests, NoDrafter(), [D])
+    turning, records, fates = decoded(requests, made, [0, 1, D, D])
+    assert turning == plain
+    drafted = {record.num_drafts for found in records.values() for record in found}
+    assert {0, 1, D} <= drafted
+    assert {np.sign(fate) for step in fates for fate in step} == {-1, 0, 1}
+
+
+def test_a_fate_is_what_became_of_the_drafts():
+    """Each step's fates say how many of its tokens were foretold, at every width."""
+    (item,) = mixed_requests(1, ks=(None,))
+    item = dataclasses.replace(item, params=dataclasses.replace(item.params, max_tokens=40))
+    _, records, fates = decoded([item], NgramDrafter(D), [D])
+    steps = [record for record in records[item.id] if record.num_tokens]
+    told = [fate for (fate,) in fates][: len(steps)]
+    counts = [~fate if fate < 0 else fate for fate in told]
+    assert counts == [record.num_accepted for record in steps]
+    assert VOCAB > max(counts) > 0
