@@ -39,6 +39,8 @@ def grammar_of(structured: Structured) -> str:
             if kind == "json_schema":
                 # Written anew: the library puts it into another JSON text as it stands.
                 text = json.dumps(with_white_space(json.loads(text)))
+            elif kind == "grammar":  # the library looks at blank lines again and again
+                text = "\n".join(line for line in text.split("\n") if line.strip())
             made = library().grammar_from(kind, text)
     except (ValueError, TypeError, RecursionError) as error:
         raise refused(kind, str(error)) from error

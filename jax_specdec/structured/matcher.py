@@ -11,6 +11,7 @@ from jax_specdec.requests import Structured
 from jax_specdec.structured.grammar import grammar_of, library, refused
 from jax_specdec.structured.vocabulary import WORD, Vocabulary
 
+FUEL = 100_000  # of llguidance for a regular expression: with its 1,000,000, masks take seconds
 EVERY = np.int32(-1)  # a word that allows its tokens
 
 
@@ -46,7 +47,7 @@ class Matcher:
         self._kind, self._vocabulary = structured.kind, vocabulary
         self._ends = vocabulary.ends(stop_token_ids)
         self._over, self.num_tokens = False, 0
-        limits = lib.LLParserLimits(verbose_errors=False)
+        limits = lib.LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
         self._matcher = lib.LLMatcher(
             vocabulary.tokenizer, grammar_of(structured), log_level=0, limits=limits
         )

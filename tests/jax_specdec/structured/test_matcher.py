@@ -79,6 +79,7 @@ WRONG = {
     "unknown word": ("json_schema", '{"not": {}}', 'Unimplemented keys: ."not"'),
     "elsewhere": ("json_schema", '{"$ref": "http://x.y/z"}', "not present in a registry"),
     "endless": ("json_schema", '{"$ref": "#"}', "no token may come next"),
+    "blank": ("grammar", "\n" * 65536, "No 'root' rule"),
     "no choice": ("choice", "[]", "list of strings, one at least"),
     "a number": ("choice", "[1]", "list of strings"),
     "no list": ("choice", "{", "Expecting property name"),

@@ -101,12 +101,15 @@ def found(name):
     ["mtp", "suffix", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "none"))],
 )
 def test_every_row_is_chosen_and_scored_by_the_grammar(name):
-    """Greedy texts are those of plain decoding: `none` has the same step without drafts."""
+    """Greedy texts are those of plain decoding: `none` has the same step without drafts.
+
+    Where drafts are certain, so are sampled ones.
+    """
     seen, behind = check(found(name), asking())
     assert seen > 60
     assert behind > {"suffix": 20, "ngram": 2, "mtp": 0, "none": -1}[name]
     for item in asking():
-        if item.params.temperature == 0:
+        if item.params.temperature == 0 or name != "mtp":
             assert found(name).token_ids(item.id) == found("suffix").token_ids(item.id)
 
 
