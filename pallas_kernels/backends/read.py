@@ -82,13 +82,14 @@ def candidates(
       row_ids, num_rows: which rows; from `num_rows` on, the results are unspecified.
       valid: static; whether these rows are. The GPU kernels, which find nothing in others, are for
         valid rows.
-      changes: of the N rows.
+      changes: of the N rows; the TPU's kernels take none.
     """
     # More candidates than the stacks hold take K sweeps in VMEM: XLA would sort the rows for them.
     size = logits.shape[1]
     symbolic = not all(isinstance(n, int) for n in (*logits.shape, row_ids.shape[0]))
     faster = k > 0 and not symbolic
     faster = faster and kernel_is_faster(row_ids.shape[0], size, min(k, FEW), logits.dtype.name)
+    able = {"mosaic_gpu": valid, "mosaic_tpu": changes is None}
     found: Top = kernels_or_xla(
         "groups",
         lambda kernels, logits, *rows: kernels.candidates(logits, k, *rows),
@@ -98,7 +99,7 @@ def candidates(
         num_rows,
         changes,
         logits=logits,
-        backends=("mosaic_gpu", "mosaic_tpu") if valid else ("mosaic_tpu",),
+        backends=tuple(name for name in able if able[name]),
         faster_on_tpu=faster,
     )
     return found

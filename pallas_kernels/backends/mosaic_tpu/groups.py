@@ -24,8 +24,6 @@ from pallas_kernels.backends.mosaic_tpu.rows import LARGEST, in_rows, in_units, 
 from pallas_kernels.backends.mosaic_tpu.schedule import CUT, choose_schedule, must_fit
 from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, Interpret
 from pallas_kernels.backends.xla import selection
-from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.lowering.choose import DoesNotFit, kernel_is_faster
 from pallas_kernels.lowering.forms import vary_like
@@ -60,15 +58,11 @@ def read_part(
 
 
 def candidates(
-    logits: jax.Array,
-    k: int,
-    row_ids: jax.Array,
-    num_rows: jax.Array,
-    changes: Changes | None = None,
+    logits: jax.Array, k: int, row_ids: jax.Array, num_rows: jax.Array, changes: None = None
 ) -> Top:
-    """`read.candidates`, by the kernel of calls without sampling."""
-    rows = Rows(logits, None, row_ids, num_rows, changes=changes_of_rows(changes, row_ids))
-    return vary_like(_largest(rows, k), (logits, row_ids, num_rows, changes))
+    """`read.candidates` of unchanged rows, by the kernel of calls without sampling."""
+    found = _largest(Rows(logits, None, row_ids, num_rows), k)
+    return vary_like(found, (logits, row_ids, num_rows))
 
 
 def _largest(rows: Rows, k: int) -> Top:
