@@ -42,6 +42,13 @@ def _whole(low: int, high: int, default: int | None = None) -> Schema:
     return {"type": "integer", "minimum": low, "maximum": high} | given
 
 
+def _closed(*required: str, **properties: Schema) -> Schema:
+    """An object of these properties and no others."""
+    needed = {"required": [*required]} if required else {}
+    made = {"type": "object", "properties": properties, "additionalProperties": False}
+    return made | needed
+
+
 def _number(low: float, high: float, default: float) -> Schema:
     return {"type": "number", "minimum": low, "maximum": high, "default": default}
 
@@ -60,11 +67,7 @@ COMMON: dict[str, Schema] = {
     "include_stop_str_in_output": _SWITCH,
     "ignore_eos": _SWITCH,
     "stream": _SWITCH,
-    "stream_options": {
-        "type": "object",
-        "properties": {"include_usage": _SWITCH},
-        "additionalProperties": False,
-    },
+    "stream_options": _closed(include_usage=_SWITCH),
     "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY, 0.0),
     "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY, 0.0),
     "repetition_penalty": _number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, 1.0),
@@ -80,36 +83,18 @@ COMMON: dict[str, Schema] = {
     },
     "min_tokens": _whole(0, 2**31 - 1, 0),
     "user": _TEXT,
-    "response_format": {
-        "type": "object",
-        "properties": {
-            "type": {"enum": ["text", "json_object", "json_schema"]},
-            "json_schema": {
-                "type": "object",
-                "properties": {
-                    "name": _TEXT,
-                    "description": _TEXT,
-                    "schema": _OBJECT,
-                    "strict": _SWITCH,
-                },
-                "required": ["name"],
-                "additionalProperties": False,
-            },
-        },
-        "required": ["type"],
-        "additionalProperties": False,
-    },
-    "structured_outputs": {
-        "type": "object",
-        "properties": {
-            "json": {"anyOf": [_TEXT, _OBJECT]},
-            "json_object": _SWITCH,
-            "regex": _TEXT,
-            "choice": {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_WORDS},
-            "grammar": _TEXT,
-        },
-        "additionalProperties": False,
-    },
+    "response_format": _closed(
+        "type",
+        type={"enum": ["text", "json_object", "json_schema"]},
+        json_schema=_closed("name", name=_TEXT, description=_TEXT, schema=_OBJECT, strict=_SWITCH),
+    ),
+    "structured_outputs": _closed(
+        json={"anyOf": [_TEXT, _OBJECT]},
+        json_object=_SWITCH,
+        regex=_TEXT,
+        choice={"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_WORDS},
+        grammar=_TEXT,
+    ),
     "priority": _whole(-(2**31), 2**31 - 1, 0),
     # Beyond OpenAI's: vLLM's names where it has them.
     "prompt_logprobs": _TOP_K,
@@ -142,73 +127,26 @@ COMPLETION: dict[str, Schema] = {
     **COMMON,
 }
 
-_PART = {
-    "type": "object",
-    "properties": {"type": {"enum": ["text"]}, "text": _TEXT},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-_CALL = {
-    "type": "object",
-    "properties": {
-        "id": _TEXT,
-        "type": {"enum": ["function"]},
-        "function": {
-            "type": "object",
-            "properties": {"name": _TEXT, "arguments": _TEXT},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        },
-        "index": _whole(0, MAX_TOOLS),
-    },
-    "required": ["function"],
-    "additionalProperties": False,
-}
-_FUNCTION_NAME = {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[a-zA-Z0-9_-]+$"}
-_TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": ["function"]},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": _FUNCTION_NAME, "description": _TEXT, "parameters": _OBJECT,
-                "strict": _SWITCH,
-            },
-            "required": ["name"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type", "function"],
-    "additionalProperties": False,
-}  # fmt: skip
-_TOOL_CHOICE = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": ["function"]},
-        "function": {
-            "type": "object",
-            "properties": {"name": _TEXT},
-            "required": ["name"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type", "function"],
-    "additionalProperties": False,
-}
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]},
-        "name": _TEXT,
-        "refusal": _TEXT,
-        "tool_calls": {"type": "array", "items": _CALL, "minItems": 1, "maxItems": MAX_TOOLS},
-        "tool_call_id": _TEXT,
-    },
-    "required": ["role"],
-    "additionalProperties": False,
-}
+_PART = _closed("type", "text", type={"enum": ["text"]}, text=_TEXT)
+_FUNCTION = {"enum": ["function"]}
+_CALL = _closed(
+    "function",
+    id=_TEXT, type=_FUNCTION, index=_whole(0, MAX_TOOLS),
+    function=_closed("name", "arguments", name=_TEXT, arguments=_TEXT),
+)  # fmt: skip
+_NAME = {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[a-zA-Z0-9_-]+$"}
+_DESCRIBED = _closed("name", name=_NAME, description=_TEXT, parameters=_OBJECT, strict=_SWITCH)
+_TOOL = _closed("type", "function", type=_FUNCTION, function=_DESCRIBED)
+_TOOL_CHOICE = _closed("type", "function", type=_FUNCTION, function=_closed("name", name=_TEXT))
+_MESSAGE = _closed(
+    "role",
+    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+    content={"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]},
+    name=_TEXT,
+    refusal=_TEXT,
+    tool_calls={"type": "array", "items": _CALL, "minItems": 1, "maxItems": MAX_TOOLS},
+    tool_call_id=_TEXT,
+)
 
 CHAT: dict[str, Schema] = {
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
