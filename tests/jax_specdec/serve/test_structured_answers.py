@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from jax_specdec.control import Admit
+from jax_specdec.control import Admit, Evict
 from jax_specdec.requests import RequestError
 from jax_specdec.serve import tools
 from jax_specdec.serve.model import tiny_model
@@ -174,6 +174,24 @@ def test_what_cannot_be_served_is_refused_and_the_field_named(client, changes, p
     with pytest.raises(openai.BadRequestError, match=said) as raised:
         chat(client, **changes)
     assert raised.value.param == param
+
+
+class LostWorker(ObedientWorker):
+    """A worker whose texts cannot go on behind their third token."""
+
+    def slot_step(self, slot):
+        if len(slot.ids) - len(slot.prompt) >= 3:
+            slot.evicted = Evict(slot=0, generation=slot.generation, reschedule=False)
+        return super().slot_step(slot)
+
+
+def test_a_text_that_cannot_go_on_ends_with_an_error_of_its_own():
+    model = tiny_model(name="tiny", created=1, max_length=100)
+    sizes = {"vocab_size": byte_tokens.VOCAB_SIZE, "max_length": 100}
+    with serving(model=model, worker=LostWorker, **sizes) as found:
+        given = {"prompt": "x", "structured_outputs": {"regex": "a{50}"}, "max_tokens": 60}
+        answer = found.ask(**given)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "structure_ended")
 
 
 def test_a_call_is_told_from_the_text_wherever_it_is_cut():
