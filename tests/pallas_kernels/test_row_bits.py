@@ -80,13 +80,16 @@ def test_no_batch_and_no_option_changes_a_rows_logprobs(vocabulary, dtype, cases
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a hundred programs with XLA's defaults
+@pytest.mark.timeout(3600)  # a hundred programs with XLA's defaults
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("vocabulary", [1000, 32_000, 50_257])
 def test_no_batch_and_no_option_changes_a_rows_logprobs_on_the_whole_grid(vocabulary, dtype):
     grid = itertools.product((1, 2, 3, 4, 7, 16, 64), (0, 1, 20, 100), range(4), (False, True))
     cases = [case for n, case in enumerate(grid) if n % 3 == 0 or case[2] == 0]
     assert not differences(vocabulary, dtype, cases)
+    # Each program keeps memory mapped, of which a process has a limited number of pieces.
+    compiled.cache_clear()
+    jax.clear_caches()
 
 
 @pytest.mark.slow
