@@ -106,6 +106,7 @@ class NewKinds:
             for count, one in enumerate(as_completed(begun), 1):
                 one.result()
                 tell(count, total)
+            tell(total, total)
         self._shared.clear()
         for kind in kinds:
             self._programs.be_ready(kind)

@@ -146,10 +146,10 @@ def _cuts(num_slots: int, size: int) -> Iterator[int]:
 
 def _compiled(traced: Traced, arguments: object, compile: Compile) -> Any:
     """Compile a program; what it returns, abstract."""
-    compile(traced)
     leaves = jax.tree.leaves(arguments)
     # Otherwise what it returns may be moved, too, and nothing has to be compiled to know it.
     if not any(getattr(x, "sharding", None) is not None for x in leaves):
+        compile(traced)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)  # type: ignore[no-untyped-call]
 
     def shape_of(x: jax.Array, place: jax.sharding.Sharding) -> object:
