@@ -246,6 +246,7 @@ def _engine_config(
         vocab_size=model.config.vocab_size,
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
+        prepare_widths=False,  # the first token comes sooner
         # Programs depend on no seed.
         prepare=tuple({replace(one.params, seed=0): None for one in requests})[:MOST_PREPARED],
         **restarts(options),

@@ -66,6 +66,8 @@ class WorkerConfig:
         together, are compiled before a worker is ready, and not by the first request. Of these
         values only those matter that programs depend on. Empty: each request's are compiled when
         it is there, as are those of a group of processes.
+      prepare_widths: so are those of all widths of drafts; otherwise only those of the widest step,
+        which serves every request, and the others are compiled while steps are made.
       compilation_cache: the folder in which compiled programs are kept for the next start; "off"
         for none. Empty: the user's cache directory ($XDG_CACHE_HOME or ~/.cache), or what jax's own
         variable JAX_COMPILATION_CACHE_DIR says.
@@ -101,6 +103,7 @@ class WorkerConfig:
     prefill_chunk: int = 64
     prefix_reuse: bool = True
     prepare: tuple[SamplingParams, ...] = ()
+    prepare_widths: bool = True
     compilation_cache: str = ""
     implementation: str = ""
     tensor_parallel: int = 1

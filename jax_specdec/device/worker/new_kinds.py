@@ -77,6 +77,8 @@ class NewKinds:
         self,
         asked: Sequence[SamplingParams],
         tell: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        widths: bool = True,
     ) -> None:
         """Compile what requests will need, before any is there.
 
@@ -85,6 +87,7 @@ class NewKinds:
         Args:
           asked: `WorkerConfig.prepare`.
           tell: called with how many of how many programs are there; the cuts of a message are one.
+          widths: `WorkerConfig.prepare_widths`.
         """
         slots = [
             Slot(params=one, most_tokens=1, score_from=None if one.prompt_logprobs is None else 0)
@@ -92,7 +95,8 @@ class NewKinds:
         ]
         batch, none = self._worker.kind_of(slots), [Slot()] * len(self._worker.slots)
         scoring = self._prompt_kinds(slots)
-        kinds: list[Kind | PromptKind] = [batch, *self._narrower(batch), *scoring]
+        narrower = self._narrower(batch) if widths else ()
+        kinds: list[Kind | PromptKind] = [batch, *narrower, *scoring]
         parts = [
             *(self._part(kind, none, scoring) for kind in kinds),
             *(shared() for shared in self._shared),

@@ -6,7 +6,7 @@ import importlib
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,6 @@ from jax_specdec.device.worker import background, compilation_cache, compilation
 from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
-from jax_specdec.requests import SamplingParams
 from jax_specdec.structured.vocabulary import read_vocabulary
 from jax_specdec.text.tokenizer import text_encoder
 
@@ -271,11 +270,13 @@ def _own_model(config: WorkerConfig) -> tuple[Any, OwnModel]:
     return params, model
 
 
-def _prepare(worker: Worker, asked: Sequence[SamplingParams], stats: ProcessStats) -> None:
+def _prepare(worker: Worker, config: WorkerConfig, stats: ProcessStats) -> None:
     """Compile what requests will need; the processes of a group compile it with the first ones."""
-    if asked and worker.new_kinds is not None:
+    if config.prepare and worker.new_kinds is not None:
         worker.new_kinds.prepare(
-            asked, lambda done, total: stats.enter(Phase.COMPILING, done, total, stats.beside)
+            config.prepare,
+            lambda done, total: stats.enter(Phase.COMPILING, done, total, stats.beside),
+            widths=config.prepare_widths,
         )
 
 
@@ -299,7 +300,7 @@ def main(child: Child) -> int:
 
     def prepare(worker: Worker) -> None:
         preparing.set()
-        _prepare(worker, start.config.prepare, child.stats)
+        _prepare(worker, start.config, child.stats)
         preparing.clear()
 
     assert child.ring is not None

@@ -76,6 +76,7 @@ def test_workers_prepare_what_the_prompts_ask_for(model, fake):
     assert status_of("generate", "--model", model, "--prompt", "a", "--prompt", "b", *more) == 0
     [asked] = fake.configs[0].prepare  # a seed makes no other program
     assert (asked.temperature, asked.logprobs, asked.seed) == (0.5, 3, 0)
+    assert not fake.configs[0].prepare_widths
 
 
 @pytest.mark.fast
