@@ -70,7 +70,7 @@ class Drawing(NamedTuple):
         scales = read.largest, read.inverse, read.log_total
         every = jax.tree.map(flat, batch.by_slot((cut, scales, sampled, few)))
         cut, (largest, inverse, log_total), sampled, few = every
-        if batch.row_ids is not None:
+        if batch.row_ids is not None:  # no kernel draws for a row that is none
             sampled &= flat(batch.row_ids >= 0)
         rows, seed = flat(batch.rows), batch.sampling.seed[:, None]
         source = Source(*map(flat, (jnp.broadcast_to(seed, batch.rows.shape), batch.positions)))

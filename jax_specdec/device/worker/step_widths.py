@@ -97,7 +97,8 @@ class StepWidths:
             self.costs.setdefault(kind, math.log(seconds))
             return
         other, told = before[0], math.log(seconds / before[1])
-        self.costs.setdefault(kind, self.costs[other] + told)
+        if not self.changes.get(kind):
+            self.costs[kind] = self.costs[other] + told
         error = told - (self.costs[kind] - self.costs[other])
         error = min(max(error, -MOST_ERROR), MOST_ERROR)
         for one, sign in ((kind, 1), (other, -1)):
