@@ -153,7 +153,7 @@ class Loop:
         )
         return self.placed(plain, specs)
 
-    def arguments(self, program, widths=None, read_k=None):
+    def arguments(self, program, widths=None, read_k=None, num_drafts=None):
         """What a program gets, and its static arguments."""
         drafts = self.config.drafter.num_drafts
         request = Request(id="a", prompt_token_ids=(1, 2, 3), params=REQUESTS[0])
@@ -176,7 +176,8 @@ class Loop:
             case "leading":
                 return (shape((500,), jnp.uint32), 256), {}
             case "step":
-                return (*model, options), {"read_k": read_k, "report_widths": widths}
+                static = {"read_k": read_k, "report_widths": widths, "num_drafts": num_drafts}
+                return (*model, options), static
             case "score_chunk":
                 return (*model, *scoring), chunk
             case "prompt_message":
@@ -239,7 +240,7 @@ EVERY_RUN = [
 def on_devices(case, devices):
     name, options, *calls = case
     quick = (name, devices) in EVERY_RUN and options.get("widths") != PROCESSED
-    text = " ".join(f"{k} {v if k == 'read_k' else v.mode.name}" for k, v in options.items())
+    text = " ".join(f"{k} {v.mode.name if k == 'widths' else v}" for k, v in options.items())
     marks = pytest.mark.fast if quick and devices == 1 else () if quick else pytest.mark.slow
     return pytest.param(
         name, options, calls[devices - 1], devices, id=f"{name} {text}-{devices}", marks=marks
