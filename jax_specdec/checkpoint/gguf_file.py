@@ -18,7 +18,7 @@ import numpy as np
 from jax_specdec.checkpoint.model_config import CheckpointError
 
 SUFFIX = ".gguf"
-INSTALL = "pip install 'gguf>=0.10'"
+INSTALL = "pip install 'gguf>=0.19'"
 VERSIONS = (2, 3)
 _SCALARS = dict(enumerate("BbHhIif?", 0)) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

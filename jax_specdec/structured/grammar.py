@@ -8,7 +8,7 @@ from jax_specdec.requests import RequestError, Structured
 # Between the tokens of JSON. Without a bound, a model may go on with it until its last token.
 WHITE_SPACE = r" ?|\n {0,32}"
 # The extra `structured`: the name is found wherever this package came from.
-INSTALL = "pip install 'llguidance>=1.3'"
+INSTALL = "pip install 'llguidance>=1.9'"
 
 
 def library() -> Any:
