@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends import read
-from pallas_kernels.backends.mosaic_gpu import count_larger, draw, groups
+from pallas_kernels.backends.mosaic_gpu import (
+    count_larger,
+    draw,
+    finish_kernel,
+    groups,
+    groups_kernel,
+    rows_kernel,
+)
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.contract.changes import Changes, apply, prepared
 from pallas_kernels.numbers.random_draws import gumbel_noise, threefry_word
@@ -65,17 +72,20 @@ def slots_of(x: np.ndarray, most: int) -> list[Slot]:
     ]
 
 
-def changed(x: np.ndarray, names: tuple[str, ...]) -> tuple[Changes | None, np.ndarray]:
-    """Changes by name of the first three rows, and the changed rows."""
+def changed(
+    x: np.ndarray, names: tuple[str, ...], *, all_rows: bool = False
+) -> tuple[Changes | None, np.ndarray]:
+    """Changes by name of the first three rows, or of all, and the changed rows."""
     if not names:
         return None, x
     rng, (rows, vocabulary) = np.random.default_rng(3), x.shape
     allowed = rng.random((rows, vocabulary)) < 0.8
     ids = rng.integers(0, vocabulary, (rows, 40)).astype(np.int32)
     ids[:, 1] = vocabulary - 1
-    allowed[3:], ids[3:] = True, -1
+    if not all_rows:
+        allowed[3:], ids[3:] = True, -1
     words = np.stack([bits_of(np.flatnonzero(row), vocabulary) for row in allowed])
-    bias = jnp.asarray(rng.normal(0, 6, ids.shape), jnp.float32)
+    bias = jnp.asarray(rng.normal(0, 1 if all_rows else 6, ids.shape), jnp.float32)
     changes = Changes(jnp.asarray(words.view(np.int32)), jnp.asarray(ids), bias)
     if "bias" not in names:
         changes = Changes(changes.allowed)
@@ -154,17 +164,19 @@ def candidates(name: str, schedule: Schedule, k: int) -> Case:
     return Case(name, schedule, k, len(rows), call, check)
 
 
-def verification(name: str) -> Case:
+def verification(name: str, names: tuple[str, ...] = ()) -> Case:
     """`verify` that draws and ranks by the kernels, in a jitted program, beside XLA's.
 
-    Slots of all kinds: greedy, plain, cut widely and narrowly; drafts mostly rejected.
+    Slots of all kinds: greedy, plain, cut widely and narrowly; drafts mostly rejected. Rows that
+    are changed in these ways are read by the kernels too.
     """
     num_requests, positions, vocabulary, number = 8, 3, 4099, 4
     rng = np.random.default_rng(0)
     logits = (rng.normal(size=(num_requests, positions, vocabulary)) * 2).astype(np.float32)
     shape = num_requests, positions - 1, number
     ids = rng.integers(0, vocabulary, shape).astype(np.int32)
-    ids[:, :, 0] = logits[:, :-1].argmax(axis=-1)
+    changes, x = changed(logits.reshape(-1, vocabulary), names, all_rows=True)
+    ids[:, :, 0] = x.reshape(logits.shape)[:, :-1].argmax(axis=-1)
     tokens = ids[:, :, 1].copy()
     tokens[0] = ids[0, :, 0]  # which the greedy request accepts
     q = CompactQ(jnp.asarray(ids), jnp.full(shape, np.log(1 / number), jnp.float32))
@@ -177,17 +189,29 @@ def verification(name: str) -> Case:
         seed=jnp.arange(num_requests, dtype=jnp.uint32),
     )
     arrays = jnp.asarray(logits), drafts, sampling, jnp.arange(num_requests, dtype=jnp.int32)
+    given = {
+        field: part.reshape(num_requests, positions, -1)
+        for field, part in (changes._asdict() if changes else {}).items()
+        if part is not None
+    }
 
     def verified() -> Any:
-        def program(*arguments: Any) -> Any:
-            found = verify(*arguments, k=2)
-            logprobs = emitted_logprobs(arguments[0], found.token_ids, found.read)
+        def program(*arguments: Any, **given: Any) -> Any:
+            found = verify(*arguments, k=2, **given)
+            read = found.changed_read if given else found.read
+            if given:
+                given["scaled"] = jnp.ones(num_requests, bool)
+            logprobs = emitted_logprobs(arguments[0], found.token_ids, read, **given)
             return found.token_ids, found.num_tokens, logprobs.token_ranks
 
-        return jax.jit(program, compiler_options=quick_compile.OPTIONS)(*arrays)
+        return jax.jit(program, compiler_options=quick_compile.OPTIONS)(*arrays, **given)
 
     expected = verified()
-    kernels, used = SimpleNamespace(draw=draw.draw, count_larger=count_larger.count_larger), []
+    kernels = SimpleNamespace(
+        draw=draw.draw, count_larger=count_larger.count_larger,
+        read_part=groups.read_part, candidates=groups.candidates,
+    )  # fmt: skip
+    used, jobs = [], ["count_larger", "draw", *(["groups"] if names else [])]
 
     def chosen(job: str, by_kernels: Any, by_xla: Any, *given: Any, **options: Any) -> Any:
         if options.get("backends") != ("mosaic_gpu",):
@@ -202,14 +226,15 @@ def verification(name: str) -> Case:
             return verified()
 
     def check(found: Any) -> None:
-        assert sorted(used) == ["count_larger", "draw"], used
+        assert sorted(set(used)) == jobs, used
         for mine, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(mine, other)
         assert (np.asarray(found[2]) > 3).any()  # a rank that the top K do not tell
         assert len(set(np.asarray(found[1]).tolist())) > 1
 
     schedule = fixed(vocabulary, "float32")
-    return Case(name, schedule, 2, num_requests * positions, call, check, (draw, count_larger))
+    modules = draw, count_larger, groups_kernel, rows_kernel, finish_kernel
+    return Case(name, schedule, 2, num_requests * positions, call, check, modules)
 
 
 def draw_mutant_case() -> Case:
@@ -235,4 +260,5 @@ def draw_cases() -> list[Callable[[], Case]]:
         lambda: ranks("ranks, mask", fixed(4866, f16), mask),
         lambda: ranks("ranks, bias", fixed(8448, bf16), bias),
         lambda: verification("draw, ranks: verification"),
+        lambda: verification("draw, ranks: verification, changed", (*mask, *bias)),
     ]

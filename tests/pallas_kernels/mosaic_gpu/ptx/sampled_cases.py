@@ -192,9 +192,12 @@ def changed(name: str, schedule: Schedule, names: tuple[str, ...], k: int, needs
     if "bias" in given:  # two of a run, one of the last group, the largest, a forbidden one
         best = int(np.nanargmax(x[1].astype(np.float32)))
         given["bias_token_ids"][1] = [9, 15, vocabulary - 1, best, best, 600]
-        given["bias"][1] = [-1, 0.3, 4.01, -2, -1.003, 50]
-        x[2] = np.where(x[2] > -1, -1, x[2])  # the largest is below what its group has left
-        given["bias_token_ids"][2, :2], given["bias"][2, :2] = [3, 700], [-0.001, 0.0003]
+        forbidden = np.inf if "allowed" in given else 50
+        given["bias"][1] = [-1, 0.3, 4.01, -2, -1.003, forbidden]
+        # Three maxima that are nearer to the largest logit than 16 bits tell, and below it.
+        x[2], x[2, 1287] = -2, -1
+        given["bias_token_ids"][2] = [3, 300, 700, -1, -1, -1]
+        given["bias"][2] = 0.9997
     if "allowed" in given:
         given["allowed"][0] = bits_of([1, 5, 300, vocabulary - 1], vocabulary)
         given["allowed"][1:3] = bits_of(set(range(vocabulary)) - {600}, vocabulary)
