@@ -21,7 +21,7 @@ from tests.support.expected_probs import expected_probs
 from tests.support.token_statistics import p_value
 
 VOCAB, TOKENS, COUNT = 1100, 3, 2500
-PROMPT = (116,) * 8  # one time out of three the model goes on with 116: n-grams are often right
+PROMPT = (11,) * 8  # one time out of three the model goes on with 11: n-grams are often right
 FILTERS = {  # requests take turns
     "none": {"temperature": 0.9},
     "top-k": {"temperature": 1.0, "top_k": 40},
