@@ -73,6 +73,12 @@ pytest_plugins = ["tests.support.cpu_report"]
 # threshold of 700, looking for such takes a fourteenth of its time.
 gc.set_threshold(100_000, 50, 50)
 
+# Beside the devices nothing is compiled but by these: all else there is fast.
+COMPILED = {
+    *("device", "adapters", "test_compiled_programs.py", "test_default_settings.py"),
+    *("test_delivery.py", "test_engine.py"),
+}
+
 LARGE_MB = 1000  # beyond it, compiled programs are dropped at the end of a module
 
 
@@ -80,6 +86,14 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{_CACHE_WARNING}")
     if config.option.markexpr == "fast":  # it replaces the "not slow" of pyproject.toml
         config.option.markexpr = "fast and not slow"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        room, *rest = item.path.relative_to(ROOT / "tests").parts
+        if room in ("ipc", "jax_specdec") and COMPILED.isdisjoint(rest):
+            item.add_marker("fast")
 
 
 @pytest.fixture(autouse=True, scope="module")

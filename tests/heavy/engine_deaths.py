@@ -102,7 +102,6 @@ class Round:
             environment.pop("JAX_COMPILATION_CACHE_DIR", None)
         self.folder = folder
         silence = str(SILENCE["stop engine" if delay is None else blow])
-        self.struck_while = "-"
         self.output = (folder / "output").open("w+")
         self.engine = subprocess.Popen(
             [sys.executable, "-m", "tests.heavy.engine_driver", kind, silence],
@@ -128,7 +127,6 @@ class Round:
             time.sleep(self.delay)
             if self.engine.poll() is not None:
                 return self.judged("over before")
-            self.struck_while = self.moment()
             victim = self.victim()
             if victim is None:
                 return self.judged("nobody there")
@@ -175,28 +173,16 @@ class Round:
     def judged(self, word):
         """Let the engine come to its end and check what it said."""
         self.engine.wait(PATIENCE)
-        said = self.said()
-        assert self.engine.returncode == 0, (self.engine.returncode, said[-3:])
-        runs = [line for line in said if "ends" in line]
-        assert len(runs) == 3, said
-        assert word != "undisturbed" or not any(run["lost"] for run in runs), said
-        for run in runs:
-            assert len(run["ends"]) == 12, run
-        if self.blow == "stop engine":
-            assert not any(run["lost"] for run in runs), runs
-        assert said[-1] == {"closed": True}
+        said = (self.folder / "output").read_text()
+        assert self.engine.returncode == 0, (self.engine.returncode, said)
+        runs = [json.loads(line) for line in said.splitlines() if line.startswith('{"ends"')]
+        assert [len(run["ends"]) for run in runs] == [12] * 3, said
+        if word == "undisturbed" or self.blow == "stop engine":
+            assert not any(run["lost"] for run in runs), said
+        assert said.endswith("closed\n")
         assert wait_until(lambda: not marked(self.mark), 10) is not None, marked(self.mark)
         self.nothing_left(ignore_folder=any(run["lost"] for run in runs))
         return word, 0.0
-
-    def moment(self):
-        """What the engine and its workers were last seen doing."""
-        seen = [line["doing"] for line in self.said() if "doing" in line]
-        return seen[-1] if seen else "importing the engine"
-
-    def said(self):
-        lines = (self.folder / "output").read_text().splitlines()
-        return [json.loads(line) if line.endswith("}") else line for line in lines]
 
     def nothing_left(self, ignore_folder):
         def rings():
@@ -208,13 +194,11 @@ class Round:
 
 
 def one_round(kind, number, delay, seed):
-    """Run one round in a directory of its own; (what it was, moment, word, seconds)."""
+    """Run one round in a directory of its own; (what it was, how it ended, seconds)."""
     blow = BLOWS[kind][number % len(BLOWS[kind])]
     folder = Path(tempfile.mkdtemp(prefix="deaths-"))
     try:
-        game = Round(kind, blow, delay, folder, seed)
-        word, taken = game.run()
-        return blow, game.struck_while, word, taken
+        return blow, *Round(kind, blow, delay, folder, seed).run()
     except BaseException:
         print(f"round {number} of {kind}: {blow} after {delay} s; seed {seed}", flush=True)
         raise
@@ -231,11 +215,10 @@ def length_of(kind, at_once):
 
 
 def rounds(kind, count, at_once):
-    """Run `count` rounds; prints what they were. Returns the ends that took too long."""
+    """Run `count` rounds; prints what they were. Returns how many failed or took too long."""
     length = length_of(kind, at_once)
     print(f"{kind}: an undisturbed round takes {length:.1f} s, {at_once} side by side", flush=True)
-    outcomes, moments, slowest, late = collections.Counter(), collections.Counter(), [], []
-    failed = 0
+    outcomes, seconds, failed = collections.Counter(), [0.0], 0
     with ThreadPoolExecutor(at_once) as pool:
         running = {
             pool.submit(one_round, kind, number, random.uniform(0, length), random.random())
@@ -243,29 +226,17 @@ def rounds(kind, count, at_once):
         }
         for future in as_completed(running):
             try:
-                blow, moment, word, taken = future.result()
+                blow, word, taken = future.result()
             except Exception:
                 failed += 1
                 traceback.print_exc()
                 continue
             outcomes[f"{blow}: {word}"] += 1
-            moments[moment] += word != "over before"
-            if (done := sum(outcomes.values())) % 50 == 0:
-                print(f"{kind}: {done} of {count} rounds, {failed} failed", flush=True)
-            if word == "engine killed":
-                slowest.append(taken)
-                late += [(moment, taken)] * (taken > SECONDS)
-            if kind == "real":
-                print(f"{blow} while {moment}: {word}, {taken:.3f} s", flush=True)
-    for name in sorted(outcomes):
-        print(f"{kind}: {name}: {outcomes[name]}")
-    for name in sorted(moments):
-        print(f"{kind}: while {name}: {moments[name]}")
-    if slowest:
-        print(f"{kind}: the last process ended {max(slowest):.3f} s after its engine at most, "
-              f"median {sorted(slowest)[len(slowest) // 2]:.3f} s", flush=True)  # fmt: skip
-    print(f"{kind}: {count} rounds, {failed} failed, {len(late)} ended after more than {SECONDS} s "
-          f"(moment, seconds): {late}", flush=True)  # fmt: skip
+            seconds.append(taken)
+    late = [taken for taken in seconds if taken > SECONDS]
+    print(f"{kind}: {count} rounds, {failed} failed; {dict(outcomes)}; the last process ended "
+          f"{max(seconds):.3f} s after its engine at most, {len(late)} after more than {SECONDS} s",
+          flush=True)  # fmt: skip
     return failed + len(late)
 
 

@@ -1,14 +1,13 @@
 """The engine that `engine_deaths` kills or whose processes it kills; prints what became of it.
 
 `python -m tests.heavy.engine_driver scripted|real SECONDS` runs requests three times, then closes
-the engine. A worker may be silent for so many seconds. Lines of JSON: {"doing": ...} whenever the
-engine or a worker's phase changes, {"ends": ...} for each run.
+the engine. A worker may be silent for so many seconds. A line of JSON, {"ends": ...}, for each run.
 """
 
+import contextlib
 import functools
 import json
 import sys
-import threading
 
 from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams
 from jax_specdec.engine.errors import WorkerFailed
@@ -31,28 +30,11 @@ def settings(kind, silence):
     return EngineConfig(vocab_size=264, **common | group | {"num_ranks": 1})
 
 
-def say(**values):
-    print(json.dumps(values) + "\n", end="", flush=True)  # one write, whichever thread
-
-
-def tell_phases(engine, ended):
-    """Print the first worker's phase whenever it is another one."""
-    before = None
-    while not ended.wait(0.01):
-        phase = str(engine.sessions[0].worker.heartbeat.phase)
-        if phase != before:
-            say(doing=phase)
-        before = phase
-
-
 def main(kind, silence):
     start = WorkerProcess
     if kind == "scripted":
         start = functools.partial(WorkerProcess, program=scripted_process.WORKER)
-    say(doing="starting workers")
-    ended = threading.Event()
     with Engine(settings(kind, silence), start_worker=start) as engine:
-        threading.Thread(target=tell_phases, args=(engine, ended), daemon=True).start()
         for run in range(RUNS):
             requests = [
                 Request(
@@ -62,8 +44,8 @@ def main(kind, silence):
                 )
                 for n in range(REQUESTS)
             ]
-            ends, lost, failed = {}, [], False
-            try:
+            ends, lost = {}, []
+            with contextlib.suppress(WorkerFailed):
                 for update in engine.generate(requests):
                     if update.lost is not None:
                         lost.append(str(update.lost).splitlines()[0])
@@ -71,12 +53,8 @@ def main(kind, silence):
                         if record.finish_reason is not None:
                             assert record.request_id not in ends
                             ends[record.request_id] = record.finish_reason.name
-            except WorkerFailed:
-                failed = True
-            say(ends=ends, lost=lost, failed=failed)
-        ended.set()
-        say(doing="shutting down")
-    say(closed=True)
+            print(json.dumps({"ends": ends, "lost": lost}), flush=True)
+    print("closed")
 
 
 if __name__ == "__main__":

@@ -48,10 +48,7 @@ ROOMS = {
         "pallas_kernels/numbers/*.py pallas_kernels/backends/*.py pallas_kernels/backends/xla/*.py",
         "tests/pallas_kernels --ignore=tests/pallas_kernels/sampling",
     ),
-    "sampling": Room(
-        "pallas_kernels/sampling/*.py",
-        "tests/pallas_kernels/sampling tests/jax_specdec/device/sampling",
-    ),
+    "sampling": Room("pallas_kernels/sampling/*.py", "tests/pallas_kernels/sampling"),
     "records": Room("jax_specdec/records/*.py", "tests/jax_specdec/records"),
     "engine": Room(
         "jax_specdec/engine/*.py jax_specdec/control/*.py",

@@ -36,7 +36,6 @@ from jax_specdec.cli.main import main as command
 from jax_specdec.engine import engine
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerProcess
-from tests.heavy.serve_load import rss_mb
 from tests.support.served_process import served
 
 KEY = "the key that the stranger has not"
@@ -55,6 +54,33 @@ POST = (
 )
 PIECE = b"x" * (1 << 16)
 LARGE = json.dumps({"prompt": "a" * 1000, "prompt_logprobs": 512, "n": 128}).encode()
+
+
+def get(path, host=b"localhost", more=b""):
+    return b"GET " + path + b" HTTP/1.1\r\nhost: " + host + b"\r\n" + more + b"\r\n"
+
+
+def posted(size, body=b""):
+    return POST + b"content-length: %d\r\n\r\n" % size + body
+
+
+# What is sent once, and what is sent behind it so many times, as far as it is taken.
+SENT = {
+    "a URL of 100 MB": (b"GET /", PIECE, 1600),
+    "a header of 96 MB": (b"GET / HTTP/1.1\r\nx: ", PIECE, 1500),
+    "headers without an end": (b"GET / HTTP/1.1\r\n", b"x: y\r\n" * 10_000, 1000),
+    "a large head at once": (get(b"/health", more=b"x: " + PIECE + b"\r\n"), b"", 1),
+    "a body of 15 MB": (posted(240 << 16), PIECE, 240),
+    "a body without an end": (
+        POST + b"transfer-encoding: chunked\r\n\r\n", b"10000\r\n" + PIECE + b"\r\n", 9**9,
+    ),
+    "a large answer": (posted(len(LARGE), LARGE), b"", 1),
+    "another name": (get(b"/health", host=b"evil.example"), b"", 1),
+    "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"", 1),
+    "pages": (b"".join(map(get, (b"/metrics", b"/health", b"/openapi.json"))), b"", 1),
+}  # fmt: skip
+# What is sent on many connections, each of which is held until the server ends it.
+HALVES = {"half a head": b"GET /health HTTP/1.1\r\nx: ", "a body of one byte": posted(1000, b"{")}
 
 
 class Stranger:
@@ -85,94 +111,43 @@ class Stranger:
                 writer.transport.abort()
             made.close()
 
-    async def _send(self, what, *parts, times=1):
-        """Send the last part so many times, as far as it is taken, and read an answer."""
+    async def send(self, what):
+        first, again, times = SENT[what]
         async with self._connected(what) as (reader, writer):
-            for part in parts[:-1]:
-                writer.write(part)
+            writer.write(first)
             for _ in range(times):
-                writer.write(parts[-1])
+                writer.write(again)
                 await writer.drain()
-            await reader.read(1 << 16)
+            await reader.read(1 << 18)
 
-    async def long_url(self):
-        await self._send("a URL of 100 MB", b"GET /", PIECE, times=1600)
-
-    async def large_header(self):
-        await self._send("a header of 96 MB", b"GET / HTTP/1.1\r\nx: ", PIECE, times=1500)
-
-    async def many_headers(self):
-        headers = b"x: y\r\n" * 10_000
-        await self._send("headers without an end", b"GET / HTTP/1.1\r\n", headers, times=1000)
-
-    async def whole_large_head(self):
-        head = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + PIECE + b"\r\n\r\n"
-        await self._send("a large head at once", head)
-
-    async def large_body(self):
-        size = len(PIECE) * 240
-        head = POST + b"content-length: %d\r\n\r\n" % size
-        await self._send("a body of 15 MB", head, PIECE, times=240)
-
-    async def body_without_end(self):
-        head = POST + b"transfer-encoding: chunked\r\n\r\n"
-        await self._send("a body without an end", head, b"10000\r\n" + PIECE + b"\r\n", times=9**9)
-
-    async def large_answer(self):
-        head = POST + b"content-length: %d\r\n\r\n" % len(LARGE)
-        await self._send("a large answer", head + LARGE)
-
-    async def other_name(self):
-        await self._send("another name", b"GET /health HTTP/1.1\r\nhost: evil.example\r\n\r\n")
-
-    async def no_http(self):
-        await self._send("no HTTP", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
-
-    async def pages(self):
-        async with self._connected("pages") as (reader, writer):
-            for path in (b"/metrics", b"/health", b"/openapi.json"):
-                writer.write(b"GET " + path + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")
-                await reader.read(1 << 18)
-
-    async def half_heads(self, count=HELD):
-        await self._hold("half a head", b"GET /health HTTP/1.1\r\nx: ", count)
-
-    async def one_byte_bodies(self, count=HELD):
-        await self._hold("a body of one byte", POST + b"content-length: 1000\r\n\r\n{", count)
-
-    async def _hold(self, what, sent, count):
-        """Open many connections, and hold each until the server ends it."""
-
+    async def hold(self, what):
         async def one():
             async with self._connected(what) as (reader, writer):
-                writer.write(sent)
+                writer.write(HALVES[what])
                 while await reader.read(1 << 16):
                     pass
 
-        await asyncio.gather(*(one() for _ in range(count)))
+        await asyncio.gather(*(one() for _ in range(HELD)))
 
-    async def unread(self, count=50):
+    async def unread(self, what):
         async def one():
-            async with self._connected("answers that are not read", 4096) as (_, writer):
-                writer.write(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000)
+            async with self._connected(what, 4096) as (_, writer):
+                writer.write(get(b"/openapi.json") * 1000)
                 await writer.drain()
                 await asyncio.sleep(60)
 
-        await asyncio.gather(*(one() for _ in range(count)))
+        await asyncio.gather(*(one() for _ in range(50)))
 
     async def disturb(self, seconds):
         """Try all of them at once."""
-        ways = (
-            self.long_url, self.large_header, self.many_headers, self.whole_large_head,
-            self.large_body, self.body_without_end, self.large_answer, self.other_name,
-            self.no_http, self.pages, self.half_heads, self.one_byte_bodies, self.unread,
-        )  # fmt: skip
 
-        async def again(way):
+        async def again(way, what):
             while True:
-                await way()
+                await way(what)
 
-        tasks = [asyncio.create_task(again(way)) for way in ways]
+        ways = [(self.send, what) for what in SENT] + [(self.hold, what) for what in HALVES]
+        ways.append((self.unread, "answers that are not read"))
+        tasks = [asyncio.create_task(again(*way)) for way in ways]
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
             if task.done():
@@ -215,8 +190,9 @@ async def streams(url, seconds):
 async def watched(process, streams):
     """What the streams bring, and the most memory of the server meanwhile, in MB."""
     task, most = asyncio.ensure_future(streams), 0.0
+    memory = Path(f"/proc/{process.pid}/statm")
     while not task.done():
-        most = max(most, rss_mb(process.pid))
+        most = max(most, int(memory.read_text().split()[1]) * resource.getpagesize() / (1 << 20))
         await asyncio.wait([task], timeout=0.2)
     return task.result(), most
 

@@ -5,45 +5,7 @@ import asyncio
 import pytest
 
 from ipc import RingReader, RingWriter, errors
-from tests.support.ring_checks import leftovers
-from tests.support.ring_peer import is_intact, start_peer
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    yield
-    assert leftovers() == []
-
-
-@pytest.mark.fast
-def test_async_iteration_over_a_producer_process(tmp_path):
-    """Another task gets its turn for every message."""
-
-    async def consume(reader):
-        ticks = 0
-
-        async def tick():
-            nonlocal ticks
-            while True:
-                await asyncio.sleep(0)
-                ticks += 1
-
-        ticker = asyncio.create_task(tick())
-        numbers = []
-        async for message in reader:
-            numbers.append(message.sequence)
-            assert is_intact(message.data, message.sequence, 500)
-        ticker.cancel()
-        return numbers, ticks
-
-    with RingReader.create(4, 500, doorbell=True) as reader:
-        peer = start_peer(
-            "produce", reader.name, tmp_path / "p", count=300, max_bytes=500, gap_us=20
-        )
-        numbers, ticks = asyncio.run(consume(reader))
-        assert numbers == list(range(300))
-        assert ticks >= 299  # the event loop kept running
-        assert peer.wait(30) == 0
+from tests.support.ring_peer import start_peer
 
 
 def test_async_death_and_cancellation(tmp_path):

@@ -26,7 +26,6 @@ def names_of(pid: int) -> list[str]:
     return [file.path.name for file in doctor.find_ring_files() if file.creator.pid == pid]
 
 
-@pytest.mark.fast
 def test_leftovers_of_the_dead_are_found_and_removed(capsys, monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True)
     names = child.communicate(timeout=60)[0].split()

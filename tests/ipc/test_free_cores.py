@@ -16,8 +16,6 @@ from ipc.free_cores import (
     available_ns,
 )
 
-pytestmark = pytest.mark.fast
-
 SPAN = FIRST_SPAN_NS
 
 

@@ -9,8 +9,6 @@ import pytest
 
 from ipc import RingError, os_errors
 
-pytestmark = pytest.mark.fast
-
 # Tries to make and attach rings with 0, 1, 2, ... free descriptors, until there are enough.
 DESCRIPTORS = """
 import asyncio, os, resource

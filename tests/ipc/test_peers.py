@@ -10,8 +10,6 @@ import pytest
 
 from ipc.peers import PeerWatch, current_process, is_alive, process_start_time
 
-pytestmark = pytest.mark.fast
-
 
 def test_a_recycled_or_impossible_pid_is_not_alive():
     me = current_process()

@@ -1,7 +1,5 @@
 """When the next unit is expected, and whether there is time for a rehearsal: plain arithmetic."""
 
-import pytest
-
 from ipc.rhythm import (
     FIRST_NS,
     FIRST_REHEARSAL_NS,
@@ -11,8 +9,6 @@ from ipc.rhythm import (
     RehearsalTime,
     Rhythm,
 )
-
-pytestmark = pytest.mark.fast
 
 MS = 1_000_000
 

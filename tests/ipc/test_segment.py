@@ -11,7 +11,6 @@ import posix_ipc
 import pytest
 
 from ipc import RingReader, errors
-from tests.support.ring_checks import leftovers
 
 FILL = """
 import os, sys
@@ -79,7 +78,6 @@ print([name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name])
 def test_more_than_the_machine_has():
     with pytest.raises(errors.OutOfSharedMemory, match="free"):
         RingReader.create(65536, 1 << 30)
-    assert leftovers() == []
 
 
 def test_every_byte_is_reserved_before_it_is_mapped(monkeypatch):
@@ -101,7 +99,6 @@ def test_every_byte_is_reserved_before_it_is_mapped(monkeypatch):
     assert end == total > 10 << 20
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     "error",
     [

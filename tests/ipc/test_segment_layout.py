@@ -28,7 +28,6 @@ from ipc.segment_layout import (
 SLOT_BYTES = 64
 
 
-@pytest.mark.fast
 def test_layout():
     """Sizes and offsets are part of the format: changing one is a new version."""
     places = SEGMENT_HEADER_BYTES, PRODUCER_LINE, CONSUMER_LINE, PAGE_BYTES

@@ -10,8 +10,6 @@ import pytest
 from ipc import RingReader, RingTimeout, RingWriter, semaphore
 from ipc.semaphore import Semaphore
 
-pytestmark = pytest.mark.fast
-
 MS = 1_000_000
 
 

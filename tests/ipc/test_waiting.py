@@ -11,8 +11,6 @@ from ipc.free_cores import FIRST_SPAN_NS, LONGEST_SPAN_NS, FreeCores
 from ipc.rhythm import FIRST_REHEARSAL_NS, LEAD_NS, NEVER
 from ipc.waiting import GLANCES, POLICIES, Waiter
 
-pytestmark = pytest.mark.fast
-
 US, MS = 1_000, 1_000_000
 LOOK = US  # how long a look at the clock or at the semaphore takes here
 OTHERS = 2500 * US  # how long another program keeps the core

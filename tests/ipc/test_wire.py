@@ -10,8 +10,6 @@ from ipc.wire import Kind, SlotState
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
 
-pytestmark = pytest.mark.fast
-
 
 def whole_range(fields):
     """Draws a value for each field from its whole range, often at either end."""
@@ -25,8 +23,7 @@ def whole_range(fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_words"),
-    [(wire.HEADER, wire.HEADER_WORDS), (wire.SLOT, wire.SLOT_WORDS)],
+    ("fields", "num_words"), [(wire.HEADER, wire.HEADER_WORDS), (wire.SLOT, wire.SLOT_WORDS)]
 )
 @settings(max_examples=50)
 @given(data=st.data())

@@ -10,8 +10,6 @@ from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
 from tests.support.processor_messages import drafts
 
-pytestmark = pytest.mark.fast
-
 
 def test_one_message_byte_by_byte():
     """The layout as numbers: whoever changes it has to change the version too."""

@@ -26,11 +26,7 @@ SOON = {  # a dead node is found in seconds
     "health_check_failure_threshold": 4,
 }
 
-NODE = {
-    "object_store_memory": STORE,
-    "include_dashboard": False,
-    "include_log_monitor": False,
-}
+NODE = {"object_store_memory": STORE, "include_dashboard": False, "include_log_monitor": False}
 
 # A program of the benchmarks: a worker without a model, all of whose slots emit in every step.
 EMITTER = (*WORKER[:-1], "tests.support.emitting_worker")
@@ -122,9 +118,7 @@ def make_requests(count, tokens=40, first=0):
             id=f"r{n}",
             prompt_token_ids=(n % VOCAB, n // VOCAB % VOCAB, 3),
             params=SamplingParams(
-                max_tokens=tokens,
-                logprobs=n % 3 or None,
-                prompt_logprobs=None if n % 4 else n % 3,
+                max_tokens=tokens, logprobs=n % 3 or None, prompt_logprobs=None if n % 4 else n % 3
             ),
         )
         for n in range(first, first + count)
