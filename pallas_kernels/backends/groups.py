@@ -131,7 +131,8 @@ def as_many_as_needed(
         return padded(counts[0])
     enough = jnp.asarray(counts[:-1], jnp.int32)
     index = jnp.sum(jnp.max(needed) > enough, dtype=jnp.int32)
-    return lax.switch(index, [lambda count=count: padded(count) for count in counts])
+    found: Top = lax.switch(index, [lambda count=count: padded(count) for count in counts])
+    return found
 
 
 def keeps(

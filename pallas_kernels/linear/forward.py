@@ -56,7 +56,8 @@ def num_columns(shard: VocabShard, width: int) -> jax.Array:
     vocab_size = shard.size(width)
     if vocab_size == VocabShard(shard.axis_name).size(width):
         return jnp.asarray(width, jnp.int32)
-    return jnp.clip(vocab_size - shard.ids(width)[0], 0, width)
+    count: jax.Array = jnp.clip(vocab_size - shard.ids(width)[0], 0, width)
+    return count
 
 
 def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
@@ -92,7 +93,8 @@ def _found(call: Call, inputs: Inputs) -> Found:
         return _of_rows(call, of_rows, head, inputs.bias, own[0], own[1], schedule.part)
 
     empty = Found(jnp.zeros(named.shape, jnp.float32), no_sums(rows, call.outputs))
-    return forms.map_blocks(work, schedule.rows, inputs.num_rows, empty, arrays)
+    found: Found = forms.map_blocks(work, schedule.rows, inputs.num_rows, empty, arrays)
+    return found
 
 
 def _schedule(call: Call, inputs: Inputs) -> Schedule:
@@ -148,11 +150,13 @@ def _in_parts(
         start = jnp.minimum(j * part, rows - part)
         x_of, rest_of = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, part), (x, rest))
         own = read(forms.barrier(x_of), *rest_of)
-        return jax.tree.map(
+        updated: RowSums = jax.tree.map(
             lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, start, 0), found, own
         )
+        return updated
 
-    return lax.fori_loop(0, -(-rows // part), some, forms.vary_like(like, (x, rest)))
+    found: RowSums = lax.fori_loop(0, -(-rows // part), some, forms.vary_like(like, (x, rest)))
+    return found
 
 
 def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> Found:
@@ -203,7 +207,8 @@ def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> Found:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
+    bits: jax.Array = lax.bitcast_convert_type(x, jnp.int32)
+    return bits
 
 
 def _usable(inputs: Inputs) -> jax.Array | None:

@@ -63,7 +63,8 @@ def given_logits(definition: Definition, product: Product, columns: jax.Array) -
         return lax.dynamic_update_slice_in_dim(found, diagonal, start, 0)
 
     empty = forms.vary_like(jnp.zeros(rows, jnp.float32), (hidden, head, bias, columns))
-    return lax.fori_loop(0, -(-rows // block), step, empty)
+    found: jax.Array = lax.fori_loop(0, -(-rows // block), step, empty)
+    return found
 
 
 def logits(
@@ -95,7 +96,8 @@ def recount(definition: Definition, piece: int, product: Product, given: jax.Arr
         return count + total.astype(jnp.int32)
 
     zeros = forms.vary_like(jnp.zeros(product.hidden.shape[0], jnp.int32), (product, given))
-    return lax.fori_loop(0, -(-width // piece), step, zeros)
+    found: jax.Array = lax.fori_loop(0, -(-width // piece), step, zeros)
+    return found
 
 
 class State(NamedTuple):
@@ -191,11 +193,12 @@ def _read_on(
                 lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (every, state, rows)
             )
             x = forms.barrier(x) if direct else loaded(forms.barrier(x), dtype)
-            return jax.tree.map(
+            updated: State = jax.tree.map(
                 lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, j * part, 0),
                 state,
                 read_part(x, start, seen, own_state, own_rows)[0],
             )
+            return updated
 
         if part == padded:
             x = every if direct else loaded(every, dtype)
@@ -220,7 +223,8 @@ def _read_on(
     _, state, running = lax.fori_loop(0, trips, step, forms.vary_like(first, inputs))
     best = candidates.ordered(running, k) if isinstance(running, candidates.Running) else running
     sums = state.sums._replace(top_logits=best.logits, top_ids=best.ids)
-    return jax.tree.map(lambda x: x[:num_rows], State(sums, state.named))
+    found: State = jax.tree.map(lambda x: x[:num_rows], State(sums, state.named))
+    return found
 
 
 Carry = tuple[jax.Array, State, candidates.Running | candidates.Best]

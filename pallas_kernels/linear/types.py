@@ -63,7 +63,8 @@ class Definition(NamedTuple):
         if self.soft_cap is None:
             return u
         cap = jnp.float32(self.soft_cap)
-        return cap * jnp.tanh(u / cap)
+        capped: jax.Array = cap * jnp.tanh(u / cap)
+        return capped
 
     def slope(self, u: jax.Array) -> jax.Array:
         """The derivative of soft_cap at u, float32."""
@@ -74,14 +75,18 @@ class Definition(NamedTuple):
 
 def product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     """a [N, H] times b, summed over this axis of b: [N, W], accumulated in float32."""
-    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+    found: jax.Array = lax.dot_general(
+        a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return found
 
 
 def head_rows(x: jax.Array, start: jax.Array, size: int, axis: int = 0) -> jax.Array:
     """`size` rows of x, or of this axis, from `start` on, copied for this trip of a loop alone."""
     # Else XLA would widen all of a bfloat16 head before the loop.
     mine = barrier((x, start))[0]
-    return barrier(lax.dynamic_slice_in_dim(mine, start, size, axis))
+    rows: jax.Array = barrier(lax.dynamic_slice_in_dim(mine, start, size, axis))
+    return rows
 
 
 def stored(x: jax.Array) -> jax.Array:
@@ -91,12 +96,14 @@ def stored(x: jax.Array) -> jax.Array:
     """
     if x.dtype.itemsize == 4:
         return x
-    return lax.bitcast_convert_type(x, jnp.uint16)
+    bits: jax.Array = lax.bitcast_convert_type(x, jnp.uint16)
+    return bits
 
 
 def loaded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """What was `stored` of this dtype."""
-    return lax.bitcast_convert_type(x, dtype)
+    values: jax.Array = lax.bitcast_convert_type(x, dtype)
+    return values
 
 
 # The arguments of the door by name: signatures print these, and not what they stand for.

@@ -171,12 +171,14 @@ def use_implementation(name: str | None) -> AbstractContextManager[None]:
       ValueError: there is no such implementation.
     """
     check_name(name)
-    return _named(name)
+    context: AbstractContextManager[None] = _named(name)
+    return context
 
 
 def resolved(implementation: Implementation | None) -> Implementation | None:
     """The implementation that a call named, else that of the context; None where neither does."""
-    return _named.value if implementation is None else implementation
+    found: Implementation | None = _named.value if implementation is None else implementation
+    return found
 
 
 def kept(function: Callable[Arguments, Kept]) -> Callable[Arguments, Kept]:
@@ -248,7 +250,8 @@ def lowered_for(
         default=_flat(default, tree),
         functions=tuple(functions.items()),
     )
-    return jax.tree.unflatten(results[0], found)
+    chosen: Result = jax.tree.unflatten(results[0], found)
+    return chosen
 
 
 _choice = Primitive("lowered_for")
@@ -261,7 +264,8 @@ def _types(*avals: ShapedArray, like: Flat, **_: Static) -> list[ShapedArray]:
 
 
 def _run(*arrays: jax.Array, **params: Static) -> list[jax.Array]:
-    return jax.jit(functools.partial(_choice.bind, **params))(*arrays)
+    found: list[jax.Array] = jax.jit(functools.partial(_choice.bind, **params))(*arrays)
+    return found
 
 
 def _lowering(
@@ -273,7 +277,8 @@ def _lowering(
     like: Flat,
 ) -> Sequence[mlir.ir.Value]:
     function = default if name is None else dict(functions)[name]
-    return mlir.lower_fun(function)(ctx, *values)
+    lowered: Sequence[mlir.ir.Value] = mlir.lower_fun(function)(ctx, *values)
+    return lowered
 
 
 _choice.def_abstract_eval(_types)  # type: ignore[no-untyped-call]
@@ -387,7 +392,8 @@ def kernels_or_xla(
 
     def xla(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
         closed = ClosedJaxpr(traced.jaxpr, constants)
-        return jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(given)))
+        outputs: Result = jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(given)))
+        return outputs
 
     def elsewhere(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
         if explicit:
@@ -444,7 +450,8 @@ def _on_platform(
         found: Result = jax.vmap(xla, in_axes=tuple(axes))(constants, given)
         return found, jax.tree.map(lambda _: True, found)
 
-    return kernels
+    run: ByXla[Result] = kernels
+    return run
 
 
 # Backends and jobs that this process has lowered. What jax lowers once, it lowers again.

@@ -72,12 +72,14 @@ def map_blocks(
 
 def pin_to_iteration(logits: jax.Array, start: jax.Array) -> jax.Array:
     """The logits as a value of this iteration: else XLA would widen all of them before the loop."""
-    return barrier((logits, start))[0]
+    same: jax.Array = barrier((logits, start))[0]
+    return same
 
 
 def barrier(values: Values) -> Values:
     """`lax.optimization_barrier`, which has no type annotations."""
-    return lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
+    same: Values = lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
+    return same
 
 
 def vary_like(values: Values, inputs: Tree) -> Values:
@@ -96,12 +98,14 @@ def vary_like(values: Values, inputs: Tree) -> Values:
         missing = tuple(sorted(axes - varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(vary, values)
+    varying: Values = jax.tree.map(vary, values)
+    return varying
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The mesh axes of the surrounding `shard_map` over which x may differ."""
-    return jax.typeof(x).manual_axis_type.varying
+    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return axes
 
 
 def ordered_keys(x: jax.Array) -> jax.Array:
@@ -114,7 +118,8 @@ def ordered_keys(x: jax.Array) -> jax.Array:
 
 def floats(keys: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The floats of `dtype` that have these `ordered_keys`."""
-    return lax.bitcast_convert_type(_mirrored(keys), dtype)
+    found: jax.Array = lax.bitcast_convert_type(_mirrored(keys), dtype)
+    return found
 
 
 def key_of(value: float, dtype: DTypeLike) -> jax.Array:
@@ -161,7 +166,8 @@ def canonical(x: jax.Array) -> jax.Array:
 
 def as_integers(x: jax.Array) -> jax.Array:
     """The bits of floats as signed integers of their size."""
-    return lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+    bits: jax.Array = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+    return bits
 
 
 def _mirrored(bits: jax.Array) -> jax.Array:
@@ -258,4 +264,5 @@ def logarithm(x: Float32[Array | np.ndarray, "*rows"]) -> Float32[Array, "*rows"
     half = jnp.float32(0.5) * f * f
     power = exponent.astype(jnp.float32)
     small = s * (half + z * series) + power * jnp.float32(LOG2[1])
-    return power * jnp.float32(LOG2[0]) - ((half - small) - f)
+    found: jax.Array = power * jnp.float32(LOG2[0]) - ((half - small) - f)
+    return found

@@ -80,7 +80,8 @@ def on_mesh(
 
 
 def _moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
+    there: jax.Array = jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
+    return there
 
 
 @functools.cache
@@ -174,9 +175,10 @@ def where_compiled(
 
     # What the compiler asks for later has no rule for a derivative.
     found = iter(batched(*jax.lax.stop_gradient(_not_empty(leaves))))
-    return jax.tree.map(
+    outputs: Result = jax.tree.map(
         lambda x: next(found) if x.size else jnp.zeros(x.shape, x.dtype), results[0]
     )
+    return outputs
 
 
 def _not_empty(tree: Result) -> list[jax.Array]:
@@ -233,7 +235,8 @@ def run_inputs(place: Place, call: Call[Arrays, Result], inputs: Arrays, words: 
     """
     if place.mesh is None:
         return call(place.layout, inputs)
-    return program_on_mesh(call, place.mesh, place.layout, words)(inputs)
+    found: Result = program_on_mesh(call, place.mesh, place.layout, words)(inputs)
+    return found
 
 
 @functools.cache
@@ -290,7 +293,8 @@ def _of_all_devices(found: Found, mine: jax.Array, place: jax.Array, layout: Lay
         return jnp.where(somewhere.reshape(shape), over_rows.across_sum(own), of_skipped)
 
     assert isinstance(found, TopkLogprobs)
-    return jax.tree.map(joined, found, skipped_like(found))
+    outputs: Found = jax.tree.map(joined, found, skipped_like(found))
+    return outputs
 
 
 class Split(NamedTuple):

@@ -78,7 +78,8 @@ def truncation(
     # A batch that cuts nothing pays for nothing.
     cut = lax.cond(jnp.any(sampled & parameters.truncates(each)), found, nothing)
     cut = parameters.where(sampled, cut, Truncation.greedy(choice.token_ids))
-    return jax.tree.map(lambda x: x.reshape(shape), cut)
+    shaped: Truncation = jax.tree.map(lambda x: x.reshape(shape), cut)
+    return shaped
 
 
 def cuts(
@@ -121,7 +122,8 @@ def cuts(
         cut, left = _where_any(left & ~known, cut, by_more)
         return _where_any(left | known, cut, by_search)[0]
 
-    return lax.cond(jnp.any(is_cut), some, lambda: nothing)
+    cut: Truncation = lax.cond(jnp.any(is_cut), some, lambda: nothing)
+    return cut
 
 
 def _by_more(
@@ -164,7 +166,8 @@ def _by_search(
         its_scale, its_sampling = at_rows(there, (scale, sampling))
         shard = VocabShard(rows.shard.axis_name, rows.vocab_size)
         single = cut_search.searched(x, its_sampling, its_scale, shard)
-        return jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)
+        put: Truncation = jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)
+        return put
 
     return lax.fori_loop(0, number, one, cut), jnp.zeros_like(left)
 
@@ -175,4 +178,7 @@ def _where_any(
     call: Callable[[jax.Array, Truncation], tuple[Truncation, jax.Array]],
 ) -> tuple[Truncation, jax.Array]:
     """`call(left, cut)` where a row is left."""
-    return lax.cond(jnp.any(left), call, lambda left, cut: (cut, left), left, cut)
+    found: tuple[Truncation, jax.Array] = lax.cond(
+        jnp.any(left), call, lambda left, cut: (cut, left), left, cut
+    )
+    return found

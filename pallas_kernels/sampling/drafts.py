@@ -87,7 +87,10 @@ def _drawn(
         top = top_candidates(x, MOST_TOKENS, shard, row_ids)
         return _from_candidates(top, sampling, positions, shard.size(x.shape[1]))
 
-    return lax.cond(jnp.any(sampling.temperature > 0), by_chance, greedily)
+    found: tuple[jax.Array, CompactQ] = lax.cond(
+        jnp.any(sampling.temperature > 0), by_chance, greedily
+    )
+    return found
 
 
 def _from_candidates(

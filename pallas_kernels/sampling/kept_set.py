@@ -195,7 +195,8 @@ def _block(
 
 def _tied(logits: jax.Array, start: jax.Array) -> jax.Array:
     """The logits as a value of this trip: else XLA would widen all of them before the loop."""
-    return lax.optimization_barrier((logits, start))[0]  # type: ignore[no-untyped-call]
+    same: jax.Array = lax.optimization_barrier((logits, start))[0]  # type: ignore[no-untyped-call]
+    return same
 
 
 def _counts(

@@ -56,7 +56,8 @@ def kept_logprobs(
     logits, token_ids, rows = jnp.asarray(logits), jnp.asarray(token_ids), token_ids.shape
     sets = on_device(kept, rows)
     t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows)
-    return _logprobs(logits, token_ids, sets, jnp.where(t > 0, t, 1.0))
+    found: jax.Array = _logprobs(logits, token_ids, sets, jnp.where(t > 0, t, 1.0))
+    return found
 
 
 def on_device(kept: tuple[AnyArray, AnyArray, AnyArray], rows: tuple[int, ...]) -> PaddedKept:
@@ -168,7 +169,8 @@ def is_id(kept: PaddedKept) -> Bool[Array, "*rows M"]:
     """Which entries of the sets are ids."""
     shape = kept.token_ids.shape
     column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    return column < kept.counts[..., None]
+    found: jax.Array = column < kept.counts[..., None]
+    return found
 
 
 def _of_set(logits: jax.Array, kept: PaddedKept) -> Float32[Array, "*rows M"]:
@@ -196,12 +198,14 @@ def _relative(x: jax.Array, scale: _Scale, temperatures: jax.Array) -> jax.Array
     """(x - m) / T of x [*rows] or [*rows, N]: a quotient x / T would have lost the digits."""
     shape = (*temperatures.shape, *(1,) * (x.ndim - temperatures.ndim))
     above = x.astype(jnp.float32) - scale.largest.reshape(shape)
-    return above / temperatures.reshape(shape)
+    relative: jax.Array = above / temperatures.reshape(shape)
+    return relative
 
 
 def _mean(shares: Float32[Array, "*rows N"], z: Float32[Array, "*rows N"]) -> jax.Array:
     """The mean of z under the shares; -inf has share 0 and counts nothing."""
-    return jnp.where(shares > 0, shares * z, 0.0).sum(-1)
+    mean: jax.Array = jnp.where(shares > 0, shares * z, 0.0).sum(-1)
+    return mean
 
 
 def learner_logprobs(
@@ -254,7 +258,8 @@ def learner_logprobs(
         found = linear_topk_logprobs(
             states, head, ids, 0, temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap
         )
-        return found.logprobs[:, 0] - flat.log_kept
+        of_rows: jax.Array = found.logprobs[:, 0] - flat.log_kept
+        return of_rows
 
     whole = lax.cond(jnp.any(marked), read_all, lambda: jnp.zeros_like(of_set))
     logprobs = jnp.where(marked, whole, of_set)

@@ -106,7 +106,8 @@ class Truncation(NamedTuple):
 
 def where(rows: Bool[Array, "..."], a: Truncation, b: Truncation) -> Truncation:
     """The cuts of `a` in these rows, those of `b` in the others."""
-    return jax.tree.map(lambda x, y: jnp.where(rows, x, y), a, b)
+    chosen: Truncation = jax.tree.map(lambda x, y: jnp.where(rows, x, y), a, b)
+    return chosen
 
 
 def has_meaning(sampling: Sampling) -> Bool[Array, " B"]:
@@ -136,7 +137,8 @@ def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling
     def repeated(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x.reshape(-1, *[1] * (len(rows) - 1)), rows).reshape(-1)
 
-    return jax.tree.map(repeated, sampling)
+    each: Sampling = jax.tree.map(repeated, sampling)
+    return each
 
 
 def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, ""]]:
@@ -151,7 +153,8 @@ def at_rows(index: Int32[Array, " R"], values: Values) -> Values:
     """The values of the rows `index`, of a tree of arrays [N] of 32-bit numbers; in one loop."""
     leaves, tree = jax.tree.flatten(values)
     each = (jnp.broadcast_to(x[None], (index.shape[0], x.shape[0])) for x in leaves)
-    return jax.tree.unflatten(tree, at_place(index, *each))
+    chosen: Values = jax.tree.unflatten(tree, at_place(index, *each))
+    return chosen
 
 
 def scattered(
@@ -160,4 +163,5 @@ def scattered(
     """The cuts with the first `number` of `part`, at the rows `index`; from N on: nowhere."""
     counts = jnp.arange(index.shape[0], dtype=jnp.int32) < number
     place = jnp.where(counts, index, index.shape[0])
-    return jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
+    put: Truncation = jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
+    return put

@@ -203,7 +203,8 @@ def with_invalid(
             choice = greedy_of_part(rows.shard, Rows(rows.logits, changes=rows.changes))
         return choice.token_ids
 
-    return lax.cond(jnp.all(found.valid), lambda: token_ids, again)
+    chosen: jax.Array = lax.cond(jnp.all(found.valid), lambda: token_ids, again)
+    return chosen
 
 
 def for_logprobs(
@@ -220,7 +221,8 @@ def for_logprobs(
         top_logits=found.top_logits[:, :k],
         maxima=found.groups.maxima,
     )
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), whole)
+    shaped: RowsRead = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), whole)
+    return shaped
 
 
 def emitted_logprobs(

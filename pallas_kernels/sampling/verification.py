@@ -238,7 +238,8 @@ def _verify(
         given = logits, changes, batch
         if every_greedy:
             return all_greedy(*given)
-        return lax.cond(_some_sampled(batch.sampling), sampled, all_greedy, *given)
+        found: Verified = lax.cond(_some_sampled(batch.sampling), sampled, all_greedy, *given)
+        return found
 
     given = logits, changes, batch
     # A rule of the user's own may close over traced values.
@@ -282,7 +283,8 @@ def _verify_rows(
 
         if is_sampled is not None:
             return sampled() if is_sampled else all_greedy()
-        return lax.cond(some_sampled, sampled, all_greedy)
+        verified: Verified = lax.cond(some_sampled, sampled, all_greedy)
+        return verified
     grouped, before = rows(), None if own is None else GroupedRows.of(own, shard)
     every = row_read.read_changed(grouped, each(), k, before)
     read = _of_named_rows(batch, every[0])

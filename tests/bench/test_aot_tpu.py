@@ -139,10 +139,7 @@ def test_what_a_step_does_with_the_vocabulary():
         "sort %large.3 of f32[16,8192]",
         "custom-call %top.4 of f32[16,8192]",
     ]
-    assert collectives(STEP) == {
-        "all-gather f32[4,16,43]": 1,
-        "all-reduce (f32[16], f32[16])": 1,
-    }
+    assert collectives(STEP) == {"all-gather f32[4,16,43]": 1, "all-reduce (f32[16], f32[16])": 1}
     fine = Step("v6e", 4, 32_768, "a step", 1, collectives(STEP), [], [], 1.0)
     assert aot_tpu.step_faults(fine) == []
     gathered = replace(fine, kernels=0, collectives={"all-gather f32[16,32768]": 1})

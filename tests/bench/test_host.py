@@ -27,9 +27,4 @@ def test_different_content_is_noticed(name):
         host.TOUCHED: lambda: host.touched(host.columns(5, 2)(data)),
     }
     with pytest.raises(BenchError, match="differs"):
-        compare(
-            "unequal",
-            {host.OURS: ours, name: makers[name]},
-            check=host.same_content,
-            rounds=1,
-        )
+        compare("unequal", {host.OURS: ours, name: makers[name]}, check=host.same_content, rounds=1)

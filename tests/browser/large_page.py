@@ -35,6 +35,10 @@ def test_only_what_is_near_is_drawn(show, tmp_path):
     assert page.js("document.querySelector('.t[data-row=\"29999\"]')") is None
     page.js("scrollTo(0, document.body.scrollHeight)")
     page.wait(".t[data-row='29999']")
+    page.hover(".t[data-row='29999']")
+    assert "29999" in page.text("#panel .name")
+    inside = "(b => b.top >= 0 && b.bottom <= innerHeight && b.left >= 0 && b.right <= innerWidth)"
+    assert page.js(f"{inside}(document.getElementById('panel').getBoundingClientRect())")
     # What is far is empty again, and keeps its height.
     page.page.wait_for_selector(".t[data-row='0']", state="detached")
     assert page.js(DRAWN) < 10_000

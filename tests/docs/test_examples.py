@@ -81,6 +81,7 @@ def test_a_loop_of_ones_own_delivers_what_each_request_asked_for(own_loop):
     assert all((token, logprob) == (best, top) for token, logprob, best, top in rows)
 
 
+@pytest.mark.slow
 def test_a_jitted_loop_goes_on_without_its_engine(own_loop, jitted_loop):
     printed = jitted_loop[0]
     assert "engine: 3 steps read, and killed" in printed
@@ -90,6 +91,7 @@ def test_a_jitted_loop_goes_on_without_its_engine(own_loop, jitted_loop):
     assert 2 <= published <= 4 < steps
 
 
+@pytest.mark.slow
 def test_a_jitted_loop_ends_where_the_engine_is_gone(own_loop, jitted_loop):
     printed = jitted_loop[1]
     assert "engine: 3 steps read, " in printed
@@ -105,6 +107,7 @@ def test_a_jitted_loop_ends_where_the_engine_is_gone(own_loop, jitted_loop):
         assert len(text) < len(whole[name])
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_callback_is_not_lost(jitted_loop):
     printed = jitted_loop[2]
     assert "ipc.errors.MessageTooLarge" in printed
@@ -116,15 +119,6 @@ def test_asyncio_reads_two_workers_and_does_other_things(reading_side):
     printed = run(reading_side / "asyncio_engine.py")
     assert len(re.findall(r"(?:length|stop_token) after \d+ records?\b", printed)) == 3
     assert set(texts(printed)) == set(REQUESTS)
-    assert int(re.search(r"did (\d+) other things", printed)[1]) > 10
-
-
-@pytest.mark.slow
-def test_asyncio_reads_two_workers_that_run_a_model(own_loop):
-    """With the example's own workers; each compiles a program for its share of the requests."""
-    printed = run(EXAMPLES / "asyncio_engine.py")
-    assert len(re.findall(r"(?:length|stop_token) after \d+ records?\b", printed)) == 3
-    assert texts(printed) == texts(own_loop)
     assert int(re.search(r"did (\d+) other things", printed)[1]) > 10
 
 
@@ -147,6 +141,7 @@ def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(reading_side
     assert "KeyError" not in printed
 
 
+@pytest.mark.slow
 def test_rollouts_scored_again_have_the_same_logprobs():
     printed = run(EXAMPLES / "rl_rollouts.py")
     found = re.findall(r"\|log ratio\| of (\d+) tokens: (\S+)", printed)
@@ -181,6 +176,7 @@ def test_the_reading_side_never_loads_jax():
     assert run("-c", code + "print('jax' in sys.modules)") == "False\n"
 
 
+@pytest.mark.slow
 def test_functions_of_serving_engines_move_less_and_find_the_same():
     """The example compares the values itself; its figures are those of the page."""
     printed = run(EXAMPLES / "serving_engines.py")

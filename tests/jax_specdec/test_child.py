@@ -14,8 +14,6 @@ from jax_specdec.control import ControlServer, Start, WorkerConfig, to_line
 from jax_specdec.engine.child_process import ChildProcess
 from tests.support.processes import is_alive, wait_for
 
-pytestmark = pytest.mark.fast
-
 # 2 is PR_GET_PDEATHSIG: the signal that the kernel sends when the parent ends.
 CHILD = """
 import ctypes

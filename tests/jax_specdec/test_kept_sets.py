@@ -9,8 +9,6 @@ from ipc import wire
 from ipc.wire import KEPT_ALL, KEPT_MANY
 from jax_specdec.kept_sets import KeptSets, PaddedKept
 
-pytestmark = pytest.mark.fast
-
 
 def made(rows):
     """Sets of rows: a list of ids, or a mark or 0."""

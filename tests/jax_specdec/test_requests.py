@@ -8,8 +8,6 @@ from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.requests import Request, RequestError, SamplingParams, Structured, packed
 
-pytestmark = pytest.mark.fast
-
 
 def test_a_request_may_name_128_chosen_ids_and_ask_for_k_up_to_512():
     params = SamplingParams(logprobs=512, extra_token_ids=tuple(range(128)))

@@ -1,10 +1,6 @@
 """Reports and errors say "1 message" and "2 messages"."""
 
-import pytest
-
 from jax_specdec.wording import pluralize
-
-pytestmark = pytest.mark.fast
 
 
 def test_a_number_and_what_it_counts():

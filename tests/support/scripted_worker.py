@@ -44,9 +44,19 @@ def continuation(request):
     return tokens, logprobs
 
 
-def chosen_of(params):
-    """How many chosen ids' logprobs are in each row; without rows, none."""
-    return len(params.extra_token_ids) if params.num_columns else 0
+def rows_of(slot, logprobs, columns):
+    """Fields of a message's slot: a row for each of these logprobs, whose other columns are -9."""
+    n, params = len(logprobs), slot.params
+    chosen = len(params.extra_token_ids) if columns else 0
+    return {
+        "generation": slot.generation,
+        "mode": params.logprobs_mode,
+        "columns": columns,
+        "num_chosen": chosen,
+        "logprobs": [[p] + [-9.0] * (columns - 1 + chosen) for p in logprobs] if columns else (),
+        "token_ranks": [1] * n if columns else (),
+        "topk_ids": [[0] * (columns - 1)] * n if columns else (),
+    }
 
 
 def kept_among(tokens):
@@ -217,19 +227,9 @@ class ScriptedWorker:
                 continue
             target, verified = self.slot_step(slot)
             contents.append(target)
-            n, columns, chosen = len(verified), slot.params.num_columns, chosen_of(slot.params)
-            said = SlotContents(
-                generation=slot.generation,
-                token_ids=verified,
-                num_drafts=n,
-                columns=columns,
-                num_chosen=chosen,
-                mode=slot.params.logprobs_mode,
-                logprobs=[[-9.0] * (columns + chosen)] * n if columns else (),
-                token_ranks=[1] * n if columns else (),
-                topk_ids=[[0] * (columns - 1)] * n if columns else (),
-            )
-            drafts.append(said)
+            n = len(verified)
+            rows = rows_of(slot, [-9.0] * n, slot.params.num_columns)
+            drafts.append(SlotContents(token_ids=verified, num_drafts=n, **rows))
             if slot.ended:
                 self.slots[index] = None
         follows = self.draft_messages and self.rng.random() < 0.7
@@ -255,22 +255,11 @@ class ScriptedWorker:
             return []
         n = self.rng.randint(1, left)
         slot.wait = max(slot.wait, int(n < left))
-        k, ids = slot.params.prompt_logprobs, prompt[slot.scored : slot.scored + n]
-        chosen = len(slot.params.extra_token_ids)
+        places = range(slot.scored, slot.scored + n)
+        logprobs = [logprob(prompt[:place]) for place in places]
+        rows = rows_of(slot, logprobs, slot.params.prompt_logprobs + 1)
         said = [SlotContents(state=SlotState.NOTHING)] * len(self.slots)
-        said[index] = SlotContents(
-            generation=slot.generation,
-            token_ids=ids,
-            columns=k + 1,
-            num_chosen=chosen,
-            mode=slot.params.logprobs_mode,
-            logprobs=[
-                [logprob(prompt[:place])] + [-9.0] * (k + chosen)
-                for place in range(slot.scored, slot.scored + n)
-            ],
-            token_ranks=[1] * n,
-            topk_ids=[[0] * k] * n,
-        )
+        said[index] = SlotContents(token_ids=prompt[slot.scored : slot.scored + n], **rows)
         slot.scored += n
         return [encode(Kind.PROMPT, self.step, said, **self.header)]
 
@@ -302,19 +291,12 @@ class ScriptedWorker:
         if self.prefill_only:
             state, extra, drafts = SlotState.PREFILL_FIRST_TOKEN, slot.drafts, []
             slot.ended = True
-        columns, chosen = slot.params.num_columns, chosen_of(slot.params)
         contents = SlotContents(
             state=state,
-            generation=generation,
             token_ids=tokens + extra,
             num_drafts=len(drafts) + len(extra),
-            columns=columns,
-            num_chosen=chosen,
-            mode=slot.params.logprobs_mode,
-            logprobs=[[p] + [-9.0] * (columns - 1 + chosen) for p in logprobs] if columns else (),
-            token_ranks=[1] * count if columns else (),
-            topk_ids=[[0] * (columns - 1)] * count if columns else (),
             kept=kept_among(tokens) if slot.params.kept_token_ids else None,
+            **rows_of(slot, logprobs, slot.params.num_columns),
         )
         return contents, drafts
 

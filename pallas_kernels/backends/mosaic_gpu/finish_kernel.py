@@ -401,7 +401,8 @@ def collect(
         return thread.scalar(_collect(refs, word(cut_here), ids))
 
     count = thread.result((), jnp.int32, compat.GPU.Layout.WG_SPLAT)
-    return thread.inline(body, arguments, layouts, count)
+    found: jax.Array = thread.inline(body, arguments, layouts, count)
+    return found
 
 
 class LogitVector(NamedTuple):
@@ -826,7 +827,8 @@ def key_of_scalar(x: jax.Array) -> jax.Array:
         return thread.scalar(thread.select(x == 0.0, 0, _flipped(thread.bits_of(x))))
 
     kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
-    return thread.inline(body, (x,), ("scalar",), kind)
+    key: jax.Array = thread.inline(body, (x,), ("scalar",), kind)
+    return key
 
 
 def first_largest(schedule: Schedule, row: RowOfLogits) -> jax.Array:

@@ -103,7 +103,8 @@ def read_groups(
         kernel_name="read_groups",
     )
     found = kernel(logits.reshape(-1), inverse, offset, changes)
-    return jax.tree.unflatten(tree, found)
+    outputs: tuple[GroupOutputs[jax.Array], ...] = jax.tree.unflatten(tree, found)
+    return outputs
 
 
 class RowOfGroups(NamedTuple):
@@ -199,7 +200,8 @@ def read_steps(row: RowOfGroups, program: Index) -> Carries:
 
     begin = program * schedule.num_steps // schedule.splits
     end = (program + 1) * schedule.num_steps // schedule.splits
-    return lax.fori_loop(begin, end, step, before_any_block(row))
+    carries: Carries = lax.fori_loop(begin, end, step, before_any_block(row))
+    return carries
 
 
 def read_edges(row: RowOfGroups) -> Carries:
@@ -281,9 +283,10 @@ def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
         mine = thread.sum_over_lanes(thread.in_pairs(thread.words(given)), width // RUN)
         return thread.one_each(mine, layout.reduce(1), (groups,))
 
-    return thread.inline(
+    found: jax.Array = thread.inline(
         body, (terms,), (layout,), thread.result((groups,), jnp.float32, layout.reduce(1))
     )
+    return found
 
 
 def _store(row: RowOfGroups, block: Index, ref: jax.Ref, values: jax.Array) -> None:

@@ -260,7 +260,8 @@ def fixed_changes(changes: Changes | None, width: int) -> RowChanges:
         return None
     plain = None if changes.bias is None else unbiased(changes, width)
     arrays: FixedChanges[Readable] = FixedChanges(changes.allowed, plain, *changes[1:])
-    return jax.tree.map(lambda x: x.reshape(-1), arrays)
+    flat: RowChanges = jax.tree.map(lambda x: x.reshape(-1), arrays)
+    return flat
 
 
 def changed(

@@ -186,7 +186,8 @@ def read_steps(row: RowToRead, program: Index) -> Carry:
 
     begin = program * schedule.num_steps // schedule.splits
     end = (program + 1) * schedule.num_steps // schedule.splits
-    return lax.fori_loop(begin, end, step, before_any_block(row, schedule.vector))
+    carry: Carry = lax.fori_loop(begin, end, step, before_any_block(row, schedule.vector))
+    return carry
 
 
 def read_edges(row: RowToRead) -> Carry:

@@ -92,7 +92,8 @@ def read_groups(
     if not tokens:
         return last
     first = _groups_of(logits, tokens, part.offset, inverse, raw, interpret, cut)
-    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)
+    joined: Found = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)
+    return joined
 
 
 def _groups_of(

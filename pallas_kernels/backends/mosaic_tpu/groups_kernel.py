@@ -214,4 +214,5 @@ def call(
     )
     if not (schedule.interpreted or schedule.as_blocks):
         logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
-    return run(offset, logits, given)
+    found: list[jax.Array] = run(offset, logits, given)
+    return found

@@ -33,7 +33,8 @@ Step = Callable[[list[Halves], Index, Carry], Carry]
 
 def aligned(place: Index, size: int) -> jax.Array:
     """The place, which Mosaic may take for a multiple of a size."""
-    return pl.multiple_of(place, size)  # type: ignore[arg-type]
+    found: jax.Array = pl.multiple_of(place, size)  # type: ignore[arg-type]
+    return found
 
 
 class AsyncCopy(Protocol):
@@ -179,7 +180,8 @@ def turned(words: jax.Array) -> jax.Array:
 
 def is_allowed(words: jax.Array, column: Index) -> jax.Array:
     """Whether the tokens of a column of a vector of turned words are allowed: [8, 128] bool."""
-    return (words << (WORD_COLUMNS - 1 - column)) < 0
+    found: jax.Array = (words << (WORD_COLUMNS - 1 - column)) < 0
+    return found
 
 
 def _permuted(x: jax.Array, lanes: jax.Array) -> jax.Array:

@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench import host
-from bench.loop import consumer, content
+from bench.loop import content
 from bench.timing import BenchError
-from jax_specdec.requests import Request, SamplingParams
 
 pytestmark = pytest.mark.fast
 
@@ -19,10 +17,7 @@ def changed(part, **changes):
 
 # Two tokens, the second one not in its top 2.
 PART = content.Part(
-    [7, 9],
-    [{7: -0.5, 3: -1.0}, {5: -0.25, 3: -2.0, 9: -4.0}],
-    [{7: 1}, {9: 30}],
-    drafts=1,
+    [7, 9], [{7: -0.5, 3: -1.0}, {5: -0.25, 3: -2.0, 9: -4.0}], [{7: 1}, {9: 30}], drafts=1
 )
 PLAIN = content.Part([7, 9], [], [])
 WRONG = {
@@ -58,21 +53,3 @@ def test_fewer_logprobs_are_the_first_of_more_and_without_a_request_there_are_no
     for steps, k in ((k1, 0), (k0, 1), (plain, 0), (k0, None), ([], 0), (2 * k0, 0), ([{}], 0)):
         with pytest.raises(BenchError, match="t"):
             content.check("t", steps, plain, [k], right)
-
-
-@pytest.mark.parametrize("k", [0, 3])
-def test_all_designs_deliver_the_same_content(k):
-    data = host.message_bytes(4, k)
-    requests = [
-        Request(id=str(slot), prompt_token_ids=(1,), params=SamplingParams(logprobs=k))
-        for slot in range(4)
-    ]
-    found = {
-        name: content.content_of(design(requests, 4)(data)[1])
-        for name, design in consumer.DESIGNS.items()
-    }
-    ours = found["columns"]
-    assert [len(part.logprobs) for part in ours.values()] == [host.TOKENS] * 4
-    assert found["lists"] == ours
-    for name in ("columns", "lists", "objects"):
-        content.check(name, [found[name]], [ours], [k] * 4, [ours])

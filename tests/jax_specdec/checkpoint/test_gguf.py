@@ -16,8 +16,6 @@ from jax_specdec.device.model.checkpoint import load_model
 from tests.support import gguf_files, hf_files
 from tests.support.tokenizer_files import byte_level
 
-pytestmark = pytest.mark.fast
-
 CONFIG = ModelConfig.tiny(40, num_mtp_layers=0, tie_embeddings=False)
 CONFIGS = {
     "llama": CONFIG,

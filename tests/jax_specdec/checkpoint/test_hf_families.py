@@ -10,8 +10,6 @@ from jax_specdec.checkpoint.model_config import CheckpointError
 from jax_specdec.checkpoint.rope_scaling import RopeScaling
 from tests.support import hf_files
 
-pytestmark = pytest.mark.fast
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

@@ -9,8 +9,6 @@ from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.checkpoint.model_config import CheckpointError
 from tests.support import hf_files
 
-pytestmark = pytest.mark.fast
-
 CONFIG = hf_files.CONFIGS["llama"]
 
 

@@ -14,8 +14,6 @@ from jax_specdec.cli.device_report import JSON, PAGE, Report
 from jax_specdec.cli.main import main
 from jax_specdec.cli.toolchain import Toolchain
 
-pytestmark = pytest.mark.fast
-
 GROUND = {
     "device": "a chip",
     "backend": "mosaic_gpu",

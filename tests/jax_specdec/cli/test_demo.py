@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.record import Records
 from jax_specdec.serve.model import tiny_model
 from jax_specdec.text import byte_tokens
-from tests.support import quick_compile
 from tests.support.fake_engine import FakeEngine
 from tests.support.scripted_process import scripted_engine
 
@@ -33,7 +29,6 @@ def requests_of(*options):
     return demo_command.requests_of(_parsed(["demo", *options]), MODEL)
 
 
-@pytest.mark.fast
 def test_options_reach_the_engine(fake, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("def f():\n")
@@ -48,7 +43,6 @@ def test_options_reach_the_engine(fake, tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.fast
 def test_options_change_every_request():
     def asked(*options):
         found = [one.params for one in requests_of(*options)]
@@ -93,7 +87,6 @@ def check_records(out, records):
     assert int(rows[0][2])
 
 
-@pytest.mark.fast
 def test_records_over_scripted_workers(use_engine, tmp_path, capsys):
     def run(*options):
         use_engine(scripted_engine())
@@ -117,25 +110,6 @@ def test_records_over_scripted_workers(use_engine, tmp_path, capsys):
         assert [found[name] for name in names] == [None, 0.8, 0]
 
 
-@pytest.mark.slow
-def test_a_real_run_shows_every_behavior_of_the_seed_system(tmp_path):
-    prompts, path = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    prompts.write_text("def f(\n\nimport os\\nimport \nwhile True:\n", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_specdec.cli", "demo", "--prompts", str(prompts),
-         "--json", str(path), *EVERYTHING],
-        capture_output=True, text=True, check=False, timeout=280,
-        env=os.environ | {"XLA_FLAGS": quick_compile.FLAGS},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [record["id"] for record in records] == ["1", "3", "4"]  # the lines of their prompts
-    check_records(done.stdout, records)
-    drafted = [step for record in records for step in record["speculation"]["by_step"][2:]]
-    assert all("draft_logprobs" in step for step in drafted if step["num_drafts"])
-    assert records[1]["speculation"]["prompt"] == "import os\nimport "
-
-
 class Step:
     """A record of a request that emitted `ids`."""
 
@@ -155,7 +129,6 @@ def shown(*records, width=80, height=24):
     return demo, demo.view(console, lambda: "starting, 3 s").plain
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("width", [13, 20, 80])
 @pytest.mark.parametrize("height", [1, 2, 5, 40])
 def test_the_view_fits_and_shows_the_end_of_a_text_and_its_status(width, height):
@@ -173,7 +146,6 @@ def test_the_view_fits_and_shows_the_end_of_a_text_and_its_status(width, height)
         assert cell_len(line) > min(width, 60) - 2  # as much of it as fits
 
 
-@pytest.mark.fast
 def test_a_text_is_styled_token_by_token_and_ends_whole():
     demo, _ = shown(Step("00", list("abé".encode()), accepted=2))
     text = demo.texts["00"]
@@ -184,7 +156,6 @@ def test_a_text_is_styled_token_by_token_and_ends_whole():
     assert shown()[1].endswith("\nstarting, 3 s")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("choice", ["stop", "restart"])
 def test_a_lost_worker_is_reported_once(choice, use_engine, capsys):
     """A demo that goes on says so at once; otherwise the error at the end does, with advice."""
@@ -206,7 +177,6 @@ def test_a_lost_worker_is_reported_once(choice, use_engine, capsys):
     assert "EngineConfig" not in err  # nothing to type on a command line
 
 
-@pytest.mark.fast
 def test_an_old_json_file_is_replaced_only_at_the_end(tmp_path, during, capsys):
     path = tmp_path / "out.jsonl"
     path.write_text("old " * 100_000)

@@ -1,6 +1,5 @@
 """`jax-specdec generate`: what its options do, and its texts in the order of their prompts."""
 
-import functools
 import io
 import json
 import re
@@ -13,35 +12,13 @@ import pytest
 from jax_specdec.cli import generate, standard_output
 from jax_specdec.cli.prompts import Prompt
 from jax_specdec.engine.config import EngineConfig
-from jax_specdec.engine.engine import Engine
-from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request
 from jax_specdec.text.detokenize import TokenTable
-from tests.support import decoding, tiny_checkpoint
+from tests.support import tiny_checkpoint
 from tests.support.command_status import status_of
-from tests.support.tiny_checkpoint import VOCAB
 
 
-def test_a_model_that_does_not_fit_is_reported_in_the_workers_words(model):
-    code = (
-        "import sys\n"
-        "from jax_specdec.device.model import memory\n"
-        "from jax_specdec import child\n"
-        "memory.available_bytes = lambda *_: 2**20\n"
-        "sys.exit(child.main(['jax_specdec.device.worker.worker_process']))"
-    )
-    start = functools.partial(WorkerProcess, program=(sys.executable, "-c", code))
-    config = EngineConfig(
-        vocab_size=VOCAB, weights=str(model), dtype="float32", drafter="ngram", max_length=20_000
-    )
-    said = r"(?s)status 1.*GiB in float32, with its caches; ava"
-    with Engine(config, start_worker=start) as engine, pytest.raises(WorkerFailed, match=said) as e:
-        list(engine.generate([decoding.request("a", [5], max_tokens=3)]))
-    assert "Traceback" not in str(e.value)
-
-
-@pytest.mark.fast
 def test_options_reach_the_engine(model, fake, tmp_path):
     """Who drafts, devices, and what each request asks for."""
     small = tiny_checkpoint.write(tmp_path / "small")
@@ -63,14 +40,12 @@ def test_options_reach_the_engine(model, fake, tmp_path):
     assert asked == [(False, (1,)), (True, (1,)), (False, ())] + [(False, (1,))] * 3
 
 
-@pytest.mark.fast
 def test_a_slot_holds_as_many_tokens_as_it_must(model, fake):
     for options in ("--max-tokens 4", "--max-tokens 200", "--max-tokens 500", "--max-length 20"):
         assert status_of("generate", "--model", model, "--prompt", "a", *options.split()) == 0
     assert [one.max_length for one in fake.configs] == [128, 256, 512, 20]
 
 
-@pytest.mark.fast
 def test_workers_prepare_what_the_prompts_ask_for(model, fake):
     more = ["--temperature", "0.5", "--logprobs", "3", "--seed", "7"]
     assert status_of("generate", "--model", model, "--prompt", "a", "--prompt", "b", *more) == 0
@@ -79,7 +54,6 @@ def test_workers_prepare_what_the_prompts_ask_for(model, fake):
     assert not fake.configs[0].prepare_widths
 
 
-@pytest.mark.fast
 def test_a_draft_model_must_have_the_same_tokenizer_and_enough_positions(
     model, fake, tmp_path, capsys
 ):
@@ -103,7 +77,6 @@ def test_a_draft_model_must_have_the_same_tokenizer_and_enough_positions(
     assert said in refused()
 
 
-@pytest.mark.fast
 def test_a_terminal_gets_nothing_that_moves_its_cursor(monkeypatch, capsys):
     show, style = standard_output.shower(quiet=False)
     show("text", "a\x1b[2J\tb\n")
@@ -122,7 +95,6 @@ def test_a_terminal_gets_nothing_that_moves_its_cursor(monkeypatch, capsys):
     assert re.fullmatch(r"\x1b\[4;[\d;]+mtwo\x1b\[0m\x1b\[[\d;]+mone\x1b\[0m", drawn)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("options", "given", "texts"),
     [
@@ -162,7 +134,6 @@ def shown(ids, *records, chat=False, style=None):
     return found
 
 
-@pytest.mark.fast
 def test_one_text_grows_at_a_time_in_the_order_of_the_prompts():
     assert shown(
         "abc",
@@ -177,7 +148,6 @@ def test_one_text_grows_at_a_time_in_the_order_of_the_prompts():
     ]  # fmt: skip
 
 
-@pytest.mark.fast
 def test_tokens_of_requests_with_logprobs_have_styles():
     """Tokens of one style are shown together, and a character has the style of its last byte."""
     logprobs = np.float32([[-0.5, -1], [-0.5, -1], [-0.5, -1], [-2, -1]])
@@ -191,7 +161,6 @@ def test_tokens_of_requests_with_logprobs_have_styles():
     ]  # fmt: skip
 
 
-@pytest.mark.fast
 def test_half_characters_early_ends_and_conversations():
     half, rest = "é".encode()[:1], "é".encode()[1:]
     lost = record("a", "", FinishReason.WORKER_LOST)

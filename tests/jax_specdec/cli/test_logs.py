@@ -20,8 +20,6 @@ from tests.support.processes import wait_for
 from tests.support.scene import long_requests
 from tests.support.streaming import StreamingScene
 
-pytestmark = pytest.mark.fast
-
 
 def test_lines_have_a_time_and_a_level_and_others_say_warnings_only():
     stream = io.StringIO()

@@ -14,8 +14,6 @@ from jax_specdec.cli.main import COMMANDS, main
 from tests.support.command_status import status_of
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.fast
-
 
 def test_the_version_is_that_of_the_project_or_of_the_checkout(capsys, monkeypatch):
     def none(name):

@@ -15,8 +15,6 @@ from jax_specdec.cli.prompts import Prompt, read_prompts, sampling_params, unesc
 from jax_specdec.cli.resumable import JsonlOutput, OutputError, append
 from jax_specdec.requests import Request, RequestError, SamplingParams
 
-pytestmark = pytest.mark.fast
-
 
 class Bytes:
     """A tokenizer whose ids are the bytes of a text."""
@@ -123,10 +121,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
         ('{"prompt": "a", "stop_sequences": [3]}', "stop_sequences = 3 must be of type list"),
         (r'{"prompt": "a\ud83d"}', r"line 1: \\ud83d is half of a surrogate pair"),
         (r'{"prompt": "a", "id": "\udc00"}', r"line 1: \\udc00 is half of a surrogate pair"),
-        (
-            '{"prompt": "a"}\n{"prompt": "b", "id": 1}',
-            "line 2: line 1 has the id .1. too",
-        ),
+        ('{"prompt": "a"}\n{"prompt": "b", "id": 1}', "line 2: line 1 has the id .1. too"),
         ("\n\n", "holds no prompts"),
     ],
 )

@@ -10,8 +10,6 @@ from tests.support.command_status import status_of
 from tests.support.hostile_responses import line
 from tests.support.openai_records import snowman
 
-pytestmark = pytest.mark.fast
-
 GENERATE = "generate --model {model} --prompts {folder}/p.txt"
 SERVE = "serve --model {model}"
 FILES = {

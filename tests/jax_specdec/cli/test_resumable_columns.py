@@ -13,8 +13,6 @@ from jax_specdec.ray.config import RayConfig
 from tests.support.scene import Scene, long_requests, make_requests
 from tests.support.scripted_worker import continuation, logprob
 
-pytestmark = pytest.mark.fast
-
 
 def batches_of(requests, replica=0):
     """All that the requests bring, as one batch a step."""

@@ -14,8 +14,6 @@ from jax_specdec.cli import argument_types, serve_bounds
 from tests.support.processes import children_of, wait_for
 from tests.support.scripted_process import start_command
 
-pytestmark = pytest.mark.fast
-
 
 @contextlib.contextmanager
 def serving(tmp_path, *options):

@@ -9,8 +9,6 @@ from tests.support.hostile_responses import line
 from tests.support.openai_records import snowman, two_steps
 from tests.support.page_blocks import blocks
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture
 def source(tmp_path):

@@ -25,8 +25,6 @@ from jax_specdec.control import (
 from jax_specdec.engine.work_directory import WorkDirectory
 from tests.support.processes import wait_for
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture
 def listening(tmp_path):

@@ -31,8 +31,6 @@ from jax_specdec.control import (
 )
 from jax_specdec.requests import Request, RequestError, SamplingParams
 
-pytestmark = pytest.mark.fast
-
 params = st.builds(
     SamplingParams,
     max_tokens=st.integers(1, 1000),
@@ -165,10 +163,9 @@ def test_what_is_no_start_is_refused(line):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0),
-     ("top_p", 1.1), ("min_p", -0.1), ("top_k", -1), ("logprobs", 513),
-     ("logprobs", -1), ("prompt_logprobs", 513), ("prompt_logprobs", -1),
-     ("stop_sequences", ((),)), ("extra_token_ids", (1,)), ("stop_token_ids", (5, 2**31)),
+    [("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1),
+     ("min_p", -0.1), ("stop_sequences", ((),)), ("extra_token_ids", (1,)),
+     ("stop_token_ids", (5, 2**31)),
      ("stop_token_ids", (-1,)), ("stop_token_ids", (2.5,)), ("stop_sequences", ((1,), (2**40, 1)))],
 )  # fmt: skip
 def test_impossible_requests_are_refused_by_name(field, value):

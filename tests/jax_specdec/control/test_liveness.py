@@ -11,8 +11,6 @@ from jax_specdec.control.heartbeat import QuietTimer
 from jax_specdec.control.liveness import LEAST_TICKS, LOOK_SECONDS, Activity, Liveness
 from tests.support.processes import wait_for
 
-pytestmark = pytest.mark.fast
-
 LIMIT = 10.0
 
 

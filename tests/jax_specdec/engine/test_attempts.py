@@ -12,8 +12,6 @@ from tests.support.scene import Scene, check, long_requests
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.streaming import StreamingScene
 
-pytestmark = pytest.mark.fast
-
 
 def poisoned(*names, dies_in=2):
     """A kind of worker that dies some messages after it was given one of the named requests."""

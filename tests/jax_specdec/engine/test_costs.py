@@ -7,16 +7,22 @@ changes.
 import sys
 import tracemalloc
 
+import numpy as np
 import pytest
 
 from jax_specdec.control import Heartbeat, to_bytes
+from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.devices import Share
+from jax_specdec.engine.queued_request import QueuedRequest
+from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.processor_state import Progress
 from jax_specdec.requests import Request, SamplingParams
-from tests.support.linked_session import LONG, admission, request, session_of
 from tests.support.scene import Scene
 
-pytestmark = pytest.mark.fast
+LONG = 128_000  # tokens of a long prompt
+VOCAB = 200_000
+CONFIG = EngineConfig(vocab_size=VOCAB, num_slots=32, max_length=LONG + 200, num_drafts=0)
 
 
 class Id(str):
@@ -87,6 +93,22 @@ class MuteWorker:
         return len(to_bytes(command))
 
 
+def request(name, length):
+    ids = np.random.default_rng(length).integers(0, VOCAB, length)
+    return Request(id=name, prompt_token_ids=ids, params=SamplingParams(max_tokens=100))
+
+
+def admission(session, asked, emitted):
+    """What the engine's thread does for a request that it gives a slot, as a call."""
+    progress = Progress(token_ids=(7,) * emitted)
+
+    def admit():
+        check(asked, CONFIG)
+        session.admit(QueuedRequest(request=asked, progress=progress))
+
+    return admit
+
+
 def allocated(call):
     """The most bytes that are allocated at one time."""
     tracemalloc.start()
@@ -101,7 +123,7 @@ def allocated(call):
 def test_a_long_prompt_is_copied_and_none_of_its_tokens_is_touched(emitted):
     """Ids travel as one array of int32: a message of them, and what packs it, which grows."""
     copies = (3 if emitted else 2) + 0.6  # with the tokens so far the prompt is joined first
-    session = session_of(MuteWorker())
+    session = WorkerSession(MuteWorker(), num_slots=32, max_length=CONFIG.max_length)
     for cost, most in ((work, 20), (allocated, copies * 4 * LONG)):
         asked = [request(f"{cost}{n}", length) for n, length in enumerate((1, 1, LONG))]
         _, short, long = (cost(admission(session, each, emitted)) for each in asked)

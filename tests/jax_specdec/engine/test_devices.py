@@ -16,8 +16,6 @@ from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
 from tests.support.scene import Scene, long_requests
 from tests.support.scripted_worker import VOCAB
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture
 def machine(tmp_path):

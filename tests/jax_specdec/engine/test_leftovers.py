@@ -10,8 +10,6 @@ from jax_specdec.cli import main
 from jax_specdec.engine import leftovers
 from jax_specdec.engine.work_directory import WorkDirectory
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture(scope="module")
 def dead():

@@ -20,7 +20,6 @@ from tests.support.scene import Scene, check, long_requests
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.streaming import StreamingScene
 
-pytestmark = pytest.mark.fast
 RESUME = {"on_worker_loss": "restart", "resume_lost": True}
 
 

@@ -16,8 +16,6 @@ from tests.support.processes import wait_for
 from tests.support.scene import long_requests
 from tests.support.scripted_worker import ScriptedWorker, continuation
 
-pytestmark = pytest.mark.fast
-
 
 def engine_of(sink, **options):
     """An engine with a thread of its own over a worker in this process."""

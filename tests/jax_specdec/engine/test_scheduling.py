@@ -5,19 +5,81 @@ statistics must be those of an undisturbed run, or a beginning of it with the re
 """
 
 import functools
+import random
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from jax_specdec.control import Admit, Evict
 from jax_specdec.engine.engine import Engine
+from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
 from tests.support.paths import ROOT
 from tests.support.scene import Scene, check, long_requests, make_requests
-from tests.support.schedules import EVENTS, run_through
 from tests.support.scripted_worker import continuation
 
-pytestmark = pytest.mark.fast
+
+def meddler(seed, *, aborts=0.0, preemptions=0.0, stops=0.0):
+    rng = random.Random(seed)
+
+    def meddle(scene, n):
+        for name in scene.records:
+            if rng.random() < aborts:
+                scene.engine.abort(name)
+            if rng.random() < preemptions:
+                scene.engine.preempt(name)
+            if rng.random() < stops:
+                scene.engine.preempt(name, reschedule=False)
+
+    return meddle
+
+
+EVENTS = {
+    "seed": st.integers(0, 2**16),
+    "count": st.integers(1, 9),
+    "ranks": st.integers(1, 3),
+    "prefill_ranks": st.integers(0, 2),
+    "aborts": st.sampled_from((0.0, 0.0, 0.05)),
+    "preemptions": st.sampled_from((0.0, 0.1, 0.3)),
+    "stops": st.sampled_from((0.0, 0.0, 0.05)),
+    "losses": st.booleans(),
+    "rehearse": st.booleans(),
+}
+
+
+def run_through(*, seed, count, ranks, prefill_ranks, aborts, preemptions, stops, losses, rehearse):
+    """Run requests while all of this happens, and check what was delivered."""
+    requests = make_requests(count, seed)
+    rng = random.Random(seed)
+    faults = {}
+    if losses:
+        for rank in range(ranks + prefill_ranks):
+            faults[rank] = [rng.randint(0, 30) for _ in range(rng.randint(0, 3))]
+    scene = Scene(
+        seed=seed,
+        faults=faults,
+        num_ranks=ranks,
+        num_prefill_ranks=prefill_ranks,
+        on_worker_loss="restart",
+        resume_lost=rng.random() < 0.7,
+        max_attempts=rng.choice((1, 2, 99)),
+        rehearse=rehearse,
+    )
+    scene.run(requests, meddler(seed, aborts=aborts, preemptions=preemptions, stops=stops))
+    check(scene, requests)
+    assert all(session.num_free == 2 for session in scene.engine.sessions)
+    config = scene.engine.config
+    if not config.resume_lost or not losses:
+        return
+    reasons = {scene.finish_reason(request.id) for request in requests}
+    assert FinishReason.WORKER_LOST not in reasons
+    assert (
+        config.max_attempts == 1
+        or FinishReason.ATTEMPTS_EXHAUSTED not in reasons
+        or any(len(numbers) > 1 for numbers in faults.values())
+        or len(faults) > 1
+    )
 
 
 @pytest.mark.slow
@@ -30,7 +92,7 @@ def test_whatever_happens_often_nothing_is_lost_or_doubled(**events):
 # All slots of a worker are released after it left out a draft message.
 @example(
     seed=1283, count=3, ranks=1, prefill_ranks=2, aborts=0.05, preemptions=0.0, stops=0.0,
-    losses=False,
+    losses=False, rehearse=False,
 )  # fmt: skip
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**EVENTS)
@@ -150,6 +212,25 @@ def test_one_worker_prefills_and_others_decode():
         assert command.request.prompt_token_ids == (
             *original.prompt_token_ids, continuation(original)[0][0]
         )  # fmt: skip
+
+
+def test_messages_are_rehearsed_and_none_is_kept_once_all_requests_have_ended(monkeypatch):
+    """What is delivered is the same, as `run_through` checks."""
+    taken, kept, step = [], [], output_processor.step
+
+    def noted(state, message):
+        taken.append(message)
+        return step(state, message)
+
+    def look(scene, n):
+        (session,) = scene.engine.sessions
+        kept.append((bool(session.request_ids), session._last is not None))
+
+    monkeypatch.setattr(output_processor, "step", noted)
+    scene = Scene(rehearse=True).run(long_requests(), look)
+    assert len(taken) > scene.workers[0].sent * 1.7  # nearly all of them twice
+    assert (True, True) in kept
+    assert kept[-1] == (False, False)
 
 
 def test_requests_go_to_the_rank_with_most_free_slots():

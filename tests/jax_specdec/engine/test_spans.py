@@ -13,8 +13,6 @@ from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.scene import Scene, long_requests
 
-pytestmark = pytest.mark.fast
-
 
 class Traced:
     """A tracer, and the spans that ended."""

@@ -4,7 +4,6 @@ The model knows which requests are open, which of them were asked to end and why
 an undisturbed run. What a stream delivers is a beginning of these, or all of them.
 """
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -14,8 +13,6 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.scripted_worker import continuation
 from tests.support.streaming import StreamingScene
-
-pytestmark = pytest.mark.fast
 
 MAX_WAITING = 4
 BACKLOG = 64
@@ -79,8 +76,10 @@ class StreamMachine(RuleBasedStateMachine):
         waiting = len(self.open) - len(self.scene.engine.running)
         try:
             self.scene.submit(request, priority=priority, deadline=deadline)
-        except EngineFull:
+        except EngineFull as error:
+            said = str(error)
             assert waiting >= MAX_WAITING
+            assert f"{MAX_WAITING} requests wait for a slot, as many as may" in said
         except EngineClosed:
             assert self.draining
         else:

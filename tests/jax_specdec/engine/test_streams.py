@@ -15,11 +15,9 @@ from jax_specdec.engine.streams import MAX_UPDATES_AHEAD
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError, SamplingParams
 from tests.support.processes import wait_for
-from tests.support.scene import Scene, check, long_requests, make_requests
+from tests.support.scene import Scene, long_requests
 from tests.support.scripted_worker import VOCAB, ScriptedWorker, continuation
 from tests.support.streaming import StreamingScene
-
-pytestmark = pytest.mark.fast
 
 
 def request(name, max_tokens=5):
@@ -38,19 +36,6 @@ def tokens_of(updates):
         for record in update.records:
             got[record.request_id] += record.token_ids.tolist()
     return got
-
-
-def test_streams_deliver_what_generate_delivers():
-    requests = make_requests(12)
-    scene = StreamingScene()
-    for each in requests:
-        scene.submit(each)
-    scene.finish()
-    scene.engine.close()
-    check(scene, requests)
-    assert {s.finish_reason for s in scene.streams.values()} <= {
-        FinishReason.LENGTH, FinishReason.STOP_TOKEN,
-    }  # fmt: skip
 
 
 def test_a_short_request_waits_for_no_long_one():
@@ -106,20 +91,6 @@ def test_a_request_on_its_way_to_the_queue_counts_once():
     other.join()
     scene.finish()
     assert not refused
-
-
-def test_as_many_wait_as_may_and_one_more_is_refused():
-    scene = StreamingScene(num_slots=1, max_waiting=3)
-    for n in range(3):
-        scene.submit(request(f"r{n}"))
-    with pytest.raises(EngineFull, match=r"3 requests wait for a slot, as many as may"):
-        scene.submit(request("r3"))
-    scene.round()  # one has a slot now
-    scene.submit(request("r3"))
-    with pytest.raises(EngineFull):
-        scene.submit(request("r4"))
-    scene.finish()
-    assert all(len(scene.read[f"r{n}"]) for n in range(4))
 
 
 def test_what_cannot_be_served_is_refused_where_it_is_submitted():
@@ -299,19 +270,6 @@ def test_a_lost_worker_stops_every_stream_with_its_last_record_and_the_error():
     health = scene.engine.health()
     assert not health.alive
     assert "the engine has stopped" in health.problems[0]
-
-
-def test_where_others_go_on_a_lost_workers_streams_just_end():
-    scene = StreamingScene(
-        num_slots=1, num_ranks=2, on_worker_loss="continue", faults={0: [3]}, max_attempts=1
-    )
-    for name in ("a", "b", "c"):
-        scene.submit(request(name, 20))
-    scene.finish()
-    reasons = sorted(stream.finish_reason.name for stream in scene.streams.values())
-    assert reasons == ["LENGTH", "LENGTH", "WORKER_LOST"]
-    for stream in scene.streams.values():
-        assert list(stream) == []  # no error, and nothing more
 
 
 @pytest.fixture

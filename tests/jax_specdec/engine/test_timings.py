@@ -19,8 +19,6 @@ from jax_specdec.export import metrics
 from tests.support.scene import Scene, long_requests
 from tests.support.scripted_worker import ScriptedWorker
 
-pytestmark = pytest.mark.fast
-
 
 def taken(histogram):
     """Upper bounds of the buckets that have counts, with the counts."""

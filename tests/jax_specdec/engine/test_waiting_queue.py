@@ -8,7 +8,6 @@ from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.waiting_queue import WaitingQueue
 from jax_specdec.requests import Request
 
-pytestmark = pytest.mark.fast
 OPERATIONS = ("append", "append", "appendleft", "extend", "popleft", "take", "take", "clear")
 
 

@@ -97,7 +97,6 @@ time.sleep(60)
         assert (str(tmp_path / f"worker-{rank}-1.log") in text) == is_lost
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("code", "how", "memory", "restart"),
     [

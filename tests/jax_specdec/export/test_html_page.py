@@ -18,8 +18,6 @@ from tests.support.openai_records import MADE, TABLE, records_of, snowman, two_s
 from tests.support.page_blocks import blocks
 from tests.support.processor_messages import request, target, tokens
 
-pytestmark = pytest.mark.fast
-
 
 class Elements(HTMLParser):
     """Every element of a document, and the content of its scripts and styles."""

@@ -12,8 +12,6 @@ from jax_specdec.records.output_processor import ProcessorState, abort, admit, s
 from tests.support.processor_messages import request, target, tokens
 from tests.support.scene import Scene, long_requests
 
-pytestmark = pytest.mark.fast
-
 
 def samples_of(text):
     """A map from name and labels, without the process rank, to {process rank: value}."""

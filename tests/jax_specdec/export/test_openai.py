@@ -27,8 +27,6 @@ from jax_specdec.text.detokenize import TokenTable
 from tests.support.openai_records import MADE, SNOWMAN, TABLE, records_of, snowman, two_steps
 from tests.support.processor_messages import draft, drafts, request, silent, target, tokens
 
-pytestmark = pytest.mark.fast
-
 
 def test_completions_format():
     assert completion_logprobs(two_steps(), TABLE) == {

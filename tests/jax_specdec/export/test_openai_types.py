@@ -9,14 +9,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
-from jax_specdec.export.openai import (
-    DONE,
-    ChatStream,
-    CompletionStream,
-    chat_completion,
-    completion,
-    server_sent_event,
-)
+from jax_specdec.export.openai import ChatStream, CompletionStream, chat_completion, completion
 from tests.support.openai_records import MADE, TABLE, records_of, snowman, two_steps
 from tests.support.processor_messages import target, tokens
 
@@ -71,32 +64,3 @@ def test_an_invalid_row_is_null_which_only_the_client_takes():
     with client_of(json.dumps(response).encode()) as client:
         read = client.chat.completions.create(model="m", messages=[], logprobs=True)
     assert [entry.logprob for entry in read.choices[0].logprobs.content] == [-0.5, -2.0, None]
-
-
-def test_the_client_reads_whole_responses_and_the_extension():
-    records = snowman()
-    response = completion(records[0].request, records, TABLE, **MADE)
-    with client_of(json.dumps(response).encode()) as client:
-        read = client.completions.create(model="m", prompt="x", logprobs=0)
-    (choice,) = read.choices
-    assert (choice.text, choice.finish_reason) == (" a\N{SNOWMAN} a", "stop")
-    assert choice.logprobs.text_offset == [0, 2, 2, 2, 3, 5]
-    assert read.speculation["token_kinds"][-1] == "bonus"
-
-
-def test_the_client_reads_both_streams():
-    records = snowman()
-    for stream in (CompletionStream, ChatStream):
-        live = stream(records[0].request, TABLE, **MADE)
-        chunks = [*map(live.chunk, records), live.usage()]
-        body = b"".join(map(server_sent_event, chunks)) + DONE
-        with client_of(body, "text/event-stream") as client:
-            if stream is ChatStream:
-                read = list(client.chat.completions.create(model="m", messages=[], stream=True))
-            else:
-                read = list(client.completions.create(model="m", prompt="x", stream=True))
-        choices = [chunk.choices[0] for chunk in read if chunk.choices]
-        texts = [c.delta.content if stream is ChatStream else c.text for c in choices]
-        assert "".join(texts) == " a\N{SNOWMAN} a"
-        assert [choice.finish_reason for choice in choices] == [None, None, "stop"]
-        assert read[-1].usage.total_tokens == 8

@@ -11,8 +11,6 @@ from jax_specdec.export.response_files import ViewError
 from jax_specdec.export.shown import Strings
 from tests.support.openai_records import MADE, TABLE, snowman, two_steps
 
-pytestmark = pytest.mark.fast
-
 
 def read(lines):
     return response_files.read(lines, Strings())

@@ -16,8 +16,6 @@ from jax_specdec.requests import Request, SamplingParams
 from tests.support.sample_columns import delivered, released, streams
 from tests.support.scene import Scene, make_requests
 
-pytestmark = pytest.mark.fast
-
 
 def fields(columns):
     """Every array of some columns, lists and kept sets included."""

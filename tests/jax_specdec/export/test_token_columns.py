@@ -13,8 +13,6 @@ from jax_specdec.records.batch import FinishReason
 from tests.support.random_kept import as_lists
 from tests.support.sample_columns import delivered, streams, three_requests
 
-pytestmark = pytest.mark.fast
-
 
 def test_one_row_a_token():
     found = three_requests()

@@ -11,8 +11,6 @@ from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.request_table import Entry
 from tests.support.scene import long_requests
 
-pytestmark = pytest.mark.fast
-
 
 class Replica:
     """A member that takes what it gets, and does nothing."""

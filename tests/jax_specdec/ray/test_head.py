@@ -8,8 +8,6 @@ from jax_specdec.ray import head as module
 from jax_specdec.ray.head import Head
 from tests.support.fake_ray import RayError
 
-pytestmark = pytest.mark.fast
-
 
 class Ray:
     """A cluster whose head answers, until it does not; it counts who asks Ray itself."""

@@ -9,8 +9,6 @@ from jax_specdec.engine import EngineConfig
 from jax_specdec.ray import RayConfig, RayEngine, errors, installed, overview, placement
 from tests.support.fake_ray import FakeRay
 
-pytestmark = pytest.mark.fast
-
 
 def test_an_address_where_nobody_listens_is_refused_at_once():
     with socket.create_server(("127.0.0.1", 0)) as there:

@@ -14,8 +14,6 @@ from ipc.segment_names import new_name, to_text
 from jax_specdec.engine import leftovers
 from jax_specdec.ray.remove_leftovers import remove_leftovers
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture
 def places(tmp_path):

@@ -14,7 +14,6 @@ from jax_specdec.ray.replica_types import Submission
 from jax_specdec.records.batch import FinishReason
 from tests.support.scene import long_requests
 
-pytestmark = pytest.mark.fast
 REASONS = [FinishReason.WORKER_LOST, FinishReason.ABORT, FinishReason.ATTEMPTS_EXHAUSTED]
 
 

@@ -13,7 +13,6 @@ from jax_specdec.ray.replica_handle import ReplicaHandle
 from jax_specdec.ray.request_table import BatchError
 from tests.support.fake_ray import FakeRay
 
-pytestmark = pytest.mark.fast
 MISTAKES = [TypeError("a mistake"), ValueError("a mistake"), AttributeError("a mistake")]
 
 

@@ -16,8 +16,6 @@ from tests.support.delivered_batches import check
 from tests.support.scene import Scene, long_requests, make_requests
 from tests.support.scripted_worker import continuation
 
-pytestmark = pytest.mark.fast
-
 
 def table_of(*replicas):
     table = RequestTable(Routes(4))

@@ -1,12 +1,8 @@
 """Which replica gets a request: free slots, then prompts' beginnings, then tokens."""
 
-import pytest
-
 from jax_specdec.ray import routes
 from jax_specdec.ray.routes import Load, Routes
 from jax_specdec.requests import packed
-
-pytestmark = pytest.mark.fast
 
 
 def made(*slots, ahead=1, chunk=2):

@@ -4,11 +4,8 @@ import threading
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from jax_specdec.ray.send_queue import MAX_BATCH_BYTES, MAX_WAITING_BYTES, SendQueue
-
-pytestmark = pytest.mark.fast
 
 
 class Batch(int):

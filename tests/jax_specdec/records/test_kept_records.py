@@ -14,24 +14,10 @@ from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.errors import MessageError
-from jax_specdec.records.output_processor import (
-    ProcessorError,
-    ProcessorState,
-    abort,
-    admit,
-    step,
-)
+from jax_specdec.records.output_processor import ProcessorError, ProcessorState, admit, step
 from tests.support.decoding_cost import allowed_memory, cost
-from tests.support.processor_messages import (
-    admitted,
-    request,
-    silent,
-    target,
-    tokens,
-)
+from tests.support.processor_messages import admitted, request, target, tokens
 from tests.support.random_kept import as_lists
-
-pytestmark = pytest.mark.fast
 
 FIXED = wire.HEADER_WORDS + wire.SLOT_WORDS  # of a message with one slot
 
@@ -195,12 +181,3 @@ def test_sets_that_were_not_asked_for_are_refused_and_missing_ones_too():
         step(admitted(kept_token_ids=True), target(0, tokens(5)))
     with pytest.raises(ProcessorError, match=r"asked for no kept sets; .* has some"):
         step(admitted(), target(0, kept(5, rows=[[5]])))
-
-
-def test_records_without_tokens_have_no_sets():
-    state = admitted(kept_token_ids=True)
-    _, (record,) = abort(state, "r")
-    assert len(record.kept) == 0
-    for said in (SlotState.PREEMPTED, SlotState.RECOVERY_STOP):
-        _, (record,) = step(state, target(0, silent(said)))
-        assert len(record.kept) == 0

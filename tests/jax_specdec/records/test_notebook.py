@@ -4,14 +4,10 @@ import math
 import re
 from html.parser import HTMLParser
 
-import pytest
-
 from jax_specdec.export import TokenTable, colored
 from jax_specdec.records import notebook
 from jax_specdec.records.output_processor import ProcessorState, admit, step
 from tests.support.processor_messages import request, target, tokens
-
-pytestmark = pytest.mark.fast
 
 HOSTILE = '</span><script>alert(1)</script>"'
 

@@ -15,7 +15,6 @@ from jax_specdec.records.output_processor import (
     Progress,
     StepLost,
     admit,
-    flush,
     release,
     step,
 )
@@ -31,8 +30,6 @@ from tests.support.processor_messages import (
     target,
     tokens,
 )
-
-pytestmark = pytest.mark.fast
 
 
 def fed(state, *messages):
@@ -117,13 +114,6 @@ def test_a_stop_cuts_wherever_the_steps_are(split, params, ids, count, reason, w
     assert state.counters.finished[FinishReason[reason] - 1] == 1
 
 
-def test_a_stop_sequence_never_begins_in_another_request():
-    state, _ = run(admitted(stop_sequences=((1, 2),), id="old"), target(0, tokens(1)))
-    state = admit(release(state, 0), 0, 2, request("new", stop_sequences=((1, 2),)))
-    _, ((record,),) = run(state, target(1, tokens(2, generation=2)))
-    assert record.finish_reason is None
-
-
 def test_nothing_and_stopped_make_no_record():
     for slot_state in (SlotState.NOTHING, SlotState.STOPPED):
         state, (records,) = run(admitted(), target(0, silent(slot_state)))
@@ -156,21 +146,6 @@ def test_finish_reasons_are_those_of_the_contract():
     ]  # fmt: skip
 
 
-def test_a_lost_worker_ends_requests_on_the_records_that_wait():
-    state, _ = fed(two_requests(stop_token_ids=(7,)), both(0))
-    state = admit(state, 2, 1, request("idle"))
-    _, records = flush(state)
-    assert [(r.request_id, r.finish_reason) for r in records] == [
-        ("a", None), ("b", FinishReason.STOP_TOKEN),
-    ]  # fmt: skip
-    state, records = flush(state, FinishReason.WORKER_LOST)
-    ended = {r.request_id: (r.finish_reason.name, r.token_ids.tolist()) for r in records}
-    assert ended == {
-        "a": ("WORKER_LOST", [5, 6]), "b": ("STOP_TOKEN", [7]), "idle": ("WORKER_LOST", []),
-    }  # fmt: skip
-    assert len(flush(state, FinishReason.WORKER_LOST)[1]) == 0
-
-
 def test_step_is_pure():
     state = admitted(logprobs=0, stop_sequences=((1, 2, 3),))
     columns = [getattr(state.columns, name).copy() for name in state.columns.__slots__]
@@ -183,47 +158,7 @@ def test_step_is_pure():
     assert once[0].token_ids.tolist() == twice[0].token_ids.tolist()
 
 
-def test_cumulative_logprobs_of_minus_infinity_and_nan():
-    state, totals = admitted(logprobs=0), []
-    for n, value in enumerate([-0.5, -np.inf, -0.5, np.nan, -0.5]):
-        slot = tokens(1, columns=1, logprobs=[[value]], ranks=[0 if np.isnan(value) else 1])
-        state, (record,) = step(state, target(n, slot))
-        assert record.valid.tolist() == [n != 3]
-        totals.append(record.cumulative_logprob)
-    np.testing.assert_array_equal(totals, [-0.5, -np.inf, -np.inf, np.nan, np.nan])
-
-
 # --- Target and draft messages, joined by request and step. ---
-
-ONE = [("a", 0, [5, 6], [1, 2]), ("b", 0, [7], [3, 4])]
-TWO = [("a", 1, [5, 6], [1, 2]), ("b", 1, [7], [3, 4])]
-ALONE = [("a", 0, [5, 6], None), ("b", 0, [7], None)]
-
-
-@pytest.mark.parametrize(
-    ("messages", "released", "late"),
-    [
-        ([both(0), both_drafts(0), both(1), both_drafts(1)], [[], ONE, [], TWO], 0),
-        ([both_drafts(0), both(0)], [[], ONE], 0),
-        ([both(0, follows=False)], [ALONE], 0),
-        ([both(0), both(1), both_drafts(1)], [[], ALONE, TWO], 0),
-        ([both(0), both_drafts(1), both(1)], [[], ALONE, TWO], 0),
-        ([both(0), both(1), both_drafts(0), both_drafts(1)], [[], ALONE, [], TWO], 2),
-        ([both(0), draft(0, silent(), drafts(3, 4))], [[], [ALONE[0], ONE[1]]], 0),
-        (
-            [both(0), draft(0, drafts(8, 9, generation=2), drafts(3, 4))],
-            [[], [ALONE[0], ONE[1]]],
-            1,
-        ),
-        ([both(0), draft(0, drafts(1, 2)), target(1), draft(1)], [[], [ONE[0], ALONE[1]], [], []],
-         0),
-    ],
-)  # fmt: skip
-def test_a_step_leaves_with_its_drafts_or_before_the_next(messages, released, late):
-    state, found = fed(two_requests(), *messages)
-    assert found == released
-    assert state.counters.late_drafts == late
-
 
 ASKED = {"logprobs": 1, "extra_token_ids": (3, 4), "draft_logprobs": True}
 
@@ -264,18 +199,6 @@ def test_drafts_with_other_rows_than_were_asked_for_are_refused(wrong, complaint
     with pytest.raises(ProcessorError, match=complaint):
         step(early, first)
     assert early.next_step == 0
-
-
-def test_drafts_belong_to_the_request_that_had_the_slot_in_their_step():
-    """Where the slot was given away meanwhile, the new request's K does not matter."""
-    state = admit(ProcessorState.empty(1), 0, 1, request("old", max_tokens=1, **ASKED))
-    fields = {"columns": 2, "chosen": 2}
-    state, _ = step(state, target(0, tokens(5, **fields), draft_follows=True))
-    state = admit(release(state, 0), 0, 2, request("new", logprobs=5))
-    _, (record,) = step(state, draft(0, drafts(1, **fields)))
-    assert (record.request_id, record.draft.chosen_logprobs.shape) == ("old", (1, 2))
-    _, (record,) = step(state, draft(0, drafts(1, generation=2, columns=3)))  # late, so not checked
-    assert record.draft is None
 
 
 # --- What is refused, and the numbers that a refusal names. ---

@@ -21,8 +21,6 @@ from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.processor_messages import run, silent, target, tokens
 
-pytestmark = pytest.mark.fast
-
 PROMPT = (9, 4, 7, 7, 2)
 
 
@@ -48,18 +46,6 @@ def parts(records):
         (r.prompt.start, r.prompt.token_ids.tolist(), r.prompt.logprobs[:, 0].tolist())
         for r in records
     ]
-
-
-def test_chunks_come_in_order_before_the_first_token():
-    state, ((first,), (second,), (third,)) = run(
-        admitted(logprobs=0), chunk(4, 7), chunk(7, 2), target(0, tokens(5, columns=1))
-    )
-    assert parts([first, second]) == [(1, [4, 7], [-5 / 8, -1.0]), (3, [7, 2], [-1.0, -3 / 8])]
-    # A record without tokens: nothing of it is counted.
-    assert (first.request_id, first.token_ids.tolist(), first.logprobs.shape) == ("r", [], (0, 1))
-    assert third.prompt is None
-    assert third.cumulative_logprob == -6 / 8
-    assert state.statistics.num_tokens == 1
 
 
 def test_chosen_ids_and_modes_are_those_of_the_request():
@@ -110,26 +96,3 @@ def test_one_of_two_prompts_in_a_message_can_be_taken():
     assert [parts(Records((batch.take(np.array([n])),))) for n in (0, 1)] == [
         [one] for one in whole
     ]
-
-
-def test_a_prompt_that_is_run_again_delivers_only_what_is_new():
-    _, (none, some) = run(admitted(Progress(num_prompt_rows=3)), chunk(4, 7), chunk(7, 2))
-    assert (none, parts(some)) == ([], [(4, [2], [-3 / 8])])
-    # A request that has begun has had its rows.
-    _, ((record,),) = run(
-        admitted(Progress(token_ids=(5,), num_prompt_rows=4)), target(0, tokens(6))
-    )
-    assert record.token_ids.tolist() == [6]
-
-
-def test_other_records_that_wait_go_on_waiting():
-    state = admit(admitted(), 1, 1, asking("other", prompt_logprobs=None))
-    _, (none, one, other) = run(
-        state,
-        target(0, silent(), tokens(6), draft_follows=True),
-        chunk(4),
-        target(1, silent(), silent()),
-    )
-    assert none == []
-    assert [record.request_id for record in one] == ["r"]
-    assert [record.token_ids.tolist() for record in other] == [[6]]

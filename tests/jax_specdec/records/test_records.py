@@ -14,8 +14,6 @@ from jax_specdec.records.record import Records
 from jax_specdec.records.statistics import Statistics
 from tests.support.processor_messages import request, silent, target, tokens
 
-pytestmark = pytest.mark.fast
-
 
 def some_slots(num_slots, **params):
     state = ProcessorState.empty(num_slots)

@@ -15,8 +15,6 @@ from jax_specdec.serve.errors import ApiError, shown
 from jax_specdec.serve.json_steps import PART, SMALL, Writer, parsed, pieces
 from tests.support.http_server import MAX_LENGTH, MODEL, Encoder, serving
 
-pytestmark = pytest.mark.fast
-
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"])),

@@ -18,8 +18,6 @@ from jax_specdec.serve.gate import Traffic
 from jax_specdec.serve.json_steps import PART
 from tests.support.http_server import MAX_LENGTH, WaitingWorker, serving, until
 
-pytestmark = pytest.mark.fast
-
 BODY = {"prompt": "abc", "max_tokens": 3}
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -22,8 +22,6 @@ from tests.support.http_server import (
 )
 from tests.support.scripted_worker import continuation, logprob
 
-pytestmark = pytest.mark.fast
-
 PROMPT = "hello you"
 IDS = MODEL.encoder.encode(PROMPT)
 SCORES = [None, *(logprob(list(IDS[:n])) for n in range(1, len(IDS)))]

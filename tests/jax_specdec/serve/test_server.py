@@ -13,8 +13,6 @@ from jax_specdec.engine import FinishReason
 from jax_specdec.serve.bounds import Bounds
 from tests.support.http_server import VOCAB, WaitingWorker, finished, serving, until
 
-pytestmark = pytest.mark.fast
-
 BODY = {"prompt": "abc", "max_tokens": 3}
 LONG = BODY | {"max_tokens": 40, "ignore_eos": True}
 JSON = {"content-type": "application/json"}

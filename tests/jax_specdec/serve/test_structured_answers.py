@@ -23,7 +23,6 @@ from jax_specdec.text.chat_template import ChatTemplate
 from tests.support.http_server import serving
 from tests.support.scripted_worker import ScriptedWorker
 
-pytestmark = pytest.mark.fast
 VOCABULARY = read_vocabulary("", byte_tokens.VOCAB_SIZE)
 COLORS = {
     "type": "object",

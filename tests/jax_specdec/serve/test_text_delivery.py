@@ -14,8 +14,6 @@ from jax_specdec.text.detokenize import TextStream, TokenTable
 from tests.support.processor_messages import request, run, target, tokens
 from tests.support.stop_string_reference import reference
 
-pytestmark = pytest.mark.fast
-
 TABLE = TokenTable([b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b"", b"\xc3\xa9b"], {8: "</s>"})
 
 

@@ -14,7 +14,6 @@ from jax_specdec.text.tokenizer import Tokenizer
 from tests.support import letters, tokenizer_files
 from tests.support.letters import END, LETTERS, OTHER, WORDS, WORDS_PATTERN, beginnings, text_of
 
-pytestmark = pytest.mark.fast
 VOCAB = len(LETTERS) + 2
 
 

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from jax_specdec.text import byte_tokens
 
-pytestmark = pytest.mark.fast
-
 
 @given(st.text())
 def test_text_comes_back(text):

@@ -7,8 +7,6 @@ from tokenizers import pre_tokenizers
 
 from jax_specdec.text.detokenize import TextStream, TokenTable, byte_level_bytes
 
-pytestmark = pytest.mark.fast
-
 SNOWMAN = "\N{SNOWMAN}".encode()  # three bytes
 
 
@@ -62,14 +60,6 @@ def test_text_appears_with_the_last_byte_of_a_character():
     assert stream.push([0]) == ""
     assert stream.finish() == "\ufffd"
     assert stream.length == 5
-
-
-def test_offsets_are_those_of_the_character_that_a_token_begins_in():
-    table = TokenTable([SNOWMAN[:1], SNOWMAN[1:2], SNOWMAN[2:], b"ab", b""], special={9: "</s>"})
-    stream = TextStream(table)
-    assert stream.push_with_offsets([3, 0, 1, 2, 3]) == ("ab\N{SNOWMAN}ab", [0, 2, 2, 2, 3])
-    assert stream.push_with_offsets([9, 4, 3]) == ("ab", [5, 5, 5])
-    assert stream.push_with_offsets([0, 3]) == ("\ufffdab", [7, 8])
 
 
 PIECES = [b"a", b"bc", *(SNOWMAN[n : n + 1] for n in range(3)), SNOWMAN, b"\xff", b"", b"\xf0\x9f"]

@@ -13,8 +13,6 @@ from jax_specdec.text.tokenizer import Tokenizer, text_encoder
 from tests.support import gguf_files
 from tests.support.tokenizer_files import CHAT, CORPUS, byte_level
 
-pytestmark = pytest.mark.fast
-
 CONFIG = ModelConfig.tiny(40, num_mtp_layers=0)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501

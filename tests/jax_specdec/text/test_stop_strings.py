@@ -1,13 +1,10 @@
 """Stop strings: where a text ends, whatever pieces it comes in."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_specdec.text.stop_strings import StopStrings
 from tests.support.stop_string_reference import reference
-
-pytestmark = pytest.mark.fast
 
 WORDS = st.text("ab", min_size=1, max_size=4)
 

@@ -16,16 +16,7 @@ from jax_specdec.text.detokenize import TextStream
 from jax_specdec.text.token_pieces import Pieces
 from jax_specdec.text.tokenizer import Tokenizer as OurTokenizer
 from jax_specdec.text.tokenizer import text_encoder
-from tests.support.tokenizer_files import (
-    CHAT,
-    CORPUS,
-    KINDS,
-    SPECIAL,
-    byte_level,
-    write,
-)
-
-pytestmark = pytest.mark.fast
+from tests.support.tokenizer_files import CHAT, CORPUS, KINDS, SPECIAL, byte_level, write
 
 
 def is_byte_level(library):
