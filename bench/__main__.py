@@ -63,10 +63,9 @@ def run(given: list[str]) -> int:
     for name in suites:
         module = importlib.import_module(f"bench.{MODULES.get(name, name)}")
         more = {"model": options.model} if name == "drafts" else _parts(options)
-        found = module.run(quick=options.quick, **more)
-        results = [replace(one, suite=name) for one in found]
-        print_table(results)
-        comparisons += results
+        for one in module.run(quick=options.quick, **more):
+            comparisons.append(replace(one, suite=name))
+            print_table(comparisons[-1:])
     if options.json:
         files.write_json(options.json, comparisons, machine)
         print(f"wrote {options.json}")

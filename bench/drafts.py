@@ -10,7 +10,7 @@ prompts with the same number of tokens. First each answers them until its progra
 
 import contextlib
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ QUESTIONS = (
 FILES = ("colorsys", "bisect", "heapq", "stat", "keyword", "queue", "sched", "textwrap")
 
 
-def run(quick: bool = False, model: Path | None = None) -> list[Comparison]:
+def run(quick: bool = False, model: Path | None = None) -> Iterator[Comparison]:
     """Measure both kinds of text at one slot and at eight; `quick` takes fewer tokens and rounds.
 
     Args:
-      quick: a minute or two a table, for a look.
+      quick: a minute to four a table, for a look.
       model: a checkpoint in Hugging Face's layout that can chat.
 
     Raises:
@@ -51,7 +51,6 @@ def run(quick: bool = False, model: Path | None = None) -> list[Comparison]:
     vocab_size = open_model(model).config.vocab_size
     tokenizer = Tokenizer(model, vocab_size)
     texts = {"chat": chat(tokenizer), "guessable": guessable(tokenizer)}
-    found = []
     for slots in SLOTS:
         with contextlib.ExitStack() as stack:
             engines = {
@@ -59,10 +58,7 @@ def run(quick: bool = False, model: Path | None = None) -> list[Comparison]:
                 for name in (NONE, *DRAFTERS)
             }
             for kind, prompts in texts.items():
-                found.append(
-                    measure(engines, kind, prompts[: 1 if slots == 1 else 8], slots, quick)
-                )
-    return found
+                yield measure(engines, kind, prompts[: 1 if slots == 1 else 8], slots, quick)
 
 
 def configuration(model: Path, vocab_size: int, drafter: str, slots: int) -> EngineConfig:
@@ -127,7 +123,7 @@ def measure(
 
     contenders = {name: answering(engine) for name, engine in engines.items()}
     for answer in contenders.values():
-        for _ in range(2 if quick else 4):
+        for _ in range(0 if quick else 2):  # `compare` has each answer twice before it measures
             answer()
     found = compare(
         f"{kind} text, {slots} slot{'s' * (slots > 1)}", contenders, check=None, rounds=rounds,

@@ -33,7 +33,7 @@ def sequence_hidden(
     own = jnp.broadcast_to(jnp.eye(s, dtype=bool), (b, s, s))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        return llama.attention(q, k, v, causal), None
+        return llama.attention(q, k, v, causal, config), None
 
     def body(x: jax.Array, layer: LayerParams) -> tuple[jax.Array, None]:
         return llama.decoder_layer(layer, config, x, positions, attend)
@@ -51,7 +51,7 @@ def sequence_hidden(
         values.append(v)
         visible = jnp.concatenate([causal] + [own] * (len(keys) - 1), axis=-1)
         k, v = jnp.concatenate(keys, 1), jnp.concatenate(values, 1)
-        return llama.attention(q, k, v, visible), None
+        return llama.attention(q, k, v, visible, config), None
 
     for n in range(1, depth + 1):
         mtp_layers = mtp.mtp_params(params)

@@ -18,13 +18,17 @@ from jax_specdec.cli.prompts import Prompt
 from jax_specdec.cli.resumable import JsonlOutput, Output
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.export import openai
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.export.delivery import Delivery, Part
+from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record, Records
 from jax_specdec.records.statistics import Statistics
-from jax_specdec.text.detokenize import TextStream, TokenTable
+from jax_specdec.text.detokenize import TokenTable
 from jax_specdec.wording import pluralize
 
-FINISHED = (FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.LENGTH)
+FINISHED = (
+    FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.STOP_STRING,
+    FinishReason.LENGTH,
+)  # fmt: skip
 
 
 class TextsInOrder:
@@ -51,41 +55,42 @@ class TextsInOrder:
         self._table = table
         self._waiting = collections.deque(prompts)
         self._titles = len(prompts) > 1
-        self._streams = {prompt.request.id: TextStream(table) for prompt in prompts}
+        self._lengths = dict.fromkeys((prompt.request.id for prompt in prompts), 0)
         self._hidden: dict[str, list[tuple[str, str]]] = {}
         self._ended: set[str] = set()
         self._begun = False
 
-    def add(self, record: Record) -> None:
-        """Take the next record of a request, and show what it adds to the texts."""
+    def add(self, part: Part) -> None:
+        """Take the next part of a request's text, and show what it adds."""
         if not self._begun:
             self._begun = True
             self._begin()
-        id = record.request_id
-        stream = self._streams[id]
-        for kind, ids in self._runs(record):
-            self._put(id, kind, stream.push(ids))
-        reason = record.finish_reason
+        id, reason = part.record.request_id, part.record.finish_reason
+        for kind, text in self._runs(part, self._lengths[id]):
+            self._put(id, kind, text)
+        self._lengths[id] += len(part.text)
         if reason is not None:
-            self._put(id, "text", stream.finish())
             if reason not in FINISHED:
                 self._put(id, "error", f"[ended early: {openai.finish_reason(reason)}]")
             self._ended.add(id)
             self._advance()
 
-    def _runs(self, record: Record) -> Iterator[tuple[str, list[int]]]:
-        """Yield the record's tokens, those of one kind together."""
-        ids = record.token_ids.tolist()
+    def _runs(self, part: Part, begin: int) -> Iterator[tuple[str, str]]:
+        """Yield the text of a part that begins there, that of tokens of one kind together."""
+        record, text = part.record, part.text
         logprobs = None if self._style is None else record.logprobs
         if self._style is None or logprobs is None:
-            yield "text", ids
+            yield "text", text
             return
         kinds = [
             self._style(logprob, at < record.num_accepted)
             for at, logprob in enumerate(logprobs[:, 0].tolist())
         ]
-        for kind, run in itertools.groupby(zip(kinds, ids, strict=True), lambda pair: pair[0]):
-            yield kind, [token_id for _, token_id in run]
+        # A character that tokens share is the last one's, and so is what ends the whole text.
+        starts = [max(offset - begin, 0) for offset in part.offsets]
+        pairs = zip(kinds, itertools.pairwise([*starts, len(text)]), strict=True)
+        for kind, run in itertools.groupby(pairs, lambda pair: pair[0]):
+            yield kind, "".join(text[slice(*places)] for _, places in run)
 
     def _put(self, id: str, kind: str, text: str) -> None:
         if not text:
@@ -199,36 +204,39 @@ class Run:
         self.tally = Tally(len(prompts))
         self._prompts = {prompt.request.id: prompt for prompt in prompts}
         self._table, self._settings, self._output = table, settings, output
-        self._records: dict[str, list[Record]] = {}
+        self._open = {id: _Answer(prompt, table) for id, prompt in self._prompts.items()}
         self._total = Statistics()
 
-    def add(self, records: Records) -> None:
-        """Keep records until their request ends, then write its response."""
+    def add(self, records: Records, end: Callable[[str], Any]) -> Iterator[Part]:
+        """Keep records until their request ends, then write its response.
+
+        Args:
+          records: the next ones.
+          end: is called with the id of a request whose text is at a stop string.
+
+        Yields:
+          What can be shown of each record.
+        """
         for record in records:
-            id, reason = record.request_id, record.finish_reason
-            self._records.setdefault(id, []).append(record)
-            if reason is None:
-                continue
-            mine = self._records.pop(id)
-            if record.statistics is not None:
+            id = record.request_id
+            if record.statistics is not None and record.finish_reason is not None:
                 self._total += record.statistics
                 self.tally.tokens = self._total.num_tokens
+            answer = self._open.get(id)
+            if answer is None:  # its text has ended
+                continue
+            parts = answer.push(record)
+            yield from parts
+            if answer.delivery.found is not None:
+                end(id)
+            if not parts or (reason := parts[-1].record.finish_reason) is None:
+                continue
+            del self._open[id]
             if reason in FINISHED and self._output is not None:
-                prompt = self._prompts[id]
-                digest = prompt.digest(*self._settings)
-                self._output.write(id, digest, self._response(prompt, mine))
+                digest = answer.prompt.digest(*self._settings)
+                response = answer.response(self._settings[0])
+                self._output.write(id, digest, response)
             self.tally.end(id, reason)
-
-    def _response(self, prompt: Prompt, records: Sequence[Record]) -> dict[str, Any]:
-        """The OpenAI-style response of a request that ended."""
-        make = openai.chat_completion if prompt.chat else openai.completion
-        parts = [record.prompt for record in records if record.prompt is not None]
-        k = prompt.request.params.prompt_logprobs
-        return make(
-            prompt.request, records, self._table, model=self._settings[0],
-            created=int(time.time()),
-            prompt=None if k is None else openai.joined_prompt(parts, k)[0],
-        )  # fmt: skip
 
     @property
     def speculation(self) -> str:
@@ -241,6 +249,33 @@ class Run:
             f"{pluralize(total.num_drafts, 'draft')} accepted, "
             f"{total.num_tokens / total.steps:.2f} tokens a step"
         )
+
+
+class _Answer:
+    """What a prompt has brought so far."""
+
+    def __init__(self, prompt: Prompt, table: TokenTable) -> None:
+        self.prompt, self._table = prompt, table
+        self.delivery = Delivery(table, prompt.stops, min_tokens=prompt.request.params.min_tokens)
+        self._rows: list[PromptRows] = []
+        self._parts: list[Part] = []
+
+    def push(self, record: Record) -> list[Part]:
+        if record.prompt is not None:
+            self._rows.append(record.prompt)
+        parts = self.delivery.push(record)
+        self._parts += parts
+        return parts
+
+    def response(self, model: str) -> dict[str, Any]:
+        """The OpenAI-style response."""
+        make = openai.chat_completion if self.prompt.chat else openai.completion
+        k = self.prompt.request.params.prompt_logprobs
+        return make(
+            self.prompt.request, [part.record for part in self._parts], self._table, model=model,
+            created=int(time.time()), text="".join(part.text for part in self._parts),
+            prompt=None if k is None else openai.joined_prompt(self._rows, k)[0],
+        )  # fmt: skip
 
 
 def left_to_do(

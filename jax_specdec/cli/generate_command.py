@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,9 @@ def _add_sampling(group: Any) -> None:
     group.add_argument(
         "--ignore-eos", action="store_true", help="go on after the token that ends a text"
     )
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+        help="a string that ends a text, and is no part of it. May be given several times",
+    )  # fmt: skip
     group.add_argument("--logprobs-mode", choices=("raw", "scaled", "processed"), default="raw",
         help="the distribution that logprobs describe: the model's (raw), with the temperature "
         "(scaled), or the one that is sampled from (processed) (default: %(default)s)")  # fmt: skip
@@ -121,9 +125,9 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = Tokenizer(options.model, model.config.vocab_size)
     defaults = _defaults(options, model)
     if options.prompts is None:
-        prompts = given_prompts(options.prompt, tokenizer, defaults)
+        prompts = given_prompts(options.prompt, tokenizer, defaults, options.stop)
     else:
-        prompts = read_prompts(options.prompts, tokenizer, defaults)
+        prompts = read_prompts(options.prompts, tokenizer, defaults, options.stop)
     settings = (options.model.resolve().name, model.config.dtype)
     if options.ray is not None:
         return _on_ray(
@@ -173,6 +177,7 @@ def _generate(
     from jax_specdec.cli import standard_output
     from jax_specdec.cli.logs import logged
     from jax_specdec.engine.engine import Engine
+    from jax_specdec.records.batch import FinishReason
 
     with (
         # Where a loss ends the command, its error says so.
@@ -182,11 +187,11 @@ def _generate(
             standard_output.phases_of(engine), kept_in(config.compilation_cache)
         ) as begun,
     ):
+        end = partial(engine.abort, reason=FinishReason.STOP_STRING)
         for update in engine.generate([prompt.request for prompt in prompts]):
             begun()
-            result.add(update.records)
-            for record in update.records:
-                texts.add(record)
+            for part in result.add(update.records, end):
+                texts.add(part)
 
 
 def _structure(response_format: str | None) -> Any:

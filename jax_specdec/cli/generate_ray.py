@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from jax_specdec.cli import generate, standard_output
 from jax_specdec.cli.generate import Tally, TextsInOrder
 from jax_specdec.cli.resumable_columns import ColumnsOutput
+from jax_specdec.export.delivery import Delivery
 from jax_specdec.ray import ClusterError, ColumnBatch, RayConfig, RayEngine
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ def run(
     opened: contextlib.AbstractContextManager[ColumnsOutput | None] = (
         ColumnsOutput(options.output) if options.output else contextlib.nullcontext()
     )
+    if any(prompt.stops for prompt in prompts):
+        raise ValueError(
+            "stop strings are not for --ray, whose columns have no text: write stop_sequences "
+            "(token ids that end a text) in the lines of a .jsonl file"
+        )
     cluster = RayConfig(
         replicas=options.replicas, devices=options.replica_devices, address=options.ray
     )
@@ -43,7 +49,7 @@ def run(
         if not left:
             return 0
         show, _ = standard_output.shower(quiet=options.quiet)
-        work = _Work(left, settings, output, TextsInOrder(left, table, show))
+        work = _Work(left, settings, output, TextsInOrder(left, table, show), table)
         try:
             with work.tally.noting(options.output), RayEngine(config, cluster) as engine:
                 for batch in engine.generate([prompt.request for prompt in left]):
@@ -66,11 +72,13 @@ class _Work:
         settings: tuple[str, ...],
         output: ColumnsOutput | None,
         texts: TextsInOrder,
+        table: TokenTable,
     ) -> None:
         self.tally = Tally(len(prompts))
         self._prompts = {prompt.request.id: prompt for prompt in prompts}
         self._settings, self._output, self._texts = settings, output, texts
         self._open: dict[str, list[ColumnBatch]] = {}
+        self._deliveries = {id: Delivery(table) for id in self._prompts}
 
     def add(self, batch: ColumnBatch) -> None:
         """Take a batch, and write the requests that have ended with it."""
@@ -78,7 +86,9 @@ class _Work:
         self.tally.tokens += batch.num_tokens
         for row, part in enumerate(batch):
             name, reason = part.request_id, part.finish_reason
-            self._texts.add(cast("Record", part))  # without a style it reads what both have
+            # Without stop strings and a style, what is read is what both kinds have.
+            for shown in self._deliveries[name].push(cast("Record", part)):
+                self._texts.add(shown)
             if self._output is not None:
                 self._open.setdefault(name, []).append(batch.take([row]))
             if reason is not None:

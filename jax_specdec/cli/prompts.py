@@ -2,7 +2,8 @@ r"""A file of prompts to requests.
 
 A text file has one prompt a line, in which `\n`, `\t` and `\\` stand for the characters that they
 name. A file whose name ends in .jsonl has one object a line: "prompt", "messages" or
-"prompt_token_ids", and the fields of `SamplingParams` in which the line differs from the others.
+"prompt_token_ids", "stop" (strings that end the text), and the fields of `SamplingParams` in which
+the line differs from the others.
 The name "-" stands for standard input, which is a text file.
 """
 
@@ -26,7 +27,6 @@ _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 _LISTS = ("stop_token_ids", "extra_token_ids")
 # OpenAI's fields that have another name here.
 _OTHERS = {
-    "stop": "write stop_sequences, a list of lists of token ids, or stop_token_ids",
     "max_completion_tokens": "write max_tokens",
     "top_logprobs": 'write "logprobs": true beside it, or the number as "logprobs"',
     "echo": "write prompt_logprobs, the number of most likely tokens of each of the prompt's",
@@ -46,18 +46,22 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line: its request, and whether the response has the chat format."""
+    """One line: its request, whether the response has the chat format, and its stop strings."""
 
     request: Request
     chat: bool
+    stops: tuple[str, ...] = ()
 
     def digest(self, *settings: str) -> str:
         """A hash of ids, parameters and `settings`, which recognizes a record of this request."""
-        hashed = [self.request.prompt_token_ids, dataclasses.asdict(self.request.params), settings]
+        params = dataclasses.asdict(self.request.params)
+        hashed = [self.request.prompt_token_ids, params, settings, *self.stops]
         return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:16]
 
 
-def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list[Prompt]:
+def read_prompts(
+    path: Path, encoder: Encoder, defaults: SamplingParams, stops: Sequence[str] = ()
+) -> list[Prompt]:
     """The prompts of a file, in order; a line without an "id" is named by its number.
 
     A line without a seed of its own gets `defaults.seed` plus its number, so that equal prompts
@@ -73,7 +77,7 @@ def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list
     for number, line in prompt_lines(path):
         try:
             fields = _json(line) if is_jsonl else {"prompt": unescape(line)}
-            prompt = _prompt(fields, str(number), encoder, _seeded(defaults, number))
+            prompt = _prompt(fields, str(number), encoder, _seeded(defaults, number), stops)
         except ValueError as error:  # from JSON, from a value, or from the chat template
             raise RequestError(f"{place}, line {number}: {error}") from error
         if (before := names.setdefault(prompt.request.id, number)) != number:
@@ -85,7 +89,9 @@ def read_prompts(path: Path, encoder: Encoder, defaults: SamplingParams) -> list
     return prompts
 
 
-def given_prompts(texts: Sequence[str], encoder: Encoder, defaults: SamplingParams) -> list[Prompt]:
+def given_prompts(
+    texts: Sequence[str], encoder: Encoder, defaults: SamplingParams, stops: Sequence[str] = ()
+) -> list[Prompt]:
     """Prompts whose texts are given, as they are, named by their numbers from 1.
 
     The text "-" stands for all of standard input, without the line end that it may end with.
@@ -98,7 +104,8 @@ def given_prompts(texts: Sequence[str], encoder: Encoder, defaults: SamplingPara
     prompts = []
     for number, text in enumerate(texts, 1):
         whole = _text(STANDARD_INPUT).removesuffix("\n") if text == "-" else text
-        prompts.append(_prompt({"prompt": whole}, str(number), encoder, _seeded(defaults, number)))
+        seeded = _seeded(defaults, number)
+        prompts.append(_prompt({"prompt": whole}, str(number), encoder, seeded, stops))
     return prompts
 
 
@@ -162,10 +169,13 @@ def _json(line: str) -> Any:
     return fields
 
 
-def _prompt(fields: Any, name: str, encoder: Encoder, defaults: SamplingParams) -> Prompt:
+def _prompt(
+    fields: Any, name: str, encoder: Encoder, defaults: SamplingParams, stops: Sequence[str]
+) -> Prompt:
     if not isinstance(fields, dict):
         raise RequestError(f'a {type(fields).__name__}, not an object such as {{"prompt": "Hi"}}')
     given = dict(fields)
+    stops = _stops(given.pop("stop", stops))
     kinds = [kind for kind in PROMPTS if kind in given]
     if not kinds:  # one that is misspelt is refused as an unknown field
         sampling_params({key: value for key, value in given.items() if key != "id"}, defaults)
@@ -184,7 +194,16 @@ def _prompt(fields: Any, name: str, encoder: Encoder, defaults: SamplingParams) 
     else:
         ids = _ids(kind, asked)
     params = sampling_params(given, defaults)
-    return Prompt(Request(id=str(id), prompt_token_ids=ids, params=params), kind == "messages")
+    request = Request(id=str(id), prompt_token_ids=ids, params=params)
+    return Prompt(request, kind == "messages", stops)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    """Stop strings: one, several, or none."""
+    stops = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(one, str) and one for one in stops):
+        raise RequestError(f"stop = {value!r} must be a string or strings, none of them empty")
+    return stops
 
 
 def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
@@ -200,7 +219,7 @@ def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> Samp
         given["logprobs"] = given.pop("top_logprobs", 0) if asked else None
     types = get_type_hints(SamplingParams)
     if unknown := [name for name in given if name not in types]:
-        known = ["id", *PROMPTS, *types]
+        known = ["id", *PROMPTS, "stop", *types]
         raise RequestError(f"{unknown[0]!r} {_way_out(unknown[0], known)}")
     changes = {name: _field(name, value, types[name]) for name, value in given.items()}
     return dataclasses.replace(defaults, **changes)

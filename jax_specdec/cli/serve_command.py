@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_specdec.cli.argument_types import add_command, add_dtype, found, integer
 from jax_specdec.cli.engine_options import (
+    LENGTH_STEP,
     add_engine,
     add_ray,
     add_restarts,
@@ -26,6 +27,7 @@ from jax_specdec.cli.logs import add_log_level, logged
 from jax_specdec.cli.serve_bounds import add_bounds, allow_files, bounds
 
 if TYPE_CHECKING:
+    from jax_specdec.checkpoint.model_config import ModelConfig
     from jax_specdec.engine.config import EngineConfig
     from jax_specdec.requests import SamplingParams
     from jax_specdec.serve.model import ServedModel
@@ -39,7 +41,8 @@ listens on this machine only, unless --host says otherwise. SIGTERM and Ctrl-C l
 end first. Where no worker may be started again, it ends with status 1.
 """
 PREPARED = "temperature=1,logprobs=20"
-MAX_LENGTH = 1024  # where neither an option nor the checkpoint says less
+MAX_LENGTH = 1024  # where neither an option nor a checkpoint says
+CACHE_BYTES = 4 << 30  # of all slots, where --max-length is not given; or a quarter of the weights'
 KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
 INSTALL = "pip install 'prometheus_client>=0.20' 'starlette>=0.40' 'uvicorn>=0.30'"
 
@@ -80,8 +83,10 @@ def add(commands: Any) -> None:
         "times: what they need, alone and together, is compiled before /health says ready "
         f"(default: {PREPARED}); off for nothing")  # fmt: skip
     running.add_argument("--max-length", type=integer(2), metavar="T",
-        help=f"tokens of a request, prompt included (default: {MAX_LENGTH}, or the checkpoint's "
-        "if it has fewer)")  # fmt: skip
+        help="tokens of a request, prompt included (default: the checkpoint's, or those for which "
+        f"the caches of all slots take {CACHE_BYTES >> 30} GiB, or a quarter of the weights' size "
+        "if that is more, and at most a quarter of the machine's memory; without a checkpoint "
+        f"{MAX_LENGTH})")  # fmt: skip
     running.add_argument("--workers", type=integer(1, 64), default=1, metavar="N",
         help="processes with a model each (default: %(default)s)")  # fmt: skip
     add_restarts(running, default=3)
@@ -165,6 +170,17 @@ def _asked(text: str) -> SamplingParams | None:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _fitting_length(config: ModelConfig, options: argparse.Namespace, most: int) -> int:
+    """The tokens of a request whose caches are no burden; at least `MAX_LENGTH`, or `most`."""
+    item = 4 if config.dtype == "float32" else 2
+    layers = config.num_layers + config.num_mtp_layers
+    token = 2 * layers * config.num_kv_heads * config.head_dim * item
+    room = max(CACHE_BYTES, config.num_parameters * item // 4)
+    room = min(room, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    length = room // (options.slots * token) // LENGTH_STEP * LENGTH_STEP
+    return min(max(length, MAX_LENGTH), most)
+
+
 def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
     """The model to serve, and the engine that runs it."""
     from jax_specdec.engine.config import EngineConfig
@@ -190,7 +206,7 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
         checkpoint = open_model(directory, dtype=dtype)
         vocab_size, eos = checkpoint.config.vocab_size, checkpoint.hf.eos_token_ids
         most = checkpoint.hf.max_length or 2**31 - 1
-        limit = min(limit, most)
+        limit = _fitting_length(checkpoint.config, options, most)
         if (options.max_length or 0) > most:
             raise ValueError(
                 f"--max-length {options.max_length} is more than the {most} positions that the "

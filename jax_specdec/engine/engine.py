@@ -26,6 +26,7 @@ from jax_specdec.engine.weights import LoadedWeights, WeightsSource, WeightsUpda
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import Health, StartWorker, Workers
+from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
@@ -244,13 +245,13 @@ class Engine:
         """
         return self._streams.drain(timeout)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request; its next record is its last one, with the reason `ABORT`.
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request; its next record is its last one, with this reason.
 
         Any thread may call it. Returns False, and does nothing, where the request has ended or is
         not known.
         """
-        return self._streams.abort(request_id)
+        return self._streams.abort(request_id, reason)
 
     def preempt(self, request_id: str, *, reschedule: bool = True) -> bool:
         """Take a running request's slot away, as a scheduler does that needs the room.

@@ -258,11 +258,11 @@ class Streams:
             with contextlib.suppress(WeightsError):
                 update.result()
 
-    def abort(self, request_id: str) -> bool:
-        """End an open request; whether there is one."""
+    def abort(self, request_id: str, reason: FinishReason) -> bool:
+        """End an open request for this reason; whether there is one."""
         consumer = self._open.get(request_id)
         if consumer is not None:
-            self._ask_end(request_id, consumer, FinishReason.ABORT)
+            self._ask_end(request_id, consumer, reason)
         return consumer is not None
 
     def preempt(self, request_id: str, *, reschedule: bool) -> bool:

@@ -130,7 +130,7 @@ def finish_reason(reason: FinishReason | None) -> str | None:
     """The API's word, "stop" or "length"; a reason without one keeps its own name."""
     if reason is None:
         return None
-    if reason in (FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE):
+    if reason in (FinishReason.STOP_TOKEN, FinishReason.STOP_SEQUENCE, FinishReason.STOP_STRING):
         return "stop"
     return reason.name.lower()
 
@@ -154,6 +154,7 @@ def completion(
     created: int,
     index: int = 0,
     prompt: Rows | None = None,
+    text: str | None = None,
 ) -> dict[str, Any]:
     """A whole response of the completions API.
 
@@ -165,8 +166,9 @@ def completion(
       created: the time of the response, in seconds since 1970.
       index: the number of the choice.
       prompt: the prompt's logprobs, as `prompt_logprobs` takes them, for the extension.
+      text: what the records say, where a stop string cuts it; None: all that they say.
     """
-    text = _text(records, table)
+    text = _text(records, table) if text is None else text
     choice = {"index": index, "text": text, "logprobs": completion_logprobs(records, table)}
     header = _header(request, "text_completion", model, created)
     return _whole(header, choice, request, records, table, prompt)
@@ -181,9 +183,11 @@ def chat_completion(
     created: int,
     index: int = 0,
     prompt: Rows | None = None,
+    text: str | None = None,
 ) -> dict[str, Any]:
     """A whole response of the chat completions API; the arguments are those of `completion`."""
-    message = {"role": "assistant", "content": _text(records, table), "refusal": None}
+    text = _text(records, table) if text is None else text
+    message = {"role": "assistant", "content": text, "refusal": None}
     choice = {"index": index, "message": message, "logprobs": chat_logprobs(records, table)}
     header = _header(request, "chat.completion", model, created)
     return _whole(header, choice, request, records, table, prompt)

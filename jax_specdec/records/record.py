@@ -299,17 +299,19 @@ class Record(TokenViews):
 
         return fragment([self])
 
-    def cut(self, count: int, cumulative_logprob: float) -> "Record":
+    def cut(self, count: int, cumulative_logprob: float, reason: FinishReason) -> "Record":
         """The record with only its first `count` tokens, where a text ended among them.
 
         Args:
           count: tokens to keep.
           cumulative_logprob: of all tokens up to these.
+          reason: why it ended.
         """
         batch = replace(
             self.batch.take(np.array([self.index])),
             num_tokens=np.array([count]),
             cumulative_logprob=np.array([cumulative_logprob]),
+            finish_reason=np.array([reason], np.int8),
         )
         return Record(batch, 0)
 

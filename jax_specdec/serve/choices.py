@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_specdec.export import openai
+from jax_specdec.export.delivery import Part
 from jax_specdec.export.openai_extension import request_extension, speculation
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
 from jax_specdec.serve.arrays import base64_columns, vllm_prompt_logprobs
-from jax_specdec.serve.delivery import Part
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.parse_request import ParsedRequest
 from jax_specdec.serve.tools import CallReader

@@ -133,7 +133,7 @@ def _asked(
         raise ApiError(
             400,
             f"{longest} prompt tokens and max_tokens = {max_tokens} exceed the {model.max_length} "
-            "tokens of a request: shorten one of them",
+            "tokens of a request: shorten one of them, or serve with a larger --max-length",
             param="prompt" if longest >= model.max_length else "max_tokens",
             code="context_length_exceeded",
         )

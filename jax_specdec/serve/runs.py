@@ -19,10 +19,10 @@ from jax_specdec.engine.errors import (
     StreamBehind,
     WorkerFailed,
 )
+from jax_specdec.export.delivery import Delivery, Part
 from jax_specdec.export.openai import DONE, server_sent_event
 from jax_specdec.records.record import Record
 from jax_specdec.serve.choices import Choice, finish_word, stop_reason
-from jax_specdec.serve.delivery import Delivery, Part
 from jax_specdec.serve.errors import ApiError
 from jax_specdec.serve.json_steps import Writer, pieces
 from jax_specdec.serve.model import ServedModel

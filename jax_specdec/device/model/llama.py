@@ -3,9 +3,9 @@
 The families differ in options of `ModelConfig` and in optional parameters. Layers may slide: their
 rows see the nearest positions only.
 
-Axis letters: B slots, S positions of one step, P positions of one prefill chunk, T positions of
-the cache, L layers, E hidden size, F feed-forward size, H query heads, G key/value heads, Dh head
-size, V vocabulary.
+Axis letters: B slots of a step, C slots of the cache, S positions of one step, P positions of one
+prefill chunk, T positions of the cache, L layers, E hidden size, F feed-forward size, H query
+heads, G key/value heads, Dh head size, V vocabulary.
 
 Everything is a pure function of (params, config, arrays): jit with `config` static. Layers are
 stacked along a leading axis and run by `lax.scan`, so a model of any depth compiles as one layer.
@@ -17,7 +17,7 @@ https://arxiv.org/abs/2310.06825; norms behind, soft caps: https://arxiv.org/abs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +39,17 @@ from jax_specdec.device.model.rotary import Slides, layer_rotation, rotary
 
 Aux = TypeVar("Aux")
 
+KEY_TILE = 256  # cache entries that a softmax takes in at a time
+
 
 def forward(
     params: ModelParams,
     config: ModelConfig,
     tokens: Int32[Array, "B S"],
     positions: Int32[Array, "B S"],
-    cache: KVCache,
-) -> tuple[Float[Array, "B S E"], KVCache]:
+    cache: Annotated[KVCache, "B = C"],
+    slot: Int32[Array, ""] | None = None,
+) -> tuple[Float[Array, "B S E"], Annotated[KVCache, "B = C"]]:
     """Run one step: write the tokens' keys and values, let every row attend to its slot.
 
     Row (b, s) attends to the entries 0..positions[b, s] of slot b, in sliding layers to the last
@@ -60,12 +63,15 @@ def forward(
     step or accepted in an earlier one: stale entries are overwritten before they are seen. The
     same holds for the entries of a slot's former request.
 
-    The value of a row depends on shapes and on what it attends to, not on other rows.
+    The value of a row depends on shapes and on what it attends to, not on other rows. The time of
+    a step depends on the last entry that any row attends to, not on T.
 
     Args:
       tokens: 0 <= id < V (see `embed`).
       positions: of the tokens in their slots.
-      cache: B slots of T positions.
+      cache: B slots of T positions; with `slot`, any number of them.
+      slot: of the cache, that a single row of tokens (B = 1) belongs to; None: row b to slot b.
+        Outside the cache nothing is written, and the output means nothing.
 
     Returns:
       The hidden states for `logits` and `mtp_forward`, and the new cache. They are those after the
@@ -74,10 +80,10 @@ def forward(
     Raises:
       ValueError: shapes that do not fit each other or the configuration.
     """
-    check_step(config, tokens, positions, cache, config.num_layers)
+    check_step(config, tokens, positions, cache, config.num_layers, slot)
     x = embed(params, config, tokens)
     x, cache = cached_layers(
-        params.layers, config, x, positions, cache, sliding=config.sliding_layers
+        params.layers, config, x, positions, cache, slot, sliding=config.sliding_layers
     )
     return x if config.norm_in_head else norm(config, x, params.final_norm), cache
 
@@ -124,15 +130,18 @@ def check_step(
     config: ModelConfig,
     tokens: jax.Array,
     positions: jax.Array,
-    cache: KVCache,
+    cache: Annotated[KVCache, "B = C"],
     num_layers: int,
+    slot: jax.Array | None = None,
 ) -> None:
     """Refuse tokens and positions [B, S] and a cache that cannot belong together; when traced."""
     if tokens.ndim != 2 or tokens.shape != positions.shape:
         raise ValueError(
             f"tokens and positions must both be [B, S]: {tokens.shape} and {positions.shape}"
         )
-    b, length = tokens.shape[0], cache.k.shape[2]
+    b, length = tokens.shape[0] if slot is None else cache.k.shape[1], cache.k.shape[2]
+    if slot is not None and tokens.shape[0] != 1:
+        raise ValueError(f"one slot has one row of tokens [1, S], not {tokens.shape}")
     expected = (num_layers, b, length, config.num_kv_heads, config.head_dim)
     if cache.k.shape != expected or cache.v.shape != expected:
         raise ValueError(
@@ -146,21 +155,25 @@ def cached_layers(
     config: ModelConfig,
     x: Float[Array, "B S E"],
     positions: Int32[Array, "B S"],
-    cache: KVCache,
+    cache: Annotated[KVCache, "B = C"],
+    slot: Int32[Array, ""] | None = None,
     *,
     sliding: Sequence[int] = (),
-) -> tuple[Float[Array, "B S E"], KVCache]:
+) -> tuple[Float[Array, "B S E"], Annotated[KVCache, "B = C"]]:
     """Run stacked layers, those named in `sliding` as such; `forward` states the contract."""
-    num_layers, _, length = cache.k.shape[:3]
+    num_layers, num_slots, length = cache.k.shape[:3]
     # T is out of bounds and so dropped. A negative index would wrap round instead, and
     # dynamic_update_slice would shift the whole write to make it fit.
     target = jnp.where((positions >= 0) & (positions < length), positions, length)
+    if slot is None:
+        first, slots = jnp.int32(0), jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
+    else:
+        first, slots = slot, jnp.where(slot < 0, num_slots, slot)[None, None]
     # A padding row sees entry 0 and gets a finite value: a softmax over nothing would be NaN.
-    last_seen = jnp.maximum(positions, 0)
-    visible = jnp.arange(length, dtype=jnp.int32)[None, None, :] <= last_seen[:, :, None]
-    near = visible
+    everything = Seen(jnp.zeros_like(positions), jnp.clip(positions, 0, length - 1))
+    near = everything
     if config.sliding_window is not None:
-        near = in_window(last_seen, length, config.sliding_window)
+        near = Seen(jnp.maximum(everything.last - config.sliding_window + 1, 0), everything.last)
     is_sliding = np.isin(np.arange(num_layers), sliding)
 
     def body(
@@ -170,19 +183,14 @@ def cached_layers(
         layer, index = inputs
         # A plain bool where all layers are of one kind: then nothing is selected.
         slides: Slides = bool(is_sliding[0])
-        seen = near if slides else visible
+        seen = near if slides else everything
         if is_sliding.any() != is_sliding.all():
             slides = jnp.asarray(is_sliding)[index]
-            seen = jnp.where(slides, near, visible)
+            seen = Seen(jnp.where(slides, near.first, everything.first), everything.last)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
-            written = _write(cache, index, target, k, v)
-            own_k, own_v = (
-                lax.dynamic_index_in_dim(y, index, axis=0, keepdims=False)
-                for y in (written.k, written.v)
-            )
-            softcap = config.attention_softcap
-            return attention(q, own_k, own_v, seen, config.attention_scale, softcap), written
+            written = _write(cache, index, slots, target, k, v)
+            return cached_attention(config, q, written, (index, first), seen), written
 
         return decoder_layer(layer, config, x, positions, attend, slides), None
 
@@ -191,23 +199,23 @@ def cached_layers(
     return x, cache
 
 
-def in_window(last_seen: Int32[Array, "B S"], length: int, window: int) -> Bool[Array, "B S T"]:
-    """Which of `length` entries a row of a sliding layer sees: the last `window` up to its own."""
-    entries = jnp.arange(length, dtype=jnp.int32)[None, None, :]
-    last = last_seen[:, :, None]
-    return (entries <= last) & (entries > last - window)
+class Seen(NamedTuple):
+    """The cache entries that each row attends to, from `first` to `last`, with both."""
+
+    first: Int32[Array, "B S"]
+    last: Int32[Array, "B S"]
 
 
 def _write(
-    cache: KVCache,
+    cache: Annotated[KVCache, "B = C"],
     layer: jax.Array,
+    slots: Int32[Array, "B 1"],
     target: Int32[Array, "B S"],
     k: Float[Array, "B S G Dh"],
     v: Float[Array, "B S G Dh"],
-) -> KVCache:
+) -> Annotated[KVCache, "B = C"]:
     """Put one layer's keys and values at the positions `target`; those from T on are dropped."""
     k, v = _contain_non_finite(k, v)
-    slots = jnp.arange(target.shape[0], dtype=jnp.int32)[:, None]
     return KVCache(
         k=cache.k.at[layer, slots, target].set(k, mode="drop"),
         v=cache.v.at[layer, slots, target].set(v, mode="drop"),
@@ -285,30 +293,103 @@ def _heads(
     return rotary(q, positions, *turn), rotary(k, positions, *turn), v
 
 
+def cached_attention(
+    config: ModelConfig,
+    q: Float[Array, "B S H Dh"],
+    cache: Annotated[KVCache, "B = C"],
+    place: tuple[jax.Array, jax.Array],
+    seen: Seen,
+    tile: int = KEY_TILE,
+) -> Float[Array, "B S H*Dh"]:
+    """`attention` over the entries of a cache, tile by tile up to the last that any row sees.
+
+    A tile of which a row sees nothing changes none of its bits: its own weights are 0, and those
+    before are times 1. So a row has the same bits whatever other rows see.
+
+    Args:
+      config: of the scale and the soft cap.
+      q: of B slots.
+      cache: with the rows' own entries.
+      place: the layer, and the first of the B slots.
+      seen: by row.
+      tile: entries that are taken in at a time.
+
+    Source: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+    """
+    b, s, h, dh = q.shape
+    length, g = cache.k.shape[2:4]
+    tile = min(tile, length)
+    grouped = q.reshape(b, s, g, h // g, dh)
+    zero, lowest = jnp.int32(0), float(np.finfo(np.float32).min)
+
+    def take_in(
+        index: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        largest, total, out = sums
+        begin = index * tile
+        start = jnp.minimum(begin, length - tile)  # the last tile may overlap the one before
+        k, v = (
+            lax.dynamic_slice(x, (*place, start, zero, zero), (1, b, tile, g, dh))[0]
+            for x in (cache.k, cache.v)
+        )
+        entries = (start + jnp.arange(tile, dtype=jnp.int32))[None, None, :]
+        visible = (entries >= jnp.maximum(seen.first, begin)[:, :, None]) & (
+            entries <= seen.last[:, :, None]
+        )
+        scores = _scores(config, grouped, k, visible)
+        above = jnp.maximum(largest, scores.max(axis=-1))
+        old, weights = jnp.exp(largest - above), jnp.exp(scores - above[..., None])
+        more = jnp.einsum(
+            "bgnst,btgd->bgnsd", weights.astype(v.dtype), v,
+            precision=precision(q), preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        return above, old * total + weights.sum(axis=-1), old[..., None] * out + more
+
+    rows = jnp.zeros((b, g, h // g, s), jnp.float32)
+    none = rows + lowest, rows, jnp.zeros((*rows.shape, dh), jnp.float32)
+    if length == tile:
+        _, total, out = take_in(zero, none)
+    else:
+        tiles = jnp.min(seen.first) // tile, jnp.max(seen.last) // tile + 1
+        _, total, out = lax.fori_loop(*tiles, take_in, none)
+    out = jnp.moveaxis(out / total[..., None], 3, 1)
+    return out.astype(q.dtype).reshape(b, s, h * dh)
+
+
 def attention(
     q: Float[Array, "B S H Dh"],
     k: Float[Array, "B T G Dh"],
     v: Float[Array, "B T G Dh"],
     visible: Bool[Array, "B S T"],
-    scale: float | None = None,
-    softcap: float | None = None,
+    config: ModelConfig,
 ) -> Float[Array, "B S H*Dh"]:
     """Grouped-query attention: query heads h * H/G .. (h + 1) * H/G - 1 share key head h.
 
-    Every query must see at least one entry. Products are times `scale`, by default 1 / sqrt(Dh).
+    Every query must see at least one entry. Products are times the configuration's scale, by
+    default 1 / sqrt(Dh).
     """
     b, s, h, dh = q.shape
-    grouped = q.reshape(b, s, k.shape[2], h // k.shape[2], dh)
-    scores = jnp.einsum(
-        "bsgnd,btgd->bgnst", grouped, k, precision=precision(q), preferred_element_type=jnp.float32
-    )
-    scores = soft_capped(scores * jnp.float32(dh**-0.5 if scale is None else scale), softcap)
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    scores = _scores(config, q.reshape(b, s, k.shape[2], h // k.shape[2], dh), k, visible)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum(
         "bgnst,btgd->bsgnd", weights, v, precision=precision(q), preferred_element_type=jnp.float32
     )
     return out.astype(q.dtype).reshape(b, s, h * dh)
+
+
+def _scores(
+    config: ModelConfig,
+    q: Float[Array, "B S G N Dh"],
+    k: Float[Array, "B T G Dh"],
+    visible: Bool[Array, "B S T"],
+) -> Float[Array, "B G N S T"]:
+    """Logits of attention, in float32; -inf where a row does not see an entry."""
+    scores = jnp.einsum(
+        "bsgnd,btgd->bgnst", q, k, precision=precision(q), preferred_element_type=jnp.float32
+    )
+    scale = q.shape[-1] ** -0.5 if config.attention_scale is None else config.attention_scale
+    scores = soft_capped(scores * jnp.float32(scale), config.attention_softcap)
+    return jnp.where(visible[:, None, None], scores, -jnp.inf)
 
 
 def embed(

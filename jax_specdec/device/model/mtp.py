@@ -14,6 +14,8 @@ that of EAGLE, https://arxiv.org/abs/2401.15077.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
@@ -29,8 +31,9 @@ def mtp_forward(
     hidden: Float[Array, "B S E"],
     next_tokens: Int32[Array, "B S"],
     positions: Int32[Array, "B S"],
-    mtp_cache: KVCache,
-) -> tuple[Float[Array, "B S E"], KVCache]:
+    mtp_cache: Annotated[KVCache, "B = C"],
+    slot: Int32[Array, ""] | None = None,
+) -> tuple[Float[Array, "B S E"], Annotated[KVCache, "B = C"]]:
     """Predict two tokens ahead; the cache rules are those of `llama.forward`.
 
     Args:
@@ -38,6 +41,7 @@ def mtp_forward(
       next_tokens: the tokens at positions + 1.
       positions: < 0 or >= T is padding.
       mtp_cache: one layer, B slots of T positions, from `params.init_mtp_cache`.
+      slot: as in `llama.forward`.
 
     Returns:
       Hidden states, whose `llama.project` predicts the tokens at positions + 2, and the new cache.
@@ -48,12 +52,12 @@ def mtp_forward(
       ValueError: a model without an MTP head, or shapes that do not fit.
     """
     mtp = mtp_params(params)
-    check_step(config, next_tokens, positions, mtp_cache, config.num_mtp_layers)
+    check_step(config, next_tokens, positions, mtp_cache, config.num_mtp_layers, slot)
     expected = (*next_tokens.shape, config.hidden_size)
     if hidden.shape != expected:
         raise ValueError(f"hidden must be [B, S, E] = {expected}: it is {hidden.shape}")
     x = mtp_inputs(params, config, hidden, next_tokens)
-    x, mtp_cache = cached_layers(mtp.layers, config, x, positions, mtp_cache)
+    x, mtp_cache = cached_layers(mtp.layers, config, x, positions, mtp_cache, slot)
     return norm(config, x, mtp.final_norm), mtp_cache
 
 

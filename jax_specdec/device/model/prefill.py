@@ -6,7 +6,6 @@ a long prompt goes through in pieces of one static size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.model import llama
 from jax_specdec.device.model.mtp import mtp_forward
-from jax_specdec.device.model.own_model import Model
-from jax_specdec.device.model.own_model import run as forward
+from jax_specdec.device.model.own_model import Model, OwnModel
 from jax_specdec.device.model.params import KVCache, ModelParams
 
 Number = Int32[Array, ""] | int
@@ -45,10 +44,13 @@ def prefill(
       Hidden states (rows from num_valid on mean nothing) and the new cache.
     """
 
-    def run(positions: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
-        return forward(params, config, tokens[None], positions, part)
-
-    return _in_one_slot(run, tokens, start, num_valid, slot, cache)
+    positions, slot = _positions(tokens, start, num_valid), jnp.asarray(slot, jnp.int32)
+    if isinstance(config, ModelConfig):
+        out, cache = llama.forward(params, config, tokens[None], positions, cache, slot)
+        out = jnp.where((slot >= 0) & (slot < cache.k.shape[1]), out, jnp.nan)
+    else:
+        out, cache = _in_copied_slot(params, config, tokens, positions, slot, cache)
+    return out[0], cache
 
 
 def mtp_prefill(
@@ -72,33 +74,37 @@ def mtp_prefill(
       Hidden states and the new MTP cache.
     """
 
-    def run(positions: jax.Array, part: KVCache) -> tuple[jax.Array, KVCache]:
-        return mtp_forward(params, config, hidden[None], next_tokens[None], positions, part)
+    positions, slot = _positions(next_tokens, start, num_valid), jnp.asarray(slot, jnp.int32)
+    out, mtp_cache = mtp_forward(
+        params, config, hidden[None], next_tokens[None], positions, mtp_cache, slot
+    )
+    return out[0], mtp_cache
 
-    return _in_one_slot(run, next_tokens, start, num_valid, slot, mtp_cache)
 
-
-def _in_one_slot(
-    run: Callable[[jax.Array, KVCache], tuple[jax.Array, KVCache]],
-    tokens: jax.Array,
-    start: Number,
-    num_valid: Number,
-    slot: Number,
-    cache: KVCache,
-) -> tuple[jax.Array, KVCache]:
-    """`run(positions, cache)` on the slot's part of the cache, which is then put back."""
+def _positions(tokens: jax.Array, start: Number, num_valid: Number) -> jax.Array:
+    """[1, P] int32: where the tokens stand; -1 for padding."""
     if tokens.ndim != 1:
         raise ValueError(f"a prefill chunk must be [P]: {tokens.shape}")
     offsets = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    start, num_valid, slot = (jnp.asarray(x, jnp.int32) for x in (start, num_valid, slot))
-    positions = jnp.where(offsets < num_valid, start + offsets, -1)[None]
+    start, num_valid = (jnp.asarray(x, jnp.int32) for x in (start, num_valid))
+    return jnp.where(offsets < num_valid, start + offsets, -1)[None]
+
+
+def _in_copied_slot(
+    params: Any,
+    model: OwnModel,
+    tokens: Int32[Array, " P"],
+    positions: Int32[Array, "1 P"],
+    slot: Int32[Array, ""],
+    cache: KVCache,
+) -> tuple[Float[Array, "1 P E"], KVCache]:
+    """Run a chunk on the slot's part of the cache, which is then put back."""
     # A negative index would wrap round to another request's slot.
     slot = jnp.where(slot < 0, cache.k.shape[1], slot)
     part = jax.tree.map(
         lambda x: x.at[:, slot].get(mode="fill", fill_value=jnp.nan)[:, None], cache
     )
-    out, part = run(positions, part)
-    cache = jax.tree.map(
+    out, part = model.forward(params, tokens[None], positions, part)
+    return out, jax.tree.map(
         lambda whole, one: whole.at[:, slot].set(one[:, 0], mode="drop"), cache, part
     )
-    return out[0], cache

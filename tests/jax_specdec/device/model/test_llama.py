@@ -193,12 +193,27 @@ def test_a_billion_parameters_trace_with_the_same_code():
 # Parts, by hand --------------------------------------------------------------------------------
 
 
-def test_the_window_is_that_of_a_plain_mask():
-    last, window = np.array([[0, 3, 9]], np.int32), 4
-    plain = [[[0 <= row - entry < window for entry in range(10)] for row in last[0]]]
-    np.testing.assert_array_equal(llama.in_window(jnp.asarray(last), 10, window), plain)
-    everything = llama.in_window(jnp.asarray(last), 10, 10)
-    np.testing.assert_array_equal(everything, np.arange(10) <= last[..., None])
+@pytest.mark.parametrize("config", [CONFIG, SHAPES["some layers slide, all of Gemma, yarn"]])
+@pytest.mark.parametrize("tile", [4, 9, 99])
+def test_a_cache_in_tiles_is_the_whole_cache(tile, config):
+    """Tiles that overlap at the end, rows that see nothing of some, and bits that stay."""
+    rng, length = np.random.default_rng(tile), 14
+    first = np.array([[0, 0, 5], [0, 0, 0]], np.int32)
+    last = np.array([[0, 7, 8], [13, 3, 4]], np.int32)
+    h, g, dh = config.num_heads, config.num_kv_heads, config.head_dim
+    q = rng.normal(size=(2, 3, h, dh)).astype(np.float32)
+    k, v = rng.normal(size=(2, 2, 4, length, g, dh)).astype(np.float32)
+    k[1, 2, 9:] = np.nan  # of the slot whose rows do not see it
+    place, seen = (jnp.int32(1), jnp.int32(2)), llama.Seen(first, last)
+    run = quick_compile.jit(llama.cached_attention, static_argnums=(0, 5))
+    got = np.asarray(run(config, q, KVCache(k, v), place, seen, tile))
+    index = np.arange(length)
+    visible = (index >= first[..., None]) & (index <= last[..., None])
+    whole = llama.attention(*map(jnp.asarray, (q, k[1, 2:], v[1, 2:], visible)), config)
+    close(got, whole)
+    shorter = llama.Seen(first, np.minimum(last, [[8], [4]]))
+    alone = np.asarray(run(config, q, KVCache(k, v), place, shorter, tile))
+    np.testing.assert_array_equal(alone[last <= [[8], [4]]], got[last <= [[8], [4]]])
 
 
 def test_yarn_by_hand():

@@ -1,14 +1,15 @@
-"""One choice's records as its client gets them: text beside tokens, cut at a stop string.
+"""A request's records as its reader gets them: text beside tokens, cut at a stop string.
 
 A record is held back while a stop string may begin in its text, and with it its logprobs: nothing
 is sent that a later token would take back.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.record import Record
 from jax_specdec.text.detokenize import TextStream, TokenTable
 from jax_specdec.text.stop_strings import StopStrings
@@ -19,7 +20,8 @@ class Part:
     """A record to be sent.
 
     Attributes:
-      record: with the tokens that are sent.
+      record: with the tokens that are sent; where a stop string ends the text, the
+        last one has the reason `STOP_STRING`.
       text: what they complete.
       offsets: where each of them begins in the text, in characters.
     """
@@ -106,32 +108,33 @@ class Delivery:
         return self._num_tokens > self._min_tokens
 
     def _cut(self, end: int) -> list[Part]:
-        """What is left of the records that were held; tokens that begin behind the end are cut.
+        """What is left of the records that were held, the last one with the reason of the end.
 
-        A token without text stays where it stands before the first token that is cut.
+        Tokens that begin behind the end are cut. A token without text stays where it stands before
+        the first token that is cut.
         """
-        parts, open_ = [], True
+        open_, counts = True, []
         for held in self._held:
             count = 0
             for token_id, offset in zip(held.record.token_ids.tolist(), held.offsets, strict=False):
                 open_ = open_ and (offset < end or not self._table.text_bytes[token_id])
                 count += open_
-            if count or held.begin < end:
-                parts.append(self._part(held, count, end))
+            if count or held.begin < end or not counts:
+                counts.append(count)
+        *whole, last = self._held[: len(counts)]
         self._held.clear()
-        return parts
+        parts = [self._part(held) for held in whole]
+        record, count = last.record, counts[-1]
+        rows = record.logprobs
+        total = 0.0 if rows is None else float(rows[:count, 0].astype(np.float64).sum())
+        cut = record.cut(count, self._sum + total, FinishReason.STOP_STRING)
+        return [
+            *parts,
+            self._part(replace(last, record=cut, offsets=last.offsets[:count], end=end)),
+        ]
 
-    def _part(self, held: _Held, count: int | None = None, end: int | None = None) -> Part:
+    def _part(self, held: _Held) -> Part:
         assert self._stops is not None
-        record, offsets = held.record, held.offsets
-        if count is not None and count < record.num_tokens:
-            rows = record.logprobs
-            kept = 0.0 if rows is None else float(rows[:count, 0].astype(np.float64).sum())
-            record, offsets = record.cut(count, self._sum + kept), offsets[:count]
-        total = record.cumulative_logprob
+        total = held.record.cumulative_logprob
         self._sum = self._sum if total is None else total
-        return Part(
-            record,
-            self._stops.text[held.begin : held.end if end is None else min(held.end, end)],
-            offsets,
-        )
+        return Part(held.record, self._stops.text[held.begin : held.end], held.offsets)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_specdec.export.delivery import Delivery
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import ProcessorState, admit
-from jax_specdec.serve.delivery import Delivery
 from jax_specdec.text.detokenize import TextStream, TokenTable
 from tests.support.processor_messages import request, run, target, tokens
 from tests.support.stop_string_reference import reference
@@ -17,15 +17,15 @@ from tests.support.stop_string_reference import reference
 TABLE = TokenTable([b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b"", b"\xc3\xa9b"], {8: "</s>"})
 
 
-def fake_record(ids, last=False):
+def fake_record(ids, reason=None):
     """A record of ids without logprobs, as far as a delivery looks at it."""
 
-    def cut(count, total):
-        return fake_record(ids[:count])
+    def cut(count, total, reason):
+        return fake_record(ids[:count], reason)
 
     return SimpleNamespace(
         token_ids=np.array(ids, np.int32), num_tokens=len(ids), logprobs=None, cut=cut,
-        cumulative_logprob=None, finish_reason=FinishReason.LENGTH if last else None,
+        cumulative_logprob=None, finish_reason=reason,
     )  # fmt: skip
 
 
@@ -46,7 +46,8 @@ def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep, min_
         ends.append(stream.length)
     delivery, parts = Delivery(TABLE, stops, keep=keep, min_tokens=min_tokens), []
     for number, group in enumerate(groups):
-        parts += delivery.push(fake_record(group, last=number == len(groups) - 1))
+        over = number == len(groups) - 1
+        parts += delivery.push(fake_record(group, FinishReason.LENGTH if over else None))
         if delivery.found is not None:
             break
     text = "".join(part.text for part in parts)
@@ -59,6 +60,8 @@ def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep, min_
     end = found[2] if keep else found[1]
     assert delivery.found == found[0]
     assert text == whole[:end]
+    assert parts[-1].record.finish_reason is FinishReason.STOP_STRING
+    assert all(part.record.finish_reason is None for part in parts[:-1])
     complete = next(n for n, at in enumerate(ends) if at >= found[2])  # the last one that counts
     behind = [n for n in range(len(ids)) if offsets[n] >= end and TABLE.text_bytes[ids[n]]]
     assert kept == ids[: min([*behind, complete + 1])]
@@ -68,10 +71,10 @@ def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep, min_
 def test_a_record_is_cut_with_its_logprobs():
     state = admit(ProcessorState.empty(1), 0, 1, request(max_tokens=9, logprobs=1))
     _, ((record,),) = run(state, target(0, tokens(2, 3, 4, columns=2)))
-    cut = record.cut(2, -0.5)
+    cut = record.cut(2, -0.5, FinishReason.STOP_STRING)
     for name in ("token_ids", "logprobs", "topk_ids", "token_ranks"):
         np.testing.assert_array_equal(getattr(cut, name), getattr(record, name)[:2])
-    assert cut.cumulative_logprob == -0.5
+    assert (cut.cumulative_logprob, cut.finish_reason) == (-0.5, FinishReason.STOP_STRING)
     assert (cut.num_drafts, cut.num_accepted) == (record.num_drafts, record.num_accepted)
     assert record.num_tokens == 3  # the other one is as it was
 
