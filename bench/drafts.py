@@ -1,7 +1,7 @@
 """Drafts that never cost: tokens a second with a drafter, over those without, in one run.
 
-Two kinds of text: chat, which hardly repeats itself and is sampled, and answers that can be guessed
-from their prompts, greedy: code that is edited, extracted from or repeated. The code is Python's
+Two kinds of text: chat, which hardly repeats itself and is sampled, and texts that can be guessed
+from their prompts, greedy: code that is repeated, edited or extracted from. The code is Python's
 standard library, which every machine with this program has.
 
 Each contender is an engine of its own, which waits while another one's turn is. All answer the same
@@ -26,7 +26,7 @@ NONE, DRAFTERS = "no drafter", ("ngram", "suffix")
 LIMITS = {"chat": 0.97, "guessable": 1.5}  # tokens/s over those without a drafter, at least
 SLOTS = (1, 8)
 LENGTH = 768  # tokens of a slot
-CODE = 1000  # characters of a file
+CODE = 700  # characters of a file
 QUESTIONS = (
     "Why is the sky blue?", "Give me three ideas for a birthday party.",
     "What is the difference between a lake and a sea?", "Write a short poem about rain.",
@@ -84,21 +84,23 @@ def chat(tokenizer: Tokenizer) -> list[Request]:
 
 
 def guessable(tokenizer: Tokenizer) -> list[Request]:
-    """Code with a task, and the first lines of the answer: a small model would not begin it."""
+    """Code, what became of it once before, and the first lines of that again.
+
+    A small model goes on with what it has seen; it would not do a task that a chat names.
+    """
     library, requests = Path(sysconfig.get_paths()["stdlib"]), []
     for n, name in enumerate(FILES):
         code = (library / f"{name}.py").read_text(encoding="utf-8")[:CODE].rsplit("\n", 1)[0]
         lines = code.split("\n")
         tasks = (
-            ("Repeat this file.", lines),
-            (f"Write this file again, with {name} renamed to {name}2.",
-             code.replace(name, f"{name}2").split("\n")),
-            ("Extract the second half of this file.", lines[len(lines) // 2 :]),
-        )  # fmt: skip
+            ("Again:", code),
+            (f"With {name} renamed to {name}2:", code.replace(name, f"{name}2")),
+            ("The second half:", "\n".join(lines[len(lines) // 2 :])),
+        )
         task, answer = tasks[n % len(tasks)]
-        message = {"role": "user", "content": f"{task}\n\n```python\n{code}\n```"}
-        begun = "```python\n" + "\n".join(answer[:3]) + "\n"
-        prompt = (*tokenizer.encode_chat([message]), *tokenizer.encode_plain(begun).tolist())
+        begun = "\n".join(answer.split("\n")[:2])
+        text = f"# {name}.py\n{code}\n\n# {task}\n{answer}\n\n# {task}\n{begun}\n"
+        prompt = tuple(tokenizer.encode_plain(text).tolist())
         greedy = SamplingParams(temperature=0.0)
         requests.append(Request(id=name, prompt_token_ids=prompt, params=greedy))
     return requests

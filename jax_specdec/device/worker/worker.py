@@ -68,7 +68,7 @@ class Launched:
     words: tuple[jax.Array, ...] = ()  # the step's target and draft message; none without a step
     kind: Kind | None = None  # of the step
     fates: jax.Array | None = None  # of its drafts, [B]; None where its width is fixed
-    at: float = 0.0  # when it was launched, by `time.perf_counter`
+    at: float | None = None  # when it was, by `time.perf_counter`; None behind other programs
 
 
 class Worker:
@@ -133,6 +133,7 @@ class Worker:
         self.options: AllOptions | None = None  # by the slots; None once they changed
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
+        self._alone = True  # no program has run since the last step
         self.step_widths: StepWidths | None = None
         if adaptive and config.drafter.num_drafts and not config.prefill_only:
             self.step_widths = StepWidths(config.drafter.num_drafts, certain=not draws)
@@ -339,6 +340,7 @@ class Worker:
 
     def _change(self, program: Callable[..., LoopState], *arguments: Any) -> None:
         """Run a program on the state that only passes on the report on drafts."""
+        self._alone = False
         report = self.state.drafts.report
         self.state = with_report(program(with_report(self.state, None), *arguments), report)
 
@@ -404,6 +406,7 @@ class Worker:
         scoring, kind = host_slots.for_prompt(slot), self.prompt_kind_of(slot)
         programs, (chunk, widths) = self.compiled.for_kind(kind), kind
         options = host_slots.options_of_slots([scoring], widths)
+        self._alone = False
         report = self.state.drafts.report
         state, scored = programs.score_chunk(
             self.params, with_report(self.state, None), *places, options, chunk=chunk, widths=widths
@@ -418,12 +421,13 @@ class Worker:
         )  # fmt: skip
         return (words,)
 
-    def _launch(self) -> tuple[tuple[jax.Array, ...], Kind, jax.Array | None, float]:
+    def _launch(self) -> tuple[tuple[jax.Array, ...], Kind, jax.Array | None, float | None]:
         """Start a step and the copy of its messages; what the host knows now bounds their size.
 
         Returns what `Launched` has of a step.
         """
-        at = time.perf_counter()
+        at = time.perf_counter() if self._alone else None
+        self._alone = True
         if self.options is None:
             self.kind = self.kind_of(self.slots)
             if self.new_kinds is not None:
@@ -505,12 +509,12 @@ class Worker:
 
     def _learn(self, launched: Launched) -> None:
         """Take in what a step that is on the host tells of widths."""
-        begun, self._done_at = max(launched.at, self._done_at), time.perf_counter()
+        before, self._done_at = self._done_at, time.perf_counter()
         if self.step_widths is None or launched.fates is None or launched.kind is None:
             return
         self.step_widths.saw(launched.generations, np.asarray(launched.fates).tolist())
-        alone = not launched.prompts
-        self.step_widths.took(launched.kind, self._done_at - begun if alone else None)
+        begun = None if launched.at is None else max(launched.at, before)
+        self.step_widths.took(launched.kind, None if begun is None else self._done_at - begun)
 
     def _on_host(self, words: jax.Array) -> np.ndarray:
         """A message, once the device has made it."""
