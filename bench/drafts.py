@@ -33,7 +33,7 @@ QUESTIONS = (
     "How do I make good coffee at home?", "Explain to a child what money is.",
     "What should I see in Rome in two days?", "My cat does not eat. What can I do?",
 )  # fmt: skip
-FILES = ("colorsys", "bisect", "heapq", "stat", "keyword", "queue", "sched", "textwrap")
+FILES = ("abc", "glob", "copy", "io", "gzip", "functools", "keyword", "colorsys")
 
 
 def run(quick: bool = False, model: Path | None = None) -> Iterator[Comparison]:

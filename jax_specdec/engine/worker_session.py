@@ -4,14 +4,22 @@
 with every message. Never jax.
 """
 
-import collections
 import logging
 from dataclasses import replace
 from typing import Protocol
 
 from ipc import RingReader, RingTimeout, wire
 from ipc.wire import Kind
-from jax_specdec.control import Admit, Command, Evict, Heartbeat, Liveness, QuietTimer, Release
+from jax_specdec.control import (
+    Admit,
+    Command,
+    Evict,
+    Heartbeat,
+    Liveness,
+    QuietTimer,
+    Release,
+    WorkerConfig,
+)
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
 from jax_specdec.engine.timings import SlotTimes, Timings
@@ -88,11 +96,13 @@ class WorkerSession:
         first_generation: int = 0,
         rehearse: bool = False,
         num_drafts: int = wire.MAX_DRAFTS,
+        prefill_chunk: int = WorkerConfig.prefill_chunk,
     ) -> None:
         """Start with empty slots.
 
         Args:
           num_drafts: the most that the worker proposes; a message with more is refused.
+          prefill_chunk: prompt tokens that the worker runs at once, and takes over.
           first_generation: the slots' first requests get the generation after this one.
           rehearse: process the last message once more, for warm caches, shortly before the next one
             is expected; see `EngineConfig.rehearse`.
@@ -106,8 +116,9 @@ class WorkerSession:
         self.lost: WorkerFailed | None = None
         self.restarts = 0
         self._generations = [first_generation] * num_slots
-        # The slot that was freed first is taken first: prompts stay longer in the others' caches.
-        self._free = collections.deque(range(num_slots))
+        self._free = list(range(num_slots))  # the one that was freed first stands first
+        self._prompts = [b""] * num_slots  # what was put into each slot last
+        self._chunk_bytes = prefill_chunk * wire.WORD_BYTES
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, max_length)
         self._losses: list[tuple[int, ...]] = [()] * num_slots
@@ -165,7 +176,8 @@ class WorkerSession:
 
     def admit(self, queued: QueuedRequest) -> None:
         """Give a free slot to a request, under a new generation."""
-        slot, request = self._free.popleft(), queued.request
+        request = queued.request
+        slot = self._take_free(request.packed_prompt)
         generation = self._generations[slot] = (self._generations[slot] + 1) & 0xFFFFFFFF
         self.state = output_processor.admit(
             self.state,
@@ -188,6 +200,24 @@ class WorkerSession:
                 draft_token_ids=queued.draft_token_ids,
             )
         )
+
+    def _take_free(self, prompt: bytes) -> int:
+        """The free slot whose caches hold most of the prompt; of equals, the one freed first.
+
+        So prompts stay longer in the others' caches.
+        """
+        size = self._chunk_bytes
+
+        def held(slot: int) -> int:
+            before, end = self._prompts[slot], size
+            while end <= len(prompt) and before[end - size : end] == prompt[end - size : end]:
+                end += size
+            return end
+
+        slot = max(self._free, key=held)
+        self._free.remove(slot)
+        self._prompts[slot] = prompt
+        return slot
 
     def took(self, request_id: str) -> bool:
         """Whether the worker has said that it got the request: otherwise it ran nothing of it."""

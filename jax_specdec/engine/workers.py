@@ -107,6 +107,7 @@ class Workers:
                         prefill_only=process_rank >= config.num_ranks,
                         rehearse=config.rehearse,
                         num_drafts=config.num_drafts,
+                        prefill_chunk=config.prefill_chunk,
                     )
                     self.sessions.append(session)
                     stack.pop_all()
