@@ -177,7 +177,7 @@ def _fitting_length(config: ModelConfig, options: argparse.Namespace, most: int)
     token = 2 * layers * config.num_kv_heads * config.head_dim * item
     room = max(CACHE_BYTES, config.num_parameters * item // 4)
     room = min(room, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-    length = room // (options.slots * token) // LENGTH_STEP * LENGTH_STEP
+    length: int = room // (options.slots * token) // LENGTH_STEP * LENGTH_STEP
     return min(max(length, MAX_LENGTH), most)
 
 

@@ -113,7 +113,7 @@ class Delivery:
         Tokens that begin behind the end are cut. A token without text stays where it stands before
         the first token that is cut.
         """
-        open_, counts = True, []
+        open_, counts = True, list[int]()
         for held in self._held:
             count = 0
             for token_id, offset in zip(held.record.token_ids.tolist(), held.offsets, strict=False):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_specdec.records.record import Record
+from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request
 from jax_specdec.text.detokenize import TokenTable
 
@@ -50,6 +51,13 @@ def request_extension(
     """What the request asked for, and its totals once it has ended."""
     params = request.params
     statistics = records[-1].statistics if records else None
+    if statistics is None:  # behind a stop string, the engine's last record is yet to come
+        steps = [
+            Statistics.of_step(record.num_drafts, record.num_accepted, record.num_tokens)
+            for record in records
+            if record.num_tokens
+        ]
+        statistics = sum(steps, start=Statistics())
     total = records[-1].cumulative_logprob if records else None
     asked: dict[str, Any] = {}
     if params.extra_token_ids:
@@ -60,10 +68,10 @@ def request_extension(
         "temperature": params.temperature,
         "logprobs_mode": params.logprobs_mode.name.lower(),
         "cumulative_logprob": None if total is None else json_number(total),
-        "steps": statistics.steps if statistics else 0,
-        "drafts": statistics.num_drafts if statistics else 0,
-        "accepted": statistics.num_accepted if statistics else 0,
-        "acceptance_by_position": list(statistics.acceptance_at) if statistics else [],
+        "steps": statistics.steps,
+        "drafts": statistics.num_drafts,
+        "accepted": statistics.num_accepted,
+        "acceptance_by_position": list(statistics.acceptance_at),
         **asked,
     }
 

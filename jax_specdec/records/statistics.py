@@ -28,6 +28,13 @@ class Statistics:
     all_accepted: tuple[int, ...] = ()
     num_tokens: int = 0
 
+    @classmethod
+    def of_step(cls, num_drafts: int, num_accepted: int, num_tokens: int) -> "Statistics":
+        """Statistics of one step of one request."""
+        first = (0,) * num_accepted + (1,)
+        ends = {"all_accepted" if num_accepted == num_drafts else "rejected_at": first}
+        return cls((0,) * num_drafts + (1,), num_tokens=num_tokens, **ends)
+
     def __add__(self, other: "Statistics") -> "Statistics":
         return Statistics(
             _added(self.steps_by_drafts, other.steps_by_drafts),

@@ -25,6 +25,9 @@ class FakeEngine:
     def __exit__(self, *_):
         pass
 
+    def abort(self, request_id, reason):
+        raise AssertionError("no request runs")
+
     def generate(self, requests):
         self.requests += requests
         self._generate()

@@ -12,11 +12,13 @@ import pytest
 from jax_specdec.cli import generate, standard_output
 from jax_specdec.cli.prompts import Prompt
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.export.delivery import Delivery
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request
 from jax_specdec.text.detokenize import TokenTable
 from tests.support import tiny_checkpoint
 from tests.support.command_status import status_of
+from tests.support.scripted_process import scripted_engine
 
 
 def test_options_reach_the_engine(model, fake, tmp_path):
@@ -113,6 +115,42 @@ def test_prompts_from_the_command_line_and_from_standard_input(
     assert found == {id: encode(text).ids for id, text in texts.items()}
 
 
+@pytest.mark.fast
+def test_a_stop_string_ends_a_text(model, use_engine, tmp_path, capsys):
+    """It may begin and end inside tokens, and stand in the prompt."""
+    use_engine(scripted_engine())
+
+    def ask(*options, line=None):
+        (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a"} | (line or {})) + "\n" * 2)
+        given = ("--prompts", tmp_path / "p.jsonl", "--max-tokens", 40, "--logprobs", 1)
+        out = tmp_path / "o.jsonl"
+        out.unlink(missing_ok=True)
+        status = status_of("generate", "--model", model, *given, "--output", out, *options)
+        assert status == 0
+        (record,) = map(json.loads, out.read_text().splitlines())
+        return record, record["choices"][0], capsys.readouterr().out
+
+    whole, choice, _ = ask("--ignore-eos")
+    text = choice["text"]
+    stop = text[7:9]
+    for options, line in ((["--stop", stop], {}), ([], {"stop": ["never", stop]})):
+        record, cut, shown = ask("--ignore-eos", "--stop", "never", *options, line=line)
+        assert cut["text"] == text[: text.index(stop)]
+        assert cut["finish_reason"] == "stop"
+        assert shown == "a" + cut["text"] + "\n"
+        count = record["usage"]["completion_tokens"]
+        assert 0 < count < whole["usage"]["completion_tokens"]
+        for name, values in cut["logprobs"].items():
+            assert values == choice["logprobs"][name][:count]
+        for said in (whole["speculation"], record["speculation"]):
+            by_step = said["by_step"]
+            for total, each in (("drafts", "num_drafts"), ("accepted", "num_accepted")):
+                assert said[total] == sum(step[each] for step in by_step)
+            assert said["steps"] == len(by_step) > 1
+            assert said["accepted"] > 0
+        assert record["request_digest"] != whole["request_digest"]
+
+
 # Texts in order --------------------------------------------------------------------------------
 
 TABLE = TokenTable([bytes([byte]) for byte in range(256)])
@@ -129,8 +167,10 @@ def shown(ids, *records, chat=False, style=None):
     prompts = [Prompt(Request(id=id, prompt_token_ids=(65, 66)), chat) for id in ids]
     texts = generate.TextsInOrder(prompts, TABLE, lambda *one: found.append(one), style)
     assert not found  # before the first record, the worker loads or refuses
+    deliveries = {id: Delivery(TABLE) for id in ids}
     for one in records:
-        texts.add(one)
+        for part in deliveries[one.request_id].push(one):
+            texts.add(part)
     return found
 
 

@@ -99,7 +99,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
         ('{"messages": [{"role": "critic"}]}', "line 1: unknown role critic"),
         ('{"prompt_token_ids": [1.5]}', r"prompt_token_ids must be a list of token ids, not \[1.5"),
         ('{"prompt": "a", "id": null}', "id = None must be a string or an integer"),
-        ('{"prompt": "a", "stop": "x"}', "'stop' is not known here; write stop_sequences, a list"),
+        ('{"prompt": "a", "stop": ["x", ""]}', r"stop = \['x', ''\] must be a string or strings,"),
         ('{"prompt": "a", "zzz": 1}', "'zzz' is not known; known are id, prompt, .*seed"),
         ('{"prompt": "a", "max_token": 1}', r"is not known; did you mean max_tokens\? Known are"),
         ('{"promt": "a"}', r"'promt' is not known; did you mean prompt\? Known are id, prompt"),

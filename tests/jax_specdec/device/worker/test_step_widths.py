@@ -152,14 +152,14 @@ class Turning:
     """Widths that change from step to step, and what was seen."""
 
     def __init__(self, widths):
-        self.widths, self.fates = itertools.cycle(widths), []
+        self.widths, self.fates, self.times = itertools.cycle(widths), [], []
 
     def choose(self, kind, slots, is_ready):
         width = next(self.widths)
         return kind if width == D else kind._replace(num_drafts=width)
 
     def took(self, kind, seconds):
-        assert seconds > 0
+        self.times.append(seconds)
 
     def saw(self, generations, fates):
         self.fates.append(fates)
@@ -177,6 +177,25 @@ def decoded(requests, drafter, widths):
             records[record.request_id].append(record)
     ids = {name: tokens_of(found) for name, found in records.items()}
     return ids, records, turning.fates
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+def test_a_step_behind_another_program_has_no_time(prompt_logprobs):
+    local = Local("ngram", num_slots=2, adaptive=True)
+    local.worker.step_widths = turning = Turning([D])
+    local.admit(request("a", [1, 2, 3], max_tokens=40))
+    for _ in range(4):
+        local.advance()
+    assert all(seconds > 0 for seconds in turning.times[1:])
+    long = request("b", [4] * 20, max_tokens=9, prompt_logprobs=prompt_logprobs)
+    local.admit(long)
+    del turning.times[:]
+    for _ in range(7):
+        local.advance()
+    before, *behind, after = [seconds is None for seconds in turning.times]
+    assert (before, after) == (False, False)
+    assert sum(behind) == 3  # chunks of 8
+    local.drain()
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", pytest.param("mtp", marks=pytest.mark.slow)])
