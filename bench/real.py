@@ -23,7 +23,6 @@ from bench.loop.suite import GREEDY_LOOP, K0, K20, OF_GREEDY, OFF, measure
 from bench.timing import BenchError, Comparison, Target, from_samples
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.by_name import make_drafter
-from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.text.tokenizer import Tokenizer
@@ -41,12 +40,13 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Real(Setup):
-    """The model in a loop with n-gram drafts, which continues texts."""
+    """The model in a loop that continues texts."""
 
     path: str = ""
+    drafter: str = "ngram"
 
     def loop_config(self, model: ModelConfig) -> LoopConfig:
-        drafter = make_drafter("ngram", DRAFTS, model)
+        drafter = make_drafter(self.drafter, DRAFTS if self.drafter != "none" else 0, model)
         return LoopConfig(model, drafter, num_slots=self.requests, max_length=self.max_length)
 
     def prompts(self, model: ModelConfig) -> list[list[int]]:
@@ -105,12 +105,15 @@ def first_token(path: str, kept: str) -> float:
 
 
 def loops(path: str, slots: int, quick: bool) -> list[Comparison]:
-    """Greedy requests, then sampled ones against greedy ones, with and without logprobs."""
+    """Greedy requests, then sampled ones against greedy ones, with and without logprobs.
+
+    Those have no drafts, so that all take steps of the same shape: a text that is drawn can hardly
+    be guessed, and an engine verifies as many drafts as pay.
+    """
     load = functools.partial(load_model, path)
     steps, rounds = (8, 3) if quick else (16, 15)
-    setup = Real("SmolLM2-135M-Instruct", load, steps, 4, rounds, requests=slots, path=path)
+    plain = Real("SmolLM2-135M-Instruct", load, steps, 4, rounds, requests=slots, path=path)
     params, model = load()
-    compiled = Compiled(setup.loop_config(model))
     greedy = (Contender(OFF, None), Contender(K0, 0), Contender(K20, 20))
     sampled = (
         Contender(OFF, None, temperature=0.8, top_p=0.95),
@@ -118,9 +121,10 @@ def loops(path: str, slots: int, quick: bool) -> list[Comparison]:
         GREEDY_LOOP,
     )
     found = []
-    for kind, contenders in (("greedy", greedy), ("sampled", sampled)):
-        title = f"decoding at {slots} slots, {kind}, {setup.name}"
-        found.append(_held(measure(title, setup, contenders, params, model, compiled)))
+    for kind, drafter, contenders in (("greedy", "ngram", greedy), ("sampled", "none", sampled)):
+        setup = replace(plain, drafter=drafter)
+        title = f"decoding at {slots} slots, {kind}, drafts: {drafter}, {setup.name}"
+        found.append(_held(measure(title, setup, contenders, params, model)))
     return found
 
 
