@@ -12,9 +12,10 @@ VOCABULARY = 5
 
 
 def random_params(rng):
-    logprobs = rng.choice((None, 0, 1, 3))
+    logprobs, max_tokens = rng.choice((None, 0, 1, 3)), rng.choice((1, 2, 5, 12, 30))
     return SamplingParams(
-        max_tokens=rng.choice((1, 2, 5, 12, 30)),
+        max_tokens=max_tokens,
+        min_tokens=min(rng.choice((0, 0, 2, 4)), max_tokens),
         stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 1)))),
         stop_sequences=tuple(
             tuple(rng.choices(range(VOCABULARY), k=rng.choice((1, 2, 2, 3, 4))))

@@ -55,7 +55,8 @@ class Occupant:
         if self.token_ids[-1] in params.stop_token_ids:
             return "STOP_TOKEN", self.token_ids[-1]
         for sequence in params.stop_sequences:
-            if tuple(self.token_ids[-len(sequence) :]) == tuple(sequence):
+            ends = tuple(self.token_ids[-len(sequence) :]) == tuple(sequence)
+            if ends and len(self.token_ids) > params.min_tokens:
                 return "STOP_SEQUENCE", tuple(sequence)
         if len(self.token_ids) == params.max_tokens:
             return "LENGTH", None

@@ -49,6 +49,7 @@ def weights(tmp_path_factory):
 def config(weights, **changes):
     # Few messages may wait in a ring: however late a kill comes, no request has ended.
     sizes = {"num_slots": 3, "max_length": 96, "prefill_chunk": 8, "ring_slots": 2}
+    sizes |= {"draft_width": "fixed"}
     return EngineConfig(vocab_size=VOCAB, weights=weights, **sizes | changes)
 
 

@@ -9,7 +9,6 @@ import pytest
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import (
-    Phase,
     ProcessorError,
     ProcessorState,
     Progress,
@@ -79,64 +78,6 @@ def test_the_arrays_of_a_record_are_read_only_views_of_the_message():
         for array in (record.token_ids, record.logprobs, record.token_ranks, record.topk_ids):
             assert array.base is not None
             assert not array.flags.writeable
-
-
-SEQUENCES = {"stop_sequences": ((8, 8), (1, 2, 3))}
-STOPS = [  # parameters, all tokens, those delivered, the reason, and what stopped the request
-    ({"stop_token_ids": (6,)}, (5, 6, 7, 6), 2, "STOP_TOKEN", 6),
-    ({"max_tokens": 2}, (5, 6, 7), 2, "LENGTH", None),
-    ({"max_tokens": 2, "stop_token_ids": (6,)}, (5, 6, 7), 2, "STOP_TOKEN", 6),
-    ({"max_tokens": 2, "stop_token_ids": (7,)}, (5, 6, 7), 2, "LENGTH", None),
-    (SEQUENCES, (1, 2, 1, 2, 3, 9), 5, "STOP_SEQUENCE", (1, 2, 3)),
-    *[
-        ({"stop_sequences": ((1, 2),), "min_tokens": n}, (1, 2) * 3, kept, "STOP_SEQUENCE", (1, 2))
-        for n, kept in ((1, 2), (2, 4), (3, 4), (5, 6))
-    ],
-]
-
-
-@pytest.mark.parametrize("split", range(7))
-@pytest.mark.parametrize(("params", "ids", "count", "reason", "what"), STOPS)
-def test_a_stop_cuts_wherever_the_steps_are(split, params, ids, count, reason, what):
-    parts = [part for part in (ids[:split], ids[split:]) if part]
-    messages = [target(n, tokens(*part, columns=1)) for n, part in enumerate(parts)]
-    state, released = run(admitted(logprobs=0, **params), *messages)
-    records = [record for step_records in released for record in step_records]
-    assert [id for record in records for id in record.token_ids.tolist()] == list(ids[:count])
-    last = records[-1]
-    assert last.cumulative_logprob == sum(-(id + 1) / 8 for id in ids[:count])
-    assert last.finish_reason.name == reason
-    assert (last.stop_token_id, last.stop_sequence) == (
-        what if reason == "STOP_TOKEN" else None,
-        what if reason == "STOP_SEQUENCE" else None,
-    )
-    assert state.counters.cut_tokens + state.counters.surplus_tokens == len(ids) - count
-    assert state.counters.finished[FinishReason[reason] - 1] == 1
-
-
-def test_nothing_and_stopped_make_no_record():
-    for slot_state in (SlotState.NOTHING, SlotState.STOPPED):
-        state, (records,) = run(admitted(), target(0, silent(slot_state)))
-        assert not records
-        assert (state.columns.phase[0], state.statistics.steps) == (Phase.RUNNING, 0)
-
-
-def test_the_decode_node_goes_on_without_a_duplicated_or_missing_token():
-    params = {"logprobs": 0, "max_tokens": 3}
-    _, ((first,),) = run(
-        admitted(prefill=True, **params), target(0, first_token(5, 6, 7, columns=1))
-    )
-    assert first.finish_reason is FinishReason.PREFILL_HANDOVER
-    assert first.handover_draft_ids.tolist() == [6, 7]
-    progress = Progress(
-        token_ids=tuple(first.token_ids.tolist()), cumulative_logprob=first.cumulative_logprob
-    )
-    state = admitted(handed_over=progress, **params)
-    state, ((record,),) = run(state, target(0, tokens(6, 7, 8, columns=1)))
-    assert [*first.token_ids, *record.token_ids] == [5, 6, 7]
-    assert record.finish_reason is FinishReason.LENGTH
-    assert record.cumulative_logprob == -(6 + 7 + 8) / 8
-    assert state.statistics.num_tokens == 2  # of this node
 
 
 def test_finish_reasons_are_those_of_the_contract():
