@@ -46,7 +46,7 @@ LANES = {
     "rehearsal-ptx": [*REHEARSED, f"{CASES}/*", "tests/ptx_machine/**/*"],
     "ptx-rows": [
         *PTX, f"{KERNELS}/rows.py", f"{KERNELS}/finish_kernel.py",
-        f"{CASES}/cases.py", f"{CASES}/option_cases.py",
+        f"{CASES}/cases.py",
     ],
     "ptx-groups": [
         *PTX, f"{KERNELS}/groups.py", f"{KERNELS}/groups_kernel.py", f"{KERNELS}/finish_kernel.py",

@@ -58,7 +58,7 @@ ROOMS = {
     "wire": Room(
         "ipc/wire.py jax_specdec/device/messages/*.py",
         "tests/ipc/test_wire.py tests/ipc/test_wire_layout.py tests/jax_specdec/device/messages "
-        "tests/jax_specdec/device/loop/test_changed_in_loop.py",
+        "tests/jax_specdec/device/loop/test_every_value.py",
     ),
 }
 

@@ -1,12 +1,22 @@
 """What a request may ask for."""
 
+import re
+
 import numpy as np
 import pytest
 
 from jax_specdec.control import Admit, from_bytes, to_bytes
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.records.processor_state import Progress
-from jax_specdec.requests import Request, RequestError, SamplingParams, Structured, packed
+from jax_specdec.requests import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Request,
+    RequestError,
+    SamplingParams,
+    Structured,
+    packed,
+)
 
 
 def test_a_request_may_name_128_chosen_ids_and_ask_for_k_up_to_512():
@@ -119,3 +129,14 @@ def test_seeds_count_modulo_2_32():
     for seed in (1.5, True, "1"):
         with pytest.raises(RequestError, match=r"seed = .* must be a whole number; it counts mod"):
             SamplingParams(seed=seed)
+
+
+def test_temperatures_that_are_served():
+    for served in (0.0, MIN_TEMPERATURE, 1.0, MAX_TEMPERATURE):
+        assert SamplingParams(temperature=served).temperature == served
+
+
+def test_temperatures_that_are_refused():
+    for wrong in (-1.0, 9e-5, 1e-42, 1.1e4, 3e38, np.inf, np.nan):
+        with pytest.raises(RequestError, match=re.escape(f"temperature = {wrong} must be 0")):
+            SamplingParams(temperature=wrong)

@@ -28,15 +28,7 @@ def kernels(platforms, implementation=None):
     return made.mlir_module().count("custom_call @mosaic_gpu")
 
 
-@pytest.mark.parametrize(
-    ("platforms", "count"),
-    [
-        (["cpu", "cuda"], 4),
-        (["cpu"], 0),
-        pytest.param(["cuda"], 4, marks=pytest.mark.slow),
-        pytest.param(["tpu"], 0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("platforms", "count"), [(["cpu", "cuda"], 4), (["cpu"], 0)])
 def test_programs_for_cuda_have_the_kernels_in_them(platforms, count):
     assert kernels(platforms) == count
 
@@ -46,12 +38,6 @@ def test_a_host_whose_gpu_cannot_run_them_leaves_them_out(monkeypatch):
     assert kernels(["cuda"]) == 0
 
 
-def test_kernels_that_are_asked_for_by_name():
-    assert kernels(["cuda"], implementation="mosaic_gpu") == 4
-    with pytest.raises(NotImplementedError, match="no CUDA device here; use 'xla' or None"):
-        kernels(["cpu"], implementation="mosaic_gpu")
-
-
 def test_any_number_of_rows():
     """The rows' number is a variable of the program; it comes back from its bytes too."""
     (rows,) = export.symbolic_shape("r")
@@ -59,11 +45,11 @@ def test_any_number_of_rows():
     def call(x, ids):
         return topk_logprobs(x, ids, K), greedy(x)
 
-    shapes = jax.ShapeDtypeStruct((rows, 300), jnp.float32), jax.ShapeDtypeStruct((rows,), "int32")
+    shapes = jax.ShapeDtypeStruct((rows, 4001), jnp.float32), jax.ShapeDtypeStruct((rows,), "int32")
     made = export.export(quick_compile.jit(call), platforms=["cpu"])(*shapes)
     program = export.deserialize(made.serialize())
     for count in (1, 7, 40):
-        x = np.random.default_rng(count).normal(size=(count, 300)).astype(np.float32)
+        x = np.random.default_rng(count).normal(size=(count, 4001)).astype(np.float32)
         ids = np.arange(count, dtype=np.int32)
         found, choice = program.call(x, ids)
         oracle.assert_matches(found, oracle.topk_logprobs(x, ids, K))

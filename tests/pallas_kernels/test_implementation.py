@@ -78,13 +78,6 @@ def test_kernels_of_a_program():
         assert KERNEL in for_cuda(call, X, IDS)
 
 
-def test_sampled_rows_take_part():
-    shape = jax.ShapeDtypeStruct((4, 4096), jnp.float32)
-    assert KERNEL in for_cuda(sampled, shape)
-    with use_implementation("xla"):
-        assert KERNEL not in for_cuda(sampled, shape)
-
-
 def test_a_context_inside_a_program():
     """What jax traces while it lowers, when the block was left, has its value."""
 

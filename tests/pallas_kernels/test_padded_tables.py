@@ -1,6 +1,5 @@
 """The tables that serving engines hold."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -29,27 +28,6 @@ def test_each_row_fills_its_own_columns():
         assert (np.asarray(found.logprob_token_ids[r, num + 1 :]) == -1).all()
         assert (np.asarray(found.logprobs[r, num + 1 :]) == -np.inf).all()
     np.testing.assert_array_equal(found.selected_token_ranks, expected.token_ranks)
-
-
-def test_ranks_as_vllm_counts_them():
-    """`(logprobs >= own).sum(-1)`; logprobs may be equal where logits are not, so from logits."""
-    x = np.round(np.random.default_rng(1).normal(size=(R, V))).astype(np.float32)
-    ids = np.arange(R, dtype=np.int32)
-    found = programs.logprobs_tensors(x, ids, K, rank_ties="inclusive")
-    own = np.take_along_axis(x, ids[:, None], axis=1)
-    np.testing.assert_array_equal(found.selected_token_ranks, (x >= own).sum(-1))
-    strict = programs.logprobs_tensors(x, ids, K).selected_token_ranks
-    np.testing.assert_array_equal(strict, 1 + (x > own).sum(-1))
-    assert (np.asarray(strict) != np.asarray(found.selected_token_ranks)).any()
-
-
-def test_logprobs_are_their_own_logits():
-    x = np.random.default_rng(0).normal(size=(R, V)).astype(np.float32) * 5
-    ids = np.arange(R, dtype=np.int32)
-    of_logits = programs.logprobs_tensors(x, ids, K)
-    of_logprobs = programs.logprobs_tensors(jax.nn.log_softmax(x), ids, K)
-    np.testing.assert_array_equal(of_logits.logprob_token_ids, of_logprobs.logprob_token_ids)
-    np.testing.assert_allclose(of_logits.logprobs, of_logprobs.logprobs, atol=2e-5)
 
 
 def test_chosen_ids_of_ragged_lists():

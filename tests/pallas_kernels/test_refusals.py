@@ -12,6 +12,10 @@ pytestmark = pytest.mark.fast
 GOOD = {"logits": np.zeros((3, 10), np.float32), "token_ids": np.zeros(3, np.int32), "k": 2}
 
 
+WORDS, IDS = np.zeros((3, 3), np.uint32), np.zeros((3, 1), np.int32)
+FLOATS = np.zeros((3, 4097), np.float32)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -38,8 +42,15 @@ GOOD = {"logits": np.zeros((3, 10), np.float32), "token_ids": np.zeros(3, np.int
         ({"extra_token_ids": np.zeros(3, np.int32)}, ValueError, "extra_token_ids has shape"),
         ({"extra_token_ids": np.zeros((3, 129), np.int32)}, ValueError, "limit is 128"),
         ({"implementation": "triton"}, ValueError, "'triton' is not known"),
+        ({"allowed": WORDS[:, :2]}, ValueError, r"allowed has shape \[3, 2\]; it must be \[3, 1\]"),
+        ({"allowed": WORDS[:, :1].astype(bool)}, TypeError, "allowed has dtype bool; it must"),
+        ({"bias_token_ids": IDS}, TypeError, "bias is None; pass both"),
+        ({"bias_token_ids": IDS, "bias": FLOATS[:, :2]}, ValueError, r"bias has shape \[3, 2\]"),
+        ({"bias_token_ids": np.zeros((3, 4097), np.int32), "bias": FLOATS}, ValueError,
+         "names 4097 ids for each row; the limit is 4096"),
+        ({"rank_ties": "worst"}, ValueError, "rank_ties = 'worst' is not known; choose one"),
     ],
-)
+)  # fmt: skip
 def test_refused(change, error, words):
     call = shape_checks.as_users_run(topk_logprobs)
     call(**GOOD)

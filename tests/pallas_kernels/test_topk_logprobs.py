@@ -1,4 +1,4 @@
-"""`topk_logprobs` and `greedy` (XLA) against the float64 oracle: values, edges, calling styles."""
+"""`topk_logprobs` and the greedy calls (XLA) against the float64 oracle: values, edges, styles."""
 
 import functools
 
@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import greedy, topk_logprobs
+from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends.xla import rows
 from pallas_kernels.testing import oracle
-from pallas_kernels.testing.shapes import Shape
 from tests.support import programs, quick_compile
+from tests.support.changed_logits import ALL, changes_of, in_float64
 from tests.support.interpreted_kernels import ON_GPU
 
-DTYPES = ("float32", "bfloat16", "float16")
 INF, NAN = np.inf, np.nan
 choices = jax.jit(greedy)  # outside of jit, every call compiles
 quickly = jax.jit if ON_GPU else quick_compile.jit
@@ -39,36 +38,36 @@ def both(logits, token_ids, k, **options):
     return actual
 
 
-# Each vocabulary takes another path through selection or cuts.
-SMALL = tuple(
-    Shape(rows, vocabulary, k, dtype)
-    for rows, vocabulary, k in (
-        (1, 1, 1),
-        (4, 5, 5),
-        (24, 257, 20),
-        (9, 1000, 0),
-        (5, 4096, 20),
-        (3, 50_257, 5),
-        (2, 32_000, 128),
-        (3, 600, 512),
-        (2, 50_257, 512),
-    )
-    for dtype in ("float32", "bfloat16", "float16")
-)
+def rows_of_every_kind(rng, vocabulary, dtype):
+    """Rows [6, V]: any, ties, all equal, few that are not masked, neighbours, and near ones."""
+    masked = np.full(vocabulary, -INF)
+    few = rng.choice(vocabulary, min(60, vocabulary // 2 + 1), replace=False)
+    masked[few] = rng.normal(size=len(few))
+    rows = [
+        rng.normal(size=vocabulary) * 4,
+        rng.integers(-3, 3, vocabulary) * 0.5,
+        np.zeros(vocabulary),
+        masked,
+        np.arange(vocabulary, 0, -1) % 2**15,
+        8 + 2.0**-20 * rng.permutation(vocabulary),  # their first halves agree
+    ]
+    return np.stack(rows).astype(jnp.dtype(dtype))
 
 
+# Each vocabulary takes another path through selection or cuts, and so do three rows.
 @pytest.mark.parametrize(
-    "shape",
-    # Each shape with one dtype, each dtype with two shapes or more; the rest: `.ci/heavy slow`.
+    ("rows", "vocabulary", "k", "dtype"),
     [
-        pytest.param(shape, marks=() if i % 3 == i // 3 % 3 else pytest.mark.slow, id=str(shape))
-        for i, shape in enumerate(SMALL)
+        (6, 1, 1, "float32"), (6, 5, 5, "bfloat16"), (6, 257, 20, "float16"),
+        (6, 1000, 0, "float32"), (6, 4096, 20, "bfloat16"), (3, 50_257, 5, "float16"),
+        (6, 4001, 48, "float32"), (6, 4001, 48, "bfloat16"), (6, 32_000, 128, "float32"),
+        (3, 600, 512, "bfloat16"), (6, 50_257, 512, "float16"),
     ],
-)
-def test_small_shapes(shape):
-    rng = np.random.default_rng(shape.vocabulary)
-    x = random_logits(rng, shape.rows, shape.vocabulary, shape.dtype)
-    both(x, rng.integers(0, shape.vocabulary, shape.rows), shape.k)
+)  # fmt: skip
+def test_small_shapes(rows, vocabulary, k, dtype):
+    rng = np.random.default_rng(vocabulary)
+    x = rows_of_every_kind(rng, vocabulary, dtype)[-rows:]
+    both(x, rng.integers(0, vocabulary, rows), k)
 
 
 class CallingStyles(chex.TestCase):
@@ -114,7 +113,7 @@ class CallingStyles(chex.TestCase):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("vocabulary", [8, 5000])  # one stage, two stages
 def test_edges(vocabulary, dtype):
     """Invalid rows, masked vocabularies and ids outside it; and their neighbors stay untouched."""
@@ -134,89 +133,62 @@ def test_edges(vocabulary, dtype):
         "normal again": normal,
     }
     x = np.stack([row.astype(jnp.dtype(dtype)) for row in rows.values()])
-    for token in (0, 3, vocabulary - 1, vocabulary, -1):
+    for token in (0, 3, 4, vocabulary - 1, vocabulary, -1):
         both(x, np.full(len(x), token), 6)
-    out = both(x, np.full(len(x), 4), 6)
-    names = list(rows)
-    first, last = names.index("normal"), names.index("normal again")
-    np.testing.assert_array_equal(out.token_ids[first], out.token_ids[last])
-    np.testing.assert_allclose(out.logprobs[first], out.logprobs[last], rtol=1e-6)
-    # Written out once, so that the oracle's reading of the contract is itself checked.
-    for name in ("nan", "negative nan", "plus inf", "nothing finite", "nan and -inf"):
-        row = names.index(name)
-        assert out.token_ids[row].tolist() == [4, -1, -1, -1, -1, -1, -1]
-        assert np.isnan(out.logprobs[row]).all()
-        assert out.token_ranks[row] == 0
-    zeros = names.index("zeros of both signs")
-    assert out.token_ids[zeros].tolist() == [4, 0, 1, 2, 3, 4, 5]
-    assert out.token_ranks[zeros] == 1
-    one = names.index("one finite")
-    assert out.token_ids[one].tolist() == [4, vocabulary - 1, -1, -1, -1, -1, -1]
-    assert out.logprobs[one].tolist() == [-INF, 0, *[-INF] * 5]
 
 
-# Every vocabulary, K and dtype, and few programs; the rest in `.ci/heavy slow`.
+# Ranks in both ways, with and without each change; few programs.
 PROGRAMS = [
-    (1, 0, "float32"),
-    (5, 3, "bfloat16"),
-    (300, 20, "float16"),
-    (2000, 3, "float16"),
-    (2000, 20, "float32"),
-    (2000, 0, "bfloat16"),
+    (1, 0, "float32", "strict", ()),
+    (5, 3, "bfloat16", "inclusive", ("allowed", "bias")),
+    (300, 20, "float16", "strict", ()),
+    (300, 20, "bfloat16", "inclusive", ("allowed",)),
+    (2001, 5, "float16", "strict", ("bias",)),
+    (2001, 20, "float32", "strict", ()),
+    (2001, 0, "float32", "inclusive", ("allowed", "bias")),
 ]
-EVERY_PROGRAM = [
-    (vocabulary, k, dtype)
-    for vocabulary in (1, 5, 300, 2000)
-    for k in (0, 3, 20)
-    for dtype in DTYPES
-    if k <= vocabulary
-]
+NUM_ROWS, TARGETS = 5, 7
 
 
 @st.composite
-def cases(draw, every):
-    """Logits from few values, so that ties, edges and invalid rows are common."""
-    vocabulary, k, dtype = draw(st.sampled_from(every))
-    seed = draw(st.integers(0, 2**32 - 1))
-    rows = 5
-    rng = np.random.default_rng(seed)
-    x = rng.choice(
-        np.array(draw(st.sampled_from([[0.5, -0.0, 0.0, -2], [3, -3, -INF], [-INF, 1, 1e4]]))),
-        size=(rows, vocabulary),
-    )
+def cases(draw):
+    """Few values, so that ties, edges and invalid rows are common; every kind of change."""
+    vocabulary, k, dtype, ties, changed = draw(st.sampled_from(PROGRAMS))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    values = draw(st.sampled_from([[0.5, -0.0, 0.0, -2], [3, -3, -INF], [-INF, 1, 1e4]]))
+    x = rng.choice(np.array(values), size=(NUM_ROWS, vocabulary))
     for value in draw(st.lists(st.sampled_from([NAN, -NAN, INF, -INF, 7.0]), max_size=6)):
-        x[rng.integers(rows), rng.integers(vocabulary)] = value
-    num_targets = 7
-    return {
-        "logits": x.astype(jnp.dtype(dtype)),
-        "token_ids": rng.integers(-1, vocabulary + 1, num_targets).astype(np.int32),
-        "k": k,
-        "row_ids": rng.integers(-1, rows + 1, num_targets).astype(np.int32),
-        "num_rows": np.int32(draw(st.integers(0, num_targets + 1))),
-        "temperatures": rng.choice(np.array([0, 0.25, 1, 3], np.float32), num_targets),
-        "extra_token_ids": rng.integers(-1, vocabulary + 1, (num_targets, 2)).astype(np.int32),
+        x[rng.integers(NUM_ROWS), rng.integers(vocabulary)] = value
+    arrays = {
+        "temperatures": rng.choice(np.array([0, 0.25, 1, 3], np.float32), TARGETS),
+        "extra_token_ids": rng.integers(-1, vocabulary + 1, (TARGETS, 2)).astype(np.int32),
+        **changes_of(rng, TARGETS, vocabulary, changed),
     }
+    targets = {
+        "token_ids": rng.integers(-1, vocabulary + 1, TARGETS).astype(np.int32),
+        "row_ids": rng.integers(-1, NUM_ROWS + 1, TARGETS).astype(np.int32),
+        "num_rows": np.int32(draw(st.integers(0, TARGETS + 1))),
+    }
+    return x.astype(jnp.dtype(dtype)), targets, arrays, {"k": k, "rank_ties": ties}
 
 
-@given(case=cases(PROGRAMS))
-@settings(max_examples=20)  # twenty times as many: `.ci/heavy slow`
+@functools.cache
+def program(call, k, rank_ties):
+    return quickly(functools.partial(call, k=k, rank_ties=rank_ties, **ALL))
+
+
+@given(case=cases())
+@settings(max_examples=40)
 def test_any_values(case):
-    check_case(case)
-
-
-@pytest.mark.slow
-@given(case=cases(EVERY_PROGRAM))
-@settings(max_examples=400)
-def test_any_values_of_every_program(case):
-    check_case(case)
-
-
-def check_case(case):
-    actual = programs.topk_logprobs(**case)
-    oracle.assert_matches(actual, oracle.topk_logprobs(**case))
-    choice = choices(case["logits"])
-    expected = [oracle.greedy_token_id(row) for row in case["logits"]]
-    np.testing.assert_array_equal(choice.token_ids, expected)
+    x, targets, arrays, options = case
+    found = program(topk_logprobs, **options)(x, **targets, **arrays)
+    oracle.assert_matches(found, oracle.topk_logprobs(x, **targets, **arrays, **options))
+    own = {name: part[:NUM_ROWS] for name, part in arrays.items()}
+    chosen = [oracle.greedy_token_id(row) for row in in_float64(x, own)]
+    found = program(greedy_topk_logprobs, **options)(x, **own)
+    oracle.assert_matches(found, oracle.topk_logprobs(x, chosen, **own, **options))
+    expected = [oracle.greedy_token_id(row) for row in x]
+    np.testing.assert_array_equal(choices(x).token_ids, expected)
 
 
 @given(num_rows=st.integers(0, 40))
@@ -233,73 +205,51 @@ def test_blocks_follow_num_rows(num_rows):
     assert choice.valid.all()
 
 
-@pytest.mark.parametrize("value", [-0.1, -5.0, -80.0])
-def test_sums_of_many_equal_terms(value):
-    """A float32 sum that grows term by term loses digits here: 131071 equal terms."""
-    x = np.full((1, 131_072), value, np.float32)
-    x[0, 77] = 0
-    both(x, [5], 2)
-
-
-@pytest.mark.fast
-def test_inside_while_loop():
-    """One token a turn, as a decoding loop does, with a row count that changes."""
-    rng = np.random.default_rng(5)
-    x = random_logits(rng, 40, 4096)
-    token_ids = rng.integers(0, 4096, 40).astype(np.int32)
-
-    @quickly
-    def loop(x, token_ids):
-        def turn(carry):
-            turns, total = carry
-            out = topk_logprobs(x, token_ids, 2, num_rows=turns * 10)
-            return turns + 1, total + jnp.sum(out.token_ranks)
-
-        return jax.lax.while_loop(lambda c: c[0] < 4, turn, (jnp.int32(0), jnp.int32(0)))
-
-    ranks = oracle.topk_logprobs(x, token_ids, 2).token_ranks
-    assert loop(x, token_ids)[1] == sum(int(ranks[: 10 * turns].sum()) for turns in range(4))
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("rows", [8, 160])  # one block per device, several
-def test_under_shard_map(rows):
-    """Rows sharded over four devices, each with its own row ids and row count."""
-    rng = np.random.default_rng(6)
-    x = random_logits(rng, rows, 4096)
-    local = rows // 4
-    token_ids = rng.integers(0, 4096, rows).astype(np.int32)
-    row_ids = rng.integers(0, local, rows).astype(np.int32)
-    num_rows = np.array([0, 1, local // 2, local], np.int32)
-    mesh = jax.make_mesh(
-        (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
-    )
-    spec = jax.sharding.PartitionSpec("data")
-
-    @quickly
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
-    def sharded(x, token_ids, row_ids, num_rows):
-        return topk_logprobs(x, token_ids, 5, row_ids=row_ids, num_rows=num_rows[0])
-
-    choice = quickly(jax.shard_map(greedy, mesh=mesh, in_specs=spec, out_specs=spec))(x)
-    np.testing.assert_array_equal(choice.token_ids, [oracle.greedy_token_id(row) for row in x])
-    actual = sharded(x, token_ids, row_ids, num_rows)
-    for shard in range(4):
-        part = slice(shard * local, (shard + 1) * local)
-        expected = oracle.topk_logprobs(
-            x[part], token_ids[part], 5, row_ids=row_ids[part], num_rows=num_rows[shard]
-        )
-        oracle.assert_matches(jax.tree.map(lambda a, p=part: a[p], actual), expected)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("spread", [1e-3, 3.0, 60.0, 6e4])
 def test_the_error_bound_holds_for_every_dtype_and_spread(dtype, spread):
-    """From nearly equal logits, where the sum decides, to logprobs of minus ten thousands."""
+    """From nearly equal logits, where the sum decides, to logprobs of minus ten thousands.
+
+    Log-sum-exp and entropy too; and of many equal terms, which a sum term by term would lose.
+    """
     rng = np.random.default_rng(8)
-    x = np.clip(rng.normal(size=(4, 30_000)) * spread / 3, -6.5e4, 6.5e4).astype(jnp.dtype(dtype))
+    x = np.clip(rng.normal(size=(4, 30_000)) * spread / 3, -6.5e4, 6.5e4)
+    x[3] = np.where(np.arange(30_000) == 77, 0, -min(spread, 8))
+    x = x.astype(jnp.dtype(dtype))
     token_ids = rng.integers(0, 30_000, 4).astype(np.int32)
     extra = rng.integers(0, 30_000, (4, 128)).astype(np.int32)
-    found = programs.topk_logprobs(x, token_ids, 20, extra_token_ids=extra)
+    found = programs.topk_logprobs(x, token_ids, 20, extra_token_ids=extra, **ALL)
     oracle.assert_matches(found, oracle.topk_logprobs(x, token_ids, 20, extra_token_ids=extra))
     assert found.logprobs.dtype == jnp.float32
+
+
+@pytest.mark.fast
+def test_other_results_by_hand():
+    """T = 2 of the logits 2 log p, so of p; in vLLM's count two tokens are at least as large."""
+    x = 2 * np.log(np.array([[0.25, 0.5, 0.25]], np.float32))
+    found = programs.topk_logprobs(
+        x, np.array([2], np.int32), 2, temperatures=np.array([2], np.float32),
+        rank_ties="inclusive", **ALL,
+    )  # fmt: skip
+    assert found.token_ranks.tolist() == [3]
+    np.testing.assert_allclose(found.log_sum_exp, [0], atol=1e-6)
+    np.testing.assert_allclose(found.entropy, [1.5 * np.log(2)], rtol=1e-6)
+    np.testing.assert_allclose(found.top_logits, [[2 * np.log(0.5), 2 * np.log(0.25)]], rtol=1e-6)
+
+
+def test_asking_for_more_changes_no_bit():
+    """And a mask that allows all, and biases of nothing, change none either."""
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(5, 5000)) * 4).astype(jnp.bfloat16)
+    token_ids = np.arange(5, dtype=np.int32)
+    plain = programs.topk_logprobs(x, token_ids, 5)
+    assert (plain.log_sum_exp, plain.entropy, plain.top_logits) == (None, None, None)
+    everything = np.full((5, -(-5000 // 32)), -1, np.int32)
+    for options in (
+        ALL,
+        {"allowed": everything},
+        {"bias_token_ids": np.full((5, 2), -1, np.int32), "bias": np.full((5, 2), NAN, "f4")},
+    ):
+        found = programs.topk_logprobs(x, token_ids, 5, **options)
+        for name in ("token_ids", "logprobs", "token_ranks", "extra_logprobs"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(plain, name))

@@ -9,7 +9,6 @@ takes the process along, and the last line says of what.
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.support.paths import ROOT
 
@@ -35,12 +34,6 @@ def shapes():
     for b in range(4):
         found.append((b + 1, 1, ROWS["M"][3 * b], VOCABULARIES[b % 2], DTYPES[b % 3]))
     return found
-
-
-def has_avx512():
-    """Whether LLVM makes AVX-512 instructions on this machine."""
-    cpu = Path("/proc/cpuinfo")
-    return cpu.exists() and " avx512f" in cpu.read_text()
 
 
 def aborted(wanted, environment):

@@ -1,19 +1,30 @@
-"""The logprobs of one row in a request's own mode, in float64 NumPy, as the contract says them."""
+"""What a request is to get, in float64 NumPy, as the contract says it; and what it got."""
 
+from collections import Counter
+
+import jax.numpy as jnp
 import numpy as np
 
-from ipc.wire import LogprobsMode
+from ipc.wire import KEPT_ALL, LogprobsMode
+from jax_specdec.device.model.params import named_arrays
+from pallas_kernels.contract.changes import Changes, apply, prepared
 from pallas_kernels.testing import oracle
+from tests.support import letters, reference_model
+from tests.support.changed_choice import changed_row
+from tests.support.decoding import random_model
 from tests.support.expected_probs import expected_probs
 
+CLOSE = 2e-4  # float32 forward passes
 
-def logprobs(row, params):
+
+def logprobs(row, params, mode=None):
     """[V] float64 of a row [V]; NaN where the row is invalid."""
+    mode = params.logprobs_mode if mode is None else mode
     if not oracle.is_valid(row):
         return np.full(len(row), np.nan)
-    if params.logprobs_mode is LogprobsMode.RAW:
+    if mode is LogprobsMode.RAW:
         return oracle.log_softmax(row)
-    if params.logprobs_mode is LogprobsMode.SCALED:
+    if mode is LogprobsMode.SCALED:
         return oracle.log_softmax(row, params.temperature)
     # Exactly the float32 numbers that the device has.
     numbers = [float(np.float32(x)) for x in (params.temperature, params.top_p, params.min_p)]
@@ -47,31 +58,111 @@ def check_rows(rows, params, token_ids, got, ids, ranks, chosen=None):
             oracle.assert_logprobs_close(chosen[n], table[list(params.extra_token_ids)])
 
 
-def check_records(result, requests, drafts_alone=()):
-    """Every row of a run's records, drafts included. Returns (target rows, draft rows) seen.
+def chose(output):
+    """The logits [B, S, V] that a step's tokens were chosen from."""
+    if output.changes is None:
+        return output.logits if output.changed is None else output.changed
+    rows, vocabulary = output.logits.reshape(-1, output.logits.shape[-1]), output.logits.shape[-1]
+    each = (x if x is None else jnp.asarray(x.reshape(len(rows), -1)) for x in output.changes)
+    changed = apply(jnp.asarray(rows), prepared(Changes(*each), vocabulary))
+    return np.asarray(changed, np.float32).reshape(output.logits.shape)
 
-    Of the requests whose ids are in `drafts_alone`, the rows of drafts alone.
+
+def check_records(result, requests, model=None):
+    """Every value of a run's records, drafts and prompts included, against float64.
+
+    Returns how much of what was seen, as a `Counter`: rows with logprobs, rows of drafts, rows that
+    were changed and those of them behind a draft, accepted drafts, and kept sets by size.
     """
-    seen = drafts_seen = 0
+    params, config = model or random_model()
+    weights, seen, steps = named_arrays(params), Counter(), {}
     for item in requests:
-        params = item.params
+        emitted, own_rows = [], []
         for record in result.records[item.id]:
             output = result.outputs[record.step]
-            if record.num_tokens and params.logprobs is not None and item.id not in drafts_alone:
-                rows = output.logits[record.slot][: record.num_tokens]
-                check_rows(rows, params, record.token_ids, record.logprobs, record.topk_ids,
-                           record.token_ranks, record.chosen_logprobs)  # fmt: skip
-                seen += len(rows)
-            if (draft := record.draft) is None:
-                continue
-            assert params.draft_logprobs
-            count = output.drafts.num[record.slot]
-            assert count == record.num_drafts > 0
-            ids = output.drafts.token_ids[record.slot][:count]
-            np.testing.assert_array_equal(draft.token_ids, ids)
-            if params.logprobs is not None:
-                rows = output.drafts.report.logits[record.slot][:count]
-                check_rows(rows, params, ids, draft.logprobs, draft.topk_ids, draft.token_ranks,
-                           draft.chosen_logprobs)  # fmt: skip
-                drafts_seen += len(rows)
-    return seen, drafts_seen
+            if record.step not in steps:
+                steps[record.step] = chose(output)
+            own, changed = (
+                x[record.slot][: record.num_tokens] for x in (output.logits, steps[record.step])
+            )
+            for n, token in enumerate(record.token_ids.tolist()):
+                seen += _check_choice(own[n], changed[n], item, emitted, record, n)
+                emitted.append(token)
+            own_rows.extend(own)
+            processed = item.params.logprobs_mode is LogprobsMode.PROCESSED
+            if item.params.logprobs is None:
+                assert record.logprobs is record.cumulative_logprob is None
+            elif record.num_tokens:
+                check_rows(changed if processed else own, item.params, record.token_ids,
+                           record.logprobs, record.topk_ids, record.token_ranks,
+                           record.chosen_logprobs)  # fmt: skip
+                seen["rows"] += len(own)
+            seen["accepted"] += record.num_accepted
+            seen["drafts"] += _check_drafts(output, record, item.params)
+        whole = [*item.prompt_token_ids, *emitted]
+        table = reference_model.logits(weights, config.to_dict(), whole)[:-1]
+        _check_text(table, own_rows, result.records[item.id], item)
+    return seen
+
+
+def _check_choice(own, changed, item, emitted, record, n):
+    """The n-th row of a record: its logits, its token, and its kept set."""
+    params = item.params
+    allowed = own if params.structured is None else letters.masked(own, emitted)
+    expected = changed_row(allowed, params, item.prompt_token_ids, emitted)
+    np.testing.assert_allclose(changed, expected, rtol=1e-6, atol=1e-5)
+    kept = logprobs(changed, params, LogprobsMode.PROCESSED) > -np.inf
+    assert kept[record.token_ids[n]]
+    is_changed = bool((changed != own).any())
+    seen = Counter(changed=is_changed, behind=is_changed and n > 0)
+    if not params.kept_token_ids:
+        assert record.kept is None
+        return seen
+    share = 0.0
+    if params.temperature:
+        share = np.log(np.exp(oracle.log_softmax(changed, params.temperature))[kept].sum())
+    np.testing.assert_allclose(record.kept.log_kept[n], share, atol=1e-5)
+    assert record.kept.counts[n] == (KEPT_ALL if kept.all() else kept.sum())
+    ids = [] if kept.all() else np.flatnonzero(kept).tolist()
+    assert record.kept.ids(n).tolist() == ids
+    return seen + Counter({f"kept {kept.sum()}": 1})
+
+
+def _check_drafts(output, record, params):
+    """The rows of a record's drafts, accepted or not; returns their number."""
+    draft = record.draft
+    if draft is None:
+        return 0
+    assert params.draft_logprobs
+    count = output.drafts.num[record.slot]
+    assert count == record.num_drafts > 0
+    ids = output.drafts.token_ids[record.slot][:count]
+    np.testing.assert_array_equal(draft.token_ids, ids)
+    if params.logprobs is None:
+        return 0
+    rows = output.drafts.report.logits[record.slot][:count]
+    check_rows(rows, params, ids, draft.logprobs, draft.topk_ids, draft.token_ranks,
+               draft.chosen_logprobs)  # fmt: skip
+    return len(rows)
+
+
+def _check_text(table, own_rows, records, item):
+    """Against a forward pass over the whole text, without a cache or drafts."""
+    prompt = item.prompt_token_ids
+    raw = [oracle.log_softmax(row) for row in own_rows]
+    exact = [oracle.log_softmax(row) for row in table[len(prompt) - 1 :]]
+    np.testing.assert_allclose(raw, exact, atol=CLOSE)
+    parts = [record.prompt for record in records if record.prompt is not None]
+    for part in parts:
+        rows = table[part.start - 1 :][: len(part.token_ids)]
+        expected = [
+            logprobs(row, item.params)[token]
+            for row, token in zip(rows, part.token_ids, strict=True)
+        ]
+        np.testing.assert_allclose(part.logprobs[:, 0], expected, atol=CLOSE)
+    scored = [token for part in parts for token in part.token_ids.tolist()]
+    assert scored == ([] if item.params.prompt_logprobs is None else list(prompt[1:]))
+    if item.params.logprobs is not None:
+        sums = np.concatenate([record.logprobs[:, 0] for record in records if record.num_tokens])
+        total = sums.astype(np.float64).sum()
+        np.testing.assert_allclose(records[-1].cumulative_logprob, total, rtol=1e-12)

@@ -21,18 +21,8 @@ def kept_tokens(cut, rows):
 
 def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0):
     """Parameters of as many slots as `temperature` has entries; a scalar is for all of them."""
-    batch = len(temperature)
-
-    def column(value, dtype):
-        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), batch))
-
-    return Sampling(
-        temperature=column(temperature, np.float32),
-        top_k=column(top_k, np.int32),
-        top_p=column(top_p, np.float32),
-        min_p=column(min_p, np.float32),
-        seed=jnp.zeros(batch, jnp.uint32),
-    )
+    options = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return Sampling.of(len(temperature), temperature=temperature, **options)
 
 
 def kept_by_sorting(row, temperature, top_k, top_p, min_p):

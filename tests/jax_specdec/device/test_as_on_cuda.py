@@ -9,36 +9,26 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.drafting import draw
-from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
-from jax_specdec.device.drafting.from_function import CallableDrafter
-from jax_specdec.device.drafting.suffix import SuffixDrafter
-from jax_specdec.device.loop import host_slots, state
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, init_state, state_specs
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages.batch_options import Widths, options_of_requests
 from jax_specdec.device.messages.step_messages import draft_message, target_message
-from jax_specdec.device.model import hf_weights, sharding
-from jax_specdec.device.model.llama import logits as model_logits
+from jax_specdec.device.model import sharding
 from jax_specdec.device.model.params import init_params
-from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.requests import SamplingParams
 from pallas_kernels import (
     greedy,
-    greedy_topk_logprobs,
     linear_kept_logprobs,
     linear_topk_logprobs,
-    topk_logprobs,
 )
 from pallas_kernels.lowering import choose
 from pallas_kernels.meshes import split
-from pallas_kernels.sampling import Drafts
 from tests.support.shards import P, mesh_of
 
 VOCAB = 4096  # two shards of the least that the kernels take
@@ -68,7 +58,6 @@ def capability(number):
 
 
 cuda_host = pytest.fixture(autouse=True, scope="module")(lambda: (yield from capability(9.0)))
-older_host = pytest.fixture(lambda: (yield from capability(8.0)))
 
 
 def lowered(function, *args, platform="cuda", **static):
@@ -82,32 +71,6 @@ def custom_calls(text):
 # The programs of the loop ----------------------------------------------------------------------
 
 
-def drawn_again(model, parallel, params, context):
-    rows = model_logits(params, model, context.hidden[:, :1])
-    return Drafts.joined(
-        [
-            draw(
-                rows, context.sampling, context.lengths + d,
-                report_drafts=context.report_drafts, **parallel.columns,
-            )
-            for d in range(DRAFTS)
-        ],
-        context.limit,
-    )  # fmt: skip
-
-
-def drafter_of(name, model, parallel):
-    mtp = MtpDrafter(model, DRAFTS, parallel)
-    drawing = functools.partial(drawn_again, model, parallel)
-    return {
-        "none": NoDrafter(),
-        "mtp": mtp,
-        "ngram": NgramDrafter(DRAFTS),
-        "suffix": SuffixDrafter(DRAFTS, Corpus.of([np.arange(40) % 7])),
-        "callable": CallableDrafter(drawing, DRAFTS, VOCAB, drawn=True),
-    }[name]
-
-
 @functools.cache
 class Loop:
     """The programs of one loop, and the shapes and places of what they take."""
@@ -119,8 +82,10 @@ class Loop:
             dtype={1: "float32", 2: "bfloat16"}[shards],
         )  # fmt: skip
         self.parallel = sharding.tensor_parallel(model, shards)
+        mtp = MtpDrafter(model, DRAFTS, self.parallel)
+        drafters = {"none": NoDrafter(), "mtp": mtp, "ngram": NgramDrafter(DRAFTS)}
         self.config = LoopConfig(
-            model, drafter_of(drafter, model, self.parallel), num_slots=SLOTS, max_length=LENGTH,
+            model, drafters[drafter], num_slots=SLOTS, max_length=LENGTH,
             parallel=self.parallel, prefill_only=prefill_only,
         )  # fmt: skip
         self.compiled = Compiled(self.config)
@@ -155,43 +120,18 @@ class Loop:
 
     def arguments(self, program, widths=None, read_k=None, num_drafts=None):
         """What a program gets, and its static arguments."""
-        drafts = self.config.drafter.num_drafts
-        request = Request(id="a", prompt_token_ids=(1, 2, 3), params=REQUESTS[0])
         model = self.params, self.state
         options = None if widths is None else options_of(widths)
-        scoring = NUMBER, NUMBER, options_of(widths or RAW, 1)
-        chunk = {"chunk": CHUNK, "widths": widths}
         match program:
-            case "admit":
-                admission = host_slots.admission(request, LENGTH, drafts, (5,))
-                return (self.state, NUMBER, admission), {}
-            case "release":
-                return (self.state, NUMBER), {}
-            case "start_again":
-                return (self.state,), {}
-            case "copy_prefix":
-                return (self.state, NUMBER, NUMBER), {}
-            case "prefill_chunk":
-                return (*model, NUMBER, NUMBER), {"chunk": CHUNK}
-            case "leading":
-                return (shape((500,), jnp.uint32), 256), {}
             case "step":
                 static = {"read_k": read_k, "report_widths": widths, "num_drafts": num_drafts}
                 return (*model, options), static
             case "score_chunk":
-                return (*model, *scoring), chunk
-            case "prompt_message":
-                scored = self.output("score_chunk", *scoring, **chunk)
-                numbers = shape((SLOTS,), jnp.uint32), STEP_NUMBER
-                return (scored, NUMBER, scoring[-1], *numbers), {
-                    "widths": widths, "vocab_size": VOCAB,
-                }  # fmt: skip
+                scoring = NUMBER, NUMBER, options_of(widths, 1)
+                return (*model, *scoring), {"chunk": CHUNK, "widths": widths}
             case "target_message":
                 output = self.output("step", read_k=read_k)
                 return (output, options, STEP_NUMBER, RUNNING), {"widths": widths}
-            case "draft_message":
-                output = self.output("step", options, report_widths=widths)
-                return (output, options, STEP_NUMBER), {"widths": widths}
 
 
 def options_of(widths, count=SLOTS):
@@ -208,43 +148,25 @@ def step_calls(*, tells=False, once=False):
 CASES = [
     # The program and its loop, its static arguments, the kernels that it calls on 1 device and 2.
     ("step: none", {"read_k": 5}, *step_calls(once=True)),
-    ("step: mtp", {}, *step_calls()),
     ("step: mtp", {"read_k": 5}, *step_calls(once=True)),
     ("step: ngram", {"read_k": 0}, *step_calls(once=True)),
-    ("step: suffix", {}, *step_calls()),
-    ("step: callable", {"widths": RAW}, *step_calls(tells=True)),
     ("step: ngram", {"read_k": 5, "num_drafts": 0}, *step_calls(once=True)),
     ("step: mtp, prefill only", {}, *step_calls()),
-    ("step: mtp", {"widths": SCALED}, *step_calls(tells=True)),
     ("step: mtp", {"widths": PROCESSED}, *step_calls(tells=True)),
     ("score_chunk: mtp", {"widths": RAW}, 0, 0),
-    ("score_chunk: mtp", {"widths": SCALED}, 0, 0),
     ("score_chunk: mtp", {"widths": PROCESSED}, 7, 7),
-    ("target_message: mtp", {"widths": Widths()}, 0, 0),
-    ("target_message: mtp", {"widths": Widths(kept=True)}, 0, 0),
     ("target_message: mtp", {"widths": RAW, "read_k": 5}, 1, 0),  # ranks beyond the top K
-    *(("target_message: mtp", {"widths": widths}, 2, 2) for widths in (RAW, SCALED, PROCESSED)),
-    *(("draft_message: mtp", {"widths": widths}, 0, 0) for widths in (Widths(), RAW, PROCESSED)),
-    *(("prompt_message: mtp", {"widths": widths}, 0, 0) for widths in (RAW, PROCESSED)),
-    *((f"prefill_chunk: {drafter}", {}, 0, 0) for drafter in ("none", "mtp")),
-    *((f"copy_prefix: {drafter}", {}, 0, 0) for drafter in ("ngram", "mtp")),
-    *((f"{name}: mtp", {}, 0, 0) for name in ("admit", "release", "start_again", "leading")),
+    ("target_message: mtp", {"widths": PROCESSED}, 2, 2),
 ]
-# The others are slow ones: one read of sampled rows and of greedy ones, and what has no kernels.
-EVERY_RUN = [
-    *(("step: none", 1), ("score_chunk: mtp", 1)),
-    *((f"{name}: mtp", 2) for name in ("admit", "release", "start_again", "copy_prefix")),
-]
+# The others are slow ones: one read of sampled rows and of greedy ones.
+EVERY_RUN = [("step: none", 1), ("score_chunk: mtp", 1)]
 
 
 def on_devices(case, devices):
     name, options, *calls = case
     quick = (name, devices) in EVERY_RUN and options.get("widths") != PROCESSED
-    text = " ".join(f"{k} {v.mode.name if k == 'widths' else v}" for k, v in options.items())
-    marks = pytest.mark.fast if quick and devices == 1 else () if quick else pytest.mark.slow
-    return pytest.param(
-        name, options, calls[devices - 1], devices, id=f"{name} {text}-{devices}", marks=marks
-    )
+    marks = pytest.mark.fast if quick else pytest.mark.slow
+    return pytest.param(name, options, calls[devices - 1], devices, marks=marks)
 
 
 @pytest.mark.parametrize(
@@ -261,14 +183,6 @@ def test_programs_of_the_loop(name, options, expected, devices):
     assert custom_calls(lowered(function, *arguments, **static)) == expected
     if expected and devices == 1:
         assert "mosaic_gpu" not in lowered(function, *arguments, platform="cpu", **static)
-
-
-@pytest.mark.slow
-def test_programs_of_a_host_with_an_older_gpu_have_no_kernels(older_host):
-    """The control of every count above."""
-    loop = Loop.__wrapped__("none", 2)
-    arguments, static = loop.arguments("target_message", RAW)
-    assert custom_calls(lowered(loop.compiled.target_message, *arguments, **static)) == 0
 
 
 @pytest.mark.slow
@@ -306,63 +220,13 @@ def test_a_step_and_its_messages_with_slots_on_shards():
 # Programs of their own -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("experts", [(), (3,)])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_weights_are_placed(transposed, experts):
-    stack = shape((2, *experts, 4, 6), jnp.bfloat16)
-    tensor = shape((6, 4) if transposed else (4, 6), jnp.float32)
-    place = shape((1 + len(experts),), jnp.int32)
-    text = lowered(hf_weights._placing(None), stack, tensor, place, transposed=transposed)
-    assert "dynamic_update_slice" in text
-
-
-def test_empty_slots_are_made():
-    loop = Loop("mtp", 1)
-    parts = loop.state.cache, loop.state.drafter, loop.state.drafts
-    assert custom_calls(lowered(state._empty_slots, *parts, length=LENGTH)) == 0
-
-
 ROWS, IDS = shape((4, VOCAB), jnp.bfloat16), shape((4,), jnp.int32)
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        pytest.param("nothing", marks=pytest.mark.fast),
-        pytest.param("vocabulary", marks=pytest.mark.slow),
-        pytest.param("rows", marks=pytest.mark.slow),
-    ],
-)
-def test_xla_where_it_is_chosen(split):
-    """The public functions on one device, on vocabulary shards, and with rows on shards."""
-
-    def calls(implementation):
-        def call(logits, ids, **where):
-            where["implementation"] = implementation
-            extra, warm = ids[:, None], jnp.full(ids.shape, 0.5, jnp.float32)
-            separate = topk_logprobs(
-                logits, ids, 3, row_ids=ids, num_rows=2, temperatures=warm,
-                extra_token_ids=extra, **where,
-            )  # fmt: skip
-            return separate, greedy_topk_logprobs(logits, 3, extra_token_ids=extra, **where)
-
-        mesh = mesh_of(2)
-        if split == "vocabulary":
-            call = functools.partial(call, mesh=mesh, axis_name="model")
-        elif split == "rows":
-            call = jax.shard_map(call, mesh=mesh, in_specs=P("model"), out_specs=P("model"))
-        return custom_calls(lowered(jax.jit(call), ROWS, IDS))
-
-    assert [calls(None), calls("xla")] == [4, 0]
-
-
-@pytest.mark.parametrize("split", ["nothing", pytest.param("vocabulary", marks=pytest.mark.slow)])
-def test_greedy_choices_and_linear_calls_are_left_to_xla(split):
-    where = {"mesh": mesh_of(2), "axis_name": "model"} if split == "vocabulary" else {}
-
+def test_greedy_choices_and_linear_calls_are_left_to_xla():
     def call(hidden, head, ids):
-        kept = linear_kept_logprobs(hidden, head, ids, ids[:, None], **where)
-        return linear_topk_logprobs(hidden, head, ids, 3, **where), kept
+        kept = linear_kept_logprobs(hidden, head, ids, ids[:, None])
+        return linear_topk_logprobs(hidden, head, ids, 3), kept
 
     hidden, head = shape((4, 64), jnp.bfloat16), shape((VOCAB, 64), jnp.bfloat16)
     text = lowered(jax.jit(call), hidden, head, IDS)

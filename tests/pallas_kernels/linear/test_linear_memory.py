@@ -39,13 +39,7 @@ def holds_logits(program, rows, width):
         (ROWS, 32_000, 1024, 20, "float32"),
         (ROWS, 32_000, 4096, 256, "bfloat16"),
         pytest.param(8192, 32_000, 1024, 256, "float32", marks=SLOW),
-        *(
-            pytest.param(ROWS, width, size, k, dtype, marks=SLOW)
-            for width in (32_000, 151_936)
-            for size in (1024, 4096)
-            for k in (0, 20, 256)
-            for dtype in ("float32", "bfloat16")
-        ),
+        pytest.param(ROWS, 151_936, 4096, 256, "float32", marks=SLOW),
     ],
 )
 def test_forward(rows, width, size, k, dtype):
@@ -76,16 +70,3 @@ def test_backward(width, size, dtype):
     beside = 2 * size * (2 * ROWS + width) if dtype == "bfloat16" else 0
     assert share(program, ROWS, width) <= SHARE + beside / (4 * ROWS * width)
     assert not holds_logits(program, ROWS, width)
-
-
-@pytest.mark.slow
-def test_the_check_can_fail():
-    """Negative control: the plain way, forward and backward."""
-
-    def plain(hidden, head, ids):
-        logits = (hidden @ head.T).astype(jnp.float32)
-        return jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], axis=1).sum()
-
-    program = compiled(jax.grad(plain), 1024, 32_000, 64, "float32")
-    assert share(program, 1024, 32_000) > SHARE
-    assert holds_logits(program, 1024, 32_000)

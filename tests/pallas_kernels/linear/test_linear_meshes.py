@@ -13,6 +13,7 @@ from pallas_kernels.linear import schedule as schedules
 from tests.support.collectives import bytes_of_a_run, collectives
 from tests.support.shards import P
 
+SLOW = pytest.mark.slow
 N, V, H, K, C = 16, 512, 24, 5, 2
 KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
 SPLITS = {"rows": ("data", None), "vocabulary": (None, "model"), "both": ("data", "model")}
@@ -88,16 +89,7 @@ def in_columns(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "split"),
-    [
-        ("explicit", "both"),
-        pytest.param("automatic", "both", marks=pytest.mark.slow),
-        *(
-            pytest.param(kind, split, marks=pytest.mark.slow)
-            for kind in KINDS
-            for split in ("rows", "vocabulary")
-        ),
-    ],
+    ("kind", "split"), [("explicit", "both"), pytest.param("automatic", "both", marks=SLOW)]
 )
 def test_results_and_gradients_are_those_of_one_device(kind, split, in_columns):
     arrays = placed(kind, split)

@@ -1,7 +1,6 @@
 """Logits on meshes as users have them: the results of one device, and only compact parts travel."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
 from tests.support import quick_compile
+from tests.support.changed_logits import ALL, changes_of
 from tests.support.collectives import collectives
 from tests.support.quick_compile import UNOPTIMIZED as QUICK
 from tests.support.shards import P
@@ -39,6 +39,10 @@ def expected(call):
     return quick_compile.jit(CALLS[call])(logits())
 
 
+def changes(rows):
+    return changes_of(np.random.default_rng(rows), rows, V)
+
+
 def some_rows(x):
     """Targets in another order than the rows, repeated and skipped, with all options."""
     return topk_logprobs(
@@ -49,13 +53,15 @@ def some_rows(x):
         num_rows=np.int32(4),
         temperatures=np.array([1, 0.5, 1, 1, 2], np.float32),
         extra_token_ids=np.array([[1, 2]] * 5, np.int32),
+        **changes(5),
+        **ALL,
     )
 
 
 CALLS = {
     "every row": lambda x: topk_logprobs(x, np.arange(N, dtype=np.int32), K, num_rows=6),
     "some rows": some_rows,
-    "fused": lambda x: greedy_topk_logprobs(x, K, temperatures=np.full(N, 2, np.float32)),
+    "fused": lambda x: greedy_topk_logprobs(x, K, **changes(N), **ALL),
     "greedy": greedy,
 }
 
@@ -76,22 +82,16 @@ def assert_close(actual, expected):
             np.testing.assert_array_equal(a, b)
 
 
-# Each call, split and kind of axes in some combination; all of them: `.ci/heavy slow`.
-QUICK_ONES = {
-    *((kind, "both", call) for kind in KINDS for call in ("some rows", "fused")),
-    ("explicit", "both", "greedy"),
-    ("automatic", "rows over both axes", "every row"),
-    ("automatic", "vocabulary", "greedy"),
-    ("explicit", "rows", "some rows"),
-    ("explicit", "neither", "every row"),
-}
-
-
+# Each call, split and kind of axes in some combination.
 @pytest.mark.parametrize(
     ("kind", "split", "call"),
     [
-        pytest.param(*one, marks=() if one in QUICK_ONES else pytest.mark.slow)
-        for one in itertools.product(KINDS, SPLITS, CALLS)
+        *((kind, "both", call) for kind in KINDS for call in ("some rows", "fused")),
+        ("explicit", "both", "greedy"),
+        ("automatic", "rows over both axes", "every row"),
+        ("automatic", "vocabulary", "greedy"),
+        ("explicit", "rows", "some rows"),
+        ("explicit", "neither", "every row"),
     ],
 )
 def test_jitted_calls_give_the_results_of_one_device(kind, split, call):
@@ -113,31 +113,11 @@ def longest_axes(program):
     return [max(shape, default=1) for shape in shapes]
 
 
-@pytest.mark.parametrize(
-    ("kind", "call"),
-    [
-        ("explicit", "some rows"),
-        ("automatic", "greedy"),
-        pytest.param("automatic", "some rows", marks=pytest.mark.slow),
-        pytest.param("explicit", "greedy", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "call"), [("explicit", "some rows"), ("automatic", "greedy")])
 def test_calls_outside_of_jit(kind, call):
     x = placed(kind, "both")
     with jax.set_mesh(mesh_of(kind)):
         assert_close(CALLS[call](x), expected(call))
-
-
-@pytest.mark.slow
-def test_a_gather_of_the_logits_would_be_seen():
-    """Negative control: the plain way to logprobs with automatic axes."""
-    x = placed("automatic", "both")
-
-    def plain(x):
-        return jax.lax.top_k(jax.nn.log_softmax(x), K)
-
-    program = jax.jit(plain).lower(x).compile(QUICK)
-    assert any(length >= V // 4 for length in longest_axes(program))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,20 +11,12 @@ from pallas_kernels.sampling.door import of_rows
 from tests.support import quick_compile, shape_checks
 
 B, D, M, V = 4, 1, 2, 11
-SEEDS = np.array([0, 1, 77, 100])
 LOGITS = np.random.default_rng(0).normal(size=(B, D + 1, V)).astype(np.float32)
 POSITIONS = np.arange(B, dtype=np.int32)
 
 
 def sampling(**changed):
-    plain = {
-        "temperature": np.ones(B, np.float32),
-        "top_k": np.zeros(B, np.int32),
-        "top_p": np.ones(B, np.float32),
-        "min_p": np.zeros(B, np.float32),
-        "seed": np.arange(B, dtype=np.uint32),
-    }
-    return Sampling(**(plain | changed))
+    return Sampling.of(B, seed=np.arange(B))._replace(**changed)
 
 
 def drafts(**changed):
@@ -88,82 +80,51 @@ def test_parameters_from_one_number_for_all_slots_and_a_key(typed):
 
 
 KEYS = jax.random.split(jax.random.key(0), B)
+WRONG_Q = CompactQ(np.zeros((B, D, M), np.int32), LOGITS[:, :1, :1])
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("changed", "kind", "words"),
+    ("name", "value", "kind", "words"),
     [
-        ({"logits": LOGITS[:, 0]}, ValueError, r"logits \(4, 11\): give \[B, S, V\]"),
-        ({"logits": LOGITS.tolist()}, TypeError, "logits is a list: give a NumPy or JAX array"),
-        ({"logits": LOGITS.astype(np.float64)}, TypeError, "logits is of float64: give bfloat16"),
-        ({"logits": LOGITS.astype(np.int32)}, TypeError, "logits is of int32: give bfloat16"),
-        ({"logits": LOGITS[..., :0]}, ValueError, r"logits \(4, 2, 0\) has no number"),
-        ({"logits": LOGITS[:0]}, ValueError, r"logits \(0, 2, 11\) has no number"),
-        ({"k": 12}, ValueError, "k = 12 is outside 0 .. 11"),
-        ({"k": 10, "vocab_size": 9}, ValueError, "k = 10 is outside 0 .. 9"),
-        ({"k": np.float32(2)}, TypeError, "k is .*; it must be a Python int"),
-        ({"drafts": np.zeros((B, D), np.int32)}, TypeError, "drafts is a ndarray: give `Drafts"),
-        ({"sampling": None}, TypeError, "sampling is a NoneType: give a `Sampling`"),
-        ({"sampling": sampling(seed=np.ones(B))}, TypeError, "sampling.seed is of float64"),
-        ({"sampling": sampling(seed=KEYS)}, TypeError, "sampling.seed is of a JAX key"),
-        (
-            {"sampling": sampling(seed=jax.random.key_data(KEYS))},
-            TypeError,
-            r"sampling.seed \(4, 2\) looks like JAX keys: give one integer a slot",
-        ),
-        (
-            {"sampling": sampling(temperature=np.array([1, 0, np.nan, 1], np.float32))},
-            ValueError,
-            "sampling.temperature has a NaN in slot 2",
-        ),
-        (
-            {"sampling": sampling(top_p=jnp.full(B, jnp.nan))},
-            ValueError,
-            "sampling.top_p has a NaN in slot 0",
-        ),
-        (
-            {"sampling": sampling(min_p=np.full(B, np.nan, np.float32))},
-            ValueError,
-            "sampling.min_p has a NaN",
-        ),
-        (
-            {"sampling": sampling(top_k=np.zeros(1, np.int32))},
-            ValueError,
-            r"sampling.top_k \(1,\) does not go with logits \(4, 2, 11\)",
-        ),
-        ({"positions": jnp.int32(0)}, ValueError, r"positions \(\) does not go with logits"),
-        ({"positions": np.ones(B)}, TypeError, "positions is of float64: give an array of int"),
-        (
-            {"drafts": drafts(num=np.full(B, 2, np.int32))},
-            ValueError,
-            "drafts.num has 2: each slot has 0 to D = 1 drafts",
-        ),
-        ({"drafts": drafts(num=-np.ones(B, np.int32))}, ValueError, "drafts.num has -1"),
-        ({"drafts": drafts(num=np.ones(1, np.int32))}, ValueError, r"drafts.num \(1,\) does not"),
-        (
-            {"drafts": drafts(q=np.zeros((B, D, M), np.float32))},
-            TypeError,
-            "drafts.q is a ndarray: give `CompactQ",
-        ),
-        (
-            {"drafts": drafts(q=CompactQ(np.zeros((B, D, M), np.int32), LOGITS[:, :1, :1]))},
-            ValueError,
-            r"drafts.q has ids \(4, 1, 2\) and logprobs \(4, 1, 1\)",
-        ),
-        (
-            {"drafts": drafts(token_ids=np.zeros((B, 3), np.int32), q=None)},
-            ValueError,
-            r"drafts \(4, 3\) do not go with logits \(4, 2, 11\)",
-        ),
+        ("logits", LOGITS[:, 0], ValueError, r" \(4, 11\): give \[B, S, V\]"),
+        ("logits", LOGITS.tolist(), TypeError, " is a list: give a NumPy or JAX array"),
+        ("logits", LOGITS.astype(np.float64), TypeError, " is of float64: give bfloat16"),
+        ("logits", LOGITS.astype(np.int32), TypeError, " is of int32: give bfloat16"),
+        ("logits", LOGITS[..., :0], ValueError, r" \(4, 2, 0\) has no number"),
+        ("logits", LOGITS[:0], ValueError, r" \(0, 2, 11\) has no number"),
+        ("k", 12, ValueError, " = 12 is outside 0 .. 11"),
+        ("k", np.float32(2), TypeError, " is .*; it must be a Python int"),
+        ("drafts", np.zeros((B, D), np.int32), TypeError, " is a ndarray: give `Drafts"),
+        ("sampling", None, TypeError, " is a NoneType: give a `Sampling`"),
+        ("sampling.seed", np.ones(B), TypeError, " is of float64"),
+        ("sampling.seed", KEYS, TypeError, " is of a JAX key"),
+        ("sampling.seed", jax.random.key_data(KEYS), TypeError,
+         r" \(4, 2\) looks like JAX keys: give one integer a slot"),
+        ("sampling.temperature", np.float32([1, 0, np.nan, 1]), ValueError, " has a NaN in slot 2"),
+        ("sampling.top_p", jnp.full(B, jnp.nan), ValueError, " has a NaN in slot 0"),
+        ("sampling.min_p", np.full(B, np.nan, np.float32), ValueError, " has a NaN"),
+        ("sampling.top_k", np.zeros(1, np.int32), ValueError,
+         r" \(1,\) does not go with logits \(4, 2, 11\)"),
+        ("positions", jnp.int32(0), ValueError, r" \(\) does not go with logits"),
+        ("positions", np.ones(B), TypeError, " is of float64: give an array of int"),
+        ("drafts.num", np.full(B, 2, np.int32), ValueError, " has 2: each slot has 0 to D = 1 dr"),
+        ("drafts.num", -np.ones(B, np.int32), ValueError, " has -1"),
+        ("drafts.num", np.ones(1, np.int32), ValueError, r" \(1,\) does not"),
+        ("drafts.q", np.zeros((B, D, M), np.float32), TypeError, " is a ndarray: give `CompactQ"),
+        ("drafts.q", WRONG_Q, ValueError, r" has ids \(4, 1, 2\) and logprobs \(4, 1, 1\)"),
+        ("drafts", drafts(token_ids=np.zeros((B, 3), np.int32), q=None), ValueError,
+         r" \(4, 3\) do not go with logits \(4, 2, 11\)"),
     ],
-)
-def test_refused(changed, kind, words):
-    given = {
-        "logits": LOGITS, "drafts": drafts(), "sampling": sampling(), "positions": POSITIONS,
-    } | changed  # fmt: skip
-    with pytest.raises(kind, match=words):
-        shape_checks.as_users_run(verify)(**given)
+)  # fmt: skip
+def test_refused(name, value, kind, words):
+    usual = {"logits": LOGITS, "drafts": drafts(), "sampling": sampling(), "positions": POSITIONS}
+    where, _, field = name.partition(".")
+    value = usual[where]._replace(**{field: value}) if field else value
+    with pytest.raises(kind, match=name + words):
+        shape_checks.as_users_run(verify)(**usual | {where: value})
+    with pytest.raises(ValueError, match=r"k = 10 is outside 0 .. 9"):
+        shape_checks.as_users_run(verify)(**usual, k=10, vocab_size=9)
 
 
 @pytest.mark.fast

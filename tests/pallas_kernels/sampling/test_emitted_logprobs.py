@@ -12,7 +12,7 @@ from pallas_kernels.sampling import Drafts, Sampling, emitted_logprobs, verify
 from tests.support import quick_compile
 from tests.support.shards import mesh_of
 
-B, S, V, C = 8, 3, 1003, 3
+B, S, V = 8, 3, 1003
 NAN, INF = np.nan, np.inf
 TEMPERATURES = np.float32([0, 1, 0.5, 2, 1, 0.8, 0.3, 0])
 
@@ -32,11 +32,8 @@ def arguments(temperatures=TEMPERATURES):
     x = logits()
     drafts = np.where(np.isnan(x), -INF, x).argmax(axis=2).astype(np.int32)[:, :-1]
     drafts[::3, 1] += 1
-    sampling = Sampling.greedy(B)._replace(
-        temperature=jnp.asarray(temperatures),
-        top_p=jnp.asarray(np.resize(np.float32([1, 1, 0.9]), B)),
-        seed=jnp.arange(B, dtype=jnp.uint32),
-    )
+    top_p = np.resize([1, 1, 0.9], B)
+    sampling = Sampling.of(B, temperature=temperatures, top_p=top_p, seed=np.arange(B))
     return jnp.asarray(x), Drafts(jnp.asarray(drafts), jnp.full(B, S - 1, jnp.int32)), sampling
 
 
@@ -88,7 +85,7 @@ def expected(k):
     return call
 
 
-CASES = [(5, 1), (0, 1), pytest.param(5, 3, marks=pytest.mark.slow), (300, 2)]
+CASES = [(5, 1), (0, 1), (300, 2)]
 
 
 @pytest.mark.parametrize("temperatures", [TEMPERATURES, np.zeros(B, np.float32)])
@@ -109,10 +106,3 @@ def test_one_read_gives_the_tokens_and_the_logprobs(k, shards, temperatures):
         np.testing.assert_allclose(ours.extra_logprobs, theirs.extra_logprobs, rtol=3e-7, atol=5e-6)
     assert np.isnan(np.asarray(raw.logprobs)[:, 0]).any()
     assert len({*np.asarray(raw.token_ranks)[ids >= 0].tolist()}) > (2 if temperatures.any() else 1)
-
-
-def test_k_that_does_not_fit_is_refused():
-    x, drafts, sampling = arguments()
-    for k, message in ((513, "k = 513"), (1.5, "k is 1.5")):
-        with pytest.raises((ValueError, TypeError), match=message):
-            verify(x, drafts, sampling, jnp.zeros(B, jnp.int32), k=k)

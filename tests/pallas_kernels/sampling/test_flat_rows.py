@@ -41,13 +41,10 @@ def batch():
     q_ids = np.stack([drafts, (drafts + 1) % V, np.full_like(drafts, -1)], -1)
     log_q = np.log(np.broadcast_to(np.float32([0.75, 0.25, 1]), q_ids.shape)).astype(np.float32)
     log_q[..., 2] = -np.inf
-    sampling = Sampling(
-        temperature=jnp.float32([0, 0.7, 1, 1.3, 0, 1]),
-        top_k=jnp.int32([0, 0, 20, 0, 0, 0]),
-        top_p=jnp.float32([1, 0.9, 1, 1, 1, 0.5]),
-        min_p=jnp.zeros(B, jnp.float32),
-        seed=jnp.arange(B, dtype=jnp.uint32),
-    )
+    sampling = Sampling.of(
+        B, temperature=[0, 0.7, 1, 1.3, 0, 1], top_k=[0, 0, 20, 0, 0, 0],
+        top_p=[1, 0.9, 1, 1, 1, 0.5], seed=np.arange(B),
+    )  # fmt: skip
     made = Drafts(
         jnp.asarray(drafts), jnp.asarray(NUM), CompactQ(jnp.asarray(q_ids), jnp.asarray(log_q))
     )
@@ -183,24 +180,6 @@ def with_prompt(logits, row_ids, drafts, sampling, prompt_rows, prompt_ids):
     return emitted[:2], topk_logprobs(logits, prompt_ids, K, row_ids=prompt_rows)
 
 
-def test_prompt_rows_lie_beside_those_of_drafts():
-    """A prompt's logprobs are those of its rows alone, and change nothing of what is emitted."""
-    logits, flat, row_ids, drafts, sampling = batch()
-    of_drafts = row_ids[(row_ids >= 0) & (row_ids < N)]
-    prompt_rows = np.setdiff1d(np.arange(N, dtype=np.int32), of_drafts)[:-2]
-    prompt = np.random.default_rng(8).normal(0, 2, (len(prompt_rows), V)).astype(np.float32)
-    prompt_ids = np.arange(len(prompt_rows), dtype=np.int32) * 3
-    both = np.array(flat)
-    both[prompt_rows] = prompt
-    want, _ = dense(logits, drafts, sampling, {}, None)
-    emitted, found = with_prompt(
-        jnp.asarray(both), row_ids, drafts, sampling, prompt_rows, prompt_ids
-    )
-    np.testing.assert_array_equal(emitted[0], want.token_ids)
-    expected = quick_compile.jit(topk_logprobs, static_argnums=2)(prompt, prompt_ids, K)
-    chex.assert_trees_all_equal(found, expected)
-
-
 def test_no_row_of_prompts_or_drafts_is_copied():
     """What one program for both needs is a small share of the logits."""
     rows, vocabulary = 8192, 32_000
@@ -239,22 +218,13 @@ def test_rows_and_drafts_from_lengths():
     ({"row_ids": np.zeros((B, S + 1), np.int32)}, r"row_ids \(6, 5\)"),
     ({"bonus_token_ids": np.zeros(2, np.int32)}, r"bonus_token_ids \(2,\): give one token a slot"),
     ({"row_ids": None}, r"\[N, V\] need row_ids"),
+    ({"row_ids": None, "logits": np.zeros((B, S, V), np.float32),
+      "bonus_token_ids": np.zeros(B, np.int32)}, "bonus_token_ids go with row_ids alone"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(given, complaint):
     _, flat, row_ids, drafts, sampling = batch()
+    usual = {"logits": flat, "drafts": drafts, "positions": jnp.zeros(B, jnp.int32)}
     with pytest.raises(ValueError, match=complaint):
-        shape_checks.as_users_run(verify)(
-            flat, drafts, sampling, jnp.zeros(B, jnp.int32), **{"row_ids": row_ids, **given}
-        )
-
-
-def test_draws_of_rows_by_slot_and_position_are_refused():
-    _, flat, row_ids, _, sampling = batch()
+        shape_checks.as_users_run(verify)(**usual | {"row_ids": row_ids} | given, sampling=sampling)
     with pytest.raises(ValueError, match=r"row_ids \(6, 4\): give the rows of each slot, \[B\]"):
         shape_checks.as_users_run(draw)(flat, sampling, jnp.zeros(B, jnp.int32), row_ids=row_ids)
-
-
-def test_bonus_tokens_of_rows_that_there_are_would_be_forgotten():
-    logits, _, _, drafts, sampling = batch()
-    with pytest.raises(ValueError, match="bonus_token_ids go with row_ids alone"):
-        verify(jnp.asarray(logits), drafts, sampling, jnp.arange(B), bonus_token_ids=jnp.arange(B))

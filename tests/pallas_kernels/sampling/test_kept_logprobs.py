@@ -1,5 +1,7 @@
 """The learner's logprobs over kept sets, their gradients and their memory, against float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,15 +153,29 @@ def test_digits_are_kept_far_from_zero(offset, way):
     np.testing.assert_allclose(by_t * t[..., 0], by_temperature * t[..., 0], 1e-5, 1e-5)
 
 
-@pytest.mark.slow
-def test_that_comparison_can_fail():
-    x, token_ids, kept, temperatures = a_batch()
-    values, slopes, _ = expected(x, token_ids, kept, temperatures)
-    one_less = kept._replace(counts=np.where(kept.counts > 1, kept.counts - 1, kept.counts))
-    found = np.asarray(logprobs(x, token_ids, one_less, temperatures))
-    assert (~np.isclose(found, values[..., 0], atol=1e-3)).sum() >= 3
-    by_logits, _ = gradients(x, token_ids, one_less, temperatures, np.ones((3, 4), np.float32))
-    assert np.abs(by_logits - slopes).max() > 1e-2
+def test_learner_logprobs_are_those_of_the_products_logits():
+    """In values and in gradients, by states, head and temperatures, with a soft cap."""
+    _, *rest, temperatures = a_batch()
+    rng = np.random.default_rng(1)
+    given = rng.normal(size=(3, 4, 8)), rng.normal(size=(V, 8)), temperatures
+    given = [np.float32(x) for x in given]
+    weights = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+    def by_logits(hidden, head, *rest):
+        return kept_logprobs(3 * jnp.tanh(hidden @ head.T / 3), *rest)
+
+    def with_gradients(function):
+        def total(hidden, head, temperatures):
+            found = function(hidden, head, *rest, temperatures)
+            return jnp.where(jnp.isfinite(found), found * weights, 0.0).sum(), found
+
+        return quick_compile.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*given)
+
+    found = with_gradients(functools.partial(learner_logprobs, soft_cap=3.0))
+    expected = with_gradients(by_logits)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), found, expected)
+    assert all(np.isfinite(slope).all() for slope in found[0])
+    assert (found[1][1, 0], found[1][1, 3]) == (0, -np.inf)
 
 
 def test_masked_and_invalid_logits():
@@ -194,8 +210,11 @@ def test_an_unknown_token_is_nan_and_a_missing_one_is_not():
 
 def test_kept_sets_of_other_rows_are_refused():
     x, token_ids, kept, _ = a_batch()
-    with pytest.raises(ValueError, match=r"counts \(2, 4\) .* do not go with tokens \(3, 4\)"):
-        kept_logprobs(x, token_ids, kept._replace(counts=kept.counts[1:]))
+    wrong = kept._replace(counts=kept.counts[1:])
+    for given in ((x,), (np.zeros((3, 4, 8), np.float32), np.zeros((V, 8), np.float32))):
+        call = kept_logprobs if len(given) == 1 else learner_logprobs
+        with pytest.raises(ValueError, match=r"do not go with tokens"):
+            call(*given, token_ids, wrong)
 
 
 def test_no_temporary_has_the_vocabularys_size():
@@ -232,42 +251,24 @@ def test_no_temporary_has_the_vocabularys_size():
         assert temporaries(jax.grad(over_everything), dtype) >= whole
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [P(None, "model"), pytest.param(P("model", None), marks=pytest.mark.slow)],
-    ids=["vocabulary", "rows"],
-)
-def test_sharded_logits_stay_where_they_are(spec):
-    """On two devices, with automatic axes: values are those of one device."""
-    x, token_ids, kept, temperatures = a_batch()
-    flat = (
-        x.reshape(12, V), token_ids.reshape(12), PaddedKept(*(y.reshape(12, *y.shape[2:])
-        for y in kept)), temperatures.reshape(12), np.ones(12, np.float32),
-    )  # fmt: skip
-    placed = (jax.device_put(flat[0], NamedSharding(mesh_of(2), spec)), *flat[1:])
-    for function, arguments in ((logprobs, 4), (gradients, 5)):
-        compiled = function.lower(*placed[:arguments]).compile()
-        found, expected = compiled(*placed[:arguments]), function(*flat[:arguments])
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
-        assert collectives(compiled)
-
-
 def test_no_row_of_sharded_logits_travels():
-    """Neither forward nor back: what travels has the size of the sets."""
+    """Neither forward nor back, with automatic axes: what travels has the size of the sets."""
     rows, vocab, width = 8, 20_000, 4
-    mesh = mesh_of(2)
-    x = jax.device_put(jnp.zeros((rows, vocab)), NamedSharding(mesh, P(None, "model")))
-    kept = PaddedKept(
-        np.tile(np.arange(width, dtype=np.int32), (rows, 1)),
-        np.full(rows, width, np.int32),
-        np.zeros(rows, np.float32),
-    )
+    mesh, rng = mesh_of(2), np.random.default_rng(0)
+    x = rng.normal(size=(rows, vocab)).astype(np.float32)
+    there = jax.device_put(x, NamedSharding(mesh, P(None, "model")))
+    ids = np.sort(rng.integers(0, vocab, (rows, width)).astype(np.int32), axis=1)
     ones = np.ones(rows, np.float32)
-    arguments = (x, np.zeros(rows, np.int32), kept, ones, ones)
-    compiled = gradients.lower(*arguments).compile()
-    assert max(c.num_bytes for c in collectives(compiled)) < 4 * vocab
+    kept = PaddedKept(ids, np.where(np.arange(rows) % 2, width, KEPT_ALL), np.zeros_like(ones))
+    kept = kept._replace(counts=kept.counts.astype(np.int32))
+    rest = ids[:, 1], kept, ones, ones
+    for function, given in ((logprobs, rest[:3]), (gradients, rest)):
+        compiled = function.lower(there, *given).compile()
+        assert 0 < max(c.num_bytes for c in collectives(compiled)) < 4 * vocab
+        found, expected = compiled(there, *given), function(x, *given)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
     gathered = quick_compile.jit(
         lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())) + 1
     )
-    wrong = collectives(gathered.lower(x).compile())
+    wrong = collectives(gathered.lower(there).compile())
     assert max(c.num_bytes for c in wrong) >= 4 * vocab  # the control

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from ipc.wire import KEPT_ALL, KEPT_MANY
-from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.sampling import kept_set
 from pallas_kernels.sampling.kept_set import kept_sets
 from pallas_kernels.sampling.parameters import Truncation
@@ -70,14 +69,6 @@ def test_the_ids_are_those_of_sorting(dtype):
     more = jnp.concatenate([jnp.full((7, V), jnp.nan, x.dtype), x])
     check(found_in(more, rows + 7, R, cut), kept, cut)
     check(found_in(more, jnp.where(rows < 4, rows + 7, 99), 4, cut), kept, cut, 4)
-
-
-@pytest.mark.slow
-def test_that_comparison_can_fail():
-    x, cut, kept = a_case("float32")
-    other = cut._replace(cut_id=cut.cut_id.at[5].add(-1))
-    with pytest.raises(AssertionError):
-        check(found_in(x, jnp.arange(R, dtype=jnp.int32), R, other), kept, other)
 
 
 @pytest.mark.parametrize("shards", [2, 3])
@@ -156,10 +147,3 @@ def test_temporaries_are_one_block_of_rows():
         ids = rows * 1024 * 4
         assert temporaries(kept_sets) < 2 * block + 2 * ids
         assert temporaries(sorted_instead) > 4 * (2 * block + 2 * ids)
-
-
-@pytest.mark.slow
-def test_the_whole_shard_is_the_default():
-    x, cut, kept = a_case("float32")
-    call = quick_compile.jit(lambda x: kept_sets(x, jnp.arange(R), jnp.int32(R), cut, shard=WHOLE))
-    check(call(x), kept, cut)

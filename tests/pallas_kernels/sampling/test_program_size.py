@@ -3,9 +3,7 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax import lax
 
 from pallas_kernels.sampling import CompactQ, DenseQ, Drafts, Sampling, verify
 from tests.support import quick_compile
@@ -55,31 +53,6 @@ def test_a_verification_is_no_longer_than_it_was(slots, vocabulary, q, most):
     assert instructions(verify, slots, vocabulary, q) <= most
 
 
-def test_what_is_in_the_program_twice_would_be_seen():
-    """A negative control: a second verification of the same logits, at another temperature."""
-
-    def twice(logits, drafts, sampling, positions):
-        warmer = sampling._replace(temperature=sampling.temperature * 2)
-        return [verify(logits, drafts, one, positions) for one in (sampling, warmer)]
-
-    slots, vocabulary, q, most = CASES[0]
-    assert instructions(twice, slots, vocabulary, q) > most
-
-
 def test_a_verification_of_bfloat16_makes_no_float32_copy():
     """XLA's CPU compiler takes the widening of what a loop slices out of the loop."""
     assert not widened(verify)
-
-
-def test_a_copy_would_be_seen():
-    """A negative control."""
-
-    def with_loop(logits, drafts, sampling, positions):
-        def step(i, total):
-            return total + lax.dynamic_slice_in_dim(logits, i, 1).astype(jnp.float32).sum()
-
-        return lax.fori_loop(0, positions[0], step, jnp.float32(0)), verify(
-            logits, drafts, sampling, positions
-        )
-
-    assert widened(with_loop)

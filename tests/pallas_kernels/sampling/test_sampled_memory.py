@@ -43,17 +43,10 @@ def with_raw(logits, *arguments):
     return found[:2], emitted_logprobs(logits, found.token_ids, found.read)
 
 
-CASES = [
-    pytest.param(with_raw, 64, 151_936, "bfloat16", marks=pytest.mark.slow),
-    pytest.param(verify, 64, 151_936, "bfloat16", marks=pytest.mark.slow),
-    pytest.param(with_raw, 64, 151_936, "float32", marks=pytest.mark.slow),
-    pytest.param(with_raw, 512, 32_000, "bfloat16", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("call", "slots", "vocab", "dtype"), CASES)
-def test_temporaries_of_a_sampled_step(call, slots, vocab, dtype):
-    assert temporaries(call, slots, vocab, dtype) <= limit(slots, vocab, dtype)
+@pytest.mark.slow
+def test_temporaries_of_a_sampled_step():
+    for case in ((64, 151_936, "bfloat16"), (64, 151_936, "float32"), (512, 32_000, "bfloat16")):
+        assert temporaries(with_raw, *case) <= limit(*case)
 
 
 def changed(logits, *arguments):
@@ -71,18 +64,6 @@ def test_changed_logits_are_no_copy():
     """Masks, a block of rows and its copy take less than a sixth of what a changed copy does."""
     slots, vocab = 64, 151_936
     assert temporaries(changed, slots, vocab, "bfloat16") <= slots * 4 * vocab * 4 / 6
-
-
-@pytest.mark.slow
-def test_a_copy_of_the_logits_would_be_seen():
-    """Negative control: p of all rows."""
-
-    def written_out(logits, *_):
-        p = jax.lax.optimization_barrier(jax.nn.softmax(logits.astype(jnp.float32), axis=-1))
-        return jax.lax.top_k(p, 20)
-
-    case = 64, 151_936, "bfloat16"
-    assert temporaries(written_out, *case) > limit(*case)
 
 
 def test_the_state_holds_no_draft_logits():

@@ -55,7 +55,7 @@ def random_rows(rng, vocab, dtype, kind):
         x[1, 0, 0] = np.inf
         x[2, 0] = -np.inf
     elif kind == "wide":
-        x = x * (1e3 if dtype == jnp.float16 else 1e4)
+        x = x * 1e4
     return x.astype(dtype)
 
 
@@ -63,11 +63,7 @@ VOCAB = 131
 KINDS = ["plain", "ties", "masked", "equal", "zeros", "invalid", "wide"]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_kept_tokens_are_those_of_sorting(dtype):
     rng = np.random.default_rng(0)
     compared = total = 0
@@ -128,22 +124,6 @@ def test_by_hand():
     chex.assert_trees_all_equal(
         greedy, Truncation(jnp.array([[jnp.inf]]), jnp.array([[1]]), jnp.zeros((1, 1)))
     )
-
-
-def test_a_rows_cut_does_not_depend_on_its_company():
-    rows = random_rows(np.random.default_rng(3), VOCAB, np.float32, "ties")
-    alone = cut_of(rows[:1], sampling_of([1.0]))
-    mixed = cut_of(rows, sampling_of([1.0, 0.5, 0.0], top_k=[0, 5, 3]))
-    chex.assert_trees_all_equal(alone, jax.tree.map(lambda x: x[:1], mixed))
-
-
-def test_no_position_axis_and_several():
-    rows = random_rows(np.random.default_rng(4), VOCAB, np.float32, "plain")
-    sampling = sampling_of([1.0, 0.7, 0.0], top_k=9, top_p=0.9, min_p=0.01)
-    whole = cut_of(rows, sampling)
-    for s in range(2):
-        part = cut_of(rows[:, s], sampling)
-        chex.assert_trees_all_equal(part, jax.tree.map(lambda x, s=s: x[:, s], whole))
 
 
 def test_exponentials_are_the_same_in_every_program():
@@ -229,9 +209,7 @@ def of_one_device():
     return jax.jit(lambda x: on_shard(x, WHOLE))(rows_for_shards()[0])
 
 
-@pytest.mark.parametrize(
-    "shards", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4, 8)] + [3]
-)
+@pytest.mark.parametrize("shards", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_shards_give_the_same_bits(shards):
     """Ragged last shards are padded with NaN, which must not count."""
     out = (P(), P(None, None, "model"))

@@ -1,9 +1,7 @@
 """Verification: hand-made cases, and the emitted distribution."""
 
 import functools
-from unittest import mock
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-from pallas_kernels.numbers.random_draws import ACCEPT, RECOVER
-from pallas_kernels.sampling import drafts as drawing
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.types import CompactQ, Drafts
 from pallas_kernels.sampling.verification import accepted_by_ratio, verify
@@ -41,7 +37,7 @@ INVALID = [([1, 2, 3], [1, 2], 2)] * 4
 
 
 @functools.cache
-def greedily(with_jit, **known):
+def greedily(**known):
     """Ids and counts of the ragged and the invalid slots, in one batch."""
     target, drafts, proposed = map(np.array, zip(*RAGGED, *INVALID, strict=True))
     logits = np.array(rows_choosing(target))
@@ -51,8 +47,7 @@ def greedily(with_jit, **known):
     invalid[2, 1] = -np.inf
     invalid[3, 1] = np.nan
     batch = len(logits)
-    call = functools.partial(verify, **known)
-    got = (quick_compile.jit(call) if with_jit else call)(
+    got = quick_compile.jit(functools.partial(verify, **known))(
         jnp.asarray(logits),
         Drafts(jnp.asarray(drafts, jnp.int32), jnp.asarray(proposed, jnp.int32), None),
         Sampling.greedy(batch),
@@ -61,13 +56,9 @@ def greedily(with_jit, **known):
     return np.asarray(got.token_ids), np.asarray(got.num_tokens)
 
 
-both = pytest.mark.parametrize("with_jit", [True, pytest.param(False, marks=pytest.mark.slow)])
-
-
 @pytest.mark.fast
-@both
-def test_ragged_acceptance(with_jit):
-    ids, num = (x[: len(RAGGED)] for x in greedily(with_jit))
+def test_ragged_acceptance():
+    ids, num = (x[: len(RAGGED)] for x in greedily())
     np.testing.assert_array_equal(num, [3, 2, 1, 2, 1])
     np.testing.assert_array_equal(
         ids, [[1, 2, 3], [1, 2, -1], [1, -1, -1], [1, 2, -1], [1, -1, -1]]
@@ -76,7 +67,7 @@ def test_ragged_acceptance(with_jit):
 
 @pytest.mark.fast
 def test_what_is_known_to_be_greedy_needs_nothing_of_sampling():
-    for found, expected in zip(greedily(True, all_greedy=True), greedily(True), strict=True):
+    for found, expected in zip(greedily(all_greedy=True), greedily(), strict=True):
         np.testing.assert_array_equal(found, expected)
     given = rows_choosing([[1, 2]]), Drafts(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
     more = Sampling.of(1, temperature=1.0), jnp.zeros(1, jnp.int32)
@@ -91,9 +82,8 @@ def test_what_is_known_to_be_greedy_needs_nothing_of_sampling():
 
 
 @pytest.mark.fast
-@both
-def test_verification_stops_at_an_invalid_row(with_jit):
-    ids, num = (x[len(RAGGED) :] for x in greedily(with_jit))
+def test_verification_stops_at_an_invalid_row():
+    ids, num = (x[len(RAGGED) :] for x in greedily())
     np.testing.assert_array_equal(num, [2, 1, 2, 2])
     np.testing.assert_array_equal(ids, [[1, 2, -1], [4, -1, -1], [1, 0, -1], [1, 0, -1]])
 
@@ -106,29 +96,6 @@ def test_no_drafts_is_a_normal_case():
         jnp.zeros(2, jnp.int32),
     )
     np.testing.assert_array_equal(got.token_ids, [[1], [2]])
-
-
-@pytest.mark.slow
-def test_under_vmap_and_in_a_loss():
-    """`vmap` gives what calls give one by one; a loss over tokens has its own gradient alone."""
-    x = jnp.asarray(np.random.default_rng(2).normal(0, 2, (2, 3, 2, 40)), jnp.float32)
-    drafts = Drafts(jnp.argmax(x[0, :, :1], axis=-1).astype(jnp.int32), jnp.ones(3, jnp.int32))
-    sampling = Sampling.greedy(3)._replace(
-        temperature=jnp.array([0.0, 0.7, 1.0]), top_k=jnp.array([0, 5, 0], jnp.int32)
-    )
-
-    def tokens(x):
-        return verify(x, drafts, sampling, jnp.zeros(3, jnp.int32)).token_ids
-
-    def loss(x, ids=None):
-        ids = tokens(x) if ids is None else ids
-        logprobs = jax.nn.log_softmax(x, axis=-1)
-        return jnp.take_along_axis(logprobs, jnp.maximum(ids, 0)[..., None], axis=-1).sum()
-
-    one_by_one = jnp.stack([quick_compile.jit(tokens)(one) for one in x])
-    chex.assert_trees_all_equal(quick_compile.jit(jax.vmap(tokens))(x), one_by_one)
-    found = quick_compile.jit(jax.grad(loss))(x[0])
-    chex.assert_trees_all_close(found, jax.grad(loss)(x[0], one_by_one[0]), atol=1e-6)
 
 
 @pytest.mark.fast
@@ -168,10 +135,7 @@ def verify_by_a_rule(logits, drafts, sampling, positions, broken):
 
 def emitted(drafts, q, temperature=1.0, broken=False):
     """Tokens [N, 3] and counts [N] of N independent slots with the same rows."""
-    sampling = Sampling.greedy(ROWS)._replace(
-        temperature=jnp.asarray(np.broadcast_to(np.float32(temperature), ROWS)),
-        seed=jnp.arange(ROWS, dtype=jnp.uint32),
-    )
+    sampling = Sampling.of(ROWS, temperature=temperature, seed=np.arange(ROWS))
     logits = np.broadcast_to(np.log(P, where=P > 0, out=np.full_like(P, -np.inf)), (ROWS, 3, 5))
     got = verify_by_a_rule(
         jnp.asarray(logits, jnp.float32),
@@ -229,13 +193,10 @@ def plainly():
     """Rows [6, 4, V] of six ways to sample, their changes, and the tokens drawn one by one."""
     rng = np.random.default_rng(4)
     logits = rng.normal(0, 2, (6, POSITIONS, WIDE)).astype(np.float32)
-    sampling = Sampling(
-        temperature=np.array([1, 0.7, 1.3, 1, 0, 1], np.float32),
-        top_k=np.array([0, 300, 0, 20, 5, 0], np.int32),
-        top_p=np.array([1, 1, 0.9, 0.8, 1, 1], np.float32),
-        min_p=np.array([0, 0, 0, 0, 0, 0.02], np.float32),
-        seed=np.arange(6, dtype=np.uint32),
-    )
+    sampling = Sampling.of(
+        6, temperature=[1, 0.7, 1.3, 1, 0, 1], top_k=[0, 300, 0, 20, 5, 0],
+        top_p=[1, 1, 0.9, 0.8, 1, 1], min_p=[0, 0, 0, 0, 0, 0.02], seed=np.arange(6),
+    )  # fmt: skip
     positions = np.arange(6, dtype=np.int32) * 10
     masks = rng.integers(0, 2**32, (6, POSITIONS, -(-WIDE // 32)), dtype=np.uint32)
     changes = {
@@ -277,41 +238,6 @@ def test_a_broken_acceptance_rule_is_noticed():
     assert p_value(ids[:, 0], P[0]) < 1e-9
 
 
-MANY = 200_000
-
-
-@functools.cache
-def first_tokens():
-    """A program: the first tokens of many slots whose drafts are drawn with keys of a purpose."""
-
-    def call(purpose):
-        seeds, position = jnp.arange(MANY, dtype=jnp.uint32), jnp.full(MANY, 7, jnp.int32)
-        sampling = Sampling.greedy(MANY)._replace(temperature=jnp.ones(MANY), seed=seeds)
-        target, draft = (
-            quick_compile.unknown(
-                jnp.broadcast_to(jnp.log(jnp.asarray(rows, jnp.float32)), (MANY, *rows.shape))
-            )
-            for rows in (P[:2], Q[:1])
-        )
-        with mock.patch.object(drawing, "DRAFT", purpose):
-            # Else the drafts' program could not close over a traced purpose.
-            drafts = drawing.draw(draft, sampling, position, axis_name=())
-        return verify(target, drafts, sampling, position).token_ids[:, 0]
-
-    return quick_compile.jit(call)
-
-
-@pytest.mark.slow
-def test_drafting_accepting_and_recovering_draw_independently():
-    assert p_value(np.asarray(first_tokens()(drawing.DRAFT)), P[0]) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("purpose", [ACCEPT, RECOVER])
-def test_drafts_drawn_with_the_keys_of_verification_are_noticed(purpose):
-    assert p_value(np.asarray(first_tokens()(purpose)), P[0]) < 1e-9
-
-
 @pytest.mark.fast
 def test_greedy_and_sampled_requests_share_a_batch():
     drafts, q = sampled_drafts()
@@ -337,13 +263,10 @@ def test_a_sampled_slot_stops_at_an_invalid_row_with_its_greedy_token(bad):
     # Half of the drafts at the invalid row are its greedy id: they are not accepted either.
     drafts = np.full((count, 2), 4, np.int32)
     drafts[::2, 1] = greedy_id
-    greedy_sampling = Sampling.greedy(count)
     got = VERIFY(
         jnp.asarray(logits),
         Drafts(jnp.asarray(drafts), jnp.full(count, 2, jnp.int32), None),
-        greedy_sampling._replace(
-            temperature=jnp.ones(count), seed=jnp.arange(count, dtype=jnp.uint32)
-        ),
+        Sampling.of(count, seed=np.arange(count)),
         jnp.zeros(count, jnp.int32),
     )
     assert (np.asarray(got.num_tokens) == 2).all()

@@ -22,8 +22,6 @@ def test_names():
     assert make_drafter("suffix", 3, CONFIG) == SuffixDrafter(3)
     assert make_drafter("mtp", 3, CONFIG) == MtpDrafter(CONFIG, 3)
     assert make_drafter("mtp", 0, CONFIG) == NoDrafter()
-    assert make_drafter("ngram", 3, CONFIG) == NgramDrafter(3)
-    assert make_drafter("none", 3, CONFIG) == NoDrafter()
 
 
 def test_every_name_that_an_engine_takes_is_another_drafter():

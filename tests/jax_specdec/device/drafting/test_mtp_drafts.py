@@ -1,28 +1,19 @@
 """The MTP head inside the loop: its drafts after each step, against NumPy without any cache."""
 
-import sysconfig
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from jax_specdec.checkpoint.shipped import tiny_weights_path
 from jax_specdec.device.drafting.drafters import MtpDrafter
 from jax_specdec.device.loop.host_slots import admission
 from jax_specdec.device.loop.state import LoopConfig, init_state
-from jax_specdec.device.model.checkpoint import load_checkpoint
 from jax_specdec.device.model.params import named_arrays
-from jax_specdec.text import byte_tokens
 from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
 from tests.support import quick_compile, reference_model
-from tests.support.decoding import VOCAB, compiled, random_model, request, run
+from tests.support.decoding import VOCAB, compiled, random_model, request
 from tests.support.expected_probs import expected_probs
-from tests.support.paths import ROOT
 
 D, CHUNK, LENGTH, TEMPERATURE, SEED = 3, 8, 96, 0.8, 11
-CORPUS = ROOT / "examples" / "tiny_corpus.txt"
 
 
 def plain_continuation(ids, count):
@@ -113,32 +104,3 @@ def test_the_loop_drafts_what_the_head_says_at_every_acceptance():
             wanted_ids = again[slot] if slot == 2 else expected.argmax(axis=1)
             np.testing.assert_array_equal(drafted, wanted_ids)
     assert accepted_then == {1, 2, 3, 4}
-
-
-@pytest.mark.slow
-def test_the_shipped_weights_first_drafts_are_accepted_on_held_out_text():
-    """Two drafts of five are right, of text that the head was not trained on.
-
-    `test_checkpoint::test_shipped_weights` has the figure of the training run.
-    """
-    params, config, _ = load_checkpoint(tiny_weights_path())
-    library = Path(sysconfig.get_path("stdlib"))
-    held_out = [
-        library / line.split(maxsplit=2)[2]
-        for line in CORPUS.read_text().splitlines()
-        if " held-out " in line
-    ]
-    # Their text is this Python's: a patch version may have changed it.
-    texts = [file.read_bytes() for file in held_out if file.is_file()][:6]
-    assert len(texts) >= 4
-    requests = [
-        request(str(index), byte_tokens.encode(text[600:648]).tolist(), max_tokens=40)
-        for index, text in enumerate(texts)
-    ]
-    result = run(requests, MtpDrafter(config, 1), num_slots=len(texts), max_length=96, chunk=48,
-                 model=(params, config))  # fmt: skip
-    records = [record for found in result.records.values() for record in found]
-    proposed = sum(record.num_drafts for record in records)
-    accepted = sum(record.num_accepted for record in records)
-    assert proposed > 100
-    assert accepted / proposed >= 0.4

@@ -1,14 +1,9 @@
 """A model that is not this package's, in the loop and in a worker of an engine."""
 
-import os
-import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
-import openai
 import pytest
 from safetensors.numpy import save_file
 
@@ -20,8 +15,6 @@ from jax_specdec.device.model.sharding import Parallel
 from jax_specdec.device.worker.worker_process import make_worker
 from jax_specdec.engine.config import EngineConfig
 from tests.support import decoding
-from tests.support.paths import ROOT
-from tests.support.served_process import served
 from tests.support.shards import mesh_of
 
 V, E, BACK = 32, 8, 3
@@ -128,10 +121,13 @@ def test_parameters_come_from_a_file_where_one_is_named(tmp_path):
     save_file(other, tmp_path / "other.safetensors")
     settings = {"vocab_size": V, "own_model": f"{__name__}:make", "drafter": "ngram"}
     config = EngineConfig(
-        weights=str(tmp_path / "other.safetensors"), weights_version=7, **settings
+        weights=str(tmp_path / "other.safetensors"),
+        weights_version=7,
+        prefix_reuse=False,
+        **settings,
     )
     worker = make_worker(Start(config=config.worker, ring=""), decoding.Sent())
-    assert worker.weights_version == 7
+    assert (worker.weights_version, worker.prefix_reuse) == (7, False)
     np.testing.assert_array_equal(worker.params["head"], other["head"])
     first = {name: np.asarray(x) for name, x in params().items()}
     save_file(first, tmp_path / "first.safetensors")
@@ -150,38 +146,3 @@ def test_parameters_come_from_a_file_where_one_is_named(tmp_path):
 
 def make(config):
     return params(), Fading()
-
-
-@pytest.mark.slow
-def test_the_example_is_served(tmp_path):
-    """The text is the engine's, read and written with a tokenizer of its own."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        import story
-    finally:
-        sys.path.pop(0)
-    story.write_tokenizer(tmp_path)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
-    options = ("--own-model", "own_model:make", "--tokenizer", str(tmp_path), "--max-length", "96")
-    with served(*options, env=environment) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        answer = client.completions.create(
-            model="own_model", prompt="the Rabbit", max_tokens=40, logprobs=2, temperature=0
-        )
-    (choice,) = answer.choices
-    table = story.log_probabilities(3)
-    ids = story.encode("the Rabbit" + choice.text)
-    expected = [table[ids[at - 3], ids[at - 2], ids[at - 1], ids[at]] for at in range(10, len(ids))]
-    np.testing.assert_allclose(choice.logprobs.token_logprobs, expected, atol=1e-4)
-    assert server.exit_status == 0
-
-
-@pytest.mark.slow
-def test_the_example_runs_in_an_engine():
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "own_model.py"],
-        check=True, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    # The table repeats its text, by its three-letter contexts.
-    assert re.search(r"^the Rabbit .*the .*\((\d+) drafts accepted\)$", done.stdout, re.MULTILINE)
-    assert len(done.stdout.splitlines()) == 2

@@ -2,8 +2,8 @@
 
 import functools
 from random import Random
+from types import SimpleNamespace
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ipc import wire
 from ipc.wire import DeviceCheck, Kind, LogprobsMode, SlotState
-from jax_specdec.device.messages.pack import SlotFields, pack, select_rows
+from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
 from jax_specdec.device.messages.pack_kept import KeptRows
 from jax_specdec.device.worker import device_checks
 from jax_specdec.device.worker.device_checks import DeviceCheckError
@@ -21,12 +21,9 @@ from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.errors import MessageError
-from jax_specdec.records.output_processor import ProcessorState, admit
-from jax_specdec.records.output_processor import step as process
-from pallas_kernels import TopkLogprobs, topk_logprobs
-from pallas_kernels.testing import oracle
+from pallas_kernels import TopkLogprobs
+from pallas_kernels.contract.rows import Outputs, skipped_rows
 from tests.support import quick_compile
-from tests.support.processor_messages import request
 from tests.support.random_kept import random_counts, random_kept
 
 pytestmark = pytest.mark.fast
@@ -34,96 +31,82 @@ pytestmark = pytest.mark.fast
 B, S, K, C, V, M = 4, 3, 5, 2, 1000, 6
 
 
-@functools.partial(quick_compile.jit, static_argnames=("kind", "num_words"))
-def packed(
-    slots,
-    token_ids,
-    found,
-    step,
-    running,
-    draft_follows,
-    process_rank,
-    *,
-    kind=Kind.TARGET,
-    num_words=512,
-    kept=None,
-):
+select = quick_compile.jit(select_rows, static_argnums=1)
+
+
+@functools.partial(quick_compile.jit, static_argnames=("kind", "num_words", "rank"))
+def packed(slots, token_ids, rows, found, step, process_rank=None, *, flags=(True, False),
+           kind=Kind.TARGET, num_words=512, kept=None, rank=0):  # fmt: skip
+    """The words of a message from a process rank, traced or static."""
     return pack(
-        slots,
-        token_ids,
-        select_rows(slots.num_rows, S),
-        found,
-        kind=kind,
-        step=step,
-        running=running,
-        draft_follows=draft_follows,
-        process_rank=process_rank,
-        vocab_size=V,
-        num_words=num_words,
-        kept=kept,
-    )
+        slots, token_ids, rows, found, kind=kind, step=step, running=flags[0],
+        draft_follows=flags[1], process_rank=rank if process_rank is None else process_rank,
+        vocab_size=V, num_words=num_words, kept=kept,
+    )  # fmt: skip
 
 
-def random_step(seed, states, columns, chosen, drafts, cut, generations=range(B), kept=(0,) * B):
+STEP = np.zeros(2, np.uint32)
+
+
+def with_rows(slots, token_ids, found, order=None):
+    """What `packed` takes: the kernel's rows in the order of the slots, or in another one."""
+    rows = select(slots.num_rows, token_ids.shape[1])
+    if order is not None:
+        whole = np.concatenate([order, np.arange(len(order), len(rows.flat))])
+        found = jax.tree.map(lambda x: x[whole], found)
+        rows = Rows(rows.flat[whole], rows.num)
+    return slots, token_ids, rows, found
+
+
+NUMBERS = dict.fromkeys(SlotFields._fields, jnp.int32) | {"generation": jnp.uint32}
+EDGES = (0, 1, 77, 2**31 - 1, 2**31, 2**32 - 1)  # of words
+
+
+def random_step(seed, **fixed):
     """Slot fields, ids and kernel results of a random step, and the contents that they mean."""
     random, rng = np.random.default_rng(seed), Random(seed)
-    num_tokens, num_rows, contents = [], [], []
+    most = {"columns": K + 2, "chosen": C + 1, "drafts": S, "cut": S, "kept": 2}
+    drawn = {name: random.integers(0, n, B).tolist() for name, n in most.items()}
+    drawn["states"] = [rng.choice(list(SlotState)) for _ in range(B)]
+    drawn["generations"] = [rng.choice(EDGES) for _ in range(B)]
+    one = SimpleNamespace(**drawn | {name: [value] * B for name, value in fixed.items()})
     ids = random.integers(0, V, (B, S), dtype=np.int32)
-    rows = {"logprobs": [], "extra": [], "ranks": [], "ids": []}
-    for b in range(B):
-        state = SlotState(states[b])
-        tokens = 0
+    empty = skipped_rows(B * S, Outputs(K), C)
+    found = TopkLogprobs(*(None if x is None else np.array(x) for x in empty))
+    contents, row = [], 0
+    for b, state in enumerate(one.states):
+        tokens, emitted = 0, 0
         if state == SlotState.TOKENS:
-            tokens = 1 + min(drafts[b], cut[b])
+            tokens = emitted = 1 + min(one.drafts[b], one.cut[b])
         elif state == SlotState.PREFILL_FIRST_TOKEN:
-            tokens = 1 + drafts[b]
-        n = 0 if columns[b] == 0 else min(tokens, 1 if state != SlotState.TOKENS else tokens)
-        logprobs = random.standard_normal((n, K + 1)).astype(np.float32)
-        extra = random.standard_normal((n, C)).astype(np.float32)
-        ranks = random.integers(0, V, n, dtype=np.int32)
-        top = random.integers(-1, V, (n, K + 1), dtype=np.int32)
-        for name, values in zip(rows, (logprobs, extra, ranks, top), strict=True):
-            rows[name].append(values)
-        k = max(columns[b] - 1, 0)
-        width = chosen[b] if columns[b] else 0
-        emitted = min(tokens, 1) if state == SlotState.PREFILL_FIRST_TOKEN else tokens
+            tokens, emitted = 1 + one.drafts[b], 1
+        n = emitted if one.columns[b] else 0
+        rows, width = slice(row, row + n), one.chosen[b] if one.columns[b] else 0
+        found.logprobs[rows] = random.standard_normal((n, K + 1))
+        found.extra_logprobs[rows] = random.standard_normal((n, C))
+        found.token_ranks[rows] = random.integers(0, V, n)
+        found.token_ids[rows] = random.integers(-1, V, (n, K + 1))
+        columns = found.logprobs[rows, : one.columns[b]], found.extra_logprobs[rows, :width]
+        sets = random_kept(rng, random_counts(rng, emitted, M), V) if one.kept[b] else None
         contents.append(
             SlotContents(
-                state=state,
-                generation=generations[b],
-                mode=LogprobsMode(b % 3),
-                num_drafts=drafts[b],
-                columns=columns[b],
-                num_chosen=width,
-                token_ids=ids[b, :tokens],
-                token_ranks=ranks,
-                logprobs=np.concatenate([logprobs[:, : columns[b]], extra[:, :width]], axis=1),
-                topk_ids=top[:, 1 : 1 + k],
-                kept=random_kept(rng, random_counts(rng, emitted, M), V) if kept[b] else None,
+                state=state, generation=one.generations[b], mode=LogprobsMode(b % 3),
+                num_drafts=one.drafts[b], columns=one.columns[b], num_chosen=width,
+                token_ids=ids[b, :tokens], token_ranks=found.token_ranks[rows],
+                logprobs=np.concatenate(columns, axis=1),
+                topk_ids=found.token_ids[rows, 1 : max(one.columns[b], 1)], kept=sets,
             )
-        )
-        num_tokens.append(tokens)
-        num_rows.append(n)
-    unused = {"logprobs": np.nan, "extra": np.nan, "ranks": 0, "ids": -1}
-    arrays = {}
-    for name, parts in rows.items():
-        joined = np.concatenate(parts)
-        whole = np.full((B * S, *joined.shape[1:]), unused[name], joined.dtype)
-        whole[: len(joined)] = joined
-        arrays[name] = jnp.asarray(whole)
-    slots = SlotFields(
-        state=jnp.asarray(states, jnp.int32),
-        mode=jnp.arange(B, dtype=jnp.int32) % 3,
-        columns=jnp.asarray(columns, jnp.int32),
-        num_tokens=jnp.asarray(num_tokens, jnp.int32),
-        num_rows=jnp.asarray(num_rows, jnp.int32),
-        num_drafts=jnp.asarray(drafts, jnp.int32),
-        num_chosen=jnp.asarray([c.num_chosen for c in contents], jnp.int32),
-        kept=jnp.asarray(kept, jnp.int32),
-        generation=jnp.asarray(generations, jnp.uint32),
-    )
-    found = TopkLogprobs(arrays["ids"], arrays["logprobs"], arrays["ranks"], arrays["extra"])
-    return slots, jnp.asarray(ids), found, contents
+        )  # fmt: skip
+        row += n
+    fields = {
+        name: [int(getattr(c, name, None) or 0) for c in contents]
+        for name in NUMBERS
+        if name != "kept"
+    }
+    fields["num_tokens"] = [len(c.token_ids) for c in contents]
+    fields["num_rows"], fields["kept"] = [len(c.token_ranks) for c in contents], one.kept
+    slots = {name: jnp.asarray(values, NUMBERS[name]) for name, values in fields.items()}
+    return SlotFields(**slots), jnp.asarray(ids), jax.tree.map(jnp.asarray, found), contents
 
 
 def kept_rows(contents):
@@ -134,40 +117,21 @@ def kept_rows(contents):
     return KeptRows(jnp.int32(len(sets)), jax.tree.map(jnp.asarray, padded))
 
 
-per_slot = functools.partial(st.lists, min_size=B, max_size=B)
-word32 = st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1)
-
-
-@given(
-    seed=st.integers(0, 1000),
-    states=per_slot(st.sampled_from([int(state) for state in SlotState])),
-    columns=per_slot(st.integers(0, K + 1)),
-    chosen=per_slot(st.integers(0, C)),
-    drafts=per_slot(st.integers(0, S - 1)),
-    cut=per_slot(st.integers(0, S - 1)),
-    step=st.integers(0, 2**64 - 1),
-    flags=st.tuples(st.booleans(), st.booleans()),
-    generations=per_slot(word32),
-    process_rank=word32,
-    kept=per_slot(st.integers(0, 1)),
-)
-def test_the_packed_words_are_the_host_encoders(
-    seed, states, columns, chosen, drafts, cut, step, flags, generations, process_rank, kept
-):
-    slots, ids, found, contents = random_step(
-        seed, states, columns, chosen, drafts, cut, generations, kept
-    )
-    halves = jnp.array([step & 0xFFFFFFFF, step >> 32], jnp.uint32)
-    said = {"kept": kept_rows(contents)} if any(kept) else {}
-    words = np.asarray(packed(slots, ids, found, halves, *flags, np.uint32(process_rank), **said))
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_packed_words_are_the_host_encoders(seed):
+    """Whatever the kernel's K, and in whatever order its rows come."""
+    slots, ids, found, contents = random_step(seed)
+    rng = Random(seed)
+    low, high, process_rank = (rng.choice(EDGES) for _ in range(3))
+    flags = rng.random() < 0.5, rng.random() < 0.5
+    order = np.random.default_rng(seed).permutation(int(slots.num_rows.sum()))
+    said = {"kept": kept_rows(contents)} if slots.kept.any() else {}
+    given = *with_rows(slots, ids, found, order), np.uint32([low, high]), np.uint32(process_rank)
+    words = np.asarray(packed(*given, flags=flags, **said))
     expected = encode(
-        Kind.TARGET,
-        step,
-        contents,
-        running=flags[0],
-        draft_follows=flags[1],
+        Kind.TARGET, low + (high << 32), contents, running=flags[0], draft_follows=flags[1],
         process_rank=process_rank,
-    )
+    )  # fmt: skip
     used = int(wire.HEADER["num_words"].get(words))
     assert words[:used].tobytes() == expected
     assert not words[used:].any()
@@ -176,13 +140,13 @@ def test_the_packed_words_are_the_host_encoders(
 
 def simple_step(**changes):
     """One good step; `changes` replace slot fields."""
-    slots, ids, found, _ = random_step(1, [0] * B, [2] * B, [1] * B, [2] * B, [1] * B)
+    slots, ids, found, _ = random_step(1, states=SlotState.TOKENS, columns=2, chosen=1, drafts=2,
+                                       cut=1, kept=0)  # fmt: skip
     return slots._replace(**{k: jnp.asarray(v) for k, v in changes.items()}), ids, found
 
 
-def run(slots, ids, found, **options):
-    step = jnp.zeros(2, jnp.uint32)
-    return np.asarray(packed(slots, ids, found, step, True, False, 0, **options))
+def run(*step, **options):
+    return np.asarray(packed(*with_rows(*step), STEP, **options))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +202,8 @@ def test_an_id_outside_the_vocabulary_sets_its_bit(wrong):
     ],
 )
 def test_wrong_kept_sets_set_their_bit(check, change):
-    *step, contents = random_step(2, [0] * B, [0] * B, [0] * B, [2] * B, [1] * B, kept=[1, 0, 1, 1])
+    *step, contents = random_step(2, states=SlotState.TOKENS, columns=0, chosen=0, drafts=2, cut=1,
+                                  kept=1)  # fmt: skip
     good = kept_rows(contents)
     assert wire.HEADER["error"].get(run(*step, kept=good)) == 0
     words = run(*step, kept=change(good))
@@ -253,9 +218,8 @@ def with_value(kept, name, value):
 
 
 def test_a_failed_check_names_the_whole_number_of_its_step():
-    slots, ids, found = simple_step(num_tokens=[2, -1, 2, 2])
-    step = jnp.array([7, 3], jnp.uint32)
-    words = np.asarray(packed(slots, ids, found, step, True, False, 0))
+    given = with_rows(*simple_step(num_tokens=[2, -1, 2, 2]))
+    words = np.asarray(packed(*given, np.array([7, 3], np.uint32)))
     with pytest.raises(DeviceCheckError, match=rf"step {3 * 2**32 + 7} failed .*SLOT_COUNTS"):
         device_checks.check(words)
 
@@ -283,15 +247,8 @@ def one_slot(num_positions=1, k=0, num_extra=0, kind=Kind.TARGET, rank=0, num_wo
         jnp.zeros((num_positions, num_extra)),
     )
     num_words = num_words or 32 + num_positions + 2 * k + num_extra
-    token_ids, step = jnp.zeros((1, num_positions), jnp.int32), jnp.zeros(2, jnp.uint32)
-    return np.asarray(packed_slot(slots, token_ids, found, step, kind, rank, num_words))
-
-
-@functools.partial(quick_compile.jit, static_argnums=(4, 5, 6))
-def packed_slot(slots, token_ids, found, step, kind, rank, num_words):
-    return pack(slots, token_ids, select_rows(slots.num_rows, token_ids.shape[1]), found,
-                kind=kind, step=step, running=True, draft_follows=False, process_rank=rank,
-                vocab_size=V, num_words=num_words)  # fmt: skip
+    given = with_rows(slots, jnp.zeros((1, num_positions), jnp.int32), found)
+    return np.asarray(packed(*given, STEP, kind=kind, num_words=num_words, rank=rank))
 
 
 @pytest.mark.parametrize(
@@ -329,78 +286,15 @@ def test_a_shape_or_a_rank_beyond_its_field_is_refused():
     assert wire.HEADER["process_rank"].get(one_slot(rank=2**32 - 1)) == 2**32 - 1
 
 
-@pytest.mark.parametrize(
-    "jit",
-    [quick_compile.jit, pytest.param(lambda function: function, marks=pytest.mark.slow)],
-    ids=["with jit", "without jit"],
-)
-def test_kind_and_k_are_refused_when_traced(jit):
-    def with_k(k, kind):
-        def traced(step):
-            found = TopkLogprobs(
-                jnp.zeros((1, k + 1), jnp.int32),
-                jnp.zeros((1, k + 1)),
-                jnp.ones(1, jnp.int32),
-                jnp.zeros((1, 0)),
-            )
-            one = jnp.ones(1, jnp.int32)
-            slots = SlotFields(0 * one, 0 * one, 0 * one, one, one, one, 0 * one, 0 * one,
-                               jnp.ones(1, jnp.uint32))  # fmt: skip
-            return pack(slots, one[:, None], select_rows(one, 1), found, kind=kind, step=step,
-                        running=True, draft_follows=False, process_rank=0, vocab_size=V,
-                        num_words=32)  # fmt: skip
-
-        return jit(traced)(jnp.zeros(2, jnp.uint32))
-
-    words = np.asarray(with_k(65535, 255))
+def test_kind_and_k_are_refused_when_traced():
+    words = one_slot(k=65535, kind=255)
     assert wire.HEADER["kind"].get(words) == 255
     with pytest.raises(wire.WireError, match="kind = 256"):
-        with_k(0, 256)
+        one_slot(kind=256)
     with pytest.raises(wire.WireError, match="max_num_logprobs = 65536"):
-        with_k(65536, 3)
+        one_slot(k=65536)
 
 
 def test_a_bucket_that_cannot_hold_the_slots_is_refused():
     with pytest.raises(wire.WireError, match="header and 4 slots: 25 words"):
         run(*simple_step(), num_words=23)
-
-
-@pytest.mark.slow
-class SelectRows(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_rows_are_compacted_in_message_order(self):
-        select = self.variant(select_rows, static_argnums=1)
-        rows = select(jnp.array([2, 0, 3, 1], jnp.int32), 3)
-        assert rows.num == 6
-        np.testing.assert_array_equal(rows.flat[:6], [0, 1, 6, 7, 8, 9])
-        assert (np.asarray(rows.flat[6:]) == 12).all()  # out of bounds: skipped by the kernels
-
-
-def test_chosen_ids_follow_the_top_k_in_the_order_of_the_request():
-    """From the kernel through packer, bytes and processor; repeats and disorder stay as asked."""
-    chosen = (7, 2, 7, 0)
-    x = jax.random.normal(jax.random.key(2), (2, 9))
-    token_ids = jnp.array([[4, 8]], jnp.int32)
-    found = topk_logprobs(x, token_ids[0], 3, extra_token_ids=jnp.array([chosen] * 2, jnp.int32))
-    one = jnp.ones(1, jnp.int32)
-    slots = SlotFields(
-        state=0 * one, mode=0 * one, kept=0 * one, columns=4 * one, num_tokens=2 * one,
-        num_rows=2 * one, num_drafts=one, num_chosen=4 * one, generation=jnp.ones(1, jnp.uint32),
-    )  # fmt: skip
-
-    @quick_compile.jit
-    def packed_ids(slots, token_ids, found):
-        rows, step = select_rows(slots.num_rows, 2), jnp.zeros(2, jnp.uint32)
-        return pack(slots, token_ids, rows, found, kind=Kind.TARGET, step=step, running=True,
-                    draft_follows=False, process_rank=0, vocab_size=9, num_words=64)  # fmt: skip
-
-    words = np.asarray(packed_ids(slots, token_ids, found))
-    message = decode(words[: int(wire.HEADER["num_words"].get(words))])
-    state = admit(ProcessorState.empty(1), 0, 1, request(logprobs=3, extra_token_ids=chosen))
-    _, (record,) = process(state, message)
-    expected = np.array([oracle.log_softmax(row) for row in np.asarray(x)])
-    assert record.token_ids.tolist() == [4, 8]
-    np.testing.assert_allclose(record.logprobs[:, 0], expected[[0, 1], [4, 8]], atol=1e-5)
-    np.testing.assert_allclose(record.chosen_logprobs, expected[:, chosen], atol=1e-5)
-    best = np.sort(expected, axis=1)[:, ::-1][:, :3]
-    np.testing.assert_allclose(record.logprobs[:, 1:], best, atol=1e-5)

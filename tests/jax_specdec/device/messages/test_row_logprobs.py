@@ -159,52 +159,6 @@ def test_no_rounding_gives_a_probability_above_one():
     assert (scaled[:, 0] - log_kept[0] > 0).any()
 
 
-# [0.5, 0.25, 0.25, 0]
-BY_HAND = np.log(np.array([[[0.5, 0.25, 0.25, 0.0]]], np.float32), where=[True] * 3 + [False],
-                 out=np.full((1, 1, 4), -np.inf, np.float32))  # fmt: skip
-
-
-def by_hand(function, token, **params):
-    """(top ids, and in twelfths the probabilities of all columns and of the chosen ids)."""
-    asks = [SamplingParams(logprobs=4, **params)]
-    widths = widths_of(asks, 4)
-    rows, tokens = select_rows(jnp.ones(1, jnp.int32), 1), jnp.array([[token]], jnp.int32)
-    got = function(
-        jnp.asarray(BY_HAND), tokens, rows, options_of_requests(asks, widths), widths=widths
-    )
-    named = len(asks[0].extra_token_ids)
-    logprobs = [np.asarray(x, np.float64) for x in (got.logprobs[0], got.extra_logprobs[0, :named])]
-    return got.token_ids[0].tolist(), *((np.exp(x) * 12).round(4).tolist() for x in logprobs)
-
-
-def check_processed(function):
-    # Of the two at the boundary, the lower id is kept.
-    assert by_hand(function, 1, logprobs_mode=PROCESSED, temperature=1.0, top_p=0.7,
-                   extra_token_ids=(2, 0)) == (
-        [1, 0, 1, -1, -1], [4, 8, 4, 0, 0], [0, 8]
-    )  # fmt: skip
-    greedy = by_hand(function, 0, logprobs_mode=PROCESSED, extra_token_ids=(0, 3))
-    assert greedy == ([0, 0, -1, -1, -1], [12, 12, 0, 0, 0], [12, 0])
-
-
-@pytest.mark.slow
-def test_processed_without_jit():
-    check_processed(row_logprobs)
-
-
-class ByHand(chex.TestCase):
-    def test_processed(self):
-        check_processed(quick_compile.jit(row_logprobs, static_argnames="widths"))
-
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_scaled(self):
-        function = self.variant(row_logprobs, static_argnames="widths")
-        ids, probs, _ = by_hand(function, 2, logprobs_mode=SCALED, temperature=0.5)
-        assert (ids, probs) == ([2, 0, 1, 2, -1], [2, 8, 2, 2, 0])
-        ids, probs, _ = by_hand(function, 0, logprobs_mode=SCALED)  # greedy: T = 1
-        assert probs == [6, 6, 3, 3, 0]
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_differences_beyond_float32_are_minus_infinity(dtype):
     """Of finite logits too; x - m is taken before it is divided, so no temperature helps."""

@@ -25,7 +25,6 @@ from tests.support import hf_files, quick_compile, reference_model
 from tests.support.shape_checks import as_users_run
 
 close = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0)
-NOTICED = 1e-3  # a wrong model's logits differ by more
 B, T, V = 3, 24, 32
 S = 4  # rows of a step: nearly all tests share this shape, and so one program a configuration
 CONFIG = ModelConfig.tiny(V)
@@ -55,31 +54,6 @@ SHAPES = {
         V, num_mtp_layers=0, num_experts=5, experts_per_token=2, renormalize_experts=False
     ),
 }  # fmt: skip
-# What the reference would say of other options.
-OTHERS = {
-    "tied": [{"rope_theta": 9000.0}, {"norm_eps": 1e-3}],
-    "untied, one kv head, three layers, Qwen2's biases, stretched": [
-        {"rope_scaling": LLAMA3.__dict__ | change}
-        for change in (
-            {"factor": 7.0}, {"low_frequency_factor": 1.5}, {"high_frequency_factor": 5.0},
-            {"original_length": 80}, {"kind": "linear"},
-        )
-    ],
-    "all layers slide, yarn": [
-        {"sliding_window": 4}, {"sliding_window": 6}, {"sliding_layers": (0,)},
-        *({"rope_scaling": YARN.__dict__ | change} for change in (
-            {"factor": 5.0}, {"low_frequency_factor": 1.0}, {"high_frequency_factor": 0.8},
-            {"original_length": 200}, {"attention_factor": 1.2}, {"truncate": False},
-        )),
-    ],
-    "some layers slide, all of Gemma, yarn": [
-        {"sliding_layers": (0, 1)}, {"sliding_rope_theta": 60.0}, {"attention_softcap": 2.0},
-        {"logit_softcap": 2.1}, {"activation": "silu"}, {"scale_embedding": False},
-        {"post_norms": False}, {"norm_plus_one": False}, {"attention_scale": None},
-    ],
-    "experts": [{"experts_per_token": 3}, {"renormalize_experts": True}],
-}  # fmt: skip
-
 params_of = functools.cache(hf_files.random_params)
 
 
@@ -142,7 +116,7 @@ def decode(config, ids, cache, first=0, *, hidden=None, size=S):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("shape", SHAPES)
-def test_decoder_and_head_agree_with_the_reference_which_notices_each_option(shape):
+def test_decoder_and_head_agree_with_the_reference(shape):
     """The head's rows go through in two calls; the second finds the entries of the first."""
     config, weights, ids = SHAPES[shape], weights_of(SHAPES[shape]), random_ids(B, 14)
     sizes = config.to_dict()
@@ -150,22 +124,12 @@ def test_decoder_and_head_agree_with_the_reference_which_notices_each_option(sha
     wants = [reference_model.logits(weights, sizes, row) for row in ids]
     assert np.std(wants) > 0.3  # not a constant
     close(got, wants)
-    for change in OTHERS.get(shape, ()):
-        other = reference_model.logits(weights, sizes | change, ids[0])
-        assert np.abs(other - wants[0]).max() > NOTICED, change
     if config.num_mtp_layers:
         cache = init_mtp_cache(config, B, T)
         first, _, cache = decode(config, ids[:, 1:7], cache, hidden=hidden[:, :6])
         second, _, _ = decode(config, ids[:, 7:], cache, 6, hidden=hidden[:, 6:13])
         wants = [reference_model.mtp_logits(weights, sizes, row) for row in ids]
         close(np.concatenate([first, second], axis=1), wants)
-
-
-def test_one_step_and_one_token_a_step_agree_too():
-    ids = random_ids(B, 12)
-    for size in (12, 1):
-        got, _, _ = decode(CONFIG, ids, init_cache(CONFIG, B, T), size=size)
-        close(got, [expected(CONFIG, row) for row in ids])
 
 
 def test_bfloat16_is_close_and_keeps_its_type():
@@ -305,31 +269,6 @@ def filled_cache():
     return decode(CONFIG, random_ids(B, 8, seed=8), init_cache(CONFIG, B, T))[-1]
 
 
-def test_entries_beyond_a_row_are_invisible():
-    cache, tokens = filled_cache(), random_ids(B, 2, seed=9)
-    want, _, _ = decode(CONFIG, tokens, cache, 8)
-    k, v = np.array(cache.k), np.array(cache.v)
-    for spoilt in (1e30, np.nan):
-        k[:, :, 10:], v[:, :, 10:] = spoilt, 3.0
-        np.testing.assert_array_equal(decode(CONFIG, tokens, KVCache(k, v), 8)[0], want)
-    v[:, :, 7] += 1  # negative control: an entry that is seen
-    assert np.abs(decode(CONFIG, tokens, KVCache(k, v), 8)[0] - want).max() > NOTICED
-
-
-def test_the_last_position_is_right_and_the_next_is_dropped():
-    ids = random_ids(T, seed=10)
-    _, _, before = decode(CONFIG, np.tile(ids[:-2], (B, 1)), init_cache(CONFIG, B, T))
-    tokens = np.tile(np.append(ids[-2:], [3, 4]).astype(np.int32), (B, 1))
-    beyond = span(T - 2, S)  # T and T + 1 too
-    out, _, cache = step(params_of(CONFIG), CONFIG, tokens, beyond, before)
-    close(out[0, :2], expected(CONFIG, ids)[-2:])
-    dropped = np.where(beyond < T, beyond, -1)
-    only_two, _, alone = step(params_of(CONFIG), CONFIG, tokens, dropped, before)
-    np.testing.assert_array_equal(out[:, :2], only_two[:, :2])
-    jax.tree.map(np.testing.assert_array_equal, cache, alone)
-    assert np.isfinite(out).all()
-
-
 def test_a_nan_reaches_the_rows_that_see_it_and_no_others():
     """Slot 0 meets a NaN in row 2 of 4; then a new request takes the slot."""
     params = params_of(CONFIG)
@@ -355,81 +294,17 @@ def test_an_id_beyond_the_vocabulary_gives_an_invalid_row():
     assert np.isnan(out).all(axis=(1, 2)).tolist() == [True, False, True]
 
 
-# Prefill, and drafting further -----------------------------------------------------------------
+# Prefill ---------------------------------------------------------------------------------------
 
-CHUNK = 11
 run_prefill = quick_compile.jit(prefill.prefill, static_argnums=1)
-run_mtp_prefill = quick_compile.jit(prefill.mtp_prefill, static_argnums=1)
-
-
-def bucket(values):
-    """Up to CHUNK values, padded with 13: a real id, where they are ids."""
-    padded = np.full((CHUNK, *values.shape[1:]), 13, values.dtype)
-    padded[: len(values)] = values
-    return padded
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("chunks", [(11,), (1, 8, 2)], ids=str)
-def test_prefill_in_chunks_fills_one_slot(chunks):
-    before, ids = filled_cache(), random_ids(11, seed=12)
-    cache, at, hidden = before, 0, []
-    for size in chunks:
-        tokens = bucket(ids[at : at + size])
-        out, cache = run_prefill(params_of(CONFIG), CONFIG, tokens, at, size, 2, cache)
-        hidden.append(np.asarray(out)[:size])
-        at += size
-    want = reference_model.hidden_states(weights_of(CONFIG), CONFIG.to_dict(), ids)
-    close(np.concatenate(hidden), want)
-    for new, old in [(cache.k, before.k), (cache.v, before.v)]:
-        np.testing.assert_array_equal(new[:, :2], old[:, :2])
-        assert (new[:, 2, 11:] == 0).all()  # padding wrote nothing
-    out, _, _ = decode(CONFIG, np.full((B, 1), 4, np.int32), cache, 11)
-    close(out[2, 0], expected(CONFIG, np.append(ids, 4))[-1])
 
 
 @pytest.mark.parametrize("slot", [-1, B])
 def test_prefill_of_no_slot_writes_nothing(slot):
-    before, ids = filled_cache(), random_ids(CHUNK)
-    hidden, after = run_prefill(params_of(CONFIG), CONFIG, ids, 8, CHUNK, slot, before)
+    before, ids = filled_cache(), random_ids(11)
+    hidden, after = run_prefill(params_of(CONFIG), CONFIG, ids, 8, 11, slot, before)
     jax.tree.map(np.testing.assert_array_equal, after, before)
     assert np.isnan(hidden).all()
-
-
-@pytest.mark.fast
-def test_drafting_further_feeds_the_head_its_own_output():
-    """Three drafts are rejected; the true states overwrite their entries, and drafting goes on."""
-    sizes, ids = CONFIG.to_dict(), random_ids(B, 12, seed=14)
-    _, true, _ = decode(CONFIG, ids, init_cache(CONFIG, B, T))
-    head = functools.partial(decode, CONFIG)
-    out, state, cache = head(ids[:, 1:8], init_mtp_cache(CONFIG, B, T), hidden=true[:, :7])
-    for begin in (7, 9):  # positions below `begin` are made from the decoder's states
-        out, state = out[:, -1:], state[:, -1:]
-        chain, fed, rejected = true[1, :begin], [*ids[1, 1 : begin + 1]], cache
-        for depth in range(3):
-            token = out.argmax(axis=-1).astype(np.int32)
-            chain = np.concatenate([chain, state[1]])
-            fed.append(int(token[1, 0]))
-            out, state, rejected = head(token, rejected, begin + depth, hidden=state)
-            want = reference_model.mtp_hidden(weights_of(CONFIG), sizes, chain, fed)[-1]
-            close(state[1, 0], want)
-        out, state, cache = head(ids[:, 8:10], rejected, 7, hidden=true[:, 7:9])
-
-
-def test_mtp_prefill_equals_mtp_forward_in_its_slot():
-    params, ids = params_of(CONFIG), random_ids(9, seed=15)
-    hidden, _ = run_prefill(params, CONFIG, bucket(ids), 0, 9, 1, init_cache(CONFIG, B, T))
-    hidden = np.asarray(hidden)[:9]
-    next_ids, got = np.append(ids[1:], 3).astype(np.int32), []
-    cache = init_mtp_cache(CONFIG, B, T)
-    for start, end in ((0, 5), (5, 9)):
-        chunk = bucket(hidden[start:end]), bucket(next_ids[start:end])
-        out, cache = run_mtp_prefill(params, CONFIG, *chunk, start, end - start, 1, cache)
-        got.append(np.asarray(out)[: end - start])
-    want = reference_model.mtp_hidden(weights_of(CONFIG), CONFIG.to_dict(), hidden, next_ids)
-    close(np.concatenate(got), want)
-    assert (cache.k[:, 0] == 0).all()
-    assert (cache.k[:, 1, :9] != 0).any(axis=(0, 2, 3)).all()
 
 
 # Refusals --------------------------------------------------------------------------------------

@@ -1,9 +1,12 @@
 """Grammars in a worker: compiled beside the steps of others, kept whatever happens to a slot."""
 
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from ipc.wire import SlotState
 from jax_specdec.control import Commit, Prepare
 from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.records.batch import FinishReason
@@ -89,17 +92,27 @@ def test_a_text_goes_on_in_its_grammar_with_other_weights():
     assert texts == texts[:1] * 3
 
 
-def test_a_prefill_worker_hands_over_a_text_that_goes_on_in_its_grammar():
+def test_a_prefill_worker_hands_over_a_text_that_goes_on():
+    """In its grammar: no token twice, none missing. Its drafts are verified by the first step."""
     prefill = Local("mtp", prefill_only=True, vocabulary=letters.vocabulary)
     decoding = Local("mtp", vocabulary=letters.vocabulary)
-    item = request("word", PROMPT, **GRAMMAR)
+    asks = {"logprobs": 5, "draft_logprobs": True, "kept_token_ids": True}
+    item = request("word", PROMPT, **GRAMMAR | asks)
     prefill.admit(item)
-    first = prefill.drain()
+    (first,) = [record for record in prefill.drain() if record.num_tokens]
+    (message,) = [m for m in prefill.messages if m.num_tokens.any()]
+    assert message.state[0] == SlotState.PREFILL_FIRST_TOKEN
+    assert message.num_tokens.tolist() == [4, 0, 0]  # with its drafts
+    assert (message.num_rows.tolist(), len(message.kept_sets)) == ([1, 0, 0], 1)
     queued = prefill.rank.leave("word")
-    ids = first[-1].handover_draft_ids.tolist()
-    decoding.rank.admit(queued.__class__(**{**vars(queued), "draft_token_ids": tuple(ids)}))
+    ids = first.handover_draft_ids.tolist()
+    decoding.rank.admit(replace(queued, draft_token_ids=tuple(ids)))
+    rest = [record for record in decoding.drain() if record.num_tokens]
+    assert (rest[0].num_drafts, rest[0].draft) == (3, None)  # they have no q to tell of
     whole = Local("mtp", vocabulary=letters.vocabulary)
     whole.admit(item)
-    text = tokens_of(first) + tokens_of(decoding.drain())
-    assert text == tokens_of(whole.drain())
-    assert text_of(text) in letters.WORDS
+    records = [record for record in whole.drain() if record.num_tokens]
+    assert tokens_of([first, *rest]) == tokens_of(records)
+    assert text_of(tokens_of(records)) in letters.WORDS
+    np.testing.assert_array_equal(first.logprobs, records[0].logprobs[:1])
+    assert rest[-1].cumulative_logprob == pytest.approx(records[-1].cumulative_logprob, abs=1e-5)

@@ -10,7 +10,6 @@ from jax_specdec.control import Evict, WorkerConfig
 from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.messages.batch_options import Widths
-from jax_specdec.device.model import sharding
 from jax_specdec.device.worker.worker_process import compiles_in_background
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import SamplingParams
@@ -81,23 +80,6 @@ def test_the_others_go_on_while_a_request_waits_and_then_it_is_as_if_it_had_come
     assert told["r1"] == [5, 5, 5, 5]
     assert len(told["r0"]) >= 8
     assert local.worker.num_held == 0
-
-
-@pytest.mark.slow
-def test_so_it_is_where_a_process_has_several_devices():
-    """What is compiled with abstract arguments is what arrays in those places need."""
-    parallel = sharding.tensor_parallel(config_of("ngram").model, 2)
-    split = Local("ngram", parallel=parallel).worker.config
-    local = make(KeptPrograms(split), parallel=parallel)
-    assert len(local.worker.state.cache.k.sharding.device_set) == 2
-    local.admit(request("r1", PROMPT, max_tokens=4, logit_bias=((5, 30.0),), prompt_logprobs=1))
-    with compiled_here() as names:
-        assert set(tokens(steps(local, 4))) == {"r0"}
-        assert names == []
-    settle(local)
-    with compiled_here() as names:
-        assert tokens(steps(local, 8))["r1"] == [5, 5, 5, 5]
-        assert names == []
 
 
 def test_who_compiles_in_the_background_of_steps():

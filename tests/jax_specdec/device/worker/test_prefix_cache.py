@@ -104,33 +104,6 @@ def test_what_is_said_to_be_held_is_there_and_nothing_more_could_be_had(actions,
 
 
 EQUAL = [("admit", 0, (0, 1, 1, 0, 0, 1), True)] + [("chunk", 0)] * 3
-PARTING = [*EQUAL, ("admit", 1, (0, 1, 1, 0, 1, 1), True), ("chunk", 1)]
-
-
-def test_neither_the_token_behind_a_chunk_nor_what_was_decoded_is_shared():
-    """A drafter's entry of a chunk's last position was made of the token behind it."""
-    assert follow(PARTING, 2).reused == 2
-    decoded = [("admit", 0, (0, 1, 1, 1), True), ("chunk", 0), ("chunk", 0), ("step",),
-               ("admit", 1, (0, 1, 1, 1, 0, 0), True), ("chunk", 1)]  # fmt: skip
-    assert follow(decoded, 2).reused == 2
-
-
-def test_equal_prompts_that_come_together_share_the_work():
-    """Each slot runs the chunk after those that it takes over: 5 in all, then the last one each."""
-    prompt = tuple(range(11))
-    actions = [("admit", slot, prompt, True) for slot in range(SLOTS)]
-    model = follow(actions + [("chunk", slot) for slot in (0, 1, 2) * 5], 2)
-    assert model.at == [None] * SLOTS
-    assert (model.run, model.reused) == (10 + 2 * 2, 2 * 8)
-
-
-def test_a_prompt_that_is_not_shared_neither_takes_nor_gives():
-    prompt = (0, 1) * 5
-    first = [("admit", 0, prompt, False)] + [("chunk", 0)] * 5
-    assert follow([*first, ("admit", 1, prompt, True), ("chunk", 1)], 2).reused == 0
-    first = [("admit", 0, prompt, True)] + [("chunk", 0)] * 5
-    assert follow([*first, ("admit", 1, prompt, False), ("chunk", 1)], 2).reused == 0
-    assert follow([*first, ("admit", 1, prompt, True), ("chunk", 1)], 2).reused == 8
 
 
 def test_what_no_slot_holds_any_more_is_forgotten():

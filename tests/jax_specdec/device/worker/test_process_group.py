@@ -57,12 +57,12 @@ def with_variable(text):
     return found
 
 
-def config(weights, processes=2, **changes):
+def config(weights, **changes):
     # Few messages may wait in a ring: however late a test kills, its requests have not ended.
     sizes = {
         "num_slots": 2, "max_length": 96, "prefill_chunk": 8, "drafter": "ngram", "ring_slots": 2,
     }  # fmt: skip
-    group = {"tensor_parallel": processes, "processes": True}
+    group = {"tensor_parallel": 2, "processes": True}
     return EngineConfig(vocab_size=VOCAB, weights=weights, **sizes | group | changes)
 
 
@@ -128,12 +128,11 @@ def assert_same(records, items):
         np.testing.assert_allclose(got, wanted, atol=1e-4)
 
 
-def fails_after(engine, pid, number, max_silence=None):
+def fails_after(engine, pid, number):
     """The engine's error when `pid` gets a signal while requests run, and how long it took."""
     stream = engine.generate(requests(60))
     next(stream)
     os.kill(pid, number)
-    object.__setattr__(engine.config, "max_silence", max_silence)
     began = time.monotonic()
     with pytest.raises(WorkerFailed) as error:
         list(stream)
@@ -156,19 +155,6 @@ def test_a_prefill_group_and_a_decode_group_give_one_stream_until_a_lead_is_kill
         assert len(group) == 2
         said, seconds = fails_after(engine, lead, signal.SIGKILL)
         assert f"process rank 0 (pid {lead}) was killed by signal 9" in said
-        assert seconds < SECONDS
-        wait_for(lambda: not any(map(is_alive, group)))
-
-
-@pytest.mark.slow
-def test_four_processes_deliver_what_one_computes_until_one_of_them_hangs(weights):
-    items = requests(9)
-    with Engine(config(weights, processes=4)) as engine:
-        assert_same(decoded(engine, items), items)
-        lead = engine.sessions[0].worker.pid
-        group = [lead, *members(lead)]
-        said, seconds = fails_after(engine, group[2], signal.SIGSTOP, max_silence=1.0)
-        assert "it made no progress for 1 seconds" in said
         assert seconds < SECONDS
         wait_for(lambda: not any(map(is_alive, group)))
 

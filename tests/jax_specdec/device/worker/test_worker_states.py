@@ -1,7 +1,5 @@
 """Slots that are evicted, handed over, or freed on a process that publishes nothing."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +11,10 @@ from jax_specdec.device.loop.host_slots import admission
 from jax_specdec.device.loop.state import admit
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
-from tests.support import in_mode
-from tests.support.decoding import VOCAB, Local, request, run, tokens_of
+from tests.support.decoding import VOCAB, Local, request, tokens_of
 
 TOKENS, NOTHING, STOPPED = SlotState.TOKENS, SlotState.NOTHING, SlotState.STOPPED
 PREEMPTED, RECOVERY_STOP = SlotState.PREEMPTED, SlotState.RECOVERY_STOP
-FIRST = SlotState.PREFILL_FIRST_TOKEN
 
 
 def states(local, slot):
@@ -58,23 +54,6 @@ def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
     assert sum(record.num_tokens for record in records) == 3
 
 
-def test_a_preempted_request_goes_on_where_it_was():
-    """Greedy and drafting: the ids of an uninterrupted run, none twice and none missing."""
-    item, local = request("r", [1, 2, 3, 1, 2], max_tokens=24, logprobs=20), Local("mtp")
-    records = local.decode_evicted(item, [3, 8, 15])
-    assert [states(local, slot).count(PREEMPTED) for slot in range(3)] == [1, 1, 1]
-    assert tokens_of(records) == run([item], "mtp").token_ids("r")
-    assert_sum_of(records)
-
-
-def assert_sum_of(records):
-    """The last record's cumulative logprob is the sum of all."""
-    sums = np.concatenate([record.logprobs[:, 0] for record in records if record.num_tokens])
-    np.testing.assert_allclose(
-        records[-1].cumulative_logprob, sums.astype(np.float64).sum(), rtol=1e-12
-    )
-
-
 def test_evictions_during_prefill_of_an_ended_and_of_an_older_request():
     local = Local("ngram")
     local.admit(request("long", np.arange(60) % VOCAB, max_tokens=5))
@@ -109,59 +88,6 @@ def test_a_slot_is_not_given_away_before_its_eviction_was_told():
     local.worker.advance()
     local.worker.finish()
     assert len(local.sent) == 2
-
-
-@pytest.mark.slow
-def test_a_prefill_node_hands_its_first_token_and_drafts_over():
-    items = [
-        request("a", [1, 2, 3, 1, 2], max_tokens=12, logprobs=20, draft_logprobs=True),
-        request("b", np.arange(30) % VOCAB, max_tokens=9, logprobs=15, draft_logprobs=True),
-        request("c", [5], max_tokens=1, logprobs=20),  # its first token is its last
-        request("d", [7, 8], max_tokens=10),
-    ]  # fmt: skip
-    prefill, decoding = Local("mtp", prefill_only=True), Local("mtp")
-    waiting, records = [*items], {item.id: [] for item in items}
-    while waiting or prefill.worker.busy or decoding.worker.busy:
-        while waiting and prefill.rank.num_free:
-            prefill.admit(waiting.pop(0))
-        for record in prefill.advance():
-            records[record.request_id].append(record)
-            job = prefill.rank.leave(record.request_id)
-            if record.finish_reason is FinishReason.PREFILL_HANDOVER:
-                drafts = tuple(record.handover_draft_ids.tolist())
-                decoding.rank.admit(dataclasses.replace(job, draft_token_ids=drafts))
-        for record in decoding.advance():
-            records[record.request_id].append(record)
-            if record.finish_reason:
-                decoding.rank.leave(record.request_id)
-    alone = run(items, "mtp")
-    for item in items:
-        # Greedy, so that the ids are those of one worker: no token twice, none missing.
-        assert tokens_of(records[item.id]) == alone.token_ids(item.id)
-        first, *rest = records[item.id]
-        assert first.num_tokens == 1
-        if item.params.logprobs is not None:
-            rows = prefill.outputs[first.step].logits[first.slot][:1]
-            in_mode.check_rows(rows, item.params, first.token_ids, first.logprobs, first.topk_ids,
-                               first.token_ranks, first.chosen_logprobs)  # fmt: skip
-            assert_sum_of(records[item.id])
-        if not rest:
-            continue
-        # Its drafts were verified by the decode node's first step; they have no q to tell of.
-        assert rest[0].num_drafts == len(first.handover_draft_ids) == 3
-        with_report = {r.draft is not None for r in rest[1:] if r.num_drafts}
-        assert rest[0].draft is None
-        assert with_report == {item.params.draft_logprobs}
-    assert {m.kind for m in prefill.messages} == {Kind.TARGET}
-    handovers = 0
-    for message in prefill.messages:
-        first = message.state == FIRST
-        handovers += int(first.sum())
-        if first.any():
-            assert (message.num_tokens == first * (1 + message.num_drafts)).all()
-            assert (message.num_rows == first * (message.columns > 0)).all()
-    assert handovers == len(items)
-    assert records["c"][0].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 0.7, 1e4])

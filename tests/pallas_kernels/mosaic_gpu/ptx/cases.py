@@ -6,6 +6,7 @@ and programs; NaN of both signs, infinities, few finite logits, subnormal and hu
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,11 +17,12 @@ import numpy as np
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
+from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.testing import oracle
 from pallas_kernels.topk.derivatives import _folded
 from tests.support import kernel_calls
-from tests.support.changed_logits import ALL
+from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
 
 INF, NAN = np.inf, np.nan
 
@@ -85,55 +87,81 @@ def edge_rows(schedule: Schedule) -> np.ndarray:
 TEMPERATURES = (0, 0.7, 1, 0.013, 30)
 
 
-def separate(
+def rows_case(
     name: str,
     schedule: Schedule,
     k: int,
+    *,
+    listed: bool = False,
     options: bool = True,
+    fused: bool = False,
+    changed: tuple[str, ...] = (),
+    ties: str = "strict",
     rows: int | None = None,
     temperatures: tuple[float, ...] = TEMPERATURES,
     **results: bool,
 ) -> Case:
-    """A call with all options (row_ids, skipped rows, temperatures, extra ids) or with none.
+    """A call of given tokens or, `fused`, of each row's greedy choice, also of invalid rows.
 
-    `results` are the optional ones of `Outputs`.
+    Args:
+      listed: by row_ids, some of them outside and the last one skipped.
+      options: with temperatures and extra ids.
+      changed: what changes the logits, by name.
+      results: the optional ones of `Outputs`.
     """
     x = edge_rows(schedule)[:rows]
     vocabulary = schedule.vocabulary
     rng = np.random.default_rng(k)
     row_ids = np.arange(len(x), dtype=np.int32)
     given: dict[str, Any] = {}
-    if options:
-        # Out of order, one row twice, two outside the logits, the last one skipped.
+    if listed:  # out of order, one row twice, two outside the logits
         row_ids = np.concatenate([rng.permutation(len(x)), [-1, len(x), 0, 1]]).astype(np.int32)
-        given = {
-            "row_ids": row_ids,
-            "num_rows": np.int32(len(row_ids) - 1),
-            "temperatures": rng.choice(temperatures, len(row_ids)).astype(np.float32),
-            "extra_token_ids": rng.integers(-1, vocabulary + 1, (len(row_ids), 3), np.int32),
-        }
-    token_ids = rng.integers(0, vocabulary, len(row_ids), np.int32)
-    # The largest of a row, its last, and no token at all.
-    for i, row in enumerate(row_ids):
+        given["row_ids"] = row_ids
+    count = len(row_ids)
+    if listed or (fused and options):
+        given["num_rows"] = np.int32(count - 1)
+    if options:
+        given["temperatures"] = rng.choice(temperatures, count).astype(np.float32)
+        given["extra_token_ids"] = rng.integers(-1, vocabulary + 1, (count, 3), np.int32)
+    given |= changes_of(rng, count, vocabulary, changed)
+    token_ids = rng.integers(0, vocabulary, count, np.int32)
+    for i, row in enumerate(row_ids):  # the largest of a row, its last, and no token at all
         if i % 3 == 0 and 0 <= row < len(x):
             token_ids[i] = oracle.greedy_token_id(x[row])
-    if options:
+    if listed:
         token_ids[-2:] = [vocabulary - 1, vocabulary]
+    if "allowed" in given:  # few tokens, in two groups and at the end
+        given["allowed"][0] = bits_of([1, 5, 300, vocabulary - 1], vocabulary)
+    if "bias" in given:
+        given["bias_token_ids"][0, :3] = [token_ids[0], token_ids[0], 1]
+        given["bias"][0, :3] = [-3, 1, 50]
+    if fused:
+        token_ids = np.array([oracle.greedy_token_id(row) for row in in_float64(x, given)])
+    expected = oracle.topk_logprobs(x, token_ids, k, **given, rank_ties=ties)
     arrays = {key: jnp.asarray(value) for key, value in given.items()}
-    arrays = {"row_ids": None, "num_rows": None, "temperatures": None} | arrays
-    arrays.setdefault("extra_token_ids", jnp.zeros((len(row_ids), 0), jnp.int32))
-    inputs = jnp.asarray(x), jnp.asarray(token_ids)
-    expected = oracle.topk_logprobs(x, token_ids, k, **given)
+    arrays.setdefault("extra_token_ids", jnp.zeros((count, 0), jnp.int32))
+    names = "allowed", "bias_token_ids", "bias"
+    changes = Changes(*(arrays.pop(name, None) for name in names))
+    if changes.allowed is not None:
+        changes = changes._replace(allowed=changes.allowed.view(jnp.int32))
+    wanted = Outputs(k, inclusive=ties == "inclusive", **results)
+    rest = {"changes": changes if changed else None, "schedule": schedule, **arrays}
+    logits, ids = jnp.asarray(x), jnp.asarray(token_ids)
+
+    def call() -> Any:
+        if fused:
+            return kernel_calls.greedy_topk_logprobs(run, logits, wanted, **rest)
+        return kernel_calls.topk_logprobs(run, logits, ids, wanted, **rest)
+
     return Case(
-        name,
-        schedule,
-        k,
-        len(row_ids),
-        lambda: kernel_calls.topk_logprobs(
-            run, *inputs, Outputs(k, **results), **arrays, schedule=schedule
-        ),
-        lambda actual: oracle.assert_matches(actual, expected),
+        name, schedule, k, count, call, lambda actual: oracle.assert_matches(actual, expected)
     )
+
+
+separate = partial(rows_case, listed=True)
+plain = partial(rows_case, options=False)
+fused = partial(rows_case, fused=True)
+with_options = partial(rows_case, **ALL)
 
 
 def crowded(name: str, schedule: Schedule, k: int) -> Case:
@@ -157,37 +185,6 @@ def crowded(name: str, schedule: Schedule, k: int) -> Case:
         k,
         len(x),
         lambda: run.topk_logprobs(given, Outputs(k), schedule),
-        lambda actual: oracle.assert_matches(actual, expected),
-    )
-
-
-def fused(
-    name: str, schedule: Schedule, k: int, options: bool = True, rows: int | None = None
-) -> Case:
-    """Every row's greedy choice, also of invalid rows."""
-    x = edge_rows(schedule)[:rows]
-    count = len(x)
-    given: dict[str, Any] = {}
-    if options:
-        given = {
-            "num_rows": np.int32(count - 1),
-            "temperatures": np.linspace(0, 2, count, dtype=np.float32),
-            "extra_token_ids": np.array([[0, schedule.vocabulary]] * count, np.int32),
-        }
-    token_ids = [oracle.greedy_token_id(row) for row in x]
-    expected = oracle.topk_logprobs(x, token_ids, k, **given)
-    arrays = {key: jnp.asarray(value) for key, value in given.items()}
-    arrays = {"num_rows": None, "temperatures": None} | arrays
-    arrays.setdefault("extra_token_ids", jnp.zeros((count, 0), jnp.int32))
-    logits = jnp.asarray(x)
-    return Case(
-        name,
-        schedule,
-        k,
-        count,
-        lambda: kernel_calls.greedy_topk_logprobs(
-            run, logits, Outputs(k), **arrays, schedule=schedule
-        ),
         lambda actual: oracle.assert_matches(actual, expected),
     )
 
@@ -315,8 +312,8 @@ def all_cases() -> list[Callable[[], Case]]:
         ),
         lambda: separate("edges only", Schedule(4100, f16, 128, 1, 0), 0),
         lambda: separate("shortest row", Schedule(2048, f32, 128, 1, 1), 65, rows=few),
-        lambda: separate("no options", Schedule(8448, f32, 256, 1, 2), 5, False),
-        lambda: separate("no options, K = 0", Schedule(8449, bf16, 256, 1, 1), 0, False),
+        lambda: plain("no options", Schedule(8448, f32, 256, 1, 2), 5),
+        lambda: plain("no options, K = 0", Schedule(8449, bf16, 256, 1, 1), 0),
         lambda: separate("narrow groups", chosen(64, 9000, 64, f32), 64, rows=few),
         lambda: separate("narrow groups, odd", chosen(64, 9001, 128, bf16), 128, rows=4),
         lambda: separate(
@@ -330,17 +327,44 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: fused("fused, K = 0", Schedule(4352, bf16, 128, 1, 1), 0),
         lambda: fused("fused", Schedule(8448, f32, 256, 2, 1), 5),
         lambda: fused("fused, odd", Schedule(12_301, f16, 256, 1, 2), 20),
-        lambda: fused("fused, no options", Schedule(8195, bf16, 128, 1, 1), 1, False),
-        lambda: fused("fused, narrow groups", chosen(64, 9000, 65, f32), 65, False, rows=4),
+        lambda: plain("fused, no options", Schedule(8195, bf16, 128, 1, 1), 1, fused=True),
+        lambda: plain("fused, narrow groups", chosen(64, 9000, 65, f32), 65, fused=True, rows=4),
         lambda: vmapped("vmapped, odd", Schedule(8195, bf16, 128, 1, 1), 3),
         lambda: parts("shard", Schedule(8704, bf16, 128, 1, 2), 20),
         lambda: parts("shard, odd, K = 0", Schedule(8195, f32, 128, 1, 1), 0),
         # Real vocabularies, cut as in calls of so many rows.
         lambda: separate("GPT-2, 64 rows", chosen(64, 50_257, 20, f32), 20, rows=6),
-        lambda: separate("Llama 2, 1 row", chosen(1, 32_000, 128, f16), 128, False, rows=1),
+        lambda: plain("Llama 2, 1 row", chosen(1, 32_000, 128, f16), 128, rows=1),
         lambda: separate("Llama 3, 4 rows", chosen(4, 128_256, 5, bf16), 5, rows=4),
         lambda: separate("Qwen, 1536 rows", chosen(1536, 151_936, 20, bf16), 20, rows=6),
         lambda: separate("Gemma, 2048 rows", chosen(2048, 262_144, 64, bf16), 64, rows=3),
         lambda: most_logits("2**31 logits, odd", 131_071),
         lambda: fused("2**17, 64 rows, fused", chosen(64, 131_072, 20, bf16), 20, rows=6),
     ]
+
+
+def option_mutant_case() -> Case:
+    """A quick case for spoiled kernels: a mask whose words begin between vectors."""
+    schedule = Schedule(8195, "bfloat16", 128, 1, 1)
+    return with_options("masks", schedule, 3, changed=("allowed",), rows=3)
+
+
+def option_cases() -> list[Callable[[], Case]]:
+    """Calls with optional results, masks and biases, made one by one."""
+    bf16, f16, f32 = "bfloat16", "float16", "float32"
+    few, mask, bias, both = 10, ("allowed",), ("bias",), ("allowed", "bias")
+    small = partial(with_options, rows=few)
+    inclusive = partial(with_options, ties="inclusive")
+    return [
+        lambda: with_options("options", Schedule(8448, bf16, 256, 2, 1), 5),
+        lambda: inclusive("options, odd, inclusive", chosen(64, 9001, 3, f32), 3),
+        lambda: with_options("options, fused", Schedule(8448, f32, 256, 1, 2), 2, fused=True),
+        lambda: with_options("options, K = 0", Schedule(8192, f16, 128, 1, 2), 0),
+        lambda: with_options("mask", Schedule(8448, bf16, 256, 2, 1), 20, changed=mask),
+        lambda: small("mask, odd", Schedule(8195, bf16, 128, 1, 1), 3, changed=mask),
+        lambda: with_options("mask, float32, split", Schedule(12_290, f32, 256, 1, 2), 5,
+                             changed=mask),
+        lambda: small("mask, edges only", Schedule(4100, f16, 128, 1, 0), 0, changed=mask),
+        lambda: inclusive("mask and bias", Schedule(8452, bf16, 128, 1, 1), 4, changed=both),
+        lambda: small("bias, fused", Schedule(8195, f16, 128, 1, 1), 2, changed=bias, fused=True),
+    ]  # fmt: skip

@@ -25,9 +25,14 @@ from rich.table import Table
 
 from pallas_kernels.testing import compile_target
 from tests.pallas_kernels.mosaic_gpu.ptx import alignment, kernels, mutants
-from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case, all_cases, mutant_case
+from tests.pallas_kernels.mosaic_gpu.ptx.cases import (
+    Case,
+    all_cases,
+    mutant_case,
+    option_cases,
+    option_mutant_case,
+)
 from tests.pallas_kernels.mosaic_gpu.ptx.draw_cases import draw_cases, draw_mutant_case
-from tests.pallas_kernels.mosaic_gpu.ptx.option_cases import option_cases, option_mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import sampled_cases, sampled_mutant_case
 from tests.ptx_machine import threads
 from tests.ptx_machine.arithmetic import Errors
