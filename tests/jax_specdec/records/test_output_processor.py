@@ -80,6 +80,11 @@ def test_the_arrays_of_a_record_are_read_only_views_of_the_message():
             assert not array.flags.writeable
 
 
+def test_nothing_before_a_requests_first_token_is_part_of_a_stop_sequence():
+    _, ((record,),) = run(admitted(stop_sequences=((0, 5),)), target(0, tokens(5)))
+    assert record.finish_reason is None
+
+
 def test_finish_reasons_are_those_of_the_contract():
     assert [reason.name for reason in FinishReason] == [
         "STOP_TOKEN", "STOP_SEQUENCE", "LENGTH", "ABORT", "RECOVERY_ERROR", "PREFILL_HANDOVER",
