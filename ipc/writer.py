@@ -10,14 +10,7 @@ from xxhash import xxh3_64_intdigest
 
 from ipc.counters import RingCounters
 from ipc.endpoint import Endpoint
-from ipc.errors import (
-    MessageTooLarge,
-    PeerClosed,
-    PeerDied,
-    RingClosed,
-    RingFull,
-    Undelivered,
-)
+from ipc.errors import MessageTooLarge, PeerClosed, PeerDied, RingClosed, RingFull, Undelivered
 from ipc.segment import Segment
 from ipc.segment_layout import (
     DESCRIPTOR,

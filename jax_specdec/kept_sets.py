@@ -45,10 +45,7 @@ class KeptSets:
 
     @classmethod
     def of(
-        cls,
-        counts: NDArray[np.int32],
-        log_kept: NDArray[np.float32],
-        token_ids: NDArray[np.int32],
+        cls, counts: NDArray[np.int32], log_kept: NDArray[np.float32], token_ids: NDArray[np.int32]
     ) -> "KeptSets":
         """Sets of `counts` [N], with their ids one after the other.
 

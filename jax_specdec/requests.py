@@ -252,12 +252,7 @@ class Request:
 
     @classmethod
     def _made(
-        cls,
-        id: str,
-        ids: tuple[int, ...],
-        prompt: bytes,
-        params: SamplingParams,
-        num_emitted: int,
+        cls, id: str, ids: tuple[int, ...], prompt: bytes, params: SamplingParams, num_emitted: int
     ) -> Self:
         request = object.__new__(cls)
         for name, value in (("id", id), ("params", params), ("_num_emitted", num_emitted)):

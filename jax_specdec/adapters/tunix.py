@@ -36,7 +36,7 @@ def install(*, without_logits: bool = False) -> Iterator[tuple[str, ...]]:
     """
     check_version("google-tunix")
     new: dict[str, Any] = {
-        "tunix.rl.algo_core:compute_entropy_from_logits": compute_entropy_from_logits,
+        "tunix.rl.algo_core:compute_entropy_from_logits": compute_entropy_from_logits
     }
     if without_logits:
         theirs = importlib.import_module("tunix.rl.common").compute_per_token_logps
@@ -86,8 +86,7 @@ _entropies.defvjp(_read, _pulled)
 
 
 @partial(
-    jax.jit,
-    static_argnames=("pad_id", "eos_id", "stop_gradient", "return_logits", "temperature"),
+    jax.jit, static_argnames=("pad_id", "eos_id", "stop_gradient", "return_logits", "temperature")
 )
 def compute_per_token_logps(
     graphdef: Any,

@@ -18,16 +18,7 @@ from types import FrameType, ModuleType
 
 from jax_specdec.cli import argument_types
 
-COMMANDS = (
-    "check-device",
-    "demo",
-    "doctor",
-    "generate",
-    "score",
-    "serve",
-    "status",
-    "view",
-)
+COMMANDS = ("check-device", "demo", "doctor", "generate", "score", "serve", "status", "view")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -98,9 +98,7 @@ class ControlServer:
 
     def connection(self, link: Link) -> Connection:
         return Connection(
-            address=self._address,
-            identity=link.identity,
-            server_key=self._public_key.decode(),
+            address=self._address, identity=link.identity, server_key=self._public_key.decode()
         )
 
     def send(self, link: Link, payload: bytes) -> int:

@@ -22,11 +22,7 @@ from jax_specdec.records.batch import FinishReason
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-_FAILURES = (
-    FinishReason.RECOVERY_ERROR,
-    FinishReason.WORKER_LOST,
-    FinishReason.ATTEMPTS_EXHAUSTED,
-)
+_FAILURES = (FinishReason.RECOVERY_ERROR, FinishReason.WORKER_LOST, FinishReason.ATTEMPTS_EXHAUSTED)
 
 
 @dataclass

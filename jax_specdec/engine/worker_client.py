@@ -133,10 +133,7 @@ class WorkerProcess:
             self._process = ChildProcess(command, output=self._output, env=environment)
             # As late as possible: the worker attaches at once, and then nothing stays behind.
             self._ring = RingReader.create(
-                config.ring_slots,
-                config.message_bytes,
-                checksum=config.checksum,
-                doorbell=doorbell,
+                config.ring_slots, config.message_bytes, checksum=config.checksum, doorbell=doorbell
             )
             self._ring.expect_peer(self._process.pid)
             start = Start(

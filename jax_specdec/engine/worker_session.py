@@ -359,9 +359,7 @@ class WorkerSession:
         """Continue with a new worker, whose steps are numbered from 0; no slot may be taken."""
         assert not self._slots
         fresh = ProcessorState.empty(
-            self.state.num_slots,
-            process_rank=self.process_rank,
-            num_drafts=self.state.num_drafts,
+            self.state.num_slots, process_rank=self.process_rank, num_drafts=self.state.num_drafts
         )
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
         self.worker, self.ending, self.lost, self._last = worker, None, None, None

@@ -6,13 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jax_specdec.export.token_columns import (
-    FILLS,
-    TOKEN_COLUMNS,
-    TOKEN_LISTS,
-    Ragged,
-    TokenColumns,
-)
+from jax_specdec.export.token_columns import FILLS, TOKEN_COLUMNS, TOKEN_LISTS, Ragged, TokenColumns
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.requests import Request
 

@@ -51,8 +51,7 @@ def prometheus_text(*states: ProcessorState) -> str:
         family
         for state in states
         for family in _of_rank(
-            state.process_rank,
-            _delivery(state.statistics, state.counters, state.live_request_ids),
+            state.process_rank, _delivery(state.statistics, state.counters, state.live_request_ids)
         )
     )
 

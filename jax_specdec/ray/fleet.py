@@ -192,10 +192,7 @@ class Fleet:
         self._deliver(end_rows(ends), [entry for entry, _ in ends])
 
     def _deliver(
-        self,
-        batch: ColumnBatch,
-        entries: Sequence[Entry],
-        error: BaseException | None = None,
+        self, batch: ColumnBatch, entries: Sequence[Entry], error: BaseException | None = None
     ) -> list[ResultQueue[ColumnBatch]]:
         """Give rows to those who asked for them, with the lock held; which queues got some.
 

@@ -65,11 +65,7 @@ class ReplicaHandle:
     """
 
     def __init__(
-        self,
-        number: int,
-        place: Callable[[], Place],
-        fleet: FleetCalls,
-        cluster: RayConfig,
+        self, number: int, place: Callable[[], Place], fleet: FleetCalls, cluster: RayConfig
     ) -> None:
         self.number = number
         self.ready = self.begun = False

@@ -214,11 +214,7 @@ def _stop_at(
 
 
 def added_up(
-    state: ProcessorState,
-    message: Message,
-    slots: NDArray[np.intp],
-    emitted: Emitted,
-    cut: StopCut,
+    state: ProcessorState, message: Message, slots: NDArray[np.intp], emitted: Emitted, cut: StopCut
 ) -> SlotColumns:
     """The columns after this message."""
     before = state.columns
@@ -240,10 +236,7 @@ def added_up(
 
 
 def cumulative(
-    before: NDArray[np.float64],
-    message: Message,
-    slots: NDArray[np.intp],
-    kept: NDArray[np.int64],
+    before: NDArray[np.float64], message: Message, slots: NDArray[np.intp], kept: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """[B] `before` plus the kept tokens' logprobs, added one by one in float64."""
     after = before.copy()

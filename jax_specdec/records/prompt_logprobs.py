@@ -16,12 +16,7 @@ from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.records import apply_target
 from jax_specdec.records.batch import PromptChunks, RecordBatch
 from jax_specdec.records.decode import Message
-from jax_specdec.records.processor_state import (
-    ProcessorError,
-    ProcessorState,
-    StepLost,
-    frozen,
-)
+from jax_specdec.records.processor_state import ProcessorError, ProcessorState, StepLost, frozen
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request
 from jax_specdec.wording import pluralize

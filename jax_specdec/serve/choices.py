@@ -77,10 +77,7 @@ class Choice:
         if self._asked.columns:
             params = self._request.params
             columns = base64_columns(
-                records,
-                params.logprobs,
-                len(params.extra_token_ids),
-                kept=params.kept_token_ids,
+                records, params.logprobs, len(params.extra_token_ids), kept=params.kept_token_ids
             )
             found |= {"logprobs": None, "columns": columns}
         return found | self._extras(records, first)

@@ -161,10 +161,7 @@ CHAT: dict[str, Schema] = {
 }
 
 # Not served yet: only the value that changes nothing is taken.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-}
+NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}
 
 
 def body_schema(fields: dict[str, Schema], required: str) -> Schema:

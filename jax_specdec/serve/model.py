@@ -21,9 +21,7 @@ class Encoder(Protocol):
     def encode(self, text: str) -> tuple[int, ...]: ...
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        functions: Sequence[Mapping[str, Any]] = (),
+        self, messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]: ...
 
 
@@ -85,9 +83,7 @@ class TinyEncoder:
         return tuple(byte_tokens.encode(text, start_document=True).tolist())
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        functions: Sequence[Mapping[str, Any]] = (),
+        self, messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
         messages = with_functions(messages, functions)
         lines = [f"# {one['role']}: {one['content']}\n" for one in messages]

@@ -202,10 +202,7 @@ class Run:
         """
         asked = self._asked
         delivery = Delivery(
-            self._model.table,
-            asked.stops,
-            keep=asked.keep_stop,
-            min_tokens=choice.min_tokens,
+            self._model.table, asked.stops, keep=asked.keep_stop, min_tokens=choice.min_tokens
         )
         try:
             async for record in stream:

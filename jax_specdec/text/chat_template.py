@@ -66,9 +66,7 @@ class ChatTemplate:
             raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        functions: Sequence[Mapping[str, Any]] = (),
+        self, messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]] = ()
     ) -> str:
         """The text of a conversation, up to where the model is to answer.
 

@@ -87,9 +87,7 @@ class Tokenizer:
         return np.array(ids, np.int32)
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        functions: Sequence[Mapping[str, Any]] = (),
+        self, messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
         """The ids of a conversation, up to where the model is to answer.
 
