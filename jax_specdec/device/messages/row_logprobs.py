@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
@@ -144,11 +144,6 @@ def _of_processed(
     if read is not None:
         read = jax.tree.map(where, changed_read, read)
     return RowChanges(*own), read
-
-
-def _at_rows(x: Shaped[Array, "B S I"], rows: Rows) -> Shaped[Array, "R I"]:
-    """These rows; anything from `rows.num` on."""
-    return x.reshape(-1, x.shape[-1]).at[rows.flat].get(mode="clip")
 
 
 def _wanted_ids(token_ids: Int32[Array, "B S"], rows: Rows) -> Int32[Array, "B S"]:
