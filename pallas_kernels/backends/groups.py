@@ -131,8 +131,7 @@ def as_many_as_needed(
         return padded(counts[0])
     enough = jnp.asarray(counts[:-1], jnp.int32)
     index = jnp.sum(jnp.max(needed) > enough, dtype=jnp.int32)
-    found: Top = lax.switch(index, [lambda count=count: padded(count) for count in counts])
-    return found
+    return lax.switch(index, [lambda count=count: padded(count) for count in counts])
 
 
 def keeps(

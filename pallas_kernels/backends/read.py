@@ -49,7 +49,7 @@ def read_groups(
       implementation: "xla"; "mosaic_gpu"; "mosaic_tpu"; None: the kernels wherever they can run,
         but for the shortest rows on a TPU.
     """
-    found: tuple[Read, ...] = kernels_or_xla(
+    return kernels_or_xla(
         "groups",
         lambda kernels, part, *rows: kernels.read_part(part, k, *rows),
         lambda part, *rows: groups.read_part(part, k, *rows),
@@ -62,7 +62,6 @@ def read_groups(
         backends=tuple(KERNELS) if changes is None else ("mosaic_gpu",),
         faster_on_tpu=part.logits.shape[1] >= LEAST_ON_TPU,
     )
-    return found
 
 
 def candidates(
@@ -90,7 +89,7 @@ def candidates(
     faster = k > 0 and not symbolic
     faster = faster and kernel_is_faster(row_ids.shape[0], size, min(k, FEW), logits.dtype.name)
     able = {"mosaic_gpu": valid, "mosaic_tpu": changes is None}
-    found: Top = kernels_or_xla(
+    return kernels_or_xla(
         "groups",
         lambda kernels, logits, *rows: kernels.candidates(logits, k, *rows),
         lambda logits, *rows: groups.candidates(logits, k, *rows),
@@ -102,7 +101,6 @@ def candidates(
         backends=tuple(name for name in able if able[name]),
         faster_on_tpu=faster,
     )
-    return found
 
 
 def draw(
@@ -131,7 +129,7 @@ def draw(
     fits = given.maxima.shape[1] <= MOST_GROUPS and given.excluded_ids.shape[1] <= MOST_TAKEN
     if not fits:
         return by_xla(arrays)
-    found: Found = kernels_or_xla(
+    return kernels_or_xla(
         "draw",
         lambda kernels, logits, given, changes, arrays: after(
             kernels.draw(logits, given, purposes, changes), arrays
@@ -144,7 +142,6 @@ def draw(
         logits=logits,
         backends=("mosaic_gpu",),
     )
-    return found
 
 
 def num_larger(
@@ -163,7 +160,7 @@ def num_larger(
     """
     if maxima.shape[1] > MOST_GROUPS:
         return groups.larger_than_tokens(logits, token_ids, changes)
-    found: jax.Array = kernels_or_xla(
+    return kernels_or_xla(
         "count_larger",
         lambda kernels, *arguments: kernels.count_larger(*arguments),
         lambda logits, _, *rows: groups.larger_than_tokens(logits, *rows),
@@ -174,4 +171,3 @@ def num_larger(
         logits=logits,
         backends=("mosaic_gpu",),
     )
-    return found

@@ -115,8 +115,7 @@ def apply_at(logits: jax.Array, ids: jax.Array, changes: Changes | None) -> jax.
 def is_allowed(words: jax.Array, ids: jax.Array) -> jax.Array:
     """Whether the bit mask words [R, W] allow ids [R, C], each in [0, 32 W)."""
     word = jnp.take_along_axis(words, ids // WORD, axis=1)
-    found: jax.Array = (lax.shift_right_logical(word, ids % WORD) & 1) == 1
-    return found
+    return (lax.shift_right_logical(word, ids % WORD) & 1) == 1
 
 
 def unbiased(changes: Changes, width: int) -> jax.Array:
@@ -153,8 +152,7 @@ def biased(logits: jax.Array, rows: jax.Array, changes: Changes) -> tuple[jax.Ar
 
 def of_rows(changes: Changes | None, rows: jax.Array) -> Changes | None:
     """The changes of some rows [P] of those that there are; a row outside of them is clamped."""
-    chosen: Changes | None = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), changes)
-    return chosen
+    return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), changes)
 
 
 def of_columns(changes: Changes | None, first: jax.Array, width: int) -> Changes | None:

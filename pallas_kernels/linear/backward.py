@@ -206,8 +206,7 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
             sums = lax.dynamic_slice_in_dim(total, start, part) + _product(own, w, 1, axis)
             return lax.dynamic_update_slice_in_dim(total, sums, start, 0)
 
-        found: jax.Array = lax.fori_loop(0, -(-rows // part), some, total)
-        return found
+        return lax.fori_loop(0, -(-rows // part), some, total)
 
     nothing = Gradients(
         jnp.zeros((rows, size), jnp.float32),
@@ -222,10 +221,9 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
 
 def _product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
     """a times b, summed over this axis of a and the other of b, in float32."""
-    found: jax.Array = lax.dot_general(
+    return lax.dot_general(
         a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32
     )
-    return found
 
 
 def cotangents(

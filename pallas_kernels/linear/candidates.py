@@ -87,8 +87,7 @@ def appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runnin
             own = jnp.where(new[None], own, jnp.asarray(-jnp.inf, x.dtype))
         return _appended(running, own, first + start, k)
 
-    found: Running = lax.fori_loop(0, -(-width // most), some, vary_like(running, (running, x)))
-    return found
+    return lax.fori_loop(0, -(-width // most), some, vary_like(running, (running, x)))
 
 
 def _appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Running:
@@ -140,9 +139,7 @@ def _appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runni
         )
 
     carry = vary_like((jnp.int32(0), running), (words, running, x))
-    _, found = lax.while_loop(lambda carry: carry[0] < most, append, carry)
-    grown: Running = found
-    return grown
+    return lax.while_loop(lambda carry: carry[0] < most, append, carry)[1]
 
 
 def kth_largest(
@@ -192,8 +189,7 @@ def kth_largest(
         jnp.broadcast_to(jnp.asarray(limits.max if high is None else high, key), (rows,)),
         jnp.full(rows, jnp.inf, jnp.float32),
     )
-    found: jax.Array = lax.while_loop(unfinished, step, vary_like(carry, (x, carry)))[0]
-    return found
+    return lax.while_loop(unfinished, step, vary_like(carry, (x, carry)))[0]
 
 
 def shrunk(running: Running, k: int, most: int) -> Running:
@@ -219,8 +215,7 @@ def shrunk(running: Running, k: int, most: int) -> Running:
             kept = jnp.where(there, kept, empty)
             if rows % part:
                 kept = jnp.where(new[:, None], kept, old[:, :most])
-            moved: jax.Array = barrier(kept)
-            return moved
+            return barrier(kept)
 
         least_key = key_of(-jnp.inf, jnp.float32)
         here, behind = (start, jnp.int32(0)), (start, jnp.int32(most))
@@ -266,8 +261,7 @@ def ordered(running: Running, k: int) -> Best:
                 .at[row, before]
                 .set(own, mode="promise_in_bounds", unique_indices=True)
             )
-            updated: jax.Array = lax.dynamic_update_slice(whole, own, here)
-            return updated
+            return lax.dynamic_update_slice(whole, own, here)
 
         return put(found[0], keys), put(found[1], ids)
 

@@ -56,8 +56,7 @@ def num_columns(shard: VocabShard, width: int) -> jax.Array:
     vocab_size = shard.size(width)
     if vocab_size == VocabShard(shard.axis_name).size(width):
         return jnp.asarray(width, jnp.int32)
-    count: jax.Array = jnp.clip(vocab_size - shard.ids(width)[0], 0, width)
-    return count
+    return jnp.clip(vocab_size - shard.ids(width)[0], 0, width)
 
 
 def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
@@ -93,8 +92,7 @@ def _found(call: Call, inputs: Inputs) -> Found:
         return _of_rows(call, of_rows, head, inputs.bias, own[0], own[1], schedule.part)
 
     empty = Found(jnp.zeros(named.shape, jnp.float32), no_sums(rows, call.outputs))
-    found: Found = forms.map_blocks(work, schedule.rows, inputs.num_rows, empty, arrays)
-    return found
+    return forms.map_blocks(work, schedule.rows, inputs.num_rows, empty, arrays)
 
 
 def _schedule(call: Call, inputs: Inputs) -> Schedule:
@@ -150,13 +148,11 @@ def _in_parts(
         start = jnp.minimum(j * part, rows - part)
         x_of, rest_of = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, part), (x, rest))
         own = read(forms.barrier(x_of), *rest_of)
-        updated: RowSums = jax.tree.map(
+        return jax.tree.map(
             lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, start, 0), found, own
         )
-        return updated
 
-    found: RowSums = lax.fori_loop(0, -(-rows // part), some, forms.vary_like(like, (x, rest)))
-    return found
+    return lax.fori_loop(0, -(-rows // part), some, forms.vary_like(like, (x, rest)))
 
 
 def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> Found:
@@ -207,8 +203,7 @@ def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> Found:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    bits: jax.Array = lax.bitcast_convert_type(x, jnp.int32)
-    return bits
+    return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _usable(inputs: Inputs) -> jax.Array | None:

@@ -187,10 +187,7 @@ def _gradients(
         jnp.zeros(inputs.head.shape, jnp.float32),
         jnp.zeros(inputs.head.shape[0], jnp.float32),
     )
-    found: tuple[jax.Array, jax.Array, jax.Array] = lax.fori_loop(
-        0, -(-rows // block), step, vary_like(nothing, (inputs, local, d))
-    )
-    return found
+    return lax.fori_loop(0, -(-rows // block), step, vary_like(nothing, (inputs, local, d)))
 
 
 linear_kept_logprobs.defvjp(_kept_forward, _kept_backward)

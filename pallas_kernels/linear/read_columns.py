@@ -63,8 +63,7 @@ def given_logits(definition: Definition, product: Product, columns: jax.Array) -
         return lax.dynamic_update_slice_in_dim(found, diagonal, start, 0)
 
     empty = forms.vary_like(jnp.zeros(rows, jnp.float32), (hidden, head, bias, columns))
-    found: jax.Array = lax.fori_loop(0, -(-rows // block), step, empty)
-    return found
+    return lax.fori_loop(0, -(-rows // block), step, empty)
 
 
 def logits(
@@ -96,8 +95,7 @@ def recount(definition: Definition, piece: int, product: Product, given: jax.Arr
         return count + total.astype(jnp.int32)
 
     zeros = forms.vary_like(jnp.zeros(product.hidden.shape[0], jnp.int32), (product, given))
-    found: jax.Array = lax.fori_loop(0, -(-width // piece), step, zeros)
-    return found
+    return lax.fori_loop(0, -(-width // piece), step, zeros)
 
 
 class State(NamedTuple):
@@ -193,12 +191,11 @@ def _read_on(
                 lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (every, state, rows)
             )
             x = forms.barrier(x) if direct else loaded(forms.barrier(x), dtype)
-            updated: State = jax.tree.map(
+            return jax.tree.map(
                 lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, j * part, 0),
                 state,
                 read_part(x, start, seen, own_state, own_rows)[0],
             )
-            return updated
 
         if part == padded:
             x = every if direct else loaded(every, dtype)
@@ -223,8 +220,7 @@ def _read_on(
     _, state, running = lax.fori_loop(0, trips, step, forms.vary_like(first, inputs))
     best = candidates.ordered(running, k) if isinstance(running, candidates.Running) else running
     sums = state.sums._replace(top_logits=best.logits, top_ids=best.ids)
-    found: State = jax.tree.map(lambda x: x[:num_rows], State(sums, state.named))
-    return found
+    return jax.tree.map(lambda x: x[:num_rows], State(sums, state.named))
 
 
 Carry = tuple[jax.Array, State, candidates.Running | candidates.Best]

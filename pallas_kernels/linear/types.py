@@ -63,8 +63,7 @@ class Definition(NamedTuple):
         if self.soft_cap is None:
             return u
         cap = jnp.float32(self.soft_cap)
-        capped: jax.Array = cap * jnp.tanh(u / cap)
-        return capped
+        return cap * jnp.tanh(u / cap)
 
     def slope(self, u: jax.Array) -> jax.Array:
         """The derivative of soft_cap at u, float32."""
@@ -75,18 +74,14 @@ class Definition(NamedTuple):
 
 def product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     """a [N, H] times b, summed over this axis of b: [N, W], accumulated in float32."""
-    found: jax.Array = lax.dot_general(
-        a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return found
+    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def head_rows(x: jax.Array, start: jax.Array, size: int, axis: int = 0) -> jax.Array:
     """`size` rows of x, or of this axis, from `start` on, copied for this trip of a loop alone."""
     # Else XLA would widen all of a bfloat16 head before the loop.
     mine = barrier((x, start))[0]
-    rows: jax.Array = barrier(lax.dynamic_slice_in_dim(mine, start, size, axis))
-    return rows
+    return barrier(lax.dynamic_slice_in_dim(mine, start, size, axis))
 
 
 def stored(x: jax.Array) -> jax.Array:
@@ -96,14 +91,12 @@ def stored(x: jax.Array) -> jax.Array:
     """
     if x.dtype.itemsize == 4:
         return x
-    bits: jax.Array = lax.bitcast_convert_type(x, jnp.uint16)
-    return bits
+    return lax.bitcast_convert_type(x, jnp.uint16)
 
 
 def loaded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """What was `stored` of this dtype."""
-    values: jax.Array = lax.bitcast_convert_type(x, dtype)
-    return values
+    return lax.bitcast_convert_type(x, dtype)
 
 
 # The arguments of the door by name: signatures print these, and not what they stand for.

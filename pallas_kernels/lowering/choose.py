@@ -171,14 +171,12 @@ def use_implementation(name: str | None) -> AbstractContextManager[None]:
       ValueError: there is no such implementation.
     """
     check_name(name)
-    context: AbstractContextManager[None] = _named(name)
-    return context
+    return _named(name)
 
 
 def resolved(implementation: Implementation | None) -> Implementation | None:
     """The implementation that a call named, else that of the context; None where neither does."""
-    found: Implementation | None = _named.value if implementation is None else implementation
-    return found
+    return _named.value if implementation is None else implementation
 
 
 def kept(function: Callable[Arguments, Kept]) -> Callable[Arguments, Kept]:
@@ -250,8 +248,7 @@ def lowered_for(
         default=_flat(default, tree),
         functions=tuple(functions.items()),
     )
-    chosen: Result = jax.tree.unflatten(results[0], found)
-    return chosen
+    return jax.tree.unflatten(results[0], found)
 
 
 _choice = Primitive("lowered_for")
@@ -264,8 +261,7 @@ def _types(*avals: ShapedArray, like: Flat, **_: Static) -> list[ShapedArray]:
 
 
 def _run(*arrays: jax.Array, **params: Static) -> list[jax.Array]:
-    found: list[jax.Array] = jax.jit(functools.partial(_choice.bind, **params))(*arrays)
-    return found
+    return jax.jit(functools.partial(_choice.bind, **params))(*arrays)
 
 
 def _lowering(
@@ -277,8 +273,7 @@ def _lowering(
     like: Flat,
 ) -> Sequence[mlir.ir.Value]:
     function = default if name is None else dict(functions)[name]
-    lowered: Sequence[mlir.ir.Value] = mlir.lower_fun(function)(ctx, *values)
-    return lowered
+    return mlir.lower_fun(function)(ctx, *values)
 
 
 _choice.def_abstract_eval(_types)  # type: ignore[no-untyped-call]
@@ -392,8 +387,7 @@ def kernels_or_xla(
 
     def xla(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
         closed = ClosedJaxpr(traced.jaxpr, constants)
-        outputs: Result = jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(given)))
-        return outputs
+        return jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(given)))
 
     def elsewhere(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
         if explicit:
@@ -450,8 +444,7 @@ def _on_platform(
         found: Result = jax.vmap(xla, in_axes=tuple(axes))(constants, given)
         return found, jax.tree.map(lambda _: True, found)
 
-    run: ByXla[Result] = kernels
-    return run
+    return kernels
 
 
 # Backends and jobs that this process has lowered. What jax lowers once, it lowers again.

@@ -72,14 +72,12 @@ def map_blocks(
 
 def pin_to_iteration(logits: jax.Array, start: jax.Array) -> jax.Array:
     """The logits as a value of this iteration: else XLA would widen all of them before the loop."""
-    same: jax.Array = barrier((logits, start))[0]
-    return same
+    return barrier((logits, start))[0]
 
 
 def barrier(values: Values) -> Values:
     """`lax.optimization_barrier`, which has no type annotations."""
-    same: Values = lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
-    return same
+    return lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
 
 
 def vary_like(values: Values, inputs: Tree) -> Values:
@@ -98,14 +96,12 @@ def vary_like(values: Values, inputs: Tree) -> Values:
         missing = tuple(sorted(axes - varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    varying: Values = jax.tree.map(vary, values)
-    return varying
+    return jax.tree.map(vary, values)
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The mesh axes of the surrounding `shard_map` over which x may differ."""
-    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-    return axes
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def ordered_keys(x: jax.Array) -> jax.Array:
@@ -118,8 +114,7 @@ def ordered_keys(x: jax.Array) -> jax.Array:
 
 def floats(keys: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The floats of `dtype` that have these `ordered_keys`."""
-    found: jax.Array = lax.bitcast_convert_type(_mirrored(keys), dtype)
-    return found
+    return lax.bitcast_convert_type(_mirrored(keys), dtype)
 
 
 def key_of(value: float, dtype: DTypeLike) -> jax.Array:
@@ -166,8 +161,7 @@ def canonical(x: jax.Array) -> jax.Array:
 
 def as_integers(x: jax.Array) -> jax.Array:
     """The bits of floats as signed integers of their size."""
-    bits: jax.Array = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
-    return bits
+    return lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
 
 
 def _mirrored(bits: jax.Array) -> jax.Array:
@@ -264,5 +258,4 @@ def logarithm(x: Float32[Array | np.ndarray, "*rows"]) -> Float32[Array, "*rows"
     half = jnp.float32(0.5) * f * f
     power = exponent.astype(jnp.float32)
     small = s * (half + z * series) + power * jnp.float32(LOG2[1])
-    found: jax.Array = power * jnp.float32(LOG2[0]) - ((half - small) - f)
-    return found
+    return power * jnp.float32(LOG2[0]) - ((half - small) - f)

@@ -137,8 +137,7 @@ class VocabShard:
         # Only `shard_map` keeps track of what varies; what the compiler splits itself does not.
         tracked = names <= {*jax.sharding.get_abstract_mesh().manual_axes}
         to = {"to": "invarying"} if tracked else {}
-        every: jax.Array = lax.all_gather(local, self.axis_name, **to)
-        return every
+        return lax.all_gather(local, self.axis_name, **to)
 
     def _across(self, collective: Callable[..., jax.Array], local: jax.Array) -> jax.Array:
         return local if self.axis_name is None else collective(local, self.axis_name)

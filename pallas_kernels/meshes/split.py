@@ -80,8 +80,7 @@ def on_mesh(
 
 
 def _moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    there: jax.Array = jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
-    return there
+    return jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -175,10 +174,9 @@ def where_compiled(
 
     # What the compiler asks for later has no rule for a derivative.
     found = iter(batched(*jax.lax.stop_gradient(_not_empty(leaves))))
-    outputs: Result = jax.tree.map(
+    return jax.tree.map(
         lambda x: next(found) if x.size else jnp.zeros(x.shape, x.dtype), results[0]
     )
-    return outputs
 
 
 def _not_empty(tree: Result) -> list[jax.Array]:
@@ -235,8 +233,7 @@ def run_inputs(place: Place, call: Call[Arrays, Result], inputs: Arrays, words: 
     """
     if place.mesh is None:
         return call(place.layout, inputs)
-    found: Result = program_on_mesh(call, place.mesh, place.layout, words)(inputs)
-    return found
+    return program_on_mesh(call, place.mesh, place.layout, words)(inputs)
 
 
 @functools.cache
@@ -293,8 +290,7 @@ def _of_all_devices(found: Found, mine: jax.Array, place: jax.Array, layout: Lay
         return jnp.where(somewhere.reshape(shape), over_rows.across_sum(own), of_skipped)
 
     assert isinstance(found, TopkLogprobs)
-    outputs: Found = jax.tree.map(joined, found, skipped_like(found))
-    return outputs
+    return jax.tree.map(joined, found, skipped_like(found))
 
 
 class Split(NamedTuple):

@@ -78,8 +78,7 @@ def truncation(
     # A batch that cuts nothing pays for nothing.
     cut = lax.cond(jnp.any(sampled & parameters.truncates(each)), found, nothing)
     cut = parameters.where(sampled, cut, Truncation.greedy(choice.token_ids))
-    shaped: Truncation = jax.tree.map(lambda x: x.reshape(shape), cut)
-    return shaped
+    return jax.tree.map(lambda x: x.reshape(shape), cut)
 
 
 def cuts(
@@ -122,8 +121,7 @@ def cuts(
         cut, left = _where_any(left & ~known, cut, by_more)
         return _where_any(left | known, cut, by_search)[0]
 
-    cut: Truncation = lax.cond(jnp.any(is_cut), some, lambda: nothing)
-    return cut
+    return lax.cond(jnp.any(is_cut), some, lambda: nothing)
 
 
 def _by_more(
@@ -166,8 +164,7 @@ def _by_search(
         its_scale, its_sampling = at_rows(there, (scale, sampling))
         shard = VocabShard(rows.shard.axis_name, rows.vocab_size)
         single = cut_search.searched(x, its_sampling, its_scale, shard)
-        put: Truncation = jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)
-        return put
+        return jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)
 
     return lax.fori_loop(0, number, one, cut), jnp.zeros_like(left)
 
@@ -178,7 +175,4 @@ def _where_any(
     call: Callable[[jax.Array, Truncation], tuple[Truncation, jax.Array]],
 ) -> tuple[Truncation, jax.Array]:
     """`call(left, cut)` where a row is left."""
-    found: tuple[Truncation, jax.Array] = lax.cond(
-        jnp.any(left), call, lambda left, cut: (cut, left), left, cut
-    )
-    return found
+    return lax.cond(jnp.any(left), call, lambda left, cut: (cut, left), left, cut)

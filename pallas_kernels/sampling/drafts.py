@@ -87,10 +87,7 @@ def _drawn(
         top = top_candidates(x, MOST_TOKENS, shard, row_ids)
         return _from_candidates(top, sampling, positions, shard.size(x.shape[1]))
 
-    found: tuple[jax.Array, CompactQ] = lax.cond(
-        jnp.any(sampling.temperature > 0), by_chance, greedily
-    )
-    return found
+    return lax.cond(jnp.any(sampling.temperature > 0), by_chance, greedily)
 
 
 def _from_candidates(

@@ -195,8 +195,7 @@ def _block(
 
 def _tied(logits: jax.Array, start: jax.Array) -> jax.Array:
     """The logits as a value of this trip: else XLA would widen all of them before the loop."""
-    same: jax.Array = lax.optimization_barrier((logits, start))[0]  # type: ignore[no-untyped-call]
-    return same
+    return lax.optimization_barrier((logits, start))[0]  # type: ignore[no-untyped-call]
 
 
 def _counts(

@@ -56,8 +56,7 @@ def kept_logprobs(
     logits, token_ids, rows = jnp.asarray(logits), jnp.asarray(token_ids), token_ids.shape
     sets = on_device(kept, rows)
     t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows)
-    found: jax.Array = _logprobs(logits, token_ids, sets, jnp.where(t > 0, t, 1.0))
-    return found
+    return _logprobs(logits, token_ids, sets, jnp.where(t > 0, t, 1.0))
 
 
 def on_device(kept: tuple[AnyArray, AnyArray, AnyArray], rows: tuple[int, ...]) -> PaddedKept:
@@ -169,8 +168,7 @@ def is_id(kept: PaddedKept) -> Bool[Array, "*rows M"]:
     """Which entries of the sets are ids."""
     shape = kept.token_ids.shape
     column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    found: jax.Array = column < kept.counts[..., None]
-    return found
+    return column < kept.counts[..., None]
 
 
 def _of_set(logits: jax.Array, kept: PaddedKept) -> Float32[Array, "*rows M"]:
@@ -198,14 +196,12 @@ def _relative(x: jax.Array, scale: _Scale, temperatures: jax.Array) -> jax.Array
     """(x - m) / T of x [*rows] or [*rows, N]: a quotient x / T would have lost the digits."""
     shape = (*temperatures.shape, *(1,) * (x.ndim - temperatures.ndim))
     above = x.astype(jnp.float32) - scale.largest.reshape(shape)
-    relative: jax.Array = above / temperatures.reshape(shape)
-    return relative
+    return above / temperatures.reshape(shape)
 
 
 def _mean(shares: Float32[Array, "*rows N"], z: Float32[Array, "*rows N"]) -> jax.Array:
     """The mean of z under the shares; -inf has share 0 and counts nothing."""
-    mean: jax.Array = jnp.where(shares > 0, shares * z, 0.0).sum(-1)
-    return mean
+    return jnp.where(shares > 0, shares * z, 0.0).sum(-1)
 
 
 def learner_logprobs(
@@ -258,8 +254,7 @@ def learner_logprobs(
         found = linear_topk_logprobs(
             states, head, ids, 0, temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap
         )
-        of_rows: jax.Array = found.logprobs[:, 0] - flat.log_kept
-        return of_rows
+        return found.logprobs[:, 0] - flat.log_kept
 
     whole = lax.cond(jnp.any(marked), read_all, lambda: jnp.zeros_like(of_set))
     logprobs = jnp.where(marked, whole, of_set)

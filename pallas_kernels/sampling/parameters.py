@@ -106,8 +106,7 @@ class Truncation(NamedTuple):
 
 def where(rows: Bool[Array, "..."], a: Truncation, b: Truncation) -> Truncation:
     """The cuts of `a` in these rows, those of `b` in the others."""
-    chosen: Truncation = jax.tree.map(lambda x, y: jnp.where(rows, x, y), a, b)
-    return chosen
+    return jax.tree.map(lambda x, y: jnp.where(rows, x, y), a, b)
 
 
 def has_meaning(sampling: Sampling) -> Bool[Array, " B"]:
@@ -137,8 +136,7 @@ def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling
     def repeated(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x.reshape(-1, *[1] * (len(rows) - 1)), rows).reshape(-1)
 
-    each: Sampling = jax.tree.map(repeated, sampling)
-    return each
+    return jax.tree.map(repeated, sampling)
 
 
 def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, ""]]:
@@ -153,8 +151,7 @@ def at_rows(index: Int32[Array, " R"], values: Values) -> Values:
     """The values of the rows `index`, of a tree of arrays [N] of 32-bit numbers; in one loop."""
     leaves, tree = jax.tree.flatten(values)
     each = (jnp.broadcast_to(x[None], (index.shape[0], x.shape[0])) for x in leaves)
-    chosen: Values = jax.tree.unflatten(tree, at_place(index, *each))
-    return chosen
+    return jax.tree.unflatten(tree, at_place(index, *each))
 
 
 def scattered(
@@ -163,5 +160,4 @@ def scattered(
     """The cuts with the first `number` of `part`, at the rows `index`; from N on: nowhere."""
     counts = jnp.arange(index.shape[0], dtype=jnp.int32) < number
     place = jnp.where(counts, index, index.shape[0])
-    put: Truncation = jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
-    return put
+    return jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)

@@ -203,8 +203,7 @@ def with_invalid(
             choice = greedy_of_part(rows.shard, Rows(rows.logits, changes=rows.changes))
         return choice.token_ids
 
-    chosen: jax.Array = lax.cond(jnp.all(found.valid), lambda: token_ids, again)
-    return chosen
+    return lax.cond(jnp.all(found.valid), lambda: token_ids, again)
 
 
 def for_logprobs(
@@ -221,8 +220,7 @@ def for_logprobs(
         top_logits=found.top_logits[:, :k],
         maxima=found.groups.maxima,
     )
-    shaped: RowsRead = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), whole)
-    return shaped
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), whole)
 
 
 def emitted_logprobs(

@@ -146,8 +146,7 @@ class Batch(NamedTuple):
                 return x.reshape(*self.positions.shape, *x.shape[1:])
             return x[self.rows]
 
-        found: Values = jax.tree.map(placed, values)
-        return found
+        return jax.tree.map(placed, values)
 
     def of_each_row(self, num_rows: int) -> Annotated[Sampling, "B = N"]:
         """The parameters of the N rows; those of a row that no slot has are greedy."""
@@ -155,10 +154,9 @@ class Batch(NamedTuple):
             return of_each_row(self.sampling, self.positions.shape)
         slots = slots_of_rows(self.row_ids, num_rows)
         nobody = Sampling.greedy(1)
-        each: Sampling = jax.tree.map(
+        return jax.tree.map(
             lambda x, none: jnp.concatenate([x, none])[slots], self.sampling, nobody
         )
-        return each
 
     def with_rows(self, row_ids: jax.Array, bonus: jax.Array | None, num_rows: int) -> "Batch":
         """The same slots, with rows among `num_rows` flat ones."""

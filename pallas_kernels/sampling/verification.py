@@ -238,8 +238,7 @@ def _verify(
         given = logits, changes, batch
         if every_greedy:
             return all_greedy(*given)
-        found: Verified = lax.cond(_some_sampled(batch.sampling), sampled, all_greedy, *given)
-        return found
+        return lax.cond(_some_sampled(batch.sampling), sampled, all_greedy, *given)
 
     given = logits, changes, batch
     # A rule of the user's own may close over traced values.
@@ -283,8 +282,7 @@ def _verify_rows(
 
         if is_sampled is not None:
             return sampled() if is_sampled else all_greedy()
-        verified: Verified = lax.cond(some_sampled, sampled, all_greedy)
-        return verified
+        return lax.cond(some_sampled, sampled, all_greedy)
     grouped, before = rows(), None if own is None else GroupedRows.of(own, shard)
     every = row_read.read_changed(grouped, each(), k, before)
     read = _of_named_rows(batch, every[0])

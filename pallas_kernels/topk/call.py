@@ -233,8 +233,7 @@ def own_part(
         part = functools.partial(_of_shard, implementation, outputs, shard)
         return transformable(part, shard)(rows)
 
-    jitted: Callable[[VocabShard, Rows], TopkLogprobs] = jax.jit(call, static_argnums=0)
-    return jitted
+    return jax.jit(call, static_argnums=0)
 
 
 def _of_shard(
@@ -275,8 +274,7 @@ def topk_of_whole_rows(
     def by_kernels(kernels: ModuleType, rows: Rows) -> TopkLogprobs:
         whole = getattr(kernels, "topk_logprobs", None)
         if whole is not None and rows.changes is None:
-            found: TopkLogprobs = whole(rows, outputs)
-            return found
+            return whole(rows, outputs)
         return from_sums(kernels.row_sums, rows)
 
     def by_xla(rows: Rows) -> TopkLogprobs:
@@ -302,7 +300,7 @@ def row_sums(
     implementation: Implementation | None, rows: Rows, selected: jax.Array, outputs: Outputs
 ) -> RowSums:
     """`answers.ReadRows` of a part of the columns."""
-    found: RowSums = choose.kernels_or_xla(
+    return choose.kernels_or_xla(
         "rows",
         lambda kernels, rows, selected: kernels.row_sums(rows, selected, outputs),
         lambda rows, selected: xla.row_sums(rows, selected, outputs),
@@ -312,7 +310,6 @@ def row_sums(
         implementation=implementation,
         faster_on_tpu=_faster_on_tpu(rows, outputs.k),
     )
-    return found
 
 
 def _faster_on_tpu(rows: Rows, k: int) -> bool:

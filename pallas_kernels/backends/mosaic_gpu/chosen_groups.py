@@ -204,5 +204,4 @@ def over_groups(
     def body(turn: Index, carry: Carry) -> Carry:
         return work(turn, chosen.groups(turn, count, row), carry)
 
-    found: Carry = lax.fori_loop(0, (count + (size - 1)) // size, body, initial)
-    return found
+    return lax.fori_loop(0, (count + (size - 1)) // size, body, initial)

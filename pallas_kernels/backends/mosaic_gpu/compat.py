@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-any-return"
 """Pallas Mosaic GPU as the kernels need it: what differs between the supported jax versions
 (0.10.2 to 0.12), and between a compiled and an interpreted kernel, in one place.
 """
@@ -39,8 +38,7 @@ def interpret_params(detect_races: bool) -> "InterpretGPUParams":
 
 def asarray(value: Any) -> jax.Array:
     """The same value, typed: what is traced in a kernel has no type of its own."""
-    array: jax.Array = value
-    return array
+    return value
 
 
 def cast(value: jax.Array, layout: Layout) -> jax.Array:

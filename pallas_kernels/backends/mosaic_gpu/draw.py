@@ -167,8 +167,7 @@ class ExcludedTokens(NamedTuple):
         arguments = (self.ids_ref, self.chosen.places_ref, self.start, begin)
         layouts = (None, None, "scalar", "scalar")
         kind = thread.result((size,), jnp.int32, layout)
-        found: jax.Array = compat.asarray(thread.inline(body, arguments, layouts, kind)) != 0
-        return found
+        return compat.asarray(thread.inline(body, arguments, layouts, kind)) != 0
 
     def _mark(
         self,
@@ -209,8 +208,7 @@ class RowToDraw(NamedTuple):
     def keeps(self, x: jax.Array, ids: jax.Array) -> jax.Array:
         """Whether the cut keeps tokens with logits x."""
         same = (x == self.cut_logit) & (ids < self.cut_id)
-        kept: jax.Array = (x > self.cut_logit) | same | (ids == self.cut_id)
-        return kept
+        return (x > self.cut_logit) | same | (ids == self.cut_id)
 
     def noise(self, purpose: int, ids: jax.Array) -> jax.Array:
         """Gumbel noise of groups or tokens."""
@@ -223,8 +221,7 @@ class RowToDraw(NamedTuple):
         """Of groups: the logarithm of the sum of exp((x - m) / T), and noise."""
         gap = jnp.minimum((maxima - self.largest) * self.inverse, jnp.float32(0))
         scores = log_of(sums) + gap + self.noise(self.purposes[0], numbers)
-        found: jax.Array = jnp.where(sums > 0, scores, jnp.float32(-jnp.inf))
-        return found
+        return jnp.where(sums > 0, scores, jnp.float32(-jnp.inf))
 
 
 def _draw_kernel(

@@ -401,8 +401,7 @@ def collect(
         return thread.scalar(_collect(refs, word(cut_here), ids))
 
     count = thread.result((), jnp.int32, compat.GPU.Layout.WG_SPLAT)
-    found: jax.Array = thread.inline(body, arguments, layouts, count)
-    return found
+    return thread.inline(body, arguments, layouts, count)
 
 
 class LogitVector(NamedTuple):
@@ -827,8 +826,7 @@ def key_of_scalar(x: jax.Array) -> jax.Array:
         return thread.scalar(thread.select(x == 0.0, 0, _flipped(thread.bits_of(x))))
 
     kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
-    key: jax.Array = thread.inline(body, (x,), ("scalar",), kind)
-    return key
+    return thread.inline(body, (x,), ("scalar",), kind)
 
 
 def first_largest(schedule: Schedule, row: RowOfLogits) -> jax.Array:

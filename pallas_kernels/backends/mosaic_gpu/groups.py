@@ -103,10 +103,7 @@ def _split_groups(part: Part, inverse: jax.Array, raw: bool) -> tuple[GroupSums,
     offset = part.offset.reshape(1)
     (out,) = groups_kernel.read_groups(schedule, part.logits, inverse, raw, offset)
     both = of_rows(out, schedule, whole), last
-    joined: tuple[GroupSums, jax.Array] = jax.tree.map(
-        lambda x, y: jnp.concatenate([x, y], axis=1), *both
-    )
-    return joined
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), *both)
 
 
 def top_of_groups(

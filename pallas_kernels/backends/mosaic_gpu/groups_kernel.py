@@ -103,8 +103,7 @@ def read_groups(
         kernel_name="read_groups",
     )
     found = kernel(logits.reshape(-1), inverse, offset, changes)
-    outputs: tuple[GroupOutputs[jax.Array], ...] = jax.tree.unflatten(tree, found)
-    return outputs
+    return jax.tree.unflatten(tree, found)
 
 
 class RowOfGroups(NamedTuple):
@@ -200,8 +199,7 @@ def read_steps(row: RowOfGroups, program: Index) -> Carries:
 
     begin = program * schedule.num_steps // schedule.splits
     end = (program + 1) * schedule.num_steps // schedule.splits
-    carries: Carries = lax.fori_loop(begin, end, step, before_any_block(row))
-    return carries
+    return lax.fori_loop(begin, end, step, before_any_block(row))
 
 
 def read_edges(row: RowOfGroups) -> Carries:
@@ -283,10 +281,9 @@ def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
         mine = thread.sum_over_lanes(thread.in_pairs(thread.words(given)), width // RUN)
         return thread.one_each(mine, layout.reduce(1), (groups,))
 
-    found: jax.Array = thread.inline(
+    return thread.inline(
         body, (terms,), (layout,), thread.result((groups,), jnp.float32, layout.reduce(1))
     )
-    return found
 
 
 def _store(row: RowOfGroups, block: Index, ref: jax.Ref, values: jax.Array) -> None:

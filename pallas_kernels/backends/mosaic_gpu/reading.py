@@ -260,8 +260,7 @@ def fixed_changes(changes: Changes | None, width: int) -> RowChanges:
         return None
     plain = None if changes.bias is None else unbiased(changes, width)
     arrays: FixedChanges[Readable] = FixedChanges(changes.allowed, plain, *changes[1:])
-    flat: RowChanges = jax.tree.map(lambda x: x.reshape(-1), arrays)
-    return flat
+    return jax.tree.map(lambda x: x.reshape(-1), arrays)
 
 
 def changed(

@@ -186,8 +186,7 @@ def read_steps(row: RowToRead, program: Index) -> Carry:
 
     begin = program * schedule.num_steps // schedule.splits
     end = (program + 1) * schedule.num_steps // schedule.splits
-    carry: Carry = lax.fori_loop(begin, end, step, before_any_block(row, schedule.vector))
-    return carry
+    return lax.fori_loop(begin, end, step, before_any_block(row, schedule.vector))
 
 
 def read_edges(row: RowToRead) -> Carry:

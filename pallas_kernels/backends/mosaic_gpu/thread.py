@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-any-return"
 """What one thread of a kernel computes, where Pallas has only whole vectors: MLIR, spelt in Python.
 
 Pallas lowers operations of vectors that a warpgroup holds. It has no store to a place that each

@@ -92,8 +92,7 @@ def read_groups(
     if not tokens:
         return last
     first = _groups_of(logits, tokens, part.offset, inverse, raw, interpret, cut)
-    joined: Found = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)
-    return joined
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)
 
 
 def _groups_of(

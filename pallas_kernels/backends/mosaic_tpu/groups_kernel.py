@@ -214,5 +214,4 @@ def call(
     )
     if not (schedule.interpreted or schedule.as_blocks):
         logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
-    found: list[jax.Array] = run(offset, logits, given)
-    return found
+    return run(offset, logits, given)

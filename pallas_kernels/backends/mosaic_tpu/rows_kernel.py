@@ -96,8 +96,7 @@ class Stacks(NamedTuple):
                 size = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
                 bad = (size > 0) & (size < MIN_NORMAL_BITS)
             found.append(jnp.where(bad, 1.0, 0.0))
-        unfit: jax.Array = tree(jnp.maximum, found)
-        return unfit
+        return tree(jnp.maximum, found)
 
 
 def push(stack: Stack, logit: jax.Array, column: jax.Array, pushed: jax.Array) -> Stack:
@@ -440,12 +439,10 @@ def count_again(unit: Unit, half: int) -> jax.Array:
         return larger + more
 
     def chunk(index: Index, tokens: int, larger: jax.Array) -> jax.Array:
-        found: jax.Array = unit.over_columns(index, tokens, given, step, larger)
-        return found
+        return unit.over_columns(index, tokens, given, step, larger)
 
     larger = unit.over_chunks(chunk, jnp.zeros(SHAPE, jnp.float32))
-    counted: jax.Array = jnp.sum(larger, axis=1, keepdims=True)
-    return counted
+    return jnp.sum(larger, axis=1, keepdims=True)
 
 
 def _half(half: int) -> Place:
@@ -567,13 +564,11 @@ def select_again(
 def _is_active(unit: Unit, half: int, count: jax.Array) -> jax.Array:
     """[8, 128]: whether a row of half the unit is among the wanted ones."""
     place = lax.broadcasted_iota(jnp.int32, SHAPE, 0) * unit.schedule.halves + half
-    active: jax.Array = unit.number * unit.schedule.unit + place < count
-    return active
+    return unit.number * unit.schedule.unit + place < count
 
 
 def _any(x: jax.Array) -> jax.Array:
-    found: jax.Array = jnp.max(jnp.where(x, 1.0, 0.0)) > 0.0
-    return found
+    return jnp.max(jnp.where(x, 1.0, 0.0)) > 0.0
 
 
 def _overwrite(out: jax.Array, first: int, columns: list[jax.Array]) -> jax.Array:

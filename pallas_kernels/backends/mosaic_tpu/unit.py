@@ -33,8 +33,7 @@ Step = Callable[[list[Halves], Index, Carry], Carry]
 
 def aligned(place: Index, size: int) -> jax.Array:
     """The place, which Mosaic may take for a multiple of a size."""
-    found: jax.Array = pl.multiple_of(place, size)  # type: ignore[arg-type]
-    return found
+    return pl.multiple_of(place, size)  # type: ignore[arg-type]
 
 
 class AsyncCopy(Protocol):
@@ -180,8 +179,7 @@ def turned(words: jax.Array) -> jax.Array:
 
 def is_allowed(words: jax.Array, column: Index) -> jax.Array:
     """Whether the tokens of a column of a vector of turned words are allowed: [8, 128] bool."""
-    found: jax.Array = (words << (WORD_COLUMNS - 1 - column)) < 0
-    return found
+    return (words << (WORD_COLUMNS - 1 - column)) < 0
 
 
 def _permuted(x: jax.Array, lanes: jax.Array) -> jax.Array:

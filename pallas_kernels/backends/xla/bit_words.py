@@ -24,8 +24,7 @@ def packed(flags: jax.Array, run: int = 1) -> jax.Array:
     whole = barrier(jnp.concatenate([flags, missing], axis=1)).reshape(rows, words, 4, 8)
     bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32).reshape(4, 8)
     parts = barrier(jnp.where(whole, bits, jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32))
-    found: jax.Array = barrier(parts.sum(axis=2, dtype=jnp.uint32))
-    return found
+    return barrier(parts.sum(axis=2, dtype=jnp.uint32))
 
 
 def number(flags: int, run: int = 1) -> int:

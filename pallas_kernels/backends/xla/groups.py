@@ -270,8 +270,7 @@ def _number_of(flags: Bool[Array, " V"]) -> Int32[Array, ""]:
     width = len(flags) // pieces
     parts = [flags[i * width : (i + 1) * width] for i in range(pieces)]
     first = functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts])
-    found: jax.Array = first.sum(dtype=jnp.int32) + flags[pieces * width :].sum(dtype=jnp.int32)
-    return found
+    return first.sum(dtype=jnp.int32) + flags[pieces * width :].sum(dtype=jnp.int32)
 
 
 def in_blocks(
@@ -316,8 +315,7 @@ def in_blocks(
             return forms.vary_like(zeros, (x, given))
 
         # A branch is where XLA copies the block: without, it is read number by number.
-        done: tuple[jax.Array, ...] = lax.cond(start >= 0, leaves_of_work, nothing, x, *given)
-        return done
+        return lax.cond(start >= 0, leaves_of_work, nothing, x, *given)
 
     @jax.jit  # traced once, for its shapes and in the branch
     def leaves_of_work(
@@ -329,5 +327,4 @@ def in_blocks(
 
     flat, tree = jax.tree.flatten(initial)
     found = forms.map_blocks(done_from, block, num_rows, tuple(flat), (logits, changes, *rows))
-    outputs: Outputs = jax.tree.unflatten(tree, found)
-    return outputs
+    return jax.tree.unflatten(tree, found)

@@ -107,12 +107,10 @@ def in_one_thread(function: Callable[..., Result], *arguments: forms.Tree) -> Re
     def never(*arguments: forms.Tree) -> Result:
         like = jax.eval_shape(traced_once, *arguments)
         zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
-        found: Result = forms.vary_like(zeros, arguments)
-        return found
+        return forms.vary_like(zeros, arguments)
 
     always = forms.barrier(jnp.bool_(True))  # which the compiler does not see through
-    found: Result = lax.cond(always, traced_once, never, *arguments)
-    return found
+    return lax.cond(always, traced_once, never, *arguments)
 
 
 # Pieces of a row that are added at a time on a CPU: of terms with an `exp` each, and of sums.
@@ -178,8 +176,7 @@ def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
         # Invalid rows have no sum. Besides, a branch is where XLA copies the block: it would read
         # a slice of the logits number by number in the loop below, five times as slow.
         any_valid = jnp.any(given.reference < jnp.inf)
-        found: Sums = lax.cond(any_valid, _added_pieces, nothing, x, larger, given)
-        return found
+        return lax.cond(any_valid, _added_pieces, nothing, x, larger, given)
 
 
 def _added_pieces(x: jax.Array, larger: jax.Array | None, given: Given) -> Sums:
@@ -227,8 +224,7 @@ LEAST = -200.0  # the exponential of this is 0 in float32; of -inf, -inf * 0 wou
 def weighted_sum(x: jax.Array, given: Given) -> jax.Array:
     """[B] float32 of x [B, V]."""
     with jax.named_scope("row_entropy"):
-        found: jax.Array = lax.reduce(_terms(x, given), jnp.float32(0), lax.add, dimensions=(1,))
-        return found
+        return lax.reduce(_terms(x, given), jnp.float32(0), lax.add, dimensions=(1,))
 
 
 def weighted_sum_on_cpu(x: jax.Array, given: Given) -> jax.Array:
@@ -247,8 +243,7 @@ def weighted_sum_on_cpu(x: jax.Array, given: Given) -> jax.Array:
 
     with jax.named_scope("row_entropy"):
         any_valid = jnp.any(given.reference < jnp.inf)
-        found: jax.Array = lax.cond(any_valid, added, nothing, x, given)
-        return found
+        return lax.cond(any_valid, added, nothing, x, given)
 
 
 def _terms(x: jax.Array, given: Given) -> jax.Array:

@@ -159,8 +159,7 @@ def slices(x: jax.Array, starts: jax.Array, width: int) -> jax.Array:
     def of_row(row: jax.Array, starts: jax.Array) -> jax.Array:
         return jax.vmap(lambda start: lax.dynamic_slice(row, (start,), (width,)))(starts)
 
-    found: jax.Array = jax.vmap(of_row)(x, starts)
-    return found
+    return jax.vmap(of_row)(x, starts)
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -204,8 +203,7 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
 
     found = forms.vary_like(jnp.full(keys.shape[:1], np.iinfo(np.int16).min, jnp.int32), keys)
     found = lax.fori_loop(0, HALF, step, found)
-    key: jax.Array = found.astype(keys.dtype) << shift
-    return key
+    return found.astype(keys.dtype) << shift
 
 
 def top_k_by_integers(x: jax.Array, k: int, dtype: DTypeLike) -> Selected:
@@ -237,12 +235,11 @@ def picked(x: jax.Array, places: jax.Array) -> jax.Array:
     """The entries [B, m, ...] of x [B, n, ...] at places [B, m] int32, which are places of x."""
     rows, n, *rest = x.shape
     start = jnp.arange(rows, dtype=jnp.int32)[:, None] * n
-    found: jax.Array = (
+    return (
         x.reshape(-1, *rest)
         .at[start + places]
         .get(mode="promise_in_bounds", wrap_negative_indices=False)
     )
-    return found
 
 
 PIECES = 16  # of a row of maxima, joined at a time
@@ -272,10 +269,7 @@ def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> S
         return _ordered(x, maxima, bound, k, width)
     found, complete = _collected(x, maxima, bound, k, width)
     # Many logits may be equal: then there is no room for all.
-    top: Selected = lax.cond(
-        jnp.all(complete), lambda: found, lambda: top_k(x.astype(jnp.float32), k)
-    )
-    return top
+    return lax.cond(jnp.all(complete), lambda: found, lambda: top_k(x.astype(jnp.float32), k))
 
 
 def _collected(
