@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.backends.groups import WIDTH
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, changed
@@ -20,7 +21,6 @@ from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, word
 
 Carry = TypeVar("Carry")  # of a loop: a tree of vectors and numbers
 NO_GROUP = 2**31 - 1
-WIDTH = 256  # logits of a group
 
 
 class Row(NamedTuple):
@@ -35,15 +35,12 @@ class Row(NamedTuple):
     @property
     def vector(self) -> int:
         """The logits that a thread can load at once wherever a row begins."""
-        vector = self.schedule.vector
-        while self.schedule.vocabulary % vector:
-            vector //= 2
-        return vector
+        return self.schedule.common_vector(self.schedule.vocabulary)
 
     @property
     def layout(self) -> Layout:
         """Registers of a piece: of the same 64 logits of each group of a block's number of them."""
-        return self.schedule.fixed_layout(self.vector)
+        return self.schedule.layout(self.vector)
 
     def pieces(self, groups: jax.Array) -> list[jax.Array]:
         """The logits of these groups, each piece [groups, 64]; -inf beyond the row or without one.

@@ -3,37 +3,21 @@
 """
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
 from pallas_kernels.backends.mosaic_gpu.schedule import Index, Layout
-
-if TYPE_CHECKING:
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 GPU: Any = plgpu  # untyped: its members change between versions
 
 VERSION = jax.__version_info__
 Readable: TypeAlias = jax.Ref | jax.Array  # a reference in a kernel; outside of it, the array
-
-
-def interpret_params(detect_races: bool) -> "InterpretGPUParams":
-    """What `GPU.kernel(interpret=...)` takes to run a kernel on a CPU; races are noted."""
-    # Copies by one of these threads would count as one after the other.
-    options: dict[str, Any] = {"detect_races": detect_races, "num_tma_threads_per_device": 16}
-    if VERSION >= (0, 12):
-        return GPU.InterpretGPUParams(on_race="warn", **options)
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-    _register_layout_cast()
-    return InterpretGPUParams(**options)
 
 
 def asarray(value: Any) -> jax.Array:
@@ -91,13 +75,6 @@ def load_block(
 def load_vector(ref: Readable, start: Index, size: int) -> jax.Array:
     """`size` elements from `start` of a flat reference, one element a thread at a time."""
     return load(_some(ref, start, size), vector_layout())
-
-
-def _register_layout_cast() -> None:
-    """jax 0.10.2 and 0.11 lack a rule for `layout_cast` on a CPU, where it means nothing."""
-    from jax._src.pallas.mosaic_gpu.core import layout_cast_p
-
-    mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], platform="cpu")
 
 
 def compiler_params(approx_math: bool) -> Any:

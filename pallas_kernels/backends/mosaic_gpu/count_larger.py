@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.backends.groups import WIDTH
 from pallas_kernels.backends.mosaic_gpu import chosen_groups, compat
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, fixed_changes
@@ -67,7 +68,7 @@ def _count_larger_kernel(
         if changes is None:
             least = compat.asarray(logits_ref[first + token].astype(jnp.float32))
         else:
-            x, ids, _ = row.group(token // chosen_groups.WIDTH)
+            x, ids, _ = row.group(token // WIDTH)
             least = jnp.max(jnp.where(ids == token, x, -jnp.inf))
         nothing = compat.cast(jnp.zeros(schedule.piece(RUN), jnp.int32), row.layout)
         chosen = chosen_groups.Chosen(*scratch)

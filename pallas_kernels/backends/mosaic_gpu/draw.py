@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.groups import Drawn, RowsToDraw
+from pallas_kernels.backends.groups import WIDTH, Drawn, RowsToDraw, keeps
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     NO_GROUP,
-    WIDTH,
     Chosen,
     Row,
     load_groups,
@@ -30,12 +29,7 @@ from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
 )
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_and_sums
-from pallas_kernels.backends.mosaic_gpu.reading import (
-    LARGEST,
-    LOG2_E,
-    RowChanges,
-    fixed_changes,
-)
+from pallas_kernels.backends.mosaic_gpu.reading import LARGEST, LOG2_E, RowChanges, fixed_changes
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     RUN,
     WARPGROUP,
@@ -207,8 +201,7 @@ class RowToDraw(NamedTuple):
 
     def keeps(self, x: jax.Array, ids: jax.Array) -> jax.Array:
         """Whether the cut keeps tokens with logits x."""
-        same = (x == self.cut_logit) & (ids < self.cut_id)
-        return (x > self.cut_logit) | same | (ids == self.cut_id)
+        return keeps(x, ids, self.cut_logit, compat.asarray(self.cut_id))
 
     def noise(self, purpose: int, ids: jax.Array) -> jax.Array:
         """Gumbel noise of groups or tokens."""

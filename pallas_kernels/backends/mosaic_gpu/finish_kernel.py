@@ -328,14 +328,10 @@ class Candidates(NamedTuple, Generic[reading.Reference, reading.Place]):
     logits_ref: reading.Reference  # [N * V]
     first: reading.Place  # where the row starts
     skew: reading.Place  # `Schedule.skew`
-    mask: (
-        reading.Mask[reading.Reference, reading.Place] | None
-    )  # forbidden tokens are no candidates
+    mask: reading.Mask[reading.Reference, reading.Place] | None  # what it forbids is none
     groups: int  # how many were chosen
     chosen_ref: reading.Reference  # [groups] i32 in shared memory: which
-    found_ref: (
-        reading.Reference
-    )  # [2 * (capacity + 4)] i32 in shared memory, out: key and id of each
+    found_ref: reading.Reference  # [2 * capacity + ROOM] i32, shared, out: key and id of each
     counter_ref: reading.Reference  # [4] i32 in shared memory: how many there are
     capacity: int
 
@@ -626,7 +622,7 @@ def in_order(
     def body(positions: Vector, found: Value, number: Vector) -> tuple[Vector, ...]:
         mine = thread.words(positions)
         columns = zip(*_ranked(mine, found, word(number)), strict=True)
-        return tuple(thread.vector_like(positions, column, True) for column in columns)
+        return tuple(thread.elements_like(positions, column) for column in columns)
 
     arguments = compat.vector_iota(capacity), found_ref, count
     ranks, keys, ids = thread.inline(body, arguments, (layout, None, "scalar"), (kind,) * 3)
@@ -771,18 +767,8 @@ def select_top_k(
         padded = schedule.padded_groups > schedule.num_groups
         cut = nth_largest(keys, k, largest, padded=padded)
     choose_groups(keys, layout, cut, chosen, scratch.chosen, scratch.counts)
-    where = Candidates(
-        schedule,
-        row.logits_ref,
-        row.first,
-        row.skew,
-        row.mask,
-        chosen,
-        scratch.chosen,
-        scratch.found,
-        scratch.counter,
-        capacity(k),
-    )
+    chosen_ref, found_ref, _, counter_ref = scratch
+    where = Candidates(schedule, *row, chosen, chosen_ref, found_ref, counter_ref, capacity(k))
     above_infinity = (LOWEST_KEY >> FREE_BITS[schedule.dtype]) + 1  # what is -inf is no candidate
     count = collect_enough(where, k, jnp.maximum(cut, above_infinity), largest)
     return Selected(*in_order(scratch.found, count, capacity(k)))

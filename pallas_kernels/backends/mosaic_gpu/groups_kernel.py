@@ -25,7 +25,7 @@ from pallas_kernels.backends.mosaic_gpu.reading import (
     LOG2_E,
     RowChanges,
     changed,
-    read_fixed_block,
+    read_block,
     read_fixed_edge,
 )
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import finite_reference, partials_size
@@ -144,7 +144,7 @@ def _read_groups_kernel(
         target * schedule.padded_groups,
         jax.tree.unflatten(tree, outputs),
         (jnp.minimum(inverse * LOG2_E, jnp.float32(LARGEST)),),
-        _vector(schedule, width),
+        schedule.common_vector(width),
         changes,
         target,
     )
@@ -172,14 +172,6 @@ def _read_groups_kernel(
     pl.when(~same)(lambda: read_with((*row.scales, once)))
 
 
-def _vector(schedule: Schedule, width: int) -> int:
-    """The logits that can be loaded at once wherever the rows and their first groups begin."""
-    vector = schedule.vector
-    while width % vector:
-        vector //= 2
-    return vector
-
-
 def read_steps(row: RowOfGroups, program: Index) -> Carries:
     """The carries after this program's share of the row's whole steps."""
     schedule = row.schedule
@@ -188,9 +180,7 @@ def read_steps(row: RowOfGroups, program: Index) -> Carries:
         begin = i * schedule.blocks_per_step
         blocks = [begin + b for b in range(schedule.blocks_per_step)]
         loaded = [
-            read_fixed_block(
-                row.logits_ref, row.first + block * schedule.block, schedule, row.vector
-            )
+            read_block(row.logits_ref, row.first + block * schedule.block, schedule, row.vector)
             for block in blocks
         ]
         for block, pieces in zip(blocks, loaded, strict=True):
@@ -213,7 +203,7 @@ def read_edges(row: RowOfGroups) -> Carries:
 
 def before_any_block(row: RowOfGroups) -> Carries:
     """The carries at a program's start."""
-    layout = row.schedule.fixed_layout(row.vector).reduce(1)
+    layout = row.schedule.layout(row.vector).reduce(1)
 
     def all_groups(value: float) -> jax.Array:
         return compat.cast(jnp.full((row.schedule.groups_per_block,), value, jnp.float32), layout)
@@ -223,7 +213,7 @@ def before_any_block(row: RowOfGroups) -> Carries:
 
 def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carries: Carries) -> Carries:
     """The carries after one more block, whose groups are written."""
-    schedule, layout, after = row.schedule, row.schedule.fixed_layout(row.vector), []
+    schedule, layout, after = row.schedule, row.schedule.layout(row.vector), []
     every = [pieces] * len(carries)
     if row.changes is not None:
         shape = pieces[0].shape

@@ -90,7 +90,7 @@ def selected_logit(
 def read_block(
     logits_ref: Readable, start: Index, schedule: Schedule, vector: int, interpreted: bool = False
 ) -> list[jax.Array]:
-    """Pieces (`Schedule.piece(vector)`) of the block at `start`, a multiple of `vector`."""
+    """Pieces (`Schedule.piece`) of the block at `start`, a multiple of `vector`: whole vectors."""
     return compat.load_block(
         logits_ref,
         start,
@@ -126,33 +126,17 @@ def read_edge(
     return out
 
 
-def read_fixed_block(
-    logits_ref: Readable, start: Index, schedule: Schedule, vector: int
-) -> list[jax.Array]:
-    """Pieces (`Schedule.piece(RUN)`) of the block of fixed groups at `start`: whole vectors.
-
-    A piece is loaded in vectors of so many logits, RUN of them a thread.
-    """
-    return compat.load_block(
-        logits_ref,
-        start,
-        (schedule.groups_per_block, schedule.group_width),
-        schedule.piece(RUN)[1],
-        schedule.fixed_layout(vector),
-    )
-
-
 def read_fixed_edge(
     logits_ref: Readable, first: Index, block: int, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
-    """`read_fixed_block` of a block that may go beyond the row: -inf there, where nothing is read.
+    """`read_block` of fixed groups that may go beyond the row: -inf there, where nothing is read.
 
     The row starts at `first`, and its length is a multiple of `vector`.
     """
     begin = block * schedule.block
     if begin + schedule.block <= schedule.vocabulary:
-        return read_fixed_block(logits_ref, first + begin, schedule, vector)
-    shape, layout = schedule.piece(RUN), schedule.fixed_layout(vector)
+        return read_block(logits_ref, first + begin, schedule, vector)
+    shape, layout = schedule.piece(vector), schedule.layout(vector)
     number = schedule.group_width // shape[1]
 
     def body(logits: Value, first: Vector) -> tuple[Vector, ...]:

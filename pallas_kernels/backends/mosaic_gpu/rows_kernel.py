@@ -64,7 +64,7 @@ def read_rows(
       outputs: what is wanted; of them it matters here whether entropies are, and inclusive ranks.
       allowed: [R * `reading.words_of`] int32 bit mask words of the target rows, or None. A
         forbidden token's logit is read as -inf; not so that of a given token.
-      interpret: None to compile, or `compat.interpret_params(...)`, without `allowed`.
+      interpret: None to compile, or Pallas's parameters of an interpreter, without `allowed`.
 
     Returns:
       partial results, float32 [parts, R, programs] without its axes, and unused ones after them:

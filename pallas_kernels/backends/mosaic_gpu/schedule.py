@@ -21,6 +21,7 @@ of 256 on in every row, since a draw depends on them. There is no skew and no bl
 rows start between two vectors, logits are loaded in the widest vectors that every row allows.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
@@ -89,8 +90,13 @@ class Schedule:
         return self.groups_per_block * self.group_width
 
     def piece(self, vector: int) -> tuple[int, int]:
-        """The shape of what a warpgroup loads at once, a vector a thread."""
-        return self.groups_per_block, WARPGROUP // self.groups_per_block * vector
+        """The shape of what a warpgroup loads at once: a vector a thread, or a run of fixed groups.
+
+        Which logits of a fixed group a thread has does not depend on the vectors that it loads them
+        in, and so no sum's rounding does.
+        """
+        run = RUN if self.fixed else vector
+        return self.groups_per_block, WARPGROUP // self.groups_per_block * run
 
     @property
     def num_blocks(self) -> int:
@@ -139,29 +145,18 @@ class Schedule:
         return start, begin, begin + self.block
 
     def layout(self, vector: int) -> Layout:
-        """Registers of a piece: a quarter of its groups a warp, a vector a lane."""
+        """Registers of a piece: a quarter of its groups a warp, a vector or a run a lane."""
         groups, width = self.piece(vector)
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(((groups, width), (groups // 4, width), (vector,))),
-            warp_dims=(-5,),
-            lane_dims=(-3, -2),
-            vector_dim=-1,
-        )
+        tiles: tuple[tuple[int, ...], ...] = ((groups, width), (groups // 4, width))
+        if not self.fixed or vector == RUN:
+            tiling = plgpu.Tiling((*tiles, (vector,)))
+            return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+        tiling = plgpu.Tiling((*tiles, (RUN,), (vector,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-4, -3), vector_dim=-1)
 
-    def fixed_layout(self, vector: int) -> Layout:
-        """Registers of a piece of fixed groups: a run of logits a lane, in vectors of so many.
-
-        Which logits a lane has does not depend on the vectors, and so no sum's rounding does.
-        """
-        if vector == RUN:
-            return self.layout(vector)
-        groups, width = self.piece(RUN)
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(((groups, width), (groups // 4, width), (RUN,), (vector,))),
-            warp_dims=(-6,),
-            lane_dims=(-4, -3),
-            vector_dim=-1,
-        )
+    def common_vector(self, width: int) -> int:
+        """The logits that a thread can load at once wherever rows of this width begin."""
+        return math.gcd(self.vector, width)
 
 
 def choose_fixed_schedule(num_targets: int, vocabulary: int, dtype: str) -> Schedule:

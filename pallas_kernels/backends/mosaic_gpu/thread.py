@@ -105,17 +105,6 @@ def words(vector: Vector) -> list[Word]:
     return found
 
 
-def vector_like(vector: Vector, values: Sequence[Word], integer: bool) -> Vector:
-    """A vector in the layout of another one, one element a register, from what a thread holds."""
-    registers = vector.registers.copy()
-    for i, value in enumerate(values):
-        kind = ir.VectorType.get((1,), value.value.type)
-        undefined = llvm.mlir_undef(kind)
-        registers.flat[i] = llvm.insertelement(undefined, value.value, word(0).value)
-    signed = True if integer else None
-    return Vector(_registers=registers, _layout=vector.layout, _is_signed=signed)
-
-
 def elements_like(vector: Vector, values: Sequence[Word]) -> Vector:
     """A vector in the layout of another one of the same kind, from what a thread holds."""
     registers, place = vector.registers.copy(), 0

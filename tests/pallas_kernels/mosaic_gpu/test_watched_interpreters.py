@@ -6,6 +6,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backends.mosaic_gpu import compat
+from tests.support.interpreted_kernels import interpret_params
 from tests.support.watched_interpreters import watched
 
 
@@ -18,7 +19,7 @@ def kernel_of(body, scratch):
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=compat.compiler_params(approx_math=True),
-        interpret=compat.interpret_params(detect_races=True),
+        interpret=interpret_params(),
     )
 
 
