@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends.greedy import greedy_of_rows
-from pallas_kernels.backends.xla.rows import LEAST
-from pallas_kernels.backends.xla.selection import top_k
+from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.backends.xla.selection import top_k_of_parts
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
@@ -127,18 +127,11 @@ def named_changed(rows: Rows, ids: jax.Array, shard: VocabShard) -> jax.Array:
 
 def is_active(rows: Rows) -> jax.Array:
     """Which of the target rows are not skipped. [R] bool."""
-    return active_rows(rows.logits.shape[0], rows.num_targets, rows.row_ids, rows.num_rows)
-
-
-def active_rows(
-    num_logits_rows: int, num_targets: int, row_ids: jax.Array | None, num_rows: jax.Array | None
-) -> jax.Array:
-    """Which of R target rows are not skipped. [R] bool."""
-    active = jnp.ones(num_targets, bool)
-    if num_rows is not None:
-        active &= jnp.arange(num_targets, dtype=jnp.int32) < num_rows
-    if row_ids is not None:
-        active &= (row_ids >= 0) & (row_ids < num_logits_rows)
+    active = jnp.ones(rows.num_targets, bool)
+    if rows.num_rows is not None:
+        active &= jnp.arange(rows.num_targets, dtype=jnp.int32) < rows.num_rows
+    if rows.row_ids is not None:
+        active &= (rows.row_ids >= 0) & (rows.row_ids < rows.logits.shape[0])
     return active
 
 
@@ -148,44 +141,10 @@ def of_all_shards(
     """The sums of whole rows, with the vocabulary's ids and K candidates, on every shard."""
     if shard.axis_name is None:
         return sums
-    first, columns = shard.ids(width)[0], sums.top_ids.shape[1]
-
-    def bits(x: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(x, jnp.int32)
-
-    def real(x: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(x, jnp.float32)
-
-    numbers = [bits(sums.maximum), bits(sums.sum_exp), sums.num_larger]
-    numbers += [] if sums.weighted is None else [bits(sums.weighted)]
-    words = [jnp.stack(numbers, axis=1), sums.top_ids + first, bits(sums.top_logits)]
-    every = shard.gathered(jnp.concatenate(words, axis=1))  # [shards, R, 3 or 4, + 2 K]
-    top = every[..., len(numbers) :]
-    parts = RowSums(
-        maximum=real(every[..., 0]),
-        sum_exp=real(every[..., 1]),
-        num_larger=every[..., 2],
-        top_ids=top[..., :columns],
-        top_logits=real(top[..., columns:]),
-        weighted=None if sums.weighted is None else real(every[..., 3]),
-    )
-    return joined(parts, k, temperatures)
-
-
-def joined(parts: RowSums, k: int, temperatures: jax.Array | None) -> RowSums:
-    """The sums [R] of whole rows, from those of their parts [parts, R], in the order of their ids.
-
-    temperatures: [R] float32, usable ones.
-    """
-    sums = joined_sums(parts, temperatures)
-
-    def in_a_row(x: jax.Array) -> jax.Array:  # [parts, R, K] -> [R, parts * K]
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
-
-    # Parts come in the order of their ids, and each part's ties too: top_k keeps that order.
-    values, where = top_k(in_a_row(parts.top_logits), k)
-    ids = jnp.take_along_axis(in_a_row(parts.top_ids), where, axis=1)
-    return sums._replace(top_ids=ids, top_logits=values)
+    sums = sums._replace(top_ids=sums.top_ids + shard.ids(width)[0])
+    parts = shard.gathered_together(sums)  # [shards, R], in the order of their ids
+    ids, values = top_k_of_parts(parts.top_ids, parts.top_logits, k)
+    return joined_sums(parts, temperatures)._replace(top_ids=ids, top_logits=values)
 
 
 def joined_sums(parts: RowSums, temperatures: jax.Array | None) -> RowSums:
@@ -198,15 +157,14 @@ def joined_sums(parts: RowSums, temperatures: jax.Array | None) -> RowSums:
     maximum = jnp.where(jnp.isnan(maxima), -jnp.inf, maxima).max(0)
     shifted = maxima - maximum[None]
     if temperatures is not None:
-        inverse = jnp.where(jnp.isnan(temperatures), jnp.float32(1), 1 / temperatures)
-        shifted = shifted * inverse[None]
+        shifted = shifted * xla.inverse_of(temperatures)[None]
     factors = jnp.exp(shifted)
     # A part without a finite logit has a sum of 0, which must not meet an infinite factor.
     scaled = jnp.where(sums == 0, jnp.float32(0), sums * factors)
     sum_exp = jnp.where(invalid.any(0), jnp.float32(jnp.nan), scaled.sum(0))
     weighted = parts.weighted
     if weighted is not None:
-        moved = weighted + jnp.maximum(shifted, LEAST) * sums
+        moved = weighted + jnp.maximum(shifted, xla.LEAST) * sums
         weighted = jnp.where(sums == 0, jnp.float32(0), moved * factors).sum(0)
     return RowSums(
         maximum,
@@ -218,52 +176,32 @@ def joined_sums(parts: RowSums, temperatures: jax.Array | None) -> RowSums:
     )
 
 
-def with_biased(
-    sums: RowSums,
-    ids: jax.Array,
-    logits: jax.Array,
-    selected: jax.Array,
-    outputs: Outputs,
-    temperatures: jax.Array | None,
-) -> RowSums:
-    """The sums of rows, and of the same rows more tokens: ids [R, D], float32 logits [R, D].
+def with_biased(sums: RowSums, rows: Rows, selected: jax.Array, outputs: Outputs) -> RowSums:
+    """The sums of rows as kernels leave them, which read no token that a bias names, and of these.
 
-    The kernels read a row without the tokens that a bias names; these come back as if they were a
-    shard of their own. A logit of -inf stands for no token. selected [R] float32: the given
-    token's logit.
+    They come back as if they were a shard of their own. A logit of -inf stands for no token.
+    selected [R] float32: the given token's logit.
     """
-    invalid = jnp.isnan(logits).any(1)
-    maximum = jnp.where(jnp.isnan(logits), -jnp.inf, logits).max(1)
-    reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
-    scaled = logits - reference[:, None]
-    if temperatures is not None:
-        inverse = jnp.where(jnp.isnan(temperatures), jnp.float32(1), 1 / temperatures)
-        scaled = scaled * inverse[:, None]
-    terms = jnp.exp(scaled)
-    counted = ordered_keys(selected)[:, None] - (1 if outputs.inclusive else 0)
-    mine = RowSums(
-        maximum,
-        jnp.where(invalid, jnp.float32(jnp.nan), terms.sum(1)),
-        jnp.sum(ordered_keys(logits) > counted, axis=1, dtype=jnp.int32),
-        sums.top_ids,
-        sums.top_logits,
-        (terms * jnp.maximum(scaled, LEAST)).sum(1) if outputs.entropy else None,
-    )
+    changes, t = rows.changes, rows.temperatures
+    if changes is None or changes.bias is None:
+        return sums
+    ids, logits = of_logits.biased(rows.logits, rows.places, changes)
+    mine = xla.sums_of_block(xla.GPU, logits, selected, outputs._replace(k=0), t)
+    mine = mine._replace(top_ids=sums.top_ids, top_logits=sums.top_logits)
     both = jax.tree.map(lambda a, b: jnp.stack([a, b]), sums, mine)
-    top_ids, top_logits = in_order(
-        jnp.concatenate([sums.top_ids, ids], axis=1),
-        jnp.concatenate([sums.top_logits, logits], axis=1),
-        outputs.k,
-    )
-    return joined_sums(both, temperatures)._replace(top_ids=top_ids, top_logits=top_logits)
+    top_ids, top_logits = in_order(sums, ids, logits, outputs.k)
+    return joined_sums(both, t)._replace(top_ids=top_ids, top_logits=top_logits)
 
 
-def in_order(ids: jax.Array, logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest of logits [R, n] float32, ties lowest id first: ids and logits [R, k].
+def in_order(
+    sums: RowSums, ids: jax.Array, logits: jax.Array, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """Ids and logits [R, k] of the largest of the top K of sums and of more logits [R, D] float32.
 
-    NaN counts as -inf; k <= n.
+    Ties are lowest id first, and NaN counts as -inf; k <= K + D.
     """
-    backward = ~ordered_keys(canonical(logits))
+    backward = ~ordered_keys(canonical(jnp.concatenate([sums.top_logits, logits], axis=1)))
+    ids = jnp.concatenate([sums.top_ids, ids], axis=1)
     backward, ids = lax.sort((backward, ids), dimension=1, num_keys=2)
     return ids[:, :k], floats(~backward[:, :k], jnp.float32)
 

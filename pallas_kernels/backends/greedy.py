@@ -63,14 +63,10 @@ def greedy_in_blocks(
     block = block_rows(logits, num_rows, 0, changes is not None)
 
     def work(start: jax.Array) -> Greedy:
-        def part(x: jax.Array) -> jax.Array:
-            return x if block == num_rows else lax.dynamic_slice_in_dim(x, start, block)
+        x = forms.block_of_logits(logits, None, start, block)
+        return choose(apply(x, forms.rows_from(changes, start, block)))
 
-        x = logits if block == num_rows else part(forms.pin_to_iteration(logits, start))
-        return choose(apply(x, jax.tree.map(part, changes)))
-
-    initial = _none(logits)
-    return forms.map_blocks(work, block, None, initial, (logits, changes))
+    return forms.map_blocks(work, block, None, _none(logits), (logits, changes))
 
 
 def greedy_block(x: jax.Array) -> Greedy:

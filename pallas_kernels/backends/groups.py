@@ -5,16 +5,18 @@ backend's read leaves the same, and so does its draw.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from pallas_kernels.contract.rows import RowSums
-from pallas_kernels.lowering.forms import vary_like
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.rows import Outputs, Rows, RowSums
+from pallas_kernels.lowering.forms import Tree, vary_like
 
+Found = TypeVar("Found", bound=Tree)
 WIDTH = 256  # tokens of a group
 FEW = 64  # candidates: most rows that are cut need no more
 MANY = 128
@@ -65,10 +67,25 @@ class Top(NamedTuple):
     logits: Float32[Array, "R K"]
 
 
+class ListedRows(NamedTuple):
+    """Rows of logits, all of them or those of a list, and the changes of all."""
+
+    logits: Float[Array, "N V"]
+    row_ids: Int32[Array, " R"] | None = None  # of the list, each in [0, N)
+    num_rows: Int32[Array, ""] | None = None  # of the list; results from there on are unspecified
+    changes: Changes | None = None
+
+
 def top_of(sums: RowSums) -> Top:
     """The top K of sums; -1 where there is no such token."""
     ids = jnp.where(sums.top_logits > -jnp.inf, sums.top_ids, jnp.int32(-1))
     return Top(ids, sums.top_logits)
+
+
+def largest_of(row_sums: Callable[[Rows, jax.Array, Outputs], RowSums], rows: Rows, k: int) -> Top:
+    """The top k of rows, by a backend's read of them; no logit is larger than infinity."""
+    nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
+    return top_of(row_sums(rows, nothing, Outputs(k)))
 
 
 class RowsToDraw(NamedTuple):
@@ -106,6 +123,23 @@ def columns_of_groups(part: Part) -> jax.Array:
     if part.tail.shape[1] < 2:  # they begin with the first column
         return part.logits[:, :width]
     return lax.dynamic_slice_in_dim(part.logits, part.offset, width, axis=1)
+
+
+def read_in_two(part: Part, read: Callable[[jax.Array, int, jax.Array | None], Found]) -> Found:
+    """What is found of the whole groups among the columns, and then of the tail's two groups.
+
+    Args:
+      part: with two groups in its tail.
+      read: of logits, a number of tokens, and the column [] int32 of the first of these, or None;
+        a tree of arrays [N, groups].
+    """
+    rows, number, width = part.tail.shape
+    last = read(part.tail.reshape(rows, -1), number * width, None)
+    tokens = whole_groups(part) * width
+    if not tokens:
+        return last
+    first = read(part.logits, tokens, part.offset)
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)
 
 
 def as_many_as_needed(

@@ -10,15 +10,10 @@ from typing import TypeVar
 import jax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.backends.groups import FEW, Drawn, Part, Read, RowsToDraw, Top
+from pallas_kernels.backends.groups import FEW, Drawn, ListedRows, Part, Read, RowsToDraw, Top
 from pallas_kernels.backends.xla import groups
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.lowering.choose import (
-    KERNELS,
-    Implementation,
-    kernel_is_faster,
-    kernels_or_xla,
-)
+from pallas_kernels.lowering.choose import KERNELS, Implementation, kernel_is_faster, kernels_or_xla
 from pallas_kernels.lowering.forms import Tree
 
 Arrays = TypeVar("Arrays", bound=Tree)
@@ -64,40 +59,26 @@ def read_groups(
     )
 
 
-def candidates(
-    logits: Float[Array, "N V"],
-    k: int,
-    row_ids: Int32[Array, " R"],
-    num_rows: Int32[Array, ""],
-    *,
-    valid: bool,
-    changes: Changes | None = None,
-) -> Top:
+def candidates(rows: ListedRows, k: int, *, valid: bool) -> Top:
     """The k largest logits of rows, and their ids; see `selection.select_top_k`.
 
     Args:
-      logits: the rows.
+      rows: of a list; the TPU's kernels take no changes.
       k: static.
-      row_ids, num_rows: which rows; from `num_rows` on, the results are unspecified.
       valid: static; whether these rows are. The GPU kernels, which find nothing in others, are for
         valid rows.
-      changes: of the N rows; the TPU's kernels take none.
     """
     # More candidates than the stacks hold take K sweeps in VMEM: XLA would sort the rows for them.
-    size = logits.shape[1]
-    symbolic = not all(isinstance(n, int) for n in (*logits.shape, row_ids.shape[0]))
-    faster = k > 0 and not symbolic
-    faster = faster and kernel_is_faster(row_ids.shape[0], size, min(k, FEW), logits.dtype.name)
-    able = {"mosaic_gpu": valid, "mosaic_tpu": changes is None}
+    assert rows.row_ids is not None
+    (number,), (_, size) = rows.row_ids.shape, rows.logits.shape
+    faster = k > 0 and kernel_is_faster(number, size, min(k, FEW), rows.logits.dtype.name)
+    able = {"mosaic_gpu": valid, "mosaic_tpu": rows.changes is None}
     return kernels_or_xla(
         "groups",
-        lambda kernels, logits, *rows: kernels.candidates(logits, k, *rows),
-        lambda logits, *rows: groups.candidates(logits, k, *rows),
-        logits,
-        row_ids,
-        num_rows,
-        changes,
-        logits=logits,
+        lambda kernels, rows: kernels.candidates(rows, k),
+        lambda rows: groups.candidates(rows, k),
+        rows,
+        logits=rows.logits,
         backends=tuple(name for name in able if able[name]),
         faster_on_tpu=faster,
     )

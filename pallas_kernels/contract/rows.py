@@ -126,19 +126,6 @@ def skipped_rows(num_targets: int, outputs: Outputs, num_extra: int) -> TopkLogp
     )
 
 
-def skipped_like(found: TopkLogprobs) -> TopkLogprobs:
-    """The results of as many rows that were not worked on, for what was wanted of these."""
-
-    def nan(x: jax.Array) -> jax.Array:
-        return jnp.full(x.shape, jnp.nan, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    nothing: TopkLogprobs = jax.tree.map(nan, found)
-    return nothing._replace(
-        token_ids=jnp.full(found.token_ids.shape, -1, jnp.int32),
-        token_ranks=jnp.zeros(found.token_ranks.shape, jnp.int32),
-    )
-
-
 MAX_K = 512
 
 MAX_EXTRA = 128
@@ -201,6 +188,21 @@ def check_k(k: int, vocabulary: int) -> int:
 def check_ids(name: str, ids: AnyArray, shape: tuple[int | str, ...]) -> jax.Array:
     """ids as an int32 array of `shape`; a letter in it stands for any size."""
     return _check(name, ids, "int32", shape)
+
+
+def check_targets(
+    token_ids: AnyArray, row_ids: AnyArray | None, name: str, rows: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """token_ids and row_ids [R]; without the latter, `name` has R rows."""
+    token_ids = check_ids("token_ids", token_ids, ("R",))
+    if row_ids is not None:
+        return token_ids, check_ids("row_ids", row_ids, token_ids.shape)
+    if token_ids.shape[0] != rows:
+        raise ValueError(
+            f"token_ids has {token_ids.shape[0]} entries but {name} has {rows} rows; pass row_ids "
+            "to say which row each token belongs to"
+        )
+    return token_ids, None
 
 
 def check_num_rows(num_rows: AnyArray | np.int32 | int) -> jax.Array:

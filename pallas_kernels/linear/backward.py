@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.answers import active_rows, usable_temperatures
+from pallas_kernels.backends.answers import is_active, usable_temperatures
+from pallas_kernels.contract.rows import Rows
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear.forward import inverse_temperatures, num_columns, target_rows, with_scale
 from pallas_kernels.linear.schedule import backward_part, backward_piece
@@ -31,6 +32,7 @@ from pallas_kernels.linear.types import (
     RowScale,
     head_rows,
     loaded,
+    product,
     stored,
 )
 from pallas_kernels.lowering.forms import barrier, vary_like, varying_axes
@@ -75,18 +77,12 @@ def linear_topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
     return _with_scale(call, inputs)[0]
 
 
-def changes_of(
-    call: Call,
-    inputs: Inputs,
-    out: TopkLogprobs,
-    scale: RowScale,
-    given: TopkLogprobs,
-    by_scale: RowScale,
-) -> Changes:
-    """What `given`, the loss's derivatives by the results `out`, says of each row.
+def changes_of(call: Call, kept: Residuals, given: TopkLogprobs, by_scale: RowScale) -> Changes:
+    """What `given`, the loss's derivatives by the results, says of each row.
 
     by_scale: those by the scale. Its maximum is a constant: no result depends on which it is.
     """
+    inputs, out, scale = kept
     ids = jnp.concatenate([out.token_ids, inputs.extra_token_ids], axis=1)
     logprobs = jnp.concatenate([out.logprobs, out.extra_logprobs], axis=1)
     by_logprob = jnp.concatenate([given.logprobs, given.extra_logprobs], axis=1)
@@ -180,7 +176,7 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
             )
         scaled = barrier((du * jnp.float32(definition.scale)).astype(head.dtype))
         left, right = (hidden, scaled) if axis else (scaled, hidden)
-        by_head = _product(left, right, 0, 0).astype(head.dtype)
+        by_head = product(left, right, 0, 0).astype(head.dtype)
         if width % piece:
             old = lax.dynamic_slice_in_dim(sums.head, start, piece, axis)
             mine = jnp.expand_dims(new, 1 - axis)
@@ -197,13 +193,13 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
     def added(total: jax.Array, scaled: jax.Array, w: jax.Array) -> jax.Array:
         """total + scaled @ w: [R, H], some rows at a time."""
         if part == rows:
-            return total + _product(scaled, w, 1, axis)
+            return total + product(scaled, w, 1, axis)
 
         def some(j: jax.Array, total: jax.Array) -> jax.Array:
             start = jnp.minimum(j * part, rows - part)
             new = start + jnp.arange(part, dtype=jnp.int32) >= j * part
             own = jnp.where(new[:, None], lax.dynamic_slice_in_dim(scaled, start, part), 0)
-            sums = lax.dynamic_slice_in_dim(total, start, part) + _product(own, w, 1, axis)
+            sums = lax.dynamic_slice_in_dim(total, start, part) + product(own, w, 1, axis)
             return lax.dynamic_update_slice_in_dim(total, sums, start, 0)
 
         return lax.fori_loop(0, -(-rows // part), some, total)
@@ -219,27 +215,13 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
     return found._replace(head=loaded(found.head, head.dtype))
 
 
-def _product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
-    """a times b, summed over this axis of a and the other of b, in float32."""
-    return lax.dot_general(
-        a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32
-    )
-
-
-def cotangents(
-    call: Call,
-    inputs: Inputs,
-    out: TopkLogprobs,
-    scale: RowScale,
-    given: TopkLogprobs,
-    by_scale: RowScale,
-) -> Inputs:
+def cotangents(call: Call, kept: Residuals, given: TopkLogprobs, by_scale: RowScale) -> Inputs:
     """The loss's derivatives by the inputs; None for those that have none."""
-    changes = changes_of(call, inputs, out, scale, given, by_scale)
+    inputs, changes = kept.inputs, changes_of(call, kept, given, by_scale)
     sums = gradients(call, inputs, changes)
     by_hidden = sums.hidden
     if inputs.row_ids is not None:
-        active = active_rows(inputs.hidden.shape[0], inputs.num_targets, inputs.row_ids, None)
+        active = is_active(Rows(inputs.hidden, inputs.token_ids, inputs.row_ids))
         rows = jnp.where(active, inputs.row_ids, inputs.hidden.shape[0])
         empty = vary_like(jnp.zeros(inputs.hidden.shape, jnp.float32), by_hidden)
         by_hidden = empty.at[rows].add(by_hidden, mode="drop")
@@ -273,7 +255,7 @@ def _forward(call: Call, inputs: Inputs) -> tuple[tuple[TopkLogprobs, RowScale],
 
 
 def _backward(call: Call, kept: Residuals, given: tuple[TopkLogprobs, RowScale]) -> tuple[Inputs]:
-    return (cotangents(call, *kept, *given),)
+    return (cotangents(call, kept, *given),)
 
 
 _with_scale.defvjp(_forward, _backward)

@@ -21,6 +21,7 @@ from pallas_kernels.contract.rows import (
     check_k,
     check_matrix,
     check_options,
+    check_targets,
     skipped_rows,
 )
 from pallas_kernels.contract.types import (
@@ -44,6 +45,7 @@ from pallas_kernels.linear.types import (
     KeptIds,
     LinearKeptLogprobs,
 )
+from pallas_kernels.lowering import choose
 from pallas_kernels.meshes import linear_placement, split
 from pallas_kernels.meshes.placement import AxisName, Layout
 from pallas_kernels.meshes.split import Words
@@ -131,27 +133,22 @@ def linear_topk_logprobs(
     """
     hidden, head = _check_product(hidden, head, head_axes)
     axis = head_axes.index("V")
-    token_ids = check_ids("token_ids", token_ids, ("R",))
+    token_ids, row_ids = check_targets(token_ids, row_ids, "hidden", hidden.shape[0])
     num_targets = token_ids.shape[0]
     place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size, axis)
     k = check_k(k, place.vocab_size)
-    if row_ids is not None:
-        row_ids = check_ids("row_ids", row_ids, (num_targets,))
-        if place.layout.rows:
-            raise ValueError(
-                f"row_ids with hidden split over {place.layout.rows}: gather the rows first, or "
-                "name them inside a shard_map of your own"
-            )
-    elif num_targets != hidden.shape[0]:
+    if row_ids is not None and place.layout.rows:
         raise ValueError(
-            f"token_ids has {num_targets} entries but hidden has {hidden.shape[0]} rows; pass "
-            "row_ids to say which row each token belongs to"
+            f"row_ids with hidden split over {place.layout.rows}: gather the rows first, or "
+            "name them inside a shard_map of your own"
         )
     num_rows, temperatures, _ = check_options(num_rows, temperatures, None, num_targets)
     if extra_token_ids is None:
         extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
     extra_token_ids = check_extra_token_ids(extra_token_ids, num_targets, MAX_NAMED)
-    _check_implementation(implementation)
+    choose.check_name(implementation)
+    if implementation in choose.KERNELS:
+        choose.refuse(implementation, "it has no product with a head")
     definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     call = Call(definition, k, bool(entropy), place.shard)
     if num_targets == 0 or hidden.shape[0] == 0:
@@ -306,12 +303,3 @@ def _definition(scale: float, soft_cap: float | None, logits_dtype: DTypeLike) -
         raise ValueError(f"logits_dtype = {name!r} must be one of {', '.join(LOGITS_DTYPES)}")
     cap = None if soft_cap is None else float(soft_cap)
     return Definition(float(scale), cap, name)
-
-
-def _check_implementation(implementation: str | None) -> None:
-    if implementation in ("mosaic_gpu", "mosaic_tpu"):
-        raise NotImplementedError(
-            f"implementation = {implementation!r} has no product with a head; use 'xla' or None"
-        )
-    if implementation not in (None, "xla"):
-        raise ValueError(f"implementation = {implementation!r} is not known; choose 'xla' or None")

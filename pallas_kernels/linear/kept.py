@@ -15,7 +15,7 @@ from pallas_kernels.backends.answers import usable_temperatures
 from pallas_kernels.linear.backward import like
 from pallas_kernels.linear.forward import inverse_temperatures
 from pallas_kernels.linear.types import Call, LinearKeptLogprobs
-from pallas_kernels.lowering.forms import barrier, vary_like
+from pallas_kernels.lowering.forms import barrier, map_blocks, rows_from, vary_like
 
 BLOCK_BYTES = 8 << 20  # of gathered head rows
 
@@ -72,25 +72,22 @@ def _before_cap(
 
 def _logits(call: Call, inputs: Kept, local: _Local) -> jax.Array:
     """[R, C] float32 of all devices, -inf where there is no token."""
-    rows, block = inputs.hidden.shape[0], _block(inputs)
+    block = _block(inputs)
 
-    def step(i: jax.Array, found: jax.Array) -> jax.Array:
-        start = jnp.minimum(i * block, rows - block)
-        hidden, columns = (
-            lax.dynamic_slice_in_dim(x, start, block) for x in (inputs.hidden, local.columns)
-        )
+    def work(start: jax.Array) -> jax.Array:
+        hidden, columns = rows_from((inputs.hidden, local.columns), start, block)
         u, _ = _before_cap(call, hidden, inputs.head, inputs.bias, columns)
-        x = call.definition.capped(u).astype(call.definition.logits_dtype).astype(jnp.float32)
-        return lax.dynamic_update_slice_in_dim(found, x, start, 0)
+        return call.definition.capped(u).astype(call.definition.logits_dtype).astype(jnp.float32)
 
-    empty = vary_like(jnp.zeros(local.columns.shape, jnp.float32), (inputs, local))
-    own = lax.fori_loop(0, -(-rows // block), step, empty)
+    empty = jnp.zeros(local.columns.shape, jnp.float32)
+    own = map_blocks(work, block, None, empty, (inputs, local))
     every = call.shard.across_sum(jnp.where(local.mine, own, 0))
     return jnp.where(local.real, every, -jnp.inf)
 
 
-def _logprobs(logits: jax.Array, inputs: Kept) -> tuple[jax.Array, jax.Array]:
-    """[R, C] float32, NaN where there is none, and whether a row has any."""
+def _forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, jax.Array]:
+    local = _local(call, inputs)
+    logits = _logits(call, inputs, local)
     maximum = jnp.max(logits, axis=1)
     valid = jnp.isfinite(maximum)
     scaled = logits - jnp.where(valid, maximum, 0)[:, None]
@@ -99,13 +96,6 @@ def _logprobs(logits: jax.Array, inputs: Kept) -> tuple[jax.Array, jax.Array]:
         valid &= ~jnp.isnan(t)
         scaled = scaled / t[:, None]
     found = scaled - jnp.log(jnp.sum(jnp.exp(scaled), axis=1))[:, None]
-    return found, valid
-
-
-def _forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, jax.Array]:
-    local = _local(call, inputs)
-    logits = _logits(call, inputs, local)
-    found, valid = _logprobs(logits, inputs)
     among = local.real & (inputs.kept_token_ids == inputs.token_ids[:, None])
     given = jnp.max(jnp.where(among, found, -jnp.inf), axis=1)
     known = (inputs.token_ids >= 0) & (inputs.token_ids < call.shard.size(inputs.head.shape[0]))

@@ -18,8 +18,6 @@ from jax import lax
 
 from pallas_kernels.backends.answers import joined_sums
 from pallas_kernels.backends.xla import rows as xla
-from pallas_kernels.backends.xla.rows import Given
-from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, group_maxima, largest_on_cpu
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
 from pallas_kernels.linear import candidates
 from pallas_kernels.linear.schedule import Schedule
@@ -51,19 +49,18 @@ def given_logits(definition: Definition, product: Product, columns: jax.Array) -
     block = min(GIVEN, rows)
     padded = jnp.pad(columns, (0, GIVEN))
 
-    def step(i: jax.Array, found: jax.Array) -> jax.Array:
-        start = jnp.minimum(i * block, rows - block)
+    def work(start: jax.Array) -> jax.Array:
+        start = jnp.minimum(start, rows - block)
         mine = lax.dynamic_slice_in_dim(padded, start, GIVEN)
         x = definition.logits(
             head_rows(hidden, start, block),
-            forms.barrier(jnp.take(forms.barrier((head, i))[0], mine, axis=definition.axis)),
+            forms.barrier(jnp.take(forms.pin_to_iteration(head, start), mine, definition.axis)),
             None if bias is None else bias[mine],
         )
-        diagonal = jnp.diagonal(x[:, :block]).astype(jnp.float32)
-        return lax.dynamic_update_slice_in_dim(found, diagonal, start, 0)
+        return jnp.diagonal(x[:, :block]).astype(jnp.float32)
 
-    empty = forms.vary_like(jnp.zeros(rows, jnp.float32), (hidden, head, bias, columns))
-    return lax.fori_loop(0, -(-rows // block), step, empty)
+    inputs = (hidden, head, bias, columns)
+    return forms.map_blocks(work, block, None, jnp.zeros(rows, jnp.float32), inputs)
 
 
 def logits(
@@ -161,11 +158,8 @@ def _read_on(
         """What is known with the logits x [B, columns] of some rows too."""
         met = _met(x, start, seen, rows.named, state.named)
         t = rows.temperatures
-        if on_cpu:
-            sums = _sums_on_cpu(x, rows, outputs.entropy)
-        else:
-            some = outputs._replace(k=min(outputs.k, schedule.columns))
-            sums = xla.row_sums(Rows(x, temperatures=t), rows.given, some)
+        some = outputs._replace(k=0 if on_cpu else min(outputs.k, schedule.columns))
+        sums = xla.row_sums(Rows(x, temperatures=t), rows.given, some)
         best = candidates.Best(sums.top_logits, sums.top_ids + start)
         sums = sums._replace(top_ids=state.sums.top_ids, top_logits=state.sums.top_logits)
         both: RowSums = jax.tree.map(lambda a, b: jnp.stack([a, b]), state.sums, sums)
@@ -233,21 +227,6 @@ def _met(
     here = (named >= seen) & (named < start + x.shape[1])
     place = jnp.clip(named - start, 0, x.shape[1] - 1)
     return jnp.where(here, jnp.take_along_axis(x, place, axis=1).astype(jnp.float32), before)
-
-
-def _sums_on_cpu(x: jax.Array, rows: RowInputs, entropy: bool) -> RowSums:
-    """`xla.row_sums` without a top K."""
-    largest = largest_on_cpu(group_maxima(x, NARROWEST_GROUP), x.dtype)
-    maximum = jnp.where(jnp.isnan(largest), -jnp.inf, largest)
-    reference = jnp.where(largest == -jnp.inf, 0, largest)
-    given = Given(reference, rows.given.astype(x.dtype), rows.temperatures)
-    sum_exp, num_larger = xla.sums_on_cpu(x, given)
-    return no_sums(x.shape[0], Outputs(0))._replace(
-        maximum=maximum,
-        sum_exp=sum_exp,
-        num_larger=num_larger,
-        weighted=xla.weighted_sum_on_cpu(x, given) if entropy else None,
-    )
 
 
 def _padded(x: jax.Array, part: int) -> jax.Array:

@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32, Int32
 
 Tree: TypeAlias = "jax.Array | Sequence[Tree] | None"  # of arrays, in tuples and lists
 
 Values = TypeVar("Values", bound=Tree)
 
 Joined = TypeVar("Joined")
-Outputs = TypeVar("Outputs", bound=Sequence[Tree])
+Outputs = TypeVar("Outputs", bound=Tree)
 
 
 def map_blocks(
@@ -70,9 +70,74 @@ def map_blocks(
     return outputs
 
 
+def in_branch(taken: jax.Array, function: Callable[..., Outputs], *arguments: Tree) -> Outputs:
+    """function(*arguments) in a branch; where it is not taken: NaN, and 0 of what has none.
+
+    XLA's CPU compiler copies what a branch is given, and runs what is in it as a list of its own.
+    """
+
+    @jax.jit  # traced once, for its shapes and in the branch
+    def run(*arguments: Tree) -> Outputs:
+        return vary_like(function(*arguments), arguments)
+
+    def missing(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
+
+    def nothing(*arguments: Tree) -> Outputs:
+        return vary_like(jax.tree.map(missing, jax.eval_shape(run, *arguments)), arguments)
+
+    return lax.cond(taken, run, nothing, *arguments)
+
+
 def pin_to_iteration(logits: jax.Array, start: jax.Array) -> jax.Array:
     """The logits as a value of this iteration: else XLA would widen all of them before the loop."""
     return barrier((logits, start))[0]
+
+
+def rows_from(values: Values, start: jax.Array, block: int) -> Values:
+    """Rows start .. start + block of a tree of arrays [R, ...]; if those are all, as they are."""
+
+    def part(x: jax.Array) -> jax.Array:
+        return x if x.shape[0] == block else lax.dynamic_slice_in_dim(x, start, block)
+
+    return jax.tree.map(part, values)
+
+
+def block_of_logits(
+    logits: jax.Array, row_ids: jax.Array | None, start: jax.Array, block: int
+) -> jax.Array:
+    """The logits [block, V] of target rows from `start` on, in an iteration of `map_blocks`.
+
+    Args:
+      logits: [N, V].
+      row_ids: [R] int32, the rows of the targets, clamped to those that there are; None: R = N.
+      start, block: which targets.
+    """
+    if row_ids is not None:
+        rows, mine = rows_from(row_ids, start, block), pin_to_iteration(logits, start)
+        if block == 1:  # a plain slice: XLA copies it at memory speed on every platform
+            return barrier(lax.dynamic_slice_in_dim(mine, rows[0], 1))
+        return barrier(mine.at[rows].get(mode="clip"))
+    if block == logits.shape[0]:
+        return logits
+    return rows_from(pin_to_iteration(logits, start), start, block)
+
+
+def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, ""]]:
+    """The rows that are chosen, in their order, then others; and how many are."""
+    # Numbers of which those of the first rows are the largest: XLA:CPU has a call for it.
+    number = which.shape[0]
+    order = jnp.arange(number, 0, -1, dtype=jnp.float32) + jnp.where(which, number, 0)
+    return lax.top_k(order, number)[1], which.sum(dtype=jnp.int32)
+
+
+def scattered(
+    whole: Values, part: Values, index: Int32[Array, " N"], number: Int32[Array, ""]
+) -> Values:
+    """A tree of arrays [N] with the first `number` of `part`, at rows `index`; none from N on."""
+    counts = jnp.arange(index.shape[0], dtype=jnp.int32) < number
+    place = jnp.where(counts, index, index.shape[0])
+    return jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
 
 
 def barrier(values: Values) -> Values:
@@ -174,25 +239,31 @@ def pieces(x: jax.Array, number: int, padding: float) -> list[jax.Array]:
     """x [B, n] cut into `number` pieces [B, ceil(n / number)]; the last ones are padded."""
     width = -(-x.shape[1] // number)
     cut = [x[:, i * width : (i + 1) * width] for i in range(number)]
-    return [
-        jnp.pad(piece, ((0, 0), (0, width - piece.shape[1])), constant_values=padding)
-        if piece.shape[1] < width
-        else piece
-        for piece in cut
-    ]
+    return [filled(piece, width, padding) for piece in cut]
 
 
-def at_place(place: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The entries at one place [B] of each row of arrays [B, n, ...] of 32-bit numbers; else 0.
+def filled(x: jax.Array, width: int, value: float | jax.Array) -> jax.Array:
+    """x [B, n] with `value` behind each row, up to this width."""
+    missing = width - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, missing)), constant_values=value) if missing else x
 
-    One loop for all arrays, where XLA's CPU compiler makes two kernels of each gather.
+
+def at_place(place: jax.Array, values: Values) -> Values:
+    """The entries at one place [B] of each row of a tree of arrays [B, n, ...]; else 0.
+
+    Of numbers of 32 bits, and truth values. One loop for all arrays, where XLA's CPU compiler makes
+    two kernels of each gather.
     """
+    arrays, tree = jax.tree.flatten(values)
     wide = [x if x.dtype.itemsize == 4 else x.astype(jnp.int32) for x in arrays]
-    bits = [lax.bitcast_convert_type(x, jnp.int32) for x in wide]
     here = jnp.arange(arrays[0].shape[1], dtype=jnp.int32)[None] == place[:, None]
-    masked = [jnp.where(here.reshape(here.shape + (1,) * (x.ndim - 2)), x, 0) for x in bits]
-    found = summed(*masked)
-    return tuple(lax.bitcast_convert_type(one, x.dtype) for one, x in zip(found, wide, strict=True))
+    here = here.reshape(here.shape + (1,) * (arrays[0].ndim - 2))
+    found = summed(*(jnp.where(here, as_integers(x), 0) for x in wide))
+    each = (
+        lax.bitcast_convert_type(one, x.dtype).astype(own.dtype)
+        for one, x, own in zip(found, wide, arrays, strict=True)
+    )
+    return jax.tree.unflatten(tree, each)
 
 
 def summed(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -6,7 +6,7 @@ sharding known           explicit axes, or arrays that exist: the same on theirs
 """
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from pallas_kernels.meshes import placement
 from pallas_kernels.meshes.placement import Layout
@@ -43,7 +43,10 @@ def placed(
         return placement.on_shard(axis_name, width, vocab_size)
     found: placement.AnyMesh | None = mesh
     if mesh is None:
-        found, layout = _sharding_of(hidden, head, head_axis)
+        # The mesh and the axes that the arrays tell.
+        (of_rows, own), (of_columns, heads) = map(placement.sharding_of, (hidden, head))
+        layout = Layout(own.rows, heads[head_axis])
+        found = of_rows if layout.rows else of_columns if layout.vocabulary else None
     elif layout == Layout():
         raise ValueError(
             f"mesh {dict(mesh.shape)} without axis_name or row_axis_name; name the vocabulary's "
@@ -51,27 +54,12 @@ def placed(
         )
     if found is not None:
         _check_axes(found, layout)
-        _check_divides("hidden", hidden.shape[0], found, layout.rows, "pad them")
-        way_out = f"pad them, vocab_size = {width}"
-        _check_divides("head", width, found, layout.vocabulary, way_out)
+        rows = hidden.shape[0]
+        placement.check_divides("rows of hidden", rows, found, layout.rows, "pad them")
+        placement.check_divides("rows of head", width, found, layout.vocabulary)
     return placement.Place(
         found, layout, placement.VocabShard(None, vocab_size).size(width), vocab_size is not None
     )
-
-
-def _sharding_of(
-    hidden: jax.Array, head: jax.Array, head_axis: int
-) -> tuple[placement.AnyMesh | None, Layout]:
-    """The mesh and the axes that the arrays tell; no mesh where they are whole or do not tell."""
-    meshes: list[placement.AnyMesh] = []
-    found: list[placement.MeshAxes] = []
-    for x, axis in ((hidden, 0), (head, head_axis)):
-        sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
-        found.append(())
-        if isinstance(sharding, NamedSharding):
-            found[-1] = placement.names_of((*sharding.spec, None, None)[axis])
-            meshes += [sharding.mesh] if found[-1] else []
-    return (meshes[0] if meshes else None), Layout(*found)
 
 
 def _check_axes(mesh: placement.AnyMesh, layout: Layout) -> None:
@@ -83,14 +71,4 @@ def _check_axes(mesh: placement.AnyMesh, layout: Layout) -> None:
         raise ValueError(
             f"rows over {rows} and the vocabulary over {vocabulary} share a mesh axis; split them "
             "over different ones"
-        )
-
-
-def _check_divides(
-    name: str, size: int, mesh: placement.AnyMesh, axes: placement.MeshAxes, way_out: str
-) -> None:
-    count = placement.num_shards(mesh, axes)
-    if size % count:
-        raise ValueError(
-            f"{size} rows of {name} do not divide into the {count} shards of {axes}; {way_out}"
         )

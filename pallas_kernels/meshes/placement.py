@@ -10,10 +10,11 @@ axes split n, the rows or slots, and v, the vocabulary. What other letters name 
 device.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.lowering.forms import Tree, as_integers
+
+Values = TypeVar("Values", bound=Tree)
 AxisName = str | tuple[str, ...]  # one mesh axis, or several that split one dimension together
 
 
@@ -139,6 +143,19 @@ class VocabShard:
         to = {"to": "invarying"} if tracked else {}
         return lax.all_gather(local, self.axis_name, **to)
 
+    def gathered_together(self, values: Values) -> Values:
+        """`gathered` of a tree of arrays [R, ...] of 32-bit numbers, in one exchange."""
+        leaves, tree = jax.tree.flatten(values)
+        words = [as_integers(x).reshape(x.shape[0], -1) for x in leaves]
+        every = self.gathered(jnp.concatenate(words, axis=1))
+        ends = itertools.accumulate(x.shape[1] for x in words)
+        parts = jnp.split(every, list(ends)[:-1], axis=2)
+        found = [
+            lax.bitcast_convert_type(part.reshape(every.shape[0], *x.shape), x.dtype)
+            for part, x in zip(parts, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, found)
+
     def _across(self, collective: Callable[..., jax.Array], local: jax.Array) -> jax.Array:
         return local if self.axis_name is None else collective(local, self.axis_name)
 
@@ -246,18 +263,18 @@ def placed(
     if mesh is None and name is not None:
         return on_shard(name, width, vocab_size)
     size = VocabShard(None, vocab_size).size(width)
-    found, layout = _sharding_of(logits)
+    found, layout = sharding_of(logits)
     unknown = may_be_split(logits)
     if mesh is not None:
         axes = names_of(name)
         if not {*axes} <= {*mesh.shape}:
             raise ValueError(f"axis_name = {name!r} is not an axis of the mesh {mesh.shape}")
-        check_columns(width, num_shards(mesh, axes), axes)
+        check_divides("columns", width, mesh, axes)
         if found is None and (mesh.size == num_shards(mesh, axes) or not unknown):
             return Place(mesh, Layout((), axes), size, padded)  # nothing else can be split
     if found is None:
         return Place(None, Layout(), size, padded, unknown=unknown)
-    check_columns(width, num_shards(found, layout.vocabulary), layout.vocabulary)
+    check_divides("columns", width, found, layout.vocabulary)
     return Place(found, layout, size, padded)
 
 
@@ -277,16 +294,19 @@ def on_shard(name: AxisName, width: int, vocab_size: int | None) -> Place:
         ) from None
 
 
-def check_columns(width: int, count: int, axes: MeshAxes) -> None:
-    """A ValueError where `width` columns do not divide into `count` shards."""
-    if width % count:
+def check_divides(
+    what: str, size: int, mesh: AnyMesh, axes: MeshAxes, way_out: str | None = None
+) -> None:
+    """A ValueError where so many of what is split do not divide into the shards of these axes."""
+    count = num_shards(mesh, axes)
+    if size % count:
         raise ValueError(
-            f"{width} columns do not divide into the {count} shards of {axis_name(axes)!r}; pad "
-            f"them and pass vocab_size = {width}"
+            f"{size} {what} do not divide into the {count} shards of {axis_name(axes)!r}; "
+            f"{way_out or f'pad them and pass vocab_size = {size}'}"
         )
 
 
-def _sharding_of(logits: jax.Array) -> tuple[AnyMesh | None, Layout]:
+def sharding_of(logits: jax.Array) -> tuple[AnyMesh | None, Layout]:
     """The mesh and the layout of logits that tell them; None where they do not, or are whole."""
     is_traced = isinstance(logits, jax.core.Tracer)
     sharding = jax.typeof(logits).sharding if is_traced else logits.sharding

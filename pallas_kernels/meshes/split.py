@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
-from pallas_kernels.contract.rows import Rows, skipped_like
+from pallas_kernels.contract.rows import Rows
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
 from pallas_kernels.lowering.choose import kept
 from pallas_kernels.meshes.placement import (
@@ -250,17 +250,27 @@ def _on_own_rows(call: ShardCall[Found], vocab_size: int | None) -> Callable[[La
             return call(shard, rows._replace(num_rows=own_num_rows(layout, rows.num_rows, count)))
         if not layout.rows:
             return call(shard, rows)
-        row_ids = rows.row_ids - lax.axis_index(layout.rows) * count
-        mine = (row_ids >= 0) & (row_ids < count)
+        device, over_rows = lax.axis_index(layout.rows), VocabShard(axis_name(layout.rows))
+        there = (rows.row_ids >= 0) & (rows.row_ids < over_rows.size(count))
         if rows.num_rows is not None:
-            mine &= jnp.arange(rows.num_targets, dtype=jnp.int32) < rows.num_rows
+            there &= jnp.arange(rows.num_targets, dtype=jnp.int32) < rows.num_rows
+        row_ids = rows.row_ids - device * count
+        mine = there & (row_ids >= 0) & (row_ids < count)
         # The device's own target rows come first, so that it works on no others.
         order = jnp.argsort(~mine, stable=True)
         # Every array of target rows, in this order: the logits' place holds none of theirs.
         targets = rows._replace(logits=mine, row_ids=jnp.where(mine, row_ids, -1), num_rows=None)
         ordered: Rows = jax.tree.map(lambda x: x[order], targets)
         ordered = ordered._replace(logits=rows.logits, num_rows=mine.sum(dtype=jnp.int32))
-        return _of_all_devices(call(shard, ordered), mine, jnp.argsort(order), layout)
+        found, place = call(shard, ordered), jnp.argsort(order)
+        # Each target row's results are those of one device: the first one skips what none has.
+        mine |= ~there & (device == 0)
+
+        def joined(x: jax.Array) -> jax.Array:
+            own = mine.reshape(-1, *[1] * (x.ndim - 1))
+            return over_rows.across_sum(jnp.where(own, x[place], jnp.zeros_like(x)))
+
+        return jax.tree.map(joined, found)
 
     return on_own_rows
 
@@ -270,27 +280,6 @@ def own_num_rows(layout: Layout, num_rows: jax.Array | None, count: int) -> jax.
     if num_rows is None or not layout.rows:
         return num_rows
     return jnp.clip(num_rows - lax.axis_index(layout.rows) * count, 0, count)
-
-
-def _of_all_devices(found: Found, mine: jax.Array, place: jax.Array, layout: Layout) -> Found:
-    """Each target row's results, from the device that has its row of logits.
-
-    Args:
-      found: this device's, in an order of its own.
-      mine: [R] bool, which target rows are this device's.
-      place: [R] int32, where each target row's results are.
-      layout: how the rows are split.
-    """
-    over_rows = VocabShard(axis_name(layout.rows))
-    somewhere = over_rows.across_sum(mine.astype(jnp.int32)) > 0
-
-    def joined(x: jax.Array, of_skipped: jax.Array) -> jax.Array:
-        shape = (-1,) + (1,) * (x.ndim - 1)
-        own = jnp.where(mine.reshape(shape), x[place], jnp.zeros_like(x))
-        return jnp.where(somewhere.reshape(shape), over_rows.across_sum(own), of_skipped)
-
-    assert isinstance(found, TopkLogprobs)
-    return jax.tree.map(joined, found, skipped_like(found))
 
 
 class Split(NamedTuple):

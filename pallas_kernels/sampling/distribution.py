@@ -19,16 +19,11 @@ from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Greedy
-from pallas_kernels.lowering.forms import map_blocks, vary_like
+from pallas_kernels.lowering import forms
+from pallas_kernels.lowering.forms import compacted, map_blocks, scattered, vary_like
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling import cut_search, parameters, row_cuts, row_read
-from pallas_kernels.sampling.parameters import (
-    Sampling,
-    Truncation,
-    at_rows,
-    compacted,
-    scattered,
-)
+from pallas_kernels.sampling.parameters import Sampling, Truncation, at_rows
 from pallas_kernels.sampling.row_read import RowRead, RowScale
 from pallas_kernels.sampling.rows import GroupedRows
 
@@ -157,9 +152,7 @@ def _by_search(
 
     def one(i: jax.Array, cut: Truncation) -> Truncation:
         row, there = index[i], lax.dynamic_slice_in_dim(index, i, 1)
-        # As a value of this trip: else XLA would make all logits float32 before the loop.
-        logits = lax.optimization_barrier((rows.logits, row))[0]  # type: ignore[no-untyped-call]
-        x = lax.dynamic_slice_in_dim(logits, row, 1)
+        x = lax.dynamic_slice_in_dim(forms.pin_to_iteration(rows.logits, row), row, 1)
         x = of_logits.apply(x, of_logits.of_rows(rows.changes, there))
         its_scale, its_sampling = at_rows(there, (scale, sampling))
         shard = VocabShard(rows.shard.axis_name, rows.vocab_size)

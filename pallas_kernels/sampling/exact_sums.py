@@ -31,16 +31,22 @@ def num_digits(vocab_size: int) -> int:
 
 def digits(weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
     """The digits [..., V] int32 of weights [..., V] float32, 0 or more, of a sum of at most V."""
-    scale = jnp.float32(2 ** digit_bits(vocab_size))
-    found = []
-    # Scaling by a power of two and subtracting whole numbers are exact: only the end rounds.
-    for _ in range(num_digits(vocab_size) - 1):
-        weights = weights * scale
-        found.append(jnp.floor(weights))
-        weights = weights - found[-1]
-    found.append(jnp.round(weights * scale))
+    found, rest = _leading(weights, num_digits(vocab_size) - 1, vocab_size)
+    found.append(jnp.round(rest * jnp.float32(2 ** digit_bits(vocab_size))))
     # The largest of all, V = 2**n weights of 1 in one, needs the sign bit.
     return tuple(lax.bitcast_convert_type(digit.astype(jnp.uint32), jnp.int32) for digit in found)
+
+
+def _leading(x: jax.Array, number: int, vocab_size: int) -> tuple[list[jax.Array], jax.Array]:
+    """So many leading digits of x float32, as floats, and what is left of it behind them."""
+    scale = jnp.float32(2 ** digit_bits(vocab_size))
+    found: list[jax.Array] = []
+    # Scaling by a power of two and subtracting whole numbers are exact: only the end rounds.
+    for _ in range(number):
+        x = x * scale
+        found.append(jnp.floor(x))
+        x = x - found[-1]
+    return found, x
 
 
 def mass(weights: jax.Array, vocab_size: int, shard: VocabShard = WHOLE) -> Mass:
@@ -72,13 +78,8 @@ def carried(sums: Mass, vocab_size: int) -> Mass:
 
 def at_least(value: jax.Array, vocab_size: int) -> Mass:
     """The least mass >= value [...] float32, 0 <= value <= V."""
-    scale = jnp.float32(2 ** digit_bits(vocab_size))
-    found = []
-    for _ in range(num_digits(vocab_size)):
-        value = value * scale
-        found.append(jnp.floor(value))
-        value = value - found[-1]
-    found[-1] = found[-1] + jnp.where(value > 0, jnp.float32(1), jnp.float32(0))
+    found, rest = _leading(value, num_digits(vocab_size), vocab_size)
+    found[-1] = found[-1] + jnp.where(rest > 0, jnp.float32(1), jnp.float32(0))
     return carried(tuple(digit.astype(jnp.uint32) for digit in found), vocab_size)
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels.backends import answers
 from pallas_kernels.contract.changes import Changes, apply, of_columns, of_rows
 from pallas_kernels.contract.rows import check_changes
-from pallas_kernels.lowering.forms import map_blocks, vary_like
+from pallas_kernels.lowering.forms import map_blocks, pin_to_iteration, rows_from, vary_like
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling.parameters import Truncation
 
@@ -83,17 +83,24 @@ def kept_sets(
     one = cut.cut_logit == jnp.inf
     changes = check_changes(allowed, bias_token_ids, bias, len(logits), vocab_size)
 
-    def searched() -> _Found:
-        own = answers.changes_of(changes, shard, logits.shape[1])
-        listed = _listed(shard.masked(logits), own, rows, num_rows, cut, width, shard)
-        return _joined(listed, shard)
+    nothing = _Found(jnp.zeros((rows.shape[0], width), jnp.int32), jnp.zeros_like(rows))
 
-    def nothing() -> _Found:
-        zeros = jnp.zeros_like(rows)
-        return vary_like(_Found(jnp.zeros((rows.shape[0], width), jnp.int32), zeros), cut.cut_id)
+    def searched() -> _Found:
+        """Within this shard's columns block after block, then joined."""
+        x, own = shard.masked(logits), answers.changes_of(changes, shard, logits.shape[1])
+        block = min(BLOCK, rows.shape[0])
+
+        def work(start: jax.Array) -> _Found:
+            part = rows_from((rows, cut), start, block)
+            return _block(pin_to_iteration(x, start), own, *part, width, shard)
+
+        inputs = (x, rows, cut, shard.ids(logits.shape[1]))
+        return _joined(map_blocks(work, block, num_rows, nothing, inputs), shard)
 
     # A batch of greedy requests reads no logits.
-    found: _Found = lax.cond(jnp.any(wanted & ~one), searched, nothing)
+    found: _Found = lax.cond(
+        jnp.any(wanted & ~one), searched, lambda: vary_like(nothing, cut.cut_id)
+    )
     counts = jnp.where(found.counts > width, KEPT_MANY, found.counts)
     counts = jnp.where(found.counts == vocab_size, KEPT_ALL, counts)
     counts = jnp.where(wanted, jnp.where(one, 1, counts), 0)
@@ -118,29 +125,6 @@ def _joined(found: _Found, shard: VocabShard) -> _Found:
     return _Found(ids, every.sum(0, dtype=jnp.int32))
 
 
-def _listed(
-    logits: Float[Array, "N V"],
-    changes: Changes | None,
-    rows: Int32[Array, " R"],
-    num_rows: Int32[Array, ""],
-    cut: Truncation,
-    width: int,
-    shard: VocabShard,
-) -> _Found:
-    """The sets of the first `num_rows` rows within this shard's columns, block after block."""
-    block = min(BLOCK, rows.shape[0])
-
-    def work(start: jax.Array) -> _Found:
-        part: tuple[jax.Array, Truncation] = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, start, block), (rows, cut)
-        )
-        return _block(_tied(logits, start), changes, *part, width, shard)
-
-    nothing = _Found(jnp.zeros((rows.shape[0], width), jnp.int32), jnp.zeros_like(rows))
-    inputs = (logits, rows, cut, shard.ids(logits.shape[1]))
-    return map_blocks(work, block, num_rows, nothing, inputs)
-
-
 def _block(
     logits: Float[Array, "N V"],
     changes: Changes | None,
@@ -157,20 +141,21 @@ def _block(
         return cut.keeps(x, ids) & (x > -jnp.inf)
 
     own = of_rows(changes, rows)
-    ends = jnp.cumsum(_counts(logits, own, rows, keeps, first_id), axis=1)  # [b, G]
+    every = apply(logits.at[rows].get(mode="fill", fill_value=-jnp.inf), own).astype(jnp.float32)
+    ids = first_id + jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), every.shape)
+    ends = jnp.cumsum(_counts(keeps(every, ids)), axis=1, dtype=jnp.int32)  # [b, G]
     counts = ends[:, -1]
-    flat_ends = ends.astype(jnp.int32)
 
     def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """List ids `start` to `start + LISTED` of each row."""
         start, ids = carry
         place = start + jnp.arange(LISTED, dtype=jnp.int32)
-        group = jax.vmap(lambda e: jnp.searchsorted(e, place, side="right"))(flat_ends)
-        group = jnp.minimum(group.astype(jnp.int32), flat_ends.shape[1] - 1)
-        before = jnp.take_along_axis(jnp.pad(flat_ends, ((0, 0), (1, 0))), group, axis=1)
+        group = jax.vmap(lambda e: jnp.searchsorted(e, place, side="right"))(ends)
+        group = jnp.minimum(group.astype(jnp.int32), ends.shape[1] - 1)
+        before = jnp.take_along_axis(jnp.pad(ends, ((0, 0), (1, 0))), group, axis=1)
         in_group = jnp.arange(GROUP, dtype=jnp.int32)[None, None, :]
         column = group[:, :, None] * GROUP + in_group
-        mine = _tied(logits, start)
+        mine = pin_to_iteration(logits, start)
         x = mine.at[rows[:, None, None], column].get(mode="fill", fill_value=-jnp.inf)
         batch = column.shape[0]
         if own is not None:
@@ -193,26 +178,11 @@ def _block(
     return _Found(ids[:, :width], counts)
 
 
-def _tied(logits: jax.Array, start: jax.Array) -> jax.Array:
-    """The logits as a value of this trip: else XLA would widen all of them before the loop."""
-    return lax.optimization_barrier((logits, start))[0]  # type: ignore[no-untyped-call]
-
-
-def _counts(
-    logits: jax.Array,
-    changes: Changes | None,
-    rows: jax.Array,
-    keeps: object,
-    first_id: jax.Array,
-) -> Int32[Array, "b G"]:
+def _counts(kept: Bool[Array, "b V"]) -> Int32[Array, "b G"]:
     """How many tokens of each group of columns are kept."""
-    columns = logits.shape[1]
-    x = logits.at[rows].get(mode="fill", fill_value=-jnp.inf)
-    x = apply(x, changes).astype(jnp.float32)
-    ids = first_id + jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), x.shape)
-    kept: Bool[Array, "b V"] = keeps(x, ids)  # type: ignore[operator]
+    rows, columns = kept.shape
     whole = columns // GROUP * GROUP
-    counts = kept[:, :whole].reshape(x.shape[0], -1, GROUP).sum(2, dtype=jnp.int32)
+    counts = kept[:, :whole].reshape(rows, -1, GROUP).sum(2, dtype=jnp.int32)
     if whole == columns:
         return counts
     rest = kept[:, whole:].sum(1, keepdims=True, dtype=jnp.int32)

@@ -8,7 +8,7 @@ With the recorded set both describe one policy, and the ratio of equal weights i
 Axes: `*rows` of any number (often batch and position), H hidden size, V vocabulary, M ids of a set.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
+from pallas_kernels.linear.types import RowScale, loaded, stored
+from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.sampling.kept_set import PaddedKept
 
 AnyArray = jax.Array | np.ndarray
@@ -84,14 +86,7 @@ def _logprobs(
     return _forward(logits, token_ids, kept, temperatures)[0]
 
 
-class _Scale(NamedTuple):
-    """What a row's logits are taken relative to: logprobs are (x - largest) / T - log_sum."""
-
-    largest: Float32[Array, "*rows"]  # m, of the set or of the row; 0 where all are -inf
-    log_sum: Float32[Array, "*rows"]  # log(sum(exp((x - m) / T))); 0 there
-
-
-Residuals = tuple[jax.Array, jax.Array, PaddedKept, jax.Array, _Scale, jax.Array]
+Residuals = tuple[jax.Array, jax.Array, PaddedKept, jax.Array, RowScale, jax.Array]
 
 
 def _forward(
@@ -105,7 +100,7 @@ def _forward(
     of_set = _scale(_of_set(logits, kept), temperatures)
     # Whole rows are read only where some row needs it.
     of_rows = lax.cond(jnp.any(over_all), lambda: _scale(logits, temperatures), lambda: of_set)
-    scale: _Scale = jax.tree.map(lambda x, y: jnp.where(over_all, x, y), of_rows, of_set)
+    scale: RowScale = jax.tree.map(lambda x, y: jnp.where(over_all, x, y), of_rows, of_set)
     log_mass = scale.log_sum + jnp.where(over_all, kept.log_kept, 0)
     logprobs = jnp.where(own > -jnp.inf, _relative(own, scale, temperatures) - log_mass, own)
     logprobs = jnp.where(over_all | inside | jnp.isnan(own), logprobs, -jnp.inf)
@@ -119,11 +114,10 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
     has_slope = (kept.counts != 0) & (logprobs != -jnp.inf)
     slope = jnp.where(has_slope, gradient, 0.0) / temperatures
     vocab_size = logits.shape[-1]
-    # XLA scatters no 16-bit floats on a CPU without widening all of them: it gets integers.
-    bits = jnp.float32 if logits.dtype == jnp.float32 else jnp.uint16
 
+    # XLA scatters no 16-bit floats on a CPU without widening all of them: it gets integers.
     def as_bits(values: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(values.astype(logits.dtype), bits)
+        return stored(values.astype(logits.dtype))
 
     relative = _relative(_of_set(logits, kept), scale, temperatures)
     shares = jnp.exp(relative - scale.log_sum[..., None])
@@ -141,11 +135,10 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
         is_token = over_all[..., None] & (ids == token_ids[..., None])
         own = slope[..., None] * (is_token.astype(jnp.float32) - shares(logits)[0])
         # Shares of their own: what the mean and the gradient share, XLA would write down.
-        again: jax.Array = lax.optimization_barrier(logits)  # type: ignore[no-untyped-call]
-        return as_bits(own), _mean(*shares(again))
+        return as_bits(own), _mean(*shares(barrier(logits)))
 
     def nothing() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros(logits.shape, bits), jnp.zeros_like(mean)
+        return as_bits(jnp.zeros(logits.shape)), jnp.zeros_like(mean)
 
     by_logits, whole_mean = lax.cond(jnp.any(over_all), of_rows, nothing)
     # A row has ids or a mark, and the ids differ: nothing has to be added up.
@@ -154,7 +147,7 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
     row = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
     ids = jnp.where(is_id(kept), kept.token_ids, vocab_size).reshape(-1, width)
     flat = flat.at[row, ids].set(as_bits(of_set).reshape(-1, width), mode="drop")
-    gradient = lax.bitcast_convert_type(flat, logits.dtype).reshape(logits.shape)
+    gradient = loaded(flat, logits.dtype).reshape(logits.shape)
     own = _relative(_at(logits, token_ids[..., None])[..., 0], scale, temperatures)
     by_temperature = slope * (jnp.where(over_all, whole_mean, mean) - own)
     by_temperature = jnp.where(has_slope, by_temperature, 0.0)
@@ -182,20 +175,20 @@ def _at(logits: jax.Array, ids: jax.Array) -> Float32[Array, "*rows M"]:
     return jnp.take_along_axis(logits, ids, axis=-1).astype(jnp.float32)
 
 
-def _scale(x: Float[Array, "*rows N"], temperatures: jax.Array) -> _Scale:
+def _scale(x: Float[Array, "*rows N"], temperatures: jax.Array) -> RowScale:
     """The largest of the logits and the sum of them all, of bfloat16, float16 or float32."""
     # The maximum of the logits as they are: what two sums share, XLA would write down.
     largest = x.max(-1).astype(jnp.float32)
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)
-    scale = _Scale(largest, jnp.zeros_like(largest))
+    scale = RowScale(largest, jnp.zeros_like(largest))
     total = jnp.exp(_relative(x, scale, temperatures)).sum(-1)
     return scale._replace(log_sum=jnp.where(total == 0, 0.0, jnp.log(total)))
 
 
-def _relative(x: jax.Array, scale: _Scale, temperatures: jax.Array) -> jax.Array:
+def _relative(x: jax.Array, scale: RowScale, temperatures: jax.Array) -> jax.Array:
     """(x - m) / T of x [*rows] or [*rows, N]: a quotient x / T would have lost the digits."""
     shape = (*temperatures.shape, *(1,) * (x.ndim - temperatures.ndim))
-    above = x.astype(jnp.float32) - scale.largest.reshape(shape)
+    above = x.astype(jnp.float32) - scale.maximum.reshape(shape)
     return above / temperatures.reshape(shape)
 
 

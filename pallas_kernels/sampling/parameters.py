@@ -4,7 +4,6 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
@@ -139,25 +138,9 @@ def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling
     return jax.tree.map(repeated, sampling)
 
 
-def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array, ""]]:
-    """The rows that are chosen, in their order, then others; and how many are."""
-    # Numbers of which those of the first rows are the largest: XLA:CPU has a call for it.
-    number = which.shape[0]
-    order = jnp.arange(number, 0, -1, dtype=jnp.float32) + jnp.where(which, number, 0)
-    return lax.top_k(order, number)[1], which.sum(dtype=jnp.int32)
-
-
 def at_rows(index: Int32[Array, " R"], values: Values) -> Values:
     """The values of the rows `index`, of a tree of arrays [N] of 32-bit numbers; in one loop."""
-    leaves, tree = jax.tree.flatten(values)
-    each = (jnp.broadcast_to(x[None], (index.shape[0], x.shape[0])) for x in leaves)
-    return jax.tree.unflatten(tree, at_place(index, *each))
-
-
-def scattered(
-    whole: Truncation, part: Truncation, index: Int32[Array, " N"], number: Int32[Array, ""]
-) -> Truncation:
-    """The cuts with the first `number` of `part`, at the rows `index`; from N on: nowhere."""
-    counts = jnp.arange(index.shape[0], dtype=jnp.int32) < number
-    place = jnp.where(counts, index, index.shape[0])
-    return jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
+    rows = index.shape[0]
+    return at_place(
+        index, jax.tree.map(lambda x: jnp.broadcast_to(x[None], (rows, *x.shape)), values)
+    )

@@ -97,16 +97,10 @@ def _at(place: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     In one loop on a CPU, for which a GPU would keep all of the arrays.
     """
 
-    def like(place: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(place.shape, x.dtype) for x in arrays)
-
-    def in_one_loop(place: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return at_place(place, *arrays)
-
     def gathered(place: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(jnp.take_along_axis(x, place[:, None], axis=1)[:, 0] for x in arrays)
 
-    return lowered_for(place, arrays, like=like, cpu=in_one_loop, default=gathered)
+    return lowered_for(place, arrays, like=gathered, cpu=at_place, default=gathered)
 
 
 def _where(rows: jax.Array, a: exact_sums.Mass, b: exact_sums.Mass) -> exact_sums.Mass:

@@ -25,10 +25,10 @@ from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import WIDTH, Drawn, GroupSums, RowsToDraw, keeps
 from pallas_kernels.backends.xla.group_sums import sums_of_groups
 from pallas_kernels.contract.changes import apply, of_rows
-from pallas_kernels.lowering.forms import at_place, barrier, vary_like
+from pallas_kernels.lowering.forms import at_place, barrier, compacted, filled, vary_like
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
-from pallas_kernels.sampling.parameters import Sampling, Truncation, compacted, truncates
+from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
 from pallas_kernels.sampling.row_read import RowRead, num_candidates, scaled
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import Batch
@@ -85,8 +85,7 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
     """A token of each row: of p without q, or of p where nothing is left of it."""
     log_mass = drawing.log_total + drawing.cut.log_kept
     drawn, noise = _drawn_apart(logits, found, drawing)
-    if logits.shard.axis_name is not None:
-        drawn = of_all_shards(logits, drawn)
+    drawn = of_all_shards(logits, drawn)
     if not drawing.excluded_ids.shape[1]:
         return drawn.token_ids
     if logits.shard.axis_name is not None:
@@ -244,10 +243,7 @@ def _either(
     width = max(a[0].shape[1], b[0].shape[1])
 
     def chosen(x: jax.Array, y: jax.Array, missing: float) -> jax.Array:
-        x, y = (
-            jnp.pad(one, ((0, 0), (0, width - one.shape[1])), constant_values=missing)
-            for one in (x, y)
-        )
+        x, y = (filled(one, width, missing) for one in (x, y))
         return jnp.where(rows[:, None], x, y)
 
     return chosen(a[0], b[0], -jnp.inf), chosen(a[1], b[1], -1)
@@ -275,12 +271,9 @@ def of_all_shards(logits: GroupedRows, drawn: Drawn) -> Drawn:
     """The token of the shard with the largest score; of equal ones the first."""
     if logits.shard.axis_name is None:
         return drawn
-    words = jnp.stack([lax.bitcast_convert_type(drawn.score, jnp.int32), drawn.token_ids])
-    every = logits.shard.gathered(words)
-    scores = lax.bitcast_convert_type(every[:, 0], jnp.float32)
-    shard = jnp.argmax(scores, axis=0)[None]
-    score, token = (jnp.take_along_axis(x, shard, axis=0)[0] for x in (scores, every[:, 1]))
-    return Drawn(score, token)
+    every = logits.shard.gathered_together(drawn)
+    shard = jnp.argmax(every.score, axis=0)[None]
+    return Drawn(*(jnp.take_along_axis(x, shard, axis=0)[0] for x in every))
 
 
 def draw_from_residual(
@@ -348,7 +341,7 @@ def keeps_few(
     if vocab_size <= MANY_CANDIDATES:
         return asked
     last = num_candidates(sampling, vocab_size) - 1
-    ids, logits = at_place(last, read.top_ids, read.top_logits)
+    ids, logits = at_place(last, (read.top_ids, read.top_logits))
     more = keeps(logits, ids, cut.cut_logit, cut.cut_id) & (ids >= 0)  # perhaps
     by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)
     return asked & (by_k | ~more)

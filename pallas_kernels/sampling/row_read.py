@@ -24,7 +24,7 @@ from pallas_kernels.backends.xla.groups import larger_than
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, check_changes, skipped_rows
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
-from pallas_kernels.lowering.forms import largest_and_first, logarithm, vary_like
+from pallas_kernels.lowering.forms import filled, largest_and_first, logarithm, vary_like
 from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
@@ -147,12 +147,12 @@ def read_greedy(rows: Rows, k: int, vocab_size: int) -> tuple[RowRead, Greedy]:
     assert found.top_logits is not None
     number = rows.logits.shape[0]
     log_sum = -found.logprobs[:, 0]  # of the largest logit, which is m
-    padding = ((0, 0), (0, min(max(k, MANY_CANDIDATES), vocab_size) - max(k, 1)))
+    count = min(max(k, MANY_CANDIDATES), vocab_size)
     nothing = jnp.zeros((number, number_of_groups(vocab_size)), jnp.float32)
     read = RowRead(
         groups=GroupSums(nothing, nothing),
-        top_ids=jnp.pad(found.token_ids[:, 1:], padding, constant_values=-1),
-        top_logits=jnp.pad(found.top_logits, padding, constant_values=-jnp.inf),
+        top_ids=filled(found.token_ids[:, 1:], count, -1),
+        top_logits=filled(found.top_logits, count, -jnp.inf),
         largest=found.top_logits[:, 0],
         inverse=jnp.ones(number, jnp.float32),
         total=(jnp.zeros(number, jnp.uint32),) * exact_sums.num_digits(vocab_size),

@@ -18,16 +18,17 @@ from pallas_kernels.backends.groups import (
     MANY,
     WIDTH,
     GroupSums,
+    ListedRows,
     Part,
     Read,
     number_of_groups,
     whole_groups,
 )
 from pallas_kernels.backends.xla import groups as xla_groups
-from pallas_kernels.backends.xla.selection import top_k
+from pallas_kernels.backends.xla.selection import top_k_of_parts
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.lowering.forms import barrier, vary_like
+from pallas_kernels.lowering.forms import barrier, filled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
 
@@ -172,32 +173,24 @@ class GroupedRows:
         An id is -1 where fewer are above -inf. Rows from `num_rows` on are unspecified; the others
         must be valid.
         """
-        every = self.logits, self.shard, self.vocab_size
-        return _candidates(*every, k, row_ids, num_rows, valid=True, changes=self.changes)
+        rows = ListedRows(self.logits, row_ids, num_rows, self.changes)
+        return _candidates(rows, self.shard, min(k, self.vocab_size), valid=True)
 
     def _gathered(self, found: Read, count: int, *, with_top: bool) -> Read:
         """Every shard's part of a read, in one exchange; with `count` candidates or without."""
-        local = self.num_local
-        numbers = jnp.concatenate([*found.groups, found.raw_sums], axis=1)
-        words, width = lax.bitcast_convert_type(numbers, jnp.int32), numbers.shape[1]
-        if with_top:
-            words = jnp.concatenate([words, _packed(self.logits, self.shard, *found[2:])], axis=1)
-        every = self.shard.gathered(words)
-        sums = lax.bitcast_convert_type(every[..., :width], jnp.float32)
+        number = None if with_top else 0
+        top = _of_vocabulary(self.logits, self.shard, *(x[:, :number] for x in found[2:]))
+        given = found.groups, found.raw_sums, top
+        every, raw, (ids, logits) = self.shard.gathered_together(given)
         where = self._places()
 
         def joined(x: jax.Array) -> jax.Array:  # [shards, N, L] -> [N, G]
             return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, where]
 
-        groups = GroupSums(joined(sums[..., :local]), joined(sums[..., local : 2 * local]))
-        raw = joined(sums[..., 2 * local :]) if width > 2 * local else groups.sums[:, :0]
-        if with_top:
-            top = _merged(every[..., width:], count)
-        else:
-            rows = found.top_ids.shape[0]
-            top = jnp.full((rows, count), -1, jnp.int32), jnp.full((rows, count), -jnp.inf)
-        # Constants vary over no axis of a mesh; what was gathered does over those of the rows.
-        return Read(groups, raw, *vary_like(top, groups))
+        groups = GroupSums(*map(joined, every))
+        raw = joined(raw) if found.raw_sums.shape[1] else groups.sums[:, :0]
+        ids, logits = top_k_of_parts(ids, logits, count) if with_top else (ids[0], logits[0])
+        return Read(groups, raw, filled(ids, count, -1), filled(logits, count, -jnp.inf))
 
     def _places(self) -> np.ndarray:
         """Where each group [G] is among the shards' columns, shards * L of them."""
@@ -239,54 +232,33 @@ def top_candidates(
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     if row_ids is not None:
         rows = jnp.clip(row_ids, 0, logits.shape[0] - 1)
-    every = shard.masked(logits), shard, vocab_size
-    return _candidates(*every, k, rows, jnp.int32(rows.shape[0]), valid=False)
+    every = ListedRows(shard.masked(logits), rows, jnp.int32(rows.shape[0]))
+    return _candidates(every, shard, min(k, vocab_size), valid=False)
 
 
 def _candidates(
-    logits: jax.Array,
-    shard: VocabShard,
-    vocab_size: int,
-    k: int,
-    row_ids: jax.Array,
-    num_rows: jax.Array,
-    *,
-    valid: bool,
-    changes: Changes | None = None,
+    rows: ListedRows, shard: VocabShard, k: int, *, valid: bool
 ) -> tuple[jax.Array, jax.Array]:
-    count = min(k, vocab_size)
-    mine = min(count, logits.shape[1])
-    found = read.candidates(logits, mine, row_ids, num_rows, valid=valid, changes=changes)
+    """The k largest of all shards' columns; k is at most V."""
+    found = read.candidates(rows, min(k, rows.logits.shape[1]), valid=valid)
     if shard.axis_name is None:
         return found
-    return _merged(shard.gathered(_packed(logits, shard, *found)), count)
+    every = shard.gathered_together(_of_vocabulary(rows.logits, shard, *found))
+    return top_k_of_parts(*every, k)
 
 
-def _packed(logits: jax.Array, shard: VocabShard, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """Candidates as words [R, 2 K], with ids of the whole vocabulary."""
-    start = shard.ids(logits.shape[1])[0]
-    ids = jnp.where(ids >= 0, ids + start, -1)
-    return jnp.concatenate([ids, lax.bitcast_convert_type(values, jnp.int32)], axis=1)
-
-
-def _merged(every: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest of all shards' candidates [shards, R, 2 K]."""
-    ids, logits = jnp.split(jnp.moveaxis(every, 0, 1), 2, axis=-1)  # [R, shards, K]
-    flat = ids.shape[0], -1
-    # Shards come in the order of their ids, and so do each one's ties: top_k keeps that order.
-    values = lax.bitcast_convert_type(logits, jnp.float32).reshape(flat)
-    values, places = top_k(values, min(count, values.shape[1]))
-    return jnp.take_along_axis(ids.reshape(flat), places, axis=1), values
+def _of_vocabulary(
+    logits: jax.Array, shard: VocabShard, ids: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Candidates [R, K] with ids of the whole vocabulary."""
+    return jnp.where(ids >= 0, ids + shard.ids(logits.shape[1])[0], -1), values
 
 
 def _with_neighbor(logits: jax.Array, shard: VocabShard) -> tuple[Part, jax.Array]:
     """A device's part where groups do not end with its columns, and its first group."""
     assert shard.axis_name is not None
     rows, width = logits.shape
-    shards = (
-        shard.size(width) if shard.vocab_size is None else VocabShard(shard.axis_name).size(width)
-    )
-    shards //= width
+    shards = lax.axis_size(shard.axis_name)
     # Each sends its first columns to the one before it: the last has no next one, and gets zeros.
     ring = [(index, index - 1) for index in range(1, shards)]
     following = lax.ppermute(logits[:, : WIDTH - 1], shard.axis_name, ring)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ Axes: B slots, D drafts, S = D + 1 positions, V vocabulary.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -145,10 +146,8 @@ def verify(
     bonus = door.bonus_of(bonus_token_ids, row_ids)
 
     def on_shard(shard: VocabShard, split: Any, whole: Any) -> Verified:
-        (logits, probs), (drafts, rows_of_q, sampling, positions, row_ids, bonus, changes) = (
-            split,
-            whole,
-        )
+        logits, probs = split
+        drafts, rows_of_q, sampling, positions, row_ids, bonus, changes = whole
         if probs is not None:
             if rows_of_q is None:
                 shape = drafts.token_ids.shape
@@ -210,19 +209,14 @@ def _verify(
     """
 
     known = False if every_greedy else None
+    verified = functools.partial(_verify_rows, shard, accept, k)
 
-    def in_place(
-        logits: jax.Array,
-        changes: Changes | None,
-        batch: Batch,
-        *,
-        is_sampled: bool | None = known,
-    ) -> Verified:
-        return _verify_rows(shard, logits, changes, None, batch, accept, k, is_sampled=is_sampled)
+    def in_place(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
+        return verified(known, logits, changes, None, batch)
 
     def in_a_copy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         copy, own = apply(logits, changes), None if changes is None or k is None else logits
-        return _verify_rows(shard, copy, None, own, batch, accept, k, is_sampled=known)
+        return verified(known, copy, None, own, batch)
 
     def all_greedy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         rows, vocab_size = Rows(shard.masked(logits), changes=changes), shard.size(logits.shape[1])
@@ -234,11 +228,12 @@ def _verify(
         return _with_reads(_greedily(batch, choice), (found, *own), batch, k)
 
     def on_cuda(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
-        sampled = functools.partial(in_place, is_sampled=True)
-        given = logits, changes, batch
-        if every_greedy:
-            return all_greedy(*given)
-        return lax.cond(_some_sampled(batch.sampling), sampled, all_greedy, *given)
+        return _either(
+            known,
+            batch,
+            lambda: verified(True, logits, changes, None, batch),
+            lambda: all_greedy(logits, changes, batch),
+        )
 
     given = logits, changes, batch
     # A rule of the user's own may close over traced values.
@@ -251,14 +246,13 @@ def _verify(
 
 def _verify_rows(
     shard: VocabShard,
+    accept: AcceptRule | None,
+    k: int | None,
+    is_sampled: bool | None,
     logits: Float[Array, "N C"],
     changes: Changes | None,
     own: Float[Array, "N C"] | None,
     batch: Batch,
-    accept: AcceptRule | None,
-    k: int | None,
-    *,
-    is_sampled: bool | None = None,
 ) -> Verified:
     """`verify` of rows whose changes, if they have any, are applied as they are read.
 
@@ -269,7 +263,6 @@ def _verify_rows(
     """
     rows = functools.partial(GroupedRows.of, logits, shard, changes)
     each = functools.partial(batch.of_each_row, logits.shape[0])
-    some_sampled = _some_sampled(batch.sampling)
     if k is None:
 
         def sampled() -> Verified:
@@ -280,20 +273,17 @@ def _verify_rows(
         def all_greedy() -> Verified:
             return _greedily(batch, greedy_of_part(shard, Rows(logits, changes=changes)))
 
-        if is_sampled is not None:
-            return sampled() if is_sampled else all_greedy()
-        return lax.cond(some_sampled, sampled, all_greedy)
+        return _either(is_sampled, batch, sampled, all_greedy)
     grouped, before = rows(), None if own is None else GroupedRows.of(own, shard)
     every = row_read.read_changed(grouped, each(), k, before)
     read = _of_named_rows(batch, every[0])
     choice = Greedy(row_read.with_invalid(grouped, read, read.top_ids[:, 0]), read.valid)
-    from_read = functools.partial(sampled_slots, grouped, read, choice, batch, accept)
-    if is_sampled is False:
-        verified = _greedily(batch, choice)
-    elif is_sampled:
-        verified = from_read()
-    else:
-        verified = lax.cond(some_sampled, from_read, lambda: _greedily(batch, choice))
+    verified = _either(
+        is_sampled,
+        batch,
+        lambda: sampled_slots(grouped, read, choice, batch, accept),
+        lambda: _greedily(batch, choice),
+    )
     return _with_reads(verified, every, batch, k)
 
 
@@ -313,8 +303,17 @@ def _of_named_rows(batch: Batch, read: RowRead) -> RowRead:
     return read._replace(valid=read.valid | (slots == batch.row_ids.shape[0]))
 
 
-def _some_sampled(sampling: Sampling) -> Bool[Array, ""]:
-    return jnp.any((sampling.temperature > 0) | ~has_meaning(sampling))
+def _either(
+    is_sampled: bool | None,
+    batch: Batch,
+    sampled: Callable[[], Verified],
+    greedily: Callable[[], Verified],
+) -> Verified:
+    """What serves the slots; a branch decides where it is not known whether some are sampled."""
+    if is_sampled is None:
+        slots = (batch.sampling.temperature > 0) | ~has_meaning(batch.sampling)
+        return lax.cond(jnp.any(slots), sampled, greedily)
+    return sampled() if is_sampled else greedily()
 
 
 def _greedily(batch: Batch, choice: Greedy) -> Verified:
@@ -386,9 +385,9 @@ def sampled_slots(
     drawn = draw(rows, read, drawing)
     if isinstance(drafts.q, DenseQ):
         assert drafts.q.row_ids is not None
-        rejected, row_of_q = at_place(a, considered, drafts.q.row_ids)
+        rejected, row_of_q = at_place(a, (considered, drafts.q.row_ids))
         drawn = draw_from_residual(
-            rows, drawing, drafts.q.probs, row_of_q, rejected > 0, otherwise=drawn
+            rows, drawing, drafts.q.probs, row_of_q, rejected, otherwise=drawn
         )
     next_ids = jnp.where(drawing.sampled[:, None], drawn[:, None], best_ids)
     return _emit(batch, accepted, next_ids)._replace(cut=batch.by_slot(cut))
@@ -469,19 +468,13 @@ def _drawing(
     Past the proposals and at an invalid row there is no q to take out. which: the rows that are
     sampled, and those that keep few tokens. of_drafts: log p, p and q of the tokens `ids`.
     """
-    each = *cut, read.largest, read.inverse, read.log_total, *(x.astype(jnp.int32) for x in which)
-    of_rows = at_place(a, *batch.by_slot(each), batch.rows)
-    marks = jnp.broadcast_to(considered[..., None], ids.shape).astype(jnp.int32)
-    marks, ids, log_p, p, q = at_place(a, marks, ids, *of_drafts)
-    rejected = marks > 0
+    each = cut, read.largest, read.inverse, read.log_total, *which
+    rows, of_rows = at_place(a, (batch.rows, batch.by_slot(each)))
+    marks = jnp.broadcast_to(considered[..., None], ids.shape)
+    rejected, ids, log_p, p, q = at_place(a, (marks, ids, *of_drafts))
     return Drawing(
-        rows=of_rows[8],
-        cut=Truncation(*of_rows[:3]),
-        largest=of_rows[3],
-        inverse=of_rows[4],
-        log_total=of_rows[5],
-        sampled=of_rows[6] > 0,
-        few=of_rows[7] > 0,
+        rows,
+        *of_rows,
         excluded_ids=jnp.where(rejected, ids, -1),
         log_p=jnp.where(rejected, log_p, -jnp.inf),
         p=jnp.where(rejected, p, 0.0),
@@ -505,7 +498,7 @@ def _emit(batch: Batch, accepted: Bool[Array, "B D"], next_ids: Int32[Array, "B 
         if batch.bonus_token_ids is not None:
             missing = jnp.where(a == batch.drafts.num, batch.bonus_token_ids, -1)
         next_ids = jnp.where(batch.row_ids >= 0, next_ids, missing[:, None])
-        (last,) = at_place(a, next_ids)
+        last = at_place(a, next_ids)
         num = (last >= 0).astype(jnp.int32)
     index = jnp.arange(next_ids.shape[1], dtype=jnp.int32)[None, :]
     padded = jnp.pad(batch.drafts.token_ids, ((0, 0), (0, 1)))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends import read
-from pallas_kernels.backends.groups import Drawn, Part, Read, RowsToDraw, Top
+from pallas_kernels.backends.groups import Drawn, ListedRows, Part, Read, RowsToDraw, Top
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.contract.types import TopkLogprobs
@@ -55,7 +55,7 @@ def by_name(name: Implementation) -> Kernels:
 
     def candidates(logits: jax.Array, row_ids: jax.Array, num: jax.Array, k: int) -> Top:
         with use_implementation(name):
-            return read.candidates(logits, k, row_ids, num, valid=True)
+            return read.candidates(ListedRows(logits, row_ids, num), k, valid=True)
 
     def num_larger(logits: jax.Array, maxima: jax.Array, token_ids: jax.Array) -> jax.Array:
         with use_implementation(name):

@@ -19,10 +19,10 @@ from pallas_kernels.contract.rows import (
     Rows,
     RowSums,
     check_changes,
-    check_ids,
     check_k,
     check_logits,
     check_options,
+    check_targets,
     is_inclusive,
     skipped_rows,
 )
@@ -137,14 +137,7 @@ def topk_logprobs(
       NotImplementedError: the chosen implementation cannot run here; the message says why.
     """
     logits = check_logits(logits)
-    token_ids = check_ids("token_ids", token_ids, ("R",))
-    if row_ids is not None:
-        row_ids = check_ids("row_ids", row_ids, token_ids.shape)
-    elif token_ids.shape[0] != logits.shape[0]:
-        raise ValueError(
-            f"token_ids has {token_ids.shape[0]} entries but logits has {logits.shape[0]} rows; "
-            "pass row_ids to say which row each token belongs to"
-        )
+    token_ids, row_ids = check_targets(token_ids, row_ids, "logits", logits.shape[0])
     place = placed(logits, axis_name, mesh, vocab_size)
     outputs = Outputs(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
     options = num_rows, temperatures, extra_token_ids
@@ -261,9 +254,13 @@ def topk_of_whole_rows(
     The GPU kernels write the answers themselves, in their pass 2. The choice is found with the
     rest in one read, but by XLA: there, and for inclusive ranks, it takes a read of its own.
     """
+
+    def with_choice(rows: Rows) -> Rows:
+        changes = of_logits.prepared(rows.changes, rows.logits.shape[1])
+        return rows._replace(token_ids=greedy_of_rows(rows.logits, changes).token_ids)
+
     if rows.token_ids is None and outputs.inclusive:
-        chosen = greedy_of_rows(rows.logits, of_logits.prepared(rows.changes, rows.logits.shape[1]))
-        rows = rows._replace(token_ids=chosen.token_ids)
+        rows = with_choice(rows)
     is_greedy = rows.token_ids is None
 
     def from_sums(row_sums: answers.ReadRows, rows: Rows) -> TopkLogprobs:
@@ -278,10 +275,7 @@ def topk_of_whole_rows(
         return from_sums(kernels.row_sums, rows)
 
     def by_xla(rows: Rows) -> TopkLogprobs:
-        if is_greedy:
-            changes = of_logits.prepared(rows.changes, rows.logits.shape[1])
-            chosen = greedy_of_rows(rows.logits, changes)
-            rows = rows._replace(token_ids=chosen.token_ids)
+        rows = with_choice(rows) if is_greedy else rows
         return answers.topk_logprobs(xla.row_sums, rows, outputs, WHOLE)
 
     return choose.kernels_or_xla(
@@ -313,7 +307,5 @@ def row_sums(
 
 
 def _faster_on_tpu(rows: Rows, k: int) -> bool:
-    logits = rows.logits
-    if not all(isinstance(size, int) for size in (*logits.shape, rows.num_targets)):
-        return False
-    return choose.kernel_is_faster(rows.num_targets, logits.shape[1], k, logits.dtype.name)
+    dtype = rows.logits.dtype.name
+    return choose.kernel_is_faster(rows.num_targets, rows.logits.shape[1], k, dtype)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from pallas_kernels.backends.answers import usable_temperatures
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.rows import Rows, skipped_like
+from pallas_kernels.contract.rows import Outputs, Rows, skipped_rows
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
@@ -117,7 +117,10 @@ def _folded(call: Call, size: int, is_batched: Rows, rows: Rows) -> TopkLogprobs
         def where(x: jax.Array, of_skipped: jax.Array) -> jax.Array:
             return jnp.where(worked_on.reshape(-1, *[1] * (x.ndim - 1)), x, of_skipped)
 
-        out = jax.tree.map(where, out, skipped_like(out))
+        wanted = [x is not None for x in out[4:]]
+        outputs = Outputs(out.token_ids.shape[1] - 1, *wanted)
+        num_extra = out.extra_logprobs.shape[1]
+        out = jax.tree.map(where, out, skipped_rows(worked_on.shape[0], outputs, num_extra))
     return TopkLogprobs(
         *jax.tree.map(lambda x: x.reshape(size, num_targets, *x.shape[1:]), tuple(out))
     )

@@ -5,6 +5,8 @@ Pass 1 (`groups_kernel`) reads the logits once, for the groups' maxima and sums.
 works on [R, V / 256] and [R, 256] numbers.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -13,17 +15,21 @@ from pallas_kernels.backends.groups import (
     FEW,
     MANY,
     GroupSums,
+    ListedRows,
     Part,
     Read,
     Top,
     as_many_as_needed,
+    largest_of,
+    number_of_groups,
+    read_in_two,
     top_of,
     whole_groups,
 )
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel
 from pallas_kernels.backends.mosaic_gpu.finish_kernel import Inputs
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
-from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, fixed_changes, make_targets
+from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, Targets, fixed_changes
 from pallas_kernels.backends.mosaic_gpu.rows import part_sums, row_sums
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_fixed_schedule
 from pallas_kernels.contract.changes import Changes, biased
@@ -56,14 +62,15 @@ def read_part(
         found = [of_rows(out, schedule, number) for out in every]
     else:
         assert changes is None
-        found, schedule = [_split_groups(part, inverse, raw)], None
+        found = [read_in_two(part, functools.partial(_groups_of, inverse, raw))]
+        schedule = None
 
     def read_of(i: int, groups: GroupSums, raw_sums: jax.Array) -> Read:
         own, words = (changes, here) if i == 0 else (None, None)
 
         def top(count: int) -> Top:
             if schedule is None:
-                found = _largest(Rows(part.logits), count)
+                found = largest_of(row_sums, Rows(part.logits), count)
             else:
                 found = top_of_groups(part.logits, schedule, every[i], count, own, words)
             return vary_like(found, (part, inverse, needed))
@@ -90,20 +97,14 @@ def of_rows(
     return GroupSums(of_row(maxima).astype(jnp.float32), sums), raw
 
 
-def _split_groups(part: Part, inverse: jax.Array, raw: bool) -> tuple[GroupSums, jax.Array]:
-    """`of_rows` of columns that begin or end inside a group."""
-    rows, width = part.tail.shape[0], part.tail.shape[1] * part.tail.shape[2]
-    dtype, whole = part.logits.dtype.name, whole_groups(part)
-    tail = choose_fixed_schedule(rows, width, dtype)
-    (out,) = groups_kernel.read_groups(tail, part.tail.reshape(rows, width), inverse, raw)
-    last = of_rows(out, tail, part.tail.shape[1])
-    if not whole:
-        return last
-    schedule = choose_fixed_schedule(rows, whole * part.tail.shape[2], dtype)
-    offset = part.offset.reshape(1)
-    (out,) = groups_kernel.read_groups(schedule, part.logits, inverse, raw, offset)
-    both = of_rows(out, schedule, whole), last
-    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), *both)
+def _groups_of(
+    inverse: jax.Array, raw: bool, logits: jax.Array, tokens: int, offset: jax.Array | None
+) -> tuple[GroupSums, jax.Array]:
+    """`of_rows` of so many tokens from column `offset` on."""
+    schedule = choose_fixed_schedule(len(logits), tokens, logits.dtype.name)
+    start = None if offset is None else offset.reshape(1)
+    (out,) = groups_kernel.read_groups(schedule, logits, inverse, raw, start)
+    return of_rows(out, schedule, number_of_groups(tokens))
 
 
 def top_of_groups(
@@ -118,34 +119,20 @@ def top_of_groups(
     rows, allowed = logits.shape[0], None
     if words is not None:
         allowed = words.allowed if words.unbiased is None else words.unbiased
-    targets = make_targets(None, None, None)
+    targets = Targets(None, None, None)
     inputs = Inputs(logits.reshape(-1), None, out.partials, out.maxima, targets, allowed)
     found = finish_kernel.finish_rows(schedule, Outputs(k), "parts", inputs, rows, rows)
     sums = part_sums(found, rows, k)
     if changes is not None and changes.bias is not None:
         more = biased(logits, jnp.arange(rows, dtype=jnp.int32), changes)
-        ids, values = (
-            jnp.concatenate(x, axis=1)
-            for x in ([sums.top_ids, more[0]], [sums.top_logits, more[1]])
-        )
-        ids, values = in_order(ids, values, k)
+        ids, values = in_order(sums, *more, k)
         sums = sums._replace(top_ids=ids, top_logits=values)
     return top_of(sums)
 
 
-def candidates(
-    logits: jax.Array,
-    k: int,
-    row_ids: jax.Array,
-    num_rows: jax.Array,
-    changes: Changes | None = None,
-) -> Top:
+def candidates(rows: ListedRows, k: int) -> Top:
     """`read.candidates` of valid rows, by both passes of a call without sampling."""
-    rows = Rows(logits, None, row_ids, num_rows, changes=changes_of_rows(changes, row_ids))
-    return vary_like(_largest(rows, k), (logits, row_ids, num_rows, changes))
-
-
-def _largest(rows: Rows, k: int) -> Top:
-    """Both passes of a call without sampling; no logit is larger than infinity."""
-    nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
-    return top_of(row_sums(rows, nothing, Outputs(k)))
+    logits, row_ids, num_rows, changes = rows
+    assert row_ids is not None
+    targets = Rows(logits, None, row_ids, num_rows, changes=changes_of_rows(changes, row_ids))
+    return vary_like(largest_of(row_sums, targets, k), rows)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.backends.answers import usable_temperatures, with_biased
 from pallas_kernels.backends.mosaic_gpu import finish_kernel
-from pallas_kernels.backends.mosaic_gpu.reading import Targets, make_targets, over_temperature
+from pallas_kernels.backends.mosaic_gpu.reading import make_targets, over_temperature
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import read_rows
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract import changes as of_logits
@@ -31,34 +31,20 @@ def topk_logprobs(rows: Rows, outputs: Outputs, schedule: Schedule | None = None
     what is equal to a maximum that it does not know yet.
     """
     assert rows.changes is None
-    logits, token_ids = rows.logits, rows.token_ids
-    is_greedy = token_ids is None
-    assert not (is_greedy and outputs.inclusive)
-    targets = make_targets(rows.row_ids, rows.num_rows, rows.temperatures)
-    most = max(outputs.k, 1) if is_greedy else outputs.k
-    schedule = schedule or choose_schedule(
-        rows.num_targets, logits.shape[1], most, logits.dtype.name
-    )
-    mode: finish_kernel.Mode = "greedy" if is_greedy else "given"
-    out = run(schedule, outputs, mode, logits, rows.num_targets, token_ids, targets)
-    return answers(out, outputs, logits, targets, rows.extra_ids)
+    mode: finish_kernel.Mode = "greedy" if rows.token_ids is None else "given"
+    assert not (mode == "greedy" and outputs.inclusive)
+    out = run(schedule, outputs, mode, rows, rows.token_ids)
+    return answers(out, outputs, rows)
 
 
 def row_sums(
     rows: Rows, selected: jax.Array, outputs: Outputs, schedule: Schedule | None = None
 ) -> RowSums:
     """`xla.rows.row_sums` on a GPU: one vocabulary shard's part of rows, or changed rows."""
-    num_targets, k = selected.shape[0], outputs.k
-    logits, changes, temperatures = rows.logits, rows.changes, rows.temperatures
-    targets = make_targets(rows.row_ids, rows.num_rows, temperatures)
-    schedule = schedule or choose_schedule(num_targets, logits.shape[1], k, logits.dtype.name)
-    allowed = None if changes is None else of_logits.unbiased(changes, logits.shape[1])
-    out = run(schedule, outputs, "parts", logits, num_targets, selected, targets, allowed)
-    sums = part_sums(out, num_targets, k)
-    if changes is None or changes.bias is None:
-        return sums
-    ids, values = of_logits.biased(logits, rows.places, changes)
-    return with_biased(sums, ids, values, selected, outputs, temperatures)
+    changes = rows.changes
+    allowed = None if changes is None else of_logits.unbiased(changes, rows.logits.shape[1])
+    out = run(schedule, outputs, "parts", rows, selected, allowed)
+    return with_biased(part_sums(out, rows.num_targets, outputs.k), rows, selected, outputs)
 
 
 def part_sums(out: finish_kernel.RowOutputs[jax.Array], num_targets: int, k: int) -> RowSums:
@@ -74,13 +60,11 @@ def part_sums(out: finish_kernel.RowOutputs[jax.Array], num_targets: int, k: int
 
 
 def run(
-    schedule: Schedule,
+    schedule: Schedule | None,
     outputs: Outputs,
     mode: finish_kernel.Mode,
-    logits: jax.Array,
-    num_targets: int,
+    rows: Rows,
     chosen: jax.Array | None,
-    targets: Targets,
     allowed: jax.Array | None = None,
 ) -> finish_kernel.RowOutputs[jax.Array]:
     """Run both passes; chosen [R] is what `read_rows` counts by.
@@ -89,27 +73,24 @@ def run(
     """
     assert allowed is None or mode == "parts"
     flat = None if allowed is None else allowed.reshape(-1)
-    with_groups = finish_kernel.num_selected(outputs.k, mode) > 0
+    logits, num_targets = rows.logits, rows.num_targets
+    targets = make_targets(rows.row_ids, rows.num_rows, rows.temperatures)
+    selected = finish_kernel.num_selected(outputs.k, mode)
+    schedule = schedule or choose_schedule(
+        num_targets, logits.shape[1], selected, logits.dtype.name
+    )
     partials, groups = read_rows(
-        schedule, logits, num_targets, chosen, targets, with_groups, outputs, flat
+        schedule, logits, num_targets, chosen, targets, selected > 0, outputs, flat
     )
     token_ids = chosen if mode == "given" else None
     inputs = finish_kernel.Inputs(logits.reshape(-1), token_ids, partials, groups, targets, flat)
-    rows = logits.shape[0]
-    out = finish_kernel.finish_rows(schedule, outputs, mode, inputs, rows, num_targets)
+    out = finish_kernel.finish_rows(schedule, outputs, mode, inputs, logits.shape[0], num_targets)
     return vary_like(out, (logits, chosen, targets, allowed))
 
 
-def answers(
-    out: finish_kernel.RowOutputs[jax.Array],
-    outputs: Outputs,
-    logits: jax.Array,
-    targets: Targets,
-    extra_token_ids: jax.Array,
-) -> TopkLogprobs:
+def answers(out: finish_kernel.RowOutputs[jax.Array], outputs: Outputs, rows: Rows) -> TopkLogprobs:
     """The outputs of pass 2, and the logprobs of the extra ids [R, C]."""
-    num_targets, num_extra = extra_token_ids.shape
-    k = outputs.k
+    num_targets, k = rows.num_targets, outputs.k
     none = jnp.zeros((num_targets, 0), jnp.float32)
     top_logits = none if outputs.top_logits else None
     if out.top_logits is not None:
@@ -118,26 +99,18 @@ def answers(
         token_ids=out.ids.reshape(num_targets, k + 1),
         logprobs=out.values.reshape(num_targets, k + 1),
         token_ranks=out.ranks,
-        extra_logprobs=(
-            extra_logprobs(out, logits, targets, extra_token_ids) if num_extra else none
-        ),
+        extra_logprobs=extra_logprobs(out, rows) if rows.extra_ids.shape[1] else none,
         log_sum_exp=out.log_sum_exp,
         entropy=out.entropy,
         top_logits=top_logits,
     )
 
 
-def extra_logprobs(
-    out: finish_kernel.RowOutputs[jax.Array],
-    logits: jax.Array,
-    targets: Targets,
-    extra_token_ids: jax.Array,
-) -> jax.Array:
+def extra_logprobs(out: finish_kernel.RowOutputs[jax.Array], rows: Rows) -> jax.Array:
     """[R, C] float32; pass 2 left NaN in the statistics of rows that have no answer."""
-    num_targets = extra_token_ids.shape[0]
-    places = Rows(logits, out.ranks, targets.row_ids).places
-    found = WHOLE.named_logits(logits, places, extra_token_ids)
+    num_targets = rows.num_targets
+    found = WHOLE.named_logits(rows.logits, rows.places, rows.extra_ids)
     scaled = found - out.statistics[:num_targets, None]
-    if targets.temperatures is not None:
-        scaled = over_temperature(scaled, usable_temperatures(targets.temperatures)[:, None])
+    if rows.temperatures is not None:
+        scaled = over_temperature(scaled, usable_temperatures(rows.temperatures)[:, None])
     return scaled - out.statistics[num_targets:, None]

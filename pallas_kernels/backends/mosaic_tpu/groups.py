@@ -5,6 +5,8 @@ kernel of calls without sampling reads them once more. Drawing is left to XLA: i
 works on [R, V / 256] and [R, 256] numbers.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,19 +14,20 @@ from jax import lax
 from pallas_kernels.backends.groups import (
     FEW,
     GroupSums,
+    ListedRows,
     Part,
     Read,
     Top,
     as_many_as_needed,
-    top_of,
-    whole_groups,
+    largest_of,
+    read_in_two,
 )
 from pallas_kernels.backends.mosaic_tpu import groups_kernel
 from pallas_kernels.backends.mosaic_tpu.rows import LARGEST, in_rows, in_units, row_sums
 from pallas_kernels.backends.mosaic_tpu.schedule import CUT, choose_schedule, must_fit
 from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, Interpret
 from pallas_kernels.backends.xla import selection
-from pallas_kernels.contract.rows import Outputs, Rows
+from pallas_kernels.contract.rows import Rows
 from pallas_kernels.lowering.choose import DoesNotFit, kernel_is_faster
 from pallas_kernels.lowering.forms import vary_like
 
@@ -49,7 +52,7 @@ def read_part(
         if not kernel_is_faster(len(logits), logits.shape[1], min(count, FEW), logits.dtype.name):
             return by_xla(count)
         try:
-            return _largest(Rows(logits), count)
+            return largest_of(row_sums, Rows(logits), count)
         except DoesNotFit:
             return by_xla(count)
 
@@ -57,17 +60,10 @@ def read_part(
     return (Read(*found, *as_many_as_needed(part.logits, needed, k, top)),)
 
 
-def candidates(
-    logits: jax.Array, k: int, row_ids: jax.Array, num_rows: jax.Array, changes: None = None
-) -> Top:
+def candidates(rows: ListedRows, k: int) -> Top:
     """`read.candidates` of unchanged rows, by the kernel of calls without sampling."""
-    found = _largest(Rows(logits, None, row_ids, num_rows), k)
-    return vary_like(found, (logits, row_ids, num_rows))
-
-
-def _largest(rows: Rows, k: int) -> Top:
-    nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)  # no logit is larger: none to count
-    return top_of(row_sums(rows, nothing, Outputs(k)))
+    targets = Rows(rows.logits, None, rows.row_ids, rows.num_rows)
+    return vary_like(largest_of(row_sums, targets, k), rows)
 
 
 def read_groups(
@@ -83,26 +79,20 @@ def read_groups(
     columns. Else (`part.tail` has two groups) it reads the whole groups among them, and another one
     the tail.
     """
-    logits, tail = part.logits, part.tail
-    if tail.shape[1] < 2:
-        return _groups_of(logits, logits.shape[1], None, inverse, raw, interpret, cut)
-    rest = tail.reshape(len(tail), -1)
-    last = _groups_of(rest, rest.shape[1], None, inverse, raw, interpret, cut)
-    tokens = whole_groups(part) * tail.shape[2]
-    if not tokens:
-        return last
-    first = _groups_of(logits, tokens, part.offset, inverse, raw, interpret, cut)
-    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)
+    read = functools.partial(_groups_of, inverse, raw, interpret, cut)
+    if part.tail.shape[1] < 2:
+        return read(part.logits, part.logits.shape[1], None)
+    return read_in_two(part, read)
 
 
 def _groups_of(
-    logits: jax.Array,
-    tokens: int,
-    offset: jax.Array | None,
     inverse: jax.Array,
     raw: bool,
     interpret: Interpret,
     cut: tuple[int, int],
+    logits: jax.Array,
+    tokens: int,
+    offset: jax.Array | None,
 ) -> Found:
     """The groups of so many tokens from column `offset` on."""
     rows, dtype = len(logits), logits.dtype.name

@@ -82,10 +82,7 @@ def row_sums(
         top_logits=values[:, :k],
         weighted=stats[:, 3] * jnp.float32(LN_2) if outputs.entropy else None,
     )
-    if changes is None or changes.bias is None:
-        return sums
-    ids, values = of_logits.biased(logits, rows.places, changes)
-    return with_biased(sums, ids, values, selected, outputs, rows.temperatures)
+    return with_biased(sums, rows, selected, outputs)
 
 
 def _rows_to_copy(schedule: Schedule, row_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -80,21 +80,16 @@ def of_block(
         and, from x.shape[1] / 8 on, of what the tail has.
     """
     whole = x.shape[1] // WIDTH
-    grouped = x.reshape(x.shape[0], whole, WIDTH)
-    parts = [part for part in (grouped, tail) if part.shape[1]]
+    parts = [x.reshape(x.shape[0], whole, WIDTH), tail]
     if eights is None:
-        found = _maxima(x, tail)
+        of_x = _eights_to_groups(selection.group_maxima(x, EIGHT), x.dtype)
+        maxima = [of_x, maxima_of(tail)]
     else:
         largest = _eights_to_groups(eights, x.dtype)
-        found = [one for one in (largest[:, :whole], largest[:, whole:]) if one.shape[1]]
-    sums = [sums_of(part, one, inverse[:, None]) for part, one in zip(parts, found, strict=True)]
-    return GroupSums(_joined(found), _joined(sums))
-
-
-def _maxima(x: jax.Array, tail: jax.Array) -> list[jax.Array]:
-    """Those of the whole groups, and those of the tail, where there are any."""
-    found = [_eights_to_groups(selection.group_maxima(x, EIGHT), x.dtype)] if x.shape[1] else []
-    return found + ([maxima_of(tail)] if tail.shape[1] else [])
+        maxima = [largest[:, :whole], largest[:, whole:]]
+    there = [(part, one) for part, one in zip(parts, maxima, strict=True) if part.shape[1]]
+    sums = [sums_of(part, one, inverse[:, None]) for part, one in there]
+    return GroupSums(_joined([one for _, one in there]), _joined(sums))
 
 
 def _eights_to_groups(keys: jax.Array, dtype: DTypeLike) -> jax.Array:

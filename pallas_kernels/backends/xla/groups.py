@@ -18,6 +18,7 @@ from pallas_kernels.backends.groups import (
     MANY,
     WIDTH,
     GroupSums,
+    ListedRows,
     Part,
     Read,
     Top,
@@ -42,7 +43,7 @@ LISTED_ON_CPU, LISTED = 4, 32
 
 # How many rows of logits to work on at a time: `xla.rows_on_cpu` and its like.
 Size = Callable[[jax.Array, int, int, bool], int]
-Outputs = TypeVar("Outputs")  # a tree of arrays [R, ...]
+Outputs = TypeVar("Outputs", bound=Tree)  # of arrays [R, ...]
 
 
 def read_part(
@@ -85,8 +86,8 @@ def read_part(
             return changed, _of_block(unchanged, inverse, needed, k, raw=True)
 
         most = min(max(k, MANY), part.logits.shape[1])
-        rows = part.tail, inverse, needed
-        return in_blocks(work, size, part.logits, rows, like(part), most, changes=changes)
+        rows = ListedRows(part.logits, changes=changes)
+        return in_blocks(work, size, rows, (part.tail, inverse, needed), like(part), most)
 
     cpu, tpu, default = (
         functools.partial(read_on, size)
@@ -143,34 +144,22 @@ def _largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:
     return Top(*selection.select_top_k(x, maxima, k, width, from_groups_on_cpu))
 
 
-def candidates(
-    logits: jax.Array,
-    k: int,
-    row_ids: jax.Array,
-    num_rows: jax.Array,
-    changes: Changes | None = None,
-) -> Top:
-    """The k largest logits of rows; see `read.candidates`."""
+def candidates(rows: ListedRows, k: int) -> Top:
+    """The k largest logits of rows of a list; see `read.candidates`."""
 
-    def like(_: jax.Array, row_ids: jax.Array, *__: Tree) -> Top:
-        shape = row_ids.shape[0], k
+    def like(rows: ListedRows) -> Top:
+        assert rows.row_ids is not None
+        shape = rows.row_ids.shape[0], k
         return Top(jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
 
-    def found_on(
-        size: Size,
-        logits: jax.Array,
-        row_ids: jax.Array,
-        num_rows: jax.Array,
-        changes: Changes | None,
-    ) -> Top:
+    def found_on(size: Size, rows: ListedRows) -> Top:
         def work(x: jax.Array, _: jax.Array) -> Top:
             return _largest(x, None, k)
 
-        initial = like(logits, row_ids)
-        return in_blocks(work, size, logits, (), initial, k, row_ids, num_rows, changes=changes)
+        return in_blocks(work, size, rows, (), like(rows), k)
 
     cpu, default = (functools.partial(found_on, x) for x in (xla.rows_on_cpu, xla.rows_on_gpu))
-    return lowered_for(logits, row_ids, num_rows, changes, like=like, cpu=cpu, default=default)
+    return lowered_for(rows, like=like, cpu=cpu, default=default)
 
 
 def larger_than_tokens(
@@ -192,67 +181,40 @@ def larger_than(
 
     changes: of these columns.
     """
-    index = jnp.argsort(~there, stable=True).astype(jnp.int32)
-    number = there.sum(dtype=jnp.int32)
-    counted = num_larger(logits, x[index], index, number, changes)
-    place = jnp.where(jnp.arange(index.shape[0], dtype=jnp.int32) < number, index, index.shape[0])
-    return jnp.zeros(index.shape[0], jnp.int32).at[place].set(counted, mode="drop")
+    index, number = forms.compacted(there)
+    given = ListedRows(logits, index, number, changes), x[index]
+
+    def like(_: ListedRows, than: jax.Array) -> jax.Array:
+        return jnp.zeros(than.shape, jnp.int32)
+
+    counted = lowered_for(*given, like=like, cpu=_num_larger_on_cpu, default=_num_larger)
+    return forms.scattered(jnp.zeros_like(counted), counted, index, number)
 
 
-def num_larger(
-    logits: Float[Array, "N V"],
-    than: Float32[Array, " R"],
-    row_ids: Int32[Array, " R"],
-    num_rows: Int32[Array, ""],
-    changes: Changes | None = None,
-) -> Int32[Array, " R"]:
-    """How many logits of row `row_ids[r]` are strictly larger than `than[r]`.
+def _num_larger(rows: ListedRows, than: jax.Array) -> jax.Array:
+    """How many logits of each row of the list are strictly larger than `than` [R]."""
 
-    changes: of the N rows.
-    """
-
-    def like(_: jax.Array, than: jax.Array, *__: Tree) -> jax.Array:
-        return jnp.zeros(than.shape[0], jnp.int32)
-
-    given = logits, than, row_ids, num_rows, changes
-    return lowered_for(*given, like=like, cpu=_num_larger_on_cpu, default=_num_larger)
-
-
-def _num_larger(
-    logits: jax.Array,
-    than: jax.Array,
-    row_ids: jax.Array,
-    num_rows: jax.Array,
-    changes: Changes | None,
-) -> jax.Array:
     def work(x: jax.Array, _: jax.Array, than: jax.Array) -> jax.Array:
         return strictly_larger(x, than[:, None].astype(x.dtype)).sum(axis=1, dtype=jnp.int32)
 
-    initial = jnp.zeros(than.shape[0], jnp.int32)
-    rows = (than,)
-    return in_blocks(
-        work, xla.rows_on_gpu, logits, rows, initial, 0, row_ids, num_rows, changes=changes
-    )
+    initial = jnp.zeros(than.shape, jnp.int32)
+    return in_blocks(work, xla.rows_on_gpu, rows, (than,), initial, 0)
 
 
-def _num_larger_on_cpu(
-    logits: jax.Array,
-    than: jax.Array,
-    row_ids: jax.Array,
-    num_rows: jax.Array,
-    changes: Changes | None,
-) -> jax.Array:
-    def work(start: jax.Array) -> tuple[jax.Array]:
-        row = lax.dynamic_slice_in_dim(row_ids, start, 1)
-        x = _row_on_cpu(forms.pin_to_iteration(logits, start), row[0])
+def _num_larger_on_cpu(rows: ListedRows, than: jax.Array) -> jax.Array:
+    """`_num_larger`, row by row."""
+    row_ids, changes = rows.row_ids, rows.changes
+    assert row_ids is not None
+
+    def work(start: jax.Array) -> jax.Array:
+        row, least = forms.rows_from((row_ids, than), start, 1)
+        x = _row_on_cpu(forms.pin_to_iteration(rows.logits, start), row[0])
         if changes is not None:
             (x,) = apply(x[None], changes_of_rows(changes, row))
-        least = lax.dynamic_slice_in_dim(than, start, 1)[0].astype(x.dtype)
-        return (_number_of(strictly_larger(x, least))[None],)
+        return _number_of(strictly_larger(x, least[0].astype(x.dtype)))[None]
 
-    initial = (jnp.zeros(than.shape[0], jnp.int32),)
-    (found,) = forms.map_blocks(work, 1, num_rows, initial, (logits, than, row_ids))
-    return found
+    initial = jnp.zeros(than.shape, jnp.int32)
+    return forms.map_blocks(work, 1, rows.num_rows, initial, (rows, than))
 
 
 def _row_on_cpu(logits: Float[Array, "N V"], row: jax.Array) -> Float[Array, " V"]:
@@ -276,55 +238,32 @@ def _number_of(flags: Bool[Array, " V"]) -> Int32[Array, ""]:
 def in_blocks(
     work: Callable[..., Outputs],
     size: Size,
-    logits: jax.Array,
-    rows: tuple[jax.Array, ...],
+    rows: ListedRows,
+    given: tuple[jax.Array, ...],
     initial: Outputs,
     k: int,
-    row_ids: jax.Array | None = None,
-    num_rows: jax.Array | None = None,
-    changes: Changes | None = None,
 ) -> Outputs:
-    """`work(x [B, V], x, *rows)` of blocks of rows, put together; see `forms.map_blocks`.
+    """`work(x [B, V], x, *given)` of blocks of rows, put together; see `forms.map_blocks`.
 
-    changes: of all rows of the logits; the first x is the changed one, a copy of a block.
+    The first x is the changed one, a copy of a block.
     """
+    logits, row_ids, num_rows, changes = rows
     num_targets = jax.tree.leaves(initial)[0].shape[0]
     block = size(logits, num_targets, k, num_rows is not None or changes is not None)
     if num_rows is not None and isinstance(block, int):  # a symbolic number of rows is one block
         block = min(block, LISTED_ON_CPU if size is xla.rows_on_cpu else LISTED)
 
-    def done_from(start: jax.Array) -> tuple[jax.Array, ...]:
-        def part(x: jax.Array) -> jax.Array:
-            return x if block == num_targets else lax.dynamic_slice_in_dim(x, start, block)
+    def changed(x: jax.Array, own: Changes | None, *given: jax.Array) -> Outputs:
+        return work(x if own is None else forms.barrier(apply(x, own)), x, *given)
 
-        if row_ids is not None:
-            chosen = part(row_ids)
-            x = forms.barrier(forms.pin_to_iteration(logits, start).at[chosen].get(mode="clip"))
-        elif block == num_targets:
-            x = logits
+    def done_from(start: jax.Array) -> Outputs:
+        x = forms.block_of_logits(logits, row_ids, start, block)
+        chosen, mine = forms.rows_from((row_ids, given), start, block)
+        if chosen is None:
+            own = forms.rows_from(changes, start, block)
         else:
-            x = part(forms.pin_to_iteration(logits, start))
-        own = (
-            changes_of_rows(changes, chosen) if row_ids is not None else jax.tree.map(part, changes)
-        )
-        given = (own, *(part(one) for one in rows))
-        like = jax.eval_shape(leaves_of_work, x, *given)
-
-        def nothing(*_: jax.Array) -> tuple[jax.Array, ...]:
-            zeros: tuple[jax.Array, ...] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-            return forms.vary_like(zeros, (x, given))
-
+            own = changes_of_rows(changes, chosen)
         # A branch is where XLA copies the block: without, it is read number by number.
-        return lax.cond(start >= 0, leaves_of_work, nothing, x, *given)
+        return forms.in_branch(start >= 0, changed, x, own, *mine)
 
-    @jax.jit  # traced once, for its shapes and in the branch
-    def leaves_of_work(
-        x: jax.Array, own: Changes | None, *given: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        changed = x if own is None else forms.barrier(apply(x, own))
-        leaves = tuple(jax.tree.leaves(work(changed, x, *given)))
-        return forms.vary_like(leaves, (x, own, given))
-
-    flat, tree = jax.tree.flatten(initial)
-    found = forms.map_blocks(done_from, block, num_rows, tuple(flat), (logits, changes, *rows))
-    return jax.tree.unflatten(tree, found)
+    return forms.map_blocks(done_from, block, num_rows, initial, (logits, changes, *given))

@@ -41,7 +41,7 @@ WIDE_ROWS = 256
 # A loop over an unknown number of rows: its start costs as many launches as half of a block.
 LOOP_ROWS = 384
 TPU_LOOP_ROWS = 512
-Result = TypeVar("Result")
+Result = TypeVar("Result", bound=forms.Tree)
 
 
 def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
@@ -102,15 +102,8 @@ def is_symbolic(logits: jax.Array, num_targets: int) -> bool:
 
 def in_one_thread(function: Callable[..., Result], *arguments: forms.Tree) -> Result:
     """function(*arguments), as a list of operations of its own for XLA's runtime."""
-    traced_once = jax.jit(function)
-
-    def never(*arguments: forms.Tree) -> Result:
-        like = jax.eval_shape(traced_once, *arguments)
-        zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), like)
-        return forms.vary_like(zeros, arguments)
-
     always = forms.barrier(jnp.bool_(True))  # which the compiler does not see through
-    return lax.cond(always, traced_once, never, *arguments)
+    return forms.in_branch(always, function, *arguments)
 
 
 # Pieces of a row that are added at a time on a CPU: of terms with an `exp` each, and of sums.
@@ -161,11 +154,6 @@ def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
     A plain sum over the row is slower (see `pieces`), and a row's logprobs would have other bits in
     another batch. As a complex number, both sums share a loop.
     """
-
-    def nothing(*inputs: forms.Tree) -> Sums:
-        invalid = jnp.full(x.shape[0], jnp.nan, jnp.float32)
-        return forms.vary_like((invalid, jnp.zeros(x.shape[0], jnp.int32)), inputs)
-
     with jax.named_scope("row_statistics"):
         larger = None
         if selection.is_small_batch(x):
@@ -176,7 +164,7 @@ def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
         # Invalid rows have no sum. Besides, a branch is where XLA copies the block: it would read
         # a slice of the logits number by number in the loop below, five times as slow.
         any_valid = jnp.any(given.reference < jnp.inf)
-        return lax.cond(any_valid, _added_pieces, nothing, x, larger, given)
+        return forms.in_branch(any_valid, _added_pieces, x, larger, given)
 
 
 def _added_pieces(x: jax.Array, larger: jax.Array | None, given: Given) -> Sums:
@@ -203,10 +191,13 @@ def _scaled(x: jax.Array, given: Given) -> jax.Array:
     scaled = x.astype(jnp.float32) - given.reference[..., None]
     if given.temperatures is not None:
         # A product is enough inside a sum of exponentials; `answers` divides.
-        usable = ~jnp.isnan(given.temperatures)
-        inverse = jnp.where(usable, 1 / given.temperatures, jnp.float32(1))
-        scaled = scaled * inverse[..., None]
+        scaled = scaled * inverse_of(given.temperatures)[..., None]
     return scaled
+
+
+def inverse_of(temperatures: jax.Array) -> jax.Array:
+    """1 / T of usable temperatures; 1 where it is NaN."""
+    return jnp.where(jnp.isnan(temperatures), jnp.float32(1), 1 / temperatures)
 
 
 def _larger(x: jax.Array, given: Given) -> jax.Array:
@@ -237,13 +228,9 @@ def weighted_sum_on_cpu(x: jax.Array, given: Given) -> jax.Array:
         ]
         return forms.reduced(jnp.add, forms.in_pairs(jnp.add, terms), MORE_PIECES, 0)
 
-    def nothing(x: jax.Array, given: Given) -> jax.Array:
-        invalid = jnp.full(x.shape[0], jnp.nan, jnp.float32)
-        return forms.vary_like(invalid, (x, given))
-
     with jax.named_scope("row_entropy"):
         any_valid = jnp.any(given.reference < jnp.inf)
-        return lax.cond(any_valid, added, nothing, x, given)
+        return forms.in_branch(any_valid, added, x, given)
 
 
 def _terms(x: jax.Array, given: Given) -> jax.Array:
@@ -320,25 +307,18 @@ def _row_sums(way: Way, outputs: Outputs, rows: Rows, selected: jax.Array) -> Ro
     block = way.block_rows(rows.logits, num_targets, outputs.k, small)
 
     def work(start: jax.Array) -> RowSums:
-        def part(x: jax.Array) -> jax.Array:
-            return x if block == num_targets else lax.dynamic_slice_in_dim(x, start, block)
-
-        if rows.row_ids is not None:
-            x = forms.pin_to_iteration(rows.logits, start)
-            x = forms.barrier(_gathered(x, lax.dynamic_slice_in_dim(rows.row_ids, start, block)))
-        else:
-            whole = block == num_targets
-            x = rows.logits if whole else part(forms.pin_to_iteration(rows.logits, start))
-        if rows.changes is not None:  # a copy, which is made once
-            x = forms.barrier(apply(x, jax.tree.map(part, rows.changes)))
-        temperature = None if rows.temperatures is None else part(rows.temperatures)
-        return _sums_of_block(way, x, part(selected).astype(x.dtype), outputs, temperature)
+        of_rows = rows.changes, rows.temperatures, selected
+        changes, temperatures, own = forms.rows_from(of_rows, start, block)
+        x = forms.block_of_logits(rows.logits, rows.row_ids, start, block)
+        if changes is not None:  # a copy, which is made once
+            x = forms.barrier(apply(x, changes))
+        return sums_of_block(way, x, own.astype(x.dtype), outputs, temperatures)
 
     initial = no_sums(num_targets, outputs)
     return forms.map_blocks(work, block, rows.num_rows, initial, (rows, selected))
 
 
-def _sums_of_block(
+def sums_of_block(
     way: Way, x: jax.Array, selected: jax.Array, outputs: Outputs, temperatures: jax.Array | None
 ) -> RowSums:
     """Steps 1 to 3 of a block x [B, V]; selected is [B] of x's dtype.
@@ -377,10 +357,3 @@ def _maxima(way: Way, x: jax.Array, width: int | None) -> tuple[jax.Array, jax.A
     maxima = forms.barrier(selection.group_maxima(x, first))  # else they are computed twice
     maxima = selection.wider(maxima, width // first)
     return way.largest(maxima, x.dtype), maxima
-
-
-def _gathered(logits: jax.Array, rows: jax.Array) -> jax.Array:
-    """logits [N, V], rows [B] -> [B, V]; a row outside of them is clamped."""
-    if rows.shape[0] == 1:  # a plain slice: XLA copies it at memory speed on every platform
-        return lax.dynamic_slice_in_dim(logits, rows[0], 1)
-    return logits.at[rows].get(mode="clip")

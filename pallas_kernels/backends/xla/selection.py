@@ -57,12 +57,8 @@ def selection_size(vocabulary: int, k: int) -> int:
 def group_maxima(x: jax.Array, width: int) -> jax.Array:
     """x [B, V] -> the `ordered_keys` [B, ceil(V / width)] of its groups' largest logits."""
     rows, vocabulary = x.shape
-    keys = forms.ordered_keys(x)
-    padding = -vocabulary % width
-    if padding:
-        keys = jnp.pad(
-            keys, ((0, 0), (0, padding)), constant_values=forms.key_of(-jnp.inf, x.dtype)
-        )
+    whole, least = -(-vocabulary // width) * width, forms.key_of(-jnp.inf, x.dtype)
+    keys = forms.filled(forms.ordered_keys(x), whole, least)
     return jnp.max(keys.reshape(rows, -1, width), axis=2)
 
 
@@ -70,10 +66,8 @@ def wider(maxima: jax.Array, times: int) -> jax.Array:
     """The maxima of groups that are `times` as wide: [B, G] -> [B, ceil(G / times)]."""
     if times == 1:
         return maxima
-    padding = -maxima.shape[1] % times
-    if padding:
-        least = np.iinfo(maxima.dtype).min
-        maxima = jnp.pad(maxima, ((0, 0), (0, padding)), constant_values=least)
+    whole = -(-maxima.shape[1] // times) * times
+    maxima = forms.filled(maxima, whole, np.iinfo(maxima.dtype).min)
     if times <= 4:  # XLA's CPU compiler would make one slow reduction of this and the one before
         return forms.in_pairs(jnp.maximum, [maxima[:, start::times] for start in range(times)])
     return jnp.max(maxima.reshape(maxima.shape[0], -1, times), axis=2)
@@ -172,6 +166,19 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values, places
 
 
+def top_k_of_parts(ids: jax.Array, logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Ids and logits of the top k of rows, from those of their parts [parts, R, K].
+
+    Parts come in the order of their ids, and each part's ties too: `top_k` keeps that order.
+    """
+
+    def in_a_row(x: jax.Array) -> jax.Array:  # [R, parts * K]
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+
+    values, places = top_k(in_a_row(logits), min(k, ids.shape[0] * ids.shape[2]))
+    return jnp.take_along_axis(in_a_row(ids), places, axis=1), values
+
+
 HALF = 16  # bits of a key
 
 ZEROS = {"bfloat16": 16, "float16": 13}  # the last bits of such a number's key, widened
@@ -191,8 +198,7 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
     shift = 8 * keys.dtype.itemsize - HALF
     halves = (keys >> shift).astype(jnp.int32)
     lanes = -(-keys.shape[1] // COUNTED)
-    padding = ((0, 0), (0, COUNTED * lanes - keys.shape[1]))
-    halves = jnp.pad(halves, padding, constant_values=np.iinfo(np.int32).min)
+    halves = forms.filled(halves, COUNTED * lanes, np.iinfo(np.int32).min)
     # Written before the loop, and summed over its middle axis, lane by lane.
     halves = forms.barrier(halves.reshape(keys.shape[0], COUNTED, lanes))
 
@@ -316,11 +322,9 @@ def lower_bound(maxima: jax.Array, k: int) -> jax.Array | None:
         times *= 2
     if times == 1:
         return None
-    padding = ((0, 0), (0, -maxima.shape[1] % times))
-    padded = jnp.pad(maxima, padding, constant_values=np.iinfo(maxima.dtype).min)
-    return reached_by(
-        padded.reshape(maxima.shape[0], times, padded.shape[1] // times).max(axis=1), k
-    )
+    width = -(-maxima.shape[1] // times)
+    padded = forms.filled(maxima, times * width, np.iinfo(maxima.dtype).min)
+    return reached_by(padded.reshape(maxima.shape[0], times, width).max(axis=1), k)
 
 
 def first_places(flags: jax.Array, size: int, least_words: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -336,7 +340,7 @@ def first_places(flags: jax.Array, size: int, least_words: int = 0) -> tuple[jax
       [B, size] int32 in ascending order, 0 where there are no more; and [B] int32.
     """
     each = bit_words.packed(flags, WORDS_OF_RUN)
-    each = forms.barrier(jnp.pad(each, ((0, 0), (0, max(least_words - each.shape[1], 0)))))
+    each = forms.barrier(forms.filled(each, max(least_words, each.shape[1]), 0))
     runs = each.shape[1] // WORDS_OF_RUN
     own = bit_words.count(each).astype(jnp.float32).reshape(each.shape[0], runs, WORDS_OF_RUN)
     inside = forms.barrier(own @ jnp.triu(jnp.ones((WORDS_OF_RUN, WORDS_OF_RUN), jnp.float32)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.backends import read
-from pallas_kernels.backends.groups import Drawn, RowsToDraw
+from pallas_kernels.backends.groups import Drawn, ListedRows, RowsToDraw
 from pallas_kernels.lowering import choose
 
 ROWS, SLOTS = 8, 2
@@ -73,7 +73,7 @@ def test_who_is_chosen(function, monkeypatch):
 def test_candidates_of_valid_rows_are_the_kernels():
     def call(valid):
         def candidates(logits, slots, *_):
-            return read.candidates(logits, 5, slots, slots[0], valid=valid)
+            return read.candidates(ListedRows(logits, slots, slots[0]), 5, valid=valid)
 
         return candidates
 

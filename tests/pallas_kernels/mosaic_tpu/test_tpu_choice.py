@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends import read as reads
+from pallas_kernels.backends.groups import ListedRows
 from pallas_kernels.backends.mosaic_tpu import schedule as schedules
 from pallas_kernels.backends.mosaic_tpu.schedule import choose_schedule
 from pallas_kernels.lowering import choose
@@ -179,7 +180,7 @@ def test_rows_that_are_sampled_are_read_by_kernels():
         return GroupedRows.of(x).read(inverse, jnp.zeros(3, jnp.int32))
 
     def candidates(x, rows):
-        return reads.candidates(x, 5, rows, jnp.int32(1), valid=True)
+        return reads.candidates(ListedRows(x, rows, jnp.int32(1)), 5, valid=True)
 
     assert kernels(lowered(read, rows, numbers)) == 3
     assert kernels(lowered(candidates, rows, listed)) == 1

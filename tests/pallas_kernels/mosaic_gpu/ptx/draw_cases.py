@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends import read
+from pallas_kernels.backends.groups import ListedRows
 from pallas_kernels.backends.mosaic_gpu import (
     count_larger,
     draw,
@@ -152,7 +153,7 @@ def candidates(name: str, schedule: Schedule, k: int) -> Case:
     rows = np.array([2, 0, 1], np.int32)
 
     def call() -> Any:
-        found = groups.candidates(jnp.asarray(x), k, jnp.asarray(rows), jnp.int32(2))
+        found = groups.candidates(ListedRows(jnp.asarray(x), jnp.asarray(rows), jnp.int32(2)), k)
         return groups.Top(*(part[:2] for part in found))  # the third row's are anything
 
     def check(found: Any) -> None:
