@@ -39,19 +39,27 @@ def both(logits, token_ids, k, **options):
 
 
 def rows_of_every_kind(rng, vocabulary, dtype):
-    """Rows [6, V]: any, ties, all equal, few that are not masked, neighbours, and near ones."""
+    """Two batches of rows [6, V]; one row with many large logits sends its batch another way.
+
+    The first has ties, a masked row, neighbors, and logits that agree in their first halves. The
+    second has rows of any logits, rows of near pairs, and a masked one.
+    """
     masked = np.full(vocabulary, -INF)
-    few = rng.choice(vocabulary, min(60, vocabulary // 2 + 1), replace=False)
-    masked[few] = rng.normal(size=len(few))
-    rows = [
-        rng.normal(size=vocabulary) * 4,
+    places = rng.choice(vocabulary, min(60, vocabulary // 2 + 1), replace=False)
+    masked[places] = rng.normal(size=len(places))
+    normal = rng.normal(size=(2, vocabulary)) * 4
+    many = [
+        normal[0],
         rng.integers(-3, 3, vocabulary) * 0.5,
         np.zeros(vocabulary),
         masked,
         np.arange(vocabulary, 0, -1) % 2**15,
-        8 + 2.0**-20 * rng.permutation(vocabulary),  # their first halves agree
+        8 + 2.0**-20 * rng.permutation(vocabulary),
     ]
-    return np.stack(rows).astype(jnp.dtype(dtype))
+    pairs = np.repeat(rng.normal(size=(3, vocabulary)) * 4, 2, axis=1).astype(np.float32)
+    pairs[:, 1::2] = np.nextafter(pairs[:, 1::2], np.float32(INF))
+    few = [*normal, *rng.permuted(pairs[:, :vocabulary], axis=1), masked]
+    return [np.stack(rows).astype(jnp.dtype(dtype)) for rows in (many, few)]
 
 
 # Each vocabulary takes another path through selection or cuts, and so do three rows.
@@ -66,8 +74,8 @@ def rows_of_every_kind(rng, vocabulary, dtype):
 )  # fmt: skip
 def test_small_shapes(rows, vocabulary, k, dtype):
     rng = np.random.default_rng(vocabulary)
-    x = rows_of_every_kind(rng, vocabulary, dtype)[-rows:]
-    both(x, rng.integers(0, vocabulary, rows), k)
+    for x in rows_of_every_kind(rng, vocabulary, dtype):
+        both(x[-rows:], rng.integers(0, vocabulary, rows), k)
 
 
 class CallingStyles(chex.TestCase):

@@ -28,7 +28,6 @@ def requests():
 
 
 def test_every_value_is_right_and_work_is_saved_and_counted():
-    """Of the decoder's caches and the drafter's, which say how likely drafts are."""
     reusing, alone = (run(requests(), "mtp", prefix_reuse=reuse) for reuse in (True, False))
     seen, without = (in_mode.check_records(one, requests()) for one in (reusing, alone))
     assert seen == without  # as many drafts are accepted
