@@ -21,8 +21,10 @@ from jax_specdec.text.tokenizer import Tokenizer
 from tests.real import model
 
 # Of logprobs: what float32 is off by, here and in transformers, whose own forward pass in float64
-# is up to 4e-5 away. It grows with the distance from the most likely token.
-CLOSE = {"atol": 5e-5, "rtol": 5e-6}
+# is up to 4e-5 away. It grows with the distance from the most likely token: columns of the top K
+# differ by 6e-5 between two orders of the same sums.
+CLOSE = {"atol": 5e-5, "rtol": 5e-6}  # of emitted tokens
+TOP_CLOSE = {"atol": 1e-4, "rtol": 5e-6}  # of the top K
 TIE = 1e-4  # closer ones float32 cannot tell apart
 TOKENS, SLOTS, V = 64, 8, 49_152
 TOP_K, TOP_P, TEMPERATURE = 40, 0.9, 0.8
@@ -73,7 +75,7 @@ def check_logprobs(found, rows, k):
     order = np.argsort(-rows, axis=1, kind="stable")[:, : k + 1]
     ordered = np.take_along_axis(rows, order, axis=1)
     np.testing.assert_allclose(got[:, 0], rows[np.arange(len(ids)), ids], **CLOSE)
-    np.testing.assert_allclose(got[:, 1:], ordered[:, :k], **CLOSE)
+    np.testing.assert_allclose(got[:, 1:], ordered[:, :k], **TOP_CLOSE)
     apart = -np.diff(ordered) > TIE
     sure = apart & np.column_stack([np.ones(len(ids), bool), apart[:, :-1]])
     assert (top_ids == order[:, :k])[sure].all()
