@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends.xla import selection
+from pallas_kernels.lowering.forms import ordered_keys
 from tests.support import quick_compile
 
 VOCABULARY = 4001  # the last group is short
@@ -57,3 +58,13 @@ def test_at_least_k_maxima_reach_the_bound_and_of_random_ones_at_most_twice_as_m
 
 def test_there_is_no_bound_where_most_groups_are_wanted():
     assert selection.lower_bound(jnp.zeros((2, 100), jnp.int32), 60) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n", [selection.SEARCHED - 1, selection.SEARCHED, 250])
+def test_k_keys_and_few_more_reach_the_key_that_is_found(dtype, n):
+    keys = ordered_keys(jnp.asarray(np.random.default_rng(n).normal(size=(ROWS, n)), dtype))
+    bound = np.asarray(quick_compile.jit(lambda keys: selection.reached_by(keys, 64))(keys))
+    kth = np.sort(np.asarray(keys), axis=1)[:, -64]
+    exact = n < selection.SEARCHED or dtype == "bfloat16"
+    np.testing.assert_array_equal(bound, kth if exact else kth >> 16 << 16)
