@@ -230,6 +230,7 @@ def test_tokens_do_not_depend_on_the_company():
             np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
 
 
+@pytest.mark.slow
 def test_a_request_without_changes_gets_the_same_beside_those_that_have_some():
     """Alone, it runs the program that knows of none."""
     (item,) = [one for one in BATCHES["copied"][0][:8] if not one.params.changes_logits]
