@@ -107,9 +107,9 @@ class NewKinds:
             for part in parts:
                 part(lambda *traced: begun.append(pool.submit(compile_now, *traced)))
                 tell(sum(one.done() for one in begun), total)
-            for count, one in enumerate(as_completed(begun), 1):
+            for one in as_completed(begun):
                 one.result()
-                tell(count, total)
+                tell(sum(other.done() for other in begun), total)
             tell(total, total)
         self._shared.clear()
         for kind in kinds:
