@@ -124,9 +124,9 @@ def measure(
         return answer
 
     contenders = {name: answering(engine) for name, engine in engines.items()}
-    for answer in contenders.values():
-        for _ in range(0 if quick else 2):  # `compare` has each answer twice before it measures
-            answer()
+    for engine in engines.values():
+        while sum(_compiles(engine) for _ in engine.generate(asked)):
+            pass  # programs of other widths are made beside the steps
     found = compare(
         f"{kind} text, {slots} slot{'s' * (slots > 1)}", contenders, check=None, rounds=rounds,
         min_seconds=0.0, settings={"kind": kind, "slots": slots, "tokens": tokens},
@@ -139,3 +139,7 @@ def measure(
     )  # fmt: skip
     rates = {name: {"tokens/s": tokens * len(asked) / found[name].median} for name in contenders}
     return replace(found, targets=targets, figures=rates)
+
+
+def _compiles(engine: Engine) -> bool:
+    return any("compiling" in phase for worker in engine.status for phase in worker.phase)
