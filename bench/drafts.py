@@ -33,6 +33,7 @@ QUESTIONS = (
     "How do I make good coffee at home?", "Explain to a child what money is.",
     "What should I see in Rome in two days?", "My cat does not eat. What can I do?",
 )  # fmt: skip
+# Such as SmolLM2-135M does repeat: 3.4 tokens a step and more with all of 3 n-gram drafts.
 FILES = ("abc", "glob", "copy", "io", "gzip", "functools", "keyword", "colorsys")
 
 
