@@ -1,11 +1,11 @@
 """`python -m bench`: measure, and make one table of the kept results.
 
-python -m bench [kernels|ring|host|end-to-end ...] [--quick] [--json FILE] [--plot DIR]
+python -m bench [kernels|ring|host|end-to-end ...] [--quick] [--json FILE]
 python -m bench report [--check]    docs/measurements.md, from bench/results
 """
 
 import argparse
-import importlib.util
+import importlib
 import signal
 import sys
 import tempfile
@@ -17,7 +17,7 @@ from bench.files import ResultsError
 from bench.timing import BenchError, Comparison, print_table
 
 SUITES = {
-    "kernels": "top-K logprobs of logits on a CPU, against three other ways (100 shapes: minutes)",
+    "kernels": "top-K logprobs of logits on a CPU, against two other ways (100 shapes: minutes)",
     "ring": "one message from process to process, against other transports",
     "host": "message bytes to records, against per-token lists and objects",
     "end-to-end": "the whole decoding loop, with and without logprobs",
@@ -29,7 +29,6 @@ MORE = {
     "peers": "functions of trainers and engines that run on JAX, against the adapters' (minutes)",
 }
 MODULES = {"end-to-end": "loop.suite", "peers": "peers.suite", "ring": "ring.suite"}
-PARTS = {"rows": "rows", "vocabulary": "tokens"}  # of the suite "sampling"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,21 +56,19 @@ def run(given: list[str]) -> int:
     """Measure the suites named in `given`, print their tables, write what was asked for."""
     options = _parsed(given)
     suites = list(dict.fromkeys(options.suites or SUITES))
-    _check(options.json, options.plot)
+    if options.json:
+        _check(options.json.parent)
     machine = files.environment()  # before the benchmarks load the machine
     comparisons: list[Comparison] = []
     for name in suites:
         module = importlib.import_module(f"bench.{MODULES.get(name, name)}")
-        more = {"model": options.model} if name == "drafts" else _parts(options)
+        more = {"model": options.model} if name == "drafts" else {}
         for one in module.run(quick=options.quick, **more):
             comparisons.append(replace(one, suite=name))
             print_table(comparisons[-1:])
     if options.json:
         files.write_json(options.json, comparisons, machine)
         print(f"wrote {options.json}")
-    if options.plot:
-        for path in report.draw(comparisons, options.plot):
-            print(f"wrote {path}")
     return 0
 
 
@@ -92,14 +89,8 @@ def _parsed(given: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="few sizes, a minute in all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the results in DIR, as SVG")
-    for name, what in PARTS.items():
-        text = f"of sampling: cases of so many {what} alone; may be given again"
-        parser.add_argument(f"--{name}", type=int, action="append", metavar="N", help=text)
     parser.add_argument("--model", type=Path, metavar="DIR", help="of drafts: a checkpoint")
     options = parser.parse_args(given)
-    if _parts(options) and options.suites != ["sampling"]:
-        parser.error("--rows and --vocabulary are options of the suite sampling: name it alone")
     if options.model and options.suites != ["drafts"]:
         parser.error("--model is an option of the suite drafts: name it alone")
     unknown = [name for name in options.suites if name not in SUITES | MORE]
@@ -109,26 +100,13 @@ def _parsed(given: list[str]) -> argparse.Namespace:
     return options
 
 
-def _parts(options: argparse.Namespace) -> dict[str, list[int]]:
-    """The numbers that the run is limited to, by the name of their option."""
-    return {name: found for name in PARTS if (found := getattr(options, name))}
-
-
-def _check(file: Path | None, plots: Path | None) -> None:
-    """Raises ResultsError where a package is missing or the results could not be written.
-
-    A run takes minutes, so what would fail at its end fails at its beginning.
-    """
-    if plots and importlib.util.find_spec("matplotlib") is None:
-        raise ResultsError("matplotlib is not installed: pip install -e '.[bench]'")
-    for folder in [*([file.parent] if file else []), *([plots] if plots else [])]:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise ResultsError(
-                f"cannot write to {folder}: {error.strerror}; name another"
-            ) from error
+def _check(folder: Path) -> None:
+    """Raises ResultsError where the results could not be written, before minutes of measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ResultsError(f"cannot write to {folder}: {error.strerror}; name another") from error
 
 
 def _terminate(*_: object) -> None:

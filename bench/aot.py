@@ -4,9 +4,7 @@
                                    and the time by a model (`bench.gpu.model`), in microseconds
     python -m bench.aot --check    the same; exit status 1 if a limit is broken
     python -m bench.aot --accept   the times of this run are the limits from now on
-    python -m bench.aot --gpu      the shapes that are measured on a GPU instead of the varied ones
     python -m bench.aot --only N   every N-th shape of each path
-    python -m bench.aot --options  only the calls with optional results and changed logits
     python -m bench.aot --chip B200
     python -m bench.aot --sass DIR also writes each kernel's PTX and machine code
     python -m bench.aot --tpu ...  the TPU kernel instead: see `bench.aot_tpu`
@@ -39,15 +37,6 @@ from pallas_kernels.topk.call import topk_of_whole_rows
 
 # 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
 REGISTERS = 168
-
-# Those of a GPU's benchmark.
-GPU = tuple(
-    Shape(rows, vocabulary, k, dtype)
-    for rows in (4, 16, 64, 256, 1536)
-    for vocabulary in (131_072, 151_936)
-    for k in (0, 1, 5, 20, 64)
-    for dtype in ("bfloat16", "float32")
-)
 
 # What is compiled for a GPU where there is none: every vocabulary, dtype and kind of schedule.
 AOT = (
@@ -149,19 +138,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", type=int, default=1, metavar="N", help="every N-th shape of a path"
     )
-    parser.add_argument("--options", action="store_true", help="only those with options")
     parser.add_argument("--chip", choices=tuple(compile_target.CHIPS), default="H100")
-    parser.add_argument("--gpu", action="store_true", help="the shapes of the GPU benchmark")
     parser.add_argument("--sass", type=Path, help="write PTX and machine code to this directory")
     options = parser.parse_args(arguments)
     device = compile_target.find(options.chip)
     seen: dict[tuple[Any, ...], sass.Kernel] = {}
-    groups: list[tuple[tuple[Shape, ...], tuple[str, ...]]] = []
-    if options.gpu or not options.options:
-        groups += [(GPU if options.gpu else AOT, ("separate", "fused"))]
-    if not options.gpu:
-        groups += [(OPTION_SHAPES, OPTIONS), (sampled.SHAPES, sampled.PATHS)]
-        groups += [(after_read.SHAPES, (after_read.PATH,))]
+    groups: list[tuple[tuple[Shape, ...], tuple[str, ...]]] = [
+        (AOT, ("separate", "fused")),
+        (OPTION_SHAPES, OPTIONS),
+        (sampled.SHAPES, sampled.PATHS),
+        (after_read.SHAPES, (after_read.PATH,)),
+    ]
     calls = [
         (path, shape)
         for shapes, paths in groups
@@ -179,7 +166,6 @@ def main(arguments: list[str] | None = None) -> int:
     broken = [text for result in results for text in broken_limits(result)]
     if modelled:
         broken += [text for result in results for text in broken_promises(result)]
-    if modelled and not options.gpu:  # the limits are those of the varied shapes
         broken += [
             f"{result.name}: {text}"
             for result in results

@@ -11,15 +11,13 @@ compare ways need them all in one part, as those of a chip and a shape.
 
 Cycles are the compiler's bundles times the turns of loops: the arithmetic, without waits for copies
 and without what rare rows need. Beside them stands the time in which the chip reads the logits, and
-for v6e what the compiler estimates for the plain way. "full" is the unit of which the largest share
-of slots is taken in the loop that costs most; VALU is the vector unit's arithmetic. The limits:
-cycles within 5 % of those kept, which must be there; the shares of the bytes' time on v5e, and of
-the plain way's cycles on v6e; a minute of processor time and 4 GB to compile; one operation that
-reads the logits beside the gather of the given tokens', and no temporaries of the logits' size. On
-both sides of the limits of `lowering.tpu_rule`, what it chooses must take fewer cycles than
-the other. And in the worker's programs, split over 2 x 2 devices, the kernel must be there, and
-nothing else may sort or search the vocabulary (`bench.tpu.steps`). It needs libtpu (the `aot-tpu`
-extra).
+for v6e what the compiler estimates for the plain way. The limits: cycles within 5 % of those kept,
+which must be there; the shares of the bytes' time on v5e, and of the plain way's cycles on v6e; a
+minute of processor time and 4 GB to compile; one operation that reads the logits beside the gather
+of the given tokens', and no temporaries of the logits' size. On both sides of the limits of
+`lowering.tpu_rule`, what it chooses must take fewer cycles than the other. And in the worker's
+programs, split over 2 x 2 devices, the kernel must be there, and nothing else may sort or search
+the vocabulary (`bench.tpu.steps`). It needs libtpu (the `aot-tpu` extra).
 """
 
 import argparse
@@ -193,7 +191,7 @@ def print_table(results: list[Compiled], kept: dict[str, int]) -> int:
     by_key = {key(one): one for one in results}
     table = Table()
     for header in ("chip", "R, V, K, dtype", "way", "cycles", "us", "of the bytes", "than plain",
-                   "full", ""):  # fmt: skip
+                   ""):  # fmt: skip
         table.add_column(header, justify="right")
     broken = 0
     for one in results:
@@ -209,7 +207,6 @@ def print_table(results: list[Compiled], kept: dict[str, int]) -> int:
             f"{one.cycles / CLOCKS[one.chip] / 1000:.1f}",
             f"{one.cycles / bytes_cycles(one):.2f}",
             "" if plain is None else f"{plain.cycles / one.cycles:.1f}x",
-            one.full,
             "; ".join(wrong),
         )
     Console(width=160).print(table)

@@ -2,7 +2,6 @@
 
     python -m bench.aot_verify            what the program has, in a minute or two
     python -m bench.aot_verify --check    the same; exit status 1 if a limit is broken
-    python -m bench.aot_verify --dump DIR XLA writes what it compiled there, and its buffers by size
 
 64 slots of 4 rows, V = 151936, bfloat16, raw logprobs with 20 columns from the same read; the same
 of logits that a mask and biases change. The temporaries are those of any batch, whatever its
@@ -12,10 +11,8 @@ branches; a branch counts as one.
 """
 
 import argparse
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 BATCH, POSITIONS, VOCABULARY, K = 64, 4, 151_936, 20
@@ -31,11 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the figures; exit status 1 if a limit is broken and that is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
-    parser.add_argument("--dump", type=Path, help="XLA writes the program to this folder")
     options = parser.parse_args(arguments)
-    if options.dump is not None:  # before XLA reads them
-        flags = f"--xla_dump_to={options.dump} --xla_dump_hlo_as_text"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     from bench import aot_xla
 
     size, broken = 2 * BATCH * POSITIONS * VOCABULARY, 0

@@ -1,16 +1,14 @@
 """Compile the XLA implementation for chips that run it, without one, and count its launches.
 
-    python -m bench.aot_xla            a table for A100, L40S and TPU v5e beside the plain way
+    python -m bench.aot_xla            a line for each program, for A100 and L40S
     python -m bench.aot_xla --check    the same; exit status 1 if a limit is broken
 
 The limits: the plain way's launches plus 4, for each block of 256 rows; temporaries of a tenth of
-the logits' bytes, beyond one float32 copy of such a block. GPUs need the `aot` extra, the TPU
-libtpu (`pip install libtpu`). A chip whose compiler is not installed is NOT RUN.
+the logits' bytes, beyond one float32 copy of such a block. It needs the `aot` extra. TPUs have
+`bench.aot --tpu`.
 """
 
 import argparse
-import importlib.util
-import os
 import re
 import sys
 import time
@@ -23,8 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.console import Console
-from rich.table import Table
 
 from pallas_kernels import topk_logprobs
 from pallas_kernels.backends.xla import rows
@@ -70,8 +66,7 @@ GPUS = {
     ),
 }  # fmt: skip
 CAPABILITIES = {"A100": 8.0, "L40S": 8.9}
-TPUS = {"TPU v5e": "v5e:2x2"}
-GPU_SHAPES = tuple(
+SHAPES = tuple(
     Shape(rows, vocabulary, k, dtype)
     for rows, vocabulary, dtype in (
         (1, 151_936, "bfloat16"),
@@ -80,11 +75,6 @@ GPU_SHAPES = tuple(
         (1536, 131_072, "bfloat16"),
     )
     for k in (0, 5, 20, 128)
-)
-TPU_SHAPES = tuple(
-    Shape(rows, vocabulary, k, dtype)
-    for rows, vocabulary, dtype in ((64, 131_072, "bfloat16"), (512, 50_257, "float32"))
-    for k in (0, 20)
 )
 
 
@@ -118,6 +108,14 @@ class Result:
         too_many = self.launches > self.launch_limit
         return too_many or self.temporaries > self.memory_limit or self.has_gpu_kernel
 
+    def __str__(self) -> str:
+        return (
+            f"{self.chip}  {self.shape}  dynamic: {self.dynamic}: {self.launches} launches "
+            f"({self.plain_launches} plain, limit {self.launch_limit}), "
+            f"{self.temporaries / 2**20:.1f} MiB (limit {self.memory_limit / 2**20:.1f})"
+            f"{'  BROKEN' if self.broken else ''}"
+        )
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile every shape for every chip; exit status 0, or 1 if a checked limit is broken."""
@@ -127,65 +125,35 @@ def main(arguments: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     results: list[Result] = []
     begin = time.monotonic()
-    for chip, find in CHIPS.items():
-        if (sharding := find(chip)) is None:
-            print(f"NOT RUN: {chip}: its compiler is not installed")
-            continue
-        print(f"RUN: {chip}")
-        platform, shapes = ("tpu", TPU_SHAPES) if chip in TPUS else ("cuda", GPU_SHAPES)
-        for shape in shapes:
+    for chip in GPUS:
+        sharding = gpu(chip)
+        for shape in SHAPES:
             for dynamic in (False, True) if shape.rows > BLOCK else (False,):
-                one = measure(chip, platform, shape, dynamic, sharding)
+                one = measure(chip, shape, dynamic, sharding)
                 results.append(one)
-                print(f"{time.monotonic() - begin:6.0f} s  {chip}  {shape}  dynamic: {dynamic}: "
-                      f"{'BROKEN' if one.broken else 'ok'}", flush=True)  # fmt: skip
-    print_table(results)
+                print(f"{time.monotonic() - begin:6.0f} s  {one}", flush=True)
     broken = [one for one in results if one.broken]
     print(f"{len(results)} programs compiled, {len(broken)} break a limit")
     return 1 if options.check and broken else 0
 
 
-def gpu(chip: str) -> NamedSharding | None:
-    """A GPU that need not exist; None without jax's CUDA plugin."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        return None
-    found = topologies.get_topology_desc(
+def gpu(chip: str) -> NamedSharding:
+    """A GPU that need not exist."""
+    topology = topologies.get_topology_desc(
         platform="cuda", target_config=GPUS[chip], topology="1x1x1"
     )
-    return _on(found)
-
-
-def tpu(chip: str) -> NamedSharding | None:
-    """A TPU that need not exist; None without libtpu."""
-    if importlib.util.find_spec("libtpu") is None:
-        return None
-    # libtpu reads these, and asks no server what it runs on.
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-4"
-    os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
-    return _on(topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip]))
-
-
-def _on(topology: Any) -> NamedSharding:
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
     return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
 
 
-CHIPS: dict[str, Callable[[str], NamedSharding | None]] = {
-    **dict.fromkeys(GPUS, gpu), **dict.fromkeys(TPUS, tpu),
-}  # fmt: skip
-
-
-def measure(
-    chip: str, platform: str, shape: Shape, dynamic: bool, sharding: NamedSharding
-) -> Result:
+def measure(chip: str, shape: Shape, dynamic: bool, sharding: NamedSharding) -> Result:
     """Compile one shape for a chip, by the plain way and by the XLA implementation."""
 
     def array(size: tuple[int, ...], dtype: str) -> Any:
         return jax.ShapeDtypeStruct(size, jnp.dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
 
     def compiled(program: Callable[..., Any]) -> Any:
-        return jax.jit(program).trace(*given).lower(lowering_platforms=(platform,)).compile()
+        return jax.jit(program).trace(*given).lower(lowering_platforms=("cuda",)).compile()
 
     given = (
         array((shape.rows, shape.vocabulary), shape.dtype),
@@ -195,20 +163,12 @@ def measure(
     plain = compiled(lambda x, t, _: reference.topk_logprobs(x, t, shape.k))
     # As on a host with this chip: a host without any GPU would export the kernels of newer ones,
     # which the compiler of this one ends the process for.
-    capability = CAPABILITIES.get(chip)
-    with mock.patch.object(choose, "cuda_capability", return_value=capability):
+    with mock.patch.object(choose, "cuda_capability", return_value=CAPABILITIES[chip]):
         ours = compiled(
-            lambda x, t, count: topk_logprobs(
-                x,
-                t,
-                shape.k,
-                num_rows=count if dynamic else None,
-                implementation="xla" if platform == "tpu" else None,
-            )
+            lambda x, t, count: topk_logprobs(x, t, shape.k, num_rows=count if dynamic else None)
         )
     text = ours.as_text()
-    rows_at_a_time = rows.rows_on_tpu if platform == "tpu" else rows.rows_on_gpu
-    block = rows_at_a_time(given[0], shape.rows, shape.k, dynamic)
+    block = rows.rows_on_gpu(given[0], shape.rows, shape.k, dynamic)
     trips = -(-shape.rows // block)  # where the program does not tell
     return Result(
         chip,
@@ -251,26 +211,6 @@ def launches(text: str, trips: int) -> int:
         return total
 
     return executed(entry)
-
-
-def print_table(results: list[Result]) -> None:
-    """Every program's launches and temporaries beside their limits."""
-    table = Table()
-    for header in ("chip", "R, V, K, dtype", "rows", "plain", "launches", "limit", "MiB", "limit"):
-        table.add_column(header, justify="right")
-    for one in results:
-        shape = one.shape
-        table.add_row(
-            one.chip,
-            f"{shape.rows} {shape.vocabulary} {shape.k} {shape.dtype}",
-            "dynamic" if one.dynamic else "all",
-            str(one.plain_launches),
-            str(one.launches),
-            str(one.launch_limit),
-            f"{one.temporaries / 2**20:.1f}",
-            f"{one.memory_limit / 2**20:.1f}" + ("  BROKEN" if one.broken else ""),
-        )
-    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

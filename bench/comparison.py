@@ -84,11 +84,6 @@ class Comparison:
         """How many times faster `name` is than `over`, by medians."""
         return self[over].median / self[name].median
 
-    def kept(self, name: str) -> list[float]:
-        """The share of the baseline's speed that `name` keeps, round by round."""
-        pairs = zip(self.timings[0].rounds, self[name].rounds, strict=True)
-        return [before / now for before, now in pairs]
-
 
 def from_samples(
     title: str,

@@ -52,7 +52,6 @@ def environment() -> dict[str, Any]:
         "processor": _processor(),
         "cpus": len(os.sched_getaffinity(0)),
         "load before": round(os.getloadavg()[0], 2),
-        "priority": _priority(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "versions": versions,
@@ -109,16 +108,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(part) for part in value]
     return value
-
-
-def _priority() -> str:
-    """What the scheduler was asked for, empty where nothing was: it decides on a busy machine."""
-    asked = [f"nice {os.nice(0)}"] if os.nice(0) else []
-    try:
-        group = Path("/proc/self/autogroup").read_text().split()[-1]
-    except (OSError, IndexError):
-        group = "0"
-    return ", ".join([*asked, *([f"autogroup nice {group}"] if group != "0" else [])])
 
 
 def _processor() -> str:

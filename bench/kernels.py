@@ -1,8 +1,8 @@
-"""`topk_logprobs` on a CPU beside three other ways; `jax-specdec check-device` has GPUs and TPUs.
+"""`topk_logprobs` on a CPU beside two other ways; `jax-specdec check-device` has GPUs and TPUs.
 
-The plain way, logsumexp with `top_k`, and NumPy with `argpartition` compute the same ids, logprobs
-and token ranks; the results are compared first. The limits: at most 5 % slower than the best of
-them, and twice the plain way's speed where R >= 64 and K >= 5.
+The plain way and logsumexp with `top_k` compute the same ids, logprobs and token ranks; the results
+are compared first. The limits: at most 5 % slower than the better of them, and twice the plain
+way's speed where R >= 64 and K >= 5.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from bench.timing import BenchError, Comparison, Target, compare
@@ -21,7 +20,7 @@ from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import CPU_GRID, CPU_SPEED, Shape
 from pallas_kernels.testing.times import PLAIN
 
-LOGSUMEXP, NUMPY = "logsumexp + top_k", "numpy argpartition"
+LOGSUMEXP = "logsumexp + top_k"
 OURS = "xla"
 SHARE_OF_BEST = 1 / 1.05
 OVER_PLAIN = 2.0
@@ -41,9 +40,8 @@ def run(quick: bool) -> list[Comparison]:
 
 
 def measure(shape: Shape, rounds: int | None = None) -> Comparison:
-    """Compare the four ways on the same arrays, in 45 rounds, or 7 where there are many rows."""
+    """Compare the three ways on the same arrays, in 45 rounds, or 7 where there are many rows."""
     logits, token_ids = checks.random_logits(shape, seed=0), checks.random_ids(shape)
-    as_numpy = np.asarray(logits), np.asarray(token_ids)
 
     def bind(program: Callable[..., TopkLogprobs]) -> Callable[[], Any]:
         compiled = jax.jit(lambda x, t: program(x, t, shape.k))
@@ -54,7 +52,6 @@ def measure(shape: Shape, rounds: int | None = None) -> Comparison:
         {
             PLAIN: bind(reference.topk_logprobs),
             LOGSUMEXP: bind(by_logsumexp),
-            NUMPY: lambda: by_numpy(*as_numpy, shape.k),
             OURS: bind(lambda x, t, k: topk_logprobs(x, t, k, implementation="xla")),
         },
         check=times.check,
@@ -71,7 +68,7 @@ def targets_of(found: Comparison, shape: Shape) -> tuple[Target, ...]:
     By the fastest rounds: on a machine that others use too, a median says how busy it was.
     """
     fastest = {one.name: min(one.rounds) for one in found.timings}
-    best = min(fastest[name] for name in (PLAIN, LOGSUMEXP, NUMPY)) / fastest[OURS]
+    best = min(fastest[name] for name in (PLAIN, LOGSUMEXP)) / fastest[OURS]
     targets = [Target("speed over the best of the others", SHARE_OF_BEST, best, "x", at_least=True)]
     if shape.rows >= 64 and shape.k >= 5:
         over = fastest[PLAIN] / fastest[OURS]
@@ -94,30 +91,3 @@ def by_logsumexp(logits: jax.Array, token_ids: jax.Array, k: int) -> TopkLogprob
         token_ranks=1 + jnp.sum(x > selected, axis=1, dtype=jnp.int32),
         extra_logprobs=jnp.zeros((x.shape[0], 0), jnp.float32),
     )
-
-
-def by_numpy(logits: np.ndarray, token_ids: np.ndarray, k: int) -> TopkLogprobs:
-    """The same with NumPy on one thread; equal logits come lowest id first here too."""
-    x = logits if logits.dtype == np.float32 else logits.astype(np.float32)
-    rows = len(x)
-    maximum = x.max(1)
-    total = maximum + np.log(np.exp(x - maximum[:, None]).sum(1))
-    selected = np.take_along_axis(x, token_ids[:, None], axis=1)
-    ids = np.empty((rows, k + 1), np.int32)
-    ids[:, 0] = token_ids
-    if k > 0:
-        partition = np.argpartition(x, x.shape[1] - k, axis=1)[:, x.shape[1] - k :]
-        for row, chosen, out in zip(x, partition, ids, strict=True):
-            least = row[chosen].min()
-            larger = chosen[row[chosen] > least]
-            equal = np.flatnonzero(row == least)[: k - len(larger)]
-            both = np.concatenate([larger, equal])
-            out[1:] = both[np.lexsort((both, -row[both]))]
-    found: Any = TopkLogprobs  # here with NumPy's arrays
-    answer: TopkLogprobs = found(
-        token_ids=ids,
-        logprobs=np.take_along_axis(x, ids, axis=1) - total[:, None],
-        token_ranks=(1 + np.count_nonzero(x > selected, axis=1)).astype(np.int32),
-        extra_logprobs=np.zeros((rows, 0), np.float32),
-    )
-    return answer

@@ -104,40 +104,6 @@ def _source(results: Results) -> str:
     )
 
 
-def draw(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
-    """Draw a bar for each contender's median, with the middle half of its rounds, as SVG files.
-
-    Needs matplotlib.
-    """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    # Text stays text, and the same results make the same file.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jax-specdec"}):
-        for one in comparisons:
-            figure = Figure(figsize=(7, 1.2 + 0.3 * len(one.timings)), layout="constrained")
-            axes = figure.subplots()
-            medians = [timing.median * 1e3 for timing in one.timings]
-            spreads = [
-                [(timing.median - timing.low) * 1e3 for timing in one.timings],
-                [(timing.high - timing.median) * 1e3 for timing in one.timings],
-            ]
-            colors = ["#888888" if name in PEERS else "#0072B2" for name in one.names]
-            bars = axes.barh(one.names, medians, xerr=spreads, color=colors)
-            axes.bar_label(bars, [readable(timing.median) for timing in one.timings], padding=3)
-            axes.set(xlabel="ms; blue: this project")
-            axes.margins(x=0.15)
-            figure.suptitle(one.title, fontsize="medium")
-            axes.set_xscale("log" if max(medians) > 50 * min(medians) else "linear")
-            axes.invert_yaxis()
-            name = "-".join("".join(c if c.isalnum() else " " for c in one.title.lower()).split())
-            made.append(folder / f"{name}.svg")
-            figure.savefig(made[-1], metadata={"Date": None})
-    return made
-
-
 def main(arguments: Sequence[str]) -> int:
     """Exit status 1 if the page is not up to date."""
     parser = argparse.ArgumentParser(

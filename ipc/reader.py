@@ -2,7 +2,7 @@
 
 import select
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from os import getpid
 from time import monotonic_ns
 from typing import NamedTuple
@@ -58,19 +58,11 @@ class RingReader(Endpoint):
     _next_look_ns = 0
     _epoll: select.epoll | None = None
 
-    def receive(
-        self, timeout: float | None = None, *, rehearse: Callable[[], object] | None = None
-    ) -> ReceivedMessage:
+    def receive(self, timeout: float | None = None) -> ReceivedMessage:
         """Returns the next message.
 
         Args:
           timeout: seconds to wait; None waits as long as the producer lives.
-          rehearse: called at most once in a wait, shortly before the message is expected, under
-            the wait policy "predict". It should do the work that the message will need and throw
-            the result away, so that code and data are in the caches; it must not use this ring.
-            receive() raises what it raises, and no message is lost. receive() skips it if there is
-            too little time, and never cuts it short: if it takes longer than before, `timeout` and
-            the noticing of a death are late by as much.
 
         Raises:
           RingTimeout: no message came in time.
@@ -86,7 +78,7 @@ class RingReader(Endpoint):
                 if self._over is not None:
                     raise self._over.with_traceback(None)
                 deadline = None if timeout is None else deadline_after(timeout)
-                if not self._items.take(deadline, rehearse):
+                if not self._items.take(deadline):
                     raise RingTimeout(f"no message within {timeout} s")
                 self._read_message()
             return self._hand_out()

@@ -9,8 +9,6 @@ LEAD_DEVIATIONS = 4  # where that moment varies, lead by this many median deviat
 LEAD_SHARE = 16  # but by no more than this share of the interval
 LAST_GAPS = 5  # the interval is the median of so many gaps
 FIRST_NS = 5_000_000  # the longest first interval: a decode step, or less
-FIRST_REHEARSAL_NS = 500_000  # how long a rehearsal takes, until one was measured
-REHEARSAL_DECAY = 1024  # the share of that length that a wait too short for it takes off
 NEVER = 1 << 63
 
 
@@ -69,33 +67,6 @@ class Rhythm:
         deviation = _median([abs(gap - self.interval_ns) for gap in self._gaps])
         lead = min(LEAD_DEVIATIONS * deviation, self.interval_ns // LEAD_SHARE)
         self._lead_ns = max(LEAD_NS, lead)
-
-
-class RehearsalTime:
-    """How long a rehearsal takes, and so when it must begin to end before the spinning.
-
-    Attributes:
-      ns: the estimate.
-    """
-
-    def __init__(self) -> None:
-        self.ns = FIRST_REHEARSAL_NS
-
-    def begin_at(self, now: int, spin_from: int, deadline: int) -> int:
-        """Returns when to begin in a wait that starts `now`; NEVER if there is no time."""
-        if not now < spin_from <= deadline:
-            return NEVER
-        if spin_from - self.ns > now:
-            return spin_from - self.ns
-        if self.ns > FIRST_REHEARSAL_NS:
-            # A rehearsal that was too long for many waits gets another try.
-            self.ns -= self.ns // REHEARSAL_DECAY
-        return NEVER
-
-    def lasted(self, ns: int) -> None:
-        """Learns from a rehearsal that took `ns`."""
-        # A single one that was held up must not spoil the estimate.
-        self.ns += (min(ns, 2 * self.ns) - self.ns) // 4
 
 
 def _median(values: list[int]) -> int:

@@ -12,10 +12,6 @@ for its share, for milliseconds, and a unit then comes just as late. A side that
 once, as it has used nothing. So a side begins asleep, spins once a core was free for a while, and
 sleeps again after it lost its core while it spun.
 
-Under `predict`, a rehearsal may run before the spinning: a function that brings into the caches
-what the unit will need. A core that slept, or that shares caches with busy cores, has lost it, and
-the same code then takes five times as long.
-
 Every wait proceeds in slices of at most SLICE_NS; between two slices it asks the caller's
 `obstacle` whether the peer is gone. All times are of CLOCK_MONOTONIC (`ipc.semaphore`): nothing
 that happens to the wall clock changes a wait.
@@ -34,7 +30,7 @@ from typing import Literal
 import posix_ipc
 
 from ipc.free_cores import FreeCores
-from ipc.rhythm import NEVER, RehearsalTime, Rhythm
+from ipc.rhythm import NEVER, Rhythm
 from ipc.semaphore import Semaphore
 
 WaitPolicy = Literal["predict", "block", "spin"]
@@ -100,7 +96,6 @@ class Waiter:
         self._peer_shares = peer_shares
         self._rhythm = Rhythm()
         self._cores = FreeCores()
-        self._rehearsal_time = RehearsalTime()
         self._one_core = False
         self._affinity_until = 0
 
@@ -125,15 +120,10 @@ class Waiter:
                 return
             self._rhythm.unwaited += count
 
-    def take(self, deadline_ns: int | None, rehearse: Callable[[], object] | None = None) -> bool:
+    def take(self, deadline_ns: int | None) -> bool:
         """Takes a unit, waiting until `deadline_ns` (None: no deadline); False when time is up.
 
-        Args:
-          rehearse: called at most once, shortly before the unit is expected, if the wait is long
-            enough and the policy predicts. While it runs, neither the deadline nor `obstacle` is
-            looked at.
-
-        Raises what `obstacle` returned, unless a unit was still there; what `rehearse` raised.
+        Raises what `obstacle` returned, unless a unit was still there.
         """
         if self.held:
             return True
@@ -148,27 +138,17 @@ class Waiter:
         self.waits += 1
         started = monotonic_ns()
         try:
-            return self._wait(started, NEVER if deadline_ns is None else deadline_ns, rehearse)
+            return self._wait(started, NEVER if deadline_ns is None else deadline_ns)
         finally:
             ended = monotonic_ns()
             self.wait_ns += ended - started
             if self.held:
                 self._rhythm.came(ended)
 
-    def _wait(self, now: int, deadline: int, rehearse: Callable[[], object] | None) -> bool:
+    def _wait(self, now: int, deadline: int) -> bool:
         window = self._spin_window(now)
-        rehearse_at = NEVER
-        if rehearse is not None:
-            rehearse_at = self._rehearsal_time.begin_at(now, window[0], deadline)
         while True:
-            if rehearse is not None and rehearse_at <= now:
-                rehearse_at = NEVER
-                # A core that woke late has no time for it: the unit may be there already.
-                if now < window[0] and not self._semaphore.value:
-                    rehearse()
-                    begun, now = now, monotonic_ns()
-                    self._rehearsal_time.lasted(now - begun)
-            if now < deadline and self._wait_a_slice(now, deadline, window, rehearse_at):
+            if now < deadline and self._wait_a_slice(now, deadline, window):
                 return True
             problem = self._obstacle()
             if problem is not None:
@@ -181,15 +161,13 @@ class Waiter:
                 return self.grab()
             window = self._spin_window(now)  # it is over if the core was lost
 
-    def _wait_a_slice(
-        self, now: int, deadline: int, window: tuple[int, int], rehearse_at: int
-    ) -> bool:
+    def _wait_a_slice(self, now: int, deadline: int, window: tuple[int, int]) -> bool:
         spin_from, spin_until = window
         if spin_from <= now < spin_until:
             return self._spin(min(now + LOOK_NS, spin_until, deadline))
         end = min(now + SLICE_NS, deadline)
         if now < spin_from:
-            end = min(end, spin_from, rehearse_at)
+            end = min(end, spin_from)
         return self._sleep(end)
 
     def _spin_window(self, now: int) -> tuple[int, int]:

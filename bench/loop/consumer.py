@@ -88,7 +88,6 @@ class Consumer:
         design: str,
         requests: Sequence[Request],
         keep: bool = False,
-        rehearse: bool = False,
     ) -> None:
         """Prepare a round of these requests, one for each slot.
 
@@ -97,9 +96,8 @@ class Consumer:
           design: a key of `DESIGNS`.
           requests: in the order of the slots.
           keep: whether the round's result has the messages' content.
-          rehearse: as `EngineConfig.rehearse`; it applies to our ring and our decoder.
         """
-        self._control.send((transport, design, list(requests), keep, rehearse))
+        self._control.send((transport, design, list(requests), keep))
         self._answer()
 
     def end(self) -> Round:
@@ -163,12 +161,11 @@ def _main(
     control.send(addresses)
     try:
         while (order := control.recv()) is not None:
-            transport, design, requests, keep, rehearse = order
+            transport, design, requests, keep = order
             take = DESIGNS[design](requests, num_slots)
             gc.collect()
             control.send("ready")
-            rehearsal = take.rehearse if rehearse and isinstance(take, TokenColumns) else None
-            control.send(_round(_receiver_of(receivers[transport], rehearsal), take, keep))
+            control.send(_round(_receiver_of(receivers[transport]), take, keep))
     except EOFError:
         pass
     except Exception as error:  # the measuring process reports it and ends
@@ -212,11 +209,11 @@ def _round(receive: Callable[[], Any], take: Take, keep: bool) -> Round:
     return Round(np.array(table, np.int64).reshape(-1, 8), content)
 
 
-def _receiver_of(receiver: Receiver, rehearse: Callable[[], object] | None) -> Callable[[], Any]:
+def _receiver_of(receiver: Receiver) -> Callable[[], Any]:
     """A function for the next message's bytes; from the ring it receives as the engine does."""
     if isinstance(receiver, RingReceiver):
         reader = receiver.reader
-        return lambda: reader.receive(rehearse=rehearse).data
+        return lambda: reader.receive().data
     return lambda: receiver.receive()[3]
 
 
@@ -237,21 +234,12 @@ class TokenColumns:
         self.state = replace(ProcessorState.empty(num_slots), next_step=None)
         for slot, request in enumerate(requests):
             self.state = output_processor.admit(self.state, slot, GENERATION, request)
-        self.last: tuple[ProcessorState, Any] | None = None
 
     def __call__(self, data: Any) -> tuple[int, tuple[Message, Records]]:
-        before, message = self.state, decode(data)
+        message = decode(data)
         decoded = time.monotonic_ns()
-        self.state, records = output_processor.step(before, message)
-        if message.kind is Kind.TARGET:
-            self.last = before, data
+        self.state, records = output_processor.step(self.state, message)
         return decoded, (message, records)
-
-    def rehearse(self) -> None:
-        """Process the last message again and drop the result, as the engine does while it waits."""
-        if self.last is not None:
-            state, data = self.last
-            output_processor.step(state, decode(data))
 
 
 def a_token(

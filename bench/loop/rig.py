@@ -56,7 +56,6 @@ class Contender:
     message_bytes: int | None = None  # a fixed size; None: as long as the content
     transport: str = "ring"
     design: str = "columns"  # how the engine's side decodes
-    rehearse: bool = True  # as `EngineConfig.rehearse`: with our transport and decoder
 
     def requests(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
         """A request for each slot."""
@@ -96,7 +95,6 @@ class Steps:
     bytes: float  # in all messages of a step
     tokens: float  # emitted by a step
     rows: float  # whose logprobs were sent
-    spans: list[dict[str, int]]  # of every step taken apart: its moments in ns
 
 
 @dataclass
@@ -188,9 +186,7 @@ class Rig:
         if self.start is None:
             self.start = self._prefilled()
         contender = self.contender
-        self.consumer.begin(
-            contender.transport, contender.design, self.requests, keep, contender.rehearse
-        )
+        self.consumer.begin(contender.transport, contender.design, self.requests, keep)
         worker.state = jax.tree.map(jnp.copy, self.start)  # a step donates its state
         for _ in range(WARM_STEPS):
             worker.advance()
@@ -345,7 +341,7 @@ def _steps(
       elapsed: seconds of the steps that ran as in a server.
       sent: when the message of each of them was sent, in ns.
       table: the consumer's table. start: the row of the first of them.
-      spans: the moments of each step taken apart; the consumer's are added.
+      spans: the moments of each step taken apart.
     """
     steps = len(sent)
     running = table[start : start + steps]
@@ -355,8 +351,6 @@ def _steps(
     published = np.array([s["published"] for s in spans], np.int64)
     dispatch = np.array([s["dispatch"] for s in spans], np.int64)
     handed_over = np.array([s["sent"] for s in spans], np.int64)
-    for span, row in zip(spans, apart, strict=True):
-        span |= {"received": int(row[0]), "decoded": int(row[1]), "processed": int(row[2])}
 
     def median(nanoseconds: np.ndarray) -> float:
         return float(np.median(nanoseconds)) * 1e-9
@@ -375,5 +369,4 @@ def _steps(
         bytes=float(running[:, 4].mean()),
         tokens=float(running[:, 5].mean()),
         rows=float(running[:, 7].mean()),
-        spans=spans,
     )

@@ -13,11 +13,6 @@ are not counted: in them the ring learns when to expect the next. "busy us" is f
 the records exist, as the loop runs; a CPU computes the next step on the same cores meanwhile.
 
 "no logprobs" is the baseline. A name after "K = 20, " says which one part is replaced.
-
-Our decoder behind our ring is rehearsed, as in the engine (`EngineConfig.rehearse`). "host us"
-includes what that saves, "engine CPU us" what it costs, and "K = 20, not rehearsed" neither. A
-queue and ZeroMQ do not know when the next message comes, and lists and objects change their state,
-so they are not rehearsed: compare their "host us" with that row's.
 """
 
 import statistics
@@ -52,7 +47,6 @@ GREEDY = (
     Contender(K20, 20),
     Contender("K = 20 and draft logprobs", 20, draft_logprobs=True),
     Contender(ONE, 20, askers=1),
-    Contender("K = 20, not rehearsed", 20, rehearse=False),
     Contender("K = 20, separate read", 20, kernel="separate"),
     Contender("K = 20, naive kernel", 20, kernel="naive"),
     Contender("K = 20, fixed-size message", 20, message_bytes=FIXED_BYTES),

@@ -204,18 +204,6 @@ class ZmqSender:
         self.context.term()
 
 
-class ZmqBytesReceiver(ZmqReceiver):
-    """ZeroMQ: one frame of raw bytes, copied on both sides."""
-
-    def receive(self) -> Step:
-        return step_of(self.socket.recv())
-
-
-class ZmqBytesSender(ZmqSender):
-    def send(self, time_ns: int, arrays: Sequence[np.ndarray]) -> None:
-        self.socket.send(b"".join(parts_of(time_ns, arrays)))
-
-
 class MsgpackReceiver(ZmqReceiver):
     """ZeroMQ: one msgpack frame with the arrays' bytes."""
 
@@ -268,31 +256,6 @@ class QueueSender:
     def close(self) -> None:
         self.queue.close()
         self.queue.join_thread()
-
-
-class PipeReceiver:
-    """multiprocessing.Pipe: raw bytes, without pickle."""
-
-    def __init__(self) -> None:
-        self.connection, self.address = multiprocessing.get_context("spawn").Pipe(duplex=False)
-
-    def receive(self) -> Step:
-        return step_of(self.connection.recv_bytes())
-
-    def close(self) -> None:
-        self.connection.close()
-        self.address.close()
-
-
-class PipeSender:
-    def __init__(self, address: Any) -> None:
-        self.connection = address
-
-    def send(self, time_ns: int, arrays: Sequence[np.ndarray]) -> None:
-        self.connection.send_bytes(b"".join(parts_of(time_ns, arrays)))
-
-    def close(self) -> None:
-        self.connection.close()
 
 
 class IceoryxReceiver:
@@ -370,8 +333,6 @@ CONTENDERS: dict[str, tuple[type[Receiver], type[Sender]]] = {
     "SysV fixed struct": (SysVReceiver, SysVSender),
     "ZeroMQ msgpack": (MsgpackReceiver, MsgpackSender),
     "ZeroMQ copy=False": (ZmqReceiver, ZmqSender),
-    "ZeroMQ raw bytes": (ZmqBytesReceiver, ZmqBytesSender),
-    "multiprocessing.Pipe": (PipeReceiver, PipeSender),
     "multiprocessing.Queue": (QueueReceiver, QueueSender),
     "iceoryx2, spin": (IceoryxReceiver, IceoryxSender),
 }

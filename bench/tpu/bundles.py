@@ -3,14 +3,12 @@
 A TensorCore issues one bundle a clock, in order. So the bundles of a loop times its turns are the
 time of its arithmetic; waits for copies are not in it. Both branches of a condition are counted.
 
-libtpu writes a listing for each operation of a program, and beside it how many slots of each unit
-every bundle takes. Bundles of loops are marked by one `>` for
+libtpu writes a listing for each operation of a program. Bundles of loops are marked by one `>` for
 each loop around them, the first one of a loop by `LB`. A loop's last bundles have its exit test,
 which names the number of turns where it is a constant.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,13 +32,6 @@ class Loop:
         """Cycles of all turns; `unknown` for loops whose number of turns is no constant."""
         once = self.bundles + sum(loop.cycles(unknown) for loop in self.inner)
         return once * (unknown if self.turns is None else self.turns)
-
-    def loops(self, often: int = 1) -> Iterator[tuple["Loop", int]]:
-        """All loops, and how many times their own bundles are issued; unknown turns count as 1."""
-        often *= self.turns or 1
-        yield self, often
-        for loop in self.inner:
-            yield from loop.loops(often)
 
 
 def read(listing: str) -> Loop:
@@ -128,43 +119,15 @@ def plain_cycles(program: Loop, listing: str, k: int) -> int:
     return program.cycles(1) - (turns - searches) * often
 
 
-def fullest(program: Loop, use: str) -> tuple[str, float]:
-    """The unit that is fullest in the loop that takes most cycles, and the share of its slots.
-
-    Args:
-      program: the loops.
-      use: libtpu's listing of slots: the units, how many slots a bundle has, and of every bundle
-        how many are taken.
-    """
-    _, names, slots, _, *bundles = use.strip().splitlines()
-    each = [[int(n) for n in bundle.split()] for bundle in bundles]
-    loop = max(program.loops(), key=lambda one: one[0].bundles * one[1])[0]
-    shares = [
-        sum(each[number][unit] for number in loop.numbers) / (loop.bundles * int(of_unit))
-        for unit, of_unit in enumerate(slots.split())
-    ]
-    share = max(shares)
-    return names.split(", ")[shares.index(share)].strip(), share
-
-
 def _has_unknown(loop: Loop) -> bool:
     return any(inner.turns is None for inner in loop.inner)
 
 
 def listings(folder: Path) -> dict[str, str]:
     """The final listing of every operation in the folder, by name."""
-    return _texts(folder, "final_bundles")
-
-
-def uses(folder: Path) -> dict[str, str]:
-    """The listing of the slots that an operation's final bundles take, by name."""
-    return _texts(folder, "final_hlo-static-per-bundle-utilization")
-
-
-def _texts(folder: Path, kind: str) -> dict[str, str]:
     found = {}
-    for path in sorted(folder.glob(f"*-{kind}.txt")):
-        name = re.fullmatch(rf"\d+-(.*)-\d+-{kind}.txt", path.name)
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        name = re.fullmatch(r"\d+-(.*)-\d+-final_bundles.txt", path.name)
         if name is not None:  # others are about schedules
             found[name[1]] = path.read_text()
     return found

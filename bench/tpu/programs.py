@@ -51,7 +51,6 @@ class Compiled:
     gigabytes: float  # the process, at most
     temporaries: int  # bytes
     reads: int  # operations that read the logits
-    full: str = ""  # the kernel's fullest unit in the loop that takes most cycles, and its share
 
 
 def main() -> None:
@@ -110,8 +109,7 @@ def measure(
     the = schedule.choose_schedule(
         (rows, vocabulary), rows, k, dtype, gathered=False, entropy=False
     )
-    cycles, full = 0, ""
-    uses = bundles.uses(folder)
+    cycles = 0
     for name, listing in bundles.listings(folder).items():
         loops = bundles.read(listing)
         if way in ("plain", "xla"):
@@ -122,14 +120,13 @@ def measure(
                 cycles += bundles.block_cycles(loops, *size, k, the.width // the.block // 128)
             else:
                 cycles += bundles.kernel_cycles(loops, *size)
-            full = "{} {:.2f}".format(*bundles.fullest(loops, uses[name]))
         else:
             cycles += loops.cycles(1)
     memory = made.memory_analysis()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return Compiled(
         chip, way, rows, vocabulary, k, dtype, cycles, round(seconds, 1), round(peak, 2),
-        memory.temp_size_in_bytes, reads(text, rows, vocabulary), full,
+        memory.temp_size_in_bytes, reads(text, rows, vocabulary),
     )  # fmt: skip
 
 

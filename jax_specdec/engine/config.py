@@ -27,10 +27,6 @@ class EngineConfig(WorkerConfig):
       ring_slots: messages that may wait for the engine.
       checksum: every message carries a checksum (XXH3-64), so that damage in shared memory ends the
         worker's stream with an error instead of arriving as values. docs/ring.md has its price.
-      rehearse: shortly before a message is expected, process the last one once more and drop the
-        outcome, so that the next one finds warm caches. Records then come about 0.3 ms sooner, for
-        as much of the engine's time, which it would otherwise sleep. With several workers, any of
-        which may be next, the engine does not rehearse.
       num_ranks: workers that decode, each with its own slots and ring.
       num_prefill_ranks: workers that only run prompts: a request's first token comes from one of
         them, the rest from a decode worker, which recomputes the prompt. 0: decode workers do both.
@@ -67,7 +63,6 @@ class EngineConfig(WorkerConfig):
 
     ring_slots: int = 16
     checksum: bool = True
-    rehearse: bool = True
     num_ranks: int = 1
     num_prefill_ranks: int = 0
     on_worker_loss: OnWorkerLoss = "stop"

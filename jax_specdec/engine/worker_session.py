@@ -94,7 +94,6 @@ class WorkerSession:
         process_rank: int = 0,
         prefill_only: bool = False,
         first_generation: int = 0,
-        rehearse: bool = False,
         num_drafts: int = wire.MAX_DRAFTS,
         prefill_chunk: int = WorkerConfig.prefill_chunk,
     ) -> None:
@@ -104,8 +103,6 @@ class WorkerSession:
           num_drafts: the most that the worker proposes; a message with more is refused.
           prefill_chunk: prompt tokens that the worker runs at once, and takes over.
           first_generation: the slots' first requests get the generation after this one.
-          rehearse: process the last message once more, for warm caches, shortly before the next one
-            is expected; see `EngineConfig.rehearse`.
         """
         self.worker = worker
         self.state = ProcessorState.empty(
@@ -128,9 +125,6 @@ class WorkerSession:
         self._heartbeat = Heartbeat()  # the last one that was looked at
         self._began: float | None = None  # when this worker was looked at first
         self._liveness, self._progress = Liveness(worker.pid, grace=START_SECONDS), QuietTimer()
-        self._rehearsed = self._rehearse if rehearse else None
-        # The last target message, behind the state that it was applied to.
-        self._last: tuple[ProcessorState, bytes] | None = None
 
     @property
     def process_rank(self) -> int:
@@ -278,9 +272,7 @@ class WorkerSession:
         """
         try:
             received = (
-                self.worker.ring.receive(timeout, rehearse=self._rehearsed)
-                if timeout
-                else self.worker.ring.try_receive()
+                self.worker.ring.receive(timeout) if timeout else self.worker.ring.try_receive()
             )
         except RingTimeout:
             return None
@@ -288,10 +280,8 @@ class WorkerSession:
             return None
         self._liveness.hear()
         self._progress.hear()
-        before, message = self.state, decode(received.data)
-        self.state, records = output_processor.step(before, message)
-        if self._rehearsed is not None and message.kind is Kind.TARGET:  # pauses end with one
-            self._last = before, received.data
+        message = decode(received.data)
+        self.state, records = output_processor.step(self.state, message)
         self._log.extend(records)
         return Update(message, received, records, self.process_rank)
 
@@ -305,12 +295,6 @@ class WorkerSession:
             has = batch.num_tokens > 0
             if has.any():
                 self._times.tokens(batch.slots[has], batch.num_tokens[has], now, timings)
-
-    def _rehearse(self) -> None:
-        """Process the last message again; both functions are pure, so nothing comes of it."""
-        if self._last is not None:
-            state, data = self._last
-            output_processor.step(state, decode(data))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Records:
         """The record that ends a request; empty if its last record is on its way already."""
@@ -351,8 +335,6 @@ class WorkerSession:
         if self.alive:
             self.worker.tell(Release(slot=slot, generation=self._generations[slot]))
         self._free.append(slot)
-        if not self._slots:
-            self._last = None  # no message is expected: keep neither this one nor its requests
         return queued
 
     def restart(self, worker: WorkerHandle) -> None:
@@ -362,7 +344,7 @@ class WorkerSession:
             self.state.num_slots, process_rank=self.process_rank, num_drafts=self.state.num_drafts
         )
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
-        self.worker, self.ending, self.lost, self._last = worker, None, None, None
+        self.worker, self.ending, self.lost = worker, None, None
         self._heartbeat, self._began = Heartbeat(), None
         self._liveness, self._progress = Liveness(worker.pid, grace=START_SECONDS), QuietTimer()
         self.restarts += 1

@@ -105,7 +105,6 @@ class Workers:
                         max_length=config.max_length,
                         process_rank=process_rank,
                         prefill_only=process_rank >= config.num_ranks,
-                        rehearse=config.rehearse,
                         num_drafts=config.num_drafts,
                         prefill_chunk=config.prefill_chunk,
                     )

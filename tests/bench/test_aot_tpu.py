@@ -33,32 +33,6 @@ def test_bundles_times_turns():
     assert loops.cycles(3) == 3 + 3 * (2 + 4 * 8 + 20)
 
 
-USE = """== CAPACTIY:
-VALU, EUP, VLOAD
-    4   1   3
-== UTILIZATION:
-4 0 0
-4 0 0
-4 0 0
-2 0 3
-1 0 2
-3 0 0
-0 0 0
-0 0 1
-4 0 0
-4 0 0
-"""
-
-
-def test_the_fullest_unit_of_the_costliest_loop():
-    """Its bundles have 8 turns: 6 of 16 slots of one unit, 6 of 12 of another."""
-    loops = bundles.read(LISTING)
-    assert bundles.fullest(loops, USE) == ("VLOAD", 0.5)
-    assert bundles.fullest(loops, USE.replace("2 0 3", "4 0 3")) == ("VALU", 0.5)
-    busy = USE.replace("3 0 0", "4 1 0").replace("2 0 3", "2 1 3").replace("1 0 2", "1 1 2")
-    assert bundles.fullest(loops, busy) == ("EUP", 0.75)
-
-
 def test_kernel_of_blocks():
     """16 units of 3 blocks in a loop of 50 turns; an order, 20 times 10, for each of 2 batches."""
     sweep = bundles.Loop(bundles=10, turns=8, numbers=[*range(9, 19)])

@@ -49,16 +49,7 @@ def test_results_are_printed_and_written_with_machine_settings_and_suite(
     assert bench.main(["host", "--quick", "--json", str(path)]) == 0
     assert "200 us" in capsys.readouterr().out
     found = read_json(path)
-    named = {
-        "date",
-        "cpus",
-        "processor",
-        "python",
-        "versions",
-        "command",
-        "load before",
-        "priority",
-    }
+    named = {"date", "cpus", "processor", "python", "versions", "command", "load before"}
     assert named <= set(found.environment)
     (read,) = found.comparisons
     assert (read.suite, read.settings) == ("host", {"k": 5})
@@ -73,7 +64,7 @@ def test_wrong_logprobs_of_logits_are_caught_before_any_timing(monkeypatch):
 
     shape = Shape(2, 300, 5, "float32")
     right = kernels.measure(shape, rounds=1)
-    assert right.names == (kernels.PLAIN, kernels.LOGSUMEXP, kernels.NUMPY, "xla")
+    assert right.names == (kernels.PLAIN, kernels.LOGSUMEXP, "xla")
     monkeypatch.setattr(kernels, "topk_logprobs", wrong)
     monkeypatch.setattr(timing, "rotated", None)  # timed before it was checked
     with pytest.raises(BenchError, match="xla differs from log_softmax"):
@@ -82,7 +73,7 @@ def test_wrong_logprobs_of_logits_are_caught_before_any_timing(monkeypatch):
 
 def test_the_limits_of_the_kernels_can_be_missed():
     shape = Shape(64, 300, 5, "bfloat16")
-    times = {kernels.PLAIN: [3.0, 2.0], kernels.LOGSUMEXP: [1.0], kernels.NUMPY: [4.0]}
+    times = {kernels.PLAIN: [3.0, 2.0], kernels.LOGSUMEXP: [1.0]}
     for ours, verdict in (([1.1], "MISSED"), ([9.0, 0.99], "held")):
         found = kernels.targets_of(from_samples("t", times | {"xla": ours}), shape)
         assert [one.verdict for one in found] == [verdict] * 2

@@ -1,18 +1,15 @@
 """The peers beside the adapters: what is refused, what is left out, what limits may miss."""
 
-import subprocess
-import time
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bench import report, timing
 from bench.comparison import HOST, MEMORY, Comparison
-from bench.files import Results, read_json
-from bench.peers import environments, measure, suite
+from bench.files import Results
+from bench.peers import environments, measure
 from bench.peers.cases import GRID, OF, QUICK, Case
 from bench.timing import BenchError
 from jax_specdec.adapters.versions import TRIED
@@ -68,26 +65,6 @@ def test_integers_are_equal_and_numbers_but_for_rounding():
             measure.check("", [one([10**9])], [one([other])])
 
 
-def test_what_draws_is_compared_on_other_arguments():
-    drawing = replace(CASE, theirs=lambda x: x[:, 0], ours=lambda x: x[:, 1])
-    assert measured(replace(drawing, compared=(jnp.ones((2, 300)),))).timings
-    with pytest.raises(BenchError, match="the adapter differs from tunix"):
-        measured(replace(drawing, compared=CASE.arguments))
-
-
-def test_on_a_cpu_the_time_is_cpu_time(monkeypatch):
-    clocks = []
-
-    def compare(*args, clock, **more):
-        clocks.append(clock)
-        return timing.compare(*args, clock=clock, **more)
-
-    monkeypatch.setattr(measure, "compare", compare)
-    for on_cpu in (True, False):
-        measured(CASE, on_cpu)
-    assert clocks == [time.process_time, time.perf_counter]
-
-
 def test_a_call_of_minutes_on_a_cpu_is_compiled_and_not_run(monkeypatch):
     monkeypatch.setattr(measure, "MOST_FLOPS", 0.0)
     found = measured(CASE)
@@ -96,18 +73,6 @@ def test_a_call_of_minutes_on_a_cpu_is_compiled_and_not_run(monkeypatch):
     assert found.figures["tunix"][MEMORY] > 0
     assert measured(CASE, on_cpu=False).timings
     timing.print_table([found])
-
-
-def test_gradients_are_those_of_the_first_argument():
-    case = replace(
-        CASE, theirs=lambda x, y: (x * x * y).sum(1), ours=lambda x, y: (x * x * y).sum(1)
-    )
-    x, y = np.arange(6.0).reshape(2, 3), np.full((2, 3), 5.0)
-    both = replace(case, arguments=(jnp.asarray(x), jnp.asarray(y))).with_gradient()
-    found, gradient = both.ours(*both.arguments)
-    np.testing.assert_allclose(found, (x * x * y).sum(1))
-    np.testing.assert_allclose(gradient, 2 * x * y * [[0.5], [1.5]])
-    assert both.name == "largest and gradient"
 
 
 @pytest.mark.parametrize(("ours", "megabytes", "verdicts"), [
@@ -124,33 +89,6 @@ def test_the_limits_can_be_missed(ours, megabytes, verdicts):
         assert len(measure.targets_of(found, "tunix", few)) == 1
     not_run = replace(found, timings=())
     assert [one.what for one in measure.targets_of(not_run, "tunix", many)] == ["memory of tunix's"]
-
-
-def test_a_peer_s_cases_are_made_and_measured_on_one_mesh_and_written(tmp_path, monkeypatch):
-    def cases(shape):
-        assert jax.sharding.get_mesh().axis_names == ("data", "model")
-        return [replace(CASE, name=f"largest of {shape.k}")]
-
-    monkeypatch.setitem(OF, "tunix", ("numpy", "tunix", cases))
-    measure.main("tunix", str(tmp_path / "found.json"), "--quick")
-    found = read_json(tmp_path / "found.json").comparisons
-    assert [one.title.split(" R=")[0] for one in found] == [
-        "tunix largest of 0",
-        "tunix largest of 20",
-    ]
-    assert found[0].settings["with"].startswith(f"tunix {np.__version__}, jax ")
-
-
-def test_a_peer_that_cannot_be_installed_is_not_run(monkeypatch):
-    def fails(*_):
-        raise subprocess.CalledProcessError(1, "pip")
-
-    monkeypatch.setattr(suite, "newest", lambda: "python3.13")
-    monkeypatch.setattr(suite, "environment", fails)
-    (found,) = suite.measured("tunix", quick=True)
-    assert "pip" in found.notes["NOT RUN"]
-    monkeypatch.setattr(suite, "newest", lambda: None)
-    assert len(suite.run(quick=True)) == len(OF)
 
 
 def test_the_page_has_their_memory_and_what_was_not_run(tmp_path):

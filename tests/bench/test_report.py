@@ -56,15 +56,3 @@ def test_every_ratio_in_readme_is_in_the_page():
     page = report.PAGE.read_text()
     assert len(ratios) > 5
     assert [ratio for ratio in ratios if f" {ratio}" not in page] == []
-
-
-def test_a_bar_is_drawn_for_each_contender(tmp_path):
-    pytest.importorskip("matplotlib")
-    one = from_samples("16 KB, hot", {"ring": [1e-5, 2e-5, 2e-5], "ZeroMQ msgpack": [3e-3]})
-    (path,) = report.draw([one], tmp_path / "new")
-    assert path.name == "16-kb-hot.svg"
-    text = path.read_text()
-    for shown in ("16 KB, hot", ">ring<", ">ZeroMQ msgpack<", ">20 us<", ">3 ms<"):
-        assert shown in text
-    again = report.draw([one], tmp_path / "again")[0].read_text()
-    assert again == text

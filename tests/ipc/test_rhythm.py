@@ -1,12 +1,10 @@
-"""When the next unit is expected, and whether there is time for a rehearsal: plain arithmetic."""
+"""When the next unit is expected: plain arithmetic."""
 
 from ipc.rhythm import (
     FIRST_NS,
-    FIRST_REHEARSAL_NS,
     LAST_GAPS,
     LEAD_NS,
     NEVER,
-    RehearsalTime,
     Rhythm,
 )
 
@@ -56,14 +54,3 @@ def test_units_that_need_no_wait_move_the_next_one_and_do_not_shorten_the_interv
     rhythm.came(last + 24 * MS)
     rhythm.window(rhythm.last_ns)
     assert rhythm.interval_ns == 8 * MS
-
-
-def test_a_rehearsal_begins_in_time_or_not_at_all():
-    rehearsal = RehearsalTime()
-    assert rehearsal.begin_at(0, 5 * MS, NEVER) == 5 * MS - FIRST_REHEARSAL_NS
-    assert rehearsal.begin_at(0, FIRST_REHEARSAL_NS, NEVER) == NEVER  # too short
-    assert rehearsal.begin_at(0, 5 * MS, 4 * MS) == NEVER  # the wait ends before
-    assert rehearsal.begin_at(5 * MS, 5 * MS, NEVER) == NEVER  # spinning already
-    for _ in range(50):
-        rehearsal.lasted(2 * MS)
-    assert 0.99 * 2 * MS < rehearsal.ns <= 2 * MS

@@ -1,4 +1,4 @@
-"""When a waiter sleeps, rehearses and spins, on a simulated clock: no test depends on timing."""
+"""When a waiter sleeps and spins, on a simulated clock: no test depends on timing."""
 
 import os
 
@@ -8,7 +8,7 @@ import pytest
 
 from ipc import RingReader, RingWriter, waiting
 from ipc.free_cores import FIRST_SPAN_NS, LONGEST_SPAN_NS, FreeCores
-from ipc.rhythm import FIRST_REHEARSAL_NS, LEAD_NS, NEVER
+from ipc.rhythm import LEAD_NS, NEVER
 from ipc.waiting import GLANCES, POLICIES, Waiter
 
 US, MS = 1_000, 1_000_000
@@ -73,109 +73,20 @@ class Clockwork:
         else:
             self.now = max(self.now, until) + self.late
 
-    def take(self, gap, rehearse=None, work=50 * US):
+    def take(self, gap, work=50 * US):
         """Waits for a unit that comes `gap` after now, then works for `work`."""
         self.due.append(self.now + gap)
         slept = self.slept
-        assert self.waiter.take(None, rehearse)
+        assert self.waiter.take(None)
         self.spun += self.slept == slept
         self.waiter.held.clear()
         self.now += work
-
-
-class Rehearsal:
-    """A rehearsal that takes `lasts` and notes when it began."""
-
-    def __init__(self, scene, lasts):
-        self.scene, self.lasts, self.began = scene, lasts, []
-
-    def __call__(self):
-        self.began.append(self.scene.now)
-        self.scene.now += self.lasts
 
 
 @pytest.fixture
 def scene(monkeypatch):
     """A waiter that predicts, and knows that its core is free."""
     return Clockwork(monkeypatch)
-
-
-def rehearsed(scene, count, gap=5 * MS, lasts=300 * US):
-    """Takes units `gap` apart with a rehearsal, which is returned."""
-    rehearsal = Rehearsal(scene, lasts)
-    for _ in range(count):
-        scene.take(gap, rehearsal)
-    return rehearsal
-
-
-def test_a_rehearsal_ends_shortly_before_the_unit_comes(scene):
-    rehearsal = Rehearsal(scene, lasts=300 * US)
-    scene.take(5 * MS, rehearsal)
-    assert not rehearsal.began  # the interval is not known yet
-    for _ in range(30):
-        scene.take(5 * MS, rehearsal)
-        comes = scene.now - 50 * US
-        if rehearsal.began:
-            assert comes - 2 * LEAD_NS < rehearsal.began[-1] + rehearsal.lasts < comes
-    assert 25 <= len(rehearsal.began) <= 30
-    assert scene.spun >= 25
-    # Its length was learned: the spinning is not longer than without.
-    ahead = comes - rehearsal.began[-1] - rehearsal.lasts
-    assert LEAD_NS * 0.8 < ahead < LEAD_NS * 1.2
-
-
-def test_nothing_is_rehearsed_where_nothing_is_predicted_or_units_come_soon(monkeypatch):
-    for policy in ("block", "spin"):
-        assert not rehearsed(Clockwork(monkeypatch, policy), 10).began
-    for gap in (0, LEAD_NS, LEAD_NS + FIRST_REHEARSAL_NS // 2):
-        assert not rehearsed(Clockwork(monkeypatch), 10, gap).began
-
-
-def test_a_rehearsal_that_would_end_behind_the_deadline_is_left_out(scene):
-    rehearsal = rehearsed(scene, 20, 20 * MS, lasts=3 * MS)
-    learned = len(rehearsal.began)
-    assert learned
-    for deadline in (2 * MS, 18 * MS):  # long before it, and in the middle of it
-        before = scene.now
-        assert not scene.waiter.take(before + deadline, rehearsal)
-        assert len(rehearsal.began) == learned
-        assert scene.now - before < deadline + 0.1 * MS
-        scene.take(20 * MS - deadline)
-
-
-def test_a_core_that_woke_late_or_a_unit_that_came_early_leaves_no_time_to_rehearse(scene):
-    rehearsal = rehearsed(scene, 20)
-    learned = len(rehearsal.began)
-    assert learned
-    # Early; in time for the spinning, but there when the core wakes; and after all of it.
-    for gap, late in ((2 * MS, 0), (5 * MS - 600 * US, 200 * US), (5 * MS, 2 * MS)):
-        scene.late = late
-        scene.take(gap, rehearsal)
-        assert len(rehearsal.began) == learned
-        scene.late = 0
-
-
-def test_one_rehearsal_that_was_held_up_is_not_the_last_and_long_ones_are_seldom_tried(scene):
-    rehearsal = Rehearsal(scene, 0)
-    for lasts, count, least, most in (
-        (300 * US, 20, 15, 20), (60 * MS, 1, 1, 1), (300 * US, 1000, 980, 1000),
-        (10 * MS, 1000, 1, 30),
-    ):  # fmt: skip
-        rehearsal.lasts = lasts
-        rehearsal.began.clear()
-        for _ in range(count):
-            scene.take(5 * MS, rehearsal)
-        assert least <= len(rehearsal.began) <= most
-
-
-def test_an_error_in_a_rehearsal_is_raised_and_no_unit_is_lost(scene):
-    rehearsed(scene, 5)
-    scene.due.append(scene.now + 5 * MS)
-    with pytest.raises(ZeroDivisionError):
-        scene.waiter.take(None, lambda: 1 // 0)
-    assert not scene.waiter.held
-    assert scene.waiter.take(None)
-    assert len(scene.waiter.held) == 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -375,27 +286,6 @@ def test_a_spinning_side_yields_where_both_share_one_core(monkeypatch, cores, pe
         assert max(np.diff([0, *yields, 5 * MS])) <= 2 * GLANCES * LOOK
     else:
         assert not yields
-
-
-def test_receive_rehearses_through_a_real_ring():
-    """The callable reaches the waiter; the tests above say when it is called."""
-    with RingReader.create(4, 64) as reader, RingWriter.attach(reader.name) as writer:
-        calls = []
-        for number in range(3):
-            writer.send(bytes([number]))
-            assert reader.receive(rehearse=lambda: calls.append(1)).data == bytes([number])
-        assert not calls  # they were there at once
-        # The next message is expected in 30 s, and a rehearsal takes 29.5 s: there is time for it
-        # however late this core wakes up.
-        waiter = reader._items
-        waiter._cores.spin = True
-        waiter._rhythm.last_ns, waiter._rhythm.unwaited = waiting.monotonic_ns(), 0
-        waiter._rhythm.interval_ns, waiter._rhythm._gap_ns = 30_000 * MS, 0
-        waiter._rehearsal_time.ns = 29_500 * MS
-        with pytest.raises(ZeroDivisionError):
-            reader.receive(timeout=60, rehearse=lambda: 1 // 0)
-        writer.send(b"after")
-        assert reader.receive(timeout=10).data == b"after"
 
 
 def test_a_ring_asks_where_its_peer_runs(monkeypatch):

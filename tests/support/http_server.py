@@ -59,7 +59,7 @@ class WaitingWorker(ScriptedWorker):
         super().__init__(*args, **kwargs)
         self.allowed = threading.Semaphore(0)
 
-    def receive(self, timeout, *, rehearse=None):
+    def receive(self, timeout):
         if not self.allowed.acquire(timeout=min(timeout, 0.02)):
             raise RingTimeout("no step is allowed")
         return super().receive(timeout)
@@ -70,7 +70,7 @@ class StallingWorker(ScriptedWorker):
 
     MOST = 30
 
-    def receive(self, timeout, *, rehearse=None):
+    def receive(self, timeout):
         long = any(slot and len(slot.ids) - len(slot.prompt) >= self.MOST for slot in self.slots)
         if long and not self.new_commands:
             time.sleep(min(timeout, 0.02))

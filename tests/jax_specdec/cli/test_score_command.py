@@ -75,7 +75,7 @@ def interrupting(taken):
     """A worker whose engine gets Ctrl-C after twelve messages, once a sequence was `taken`."""
 
     class Interrupting(ScriptedWorker):
-        def receive(self, timeout, *, rehearse=None):
+        def receive(self, timeout):
             if self.sent == 12:
                 assert taken.wait(60)
                 signal.raise_signal(signal.SIGINT)

@@ -72,12 +72,12 @@ class WorkerThread:
     def end(self, cause):
         pass
 
-    def receive(self, timeout, *, rehearse=None):
+    def receive(self, timeout):
         if self.reads < self.patience:
             # Each message finds a full ring and waits once, so `waits` counts the messages.
             self.reads += 1
             wait_for(lambda: self.writer.counters().waits >= self.reads)
-        return self.reader.receive(timeout, rehearse=rehearse)
+        return self.reader.receive(timeout)
 
     def failure(self, cause):
         return WorkerFailed(str(cause))

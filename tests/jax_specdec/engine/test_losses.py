@@ -89,11 +89,11 @@ class Hanging(ScriptedWorker):
     phase, members, until = Phase.STEPPING, (), 5000.0
     clock = None
 
-    def receive(self, timeout, *, rehearse=None):
+    def receive(self, timeout):
         if self.sent >= 5 and self.clock.time < self.until:
             self.clock.sleep(timeout)
             raise RingTimeout
-        return super().receive(timeout, rehearse=rehearse)
+        return super().receive(timeout)
 
     @property
     def heartbeat(self):

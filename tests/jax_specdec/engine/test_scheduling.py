@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from jax_specdec.control import Admit, Evict
 from jax_specdec.engine.engine import Engine
-from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
 from tests.support.paths import ROOT
 from tests.support.scene import Scene, check, long_requests, make_requests
@@ -44,11 +43,10 @@ EVENTS = {
     "preemptions": st.sampled_from((0.0, 0.1, 0.3)),
     "stops": st.sampled_from((0.0, 0.0, 0.05)),
     "losses": st.booleans(),
-    "rehearse": st.booleans(),
 }
 
 
-def run_through(*, seed, count, ranks, prefill_ranks, aborts, preemptions, stops, losses, rehearse):
+def run_through(*, seed, count, ranks, prefill_ranks, aborts, preemptions, stops, losses):
     """Run requests while all of this happens, and check what was delivered."""
     requests = make_requests(count, seed)
     rng = random.Random(seed)
@@ -64,7 +62,6 @@ def run_through(*, seed, count, ranks, prefill_ranks, aborts, preemptions, stops
         on_worker_loss="restart",
         resume_lost=rng.random() < 0.7,
         max_attempts=rng.choice((1, 2, 99)),
-        rehearse=rehearse,
     )
     scene.run(requests, meddler(seed, aborts=aborts, preemptions=preemptions, stops=stops))
     check(scene, requests)
@@ -92,7 +89,7 @@ def test_whatever_happens_often_nothing_is_lost_or_doubled(**events):
 # All slots of a worker are released after it left out a draft message.
 @example(
     seed=1283, count=3, ranks=1, prefill_ranks=2, aborts=0.05, preemptions=0.0, stops=0.0,
-    losses=False, rehearse=False,
+    losses=False,
 )  # fmt: skip
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**EVENTS)
@@ -212,25 +209,6 @@ def test_one_worker_prefills_and_others_decode():
         assert command.request.prompt_token_ids == (
             *original.prompt_token_ids, continuation(original)[0][0]
         )  # fmt: skip
-
-
-def test_messages_are_rehearsed_and_none_is_kept_once_all_requests_have_ended(monkeypatch):
-    """What is delivered is the same, as `run_through` checks."""
-    taken, kept, step = [], [], output_processor.step
-
-    def noted(state, message):
-        taken.append(message)
-        return step(state, message)
-
-    def look(scene, n):
-        (session,) = scene.engine.sessions
-        kept.append((bool(session.request_ids), session._last is not None))
-
-    monkeypatch.setattr(output_processor, "step", noted)
-    scene = Scene(rehearse=True).run(long_requests(), look)
-    assert len(taken) > scene.workers[0].sent * 1.7  # nearly all of them twice
-    assert (True, True) in kept
-    assert kept[-1] == (False, False)
 
 
 def test_requests_go_to_the_rank_with_most_free_slots():
