@@ -6,11 +6,10 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import Array, Float32, Int32, TypeCheckError, jaxtyped
+from jaxtyping import Int32, TypeCheckError, jaxtyped
 
 from pallas_kernels import TopkLogprobs, VocabShard, topk_logprobs
 from pallas_kernels.contract import types
-from pallas_kernels.contract.types import Greedy
 from tests.support import shape_checks
 
 X = np.zeros((3, 10), np.float32)
@@ -28,11 +27,6 @@ def good(rows=3, k1=3, dtype=jnp.float32):
 @jaxtyped(typechecker=shape_checks.checked)
 def returned(token_ids: Int32[types.AnyArray, " R"], value: object) -> TopkLogprobs | None:
     return value
-
-
-@jaxtyped(typechecker=shape_checks.checked)
-def received(carriers: tuple[Greedy, ...], x: Float32[Array, "N V"]) -> None:
-    pass
 
 
 @pytest.mark.parametrize(
@@ -69,15 +63,6 @@ def test_carriers_are_looked_into_when_they_are_returned(value):
         returned(IDS[:2], good())  # its letters are those of the function
     with pytest.raises(TypeCheckError, match="return value"):
         returned(IDS, value)
-
-
-def test_carriers_are_looked_into_when_they_are_given():
-    choice = Greedy(jnp.zeros(3, jnp.int32), jnp.zeros(3, bool))
-    received((choice, choice), jnp.asarray(X))
-    with pytest.raises(TypeCheckError, match="carriers"):
-        received((choice, choice._replace(valid=choice.token_ids)), jnp.asarray(X))
-    with pytest.raises(TypeCheckError, match="'x'"):
-        received((choice,), jnp.asarray(X[:2]))
 
 
 def test_a_users_process_checks_nothing_more():

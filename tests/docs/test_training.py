@@ -4,8 +4,6 @@ import functools
 import json
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jax_specdec.device.model import (
@@ -15,9 +13,7 @@ from jax_specdec.device.model import (
     save_checkpoint,
     tiny_weights_path,
 )
-from jax_specdec.device.model.params import named_arrays
 from jax_specdec.engine import byte_tokens
-from tests.support import reference_model
 from tests.support.run_examples import EXAMPLES
 
 CONFIG = ModelConfig.tiny(byte_tokens.VOCAB_SIZE, num_layers=2)
@@ -37,83 +33,6 @@ def script():
         compiled = jax.jit(init_params, static_argnums=0)  # operation by operation takes seconds
         patch.setattr(train_tiny_model, "init_params", compiled)
         yield train_tiny_model
-
-
-@pytest.fixture(scope="module")
-def params(script):
-    return jax.device_get(script.init_params(CONFIG, jax.random.key(0)))
-
-
-@pytest.fixture(scope="module")
-def losses_and_gradient(script):
-    """(params, ids [BATCH, SEQUENCE + 3]) to the three losses and the gradient of the objective."""
-    weights = np.array([1.0, *script.DRAFT_WEIGHT], np.float32)
-
-    def objective(params, ids):
-        losses = script.tiny_evaluation.losses(params, CONFIG, ids)
-        return weights @ losses, losses
-
-    compiled = jax.jit(jax.value_and_grad(objective, has_aux=True))
-
-    def run(params, ids):
-        (_, losses), gradient = compiled(params, np.asarray(ids, np.int32))
-        return jax.device_get((losses, gradient))
-
-    return run
-
-
-def random_ids(seed):
-    return np.random.default_rng(seed).integers(0, 256, (BATCH, SEQUENCE + 3))
-
-
-def log_softmax(x):
-    x = x - x.max(axis=1)[:, None]
-    return x - np.log(np.exp(x).sum(axis=1))[:, None]
-
-
-def test_losses_are_those_of_the_reference(losses_and_gradient, params):
-    """All three losses, the second draft by explicit recursion one position at a time."""
-    s, rows = SEQUENCE, random_ids(1)
-    weights = {n: np.asarray(x, np.float64) for n, x in named_arrays(params).items()}
-    want = []
-    for ids in rows:
-        hidden = reference_model.hidden_states(weights, SIZES, ids[:s])
-        first = reference_model.mtp_hidden(weights, SIZES, hidden, ids[1 : s + 1])
-        second = [
-            reference_model.mtp_hidden(
-                weights, SIZES, np.vstack([hidden[: i + 1], first[i]]), ids[1 : i + 3]
-            )[-1]
-            for i in range(s)
-        ]
-        logprobs = [
-            log_softmax(states @ weights["embedding"].T)
-            for states in (hidden, first, np.stack(second))
-        ]
-        want.append(
-            [-x[np.arange(s), ids[n + 1 : n + 1 + s]].mean() for n, x in enumerate(logprobs)]
-        )
-    got, _ = losses_and_gradient(params, rows)
-    np.testing.assert_allclose(got, np.mean(want, axis=0), atol=1e-4)
-
-
-def test_the_first_step_is_that_of_adamw(script, losses_and_gradient, params):
-    """m / sqrt(v) is g / |g| after one step; norms do not decay; the gradient is clipped."""
-    ids = random_ids(3)
-    zeros = jax.tree.map(np.zeros_like, params)
-    state = jax.tree.map(jnp.array, (params, zeros, zeros, np.float32(0)))  # is donated
-    step = script.make_step(CONFIG, STEPS, RATE)
-    (new, *_), _ = jax.device_get(step(state, np.asarray(ids, np.int32)))
-    _, gradient = losses_and_gradient(params, ids)
-    norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradient)))
-    assert norm > 1  # so clipping is seen
-    before, after = (named_arrays(x) for x in (params, new))
-    for name, g in named_arrays(gradient).items():
-        g, p = np.asarray(g, np.float64) / norm, np.asarray(before[name], np.float64)
-        decay = 0.0 if name.endswith("norm") else 0.1
-        want = p - RATE / 6 * (g / (np.abs(g) + 1e-8) + decay * p)  # a sixth: warming up
-        sure = np.abs(g) > 1e-5  # elsewhere the sign is a matter of rounding
-        assert sure.any()
-        np.testing.assert_allclose(after[name][sure], want[sure], atol=1e-5, err_msg=name)
 
 
 # The list of files -----------------------------------------------------------------------------

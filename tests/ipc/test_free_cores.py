@@ -9,8 +9,6 @@ import pytest
 from ipc import free_cores
 from ipc.free_cores import (
     FIRST_SPAN_NS,
-    LONGEST_SPAN_NS,
-    SOON_SPANS,
     STALE_SPANS,
     FreeCores,
     available_ns,
@@ -71,21 +69,6 @@ def test_what_was_free_before_a_long_pause_proves_nothing():
     assert not machine.look(STALE_SPANS * SPAN + 1)
     assert not machine.look(SPAN - 1)
     assert machine.look(1)
-
-
-def test_spans_double_where_the_core_is_lost_soon_and_only_there():
-    machine, spans = Machine(), []
-    for _ in range(12):
-        machine.spans_until_free()
-        machine.cores.lost(machine.now)
-        machine.look()
-        spans.append(machine.cores._span_ns // SPAN)
-    assert spans == [min(2**n, LONGEST_SPAN_NS // SPAN) for n in range(1, 13)]
-    assert machine.spans_until_free() == LONGEST_SPAN_NS // SPAN - 1
-    machine.now += SOON_SPANS * LONGEST_SPAN_NS
-    machine.cores.lost(machine.now)
-    machine.look()
-    assert machine.spans_until_free() == 0
 
 
 def test_time_of_another_thread_is_not_compared():

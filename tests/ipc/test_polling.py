@@ -8,7 +8,6 @@ import select
 import pytest
 
 from ipc import RingReader, RingWriter, errors, wait_readable
-from tests.support.ring_peer import start_peer
 
 
 def test_the_descriptor_follows_the_ring():
@@ -81,41 +80,6 @@ def test_waiting_for_no_rings_ends():
     assert wait_readable([], 0) == []
     with pytest.raises(errors.RingError, match="nothing would end the wait"):
         wait_readable([])
-
-
-def test_many_rings_are_served_fairly(tmp_path):
-    """A fast producer does not starve a slow one, and one death does not touch other rings."""
-    count = 500
-    with contextlib.ExitStack() as stack:
-        fast, slow, dying = (
-            stack.enter_context(RingReader.create(4, 64, doorbell=True)) for _ in range(3)
-        )
-        peers = [
-            start_peer("produce", fast.name, tmp_path / "a", count=count, max_bytes=64),
-            start_peer("produce", slow.name, tmp_path / "b", count=50, max_bytes=64, gap_us=500),
-            start_peer("produce", dying.name, tmp_path / "c", count=7, max_bytes=64, then="exit"),
-        ]
-        received = {fast: [], slow: [], dying: []}
-        endings = {}
-        while len(endings) < 3:
-            readers = [reader for reader in received if reader not in endings]
-            ready = wait_readable(readers, 30)
-            assert ready, "nothing within 30 s"
-            for reader in ready:
-                try:
-                    message = reader.try_receive()
-                except errors.RingError as error:
-                    endings[reader] = type(error)
-                    continue
-                if message is not None:
-                    received[reader].append(message.sequence)
-        assert endings == {
-            fast: errors.EndOfStream, slow: errors.EndOfStream, dying: errors.PeerDied
-        }  # fmt: skip
-        assert [len(r) for r in received.values()] == [count, 50, 7]
-        assert all(r == list(range(len(r))) for r in received.values())
-        for peer in peers:
-            assert peer.wait(30) == 0
 
 
 def test_fairness_when_all_have_messages():

@@ -27,29 +27,6 @@ def start(job, ring, progress, wait, **options):
     return peer
 
 
-@pytest.mark.parametrize("wait", MODES)
-@pytest.mark.parametrize("creator", ["reader", "writer"])
-def test_every_message_arrives_once_and_in_order(tmp_path, wait, creator):
-    count = 300
-    ring = (RingReader if creator == "reader" else RingWriter).create(8, MAX_BYTES, wait=wait)
-    job = "produce" if creator == "reader" else "consume"
-    peer = start(job, ring, tmp_path / "p", wait, count=count, max_bytes=MAX_BYTES)
-    with ring:
-        if isinstance(ring, RingReader):
-            numbers = 0
-            for message in ring:
-                assert message.sequence == numbers
-                assert is_intact(message.data, numbers, MAX_BYTES)
-                numbers += 1
-            assert numbers == count
-        else:
-            for number in range(count):
-                ring.send(*payload(number, MAX_BYTES))
-    assert peer.wait(30) == 0
-    progress = Progress.at(tmp_path / "p")
-    assert (progress.done, progress.damaged, progress.finished) == (count, 0, True)
-
-
 @pytest.mark.parametrize("gap_us", [50, 0])
 @pytest.mark.parametrize("wait", MODES)
 def test_both_sides_on_one_core(tmp_path, wait, gap_us):
@@ -114,21 +91,6 @@ def test_what_was_committed_before_the_kill_is_delivered(tmp_path):
             assert following.wait_attached(30).pid == again.pid
             assert [message.sequence for message in following] == [0, 1]
             assert again.wait(30) == 0
-
-
-def test_a_writer_that_never_fills_the_ring_notices_too(tmp_path):
-    with RingWriter.create(2001, 16) as writer:
-        peer = start_peer(
-            "consume", writer.name, tmp_path / "p", count=1, max_bytes=16, then="sleep"
-        )
-        writer.send(*payload(0, 16))
-        writer.wait_attached(30)
-        peer.kill()
-        peer.wait(30)
-        with pytest.raises(errors.PeerDied):  # noqa: PT012
-            for number in range(1, 2000):
-                writer.send(*payload(number, 16))
-                time.sleep(0.0001)
 
 
 def test_a_peer_that_dies_before_attaching_is_noticed_when_named():

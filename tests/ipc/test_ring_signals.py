@@ -194,18 +194,3 @@ def test_sigterm_and_ctrl_c_end_a_wait(wait, side, threads):
             process.kill()
         assert "KeyboardInterrupt" in process.stderr.read()
     assert not [name for name in os.listdir("/dev/shm") if f".{process.pid}." in name]
-
-
-def test_default_actions_still_work_while_waiting():
-    """A signal without a handler kills as ever, within one slice."""
-    script = WAITING.replace("signal.signal(signal.SIGTERM", "(lambda *a: 0)(signal.SIGTERM")
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, "block", "reader", "alone"], stdout=subprocess.PIPE
-    )
-    with process:
-        assert process.stdout.readline() == b"waiting\n"
-        process.terminate()
-        try:
-            assert process.wait(10) == -signal.SIGTERM
-        finally:
-            process.kill()

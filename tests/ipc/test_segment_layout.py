@@ -101,12 +101,6 @@ def test_a_well_sealed_but_impossible_header_is_refused(changes, what):
         SegmentHeader.unpack(raw[:50], 50)
 
 
-@given(raw=st.binary(min_size=SEGMENT_HEADER_BYTES, max_size=SEGMENT_HEADER_BYTES))
-def test_random_headers_are_refused(raw):
-    with pytest.raises(errors.CorruptSegment):
-        SegmentHeader.unpack(raw, 20480)
-
-
 def test_a_line_with_another_session_or_a_wrong_checksum_is_refused():
     me = current_process()
     line = pack_identity(me, 5)

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import threading
 from time import monotonic_ns
 
 import pytest
 
-from ipc import RingReader, RingTimeout, RingWriter, semaphore
+from ipc import semaphore
 from ipc.semaphore import Semaphore
 
 MS = 1_000_000
@@ -69,20 +68,3 @@ def test_a_handler_of_a_signal_may_raise_and_takes_nothing(made):
         signal.signal(signal.SIGALRM, before)
     made.release()
     assert waited(made, 0)[0] == 1
-
-
-@pytest.mark.parametrize("wait", ["predict", "block"])
-def test_a_ring_waits_so(libc, wait):
-    with (
-        RingReader.create(1, 64, wait=wait) as reader,
-        RingWriter.attach(reader.name, wait=wait) as writer,
-    ):
-        for number in range(5):
-            poster = threading.Timer(0.005, writer.send, [bytes([number])])
-            poster.start()
-            assert reader.receive(60).data == bytes([number])
-            poster.join()
-        until = monotonic_ns() + 30 * MS
-        with pytest.raises(RingTimeout):
-            reader.receive(0.03)
-        assert monotonic_ns() >= until

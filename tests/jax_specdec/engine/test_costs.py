@@ -1,28 +1,13 @@
-"""What the engine's thread pays: the same however many requests wait, and however long prompts are.
+"""What the engine's thread pays: the same however many requests wait.
 
-Work is counted in lines of Python, comparisons of ids and allocated bytes, which no machine
-changes.
+Work is counted in lines of Python and comparisons of ids, which no machine changes.
 """
 
 import sys
-import tracemalloc
 
-import numpy as np
-import pytest
-
-from jax_specdec.control import Heartbeat, to_bytes
-from jax_specdec.engine.config import EngineConfig, check
-from jax_specdec.engine.devices import Share
-from jax_specdec.engine.queued_request import QueuedRequest
-from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.processor_state import Progress
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.scene import Scene
-
-LONG = 128_000  # tokens of a long prompt
-VOCAB = 200_000
-CONFIG = EngineConfig(vocab_size=VOCAB, num_slots=32, max_length=LONG + 200, num_drafts=0)
 
 
 class Id(str):
@@ -82,50 +67,3 @@ def work_with(count):
 def test_aborting_and_admitting_cost_the_same_however_many_wait():
     for many, few in zip(work_with(1000), work_with(50), strict=True):
         assert 10 < many <= 1.1 * few
-
-
-class MuteWorker:
-    """Packs its commands, and sends them nowhere."""
-
-    ring, heartbeat, share, pid = None, Heartbeat(), Share(), 0
-
-    def tell(self, command):
-        return len(to_bytes(command))
-
-
-def request(name, length):
-    ids = np.random.default_rng(length).integers(0, VOCAB, length)
-    return Request(id=name, prompt_token_ids=ids, params=SamplingParams(max_tokens=100))
-
-
-def admission(session, asked, emitted):
-    """What the engine's thread does for a request that it gives a slot, as a call."""
-    progress = Progress(token_ids=(7,) * emitted)
-
-    def admit():
-        check(asked, CONFIG)
-        session.admit(QueuedRequest(request=asked, progress=progress))
-
-    return admit
-
-
-def allocated(call):
-    """The most bytes that are allocated at one time."""
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("emitted", [0, 50])
-def test_a_long_prompt_is_copied_and_none_of_its_tokens_is_touched(emitted):
-    """Ids travel as one array of int32: a message of them, and what packs it, which grows."""
-    copies = (3 if emitted else 2) + 0.6  # with the tokens so far the prompt is joined first
-    session = WorkerSession(MuteWorker(), num_slots=32, max_length=CONFIG.max_length)
-    for cost, most in ((work, 20), (allocated, copies * 4 * LONG)):
-        asked = [request(f"{cost}{n}", length) for n, length in enumerate((1, 1, LONG))]
-        _, short, long = (cost(admission(session, each, emitted)) for each in asked)
-        assert long - short <= most
-    assert work(lambda: request("another", LONG)) > LONG  # who makes the request does touch them

@@ -91,18 +91,6 @@ def test_two_workers_deliver_what_one_process_computes(two_workers):
             np.testing.assert_array_equal(got, wanted)
 
 
-def test_an_engine_goes_on_after_requests_were_given_up(two_workers):
-    first, *others, last = asking(5)
-    for _ in two_workers.generate([first, *others]):
-        break
-    done = {
-        record.request_id
-        for update in two_workers.generate([last, first])
-        for record in update.records
-    }
-    assert done == {last.id, first.id}
-
-
 def test_a_killed_rank_is_restarted_while_the_other_goes_on(two_workers):
     requests = asking(6, max_tokens=(40, 60))
     expected = decoding.run(requests, "mtp")

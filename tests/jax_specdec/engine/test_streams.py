@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from jax_specdec.control import Admit
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineClosed, EngineFull, StreamBehind, WorkerFailed
@@ -55,15 +54,6 @@ def test_a_short_request_waits_for_no_long_one():
         steps.append(worker.step - before)
         scene.engine.close()
     assert 1 <= steps[0] <= steps[1] <= steps[0] + 3
-
-
-def test_a_lower_priority_comes_first_then_who_came_first():
-    scene = StreamingScene(num_slots=1)
-    for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -1), ("e", 5)):
-        scene.submit(request(name), priority=priority)
-    scene.finish()
-    admitted = [one.request.id for one in scene.workers[0].commands if isinstance(one, Admit)]
-    assert admitted == ["d", "a", "c", "b", "e"]
 
 
 def test_a_request_on_its_way_to_the_queue_counts_once():
@@ -184,19 +174,6 @@ def test_a_deadline_ends_a_request_that_runs_or_waits():
     assert scene.streams["stays"].finish_reason is FinishReason.LENGTH
 
 
-def test_requests_that_have_ended_are_not_kept_for_their_deadlines():
-    scene = StreamingScene(num_slots=1)
-    scene.submit(request("r0", 1), deadline=1e6 + 1)
-    scene.submit(request("last", 1), priority=1, deadline=1e6)  # before those of all others
-    for n in range(1, 300):
-        scene.submit(request(f"r{n}", 1), deadline=1e6 + 1)
-        while f"r{n - 1}" in scene.engine._streams.open_ids:
-            scene.round()
-    assert "last" in scene.engine._streams.open_ids
-    assert len(scene.engine._streams._deadlines) < 100
-    scene.finish()
-
-
 def test_a_consumer_that_is_too_slow_is_told_and_nobody_waits_for_it():
     scene = StreamingScene(max_backlog=4)
     scene.submit(request("slow", 60))
@@ -217,26 +194,6 @@ def test_a_consumer_that_is_too_slow_is_told_and_nobody_waits_for_it():
     scene.finish()
     assert scene.tokens("slow") == continuation(request("slow"))[0]
     assert all(session.num_free == 2 for session in scene.engine.sessions)
-
-
-def test_a_stream_is_left_another_one_preempted_and_the_engine_drained():
-    scene = StreamingScene()
-    with scene.submit(request("left", 60)):
-        scene.round()
-    scene.submit(request("r", 30))
-    while not scene.streams["r"].num_waiting:
-        scene.round()
-    assert scene.engine.preempt("r")
-    assert not scene.engine.preempt("nobody")
-    assert not scene.engine.drain(0)
-    with pytest.raises(EngineClosed, match="draining"):
-        scene.submit(request("s"))
-    scene.finish()
-    assert scene.engine.drain(0)
-    assert scene.streams["left"].finish_reason is FinishReason.ABORT
-    assert not scene.engine.abort("left")
-    assert scene.tokens("r") == continuation(request("r", 30))[0]
-    assert any(record.reschedule for record in scene.read["r"])
 
 
 def test_closing_ends_what_is_open():

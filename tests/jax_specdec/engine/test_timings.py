@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from prometheus_client import parser
 
 from jax_specdec.control import Heartbeat, ProcessStats
 from jax_specdec.control.heartbeat import NOTE_CHARS, NOTES_KEPT
@@ -15,7 +14,6 @@ from jax_specdec.engine.timings import BOUNDS, Histogram, SlotTimes, Timings
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerSilent
 from jax_specdec.engine.workers import Health
-from jax_specdec.export import metrics
 from tests.support.scene import Scene, long_requests
 from tests.support.scripted_worker import ScriptedWorker
 
@@ -81,21 +79,6 @@ def test_preempted_and_lost_requests_are_not_queued_twice():
     assert scene.engine.status[0].processor.preempted > 2
     assert timings.first_token.counts.sum() == 6
     assert timings.queue.counts.sum() == 6
-
-
-def test_prometheus_reads_the_histograms():
-    engine = run().engine
-    page = metrics.status_text(engine.status, engine.timings)
-    families = {family.name: family for family in parser.text_string_to_metric_families(page)}
-    family = families["jax_specdec_first_token_seconds"]
-    assert family.type == "histogram"
-    samples = {(one.name, one.labels.get("le")): one.value for one in family.samples}
-    assert samples["jax_specdec_first_token_seconds_count", None] == 6
-    assert samples["jax_specdec_first_token_seconds_bucket", "+Inf"] == 6
-    in_order = [one.value for one in family.samples if "le" in one.labels]
-    assert in_order == sorted(in_order)
-    assert "jax_specdec_worker_up" in families
-    assert metrics.timings_text(engine.timings) in page
 
 
 def test_the_log_names_requests(caplog):

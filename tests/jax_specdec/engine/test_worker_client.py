@@ -9,26 +9,21 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from ipc import RingReader, RingWriter
-from ipc.wire import Kind
-from jax_specdec.control import Admit
+from ipc import RingReader
 from jax_specdec.engine import child_process, worker_client
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
-from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.encode import encode
 from jax_specdec.requests import Request, SamplingParams
 from tests.support import scripted_process
 from tests.support.processes import is_alive, no_ring_is_left, wait_for
 from tests.support.scene import long_requests
-from tests.support.scripted_worker import VOCAB, ScriptedWorker
+from tests.support.scripted_worker import VOCAB
 
 
 @pytest.fixture(autouse=True)
@@ -233,23 +228,6 @@ def test_a_worker_that_cannot_be_watched_or_waited_for_is_ended_with_the_reason(
         assert process.stdin.closed
 
 
-def test_a_stopped_worker_holds_up_neither_a_command_nor_the_end(monkeypatch):
-    """Commands of 8 MB wait in the engine; a worker that is stopped is killed all the same."""
-    worker = worker_client.WorkerProcess(
-        EngineConfig(vocab_size=VOCAB), program=scripted_process.WORKER
-    )
-    server = worker._directory.server
-    wait_for(lambda: (server.pump(), worker.heartbeat.ready)[1])
-    os.kill(worker.pid, signal.SIGSTOP)
-    request = Request(id="r", prompt_token_ids=(1,) * 100_000)
-    for slot in range(20):
-        number = worker.tell(Admit(slot=slot, generation=1, request=request))
-    server.pump()
-    assert number == 20
-    assert worker.heartbeat.taken < 20
-    assert worker.stop(drain=False) == -signal.SIGKILL
-
-
 def test_a_stopped_worker_is_found_while_another_one_goes_on():
     """The engine's only thread waits for no worker: not to tell it, and not to end it."""
     config = settings(
@@ -275,39 +253,3 @@ def test_a_stopped_worker_is_found_while_another_one_goes_on():
     assert len(reasons) == 40
     (why,) = losses
     assert "no heartbeat came for 3 seconds" in why
-
-
-def test_only_rings_with_a_message_are_read_when_there_are_several():
-    rings = []
-
-    def start(config, *, process_rank, doorbell, **_):
-        worker = ScriptedWorker(1, process_rank=process_rank)
-        rings.append(RingReader.create(4, 64, doorbell=doorbell))
-        return SimpleNamespace(
-            ring=rings[-1],
-            heartbeat=worker.heartbeat,
-            tell=worker.tell,
-            stop=lambda drain: 0,
-            pid=0,
-        )
-
-    engine = Engine(settings(num_slots=1, num_ranks=2), start_worker=start)
-    quiet, busy = engine.sessions
-    with rings[0], rings[1], RingWriter.attach(rings[1].name) as writer:
-        for session in engine.sessions:
-            session.admit(QueuedRequest(request=long_requests(1)[0]))
-        writer.send(encode(Kind.TARGET, 0, [], process_rank=1))
-        assert engine._workers.wait([quiet, busy], idle=False) == [busy]
-        assert busy.receive(0).message.step == 0
-        assert quiet.receive(0) is None
-
-
-def test_requests_run_over_an_encrypted_address_too():
-    config = settings(num_ranks=2, control_address="tcp://127.0.0.1:*")
-    reasons = []
-    with Engine(config, start_worker=started(scripted_process.WORKER)) as engine:
-        for update in engine.generate(long_requests(20)):
-            reasons += [record.finish_reason for record in update.records if record.finish_reason]
-        (folder,) = {session.worker._directory.folder for session in engine.sessions}
-        assert not [path for path in folder.iterdir() if path.is_socket()]
-    assert reasons == [FinishReason.LENGTH] * 20

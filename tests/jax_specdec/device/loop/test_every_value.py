@@ -1,7 +1,7 @@
 """Batches through the loop: every choice, logprob, token rank and kept set against float64.
 
 Each row's changed logits are held against lists and dictionaries, its own against a forward pass
-over the whole text, and sampled tokens against their exact distribution.
+over the whole text. `test_every_text` has grammars, and the distribution of sampled tokens.
 """
 
 import functools
@@ -11,18 +11,10 @@ import numpy as np
 import pytest
 
 from ipc.wire import Kind, LogprobsMode, SlotState
-from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
-from jax_specdec.device.model.params import named_arrays
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.requests import Structured
-from tests.support import in_mode, letters, reference_model
-from tests.support.changed_choice import changed_row
-from tests.support.decoding import VOCAB, Local, mixed_requests, random_model, request, tokens_of
-from tests.support.decoding import run as run_requests
-from tests.support.expected_probs import expected_probs
-from tests.support.letters import END, LETTERS, WORDS_PATTERN, masked
-from tests.support.token_statistics import p_value
+from tests.support import in_mode
+from tests.support.decoding import VOCAB, Local, mixed_requests, request, run, tokens_of
 
 RAW, SCALED, PROCESSED = LogprobsMode.RAW, LogprobsMode.SCALED, LogprobsMode.PROCESSED
 MODES = PROCESSED, RAW, SCALED
@@ -43,9 +35,6 @@ ALL = {
     "presence_penalty": -1.0, "frequency_penalty": 0.3, "repetition_penalty": 0.8, "min_tokens": 4,
     "logit_bias": {3: 2.5, 4: -6.0, 5: 1.0}, "stop_token_ids": STOPS[1:],
 }  # fmt: skip
-GRAMMAR = {"structured": WORDS_PATTERN, "stop_token_ids": (END,), "max_tokens": 20}
-TEXT = np.array([LETTERS.index(one) for one in "abcdeabcdef0abcde3"])
-SUFFIX = SuffixDrafter(3, Corpus.of([np.tile(TEXT, 3)]))
 
 
 def asking(changes, drafts=False):
@@ -70,23 +59,6 @@ def asking(changes, drafts=False):
     return found
 
 
-def of_grammar(**more):
-    """In turn greedy and sampled, in every mode, beside a request that has no grammar.
-
-    It holds a token back meanwhile, in the same masks.
-    """
-    free = {"min_tokens": 30, "stop_token_ids": (LETTERS.index("r"),), "logprobs_mode": PROCESSED}
-    return [
-        request("free", [4, 5, 4, 5], max_tokens=30, logprobs=4, kept_token_ids=True, **free),
-        *(
-            request(f"r{n}", [*TEXT[: n + 2], 5 + n], seed=n, logprobs=4 - n % 2,
-                    logprobs_mode=MODES[n % 3], kept_token_ids=n % 3 == 0, **GRAMMAR | more,
-                    **({"temperature": 1.3, "top_p": 0.95} if n % 2 else {}))
-            for n in range(9)
-        ),
-    ]  # fmt: skip
-
-
 @functools.cache
 def plain():
     """Prompts around the borders of chunks, in turn greedy and sampled.
@@ -105,9 +77,6 @@ def plain():
 BATCHES = {
     "copied": (asking(ALL, True), "mtp", {"changed": 100, "behind": 15, "drafts": 30}),
     "handed down": (asking({}), "ngram", {"changed": 60, "behind": 5}),
-    "grammar, mtp": (of_grammar(), "mtp", {"changed": 60, "behind": 0}),
-    "grammar, suffix": (of_grammar(), SUFFIX, {"changed": 60, "behind": 20}),
-    "grammar, copied": (of_grammar(presence_penalty=1.0, frequency_penalty=-0.5), "mtp", {}),
     "plain, mtp": (plain(), "mtp", {"rows": 60, "accepted": 10}),
     "plain, ngram": (plain(), "ngram", {"rows": 60, "accepted": 10}),
     "plain, suffix": (plain(), SuffixDrafter(3), {"rows": 60, "accepted": 10}),
@@ -115,18 +84,16 @@ BATCHES = {
 }
 
 
-def run(requests, drafting, **options):
-    return run_requests(requests, drafting, vocabulary=letters.vocabulary, **options)
-
-
 @functools.cache
 def found(name):
     return run(*BATCHES[name][:2])
 
 
+SELDOM = ("plain, ngram", "plain, suffix")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one == "grammar, copied")) for one in BATCHES],
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SELDOM)) for one in BATCHES]
 )
 def test_every_value(name):
     requests, _, least = BATCHES[name]
@@ -134,10 +101,7 @@ def test_every_value(name):
     assert all(seen[what] > number for what, number in least.items()), seen
     for item in requests:
         last, ids = found(name).records[item.id][-1], found(name).token_ids(item.id)
-        if item.params.structured is not None:
-            assert (ids[-1], last.finish_reason) == (END, FinishReason.STOP_TOKEN)
-            assert letters.text_of(ids) in letters.WORDS
-        elif name.startswith("plain"):
+        if name.startswith("plain"):
             assert (len(ids), last.finish_reason) == (item.params.max_tokens, FinishReason.LENGTH)
     copied = [output.changed is not None for output in found(name).outputs]
     assert any(copied) == name.endswith("copied")
@@ -168,17 +132,15 @@ def test_kept_sets_have_many_sizes():
     assert len(sizes) > 4
 
 
-def test_ids_are_those_of_plain_decoding():
+@pytest.mark.parametrize(
+    "name", ["mtp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ngram", "suffix"))]
+)
+def test_ids_are_those_of_plain_decoding(name):
     """Greedy ones whatever was drafted; sampled ones too where drafts are certain."""
-    for name in ("mtp", "ngram", "suffix"):
-        for item in plain():
-            if item.params.temperature == 0 or name != "mtp":
-                ids = found(f"plain, {name}").token_ids(item.id)
-                assert ids == found("plain, none").token_ids(item.id)
-    for item in of_grammar():
-        if item.params.temperature == 0:
-            ids = found("grammar, mtp").token_ids(item.id)
-            assert ids == found("grammar, suffix").token_ids(item.id)
+    for item in plain():
+        if item.params.temperature == 0 or name != "mtp":
+            ids = found(f"plain, {name}").token_ids(item.id)
+            assert ids == found("plain, none").token_ids(item.id)
 
 
 def test_masks_and_biases_alone_are_handed_down():
@@ -189,7 +151,7 @@ def test_masks_and_biases_alone_are_handed_down():
 
 def test_a_step_sends_one_target_message_with_every_slot():
     """Steps are numbered one by one; `running` falls with the last request."""
-    result = found("plain, ngram")
+    result = found("plain, mtp")
     assert [message.step for message in result.messages] == [*range(len(result.messages))]
     assert {message.num_slots for message in result.messages} == {3}
     end = max(records[-1].step for records in result.records.values())
@@ -240,78 +202,18 @@ def test_a_request_without_changes_gets_the_same_beside_those_that_have_some():
 
 
 def test_a_text_that_goes_on_elsewhere_goes_on_as_it_would_have():
-    """Evicted: its grammar is where it was, and what was emitted counts as emitted.
+    """Evicted: what was emitted counts as emitted.
 
     Next to the first request of its batch, it has the programs of all of them.
     """
     counted = {"min_tokens": 14, "stop_token_ids": STOPS[2:], "presence_penalty": -0.5}
     long = request("r", [1, 2, 3], max_tokens=24, **ALL | counted)
-    first, expected = BATCHES["copied"][0][0], found("grammar, mtp")
-    texts = [(long, [4, 12], first, run([first, long], "mtp").token_ids("r"))]
-    for item, places in ((of_grammar()[3], [2]), (of_grammar()[4], [1, 5])):
-        texts.append((item, places, of_grammar()[0], expected.token_ids(item.id)))
-    for item, places, beside, ids in texts:
-        local = Local("mtp", vocabulary=letters.vocabulary)
-        local.admit(beside)
-        assert tokens_of(local.decode_evicted(item, places)) == ids
-    assert not {*texts[0][3][:14]} & {*STOPS[2:]}
-
-
-def test_certain_drafts_that_are_forbidden_are_not_proposed_and_drawn_ones_are_rejected():
-    """No draft of the suffix drafter is rejected for the grammar: all that are left may come."""
-    cut = rejected = 0
-    for name in ("suffix", "mtp"):
-        result = found(f"grammar, {name}")
-        for item in of_grammar()[1:]:
-            emitted = []
-            for record in result.records[item.id]:
-                drafts = result.outputs[record.step].drafts.token_ids[record.slot]
-                before = [*emitted]
-                for draft in drafts[: record.num_drafts].tolist():
-                    allowed = letters.beginnings().get(letters.text_of(before), {END})
-                    rejected += name == "mtp" and draft not in allowed
-                    assert name == "mtp" or draft in allowed
-                    if draft not in allowed or draft == END:
-                        break
-                    before.append(draft)
-                cut += name == "suffix" and record.num_drafts < 3
-                emitted += record.token_ids.tolist()
-    assert cut > 5
-    assert rejected > 5
-
-
-def test_batches_without_a_grammar_run_what_they_ran_before():
-    """Also after one that had: the same programs, and the same messages."""
-    free = request("free", [4, 5, 4, 5], max_tokens=30, logprobs=4, logprobs_mode=PROCESSED)
-    local, other = Local("mtp", vocabulary=letters.vocabulary), Local("mtp")
-    local.admit(of_grammar()[1])
-    while not any(record.finish_reason for record in local.advance()):
-        pass
-    local.rank.leave("r0")
-    local.drain()
-    assert local.chosen_apart == len(local.outputs) > 3
-    apart, before = local.chosen_apart, len(local.messages)
-    for one in (local, other):
-        one.admit(free)
-        one.drain()
-    assert local.chosen_apart == apart < len(local.outputs)
-    pairs = zip(local.outputs[apart:], other.outputs, strict=True)
-    assert all(ours.changes is theirs.changes is None for ours, theirs in pairs)
-    for ours, theirs in zip(local.messages[before:], other.messages, strict=True):
-        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-
-
-@pytest.mark.parametrize("pattern", ["abQ", "("])
-def test_a_grammar_without_a_way_out_ends_its_request_alone(pattern, capfd):
-    """One that leads to a byte that no token has, and one that was not looked at before."""
-    lost = request("lost", [1, 2, 3], **GRAMMAR | {"structured": Structured("regex", pattern)})
-    first, second, third = of_grammar()[:3]
-    result = run([first, second, lost, third], "mtp")
-    in_mode.check_records(result, of_grammar()[:3])
-    assert result.records["lost"][-1].finish_reason is FinishReason.RECOVERY_ERROR
-    text = letters.text_of(result.token_ids("lost"))
-    assert text == ("ab" if pattern == "abQ" else "")
-    assert "the regex cannot be served: " in capfd.readouterr().err
+    first = BATCHES["copied"][0][0]
+    ids = run([first, long], "mtp").token_ids("r")
+    local = Local("mtp")
+    local.admit(first)
+    assert tokens_of(local.decode_evicted(long, [4, 12])) == ids
+    assert not {*ids[:14]} & {*STOPS[2:]}
 
 
 @pytest.mark.slow
@@ -324,38 +226,3 @@ def test_a_row_of_which_nothing_is_left_ends_the_step():
     assert record.finish_reason is FinishReason.STOP_TOKEN
     assert np.isfinite(record.logprobs).all()
     assert record.valid.all()
-
-
-PROMPT = (5, 9, 5)
-ANY = tuple(a + b + c for a in "bcegikmoqsuwy02" for b in "acegijkmoqsuvx1" for c in "abcdefgh")
-ANY_PATTERN = Structured("regex", "[bcegikmoqsuwy02][acegijkmoqsuvx1][a-h]")
-CHANCES = {
-    "temperature": 1.5, "presence_penalty": -1.0, "repetition_penalty": 0.8, "top_p": 0.95,
-    "logit_bias": {2: 2.5, 4: -3.0}, "structured": ANY_PATTERN, "stop_token_ids": (END,),
-}  # fmt: skip
-
-
-@functools.cache
-def conditional(prefix, changes=True, words=ANY):
-    """Probabilities [V] float64 of the token after the prompt and `prefix`."""
-    params, config = random_model(scale=2.0)
-    row = reference_model.logits(named_arrays(params), config.to_dict(), [*PROMPT, *prefix])[-1]
-    asks = request("r", PROMPT, max_tokens=3, **CHANCES).params
-    row = masked(row, prefix, words) if words else row
-    row = changed_row(row, asks, PROMPT, prefix) if changes else row
-    return expected_probs(row, asks.temperature, 0, asks.top_p, 0.0)
-
-
-@pytest.mark.parametrize("name", ["mtp", pytest.param("suffix", marks=pytest.mark.slow)])
-def test_sampled_tokens_follow_the_changed_distribution(name):
-    """Of a grammar, biases and penalties, whatever was drafted."""
-    requests = [request(str(n), PROMPT, seed=n, max_tokens=3, **CHANCES) for n in range(900)]
-    result = run(requests, {"mtp": "mtp", "suffix": SUFFIX}[name], num_slots=300, max_length=16,
-                 model=random_model(scale=2.0))  # fmt: skip
-    sequences = [tuple(result.token_ids(item.id)) for item in requests]
-    if name == "mtp":
-        drafts = result.state.statistics
-        assert 20 < drafts.num_accepted < drafts.num_drafts - 20
-    assert p_value(sequences, conditional) > 1e-3
-    for other in ({"changes": False}, {"words": ()}):
-        assert p_value(sequences, functools.partial(conditional, **other)) < 1e-9

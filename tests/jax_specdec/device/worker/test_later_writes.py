@@ -1,12 +1,8 @@
 """Programs that are compiled beside the steps are written to jax's cache in a rest."""
 
-import contextlib
 import threading
-import warnings
 
-import jax
 import pytest
-from jax._src import compilation_cache as jax_cache
 from jax._src import compiler
 
 from jax_specdec.device.worker import background
@@ -45,39 +41,3 @@ def test_what_jobs_compile_is_written_later_and_everything_else_at_once(monkeypa
 
 def test_jax_has_the_function_that_writes():
     assert callable(compiler._cache_write)
-
-
-def sorted_program(name):
-    """A program whose bytes can't be made on a CPU once it has run."""
-    return jax.jit(lambda x: jax.numpy.argsort(x, stable=True) + len(name))
-
-
-def test_a_program_that_sorts_is_written_if_nobody_waits_for_steps(tmp_path, monkeypatch):
-    """With steps it runs before it is written, and then it can't be, without a word."""
-    monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)
-    writes = LaterWrites()
-    writes.begin()
-    x = jax.numpy.arange(9) < 4
-
-    def job(name):
-        sorted_program(name)(x).block_until_ready()
-
-    begun = [("jax_compilation_cache_dir", str(tmp_path))]
-    begun += [("jax_persistent_cache_min_compile_time_secs", 0)]
-    begun += [("jax_persistent_cache_min_entry_size_bytes", -1)]
-    with contextlib.ExitStack() as settings, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name, value in begun:
-            settings.callback(jax.config.update, name, getattr(jax.config, name))
-            jax.config.update(name, value)
-        settings.callback(jax_cache.reset_cache)
-        jax_cache.reset_cache()
-        for name, steps in (("at once", False), ("put off", True)):
-            writes.steps_are_made = lambda steps=steps: steps
-            thread = threading.Thread(target=job, args=(name,), name=background.NAME)
-            thread.start()
-            thread.join()
-            if not steps:
-                count = len(list(tmp_path.iterdir()))
-        assert count
-        writes.write_all()
