@@ -24,7 +24,6 @@ from jax_specdec.engine.devices import Share
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerSession
-from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason
 from tests.support import decoding
 from tests.support.decoding import VOCAB, mixed_requests
@@ -117,16 +116,6 @@ def collect(engine, requests):
     return records, messages
 
 
-def prompt_rows(records):
-    """Places in the prompt and their logprobs, as delivered."""
-    return [
-        (record.prompt.start + n, row)
-        for record in records
-        if record.prompt is not None
-        for n, row in enumerate(record.prompt.logprobs.tolist())
-    ]
-
-
 def requests():
     return mixed_requests(5, max_tokens=(18, 24), ks=(None, 5))  # of two programs
 
@@ -168,41 +157,3 @@ def test_generations_wrap_around_while_slots_are_reused(expected):
     seen = {int(g) for message in messages for g in message.generation[message.num_tokens > 0]}
     assert seen == {2**32 - 1, 0}
     check(records, expected)
-
-
-@pytest.mark.slow
-def test_preempted_requests_come_out_as_those_of_an_undisturbed_run():
-    """A greedy request's tokens are the same; its logprobs too, up to sums in another order."""
-    more = {"draft_logprobs": True, "prompt_logprobs": 1, "kept_token_ids": True}
-    asked = [replace(item, params=replace(item.params, **more)) for item in requests()]
-    undisturbed = decoding.run(asked, "mtp")
-    records = {item.id: [] for item in asked}
-    preempted = 0
-    with engine_with(WorkerThread()) as engine:
-        for n, update in enumerate(engine.generate(asked)):
-            for record in update.records:
-                records[record.request_id].append(record)
-                preempted += record.reschedule
-            if n % 4 == 1 and engine.running:
-                engine.preempt(engine.running[n // 4 % len(engine.running)])
-    assert preempted > 5
-    check(records, undisturbed, exact=False)
-    for item in asked:
-        last, wanted = records[item.id][-1], undisturbed.records[item.id][-1]
-        prompt, same = (prompt_rows(run[item.id]) for run in (records, undisturbed.records))
-        assert [place for place, _ in prompt] == list(range(1, len(item.prompt_token_ids)))
-        assert [place for place, _ in same] == [place for place, _ in prompt]
-        for (_, row), (_, wanted_row) in zip(prompt, same, strict=True):
-            np.testing.assert_allclose(row, wanted_row, atol=1e-4)
-        emitted = [token for record in records[item.id] for token in record.token_ids.tolist()]
-        kept = KeptSets.joined([record.kept for record in records[item.id]])
-        assert kept.counts.tolist() == [1] * len(emitted)  # greedy: one token each
-        assert kept.token_ids.tolist() == emitted
-        drafts = sum(record.num_drafts for record in records[item.id])
-        assert last.statistics.num_tokens == wanted.statistics.num_tokens
-        assert last.statistics.num_drafts == drafts
-        if item.params.logprobs is not None:
-            total = wanted.cumulative_logprob
-            assert last.cumulative_logprob == pytest.approx(total, abs=1e-3)
-            found = sum(len(r.draft.logprobs) for r in records[item.id] if r.num_drafts)
-            assert found == drafts > 0

@@ -21,7 +21,7 @@ from jax_specdec.engine.weights import WeightsError
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from tests.support import decoding, quick_compile
-from tests.support.decoding import VOCAB, mixed_requests, random_model, request
+from tests.support.decoding import VOCAB, mixed_requests, random_model
 from tests.support.processes import no_ring_is_left, wait_for
 from tests.support.weights_by_version import check_scores
 
@@ -151,32 +151,3 @@ def test_a_worker_that_cannot_start_says_why_whatever_the_current_directory_has(
         pytest.raises(WorkerFailed, match=r"(?s)status 1 .*no checkpoint at /nowhere"),
     ):
         list(engine.generate(asking(1)))
-
-
-@pytest.mark.slow
-def test_one_process_prefills_and_another_decodes(weights):
-    """The tokens are those of one worker; the second verifies the drafts that it is handed."""
-    requests = [*asking(5), request("stop", [1, 2, 3], max_tokens=1, logprobs=2)]
-    expected = decoding.run(requests, "mtp")
-    records = {item.id: [] for item in requests}
-    with Engine(config(weights, num_prefill_ranks=1)) as engine:
-        assert [rank.prefill_only for rank in engine.sessions] == [False, True]
-        for update in engine.generate(requests):
-            for record in update.records:
-                records[record.request_id].append((update.process_rank, record))
-    for item in requests:
-        ranks, found = zip(*records[item.id], strict=True)
-        assert ranks[0] == 1
-        assert set(ranks[1:]) <= {0}
-        assert found[0].num_tokens == 1
-        emitted = [t for record in found for t in record.token_ids.tolist()]
-        assert emitted == expected.token_ids(item.id)
-        assert [r.finish_reason for r in found if r.finish_reason] == [FinishReason.LENGTH]
-        handed_over = found[0].handover_draft_ids
-        if len(found) > 1:
-            assert found[1].num_drafts == len(handed_over)
-        if item.params.logprobs is not None:
-            got = np.concatenate([record.logprobs for record in found])
-            wanted = np.concatenate([record.logprobs for record in expected.records[item.id]])
-            np.testing.assert_allclose(got, wanted, atol=1e-4)
-    assert any(len(found[0][1].handover_draft_ids) for found in records.values() if len(found) > 1)

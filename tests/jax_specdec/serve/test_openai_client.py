@@ -1,6 +1,5 @@
 """The openai package against a live server: sync, async, streamed, both endpoints."""
 
-import asyncio
 import base64
 import math
 from types import SimpleNamespace
@@ -124,25 +123,6 @@ def test_without_max_tokens_a_chat_goes_on_to_the_end_of_its_slot(client):
     assert answer.choices[0].token_ids == expected(max_tokens=55, stop_ids=())[0]
 
 
-def test_asyncio_clients_side_by_side(server):
-    prompts = [f"prompt {n}" for n in range(12)]
-
-    async def one(client, prompt, stream):
-        answer = await complete(client, prompt=prompt, stream=stream)
-        if not stream:
-            return answer.choices[0].text
-        return "".join([chunk.choices[0].text async for chunk in answer])
-
-    async def main():
-        url = f"{server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            return await asyncio.gather(
-                *(one(client, prompt, n % 2 == 0) for n, prompt in enumerate(prompts))
-            )
-
-    assert asyncio.run(main()) == [expected(encode(one))[2] for one in prompts]
-
-
 def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(client):
     prompts = ["one", "two"]
     texts = dict(enumerate(expected(encode(one))[2] for one in prompts for _ in range(2)))
@@ -253,16 +233,6 @@ def test_columns_hold_the_same_logprobs_as_bytes(client):
     assert found["topk_ids"].shape == (len(tokens), 2)
     assert (found["token_ranks"] == 1).all()
     assert "kept_ids" not in found
-
-
-def test_rows_of_every_format_come_from_one_worker(client):
-    """Chosen ids, modes and prompts' logprobs: a worker answers in each request's own format."""
-    for mode in ("raw", "scaled", "processed"):
-        asked = {"logprobs_mode": mode, "extra_token_ids": [3, 3, 1], "prompt_logprobs": 1}
-        (choice,) = complete(client, logprobs=1, extra_body=asked).choices
-        assert len(choice.speculation["chosen_logprobs"][0]) == 3
-        (choice,) = complete(client, extra_body={"logprobs_mode": mode}).choices
-        assert choice.text
 
 
 def test_kept_sets_come_as_lists_and_as_columns(client):

@@ -265,15 +265,6 @@ def test_a_client_that_leaves_before_its_stream_begins_ends_its_request():
         until(lambda: not server.engine._streams.open_ids)
 
 
-def test_a_lost_worker_is_replaced_and_clients_see_nothing():
-    with serving(on_worker_loss="restart", resume_lost=True, restart_delay=0.0) as server:
-        body = LONG | {"temperature": 0}
-        whole = server.ask(**body).json()["choices"][0]["text"]
-        server.workers[0].dies_after = server.workers[0].sent + 5
-        assert server.ask(**body).json()["choices"][0]["text"] == whole
-        assert len(server.workers) == 2
-
-
 @pytest.mark.parametrize("key", ["", "secret"])
 def test_a_stopped_engine_answers_errors_and_strangers_see_no_reason(key):
     """It may have paths and tracebacks: the log has it, and who knows the key."""

@@ -3,7 +3,6 @@
 import functools
 from dataclasses import replace
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,25 +175,6 @@ def test_differences_beyond_float32_are_minus_infinity(dtype):
     ids = [[2, 0, 1, 2, -1]] * 4 + [[2, 0, 1, -1, -1], [2, 0, -1, -1, -1]]
     np.testing.assert_array_equal(found.token_ids[:, :5], ids)
     assert found.token_ranks.tolist() == [3] * count
-
-
-def test_logprobs_are_the_same_where_the_cut_is_not_told():
-    """A caller of `row_logprobs` may have sampled elsewhere."""
-    random = np.random.default_rng(1)
-    x = random.normal(0, 3, (3, S, 32)).astype(np.float32)
-    token_ids = random.integers(0, 32, (3, S), dtype=np.int32)
-    num_rows = np.array([2, 0, 3], np.int32)
-    params = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, logprobs=5,
-                            logprobs_mode=PROCESSED)  # fmt: skip
-    asked, widths = asked_by(params, params, params)
-    cut = found_cut(x, asked.sampling)
-    told, found, other = (
-        jitted(x, token_ids, num_rows, asked, widths, cut)
-        for cut in (cut, None, cut._replace(log_kept=cut.log_kept - 1))
-    )
-    chex.assert_trees_all_close(told, found, rtol=0, atol=5e-7)
-    # What is told is used: another cut, other logprobs.
-    assert (np.asarray(other.logprobs) != np.asarray(found.logprobs)).any()
 
 
 def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
