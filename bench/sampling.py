@@ -26,7 +26,7 @@ from pallas_kernels.sampling import emitted_logprobs
 from pallas_kernels.testing import plain as reference
 
 K, POSITIONS = 20, 4
-BUDGET = 1.0  # seconds of a way in one case, but for three rounds: some take half a minute
+BUDGET = 1.0  # seconds of a way in one case, except for three rounds: some take half a minute
 # Of a way's round. Its first call waits for what the way before it pushed out of the caches, for as
 # long as half a call of few rows.
 MIN_SECONDS = 0.05

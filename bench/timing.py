@@ -50,7 +50,7 @@ def compare(
         contender's result before anything is timed. None only where calls return nothing.
       rounds: interleaved rounds; each starts with another contender.
       min_seconds: a contender's calls per round are repeated to fill this time.
-      budget: seconds; a contender whose calls have taken so long sits out further rounds, but for
+      budget: seconds; a contender whose calls have taken so long sits out further rounds, except
         `LEAST_ROUNDS`. None: each takes part in all rounds.
       settings: what was measured, for the JSON.
       clock: seconds; None: `time.perf_counter`.

@@ -70,7 +70,7 @@ class FreeCores:
         self._thread = 0
 
     def look(self, now: int) -> bool:
-        """Says whether the side may spin; called before each wait, cheap but for a span's ends."""
+        """Says whether the side may spin; called before each wait, cheap inside of a span."""
         if self.spin:
             return True
         elapsed = now - self._begun_ns

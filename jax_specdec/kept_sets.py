@@ -1,4 +1,4 @@
-"""Kept sets: the token ids that a row's distribution kept, for many rows. NumPy alone, never jax.
+"""Kept sets: the token ids that a row's distribution kept, for many rows.
 
 A set is ragged, from one id to `ipc.wire.MAX_KEPT`, so rows come one after the other with offsets
 (`KeptSets`, the CSR of sparse matrices). A learner's compiled program wants equal rows instead

@@ -25,7 +25,7 @@ from bench.timing import BenchError, compare, write_json
 OURS = "the adapter"
 MANY_ROWS = 1024
 SHARE = 25.0  # % of the peer's memory, in a trainer
-BUDGET = 1.0  # seconds of a contender in one case, but for three rounds
+BUDGET = 1.0  # seconds of a contender in one case, except for three rounds
 MOST_FLOPS = 3e11  # of a call on a CPU: several take minutes there
 
 
@@ -96,7 +96,7 @@ def megabytes(way: Any) -> float:
 
 
 def check(_: str, expected: Any, actual: Any) -> None:
-    """Integers are equal, and numbers but for the rounding of sums in another order."""
+    """Integers are equal, and numbers except for the rounding of sums in another order."""
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         one, other = np.asarray(one), np.asarray(other)
         if one.dtype.kind in "iu":

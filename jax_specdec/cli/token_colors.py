@@ -63,5 +63,5 @@ def append(text: Text, stream: TextStream, record: Record) -> None:
 
 
 def harmless(text: str) -> str:
-    """The text with dots for control characters, but for line ends and tabs."""
+    """The text with dots for control characters, except for line ends and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)

@@ -2,7 +2,7 @@
 
 An accelerator is given to a process by an environment variable that its runtime reads, such as
 CUDA_VISIBLE_DEVICES: other processes' devices do not exist for it. CPU devices are the process's
-own; where a process has several, each worker uses others of them. Never jax: the engine finds
+own; where a process has several, each worker uses others of them. The engine finds
 accelerators by their files in /dev.
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars

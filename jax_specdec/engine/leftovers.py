@@ -1,7 +1,7 @@
 """Directories of engines that were killed: found, and removed.
 
 An engine has a directory for its socket and its workers' output, and removes it when it is closed,
-but for the output of lost workers. A file in it says whose it is.
+except for the output of lost workers. A file in it says whose it is.
 """
 
 import contextlib

@@ -71,7 +71,7 @@ class WorkDirectory:
         self._kept.add(path)
 
     def close(self) -> None:
-        """Close the socket and remove the directory, but for what is kept."""
+        """Close the socket and remove the directory, except for what is kept."""
         if self._server is not None:
             self._server.close()
         folder, self._folder = self._folder, None

@@ -1,7 +1,7 @@
 """One worker as the engine uses it: its ring, its slots, and the requests in them.
 
 `output_processor` works on frozen states; a `WorkerSession` holds the current one and replaces it
-with every message. Never jax.
+with every message.
 """
 
 import logging

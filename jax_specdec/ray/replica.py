@@ -291,7 +291,7 @@ class Replica:
 
 
 def without_lost(rows: Any) -> Any:
-    """The rows but for those of requests that ended because no worker is left.
+    """The rows except for those of requests that ended because no worker is left.
 
     An engine that resumes requests ends some so at its own end alone. Then they are the fleet's to
     resume, from the tokens that reached it: what the rows have is computed again.

@@ -115,7 +115,7 @@ class Writer:
         self._lock = asyncio.Lock()
 
     async def parts(self, texts: Iterator[str]) -> AsyncIterator[bytes]:
-        """The texts, joined to parts of PART bytes at least, but for the last one."""
+        """The texts, joined to parts of PART bytes at least, except for the last one."""
         size = PART
         while size >= PART:
             async with self._lock:

@@ -188,7 +188,7 @@ def _params(
     logprobs: int | None,
     echo: bool,
 ) -> SamplingParams:
-    """How the tokens of every choice are made, but for its seed."""
+    """How the tokens of every choice are made, except for its seed."""
     asked = (given.get("prompt_logprobs"), logprobs if echo else None)
     prompt_k = max((k for k in asked if k is not None), default=None)
     for name, k in (("logprobs", logprobs), ("prompt_logprobs", prompt_k)):

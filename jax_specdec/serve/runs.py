@@ -124,7 +124,7 @@ class Run:
         return answer
 
     async def events(self, writer: Writer) -> AsyncIterator[bytes]:
-        """The answer as server-sent events; an error is the last one but for the end."""
+        """The answer as server-sent events; an error is the last one except for the end."""
         kind = "chat.completion.chunk" if self._asked.chat else "text_completion"
         header = self._header(kind)
         no_usage = {"usage": None} if self._asked.include_usage else {}

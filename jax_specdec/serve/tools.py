@@ -134,7 +134,7 @@ class CallReader:
 
 
 def _split(text: str, kept: int) -> tuple[str, str]:
-    """The text but for its last characters, and these."""
+    """The text except for its last characters, and these."""
     place = max(len(text) - kept, 0)
     return text[:place], text[place:]
 
