@@ -9,6 +9,8 @@ import pytest
 from ipc import free_cores
 from ipc.free_cores import (
     FIRST_SPAN_NS,
+    LONGEST_SPAN_NS,
+    SOON_SPANS,
     STALE_SPANS,
     FreeCores,
     available_ns,
@@ -108,3 +110,18 @@ def test_a_system_without_such_numbers_is_no_error(monkeypatch, tmp_path, text):
     monkeypatch.setattr(free_cores, "_STAT", str(path))
     monkeypatch.setattr(free_cores, "thread_time_ns", lambda: 0)
     assert not available_ns()
+
+
+def test_spans_double_where_the_core_is_lost_soon_and_only_there():
+    machine, spans = Machine(), []
+    for _ in range(12):
+        machine.spans_until_free()
+        machine.cores.lost(machine.now)
+        machine.look()
+        spans.append(machine.cores._span_ns // SPAN)
+    assert spans == [min(2**n, LONGEST_SPAN_NS // SPAN) for n in range(1, 13)]
+    assert machine.spans_until_free() == LONGEST_SPAN_NS // SPAN - 1
+    machine.now += SOON_SPANS * LONGEST_SPAN_NS
+    machine.cores.lost(machine.now)
+    machine.look()
+    assert machine.spans_until_free() == 0

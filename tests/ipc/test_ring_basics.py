@@ -248,3 +248,14 @@ def test_a_message_committed_at_the_last_moment_comes_before_the_death(how):
         reader._next_look_ns = 0
         with pytest.raises(errors.PeerDied, match="message 0"):
             call()
+
+
+def test_too_large_names_size_and_limit_and_leaves_the_ring_usable(pair):
+    reader, writer = pair
+    with pytest.raises(
+        errors.MessageTooLarge, match="1025 bytes does not fit a slot of 1024"
+    ) as info:
+        writer.send(b"x" * 1000, b"y" * 25)
+    assert (info.value.size, info.value.limit) == (1025, 1024)
+    writer.send(b"z" * 1024)
+    assert reader.receive(1).data == b"z" * 1024

@@ -280,3 +280,16 @@ def test_asyncio_tasks_read_side_by_side_and_cancelling_one_ends_its_request(eng
     assert asyncio.run(main()) == [continuation(one)[0] for one in requests]
     assert engine.drain(30)
     assert "endless" not in engine.running
+
+
+def test_requests_that_have_ended_are_not_kept_for_their_deadlines():
+    scene = StreamingScene(num_slots=1)
+    scene.submit(request("r0", 1), deadline=1e6 + 1)
+    scene.submit(request("last", 1), priority=1, deadline=1e6)  # before those of all others
+    for n in range(1, 300):
+        scene.submit(request(f"r{n}", 1), deadline=1e6 + 1)
+        while f"r{n - 1}" in scene.engine._streams.open_ids:
+            scene.round()
+    assert "last" in scene.engine._streams.open_ids
+    assert len(scene.engine._streams._deadlines) < 100
+    scene.finish()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from prometheus_client import parser
 
 from jax_specdec.control import Heartbeat, ProcessStats
 from jax_specdec.control.heartbeat import NOTE_CHARS, NOTES_KEPT
@@ -14,6 +15,7 @@ from jax_specdec.engine.timings import BOUNDS, Histogram, SlotTimes, Timings
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerSilent
 from jax_specdec.engine.workers import Health
+from jax_specdec.export import metrics
 from tests.support.scene import Scene, long_requests
 from tests.support.scripted_worker import ScriptedWorker
 
@@ -208,3 +210,18 @@ def test_who_asks_for_updates_will_tell_of_an_end_before_the_engine_counts_as_de
     scene.workers[0].exit_status = -9
     health = scene.engine.health()
     assert (health.alive, health.ready) == (True, False)
+
+
+def test_prometheus_reads_the_histograms():
+    engine = run().engine
+    page = metrics.status_text(engine.status, engine.timings)
+    families = {family.name: family for family in parser.text_string_to_metric_families(page)}
+    family = families["jax_specdec_first_token_seconds"]
+    assert family.type == "histogram"
+    samples = {(one.name, one.labels.get("le")): one.value for one in family.samples}
+    assert samples["jax_specdec_first_token_seconds_count", None] == 6
+    assert samples["jax_specdec_first_token_seconds_bucket", "+Inf"] == 6
+    in_order = [one.value for one in family.samples if "le" in one.labels]
+    assert in_order == sorted(in_order)
+    assert "jax_specdec_worker_up" in families
+    assert metrics.timings_text(engine.timings) in page

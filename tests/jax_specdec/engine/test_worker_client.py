@@ -9,21 +9,25 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ipc import RingReader
+from ipc import RingReader, RingWriter
+from ipc.wire import Kind
 from jax_specdec.engine import child_process, worker_client
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.encode import encode
 from jax_specdec.requests import Request, SamplingParams
 from tests.support import scripted_process
 from tests.support.processes import is_alive, no_ring_is_left, wait_for
 from tests.support.scene import long_requests
-from tests.support.scripted_worker import VOCAB
+from tests.support.scripted_worker import VOCAB, ScriptedWorker
 
 
 @pytest.fixture(autouse=True)
@@ -253,3 +257,28 @@ def test_a_stopped_worker_is_found_while_another_one_goes_on():
     assert len(reasons) == 40
     (why,) = losses
     assert "no heartbeat came for 3 seconds" in why
+
+
+def test_only_rings_with_a_message_are_read_when_there_are_several():
+    rings = []
+
+    def start(config, *, process_rank, doorbell, **_):
+        worker = ScriptedWorker(1, process_rank=process_rank)
+        rings.append(RingReader.create(4, 64, doorbell=doorbell))
+        return SimpleNamespace(
+            ring=rings[-1],
+            heartbeat=worker.heartbeat,
+            tell=worker.tell,
+            stop=lambda drain: 0,
+            pid=0,
+        )
+
+    engine = Engine(settings(num_slots=1, num_ranks=2), start_worker=start)
+    quiet, busy = engine.sessions
+    with rings[0], rings[1], RingWriter.attach(rings[1].name) as writer:
+        for session in engine.sessions:
+            session.admit(QueuedRequest(request=long_requests(1)[0]))
+        writer.send(encode(Kind.TARGET, 0, [], process_rank=1))
+        assert engine._workers.wait([quiet, busy], idle=False) == [busy]
+        assert busy.receive(0).message.step == 0
+        assert quiet.receive(0) is None

@@ -1,6 +1,7 @@
 """JSON in steps: the same values and the same text as the standard library's, made elsewhere."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_specdec.serve import json_steps
+from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.errors import ApiError, shown
 from jax_specdec.serve.json_steps import PART, SMALL, Writer, parsed, pieces
-from tests.support.http_server import serving
+from tests.support.http_server import MAX_LENGTH, MODEL, Encoder, serving
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -135,3 +137,32 @@ def test_large_answers_are_made_in_parts_outside_the_event_loop(path, stream):
     else:
         assert written == answer.content
         assert len(written) > 60 * 100
+
+
+class SeenEncoder(Encoder):
+    """Notes the threads in which bodies are read, and refuses two at once."""
+
+    def __init__(self):
+        self.threads, self.running = [], threading.Semaphore(1)
+
+    def encode(self, text):
+        assert self.running.acquire(blocking=False), "two are read at once"
+        try:
+            self.threads.append(threading.current_thread().name)
+            threading.Event().wait(0.01)  # others would come meanwhile
+            return super().encode(text)
+        finally:
+            self.running.release()
+
+
+def test_large_bodies_are_read_outside_the_event_loop_one_after_the_other():
+    seen = dataclasses.replace(MODEL, encoder=SeenEncoder())
+    with serving(bounds=Bounds(max_body=1 << 20), model=seen) as server:
+        body = {"prompt": "abc", "max_tokens": 1, "user": "x" * (2 * SMALL)}
+        answers = [server.ask_later(**body) for _ in range(8)]
+        assert [one.result(60).status_code for one in answers] == [200] * 8
+        assert len(seen.encoder.threads) == 8
+        assert server.thread.name not in seen.encoder.threads
+        answer = server.ask(prompt=[1000] * (128 * MAX_LENGTH + (1 << 14) + 1))
+        assert answer.status_code == 413
+        assert "send several requests" in answer.json()["error"]["message"]

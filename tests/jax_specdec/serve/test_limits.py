@@ -1,15 +1,20 @@
 """What a client may send, hold and leave unread before it loses its place."""
 
+import asyncio
 import contextlib
+import functools
 import json
 import socket
 import threading
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from jax_specdec.serve import connection
 from jax_specdec.serve.bounds import MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds
+from jax_specdec.serve.gate import Traffic
 from jax_specdec.serve.json_steps import PART
 from tests.support.http_server import MAX_LENGTH, WaitingWorker, serving, until
 
@@ -302,3 +307,29 @@ def test_only_the_servers_own_names_are_served():
             assert expected == 200 or "--allowed-host NAME" in refused(answer)[1]
         with connected(server, b"GET /health HTTP/1.0\r\n\r\n") as link:
             assert status(received(link)) == 421
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.0, [1, 2, 3, 4, 4, 4]), (FOR_EVER, [2, 4, 4, 4, 4, 4])]
+)
+def test_connections_read_in_turns_between_which_answers_are_sent(seconds, expected):
+    seen, rounds = [], []
+
+    def read(number):
+        seen.append(number)
+        if number == 1:
+            raise ValueError("it ends nobody's turn but its own")
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)
+        connections = connection.Connections(Bounds(), Traffic(), seconds)
+        for number in range(4):
+            one = SimpleNamespace(loop=loop, read=functools.partial(read, number))
+            connections.let_read(one)
+        for _ in expected:
+            await asyncio.sleep(0)
+            rounds.append(len(seen))
+
+    asyncio.run(main())
+    assert rounds == expected

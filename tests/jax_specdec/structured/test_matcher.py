@@ -7,6 +7,7 @@ import pytest
 
 from jax_specdec.requests import Request, RequestError, SamplingParams, Structured
 from jax_specdec.structured.checks import StructureChecks
+from jax_specdec.structured.grammar import WHITE_SPACE, with_white_space
 from jax_specdec.structured.matcher import Matcher
 from jax_specdec.structured.vocabulary import read_vocabulary
 from jax_specdec.text import byte_tokens
@@ -137,3 +138,10 @@ def test_a_tokenizer_has_the_bytes_that_texts_are_made_of(name, tmp_path):
     for id, raw in enumerate(ours.token_bytes):
         assert theirs.is_special_token(id) == (id in ours.special or raw == b"\xff")
         assert theirs.is_special_token(id) or theirs.decode_bytes([id]) == raw
+
+
+def test_a_schemas_own_white_space_stays():
+    own = {"x-guidance": {"whitespace_pattern": "", "item_separator": ","}}
+    assert with_white_space({"type": "null"} | own) == {"type": "null"} | own
+    assert with_white_space({}) == {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    assert with_white_space(True) is True

@@ -12,9 +12,11 @@ from jax_specdec.device.messages.logit_changes import (
     changed_logits,
     changes_of,
     changes_size,
+    row_changes,
 )
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.requests import SamplingParams
+from pallas_kernels.contract.changes import Changes, apply, prepared
 from tests.support import quick_compile
 from tests.support.changed_choice import changed_row
 from tests.support.shards import mesh_of
@@ -70,6 +72,30 @@ def test_every_slot_against_lists(dtype):
             expected = changed_row(logits[slot, row], asks, prompts[slot], behind)
             np.testing.assert_allclose(found[slot, row], expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(found[1], logits[1].astype(np.float32))  # it asks for nothing
+
+
+def test_rows_changes_are_those_of_the_copy():
+    """Masks of every word, its highest bit too, and biases."""
+    logits, _, prompts, emitted, drafts = some()
+    held = {"min_tokens": 2, "stop_token_ids": (0, 31, 32, 39, 31)}
+    biased = {"logit_bias": {39: 9.5, 0: -100.0}}
+    each = held, biased, held | {"logit_bias": {31: 2.0}}, {}, {}, {}
+    params = [SamplingParams(**one) for one in each]
+    size = changes_size(params)
+    changes = changes_of(params, size, [*map(len, prompts)], [0] * len(params))
+    tokens = written(prompts, emitted, drafts)
+    copy = quick_compile.jit(changed_logits)(jnp.asarray(logits), changes, tokens)
+
+    @quick_compile.jit
+    def handed_down(logits, changes, lengths):
+        rows = Changes(*(x.reshape(24, -1) for x in row_changes(changes, lengths, 4, 40)))
+        return apply(logits.reshape(24, 40), prepared(rows, 40))
+
+    found = handed_down(jnp.asarray(logits), changes, tokens.lengths)
+    np.testing.assert_array_equal(found, copy.reshape(24, 40))
+    assert np.isneginf(np.asarray(copy)[0, 0, [0, 31, 32, 39]]).all()
+    nobody = changes_of(params[1:2], changes_size(params[1:2]), [3], [0])
+    assert row_changes(nobody, jnp.int32([3]), 4, 40).allowed is None
 
 
 @pytest.mark.parametrize("length", [32767, 32768])
