@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import at_place, logarithm, summed
+from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
@@ -40,7 +41,7 @@ def cut_among(
     count = jnp.full(logits.shape[0], logits.shape[1], jnp.int32) if asked is None else asked
     counts = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] < count[:, None]
     logits = jnp.where(counts, logits, -jnp.inf)
-    weights = exponential(scaled(logits, largest[:, None], inverse[:, None]))
+    weights = prevent_recompute(exponential(scaled(logits, largest[:, None], inverse[:, None])))
     sums = _cumulated(weights, vocab_size)
 
     by_k = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
@@ -87,7 +88,7 @@ def _length(found: jax.Array, most: jax.Array) -> jax.Array:
 
 def _cumulated(weights: jax.Array, vocab_size: int) -> exact_sums.Mass:
     """The mass [N, C] of the candidates up to each."""
-    sums = (jnp.cumsum(digit, axis=1) for digit in exact_sums.digits(weights, vocab_size))
+    sums = jnp.cumsum(jnp.stack(exact_sums.digits(weights, vocab_size)), axis=2)
     return exact_sums.of_sums(tuple(sums), vocab_size)
 
 

@@ -26,6 +26,7 @@ from pallas_kernels.backends.groups import WIDTH, Drawn, GroupSums, RowsToDraw, 
 from pallas_kernels.backends.xla.group_sums import sums_of_groups
 from pallas_kernels.contract.changes import apply, of_rows
 from pallas_kernels.lowering.forms import at_place, barrier, compacted, filled, vary_like
+from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
@@ -191,7 +192,7 @@ def _best_group(logits: GroupedRows, found: RowRead, drawing: Drawing) -> _Group
         mine = numbers == number[:, None]
         return _Group(score, number, jnp.max(jnp.where(mine, sums.maxima, -jnp.inf), axis=1))
 
-    every = scores(sums, noise)
+    every = prevent_recompute(scores(sums, noise))
     batch, local = every.shape
     slot, count = jnp.arange(batch, dtype=jnp.int32)[:, None], min(GROUPS, local)
 

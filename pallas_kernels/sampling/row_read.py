@@ -25,6 +25,7 @@ from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, check_changes, skipped_rows
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
 from pallas_kernels.lowering.forms import filled, largest_and_first, logarithm, vary_like
+from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
@@ -116,7 +117,7 @@ def _of_read(found: Read, inverse: jax.Array, k: int | None, vocab_size: int) ->
         largest=largest,
         inverse=inverse,
         total=total,
-        log_total=logarithm(exact_sums.to_float(total, vocab_size)),
+        log_total=prevent_recompute(logarithm(exact_sums.to_float(total, vocab_size))),
         valid=valid,
         first_group=group,
     )

@@ -28,11 +28,12 @@ FIRST_LANES, MORE_LANES = 32, EIGHT
 SHORT = (8, 32, 64, 128, 256)  # widths of a group that may be cut off where only -inf follows
 
 
-@jax.jit  # a program has many, of few shapes
+@functools.partial(jax.jit, static_argnames="few")  # a program has many, of few shapes
 def sums_of(
     tokens: Float[Array, "*groups W"],
     maxima: Float32[Array, "*groups"],
     inverse: Float32[Array, "..."],
+    few: bool = False,
 ) -> Float32[Array, "*groups"]:
     """The sums of groups of W logits, one of `SHORT`; -inf where there is no token."""
     finite = jnp.where(maxima > -jnp.inf, maxima, jnp.float32(0))  # of -inf alone, or NaN
@@ -41,9 +42,11 @@ def sums_of(
         x = part.astype(jnp.float32) - finite[..., None]
         return exponential(x * inverse[..., None])
 
-    lanes = forms.barrier(
-        forms.in_pairs(jnp.add, [terms(part) for part in _parts(tokens, FIRST_LANES)])
-    )
+    if few:
+        each = _parts(forms.barrier(terms(tokens)), FIRST_LANES)
+    else:
+        each = [terms(part) for part in _parts(tokens, FIRST_LANES)]
+    lanes = forms.barrier(forms.in_pairs(jnp.add, each))
     lanes = forms.barrier(forms.in_pairs(jnp.add, _parts(lanes, MORE_LANES)))
     return forms.in_pairs(jnp.add, _parts(lanes, 1))[..., 0]
 
@@ -61,7 +64,9 @@ def sums_of_groups(tokens: Float[Array, "*groups W"], inverse: Float32[Array, ".
       inverse: `inverse_temperature` of each group, or of shapes that broadcast.
     """
     maxima = maxima_of(tokens)
-    return GroupSums(maxima, sums_of(tokens, maxima, jnp.broadcast_to(inverse, maxima.shape)))
+    return GroupSums(
+        maxima, sums_of(tokens, maxima, jnp.broadcast_to(inverse, maxima.shape), few=True)
+    )
 
 
 def of_block(
