@@ -42,8 +42,10 @@ class DraftModel:
             raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
-        drafts = Drafts.none(num_slots, self.num_drafts, self.target.vocab_size)
-        return drafts, init_cache(self.model, num_slots, length)
+        return self._none(num_slots), init_cache(self.model, num_slots, length)
+
+    def _none(self, num_slots: int) -> Drafts:
+        return Drafts.none(num_slots, self.num_drafts, self.target.vocab_size)
 
     def prefill(self, params: Any, state: KVCache, chunk: Chunk) -> KVCache:
         small, where = _small(params), (chunk.start, chunk.num_valid, chunk.slot)
@@ -60,6 +62,8 @@ class DraftModel:
         hidden, state = forward(
             small, self.model, self._known(tokens), jnp.where(is_row, places, -1), state
         )
+        if not context.proposes:
+            return self._none(emitted.shape[0]), state
         hidden = jnp.take_along_axis(hidden, emitted[:, None, None], axis=1)
         drawn: list[Drafts] = []
         for number in range(self.num_drafts):

@@ -37,6 +37,7 @@ class Context(NamedTuple):
     positions: Int32[Array, "B S"]  # the rows' positions; -1 where a row emitted nothing
     sampling: Sampling
     limit: Int32[Array, " B"]  # the most drafts that each slot may get now
+    proposes: bool = True  # static; False: all get none, the drafter just takes in the step's rows
     report_drafts: ReportDrafts | None = (
         None  # for `draw`: what a draft message is to have of each draft
     )
@@ -169,8 +170,10 @@ class MtpDrafter:
             raise ValueError(f"num_drafts = {self.num_drafts} must be positive; NoDrafter has none")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, KVCache]:
-        drafts = Drafts.none(num_slots, self.num_drafts, self.config.vocab_size)
-        return drafts, init_mtp_cache(self.config, num_slots, length)
+        return self._none(num_slots), init_mtp_cache(self.config, num_slots, length)
+
+    def _none(self, num_slots: int) -> Drafts:
+        return Drafts.none(num_slots, self.num_drafts, self.config.vocab_size)
 
     def prefill(self, params: ModelParams, state: KVCache, chunk: Chunk) -> KVCache:
         where = chunk.start, chunk.num_valid, chunk.slot
@@ -183,6 +186,8 @@ class MtpDrafter:
         hidden, state = mtp_forward(
             params, self.config, context.hidden, emitted, context.positions, state
         )
+        if not context.proposes:
+            return self._none(emitted.shape[0]), state
         last = jnp.maximum(context.verified.num_tokens - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
         is_live = jnp.any(context.positions >= 0, axis=1)

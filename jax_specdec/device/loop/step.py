@@ -73,7 +73,8 @@ def step(
     Without `samples`, static, no active slot has a temperature, and the program verifies greedily.
 
     With `num_drafts`, static, no more drafts of a slot are verified: S is that and one. The others
-    are dropped, and D are proposed as ever.
+    are dropped, and D are proposed as ever; behind 0, drafts that would be drawn are not, as a
+    draft costs a pass of its own.
 
     A `prefill_only` loop emits one token a request, and sends the drafts that follow it along.
 
@@ -86,6 +87,7 @@ def step(
     state, output = choose(
         config, params, state, rows, options,
         read_k=read_k, report_widths=report_widths, changes=changes, samples=samples,
+        proposes=num_drafts != 0 or proposed.q is None,
     )  # fmt: skip
     return state, output._replace(fates=fates_of(proposed, output))
 
@@ -101,8 +103,11 @@ def choose(
     report_widths: Widths | None = None,
     changes: Changes | None = None,
     samples: bool = True,
+    proposes: bool = True,
 ) -> tuple[Annotated[LoopState, "D = all"], StepOutput]:
     """All of a step behind the model's forward pass; arguments as `step`, and its rows.
+
+    Without `proposes`, static, no slot gets a draft.
 
     Where a grammar excludes a certain draft, it and those behind it are not proposed. To drop one
     that was drawn would bias the tokens: verification rejects it, as its probability is 0.
@@ -127,7 +132,7 @@ def choose(
     if options is not None and report_widths is not None:
         report_drafts = draft_rows(options, report_widths, config.parallel)
     proposed, drafter = _propose(
-        config, params, state, rows, verified, grown, sampling, report_drafts
+        config, params, state, rows, verified, grown, sampling, report_drafts, proposes
     )
 
     active = grown.goes_on & (not config.prefill_only)
@@ -257,6 +262,7 @@ def _propose(
     grown: _Grown,
     sampling: Sampling,
     report_drafts: ReportDrafts | None,
+    proposes: bool,
 ) -> tuple[Annotated[Drafts, "D = all"], Any]:
     """Let the drafter propose for the slots that go on; its proposals and its state."""
     # A draft beyond the length limit could only be cut: it is not made.
@@ -270,7 +276,8 @@ def _propose(
         hidden=rows.hidden,
         positions=jnp.where(grown.emitted, rows.positions, -1),
         sampling=sampling,
-        limit=jnp.where(grown.goes_on, limit, 0),
+        limit=jnp.where(grown.goes_on & proposes, limit, 0),
+        proposes=proposes,
         report_drafts=report_drafts,
     )
     proposed, drafter = config.drafter.propose(params, state.drafter, context)

@@ -8,7 +8,9 @@ a machine that is slower for a while slows both. Now and then a step is made for
 Drafts come right in runs. A request's next draft is right with one probability if the one before it
 was, and with another one if not: both are averages over the last tokens. Certain drafts tell
 whether they would have been right at any width, so these averages never grow old. Drawn ones tell
-it where they are verified, at full steps now and then at least.
+it where they are verified, at full steps now and then at least. Those cost passes of a model, so a
+step of width 0 draws none, and the first wider step behind it has none to verify: another of its
+width follows.
 
 Exactness: a width depends on times, emitted tokens and fates of drafts of earlier steps, never on
 the drafts that it limits. Verification corrects for the proposed tokens, given their number.
@@ -22,7 +24,7 @@ from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.kinds import Kind
 
 LEAST = 3  # changes to and from a width that tell its time
-UNSEEN = 64  # steps without one of a width, after which one is made
+UNSEEN = 256  # steps without one of a width, after which one is made
 RATE = 0.2  # of the latest change in what a width takes
 MOST_ERROR = 0.7  # of the logarithm of a time: a step that something held up tells no more
 WEIGHT = 1 / 12  # of the latest token in an average
@@ -73,6 +75,8 @@ class StepWidths:
     steps: int = 0
     last: dict[Kind, int] = field(default_factory=dict)  # the last step of each kind
     before: tuple[Kind, float] | None = None  # the last step, and its time
+    latest: Kind | None = None  # that was chosen
+    has_none: bool = False  # it was wider than the one before, which had drawn no drafts for it
 
     def choose(self, kind: Kind, slots: Sequence[Slot], is_ready: Callable[[Kind], bool]) -> Kind:
         """The kind of the next step: `kind`, or the same with fewer drafts.
@@ -84,8 +88,12 @@ class StepWidths:
         """
         kinds = [*filter(is_ready, kind.narrower(self.num_drafts)), kind]
         chosen = self._chosen(kinds, slots) if len(kinds) > 1 else kind
+        if self.has_none and self.latest in kinds:
+            chosen = self.latest
+        widened = self.latest is not None and self.latest.num_drafts == 0 != chosen.num_drafts
+        self.has_none = widened and not self.certain
         self.steps += 1
-        self.last[chosen] = self.steps
+        self.last[chosen], self.latest = self.steps, chosen
         return chosen
 
     def took(self, kind: Kind, seconds: float | None) -> None:

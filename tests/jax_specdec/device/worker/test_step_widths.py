@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_specdec.device.drafting.draft_model import DraftModel
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.loop import step
@@ -83,11 +84,16 @@ def test_a_new_request_begins_with_estimates_of_its_own():
 
 @pytest.mark.fast
 def test_drafts_that_were_drawn_are_verified_now_and_then():
-    """They do not tell what they would have been, and full steps cost less than 2 % of the time."""
+    """They do not tell what they would have been, and full steps cost less than 2 % of the time.
+
+    There are two in a row: the first has no drafts, as none were drawn for it.
+    """
     widths = StepWidths(D, certain=False)
     after(widths, [wrong], 100)
     chosen = after(widths, [lambda kind: ~0 if kind == FULL else 0], 10 * UNSEEN)
-    assert 9 <= chosen.count(FULL) <= 11
+    runs = [sum(1 for _ in run) for kind, run in itertools.groupby(chosen) if kind == FULL]
+    assert 9 <= len(runs) <= 11
+    assert set(runs) == {2}
     assert sum(TIMES[kind] - TIMES[NONE] for kind in chosen) < 0.02 * len(chosen)
     assert FULL in after(widths, [right], 300)[-20:]
 
@@ -165,9 +171,9 @@ class Turning:
         self.fates.append(fates)
 
 
-def decoded(requests, drafter, widths):
+def decoded(requests, drafter, widths, model=None):
     """The ids of each request, the drafts that its steps verified, and fates."""
-    local = Local(drafter, num_slots=len(requests), adaptive=True)
+    local = Local(drafter, num_slots=len(requests), adaptive=True, model=model)
     local.worker.step_widths = turning = Turning(widths)
     records = {item.id: [] for item in requests}
     for item in requests:
@@ -214,7 +220,21 @@ def test_no_width_changes_a_token(name):
     assert turning == plain
     drafted = {record.num_drafts for found in records.values() for record in found}
     assert {0, 1, D} <= drafted
-    assert {np.sign(fate) for step in fates for fate in step} == {-1, 0, 1}
+    seen = {-1, 0} if name == "mtp" else {-1, 0, 1}  # a random head is seldom right
+    assert {np.sign(fate) for step in fates for fate in step} >= seen
+
+
+@pytest.mark.slow
+def test_a_model_that_drew_nothing_goes_on_drafting_right():
+    """The target drafts for itself: a row that its cache lacks would show as a refused draft."""
+    params, config = random_model()
+    model = dataclasses.replace(params, draft=params), config
+    requests = [request(f"r{n}", [n + 2] * (n + 1), max_tokens=40) for n in range(3)]
+    drafter = DraftModel(config, config, D)
+    _, records, _ = decoded(requests, drafter, [0, D, D, 0, 0, D, D], model)
+    steps = [record for found in records.values() for record in found if record.num_tokens]
+    assert {record.num_drafts for record in steps} >= {0, D}
+    assert all(r.num_accepted == r.num_drafts for r in steps if r.finish_reason is None)
 
 
 def test_a_fate_is_what_became_of_the_drafts():
