@@ -139,7 +139,7 @@ def read_in_two(part: Part, read: Callable[[jax.Array, int, jax.Array | None], F
     if not tokens:
         return last
     first = read(part.logits, tokens, part.offset)
-    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)  # type: ignore[no-any-return]
 
 
 def as_many_as_needed(
@@ -165,7 +165,7 @@ def as_many_as_needed(
         return padded(counts[0])
     enough = jnp.asarray(counts[:-1], jnp.int32)
     index = jnp.sum(jnp.max(needed) > enough, dtype=jnp.int32)
-    return lax.switch(index, [lambda count=count: padded(count) for count in counts])
+    return lax.switch(index, [lambda count=count: padded(count) for count in counts])  # type: ignore[no-any-return]
 
 
 def keeps(

@@ -73,7 +73,7 @@ def candidates(rows: ListedRows, k: int, *, valid: bool) -> Top:
     (number,), (_, size) = rows.row_ids.shape, rows.logits.shape
     faster = k > 0 and kernel_is_faster(number, size, min(k, FEW), rows.logits.dtype.name)
     able = {"mosaic_gpu": valid, "mosaic_tpu": rows.changes is None}
-    return kernels_or_xla(
+    return kernels_or_xla(  # type: ignore[no-any-return]
         "groups",
         lambda kernels, rows: kernels.candidates(rows, k),
         lambda rows: groups.candidates(rows, k),
@@ -141,7 +141,7 @@ def num_larger(
     """
     if maxima.shape[1] > MOST_GROUPS:
         return groups.larger_than_tokens(logits, token_ids, changes)
-    return kernels_or_xla(
+    return kernels_or_xla(  # type: ignore[no-any-return]
         "count_larger",
         lambda kernels, *arguments: kernels.count_larger(*arguments),
         lambda logits, _, *rows: groups.larger_than_tokens(logits, *rows),

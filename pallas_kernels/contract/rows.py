@@ -212,7 +212,7 @@ def check_num_rows(num_rows: AnyArray | np.int32 | int) -> jax.Array:
             raise ValueError(
                 f"num_rows = {num_rows} is outside 0 .. {2**31 - 1}; 0 skips every row"
             )
-        return jax.device_put(np.int32(num_rows))
+        return jax.device_put(np.int32(num_rows))  # type: ignore[no-any-return]
     return _check("num_rows", num_rows, "int32", ())
 
 

@@ -202,7 +202,7 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
             sums = lax.dynamic_slice_in_dim(total, start, part) + product(own, w, 1, axis)
             return lax.dynamic_update_slice_in_dim(total, sums, start, 0)
 
-        return lax.fori_loop(0, -(-rows // part), some, total)
+        return lax.fori_loop(0, -(-rows // part), some, total)  # type: ignore[no-any-return]
 
     nothing = Gradients(
         jnp.zeros((rows, size), jnp.float32),

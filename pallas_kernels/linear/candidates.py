@@ -87,7 +87,7 @@ def appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runnin
             own = jnp.where(new[None], own, jnp.asarray(-jnp.inf, x.dtype))
         return _appended(running, own, first + start, k)
 
-    return lax.fori_loop(0, -(-width // most), some, vary_like(running, (running, x)))
+    return lax.fori_loop(0, -(-width // most), some, vary_like(running, (running, x)))  # type: ignore[no-any-return]
 
 
 def _appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Running:

@@ -177,7 +177,7 @@ def _gradients(
         jnp.zeros(inputs.head.shape, jnp.float32),
         jnp.zeros(inputs.head.shape[0], jnp.float32),
     )
-    return lax.fori_loop(0, -(-rows // block), step, vary_like(nothing, (inputs, local, d)))
+    return lax.fori_loop(0, -(-rows // block), step, vary_like(nothing, (inputs, local, d)))  # type: ignore[no-any-return]
 
 
 linear_kept_logprobs.defvjp(_kept_forward, _kept_backward)

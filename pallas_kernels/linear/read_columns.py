@@ -57,7 +57,7 @@ def given_logits(definition: Definition, product: Product, columns: jax.Array) -
             forms.barrier(jnp.take(forms.pin_to_iteration(head, start), mine, definition.axis)),
             None if bias is None else bias[mine],
         )
-        return jnp.diagonal(x[:, :block]).astype(jnp.float32)
+        return jnp.diagonal(x[:, :block]).astype(jnp.float32)  # type: ignore[no-any-return]
 
     inputs = (hidden, head, bias, columns)
     return forms.map_blocks(work, block, None, jnp.zeros(rows, jnp.float32), inputs)
@@ -92,7 +92,7 @@ def recount(definition: Definition, piece: int, product: Product, given: jax.Arr
         return count + total.astype(jnp.int32)
 
     zeros = forms.vary_like(jnp.zeros(product.hidden.shape[0], jnp.int32), (product, given))
-    return lax.fori_loop(0, -(-width // piece), step, zeros)
+    return lax.fori_loop(0, -(-width // piece), step, zeros)  # type: ignore[no-any-return]
 
 
 class State(NamedTuple):
@@ -185,7 +185,7 @@ def _read_on(
                 lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (every, state, rows)
             )
             x = forms.barrier(x) if direct else loaded(forms.barrier(x), dtype)
-            return jax.tree.map(
+            return jax.tree.map(  # type: ignore[no-any-return]
                 lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, j * part, 0),
                 state,
                 read_part(x, start, seen, own_state, own_rows)[0],
@@ -214,7 +214,7 @@ def _read_on(
     _, state, running = lax.fori_loop(0, trips, step, forms.vary_like(first, inputs))
     best = candidates.ordered(running, k) if isinstance(running, candidates.Running) else running
     sums = state.sums._replace(top_logits=best.logits, top_ids=best.ids)
-    return jax.tree.map(lambda x: x[:num_rows], State(sums, state.named))
+    return jax.tree.map(lambda x: x[:num_rows], State(sums, state.named))  # type: ignore[no-any-return]
 
 
 Carry = tuple[jax.Array, State, candidates.Running | candidates.Best]

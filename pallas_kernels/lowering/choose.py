@@ -173,7 +173,7 @@ def use_implementation(name: str | None) -> AbstractContextManager[None]:
       ValueError: there is no such implementation.
     """
     check_name(name)
-    return _named(name)
+    return _named(name)  # type: ignore[no-any-return]
 
 
 def resolved(implementation: Implementation | None) -> Implementation | None:
@@ -250,7 +250,7 @@ def lowered_for(
         default=_flat(default, tree),
         functions=tuple(functions.items()),
     )
-    return jax.tree.unflatten(results[0], found)
+    return jax.tree.unflatten(results[0], found)  # type: ignore[no-any-return]
 
 
 _choice = Primitive("lowered_for")
@@ -263,7 +263,7 @@ def _types(*avals: ShapedArray, like: Flat, **_: Static) -> list[ShapedArray]:
 
 
 def _run(*arrays: jax.Array, **params: Static) -> list[jax.Array]:
-    return jax.jit(functools.partial(_choice.bind, **params))(*arrays)
+    return jax.jit(functools.partial(_choice.bind, **params))(*arrays)  # type: ignore[no-any-return]
 
 
 def _lowering(
@@ -275,7 +275,7 @@ def _lowering(
     like: Flat,
 ) -> Sequence[mlir.ir.Value]:
     function = default if name is None else dict(functions)[name]
-    return mlir.lower_fun(function)(ctx, *values)
+    return mlir.lower_fun(function)(ctx, *values)  # type: ignore[no-any-return]
 
 
 _choice.def_abstract_eval(_types)  # type: ignore[no-untyped-call]
@@ -389,7 +389,7 @@ def kernels_or_xla(
 
     def xla(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
         closed = ClosedJaxpr(traced.jaxpr, constants)
-        return jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(given)))
+        return jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(given)))  # type: ignore[no-any-return]
 
     def elsewhere(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
         if explicit:

@@ -84,9 +84,9 @@ def in_branch(taken: jax.Array, function: Callable[..., Outputs], *arguments: Tr
         return jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
 
     def nothing(*arguments: Tree) -> Outputs:
-        return vary_like(jax.tree.map(missing, jax.eval_shape(run, *arguments)), arguments)
+        return vary_like(jax.tree.map(missing, jax.eval_shape(run, *arguments)), arguments)  # type: ignore[no-any-return]
 
-    return lax.cond(taken, run, nothing, *arguments)
+    return lax.cond(taken, run, nothing, *arguments)  # type: ignore[no-any-return]
 
 
 def pin_to_iteration(logits: jax.Array, start: jax.Array) -> jax.Array:
@@ -100,7 +100,7 @@ def rows_from(values: Values, start: jax.Array, block: int) -> Values:
     def part(x: jax.Array) -> jax.Array:
         return x if x.shape[0] == block else lax.dynamic_slice_in_dim(x, start, block)
 
-    return jax.tree.map(part, values)
+    return jax.tree.map(part, values)  # type: ignore[no-any-return]
 
 
 def block_of_logits(
@@ -137,12 +137,12 @@ def scattered(
     """A tree of arrays [N] with the first `number` of `part`, at rows `index`; none from N on."""
     counts = jnp.arange(index.shape[0], dtype=jnp.int32) < number
     place = jnp.where(counts, index, index.shape[0])
-    return jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
+    return jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)  # type: ignore[no-any-return]
 
 
 def barrier(values: Values) -> Values:
     """`lax.optimization_barrier`, which has no type annotations."""
-    return lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
+    return lax.optimization_barrier(values)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def vary_like(values: Values, inputs: Tree) -> Values:
@@ -161,12 +161,12 @@ def vary_like(values: Values, inputs: Tree) -> Values:
         missing = tuple(sorted(axes - varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(vary, values)
+    return jax.tree.map(vary, values)  # type: ignore[no-any-return]
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The mesh axes of the surrounding `shard_map` over which x may differ."""
-    return jax.typeof(x).manual_axis_type.varying
+    return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
 
 
 def ordered_keys(x: jax.Array) -> jax.Array:
@@ -263,7 +263,7 @@ def at_place(place: jax.Array, values: Values) -> Values:
         lax.bitcast_convert_type(one, x.dtype).astype(own.dtype)
         for one, x, own in zip(found, wide, arrays, strict=True)
     )
-    return jax.tree.unflatten(tree, each)
+    return jax.tree.unflatten(tree, each)  # type: ignore[no-any-return]
 
 
 def summed(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -329,4 +329,4 @@ def logarithm(x: Float32[Array | np.ndarray, "*rows"]) -> Float32[Array, "*rows"
     half = jnp.float32(0.5) * f * f
     power = exponent.astype(jnp.float32)
     small = s * (half + z * series) + power * jnp.float32(LOG2[1])
-    return power * jnp.float32(LOG2[0]) - ((half - small) - f)
+    return power * jnp.float32(LOG2[0]) - ((half - small) - f)  # type: ignore[no-any-return]

@@ -141,7 +141,7 @@ class VocabShard:
         # Only `shard_map` keeps track of what varies; what the compiler splits itself does not.
         tracked = names <= {*jax.sharding.get_abstract_mesh().manual_axes}
         to = {"to": "invarying"} if tracked else {}
-        return lax.all_gather(local, self.axis_name, **to)
+        return lax.all_gather(local, self.axis_name, **to)  # type: ignore[no-any-return]
 
     def gathered_together(self, values: Values) -> Values:
         """`gathered` of a tree of arrays [R, ...] of 32-bit numbers, in one exchange."""
@@ -154,7 +154,7 @@ class VocabShard:
             lax.bitcast_convert_type(part.reshape(every.shape[0], *x.shape), x.dtype)
             for part, x in zip(parts, leaves, strict=True)
         ]
-        return jax.tree.unflatten(tree, found)
+        return jax.tree.unflatten(tree, found)  # type: ignore[no-any-return]
 
     def _across(self, collective: Callable[..., jax.Array], local: jax.Array) -> jax.Array:
         return local if self.axis_name is None else collective(local, self.axis_name)

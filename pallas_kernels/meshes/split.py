@@ -80,7 +80,7 @@ def on_mesh(
 
 
 def _moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call]
+    return jax.sharding.reshard(x, sharding)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @functools.cache
@@ -174,7 +174,7 @@ def where_compiled(
 
     # What the compiler asks for later has no rule for a derivative.
     found = iter(batched(*jax.lax.stop_gradient(_not_empty(leaves))))
-    return jax.tree.map(
+    return jax.tree.map(  # type: ignore[no-any-return]
         lambda x: next(found) if x.size else jnp.zeros(x.shape, x.dtype), results[0]
     )
 
@@ -233,7 +233,7 @@ def run_inputs(place: Place, call: Call[Arrays, Result], inputs: Arrays, words: 
     """
     if place.mesh is None:
         return call(place.layout, inputs)
-    return program_on_mesh(call, place.mesh, place.layout, words)(inputs)
+    return program_on_mesh(call, place.mesh, place.layout, words)(inputs)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -270,7 +270,7 @@ def _on_own_rows(call: ShardCall[Found], vocab_size: int | None) -> Callable[[La
             own = mine.reshape(-1, *[1] * (x.ndim - 1))
             return over_rows.across_sum(jnp.where(own, x[place], jnp.zeros_like(x)))
 
-        return jax.tree.map(joined, found)
+        return jax.tree.map(joined, found)  # type: ignore[no-any-return, no-any-return]
 
     return on_own_rows
 

@@ -73,7 +73,7 @@ def truncation(
     # A batch that cuts nothing pays for nothing.
     cut = lax.cond(jnp.any(sampled & parameters.truncates(each)), found, nothing)
     cut = parameters.where(sampled, cut, Truncation.greedy(choice.token_ids))
-    return jax.tree.map(lambda x: x.reshape(shape), cut)
+    return jax.tree.map(lambda x: x.reshape(shape), cut)  # type: ignore[no-any-return]
 
 
 def cuts(
@@ -116,7 +116,7 @@ def cuts(
         cut, left = _where_any(left & ~known, cut, by_more)
         return _where_any(left | known, cut, by_search)[0]
 
-    return lax.cond(jnp.any(is_cut), some, lambda: nothing)
+    return lax.cond(jnp.any(is_cut), some, lambda: nothing)  # type: ignore[no-any-return]
 
 
 def _by_more(
@@ -157,7 +157,7 @@ def _by_search(
         its_scale, its_sampling = at_rows(there, (scale, sampling))
         shard = VocabShard(rows.shard.axis_name, rows.vocab_size)
         single = cut_search.searched(x, its_sampling, its_scale, shard)
-        return jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)
+        return jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)  # type: ignore[no-any-return]
 
     return lax.fori_loop(0, number, one, cut), jnp.zeros_like(left)
 
@@ -168,4 +168,4 @@ def _where_any(
     call: Callable[[jax.Array, Truncation], tuple[Truncation, jax.Array]],
 ) -> tuple[Truncation, jax.Array]:
     """`call(left, cut)` where a row is left."""
-    return lax.cond(jnp.any(left), call, lambda left, cut: (cut, left), left, cut)
+    return lax.cond(jnp.any(left), call, lambda left, cut: (cut, left), left, cut)  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from pallas_kernels.backends.groups import inverse_temperature
 from pallas_kernels.lowering.forms import logarithm
 from pallas_kernels.meshes.placement import AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
+from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import DRAFT, Source, best, gumbel
 from pallas_kernels.sampling import door, exact_sums, row_cuts
 from pallas_kernels.sampling.parameters import Sampling
@@ -87,7 +88,7 @@ def _drawn(
         top = top_candidates(x, MOST_TOKENS, shard, row_ids)
         return _from_candidates(top, sampling, positions, shard.size(x.shape[1]))
 
-    return lax.cond(jnp.any(sampling.temperature > 0), by_chance, greedily)
+    return lax.cond(jnp.any(sampling.temperature > 0), by_chance, greedily)  # type: ignore[no-any-return]
 
 
 def _from_candidates(
@@ -97,12 +98,12 @@ def _from_candidates(
     ids, x = top
     greedy_ids = jnp.maximum(ids[:, 0], 0)  # -1: no logit is a number above -inf
     largest, inverse = x[:, 0], inverse_temperature(sampling.temperature)
-    total = row_cuts.mass_of(x, largest, inverse, vocab_size)
+    gap = scaled(x, largest[:, None], inverse[:, None])
+    total = exact_sums.mass(exponential(gap), vocab_size)
     # The total is that of the candidates: a top-k of more than there are keeps all of them.
     cut, _ = row_cuts.cut_among(ids, x, RowScale(largest, inverse, total), sampling, vocab_size)
     place = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     kept = cut.keeps(x, ids) & (ids >= 0)
-    gap = scaled(x, largest[:, None], inverse[:, None])
     log_mass = logarithm(exact_sums.to_float(total, vocab_size)) + cut.log_kept
     log_q = jnp.where(kept, jnp.minimum(gap - log_mass[:, None], 0.0), -jnp.inf)
 

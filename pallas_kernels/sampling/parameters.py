@@ -105,7 +105,7 @@ class Truncation(NamedTuple):
 
 def where(rows: Bool[Array, "..."], a: Truncation, b: Truncation) -> Truncation:
     """The cuts of `a` in these rows, those of `b` in the others."""
-    return jax.tree.map(lambda x, y: jnp.where(rows, x, y), a, b)
+    return jax.tree.map(lambda x, y: jnp.where(rows, x, y), a, b)  # type: ignore[no-any-return]
 
 
 def has_meaning(sampling: Sampling) -> Bool[Array, " B"]:
@@ -135,12 +135,12 @@ def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling
     def repeated(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x.reshape(-1, *[1] * (len(rows) - 1)), rows).reshape(-1)
 
-    return jax.tree.map(repeated, sampling)
+    return jax.tree.map(repeated, sampling)  # type: ignore[no-any-return]
 
 
 def at_rows(index: Int32[Array, " R"], values: Values) -> Values:
     """The values of the rows `index`, of a tree of arrays [N] of 32-bit numbers; in one loop."""
     rows = index.shape[0]
-    return at_place(
+    return at_place(  # type: ignore[no-any-return]
         index, jax.tree.map(lambda x: jnp.broadcast_to(x[None], (rows, *x.shape)), values)
     )

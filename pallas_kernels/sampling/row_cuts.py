@@ -42,7 +42,8 @@ def cut_among(
     counts = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] < count[:, None]
     logits = jnp.where(counts, logits, -jnp.inf)
     weights = prevent_recompute(exponential(scaled(logits, largest[:, None], inverse[:, None])))
-    sums = _cumulated(weights, vocab_size)
+    each = jnp.stack(exact_sums.digits(weights, vocab_size))
+    sums = exact_sums.of_sums(tuple(jnp.cumsum(each, axis=2)), vocab_size)  # up to each candidate
 
     by_k = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
     first_k = jnp.where(by_k, sampling.top_k, UNKNOWN)
@@ -70,26 +71,9 @@ def cut_among(
     return Truncation(cut_logit, cut_id, jnp.minimum(logarithm(share / whole), 0.0)), settled
 
 
-def mass_of(
-    logits: Float32[Array, "N C"],
-    largest: Float32[Array, " N"],
-    inverse: Float32[Array, " N"],
-    vocab_size: int,
-) -> exact_sums.Mass:
-    """The mass [N] of these tokens: the sum of exp((x - m) / T)."""
-    weights = exponential(scaled(logits, largest[:, None], inverse[:, None]))
-    return exact_sums.mass(weights, vocab_size)
-
-
 def _length(found: jax.Array, most: jax.Array) -> jax.Array:
     """A length of at most so many candidates; beyond, it is unknown."""
     return jnp.where(found <= most, found, UNKNOWN)
-
-
-def _cumulated(weights: jax.Array, vocab_size: int) -> exact_sums.Mass:
-    """The mass [N, C] of the candidates up to each."""
-    sums = jnp.cumsum(jnp.stack(exact_sums.digits(weights, vocab_size)), axis=2)
-    return exact_sums.of_sums(tuple(sums), vocab_size)
 
 
 def _at(place: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

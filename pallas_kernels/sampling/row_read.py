@@ -204,7 +204,7 @@ def with_invalid(
             choice = greedy_of_part(rows.shard, Rows(rows.logits, changes=rows.changes))
         return choice.token_ids
 
-    return lax.cond(jnp.all(found.valid), lambda: token_ids, again)
+    return lax.cond(jnp.all(found.valid), lambda: token_ids, again)  # type: ignore[no-any-return]
 
 
 def for_logprobs(
@@ -221,7 +221,7 @@ def for_logprobs(
         top_logits=found.top_logits[:, :k],
         maxima=found.groups.maxima,
     )
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), whole)
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), whole)  # type: ignore[no-any-return]
 
 
 def emitted_logprobs(

@@ -146,7 +146,7 @@ class Batch(NamedTuple):
                 return x.reshape(*self.positions.shape, *x.shape[1:])
             return x[self.rows]
 
-        return jax.tree.map(placed, values)
+        return jax.tree.map(placed, values)  # type: ignore[no-any-return]
 
     def of_each_row(self, num_rows: int) -> Annotated[Sampling, "B = N"]:
         """The parameters of the N rows; those of a row that no slot has are greedy."""
@@ -154,7 +154,7 @@ class Batch(NamedTuple):
             return of_each_row(self.sampling, self.positions.shape)
         slots = slots_of_rows(self.row_ids, num_rows)
         nobody = Sampling.greedy(1)
-        return jax.tree.map(
+        return jax.tree.map(  # type: ignore[no-any-return]
             lambda x, none: jnp.concatenate([x, none])[slots], self.sampling, nobody
         )
 

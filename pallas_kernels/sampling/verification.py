@@ -312,7 +312,7 @@ def _either(
     """What serves the slots; a branch decides where it is not known whether some are sampled."""
     if is_sampled is None:
         slots = (batch.sampling.temperature > 0) | ~has_meaning(batch.sampling)
-        return lax.cond(jnp.any(slots), sampled, greedily)
+        return lax.cond(jnp.any(slots), sampled, greedily)  # type: ignore[no-any-return]
     return sampled() if is_sampled else greedily()
 
 

@@ -271,7 +271,7 @@ def topk_of_whole_rows(
     def by_kernels(kernels: ModuleType, rows: Rows) -> TopkLogprobs:
         whole = getattr(kernels, "topk_logprobs", None)
         if whole is not None and rows.changes is None:
-            return whole(rows, outputs)
+            return whole(rows, outputs)  # type: ignore[no-any-return]
         return from_sums(kernels.row_sums, rows)
 
     def by_xla(rows: Rows) -> TopkLogprobs:
@@ -294,7 +294,7 @@ def row_sums(
     implementation: Implementation | None, rows: Rows, selected: jax.Array, outputs: Outputs
 ) -> RowSums:
     """`answers.ReadRows` of a part of the columns."""
-    return choose.kernels_or_xla(
+    return choose.kernels_or_xla(  # type: ignore[no-any-return]
         "rows",
         lambda kernels, rows, selected: kernels.row_sums(rows, selected, outputs),
         lambda rows, selected: xla.row_sums(rows, selected, outputs),

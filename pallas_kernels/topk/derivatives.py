@@ -64,7 +64,7 @@ def transformable(call: Call, shard: VocabShard = WHOLE) -> Call:
     def transformed(rows: Rows) -> TopkLogprobs:
         rows = rows._replace(extra_token_ids=rows.extra_ids)
         out = batched(jax.lax.stop_gradient(rows))
-        return out._replace(**differentiable(out, rows))
+        return out._replace(**differentiable(out, rows))  # type: ignore[no-any-return]
 
     return transformed
 

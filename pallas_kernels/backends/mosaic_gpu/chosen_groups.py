@@ -201,4 +201,4 @@ def over_groups(
     def body(turn: Index, carry: Carry) -> Carry:
         return work(turn, chosen.groups(turn, count, row), carry)
 
-    return lax.fori_loop(0, (count + (size - 1)) // size, body, initial)
+    return lax.fori_loop(0, (count + (size - 1)) // size, body, initial)  # type: ignore[no-any-return]

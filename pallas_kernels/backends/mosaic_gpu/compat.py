@@ -22,7 +22,7 @@ Readable: TypeAlias = jax.Ref | jax.Array  # a reference in a kernel; outside of
 
 def asarray(value: Any) -> jax.Array:
     """The same value, typed: what is traced in a kernel has no type of its own."""
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def cast(value: jax.Array, layout: Layout) -> jax.Array:
@@ -106,7 +106,7 @@ def vector_layout() -> Layout:
     (`redux`) and not five shuffles.
     """
     tiling = GPU.Tiling(((128,), (32,), (1,)))
-    return GPU.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    return GPU.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)  # type: ignore[no-any-return]
 
 
 def run_layout(size: int, itemsize: int) -> Layout:
@@ -117,9 +117,9 @@ def run_layout(size: int, itemsize: int) -> Layout:
     vector = math.gcd(run, 16 // itemsize)
     if vector == run:
         tiling = GPU.Tiling(((128 * run,), (32 * run,), (run,)))
-        return GPU.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+        return GPU.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)  # type: ignore[no-any-return]
     tiling = GPU.Tiling(((128 * run,), (32 * run,), (run,), (vector,)))
-    return GPU.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)
+    return GPU.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)  # type: ignore[no-any-return]
 
 
 def load_run(ref: Readable, start: Index, size: int, layout: Layout) -> jax.Array:
@@ -130,7 +130,7 @@ def load_run(ref: Readable, start: Index, size: int, layout: Layout) -> jax.Arra
 def warp_layout() -> Layout:
     """Registers of a flat vector that every warp holds: element i in lane i % 32."""
     tiling = GPU.Tiling(((32,), (1,)))
-    return GPU.Layout.TILED(tiling, warp_dims=(GPU.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
+    return GPU.Layout.TILED(tiling, warp_dims=(GPU.Replicated(4),), lane_dims=(-2,), vector_dim=-1)  # type: ignore[no-any-return]
 
 
 def load_warp(ref: Readable, start: Index, size: int) -> jax.Array:

@@ -397,7 +397,7 @@ def collect(
         return thread.scalar(_collect(refs, word(cut_here), ids))
 
     count = thread.result((), jnp.int32, compat.GPU.Layout.WG_SPLAT)
-    return thread.inline(body, arguments, layouts, count)
+    return thread.inline(body, arguments, layouts, count)  # type: ignore[no-any-return]
 
 
 class LogitVector(NamedTuple):
@@ -812,7 +812,7 @@ def key_of_scalar(x: jax.Array) -> jax.Array:
         return thread.scalar(thread.select(x == 0.0, 0, _flipped(thread.bits_of(x))))
 
     kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
-    return thread.inline(body, (x,), ("scalar",), kind)
+    return thread.inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
 
 
 def first_largest(schedule: Schedule, row: RowOfLogits) -> jax.Array:

@@ -103,7 +103,7 @@ def read_groups(
         kernel_name="read_groups",
     )
     found = kernel(logits.reshape(-1), inverse, offset, changes)
-    return jax.tree.unflatten(tree, found)
+    return jax.tree.unflatten(tree, found)  # type: ignore[no-any-return]
 
 
 class RowOfGroups(NamedTuple):
@@ -189,7 +189,7 @@ def read_steps(row: RowOfGroups, program: Index) -> Carries:
 
     begin = program * schedule.num_steps // schedule.splits
     end = (program + 1) * schedule.num_steps // schedule.splits
-    return lax.fori_loop(begin, end, step, before_any_block(row))
+    return lax.fori_loop(begin, end, step, before_any_block(row))  # type: ignore[no-any-return]
 
 
 def read_edges(row: RowOfGroups) -> Carries:
@@ -271,7 +271,7 @@ def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
         mine = thread.sum_over_lanes(thread.in_pairs(thread.words(given)), width // RUN)
         return thread.one_each(mine, layout.reduce(1), (groups,))
 
-    return thread.inline(
+    return thread.inline(  # type: ignore[no-any-return]
         body, (terms,), (layout,), thread.result((groups,), jnp.float32, layout.reduce(1))
     )
 

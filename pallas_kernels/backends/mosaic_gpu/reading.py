@@ -244,7 +244,7 @@ def fixed_changes(changes: Changes | None, width: int) -> RowChanges:
         return None
     plain = None if changes.bias is None else unbiased(changes, width)
     arrays: FixedChanges[Readable] = FixedChanges(changes.allowed, plain, *changes[1:])
-    return jax.tree.map(lambda x: x.reshape(-1), arrays)
+    return jax.tree.map(lambda x: x.reshape(-1), arrays)  # type: ignore[no-any-return]
 
 
 def changed(

@@ -186,7 +186,7 @@ def read_steps(row: RowToRead, program: Index) -> Carry:
 
     begin = program * schedule.num_steps // schedule.splits
     end = (program + 1) * schedule.num_steps // schedule.splits
-    return lax.fori_loop(begin, end, step, before_any_block(row, schedule.vector))
+    return lax.fori_loop(begin, end, step, before_any_block(row, schedule.vector))  # type: ignore[no-any-return]
 
 
 def read_edges(row: RowToRead) -> Carry:

@@ -80,7 +80,7 @@ class Word:
 
 def i32() -> mlir_ir.Type:
     """The type of a 32-bit integer."""
-    return ir.IntegerType.get_signless(32)
+    return ir.IntegerType.get_signless(32)  # type: ignore[no-any-return]
 
 
 def word(value: Number) -> Word:
@@ -154,7 +154,7 @@ def vector_of(registers: Sequence[Word | Value], layout: Layout, shape: tuple[in
 def _of_one(value: Word) -> Value:
     """A vector of MLIR that has one element."""
     undefined = llvm.mlir_undef(ir.VectorType.get((1,), value.value.type))
-    return llvm.insertelement(undefined, value.value, word(0).value)
+    return llvm.insertelement(undefined, value.value, word(0).value)  # type: ignore[no-any-return]
 
 
 def scalar(value: Word) -> Vector:
@@ -281,7 +281,7 @@ def repeat_while(
 
 def load(ref: Value, index: Number) -> Value:
     """An element of a flat reference, in MLIR."""
-    return memref.load(ref, [_index(index)])
+    return memref.load(ref, [_index(index)])  # type: ignore[no-any-return]
 
 
 def store(ref: Value, index: Number, value: Number) -> None:
@@ -310,7 +310,7 @@ def load_or(ref: Value, index: Number, count: int, condition: Word, otherwise: f
     kind = ir.VectorType.get((count,), element)
     found = llvm.load(kind, place(ref, index, element))
     values = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(element, otherwise))
-    return arith.select(condition.value, found, arith.constant(kind, values))
+    return arith.select(condition.value, found, arith.constant(kind, values))  # type: ignore[no-any-return]
 
 
 def load_run_within(
@@ -375,16 +375,16 @@ def inline(
 
 def result(shape: tuple[int, ...], dtype: DTypeLike, layout: Layout) -> jax.ShapeDtypeStruct:
     """A result's type for `inline`."""
-    return GPU.ShapeDtypeStruct(shape, dtype, layout=layout)
+    return GPU.ShapeDtypeStruct(shape, dtype, layout=layout)  # type: ignore[no-any-return]
 
 
 def _index(index: Number) -> Value:
-    return arith.index_cast(ir.IndexType.get(), word(index).value)
+    return arith.index_cast(ir.IndexType.get(), word(index).value)  # type: ignore[no-any-return]
 
 
 def place(ref: Value, index: Number, element: mlir_ir.Type) -> Value:
     """The address of an element of a flat reference, in MLIR."""
-    return utils.getelementptr(utils.memref_ptr(ref), [word(index).value], element)
+    return utils.getelementptr(utils.memref_ptr(ref), [word(index).value], element)  # type: ignore[no-any-return]
 
 
 def _assembled(text: str, constraints: str, operands: Sequence[Value]) -> Word:
@@ -410,7 +410,7 @@ def load_at_once(ref: Readable, index: Index, interpreted: bool = False) -> jax.
         return Vector.splat(found, (), is_signed=True if integer else None)
 
     kind = result((), dtype, GPU.Layout.WG_SPLAT)
-    return inline(body, (ref, index), (None, "scalar"), kind)
+    return inline(body, (ref, index), (None, "scalar"), kind)  # type: ignore[no-any-return]
 
 
 def load_run_at_once(ref: Readable, start: Index, size: int, layout: Layout) -> jax.Array:
@@ -442,4 +442,4 @@ def load_run_at_once(ref: Readable, start: Index, size: int, layout: Layout) -> 
             loaded.append(llvm.bitcast(ir.VectorType.get((vector,), element), found))
         return vector_of(loaded, layout, (size,))
 
-    return inline(body, (ref, start), (None, "scalar"), result((size,), dtype, layout))
+    return inline(body, (ref, start), (None, "scalar"), result((size,), dtype, layout))  # type: ignore[no-any-return]

@@ -214,4 +214,4 @@ def call(
     )
     if not (schedule.interpreted or schedule.as_blocks):
         logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
-    return run(offset, logits, given)
+    return run(offset, logits, given)  # type: ignore[no-any-return]

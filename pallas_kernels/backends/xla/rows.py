@@ -215,7 +215,7 @@ LEAST = -200.0  # the exponential of this is 0 in float32; of -inf, -inf * 0 wou
 def weighted_sum(x: jax.Array, given: Given) -> jax.Array:
     """[B] float32 of x [B, V]."""
     with jax.named_scope("row_entropy"):
-        return lax.reduce(_terms(x, given), jnp.float32(0), lax.add, dimensions=(1,))
+        return lax.reduce(_terms(x, given), jnp.float32(0), lax.add, dimensions=(1,))  # type: ignore[no-any-return]
 
 
 def weighted_sum_on_cpu(x: jax.Array, given: Given) -> jax.Array:

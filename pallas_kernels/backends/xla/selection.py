@@ -209,7 +209,7 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
 
     found = forms.vary_like(jnp.full(keys.shape[:1], np.iinfo(np.int16).min, jnp.int32), keys)
     found = lax.fori_loop(0, HALF, step, found)
-    return found.astype(keys.dtype) << shift
+    return found.astype(keys.dtype) << shift  # type: ignore[no-any-return]
 
 
 def top_k_by_integers(x: jax.Array, k: int, dtype: DTypeLike) -> Selected:
@@ -275,7 +275,7 @@ def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> S
         return _ordered(x, maxima, bound, k, width)
     found, complete = _collected(x, maxima, bound, k, width)
     # Many logits may be equal: then there is no room for all.
-    return lax.cond(jnp.all(complete), lambda: found, lambda: top_k(x.astype(jnp.float32), k))
+    return lax.cond(jnp.all(complete), lambda: found, lambda: top_k(x.astype(jnp.float32), k))  # type: ignore[no-any-return]
 
 
 def _collected(
