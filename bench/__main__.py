@@ -26,9 +26,13 @@ MORE = {
     "sampling": "verification and drawing of sampled rows, against their logprobs alone",
     "real": "SmolLM2-135M-Instruct: its start, the cost of logprobs and of sampling (minutes)",
     "drafts": "tokens/s with drafters over those without; --model DIR",
+    "same-bits": "what rows in tiles cost a step of SmolLM2-135M-Instruct, and scoring (minutes)",
     "peers": "functions of trainers and engines that run on JAX, against the adapters' (minutes)",
 }
-MODULES = {"end-to-end": "loop.suite", "peers": "peers.suite", "ring": "ring.suite"}
+MODULES = {
+    "end-to-end": "loop.suite", "peers": "peers.suite", "ring": "ring.suite",
+    "same-bits": "same_bits",
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

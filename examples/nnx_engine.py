@@ -5,7 +5,8 @@
     python examples/nnx_engine.py DIR         # writes the tokenizer, and says how to serve
 
 It is the model of `nnx_model.py`, as `jax_specdec.device.model.OwnModel` asks for it: the graph
-definition is the static part, and what `nnx.split` leaves is the weights.
+definition is the static part, and what `nnx.split` leaves is the weights. Its rows are computed in
+tiles, so `sequence_logprobs` gives a learner the bits of the engine.
 """
 
 import sys
@@ -26,19 +27,26 @@ class Module(own_model.Windowed):
     definition: Any  # nnx.GraphDef
     vocab_size: int = story.VOCAB
     dtype: str = "float32"
+    row_tile: int = 8  # rows that a product takes at once
 
     def forward(self, params, tokens, positions, cache):
         """Write the tokens, and return what the module makes of the last characters of each row."""
         from flax import nnx
 
+        from jax_specdec.device.model import over_rows
+
         text, cache = self.written(tokens, positions, cache)
-        return nnx.merge(self.definition, params).features(text, positions), cache
+        module = nnx.merge(self.definition, params)
+        return over_rows(module.layer, module.seen(text, positions), tile=self.row_tile), cache
 
     def logits(self, params, hidden):
         """Ask the module's last layer."""
         from flax import nnx
 
-        return nnx.merge(self.definition, params).out(hidden)
+        from jax_specdec.device.model import over_rows
+
+        last = nnx.merge(self.definition, params).out
+        return over_rows(last, hidden, tile=self.row_tile, axes=hidden.ndim - 1)
 
 
 def make(config):

@@ -41,10 +41,18 @@ class WindowModel(nnx.Module):
 
     def features(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Compute the last hidden layer [B, S, E] at `positions` [B, S] of `tokens` [B, T]."""
+        return self.layer(self.seen(tokens, positions))
+
+    def seen(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Look up the embeddings [B, S, _] of the last characters at each position."""
         places = positions[..., None] + jnp.arange(1 - self.window, 1)
         rows = jnp.arange(tokens.shape[0])[:, None, None]
-        seen = self.embed(tokens[rows, jnp.maximum(places, 0)])
-        return nnx.relu(self.hidden(seen.reshape(*positions.shape, -1)))
+        embedded = self.embed(tokens[rows, jnp.maximum(places, 0)])
+        return embedded.reshape(*positions.shape, -1)
+
+    def layer(self, seen: jax.Array) -> jax.Array:
+        """Compute the hidden layer of each row."""
+        return nnx.relu(self.hidden(seen))
 
 
 def train(model: WindowModel, steps: int) -> float:

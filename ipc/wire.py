@@ -111,6 +111,7 @@ HEADER = {
     "draft_follows": Field(2, 1, 1),
     "error": Field(2, 2, 1),
     "error_checks": Field(2, 8, 8),
+    "digest": Field(2, 16, 16),  # of what decides the rows' bits; 0: the batch does, too
     "num_slots": Field(3, 0, 32),
     "num_words": Field(4, 0, 32),
     "step_low": Field(5, 0, 32),

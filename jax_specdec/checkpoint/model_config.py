@@ -59,6 +59,8 @@ class ModelConfig:
     attention_softcap: float | None = None  # c: scores become c tanh(score / c)
     logit_softcap: float | None = None  # c: logits become c tanh(logit / c)
     vocab_padding: int = 0  # tokens of probability 0 behind the others, so that devices share all
+    row_tile: int | None = None  # rows of a product, whose bits are their own; None: all at once
+    row_step: int | None = None  # fewer rows are padded to a multiple of it; None: to a tile
     norm_in_head: bool = False  # hidden states lack the final norm; `llama.logits` applies it
 
     def __post_init__(self) -> None:
@@ -93,6 +95,10 @@ class ModelConfig:
             )
         if self.vocab_padding < 0:
             raise ValueError(f"vocab_padding must be 0 or more, not {self.vocab_padding!r}")
+        for name in ("row_tile", "row_step"):
+            value = getattr(self, name)
+            if value is not None and (value < 1 or value % 8):
+                raise ValueError(f"{name} must be a multiple of 8, or None, not {value!r}")
         if self.num_mtp_layers not in (0, 1):
             raise ValueError(f"num_mtp_layers must be 0 or 1, not {self.num_mtp_layers!r}")
         if self.dtype not in DTYPES:
@@ -138,6 +144,11 @@ class ModelConfig:
             "dtype": "bfloat16",
         }
         return cls(**(sizes | changes))
+
+    @property
+    def row_tiles(self) -> tuple[int, int] | None:
+        """`row_tile` and `row_step`, as `over_rows` takes them; None without tiles."""
+        return None if self.row_tile is None else (self.row_tile, self.row_step or self.row_tile)
 
     @property
     def num_columns(self) -> int:

@@ -41,6 +41,9 @@ def add_engine(group: Any) -> None:
     group.add_argument("--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",
         help="devices among which each worker splits the model; "
         "without accelerators it makes N CPU devices (default: %(default)s)")  # fmt: skip
+    group.add_argument("--batch-invariant", action="store_true",
+        help="a token's logprob has the same bits whatever else runs; steps and prompts cost more "
+        "(docs/same_bits.md)")  # fmt: skip
     add_programs(group)
 
 
@@ -53,6 +56,7 @@ def engine_options(
         "draft_width": options.draft_width,
         "num_slots": options.slots,
         "tensor_parallel": options.tensor_parallel,
+        "batch_invariant": options.batch_invariant,
         "compilation_cache": options.compilation_cache,
         "implementation": options.implementation,
     }

@@ -60,6 +60,12 @@ class WorkerConfig:
       num_slots: requests that decode together.
       max_length: prompt and emitted tokens of a request.
       prefill_chunk: prompt tokens that run between two steps.
+      batch_invariant: a token's logprob has the same bits whatever else runs: other requests,
+        slots, chunks, certain drafts, a reused prefix, a start again. `sequence_logprobs` gives
+        them to a learner. Steps and prompts cost more (docs/same_bits.md). Of a model of your own,
+        it asks for a `row_tile`.
+      row_tile: for that, the rows that a product takes at once, a multiple of 8; `over_rows` says
+        when it takes fewer. On a TPU, 128 fill the matrix unit.
       prefix_reuse: run what prompts have in common once, where a slot of the worker still holds it;
         no value depends on it. A prompt whose logprobs are wanted is always run whole.
       prepare: what requests will ask for: the programs of one kind that serves them all, alone and
@@ -101,6 +107,8 @@ class WorkerConfig:
     num_slots: int = 8
     max_length: int = 512
     prefill_chunk: int = 64
+    batch_invariant: bool = False
+    row_tile: int = 32
     prefix_reuse: bool = True
     prepare: tuple[SamplingParams, ...] = ()
     prepare_widths: bool = True

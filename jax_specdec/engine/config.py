@@ -87,6 +87,7 @@ class EngineConfig(WorkerConfig):
             ("num_slots", 1, 2**16),
             ("max_length", 2, 2**31 - 1),
             ("prefill_chunk", 1, 2**16),
+            ("row_tile", 8, 2**16),
             ("ring_slots", 1, 2**16),
             ("num_ranks", 1, 2**10),
             ("num_prefill_ranks", 0, 2**10),
@@ -118,6 +119,8 @@ class EngineConfig(WorkerConfig):
                 named = ", ".join(filter(None, known))
                 raise ValueError(f"{name} = {value!r} must be one of {named}{more}")
 
+        if self.row_tile % 8:
+            raise ValueError(f"row_tile = {self.row_tile} must be a multiple of 8")
         if (self.drafter == "model") != bool(self.draft_model):
             raise ValueError(
                 f"drafter = {self.drafter!r} with draft_model = {self.draft_model!r}: the drafter "

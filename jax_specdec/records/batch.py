@@ -186,6 +186,12 @@ class RecordBatch:
             return self.message.weights_version
         return None if self.prompt is None else self.prompt.message.weights_version
 
+    @property
+    def digest(self) -> int:
+        """Of what the bits of the records' rows depend on; 0 where they depend on the batch."""
+        message = self.message or (self.prompt and self.prompt.message)
+        return message.digest if message else 0
+
     def __len__(self) -> int:
         return len(self.slots)
 

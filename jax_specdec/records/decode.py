@@ -83,6 +83,7 @@ class Message:
     kept_start: NDArray[np.int64]  # [B] the slot's first one; 0 in a message without any
     num_bytes: int
     most_drafts: int  # the largest of `num_drafts`; 0 without slots
+    digest: int = 0  # of what the rows' bits depend on; 0 where they depend on the batch
 
     @property
     def num_slots(self) -> int:
@@ -191,6 +192,7 @@ def decode(data: Any) -> Message:
         kept_start=kept_start,
         num_bytes=view.nbytes,
         most_drafts=most[_DRAFTS],
+        digest=header["digest"],
     )
 
 

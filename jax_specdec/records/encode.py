@@ -51,6 +51,7 @@ def encode(
     draft_follows: bool = False,
     process_rank: int = 0,
     weights_version: int = 0,
+    digest: int = 0,
 ) -> bytes:
     """The bytes of one message; `max_num_logprobs` defaults to the largest K of the slots.
 
@@ -100,6 +101,7 @@ def encode(
         "draft_follows": draft_follows,
         "error": 0,
         "error_checks": 0,
+        "digest": digest,
         "num_slots": len(slots),
         "num_words": wire.HEADER_WORDS + sum(array.size for array in body),
         "step_low": step & 0xFFFFFFFF,

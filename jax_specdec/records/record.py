@@ -186,6 +186,11 @@ class Record(TokenViews):
         return self.batch.weights_version
 
     @property
+    def digest(self) -> int:
+        """Of what the rows' bits depend on (`sequence_logprobs`); 0 where it is the batch, too."""
+        return self.batch.digest
+
+    @property
     def num_tokens(self) -> int:
         return int(self.batch.num_tokens[self.index])
 

@@ -19,7 +19,7 @@ from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.contract.types import TopkLogprobs
-from pallas_kernels.lowering.forms import canonical, floats, logarithm, ordered_keys
+from pallas_kernels.lowering.forms import barrier, canonical, floats, logarithm, ordered_keys
 from pallas_kernels.meshes.placement import VocabShard
 
 # A backend's read: rows whose temperatures are usable and whose changes are its columns', the
@@ -235,7 +235,8 @@ def answers(
         logits = jnp.concatenate([named[:, :1], top_logits, named[:, 1:]], axis=1)
         scaled = logits - maximum[:, None]
         if temperatures is not None:
-            scaled = scaled / temperatures[:, None]
+            # Of a quotient by a broadcast, XLA makes a product in some programs and not in others.
+            scaled = scaled / barrier(jnp.broadcast_to(temperatures[:, None], scaled.shape))
         log_sum = logarithm(sum_exp) if log_sum is None else log_sum
 
         def or_nan(x: jax.Array) -> jax.Array:

@@ -326,7 +326,9 @@ def logarithm(x: Float32[Array | np.ndarray, "*rows"]) -> Float32[Array, "*rows"
     series = jnp.float32(SERIES[-1])
     for coefficient in SERIES[-2::-1]:
         series = jnp.float32(coefficient) + z * series
-    half = jnp.float32(0.5) * f * f
+    # Of a sum of two products a compiler contracts either: one of them is hidden in a maximum.
+    half = jnp.maximum(jnp.float32(0.5) * f * f, jnp.float32(0))
     power = exponent.astype(jnp.float32)
-    small = s * (half + z * series) + power * jnp.float32(LOG2[1])
+    first = jnp.maximum(s * (half + z * series), jnp.float32(-1))
+    small = first + power * jnp.float32(LOG2[1])
     return power * jnp.float32(LOG2[0]) - ((half - small) - f)  # type: ignore[no-any-return]

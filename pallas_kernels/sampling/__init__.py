@@ -7,7 +7,7 @@ change.
 from pallas_kernels.sampling.distribution import truncation
 from pallas_kernels.sampling.drafts import draw
 from pallas_kernels.sampling.kept_set import kept_sets
-from pallas_kernels.sampling.learning import kept_logprobs, learner_logprobs
+from pallas_kernels.sampling.learning import kept_logprobs, learner_logprobs, rollout_logprobs
 from pallas_kernels.sampling.parameters import Sampling, Truncation
 from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.types import CompactQ, DenseQ, Drafts, RowsRead, Verified, row_ids_of
@@ -32,6 +32,7 @@ __all__ = [
     "kept_sets",
     "kept_logprobs",
     "learner_logprobs",
+    "rollout_logprobs",
 ]
 
 

@@ -18,8 +18,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import RowScale, loaded, stored
-from pallas_kernels.lowering.forms import barrier
+from pallas_kernels.lowering.forms import barrier, logarithm
+from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.sampling import exact_sums, row_read
 from pallas_kernels.sampling.kept_set import PaddedKept
+from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.rows import GroupedRows
+from pallas_kernels.topk.call import topk_logprobs
 
 AnyArray = jax.Array | np.ndarray
 
@@ -195,6 +200,36 @@ def _relative(x: jax.Array, scale: RowScale, temperatures: jax.Array) -> jax.Arr
 def _mean(shares: Float32[Array, "*rows N"], z: Float32[Array, "*rows N"]) -> jax.Array:
     """The mean of z under the shares; -inf has share 0 and counts nothing."""
     return jnp.where(shares > 0, shares * z, 0.0).sum(-1)
+
+
+def rollout_logprobs(
+    logits: Float[AnyArray, "N V"],
+    token_ids: Int32[AnyArray, " N"],
+    kept: tuple[AnyArray, AnyArray, AnyArray] | None = None,
+    temperatures: Float[AnyArray, " N"] | None = None,
+) -> Float32[Array, " N"]:
+    """The logprobs that a rollout has of these logits, bit for bit; without a gradient.
+
+    Raw, or scaled with temperatures: those of `topk_logprobs`. With kept sets they are of the
+    processed distribution, by the sums that `verify` cuts with; elsewhere as `kept_logprobs`.
+    """
+    scaled = topk_logprobs(logits, token_ids, 0, temperatures=temperatures).logprobs[:, 0]
+    if kept is None:
+        return scaled
+    logits, sets = jnp.asarray(logits), on_device(kept, token_ids.shape)
+    number, vocab_size = logits.shape
+    t = jnp.zeros(number) if temperatures is None else temperatures
+    read = row_read.read(GroupedRows.of(logits), Sampling.of(number, temperature=t))
+    x = _of_set(logits, sets)
+    gap = row_read.scaled(x, read.largest[:, None], read.inverse[:, None])
+    of_set = exact_sums.mass(exponential(gap), vocab_size)
+    share, whole = (exact_sums.to_float(x, vocab_size) for x in (of_set, read.total))
+    over_all = sets.counts < 0
+    log_kept = jnp.where(over_all, sets.log_kept, jnp.minimum(logarithm(share / whole), 0.0))
+    processed = jnp.where(t > 0, jnp.minimum(scaled - log_kept, 0.0), 0.0)
+    inside = over_all | (is_id(sets) & (sets.token_ids == token_ids[:, None])).any(-1)
+    processed = jnp.where(inside, processed, -jnp.inf)
+    return jnp.where(sets.counts == 0, 0.0, jnp.where(jnp.isnan(scaled), scaled, processed))
 
 
 def learner_logprobs(

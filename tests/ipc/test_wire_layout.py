@@ -24,9 +24,9 @@ def test_one_message_byte_by_byte():
     ]  # fmt: skip
     data = encode(
         Kind.TARGET, (9 << 32) + 4, slots, running=True, draft_follows=True, process_rank=2,
-        weights_version=2**32 - 6,
+        weights_version=2**32 - 6, digest=0xABCD,
     )  # fmt: skip
-    header = [0x4C53 << 16 | 3, 3 | 1 << 8, 1 | 2, 3, 34, 4, 9, 2, 2**32 - 6]
+    header = [0x4C53 << 16 | 3, 3 | 1 << 8, 1 | 2 | 0xABCD << 16, 3, 34, 4, 9, 2, 2**32 - 6]
     slot_words = [
         *(0 | 1 << 8 | 2 << 16, 2 | 2 << 16, 3 | 1 << 16, 2**32 - 1),
         *(4, 0, 0, 7),
@@ -35,7 +35,7 @@ def test_one_message_byte_by_byte():
     payload = struct.pack("<3i2i6f2i", 5, 6, 1, 1, 4, -0.5, -0.5, -3, -2, -0.25, -4, 5, 9)
     assert data == struct.pack("<21I", *header, *slot_words) + payload
     assert wire.VERSION == 3
-    assert decode(data).weights_version == 2**32 - 6
+    assert (decode(data).weights_version, decode(data).digest) == (2**32 - 6, 0xABCD)
 
 
 def test_kinds_states_and_modes_have_their_numbers():

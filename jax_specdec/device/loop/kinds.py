@@ -46,6 +46,7 @@ class Kind(NamedTuple):
         *,
         on_gpu: bool = False,
         draws: bool = False,
+        in_tiles: bool = False,
     ) -> "Kind":
         """The cheapest kind that serves these slots.
 
@@ -54,12 +55,13 @@ class Kind(NamedTuple):
           vocab_size: V.
           on_gpu: whether the logits go through the GPU kernels.
           draws: drafts are drawn, so there is something to report.
+          in_tiles: rows have bits of their own, so what others ask decides no order of sums.
         """
         params = [slot.params for slot in slots]
         return cls(
             widths=widths_of_slots(slots, vocab_size),
             reports_drafts=draws and any(one.draft_logprobs for one in params),
-            reads_once=reads_once(slots, on_gpu),
+            reads_once=reads_once(slots, on_gpu) and not in_tiles,
             samples=any(one.temperature > 0 for one in params),
             changes=changes_size(params),
         )

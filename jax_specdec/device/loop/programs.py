@@ -51,6 +51,7 @@ class Compiled:
         on_state = functools.partial(jax.jit, donate_argnums=0, out_shardings=places)
         with_model = functools.partial(jax.jit, donate_argnums=1)
         static = "widths", "process_rank"
+        of_messages: dict[str, Any] = {"parallel": parallel, "digest": config.digest}
         self.admit: Wrapped = on_state(admit)
         self.release: Wrapped = on_state(release)
         self.start_again: Wrapped = on_state(start_again)
@@ -83,15 +84,15 @@ class Compiled:
             out_shardings=(places, None),
         )
         self.prompt_message: Wrapped = jax.jit(
-            functools.partial(chosen(prompt_scoring.prompt_message)),
+            functools.partial(chosen(prompt_scoring.prompt_message), digest=config.digest),
             static_argnames=(*static, "vocab_size"),
         )
         self.target_message: Wrapped = jax.jit(
-            functools.partial(chosen(step_messages.target_message), parallel=parallel),
+            functools.partial(chosen(step_messages.target_message), **of_messages),
             static_argnames=static,
         )
         self.draft_message: Wrapped = jax.jit(
-            functools.partial(chosen(step_messages.draft_message), parallel=parallel),
+            functools.partial(chosen(step_messages.draft_message), **of_messages),
             static_argnames=static,
         )
         self.leading: Wrapped = jax.jit(

@@ -2,7 +2,7 @@
 
     raw, scaled                   `linear_topk_logprobs`: a few percent of many logits at a time
     processed, a model of one's   some positions' logits at a time: a cut needs a row's whole
-    own                           distribution, and such a model gives logits alone
+    own, rows in tiles            distribution, such a model gives logits alone, `head` has tiles
 
 Axes: P positions of a chunk, E hidden size, V vocabulary.
 """
@@ -52,7 +52,9 @@ def prompt_rows(
       said in `row_logprobs`.
     """
     assert widths.k is not None, "a prompt without columns has no logprobs"
-    if isinstance(config.model, ModelConfig) and widths.mode is not LogprobsMode.PROCESSED:
+    in_tiles = own_model.row_tile(config.model) is not None
+    is_linear = widths.mode is not LogprobsMode.PROCESSED and not in_tiles
+    if isinstance(config.model, ModelConfig) and is_linear:
         return _linear(config, config.model, params, hidden, token_ids, num, options, widths)
     count = hidden.shape[0]
     most = max(1, LOGITS_BYTES // (4 * own_model.num_columns(config.model)))

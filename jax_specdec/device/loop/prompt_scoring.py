@@ -62,6 +62,7 @@ def prompt_message(
     vocab_size: int,
     process_rank: int = 0,
     weights_version: UInt32[Array, ""] | int = 0,
+    digest: int = 0,
 ) -> UInt32[Array, " W"]:
     """The message of one chunk of one slot's prompt, packed: every token in it has logprobs.
 
@@ -75,6 +76,7 @@ def prompt_message(
       vocab_size: V.
       process_rank: which process rank sends.
       weights_version: of the weights that the chunk was run with.
+      digest: static, of what the rows' bits depend on.
 
     Returns:
       The words; see `pack`.
@@ -108,6 +110,7 @@ def prompt_message(
         draft_follows=False,
         process_rank=process_rank,
         weights_version=weights_version,
+        digest=digest,
         vocab_size=vocab_size,
         num_words=most_words(1, size, widths, vocab_size)
         + most_words(batch - 1, 0, Widths(), vocab_size),

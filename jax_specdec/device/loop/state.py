@@ -17,6 +17,7 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import Drafter
 from jax_specdec.device.model.own_model import Model, empty_cache
 from jax_specdec.device.model.params import KVCache
+from jax_specdec.device.model.sequences import digest_of
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
 from pallas_kernels.sampling import Drafts, Sampling
 
@@ -46,6 +47,11 @@ class LoopConfig:
             )
 
     @property
+    def digest(self) -> int:
+        """Of what a row's bits depend on; 0 where they depend on the batch, too."""
+        return digest_of(self.model, self.parallel.mesh, self.implementation)
+
+    @property
     def num_positions(self) -> int:
         """S: rows of a slot in a step."""
         return self.drafter.num_drafts + 1
@@ -58,7 +64,7 @@ class LoopState(NamedTuple):
     slot's next step.
     """
 
-    cache: KVCache
+    cache: Annotated[KVCache, "T = C"]  # C is T, or whole tiles of it
     drafter: Any  # the drafter's own state
     drafts: Drafts
     handed_over: Int32[Array, "B _"]  # the drafts of a slot's first step; -1 where there are none
@@ -98,7 +104,9 @@ def init_state(config: LoopConfig) -> LoopState:
 
 
 @functools.partial(jax.jit, static_argnames="length")
-def _empty_slots(cache: KVCache, drafter: Any, drafts: Drafts, length: int) -> LoopState:
+def _empty_slots(
+    cache: Annotated[KVCache, "T = C"], drafter: Any, drafts: Drafts, length: int
+) -> LoopState:
     """The state around caches, drafter and drafts that are empty, of B slots of T positions.
 
     It is one program: a worker would compile one for each array, at every start. No two leaves

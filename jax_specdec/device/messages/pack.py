@@ -86,6 +86,7 @@ def pack(
     num_words: int,
     kept: KeptRows | None = None,
     weights_version: Integer[Array, ""] | int = 0,
+    digest: int = 0,
 ) -> UInt32[Array, " W"]:
     """Pack one message.
 
@@ -103,6 +104,7 @@ def pack(
       num_words: W, static; the longest message that these shapes can make.
       kept: the kept sets of the rows that `wire.kept_rows` counts; None where no slot asks.
       weights_version: of the weights that made the rows.
+      digest: of what the rows' bits depend on, static (`model.digest_of`).
 
     Returns:
       The words, of which the header's `num_words` are the message and the rest are 0. A failed
@@ -134,6 +136,7 @@ def pack(
         "draft_follows": draft_follows,
         "error": checks != 0,
         "error_checks": checks,
+        "digest": digest,
         "num_slots": batch,
         "num_words": layout.num_words,
         "step_low": step[0],

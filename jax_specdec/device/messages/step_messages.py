@@ -99,6 +99,7 @@ def target_message(
     widths: Widths,
     process_rank: int = 0,
     weights_version: UInt32[Array, ""] | int = 0,
+    digest: int = 0,
     parallel: Parallel = ONE_DEVICE,
 ) -> UInt32[Array, " W"]:
     """The target message of a step, packed.
@@ -111,6 +112,7 @@ def target_message(
       widths: the static limits of `options`. Where no slot asks for logprobs, no kernel runs.
       process_rank: which process rank sends.
       weights_version: of the weights that the step was run with.
+      digest: static, of what the rows' bits depend on (`model.digest_of`).
       parallel: the devices among which the logits' vocabulary is split.
 
     Returns:
@@ -146,6 +148,7 @@ def target_message(
         draft_follows=draft_follows,
         process_rank=process_rank,
         weights_version=weights_version,
+        digest=digest,
         vocab_size=vocab,
         num_words=most_words(batch, num_positions, widths, vocab),
         kept=kept,
@@ -193,6 +196,7 @@ def draft_message(
     widths: Widths,
     process_rank: int = 0,
     weights_version: UInt32[Array, ""] | int = 0,
+    digest: int = 0,
     parallel: Parallel = ONE_DEVICE,
 ) -> UInt32[Array, " W"]:
     """The draft message of a step, packed: the logprobs, under the draft model, of what it drafted.
@@ -246,6 +250,7 @@ def draft_message(
         draft_follows=False,
         process_rank=process_rank,
         weights_version=weights_version,
+        digest=digest,
         vocab_size=vocab,
         num_words=most_words(batch, num_drafts, widths._replace(kept=False), vocab),
     )

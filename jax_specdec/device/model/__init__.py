@@ -7,6 +7,7 @@ behind it may change, the functions of the modules `llama` and `mtp` among it.
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.checkpoint.shipped import tiny_weights_path
 from jax_specdec.device.model import llama, mtp
+from jax_specdec.device.model.attention import tiled_attention
 from jax_specdec.device.model.checkpoint import (
     load_checkpoint,
     load_model,
@@ -22,6 +23,8 @@ from jax_specdec.device.model.params import (
     init_params,
     named_arrays,
 )
+from jax_specdec.device.model.sequences import digest_of, sequence_logprobs
+from jax_specdec.device.model.tiles import over_rows, tiled_norm, tiled_product
 
 __all__ = [
     "ModelConfig",
@@ -34,6 +37,13 @@ __all__ = [
     "init_mtp_cache",
     # A model of your own.
     "OwnModel",
+    # The same bits in any batch: the learner's function, and pieces for a model of your own.
+    "sequence_logprobs",
+    "digest_of",
+    "over_rows",
+    "tiled_product",
+    "tiled_norm",
+    "tiled_attention",
     # The forward pass, the output head and the layer that decoding and training share.
     "llama",
     "mtp",

@@ -17,13 +17,13 @@ https://arxiv.org/abs/2310.06825; norms behind, soft caps: https://arxiv.org/abs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model.arithmetic import (
@@ -33,13 +33,18 @@ from jax_specdec.device.model.arithmetic import (
     rms_norm,
     soft_capped,
 )
+from jax_specdec.device.model.attention import (
+    Seen,
+    attention,  # noqa: F401  part of the door's `llama`
+    attention_in_tiles,
+    cached_attention,
+)
 from jax_specdec.device.model.experts import experts
 from jax_specdec.device.model.params import KVCache, LayerParams, ModelParams
 from jax_specdec.device.model.rotary import Slides, layer_rotation, rotary
+from jax_specdec.device.model.tiles import over_rows
 
 Aux = TypeVar("Aux")
-
-KEY_TILE = 256  # cache entries that a softmax takes in at a time
 
 
 def forward(
@@ -85,14 +90,27 @@ def forward(
     x, cache = cached_layers(
         params.layers, config, x, positions, cache, slot, sliding=config.sliding_layers
     )
-    return x if config.norm_in_head else norm(config, x, params.final_norm), cache
+    return final_norm(params, config, x), cache
+
+
+def final_norm(
+    params: ModelParams, config: ModelConfig, x: Float[Array, "B S E"]
+) -> Float[Array, "B S E"]:
+    """The hidden states that the last layer's results are, as `forward` returns them."""
+    if config.norm_in_head:
+        return x
+    return over_rows(lambda x: norm(config, x, params.final_norm), x, tile=config.row_tiles)
 
 
 def logits(
     params: ModelParams, config: ModelConfig, hidden: Float[Array, "*rows E"]
 ) -> Float[Array, "*rows V"]:
     """Logits of hidden states, in `config.dtype` (accumulated in float32)."""
-    return project(params, config, before_head(params, config, hidden))
+
+    def head(hidden: jax.Array) -> jax.Array:
+        return project(params, config, before_head(params, config, hidden))
+
+    return over_rows(head, hidden, tile=config.row_tiles, axes=hidden.ndim - 1)
 
 
 def before_head(
@@ -190,20 +208,14 @@ def cached_layers(
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
             written = _write(cache, index, slots, target, k, v)
-            return cached_attention(config, q, written, (index, first), seen), written
+            attended = cached_attention if config.row_tile is None else attention_in_tiles
+            return attended(config, q, written, (index, first), seen), written
 
         return decoder_layer(layer, config, x, positions, attend, slides), None
 
     # The cache is carried, not mapped over: a scan's outputs would be a second cache.
     (x, cache), _ = lax.scan(body, (x, cache), (layers, jnp.arange(num_layers, dtype=jnp.int32)))
     return x, cache
-
-
-class Seen(NamedTuple):
-    """The cache entries that each row attends to, from `first` to `last`, with both."""
-
-    first: Int32[Array, "B S"]
-    last: Int32[Array, "B S"]
 
 
 def _write(
@@ -248,12 +260,18 @@ def decoder_layer(
     [B, S, H * Dh] and anything else, which is passed on. So decoding (which writes a cache) and
     training (which has none) share this code. `slides` selects a sliding layer's rotary base.
     """
-    normed = norm(config, x, layer.attention_norm)
-    mixed, aux = attend(*_heads(layer, config, normed, positions, slides))
-    mixed = matmul(mixed, layer.output, layer.output_bias)
-    x = x + norm(config, mixed, layer.attention_post_norm)
-    normed = norm(config, x, layer.mlp_norm)
-    return x + norm(config, _feed_forward(layer, config, normed), layer.mlp_post_norm), aux
+
+    def before(x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+        return _heads(layer, config, norm(config, x, layer.attention_norm), positions, slides)
+
+    def behind(x: jax.Array, mixed: jax.Array) -> jax.Array:
+        mixed = matmul(mixed, layer.output, layer.output_bias)
+        x = x + norm(config, mixed, layer.attention_post_norm)
+        normed = norm(config, x, layer.mlp_norm)
+        return x + norm(config, _feed_forward(layer, config, normed), layer.mlp_post_norm)
+
+    mixed, aux = attend(*over_rows(before, x, positions, tile=config.row_tiles))
+    return over_rows(behind, x, mixed, tile=config.row_tiles), aux
 
 
 def _feed_forward(
@@ -291,105 +309,6 @@ def _heads(
     q, k = norm(config, q, layer.query_norm), norm(config, k, layer.key_norm)
     turn = layer_rotation(config, slides)
     return rotary(q, positions, *turn), rotary(k, positions, *turn), v
-
-
-def cached_attention(
-    config: ModelConfig,
-    q: Float[Array, "B S H Dh"],
-    cache: Annotated[KVCache, "B = C"],
-    place: tuple[jax.Array, jax.Array],
-    seen: Seen,
-    tile: int = KEY_TILE,
-) -> Float[Array, "B S H*Dh"]:
-    """`attention` over the entries of a cache, tile by tile up to the last that any row sees.
-
-    A tile of which a row sees nothing changes none of its bits: its own weights are 0, and those
-    before are times 1. So a row has the same bits whatever other rows see.
-
-    Args:
-      config: of the scale and the soft cap.
-      q: of B slots.
-      cache: with the rows' own entries.
-      place: the layer, and the first of the B slots.
-      seen: by row.
-      tile: entries that are taken in at a time.
-
-    Source: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
-    """
-    b, s, h, dh = q.shape
-    length, g = cache.k.shape[2:4]
-    tile = min(tile, length)
-    grouped = q.reshape(b, s, g, h // g, dh)
-    zero, lowest = jnp.int32(0), float(np.finfo(np.float32).min)
-
-    def take_in(
-        index: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        largest, total, out = sums
-        begin = index * tile
-        start = jnp.minimum(begin, length - tile)  # the last tile may overlap the one before
-        k, v = (
-            lax.dynamic_slice(x, (*place, start, zero, zero), (1, b, tile, g, dh))[0]
-            for x in (cache.k, cache.v)
-        )
-        entries = (start + jnp.arange(tile, dtype=jnp.int32))[None, None, :]
-        visible = (entries >= jnp.maximum(seen.first, begin)[:, :, None]) & (
-            entries <= seen.last[:, :, None]
-        )
-        scores = _scores(config, grouped, k, visible)
-        above = jnp.maximum(largest, scores.max(axis=-1))
-        old, weights = jnp.exp(largest - above), jnp.exp(scores - above[..., None])
-        more = jnp.einsum(
-            "bgnst,btgd->bgnsd", weights.astype(v.dtype), v,
-            precision=precision(q), preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        return above, old * total + weights.sum(axis=-1), old[..., None] * out + more
-
-    rows = jnp.zeros((b, g, h // g, s), jnp.float32)
-    none = rows + lowest, rows, jnp.zeros((*rows.shape, dh), jnp.float32)
-    if length == tile:
-        _, total, out = take_in(zero, none)
-    else:
-        tiles = jnp.min(seen.first) // tile, jnp.max(seen.last) // tile + 1
-        _, total, out = lax.fori_loop(*tiles, take_in, none)
-    out = jnp.moveaxis(out / total[..., None], 3, 1)
-    return out.astype(q.dtype).reshape(b, s, h * dh)
-
-
-def attention(
-    q: Float[Array, "B S H Dh"],
-    k: Float[Array, "B T G Dh"],
-    v: Float[Array, "B T G Dh"],
-    visible: Bool[Array, "B S T"],
-    config: ModelConfig,
-) -> Float[Array, "B S H*Dh"]:
-    """Grouped-query attention: query heads h * H/G .. (h + 1) * H/G - 1 share key head h.
-
-    Every query must see at least one entry. Products are times the configuration's scale, by
-    default 1 / sqrt(Dh).
-    """
-    b, s, h, dh = q.shape
-    scores = _scores(config, q.reshape(b, s, k.shape[2], h // k.shape[2], dh), k, visible)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum(
-        "bgnst,btgd->bsgnd", weights, v, precision=precision(q), preferred_element_type=jnp.float32
-    )
-    return out.astype(q.dtype).reshape(b, s, h * dh)
-
-
-def _scores(
-    config: ModelConfig,
-    q: Float[Array, "B S G N Dh"],
-    k: Float[Array, "B T G Dh"],
-    visible: Bool[Array, "B S T"],
-) -> Float[Array, "B G N S T"]:
-    """Logits of attention, in float32; -inf where a row does not see an entry."""
-    scores = jnp.einsum(
-        "bsgnd,btgd->bgnst", q, k, precision=precision(q), preferred_element_type=jnp.float32
-    )
-    scale = q.shape[-1] ** -0.5 if config.attention_scale is None else config.attention_scale
-    scores = soft_capped(scores * jnp.float32(scale), config.attention_softcap)
-    return jnp.where(visible[:, None, None], scores, -jnp.inf)
 
 
 def embed(

@@ -15,6 +15,9 @@ from jax_specdec.device.model.params import KVCache, init_cache
 class OwnModel(Protocol):
     """A model as `LoopConfig.model`: a frozen, hashable value, static under jit.
 
+    An attribute `row_tile` says that its rows have bits of their own, by tiles of so many
+    (`over_rows`).
+
     Axes: B slots, S positions of a step, T positions of a slot, E hidden size, V vocabulary. In a
     prefill chunk B is 1 and S the chunk.
     """
@@ -77,6 +80,12 @@ def head(params: Any, model: Model, hidden: Float[Array, "*rows E"]) -> Float[Ar
     if isinstance(model, ModelConfig):
         return llama.logits(params, model, hidden)
     return model.logits(params, hidden)
+
+
+def row_tile(model: Model) -> int | None:
+    """The model's `row_tile`, which one of your own may have as well; None where it has none."""
+    tile: int | None = getattr(model, "row_tile", None)
+    return tile
 
 
 def num_columns(model: Model) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.model.tiles import whole_tiles
 
 
 @jax.tree_util.register_dataclass
@@ -190,6 +191,8 @@ def init_mtp_cache(config: ModelConfig, num_slots: int, length: int) -> KVCache:
 def _empty_cache(config: ModelConfig, layers: int, num_slots: int, length: int) -> KVCache:
     if num_slots < 1 or length < 1:
         raise ValueError(f"a cache needs at least one slot and position: {num_slots=}, {length=}")
+    if config.row_tile is not None:
+        length = whole_tiles(length)
     shape = (layers, num_slots, length, config.num_kv_heads, config.head_dim)
     zeros = jnp.zeros(shape, jnp.dtype(config.dtype))
     return KVCache(k=zeros, v=jnp.zeros_like(zeros))

@@ -38,6 +38,7 @@ from jax_specdec.device.loop.programs import Compiled, with_implementation
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
 from jax_specdec.device.loop.step import StepRows
 from jax_specdec.device.messages.logit_changes import GrammarMasks
+from jax_specdec.device.model.own_model import row_tile
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.device_checks import check
@@ -277,6 +278,7 @@ class Worker:
             self.config.model.vocab_size,
             on_gpu=self.on_gpu,
             draws=self.outgoing.sends_drafts,
+            in_tiles=row_tile(self.config.model) is not None,
         )
 
     def prompt_kind_of(self, slot: Slot) -> PromptKind:

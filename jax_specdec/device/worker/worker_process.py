@@ -35,7 +35,7 @@ from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.other_weights import other_weights, own_weights
-from jax_specdec.device.model.own_model import Model, OwnModel
+from jax_specdec.device.model.own_model import Model, OwnModel, row_tile
 from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
 from jax_specdec.device.worker import background, compilation_cache, compilations, plugin_messages
@@ -44,6 +44,8 @@ from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.structured.vocabulary import read_vocabulary
 from jax_specdec.text.tokenizer import text_encoder
+
+CPU_ROWS = 8  # from so many rows to 32, a product on a CPU has the same bits
 
 
 def serve(
@@ -237,6 +239,8 @@ def _load(start: Start, stats: ProcessStats) -> tuple[Any, LoopConfig, Callable[
         parallel=parallel,
         draft_model=small,
     )
+    if config.batch_invariant:
+        model = _in_tiles(model, config.row_tile)
     loop = LoopConfig(
         model=model,
         drafter=drafter,
@@ -247,6 +251,23 @@ def _load(start: Start, stats: ProcessStats) -> tuple[Any, LoopConfig, Callable[
         implementation=config.implementation or None,
     )
     return params, loop, other
+
+
+def _in_tiles(model: Model, tile: int) -> Model:
+    """The model with products of so many rows.
+
+    Raises:
+      ValueError: it is of the user's own, and has no tiles.
+    """
+    if isinstance(model, ModelConfig):
+        step = CPU_ROWS if jax.default_backend() == "cpu" else None
+        return replace(model, row_tile=tile, row_step=step)
+    if row_tile(model) is None:
+        raise ValueError(
+            f"batch_invariant = True, but {type(model).__name__} has no row_tile: compute its rows "
+            "by `over_rows` in tiles, and say of how many rows, or leave batch_invariant out"
+        )
+    return model
 
 
 def _own_model(config: WorkerConfig) -> tuple[Any, OwnModel]:

@@ -27,7 +27,7 @@ def test_options_reach_the_engine(model, fake, tmp_path):
     for options in (
         "", "--draft-width fixed --drafter suffix --drafts 5 --kept-token-ids",
         "--tensor-parallel 2 --ignore-eos", f"--draft-model {small}",
-        f"--draft-model {small} --drafts 0", "--max-restarts 3",
+        f"--draft-model {small} --drafts 0", "--max-restarts 3 --batch-invariant",
     ):  # fmt: skip
         assert status_of("generate", "--model", model, "--prompt", "a", *options.split()) == 0
     names = ("drafter", "num_drafts", "draft_width", "tensor_parallel", "draft_model")
@@ -36,6 +36,7 @@ def test_options_reach_the_engine(model, fake, tmp_path):
         ("ngram", 3, "adaptive", 2, ""), ("model", 3, "adaptive", 1, str(small)),
         ("none", 0, "adaptive", 1, ""), ("ngram", 3, "adaptive", 1, ""),
     ]  # fmt: skip
+    assert [one.batch_invariant for one in fake.configs] == [False] * 5 + [True]
     restarts = [(one.on_worker_loss, one.max_restarts) for one in fake.configs]
     assert restarts == [("stop", EngineConfig.max_restarts)] * 5 + [("restart", 3)]
     asked = [(one.params.kept_token_ids, one.params.stop_token_ids) for one in fake.requests]

@@ -90,14 +90,15 @@ def test_what_does_not_go_with_it_is_refused():
         ({"own_model": "a"}, "own_model = 'a' must be module:function"),
         ({"drafter": "mtp"}, "drafter = 'mtp' is not for"),
         ({"tensor_parallel": 2}, "tensor_parallel = 2 is not for"),
+        ({"row_tile": 12}, "row_tile = 12 must be a multiple of 8"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(config, **change)
 
 
-def as_worker(name, capsys):
+def as_worker(name, capsys, **changes):
     """What a worker says that is told to run such a model."""
-    config = EngineConfig(vocab_size=V, own_model=name, drafter="ngram").worker
+    config = EngineConfig(vocab_size=V, own_model=name, drafter="ngram", **changes).worker
     with pytest.raises(SystemExit):
         make_worker(Start(config=config, ring=""), decoding.Sent())
     return capsys.readouterr().err
@@ -112,6 +113,8 @@ def test_a_function_that_is_not_there_or_makes_no_model_is_named(capsys):
     assert "cannot be found: No module named 'nowhere'" in as_worker("nowhere:make", capsys)
     assert "has no attribute 'made'" in as_worker(f"{__name__}:made", capsys)
     assert "returned no (params, OwnModel)" in as_worker(f"{__name__}:nothing", capsys)
+    said = as_worker(f"{__name__}:make", capsys, batch_invariant=True)
+    assert "batch_invariant = True, but Fading has no row_tile" in said
 
 
 @pytest.mark.fast

@@ -1,0 +1,216 @@
+"""The learner's side of the same bits: logprobs of whole sequences, as the rollout had them.
+
+With a model whose `row_tile` is set, a token's logprob has bits of its own: those of a step, of a
+prefill and of a pass over whole sequences are the same, on the same jax, devices and tiles. A
+digest of these travels with each message.
+
+Axes: B sequences, T tokens of each, M ids of a kept set, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Float32, Int32
+
+from ipc.wire import KEPT_ALL
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.model import llama, own_model
+from jax_specdec.device.model.attention import (
+    QUERY_TILE,
+    attention,
+    tiled_attention,
+)
+from jax_specdec.device.model.own_model import Model
+from jax_specdec.device.model.rotary import Slides
+from jax_specdec.device.model.tiles import KEY_TILE, over_rows
+from pallas_kernels.sampling import kept_logprobs, rollout_logprobs
+
+AnyArray = jax.Array | np.ndarray
+Kept = tuple[AnyArray, AnyArray, AnyArray]
+
+LOGITS_BYTES = 32 << 20  # of the float32 logits that are there at once
+
+
+def sequence_logprobs(
+    params: Any,
+    model: Model,
+    token_ids: Int32[AnyArray, "B T"],
+    temperatures: Float[AnyArray, "*any"] | float | None = None,
+    kept: Kept | None = None,
+    *,
+    digest: int | None = None,
+    on_other_digest: Literal["refuse", "warn"] = "refuse",
+) -> Float32[Array, "B N"]:
+    """The logprob of each token but the first, with the bits that its rollout has.
+
+    So the ratio of an unchanged policy is 1, not nearly 1. Differentiable in reverse by params and
+    temperatures: the gradient is that of the same function without tiles, which runs once more.
+
+    Args:
+      params, model: those of the rollout; `row_tile` of the model says the tiles.
+      token_ids: prompts and what followed, padded behind with any ids: a token depends on those
+        before it.
+      temperatures: of the rollouts, what broadcasts to [B, T - 1]. None: raw logprobs.
+      kept: for processed ones, padded kept sets [B, T - 1, M] as `kept_logprobs` has them; without,
+        logprobs are raw or scaled.
+      digest: of the rollout's messages (`Record.digest`); None: whoever calls has looked at it.
+      on_other_digest: where it is not that of this process, raise an error, or warn and go on.
+
+    Raises:
+      ValueError: the model has no tiles, another digest, or kept sets of other rows.
+    """
+    own = digest_of(model)
+    if not own:
+        raise ValueError(
+            "row_tile = None: such a model's logprobs have other bits in another batch; give it "
+            "the row_tile of the rollout, as dataclasses.replace(model, row_tile=32) does"
+        )
+    if digest is not None and digest != own:
+        text = (
+            f"the rollout has the digest {digest}, and this process {own}: jax, the device, the "
+            "mesh, the dtype or a tile is another, so ratios are near 1 and not 1"
+        )
+        if on_other_digest == "refuse":
+            raise ValueError(f'{text}; on_other_digest="warn" goes on')
+        warnings.warn(text, stacklevel=2)
+    ids = jnp.asarray(token_ids, jnp.int32)
+    rows = (ids.shape[0], ids.shape[1] - 1)
+    if temperatures is not None:
+        temperatures = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows)
+    sets: Kept | None = None
+    if kept is not None:
+        sets = jnp.asarray(kept[0]), jnp.asarray(kept[1]), jnp.asarray(kept[2])
+        if sets[1].shape != rows:
+            raise ValueError(
+                f"kept sets of {sets[1].shape} tokens do not go with sequences {ids.shape}: give "
+                f"one for each token but the first, {rows}"
+            )
+    return _scored(model, params, ids, temperatures, sets)
+
+
+def digest_of(model: Model, mesh: Mesh | None = None, implementation: str | None = None) -> int:
+    """16 bits of what a row's bits depend on, beside weights and tokens; 0 without tiles.
+
+    That is the versions of jax and jaxlib, the device, the mesh, the dtype and the tiles.
+    """
+    tile = own_model.row_tile(model)
+    if tile is None:
+        return 0
+    device = jax.devices()[0]
+    parts: list[Any] = [jax.__version__, version("jaxlib"), device.platform, device.device_kind]
+    if device.platform == "cpu":  # products take the widest vectors that there are
+        info = Path("/proc/cpuinfo").read_text().split("\n")
+        parts.append(next((line for line in info if line.startswith("flags")), ""))
+    parts += [mesh and tuple(mesh.shape.items()), implementation, model.dtype]
+    parts += [tile, KEY_TILE, QUERY_TILE]
+    return 1 + zlib.crc32(repr(parts).encode()) % 0xFFFF
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scored(
+    model: Model, params: Any, ids: jax.Array, t: jax.Array | None, kept: Kept | None
+) -> jax.Array:
+    return score(model, params, ids, t, kept, logprobs=rollout_logprobs)
+
+
+def _forward(model: Model, *given: Any) -> tuple[jax.Array, Any]:
+    return _scored(model, *given), given
+
+
+def _backward(model: Model, given: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    """Of the same function without tiles: rounding is all that differs."""
+    params, ids, t, kept = given
+    plain = replace(model, row_tile=None) if isinstance(model, ModelConfig) else model
+
+    def ordinary(params: Any, t: jax.Array | None) -> jax.Array:
+        return score(plain, params, ids, t, kept, logprobs=_plain_logprobs)
+
+    by_params, by_temperature = jax.vjp(ordinary, params, t)[1](gradient)
+    return by_params, None, by_temperature, None
+
+
+_scored.defvjp(_forward, _backward)
+
+
+def _plain_logprobs(
+    logits: jax.Array, ids: jax.Array, kept: Kept | None, t: jax.Array | None
+) -> jax.Array:
+    if kept is None:
+        kept = ids[..., None], jnp.full_like(ids, KEPT_ALL), jnp.zeros(ids.shape)
+    return kept_logprobs(logits, ids, kept, 1.0 if t is None else t)
+
+
+def score(
+    model: Model,
+    params: Any,
+    ids: jax.Array,
+    t: jax.Array | None = None,
+    kept: Kept | None = None,
+    *,
+    logprobs: Callable[..., jax.Array],
+) -> jax.Array:
+    """The logprobs that `logprobs` makes of some rows' logits at a time."""
+
+    @jax.checkpoint
+    def some(hidden: jax.Array, *of_rows: Any) -> jax.Array:
+        logits = own_model.head(params, model, hidden[0])
+        return logprobs(logits, *jax.tree.map(lambda x: x[0], of_rows))[None]
+
+    hidden = whole_sequences(params, model, ids[:, :-1])
+    most = max(8, LOGITS_BYTES // (4 * own_model.num_columns(model)))
+    found: jax.Array = over_rows(
+        some, hidden, ids[:, 1:], kept, t, tile=min(most, hidden[..., 0].size)
+    )
+    return found
+
+
+def whole_sequences(
+    params: Any, model: Model, tokens: Int32[Array, "B S"]
+) -> Float[Array, "B S E"]:
+    """Hidden states of sequences from their beginning, each row after those before it.
+
+    The decoder that comes along keeps no cache here, and computes a layer once more in the backward
+    pass.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    if not isinstance(model, ModelConfig):
+        return model.forward(params, tokens, positions, model.init_cache(*tokens.shape))[0]
+    config, every = model, jnp.zeros_like(positions)
+    near = every
+    if config.sliding_window is not None:
+        near = jnp.maximum(positions - config.sliding_window + 1, 0)
+    is_sliding = np.isin(np.arange(config.num_layers), config.sliding_layers)
+    mixed = is_sliding.any() != is_sliding.all()
+
+    @jax.checkpoint
+    def layer(x: jax.Array, one: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+        weights, index = one
+        slides: Slides = jnp.asarray(is_sliding)[index] if mixed else bool(is_sliding[0])
+        first = jnp.where(slides, near, every)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            if config.row_tile is not None:
+                scoring = {"scale": config.attention_scale, "soft_cap": config.attention_softcap}
+                return tiled_attention(q, k, v, first, positions, **scoring), None
+            entries = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None]
+            visible = (entries >= first[:, :, None]) & (entries <= positions[:, :, None])
+            return attention(q, k, v, visible, config), None
+
+        return llama.decoder_layer(weights, config, x, positions, attend, slides)[0], None
+
+    x = llama.embed(params, config, tokens)
+    x, _ = lax.scan(layer, x, (params.layers, jnp.arange(config.num_layers, dtype=jnp.int32)))
+    return llama.final_norm(params, config, x)

@@ -1,0 +1,114 @@
+"""A real model's ids and logprobs have the same bits in every engine, and in the learner.
+
+Named so that the ordinary test run does not collect it: `.ci/heavy real` does.
+"""
+
+import dataclasses
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from jax_specdec.device.model import load_model, sequence_logprobs
+from jax_specdec.engine import Engine, EngineConfig
+from jax_specdec.requests import LogprobsMode, Request, SamplingParams
+from jax_specdec.text.tokenizer import Tokenizer
+from tests.real import model
+
+TOKENS, V, LENGTH = 128, 49_152, 256
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+def asked():
+    """Raw, scaled and processed; greedy and sampled; 16 prompts of many languages."""
+    tokenizer, found = Tokenizer(model.path(), V), []
+    for number, prompt in enumerate(model.PROMPTS):
+        encode = tokenizer.encode if isinstance(prompt, str) else tokenizer.encode_chat
+        mode = list(LogprobsMode)[number % 3]
+        params = SamplingParams(
+            max_tokens=TOKENS, logprobs=(0, 5, 20)[number % 3], logprobs_mode=mode, seed=number,
+            temperature=(0.0, 0.8)[number // 3 % 2], top_p=(1.0, 0.9)[number % 2], top_k=40,
+            kept_token_ids=mode is LogprobsMode.PROCESSED,
+        )  # fmt: skip
+        found.append(Request(id=str(number), prompt_token_ids=encode(prompt), params=params))
+    return found
+
+
+def decoded(requests, dtype, *, kill=False, **changes):
+    """Records by request; with `kill`, the worker is lost after some steps and replaced."""
+    config = EngineConfig(
+        weights=str(model.path()), vocab_size=V, dtype=dtype, max_length=LENGTH,
+        batch_invariant=True, on_worker_loss="restart", resume_lost=True, restart_delay=0.0,
+        prepare=tuple({one.params: None for one in requests}), **changes,
+    )  # fmt: skip
+    records, lost = {one.id: [] for one in requests}, 0
+    with Engine(config) as engine:
+        for number, update in enumerate(engine.generate(requests)):
+            for record in update.records:
+                records[record.request_id].append(record)
+            if kill and number == 40:
+                os.kill(engine.sessions[0].worker.pid, signal.SIGKILL)
+                lost += 1
+    assert lost == kill
+    return records
+
+
+def values(records):
+    some = [record for record in records if record.num_tokens]
+    names = ("token_ids", "logprobs", "topk_ids")
+    return [np.concatenate([getattr(record, name) for record in some]) for name in names]
+
+
+def same(one, other):
+    """How many tokens have the same id and logprobs, of all."""
+    ids, logprobs, top = zip(one, other, strict=True)
+    equal = (ids[0] == ids[1]) & (logprobs[0].view(np.int32) == logprobs[1].view(np.int32)).all(1)
+    return int((equal & (top[0] == top[1]).all(1)).sum()), len(equal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engines_and_the_learner_have_the_same_bits(dtype):
+    requests = asked()
+    first = decoded(requests, dtype, drafter="none", num_slots=8, num_drafts=0, prefill_chunk=64)
+    others = {
+        "4 slots, ngram, chunks of 16, a lost worker": decoded(
+            requests, dtype, drafter="ngram", num_slots=4, num_drafts=4, prefill_chunk=16,
+            kill=True,
+        ),
+        "1 slot, suffix, chunks of 32": decoded(
+            requests[::3], dtype, drafter="suffix", num_slots=1, num_drafts=3, prefill_chunk=32
+        ),
+    }  # fmt: skip
+    for name, records in others.items():
+        counts = [same(values(first[id]), values(found)) for id, found in records.items()]
+        print(dtype, name, *map(sum, zip(*counts, strict=True)))
+        assert all(equal == total for equal, total in counts)
+    params, config = load_model(model.path(), dtype=dtype)
+    config = dataclasses.replace(config, row_tile=EngineConfig.row_tile)
+    score = jax.jit(sequence_logprobs, static_argnums=1, static_argnames="digest")
+    total = 0
+    for request in requests:
+        some = [record for record in first[request.id] if record.num_tokens]
+        start = len(request.prompt_token_ids)
+        ids = np.zeros((1, LENGTH), np.int32)
+        own = [*request.prompt_token_ids, *np.concatenate([r.token_ids for r in some])]
+        ids[0, : len(own)] = own
+        kept, t = None, np.full((1, LENGTH - 1), request.params.temperature, np.float32)
+        if request.params.kept_token_ids:
+            places = np.full((1, LENGTH - 1), -1)
+            places[0, start - 1 : len(own) - 1] = np.arange(len(own) - start)
+            joined = type(some[0].kept).joined([r.kept for r in some])
+            kept = joined.padded(places, width=64)
+        elif request.params.logprobs_mode is LogprobsMode.RAW:
+            t = None
+        found = np.asarray(score(params, config, ids, t, kept, digest=some[0].digest))
+        said = np.concatenate([r.logprobs[:, 0] for r in some])
+        ratios = np.exp(found[0, start - 1 : len(own) - 1] - said)
+        assert (ratios == 1).all(), (request.id, ratios[ratios != 1])
+        total += len(ratios)
+    print(dtype, "learner: ratio 1 for", total)
+    assert total >= 2000
