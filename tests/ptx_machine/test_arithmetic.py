@@ -97,3 +97,52 @@ def test_maxima_and_comparisons():
             assert operate("setp.nan.f32", words(x), words(y))[0] == unordered
     pair = operate("max.NaN.bf16x2", np.uint32(0x3F80FFC0), np.uint32(0xBF803F80))
     assert pair[0] == 0x3F807FFF
+
+
+@pytest.mark.parametrize(
+    ("opcode", "sources", "result"),
+    [
+        ("shl.b32", (np.uint32(3), np.uint32(31)), 0x80000000),
+        ("shl.b32", (np.uint32(3), np.uint32(32)), 0),
+        ("shr.s32", (np.uint32(0x80000000), np.uint32(40)), 0xFFFFFFFF),
+        ("shr.u32", (np.uint32(0x80000000), np.uint32(31)), 1),
+        ("shf.r.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(8)), 0x56ABCD12),
+        ("shf.r.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(32)), 0xABCD1234),
+        ("shf.l.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(8)), 0x56AB),
+        ("shf.l.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(33)), 0xAD),
+        ("bfe.u32", (np.uint32(0xABCD1234), np.uint32(8), np.uint32(12)), 0xD12),
+        ("mul.wide.s32", (np.uint32(2**32 - 2), np.uint32(3)), 2**64 - 6),
+        ("mul.wide.u16", (np.uint16(65535), np.uint16(65535)), 65535 * 65535),
+        ("mul.wide.u32", (np.uint32(2**32 - 2), np.uint32(3)), 3 * (2**32 - 2)),
+        ("mul.lo.s32", (np.uint32(2**31), np.uint32(3)), 2**31),
+        ("mul.lo.s16", (np.uint16(430), np.uint16(500)), 430 * 500 % 2**16),
+        ("shr.u16", (np.uint16(0x8000), np.uint32(8)), 0x80),
+        ("max.s32", (np.uint32(2**32 - 1), np.uint32(5)), 5),
+        ("min.u32", (np.uint32(2**32 - 1), np.uint32(5)), 5),
+        ("neg.f32", (words(-0.0),), 0),
+        ("neg.s32", (np.uint32(1),), 2**32 - 1),
+        ("cvt.f32.bf16", (np.uint16(0xC040),), 0xC0400000),
+        ("cvt.f32.f16", (np.uint16(0x0001),), int(words(2.0**-24))),
+        ("cvt.f32.f16", (np.uint16(0xFE01),), 0x7FFFFFFF),
+        ("cvt.rn.f16.f32", (words(1 + 2.0**-11),), 0x3C00),  # a tie goes to the even one
+        ("cvt.rn.f16.f32", (words(65520.0),), 0x7C00),
+        ("cvt.rn.f16.f32", (words(np.nan),), 0x7FFF),
+        ("cvt.rn.bf16.f32", (words(1 + 3 * 2.0**-8),), 0x3F82),
+        ("setp.lt.s16", (np.uint16(0x8000), np.uint16(1)), True),
+        ("cvt.rn.bf16x2.f32", (words(1 + 2.0**-8), words(1 + 3 * 2.0**-8)), 0x3F803F82),
+        ("cvt.rn.bf16x2.f32", (words(-3.4e38), words(np.nan)), 0xFF807FFF),
+        ("cvt.rn.f32.s32", (np.uint32(2**32 - 16777217),), int(words(-16777216.0))),
+        ("cvt.rn.f32.u32", (np.uint32(2**32 - 129),), int(words(2.0**32 - 256))),
+        ("cvt.rn.f32.u32", (np.uint32(2**24 + 1),), int(words(2.0**24))),
+        ("cvt.rzi.s32.f32", (words(-1.9),), 2**32 - 1),
+        ("cvt.rzi.s32.f32", (words(3e9),), 2**31 - 1),
+        ("cvt.rzi.s32.f32", (words(np.nan),), 0),
+        ("add.f32", (words(1e-40), words(1e-40)), int(words(np.float32(1e-40) * 2))),
+        ("sub.f32", (words(np.inf), words(np.inf)), 0x7FFFFFFF),
+        ("sub.rn.f32.bf16", (np.uint16(0x4040), words(1.0)), int(words(2.0))),
+        ("sub.f32x2", (np.uint64(0x40400000_3F800000), np.uint64(0x3F800000_3F800000)), 2**62),
+        ("fma.rn.f32x2", (np.uint64(0x3F800000_40400000),) * 3, 0x40000000_41400000),
+    ],
+)
+def test_operations(opcode, sources, result):
+    assert int(operate(opcode, *sources)[0]) == result
