@@ -71,7 +71,8 @@ MORE = ((3, 20, 1, False), (64, 1, 3, False))
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "dtype", "cases"), [(3001, "float32", FEW), (5000, "bfloat16", MORE)]
+    ("vocabulary", "dtype", "cases"),
+    [(3001, "float32", FEW), pytest.param(5000, "bfloat16", MORE, marks=pytest.mark.slow)],
 )
 def test_no_batch_and_no_option_changes_a_rows_logprobs(vocabulary, dtype, cases):
     assert not differences(vocabulary, dtype, cases)

@@ -168,7 +168,8 @@ def conditional(prefix, changes=True, words=ANY):
     return expected_probs(row, asks.temperature, 0, asks.top_p, 0.0)
 
 
-@pytest.mark.parametrize("name", ["mtp", pytest.param("suffix", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mtp", "suffix"])
 def test_sampled_tokens_follow_the_changed_distribution(name):
     """Of a grammar, biases and penalties, whatever was drafted."""
     requests = [request(str(n), PROMPT, seed=n, max_tokens=3, **CHANCES) for n in range(900)]
