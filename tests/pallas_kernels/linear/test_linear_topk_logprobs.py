@@ -195,7 +195,7 @@ def test_the_door():
     assert nothing.token_ids.shape == (0, K + 1)
 
 
-@pytest.mark.parametrize("name", ["row blocks", "columns"])
+@pytest.mark.parametrize("name", [pytest.param("row blocks", marks=pytest.mark.slow), "columns"])
 def test_a_head_whose_tokens_are_columns(name):
     """`head_axes` of "HV": the same results and gradients, as the products are exact here."""
     rng = np.random.default_rng(2)

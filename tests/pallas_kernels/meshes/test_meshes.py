@@ -86,11 +86,14 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize(
     ("kind", "split", "call"),
     [
-        *((kind, "both", call) for kind in KINDS for call in ("some rows", "fused")),
+        ("explicit", "both", "some rows"),
+        ("explicit", "both", "fused"),
+        pytest.param("automatic", "both", "some rows", marks=pytest.mark.slow),
+        pytest.param("automatic", "both", "fused", marks=pytest.mark.slow),
         ("explicit", "both", "greedy"),
         ("automatic", "rows over both axes", "every row"),
         ("automatic", "vocabulary", "greedy"),
-        ("explicit", "rows", "some rows"),
+        pytest.param("explicit", "rows", "some rows", marks=pytest.mark.slow),
         ("explicit", "neither", "every row"),
     ],
 )
@@ -120,7 +123,7 @@ def test_calls_outside_of_jit(kind, call):
         assert_close(CALLS[call](x), expected(call))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("automatic", marks=pytest.mark.slow)])
 def test_gradients_on_a_mesh(kind):
     """The gradient is split as the logits are, and equal to one device's."""
     given = np.random.default_rng(2).normal(size=(N, V)).astype(np.float32)

@@ -18,7 +18,7 @@ from tests.support.shards import P, mesh_of, on_shards, padded
 
 V, K = 301, 64  # more columns wanted than a shard has
 CASES = [
-    (2, "float32", "strict"),
+    pytest.param(2, "float32", "strict", marks=pytest.mark.slow),
     (8, "float32", "strict"),
     pytest.param(3, "bfloat16", "inclusive", marks=pytest.mark.fast),
 ]
@@ -179,7 +179,7 @@ def largest(program):
     return max((c.num_bytes for c in collectives(program)), default=0)
 
 
-@pytest.mark.parametrize("split", ["vocabulary", "rows"])
+@pytest.mark.parametrize("split", ["vocabulary", pytest.param("rows", marks=pytest.mark.slow)])
 def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
     """Where one is lowered for CUDA; where it is lowered for the host's CPU, XLA with its values.
 

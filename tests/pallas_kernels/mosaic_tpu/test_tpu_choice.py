@@ -83,6 +83,7 @@ def on(kind):
     return jax.sharding.use_abstract_mesh(mesh)
 
 
+@pytest.mark.slow
 def test_a_chip_whose_memory_is_too_small():
     """Two units of rows in VMEM: a v4 has 16 MiB, a v5e 128. By name, an error has the figures."""
 
@@ -170,6 +171,7 @@ def test_a_vocabulary_that_is_split_over_devices():
     assert kernels(lowered(split, *shapes())) == 1
 
 
+@pytest.mark.slow
 def test_rows_that_are_sampled_are_read_by_kernels():
     """Their groups; and 64 or 128 candidates, as a branch decides. A batch of `vmap` is XLA's."""
     rows = jax.ShapeDtypeStruct((3, 4096), jnp.float32)
