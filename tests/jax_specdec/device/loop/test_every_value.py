@@ -40,12 +40,15 @@ ALL = {
 def asking(changes, drafts=False):
     """Each change greedy and sampled, in every mode, with every filter, K from none to V.
 
-    The first request outlives the others and asks for the most: one program serves all steps.
+    The first request asks for the most and outlives others, and so does every seventh: one program
+    serves all steps.
     """
-    kinds = [changes | {"stop_token_ids": ()} if changes else CHANGES["bias"]]
+    # It holds its stop tokens back; where changes are handed down, some steps have no mask.
+    kinds = [changes | {"min_tokens": 80} if changes else CHANGES["bias"]]
     kinds += [*(CHANGES if changes else HANDED_DOWN).values()] * 2 + [changes] * bool(changes)
     found = []
-    for n, kind in enumerate(kinds):
+    for number, kind in enumerate(kinds):
+        n = number if number % 7 else 0
         asked = {"logprobs": [VOCAB, 5, None, 0, 20][n % 5], "logprobs_mode": MODES[n // 2 % 3]}
         asked |= {"kept_token_ids": n % 3 == 0, "draft_logprobs": drafts and n % 4 < 2}
         if n % 5 in (0, 1):
@@ -54,8 +57,16 @@ def asking(changes, drafts=False):
             asked |= {"temperature": 0.7 + 0.1 * (n % 4), **FILTERS[n // 2 % 4]}
         if n == 1:
             asked["prompt_logprobs"] = 3
-        most = {"max_tokens": 80 if n == 0 else 10}
-        found.append(request(f"r{n}", [*range(2 + n % 5), 5, 5], seed=n, **most | asked | kind))
+        kind, most = (kind, 10) if n else (kinds[0], 80)
+        found.append(
+            request(
+                f"r{number}",
+                [*range(2 + n % 5), 5, 5],
+                seed=number,
+                max_tokens=most,
+                **asked | kind,
+            )
+        )
     return found
 
 
