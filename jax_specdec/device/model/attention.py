@@ -20,6 +20,7 @@ from jax_specdec.device.model.arithmetic import precision, soft_capped
 from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.model.tiles import KEY_TILE, as_tiles, of_tiles, whole_tiles
 
+KEYS = 256  # cache entries that a softmax takes in at a time, where nothing else is said
 QUERY_TILE = 8  # rows of a slot, where a row's bits are its own
 
 
@@ -43,7 +44,7 @@ def cached_attention(
     cache: Annotated[KVCache, "B = C"],
     place: tuple[jax.Array, jax.Array],
     seen: Seen,
-    tile: int = KEY_TILE,
+    tile: int = KEYS,
 ) -> Float[Array, "B S H*Dh"]:
     """`attention` over the entries of a cache, tile by tile up to the last that any row sees.
 
@@ -160,7 +161,7 @@ def attention_in_tiles(
 
     def one(part: tuple[jax.Array, tuple[jax.Array, Seen]]) -> jax.Array:
         slot, (q, seen) = lax.optimization_barrier(part)  # type: ignore[no-untyped-call]
-        out = cached_attention(config, q, cache, (layer, slot), seen)
+        out = cached_attention(config, q, cache, (layer, slot), seen, KEY_TILE)
         return lax.optimization_barrier(out)  # type: ignore[no-untyped-call, no-any-return]
 
     return of_tiles(lax.map(one, (slots, parts)), b, s)

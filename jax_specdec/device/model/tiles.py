@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jax_specdec.device.model.arithmetic import matmul, rms_norm
 
-KEY_TILE = 256  # cache entries that a softmax takes in at a time
+KEY_TILE = 128  # cache entries that a softmax takes in at a time, where rows have their own bits
 
 
 Tile = int | tuple[int, int] | None
