@@ -25,6 +25,7 @@ from jax_specdec.device.loop.kinds import Kind
 
 LEAST = 3  # changes to and from a width that tell its time
 UNSEEN = 256  # steps without one of a width, after which one is made
+PER_CHANGE = 32  # of these, for each change that has told its time: sooner while it is uncertain
 RATE = 0.2  # of the latest change in what a width takes
 MOST_ERROR = 0.7  # of the logarithm of a time: a step that something held up tells no more
 WEIGHT = 1 / 12  # of the latest token in an average
@@ -130,8 +131,8 @@ class StepWidths:
 
     def _chosen(self, kinds: Sequence[Kind], slots: Sequence[Slot]) -> Kind:
         for kind in kinds:
-            since = self.steps - self.last.get(kind, 0)
-            if since > UNSEEN or (since > 0 and self.changes.get(kind, 0) < LEAST):
+            since, changes = self.steps - self.last.get(kind, 0), self.changes.get(kind, 0)
+            if since > (0 if changes < LEAST else min(PER_CHANGE * changes, UNSEEN)):
                 return kind
         texts = [
             self._text(index, slot.generation) for index, slot in enumerate(slots) if slot.decoding
