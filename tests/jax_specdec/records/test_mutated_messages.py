@@ -27,7 +27,9 @@ def encoded_again(message):
         names = ("state", "generation", "token_ids", "token_ranks", "logprobs", "topk_ids", "kept")
         fields |= {name: getattr(view, name) for name in names}
         slots.append(SlotContents(**fields | {"mode": LogprobsMode(fields["mode"])}))
-    names = ("max_num_logprobs", "running", "weights_version", "draft_follows", "process_rank")
+    names = (
+        "max_num_logprobs", "running", "weights_version", "draft_follows", "process_rank", "digest",
+    )  # fmt: skip
     header = {name: getattr(message, name) for name in names}
     return encode(message.kind, message.step, slots, **header)
 
