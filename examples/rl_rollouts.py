@@ -34,15 +34,17 @@ B, MAX_TOKENS, NUM_DRAFTS = 16, 24, 1
 TEMPERATURE, TOP_P = 0.9, 0.8
 LEARNING_RATE = 0.02
 TILE = 32  # rows that a product takes at once, here and there
-PROMPT = tuple(byte_tokens.encode("def ", start_document=True).tolist())
-LENGTH = len(PROMPT) + MAX_TOKENS
+PROMPTS = np.stack([byte_tokens.encode(x, start_document=True) for x in ("def ", "The ")])
+GROUP = B // len(PROMPTS)
+START = PROMPTS.shape[1]
+LENGTH = START + MAX_TOKENS
 
 
 def requests(mode, seed):
     """Make B requests whose tokens are drawn with seeds of their own."""
     return [
         Request(
-            id=f"{seed}.{slot}", prompt_token_ids=PROMPT,
+            id=f"{seed}.{slot}", prompt_token_ids=tuple(PROMPTS[slot // GROUP].tolist()),
             params=SamplingParams(
                 max_tokens=MAX_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=seed * B + slot,
                 logprobs=0, logprobs_mode=mode, kept_token_ids=True,
@@ -65,8 +67,8 @@ def rollouts(config, compiled, params, mode, seed):
 def batch_of(columns):
     """Arrange rollouts as ids [B, LENGTH], logprobs [B, MAX_TOKENS] and padded kept sets."""
     places = columns.rows_by_place(LENGTH)[:, 1:]  # -1 in prompts; no rollout ends early here
-    rows = places[:, len(PROMPT) - 1 :]
-    ids = np.concatenate([np.tile(np.int32(PROMPT), (B, 1)), columns.token_id[rows]], axis=1)
+    rows = places[:, START - 1 :]
+    ids = np.concatenate([PROMPTS.repeat(GROUP, axis=0), columns.token_id[rows]], axis=1)
     # A fixed width: one compiled program serves every batch.
     kept = columns.kept.padded(places, width=byte_tokens.VOCAB_SIZE)
     return ids, columns.logprob[rows], kept
@@ -75,7 +77,7 @@ def batch_of(columns):
 def loss(params, model, ids, behavior, kept, advantages, digest):
     """Compute PPO's clipped surrogate (Schulman et al., arXiv 1707.06347), and the ratios."""
     logprobs = sequence_logprobs(params, model, ids, TEMPERATURE, kept, digest=digest)
-    ratios = jnp.exp(logprobs[:, len(PROMPT) - 1 :] - behavior)
+    ratios = jnp.exp(logprobs[:, START - 1 :] - behavior)
     gain = advantages[:, None]
     clipped = jnp.clip(ratios, 0.8, 1.2)
     return -jnp.mean(jnp.minimum(ratios * gain, clipped * gain)), ratios
@@ -83,7 +85,14 @@ def loss(params, model, ids, behavior, kept, advantages, digest):
 
 def rewards_of(ids):
     """Compute the share of vowels among the emitted bytes. [B] float32."""
-    return np.isin(ids[:, len(PROMPT) :], list(b"aeiou")).mean(axis=1, dtype=np.float32)
+    return np.isin(ids[:, START:], list(b"aeiou")).mean(axis=1, dtype=np.float32)
+
+
+def advantages_of(rewards):
+    """Compute GRPO's: rewards less the mean of their prompt's group, over its deviation. [B]."""
+    groups = rewards.reshape(-1, GROUP)
+    deviation = groups.std(axis=1, keepdims=True) + 1e-6
+    return ((groups - groups.mean(axis=1, keepdims=True)) / deviation).reshape(B)
 
 
 update = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(1, 6))
@@ -108,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         columns, statistics, digest = rollouts(config, compiled, params, mode, seed=iteration)
         ids, behavior, kept = batch_of(columns)
         rewards = rewards_of(ids)
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        advantages = advantages_of(rewards)
         for epoch in range(2):
             gradient, ratios = update(params, model, ids, behavior, kept, advantages, digest)
             if epoch == 0:  # no update yet: rollouts and learner must describe one policy

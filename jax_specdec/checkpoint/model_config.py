@@ -147,8 +147,13 @@ class ModelConfig:
 
     @property
     def row_tiles(self) -> tuple[int, int] | None:
-        """`row_tile` and `row_step`, as `over_rows` takes them; None without tiles."""
-        return None if self.row_tile is None else (self.row_tile, self.row_step or self.row_tile)
+        """`row_tile` and `row_step`, as `over_rows` takes them; None without tiles.
+
+        Experts have whole tiles: their products of fewer rows have other bits.
+        """
+        if self.row_tile is None:
+            return None
+        return self.row_tile, self.row_tile if self.num_experts else self.row_step or self.row_tile
 
     @property
     def num_columns(self) -> int:

@@ -34,8 +34,9 @@ def experts(
         ).astype(x.dtype)
         for w in (layer.gate, layer.up)
     )
+    gate, up = (y.astype(jnp.float32) for y in (activated(gate, config.activation), up))
     # Not a product with 0: an expert that the row did not choose may overflow.
-    mixed = jnp.where(shares == 0, 0, shares * activated(gate, config.activation) * up)
+    mixed = jnp.where(shares == 0, 0, shares * gate * up)
     out = jnp.einsum(
         "bsxf,xfe->bse", mixed.astype(x.dtype), layer.down,
         precision=precision(x), preferred_element_type=jnp.float32,

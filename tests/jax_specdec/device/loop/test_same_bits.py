@@ -43,8 +43,8 @@ def tiny(tile=32, **changes):
     return params, dataclasses.replace(config, row_tile=tile, row_step=8)
 
 
-def requests(count=6, tokens=16, seed=0):
-    """Raw, scaled and processed, greedy and sampled, of many lengths."""
+def requests(count=6, tokens=16, seed=0, scored=(LogprobsMode.RAW,)):
+    """Raw, scaled and processed, greedy and sampled, of many lengths; some prompts are scored."""
     random = np.random.default_rng(seed)
     return [
         decoding.request(
@@ -57,6 +57,7 @@ def requests(count=6, tokens=16, seed=0):
             logprobs=(0, 5, 2)[n % 3],
             logprobs_mode=list(LogprobsMode)[n % 3],
             kept_token_ids=n % 3 == 2,
+            prompt_logprobs=1 if list(LogprobsMode)[n % 3] in scored else None,
         )
         for n in range(count)
     ]
@@ -67,11 +68,14 @@ ALONE = {"drafting": NoDrafter(0), "num_slots": 1, "chunk": 16, "prefix_reuse": 
 
 
 def values(records):
-    """A request's ids, logprobs and top ids, as bytes; and how many tokens they are."""
-    some = [record for record in records if record.num_tokens]
+    """How many tokens a request has; ids, logprobs and top ids, its prompt's too, as bytes."""
+    emitted = [record for record in records if record.num_tokens]
+    prompt = [record.prompt for record in records if record.prompt]
     parts = [
-        np.concatenate([np.asarray(getattr(record, name)) for record in some])
+        np.concatenate([np.asarray(getattr(one, name)) for one in some])
+        for some in (emitted, prompt)
         for name in ("token_ids", "logprobs", "topk_ids")
+        if some
     ]
     return len(parts[0]), *(part.tobytes() for part in parts)
 
@@ -110,6 +114,9 @@ def learner(run, asked, params, config, kept=True, length=T):
         if item.params.logprobs_mode is LogprobsMode.RAW:
             t[row] = 1
         said[row, start : len(own)] = np.concatenate([r.logprobs[:, 0] for r in some])
+        if item.params.prompt_logprobs is not None and not kept:
+            parts = [r.prompt.logprobs[:, 0] for r in run.records[item.id] if r.prompt]
+            said[row, 1:start] = np.concatenate(parts)
         if kept:
             there = KeptSets.joined([record.kept for record in some])
             places = np.full(length, -1)
@@ -133,7 +140,8 @@ def test_the_learner_has_the_bits_of_the_rollout(kept):
     params, config = tiny()
     asked = [one for one in requests() if one.params.kept_token_ids == kept]
     found, said = learner(base(), asked, params, config, kept)
-    assert len(said) == 16 * len(asked)
+    prompts = 0 if kept else sum(len(one.prompt_token_ids) - 1 for one in asked[::2])
+    assert len(said) == 16 * len(asked) + prompts
     np.testing.assert_array_equal(found, said)
     np.testing.assert_array_equal(np.exp(found - said), 1)
 
@@ -153,6 +161,24 @@ def test_a_product_outside_of_the_tiles_would_be_noticed():
     scored.clear_cache()
     assert (np.exp(found - said) != 1).any()
     np.testing.assert_allclose(found, said, atol=1e-4)
+
+
+def test_a_row_of_experts_has_the_same_bits_beside_any_others():
+    params, config = tiny(num_experts=4, experts_per_token=2)
+    layer = jax.tree.map(lambda x: x[0], params.layers)
+    rows = np.random.default_rng(0).normal(size=(40, 96)).astype(np.float32)
+
+    @quick_compile.as_users
+    def of(x):
+        def attend(q, k, v):
+            return q.reshape(x.shape), None
+
+        places = jnp.zeros(x.shape[:2], jnp.int32)
+        return llama.decoder_layer(layer, config, x, places, attend)[0]
+
+    every = np.asarray(of(rows[None]))[0]
+    for count in (1, 8, 20):
+        np.testing.assert_array_equal(np.asarray(of(rows[None, :count]))[0], every[:count])
 
 
 def test_gradients_are_those_without_tiles():
@@ -218,19 +244,21 @@ def test_a_rollout_of_another_digest_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "changes",
     [
         {},
         {"sliding_window": 20, "sliding_layers": (1,), "qkv_bias": True, "qk_norm": True},
+        {"num_experts": 4, "experts_per_token": 2},
     ],
-    ids=["plain", "a sliding layer, biases, normed heads"],
+    ids=["plain", "a sliding layer, biases, normed heads", "experts"],
 )
 def test_the_same_bits_in_a_wide_matrix(dtype, changes):
     """2,160 tokens in each batch, and 48 sequences of 200 in the learner."""
     model, more = tiny(dtype=dtype, **changes), {"max_length": 256}  # whole tiles of keys
-    asked = requests(36, tokens=60)
+    asked = requests(36, tokens=60, scored=LogprobsMode)
     first = decoding.run(asked, NgramDrafter(3), num_slots=8, chunk=64, model=model, **more)
     expected, greedy = by_id(first), [one for one in asked if not one.params.temperature]
     assert sum(count for count, *_ in expected.values()) == 2160
@@ -243,8 +271,9 @@ def test_the_same_bits_in_a_wide_matrix(dtype, changes):
         run = decoding.run(some, drafting, num_slots=slots, chunk=chunk, model=model, **more)
         assert by_id(run) == {one.id: expected[one.id] for one in some}
     for kept in (False, True):
-        many = requests(72, tokens=160, seed=1)
+        many = requests(48, tokens=200, seed=1)
         longer = [one for one in many if one.params.kept_token_ids == kept]
         run = decoding.run(longer, NgramDrafter(3), num_slots=8, chunk=64, model=model, **more)
         found, said = learner(run, longer, *model, kept, length=256)
+        assert len(said) >= 200 * len(longer)
         np.testing.assert_array_equal(np.exp(found - said), 1)
