@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jaxtyping import Int32, TypeCheckError, jaxtyped
 
-from pallas_kernels import TopkLogprobs, VocabShard, topk_logprobs
+from pallas_kernels import TopkLogprobs, topk_logprobs
 from pallas_kernels.contract import types
 from tests.support import shape_checks
 
@@ -42,15 +42,6 @@ def test_a_wrong_shape_or_dtype_is_noticed_where_it_is_given(arguments):
     topk_logprobs(X, IDS, 2)
     with pytest.raises(TypeCheckError, match=r"parameter '(logits|token_ids)'"):
         topk_logprobs(*arguments)
-
-
-def test_a_letter_is_one_size():
-    """R of the ids and R of the rows: the lookup itself would broadcast one to the other."""
-    x, ids = jnp.asarray(X), jnp.zeros((3, 4), jnp.int32)
-    call = shape_checks.as_users_run(VocabShard.named_logits)
-    assert call(VocabShard(), x, jnp.zeros(1, jnp.int32), ids).shape == (3, 4)
-    with pytest.raises(TypeCheckError, match="'ids'"):
-        VocabShard().named_logits(x, jnp.zeros(1, jnp.int32), ids)
 
 
 @pytest.mark.parametrize(

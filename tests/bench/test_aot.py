@@ -1,6 +1,5 @@
 """What `bench.aot` reads in machine code, and the model of the time: a listing written by hand."""
 
-import dataclasses
 import json
 
 import pytest
@@ -59,29 +58,6 @@ def test_reading_machine_code():
     assert (load.stall, load.sets, load.waits) == (1, (0,), ())
     assert (add.stall, add.sets, add.waits) == (5, (), (0,))
     assert machine_code.parse(LISTING.replace("@P1 BRA `(.L_x_0)", "NOP")).loops == ()
-
-
-def test_a_chain_waits_for_what_it_needs():
-    """A load, the addition that waits for it, ten turns of 28 clocks, and the end."""
-    turn = 4 + CHIP.latencies["MUFU"] + 2 + 5
-    expected = CHIP.latencies["LDG"] + 5 + 10 * turn + 5
-    assert model.chain(CODE, model.structure(CODE, lambda *_: 10), CHIP) == expected
-    waits_not = dataclasses.replace(CODE.instructions[1], waits=())
-    freed = machine_code.Code((CODE.instructions[0], waits_not, *CODE.instructions[2:]), CODE.loops)
-    assert model.chain(freed, model.structure(freed, lambda *_: 10), CHIP) < expected
-
-
-def test_a_kernel_takes_the_longest_of_its_three_times():
-    alone = model.time(launched(), CHIP)
-    assert alone.total == alone.latency > alone.instructions > alone.memory == 0
-    bound = model.time(launched(size=3.35e9), CHIP)
-    assert bound.total == bound.memory == pytest.approx(1e-3 / CHIP.efficiency)
-    # Sixteen programs fit on a multiprocessor; one more is a round of its own.
-    full = 132 * 16
-    assert model.resident(launched(), CHIP) == 16
-    more = model.time(launched(programs=full + 1), CHIP).total
-    assert more == model.time(launched(programs=full), CHIP).total + alone.latency
-    assert model.time(launched(turns=20), CHIP).total > alone.total
 
 
 def test_a_slower_kernel_breaks_its_limit(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from bench import aot_tpu
 from bench.tpu import bundles
 from bench.tpu.loops import looped
-from bench.tpu.programs import Compiled, reads
+from bench.tpu.programs import Compiled
 from bench.tpu.steps import Step, collectives, searched
 
 LISTING = """
@@ -31,18 +31,6 @@ def test_bundles_times_turns():
     assert [(one.bundles, one.turns) for one in outer.inner] == [(4, 8), (1, 20)]
     assert outer.turns is None
     assert loops.cycles(3) == 3 + 3 * (2 + 4 * 8 + 20)
-
-
-def test_kernel_of_blocks():
-    """16 units of 3 blocks in a loop of 50 turns; an order, 20 times 10, for each of 2 batches."""
-    sweep = bundles.Loop(bundles=10, turns=8, numbers=[*range(9, 19)])
-    order = bundles.Loop(bundles=10, turns=20, numbers=[*range(20, 30)])
-    grid = bundles.Loop([sweep, order], bundles=5, turns=50, numbers=[7, 8, 19, 30, 31])
-    copies = bundles.Loop(bundles=3, turns=2, numbers=[4, 5, 6])
-    program = bundles.Loop([copies, grid], bundles=7, turns=1, numbers=[0, 1, 2, 3, 32, 33, 34])
-    fixed, unit = 7 + 6, 3 * 2 + 3 + 80
-    assert bundles.block_cycles(program, 16, 2, 20, 3) == fixed + 16 * unit + 2 * 200
-    assert bundles.block_cycles(program, 16, 2, 0, 3) == fixed + 16 * (unit + 200)
 
 
 def faults(one, plain=None, xla=None):
@@ -71,30 +59,6 @@ def test_limits():
     assert "1.8x are wanted" in faults(one, replace(one, way="plain", cycles=53_000))[0]
     many = replace(one, rows=2048)
     assert "12.0x are wanted" in faults(many, replace(many, way="plain", cycles=359_000))[0]
-
-
-def test_operations_that_read_the_logits():
-    text = """
-ENTRY %main (x: bf16[64,300]) -> f32[64] {
-  %x.1 = bf16[64,300]{1,0:T(8,128)(2,1)} parameter(0)
-  %a = f32[64]{0:T(128)} fusion(%ids, %x.1), kind=kLoop
-  ROOT %b = f32[64]{0:T(128)} custom-call(%a, %x.10)
-}
-"""
-    assert reads(text, 64, 300) == 1
-
-
-def test_the_rule_is_held_against_both_ways():
-    """64 short rows are XLA's, long ones the kernel's; a way that is chosen and slower is named."""
-    short = Compiled("v6e", "kernel", 64, 2048, 0, "float32", 2254, 5.0, 0.5, 0, 2)
-    xla = replace(short, way="xla", cycles=1653)
-    assert faults(short, None, xla) == []
-    assert "None takes xla" in faults(short, None, replace(xla, cycles=2500))[0]
-    long = replace(short, vocabulary=131_072)
-    assert "None takes kernel" in faults(long, None, xla)[0]
-    plain = replace(xla, way="plain", cycles=1673)
-    assert faults(xla, plain) == []
-    assert "the plain way" in faults(replace(xla, cycles=1900), plain)[0]
 
 
 STEP = """
@@ -144,11 +108,3 @@ ENTRY %main (x: f32[16,8192]) -> f32[16] {
   %w.1 = (s32[], f32[16,8192]{1,0}) while(%t.9), condition=%less, body=%body
 }
 """
-
-
-def test_a_loop_that_scans_the_vocabulary():
-    """20 turns of a maximum of whole columns; not fewer turns, nor what takes one logit of them."""
-    assert looped(LOOPS, 8192, 20) == ["20 turns of body: reduce %largest.2"]
-    assert looped(LOOPS, 8192, 21) == []
-    assert looped(LOOPS.replace("calls=%fused", "calls=%other"), 8192, 20) == []
-    assert looped(LOOPS, 8193, 20) == []

@@ -12,26 +12,6 @@ from pallas_kernels.testing.shapes import Shape
 ONE = ["--chip", "v6e", "--shape", "64 131072 0 float32"]
 
 
-def wanted(*arguments):
-    options = aot_tpu.parsed(list(arguments))
-    every = [grid.name(*one) for one in grid.programs(False)]
-    return [one for one in every if aot_tpu.is_wanted(one, options)]
-
-
-def test_a_part_of_the_programs():
-    """Those of a chip and a shape are there in every way; a number is no beginning of another."""
-    assert wanted(*ONE) == [f"v6e {way} 64 131072 0 float32" for way in ("kernel", "plain", "xla")]
-    assert wanted("--way", "groups", "--chip", "v5e") == [
-        "v5e groups 64 131072 0 bfloat16",
-        "v5e groups 64 151936 0 float32",
-    ]
-    assert not wanted("--shape", "64 13107")
-    steps = aot_tpu.parsed(["--way", "steps", "--chip", "v5e"])
-    assert [one for one in grid.STEPS if aot_tpu.is_wanted(grid.steps_name(*one), steps)] == [
-        ("v5e", 4, 32_768)
-    ]
-
-
 KEPT = {"kernel": 1000, "xla": 2000, "plain": 3000}
 
 

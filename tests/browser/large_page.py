@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
-
 from tests.browser.window import written
-from tests.support.png import most_common
 
 
 def response(name, tokens, logprobs, **more):
@@ -47,21 +44,6 @@ def test_only_what_is_near_is_drawn(show, tmp_path):
     assert page.complaints == []
 
 
-def test_lines_stay_lines_whether_in_one_chunk_or_in_many(show, tmp_path):
-    """A text's height is its lines'; chunks that broke inside of one would add to it."""
-    page = show(written(tmp_path, long_text(700)))
-    for part in range(8):
-        page.js(f"scrollTo(0, {part} / 7 * document.body.scrollHeight)")
-        page.page.wait_for_timeout(150)
-    chunks = page.js("document.querySelectorAll('.chunk').length")
-    line = page.js("parseFloat(getComputedStyle(document.querySelector('.chunk')).lineHeight)")
-    height = page.js(
-        "[...document.querySelectorAll('.chunk')].reduce((sum, c) => sum + c.offsetHeight, 0)"
-    )
-    assert chunks > 5
-    assert height == pytest.approx(700 * line, rel=0.01)
-
-
 def test_the_next_surprising_token_by_key_and_by_button(show, tmp_path):
     logprobs = [-0.125] * 20_000
     for row in (7, 11_000, 19_999):
@@ -83,16 +65,6 @@ def test_the_next_surprising_token_by_key_and_by_button(show, tmp_path):
     page.click("#next")
     assert page.js(FOCUSED) == 19_999
     assert page.complaints == []
-
-
-def test_without_surprising_tokens_the_limit_falls_and_then_the_buttons_rest(show, tmp_path):
-    page = show(written(tmp_path, response("a", ["x", "y"], [-0.5, -2.0])))
-    assert page.text("#surprising") == "1 below \N{MINUS SIGN}1.75"
-    page = show(written(tmp_path, response("a", ["x", "y"], [-0.5, -0.5])))
-    assert page.text("#surprising") == "no surprising token"
-    assert page.js("document.getElementById('next').disabled")
-    page.press("n")
-    assert page.js("document.activeElement === document.body")
 
 
 def test_search_goes_over_tokens_and_characters_that_several_tokens_share(show, tmp_path):
@@ -184,56 +156,6 @@ def test_two_files_stand_side_by_side_and_show_where_they_differ(show, tmp_path)
     assert tops[0] < tops[1]
     assert narrow.js("document.documentElement.scrollWidth") <= 360
     assert page.complaints == narrow.complaints == []
-
-
-def test_files_without_common_ids_stand_side_by_side_in_their_order(show, tmp_path):
-    left = [response(name, ["a"], [-0.5]) for name in "pq"]
-    right = [response(name, ["a"], [-0.5]) for name in "rst"]
-    page = show(written(tmp_path, *left, beside=right))
-    sides = page.js("[...document.querySelectorAll('.pair')].map(p => [...p.children].map("
-                    "c => c.querySelector('h2')?.textContent ?? null))")  # fmt: skip
-    assert sides == [["p", "r"], ["q", "s"], [None, "t"]]
-    one = show(written(tmp_path, *left))
-    assert not one.shown("#difference")
-
-
-BAND = {"light": (255, 157, 77), "dark": (156, 74, 28)}  # of logprobs from -1.75 to -1
-
-
-@pytest.mark.parametrize("width", [360, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_pixels_of_a_token_have_the_color_of_its_band(show, tmp_path, width, scheme):
-    file = written(tmp_path, response("a", ["mmmmmmmm", "    ", "    "], [-0.01, -1.5, -0.01]))
-    page = show(file, width=width, scheme=scheme)
-    tokens = page.page.locator(".t")
-    found = [most_common(tokens.nth(n).screenshot()) for n in range(3)]
-    assert found[1] == BAND[scheme]
-    assert found[2] != BAND[scheme]
-    page.click("input[value=rank] + span")  # the response has no ranks
-    assert most_common(tokens.nth(1).screenshot()) == found[2]
-
-
-def test_a_browser_without_its_own_base64_reads_the_same(show, tmp_path):
-    file = written(tmp_path, long_text(20))
-    texts = "[...document.querySelectorAll('.t')].map(t => t.textContent)"
-    old = show(file, before="delete Uint8Array.fromBase64; window.old = !Uint8Array.fromBase64")
-    assert old.js("window.old")
-    assert old.js(texts) == show(file).js(texts)
-
-
-def test_thousands_of_responses_are_reached_from_each_other(show, tmp_path):
-    many = [
-        response(str(n), ["a", "b"], [-0.125, -6.0 if n == 2500 else -0.125]) for n in range(3000)
-    ]
-    page = show(written(tmp_path, *many))
-    assert page.js(DRAWN) < 1000
-    page.press("n")
-    assert page.js(FOCUSED) == 5001
-    page.page.wait_for_timeout(100)
-    assert page.js(f"({SEEN})(5001)")
-    page.page.wait_for_selector(".t[data-row='0']", state="detached")
-    page.wait(".t[data-row='5003']")
-    assert page.complaints == []
 
 
 def test_a_page_whose_data_is_damaged_says_so(show, tmp_path):

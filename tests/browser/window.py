@@ -22,17 +22,13 @@ class Window:
       requests: every URL that was asked for.
     """
 
-    def __init__(
-        self, browser, file, *, width=1280, scheme="light", ready="[data-ready=all]", before=""
-    ):
+    def __init__(self, browser, file, *, width=1280, scheme="light", ready="[data-ready=all]"):
         viewport = {"width": width, "height": 900}
         self.page = browser.new_page(viewport=viewport, color_scheme=scheme)
         self.complaints, self.requests = [], []
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        if before:
-            self.page.add_init_script(before)
         self.page.goto(file.as_uri())
         self.page.wait_for_selector(ready)
 

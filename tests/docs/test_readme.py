@@ -48,8 +48,3 @@ def test_a_block_prints_what_stands_below_it(heading):
         assert same(one, other), one
     assert "Error: " in printed[1]
     assert has_jax == ("pallas_kernels" in codes[0])
-
-
-def test_another_output_is_noticed():
-    assert same("a  [0.25 0.5 ]\nb\n", "a [0.26 0.5 ]\nb")
-    assert not any(same("a 0.25 1", other) for other in ("a 0.35 1", "a 0.25 2", "b 0.25 1"))

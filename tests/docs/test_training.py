@@ -17,7 +17,6 @@ from jax_specdec.engine import byte_tokens
 from tests.support.run_examples import EXAMPLES
 
 CONFIG = ModelConfig.tiny(byte_tokens.VOCAB_SIZE, num_layers=2)
-SIZES = CONFIG.to_dict()
 # The same sizes everywhere, so that each program is compiled once.
 STEPS, RATE, BATCH, SEQUENCE = 50, 1e-2, 4, 16
 PROMPTS = {"num_prompts": 2, "prompt_length": 8, "generated": 10}
@@ -48,33 +47,6 @@ def library(tmp_path):
     (root / "test" / "excluded.py").write_text("x = 1\n" * 200)
     (root / "short.py").write_text("x = 1\n")
     return root
-
-
-@pytest.mark.fast
-def test_list_of_files(script, library, tmp_path):
-    corpus, twin, file = script.tiny_corpus, tmp_path / "twin", tmp_path / "list"
-    twin.mkdir()
-    for path in library.glob("*.py"):
-        (twin / path.name).write_bytes(path.read_bytes())
-    (twin / "module_3.py").write_text("y =    3\n" * 120)
-    (twin / "module_4.py").unlink()
-    entries = corpus.make_list([library, twin])
-    assert {e.path for e in entries} == {f"module_{n}.py" for n in range(30) if n not in (3, 4)}
-    assert {e.split for e in entries} == set(corpus.SPLITS)
-    corpus.write_list(file, entries)
-    assert corpus.read_list(file) == entries
-    texts = [(library / e.path).read_text() for e in entries if e.split == "held-out"]
-    ids = corpus.load(entries, "held-out", twin)
-    assert byte_tokens.decode(ids) == "".join(f"<|eos|>{text}" for text in texts) + "<|eos|>"
-    first, second, *_ = [e.path for e in entries if e.split == "train"]
-    (library / first).write_text("changed")
-    (library / second).unlink()
-    said = rf"(?s)2 files .*{first}: differs\n  {second}: missing.*--write-corpus"
-    with pytest.raises(corpus.CorpusError, match=said):
-        corpus.load(entries, "train", library)
-    file.write_text("# fine\n\nabc train x.py\n")
-    with pytest.raises(corpus.CorpusError, match="list:3: want"):
-        corpus.read_list(file)
 
 
 def test_shipped_weights_come_from_the_shipped_list(script):

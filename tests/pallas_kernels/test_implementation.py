@@ -173,14 +173,3 @@ def test_kernels_that_cannot_be_lowered(monkeypatch, untried):
     assert "shared memory" in found[0].lower()
     with pytest.raises(Exception, match=r"(?i)shared memory"):
         for_cuda(functools.partial(program, implementation="mosaic_gpu"), long, IDS)
-
-
-def test_kernels_are_tried_once(monkeypatch, untried):
-    tried = []
-    real = choose._try_to_lower
-    monkeypatch.setattr(
-        choose, "_try_to_lower", lambda name, *rest: (tried.append(name), real(name, *rest))
-    )
-    for k in (15, 16):
-        assert KERNEL in for_cuda(lambda x, ids, k=k: topk_logprobs(x, ids, k), X, IDS)
-    assert tried == ["mosaic_gpu"]

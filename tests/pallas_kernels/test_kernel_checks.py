@@ -65,43 +65,6 @@ def test_a_wrong_result_is_named(part, fields, said):
     assert said in found["error"]
 
 
-def test_a_forgotten_bias_is_noticed():
-    def topk(rows, outputs):
-        return BY_XLA.topk(
-            rows._replace(changes=rows.changes._replace(bias_token_ids=None, bias=None)), outputs
-        )
-
-    assert not told("changes", replace(BY_XLA, topk=topk))["ok"]
-
-
-def test_wrong_reads_of_sampled_rows_are_named():
-    def groups(part, *rest):
-        found = BY_XLA.groups(part, *rest)
-        sums = found.groups.sums * (1 - 1e-5)  # as if a small term were dropped
-        return found._replace(groups=found.groups._replace(sums=sums))
-
-    assert "the groups' sums" in told("groups", replace(BY_XLA, groups=groups))["error"]
-
-    def raw(part, *rest):
-        return BY_XLA.groups(part, *rest)._replace(raw_sums=BY_XLA.groups(part, *rest).groups.sums)
-
-    assert "temperature 1" in told("groups", replace(BY_XLA, groups=raw))["error"]
-
-    def candidates(*given):
-        found = BY_XLA.candidates(*given)
-        return found._replace(ids=found.ids.at[0, :2].set(found.ids[0, 1::-1]))
-
-    found = told("candidates", replace(BY_XLA, candidates=candidates))
-    assert "candidates of row 0" in found["error"]
-
-    def num_larger(*given):
-        return BY_XLA.num_larger(*given) + 1
-
-    assert (
-        "numbers of larger logits" in told("ranks", replace(BY_XLA, num_larger=num_larger))["error"]
-    )
-
-
 def test_every_part_has_pieces():
     for backend in ("mosaic_gpu", "mosaic_tpu"):
         kernels = checks.by_name(backend)

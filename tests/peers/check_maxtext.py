@@ -16,7 +16,6 @@ from maxtext.models.models import Transformer
 from maxtext.trainers.post_train.distillation import save_top_k_teacher_logits as script
 
 from jax_specdec.adapters import maxtext as adapter
-from jax_specdec.adapters import versions
 
 own = script.teacher_step
 BASE = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
@@ -87,38 +86,14 @@ def test_a_teacher_s_logits_and_ids_are_maxtext_s(changes):
         assert same.all()
 
 
-def test_no_logits_exist():
-    model, mesh = teacher(vocab_size=50_000, max_target_length=1024)
-    graph, state = nnx.split(model)
-    with jax.set_mesh(mesh):
-        theirs, ours = (
-            jax.jit(lambda s, b, f=f: f(nnx.merge(graph, s), b, 5))
-            .lower(state, batch(1024)).compile().memory_analysis().temp_size_in_bytes
-            for f in (lambda *a: own.__wrapped__(*a), adapter.teacher_step)
-        )  # fmt: skip
-    print(f"temporary memory: MaxText {theirs >> 20} MiB, without logits {ours >> 20} MiB")
-    assert theirs > 2 * 1024 * 50_000 * 4
-    assert ours < theirs / 4
-
-
 def test_what_cannot_be_served_is_refused_by_name():
     model, _ = teacher(logits_via_embedding="true", final_logits_soft_cap=3.0)
     with pytest.raises(NotImplementedError, match="final_logits_soft_cap"):
         adapter.teacher_step(model, batch(), 5)
 
 
-def test_install_replaces_restores_after_an_error_and_refuses_other_versions(monkeypatch):
-    with pytest.raises(KeyError):
-        fails_inside()
-    assert script.teacher_step is own
-    monkeypatch.setitem(versions.TRIED, "maxtext", ("9.9",))
-    with pytest.raises(ImportError, match=r"0\.2\.5.*9\.9"), adapter.install():
-        pass
-    assert script.teacher_step is own
-
-
-def fails_inside():
+def test_install_replaces_and_restores():
     with adapter.install() as names:
         assert names == (f"{script.__name__}.teacher_step",)
         assert script.teacher_step is adapter.teacher_step
-        raise KeyError
+    assert script.teacher_step is own

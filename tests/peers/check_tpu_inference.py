@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpu_inference.layers.jax.sample import sampling
 from tpu_inference.spec_decode.jax import utils
 
-from jax_specdec.adapters import tpu_inference, versions
+from jax_specdec.adapters import tpu_inference
 
 MESH = jax.make_mesh((len(jax.devices()),), ("data",), (jax.sharding.AxisType.Auto,))
 TESTS = (
@@ -141,27 +141,6 @@ def test_prompt_logprobs_with_speculation_in_a_step_of_their_runner():
     assert "2 passed" in done.stdout
 
 
-def test_a_runner_that_imported_the_names_gets_ours_and_theirs_back(monkeypatch):
-    runner = types.ModuleType("tpu_inference.runner.tpu_runner")
-    runner.compute_and_gather_logprobs, runner.filter_speculative_logprobs = own[0], own_filter
-    monkeypatch.setitem(sys.modules, runner.__name__, runner)
-    with pytest.raises(KeyError):
-        fails_inside(runner)
-    assert runner.compute_and_gather_logprobs is own[0]
-    assert runner.filter_speculative_logprobs is own_filter
-
-
-def fails_inside(runner):
-    with tpu_inference.install() as names:
-        assert "tpu_inference.runner.tpu_runner.filter_speculative_logprobs" in names
-        assert runner.compute_and_gather_logprobs is tpu_inference.compute_and_gather_logprobs
-        raise KeyError
-
-
-def test_too_many_logprobs_and_other_versions_are_refused(monkeypatch):
+def test_too_many_logprobs_are_refused():
     with jax.set_mesh(MESH), pytest.raises(ValueError, match=r"k = 41 .* 40 tokens"):
         tpu_inference.compute_and_gather_logprobs(jnp.zeros((1, 40)), jnp.zeros(1, int), 41)
-    monkeypatch.setitem(versions.TRIED, "tpu-inference", ("9.9",))
-    with pytest.raises(ImportError, match=r"0\.32\.0.*9\.9"), tpu_inference.install():
-        pass
-    assert sampling.compute_and_gather_logprobs is own[0]

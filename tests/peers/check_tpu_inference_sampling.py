@@ -175,32 +175,3 @@ def test_processed_logits_are_theirs(data):
         f(key, MESHES[1, 4], logits[:2], options)[1] for f in (tpu_inference.sample, own_sample)
     )
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-def test_a_quarter_of_their_memory_is_needed():
-    """What the programs for 64 drafts need beside their arguments."""
-    shapes = (
-        ((64,), jnp.int32),
-        ((16,), jnp.int32),
-        ((64, 32_000), jnp.bfloat16),
-        ((16,), jnp.int32),
-    )
-    drafts, num, logits, bonus = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
-    last, key = (bonus, repeated(16, 1, 20, 0.9)), jax.random.key(0)
-    needed = []
-    for kind in (tpu_inference.RejectionSampler, own):
-        lowered = kind.forward.lower(sampler(kind, (1, 1)), drafts, num, None, logits, *last, key)
-        needed.append(lowered.compile().memory_analysis().temp_size_in_bytes)
-    assert 4 * needed[0] < needed[1]
-
-
-def test_a_key_is_asked_for():
-    with pytest.raises(ValueError, match="key must be provided"):
-        tpu_inference.RejectionSampler(MESHES[1, 1])(
-            np.int32([1]),
-            np.int32([1]),
-            None,
-            np.zeros((1, V), np.float32),
-            np.int32([2]),
-            repeated(1, 1, 0, 1),
-        )

@@ -17,7 +17,7 @@ from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.rl import algo_core, common
 
-from jax_specdec.adapters import tunix, versions
+from jax_specdec.adapters import tunix
 
 entropy, per_token = algo_core.compute_entropy_from_logits, common.compute_per_token_logps
 mine = tunix.compute_entropy_from_logits
@@ -129,22 +129,6 @@ def test_packed_sequences_and_bfloat16(tied):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_no_logits_exist():
-    config = dataclasses.replace(qwen(True, jnp.float32).config, vocab_size=50_000)
-    (graph, state), named = arguments(qwen2.Qwen2(config, rngs=nnx.Rngs(0)))
-    named["prompt_tokens"] = jnp.ones((2, 1024), jnp.int32)
-    named["completion_tokens"] = jnp.ones((2, 1024), jnp.int32)
-    fixed = {name: named.pop(name) for name in ("pad_id", "eos_id")}
-    compiled = [
-        jax.jit(lambda s, n, f=f: f(graph, s, **n, **fixed)).lower(state, named).compile()
-        for f in (per_token, tunix.compute_per_token_logps)
-    ]
-    theirs, ours = (one.memory_analysis().temp_size_in_bytes for one in compiled)
-    print(f"temporary memory: tunix {theirs >> 20} MiB, without logits {ours >> 20} MiB")
-    assert theirs > 2 * 1024 * 50_000 * 4
-    assert ours < theirs / 4
-
-
 def refused(make, **changes):
     (graph, state), named = arguments(make)
     with pytest.raises(NotImplementedError) as error:
@@ -167,13 +151,6 @@ def test_what_cannot_be_served_is_refused_by_name():
         pass
 
     assert "Other" in refused(Other())
-
-
-def test_another_version_is_refused_before_anything_changes(monkeypatch):
-    monkeypatch.setitem(versions.TRIED, "google-tunix", ("9.9",))
-    with pytest.raises(ImportError, match=r"0\.1\.7.*9\.9"), tunix.install():
-        pass
-    assert algo_core.compute_entropy_from_logits is entropy
 
 
 def test_install_reaches_jitted_functions_and_restores_after_an_error():

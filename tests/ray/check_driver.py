@@ -89,15 +89,6 @@ def test_sigterm_closes_the_fleet_of_a_program(cluster, tmp_path, how, status):
     assert errors == ""
 
 
-def test_a_program_that_ends_without_a_hook_closes_nothing(cluster, tmp_path):
-    """The control: Ray ends the replica, and nobody closes its engine."""
-    program, found = driver(cluster, "exit", tmp_path / "note")
-    program.communicate(timeout=60)
-    assert program.returncode == 3
-    wait_for(lambda: not any(map(is_alive, found)), 60)
-    assert not (tmp_path / "note").exists()
-
-
 def test_the_terminal_shows_a_loss_and_no_lines_of_rays(cluster, tmp_path):
     program, found = driver(cluster, "lost", tmp_path / "note")
     os.kill(found[0], signal.SIGKILL)

@@ -6,12 +6,11 @@ import signal
 import pytest
 
 from jax_specdec.engine import FinishReason
-from jax_specdec.engine.errors import RequestError, WorkerFailed
+from jax_specdec.engine.errors import RequestError
 from tests.ray.cluster import (
     add_node,
     check,
     cluster_that_leaves_nothing,
-    config,
     crash,
     fleet,
     kill_raylet,
@@ -76,60 +75,6 @@ def test_every_process_may_be_killed(cluster):
     wait_for(lambda: not any(map(is_alive, ours)), 20)
 
 
-def test_without_restarts_requests_end_with_a_reason(cluster):
-    """Those that the lost replica has: 16 while others wait, which they do whenever it is noticed.
-
-    The other replica's worker is stopped until then. What the lost one had made before is read
-    first: 4 batches here, 5 in Ray and those with the first 200 tokens, with 16 ends in each at
-    most, so that 170 of the requests may end on it.
-    """
-    settings = config(on_worker_loss="continue", resume_lost=False, heartbeat_timeout=600.0)
-    with fleet(2, settings) as engine:
-        wait_for(lambda: len(pids(engine)) == 2)
-        (actor, _), (_, other) = pids(engine)[0], pids(engine)[1]
-        os.kill(other, signal.SIGSTOP)
-        requests, batches, reasons = make_requests(240, 20), [], {}
-        for batch in engine.generate(requests):
-            batches.append(batch)
-            if actor and sum(batch.num_tokens for batch in batches) >= 200:
-                os.kill(actor, signal.SIGKILL)
-                actor = None
-            for part in batch:
-                if part.finish_reason is not None:
-                    reasons[part.request_id] = part.finish_reason
-            if other and FinishReason.WORKER_LOST in reasons.values():
-                os.kill(other, signal.SIGCONT)
-                other = None
-        lost = {name for name, reason in reasons.items() if reason is FinishReason.WORKER_LOST}
-        assert len(lost) == 16
-        whole = [request for request in requests if request.id not in lost]
-        kept = [batch.take([n for n, part in enumerate(batch) if part.request_id not in lost])
-                for batch in batches]  # fmt: skip
-        check(whole, kept)
-        assert [status.state for status in engine.status] == ["gone", "ready"]
-
-
-def test_where_a_loss_stops_all_it_says_why(cluster):
-    with fleet(2, config(on_worker_loss="stop")) as engine:
-        wait_for(lambda: len(pids(engine)) == 2)
-        requests, ends = make_requests(40, 400), {}
-
-        def read():
-            for batch in engine.generate(requests):
-                for part in batch:
-                    if part.finish_reason is not None:
-                        ends[part.request_id] = part.finish_reason
-                if batch.num_tokens and len(pids(engine)) == 2:
-                    os.kill(pids(engine)[1][0], signal.SIGKILL)
-
-        with pytest.raises(WorkerFailed, match="replica 1 is lost"):
-            read()
-        assert ends.keys() == {request.id for request in requests}
-        assert FinishReason.WORKER_LOST in ends.values()
-        with pytest.raises(WorkerFailed):
-            engine.submit(requests[0])
-
-
 def test_streams_aborts_and_refusals(cluster):
     with fleet(1) as engine:
         first, second = make_requests(2, 20)
@@ -148,19 +93,3 @@ def test_streams_aborts_and_refusals(cluster):
         check([second], list(engine.generate([second])))
         late = engine.submit(endless, deadline=0.0)
         assert list(late)[-1].finish_reason is FinishReason.DEADLINE
-
-
-def test_a_replica_that_is_killed_too_often_within_the_window_is_gone(cluster):
-    """The other one goes on, and nothing is lost."""
-    with fleet(2, config(max_restarts=1)) as engine:
-        wait_for(lambda: len(pids(engine)) == 2)
-        requests = make_requests(60, 60)
-
-        def kill():
-            os.kill(pids(engine)[1][0], signal.SIGKILL)
-
-        check(requests, run(engine, requests, 300, kill))
-        wait_for(lambda: len(pids(engine)) == 2)
-        check(requests, run(engine, requests, 300, kill))
-        wait_for(lambda: [status.state for status in engine.status] == ["ready", "gone"])
-        check(requests, run(engine, requests, 0, None))

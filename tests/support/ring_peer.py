@@ -115,8 +115,6 @@ def main() -> None:
         os.sched_setaffinity(0, {options.core})
     words = Progress.at(options.progress).words
     ring = _open_ring(options)
-    for semaphore in options.without:
-        remove_semaphore(ring, semaphore)
     _move_messages(ring, words, options)
     if options.then == "sleep":
         time.sleep(1000)
@@ -136,7 +134,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-bytes", type=int, default=1000)
     parser.add_argument("--gap-us", type=float, default=0)
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--without", nargs="*", default=[], choices=["freed", "items"])
     parser.add_argument("--core", type=int, default=-1)
     parser.add_argument("--then", choices=["close", "sleep", "exit"], default="close")
     return parser.parse_args()

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import random
 
+from jax_specdec.control import Admit
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
@@ -173,6 +174,12 @@ def check_prompt(request, records):
 
 def check(scene, requests):
     """Check that nothing is lost, doubled or changed, and every request ends once."""
+    tokens_in_all = {r.id: len(r.prompt_token_ids) + r.params.max_tokens for r in requests}
+    for command in itertools.chain.from_iterable(worker.commands for worker in scene.workers):
+        if isinstance(command, Admit):  # what was emitted is part of the prompt
+            told = command.request
+            length = len(told.prompt_token_ids) + told.params.max_tokens
+            assert length == tokens_in_all[told.id]
     for request in requests:
         records = scene.records[request.id]
         tokens, logprobs = continuation(request)

@@ -43,23 +43,6 @@ def test_options_reach_the_engine(fake, tmp_path):
     ]  # fmt: skip
 
 
-def test_options_change_every_request():
-    def asked(*options):
-        found = [one.params for one in requests_of(*options)]
-        return {(p.logprobs, p.temperature, p.max_tokens, p.top_p, p.draft_logprobs) for p in found}
-
-    assert asked("--k", "7", "--temperature", "0.5", "--max-tokens", "9", "--draft-logprobs") == {
-        (7, 0.5, 9, 0.95, True)
-    }
-    assert {one[0] for one in asked("--no-logprobs")} == {None}
-    assert {(one[1], one[3]) for one in asked("--temperature", "0")} == {(0.0, 1.0)}
-    plain = [one.params for one in requests_of()]
-    assert len(plain) == 18
-    assert {None, 0, 20} <= {params.logprobs for params in plain}
-    assert plain[0].logprobs == 20  # the largest K of a batch is part of its program
-    assert {(p.temperature > 0, p.top_p) for p in plain} == {(False, 1), (True, 0.95)}
-
-
 def check_records(out, records):
     """Check three OpenAI-style greedy records with K = 2, in the order of the prompts."""
     assert out.startswith("starting the model worker: it imports jax and compiles ...\n")
@@ -144,16 +127,6 @@ def test_the_view_fits_and_shows_the_end_of_a_text_and_its_status(width, height)
         assert line[:11] == f"K=0   {len(text.encode()):>4} "
         assert whole.endswith(line[11:])
         assert cell_len(line) > min(width, 60) - 2  # as much of it as fits
-
-
-def test_a_text_is_styled_token_by_token_and_ends_whole():
-    demo, _ = shown(Step("00", list("abé".encode()), accepted=2))
-    text = demo.texts["00"]
-    runs = [(text.plain[s.start : s.end], "underline" in str(s.style)) for s in text.spans]
-    assert runs == [("a", True), ("b", True), ("é", False)]
-    demo.add(Update(None, None, [Step("00", [0xC3], end=1)]))
-    assert text.plain == "def __init__(self, abé\ufffd"  # it ended inside a character
-    assert shown()[1].endswith("\nstarting, 3 s")
 
 
 @pytest.mark.parametrize("choice", ["stop", "restart"])

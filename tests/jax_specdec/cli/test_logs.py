@@ -15,7 +15,7 @@ import pytest
 from jax_specdec.cli import serve_watch, standard_output
 from jax_specdec.cli.logs import Lines, logged
 from jax_specdec.cli.serve_watch import Work, watched
-from jax_specdec.cli.standard_output import Starting, repeated
+from jax_specdec.cli.standard_output import Starting
 from tests.support.processes import wait_for
 from tests.support.scene import long_requests
 from tests.support.streaming import StreamingScene
@@ -149,17 +149,6 @@ def test_the_line_says_each_thing_once_and_since_when():
     ):
         now[0], phases[:] = at, doing
         assert starting.line() == said
-
-
-def test_it_is_shown_again_and_again_until_it_is_over():
-    show = Calls(lambda: None)
-    with repeated(show, seconds=0.001) as end:
-        assert all(show.again.acquire(timeout=30) for _ in range(3))
-        end()
-        count = show.count
-        end()
-        assert not [each for each in threading.enumerate() if each.name == "what workers do"]
-    assert show.count == count
 
 
 @pytest.mark.parametrize("terminal", [True, False])

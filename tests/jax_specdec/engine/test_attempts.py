@@ -6,7 +6,6 @@ import pytest
 
 from jax_specdec.control import Admit
 from jax_specdec.engine.trials import APART_SECONDS
-from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from tests.support.scene import Scene, check, long_requests
 from tests.support.scripted_worker import ScriptedWorker
@@ -58,13 +57,6 @@ def test_requests_that_end_workers_take_no_other_with_them(count, names, options
         assert scene.finish_reason(request.id) is expected
     assert losses[0] <= len([update for update in scene.updates if update.lost]) <= losses[1]
     assert not any(map(len, scene.engine._workers._restarts))
-
-
-def test_without_a_cap_such_a_request_takes_workers_until_none_may_be_restarted():
-    scene = Scene(num_ranks=4, num_slots=4, worker=poisoned("r77"), **RESTART, max_attempts=99)
-    with pytest.raises(WorkerFailed):
-        scene.run(long_requests(200))
-    assert len([update for update in scene.updates if update.lost]) == 4 * 4
 
 
 def test_the_companions_of_a_lost_worker_are_cleared_in_few_tries_and_run_on():

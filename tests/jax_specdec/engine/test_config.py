@@ -31,13 +31,6 @@ def test_a_choice_that_is_not_known_is_refused_before_a_worker_starts(field, kno
             EngineConfig(**{"vocab_size": VOCAB, field: value})
 
 
-def test_what_a_worker_can_be_told_is_not_refused():
-    for drafter in ("mtp", "ngram", "suffix", "none"):
-        for dtype in ("", "bfloat16", "float32", "float16"):
-            settings = EngineConfig(vocab_size=VOCAB, drafter=drafter, dtype=dtype)
-            assert (settings.drafter, settings.dtype) == (drafter, dtype)
-
-
 @pytest.mark.parametrize("changes", [{"drafter": "model"}, {"draft_model": "small"}])
 def test_a_draft_model_and_its_drafter_come_together(changes):
     with pytest.raises(ValueError, match="and no other, needs a smaller model"):

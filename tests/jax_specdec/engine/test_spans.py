@@ -1,8 +1,5 @@
 """Spans of requests: each life is whole, its parts follow each other, all by one clock."""
 
-import subprocess
-import sys
-
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -131,13 +128,3 @@ def test_an_id_that_is_no_text_is_written_as_one():
     asked = Request(id="\udc80", prompt_token_ids=(1,), params=SamplingParams(max_tokens=2))
     scene.run([asked])
     assert list(traced.lives()) == [r"\udc80"]
-
-
-def test_without_a_tracer_nothing_of_opentelemetry_is_imported():
-    code = (
-        "import sys; from tests.support.scene import Scene, long_requests; "
-        "Scene().run(long_requests(2)); "
-        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "[]\n"

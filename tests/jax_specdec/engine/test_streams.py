@@ -248,17 +248,6 @@ def test_threads_submit_and_read_at_once(engine):
     assert engine.drain(30)
 
 
-def test_ids_are_free_once_a_list_was_left(engine):
-    requests = long_requests(5)
-    for _ in range(4):
-        updates = engine.generate(requests)
-        next(updates)
-        wait_for(engine._streams._is_held_up)
-        updates.close()
-        assert not engine._streams.open_ids
-    assert tokens_of(engine.generate(requests)) == expected(requests)
-
-
 def test_asyncio_tasks_read_side_by_side_and_cancelling_one_ends_its_request(engine):
     requests = [request(f"{n}", 20) for n in range(6)]
 

@@ -1,6 +1,5 @@
 """What an engine measures, says and answers: times as histograms, log lines, its health."""
 
-import concurrent.futures
 import logging
 import math
 from dataclasses import replace
@@ -83,22 +82,6 @@ def test_preempted_and_lost_requests_are_not_queued_twice():
     assert timings.queue.counts.sum() == 6
 
 
-def test_the_log_names_requests(caplog):
-    with caplog.at_level(logging.DEBUG, logger="jax_specdec.engine"):
-        scene = Scene(num_ranks=2, faults={1: [3]}, on_worker_loss="continue")
-        scene.run(long_requests(3))
-    lines = [record.getMessage() for record in caplog.records]
-    assert "request 'r0': process rank 0" in lines
-    (end,) = [line for line in lines if line.startswith("request 'r0': LENGTH")]
-    statistics = scene.records["r0"][-1].statistics
-    assert end == (
-        f"request 'r0': LENGTH; tokens: 20, steps: {statistics.steps}, drafts accepted: "
-        f"{statistics.num_accepted} of {statistics.num_drafts}"
-    )
-    (lost,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "a worker is lost, with the requests ['r1']: rank 1" in lost.getMessage()
-
-
 def test_the_log_has_what_workers_note_once(caplog):
     """Notes come with heartbeats, of which each has the last ones again."""
 
@@ -135,21 +118,6 @@ def test_of_many_notes_the_last_are_kept():
     assert after.notes_since(after) == ()
     stats.note("one more")
     assert stats.heartbeat.notes_since(after) == ("one more",)
-
-
-def test_health_of_an_engine_from_another_thread():
-    scene = Scene(num_ranks=2, faults={1: [3]}, on_worker_loss="restart", resume_lost=True)
-    found = []
-    with concurrent.futures.ThreadPoolExecutor(1) as other:
-        scene.run(
-            long_requests(6),
-            lambda scene, n: found.append(other.submit(scene.engine.health).result()),
-        )
-    assert all(health.alive and health.ready for health in found)
-    said = {problem for health in found for problem in health.problems}
-    assert "process rank 1: a new worker will be started" in said
-    assert all(problem.startswith("process rank 1: ") for problem in said)
-    assert found[0].problems == ()
 
 
 def test_health_where_nothing_can_be_served_or_nobody_listens():

@@ -1,14 +1,12 @@
 """Columns for training: one row a token, with everything that the records hold."""
 
-import inspect
 import itertools
-from dataclasses import fields
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged, TokenColumns
+from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged
 from jax_specdec.records.batch import FinishReason
 from tests.support.random_kept import as_lists
 from tests.support.sample_columns import delivered, streams, three_requests
@@ -42,15 +40,6 @@ def test_one_row_a_token():
     assert found.prompt.ids.tolist() == [1, 2] * 3
     assert found.finish_reason.tolist() == [FinishReason.LENGTH, 0, 0]
     assert found.temperature.tolist() == [0, 0.5, 0]
-
-
-def test_one_requests_rows():
-    found = three_requests().of_request(0)
-    assert found.token_id.tolist() == [1, 2, 3]
-    assert found.position.tolist() == [2, 3, 4]
-    ids, logprobs = found.chosen.dense()
-    assert ids.tolist() == [[7, 8]] * 3
-    assert logprobs[0].tolist() == [-2, -3]
 
 
 def test_dense_lists_are_filled_up():
@@ -116,9 +105,3 @@ def test_lists_and_sets_are_those_that_were_sent(runs):
         assert longest == int(columns.position.max()) + 1
         with pytest.raises(ValueError, match=f"has {longest} tokens, more than length = 2"):
             columns.rows_by_place(2)
-
-
-def test_every_column_is_documented():
-    documented = inspect.getdoc(TokenColumns)  # Python 3.13 strips a docstring's indentation
-    for field in fields(TokenColumns):
-        assert f"\n  {field.name}: " in documented

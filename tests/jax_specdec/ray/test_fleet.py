@@ -124,39 +124,6 @@ def test_the_end_of_a_fleet_reaches_each_reader_with_its_own_requests(fleet_of):
         next(stream)
 
 
-def test_a_fleet_closes_every_member_whatever_one_of_them_raises(fleet_of):
-    closed = []
-
-    def close(number):
-        def it(*, reachable):
-            closed.append(number)
-            if number == 1:
-                raise TypeError("a mistake")
-
-        return it
-
-    fleet = fleet_of(3)
-    for number, member in enumerate(fleet.members):
-        member.close = close(number)
-    with pytest.raises(TypeError):
-        fleet.close()
-    assert closed == [0, 1, 2]
-
-
-def test_a_mistake_in_the_watch_ends_the_fleet_with_itself(fleet_of, caplog):
-    mistake, fleet = TypeError("a mistake"), fleet_of(1)
-
-    def look():
-        raise mistake
-
-    fleet._look = look
-    fleet._watch_all()
-    with pytest.raises(TypeError):
-        fleet.check_open()
-    assert "a mistake in its watch" in caplog.text
-    assert not module.logger.handlers  # so that warnings reach a terminal without a log
-
-
 def test_a_loss_that_is_put_down_to_a_request_does_not_count(fleet_of):
     fleet = fleet_of(1, max_restarts=2)
     for request in long_requests(9):

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from jax_specdec.engine import EngineConfig
-from jax_specdec.ray import RayConfig, RayEngine, errors, installed, overview, placement
-from tests.support.fake_ray import FakeRay
+from jax_specdec.ray import RayConfig, RayEngine, installed, placement
 
 
 def test_an_address_where_nobody_listens_is_refused_at_once():
@@ -52,21 +51,3 @@ def test_a_model_that_does_not_divide_among_nodes_is_refused(engine, message):
     with pytest.raises(ValueError, match=message):
         RayConfig(nodes=2).check(EngineConfig(vocab_size=32, **engine))
     RayConfig(nodes=2).check(EngineConfig(vocab_size=32, tensor_parallel=4, processes=True))
-
-
-def test_an_actor_whose_name_is_gone_or_that_does_not_answer_is_said(monkeypatch):
-    ray = FakeRay()
-    for module in (overview, errors):
-        monkeypatch.setattr(module, "ray", ray)
-    ray.get_actor = lambda name, namespace: ray.place().actor
-    ray.answers["status"] = ray.GetTimeoutError()
-    assert overview._replica("a") == "does not answer (GetTimeoutError)"
-    ray.answers["status"] = TypeError("a mistake")
-    with pytest.raises(TypeError):
-        overview._replica("a")
-
-    def gone(name, namespace):
-        raise ValueError(f"Failed to look up actor with name '{name}'")
-
-    ray.get_actor = gone
-    assert overview._replica("a") == "has ended"

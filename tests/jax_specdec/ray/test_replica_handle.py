@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from jax_specdec.engine.errors import EngineClosed, WorkerFailed
@@ -93,20 +92,6 @@ def test_so_it_is_while_batches_are_read(ray, member, error, is_lost):
     assert (len(lost), failure) == ((1, None) if is_lost else (0, error))
 
 
-def test_a_mistake_of_who_takes_the_batches_ends_the_fleet(ray, member, monkeypatch):
-    column = SimpleNamespace(values=range(1))
-    rows = SimpleNamespace(num_rows=1, column=lambda name: column)
-    monkeypatch.setattr(handle_module, "unpacked", lambda data: rows)
-    ray.answers |= {"records": ["batch"], "batch": np.zeros(8, np.uint8)}
-
-    def brought(member, rows):
-        raise MISTAKES[0]
-
-    member._fleet.brought = brought
-    assert live(member) == ([], MISTAKES[0])
-    assert member.traffic["tokens"] == 1
-
-
 def test_a_mistake_where_requests_arrive_is_raised_and_a_gone_actor_is_ended(ray, member):
     member.ready = True
     ray.answers["submit"] = ray.RayActorError("gone")
@@ -143,15 +128,6 @@ def test_a_call_that_is_made_while_the_watch_looks_is_looked_at_later(ray, membe
     assert waited == [["first"], ["first", "second"]]
 
 
-def test_a_full_store_is_said_where_requests_do_not_fit(ray, member):
-    def call(*_):
-        raise ray.ObjectStoreFullError("a tuple of Ray's")
-
-    member._call = call
-    with pytest.raises(RuntimeError, match=r"store is full.* 2 requests cannot be stored"):
-        member.submit(["an order", "another one"])
-
-
 CALLS = {
     "status": lambda member: member.status(),
     "load_weights": lambda member: member.load_weights(SimpleNamespace(), None)(),
@@ -169,14 +145,6 @@ def test_a_mistake_in_a_call_is_raised_and_an_actor_that_is_gone_is_not(ray, mem
     ray.answers[method] = TypeError("a mistake")
     with pytest.raises(TypeError, match="a mistake"):
         CALLS[method](member)
-
-
-def test_a_member_that_meets_a_mistake_when_it_closes_gives_its_devices_back(ray, member):
-    member._address = SimpleNamespace(node="n", process="p")
-    ray.answers["close"] = TypeError("a mistake")
-    with pytest.raises(TypeError):
-        member.close(reachable=True)
-    assert ray.called == ["close", "remove", "remove_leftovers"]
 
 
 def test_nobody_waits_in_ray_for_a_fleet_that_is_over(ray, member):

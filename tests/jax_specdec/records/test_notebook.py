@@ -5,7 +5,6 @@ import re
 from html.parser import HTMLParser
 
 from jax_specdec.export import TokenTable, colored
-from jax_specdec.records import notebook
 from jax_specdec.records.output_processor import ProcessorState, admit, step
 from tests.support.processor_messages import request, target, tokens
 
@@ -65,12 +64,6 @@ def test_tokens_are_colored_by_logprob_and_drafts_underlined():
     assert records[0]._repr_html_() == records._repr_html_()
 
 
-def test_without_logprobs_there_are_no_colors():
-    (span,) = Spans(records_of(target(0, tokens(3)))._repr_html_()).spans
-    assert span == ["", "id 3", "3"]
-    assert "no tokens" in records_of(target(0, tokens(3))).__class__()._repr_html_()
-
-
 def test_texts_and_ids_are_escaped():
     table = TokenTable([b"a"] * 3 + [HOSTILE.encode(), b" b\n", b"\xe2"] + [b"c"] * 3)
     shown = colored(three(id=HOSTILE), table)._repr_html_()
@@ -79,10 +72,3 @@ def test_texts_and_ids_are_escaped():
     assert [span[2] for span in found.spans] == [HOSTILE, " b\n", r"\xe2"]
     # The check can fail.
     assert "script" in Spans(shown.replace("&lt;", "<").replace("&gt;", ">")).names
-
-
-def test_many_tokens_are_counted(monkeypatch):
-    monkeypatch.setattr(notebook, "MOST_TOKENS", 2)
-    shown = three()._repr_html_()
-    assert len(Spans(shown).spans) == 2
-    assert "and 1 token more" in shown

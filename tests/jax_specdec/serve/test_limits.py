@@ -200,16 +200,6 @@ def test_a_connection_is_refused_where_all_others_are_answered():
         server.workers[0].allowed.release(1000)
 
 
-def test_bodies_of_one_byte_lock_nobody_out():
-    """Neither as requests that are open nor as connections."""
-    bounds = Bounds(max_open=2, max_connections=8, client_timeout=FOR_EVER)
-    with serving(bounds=bounds) as server, contextlib.ExitStack() as open_:
-        for _ in range(20):
-            open_.enter_context(connected(server, with_length(1000), b"{"))
-        assert server.ask(**BODY).status_code == 200
-        assert server.service.num_open == 0
-
-
 def test_bodies_together_are_bounded_and_the_one_that_came_for_longest_makes_room():
     bounds = Bounds(max_body=1000, client_timeout=FOR_EVER)
     with serving(bounds=bounds) as server, contextlib.ExitStack() as open_:

@@ -109,17 +109,6 @@ def test_lowers_for_cuda(path, rows, vocabulary, k, dtype):
     assert not any(operation in text for operation in SORTS)
 
 
-def test_sorting_would_be_seen():
-    """Negative control: what XLA computes has both operations."""
-    given = inputs(4, 4096, "float32")
-    text = lower(
-        lambda x, ids: topk_logprobs(x, ids, 20, implementation="xla"),
-        given["logits"],
-        given["token_ids"],
-    ).as_text()
-    assert all(operation in text for operation in SORTS)
-
-
 def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
     """A grid's y and z end at 65535; its x, the last axis in Pallas, at 2**31 - 1."""
     grids = []

@@ -83,28 +83,6 @@ def on(kind):
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-@pytest.mark.slow
-def test_a_chip_whose_memory_is_too_small():
-    """Two units of rows in VMEM: a v4 has 16 MiB, a v5e 128. By name, an error has the figures."""
-
-    def both(x, ids, implementation=None):
-        chosen = topk_logprobs(x, ids, 0, implementation=implementation)
-        return chosen, greedy_topk_logprobs(x, 0, implementation=implementation)
-
-    def one(x, ids):
-        return topk_logprobs(x, ids, 0)
-
-    large = shapes(8, 262_144, "float32")
-    figures = "262144 float32 .*MiB of VMEM, and this chip has 16.0; use 'xla'"
-    with on("TPU v4"):
-        assert kernels(lowered(both, *large)) == 0
-        with pytest.raises(NotImplementedError, match=figures):
-            lowered(functools.partial(both, implementation="mosaic_tpu"), *large)
-        assert kernels(lowered(one, *shapes(8, 200_064, "float32"))) == 1
-    with on("TPU v5e"):
-        assert kernels(lowered(one, *large)) == 1
-
-
 @pytest.mark.fast
 def test_the_memory_of_a_chip():
     """What a v4's compiler took of its 16 MiB, in MiB; None where no chip is known."""

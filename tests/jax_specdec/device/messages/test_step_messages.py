@@ -28,19 +28,22 @@ def test_slots_that_do_not_decode_emit_nothing():
 
 
 def test_a_message_carries_the_generation_of_its_launch():
-    """A slot that is given away while its step is under way: that step is still the old one's."""
+    """A slot that is given away while its step is under way: that step is still the old one's.
+
+    Generations are on a circle: the one after 2**32 - 1 is 0.
+    """
     params, config = decoding.random_model()
     settings = LoopConfig(
         model=config, drafter=decoding.drafter("ngram", config), num_slots=3, max_length=96
     )
     sent, programs = decoding.Sent(), decoding.compiled(settings)
     worker = Worker(settings, params, sent, prefill_chunk=8, compiled=programs)
-    for generation, name in ((41, "old"), (42, "new")):
+    for generation, name in ((2**32 - 1, "old"), (0, "new")):
         item = request(name, [1, 2, 3], max_tokens=20)
         worker.apply(Admit(slot=1, generation=generation, request=item))
         worker.advance()
         worker.apply(Release(slot=1, generation=generation))
     worker.finish()
     messages = [decode(words.tobytes()) for words in sent]
-    assert [message.generation.tolist() for message in messages] == [[0, 41, 0], [0, 42, 0]]
+    assert [message.generation.tolist() for message in messages] == [[0, 2**32 - 1, 0], [0, 0, 0]]
     assert all(message.state[1] == SlotState.TOKENS for message in messages)

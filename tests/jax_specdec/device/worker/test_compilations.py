@@ -1,6 +1,5 @@
 """While JAX compiles, a worker says so, with the program's number and name."""
 
-import queue
 import re
 import threading
 
@@ -8,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_specdec.control import Advance, Phase, ProcessStats, Shutdown
+from jax_specdec.control import Phase, ProcessStats
 from jax_specdec.device.drafting.drafters import NoDrafter
 from jax_specdec.device.loop.programs import PROGRAMS, Compiled
 from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.worker import background, compilations, worker_process
+from jax_specdec.device.worker import background, compilations
 from tests.support.decoding import random_model
 
 pytestmark = pytest.mark.fast
@@ -136,21 +135,3 @@ def test_a_program_that_is_compiled_beside_the_steps_does_not_end_their_phase():
     assert not any(text.startswith("compiling") for text in stats.said[before[1] :])
     stats.advance()
     assert str(stats.heartbeat) == "stepping"
-
-
-def test_a_worker_whose_requests_all_wait_for_programs_says_that_it_compiles():
-    commands, said, stats = queue.SimpleQueue(), [], Noted()
-
-    class Holding:
-        weights_version, busy, num_held = 0, False, 1
-
-        def apply(self, command):
-            said.append(str(stats.heartbeat))
-            self.num_held = 0
-            return not isinstance(command, Shutdown)
-
-    stats.beside = "step"
-    commands.put(Advance())
-    commands.put(Shutdown())
-    worker_process.serve(Holding(), commands, stats=stats)
-    assert said == ["compiling (step)", "idle"]

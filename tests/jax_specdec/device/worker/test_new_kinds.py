@@ -263,15 +263,3 @@ def test_the_programs_of_the_kinds_used_last_are_kept_and_others_are_freed():
     gc.collect()
     assert dropped() is None
     assert len(client.live_executables()) == before + 1
-
-
-def test_nothing_is_compiled_for_a_batch_that_has_ended(local):
-    local.worker.compiled._ready.clear()
-    for name in local.rank.request_ids:
-        local.rank.abort(name)
-        local.rank.leave(name)
-    started = local.compiler.started
-    local.worker.options = None
-    local.worker.new_kinds.unsettled = True
-    local.worker.advance()
-    assert local.compiler.started == started

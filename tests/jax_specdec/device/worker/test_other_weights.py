@@ -197,21 +197,6 @@ def test_a_prompt_is_not_taken_over_from_caches_of_older_weights():
     assert set(by_version(local, second)) == {1}
 
 
-def test_requests_with_one_prompt_share_it_when_it_is_run_again():
-    local = Updating("ngram")
-    prompt = list(range(1, 26))
-    items = [request(name, prompt, max_tokens=20, logprobs=0) for name in "abc"]
-    for item in items:
-        local.admit(item)
-    local.steps(8)
-    before = local.worker.prefixes.reused
-    local.update(1)
-    local.finish()
-    assert local.worker.prefixes.reused > before
-    for item in items:
-        assert set(by_version(local, item)) == {0, 1}
-
-
 def test_a_slot_that_was_freed_and_one_that_is_evicted_stay_as_they_are():
     local = Updating("ngram")
     for item in requests()[:2]:
