@@ -113,16 +113,13 @@ def changes_of(changes: Changes | None, shard: VocabShard, width: int) -> Change
 
 def named_changed(rows: Rows, ids: jax.Array, shard: VocabShard) -> jax.Array:
     """The changed logits [R, C] float32 of ids [R, C]; NaN for an id outside the vocabulary."""
-    logits, changes = rows.logits, rows.changes
-    if changes is None:
-        return shard.named_logits(logits, rows.places, ids)
-    at = rows.places[:, None]
+    at, changes = rows.places[:, None], rows.changes
 
     def changed_at(columns: jax.Array) -> jax.Array:
-        found = logits.at[at, columns].get().astype(jnp.float32)
-        return of_logits.apply_at(found, columns, changes)
+        found = rows.logits.at[at, columns].get().astype(jnp.float32)
+        return found if changes is None else of_logits.apply_at(found, columns, changes)
 
-    return shard.looked_up(ids, logits.shape[1], changed_at)
+    return shard.looked_up(ids, rows.logits.shape[1], changed_at)
 
 
 def is_active(rows: Rows) -> jax.Array:
@@ -263,14 +260,10 @@ def answers(
             log_sum_exp = or_nan(largest + log_sum)
         # Without a column no operation: XLA could not run interpreted kernels beside it.
         none = named[:, :0] if outputs.top_logits else None
+        own = jnp.where(active, token_ids, jnp.int32(-1))[:, None]
+        top = jnp.where(there, sums.top_ids, jnp.int32(-1))
         return TopkLogprobs(
-            token_ids=jnp.concatenate(
-                [
-                    jnp.where(active, token_ids, jnp.int32(-1))[:, None],
-                    jnp.where(there, sums.top_ids, jnp.int32(-1)),
-                ],
-                axis=1,
-            ),
+            token_ids=jnp.concatenate([own, top], axis=1),
             logprobs=logprobs[:, : k + 1],
             token_ranks=jnp.where(known, rank, 0),
             extra_logprobs=logprobs[:, k + 1 :],

@@ -70,14 +70,6 @@ class VocabShard:
         real = (self.ids(width) < vocab_size).reshape((1,) * (logits.ndim - 1) + (width,))
         return jnp.where(real, logits, jnp.asarray(-jnp.inf, logits.dtype))
 
-    def at(self, x: jax.Array, ids: jax.Array) -> jax.Array:
-        """x [..., width] float at one token id [...] each: [...]. NaN for an id outside [0, V)."""
-        return self.looked_up(
-            ids,
-            x.shape[-1],
-            lambda columns: jnp.take_along_axis(x, columns[..., None], axis=-1)[..., 0],
-        )
-
     def looked_up(
         self, ids: jax.Array, width: int, read: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:

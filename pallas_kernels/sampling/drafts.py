@@ -67,9 +67,7 @@ def draw(
 
 
 def _drawn(
-    shard: VocabShard,
-    draft_logits: jax.Array,
-    whole: tuple[Sampling, jax.Array, jax.Array | None],
+    shard: VocabShard, draft_logits: jax.Array, whole: tuple[Sampling, jax.Array, jax.Array | None]
 ) -> tuple[jax.Array, CompactQ]:
     """`draw` where this device holds the columns of `shard`: ids [B, 1] and q [B, 1, M]."""
     sampling, positions, row_ids = whole

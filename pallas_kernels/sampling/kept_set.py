@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels.backends import answers
 from pallas_kernels.contract.changes import Changes, apply, of_columns, of_rows
 from pallas_kernels.contract.rows import check_changes
-from pallas_kernels.lowering.forms import map_blocks, pin_to_iteration, rows_from, vary_like
+from pallas_kernels.lowering.forms import filled, map_blocks, pin_to_iteration, rows_from, vary_like
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling.parameters import Truncation
 
@@ -180,10 +180,5 @@ def _block(
 
 def _counts(kept: Bool[Array, "b V"]) -> Int32[Array, "b G"]:
     """How many tokens of each group of columns are kept."""
-    rows, columns = kept.shape
-    whole = columns // GROUP * GROUP
-    counts = kept[:, :whole].reshape(rows, -1, GROUP).sum(2, dtype=jnp.int32)
-    if whole == columns:
-        return counts
-    rest = kept[:, whole:].sum(1, keepdims=True, dtype=jnp.int32)
-    return jnp.concatenate([counts, rest], axis=1)
+    padded = filled(kept, -(-kept.shape[1] // GROUP) * GROUP, False)
+    return padded.reshape(kept.shape[0], -1, GROUP).sum(2, dtype=jnp.int32)

@@ -68,11 +68,7 @@ def kept_logprobs(
 
 def on_device(kept: tuple[AnyArray, AnyArray, AnyArray], rows: tuple[int, ...]) -> PaddedKept:
     """The sets as JAX arrays; ValueError if they are not of these rows."""
-    sets = PaddedKept(
-        jnp.asarray(kept[0], jnp.int32),
-        jnp.asarray(kept[1], jnp.int32),
-        jnp.asarray(kept[2], jnp.float32),
-    )
+    sets = PaddedKept(*map(jnp.asarray, kept, (jnp.int32, jnp.int32, jnp.float32)))
     shapes = (sets.token_ids.shape[:-1], sets.counts.shape, sets.log_kept.shape)
     if shapes != (rows,) * 3:
         raise ValueError(
@@ -261,12 +257,8 @@ def learner_logprobs(
     """
     rows = np.shape(token_ids)
     sets = on_device(kept, rows)
-    width = sets.token_ids.shape[-1]
-    flat = PaddedKept(
-        jnp.where(is_id(sets), sets.token_ids, -1).reshape(-1, width),
-        sets.counts.reshape(-1),
-        sets.log_kept.reshape(-1),
-    )
+    sets = sets._replace(token_ids=jnp.where(is_id(sets), sets.token_ids, -1))
+    flat: PaddedKept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(rows) :]), sets)
     hidden = jnp.asarray(hidden)
     states, head = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(head)
     ids = jnp.asarray(token_ids, jnp.int32).reshape(-1)

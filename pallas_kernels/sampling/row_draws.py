@@ -126,8 +126,7 @@ def _drawn_apart(
     )
 
     def by_xla(arrays: Any) -> tuple[Drawn, jax.Array]:
-        own, found, drawing = arrays
-        rows = logits.with_arrays(*own)
+        rows, found, drawing = arrays
         widely = drawing.sampled & ~drawing.few
         none = jnp.full(widely.shape[0], -jnp.inf), drawing.rows, jnp.zeros(widely.shape[0])
         # Each shard finds its own.
@@ -149,7 +148,7 @@ def _drawn_apart(
         chosen: Drawn = jax.tree.map(lambda x, y: jnp.where(drawing.few, x, y), few, drawn)
         return chosen, noise
 
-    arrays = logits.arrays, found, drawing._replace(few=drawing.sampled & drawing.few)
+    arrays: Any = logits, found, drawing._replace(few=drawing.sampled & drawing.few)
     if logits.shard.axis_name is not None:
         return by_xla(arrays)
     purposes = GROUP, RECOVER

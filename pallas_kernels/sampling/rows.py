@@ -5,7 +5,7 @@ the next shard sends it the rest, at most 255 columns: so every group is summed 
 with the bits of one device. What all shards need of a group is gathered.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -32,23 +32,21 @@ from pallas_kernels.lowering.forms import barrier, filled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GroupedRows:
-    """N rows of logits, of which this device holds the columns of `shard`."""
+    """N rows of logits, of which this device holds the columns of `shard`. A tree of arrays."""
 
     logits: Float[Array, "N _"]  # its columns; padding is -inf
-    shard: VocabShard
-    vocab_size: int
+    shard: VocabShard = field(metadata={"static": True})
+    vocab_size: int = field(metadata={"static": True})
     part: Part
     first: Int32[Array, ""]  # the number of this device's first group
     changes: Changes | None = None  # of the logits of whole rows; the part's tail has them already
 
     @classmethod
     def of(
-        cls,
-        logits: Float[Array, "N C"],
-        shard: VocabShard = WHOLE,
-        changes: Changes | None = None,
+        cls, logits: Float[Array, "N C"], shard: VocabShard = WHOLE, changes: Changes | None = None
     ) -> "GroupedRows":
         """The rows of these columns. Shards narrower than a group are gathered: V < 256 shards.
 
@@ -72,17 +70,6 @@ class GroupedRows:
         """
         logits, part, _ = barrier((self.logits, self.part, of))
         return replace(self, logits=logits, part=part)
-
-    @property
-    def arrays(self) -> tuple[jax.Array, Part, jax.Array, Changes | None]:
-        """What of it is no constant of a program: see `with_arrays`."""
-        return self.logits, self.part, self.first, self.changes
-
-    def with_arrays(
-        self, logits: jax.Array, part: Part, first: jax.Array, changes: Changes | None
-    ) -> "GroupedRows":
-        """The same rows, of these arrays."""
-        return replace(self, logits=logits, part=part, first=first, changes=changes)
 
     @property
     def num_groups(self) -> int:
@@ -163,10 +150,7 @@ class GroupedRows:
         return jnp.where(self.has(groups)[:, None], found.astype(jnp.float32), -jnp.inf), ids
 
     def candidates(
-        self,
-        k: int,
-        row_ids: Int32[Array, " R"],
-        num_rows: Int32[Array, ""],
+        self, k: int, row_ids: Int32[Array, " R"], num_rows: Int32[Array, ""]
     ) -> tuple[Int32[Array, "R K"], Float32[Array, "R K"]]:
         """The K = min(k, V) largest of rows: ids and logits, ties lowest id first.
 

@@ -329,11 +329,7 @@ def _that_agree(batch: Batch, token_ids: Int32[Array, "B S"], valid: Bool[Array,
 
 
 def sampled_slots(
-    rows: GroupedRows,
-    read: RowRead,
-    choice: Greedy | None,
-    batch: Batch,
-    accept: AcceptRule | None,
+    rows: GroupedRows, read: RowRead, choice: Greedy | None, batch: Batch, accept: AcceptRule | None
 ) -> Verified:
     """Accept drafts by p and q; then comes a token from what they left of p.
 

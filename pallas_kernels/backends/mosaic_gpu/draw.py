@@ -45,10 +45,7 @@ BITS = 32  # tokens of a word
 
 
 def draw(
-    logits: jax.Array,
-    rows: RowsToDraw,
-    purposes: tuple[int, int],
-    changes: Changes | None = None,
+    logits: jax.Array, rows: RowsToDraw, purposes: tuple[int, int], changes: Changes | None = None
 ) -> Drawn:
     """A token of each slot's row.
 
