@@ -16,6 +16,7 @@ Exactness: a width depends on times, emitted tokens and fates of drafts of earli
 the drafts that it limits. Verification corrects for the proposed tokens, given their number.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,8 @@ UNSEEN = 256  # steps without one of a width, after which one is made
 PER_CHANGE = 32  # of these, for each change that has told its time: sooner while it is uncertain
 RATE = 0.2  # of the latest change in what a width takes
 MOST_ERROR = 0.7  # of the logarithm of a time: a step that something held up tells no more
-WEIGHT = 1 / 12  # of the latest token in an average
+RIGHT, WRONG = 24, 64  # tokens of an average: of those behind a right one, and of the others
+BETTER = 1.03  # times the tokens in a time: of widths, the one estimated too high is chosen
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Text:
     generation: int
     after_right: float  # the probability that a draft is right whose predecessor was
     after_wrong: float  # and of one behind a token that none had foretold
+    seen_right: int = 4  # tokens of each average; at first, those that its guess counts for
+    seen_wrong: int = 4
     is_right: bool = False  # of the last token
 
     def see(self, fate: int) -> None:
@@ -45,9 +49,11 @@ class Text:
         rights = [True] * fate if fate >= 0 else [*[True] * ~fate, False]
         for right in rights:
             if self.is_right:
-                self.after_right += WEIGHT * (right - self.after_right)
+                self.seen_right = min(self.seen_right + 1, RIGHT)
+                self.after_right += (right - self.after_right) / self.seen_right
             else:
-                self.after_wrong += WEIGHT * (right - self.after_wrong)
+                self.seen_wrong = min(self.seen_wrong + 1, WRONG)
+                self.after_wrong += (right - self.after_wrong) / self.seen_wrong
             self.is_right = right
 
     def expected(self, num_drafts: int) -> float:
@@ -127,7 +133,9 @@ class StepWidths:
         if found is not None and found.generation == generation:
             return found
         # A repetition shows before it is drafted for; a model drafts well from the start.
-        return Text(generation, *((0.5, 0.05) if self.certain else (0.8, 0.8)))
+        if self.certain:
+            return Text(generation, 0.5, 0.05, seen_wrong=20)
+        return Text(generation, 0.8, 0.8)
 
     def _chosen(self, kinds: Sequence[Kind], slots: Sequence[Slot]) -> Kind:
         for kind in kinds:
@@ -142,4 +150,7 @@ class StepWidths:
             width = self.num_drafts if kind.num_drafts is None else kind.num_drafts
             return sum(text.expected(width) for text in texts) / math.exp(self.costs[kind])
 
-        return max((kind for kind in kinds if kind in self.costs), key=pace, default=kinds[-1])
+        known = [kind for kind in kinds if kind in self.costs] or [kinds[-1]]
+        return functools.reduce(
+            lambda best, wider: wider if pace(wider) > BETTER * pace(best) else best, known
+        )
