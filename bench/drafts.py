@@ -5,17 +5,19 @@ from their prompts, greedy: code that is repeated, edited or extracted from. The
 standard library, which every machine with this program has.
 
 Each contender is an engine of its own, which waits while another one's turn is. All answer the same
-prompts with the same number of tokens. First each answers them until its programs are compiled.
+prompts, more than they have slots, with the same number of tokens. First each answers them until
+its programs are compiled.
 """
 
 import contextlib
+import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from bench.timing import BenchError, Comparison, Target, compare
+from bench.timing import BenchError, Comparison, Target, from_samples, rotated
 from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
@@ -59,7 +61,7 @@ def run(quick: bool = False, model: Path | None = None) -> Iterator[Comparison]:
                 for name in (NONE, *DRAFTERS)
             }
             for kind, prompts in texts.items():
-                yield measure(engines, kind, prompts[: 1 if slots == 1 else 8], slots, quick)
+                yield measure(engines, kind, prompts[: 2 if slots == 1 else 8], slots, quick)
 
 
 def configuration(model: Path, vocab_size: int, drafter: str, slots: int) -> EngineConfig:
@@ -110,36 +112,51 @@ def guessable(tokenizer: Tokenizer) -> list[Request]:
 def measure(
     engines: dict[str, Engine], kind: str, requests: Sequence[Request], slots: int, quick: bool
 ) -> Comparison:
-    """Compare the drafters on one kind of text; tokens/s are those of whole answers."""
-    tokens, rounds = (64, 3) if quick else (192, 9)
-    asked = [replace(one, params=replace(one.params, max_tokens=tokens)) for one in requests]
+    """Compare the drafters on one kind of text, by the time a token while all slots decode.
 
-    def answering(engine: Engine) -> Callable[[], Any]:
-        def answer() -> None:
-            count = sum(
-                record.num_tokens for update in engine.generate(asked) for record in update.records
-            )
-            if count != tokens * len(asked):
-                raise BenchError(f"{count} tokens, where {tokens * len(asked)} were asked for")
-
-        return answer
-
-    contenders = {name: answering(engine) for name, engine in engines.items()}
+    A drafter does not help all requests alike: those that end early make room for others.
+    """
+    tokens, rounds = (64, 3) if quick else (128, 5)
+    asked = [
+        replace(one, id=f"{turn} {one.id}", params=replace(one.params, max_tokens=tokens))
+        for turn in range(2)
+        for one in requests
+    ]
     for engine in engines.values():
         while sum(_compiles(engine) for _ in engine.generate(asked)):
             pass  # programs of other widths are made beside the steps
-    found = compare(
-        f"{kind} text, {slots} slot{'s' * (slots > 1)}", contenders, check=None, rounds=rounds,
-        min_seconds=0.0, settings={"kind": kind, "slots": slots, "tokens": tokens},
-    )  # fmt: skip
+    title = f"{kind} text, {slots} slot{'s' * (slots > 1)}"
+    print(title, file=sys.stderr, flush=True)
+    samples: dict[str, list[float]] = {name: [] for name in engines}
+    for index in range(rounds):
+        for name in rotated(list(engines), index):
+            samples[name].append(seconds_a_token(engines[name], asked, tokens, slots))
+    found = from_samples(title, samples, settings={"kind": kind, "slots": slots, "tokens": tokens})
     base = found[NONE].median
     targets = tuple(
         Target(f"{name}: tokens/s over those without", LIMITS[kind], base / found[name].median,
                "x", at_least=True)
         for name in DRAFTERS
     )  # fmt: skip
-    rates = {name: {"tokens/s": tokens * len(asked) / found[name].median} for name in contenders}
+    rates = {name: {"tokens/s": 1 / found[name].median} for name in engines}
     return replace(found, targets=targets, figures=rates)
+
+
+def seconds_a_token(engine: Engine, asked: Sequence[Request], tokens: int, slots: int) -> float:
+    """Seconds over tokens of an engine that has all requests, until fewer are left than slots.
+
+    Raises:
+      BenchError: it answers with another number of tokens.
+    """
+    began, count, left, seconds = time.perf_counter(), 0, len(asked), 0.0
+    for update in engine.generate(asked):
+        count += sum(record.num_tokens for record in update.records)
+        left -= sum(bool(record.finish_reason) for record in update.records)
+        if left < slots and not seconds:
+            seconds = (time.perf_counter() - began) / count
+    if count != tokens * len(asked):
+        raise BenchError(f"{count} tokens, where {tokens * len(asked)} were asked for")
+    return seconds
 
 
 def _compiles(engine: Engine) -> bool:
