@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model.arithmetic import precision, soft_capped
 from jax_specdec.device.model.params import KVCache
-from jax_specdec.device.model.tiles import KEY_TILE, as_tiles, of_tiles, whole_tiles
+from jax_specdec.device.model.tiles import KEY_TILE, as_tiles, whole_tiles
 
 KEYS = 256  # cache entries that a softmax takes in at a time, where nothing else is said
 QUERY_TILE = 8  # rows of a slot, where a row's bits are its own
@@ -144,7 +144,7 @@ def attention_in_tiles(
     place: tuple[jax.Array, jax.Array],
     seen: Seen,
 ) -> Float[Array, "B S H*Dh"]:
-    """`cached_attention` of `QUERY_TILE` rows of one slot at a time: a row has bits of its own.
+    """`cached_attention` of `QUERY_TILE` rows of each slot at a time: a row has bits of its own.
 
     Raises:
       ValueError: the cache has no whole number of tiles.
@@ -154,17 +154,18 @@ def attention_in_tiles(
             f"{cache.k.shape[2]} entries of a slot are no whole number of tiles: make it a "
             f"multiple of {KEY_TILE}, as `whole_tiles` does"
         )
-    (b, s), (layer, first) = q.shape[:2], place
-    parts = jax.tree.map(lambda x: as_tiles(x, QUERY_TILE), (q, seen))
-    number = parts[0].shape[0]
-    slots = first + jnp.arange(number, dtype=jnp.int32) // (number // b)
+    b, s = q.shape[:2]
 
-    def one(part: tuple[jax.Array, tuple[jax.Array, Seen]]) -> jax.Array:
-        slot, (q, seen) = lax.optimization_barrier(part)  # type: ignore[no-untyped-call]
-        out = cached_attention(config, q, cache, (layer, slot), seen, KEY_TILE)
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(as_tiles(x, QUERY_TILE).reshape(b, -1, QUERY_TILE, *x.shape[2:]), 1, 0)
+
+    def one(part: tuple[jax.Array, Seen]) -> jax.Array:
+        q, seen = lax.optimization_barrier(part)  # type: ignore[no-untyped-call]
+        out = cached_attention(config, q, cache, place, seen, KEY_TILE)
         return lax.optimization_barrier(out)  # type: ignore[no-untyped-call, no-any-return]
 
-    return of_tiles(lax.map(one, (slots, parts)), b, s)
+    out = jnp.moveaxis(lax.map(one, jax.tree.map(split, (q, seen))), 0, 1)
+    return out.reshape(b, -1, out.shape[-1])[:, :s]
 
 
 def tiled_attention(
