@@ -23,7 +23,7 @@ def looped(text: str, columns: int, turns: int) -> list[str]:
 
     Loops whose number of turns is no constant are not among them: those over the rows of a list.
     """
-    computations = _computations(text)
+    computations = by_name(text)
     found = []
     for lines in computations.values():
         for line in lines:
@@ -40,7 +40,8 @@ def looped(text: str, columns: int, turns: int) -> list[str]:
     return found
 
 
-def _computations(text: str) -> dict[str, list[str]]:
+def by_name(text: str) -> dict[str, list[str]]:
+    """The lines of each computation of a compiled program."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from bench import aot_tpu
-from bench.tpu import bundles
+from bench.tpu import bundles, tiles
 from bench.tpu.loops import looped
 from bench.tpu.programs import Compiled
 from bench.tpu.steps import Step, collectives, searched
@@ -108,3 +108,17 @@ ENTRY %main (x: f32[16,8192]) -> f32[16] {
   %w.1 = (s32[], f32[16,8192]{1,0}) while(%t.9), condition=%less, body=%body
 }
 """
+
+
+def test_cycles_of_operations_times_turns_of_loops(monkeypatch, capsys):
+    said = '={"bundle_analysis_data":{"bundles":"9","estimated_cycles":"7"}}'
+    text = LOOPS.replace("kind=kLoop", f"backend_config{said}")
+    assert tiles.cycles(text, 3) == 20 * 7
+    assert tiles.cycles(text.replace("constant(20)", "parameter(0)"), 3) == 3 * 7
+
+    monkeypatch.setattr(tiles.os, "environ", {})
+    for most, status in ((110, 0), (111, 1)):
+        counted = {None: 100, 128: most}
+        monkeypatch.setattr(tiles, "step_cycles", lambda slots, rows, tile, c=counted: c[tile])
+        assert tiles.main() == status
+    assert "32 slots of 4 rows: 111 cycles in tiles, 100 without: 1.11x" in capsys.readouterr().out
