@@ -66,7 +66,9 @@ def rollouts(config, compiled, params, mode, seed):
 
 def batch_of(columns):
     """Arrange rollouts as ids [B, LENGTH], logprobs [B, MAX_TOKENS] and padded kept sets."""
-    places = columns.rows_by_place(LENGTH)[:, 1:]  # -1 in prompts; no rollout ends early here
+    slots = np.array([int(id.split(".")[1]) for id in columns.request_id])
+    order = slots.argsort()  # an engine's columns have the requests as they came
+    places = columns.rows_by_place(LENGTH)[order, 1:]  # -1 in prompts; no rollout ends early here
     rows = places[:, START - 1 :]
     ids = np.concatenate([PROMPTS.repeat(GROUP, axis=0), columns.token_id[rows]], axis=1)
     # A fixed width: one compiled program serves every batch.
