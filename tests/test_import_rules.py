@@ -210,6 +210,18 @@ def test_the_kernels_house():
     assert len(arrows) <= MOST_ARROWS
 
 
+def test_an_arrow_up_is_found(tmp_path):
+    """Lazy imports and those for type checkers count."""
+    file = tmp_path / "x.py"
+    file.write_text(
+        "def f():\n    from pallas_kernels.topk.call import topk_logprobs\n"
+        "if TYPE_CHECKING:\n    from pallas_kernels.linear import call\n"
+        "from pallas_kernels.contract import types"
+    )
+    found = upward(kernel_arrows({"pallas_kernels.backends.x": file}))
+    assert found == {("backends", "topk"), ("backends", "linear")}
+
+
 def test_rooms_form_no_circle():
     done = []
     while left := [room for room in ROOMS if room not in done]:
@@ -235,12 +247,14 @@ def test_the_code_of_a_page_keeps_to_the_doors(page):
     [
         ("ipc.reader", "import jax.numpy as jnp", "jax.numpy"),
         ("ipc.reader", "from . import wire", "."),
+        ("jax_specdec.records.decode", "def f():\n    from jax import numpy", "jax"),
         ("jax_specdec.adapters.tunix", "from pallas_kernels.topk.call import topk_logprobs",
          "pallas_kernels.topk.call"),
         ("jax_specdec.engine.engine", "from jax_specdec.adapters import replacing",
          "jax_specdec.adapters.replacing"),
         ("jax_specdec.export.openai", "from jax_specdec.device import verify",
          "jax_specdec.device"),
+        ("jax_specdec.records.record", "from pallas_kernels import greedy", "pallas_kernels"),
         ("jax_specdec.records.record", "from jax_specdec.engine import engine",
          "jax_specdec.engine.engine"),
         ("jax_specdec.device.loop.step", "from pallas_kernels.sampling.verification import verify",
@@ -249,9 +263,12 @@ def test_the_code_of_a_page_keeps_to_the_doors(page):
         ("pallas_kernels.backends.xla.rows", "import numpy, torch", "torch"),
         ("jax_specdec.cli.demo_command", "from jax_specdec.cli.main import main",
          "jax_specdec.cli.main"),
+        ("jax_specdec.device.messages.pack", "import bench.timing", "bench.timing"),
         ("docs.export", "from jax_specdec.export import column_builder",
          "jax_specdec.export.column_builder"),
+        ("bench.host", "from tests.support import scene", "tests.support.scene"),
         ("tests.ipc.test_wire", "from bench import timing", "bench.timing"),
+        ("tests.peers.run", "from bench import timing", "bench.timing"),
         ("tests.ipc.test_wire", "from tests.ipc.test_aio import soon", "tests.ipc.test_aio"),
         ("tests.ptx_machine.machine", "from tests.support import paths", "tests.support.paths"),
         ("tests.ptx_machine.test_machine", "from ..support import paths", "..support"),

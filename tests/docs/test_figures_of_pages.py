@@ -3,13 +3,14 @@
 import importlib
 import re
 
+import numpy as np
 import pytest
 
 from ipc import wire
-from jax_specdec.engine import EngineConfig, SamplingParams
+from jax_specdec.engine import EngineConfig, SamplingParams, decode
 from jax_specdec.engine.errors import RequestError
 from jax_specdec.ray import RayConfig
-from tests.support.pages import DOCS
+from tests.support.pages import DOCS, python_blocks
 
 pytestmark = pytest.mark.fast
 
@@ -23,6 +24,42 @@ def cells(page, heading):
 
 def value(cell):
     return eval(cell, {"__builtins__": {}})  # "2**31 - 1"
+
+
+def test_the_bytes_of_the_page_are_a_message():
+    rows = [
+        (int(offset), bytes.fromhex(data.replace("`", " ")))
+        for offset, data, _ in cells("wire.md", "One message, byte by byte")
+    ]
+    data = b"".join(part for _, part in rows)
+    for offset, part in rows:
+        assert data[offset : offset + len(part)] == part
+    message = decode(data)
+    assert (message.kind, message.step, message.max_num_logprobs) == (wire.Kind.TARGET, 7, 1)
+    assert (message.running, message.draft_follows, message.process_rank) == (True, False, 0)
+    assert message.generation.tolist() == [3, 1]
+    assert message.num_drafts.tolist() == [2, 0]
+    first, second = message.slot(0), message.slot(1)
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([11, 42], [7])
+    assert first.token_ranks.tolist() == [1, 2]
+    np.testing.assert_array_equal(first.logprobs, np.float32([[-0.25, -0.25], [-1.5, -0.5]]))
+    assert first.topk_ids.tolist() == [[11], [9]]
+    assert first.kept is None
+    assert (second.kept.log_kept.tolist(), second.kept.ids(0).tolist()) == ([-0.25], [7, 9])
+    scope = {}
+    exec(python_blocks(DOCS / "wire.md")[0], scope)
+    assert scope["data"] == data
+
+
+@pytest.mark.parametrize(("name", "fields"), [("header", wire.HEADER), ("slot", wire.SLOT)])
+def test_the_fields_of_the_page_are_the_layouts(name, fields):
+    section = (DOCS / "wire.md").read_text().split("## Fields\n", 1)[1]
+    table = section.split(f"| {name} | word |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    rows = [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in table]
+    said = {row[0]: (int(row[1]), *map(int, row[2].split("-"))) for row in rows}
+    assert said == {
+        field: (at.word, at.shift, at.shift + at.bits - 1) for field, at in fields.items()
+    }
 
 
 def test_limits_are_what_the_page_says():
