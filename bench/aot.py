@@ -310,7 +310,8 @@ def print_table(results: list[Result]) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("path", "R", "V", "K", "dtype", "group", "blocks", "splits"):
         table.add_column(column)
-    for column in ("registers", "spills", "instr / logit", "temporaries", "launches", "us"):
+    numbers = "registers", "spills", "instr / logit", "temporaries", "launches"
+    for column in (*numbers, "us", "pass 1 by events"):
         table.add_column(column, justify="right")
     for r in results:
         table.add_row(
@@ -323,6 +324,7 @@ def print_table(results: list[Result]) -> None:
             f"{r.share:.2%}",
             str(r.launches),
             f"{r.estimate.pass1.total * 1e6:.1f} + {r.estimate.pass2.total * 1e6:.1f}",
+            f"{r.estimate.by_events * 1e6:.1f}",
         )
     Console(width=140).print(table)
 

@@ -47,6 +47,7 @@ class Code:
 
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]
+    skipped: tuple[Loop, ...] = ()  # what forward branches leave out
 
     def until_exit(self) -> "Code":
         """The code up to the first EXIT without a condition behind all loops.
@@ -86,13 +87,16 @@ def parse(listing: str) -> Code:
     instructions = [_decoded(text, upper) for text, upper in found]
     ends = [i + 1 for i, x in enumerate(instructions) if x.name == "EXIT"]
     instructions = instructions[: ends[-1]] if ends else instructions
-    loops = []
+    loops, skipped = [], []
     for i, x in enumerate(instructions):
         target = BRANCH.search(x.text)
-        if target and labels.get(target[1], len(found)) < i:
-            loops.append(Loop(labels[target[1]], i + 1))
+        place = labels.get(target[1], i) if target else i
+        if place < i:
+            loops.append(Loop(place, i + 1))
+        elif place > i:
+            skipped.append(Loop(i + 1, place))
     loops.sort(key=lambda loop: (loop.begin, -loop.end))
-    return Code(tuple(instructions), tuple(loops))
+    return Code(tuple(instructions), tuple(loops), tuple(skipped))
 
 
 def _decoded(text: str, upper: int) -> Instruction:

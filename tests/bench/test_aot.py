@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.gpu import estimates, machine_code, model
+from bench.gpu import estimates, events, machine_code, model
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     PROGRAMS_AT_ONCE,
     choose_fixed_schedule,
@@ -58,6 +58,21 @@ def test_reading_machine_code():
     assert (load.stall, load.sets, load.waits) == (1, (0,), ())
     assert (add.stall, add.sets, add.waits) == (5, (), (0,))
     assert machine_code.parse(LISTING.replace("@P1 BRA `(.L_x_0)", "NOP")).loops == ()
+
+
+def test_events_charge_the_start_the_queue_and_the_tail():
+    alone = model.chain(CODE, model.structure(CODE, lambda *_: 10), CHIP) / CHIP.clock
+    one = events.pass1(launched(programs=1), 0, 1, CHIP)
+    assert one == pytest.approx(alone)
+    # Sixteen programs fit on a multiprocessor, one more waits for a place.
+    full = 132 * 16
+    many, more = (events.pass1(launched(programs=n), 0, n, CHIP) for n in (full, full + 1))
+    assert many > alone
+    assert more == pytest.approx(many + one, rel=0.2)
+    # A queue of bytes takes as long as they do, and a start and a turn more.
+    size = 3.35e7
+    bound = events.pass1(launched(programs=full, size=size), 0, full, CHIP)
+    assert 0 < bound - size / (CHIP.bandwidth * CHIP.efficiency) < 2 * alone
 
 
 def test_a_slower_kernel_breaks_its_limit(tmp_path, monkeypatch):
