@@ -5,7 +5,6 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -45,54 +44,10 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
 
 
-def add_command(commands: Any, name: str, *, help: str, description: str) -> Any:
-    """The parser of a command, whose description keeps its lines."""
-    form = argparse.RawDescriptionHelpFormatter
-    return commands.add_parser(name, help=help, description=description, formatter_class=form)
-
-
 def closest(name: str, known: Sequence[str]) -> str:
     """ "; did you mean X?" with the known name that is nearest to `name`; "" where none is near."""
     found = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {found[0]}?" if found else ""
-
-
-def found(path: Path | None) -> str:
-    """The absolute path of a file or a directory, for a worker; "" for None.
-
-    Raises:
-      OSError: the path leads nowhere.
-    """
-    if path is None:
-        return ""
-    path.stat()  # its error names the whole path; that of a strict `resolve` only a part of it
-    return str(path.resolve())
-
-
-def add_checkpoint(group: Any) -> None:
-    """Add the option for the directory or file of a checkpoint, which must be given."""
-    group.add_argument("--model", type=Path, required=True, metavar="DIR",
-        help="config.json, model.safetensors (or several files and their index), "
-        "tokenizer.json; or a GGUF file")  # fmt: skip
-
-
-def add_dtype(group: Any) -> None:
-    """Add the option for the type to compute in."""
-    group.add_argument("--dtype", choices=("bfloat16", "float32"), default="",
-        help="the type to compute in (default: the checkpoint's; float32 for a float16 one)",
-    )  # fmt: skip
-
-
-def add_programs(group: Any) -> None:
-    """Add the options for where compiled programs are kept, and whose kernels they take."""
-    from jax_specdec.control import IMPLEMENTATIONS
-
-    group.add_argument("--compilation-cache", default="", metavar="DIR",
-        help="where compiled programs are kept for the next start, or off (default: the user's "
-        "cache directory)")  # fmt: skip
-    group.add_argument("--implementation", choices=IMPLEMENTATIONS, default="",
-        help="what computes the logprobs and draws; xla uses no kernel of this package (default: "
-        "the kernels wherever they can run)")  # fmt: skip
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

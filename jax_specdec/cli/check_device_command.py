@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from jax_specdec.cli import toolchain
-from jax_specdec.cli.argument_types import add_command
 from jax_specdec.cli.device_report import JSON, LOG, PAGE, Report
 
 HELP = """\
@@ -46,10 +45,8 @@ class Seconds(NamedTuple):
 SECONDS = Seconds()
 
 
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the command to the command line."""
-    parser = add_command(commands, "check-device", description=HELP,
-        help="check and time the kernels on this GPU or TPU, and write a report")  # fmt: skip
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("--full", action="store_true", help="every shape; takes an hour")
     parser.add_argument("--minutes", type=float, metavar="N",
         help="begin and finish no piece after N minutes (default: 9; with --full no limit)",

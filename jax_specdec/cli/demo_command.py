@@ -8,21 +8,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jax_specdec.cli.argument_types import add_command, found, integer
-from jax_specdec.cli.engine_options import add_engine, engine_options
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ipc.wire import MAX_TOP_K
+from jax_specdec.cli import token_colors
+from jax_specdec.cli.argument_types import integer
+from jax_specdec.cli.engine_options import add_engine, engine_options, found
+from jax_specdec.cli.prompts import read_prompts
+from jax_specdec.cli.standard_output import Starting, phases_of
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.updates import Update, WorkerStatus
+from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.export import openai, response_files
+from jax_specdec.records.record import Record
+from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.serve.model import TINY, ServedModel, tiny_model
+from jax_specdec.text import byte_tokens
+from jax_specdec.text.detokenize import TextStream
 from jax_specdec.wording import pluralize
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
-    from jax_specdec.engine.engine import Engine
-    from jax_specdec.engine.updates import Update, WorkerStatus
-    from jax_specdec.records.record import Record
-    from jax_specdec.requests import Request
-    from jax_specdec.serve.model import ServedModel
 
 MAX_WORKERS = 64
 SAMPLED_TOP_P = 0.95
@@ -35,12 +43,8 @@ speculation did, and what it took to move the logprobs. This process never impor
 """
 
 
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the command to the command line."""
-    from ipc.wire import MAX_TOP_K
-
-    parser = add_command(commands, "demo", description=HELP,
-        help="decode prompts in a worker process and show their logprobs")  # fmt: skip
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add_engine(parser)
     flag: dict[str, Any] = {"action": "store_true"}
     for name, settings in {
@@ -71,13 +75,6 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Decode, draw the texts meanwhile, and sum up; raises what `main` turns into messages."""
-    from rich.console import Console
-
-    from jax_specdec.cli import token_colors
-    from jax_specdec.engine.worker_client import WorkerFailed
-    from jax_specdec.export import openai, response_files
-    from jax_specdec.serve.model import TINY, tiny_model
-
     console = Console()
     say = functools.partial(console.print, markup=False, soft_wrap=True)
     model = tiny_model(name=TINY, created=int(time.time()), max_length=2**31 - 1)
@@ -121,11 +118,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def requests_of(options: argparse.Namespace, model: "ServedModel") -> "list[Request]":
+def requests_of(options: argparse.Namespace, model: ServedModel) -> list[Request]:
     """The built-in requests, or a file's (greedy, K = 5), with the options that hold for all."""
-    from jax_specdec.cli.prompts import read_prompts
-    from jax_specdec.requests import SamplingParams
-
     plain = SamplingParams(max_tokens=64, logprobs=5, stop_token_ids=model.eos_token_ids)
     given = {"max_tokens": options.max_tokens, "temperature": options.temperature}
     given |= {"draft_logprobs": options.draft_logprobs or None, "logprobs": options.k}
@@ -139,11 +133,7 @@ def requests_of(options: argparse.Namespace, model: "ServedModel") -> "list[Requ
     return requests
 
 
-def _engine(options: argparse.Namespace, requests: "list[Request]") -> "Engine":
-    from jax_specdec.engine.config import EngineConfig
-    from jax_specdec.engine.engine import Engine
-    from jax_specdec.text import byte_tokens
-
+def _engine(options: argparse.Namespace, requests: list[Request]) -> Engine:
     longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
     length = max(256, -(-longest // 128) * 128)
     config = EngineConfig(
@@ -157,12 +147,8 @@ def _engine(options: argparse.Namespace, requests: "list[Request]") -> "Engine":
 
 
 @contextlib.contextmanager
-def _drawn(shown: "Demo", console: "Console", engine: "Engine") -> Iterator[None]:
+def _drawn(shown: "Demo", console: Console, engine: Engine) -> Iterator[None]:
     """Draw the texts on a terminal while the block runs; elsewhere, say that it begins."""
-    from rich.live import Live
-
-    from jax_specdec.cli.standard_output import Starting, phases_of
-
     if not console.is_terminal:
         console.print("starting the model worker: it imports jax and compiles ...")
         yield
@@ -175,11 +161,7 @@ def _drawn(shown: "Demo", console: "Console", engine: "Engine") -> Iterator[None
 class Demo:
     """The requests, their records and colored texts so far, and the messages that brought them."""
 
-    def __init__(self, requests: "list[Request]", model: "ServedModel") -> None:
-        from rich.text import Text
-
-        from jax_specdec.text.detokenize import TextStream
-
+    def __init__(self, requests: list[Request], model: ServedModel) -> None:
         self.requests = {one.id: one for one in requests}
         self.records: dict[str, list[Record]] = {one.id: [] for one in requests}
         self.messages: list[tuple[int, int, float]] = []  # process rank, bytes, latency in us
@@ -188,10 +170,8 @@ class Demo:
         self.texts = {id: Text(prompt, "dim") for id, prompt in prompts.items()}
         self._lock = threading.Lock()  # a thread of its own draws the screen
 
-    def add(self, update: "Update") -> None:
+    def add(self, update: Update) -> None:
         """Append what a message brought."""
-        from jax_specdec.cli import token_colors
-
         with self._lock:
             for record in update.records:
                 id = record.request_id
@@ -200,10 +180,8 @@ class Demo:
         if (sent := update.message) is not None and (waited := update.latency_ns) is not None:
             self.messages.append((sent.process_rank, sent.num_bytes, waited / 1e3))
 
-    def view(self, console: "Console", starting: Callable[[], str]) -> "Text":
+    def view(self, console: Console, starting: Callable[[], str]) -> Text:
         """A line for each request, those that run first where not all fit, and one about all."""
-        from rich.text import Text
-
         width, height = console.size
         with self._lock:
             waiting = {id for id, records in self.records.items() if not records}
@@ -226,10 +204,8 @@ class Demo:
         said = f"{len(done)} of {len(ids)} done, {running} running, step {len(self.messages)}"
         return lines.append(said if self.messages else starting(), "bold")
 
-    def heading(self, id: str) -> "Text":
+    def heading(self, id: str) -> Text:
         """What a request asked for, and what speculation did for it."""
-        from rich.text import Text
-
         params, last = self.requests[id].params, self.records[id][-1] if self.records[id] else None
         said = f"{id}: K = {params.logprobs}, T = {params.temperature:g}"
         if last is not None and (found := last.statistics) is not None:
@@ -241,7 +217,7 @@ class Demo:
             said += f", drafts accepted: {shares}" if shares else ""
         return Text(said, "bold")
 
-    def summary(self, workers: "Sequence[WorkerStatus]") -> Iterator[str]:
+    def summary(self, workers: Sequence[WorkerStatus]) -> Iterator[str]:
         """What each worker did, and what the messages took."""
         for one in workers:
             sizes = [size for rank, size, _ in self.messages if rank == one.process_rank]

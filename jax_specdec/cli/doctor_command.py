@@ -1,19 +1,21 @@
 """`jax-specdec doctor`: rings and directories of engines, and what dead processes left of them."""
 
 import argparse
-from typing import Any
+
+from ipc import doctor
+from jax_specdec import compiled_programs
+from jax_specdec.cli import toolchain
+from jax_specdec.engine import leftovers
+
+HELP = """\
+Say where the driver, ptxas and libdevice are. List every ring in /dev/shm, and every engine's
+directory, with the state of the process that made it. An engine that is killed leaves its
+directory, and one that is closed the output of its lost workers, with the reason of each loss.
+"""
 
 
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser(
-        "doctor",
-        help="list the toolchain, and rings and directories of engines; remove those of the dead",
-        description="Say where the driver, ptxas and libdevice are. List every ring in /dev/shm, "
-        "and every engine's directory, with the state of the process that made it. An engine that "
-        "is killed leaves its directory, and one that is closed the output of its lost workers, "
-        "with the reason of each loss.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("--remove", action="store_true", help="remove what dead processes left")
     parser.add_argument(
         "--clear-cache", action="store_true", help="remove the compiled programs that are kept"
@@ -25,11 +27,6 @@ def run(options: argparse.Namespace) -> int:
 
     Returns the exit status: 1 while leftovers remain, 2 where it cannot know, else 0.
     """
-    from ipc import doctor
-    from jax_specdec import compiled_programs
-    from jax_specdec.cli import toolchain
-    from jax_specdec.engine import leftovers
-
     tools = toolchain.find()
     for line in [*tools.lines(), *(f"NOTE: {note}" for note in tools.notes() if tools.gpus)]:
         print(line)

@@ -1,28 +1,59 @@
 """Options of engines that the commands share: who drafts, slots, devices, losses, and where."""
 
-from __future__ import annotations
-
 import argparse
-import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jax_specdec.cli.argument_types import add_programs, found, integer
-
-if TYPE_CHECKING:
-    from jax_specdec.checkpoint.hf_names import HfModel
-
+from ipc.wire import MAX_DRAFTS
+from jax_specdec.checkpoint.hf_names import HfModel, open_model
+from jax_specdec.cli.argument_types import integer, seconds
+from jax_specdec.compiled_programs import OFF, default_folder
+from jax_specdec.control import DRAFT_WIDTHS, DRAFTERS, IMPLEMENTATIONS
+from jax_specdec.text.tokenizer import Tokenizer
 
 LENGTH_STEP = 128  # slot lengths are multiples of it
 WINDOW = 600.0  # seconds in which losses count
 
 
+def found(path: Path | None) -> str:
+    """The absolute path of a file or a directory, for a worker; "" for None.
+
+    Raises:
+      OSError: the path leads nowhere.
+    """
+    if path is None:
+        return ""
+    path.stat()  # its error names the whole path; that of a strict `resolve` only a part of it
+    return str(path.resolve())
+
+
+def add_checkpoint(group: Any) -> None:
+    """Add the option for the directory or file of a checkpoint, which must be given."""
+    group.add_argument("--model", type=Path, required=True, metavar="DIR",
+        help="config.json, model.safetensors (or several files and their index), "
+        "tokenizer.json; or a GGUF file")  # fmt: skip
+
+
+def add_dtype(group: Any) -> None:
+    """Add the option for the type to compute in."""
+    group.add_argument("--dtype", choices=("bfloat16", "float32"), default="",
+        help="the type to compute in (default: the checkpoint's; float32 for a float16 one)",
+    )  # fmt: skip
+
+
+def add_programs(group: Any) -> None:
+    """Add the options for where compiled programs are kept, and whose kernels they take."""
+    group.add_argument("--compilation-cache", default="", metavar="DIR",
+        help="where compiled programs are kept for the next start, or off (default: the user's "
+        "cache directory)")  # fmt: skip
+    group.add_argument("--implementation", choices=IMPLEMENTATIONS, default="",
+        help="what computes the logprobs and draws; xla uses no kernel of this package (default: "
+        "the kernels wherever they can run)")  # fmt: skip
+
+
 def add_engine(group: Any) -> None:
     """Add the options that say who drafts, and how much a worker runs at once."""
-    from ipc.wire import MAX_DRAFTS
-    from jax_specdec.control import DRAFT_WIDTHS, DRAFTERS
-
     group.add_argument("--drafter", choices=DRAFTERS,
         help="where drafts come from: the model's own head (mtp), the latest n-gram or the longest "
         "suffix of the request's text, a smaller model, or none (default: model with "
@@ -64,8 +95,6 @@ def engine_options(
 
 def kept_in(setting: str) -> str:
     """The folder of compiled programs that `--compilation-cache` names, for people; "" for none."""
-    from jax_specdec.compiled_programs import OFF, default_folder
-
     other = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
     return "" if setting == OFF else setting or other or str(default_folder())
 
@@ -120,9 +149,6 @@ def drafting(options: argparse.Namespace, model: HfModel | None, max_length: int
 
 def _check_draft_model(target: Path, draft: Path, model: HfModel, max_length: int) -> None:
     """Refuse a draft model of another tokenizer, or of too few positions."""
-    from jax_specdec.checkpoint.hf_names import open_model
-    from jax_specdec.text.tokenizer import Tokenizer
-
     small = open_model(draft, dtype=model.config.dtype)
     if small.hf.max_length is not None and max_length > small.hf.max_length:
         raise ValueError(
@@ -152,7 +178,7 @@ def add_restarts(group: Any, *, default: int | None) -> None:
     group.add_argument("--max-restarts", type=integer(0), default=default, metavar="N",
         help="new workers in place of lost ones, for each, within --restart-window; a loss that is "
         f"put down to a request does not count (default: {said})")  # fmt: skip
-    group.add_argument("--restart-window", type=_window, metavar="SECONDS",
+    group.add_argument("--restart-window", type=seconds, metavar="SECONDS",
         help=f"after which a loss counts no more (default: {WINDOW:g})")  # fmt: skip
 
 
@@ -173,17 +199,6 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
         "max_restarts": options.max_restarts,
         "restart_window": WINDOW if window is None else window,
     }
-
-
-def _window(text: str) -> float:
-    """An argparse type: seconds, at least one."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 1 <= seconds < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 on")
-    return seconds
 
 
 def add_ray(group: Any) -> None:

@@ -1,16 +1,21 @@
 """`jax-specdec generate`: prompts continued by a Hugging Face checkpoint, with logprobs."""
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jax_specdec.cli.argument_types import add_checkpoint, add_command, add_dtype
+from rich.console import Console
+
+from ipc.wire import LogprobsMode
+from jax_specdec.checkpoint.hf_names import HfModel, open_model
+from jax_specdec.cli import standard_output, token_colors
 from jax_specdec.cli.engine_options import (
+    add_checkpoint,
+    add_dtype,
     add_engine,
     add_ray,
     add_restarts,
@@ -20,14 +25,16 @@ from jax_specdec.cli.engine_options import (
     restarts,
     slot_length,
 )
+from jax_specdec.cli.generate import Run, TextsInOrder, left_to_do
+from jax_specdec.cli.logs import logged
+from jax_specdec.cli.prompts import Prompt, given_prompts, read_prompts
+from jax_specdec.cli.resumable import JsonlOutput
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import SamplingParams, Structured
+from jax_specdec.text.tokenizer import Tokenizer
 from jax_specdec.wording import pluralize
-
-if TYPE_CHECKING:
-    from jax_specdec.checkpoint.hf_names import HfModel
-    from jax_specdec.cli.generate import Run, TextsInOrder
-    from jax_specdec.cli.prompts import Prompt
-    from jax_specdec.engine.config import EngineConfig
-    from jax_specdec.text.detokenize import TokenTable
 
 HELP = """\
 Run prompts through a checkpoint in Hugging Face layout (Llama, Mistral, Mixtral, Qwen2, Qwen3,
@@ -50,10 +57,8 @@ SAMPLING = (
 )
 
 
-def add(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = add_command(commands, "generate", description=HELP,
-        help="run prompts through a Hugging Face checkpoint")  # fmt: skip
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     _add_files(parser)
     _add_sampling(parser.add_argument_group("sampling (a line of a .jsonl file may differ)"))
     _add_running(parser.add_argument_group("running"))
@@ -112,14 +117,6 @@ def run(options: argparse.Namespace) -> int:
       OSError: a record or a text cannot be written; its note says what was kept.
       WorkerFailed: the worker ended early; its note says what was kept.
     """
-    import contextlib
-
-    from jax_specdec.checkpoint.hf_names import open_model
-    from jax_specdec.cli import generate, standard_output
-    from jax_specdec.cli.prompts import given_prompts, read_prompts
-    from jax_specdec.cli.resumable import JsonlOutput
-    from jax_specdec.text.tokenizer import Tokenizer
-
     refuse_without_ray(options)
     model = open_model(options.model, dtype=options.dtype)
     tokenizer = Tokenizer(options.model, model.config.vocab_size)
@@ -129,56 +126,38 @@ def run(options: argparse.Namespace) -> int:
     else:
         prompts = read_prompts(options.prompts, tokenizer, defaults, options.stop)
     settings = (options.model.resolve().name, model.config.dtype)
+    # The configuration fits all prompts, so a resumed run compiles the same step.
+    config, table = _engine_config(options, model, prompts), tokenizer.table()
     if options.ray is not None:
-        return _on_ray(
-            options, _engine_config(options, model, prompts), prompts, settings, tokenizer.table()
-        )
+        from jax_specdec.cli import generate_ray  # whose columns only it needs
+
+        lasting = replace(config, on_worker_loss="restart", resume_lost=True)
+        try:
+            return generate_ray.run(options, lasting, prompts, settings, table)
+        except ModuleNotFoundError as error:
+            raise ValueError(str(error)) from error
     opened: contextlib.AbstractContextManager[JsonlOutput | None] = (
         JsonlOutput(options.output) if options.output else contextlib.nullcontext()
     )
     with opened as output:
-        left = generate.left_to_do(prompts, output, settings)
+        left = left_to_do(prompts, output, settings)
         if not left:
             return 0
-        # The configuration fits all prompts, so a resumed run compiles the same step.
-        config = _engine_config(options, model, prompts)
-        table = tokenizer.table()
-        result = generate.Run(left, table, settings, output)
+        result = Run(left, table, settings, output)
         show, style = standard_output.shower(quiet=options.quiet)
-        texts = generate.TextsInOrder(left, table, show, style)
+        texts = TextsInOrder(left, table, show, style)
         print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
         with result.tally.noting(options.output):
             _generate(config, left, result, texts)
         if style and any(prompt.request.params.logprobs is not None for prompt in left):
-            standard_output.explain_colors()
+            token_colors.legend(Console(), unknown=False)
         return result.tally.conclude(result.speculation)
-
-
-def _on_ray(
-    options: argparse.Namespace,
-    config: EngineConfig,
-    prompts: list[Prompt],
-    settings: tuple[str, ...],
-    table: TokenTable,
-) -> int:
-    try:
-        from jax_specdec.cli import generate_ray
-
-        lasting = replace(config, on_worker_loss="restart", resume_lost=True)
-        return generate_ray.run(options, lasting, prompts, settings, table)
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from error
 
 
 def _generate(
     config: EngineConfig, prompts: list[Prompt], result: Run, texts: TextsInOrder
 ) -> None:
     """Run the prompts."""
-    from jax_specdec.cli import standard_output
-    from jax_specdec.cli.logs import logged
-    from jax_specdec.engine.engine import Engine
-    from jax_specdec.records.batch import FinishReason
-
     with (
         # Where a loss ends the command, its error says so.
         logged("error" if config.on_worker_loss == "stop" else "warning"),
@@ -194,9 +173,7 @@ def _generate(
                 texts.add(part)
 
 
-def _structure(response_format: str | None) -> Any:
-    from jax_specdec.requests import Structured
-
+def _structure(response_format: str | None) -> Structured | None:
     if response_format is None:
         return None
     if response_format == "json_object":
@@ -210,10 +187,7 @@ def _size(model: HfModel) -> str:
     return f"{pluralize(weights, 'weight', ',')} ({size:.2f} GiB in {model.config.dtype})"
 
 
-def _defaults(options: argparse.Namespace, model: HfModel) -> Any:
-    from ipc.wire import LogprobsMode
-    from jax_specdec.requests import SamplingParams
-
+def _defaults(options: argparse.Namespace, model: HfModel) -> SamplingParams:
     return SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -232,8 +206,6 @@ def _defaults(options: argparse.Namespace, model: HfModel) -> Any:
 def _engine_config(
     options: argparse.Namespace, model: HfModel, prompts: list[Prompt]
 ) -> EngineConfig:
-    from jax_specdec.engine.config import EngineConfig
-
     limit, requests = model.hf.max_length, [prompt.request for prompt in prompts]
     longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
     length = options.max_length or longest

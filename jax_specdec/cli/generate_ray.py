@@ -1,23 +1,19 @@
 """`jax-specdec generate --ray`: prompts through engines on a cluster, into columns."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from jax_specdec.cli import generate, standard_output
 from jax_specdec.cli.generate import Tally, TextsInOrder
+from jax_specdec.cli.prompts import Prompt
 from jax_specdec.cli.resumable_columns import ColumnsOutput
+from jax_specdec.engine.config import EngineConfig
 from jax_specdec.export.delivery import Delivery
 from jax_specdec.ray import ClusterError, ColumnBatch, RayConfig, RayEngine
-
-if TYPE_CHECKING:
-    from jax_specdec.cli.prompts import Prompt
-    from jax_specdec.engine.config import EngineConfig
-    from jax_specdec.records.record import Record
-    from jax_specdec.text.detokenize import TokenTable
+from jax_specdec.records.record import Record
+from jax_specdec.text.detokenize import TokenTable
 
 
 def run(
@@ -87,7 +83,7 @@ class _Work:
         for row, part in enumerate(batch):
             name, reason = part.request_id, part.finish_reason
             # Without stop strings and a style, what is read is what both kinds have.
-            for shown in self._deliveries[name].push(cast("Record", part)):
+            for shown in self._deliveries[name].push(cast(Record, part)):
                 self._texts.add(shown)
             if self._output is not None:
                 self._open.setdefault(name, []).append(batch.take([row]))

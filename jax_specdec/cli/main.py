@@ -1,8 +1,8 @@
 """The command line: it runs a command, and turns every error into one message and an exit status.
 
-A command is a module `<name>_command` with two functions: `add(commands)` makes its parser, and
-`run(options)` does the work and returns the exit status. Both import what they need themselves:
-an import takes long enough for a person to press Ctrl-C meanwhile.
+A command is a module `<name>_command` with its HELP and two functions: `add(parser)` adds its
+options, and `run(options)` does the work and returns the exit status. It is imported once it is
+asked for: an import takes long enough for a person to press Ctrl-C meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from types import FrameType, ModuleType
 
 from jax_specdec.cli import argument_types
 
-COMMANDS = ("check-device", "demo", "doctor", "generate", "score", "serve", "status", "view")
+COMMANDS = {
+    "check-device": "check and time the kernels on this GPU or TPU, and write a report",
+    "demo": "decode prompts in a worker process and show their logprobs",
+    "doctor": "list the toolchain, and rings and directories of engines; remove those of the dead",
+    "generate": "run prompts through a Hugging Face checkpoint",
+    "score": "write the logprobs of prompts and their top K as columns",
+    "serve": "serve a model over HTTP, as OpenAI's API has it",
+    "status": "list the nodes, replicas and applications of a Ray cluster",
+    "view": "write a page that shows every token's logprob",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = _parsed(arguments)
-    command = _module(options.command)
+    command, options = _parsed(arguments)
 
     from ipc import RingError
     from jax_specdec.engine.worker_client import WorkerFailed
@@ -54,20 +62,27 @@ def _run(arguments: Sequence[str] | None) -> int:
     return status
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command that is asked for; an unknown one is answered with the nearest."""
+def _parsed(arguments: Sequence[str] | None) -> tuple[ModuleType, argparse.Namespace]:
+    """The command that is asked for, and its options; what is not known is refused."""
     parser = argument_types.Parser(
         prog="jax-specdec", description="Exact token logprobs for speculative decoding in JAX."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        _module(name).add(commands)
-    options: argparse.Namespace
+    form = argparse.RawDescriptionHelpFormatter
+    parsers = {
+        name: commands.add_parser(name, help=said, formatter_class=form)
+        for name, said in COMMANDS.items()
+    }
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if name := next((one for one in arguments if one in COMMANDS), ""):
+        command = importlib.import_module(f"jax_specdec.cli.{name.replace('-', '_')}_command")
+        parsers[name].description = command.HELP
+        command.add(parsers[name])
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        commands.choices[options.command].refuse(unknown)
-    return options
+        parsers[options.command].refuse(unknown)
+    return command, options
 
 
 class _Version(argparse.Action):
@@ -91,10 +106,6 @@ def _version() -> str:
         checkout = Path(__file__).resolve().parents[2]
         with (checkout / "pyproject.toml").open("rb") as file:
             return f"{tomllib.load(file)['project']['version']} (from {checkout}, not installed)"
-
-
-def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"jax_specdec.cli.{command.replace('-', '_')}_command")
 
 
 @contextlib.contextmanager

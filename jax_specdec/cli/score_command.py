@@ -1,24 +1,24 @@
 """`jax-specdec score`: the logprobs of prompts' own tokens and their top K, as columns."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jax_specdec.cli.argument_types import add_checkpoint, add_command, add_dtype, add_programs
-from jax_specdec.cli.engine_options import slot_length
-
-if TYPE_CHECKING:
-    from jax_specdec.checkpoint.hf_names import HfModel
-    from jax_specdec.cli.generate import Tally
-    from jax_specdec.cli.prompts import Prompt
-    from jax_specdec.cli.scored_parts import ScoredParts
-    from jax_specdec.engine.config import EngineConfig
-    from jax_specdec.requests import SamplingParams
+from jax_specdec.checkpoint.hf_names import HfModel, open_model
+from jax_specdec.cli import standard_output
+from jax_specdec.cli.engine_options import add_checkpoint, add_dtype, add_programs, slot_length
+from jax_specdec.cli.generate import Tally, left_to_do
+from jax_specdec.cli.prompts import Prompt, read_prompts
+from jax_specdec.cli.scored_parts import ScoredParts
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.export.scored_sequences import scored_sequence
+from jax_specdec.requests import RequestError, SamplingParams
+from jax_specdec.text.tokenizer import Tokenizer
 
 HELP = """\
 Score prompts with a checkpoint in Hugging Face layout: each token's logprob and rank given those
@@ -31,10 +31,8 @@ SCORES_BYTES = 256 << 20  # of a layer's attention scores; a chunk of a long pro
 SECONDS = 30.0  # after which a part is written, and its tokens a second are said
 
 
-def add(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = add_command(commands, "score", description=HELP,
-        help="write the logprobs of prompts and their top K as columns")  # fmt: skip
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add_checkpoint(parser)
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE",
         help=r"one prompt a line (\n stands for a new line; the name - for standard input); in a "
@@ -59,13 +57,6 @@ def run(options: argparse.Namespace) -> int:
       OSError, ValueError: an option or a file cannot be used; the message is for the user.
       WorkerFailed: the worker ended early; its note says what was kept.
     """
-    from jax_specdec.checkpoint.hf_names import open_model
-    from jax_specdec.cli import generate
-    from jax_specdec.cli.prompts import read_prompts
-    from jax_specdec.cli.scored_parts import ScoredParts
-    from jax_specdec.requests import SamplingParams
-    from jax_specdec.text.tokenizer import Tokenizer
-
     # One token is emitted, and dropped: a request has at least one.
     params = SamplingParams(max_tokens=1, prompt_logprobs=options.logprobs)
     model = open_model(options.model, dtype=options.dtype)
@@ -74,17 +65,15 @@ def run(options: argparse.Namespace) -> int:
     _check_parameters(prompts, params)
     settings = (options.model.resolve().name, model.config.dtype)
     with ScoredParts(options.output, options.logprobs) as parts:
-        left = generate.left_to_do(prompts, parts, settings, "prompt")
+        left = left_to_do(prompts, parts, settings, "prompt")
         if not left:
             return 0
-        tally = generate.Tally(len(left), "prompt")
+        tally = Tally(len(left), "prompt")
         _score(_engine_config(options, model, prompts), left, parts, options, settings, tally)
     return tally.conclude()
 
 
 def _check_parameters(prompts: list[Prompt], params: SamplingParams) -> None:
-    from jax_specdec.requests import RequestError
-
     for prompt in prompts:
         own = replace(prompt.request.params, seed=params.seed)
         if own != params:
@@ -103,11 +92,6 @@ def _score(
     tally: Tally,
 ) -> None:
     """Run the prompts, and write what came of them."""
-    from jax_specdec.cli import standard_output
-    from jax_specdec.engine.engine import Engine
-    from jax_specdec.engine.worker_client import WorkerFailed
-    from jax_specdec.export.scored_sequences import scored_sequence
-
     by_id = {prompt.request.id: prompt for prompt in prompts}
     rows: dict[str, list[Any]] = {id: [] for id in by_id}
     said = time.monotonic()
@@ -146,8 +130,6 @@ def _score(
 def _engine_config(
     options: argparse.Namespace, model: HfModel, prompts: list[Prompt]
 ) -> EngineConfig:
-    from jax_specdec.engine.config import EngineConfig
-
     longest = max(len(prompt.request.prompt_token_ids) for prompt in prompts) + 1
     limit = model.hf.max_length
     if limit is not None and longest > limit:

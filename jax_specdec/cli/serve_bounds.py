@@ -1,16 +1,12 @@
 """Options for what one client of the server may take from the others."""
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import resource
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax_specdec.cli.argument_types import integer, seconds
-
-if TYPE_CHECKING:
-    from jax_specdec.serve.bounds import Bounds
+from jax_specdec.serve.bounds import LOOPBACK, Bounds, host_name
 
 OTHER_FILES = 256  # that a server has open, beside its connections
 
@@ -48,8 +44,6 @@ def bounds(options: argparse.Namespace) -> Bounds:
     Raises:
       ValueError: others can reach the server, and --allowed-host is missing.
     """
-    from jax_specdec.serve.bounds import Bounds
-
     return Bounds(
         max_body=options.max_body,
         max_open=options.max_open,
@@ -91,8 +85,6 @@ def _hosts(host: str, given: list[str]) -> frozenset[str] | None:
     A page in a browser can have its own name lead to any address (DNS rebinding): a server that
     answers to it would be read by that page. No page's name is one of loopback's.
     """
-    from jax_specdec.serve.bounds import LOOPBACK, host_name
-
     if "*" in given:
         return None
     if not given and not _is_loopback(host):

@@ -1,7 +1,5 @@
 """`jax-specdec serve`: an OpenAI-compatible server with exact logprobs."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -9,28 +7,31 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jax_specdec.cli.argument_types import add_command, add_dtype, found, integer
+from jax_specdec.checkpoint.hf_names import open_model
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.cli.argument_types import integer
 from jax_specdec.cli.engine_options import (
     LENGTH_STEP,
+    add_dtype,
     add_engine,
     add_ray,
     add_restarts,
     engine_options,
+    found,
     kept_in,
     numbers,
     refuse_without_ray,
     restarts,
 )
 from jax_specdec.cli.logs import add_log_level, logged
+from jax_specdec.cli.prompts import sampling_params
 from jax_specdec.cli.serve_bounds import add_bounds, allow_files, bounds
-
-if TYPE_CHECKING:
-    from jax_specdec.checkpoint.model_config import ModelConfig
-    from jax_specdec.engine.config import EngineConfig
-    from jax_specdec.requests import SamplingParams
-    from jax_specdec.serve.model import ServedModel
+from jax_specdec.engine import Engine
+from jax_specdec.engine.config import EngineConfig
+from jax_specdec.requests import RequestError, SamplingParams
+from jax_specdec.serve.model import TINY, ServedModel, directory_model, tiny_model
 
 logger = logging.getLogger("jax_specdec.serve")
 
@@ -47,10 +48,8 @@ KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
 INSTALL = "pip install 'prometheus_client>=0.20' 'starlette>=0.40' 'uvicorn>=0.30'"
 
 
-def add(commands: Any) -> None:
-    """Add the command to the command line."""
-    parser = add_command(commands, "serve", description=HELP,
-        help="serve a model over HTTP, as OpenAI's API has it")  # fmt: skip
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("--model", type=Path, metavar="DIR",
         help="a checkpoint in Hugging Face layout, or a GGUF file (default: the tiny "
         "model)")  # fmt: skip
@@ -116,7 +115,6 @@ def run(options: argparse.Namespace) -> int:
             raise
         raise ValueError(f"the server needs {error.name}: {INSTALL}") from error
     from jax_specdec.cli.serve_watch import watched
-    from jax_specdec.engine import Engine
 
     limits = bounds(options)
     refuse_without_ray(options)
@@ -152,9 +150,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _asked(text: str) -> SamplingParams | None:
     """An argparse type: what a request asks for, such as "temperature=1"; None for "off"."""
-    from jax_specdec.cli.prompts import sampling_params
-    from jax_specdec.requests import RequestError, SamplingParams
-
     if text == "off":
         return None
     fields = {}
@@ -183,9 +178,6 @@ def _fitting_length(config: ModelConfig, options: argparse.Namespace, most: int)
 
 def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
     """The model to serve, and the engine that runs it."""
-    from jax_specdec.engine.config import EngineConfig
-    from jax_specdec.serve.model import TINY, directory_model, tiny_model
-
     weights, dtype, limit, checkpoint = "", options.dtype, MAX_LENGTH, None
     directory, vocab_size, eos = options.tokenizer, options.vocab_size, None
     name = options.own_model.partition(":")[0] or TINY
@@ -200,8 +192,6 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
                         if getattr(options, n) is not None), ""):  # fmt: skip
         raise ValueError(f"--{alone.replace('_', '-')} is for --own-model")
     elif options.model is not None:
-        from jax_specdec.checkpoint.hf_names import open_model
-
         directory, name = options.model, options.model.resolve().name
         checkpoint = open_model(directory, dtype=dtype)
         vocab_size, eos = checkpoint.config.vocab_size, checkpoint.hf.eos_token_ids

@@ -1,21 +1,16 @@
 """What a server says of its work, and its end where its engine has stopped for good."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from jax_specdec.cli import standard_output
+from jax_specdec.engine import Engine
 from jax_specdec.records.statistics import Statistics
+from jax_specdec.serve.listener import Listener
 from jax_specdec.wording import pluralize
-
-if TYPE_CHECKING:
-    from jax_specdec.engine import Engine
-    from jax_specdec.serve.listener import Listener
 
 logger = logging.getLogger("jax_specdec.serve")
 LOOK_SECONDS = 0.25

@@ -1,17 +1,17 @@
 """What a person sees of a run: texts, in styles on a terminal, and before them what workers do."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jax_specdec.engine.engine import Engine
+from rich.console import Console
+from rich.text import Text
+
+from jax_specdec.cli import token_colors
+from jax_specdec.engine.engine import Engine
 
 Show = Callable[[str, str], None]
 Style = Callable[[float | None, bool], str]
@@ -29,11 +29,6 @@ def shower(*, quiet: bool) -> tuple[Show, Style | None]:
         return _discard, None
     if not sys.stdout.isatty():
         return _write, None
-    from rich.console import Console
-    from rich.text import Text
-
-    from jax_specdec.cli import token_colors
-
     console = Console()
     styles = {"title": "bold", "prompt": "dim", "text": "", "error": "red"}
 
@@ -70,9 +65,6 @@ def waiting(phases: Phases, kept_in: str | None = None) -> Iterator[Callable[[],
         with repeated(say, LOOK_SECONDS) as end:
             yield end
         return
-    from rich.console import Console
-    from rich.text import Text
-
     with (
         Console(stderr=True).status("") as status,
         repeated(lambda: status.update(Text(with_bar(line())))) as end,
@@ -83,15 +75,6 @@ def waiting(phases: Phases, kept_in: str | None = None) -> Iterator[Callable[[],
             status.stop()
 
         yield begun
-
-
-def explain_colors() -> None:
-    """Print what the colors mean."""
-    from rich.console import Console
-
-    from jax_specdec.cli import token_colors
-
-    token_colors.legend(Console(), unknown=False)
 
 
 def _discard(kind: str, text: str) -> None:

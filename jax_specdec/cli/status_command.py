@@ -2,17 +2,17 @@
 
 import argparse
 import sys
-from typing import Any
+
+from jax_specdec.ray import overview
+
+HELP = """\
+List what runs on a Ray cluster: its nodes, the replicas of generate --ray and of programs with a
+RayEngine, and the applications of serve --ray.
+"""
 
 
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser(
-        "status",
-        help="list the nodes, replicas and applications of a Ray cluster",
-        description="List what runs on a Ray cluster: its nodes, the replicas of generate --ray "
-        "and of programs with a RayEngine, and the applications of serve --ray.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("address", nargs="?", default="", metavar="ADDRESS",
         help="of the head, host:port (default: what RAY_ADDRESS names, or this node's "
         "cluster)")  # fmt: skip
@@ -24,8 +24,6 @@ def run(options: argparse.Namespace) -> int:
     Raises:
       ValueError: Ray is not installed.
     """
-    from jax_specdec.ray import overview
-
     try:
         for line in overview.lines(options.address):
             print(line)

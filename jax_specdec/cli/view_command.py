@@ -2,10 +2,10 @@
 
 import argparse
 import sys
+import webbrowser
 from pathlib import Path
-from typing import Any
 
-from jax_specdec.cli.argument_types import add_command
+from jax_specdec.export import html_page
 from jax_specdec.wording import pluralize
 
 HELP = """\
@@ -19,10 +19,8 @@ logprobs. In the page, n goes to the next surprising token, and / to the search.
 """
 
 
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the command to the command line."""
-    parser = add_command(commands, "view", description=HELP,
-        help="write a page that shows every token's logprob")  # fmt: skip
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("file", type=Path, metavar="FILE", help="responses (JSONL or JSON)")
     parser.add_argument(
         "other", type=Path, metavar="FILE2", nargs="?", help="others to set beside them"
@@ -40,8 +38,6 @@ def run(options: argparse.Namespace) -> int:
       OSError: a file cannot be read or written.
       ValueError: a file holds no responses, or the page would replace it.
     """
-    from jax_specdec.export import html_page
-
     sources: list[Path] = [options.file] + ([options.other] if options.other else [])
     target: Path = options.output or options.file.with_suffix(".html")
     view = html_page.View()
@@ -70,8 +66,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _open(page: Path) -> None:
     """Open a page in the user's browser; say so where there is none."""
-    import webbrowser
-
     address = page.resolve().as_uri()
     if not webbrowser.open(address):
         sys.stderr.write(f"no browser was found: open {address} in one\n")

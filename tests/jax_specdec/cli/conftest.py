@@ -9,7 +9,12 @@ from tests.support.fake_engine import FakeEngine
 @pytest.fixture
 def use_engine(monkeypatch):
     """Let the command line start what a test gives it in place of an engine."""
-    return lambda made: monkeypatch.setattr("jax_specdec.engine.engine.Engine", made)
+
+    def use(made):
+        for name in ("demo", "generate", "score"):
+            monkeypatch.setattr(f"jax_specdec.cli.{name}_command.Engine", made)
+
+    return use
 
 
 @pytest.fixture

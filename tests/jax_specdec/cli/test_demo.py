@@ -26,7 +26,7 @@ MODEL = tiny_model(name="tiny", created=0, max_length=2**31 - 1)
 
 
 def requests_of(*options):
-    return demo_command.requests_of(_parsed(["demo", *options]), MODEL)
+    return demo_command.requests_of(_parsed(["demo", *options])[1], MODEL)
 
 
 def test_options_reach_the_engine(fake, tmp_path):

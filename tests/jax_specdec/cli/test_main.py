@@ -103,9 +103,9 @@ def tops(*modules):
     return set(done.stdout.split())
 
 
-def test_the_modules_themselves_import_only_the_standard_library():
-    """So Ctrl-C is answered in order from the first moment on."""
-    loaded = tops("__main__", "main", *(f"{name.replace('-', '_')}_command" for name in COMMANDS))
+def test_the_command_line_itself_imports_only_the_standard_library():
+    """So Ctrl-C is answered in order from the first moment on: commands are imported behind it."""
+    loaded = tops("__main__", "main")
     assert "jax_specdec" in loaded
     assert not loaded & {"numpy", "rich", "ipc", "safetensors"}
     assert tops("token_colors", "prompts") >= {"numpy", "rich", "ipc"}  # the check can fail

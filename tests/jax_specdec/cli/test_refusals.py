@@ -33,7 +33,7 @@ FILES = {
         ("demo --drafts 65", "argument --drafts: 65 is above 64"),
         ("demo --temperature -1", "temperature = -1.0"),
         ("demo --k 5 --no-logprobs", "--no-logprobs: not allowed with argument --k"),
-        ("serve --restart-window 0.5", "'0.5' is not a number of seconds from 1 on"),
+        ("serve --restart-window 0.5", "restart_window = 0.5 must be from 1"),
         ("serve --timeout inf", "--timeout: 'inf' is not a number of seconds above 0"),
         ("serve --prepare logprobs=x", "logprobs = 'x' must be of type int"),
         ("serve --prepare colour=1", "'colour' is not known"),
