@@ -30,8 +30,14 @@ from jax_specdec.control.commands import (
     to_bytes,
     to_line,
 )
-from jax_specdec.control.heartbeat import BEAT_SECONDS, Heartbeat, Phase, ProcessStats, QuietTimer
-from jax_specdec.control.liveness import Liveness
+from jax_specdec.control.heartbeat import (
+    BEAT_SECONDS,
+    Heartbeat,
+    Liveness,
+    Phase,
+    ProcessStats,
+    QuietTimer,
+)
 from jax_specdec.control.server import ControlServer, Link
 
 __all__ = [

@@ -29,7 +29,7 @@ from jax_specdec.device.messages.step_messages import (
     step_output,
     target_message,
 )
-from jax_specdec.device.worker.device_checks import DeviceCheckError, check
+from jax_specdec.device.worker.outgoing import DeviceCheckError, check
 from jax_specdec.device.worker.worker import Worker
 from pallas_kernels.sampling import (
     Drafts,

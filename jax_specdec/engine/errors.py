@@ -2,7 +2,7 @@
 
 from jax_specdec.engine.weights import WeightsError
 from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.records.errors import MessageError
+from jax_specdec.records.decode import MessageError
 from jax_specdec.requests import RequestError
 
 __all__ = [

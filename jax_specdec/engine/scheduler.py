@@ -13,18 +13,17 @@ from typing import Any
 from ipc import RingError
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig
-from jax_specdec.engine.placement import Placement
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
 from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.timings import Timings
-from jax_specdec.engine.trials import Loss
+from jax_specdec.engine.trials import Loss, Placement
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.weights import WeightsUpdate
 from jax_specdec.engine.worker_client import together
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import WAIT_SECONDS, Workers
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.errors import MessageError
+from jax_specdec.records.decode import MessageError
 from jax_specdec.records.output_processor import ProcessorError
 from jax_specdec.records.record import Records
 

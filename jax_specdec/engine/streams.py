@@ -22,9 +22,8 @@ from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.errors import EngineClosed, EngineFull, WorkerFailed
 from jax_specdec.engine.queued_request import QueuedRequest
-from jax_specdec.engine.result_queue import ResultQueue
 from jax_specdec.engine.scheduler import Scheduler
-from jax_specdec.engine.stream import Stream
+from jax_specdec.engine.stream import ResultQueue, Stream
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.wakeup import Wakeup
 from jax_specdec.engine.weights import WeightsError, WeightsUpdate
@@ -33,7 +32,7 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.records.record import Record, Records
 from jax_specdec.requests import Request, RequestError
-from jax_specdec.structured.checks import StructureChecks
+from jax_specdec.structured.matcher import StructureChecks
 from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.engine")

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.export.arrow import pyarrow
-from jax_specdec.export.joined_rows import joined_rows
 from jax_specdec.export.prompt_columns import prompt_part, prompt_versions
+from jax_specdec.export.step_rows import joined_rows
 from jax_specdec.export.token_columns import TokenColumns
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.requests import Request

@@ -1,8 +1,25 @@
 """Errors of a cluster, and which of Ray's say that something is lost."""
 
+import importlib
+from typing import Any
+
 from ipc import RingError
 from jax_specdec.engine.errors import EngineClosed, WeightsError, WorkerFailed
-from jax_specdec.ray.installed import ray
+
+
+def ray(module: str = "ray") -> Any:
+    """Import Ray, or a module of it; ModuleNotFoundError names the way out."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("ray", "fastapi", "pandas"):
+            raise
+        raise ModuleNotFoundError(
+            f"engines on a cluster need {error.name}: "
+            "pip install 'ray[default,serve,data]>=2.50' 'pyarrow>=16'",
+            name=error.name,
+        ) from error
+
 
 # What may keep an engine from beginning, or end it, on one node. Anything else that it raises is a
 # mistake in a program, which another start would repeat.

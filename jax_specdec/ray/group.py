@@ -2,7 +2,7 @@
 
 The lead is a child of the replica's engine, and no part of Ray. It connects to a socket
 file in a directory that only this user may enter, once for each follower on another node; see
-`jax_specdec.device.worker.followers`. What travels there are a line and an exit status.
+`jax_specdec.device.worker.process_group`. What travels there are a line and an exit status.
 """
 
 import contextlib
@@ -20,8 +20,7 @@ from typing import Any
 from jax_specdec.engine import leftovers
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
-from jax_specdec.ray.errors import lost_errors
-from jax_specdec.ray.installed import ray
+from jax_specdec.ray.errors import lost_errors, ray
 
 LOST = 1  # the exit status of a follower of which nothing more is heard
 

@@ -4,7 +4,7 @@ import threading
 import time
 from typing import Any
 
-from jax_specdec.ray.installed import ray
+from jax_specdec.ray.errors import ray
 
 ASK_SECONDS = 1.0
 # A head that has lost its state is that of another cluster, and refuses who belongs to the old one.

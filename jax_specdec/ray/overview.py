@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from jax_specdec.ray.errors import lost_errors
-from jax_specdec.ray.installed import ray
+from jax_specdec.ray.errors import lost_errors, ray
 from jax_specdec.ray.placement import NAMESPACE, check_reachable, nodes_of
 from jax_specdec.ray.replica_types import ReplicaStatus
 from jax_specdec.wording import pluralize

@@ -11,8 +11,8 @@ from typing import Any
 
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.ray.config import RayConfig
+from jax_specdec.ray.errors import ray
 from jax_specdec.ray.group import Follower
-from jax_specdec.ray.installed import ray
 from jax_specdec.ray.remove_leftovers import remove_leftovers
 from jax_specdec.ray.replica import MakeEngine, Replica
 from jax_specdec.ray.replica_types import ReplicaAddress

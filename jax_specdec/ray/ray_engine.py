@@ -15,19 +15,17 @@ import numpy as np
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineFull, WeightsError
-from jax_specdec.engine.result_queue import ResultQueue
-from jax_specdec.engine.stream import Stream
+from jax_specdec.engine.stream import ResultQueue, Stream
 from jax_specdec.ray.batch import ColumnBatch, Part
 from jax_specdec.ray.config import RayConfig
-from jax_specdec.ray.errors import full_store
+from jax_specdec.ray.errors import full_store, ray
 from jax_specdec.ray.fleet import Fleet
-from jax_specdec.ray.installed import ray
 from jax_specdec.ray.replica import MakeEngine
 from jax_specdec.ray.replica_types import ReplicaStatus, Weights
 from jax_specdec.ray.request_table import Entry
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError
-from jax_specdec.structured.checks import StructureChecks
+from jax_specdec.structured.matcher import StructureChecks
 from jax_specdec.wording import pluralize
 
 

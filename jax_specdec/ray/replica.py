@@ -25,9 +25,8 @@ from jax_specdec.engine.streams import Sink
 from jax_specdec.engine.weights import LoadedWeights
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import packed
-from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun
+from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, ray
 from jax_specdec.ray.group import Followers
-from jax_specdec.ray.installed import ray
 from jax_specdec.ray.remove_leftovers import remove_leftovers
 from jax_specdec.ray.replica_types import ReplicaAddress, ReplicaStatus, Submission, Weights
 from jax_specdec.ray.send_queue import SendQueue

@@ -16,8 +16,7 @@ from typing import Any
 from jax_specdec.engine.errors import WeightsError, WorkerFailed
 from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.config import RayConfig
-from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, full_store, lost_errors
-from jax_specdec.ray.installed import ray
+from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, full_store, lost_errors, ray
 from jax_specdec.ray.placement import Place
 from jax_specdec.ray.replica_types import ReplicaAddress, ReplicaStatus, Submission, Weights
 from jax_specdec.ray.request_table import BatchError

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
-from jax_specdec.ray.installed import ray
+from jax_specdec.ray.errors import ray
 from jax_specdec.ray.placement import environment, of_actor
 from jax_specdec.ray.remove_leftovers import remove_leftovers
 from jax_specdec.ray.replica import MakeEngine

@@ -14,13 +14,13 @@ One state belongs to one ring (one publishing process rank), whose messages arri
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ipc.wire import Kind, SlotState
 from jax_specdec.records import apply_target, prompt_logprobs
 from jax_specdec.records.admission import admit, release
 from jax_specdec.records.batch import FinishReason, RecordBatch
 from jax_specdec.records.decode import Message
-from jax_specdec.records.forced_end import count_finished, end
 from jax_specdec.records.processor_state import (
     KEPT_FORMAT,
     Phase,
@@ -28,6 +28,7 @@ from jax_specdec.records.processor_state import (
     ProcessorState,
     Progress,
     StepLost,
+    frozen,
     totals,
 )
 from jax_specdec.records.record import Records
@@ -213,3 +214,52 @@ def _join(batch: RecordBatch, draft: Message) -> tuple[RecordBatch, int]:
 
 def _num_with_drafts(draft: Message) -> int:
     return int(np.count_nonzero(draft.num_tokens))
+
+
+def end(
+    state: ProcessorState, slots: NDArray[np.intp], reason: FinishReason
+) -> tuple[ProcessorState, Records]:
+    """End the running and preempted requests in `slots` (ascending).
+
+    Where a request's record waits for a draft message, that record is released with the reason; the
+    other records of its batch keep waiting.
+    """
+    admitted, columns = state.admitted, state.columns
+    phase = columns.phase[slots]
+    slots = slots[(phase == Phase.RUNNING) | (phase == Phase.PREEMPTED)]
+    if not slots.size:
+        return state, Records()
+    phase = columns.phase.copy()
+    phase[slots] = Phase.ENDED
+    columns = replace(columns, phase=frozen(phase))
+    source = totals(admitted, columns)
+    batches: list[RecordBatch] = []
+    waiting = state.waiting
+    if waiting is not None:
+        current = waiting.generation == admitted.generation[waiting.slots]
+        taken = current & np.isin(waiting.slots, slots)
+        if taken.any():
+            slots = slots[~np.isin(slots, waiting.slots[taken])]
+            out, rest = waiting.take(np.flatnonzero(taken)), np.flatnonzero(~taken)
+            batches.append(out.ended(reason, source))
+            waiting = waiting.take(rest) if rest.size else None
+    if slots.size:
+        empty = RecordBatch.without_tokens(
+            step=(state.next_step or 0) - 1,
+            requests=admitted.requests,
+            slots=slots,
+            generation=admitted.generation[slots],
+            cumulative_logprob=columns.cumulative_logprob[slots],
+        )
+        batches.append(empty.ended(reason, source))
+    num_ended = sum(map(len, batches))
+    counts = count_finished(state.counters.finished, np.full(num_ended, reason, np.int8))
+    counters = replace(state.counters, finished=counts)
+    state = replace(state, columns=columns, waiting=waiting, counters=counters)
+    return state, Records(tuple(batches))
+
+
+def count_finished(finished: tuple[int, ...], reason: NDArray[np.int8]) -> tuple[int, ...]:
+    """The numbers of finished requests by `FinishReason`, with those of `reason` [N] added."""
+    counts = np.bincount(reason, minlength=len(finished) + 1)[1:].tolist()
+    return tuple(before + count for before, count in zip(finished, counts, strict=True))

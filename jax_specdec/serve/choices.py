@@ -1,19 +1,94 @@
 """One choice of an answer, as JSON: whole, or in the chunks of a stream."""
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jax_specdec.export import openai
 from jax_specdec.export.delivery import Part
+from jax_specdec.export.openai import Rows
 from jax_specdec.export.openai_extension import request_extension, speculation
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
-from jax_specdec.serve.arrays import base64_columns, vllm_prompt_logprobs
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.parse_request import ParsedRequest
 from jax_specdec.serve.tools import CallReader
-from jax_specdec.text.detokenize import TextStream
+from jax_specdec.text.detokenize import TextStream, TokenTable
+
+
+def vllm_prompt_logprobs(
+    rows: Rows, token_ranks: NDArray[np.int32], table: TokenTable
+) -> Iterator[dict[str, Any] | None]:
+    """One object a prompt token: its id and those of the top K to logprob, rank and text.
+
+    The first token's is None.
+    """
+    yield None
+    for (token_id, (logprob, *values), ids), rank in zip(rows, token_ranks.tolist(), strict=True):
+        entry = {str(token_id): _entry(logprob, rank, token_id, table)}
+        for place, (candidate, value) in enumerate(zip(ids, values, strict=False), 1):
+            if candidate != token_id:
+                entry[str(candidate)] = _entry(value, place, candidate, table)
+        yield entry
+
+
+def _entry(logprob: float | None, rank: int, token_id: int, table: TokenTable) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": table.text[token_id]}
+
+
+def base64_columns(
+    records: Iterable[Record], k: int | None, chosen: int, *, kept: bool
+) -> dict[str, Any]:
+    """The tokens of records as arrays: little-endian, in base64, each with its type and shape.
+
+    `token_ids` [n] int32; `weights_versions` [n] uint32; where K logprobs were asked for,
+    `logprobs` [n, K+1] float32 (the token's own first; -inf and NaN as they are), `token_ranks` [n]
+    int32, `topk_ids` [n, K] int32; with C chosen ids `chosen_logprobs` [n, C] float32; with kept
+    sets those of `KeptSets`: `kept_counts` [n] int32, `log_kept` [n] float32 and `kept_ids` [m]
+    int32, one set after the other.
+
+    Args:
+      k: K of the request; None where it asked for none.
+      chosen: C.
+      kept: whether it asked for kept sets.
+    """
+    some = [record for record in records if record.num_tokens]
+    versions = [np.full(one.num_tokens, one.weights_version, np.uint32) for one in some]
+    found = {
+        "token_ids": _column([one.token_ids for one in some], (), np.int32),
+        "weights_versions": _column(versions, (), np.uint32),
+    }
+    if k is not None:
+        found |= {
+            "logprobs": _column([one.logprobs for one in some], (k + 1,), np.float32),
+            "token_ranks": _column([one.token_ranks for one in some], (), np.int32),
+            "topk_ids": _column([one.topk_ids for one in some], (k,), np.int32),
+        }
+        if chosen:
+            parts = [one.chosen_logprobs for one in some]
+            found["chosen_logprobs"] = _column(parts, (chosen,), np.float32)
+    if kept:
+        sets = [one.kept for one in some if one.kept is not None]
+        found |= {
+            "kept_counts": _column([one.counts for one in sets], (), np.int32),
+            "log_kept": _column([one.log_kept for one in sets], (), np.float32),
+            "kept_ids": _column([one.token_ids for one in sets], (), np.int32),
+        }
+    return found
+
+
+def _column(parts: Sequence[Any], shape: tuple[int, ...], dtype: type) -> dict[str, Any]:
+    array = np.concatenate([np.empty((0, *shape), dtype), *parts])
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return {
+        "dtype": np.dtype(dtype).name,
+        "shape": list(array.shape),
+        "data": base64.b64encode(little.tobytes()).decode("ascii"),
+    }
 
 
 class Choice:

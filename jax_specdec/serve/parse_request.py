@@ -13,7 +13,7 @@ from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.checks import check_body
 from jax_specdec.serve.errors import ApiError
 from jax_specdec.serve.model import ServedModel
-from jax_specdec.serve.structures import structure_of
+from jax_specdec.serve.tools import structure_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ class RayError(Exception):
 
 
 class FakeRay:
-    """What `jax_specdec.ray.installed.ray` returns, for every module of Ray's.
+    """What `jax_specdec.ray.errors.ray` returns, for every module of Ray's.
 
     Attributes:
       answers: by method: an error to raise, or what the call returns.

@@ -14,9 +14,10 @@ from jax_specdec.device.drafting.drafters import (
     MtpDrafter,
     NgramDrafter,
     NoDrafter,
+    ReportDrafts,
+    draw,
 )
 from jax_specdec.device.drafting.from_function import CallableDrafter
-from jax_specdec.device.drafting.reported import ReportDrafts, draw
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from pallas_kernels.sampling import CompactQ
 

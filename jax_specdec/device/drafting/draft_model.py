@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.drafting.drafters import Chunk, Context
-from jax_specdec.device.drafting.reported import draw
+from jax_specdec.device.drafting.drafters import Chunk, Context, draw
 from jax_specdec.device.model.llama import forward, logits
 from jax_specdec.device.model.params import KVCache, init_cache
 from jax_specdec.device.model.prefill import prefill

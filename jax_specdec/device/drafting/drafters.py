@@ -8,20 +8,47 @@ Axes: B slots, S positions of a step, T positions of a slot, P positions of a ch
 E hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.drafting.reported import ReportDrafts, draw
 from jax_specdec.device.model.llama import project
 from jax_specdec.device.model.mtp import mtp_forward
 from jax_specdec.device.model.params import KVCache, ModelParams, init_mtp_cache
 from jax_specdec.device.model.prefill import mtp_prefill
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
+from pallas_kernels import sampling
 from pallas_kernels.sampling import Drafts, Sampling, Verified
+
+# What a draft message has of one draft a slot: of its logits, as `draw` has them, and of the draft.
+ReportDrafts = Callable[[jax.Array, Drafts], Any]
+
+
+def draw(
+    draft_logits: Float[Array, "B 1 V"] | Float[Array, "N V"],
+    sampling_of_slots: Sampling,
+    positions: Int32[Array, " B"],
+    *,
+    report_drafts: ReportDrafts | None = None,
+    **where: Any,
+) -> Drafts:
+    """`pallas_kernels.sampling.draw`, and the report on each draft that is drawn.
+
+    Args:
+      draft_logits, sampling_of_slots, positions: as there.
+      report_drafts: makes the report (`jax_specdec.device.draft_rows`); None: there is none.
+      where: as there: `row_ids`, `mesh`, `axis_name` and `vocab_size`.
+    """
+    drafts = sampling.draw(draft_logits, sampling_of_slots, positions, **where)
+    if report_drafts is None:
+        return drafts
+    return drafts._replace(report=report_drafts(draft_logits, drafts))
+
 
 State = Any  # a pytree that belongs to the drafter
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from ipc.wire import SlotState
-from jax_specdec.device.drafting.drafters import Context
-from jax_specdec.device.drafting.reported import ReportDrafts
+from jax_specdec.device.drafting.drafters import Context, ReportDrafts
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.logit_changes import (

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from jax_specdec.device.messages.buckets import changes_bucket
+from jax_specdec.device.messages.batch_options import changes_bucket
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.requests import SamplingParams
 from pallas_kernels import VocabShard

@@ -4,7 +4,8 @@ The layout is `ipc.wire`'s; this module only computes, for every value, the word
 Shapes are static: the array has the size of a bucket that the host chose from what it knew when it
 launched the step, and the header says how many of its words are the message.
 
-Axes: B slots, S positions, R = B * S rows, K1 = K + 1 columns, C chosen ids, V vocabulary, W words.
+Axes: B slots, S positions, R = B * S rows, K1 = K + 1 columns, C chosen ids, V vocabulary, W words,
+M ids of a kept set at most.
 """
 
 from typing import Any, NamedTuple
@@ -14,14 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Integer, Shaped, UInt32
 
 from ipc import wire
-from ipc.wire import DeviceCheck, Kind, SlotState
-from jax_specdec.device.messages.pack_kept import (
-    KeptRows,
-    kept_layout,
-    kept_payload,
-    wrong_counts,
-    wrong_ids,
-)
+from ipc.wire import KEPT_MANY, DeviceCheck, Kind, SlotState
+from jax_specdec.kept_sets import PaddedKept
 from jax_specdec.wording import pluralize
 from pallas_kernels import TopkLogprobs
 
@@ -45,6 +40,13 @@ class Rows(NamedTuple):
 
     flat: Int32[Array, " R"]  # slot * S + position; out of bounds from `num` on
     num: Int32[Array, ""]
+
+
+class KeptRows(NamedTuple):
+    """The kept sets of a step's emitted tokens, slot after slot: the first `num` of R."""
+
+    num: Int32[Array, ""]
+    sets: PaddedKept  # [R]
 
 
 class _Counts(NamedTuple):
@@ -123,9 +125,9 @@ def pack(
     layout = wire.layout(jnp, *counts)
     values = _payload(layout, counts, token_ids, rows, logprobs, nowhere=num_words)
     if kept is not None:
-        places = kept_layout(layout.num_words, kept)
-        layout = layout._replace(num_words=places.num_words)
-        values += kept_payload(places, kept, nowhere=num_words)
+        more, end = _kept_payload(layout.num_words, kept, nowhere=num_words)
+        layout = layout._replace(num_words=end)
+        values += more
     checks |= (layout.num_words > num_words).astype(jnp.uint32) << DeviceCheck.WORDS
     header = {
         "version": wire.VERSION,
@@ -209,8 +211,8 @@ def _checks(
     }
     if kept is not None:
         due = wire.kept_rows(jnp, slots.state, slots.num_tokens, slots.kept)
-        failed[DeviceCheck.SLOT_COUNTS] |= wrong_counts(kept, due.sum(dtype=jnp.int32))
-        failed[DeviceCheck.TOKEN_ID] |= wrong_ids(kept, vocab_size)
+        failed[DeviceCheck.SLOT_COUNTS] |= _wrong_counts(kept, due.sum(dtype=jnp.int32))
+        failed[DeviceCheck.TOKEN_ID] |= _wrong_ids(kept, vocab_size)
     bits = [jnp.any(wrong).astype(jnp.uint32) << check for check, wrong in failed.items()]
     return jnp.stack(bits).sum(dtype=jnp.uint32)
 
@@ -285,3 +287,58 @@ def _unsigned(values: dict[str, Any]) -> dict[str, jax.Array]:
 
 def _bits(values: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(values, jnp.uint32)
+
+
+def _kept_payload(
+    start: Int32[Array, ""], kept: KeptRows, nowhere: int
+) -> tuple[list[tuple[Int32[Array, "..."], Shaped[Array, "..."]]], Int32[Array, ""]]:
+    """The values of the sets, each with the word that it goes to, and the words of the message.
+
+    Args:
+      start: where the message's other values end.
+      nowhere: the word of values that are not sent; out of bounds.
+    """
+    row, is_row = _rows(kept)
+    sizes = _sizes(kept)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    ids_start = start + 2 * kept.num
+    places = (ids_start + ends - sizes)[:, None] + _column(kept)
+    values = [
+        (jnp.where(is_row, start + row, nowhere), kept.sets.counts),
+        (jnp.where(is_row, start + kept.num + row, nowhere), kept.sets.log_kept),
+        (jnp.where(_is_sent(kept), places, nowhere), kept.sets.token_ids),
+    ]
+    return values, ids_start + ends[-1]
+
+
+def _wrong_counts(kept: KeptRows, num_expected: Int32[Array, ""]) -> Bool[Array, ""]:
+    """Whether there are other rows than expected, or a count that no reader would take."""
+    _, is_row = _rows(kept)
+    counts, most = kept.sets.counts, kept.sets.token_ids.shape[1]
+    wrong = (counts == 0) | (counts < KEPT_MANY) | (counts > most)
+    return jnp.any(is_row & wrong) | (kept.num != num_expected)
+
+
+def _wrong_ids(kept: KeptRows, vocab_size: int) -> Bool[Array, ""]:
+    """Whether an id that is sent is outside the vocabulary."""
+    ids = kept.sets.token_ids
+    return jnp.any(_is_sent(kept) & ((ids < 0) | (ids >= vocab_size)))
+
+
+def _rows(kept: KeptRows) -> tuple[Int32[Array, " R"], Bool[Array, " R"]]:
+    row = jnp.arange(kept.sets.counts.shape[0], dtype=jnp.int32)
+    return row, row < kept.num
+
+
+def _column(kept: KeptRows) -> Int32[Array, "1 M"]:
+    return jnp.arange(kept.sets.token_ids.shape[1], dtype=jnp.int32)[None, :]
+
+
+def _sizes(kept: KeptRows) -> Int32[Array, " R"]:
+    """The ids of each row that are sent; a wrong count sends no more than there are."""
+    sizes: jax.Array = jnp.clip(kept.sets.counts, 0, kept.sets.token_ids.shape[1])
+    return jnp.where(_rows(kept)[1], sizes, 0)
+
+
+def _is_sent(kept: KeptRows) -> Bool[Array, "R M"]:
+    return _column(kept) < _sizes(kept)[:, None]

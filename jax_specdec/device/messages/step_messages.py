@@ -16,8 +16,7 @@ from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.logit_changes import RowChanges
-from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
-from jax_specdec.device.messages.pack_kept import KeptRows
+from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, pack, select_rows
 from jax_specdec.device.messages.row_logprobs import cut_where, picked, row_logprobs
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.kept_sets import PaddedKept

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from jax_specdec.control import Admit
 from jax_specdec.device.loop import host_slots
-from jax_specdec.device.loop.draft_reports import as_report
 from jax_specdec.device.loop.host_slots import Slot
-from jax_specdec.device.loop.kept_programs import KeptPrograms
-from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.loop.kinds import Kind, PromptKind, as_report
+from jax_specdec.device.loop.programs import KeptPrograms
 from jax_specdec.device.loop.state import with_report
 from jax_specdec.device.worker import background
 from jax_specdec.device.worker.background import BackgroundJobs

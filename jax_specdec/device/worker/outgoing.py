@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from ipc import wire
 from jax_specdec.device.loop.host_slots import Slot, draft_bound, prompt_bound, target_bound
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.prompt_scoring import ScoredChunk
-from jax_specdec.device.messages.batch_options import BatchOptions, Widths
-from jax_specdec.device.messages.buckets import words_bucket
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths, words_bucket
 from jax_specdec.device.messages.step_messages import StepOutput
 
 
@@ -126,3 +126,36 @@ class Outgoing:
 def _halves(step: int) -> np.ndarray:
     """A step's number as [2] uint32, the low word first."""
     return np.array([step & 0xFFFFFFFF, step >> 32], np.uint32)
+
+
+class DeviceCheckError(RuntimeError):
+    """A message that failed a check on the device while it was packed; it is not sent."""
+
+
+def check(words: np.ndarray) -> np.ndarray:
+    """The message in a bucket of words, if the checks on the device passed.
+
+    Raises:
+      DeviceCheckError: a check failed; names the step and the checks.
+    """
+    # Python's integers: three reads through NumPy would take ten times as long.
+    header = words[: wire.HEADER_WORDS].tolist()
+    num_words = _field(header, "num_words")
+    if num_words > words.size:
+        raise DeviceCheckError(
+            f"a message of {num_words} words is longer than the {words.size} that its slots "
+            "can fill; nothing of it was sent"
+        )
+    if _field(header, "error"):
+        checks = _field(header, "error_checks")
+        step = _field(header, "step_high") << 32 | _field(header, "step_low")
+        raise DeviceCheckError(
+            f"step {step} failed its checks on the device "
+            f"({', '.join(wire.failed_checks(checks))}); nothing of it was sent"
+        )
+    return words[:num_words]
+
+
+def _field(header: list[int], name: str) -> int:
+    field = wire.HEADER[name]
+    return header[field.word] >> field.shift & field.maximum

@@ -16,8 +16,7 @@ from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopState
-from jax_specdec.device.messages.batch_options import BatchOptions, Widths
-from jax_specdec.device.messages.buckets import words_bucket
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths, words_bucket
 from jax_specdec.device.worker.grammars import no_masks
 
 Tree = TypeVar("Tree")  # of arrays, or of their shapes and places

@@ -31,9 +31,8 @@ from jax_specdec.control import (
     WorkerConfig,
 )
 from jax_specdec.device.loop import host_slots
-from jax_specdec.device.loop.draft_reports import as_report
 from jax_specdec.device.loop.host_slots import AllOptions, Slot
-from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.loop.kinds import Kind, PromptKind, as_report
 from jax_specdec.device.loop.programs import Compiled, with_implementation
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
 from jax_specdec.device.loop.step import StepRows
@@ -41,11 +40,10 @@ from jax_specdec.device.messages.logit_changes import GrammarMasks
 from jax_specdec.device.model.own_model import row_tile
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.background import BackgroundJobs
-from jax_specdec.device.worker.device_checks import check
 from jax_specdec.device.worker.grammars import Grammars
 from jax_specdec.device.worker.new_kinds import NewKinds, say
 from jax_specdec.device.worker.next_weights import NextWeights
-from jax_specdec.device.worker.outgoing import Outgoing
+from jax_specdec.device.worker.outgoing import Outgoing, check
 from jax_specdec.device.worker.prefix_cache import PrefixCache
 from jax_specdec.device.worker.step_widths import StepWidths
 from jax_specdec.structured.vocabulary import Vocabulary

@@ -29,8 +29,7 @@ from jax_specdec.control import (
     WorkerConfig,
 )
 from jax_specdec.device.drafting.by_name import make_drafter
-from jax_specdec.device.loop.kept_programs import KeptPrograms
-from jax_specdec.device.loop.programs import PROGRAMS
+from jax_specdec.device.loop.programs import PROGRAMS, KeptPrograms
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.hf_weights import cache_bytes

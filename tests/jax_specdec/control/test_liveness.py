@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from jax_specdec.control.heartbeat import QuietTimer
-from jax_specdec.control.liveness import LEAST_TICKS, LOOK_SECONDS, Activity, Liveness
+from jax_specdec.control.heartbeat import LEAST_TICKS, LOOK_SECONDS, Activity, Liveness, QuietTimer
 from tests.support.processes import wait_for
 
 LIMIT = 10.0

@@ -7,8 +7,7 @@ import pytest
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineClosed, WeightsError
-from jax_specdec.export.joined_rows import joined_rows
-from jax_specdec.export.step_rows import step_rows
+from jax_specdec.export.step_rows import joined_rows, step_rows
 from jax_specdec.ray.send_queue import SendQueue
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress

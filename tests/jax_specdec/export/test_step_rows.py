@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_specdec.export.column_builder import ColumnBuilder
-from jax_specdec.export.joined_rows import joined_rows
 from jax_specdec.export.prompt_columns import prompt_part, prompt_versions
-from jax_specdec.export.step_rows import step_rows
+from jax_specdec.export.step_rows import joined_rows, step_rows
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.sample_columns import delivered, released, streams

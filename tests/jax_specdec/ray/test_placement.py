@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jax_specdec.engine import EngineConfig
-from jax_specdec.ray import RayConfig, RayEngine, installed, placement
+from jax_specdec.ray import RayConfig, RayEngine, errors, placement
 
 
 def test_an_address_where_nobody_listens_is_refused_at_once():
@@ -24,7 +24,7 @@ def test_without_ray_the_error_names_what_to_install(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'ray\[default,serve,data\]"):
         RayEngine(EngineConfig(vocab_size=32))
     with pytest.raises(ModuleNotFoundError, match="nothing_of_ours"):
-        installed.ray("nothing_of_ours")  # a mistake of ours is no advice
+        errors.ray("nothing_of_ours")  # a mistake of ours is no advice
 
 
 def test_devices_are_what_an_actor_asks_for():

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from ipc import wire
 from ipc.wire import KEPT_ALL, KEPT_MANY, Kind, SlotState
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.records.decode import decode
+from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
-from jax_specdec.records.errors import MessageError
 from jax_specdec.records.output_processor import ProcessorError, ProcessorState, admit, step
 from tests.support.decoding_cost import allowed_memory, cost
 from tests.support.processor_messages import admitted, request, target, tokens

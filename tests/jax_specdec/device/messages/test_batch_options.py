@@ -5,8 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.wire import LogprobsMode, WireError
-from jax_specdec.device.messages.batch_options import Widths, options_of_requests, widths_of
-from jax_specdec.device.messages.buckets import chosen_bucket, k_bucket, words_bucket
+from jax_specdec.device.messages.batch_options import (
+    Widths,
+    chosen_bucket,
+    k_bucket,
+    options_of_requests,
+    widths_of,
+    words_bucket,
+)
 from jax_specdec.requests import SamplingParams
 
 pytestmark = pytest.mark.fast

@@ -13,14 +13,11 @@ from hypothesis import strategies as st
 
 from ipc import wire
 from ipc.wire import DeviceCheck, Kind, LogprobsMode, SlotState
-from jax_specdec.device.messages.pack import Rows, SlotFields, pack, select_rows
-from jax_specdec.device.messages.pack_kept import KeptRows
-from jax_specdec.device.worker import device_checks
-from jax_specdec.device.worker.device_checks import DeviceCheckError
+from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, pack, select_rows
+from jax_specdec.device.worker.outgoing import DeviceCheckError, check
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.records.decode import decode
+from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
-from jax_specdec.records.errors import MessageError
 from pallas_kernels import TopkLogprobs
 from pallas_kernels.contract.rows import Outputs, skipped_rows
 from tests.support import quick_compile
@@ -221,7 +218,7 @@ def test_a_failed_check_names_the_whole_number_of_its_step():
     given = with_rows(*simple_step(num_tokens=[2, -1, 2, 2]))
     words = np.asarray(packed(*given, np.array([7, 3], np.uint32)))
     with pytest.raises(DeviceCheckError, match=rf"step {3 * 2**32 + 7} failed .*SLOT_COUNTS"):
-        device_checks.check(words)
+        check(words)
 
 
 def test_a_message_longer_than_its_bucket_sets_its_bit():

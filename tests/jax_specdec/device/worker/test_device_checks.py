@@ -3,7 +3,7 @@
 import pytest
 
 from ipc.wire import DeviceCheck
-from jax_specdec.device.worker.device_checks import DeviceCheckError
+from jax_specdec.device.worker.outgoing import DeviceCheckError
 from tests.support import decoding
 from tests.support.decoding import VOCAB, request
 

@@ -6,7 +6,7 @@ from multiprocessing.connection import Listener
 import pytest
 
 from jax_specdec.control import WorkerConfig
-from jax_specdec.device.worker.followers import PlacedFollower
+from jax_specdec.device.worker.process_group import PlacedFollower
 
 pytestmark = pytest.mark.fast
 

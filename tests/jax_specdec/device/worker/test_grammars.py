@@ -8,7 +8,7 @@ import pytest
 
 from ipc.wire import SlotState
 from jax_specdec.control import Commit, Prepare
-from jax_specdec.device.loop.kept_programs import KeptPrograms
+from jax_specdec.device.loop.programs import KeptPrograms
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Structured
 from tests.support import letters

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from jax_specdec.control import Evict, WorkerConfig
-from jax_specdec.device.loop.kept_programs import KeptPrograms
 from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.loop.programs import KeptPrograms
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.worker.worker_process import compiles_in_background
 from jax_specdec.records.batch import FinishReason
