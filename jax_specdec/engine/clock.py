@@ -1,19 +1,10 @@
 """The time as an engine sees it; a test has its own."""
 
 import time
-from typing import Protocol
 
 
-class Clock(Protocol):
-    """Seconds that only grow."""
-
-    def now(self) -> float: ...
-
-    def sleep(self, seconds: float) -> None: ...
-
-
-class MonotonicClock:
-    """CLOCK_MONOTONIC."""
+class Clock:
+    """CLOCK_MONOTONIC: seconds that only grow."""
 
     def now(self) -> float:
         return time.monotonic()

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from jax_specdec.engine.clock import Clock, MonotonicClock
+from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.spans import Spans
@@ -22,7 +22,7 @@ from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.streams import Sink, Streams
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.updates import Update, WorkerStatus
-from jax_specdec.engine.weights import LoadedWeights, WeightsSource, WeightsUpdate
+from jax_specdec.engine.weights import WeightsSource, WeightsUpdate
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import Health, StartWorker, Workers
@@ -63,7 +63,7 @@ class Engine:
           ValueError: there are fewer devices than the workers need.
         """
         self.config = config
-        self._clock = clock or MonotonicClock()
+        self._clock = clock or Clock()
         self._spans = None if tracer is None else Spans(tracer, self._clock)
         self._workers = Workers(config, start_worker, self._clock)
         self._scheduler = Scheduler(config, self._workers, self._clock, self._spans)
@@ -293,19 +293,13 @@ class Engine:
             nothing can be read. All workers use the weights that they had.
           EngineClosed, WorkerFailed: the engine ends or has ended.
         """
-        with self._updating:
-            update, source = self._update(weights, timeout)
-            try:
-                self._streams.update_weights(update)
-                self._streams.start()
-                return update.result()
-            finally:
-                self._end_update(update, source)
+        with self.load_weights(weights, timeout=timeout) as loaded:
+            return loaded.use()
 
     @contextlib.contextmanager
     def load_weights(
         self, weights: str | Path | Mapping[str, Any], *, timeout: float | None = None
-    ) -> Iterator[LoadedWeights]:
+    ) -> Iterator[WeightsUpdate]:
         """Let all workers load other weights beside those that they use; arguments as above.
 
         The block begins once all have; `use` in it does the rest of `update_weights`. Without it
@@ -315,35 +309,23 @@ class Engine:
           WeightsError, EngineClosed, WorkerFailed: as `update_weights`.
         """
         with self._updating:
-            update, source = self._update(weights, timeout, held=True)
+            self._streams.check_open()
+            number = next(self._updates)
+            target = self._workers.directory.weights_file(number)
+            source = WeightsSource.of(weights, self.config, target)
+            deadline = None if timeout is None else self._clock.now() + timeout
+            update = WeightsUpdate(self._workers, source, number, deadline)
             try:
                 self._streams.update_weights(update)
                 self._streams.start()
                 update.wait_loaded()
-                try:
-                    yield LoadedWeights(update)
-                finally:
-                    if not update.committed:
-                        self._streams.discard_weights("they were not used")
+                yield update
             finally:
-                self._end_update(update, source)
-
-    def _update(
-        self, weights: str | Path | Mapping[str, Any], timeout: float | None, *, held: bool = False
-    ) -> tuple[WeightsUpdate, WeightsSource]:
-        """An update that has not begun, and what it reads."""
-        self._streams.check_open()
-        number = next(self._updates)
-        target = self._workers.directory.weights_file(number)
-        source = WeightsSource.of(weights, self.config, target)
-        deadline = None if timeout is None else self._clock.now() + timeout
-        return WeightsUpdate(self._workers, source, number, deadline, held=held), source
-
-    def _end_update(self, update: WeightsUpdate, source: WeightsSource) -> None:
-        if update.committed:
-            self._workers.drop_weights()
-        else:
-            source.remove()
+                if update.committed:
+                    self._workers.drop_weights()
+                else:
+                    self._streams.discard_weights("they were not used")
+                    source.remove()
 
     async def update_weights_async(
         self, weights: str | Path | Mapping[str, Any], *, timeout: float | None = None

@@ -6,7 +6,7 @@ A scheduler runs in one thread, the engine's, which never waits for a worker.
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,14 +89,27 @@ class Scheduler:
         Raises:
           WorkerFailed: a worker is lost and no other may go on; see `Engine.generate`.
         """
-        return self._seen(self._prepare())
+        for session in self.workers.look():
+            yield from self._lose(session)
+        if self._weights is not None:
+            self._weights.look(self._clock.now())
+            self._weights = None if self._weights.over else self._weights
+        self._admit()
+        yield from self.pending()
 
     def receive(self) -> Iterator[Update]:
         """The other half: a message of each ring that has one; raises as `prepare`.
 
         Waits for the first message; where no request waits or runs, for what wakes the engine.
         """
-        return self._seen(self._receive())
+        alive = self.workers.alive()
+        if not self.workers.coming(prefill_only=False) and not self.workers.ending:
+            yield from self._stop()
+        for session in self.workers.wait(alive, idle=not self.busy):
+            waits = len(alive) == 1 and bool(session.request_ids)
+            update = self._take(session, WAIT_SECONDS if waits else 0)
+            if update is not None:
+                yield update
 
     def update_weights(self, update: WeightsUpdate) -> None:
         """Carry out an update of the weights in the rounds from now on; one at a time."""
@@ -110,7 +123,13 @@ class Scheduler:
 
     def pending(self) -> Iterator[Update]:
         """What aborts have caused and no round has yielded yet."""
-        return self._seen(self._undelivered())
+        while self._pending:
+            yield self._pending.popleft()
+
+    def saw(self, update: Update) -> None:
+        """Note that an update is given to the user."""
+        if self._spans is not None:
+            self._spans.saw(update, self._clock.now())
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request, with a record of the reason; see `Engine.abort`."""
@@ -142,36 +161,6 @@ class Scheduler:
             if self._spans is not None:
                 self._spans.placed(queued, session.process_rank, self._clock.now())
             logger.debug("request %r: process rank %d", queued.request.id, session.process_rank)
-
-    def _prepare(self) -> Iterator[Update]:
-        for session in self.workers.look():
-            yield from self._lose(session)
-        if self._weights is not None:
-            self._weights.look(self._clock.now())
-            self._weights = None if self._weights.over else self._weights
-        self._admit()
-        yield from self._undelivered()
-
-    def _undelivered(self) -> Iterator[Update]:
-        while self._pending:
-            yield self._pending.popleft()
-
-    def _receive(self) -> Iterator[Update]:
-        alive = self.workers.alive()
-        if not self.workers.coming(prefill_only=False) and not self.workers.ending:
-            yield from self._stop()
-        for session in self.workers.wait(alive, idle=not self.busy):
-            waits = len(alive) == 1 and bool(session.request_ids)
-            update = self._take(session, WAIT_SECONDS if waits else 0)
-            if update is not None:
-                yield update
-
-    def _seen(self, updates: Iterable[Update]) -> Iterator[Update]:
-        """Updates on their way out, shown to the spans."""
-        for update in updates:
-            if self._spans is not None:
-                self._spans.saw(update, self._clock.now())
-            yield update
 
     def _take(self, session: WorkerSession, timeout: float) -> Update | None:
         """A worker's next message as the user shall see it; None too if the worker is lost now."""
@@ -290,7 +279,7 @@ class Scheduler:
                 yield Update(None, None, self._end_all(session), session.process_rank)
         for queued in self._waiting.drain():
             yield Update(None, None, self._ended(queued, FinishReason.WORKER_LOST))
-        yield from self._undelivered()
+        yield from self.pending()
         raise together([one.lost for one in self.workers.sessions if one.lost is not None])
 
     def _ended(self, queued: QueuedRequest, reason: FinishReason) -> Records:

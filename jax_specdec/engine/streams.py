@@ -386,6 +386,7 @@ class Streams:
             self._scheduler.abort(name, reason)
 
     def _deliver(self, update: Update) -> None:
+        self._scheduler.saw(update)
         if self._sink is not None:
             self._sink.take(update)
         readers = [reader for reader in tuple(self._readers) if reader.num_open]

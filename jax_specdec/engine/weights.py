@@ -9,13 +9,15 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jax_specdec.checkpoint.model_config import CheckpointError
 from jax_specdec.control import Commit, Discard, Prepare, WorkerConfig
 
 if TYPE_CHECKING:
-    from jax_specdec.engine.worker_session import WorkerHandle, WorkerSession
+    from jax_specdec.engine.worker_client import WorkerProcess
+    from jax_specdec.engine.worker_session import WorkerSession
+    from jax_specdec.engine.workers import Workers
 
 LAST_VERSION = 2**32 - 1  # the next one is 0
 
@@ -83,33 +85,15 @@ class WeightsSource:
         return [(name, seen.st_ino, seen.st_size, seen.st_mtime_ns) for name, seen in found]
 
 
-class Place(Protocol):
-    """What an update needs of an engine's workers: `Workers`, or a test's own."""
-
-    @property
-    def sessions(self) -> "Sequence[WorkerSession]": ...
-
-    @property
-    def weights_version(self) -> int: ...
-
-    def use_weights(self, source: WeightsSource, version: int) -> None: ...
-
-
 class WeightsUpdate:
-    """One update: `look` at it now and then, until `over`.
+    """One update: `look` at it now and then, until `over`. Loaded, it waits for `use`.
 
     Attributes:
       committed: the workers were told to use the weights.
     """
 
     def __init__(
-        self,
-        workers: Place,
-        source: WeightsSource,
-        number: int,
-        deadline: float | None,
-        *,
-        held: bool = False,
+        self, workers: "Workers", source: WeightsSource, number: int, deadline: float | None
     ) -> None:
         """Begin with nothing told.
 
@@ -118,16 +102,15 @@ class WeightsUpdate:
           source: the weights.
           number: of the update, above those of all before it.
           deadline: in seconds of the engine's clock, until which all must have loaded them.
-          held: once all have, wait for `release`.
         """
         self.committed = False
-        self._held = held
+        self._released = False
         self._loaded = threading.Event()  # by all, or it is over
         self._over = threading.Event()
         self._error: WeightsError | None = None
         self._workers, self._source = workers, source
         self._number, self._deadline = number, deadline
-        self._told: dict[int, WorkerHandle] = {}  # by process rank
+        self._told: dict[int, WorkerProcess] = {}  # by process rank
         self._version = 0
 
     @property
@@ -145,9 +128,16 @@ class WeightsUpdate:
         if self._error is not None:
             raise self._error
 
-    def release(self) -> None:
-        """Let the workers use the weights once all have loaded them; any thread may call it."""
-        self._held = False
+    def use(self) -> int:
+        """Let all workers use them from their next steps on; returns their version.
+
+        Raises:
+          WeightsError: a worker was lost meanwhile; all use the weights that they had.
+        """
+        self._released = True
+        if self._workers.wakeup is not None:
+            self._workers.wakeup.set()
+        return self.result()
 
     def result(self) -> int:
         """Wait for the outcome: the new version; any thread may ask.
@@ -206,7 +196,7 @@ class WeightsUpdate:
         decoding = any(not session.prefill_only for session in alive)
         if decoding and all(heartbeat.answered == self._number for _, heartbeat in heartbeats):
             self._loaded.set()
-            if not self._held:
+            if self._released:
                 self._commit(alive)
         elif self._deadline is not None and now >= self._deadline:
             slow = [
@@ -229,22 +219,6 @@ class WeightsUpdate:
         for session in alive:
             session.worker.tell(Commit(number=self._number, version=self._version))
         self._workers.use_weights(self._source, self._version)
-
-
-class LoadedWeights:
-    """Weights that all workers of an engine have loaded and do not use yet."""
-
-    def __init__(self, update: WeightsUpdate) -> None:
-        self._update = update
-
-    def use(self) -> int:
-        """Let all workers use them from their next steps on; returns their version.
-
-        Raises:
-          WeightsError: a worker was lost meanwhile; all use the weights that they had.
-        """
-        self._update.release()
-        return self._update.result()
 
 
 def _remove(path: Path) -> None:

@@ -6,25 +6,22 @@ with every message.
 
 import logging
 from dataclasses import replace
-from typing import Protocol
 
-from ipc import RingReader, RingTimeout, wire
+from ipc import RingTimeout, wire
 from ipc.wire import Kind
 from jax_specdec.control import (
     Admit,
-    Command,
     Evict,
     Heartbeat,
     Liveness,
     QuietTimer,
     Release,
-    WorkerConfig,
 )
-from jax_specdec.engine.devices import Share
+from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
 from jax_specdec.engine.timings import SlotTimes, Timings
 from jax_specdec.engine.updates import Update, WorkerStatus
-from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
@@ -43,36 +40,6 @@ class WorkerSilent(RuntimeError):
     """A worker sent no heartbeat, or made no progress, for too long."""
 
 
-class WorkerHandle(Protocol):
-    """The worker of a session: `WorkerProcess`, or a test's own. Only `stop` may wait."""
-
-    @property
-    def ring(self) -> RingReader: ...
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def heartbeat(self) -> Heartbeat: ...
-
-    @property
-    def share(self) -> Share: ...
-
-    @property
-    def ended(self) -> bool: ...
-
-    def tell(self, command: Command, /) -> int: ...
-
-    @property
-    def exit_status(self) -> int | None: ...
-
-    def end(self, cause: Exception, /) -> None: ...
-
-    def failure(self, cause: Exception, /) -> WorkerFailed: ...
-
-    def stop(self, *, drain: bool) -> int: ...
-
-
 class WorkerSession:
     """A worker, its ring and what the engine knows about them; it outlives a restarted worker.
 
@@ -87,26 +54,24 @@ class WorkerSession:
 
     def __init__(
         self,
-        worker: WorkerHandle,
+        worker: WorkerProcess,
+        config: EngineConfig,
         *,
-        num_slots: int,
-        max_length: int,
         process_rank: int = 0,
         prefill_only: bool = False,
         first_generation: int = 0,
-        num_drafts: int = wire.MAX_DRAFTS,
-        prefill_chunk: int = WorkerConfig.prefill_chunk,
     ) -> None:
         """Start with empty slots.
 
         Args:
-          num_drafts: the most that the worker proposes; a message with more is refused.
-          prefill_chunk: prompt tokens that the worker runs at once, and takes over.
+          worker: `WorkerProcess`, or a test's own. Only its `stop` may wait.
+          config: what it runs.
           first_generation: the slots' first requests get the generation after this one.
         """
+        num_slots = config.num_slots
         self.worker = worker
         self.state = ProcessorState.empty(
-            num_slots, process_rank=process_rank, num_drafts=num_drafts
+            num_slots, process_rank=process_rank, num_drafts=config.num_drafts
         )
         self.prefill_only = prefill_only
         self.ending: Exception | None = None
@@ -115,9 +80,9 @@ class WorkerSession:
         self._generations = [first_generation] * num_slots
         self._free = list(range(num_slots))  # the one that was freed first stands first
         self._prompts = [b""] * num_slots  # what was put into each slot last
-        self._chunk_bytes = prefill_chunk * wire.WORD_BYTES
+        self._chunk_bytes = config.prefill_chunk * wire.WORD_BYTES
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
-        self._log = TokenLog(num_slots, max_length)
+        self._log = TokenLog(num_slots, config.max_length)
         self._losses: list[tuple[int, ...]] = [()] * num_slots
         self._priorities = [0] * num_slots
         self._times = SlotTimes(num_slots)
@@ -337,7 +302,7 @@ class WorkerSession:
         self._free.append(slot)
         return queued
 
-    def restart(self, worker: WorkerHandle) -> None:
+    def restart(self, worker: WorkerProcess) -> None:
         """Continue with a new worker, whose steps are numbered from 0; no slot may be taken."""
         assert not self._slots
         fresh = ProcessorState.empty(

@@ -8,25 +8,26 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ipc import EndOfStream, RingError, RingReader, wait_readable
 from jax_specdec.control import ControlServer
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig
-from jax_specdec.engine.devices import Share, shares
+from jax_specdec.engine.devices import shares
 from jax_specdec.engine.wakeup import Wakeup
 from jax_specdec.engine.weights import WeightsSource
 from jax_specdec.engine.work_directory import WorkDirectory
-from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.engine.worker_session import WorkerHandle, WorkerSession
+from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
+from jax_specdec.engine.worker_session import WorkerSession
 
 LOOK_SECONDS = 0.1  # between two looks at the control plane while messages come
 WAIT_SECONDS = 0.25  # of one wait for a message
 NAMED_IDS = 8  # requests in a line of the log
 BRIEF_SECONDS = 0.02  # of one wait while only rings without a doorbell, or ends, can be waited for
+
+StartWorker = Callable[..., WorkerProcess]  # as `WorkerProcess` is called, or a test's own
 
 logger = logging.getLogger("jax_specdec.engine")
 logger.addHandler(logging.NullHandler())  # a program that sets up no logging sees none
@@ -45,21 +46,6 @@ class Health:
     alive: bool
     ready: bool
     problems: tuple[str, ...]
-
-
-class StartWorker(Protocol):
-    """Starts a worker: `WorkerProcess`, or a test's own."""
-
-    def __call__(
-        self,
-        config: EngineConfig,
-        *,
-        process_rank: int,
-        prefill_only: bool,
-        doorbell: bool,
-        directory: WorkDirectory,
-        share: Share,
-    ) -> WorkerHandle: ...
 
 
 class Workers:
@@ -101,12 +87,9 @@ class Workers:
                     stack.callback(worker.stop, drain=False)
                     session = WorkerSession(
                         worker,
-                        num_slots=config.num_slots,
-                        max_length=config.max_length,
+                        config,
                         process_rank=process_rank,
                         prefill_only=process_rank >= config.num_ranks,
-                        num_drafts=config.num_drafts,
-                        prefill_chunk=config.prefill_chunk,
                     )
                     self.sessions.append(session)
                     stack.pop_all()
@@ -320,7 +303,7 @@ class Workers:
             session.lost is None and self._restarts[session.process_rank].allows(more=1)
         )
 
-    def _start(self, process_rank: int) -> WorkerHandle:
+    def _start(self, process_rank: int) -> WorkerProcess:
         config = self._config
         if self._source is not None:
             self._source.check_unchanged()

@@ -22,7 +22,7 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineClosed, WeightsError, WorkerFailed
 from jax_specdec.engine.streams import Sink
-from jax_specdec.engine.weights import LoadedWeights
+from jax_specdec.engine.weights import WeightsUpdate
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import packed
 from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, ray
@@ -64,7 +64,7 @@ class Replica:
         self._emitted: dict[str, int] = {}
         self._open: dict[str, Any] = {}  # streams by request id
         self._version = config.weights_version
-        self._loaded: tuple[contextlib.ExitStack, LoadedWeights] | None = None
+        self._loaded: tuple[contextlib.ExitStack, WeightsUpdate] | None = None
         self._folder: Path | None = None
         self._held = threading.Lock()
         self._closing = False

@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import numpy as np
 
+from ipc.wire import MAX_DRAFTS
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.loop import step as step_module
@@ -18,6 +19,7 @@ from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.model.sharding import ONE_DEVICE
 from jax_specdec.device.worker.worker import Worker
+from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.requests import Request, SamplingParams
@@ -125,8 +127,9 @@ class Local:
         self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk,
                              compiled=programs or recording, **options)  # fmt: skip
         self.ring = self  # the rank's worker, and its ring
-        self.rank = WorkerSession(self, num_slots=num_slots, max_length=max_length,
-                         prefill_only=prefill_only)  # fmt: skip
+        served = EngineConfig(vocab_size=config.vocab_size, num_slots=num_slots,
+                              max_length=max_length, num_drafts=MAX_DRAFTS)  # fmt: skip
+        self.rank = WorkerSession(self, served, prefill_only=prefill_only)
 
     def step(self, params, state, *asked, **options):
         with draft_logits_kept():
