@@ -131,8 +131,9 @@ class SamplingParams:
             )
         if self.extra_token_ids and self.logprobs is None:
             raise RequestError("extra_token_ids need logprobs: ask for logprobs = 0 at least")
-        if not isinstance(self.kept_token_ids, bool):
-            raise RequestError(f"kept_token_ids = {self.kept_token_ids!r} must be True or False")
+        for name in ("draft_logprobs", "kept_token_ids"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} = {getattr(self, name)!r} must be True or False")
         if any(len(sequence) == 0 for sequence in self.stop_sequences):
             raise RequestError("an empty stop sequence would end every request at once")
         for name in ("presence_penalty", "frequency_penalty"):

@@ -15,16 +15,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from typing import Any
 
 from ipc.wire import LogprobsMode
 from jax_specdec.cli.argument_types import closest
 from jax_specdec.requests import Request, RequestError, SamplingParams, biases_of_json
+from jax_specdec.serve.model import Encoder
 
 STANDARD_INPUT = Path("-")
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
-_LISTS = ("stop_token_ids", "extra_token_ids")
 # OpenAI's fields that have another name here.
 _OTHERS = {
     "max_completion_tokens": "write max_tokens",
@@ -34,14 +34,6 @@ _OTHERS = {
     "n": "write as many lines, each with a seed of its own",
 }
 _MODES = {mode.name.lower(): mode for mode in LogprobsMode}
-
-
-class Encoder(Protocol):
-    """The part of a tokenizer that prompts need."""
-
-    def encode(self, text: str) -> tuple[int, ...]: ...
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -188,11 +180,13 @@ def _prompt(
     if isinstance(id, bool) or not isinstance(id, str | int):
         raise RequestError(f"id = {id!r} must be a string or an integer")
     if kind == "prompt":
-        ids = encoder.encode(_of_type(kind, asked, str))
+        if not isinstance(asked, str):
+            raise RequestError(f"prompt = {asked!r} must be of type str")
+        ids = encoder.encode(asked)
     elif kind == "messages":
         ids = encoder.encode_chat(_messages(asked))
     else:
-        ids = _ids(kind, asked)
+        ids = asked
     params = sampling_params(given, defaults)
     request = Request(id=str(id), prompt_token_ids=ids, params=params)
     return Prompt(request, kind == "messages", stops)
@@ -217,12 +211,19 @@ def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> Samp
     given = dict(fields)
     if isinstance(asked := given.get("logprobs"), bool):
         given["logprobs"] = given.pop("top_logprobs", 0) if asked else None
-    types = get_type_hints(SamplingParams)
-    if unknown := [name for name in given if name not in types]:
-        known = ["id", *PROMPTS, "stop", *types]
-        raise RequestError(f"{unknown[0]!r} {_way_out(unknown[0], known)}")
-    changes = {name: _field(name, value, types[name]) for name, value in given.items()}
-    return dataclasses.replace(defaults, **changes)
+    types = {field.name: field.type for field in dataclasses.fields(SamplingParams)}
+    for name, value in given.items():
+        if name not in types:
+            raise RequestError(f"{name!r} {_way_out(name, ['id', *PROMPTS, 'stop', *types])}")
+        if name == "logprobs_mode":
+            if value not in _MODES:
+                raise RequestError(f"{name} = {value!r} must be one of {', '.join(_MODES)}")
+            given[name] = _MODES[value]
+        elif name == "logit_bias" and isinstance(value, dict):
+            given[name] = biases_of_json(value)
+        elif types[name] is float and type(value) is int:
+            given[name] = float(value)
+    return dataclasses.replace(defaults, **given)
 
 
 def _way_out(name: str, known: list[str]) -> str:
@@ -233,45 +234,8 @@ def _way_out(name: str, known: list[str]) -> str:
     return f"is not known{f'{near} Known' if near else '; known'} are {', '.join(known)}"
 
 
-def _field(name: str, value: Any, kind: Any) -> Any:
-    """A field of `SamplingParams` of type `kind`, from its JSON value."""
-    if name in _LISTS:
-        return _ids(name, value)
-    if name == "stop_sequences":
-        return tuple(_ids(name, one) for one in _of_type(name, value, list))
-    if name == "structured":
-        return None if value is None else tuple(_of_type(name, value, list))
-    if name == "logit_bias":
-        return biases_of_json(_of_type(name, value, dict))
-    if name == "logprobs_mode":
-        if value not in _MODES:
-            raise RequestError(f"{name} = {value!r} must be one of {', '.join(_MODES)}")
-        return _MODES[value]
-    if kind is bool:
-        return _of_type(name, value, bool)
-    if kind is float:
-        return float(_of_type(name, value, int, float))
-    if value is None and kind is not int:
-        return None
-    return _of_type(name, value, int)
-
-
 def _messages(value: Any) -> list[dict[str, Any]]:
-    messages = _of_type("messages", value, list)
-    if not messages or not all(isinstance(one, dict) and "role" in one for one in messages):
+    told = isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
+    if not (value and told):
         raise RequestError("messages must be a list of objects with a role and a content")
-    return list(messages)
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    ids = _of_type(name, value, list)
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        raise RequestError(f"{name} must be a list of token ids, not {value!r}")
-    return tuple(ids)
-
-
-def _of_type(name: str, value: Any, *types: type) -> Any:
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        expected = " or ".join(one.__name__ for one in types)
-        raise RequestError(f"{name} = {value!r} must be of type {expected}")
-    return value
+    return list(value)

@@ -35,7 +35,7 @@ FILES = {
         ("demo --k 5 --no-logprobs", "--no-logprobs: not allowed with argument --k"),
         ("serve --restart-window 0.5", "restart_window = 0.5 must be from 1"),
         ("serve --timeout inf", "--timeout: 'inf' is not a number of seconds above 0"),
-        ("serve --prepare logprobs=x", "logprobs = 'x' must be of type int"),
+        ("serve --prepare logprobs=x", "logprobs = 'x' must be a whole number"),
         ("serve --prepare colour=1", "'colour' is not known"),
         # Those that are not known, or that stand for two.
         ("demo --draft 3", "unrecognized arguments: --draft 3; did you mean --drafts?"),
