@@ -4,7 +4,8 @@
 makes Arrow tables and Parquet files of it.
 """
 
-from collections.abc import Iterable
+import collections
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ class ColumnBuilder:
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._index: dict[str, int] = {}
-        self._num_tokens: list[int] = []
         self._reasons: list[int] = []
+        self._num_tokens: collections.Counter[str] = collections.Counter()  # of records
         self._parts: list[dict[str, NDArray[Any]]] = []
         self._kept: list[KeptSets] = []
 
@@ -37,30 +38,40 @@ class ColumnBuilder:
             else [record.batch.take(np.array([record.index])) for record in records]
         )
         requests, _, reasons, row, tokens, kept = token_parts([one for one in batches if len(one)])
-        for request in requests:
+        counts = np.bincount(row, minlength=len(requests))
+        begins = np.array(
+            [len(one.packed_prompt) // 4 + self._num_tokens[one.id] for one in requests], np.int64
+        )
+        place = np.empty(len(row), np.int64)
+        place[row.argsort(kind="stable")] = within(counts)
+        for request, count in zip(requests, counts.tolist(), strict=True):
+            self._num_tokens[request.id] += count
+        self.put(requests, reasons, row, tokens | {"position": begins[row] + place}, kept)
+
+    def put(
+        self,
+        requests: Sequence[Request],
+        reasons: NDArray[np.int8],
+        row: NDArray[np.int64],
+        tokens: dict[str, NDArray[Any]],
+        kept: KeptSets | None,
+    ) -> None:
+        """Append tokens as columns, copied; arguments as `TokenParts` has them, and positions."""
+        for request, reason in zip(requests, reasons.tolist(), strict=True):
             if request.id not in self._index:
                 self._index[request.id] = len(self._index)
                 self._requests[request.id] = request
-                self._num_tokens.append(0)
                 self._reasons.append(0)
-        index = np.array([self._index[request.id] for request in requests], np.int32)
-        counts = np.bincount(row, minlength=len(requests))
-        lengths = [len(request.packed_prompt) // 4 for request in requests]
-        begins = np.array([lengths[n] + self._num_tokens[at] for n, at in enumerate(index)])
-        place = np.empty(len(row), np.int64)
-        place[row.argsort(kind="stable")] = within(counts)
-        for n, at in enumerate(index.tolist()):
-            self._num_tokens[at] += int(counts[n])
-            self._reasons[at] = int(reasons[n])
+            self._reasons[self._index[request.id]] |= reason
         if len(row):
-            tokens |= {"request": index[row], "position": begins[row] + place}
-            self._parts.append(_filled(tokens, len(row)))
+            index = np.array([self._index[request.id] for request in requests], np.int32)
+            self._parts.append(_filled(tokens | {"request": index[row]}, len(row)))
             self._kept.append(KeptSets.none(len(row)) if kept is None else kept)
 
     def columns(self) -> TokenColumns:
         """The tokens of all records so far."""
         requests = list(self._requests.values())
-        prompts = [request.prompt_token_ids for request in requests]
+        prompts = [np.frombuffer(request.packed_prompt, np.int32) for request in requests]
         parts = self._parts or [_filled({}, 0)]
         joined: dict[str, Any] = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
         lists: dict[str, Any] = {
@@ -71,7 +82,7 @@ class ColumnBuilder:
             request_id=np.array(list(self._requests), np.str_),
             prompt=Ragged.of(
                 np.array([len(prompt) for prompt in prompts], np.int64),
-                np.array([token_id for prompt in prompts for token_id in prompt], np.int32),
+                np.concatenate([np.empty(0, np.int32), *prompts]),
             ),
             temperature=np.array([r.params.temperature for r in requests], np.float64),
             mode=np.array([r.params.logprobs_mode for r in requests], np.int8),

@@ -49,59 +49,42 @@ class Compiled:
         # The state is donated: a step updates the caches in place, where they are.
         self.config = config
         places, parallel = state_shardings(config), config.parallel
-        chosen = functools.partial(with_implementation, config.implementation)
-        on_state = functools.partial(jax.jit, donate_argnums=0, out_shardings=places)
-        with_model = functools.partial(jax.jit, donate_argnums=1)
-        static = "widths", "process_rank"
-        of_messages: dict[str, Any] = {"parallel": parallel, "digest": config.digest}
-        self.admit: Wrapped = on_state(admit)
-        self.release: Wrapped = on_state(release)
-        self.start_again: Wrapped = on_state(start_again)
-        self.copy_prefix: Wrapped = on_state(copy_prefix)
-        self.prefill_chunk: Wrapped = with_model(
-            functools.partial(chosen(prefill_chunk), config),
-            static_argnames="chunk",
-            out_shardings=places,
-        )
-        self.score_chunk: Wrapped = with_model(
-            functools.partial(chosen(prompt_scoring.score_chunk), config),
-            static_argnames=("chunk", "widths"),
-            out_shardings=(places, None),
-        )
-        self.step: Wrapped = with_model(
-            functools.partial(chosen(step), config),
-            static_argnames=("read_k", "report_widths", "samples", "num_drafts"),
-            out_shardings=(places, None),
-        )
-        self.seen: Wrapped = jax.jit(
-            functools.partial(seen, config),
-            out_shardings=parallel.everywhere,  # every process reads it
-        )
-        self.forward_rows: Wrapped = with_model(
-            functools.partial(chosen(forward_rows), config), out_shardings=(places, None)
-        )
-        self.choose: Wrapped = with_model(
-            functools.partial(chosen(choose), config),
-            static_argnames=("read_k", "report_widths", "samples"),
-            out_shardings=(places, None),
-        )
-        self.prompt_message: Wrapped = jax.jit(
-            functools.partial(chosen(prompt_scoring.prompt_message), digest=config.digest),
-            static_argnames=(*static, "vocab_size"),
-        )
-        self.target_message: Wrapped = jax.jit(
-            functools.partial(chosen(step_messages.target_message), **of_messages),
-            static_argnames=static,
-        )
-        self.draft_message: Wrapped = jax.jit(
-            functools.partial(chosen(step_messages.draft_message), **of_messages),
-            static_argnames=static,
-        )
-        self.leading: Wrapped = jax.jit(
-            functools.partial(leading),
-            static_argnums=1,
-            out_shardings=parallel.everywhere,  # every process reads them
-        )
+
+        def on_state(function: Callable[..., Any]) -> Wrapped:
+            return jax.jit(function, donate_argnums=0, out_shardings=places)
+
+        def of_model(function: Callable[..., Any], *static: str, alone: bool = False) -> Wrapped:
+            """Of the weights and the state; it returns the state `alone`, or something more."""
+            return jax.jit(
+                functools.partial(with_implementation(config.implementation, function), config),
+                donate_argnums=1,
+                static_argnames=static,
+                out_shardings=places if alone else (places, None),
+            )
+
+        def message(function: Callable[..., Any], *static: str, **more: Any) -> Wrapped:
+            chosen = with_implementation(config.implementation, function)
+            return jax.jit(
+                functools.partial(chosen, digest=config.digest, **more),
+                static_argnames=("widths", "process_rank", *static),
+            )
+
+        def read(function: Callable[..., Any], **more: Any) -> Wrapped:
+            return jax.jit(function, out_shardings=parallel.everywhere, **more)  # by every process
+
+        self.admit, self.release = on_state(admit), on_state(release)
+        self.start_again, self.copy_prefix = on_state(start_again), on_state(copy_prefix)
+        self.prefill_chunk = of_model(prefill_chunk, "chunk", alone=True)
+        self.score_chunk = of_model(prompt_scoring.score_chunk, "chunk", "widths")
+        of_step = "read_k", "report_widths", "samples"
+        self.step = of_model(step, *of_step, "num_drafts")
+        self.forward_rows = of_model(forward_rows)
+        self.choose = of_model(choose, *of_step)
+        self.prompt_message = message(prompt_scoring.prompt_message, "vocab_size")
+        self.target_message = message(step_messages.target_message, parallel=parallel)
+        self.draft_message = message(step_messages.draft_message, parallel=parallel)
+        self.seen = read(functools.partial(seen, config))
+        self.leading = read(functools.partial(leading), static_argnums=1)
 
     def for_kind(self, kind: Kind | PromptKind) -> "Compiled":
         """The functions that batches or prompts of a kind use: here all kinds use the same."""
