@@ -35,7 +35,7 @@ def brings_in(statement):
         # pyarrow comes with a table, prometheus_client with a page.
         ("export.arrow, jax_specdec.export.metrics", ("logging",)),
         ("export.html_page", ("logging", "hashlib")),  # of the page's policy
-        ("cli.token_colors", ("logging", "rich")),  # the control
+        ("cli.standard_output", ("logging", "rich")),  # the control
     ],
 )
 def test_importing_brings_in_nothing_heavy_that_it_does_not_need(module, heavy):

@@ -8,12 +8,187 @@ decoder does not compute is refused by name, never ignored. Both spellings of ty
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from jax_specdec.checkpoint.hf_families import FAMILIES, options
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
+from jax_specdec.checkpoint.rope_scaling import FULL, SLIDING, read_rope, read_rope_by_kind
+
+Fields = Mapping[str, Any]
+GELU = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True)
+class Family:
+    """The differences of one architecture.
+
+    Attributes:
+      defaults: fields that its config.json may leave out.
+      sliding: which layers slide: "none"; "all" where `sliding_window` is a number; "switched",
+        "all" if `use_sliding_window` is true; "upper", those from `max_window_layers` on if it is
+        true; or all but each `pattern`-th. `layer_types` says it too.
+      pattern: see `sliding`.
+      qkv_bias: queries, keys and values always have biases, and what attention returns never has.
+      qk_norm: queries and keys are normed.
+      experts: where the names of experts come from; empty for none.
+      gemma: it is a Gemma, in norms, embeddings, activation and scales.
+      mtp: the layout of an MTP head that it may have; empty for none.
+    """
+
+    defaults: Fields = field(default_factory=dict)
+    sliding: Literal["none", "all", "switched", "upper", "pattern"] = "none"
+    pattern: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: Literal["", "mixtral", "qwen3"] = ""
+    gemma: bool = False
+    mtp: Literal["", "deepseek", "mimo"] = ""
+
+
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256, "num_key_value_heads": 4, "hidden_activation": GELU, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+FAMILIES = {
+    "LlamaForCausalLM": Family(mtp="deepseek"),
+    "MistralForCausalLM": Family({"num_key_value_heads": 8, "sliding_window": 4096}, "all"),
+    "Qwen2ForCausalLM": Family({}, "upper", qkv_bias=True, mtp="deepseek"),
+    "Qwen3ForCausalLM": Family({"head_dim": 128}, "upper", qk_norm=True, mtp="deepseek"),
+    "MiMoForCausalLM": Family(qkv_bias=True, mtp="mimo"),
+    "MixtralForCausalLM": Family(
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}, "all",
+        experts="mixtral",
+    ),
+    "Qwen3MoeForCausalLM": Family({}, "switched", qk_norm=True, experts="qwen3"),
+    "Gemma2ForCausalLM": Family(
+        _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, "pattern", 2,
+        gemma=True,
+    ),
+    "Gemma3ForCausalLM": Family(
+        _GEMMA | {"rope_theta": 1e6}, "pattern", 6, qk_norm=True, gemma=True
+    ),
+}  # fmt: skip
+
+
+def options(architecture: str, fields: Fields) -> dict[str, Any]:
+    """The fields of `ModelConfig` that are not plain sizes.
+
+    Args:
+      architecture: one of `FAMILIES`.
+      fields: of config.json, with the family's defaults.
+
+    Raises:
+      KeyError: a field is missing.
+      ValueError: a field has a value that is not computed.
+    """
+    family = FAMILIES[architecture]
+    _refuse(family, fields)
+    bias = bool(fields.get("attention_bias"))
+    window, layers = _sliding(family, fields)
+    found: dict[str, Any] = {
+        "qkv_bias": bias or family.qkv_bias,
+        "output_bias": bias and not family.qkv_bias,
+        "qk_norm": family.qk_norm,
+        "sliding_window": window,
+        "sliding_layers": layers,
+        "norm_in_head": family.mtp == "mimo",
+    }
+    if architecture == "Gemma3ForCausalLM":
+        rope = read_rope_by_kind(fields)
+        found["rope_theta"], found["rope_scaling"], found["sliding_rope_theta"] = rope
+    else:
+        found["rope_theta"], found["rope_scaling"] = read_rope(fields)
+    if family.experts:
+        found |= _experts(family, fields)
+    if family.gemma:
+        found |= _gemma(fields)
+    return found
+
+
+def _refuse(family: Family, fields: Fields) -> None:
+    """Refuse options that change the result and that the decoder lacks."""
+    only(fields, "mlp_bias", not fields.get("mlp_bias"), "false")
+    quantization = "quantization_config"
+    only(fields, quantization, not fields.get(quantization), "none: bf16, f16 or f32")
+    if family.sliding == "none":
+        only(fields, "use_sliding_window", not fields.get("use_sliding_window"), "false")
+        layers = set(fields.get("layer_types") or ()) - {FULL}
+        only(fields, "layer_types", not layers, f"{FULL} everywhere")
+    if family.gemma:
+        only(fields, "hidden_activation", fields["hidden_activation"] == GELU, GELU)
+        name = "use_bidirectional_attention"
+        only(fields, name, not fields.get(name), "false")
+        if family.qk_norm:  # the reference reads it and does not apply it
+            name = "attn_logit_softcapping"
+            only(fields, name, fields.get(name) is None, "null with Gemma 3")
+    else:
+        act = fields.get("hidden_act", "silu")
+        only(fields, "hidden_act", act in ("silu", "swish"), "silu")
+    if family.experts == "qwen3":
+        only(fields, "mlp_only_layers", not fields.get("mlp_only_layers"), "none")
+        step = fields.get("decoder_sparse_step", 1)
+        only(fields, "decoder_sparse_step", step == 1, "1: experts in every layer")
+
+
+def only(fields: Fields, name: str, fine: bool, supported: str) -> None:
+    """Refuse a field by name unless its value is fine."""
+    if not fine:
+        raise ValueError(f"{name} = {fields[name]!r} is not supported, only {supported}")
+
+
+def _sliding(family: Family, fields: Fields) -> tuple[int | None, tuple[int, ...]]:
+    """The window, and the layers that have it."""
+    count, window = fields["num_hidden_layers"], fields.get("sliding_window")
+    if family.sliding in ("switched", "upper") and not fields.get("use_sliding_window"):
+        window = None
+    first = fields.get("max_window_layers", 28) if family.sliding == "upper" else 0
+    period = fields.get("sliding_window_pattern") or family.pattern
+    sliding = [
+        window is not None
+        and family.sliding != "none"
+        and index >= first
+        and (family.sliding != "pattern" or (index + 1) % period > 0)
+        for index in range(count)
+    ]
+    types = fields.get("layer_types")
+    if types is not None:
+        kinds = {FULL: False, SLIDING: True}
+        # Of these families the reference reads the list; the others' layers are all of one kind.
+        is_read = family.sliding in ("upper", "pattern") and window is not None
+        known = len(types) == count and set(types) <= kinds.keys()
+        if not known or (not is_read and [kinds[kind] for kind in types] != sliding):
+            raise ValueError(
+                f"layer_types = {types!r} is not supported: it needs {count} times {FULL} or "
+                f"{SLIDING}, as the other fields have it"
+            )
+        sliding = [kinds[kind] for kind in types]
+    layers = tuple(index for index, slides in enumerate(sliding) if slides)
+    return (window, layers) if layers else (None, ())
+
+
+def _experts(family: Family, fields: Fields) -> dict[str, Any]:
+    name = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    is_qwen3 = family.experts == "qwen3"
+    return {
+        "num_experts": fields[name],
+        "experts_per_token": fields["num_experts_per_tok"],
+        "intermediate_size": fields["moe_intermediate_size" if is_qwen3 else "intermediate_size"],
+        "renormalize_experts": bool(fields.get("norm_topk_prob")) if is_qwen3 else True,
+    }
+
+
+def _gemma(fields: Fields) -> dict[str, Any]:
+    return {
+        "activation": "gelu_tanh",
+        "post_norms": True,
+        "norm_plus_one": True,
+        "scale_embedding": True,
+        "attention_scale": float(fields["query_pre_attn_scalar"]) ** -0.5,
+        "attention_softcap": fields.get("attn_logit_softcapping"),
+        "logit_softcap": fields.get("final_logit_softcapping"),
+    }
+
 
 ARCHITECTURES = tuple(FAMILIES)
 COMPUTE_DTYPES = ("bfloat16", "float32")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from jax_specdec.checkpoint.gguf_file import Gguf, GgufTensor
-from jax_specdec.checkpoint.gguf_model import hf_name, permuted
+from jax_specdec.checkpoint.gguf_file import Gguf, GgufTensor, hf_name, permuted
 from jax_specdec.checkpoint.hf_config import read_json
 from jax_specdec.checkpoint.model_config import CheckpointError
 

@@ -12,10 +12,8 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jax_specdec.checkpoint.gguf_file import is_gguf, read_gguf
-from jax_specdec.checkpoint.gguf_model import config_fields
-from jax_specdec.checkpoint.hf_config import HfConfig, config_of, read_config
-from jax_specdec.checkpoint.hf_families import FAMILIES
+from jax_specdec.checkpoint.gguf_file import config_fields, is_gguf, read_gguf
+from jax_specdec.checkpoint.hf_config import FAMILIES, HfConfig, config_of, read_config
 from jax_specdec.checkpoint.hf_files import (
     StoredTensor,
     check_shapes,

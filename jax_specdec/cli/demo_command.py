@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ipc.wire import MAX_TOP_K
-from jax_specdec.cli import token_colors
+from jax_specdec.cli import standard_output
 from jax_specdec.cli.argument_types import integer
 from jax_specdec.cli.engine_options import add_engine, engine_options, found
 from jax_specdec.cli.prompts import read_prompts
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
             raise
         for id, text in shown.texts.items():
             console.print(shown.heading(id), text, sep="\n", soft_wrap=True)
-        token_colors.legend(console)
+        standard_output.legend(console)
         for line in shown.summary(engine.status):
             say(line)
         if file is not None:
@@ -176,7 +176,7 @@ class Demo:
             for record in update.records:
                 id = record.request_id
                 self.records[id].append(record)
-                token_colors.append(self.texts[id], self._streams[id], record)
+                standard_output.append(self.texts[id], self._streams[id], record)
         if (sent := update.message) is not None and (waited := update.latency_ns) is not None:
             self.messages.append((sent.process_rank, sent.num_bytes, waited / 1e3))
 

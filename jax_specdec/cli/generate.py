@@ -19,9 +19,8 @@ from jax_specdec.cli.resumable import JsonlOutput, Output
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.export import openai
 from jax_specdec.export.delivery import Delivery, Part
-from jax_specdec.records.batch import FinishReason, PromptRows
+from jax_specdec.records.batch import FinishReason, PromptRows, Statistics
 from jax_specdec.records.record import Record, Records
-from jax_specdec.records.statistics import Statistics
 from jax_specdec.text.detokenize import TokenTable
 from jax_specdec.wording import pluralize
 

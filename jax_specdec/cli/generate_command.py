@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.hf_names import HfModel, open_model
-from jax_specdec.cli import standard_output, token_colors
+from jax_specdec.cli import standard_output
 from jax_specdec.cli.engine_options import (
     add_checkpoint,
     add_dtype,
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
         with result.tally.noting(options.output):
             _generate(config, left, result, texts)
         if style and any(prompt.request.params.logprobs is not None for prompt in left):
-            token_colors.legend(Console(), unknown=False)
+            standard_output.legend(Console(), unknown=False)
         return result.tally.conclude(result.speculation)
 
 

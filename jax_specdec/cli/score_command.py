@@ -12,11 +12,10 @@ from jax_specdec.cli import standard_output
 from jax_specdec.cli.engine_options import add_checkpoint, add_dtype, add_programs, slot_length
 from jax_specdec.cli.generate import Tally, left_to_do
 from jax_specdec.cli.prompts import Prompt, read_prompts
-from jax_specdec.cli.scored_parts import ScoredParts
+from jax_specdec.cli.scored_parts import ScoredParts, scored_sequence
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
-from jax_specdec.export.scored_sequences import scored_sequence
 from jax_specdec.requests import RequestError, SamplingParams
 from jax_specdec.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from jax_specdec.cli import standard_output
 from jax_specdec.engine import Engine
-from jax_specdec.records.statistics import Statistics
+from jax_specdec.records.batch import Statistics
 from jax_specdec.serve.listener import Listener
 from jax_specdec.wording import pluralize
 

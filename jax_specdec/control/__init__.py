@@ -4,7 +4,7 @@ Commands travel over ZeroMQ, numbered and acknowledged; nothing here waits for a
 Records never come this way: they go through the ring.
 """
 
-from jax_specdec.control.client import ControlClient
+from jax_specdec.control.channel import ControlClient, ControlServer, Link
 from jax_specdec.control.commands import (
     DRAFT_WIDTHS,
     DRAFTERS,
@@ -38,7 +38,6 @@ from jax_specdec.control.heartbeat import (
     ProcessStats,
     QuietTimer,
 )
-from jax_specdec.control.server import ControlServer, Link
 
 __all__ = [
     # Commands.

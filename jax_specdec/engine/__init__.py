@@ -17,11 +17,10 @@ from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.updates import Update, WorkerStatus
 from jax_specdec.records import output_processor
-from jax_specdec.records.batch import FinishReason, PromptRows
+from jax_specdec.records.batch import FinishReason, PromptRows, Statistics
 from jax_specdec.records.decode import Message, decode
 from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.record import Record, Records, TokenRows
-from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request, SamplingParams, Structured
 from jax_specdec.text import byte_tokens
 

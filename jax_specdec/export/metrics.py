@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jax_specdec.engine.timings import BOUNDS, Timings
 from jax_specdec.engine.updates import WorkerStatus
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import Counters, FinishReason, Statistics
 from jax_specdec.records.processor_state import ProcessorState
-from jax_specdec.records.statistics import Counters, Statistics
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

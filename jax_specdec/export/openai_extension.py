@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jax_specdec.records.batch import Statistics
 from jax_specdec.records.record import Record
-from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request
 from jax_specdec.text.detokenize import TokenTable
 

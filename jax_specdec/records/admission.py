@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.records import stop_rules
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import FinishReason, Statistics
 from jax_specdec.records.processor_state import (
     Admitted,
     Phase,
@@ -21,7 +21,6 @@ from jax_specdec.records.processor_state import (
     totals,
 )
 from jax_specdec.records.prompt_logprobs import rows_due
-from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request
 from jax_specdec.wording import pluralize
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.records import stop_rules
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import Counters, FinishReason
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
     KEPT_FORMAT,
@@ -23,7 +23,6 @@ from jax_specdec.records.processor_state import (
     is_newer,
     row_format,
 )
-from jax_specdec.records.statistics import Counters
 from jax_specdec.requests import Request
 from jax_specdec.wording import pluralize
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ipc.wire import Kind, SlotState
 from jax_specdec.records import apply_target, prompt_logprobs
 from jax_specdec.records.admission import admit, release
-from jax_specdec.records.batch import FinishReason, RecordBatch
+from jax_specdec.records.batch import Counters, FinishReason, RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
     KEPT_FORMAT,
@@ -32,7 +32,6 @@ from jax_specdec.records.processor_state import (
     totals,
 )
 from jax_specdec.records.record import Records
-from jax_specdec.records.statistics import Counters
 from jax_specdec.wording import pluralize
 
 __all__ = [

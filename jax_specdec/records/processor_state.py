@@ -13,9 +13,14 @@ from numpy.typing import NDArray
 
 from ipc import wire
 from jax_specdec.records import stop_rules
-from jax_specdec.records.batch import FinishReason, RecordBatch, StatisticsSource
+from jax_specdec.records.batch import (
+    Counters,
+    FinishReason,
+    RecordBatch,
+    Statistics,
+    StatisticsSource,
+)
 from jax_specdec.records.decode import Message
-from jax_specdec.records.statistics import Counters, Statistics
 from jax_specdec.requests import Request
 
 KEPT_FORMAT = 1 << 40  # the bit of `row_format` that says: with kept sets

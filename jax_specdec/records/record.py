@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from ipc.wire import SlotState
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.records.batch import FinishReason, PromptRows, RecordBatch
+from jax_specdec.records.batch import FinishReason, PromptRows, RecordBatch, Statistics
 from jax_specdec.records.decode import Message
-from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request, SamplingParams
 
 

@@ -9,7 +9,7 @@ import sys
 import httpx
 import pytest
 
-from jax_specdec.cli.resumable_columns import read_columns
+from jax_specdec.cli.generate_ray import read_columns
 from jax_specdec.export import arrow
 from tests.ray.cluster import cluster_of
 from tests.support import quick_compile, tiny_checkpoint

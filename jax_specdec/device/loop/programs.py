@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 from jax.stages import Wrapped
 
-from jax_specdec.device.loop import prompt_scoring
+from jax_specdec.device.loop import prompt_chunks
 from jax_specdec.device.loop.kinds import Kind, PromptKind, StepKey
 from jax_specdec.device.loop.prompt_chunks import prefill_chunk
 from jax_specdec.device.loop.state import (
@@ -75,12 +75,12 @@ class Compiled:
         self.admit, self.release = on_state(admit), on_state(release)
         self.start_again, self.copy_prefix = on_state(start_again), on_state(copy_prefix)
         self.prefill_chunk = of_model(prefill_chunk, "chunk", alone=True)
-        self.score_chunk = of_model(prompt_scoring.score_chunk, "chunk", "widths")
+        self.score_chunk = of_model(prompt_chunks.score_chunk, "chunk", "widths")
         of_step = "read_k", "report_widths", "samples"
         self.step = of_model(step, *of_step, "num_drafts")
         self.forward_rows = of_model(forward_rows)
         self.choose = of_model(choose, *of_step)
-        self.prompt_message = message(prompt_scoring.prompt_message, "vocab_size")
+        self.prompt_message = message(prompt_chunks.prompt_message, "vocab_size")
         self.target_message = message(step_messages.target_message, parallel=parallel)
         self.draft_message = message(step_messages.draft_message, parallel=parallel)
         self.seen = read(functools.partial(seen, config))

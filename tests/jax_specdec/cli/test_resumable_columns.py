@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jax_specdec.cli.engine_options import numbers
+from jax_specdec.cli.generate_ray import ColumnsOutput, read_columns
 from jax_specdec.cli.resumable import OutputError
-from jax_specdec.cli.resumable_columns import ColumnsOutput, read_columns
 from jax_specdec.export import arrow
 from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import ColumnBatch

@@ -7,8 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from jax_specdec.cli.scored_parts import LOCK, ScoredParts
-from jax_specdec.export.scored_sequences import scored_sequence, sequences_table
+from jax_specdec.cli.scored_parts import LOCK, ScoredParts, scored_sequence, sequences_table
 from jax_specdec.records.batch import PromptRows
 from tests.support.command_status import status_of
 from tests.support.scripted_process import scripted_engine

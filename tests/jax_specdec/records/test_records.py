@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from ipc.wire import SlotState
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import FinishReason, Statistics
 from jax_specdec.records.output_processor import ProcessorState, admit, release, step
 from jax_specdec.records.record import Records
-from jax_specdec.records.statistics import Statistics
 from tests.support.processor_messages import request, silent, target, tokens
 
 

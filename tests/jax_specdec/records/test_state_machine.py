@@ -12,11 +12,10 @@ import pytest
 
 from ipc.wire import Kind, SlotState
 from jax_specdec.records import output_processor
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import FinishReason, Statistics
 from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.output_processor import ProcessorError, ProcessorState, Progress
-from jax_specdec.records.statistics import Statistics
 from jax_specdec.requests import Request
 from tests.support.random_messages import (
     VOCABULARY,

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer
 from jax_specdec.checkpoint.model_config import CheckpointError
 from jax_specdec.text.chat_template import MissingExtra, read_template
 from jax_specdec.text.detokenize import TextStream
-from jax_specdec.text.token_pieces import Pieces
+from jax_specdec.text.tokenizer import Pieces, text_encoder
 from jax_specdec.text.tokenizer import Tokenizer as OurTokenizer
-from jax_specdec.text.tokenizer import text_encoder
 from tests.support.tokenizer_files import CHAT, CORPUS, KINDS, SPECIAL, byte_level, write
 
 

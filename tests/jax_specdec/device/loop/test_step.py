@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_specdec.device.drafting.drafters import NoDrafter, no_drafts
-from jax_specdec.device.loop import programs, prompt_scoring
+from jax_specdec.device.loop import programs, prompt_chunks
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.host_slots import admission
 from jax_specdec.device.loop.state import LoopConfig, admit, init_state, release
@@ -82,7 +82,7 @@ def test_the_configured_implementation_computes_the_programs(program, monkeypatc
             raise LookupError
 
         module = step_messages if program == "target_message" else programs
-        module = prompt_scoring if program == "score_chunk" else module
+        module = prompt_chunks if program == "score_chunk" else module
         monkeypatch.setattr(module, program, spy)
         function = getattr(programs.Compiled(config), program)
         with pytest.raises(LookupError):
