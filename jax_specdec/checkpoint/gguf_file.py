@@ -1,7 +1,9 @@
-"""A GGUF file: its fields, and where its tensors are.
+"""A GGUF file: its fields, where its tensors are, and what both are in Hugging Face layout.
 
 The fields are read here, as the `gguf` package takes seconds for a vocabulary; that package says
-how quantized tensors are packed, and unpacks them.
+how quantized tensors are packed, and unpacks them. What llama.cpp computes and the decoder does not
+is refused by name. For llama, the rows of queries and keys are in another order, in which pairs of
+neighbors are turned; `permuted` marks them.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

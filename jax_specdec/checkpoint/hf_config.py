@@ -1,8 +1,9 @@
 """A Hugging Face model directory's config.json as a `ModelConfig`.
 
-Decoders that are Llama's up to optional parts are supported (`hf_families.py`). An option that the
-decoder does not compute is refused by name, never ignored. Both spellings of types are read:
-`dtype` (transformers 5) and `torch_dtype` (before).
+Decoders that are Llama's up to optional parts are supported (`FAMILIES`). Defaults are those of
+transformers' configuration classes: a file may leave them out. An option that the decoder does not
+compute is refused by name, never ignored. Both spellings of types are read: `dtype` (transformers
+5) and `torch_dtype` (before).
 """
 
 import json

@@ -23,7 +23,7 @@ class ModelConfig:
 
     Optional parts make it the other models of that kind: Qwen2 has `qkv_bias`, Qwen3 `qk_norm`,
     Llama 3.1 a `rope_scaling`, Mistral a `sliding_window`, Mixtral and Qwen3-MoE experts, and Gemma
-    most of what follows `num_experts`. `checkpoint/hf_families.py` says which family has what.
+    most of what follows `num_experts`. `checkpoint/hf_config.py` says which family has what.
 
     Raises:
       ValueError: a size is not positive or does not fit the others.

@@ -1,4 +1,9 @@
-"""How rotary frequencies are changed for texts longer than those of the first training."""
+"""How rotary frequencies are changed for texts longer than those of the first training.
+
+A Hugging Face configuration says it in `rope_parameters` (transformers 5), or in `rope_theta` and
+`rope_scaling` (before). Gemma 3 has two sets: nested by the kind of layer, or
+`rope_local_base_freq` beside the others.
+"""
 
 from __future__ import annotations
 

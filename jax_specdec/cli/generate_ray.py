@@ -1,4 +1,10 @@
-"""`jax-specdec generate --ray`: prompts through engines on a cluster, into columns."""
+"""`jax-specdec generate --ray`: prompts through engines on a cluster, into columns.
+
+A folder has a file for each replica: a stream of Arrow's IPC format without its end mark, a schema
+and then batches, of one row a request that has ended. A batch is written whole; what a run that was
+killed has left of one is cut off by the next run. `pyarrow.ipc.open_stream` reads them, and so do
+other readers of Arrow.
+"""
 
 import argparse
 import contextlib

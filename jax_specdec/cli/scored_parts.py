@@ -1,7 +1,8 @@
 """A folder of Parquet files that an interrupted `jax-specdec score` continues.
 
-Each part is written under another name and renamed when it is whole. So a run that was killed
-leaves whole parts, and loses what it had not written yet.
+It has one row a sequence: what a teacher's top K is kept in. pyarrow, pandas, polars, DuckDB and
+Ray read it as one table. Each part is written under another name and renamed when it is whole. So a
+run that was killed leaves whole parts, and loses what it had not written yet.
 """
 
 import os

@@ -1,8 +1,15 @@
-"""The end of the control plane that takes commands: a worker's, or a follower's.
+"""Both ends of the control plane: an engine's, or a lead's to its followers, and theirs.
 
-A thread of its own takes the commands, in the order of their numbers, and sends the heartbeats, so
-that both go on whatever the main thread does: a compilation and a wait for a device leave Python to
-others.
+One ROUTER socket serves all processes. A command gets the next number of its link and is kept until
+the other side has said that it took it. What cannot be sent now waits here: no call ever blocks,
+whatever a worker does. Where a command is lost (a connection over TCP that broke), the worker's
+next heartbeat says so, and everything from there on is sent again; a worker drops what it has.
+
+There, a thread of its own takes the commands, in the order of their numbers, and sends the
+heartbeats, so that both go on whatever the main thread does: a compilation and a wait for a device
+leave Python to others.
+
+https://rfc.zeromq.org/spec/28/ (ROUTER), https://rfc.zeromq.org/spec/26/ (CURVE)
 """
 
 import collections

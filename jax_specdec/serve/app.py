@@ -34,7 +34,7 @@ from jax_specdec.serve.json_steps import PART, SMALL, Writer, parsed
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.openapi import description
 from jax_specdec.serve.runs import Run
-from jax_specdec.serve.structures import FIELDS
+from jax_specdec.serve.tools import FIELDS
 
 logger = logging.getLogger("jax_specdec.serve")
 

@@ -1,6 +1,10 @@
 """A model directory's tokenizer: text and conversations to ids, ids to bytes.
 
-The `tokenizers` library (extra `hf`) encodes; decoding needs only the table of bytes.
+The `tokenizers` library (extra `hf`) encodes; decoding needs only the table of bytes. Two kinds of
+vocabulary are read: byte-level BPE (GPT-2, Llama 3, Qwen), which writes each byte as one character,
+and SentencePiece-style BPE (Llama 2), which writes a space as U+2581 and bytes that no piece covers
+as <0x0A>. A `Strip` of a text's first space is left out: a continuation begins in the middle of a
+text. Source: https://huggingface.co/docs/tokenizers/api/decoders
 """
 
 import json

@@ -1,6 +1,9 @@
-"""Prompts, run a chunk at a time between the steps of other slots.
+"""Prompts, run a chunk at a time between the steps of other slots, and their logprobs.
 
-Axes: B slots, D drafts, P positions of a chunk, E hidden size.
+A prompt token's row is that of the position before it, so the first token has none, and the last
+one's comes with the chunk that ends the prompt.
+
+Axes: B slots, D drafts, P positions of a chunk, E hidden size, W words.
 """
 
 from typing import Annotated, Any, NamedTuple

@@ -13,7 +13,7 @@ import numpy as np
 from ipc import wire
 from jax_specdec.device.loop.host_slots import Slot, draft_bound, prompt_bound, target_bound
 from jax_specdec.device.loop.programs import Compiled
-from jax_specdec.device.loop.prompt_scoring import ScoredChunk
+from jax_specdec.device.loop.prompt_chunks import ScoredChunk
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths, words_bucket
 from jax_specdec.device.messages.step_messages import StepOutput
 
