@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_specdec.requests import Structured
-from jax_specdec.serve import tools
 from jax_specdec.serve.errors import ApiError
 from jax_specdec.structured.grammar import with_white_space
 
@@ -154,11 +153,11 @@ def structure_of(given: Mapping[str, Any]) -> Structured | None:
     Raises:
       ApiError: it asks for two at once, for one that is not complete, or to go on after its end.
     """
-    functions, required = tools.offered(given)
+    functions, required = offered(given)
     asked = {
         "response_format": _of_format(given.get("response_format", {"type": "text"})),
         "structured_outputs": _of_outputs(given.get("structured_outputs", {})),
-        "tools": tools.grammar(functions, required=required) if functions else None,
+        "tools": grammar(functions, required=required) if functions else None,
     }
     named = {name: one for name, one in asked.items() if one is not None}
     if not named:

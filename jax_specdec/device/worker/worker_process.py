@@ -109,7 +109,23 @@ def make_worker(
     """
     try:
         params, loop, load = _load(start, stats or ProcessStats())
-        worker = _worker(start, loop, params, load, sender, publish, compiler)
+        config = start.config
+        worker = Worker(
+            loop,
+            params,
+            sender,
+            prefill_chunk=config.prefill_chunk,
+            prefix_reuse=config.prefix_reuse,
+            process_rank=start.process_rank,
+            publish=publish,
+            compiled=KeptPrograms(loop),
+            compiler=compiler,
+            # A lead's followers would not know its times.
+            adaptive=config.draft_width == "adaptive" and compiler is not None,
+            weights_version=config.weights_version,
+            load=load,
+            vocabulary=functools.partial(read_vocabulary, config.texts, loop.model.vocab_size),
+        )
         if isinstance(jax.tree.leaves(params)[0], jax.Array):
             prepare(worker)
             return worker
@@ -121,10 +137,10 @@ def make_worker(
                     begun.append(pool.submit(prepare, worker))
 
             worker.params = load_model(
-                start.config.weights,
-                dtype=start.config.dtype,
-                num_slots=start.config.num_slots,
-                max_length=start.config.max_length,
+                config.weights,
+                dtype=config.dtype,
+                num_slots=config.num_slots,
+                max_length=config.max_length,
                 tell=tell,
             )[0]
             begun[0].result()
@@ -132,33 +148,6 @@ def make_worker(
     except (OSError, ValueError, MemoryError) as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(1) from error
-
-
-def _worker(
-    start: Start,
-    loop: LoopConfig,
-    params: Any,
-    load: Callable[[str, Any], Any],
-    sender: Sender,
-    publish: bool,
-    compiler: BackgroundJobs | None,
-) -> Worker:
-    return Worker(
-        loop,
-        params,
-        sender,
-        prefill_chunk=start.config.prefill_chunk,
-        prefix_reuse=start.config.prefix_reuse,
-        process_rank=start.process_rank,
-        publish=publish,
-        compiled=KeptPrograms(loop),
-        compiler=compiler,
-        # A lead's followers would not know its times.
-        adaptive=start.config.draft_width == "adaptive" and compiler is not None,
-        weights_version=start.config.weights_version,
-        load=load,
-        vocabulary=functools.partial(read_vocabulary, start.config.texts, loop.model.vocab_size),
-    )
 
 
 def compiles_in_background(config: WorkerConfig) -> bool:
@@ -290,53 +279,50 @@ def _own_model(config: WorkerConfig) -> tuple[Any, OwnModel]:
     return params, model
 
 
-def _prepare(worker: Worker, config: WorkerConfig, stats: ProcessStats) -> None:
-    """Compile what requests will need; the processes of a group compile it with the first ones."""
-    if config.prepare and worker.new_kinds is not None:
-        worker.new_kinds.prepare(
-            config.prepare,
-            lambda done, total: stats.enter(Phase.COMPILING, done, total, stats.beside),
-            widths=config.prepare_widths,
-        )
-
-
 def main(child: Child) -> int:
     """Entry point of the worker process, once its heartbeats have begun."""
     plugin_messages.shorten()
-    start = child.start
-    devices = start.config.tensor_parallel
-    if start.config.num_processes == 1:
+    start, stats = child.start, child.stats
+    config = start.config
+    devices = config.tensor_parallel
+    if config.num_processes == 1:
         if start.local_devices:
             jax.config.update("jax_default_device", own_devices(start)[0])  # type: ignore[no-untyped-call]
         elif devices > 1:
             # Before JAX looks for devices. The number of accelerators is given.
             jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
-    compilation_cache.begin(start.config.compilation_cache)
+    compilation_cache.begin(config.compilation_cache)
     writes = compilation_cache.LaterWrites()
     writes.begin()
     preparing = threading.Event()
-    needed = () if start.config.prepare else PROGRAMS
-    compilations.watch(child.stats, needed, preparing.is_set)
+    needed = () if config.prepare else PROGRAMS
+    compilations.watch(stats, needed, preparing.is_set)
 
     def prepare(worker: Worker) -> None:
+        if not config.prepare or worker.new_kinds is None:  # a group compiles with its requests
+            return
         preparing.set()
-        _prepare(worker, start.config, child.stats)
+        worker.new_kinds.prepare(
+            config.prepare,
+            lambda done, total: stats.enter(Phase.COMPILING, done, total, stats.beside),
+            widths=config.prepare_widths,
+        )
         preparing.clear()
 
     assert child.ring is not None
     jobs = BackgroundJobs(lambda: child.commands.put(Advance()))
     with jobs, child.ring as ring, Lead(start, ring, child.client) as lead:
-        child.stats.enter(Phase.LOADING)
-        compiler = jobs if compiles_in_background(start.config) else None
-        worker = make_worker(start, lead, stats=child.stats, compiler=compiler, prepare=prepare)
+        stats.enter(Phase.LOADING)
+        compiler = jobs if compiles_in_background(config) else None
+        worker = make_worker(start, lead, stats=stats, compiler=compiler, prepare=prepare)
         writes.steps_are_made = lambda: any(slot.occupied for slot in worker.slots)
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request
-        child.stats.be_ready(tuple(map(str, own_devices(start)[:devices])))
+        stats.be_ready(tuple(map(str, own_devices(start)[:devices])))
 
         def rest() -> bool:
             return writes.write_one() or jobs.collect()
 
-        serve(worker, child.commands, lead.tell, child.stats, lead.refusal, rest)
+        serve(worker, child.commands, lead.tell, stats, lead.refusal, rest)
         writes.write_all()
     return 0
