@@ -267,12 +267,8 @@ class Discard:
 
 Command = Admit | Evict | Release | Shutdown | Advance | Prepare | Commit | Discard
 _PLAIN: dict[str, Any] = {
-    "evict": Evict,
-    "release": Release,
-    "commit": Commit,
-    "discard": Discard,
-    "shutdown": Shutdown,
-    "advance": Advance,
+    kind.__name__.lower(): kind
+    for kind in (Evict, Release, Shutdown, Advance, Prepare, Commit, Discard)
 }
 _PARAMS = tuple(field.name for field in fields(SamplingParams))
 
@@ -361,13 +357,13 @@ def _command(values: Any) -> Command:
             request=Request.from_packed(id, prompt, _params(params), num_emitted),
             draft_token_ids=unpacked(drafts),
         )
-    if name == "prepare":
-        number, path = rest
-        if not isinstance(path, str):
-            raise TypeError(f"{path!r} is no path")
-        return Prepare(number=operator.index(number), path=path)
-    kind, rest = _PLAIN[name], [operator.index(value) for value in rest]
-    made: Command = kind(**dict(zip(kind.__dataclass_fields__, rest, strict=True)))
+    kind = _PLAIN[name]
+    given: dict[str, Any] = {}
+    for field, value in zip(fields(kind), rest, strict=True):
+        if field.type is str and not isinstance(value, str):
+            raise TypeError(f"{value!r} is no {field.name}")
+        given[field.name] = value if field.type is str else operator.index(value)
+    made: Command = kind(**given)
     return made
 
 

@@ -196,13 +196,6 @@ def _params(
             raise ApiError(
                 400, f"{name} = {k}, but the vocabulary has {model.vocab_size} tokens", param=name
             )
-    if given["min_tokens"] > max_tokens:  # of 0 tokens one is made, and dropped
-        raise ApiError(
-            400,
-            f"min_tokens = {given['min_tokens']} is over max_tokens = {max_tokens}: lower it, or "
-            "raise max_tokens",
-            param="min_tokens",
-        )
     bias = given.get("logit_bias", {})  # whose names are decimal numbers
     if unknown := [name for name in bias if int(name) >= model.vocab_size]:
         raise ApiError(

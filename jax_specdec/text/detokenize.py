@@ -39,7 +39,6 @@ class TokenTable:
         a special token by its name.
       completion_text: the token as the completions format shows it: `text`, after "bytes:" where
         the token is not UTF-8 on its own.
-      strings: the pair (`text`, `raw`), by one lookup.
       chat: the pair of `text` and the bytes as integers, as JSON has them.
     """
 
@@ -60,9 +59,6 @@ class TokenTable:
         self.text_bytes: Cache[bytes] = Cache(lambda token_id: self.raw[token_id] or b"")
         self.text: Cache[str] = Cache(self._text)
         self.completion_text: Cache[str] = Cache(self._completion_text)
-        self.strings: Cache[tuple[str, bytes | None]] = Cache(
-            lambda token_id: (self.text[token_id], self.raw[token_id])
-        )
         self.chat: Cache[tuple[str, tuple[int, ...] | None]] = Cache(self._chat)
 
     def is_text(self, token_id: int) -> bool:

@@ -19,7 +19,6 @@ def test_the_writings_of_a_token():
         (7, "<|end|>", "<|end|>", None),
     ):  # fmt: skip
         assert (table.text[id], table.completion_text[id], table.raw[id]) == (text, completion, raw)
-        assert table.strings[id] == (text, raw)
         assert table.chat[id] == (text, None if raw is None else tuple(raw))
     assert table.decode([0, 7, 3]) == " a\N{SNOWMAN}"
 
@@ -27,7 +26,7 @@ def test_the_writings_of_a_token():
 @pytest.mark.parametrize("id", [-1, 2])
 def test_an_id_that_the_tokenizer_lacks_is_refused(id):
     table = TokenTable([b"a", b"b"])
-    for strings in (table.raw, table.strings, table.completion_text, table.chat):
+    for strings in (table.raw, table.completion_text, table.chat):
         with pytest.raises(ValueError, match=rf"token id {id} is outside 0\.\.1"):
             strings[id]
 
