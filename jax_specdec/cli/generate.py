@@ -273,7 +273,7 @@ class _Answer:
         return make(
             self.prompt.request, [part.record for part in self._parts], self._table, model=model,
             created=int(time.time()), text="".join(part.text for part in self._parts),
-            prompt=None if k is None else openai.joined_prompt(self._rows, k)[0],
+            prompt=None if k is None else openai.joined_prompt(self._rows, k),
         )  # fmt: skip
 
 

@@ -188,16 +188,11 @@ def _size(model: HfModel) -> str:
 
 
 def _defaults(options: argparse.Namespace, model: HfModel) -> SamplingParams:
+    named = [option.removeprefix("--").replace("-", "_") for option, *_ in SAMPLING]
     return SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
+        **{name: getattr(options, name) for name in named},
         structured=_structure(options.response_format),
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
         stop_token_ids=() if options.ignore_eos else model.hf.eos_token_ids,
-        logprobs=options.logprobs,
         logprobs_mode=LogprobsMode[options.logprobs_mode.upper()],
         kept_token_ids=options.kept_token_ids,
     )

@@ -64,7 +64,7 @@ def scored_sequence(
       ValueError: the rows are not those of the prompt.
     """
     token_ids = np.asarray(prompt, np.int32)
-    found, ranks = joined_prompt(rows, k)
+    found = joined_prompt(rows, k)
     if not np.array_equal(found.token_ids, token_ids[1:]):
         count = len(found.token_ids)
         raise ValueError(f"sequence {id!r}: {count} rows are not of its {len(prompt)} tokens")
@@ -73,7 +73,7 @@ def scored_sequence(
         digest,
         token_ids,
         np.ascontiguousarray(found.logprobs[:, 0]),
-        ranks,
+        found.token_ranks,
         found.topk_ids,
         np.ascontiguousarray(found.logprobs[:, 1:]),
     )

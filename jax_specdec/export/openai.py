@@ -6,14 +6,13 @@ have no place for stands beside them under "speculation" (`openai_extension.py`)
 -inf nor NaN: they become -9999.0 and null. Ids of -1 (fewer than K finite logits) are left out.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jax_specdec.export.openai_extension import json_number, request_extension, speculation
 from jax_specdec.records.batch import FinishReason, PromptRows
@@ -24,30 +23,21 @@ from jax_specdec.text.detokenize import TextStream, TokenTable
 DONE = b"data: [DONE]\n\n"  # ends a stream of server-sent events
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """The logprobs of n positions: emitted tokens, drafts or a prompt.
-
-    Attributes:
-      token_ids: [n] int32.
-      logprobs: [n, K+1] float32, the token itself first, then the top K.
-      topk_ids: [n, K] int32, -1 where fewer than K are finite.
-    """
-
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    topk_ids: NDArray[np.int32]
-
-    def __iter__(self) -> Iterator[tuple[int, list[float | None], list[int]]]:
-        """Yield each position's id, its logprobs as JSON values, and the ids of its top K."""
-        for token_id, row, ids in zip(
-            self.token_ids.tolist(), self.logprobs.tolist(), self.topk_ids.tolist(), strict=True
-        ):
-            # One test for a whole row: logprobs are finite exactly where their sum is.
-            values = row if math.isfinite(sum(row)) else [json_number(value) for value in row]
-            if ids and ids[-1] < 0:  # the missing ones are the last
-                ids = [token_id for token_id in ids if token_id >= 0]
-            yield token_id, values, ids
+def positions(
+    rows: Record | PromptRows,
+) -> Iterator[tuple[int, list[float | None], list[int]]]:
+    """Yield each position's id, its logprobs as JSON values, and the ids of its top K."""
+    logprobs, topk_ids = rows.logprobs, rows.topk_ids
+    assert logprobs is not None
+    assert topk_ids is not None
+    for token_id, row, ids in zip(
+        rows.token_ids.tolist(), logprobs.tolist(), topk_ids.tolist(), strict=True
+    ):
+        # One test for a whole row: logprobs are finite exactly where their sum is.
+        values = row if math.isfinite(sum(row)) else [json_number(value) for value in row]
+        if ids and ids[-1] < 0:  # the missing ones are the last
+            ids = [token_id for token_id in ids if token_id >= 0]
+        yield token_id, values, ids
 
 
 def completion_logprobs(
@@ -65,7 +55,7 @@ def completion_logprobs(
       table: the strings of the tokenizer.
       stream: the text before the records; it is moved on past them. None: there is none.
     """
-    rows = [_rows(record) for record in _asked(records)]
+    rows = _asked(records)
     if not rows:
         return None
     stream = stream or TextStream(table)
@@ -79,13 +69,13 @@ def chat_logprobs(records: Iterable[Record], table: TokenTable) -> dict[str, Any
     The bytes of all tokens, one after the other, are those of the text. A special token is no part
     of the text, and its bytes are None. All entries of a token share one tuple of bytes.
     """
-    rows = [_rows(record) for record in _asked(records)]
+    rows = _asked(records)
     content = [entry for part in rows for entry in _chat_rows(part, table)]
     return {"content": content, "refusal": None} if rows else None
 
 
 def echoed_logprobs(
-    first_id: int, rows: Rows, table: TokenTable, *, stream: TextStream
+    first_id: int, rows: PromptRows, table: TokenTable, *, stream: TextStream
 ) -> dict[str, Any]:
     """The completions format's logprobs of a prompt that is part of the text (`echo`).
 
@@ -105,7 +95,7 @@ def echoed_logprobs(
     }
 
 
-def prompt_logprobs(rows: Rows, table: TokenTable) -> list[dict[str, Any] | None]:
+def prompt_logprobs(rows: PromptRows, table: TokenTable) -> list[dict[str, Any] | None]:
     """The chat format's entries for a prompt, with None for its first token: an extension.
 
     `rows` begin with the second token, as nothing predicts the first.
@@ -113,17 +103,22 @@ def prompt_logprobs(rows: Rows, table: TokenTable) -> list[dict[str, Any] | None
     return [None, *_chat_rows(rows, table)]
 
 
-def joined_prompt(parts: Sequence[PromptRows], k: int) -> tuple[Rows, NDArray[np.int32]]:
-    """The rows of a whole prompt but its first token, with K = `k` at most, and token ranks [n]."""
+def joined_prompt(parts: Sequence[PromptRows], k: int) -> PromptRows:
+    """The rows of a whole prompt but its first token, with K = `k` at most and no chosen ids."""
     empty = np.empty(0, np.int32)
-    rows = Rows(
-        np.concatenate([empty, *(part.token_ids for part in parts)]),
-        np.concatenate(
+    token_ids = np.concatenate([empty, *(part.token_ids for part in parts)])
+    return PromptRows(
+        start=1,
+        token_ids=token_ids,
+        logprobs=np.concatenate(
             [np.empty((0, k + 1), np.float32), *(part.logprobs[:, : k + 1] for part in parts)]
         ),
-        np.concatenate([np.empty((0, k), np.int32), *(part.topk_ids[:, :k] for part in parts)]),
+        chosen_logprobs=np.empty((len(token_ids), 0), np.float32),
+        token_ranks=np.concatenate([empty, *(part.token_ranks for part in parts)]),
+        topk_ids=np.concatenate(
+            [np.empty((0, k), np.int32), *(part.topk_ids[:, :k] for part in parts)]
+        ),
     )
-    return rows, np.concatenate([empty, *(part.token_ranks for part in parts)])
 
 
 def finish_reason(reason: FinishReason | None) -> str | None:
@@ -153,7 +148,7 @@ def completion(
     model: str,
     created: int,
     index: int = 0,
-    prompt: Rows | None = None,
+    prompt: PromptRows | None = None,
     text: str | None = None,
 ) -> dict[str, Any]:
     """A whole response of the completions API.
@@ -182,7 +177,7 @@ def chat_completion(
     model: str,
     created: int,
     index: int = 0,
-    prompt: Rows | None = None,
+    prompt: PromptRows | None = None,
     text: str | None = None,
 ) -> dict[str, Any]:
     """A whole response of the chat completions API; the arguments are those of `completion`."""
@@ -230,7 +225,7 @@ class CompletionStream:
         text, offsets = self._stream.push_with_offsets(ids)
         logprobs = None
         for asked in _asked([record]):
-            logprobs = _completion_rows([_rows(asked)], self._table) | {"text_offset": offsets}
+            logprobs = _completion_rows([asked], self._table) | {"text_offset": offsets}
         return {"text": text + self._end(record), "logprobs": logprobs}
 
     def _end(self, record: Record) -> str:
@@ -270,7 +265,7 @@ def _whole(
     request: Request,
     records: Sequence[Record],
     table: TokenTable,
-    prompt: Rows | None,
+    prompt: PromptRows | None,
 ) -> dict[str, Any]:
     """A response of one choice, with its reason, its usage and the extension."""
     extension = request_extension(request, records, table) | speculation(records, table)
@@ -290,17 +285,10 @@ def _asked(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record.request.params.logprobs is not None]
 
 
-def _rows(record: Record) -> Rows:
-    logprobs, topk_ids = record.logprobs, record.topk_ids
-    assert logprobs is not None
-    assert topk_ids is not None
-    return Rows(record.token_ids, logprobs, topk_ids)
-
-
-def _completion_rows(rows: Iterable[Rows], table: TokenTable) -> dict[str, Any]:
+def _completion_rows(rows: Iterable[Record | PromptRows], table: TokenTable) -> dict[str, Any]:
     text = table.completion_text
     tokens, logprobs, tops = [], [], []
-    for token_id, (logprob, *values), ids in (position for part in rows for position in part):
+    for token_id, (logprob, *values), ids in itertools.chain.from_iterable(map(positions, rows)):
         tokens.append(text[token_id])
         logprobs.append(logprob)
         top: dict[str, float | None] = {}
@@ -312,9 +300,9 @@ def _completion_rows(rows: Iterable[Rows], table: TokenTable) -> dict[str, Any]:
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
 
 
-def _chat_rows(rows: Rows, table: TokenTable) -> list[dict[str, Any]]:
+def _chat_rows(rows: Record | PromptRows, table: TokenTable) -> list[dict[str, Any]]:
     entries = []
-    for token_id, values, ids in rows:
+    for token_id, values, ids in positions(rows):
         text, raw = table.chat[token_id]
         found = map(table.chat.__getitem__, ids)
         top = [

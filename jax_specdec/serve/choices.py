@@ -5,11 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jax_specdec.export import openai
 from jax_specdec.export.delivery import Part
-from jax_specdec.export.openai import Rows
 from jax_specdec.export.openai_extension import request_extension, speculation
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record
@@ -20,15 +18,16 @@ from jax_specdec.serve.tools import CallReader
 from jax_specdec.text.detokenize import TextStream, TokenTable
 
 
-def vllm_prompt_logprobs(
-    rows: Rows, token_ranks: NDArray[np.int32], table: TokenTable
-) -> Iterator[dict[str, Any] | None]:
+def vllm_prompt_logprobs(rows: PromptRows, table: TokenTable) -> Iterator[dict[str, Any] | None]:
     """One object a prompt token: its id and those of the top K to logprob, rank and text.
 
     The first token's is None.
     """
     yield None
-    for (token_id, (logprob, *values), ids), rank in zip(rows, token_ranks.tolist(), strict=True):
+    ranks = rows.token_ranks.tolist()
+    for (token_id, (logprob, *values), ids), rank in zip(
+        openai.positions(rows), ranks, strict=True
+    ):
         entry = {str(token_id): _entry(logprob, rank, token_id, table)}
         for place, (candidate, value) in enumerate(zip(ids, values, strict=False), 1):
             if candidate != token_id:
@@ -187,7 +186,7 @@ class Choice:
             text = table.decode(ids) + text
             if wanted:
                 assert asked.logprobs is not None
-                rows, _ = openai.joined_prompt(self._prompt, asked.logprobs)
+                rows = openai.joined_prompt(self._prompt, asked.logprobs)
                 logprobs = openai.echoed_logprobs(ids[0], rows, table, stream=self._text)
             else:
                 self._text.push(ids)
@@ -207,7 +206,7 @@ class Choice:
             k = request.params.prompt_logprobs
             assert k is not None
             found["prompt_logprobs"] = vllm_prompt_logprobs(
-                *openai.joined_prompt(self._prompt, k), table
+                openai.joined_prompt(self._prompt, k), table
             )
         if asked.token_ids:
             if first:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jax_specdec.export import html_page
-from jax_specdec.export.openai import Rows, chat_completion, completion
+from jax_specdec.export.openai import chat_completion, completion
 from jax_specdec.export.shown import KINDS, NOT_ASKED, PROMPT, UNKNOWN
+from jax_specdec.records.batch import PromptRows
 from tests.support.hostile_responses import HOSTILE, hostile_response, line
 from tests.support.openai_records import MADE, TABLE, records_of, snowman, two_steps
 from tests.support.page_blocks import blocks
@@ -113,8 +114,13 @@ def test_a_response_of_another_server_is_shown_without_what_it_lacks():
     assert (first.id, second.id) == ("x #0", "x #1")
 
 
-PROMPT_ROWS = Rows(
-    np.int32([3, 4]), np.float32([[-0.5, -0.25], [-3.0, -0.125]]), np.int32([[4], [3]])
+PROMPT_ROWS = PromptRows(
+    start=1,
+    token_ids=np.int32([3, 4]),
+    logprobs=np.float32([[-0.5, -0.25], [-3.0, -0.125]]),
+    chosen_logprobs=np.empty((2, 0), np.float32),
+    token_ranks=np.int32([2, 2]),
+    topk_ids=np.int32([[4], [3]]),
 )
 
 

@@ -11,7 +11,6 @@ from ipc.wire import KEPT_MANY
 from jax_specdec.export.openai import (
     ChatStream,
     CompletionStream,
-    Rows,
     chat_completion,
     chat_logprobs,
     completion,
@@ -21,7 +20,7 @@ from jax_specdec.export.openai import (
 )
 from jax_specdec.export.openai_extension import speculation, token_kinds
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.output_processor import ProcessorState, abort, admit, step
 from jax_specdec.text.detokenize import TokenTable
 from tests.support.openai_records import MADE, SNOWMAN, TABLE, records_of, snowman, two_steps
@@ -242,10 +241,13 @@ def test_kept_sets_are_an_extension():
 
 
 def test_prompt_logprobs_are_an_extension():
-    rows = Rows(
-        np.array([3, 0], np.int32),
-        np.array([[-0.5, -0.25], [math.nan, math.nan]], np.float32),
-        np.array([[4], [-1]], np.int32),
+    rows = PromptRows(
+        start=1,
+        token_ids=np.array([3, 0], np.int32),
+        logprobs=np.array([[-0.5, -0.25], [math.nan, math.nan]], np.float32),
+        chosen_logprobs=np.empty((2, 0), np.float32),
+        token_ranks=np.array([2, 0], np.int32),
+        topk_ids=np.array([[4], [-1]], np.int32),
     )
     expected = [
         None,  # nothing predicts a prompt's first token
