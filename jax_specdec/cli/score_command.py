@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     prompts = read_prompts(options.prompts, tokenizer, params)
     _check_parameters(prompts, params)
     settings = (options.model.resolve().name, model.config.dtype)
-    with ScoredParts(options.output, options.logprobs) as parts:
+    with ScoredParts(options.output) as parts:
         left = left_to_do(prompts, parts, settings, "prompt")
         if not left:
             return 0

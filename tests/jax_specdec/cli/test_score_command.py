@@ -7,13 +7,13 @@ import threading
 import numpy as np
 import pytest
 
-from jax_specdec.cli.scored_parts import LOCK, ScoredParts, scored_sequence, sequences_table
+from jax_specdec.cli.scored_parts import LOCK, ScoredParts, scored_sequence
 from jax_specdec.records.batch import PromptRows
 from tests.support.command_status import status_of
 from tests.support.scripted_process import scripted_engine
 from tests.support.scripted_worker import ScriptedWorker, logprob
 
-pq = pytest.importorskip("pyarrow.parquet")
+pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
 
 def rows(start, ids, k):
@@ -33,7 +33,7 @@ def sequence(id, prompt=(7, 8, 9, 7), k=2):
 def test_a_row_a_sequence(k):
     chunks = [rows(1, (8, 9), k), rows(3, (7,), k)]
     made = scored_sequence("a", "d", (7, 8, 9, 7), chunks, k)
-    table = sequences_table([made, scored_sequence("b", "d", (5,), [], k)], k)
+    table = pa.concat_tables([made, scored_sequence("b", "d", (5,), [], k)])
     expected = np.concatenate([chunk.logprobs for chunk in chunks])
     columns = {
         "token_ids": [[7, 8, 9, 7], [5]],
@@ -50,16 +50,16 @@ def test_a_row_a_sequence(k):
 
 def test_parts_are_whole_or_absent(tmp_path):
     folder = tmp_path / "out"
-    with ScoredParts(folder, 2) as parts:
+    with ScoredParts(folder) as parts:
         parts.write()
         assert not list(folder.glob("part-*"))  # there was nothing to write
         parts.add(sequence("a"))
         parts.write()
         parts.add(sequence("lost"))
         with pytest.raises(ValueError, match="another process writes"):
-            ScoredParts(folder, 2)
+            ScoredParts(folder)
     (folder / ".part-00002").write_bytes(b"cut short")
-    with ScoredParts(folder, 2, max_bytes=2 * sequence("b").num_bytes) as parts:
+    with ScoredParts(folder, max_bytes=2 * sequence("b").nbytes) as parts:
         assert parts.done == {"a": "digest a"}
         assert [parts.add(sequence(name)) for name in "bcdef"] == [False, True, False, True, False]
     names = [LOCK, "part-00001.parquet", "part-00002.parquet", "part-00003.parquet"]
@@ -67,7 +67,7 @@ def test_parts_are_whole_or_absent(tmp_path):
     assert pq.read_table(folder)["id"].to_pylist() == list("abcde")
     (folder / "part-00001.parquet").write_bytes(b"not parquet")
     with pytest.raises(ValueError, match=r"part-00001\.parquet is not of this command"):
-        ScoredParts(folder, 2)
+        ScoredParts(folder)
 
 
 def interrupting(taken):
