@@ -15,7 +15,7 @@ from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled
-from jax_specdec.device.loop.state import LoopState, with_report
+from jax_specdec.device.loop.state import LoopState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths, words_bucket
 from jax_specdec.device.worker.grammars import no_masks
 
@@ -66,10 +66,10 @@ def compile_batch(
       compile: gets the programs, the longest first.
     """
     if kind.has_grammar:
-        bare = with_report(state, None)
+        bare = _with_report(state, None)
         _compiled(programs.seen.trace(bare), bare, compile)
         run, rows = _compiled(programs.forward_rows.trace(params, bare), (params, bare), compile)
-        run = with_report(run, state.drafts.report)
+        run = _with_report(run, state.drafts.report)
         assert options.changes is not None
         changes = options.changes._replace(grammar=no_masks(programs.config))
         traced = programs.choose.trace(
@@ -86,6 +86,11 @@ def compile_batch(
     if kind.reports_drafts:
         messages.append(programs.draft_message.trace(output, options.options, STEP, **more))
     _compile_cuts(programs, [_compiled(one, output, compile) for one in messages], compile)
+
+
+def _with_report(state: Any, report: Any) -> Any:
+    """`state.with_report` of an abstract state, which has shapes in place of arrays."""
+    return state._replace(drafts=state.drafts._replace(report=report))
 
 
 def compile_prompt(
