@@ -211,8 +211,9 @@ def test_every_ring_is_read_once_a_round():
 
 def test_generations_wrap_around_while_slots_are_reused():
     scene, requests = Scene(num_slots=2), long_requests(6)
-    first = {"num_slots": 2, "max_length": 64, "first_generation": 2**32 - 2}
-    scene.engine.sessions[0] = WorkerSession(scene.workers[0], **first)
+    config = scene.engine.config
+    again = WorkerSession(scene.workers[0], config, first_generation=2**32 - 2)
+    scene.engine.sessions[0] = again
     check(scene.run(requests), requests)
     seen = {int(g) for update in scene.updates for g in update.message.generation}
     assert seen >= {2**32 - 1, 0, 1}
