@@ -293,8 +293,8 @@ class Engine:
             nothing can be read. All workers use the weights that they had.
           EngineClosed, WorkerFailed: the engine ends or has ended.
         """
-        with self.load_weights(weights, timeout=timeout) as loaded:
-            return loaded.use()
+        with self._update(weights, timeout, held=False) as update:
+            return update.result()
 
     @contextlib.contextmanager
     def load_weights(
@@ -308,13 +308,20 @@ class Engine:
         Raises:
           WeightsError, EngineClosed, WorkerFailed: as `update_weights`.
         """
+        with self._update(weights, timeout, held=True) as update:
+            yield update
+
+    @contextlib.contextmanager
+    def _update(
+        self, weights: str | Path | Mapping[str, Any], timeout: float | None, *, held: bool
+    ) -> Iterator[WeightsUpdate]:
         with self._updating:
             self._streams.check_open()
             number = next(self._updates)
             target = self._workers.directory.weights_file(number)
             source = WeightsSource.of(weights, self.config, target)
             deadline = None if timeout is None else self._clock.now() + timeout
-            update = WeightsUpdate(self._workers, source, number, deadline)
+            update = WeightsUpdate(self._workers, source, number, deadline, held=held)
             try:
                 self._streams.update_weights(update)
                 self._streams.start()

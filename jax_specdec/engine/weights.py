@@ -86,14 +86,20 @@ class WeightsSource:
 
 
 class WeightsUpdate:
-    """One update: `look` at it now and then, until `over`. Loaded, it waits for `use`.
+    """One update: `look` at it now and then, until `over`.
 
     Attributes:
       committed: the workers were told to use the weights.
     """
 
     def __init__(
-        self, workers: "Workers", source: WeightsSource, number: int, deadline: float | None
+        self,
+        workers: "Workers",
+        source: WeightsSource,
+        number: int,
+        deadline: float | None,
+        *,
+        held: bool = False,
     ) -> None:
         """Begin with nothing told.
 
@@ -102,9 +108,10 @@ class WeightsUpdate:
           source: the weights.
           number: of the update, above those of all before it.
           deadline: in seconds of the engine's clock, until which all must have loaded them.
+          held: once all have, wait for `use`.
         """
         self.committed = False
-        self._released = False
+        self._held = held
         self._loaded = threading.Event()  # by all, or it is over
         self._over = threading.Event()
         self._error: WeightsError | None = None
@@ -134,7 +141,7 @@ class WeightsUpdate:
         Raises:
           WeightsError: a worker was lost meanwhile; all use the weights that they had.
         """
-        self._released = True
+        self._held = False
         if self._workers.wakeup is not None:
             self._workers.wakeup.set()
         return self.result()
@@ -196,7 +203,7 @@ class WeightsUpdate:
         decoding = any(not session.prefill_only for session in alive)
         if decoding and all(heartbeat.answered == self._number for _, heartbeat in heartbeats):
             self._loaded.set()
-            if self._released:
+            if not self._held:
                 self._commit(alive)
         elif self._deadline is not None and now >= self._deadline:
             slow = [
