@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ipc import RingReader, RingWriter, errors
+from ipc import RingReader, errors
 from tests.support.ring_peer import start_peer
 
 
@@ -26,7 +26,7 @@ def test_async_death_and_cancellation(tmp_path):
         peer.wait(30)
 
 
-def test_two_tasks_share_a_ring():
+def test_two_tasks_share_a_ring(pair):
     """Each message goes to one task, and no task waits while there is a message."""
 
     async def both(reader, writer):
@@ -36,14 +36,10 @@ def test_two_tasks_share_a_ring():
             writer.send(data)
         return [message.data for message in await asyncio.wait_for(asyncio.gather(*tasks), 10)]
 
-    with (
-        RingReader.create(4, 64, doorbell=True) as reader,
-        RingWriter.attach(reader.name) as writer,
-    ):
-        assert sorted(asyncio.run(both(reader, writer))) == [b"one", b"two"]
+    assert sorted(asyncio.run(both(*pair(doorbell=True)))) == [b"one", b"two"]
 
 
-def test_other_tasks_get_their_turn_while_messages_keep_coming():
+def test_other_tasks_get_their_turn_while_messages_keep_coming(pair):
     """With every message there at once, receiving never has to wait."""
 
     async def consume(reader):
@@ -61,13 +57,10 @@ def test_other_tasks_get_their_turn_while_messages_keep_coming():
         other.cancel()
         return received, turns
 
-    with (
-        RingReader.create(8, 64, doorbell=True) as reader,
-        RingWriter.attach(reader.name) as writer,
-    ):
-        for _ in range(8):
-            writer.send(b"")
-        writer.close()
-        received, turns = asyncio.run(consume(reader))
+    reader, writer = pair(8, doorbell=True)
+    for _ in range(8):
+        writer.send(b"")
+    writer.close()
+    received, turns = asyncio.run(consume(reader))
     assert received == list(range(8))
     assert set(turns) >= set(range(8))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ipc import RingError, RingReader, RingWriter, doctor
 from ipc.peers import current_process
-from ipc.segment_names import new_name, unlink_names
+from ipc.segment_names import new_name
 
 LEAVE = """
 import os
@@ -35,11 +35,10 @@ def test_leftovers_of_the_dead_are_found_and_removed(capsys, monkeypatch):
         files = doctor.find_ring_files()
         dead = [file for file in files if file.creator.pid == child.pid]
         assert len(dead) == 5 + 6
-        assert {file.state for file in dead} == {"dead"}
-        assert sorted({file.kind for file in dead}) == ["doorbell", "memory", "semaphore"]
-        mine = [file for file in files if file.creator == current_process()]
-        assert len(mine) == 6
-        assert {file.state for file in mine} == {"alive"}
+        kinds = {(file.kind, file.state) for file in dead}
+        assert kinds == {(kind, "dead") for kind in ("doorbell", "memory", "semaphore")}
+        mine = [file.state for file in files if file.creator == current_process()]
+        assert mine == ["alive"] * 6
         assert doctor.main([]) == 1  # reports, removes nothing
         assert "--remove" in capsys.readouterr().out
         assert len(names_of(child.pid)) == 11
@@ -92,20 +91,3 @@ def test_strangers_are_not_touched(tmp_path):
     (tmp_path / f"sem.{dead}.free").mkdir()
     (tmp_path / f"{dead}.bell").write_bytes(b"not a FIFO")
     assert doctor.find_ring_files(tmp_path) == []
-
-
-def test_attaching_cleans_up_even_if_the_creator_is_killed_then():
-    """Once both sides have attached, the death of either leaves no name."""
-    script = "import time; from ipc import RingReader; r = RingReader.create(2, 64, doorbell=True);"
-    script += "print(r.name, flush=True); time.sleep(100)"
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    with child:
-        name = child.stdout.readline().strip()
-        assert len(names_of(child.pid)) == 6
-        with RingWriter.attach(name):
-            assert names_of(child.pid) == []
-            child.kill()
-            child.wait()
-    assert names_of(child.pid) == []
-    unlink_names(name)  # and removing names twice is no error
-    assert os.path.basename(name) not in os.listdir("/dev/shm")

@@ -7,16 +7,9 @@ import time
 import pytest
 
 from ipc import free_cores
-from ipc.free_cores import (
-    FIRST_SPAN_NS,
-    LONGEST_SPAN_NS,
-    SOON_SPANS,
-    STALE_SPANS,
-    FreeCores,
-    available_ns,
-)
+from ipc.free_cores import LONGEST_SPAN_NS, FreeCores, available_ns
 
-SPAN = FIRST_SPAN_NS
+SPAN = free_cores.FIRST_SPAN_NS
 
 
 class Machine:
@@ -68,7 +61,7 @@ def test_three_quarters_of_a_core_are_free_enough(share, free):
 def test_what_was_free_before_a_long_pause_proves_nothing():
     machine = Machine()
     machine.look()
-    assert not machine.look(STALE_SPANS * SPAN + 1)
+    assert not machine.look(free_cores.STALE_SPANS * SPAN + 1)
     assert not machine.look(SPAN - 1)
     assert machine.look(1)
 
@@ -121,7 +114,7 @@ def test_spans_double_where_the_core_is_lost_soon_and_only_there():
         spans.append(machine.cores._span_ns // SPAN)
     assert spans == [min(2**n, LONGEST_SPAN_NS // SPAN) for n in range(1, 13)]
     assert machine.spans_until_free() == LONGEST_SPAN_NS // SPAN - 1
-    machine.now += SOON_SPANS * LONGEST_SPAN_NS
+    machine.now += free_cores.SOON_SPANS * LONGEST_SPAN_NS
     machine.cores.lost(machine.now)
     machine.look()
     assert machine.spans_until_free() == 0

@@ -18,6 +18,13 @@ from ipc.doctor import find_ring_files
 def mine():
     return [name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name]
 
+def refused(call, *words):
+    try:
+        with_free(0, call)
+    except errors.RingError as error:
+        assert all(word in str(error) for word in words), error
+        return True
+
 def with_free(count, call):
     fds = sorted(map(int, os.listdir("/proc/self/fd")))[:-1]
     limit = max(fds) + 1 + count
@@ -51,30 +58,16 @@ attached = []
 print("attach", least(lambda: RingWriter.attach(creator.name), attached.append))
 (writer,) = attached    # a failed attempt gives the seat back
 before = len(os.listdir("/proc/self/fd"))
-try:
-    with_free(0, lambda: creator.receive(5))    # the creator opens a pidfd of the attacher here
-    print("not refused")
-except errors.RingError as error:
-    assert "watch" in str(error) and "ulimit" in str(error), error
+# The creator opens a pidfd of the attacher here.
+assert refused(lambda: creator.receive(5), "watch", "ulimit")
 writer.send(b"after all that")
 assert creator.receive(5).data == b"after all that"
 creator.wait_attached(5)
-try:
-    with_free(0, creator.fileno)
-    print("not refused")
-except errors.RingError as error:
-    assert "descriptor" in str(error), error
+assert refused(creator.fileno, "descriptor")
 assert creator.fileno() > 0
-
-async def waiting_without_descriptors():
-    try:
-        await creator.receive_async()
-    except errors.RingError as error:
-        assert "cannot wait for the ring: this process has" in str(error), error
-        return True
-
 loop = asyncio.new_event_loop()
-assert with_free(0, lambda: loop.run_until_complete(waiting_without_descriptors()))
+task = loop.create_task(creator.receive_async())
+assert refused(lambda: loop.run_until_complete(task), "cannot wait for the ring: this process has")
 loop.close()
 writer.close()
 creator.close()
@@ -96,28 +89,32 @@ def test_a_process_without_free_descriptors_is_told_so():
     )
 
 
-MEMORY = """
+LIMITS = """
 import os, resource
 from ipc import RingReader, errors
+def refused(limit, most, *shape):
+    resource.setrlimit(limit, (most, most))
+    try:
+        RingReader.create(*shape)
+    except errors.OutOfSharedMemory as error:
+        assert not [name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name]
+        return str(error)
 with open("/proc/self/statm") as file:
     used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-limit = used + (32 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-try:
-    RingReader.create(8, 8 << 20)
-except errors.OutOfSharedMemory as error:
-    text = str(error)
-    assert "no memory for a ring with num_slots=8" in text, text
-    assert f"{limit} (RLIMIT_AS)" in text and "ulimit -v" in text, text
-    assert "no room" not in text and "are free" not in text, text
-    print("told", [name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name])
+most = used + (32 << 20)
+text = refused(resource.RLIMIT_AS, most, 8, 8 << 20)
+assert "no memory for a ring with num_slots=8" in text, text
+assert f"{most} (RLIMIT_AS)" in text and "ulimit -v" in text, text
+assert "no room" not in text and "are free" not in text, text
+text = refused(resource.RLIMIT_FSIZE, 2 << 20, 64, 60_000)
+assert "has no room for a ring" in text and "it needs 3944448 bytes" in text, text
 with RingReader.create(1, 1 << 20):
     print("a smaller one fits")
 """
 
 
-def test_a_limit_of_memory_is_no_lack_of_shared_memory():
-    assert output(MEMORY) == "told []\na smaller one fits\n"
+def test_a_limit_of_memory_is_no_lack_of_shared_memory_and_one_of_files_is():
+    assert output(LIMITS) == "a smaller one fits\n"
 
 
 @pytest.mark.parametrize(

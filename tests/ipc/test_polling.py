@@ -1,6 +1,5 @@
 """Waiting for many rings in one thread, and the doorbell that makes it possible."""
 
-import contextlib
 import fcntl
 import os
 import select
@@ -31,48 +30,38 @@ def test_the_descriptor_follows_the_ring():
             reader.try_receive()
 
 
-def test_no_wake_up_is_lost_between_the_look_and_the_quieting(monkeypatch):
+def test_no_wake_up_is_lost_between_the_look_and_the_quieting(pair, monkeypatch):
     """The reader sees a message that comes right before it empties the doorbell."""
-    with (
-        RingReader.create(4, 64, doorbell=True) as reader,
-        RingWriter.attach(reader.name) as writer,
-    ):
-        quiet = reader._bell.quiet
-
-        def late() -> None:
-            writer.send(b"late")
-            quiet()
-
-        monkeypatch.setattr(reader._bell, "quiet", late)
-        assert reader.try_receive().data == b"late"
+    reader, writer = pair(doorbell=True)
+    quiet = reader._bell.quiet
+    monkeypatch.setattr(reader._bell, "quiet", lambda: (writer.send(b"late"), quiet()))
+    assert reader.try_receive().data == b"late"
 
 
-def test_a_full_doorbell_is_as_good_as_one_ring():
-    with RingReader.create(2, 8, doorbell=True) as reader, RingWriter.attach(reader.name) as writer:
-        holds = fcntl.fcntl(writer._bell.fileno(), fcntl.F_SETPIPE_SZ, 4096)
-        for i in range(holds + 1):  # one byte more than the FIFO holds: receive() empties nothing
-            writer.send(b"")
-            assert reader.receive(1).sequence == i
-        with pytest.raises(BlockingIOError):
-            os.write(writer._bell.fileno(), b"!")
-        assert wait_readable([reader], 0) == [reader]
-        assert reader.try_receive() is None  # empties it
-        assert wait_readable([reader], 0) == []
+def test_a_full_doorbell_is_as_good_as_one_ring(pair):
+    reader, writer = pair(doorbell=True)
+    holds = fcntl.fcntl(writer._bell.fileno(), fcntl.F_SETPIPE_SZ, 4096)
+    for i in range(holds + 1):  # one byte more than the FIFO holds: receive() empties nothing
+        writer.send(b"")
+        assert reader.receive(1).sequence == i
+    with pytest.raises(BlockingIOError):
+        os.write(writer._bell.fileno(), b"!")
+    assert wait_readable([reader], 0) == [reader]
+    assert reader.try_receive() is None  # empties it
+    assert wait_readable([reader], 0) == []
 
 
-def test_no_doorbell_no_descriptor():
-    with RingReader.create(2, 64) as reader:
-        for call in (reader.fileno, lambda: wait_readable([reader], 0)):
-            with pytest.raises(errors.RingError, match="doorbell=True"):
-                call()
-
-
-@pytest.mark.parametrize("used", [False, True], ids=["never waited for", "waited for"])
-def test_a_closed_ring_has_no_descriptor(used):
-    with RingReader.create(2, 64, doorbell=True) as reader:
-        assert not used or wait_readable([reader], 0) == []
+@pytest.mark.parametrize("use", ["no bell", "never waited for", "waited for"])
+def test_without_a_doorbell_and_once_it_is_closed_a_ring_has_no_descriptor(pair, use):
+    reader, _ = pair(doorbell=use != "no bell")
+    assert use != "waited for" or wait_readable([reader], 0) == [reader]  # the writer has rung
+    if use != "no bell":
+        reader.close()
+    error, said = errors.RingClosed, "this consumer was closed"
+    if use == "no bell":
+        error, said = errors.RingError, "doorbell=True"
     for call in (reader.fileno, lambda: wait_readable([reader], 0)):
-        with pytest.raises(errors.RingClosed, match="this consumer was closed"):
+        with pytest.raises(error, match=said):
             call()
 
 
@@ -82,16 +71,14 @@ def test_waiting_for_no_rings_ends():
         wait_readable([])
 
 
-def test_fairness_when_all_have_messages():
-    with contextlib.ExitStack() as stack:
-        readers = [stack.enter_context(RingReader.create(8, 8, doorbell=True)) for _ in range(3)]
-        writers = [stack.enter_context(RingWriter.attach(reader.name)) for reader in readers]
-        for writer, many in zip(writers, (8, 2, 5), strict=True):
-            for _ in range(many):
-                writer.send(b"")
-        rounds = []
-        while ready := wait_readable(readers, 0):
-            got = [readers.index(r) for r in ready if r.try_receive() is not None]
-            if got:
-                rounds.append(got)
-        assert rounds == [[0, 1, 2]] * 2 + [[0, 2]] * 3 + [[0]] * 3
+def test_fairness_when_all_have_messages(pair):
+    readers = []
+    for many in (8, 2, 5):
+        reader, writer = pair(8, doorbell=True)
+        readers.append(reader)
+        for _ in range(many):
+            writer.send(b"")
+    rounds = []
+    while ready := wait_readable(readers, 0):
+        rounds.append([readers.index(r) for r in ready if r.try_receive() is not None])
+    assert [got for got in rounds if got] == [[0, 1, 2]] * 2 + [[0, 2]] * 3 + [[0]] * 3

@@ -11,15 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ipc import (
-    EndOfStream,
-    PeerDied,
-    RingNotFound,
-    RingReader,
-    RingWriter,
-    Undelivered,
-    segment,
-)
+from ipc import PeerDied, RingNotFound, RingReader, RingWriter, Undelivered, segment
 from tests.support.ring_checks import leftovers
 
 
@@ -38,6 +30,15 @@ def dropped(make):
     gc.collect()
     after = handles()
     return after[0] - before[0], after[1] - before[1]
+
+
+def written(count, num_slots=64):
+    """A writer that nobody has read, and what it has sent."""
+    writer, sent = RingWriter.create(num_slots, 64, wait="block"), []
+    for number in range(count):
+        sent.append(bytes([number]))
+        writer.send(sent[-1])
+    return writer, sent
 
 
 def used_ring():
@@ -75,11 +76,6 @@ def test_a_dropped_producer_is_no_orderly_end():
             gone = pickle.loads(pickle.dumps(died.value))
             assert (gone.side, gone.pid, gone.last_sequence) == ("producer", os.getpid(), 0)
             assert gone.dropped
-    with RingReader.create(2, 64) as reader:
-        RingWriter.attach(reader.name).close()  # closed before it is dropped
-        gc.collect()
-        with pytest.raises(EndOfStream):
-            reader.receive(1)
 
 
 LEAVE = """
@@ -123,9 +119,7 @@ def test_a_process_that_ends_without_close_leaves_no_name(how, left):
 
 
 def test_a_producer_that_closes_before_anybody_attached_says_how_many_are_lost():
-    writer = RingWriter.create(64, 64)
-    for number in range(50):
-        writer.send(bytes([number]))
+    writer, _ = written(50)
     with pytest.raises(Undelivered, match="closed with 50 undelivered: no consumer has") as lost:
         writer.close()
     assert leftovers() == []  # it raises after all is done
@@ -135,11 +129,10 @@ def test_a_producer_that_closes_before_anybody_attached_says_how_many_are_lost()
 
 
 def test_undelivered_messages_mask_no_exception_on_its_way():
-    with pytest.raises(Undelivered, match="with 1 undelivered"), RingWriter.create(2, 64) as writer:
-        writer.send(b"never read")
+    with pytest.raises(Undelivered, match="with 1 undelivered"), written(1)[0]:
+        pass
     for leave in (RingWriter.__exit__, lambda writer, *_: writer.close()):
-        writer = RingWriter.create(2, 64)
-        writer.send(b"never read")
+        writer, _ = written(1)
         try:
             raise ZeroDivisionError
         except ZeroDivisionError as error:
@@ -149,20 +142,15 @@ def test_undelivered_messages_mask_no_exception_on_its_way():
 
 
 def test_a_dropped_producer_is_warned_of_with_what_is_lost():
-    def drop():
-        RingWriter.create(2, 64).send(b"never read")
-
     with pytest.warns(ResourceWarning, match=r"without close\(\): .* with 1 undelivered"):
-        dropped(drop)
+        dropped(lambda: written(1))
 
 
 def test_a_reader_that_is_about_to_attach_learns_what_it_has_missed(monkeypatch):
     """It has opened the memory; then the producer closes, and even ends."""
     is_alive = segment.is_alive
     for alive, messages in ((True, 50), (False, 50), (True, 0)):
-        writer = RingWriter.create(64, 64)
-        for _ in range(messages):
-            writer.send(b"never read")
+        writer, _ = written(messages)
         open_semaphore = segment._open_semaphore
 
         def close_meanwhile(name, suffix, writer=writer, opened=open_semaphore):
@@ -175,20 +163,18 @@ def test_a_reader_that_is_about_to_attach_learns_what_it_has_missed(monkeypatch)
         monkeypatch.setattr(segment, "_open_semaphore", close_meanwhile)
         monkeypatch.setattr(segment, "is_alive", lambda one, alive=alive: alive and is_alive(one))
         before = handles()
+        error, said = RingNotFound, "its creator closed it"
         if messages:
-            with pytest.raises(Undelivered, match="closed by its producer with 50 undelivered"):
-                RingReader.attach(writer.name)
-        else:
-            with pytest.raises(RingNotFound, match="its creator closed it"):
-                RingReader.attach(writer.name)
+            error, said = Undelivered, "closed by its producer with 50 undelivered"
+        with pytest.raises(error, match=said):
+            RingReader.attach(writer.name)
         assert handles() <= before
         monkeypatch.undo()
 
 
 def test_a_reader_that_took_the_seat_in_time_gets_all():
     """It attaches while the producer closes: nothing is lost, and close() says nothing."""
-    writer = RingWriter.create(4, 64)
-    writer.send(b"sent")
+    writer, sent = written(1)
     take_seat, readers = writer._segment.take_seat, []
 
     class Meanwhile:
@@ -202,13 +188,11 @@ def test_a_reader_that_took_the_seat_in_time_gets_all():
     kept, writer._segment = writer._segment, Meanwhile()
     writer.close()
     with readers[0] as reader:
-        assert [message.data for message in reader] == [b"sent"]
+        assert [message.data for message in reader] == sent
 
 
 def test_close_waits_for_a_reader_that_attaches_late_if_it_is_given_time():
-    writer, received = RingWriter.create(64, 64, wait="block"), []
-    for number in range(50):
-        writer.send(bytes([number]))
+    (writer, sent), received = written(50), []
 
     def read():
         with RingReader.attach(writer.name, wait="block") as reader:
@@ -218,26 +202,13 @@ def test_close_waits_for_a_reader_that_attaches_late_if_it_is_given_time():
     reading.start()
     writer.close(drain=30)
     reading.join()
-    assert received == [bytes([number]) for number in range(50)]
+    assert received == sent
     # Negative control: nobody comes in time.
-    writer = RingWriter.create(64, 64)
-    writer.send(b"never read")
+    writer, _ = written(1)
+    with pytest.raises(ValueError, match="is -1, but must be"):
+        writer.close(drain=-1)
     with pytest.raises(Undelivered):
         writer.close(drain=0.05)
-    with RingWriter.create(64, 64) as writer, pytest.raises(ValueError, match="is -1, but must be"):
-        writer.close(drain=-1)
-
-
-def test_close_says_nothing_where_a_reader_is_or_was():
-    with RingReader.create(2, 64) as reader, RingWriter.attach(reader.name) as writer:
-        writer.send(b"a reader has it, and takes its time")
-        writer.close()
-        assert reader.receive(1).data
-    writer = RingWriter.create(2, 64)
-    reader = RingReader.attach(writer.name)
-    writer.send(b"unwanted")
-    reader.close()
-    writer.close()
 
 
 def test_a_reader_that_died_leaves_messages_undelivered():
@@ -245,18 +216,17 @@ def test_a_reader_that_died_leaves_messages_undelivered():
         "import os, sys; from ipc import RingReader; reader = RingReader.attach(sys.argv[1]);"
         "reader.receive(30); os.kill(os.getpid(), 9)"
     )
-    writer = RingWriter.create(4, 64)
-    for _ in range(3):
-        writer.send(b"one")
-    child = subprocess.Popen([sys.executable, "-c", code, writer.name])
-    assert child.wait(30) == -9
+
+    def read_by_one_that_dies():
+        writer, _ = written(3, num_slots=4)
+        child = subprocess.Popen([sys.executable, "-c", code, writer.name])
+        assert child.wait(30) == -9
+        return writer, child
+
+    writer, child = read_by_one_that_dies()
     with pytest.raises(Undelivered, match=rf"2 undelivered: the consumer \(pid {child.pid}\) has"):
         writer.close(drain=30)  # nor does it wait for a dead one
-    writer = RingWriter.create(4, 64)
-    child = subprocess.Popen([sys.executable, "-c", code, writer.name])
-    for _ in range(3):
-        writer.send(b"one")
-    assert child.wait(30) == -9
+    writer, _ = read_by_one_that_dies()
     writer._next_look_ns = 0
     with pytest.raises(PeerDied):
         writer.send(b"four")

@@ -41,8 +41,10 @@ class RingMachine(RuleBasedStateMachine):
     def send(self, parts):
         data = b"".join(parts)
         if len(data) > SLOT_BYTES:
-            with pytest.raises(errors.MessageTooLarge):
+            said = f"of {len(data)} bytes does not fit a slot of {SLOT_BYTES}"
+            with pytest.raises(errors.MessageTooLarge, match=said) as refused:
                 self.writer.send(*parts, timeout=0)
+            assert (refused.value.size, refused.value.limit) == (len(data), SLOT_BYTES)
         elif not self.reader_open:
             with pytest.raises(errors.PeerClosed):
                 self.writer.send(*parts, timeout=0)

@@ -12,7 +12,6 @@ import time
 import pytest
 
 from ipc import RingReader, RingWriter, errors
-from ipc.segment_names import unlink_names
 from tests.support.ring_peer import Killer, Progress, is_intact, payload, start_peer
 
 MODES = ["predict", "block", "spin"]
@@ -86,7 +85,6 @@ def test_what_was_committed_before_the_kill_is_delivered(tmp_path):
                 reader.receive()
         # A restart is a new session, and the reader can wait for it.
         with reader.successor() as following:
-            assert following.session != reader.session
             again = start_peer("produce", following.name, tmp_path / "q", count=2, max_bytes=64)
             assert following.wait_attached(30).pid == again.pid
             assert [message.sequence for message in following] == [0, 1]
@@ -110,19 +108,6 @@ def test_a_peer_that_dies_before_attaching_is_noticed_when_named():
         pytest.raises(errors.RingTimeout, match="no producer attached"),
     ):
         reader.wait_attached(0.05)
-
-
-def test_attaching_to_a_dead_creator_is_refused():
-    script = "import os; from ipc import RingReader; r = RingReader.create(2, 64);"
-    script += "print(r.name, flush=True); os._exit(0)"
-    name = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    try:
-        with pytest.raises(errors.PeerDied, match="consumer"):
-            RingWriter.attach(name)
-    finally:
-        unlink_names(name)
 
 
 FORK = """

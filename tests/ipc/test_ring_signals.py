@@ -57,12 +57,17 @@ def storm():
     assert signal.pthread_sigmask(signal.SIG_SETMASK, mask) == mask
 
 
-def read(storm, reader, wait, progress, messages, gap_us):
-    """Read so many messages, until there were enough interruptions: whole, once and in order."""
+often = pytest.mark.parametrize("messages", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+
+
+@often
+@pytest.mark.parametrize("wait", MODES)
+def test_reading_in_a_storm_of_raising_handlers(tmp_path, storm, wait, messages):
+    """No message is lost, repeated or damaged, wherever in receive() the handler raised."""
     raised = received = 0
-    with reader:
+    with RingReader.create(4, MAX_BYTES, wait=wait) as reader:
         peer = start_peer(
-            "produce", reader.name, progress, wait=wait, max_bytes=MAX_BYTES, gap_us=gap_us
+            "produce", reader.name, tmp_path / "p", wait=wait, max_bytes=MAX_BYTES, gap_us=100
         )
         reader.wait_attached(30)
         while received < messages or raised < ENOUGH_INTERRUPTIONS:
@@ -80,16 +85,6 @@ def read(storm, reader, wait, progress, messages, gap_us):
             received += 1
             assert received < TOO_MANY_MESSAGES, "too few calls were interrupted"
     assert peer.wait(30) == 0  # the closed ring ends it
-
-
-often = pytest.mark.parametrize("messages", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-
-
-@often
-@pytest.mark.parametrize("wait", MODES)
-def test_reading_in_a_storm_of_raising_handlers(tmp_path, storm, wait, messages):
-    """No message is lost, repeated or damaged, wherever in receive() the handler raised."""
-    read(storm, RingReader.create(4, MAX_BYTES, wait=wait), wait, tmp_path / "p", messages, 100)
 
 
 @often

@@ -7,32 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc import errors
+from ipc import errors, segment_layout
 from ipc.peers import ProcessIdentity, current_process
-from ipc.segment_layout import (
-    CONSUMER_LINE,
-    DESCRIPTOR,
-    DESCRIPTOR_BYTES,
-    DESCRIPTOR_FIELDS,
-    PAGE_BYTES,
-    PRODUCER_LINE,
-    SEGMENT_HEADER_BYTES,
-    VERSION,
-    Geometry,
-    Role,
-    SegmentHeader,
-    pack_identity,
-    unpack_identity,
-)
+from ipc.segment_layout import Geometry, Role, SegmentHeader, pack_identity, unpack_identity
 
 SLOT_BYTES = 64
 
 
 def test_layout():
     """Sizes and offsets are part of the format: changing one is a new version."""
-    places = SEGMENT_HEADER_BYTES, PRODUCER_LINE, CONSUMER_LINE, PAGE_BYTES
-    assert places == (100, 1024, 2048, 4096)
-    assert (DESCRIPTOR_FIELDS.size, DESCRIPTOR.size, DESCRIPTOR_BYTES, VERSION) == (52, 56, 64, 5)
+    names = ("SEGMENT_HEADER_BYTES", "PRODUCER_LINE", "CONSUMER_LINE", "PAGE_BYTES",
+             "DESCRIPTOR_BYTES", "VERSION")  # fmt: skip
+    expected = [100, 1024, 2048, 4096, 64, 5]
+    assert [getattr(segment_layout, name) for name in names] == expected
+    assert segment_layout.DESCRIPTOR_FIELDS.size + 4 == segment_layout.DESCRIPTOR.size == 56
     geometry = Geometry(16, 1 << 20)
     assert geometry.num_descriptors == 17
     assert [geometry.descriptor_offset(i) for i in (0, 16, 17)] == [4096, 4096 + 16 * 64, 4096]
@@ -75,30 +63,24 @@ def sealed(**changes: int) -> tuple[bytes, int]:
     [
         ({"magic": b"NOTARING"}, "not a ring"),
         ({"version": 1}, "version 1; this code speaks 5"),
-        ({"role": 0}, "role 0"),
-        ({"role": 3}, "role 3"),
-        ({"num_slots": 0}, "num_slots is 0"),
-        ({"num_slots": 4}, "need"),
-        ({"num_slots": 2**63}, "num_slots is"),
-        ({"slot_bytes": 0}, "slot_bytes is 0"),
-        ({"slot_bytes": 2**64 - 1}, "slot_bytes is"),
-        ({"slot_bytes": 4097}, "need"),
-        ({"stride": 0}, "need"),
-        ({"total": 2**40}, "need"),
-        ({"session": 0}, "session 0"),
-        ({"flags": 4}, "flags 4"),
+        *(({name: value}, f"{name} {value}") for name, value in
+          (("role", 0), ("role", 3), ("session", 0), ("flags", 4))),
+        *(({name: value}, f"{name} is {value}") for name, value in
+          (("num_slots", 0), ("num_slots", 2**63), ("slot_bytes", 0), ("slot_bytes", 2**64 - 1))),
+        *(({name: value}, "need") for name, value in
+          (("num_slots", 4), ("slot_bytes", 4097), ("stride", 0), ("total", 2**40))),
     ],
-)
+)  # fmt: skip
 def test_a_well_sealed_but_impossible_header_is_refused(changes, what):
     raw, size = sealed()
     SegmentHeader.unpack(raw, size)
-    raw, size = sealed(**changes)
-    with pytest.raises(errors.CorruptSegment, match=what):
-        SegmentHeader.unpack(raw, size)
-    with pytest.raises(errors.CorruptSegment, match="the segment has"):
-        SegmentHeader.unpack(sealed()[0], size - 1)
-    with pytest.raises(errors.CorruptSegment, match="fewer than"):
-        SegmentHeader.unpack(raw[:50], 50)
+    for wrong, file_bytes, said in (
+        (sealed(**changes)[0], size, what),
+        (raw, size - 1, "the segment has"),
+        (raw[:50], 50, "fewer than"),
+    ):
+        with pytest.raises(errors.CorruptSegment, match=said):
+            SegmentHeader.unpack(wrong, file_bytes)
 
 
 def test_a_line_with_another_session_or_a_wrong_checksum_is_refused():

@@ -40,10 +40,14 @@ class Clockwork:
         self.now += LOOK
         self.ran += LOOK
         if self.ran > self.slice:
-            before, self.ran = self.now, 0
-            self.now += OTHERS
-            self.hogged += OTHERS
-            self.lost += any(before < moment <= self.now for moment in self.due)
+            self.ran = 0
+            self.others_run()
+
+    def others_run(self):
+        before = self.now
+        self.now += OTHERS
+        self.hogged += OTHERS
+        self.lost += any(before < moment <= self.now for moment in self.due)
 
     def clock(self):
         self.run()
@@ -82,6 +86,13 @@ class Clockwork:
         self.waiter.held.clear()
         self.now += work
 
+    def poll(self, gap, each):
+        """Waits for a unit that comes `gap` after now, in waits of `each`."""
+        self.due.append(self.now + gap)
+        while not self.waiter.take(self.now + each):
+            pass
+        self.waiter.held.clear()
+
 
 @pytest.fixture
 def scene(monkeypatch):
@@ -94,24 +105,12 @@ def scene(monkeypatch):
 def test_a_peer_that_is_gone_is_noticed_within_50_ms(monkeypatch, policy, dies):
     """The peer may die before a unit is expected, while the waiter spins, and long after."""
     scene = Clockwork(monkeypatch, policy)
-    for _ in range(5):
-        scene.take(5 * MS)
+    lost_units(scene, 5)
     dies = scene.now + int(dies * MS)
     scene.waiter._obstacle = lambda: ZeroDivisionError() if scene.now >= dies else None
     with pytest.raises(ZeroDivisionError):
         scene.waiter.take(dies + 1000 * MS)
     assert scene.now - dies <= 50 * MS
-
-
-def jittery(scene, mean, spread, count=300):
-    """Takes units with gaps around `mean`; returns the share that came while the waiter spun."""
-    rng = np.random.default_rng(0)
-    for gap in rng.normal(mean, spread, 50):
-        scene.take(int(gap))
-    scene.spun = 0
-    for gap in rng.normal(mean, spread, count):
-        scene.take(int(gap))
-    return scene.spun / count
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,10 @@ def test_a_waiter_spins_longer_where_long_intervals_vary(scene, mean, spread, le
         return start, until
 
     scene.waiter._spin_window = noted
-    assert jittery(scene, mean * MS, spread * MS) > least
+    for number, gap in enumerate(np.random.default_rng(0).normal(mean * MS, spread * MS, 350)):
+        scene.spun *= number != 50  # by then it has learned
+        scene.take(int(gap))
+    assert scene.spun / 300 > least
     if least == 0.8:
         assert 3 * LEAD_NS < max(spinning) <= mean * MS // 7  # twice a sixteenth, and a little
     else:
@@ -163,14 +165,7 @@ def test_a_yield_that_gives_the_core_to_another_program_counts_too(monkeypatch):
     """A side that is confined to one core yields while it spins, and its peer may be elsewhere."""
     scene = Clockwork(monkeypatch)
     monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: {3})
-
-    def others_run():
-        before = scene.now
-        scene.now += OTHERS
-        scene.hogged += OTHERS
-        scene.lost += any(before < moment <= scene.now for moment in scene.due)
-
-    monkeypatch.setattr(waiting.os, "sched_yield", others_run)
+    monkeypatch.setattr(waiting.os, "sched_yield", scene.others_run)
     assert 0 < lost_units(scene, 1000)[0] < 0.01
 
 
@@ -199,8 +194,7 @@ def test_spinning_comes_back_once_cores_are_free(scene):
 
 
 def test_a_lost_core_ends_the_spinning_of_that_wait(scene):
-    for _ in range(5):
-        scene.take(5 * MS)
+    lost_units(scene, 5)
     scene.slice, spun = 60 * US, []
     scene.waiter._cores._available = lambda: 0
     spin = scene.waiter._spin
@@ -214,26 +208,15 @@ def test_a_lost_core_ends_the_spinning_of_that_wait(scene):
 
 def test_a_new_rhythm_is_learned_within_three_units(scene):
     for gap in (5 * MS, 12 * MS, 7 * MS):
-        for _ in range(10):
-            scene.take(gap)
-        scene.spun = 0
-        scene.take(gap)
-        assert scene.spun == 1
-        for _ in range(3):
-            scene.take(gap + 3 * MS)
-        scene.spun = 0
-        scene.take(gap + 3 * MS)
-        assert scene.spun == 1
+        for interval, learning in ((gap, 10), (gap + 3 * MS, 3)):
+            lost_units(scene, learning, interval)
+            assert lost_units(scene, 1, interval)[1] == 1
 
 
 def test_a_pause_does_not_spoil_the_prediction(scene):
-    for _ in range(20):
-        scene.take(5 * MS)
+    lost_units(scene, 20)
     scene.take(3_000 * MS)
-    scene.spun = 0
-    for _ in range(20):
-        scene.take(5 * MS)
-    assert scene.spun >= 14
+    assert lost_units(scene, 20)[1] >= 0.7
 
 
 @pytest.mark.parametrize(("interval", "spread", "poll"), [(35, 1, 1), (400, 140, 50)])
@@ -250,10 +233,7 @@ def test_many_short_waits_for_one_unit_spin_no_longer_than_one(monkeypatch, inte
 
     scene.waiter._spin = noted
     for gap in np.random.default_rng(0).normal(interval, spread, 30):
-        scene.due.append(scene.now + int(max(gap, 1) * MS))
-        while not scene.waiter.take(scene.now + poll * MS):
-            pass
-        scene.waiter.held.clear()
+        scene.poll(int(max(gap, 1) * MS), poll * MS)
         spinning.clear()
     begun = scene.now
     while scene.now < begun + 5 * interval * MS:  # nothing comes
@@ -263,10 +243,7 @@ def test_many_short_waits_for_one_unit_spin_no_longer_than_one(monkeypatch, inte
 
 def test_many_short_waits_learn_a_pause_once(scene):
     for gap in (*[35] * 30, 3000, 35):
-        scene.due.append(scene.now + gap * MS)
-        while not scene.waiter.take(scene.now + MS):
-            pass
-        scene.waiter.held.clear()
+        scene.poll(gap * MS, MS)
     assert 35 * MS < scene.waiter._rhythm.interval_ns < 45 * MS
 
 

@@ -67,23 +67,18 @@ def test_kind_and_k_share_a_word_and_are_never_truncated():
     words = np.frombuffer(encode(255, 0, [], max_num_logprobs=65535), np.uint32)
     assert wire.HEADER["kind"].get(words) == 255
     assert wire.HEADER["max_num_logprobs"].get(words) == 65535
-    with pytest.raises(wire.WireError, match=r"kind = 256 .*0 to 255"):
-        encode(256, 0, [])
-    with pytest.raises(wire.WireError, match=r"max_num_logprobs = 65536 .*0 to 65535"):
-        encode(3, 0, [], max_num_logprobs=65536)
-    with pytest.raises(wire.WireError, match="kind = -1"):
-        encode(-1, 0, [])
+    for kind, k, said in (
+        (256, 0, r"kind = 256 .*0 to 255"),
+        (3, 65536, r"max_num_logprobs = 65536 .*0 to 65535"),
+        (-1, 0, "kind = -1"),
+    ):
+        with pytest.raises(wire.WireError, match=said):
+            encode(kind, 0, [], max_num_logprobs=k)
 
 
 def good_message():
-    return encode(
-        Kind.TARGET,
-        7,
-        [
-            SlotContents(columns=1, token_ids=[7], token_ranks=[1], logprobs=[[-0.5]]),
-            SlotContents(state=SlotState.STOPPED),
-        ],
-    )
+    asked = SlotContents(columns=1, token_ids=[7], token_ranks=[1], logprobs=[[-0.5]])
+    return encode(Kind.TARGET, 7, [asked, SlotContents(state=SlotState.STOPPED)])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The layout of a message as numbers, which only another version of it may change."""
 
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -55,8 +56,7 @@ def test_a_slot_value_that_does_not_fit_is_refused_where_it_is_made(field, value
     contents = SlotContents(state=SlotState.STOPPED)
     encode(Kind.TARGET, 0, [contents])
     with pytest.raises(wire.WireError, match=rf"{field} = {value} does not fit"):
-        encode(Kind.TARGET, 0, [SlotContents(**{"state": SlotState.STOPPED, field: value})],
-               max_num_logprobs=0)  # fmt: skip
+        encode(Kind.TARGET, 0, [replace(contents, **{field: value})], max_num_logprobs=0)
 
 
 def test_a_draft_message_has_all_the_drafts_of_its_step_or_none():
