@@ -2,23 +2,20 @@
 
 import contextlib
 import os
-import queue
 import stat
 
 import msgpack
 import pytest
 import zmq
 
+from jax_specdec import control
 from jax_specdec.control import (
     ControlClient,
     ControlServer,
     Heartbeat,
     Phase,
     ProcessStats,
-    Release,
-    Shutdown,
     channel,
-    to_bytes,
 )
 from jax_specdec.engine.work_directory import WorkDirectory
 from tests.support.processes import wait_for
@@ -26,9 +23,15 @@ from tests.support.processes import wait_for
 
 @pytest.fixture
 def listening(tmp_path):
-    made = ControlServer(folder=tmp_path)
-    yield made
-    made.close()
+    with contextlib.closing(ControlServer(folder=tmp_path)) as made:
+        yield made
+
+
+@pytest.fixture
+def peer_of():
+    """Makes a process's end of a link, by hand; all of them close with the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *names: stack.enter_context(contextlib.closing(Peer(*names)))
 
 
 class Peer:
@@ -66,29 +69,32 @@ class Peer:
         self.context.term()
 
 
+def until(listening, condition):
+    """Pump until something holds."""
+    wait_for(lambda: (listening.pump(), condition())[1])
+
+
 def hear(listening, link, peer, **said):
     beats = link.heartbeat.beats
     peer.say(**said)
-    wait_for(lambda: (listening.pump(), link.heartbeat.beats > beats)[1])
+    until(listening, lambda: link.heartbeat.beats > beats)
 
 
 @pytest.fixture
-def connected(listening):
+def connected(listening, peer_of):
     """A link and the peer at its other end, which was heard."""
     link = listening.link()
-    peer = Peer(link.connection)
+    peer = peer_of(link.connection)
     hear(listening, link, peer)
-    yield listening, link, peer
-    peer.close()
+    return listening, link, peer
 
 
-def test_commands_wait_until_somebody_is_there_and_come_in_order(listening):
+def test_commands_wait_until_somebody_is_there_and_come_in_order(listening, peer_of):
     link = listening.link()
     assert [link.tell(b"%d" % n) for n in range(3)] == [1, 2, 3]
-    peer = Peer(link.connection)
+    peer = peer_of(link.connection)
     hear(listening, link, peer)
     assert peer.take_all(3) == [(1, b"0"), (2, b"1"), (3, b"2")]
-    peer.close()
 
 
 def test_commands_that_got_lost_are_sent_again_and_what_was_acknowledged_is_forgotten(connected):
@@ -117,7 +123,7 @@ def test_a_last_command_that_got_lost_is_sent_again_too(connected, monkeypatch):
     assert peer.take() == [(1, b"last")]
 
 
-def test_a_peer_that_reads_nothing_holds_nobody_up(connected):
+def test_a_peer_that_reads_nothing_holds_nobody_up(connected, peer_of):
     """Far more than the sockets hold is told at once; all of it arrives once it is read."""
     listening, link, peer = connected
     other = listening.link()
@@ -125,12 +131,10 @@ def test_a_peer_that_reads_nothing_holds_nobody_up(connected):
     for _ in range(4000):
         link.tell(payload)
     assert link._sent < link.numbered == 4000  # the socket was full, and no call has waited
-    free = Peer(other.connection)
-    free.say()
-    wait_for(lambda: (listening.pump(), other.heartbeat.beats)[1])
+    free = peer_of(other.connection)
+    hear(listening, other, free)
     other.tell(b"for another")
     assert free.take() == [(1, b"for another")]
-    free.close()
     numbers = []
     while len(numbers) < 4000:
         numbers += [number for number, _ in peer.take()]
@@ -176,7 +180,7 @@ def test_a_heartbeat_that_is_too_long_is_not_heard_and_the_link_goes_on(connecte
     hear(listening, link, peer, devices=("x" * (channel.MAX_BEAT_BYTES // 2),))
     assert link.heartbeat.beats == 3
     link.tell(b"all is well")
-    wait_for(lambda: (listening.pump(), link._sent == 1)[1])
+    until(listening, lambda: link._sent == 1)
     assert peer.take() == [(1, b"all is well")]
 
 
@@ -198,58 +202,51 @@ def test_a_flood_of_heartbeats_holds_nobody_up(connected):
     assert 0 < len(heard) <= channel.HEARD_AT_ONCE
 
 
-def test_a_stranger_is_not_heard_and_gets_nothing(connected):
+def test_a_stranger_is_not_heard_and_gets_nothing(connected, peer_of):
     listening, link, peer = connected
-    stranger = Peer(link.connection, identity="0" * 32)
+    stranger = peer_of(link.connection, "0" * 32)
     stranger.say(phase=Phase.IDLE)
     link.tell(b"secret")
     hear(listening, link, peer)
     assert link.heartbeat.phase is Phase.STARTING
     assert stranger.nothing_comes()
     assert peer.take() == [(1, b"secret")]
-    stranger.close()
 
 
-def test_over_tcp_a_process_without_the_key_is_not_heard():
-    listening = ControlServer("tcp://127.0.0.1:*")
-    link = listening.link()
-    address = link.connection.address
-    assert address.startswith("tcp://127.0.0.1:")
-    assert len(link.connection.server_key) == 40
-    plain = Peer(link.connection)  # it knows the name, and speaks without encryption
-    plain.say()
-    stats = ProcessStats()
-    client = ControlClient(link.connection, stats)
-    client.start()
-    link.tell(to_bytes(Shutdown()))
-    wait_for(lambda: (listening.pump(), link.heartbeat.taken)[1])
-    assert client.commands.get(timeout=5) == Shutdown()
-    assert plain.nothing_comes()
-    assert link.heartbeat.phase is Phase.IMPORTING  # the plain one said STARTING
-    plain.close()
-    listening.close()
+def test_over_tcp_a_process_without_the_key_is_not_heard(peer_of):
+    with contextlib.closing(ControlServer("tcp://127.0.0.1:*")) as listening:
+        link = listening.link()
+        assert link.connection.address.startswith("tcp://127.0.0.1:")
+        assert len(link.connection.server_key) == 40
+        plain = peer_of(link.connection)  # it knows the name, and speaks without encryption
+        plain.say()
+        client = ControlClient(link.connection, ProcessStats())
+        client.start()
+        link.tell(control.to_bytes(control.Shutdown()))
+        until(listening, lambda: link.heartbeat.taken)
+        assert client.commands.get(timeout=5) == control.Shutdown()
+        assert plain.nothing_comes()
+        assert link.heartbeat.phase is Phase.IMPORTING  # the plain one said STARTING
 
 
 def test_a_client_takes_each_command_once_and_asks_for_what_is_missing(listening):
     link = listening.link()
     client = ControlClient(link.connection, ProcessStats())
-    commands = [Release(slot=n, generation=1) for n in range(4)]
-    for number in (1, 2, 2, 1, 4):
-        client._take(number, to_bytes(commands[number - 1]))
-    assert client._missing
-    assert client._taken == 2
-    for number in (3, 4):
-        client._take(number, to_bytes(commands[number - 1]))
-    taken = [client.commands.get_nowait() for _ in range(4)]
-    assert taken == commands
-    with pytest.raises(queue.Empty):
-        client.commands.get_nowait()
+    commands = [control.Release(slot=n, generation=1) for n in range(4)]
+    for number, taken, missing in (
+        (1, 1, False), (2, 2, False), (2, 2, False), (1, 2, False), (4, 2, True), (3, 3, True),
+        (4, 4, True),
+    ):  # fmt: skip
+        client._take(number, control.to_bytes(commands[number - 1]))
+        assert (client._taken, client._missing) == (taken, missing)
+    assert [client.commands.get_nowait() for _ in range(4)] == commands
+    assert client.commands.empty()
 
 
 def test_what_is_no_command_ends_a_process_that_gets_it(listening, capsys):
     client = ControlClient(listening.link().connection, ProcessStats())
     client._take(1, b"garbage")
-    assert client.commands.get_nowait() == Shutdown()
+    assert client.commands.get_nowait() == control.Shutdown()
     assert "not a command: b'garbage'" in capsys.readouterr().err
 
 
@@ -257,30 +254,26 @@ def test_heartbeats_tell_what_changes(listening):
     link = listening.link()
     stats = ProcessStats()
     ControlClient(link.connection, stats).start()
-    wait_for(lambda: (listening.pump(), link.heartbeat.beats)[1])
+    until(listening, lambda: link.heartbeat.beats)
     assert (link.heartbeat.phase, link.heartbeat.ready) == (Phase.IMPORTING, False)
     stats.members = lambda: ("compiling 3 (step)",)
     stats.enter(Phase.LOADING, 2, 10)
     stats.told()
-    wait_for(lambda: (listening.pump(), link.heartbeat.phase is Phase.LOADING)[1])
-    assert (str(link.heartbeat), link.heartbeat.members) == (
-        "loading 2 of 10",
-        ("compiling 3 (step)",),
-    )
+    until(listening, lambda: link.heartbeat.phase is Phase.LOADING)
+    assert str(link.heartbeat) == "loading 2 of 10"
+    assert link.heartbeat.members == ("compiling 3 (step)",)
     stats.be_ready(("cpu:0",))
-    wait_for(lambda: (listening.pump(), link.heartbeat.ready)[1])
-    assert (link.heartbeat.devices, link.heartbeat.takes_its_time) == (
-        ("cpu:0",),
-        True,
-    )  # a member does
+    until(listening, lambda: link.heartbeat.ready)
+    assert link.heartbeat.devices == ("cpu:0",)
+    assert link.heartbeat.takes_its_time  # a member does
     stats.members = tuple
     stats.told()
-    wait_for(lambda: (listening.pump(), not link.heartbeat.members)[1])
+    until(listening, lambda: not link.heartbeat.members)
     assert not link.heartbeat.takes_its_time
     stats.advance()
     stats.advance()
     beats = link.heartbeat.beats
-    wait_for(lambda: (listening.pump(), link.heartbeat.beats > beats)[1])  # without being told
+    until(listening, lambda: link.heartbeat.beats > beats)  # without being told
     assert (link.heartbeat.progress, str(link.heartbeat)) == (2, "stepping")
 
 

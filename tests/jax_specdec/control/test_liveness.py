@@ -57,7 +57,6 @@ def test_the_kernel_tells_who_works():
         try:
             activity, times = Activity(process.pid), itertools.count(1.0, LOOK_SECONDS)
             activity.look(0.0)
-            assert activity.look(next(times)) in (True, False)  # its start is work
             process.stdin.write(b"\n")
             process.stdin.flush()
             process.stdout.readline()
