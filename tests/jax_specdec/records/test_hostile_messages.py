@@ -70,9 +70,10 @@ def test_drafts_that_were_never_asked_for_cost_nothing(count, drafts):
 @pytest.mark.parametrize("kind", [Kind.TARGET, Kind.DRAFT])
 def test_more_drafts_than_the_worker_was_told_to_propose_are_refused(kind):
     state = served(2, num_drafts=3)
-    said = [SlotContents(generation=1, token_ids=[5] * 3, num_drafts=n) for n in (3, 4)]
-    if kind is Kind.DRAFT:
-        said = [SlotContents(generation=1, token_ids=[5] * n, num_drafts=n) for n in (3, 4)]
+    said = [
+        SlotContents(generation=1, token_ids=[5] * (n if kind is Kind.DRAFT else 3), num_drafts=n)
+        for n in (3, 4)
+    ]
     error = check(encode(kind, 0, said), state)
     assert isinstance(error, ProcessorError)
     assert "slot 1: 4 drafts; this state's worker proposes 3 at most" in str(error)

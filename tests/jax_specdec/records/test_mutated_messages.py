@@ -4,6 +4,7 @@ It refuses a mutated message with the project's own error, or decodes it to exac
 say: encoding it again gives the same bytes. It does not crash, hang or grow.
 """
 
+import functools
 import random
 import resource
 
@@ -15,35 +16,30 @@ from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
 from tests.support.random_messages import random_draft_slot, random_params, random_target_slot
 
-OF_A_SLOT = ("mode", "num_drafts", "columns", "num_chosen")
+COUNTS = ("num_drafts", "columns", "num_chosen")
+VALUES = ("state", "generation", "token_ids", "token_ranks", "logprobs", "topk_ids", "kept")
+HEADER = ("max_num_logprobs", "running", "weights_version", "draft_follows", "process_rank",
+          "digest")  # fmt: skip
 
 
 def encoded_again(message):
     """Encodes the values of a decoded message."""
     slots = []
     for index in range(message.num_slots):
-        view = message.slot(index)
-        fields = {name: int(getattr(message, name)[index]) for name in OF_A_SLOT}
-        names = ("state", "generation", "token_ids", "token_ranks", "logprobs", "topk_ids", "kept")
-        fields |= {name: getattr(view, name) for name in names}
-        slots.append(SlotContents(**fields | {"mode": LogprobsMode(fields["mode"])}))
-    names = (
-        "max_num_logprobs", "running", "weights_version", "draft_follows", "process_rank", "digest",
-    )  # fmt: skip
-    header = {name: getattr(message, name) for name in names}
+        fields = {name: getattr(message.slot(index), name) for name in VALUES}
+        fields |= {name: int(getattr(message, name)[index]) for name in COUNTS}
+        slots.append(SlotContents(mode=LogprobsMode(message.mode[index]), **fields))
+    header = {name: getattr(message, name) for name in HEADER}
     return encode(message.kind, message.step, slots, **header)
 
 
 def good_message(rng):
     """A valid message of up to five slots with random counts."""
     kind = rng.choice([Kind.TARGET, Kind.TARGET, Kind.DRAFT])
-    slots = []
-    for _ in range(rng.randint(0, 5)):
-        params, generation = random_params(rng), rng.getrandbits(32)
-        if kind is Kind.TARGET:
-            slots.append(random_target_slot(rng, params, generation, fresh=True))
-        else:
-            slots.append(random_draft_slot(rng, params, generation))
+    make = random_draft_slot
+    if kind is Kind.TARGET:
+        make = functools.partial(random_target_slot, fresh=True)
+    slots = [make(rng, random_params(rng), rng.getrandbits(32)) for _ in range(rng.randint(0, 5))]
     return encode(kind, rng.getrandbits(64), slots, running=rng.random() < 0.5,
                   weights_version=rng.getrandbits(32))  # fmt: skip
 

@@ -5,17 +5,10 @@ import re
 from html.parser import HTMLParser
 
 from jax_specdec.export import TokenTable, colored
-from jax_specdec.records.output_processor import ProcessorState, admit, step
-from tests.support.processor_messages import request, target, tokens
+from jax_specdec.records.output_processor import step
+from tests.support.processor_messages import admitted, target, tokens
 
 HOSTILE = '</span><script>alert(1)</script>"'
-
-
-def records_of(*messages, id="r", **params):
-    state = admit(ProcessorState.empty(1), 0, 1, request(id=id, **params))
-    for message in messages:
-        state, records = step(state, message)
-    return records
 
 
 class Spans(HTMLParser):
@@ -45,7 +38,7 @@ def three(**params):
     slot = tokens(3, 4, 5, columns=2, logprobs=[[-0.01, -0.01], [-7.0, -0.5], [math.nan] * 2],
                   ranks=[1, 9, 0])  # fmt: skip
     slot.topk_ids[:] = [[3], [7], [-1]]
-    return records_of(target(0, slot), logprobs=1, **params)
+    return step(admitted(logprobs=1, **params), target(0, slot))[1]
 
 
 def test_tokens_are_colored_by_logprob_and_drafts_underlined():
@@ -56,9 +49,8 @@ def test_tokens_are_colored_by_logprob_and_drafts_underlined():
     assert float(re.search(shade, likely[0])[1]) == 0.0
     assert float(re.search(shade, unlikely[0])[1]) == 0.9
     assert not re.search(shade, invalid[0])
-    assert ["border-bottom" in span[0] for span in (likely, unlikely, invalid)] == [
-        True, True, False,
-    ]  # fmt: skip
+    underlined = ["border-bottom" in span[0] for span in (likely, unlikely, invalid)]
+    assert underlined == [True, True, False]
     assert unlikely[1] == "id 4\naccepted draft\nlogprob -7, rank 9\n'7': -0.5"
     assert invalid[1] == "id 5\ninvalid row"
     assert records[0]._repr_html_() == records._repr_html_()

@@ -8,16 +8,8 @@ import pytest
 
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.output_processor import (
-    ProcessorError,
-    ProcessorState,
-    Progress,
-    StepLost,
-    admit,
-    release,
-    step,
-)
-from jax_specdec.records.processor_state import is_newer
+from jax_specdec.records.output_processor import ProcessorState, admit, release, step
+from jax_specdec.records.processor_state import ProcessorError, Progress, StepLost, is_newer
 from tests.support.processor_messages import (
     admitted,
     draft,
@@ -29,16 +21,6 @@ from tests.support.processor_messages import (
     target,
     tokens,
 )
-
-
-def fed(state, *messages):
-    """The last state, and (request, step, ids, draft ids) of what each message released."""
-    state, released = run(state, *messages)
-    return state, [
-        [(r.request_id, r.step, r.token_ids.tolist(), r.draft and r.draft.token_ids.tolist())
-         for r in records]
-        for records in released
-    ]  # fmt: skip
 
 
 def two_requests(**params):
@@ -111,13 +93,10 @@ ASKED = {"logprobs": 1, "extra_token_ids": (3, 4), "draft_logprobs": True}
 
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
-    [
-        ({"columns": 3}, "has 3, 2 and RAW"),
-        ({"columns": 0, "chosen": 0}, "has 0, 0 and RAW"),
-        ({"chosen": 1}, "has 2, 1 and RAW"),
-        ({"mode": LogprobsMode.PROCESSED}, "has 2, 2 and PROCESSED"),
-    ],
-)
+    [({"columns": 3}, "has 3, 2 and RAW"), ({"columns": 0, "chosen": 0}, "has 0, 0 and RAW"),
+     ({"chosen": 1}, "has 2, 1 and RAW"),
+     ({"mode": LogprobsMode.PROCESSED}, "has 2, 2 and PROCESSED")],
+)  # fmt: skip
 def test_drafts_with_other_rows_than_were_asked_for_are_refused(wrong, complaint):
     """Either message may come first; nothing changes, and the records that wait can go on."""
     before = admit(ProcessorState.empty(2), 0, 1, request("plain", draft_logprobs=True))
@@ -136,9 +115,8 @@ def test_drafts_with_other_rows_than_were_asked_for_are_refused(wrong, complaint
     assert plain.draft.logprobs is plain.draft.topk_ids is plain.draft.token_ranks is None
     assert plain.draft.chosen_logprobs is None
     assert asking.draft.logprobs.tolist() == [[-0.25, -0.125], [-0.375, -0.1875]]
-    assert (asking.draft.topk_ids.tolist(), asking.draft.token_ranks.tolist()) == (
-        [[1], [2]], [2, 3],
-    )  # fmt: skip
+    assert asking.draft.topk_ids.tolist() == [[1], [2]]
+    assert asking.draft.token_ranks.tolist() == [2, 3]
     assert asking.draft.chosen_logprobs.shape == (2, 2)
 
     early, _ = step(before, bad)
@@ -187,8 +165,8 @@ def test_a_message_that_contradicts_the_state_is_refused(state, messages, error,
 
 def test_a_reader_may_join_a_running_stream():
     state = admit(ProcessorState.empty(1, first_step=None), 0, 1, request("a"))
-    state, released = fed(state, draft(40, drafts(1)), target(41, tokens(5)))
-    assert released == [[], [("a", 41, [5], None)]]
+    state, (nothing, (record,)) = run(state, draft(40, drafts(1)), target(41, tokens(5)))
+    assert (nothing, record.step, record.token_ids.tolist(), record.draft) == ([], 41, [5], None)
     with pytest.raises(StepLost):
         step(state, target(43, tokens(5)))
 

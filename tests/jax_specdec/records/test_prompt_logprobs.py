@@ -9,14 +9,8 @@ import pytest
 from ipc.wire import Kind, LogprobsMode
 from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import encode
-from jax_specdec.records.output_processor import (
-    ProcessorError,
-    ProcessorState,
-    Progress,
-    StepLost,
-    admit,
-    step,
-)
+from jax_specdec.records.output_processor import ProcessorState, admit, step
+from jax_specdec.records.processor_state import ProcessorError, Progress, StepLost
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.processor_messages import run, silent, target, tokens
@@ -93,6 +87,5 @@ def test_one_of_two_prompts_in_a_message_can_be_taken():
     whole = parts(records)
     assert [part[:2] for part in whole] == [(1, [4, 7]), (2, [4])]
     (batch,) = records.batches
-    assert [parts(Records((batch.take(np.array([n])),))) for n in (0, 1)] == [
-        [one] for one in whole
-    ]
+    one_by_one = [parts(Records((batch.take(np.array([n])),))) for n in (0, 1)]
+    assert one_by_one == [[one] for one in whole]

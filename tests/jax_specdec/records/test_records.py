@@ -21,9 +21,7 @@ def test_records_are_a_sequence_over_their_batches():
     state = some_slots(3)
     state, none = step(state, target(0, *(tokens(n) for n in range(3)), draft_follows=True))
     state, records = step(state, target(1, *(tokens(n) for n in range(3, 6))))
-    assert len(none) == 0
-    assert list(none) == []
-    assert len(records) == 6
+    assert (len(none), list(none), len(records)) == (0, [], 6)
     assert [len(batch) for batch in records.batches] == [3, 3]
     steps = [(r.step, r.slot, r.token_ids.tolist()) for r in records]
     assert steps == [(n // 3, n % 3, [n]) for n in range(6)]
@@ -77,9 +75,8 @@ def test_statistics_add_up_and_have_no_value_before_there_is_one():
     assert nothing.acceptance_at == ()
     one = Statistics((1, 2), (1,), (1, 1), 3)
     assert one + nothing == nothing + one == one
-    assert one + Statistics((0, 0, 1), (), (0, 0, 1), 3) == Statistics(
-        (1, 2, 1), (1,), (1, 1, 1), 6
-    )
+    both = one + Statistics((0, 0, 1), (), (0, 0, 1), 3)
+    assert both == Statistics((1, 2, 1), (1,), (1, 1, 1), 6)
 
 
 def test_cumulative_logprob_is_the_sum_one_by_one_in_float64():

@@ -17,13 +17,7 @@ from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.output_processor import ProcessorError, ProcessorState, Progress
 from jax_specdec.requests import Request
-from tests.support.random_messages import (
-    VOCABULARY,
-    random_draft_slot,
-    random_prompt_slot,
-    random_request,
-    random_target_slot,
-)
+from tests.support import random_messages
 from tests.support.reference_processor import Occupant, ReferenceProcessor, Refused
 from tests.support.reference_values import as_dict, marginals, marginals_of, plain
 
@@ -53,9 +47,9 @@ class Machine:
             request, progress, earlier = self.preempted.pop()
         else:
             self.names += 1
-            request = random_request(rng, str(self.names))
+            request = random_messages.random_request(rng, str(self.names))
             if rng.random() < 0.3 and request.params.max_tokens > 1:
-                brought = (VOCABULARY + 1,)  # in no stop rule
+                brought = (random_messages.VOCABULARY + 1,)  # in no stop rule
                 earlier = {"steps": [(3, 1), (0, 0)], "num_tokens": 1}
                 progress = Progress(
                     token_ids=brought,
@@ -107,7 +101,7 @@ class Machine:
         if step < 0:
             return
         slots = [
-            random_draft_slot(rng, request.params, generation)
+            random_messages.random_draft_slot(rng, request.params, generation)
             for request, generation in (self.subject(rng, slot) for slot in range(SLOTS))
         ]
         data = encode(Kind.DRAFT, step, slots)
@@ -125,7 +119,8 @@ class Machine:
                 continue
             first = 1 + came + (rng.random() < 0.02)  # at times, a row is lost
             tokens = request.prompt_token_ids[first : first + rng.randint(1, 3)]
-            slots.append(random_prompt_slot(rng, request.params, generation, list(tokens)))
+            asked = rng, request.params, generation, list(tokens)
+            slots.append(random_messages.random_prompt_slot(*asked))
         data = encode(Kind.PROMPT, self.reference.next_step, slots)
         self.both(data, lambda: self.reference.prompt(slots))
 
@@ -164,7 +159,8 @@ class Machine:
                 slots.append(SlotContents(generation=generation, state=state))
                 continue
             fresh = occupant is None or not occupant.token_ids or rng.random() < 0.02
-            slots.append(random_target_slot(rng, request.params, generation, fresh=fresh))
+            slot = random_messages.random_target_slot(rng, request.params, generation, fresh=fresh)
+            slots.append(slot)
         data = encode(Kind.TARGET, step, slots, draft_follows=draft_follows)
         self.both(data, lambda: self.reference.target(step, draft_follows, slots))
 
