@@ -18,8 +18,7 @@ def poisoned(*names, dies_in=2):
     class Poisoned(ScriptedWorker):
         def advance(self):
             super().advance()
-            given = {one.request.id for one in self.commands if isinstance(one, Admit)}
-            if self.dies_after is None and given & set(names):
+            if self.dies_after is None and set(names) & {*admitted(self)}:
                 self.dies_after = self.sent + dies_in
 
     return Poisoned
@@ -33,6 +32,15 @@ class Plain(ScriptedWorker):
 
 
 RESTART = {"on_worker_loss": "restart", "resume_lost": True}
+
+
+def admitted(worker):
+    """The ids of the requests that a worker was given, in order."""
+    return [one.request.id for one in worker.commands if isinstance(one, Admit)]
+
+
+def longer(request, max_tokens):
+    return replace(request, params=replace(request.params, max_tokens=max_tokens))
 
 
 @pytest.mark.parametrize(
@@ -61,16 +69,15 @@ def test_requests_that_end_workers_take_no_other_with_them(count, names, options
 
 def test_the_companions_of_a_lost_worker_are_cleared_in_few_tries_and_run_on():
     """A worker that was killed by nobody's request: 8 requests, 4 tries of a few steps each."""
-    requests = [replace(one, params=replace(one.params, max_tokens=50)) for one in long_requests(9)]
+    requests = [longer(one, 50) for one in long_requests(9)]
     scene = Scene(num_slots=8, worker=Plain, faults={0: [3]}, **RESTART)
     tries, steps = [], []
 
     def meddle(scene, n):
-        if len(scene.workers) == 2:
-            given = [one.request.id for one in scene.workers[1].commands if isinstance(one, Admit)]
-            if new := given[sum(map(len, tries)) :]:
-                tries.append(new)
-                steps.append(scene.workers[1].sent)
+        given = admitted(scene.workers[1]) if len(scene.workers) == 2 else []
+        if new := given[sum(map(len, tries)) :]:
+            tries.append(new)
+            steps.append(scene.workers[1].sent)
 
     scene.run(requests, meddle)
     check(scene, requests)
@@ -97,8 +104,7 @@ def test_a_request_that_ends_workers_again_and_again_alone_does_not_end_the_serv
 )
 def test_a_request_that_gets_on_is_not_what_ends_its_workers(deaths, end):
     """A long request survives any number of losses that are far enough apart."""
-    (request,) = long_requests(1)
-    request = replace(request, params=replace(request.params, max_tokens=60))
+    request = longer(*long_requests(1), 60)
     scene = Scene(num_slots=1, worker=Plain, faults={0: deaths}, **RESTART).run([request])
     check(scene, [request])
     assert scene.finish_reason("r0") is end
@@ -133,19 +139,15 @@ def test_new_requests_do_not_wait_for_a_try_for_long():
 
 
 def test_where_lost_workers_are_not_replaced_suspects_are_tried_one_by_one():
-    """Two workers are lost by a poisoned request, never more."""
-    requests = [
-        replace(one, params=replace(one.params, max_tokens=20 if n % 3 == 2 else 1))
-        for n, one in enumerate(long_requests(24))
-    ]  # rank 2 has 8 long ones
+    """Two workers are lost by a poisoned request, never more; rank 2 has 8 long ones."""
+    requests = [longer(one, 20 if n % 3 == 2 else 1) for n, one in enumerate(long_requests(24))]
     scene = Scene(num_ranks=3, num_slots=8, worker=poisoned("r23", dies_in=4),
                   on_worker_loss="continue", resume_lost=True)  # fmt: skip
     scene.run(requests)
     check(scene, requests)
     ends = [scene.finish_reason(request.id) for request in requests]
     assert ends == [FinishReason.LENGTH] * 23 + [FinishReason.ATTEMPTS_EXHAUSTED]
-    lost = [update for update in scene.updates if update.lost]
-    assert len(lost) == 2
+    assert len([update for update in scene.updates if update.lost]) == 2
 
 
 @pytest.mark.parametrize("resume_lost", [False, True])

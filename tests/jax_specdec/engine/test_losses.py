@@ -1,5 +1,6 @@
 """Lost workers: how they are reported, what becomes of their requests, and which workers go on."""
 
+import contextlib
 import logging
 from dataclasses import replace
 from itertools import pairwise
@@ -8,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from ipc.errors import RingTimeout
-from ipc.wire import Kind
 from jax_specdec.control import Phase
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.decode import decode
-from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.output_processor import ProcessorError
+from tests.support.processor_messages import target, tokens
 from tests.support.scene import Scene, check, long_requests
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.streaming import StreamingScene
@@ -27,6 +26,10 @@ def reasons(scene):
     return {name: scene.finish_reason(name) for name in scene.records}
 
 
+def losses(scene):
+    return [update for update in scene.updates if update.lost]
+
+
 def all_end_well(scene, requests):
     check(scene, requests)
     assert {*reasons(scene).values()} == {FinishReason.LENGTH}
@@ -36,7 +39,7 @@ def test_a_lost_rank_is_reported_and_the_others_go_on():
     requests = long_requests()
     scene = Scene(num_ranks=2, faults={1: [3]}, on_worker_loss="continue").run(requests)
     check(scene, requests)
-    (report,) = [update for update in scene.updates if update.lost]
+    (report,) = losses(scene)
     assert report.process_rank == 1
     assert "rank 1" in str(report.lost)
     lost = [record.request_id for record in report.records]
@@ -47,11 +50,8 @@ def test_a_lost_rank_is_reported_and_the_others_go_on():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"num_ranks": 2, "faults": {1: [5]}},
-        {"num_prefill_ranks": 1, "faults": {1: [2]}},  # decode workers do without it
-    ],
+    "options",  # decode workers do without one that prefills
+    [{"num_ranks": 2, "faults": {1: [5]}}, {"num_prefill_ranks": 1, "faults": {1: [2]}}],
 )
 def test_lost_requests_may_go_on_elsewhere(options):
     requests = long_requests()
@@ -65,7 +65,7 @@ def test_a_lost_rank_may_be_restarted(caplog):
         scene = Scene(faults={0: [4, 2]}, **RESUME, max_attempts=3, num_drafts=5).run(requests)
     all_end_well(scene, requests)
     assert len(scene.workers) == 3
-    assert [update.process_rank for update in scene.updates if update.lost] == [0, 0]
+    assert [update.process_rank for update in losses(scene)] == [0, 0]
     (status,) = scene.engine.status
     assert (status.restarts, status.alive) == (2, True)
     assert status.ring.messages == scene.workers[2].sent
@@ -75,11 +75,9 @@ def test_a_lost_rank_may_be_restarted(caplog):
         assert len([line for line in said if words in line]) == times
     assert not any("\n" in line for line in said)
     # What a worker may send is known of its successors too.
-    slot = SlotContents(token_ids=[1], num_drafts=6)
+    message = target(0, tokens(1, drafts=6))
     with pytest.raises(ProcessorError, match=r"slot 0: 6 drafts; .* proposes 5 at most"):
-        output_processor.step(
-            scene.engine.sessions[0].state, decode(encode(Kind.TARGET, 0, [slot]))
-        )
+        output_processor.step(scene.engine.sessions[0].state, message)
 
 
 class Hanging(ScriptedWorker):
@@ -132,7 +130,7 @@ def test_a_worker_that_is_silent_is_lost(worker, config, works_until, said, seco
     scene.run(requests)
     all_end_well(scene, requests)
     assert (hanging.stopped, hanging.sent) == (True, 5)
-    (report,) = [update for update in scene.updates if update.lost]
+    (report,) = losses(scene)
     assert said in str(report.lost)
     assert seconds < scene.clock.time < seconds + 2
 
@@ -150,7 +148,7 @@ def test_a_worker_that_compiles_is_not_lost(phase, members):
     scene.run(long_requests())
     all_end_well(scene, long_requests())
     assert scene.clock.time > 3600
-    assert not [update for update in scene.updates if update.lost]
+    assert not losses(scene)
 
 
 def test_an_engine_that_was_away_itself_takes_nobody_for_silent():
@@ -159,7 +157,7 @@ def test_an_engine_that_was_away_itself_takes_nobody_for_silent():
     scene.run(long_requests(), lambda scene, n: scene.clock.sleep(30))
     all_end_well(scene, long_requests())
     assert scene.clock.time > 600
-    assert not [update for update in scene.updates if update.lost]
+    assert not losses(scene)
 
 
 def test_a_worker_that_has_nothing_to_do_is_not_silent():
@@ -192,18 +190,12 @@ def test_each_restart_waits_twice_as_long_as_the_one_before_and_they_come_to_an_
 def test_losses_count_until_they_are_as_old_as_the_window(waits, goes_on):
     scene = StreamingScene(**RESUME, max_restarts=2, restart_window=100.0)
 
-    def kill_and_wait():
+    with contextlib.nullcontext() if goes_on else pytest.raises(WorkerFailed):
         for count, seconds in enumerate(waits, 1):
             scene.workers[-1].dies_after = scene.workers[-1].sent
             while len(scene.workers) == count:
                 scene.round()
             scene.clock.time += seconds
-
-    if goes_on:
-        kill_and_wait()
-    else:
-        with pytest.raises(WorkerFailed):
-            kill_and_wait()
 
 
 def test_a_worker_that_never_takes_requests_is_not_started_for_ever():

@@ -51,9 +51,9 @@ def test_a_sink_gets_every_update_and_streams_only_their_ends():
         wait(streams)
         assert {stream.finish_reason for stream in streams} == {FinishReason.LENGTH}
         found = columns_of(queue, requests)
-        for index, name in enumerate(found.request_id.tolist()):
-            request = next(one for one in requests if one.id == name)
-            assert found.of_request(index).token_id.tolist() == continuation(request)[0]
+        ids = {name: found.of_request(n).token_id.tolist()
+               for n, name in enumerate(found.request_id.tolist())}  # fmt: skip
+        assert ids == {request.id: continuation(request)[0] for request in requests}
 
 
 def test_a_request_goes_on_behind_what_another_engine_delivered():
@@ -71,16 +71,12 @@ def test_a_request_goes_on_behind_what_another_engine_delivered():
 
 def test_an_engine_whose_sink_waits_waits_too():
     """Nothing is dropped, and nothing piles up: the worker makes no step meanwhile."""
+    gate, seen = threading.Event(), []
 
     class Slow(SendQueue):
-        def __init__(self):
-            super().__init__()
-            self.gate = threading.Event()
-            self.seen = 0
-
         def take(self, update):
-            self.seen += 1
-            self.gate.wait()
+            seen.append(update)
+            gate.wait()
             super().take(update)
 
     slow = Slow()
@@ -88,11 +84,11 @@ def test_an_engine_whose_sink_waits_waits_too():
     requests = long_requests(2)
     with engine:
         streams = [engine.submit(request) for request in requests]
-        wait_for(lambda: slow.seen)
+        wait_for(lambda: seen)
         sent = worker.sent
         threading.Event().wait(0.05)
-        assert (slow.seen, worker.sent) == (1, sent)
-        slow.gate.set()
+        assert (len(seen), worker.sent) == (1, sent)
+        gate.set()
         wait(streams)
         assert len(columns_of(slow, requests)) == 40
 
@@ -125,15 +121,13 @@ def test_loaded_weights_are_used_when_it_is_said_and_else_forgotten(tmp_path):
     engine, (worker,) = engine_of(SendQueue())
     with engine:
         with engine.load_weights(file):
-            assert worker.answered == 1
-            assert worker.weights_version == 0
+            assert (worker.answered, worker.weights_version) == (1, 0)
         assert engine.weights_version == 0
         assert type(worker.commands[-1]).__name__ == "Discard"
         with engine.load_weights(file) as loaded:
             assert worker.weights_version == 0
             assert loaded.use() == 1
-        assert engine.weights_version == 1
-        assert worker.weights_version == 1
+        assert engine.weights_version == worker.weights_version == 1
         worker.refusal = None  # it never answers
         with pytest.raises(WeightsError, match="in time"), engine.load_weights(file, timeout=0.05):
             pytest.fail("nothing was loaded")

@@ -9,7 +9,7 @@ import pytest
 
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
-from jax_specdec.engine.errors import EngineClosed, EngineFull, StreamBehind, WorkerFailed
+from jax_specdec.engine.errors import EngineClosed, StreamBehind, WorkerFailed
 from jax_specdec.engine.streams import MAX_UPDATES_AHEAD
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError, SamplingParams
@@ -59,15 +59,7 @@ def test_a_short_request_waits_for_no_long_one():
 def test_a_request_on_its_way_to_the_queue_counts_once():
     """Another thread submits just when the engine's own has queued the first request."""
     scene = StreamingScene(num_slots=1, max_waiting=2)
-    begin, refused = scene.engine._scheduler.enqueue, []
-
-    def submit():
-        try:
-            scene.submit(request("second"))
-        except EngineFull as error:
-            refused.append(error)
-
-    other = threading.Thread(target=submit)
+    begin = scene.engine._scheduler.enqueue
 
     def begun(queued, **how):
         begin(queued, **how)
@@ -75,12 +67,14 @@ def test_a_request_on_its_way_to_the_queue_counts_once():
             other.start()
             other.join(0.2)  # it ends by then where it need not wait for this thread
 
+    other = threading.Thread(target=scene.submit, args=(request("second"),))
+
     scene.engine._scheduler.enqueue = begun
     scene.submit(request("first"))
     scene.round()
     other.join()
     scene.finish()
-    assert not refused
+    assert scene.tokens("second") == continuation(request("second"))[0]  # it was not refused
 
 
 def test_what_cannot_be_served_is_refused_where_it_is_submitted():
@@ -197,19 +191,16 @@ def test_a_consumer_that_is_too_slow_is_told_and_nobody_waits_for_it():
 
 
 def test_closing_ends_what_is_open():
-    scene = StreamingScene(num_slots=1)
+    scene, never_served = StreamingScene(num_slots=1), Scene()
     for name in ("runs", "waits"):
         scene.submit(request(name, 50))
     scene.round()
-    scene.engine.close()
+    for one in (scene, never_served):
+        one.engine.close()
+        with pytest.raises(EngineClosed, match="closed"):
+            one.engine.submit(request("late"))
     for name in ("runs", "waits"):
         assert [*scene.streams[name]][-1].finish_reason is FinishReason.ABORT
-    with pytest.raises(EngineClosed, match="closed"):
-        scene.submit(request("late"))
-    never_served = Scene().engine
-    never_served.close()
-    with pytest.raises(EngineClosed, match="closed"):
-        never_served.submit(request("late"))
 
 
 def test_a_lost_worker_stops_every_stream_with_its_last_record_and_the_error():
@@ -218,12 +209,11 @@ def test_a_lost_worker_stops_every_stream_with_its_last_record_and_the_error():
         scene.submit(request(name, 50))
     with pytest.raises(WorkerFailed):
         scene.finish()
-    for name in ("runs", "waits"):
-        assert scene.streams[name].finish_reason is FinishReason.WORKER_LOST
-        with pytest.raises(WorkerFailed):
-            list(scene.streams[name])
-    with pytest.raises(WorkerFailed):
-        scene.submit(request("late"))
+    for stream in list(scene.streams.values()):
+        assert stream.finish_reason is FinishReason.WORKER_LOST
+        for call in (lambda stream=stream: list(stream), lambda: scene.submit(request("late"))):
+            with pytest.raises(WorkerFailed):
+                call()
     health = scene.engine.health()
     assert not health.alive
     assert "the engine has stopped" in health.problems[0]

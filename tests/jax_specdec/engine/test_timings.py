@@ -100,8 +100,7 @@ def test_the_log_has_what_workers_note_once(caplog):
         scene = Scene(worker=Noting)
         scene.clock.tick = 0.2  # a look at the heartbeat each time
         scene.run(long_requests(6))
-    said = [record.getMessage() for record in caplog.records]
-    compiled = [line for line in said if "compiled" in line]
+    compiled = [line for line in caplog.messages if "compiled" in line]
     assert "process rank 0: compiled program 7 in 7.5 s" in compiled
     assert len(compiled) == len(set(compiled)) > 20
 
@@ -146,8 +145,13 @@ def test_health_of_workers_that_load_or_have_ended_while_nothing_ran():
     scene = Scene(worker=Loading)
     assert scene.engine.health() == Health(True, False, ())
     scene.workers[0].exit_status = -9
-    said = "process rank 0: its process has ended; the next request will report it"
-    assert scene.engine.health().problems == (said,)
+    said = ("process rank 0: its process has ended; the next request will report it",)
+    assert scene.engine.health() == Health(False, False, said)
+    scene = Scene()
+    scene.round()  # who asks for updates will tell of it
+    scene.workers[0].exit_status = -9
+    health = scene.engine.health()
+    assert (health.alive, health.ready) == (True, False)
 
 
 @pytest.mark.parametrize("how", ["ended", "is being ended"])
@@ -172,24 +176,14 @@ def test_health_counts_an_end_that_nobody_has_reported_yet(loss, alive, how):
     assert (health.alive, health.ready) == (alive, False)
 
 
-def test_who_asks_for_updates_will_tell_of_an_end_before_the_engine_counts_as_dead():
-    scene = Scene()
-    scene.round()
-    scene.workers[0].exit_status = -9
-    health = scene.engine.health()
-    assert (health.alive, health.ready) == (True, False)
-
-
 def test_prometheus_reads_the_histograms():
     engine = run().engine
     page = metrics.status_text(engine.status, engine.timings)
     families = {family.name: family for family in parser.text_string_to_metric_families(page)}
     family = families["jax_specdec_first_token_seconds"]
     assert family.type == "histogram"
-    samples = {(one.name, one.labels.get("le")): one.value for one in family.samples}
-    assert samples["jax_specdec_first_token_seconds_count", None] == 6
-    assert samples["jax_specdec_first_token_seconds_bucket", "+Inf"] == 6
-    in_order = [one.value for one in family.samples if "le" in one.labels]
-    assert in_order == sorted(in_order)
+    counts = [one.value for one in family.samples if not one.name.endswith("_sum")]
+    assert counts == sorted(counts)  # those of the buckets, up to +Inf, and of all
+    assert counts[-2:] == [6, 6]
     assert "jax_specdec_worker_up" in families
     assert metrics.timings_text(engine.timings) in page
