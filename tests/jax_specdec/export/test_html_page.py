@@ -56,11 +56,9 @@ def words(shown, strings):
 
 def tops(shown, strings):
     """Each token's top K as (string, logprob)."""
-    pairs = [
-        (strings[n], p) for n, p in zip(shown.top.ids, shown.top.logprobs.tolist(), strict=True)
-    ]
-    cuts = shown.top.offsets.tolist()
-    return [pairs[begin:end] for begin, end in itertools.pairwise(cuts)]
+    texts = [strings[number] for number in shown.top.ids]
+    pairs = list(zip(texts, shown.top.logprobs.tolist(), strict=True))
+    return [pairs[begin:end] for begin, end in itertools.pairwise(shown.top.offsets.tolist())]
 
 
 def names(shown):
@@ -72,12 +70,8 @@ def names(shown):
 def test_both_formats_are_read(build):
     (shown,), strings = shown_in(line(snowman(), build), "\n")
     prefix = "bytes:" if build is completion else ""
-    assert words(shown, strings) == [
-        " a",
-        *(rf"{prefix}\x{byte}" for byte in ("e2", "98", "83")),
-        " a",
-        "</s>",
-    ]
+    parts = [rf"{prefix}\x{byte}" for byte in ("e2", "98", "83")]
+    assert words(shown, strings) == [" a", *parts, " a", "</s>"]
     assert shown.logprobs.tolist() == [-0.5, -0.125, -0.25, -0.375, -0.5, -0.75]
     assert names(shown) == ["accepted", "bonus", "plain", "accepted", "accepted", "bonus"]
     assert shown.steps.tolist() == [[0, 2, 1, 1], [1, 1, 0, 0], [2, 3, 2, 2]]
@@ -99,29 +93,19 @@ def test_invalid_rows_minus_infinity_and_no_logprobs():
 
 
 def test_a_response_of_another_server_is_shown_without_what_it_lacks():
-    response = {
-        "id": "x",
-        "choices": [
-            {"message": {"content": "hello"}, "logprobs": None, "finish_reason": "stop"},
-            {"message": {"content": "bye"}, "logprobs": None, "finish_reason": None},
-        ],
-    }
-    (first, second), strings = shown_in(json.dumps(response))
+    choices = [{"message": {"content": text}, "logprobs": None, "finish_reason": reason}
+               for text, reason in (("hello", "stop"), ("bye", None))]  # fmt: skip
+    (first, second), strings = shown_in(json.dumps({"id": "x", "choices": choices}))
     assert words(first, strings) == ["hello"]
     assert (first.logprobs == NOT_ASKED).all()
-    assert names(first) == [None]
-    assert len(first.steps) == 0
+    assert (names(first), len(first.steps)) == ([None], 0)
     assert (first.id, second.id) == ("x #0", "x #1")
 
 
 PROMPT_ROWS = PromptRows(
-    start=1,
-    token_ids=np.int32([3, 4]),
-    logprobs=np.float32([[-0.5, -0.25], [-3.0, -0.125]]),
-    chosen_logprobs=np.empty((2, 0), np.float32),
-    token_ranks=np.int32([2, 2]),
-    topk_ids=np.int32([[4], [3]]),
-)
+    1, np.int32([3, 4]), np.float32([[-0.5, -0.25], [-3.0, -0.125]]), np.empty((2, 0), np.float32),
+    np.int32([2, 2]), np.int32([[4], [3]]),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("build", [completion, chat_completion])
@@ -143,14 +127,11 @@ def test_the_tokens_of_a_prompt_come_first_where_their_logprobs_are_known(build)
 
 @pytest.mark.parametrize("where", ["choice", "response"])
 def test_the_logprobs_of_a_prompt_in_the_manner_of_vllm(where):
-    entries = [
-        None,
-        {"7": {"logprob": -3.0, "rank": 9, "decoded_token": "x"},
-         "5": {"logprob": -0.5, "rank": 1, "decoded_token": "y"}},
-    ]  # fmt: skip
+    entry = {"7": {"logprob": -3.0, "rank": 9, "decoded_token": "x"},
+             "5": {"logprob": -0.5, "rank": 1, "decoded_token": "y"}}  # fmt: skip
     choice = {"text": "hello", "logprobs": None, "finish_reason": "stop"}
     response = {"id": "v", "choices": [choice]}
-    (choice if where == "choice" else response)["prompt_logprobs"] = entries
+    (choice if where == "choice" else response)["prompt_logprobs"] = [None, entry]
     (shown,), strings = shown_in(json.dumps(response))
     assert words(shown, strings) == ["", "x", "hello"]
     assert shown.ids.tolist() == [UNKNOWN, 7, UNKNOWN]
@@ -201,9 +182,8 @@ def test_columns_arrive_as_they_are():
     assert details["id"].tolist() == [3, 4, 0, 3, 0, 1, 2, 3, 5, 3, 4, 0]
     # snowman() asked for K = 0: each token's own logprob alone.
     assert details["top_start"].tolist() == [0, 2, 4, 4, 5, 6, 7, 8, 9, 10, 12, 14, 14]
-    assert [strings[n] for n in details["top_token"][:4]] == [
-        " a", r"bytes:\xe2", r"bytes:\x98", "b",
-    ]  # fmt: skip
+    tops = [strings[n] for n in details["top_token"][:4]]
+    assert tops == [" a", r"bytes:\xe2", r"bytes:\x98", "b"]
     assert details["top_logprob"][:4].tolist() == [-0.5, -1.5, -0.25, -2.0]
     assert details["draft_start"].tolist() == [0] * 8
 
@@ -218,7 +198,7 @@ def test_the_policy_allows_this_script_and_this_style_and_nothing_outside():
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{name}-src 'sha256-{digest}'" in policy
     assert "unsafe" not in policy
-    assert {"link", "img", "iframe", "base", "a", "form"} & {*found.names} == set()
-    assert {name for name, _ in found.attributes} & {"src", "href", "onclick", "onload"} == set()
+    assert {"link", "img", "iframe", "base", "a", "form"}.isdisjoint(found.names)
+    assert {"src", "href", "onclick", "onload"}.isdisjoint(name for name, _ in found.attributes)
     for forbidden in ("http:", "https:", "url(", "@import", "innerHTML", "eval(", "fetch("):
         assert forbidden not in document

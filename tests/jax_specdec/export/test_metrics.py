@@ -33,21 +33,14 @@ def test_prometheus_text():
     state, _ = abort(state, "0")
     text = prometheus_text(state)
     samples = samples_of(text)
-    for key, value in (
-        (("steps_total",), 2),
-        (("tokens_total",), 3),
-        (("cut_tokens_total",), 1),
-        (("draft_tokens_total",), 4),
-        (("accepted_tokens_total",), 2),
-        (("draft_tokens_at_position_total", ("position", "2")), 1),
-        (("accepted_tokens_at_position_total", ("position", "0")), 2),
-        (("finished_requests_total", ("reason", "stop_token")), 1),
-        (("finished_requests_total", ("reason", "abort")), 1),
-        (("finished_requests_total", ("reason", "length")), 0),
-        (("accept_ratio",), 0.5),
-        (("live_requests",), 0),
-    ):
-        assert samples[key] == {"0": value}, key
+    expected = {"steps_total": 2, "tokens_total": 3, "cut_tokens_total": 1, "draft_tokens_total": 4,
+                "accepted_tokens_total": 2, "accept_ratio": 0.5, "live_requests": 0}  # fmt: skip
+    expected = {(name,): value for name, value in expected.items()}
+    expected["draft_tokens_at_position_total", ("position", "2")] = 1
+    expected["accepted_tokens_at_position_total", ("position", "0")] = 2
+    for reason, count in (("stop_token", 1), ("abort", 1), ("length", 0)):
+        expected["finished_requests_total", ("reason", reason)] = count
+    assert {key: samples[key] for key in expected} == {k: {"0": n} for k, n in expected.items()}
     lines = text.splitlines()
     for name in {line.split()[2] for line in lines if line.startswith("#")}:
         assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1
@@ -73,12 +66,8 @@ def test_every_rank_has_its_numbers():
     scene.run(long_requests(), meddle)
     samples = samples_of(status_text(scene.engine.status))
     sent = [scene.workers[place].sent for place in (0, 3, 2)]  # 3 took the place of 1
-    for name, values in (
-        ("worker_up", [1, 1, 1]),
-        ("worker_restarts_total", [0, 1, 0]),
-        ("ring_messages_total", sent),
-        ("live_requests", [0, 0, 0]),
-    ):
+    for name, values in (("worker_up", [1, 1, 1]), ("worker_restarts_total", [0, 1, 0]),
+                         ("ring_messages_total", sent), ("live_requests", [0, 0, 0])):  # fmt: skip
         assert samples[(name,)] == {str(rank): value for rank, value in enumerate(values)}
     assert samples["finished_requests_total", ("reason", "prefill_handover")]["2"] == 6
     delivered = samples[("tokens_total",)]
@@ -109,11 +98,9 @@ def test_names_and_labels_are_those_that_dashboards_use():
 
 @pytest.mark.parametrize(
     ("module", "call", "version"),
-    [
-        ("prometheus_client", prometheus_text, "0.20"),
-        ("pyarrow", lambda: arrow.tokens_table(ColumnBuilder().columns()), "16"),
-    ],
-)
+    [("prometheus_client", prometheus_text, "0.20"),
+     ("pyarrow", lambda: arrow.tokens_table(ColumnBuilder().columns()), "16")],
+)  # fmt: skip
 def test_without_an_extra_the_way_to_install_it_is_named(module, call, version, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=f"pip install '{module}>={version}'"):

@@ -8,27 +8,19 @@ import numpy as np
 import pytest
 
 from ipc.wire import KEPT_MANY
-from jax_specdec.export.openai import (
-    ChatStream,
-    CompletionStream,
-    chat_completion,
-    chat_logprobs,
-    completion,
-    completion_logprobs,
-    finish_reason,
-    prompt_logprobs,
-)
+from jax_specdec.export import openai
+from jax_specdec.export.openai import ChatStream, CompletionStream, chat_completion, completion
 from jax_specdec.export.openai_extension import speculation, token_kinds
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason, PromptRows
-from jax_specdec.records.output_processor import ProcessorState, abort, admit, step
+from jax_specdec.records.output_processor import abort
 from jax_specdec.text.detokenize import TokenTable
 from tests.support.openai_records import MADE, SNOWMAN, TABLE, records_of, snowman, two_steps
-from tests.support.processor_messages import draft, drafts, request, silent, target, tokens
+from tests.support.processor_messages import admitted, draft, drafts, run, silent, target, tokens
 
 
 def test_completions_format():
-    assert completion_logprobs(two_steps(), TABLE) == {
+    assert openai.completion_logprobs(two_steps(), TABLE) == {
         "tokens": [" a", "b", r"bytes:\xe2"],
         "token_logprobs": [-0.5, -2.0, None],
         # An emitted token outside the top K follows them: there are up to K + 1 entries.
@@ -38,20 +30,14 @@ def test_completions_format():
 
 
 def test_chat_format():
-    logprobs = chat_logprobs(two_steps(), TABLE)
+    logprobs = openai.chat_logprobs(two_steps(), TABLE)
     assert logprobs["refusal"] is None
-    assert logprobs["content"][0] == {
-        "token": " a",
-        "logprob": -0.5,
-        "bytes": (32, 97),
-        "top_logprobs": [
-            {"token": " a", "logprob": -0.5, "bytes": (32, 97)},
-            {"token": r"\xe2", "logprob": -1.5, "bytes": (0xE2,)},
-        ],
-    }
-    assert len(logprobs["content"][1]["top_logprobs"]) == 1
-    assert logprobs["content"][2]["logprob"] is None
-    assert logprobs["content"][2]["top_logprobs"] == []
+    first, second, third = logprobs["content"]
+    own = {"token": " a", "logprob": -0.5, "bytes": (32, 97)}
+    other = {"token": r"\xe2", "logprob": -1.5, "bytes": (0xE2,)}
+    assert first == own | {"top_logprobs": [own, other]}
+    assert len(second["top_logprobs"]) == 1
+    assert (third["logprob"], third["top_logprobs"]) == (None, [])
 
 
 def test_tokens_that_are_parts_of_a_character():
@@ -68,9 +54,8 @@ def test_tokens_that_are_parts_of_a_character():
     (choice,) = response["choices"]
     assert choice["text"] == " a\N{SNOWMAN} a"
     assert choice["logprobs"]["text_offset"] == [0, 2, 2, 2, 3, 5]
-    assert choice["logprobs"]["tokens"] == [
-        " a", r"bytes:\xe2", r"bytes:\x98", r"bytes:\x83", " a", "</s>",
-    ]  # fmt: skip
+    parts = [r"bytes:\xe2", r"bytes:\x98", r"bytes:\x83"]
+    assert choice["logprobs"]["tokens"] == [" a", *parts, " a", "</s>"]
 
 
 @pytest.mark.parametrize(("stream", "whole"), [(CompletionStream, completion),
@@ -90,8 +75,10 @@ def test_the_chunks_of_a_stream_join_to_the_whole_response(stream, whole, make):
     found = [choice["logprobs"] for choice in choices]
     logprobs = expected["choices"][0]["logprobs"]
     if stream is ChatStream:
-        assert "role" in choices[0]["delta"]
-        assert all("role" not in choice["delta"] for choice in choices[1:])
+        assert ["role" in choice["delta"] for choice in choices] == [
+            True,
+            *[False] * (len(found) - 1),
+        ]
         text = "".join(choice["delta"]["content"] for choice in choices)
         assert [entry for part in found for entry in part["content"]] == logprobs["content"]
         expected_text = expected["choices"][0]["message"]["content"]
@@ -109,11 +96,10 @@ def test_the_chunks_of_a_stream_join_to_the_whole_response(stream, whole, make):
 
 
 def test_a_text_that_ends_inside_a_character_says_so_at_its_end():
-    records = records_of(target(0, tokens(3, 0)), max_tokens=2)
-    live = CompletionStream(records[0].request, TABLE, **MADE)
-    assert live.chunk(records[0])["choices"][0]["text"] == " a\ufffd"
-    whole = completion(records[0].request, records, TABLE, **MADE)
-    assert whole["choices"][0]["text"] == " a\ufffd"
+    (record,) = records_of(target(0, tokens(3, 0)), max_tokens=2)
+    live = CompletionStream(record.request, TABLE, **MADE).chunk(record)
+    for response in (live, completion(record.request, [record], TABLE, **MADE)):
+        assert response["choices"][0]["text"] == " a\ufffd"
 
 
 def test_json_has_no_infinities_and_no_nan():
@@ -125,21 +111,21 @@ def test_json_has_no_infinities_and_no_nan():
         assert "-9999.0" in text
         assert "null" in text
     below = records_of(target(0, tokens(3, columns=1, logprobs=[[-20000.0]])), logprobs=0)
-    assert completion_logprobs(below, TABLE)["token_logprobs"] == [-20000.0]
+    assert openai.completion_logprobs(below, TABLE)["token_logprobs"] == [-20000.0]
 
 
 def test_equal_texts_keep_the_more_likely_token():
     table = TokenTable([b"x", b"x", b" a"])
     slot = tokens(2, columns=3, logprobs=[[-1.0, -0.25, -0.5]])
     slot.topk_ids[:] = [[0, 1]]
-    logprobs = completion_logprobs(records_of(target(0, slot), logprobs=2), table)
+    logprobs = openai.completion_logprobs(records_of(target(0, slot), logprobs=2), table)
     assert logprobs["top_logprobs"] == [{"x": -0.25, " a": -1.0}]
 
 
 def test_without_logprobs_there_is_no_object():
     records = records_of(target(0, tokens(3)))
-    assert completion_logprobs(records, TABLE) is None
-    assert chat_logprobs(records, TABLE) is None
+    assert openai.completion_logprobs(records, TABLE) is None
+    assert openai.chat_logprobs(records, TABLE) is None
     asked = records[0].request
     assert completion(asked, records, TABLE, **MADE)["choices"][0]["logprobs"] is None
     assert ChatStream(asked, TABLE, **MADE).chunk(records[0])["choices"][0]["logprobs"] is None
@@ -153,12 +139,11 @@ def test_finish_reasons_in_the_words_of_the_api():
     words = {None: None, "STOP_TOKEN": "stop", "STOP_SEQUENCE": "stop", "LENGTH": "length",
              "WORKER_LOST": "worker_lost"}  # fmt: skip
     for name, word in words.items():
-        assert finish_reason(name and FinishReason[name]) == word
+        assert openai.finish_reason(name and FinishReason[name]) == word
 
 
 def test_a_request_that_got_nothing_is_an_empty_response():
-    state = admit(ProcessorState.empty(1), 0, 1, request(logprobs=1))
-    state, _ = step(state, target(0, silent()))
+    state, _ = run(admitted(logprobs=1), target(0, silent()))
     _, (record,) = abort(state, "r")
     response = completion(record.request, [record], TABLE, **MADE)
     (choice,) = response["choices"]
@@ -185,21 +170,13 @@ def test_what_each_token_was_to_verification():
 
 
 def test_drafts_and_chosen_ids_are_extensions():
-    state = admit(
-        ProcessorState.empty(1),
-        0,
-        1,
-        request(logprobs=1, extra_token_ids=(0, 4), draft_logprobs=True, max_tokens=2),
-    )
+    asked = {"logprobs": 1, "extra_token_ids": (0, 4), "draft_logprobs": True, "max_tokens": 2}
     rows = [[-0.5, -0.25, -3.0, -math.inf], [-1.0, -1.0, -2.0, -4.0]]
-    state, _ = step(
-        state, target(0, tokens(3, 4, drafts=2, columns=2, chosen=2, logprobs=rows, ranks=[2, 1]),
-                      draft_follows=True)
-    )  # fmt: skip
+    slot = tokens(3, 4, drafts=2, columns=2, chosen=2, logprobs=rows, ranks=[2, 1])
     guess = drafts(3, 1, columns=2, chosen=2)
     guess.logprobs[:] = [[-0.125, -0.125, -5.0, -6.0], [-0.75, -math.inf, -math.inf, -7.0]]
     guess.topk_ids[:] = [[3], [-1]]
-    state, (record,) = step(state, draft(0, guess))
+    (record,) = records_of(target(0, slot, draft_follows=True), draft(0, guess), **asked)
     response = completion(record.request, [record], TABLE, **MADE)
     expected = {
         "chosen_token_ids": [0, 4],
@@ -208,15 +185,13 @@ def test_drafts_and_chosen_ids_are_extensions():
         "token_ranks": [2, 1],
         "topk_ids": [[3], [4]],
         "token_kinds": ["accepted", "recovered"],
-        "by_step": [
-            {
-                "step": 0, "weights_version": 0, "num_tokens": 2, "num_drafts": 2,
-                "num_accepted": 1, "draft_token_ids": [3, 1], "draft_tokens": [" a", r"bytes:\x98"],
-                "draft_logprobs": [-0.125, -0.75], "draft_token_ranks": [4, 2],
-                "draft_topk_ids": [[3], []], "draft_topk_logprobs": [[-0.125], []],
-                "draft_chosen_logprobs": [[-5.0, -6.0], [-9999.0, -7.0]],
-            }
-        ],
+        "by_step": [{
+            "step": 0, "weights_version": 0, "num_tokens": 2, "num_drafts": 2,
+            "num_accepted": 1, "draft_token_ids": [3, 1], "draft_tokens": [" a", r"bytes:\x98"],
+            "draft_logprobs": [-0.125, -0.75], "draft_token_ranks": [4, 2],
+            "draft_topk_ids": [[3], []], "draft_topk_logprobs": [[-0.125], []],
+            "draft_chosen_logprobs": [[-5.0, -6.0], [-9999.0, -7.0]],
+        }],
         "logprobs_mode": "raw", "steps": 1, "drafts": 2, "accepted": 1,
     }  # fmt: skip
     assert {name: response["speculation"][name] for name in expected} == expected
@@ -224,11 +199,7 @@ def test_drafts_and_chosen_ids_are_extensions():
 
 
 def test_kept_sets_are_an_extension():
-    sets = KeptSets.of(
-        np.array([2, KEPT_MANY], np.int32),
-        np.array([-0.5, -np.inf], np.float32),
-        np.array([3, 4], np.int32),
-    )
+    sets = KeptSets.of(np.int32([2, KEPT_MANY]), np.float32([-0.5, -np.inf]), np.int32([3, 4]))
     for fields, params in (({}, {}), ({"columns": 1}, {"logprobs": 0})):
         slot = replace(tokens(3, 4, **fields), kept=sets)
         found = speculation(records_of(target(0, slot), kept_token_ids=True, **params), TABLE)
@@ -242,20 +213,16 @@ def test_kept_sets_are_an_extension():
 
 def test_prompt_logprobs_are_an_extension():
     rows = PromptRows(
-        start=1,
-        token_ids=np.array([3, 0], np.int32),
-        logprobs=np.array([[-0.5, -0.25], [math.nan, math.nan]], np.float32),
-        chosen_logprobs=np.empty((2, 0), np.float32),
-        token_ranks=np.array([2, 0], np.int32),
-        topk_ids=np.array([[4], [-1]], np.int32),
-    )
+        1, np.int32([3, 0]), np.float32([[-0.5, -0.25], [math.nan, math.nan]]),
+        np.empty((2, 0), np.float32), np.int32([2, 0]), np.int32([[4], [-1]]),
+    )  # fmt: skip
     expected = [
         None,  # nothing predicts a prompt's first token
         {"token": " a", "logprob": -0.5, "bytes": (32, 97),
          "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": (98,)}]},
         {"token": r"\xe2", "logprob": None, "bytes": (0xE2,), "top_logprobs": []},
     ]  # fmt: skip
-    assert prompt_logprobs(rows, TABLE) == expected
+    assert openai.prompt_logprobs(rows, TABLE) == expected
     records = snowman()
     for build in (completion, chat_completion):
         response = build(records[0].request, records, TABLE, prompt=rows, **MADE)

@@ -6,26 +6,15 @@ import re
 import pytest
 
 from jax_specdec.export import response_files
-from jax_specdec.export.openai import chat_completion, completion
+from jax_specdec.export.openai import chat_completion
 from jax_specdec.export.response_files import ViewError
 from jax_specdec.export.shown import Strings
-from tests.support.openai_records import MADE, TABLE, snowman, two_steps
+from tests.support.hostile_responses import line
+from tests.support.openai_records import snowman, two_steps
 
 
-def read(lines):
-    return response_files.read(lines, Strings())
-
-
-def read_text(text):
-    return read(text.splitlines(keepends=True))
-
-
-def response(records, build=completion):
-    return build(records[0].request, records, TABLE, **MADE)
-
-
-def line(records):
-    return json.dumps(response(records))
+def read(text):
+    return response_files.read(text.splitlines(keepends=True), Strings())
 
 
 @pytest.mark.parametrize(
@@ -37,33 +26,30 @@ def line(records):
         (lambda r: r["speculation"]["token_kinds"].append("x"), "token_kinds has length 4 for 3"),
         (lambda r: r["speculation"].update(token_kinds=["x"] * 3), "token_kinds has 'x'; known"),
         (lambda r: r["speculation"]["by_step"].pop(), "by_step does not add up to 3 tokens"),
-        (
-            lambda r: r["choices"][0]["logprobs"]["token_logprobs"].pop(),
-            "token_logprobs has length 2",
-        ),
-        (lambda r: r["choices"][0]["logprobs"]["top_logprobs"].pop(), "top_logprobs has length 2"),
+        *[(lambda r, name=name: r["choices"][0]["logprobs"][name].pop(), f"{name} has length 2")
+          for name in ("token_logprobs", "top_logprobs")],
         (lambda r: r["choices"][0]["logprobs"].update(token_logprobs=["x"] * 3), "'x'"),
     ],
-)
+)  # fmt: skip
 def test_a_line_that_is_not_a_response_is_refused_by_its_number(change, said):
     found = json.loads(line(two_steps()))
     if said.startswith("'text'"):
         found["choices"][0]["logprobs"] = None
     change(found)
     with pytest.raises(ViewError, match=re.escape(said)) as caught:
-        read(["", json.dumps(found)])
+        read("\n" + json.dumps(found))
     assert str(caught.value).startswith("line 2 ")
 
 
-BOTH = [response(two_steps()), response(snowman(), chat_completion)]
+BOTH = [json.loads(line(two_steps())), json.loads(line(snowman(), chat_completion))]
 
 
 @pytest.mark.parametrize("indent", [None, 2])
 def test_an_array_of_responses_is_read(indent):
     for value in (BOTH, {"object": "list", "data": BOTH}):
         text = "\n" + json.dumps(value, indent=indent)
-        assert [len(one.tokens) for one in read_text(text)] == [3, 6]
-    (shown,) = read_text(json.dumps(BOTH[1], indent=indent))
+        assert [len(one.tokens) for one in read(text)] == [3, 6]
+    (shown,) = read(json.dumps(BOTH[1], indent=indent))
     assert len(shown.tokens) == 6
 
 
@@ -85,7 +71,7 @@ def test_an_array_of_responses_is_read(indent):
 )
 def test_what_is_wrong_in_an_array_or_between_lines_is_named(text, said):
     with pytest.raises(ViewError, match=re.escape(said)):
-        read_text(text)
+        read(text)
 
 
 def batch_line(name, body=None, status=200, error=None):
@@ -96,21 +82,17 @@ def batch_line(name, body=None, status=200, error=None):
 def test_the_output_of_a_batch_is_read():
     """https://platform.openai.com/docs/guides/batch has this form."""
     refused = {"error": {"message": "no such model", "code": "x"}}
-    shown = read([
-        batch_line("one", BOTH[0]),
-        batch_line("two", error={"code": "batch_expired", "message": "too late"}),
-        batch_line("three", refused, status=404),
-        batch_line("four", {}, status=500),
-    ])  # fmt: skip
-    assert [(one.id, len(one.tokens), one.finish_reason) for one in shown] == [
-        ("one", 3, None),
-        ("two", 0, "error: too late"),
-        ("three", 0, "error: no such model"),
-        ("four", 0, "error: status 500"),
-    ]
+    for line, tokens, reason in (
+        (batch_line("a", BOTH[0]), 3, None),
+        (batch_line("a", error={"code": "expired", "message": "too late"}), 0, "error: too late"),
+        (batch_line("a", refused, status=404), 0, "error: no such model"),
+        (batch_line("a", {}, status=500), 0, "error: status 500"),
+    ):
+        (one,) = read(line)
+        assert (one.id, len(one.tokens), one.finish_reason) == ("a", tokens, reason)
 
 
 def test_the_input_of_a_batch_is_told_from_its_output():
     asked = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     with pytest.raises(ViewError, match="it is a batch's input: the output that the batch gave"):
-        read([json.dumps(asked)])
+        read(json.dumps(asked))

@@ -48,25 +48,28 @@ def check_same(found, expected):
                 assert found[name][column].dtype == values.dtype, column
 
 
-def run(requests, size, **options):
-    """The batches that a run makes, `size` updates in each, and the columns of its records."""
-    scene = Scene(**options)
-    taken, emitted, builder, batches = [], {}, ColumnBuilder(), []
-    for update in scene.generate(requests):
-        builder.add(update.records)
-        taken.append(update)
-        if len(taken) == size:
-            batches.append(step_rows([b for u in taken for b in u.records.batches], emitted))
-            taken = []
-    batches.append(step_rows([b for u in taken for b in u.records.batches], emitted))
-    assert emitted == {}  # each request has ended
-    return batches, builder.columns()
+def batches_of(released, size):
+    """The batches of `size` deliveries of records each."""
+    emitted, made = {}, []
+    for at in range(0, len(released), size):
+        taken = [batch for each in released[at : at + size] for batch in each.batches]
+        made.append(step_rows(taken, emitted))
+    return made, emitted
+
+
+def run(requests):
+    """What a run delivers, update by update."""
+    return [update.records for update in Scene(num_ranks=2).generate(requests)]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_batches_have_the_columns_of_all_records(size):
     requests = make_requests(12, 3)
-    batches, expected = run(requests, size, num_ranks=2)
+    builder, every = ColumnBuilder(), run(requests)
+    for records in every:
+        builder.add(records)
+    (batches, emitted), expected = batches_of(every, size), builder.columns()
+    assert emitted == {}  # each request has ended
     found = joined_rows(batches, {request.id: request for request in requests})
     check_same(found, expected)
     ends = dict(zip(expected.request_id, expected.finish_reason, strict=True))
@@ -85,13 +88,10 @@ def prompts_of(parts):
         mine["versions"] += version
         mine["tables"].append(rows)
     names = ("token_ids", "logprobs", "chosen_logprobs", "token_ranks", "topk_ids")
-    return {
-        name: [
-            mine["versions"],
-            *(np.concatenate([getattr(r, n) for r in mine["tables"]]).tolist() for n in names),
-        ]
-        for name, mine in found.items()
-    }
+    for mine in found.values():
+        tables = mine.pop("tables")
+        mine |= {n: np.concatenate([getattr(rows, n) for rows in tables]).tolist() for n in names}
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -100,12 +100,8 @@ def test_batches_have_the_logprobs_of_prompts_where_asked(size):
     requests = make_requests(12, 3)
     chosen = SamplingParams(max_tokens=2, prompt_logprobs=2, logprobs=1, extra_token_ids=(7, 3, 5))
     requests.append(Request(id="chosen", prompt_token_ids=tuple(range(20)), params=chosen))
-    scene, emitted, records, taken = Scene(num_ranks=2), {}, [], [[]]
-    for update in scene.generate(requests):
-        records += update.records
-        taken += [[]] if len(taken[-1]) == size else []
-        taken[-1].append(update)
-    batches = [step_rows([b for u in each for b in u.records.batches], emitted) for each in taken]
+    every = run(requests)
+    batches, _ = batches_of(every, size)
     by_id = {request.id: request for request in requests}
     parts = [
         (by_id[name], prompt_versions(batch, row).tolist(), prompt_part(batch, row, by_id[name]))
@@ -115,7 +111,7 @@ def test_batches_have_the_logprobs_of_prompts_where_asked(size):
     found = prompts_of([part for part in parts if part[2] is not None])
     assert found == prompts_of(
         [(r.request, [r.weights_version] * len(r.prompt.token_ids), r.prompt)
-         for r in records if r.prompt is not None]
+         for records in every for r in records if r.prompt is not None]
     )  # fmt: skip
     asked = {r.id for r in requests if r.params.prompt_logprobs is not None}
     assert found.keys() == {name for name in asked if len(by_id[name].prompt_token_ids) > 1}
@@ -127,13 +123,9 @@ def test_batches_have_the_logprobs_of_prompts_where_asked(size):
 @settings(max_examples=50)
 @given(streams(), st.integers(1, 4))
 def test_every_kind_of_row_comes_through(stream, size):
-    records, expected = list(released(stream)), delivered(stream)
-    emitted, batches = {}, []
-    for at in range(0, len(records), size):
-        taken = [batch for each in records[at : at + size] for batch in each.batches]
-        batches.append(step_rows(taken, emitted))
+    batches, _ = batches_of(list(released(stream)), size)
     requests = {asked.id: asked for asked, _ in stream}
-    check_same(joined_rows(batches, requests), expected)
+    check_same(joined_rows(batches, requests), delivered(stream))
 
 
 def test_no_steps_make_an_empty_batch():

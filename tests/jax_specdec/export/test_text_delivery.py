@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from jax_specdec.export.delivery import Delivery
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.records.output_processor import ProcessorState, admit
 from jax_specdec.text.detokenize import TextStream, TokenTable
-from tests.support.processor_messages import request, run, target, tokens
+from tests.support.openai_records import records_of
+from tests.support.processor_messages import target, tokens
 from tests.support.stop_string_reference import reference
 
 TABLE = TokenTable([b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b"", b"\xc3\xa9b"], {8: "</s>"})
@@ -69,8 +69,7 @@ def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep, min_
 
 
 def test_a_record_is_cut_with_its_logprobs():
-    state = admit(ProcessorState.empty(1), 0, 1, request(max_tokens=9, logprobs=1))
-    _, ((record,),) = run(state, target(0, tokens(2, 3, 4, columns=2)))
+    (record,) = records_of(target(0, tokens(2, 3, 4, columns=2)), max_tokens=9, logprobs=1)
     cut = record.cut(2, -0.5, FinishReason.STOP_STRING)
     for name in ("token_ids", "logprobs", "topk_ids", "token_ranks"):
         np.testing.assert_array_equal(getattr(cut, name), getattr(record, name)[:2])
@@ -80,10 +79,8 @@ def test_a_record_is_cut_with_its_logprobs():
 
 
 def test_the_sum_of_a_cut_text_is_that_of_its_tokens():
-    state = admit(ProcessorState.empty(1), 0, 1, request(max_tokens=9, logprobs=0))
-    _, ((first,), (second,)) = run(
-        state, target(0, tokens(1, columns=1)), target(1, tokens(1, 0, 1, columns=1))
-    )
+    messages = target(0, tokens(1, columns=1)), target(1, tokens(1, 0, 1, columns=1))
+    first, second = records_of(*messages, max_tokens=9, logprobs=0)
     delivery = Delivery(TABLE, ["ab"])
     parts = [part for record in (first, second) for part in delivery.push(record)]
     assert delivery.found == "ab"

@@ -34,9 +34,8 @@ def test_one_row_a_token():
     # The drafts at the positions of the two emitted tokens; the third draft has no position.
     assert found.draft_chosen.offsets.tolist() == [0, 2, 4, 4, 4, 4, 4, 4, 4]
     assert found.draft_chosen.ids.tolist() == [7, 8] * 2
-    np.testing.assert_allclose(
-        found.draft_chosen.logprobs, [-2 / 16, -2 / 24, -12 / 16, -12 / 24], rtol=1e-6
-    )
+    drafted = [-2 / 16, -2 / 24, -12 / 16, -12 / 24]
+    np.testing.assert_allclose(found.draft_chosen.logprobs, drafted, rtol=1e-6)
     assert found.prompt.ids.tolist() == [1, 2] * 3
     assert found.finish_reason.tolist() == [FinishReason.LENGTH, 0, 0]
     assert found.temperature.tolist() == [0, 0.5, 0]
