@@ -53,9 +53,8 @@ def test_nobody_waits_for_a_reader_who_does_not_read():
             return handler._dropped
 
         wait_for(lambda: emit() > 100)  # the thread counts again with each line that it writes
-        read = threading.Thread(
-            target=lambda: found.extend(iter(lambda: reader.read(1 << 16), b""))
-        )
+        chunks = iter(lambda: reader.read(1 << 16), b"")
+        read = threading.Thread(target=found.extend, args=(chunks,))
         read.start()
         wait_for(lambda: handler._waiting.empty())
         handler.emit(record("the last one"))
@@ -79,8 +78,9 @@ def test_a_reader_who_has_left_ends_nothing():
 
 
 def test_the_work_is_told_every_ten_seconds_in_which_there_was_some():
-    def acceptance(drafts, accepted):
-        return f"; acceptance {100 * accepted / drafts:.1f} %" if drafts else ""
+    def line(counts, rate, drafts, accepted):
+        share = f"; acceptance {100 * accepted / drafts:.1f} %" if drafts else ""
+        return f"{counts}; {rate:.1f} tokens/s{share}"
 
     scene = StreamingScene(num_slots=2)
     work = Work(scene.engine, 100.0)
@@ -90,20 +90,16 @@ def test_the_work_is_told_every_ten_seconds_in_which_there_was_some():
     scene.round()
     scene.round()
     first = scene.engine.sessions[0].state.statistics
-    assert work.line(110.0) == (
-        f"2 requests run and 1 wait; ended: 0; {first.num_tokens / 10:.1f} tokens/s"
-        + acceptance(first.num_drafts, first.num_accepted)
-    )
+    counts = "2 requests run and 1 wait; ended: 0"
+    said = line(counts, first.num_tokens / 10, first.num_drafts, first.num_accepted)
+    assert work.line(110.0) == said
     assert work.line(119.0) == ""
     scene.finish()
     total = scene.engine.sessions[0].state.statistics
-    drafts, accepted = (
-        getattr(total, name) - getattr(first, name) for name in ("num_drafts", "num_accepted")
-    )
-    assert work.line(122.0) == (
-        f"0 requests run and 0 wait; ended: 3; {(60 - first.num_tokens) / 12:.1f} tokens/s"
-        + acceptance(drafts, accepted)
-    )
+    drafts = total.num_drafts - first.num_drafts
+    accepted = total.num_accepted - first.num_accepted
+    counts = "0 requests run and 0 wait; ended: 3"
+    assert work.line(122.0) == line(counts, (60 - first.num_tokens) / 12, drafts, accepted)
     assert work.line(140.0) == ""  # nothing was done
 
 
@@ -181,6 +177,5 @@ def test_where_there_is_no_terminal_a_line_says_once_what_is_compiled(monkeypatc
     monkeypatch.setattr(standard_output, "LOOK_SECONDS", 0.001)
     with standard_output.waiting(look, kept_in="/kept"):
         assert looked.wait(30)
-    assert screen.getvalue() == (
-        "compiling 1 of 8 (step), 0 s; on the first start only: kept in /kept\n"
-    )
+    said = "compiling 1 of 8 (step), 0 s; on the first start only: kept in /kept\n"
+    assert screen.getvalue() == said

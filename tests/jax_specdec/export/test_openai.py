@@ -75,10 +75,8 @@ def test_the_chunks_of_a_stream_join_to_the_whole_response(stream, whole, make):
     found = [choice["logprobs"] for choice in choices]
     logprobs = expected["choices"][0]["logprobs"]
     if stream is ChatStream:
-        assert ["role" in choice["delta"] for choice in choices] == [
-            True,
-            *[False] * (len(found) - 1),
-        ]
+        roles = ["role" in choice["delta"] for choice in choices]
+        assert roles == [True, *[False] * (len(roles) - 1)]
         text = "".join(choice["delta"]["content"] for choice in choices)
         assert [entry for part in found for entry in part["content"]] == logprobs["content"]
         expected_text = expected["choices"][0]["message"]["content"]

@@ -82,13 +82,13 @@ def batch_line(name, body=None, status=200, error=None):
 def test_the_output_of_a_batch_is_read():
     """https://platform.openai.com/docs/guides/batch has this form."""
     refused = {"error": {"message": "no such model", "code": "x"}}
-    for line, tokens, reason in (
+    for text, tokens, reason in (
         (batch_line("a", BOTH[0]), 3, None),
         (batch_line("a", error={"code": "expired", "message": "too late"}), 0, "error: too late"),
         (batch_line("a", refused, status=404), 0, "error: no such model"),
         (batch_line("a", {}, status=500), 0, "error: status 500"),
     ):
-        (one,) = read(line)
+        (one,) = read(text)
         assert (one.id, len(one.tokens), one.finish_reason) == ("a", tokens, reason)
 
 

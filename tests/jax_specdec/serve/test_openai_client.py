@@ -1,6 +1,7 @@
 """The openai package against a live server: sync, async, streamed, both endpoints."""
 
 import base64
+import functools
 import math
 from types import SimpleNamespace
 
@@ -9,16 +10,8 @@ import openai
 import pytest
 
 from jax_specdec.engine import FinishReason, Request, SamplingParams
-from tests.support.http_server import (
-    EOS,
-    MODEL,
-    TABLE,
-    VOCAB,
-    StallingWorker,
-    finished,
-    serving,
-    until,
-)
+from tests.support import http_server
+from tests.support.http_server import EOS, MODEL, TABLE, VOCAB
 from tests.support.scripted_worker import continuation, logprob
 
 PROMPT = "hello you"
@@ -169,28 +162,27 @@ def test_a_stop_string_ends_no_text_before_min_tokens(client):
 
 def test_a_stop_string_cuts_text_and_logprobs_and_ends_the_request():
     tokens, logprobs, text = expected(max_tokens=50, stop_ids=())
-    assert len(tokens) > StallingWorker.MOST  # so nothing but the stop string ends it
+    assert len(tokens) > http_server.StallingWorker.MOST  # so nothing but the stop string ends it
     stop = text[5:8]
     assert "\ufffd" not in stop
     at = text.index(stop)
     asked = {"max_tokens": 50, "stop": ["never", stop], "logprobs": 0}
     extra = {"return_token_ids": True, "ignore_eos": True}
+    ended = functools.partial(http_server.finished, reason=FinishReason.STOP_STRING)
     with (
-        serving(worker=StallingWorker) as server,
+        http_server.serving(worker=http_server.StallingWorker) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         for number, found in enumerate(both_ways(client, **asked, extra_body=extra), 1):
-            until(lambda n=number: finished(server, FinishReason.STOP_STRING) == n)
+            http_server.until(lambda n=number: ended(server) == n)
             kept = len(found.token_ids)
             assert (found.text, found.finish, found.stop_reason) == (text[:at], ["stop"], stop)
             assert found.token_ids == tokens[:kept]
             assert found.token_logprobs == logprobs[:kept]
             assert all(offset < at for offset in found.text_offset)
             assert TABLE.decode(tokens[:kept]).startswith(text[:at])  # and no token fewer
-        (kept,) = complete(
-            client, **asked, extra_body=extra | {"include_stop_str_in_output": True}
-        ).choices
-        assert kept.text == text[: at + 3]
+        extra["include_stop_str_in_output"] = True
+        assert complete(client, **asked, extra_body=extra).choices[0].text == text[: at + 3]
 
 
 @pytest.mark.parametrize("max_tokens", [3, 0])
@@ -211,9 +203,8 @@ def test_echo_scores_the_prompt_before_the_text(client, max_tokens):
 def test_prompt_logprobs_are_where_vllm_puts_them(client):
     extra = {"prompt_logprobs": 1}
     found = complete(client, extra_body=extra, max_tokens=1).choices[0].prompt_logprobs
-    assert [None, *(found[n][str(IDS[n])]["logprob"] for n in range(1, len(IDS)))] == SCORES
-    assert len(found) == len(IDS)
-    assert found[0] is None
+    own = [one and one[str(id)]["logprob"] for id, one in zip(IDS, found, strict=True)]
+    assert own == SCORES
     entry = {"logprob": SCORES[3], "rank": 1, "decoded_token": TABLE.text[IDS[3]]}
     assert found[3][str(IDS[3])] == entry
     assert chat(client, max_tokens=1, extra_body=extra).prompt_logprobs == found
@@ -228,10 +219,10 @@ def test_columns_hold_the_same_logprobs_as_bytes(client):
     found = arrays(choice.columns)
     assert found["token_ids"].tolist() == tokens
     assert found["weights_versions"].tolist() == [0] * len(tokens)
-    assert found["logprobs"][:, 0].tolist() == logprobs
     assert found["logprobs"].shape == (len(tokens), 3)
+    assert found["logprobs"][:, 0].tolist() == logprobs
     assert found["topk_ids"].shape == (len(tokens), 2)
-    assert (found["token_ranks"] == 1).all()
+    assert found["token_ranks"].tolist() == [1] * len(tokens)
     assert "kept_ids" not in found
 
 
@@ -244,13 +235,10 @@ def test_kept_sets_come_as_lists_and_as_columns(client):
     extra = {"kept_token_ids": True, "logprobs_columns": True}
     chunks = [chunk.choices[0] for chunk in complete(client, stream=True, extra_body=extra)]
     parts = [arrays(chunk.columns) for chunk in chunks]
-    ids, counts, shares = (
-        np.concatenate([part[name] for part in parts])
-        for name in ("kept_ids", "kept_counts", "log_kept")
-    )
-    assert ids.reshape(-1, 2).tolist() == sets
-    assert counts.tolist() == [2] * len(tokens)
-    np.testing.assert_allclose(np.exp(shares), [0.5] * len(tokens), rtol=1e-6)
+    found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    assert found["kept_ids"].reshape(-1, 2).tolist() == sets
+    assert found["kept_counts"].tolist() == [2] * len(tokens)
+    np.testing.assert_allclose(np.exp(found["log_kept"]), [0.5] * len(tokens), rtol=1e-6)
 
 
 def test_what_speculation_did_stands_beside_it(client):

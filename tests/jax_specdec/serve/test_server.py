@@ -136,24 +136,15 @@ def test_every_wrong_value_is_named(server, body, said):
         ({"messages": [{"role": "user"}]}, "the role user has no content"),
         ({"messages": [{"role": "user", "content": None}]}, "the role user has no content"),
         ({"messages": [{"role": "user", "content": 1}]}, "item 0 content must be a string or"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}],
-                    }
-                ]
-            },
-            "arguments of the call of 'f' are no JSON object",
-        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {
+            "name": "f", "arguments": "[]"}}]}]}, "arguments of the call of 'f' are no JSON obj"),
         ({"messages": [{"role": "robot", "content": ""}]}, "must be one of system"),
         ({"messages": [{"role": "system", "content": "x"}]}, "no system message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "one of text"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text is missing"),
         ({"top_logprobs": 2}, "needs logprobs = true"),
     ],
-)
+)  # fmt: skip
 def test_wrong_messages_are_named(server, changes, said):
     body = {"messages": [{"role": "user", "content": "hi"}]} | changes
     assert said in error(server.ask("chat/completions", **body), 400)["message"]
@@ -228,15 +219,13 @@ def test_clients_that_leave_end_their_requests(caplog):
 
 
 def test_a_client_that_leaves_before_its_stream_begins_ends_its_request():
-    content = json.dumps(BODY | {"stream": True}).encode()
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-    }  # fmt: skip
+    asked = {"type": "http.request", "body": json.dumps(BODY | {"stream": True}).encode()}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+             "headers": [(b"content-type", b"application/json")],
+             "asgi": {"version": "3.0", "spec_version": "2.4"}}  # fmt: skip
 
     async def receive():
-        return {"type": "http.request", "body": content, "more_body": False}
+        return asked
 
     async def send(message):
         raise OSError("the connection is closed")

@@ -60,11 +60,15 @@ class ObedientWorker(ScriptedWorker):
         return allowed[zlib.crc32(repr(ids).encode()) % len(allowed)]
 
 
-@pytest.fixture(scope="module")
-def server():
+def serving_by(worker):
     model = tiny_model(name="tiny", created=1, max_length=1000)
     sizes = {"vocab_size": byte_tokens.VOCAB_SIZE, "max_length": 1000}
-    with serving(model=model, worker=ObedientWorker, **sizes) as found:
+    return serving(model=model, worker=worker, **sizes)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving_by(ObedientWorker) as found:
         yield found
 
 
@@ -185,9 +189,7 @@ class LostWorker(ObedientWorker):
 
 
 def test_a_text_that_cannot_go_on_ends_with_an_error_of_its_own():
-    model = tiny_model(name="tiny", created=1, max_length=100)
-    sizes = {"vocab_size": byte_tokens.VOCAB_SIZE, "max_length": 100}
-    with serving(model=model, worker=LostWorker, **sizes) as found:
+    with serving_by(LostWorker) as found:
         given = {"prompt": "x", "structured_outputs": {"regex": "a{50}"}, "max_tokens": 60}
         answer = found.ask(**given)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "structure_ended")
