@@ -3,7 +3,6 @@
 `.ci/heavy ring` checks how soon a death is noticed.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -24,24 +23,6 @@ def start(job, ring, progress, wait, **options):
     if wait == "spin":
         ring.wait_attached(30)
     return peer
-
-
-@pytest.mark.parametrize("gap_us", [50, 0])
-@pytest.mark.parametrize("wait", MODES)
-def test_both_sides_on_one_core(tmp_path, wait, gap_us):
-    count, cores = 200, os.sched_getaffinity(0)
-    core = min(cores)
-    with RingReader.create(4, MAX_BYTES, wait=wait) as reader:
-        peer = start(
-            "produce", reader, tmp_path / "p", wait,
-            count=count, max_bytes=MAX_BYTES, core=core, gap_us=gap_us,
-        )  # fmt: skip
-        os.sched_setaffinity(0, {core})
-        try:
-            assert [message.sequence for message in reader] == list(range(count))
-        finally:
-            os.sched_setaffinity(0, cores)
-    assert peer.wait(30) == 0
 
 
 @pytest.mark.parametrize("wait", MODES)

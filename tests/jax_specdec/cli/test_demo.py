@@ -44,21 +44,17 @@ def test_options_reach_the_engine(fake, tmp_path):
 
 
 def check_records(out, records):
-    """Check three OpenAI-style greedy records with K = 2, in the order of the prompts."""
+    """Check three records with K = 2, as `test_openai` has them, in the order of the prompts."""
     assert out.startswith("starting the model worker: it imports jax and compiles ...\n")
     for said in ("mean logprob", "drafts accepted: ", "bytes a message", "wrote 3 records"):
         assert said in out
     for record in records:
         (choice,), found = record["choices"], record["speculation"]
-        ids, logprobs = found["token_ids"], choice["logprobs"]
+        ids, steps = found["token_ids"], found["by_step"]
         assert record["usage"]["completion_tokens"] == len(ids) <= 12
         assert choice["text"] == byte_tokens.decode(i for i in ids if i < 256)
         assert choice["finish_reason"] in ("length", "stop")
-        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(ids)
-        assert all(len(top) <= 2 for top in logprobs["top_logprobs"])
-        assert found["token_ranks"] == [1] * len(ids)
-        assert found["cumulative_logprob"] == pytest.approx(sum(logprobs["token_logprobs"]))
-        steps = found["by_step"]
+        assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"])
         assert steps[0]["num_tokens"] == 1
         assert "draft_logprobs" not in steps[1]  # handed over as bare ids
         assert any(step["num_drafts"] for step in steps[2:])
