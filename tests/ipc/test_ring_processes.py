@@ -13,34 +13,21 @@ import pytest
 from ipc import RingReader, RingWriter, errors
 from tests.support.ring_peer import Killer, Progress, is_intact, payload, start_peer
 
-MODES = ["predict", "block", "spin"]
-MAX_BYTES = 3000
 
-
-def start(job, ring, progress, wait, **options):
-    """Starts the other side; does not spin until it has attached, which would only burn a core."""
-    peer = start_peer(job, ring.name, progress, wait=wait, **options)
-    if wait == "spin":
-        ring.wait_attached(30)
-    return peer
-
-
-@pytest.mark.parametrize("wait", MODES)
+@pytest.mark.parametrize("wait", ["predict", "block", "spin"])
 @pytest.mark.parametrize("side", ["producer", "consumer"])
 def test_death_ends_a_wait(tmp_path, wait, side):
     here, job = (RingReader, "produce") if side == "producer" else (RingWriter, "consume")
     with here.create(2, 64, wait=wait) as ring:
-        peer = start(job, ring, tmp_path / "p", wait, count=3, max_bytes=64, then="sleep")
-        if isinstance(ring, RingReader):
-            for _ in range(3):
-                ring.receive(30)
-        else:
-            for number in range(5):  # three are received, two fill the ring
-                ring.send(*payload(number, 64), timeout=30)
-            while Progress.at(tmp_path / "p").done < 3:
-                time.sleep(0.001)
+        options = {"wait": wait, "count": 3, "max_bytes": 64, "then": "sleep"}
+        peer = start_peer(job, ring.name, tmp_path / "p", **options)
+        ring.wait_attached(30)  # to spin until then would only burn a core
+        wait_for_peer = ring.receive if side == "producer" else ring.send
+        for number in range(3 if side == "producer" else 5):  # three are received, two fill it
+            wait_for_peer(*(payload(number, 64) if side == "consumer" else ()), timeout=30)
+        while Progress.at(tmp_path / "p").done < 3:
+            time.sleep(0.001)
         killer = Killer(peer.pid, 0.02)  # while this side waits
-        wait_for_peer = ring.receive if isinstance(ring, RingReader) else ring.send
         with pytest.raises(errors.PeerDied, match=f"the {side} .pid {peer.pid}") as died:
             wait_for_peer(timeout=30)
         assert (died.value.side, died.value.pid) == (side, peer.pid)

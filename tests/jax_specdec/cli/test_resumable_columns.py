@@ -110,8 +110,7 @@ def test_devices_are_read():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"replicas": 0}, "replicas = 0 must be from 1 to 65536"),
-        ({"coalesce": -1}, "coalesce = -1 must be from 0"),
+        ({"replicas": 0}, "replicas = 0 must be from 1 to 65536"),  # others: docs/limits.md
         ({"devices": {"GPU": -1}}, r"devices\['GPU'\] = -1 must be 0 or more"),
         ({"devices": {}}, "names none"),
     ],

@@ -9,14 +9,7 @@ import pytest
 import zmq
 
 from jax_specdec import control
-from jax_specdec.control import (
-    ControlClient,
-    ControlServer,
-    Heartbeat,
-    Phase,
-    ProcessStats,
-    channel,
-)
+from jax_specdec.control import ControlClient, ControlServer, Heartbeat, Phase, ProcessStats
 from jax_specdec.engine.work_directory import WorkDirectory
 from tests.support.processes import wait_for
 
@@ -118,7 +111,7 @@ def test_a_last_command_that_got_lost_is_sent_again_too(connected, monkeypatch):
     assert peer.take() == [(1, b"last")]
     hear(listening, link, peer, taken=0)  # it may be under way
     assert peer.nothing_comes()
-    monkeypatch.setattr(channel, "RESEND_SECONDS", 0.0)
+    monkeypatch.setattr(control.channel, "RESEND_SECONDS", 0.0)
     hear(listening, link, peer, taken=0)
     assert peer.take() == [(1, b"last")]
 
@@ -173,11 +166,11 @@ def test_a_heartbeat_of_any_values_is_a_pulse_or_refused():
 
 def test_a_heartbeat_that_is_too_long_is_not_heard_and_the_link_goes_on(connected):
     listening, link, peer = connected
-    peer.say(phase=Phase.IDLE, devices=("x" * channel.MAX_BEAT_BYTES,))
+    peer.say(phase=Phase.IDLE, devices=("x" * control.channel.MAX_BEAT_BYTES,))
     hear(listening, link, peer, phase=Phase.STEPPING)
     assert link.heartbeat.phase is Phase.STEPPING
     assert link.heartbeat.beats == 2  # the first one, and the last: it has connected again
-    hear(listening, link, peer, devices=("x" * (channel.MAX_BEAT_BYTES // 2),))
+    hear(listening, link, peer, devices=("x" * (control.channel.MAX_BEAT_BYTES // 2),))
     assert link.heartbeat.beats == 3
     link.tell(b"all is well")
     until(listening, lambda: link._sent == 1)
@@ -199,7 +192,7 @@ def test_a_flood_of_heartbeats_holds_nobody_up(connected):
         peer.socket.send(beat)
     wait_for(listening.ready)
     listening.pump()
-    assert 0 < len(heard) <= channel.HEARD_AT_ONCE
+    assert 0 < len(heard) <= control.channel.HEARD_AT_ONCE
 
 
 def test_a_stranger_is_not_heard_and_gets_nothing(connected, peer_of):

@@ -9,8 +9,8 @@ from tests.support.scripted_worker import VOCAB
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_drafts", 65), ("vocab_size", 0), ("max_silence", 0.0)],  # others: docs/limits.md
-)  # fmt: skip
+    [("vocab_size", 0), ("max_silence", 0.0)],  # others: docs/limits.md
+)
 def test_sizes_are_checked_before_memory_is_taken(field, value):
     with pytest.raises(ValueError, match=f"{field} = {value} must be (from|above)"):
         EngineConfig(**{"vocab_size": VOCAB, field: value})

@@ -207,25 +207,21 @@ def test_an_interrupt_while_a_worker_is_started_leaves_nothing(monkeypatch):
 
 @pytest.mark.parametrize("fault", ["watch", "thread"])
 def test_a_worker_that_cannot_be_watched_or_waited_for_is_ended_with_the_reason(fault, monkeypatch):
-    started = []
+    started, popen = [], subprocess.Popen
 
-    class Popen(subprocess.Popen):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            started.append(self)
+    def noted(*args, **options):
+        started.append(popen(*args, **options))
+        return started[-1]
 
     def refuse(*_):
         raise RuntimeError("too many of them")
 
-    monkeypatch.setattr(child_process.subprocess, "Popen", Popen)
-    if fault == "watch":
-        monkeypatch.setattr(RingReader, "expect_peer", refuse)
-    else:
-        monkeypatch.setattr(child_process.threading.Thread, "start", refuse)
+    monkeypatch.setattr(child_process.subprocess, "Popen", noted)
+    thread = child_process.threading.Thread
+    refused = (RingReader, "expect_peer") if fault == "watch" else (thread, "start")
+    monkeypatch.setattr(*refused, refuse)
     with pytest.raises(RuntimeError, match="too many of them"):
-        worker_client.WorkerProcess(
-            EngineConfig(vocab_size=VOCAB), program=fake_worker("time.sleep(99)")
-        )
+        worker_client.WorkerProcess(settings(), program=fake_worker("time.sleep(99)"))
     assert len(started) == (fault == "watch")
     for process in started:
         wait_for(lambda process=process: process.returncode == -signal.SIGKILL)
