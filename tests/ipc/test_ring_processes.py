@@ -1,40 +1,16 @@
-"""Two processes: transfer, death of either side in every wait mode, fork, one core.
+"""Two processes: what is delivered of a dead one, a peer that never attaches, fork.
 
-`.ci/heavy ring` checks how soon a death is noticed.
+`test_ring_soak` has the deaths of either side in every wait mode.
 """
 
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-from ipc import RingReader, RingWriter, errors
-from tests.support.ring_peer import Killer, Progress, is_intact, payload, start_peer
-
-
-@pytest.mark.parametrize("wait", ["predict", "block", "spin"])
-@pytest.mark.parametrize("side", ["producer", "consumer"])
-def test_death_ends_a_wait(tmp_path, wait, side):
-    here, job = (RingReader, "produce") if side == "producer" else (RingWriter, "consume")
-    with here.create(2, 64, wait=wait) as ring:
-        options = {"wait": wait, "count": 3, "max_bytes": 64, "then": "sleep"}
-        peer = start_peer(job, ring.name, tmp_path / "p", **options)
-        ring.wait_attached(30)  # to spin until then would only burn a core
-        wait_for_peer = ring.receive if side == "producer" else ring.send
-        for number in range(3 if side == "producer" else 5):  # three are received, two fill it
-            wait_for_peer(*(payload(number, 64) if side == "consumer" else ()), timeout=30)
-        while Progress.at(tmp_path / "p").done < 3:
-            time.sleep(0.001)
-        killer = Killer(peer.pid, 0.02)  # while this side waits
-        with pytest.raises(errors.PeerDied, match=f"the {side} .pid {peer.pid}") as died:
-            wait_for_peer(timeout=30)
-        assert (died.value.side, died.value.pid) == (side, peer.pid)
-        assert died.value.last_sequence == 2
-        killer.join()
-        # The peer was not reaped while this process waited: a zombie counts as dead.
-        assert peer.wait(30) == -signal.SIGKILL
+from ipc import RingReader, errors
+from tests.support.ring_peer import Progress, is_intact, start_peer
 
 
 def test_what_was_committed_before_the_kill_is_delivered(tmp_path):

@@ -3,6 +3,7 @@
 `.ci/heavy ring` runs the slow ones, with far more of each.
 """
 
+import itertools
 import os
 import random
 import time
@@ -24,12 +25,11 @@ def nothing_left(pid):
     assert not [file for file in find_ring_files() if file.creator.pid in (os.getpid(), pid)]
 
 
-def start_under_load(rng, side, slots, max_bytes, progress):
+def start_under_load(rng, side, wait, slots, max_bytes, progress):
     """Start the peer that is the `side`; either of the two may create the ring."""
     job = "produce" if side == "producer" else "consume"
     here = RingReader if side == "producer" else RingWriter
-    wait, peer_wait = rng.choice(MODES), rng.choice(MODES)
-    options = {"wait": peer_wait, "max_bytes": max_bytes, "slots": slots}
+    options = {"wait": rng.choice(MODES), "max_bytes": max_bytes, "slots": slots}
     if rng.random() < 0.5:
         peer = start_peer(job, "create", progress, **options)
         with peer.stdout:
@@ -40,14 +40,17 @@ def start_under_load(rng, side, slots, max_bytes, progress):
     return ring, peer
 
 
-def kill_under_load(rng, progress):
-    """Kill a peer under load; how many messages crossed, and the seconds to notice it."""
-    side = rng.choice(["producer", "consumer"])
+def kill_under_load(rng, side, wait, progress):
+    """Kill a peer under load; how many messages crossed, and the seconds to notice it.
+
+    It is not reaped before: a zombie counts as dead.
+    """
     slots, max_bytes = rng.choice([1, 2, 16]), rng.choice([100, 3000, 200_000])
-    ring, peer = start_under_load(rng, side, slots, max_bytes, progress)
+    ring, peer = start_under_load(rng, side, wait, slots, max_bytes, progress)
     killer, crossed = Killer(peer.pid, rng.random() * 0.03), 0
     with ring:
-        with pytest.raises(errors.PeerDied) as raised:  # noqa: PT012
+        said = f"the {side} .pid {peer.pid}"
+        with pytest.raises(errors.PeerDied, match=said) as raised:  # noqa: PT012
             while True:
                 if side == "producer":
                     message = ring.receive(10)
@@ -99,10 +102,12 @@ slowly = pytest.mark.timeout(3600), pytest.mark.slow
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=slowly)])
 def test_random_kills_under_load(tmp_path, rounds):
-    rng = random.Random(1)
+    rng, kinds = random.Random(1), itertools.product(("producer", "consumer"), MODES)
     crossed, delays = zip(
-        *(kill_under_load(rng, tmp_path / str(n)) for n in range(rounds)), strict=True
-    )
+        *(kill_under_load(rng, *kind, tmp_path / str(n))
+          for n, kind in zip(range(rounds), itertools.cycle(kinds), strict=False)),
+        strict=True,
+    )  # fmt: skip
     assert sum(crossed) > 100
     assert rounds < 100 or sorted(delays)[rounds // 2] < MAX_NOTICE_SECONDS
 

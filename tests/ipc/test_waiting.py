@@ -7,7 +7,7 @@ import posix_ipc
 import pytest
 
 from ipc import RingReader, RingWriter, waiting
-from ipc.free_cores import FIRST_SPAN_NS, LONGEST_SPAN_NS, FreeCores
+from ipc.free_cores import FIRST_SPAN_NS, FreeCores
 from ipc.rhythm import LEAD_NS, NEVER
 from ipc.waiting import GLANCES, POLICIES, Waiter
 
@@ -176,21 +176,6 @@ def test_a_core_that_is_lost_seldom_costs_few_units(scene):
         lost_units(scene, 1)
         scene.slice = NEVER
         assert lost_units(scene, 1000)[1] > 0.8
-
-
-def test_cores_that_look_free_and_are_lost_are_tried_ever_more_seldom(scene):
-    """Such as those of a container that gets its share of them in slices."""
-    scene.slice = 60 * US
-    scene.waiter._cores._available = lambda: scene.now
-    assert lost_units(scene, 10_000)[0] < 0.005
-
-
-def test_spinning_comes_back_once_cores_are_free(scene):
-    scene.slice = 60 * US
-    lost_units(scene, 10_000)
-    scene.slice = NEVER
-    lost_units(scene, LONGEST_SPAN_NS // (5 * MS))
-    assert lost_units(scene, 100)[1] > 0.95
 
 
 def test_a_lost_core_ends_the_spinning_of_that_wait(scene):

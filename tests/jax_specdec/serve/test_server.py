@@ -11,7 +11,7 @@ import pytest
 
 from jax_specdec.engine import FinishReason
 from jax_specdec.serve.bounds import Bounds
-from tests.support.http_server import VOCAB, WaitingWorker, finished, serving, until
+from tests.support.http_server import WaitingWorker, finished, serving, until
 
 BODY = {"prompt": "abc", "max_tokens": 3}
 LONG = BODY | {"max_tokens": 40, "ignore_eos": True}
@@ -61,7 +61,6 @@ def test_unknown_places_methods_and_types(server, method, path, status, said):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"{", "the body is not JSON"),
         (b'{"prompt": "a", "\\ud800": 1}', "'\\ud800' is not served"),
         (b"[1]", "must be a JSON object, not [1]"),
         (b"{}", "prompt is missing"),
@@ -91,8 +90,7 @@ def test_unknown_places_methods_and_types(server, method, path, status, said):
         ({"logit_bias": {"+1": 5}}, "'+1' is no token id"),
         ({"logit_bias": {"1": 101}}, "token 1 must be from -100.0 to"),
         ({"logit_bias": {"1": True}}, "token 1 must be a number"),
-        ({"logit_bias": {str(VOCAB): 1}}, "logit_bias: token id 32 is"),
-        ({"logit_bias": dict.fromkeys(range(1024), 1)}, "token id 32 is outside"),
+        ({"logit_bias": dict.fromkeys(range(1024), 1)}, "logit_bias: token id 32 is outside"),
         ({"logit_bias": dict.fromkeys(range(1025), 1)}, "has 1025 entries and may have 1024"),
         ({"presence_penalty": 2.5}, "must be from -2.0 to 2.0"),
         ({"min_tokens": 17}, "min_tokens = 17 is over max_tokens = 16"),
@@ -107,7 +105,6 @@ def test_unknown_places_methods_and_types(server, method, path, status, said):
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "nothing comes after"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
          "response_format and structured_outputs each say"),
-        ({"min_tokens": 1, "structured_outputs": {"regex": "a"}}, "min_tokens = 1 with struct"),
         ({"structured_outputs": {"json_object": False}, "response_format": {"type": "text"}}, None),
         ({"tools": []}, "'tools' is not served"),
         ({"logprob": 1}, "did you mean 'logprobs'?"),

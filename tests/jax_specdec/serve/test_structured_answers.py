@@ -130,18 +130,15 @@ def test_a_call_that_is_required_comes_whole_and_in_parts(client, choice):
         assert is_colors(call.function.arguments)
     else:
         assert (call.function.name, json.loads(call.function.arguments)) == ("stop", {})
-    name, arguments, ids, finish = "", "", set(), None
-    for chunk in chat(client, tools=TOOLS, tool_choice=choice, stream=True):
-        (one,) = chunk.choices
-        finish = one.finish_reason or finish
-        for part in one.delta.tool_calls or ():
-            assert part.index == 0
-            ids |= {part.id} - {None}
-            name += part.function.name or ""
-            arguments += part.function.arguments
-        assert not one.delta.content
-    assert (name, arguments, finish) == (call.function.name, call.function.arguments, "tool_calls")
-    assert len(ids) == 1
+    stream = chat(client, tools=TOOLS, tool_choice=choice, stream=True)
+    choices = [one for chunk in stream for one in chunk.choices]
+    parts = [part for one in choices for part in one.delta.tool_calls or ()]
+    assert {part.index for part in parts} == {0}
+    assert len({part.id for part in parts} - {None}) == 1
+    assert "".join(part.function.name or "" for part in parts) == call.function.name
+    assert "".join(part.function.arguments for part in parts) == call.function.arguments
+    assert [one.finish_reason for one in choices if one.finish_reason] == ["tool_calls"]
+    assert not any(one.delta.content for one in choices)
 
 
 def test_without_need_there_may_be_text(client, server):
@@ -196,30 +193,27 @@ def test_a_text_that_cannot_go_on_ends_with_an_error_of_its_own():
 
 
 def test_a_call_is_told_from_the_text_wherever_it_is_cut():
-    name = {"id": None, "type": "function", "index": 0}
+    first = {"id", "type", "index", "function"}
     for text, said, arguments in (
         ("Well < then " + CALL, "Well < then ", '{"color":"red", "n": 7}'),
         (CALL, "", '{"color":"red", "n": 7}'),
-        ("no <tool_cal", "no <tool_cal", None),
+        ("no <tool_cal", "no <tool_cal", ""),
         (CALL[:-15], "", '{"color":"red", "n": 7'),  # at the limit of tokens
     ):
         for size in (1, 2, 5, 13, 200):
-            reader, told, calls = CallReader(), "", []
-            for start in range(0, len(text), size):
-                over = start + size >= len(text)
-                more, call = reader.push(text[start : start + size], over=over)
-                told += more
-                calls += [call] if call else []
-            assert told == said
+            reader, places = CallReader(), range(0, len(text), size)
+            parts = [reader.push(text[at : at + size], over=at is places[-1]) for at in places]
+            assert "".join(more for more, _ in parts) == said
             assert reader.complete == text.endswith(CALL)
-            if arguments is None:
-                assert not calls
-                continue
+            calls = [call for _, call in parts if call]
             assert "".join(one["function"]["arguments"] for one in calls) == arguments
-            first, *others = calls
-            assert first["function"].pop("name") == "paint"
-            assert {**first, "id": None, "function": None} == {**name, "function": None}
-            assert all(set(one) == {"index", "function"} for one in others)
+            assert [one["function"].get("name") for one in calls[:2]] == ["paint", None][
+                : len(calls)
+            ]
+            assert all(set(one) == first - {"id", "type"} for one in calls[1:])
+            assert all(
+                (set(one), one["type"], one["index"]) == (first, "function", 0) for one in calls[:1]
+            )
 
 
 def test_conversations_with_calls_reach_the_template():
