@@ -57,7 +57,7 @@ ROOMS = {
     "ipc": Room("ipc/[!w]*.py ipc/w[!i]*.py", "tests/ipc"),
     "wire": Room(
         "ipc/wire.py jax_specdec/device/messages/*.py",
-        "tests/ipc/test_wire.py tests/ipc/test_wire_layout.py tests/jax_specdec/device/messages "
+        "tests/ipc/test_wire.py tests/jax_specdec/device/messages "
         "tests/jax_specdec/device/loop/test_every_value.py",
     ),
 }
