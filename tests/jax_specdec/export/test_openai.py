@@ -1,11 +1,16 @@
-"""OpenAI-style responses: the formats, the extension, and what JSON cannot carry."""
+"""OpenAI-style responses: the formats, the extension, what JSON cannot carry, the package's types."""
 
 import json
 import math
 from dataclasses import replace
 
+import httpx
 import numpy as np
 import pytest
+from openai import OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import ValidationError
 
 from ipc.wire import KEPT_MANY
 from jax_specdec.export import openai
@@ -58,10 +63,30 @@ def test_tokens_that_are_parts_of_a_character():
     assert choice["logprobs"]["tokens"] == [" a", *parts, " a", "</s>"]
 
 
-@pytest.mark.parametrize(("stream", "whole"), [(CompletionStream, completion),
-                                               (ChatStream, chat_completion)])  # fmt: skip
-@pytest.mark.parametrize("make", [snowman, two_steps])
-def test_the_chunks_of_a_stream_join_to_the_whole_response(stream, whole, make):
+def plain():
+    """Records of a request without logprobs."""
+    return records_of(target(0, tokens(3)), target(1, tokens(3, 4)), max_tokens=3)
+
+
+def with_top():
+    slot = tokens(3, 4, columns=3, logprobs=[[-0.5, -0.5, -1.5], [-2.0, -0.25, -1.0]])
+    slot.topk_ids[:] = [[3, 0], [1, 3]]
+    return records_of(target(0, slot), logprobs=2, max_tokens=2)
+
+
+def strict(model, value):
+    """Validate a value as JSON without conversions, such as int to float."""
+    return model.model_validate_json(json.dumps(value, allow_nan=False), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("stream", "whole", "types"),
+    [(CompletionStream, completion, (Completion, Completion)),
+     (ChatStream, chat_completion, (ChatCompletion, ChatCompletionChunk))],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [snowman, two_steps, plain, with_top])
+def test_the_chunks_of_a_stream_join_to_the_whole_response(stream, whole, types, make):
+    """And all of them are of the openai package's own types."""
     records = make()
     asked = records[0].request
     expected = whole(asked, records, TABLE, **MADE)
@@ -69,26 +94,31 @@ def test_the_chunks_of_a_stream_join_to_the_whole_response(stream, whole, make):
     chunks = [live.chunk(record) for record in records]
     choices = [chunk["choices"][0] for chunk in chunks]
     last = live.usage()
+    if make is not two_steps:  # which has an invalid row
+        found = strict(types[0], expected).model_dump(mode="json", exclude_unset=True)
+        assert found == json.loads(json.dumps(expected))
+        every = [*chunks, last]  # the first type lacks the null reason that the API sends
+        for chunk in every[-2:] if stream is CompletionStream else every:
+            strict(types[1], chunk)
     assert last["choices"] == []
     assert last["usage"] == expected["usage"]
     assert choices[-1]["finish_reason"] == expected["choices"][0]["finish_reason"]
-    found = [choice["logprobs"] for choice in choices]
-    logprobs = expected["choices"][0]["logprobs"]
+    found = [choice["logprobs"] or {} for choice in choices]
+    logprobs = expected["choices"][0]["logprobs"] or {}
     if stream is ChatStream:
         roles = ["role" in choice["delta"] for choice in choices]
         assert roles == [True, *[False] * (len(roles) - 1)]
         text = "".join(choice["delta"]["content"] for choice in choices)
-        assert [entry for part in found for entry in part["content"]] == logprobs["content"]
         expected_text = expected["choices"][0]["message"]["content"]
     else:
         text = "".join(choice["text"] for choice in choices)
-        for name, values in logprobs.items():
-            assert [value for part in found for value in part[name]] == values
         expected_text = expected["choices"][0]["text"]
     # A request that has not ended may still complete its last character.
     ended = choices[-1]["finish_reason"] is not None
     assert text == (expected_text if ended else expected_text.removesuffix("\ufffd"))
-    for name in ("token_ids", "token_kinds", "by_step", "token_ranks", "topk_ids"):
+    for name in logprobs.keys() - {"refusal"}:
+        assert [value for part in found for value in part[name]] == logprobs[name]
+    for name in expected["speculation"].keys() & chunks[0]["speculation"].keys():
         parts = [chunk["speculation"][name] for chunk in chunks]
         assert [v for part in parts for v in part] == expected["speculation"][name]
 
@@ -227,3 +257,21 @@ def test_prompt_logprobs_are_an_extension():
         assert response["speculation"]["prompt_logprobs"] == expected
         without = build(records[0].request, records, TABLE, **MADE)
         assert "prompt_logprobs" not in without["speculation"]
+
+
+def client_of(body, kind="application/json"):
+    """A client of the openai package, which gets `body` for an answer."""
+    answer = httpx.Response(200, content=body, headers={"content-type": kind})
+    http = httpx.Client(transport=httpx.MockTransport(lambda _: answer))
+    return OpenAI(api_key="none", base_url="http://127.0.0.1/v1", http_client=http)
+
+
+def test_an_invalid_row_is_null_which_only_the_client_takes():
+    """JSON has no NaN, and the types have no null: the client reads the null of the contract."""
+    records = two_steps(max_tokens=3)
+    response = chat_completion(records[0].request, records, TABLE, **MADE)
+    with pytest.raises(ValidationError, match="logprob"):
+        strict(ChatCompletion, response)
+    with client_of(json.dumps(response).encode()) as client:
+        read = client.chat.completions.create(model="m", messages=[], logprobs=True)
+    assert [entry.logprob for entry in read.choices[0].logprobs.content] == [-0.5, -2.0, None]
