@@ -1,4 +1,4 @@
-"""OpenAI-style responses: the formats, the extension, what JSON cannot carry, the package's types."""
+"""OpenAI-style responses: formats, extension, what JSON cannot carry, the package's types."""
 
 import json
 import math
