@@ -22,31 +22,30 @@ from tests.support.scripted_process import scripted_engine
 
 
 def test_options_reach_the_engine(model, fake, tmp_path):
-    """Who drafts, devices, and what each request asks for."""
+    """Who drafts, devices, how many tokens a slot must hold, and what each request asks for."""
     small = tiny_checkpoint.write(tmp_path / "small")
-    for options in (
-        "", "--draft-width fixed --drafter suffix --drafts 5 --kept-token-ids",
-        "--tensor-parallel 2 --ignore-eos", f"--draft-model {small}",
-        f"--draft-model {small} --drafts 0", "--max-restarts 3 --batch-invariant",
+    usual = {
+        "drafter": "ngram", "num_drafts": 3, "draft_width": "adaptive", "tensor_parallel": 1,
+        "draft_model": "", "batch_invariant": False, "on_worker_loss": "stop", "max_length": 128,
+        "max_restarts": EngineConfig.max_restarts,
+    }  # fmt: skip
+    for options, changes, params in (
+        ("--max-tokens 4", {}, (False, (1,))),
+        ("--draft-width fixed --drafter suffix --drafts 5 --kept-token-ids",
+         {"draft_width": "fixed", "drafter": "suffix", "num_drafts": 5}, (True, (1,))),
+        ("--tensor-parallel 2 --ignore-eos", {"tensor_parallel": 2}, (False, ())),
+        (f"--draft-model {small}", {"drafter": "model", "draft_model": str(small)}, (False, (1,))),
+        (f"--draft-model {small} --drafts 0", {"drafter": "none", "num_drafts": 0}, (False, (1,))),
+        ("--max-restarts 3 --batch-invariant",
+         {"on_worker_loss": "restart", "max_restarts": 3, "batch_invariant": True}, (False, (1,))),
+        *((f"--max-tokens {most}", {"max_length": holds}, (False, (1,)))
+          for most, holds in ((200, 256), (500, 512))),
+        ("--max-length 20", {"max_length": 20}, (False, (1,))),
     ):  # fmt: skip
         assert status_of("generate", "--model", model, "--prompt", "a", *options.split()) == 0
-    names = ("drafter", "num_drafts", "draft_width", "tensor_parallel", "draft_model")
-    assert [tuple(getattr(one, name) for name in names) for one in fake.configs] == [
-        ("ngram", 3, "adaptive", 1, ""), ("suffix", 5, "fixed", 1, ""),
-        ("ngram", 3, "adaptive", 2, ""), ("model", 3, "adaptive", 1, str(small)),
-        ("none", 0, "adaptive", 1, ""), ("ngram", 3, "adaptive", 1, ""),
-    ]  # fmt: skip
-    assert [one.batch_invariant for one in fake.configs] == [False] * 5 + [True]
-    restarts = [(one.on_worker_loss, one.max_restarts) for one in fake.configs]
-    assert restarts == [("stop", EngineConfig.max_restarts)] * 5 + [("restart", 3)]
-    asked = [(one.params.kept_token_ids, one.params.stop_token_ids) for one in fake.requests]
-    assert asked == [(False, (1,)), (True, (1,)), (False, ())] + [(False, (1,))] * 3
-
-
-def test_a_slot_holds_as_many_tokens_as_it_must(model, fake):
-    for options in ("--max-tokens 4", "--max-tokens 200", "--max-tokens 500", "--max-length 20"):
-        assert status_of("generate", "--model", model, "--prompt", "a", *options.split()) == 0
-    assert [one.max_length for one in fake.configs] == [128, 256, 512, 20]
+        config, asked = fake.configs[-1], fake.requests[-1].params
+        assert {name: getattr(config, name) for name in usual} == usual | changes
+        assert (asked.kept_token_ids, asked.stop_token_ids) == params
 
 
 def test_workers_prepare_what_the_prompts_ask_for(model, fake):

@@ -15,14 +15,8 @@ from tests.support.scripted_worker import continuation
 from tests.support.streaming import StreamingScene
 
 MAX_WAITING = 4
-BACKLOG = 64
 NATURAL = {FinishReason.LENGTH, FinishReason.STOP_TOKEN}
 OF_LOSSES = {FinishReason.WORKER_LOST, FinishReason.ATTEMPTS_EXHAUSTED}
-
-
-def kill(worker):
-    """Let a worker end before its next message."""
-    worker.dies_after = worker.sent
 
 
 def check_end(scene, name, allowed):
@@ -48,7 +42,7 @@ class StreamMachine(RuleBasedStateMachine):
             num_slots=2,
             num_ranks=2,
             max_waiting=MAX_WAITING,
-            max_backlog=BACKLOG,
+            max_backlog=64,
             on_worker_loss="restart",
             resume_lost=True,
             restart_delay=0.01,
@@ -77,9 +71,8 @@ class StreamMachine(RuleBasedStateMachine):
         try:
             self.scene.submit(request, priority=priority, deadline=deadline)
         except EngineFull as error:
-            said = str(error)
             assert waiting >= MAX_WAITING
-            assert f"{MAX_WAITING} requests wait for a slot, as many as may" in said
+            assert f"{MAX_WAITING} requests wait for a slot, as many as may" in str(error)
         except EngineClosed:
             assert self.draining
         else:
@@ -109,7 +102,7 @@ class StreamMachine(RuleBasedStateMachine):
     def lose(self, rank):
         worker = self.scene.engine.sessions[rank].worker
         if not worker.stopped:
-            kill(worker)
+            worker.dies_after = worker.sent  # before its next message
         self.killed = True
         self.allowed = {name: reasons | OF_LOSSES for name, reasons in self.allowed.items()}
 

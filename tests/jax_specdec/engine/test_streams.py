@@ -29,14 +29,6 @@ def expected(requests):
     return {one.id: continuation(one)[0] for one in requests}
 
 
-def tokens_of(updates):
-    got = collections.defaultdict(list)
-    for update in updates:
-        for record in update.records:
-            got[record.request_id] += record.token_ids.tolist()
-    return got
-
-
 def test_a_short_request_waits_for_no_long_one():
     """Steps of the worker from the submission of a 2-token request to its first token."""
     steps = []
@@ -105,7 +97,10 @@ def test_generate_has_the_records_of_its_requests_alone():
         next(scene.engine.generate([request("stream")]))
     left = scene.generate(others)
     next(left)
-    assert tokens_of(scene.generate(mine)) == expected(mine)
+    got = collections.defaultdict(list)
+    for record in (record for update in scene.generate(mine) for record in update.records):
+        got[record.request_id] += record.token_ids.tolist()
+    assert got == expected(mine)
     left.close()
     assert scene.engine._streams._readers == []
     scene.finish()

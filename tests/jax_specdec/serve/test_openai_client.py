@@ -17,7 +17,6 @@ from tests.support.scripted_worker import continuation, logprob
 PROMPT = "hello you"
 IDS = MODEL.encoder.encode(PROMPT)
 SCORES = [None, *(logprob(list(IDS[:n])) for n in range(1, len(IDS)))]
-MESSAGES = [{"role": "user", "content": PROMPT}]
 encode = MODEL.encoder.encode
 
 
@@ -37,29 +36,26 @@ def arrays(columns):
 
 
 def complete(client, **changes):
-    return client.completions.create(
-        **{"model": "scripted", "prompt": PROMPT, "max_tokens": 20, **changes}
-    )
+    asked = {"model": "scripted", "prompt": PROMPT, "max_tokens": 20, **changes}
+    return client.completions.create(**asked)
 
 
 def chat(client, **changes):
-    return client.chat.completions.create(
-        **{"model": "scripted", "messages": MESSAGES, "max_tokens": 20, **changes}
-    )
+    messages = [{"role": "user", "content": PROMPT}]
+    asked = {"model": "scripted", "messages": messages, "max_tokens": 20, **changes}
+    return client.chat.completions.create(**asked)
 
 
 def joined(choices):
     """What the choices of a stream, or the only one of an answer, add up to."""
+    rows = [one.logprobs for one in choices if one.logprobs]
     lists = ("tokens", "token_logprobs", "text_offset")
     return SimpleNamespace(
         text="".join(one.text for one in choices),
         token_ids=[id for one in choices for id in getattr(one, "token_ids", ())],
         finish=[one.finish_reason for one in choices if one.finish_reason],
         stop_reason=choices[-1].stop_reason,
-        **{
-            name: [x for one in choices if one.logprobs for x in getattr(one.logprobs, name)]
-            for name in lists
-        },
+        **{name: [x for one in rows for x in getattr(one, name)] for name in lists},
     )
 
 
