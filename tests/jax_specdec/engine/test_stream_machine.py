@@ -71,8 +71,9 @@ class StreamMachine(RuleBasedStateMachine):
         try:
             self.scene.submit(request, priority=priority, deadline=deadline)
         except EngineFull as error:
+            said = str(error)
             assert waiting >= MAX_WAITING
-            assert f"{MAX_WAITING} requests wait for a slot, as many as may" in str(error)
+            assert f"{MAX_WAITING} requests wait for a slot, as many as may" in said
         except EngineClosed:
             assert self.draining
         else:
