@@ -33,6 +33,13 @@ def test_steady_gaps_are_met_in_the_middle_of_the_window():
     assert rhythm.interval_ns == 8 * MS
 
 
+def test_a_new_rhythm_is_learned_within_three_units_and_a_pause_is_none():
+    for gaps, learned in (((5, 5, 5, 12, 12, 12), 12), ((5, 5, 5, 3000, 12), 5)):
+        rhythm = after(*[gap * MS for gap in gaps])
+        rhythm.window(rhythm.last_ns)
+        assert rhythm.interval_ns == learned * MS
+
+
 def test_a_late_wait_spins_at_once_and_no_longer():
     rhythm = after(*[8 * MS] * LAST_GAPS)
     now = rhythm.last_ns + 20 * MS

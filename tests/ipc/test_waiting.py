@@ -191,19 +191,6 @@ def test_a_lost_core_ends_the_spinning_of_that_wait(scene):
     assert len(spun) > 10
 
 
-def test_a_new_rhythm_is_learned_within_three_units(scene):
-    for gap in (5 * MS, 12 * MS, 7 * MS):
-        for interval, learning in ((gap, 10), (gap + 3 * MS, 3)):
-            lost_units(scene, learning, interval)
-            assert lost_units(scene, 1, interval)[1] == 1
-
-
-def test_a_pause_does_not_spoil_the_prediction(scene):
-    lost_units(scene, 20)
-    scene.take(3_000 * MS)
-    assert lost_units(scene, 20)[1] >= 0.7
-
-
 @pytest.mark.parametrize(("interval", "spread", "poll"), [(35, 1, 1), (400, 140, 50)])
 def test_many_short_waits_for_one_unit_spin_no_longer_than_one(monkeypatch, interval, spread, poll):
     """An engine waits so between two heartbeats, and so does a server that polls."""

@@ -35,7 +35,8 @@ def check(folder, columns):
     assert (np.diff(found.request) >= 0).all()  # each request's tokens one after the other
     for index in range(len(columns.request_id)):
         same(columns.of_request(index), found.of_request(index))
-    assert len(found) == len(columns)
+    if not len(columns):
+        same(columns, found)
 
 
 @pytest.mark.parametrize("columns", [three_requests(), EMPTY])
