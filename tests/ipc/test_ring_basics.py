@@ -38,7 +38,7 @@ def test_other_buffers(pair):
         ("text", TypeError), (3, TypeError),
         (np.ones((4, 4))[:, 1], ValueError), (memoryview(b"abcd")[::2], ValueError),
     ):  # fmt: skip
-        with pytest.raises(error, match="contiguous" if error is ValueError else ""):
+        with pytest.raises(error, match="contiguous" if error is ValueError else None):
             writer.send(bad)
     writer.send(b"still fine")
     assert reader.receive(1).data == b"still fine"

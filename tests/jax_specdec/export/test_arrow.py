@@ -71,7 +71,7 @@ def test_tables_without_a_column_are_refused():
     before = tokens_table.drop_columns(["draft_chosen_ids", "kept_ids", "log_kept"])
     sequences = arrow.sequences_table(columns).drop_columns(["weights_version"])
     for read, tables, lacks in (
-        (arrow.from_tables, (before, requests_table), ".* draft_chosen_ids, kept_ids, log_kept"),
+        (arrow.from_tables, (before, requests_table), "draft_chosen_ids, kept_ids, log_kept"),
         (arrow.from_tables, (tokens_table, requests_table.drop_columns(["mode"])), "mode"),
         (arrow.from_sequences, (sequences,), "weights_version"),
     ):
