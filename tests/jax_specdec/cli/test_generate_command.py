@@ -26,11 +26,11 @@ def test_options_reach_the_engine(model, fake, tmp_path):
     small = tiny_checkpoint.write(tmp_path / "small")
     usual = {
         "drafter": "ngram", "num_drafts": 3, "draft_width": "adaptive", "tensor_parallel": 1,
-        "draft_model": "", "batch_invariant": False, "on_worker_loss": "stop", "max_length": 128,
+        "draft_model": "", "batch_invariant": False, "on_worker_loss": "stop", "max_length": 256,
         "max_restarts": EngineConfig.max_restarts,
     }  # fmt: skip
     for options, changes, params in (
-        ("--max-tokens 4", {}, (False, (1,))),
+        ("", {}, (False, (1,))),
         ("--draft-width fixed --drafter suffix --drafts 5 --kept-token-ids",
          {"draft_width": "fixed", "drafter": "suffix", "num_drafts": 5}, (True, (1,))),
         ("--tensor-parallel 2 --ignore-eos", {"tensor_parallel": 2}, (False, ())),
@@ -39,7 +39,7 @@ def test_options_reach_the_engine(model, fake, tmp_path):
         ("--max-restarts 3 --batch-invariant",
          {"on_worker_loss": "restart", "max_restarts": 3, "batch_invariant": True}, (False, (1,))),
         *((f"--max-tokens {most}", {"max_length": holds}, (False, (1,)))
-          for most, holds in ((200, 256), (500, 512))),
+          for most, holds in ((4, 128), (200, 256), (500, 512))),
         ("--max-length 20", {"max_length": 20}, (False, (1,))),
     ):  # fmt: skip
         assert status_of("generate", "--model", model, "--prompt", "a", *options.split()) == 0
