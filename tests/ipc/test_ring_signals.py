@@ -140,26 +140,22 @@ WAITING = """
 import signal, sys, threading, time
 from ipc import RingReader, RingWriter
 
-def wait_for_the_other_side():
-    print("waiting", flush=True)
-    if side == "reader":
-        reader.receive()
-    else:
-        writer.send(b"waits")
-
 mode, side, threads = sys.argv[1:]
 if threads == "threads":   # then the kernel may interrupt another thread
     threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
 reader = RingReader.create(1, 64, wait=mode)
 with reader, RingWriter.attach(reader.name, wait=mode) as writer:
+    call = reader.receive
     if side == "writer":
-        writer.send(b"fills the ring")
-    try:
-        wait_for_the_other_side()
-    except SystemExit as exit:
-        print("exit", exit.code, flush=True)
-    wait_for_the_other_side()
+        call = lambda: writer.send(b"fills the ring")
+        call()
+    for _ in range(2):
+        print("waiting", flush=True)
+        try:
+            call()
+        except SystemExit as exit:
+            print("exit", exit.code, flush=True)
 """
 
 

@@ -87,16 +87,6 @@ def test_the_companions_of_a_lost_worker_are_cleared_in_few_tries_and_run_on():
     assert len(scene.workers) == 2
 
 
-def test_a_request_that_ends_workers_again_and_again_alone_does_not_end_the_service():
-    """One after the other on an idle engine, as a client that tries again does."""
-    scene = StreamingScene(worker=poisoned(*map("r{}".format, range(12))), num_slots=2, **RESTART)
-    for request in long_requests(13):
-        scene.submit(request)
-        scene.finish()
-    reasons = [stream.finish_reason for stream in scene.streams.values()]
-    assert reasons == [FinishReason.ATTEMPTS_EXHAUSTED] * 12 + [FinishReason.LENGTH]
-
-
 @pytest.mark.parametrize(
     ("deaths", "end"),
     [([12, 12, 12], FinishReason.LENGTH), ([12, 3, 12], FinishReason.ATTEMPTS_EXHAUSTED)],

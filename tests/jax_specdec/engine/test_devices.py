@@ -65,8 +65,7 @@ def test_each_worker_gets_its_own(machine, devices, workers, each, environment, 
 
 def test_shares_of_named_devices_and_of_processes(machine):
     assert shares(2, 1, {}, named=("7", "7"), files=machine()) == seen(CUDA, "7", "7")
-    flags = {"XLA_FLAGS": FLAGS}
-    assert shares(2, 2, flags, processes=True, files=machine()) == NONE * 2
+    assert shares(2, 2, {"XLA_FLAGS": FLAGS}, processes=True, files=machine()) == NONE * 2
     assert str(PAIRS[1]) == "local devices 2, 3"
 
 
@@ -90,9 +89,8 @@ def test_a_process_gets_its_share_and_the_status_says_so(tmp_path):
         on_worker_loss="continue", output_folder=str(tmp_path),
     )  # fmt: skip
     with Engine(settings, start_worker=start) as engine:
-        assert [status.given for status in engine.status] == [
-            "CUDA_VISIBLE_DEVICES=a,b", "CUDA_VISIBLE_DEVICES=c,d",
-        ]  # fmt: skip
+        given = [status.given for status in engine.status]
+        assert given == ["CUDA_VISIBLE_DEVICES=a,b", "CUDA_VISIBLE_DEVICES=c,d"]
         with pytest.raises(WorkerFailed, match=r"sees (a,b|c,d)"):
             list(engine.generate(long_requests(1)))
         for session in engine.sessions:

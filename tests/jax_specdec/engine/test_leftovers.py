@@ -1,36 +1,32 @@
 """Directories of engines that were killed: they name their engine, and only dead ones' go."""
 
-import subprocess
-import sys
+from dataclasses import replace
 
 import pytest
 
 from ipc import doctor
+from ipc.peers import current_process
+from ipc.segment_names import to_text
 from jax_specdec.cli import main
 from jax_specdec.engine import leftovers
 from jax_specdec.engine.work_directory import WorkDirectory
 
 
-@pytest.fixture(scope="module")
-def dead():
-    """The identity of a process that has ended."""
-    program = "from ipc import doctor; print(doctor.this_process())"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
-
-
 @pytest.fixture
-def killed(dead, tmp_path):
+def killed(tmp_path):
     """The directory of an engine that was killed."""
     folder = tmp_path / f"{leftovers.PREFIX}killed"
     folder.mkdir()
-    (folder / leftovers.OWNER).write_text(dead.strip())
+    dead = replace(current_process(), start_time=1)  # this pid, but an earlier process
+    (folder / leftovers.OWNER).write_text(to_text(dead))
     (folder / "worker-0-1.log").write_text("words")
     return folder
 
 
 @pytest.fixture
 def living(tmp_path, monkeypatch):
-    """An engine's directory of this process, beside it."""
+    """An engine's directory of this process, beside it; rings of other tests are not seen."""
+    monkeypatch.setattr(doctor, "find_ring_files", list)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     place = WorkDirectory()
     yield place.folder
@@ -47,8 +43,7 @@ def test_what_a_killed_engine_left_is_found_and_removed(killed, living, tmp_path
     assert living.exists()
 
 
-def test_the_command_lists_it_and_removes_it_when_told(killed, living, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "find_ring_files", list)  # rings of tests that run now
+def test_the_command_lists_it_and_removes_it_when_told(killed, living, capsys):
     assert main.main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert str(killed) in printed
@@ -59,8 +54,7 @@ def test_the_command_lists_it_and_removes_it_when_told(killed, living, monkeypat
     assert living.exists()
 
 
-def test_the_command_prints_why_workers_were_lost(killed, living, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "find_ring_files", list)
+def test_the_command_prints_why_workers_were_lost(killed, living, capsys):
     reason = "2026-11-24T02:26:57+00:00 lost: the model worker was killed"
     (killed / "worker-0-1.log").write_text(f"words\n\n{reason}\n")
     (killed / "worker-0-2.log").write_text("lost: words of a worker\n")

@@ -42,20 +42,6 @@ def columns_of(queue, requests, emitted=None):
     return joined_rows(rows, {request.id: request for request in requests})
 
 
-def test_a_sink_gets_every_update_and_streams_only_their_ends():
-    queue = SendQueue()
-    engine, _ = engine_of(queue)
-    requests = long_requests(7)
-    with engine:
-        streams = [engine.submit(request) for request in requests]
-        wait(streams)
-        assert {stream.finish_reason for stream in streams} == {FinishReason.LENGTH}
-        found = columns_of(queue, requests)
-        ids = {name: found.of_request(n).token_id.tolist()
-               for n, name in enumerate(found.request_id.tolist())}  # fmt: skip
-        assert ids == {request.id: continuation(request)[0] for request in requests}
-
-
 def test_a_request_goes_on_behind_what_another_engine_delivered():
     (request,) = long_requests(1)
     ids, logprobs = continuation(request)

@@ -222,17 +222,6 @@ def engine():
         yield made
 
 
-def test_threads_submit_and_read_at_once(engine):
-    requests = [request(f"{n}", 20) for n in range(12)]
-
-    def read(one):
-        return [t for record in engine.submit(one) for t in record.token_ids.tolist()]
-
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        assert list(pool.map(read, requests)) == [*expected(requests).values()]
-    assert engine.drain(30)
-
-
 def test_asyncio_tasks_read_side_by_side_and_cancelling_one_ends_its_request(engine):
     requests = [request(f"{n}", 20) for n in range(6)]
 

@@ -66,20 +66,6 @@ def test_all_workers_get_them_while_requests_run(file):
     assert {version for each in seen for version in each} == {0, 1, 2}
 
 
-def test_one_refusal_leaves_all_with_what_they_had(file):
-    requests, results = make_requests(8, 3), []
-    scene = Scene(num_ranks=3)
-    scene.workers[1].refusal = "head has shape [3], its configuration wants [4]"
-    scene.run(requests, updating(file, (4,), results))
-    check(scene, requests)
-    assert "process rank 1: head has shape [3]" in str(results[0])
-    for worker in scene.workers:
-        assert told(worker, Commit) == []
-        assert [command.number for command in told(worker, Discard)] == [1]
-    assert {v for request in requests for v in versions(scene, request.id)} == {0}
-    assert scene.engine.weights_version == 0
-
-
 class Stubborn(ScriptedWorker):
     """It never answers an update."""
 

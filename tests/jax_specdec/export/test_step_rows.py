@@ -132,11 +132,3 @@ def test_no_steps_make_an_empty_batch():
     batch = step_rows([], {})
     assert batch.num_rows == 0
     assert len(joined_rows([batch], {})) == 0
-
-
-def test_a_request_that_goes_on_begins_behind_what_came_before():
-    asked = Request(id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=4))
-    scene, emitted = Scene(), {"a": 7}
-    batches = [b for update in scene.generate([asked]) for b in update.records.batches]
-    found = joined_rows([step_rows(batches, emitted)], {"a": asked})
-    assert found.position.tolist() == [9, 10, 11, 12]
