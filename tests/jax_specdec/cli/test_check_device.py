@@ -70,7 +70,7 @@ PASS = "| {} | PASS | {} of {} |"
     [
         ("a=pass", 600.0, 0, "2 of 2 kernels pass; 0 of 4 pieces", PASS.format("top K", 3, 3)),
         ("b=fail", 600.0, 1, "FAIL: top K; 1 of 4 pieces failed", PASS.format("draw", 1, 1)),
-        ("b=fail", 600.0, 1, "FAILED rows: b: AssertionError: a rank", "- ptxas: /x"),
+        ("c=fail", 600.0, 1, "FAILED rows: c: AssertionError: a rank", "- ptxas: /x"),
         ("c=die", 600.0, 1, "FAILED rows: c: its process was ended by SIGSEGV", "| FAIL | 3 of 3"),
         ("a=end,b=end", 600.0, 0, "0 of 4 pieces failed", PASS.format("top K", 3, 3)),
         ("a=pass", 0.0, 3, "OUT OF TIME: 4 pieces are left", "- draws: a"),

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,31 +90,20 @@ def test_records_over_scripted_workers(use_engine, tmp_path, capsys):
         assert [found[name] for name in names] == [None, 0.8, 0]
 
 
-class Step:
-    """A record of a request that emitted `ids`."""
-
-    def __init__(self, id, ids, accepted=0, end=None):
-        self.request_id, self.num_tokens, self.num_accepted = id, len(ids), accepted
-        self.token_ids, self.logprobs = np.array(ids), np.full((len(ids), 1), -0.2)
-        self.finish_reason = end
-
-
-def shown(*records, width=80, height=24):
-    """The demo after these records of its requests, and its view."""
-    demo = demo_command.Demo(requests_of(), MODEL)
-    demo.add(Update(None, None, records))
-    if records:
-        demo.messages.append((0, 100, 5.0))
-    console = Console(file=io.StringIO(), width=width, height=height)
-    return demo, demo.view(console, lambda: "starting, 3 s").plain
-
-
 @pytest.mark.parametrize("width", [13, 20, 80])
 @pytest.mark.parametrize("height", [1, 2, 5, 40])
 def test_the_view_fits_and_shows_the_end_of_a_text_and_its_status(width, height):
     text = "first\nsecond\t漢字 [bold]\x1b[2J end"
-    _, view = shown(Step("01", list(text.encode())), width=width, height=height)
-    *lines, status = view.split("\n")
+    ids = np.frombuffer(text.encode(), np.uint8)
+    record = SimpleNamespace(
+        request_id="01", token_ids=ids, num_tokens=len(ids), num_accepted=0, finish_reason=None,
+        logprobs=np.full((len(ids), 1), -0.2),
+    )  # fmt: skip
+    demo = demo_command.Demo(requests_of(), MODEL)
+    demo.add(Update(None, None, [record]))
+    demo.messages.append((0, 100, 5.0))
+    console = Console(file=io.StringIO(), width=width, height=height)
+    *lines, status = demo.view(console, lambda: "starting, 3 s").plain.split("\n")
     assert len(lines) == min(18, height - 1)
     assert status == "0 of 18 done, 1 running, step 1"
     assert all(cell_len(line) <= width for line in lines)

@@ -7,6 +7,7 @@ import sys
 import threading
 import tomllib
 from importlib import metadata
+from unittest import mock
 
 import pytest
 
@@ -16,14 +17,11 @@ from tests.support.paths import ROOT
 
 
 def test_the_version_is_that_of_the_project_or_of_the_checkout(capsys, monkeypatch):
-    def none(name):
-        raise metadata.PackageNotFoundError(name)
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     said = f"{project['name']} {project['version']}"
     assert status_of("--version") == 0
     assert capsys.readouterr().out == f"{said}\n"
-    monkeypatch.setattr(metadata, "version", none)
+    monkeypatch.setattr(metadata, "version", mock.Mock(side_effect=metadata.PackageNotFoundError))
     assert status_of("--version") == 0
     assert capsys.readouterr().out == f"{said} (from {ROOT}, not installed)\n"
 

@@ -48,8 +48,7 @@ def test_an_idle_worker_that_is_killed_is_replaced_without_a_request(tmp_path):
         assert "WARNING a worker is lost, with no request: the model worker" in line
         assert len(server.lines("a new worker was started")) == 1
         body = {"prompt": "a", "max_tokens": 3}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).is_success
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
         (ends,) = server.lines("the server ends")
@@ -72,8 +71,7 @@ def test_an_engine_that_has_stopped_for_good_ends_the_server_with_a_status(tmp_p
 @pytest.mark.parametrize(
     ("host", "given", "names"),
     [
-        ("127.0.0.1", [], set()),
-        ("localhost", [], set()),
+        *((host, [], set()) for host in ("127.0.0.1", "localhost")),
         ("127.0.0.9", [], {"127.0.0.9"}),
         ("::1", ["Own.Example:80"], {"own.example"}),
         ("0.0.0.0", ["gpu", "gpu.example"], {"gpu", "gpu.example"}),
