@@ -1,5 +1,6 @@
-"""Waiting for many rings in one thread, and the doorbell that makes it possible."""
+"""Waiting for many rings in one thread or in an asyncio program, and the doorbell for it."""
 
+import asyncio
 import fcntl
 import os
 import select
@@ -7,6 +8,7 @@ import select
 import pytest
 
 from ipc import RingReader, RingWriter, errors, wait_readable
+from tests.support.ring_peer import start_peer
 
 
 def test_the_descriptor_follows_the_ring():
@@ -82,3 +84,61 @@ def test_fairness_when_all_have_messages(pair):
     while ready := wait_readable(readers, 0):
         rounds.append([readers.index(r) for r in ready if r.try_receive() is not None])
     assert [got for got in rounds if got] == [[0, 1, 2]] * 2 + [[0, 2]] * 3 + [[0]] * 3
+
+
+def test_async_death_and_cancellation(tmp_path):
+    async def run(reader, peer):
+        for number in range(3):
+            assert (await reader.receive_async()).sequence == number
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(reader.receive_async(), 0.05)
+        asyncio.get_running_loop().call_later(0.05, peer.kill)
+        with pytest.raises(errors.PeerDied, match="message 2"):
+            await asyncio.wait_for(reader.receive_async(), 10)
+
+    with RingReader.create(4, 64, doorbell=True) as reader:
+        peer = start_peer(
+            "produce", reader.name, tmp_path / "p", count=3, max_bytes=64, then="sleep"
+        )
+        asyncio.run(run(reader, peer))
+        peer.wait(30)
+
+
+def test_two_tasks_share_a_ring(pair):
+    """Each message goes to one task, and no task waits while there is a message."""
+
+    async def both(reader, writer):
+        tasks = [asyncio.create_task(reader.receive_async()) for _ in range(2)]
+        await asyncio.sleep(0.02)  # until both wait
+        for data in (b"one", b"two"):
+            writer.send(data)
+        return [message.data for message in await asyncio.wait_for(asyncio.gather(*tasks), 10)]
+
+    assert sorted(asyncio.run(both(*pair(doorbell=True)))) == [b"one", b"two"]
+
+
+def test_other_tasks_get_their_turn_while_messages_keep_coming(pair):
+    """With every message there at once, receiving never has to wait."""
+
+    async def consume(reader):
+        turns = []
+
+        async def take_turns():
+            while True:
+                turns.append(len(received))
+                await asyncio.sleep(0)
+
+        received = []
+        other = asyncio.create_task(take_turns())
+        async for message in reader:
+            received.append(message.sequence)
+        other.cancel()
+        return received, turns
+
+    reader, writer = pair(8, doorbell=True)
+    for _ in range(8):
+        writer.send(b"")
+    writer.close()
+    received, turns = asyncio.run(consume(reader))
+    assert received == list(range(8))
+    assert set(turns) >= set(range(8))
