@@ -128,32 +128,6 @@ def test_arguments_are_checked():
         RingWriter.attach(reader.name).close()  # the refused attach did not take the seat
 
 
-@pytest.mark.parametrize("size", [1, 208, 16_384, 16_385, 530_000])
-def test_a_flipped_bit_is_never_delivered_by_default(size):
-    rng = np.random.default_rng(size)
-    payload = rng.bytes(size)
-    said = rf"the payload of message 0 has a wrong checksum \(bytes in it: {size}\)"
-    for _ in range(20):
-        at, bit = int(rng.integers(size)), 1 << int(rng.integers(8))
-        with pytest.raises(errors.CorruptMessage, match=said):
-            received_after_a_flip(payload, at, bit)
-    # Negative control: switched off, the damage arrives as if it were right.
-    damaged = bytearray(payload)
-    damaged[at] ^= bit
-    assert received_after_a_flip(payload, at, bit, checksum=False) == damaged
-
-
-def received_after_a_flip(payload: bytes, at: int, bit: int, **options: bool) -> bytes:
-    """What a reader gets where a bit of the payload flips between the two sides."""
-    with (
-        RingReader.create(1, len(payload), **options) as reader,
-        RingWriter.attach(reader.name) as writer,
-    ):
-        writer.send(payload)
-        writer._slots[0][at] ^= bit
-        return reader.receive(1).data
-
-
 def test_the_slot_freed_last_is_filled_next(pair):
     """A consumer that keeps up gets all its messages from one slot, in both cores' caches."""
     reader, writer = pair(3)

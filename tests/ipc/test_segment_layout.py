@@ -4,11 +4,9 @@ import struct
 import zlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ipc import errors, segment_layout
-from ipc.peers import ProcessIdentity, current_process
+from ipc.peers import current_process
 from ipc.segment_layout import Geometry, Role, SegmentHeader, pack_identity, unpack_identity
 
 SLOT_BYTES = 64
@@ -29,21 +27,6 @@ def test_layout():
     assert geometry.total_bytes == 8192 + 16 * geometry.stride
     assert [Geometry(n, 1).slots_start for n in (63, 64)] == [8192, 12288]
     assert [Geometry(1, n).stride for n in (1, 4096, 4097)] == [4096, 4096, 8192]
-
-
-@given(
-    num_slots=st.integers(1, 65536),
-    slot_bytes=st.integers(1, 1 << 34),
-    role=st.sampled_from(Role),
-    pid=st.integers(0, 2**64 - 1),
-    start=st.integers(0, 2**64 - 1),
-    session=st.integers(1, 2**64 - 1),
-    flags=st.integers(0, 3),
-)
-def test_segment_header_round_trips(num_slots, slot_bytes, role, pid, start, session, flags):
-    geometry = Geometry(num_slots, slot_bytes)
-    header = SegmentHeader(geometry, role, ProcessIdentity(pid, start, start, pid), session, flags)
-    assert SegmentHeader.unpack(header.pack(), geometry.total_bytes) == header
 
 
 def sealed(**changes: int) -> tuple[bytes, int]:

@@ -7,11 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ipc.wire import LogprobsMode
-from jax_specdec.cli.prompts import Prompt, read_prompts, sampling_params, unescape
+from jax_specdec.cli.prompts import Prompt, read_prompts, sampling_params
 from jax_specdec.cli.resumable import JsonlOutput, OutputError, append
 from jax_specdec.requests import Request, RequestError, SamplingParams
 
@@ -45,12 +43,6 @@ def test_a_line_is_a_prompt(tmp_path):
         for id, line, seed in (
             ("1", "one", 6), ("3", "  two\nlines \t\\n \\x", 8), ("4", "three\u2028four", 9))
     ]  # fmt: skip
-
-
-@given(st.text(alphabet="\\nt\nx "))
-def test_escaping_is_undone(text):
-    written = text.replace("\\", "\\\\").replace("\n", "\\n")
-    assert unescape(written) == text
 
 
 def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):

@@ -82,14 +82,6 @@ def connected(listening, peer_of):
     return listening, link, peer
 
 
-def test_commands_wait_until_somebody_is_there_and_come_in_order(listening, peer_of):
-    link = listening.link()
-    assert [link.tell(b"%d" % n) for n in range(3)] == [1, 2, 3]
-    peer = peer_of(link.connection)
-    hear(listening, link, peer)
-    assert peer.take_all(3) == [(1, b"0"), (2, b"1"), (3, b"2")]
-
-
 def test_commands_that_got_lost_are_sent_again_and_what_was_acknowledged_is_forgotten(connected):
     """A connection that broke lost what was under way: the peer says what it has."""
     listening, link, peer = connected

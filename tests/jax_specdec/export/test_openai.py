@@ -4,13 +4,10 @@ import json
 import math
 from dataclasses import replace
 
-import httpx
 import numpy as np
 import pytest
-from openai import OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import ValidationError
 
 from ipc.wire import KEPT_MANY
 from jax_specdec.export import openai
@@ -254,21 +251,3 @@ def test_prompt_logprobs_are_an_extension():
         assert response["speculation"]["prompt_logprobs"] == expected
         without = build(records[0].request, records, TABLE, **MADE)
         assert "prompt_logprobs" not in without["speculation"]
-
-
-def client_of(body, kind="application/json"):
-    """A client of the openai package, which gets `body` for an answer."""
-    answer = httpx.Response(200, content=body, headers={"content-type": kind})
-    http = httpx.Client(transport=httpx.MockTransport(lambda _: answer))
-    return OpenAI(api_key="none", base_url="http://127.0.0.1/v1", http_client=http)
-
-
-def test_an_invalid_row_is_null_which_only_the_client_takes():
-    """JSON has no NaN, and the types have no null: the client reads the null of the contract."""
-    records = two_steps(max_tokens=3)
-    response = chat_completion(records[0].request, records, TABLE, **MADE)
-    with pytest.raises(ValidationError, match="logprob"):
-        strict(ChatCompletion, response)
-    with client_of(json.dumps(response).encode()) as client:
-        read = client.chat.completions.create(model="m", messages=[], logprobs=True)
-    assert [entry.logprob for entry in read.choices[0].logprobs.content] == [-0.5, -2.0, None]
