@@ -307,7 +307,8 @@ def _ordered(
 ) -> Selected:
     if bound is not None:
         maxima = jnp.where(maxima >= bound[:, None], maxima, forms.key_of(-jnp.inf, x.dtype))
-    largest, groups = top_k(forms.floats(maxima, x.dtype).astype(jnp.float32), k)
+    # Not `top_k`: floats of keys are canonical, and few operations are left to one thread.
+    largest, groups = lax.top_k(forms.floats(maxima, x.dtype).astype(jnp.float32), k)
     # A minimum, not the last column: where XLA sees a slice of top_k's result, it sorts all n.
     return among(x, jnp.sort(groups, axis=1), k, width, jnp.min(largest, axis=1))
 
