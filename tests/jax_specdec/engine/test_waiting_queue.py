@@ -19,11 +19,8 @@ def test_priorities_come_first_and_arrivals_within_them(seed):
         request = Request(id=f"r{number}", prompt_token_ids=(1,))
         one = QueuedRequest(request=request, priority=rng.randint(-2, 2))
         match rng.choice(OPERATIONS):
-            case "append":
-                queue.append(one)
-                model.append((one.priority, number, one))
-            case "extend":
-                queue.extend([one])
+            case "append" | "extend" as how:
+                getattr(queue, how)(one if how == "append" else [one])
                 model.append((one.priority, number, one))
             case "appendleft":
                 queue.appendleft(one)
