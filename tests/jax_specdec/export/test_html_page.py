@@ -3,9 +3,10 @@
 import base64
 import dataclasses
 import hashlib
+import html
 import itertools
 import json
-from html.parser import HTMLParser
+import re
 
 import numpy as np
 import pytest
@@ -20,28 +21,9 @@ from tests.support.page_blocks import blocks
 from tests.support.processor_messages import request, target, tokens
 
 
-class Elements(HTMLParser):
-    """Every element of a document, and the content of its scripts and styles."""
-
-    def __init__(self, document):
-        super().__init__()
-        self.names, self.attributes, self.inside = [], [], []
-        self._open = None
-        self.feed(document)
-
-    def handle_starttag(self, tag, attributes):
-        self.names.append(tag)
-        self.attributes += attributes
-        self._open = tag
-        if tag in ("script", "style"):
-            self.inside.append("")
-
-    def handle_data(self, data):
-        if self._open in ("script", "style"):
-            self.inside[-1] += data
-
-    def handle_endtag(self, tag):
-        self._open = None
+def elements(document):
+    """The names of all elements, in order; no "<" of a script is followed by a letter."""
+    return re.findall(r"<(\w+)", document)
 
 
 def shown_in(*lines):
@@ -154,13 +136,13 @@ def test_an_echoed_prompt_is_told_from_what_was_emitted(used, num_prompt):
 def test_nothing_that_a_token_says_becomes_markup():
     document = html_page.page(html_page.read([json.dumps(hostile_response())]), title=HOSTILE[0])
     harmless = html_page.page(html_page.read([line(two_steps())]), title="x")
-    assert Elements(document).names == Elements(harmless).names
+    assert elements(document) == elements(harmless)
     drawn, _ = blocks(document)  # which have no "<", where alone a browser ends a script
     assert drawn["requests"][0]["prompt"] == HOSTILE[0]  # and nothing of it is lost
     assert {*HOSTILE} <= {*drawn["strings"]}
     # The check can fail: written as it is, the same data would add elements.
     naive = harmless.replace("<noscript>", f"<noscript>{HOSTILE[0]}", 1)
-    assert Elements(naive).names != Elements(harmless).names
+    assert elements(naive) != elements(harmless)
 
 
 def test_columns_arrive_as_they_are():
@@ -190,15 +172,14 @@ def test_columns_arrive_as_they_are():
 
 def test_the_policy_allows_this_script_and_this_style_and_nothing_outside():
     document = html_page.page(html_page.read([line(two_steps())]), title="x")
-    found = Elements(document)
-    style, _, script, _ = found.inside
-    (policy,) = [value for _, value in found.attributes if value and "default-src" in value]
+    style, _, script, _ = re.findall(r"<(?:style|script).*?>(.*?)</", document, re.DOTALL)
+    (policy,) = map(html.unescape, re.findall(r'"(default-src[^"]*)"', document))
     assert policy.startswith("default-src 'none'; ")
     for name, text in (("script", script), ("style", style)):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{name}-src 'sha256-{digest}'" in policy
     assert "unsafe" not in policy
-    assert {"link", "img", "iframe", "base", "a", "form"}.isdisjoint(found.names)
-    assert {"src", "href", "onclick", "onload"}.isdisjoint(name for name, _ in found.attributes)
+    assert {"link", "img", "iframe", "base", "a", "form"}.isdisjoint(elements(document))
+    assert not re.search(r"\s(src|href|onclick|onload)=", document)
     for forbidden in ("http:", "https:", "url(", "@import", "innerHTML", "eval(", "fetch("):
         assert forbidden not in document
