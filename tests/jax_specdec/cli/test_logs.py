@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -108,9 +109,9 @@ def test_a_stopped_engine_ends_the_listener_and_does_not_wait_for_ever():
     health = SimpleNamespace(ready=True)
     engine = SimpleNamespace(failure=None, status=(), num_waiting=0, health=lambda: health)
     listener = SimpleNamespace(should_exit=False, force_exit=False, ending=False)
-    looks = Calls(lambda: now[0])
+    looks = mock.Mock(side_effect=lambda: now[0])
     with watched(engine, listener, clock=looks, look_seconds=0.001):
-        assert all(looks.again.acquire(timeout=30) for _ in range(3))
+        wait_for(lambda: looks.call_count >= 3)
         assert not listener.should_exit
         engine.failure = RuntimeError("no worker is left")
         wait_for(lambda: listener.should_exit)
@@ -120,18 +121,6 @@ def test_a_stopped_engine_ends_the_listener_and_does_not_wait_for_ever():
 
 
 # Before the first token ------------------------------------------------------------------------
-
-
-class Calls:
-    """A function that counts its calls."""
-
-    def __init__(self, function):
-        self.function, self.count, self.again = function, 0, threading.Semaphore(0)
-
-    def __call__(self):
-        self.count += 1
-        self.again.release()
-        return self.function()
 
 
 def test_the_line_says_each_thing_once_and_since_when():
@@ -149,17 +138,17 @@ def test_the_line_says_each_thing_once_and_since_when():
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_shows_it_until_the_first_message(terminal, monkeypatch):
-    screen, phases = io.StringIO(), Calls(lambda: ["compiling 7 of 9 (step)"])
+    screen, phases = io.StringIO(), mock.Mock(return_value=["compiling 7 of 9 (step)"])
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(screen, "isatty", lambda: terminal, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     with standard_output.waiting(phases) as begun:
-        assert not terminal or all(phases.again.acquire(timeout=30) for _ in range(2))
+        assert not terminal or wait_for(lambda: phases.call_count >= 2) is None
         begun()
         begun()
-        count = phases.count
+        count = phases.call_count
     assert ("━━━╌╌╌╌╌ compiling 7 of 9 (step), 0 s" in screen.getvalue()) == terminal
-    assert phases.count == count
+    assert phases.call_count == count
     assert terminal or (count, screen.getvalue()) == (0, "")
 
 

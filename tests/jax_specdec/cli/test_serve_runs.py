@@ -1,71 +1,52 @@
 """Whole runs of `jax-specdec serve` over scripted workers: what it says, and how it ends."""
 
-import contextlib
 import os
-import re
 import resource
 import signal
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from jax_specdec.cli import argument_types, serve_bounds
 from tests.support.processes import children_of, wait_for
-from tests.support.scripted_process import start_command
+from tests.support.served_process import served, status
+
+SCRIPTED = ("tests.support.scripted_process", "-1")
 
 
-@contextlib.contextmanager
-def serving(tmp_path, *options):
-    """A server that is ready; `lines` are those of its log with some words, `kill` its worker."""
-
-    def lines(part):
-        return [line for line in path.read_text().splitlines() if part in line]
-
-    def kill():
-        (pid,) = children_of(process.pid)
-        os.kill(pid, signal.SIGKILL)
-        return pid
-
-    path = tmp_path / "log"
-    with path.open("w") as file:
-        process = start_command("serve", "--port", 0, *options, stderr=file)
-    try:
-        wait_for(lambda: lines("takes requests") or process.poll() is not None)
-        url = re.search(r"at (http://\S+)/v1", path.read_text())[1]
-        yield SimpleNamespace(process=process, url=url, lines=lines, kill=kill)
-    finally:
-        process.kill()
-        process.wait()
+def kill_worker(server):
+    """Kill the worker, and wait until there is another one, or the server has ended."""
+    (pid,) = children_of(server.process.pid)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: pid not in children_of(server.process.pid))
+    wait_for(lambda: children_of(server.process.pid) or server.process.poll() is not None)
+    return pid
 
 
-def test_an_idle_worker_that_is_killed_is_replaced_without_a_request(tmp_path):
-    with serving(tmp_path) as server:
-        pid = server.kill()
-        wait_for(lambda: len(server.lines("takes requests")) == 2)
-        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
-        (line,) = server.lines(f"(pid {pid}) was killed by signal 9")
-        assert "WARNING a worker is lost, with no request: the model worker" in line
-        assert len(server.lines("a new worker was started")) == 1
+def test_an_idle_worker_that_is_killed_is_replaced_without_a_request():
+    with served(module=SCRIPTED) as server:
+        pid = kill_worker(server)
+        wait_for(lambda: '"ready"' in status(server.url))
         body = {"prompt": "a", "max_tokens": 3}
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).is_success
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
-        (ends,) = server.lines("the server ends")
-        (ended,) = server.lines("the server has ended")
-        assert ends < ended
+        log = server.process.stderr.read()
+    assert server.exit_status == 0
+    (line,) = [line for line in log.splitlines() if f"(pid {pid}) was killed by signal 9" in line]
+    assert "WARNING a worker is lost, with no request: the model worker" in line
+    assert (log.count("a new worker was started"), log.count("takes requests")) == (1, 2)
+    assert log.index("the server ends") < log.index("the server has ended")
 
 
-def test_an_engine_that_has_stopped_for_good_ends_the_server_with_a_status(tmp_path):
-    with serving(tmp_path, "--max-restarts", 1) as server:
+def test_an_engine_that_has_stopped_for_good_ends_the_server_with_a_status():
+    with served("--max-restarts", "1", module=SCRIPTED) as server:
         for _ in range(2):
-            pid = server.kill()
-            wait_for(lambda gone=pid: gone not in children_of(server.process.pid))
-            wait_for(lambda: children_of(server.process.pid) or server.process.poll() is not None)
-        assert server.process.wait(30) == 1
-        (line,) = server.lines("ERROR the engine has stopped")
-        assert "was killed by signal 9" in line
-        assert len(server.lines("WARNING a worker is lost")) == 2
+            kill_worker(server)
+        log = server.process.stderr.read()
+    assert server.exit_status == 1
+    (line,) = [line for line in log.splitlines() if "ERROR the engine has stopped" in line]
+    assert "was killed by signal 9" in line
+    assert log.count("WARNING a worker is lost") == 2
 
 
 @pytest.mark.parametrize(
