@@ -40,17 +40,6 @@ def test_every_field_keeps_its_value_over_its_whole_range(fields, num_words, dat
     assert {name: int(field.get(words)) for name, field in fields.items()} == values
 
 
-@pytest.mark.parametrize("fields", [wire.HEADER, wire.SLOT])
-def test_no_two_fields_share_a_bit(fields):
-    taken = [
-        (field.word, bit)
-        for field in fields.values()
-        for bit in range(field.shift, field.shift + field.bits)
-    ]
-    assert len(set(taken)) == len(taken)
-    assert max(bit for _, bit in taken) < 32
-
-
 def test_only_what_was_asked_for_travels():
     plain = SlotContents(num_drafts=2, token_ids=[1, 2, 3])
     k0 = SlotContents(columns=1, token_ids=[7], token_ranks=[1], logprobs=[[-0.5]])

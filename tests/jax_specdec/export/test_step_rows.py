@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_specdec.export.column_builder import ColumnBuilder
-from jax_specdec.export.prompt_columns import prompt_part, prompt_versions
 from jax_specdec.export.step_rows import joined_rows, step_rows
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.ray.batch import ColumnBatch
 from jax_specdec.requests import Request, SamplingParams
-from tests.support.sample_columns import delivered, released, streams
+from tests.support import delivered_batches
+from tests.support.sample_columns import delivered as columns_of
+from tests.support.sample_columns import released, streams
 from tests.support.scene import Scene, make_requests
 
 
@@ -57,66 +57,25 @@ def batches_of(released, size):
     return made, emitted
 
 
-def run(requests):
-    """What a run delivers, update by update."""
-    return [update.records for update in Scene(num_ranks=2).generate(requests)]
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_batches_have_the_columns_of_all_records(size):
-    requests = make_requests(12, 3)
-    builder, every = ColumnBuilder(), run(requests)
-    for records in every:
-        builder.add(records)
-    (batches, emitted), expected = batches_of(every, size), builder.columns()
-    assert emitted == {}  # each request has ended
-    found = joined_rows(batches, {request.id: request for request in requests})
-    check_same(found, expected)
-    ends = dict(zip(expected.request_id, expected.finish_reason, strict=True))
-    assert dict(zip(found.request_id, found.finish_reason, strict=True)) == ends
-    assert set(ends.values()) <= {FinishReason.LENGTH, FinishReason.STOP_TOKEN}
-    assert len(found.prompt.ids) == sum(len(request.prompt_token_ids) for request in requests)
-
-
-def prompts_of(parts):
-    """The rows of each request's prompt, of all its parts one after the other."""
-    found = {}
-    for request, version, rows in parts:
-        mine = found.setdefault(request.id, {"next": 1, "versions": [], "tables": []})
-        assert rows.start == mine["next"]
-        mine["next"] += len(rows.token_ids)
-        mine["versions"] += version
-        mine["tables"].append(rows)
-    names = ("token_ids", "logprobs", "chosen_logprobs", "token_ranks", "topk_ids")
-    for mine in found.values():
-        tables = mine.pop("tables")
-        mine |= {n: np.concatenate([getattr(rows, n) for rows in tables]).tolist() for n in names}
-    return found
-
-
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_batches_have_the_logprobs_of_prompts_where_asked(size):
-    """As the records have them, chosen ids included; batches without such rows have no column."""
+    """Chosen ids included; batches without such rows have no column."""
     requests = make_requests(12, 3)
     chosen = SamplingParams(max_tokens=2, prompt_logprobs=2, logprobs=1, extra_token_ids=(7, 3, 5))
     requests.append(Request(id="chosen", prompt_token_ids=tuple(range(20)), params=chosen))
-    every = run(requests)
-    batches, _ = batches_of(every, size)
     by_id = {request.id: request for request in requests}
-    parts = [
-        (by_id[name], prompt_versions(batch, row).tolist(), prompt_part(batch, row, by_id[name]))
-        for batch in batches
-        for row, name in enumerate(batch.column("request_id").to_pylist())
+    delivered = [update.records for update in Scene(num_ranks=2).generate(requests)]
+    rows, emitted = batches_of(delivered, size)
+    assert emitted == {}  # each request has ended
+    batches = [
+        ColumnBatch(one, [by_id[name] for name in one.column("request_id").to_pylist()])
+        for one in rows
     ]
-    found = prompts_of([part for part in parts if part[2] is not None])
-    assert found == prompts_of(
-        [(r.request, [r.weights_version] * len(r.prompt.token_ids), r.prompt)
-         for records in every for r in records if r.prompt is not None]
-    )  # fmt: skip
-    asked = {r.id for r in requests if r.params.prompt_logprobs is not None}
-    assert found.keys() == {name for name in asked if len(by_id[name].prompt_token_ids) > 1}
-    assert all(not version for _, version, rows in parts if rows is None)
-    with_rows = {"prompt_start" in batch.schema.names for batch in batches}
+    delivered_batches.check(requests, batches)
+    prompts = [one.prompt for batch in batches for one in batch if one.request_id == "chosen"]
+    named = np.concatenate([prompt.chosen_logprobs for prompt in prompts if prompt is not None])
+    np.testing.assert_array_equal(named, np.full((19, 3), -9, np.float32))
+    with_rows = {"prompt_start" in one.schema.names for one in rows}
     assert with_rows == ({True, False} if size < 1000 else {True})
 
 
@@ -124,8 +83,12 @@ def test_batches_have_the_logprobs_of_prompts_where_asked(size):
 @given(streams(), st.integers(1, 4))
 def test_every_kind_of_row_comes_through(stream, size):
     batches, _ = batches_of(list(released(stream)), size)
-    requests = {asked.id: asked for asked, _ in stream}
-    check_same(joined_rows(batches, requests), delivered(stream))
+    found = joined_rows(batches, {asked.id: asked for asked, _ in stream})
+    expected = columns_of(stream)
+    check_same(found, expected)
+    ends = dict(zip(expected.request_id, expected.finish_reason, strict=True))
+    assert dict(zip(found.request_id, found.finish_reason, strict=True)) == ends
+    assert len(found.prompt.ids) == 2 * len(ends)  # prompts have two tokens
 
 
 def test_no_steps_make_an_empty_batch():
