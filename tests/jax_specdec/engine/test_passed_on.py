@@ -5,7 +5,6 @@ import threading
 import pytest
 
 from jax_specdec.engine.config import EngineConfig
-from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineClosed, WeightsError
 from jax_specdec.export.step_rows import joined_rows, step_rows
 from jax_specdec.ray.send_queue import SendQueue
@@ -13,20 +12,14 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress
 from tests.support.processes import wait_for
 from tests.support.scene import long_requests
-from tests.support.scripted_worker import ScriptedWorker, continuation
+from tests.support.scripted_process import scripted_engine
+from tests.support.scripted_worker import continuation
 
 
-def engine_of(sink, **options):
-    """An engine with a thread of its own over a worker in this process."""
-    workers = []
-
-    def start(config, *, process_rank, **_):
-        made = ScriptedWorker(config.num_slots, process_rank=process_rank)
-        workers.append(made)
-        return made
-
-    config = EngineConfig(vocab_size=32, num_slots=3, **options)
-    return Engine(config, start_worker=start, sink=sink), workers
+def engine_of(sink):
+    """An engine with a thread of its own over a worker in this process, and that worker."""
+    engine = scripted_engine()(EngineConfig(vocab_size=32, num_slots=3), sink=sink)
+    return engine, engine.sessions[0].worker
 
 
 def wait(streams):
@@ -66,7 +59,7 @@ def test_an_engine_whose_sink_waits_waits_too():
             super().take(update)
 
     slow = Slow()
-    engine, (worker,) = engine_of(slow)
+    engine, worker = engine_of(slow)
     requests = long_requests(2)
     with engine:
         streams = [engine.submit(request) for request in requests]
@@ -82,7 +75,7 @@ def test_an_engine_whose_sink_waits_waits_too():
 def test_requests_that_are_submitted_together_begin_in_one_round():
     """But for one that is aborted before."""
     queue = SendQueue()
-    engine, (worker,) = engine_of(queue)
+    engine, worker = engine_of(queue)
     requests = long_requests(3)
     with engine:
         with engine.together():
@@ -104,7 +97,7 @@ def test_requests_that_are_submitted_together_begin_in_one_round():
 def test_loaded_weights_are_used_when_it_is_said_and_else_forgotten(tmp_path):
     file = tmp_path / "new.safetensors"
     file.write_bytes(b"weights")
-    engine, (worker,) = engine_of(SendQueue())
+    engine, worker = engine_of(SendQueue())
     with engine:
         with engine.load_weights(file):
             assert (worker.answered, worker.weights_version) == (1, 0)

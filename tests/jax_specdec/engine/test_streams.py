@@ -8,14 +8,14 @@ import threading
 import pytest
 
 from jax_specdec.engine.config import EngineConfig
-from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineClosed, StreamBehind, WorkerFailed
 from jax_specdec.engine.streams import MAX_UPDATES_AHEAD
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError, SamplingParams
 from tests.support.processes import wait_for
 from tests.support.scene import Scene, long_requests
-from tests.support.scripted_worker import VOCAB, ScriptedWorker, continuation
+from tests.support.scripted_process import scripted_engine
+from tests.support.scripted_worker import VOCAB, continuation
 from tests.support.streaming import StreamingScene
 
 
@@ -218,7 +218,7 @@ def test_a_lost_worker_stops_every_stream_with_its_last_record_and_the_error():
 def engine():
     """With its thread; its worker answers at once."""
     config = EngineConfig(vocab_size=VOCAB, num_slots=2, max_length=64)
-    with Engine(config, start_worker=lambda config, **_: ScriptedWorker(config.num_slots)) as made:
+    with scripted_engine()(config) as made:
         yield made
 
 

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 from jax_specdec.checkpoint.shipped import tiny_weights_path
 from jax_specdec.control import Commit, Discard, Prepare
 from jax_specdec.engine.config import EngineConfig
-from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineClosed, WeightsError
 from jax_specdec.engine.weights import WeightsSource
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.scene import Scene, check, make_requests
+from tests.support.scripted_process import scripted_engine
 from tests.support.scripted_worker import VOCAB, ScriptedWorker
 from tests.support.streaming import StreamingScene
 
@@ -199,11 +199,8 @@ def test_other_weights_in_an_asyncio_program(file):
         version = await engine.update_weights_async(file)
         return first, version, [r.weights_version async for r in engine.stream(item)]
 
-    def start(config, *, process_rank, **_):
-        return ScriptedWorker(config.num_slots, process_rank=process_rank)
-
     config = EngineConfig(vocab_size=VOCAB, num_slots=2, max_length=64, num_ranks=2)
-    with Engine(config, start_worker=start) as engine:
+    with scripted_engine()(config) as engine:
         first, version, then = asyncio.run(program(engine))
     assert (set(first), version, set(then)) == ({0}, 1, {1})
 
