@@ -12,6 +12,7 @@ from tests.support.ring_checks import assert_slots_are_accounted_for
 
 SLOT_BYTES = 40
 PARTS = st.lists(st.binary(max_size=SLOT_BYTES), max_size=3)
+EDGES = st.sampled_from([[bytes(SLOT_BYTES)], [bytes(SLOT_BYTES), b"+"]])
 
 
 class RingMachine(RuleBasedStateMachine):
@@ -37,7 +38,7 @@ class RingMachine(RuleBasedStateMachine):
         self.writer_open = self.reader_open = True
 
     @precondition(lambda self: self.writer_open)
-    @rule(parts=PARTS)
+    @rule(parts=PARTS | EDGES)
     def send(self, parts):
         data = b"".join(parts)
         if len(data) > SLOT_BYTES:

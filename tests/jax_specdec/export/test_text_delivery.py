@@ -1,7 +1,5 @@
 """What a client gets of records with stop strings, against the definition; cut records."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,18 +13,6 @@ from tests.support.processor_messages import target, tokens
 from tests.support.stop_string_reference import reference
 
 TABLE = TokenTable([b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b"", b"\xc3\xa9b"], {8: "</s>"})
-
-
-def fake_record(ids, reason=None):
-    """A record of ids without logprobs, as far as a delivery looks at it."""
-
-    def cut(count, total, reason):
-        return fake_record(ids[:count], reason)
-
-    return SimpleNamespace(
-        token_ids=np.array(ids, np.int32), num_tokens=len(ids), logprobs=None, cut=cut,
-        cumulative_logprob=None, finish_reason=reason,
-    )  # fmt: skip
 
 
 @given(
@@ -45,9 +31,9 @@ def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep, min_
         stream.push([one])
         ends.append(stream.length)
     delivery, parts = Delivery(TABLE, stops, keep=keep, min_tokens=min_tokens), []
-    for number, group in enumerate(groups):
-        over = number == len(groups) - 1
-        parts += delivery.push(fake_record(group, FinishReason.LENGTH if over else None))
+    steps = [target(number, tokens(*group)) for number, group in enumerate(groups)]
+    for record in records_of(*steps, max_tokens=len(ids)):
+        parts += delivery.push(record)
         if delivery.found is not None:
             break
     text = "".join(part.text for part in parts)

@@ -147,12 +147,10 @@ class SeenEncoder(Encoder):
 
     def encode(self, text):
         assert self.running.acquire(blocking=False), "two are read at once"
-        try:
-            self.threads.append(threading.current_thread().name)
-            threading.Event().wait(0.01)  # others would come meanwhile
-            return super().encode(text)
-        finally:
-            self.running.release()
+        self.threads.append(threading.current_thread().name)
+        threading.Event().wait(0.01)  # others would come meanwhile
+        self.running.release()
+        return super().encode(text)
 
 
 def test_large_bodies_are_read_outside_the_event_loop_one_after_the_other():
