@@ -1,38 +1,14 @@
-"""Two processes: what is delivered of a dead one, a peer that never attaches, fork.
+"""Two processes: a peer that never attaches, and a fork.
 
 `test_ring_soak` has the deaths of either side in every wait mode.
 """
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 from ipc import RingReader, errors
-from tests.support.ring_peer import Progress, is_intact, start_peer
-
-
-def test_what_was_committed_before_the_kill_is_delivered(tmp_path):
-    with RingReader.create(8, 64) as reader:
-        peer = start_peer(
-            "produce", reader.name, tmp_path / "p", count=5, max_bytes=64, then="sleep"
-        )
-        while Progress.at(tmp_path / "p").done < 5:
-            time.sleep(0.001)
-        peer.kill()
-        peer.wait(30)
-        for number in range(5):
-            assert is_intact(reader.receive(0).data, number, 64)
-        for _ in range(2):
-            with pytest.raises(errors.PeerDied, match="message 4"):
-                reader.receive()
-        # A restart is a new session, and the reader can wait for it.
-        with reader.successor() as following:
-            again = start_peer("produce", following.name, tmp_path / "q", count=2, max_bytes=64)
-            assert following.wait_attached(30).pid == again.pid
-            assert [message.sequence for message in following] == [0, 1]
-            assert again.wait(30) == 0
 
 
 def test_a_peer_that_dies_before_attaching_is_noticed_when_named():

@@ -36,7 +36,7 @@ def start_under_load(rng, side, wait, slots, max_bytes, progress):
             return here.attach(peer.stdout.readline().decode().strip(), wait=wait), peer
     ring = here.create(slots, max_bytes, wait=wait)
     peer = start_peer(job, ring.name, progress, **options)
-    ring.wait_attached(60)
+    assert ring.wait_attached(60).pid == peer.pid
     return ring, peer
 
 
@@ -60,6 +60,8 @@ def kill_under_load(rng, side, wait, progress):
                 else:
                     ring.send(*payload(ring.counters().messages, max_bytes), timeout=10)
         noticed = time.monotonic()
+        with pytest.raises(errors.PeerDied):  # and it stays so
+            ring.receive() if side == "producer" else ring.send(b"")
     killer.join()
     peer.wait()
     died, record = raised.value, Progress.at(progress)
