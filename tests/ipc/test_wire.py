@@ -17,13 +17,11 @@ from tests.support.processor_messages import drafts
 
 def whole_range(fields):
     """Draws a value for each field from its whole range, often at either end."""
-    return st.fixed_dictionaries(
-        {
-            name: st.sampled_from([0, 1, field.maximum - 1, field.maximum])
-            | st.integers(0, field.maximum)
-            for name, field in fields.items()
-        }
-    )
+
+    def values(most):
+        return st.sampled_from([0, 1, most - 1, most]) | st.integers(0, most)
+
+    return st.fixed_dictionaries({name: values(field.maximum) for name, field in fields.items()})
 
 
 @pytest.mark.parametrize(

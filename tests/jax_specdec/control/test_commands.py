@@ -14,6 +14,8 @@ from jax_specdec import control
 from jax_specdec.control import Admit, ControlError, Release, Shutdown, Start, from_bytes, to_bytes
 from jax_specdec.requests import Request, RequestError, SamplingParams
 
+ids = st.lists(st.integers(0, 300), max_size=4).map(tuple)
+k = st.none() | st.integers(0, 128)
 params = st.builds(
     SamplingParams,
     max_tokens=st.integers(1, 1000),
@@ -22,13 +24,11 @@ params = st.builds(
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
     seed=st.integers(0, 2**32 - 1),
-    stop_token_ids=st.lists(st.integers(0, 300), max_size=3).map(tuple),
-    stop_sequences=st.lists(
-        st.lists(st.integers(0, 300), min_size=1, max_size=3).map(tuple), max_size=2
-    ).map(tuple),
-    logprobs=st.none() | st.integers(0, 128),
+    stop_token_ids=ids,
+    stop_sequences=st.lists(ids.filter(len), max_size=2).map(tuple),
+    logprobs=k,
     logprobs_mode=st.sampled_from(LogprobsMode),
-    prompt_logprobs=st.none() | st.integers(0, 128),
+    prompt_logprobs=k,
     kept_token_ids=st.booleans(),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
@@ -36,12 +36,7 @@ params = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 300), st.floats(-100, 100), max_size=3),
     min_tokens=st.integers(0, 1),
 )
-requests = st.builds(
-    Request,
-    id=st.text(),
-    prompt_token_ids=st.lists(st.integers(0, 300), min_size=1).map(tuple),
-    params=params,
-)
+requests = st.builds(Request, id=st.text(), prompt_token_ids=ids.filter(len), params=params)
 start = Start(config=control.WorkerConfig(vocab_size=264), ring="/r")
 configs = st.builds(
     control.WorkerConfig,
@@ -50,7 +45,6 @@ configs = st.builds(
     corpus=st.text(),
     prepare=st.lists(requests.map(lambda one: one.params), max_size=2).map(tuple),
 )
-ids = st.lists(st.integers(0, 300), max_size=4).map(tuple)
 BY_TYPE = {int: st.integers(0, 2**32 - 1), bool: st.booleans(), str: st.text()}
 PLAIN = (Release, Shutdown, control.Evict, control.Advance, control.Prepare, control.Commit,
          control.Discard)  # fmt: skip

@@ -90,31 +90,25 @@ WIDE = {
     "topk_ids": np.zeros((1, wire.MAX_TOP_K), np.int32),
 }  # fmt: skip
 MANY = [7] * (wire.MAX_DRAFTS + 1)
+FULL = {"token_ids": MANY, "num_drafts": wire.MAX_DRAFTS}
+PROMPT = {"columns": 1, "token_ids": [5] * 60000, "token_ranks": [1] * 60000,
+          "logprobs": np.zeros((60000, 1)), "topk_ids": np.zeros((60000, 0))}  # fmt: skip
 HOSTILE = {
     "more slots than there are": (Kind.TARGET, slots(40 * B, state=SlotState.NOTHING), {}),
-    "every slot as full as it can be": (
-        Kind.TARGET, slots(B, token_ids=MANY, num_drafts=wire.MAX_DRAFTS), {},
-    ),
-    "tokens that almost end stop sequences": (
-        Kind.TARGET, slots(B, token_ids=MANY, num_drafts=wire.MAX_DRAFTS), STOPS,
-    ),
-    "stop tokens only": (
-        Kind.TARGET, slots(B, token_ids=[9] * 65, num_drafts=wire.MAX_DRAFTS), STOPS,
-    ),
+    "every slot as full as it can be": (Kind.TARGET, slots(B, **FULL), {}),
+    "tokens that almost end stop sequences": (Kind.TARGET, slots(B, **FULL), STOPS),
+    "stop tokens only": (Kind.TARGET, slots(B, **FULL | {"token_ids": [9] * 65}), STOPS),
     "generations that were never": (Kind.TARGET, slots(B, generation=7, token_ids=[5]), {}),
     "generations of the past": (Kind.TARGET, slots(B, generation=0, token_ids=[7]), STOPS),
     "the widest rows, which nobody asked for": (Kind.TARGET, slots(B, **WIDE), {}),
     "first tokens with drafts": (
-        Kind.TARGET,
-        slots(B, state=SlotState.PREFILL_FIRST_TOKEN, token_ids=MANY, num_drafts=64), {},
+        Kind.TARGET, slots(B, state=SlotState.PREFILL_FIRST_TOKEN, **FULL), {},
     ),
     "preemptions": (Kind.TARGET, slots(B, state=SlotState.PREEMPTED), {}),
     "drafts of no step": (Kind.DRAFT, slots(B, token_ids=MANY[:-1], num_drafts=64), {}),
     "wide drafts": (Kind.DRAFT, slots(B, num_drafts=1, **WIDE), {}),
     "a prompt that nobody asked for": (Kind.PROMPT, slots(2, token_ids=[5] * 65535), {}),
-    "the wrong prompt": (Kind.PROMPT, slots(1, columns=1, token_ids=[5] * 60000,
-        token_ranks=[1] * 60000, logprobs=np.zeros((60000, 1)),
-        topk_ids=np.zeros((60000, 0))), {"prompt_logprobs": 0}),
+    "the wrong prompt": (Kind.PROMPT, slots(1, **PROMPT), {"prompt_logprobs": 0}),
 }  # fmt: skip
 
 
