@@ -6,7 +6,7 @@
 import numpy as np
 import pytest
 
-from ipc.wire import Kind, LogprobsMode, SlotState
+from ipc.wire import Kind, LogprobsMode
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import encode
@@ -14,17 +14,8 @@ from jax_specdec.records.output_processor import ProcessorState, admit, release,
 from jax_specdec.records.processor_state import ProcessorError, Progress, StepLost, is_newer
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
-from tests.support.processor_messages import (
-    admitted,
-    draft,
-    drafts,
-    first_token,
-    request,
-    run,
-    silent,
-    target,
-    tokens,
-)
+from tests.support import processor_messages
+from tests.support.processor_messages import admitted, draft, drafts, request, run, target, tokens
 
 
 def two_requests(**params):
@@ -144,7 +135,7 @@ def scored(handed_over=None, **params):
 
 def chunk(*ids, slot=0, generation=1, columns=2, **fields):
     """The message of one slot's chunk; the others say nothing."""
-    slots = [silent(generation=generation)] * 2
+    slots = [processor_messages.silent(generation=generation)] * 2
     slots[slot] = tokens(*ids, generation=generation, columns=columns, drafts=0, **fields)
     return decode(encode(Kind.PROMPT, 0, slots))
 
@@ -164,7 +155,7 @@ LOST = r"where tokens 1 and on of request 'r' were next"
          r"step 3 came before .* steps 1 to 2 are lost"),
         (two_requests(), [both(0), both_drafts(1), both_drafts(1)], StepLost,
          "draft message of step 1 came twice"),
-        (two_requests(), [target(0, *[silent(SlotState.STOPPED)] * 4)], ProcessorError,
+        (two_requests(), [target(0, *[tokens(1)] * 4)], ProcessorError,
          "4 slots; this state has 3"),
         (two_requests(), [target(0, tokens(5), process_rank=1)], ProcessorError,
          "of process rank 1; this state belongs to rank 0"),
@@ -173,8 +164,9 @@ LOST = r"where tokens 1 and on of request 'r' were next"
         (admitted(logprobs=0, logprobs_mode=LogprobsMode.SCALED),
          [target(0, tokens(1, columns=1))], ProcessorError,
          r"mode SCALED; the target .* has 1, 0 and RAW"),
-        (admitted(handed_over=Progress(token_ids=(5,))), [target(0, first_token(5, 6))],
-         ProcessorError, "request 'r', which has tokens already: it would be delivered twice"),
+        (admitted(handed_over=Progress(token_ids=(5,))),
+         [target(0, processor_messages.first_token(5, 6))], ProcessorError,
+         "request 'r', which has tokens already: it would be delivered twice"),
         (admitted(), [target(0, tokens(5, generation=2))], ProcessorError,
          "slot 0: the message is about generation 2, but the last one admitted is 1"),
         (ProcessorState.empty(1), [target(0, tokens(5))], ProcessorError,
