@@ -67,21 +67,16 @@ def failure_of(code, **options):
         return str(error.value)
 
 
-@pytest.mark.parametrize("on_worker_loss", ["stop", "continue"])
-def test_workers_that_are_lost_at_once_are_all_named(on_worker_loss, tmp_path):
+@pytest.mark.parametrize(("on_worker_loss", "num_lost"), [("stop", 2), ("continue", 3)])
+def test_workers_that_are_lost_at_once_are_all_named(on_worker_loss, num_lost, tmp_path):
     """Each with its own reason and file; a worker that lives is not among them under "stop"."""
-    code = """
+    code = f"""
 rank = start['process_rank']
 print('rank', rank, 'speaks', flush=True)
-if rank < 2 or start['config']['corpus']:
-    os._exit(3 + rank)
-time.sleep(60)
+time.sleep(60 * (rank >= {num_lost}))
+os._exit(3 + rank)
 """
-    config = settings(
-        num_ranks=3, on_worker_loss=on_worker_loss, output_folder=str(tmp_path),
-        corpus="all" if on_worker_loss == "continue" else "",
-    )  # fmt: skip
-    num_lost = 2 if on_worker_loss == "stop" else 3
+    config = settings(num_ranks=3, on_worker_loss=on_worker_loss, output_folder=str(tmp_path))
     with Engine(config, start_worker=started(fake_worker(code))) as engine:
         wait_for(lambda: all(one.worker.exit_status for one in engine.sessions[:num_lost]))
         with pytest.raises(WorkerFailed) as error:
