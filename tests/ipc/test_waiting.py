@@ -27,7 +27,6 @@ class Clockwork:
         self.hogged = 0  # time in which other programs had the core
         self.due = []  # when units come that have not been taken
         self.spun = self.slept = 0  # units that came to a spinning, and to a sleeping waiter
-        self.late = 0  # from a timer's end until its core runs again
         self.slice = NEVER  # so long may it run until another program gets its core
         self.ran = 0  # since it slept or lost its core
         self.lost = 0  # units that came while another program had the core
@@ -75,7 +74,7 @@ class Clockwork:
             self.now = max(self.now, self.due.pop(0))
             yield 0
         else:
-            self.now = max(self.now, until) + self.late
+            self.now = max(self.now, until)
 
     def take(self, gap, work=50 * US):
         """Waits for a unit that comes `gap` after now, then works for `work`."""
