@@ -1,20 +1,18 @@
 """Weights that change, from the engine's side: all workers or none, over scripted workers."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import random
-import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jax_specdec.checkpoint.shipped import tiny_weights_path
 from jax_specdec.control import Commit, Discard, Prepare
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.errors import EngineClosed, WeightsError
-from jax_specdec.engine.weights import WeightsSource
 from jax_specdec.requests import Request, SamplingParams
 from tests.support.scene import Scene, check, make_requests
 from tests.support.scripted_process import scripted_engine
@@ -57,6 +55,7 @@ def test_all_workers_get_them_while_requests_run(file):
     check(scene, requests)
     assert results == [1, 2]
     assert scene.engine.weights_version == 2
+    assert file.exists()  # as it is the caller's
     for worker in scene.workers:
         assert told(worker, Prepare) == [Prepare(number=n, path=str(file)) for n in (1, 2)]
         assert told(worker, Commit) == [Commit(number=n, version=n) for n in (1, 2)]
@@ -171,7 +170,6 @@ def test_arrays_travel_by_a_file_that_is_removed(outcome):
         assert tensors.keys() == ARRAYS.keys()
         for name, array in ARRAYS.items():
             np.testing.assert_array_equal(tensors[name], array, strict=True)
-        assert WeightsSource(tiny_weights_path()).path.exists()
         left = leftovers(engine)
         assert [str(one) for one in left] == ([path] if kept else [])
         if kept:
@@ -207,20 +205,13 @@ def test_other_weights_in_an_asyncio_program(file):
 
 def test_an_engine_that_ends_says_so_to_who_waits(file):
     scene = StreamingScene(worker=Stubborn)
-    engine, errors = scene.engine, []
-
-    def update():
-        try:
-            engine.update_weights(file)
-        except WeightsError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=update)
-    thread.start()
-    while not told(scene.workers[0], Prepare):
-        scene.round()
-    engine.close()
-    thread.join()
-    assert "the engine ended before all workers had loaded" in errors[0]
+    engine, said = scene.engine, "the engine ended before all workers had loaded"
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        update = pool.submit(engine.update_weights, file)
+        while not told(scene.workers[0], Prepare):
+            scene.round()
+        engine.close()
+        with pytest.raises(WeightsError, match=said):
+            update.result(30)
     with pytest.raises(EngineClosed):
         engine.update_weights(file)
