@@ -153,18 +153,12 @@ def test_a_terminal_shows_it_until_the_first_message(terminal, monkeypatch):
 
 
 def test_where_there_is_no_terminal_a_line_says_once_what_is_compiled(monkeypatch):
-    phases = iter(["loading 1 of 3", "compiling", "compiling 1 of 8 (step)", "compiling 2 of 8"])
-    screen, looked = io.StringIO(), threading.Event()
-
-    def look():
-        phase = next(phases, None)
-        if phase is None:
-            looked.set()
-        return [phase or "idle"]
-
+    phases = ["loading 1 of 3", "compiling", "compiling 1 of 8 (step)", "compiling 2 of 8", "idle"]
+    look = mock.Mock(side_effect=lambda: [phases[min(look.call_count, 5) - 1]])
+    screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(standard_output, "LOOK_SECONDS", 0.001)
     with standard_output.waiting(look, kept_in="/kept"):
-        assert looked.wait(30)
+        wait_for(lambda: look.call_count > 5)
     said = "compiling 1 of 8 (step), 0 s; on the first start only: kept in /kept\n"
     assert screen.getvalue() == said
