@@ -10,7 +10,7 @@ def server():
         yield found
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
         yield made

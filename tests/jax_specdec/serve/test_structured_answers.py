@@ -72,12 +72,6 @@ def server():
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def chat(client, messages=ASKED, **more):
     given = {"model": "tiny", "messages": messages, "max_tokens": 200, "seed": 1} | more
     return client.chat.completions.create(**given)
