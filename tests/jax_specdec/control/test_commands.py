@@ -38,13 +38,6 @@ params = st.builds(
 )
 requests = st.builds(Request, id=st.text(), prompt_token_ids=ids.filter(len), params=params)
 start = Start(config=control.WorkerConfig(vocab_size=264), ring="/r")
-configs = st.builds(
-    control.WorkerConfig,
-    vocab_size=st.integers(1, 300),
-    draft_width=st.sampled_from(["adaptive", "fixed"]),
-    corpus=st.text(),
-    prepare=st.lists(requests.map(lambda one: one.params), max_size=2).map(tuple),
-)
 BY_TYPE = {int: st.integers(0, 2**32 - 1), bool: st.booleans(), str: st.text()}
 PLAIN = (Release, Shutdown, control.Evict, control.Advance, control.Prepare, control.Commit,
          control.Discard)  # fmt: skip
@@ -56,6 +49,7 @@ def of_plain_fields(kind, **others):
     return st.builds(kind, **plain | others)
 
 
+configs = of_plain_fields(control.WorkerConfig, prepare=st.lists(params, max_size=2).map(tuple))
 commands = st.one_of(
     of_plain_fields(Admit, request=requests, draft_token_ids=ids), *map(of_plain_fields, PLAIN)
 )
@@ -80,17 +74,11 @@ def test_commands_in_a_pipe_come_out_one_by_one(sent):
 
 
 @given(
-    st.builds(
-        Start,
-        config=configs,
-        ring=st.text(),
-        prefill_only=st.booleans(),
-        parent=st.integers(0, 2**22),
-        control=st.none() | st.builds(control.Connection),
-        local_devices=ids,
+    of_plain_fields(
+        Start, config=configs, local_devices=ids, control=st.none() | st.builds(control.Connection),
         member=st.none() | st.builds(control.Member),
     )
-)
+)  # fmt: skip
 def test_a_start_survives_its_line(start):
     line = control.to_line(start)
     assert line.find("\n") == len(line) - 1
