@@ -12,23 +12,14 @@ from ipc.wire import LogprobsMode
 from jax_specdec.cli.prompts import Prompt, read_prompts, sampling_params
 from jax_specdec.cli.resumable import JsonlOutput, OutputError, append
 from jax_specdec.requests import Request, RequestError, SamplingParams
+from tests.support.http_server import Encoder
 
-
-class Bytes:
-    """A tokenizer whose ids are the bytes of a text."""
-
-    def encode(self, text):
-        return tuple(text.encode())
-
-    def encode_chat(self, messages):
-        if messages[0]["role"] == "critic":
-            raise ValueError("unknown role critic")
-        return tuple(b"".join(one["content"].encode() for one in messages))
+encode = Encoder().encode
 
 
 def read(path, text, **defaults):
     path.write_bytes(text.encode())
-    return read_prompts(path, Bytes(), SamplingParams(**defaults))
+    return read_prompts(path, Encoder(), SamplingParams(**defaults))
 
 
 # Prompts ---------------------------------------------------------------------------------------
@@ -38,7 +29,7 @@ def test_a_line_is_a_prompt(tmp_path):
     text = "\ufeffone\n\n  two\\nlines \\t\\\\n \\x\r\nthree\u2028four\n"
     prompts = read(tmp_path / "p.txt", text, seed=5, top_k=3)
     assert prompts == [
-        Prompt(Request(id=id, prompt_token_ids=tuple(line.encode()),
+        Prompt(Request(id=id, prompt_token_ids=encode(line),
                        params=SamplingParams(seed=seed, top_k=3)), chat=False)
         for id, line, seed in (
             ("1", "one", 6), ("3", "  two\nlines \t\\n \\x", 8), ("4", "three\u2028four", 9))
@@ -60,18 +51,18 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
     found = read(tmp_path / "p.jsonl", text, logprobs=9, stop_token_ids=(2,), max_tokens=50)
     others = {"max_tokens": 50, "stop_token_ids": (2,)}
     expected = [
-        ("1", b"a\\n", False, others | {
+        ("1", encode("a\\n"), False, others | {
             "max_tokens": 3, "temperature": 1.0, "top_p": 0.5, "seed": 7, "logprobs": 9}),
-        ("x", b"hi", True, others | {"logprobs": 4, "seed": 2}),
-        ("12", b"\1\2", False, others | {
+        ("x", encode("hi"), True, others | {"logprobs": 4, "seed": 2}),
+        ("12", (1, 2), False, others | {
             "stop_token_ids": (), "logprobs": 2, "logprobs_mode": LogprobsMode.PROCESSED,
             "extra_token_ids": (3,), "stop_sequences": ((4, 5),), "draft_logprobs": True,
             "seed": 3, "kept_token_ids": True}),
-        ("4", b"b", False, others | {"seed": 4}),
-        ("5", b"c", False, others | {"seed": 5}),
+        ("4", encode("b"), False, others | {"seed": 4}),
+        ("5", encode("c"), False, others | {"seed": 5}),
     ]  # fmt: skip
     assert found == [
-        Prompt(Request(id=id, prompt_token_ids=tuple(ids), params=SamplingParams(**params)), chat)
+        Prompt(Request(id=id, prompt_token_ids=ids, params=SamplingParams(**params)), chat)
         for id, ids, chat, params in expected
     ]
     assert type(found[0].request.params.temperature) is float
@@ -87,7 +78,7 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
         ('{"prompt": 3}', "prompt = 3 must be of type str"),
         ('{"prompt": ""}', "request '1' has an empty prompt"),
         ('{"messages": []}', "messages must be a list of objects with a role"),
-        ('{"messages": [{"role": "critic"}]}', "line 1: unknown role critic"),
+        ('{"messages": [{"role": "system"}]}', "line 1: the chat template refuses these messages"),
         ('{"prompt": "a", "id": null}', "id = None must be a string or an integer"),
         ('{"prompt": "a", "stop": ["x", ""]}', r"stop = \['x', ''\] must be a string or strings,"),
         ('{"prompt": "a", "zzz": 1}', "'zzz' is not known; known are id, prompt, .*seed"),
