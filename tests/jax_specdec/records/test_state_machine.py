@@ -47,16 +47,12 @@ class Machine:
             self.names += 1
             request = random_messages.random_request(rng, str(self.names))
             if rng.random() < 0.3 and request.params.max_tokens > 1:
-                brought = (random_messages.VOCABULARY + 1,)  # in no stop rule
                 earlier = {"steps": [(3, 1), (0, 0)], "num_tokens": 1}
-                progress = Progress(
-                    token_ids=brought,
-                    cumulative_logprob=-0.75,
-                    statistics=Statistics(*marginals(earlier)),
-                )
+                brought = (random_messages.VOCABULARY + 1,)  # in no stop rule
+                sums = {"cumulative_logprob": -0.75, "statistics": Statistics(*marginals(earlier))}
+                progress = Progress(token_ids=brought, **sums)
             elif rng.random() < 0.3:  # preempted while its prompt was run
-                came = rng.randrange(len(request.prompt_token_ids))
-                progress = Progress(num_prompt_rows=came)
+                progress = Progress(num_prompt_rows=rng.randrange(len(request.prompt_token_ids)))
         prefill = rng.random() < 0.15
         generation = self.reference.last_generation[slot] + rng.randint(1, 3)
         self.asked[slot][generation] = request
