@@ -106,11 +106,9 @@ slowly = pytest.mark.timeout(3600), pytest.mark.slow
 @pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=slowly)])
 def test_random_kills_under_load(tmp_path, rounds):
     rng, kinds = random.Random(1), itertools.product(("producer", "consumer"), MODES)
-    crossed, delays = zip(
-        *(kill_under_load(rng, *kind, tmp_path / str(n))
-          for n, kind in zip(range(rounds), itertools.cycle(kinds), strict=False)),
-        strict=True,
-    )  # fmt: skip
+    numbered = zip(range(rounds), itertools.cycle(kinds), strict=False)
+    found = [kill_under_load(rng, *kind, tmp_path / str(n)) for n, kind in numbered]
+    crossed, delays = zip(*found, strict=True)
     assert sum(crossed) > 100
     assert rounds < 100 or sorted(delays)[rounds // 2] < MAX_NOTICE_SECONDS
 

@@ -130,9 +130,12 @@ def test_a_run_goes_on_and_tries_failures_last(report):
 
 def test_times_and_what_is_not_there_are_on_the_page(report, capsys):
     """Another library that fails is no failure of the kernels."""
-    figures = {"us": {"mosaic_gpu": 17.2, "plain": 172.0}, "GB/s": 975.0,
-               "spread": {"mosaic_gpu": [17, 18], "plain": [170, 180]},
-               "absent": {"xla": "MemoryError: 4 | 5"}}  # fmt: skip
+    figures = {
+        "us": {"mosaic_gpu": 17.2, "plain": 172.0},
+        "spread": {"mosaic_gpu": [17, 18], "plain": [170, 180]},
+        "GB/s": 975.0,
+        "absent": {"xla": "MemoryError: 4 | 5"},
+    }
     name, peers = "times: topk R=64", ["peers: torch: topk R=64", "peers: fi: topk R=64"]
     ground = GROUND | {"pieces": {"times": [name], "peers": peers}}
     report = Report(report.folder, ground, [])
@@ -220,10 +223,9 @@ def test_no_ptxas_and_held_memory(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     found = toolchain.find([tmp_path])
     assert found.driver == "550.54.15"
-    assert begin_with(
-        found, f"there is no ptxas in {tmp_path}", f"there is no libdevice in {tmp_path}",
-        "another process holds memory of the GPU: 4242, python, 69000 MiB",
-    )  # fmt: skip
+    missing = [f"there is no {name} in {tmp_path}" for name in ("ptxas", "libdevice")]
+    held = "another process holds memory of the GPU: 4242, python, 69000 MiB"
+    assert begin_with(found, *missing, held)
     holders.write_text("")  # as in a container, which does not see whose it is
     for name in ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc"):
         (tmp_path / name).parent.mkdir(parents=True)

@@ -66,8 +66,12 @@ def test_every_rank_has_its_numbers():
     scene.run(long_requests(), meddle)
     samples = samples_of(status_text(scene.engine.status))
     sent = [scene.workers[place].sent for place in (0, 3, 2)]  # 3 took the place of 1
-    for name, values in (("worker_up", [1, 1, 1]), ("worker_restarts_total", [0, 1, 0]),
-                         ("ring_messages_total", sent), ("live_requests", [0, 0, 0])):  # fmt: skip
+    for name, values in (
+        ("worker_up", [1, 1, 1]),
+        ("worker_restarts_total", [0, 1, 0]),
+        ("ring_messages_total", sent),
+        ("live_requests", [0, 0, 0]),
+    ):
         assert samples[(name,)] == {str(rank): value for rank, value in enumerate(values)}
     assert samples["finished_requests_total", ("reason", "prefill_handover")]["2"] == 6
     delivered = samples[("tokens_total",)]
@@ -98,9 +102,11 @@ def test_names_and_labels_are_those_that_dashboards_use():
 
 @pytest.mark.parametrize(
     ("module", "call", "version"),
-    [("prometheus_client", prometheus_text, "0.20"),
-     ("pyarrow", lambda: arrow.tokens_table(ColumnBuilder().columns()), "16")],
-)  # fmt: skip
+    [
+        ("prometheus_client", prometheus_text, "0.20"),
+        ("pyarrow", lambda: arrow.tokens_table(ColumnBuilder().columns()), "16"),
+    ],
+)
 def test_without_an_extra_the_way_to_install_it_is_named(module, call, version, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=f"pip install '{module}>={version}'"):

@@ -86,10 +86,13 @@ ASKED = {"logprobs": 1, "extra_token_ids": (3, 4), "draft_logprobs": True}
 
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
-    [({"columns": 3}, "has 3, 2 and RAW"), ({"columns": 0, "chosen": 0}, "has 0, 0 and RAW"),
-     ({"chosen": 1}, "has 2, 1 and RAW"),
-     ({"mode": LogprobsMode.PROCESSED}, "has 2, 2 and PROCESSED")],
-)  # fmt: skip
+    [
+        ({"columns": 3}, "has 3, 2 and RAW"),
+        ({"columns": 0, "chosen": 0}, "has 0, 0 and RAW"),
+        ({"chosen": 1}, "has 2, 1 and RAW"),
+        ({"mode": LogprobsMode.PROCESSED}, "has 2, 2 and PROCESSED"),
+    ],
+)
 def test_drafts_with_other_rows_than_were_asked_for_are_refused(wrong, complaint):
     """Either message may come first; nothing changes, and the records that wait can go on."""
     before = admit(ProcessorState.empty(2), 0, 1, request("plain", draft_logprobs=True))
