@@ -62,17 +62,6 @@ def test_the_kernel_tells_who_works():
         sum(range(10**6))  # is work
 
 
-def life(beats, works, seconds=100):
-    """Seconds for which a process was alive; it beats and works at the seconds that are given."""
-    liveness = Liveness(0)
-    liveness.activity = lambda now: now in works
-    for tenths in range(10 * seconds):
-        now = tenths / 10
-        if not liveness.look(now, beat=now in beats, limit=LIMIT):
-            return now
-    return seconds
-
-
 EVER = {n / 10 for n in range(1000)}
 
 
@@ -89,7 +78,11 @@ EVER = {n / 10 for n in range(1000)}
     ],
 )
 def test_a_silent_process_lives_while_it_works(beats, works, until):
-    assert life(beats, works) == pytest.approx(until, abs=0.3)
+    liveness, seconds = Liveness(0), (tenths / 10 for tenths in range(1000))
+    liveness.activity = lambda now: now in works
+    looks = ((now, liveness.look(now, beat=now in beats, limit=LIMIT)) for now in seconds)
+    ended = next((now for now, alive in looks if not alive), 100)
+    assert ended == pytest.approx(until, abs=0.3)
 
 
 def test_time_in_which_nobody_looked_is_no_silence():
