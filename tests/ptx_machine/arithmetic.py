@@ -2,60 +2,72 @@
 
 float32 operations are IEEE in NumPy as on the GPU; `fma` is rounded once, exactly; a NaN that is
 computed has the GPU's bits. Approximate instructions (`ex2.approx`, `div.full`) give the correctly
-rounded value, which `Errors` may move as far as the PTX ISA allows.
+rounded value, which `Hardware` may move as far as the PTX ISA allows.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
 # Raw bits by the letter of an operand: p predicate, h 16, w 32, d 64.
 TYPES = {"p": np.bool_, "h": np.uint16, "w": np.uint32, "d": np.uint64}
 KINDS = {"pred": "p", "b16": "h", "b32": "w", "b64": "d"}
-BITS = {"h": 16, "w": 32, "d": 64}
+BITS = {"p": 1, "h": 16, "w": 32, "d": 64}
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-FLOAT_COMPARISONS = (*COMPARISONS, "equ", "neu", "ltu", "leu", "gtu", "geu", "nan", "num")
+FLOAT_COMPARISONS = (*COMPARISONS, *(f"{name}u" for name in COMPARISONS), "nan")
 
 NAN32, NAN16 = np.uint32(0x7FFFFFFF), np.uint16(0x7FFF)  # what every float operation returns
 
 
-class Errors:
-    """Errors of approximate instructions: none, or the largest that the PTX ISA documents.
+@dataclass(frozen=True)
+class Hardware:
+    """Choices that the PTX ISA leaves open.
 
-    https://docs.nvidia.com/cuda/parallel-thread-execution: ex2.approx.f32 has a relative error of
-    at most 2**-22, div.full.f32 one of at most 2 ulp, here 2**-22 too.
+    errors: of approximate instructions, none or the largest that are documented. A relative error
+    of ex2.approx.f32 is at most 2**-22, of div.full.f32 at most 2 ulp, here 2**-22 too
+    (https://docs.nvidia.com/cuda/parallel-thread-execution).
     """
 
-    def __init__(self, direction: Literal["none", "up", "down", "random"] = "none") -> None:
-        self.direction = direction
+    leader: int = 0  # of the lanes that elect.sync may choose: this one, counted from the first
+    garbage: int = 0  # the byte in registers and shared memory before they are written
+    errors: Literal["none", "up", "down", "random"] = "none"
+    max_instructions: int = 20_000_000  # of one batch: a spoiled program may not end
 
-    def move(self, exact: np.ndarray) -> np.ndarray:
+    def approximate(self, exact: np.ndarray) -> np.ndarray:
         """exact: float64; zero, infinities and 1 (the exponential of 0) stay.
 
         "random" depends on nothing but the exact result: every thread errs alike.
         """
-        if self.direction == "none":
+        if self.errors == "none":
             return exact
-        if self.direction == "random":
-            mixed = exact.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-            by = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**52 - 1
-        else:
-            by = 1.0 if self.direction == "up" else -1.0
+        mixed = exact.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        random = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**52 - 1
+        by = {"up": 1.0, "down": -1.0, "random": random}[self.errors]
         # A hair less, for the rounding to float32 that follows is within the bound.
         return np.where(exact == 1, exact, exact * (1 + by * (2.0**-22 - 2.0**-24)))
 
 
+Function = Callable[..., np.ndarray]
+
+
 @dataclass(frozen=True)
 class Operation:
-    """result and sources as letters of `TYPES`; `approximate` functions take `Errors` first."""
+    """results and sources as letters of `TYPES`; a capital one may not be undefined.
 
-    result: str
+    spread: how undefined bits are handed on where `undefined.rule` does not know it.
+    of_hardware: the function takes `Hardware` first.
+    """
+
+    results: str
     sources: str
-    function: Callable[..., np.ndarray]
-    approximate: bool = False
+    function: Callable[..., Any]
+    spread: Callable[..., Any] | None = None
+    of_hardware: bool = False
 
 
 def floats(x: np.ndarray, kind: str) -> np.ndarray:
@@ -74,21 +86,31 @@ def bits32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), NAN32, raw)
 
 
-def rounded(x: np.ndarray, kind: str) -> np.ndarray:
-    """Raw bits of float32 as those of f16 or bf16, ties to even, with the NaN of the GPU."""
-    if kind == "f16":
-        with np.errstate(over="ignore"):
-            narrow = floats(x, "f32").astype(np.float16).view(np.uint16)
-    else:
-        odd = (x >> np.uint32(16)) & np.uint32(1)
-        narrow = ((x.astype(np.uint64) + 0x7FFF + odd) >> np.uint64(16)).astype(np.uint16)
+def halves(x: np.ndarray, narrow: type) -> tuple[np.ndarray, np.ndarray]:
+    """The lower and the upper half of each word."""
+    return x.astype(narrow), (x >> x.dtype.type(8 * narrow().itemsize)).astype(narrow)
+
+
+def joined(low: np.ndarray, high: np.ndarray, wide: type) -> np.ndarray:
+    """Words of two halves."""
+    return low.astype(wide) | high.astype(wide) << wide(8 * low.dtype.itemsize)
+
+
+def packed(function: Function, narrow: type, wide: type) -> Function:
+    """On both halves of words."""
+
+    def both(*args: np.ndarray) -> np.ndarray:
+        parts = zip(*(halves(x, narrow) for x in args), strict=True)
+        return joined(*(function(*part) for part in parts), wide)
+
+    return both
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Raw bits of float32 as those of bf16, ties to even, with the NaN of the GPU."""
+    odd = (x >> np.uint32(16)) & np.uint32(1)
+    narrow = ((x.astype(np.uint64) + 0x7FFF + odd) >> np.uint64(16)).astype(np.uint16)
     return np.where(np.isnan(floats(x, "f32")), NAN16, narrow)
-
-
-def both_rounded(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """cvt.rn.bf16x2.f32: the first source is the upper half."""
-    upper, lower = (rounded(x, "bf16").astype(np.uint32) for x in (high, low))
-    return (upper << np.uint32(16)) | lower
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -108,37 +130,27 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return odd.view(np.float64).astype(np.float32)
 
 
-def exponential(flush: bool) -> Callable[..., np.ndarray]:
-    """2**x; `flush`: subnormals become zero, in and out."""
-
-    def ex2(errors: Errors, x: np.ndarray) -> np.ndarray:
-        value = floats(x, "f32")
-        if flush:
-            value = flushed(value)
-        result = errors.move(np.exp2(value.astype(np.float64))).astype(np.float32)
-        return bits32(flushed(result) if flush else result)
-
-    return ex2
-
-
 def flushed(x: np.ndarray) -> np.ndarray:
+    """Subnormals become zero."""
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
 
-def divide(errors: Errors, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def exponential(hardware: Hardware, x: np.ndarray, ends: Function = np.asarray) -> np.ndarray:
+    """2**x; ends: what becomes of numbers as they come and go."""
+    exact = np.exp2(ends(floats(x, "f32")).astype(np.float64))
+    return bits32(ends(hardware.approximate(exact).astype(np.float32)))
+
+
+def divide(hardware: Hardware, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     exact = floats(a, "f32").astype(np.float64) / floats(b, "f32").astype(np.float64)
-    return bits32(errors.move(exact).astype(np.float32))
+    return bits32(hardware.approximate(exact).astype(np.float32))
 
 
-def of_f32(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+def of_f32(function: Function) -> Function:
     return lambda *args: bits32(function(*(floats(x, "f32") for x in args)))
 
 
-def narrow_difference(kind: str) -> Callable[..., np.ndarray]:
-    return lambda a, b: bits32(np.subtract(floats(a, kind), floats(b, "f32")))
-
-
-def largest(kind: str) -> Callable[..., np.ndarray]:
+def largest(kind: str) -> Function:
     """max.NaN: a NaN if either is one; 0.0 is larger than -0.0."""
     sign, nan = (31, NAN32) if kind == "f32" else (15, NAN16)
 
@@ -157,43 +169,15 @@ def smallest(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(found == NAN32, NAN32, found ^ sign)
 
 
-def packed(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """On both 16-bit halves of 32-bit words."""
-
-    def both(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        low = function(a.astype(np.uint16), b.astype(np.uint16)).astype(np.uint32)
-        half = np.uint32(16)
-        high = function((a >> half).astype(np.uint16), (b >> half).astype(np.uint16))
-        return (high.astype(np.uint32) << half) | low
-
-    return both
-
-
-def paired(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """On both 32-bit halves of 64-bit words."""
-
-    def both(*args: np.ndarray) -> np.ndarray:
-        half = np.uint64(32)
-        low = function(*(x.astype(np.uint32) for x in args)).astype(np.uint64)
-        high = function(*((x >> half).astype(np.uint32) for x in args)).astype(np.uint64)
-        return (high << half) | low
-
-    return both
-
-
 def signed(x: np.ndarray) -> np.ndarray:
     return x.view({2: np.int16, 4: np.int32, 8: np.int64}[x.dtype.itemsize])
 
 
-def to_signed(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    def run(*args: np.ndarray) -> np.ndarray:
-        out = function(*(signed(x) for x in args))
-        return out.view(args[0].dtype)
-
-    return run
+def to_signed(function: Function) -> Function:
+    return lambda *args: function(*map(signed, args)).view(args[0].dtype)
 
 
-def shift(name: str, kind: str) -> Callable[..., np.ndarray]:
+def shift(name: str, kind: str) -> Function:
     """The result of a shift by the width or more: all zeros, or all signs."""
     width = int(kind[1:])
 
@@ -207,23 +191,14 @@ def shift(name: str, kind: str) -> Callable[..., np.ndarray]:
     return run
 
 
-def funnel_right(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """shf.r.wrap: the lower word of both, moved by the last five bits of `by`."""
-    both = (high.astype(np.uint64) << np.uint64(32)) | low
-    return (both >> (by.astype(np.uint64) & np.uint64(31))).astype(np.uint32)
+def funnel(left: bool) -> Function:
+    """shf.wrap: a word of two, moved by the last five bits of `by`: the upper one, or the lower."""
 
+    def run(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
+        both, amount = joined(low, high, np.uint64), by.astype(np.uint64) & np.uint64(31)
+        return (both << amount >> np.uint64(32) if left else both >> amount).astype(np.uint32)
 
-def funnel_left(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """shf.l.wrap: the upper word of both, moved by the last five bits of `by`."""
-    both = (high.astype(np.uint64) << np.uint64(32)) | low
-    moved = both << (by.astype(np.uint64) & np.uint64(31))
-    return (moved >> np.uint64(32)).astype(np.uint32)
-
-
-def wide_product(kind: str) -> Callable[..., np.ndarray]:
-    to = np.int64 if kind == "s32" else np.uint64
-    source = signed if kind == "s32" else (lambda x: x)
-    return lambda a, b: (source(a).astype(to) * source(b).astype(to)).view(np.uint64)
+    return run
 
 
 def bit_field(x: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -238,30 +213,35 @@ def truncated(x: np.ndarray) -> np.ndarray:
     return np.clip(np.trunc(value), -(2.0**31), 2.0**31 - 1).astype(np.int32).view(np.uint32)
 
 
-def comparison(name: str, kind: str) -> Callable[..., np.ndarray]:
+def comparison(name: str, kind: str) -> Function:
     """setp; comparisons of floats are false where one is NaN, those that end in u are true."""
-    order = {
-        "eq": np.equal,
-        "ne": np.not_equal,
-        "lt": np.less,
-        "le": np.less_equal,
-        "gt": np.greater,
-        "ge": np.greater_equal,
-    }
     if "f" not in kind:
-        convert = signed if kind.startswith("s") else (lambda x: x)
-        return lambda a, b: order[name](convert(a), convert(b))
+        convert = signed if kind.startswith("s") else np.asarray
+        return lambda a, b: getattr(operator, name)(convert(a), convert(b))
 
     def of_floats(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         x, y = floats(a, kind), floats(b, kind)
         unordered = np.isnan(x) | np.isnan(y)
-        if name in ("nan", "num"):
-            return unordered if name == "nan" else ~unordered
-        if name in order:
-            return order[name](x, y) & ~unordered
-        return order[name[:-1]](x, y) | unordered
+        if name == "nan":
+            return unordered
+        found = getattr(operator, name[:2])(x, y)
+        return found | unordered if name.endswith("u") else found & ~unordered
 
     return of_floats
+
+
+def comparison_of_halves(kind: str) -> Operation:
+    """Two predicates, the lower half's first; each is undefined where its own half is."""
+    equal = comparison("eq", kind)
+
+    def each(function: Function, args: Any) -> tuple[np.ndarray, ...]:
+        parts = zip(*(halves(x, np.uint16) for x in args), strict=True)
+        return tuple(function(*part) for part in parts)
+
+    return Operation(
+        "pp", "ww", lambda *args: each(equal, args),
+        lambda _, masks: each(lambda a, b: (a | b) != 0, masks),
+    )  # fmt: skip
 
 
 def _letter(kind: str) -> str:
@@ -271,87 +251,75 @@ def _letter(kind: str) -> str:
 def _table() -> dict[str, Operation]:
     out: dict[str, Operation] = {}
 
-    def add(names: str, result: str, sources: str, function: Callable[..., np.ndarray]) -> None:
+    def add(names: str, results: str, sources: str, function: Function, **more: Any) -> None:
         for name in names.split():
-            out[name] = Operation(result, sources, function)
+            out[name] = Operation(results, sources, function, **more)
 
-    for rounding in ("", ".rn"):
-        add(f"add{rounding}.f32", "w", "ww", of_f32(np.add))
-        add(f"sub{rounding}.f32", "w", "ww", of_f32(np.subtract))
-        add(f"mul{rounding}.f32", "w", "ww", of_f32(np.multiply))
-    add("fma.rn.f32", "w", "www", of_f32(fma))
     for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
-        add(f"{name}.f32x2", "d", "dd", paired(of_f32(function)))
-    add("fma.rn.f32x2", "d", "ddd", paired(of_f32(fma)))
-    for kind in ("bf16", "f16"):  # the first source is narrow
-        add(f"sub.rn.f32.{kind}", "w", "hw", narrow_difference(kind))
+        add(f"{name}.f32 {name}.rn.f32", "w", "ww", of_f32(function))
+        add(f"{name}.f32x2", "d", "dd", packed(of_f32(function), np.uint32, np.uint64))
+        for kind in ("s16", "s32", "s64"):
+            whole = f"mul.lo.{kind}" if name == "mul" else f"{name}.{kind}"
+            add(whole, _letter(kind), _letter(kind) * 2, function)
+    add("fma.rn.f32", "w", "www", of_f32(fma))
+    add("fma.rn.f32x2", "d", "ddd", packed(of_f32(fma), np.uint32, np.uint64))
+    for kind in ("s16", "s32"):
+        add(f"mad.lo.{kind}", _letter(kind), _letter(kind) * 3, lambda a, b, c: a * b + c)
     add("neg.f32", "w", "w", lambda x: x ^ np.uint32(1 << 31))
+    add("neg.s32", "w", "w", lambda x: np.uint32(0) - x)
     add("abs.f32", "w", "w", lambda x: x & np.uint32(0x7FFFFFFF))
-    out["ex2.approx.f32"] = Operation("w", "w", exponential(False), True)
-    out["ex2.approx.ftz.f32"] = Operation("w", "w", exponential(True), True)
-    out["div.full.f32"] = Operation("w", "ww", divide, True)
+    add("ex2.approx.f32", "w", "w", exponential, of_hardware=True)
+    add("ex2.approx.ftz.f32", "w", "w", partial(exponential, ends=flushed), of_hardware=True)
+    add("div.full.f32", "w", "ww", divide, of_hardware=True)
     for kind in ("f32", "bf16", "f16"):
         add(f"max.NaN.{kind}", _letter(kind), _letter(kind) * 2, largest(kind))
         for name in FLOAT_COMPARISONS:
             add(f"setp.{name}.{kind}", "p", _letter(kind) * 2, comparison(name, kind))
+    for kind in ("bf16", "f16"):
+        add(f"max.NaN.{kind}x2", "w", "ww", packed(largest(kind), np.uint16, np.uint32))
+        out[f"setp.eq.{kind}x2"] = comparison_of_halves(kind)
+        add(f"cvt.f32.{kind}", "w", "h", lambda x, kind=kind: bits32(floats(x, kind)))
+        add(f"sub.rn.f32.{kind}", "w", "hw",
+            lambda a, b, kind=kind: bits32(floats(a, kind) - floats(b, "f32")))  # fmt: skip
     add("min.NaN.f32", "w", "ww", smallest)
-    add("max.NaN.bf16x2", "w", "ww", packed(largest("bf16")))
-    add("max.NaN.f16x2", "w", "ww", packed(largest("f16")))
     for kind in ("b16", "b32", "b64", "s16", "u32", "s32", "u64", "s64"):
-        letter = _letter(kind)
-        names = COMPARISONS[:2] if kind[0] == "b" else COMPARISONS
-        for name in names:
-            add(f"setp.{name}.{kind}", "p", letter * 2, comparison(name, kind))
-    for kind in ("s16", "s32", "s64"):
-        letter = _letter(kind)
-        add(f"add.{kind}", letter, letter * 2, np.add)
-        add(f"sub.{kind}", letter, letter * 2, np.subtract)
-        add(f"mul.lo.{kind}", letter, letter * 2, np.multiply)
-        add(f"mad.lo.{kind}", letter, letter * 3, lambda a, b, c: a * b + c)
-    add("neg.s32", "w", "w", lambda x: np.uint32(0) - x)
+        for name in COMPARISONS[:2] if kind[0] == "b" else COMPARISONS:
+            add(f"setp.{name}.{kind}", "p", _letter(kind) * 2, comparison(name, kind))
     for name, function in (("min", np.minimum), ("max", np.maximum)):
         add(f"{name}.s32", "w", "ww", to_signed(function))
         add(f"{name}.u32", "w", "ww", function)
-    add("mul.wide.u16", "w", "hh", lambda a, b: a.astype(np.uint32) * b.astype(np.uint32))
-    add("mul.wide.u32", "d", "ww", wide_product("u32"))
-    add("mul.wide.s32", "d", "ww", wide_product("s32"))
-    for kind in ("pred", "b16", "b32", "b64"):
-        letter = KINDS[kind]
+    add("mul.wide.u32", "d", "ww", lambda a, b: a.astype(np.uint64) * b.astype(np.uint64))
+    add("mul.wide.s32", "d", "ww", lambda a, b: (
+        (signed(a).astype(np.int64) * signed(b).astype(np.int64)).view(np.uint64)
+    ))  # fmt: skip
+    for kind, letter in KINDS.items():
         add(f"and.{kind}", letter, letter * 2, np.bitwise_and)
         add(f"or.{kind}", letter, letter * 2, np.bitwise_or)
         add(f"xor.{kind}", letter, letter * 2, np.bitwise_xor)
         add(f"not.{kind}", letter, letter, np.invert)
-        add(f"mov.{kind}", letter, letter, lambda x: x)
-    add("mov.u32", "w", "w", lambda x: x)
-    for kind in ("b16", "b32", "b64", "f32"):
+        add(f"mov.{kind}", letter, letter, np.asarray)
+    add("mov.u32", "w", "w", np.asarray)
+    for kind in ("b16", "b32", "f32"):
         letter = _letter(kind)
         add(f"selp.{kind}", letter, letter * 2 + "p", lambda a, b, p: np.where(p, a, b))
-    for name, kinds in (
-        ("shl", ("b16", "b32", "b64")),
-        ("shr", ("u16", "s16", "u32", "s32", "u64", "s64")),
-    ):
-        for kind in kinds:
+    for kinds, name in (("b32 b64", "shl"), ("u16 u32 s32 u64", "shr")):
+        for kind in kinds.split():
             add(f"{name}.{kind}", _letter(kind), _letter(kind) + "w", shift(name, kind))
-    add("shf.r.wrap.b32", "w", "www", funnel_right)
-    add("shf.l.wrap.b32", "w", "www", funnel_left)
+    add("shf.r.wrap.b32", "w", "www", funnel(left=False))
+    add("shf.l.wrap.b32", "w", "www", funnel(left=True))
     add("popc.b32", "w", "w", lambda x: np.bitwise_count(x).astype(np.uint32))
     add("bfe.u32", "w", "www", bit_field)
-    add("cvt.f32.bf16", "w", "h", lambda x: bits32(floats(x, "bf16")))
-    add("cvt.f32.f16", "w", "h", lambda x: bits32(floats(x, "f16")))
-    add("cvt.rn.f16.f32", "h", "w", lambda x: rounded(x, "f16"))
-    add("cvt.rn.bf16.f32", "h", "w", lambda x: rounded(x, "bf16"))
-    add("cvt.rn.bf16x2.f32", "w", "ww", both_rounded)
+    add("cvt.rn.bf16.f32", "h", "w", to_bfloat16)
     add("cvt.u16.u32", "h", "w", lambda x: x.astype(np.uint16))
     add("cvt.u32.u16", "w", "h", lambda x: x.astype(np.uint32))
-    add("cvt.u64.u16", "d", "h", lambda x: x.astype(np.uint64))
+    add("cvt.u32.u64", "w", "d", lambda x: x.astype(np.uint32))
     add("cvt.u64.u32", "d", "w", lambda x: x.astype(np.uint64))
     add("cvt.s64.s32", "d", "w", lambda x: signed(x).astype(np.int64).view(np.uint64))
-    add("cvt.u32.u64", "w", "d", lambda x: x.astype(np.uint32))
     add("cvt.rn.f32.s32", "w", "w", lambda x: bits32(signed(x).astype(np.float32)))
     add("cvt.rn.f32.u32", "w", "w", lambda x: bits32(x.astype(np.float32)))
     add("cvt.rzi.s32.f32", "w", "w", truncated)
     # Generic and global addresses are the same.
-    add("cvta.to.global.u64 cvta.global.u64", "d", "d", lambda x: x)
+    add("cvta.to.global.u64 cvta.global.u64", "d", "d", np.asarray)
     return out
 
 

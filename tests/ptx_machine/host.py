@@ -13,10 +13,8 @@ FUNCTION = re.compile(
     r"define void @(\w+_mosaic_gpu)\(ptr %0, ptr %1, ptr %2\) \{\n(.*?)\n\}", re.DOTALL
 )
 LAUNCH = re.compile(r"call void @mosaic_gpu_launch_kernel\(ptr %0, (.*), ptr %1, ptr %\d+\)")
-BUFFER = re.compile(r"(%\d+) = getelementptr ptr, ptr %2, i32 (\d+)$")
+PLACE = re.compile(r"(%\d+) = getelementptr (.+), ptr %\d+,(?: i32 0,)? i32 (\d+)$")
 LOAD = re.compile(r"(%\d+) = load ptr, ptr (%\d+), align 8$")
-FIELD = re.compile(r"(%\d+) = getelementptr \{[ptr, ]+\}, ptr %\d+, i32 0, i32 (\d+)$")
-SLOT = re.compile(r"(%\d+) = getelementptr i64, ptr %\d+, i32 (\d+)$")
 STORE = re.compile(r"store ptr (%\d+), ptr (%\d+), align 8$")
 
 
@@ -36,25 +34,15 @@ def read(text: str) -> HostCode:
     if name is None:
         raise PtxError("there is no host function with a launch")
     launch = None
-    buffers, fields, slots = {"%2": 0}, {}, {}
-    pointers: dict[str, int] = {}  # what was loaded from which buffer
-    parameters: dict[int, int] = {}
-    order: dict[int, int] = {}
+    places = {"%2": ("ptr", 0)}  # of arrays and records: of what, and which one
+    stored: dict[tuple[str, int], int] = {}  # there: the number of what is stored
     for line in map(str.strip, name[2].splitlines()):
-        if found := BUFFER.match(line):
-            buffers[found[1]] = int(found[2])
+        if found := PLACE.match(line):
+            places[found[1]] = found[2], int(found[3])
         elif found := LOAD.match(line):
-            pointers[found[1]] = buffers[found[2]]
-        elif found := FIELD.match(line):
-            fields[found[1]] = int(found[2])
-        elif found := SLOT.match(line):
-            slots[found[1]] = int(found[2])
+            places[found[1]] = places[found[2]]
         elif found := STORE.match(line):
-            what, where = found.groups()
-            if where in fields:
-                parameters[fields[where]] = pointers[what]
-            else:
-                order[slots[where]] = fields[what]
+            stored[places[found[2]]] = places[found[1]][1]
         elif found := LAUNCH.match(line):
             if launch is not None:
                 raise PtxError("there are two launches")
@@ -66,9 +54,7 @@ def read(text: str) -> HostCode:
     *grid, a, b, c, x, y, z, shared = launch
     if (a, b, c) != (0, 0, 0) or (y, z) != (1, 1):
         raise PtxError(f"clusters {a, b, c} or a block of {x, y, z} threads are not known")
-    return HostCode(
-        (grid[0], grid[1], grid[2]),
-        x,
-        shared,
-        tuple(parameters[order[i]] for i in range(len(order))),
-    )
+    slots = {number: field for (kind, number), field in stored.items() if kind == "i64"}
+    fields = {number: buffer for (kind, number), buffer in stored.items() if kind != "i64"}
+    buffers = tuple(fields[slots[i]] for i in range(len(slots)))
+    return HostCode((grid[0], grid[1], grid[2]), x, shared, buffers)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import instructions
-from .parser import Instruction, Program, PtxError, Symbol
+from .parser import Instruction, Program, PtxError, Register, Symbol
 from .threads import Hardware, Launch, Threads
+from .warps import MissingLane
 
 
 @dataclass
@@ -30,56 +31,58 @@ class Machine:
         self.program = program
         self.threads = Threads(program, launch, hardware)
         self.steps = [instructions.bind(self.threads, x) for x in program.instructions]
+        self.guards = {
+            x: self.threads.source(Register(x), "p", "a branch or a guard")
+            for x in {x.guard for x in program.instructions if x.guard}
+        }
         self.counts = Counts()
 
     def run(self, ctas: Sequence[int]) -> None:
         """These CTAs, together."""
         self.threads.start(ctas)
         self.counts.instructions = 0
+        # Threads that can run, by program counter; those at barriers, alike.
+        self.groups: dict[int, np.ndarray] = {0: self.threads.everyone}
+        self.waiting: dict[int, np.ndarray] = {}
         with np.errstate(all="ignore"):
             self._run()
         self.counts.barriers = int(self.threads.epochs.max())
 
     def _run(self) -> None:
-        """`groups`: threads that can run, by program counter; `waiting` at barriers, alike.
-
-        `late`: where a warp instruction waits for lanes that are elsewhere, and what is wrong if
-        none of them come.
+        """`late`: where a warp instruction waits for lanes that are elsewhere, and what is wrong
+        if none of them come.
         """
-        threads = self.threads
-        groups: dict[int, np.ndarray] = {0: threads.everyone}
-        waiting: dict[int, np.ndarray] = {}
-        late: dict[int, tuple[np.ndarray, instructions.MissingLane]] = {}
-        code = self.program.instructions
+        groups, code = self.groups, self.program.instructions
+        late: dict[int, tuple[np.ndarray, MissingLane]] = {}
         while groups:
             stuck = [x for x, (mask, _) in late.items() if np.array_equal(groups.get(x), mask)]
             pc = min(groups.keys() - set(stuck), default=None)
             if pc is None:
                 raise late[min(stuck)][1]
             mask = groups.pop(pc)
-            limit = min(groups, default=len(code))
-            threads.mask = None if mask.all() else mask
-            # Straight on to the next branch, barrier or place where others are.
-            while pc < len(code) and self.steps[pc] is not None:
-                try:
+            self.threads.mask = None if mask.all() else mask
+            try:  # straight on to the next branch, barrier or place where others are
+                while pc not in groups and pc < len(code) and self.steps[pc] is not None:
                     self._step(pc)
-                except instructions.MissingLane as error:
-                    groups[pc], late[pc] = mask, (mask, error)
-                    break
-                pc += 1
-                if pc == limit:
-                    break
-            if pc in groups and pc != limit:
+                    pc += 1
+            except MissingLane as error:
+                late[pc] = mask, error
+                self._go(pc, mask)
                 continue
-            if pc >= len(code):
+            if pc == len(code):
                 raise PtxError("threads run past the end of the program")
-            if pc == limit:
-                groups[pc] = groups[pc] | mask
+            if pc in groups:
+                self._go(pc, mask)
                 continue
             self.counts.instructions += 1
-            self._control(code[pc], pc, mask, groups, waiting)
-        if waiting:
-            raise code[min(waiting)].error("threads wait for others that left, or wait elsewhere")
+            self._control(code[pc], pc, mask)
+        if self.waiting:
+            where = code[min(self.waiting)]
+            raise where.error("threads wait for others that left, or wait elsewhere")
+
+    def _go(self, to: int, who: np.ndarray) -> None:
+        if who.any():
+            self.groups[to] = self.groups.get(to, False) | who
 
     def _step(self, pc: int) -> None:
         threads = self.threads
@@ -91,9 +94,7 @@ class Machine:
         try:
             if instruction.guard is not None:
                 threads.mask = self._guarded(instruction)
-                if threads.mask.any():
-                    self.steps[pc]()
-            else:
+            if threads.mask is None or threads.mask.any():
                 self.steps[pc]()
         except PtxError as error:
             raise type(error)(*instruction.error(str(error)).args) from None
@@ -102,60 +103,42 @@ class Machine:
 
     def _guarded(self, instruction: Instruction) -> np.ndarray:
         """The running threads whose guard holds."""
-        threads = self.threads
-        assert instruction.guard is not None
-        chosen = threads.read(instruction.guard)
-        threads.must_be_defined(instruction.guard, "a branch or a guard")
-        if instruction.negated:
-            chosen = ~chosen
-        return chosen & threads.active()
+        chosen, _ = self.guards[instruction.guard]()
+        return (chosen ^ instruction.negated) & self.threads.active()
 
-    def _control(
-        self,
-        instruction: Instruction,
-        pc: int,
-        mask: np.ndarray,
-        groups: dict[int, np.ndarray],
-        waiting: dict[int, np.ndarray],
-    ) -> None:
+    def _control(self, instruction: Instruction, pc: int, mask: np.ndarray) -> None:
         """A branch, an end or a barrier of the threads in `mask`."""
-        threads = self.threads
-
-        def go(to: int, who: np.ndarray) -> None:
-            if who.any():
-                groups[to] = groups[to] | who if to in groups else who
-
-        opcode = instruction.opcode
+        threads, opcode = self.threads, instruction.opcode
         taken = mask if instruction.guard is None else self._guarded(instruction)
-        if opcode in ("bra", "bra.uni"):
+        if opcode != "bar.sync":
+            self._go(pc + 1, mask & ~taken)
+            if opcode == "ret":
+                return
             (target,) = instruction.operands
             if opcode == "bra.uni" and (taken != mask).any():
                 raise instruction.error("not all threads take a uniform branch")
             assert isinstance(target, Symbol)
             if target.name not in self.program.labels:
                 raise instruction.error("there is no such label")
-            go(self.program.labels[target.name], taken)
-            go(pc + 1, mask & ~taken)
-        elif opcode == "ret":
-            go(pc + 1, mask & ~taken)
-        else:
-            if instruction.guard is not None:
-                raise instruction.error("a barrier with a guard")
-            self._check_barrier(instruction)
-            waits = waiting.pop(pc, False) | mask
-            complete = waits.reshape(-1, self.program.threads).all(axis=1)
-            threads.pass_barrier(complete)
-            released = complete[threads.local_cta]
-            go(pc + 1, waits & released)
-            if (waits & ~released).any():
-                waiting[pc] = waits & ~released
+            self._go(self.program.labels[target.name], taken)
+            return
+        if instruction.guard is not None:
+            raise instruction.error("a barrier with a guard")
+        self._check_barrier(instruction)
+        waits = self.waiting.pop(pc, False) | mask
+        complete = waits.reshape(-1, self.program.threads).all(axis=1)
+        threads.pass_barrier(complete)
+        released = complete[threads.local_cta]
+        self._go(pc + 1, waits & released)
+        if (waits & ~released).any():
+            self.waiting[pc] = waits & ~released
 
     def _check_barrier(self, instruction: Instruction) -> None:
         """bar.sync a{, b}: barrier a from 0 to 15, for b threads; here always the whole CTA."""
         threads = self.threads
         here = threads.active()
         values = [
-            np.unique(np.broadcast_to(threads.source(x, "w")(), here.shape)[here])
+            np.unique(np.broadcast_to(threads.source(x, "w")()[0], here.shape)[here])
             for x in instruction.operands
         ]
         if len(values) == 2 and (values[1] != self.program.threads).any():

@@ -11,14 +11,11 @@ writes scalars. The value is defined then, and a barrier must still lie before a
 Atomic additions do not race with each other; beside loads and stores they count as stores.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from .parser import PtxError
 
 GRANULE = 2  # bytes: no narrower access is known to the machine
-WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 # Who accesses memory, and when, as one number: its CTA, the barriers that this has passed, and the
 # thread in it. Equal but for the thread: no barrier lies between.
@@ -41,7 +38,7 @@ def cta_of(stamps: np.ndarray) -> np.ndarray:
 
 
 class Buffer:
-    """One allocation. Offsets are bytes; an element of an access has `width` bytes."""
+    """One allocation. Offsets are bytes, one a lane."""
 
     def __init__(
         self,
@@ -57,152 +54,116 @@ class Buffer:
         defined: [granules] of an input whose maker did not write all of it. What is writable is
         undefined at first.
         """
-        self.name = name
+        self.name, self.base, self.defined = name, base, defined
         self.data = data.reshape(-1).view(np.uint8)
-        self.base = base
-        self.defined = defined
-        self.accesses = None
+        self.last: dict[str, np.ndarray] = {}  # accesses of each kind, by granule
         if writable:
             granules = -(-self.data.size // GRANULE)
             self.defined = np.zeros(granules, bool)
-            self.accesses = _Accesses(granules, self._at)
+            kinds = "a load", "a store", "an atomic addition"
+            self.last = {kind: np.full(granules, NOBODY) for kind in kinds}
 
     def load(
-        self, offsets: np.ndarray, width: int, count: int, stamps: np.ndarray
-    ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        """Elements offsets + i * width, i < count, each [lanes]; and where they are undefined.
-
-        The second is None where all is defined.
-        """
-        index = self._index(offsets, width, count)
-        words = self._words(width)
-        values = [words[index + i] for i in range(count)]
-        places = _granules(offsets, width * count)
-        if self.accesses is not None:
-            self.accesses.load(places, stamps, offsets)
+        self, offsets: np.ndarray, dtype: type, count: int, stamps: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Elements [count, lanes], one after the other at each offset; and which are undefined."""
+        words, index, places = self._find(offsets, dtype, count)
+        values = words[index + np.arange(count)[:, None]]
+        if self.last:
+            kinds = "a store", "an atomic addition"
+            mine = self._ordered("loaded", places, stamps, offsets, *kinds)
+            loaded = self.last["a load"]
+            before = loaded[places]
+            others = (epoch_of(before) == epoch_of(mine)) & (before != mine)
+            elsewhere = (before != NOBODY) & (cta_of(before) != cta_of(mine))
+            loaded[places] = np.where(elsewhere, SEVERAL_CTAS, np.where(others, mine | MANY, mine))
+            _mark(loaded, places, mine)
         if self.defined is None:
             return values, None
         defined = self.defined[places]
         if defined.all():
             return values, None
-        whole = defined.reshape(len(offsets), count, -1).all(axis=2)
-        return values, [~whole[:, i] for i in range(count)]
+        return values, ~defined.reshape(len(offsets), count, -1).all(axis=2).T
 
     def store(
         self,
         offsets: np.ndarray,
-        width: int,
         values: list[np.ndarray],
         undefined: list[np.ndarray | None],
         stamps: np.ndarray,
     ) -> None:
         """values: each [lanes], in raw bits; undefined: [lanes], None where all are defined."""
-        if self.accesses is None or self.defined is None:
-            raise PtxError(f"{self.name} is an input and is stored to")
-        index = self._index(offsets, width, len(values))
-        places = _granules(offsets, width * len(values))
-        words = self._words(width)
-        shared = self.accesses.store(places, stamps, offsets)
-        for i, value in enumerate(values):
+        words, index, places = self._find(offsets, values[0].dtype, len(values), "stored to")
+        mine = self._ordered("stored to", places, stamps, offsets, *self.last)
+        stored, width = self.last["a store"], values[0].dtype.itemsize
+        stored[places] = mine
+        elsewhere = cta_of(stored[places]) != cta_of(mine)
+        self._refuse(elsewhere, offsets, "data race: {} is stored to by several CTAs")
+        shared = _mark(stored, places, mine)  # several threads store to one place here
+        for i, (value, bad) in enumerate(zip(values, undefined, strict=True)):
             words[index + i] = value
-            if shared and (words[index + i] != value).any():
-                lane = int(np.argmax(words[index + i] != value))
-                raise PtxError(f"threads store different values to {self._at(offsets, lane)}")
+            if shared:
+                differ = words[index + i] != value
+                self._refuse(differ, offsets, "threads store different values to {}")
             here = _granules(offsets + i * width, width)
-            bad = undefined[i]
             self.defined[here] = True if bad is None else ~bad[:, None]
 
     def add(self, offsets: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> np.ndarray:
-        """Atomic additions to 32-bit integers, lane after lane; returns the integers before."""
-        if self.accesses is None or self.defined is None:
-            raise PtxError(f"{self.name} is an input and is added to")
-        index = self._index(offsets, 4, 1)
-        places = _granules(offsets, 4)
-        if not self.defined[places].all():
-            raise PtxError(f"{self._at(offsets, 0)} is added to and was never written")
-        self.accesses.add(places, stamps, offsets)
-        words, before = self._words(4), np.zeros(len(offsets), np.uint32)
+        """Atomic additions to 32-bit integers, lane after lane; returns the integers before.
+
+        Those of several threads are ordered by themselves, beside loads and stores they are not.
+        """
+        words, index, places = self._find(offsets, np.uint32, 1, "added to")
+        self._refuse(~self.defined[places], offsets, "{} is added to and was never written")
+        mine = self._ordered("added to", places, stamps, offsets, "a load", "a store")
+        # Nobody's own: a load by any thread, the adding one too, needs a barrier.
+        self.last["an atomic addition"][places] = mine | MANY
+        before = np.zeros(len(offsets), np.uint32)
         for lane, (place, value) in enumerate(zip(index, values, strict=True)):
             before[lane] = words[place]
             words[place] += value
         return before
 
-    def _words(self, width: int) -> np.ndarray:
-        return self.data[: self.data.size // width * width].view(WORDS[width])
-
-    def _index(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:
+    def _find(
+        self, offsets: np.ndarray, dtype: type | np.dtype, count: int, written: str = ""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The buffer's words, for each lane the number of its first one, and its granules."""
+        if written and not self.last:
+            raise PtxError(f"{self.name} is an input and is {written}")
+        width, held = np.dtype(dtype).itemsize, self.data.size
         size = width * count
-        outside = (offsets < 0) | (offsets + size > self.data.size)
-        if outside.any():
-            where = self._at(offsets, int(np.argmax(outside)))
-            raise PtxError(f"{where} is outside its {self.data.size} bytes, {size} are accessed")
+        outside = (offsets < 0) | (offsets + size > held)
+        self._refuse(outside, offsets, f"{{}} is outside its {held} bytes, {size} are accessed")
         crooked = (offsets + self.base) % size != 0
-        if crooked.any():
-            where = self._at(offsets, int(np.argmax(crooked)))
-            raise PtxError(f"{where} is not aligned to {size} bytes")
-        return offsets // width
+        self._refuse(crooked, offsets, f"{{}} is not aligned to {size} bytes")
+        words = self.data[: held // width * width].view(dtype)
+        return words, offsets // width, _granules(offsets, size)
 
-    def _at(self, offsets: np.ndarray, lane: int) -> str:
-        return f"{self.name} + {int(offsets[lane])}"
-
-
-class _Accesses:
-    """Per granule the last store, the last load and the last atomic addition."""
-
-    def __init__(self, granules: int, at: Callable[[np.ndarray, int], str]) -> None:
-        self.stored = np.full(granules, NOBODY)
-        self.loaded = np.full(granules, NOBODY)
-        self.added = np.full(granules, NOBODY)
-        self.at = at  # the name of a lane's offset
-
-    def load(self, places: np.ndarray, stamps: np.ndarray, offsets: np.ndarray) -> None:
+    def _ordered(
+        self, what: str, places: np.ndarray, stamps: np.ndarray, offsets: np.ndarray, *kinds: str
+    ) -> np.ndarray:
+        """The accesses' stamps [lanes, 1], if those of these kinds were before a barrier."""
         mine = stamps[:, None]
-        for before, what in ((self.stored, "a store"), (self.added, "an atomic addition")):
-            race = _unordered(before[places], mine)
-            if race.any():
-                raise self._race(race, offsets, f"loaded without a barrier after {what}")
-        before = self.loaded[places]
-        others = (epoch_of(before) == epoch_of(mine)) & (before != mine)
-        elsewhere = (before != NOBODY) & (cta_of(before) != cta_of(mine))
-        self.loaded[places] = np.where(elsewhere, SEVERAL_CTAS, np.where(others, mine | MANY, mine))
-        self._mark(self.loaded, places, mine)
+        for kind in kinds:
+            race = _unordered(self.last[kind][places], mine)
+            why = f"data race: {{}} is {what} without a barrier after {kind}"
+            self._refuse(race, offsets, why)
+        return mine
 
-    def store(self, places: np.ndarray, stamps: np.ndarray, offsets: np.ndarray) -> bool:
-        """Whether several threads store to one place here."""
-        mine = stamps[:, None]
-        kinds = ((self.loaded, "a load"), (self.stored, "a store"), (self.added, "an addition"))
-        for before, what in kinds:
-            race = _unordered(before[places], mine)
-            if race.any():
-                raise self._race(race, offsets, f"stored to without a barrier after {what}")
-        self.stored[places] = mine
-        elsewhere = cta_of(self.stored[places]) != cta_of(mine)
-        if elsewhere.any():
-            raise self._race(elsewhere, offsets, "stored to by several CTAs")
-        return self._mark(self.stored, places, mine)
+    def _refuse(self, where: np.ndarray, offsets: np.ndarray, why: str) -> None:
+        if where.any():
+            lane = np.argmax(where.reshape(len(offsets), -1).any(axis=1))
+            raise PtxError(why.format(f"{self.name} + {int(offsets[lane])}"))
 
-    def add(self, places: np.ndarray, stamps: np.ndarray, offsets: np.ndarray) -> None:
-        """Additions of several threads are ordered by themselves, beside loads and stores not."""
-        mine = stamps[:, None]
-        for before, what in ((self.loaded, "a load"), (self.stored, "a store")):
-            race = _unordered(before[places], mine)
-            if race.any():
-                raise self._race(race, offsets, f"added to without a barrier after {what}")
-        # Nobody's own: a load by any thread, the adding one too, needs a barrier.
-        self.added[places] = mine | MANY
 
-    def _mark(self, last: np.ndarray, places: np.ndarray, mine: np.ndarray) -> bool:
-        """Mark the places to which another lane of this instruction wrote its stamp too."""
-        now = last[places]
-        lost = (now & ~MANY) != mine
-        if not lost.any():
-            return False
+def _mark(last: np.ndarray, places: np.ndarray, mine: np.ndarray) -> bool:
+    """Mark the places to which another lane of this instruction wrote its stamp too."""
+    now = last[places]
+    lost = (now & ~MANY) != mine
+    if lost.any():
         last[places[lost]] |= np.where(now[lost] == SEVERAL_CTAS, 0, MANY)
         return True
-
-    def _race(self, race: np.ndarray, offsets: np.ndarray, what: str) -> PtxError:
-        lane = int(np.argmax(race.any(axis=1)))
-        return PtxError(f"data race: {self.at(offsets, lane)} is {what}")
+    return False
 
 
 def _unordered(before: np.ndarray, mine: np.ndarray) -> np.ndarray:

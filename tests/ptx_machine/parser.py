@@ -60,12 +60,12 @@ class Instruction:
         return PtxError(f"line {self.line}: {self.text}: {why}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Program:
     """One kernel."""
 
     name: str
-    instructions: tuple[Instruction, ...]
+    instructions: list[Instruction]
     labels: dict[str, int]  # the index of the instruction after it
     parameters: dict[str, int]  # 64-bit pointers, in order, and the bytes they are aligned to
     registers: dict[str, str]  # prefix -> "pred", "b16", "b32" or "b64"
@@ -80,17 +80,16 @@ class Program:
 
 
 # used_bytes_mask: of a load's bytes, which the compiler will use; the machine sees that itself.
+# The window onto dynamic shared memory: LLVM prints its empty array so.
 IGNORED = re.compile(
     r"\.(version \d+\.\d+|target sm_(?:90|100)a|address_size 64|minnctapersm 1|loc\s.*|file\s.*|"
-    r"pragma \"used_bytes_mask 0x[0-9a-f]+\";)$"
+    r"pragma \"used_bytes_mask 0x[0-9a-f]+\";|shared \.align \d+ \.b8 __dynamic_shmem__0;)$"
 )
 DEBUG = re.compile(r"\.section\s+\.debug_\w+")  # and all up to its closing brace
 ENTRY = re.compile(r"\.visible \.entry (\w+)\($")
 PARAMETER = re.compile(r"\.param \.u64 \.ptr \.align (\d+) (\w+),?$")
 MAXNTID = re.compile(r"\.maxntid (\d+), 1, 1$")
 REGISTERS = re.compile(r"\.reg \.(pred|b16|b32|b64)\s+(%[a-z]+)<\d+>;$")
-# The window onto dynamic shared memory. LLVM prints its empty array so.
-SHARED = re.compile(r"\.shared \.align \d+ \.b8 __dynamic_shmem__0;$")
 LABEL = re.compile(r"([$\w]+):$")
 STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)(?:\s+(.*?))?\s*;$")
 ATOM = re.compile(r"%[a-z]+\d*(?:\.[xyz])?$")
@@ -102,42 +101,36 @@ SHARED_VARIABLE = "__dynamic_shmem__0"
 
 def parse(text: str) -> Program:
     """The kernel of a module."""
-    instructions: list[Instruction] = []
-    labels: dict[str, int] = {}
-    parameters: dict[str, int] = {}
-    registers: dict[str, str] = {}
-    name, threads = None, None
+    program = Program("", [], {}, {}, {}, 0)
     in_debug = False
     for number, whole in enumerate(text.splitlines(), 1):
         line = whole.split("//")[0].strip()
         if in_debug or DEBUG.match(line):
             in_debug = not line.endswith("}")
-            continue
-        if line in ("", ")", "{", "}") or IGNORED.match(line) or SHARED.match(line):
-            continue
-        if found := LABEL.match(line):
-            if found[1] in labels:
+        elif found := LABEL.match(line):
+            if found[1] in program.labels:
                 raise PtxError(f"line {number}: label {found[1]} is there twice")
-            labels[found[1]] = len(instructions)
+            program.labels[found[1]] = len(program.instructions)
         elif found := ENTRY.match(line):
-            if name is not None:
+            if program.name:
                 raise PtxError(f"line {number}: a second kernel")
-            name = found[1]
+            program.name = found[1]
         elif found := PARAMETER.match(line):
-            parameters[found[2]] = int(found[1])
+            program.parameters[found[2]] = int(found[1])
         elif found := MAXNTID.match(line):
-            threads = int(found[1])
+            program.threads = int(found[1])
         elif found := REGISTERS.match(line):
-            registers[found[2]] = found[1]
+            program.registers[found[2]] = found[1]
         elif found := STATEMENT.match(line):
-            negated, guard, opcode, rest = found.groups()
+            sign, guard, opcode, rest = found.groups()
             operands = tuple(_operand(part, number) for part in _split(rest or ""))
-            instructions.append(Instruction(number, line, guard, bool(negated), opcode, operands))
-        else:
+            one = Instruction(number, line, guard, bool(sign), opcode, operands)
+            program.instructions.append(one)
+        elif line not in ("", ")", "{", "}") and not IGNORED.match(line):
             raise PtxError(f"line {number}: not understood: {line}")
-    if name is None or threads is None:
+    if not program.name or not program.threads:
         raise PtxError("the module has no kernel, or no .maxntid")
-    return Program(name, tuple(instructions), labels, parameters, registers, threads)
+    return program
 
 
 def _split(rest: str) -> list[str]:

@@ -6,15 +6,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from .arithmetic import OPERATIONS, Errors, fma
+from .arithmetic import OPERATIONS, Hardware, fma
 from .programs import words
 
 
 def operate(opcode, *sources):
     operation = OPERATIONS[opcode]
     with np.errstate(all="ignore"):
-        errors = (Errors(),) if operation.approximate else ()
-        return operation.function(*errors, *(np.atleast_1d(x) for x in sources))
+        hardware = (Hardware(),) if operation.of_hardware else ()
+        return operation.function(*hardware, *(np.atleast_1d(x) for x in sources))
 
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1.1754944e-38, 1.0, -1.5, 3e38, np.inf, -np.inf, np.nan]
@@ -40,15 +40,10 @@ def test_fma_is_rounded_once():
         if not np.isfinite(got):
             assert abs(exact) > Fraction(float(np.finfo(np.float32).max))
             continue
-        error = abs(Fraction(float(got)) - exact)
-        for other in (
-            np.nextafter(got, np.float32(-np.inf)),
-            np.nextafter(got, np.float32(np.inf)),
-        ):
-            if np.isfinite(other):
-                distance = abs(Fraction(float(other)) - exact)
-                even = got.view(np.uint32) % 2 == 0
-                assert error < distance or (error == distance and even), (x, y, z, got)
+        near = [got, *(np.nextafter(got, np.float32(way)) for way in (-np.inf, np.inf))]
+        error, *others = (abs(Fraction(float(x)) - exact) for x in near if np.isfinite(x))
+        even = got.view(np.uint32) % 2 == 0
+        assert error < min(others) or (error == min(others) and even), (x, y, z, got)
 
 
 def test_approximate_instructions():
@@ -70,11 +65,11 @@ def test_approximate_instructions():
 def test_errors_stay_within_the_bound():
     exact = np.random.default_rng(0).uniform(0.5, 4, 1000)
     for direction in ("up", "down", "random"):
-        moved = Errors(direction).move(exact).astype(np.float32).astype(np.float64)
+        moved = Hardware(errors=direction).approximate(exact).astype(np.float32).astype(np.float64)
         error = (moved - exact) / exact
         assert (np.abs(error) <= 2.0**-22).all()
         assert np.abs(error).max() > 2.0**-23
-    assert (Errors("up").move(np.array([0.0, 1.0, np.inf])) == [0, 1, np.inf]).all()
+    assert (Hardware(errors="up").approximate(np.array([0.0, 1.0, np.inf])) == [0, 1, np.inf]).all()
 
 
 def test_maxima_and_comparisons():
@@ -112,7 +107,6 @@ def test_maxima_and_comparisons():
         ("shf.l.wrap.b32", (np.uint32(0xABCD1234), np.uint32(0x56), np.uint32(33)), 0xAD),
         ("bfe.u32", (np.uint32(0xABCD1234), np.uint32(8), np.uint32(12)), 0xD12),
         ("mul.wide.s32", (np.uint32(2**32 - 2), np.uint32(3)), 2**64 - 6),
-        ("mul.wide.u16", (np.uint16(65535), np.uint16(65535)), 65535 * 65535),
         ("mul.wide.u32", (np.uint32(2**32 - 2), np.uint32(3)), 3 * (2**32 - 2)),
         ("mul.lo.s32", (np.uint32(2**31), np.uint32(3)), 2**31),
         ("mul.lo.s16", (np.uint16(430), np.uint16(500)), 430 * 500 % 2**16),
@@ -124,13 +118,8 @@ def test_maxima_and_comparisons():
         ("cvt.f32.bf16", (np.uint16(0xC040),), 0xC0400000),
         ("cvt.f32.f16", (np.uint16(0x0001),), int(words(2.0**-24))),
         ("cvt.f32.f16", (np.uint16(0xFE01),), 0x7FFFFFFF),
-        ("cvt.rn.f16.f32", (words(1 + 2.0**-11),), 0x3C00),  # a tie goes to the even one
-        ("cvt.rn.f16.f32", (words(65520.0),), 0x7C00),
-        ("cvt.rn.f16.f32", (words(np.nan),), 0x7FFF),
         ("cvt.rn.bf16.f32", (words(1 + 3 * 2.0**-8),), 0x3F82),
         ("setp.lt.s16", (np.uint16(0x8000), np.uint16(1)), True),
-        ("cvt.rn.bf16x2.f32", (words(1 + 2.0**-8), words(1 + 3 * 2.0**-8)), 0x3F803F82),
-        ("cvt.rn.bf16x2.f32", (words(-3.4e38), words(np.nan)), 0xFF807FFF),
         ("cvt.rn.f32.s32", (np.uint32(2**32 - 16777217),), int(words(-16777216.0))),
         ("cvt.rn.f32.u32", (np.uint32(2**32 - 129),), int(words(2.0**32 - 256))),
         ("cvt.rn.f32.u32", (np.uint32(2**24 + 1),), int(words(2.0**24))),

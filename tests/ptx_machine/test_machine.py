@@ -14,25 +14,19 @@ from .parser import PtxError, parse
 from .programs import MODULE, THREADS, run, words
 
 # The largest of 128 floats, as Mosaic GPU has it: shuffles, shared memory, two barriers.
-LARGEST = """
+EXCHANGED = "".join(
+    f"	shfl.sync.bfly.b32 	%r3, %r2, {by}, 31, -1;\n	max.NaN.f32 	%r2, %r2, %r3;\n"
+    for by in (1, 2, 4, 8, 16)
+)
+LARGEST = f"""
 	ld.global.b32 	%r2, [%rd4];
-	shfl.sync.bfly.b32 	%r3, %r2, 1, 31, -1;
-	max.NaN.f32 	%r2, %r2, %r3;
-	shfl.sync.bfly.b32 	%r3, %r2, 2, 31, -1;
-	max.NaN.f32 	%r2, %r2, %r3;
-	shfl.sync.bfly.b32 	%r3, %r2, 4, 31, -1;
-	max.NaN.f32 	%r2, %r2, %r3;
-	shfl.sync.bfly.b32 	%r3, %r2, 8, 31, -1;
-	max.NaN.f32 	%r2, %r2, %r3;
-	shfl.sync.bfly.b32 	%r3, %r2, 16, 31, -1;
-	max.NaN.f32 	%r2, %r2, %r3;
-	shr.u32 	%r4, %r1, 5;
+{EXCHANGED}	shr.u32 	%r4, %r1, 5;
 	mul.wide.u32 	%rd6, %r4, 4;
 	mov.b64 	%rd7, __dynamic_shmem__0;
 	add.s64 	%rd6, %rd6, %rd7;
 	st.shared.b32 	[%rd6+16], %r2;
 	bar.sync 	0;
-	ld.shared.v4.b32 	{%r5, %r6, %r7, %r8}, [__dynamic_shmem__0+16];
+	ld.shared.v4.b32 	{{%r5, %r6, %r7, %r8}}, [__dynamic_shmem__0+16];
 	max.NaN.f32 	%r5, %r5, %r6;
 	max.NaN.f32 	%r7, %r7, %r8;
 	max.NaN.f32 	%r5, %r5, %r7;
@@ -127,7 +121,7 @@ def test_a_spoiled_program_gives_another_result(normal, old, new):
 
 
 def test_threads_that_diverge_meet_again():
-    """A loop of another length in each thread, and an if in it, against Python."""
+    """A loop of another length in each thread, and an if in it: the sum of odd numbers."""
     body = """
 	mov.b32 	%r2, 0;
 	mov.b32 	%r3, %r1;
@@ -135,28 +129,20 @@ $LOOP:
 	and.b32 	%r4, %r3, 1;
 	setp.eq.b32 	%p1, %r4, 0;
 	@%p1 bra 	$EVEN;
-	mad.lo.s32 	%r3, %r3, 3, 1;
+	add.s32 	%r2, %r2, %r3;
 	bra.uni 	$NEXT;
 $EVEN:
-	shr.u32 	%r3, %r3, 1;
+	add.s32 	%r2, %r2, 1000;
 $NEXT:
-	add.s32 	%r2, %r2, 1;
-	setp.gt.u32 	%p2, %r3, 1;
+	add.s32 	%r3, %r3, -1;
+	setp.gt.s32 	%p2, %r3, 0;
 	@%p2 bra 	$LOOP;
 	shfl.sync.bfly.b32 	%r5, %r2, 1, 31, -1;
 	st.global.b32 	[%rd5], %r5;
 	ret;
 """
-
-    def collatz(n):
-        steps = 0
-        while True:
-            n, steps = (n * 3 + 1 if n % 2 else n // 2), steps + 1
-            if n <= 1:
-                return steps
-
-    out = run(body)
-    assert [int(x) for x in out] == [collatz(i ^ 1) for i in range(THREADS)]
+    sums = [1000, *(sum(range(1, i + 1, 2)) + i // 2 * 1000 for i in range(1, THREADS))]
+    assert run(body).tolist() == [sums[i ^ 1] for i in range(THREADS)]
 
 
 def test_lanes_that_come_late_are_waited_for():
@@ -175,32 +161,36 @@ $AWAY:
 	{}
 """
     expected = [(i ^ 1) + 1000 * (1 - i % 2) for i in range(THREADS)]
-    assert [int(x) for x in run(body.format("bra.uni 	$HERE;"))] == expected
+    assert run(body.format("bra.uni 	$HERE;")).tolist() == expected
     with pytest.raises(PtxError, match="a lane that the member mask names is not here"):
         run(body.format("ret;"))
 
 
-def test_lanes_and_threads_that_are_not_there():
-    some = "	setp.lt.u32 	%p1, %r1, 3;\n	@%p1 bra 	$END;\n{}\n$END:\n	ret;\n"
-    with pytest.raises(PtxError, match="a lane that the member mask names is not here"):
-        run(some.format("	shfl.sync.bfly.b32 	%r2, %r1, 1, 31, -1;"))
-    with pytest.raises(PtxError, match="wait for others that left"):
-        run(some.format("	bar.sync 	0;"))
-    with pytest.raises(PtxError, match="past the end"):
-        run("	mov.b32 	%r2, 0;")
-    with pytest.raises(PtxError, match="more than 100 instructions"):
-        run("$L:\n	mov.b32 	%r2, 0;\n	bra.uni 	$L;", max_instructions=100)
+SOME = "	setp.lt.u32 	%p1, %r1, 3;\n	@%p1 bra 	$END;\n{}\n$END:\n	ret;\n"
+ALL_TO_ONE = "	st.global.b32 	[%rd2], {};\n	ret;"
 
 
-def test_one_place_and_many_threads():
-    """Threads of a CTA may store one value to one place; other values, or other CTAs, may not."""
-    all_to_one = "	st.global.b32 	[%rd2], {};\n	ret;"
-    assert run(all_to_one.format(7))[0] == 7
-    with pytest.raises(PtxError, match="different values"):
-        run(all_to_one.format("%r1"))
-    for batches in ([[0, 1]], [[0], [1]], [[1], [0]]):
-        with pytest.raises(PtxError, match="data race"):
-            run(all_to_one.format(7), grid=2, batches=batches)
+@pytest.mark.parametrize(
+    ("body", "how", "message"),
+    [
+        (SOME.format("	shfl.sync.bfly.b32 	%r2, %r1, 1, 31, -1;"), {}, "mask names is not here"),
+        (SOME.format("	bar.sync 	0;"), {}, "wait for others that left"),
+        ("	mov.b32 	%r2, 0;", {}, "past the end"),
+        ("$L:\n	mov.b32 	%r2, 0;\n	bra.uni 	$L;", {"max_instructions": 9}, "more than 9"),
+        (ALL_TO_ONE.format("%r1"), {}, "different values"),
+        (SOME.replace("bra ", "bra.uni ").format(""), {}, "not all threads take a uniform"),
+        ("$L:\n$L:\n	ret;", {}, "label [$]L is there twice"),
+        *((ALL_TO_ONE.format(7), {"grid": 2, "batches": batches}, "data race")
+          for batches in ([[0, 1]], [[0], [1]], [[1], [0]])),
+    ],
+)  # fmt: skip
+def test_what_threads_may_not_do_together(body, how, message):
+    with pytest.raises(PtxError, match=message):
+        run(body, **how)
+
+
+def test_threads_of_a_cta_may_store_one_value_to_one_place():
+    assert run(ALL_TO_ONE.format(7))[0] == 7
 
 
 def test_values_never_written_may_be_loaded_but_not_used():

@@ -1,20 +1,35 @@
 """The threads of some CTAs of a launch: their registers, shared memory, and which of them run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from . import undefined
-from .arithmetic import KINDS, TYPES, Errors
+from .arithmetic import BITS, KINDS, TYPES, Hardware, halves, joined
 from .memory import Buffer, stamp
-from .parser import SHARED_VARIABLE, Immediate, Operand, Program, PtxError, Register, Sink, Symbol
+from .parser import (
+    SHARED_VARIABLE,
+    Immediate,
+    Operand,
+    Program,
+    PtxError,
+    Register,
+    Sink,
+    Symbol,
+    Vector,
+)  # fmt: skip
 
 WARP = 32
 SHARED_BASE = 1024  # where dynamic shared memory starts; the driver has the memory before it
 SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z")
 
-Get = Callable[[], np.ndarray]  # raw bits, [lanes] or one for all
+HALVES = {"w": "h", "d": "w"}
+
+Bits = tuple[np.ndarray, np.ndarray | None]  # raw ones, [lanes] or one for all; the undefined ones
+Get = Callable[[], Bits]
+Put = Callable[..., None]  # of a value, and of its undefined bits if there are any
 
 
 @dataclass(frozen=True)
@@ -28,14 +43,9 @@ class Launch:
     alignment: int = 1 << 30
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Choices that the PTX ISA leaves open."""
-
-    leader: int = 0  # of the lanes that elect.sync may choose: this one, counted from the first
-    garbage: int = 0  # the byte in registers and shared memory before they are written
-    errors: Errors = field(default_factory=Errors)
-    max_instructions: int = 20_000_000  # of one batch: a spoiled program may not end
+class _Registers(dict[str, np.ndarray]):
+    def __missing__(self, name: str) -> np.ndarray:
+        raise PtxError(f"{name} was never written")
 
 
 class Threads:
@@ -69,14 +79,14 @@ class Threads:
         x, y, _ = self.launch.grid
         values = self.tid, self.cta % x, self.cta // x % y, self.cta // (x * y)
         self.special = dict(zip(SPECIAL, values, strict=True))
-        self.registers: dict[str, np.ndarray] = {}
+        self.registers = _Registers()
         self.undefined: dict[str, np.ndarray] = {}  # bits of registers without a defined value
         garbage = self.hardware.garbage
         for name in self.never_written:
             dtype = TYPES[KINDS[self.program.kind(name)]]
             raw = np.full(self.lanes * dtype().itemsize, garbage, np.uint8)
             self.registers[name] = raw.view(dtype)
-            self.undefined[name] = undefined.all_bits(self.lanes, dtype)
+            self.undefined[name] = np.invert(np.zeros(self.lanes, dtype))
         memory = np.full(max(self.launch.shared_bytes, 16) * len(ctas), garbage, np.uint8)
         self.shared = Buffer("shared memory", memory, SHARED_BASE, writable=True)
         self.everyone = np.ones(self.lanes, bool)
@@ -90,73 +100,80 @@ class Threads:
     def active(self) -> np.ndarray:
         return self.everyone if self.mask is None else self.mask
 
-    def read(self, name: str) -> np.ndarray:
-        try:
-            return self.registers[name]
-        except KeyError:
-            raise PtxError(f"{name} was never written") from None
-
-    def must_be_defined(self, name: str, use: str) -> None:
-        """Raise where a running thread's register is undefined; `use` says what depends on it."""
-        bits = self.undefined.get(name)
-        if bits is not None and (bits[self.active()] != 0).any():
-            raise PtxError(f"{use} depends on {name}, which holds a value that was never written")
-
-    def write(
-        self, operand: Operand, value: np.ndarray, letter: str, bits: np.ndarray | None = None
+    def _write(
+        self, name: str, dtype: type, value: np.ndarray, bits: np.ndarray | None = None
     ) -> None:
         """Write in the running threads; bits: the undefined ones, None if all are defined."""
-        if isinstance(operand, Sink):
-            return
-        assert isinstance(operand, Register)
-        value = np.asarray(value)
-        assert value.dtype == TYPES[letter], (operand, value.dtype)
-        if value.shape != (self.lanes,):
-            value = np.broadcast_to(value, (self.lanes,))
-        if self.mask is not None:
-            old = self.registers.get(operand.name, TYPES[letter](0))
-            value = np.where(self.mask, value, old)
-        self.registers[operand.name] = value
-        before = self.undefined.pop(operand.name, None)
-        if self.mask is not None and (bits is not None or before is not None):
-            zero = TYPES[letter](0)
-            bits = np.where(
-                self.mask, zero if bits is None else bits, zero if before is None else before
-            )
-        if bits is not None and bits.any():
-            self.undefined[operand.name] = bits
+        assert value.dtype == dtype, (name, value.dtype)
+        old, before = self.registers.get(name, dtype(0)), self.undefined.pop(name, None)
+        self.registers[name] = self._merged(value, old)
+        if bits is not None or before is not None:
+            bits = self._merged(*(dtype(0) if x is None else x for x in (bits, before)))
+            if bits.any():
+                self.undefined[name] = bits
 
-    def source(self, operand: Operand, letter: str) -> Get:
-        """How an operand is read, as raw bits of this kind."""
+    def _merged(self, new: np.ndarray, old: np.ndarray) -> np.ndarray:
+        """The new value in the running threads."""
+        if self.mask is not None:
+            return np.where(self.mask, new, old)
+        return new if new.shape == (self.lanes,) else np.broadcast_to(new, (self.lanes,))
+
+    def source(self, operand: Operand, letter: str, use: str = "") -> Get:
+        """How an operand is read. `use`: what may not depend on a value that was never written."""
         dtype = TYPES[letter]
+        if isinstance(operand, Vector) and len(operand.items) == 2 and letter in HALVES:
+            parts = [self.source(x, HALVES[letter], use) for x in operand.items]
+            return lambda: self._joined([get() for get in parts], dtype)
         if isinstance(operand, Immediate):
-            if letter == "p":
-                constant = np.asarray(bool(operand.value))
-            else:
-                size = 8 * dtype().itemsize
-                if not -(2 ** (size - 1)) <= operand.value < 2**size:
-                    raise PtxError(f"{operand.value} does not fit into {size} bits")
-                constant = np.asarray(operand.value % 2**size, dtype)
-            return lambda: constant
+            size = BITS[letter]
+            if not -(2 ** (size - 1)) <= operand.value < 2**size:
+                raise PtxError(f"{operand.value} does not fit into {size} bits")
+            constant = np.asarray(operand.value % 2**size, dtype)
+            return lambda: (constant, None)
         if isinstance(operand, Symbol) and operand.name == SHARED_VARIABLE:
             base = np.asarray(SHARED_BASE, dtype)
-            return lambda: base
+            return lambda: (base, None)
         if not isinstance(operand, Register):
             raise PtxError(f"operand {operand} is no value")
         name = operand.name
         if name in SPECIAL:
-            return lambda: self.special[name].astype(dtype)
+            return lambda: (self.special[name].astype(dtype), None)
         if KINDS[self.program.kind(name)] != letter:
             raise PtxError(f"{name} is {self.program.kind(name)}, wanted {letter}")
-        return lambda: self.read(name)
+        if not use:
+            return lambda: (self.registers[name], self.undefined.get(name))
 
-    def destination(self, operand: Operand, letter: str) -> Operand:
-        """The operand, if it can take such a result."""
+        def defined() -> Bits:
+            bits = self.undefined.get(name)
+            if bits is not None and (bits[self.active()] != 0).any():
+                raise PtxError(
+                    f"{use} depends on {name}, which holds a value that was never written"
+                )
+            return self.registers[name], bits
+
+        return defined
+
+    def _joined(self, parts: Sequence[Bits], dtype: type) -> Bits:
+        (low, high), masks = zip(*parts, strict=True)
+        if all(mask is None for mask in masks):
+            return joined(low, high, dtype), None
+        known = [np.zeros_like(low) if mask is None else mask for mask in masks]
+        return joined(low, high, dtype), joined(*known, dtype)
+
+    def destination(self, operand: Operand, letter: str) -> Put:
+        """How a result of this kind is written in the running threads."""
         if isinstance(operand, Sink):
-            return operand
+            return lambda value, bits=None: None
+        if isinstance(operand, Vector) and len(operand.items) == 2 and letter in HALVES:
+            parts = [self.destination(x, HALVES[letter]) for x in operand.items]
+
+            def put(value: np.ndarray, bits: np.ndarray | None = None) -> None:
+                narrow = TYPES[HALVES[letter]]
+                missing = (None, None) if bits is None else halves(bits, narrow)
+                for part, half, lost in zip(parts, halves(value, narrow), missing, strict=True):
+                    part(half, lost)
+
+            return put
         if not isinstance(operand, Register) or KINDS[self.program.kind(operand.name)] != letter:
             raise PtxError(f"{operand} cannot take a result of kind {letter}")
-        return operand
-
-    def undefined_bits(self, operand: Operand) -> np.ndarray | None:
-        return self.undefined.get(operand.name) if isinstance(operand, Register) else None
+        return partial(self._write, operand.name, TYPES[letter])

@@ -7,59 +7,42 @@ has (Seward, Nethercote 2005), but coarser: a computed value is undefined as a w
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import numpy as np
 
 from .arithmetic import TYPES
 from .parser import Address, Operand, Program, Register, Vector
 
-Masks = Sequence[np.ndarray | None]  # a source each
-Rule = Callable[[int, Sequence[np.ndarray], Masks], np.ndarray]
+# Of the sources' values and masks, each [lanes]: the mask of the result.
+Rule = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], np.ndarray]
 
 
 def rule(opcode: str, letter: str) -> Rule:
-    """How an instruction hands undefined bits on: rule(lanes, source values, source masks)."""
+    """How an instruction hands undefined bits on to a result of this kind."""
     dtype = TYPES[letter]
-    full = all_bits(1, dtype)[0]
+    full = ~dtype(0)
 
-    def whole(lanes: int, values: Sequence[np.ndarray], masks: Masks) -> np.ndarray:
+    def whole(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
         """Undefined where any source is."""
-        some = np.zeros(lanes, bool)
-        for mask in masks:
-            if mask is not None:
-                some = some | (mask != 0)
-        return np.where(some, full, dtype(0))
+        return np.where(reduce(np.logical_or, masks), full, dtype(0))
 
-    def moved(lanes: int, values: Sequence[np.ndarray], masks: Masks) -> np.ndarray:
-        (mask,) = masks
-        assert mask is not None
-        return mask.astype(dtype)
+    def moved(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
+        return masks[0].astype(dtype)
 
-    def selected(lanes: int, values: Sequence[np.ndarray], masks: Masks) -> np.ndarray:
+    def selected(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
         """The mask of the chosen source; all undefined where the choice is."""
-        a, b, p = masks
-        zero = dtype(0)
-        chosen = np.where(values[2], zero if a is None else a, zero if b is None else b)
-        return chosen if p is None else np.where(p, full, chosen)
+        return np.where(masks[2], full, np.where(values[2], masks[0], masks[1]))
 
-    def halves(lanes: int, values: Sequence[np.ndarray], masks: Masks) -> np.ndarray:
-        out = np.zeros(lanes, dtype)
-        width = 4 * dtype().itemsize
-        low = dtype((1 << width) - 1)
-        for half in (low, ~low):
-            for mask in masks:
-                if mask is not None:
-                    out = np.where(mask & half != 0, out | half, out)
-        return out
+    def halves(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
+        some, low = reduce(np.bitwise_or, masks), dtype((1 << 4 * dtype().itemsize) - 1)
+        return np.where(some & low, low, dtype(0)) | np.where(some & ~low, ~low, dtype(0))
 
-    def settled(lanes: int, values: Sequence[np.ndarray], masks: Masks) -> np.ndarray:
+    def settled(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
         """Bit by bit: a defined 0 settles an `and`, a defined 1 an `or`."""
-        unknown, open_bits = np.zeros(lanes, dtype), all_bits(lanes, dtype)
-        for value, mask in zip(values, masks, strict=True):
-            bits = dtype(0) if mask is None else mask
-            unknown = unknown | bits
-            open_bits = open_bits & (bits | (value if opcode.startswith("and.") else ~value))
-        return unknown & open_bits
+        is_and, pairs = opcode.startswith("and."), zip(values, masks, strict=True)
+        open_bits = [mask | (value if is_and else ~value) for value, mask in pairs]
+        return reduce(np.bitwise_or, masks) & reduce(np.bitwise_and, open_bits)
 
     if opcode.startswith(("and.", "or.")):
         return settled
@@ -68,10 +51,6 @@ def rule(opcode: str, letter: str) -> Rule:
     if opcode.startswith("selp."):
         return selected
     return halves if opcode.endswith("x2") else whole
-
-
-def all_bits(lanes: int, dtype: type) -> np.ndarray:
-    return np.invert(np.zeros(lanes, dtype))
 
 
 def never_written(program: Program) -> list[str]:

@@ -34,8 +34,7 @@ from tests.pallas_kernels.mosaic_gpu.ptx.cases import (
 )
 from tests.pallas_kernels.mosaic_gpu.ptx.draw_cases import draw_cases, draw_mutant_case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import sampled_cases, sampled_mutant_case
-from tests.ptx_machine import threads
-from tests.ptx_machine.arithmetic import Errors
+from tests.ptx_machine.arithmetic import Hardware
 from tests.ptx_machine.parser import PtxError
 
 
@@ -53,19 +52,15 @@ def shuffled(ctas: int) -> list[list[int]]:
     return [list(part) for part in np.array_split(order, min(2, ctas))]
 
 
-def hardware(leader: int, garbage: int, direction: str = "none") -> threads.Hardware:
-    return threads.Hardware(leader, garbage, Errors(direction))
-
-
 # The results of the first three are bit-equal; of the others they stay within the bound.
 EXACT = (
-    kernels.Conditions("together", together, hardware=hardware(0, 0xFF)),
-    kernels.Conditions("backward", backward, kernels.BASE + 16, hardware(31, 0x00)),
-    kernels.Conditions("shuffled", shuffled, kernels.BASE + 48, hardware=hardware(13, 0x7E)),
+    kernels.Conditions("together", together, hardware=Hardware(0, 0xFF)),
+    kernels.Conditions("backward", backward, kernels.BASE + 16, Hardware(31, 0x00)),
+    kernels.Conditions("shuffled", shuffled, kernels.BASE + 48, hardware=Hardware(13, 0x7E)),
 )
 INEXACT = (
-    kernels.Conditions("errors up", together, hardware=hardware(0, 0xFF, "up")),
-    kernels.Conditions("errors random", together, hardware=hardware(0, 0xFF, "random")),
+    kernels.Conditions("errors up", together, hardware=Hardware(0, 0xFF, "up")),
+    kernels.Conditions("errors random", together, hardware=Hardware(0, 0xFF, "random")),
 )
 LANES = {"rows": (all_cases, option_cases), "groups": (sampled_cases,), "draw": (draw_cases,)}
 MUTANTS = mutant_case, option_mutant_case, sampled_mutant_case, draw_mutant_case
