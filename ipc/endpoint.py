@@ -9,20 +9,13 @@ from functools import partial
 from os import getpid, sched_getaffinity
 from typing import ClassVar, Self
 
+from ipc import segment_layout as layout
 from ipc.counters import RingCounters
 from ipc.doorbell import Doorbell
 from ipc.errors import ForeignProcess, PeerDied, RingClosed, RingInUse, RingTimeout
 from ipc.os_errors import explained
 from ipc.peers import PeerWatch, ProcessIdentity, process_start_time
 from ipc.segment import Segment
-from ipc.segment_layout import (
-    FLAG_CHECKSUM,
-    FLAG_DOORBELL,
-    LINE_CLOSED,
-    LINE_POSITION,
-    Geometry,
-    Role,
-)
 from ipc.segment_names import remove_names, unlink_names
 from ipc.waiting import Waiter, WaitPolicy, check_policy, deadline_after
 
@@ -31,9 +24,16 @@ DEFAULT_SLOT_BYTES = 1 << 20
 
 
 class Endpoint:
-    """The common part of RingReader and RingWriter; not for direct use."""
+    """The common part of RingReader and RingWriter; not for direct use.
 
-    _role: ClassVar[Role]
+    Attributes:
+      name: the name to attach to. It stops working once both sides have attached.
+      session: 64 random bits, different for every ring.
+      capacity: messages that can wait in the ring.
+      slot_bytes: the largest message, in bytes.
+    """
+
+    _role: ClassVar[layout.Role]
     _closed = True  # until its parts are there
     _at_exit: Callable[[], None] | None = None
     _bell: Doorbell | None = None
@@ -41,6 +41,7 @@ class Endpoint:
 
     def __init__(self, segment: Segment, wait: WaitPolicy) -> None:
         self._segment = segment
+        self.name = segment.name
         self._wait_policy = wait
         self._pid = segment.me.pid
         self._busy = False
@@ -57,7 +58,7 @@ class Endpoint:
     def _open(self, segment: Segment, wait: WaitPolicy) -> None:
         """Opens what may be refused, then meets the peer if it is there."""
         flags, semaphores = segment.header.flags, segment.semaphores
-        self._bell = Doorbell(segment.name) if flags & FLAG_DOORBELL else None
+        self._bell = Doorbell(segment.name) if flags & layout.FLAG_DOORBELL else None
         self._freed = Waiter(semaphores["freed"], wait, self._obstacle, self._peer_shares)
         self._items = Waiter(semaphores["items"], wait, self._obstacle, self._peer_shares)
         self._joined = Waiter(semaphores["joined"], "block", self._obstacle)
@@ -71,10 +72,10 @@ class Endpoint:
         """Looks up once what send() and receive() need of the segment."""
         geometry = segment.header.geometry
         mine, other = segment.role, segment.role.other
-        self._session = segment.header.session
-        self._num_slots = geometry.num_slots
-        self._slot_bytes = geometry.slot_bytes
-        self._has_checksum = bool(segment.header.flags & FLAG_CHECKSUM)
+        self.session = segment.header.session
+        self.capacity = geometry.num_slots
+        self.slot_bytes = geometry.slot_bytes
+        self._has_checksum = bool(segment.header.flags & layout.FLAG_CHECKSUM)
         self._num_descriptors = geometry.num_descriptors
         self._buffer = segment.buffer
         self._words = segment.words
@@ -83,10 +84,10 @@ class Endpoint:
             segment.buffer[geometry.slot_offset(i) :][: geometry.slot_bytes]
             for i in range(geometry.num_slots)
         ]
-        self._my_position = (mine.line + LINE_POSITION) // 8
-        self._my_closed = (mine.line + LINE_CLOSED) // 8
-        self._peer_position = (other.line + LINE_POSITION) // 8
-        self._peer_closed = (other.line + LINE_CLOSED) // 8
+        self._my_position = (mine.line + layout.LINE_POSITION) // 8
+        self._my_closed = (mine.line + layout.LINE_CLOSED) // 8
+        self._peer_position = (other.line + layout.LINE_POSITION) // 8
+        self._peer_closed = (other.line + layout.LINE_CLOSED) // 8
 
     @classmethod
     def create(
@@ -117,10 +118,10 @@ class Endpoint:
             files in /dev/shm. `__cause__` is the system's own error.
         """
         check_policy(wait)
-        geometry = Geometry(num_slots, slot_bytes)
+        geometry = layout.Geometry(num_slots, slot_bytes)
         if checksum not in (True, False):  # None was the default, and must not switch it off
             raise ValueError(f"checksum is {checksum!r}, but must be True or False")
-        flags = FLAG_CHECKSUM * checksum | (FLAG_DOORBELL if doorbell else 0)
+        flags = layout.FLAG_CHECKSUM * checksum | (layout.FLAG_DOORBELL if doorbell else 0)
         segment = Segment.create(cls._role, geometry, flags)
         try:
             endpoint = cls(segment, wait)
@@ -161,26 +162,6 @@ class Endpoint:
         if endpoint._bell is not None:
             endpoint._bell.ring()  # wakes a creator that must now watch this process
         return endpoint
-
-    @property
-    def name(self) -> str:
-        """The name to attach to. It stops working once both sides have attached."""
-        return self._segment.name
-
-    @property
-    def session(self) -> int:
-        """64 random bits, different for every ring."""
-        return self._session
-
-    @property
-    def capacity(self) -> int:
-        """Messages that can wait in the ring."""
-        return self._num_slots
-
-    @property
-    def slot_bytes(self) -> int:
-        """The largest message, in bytes."""
-        return self._slot_bytes
 
     def wait_attached(self, timeout: float | None = None) -> ProcessIdentity:
         """Waits until the other side has attached, and returns who it is.

@@ -52,13 +52,12 @@ class PeerDied(RingError):
         self.pid = pid
         self.dropped = dropped
         self.last_sequence = last_sequence
-        if last_sequence < 0:
-            crossed = "no message crossed it"
-        else:
-            crossed = f"message {last_sequence} was the last to cross it"
+        last = "no message crossed it"
+        if last_sequence >= 0:
+            last = f"message {last_sequence} was the last to cross it"
         super().__init__(
             f"the {side} (pid {pid}) {'dropped the ring' if dropped else 'ended'} without closing "
-            f"{'it' if dropped else 'the ring'}; {crossed}. This session is over: create a new "
+            f"{'it' if dropped else 'the ring'}; {last}. This session is over: create a new "
             f"ring for the restarted {side}"
         )
 

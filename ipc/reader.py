@@ -9,25 +9,15 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from ipc import segment_layout as layout
 from ipc.counters import RingCounters
 from ipc.endpoint import Endpoint
 from ipc.errors import CorruptMessage, EndOfStream, PeerDied, RingError, RingTimeout
 from ipc.os_errors import explained
 from ipc.peers import PeerWatch
-from ipc.segment_layout import (
-    DESCRIPTOR,
-    DESCRIPTOR_FIELDS,
-    DESCRIPTOR_MAGIC,
-    FLAG_CHECKSUM,
-    FLAG_DOORBELL,
-    FLAG_DROPPED,
-    FLAG_END,
-    VERSION,
-    Role,
-)
 from ipc.waiting import SLICE_NS, deadline_after
 
-_DESCRIPTOR_FLAGS = (0, FLAG_END, FLAG_END | FLAG_DROPPED)
+_DESCRIPTOR_FLAGS = (0, layout.FLAG_END, layout.FLAG_END | layout.FLAG_DROPPED)
 
 
 class ReceivedMessage(NamedTuple):
@@ -52,7 +42,7 @@ class RingReader(Endpoint):
     Iterating over it, with `for` or `async for`, yields every message up to the end of the stream.
     """
 
-    _role = Role.CONSUMER
+    _role = layout.Role.CONSUMER
     _undelivered: ReceivedMessage | None = None
     _over: RingError | None = None
     _next_look_ns = 0
@@ -197,8 +187,8 @@ class RingReader(Endpoint):
             geometry.num_slots,
             geometry.slot_bytes,
             wait=self._wait_policy,
-            checksum=bool(flags & FLAG_CHECKSUM),
-            doorbell=bool(flags & FLAG_DOORBELL),
+            checksum=bool(flags & layout.FLAG_CHECKSUM),
+            doorbell=bool(flags & layout.FLAG_DOORBELL),
         )
 
     def counters(self) -> RingCounters:
@@ -229,7 +219,7 @@ class RingReader(Endpoint):
     def _read_message(self) -> None:
         sequence = self._sequence
         flags, size, sent_ns, checksum, slot = self._read_descriptor(sequence)
-        if flags & FLAG_DROPPED:
+        if flags & layout.FLAG_DROPPED:
             pid = self._segment.peer().pid
             self._over = PeerDied("producer", pid, sequence - 1, dropped=True)
         elif flags:
@@ -253,18 +243,18 @@ class RingReader(Endpoint):
         """Returns flags, size, send time, checksum and slot of the message, all checked."""
         offset = self._offsets[sequence % self._num_descriptors]
         # COMMITTED: stored before the post that was taken. One copy, then only the copy is used.
-        fields, crc = DESCRIPTOR.unpack_from(self._buffer, offset)
+        fields, crc = layout.DESCRIPTOR.unpack_from(self._buffer, offset)
         (magic, version, flags, number, session, size, sent_ns, checksum,
-         slot) = DESCRIPTOR_FIELDS.unpack(fields)  # fmt: skip
+         slot) = layout.DESCRIPTOR_FIELDS.unpack(fields)  # fmt: skip
         if (
             crc != zlib.crc32(fields)
-            or magic != DESCRIPTOR_MAGIC
-            or version != VERSION
+            or magic != layout.DESCRIPTOR_MAGIC
+            or version != layout.VERSION
             or flags not in _DESCRIPTOR_FLAGS
-            or session != self._session
+            or session != self.session
             or number != sequence
-            or size > self._slot_bytes
-            or slot >= self._num_slots
+            or size > self.slot_bytes
+            or slot >= self.capacity
         ):
             self._fail(
                 f"the descriptor of message {sequence} is damaged: magic {magic:#x}, version "

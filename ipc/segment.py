@@ -11,10 +11,11 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import posix_ipc
 
+from ipc import segment_layout as layout
 from ipc.errors import (
     CorruptSegment,
     OutOfSharedMemory,
@@ -27,18 +28,6 @@ from ipc.errors import (
 from ipc.os_errors import error_number, explained, reason
 from ipc.peers import ProcessIdentity, current_process, is_alive
 from ipc.protocol import SEMAPHORES
-from ipc.segment_layout import (
-    FLAG_DOORBELL,
-    IDENTITY_BYTES,
-    LINE_CLOSED,
-    PAGE_BYTES,
-    SEGMENT_HEADER_BYTES,
-    Geometry,
-    Role,
-    SegmentHeader,
-    pack_identity,
-    unpack_identity,
-)
 from ipc.segment_names import (
     SHM_DIRECTORY,
     bell_path,
@@ -63,16 +52,20 @@ class Segment:
     """
 
     name: str
-    role: Role
-    header: SegmentHeader
+    role: layout.Role
+    header: layout.SegmentHeader
     me: ProcessIdentity
     memory: mmap.mmap
-    buffer: memoryview
-    words: memoryview
     semaphores: dict[str, Semaphore]
+    buffer: memoryview = field(init=False)
+    words: memoryview = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.buffer = memoryview(self.memory)
+        self.words = self.buffer.cast("Q")
 
     @classmethod
-    def create(cls, role: Role, geometry: Geometry, flags: int) -> "Segment":
+    def create(cls, role: layout.Role, geometry: layout.Geometry, flags: int) -> "Segment":
         """Creates a ring of which the calling process is one side.
 
         Leaves nothing behind on failure. Raises OutOfSharedMemory when /dev/shm has no room.
@@ -80,25 +73,25 @@ class Segment:
         me = current_process()
         name = new_name(me)
         session = int.from_bytes(os.urandom(8)) or 1
-        header = SegmentHeader(geometry, role, me, session, flags)
+        header = layout.SegmentHeader(geometry, role, me, session, flags)
         with _explained(name, geometry), contextlib.ExitStack() as undo:
             undo.callback(remove_names, name)
             memory = _create_memory(name, geometry.total_bytes)
             undo.callback(memory.close)
-            memory[:SEGMENT_HEADER_BYTES] = header.pack()
+            memory[: layout.SEGMENT_HEADER_BYTES] = header.pack()
             semaphores = {}
             for suffix, value in SEMAPHORES.items():
                 semaphores[suffix] = Semaphore.create(f"{name}.{suffix}", value)
                 undo.callback(semaphores[suffix].close)
-            if flags & FLAG_DOORBELL:
+            if flags & layout.FLAG_DOORBELL:
                 os.mkfifo(bell_path(name), 0o600)
             undo.pop_all()
-        segment = cls._mapped(name, role, header, me, memory, semaphores)
+        segment = cls(name, role, header, me, memory, semaphores)
         segment._write_line()
         return segment
 
     @classmethod
-    def attach(cls, name: str, role: Role) -> "Segment":
+    def attach(cls, name: str, role: layout.Role) -> "Segment":
         """Takes the free side of a ring. The attacher calls `complete` once it is ready.
 
         Raises:
@@ -133,7 +126,7 @@ class Segment:
             for suffix in SEMAPHORES:
                 semaphores[suffix] = _open_semaphore(name, suffix)
                 undo.callback(semaphores[suffix].close)
-            segment = cls._mapped(name, role, header, me, memory, semaphores)
+            segment = cls(name, role, header, me, memory, semaphores)
             undo.callback(segment.buffer.release)
             undo.callback(segment.words.release)
             segment._refuse_if_closed()
@@ -150,7 +143,7 @@ class Segment:
 
     def _refuse_if_closed(self) -> None:
         """Raises what an attacher must know of a ring whose creator closed it meanwhile."""
-        closed = self.words[(self.role.other.line + LINE_CLOSED) // 8]
+        closed = self.words[(self.role.other.line + layout.LINE_CLOSED) // 8]
         if closed > 1:
             raise Undelivered(
                 f"ring {self.name} was closed by its {self.role.other} with {closed - 1} "
@@ -170,24 +163,11 @@ class Segment:
 
     def say_closed(self, num_undelivered: int) -> None:
         """Leaves word for a process that is about to attach: the creator has closed the ring."""
-        self.words[(self.role.line + LINE_CLOSED) // 8] = 1 + num_undelivered
+        self.words[(self.role.line + layout.LINE_CLOSED) // 8] = 1 + num_undelivered
 
     def leave_seat(self) -> None:
         """Gives the attacher's seat back, as it cannot go on; never after `complete`."""
         self.semaphores["seat"].release()
-
-    @classmethod
-    def _mapped(
-        cls,
-        name: str,
-        role: Role,
-        header: SegmentHeader,
-        me: ProcessIdentity,
-        memory: mmap.mmap,
-        semaphores: dict[str, Semaphore],
-    ) -> "Segment":
-        buffer = memoryview(memory)
-        return cls(name, role, header, me, memory, buffer, buffer.cast("Q"), semaphores)
 
     @property
     def created_here(self) -> bool:
@@ -204,13 +184,13 @@ class Segment:
         if not self.created_here:
             return self.header.creator
         offset = self.role.other.line  # JOINED: read after the attacher's post
-        raw = bytes(self.buffer[offset : offset + IDENTITY_BYTES])
-        return unpack_identity(raw, self.header.session, self.me)
+        raw = bytes(self.buffer[offset : offset + layout.IDENTITY_BYTES])
+        return layout.unpack_identity(raw, self.header.session, self.me)
 
     def _write_line(self) -> None:
         offset = self.role.line
-        line = pack_identity(self.me, self.header.session)
-        self.buffer[offset : offset + IDENTITY_BYTES] = line
+        line = layout.pack_identity(self.me, self.header.session)
+        self.buffer[offset : offset + layout.IDENTITY_BYTES] = line
 
     def close(self) -> None:
         """Closes this process's handles; leaves the names and the other side's handles alone."""
@@ -244,7 +224,7 @@ def _create_memory(name: str, total_bytes: int) -> mmap.mmap:
         shared.close_fd()
 
 
-def _open_memory(name: str) -> tuple[SegmentHeader, mmap.mmap]:
+def _open_memory(name: str) -> tuple[layout.SegmentHeader, mmap.mmap]:
     # Flags and size stay 0: O_CREAT with a size would truncate a live ring.
     try:
         shared = posix_ipc.SharedMemory(name, flags=0, size=0)
@@ -256,7 +236,9 @@ def _open_memory(name: str) -> tuple[SegmentHeader, mmap.mmap]:
         ) from None
     try:
         file_bytes = os.fstat(shared.fd).st_size
-        header = SegmentHeader.unpack(os.pread(shared.fd, SEGMENT_HEADER_BYTES, 0), file_bytes)
+        header = layout.SegmentHeader.unpack(
+            os.pread(shared.fd, layout.SEGMENT_HEADER_BYTES, 0), file_bytes
+        )
         return header, _map(shared.fd, file_bytes)
     finally:
         shared.close_fd()
@@ -282,7 +264,7 @@ def _missing(name: str) -> RingNotFound:
 
 
 @contextlib.contextmanager
-def _explained(name: str, geometry: Geometry) -> Iterator[None]:
+def _explained(name: str, geometry: layout.Geometry) -> Iterator[None]:
     """Turns what the operating system refuses while a ring is made into RingErrors."""
     try:
         yield
@@ -292,7 +274,7 @@ def _explained(name: str, geometry: Geometry) -> Iterator[None]:
         raise _refusal(error, name, geometry) from error
 
 
-def _refusal(error: Exception, name: str, geometry: Geometry) -> RingError:
+def _refusal(error: Exception, name: str, geometry: layout.Geometry) -> RingError:
     number = error_number(error)
     if number in (errno.EROFS, errno.EACCES):
         return RingError(
@@ -314,4 +296,4 @@ def _refusal(error: Exception, name: str, geometry: Geometry) -> RingError:
     )
 
 
-assert PAGE_BYTES % mmap.PAGESIZE == 0 or mmap.PAGESIZE % PAGE_BYTES == 0
+assert layout.PAGE_BYTES % mmap.PAGESIZE == 0 or mmap.PAGESIZE % layout.PAGE_BYTES == 0

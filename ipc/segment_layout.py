@@ -20,7 +20,7 @@ headers from private copies, so that a check and the later use see the same valu
 import struct
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 
 from ipc.errors import CorruptSegment
@@ -135,6 +135,11 @@ class Geometry:
         """Size of the whole segment."""
         return self.slots_start + self.num_slots * self.stride
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """What a segment's header says."""
+        return self.num_slots, self.slot_bytes, self.stride, self.total_bytes
+
     def descriptor_offset(self, sequence: int) -> int:
         """Offset of the descriptor of message number `sequence`."""
         return PAGE_BYTES + sequence % self.num_descriptors * DESCRIPTOR_BYTES
@@ -156,21 +161,8 @@ class SegmentHeader:
 
     def pack(self) -> bytes:
         """Returns SEGMENT_HEADER_BYTES bytes, CRC-32 last."""
-        fields = _SEGMENT.pack(
-            MAGIC,
-            VERSION,
-            self.creator_role,
-            self.geometry.num_slots,
-            self.geometry.slot_bytes,
-            self.geometry.stride,
-            self.geometry.total_bytes,
-            self.session,
-            self.creator.pid,
-            self.creator.start_time,
-            self.creator.pid_namespace,
-            self.creator.time_namespace,
-            self.flags,
-        )
+        numbers = *self.geometry.sizes, self.session, *astuple(self.creator), self.flags
+        fields = _SEGMENT.pack(MAGIC, VERSION, self.creator_role, *numbers)
         return fields + _CRC.pack(zlib.crc32(fields))
 
     @classmethod
@@ -188,35 +180,31 @@ class SegmentHeader:
                 f"the segment has {file_bytes} bytes, fewer than the {SEGMENT_HEADER_BYTES} of a "
                 "ring's header: it is not a ring, or its creator has not finished"
             )
-        (magic, version, role, num_slots, slot_bytes, stride, total, session, pid, start, pids,
-         times, flags) = _SEGMENT.unpack_from(raw)  # fmt: skip
+        magic, version, role, *numbers, flags = _SEGMENT.unpack_from(raw)
         if magic != MAGIC:
             raise CorruptSegment(f"the segment starts with {magic!r}, not {MAGIC!r}: not a ring")
         if version != VERSION:
             raise CorruptSegment(f"the ring has version {version}; this code speaks {VERSION}")
         if _CRC.unpack_from(raw, _SEGMENT.size) != (zlib.crc32(raw[: _SEGMENT.size]),):
             raise CorruptSegment("the segment header's checksum is wrong: the memory is damaged")
-        geometry = _checked_geometry(num_slots, slot_bytes, stride, total, file_bytes)
+        sizes, session, creator = numbers[:4], numbers[4], ProcessIdentity(*numbers[5:])
+        geometry = _checked_geometry(sizes, file_bytes)
         if role not in (Role.PRODUCER, Role.CONSUMER) or session == 0 or flags & ~SEGMENT_FLAGS:
             raise CorruptSegment(
                 f"the segment header is impossible: role {role}, session {session}, flags {flags}"
             )
-        creator = ProcessIdentity(pid, start, pids, times)
         return cls(geometry, Role(role), creator, session, flags)
 
 
-def _checked_geometry(
-    num_slots: int, slot_bytes: int, stride: int, total: int, file_bytes: int
-) -> Geometry:
+def _checked_geometry(sizes: list[int], file_bytes: int) -> Geometry:
     try:
-        geometry = Geometry(num_slots, slot_bytes)
+        geometry = Geometry(*sizes[:2])
     except ValueError as error:
         raise CorruptSegment(f"the segment header is impossible: {error}") from None
-    if (stride, total) != (geometry.stride, geometry.total_bytes) or total != file_bytes:
+    if tuple(sizes) != geometry.sizes or geometry.total_bytes != file_bytes:
         raise CorruptSegment(
-            f"num_slots={num_slots} and slot_bytes={slot_bytes} need a stride of {geometry.stride} "
-            f"and {geometry.total_bytes} bytes; the header says {stride} and {total}, the segment "
-            f"has {file_bytes}"
+            f"num_slots={sizes[0]} and slot_bytes={sizes[1]} need a stride and bytes in all of "
+            f"{geometry.sizes[2:]}; the header says {sizes[2:]}, the segment has {file_bytes}"
         )
     return geometry
 

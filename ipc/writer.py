@@ -8,26 +8,18 @@ from time import monotonic_ns
 
 from xxhash import xxh3_64_intdigest
 
+from ipc import segment_layout as layout
 from ipc.counters import RingCounters
 from ipc.endpoint import Endpoint
 from ipc.errors import MessageTooLarge, PeerClosed, PeerDied, RingClosed, RingFull, Undelivered
 from ipc.segment import Segment
-from ipc.segment_layout import (
-    DESCRIPTOR,
-    DESCRIPTOR_FIELDS,
-    DESCRIPTOR_MAGIC,
-    FLAG_DROPPED,
-    FLAG_END,
-    VERSION,
-    Role,
-)
 from ipc.waiting import SLICE_NS, WaitPolicy, deadline_after
 
 
 class RingWriter(Endpoint):
     """The producer. One thread at a time; not for forked children."""
 
-    _role = Role.PRODUCER
+    _role = layout.Role.PRODUCER
     _bell_owed = False
     _next_look_ns = 0
     _ended = False
@@ -40,7 +32,7 @@ class RingWriter(Endpoint):
         self._num_freed = 0  # messages that the consumer is known to be done with
         # A stack of num_slots less the messages in flight; the slot freed last is on top.
         # Both lists are this process's own: no byte of the segment decides where to write.
-        self._free_slots = list(range(self._num_slots))
+        self._free_slots = list(range(self.capacity))
         self._slot_of = [0] * self._num_descriptors  # by sequence number mod num_descriptors
 
     def send(self, *parts: object, timeout: float | None = None) -> int:
@@ -70,8 +62,8 @@ class RingWriter(Endpoint):
                 raise RingClosed("this producer has ended the stream; create a new ring to go on")
             views = [part if type(part) is bytes else _as_bytes(part) for part in parts]
             size = sum(map(len, views))
-            if size > self._slot_bytes:
-                raise MessageTooLarge(size, self._slot_bytes)
+            if size > self.slot_bytes:
+                raise MessageTooLarge(size, self.slot_bytes)
             if not self._find_room(None if timeout is None else deadline_after(timeout)):
                 raise RingFull(
                     f"the ring was full for {timeout} s, all its slots ({self.capacity}) in use: "
@@ -133,7 +125,7 @@ class RingWriter(Endpoint):
         freed = self._freed
         in_flight = self._sequence - self._num_freed
         freed.gather(in_flight - len(freed.held))
-        top = self._num_slots - in_flight
+        top = self.capacity - in_flight
         if not freed.held:
             if top:
                 return True
@@ -151,7 +143,7 @@ class RingWriter(Endpoint):
         sequence = self._sequence
         index = sequence % self._num_descriptors
         # The end of stream may find no free slot; without a payload, any number will do.
-        slot = self._free_slots[self._num_slots - (sequence - self._num_freed) - 1]
+        slot = self._free_slots[self.capacity - (sequence - self._num_freed) - 1]
         payload = self._slots[slot]
         start = 0
         for view in views:
@@ -159,11 +151,11 @@ class RingWriter(Endpoint):
             payload[start:end] = view  # CONSUMED: the slot's last reader is done
             start = end
         checksum = xxh3_64_intdigest(payload[:size]) if self._has_checksum else 0
-        fields = DESCRIPTOR_FIELDS.pack(
-            DESCRIPTOR_MAGIC, VERSION, flags, sequence, self._session, size, monotonic_ns(),
-            checksum, slot,
+        fields = layout.DESCRIPTOR_FIELDS.pack(
+            layout.DESCRIPTOR_MAGIC, layout.VERSION, flags, sequence, self.session, size,
+            monotonic_ns(), checksum, slot,
         )  # fmt: skip
-        DESCRIPTOR.pack_into(self._buffer, self._offsets[index], fields, zlib.crc32(fields))
+        layout.DESCRIPTOR.pack_into(self._buffer, self._offsets[index], fields, zlib.crc32(fields))
         self._slot_of[index] = slot
         self._sequence = sequence + 1
         self._payload_bytes += size
@@ -193,11 +185,11 @@ class RingWriter(Endpoint):
 
     def _say_dropped(self) -> None:
         if not self._ended:
-            self._commit([], 0, FLAG_END | FLAG_DROPPED)
+            self._commit([], 0, layout.FLAG_END | layout.FLAG_DROPPED)
 
     def _say_goodbye(self) -> None:
         if not self._ended:
-            self._commit([], 0, FLAG_END)
+            self._commit([], 0, layout.FLAG_END)
         if self._bell_owed:
             self._ring_bell()
         self._drain()

@@ -17,6 +17,6 @@ def assert_slots_are_accounted_for(writer: RingWriter) -> None:
     """Asserts that each slot is on the stack of free ones or holds one message in flight."""
     messages = writer._sequence - (1 if writer._ended else 0)
     in_flight = range(writer._num_freed, messages)
-    free = writer._free_slots[: writer._num_slots - len(in_flight)]
+    free = writer._free_slots[: writer.capacity - len(in_flight)]
     held = [writer._slot_of[number % writer._num_descriptors] for number in in_flight]
-    assert sorted(free + held) == list(range(writer._num_slots))
+    assert sorted(free + held) == list(range(writer.capacity))
