@@ -23,10 +23,8 @@ import threading
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    import queue
-
     from ipc import RingWriter
-    from jax_specdec.control import Command, ControlClient, ProcessStats, Start
+    from jax_specdec.control import ControlClient, Start
 
 PR_SET_PDEATHSIG = 1
 STDIN = 0
@@ -38,21 +36,16 @@ class Child:
     Attributes:
       start: what it was born with.
       client: where its commands come from.
+      commands: its commands.
+      stats: what its heartbeats say.
       ring: where its messages go; None for a follower.
     """
 
     def __init__(self, start: "Start", client: "ControlClient", ring: "RingWriter | None") -> None:
         self.start = start
         self.client = client
+        self.commands, self.stats = client.commands, client.stats
         self.ring = ring
-
-    @property
-    def commands(self) -> "queue.SimpleQueue[Command]":
-        return self.client.commands
-
-    @property
-    def stats(self) -> "ProcessStats":
-        return self.client.stats
 
 
 def begin(parent: str = "") -> Child:

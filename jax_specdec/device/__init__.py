@@ -21,7 +21,7 @@ from jax_specdec.device.messages.batch_options import (
     options_of_requests,
     widths_of,
 )
-from jax_specdec.device.messages.pack import select_rows
+from jax_specdec.device.messages.pack import Stamp, select_rows
 from jax_specdec.device.messages.row_logprobs import draft_rows, row_logprobs
 from jax_specdec.device.messages.step_messages import (
     StepOutput,
@@ -58,6 +58,7 @@ __all__ = [
     "kept_logprobs",
     "learner_logprobs",
     # Its messages.
+    "Stamp",
     "step_output",
     "StepOutput",
     "target_message",

@@ -64,10 +64,7 @@ class Compiled:
 
         def message(function: Callable[..., Any], *static: str, **more: Any) -> Wrapped:
             chosen = with_implementation(config.implementation, function)
-            return jax.jit(
-                functools.partial(chosen, digest=config.digest, **more),
-                static_argnames=("widths", "process_rank", *static),
-            )
+            return jax.jit(functools.partial(chosen, **more), static_argnames=("widths", *static))
 
         def read(function: Callable[..., Any], **more: Any) -> Wrapped:
             return jax.jit(function, out_shardings=parallel.everywhere, **more)  # by every process

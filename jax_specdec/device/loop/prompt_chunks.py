@@ -16,7 +16,7 @@ from jax_specdec.device.drafting.drafters import Chunk
 from jax_specdec.device.loop.prompt_rows import prompt_rows
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
-from jax_specdec.device.messages.pack import Rows, SlotFields, pack
+from jax_specdec.device.messages.pack import Rows, SlotFields, Stamp, pack
 from jax_specdec.device.messages.step_messages import most_words
 from jax_specdec.device.model.prefill import prefill
 from pallas_kernels import TopkLogprobs
@@ -123,13 +123,10 @@ def prompt_message(
     slot: Int32[Array, ""],
     options: Annotated[BatchOptions, "B = 1"],
     generation: UInt32[Array, " B"],
-    step_number: UInt32[Array, "2"],
+    stamp: Stamp,
     *,
     widths: Widths,
     vocab_size: int,
-    process_rank: int = 0,
-    weights_version: UInt32[Array, ""] | int = 0,
-    digest: int = 0,
 ) -> UInt32[Array, " W"]:
     """The message of one chunk of one slot's prompt, packed: every token in it has logprobs.
 
@@ -138,12 +135,9 @@ def prompt_message(
       slot: whose prompt it is.
       options: as for `score_chunk`.
       generation: of all slots.
-      step_number: low and high half, of the step before which it is sent.
+      stamp: with the number of the step before which it is sent.
       widths: the static limits of `options`.
       vocab_size: V.
-      process_rank: which process rank sends.
-      weights_version: of the weights that the chunk was run with.
-      digest: static, of what the rows' bits depend on.
 
     Returns:
       The words; see `pack`.
@@ -171,13 +165,10 @@ def prompt_message(
         jnp.zeros((batch, size), jnp.int32).at[slot].set(scored.token_ids),
         Rows(jnp.where(index < scored.num, slot * size + index, batch * size), scored.num),
         scored.logprobs,
+        stamp,
         kind=Kind.PROMPT,
-        step=step_number,
         running=jnp.bool_(True),
         draft_follows=False,
-        process_rank=process_rank,
-        weights_version=weights_version,
-        digest=digest,
         vocab_size=vocab_size,
         num_words=most_words(1, size, widths, vocab_size)
         + most_words(batch - 1, 0, Widths(), vocab_size),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32, Integer, Shaped, UInt32
 
 from ipc import wire
@@ -33,6 +34,15 @@ class SlotFields(NamedTuple):
     num_drafts: Int32[Array, " B"]  # proposed for this step
     num_chosen: Int32[Array, " B"]  # chosen token ids a row
     generation: UInt32[Array, " B"]
+
+
+class Stamp(NamedTuple):
+    """What a message's header says beside the message."""
+
+    step: UInt32[Array | np.ndarray, "2"]  # the number, low and high half
+    process_rank: Integer[Array, ""] | int = 0  # which one sends
+    weights_version: Integer[Array, ""] | int = 0  # of the weights that made the rows
+    digest: Integer[Array, ""] | int = 0  # of what the rows' bits depend on (`model.digest_of`)
 
 
 class Rows(NamedTuple):
@@ -78,17 +88,14 @@ def pack(
     token_ids: Int32[Array, "B S"],
     rows: Rows,
     logprobs: TopkLogprobs,
+    stamp: Stamp | UInt32[Array, "2"],
     *,
     kind: int,
-    step: UInt32[Array, "2"],
     running: Bool[Array, ""] | bool,
     draft_follows: Bool[Array, ""] | bool,
-    process_rank: Integer[Array, ""] | int,
     vocab_size: int,
     num_words: int,
     kept: KeptRows | None = None,
-    weights_version: Integer[Array, ""] | int = 0,
-    digest: int = 0,
 ) -> UInt32[Array, " W"]:
     """Pack one message.
 
@@ -97,16 +104,13 @@ def pack(
       token_ids: slot b's first `num_tokens[b]` are sent.
       rows: which (slot, position) each row of `logprobs` is, from `select_rows`.
       logprobs: of the rows; column 0 is the sent token.
+      stamp: of the header, or a step number alone.
       kind: message kind; K comes from the shape of `logprobs`.
-      step: low and high half of the step number.
       running: whether any sequence goes on after this step.
       draft_follows: whether this step's draft message follows.
-      process_rank: which process rank sends.
       vocab_size: V; sent ids must be below it.
       num_words: W, static; the longest message that these shapes can make.
       kept: the kept sets of the rows that `wire.kept_rows` counts; None where no slot asks.
-      weights_version: of the weights that made the rows.
-      digest: of what the rows' bits depend on, static (`model.digest_of`).
 
     Returns:
       The words, of which the header's `num_words` are the message and the rest are 0. A failed
@@ -118,7 +122,8 @@ def pack(
     """
     batch, num_positions = token_ids.shape
     k, num_extra = logprobs.token_ids.shape[1] - 1, logprobs.extra_logprobs.shape[1]
-    _refuse_unfit(kind, k, num_positions, process_rank, num_words, batch)
+    stamp = stamp if isinstance(stamp, Stamp) else Stamp(stamp)
+    _refuse_unfit(kind, k, num_positions, stamp.process_rank, num_words, batch)
     checks = _checks(slots, token_ids, k, num_extra, kind, vocab_size, kept)
     counts = _within(slots, num_positions, k, num_extra)
     largest_k = jnp.maximum(jnp.max(counts.columns, initial=0) - 1, 0)
@@ -138,13 +143,13 @@ def pack(
         "draft_follows": draft_follows,
         "error": checks != 0,
         "error_checks": checks,
-        "digest": digest,
+        "digest": stamp.digest,
         "num_slots": batch,
         "num_words": layout.num_words,
-        "step_low": step[0],
-        "step_high": step[1],
-        "process_rank": process_rank,
-        "weights_version": weights_version,
+        "step_low": stamp.step[0],
+        "step_high": stamp.step[1],
+        "process_rank": stamp.process_rank,
+        "weights_version": stamp.weights_version,
     }
     fixed = jnp.concatenate([
         wire.words_of(jnp, wire.HEADER, wire.HEADER_WORDS, _unsigned(header)),

@@ -16,7 +16,7 @@ from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.logit_changes import RowChanges
-from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, pack, select_rows
+from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, Stamp, pack, select_rows
 from jax_specdec.device.messages.row_logprobs import cut_where, picked, row_logprobs
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.kept_sets import PaddedKept
@@ -92,13 +92,10 @@ def step_output(
 def target_message(
     output: StepOutput,
     options: BatchOptions,
-    step_number: UInt32[Array, "2"],
+    stamp: Stamp | UInt32[Array, "2"],
     draft_follows: Bool[Array, ""] | bool = False,
     *,
     widths: Widths,
-    process_rank: int = 0,
-    weights_version: UInt32[Array, ""] | int = 0,
-    digest: int = 0,
     parallel: Parallel = ONE_DEVICE,
 ) -> UInt32[Array, " W"]:
     """The target message of a step, packed.
@@ -106,12 +103,9 @@ def target_message(
     Args:
       output: the step's.
       options: by slot, as when the step was launched. Where it has a verdict, the slot is free.
-      step_number: low and high half.
+      stamp: of the header, or the step's number alone: low and high half.
       draft_follows: whether the step's draft message is sent after this one.
       widths: the static limits of `options`. Where no slot asks for logprobs, no kernel runs.
-      process_rank: which process rank sends.
-      weights_version: of the weights that the step was run with.
-      digest: static, of what the rows' bits depend on (`model.digest_of`).
       parallel: the devices among which the logits' vocabulary is split.
 
     Returns:
@@ -141,13 +135,10 @@ def target_message(
         output.token_ids,
         rows,
         found,
+        stamp,
         kind=Kind.TARGET,
-        step=step_number,
         running=output.running,
         draft_follows=draft_follows,
-        process_rank=process_rank,
-        weights_version=weights_version,
-        digest=digest,
         vocab_size=vocab,
         num_words=most_words(batch, num_positions, widths, vocab),
         kept=kept,
@@ -190,12 +181,9 @@ def row_kept_sets(
 def draft_message(
     output: StepOutput,
     options: BatchOptions,
-    step_number: UInt32[Array, "2"],
+    stamp: Stamp | UInt32[Array, "2"],
     *,
     widths: Widths,
-    process_rank: int = 0,
-    weights_version: UInt32[Array, ""] | int = 0,
-    digest: int = 0,
     parallel: Parallel = ONE_DEVICE,
 ) -> UInt32[Array, " W"]:
     """The draft message of a step, packed: the logprobs, under the draft model, of what it drafted.
@@ -243,13 +231,10 @@ def draft_message(
         drafts.token_ids,
         rows,
         found,
+        stamp,
         kind=Kind.DRAFT,
-        step=step_number,
         running=output.running,
         draft_follows=False,
-        process_rank=process_rank,
-        weights_version=weights_version,
-        digest=digest,
         vocab_size=vocab,
         num_words=most_words(batch, num_drafts, widths._replace(kept=False), vocab),
     )

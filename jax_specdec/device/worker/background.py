@@ -29,44 +29,38 @@ class BackgroundJobs:
     device is this machine, its compiler would take the cores of a step that is computed: it has a
     lower priority. What a job leaves is collected by
     `collect`, when nobody waits: a collection of it takes over 100 ms.
+
+    Attributes:
+      busy: a job runs, or has ended and was not taken.
+      ended: a job has ended and was not taken.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         """Begin without a job; `on_end` is called in the job's thread when one has ended."""
         self._on_end = on_end
-        self._busy = self._ended = False
+        self.busy = self.ended = False
         self._error: Exception | None = None
         self._goes_on = threading.Event()
         self._goes_on.set()
         self._turn_ends = 0.0
         self._left_garbage = False
 
-    @property
-    def busy(self) -> bool:
-        """Whether a job runs, or has ended and was not taken."""
-        return self._busy
-
-    @property
-    def ended(self) -> bool:
-        """Whether a job has ended and was not taken."""
-        return self._ended
-
     def start(self, job: Callable[[], object], /) -> None:
         """Begin a job; none may be on its way."""
-        assert not self._busy
-        self._busy = True
+        assert not self.busy
+        self.busy = True
         threading.Thread(target=self._run, args=(job,), name=NAME, daemon=True).start()
 
     def take(self) -> Exception | None:
         """The error that the job ended with, if any; the next one may begin."""
-        assert self._ended
+        assert self.ended
         error, self._error = self._error, None
-        self._busy = self._ended = False
+        self.busy = self.ended = False
         return error
 
     def collect(self) -> bool:
         """Collect the garbage that jobs have left; whether there was a job since the last time."""
-        if self._busy or not self._left_garbage:
+        if self.busy or not self._left_garbage:
             return False
         self._left_garbage = False
         gc.unfreeze()
@@ -90,7 +84,7 @@ class BackgroundJobs:
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        if not self._busy or self._ended:
+        if not self.busy or self.ended:
             return
         # A compiler cannot be told to stop, and its threads do not outlive the interpreter.
         if error is not None and not isinstance(error, SystemExit):
@@ -130,5 +124,5 @@ class BackgroundJobs:
             self._left_garbage = True
             gc.enable()
             sys.setswitchinterval(before)
-        self._ended = True
+        self.ended = True
         self._on_end()

@@ -214,7 +214,6 @@ class NewKinds:
     ) -> Part:
         """What compiles the programs of a kind: for these slots, or the one whose prompt it is."""
         worker, programs = self._worker, self._programs.for_kind(kind)
-        rank = worker.outgoing.process_rank
         drafts = worker.state.drafts
         if isinstance(kind, Kind):
             options = host_slots.all_options(slots, kind.widths, kind.changes)
@@ -222,12 +221,10 @@ class NewKinds:
             params, state, options = abstract(
                 (worker.params, with_report(worker.state, report), options)
             )
-            return lambda compile: compile_batch(
-                programs, kind, params, state, options, rank, compile
-            )
+            return lambda compile: compile_batch(programs, kind, params, state, options, compile)
         one = host_slots.options_of_slots([host_slots.for_prompt(scoring[kind])], kind.widths)
         params, state, one = abstract((worker.params, with_report(worker.state, None), one))
-        return lambda compile: compile_prompt(programs, kind, params, state, one, rank, compile)
+        return lambda compile: compile_prompt(programs, kind, params, state, one, compile)
 
     def _end_job(self, error: Exception | None) -> None:
         job, self._job = self._job, _Job()

@@ -15,6 +15,7 @@ from jax_specdec.device.loop.host_slots import Slot, draft_bound, prompt_bound, 
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.prompt_chunks import ScoredChunk
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths, words_bucket
+from jax_specdec.device.messages.pack import Stamp
 from jax_specdec.device.messages.step_messages import StepOutput
 
 
@@ -24,49 +25,50 @@ class Outgoing:
 
     Attributes:
       process_rank: the number in the headers.
+      digest: there, too.
       sends_drafts: whether there are draft messages. There are none where drafts are not drawn, or
         where a prefill node hands them over.
     """
 
     process_rank: int
+    digest: int
     sends_drafts: bool
+
+    def stamp(self, step: int, weights_version: int) -> Stamp:
+        """Of a message of this step, whose rows these weights made."""
+        halves = np.array([step & 0xFFFFFFFF, step >> 32], np.uint32)  # the low word first
+        return Stamp(
+            halves, *np.array([self.process_rank, weights_version, self.digest], np.uint32)
+        )
 
     def step_messages(
         self,
         programs: Compiled,
         output: StepOutput,
-        step: int,
+        stamp: Stamp,
         host_slots: Sequence[Slot],
         widths: Widths,
         options: BatchOptions,
-        weights_version: int,
     ) -> tuple[jax.Array, ...]:
         """A step's target message and, where a request asks for it, its draft message.
 
         Args:
           programs: those that pack.
           output: the step's, on the device.
-          step: its number.
+          stamp: of the step.
           host_slots: [B] as they were when it was launched.
           widths: the static limits of what they ask for.
           options: what they ask for, on the device.
-          weights_version: of the weights that it was run with.
 
         Returns:
           [words] uint32 each.
         """
         draft_follows = self.draft_follows(host_slots)
-        more = {
-            "widths": widths,
-            "process_rank": self.process_rank,
-            "weights_version": np.uint32(weights_version),
-        }
-        words = programs.target_message(
-            output, options, _halves(step), np.bool_(draft_follows), **more
-        )
+        follows = np.bool_(draft_follows)
+        words = programs.target_message(output, options, stamp, follows, widths=widths)
         sent = [self._copy(programs, words, target_bound(host_slots))]
         if draft_follows:
-            words = programs.draft_message(output, options, _halves(step), **more)
+            words = programs.draft_message(output, options, stamp, widths=widths)
             sent.append(self._copy(programs, words, draft_bound(host_slots)))
         return tuple(sent)
 
@@ -80,13 +82,12 @@ class Outgoing:
         programs: Compiled,
         scored: ScoredChunk,
         num_tokens: int,
-        next_step: int,
+        stamp: Stamp,
         index: np.int32,
         scoring: Slot,
         host_slots: Sequence[Slot],
         widths: Widths,
         options: BatchOptions,
-        weights_version: int,
     ) -> jax.Array:
         """The message of one chunk of the prompt of slot `index`, [words] uint32.
 
@@ -94,24 +95,21 @@ class Outgoing:
           programs: those that pack.
           scored: the chunk's logprobs, on the device.
           num_tokens: tokens of it that are the prompt's; the rest is padding.
-          next_step: the number of the step that it precedes.
+          stamp: of the step that it precedes.
           index: of the slot whose prompt it is.
           scoring: the slot, as `for_prompt` makes it.
           host_slots: [B] all slots.
           widths: the static limits of what `scoring` asks for.
           options: what it asks for, on the device.
-          weights_version: of the weights that the chunk was run with.
         """
         words = programs.prompt_message(
             scored,
             index,
             options,
             np.array([slot.generation for slot in host_slots], np.uint32),
-            _halves(next_step),
+            stamp,
             widths=widths,
             vocab_size=programs.config.model.vocab_size,
-            process_rank=self.process_rank,
-            weights_version=np.uint32(weights_version),
         )
         return self._copy(programs, words, prompt_bound(host_slots, scoring, num_tokens))
 
@@ -121,11 +119,6 @@ class Outgoing:
         cut: jax.Array = programs.leading(words, min(words_bucket(bound), words.size))
         cut.copy_to_host_async()
         return cut
-
-
-def _halves(step: int) -> np.ndarray:
-    """A step's number as [2] uint32, the low word first."""
-    return np.array([step & 0xFFFFFFFF, step >> 32], np.uint32)
 
 
 class DeviceCheckError(RuntimeError):

@@ -16,14 +16,16 @@ from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopState
-from jax_specdec.device.messages.batch_options import BatchOptions, Widths, words_bucket
+from jax_specdec.device.messages.batch_options import BatchOptions, words_bucket
+from jax_specdec.device.messages.pack import Stamp
 from jax_specdec.device.worker.grammars import no_masks
 
 Tree = TypeVar("Tree")  # of arrays, or of their shapes and places
 
 Compile = Callable[..., None]  # takes traced programs; compiles them, now or soon
 
-INDEX, STEP = np.int32(0), np.zeros(2, np.uint32)
+INDEX = np.int32(0)
+STAMP = Stamp(np.zeros(2, np.uint32), *np.zeros(3, np.uint32))
 
 
 def abstract(tree: Tree) -> Tree:
@@ -51,7 +53,6 @@ def compile_batch(
     params: Any,
     state: LoopState,
     options: AllOptions,
-    process_rank: int,
     compile: Compile = compile_now,
 ) -> None:
     """Compile the step and the messages of a kind.
@@ -62,7 +63,6 @@ def compile_batch(
       params: abstract, as the others.
       state: with the report on drafts in the widths of the kind.
       options: by slots of the kind.
-      process_rank: the number in the messages.
       compile: gets the programs, the longest first.
     """
     if kind.has_grammar:
@@ -80,11 +80,10 @@ def compile_batch(
             params, state, options.options, changes=options.changes, **kind.step_options
         )
     output = _compiled(traced, (params, state), compile)[1]
-    more = _more(kind.widths, process_rank)
-    message = programs.target_message
-    messages = [message.trace(output, options.options, STEP, np.bool_(False), **more)]
+    said, widths = (output, options.options, STAMP), kind.widths
+    messages = [programs.target_message.trace(*said, np.bool_(False), widths=widths)]
     if kind.reports_drafts:
-        messages.append(programs.draft_message.trace(output, options.options, STEP, **more))
+        messages.append(programs.draft_message.trace(*said, widths=widths))
     _compile_cuts(programs, [_compiled(one, output, compile) for one in messages], compile)
 
 
@@ -99,7 +98,6 @@ def compile_prompt(
     params: Any,
     state: LoopState,
     options: BatchOptions,
-    process_rank: int,
     compile: Compile = compile_now,
 ) -> None:
     """Compile the chunks of a prompt with logprobs, and their message; arguments as above."""
@@ -113,15 +111,11 @@ def compile_prompt(
         INDEX,
         options,
         np.zeros(num_slots, np.uint32),
-        STEP,
+        STAMP,
         vocab_size=programs.config.model.vocab_size,
-        **_more(kind.widths, process_rank),
+        widths=kind.widths,
     )
     _compile_cuts(programs, [_compiled(message, scored, compile)], compile)
-
-
-def _more(widths: Widths, process_rank: int) -> dict[str, Any]:
-    return {"widths": widths, "process_rank": process_rank, "weights_version": np.uint32(0)}
 
 
 def _compile_cuts(programs: Compiled, messages: Sequence[jax.Array], compile: Compile) -> None:

@@ -28,19 +28,7 @@ import jax
 import numpy as np
 
 from ipc import RingWriter
-from jax_specdec.control import (
-    GROUP_KILLED,
-    Command,
-    ControlClient,
-    ControlServer,
-    Link,
-    Liveness,
-    Member,
-    Shutdown,
-    Start,
-    to_bytes,
-    to_line,
-)
+from jax_specdec import control
 
 # -P: a file in the current directory must not stand in for a module of the follower.
 FOLLOWER = (
@@ -123,7 +111,9 @@ ANSWER_SECONDS = 0.01  # between two looks for followers' answers
 class Lead:
     """The lead's side of its group: a context, and an error inside it ends the process at once."""
 
-    def __init__(self, start: Start, ring: RingWriter, client: ControlClient) -> None:
+    def __init__(
+        self, start: control.Start, ring: RingWriter, client: control.ControlClient
+    ) -> None:
         """Start the followers and connect to them. A group of one has none.
 
         Args:
@@ -133,8 +123,10 @@ class Lead:
         """
         self._ring = ring
         self._client = client
-        self._links: list[Link] = []
-        self._heard: list[tuple[int, Liveness]] = []  # beats of each follower, and its liveness
+        self._links: list[control.Link] = []
+        self._heard: list[
+            tuple[int, control.Liveness]
+        ] = []  # beats of each follower, and its liveness
         self._size = start.config.num_processes
         self._followers: list[FollowerHandle] = []
         self._sending = threading.Lock()  # held while a message is written, and to end for good
@@ -172,11 +164,11 @@ class Lead:
         with self._sending:
             self._ring.send(data)
 
-    def tell(self, command: Command) -> None:
+    def tell(self, command: control.Command) -> None:
         """Send a command to all followers, which carry it out as the lead does."""
-        self._closing |= isinstance(command, Shutdown)
+        self._closing |= isinstance(command, control.Shutdown)
         if self._links:
-            payload = to_bytes(command)
+            payload = control.to_bytes(command)
             for link in self._links:
                 link.tell(payload)
             self._server.pump()  # what they have taken need not be kept
@@ -191,11 +183,11 @@ class Lead:
                 return f"process {index} of {self._size}: {link.heartbeat.refusal}"
         return ""
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: control.Start) -> None:
         config = start.config
         self._port = _reserved_port(config.group_host)
         coordinator = f"{config.group_host}:{self._port.getsockname()[1]}"
-        self._server = ControlServer(config.group_address, folder=Path(start.folder))
+        self._server = control.ControlServer(config.group_address, folder=Path(start.folder))
         for index in range(1, self._size):
             link = self._server.link()
             follower: FollowerHandle = (
@@ -212,10 +204,12 @@ class Lead:
                 ring="",
                 parent=os.getpid(),
                 control=link.connection,
-                member=Member(index=index, coordinator=coordinator),
+                member=control.Member(index=index, coordinator=coordinator),
             )
-            follower.tell(to_line(born))
-        self._heard = [(0, Liveness(each.pid, grace=START_SECONDS)) for each in self._followers]
+            follower.tell(control.to_line(born))
+        self._heard = [
+            (0, control.Liveness(each.pid, grace=START_SECONDS)) for each in self._followers
+        ]
         self._client.stats.members = self._phases
         self._client.beside = self._listen
         join(0, self._size, coordinator, local=0)
@@ -247,7 +241,7 @@ class Lead:
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if not self._is_lost.is_set():
             text = f"process {index} of {self._size} {_where(follower)} {how}"
-            self._lost = text, GROUP_KILLED - code if code < 0 else 1
+            self._lost = text, control.GROUP_KILLED - code if code < 0 else 1
             self._is_lost.set()
         time.sleep(GRACE_SECONDS)  # the main thread may hang from now on
         self._end(*self._lost)

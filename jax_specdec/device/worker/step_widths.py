@@ -16,7 +16,6 @@ Exactness: a width depends on times, emitted tokens and fates of drafts of earli
 the drafts that it limits. Verification corrects for the proposed tokens, given their number.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +149,8 @@ class StepWidths:
             width = self.num_drafts if kind.num_drafts is None else kind.num_drafts
             return sum(text.expected(width) for text in texts) / math.exp(self.costs[kind])
 
-        known = [kind for kind in kinds if kind in self.costs] or [kinds[-1]]
-        return functools.reduce(
-            lambda best, wider: wider if pace(wider) > BETTER * pace(best) else best, known
-        )
+        best, *wider = [kind for kind in kinds if kind in self.costs] or [kinds[-1]]
+        for kind in wider:
+            if pace(kind) > BETTER * pace(best):
+                best = kind
+        return best

@@ -18,18 +18,7 @@ import numpy as np
 
 from ipc import wire
 from ipc.wire import SlotState
-from jax_specdec.control import (
-    Admit,
-    Advance,
-    Command,
-    Commit,
-    Discard,
-    Evict,
-    Prepare,
-    Release,
-    Shutdown,
-    WorkerConfig,
-)
+from jax_specdec import control
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Kind, PromptKind, as_report
@@ -79,8 +68,8 @@ class Worker:
         params: Any,
         sender: Sender,
         *,
-        prefill_chunk: int = WorkerConfig.prefill_chunk,
-        prefix_reuse: bool = WorkerConfig.prefix_reuse,
+        prefill_chunk: int = control.WorkerConfig.prefill_chunk,
+        prefix_reuse: bool = control.WorkerConfig.prefix_reuse,
         process_rank: int = 0,
         publish: bool = True,
         compiled: Compiled | None = None,
@@ -124,7 +113,7 @@ class Worker:
         self.state = init_state(config)
         self.on_gpu = runs_on_gpu(config)
         draws = self.state.drafts.q is not None
-        self.outgoing = Outgoing(process_rank, draws and not config.prefill_only)
+        self.outgoing = Outgoing(process_rank, config.digest, draws and not config.prefill_only)
         self.slots = [Slot() for _ in range(config.num_slots)]
         self.prefix_reuse = prefix_reuse
         self.prefixes = PrefixCache(config.num_slots, prefill_chunk)
@@ -154,7 +143,7 @@ class Worker:
         """Requests that wait for a program, which is compiled."""
         return 0 if self.new_kinds is None else len(self.new_kinds.held)
 
-    def apply(self, command: Command) -> bool:
+    def apply(self, command: control.Command) -> bool:
         """Carry out one command between two steps; False after the last one.
 
         A `Release` or an `Evict` of a request that has ended here changes nothing: its last tokens
@@ -165,24 +154,24 @@ class Worker:
           ValueError: a slot is given away before its eviction was published, a draft that was
             handed over is no token, or weights are committed that were not prepared.
         """
-        if isinstance(command, Admit):
+        if isinstance(command, control.Admit):
             self._admit(command)
-        elif isinstance(command, Release):
+        elif isinstance(command, control.Release):
             self._take_back(command.slot, command.generation, verdict=0)
-        elif isinstance(command, Evict):
+        elif isinstance(command, control.Evict):
             held = {} if self.new_kinds is None else self.new_kinds.held
             if self.slots[command.slot].occupied or command.slot in held:
                 verdict = SlotState.PREEMPTED if command.reschedule else SlotState.RECOVERY_STOP
                 self._take_back(command.slot, command.generation, verdict)
-        elif isinstance(command, Advance):
+        elif isinstance(command, control.Advance):
             self.advance()
-        elif isinstance(command, Prepare):
+        elif isinstance(command, control.Prepare):
             self.next_weights.prepare(command.number, command.path, self.params)
-        elif isinstance(command, Commit):
+        elif isinstance(command, control.Commit):
             self._commit(command)
-        elif isinstance(command, Discard):
+        elif isinstance(command, control.Discard):
             self.next_weights.discard(command.number)
-        elif isinstance(command, Shutdown):
+        elif isinstance(command, control.Shutdown):
             self.finish()
             return False
         return True
@@ -217,7 +206,7 @@ class Worker:
             self._publish(self.launched)
         self.launched = None
 
-    def _admit(self, command: Admit) -> None:
+    def _admit(self, command: control.Admit) -> None:
         request, vocab = command.request, self.config.model.vocab_size
         if self.slots[command.slot].verdict:
             raise ValueError(
@@ -234,7 +223,7 @@ class Worker:
         else:
             self.new_kinds.hold(command)
 
-    def place(self, command: Admit) -> None:
+    def place(self, command: control.Admit) -> None:
         """Put a request into its slot; its prompt runs from the next step on."""
         request = command.request
         self._change(
@@ -255,7 +244,7 @@ class Worker:
         slot.grammar = self.grammars.begin(request)
         self._set(command.slot, slot)
 
-    def slot_of(self, command: Admit) -> Slot:
+    def slot_of(self, command: control.Admit) -> Slot:
         """The slot as it is once its request is there."""
         request = command.request
         return Slot(
@@ -287,12 +276,12 @@ class Worker:
         chunk = host_slots.chunk_size(slot, self.config, self.prefill_chunk)
         return PromptKind(chunk, widths)
 
-    def end(self, command: Admit) -> None:
+    def end(self, command: control.Admit) -> None:
         """End a request that was not placed, with an error; the next message says so."""
         verdict = SlotState.RECOVERY_STOP
         self._set(command.slot, Slot(generation=command.generation, verdict=verdict))
 
-    def _commit(self, command: Commit) -> None:
+    def _commit(self, command: control.Commit) -> None:
         """Use other weights from the next step on; what runs runs its tokens again.
 
         Nothing is compiled for them: they have the shapes, types and places of those before.
@@ -415,10 +404,10 @@ class Worker:
         num_tokens = min(chunk, slot.prefill_length - 1 - (slot.prefill_at or 0))
         if num_tokens <= 0 or (slot.prefill_at or 0) < (slot.score_from or 0):
             return ()
+        stamp = self.outgoing.stamp(self.step_number, self.weights_version)
         words = self.outgoing.prompt_message(
-            programs, scored, num_tokens, self.step_number, places[0], scoring, self.slots, widths,
-            options, self.weights_version,
-        )  # fmt: skip
+            programs, scored, num_tokens, stamp, places[0], scoring, self.slots, widths, options
+        )
         return (words,)
 
     def _launch(self) -> tuple[tuple[jax.Array, ...], Kind, jax.Array | None, float | None]:
@@ -452,10 +441,10 @@ class Worker:
         self.state, output = step(
             self.params, state, *rows, options, changes=changes, **kind.step_options
         )
+        stamp = self.outgoing.stamp(self.step_number, self.weights_version)
         words = self.outgoing.step_messages(
-            programs, output, self.step_number, self.slots, kind.widths, options,
-            self.weights_version,
-        )  # fmt: skip
+            programs, output, stamp, self.slots, kind.widths, options
+        )
         self.step_number += 1
         # On every process, whether it publishes or not: a verdict or a request that was handed
         # over is told once, and must not be told of the slot's next request.

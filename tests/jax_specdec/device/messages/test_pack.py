@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ipc import wire
 from ipc.wire import DeviceCheck, Kind, LogprobsMode, SlotState
-from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, pack, select_rows
+from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, Stamp, pack, select_rows
 from jax_specdec.device.worker.outgoing import DeviceCheckError, check
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import MessageError, decode
@@ -35,9 +35,9 @@ select = quick_compile.jit(select_rows, static_argnums=1)
 def packed(slots, token_ids, rows, found, step, process_rank=None, *, flags=(True, False),
            kind=Kind.TARGET, num_words=512, kept=None, rank=0):  # fmt: skip
     """The words of a message from a process rank, traced or static."""
+    stamp = Stamp(step, rank if process_rank is None else process_rank)
     return pack(
-        slots, token_ids, rows, found, kind=kind, step=step, running=flags[0],
-        draft_follows=flags[1], process_rank=rank if process_rank is None else process_rank,
+        slots, token_ids, rows, found, stamp, kind=kind, running=flags[0], draft_follows=flags[1],
         vocab_size=V, num_words=num_words, kept=kept,
     )  # fmt: skip
 

@@ -133,7 +133,7 @@ def test_each_distribution_is_cut_once():
     output = output._replace(logits=rows)
     number = jnp.zeros(2, jnp.uint32)
     told = [
-        functools.partial(message, options=asked, step_number=number, widths=widths)
+        functools.partial(message, options=asked, stamp=number, widths=widths)
         for message in (target_message, draft_message)
     ]
     assert [searches(message, output) for message in told] == [0, 0]
