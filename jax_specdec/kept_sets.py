@@ -86,8 +86,8 @@ class KeptSets:
 
     def take(self, rows: NDArray[np.intp]) -> "KeptSets":
         """The sets of `rows` [N'], in any order."""
-        counts = self.counts[rows]
-        return KeptSets.of(counts, self.log_kept[rows], self.token_ids[self._cells(rows)])
+        counts, places = self.counts[rows], self._places(rows)
+        return KeptSets.of(counts, self.log_kept[rows], self.token_ids[places])
 
     def padded(
         self, rows: NDArray[np.intp] | None = None, *, width: int | None = None
@@ -119,21 +119,33 @@ class KeptSets:
                 f"(no set has more than {MAX_KEPT}), or leave it out"
             )
         ids = np.full((len(flat), width or most), -1, np.int32)
-        ids[np.arange(ids.shape[1]) < counts[:, None]] = self.token_ids[self._cells(flat[there])]
+        ids[np.arange(ids.shape[1]) < counts[:, None]] = self.token_ids[self._places(flat[there])]
         return PaddedKept(
             ids.reshape(*rows.shape, -1), counts.reshape(rows.shape), log_kept.reshape(rows.shape)
         )
 
-    def _cells(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
+    def _places(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
         """The places in `token_ids` of the sets of `rows` [N'], one after the other."""
         sizes = np.maximum(self.counts[rows], 0).astype(np.int64)
-        ends = sizes.cumsum()
-        within = np.arange(int(ends[-1]) if ends.size else 0) - (ends - sizes).repeat(sizes)
-        return within + self.offsets[:-1][rows].repeat(sizes)
+        return cells(self.offsets[:-1][rows], sizes)
 
 
-def offsets_of(counts: NDArray[np.int32]) -> NDArray[np.int64]:
-    """[N + 1] int64 where the ids of each set begin, from `counts` [N]: a mark has none."""
+def within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, .. of each of the lists that are `counts` [N] long, one after the other."""
+    ends = counts.cumsum()
+    return np.arange(int(ends[-1]) if ends.size else 0) - (ends - counts).repeat(counts)
+
+
+def cells(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The places of lists of `sizes` [N] from `starts` [N] on, one after the other."""
+    return within(sizes) + starts.repeat(sizes)
+
+
+def offsets_of(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """[N + 1] int64 where the lists of `counts` [N] begin, and where the last ends.
+
+    A count that is a mark is that of an empty list.
+    """
     offsets = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(np.maximum(counts, 0), out=offsets[1:])
     return offsets

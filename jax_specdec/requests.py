@@ -136,16 +136,13 @@ class SamplingParams:
                 raise RequestError(f"{name} = {getattr(self, name)!r} must be True or False")
         if any(len(sequence) == 0 for sequence in self.stop_sequences):
             raise RequestError("an empty stop sequence would end every request at once")
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name, low, high in (
+            ("presence_penalty", -MAX_PENALTY, MAX_PENALTY),
+            ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
+            ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        ):
             _number(name, getattr(self, name))
-            _in_range(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
-        _number("repetition_penalty", self.repetition_penalty)
-        _in_range(
-            "repetition_penalty",
-            self.repetition_penalty,
-            MIN_REPETITION_PENALTY,
-            MAX_REPETITION_PENALTY,
-        )
+            _in_range(name, getattr(self, name), low, high)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.min_tokens > self.max_tokens:
@@ -216,7 +213,8 @@ class Request:
         ids = _ids("prompt_token_ids", self.prompt_token_ids)
         if not ids:
             raise RequestError(f"request {self.id!r} has an empty prompt: give it one token")
-        self._keep(ids, packed(ids))
+        object.__setattr__(self, "prompt_token_ids", ids)
+        object.__setattr__(self, "_packed", packed(ids))
 
     @classmethod
     def from_packed(
@@ -232,12 +230,14 @@ class Request:
         if not ids:
             raise RequestError(f"request {id!r} has an empty prompt: give it one token")
         _whole("num_emitted", num_emitted, 0, len(ids) - 1)
-        return cls._made(id, ids, prompt, params, num_emitted)
+        known = {"_packed": prompt, "_num_emitted": num_emitted}
+        return cls._made(id=id, prompt_token_ids=ids, params=params, **known)
 
     def continued(self, token_ids: tuple[int, ...], params: SamplingParams) -> "Request":
         """The request with tokens behind its prompt that were emitted for it, unchecked."""
         prompt = self.packed_prompt + packed(token_ids)
-        return _Continued._packed_only(self.id, prompt, params, len(token_ids))
+        known = {"_packed": prompt, "_num_emitted": len(token_ids)}
+        return _Continued._made(id=self.id, params=params, **known)
 
     @property
     def num_emitted(self) -> int:
@@ -252,30 +252,16 @@ class Request:
         return kept
 
     @classmethod
-    def _made(
-        cls, id: str, ids: tuple[int, ...], prompt: bytes, params: SamplingParams, num_emitted: int
-    ) -> Self:
+    def _made(cls, **values: Any) -> Self:
+        """A request of values that were checked before."""
         request = object.__new__(cls)
-        for name, value in (("id", id), ("params", params), ("_num_emitted", num_emitted)):
+        for name, value in values.items():
             object.__setattr__(request, name, value)
-        request._keep(ids, prompt)
         return request
-
-    def _keep(self, ids: tuple[int, ...], prompt: bytes) -> None:
-        object.__setattr__(self, "prompt_token_ids", ids)
-        object.__setattr__(self, "_packed", prompt)
 
 
 class _Continued(Request):
     """A request whose ids are unpacked only where somebody asks: an engine sends them packed."""
-
-    @classmethod
-    def _packed_only(cls, id: str, prompt: bytes, params: SamplingParams, num_emitted: int) -> Self:
-        request = object.__new__(cls)
-        values = {"id": id, "params": params, "_packed": prompt, "_num_emitted": num_emitted}
-        for name, value in values.items():
-            object.__setattr__(request, name, value)
-        return request
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from ipc.wire import MAX_TOP_K
 from jax_specdec.cli import standard_output
 from jax_specdec.cli.argument_types import integer
-from jax_specdec.cli.engine_options import add_engine, engine_options, found
+from jax_specdec.cli.engine_options import add_engine, engine_fields, found
 from jax_specdec.cli.prompts import read_prompts
 from jax_specdec.cli.standard_output import Starting, phases_of
 from jax_specdec.engine.config import EngineConfig
@@ -137,7 +137,7 @@ def _engine(options: argparse.Namespace, requests: list[Request]) -> Engine:
     longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
     length = max(256, -(-longest // 128) * 128)
     config = EngineConfig(
-        **engine_options(options, None, length),
+        **engine_fields(options, None, length),
         max_length=length, vocab_size=byte_tokens.VOCAB_SIZE, weights=found(options.weights),
         prefill_chunk=options.chunked_prefill, processes=options.processes,
         num_ranks=options.data_parallel, num_prefill_ranks=int(options.disaggregated),

@@ -63,13 +63,8 @@ class Report:
 
     def save(self) -> None:
         """Write both files, each whole or not at all."""
-        content = {
-            "ground": self.ground,
-            "toolchain": self.toolchain,
-            "rehearsed": self.rehearsed,
-            "pieces": self.pieces,
-            "skipped": self.skipped,
-        }
+        content = {name: value for name, value in vars(self).items() if name != "folder"}
+        content["skipped"] = self.skipped
         for name, text in (
             (JSON, json.dumps(content, indent=1) + "\n"),
             (PAGE, "\n".join(self.page()) + "\n"),

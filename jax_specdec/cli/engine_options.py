@@ -14,6 +14,10 @@ from jax_specdec.text.tokenizer import Tokenizer
 
 LENGTH_STEP = 128  # slot lengths are multiples of it
 WINDOW = 600.0  # seconds in which losses count
+# Options that have the names of fields of `EngineConfig`.
+SAME = (
+    "draft_width", "tensor_parallel", "batch_invariant", "compilation_cache", "implementation",
+)  # fmt: skip
 
 
 def found(path: Path | None) -> str:
@@ -78,18 +82,14 @@ def add_engine(group: Any) -> None:
     add_programs(group)
 
 
-def engine_options(
+def engine_fields(
     options: argparse.Namespace, model: HfModel | None, max_length: int
 ) -> dict[str, Any]:
     """The fields of `EngineConfig` that these options set; arguments and errors as `drafting`."""
     return {
         **drafting(options, model, max_length),
-        "draft_width": options.draft_width,
         "num_slots": options.slots,
-        "tensor_parallel": options.tensor_parallel,
-        "batch_invariant": options.batch_invariant,
-        "compilation_cache": options.compilation_cache,
-        "implementation": options.implementation,
+        **{name: getattr(options, name) for name in SAME},
     }
 
 

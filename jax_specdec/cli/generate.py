@@ -201,9 +201,8 @@ class Run:
           output: where records are written; None: nowhere.
         """
         self.tally = Tally(len(prompts))
-        self._prompts = {prompt.request.id: prompt for prompt in prompts}
         self._table, self._settings, self._output = table, settings, output
-        self._open = {id: _Answer(prompt, table) for id, prompt in self._prompts.items()}
+        self._open = {prompt.request.id: _Answer(prompt, table) for prompt in prompts}
         self._total = Statistics()
 
     def add(self, records: Records, end: Callable[[str], Any]) -> Iterator[Part]:

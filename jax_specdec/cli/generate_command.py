@@ -12,19 +12,7 @@ from rich.console import Console
 
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.hf_names import HfModel, open_model
-from jax_specdec.cli import standard_output
-from jax_specdec.cli.engine_options import (
-    add_checkpoint,
-    add_dtype,
-    add_engine,
-    add_ray,
-    add_restarts,
-    engine_options,
-    kept_in,
-    refuse_without_ray,
-    restarts,
-    slot_length,
-)
+from jax_specdec.cli import engine_options, standard_output
 from jax_specdec.cli.generate import Run, TextsInOrder, left_to_do
 from jax_specdec.cli.logs import logged
 from jax_specdec.cli.prompts import Prompt, given_prompts, read_prompts
@@ -65,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_files(group: Any) -> None:
-    add_checkpoint(group)
+    engine_options.add_checkpoint(group)
     prompts = group.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT",
         help="a prompt, as it is; - is all of standard input. May be given several times",
@@ -100,13 +88,13 @@ def _add_sampling(group: Any) -> None:
 
 
 def _add_running(group: Any) -> None:
-    add_engine(group)
-    add_dtype(group)
+    engine_options.add_engine(group)
+    engine_options.add_dtype(group)
     group.add_argument("--max-length", type=int, metavar="T",
         help="tokens that a slot holds (default: those of the longest prompt and its "
         "--max-tokens)")  # fmt: skip
-    add_restarts(group, default=None)
-    add_ray(group)
+    engine_options.add_restarts(group, default=None)
+    engine_options.add_ray(group)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -117,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
       OSError: a record or a text cannot be written; its note says what was kept.
       WorkerFailed: the worker ended early; its note says what was kept.
     """
-    refuse_without_ray(options)
+    engine_options.refuse_without_ray(options)
     model = open_model(options.model, dtype=options.dtype)
     tokenizer = Tokenizer(options.model, model.config.vocab_size)
     defaults = _defaults(options, model)
@@ -132,10 +120,7 @@ def run(options: argparse.Namespace) -> int:
         from jax_specdec.cli import generate_ray  # whose columns only it needs
 
         lasting = replace(config, on_worker_loss="restart", resume_lost=True)
-        try:
-            return generate_ray.run(options, lasting, prompts, settings, table)
-        except ModuleNotFoundError as error:
-            raise ValueError(str(error)) from error
+        return generate_ray.run(options, lasting, prompts, settings, table)
     opened: contextlib.AbstractContextManager[JsonlOutput | None] = (
         JsonlOutput(options.output) if options.output else contextlib.nullcontext()
     )
@@ -163,7 +148,7 @@ def _generate(
         logged("error" if config.on_worker_loss == "stop" else "warning"),
         Engine(config) as engine,
         standard_output.waiting(
-            standard_output.phases_of(engine), kept_in(config.compilation_cache)
+            standard_output.phases_of(engine), engine_options.kept_in(config.compilation_cache)
         ) as begun,
     ):
         end = partial(engine.abort, reason=FinishReason.STOP_STRING)
@@ -209,9 +194,9 @@ def _engine_config(
             f"{length} tokens in a slot are more than the {limit} positions that the model was "
             "made for: shorten prompts, --max-tokens or --max-length"
         )
-    shared = engine_options(options, model, length)
+    shared = engine_options.engine_fields(options, model, length)
     if options.max_length is None:
-        length = slot_length(length, limit)
+        length = engine_options.slot_length(length, limit)
     return EngineConfig(
         **shared | {"num_slots": min(options.slots, len(prompts))},
         max_length=length,
@@ -221,5 +206,5 @@ def _engine_config(
         prepare_widths=False,  # the first token comes sooner
         # Programs depend on no seed.
         prepare=tuple({replace(one.params, seed=0): None for one in requests})[:MOST_PREPARED],
-        **restarts(options),
+        **engine_options.restarts(options),
     )

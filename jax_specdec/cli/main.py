@@ -56,7 +56,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             f"jax-specdec: out of memory: {error}; use fewer --slots or a smaller --max-tokens"
         )
         return 2
-    except (RingError, OSError, ValueError) as error:
+    except (RingError, OSError, ValueError, ModuleNotFoundError) as error:
         _complain("\n".join([f"jax-specdec: {error}", *getattr(error, "__notes__", ())]))
         return 2
     return status

@@ -3,12 +3,14 @@
 import argparse
 import ipaddress
 import resource
+from dataclasses import fields
 from typing import Any
 
 from jax_specdec.cli.argument_types import integer, seconds
 from jax_specdec.serve.bounds import LOOPBACK, Bounds, host_name
 
 OTHER_FILES = 256  # that a server has open, beside its connections
+_NAMES = {field.name for field in fields(Bounds)}
 
 
 def add_bounds(parser: Any) -> None:
@@ -44,15 +46,8 @@ def bounds(options: argparse.Namespace) -> Bounds:
     Raises:
       ValueError: others can reach the server, and --allowed-host is missing.
     """
-    return Bounds(
-        max_body=options.max_body,
-        max_open=options.max_open,
-        max_connections=options.max_connections,
-        max_prompt_logprobs=options.max_prompt_logprobs,
-        timeout=options.timeout,
-        client_timeout=options.client_timeout,
-        allowed_hosts=_hosts(options.host, options.allowed_host),
-    )
+    given = {name: value for name, value in vars(options).items() if name in _NAMES}
+    return Bounds(allowed_hosts=_hosts(options.host, options.allowed_host), **given)
 
 
 def allow_files(num_connections: int) -> None:

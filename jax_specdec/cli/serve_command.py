@@ -11,20 +11,8 @@ from typing import Any
 
 from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.cli import engine_options
 from jax_specdec.cli.argument_types import integer
-from jax_specdec.cli.engine_options import (
-    LENGTH_STEP,
-    add_dtype,
-    add_engine,
-    add_ray,
-    add_restarts,
-    engine_options,
-    found,
-    kept_in,
-    numbers,
-    refuse_without_ray,
-    restarts,
-)
 from jax_specdec.cli.logs import add_log_level, logged
 from jax_specdec.cli.prompts import sampling_params
 from jax_specdec.cli.serve_bounds import add_bounds, allow_files, bounds
@@ -75,8 +63,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         f"{KEY_VARIABLE}, which other users cannot read; else none is asked for)")  # fmt: skip
     add_bounds(parser)
     running = parser.add_argument_group("running")
-    add_engine(running)
-    add_dtype(running)
+    engine_options.add_engine(running)
+    engine_options.add_dtype(running)
     running.add_argument("--prepare", action="append", type=_asked, metavar="NAME=VALUE,..",
         help="what requests will ask for, such as temperature=1,logprobs=20; may be given several "
         "times: what they need, alone and together, is compiled before /health says ready "
@@ -88,13 +76,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         f"{MAX_LENGTH})")  # fmt: skip
     running.add_argument("--workers", type=integer(1, 64), default=1, metavar="N",
         help="processes with a model each (default: %(default)s)")  # fmt: skip
-    add_restarts(running, default=3)
+    engine_options.add_restarts(running, default=3)
     add_log_level(running)
-    add_ray(running)
+    engine_options.add_ray(running)
     running.add_argument("--max-replicas", type=integer(1, 2**16), metavar="N",
         help="with --ray: Ray Serve adds replicas up to N while more requests run in each than it "
         "has slots (default: none)")  # fmt: skip
-    running.add_argument("--scaling", type=numbers, default={}, metavar="NAME=N,..",
+    running.add_argument("--scaling", type=engine_options.numbers, default={}, metavar="NAME=N,..",
         help="with --max-replicas: further settings of Ray Serve's AutoscalingConfig, such as "
         "upscale_delay_s=10,downscale_delay_s=60 (default: Ray's own, 30 and 600)")  # fmt: skip
 
@@ -117,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     from jax_specdec.cli.serve_watch import watched
 
     limits = bounds(options)
-    refuse_without_ray(options)
+    engine_options.refuse_without_ray(options)
     if options.ray is not None:
         from jax_specdec.cli import serve_ray
 
@@ -139,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
         listener = Listener(service)
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every stream
-        with watched(engine, listener, kept_in=kept_in(config.compilation_cache)):
+        with watched(engine, listener, kept_in=engine_options.kept_in(config.compilation_cache)):
             listener.run(sockets=[socket])
         if (failure := engine.failure) is not None:
             raise failure
@@ -172,7 +160,9 @@ def _fitting_length(config: ModelConfig, options: argparse.Namespace, most: int)
     token = 2 * layers * config.num_kv_heads * config.head_dim * item
     room = max(CACHE_BYTES, config.num_parameters * item // 4)
     room = min(room, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-    length: int = room // (options.slots * token) // LENGTH_STEP * LENGTH_STEP
+    length: int = (
+        room // (options.slots * token) // engine_options.LENGTH_STEP * engine_options.LENGTH_STEP
+    )
     return min(max(length, MAX_LENGTH), most)
 
 
@@ -187,7 +177,7 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
                 "--own-model stands in place of --model and needs --tokenizer DIR, with the "
                 "tokenizer.json by which prompts are read"
             )
-        weights = found(options.weights)
+        weights = engine_options.found(options.weights)
     elif alone := next((n for n in ("tokenizer", "vocab_size", "weights")
                         if getattr(options, n) is not None), ""):  # fmt: skip
         raise ValueError(f"--{alone.replace('_', '-')} is for --own-model")
@@ -215,12 +205,12 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
         vocab_size=model.vocab_size,
         weights=weights,
         own_model=options.own_model,
-        tokenizer=found(options.tokenizer),
+        tokenizer=engine_options.found(options.tokenizer),
         dtype=dtype,
-        **engine_options(options, checkpoint, length),
+        **engine_options.engine_fields(options, checkpoint, length),
         num_ranks=options.workers,
         max_length=length,
         max_waiting=options.max_waiting,
         prepare=tuple(filter(None, options.prepare or [_asked(PREPARED)])),
-        **restarts(options),
+        **engine_options.restarts(options),
     )

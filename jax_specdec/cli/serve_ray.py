@@ -1,7 +1,6 @@
 """`jax-specdec serve --ray`: the server as an application of Ray Serve, until a signal."""
 
 import argparse
-import functools
 import logging
 import os
 import signal
@@ -28,25 +27,22 @@ def run(options: argparse.Namespace, make: MakeModel, bounds: Bounds) -> int:
       bounds: of each replica.
 
     Raises:
-      ValueError: an option cannot be used, or Ray is not installed.
+      ValueError, ModuleNotFoundError: an option cannot be used, or Ray is not installed.
     """
     model, config = make(options)
     key = options.api_key or os.environ.get("JAX_SPECDEC_API_KEY", "")
-    try:
-        joined = placement.start(options.ray)
-        built = serve_app.application(
-            config,
-            functools.partial(_model, make, options),
-            bounds=bounds,
-            api_key=key,
-            replicas=options.replicas,
-            max_replicas=options.max_replicas,
-            scaling=options.scaling,
-            devices=options.replica_devices,
-        )
-        serve_app.start(built, options.host, options.port)
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from error
+    joined = placement.start(options.ray)
+    built = serve_app.application(
+        config,
+        lambda: make(options)[0],
+        bounds=bounds,
+        api_key=key,
+        replicas=options.replicas,
+        max_replicas=options.max_replicas,
+        scaling=options.scaling,
+        devices=options.replica_devices,
+    )
+    serve_app.start(built, options.host, options.port)
     logger.info(
         "serving %s on Ray Serve at http://%s:%d/v1", model.name, options.host, options.port
     )
@@ -67,7 +63,3 @@ def _wait_for_a_signal() -> None:
         signal.signal(number, lambda *_: over.set())
     while not over.wait(LOOK_SECONDS):  # a wait without an end would hold the handlers up
         pass
-
-
-def _model(make: MakeModel, options: argparse.Namespace) -> ServedModel:
-    return make(options)[0]

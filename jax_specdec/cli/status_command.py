@@ -22,13 +22,11 @@ def run(options: argparse.Namespace) -> int:
     """Print it; returns 1 where no cluster answers.
 
     Raises:
-      ValueError: Ray is not installed.
+      ModuleNotFoundError: Ray is not installed.
     """
     try:
         for line in overview.lines(options.address):
             print(line)
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from error
     except (ConnectionError, RuntimeError) as error:
         print(f"jax-specdec: {error}", file=sys.stderr)
         return 1

@@ -146,16 +146,24 @@ class Link:
 
         The command was taken once `heartbeat.taken` has reached the number.
         """
-        return self._server.send(self, payload)
+        with self._server._lock:
+            self.numbered += 1
+            self._kept.append(payload)
+            self._server._push(self)
+            return self.numbered
 
     @property
     def connection(self) -> Connection:
         """What the process needs to get its commands."""
-        return self._server.connection(self)
+        server = self._server
+        key = server._public_key.decode()
+        return Connection(address=server._address, identity=self.identity, server_key=key)
 
     def close(self) -> None:
         """Forget the commands that were not taken; nothing more is sent or heard."""
-        self._server.forget(self)
+        with self._server._lock:
+            self._kept.clear()
+            self._server._links.pop(self.identity.encode(), None)
 
 
 class ControlServer:
@@ -190,18 +198,6 @@ class ControlServer:
             self._links[link.identity.encode()] = link
             return link
 
-    def connection(self, link: Link) -> Connection:
-        return Connection(
-            address=self._address, identity=link.identity, server_key=self._public_key.decode()
-        )
-
-    def send(self, link: Link, payload: bytes) -> int:
-        with self._lock:
-            link.numbered += 1
-            link._kept.append(payload)
-            self._push(link)
-            return link.numbered
-
     def pump(self) -> None:
         """Take the heartbeats that have come, and send what had to wait; never blocks."""
         with self._lock:
@@ -220,24 +216,13 @@ class ControlServer:
                 return False
             return bool(self._socket.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN)
 
-    def try_receive(self) -> None:
-        """Do what `pump` does, for `ipc.wait_readable`."""
-        self.pump()
-
-    @property
-    def is_open(self) -> bool:
-        return self._socket is not None
+    try_receive = pump  # for `ipc.wait_readable`
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when something comes. Ask `ready` before each wait."""
         assert self._socket is not None
         assert self._zmq is not None
         return int(self._socket.getsockopt(self._zmq.FD))
-
-    def forget(self, link: Link) -> None:
-        with self._lock:
-            link._kept.clear()
-            self._links.pop(link.identity.encode(), None)
 
     def close(self) -> None:
         """Close the socket; what was not sent is dropped. Calling it again does nothing."""

@@ -131,26 +131,23 @@ class Scheduler:
         if self._spans is not None:
             self._spans.saw(update, self._clock.now())
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a request, with a record of the reason; see `Engine.abort`."""
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request that is open, with a record of the reason; see `Engine.abort`."""
         for session in self.workers.sessions:
             if request_id in session.request_ids:
                 records = session.abort(request_id, reason)
                 if records:
                     session.leave(request_id)
                     self._pending.append(Update(None, None, records, session.process_rank))
-                return bool(records)
+                return
         if (queued := self._waiting.take(request_id)) is not None:
             self._pending.append(Update(None, None, self._ended(queued, reason)))
-        return queued is not None
 
-    def preempt(self, request_id: str, *, reschedule: bool) -> bool:
+    def preempt(self, request_id: str, *, reschedule: bool) -> None:
         """Take a running request's slot away; see `Engine.preempt`."""
         for session in self.workers.alive():
             if request_id in session.request_ids:
                 session.evict(request_id, reschedule=reschedule)
-                return True
-        return False
 
     def _admit(self) -> None:
         """Give free slots to the requests that wait."""

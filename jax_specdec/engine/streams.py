@@ -22,8 +22,9 @@ from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.errors import EngineClosed, EngineFull, WorkerFailed
 from jax_specdec.engine.queued_request import QueuedRequest
+from jax_specdec.engine.result_queue import ResultQueue
 from jax_specdec.engine.scheduler import Scheduler
-from jax_specdec.engine.stream import ResultQueue, Stream
+from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.wakeup import Wakeup
 from jax_specdec.engine.weights import WeightsError, WeightsUpdate

@@ -31,9 +31,7 @@ class Wakeup:
         """Whether it was set since the last `clear`."""
         return self._set
 
-    def try_receive(self) -> None:
-        """Do what `clear` does."""
-        self.clear()
+    try_receive = clear  # for `ipc.wait_readable`
 
     def fileno(self) -> int:
         return self._fd

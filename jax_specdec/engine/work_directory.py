@@ -51,7 +51,7 @@ class WorkDirectory:
     @property
     def listens(self) -> bool:
         """Whether there is a socket that heartbeats can come to."""
-        return self._server is not None and self._server.is_open
+        return self._server is not None
 
     def output_file(self, process_rank: int) -> Path:
         """A new file for what the next worker of this place prints."""
@@ -72,8 +72,9 @@ class WorkDirectory:
 
     def close(self) -> None:
         """Close the socket and remove the directory, except for what is kept."""
-        if self._server is not None:
-            self._server.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
         folder, self._folder = self._folder, None
         if folder is None:
             return

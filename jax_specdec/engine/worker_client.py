@@ -9,16 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from ipc import EndOfStream, PeerDied, RingError, RingReader, RingTimeout, doctor
-from jax_specdec.control import (
-    GROUP_KILLED,
-    Command,
-    Heartbeat,
-    Link,
-    Shutdown,
-    Start,
-    to_bytes,
-    to_line,
-)
+from jax_specdec import control
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
@@ -113,30 +104,32 @@ class WorkerProcess:
         """
         self._process_rank = process_rank
         self._stops_all = config.on_worker_loss == "stop"
-        self._own = directory is None
         self._directory = directory or WorkDirectory(config.control_address, config.output_folder)
-        self._process: ChildProcess | None = None
-        self._link: Link | None = None
         self._had_to_be_ended = False
         self._deadline = 0.0
         self._stopped: int | None = None
         # Bytes that it had printed when it took requests: words of libraries, which say nothing of
         # a later end. None: it did not take any yet.
         self._started: int | None = None
-        self._ring: RingReader | None = None
         self.share = share or Share()
         environment = os.environ | self.share.environment
-        try:
+        with contextlib.ExitStack() as held:
+            if directory is None:
+                held.callback(self._directory.close)
             self._output = self._directory.output_file(process_rank)
             self._link = self._directory.server.link()
+            held.callback(self._link.close)
             command = [*program, doctor.this_process()]
             self._process = ChildProcess(command, output=self._output, env=environment)
+            held.callback(self._process.close)
+            held.callback(self._kill)
             # As late as possible: the worker attaches at once, and then nothing stays behind.
-            self._ring = RingReader.create(
+            self.ring = RingReader.create(
                 config.ring_slots, config.message_bytes, checksum=config.checksum, doorbell=doorbell
             )
-            self._ring.expect_peer(self._process.pid)
-            start = Start(
+            held.callback(self.ring.close)
+            self.ring.expect_peer(self._process.pid)
+            start = control.Start(
                 config=config.worker,
                 ring=self.ring.name,
                 process_rank=process_rank,
@@ -146,38 +139,29 @@ class WorkerProcess:
                 folder=str(self._directory.folder),
                 local_devices=self.share.local_devices,
             )
-            self._process.write(to_line(start))
-        except BaseException:
-            self.stop(drain=False)
-            raise
-
-    @property
-    def ring(self) -> RingReader:
-        """Where its messages come from."""
-        assert self._ring is not None
-        return self._ring
+            self._process.write(control.to_line(start))
+            self._held = held.pop_all()
 
     @property
     def pid(self) -> int:
-        return self._process.pid if self._process is not None else 0
+        return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
         """None while the process runs; negative for the signal that killed it."""
-        return self._process.exit_status if self._process is not None else None
+        return self._process.exit_status
 
     @property
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self) -> control.Heartbeat:
         """Its last heartbeat that was heard."""
-        heartbeat = self._link.heartbeat if self._link is not None else Heartbeat()
-        if heartbeat.ready and self._started is None and self._process is not None:
+        heartbeat = self._link.heartbeat
+        if heartbeat.ready and self._started is None:
             self._started = self._process.printed
         return heartbeat
 
-    def tell(self, command: Command) -> int:
+    def tell(self, command: control.Command) -> int:
         """Send a command, which never waits; its number, which `heartbeat.taken` will reach."""
-        assert self._link is not None
-        return self._link.tell(to_bytes(command))
+        return self._link.tell(control.to_bytes(command))
 
     def end(self, cause: Exception) -> None:
         """Begin to end a worker that is lost: at once, or where its stream has ended, by itself."""
@@ -196,15 +180,12 @@ class WorkerProcess:
         code = self.exit_status
         self._kill()
         since = self._started or 0
-        last = self._process.last_words(since=since) if self._process is not None else ""
+        last = self._process.last_words(since=since)
         self._directory.keep(self._output)
-        self._let_go()
-        number = _signal(code) if code is not None and not self._had_to_be_ended else 0
-        how = (
-            "had to be ended"
-            if self._had_to_be_ended or code is None
-            else _how_it_ended(code)
-        )  # fmt: skip
+        self._held.close()
+        code = None if self._had_to_be_ended else code
+        number = 0 if code is None else _signal(code)
+        how = "had to be ended" if code is None else _how_it_ended(code)
         # The cause tells how the ring ended; where the process ended, that is said already.
         told = isinstance(cause, EndOfStream | PeerDied) and not self._had_to_be_ended
         ended = (
@@ -237,19 +218,18 @@ class WorkerProcess:
             return self._stopped
         try:
             # One that has not loaded its model yet has computed nothing.
-            if drain and self._process is not None and self.heartbeat.ready:
-                self._drain(self._process)
+            if drain and self.heartbeat.ready:
+                self._drain()
             self._kill()
-            if self._process is not None:
-                self._process.wait(PATIENCE_SECONDS)
+            self._process.wait(PATIENCE_SECONDS)
         finally:
-            self._let_go()
+            self._held.close()
         self._stopped = self.exit_status or 0
         return self._stopped
 
-    def _drain(self, process: ChildProcess) -> None:
+    def _drain(self) -> None:
         """Tell it to stop, take what it still sends, and wait for its end."""
-        self.tell(Shutdown())
+        self.tell(control.Shutdown())
         deadline = time.monotonic() + PATIENCE_SECONDS
         with contextlib.suppress(RingError):  # the end of the stream
             while time.monotonic() < deadline:
@@ -257,7 +237,7 @@ class WorkerProcess:
                 with contextlib.suppress(RingTimeout):
                     self.ring.receive(SLICE_SECONDS)
                     deadline = time.monotonic() + PATIENCE_SECONDS
-        process.wait(PATIENCE_SECONDS)
+        self._process.wait(PATIENCE_SECONDS)
 
     def _keep_reason(self, reason: str) -> None:
         """Add why it was lost to what it has printed, for who reads that later."""
@@ -266,27 +246,20 @@ class WorkerProcess:
             file.write(f"\n{when} {LOST}{' '.join(reason.splitlines())}\n")
 
     def _kill(self) -> None:
-        if self._process is not None and self._process.exit_status is None:
+        if self._process.exit_status is None:
             self._had_to_be_ended = True
             self._process.send_signal(signal.SIGKILL)
-
-    def _let_go(self) -> None:
-        """Give back the ring, the pipe and the link; the process has ended or is about to."""
-        if self._link is not None:
-            self._link.close()
-        if self._process is not None:
-            self._process.close()
-        if self._ring is not None:
-            self._ring.close()
-        if self._own:
-            self._directory.close()
 
 
 def _signal(code: int) -> int:
     """The signal that ended the worker or another process of its group; 0 where no signal did."""
     if code < 0:
         return -code
-    return code - GROUP_KILLED if GROUP_KILLED < code < GROUP_KILLED + signal.NSIG else 0
+    return (
+        code - control.GROUP_KILLED
+        if control.GROUP_KILLED < code < control.GROUP_KILLED + signal.NSIG
+        else 0
+    )
 
 
 def _how_it_ended(code: int) -> str:

@@ -83,8 +83,7 @@ class WorkerSession:
         self._chunk_bytes = config.prefill_chunk * wire.WORD_BYTES
         self._slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, config.max_length)
-        self._losses: list[tuple[int, ...]] = [()] * num_slots
-        self._priorities = [0] * num_slots
+        self._queued: dict[int, QueuedRequest] = {}  # by slot: what was admitted
         self._times = SlotTimes(num_slots)
         self._numbers = [0] * num_slots  # of the admissions, among the commands
         self._heartbeat = Heartbeat()  # the last one that was looked at
@@ -147,8 +146,7 @@ class WorkerSession:
             handed_over=queued.progress,
         )
         self._slots[request.id] = slot
-        self._losses[slot] = queued.losses
-        self._priorities[slot] = queued.priority
+        self._queued[slot] = queued
         self._times.admit(slot, queued.submitted)
         self._log.start(slot, queued.progress.token_ids)
         self._numbers[slot] = self.worker.tell(
@@ -188,7 +186,7 @@ class WorkerSession:
 
     def losses(self, request_id: str) -> tuple[int, ...]:
         """The losses that the request may be to blame for: none, once it gets on."""
-        return () if self.gets_on(request_id) else self._losses[self._slots[request_id]]
+        return () if self.gets_on(request_id) else self._queued[self._slots[request_id]].losses
 
     def look(
         self, now: float, *, heartbeat_timeout: float, max_silence: float | None
@@ -277,25 +275,21 @@ class WorkerSession:
         """Free the request's slot; returns the request with its progress."""
         losses = self.losses(request_id)
         slot = self._slots.pop(request_id)
-        request = self.state.admitted.requests[slot]
-        assert request is not None  # every live request was admitted
+        before = self._queued.pop(slot)
         cumulative = float(self.state.columns.cumulative_logprob[slot])
         prompt_rows = max(
             self.state.columns.num_prompt[slot], self.state.admitted.prompt_before[slot]
         )
-        queued = QueuedRequest(
-            request=request,
-            progress=Progress(
-                token_ids=self._log.tokens(slot),
-                cumulative_logprob=cumulative if request.params.num_columns else None,
-                statistics=self.state.slot_statistics(slot),
-                num_prompt_rows=int(prompt_rows),
-            ),
-            losses=losses,
-            submitted=self._times.leave(slot),
-            had_slot=True,
-            priority=self._priorities[slot],
+        progress = Progress(
+            token_ids=self._log.tokens(slot),
+            cumulative_logprob=cumulative if before.request.params.num_columns else None,
+            statistics=self.state.slot_statistics(slot),
+            num_prompt_rows=int(prompt_rows),
         )
+        queued = replace(
+            before, progress=progress, draft_token_ids=(), losses=losses, had_slot=True,
+            submitted=self._times.leave(slot),
+        )  # fmt: skip
         self.state = output_processor.release(self.state, slot)
         if self.alive:
             self.worker.tell(Release(slot=slot, generation=self._generations[slot]))

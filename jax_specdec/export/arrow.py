@@ -5,6 +5,7 @@ with lists of what its tokens have. NaN is the logprob of an invalid row; what w
 is not known is null.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,21 @@ from numpy.typing import NDArray
 
 from ipc.wire import LogprobsMode
 from jax_specdec.export.column_builder import ColumnBuilder
-from jax_specdec.export.token_columns import KINDS, NOT_ASKED, TOKEN_LISTS, Ragged, TokenColumns
-from jax_specdec.kept_sets import KeptSets
+from jax_specdec.export.token_columns import (
+    FILLS,
+    KINDS,
+    KNOWN_BY,
+    TOKEN_COLUMNS,
+    TOKEN_LISTS,
+    Ragged,
+    TokenColumns,
+)
+from jax_specdec.kept_sets import KeptSets, offsets_of
 from jax_specdec.records.batch import FinishReason
 
 TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"
 SEQUENCES = "sequences.parquet"
+_NUMBERS = [name for name in TOKEN_COLUMNS if name not in ("request", "kind")]
 
 
 def tokens_table(columns: TokenColumns) -> Any:
@@ -30,34 +40,24 @@ def tokens_table(columns: TokenColumns) -> Any:
     were not asked for, and the list `kept_ids`.
     """
     pa = pyarrow()
-    without_set = columns.kept.counts == 0
-    asked, drafted = columns.token_rank != NOT_ASKED, columns.draft_token_rank != NOT_ASKED
-    return pa.table(
-        {
-            "request_id": pa.DictionaryArray.from_arrays(
-                columns.request, pa.array(columns.request_id.tolist(), pa.string())
-            ),
-            "position": columns.position,
-            "step": columns.step,
-            "weights_version": columns.weights_version,
-            "token_id": columns.token_id,
-            "logprob": pa.array(columns.logprob, mask=~asked),
-            "token_rank": pa.array(columns.token_rank, mask=~asked),
-            "kind": pa.DictionaryArray.from_arrays(columns.kind, pa.array(KINDS, pa.string())),
-            "draft_token_id": pa.array(columns.draft_token_id, mask=columns.draft_token_id < 0),
-            "draft_logprob": pa.array(columns.draft_logprob, mask=~drafted),
-            "draft_token_rank": pa.array(columns.draft_token_rank, mask=~drafted),
-            **{
-                f"{name}_{what}": _lists(pa, ragged, getattr(ragged, what))
-                for name in TOKEN_LISTS
-                for ragged in [getattr(columns, name)]
-                for what in ("ids", "logprobs")
-            },
-            "kept_count": pa.array(columns.kept.counts, mask=without_set),
-            "log_kept": pa.array(columns.kept.log_kept, mask=without_set),
-            "kept_ids": _lists(pa, columns.kept, columns.kept.token_ids),
-        }
-    )
+
+    def words(places: Any, each: Sequence[str]) -> Any:
+        return pa.DictionaryArray.from_arrays(places, pa.array(each, pa.string()))
+
+    found = {"request_id": words(columns.request, columns.request_id.tolist())}
+    for name in [*TOKEN_COLUMNS][1:]:
+        values, told = getattr(columns, name), KNOWN_BY.get(name)
+        unknown = None if told is None else getattr(columns, told) == -1
+        found[name] = words(values, KINDS) if name == "kind" else pa.array(values, mask=unknown)
+    for name in TOKEN_LISTS:
+        ragged = getattr(columns, name)
+        for what in ("ids", "logprobs"):
+            found[f"{name}_{what}"] = _lists(pa, ragged, getattr(ragged, what))
+    kept = columns.kept
+    for name, values in (("kept_count", kept.counts), ("log_kept", kept.log_kept)):
+        found[name] = pa.array(values, mask=kept.counts == 0)
+    found["kept_ids"] = _lists(pa, kept, kept.token_ids)
+    return pa.table(found)
 
 
 def requests_table(columns: TokenColumns) -> Any:
@@ -90,12 +90,9 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
     index = {request_id: n for n, request_id in enumerate(ids)}
     reasons = requests["finish_reason"].to_pylist()
     modes = requests["mode"].to_pylist()
-    plain: dict[str, Any] = {
-        name: tokens[name].to_numpy()
-        for name in ("position", "step", "weights_version", "token_id")
-    }
+    found: dict[str, Any] = {name: _filled(tokens[name], FILLS.get(name)) for name in _NUMBERS}
     for name in TOKEN_LISTS:
-        plain[name] = _ragged(tokens[f"{name}_ids"], tokens[f"{name}_logprobs"])
+        found[name] = _ragged(tokens[f"{name}_ids"], tokens[f"{name}_logprobs"])
     return TokenColumns(
         request_id=np.array(ids, np.str_),
         prompt=_ragged(requests["prompt_token_ids"]),
@@ -105,16 +102,11 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
             [FinishReason[word.upper()] if word else 0 for word in reasons], np.int8
         ),
         request=np.array([index[i] for i in tokens["request_id"].to_pylist()], np.int32),
-        logprob=_filled(tokens["logprob"], np.float32(np.nan)),
-        token_rank=_filled(tokens["token_rank"], np.int32(NOT_ASKED)),
         kind=np.array([KINDS.index(word) for word in tokens["kind"].to_pylist()], np.int8),
-        draft_token_id=_filled(tokens["draft_token_id"], np.int32(-1)),
-        draft_logprob=_filled(tokens["draft_logprob"], np.float32(np.nan)),
-        draft_token_rank=_filled(tokens["draft_token_rank"], np.int32(NOT_ASKED)),
-        **plain,
+        **found,
         kept=KeptSets.of(
-            _filled(tokens["kept_count"], np.int32(0)),
-            _filled(tokens["log_kept"], np.float32(0)),
+            _filled(tokens["kept_count"], 0),
+            _filled(tokens["log_kept"], 0),
             _ragged(tokens["kept_ids"]).ids,
         ),
     )
@@ -131,7 +123,7 @@ def sequences_table(columns: TokenColumns) -> Any:
     tokens = tokens_table(columns)
     rows = np.argsort(columns.request, kind="stable")
     counts = np.bincount(columns.request, minlength=len(columns.request_id))
-    offsets = Ragged.of(counts, columns.request).offsets.astype(np.int32)
+    offsets = offsets_of(counts).astype(np.int32)
     lists = {
         name: pa.ListArray.from_arrays(offsets, _plain(pa, tokens[name].take(rows)))
         for name in tokens.column_names
@@ -240,5 +232,7 @@ def _ragged(ids: Any, logprobs: Any = None) -> Ragged:
     )
 
 
-def _filled(column: Any, fill: np.generic) -> NDArray[Any]:
-    return column.fill_null(fill.item()).to_numpy()  # type: ignore[no-any-return]
+def _filled(column: Any, fill: float | None) -> NDArray[Any]:
+    """A column with `fill` in place of nulls; with None, it has none."""
+    whole: NDArray[Any] = (column if fill is None else column.fill_null(fill)).to_numpy()
+    return whole

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jax_specdec.export.runs import within
 from jax_specdec.export.token_columns import FILLS, TOKEN_COLUMNS, TOKEN_LISTS, Ragged, TokenColumns
 from jax_specdec.export.token_parts import token_parts
-from jax_specdec.kept_sets import KeptSets
+from jax_specdec.kept_sets import KeptSets, within
 from jax_specdec.records.record import Record, Records
 from jax_specdec.requests import Request
 

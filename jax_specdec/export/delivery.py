@@ -87,12 +87,13 @@ class Delivery:
             text, places = self._stream.push_with_offsets([token_id])
             offsets += places
             self._num_tokens += 1
-            self._stops.push(text, may_end=self._may_end)
+            self._stops.push(text, may_end=self._num_tokens > self._min_tokens)
             if self._stops.end is not None:
                 break
         else:
             if over:
-                self._stops.push(self._stream.finish(), may_end=self._may_end)
+                may_end = self._num_tokens > self._min_tokens
+                self._stops.push(self._stream.finish(), may_end=may_end)
         end = self._stream.length
         self._held.append(_Held(record, offsets, begin, end, end + self._stream.inside_character))
         if self._stops.end is not None:
@@ -102,10 +103,6 @@ class Delivery:
         while self._held and (over or self._held[0].needs <= certain):
             parts.append(self._part(self._held.pop(0)))
         return parts
-
-    @property
-    def _may_end(self) -> bool:
-        return self._num_tokens > self._min_tokens
 
     def _cut(self, end: int) -> list[Part]:
         """What is left of the records that were held, the last one with the reason of the end.

@@ -113,6 +113,12 @@ def _escaped(text: str) -> str:
 
 
 _TYPES = {"uint8": "u1", "int32": "i4", "uint32": "u4", "float32": "f4"}
+# A response's data, by the names of the page's script and of `Shown`; and the columns of steps.
+_OF_RESPONSE = {
+    "id": "id", "model": "model", "prompt": "prompt", "finish": "finish_reason",
+    "temperature": "temperature", "mode": "mode", "promptRows": "num_prompt",
+}  # fmt: skip
+_OF_STEP = ("step", "step_tokens", "step_drafts", "step_accepted")
 _LEVEL = 1  # of compression: another one takes several times as long for a tenth of the bytes
 
 
@@ -132,16 +138,7 @@ def packed(
     head = {
         "strings": strings,
         "requests": [
-            {
-                "id": one.id,
-                "model": one.model,
-                "prompt": one.prompt,
-                "finish": one.finish_reason,
-                "temperature": one.temperature,
-                "mode": one.mode,
-                "promptRows": one.num_prompt,
-            }
-            for one in shown
+            {name: getattr(one, field) for name, field in _OF_RESPONSE.items()} for one in shown
         ],
         "files": [
             {"name": name, "count": len(responses)}
@@ -165,18 +162,14 @@ def _block(head: Mapping[str, Any], columns: Mapping[str, NDArray[np.generic]]) 
 
 
 def _drawn(shown: Sequence[Shown]) -> dict[str, NDArray[np.generic]]:
+    names = "token", "logprob", "rank", "kind"
     steps = np.concatenate([one.steps for one in shown])
+    columns = map(np.ascontiguousarray, steps.T)
     return {
         "row_start": _starts([len(one.tokens) for one in shown]),
-        "token": np.concatenate([one.tokens for one in shown]),
-        "logprob": np.concatenate([one.logprobs for one in shown]),
-        "rank": np.concatenate([one.ranks for one in shown]),
-        "kind": np.concatenate([one.kinds for one in shown]),
+        **{name: np.concatenate([getattr(one, f"{name}s") for one in shown]) for name in names},
         "step_start": _starts([len(one.steps) for one in shown]),
-        "step": np.ascontiguousarray(steps[:, 0]),
-        "step_tokens": np.ascontiguousarray(steps[:, 1]),
-        "step_drafts": np.ascontiguousarray(steps[:, 2]),
-        "step_accepted": np.ascontiguousarray(steps[:, 3]),
+        **dict(zip(_OF_STEP, columns, strict=True)),
     }
 
 

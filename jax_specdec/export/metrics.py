@@ -107,29 +107,21 @@ def timings_text(timings: Timings) -> str:
     return _text(client, metrics)
 
 
-def queue_text(num_waiting: int) -> str:
-    """A page of the requests that wait for a slot (`Engine.num_waiting`).
-
-    Raises:
-      ModuleNotFoundError: as `prometheus_text`.
-    """
-    samples: list[tuple[dict[str, str], float | None]] = [({}, num_waiting)]
-    return _page([Family("gauge", "waiting_requests", "Requests that wait for a slot.", samples)])
-
-
 def http_text(
     answers: Mapping[tuple[str, int], int],
+    ended: Mapping[str, int],
     num_open: int,
     num_connections: int,
-    ended: Mapping[str, int],
+    num_waiting: int,
 ) -> str:
     """A page of a server's requests and connections.
 
     Args:
       answers: how many there were, by path and status.
+      ended: connections that the server ended, by its reason.
       num_open: requests that are answered now.
       num_connections: connections that are open.
-      ended: connections that the server ended, by its reason.
+      num_waiting: requests that wait for a slot (`Engine.num_waiting`).
 
     Raises:
       ModuleNotFoundError: as `prometheus_text`.
@@ -137,17 +129,17 @@ def http_text(
     answered = [({"path": path, "status": str(status)}, count)
                 for (path, status), count in sorted(answers.items())]  # fmt: skip
     closed = [({"reason": reason}, count) for reason, count in sorted(ended.items())]
-    what = "Connections that the server ended, by its reason."
-    return _page(
-        [
-            Family("counter", "http_requests", "Requests by path and status.", answered),
-            Family("gauge", "http_open_requests", "Requests that are answered now.",
-                   [({}, num_open)]),
-            Family("gauge", "http_connections", "Connections that are open.",
-                   [({}, num_connections)]),
-            Family("counter", "http_ended_connections", what, closed),
-        ]
-    )  # fmt: skip
+    families = [
+        Family("counter", "http_requests", "Requests by path and status.", answered),
+        Family("counter", "http_ended_connections", "Connections that the server ended.", closed),
+    ]
+    for name, meaning, count in (
+        ("waiting_requests", "Requests that wait for a slot.", num_waiting),
+        ("http_open_requests", "Requests that are answered now.", num_open),
+        ("http_connections", "Connections that are open.", num_connections),
+    ):
+        families.append(Family("gauge", name, meaning, [({}, count)]))
+    return _page(families)
 
 
 def _page(families: Iterable[Family]) -> str:

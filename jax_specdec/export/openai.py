@@ -130,14 +130,9 @@ def finish_reason(reason: FinishReason | None) -> str | None:
     return reason.name.lower()
 
 
-def usage(request: Request, num_tokens: int) -> dict[str, int]:
+def usage(read: int, written: int) -> dict[str, int]:
     """The numbers of tokens read and written, as the API names them."""
-    prompt = len(request.prompt_token_ids)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": num_tokens,
-        "total_tokens": prompt + num_tokens,
-    }
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def completion(
@@ -165,7 +160,7 @@ def completion(
     """
     text = _text(records, table) if text is None else text
     choice = {"index": index, "text": text, "logprobs": completion_logprobs(records, table)}
-    header = _header(request, "text_completion", model, created)
+    header = header_of(request.id, "text_completion", model, created)
     return _whole(header, choice, request, records, table, prompt)
 
 
@@ -184,7 +179,7 @@ def chat_completion(
     text = _text(records, table) if text is None else text
     message = {"role": "assistant", "content": text, "refusal": None}
     choice = {"index": index, "message": message, "logprobs": chat_logprobs(records, table)}
-    header = _header(request, "chat.completion", model, created)
+    header = header_of(request.id, "chat.completion", model, created)
     return _whole(header, choice, request, records, table, prompt)
 
 
@@ -201,7 +196,7 @@ class CompletionStream:
     ) -> None:
         """Begin a stream; the arguments are those of `completion`."""
         self._request, self._table, self._index = request, table, index
-        self._header = _header(request, self._OBJECT, model, created)
+        self._header = header_of(request.id, self._OBJECT, model, created)
         self._stream = TextStream(table)
         self._num_tokens = 0
 
@@ -218,7 +213,8 @@ class CompletionStream:
 
     def usage(self) -> dict[str, Any]:
         """The chunk after the last record's, for a client that asks for `include_usage`."""
-        return {**self._header, "choices": [], "usage": usage(self._request, self._num_tokens)}
+        numbers = usage(len(self._request.packed_prompt) // 4, self._num_tokens)
+        return {**self._header, "choices": [], "usage": numbers}
 
     def _delta(self, record: Record) -> dict[str, Any]:
         ids = record.token_ids.tolist()
@@ -251,8 +247,9 @@ def server_sent_event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n"
 
 
-def _header(request: Request, kind: str, model: str, created: int) -> dict[str, Any]:
-    return {"id": request.id, "object": kind, "created": created, "model": model}
+def header_of(id: str, kind: str, model: str, created: int) -> dict[str, Any]:
+    """What every response and every chunk begins with."""
+    return {"id": id, "object": kind, "created": created, "model": model}
 
 
 def _text(records: Sequence[Record], table: TokenTable) -> str:
@@ -272,10 +269,11 @@ def _whole(
     if prompt is not None:
         extension["prompt_logprobs"] = prompt_logprobs(prompt, table)
     reason = finish_reason(records[-1].finish_reason) if records else None
+    written = sum(record.num_tokens for record in records)
     return {
         **header,
         "choices": [{**choice, "finish_reason": reason}],
-        "usage": usage(request, sum(record.num_tokens for record in records)),
+        "usage": usage(len(request.packed_prompt) // 4, written),
         "speculation": extension,
     }
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.export.arrow import pyarrow
-from jax_specdec.export.runs import offsets
+from jax_specdec.kept_sets import offsets_of
 from jax_specdec.records.batch import PromptRows, RecordBatch
 from jax_specdec.requests import Request
 
@@ -48,7 +48,7 @@ class PromptColumns:
         for row, _, found in reversed(parts):
             starts[row] = found.start  # at last of the first part
             counts[row] += len(found.token_ids)
-        outer = pa.array(offsets(counts))
+        outer = pa.array(offsets_of(counts), pa.int32())
         rows = [found for _, _, found in parts]
         values = {
             VERSION: pa.array(_joined([versions for _, versions, _ in parts], np.uint32)),
@@ -114,7 +114,7 @@ def _inner(tables: Sequence[NDArray[Any]], dtype: type) -> Any:
     pa = pyarrow()
     widths = _joined([np.full(len(table), table.shape[1]) for table in tables], np.int64)
     values = _joined([table.reshape(-1) for table in tables], dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets(widths)), pa.array(values))
+    return pa.ListArray.from_arrays(pa.array(offsets_of(widths), pa.int32()), pa.array(values))
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:

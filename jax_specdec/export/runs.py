@@ -6,16 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-
-def within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, .. of each of the lists that are `counts` [N] long, one after the other."""
-    ends = counts.cumsum()
-    return np.arange(int(ends[-1]) if ends.size else 0) - (ends - counts).repeat(counts)
-
-
-def cells(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The places of lists of `sizes` [N] from `starts` [N] on, one after the other."""
-    return within(sizes) + starts.repeat(sizes)
+from jax_specdec.kept_sets import cells
 
 
 def sorted_lists(
@@ -30,10 +21,3 @@ def sorted_lists(
     ends = sizes.cumsum()
     places = cells((ends - sizes)[order], sizes[order])
     return lambda values: values[places], sizes[order]
-
-
-def offsets(counts: NDArray[Any]) -> NDArray[np.int32]:
-    """[N + 1] where lists of `counts` [N] begin, and where the last one ends."""
-    found = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=found[1:])
-    return found

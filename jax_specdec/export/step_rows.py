@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from jax_specdec.export.arrow import pyarrow
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.prompt_columns import PromptColumns
-from jax_specdec.export.runs import offsets, sorted_lists
+from jax_specdec.export.runs import sorted_lists
 from jax_specdec.export.token_columns import TOKEN_COLUMNS, TOKEN_LISTS, TokenColumns
 from jax_specdec.export.token_parts import token_parts
-from jax_specdec.kept_sets import KeptSets
+from jax_specdec.kept_sets import KeptSets, offsets_of
 from jax_specdec.records.batch import RecordBatch
 from jax_specdec.requests import Request
 
@@ -67,7 +67,7 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
         "finish_reason": pa.array(reasons),
         "cumulative_logprob": pa.array(sums),
     }
-    outer = pa.array(offsets(counts))
+    outer = pa.array(offsets_of(counts), pa.int32())
 
     def whole(name: str, values: Any) -> None:
         columns[name] = pa.ListArray.from_arrays(outer, values)
@@ -80,7 +80,7 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
         if sizes is None or not sizes.any():
             continue
         takes, sizes = sorted_lists(sizes, order)
-        inner = pa.array(offsets(sizes))
+        inner = pa.array(offsets_of(sizes), pa.int32())
         for what in ("ids", "logprobs"):
             values = takes(tokens[f"{name}.{what}"])
             whole(f"{name}_{what}", pa.ListArray.from_arrays(inner, pa.array(values)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jax_specdec.kept_sets import KeptSets
+from jax_specdec.kept_sets import KeptSets, offsets_of
 
 KINDS = ("plain", "accepted", "recovered", "bonus")  # the words of `TokenColumns.kind`
 NOT_ASKED = -1  # in `TokenColumns.token_rank`
@@ -37,7 +37,7 @@ class Ragged:
         logprobs: NDArray[np.float32] | None = None,
     ) -> "Ragged":
         """Lists of `counts` [N] values each, one after the other."""
-        return cls(np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]), ids, logprobs)
+        return cls(offsets_of(counts), ids, logprobs)
 
     def take(self, rows: NDArray[np.intp]) -> "Ragged":
         """The lists of `rows`, which must ascend."""
@@ -162,4 +162,8 @@ TOKEN_LISTS = ("topk", "chosen", "draft_chosen")
 FILLS = {
     "logprob": np.nan, "token_rank": NOT_ASKED, "draft_token_id": -1, "draft_logprob": np.nan,
     "draft_token_rank": NOT_ASKED,
+}  # fmt: skip
+# By a -1 in which column one knows where each has such a value.
+KNOWN_BY = {name: name for name in FILLS} | {
+    "logprob": "token_rank", "draft_logprob": "draft_token_rank",
 }  # fmt: skip

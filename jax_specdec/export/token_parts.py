@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jax_specdec.export.runs import cells, within
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED
-from jax_specdec.kept_sets import KeptSets
+from jax_specdec.kept_sets import KeptSets, cells, within
 from jax_specdec.records.batch import RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.record import Record

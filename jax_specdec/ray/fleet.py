@@ -20,7 +20,8 @@ import numpy as np
 
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.errors import EngineClosed, WorkerFailed
-from jax_specdec.engine.stream import ResultQueue, Stream
+from jax_specdec.engine.result_queue import ResultQueue
+from jax_specdec.engine.stream import Stream
 from jax_specdec.ray import placement
 from jax_specdec.ray.batch import ColumnBatch, Part
 from jax_specdec.ray.config import RayConfig

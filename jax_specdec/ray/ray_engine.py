@@ -15,7 +15,8 @@ import numpy as np
 from jax_specdec.engine.config import EngineConfig, check
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineFull, WeightsError
-from jax_specdec.engine.stream import ResultQueue, Stream
+from jax_specdec.engine.result_queue import ResultQueue
+from jax_specdec.engine.stream import Stream
 from jax_specdec.ray.batch import ColumnBatch, Part
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import full_store, ray

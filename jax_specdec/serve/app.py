@@ -27,7 +27,7 @@ from jax_specdec.export import metrics
 from jax_specdec.serve import parse_request
 from jax_specdec.serve.bodies import Bodies
 from jax_specdec.serve.bounds import BODIES, Bounds
-from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.errors import ApiError, unfit
 from jax_specdec.serve.fields import MAX_CHOICES
 from jax_specdec.serve.gate import Gate, Traffic
 from jax_specdec.serve.json_steps import PART, SMALL, Writer, parsed
@@ -140,7 +140,7 @@ class Service:
                     wanted = await self._read(body, read)
                 run = Run(self._engine, self._model, wanted, timeout=self.bounds.timeout)
                 open_.enter_context(run)
-                if wanted.stream:
+                if wanted.body["stream"]:
                     events = run.events(self._writer)
                     return _Parts(events, open_.pop_all(), "text/event-stream")
                 text = await _unless_gone(request, run.answer())
@@ -194,7 +194,7 @@ class Service:
         try:
             self._engine.check(request)
         except RequestError as error:
-            raise ApiError(400, str(error), param=param, code="unsupported_value") from error
+            raise unfit(param, str(error), code="unsupported_value") from error
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model.listed]})
@@ -221,10 +221,9 @@ class Service:
     async def _metrics(self, _: Request) -> Response:
         engine = self._engine
         page = metrics.status_text(engine.status, engine.timings, engine.ended_without_slot)
-        page += metrics.queue_text(engine.num_waiting)
-        traffic = self.traffic
+        traffic, waiting = self.traffic, engine.num_waiting
         page += metrics.http_text(
-            traffic.answers, self.num_open, traffic.connections, traffic.ended
+            traffic.answers, traffic.ended, self.num_open, traffic.connections, waiting
         )
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 

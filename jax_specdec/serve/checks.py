@@ -11,25 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jax_specdec.serve.errors import MAX_SHOWN, ApiError, shown
+from jax_specdec.serve.errors import MAX_SHOWN, ApiError, shown, unfit
 from jax_specdec.serve.fields import NEUTRAL, Schema
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "string": (str,),
-    "array": (list,),
-    "object": (dict,),
-}
-_WORDS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "boolean": "true or false",
-    "string": "a string",
-    "array": "a list",
-    "object": "an object",
-}
 
 
 def check_body(body: Any, fields: Mapping[str, Schema], required: str) -> dict[str, Any]:
@@ -45,10 +28,9 @@ def check_body(body: Any, fields: Mapping[str, Schema], required: str) -> dict[s
         if name in NEUTRAL:
             if not any(_same(value, one) for one in NEUTRAL[name]):
                 takes = " or ".join(map(json.dumps, NEUTRAL[name]))
-                raise ApiError(
-                    400,
+                raise unfit(
+                    name,
                     f"{name} = {shown(value)} is not served yet: leave it out (or give {takes})",
-                    param=name,
                     code="unsupported_value",
                 )
         elif name not in fields:
@@ -56,7 +38,7 @@ def check_body(body: Any, fields: Mapping[str, Schema], required: str) -> dict[s
         else:
             check(name, value, fields[name])
     if required not in given:
-        raise ApiError(400, f"{required} is missing", param=required)
+        raise unfit(required, f"{required} is missing")
     defaults = {name: one["default"] for name, one in fields.items() if "default" in one}
     return defaults | {name: value for name, value in given.items() if name not in NEUTRAL}
 
@@ -68,7 +50,7 @@ def check(name: str, value: Any, schema: Schema) -> None:
       ApiError: as `check_body`.
     """
     if (wrong := _wrong(value, schema)) is not None:
-        raise ApiError(400, f"{name} = {shown(value)}: {wrong}", param=name)
+        raise unfit(name, f"{name} = {shown(value)}: {wrong}")
 
 
 def _unknown(name: str, fields: Iterable[str]) -> ApiError:
@@ -76,7 +58,7 @@ def _unknown(name: str, fields: Iterable[str]) -> ApiError:
     name = name[:MAX_SHOWN]  # to compare a long one takes long
     near = difflib.get_close_matches(name, known, 1)
     way = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-    return ApiError(400, f"{name!r} is not served; {way}", param=name, code="unknown_parameter")
+    return unfit(name, f"{name!r} is not served; {way}", code="unknown_parameter")
 
 
 def _wrong(value: Any, schema: Schema) -> str | None:
@@ -89,9 +71,10 @@ def _wrong(value: Any, schema: Schema) -> str | None:
             return None
         return f"must be one of {', '.join(map(str, choices))}"
     kind = schema["type"]
-    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
-        return f"must be {_WORDS[kind]}"
-    return _BY_TYPE[kind](value, schema) if kind in _BY_TYPE else None
+    is_one, word, more = _TYPES[kind]
+    if not isinstance(value, is_one) or (isinstance(value, bool) and kind != "boolean"):
+        return word
+    return more(value, schema)
 
 
 def _none_of(value: Any, schemas: list[Schema]) -> str | None:
@@ -99,10 +82,9 @@ def _none_of(value: Any, schemas: list[Schema]) -> str | None:
     found = [_wrong(value, each) for each in schemas]
     if None in found:
         return None
-    for wrong in reversed(found):
-        if wrong is not None and wrong not in {f"must be {word}" for word in _WORDS.values()}:
-            return wrong
-    return " or ".join(dict.fromkeys(wrong for wrong in found if wrong))
+    by_type = {word for _, word, _ in _TYPES.values()}
+    told = [wrong for wrong in found if wrong and wrong not in by_type]
+    return told[-1] if told else " or ".join(dict.fromkeys(filter(None, found)))
 
 
 def _wrong_number(value: float, schema: Schema) -> str | None:
@@ -175,12 +157,14 @@ def _wrong_mapping(value: dict[str, Any], schema: Schema) -> str | None:
     return None
 
 
-_BY_TYPE: dict[str, Callable[[Any, Schema], str | None]] = {
-    "integer": _wrong_number,
-    "number": _wrong_number,
-    "string": _wrong_string,
-    "array": _wrong_array,
-    "object": _wrong_object,
+# What a value of each type is in Python, and in an error; what else its schema may forbid.
+_TYPES: dict[str, tuple[type | tuple[type, ...], str, Callable[[Any, Schema], str | None]]] = {
+    "integer": (int, "must be a whole number", _wrong_number),
+    "number": ((int, float), "must be a number", _wrong_number),
+    "boolean": (bool, "must be true or false", lambda value, schema: None),
+    "string": (str, "must be a string", _wrong_string),
+    "array": (list, "must be a list", _wrong_array),
+    "object": (dict, "must be an object", _wrong_object),
 }
 
 

@@ -1,10 +1,7 @@
 """One choice of an answer, as JSON: whole, or in the chunks of a stream."""
 
-import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from jax_specdec.export import openai
 from jax_specdec.export.delivery import Part
@@ -12,6 +9,7 @@ from jax_specdec.export.openai_extension import request_extension, speculation
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
+from jax_specdec.serve.base64_columns import base64_columns
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.parse_request import ParsedRequest
 from jax_specdec.serve.tools import CallReader
@@ -37,57 +35,6 @@ def vllm_prompt_logprobs(rows: PromptRows, table: TokenTable) -> Iterator[dict[s
 
 def _entry(logprob: float | None, rank: int, token_id: int, table: TokenTable) -> dict[str, Any]:
     return {"logprob": logprob, "rank": rank, "decoded_token": table.text[token_id]}
-
-
-def base64_columns(
-    records: Iterable[Record], k: int | None, chosen: int, *, kept: bool
-) -> dict[str, Any]:
-    """The tokens of records as arrays: little-endian, in base64, each with its type and shape.
-
-    `token_ids` [n] int32; `weights_versions` [n] uint32; where K logprobs were asked for,
-    `logprobs` [n, K+1] float32 (the token's own first; -inf and NaN as they are), `token_ranks` [n]
-    int32, `topk_ids` [n, K] int32; with C chosen ids `chosen_logprobs` [n, C] float32; with kept
-    sets those of `KeptSets`: `kept_counts` [n] int32, `log_kept` [n] float32 and `kept_ids` [m]
-    int32, one set after the other.
-
-    Args:
-      k: K of the request; None where it asked for none.
-      chosen: C.
-      kept: whether it asked for kept sets.
-    """
-    some = [record for record in records if record.num_tokens]
-    versions = [np.full(one.num_tokens, one.weights_version, np.uint32) for one in some]
-    found = {
-        "token_ids": _column([one.token_ids for one in some], (), np.int32),
-        "weights_versions": _column(versions, (), np.uint32),
-    }
-    if k is not None:
-        found |= {
-            "logprobs": _column([one.logprobs for one in some], (k + 1,), np.float32),
-            "token_ranks": _column([one.token_ranks for one in some], (), np.int32),
-            "topk_ids": _column([one.topk_ids for one in some], (k,), np.int32),
-        }
-        if chosen:
-            parts = [one.chosen_logprobs for one in some]
-            found["chosen_logprobs"] = _column(parts, (chosen,), np.float32)
-    if kept:
-        sets = [one.kept for one in some if one.kept is not None]
-        found |= {
-            "kept_counts": _column([one.counts for one in sets], (), np.int32),
-            "log_kept": _column([one.log_kept for one in sets], (), np.float32),
-            "kept_ids": _column([one.token_ids for one in sets], (), np.int32),
-        }
-    return found
-
-
-def _column(parts: Sequence[Any], shape: tuple[int, ...], dtype: type) -> dict[str, Any]:
-    array = np.concatenate([np.empty((0, *shape), dtype), *parts])
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return {
-        "dtype": np.dtype(dtype).name,
-        "shape": list(array.shape),
-        "data": base64.b64encode(little.tobytes()).decode("ascii"),
-    }
 
 
 class Choice:
@@ -148,7 +95,7 @@ class Choice:
         if finish == "stop" and self._calls is not None and self._calls.complete:
             finish = "tool_calls"
         found |= {"finish_reason": finish, "stop_reason": stop_reason}
-        if self._asked.columns:
+        if self._asked.body["logprobs_columns"]:
             params = self._request.params
             columns = base64_columns(
                 records, params.logprobs, len(params.extra_token_ids), kept=params.kept_token_ids
@@ -160,26 +107,26 @@ class Choice:
         self, text: str, records: Sequence[Record], first: bool, finish: str | None
     ) -> dict[str, Any]:
         logprobs = None
-        if self._asked.logprobs is not None and not self._asked.columns:
+        if self._asked.logprobs is not None and not self._asked.body["logprobs_columns"]:
             logprobs = openai.chat_logprobs(records, self._model.table)
-        key = "delta" if self._asked.stream else "message"
+        key = "delta" if self._asked.body["stream"] else "message"
         said: dict[str, Any] = {"content": text}
         if self._calls is not None:
             content, call = self._calls.push(text, over=finish is not None)
             said = {"content": content or None if call else content}
             if call is not None:
                 said["tool_calls"] = [call]
-                if not self._asked.stream:
+                if not self._asked.body["stream"]:
                     del call["index"]
         if first:
             said = {"role": "assistant"} | said
-        if not self._asked.stream:
+        if not self._asked.body["stream"]:
             said["refusal"] = None
         return {key: said, "logprobs": logprobs or _empty(self._asked, _CHAT)}
 
     def _plain(self, text: str, records: Sequence[Record], first: bool) -> dict[str, Any]:
         asked, table = self._asked, self._model.table
-        wanted = asked.logprobs is not None and not asked.columns
+        wanted = asked.logprobs is not None and not asked.body["logprobs_columns"]
         logprobs = None
         if asked.echo and first:
             ids = self._request.prompt_token_ids
@@ -208,13 +155,13 @@ class Choice:
             found["prompt_logprobs"] = vllm_prompt_logprobs(
                 openai.joined_prompt(self._prompt, k), table
             )
-        if asked.token_ids:
+        if asked.body["return_token_ids"]:
             if first:
                 found["prompt_token_ids"] = list(request.prompt_token_ids)
             found["token_ids"] = [one for record in records for one in record.token_ids.tolist()]
         if asked.speculation:
             found["speculation"] = speculation(records, table)
-            if not asked.stream:
+            if not asked.body["stream"]:
                 found["speculation"] |= request_extension(request, records, table)
         return found
 
@@ -241,4 +188,4 @@ _CHAT: dict[str, Any] = {"content": [], "refusal": None}
 
 def _empty(asked: ParsedRequest, format: dict[str, Any]) -> dict[str, Any] | None:
     """The logprobs of no token: None where none were asked for."""
-    return format if asked.logprobs is not None and not asked.columns else None
+    return format if asked.logprobs is not None and not asked.body["logprobs_columns"] else None

@@ -31,11 +31,16 @@ class ApiError(Exception):
         return {
             "error": {
                 "message": self.message,
-                "type": _TYPES.get(self.status, "server_error"),
+                "type": _TYPES.get(self.status, _FAULTS[self.status // 100]),
                 "param": self.param,
                 "code": self.code,
             }
         }
+
+
+def unfit(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """The error of a request whose field `param` has a value that is not served."""
+    return ApiError(400, message, param=param, code=code)
 
 
 MAX_SHOWN = 80  # characters of a value
@@ -60,16 +65,5 @@ def _encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    414: "invalid_request_error",
-    415: "invalid_request_error",
-    421: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-}
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_FAULTS = {4: "invalid_request_error", 5: "server_error"}  # of all other statuses, by hundreds

@@ -9,16 +9,7 @@ https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 from typing import Any
 
 from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
-from jax_specdec.requests import (
-    MAX_BIAS_SIZE,
-    MAX_BIASED_IDS,
-    MAX_HELD_IDS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_TEMPERATURE,
-    MAX_TOKEN_ID,
-    MIN_REPETITION_PENALTY,
-)
+from jax_specdec import requests
 
 Schema = dict[str, Any]
 
@@ -28,7 +19,7 @@ MAX_WORDS = 1024  # of a choice
 MAX_TOOLS = 128
 MAX_CHOICES = 128  # of one HTTP request: its prompts, each `n` times
 
-_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
+_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": requests.MAX_TOKEN_ID}
 _TOKEN_IDS = {"type": "array", "items": _TOKEN_ID}
 _TEXT = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}  # any
@@ -58,28 +49,30 @@ COMMON: dict[str, Schema] = {
     "model": _TEXT,
     "n": _whole(1, MAX_CHOICES, 1),
     "seed": _whole(-(2**63), 2**64 - 1),  # it counts modulo 2**32
-    "temperature": _number(0, MAX_TEMPERATURE, 1.0),
+    "temperature": _number(0, requests.MAX_TEMPERATURE, 1.0),
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1, "default": 1.0},
     "top_k": _whole(-1, 2**31 - 1, 0),
     "min_p": _number(0, 1, 0.0),
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]},
-    "stop_token_ids": _TOKEN_IDS | {"maxItems": MAX_HELD_IDS},
+    "stop_token_ids": _TOKEN_IDS | {"maxItems": requests.MAX_HELD_IDS},
     "include_stop_str_in_output": _SWITCH,
     "ignore_eos": _SWITCH,
     "stream": _SWITCH,
     "stream_options": _closed(include_usage=_SWITCH),
-    "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY, 0.0),
-    "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY, 0.0),
-    "repetition_penalty": _number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, 1.0),
+    "presence_penalty": _number(-requests.MAX_PENALTY, requests.MAX_PENALTY, 0.0),
+    "frequency_penalty": _number(-requests.MAX_PENALTY, requests.MAX_PENALTY, 0.0),
+    "repetition_penalty": _number(
+        requests.MIN_REPETITION_PENALTY, requests.MAX_REPETITION_PENALTY, 1.0
+    ),
     "logit_bias": {
         "type": "object",
         "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
         "additionalProperties": {
             "type": "number",
-            "minimum": -MAX_BIAS_SIZE,
-            "maximum": MAX_BIAS_SIZE,
+            "minimum": -requests.MAX_BIAS_SIZE,
+            "maximum": requests.MAX_BIAS_SIZE,
         },
-        "maxProperties": MAX_BIASED_IDS,
+        "maxProperties": requests.MAX_BIASED_IDS,
     },
     "min_tokens": _whole(0, 2**31 - 1, 0),
     "user": _TEXT,

@@ -55,7 +55,9 @@ class Gate:
 
         try:
             error = refusal(scope, self._bounds)
-            answer = self._app if error is None else closing(error)
+            answer = self._app
+            if error is not None:  # behind it, the connection ends
+                answer = JSONResponse(error.body, error.status, {"connection": "close"})
             await answer(scope, receive, counted)
         finally:
             self._traffic.answers[path, status or 500] += 1
@@ -104,8 +106,3 @@ def too_large(size: int, count: int | None = None) -> ApiError:
         f"{MAX_HEAD} bytes: leave some out",
         code="too_large",
     )
-
-
-def closing(error: ApiError) -> JSONResponse:
-    """An error as an answer behind which the connection ends."""
-    return JSONResponse(error.body, error.status, {"connection": "close"})

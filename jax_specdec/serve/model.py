@@ -90,29 +90,21 @@ class TinyEncoder:
         return self.encode("".join([*lines, "# assistant:"]))
 
 
-def tiny_model(*, name: str, created: int, max_length: int) -> ServedModel:
-    """The model that comes with the package."""
+def tiny_model(**known: Any) -> ServedModel:
+    """The model that comes with the package; `known` as for `directory_model`."""
     special = range(byte_tokens.EOS_ID, byte_tokens.VOCAB_SIZE)
     names = {one: byte_tokens.token_bytes(one).decode() for one in special}
     return ServedModel(
-        name=name,
-        created=created,
         encoder=TinyEncoder(),
         table=TokenTable(byte_tokens.token_bytes, names),
         vocab_size=byte_tokens.VOCAB_SIZE,
-        max_length=max_length,
         eos_token_ids=(byte_tokens.EOS_ID,),
+        **known,
     )
 
 
 def directory_model(
-    directory: Path,
-    *,
-    vocab_size: int | None,
-    name: str,
-    created: int,
-    max_length: int,
-    eos: tuple[int, ...] | None = None,
+    directory: Path, vocab_size: int | None, eos: tuple[int, ...] | None = None, **known: Any
 ) -> ServedModel:
     """A model whose tokenizer is in a directory: a checkpoint, or a model of the user's own.
 
@@ -120,17 +112,16 @@ def directory_model(
       directory: with tokenizer.json.
       vocab_size: V; None where the model has the tokenizer's ids and no other.
       eos: tokens that end a text; None: `eos_token_id` of generation_config.json, or none.
+      known: `name`, `created` and `max_length` of the `ServedModel`.
 
     Raises:
       FileNotFoundError, MissingExtra, CheckpointError: as `Tokenizer`.
     """
     tokenizer = Tokenizer(directory, vocab_size)
     return ServedModel(
-        name=name,
-        created=created,
         encoder=tokenizer,
         table=tokenizer.table(),
         vocab_size=len(tokenizer.token_bytes),
-        max_length=max_length,
         eos_token_ids=(eos_token_ids(directory) or ()) if eos is None else eos,
+        **known,
     )

@@ -11,7 +11,7 @@ from jax_specdec.requests import Request, RequestError, SamplingParams, biases_o
 from jax_specdec.serve import fields, tools
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.checks import check_body
-from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.errors import unfit
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.tools import structure_of
 
@@ -22,40 +22,32 @@ class ParsedRequest:
 
     Attributes:
       id: of the response.
+      body: what came, with defaults: its fields say what is not said here.
       chat: it has the chat format.
       requests: one for each choice, in their order.
       prompts: how many prompts they have among them; each has `n` choices.
-      stream: the answer comes in chunks.
       include_usage: a last chunk has the numbers of tokens.
       echo: the text begins with the prompt.
       score_only: the emitted token is dropped: only the prompt was asked for.
       logprobs: K of the format's logprobs; None for none.
       stops: strings that end the text.
-      keep_stop: they belong to the text.
       prompt_logprobs: the answer has the prompt's, as vLLM writes them.
-      token_ids: it has the ids of prompt and text.
       speculation: it has what speculation did.
-      columns: logprobs come as arrays in base64, and not as objects.
-      priority: lower ones come first.
       calls: the text may have a call of a function.
     """
 
     id: str
+    body: Mapping[str, Any]
     chat: bool
     requests: tuple[Request, ...]
     prompts: int
-    stream: bool
     include_usage: bool
     echo: bool
     score_only: bool
     logprobs: int | None
     stops: tuple[str, ...]
-    keep_stop: bool
     prompt_logprobs: bool
-    token_ids: bool
     speculation: bool
-    columns: bool
-    priority: int
     calls: bool
 
 
@@ -71,11 +63,10 @@ def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     prompts = [model.encoder.encode(x) if isinstance(x, str) else tuple(x) for x in several]
     if max_tokens == 0 and not echo and "prompt_logprobs" not in given:
-        raise ApiError(
-            400,
+        raise unfit(
+            "max_tokens",
             "max_tokens = 0 scores the prompt and decodes nothing: it needs echo or "
             "prompt_logprobs, which show that",
-            param="max_tokens",
         )
     return _asked(
         given, model, bounds, prompts,
@@ -95,9 +86,9 @@ def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
         messages = [_plain(one) for one in given["messages"]]
         prompt = model.encoder.encode_chat(messages, functions)
     except ValueError as error:  # no template, or it refuses them
-        raise ApiError(400, str(error), param="messages") from error
+        raise unfit("messages", str(error)) from error
     if "top_logprobs" in given and not given["logprobs"]:
-        raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs")
+        raise unfit("top_logprobs", "top_logprobs needs logprobs = true")
     logprobs = given.get("top_logprobs", 0) if given["logprobs"] else None
     limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
     left = max(model.max_length - len(prompt), 1)
@@ -121,20 +112,18 @@ def _asked(
     model.check_name(given.get("model", model.name))
     n, stop, options = given["n"], given.get("stop", ()), given.get("stream_options", {})
     if n * len(prompts) > fields.MAX_CHOICES:
-        raise ApiError(
-            400,
+        raise unfit(
+            "n",
             f"n = {n} for {len(prompts)} prompts: a request may have {fields.MAX_CHOICES} choices",
-            param="n",
         )
     if options and not given["stream"]:
-        raise ApiError(400, "stream_options needs stream = true", param="stream_options")
+        raise unfit("stream_options", "stream_options needs stream = true")
     longest = max(map(len, prompts))
     if longest + max(max_tokens, 1) > model.max_length:
-        raise ApiError(
-            400,
+        raise unfit(
+            "prompt" if longest >= model.max_length else "max_tokens",
             f"{longest} prompt tokens and max_tokens = {max_tokens} exceed the {model.max_length} "
             "tokens of a request: shorten one of them, or serve with a larger --max-length",
-            param="prompt" if longest >= model.max_length else "max_tokens",
             code="context_length_exceeded",
         )
     params = _params(given, model, max_tokens=max_tokens, logprobs=logprobs, echo=echo)
@@ -151,25 +140,21 @@ def _asked(
             for choice in range(n)
         )
     except RequestError as error:
-        raise ApiError(400, str(error), param="prompt") from error
+        raise unfit("prompt", str(error)) from error
     reported = ("speculation", "draft_logprobs", "extra_token_ids", "kept_token_ids")
     return ParsedRequest(
         id=id,
+        body=given,
         chat=chat,
         requests=requests,
         prompts=len(prompts),
-        stream=given["stream"],
         include_usage=bool(options.get("include_usage")),
         echo=echo,
         score_only=max_tokens == 0,
         logprobs=logprobs,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
-        keep_stop=given["include_stop_str_in_output"],
         prompt_logprobs="prompt_logprobs" in given,
-        token_ids=given["return_token_ids"],
         speculation=any(given.get(name) for name in reported),
-        columns=given["logprobs_columns"],
-        priority=given["priority"],
         calls=bool(tools.offered(given)[0]),
     )
 
@@ -193,16 +178,13 @@ def _params(
     prompt_k = max((k for k in asked if k is not None), default=None)
     for name, k in (("logprobs", logprobs), ("prompt_logprobs", prompt_k)):
         if k is not None and k > model.vocab_size:
-            raise ApiError(
-                400, f"{name} = {k}, but the vocabulary has {model.vocab_size} tokens", param=name
-            )
+            raise unfit(name, f"{name} = {k}, but the vocabulary has {model.vocab_size} tokens")
     bias = given.get("logit_bias", {})  # whose names are decimal numbers
     if unknown := [name for name in bias if int(name) >= model.vocab_size]:
-        raise ApiError(
-            400,
+        raise unfit(
+            "logit_bias",
             f"logit_bias: token id {unknown[0]} is outside the vocabulary (0 to "
             f"{model.vocab_size - 1})",
-            param="logit_bias",
         )
     numbers: dict[str, Any] = {name: float(given[name]) for name in _NUMBERS}
     eos = () if given["ignore_eos"] else model.eos_token_ids
@@ -225,19 +207,18 @@ def _params(
         )
     except RequestError as error:  # the first field that it names is the one that it is about
         named = (word for word in re.findall(r"\w+", str(error)) if word in given)
-        raise ApiError(400, str(error), param=next(named, None)) from error
+        raise unfit(next(named, None), str(error)) from error
 
 
 def _check_prompt_logprobs(k: int | None, num_tokens: int, n: int, bounds: Bounds) -> None:
     """Refuse more logprobs of prompts than one answer may have."""
     most = bounds.max_prompt_logprobs
     if k is not None and (asked := num_tokens * max(k, 1) * n) > most:
-        raise ApiError(
-            400,
+        raise unfit(
+            "prompt_logprobs",
             f"{num_tokens} prompt tokens with K = {k} in {n} choices are {asked} logprobs of "
             f"prompts, and a request may ask for {most} (--max-prompt-logprobs): lower K or n, or "
             "send several requests",
-            param="prompt_logprobs",
         )
 
 

@@ -11,14 +11,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax_specdec.engine import Engine, FinishReason, Stream
-from jax_specdec.engine.errors import (
-    EngineClosed,
-    EngineFull,
-    RequestError,
-    StreamBehind,
-    WorkerFailed,
-)
+from jax_specdec.engine import Engine, FinishReason, Stream, errors
+from jax_specdec.export import openai
 from jax_specdec.export.delivery import Delivery, Part
 from jax_specdec.export.openai import DONE, server_sent_event
 from jax_specdec.records.record import Record
@@ -77,7 +71,7 @@ class Run:
         try:
             for request in asked.requests:
                 self._streams.append(
-                    engine.submit(request, priority=asked.priority, deadline=timeout)
+                    engine.submit(request, priority=asked.body["priority"], deadline=timeout)
                 )
         except Exception as error:
             self.end()
@@ -200,10 +194,9 @@ class Run:
         Raises:
           ApiError: the request ended early.
         """
-        asked = self._asked
-        delivery = Delivery(
-            self._model.table, asked.stops, keep=asked.keep_stop, min_tokens=choice.min_tokens
-        )
+        asked, table = self._asked, self._model.table
+        keep = asked.body["include_stop_str_in_output"]
+        delivery = Delivery(table, asked.stops, keep=keep, min_tokens=choice.min_tokens)
         try:
             async for record in stream:
                 if record.prompt is not None:
@@ -226,7 +219,7 @@ class Run:
                     yield Found(
                         choice, parts, finish, stop_reason(record, self._model.eos_token_ids)
                     )
-        except (EngineClosed, StreamBehind, WorkerFailed) as error:
+        except (errors.EngineClosed, errors.StreamBehind, errors.WorkerFailed) as error:
             raise _refused(error) from error
 
     def _complain(self, choice: Choice, record: Record) -> None:
@@ -250,36 +243,26 @@ class Run:
         raise ApiError(503, f"the request ended early: {reason.name.lower()}", code="ended_early")
 
     @property
-    def _usage(self) -> Json:
+    def _usage(self) -> dict[str, int]:
         asked = self._asked
         each = len(asked.requests) // asked.prompts  # choices of a prompt
         prompt = sum(len(one.packed_prompt) // 4 for one in asked.requests[::each])
-        emitted = sum(choice.num_tokens for choice in self._choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": emitted,
-            "total_tokens": prompt + emitted,
-        }
+        return openai.usage(prompt, sum(choice.num_tokens for choice in self._choices))
 
     def _header(self, kind: str) -> Json:
-        return {
-            "id": self._asked.id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model.name,
-        }
+        return openai.header_of(self._asked.id, kind, self._model.name, self._created)
 
 
 def _refused(error: Exception) -> Exception:
     """The answer to a request that the engine did not take, or did not finish."""
-    if isinstance(error, RequestError):
+    if isinstance(error, errors.RequestError):
         return ApiError(400, str(error))
-    if isinstance(error, EngineFull):
+    if isinstance(error, errors.EngineFull):
         return ApiError(429, str(error), code="engine_full")
-    if isinstance(error, WorkerFailed):  # what it says has paths and tracebacks
+    if isinstance(error, errors.WorkerFailed):  # what it says has paths and tracebacks
         return ApiError(
             503, "the engine has stopped: the server's log says why", code="unavailable"
         )
-    if isinstance(error, EngineClosed | StreamBehind):
+    if isinstance(error, errors.EngineClosed | errors.StreamBehind):
         return ApiError(503, str(error), code="unavailable")
     return error

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_specdec.requests import Structured
-from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.errors import unfit
 from jax_specdec.structured.grammar import with_white_space
 
 Json = dict[str, Any]
@@ -36,17 +36,15 @@ def offered(given: Mapping[str, Any]) -> tuple[list[Json], bool]:
     if choice == "none":
         return [], False
     if len(set(names)) < len(names):
-        raise ApiError(400, "tools: a name comes twice: names must differ", param="tools")
+        raise unfit("tools", "tools: a name comes twice: names must differ")
     if isinstance(choice, dict):
         name = choice["function"]["name"]
         functions = [one for one in functions if one["name"] == name]
         if not functions:
             known = ", ".join(names) or "none"
-            raise ApiError(
-                400, f"tool_choice names {name!r}, and tools has {known}", param="tool_choice"
-            )
+            raise unfit("tool_choice", f"tool_choice names {name!r}, and tools has {known}")
     elif not functions:
-        raise ApiError(400, f"tool_choice = {choice!r} needs tools", param="tool_choice")
+        raise unfit("tool_choice", f"tool_choice = {choice!r} needs tools")
     return functions, choice != "auto"
 
 
@@ -163,14 +161,10 @@ def structure_of(given: Mapping[str, Any]) -> Structured | None:
     if not named:
         return None
     if len(named) > 1:
-        raise ApiError(
-            400, f"{' and '.join(named)} each say what the text is: give one", param=[*named][1]
-        )
+        raise unfit([*named][1], f"{' and '.join(named)} each say what the text is: give one")
     ((name, found),) = named.items()
     if given["ignore_eos"]:
-        raise ApiError(
-            400, f"ignore_eos with {name}: nothing comes after its end; leave one out", param=name
-        )
+        raise unfit(name, f"ignore_eos with {name}: nothing comes after its end; leave one out")
     return found
 
 
@@ -180,10 +174,9 @@ def _of_format(given: Mapping[str, Any]) -> Structured | None:
     if given["type"] == "json_object":
         return _of_schema({"type": "object"})
     if given.get("json_schema") is None:
-        raise ApiError(
-            400,
+        raise unfit(
+            "response_format",
             'response_format of type json_schema needs json_schema: {"name": ..., "schema": ...}',
-            param="response_format",
         )
     return _of_schema(given["json_schema"].get("schema") or {})
 
@@ -191,10 +184,8 @@ def _of_format(given: Mapping[str, Any]) -> Structured | None:
 def _of_outputs(given: Mapping[str, Any]) -> Structured | None:
     named = {name: value for name, value in given.items() if value not in (None, False)}
     if len(named) > 1:
-        raise ApiError(
-            400,
-            f"structured_outputs has {' and '.join(named)}: give one of them",
-            param="structured_outputs",
+        raise unfit(
+            "structured_outputs", f"structured_outputs has {' and '.join(named)}: give one of them"
         )
     for name, value in named.items():
         if name == "json_object":

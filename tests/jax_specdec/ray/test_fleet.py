@@ -4,7 +4,8 @@ import pytest
 
 from jax_specdec.engine import EngineConfig, FinishReason
 from jax_specdec.engine.errors import WorkerFailed
-from jax_specdec.engine.stream import ResultQueue, Stream
+from jax_specdec.engine.result_queue import ResultQueue
+from jax_specdec.engine.stream import Stream
 from jax_specdec.ray import fleet as module
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.request_table import Entry
