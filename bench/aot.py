@@ -1,332 +1,40 @@
-"""Compile the GPU kernels for an H100 on a machine without one, and check the compiler's output.
+"""Compile programs for chips that this machine need not have, and check the compiler's output.
 
-    python -m bench.aot            a table: registers, spills, instructions per logit, temporaries,
-                                   and the time by a model (`bench.gpu.model`), in microseconds
-    python -m bench.aot --check    the same; exit status 1 if a limit is broken
-    python -m bench.aot --accept   the times of this run are the limits from now on
-    python -m bench.aot --only N   every N-th shape of each path
-    python -m bench.aot --chip B200
-    python -m bench.aot --sass DIR also writes each kernel's PTX and machine code
-    python -m bench.aot --tpu ...  the TPU kernel instead: see `bench.aot_tpu`
+    python -m bench.aot           the GPU kernels, for an H100 (`bench.aot_gpu`)
+    python -m bench.aot linear    `linear_topk_logprobs`, for an H100
+    python -m bench.aot tpu       the TPU kernel, for four TPUs
+    python -m bench.aot verify    the verification of sampled drafts, for an H100
+    python -m bench.aot xla       the XLA implementation, for an A100 and an L40S
 
-Needs the `aot` extra: jax's CUDA plugin, ptxas and nvdisasm, all ordinary wheels. No driver.
+Each prints what the compiler made. With `--check`, the exit status is 1 if a limit is broken. Needs
+the `aot` extra: jax's CUDA plugin, ptxas and nvdisasm, all ordinary wheels. No driver. `tpu` needs
+the `aot-tpu` extra.
 """
 
 import argparse
-import functools
-import re
+import importlib
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.stages import Lowered
-from rich.console import Console
-from rich.table import Table
-
-from bench import aot_tpu
-from bench.gpu import after_read, estimates, model, sampled, sass
-from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
-from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.rows import Outputs, Rows
-from pallas_kernels.testing import compile_target
-from pallas_kernels.testing.shapes import VOCABULARIES, Shape
-from pallas_kernels.topk.call import topk_of_whole_rows
-
-# 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
-REGISTERS = 168
-
-# What is compiled for a GPU where there is none: every vocabulary, dtype and kind of schedule.
-AOT = (
-    *(Shape(1536, vocabulary, 20, "bfloat16") for vocabulary in VOCABULARIES.values()),
-    *(Shape(64, vocabulary, 20, "float32") for vocabulary in VOCABULARIES.values()),
-    *(Shape(256, 151_936, k, dtype) for k in (0, 1, 64, 128) for dtype in ("bfloat16", "float32")),
-    *(Shape(1536, 50_257, 64, dtype) for dtype in ("bfloat16", "float32")),
-    # Rows with edges, whose programs take places too.
-    *(Shape(64, vocabulary, 20, "bfloat16") for vocabulary in (128_256, 131_072, 151_936)),
-    Shape(4, 131_072, 20, "bfloat16"),
-    Shape(4, 50_257, 128, "float32"),
-    Shape(1, 32_000, 128, "float16"),
-    Shape(2048, 262_144, 5, "float16"),
-    # What the model of the time holds promises for, and a K above that of any server.
-    *(Shape(1536, 131_072, 128, dtype) for dtype in ("bfloat16", "float32")),
-    *(Shape(256, 131_072, 20, dtype) for dtype in ("bfloat16", "float32")),
-    *(Shape(64, 131_072, k, "float32") for k in (20, 256, 512)),
-    *(Shape(rows, 131_072, 20, "bfloat16") for rows in (528, 560)),
-    Shape(64, 131_072, 512, "bfloat16"),
-)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a compiled call may have."""
-
-    per_logit: float  # instructions
-    temporaries: float  # of the logits' bytes
-    # Each costs microseconds. Three: pass 1, pass 2, and the extra ids' logprobs. Where logits are
-    # changed, XLA makes the results of a few numbers a row.
-    launches: int
-    once: float | None = None  # instructions of the loop with one exponential, beside one with two
-
-
-PLAIN = Limits(9.0, 0.03, 3)
-LIMITS = {
-    "separate": PLAIN,
-    "fused": PLAIN,
-    # Separate calls with all optional results, a bit mask, and a mask and a bias of 64 tokens.
-    "results": Limits(11.5, 0.03, 3),
-    "mask": Limits(12.6, 0.03, 11),
-    "bias": Limits(12.6, 0.08, 24),  # one fewer with jax 0.10.2
-    # Rows that are sampled; XLA cuts what the kernels leave to the groups and candidates there are.
-    "sampled": Limits(9.3, 0.03, 7),
-    "sampled, raw": Limits(12.5, 0.04, 8, once=9.3),
-    # Two sets of sums; XLA makes the words of tokens without a bias, and puts the others back.
-    "sampled, mask, raw": Limits(20.0, 0.04, 9, once=17.0),
-    "sampled, bias, raw": Limits(25.0, 0.12, 17, once=21.5),
-    # What follows their read: it has no loop over all logits.
-    after_read.PATH: Limits(0, 0.01, 2),
-}
-OPTIONS = ("results", "mask", "bias")
-OPTION_SHAPES = (
-    Shape(1536, 131_072, 20, "bfloat16"),
-    Shape(64, 131_072, 20, "float32"),
-    Shape(64, 50_257, 20, "bfloat16"),
-)
-BIASES = 64
-OPERATION = re.compile(r"^ *(?:ROOT )?%\S+ = (.+?) ([a-z-]+)\(", re.MULTILINE)
-NO_LAUNCH = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple"}
-SORT = re.compile(r"= [^=\n]* (?:sort|topk)\(|custom_call_target=\"[^\"]*(?:TopK|topk|sort|Sort)")
-
-
-@dataclass(frozen=True)
-class Result:
-    """One compiled call: the path, its shape, its kernels and the whole program's temporaries."""
-
-    path: str
-    shape: Shape
-    schedule: Schedule
-    kernels: tuple[sass.Kernel, ...]
-    per_logit: tuple[float, ...]  # instructions in pass 1's main loops, ascending; often one
-    temporaries: int  # bytes
-    sorts: int  # sort and TopK operations in the compiled program
-    launches: int  # kernels, XLA's among them
-    estimate: estimates.Estimate
-
-    @property
-    def name(self) -> str:
-        """The path and the shape."""
-        shape = self.shape
-        return f"{self.path} R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}"
-
-    @property
-    def share(self) -> float:
-        """Temporaries over the logits' bytes."""
-        size = self.shape.rows * self.shape.vocabulary * jnp.dtype(self.shape.dtype).itemsize
-        return self.temporaries / size
+CHECKS = ("gpu", "linear", "tpu", "verify", "xla")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile every shape of the table; exit status 0, or 1 if a checked limit is broken."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if "--tpu" in given:
-        return aot_tpu.main([one for one in given if one != "--tpu"])
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
-    parser.add_argument("--accept", action="store_true", help="write the limits of the time")
-    parser.add_argument(
-        "--only", type=int, default=1, metavar="N", help="every N-th shape of a path"
+    """Compile the programs of one check; exit status 0, or 1 if a checked limit is broken."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given.pop(0) if given and given[0] in CHECKS else "gpu"
+    check = importlib.import_module(f"bench.aot_{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench.aot {name}",
+        description=(check.__doc__ or "").split("\n")[0],
+        allow_abbrev=False,
     )
-    parser.add_argument("--chip", choices=tuple(compile_target.CHIPS), default="H100")
-    parser.add_argument("--sass", type=Path, help="write PTX and machine code to this directory")
-    options = parser.parse_args(arguments)
-    device = compile_target.find(options.chip)
-    seen: dict[tuple[Any, ...], sass.Kernel] = {}
-    groups: list[tuple[tuple[Shape, ...], tuple[str, ...]]] = [
-        (AOT, ("separate", "fused")),
-        (OPTION_SHAPES, OPTIONS),
-        (sampled.SHAPES, sampled.PATHS),
-        (after_read.SHAPES, (after_read.PATH,)),
-    ]
-    calls = [
-        (path, shape)
-        for shapes, paths in groups
-        for shape in shapes[:: options.only]
-        for path in paths
-    ]
-    results = []
-    for number, (path, shape) in enumerate(calls, 1):
-        results.append(measure(path, shape, device, seen, options.sass))
-        print(f"{number} of {len(calls)}: {results[-1].name}", file=sys.stderr, flush=True)
-    print_table(results)
-    modelled = options.chip == "H100"  # the model's chip
-    if options.accept and modelled:
-        estimates.accept({result.name: result.estimate for result in results})
-    broken = [text for result in results for text in broken_limits(result)]
-    if modelled:
-        broken += [text for result in results for text in broken_promises(result)]
-        broken += [
-            f"{result.name}: {text}"
-            for result in results
-            for text in estimates.slower(result.name, result.estimate)
-        ]
-    if not options.check:
-        return 0
-    for text in broken:
-        print(f"BROKEN {text}")
-    print(f"{len(results)} programs compiled for {options.chip}, {len(broken)} limits broken")
-    return 1 if broken else 0
-
-
-def measure(
-    path: str,
-    shape: Shape,
-    device: compile_target.CompileTarget,
-    seen: dict[tuple[Any, ...], sass.Kernel],
-    keep: Path | None,
-) -> Result:
-    """Compile one path at one shape, and read the compiler's output.
-
-    Args:
-      path: of `LIMITS`.
-      shape: of the logits.
-      device: the H100.
-      seen: the kernels that this process has compiled; new ones are added.
-      keep: the folder for PTX and machine code; None: they are deleted.
-    """
-    compiled = device.compile(lowered(path, shape, device))
-    rows, is_after = shape.rows, path == after_read.PATH
-    width = max(shape.k, 1) if path == "fused" else shape.k
-    masked, is_sampled = path in ("mask", "bias"), path in sampled.PATHS
-    schedule = choose_schedule(rows, shape.vocabulary, width, shape.dtype)
-    schedule = sampled.schedule_of(shape) if is_sampled or is_after else schedule
-    kind = "mask" if masked else path  # a bias is a mask to the kernels
-    # Sampled rows: whether tokens are masked.
-    of_pass2 = ("sampled", path in sampled.PATHS[2:]) if is_sampled else (kind,)
-    wanted: dict[str, tuple[Any, ...]] = {
-        "read_groups" if is_sampled else "read_rows": (schedule, rows, kind, width > 0),
-        "finish_rows": (schedule, rows, shape.k, *of_pass2),
-    }
-    if is_after:
-        wanted = {"draw": (shape,), "count_larger": (replace(shape, k=0),)}
-    for ptx in device.dump.glob("*.ptx"):
-        name = next(name for name in wanted if ptx.stem.startswith(name))
-        seen[name, *wanted[name]] = sass.read(ptx, keep)
-    kernels = tuple(seen[name, *key] for name, key in wanted.items())
-    if is_after:
-        loops: tuple[float, ...] = ()
-        time = after_read.estimate(shape, kernels, model.Chip())
-    else:
-        more = sampled.bytes_besides(path, schedule) if is_sampled else 0  # of a row, by pass 1
-        more += shape.vocabulary // 8 if masked else 0
-        loops = tuple(sampled.loops_per_logit(kernels[0], schedule))
-        time = estimates.estimate(shape, width, schedule, kernels, model.Chip(), more)
-    text, temporaries = compiled.as_text() or "", compiled.memory_analysis()
-    assert temporaries is not None
-    return Result(
-        path, shape, schedule, kernels, loops, temporaries.temp_size_in_bytes,
-        len(SORT.findall(text)), count_launches(text), time,
-    )  # fmt: skip
-
-
-def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lowered:
-    """One path's program at one shape, before it is compiled."""
-    if path == after_read.PATH:
-        return after_read.lowered(shape, device)
-    if path in sampled.PATHS:
-        return sampled.lowered(path, shape, device)
-    rows = shape.rows
-    logits = device.array((rows, shape.vocabulary), shape.dtype)
-    ids, count = device.array((rows,), "int32"), device.array((), "int32")
-    extra, temperatures = device.array((rows, 2), "int32"), device.array((rows,), "float32")
-    if path == "fused":
-        return program_of(Outputs(shape.k), Rows(logits, None, None, count, temperatures, extra))
-    wanted = Outputs(shape.k)
-    if path == "results":
-        wanted = Outputs(shape.k, log_sum_exp=True, entropy=True, top_logits=True)
-    changes = None
-    if path in ("mask", "bias"):
-        words = device.array((rows, -(-shape.vocabulary // 32)), "int32")
-        table = (rows, BIASES)
-        biases = (device.array(table, "int32"), device.array(table, "float32"))
-        changes = Changes(words, *(biases if path == "bias" else ()))
-    return program_of(wanted, Rows(logits, ids, ids, count, temperatures, extra, changes))
-
-
-def program_of(outputs: Outputs, rows: Rows) -> Lowered:
-    """A call by the GPU kernels, lowered for CUDA."""
-    call = jax.jit(functools.partial(topk_of_whole_rows, "mosaic_gpu", outputs))
-    made: Lowered = call.trace(rows).lower(lowering_platforms=("cuda",))
-    return made
-
-
-def count_launches(text: str) -> int:
-    """The operations of a compiled program that may be kernels; a loop has none of them."""
-    entry = text[text.index("\nENTRY") :]
-    return sum(name not in NO_LAUNCH for _, name in OPERATION.findall(entry))
-
-
-def broken_limits(result: Result) -> list[str]:
-    """A sentence for each limit that is broken."""
-    name, limits = result.name, LIMITS[result.path]
-    out = []
-    for kernel in result.kernels:
-        if kernel.spills:
-            out.append(f"{name}: {kernel.name} spills {kernel.spills} bytes of registers")
-        if kernel.registers > REGISTERS:
-            out.append(f"{name}: {kernel.name} uses {kernel.registers} registers > {REGISTERS}")
-    # A program that reads a single step has no loop.
-    looped = result.schedule.num_steps > result.schedule.splits
-    counts = [limits.per_logit] if limits.once is None else [limits.once, limits.per_logit]
-    counts = counts if limits.per_logit else []
-    if looped and len(result.per_logit) != len(counts):
-        out.append(f"{name}: pass 1 has {len(result.per_logit)} main loops, not {len(counts)}")
-    for found, most in zip(result.per_logit, counts, strict=False):
-        if found > most:
-            out.append(f"{name}: {found} instructions per logit > {most}")
-    if result.share > limits.temporaries:
-        share = f"{result.share:.1%} of the logits > {limits.temporaries:.0%}"
-        out.append(f"{name}: temporaries {share}")
-    if result.launches > limits.launches:
-        out.append(f"{name}: {result.launches} kernels are launched > {limits.launches}")
-    sorts = "mask", "bias", sampled.PATHS[3]  # a few numbers a row
-    if result.sorts and result.path not in sorts:
-        out.append(f"{name}: the compiled program has {result.sorts} sort or TopK operations")
-    return out
-
-
-def broken_promises(result: Result) -> list[str]:
-    """A sentence for each promise of the model that a separate call does not keep."""
-    if result.path != "separate":
-        return []
-    texts = estimates.missed(result.shape, result.estimate, model.Chip())
-    return [f"{result.name}: {text}" for text in texts]
-
-
-def print_table(results: list[Result]) -> None:
-    """Print a line for each compiled program."""
-    title = f"Compiled with jax {jax.__version__}. Microseconds: a model's, not measured"
-    table = Table(title=title, title_justify="left")
-    for column in ("path", "R", "V", "K", "dtype", "group", "blocks", "splits"):
-        table.add_column(column)
-    numbers = "registers", "spills", "instr / logit", "temporaries", "launches"
-    for column in (*numbers, "us", "pass 1 by events"):
-        table.add_column(column, justify="right")
-    for r in results:
-        table.add_row(
-            r.path,
-            *map(str, (r.shape.rows, r.shape.vocabulary, r.shape.k, r.shape.dtype)),
-            *map(str, (r.schedule.group_width, r.schedule.blocks_per_step, r.schedule.splits)),
-            " + ".join(str(kernel.registers) for kernel in r.kernels),
-            str(sum(kernel.spills for kernel in r.kernels)),
-            ", ".join(f"{count:.2f}" for count in r.per_logit) or "no loop",
-            f"{r.share:.2%}",
-            str(r.launches),
-            f"{r.estimate.pass1.total * 1e6:.1f} + {r.estimate.pass2.total * 1e6:.1f}",
-            f"{r.estimate.by_events * 1e6:.1f}",
-        )
-    Console(width=140).print(table)
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
+    for option, settings in getattr(check, "OPTIONS", {}).items():
+        parser.add_argument(option, **settings)
+    options = parser.parse_args(given)
+    broken: int = check.broken(options)
+    print(f"{broken} limits broken")
+    return 1 if options.check and broken else 0
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
 """Compile `linear_topk_logprobs` for an H100 on a machine without one: its temporaries.
 
-    python -m bench.aot_linear            a line for each shape, forward and backward
-    python -m bench.aot_linear --check    the same; exit status 1 if a limit is broken
+`python -m bench.aot linear` prints a line for each shape, forward and backward.
 
 The limits: temporaries of at most 5 % of the float32 logits (beside, in bfloat16, hidden's gradient
-in float32), and no array of the logits' shape. Needs the `aot` extra, no driver. The time is not
-known from this: nothing runs, and on a GPU XLA tries several kernels for each product.
+in float32), and no array of the logits' shape. The time is not known from this: nothing runs, and
+on a GPU XLA tries several kernels for each product.
 """
 
 import argparse
 import re
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,19 +41,15 @@ SHAPES = tuple(
 ) + (Shape(32_768, 4096, 128_256, 20, "bfloat16"), Shape(32_768, 4096, 128_256, 256, "bfloat16"))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Compile every shape; exit status 0, or 1 if a checked limit is broken."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
-    options = parser.parse_args(arguments)
+def broken(_: argparse.Namespace) -> int:
+    """Compile every shape; returns how many programs break a limit."""
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    broken = 0
     chip = compile_target.find()
-    for shape in SHAPES:
-        for backward in (False, True) if shape.k == 0 else (False,):
-            broken += not measured(shape, backward, chip)
-    print(f"{broken} programs break a limit")
-    return 1 if options.check and broken else 0
+    return sum(
+        not measured(shape, backward, chip)
+        for shape in SHAPES
+        for backward in ((False, True) if shape.k == 0 else (False,))
+    )
 
 
 def lowered(shape: Shape, chip: Any, backward: bool) -> Any:
@@ -95,7 +89,3 @@ def measured(shape: Shape, backward: bool, chip: Any) -> bool:
         flush=True,
     )
     return kept
-
-
-if __name__ == "__main__":
-    sys.exit(main())

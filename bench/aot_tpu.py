@@ -1,10 +1,9 @@
 """Compile the TPU kernel for chips that need not exist, and count its cycles.
 
-    python -m bench.aot --tpu            a table for every shape on v5e, v6e, v5p and 7x
-    python -m bench.aot --tpu --check    the same; exit status 1 if a limit is broken
-    python -m bench.aot --tpu --quick    what two minutes allow
-    python -m bench.aot --tpu --keep     writes the cycles down, as those to compare with
-    python -m bench.aot --tpu --check --chip v6e --shape "64 131072"    a part of the programs
+    python -m bench.aot tpu            a table for every shape on v5e, v6e, v5p and 7x
+    python -m bench.aot tpu --quick    what two minutes allow
+    python -m bench.aot tpu --keep     writes the cycles down, as those to compare with
+    python -m bench.aot tpu --check --chip v6e --shape "64 131072"    a part of the programs
 
 All take half an hour of processor time. --chip, --way and --shape choose a part; limits that
 compare ways need them all in one part, as those of a chip and a shape.
@@ -17,17 +16,17 @@ minute of processor time and 4 GB to compile; one operation that reads the logit
 of the given tokens', and no temporaries of the logits' size. On both sides of the limits of
 `lowering.tpu_rule`, what it chooses must take fewer cycles than the other. And in the worker's
 programs, split over 2 x 2 devices, the kernel must be there, and nothing else may sort or search
-the vocabulary (`bench.tpu.steps`). It needs libtpu (the `aot-tpu` extra).
+the vocabulary (`bench.tpu.steps`).
 """
 
 import argparse
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -61,27 +60,33 @@ REACHED = {
 }
 OUTPUTS = 512  # columns that outputs may have
 BESIDE = 1 << 20  # bytes of other temporaries
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--quick": {"action": "store_true", "help": "few shapes, on v5e and v6e"},
+    "--keep": {"action": "store_true", "help": "write the cycles to compare with"},
+    "--chip": {"choices": TOPOLOGIES, "help": "the programs of one chip"},
+    "--way": {"choices": (*WAYS, "steps"), "help": "the programs of one way"},
+    "--shape": {"metavar": "'R V K DTYPE'", "help": "whose shapes begin so: '64 131072'"},
+}
 AS_FAST = 0.01  # of the cycles of the plain way: what finding invalid rows may cost
 UNDECIDED = 0.1  # of the cycles: by so much the choice may be the slower one
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Compile every shape; exit status 0, or 1 if a checked limit is broken."""
-    options = parsed(arguments)
+def broken(options: argparse.Namespace) -> int:
+    """Compile every shape; returns how many programs break a limit."""
     if importlib.util.find_spec("libtpu") is None:
         print("NOT RUN: libtpu is not installed: pip install -e '.[aot-tpu]'")
-        return 1 if options.check else 0
+        return 1
     kept = kept_cycles()
     wanted = [one for one in programs(options.quick) if is_wanted(name(*one), options)]
     begin = time.monotonic()
     results: list[Compiled] = []
-    broken = 0
+    failed = 0
     for number, program in enumerate(wanted, 1):
         try:
             one = compiled(*program)
         except RuntimeError as error:
             print(f"FAILED {error}", flush=True)
-            broken += 1
+            failed += 1
             continue
         results.append(one)
         place = f"{time.monotonic() - begin:6.0f} s  {number}/{len(wanted)}"
@@ -89,28 +94,12 @@ def main(arguments: list[str] | None = None) -> int:
         if options.keep:
             more = {**kept_cycles(), key(one): one.cycles}
             KEPT.write_text(json.dumps(dict(sorted(more.items())), indent=1) + "\n")
-    broken += print_table(results, kept)
     chips = [] if options.quick else [one for one in STEPS if is_wanted(steps_name(*one), options)]
-    broken += sum(print_steps(*one) for one in chips)
+    failed += print_table(results, kept) + sum(print_steps(*one) for one in chips)
     slowest = max((one.seconds for one in results), default=0)
     largest = max((one.gigabytes for one in results), default=0)
     print(f"to compile: at most {slowest} s and {largest} GB")
-    print(f"{len(results)} programs compiled, {broken} break a limit")
-    return 1 if options.check and broken else 0
-
-
-def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
-    parser.add_argument("--quick", action="store_true", help="few shapes, on v5e and v6e")
-    parser.add_argument("--keep", action="store_true", help="write the cycles to compare with")
-    parser.add_argument("--chip", choices=TOPOLOGIES, help="the programs of one chip")
-    parser.add_argument("--way", choices=(*WAYS, "steps"), help="the programs of one way")
-    parser.add_argument(
-        "--shape", metavar="'R V K DTYPE'", help="the programs whose shapes begin so: '64 131072'"
-    )
-    return parser.parse_args(arguments)
+    return failed
 
 
 def is_wanted(program: str, options: argparse.Namespace) -> bool:
@@ -129,12 +118,21 @@ def kept_cycles() -> dict[str, int]:
 
 def compiled(chip: str, way: str, shape: Shape) -> Compiled:
     """One program, compiled by a process of its own."""
-    numbers = [str(x) for x in (shape.rows, shape.vocabulary, shape.k)]
-    command = [sys.executable, "-m", "bench.tpu.programs", chip, way, *numbers, shape.dtype]
-    found = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    given = chip, way, shape.rows, shape.vocabulary, shape.k, shape.dtype
+    return Compiled(**run("programs", *given)[-1])
+
+
+def run(module: str, *arguments: object) -> list[dict[str, Any]]:
+    """The objects that a module of `bench.tpu` prints, in a process of its own.
+
+    Raises:
+      RuntimeError: it failed.
+    """
+    command = [sys.executable, "-m", f"bench.tpu.{module}", *map(str, arguments)]
+    found = subprocess.run(command, capture_output=True, text=True)
     if found.returncode:
         raise RuntimeError(f"{' '.join(command[2:])} failed:\n{found.stderr[-2000:]}")
-    return Compiled(**json.loads(found.stdout.splitlines()[-1]))
+    return [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
 
 
 def key(one: Compiled) -> str:
@@ -215,14 +213,13 @@ def print_table(results: list[Compiled], kept: dict[str, int]) -> int:
 
 def print_steps(chip: str, devices: int, vocabulary: int) -> int:
     """The worker's programs on a chip; returns how many break a limit."""
-    command = [sys.executable, "-m", "bench.tpu.steps", chip, str(devices), str(vocabulary)]
-    found = subprocess.run(command, capture_output=True, text=True)
-    if found.returncode:
-        print(f"FAILED {' '.join(command[2:])}:\n{found.stderr[-2000:]}")
+    try:
+        steps = [Step(**fields) for fields in run("steps", chip, devices, vocabulary)]
+    except RuntimeError as error:
+        print(f"FAILED {error}")
         return 1
     broken = 0
-    for line in found.stdout.splitlines():
-        step = Step(**json.loads(line))
+    for step in steps:
         wrong = step_faults(step)
         broken += bool(wrong)
         carried = ", ".join(f"{count} {what}" for what, count in step.collectives.items())
@@ -239,7 +236,3 @@ def step_faults(step: Step) -> list[str]:
         f"{one} is large" for one in step.collectives if max(sizes(one), default=0) >= columns
     ]
     return found if step.kernels else [*found, "the kernel is not in it"]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,19 +1,15 @@
 """Compile the XLA implementation for chips that run it, without one, and count its launches.
 
-    python -m bench.aot_xla            a line for each program, for A100 and L40S
-    python -m bench.aot_xla --check    the same; exit status 1 if a limit is broken
+`python -m bench.aot xla` prints a line for each program, for A100 and L40S.
 
 The limits: the plain way's launches plus 4, for each block of 256 rows; temporaries of a tenth of
-the logits' bytes, beyond one float32 copy of such a block. It needs the `aot` extra. TPUs have
-`bench.aot --tpu`.
+the logits' bytes, beyond one float32 copy of such a block.
 """
 
 import argparse
 import re
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -22,6 +18,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bench.comparison import Target
+from bench.tpu.loops import by_name
 from pallas_kernels import topk_logprobs
 from pallas_kernels.backends.xla import rows
 from pallas_kernels.lowering import choose
@@ -38,7 +36,7 @@ NO_LAUNCH = {
 OPERATION = re.compile(r"^ *(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([a-z\-]+)\(")
 # Nothing is launched for an array of no element.
 EMPTY = re.compile(r"^ *(?:ROOT )?%?\S+ = \w+\[(?:\d+,)*0[,\]]")
-COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+ENTRY = re.compile(r"^ENTRY %([\w.\-]+)", re.MULTILINE)
 
 # From NVIDIA's data sheets and the tuning guides of both architectures.
 GPU = """
@@ -78,63 +76,19 @@ SHAPES = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Result:
-    """One shape on one chip. `dynamic`: the number of rows is an argument of the program."""
-
-    chip: str
-    shape: Shape
-    dynamic: bool
-    plain_launches: int
-    launches: int
-    temporaries: int
-    has_gpu_kernel: bool
-
-    @property
-    def launch_limit(self) -> int:
-        """Launches."""
-        return (self.plain_launches + MORE_LAUNCHES) * -(-self.shape.rows // BLOCK)
-
-    @property
-    def memory_limit(self) -> float:
-        """Bytes."""
-        rows, vocabulary = self.shape.rows, self.shape.vocabulary
-        copy = 4 * min(rows, BLOCK) * vocabulary
-        return copy + SHARE * rows * vocabulary * jnp.dtype(self.shape.dtype).itemsize
-
-    @property
-    def broken(self) -> bool:
-        """Whether a limit is broken, or the program has a kernel that the chip cannot run."""
-        too_many = self.launches > self.launch_limit
-        return too_many or self.temporaries > self.memory_limit or self.has_gpu_kernel
-
-    def __str__(self) -> str:
-        return (
-            f"{self.chip}  {self.shape}  dynamic: {self.dynamic}: {self.launches} launches "
-            f"({self.plain_launches} plain, limit {self.launch_limit}), "
-            f"{self.temporaries / 2**20:.1f} MiB (limit {self.memory_limit / 2**20:.1f})"
-            f"{'  BROKEN' if self.broken else ''}"
-        )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Compile every shape for every chip; exit status 0, or 1 if a checked limit is broken."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is broken")
-    options = parser.parse_args(arguments)
+def broken(_: argparse.Namespace) -> int:
+    """Compile every shape for every chip; returns how many programs break a limit."""
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    results: list[Result] = []
-    begin = time.monotonic()
+    begin, number_broken = time.monotonic(), 0
     for chip in GPUS:
         sharding = gpu(chip)
         for shape in SHAPES:
             for dynamic in (False, True) if shape.rows > BLOCK else (False,):
-                one = measure(chip, shape, dynamic, sharding)
-                results.append(one)
-                print(f"{time.monotonic() - begin:6.0f} s  {one}", flush=True)
-    broken = [one for one in results if one.broken]
-    print(f"{len(results)} programs compiled, {len(broken)} break a limit")
-    return 1 if options.check and broken else 0
+                found = measure(chip, shape, dynamic, sharding)
+                number_broken += any(one.verdict == "MISSED" for one in found)
+                took, said = time.monotonic() - begin, "; ".join(map(str, found))
+                print(f"{took:6.0f} s  {chip}  {shape}  dynamic: {dynamic}: {said}", flush=True)
+    return number_broken
 
 
 def gpu(chip: str) -> NamedSharding:
@@ -146,8 +100,11 @@ def gpu(chip: str) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
 
 
-def measure(chip: str, shape: Shape, dynamic: bool, sharding: NamedSharding) -> Result:
-    """Compile one shape for a chip, by the plain way and by the XLA implementation."""
+def measure(chip: str, shape: Shape, dynamic: bool, sharding: NamedSharding) -> tuple[Target, ...]:
+    """Compile one shape for a chip, by the plain way and by the XLA implementation.
+
+    `dynamic`: the number of rows is an argument of the program.
+    """
 
     def array(size: tuple[int, ...], dtype: str) -> Any:
         return jax.ShapeDtypeStruct(size, jnp.dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
@@ -170,14 +127,21 @@ def measure(chip: str, shape: Shape, dynamic: bool, sharding: NamedSharding) -> 
     text = ours.as_text()
     block = rows.rows_on_gpu(given[0], shape.rows, shape.k, dynamic)
     trips = -(-shape.rows // block)  # where the program does not tell
-    return Result(
-        chip,
-        shape,
-        dynamic,
-        launches(plain.as_text(), trips),
-        launches(text, trips),
-        ours.memory_analysis().temp_size_in_bytes,
-        "mosaic_gpu" in text,
+    temporaries = ours.memory_analysis().temp_size_in_bytes
+    counts = launches(plain.as_text(), trips), launches(text, trips)
+    return targets_of(shape, *counts, temporaries, text.count("mosaic_gpu"))
+
+
+def targets_of(
+    shape: Shape, plain_launches: int, launches: int, temporaries: int, kernels: int
+) -> tuple[Target, ...]:
+    """The limits of a program, and what it takes; no chip here can run the GPU kernels."""
+    rows, size = shape.rows, shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
+    most = 4 * min(rows, BLOCK) * shape.vocabulary + SHARE * size
+    return (
+        Target("launches", (plain_launches + MORE_LAUNCHES) * -(-rows // BLOCK), launches, ""),
+        Target("temporaries", most / 2**20, temporaries / 2**20, "MiB"),
+        Target("GPU kernels", 0, kernels, ""),
     )
 
 
@@ -186,15 +150,8 @@ def launches(text: str, trips: int) -> int:
 
     `trips` counts for loops whose number of turns is not in the text.
     """
-    computations: dict[str, list[str]] = {}
-    name = entry = ""
-    for line in text.split("\n"):
-        if found := COMPUTATION.match(line):
-            name = found[2]
-            computations[name] = []
-            entry = name if found[1] else entry
-        elif name:
-            computations[name].append(line)
+    computations, entry = by_name(text), ENTRY.search(text)
+    assert entry is not None
 
     def executed(name: str) -> int:
         total = 0
@@ -210,8 +167,4 @@ def launches(text: str, trips: int) -> int:
                 total += 1
         return total
 
-    return executed(entry)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return executed(entry[1])

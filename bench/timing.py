@@ -39,7 +39,7 @@ def compare(
     min_seconds: float = 0.02,
     budget: float | None = None,
     settings: Mapping[str, Any] | None = None,
-    clock: Callable[[], float] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Comparison:
     """Time `contenders` (each call must finish its own work, device work included).
 
@@ -53,12 +53,11 @@ def compare(
       budget: seconds; a contender whose calls have taken so long sits out further rounds, except
         `LEAST_ROUNDS`. None: each takes part in all rounds.
       settings: what was measured, for the JSON.
-      clock: seconds; None: `time.perf_counter`.
+      clock: seconds.
 
     Raises:
       BenchError: a contender's result differs from the baseline's.
     """
-    clock = clock or time.perf_counter
     repeats, once = _checked(title, contenders, check, min_seconds, clock)
     names = list(contenders)
     # Where calls are dear, the one that told how often to repeat it counts as well.

@@ -19,7 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.loop.consumer import CPU, GENERATION, PROCESSED, Consumer, Round, end_of_round, send
+from bench.loop.consumer import (
+    BYTES,
+    CPU,
+    GENERATION,
+    PROCESSED,
+    ROWS,
+    TOKENS,
+    Consumer,
+    Round,
+    end_of_round,
+    send,
+)
 from bench.ring.contenders import SEED_BYTES, Sender
 from ipc import RingError, wire
 from ipc.wire import LogprobsMode, SlotState
@@ -78,23 +89,8 @@ class Contender:
         ]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """One round of one contender. Times in seconds; medians are over the round's steps."""
-
-    step: float  # a step as a server runs it: step n + 1 is launched before step n is read
-    engine_cpu: float  # CPU time of the consumer's process in such a step
-    output: float  # the worker thread's time for output: launching the message, and publishing it
-    publish: float  # the part of `output` after the message is on the device
-    host: float  # ready to processed: everything after the device array exists, device idle
-    copy: float  # the first part of `host`: until the message is copied and checked
-    ring: float  # then until the consumer has its bytes
-    decode: float
-    process: float
-    busy: float  # sent to processed as the loop runs: the device computes the next step meanwhile
-    bytes: float  # in all messages of a step
-    tokens: float  # emitted by a step
-    rows: float  # whose logprobs were sent
+# The figures of one round of one contender, by the names of the table; see `_steps`.
+Steps = dict[str, float]
 
 
 @dataclass
@@ -288,18 +284,10 @@ def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Comp
     return of_contender
 
 
-def _naive(
-    output: StepOutput,
-    *args: Any,
-    widths: Widths,
-    process_rank: int = 0,
-    weights_version: jax.Array | int = 0,
-) -> jax.Array:
+def _naive(output: StepOutput, *args: Any, widths: Widths) -> jax.Array:
     """`target_message` with logprobs of every row, accepted or not, computed in the plain way."""
     with mock.patch.object(step_messages, "row_logprobs", _naive_rows):
-        return target_message(
-            output, *args, widths=widths, process_rank=process_rank, weights_version=weights_version
-        )
+        return target_message(output, *args, widths=widths)
 
 
 def _naive_rows(
@@ -326,7 +314,7 @@ def _without_read(
     return step(*args, **more)
 
 
-naive_message = jax.jit(_naive, static_argnames=("widths", "process_rank"))
+naive_message = jax.jit(_naive, static_argnames="widths")
 
 # The seed system sends a struct of this size for every step, whatever its content.
 FIXED_BYTES = SEED_BYTES - 24
@@ -335,7 +323,7 @@ FIXED_BYTES = SEED_BYTES - 24
 def _steps(
     elapsed: float, sent: np.ndarray, table: np.ndarray, start: int, spans: list[dict[str, int]]
 ) -> Steps:
-    """The medians of a round.
+    """The figures of a round: "step" in seconds, the medians of its steps in microseconds.
 
     Args:
       elapsed: seconds of the steps that ran as in a server.
@@ -353,20 +341,27 @@ def _steps(
     handed_over = np.array([s["sent"] for s in spans], np.int64)
 
     def median(nanoseconds: np.ndarray) -> float:
-        return float(np.median(nanoseconds)) * 1e-9
+        return float(np.median(nanoseconds)) * 1e-3
 
-    return Steps(
-        step=elapsed / steps,
-        engine_cpu=float(running[-1, CPU] - running[0, CPU]) * 1e-9 / (steps - 1),
-        output=median(dispatch + published - ready),
-        publish=median(published - ready),
-        copy=median(handed_over - ready),
-        ring=median(received - handed_over),
-        decode=median(decoded - received),
-        process=median(processed - decoded),
-        host=median(processed - ready),
-        busy=median(running[:, PROCESSED] - sent),
-        bytes=float(running[:, 4].mean()),
-        tokens=float(running[:, 5].mean()),
-        rows=float(running[:, 7].mean()),
-    )
+    return {
+        # As a server runs it: step n + 1 is launched before step n is read.
+        "step": elapsed / steps,
+        "tokens": float(running[:, TOKENS].mean()),  # emitted by a step
+        # The worker thread's time for output: launching the message, and publishing it.
+        "worker us": median(dispatch + published - ready),
+        # Everything after the device array exists, device idle.
+        "host us": median(processed - ready),
+        # Sent to processed as the loop runs: the device computes the next step meanwhile.
+        "busy us": median(running[:, PROCESSED] - sent),
+        # Of the worker: after the message is on the device.
+        "part: publish us": median(published - ready),
+        # Of the host: until the message is copied and checked, until the consumer has its bytes.
+        "part: copy us": median(handed_over - ready),
+        "part: ring us": median(received - handed_over),
+        "part: decode us": median(decoded - received),
+        "part: process us": median(processed - decoded),
+        # CPU time of the consumer's process in a step as a server runs it.
+        "engine CPU us": float(running[-1, CPU] - running[0, CPU]) * 1e-3 / (steps - 1),
+        "bytes": float(running[:, BYTES].mean()),  # in all messages of a step
+        "rows": float(running[:, ROWS].mean()),  # whose logprobs were sent
+    }

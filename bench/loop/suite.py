@@ -121,7 +121,7 @@ def measure(
         consumer.close()
     found = from_samples(
         title,
-        {name: [steps.step for steps in found] for name, found in rounds.items()},
+        {name: [steps["step"] for steps in found] for name, found in rounds.items()},
         settings={
             "requests": setup.requests,
             "drafts": DRAFTS,
@@ -180,33 +180,21 @@ def run_rounds(title: str, rigs: dict[str, Rig], length: Setup) -> dict[str, lis
 
 def share_of(rounds: Sequence[Steps], others: Sequence[Steps]) -> float:
     """How many steps a second, in percent of another contender's: the median over the rounds."""
-    kept = [base.step / mine.step for mine, base in zip(rounds, others, strict=True)]
+    kept = [base["step"] / mine["step"] for mine, base in zip(rounds, others, strict=True)]
     return 100 * statistics.median(kept)
 
 
 def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, float]:
     """The figures beside the time: in us a step, medians over the rounds."""
-
-    def median(of: str) -> float:
-        return float(statistics.median(getattr(steps, of) for steps in rounds))
-
     # Differences within a round: drift between rounds cancels.
-    added = [mine.step - base.step for mine, base in zip(rounds, baseline, strict=True)]
+    added = [mine["step"] - base["step"] for mine, base in zip(rounds, baseline, strict=True)]
+    medians = {name: statistics.median(s[name] for s in rounds) for name in rounds[0]}
+    del medians["step"], medians["tokens"]
     return {
-        "tokens/s": statistics.median(s.tokens / s.step for s in rounds),
+        "tokens/s": statistics.median(s["tokens"] / s["step"] for s in rounds),
         "% of tokens/s": share_of(rounds, baseline),
         "adds us": 1e6 * statistics.median(added),
-        "worker us": 1e6 * median("output"),
-        "host us": 1e6 * median("host"),
-        "busy us": 1e6 * median("busy"),
-        "part: publish us": 1e6 * median("publish"),
-        "part: copy us": 1e6 * median("copy"),
-        "part: ring us": 1e6 * median("ring"),
-        "part: decode us": 1e6 * median("decode"),
-        "part: process us": 1e6 * median("process"),
-        "engine CPU us": 1e6 * median("engine_cpu"),
-        "bytes": median("bytes"),
-        "rows": median("rows"),
+        **medians,
     }
 
 

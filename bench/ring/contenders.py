@@ -6,13 +6,14 @@ process. A transport that cannot run on this machine raises NotAvailable with th
 """
 
 import ctypes
+import functools
 import importlib.util
 import multiprocessing
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -60,29 +61,33 @@ def step_of(data: Any) -> Step:
     return time_ns, ids, logprobs, np.frombuffer(data, np.int32, ranks, HEADER.size + 8 * n)
 
 
+def step_of_arrays(time_ns: int, ids: Any, logprobs: Any, ranks: Any) -> Step:
+    """Views into the message of each array."""
+    floats = np.frombuffer(logprobs, np.float32)
+    return time_ns, np.frombuffer(ids, np.int32), floats, np.frombuffer(ranks, np.int32)
+
+
+def fill(view: memoryview, parts: Iterable[Any]) -> None:
+    """Copy the parts to the beginning of `view`, one after another."""
+    start = 0
+    for part in parts:
+        flat = memoryview(part).cast("B")
+        view[start : start + len(flat)] = flat
+        start += len(flat)
+
+
 class RingReceiver:
     """This project's ring, with its defaults."""
 
-    wait: ClassVar[WaitPolicy] = "predict"
-    checksum: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self.reader = RingReader.create(SLOTS, SLOT_BYTES, wait=self.wait, checksum=self.checksum)
-        self.address = (self.reader.name, self.wait)
+    def __init__(self, wait: WaitPolicy = "predict", checksum: bool = True) -> None:
+        self.reader = RingReader.create(SLOTS, SLOT_BYTES, wait=wait, checksum=checksum)
+        self.address = (self.reader.name, wait)
 
     def receive(self) -> Step:
         return step_of(self.reader.receive().data)
 
     def close(self) -> None:
         self.reader.close()
-
-
-class RingSpinReceiver(RingReceiver):
-    wait = "spin"
-
-
-class RingBlockReceiver(RingReceiver):
-    wait = "block"
 
 
 class RingSender:
@@ -94,12 +99,6 @@ class RingSender:
 
     def close(self) -> None:
         self.writer.close()
-
-
-class RingNoChecksumReceiver(RingReceiver):
-    """The ring without XXH3-64 over payloads, which both sides compute by default."""
-
-    checksum = False
 
 
 class SysVReceiver:
@@ -150,11 +149,7 @@ class SysVSender:
         self.buffer[0] = b"\1"  # mtype
 
     def send(self, time_ns: int, arrays: Sequence[np.ndarray]) -> None:
-        start = 0
-        for part in parts_of(time_ns, arrays):
-            flat = memoryview(part).cast("B")
-            self.view[start : start + len(flat)] = flat
-            start += len(flat)
+        fill(self.view, parts_of(time_ns, arrays))
         if self.libc.msgsnd(self.queue, self.buffer, SEED_BYTES - 8, 0) != 0:
             raise OSError(ctypes.get_errno(), "msgsnd")
 
@@ -174,14 +169,8 @@ class ZmqReceiver:
         self.socket.bind(self.address)
 
     def receive(self) -> Step:
-        head, ids, logprobs, ranks = self.socket.recv_multipart(copy=False)
-        time_ns, _, _ = HEADER.unpack(head.buffer)
-        return (
-            time_ns,
-            np.frombuffer(ids.buffer, np.int32),
-            np.frombuffer(logprobs.buffer, np.float32),
-            np.frombuffer(ranks.buffer, np.int32),
-        )
+        head, *arrays = (frame.buffer for frame in self.socket.recv_multipart(copy=False))
+        return step_of_arrays(HEADER.unpack(head)[0], *arrays)
 
     def close(self) -> None:
         self.socket.close()
@@ -212,13 +201,7 @@ class MsgpackReceiver(ZmqReceiver):
         self.unpack = _module("msgpack").unpackb
 
     def receive(self) -> Step:
-        step = self.unpack(self.socket.recv())
-        return (
-            step["time"],
-            np.frombuffer(step["ids"], np.int32),
-            np.frombuffer(step["logprobs"], np.float32),
-            np.frombuffer(step["ranks"], np.int32),
-        )
+        return step_of_arrays(**self.unpack(self.socket.recv()))
 
 
 class MsgpackSender(ZmqSender):
@@ -228,7 +211,7 @@ class MsgpackSender(ZmqSender):
 
     def send(self, time_ns: int, arrays: Sequence[np.ndarray]) -> None:
         ids, logprobs, ranks = (array.tobytes() for array in arrays)
-        step = {"time": time_ns, "ids": ids, "logprobs": logprobs, "ranks": ranks}
+        step = {"time_ns": time_ns, "ids": ids, "logprobs": logprobs, "ranks": ranks}
         self.socket.send(self.pack(step))
 
 
@@ -292,12 +275,7 @@ class IceoryxSender:
         parts = parts_of(time_ns, arrays)
         size = sum(memoryview(part).nbytes for part in parts)
         sample = self.port.loan_slice_uninit(size)
-        view = sample.payload().as_memory_view().cast("B")
-        start = 0
-        for part in parts:
-            flat = memoryview(part).cast("B")
-            view[start : start + len(flat)] = flat
-            start += len(flat)
+        fill(sample.payload().as_memory_view().cast("B"), parts)
         sample.assume_init().send()
 
     def close(self) -> None:
@@ -325,11 +303,12 @@ def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-CONTENDERS: dict[str, tuple[type[Receiver], type[Sender]]] = {
+CONTENDERS: dict[str, tuple[Callable[[], Receiver], type[Sender]]] = {
     "ring": (RingReceiver, RingSender),
-    "ring, block": (RingBlockReceiver, RingSender),
-    "ring, spin": (RingSpinReceiver, RingSender),
-    "ring, no checksum": (RingNoChecksumReceiver, RingSender),
+    "ring, block": (functools.partial(RingReceiver, "block"), RingSender),
+    "ring, spin": (functools.partial(RingReceiver, "spin"), RingSender),
+    # Without XXH3-64 over payloads, which both sides compute by default.
+    "ring, no checksum": (functools.partial(RingReceiver, checksum=False), RingSender),
     "SysV fixed struct": (SysVReceiver, SysVSender),
     "ZeroMQ msgpack": (MsgpackReceiver, MsgpackSender),
     "ZeroMQ copy=False": (ZmqReceiver, ZmqSender),

@@ -19,9 +19,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +57,16 @@ while os.getppid() == parent:
 SPINNERS = ("ring, spin", "iceoryx2, spin")  # beside busy loops, a message takes them time slices
 
 
-@dataclass(frozen=True)
-class Promise:
-    """The ring is at least `factor` times as fast as `other`; below 1 it may be slower."""
-
-    case: str
-    other: str
-    factor: float
-
-
 # What the ring is expected to keep on any machine, a busy one too: on a quiet one it is far better.
 PROMISES = (
-    Promise("a step at K = 0", "SysV fixed struct", 3.0),
-    Promise("16 KB, hot", "ZeroMQ msgpack", 1.2),
-    Promise("16 KB, hot", "SysV fixed struct", 3.0),
-    Promise("530 KB, hot", "ZeroMQ copy=False", 2.0),
-    Promise("530 KB, hot", BOUND, 1 / 2.5),
-    Promise("530 KB, 5 ms between messages", "ZeroMQ copy=False", 1.2),
-    Promise(f"16 KB, hot{BESIDE}", "ZeroMQ msgpack", 1.0),
+    # in the case of this title, than which other, how many times as fast at least
+    ("a step at K = 0", "SysV fixed struct", 3.0),
+    ("16 KB, hot", "ZeroMQ msgpack", 1.2),
+    ("16 KB, hot", "SysV fixed struct", 3.0),
+    ("530 KB, hot", "ZeroMQ copy=False", 2.0),
+    ("530 KB, hot", BOUND, 1 / 2.5),
+    ("530 KB, 5 ms between messages", "ZeroMQ copy=False", 1.2),
+    (f"16 KB, hot{BESIDE}", "ZeroMQ msgpack", 1.0),
 )
 SLOWEST_LIMIT = 2.0  # the slowest hundredth beside busy loops, over that of a side that sleeps
 CPU_LIMIT = 0.15  # of a core, for the consumer between messages 5 ms apart
@@ -82,18 +76,12 @@ CPU_LIMIT = 0.15  # of a core, for the consumer between messages 5 ms apart
 class Samples:
     """The measurements by case and contender, and why contenders could not run."""
 
-    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    cpu: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # of each message
+    # Of each round, what `link.measure` returns.
+    rounds: dict[str, dict[str, list[tuple[float, float, list[float]]]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
     missing: dict[str, str] = field(default_factory=dict)
     loads: list[float] = field(default_factory=list)  # of the last minute, before each start
-
-    def add(
-        self, title: str, name: str, seconds: float, cpu: float, latencies: Sequence[float] = ()
-    ) -> None:
-        self.seconds.setdefault(title, {}).setdefault(name, []).append(seconds)
-        self.cpu.setdefault(title, {}).setdefault(name, []).append(cpu)
-        self.latencies.setdefault(title, {}).setdefault(name, []).extend(latencies)
 
 
 @contextmanager
@@ -193,9 +181,11 @@ def _round(
         with busy_loops(cores) if title.endswith(BESIDE) else nullcontext():
             for name in names:
                 if not (name in SPINNERS and title.endswith(BESIDE)):
-                    taken.add(title, name, *measure(links[name], size, gap, messages))
+                    found = measure(links[name], size, gap, messages)
+                    taken.rounds[title][name].append(found)
         if program is not None and with_bound:
-            taken.add(title, BOUND, measure_bound(program, cores, size, gap, messages), 0.0)
+            seconds = measure_bound(program, cores, size, gap, messages)
+            taken.rounds[title][BOUND].append((seconds, 0.0, []))
 
 
 def _comparison(title: str, taken: Samples, rounds: int) -> Comparison:
@@ -209,16 +199,18 @@ def _comparison(title: str, taken: Samples, rounds: int) -> Comparison:
         "busy loops": 2 if title.endswith(BESIDE) else 0,
         "load": statistics.median(taken.loads),
     }
+    # By contender: the seconds, the shares of a core and the latencies, each of all rounds.
+    of = {name: list(zip(*all_of, strict=True)) for name, all_of in taken.rounds[title].items()}
     plain = from_samples(
         title,
-        taken.seconds[title],
+        {name: seconds for name, (seconds, _, _) in of.items()},
         settings=settings,
         notes=notes,
-        events=taken.latencies[title],
+        events={name: list(chain(*latencies)) for name, (_, _, latencies) in of.items()},
     )
     figures: dict[str, dict[str, float]] = {}
     if gap == IDLE:
-        for name, cpu in taken.cpu[title].items():
+        for name, (_, cpu, _) in of.items():
             figures[name] = {"consumer's cores": statistics.median(cpu)}
     if gap == 0:
         for timing in plain.timings:
@@ -230,12 +222,10 @@ def _comparison(title: str, taken: Samples, rounds: int) -> Comparison:
 def targets_of(one: Comparison) -> Iterator[Target]:
     """The limits of a case, and what was measured of them."""
     beside = one.title.endswith(BESIDE)
-    for promise in PROMISES:
-        if one.title.startswith(promise.case) and beside == promise.case.endswith(BESIDE):
-            known = promise.other in one.names
-            factor = one.speedup("ring", promise.other) if known else None
-            what = f"speed over {promise.other}"
-            yield Target(what, promise.factor, factor, "x", at_least=True)
+    for case, other, least in PROMISES:
+        if one.title.startswith(case) and beside == case.endswith(BESIDE):
+            factor = one.speedup("ring", other) if other in one.names else None
+            yield Target(f"speed over {other}", least, factor, "x", at_least=True)
     if beside:
         ours, asleep = (one[name].percentiles["p99"] for name in ("ring", "ring, block"))
         yield Target("p99 over that of block", SLOWEST_LIMIT, ours / asleep, "x")

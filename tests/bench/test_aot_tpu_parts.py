@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import aot_tpu
+from bench import aot, aot_tpu
 from bench.tpu import grid
 from bench.tpu.programs import Compiled
 from pallas_kernels.testing.shapes import Shape
@@ -38,15 +38,15 @@ def compiled(monkeypatch, tmp_path):
 def test_a_check_of_a_part(compiled, capsys):
     """It holds; and does not where a way has more cycles than are kept, or does not compile."""
     cycles, calls = compiled
-    assert aot_tpu.main(["--check", *ONE]) == 0
+    assert aot.main(["tpu", "--check", *ONE]) == 0
     assert len(calls) == 3
     cycles["kernel"] = 1060
-    assert aot_tpu.main(["--check", *ONE]) == 1
-    assert aot_tpu.main(["--check", "--keep", *ONE]) == 1
-    assert aot_tpu.main(["--check", *ONE]) == 0
+    assert aot.main(["tpu", "--check", *ONE]) == 1
+    assert aot.main(["tpu", "--check", "--keep", *ONE]) == 1
+    assert aot.main(["tpu", "--check", *ONE]) == 0
     cycles["kernel"] = None
     capsys.readouterr()
-    assert aot_tpu.main(["--check", *ONE]) == 1
+    assert aot.main(["tpu", "--check", *ONE]) == 1
     assert "FAILED no room in VMEM" in capsys.readouterr().out
 
 

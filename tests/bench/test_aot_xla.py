@@ -1,7 +1,5 @@
 """How `bench.aot_xla` counts launches, and when a limit is broken."""
 
-from dataclasses import replace
-
 import pytest
 
 from bench import aot_xla
@@ -46,7 +44,7 @@ def test_a_loops_operations_count_as_often_as_it_turns():
 
 
 def test_each_limit_can_be_broken():
-    fine = aot_xla.Result("A100", Shape(512, 1000, 5, "bfloat16"), False, 13, 34, 1_126_400, False)
-    assert (fine.launch_limit, fine.memory_limit, fine.broken) == (34, 1_126_400, False)
-    for wrong in ({"launches": 35}, {"temporaries": 1_126_401}, {"has_gpu_kernel": True}):
-        assert replace(fine, **wrong).broken
+    fine = {"plain_launches": 13, "launches": 34, "temporaries": 1_126_400, "kernels": 0}
+    for more in ({}, {"launches": 35}, {"temporaries": 1_126_401}, {"kernels": 1}):
+        found = aot_xla.targets_of(Shape(512, 1000, 5, "bfloat16"), **fine | more)
+        assert [one.verdict for one in found].count("MISSED") == len(more)
