@@ -1,13 +1,18 @@
 """One strict JAX for all tests: no silent promotion, several CPU devices, no hidden state."""
 
+import atexit
 import ctypes
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
+from functools import partial
 from importlib import metadata
+from pathlib import Path
 
-from tests.support import compilation_cache
+from jax_specdec import compiled_programs
 from tests.support.paths import ROOT
 from tests.support.resources import memory
 
@@ -24,8 +29,17 @@ if sys.dont_write_bytecode:
 
 # Worker processes and tests compile the same programs: once is enough. CI begins without any, so
 # that its verdict does not depend on an earlier run.
-_KEPT = ROOT / ".pytest_cache" / f"jax-{metadata.version('jax')}"
-compilation_cache.begin(None if os.environ.get("CI") else _KEPT)
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a process of xdist has the others'
+    _kept = ROOT / ".pytest_cache" / f"programs-{metadata.version('jax')}"
+    if os.environ.get("CI"):
+        _kept = Path(tempfile.mkdtemp(prefix="jax-specdec-tests-"))
+        _forget = partial(shutil.rmtree, _kept, ignore_errors=True)
+        # Not where a fork ends.
+        atexit.register(lambda own: own == os.getpid() and _forget(), os.getpid())
+    compiled_programs.prepare(_kept)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_kept)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # jax warns of an entry that another process is writing, or was killed while it wrote, and compiles:
 # that is no error, and no line that a worker should print.

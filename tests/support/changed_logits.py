@@ -36,15 +36,8 @@ def changes_of(rng, rows, vocabulary, names=("allowed", "bias")):
 
 def in_float64(x, arrays):
     """The changed rows [R, V] of a call without row ids."""
-    return np.stack(
-        [
-            oracle.changed(
-                row,
-                arrays["allowed"][r] if "allowed" in arrays else None,
-                zip(arrays["bias_token_ids"][r], arrays["bias"][r], strict=True)
-                if "bias" in arrays
-                else (),
-            )
-            for r, row in enumerate(x)
-        ]
-    )
+    nothing = [None] * len(x), np.zeros((len(x), 0))
+    words = arrays.get("allowed", nothing[0])
+    biases = (arrays.get(name, nothing[1]) for name in ("bias_token_ids", "bias"))
+    each = zip(x, words, *biases, strict=True)
+    return np.stack([oracle.changed(row, w, zip(ids, b, strict=True)) for row, w, ids, b in each])

@@ -78,21 +78,14 @@ def of_a_run(compiled, weigh, branch=max):
                 body = of(re.search(r"body=%?([\w.-]+)", line)[1])
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
                 if body and not trips:
-                    raise ValueError(
-                        f"a loop without a known number of trips: {line.strip()[:200]}"
-                    )
+                    raise ValueError(f"a loop of unknown trips: {line.strip()[:200]}")
                 total += body * int(trips[1]) if body else 0
             elif " conditional(" in line:
-                named = re.search(r"branch_computations=\{([^}]*)\}", line)
-                branches = (
-                    named[1]
-                    if named
-                    else ",".join(
-                        re.search(rf"{which}_computation=%?([\w.-]+)", line)[1]
-                        for which in ("true", "false")
-                    )
-                )
-                total += branch(of(one.strip().lstrip("%")) for one in branches.split(","))
+                if named := re.search(r"branch_computations=\{([^}]*)\}", line):
+                    branches = re.findall(r"[\w.-]+", named[1])
+                else:
+                    branches = re.findall(r"(?:true|false)_computation=%?([\w.-]+)", line)
+                total += branch(map(of, branches))
             elif " call(" in line:
                 total += of(re.search(r"to_apply=%?([\w.-]+)", line)[1])
         return total

@@ -25,15 +25,13 @@ def shapes():
     Without drafts, S = 1, there are no tokens of q: M is that of an empty array, and any stands for
     all.
     """
-    found = [ABORTED]
-    for m, s in itertools.product(range(10), range(4)):
-        found.append((
-            ROWS["B"][(m + s) % 4], ROWS["S"][s], ROWS["M"][m],
-            VOCABULARIES[(m + s // 2) % 2], DTYPES[(m + s) % 3],
-        ))  # fmt: skip
-    for b in range(4):
-        found.append((b + 1, 1, ROWS["M"][3 * b], VOCABULARIES[b % 2], DTYPES[b % 3]))
-    return found
+    drafted = [
+        (ROWS["B"][(m + s) % 4], ROWS["S"][s], ROWS["M"][m], VOCABULARIES[(m + s // 2) % 2],
+         DTYPES[(m + s) % 3])
+        for m, s in itertools.product(range(10), range(4))
+    ]  # fmt: skip
+    plain = [(b + 1, 1, ROWS["M"][3 * b], VOCABULARIES[b % 2], DTYPES[b % 3]) for b in range(4)]
+    return [ABORTED, *drafted, *plain]
 
 
 def aborted(wanted, environment):

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections import namedtuple
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -16,14 +17,14 @@ from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDra
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig
-from jax_specdec.device.messages.row_logprobs import draft_rows
+from jax_specdec.device.messages.row_logprobs import DraftReport, draft_rows
 from jax_specdec.device.model.sharding import ONE_DEVICE
 from jax_specdec.device.worker.worker import Worker
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.worker_session import WorkerSession
-from jax_specdec.requests import Request, SamplingParams
 from tests.support.random_params import random_params
+from tests.support.requests import request as request
 
 VOCAB = 32
 
@@ -61,14 +62,8 @@ class Sent(list):
         self.append(np.array(data))
 
 
-class ReportWithLogits(NamedTuple):
-    """What a draft message has of drafts, and the logits that it was made of."""
-
-    token_ids: jax.Array
-    logprobs: jax.Array
-    token_ranks: jax.Array
-    extra_logprobs: jax.Array
-    logits: jax.Array  # [B, D, V]
+# What a draft message has of drafts, and the logits [B, D, V] that it was made of.
+ReportWithLogits = namedtuple("ReportWithLogits", (*DraftReport._fields, "logits"))
 
 
 @contextmanager
@@ -131,18 +126,19 @@ class Local:
                               max_length=max_length, num_drafts=MAX_DRAFTS)  # fmt: skip
         self.rank = WorkerSession(self, served, prefill_only=prefill_only)
 
-    def step(self, params, state, *asked, **options):
+    def noted(self, program, *given, **options):
         with draft_logits_kept():
-            state, output = self.shared.step(params, state, *asked, **options)
-        self.outputs.append(jax.tree.map(np.asarray, output))
-        return state, self.distort(output) if self.distort else output
-
-    def choose(self, params, state, *rows, **options):
-        self.chosen_apart += 1
-        with draft_logits_kept():
-            state, output = self.shared.choose(params, state, *rows, **options)
+            state, output = program(*given, **options)
         self.outputs.append(jax.tree.map(np.asarray, output))
         return state, output
+
+    def step(self, *given, **options):
+        state, output = self.noted(self.shared.step, *given, **options)
+        return state, self.distort(output) if self.distort else output
+
+    def choose(self, *given, **options):
+        self.chosen_apart += 1
+        return self.noted(self.shared.choose, *given, **options)
 
     def prefill_chunk(self, params, state, *places, **static):
         self.chunks.append(tuple(map(int, places)))
@@ -213,10 +209,6 @@ def run(requests, drafting, **options):
 
 def tokens_of(records):
     return [token for record in records for token in record.token_ids.tolist()]
-
-
-def request(id, prompt, **params):
-    return Request(id=id, prompt_token_ids=tuple(prompt), params=SamplingParams(**params))
 
 
 def mixed_requests(

@@ -18,23 +18,20 @@ class FakeRay:
     """
 
     def __init__(self, **answers):
-        self.answers, self.killed, self.called = answers, 0, []
+        self.answers, self.killed = answers, 0
         self.RayError = RayError
-        for name in errors._LOST:
+        names = *errors._LOST, "RayTaskError", "ObjectStoreFullError", "OutOfDiskError"
+        for name in names:
             setattr(self, name, type(name, (RayError,), {}))
-        self.ActorDiedError = type("ActorDiedError", (self.RayActorError,), {})
-        self.ActorUnavailableError = type("ActorUnavailableError", (self.RayActorError,), {})
-        self.RayTaskError = type("RayTaskError", (RayError,), {})
-        self.ObjectStoreFullError = type("ObjectStoreFullError", (RayError,), {})
-        self.OutOfDiskError = type("OutOfDiskError", (RayError,), {})
+        for name in ("ActorDiedError", "ActorUnavailableError"):
+            setattr(self, name, type(name, (self.RayActorError,), {}))
 
     def __call__(self, name="ray"):
         return self
 
     def get(self, reference, timeout=None):
         answer = self.answers.get(reference)
-        if isinstance(answer, list):
-            answer = answer.pop(0)
+        answer = answer.pop(0) if isinstance(answer, list) else answer
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -48,20 +45,13 @@ class FakeRay:
     def place(self):
         """A replica's place, whose actor's calls are references by the method's name."""
 
-        def bound(method):
-            def remote(*arguments):
-                self.called.append(method)
-                return iter(self.answers["records"]) if method == "records" else method
+        class Actor:
+            def __getattr__(_, method):
+                def remote(*arguments):
+                    return iter(self.answers["records"]) if method == "records" else method
 
-            return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote))
+                return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote))
 
-        methods = ("address", "begin", "records", "submit", "abort", "status", "close",
-                   "load_weights", "use_weights", "forget_weights")  # fmt: skip
-        actor = SimpleNamespace(**{method: bound(method) for method in methods})
         return SimpleNamespace(
-            actor=actor,
-            remove=lambda: self.called.append("remove"),
-            remove_leftovers=lambda address: (
-                self.called.append("remove_leftovers") or "remove_leftovers"
-            ),
+            actor=Actor(), remove=lambda: None, remove_leftovers=lambda address: "leftovers"
         )

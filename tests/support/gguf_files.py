@@ -8,23 +8,12 @@ import numpy as np
 from tests.support import hf_files
 
 KINDS = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-FLOATS = {"F32": np.float32, "F16": np.float16}
 
 
 def fields(config):
     """The fields of an architecture, by their names without it."""
-    return {
-        "context_length": 512,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "rope.freq_base": float(config.rope_theta),
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-    }
+    lengths = {"context_length": 512, "attention.value_length": config.head_dim}
+    return lengths | {name: getattr(config, ours) for ours, _, name in hf_files.NUMBERS}
 
 
 def tokenizer_fields(library, pre="gpt-2", **more):
@@ -61,13 +50,9 @@ def write(path, config, *, params=None, packed="F32", changes=None, tokenizer=No
         if heads and kind == "llama":  # as llama.cpp's convert_hf_to_gguf.py has it
             half = value.shape[0] // heads // 2
             value = value.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(value.shape)
-        own = packed if value.ndim == 2 else "F32"
-        if own in FLOATS:
-            writer.add_tensor(f"{names.get_name(stem)}.{last}", value.astype(FLOATS[own]))
-        else:
-            of = gguf.GGMLQuantizationType[own]
-            raw = gguf.quantize(value.astype(np.float32), of)
-            writer.add_tensor(f"{names.get_name(stem)}.{last}", raw, raw_dtype=of)
+        of = gguf.GGMLQuantizationType[packed if value.ndim == 2 else "F32"]
+        raw = gguf.quantize(value.astype(np.float32), of)
+        writer.add_tensor(f"{names.get_name(stem)}.{last}", raw, raw_dtype=of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,13 +61,6 @@ def write(path, config, *, params=None, packed="F32", changes=None, tokenizer=No
 
 
 def _add(writer, name, value):
-    if isinstance(value, list):
-        writer.add_array(name, value)
-    elif isinstance(value, bool):
-        writer.add_bool(name, value)
-    elif isinstance(value, float):
-        writer.add_float32(name, value)
-    elif isinstance(value, str):
-        writer.add_string(name, value)
-    else:
-        writer.add_uint32(name, value)
+    kinds = gguf.GGUFValueType
+    kind = kinds.get_type(value)
+    writer.add_key_value(name, value, kinds.UINT32 if kind is kinds.INT32 else kind)

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
@@ -10,43 +9,49 @@ from safetensors.numpy import save_file
 from jax_specdec.checkpoint.hf_names import sources
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.checkpoint.rope_scaling import RopeScaling
-from jax_specdec.device.model.params import init_params, named_arrays
+from jax_specdec.device.model.params import named_arrays
+from tests.support.random_params import drawn
 
 GEMMA = {
     "post_norms": True, "norm_plus_one": True, "scale_embedding": True, "activation": "gelu_tanh",
     "attention_scale": 12**-0.5,
 }  # fmt: skip
-CONFIGS = {
-    "llama": ModelConfig.tiny(40, tie_embeddings=False, num_mtp_layers=0),
-    "llama with an MTP head": ModelConfig.tiny(40, tie_embeddings=False),
-    "llama 3.1, tied": ModelConfig.tiny(
-        40, num_mtp_layers=0, rope_scaling=RopeScaling("llama3", 8.0, original_length=60)
-    ),
-    "qwen2": ModelConfig.tiny(40, tie_embeddings=False, num_mtp_layers=0, qkv_bias=True),
-    "qwen3, every bias, MTP": ModelConfig.tiny(
-        40, qk_norm=True, qkv_bias=True, output_bias=True, rope_scaling=RopeScaling("linear", 2.0)
-    ),
-    "mistral, sliding, yarn": ModelConfig.tiny(
-        40, tie_embeddings=False, num_mtp_layers=0, sliding_window=5, sliding_layers=(0, 1),
-        rope_scaling=RopeScaling("yarn", 4.0, 1.0, 32.0, 60, attention_factor=1.5),
-    ),
-    "mimo": ModelConfig.tiny(40, tie_embeddings=False, qkv_bias=True, norm_in_head=True),
-    "mixtral": ModelConfig.tiny(
-        40, tie_embeddings=False, num_mtp_layers=0, num_experts=4, experts_per_token=2
-    ),
-    "qwen3 moe": ModelConfig.tiny(
-        40, tie_embeddings=False, num_mtp_layers=0, num_experts=3, experts_per_token=2,
-        qk_norm=True, renormalize_experts=False,
-    ),
-    "gemma 2": ModelConfig.tiny(
-        40, num_mtp_layers=0, num_layers=3, sliding_window=4, sliding_layers=(0, 2),
-        attention_softcap=50.0, logit_softcap=30.0, **GEMMA,
-    ),
-    "gemma 3": ModelConfig.tiny(
-        40, num_mtp_layers=0, num_layers=3, sliding_window=4, sliding_layers=(0, 1), qk_norm=True,
-        sliding_rope_theta=100.0, **GEMMA,
-    ),
-}  # fmt: skip
+OF_GEMMA = GEMMA | {"num_mtp_layers": 0, "num_layers": 3, "sliding_window": 4}
+PLAIN = {"tie_embeddings": False, "num_mtp_layers": 0}
+EXPERTS = PLAIN | {"experts_per_token": 2}
+YARN = RopeScaling("yarn", 4.0, 1.0, 32.0, 60, attention_factor=1.5)
+LLAMA3 = RopeScaling("llama3", 8.0, original_length=60)
+CAPS = {"attention_softcap": 50.0, "logit_softcap": 30.0}
+EVERY_BIAS = {"qkv_bias": True, "output_bias": True}
+CHANGES = {
+    "llama": PLAIN,
+    "llama with an MTP head": {"tie_embeddings": False},
+    "llama 3.1, tied": {"num_mtp_layers": 0, "rope_scaling": LLAMA3},
+    "qwen2": PLAIN | {"qkv_bias": True},
+    "qwen3, every bias, MTP": EVERY_BIAS
+    | {"qk_norm": True, "rope_scaling": RopeScaling("linear", 2.0)},
+    "mistral, sliding, yarn": PLAIN
+    | {"sliding_window": 5, "sliding_layers": (0, 1), "rope_scaling": YARN},
+    "mimo": {"tie_embeddings": False, "qkv_bias": True, "norm_in_head": True},
+    "mixtral": EXPERTS | {"num_experts": 4},
+    "qwen3 moe": EXPERTS | {"num_experts": 3, "qk_norm": True, "renormalize_experts": False},
+    "gemma 2": OF_GEMMA | CAPS | {"sliding_layers": (0, 2)},
+    "gemma 3": OF_GEMMA | {"sliding_layers": (0, 1), "qk_norm": True, "sliding_rope_theta": 100.0},
+}
+CONFIGS = {name: ModelConfig.tiny(40, **changes) for name, changes in CHANGES.items()}
+
+
+# As `ModelConfig`, config.json and a GGUF file name them.
+NUMBERS = (
+    ("hidden_size", "hidden_size", "embedding_length"),
+    ("num_layers", "num_hidden_layers", "block_count"),
+    ("num_heads", "num_attention_heads", "attention.head_count"),
+    ("num_kv_heads", "num_key_value_heads", "attention.head_count_kv"),
+    ("head_dim", "head_dim", "attention.key_length"),
+    ("intermediate_size", "intermediate_size", "feed_forward_length"),
+    ("rope_theta", "rope_theta", "rope.freq_base"),
+    ("norm_eps", "rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+)
 
 
 def architecture_of(config):
@@ -68,30 +73,19 @@ def random_params(config, seed=0):
     """Random weights, so large that the model's choices are clear; norms are not 1."""
     rng = np.random.default_rng(seed)
 
-    def draw(path, x):
-        if path[-1].name.endswith("norm"):
-            values = rng.uniform(0.5, 1.5, x.shape)
-        else:
-            values = rng.normal(size=x.shape) * 2 / np.sqrt(x.shape[-2])
-        return jnp.asarray(values, config.dtype)
+    def draw(name, shape):
+        if name.endswith("norm"):
+            return rng.uniform(0.5, 1.5, shape)
+        return rng.normal(size=shape) * 2 / np.sqrt(shape[-2])
 
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return drawn(config, draw)
 
 
 def hf_fields(config):
     """The fields of config.json as transformers before version 5 wrote it."""
-    fields = {
+    fields = {theirs: getattr(config, ours) for ours, theirs, _ in NUMBERS} | {
         "architectures": [architecture_of(config)],
         "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": config.dtype,
         "attention_bias": config.output_bias,
@@ -108,8 +102,8 @@ def hf_fields(config):
     if config.post_norms:
         fields |= {
             "layer_types": [
-                "sliding_attention" if index in config.sliding_layers else "full_attention"
-                for index in range(config.num_layers)
+                f"{'sliding' if at in config.sliding_layers else 'full'}_attention"
+                for at in range(config.num_layers)
             ],
             "query_pre_attn_scalar": 12,
             "attn_logit_softcapping": config.attention_softcap,
@@ -117,22 +111,18 @@ def hf_fields(config):
             "rope_local_base_freq": config.sliding_rope_theta,
         }
     fields["sliding_window"] = config.sliding_window
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "yarn":
-        fields["rope_scaling"] = {
-            "rope_type": "yarn", "factor": scaling.factor, "truncate": scaling.truncate,
-            "beta_slow": scaling.low_frequency_factor, "beta_fast": scaling.high_frequency_factor,
+    if (scaling := config.rope_scaling) is not None:
+        names = ("beta_slow", "beta_fast")
+        if scaling.kind != "yarn":
+            names = ("low_freq_factor", "high_freq_factor")
+        factors = scaling.low_frequency_factor, scaling.high_frequency_factor
+        fields["rope_scaling"] = dict(zip(names, factors, strict=True)) | {
+            "rope_type": scaling.kind,
+            "factor": scaling.factor,
             "original_max_position_embeddings": scaling.original_length,
             "attention_factor": scaling.attention_factor,
-        }  # fmt: skip
-    elif scaling is not None:
-        fields["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            fields["rope_scaling"] |= {
-                "low_freq_factor": scaling.low_frequency_factor,
-                "high_freq_factor": scaling.high_frequency_factor,
-                "original_max_position_embeddings": scaling.original_length,
-            }
+            "truncate": scaling.truncate,
+        }
     return fields
 
 

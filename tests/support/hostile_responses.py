@@ -16,21 +16,17 @@ def line(records, build=completion):
     return json.dumps(build(records[0].request, records, TABLE, **MADE))
 
 
+def response(name, tokens, logprobs, finish_reason="stop", **more):
+    """A response of a server without the extension."""
+    found = {"tokens": tokens, "token_logprobs": logprobs}
+    choice = {"text": "".join(tokens), "finish_reason": finish_reason, "logprobs": found}
+    return {"id": name, "choices": [choice], **more}
+
+
 def hostile_response():
-    return {
-        "id": HOSTILE[0],
-        "choices": [
-            {
-                "text": "".join(HOSTILE),
-                "finish_reason": HOSTILE[3],
-                "logprobs": {
-                    "tokens": HOSTILE,
-                    "token_logprobs": [-0.5] * len(HOSTILE),
-                    "top_logprobs": [dict.fromkeys(HOSTILE, -1.0)] * len(HOSTILE),
-                    "text_offset": [0] * len(HOSTILE),
-                },
-            }
-        ],
-        "model": HOSTILE[0],
-        "speculation": {"prompt": HOSTILE[0], "logprobs_mode": HOSTILE[0]},
-    }
+    first, count = HOSTILE[0], len(HOSTILE)
+    said = {"model": first, "speculation": {"prompt": first, "logprobs_mode": first}}
+    found = response(first, HOSTILE, [-0.5] * count, HOSTILE[3], **said)
+    top = [dict.fromkeys(HOSTILE, -1.0)] * count
+    found["choices"][0]["logprobs"] |= {"top_logprobs": top, "text_offset": [0] * count}
+    return found

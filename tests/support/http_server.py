@@ -16,6 +16,7 @@ from jax_specdec.serve.app import Service
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.listener import Listener, bound
 from jax_specdec.serve.model import ServedModel
+from tests.support.processes import wait_for
 from tests.support.scripted_worker import VOCAB, ScriptedWorker
 
 EOS = VOCAB - 1
@@ -25,6 +26,7 @@ PIECES = [
     b"--", b".", b"q", b"r", b"s", b"t", b"u", b"v", b"w", b"A", b"B", b"C", b"D", b"E", b"F", b"G",
     b"H", b"",
 ]  # fmt: skip
+until = wait_for
 TABLE = TokenTable(PIECES, {EOS: "</s>"})
 MAX_LENGTH = 64
 
@@ -125,14 +127,6 @@ def serving(
             listener.should_exit = True
             http.close()
             thread.join(30)
-
-
-def until(condition, seconds=30.0):
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to hold"
-        time.sleep(0.005)
 
 
 def finished(server, reason):

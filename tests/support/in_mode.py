@@ -42,16 +42,12 @@ def check_rows(rows, params, token_ids, got, ids, ranks, chosen=None):
     k = params.num_columns - 1
     assert (got.shape, ids.shape) == ((len(rows), k + 1), (len(rows), k))
     for n, (row, token) in enumerate(zip(rows, token_ids, strict=True)):
-        table = logprobs(row, params)
-        valid = oracle.is_valid(row)
+        table, valid = logprobs(row, params), oracle.is_valid(row)
         best = oracle.top_ids(row, k) if valid else np.array([], int)
         best = best[table[best] > -np.inf]  # what processing excludes is no candidate
-        expected_ids = np.full(k, -1)
-        expected_ids[: len(best)] = best
-        expected = np.full(k + 1, -np.inf if valid else np.nan)
-        expected[0] = table[token]
-        expected[1 : 1 + len(best)] = table[best]
-        np.testing.assert_array_equal(ids[n], expected_ids)
+        missing = k - len(best)
+        expected = [table[token], *table[best], *[-np.inf if valid else np.nan] * missing]
+        np.testing.assert_array_equal(ids[n], [*best, *[-1] * missing])
         assert ranks[n] == (oracle.token_rank(row, token) if valid else 0)
         oracle.assert_logprobs_close(got[n], expected)
         if chosen is not None:
@@ -75,16 +71,14 @@ def check_records(result, requests, model=None):
     were changed and those of them behind a draft, accepted drafts, and kept sets by size.
     """
     params, config = model or random_model()
-    weights, seen, steps = named_arrays(params), Counter(), {}
+    weights, seen = named_arrays(params), Counter()
+    chosen_from = [chose(output) for output in result.outputs]
     for item in requests:
         emitted, own_rows = [], []
         for record in result.records[item.id]:
             output = result.outputs[record.step]
-            if record.step not in steps:
-                steps[record.step] = chose(output)
-            own, changed = (
-                x[record.slot][: record.num_tokens] for x in (output.logits, steps[record.step])
-            )
+            both = output.logits, chosen_from[record.step]
+            own, changed = (x[record.slot][: record.num_tokens] for x in both)
             for n, token in enumerate(record.token_ids.tolist()):
                 seen += _check_choice(own[n], changed[n], item, emitted, record, n)
                 emitted.append(token)
@@ -120,7 +114,7 @@ def _check_choice(own, changed, item, emitted, record, n):
         return seen
     share = 0.0
     if params.temperature:
-        share = np.log(np.exp(oracle.log_softmax(changed, params.temperature))[kept].sum())
+        share = np.logaddexp.reduce(oracle.log_softmax(changed, params.temperature)[kept])
     np.testing.assert_allclose(record.kept.log_kept[n], share, atol=1e-5)
     assert record.kept.counts[n] == (KEPT_ALL if kept.all() else kept.sum())
     ids = [] if kept.all() else np.flatnonzero(kept).tolist()
@@ -155,10 +149,8 @@ def _check_text(table, own_rows, records, item):
     parts = [record.prompt for record in records if record.prompt is not None]
     for part in parts:
         rows = table[part.start - 1 :][: len(part.token_ids)]
-        expected = [
-            logprobs(row, item.params)[token]
-            for row, token in zip(rows, part.token_ids, strict=True)
-        ]
+        pairs = zip(rows, part.token_ids, strict=True)
+        expected = [logprobs(row, item.params)[token] for row, token in pairs]
         np.testing.assert_allclose(part.logprobs[:, 0], expected, atol=CLOSE)
     scored = [token for part in parts for token in part.token_ids.tolist()]
     assert scored == ([] if item.params.prompt_logprobs is None else list(prompt[1:]))

@@ -2,9 +2,8 @@
 
 import math
 
-from jax_specdec.records.output_processor import ProcessorState, admit, step
 from jax_specdec.text.detokenize import TokenTable
-from tests.support.processor_messages import request, target, tokens
+from tests.support.processor_messages import admitted, run, target, tokens
 
 SNOWMAN = "\N{SNOWMAN}".encode()  # three bytes, as three tokens: 0, 1, 2
 
@@ -16,12 +15,7 @@ MADE = {"model": "m", "created": 17}
 
 
 def records_of(*messages, **params):
-    state = admit(ProcessorState.empty(1), 0, 1, request(**params))
-    records = []
-    for message in messages:
-        state, released = step(state, message)
-        records += released
-    return records
+    return [record for records in run(admitted(**params), *messages)[1] for record in records]
 
 
 def two_steps(**params):

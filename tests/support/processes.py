@@ -31,7 +31,7 @@ def wait_for(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.005)
 
 
 def no_ring_is_left():

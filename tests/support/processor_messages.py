@@ -26,11 +26,9 @@ def tokens(
     ranks=None,
 ):
     """A slot with tokens; `logprobs` [n, columns + chosen] are made from the ids if not given."""
-    rows = (len(ids) if columns else 0) if rows is None else rows
-    if logprobs is None and columns:
-        logprobs = [
-            [-(id + 1) / (8 * (c + 1)) for c in range(columns + chosen)] for id in ids[:rows]
-        ]
+    rows = ids[: (len(ids) if columns else 0) if rows is None else rows]
+    if logprobs is None:
+        logprobs = [[-(id + 1) / (8 * (c + 1)) for c in range(columns + chosen)] for id in rows]
     return SlotContents(
         state=state,
         generation=generation,
@@ -39,22 +37,16 @@ def tokens(
         columns=columns,
         num_chosen=chosen,
         token_ids=ids,
-        token_ranks=[id % 5 + 1 for id in ids[:rows]] if ranks is None else ranks,
-        logprobs=() if logprobs is None else np.asarray(logprobs, np.float32),
-        topk_ids=[[id + c for c in range(columns - 1)] for id in ids[:rows]] if columns else (),
+        token_ranks=[id % 5 + 1 for id in rows] if ranks is None else ranks,
+        logprobs=np.asarray(logprobs, np.float32),
+        topk_ids=[[id + c for c in range(columns - 1)] for id in rows],
     )
 
 
 def first_token(id, *draft_ids, generation=1, columns=0):
     """A prefill's first token, and the drafts of the next step as bare ids."""
-    return tokens(
-        id,
-        *draft_ids,
-        generation=generation,
-        columns=columns,
-        state=SlotState.PREFILL_FIRST_TOKEN,
-        rows=1 if columns else 0,
-    )
+    first = {"state": SlotState.PREFILL_FIRST_TOKEN, "rows": int(columns > 0)}
+    return tokens(id, *draft_ids, generation=generation, columns=columns, **first)
 
 
 def silent(state=SlotState.NOTHING, generation=1):
@@ -69,19 +61,15 @@ def draft(step, *slots, **header):
     return decode(encode(Kind.DRAFT, step, slots, **header))
 
 
-def drafts(*ids, generation=1, columns=0, chosen=0, **fields):
+def drafts(*ids, **fields):
     """A slot of a draft message: all the drafts of the step."""
-    return tokens(
-        *ids, generation=generation, drafts=len(ids), columns=columns, chosen=chosen, **fields
-    )
+    return tokens(*ids, drafts=len(ids), **fields)
 
 
 def admitted(num_slots=1, slot=0, generation=1, prefill=False, handed_over=None, **params):
     """A state with one request."""
-    state = ProcessorState.empty(num_slots)
-    return admit(
-        state, slot, generation, request(**params), prefill=prefill, handed_over=handed_over
-    )
+    how = {"prefill": prefill, "handed_over": handed_over}
+    return admit(ProcessorState.empty(num_slots), slot, generation, request(**params), **how)
 
 
 def run(state, *messages):

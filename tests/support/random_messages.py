@@ -38,10 +38,8 @@ def random_request(rng, name):
 def random_rows(rng, params, n, **fields):
     """Slot fields for n tokens, rows included, some of them invalid."""
     columns, chosen = params.num_columns, len(params.extra_token_ids)
-    rows = n if columns else 0
-    if fields["state"] is SlotState.PREFILL_FIRST_TOKEN:
-        rows = min(rows, 1)
-    invalid = [rng.random() < 0.05 for _ in range(rows)]
+    rows = min(n, 1) if fields["state"] is SlotState.PREFILL_FIRST_TOKEN else n
+    invalid = [rng.random() < 0.05 for _ in range(rows if columns else 0)]
     values = [0.0, -0.125, -1.5, -3.25, -math.inf]
     return SlotContents(
         token_ids=[rng.randrange(VOCABULARY) for _ in range(n)],
@@ -62,18 +60,15 @@ def random_rows(rng, params, n, **fields):
 
 
 def random_target_slot(rng, params, generation, *, fresh):
-    states = [SlotState.TOKENS] * 30 + list(SlotState)
-    state = rng.choice(states)
+    state = rng.choice([SlotState.TOKENS] * 30 + list(SlotState))
     if state is SlotState.PREFILL_FIRST_TOKEN and not fresh:
         state = SlotState.TOKENS
     drafts = rng.choice((0, 0, 1, 2, 4))
-    if state is SlotState.TOKENS:
-        n = rng.randint(1, drafts + 1)
-    elif state is SlotState.PREFILL_FIRST_TOKEN:
-        n = drafts + 1
-    else:
-        return SlotContents(state=state, generation=generation, num_drafts=drafts)
-    slot = random_rows(rng, params, n, state=state, generation=generation, num_drafts=drafts)
+    fields = {"state": state, "generation": generation, "num_drafts": drafts}
+    if state not in (SlotState.TOKENS, SlotState.PREFILL_FIRST_TOKEN):
+        return SlotContents(**fields)
+    n = rng.randint(1, drafts + 1) if state is SlotState.TOKENS else drafts + 1
+    slot = random_rows(rng, params, n, **fields)
     if not params.kept_token_ids:
         return slot
     rows = 1 if state is SlotState.PREFILL_FIRST_TOKEN else n
@@ -82,16 +77,9 @@ def random_target_slot(rng, params, generation, *, fresh):
 
 def random_draft_slot(rng, params, generation):
     n = rng.choice((0, 1, 2, 4))
-    if rng.random() < 0.02:
-        params = perhaps_other_rows(rng, params)
+    if rng.random() < 0.02:  # the rows of some request: another K, mode or number of chosen ids
+        params = random_params(rng)
     return random_rows(rng, params, n, state=SlotState.TOKENS, generation=generation, num_drafts=n)
-
-
-def perhaps_other_rows(rng, params):
-    """Parameters with the rows of some request: another K, mode or number of chosen ids."""
-    other = random_params(rng)
-    names = ("logprobs", "logprobs_mode", "extra_token_ids")
-    return replace(params, **{name: getattr(other, name) for name in names})
 
 
 def random_prompt_slot(rng, params, generation, tokens):

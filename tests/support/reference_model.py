@@ -32,7 +32,7 @@ def logprobs(weights: Mapping, sizes: Mapping, ids) -> np.ndarray:
 
 def mtp_hidden(weights: Mapping, sizes: Mapping, hidden, next_ids) -> np.ndarray:
     """MTP hidden states [N, E] from hidden states [N, E] of positions 0..N-1 and their next ids."""
-    w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+    w = _exact(weights)
     eps = sizes["norm_eps"]
     left = _norm(np.asarray(hidden, np.float64), w["mtp.hidden_norm"], eps)
     right = _norm(w["embedding"][np.asarray(next_ids)], w["mtp.token_norm"], eps)
@@ -49,19 +49,22 @@ def mtp_logits(weights: Mapping, sizes: Mapping, ids) -> np.ndarray:
 
 
 def _head(weights: Mapping) -> np.ndarray:
-    if "head" in weights:
-        return np.asarray(weights["head"], np.float64)
-    return np.asarray(weights["embedding"], np.float64).T
+    head = weights["head"] if "head" in weights else np.asarray(weights["embedding"]).T
+    return np.asarray(head, np.float64)
 
 
 def _decoder(weights: Mapping, sizes: Mapping, ids: np.ndarray) -> np.ndarray:
-    w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+    w = _exact(weights)
     x = w["embedding"][ids]
     if sizes.get("scale_embedding"):
         x = x * np.sqrt(x.shape[1])
     for index in range(sizes["num_layers"]):
         x = _layer(w, "layers.", index, sizes, x)
     return _norm(x, w["final_norm"] + bool(sizes.get("norm_plus_one")), sizes["norm_eps"])
+
+
+def _exact(weights: Mapping) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value, np.float64) for name, value in weights.items()}
 
 
 def _capped(x, cap):
@@ -145,14 +148,13 @@ def _angles(sizes: Mapping) -> list[float]:
         wavelength = 2 * np.pi / angle
         long = scaling["original_length"] / scaling["low_frequency_factor"]
         short = scaling["original_length"] / scaling["high_frequency_factor"]
+        ratio = scaling["original_length"] / wavelength - scaling["low_frequency_factor"]
+        ratio /= scaling["high_frequency_factor"] - scaling["low_frequency_factor"]
         if scaling["kind"] == "linear" or wavelength > long:
-            result.append(angle / scaling["factor"])
+            ratio = 0
         elif wavelength < short:
-            result.append(angle)
-        else:
-            ratio = scaling["original_length"] / wavelength - scaling["low_frequency_factor"]
-            ratio /= scaling["high_frequency_factor"] - scaling["low_frequency_factor"]
-            result.append((1 - ratio) * angle / scaling["factor"] + ratio * angle)
+            ratio = 1
+        result.append((1 - ratio) * angle / scaling["factor"] + ratio * angle)
     return result
 
 

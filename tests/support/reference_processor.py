@@ -10,16 +10,11 @@ from typing import Any
 
 from tests.support.random_kept import as_lists
 
+ROW = ("logprobs", "chosen_logprobs", "token_ranks", "topk_ids")
+
 
 class Refused(Exception):
     """A message that the reference refuses."""
-
-
-def added(one, other):
-    return {
-        "steps": sorted(one["steps"] + other["steps"]),
-        "num_tokens": one["num_tokens"] + other["num_tokens"],
-    }
 
 
 @dataclass
@@ -32,22 +27,18 @@ class Occupant:
     prefill: bool
     token_ids: list
     cumulative_logprob: float
-    earlier: dict
+    earlier: list
     prompt_before: int  # rows of the prompt delivered in earlier stays
     prompt_came: int = 0
     phase: str = "running"
-    delivered: int = 0
-    steps: list = field(default_factory=list)  # (proposed, accepted) of every step with tokens
+    steps: list = field(default_factory=list)  # (proposed, accepted, delivered), each with tokens
 
     def __post_init__(self):
         asked = self.request.params.prompt_logprobs is not None and not self.token_ids
         self.prompt_due = len(self.request.prompt_token_ids) - 1 if asked else 0
 
-    def statistics_of_stay(self):
-        return {"steps": sorted(self.steps), "num_tokens": self.delivered}
-
     def statistics(self):
-        return added(self.earlier, self.statistics_of_stay())
+        return self.earlier + self.steps
 
     def stop_after_newest_token(self):
         """(reason, what stopped it) when the newest token ends the request, else None."""
@@ -65,6 +56,13 @@ class Occupant:
         return None
 
 
+def row_of(contents, j):
+    """Row j, by the names of a record."""
+    row, columns = contents.logprobs[j], contents.columns
+    values = row[:columns], row[columns:], contents.token_ranks[j], contents.topk_ids[j]
+    return dict(zip(ROW, values, strict=True))
+
+
 class ReferenceProcessor:
     def __init__(self, num_slots, first_step=0):
         self.slots = [None] * num_slots
@@ -73,7 +71,7 @@ class ReferenceProcessor:
         self.next_step = first_step
         self.waiting = []  # records of step next_step - 1
         self.early_draft = None  # slots of the draft message of step next_step
-        self.past_statistics = []
+        self.past_steps = []
         self.cut_tokens = self.surplus_tokens = self.late_slots = self.late_drafts = 0
         self.preempted = 0
         self.finished = []
@@ -87,21 +85,16 @@ class ReferenceProcessor:
 
     def release(self, slot):
         if self.slots[slot] is not None:
-            self.past_statistics.append(self.slots[slot].statistics_of_stay())
+            self.past_steps += self.slots[slot].steps
             self.slots[slot] = None
 
     def abort(self, request_id):
-        for occupant in self.slots:
-            if occupant is not None and occupant.request.id == request_id:
-                return self.end(occupant, "ABORT")
-        return []
+        found = [one for one in self.slots if one is not None and one.request.id == request_id]
+        return self.end(found[0], "ABORT") if found else []
 
     def flush(self, reason):
-        ended = []
-        if reason is not None:
-            for occupant in self.slots:
-                if occupant is not None:
-                    ended += self.end(occupant, reason)
+        left = [one for one in self.slots if one is not None and reason is not None]
+        ended = [record for one in left for record in self.end(one, reason)]
         released, self.waiting = self.waiting, []
         if self.early_draft is not None:
             self.late_drafts += sum(len(slot.token_ids) > 0 for slot in self.early_draft)
@@ -114,26 +107,19 @@ class ReferenceProcessor:
             return []
         occupant.phase = "ended"
         self.finished.append(reason)
-        record = self.empty_record(occupant, self.next_step - 1)
-        for waiting in self.waiting:
-            if (waiting["slot"], waiting["generation"]) == (occupant.slot, occupant.generation):
-                record = waiting
-        self.waiting = [waiting for waiting in self.waiting if waiting is not record]
-        record["reschedule"] = False
-        record["finish_reason"] = reason
-        record["handover_draft_ids"] = None  # no decode node goes on
-        record["statistics"] = occupant.statistics()
-        return [record]
+        place = occupant.slot, occupant.generation
+        mine = [one for one in self.waiting if (one["slot"], one["generation"]) == place]
+        self.waiting = [one for one in self.waiting if one not in mine]
+        (record,) = mine or [self.empty_record(occupant, self.next_step - 1)]
+        ends = {"reschedule": False, "finish_reason": reason, "statistics": occupant.statistics()}
+        return [record | ends | {"handover_draft_ids": None}]  # no decode node goes on
 
     def target(self, step, draft_follows, slots):
         if step != self.next_step:
             raise Refused("steps are lost or came twice")
         self.check(slots)
-        records = []
-        for slot, contents in enumerate(slots):
-            record = self.slot_record(step, slot, contents)
-            if record is not None:
-                records.append(record)
+        found = [self.slot_record(step, slot, contents) for slot, contents in enumerate(slots)]
+        records = [record for record in found if record is not None]
         released, self.waiting = self.waiting, []
         self.next_step += 1
         if self.early_draft is not None:
@@ -169,69 +155,60 @@ class ReferenceProcessor:
             if contents.state.name == "TOKENS" and contents.token_ids
         ]
         for slot, contents in spoken:
-            if contents.generation > self.last_generation[slot]:
-                raise Refused("a generation that was never admitted")
+            self.check_generation(slot, contents)
             occupant = self.slots[slot]
             if self.is_about(contents, occupant):
-                first = 1 + occupant.prompt_came
                 if not occupant.prompt_due or occupant.token_ids:
                     raise Refused("rows that were not asked for")
                 prompt = list(occupant.request.prompt_token_ids)
-                if prompt[first : first + len(contents.token_ids)] != contents.token_ids:
+                if (
+                    prompt[1 + occupant.prompt_came :][: len(contents.token_ids)]
+                    != contents.token_ids
+                ):
                     raise Refused("other tokens than the prompt's next ones")
         records = []
         for slot, contents in spoken:
             occupant = self.slots[slot]
             if not self.is_about(contents, occupant):
-                if contents.generation == self.last_generation[slot]:
-                    self.surplus_tokens += len(contents.token_ids)
-                else:
-                    self.late_slots += 1
+                self.count_unasked(slot, contents, len(contents.token_ids))
                 continue
-            record = self.empty_record(occupant, self.next_step)
-            record["prompt"] = []
-            for j in range(len(contents.token_ids)):
+            record = self.empty_record(occupant, self.next_step) | {"prompt": []}
+            for j, token_id in enumerate(contents.token_ids):
                 occupant.prompt_came += 1
                 if occupant.prompt_came > occupant.prompt_before:
-                    row, columns = contents.logprobs[j], contents.columns
-                    record["prompt"].append(
-                        [
-                            occupant.prompt_came,
-                            contents.token_ids[j],
-                            row[:columns],
-                            row[columns:],
-                            contents.token_ranks[j],
-                            contents.topk_ids[j],
-                        ]
-                    )
+                    values = row_of(contents, j).values()
+                    record["prompt"].append([occupant.prompt_came, token_id, *values])
             if record["prompt"]:
                 records.append(record)
         return records
+
+    def check_generation(self, slot, contents):
+        if contents.generation > self.last_generation[slot]:
+            raise Refused("a generation that was never admitted")
+
+    def count_unasked(self, slot, contents, num_tokens):
+        """Tokens behind their request's end, or about an earlier one."""
+        if contents.generation == self.last_generation[slot]:
+            self.surplus_tokens += num_tokens
+        else:
+            self.late_slots += 1
 
     def check(self, slots):
         for slot, contents in enumerate(slots):
             if contents.state.name in ("NOTHING", "STOPPED"):
                 continue
-            if contents.generation > self.last_generation[slot]:
-                raise Refused("a generation that was never admitted")
+            self.check_generation(slot, contents)
             occupant = self.slots[slot]
-            if (
-                contents.token_ids
-                and self.is_about(contents, occupant)
-                and occupant.prompt_came < occupant.prompt_due
-            ):
+            if not self.is_about(contents, occupant):
+                continue
+            if contents.token_ids and occupant.prompt_came < occupant.prompt_due:
                 raise Refused("a token before the last of its prompt's rows")
-            if (
-                contents.state.name == "PREFILL_FIRST_TOKEN"
-                and self.is_about(contents, occupant)
-                and occupant.token_ids
-            ):
+            if contents.state.name == "PREFILL_FIRST_TOKEN" and occupant.token_ids:
                 raise Refused("a first token after other tokens")
-            if self.is_about(contents, occupant):
-                if contents.token_ids:
-                    self.check_rows(slot, contents)
-                if self.early_draft is not None:
-                    self.check_drafts(slot, contents.generation, self.early_draft)
+            if contents.token_ids:
+                self.check_rows(slot, contents)
+            if self.early_draft is not None:
+                self.check_drafts(slot, contents.generation, self.early_draft)
 
     def check_drafts(self, slot, generation, draft_slots):
         drafts = draft_slots[slot]
@@ -247,11 +224,8 @@ class ReferenceProcessor:
 
     @staticmethod
     def is_about(contents, occupant):
-        return (
-            occupant is not None
-            and occupant.generation == contents.generation
-            and occupant.phase == "running"
-        )
+        running = contents.generation, "running"
+        return occupant is not None and (occupant.generation, occupant.phase) == running
 
     def slot_record(self, step, slot, contents):
         kind, occupant = contents.state.name, self.slots[slot]
@@ -260,27 +234,18 @@ class ReferenceProcessor:
         first = kind == "PREFILL_FIRST_TOKEN"
         token_ids = contents.token_ids[:1] if first else contents.token_ids
         if not self.is_about(contents, occupant):
-            if contents.generation == self.last_generation[slot]:
-                self.surplus_tokens += len(token_ids)
-            else:
-                self.late_slots += 1
+            self.count_unasked(slot, contents, len(token_ids))
             return None
         record = self.empty_record(occupant, step)
         if kind == "PREEMPTED":
             occupant.phase = "preempted"
             self.preempted += 1
-            record["reschedule"] = True
-            record["statistics"] = occupant.statistics()
-            return record
+            return record | {"reschedule": True, "statistics": occupant.statistics()}
         if kind == "RECOVERY_STOP":
-            occupant.phase = "ended"
-            self.finished.append("RECOVERY_ERROR")
-            record["finish_reason"] = "RECOVERY_ERROR"
-            record["statistics"] = occupant.statistics()
-            return record
+            self.finish(occupant, record, "RECOVERY_ERROR")
+            return record | {"statistics": occupant.statistics()}
         record["num_drafts"] = 0 if first else contents.num_drafts
         record["num_accepted"] = len(token_ids) - 1
-        occupant.steps.append((record["num_drafts"], record["num_accepted"]))
         for j in range(len(token_ids)):
             if occupant.phase == "ended":
                 self.cut_tokens += 1
@@ -288,35 +253,35 @@ class ReferenceProcessor:
                 self.deliver(occupant, record, contents, j)
         if first and record["finish_reason"] in (None, "PREFILL_HANDOVER"):
             record["handover_draft_ids"] = contents.token_ids[1:]
+        counts = record["num_drafts"], record["num_accepted"], len(record["token_ids"])
+        occupant.steps.append(counts)
         if occupant.phase == "ended":
             record["statistics"] = occupant.statistics()
         return record
 
     def deliver(self, occupant, record, contents, j):
         """Token j of this step, with its row."""
-        columns = contents.columns
         record["token_ids"].append(contents.token_ids[j])
         occupant.token_ids.append(contents.token_ids[j])
-        occupant.delivered += 1
-        if columns:
-            row = contents.logprobs[j]
-            record["logprobs"].append(row[:columns])
-            record["chosen_logprobs"].append(row[columns:])
-            record["topk_ids"].append(contents.topk_ids[j])
-            record["token_ranks"].append(contents.token_ranks[j])
+        if contents.columns:
+            for name, value in row_of(contents, j).items():
+                record[name].append(value)
             record["valid"].append(contents.token_ranks[j] != 0)
-            occupant.cumulative_logprob += row[0]
+            occupant.cumulative_logprob += contents.logprobs[j][0]
             record["cumulative_logprob"] = occupant.cumulative_logprob
         if contents.kept is not None:
             record["kept"].append(as_lists(contents.kept)[j])
         stop = occupant.stop_after_newest_token()
         if stop is not None:
             reason, what = stop
-            occupant.phase = "ended"
-            self.finished.append(reason)
-            record["finish_reason"] = reason
+            self.finish(occupant, record, reason)
             record["stop_token_id"] = what if reason == "STOP_TOKEN" else None
             record["stop_sequence"] = what if reason == "STOP_SEQUENCE" else None
+
+    def finish(self, occupant, record, reason):
+        occupant.phase = "ended"
+        self.finished.append(reason)
+        record["finish_reason"] = reason
 
     def join(self, records, draft_slots):
         joined = 0
@@ -326,24 +291,18 @@ class ReferenceProcessor:
                 joined += 1
                 record["draft_token_ids"] = contents.token_ids
                 if contents.columns:
-                    columns = contents.columns
-                    record["draft_logprobs"] = [row[:columns] for row in contents.logprobs]
-                    record["draft_chosen_logprobs"] = [row[columns:] for row in contents.logprobs]
-                    record["draft_token_ranks"] = contents.token_ranks
-                    record["draft_topk_ids"] = contents.topk_ids
+                    rows = [row_of(contents, j) for j in range(len(contents.token_ids))]
+                    for name in rows[0]:
+                        record[f"draft_{name}"] = [row[name] for row in rows]
         self.late_drafts += sum(len(slot.token_ids) > 0 for slot in draft_slots) - joined
 
     def empty_record(self, occupant, step):
         asked = occupant.request.params.logprobs is not None
-        rows = ("logprobs", "chosen_logprobs", "token_ranks", "topk_ids", "valid")
-        nothing = (
-            "finish_reason", "stop_token_id", "stop_sequence", "handover_draft_ids",
-            "draft_token_ids", "draft_logprobs", "draft_chosen_logprobs", "draft_token_ranks",
-            "draft_topk_ids", "prompt", "statistics",
-        )  # fmt: skip
+        ends = ("finish_reason", "stop_token_id", "stop_sequence", "handover_draft_ids")
+        drafts = (f"draft_{name}" for name in ("token_ids", *ROW))
         return {
-            **dict.fromkeys(nothing),
-            **{name: [] if asked else None for name in rows},
+            **dict.fromkeys((*ends, *drafts, "prompt", "statistics")),
+            **{name: [] if asked else None for name in (*ROW, "valid")},
             "request_id": occupant.request.id,
             "slot": occupant.slot,
             "generation": occupant.generation,
@@ -357,11 +316,7 @@ class ReferenceProcessor:
         }
 
     def statistics(self):
-        """Statistics of all stays, past and present; each counts once, where it was."""
-        total = {"steps": [], "num_tokens": 0}
-        for past in self.past_statistics:
-            total = added(total, past)
-        for occupant in self.slots:
-            if occupant is not None:
-                total = added(total, occupant.statistics_of_stay())
-        return total
+        """Of all stays, past and present; each counts once, where it was."""
+        return self.past_steps + [
+            step for one in self.slots if one is not None for step in one.steps
+        ]

@@ -55,16 +55,15 @@ def marginals_of(statistics):
     )
 
 
-def marginals(reference):
-    """The reference's list of (drafts, accepted) as the three histograms of the product."""
-    if reference is None:
+def marginals(steps):
+    """The reference's list of (drafts, accepted, tokens) as the histograms of the product."""
+    if steps is None:
         return None
-    steps = reference["steps"]
     return (
-        histogram([drafts for drafts, _ in steps]),
-        histogram([accepted for drafts, accepted in steps if accepted < drafts]),
-        histogram([accepted for drafts, accepted in steps if accepted == drafts]),
-        reference["num_tokens"],
+        histogram([drafts for drafts, _, _ in steps]),
+        histogram([accepted for drafts, accepted, _ in steps if accepted < drafts]),
+        histogram([accepted for drafts, accepted, _ in steps if accepted == drafts]),
+        sum(tokens for _, _, tokens in steps),
     )
 
 

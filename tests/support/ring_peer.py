@@ -41,6 +41,9 @@ class Progress:
     """
 
     words: memoryview
+    done = property(lambda self: self.words[0])
+    damaged = property(lambda self: self.words[1])
+    finished = property(lambda self: self.words[2] == 1)
 
     @classmethod
     def at(cls, path: Path) -> "Progress":
@@ -48,18 +51,6 @@ class Progress:
             path.write_bytes(bytes(24))
         with path.open("r+b") as file:
             return cls(memoryview(mmap.mmap(file.fileno(), 24)).cast("Q"))
-
-    @property
-    def done(self) -> int:
-        return self.words[0]
-
-    @property
-    def damaged(self) -> int:
-        return self.words[1]
-
-    @property
-    def finished(self) -> bool:
-        return self.words[2] == 1
 
 
 class OpenGate:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ipc.wire import KEPT_ALL
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.records.output_processor import ProcessorState, admit, step
-from tests.support.processor_messages import draft, drafts, request, silent, target, tokens
+from jax_specdec.records.output_processor import ProcessorState, admit
+from tests.support.processor_messages import draft, drafts, request, run, silent, target, tokens
 from tests.support.random_kept import random_counts, random_kept
 
 
@@ -20,23 +20,16 @@ def three_requests():
     "a" names chosen ids and has drafts, "b" has K = 2 with an invalid row and a missing candidate
     and asks for kept sets, and "c" asks for no logprobs.
     """
-    state = ProcessorState.empty(3)
-    asked = [
+    state = admitted([
         request("a", logprobs=0, extra_token_ids=(7, 8), draft_logprobs=True, max_tokens=3),
         request("b", logprobs=2, temperature=0.5, kept_token_ids=True),
         request("c"),
-    ]
-    for slot, one in enumerate(asked):
-        state = admit(state, slot, 1, one)
+    ])  # fmt: skip
     mixed = tokens(5, 6, drafts=4, columns=3, ranks=[2, 0],
                    logprobs=[[-1.0, -0.5, -np.inf], [np.nan] * 3])  # fmt: skip
     mixed.topk_ids[:] = [[9, -1], [-1, -1]]
-    sets = KeptSets.of(
-        np.array([2, KEPT_ALL], np.int32),
-        np.array([-0.5, 0], np.float32),
-        np.array([5, 9], np.int32),
-    )
-    mixed = replace(mixed, kept=sets)
+    sizes, ids = np.int32([2, KEPT_ALL]), np.int32([5, 9])
+    mixed = replace(mixed, kept=KeptSets.of(sizes, np.float32([-0.5, 0]), ids))
     first = target(
         0,
         tokens(1, 2, drafts=3, columns=1, chosen=2,
@@ -47,11 +40,16 @@ def three_requests():
     )  # fmt: skip
     guesses = drafts(1, 11, 12, columns=1, chosen=2)
     second = target(1, tokens(3, columns=1, chosen=2), silent(), tokens(5), weights_version=1)
-    builder = ColumnBuilder()
-    for message in (first, draft(0, guesses, silent(), silent()), second):
-        state, records = step(state, message)
-        builder.add(records)
-    return builder.columns()
+    messages = (first, draft(0, guesses, silent(), silent()), second)
+    return columns_of(run(state, *messages)[1])
+
+
+def admitted(requests):
+    """The state with each request in a slot of its own."""
+    state = ProcessorState.empty(len(requests))
+    for slot, one in enumerate(requests):
+        state = admit(state, slot, 1, one)
+    return state
 
 
 @st.composite
@@ -75,8 +73,7 @@ def streams(draw):
         steps = []
         for _ in range(num_steps):
             guesses = draw(st.lists(st.integers(0, 30), max_size=3))
-            accepted = draw(st.integers(0, len(guesses)))
-            ids = [*guesses[:accepted], draw(st.integers(31, 40))]
+            ids = [*guesses[: draw(st.integers(0, len(guesses)))], draw(st.integers(31, 40))]
             width = asked.params.num_columns + len(chosen)
             table = draw(logprobs_table(len(ids), width))
             drafted = None
@@ -99,33 +96,31 @@ def logprobs_table(rows, width):
 
 def delivered(runs):
     """The columns of `runs`, delivered message by message."""
+    return columns_of(released(runs))
+
+
+def columns_of(batches):
     builder = ColumnBuilder()
-    for records in released(runs):
+    for records in batches:
         builder.add(records)
     return builder.columns()
 
 
 def released(runs):
     """The records of `runs`, message by message."""
-    state = ProcessorState.empty(len(runs))
-    for slot, (asked, _) in enumerate(runs):
-        state = admit(state, slot, 1, asked)
+    state = admitted([asked for asked, _ in runs])
     for number in range(len(runs[0][1])):
         targets, guessed = [], []
         for asked, steps in runs:
             ids, guesses, table, drafted, kept = steps[number]
-            shape = {
-                "columns": asked.params.num_columns,
-                "chosen": len(asked.params.extra_token_ids),
-            }
-            rows = table if shape["columns"] else None
-            slot = tokens(*ids, drafts=len(guesses), logprobs=rows, **shape)
+            k, chosen = asked.params.num_columns, len(asked.params.extra_token_ids)
+            shape = {"drafts": len(guesses), "columns": k, "chosen": chosen}
+            slot = tokens(*ids, logprobs=table if k else None, **shape)
             targets.append(replace(slot, kept=kept))
-            one = tokens(*guesses, drafts=len(guesses), logprobs=drafted, **shape)
+            one = tokens(*guesses, logprobs=drafted, **shape)
             guessed.append(silent() if drafted is None else one)
         follows = any(steps[number][3] is not None for _, steps in runs)
         messages = [target(number, *targets, draft_follows=follows)]
         messages += [draft(number, *guessed)] if follows else []
-        for message in messages:
-            state, records = step(state, message)
-            yield records
+        state, batches = run(state, *messages)
+        yield from batches

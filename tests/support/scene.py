@@ -9,7 +9,7 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.requests import Request, SamplingParams
+from tests.support.requests import request as request_of
 from tests.support.scripted_worker import VOCAB, ScriptedWorker, continuation, logprob
 
 CUT_SHORT = {
@@ -40,29 +40,20 @@ class FakeClock:
 def make_requests(count, seed=0):
     rng = random.Random(seed)
     return [
-        Request(
-            id=f"r{index}",
-            prompt_token_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))),
-            params=SamplingParams(
-                max_tokens=rng.choice((1, 2, 9, 20)),
-                logprobs=rng.choice((None, 0, 2)),
-                prompt_logprobs=rng.choice((None, 0, 2)),
-                stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice((0, 0, 1)))),
-            ),
+        request_of(
+            f"r{index}",
+            [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))],
+            max_tokens=rng.choice((1, 2, 9, 20)),
+            logprobs=rng.choice((None, 0, 2)),
+            prompt_logprobs=rng.choice((None, 0, 2)),
+            stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice((0, 0, 1)))),
         )
         for index in range(count)
     ]
 
 
 def long_requests(count=6):
-    return [
-        Request(
-            id=f"r{n}",
-            prompt_token_ids=(n % VOCAB,),
-            params=SamplingParams(max_tokens=20, logprobs=0),
-        )
-        for n in range(count)
-    ]
+    return [request_of(f"r{n}", (n % VOCAB,), max_tokens=20, logprobs=0) for n in range(count)]
 
 
 class Scene:
@@ -166,8 +157,7 @@ def check_prompt(request, records):
             logprobs += record.prompt.logprobs[:, 0].tolist()
         elif record.num_tokens and request.params.prompt_logprobs is not None:
             assert len(places) == len(prompt) - 1
-    asked = request.params.prompt_logprobs is not None
-    due = list(range(1, len(prompt))) if asked else []
+    due = [] if request.params.prompt_logprobs is None else list(range(1, len(prompt)))
     assert places == due[: len(places)]
     assert logprobs == [logprob(prompt[:place]) for place in places]
 
@@ -185,26 +175,21 @@ def check(scene, requests):
         tokens, logprobs = continuation(request)
         got = scene.tokens(request.id)
         assert got == tokens[: len(got)]
-        ends = [record.finish_reason for record in records if record.finish_reason is not None]
-        assert len(ends) == 1
-        assert records[-1].finish_reason is ends[0]
-        if ends[0] not in CUT_SHORT:
+        (end,) = (record.finish_reason for record in records if record.finish_reason is not None)
+        assert records[-1].finish_reason is end
+        if end not in CUT_SHORT:
             assert got == tokens
             stopped = tokens[-1] in request.params.stop_token_ids
-            assert ends[0] is (FinishReason.STOP_TOKEN if stopped else FinishReason.LENGTH)
+            assert end is (FinishReason.STOP_TOKEN if stopped else FinishReason.LENGTH)
         check_prompt(request, records)
         totals = list(itertools.accumulate(logprobs, initial=0.0))
         position = 0
         for record in records:
             position += record.num_tokens
-            if request.params.logprobs is None:
-                assert record.cumulative_logprob is None
-            else:
-                assert record.cumulative_logprob == totals[position]
-                assert (
-                    record.logprobs[:, 0].tolist()
-                    == (logprobs[position - record.num_tokens : position])
-                )
+            asked = request.params.logprobs is not None
+            assert record.cumulative_logprob == (totals[position] if asked else None)
+            before = position - record.num_tokens
+            assert not asked or record.logprobs[:, 0].tolist() == logprobs[before:position]
         statistics = records[-1].statistics
         assert statistics.num_tokens == len(got)
         assert statistics.num_drafts == sum(record.num_drafts for record in records)

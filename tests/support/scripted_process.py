@@ -45,11 +45,11 @@ def scripted_engine(worker=ScriptedWorker, **options):
     return functools.partial(Engine, start_worker=start)
 
 
-def main(child):
+def main(child, make=ScriptedWorker):
     """Do what the engine commands; after HOLD messages, send no more."""
     hold = int(os.environ.get(HOLD, -1))
     start = child.start
-    worker = ScriptedWorker(
+    worker = make(
         start.config.num_slots,
         process_rank=start.process_rank,
         prefill_only=start.prefill_only,

@@ -61,12 +61,9 @@ def rows_of(slot, logprobs, columns):
 
 def kept_among(tokens):
     """Kept sets of two ids each: the token and the next one, which have half of the share."""
-    ids = [sorted({token, (token + 1) % VOCAB}) for token in tokens]
-    return KeptSets.of(
-        np.full(len(ids), 2, np.int32),
-        np.full(len(ids), math.log(0.5), np.float32),
-        np.array(ids, np.int32).reshape(-1),
-    )
+    ids = [one for token in tokens for one in sorted({token, (token + 1) % VOCAB})]
+    shares = np.float32([math.log(0.5)] * len(tokens))
+    return KeptSets.of(np.int32([2] * len(tokens)), shares, np.int32(ids))
 
 
 class ScriptedWorker:
@@ -74,7 +71,6 @@ class ScriptedWorker:
 
     Attributes:
       commands: all commands that it got.
-      admitted_drafts: the drafts of every admission that brought some.
       dies_after: the number of messages after which it is killed; None for never.
       taken: commands that it says it has taken; None: all.
       refusal: why it refuses other weights; empty: it takes them. None: it never answers.
@@ -93,7 +89,6 @@ class ScriptedWorker:
         self.max_drafts, self.draft_messages = max_drafts, draft_messages
         self.dies_after = dies_after
         self.commands, self.new_commands = [], []
-        self.admitted_drafts = []
         self.slots = [None] * num_slots  # of SimpleNamespace
         self.step = 0
         self.launched = []  # messages of the step under way
@@ -144,19 +139,12 @@ class ScriptedWorker:
         return 0
 
     def counters(self):
-        return RingCounters(
-            messages=self.sent, payload_bytes=0, depth=0, capacity=1, waits=0, wait_ns=0
-        )
+        rest = dict.fromkeys(("payload_bytes", "depth", "waits", "wait_ns"), 0)
+        return RingCounters(messages=self.sent, capacity=1, **rest)
 
     def ready(self):
-        return bool(
-            self.outbox
-            or self.launched
-            or self.new_commands
-            or any(self.slots)
-            or self.owes_a_step
-            or self.sent == self.dies_after
-        )
+        waiting = self.outbox or self.launched or self.new_commands
+        return bool(waiting or any(self.slots) or self.owes_a_step or self.sent == self.dies_after)
 
     def receive(self, timeout):
         message = self.try_receive()
@@ -187,8 +175,6 @@ class ScriptedWorker:
     def apply(self, command):
         if isinstance(command, Admit):
             assert self.slots[command.slot] is None or self.slots[command.slot].ended
-            if command.draft_token_ids:
-                self.admitted_drafts.append(command.draft_token_ids)
             self.slots[command.slot] = SimpleNamespace(
                 generation=command.generation,
                 params=command.request.params,
@@ -217,12 +203,12 @@ class ScriptedWorker:
     def launch(self):
         messages, contents, drafts = [], [], []
         for index, slot in enumerate(self.slots):
-            if slot is not None and slot.params.prompt_logprobs is not None:
-                messages += self.score(index, slot)
             if slot is None:
                 contents.append(SlotContents(state=SlotState.STOPPED))
                 drafts.append(SlotContents(state=SlotState.STOPPED))
                 continue
+            if slot.params.prompt_logprobs is not None:
+                messages += self.score(index, slot)
             target, verified = self.slot_step(slot)
             contents.append(target)
             n = len(verified)
@@ -271,18 +257,14 @@ class ScriptedWorker:
         if slot.wait:
             slot.wait -= 1
             return SlotContents(state=SlotState.NOTHING, generation=generation), []
-        drafts, count = slot.drafts, 1
-        for draft in drafts:  # greedy verification
-            ids = slot.ids + drafts[: count - 1]
-            if count > slot.left - 1 or draft != self.next_token(ids):
-                break
-            count += 1
-        tokens, logprobs = [], []
-        for _ in range(count):
+        drafts, tokens, logprobs = slot.drafts, [], []
+        for place in range(min(len(drafts) + 1, slot.left)):  # greedy verification
             logprobs.append(logprob(slot.ids))
             tokens.append(self.next_token(slot.ids))
             slot.ids.append(tokens[-1])
-            slot.left -= 1
+            if tokens[-1:] != drafts[place : place + 1]:
+                break
+        slot.left -= len(tokens)
         slot.ended = slot.left == 0 or bool(set(tokens) & set(slot.params.stop_token_ids))
         slot.drafts = self.propose(slot)
         state, extra = SlotState.TOKENS, []

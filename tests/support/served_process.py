@@ -5,21 +5,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from types import SimpleNamespace
+
+import httpx
+
+from tests.support.processes import wait_for
 
 
 def status(url):
-    """The server's health: "loading", "ready", ..., or None where nobody answers."""
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
-            return answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.read().decode()
-    except OSError:
-        return None
+    """The server's health: "loading", "ready", ...; empty where nobody answers."""
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=10).text
+    return ""
 
 
 @contextlib.contextmanager
@@ -31,16 +28,17 @@ def served(*options, env=None, module=("jax_specdec.cli.main",)):
     """
     command = [sys.executable, "-m", *module, "serve", "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+
+    def is_ready():
+        assert process.poll() is None, process.stderr.read()
+        return '"ready"' in status(url)
+
     try:
         line = process.stderr.readline()
         found = re.search(r"at (http://\S+)/v1", line)
         assert found, line + process.stderr.read()
         url = found[1]
-        deadline = time.monotonic() + 240
-        while '"ready"' not in (status(url) or ""):
-            assert time.monotonic() < deadline, "it does not get ready"
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.1)
+        wait_for(is_ready, 240)
         server = SimpleNamespace(url=url, process=process, exit_status=None)
         yield server
         process.send_signal(signal.SIGTERM)

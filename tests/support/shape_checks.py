@@ -4,6 +4,7 @@
 no hook: there the annotations are documentation, and the doors' own checks refuse.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -91,16 +92,11 @@ def shaped_fields(hint):
     """A carrier's fields that state shapes, by name; empty for anything else."""
     if not (hasattr(hint, "_fields") or (dataclasses.is_dataclass(hint) and inspect.isclass(hint))):
         return {}
-    fields = {name: with_shapes(of) for name, of in hints_of(hint).items()}
-    return {name: of for name, of in fields.items() if of is not None}
-
-
-def hints_of(carrier):
-    """Its annotations; none where a name in them exists for type checkers alone."""
-    try:
-        return get_type_hints(carrier, include_extras=True)
-    except NameError:
-        return {}
+    with contextlib.suppress(NameError):  # a name that exists for type checkers alone
+        hints = get_type_hints(hint, include_extras=True)
+        fields = {name: with_shapes(of) for name, of in hints.items()}
+        return {name: of for name, of in fields.items() if of is not None}
+    return {}
 
 
 def fits(carrier, fields):

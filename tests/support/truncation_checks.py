@@ -8,8 +8,7 @@ from jax import lax
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.testing import oracle
 from tests.support import quick_compile
-
-BOUNDARY = 4e-6  # relative: closer than this, a sum may round to either side
+from tests.support.expected_probs import kept_by_sorting, probs_of
 
 
 @quick_compile.jit
@@ -23,33 +22,6 @@ def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0):
     """Parameters of as many slots as `temperature` has entries; a scalar is for all of them."""
     options = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     return Sampling.of(len(temperature), temperature=temperature, **options)
-
-
-def kept_by_sorting(row, temperature, top_k, top_p, min_p):
-    """The kept tokens [V] bool of a row, log of their share, and whether a boundary is near."""
-    x = np.asarray(row).astype(np.float64)
-    order = sorted(range(len(x)), key=lambda t: (-x[t], t))
-    if temperature == 0 or not oracle.is_valid(x):
-        return np.arange(len(x)) == oracle.greedy_token_id(x), 0.0, False
-    p = np.exp((x - x.max()) / temperature)
-    p[np.isneginf(x)] = 0
-    p /= p.sum()
-    kept = np.zeros(len(x), bool)
-    near = False
-    first_k = order[: top_k or len(x)]
-    mass, before = p[first_k].sum(), 0.0
-    for t in first_k:
-        if top_p < 1:
-            near |= bool(before and abs(before - top_p * mass) <= BOUNDARY * mass)
-            if before >= top_p * mass:
-                break
-        kept[t] = not np.isneginf(x[t])
-        before += p[t]
-    if min_p > 0:
-        gap = (x - x.max()) / temperature - np.log(min_p)
-        near |= bool((np.abs(gap) < BOUNDARY * max(1, abs(np.log(min_p)))).any() and min_p < 1)
-        kept &= gap >= 0
-    return kept, float(np.log(p[kept].sum())), near
 
 
 def check(rows, sampling, cut, probs):
@@ -73,9 +45,5 @@ def check(rows, sampling, cut, probs):
         # Excluded tokens have probability 0; of the others, none is missing and none is extra.
         p = np.asarray(probs[b, s], np.float64)
         assert (p[~expected] == 0).all()
-        reference = np.where(expected, 1.0, 0.0)
-        if valid and arguments[0] > 0:
-            x = row.astype(np.float64)
-            reference *= np.exp((x - x.max()) / arguments[0])
-        np.testing.assert_allclose(p, reference / reference.sum(), atol=1e-6)
+        np.testing.assert_allclose(p, probs_of(row, arguments[0], expected), atol=1e-6)
     return compared

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from jax_specdec.cli import generate, standard_output
 from jax_specdec.cli.prompts import Prompt
@@ -106,7 +107,7 @@ def test_prompts_from_the_command_line_and_from_standard_input(
 ):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
     assert status_of("generate", "--model", model, *options.split()) == 0
-    encode = tiny_checkpoint.make_tokenizer().encode
+    encode = Tokenizer.from_file(str(model / "tokenizer.json")).encode
     found = {one.id: list(one.prompt_token_ids) for one in fake.requests}
     assert found == {id: encode(text).ids for id, text in texts.items()}
 

@@ -1,5 +1,7 @@
 """A fleet with stand-ins for Ray and for the replicas: how it counts losses, and how it ends."""
 
+from unittest import mock
+
 import pytest
 
 from jax_specdec.engine import EngineConfig, FinishReason
@@ -12,55 +14,20 @@ from jax_specdec.ray.request_table import Entry
 from tests.support.scene import long_requests
 
 
-class Replica:
+def replica(number, place, calls, cluster):
     """A member that takes what it gets, and does nothing."""
-
-    def __init__(self, number, place, calls, cluster):
-        self.number = number
-        self.ready, self.begun, self.coming = True, True, True
-
-    def start(self):
-        pass
-
-    def look(self):
-        pass
-
-    def submit(self, submissions):
-        pass
-
-    def close(self, *, reachable):
-        pass
+    return mock.Mock(number=number, ready=True, begun=True, coming=True)
 
 
-class Head:
-    answers = False
-
-    def __init__(self, timeout):
-        pass
-
-    def problem(self):
-        return ""
-
-    def close(self):
-        pass
-
-
-class Reader:
-    """A stream of which only the end counts."""
-
-    def put(self, part):
-        self.reason = part.finish_reason
-        return True
-
-    def finish(self, error=None):
-        pass
+def head(timeout):
+    return mock.Mock(answers=False, **{"problem.return_value": ""})
 
 
 @pytest.fixture
 def fleet_of(monkeypatch):
     monkeypatch.setattr(module.placement, "start", lambda address: False)
-    monkeypatch.setattr(module, "ReplicaHandle", Replica)
-    monkeypatch.setattr(module, "Head", Head)
+    monkeypatch.setattr(module, "ReplicaHandle", replica)
+    monkeypatch.setattr(module, "Head", head)
     made = []
 
     def make(replicas, **config):
@@ -127,9 +94,10 @@ def test_the_end_of_a_fleet_reaches_each_reader_with_its_own_requests(fleet_of):
 def test_a_loss_that_is_put_down_to_a_request_does_not_count(fleet_of):
     fleet = fleet_of(1, max_restarts=2)
     for request in long_requests(9):
-        reader = Reader()
+        reader = mock.Mock()
         fleet.admit([Entry(request, reader)])
         assert lose(fleet, 0)
         assert lose(fleet, 0)
-        assert reader.reason is FinishReason.ATTEMPTS_EXHAUSTED
+        (part,) = reader.put.call_args.args
+        assert part.finish_reason is FinishReason.ATTEMPTS_EXHAUSTED
     assert len(fleet._restarts[0]) == 0

@@ -2,14 +2,13 @@
 
 import os
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 
 import pytest
 
 from ipc import RingError, doctor
-from ipc.peers import current_process
+from ipc.peers import current_process, process_start_time
 from ipc.segment_names import new_name, to_text
 from jax_specdec.engine import leftovers
 from jax_specdec.ray.remove_leftovers import remove_leftovers
@@ -22,13 +21,6 @@ def places(tmp_path):
     for path in made.values():
         path.mkdir()
     return made
-
-
-def ended():
-    """The identity of a process that has ended."""
-    program = "from ipc import doctor; print(doctor.this_process())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 def ring_of(process, rings):
@@ -51,44 +43,38 @@ def folder_of(process, folders, name, *files):
 
 def test_only_what_dead_processes_of_this_host_made_is_removed(places):
     me, (rings, folders) = current_process(), places.values()
-    living = ring_of(me, rings)
-    ring_of(replace(me, start_time=me.start_time + 1), rings)  # its pid is this one's by now
-    unknown = ring_of(replace(me, pid_namespace=me.pid_namespace + 1), rings)
+    gone = replace(me, start_time=me.start_time + 1)  # its pid is this one's by now
+    living, unknown = ring_of(me, rings), ring_of(replace(me, pid_namespace=1), rings)
+    ring_of(gone, rings)
     (foreign := rings / "psm_abc").write_bytes(b"x")
-    dead = ended()
-    weights = folder_of(dead, folders, "weights-a", "weights")
+    weights = folder_of(to_text(gone), folders, "weights-a", "weights")
     used = folder_of(to_text(me), folders, "weights-b", "weights")
-    explains = folder_of(dead, folders, "c", "rank-0.log")
+    explains = folder_of(to_text(gone), folders, "c", "rank-0.log")
     assert len(list(rings.iterdir())) == 3 * 6 + 1
     remove_leftovers(**places)
     left = {path.name.removeprefix("sem.").partition(".bell")[0] for path in rings.iterdir()}
     assert len(list(rings.iterdir())) == 2 * 6 + 1
     assert {living.name, unknown.name, foreign.name} <= left
-    assert not weights.exists()
-    assert (used.exists(), explains.exists()) == (True, True)
+    assert (weights.exists(), used.exists(), explains.exists()) == (False, True, True)
 
 
 def test_a_process_that_is_about_to_end_is_waited_for(places):
     """A replica is tidied up after as soon as Ray was told to end it."""
-    program = "import sys; from ipc import doctor; print(doctor.this_process(), flush=True)"
-    child = subprocess.Popen(
-        [sys.executable, "-c", f"{program}; sys.stdin.read()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    child = subprocess.Popen(["sleep", "60"])
     try:
-        process = child.stdout.readline().strip()
-        creator = replace(current_process(), pid=child.pid, start_time=int(process.split(".")[-1]))
-        ring = ring_of(creator, places["rings"])
+        start = process_start_time(child.pid)
+        process = replace(current_process(), pid=child.pid, start_time=start)
+        ring = ring_of(process, places["rings"])
         remove_leftovers(**places)
         assert ring.exists()
-        tidying = threading.Thread(target=remove_leftovers, args=(process,), kwargs=places)
+        tidying = threading.Thread(target=remove_leftovers, args=(to_text(process),), kwargs=places)
         tidying.start()
         child.kill()
         tidying.join(30)
         assert list(places["rings"].iterdir()) == []
     finally:
         child.kill()
-        child.communicate()
+        child.wait()
 
 
 def test_where_nobody_knows_who_lives_nothing_is_removed(places, monkeypatch, caplog):

@@ -1,6 +1,7 @@
 """A replica as the fleet sees it, over a stand-in for Ray: what is a loss, and what a mistake."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -15,29 +16,6 @@ from tests.support.fake_ray import FakeRay
 MISTAKES = [TypeError("a mistake"), ValueError("a mistake"), AttributeError("a mistake")]
 
 
-class FakeFleet:
-    """Notes what a member says; it is over once the member is lost, or the fleet has failed."""
-
-    def __init__(self):
-        self.lost_because, self.failure = [], None
-        self.brought = lambda member, rows: None
-
-    def over(self):
-        return bool(self.lost_because) or self.failure is not None
-
-    def weights(self):
-        return SimpleNamespace(version=0)
-
-    def lost(self, member, why, coming, charged):
-        self.lost_because.append(why)
-
-    def failed(self, error):
-        self.failure = error
-
-    def joined(self, member, version):
-        return True
-
-
 @pytest.fixture
 def ray(monkeypatch):
     made = FakeRay(address=SimpleNamespace(node="n", process="p"))
@@ -48,14 +26,20 @@ def ray(monkeypatch):
 
 @pytest.fixture
 def member(ray):
-    made = ReplicaHandle(0, ray.place, FakeFleet(), RayConfig(coalesce=0.0, backlog=1))
+    """Of a fleet that is over once the member is lost, or the fleet has failed."""
+    fleet = mock.Mock(**{"weights.return_value.version": 0})
+    fleet.over = lambda: fleet.lost.called or fleet.failed.called
+    made = ReplicaHandle(0, ray.place, fleet, RayConfig(coalesce=0.0, backlog=1))
     made._place = ray.place()
     return made
 
 
 def live(member):
+    """Why it was lost, each time, and with what its fleet failed."""
     member._run()
-    return member._fleet.lost_because, member._fleet.failure
+    fleet = member._fleet
+    failure = fleet.failed.call_args.args[0] if fleet.failed.called else None
+    return [call.args[1] for call in fleet.lost.call_args_list], failure
 
 
 def error_of(ray, error):

@@ -40,14 +40,14 @@ class Machine:
         slot, again = rng.randrange(SLOTS), rng.random() < 0.5
         if self.reference.slots[slot] is not None:
             return
-        progress, earlier = Progress(), {"steps": [], "num_tokens": 0}
+        progress, earlier = Progress(), []
         if again and self.preempted:
             request, progress, earlier = self.preempted.pop()
         else:
             self.names += 1
             request = random_messages.random_request(rng, str(self.names))
             if rng.random() < 0.3 and request.params.max_tokens > 1:
-                earlier = {"steps": [(3, 1), (0, 0)], "num_tokens": 1}
+                earlier = [(3, 1, 1), (0, 0, 0)]
                 brought = (random_messages.VOCABULARY + 1,)  # in no stop rule
                 sums = {"cumulative_logprob": -0.75, "statistics": Statistics(*marginals(earlier))}
                 progress = Progress(token_ids=brought, **sums)

@@ -16,7 +16,7 @@ from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.hf_weights import cache_bytes, load_weights, needed_bytes
 from jax_specdec.device.model.memory import GIB, InsufficientMemory, check_memory, host_bytes
-from jax_specdec.device.model.params import init_cache, init_mtp_cache
+from jax_specdec.device.model.params import init_cache, init_mtp_cache, init_params
 from tests.support import hf_files
 
 CONFIG = hf_files.CONFIGS["llama"]
@@ -163,7 +163,7 @@ def test_loading_takes_about_one_copy_of_the_weights(tmp_path):
         512, hidden_size=512, num_layers=24, intermediate_size=1536, num_heads=8, head_dim=64,
         tie_embeddings=False, num_mtp_layers=0, dtype="bfloat16",
     )  # fmt: skip
-    zeros = jax.eval_shape(lambda: hf_files.init_params(config, jax.random.key(0)))
+    zeros = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), zeros)
     hf_files.write(tmp_path, config, params)
     size = 2 * config.num_parameters
