@@ -10,10 +10,12 @@ from safetensors.numpy import save_file
 from jax_specdec.engine.errors import WeightsError
 from jax_specdec.ray import ClusterError, RayConfig, RayEngine
 from tests.ray.cluster import (
+    NO_DISK,
     check,
     check_end_of_fleet,
     cluster_that_leaves_nothing,
     config,
+    fixture,
     fleet,
     make_engine,
     make_requests,
@@ -21,13 +23,7 @@ from tests.ray.cluster import (
 )
 from tests.support.processes import wait_for
 
-
-@pytest.fixture(scope="module")
-def cluster():
-    # No disk behind the stores: what does not fit is refused.
-    settings = {"local_fs_capacity_threshold": 0.0}
-    with cluster_that_leaves_nothing(1, 1, head=1, system=settings) as made:
-        yield made
+cluster = fixture(cluster_that_leaves_nothing, 1, 1, head=1, system=NO_DISK)
 
 
 def versions(batches):

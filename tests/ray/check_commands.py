@@ -11,8 +11,8 @@ import pytest
 
 from jax_specdec.cli.generate_ray import read_columns
 from jax_specdec.export import arrow
-from tests.ray.cluster import cluster_of
-from tests.support import quick_compile, tiny_checkpoint
+from tests.ray.cluster import cluster_that_compiles, fixture
+from tests.support import tiny_checkpoint
 from tests.support.paths import ROOT
 from tests.support.processes import wait_for
 
@@ -20,18 +20,7 @@ COMMAND = (sys.executable, "-m", "jax_specdec.cli.main")
 TEXTS = ("def", "import os", "class A", "return", "for", "while")
 
 
-@pytest.fixture(scope="module")
-def environment():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", quick_compile.FLAGS)
-        patch.setenv("JAX_PLATFORMS", "cpu")
-        yield
-
-
-@pytest.fixture(scope="module")
-def cluster(environment):
-    with cluster_of(1, 1) as made:
-        yield made
+cluster = fixture(cluster_that_compiles, 1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +28,14 @@ def model(tmp_path_factory):
     return tiny_checkpoint.write(tmp_path_factory.mktemp("model"))
 
 
-def run(*arguments, **options):
-    return subprocess.run(
+def run(*arguments):
+    """What a run of the command that succeeds prints."""
+    done = subprocess.run(
         [*COMMAND, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False,
-        timeout=250, **options,
+        timeout=250,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path):
@@ -53,9 +45,7 @@ def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path)
     common = ("generate", "--model", model, "--max-tokens", 8, "--logprobs", 1, "--quiet",
               "--drafter", "none", "--ignore-eos", "--slots", 4, "--prompts", prompts)  # fmt: skip
     on_ray = (*common, "--ray", cluster.address, "--replicas", 2, "--output", folder)
-    done = run(*on_ray)
-    assert done.returncode == 0, done.stderr
-    assert "3 of 3 requests, 24 tokens" in done.stderr
+    assert "3 of 3 requests, 24 tokens" in run(*on_ray)
     columns = arrow.from_sequences(read_columns(folder))
     assert sorted(columns.request_id.tolist()) == ["1", "2", "3"]
     assert len(columns) == 24
@@ -64,29 +54,24 @@ def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path)
     file = max(folder.glob("replica-*.arrows"), key=lambda path: path.stat().st_size)
     os.truncate(file, file.stat().st_size - 5)
     prompts.write_text("".join(f"{text}\n" for text in TEXTS))
-    done = run(*on_ray)
-    assert done.returncode == 0, done.stderr
-    assert "cut off a half-written record" in done.stderr
+    assert "cut off a half-written record" in run(*on_ray)
     again = arrow.from_sequences(read_columns(folder))
     assert sorted(again.request_id.tolist()) == [str(n + 1) for n in range(6)]
 
     local = tmp_path / "local.jsonl"
-    assert run(*common, "--output", local).returncode == 0
-    for line in local.read_text().splitlines():
-        record = json.loads(line)
-        index = again.request_id.tolist().index(record["id"])
-        mine = again.of_request(index)
+    run(*common, "--output", local)
+    for record in map(json.loads, local.read_text().splitlines()):
+        mine = again.of_request(again.request_id.tolist().index(record["id"]))
         expected = record["choices"][0]["logprobs"]["token_logprobs"]
         assert mine.logprob.tolist() == pytest.approx(expected, abs=1e-4)
-    assert run(*on_ray).returncode == 0
+    run(*on_ray)
 
     # The prompt's logprobs are columns of such a file, and a part of a record here.
     scored = tmp_path / "scored.jsonl"
     scored.write_text('{"prompt": "import os", "prompt_logprobs": 2}\n')
     folder, local = tmp_path / "scored", tmp_path / "scored.out.jsonl"
     for more in (("--ray", cluster.address, "--output", folder), ("--output", local)):
-        done = run(*common[:-1], scored, *more)
-        assert done.returncode == 0, done.stderr
+        run(*common[:-1], scored, *more)
     (row,) = read_columns(folder).to_pylist()
     entries = json.loads(local.read_text())["speculation"]["prompt_logprobs"][1:]
     assert len(entries) == len(row["prompt_logprobs"]) > 4
@@ -104,21 +89,16 @@ def test_serve_answers_and_status_lists_it(cluster, model):
         cwd=ROOT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        for line in server.stderr:
-            if "serving" in line:
-                break
-        else:
-            pytest.fail("the server has ended")
-        asked = {"model": "tiny", "prompt": "def main(", "max_tokens": 4, "logprobs": 1}
+        assert any("serving" in line for line in server.stderr), "it has ended"
+        asked = {"prompt": "def main(", "max_tokens": 4, "logprobs": 1}
         with httpx.Client(base_url="http://127.0.0.1:18432", timeout=200) as client:
             (model_here,) = client.get("/v1/models").json()["data"]
             asked["model"] = model_here["id"]
             answer = client.post("/v1/completions", json=asked).json()
         assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 4
         listed = run("status", cluster.address)
-        assert listed.returncode == 0, listed.stderr
-        assert "3 nodes" in listed.stdout
-        assert "application jax-specdec: RUNNING" in listed.stdout
+        assert "3 nodes" in listed
+        assert "application jax-specdec: RUNNING" in listed
         server.send_signal(signal.SIGTERM)
         wait_for(lambda: server.poll() is not None, 60)
         assert server.returncode == 0

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.ray.cluster import cluster_that_leaves_nothing
+from tests.ray.cluster import cluster_that_leaves_nothing, fixture
 from tests.support.paths import ROOT
 from tests.support.processes import is_alive, wait_for
 
@@ -22,12 +22,7 @@ how, address, note = sys.argv[1:]
 def make_engine(config, **options):
     engine = cluster.make_engine(config, **options)
     close = engine.close
-
-    def noted():
-        close()
-        Path(note).write_text("closed")
-
-    engine.close = noted
+    engine.close = lambda: (close(), Path(note).write_text("closed"))
     return engine
 
 def own(number, frame):
@@ -56,10 +51,7 @@ else:
 """
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with cluster_that_leaves_nothing(1) as made:
-        yield made
+cluster = fixture(cluster_that_leaves_nothing, 1)
 
 
 def driver(cluster, how, note):

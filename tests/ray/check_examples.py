@@ -12,9 +12,7 @@ ROLLOUT = re.compile(r"iteration (\d): weights \[(\d)\], .* of 384 tokens: (\S+)
 def test_rollouts_of_new_weights_have_a_ratio_of_one():
     printed = run(EXAMPLES / "ray_rollouts.py")
     found = ROLLOUT.findall(printed)
-    assert [(int(iteration), int(version)) for iteration, version, _ in found] == [
-        (0, 0), (1, 1), (2, 2),
-    ]  # fmt: skip
+    assert [one[:2] for one in found] == [("0", "0"), ("1", "1"), ("2", "2")]
     assert all(float(largest) == 0 for _, _, largest in found)
     assert re.search(r"1152 tokens came in \d+ batches", printed)
 

@@ -12,6 +12,7 @@ from tests.ray.cluster import (
     check,
     cluster_that_leaves_nothing,
     crash,
+    fixture,
     fleet,
     kill_raylet,
     make_requests,
@@ -19,11 +20,7 @@ from tests.ray.cluster import (
 )
 from tests.support.processes import is_alive, wait_for
 
-
-@pytest.fixture(scope="module")
-def cluster():
-    with cluster_that_leaves_nothing(2, 2) as made:
-        yield made
+cluster = fixture(cluster_that_leaves_nothing, 2, 2)
 
 
 def run(engine, requests, at, strike):
@@ -46,15 +43,12 @@ def test_every_process_may_be_killed(cluster):
         ours = {pid for found in pids(engine).values() for pid in found}
         requests = make_requests(60, 60)
 
-        def kill_worker():
-            os.kill(pids(engine)[0][1], signal.SIGKILL)
+        for replica, place in ((0, 1), (1, 0)):  # a worker, an actor
 
-        check(requests, run(engine, requests, 300, kill_worker))
+            def kill(replica=replica, place=place):
+                os.kill(pids(engine)[replica][place], signal.SIGKILL)
 
-        def kill_actor():
-            os.kill(pids(engine)[1][0], signal.SIGKILL)
-
-        check(requests, run(engine, requests, 300, kill_actor))
+            check(requests, run(engine, requests, 300, kill))
         wait_for(lambda: len(pids(engine)) == 3)
 
         def crash_node():

@@ -5,13 +5,11 @@ import re
 import signal
 import time
 
-import pytest
-
-from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, byte_tokens
+from jax_specdec.engine import Engine, EngineConfig, byte_tokens
 from jax_specdec.ray import RayConfig, RayEngine
-from tests.ray.cluster import add_node, cluster_of, kill_raylet
-from tests.support import quick_compile
-from tests.support.processes import children_of, is_alive, wait_for
+from tests.ray.cluster import add_node, below, cluster_that_compiles, fixture, kill_raylet
+from tests.support.processes import is_alive, wait_for
+from tests.support.requests import request
 
 TEXTS = ("def main(", "import os", "class A")
 SMALL = {
@@ -20,46 +18,31 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_compiling():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", quick_compile.FLAGS)
-        patch.setenv("JAX_PLATFORMS", "cpu")
-        yield
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with cluster_of(1, 1) as made:
-        yield made
+cluster = fixture(cluster_that_compiles, 1, 1)
 
 
 def requests(tokens):
     return [
-        Request(
-            id=text,
-            prompt_token_ids=byte_tokens.encode(text, start_document=True),
-            params=SamplingParams(max_tokens=tokens, logprobs=0),
-        )
+        request(text, byte_tokens.encode(text, start_document=True), max_tokens=tokens, logprobs=0)
         for text in TEXTS
     ]
 
 
-def ids(batches):
+def ids(parts):
     found = {text: [] for text in TEXTS}
-    for batch in batches:
-        for part in batch:
-            found[part.request_id] += part.token_ids.tolist()
+    for part in parts:
+        found[part.request_id] += part.token_ids.tolist()
     return found
+
+
+def parts_of(batches):
+    return [part for batch in batches for part in batch]
 
 
 def local_ids(tokens):
-    found = {text: [] for text in TEXTS}
     with Engine(EngineConfig(**SMALL)) as engine:
-        for update in engine.generate(requests(tokens)):
-            for record in update.records:
-                found[record.request_id] += record.token_ids.tolist()
-    return found
+        updates = engine.generate(requests(tokens))
+        return ids([record for update in updates for record in update.records])
 
 
 def test_two_nodes_compute_what_one_device_does_whatever_becomes_of_the_follower(cluster):
@@ -70,13 +53,14 @@ def test_two_nodes_compute_what_one_device_does_whatever_becomes_of_the_follower
     )  # fmt: skip
     with RayEngine(config, RayConfig(nodes=2, start_timeout=200)) as engine:
         expected = local_ids(12)
-        assert ids(engine.generate(requests(12))) == expected
+        assert ids(parts_of(engine.generate(requests(12)))) == expected
 
         def said(reason):
             (now,) = engine.status
-            return re.search(reason, " ".join((*now.events, now.problem)))
+            words = " ".join((*now.events, now.problem))
+            return re.search(f"process 1 of 2 on another node .*{reason}", words)
 
-        def struck(strike, reason):
+        def struck(blow, reason):
             """Strike in mid-run; how long the lead lived after it, in seconds."""
             wait_for(lambda: engine.status[0].workers, 60)
             (before,) = engine.status
@@ -86,55 +70,34 @@ def test_two_nodes_compute_what_one_device_does_whatever_becomes_of_the_follower
             slow = iter(engine.generate(requests(40)))
             batches = [next(slow)]
             began = time.monotonic()
-            strike(node, actor, follower)
+            os.kill(follower, signal.SIGSTOP if blow == "stop" else signal.SIGKILL)
+            if blow == "lose node":
+                os.kill(actor, signal.SIGKILL)
+                kill_raylet(node)
             wait_for(lambda: not is_alive(lead.pid), 30)
             taken = time.monotonic() - began
             # At once: an engine that has no node for its followers is replaced, and its words too.
             wait_for(lambda: said(reason), 30)
-            if strike is lose_node:
+            if blow == "lose node":
                 add_node(cluster, 1)
             batches += list(slow)
-            assert {text: found[:12] for text, found in ids(batches).items()} == expected
+            assert {text: found[:12] for text, found in ids(parts_of(batches)).items()} == expected
             (after,) = engine.status
             assert after.workers[0].pid != lead.pid
             wait_for(lambda: not is_alive(follower), 30)
-            print(f"{strike.__name__}: the lead ended {taken:.2f} s after it")
+            print(f"{blow}: the lead ended {taken:.2f} s after it")
             return taken
 
-        def kill(node, actor, follower):
-            os.kill(follower, signal.SIGKILL)
-
-        def stop(node, actor, follower):
-            os.kill(follower, signal.SIGSTOP)
-
-        def lose_node(node, actor, follower):
-            for pid in (actor, follower):
-                os.kill(pid, signal.SIGKILL)
-            kill_raylet(node)
-
-        place = "process 1 of 2 on another node"
         taken = [
-            struck(kill, f"{place} .* was killed by signal 9"),
-            struck(stop, f"{place} .*sent no heartbeat for 3.5 seconds"),
-            struck(lose_node, f"{place} .* exited with status 1"),
+            struck("kill", "was killed by signal 9"),
+            struck("stop", "sent no heartbeat for 3.5 seconds"),
+            struck("lose node", "exited with status 1"),
         ]
         assert max(taken) < 5, taken
 
 
 def other_node(cluster, status, lead):
     """The node that has the follower, the actor there, and the follower."""
-    (found,) = [
-        (node, actor, child)
-        for node in cluster.workers
-        for process in node.all_processes["raylet"]
-        for actor in children_of(process.process.pid)
-        for child in children_of(actor)
-        if b"jax_specdec.child" in cmdline(child) and child != lead.pid
-    ]
+    (found,) = [one for one in below(cluster, "jax_specdec.child") if one[2] != lead.pid]
     assert found[0].node_id != status.node
     return found
-
-
-def cmdline(pid):
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read()

@@ -4,7 +4,6 @@
 it, and replicas are struck while they begin.
 """
 
-import functools
 import os
 import signal
 import sys
@@ -12,25 +11,19 @@ import sys
 import pytest
 
 from ipc.doctor import find_ring_files
-from jax_specdec.engine import Engine
 from jax_specdec.engine.errors import WorkerFailed
-from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.ray import RayConfig, RayEngine
-from tests.ray.cluster import cluster_of, config, make_requests, rings
+from tests.ray.cluster import cluster_of, config, engine_with, fixture, make_requests, rings
 from tests.support.processes import wait_for
 
 WAITS = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with cluster_of(1, 1) as made:
-        yield made
+cluster = fixture(cluster_of, 1, 1)
 
 
 def fleet(**more):
-    make = functools.partial(Engine, start_worker=functools.partial(WorkerProcess, program=WAITS))
-    return RayEngine(config(**more), RayConfig(), make_engine=make)
+    return RayEngine(config(**more), RayConfig(), make_engine=engine_with(WAITS))
 
 
 def ring_of_another(*known):

@@ -12,13 +12,13 @@ import signal
 import httpx
 import pytest
 
-from jax_specdec.engine import Engine, EngineConfig
-from jax_specdec.engine.worker_client import WorkerProcess
+from jax_specdec.engine import EngineConfig
 from jax_specdec.ray import serve_app
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.model import tiny_model
-from tests.ray.cluster import EMITTER, PACE, TOKENS, cluster_that_leaves_nothing
-from tests.support.processes import children_of, wait_for
+from tests.ray.cluster import EMITTER, below, cluster_that_leaves_nothing, engine_with
+from tests.support.emitting_worker import PACE, TOKENS
+from tests.support.processes import wait_for
 
 SLOTS, LENGTH, PORT = 2, 512, 18433
 URL = f"http://127.0.0.1:{PORT}/v1/completions"
@@ -39,7 +39,6 @@ def cluster():
 
 def served(**more):
     """An application with one replica, listening; the models' processes are scripted ones."""
-    make = functools.partial(Engine, start_worker=functools.partial(WorkerProcess, program=EMITTER))
     model = functools.partial(tiny_model, name="tiny", created=0, max_length=LENGTH)
     config = EngineConfig(
         vocab_size=model().vocab_size, num_slots=SLOTS, max_length=LENGTH, num_drafts=TOKENS,
@@ -48,7 +47,8 @@ def served(**more):
     serve_app.start(
         serve_app.application(
             config, model, bounds=Bounds(max_body=1 << 20, max_open=64, timeout=60.0),
-            variables={PACE: str(10_000 * TOKENS)}, make_engine=make, **more,
+            variables={PACE: str(10_000 * TOKENS)}, make_engine=engine_with(EMITTER),
+            **more,
         ),
         "127.0.0.1",
         PORT,
@@ -72,19 +72,7 @@ def replicas():
 
 def workers(cluster):
     """The workers that there are, and the replicas' processes that started them."""
-    return [
-        (worker, actor)
-        for node in (cluster.head_node, *cluster.workers)
-        for process in node.all_processes["raylet"]
-        for actor in children_of(process.process.pid)
-        for worker in children_of(actor)
-        if EMITTER[-1].encode() in cmdline(worker)
-    ]
-
-
-def cmdline(pid):
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read()
+    return [(worker, actor) for _, actor, worker in below(cluster, EMITTER[-1])]
 
 
 def test_replicas_come_with_the_load_and_go_with_it(cluster):

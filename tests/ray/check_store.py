@@ -1,43 +1,42 @@
 """An object store smaller than what a run brings: who does not read it, and who keeps it."""
 
-import functools
 import time
 
 import numpy as np
 import pytest
 
-from jax_specdec.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams
-from jax_specdec.engine.worker_client import WorkerProcess
+from jax_specdec.engine import EngineConfig, FinishReason
 from jax_specdec.ray import ClusterError, RayConfig, RayEngine
-from tests.ray.cluster import EMITTER, STORE, TOKENS, cluster_that_leaves_nothing
+from tests.ray.cluster import (
+    EMITTER,
+    NO_DISK,
+    STORE,
+    cluster_that_leaves_nothing,
+    engine_with,
+    fixture,
+)
+from tests.support.emitting_worker import TOKENS
 from tests.support.processes import wait_for
+from tests.support.requests import request
 
 WORKER_LOST = FinishReason.WORKER_LOST
 SLOTS, LENGTH, VOCABULARY, K = 256, 4000, 1000, 20
 INLINE = 1 << 18  # bytes; smaller objects come within Ray's answers, and lie in no store
-make_engine = functools.partial(
-    Engine, start_worker=functools.partial(WorkerProcess, program=EMITTER)
-)
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    # No disk behind the stores: what does not fit is refused.
-    with cluster_that_leaves_nothing(1, system={"local_fs_capacity_threshold": 0.0}) as made:
-        yield made
+cluster = fixture(cluster_that_leaves_nothing, 1, system=NO_DISK)
 
 
 def fleet(**more):
     config = EngineConfig(
         vocab_size=VOCABULARY, num_slots=SLOTS, max_length=LENGTH + 8, num_drafts=TOKENS, **more
     )
-    return RayEngine(config, RayConfig(), make_engine=make_engine)
+    return RayEngine(config, RayConfig(), make_engine=engine_with(EMITTER))
 
 
 def requests():
     """Requests whose tokens and top K take twice the store."""
-    params = SamplingParams(max_tokens=LENGTH, logprobs=K)
-    return [Request(id=f"r{n}", prompt_token_ids=(n,), params=params) for n in range(SLOTS)]
+    return [request(f"r{n}", (n,), max_tokens=LENGTH, logprobs=K) for n in range(SLOTS)]
 
 
 def steps(engine):
@@ -82,19 +81,13 @@ def test_a_reader_that_does_not_read_stops_the_worker_and_not_the_store(cluster)
 
 def test_a_reader_that_keeps_more_than_the_store_holds_is_told(cluster):
     """All requests end with an error that says what to do; what is let go of can be used again."""
-    kept, ends = [], {}
-
-    def keep(engine):
-        for batch in engine.generate(requests()):
-            kept.append(batch)
-            for part in batch:
-                if part.finish_reason is not None:
-                    ends[part.request_id] = part.finish_reason
-
+    kept = []
     with fleet(on_worker_loss="restart", resume_lost=True) as engine:
         with pytest.raises(ClusterError, match=r"store is full.*a batch of replica 0.*columns\("):
-            keep(engine)
+            kept.extend(engine.generate(requests()))
         assert sum(batch.rows.nbytes for batch in kept) < 1.1 * STORE
+        parts = [part for batch in kept for part in batch if part.finish_reason is not None]
+        ends = {part.request_id: part.finish_reason for part in parts}
         assert ends == dict.fromkeys((request.id for request in requests()), WORKER_LOST)
         with pytest.raises(ClusterError, match="store is full"):
             engine.submit(requests()[0])

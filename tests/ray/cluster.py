@@ -5,16 +5,19 @@ import contextlib
 import functools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from ipc.doctor import find_ring_files
-from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams
+from jax_specdec.engine import Engine, EngineConfig
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.ray import ClusterError, RayConfig, RayEngine
+from tests.support import emitting_worker
 from tests.support.delivered_batches import check as check
 from tests.support.paths import ROOT
-from tests.support.processes import wait_for
+from tests.support.processes import children_of, wait_for
+from tests.support.requests import request
 from tests.support.scripted_process import WORKER
 from tests.support.scripted_worker import VOCAB
 
@@ -26,16 +29,18 @@ SOON = {  # a dead node is found in seconds
     "health_check_failure_threshold": 4,
 }
 
+NO_DISK = {"local_fs_capacity_threshold": 0.0}  # behind the stores: what does not fit is refused
 NODE = {"object_store_memory": STORE, "include_dashboard": False, "include_log_monitor": False}
 
-# A program of the benchmarks: a worker without a model, all of whose slots emit in every step.
-EMITTER = (*WORKER[:-1], "tests.support.emitting_worker")
-TOKENS = 2  # of a slot and step, there
-PACE = "BENCH_RAY_PACE"  # microseconds of a step, there
+EMITTER = (*WORKER[:-1], emitting_worker.__name__)
 
-make_engine = functools.partial(
-    Engine, start_worker=functools.partial(WorkerProcess, program=WORKER)
-)
+
+def engine_with(program):
+    """What makes an engine whose workers run this program."""
+    return functools.partial(Engine, start_worker=functools.partial(WorkerProcess, program=program))
+
+
+make_engine = engine_with(WORKER)
 
 
 @contextlib.contextmanager
@@ -50,15 +55,8 @@ def cluster_of(*nodes, head=0, system=None):
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": head,
-            "_system_config": SOON | (system or {}),
-            "no_monitor": True,
-            **NODE,
-        },
-    )
+    settings = {"_system_config": SOON | (system or {}), "no_monitor": True, **NODE}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head, **settings})
     try:
         cluster.workers = [cluster.add_node(num_cpus=cpus, **NODE) for cpus in nodes]
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
@@ -70,12 +68,35 @@ def cluster_of(*nodes, head=0, system=None):
 
 
 @contextlib.contextmanager
+def cluster_that_compiles(*nodes):
+    """`cluster_of`, whose processes compile cheaply, on the CPU."""
+    from tests.support import quick_compile  # brings jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", quick_compile.FLAGS)
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        with cluster_of(*nodes) as made:
+            yield made
+
+
+@contextlib.contextmanager
 def cluster_that_leaves_nothing(*nodes, **options):
     """`cluster_of`, at whose end no ring is in shared memory beside those that were there."""
     before = rings()
     with cluster_of(*nodes, **options) as made:
         yield made
-    wait_for(lambda: nothing_is_left(before), 20)
+    wait_for(lambda: rings() <= before, 20)
+
+
+def fixture(make, *nodes, **options):
+    """The fixture of a module whose tests share the cluster that `make` makes."""
+
+    @pytest.fixture(scope="module")
+    def cluster():
+        with make(*nodes, **options) as made:
+            yield made
+
+    return cluster
 
 
 def add_node(cluster, cpus):
@@ -93,10 +114,9 @@ def kill_raylet(node):
 def crash(node, engine):
     """End all of a node at once, as a loss of power does; how many replicas it had."""
     victims = [s for s in engine.status if s.node == node.node_id]
-    for pid in (
-        pid for status in victims for pid in (status.pid, *(w.pid for w in status.workers))
-    ):
-        os.kill(pid, signal.SIGKILL)
+    for status in victims:
+        for process in (status, *status.workers):
+            os.kill(process.pid, signal.SIGKILL)
     kill_raylet(node)
     return len(victims)
 
@@ -107,22 +127,17 @@ def config(**more):
     return EngineConfig(**{"vocab_size": VOCAB, **options, **more})
 
 
-def fleet(replicas, engine_config=None, **more):
-    cluster = RayConfig(replicas=replicas, **{"coalesce": 0.005, **more})
-    return RayEngine(engine_config or config(), cluster, make_engine=make_engine)
+def fleet(replicas, **more):
+    cluster = RayConfig(replicas=replicas, coalesce=0.005, **more)
+    return RayEngine(config(), cluster, make_engine=make_engine)
 
 
 def make_requests(count, tokens=40, first=0):
     return [
-        Request(
-            id=f"r{n}",
-            prompt_token_ids=(n % VOCAB, n // VOCAB % VOCAB, 3),
-            params=SamplingParams(
-                max_tokens=tokens, logprobs=n % 3 or None, prompt_logprobs=None if n % 4 else n % 3
-            ),
-        )
+        request(f"r{n}", (n % VOCAB, n // VOCAB % VOCAB, 3), max_tokens=tokens,
+                logprobs=n % 3 or None, prompt_logprobs=None if n % 4 else n % 3)
         for n in range(first, first + count)
-    ]
+    ]  # fmt: skip
 
 
 def pids(engine):
@@ -130,9 +145,16 @@ def pids(engine):
     return {s.replica: (s.pid, *(w.pid for w in s.workers)) for s in engine.status if s.pid}
 
 
-def nothing_is_left(before):
-    """Whether no ring is in shared memory beside those that were there before."""
-    return not {file.path for file in find_ring_files()} - before
+def below(cluster, word):
+    """(node, actor, process) of each process below an actor whose command has this word."""
+    found = []
+    for node in (cluster.head_node, *cluster.workers):
+        for raylet in node.all_processes["raylet"]:
+            for actor in children_of(raylet.process.pid):
+                for pid in children_of(actor):
+                    if word in Path(f"/proc/{pid}/cmdline").read_text():
+                        found.append((node, actor, pid))
+    return found
 
 
 def rings():
