@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jax_specdec.text.tokenizer import Tokenizer
 from tests.hf import checkpoints
@@ -47,16 +47,10 @@ def test_tokenizer_and_template_equal_transformers(make, tmp_path):
 
 def test_the_command_writes_what_transformers_computes(tmp_path):
     directory = tmp_path / "model"
-    checkpoints.SIZES["vocab_size"], before = 512, checkpoints.SIZES["vocab_size"]
-    try:
-        written = checkpoints.build("Qwen3")
-    finally:
-        checkpoints.SIZES["vocab_size"] = before
+    written = checkpoints.build("Qwen3", vocab_size=512)
     checkpoints.write(directory, written, dtype=torch.bfloat16, shard_bytes=60_000)
     tokenizer = save(directory, byte_level)
-    checkpoint = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    checkpoint = checkpoints.read(directory)
     lines = [{"id": "a", "prompt": CORPUS[0]}, {"id": "b", "messages": MESSAGES}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     subprocess.run(
@@ -73,8 +67,9 @@ def test_the_command_writes_what_transformers_computes(tmp_path):
         "b": list(tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]),
     }
     for name, prompt in prompts.items():
-        ids = records[name]["speculation"]["token_ids"]
-        assert records[name]["speculation"]["prompt_token_ids"] == prompt
+        speculation, choice = records[name]["speculation"], records[name]["choices"][0]
+        ids = speculation["token_ids"]
+        assert speculation["prompt_token_ids"] == prompt
         with torch.no_grad():
             generated = checkpoint.generate(
                 torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)),
@@ -86,7 +81,6 @@ def test_the_command_writes_what_transformers_computes(tmp_path):
         top = -np.sort(-logprobs, axis=1)[:, :4]
         assert (top[:, 0] - top[:, 1]).min() > TOLERANCE  # no near tie: then ids must be equal
         assert ids == generated
-        choice = records[name]["choices"][0]
         if name == "a":
             got = choice["logprobs"]["token_logprobs"]
         else:

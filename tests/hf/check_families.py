@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from jax_specdec.device.drafting import DraftModel
 from jax_specdec.device.model import llama, mtp
@@ -17,8 +16,10 @@ from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.params import init_cache, init_mtp_cache
 from tests.hf import checkpoints
 from tests.support import decoding, quick_compile
+from tests.support.greedy_checks import check_greedy, check_logprobs, log_softmax
 
 TOLERANCE = 1e-4
+CLOSE = {"atol": TOLERANCE, "rtol": 0}
 K = 5
 # Repeated ids, so that n-grams draft; and a prompt of a single id.
 PROMPTS = [[1, 5, 6, 7, 5, 6, 7, 5, 6], [9], list(range(3, 40)), [4, 4, 4, 4, 8, 4, 4]]
@@ -54,23 +55,10 @@ def compare(run, reference):
     for index, prompt in enumerate(PROMPTS):
         records = run.records[f"r{index}"]
         ids = run.token_ids(f"r{index}")
-        x = reference_logits(reference, prompt + ids)[len(prompt) - 1 : -1]
-        logprobs = x - np.logaddexp.reduce(x, axis=1)[:, None]
-        order = np.argsort(-x, axis=1, kind="stable")
-        ordered = np.take_along_axis(logprobs, order, axis=1)
-        got = np.concatenate([record.logprobs for record in records])
-        got_ids = np.concatenate([record.topk_ids for record in records])
-        assert len(got) == len(ids) == 40
-        for step, token in enumerate(ids):
-            assert abs(got[step, 0] - logprobs[step, token]) <= TOLERANCE
-            np.testing.assert_allclose(got[step, 1:], ordered[step, :K], atol=TOLERANCE, rtol=0)
-            # Where float32 cannot tell two neighbors apart, either order is right.
-            apart = -np.diff(ordered[step, : K + 1]) > TOLERANCE
-            sure = apart & np.append(True, apart[:-1])
-            near_ties += not apart.all()
-            assert (got_ids[step] == order[step, :K])[sure].all()
-            if apart[0]:
-                assert token == order[step, 0]
+        assert len(ids) == 40
+        rows = log_softmax(reference_logits(reference, prompt + ids)[len(prompt) - 1 : -1])
+        near_ties += check_logprobs(records, rows, K, own=CLOSE, top=CLOSE, tie=TOLERANCE)
+        check_greedy(ids, rows, TOLERANCE)
     return near_ties
 
 
@@ -86,9 +74,10 @@ def test_greedy_speculative_decoding_equals_transformers(family, drafter, tmp_pa
     assert config.num_mtp_layers == (drafter == "mtp")
     run = decoding.run(requests(), drafter, model=(params, config))
     near_ties = compare(run, written)
-    statistics = [run.records[f"r{index}"][-1].statistics for index in range(len(PROMPTS))]
-    drafts = sum(one.num_drafts for one in statistics)
-    accepted = sum(one.num_accepted for one in statistics)
+    statistics = [records[-1].statistics for records in run.records.values()]
+    drafts, accepted = (
+        sum(getattr(one, f"num_{x}") for one in statistics) for x in ("drafts", "accepted")
+    )
     print(f"{family}, {drafter}: {accepted} of {drafts} drafts accepted, {near_ties} near ties")
     assert (drafts > 0) == (drafter != "none")
     if drafter == "ngram":
@@ -114,7 +103,7 @@ def test_greedy_decoding_with_a_draft_model_equals_transformers(family, small, t
     model = dataclasses.replace(params, draft=draft), config
     run = decoding.run(requests(), DraftModel(draft_config, config, 3), model=model)
     assert compare(run, written) < 8
-    assert sum(run.records[f"r{at}"][-1].statistics.num_drafts for at in range(len(PROMPTS))) > 100
+    assert sum(records[-1].statistics.num_drafts for records in run.records.values()) > 100
 
 
 OPTIONS = [
@@ -133,6 +122,20 @@ OPTIONS = [
 ]
 
 
+def arrays(ids):
+    tokens = np.array([ids], np.int32)
+    return tokens, np.arange(len(ids), dtype=np.int32)[None]
+
+
+def forward(params, config, ids, jit=jax.jit):
+    cache = init_cache(config, 1, 64)
+    return jit(llama.forward, static_argnums=1)(params, config, *arrays(ids), cache)[0]
+
+
+def logits(params, config, ids, jit=jax.jit):
+    return np.asarray(llama.logits(params, config, forward(params, config, ids, jit))[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "change"), OPTIONS, ids=str)
 def test_every_option_of_a_family_shows(family, change, tmp_path):
@@ -141,15 +144,10 @@ def test_every_option_of_a_family_shows(family, change, tmp_path):
     params, config = load_model(checkpoints.write(tmp_path, written), dtype="float32")
     ids = PROMPTS[2]
     want = reference_logits(written, ids)
-    if "rope_scaling" in change:
-        change = {
-            "rope_scaling": dataclasses.replace(config.rope_scaling, **change["rope_scaling"])
-        }
+    if scaling := change.get("rope_scaling"):
+        change = {"rope_scaling": dataclasses.replace(config.rope_scaling, **scaling)}
     for one, fits in ((config, True), (dataclasses.replace(config, **change), False)):
-        hidden, _ = quick_compile.jit(llama.forward, static_argnums=1)(
-            params, one, *arrays(ids), init_cache(config, 1, 64)
-        )
-        off = np.abs(np.asarray(llama.logits(params, one, hidden)[0]) - want).max()
+        off = np.abs(logits(params, one, ids, quick_compile.jit) - want).max()
         assert off <= TOLERANCE if fits else off > 10 * TOLERANCE
 
 
@@ -167,9 +165,7 @@ def test_the_comparison_notices_another_model(tmp_path):
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 def test_16_bits_on_disk_are_computed_exactly_in_32(stored, tmp_path):
     checkpoints.write(tmp_path, checkpoints.build("Qwen3"), dtype=stored)
-    reference = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    reference = checkpoints.read(tmp_path)
     params, config = load_model(tmp_path, dtype="float32")
     assert config.dtype == "float32"
     compare(decoding.run(requests(), "ngram", model=(params, config)), reference)
@@ -177,17 +173,12 @@ def test_16_bits_on_disk_are_computed_exactly_in_32(stored, tmp_path):
 
 def test_bfloat16_arithmetic_stays_near_the_reference(tmp_path):
     checkpoints.write(tmp_path, checkpoints.build("Llama 3.2, tied"), dtype=torch.bfloat16)
-    reference = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    reference = checkpoints.read(tmp_path)
     params, config = load_model(tmp_path)
     assert config.dtype == "bfloat16"  # the file's
     ids = PROMPTS[2]
     want = reference_logits(reference, ids)
-    hidden, _ = jax.jit(llama.forward, static_argnums=1)(
-        params, config, *arrays(ids), init_cache(config, 1, 64)
-    )
-    got = np.asarray(llama.logits(params, config, hidden)[0], np.float64)
+    got = logits(params, config, ids).astype(np.float64)
     assert 0 < np.abs(got - want).max() < 0.1 * want.std() + 0.1
     assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.999
 
@@ -200,9 +191,7 @@ def test_an_mtp_head_in_deepseeks_layout_equals_torch_modules(copies, tmp_path):
     params, config = load_model(tmp_path, dtype="float32")
     ids = PROMPTS[2]
     tokens, positions = arrays(ids)
-    hidden, _ = jax.jit(llama.forward, static_argnums=1)(
-        params, config, tokens, positions, init_cache(config, 1, 64)
-    )
+    hidden = forward(params, config, ids)
     out, _ = jax.jit(mtp.mtp_forward, static_argnums=1)(
         params, config, hidden[:, :-1], tokens[:, 1:], positions[:, :-1],
         init_mtp_cache(config, 1, 64),
@@ -216,11 +205,6 @@ def test_an_mtp_head_in_deepseeks_layout_equals_torch_modules(copies, tmp_path):
         shifted = head(inner[:, :-1], embedded[:, :-1])  # negative control: another token
     np.testing.assert_allclose(np.asarray(got), want, atol=TOLERANCE, rtol=0)
     assert (shifted - expected).abs().max() > 0.1
-
-
-def arrays(ids):
-    tokens = np.array([ids], np.int32)
-    return tokens, np.arange(len(ids), dtype=np.int32)[None]
 
 
 def test_our_sizes_agree_with_transformers(tmp_path):

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from jax_specdec.engine import Engine, EngineConfig
-from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.text.tokenizer import Tokenizer
 from tests.real import model
+from tests.support.greedy_checks import check_greedy, check_logprobs, log_softmax
+from tests.support.requests import request as request_of
 
 # Of logprobs: what float32 is off by, here and in transformers, whose own forward pass in float64
 # is up to 4e-5 away. It grows with the distance from the most likely token: columns of the top K
@@ -28,6 +29,7 @@ TOP_CLOSE = {"atol": 1e-4, "rtol": 5e-6}  # of the top K
 TIE = 1e-4  # closer ones float32 cannot tell apart
 TOKENS, SLOTS, V = 64, 8, 49_152
 TOP_K, TOP_P, TEMPERATURE = 40, 0.9, 0.8
+SAMPLED = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "kept_token_ids": True}
 ALL = tuple(itertools.product((0, 5, 20), (False, True)))
 
 
@@ -39,21 +41,19 @@ def ours():
     return Tokenizer(model.path(), V)
 
 
-def params(k, sampled, seed):
-    more = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "kept_token_ids": True}
-    return SamplingParams(max_tokens=TOKENS, logprobs=k, seed=seed, **(more if sampled else {}))
-
-
 def decoded(drafter, asked):
     """The requests by id, with their records; `asked` tells each prompt's (K, sampled)."""
     requests = {}
     for number, prompt in enumerate(model.PROMPTS):
-        encode = ours().encode if isinstance(prompt, str) else ours().encode_chat
         for k, sampled in asked(number):
             id = f"{number} {k} {'sampled' if sampled else 'greedy'}"
-            requests[id] = Request(
-                id=id, prompt_token_ids=encode(prompt), params=params(k, sampled, number)
-            )
+            how = {
+                "max_tokens": TOKENS,
+                "logprobs": k,
+                "seed": number,
+                **(SAMPLED if sampled else {}),
+            }
+            requests[id] = request_of(id, model.encoded(ours(), prompt), **how)
     config = EngineConfig(
         weights=str(model.path()), vocab_size=V, drafter=drafter, num_slots=SLOTS, max_length=256,
         num_drafts=0 if drafter == "none" else 4,
@@ -65,28 +65,6 @@ def decoded(drafter, asked):
             for record in update.records:
                 records[record.request_id].append(record)
     return requests, records
-
-
-def check_logprobs(found, rows, k):
-    """Column 0 and the top K of each token; returns how many positions had a near tie."""
-    got = np.concatenate([record.logprobs for record in found])
-    top_ids = np.concatenate([record.topk_ids for record in found])
-    ids = np.concatenate([record.token_ids for record in found])
-    order = np.argsort(-rows, axis=1, kind="stable")[:, : k + 1]
-    ordered = np.take_along_axis(rows, order, axis=1)
-    np.testing.assert_allclose(got[:, 0], rows[np.arange(len(ids)), ids], **CLOSE)
-    np.testing.assert_allclose(got[:, 1:], ordered[:, :k], **TOP_CLOSE)
-    apart = -np.diff(ordered) > TIE
-    sure = apart & np.column_stack([np.ones(len(ids), bool), apart[:, :-1]])
-    assert (top_ids == order[:, :k])[sure].all()
-    return int((~apart).any(axis=1).sum())
-
-
-def check_greedy(ids, rows):
-    best = np.sort(rows, axis=1)[:, -2:]
-    sure = best[:, 1] - best[:, 0] > TIE
-    assert (ids == rows.argmax(axis=1))[sure].all()
-    assert sure.mean() > 0.9
 
 
 def check_kept(found, rows):
@@ -130,12 +108,12 @@ def test_tokens_logprobs_and_kept_sets_are_those_of_transformers(drafter, asked)
         ids = np.concatenate([record.token_ids for record in found])
         assert len(ids) == TOKENS
         rows = model.logits([*prompt, *ids])[len(prompt) - 1 : -1]
-        rows = rows - np.logaddexp.reduce(rows, axis=1)[:, None]
-        ties += check_logprobs(found, rows, request.params.logprobs)
+        rows, k = log_softmax(rows), request.params.logprobs
+        ties += check_logprobs(found, rows, k, own=CLOSE, top=TOP_CLOSE, tie=TIE)
         if request.params.temperature:
             close += check_kept(found, rows)
         else:
-            check_greedy(ids, rows)
+            assert check_greedy(ids, rows, TIE) > 0.9
         drafts += found[-1].statistics.num_drafts
         accepted += found[-1].statistics.num_accepted
     total = TOKENS * len(requests)
@@ -150,8 +128,7 @@ def test_tokens_logprobs_and_kept_sets_are_those_of_transformers(drafter, asked)
 def test_prompts_have_the_ids_of_transformers():
     reference = model.reference()[1]
     for prompt in model.PROMPTS:
-        encode = ours().encode if isinstance(prompt, str) else ours().encode_chat
-        assert list(encode(prompt)) == model.ids_of(reference, prompt)
+        assert list(model.encoded(ours(), prompt)) == model.ids_of(reference, prompt)
 
 
 # Transformers does not read how the file splits a text, at digits. Where a digit that is not ASCII

@@ -14,10 +14,11 @@ import pytest
 
 from jax_specdec.device.model import load_model, sequence_logprobs
 from jax_specdec.engine import Engine, EngineConfig
-from jax_specdec.requests import LogprobsMode, Request, SamplingParams
+from jax_specdec.requests import LogprobsMode
 from jax_specdec.text.tokenizer import Tokenizer
 from tests.real import model
 from tests.support import quick_compile
+from tests.support.requests import request
 
 V, LENGTH = 49_152, 256
 
@@ -28,15 +29,14 @@ def asked(tokens):
     """Raw, scaled and processed; greedy and sampled; 16 prompts of many languages, 3 are scored."""
     tokenizer, found = Tokenizer(model.path(), V), []
     for number, prompt in enumerate(model.PROMPTS):
-        encode = tokenizer.encode if isinstance(prompt, str) else tokenizer.encode_chat
         mode = list(LogprobsMode)[number % 3]
-        params = SamplingParams(
+        found.append(request(
+            str(number), model.encoded(tokenizer, prompt),
             max_tokens=tokens, logprobs=(0, 5, 20)[number % 3], logprobs_mode=mode, seed=number,
             temperature=(0.0, 0.8)[number // 3 % 2], top_p=(1.0, 0.9)[number % 2], top_k=40,
             kept_token_ids=mode is LogprobsMode.PROCESSED,
             prompt_logprobs=0 if number % 6 == 3 else None,
-        )  # fmt: skip
-        found.append(Request(id=str(number), prompt_token_ids=encode(prompt), params=params))
+        ))  # fmt: skip
     return found
 
 
@@ -99,24 +99,24 @@ def test_engines_and_the_learner_have_the_same_bits(dtype, tokens):
     config = dataclasses.replace(config, row_tile=EngineConfig.row_tile)
     score = quick_compile.as_users(sequence_logprobs, static_argnums=1, static_argnames="digest")
     total = 0
-    for request in requests:
-        some = [record for record in first[request.id] if record.num_tokens]
-        start = len(request.prompt_token_ids)
+    for one in requests:
+        some = [record for record in first[one.id] if record.num_tokens]
+        start = len(one.prompt_token_ids)
         ids = np.zeros((1, LENGTH), np.int32)
-        own = [*request.prompt_token_ids, *np.concatenate([r.token_ids for r in some])]
+        own = [*one.prompt_token_ids, *np.concatenate([r.token_ids for r in some])]
         ids[0, : len(own)] = own
-        kept, t = None, np.full((1, LENGTH - 1), request.params.temperature, np.float32)
-        if request.params.kept_token_ids:
+        kept, t = None, np.full((1, LENGTH - 1), one.params.temperature, np.float32)
+        if one.params.kept_token_ids:
             places = np.full((1, LENGTH - 1), -1)
             places[0, start - 1 : len(own) - 1] = np.arange(len(own) - start)
             joined = type(some[0].kept).joined([r.kept for r in some])
             kept = joined.padded(places, width=64)
-        elif request.params.logprobs_mode is LogprobsMode.RAW:
+        elif one.params.logprobs_mode is LogprobsMode.RAW:
             t = None
         found = np.asarray(score(params, config, ids, t, kept, digest=some[0].digest))
-        said = np.concatenate([part.logprobs[:, 0] for part in rows(first[request.id])])
+        said = np.concatenate([part.logprobs[:, 0] for part in rows(first[one.id])])
         ratios = np.exp(found[0, len(own) - 1 - len(said) : len(own) - 1] - said)
-        assert (ratios == 1).all(), (request.id, ratios[ratios != 1])
+        assert (ratios == 1).all(), (one.id, ratios[ratios != 1])
         total += len(ratios)
     print(dtype, "learner: ratio 1 for", total)
     assert total > tokens * len(requests)  # and rows of prompts

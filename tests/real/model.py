@@ -52,6 +52,11 @@ def reference():
     return model.eval(), AutoTokenizer.from_pretrained(file.parent, **given)
 
 
+def encoded(tokenizer, prompt):
+    """The ids of a text or of a conversation, by our tokenizer."""
+    return (tokenizer.encode if isinstance(prompt, str) else tokenizer.encode_chat)(prompt)
+
+
 def ids_of(tokenizer, prompt):
     """The ids of a text or of a conversation, by transformers."""
     if isinstance(prompt, str):
