@@ -2,12 +2,12 @@
 
 import pytest
 
+from tests.browser.window import Window, chromium
+
 
 @pytest.fixture(scope="session")
 def browser():
     from playwright.sync_api import sync_playwright
-
-    from tests.browser.window import chromium
 
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
@@ -17,9 +17,7 @@ def browser():
 
 @pytest.fixture
 def show(browser):
-    """Open a file in a window of its own."""
-    from tests.browser.window import Window
-
+    """Open a file in a window of its own, which must not complain until the test ends."""
     opened = []
 
     def show(file, **options):
@@ -29,3 +27,4 @@ def show(browser):
     yield show
     for window in opened:
         window.page.close()
+    assert [complaint for window in opened for complaint in window.complaints] == []

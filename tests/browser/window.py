@@ -35,8 +35,19 @@ class Window:
     def js(self, expression):
         return self.page.evaluate(expression)
 
+    def all(self, selector, what):
+        """An expression of JavaScript about each element x."""
+        return self.js(f"[...document.querySelectorAll({json.dumps(selector)})].map(x => {what})")
+
+    def colors(self):
+        return self.all(".t", "getComputedStyle(x).backgroundColor")
+
     def text(self, selector):
         return self.page.locator(selector).first.inner_text()
+
+    def says(self, selector, *words):
+        text = self.text(selector).replace("\n\n", "\n")
+        assert [word for word in words if word not in text] == [], text
 
     def shown(self, selector):
         return self.page.locator(selector).is_visible()
@@ -53,9 +64,6 @@ class Window:
 
     def wait(self, selector):
         self.page.wait_for_selector(selector)
-
-    def screenshot(self, file):
-        self.page.screenshot(path=file)
 
 
 def written(tmp_path, *responses, beside=(), title="t"):
