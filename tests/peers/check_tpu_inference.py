@@ -44,10 +44,7 @@ V, N, K = 40, 6, 5
 def test_logprobs_ids_and_inclusive_ranks_are_theirs(quarters, tokens, dtype, which, split):
     logits = jnp.asarray(quarters / np.float32(4), dtype)
     logits = jax.device_put(logits, NamedSharding(MESH, PartitionSpec(*split)))
-    mine = (
-        tpu_inference.compute_and_gather_logprobs,
-        tpu_inference.compute_and_gather_prompt_logprobs,
-    )
+    mine = [getattr(tpu_inference, function.__name__) for function in own]
     with jax.set_mesh(MESH):
         # Their runner hands float32 over.
         expected = own[which](logits.astype(jnp.float32), tokens, K)
