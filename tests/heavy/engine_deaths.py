@@ -15,6 +15,7 @@ many rounds side by side as later. Then:
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -27,13 +28,13 @@ import threading
 import time
 import traceback
 import uuid
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ipc.doctor import find_ring_files
 from jax_specdec.engine import leftovers
 from tests.support import quick_compile
-from tests.support.processes import children_of, is_alive
+from tests.support.processes import children_of, is_alive, wait_for
 
 SECONDS = 1.0  # in which all processes end after their engine's death
 MARK = "ENGINE_DEATHS"
@@ -51,22 +52,17 @@ PATIENCE = 240.0  # for an engine that goes on
 
 def family(pid):
     """Ids of the living processes below `pid`, the children of children too."""
-    found = []
-    for child in children_of(pid):
-        if is_alive(child):
-            found += [child, *family(child)]
-    return found
+    alive = filter(is_alive, children_of(pid))
+    return [one for child in alive for one in (child, *family(child))]
 
 
 def marked(value):
     """Ids of the living processes that were started with the mark, whoever their parent is now."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
             if value.encode() in path.read_bytes() and is_alive(int(path.parent.name)):
                 found.append(int(path.parent.name))
-        except OSError:  # it has ended, or is another user's
-            continue
     return found
 
 
@@ -76,16 +72,6 @@ def starved(pid):
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
     except (OSError, IndexError):
         return None
-
-
-def wait_until(condition, seconds):
-    """Seconds until the condition held; None if it did not in time."""
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > seconds:
-            return None
-        time.sleep(0.005)
-    return time.monotonic() - began
 
 
 class Round:
@@ -132,8 +118,7 @@ class Round:
                 return self.judged("nobody there")
             if self.blow == "kill engine":
                 return self.killed_engine()
-            stops = self.blow.startswith("stop")
-            os.kill(victim, signal.SIGSTOP if stops else signal.SIGKILL)
+            os.kill(victim, signal.SIGSTOP if "stop" in self.blow else signal.SIGKILL)
             if self.blow == "stop engine":
                 time.sleep(self.random.uniform(0, 1.5))
                 os.kill(victim, signal.SIGCONT)
@@ -162,7 +147,7 @@ class Round:
 
         began = time.monotonic()
         self.engine.kill()
-        assert wait_until(all_ended, 30) is not None, f"alive: {marked(self.mark)}"
+        wait_for(all_ended, 30)
         taken = time.monotonic() - began
         self.engine.wait()
         leftovers.remove(leftovers.find(self.folder))  # a dead engine cannot remove its directory
@@ -180,15 +165,13 @@ class Round:
         if word == "undisturbed" or self.blow == "stop engine":
             assert not any(run["lost"] for run in runs), said
         assert said.endswith("closed\n")
-        assert wait_until(lambda: not marked(self.mark), 10) is not None, marked(self.mark)
+        wait_for(lambda: not marked(self.mark), 10)
         self.nothing_left(ignore_folder=any(run["lost"] for run in runs))
         return word, 0.0
 
     def nothing_left(self, ignore_folder):
-        def rings():
-            return [file for file in find_ring_files() if file.creator.pid == self.engine.pid]
-
-        assert wait_until(lambda: not rings(), 5) is not None, rings()
+        mine = self.engine.pid
+        wait_for(lambda: mine not in {file.creator.pid for file in find_ring_files()}, 5)
         left = list(self.folder.glob("jax-specdec-*"))
         assert ignore_folder or not left, left
 
@@ -218,21 +201,18 @@ def rounds(kind, count, at_once):
     """Run `count` rounds; prints what they were. Returns how many failed or took too long."""
     length = length_of(kind, at_once)
     print(f"{kind}: an undisturbed round takes {length:.1f} s, {at_once} side by side", flush=True)
-    outcomes, seconds, failed = collections.Counter(), [0.0], 0
+
+    def run(drawn):
+        try:
+            return one_round(kind, *drawn)
+        except Exception:
+            return traceback.print_exc()
+
+    drawn = [(n, random.uniform(0, length), random.random()) for n in range(count)]
     with ThreadPoolExecutor(at_once) as pool:
-        running = {
-            pool.submit(one_round, kind, number, random.uniform(0, length), random.random())
-            for number in range(count)
-        }
-        for future in as_completed(running):
-            try:
-                blow, word, taken = future.result()
-            except Exception:
-                failed += 1
-                traceback.print_exc()
-                continue
-            outcomes[f"{blow}: {word}"] += 1
-            seconds.append(taken)
+        found = list(filter(None, pool.map(run, drawn)))
+    outcomes = collections.Counter(f"{blow}: {word}" for blow, word, _ in found)
+    seconds, failed = [0.0, *(taken for _, _, taken in found)], count - len(found)
     late = [taken for taken in seconds if taken > SECONDS]
     print(f"{kind}: {count} rounds, {failed} failed; {dict(outcomes)}; the last process ended "
           f"{max(seconds):.3f} s after its engine at most, {len(late)} after more than {SECONDS} s",
@@ -250,11 +230,9 @@ def main():
     seed = random.randrange(2**32) if options.seed is None else options.seed
     random.seed(seed)
     print(f"seed {seed}", flush=True)
-    wrong = 0
-    for kind, count in (("scripted", options.scripted), ("real", options.real)):
-        if count:
-            wrong += rounds(kind, count, options.at_once or AT_ONCE[kind])
-    return int(wrong > 0)
+    counts = {"scripted": options.scripted, "real": options.real}
+    wrong = [rounds(kind, n, options.at_once or AT_ONCE[kind]) for kind, n in counts.items() if n]
+    return int(any(wrong))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ import functools
 import json
 import sys
 
-from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams
+from jax_specdec.engine import Engine, EngineConfig
 from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.worker_client import WorkerProcess
 from tests.support import scripted_process
+from tests.support.requests import request
 
 RUNS = 3
 REQUESTS = 12
@@ -37,12 +38,7 @@ def main(kind, silence):
     with Engine(settings(kind, silence), start_worker=start) as engine:
         for run in range(RUNS):
             requests = [
-                Request(
-                    id=f"{run}.{n}",
-                    prompt_token_ids=(1 + n,) * 20,
-                    params=SamplingParams(max_tokens=40),
-                )
-                for n in range(REQUESTS)
+                request(f"{run}.{n}", (1 + n,) * 20, max_tokens=40) for n in range(REQUESTS)
             ]
             ends, lost = {}, []
             with contextlib.suppress(WorkerFailed):

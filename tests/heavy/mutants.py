@@ -18,13 +18,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from cosmic_ray.commands import init
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
-from rich.console import Console
-from rich.table import Table
 
 from tests.support.paths import ROOT
 
@@ -35,27 +32,21 @@ FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICE
 LEFT_OUT = ("BinaryOperator_BitOr", "RemoveDecorator", "ExceptionReplacer")
 
 
-class Room(NamedTuple):
-    """Files to mutate, and the tests that should notice."""
-
-    files: str  # patterns
-    tests: str
-
-
+# Patterns of the files to mutate, and the tests that should notice.
 ROOMS = {
-    "kernels": Room(
+    "kernels": (
         "pallas_kernels/topk/*.py pallas_kernels/lowering/*.py pallas_kernels/contract/*.py "
         "pallas_kernels/numbers/*.py pallas_kernels/backends/*.py pallas_kernels/backends/xla/*.py",
         "tests/pallas_kernels --ignore=tests/pallas_kernels/sampling",
     ),
-    "sampling": Room("pallas_kernels/sampling/*.py", "tests/pallas_kernels/sampling"),
-    "records": Room("jax_specdec/records/*.py", "tests/jax_specdec/records"),
-    "engine": Room(
+    "sampling": ("pallas_kernels/sampling/*.py", "tests/pallas_kernels/sampling"),
+    "records": ("jax_specdec/records/*.py", "tests/jax_specdec/records"),
+    "engine": (
         "jax_specdec/engine/*.py jax_specdec/control/*.py",
         "tests/jax_specdec/engine tests/jax_specdec/control",
     ),
-    "ipc": Room("ipc/[!w]*.py ipc/w[!i]*.py", "tests/ipc"),
-    "wire": Room(
+    "ipc": ("ipc/[!w]*.py ipc/w[!i]*.py", "tests/ipc"),
+    "wire": (
         "ipc/wire.py jax_specdec/device/messages/*.py",
         "tests/ipc/test_wire.py tests/jax_specdec/device/messages "
         "tests/jax_specdec/device/loop/test_every_value.py",
@@ -72,41 +63,40 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := set(options.rooms) - ROOMS.keys():
         parser.error(f"no room {', '.join(sorted(unknown))}: choose from {', '.join(ROOMS)}")
-    table = Table("room", "killed", "survived", "not decided", title="mutants")
-    left: list[str] = []
-    for name in options.rooms or ROOMS:
-        verdicts, alive = run(name, options.number, options.seed)
-        counts = [str(verdicts[verdict]) for verdict in ("killed", "survived", "not decided")]
-        table.add_row(name, *counts)
-        left += alive
-    Console(width=120).print(table)
-    for one in left:
-        print(one)
+    found = {name: run(name, options.number, options.seed) for name in options.rooms or ROOMS}
+    for name, (verdicts, _) in found.items():
+        print(f"{name}: {dict(verdicts)}")
+    left = [one for _, alive in found.values() for one in alive]
+    print(*left, sep="\n")
     return 1 if left else 0
 
 
 def run(name: str, number: int, seed: int) -> tuple[collections.Counter[str], list[str]]:
     """Decide the mutants of a room; how many had which verdict, and those that live."""
-    room = ROOMS[name]
-    tree = FOLDER / name / hash_of(room)[:16]
+    files, tests = ROOMS[name]
+    tree = FOLDER / name / hash_of(files, tests)[:16]
     session = tree.with_suffix(f".{seed}.{number}.sqlite")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "2",
-               "--dist", "loadfile", *room.tests.split()]  # fmt: skip
+               "--dist", "loadfile", *tests.split()]  # fmt: skip
     if not tree.exists():
         shutil.rmtree(tree.parent, ignore_errors=True)  # of other files
-        copy_to(tree)
+        for part in COPIED:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / part, tree / part, ignore=ignored)
+        for file in FILES:
+            shutil.copy(ROOT / file, tree / file)
     if not session.exists():
         begin = time.monotonic()
         subprocess.run(command, cwd=tree, check=True)  # what is not mutated passes
-        draw(room, tree, session, number, seed)
+        draw(files, tree, session, number, seed)
         session.with_suffix(".toml").write_text(
             "[cosmic-ray]\n"
             f'module-path = "ipc"\ntimeout = {60 + 3 * (time.monotonic() - begin):.0f}\n'
             f"test-command = {shlex.join(command)!r}\n"
             '[cosmic-ray.distributor]\nname = "local"\n'
         )
-    for file in files_of(room, ROOT):  # a run that was killed may have left a mutant
-        shutil.copy(file, tree / file.relative_to(ROOT))
+    for path in files_of(files, ROOT):  # a run that was killed may have left a mutant
+        shutil.copy(path, tree / path.relative_to(ROOT))
     print(f"RUN: {name}: {number} mutants", flush=True)
     subprocess.run(
         [sys.executable, "-m", "cosmic_ray.cli", "exec", session.with_suffix(".toml"), session],
@@ -117,34 +107,26 @@ def run(name: str, number: int, seed: int) -> tuple[collections.Counter[str], li
         return verdicts_of(database)
 
 
-def hash_of(room: Room) -> str:
+def hash_of(patterns: str, tests: str) -> str:
     """The contents of a room's files and of its tests."""
     found = hashlib.sha256()
-    tests = [file for test in room.tests.split() for file in (ROOT / test).rglob("*.py")]
-    for file in sorted({*files_of(room, ROOT), *tests, *(ROOT / "tests/support").rglob("*.py")}):
+    folders = [ROOT / test for test in (*tests.split(), "tests/support")]
+    files = {file for folder in folders for file in folder.rglob("*.py")}
+    for file in sorted({*files, *files_of(patterns, ROOT)}):
         found.update(file.read_bytes())
     return found.hexdigest()
 
 
-def files_of(room: Room, root: Path) -> list[Path]:
+def files_of(patterns: str, root: Path) -> list[Path]:
     """The files to mutate."""
-    found = {file for pattern in room.files.split() for file in root.glob(pattern)}
+    found = {file for pattern in patterns.split() for file in root.glob(pattern)}
     return sorted(file for file in found if file.stem != "__init__")
 
 
-def copy_to(tree: Path) -> None:
-    """Copy the project."""
-    for name in COPIED:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
-    for name in FILES:
-        shutil.copy(ROOT / name, tree / name)
-
-
-def draw(room: Room, tree: Path, session: Path, number: int, seed: int) -> None:
+def draw(patterns: str, tree: Path, session: Path, number: int, seed: int) -> None:
     """Keep of all mutants as many as are asked for, at most one a line; the others are skipped."""
     with use_db(session, WorkDB.Mode.create) as database:
-        init([file.relative_to(tree) for file in files_of(room, tree)], database, {})
+        init([file.relative_to(tree) for file in files_of(patterns, tree)], database, {})
         by_line = collections.defaultdict(list)
         for item in sorted(database.work_items, key=lambda item: str(item.mutations)):
             (mutation,) = item.mutations
@@ -166,12 +148,9 @@ def verdicts_of(database: WorkDB) -> tuple[collections.Counter[str], list[str]]:
     for _, result in database.results:
         if result.worker_outcome == WorkerOutcome.SKIPPED:
             continue
-        if result.test_outcome == TestOutcome.SURVIVED:
-            verdict = "survived"
-        elif result.test_outcome == TestOutcome.KILLED and result.output != "timeout":
-            verdict = "killed"
-        else:
-            verdict = "not decided"
+        outcome = result.test_outcome
+        unclear = outcome in (None, TestOutcome.INCOMPETENT) or result.output == "timeout"
+        verdict = "not decided" if unclear else str(outcome.value)
         verdicts[verdict] += 1
         if verdict != "killed":
             alive.append(f"{verdict}:\n{result.diff}")

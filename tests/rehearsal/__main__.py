@@ -21,19 +21,13 @@ BACKENDS = ("mosaic_gpu", "mosaic_tpu")
 
 def report_of(backend: str, fault: str, folder: Path) -> tuple[int, set[str], set[str]]:
     """The command's exit status, the parts that fail, and those that pass."""
-    environment = {
-        "REHEARSED": backend,
-        "FAULT": fault,
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": quick_compile.FLAGS,
-    }
+    environment = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": quick_compile.FLAGS}
+    command = ["check-device", "--rehearse", "--minutes", "30", "--output", str(folder)]
     with (
-        mock.patch.dict(os.environ, environment),
+        mock.patch.dict(os.environ, environment, REHEARSED=backend, FAULT=fault),
         mock.patch.object(check_device_command, "MODULE", "tests.rehearsal."),
     ):
-        status = command_line(
-            ["check-device", "--rehearse", "--minutes", "30", "--output", str(folder)]
-        )
+        status = command_line(command)
     written = json.loads((folder / JSON).read_text())
     report = Report(folder, written["ground"], [], written["pieces"])
     named = {kernel: part for part, kernel in written["ground"]["kernels"].items()}

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 GPU, TPU = "pallas_kernels.backends.mosaic_gpu.", "pallas_kernels.backends.mosaic_tpu."
@@ -100,9 +101,7 @@ def plant(fault: Fault) -> None:
     assert fault.module not in sys.modules
     spec = importlib.util.find_spec(fault.module)
     assert spec is not None
-    assert spec.origin is not None
-    with open(spec.origin) as file:
-        source = file.read()
+    source = Path(str(spec.origin)).read_text()
     assert source.count(fault.line) == 1, f"{fault.module} has another line now: {fault.line}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[fault.module] = module

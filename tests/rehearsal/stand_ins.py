@@ -56,11 +56,10 @@ def interpreted() -> Iterator[Callable[[], bool]]:
     calls: list[Any] = []
     given = {"interpret": interpreted_tpu_kernel.interpret(races=False),
              "cut": interpreted_tpu_kernel.CUT}  # fmt: skip
+    calling = (rows, "row_sums"), (groups, "row_sums"), (groups, "read_groups")
     with ExitStack() as stack:
         stack.enter_context(watched())
-        for module, name in (
-            (rows, "row_sums"), (groups, "row_sums"), (groups, "read_groups"),
-        ):  # fmt: skip
+        for module, name in calling:
             call = partial(getattr(module, name), **given)
             stack.enter_context(mock.patch.object(module, name, call))
         for module in (rows_kernel, groups_kernel):
