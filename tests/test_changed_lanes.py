@@ -9,13 +9,14 @@ import pytest
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.fast
+LANES = ["ptx-rows", "ptx-groups", "ptx-draw"]
 GREEN = runpy.run_path(str(ROOT / ".ci/green.py"))
 
 
 @pytest.fixture
 def copy(tmp_path):
     """A folder with the input files of the lanes of PTX, and with .ci/green.py."""
-    for lane in ("ptx-rows", "ptx-groups", "ptx-draw"):
+    for lane in LANES:
         for file in [*GREEN["LANES"][lane], ".ci/green.py"]:
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, tmp_path / file)
@@ -33,12 +34,11 @@ def change(folder, name):
 
 def test_a_changed_file_names_its_lanes(copy, capsys):
     def changed():
-        GREEN["main"](copy, ["changed", "ptx-rows", "ptx-groups", "ptx-draw"])
+        GREEN["main"](copy, ["changed", *LANES])
         return capsys.readouterr().out.split()
 
-    every = ["ptx-rows", "ptx-groups", "ptx-draw"]
-    assert changed() == every  # none was green yet
-    for lane in every:
+    assert changed() == LANES  # none was green yet
+    for lane in LANES:
         assert run(copy, lane) == 0
         assert "ran" in capsys.readouterr().out
     assert changed() == []
@@ -49,7 +49,7 @@ def test_a_changed_file_names_its_lanes(copy, capsys):
     run(copy, "ptx-draw")
     capsys.readouterr()
     change(copy, "thread")
-    assert changed() == every
+    assert changed() == LANES
 
 
 @pytest.mark.parametrize(

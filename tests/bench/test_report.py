@@ -31,10 +31,8 @@ def test_the_newest_result_of_a_title_counts_and_says_where_it_is_from(tmp_path)
     limits = [Target(name, 2.0, measured, "x") for name, measured in (("a", 1), ("b", 3))]
     new = replace(new, targets=tuple(limits))
     on_a_gpu = replace(old, settings={"device": "H100"})
-    files = [
-        results(tmp_path, "2026-01-02", new), results(tmp_path, "2026-01-01", old, on_a_gpu)
-    ]  # fmt: skip
-    text = report.page(files)
+    newer, older = (tmp_path, "2026-01-02", new), (tmp_path, "2026-01-01", old, on_a_gpu)
+    text = report.page([results(*newer), results(*older)])
     assert "| 16 KB | ring | 10 us (10 us to 10 us) | ZeroMQ msgpack 3x | 2 |" in text
     assert "| 16 KB (H100) | ring | 10 us (10 us to 10 us) | ZeroMQ msgpack 2x | 1 |" in text
     assert "2. `2026-01-02.json`: 2026-01-02, 2 cores of a test's" in text

@@ -17,28 +17,25 @@ def main() -> None:
     step = 0
     with RingWriter.attach(sys.argv[1]) as ring:
         while any(left):
-            slots = []
-            for command, remaining in zip(commands, left, strict=True):
-                slots.append(contents(command, min(2, remaining)))
+            slots = [contents(*each) for each in zip(commands, left, strict=True)]
             left = [max(0, remaining - 2) for remaining in left]
             ring.send(encode(Kind.TARGET, step, slots, running=any(left)))
             step += 1
 
 
-def contents(command: control.Admit, num_tokens: int) -> SlotContents:
-    """What one slot sends: `num_tokens` tokens with the logprobs that were asked for."""
-    params = command.request.params
-    token_ids = [command.request.prompt_token_ids[-1]] * num_tokens
-    columns = 0 if params.logprobs is None else params.logprobs + 1
-    rows = num_tokens if columns else 0
+def contents(command: control.Admit, left: int) -> SlotContents:
+    """What one slot sends: two tokens at most, with the logprobs that were asked for."""
+    params, n = command.request.params, min(2, left)
+    k = -1 if params.logprobs is None else params.logprobs
+    rows = n if k >= 0 else 0
     return SlotContents(
         generation=command.generation,
-        num_drafts=max(0, num_tokens - 1),
-        columns=columns,
-        token_ids=token_ids,
+        num_drafts=max(0, n - 1),
+        columns=k + 1,
+        token_ids=[command.request.prompt_token_ids[-1]] * n,
         token_ranks=[1] * rows,
-        logprobs=[[-0.5] * columns] * rows,
-        topk_ids=[list(range(columns - 1))] * rows,
+        logprobs=[[-0.5] * (k + 1)] * rows,
+        topk_ids=[list(range(k))] * rows,
     )
 
 

@@ -14,18 +14,8 @@ from tests.support.run_examples import EXAMPLES, run
 
 REQUESTS = ("greedy", "sampled", "ids only")
 BETWEEN = "---- the next run ----"
-
-
-def run_mains(module, *runs, status=0):
-    """Run an example's `main` several times in a process, which compiles once; each one's text."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\nimport {module}\n"
-        f"for options in {list(map(list, runs))}:\n"
-        f"    print({BETWEEN!r}, flush=True)\n    {module}.main(options)"
-    )
-    printed = run("-c", code, status=status).split(BETWEEN + "\n")[1:]
-    assert len(printed) == len(runs)
-    return printed
+ENDS = re.compile(r"(?:length|stop_token) after \d+ records?\b")
+STEPS = re.compile(r"(\d+) steps, (\d+) published")
 
 
 def texts(printed):
@@ -39,18 +29,6 @@ def texts(printed):
 @pytest.fixture(scope="module")
 def own_loop():
     return run(EXAMPLES / "own_loop.py")
-
-
-@pytest.fixture(scope="module")
-def jitted_loop():
-    """The engine is killed and the loop goes on; it closes the ring; a message does not fit."""
-    return run_mains(
-        "jitted_loop",
-        ["--die-after", "3", "--then", "go-on"],
-        ["--close-after", "3"],
-        ["--slot-bytes", "100"],
-        status=1,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -82,51 +60,47 @@ def test_a_loop_of_ones_own_delivers_what_each_request_asked_for(own_loop):
 
 
 @pytest.mark.slow
-def test_a_jitted_loop_goes_on_without_its_engine(own_loop, jitted_loop):
-    printed = jitted_loop[0]
-    assert "engine: 3 steps read, and killed" in printed
-    assert "the engine is gone: the consumer (pid" in printed
-    assert texts(printed) == texts(own_loop)  # the same model, to the end
-    steps, published = map(int, re.search(r"(\d+) steps, (\d+) published", printed).groups())
+def test_a_jitted_loop_goes_on_or_ends_without_its_engine(own_loop):
+    """The engine is killed and the loop goes on; it closes the ring; a message does not fit."""
+    runs = "--die-after 3 --then go-on", "--close-after 3", "--slot-bytes 100"
+    code = (
+        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\nimport jitted_loop\n"
+        f"for options in {runs}:\n"
+        f"    print({BETWEEN!r}, flush=True)\n    jitted_loop.main(options.split())"
+    )
+    _, killed, closed, failed = run("-c", code, status=1).split(BETWEEN + "\n")
+    whole = texts(own_loop)
+
+    assert "engine: 3 steps read, and killed" in killed
+    assert "the engine is gone: the consumer (pid" in killed
+    assert texts(killed) == whole  # the same model, to the end
+    steps, published = map(int, STEPS.search(killed).groups())
     assert 2 <= published <= 4 < steps
 
-
-@pytest.mark.slow
-def test_a_jitted_loop_ends_where_the_engine_is_gone(own_loop, jitted_loop):
-    printed = jitted_loop[1]
-    assert "engine: 3 steps read, " in printed
-    assert "the engine is gone: the consumer closed ring" in printed
-    steps, published = map(int, re.search(r"(\d+) steps, (\d+) published", printed).groups())
+    assert "engine: 3 steps read, " in closed
+    assert "the engine is gone: the consumer closed ring" in closed
+    steps, published = map(int, STEPS.search(closed).groups())
     # The step that could not be sent is the last one. Five messages were read, the third step's
     # second one perhaps never sent, and the ring holds four more.
-    assert steps == published + 1
-    assert 2 <= published <= 4
-    whole = texts(own_loop)
-    for name, text in texts(printed).items():
+    assert 2 <= published == steps - 1 <= 4
+    for name, text in texts(closed).items():
         assert whole[name].startswith(text)
         assert len(text) < len(whole[name])
 
-
-@pytest.mark.slow
-def test_an_exception_in_the_callback_is_not_lost(jitted_loop):
-    printed = jitted_loop[2]
-    assert "ipc.errors.MessageTooLarge" in printed
-    assert "the engine is gone" not in printed
-    assert "engine: 0 steps read" in printed.replace("None", "0")
+    assert "ipc.errors.MessageTooLarge" in failed  # an exception in the callback is not lost
+    assert "the engine is gone" not in failed
+    assert "engine: 0 steps read" in failed.replace("None", "0")
 
 
-def test_asyncio_reads_two_workers_and_does_other_things(reading_side):
+def test_asyncio_reads_two_workers_and_loses_one(reading_side):
+    """It does other things meanwhile, and serves the other worker's requests to their ends."""
     printed = run(reading_side / "asyncio_engine.py")
-    assert len(re.findall(r"(?:length|stop_token) after \d+ records?\b", printed)) == 3
-    assert set(texts(printed)) == set(REQUESTS)
+    assert (len(ENDS.findall(printed)), set(texts(printed))) == (3, set(REQUESTS))
     assert int(re.search(r"did (\d+) other things", printed)[1]) > 10
-
-
-def test_asyncio_loses_a_worker_and_serves_the_others_requests(reading_side):
     printed = run(reading_side / "asyncio_engine.py", "--kill")
     assert "a worker is lost: the producer (pid" in printed
     assert re.search(r"^ids only  So she$\n +worker_lost after 1 record,", printed, re.MULTILINE)
-    assert len(re.findall(r"(?:length|stop_token) after \d+ records?\b", printed)) == 2
+    assert len(ENDS.findall(printed)) == 2
 
 
 def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(reading_side):
@@ -178,13 +152,10 @@ def test_records_of_a_loop_in_25_lines():
     """Each request gets its tokens; a greedy one's are its most likely ones."""
     printed = run(EXAMPLES / "records_of_a_loop.py")
     for slot, columns in ((0, 3), (1, 1)):
-        found = re.findall(
-            rf"^request {slot}: \[([\d ]+)\], \d.*\n((?:.*\]\n)+)", printed, re.MULTILINE
-        )
-        assert sum(len(ids.split()) for ids, _ in found) == 6
-        table = np.array(
-            [row.strip(" []").split() for _, rows in found for row in rows.splitlines()]
-        )
+        said = rf"^request {slot}: \[([\d ]+)\], \d.*\n((?:.*\]\n)+)"
+        ids, rows = map(" ".join, zip(*re.findall(said, printed, re.MULTILINE), strict=True))
+        assert len(ids.split()) == 6
+        table = np.array([row.strip(" []").split() for row in rows.splitlines()])
         assert table.shape == (6, columns)
         assert columns == 1 or (table[:, 0] == table[:, 1]).all()
     source = (EXAMPLES / "records_of_a_loop.py").read_text()

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,11 @@ pytestmark = pytest.mark.fast
 def cells(page, heading):
     """The rows of the table below a heading of a page, without backquotes."""
     section = (DOCS / page).read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return rows_of(section)[2:]
+
+
+def rows_of(table):
+    rows = [line for line in table.splitlines() if line.startswith("|")]
     return [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in rows]
 
 
@@ -27,13 +32,10 @@ def value(cell):
 
 
 def test_the_bytes_of_the_page_are_a_message():
-    rows = [
-        (int(offset), bytes.fromhex(data.replace("`", " ")))
-        for offset, data, _ in cells("wire.md", "One message, byte by byte")
-    ]
-    data = b"".join(part for _, part in rows)
-    for offset, part in rows:
-        assert data[offset : offset + len(part)] == part
+    data = b""
+    for offset, part, _ in cells("wire.md", "One message, byte by byte"):
+        assert len(data) == int(offset)
+        data += bytes.fromhex(part.replace("`", " "))
     message = decode(data)
     assert (message.kind, message.step, message.max_num_logprobs) == (wire.Kind.TARGET, 7, 1)
     assert (message.running, message.draft_follows, message.process_rank) == (True, False, 0)
@@ -53,9 +55,8 @@ def test_the_bytes_of_the_page_are_a_message():
 
 @pytest.mark.parametrize(("name", "fields"), [("header", wire.HEADER), ("slot", wire.SLOT)])
 def test_the_fields_of_the_page_are_the_layouts(name, fields):
-    section = (DOCS / "wire.md").read_text().split("## Fields\n", 1)[1]
-    table = section.split(f"| {name} | word |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
-    rows = [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in table]
+    section = (DOCS / "wire.md").read_text().split(f"| {name} | word |", 1)[1]
+    rows = rows_of(section.split("\n\n", 1)[0])[1:]
     said = {row[0]: (int(row[1]), *map(int, row[2].split("-"))) for row in rows}
     assert said == {
         field: (at.word, at.shift, at.shift + at.bits - 1) for field, at in fields.items()
@@ -71,20 +72,19 @@ def test_limits_are_what_the_page_says():
         assert (wire.HEADER | wire.SLOT)[name].maximum == value(largest)
 
 
-def make(place, number):
-    kind, _, name = place.partition(".")
-    if kind == "EngineConfig":
-        return EngineConfig(vocab_size=300, **{name: number})
-    if kind == "RayConfig":
-        return RayConfig(**{name: number})
-    return SamplingParams(**{name: number})
+KINDS = {
+    "EngineConfig": partial(EngineConfig, vocab_size=300),
+    "RayConfig": RayConfig,
+    "SamplingParams": SamplingParams,
+}
 
 
 @pytest.mark.parametrize("row", cells("limits.md", "Ranges of settings"), ids=lambda row: row[0])
 def test_a_setting_ends_where_the_page_says(row):
-    place, low, high = row[0], value(row[1]), value(row[2])
+    kind, _, name = row[0].partition(".")
+    low, high = map(value, row[1:3])
     for number in (low, high):
-        make(place, number)
+        KINDS[kind](**{name: number})
     for number in (low - 1, high + 1):
         with pytest.raises((RequestError, ValueError), match=re.escape(str(number))):
-            make(place, number)
+            KINDS[kind](**{name: number})

@@ -1,22 +1,19 @@
 """The README's Python prints what stands below it: a result and an error of each door."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.support import quick_compile
 from tests.support.pages import PAIR, same
 from tests.support.paths import ROOT
+from tests.support.run_examples import run
 
 # Runs the blocks that it reads in one namespace; writes what each printed, or how it failed.
 RUN = """
 import contextlib, io, json, sys, traceback
 printed, scope = [], {"__name__": "__main__"}
-for code in json.load(sys.stdin):
+for code in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             exec(code, scope)
@@ -38,12 +35,7 @@ SECTIONS = {
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_a_block_prints_what_stands_below_it(heading):
     codes, shown = zip(*SECTIONS[heading], strict=True)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps(codes), capture_output=True, text=True,
-        check=False, timeout=200, env=os.environ | {"XLA_FLAGS": quick_compile.FLAGS},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    printed, has_jax = json.loads(done.stdout)
+    printed, has_jax = json.loads(run("-c", RUN, json.dumps(codes)))
     for one, other in zip(printed, shown, strict=True):
         assert same(one, other), one
     assert "Error: " in printed[1]

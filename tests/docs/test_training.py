@@ -17,8 +17,7 @@ from jax_specdec.engine import byte_tokens
 from tests.support.run_examples import EXAMPLES
 
 CONFIG = ModelConfig.tiny(byte_tokens.VOCAB_SIZE, num_layers=2)
-# The same sizes everywhere, so that each program is compiled once.
-STEPS, RATE, BATCH, SEQUENCE = 50, 1e-2, 4, 16
+SIZE = "--steps 50 --batch 4 --sequence 16 --rate 0.01"
 PROMPTS = {"num_prompts": 2, "prompt_length": 8, "generated": 10}
 
 
@@ -65,9 +64,7 @@ def test_train_then_check(script, library, tmp_path, capsys, monkeypatch):
     files = ["--corpus", str(tmp_path / "list"), "--library", str(library)]
     weights = tmp_path / "tiny.safetensors"
     assert script.main(["--write-corpus", *files]) == 0
-    size = {"steps": STEPS, "batch": BATCH, "sequence": SEQUENCE, "rate": RATE, "output": weights}
-    options = [word for name, value in size.items() for word in (f"--{name}", str(value))]
-    assert script.main([*files, *options]) == 0
+    assert script.main([*files, *SIZE.split(), "--output", str(weights)]) == 0
     assert "held-out mtp_acceptance" in capsys.readouterr().out
     check = ["--check", *files, "--weights", str(weights)]
     assert script.main(check) == 0
