@@ -1,7 +1,9 @@
 """Masks and biases of every kind, and the logits that they make."""
 
+import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.contract.changes import Changes
 from pallas_kernels.testing import oracle
 
 ALL = {"log_sum_exp": True, "entropy": True, "top_logits": True}
@@ -32,6 +34,14 @@ def changes_of(rng, rows, vocabulary, names=("allowed", "bias")):
         if rng.random() < 0.2:
             found["bias"][rng.integers(rows), 2] = rng.choice([np.nan, np.inf])
     return found
+
+
+def as_changes(arrays):
+    """The `Changes` among a call's arguments, as kernels take them."""
+    parts = {name: jnp.asarray(arrays[name]) for name in Changes._fields if name in arrays}
+    if "allowed" in parts:
+        parts["allowed"] = parts["allowed"].view(jnp.int32)
+    return Changes(**parts)
 
 
 def in_float64(x, arrays):

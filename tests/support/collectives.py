@@ -47,6 +47,12 @@ def collective(line):
     return Collective(match[2], shapes, name[1] if name else "")
 
 
+def longest_axis(compiled):
+    """The longest axis of what any collective carries; 0 if there is none."""
+    shapes = [shape for one in collectives(compiled) for _, shape in one.shapes]
+    return max((max(shape, default=1) for shape in shapes), default=0)
+
+
 def bytes_of_a_run(compiled, branch=max):
     """The bytes that the collectives of one run carry; see `of_a_run`."""
     return of_a_run(compiled, lambda one: one.num_bytes, branch)

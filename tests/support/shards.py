@@ -19,6 +19,12 @@ def mesh_of(shards):
     )
 
 
+def users_mesh(kind):
+    """Axes "data" and "model" of 2 x 4 devices, as a user has them."""
+    kinds = {"explicit": jax.sharding.AxisType.Explicit, "automatic": jax.sharding.AxisType.Auto}
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kinds[kind],) * 2)
+
+
 def padded(x, shards):
     """x [..., V] with NaN in padding columns, so that the shards are equally wide."""
     vocab = x.shape[-1]

@@ -22,7 +22,7 @@ from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.testing import oracle
 from pallas_kernels.topk.derivatives import _folded
 from tests.support import kernel_calls
-from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
+from tests.support.changed_logits import ALL, as_changes, bits_of, changes_of, in_float64
 
 INF, NAN = np.inf, np.nan
 
@@ -40,33 +40,27 @@ class Case:
     modules: tuple[ModuleType, ...] = (rows_kernel, finish_kernel)  # which make its kernels
 
 
+def matches(expected: oracle.Expected) -> Callable[[Any], None]:
+    return lambda actual: oracle.assert_matches(actual, expected)
+
+
 def edge_rows(schedule: Schedule) -> np.ndarray:
     """[N, V] in the schedule's dtype; the first rows are those that small cases take."""
     assert schedule.splits <= schedule.num_steps, f"{schedule} has programs without a step"
     vocabulary, width = schedule.vocabulary, schedule.group_width
     rng = np.random.default_rng(vocabulary)
     ids = np.arange(vocabulary)
-    normal = np.round(rng.normal(size=vocabulary) * 4, 1)  # many ties
-    # Equal largest logits: within a vector, in the next thread, warp, group, block; at both ends.
-    ties = np.where(ids % 2 == 0, -0.0, 0.0)
-    places = [vocabulary - 1, 1, 2, 9, width - 1, width, 5 * width + 3, schedule.block + 7]
+    normal, ties, one, *invalid = oracle.edge_rows(vocabulary, "float64", width)
+    # Equal largest logits within a vector, in the next thread, warp and block too.
+    places = [1, 2, 9, width - 1, schedule.block + 7]
     ties[[place for place in places if place < vocabulary]] = 7.0
-    one = np.full(vocabulary, -INF)
-    one[vocabulary - 2] = -3.0
     few = np.full(vocabulary, -INF)
     few[[3, width, vocabulary - 1]] = [-2.0, 5.0, 5.0]
     last_block = np.where(ids // schedule.block == (vocabulary - 1) // schedule.block, 1.0, -1.0)
-    huge = np.where(ids % 3 == 0, 60000.0, -60000.0) * (
-        1.0 if schedule.dtype == "float16" else 1e30
-    )
+    largest = 60000.0 if schedule.dtype == "float16" else 6e34
+    huge = np.where(ids % 3 == 0, largest, -largest)
     rows = [
-        normal,
-        ties,
-        one,
-        np.where(ids == 9, NAN, normal),
-        np.where(ids == vocabulary - 1, INF, normal),
-        np.full(vocabulary, -INF),
-        np.where(ids == 300, -NAN, -INF),
+        *(normal, ties, one, *invalid),
         np.zeros(vocabulary),  # all equal
         few,
         np.where(ids == vocabulary - 1, NAN, ties),
@@ -98,6 +92,7 @@ def rows_case(
     changed: tuple[str, ...] = (),
     ties: str = "strict",
     rows: int | None = None,
+    x: np.ndarray | None = None,
     temperatures: tuple[float, ...] = TEMPERATURES,
     **results: bool,
 ) -> Case:
@@ -107,9 +102,10 @@ def rows_case(
       listed: by row_ids, some of them outside and the last one skipped.
       options: with temperatures and extra ids.
       changed: what changes the logits, by name.
+      x: the rows, in place of the edge rows.
       results: the optional ones of `Outputs`.
     """
-    x = edge_rows(schedule)[:rows]
+    x = edge_rows(schedule)[:rows] if x is None else x
     vocabulary = schedule.vocabulary
     rng = np.random.default_rng(k)
     row_ids = np.arange(len(x), dtype=np.int32)
@@ -138,24 +134,17 @@ def rows_case(
     if fused:
         token_ids = np.array([oracle.greedy_token_id(row) for row in in_float64(x, given)])
     expected = oracle.topk_logprobs(x, token_ids, k, **given, rank_ties=ties)
-    arrays = {key: jnp.asarray(value) for key, value in given.items()}
+    changes = as_changes(given) if changed else None
+    arrays = {key: jnp.asarray(x) for key, x in given.items() if key not in Changes._fields}
     arrays.setdefault("extra_token_ids", jnp.zeros((count, 0), jnp.int32))
-    names = "allowed", "bias_token_ids", "bias"
-    changes = Changes(*(arrays.pop(name, None) for name in names))
-    if changes.allowed is not None:
-        changes = changes._replace(allowed=changes.allowed.view(jnp.int32))
     wanted = Outputs(k, inclusive=ties == "inclusive", **results)
-    rest = {"changes": changes if changed else None, "schedule": schedule, **arrays}
-    logits, ids = jnp.asarray(x), jnp.asarray(token_ids)
+    rest = {"changes": changes, "schedule": schedule, **arrays}
+    logits, ids = jnp.asarray(x), None if fused else jnp.asarray(token_ids)
 
     def call() -> Any:
-        if fused:
-            return kernel_calls.greedy_topk_logprobs(run, logits, wanted, **rest)
         return kernel_calls.topk_logprobs(run, logits, ids, wanted, **rest)
 
-    return Case(
-        name, schedule, k, count, call, lambda actual: oracle.assert_matches(actual, expected)
-    )
+    return Case(name, schedule, k, count, call, matches(expected))
 
 
 separate = partial(rows_case, listed=True)
@@ -174,19 +163,8 @@ def crowded(name: str, schedule: Schedule, k: int) -> Case:
     coarse = np.round(np.random.default_rng(0).normal(size=vocabulary) * 2) / 2
     cluster = np.where((ids >= 1000) & (ids < 1600), 5 + ids / vocabulary, coarse)
     late = np.where(ids >= vocabulary - 700, 3.0, -INF)
-    rows = np.stack([np.zeros(vocabulary), coarse, cluster, late])
-    x = rows.astype(jnp.dtype(schedule.dtype))
-    token_ids = np.array([7, 0, 1100, vocabulary - 1], np.int32)
-    expected = oracle.topk_logprobs(x, token_ids, k)
-    given = Rows(jnp.asarray(x), jnp.asarray(token_ids))
-    return Case(
-        name,
-        schedule,
-        k,
-        len(x),
-        lambda: run.topk_logprobs(given, Outputs(k), schedule),
-        lambda actual: oracle.assert_matches(actual, expected),
-    )
+    x = np.stack([np.zeros(vocabulary), coarse, cluster, late])
+    return plain(name, schedule, k, x=x.astype(jnp.dtype(schedule.dtype)))
 
 
 def parts(name: str, schedule: Schedule, k: int) -> Case:
@@ -243,9 +221,8 @@ def vmapped(name: str, schedule: Schedule, k: int) -> Case:
     x = edge_rows(schedule)[:8].reshape(2, 4, schedule.vocabulary)
     token_ids = np.arange(8, dtype=np.int32).reshape(2, 4)
     expected = oracle.topk_logprobs(x.reshape(8, -1), token_ids.reshape(-1), k)
-    rows = Rows(
-        jnp.asarray(x), jnp.asarray(token_ids), extra_token_ids=jnp.zeros((4, 0), jnp.int32)
-    )
+    nothing = jnp.zeros((4, 0), jnp.int32)
+    rows = Rows(jnp.asarray(x), jnp.asarray(token_ids), extra_token_ids=nothing)
     is_batched = Rows(True, True, extra_token_ids=False)
 
     def one(rows: Rows) -> Any:
@@ -269,20 +246,11 @@ def most_logits(name: str, vocabulary: int) -> Case:
     expected = oracle.topk_logprobs(x[row_ids], token_ids, k)
     rest = jnp.asarray(row_ids), None, None, jnp.zeros((len(row_ids), 0), jnp.int32)
 
-    def call() -> Any:
-        logits: Any = x  # as an array of jax it would be copied
-        return kernel_calls.topk_logprobs(
-            run, logits, jnp.asarray(token_ids), Outputs(k), *rest, schedule=schedule
-        )
+    def call() -> Any:  # as an array of jax the logits would be copied
+        given = run, x, jnp.asarray(token_ids), Outputs(k), *rest
+        return kernel_calls.topk_logprobs(*given, schedule=schedule)
 
-    return Case(
-        name,
-        schedule,
-        k,
-        len(row_ids),
-        call,
-        lambda actual: oracle.assert_matches(actual, expected),
-    )
+    return Case(name, schedule, k, len(row_ids), call, matches(expected))
 
 
 def chosen(rows: int, vocabulary: int, k: int, dtype: str) -> Schedule:

@@ -22,17 +22,16 @@ from pallas_kernels.backends.mosaic_gpu import (
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.contract.changes import Changes, apply, prepared
 from pallas_kernels.numbers.random_draws import gumbel_noise, threefry_word
-from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.row_read import emitted_logprobs
-from pallas_kernels.sampling.types import CompactQ, Drafts
 from pallas_kernels.sampling.verification import verify
+from pallas_kernels.testing import checks, oracle
 from pallas_kernels.testing import draws as drawn_tokens
-from pallas_kernels.testing import oracle
 from pallas_kernels.testing.draws import PURPOSES, Slot
+from pallas_kernels.testing.shapes import Shape
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import fixed
 from tests.support import quick_compile
-from tests.support.changed_logits import bits_of
+from tests.support.changed_logits import as_changes, bits_of
 
 INVERSE = np.array([1, 0.5, 1.7, 1, 1], np.float32)
 TIED = 772_913, 7  # a seed and a position that give the groups 1 and 4 the same noise
@@ -42,10 +41,8 @@ LAST = 196, 3  # whose draw from the fifth row is of the last group, where that 
 def logits_of(schedule: Schedule) -> np.ndarray:
     """[3, V] of normally distributed logits."""
     rng = np.random.default_rng(schedule.vocabulary)
-    x: np.ndarray = (rng.normal(size=(3, schedule.vocabulary)) * 3).astype(
-        jnp.dtype(schedule.dtype)
-    )
-    return x
+    x = rng.normal(size=(3, schedule.vocabulary)) * 3
+    return x.astype(jnp.dtype(schedule.dtype))
 
 
 def few_tokens(x: np.ndarray) -> np.ndarray:
@@ -86,13 +83,10 @@ def changed(
     if not all_rows:
         allowed[3:], ids[3:] = True, -1
     words = np.stack([bits_of(np.flatnonzero(row), vocabulary) for row in allowed])
-    bias = jnp.asarray(rng.normal(0, 1 if all_rows else 6, ids.shape), jnp.float32)
-    changes = Changes(jnp.asarray(words.view(np.int32)), jnp.asarray(ids), bias)
-    if "bias" not in names:
-        changes = Changes(changes.allowed)
-    elif "allowed" not in names:
-        changes = changes._replace(allowed=None)
-    changes = prepared(changes, vocabulary)
+    bias = np.float32(rng.normal(0, 1 if all_rows else 6, ids.shape))
+    every = {"allowed": words, "bias_token_ids": ids, "bias": bias}
+    wanted = {field: part for field, part in every.items() if field.startswith(names)}
+    changes = prepared(as_changes(wanted), vocabulary)
     return changes, np.asarray(apply(jnp.asarray(x), changes))
 
 
@@ -132,13 +126,11 @@ def ranks(name: str, schedule: Schedule, names: tuple[str, ...] = ()) -> Case:
     tokens = [int(x[0].argmax()), 5, -1, int(x[3].argmin()), 1, x.shape[1] - 1]
     ids = np.array(tokens, np.int32)
     maxima, _ = drawn_tokens.group_sums(x, np.ones(len(x)))
-    expected = [
-        int((row > row[token]).sum()) if token >= 0 else 0
-        for row, token in zip(x.astype(np.float64), tokens, strict=True)
-    ]
+    pairs = zip(x.astype(np.float64), tokens, strict=True)
+    expected = [(row > row[token]).sum() if token >= 0 else 0 for row, token in pairs]
+    arrays = jnp.asarray(logits), jnp.asarray(maxima), jnp.asarray(ids)
 
     def call() -> Any:
-        arrays = jnp.asarray(logits), jnp.asarray(maxima), jnp.asarray(ids)
         return count_larger.count_larger(*arrays, changes)
 
     def check(found: Any) -> None:
@@ -171,27 +163,12 @@ def verification(name: str, names: tuple[str, ...] = ()) -> Case:
     Slots of all kinds: greedy, plain, cut widely and narrowly; drafts mostly rejected. Rows that
     are changed in these ways are read by the kernels too.
     """
-    num_requests, positions, vocabulary, number = 8, 3, 4099, 4
-    rng = np.random.default_rng(0)
-    logits = (rng.normal(size=(num_requests, positions, vocabulary)) * 2).astype(np.float32)
-    shape = num_requests, positions - 1, number
-    ids = rng.integers(0, vocabulary, shape).astype(np.int32)
-    changes, x = changed(logits.reshape(-1, vocabulary), names, all_rows=True)
-    ids[:, :, 0] = x.reshape(logits.shape)[:, :-1].argmax(axis=-1)
-    tokens = ids[:, :, 1].copy()
-    tokens[0] = ids[0, :, 0]  # which the greedy request accepts
-    q = CompactQ(jnp.asarray(ids), jnp.full(shape, np.log(1 / number), jnp.float32))
-    drafts = Drafts(jnp.asarray(tokens), jnp.asarray([2, 2, 2, 0, 1, 2, 2, 2], jnp.int32), q)
-    sampling = Sampling(
-        temperature=jnp.asarray([0, 1, 0.7, 1, 1, 1, 1.5, 1], jnp.float32),
-        top_k=jnp.asarray([0, 0, 0, 0, 900, 5, 0, 0], jnp.int32),
-        top_p=jnp.asarray([1, 1, 1, 1, 1, 1, 0.9, 1], jnp.float32),
-        min_p=jnp.asarray([0, 0, 0, 0, 0, 0, 0, 0.02], jnp.float32),
-        seed=jnp.arange(num_requests, dtype=jnp.uint32),
-    )
-    arrays = jnp.asarray(logits), drafts, sampling, jnp.arange(num_requests, dtype=jnp.int32)
+    slots, vocabulary = 8, 4099
+    arrays = checks.verification(Shape(slots, vocabulary, 2, "float32"))
+    logits = np.asarray(arrays[0])
+    changes, _ = changed(logits.reshape(-1, vocabulary), names, all_rows=True)
     given = {
-        field: part.reshape(num_requests, positions, -1)
+        field: part.reshape(*logits.shape[:2], -1)
         for field, part in (changes._asdict() if changes else {}).items()
         if part is not None
     }
@@ -201,7 +178,7 @@ def verification(name: str, names: tuple[str, ...] = ()) -> Case:
             found = verify(*arguments, k=2, **given)
             read = found.changed_read if given else found.read
             if given:
-                given["scaled"] = jnp.ones(num_requests, bool)
+                given["scaled"] = jnp.ones(slots, bool)
             logprobs = emitted_logprobs(arguments[0], found.token_ids, read, **given)
             return found.token_ids, found.num_tokens, logprobs.token_ranks
 
@@ -235,7 +212,7 @@ def verification(name: str, names: tuple[str, ...] = ()) -> Case:
 
     schedule = fixed(vocabulary, "float32")
     modules = draw, count_larger, groups_kernel, rows_kernel, finish_kernel
-    return Case(name, schedule, 2, num_requests * positions, call, check, modules)
+    return Case(name, schedule, 2, logits[..., 0].size, call, check, modules)
 
 
 def draw_mutant_case() -> Case:

@@ -8,24 +8,55 @@ callbacks, where every byte of an input counts as written.
 """
 
 import contextlib
+import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import compile_target
-from tests.pallas_kernels.mosaic_gpu.ptx import alignment
 from tests.ptx_machine import host, machine, threads
 from tests.ptx_machine.memory import Buffer
 from tests.ptx_machine.parser import Program, PtxError, parse
 from tests.support import kernel_calls
 
 BASE = 4096  # of every buffer's addresses: no buffer lies before it
+# What XLA promises LLVM of buffers' places, and refuses to run without (`CheckAlignment` in
+# xla/service/gpu); of a buffer that it allocates as much as Mosaic GPU promises.
+ARGUMENT = 16  # bytes: arguments of a program, which another library may have allocated
+BETWEEN = 256  # bytes: what lies between kernels, and results
+PROMISE = re.compile(r"align (\d+) dereferenceable")
+
+
+def promised(device: compile_target.CompileTarget) -> set[int]:
+    """All alignments that kernels of a program with arguments, results and more rely on."""
+
+    def program(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        between = jnp.sort(x, axis=1)[:, :3]  # sorted, and so not fused with what comes after
+        return jnp.cumsum(between, axis=0) + y, jnp.sort(between * y, axis=0)
+
+    with tempfile.TemporaryDirectory() as directory:
+        lowered = jax.jit(program).lower(device.array((3, 7), "float32"), device.array((), "int32"))
+        options = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
+        lowered.compile(compiler_options=options)
+        texts = [path.read_text() for path in Path(directory).glob("*ir-no-opt.ll")]
+    return {int(found) for text in texts for found in PROMISE.findall(text)}
+
+
+def report_alignment(device: compile_target.CompileTarget) -> int:
+    """Print what is promised; 1 if it is not what the machine of the tests takes for granted."""
+    found = promised(device)
+    print(f"XLA aligns buffers to {sorted(found)} bytes")
+    return int(found != {ARGUMENT, BETWEEN})
 
 
 @dataclass(frozen=True)
@@ -44,13 +75,13 @@ class Conditions:
 
     name: str
     batches: Callable[[int], list[list[int]]]  # number of CTAs -> which run together, in order
-    base: int = BASE  # of arguments and results; XLA aligns arguments to `alignment.ARGUMENT`
+    base: int = BASE  # of arguments and results; XLA aligns arguments to `ARGUMENT`
     hardware: threads.Hardware = field(default_factory=threads.Hardware)
 
     @property
     def between(self) -> int:
-        """The place of what lies between kernels, which XLA aligns to `alignment.BETWEEN` bytes."""
-        return BASE if self.base == BASE else BASE + alignment.BETWEEN
+        """The place of what lies between kernels, which XLA aligns to `BETWEEN` bytes."""
+        return BASE if self.base == BASE else BASE + BETWEEN
 
 
 @dataclass(frozen=True)
@@ -59,7 +90,6 @@ class Run:
 
     kernel: Compiled
     counts: machine.Counts
-    shapes: tuple[str, ...]
 
 
 class Stand:
@@ -75,32 +105,27 @@ class Stand:
 
     def kernel(self, body: Callable[..., None], **options: Any) -> Callable[..., list[Any]]:
         def call(*args: Any) -> list[Any]:
-            compiled = self.compile(body, options, args)
-            if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
-                return self._in_program(compiled, options["out_type"], jax.tree.leaves(args))
-            inputs = [np.asarray(x) for x in jax.tree.leaves(args)]
-            known = [self.defined.get(id(x), (None, None))[1] for x in jax.tree.leaves(args)]
-            outputs, counts = execute(compiled, inputs, known, options["out_type"], self.conditions)
-            shapes = tuple(f"{x.dtype}{list(x.shape)}" for x in inputs)
-            self.runs.append(Run(compiled, counts, shapes))
-            arrays = [jax.numpy.asarray(out.array) for out in outputs]
+            compiled, leaves = self.compile(body, options, args), jax.tree.leaves(args)
+
+            def launched(*given: Any) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
+                known = [self.defined.get(id(x), (None, None))[1] for x in given]
+                inputs = [np.asarray(x) for x in given]
+                arrays, defined, counts = execute(
+                    compiled, inputs, known, options["out_type"], self.conditions
+                )
+                self.runs.append(Run(compiled, counts))
+                return arrays, defined
+
+            if any(isinstance(x, jax.core.Tracer) for x in leaves):
+                types = list(options["out_type"])
+                return list(jax.pure_callback(lambda *x: launched(*x)[0], types, *leaves))
+            outputs, defined = launched(*leaves)
+            arrays = [jnp.asarray(x) for x in outputs]
             # The array is kept too: otherwise another one may get its id.
-            for array, out in zip(arrays, outputs, strict=True):
-                self.defined[id(array)] = array, out.defined
+            self.defined |= {id(x): (x, known) for x, known in zip(arrays, defined, strict=True)}
             return arrays
 
         return call
-
-    def _in_program(self, compiled: Compiled, out_types: Any, leaves: list[Any]) -> list[Any]:
-        def run(*given: Any) -> list[np.ndarray]:
-            inputs = [np.asarray(x) for x in given]
-            known: list[None] = [None] * len(inputs)
-            outputs, counts = execute(compiled, inputs, known, out_types, self.conditions)
-            shapes = tuple(f"{x.dtype}{list(x.shape)}" for x in inputs)
-            self.runs.append(Run(compiled, counts, shapes))
-            return [out.array for out in outputs]
-
-        return list(jax.pure_callback(run, list(out_types), *leaves))
 
 
 @contextlib.contextmanager
@@ -108,14 +133,18 @@ def executed(
     stand: Stand, modules: tuple[Any, ...] = (rows_kernel, finish_kernel)
 ) -> Iterator[None]:
     """Run the kernels that these modules make as PTX, within the context."""
-    before = [module.GPU for module in modules]
-    for module in modules:
-        module.GPU = stand
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "GPU", stand))
         yield
-    finally:
-        for module, gpu in zip(modules, before, strict=True):
-            module.GPU = gpu
+
+
+def bits_of(case: Any, stand: Stand) -> list[bytes]:
+    """The bits of a case's results, which were checked."""
+    with executed(stand, case.modules):
+        result = case.call()
+    case.check(result)
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(result)]
 
 
 class Compiler:
@@ -127,19 +156,14 @@ class Compiler:
 
     def __call__(self, body: Any, options: dict[str, Any], args: Any) -> Compiled:
         types = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(args)]
-        key = (
-            str(jax.tree.structure(args)),
-            str(types),
-            str(body.keywords),
-            str(options["out_type"]),
-            options["kernel_name"],
-        )
+        out, name = options["out_type"], options["kernel_name"]
+        key = *map(str, (jax.tree.structure(args), types, body.keywords, out)), name
         if key not in self.known:
             wanted = jax.tree.map(lambda x: self.device.array(x.shape, x.dtype), args)
             found = self.kernels(compat.GPU.kernel(body, **options), *wanted)
-            if list(found) != [options["kernel_name"]]:
-                raise PtxError(f"compiled were {list(found)}, not one {options['kernel_name']}")
-            self.known[key] = found[options["kernel_name"]]
+            if list(found) != [name]:
+                raise PtxError(f"compiled were {list(found)}, not one {name}")
+            self.known[key] = found[name]
         return self.known[key]
 
     def kernels(self, function: Any, *args: Any) -> dict[str, Compiled]:
@@ -160,28 +184,18 @@ def others_in_program(compiler: Compiler) -> list[str]:
     Mosaic GPU compiles a kernel once a process, known by a hash of its code: a whole program whose
     kernels were all compiled alone before adds none.
     """
-    rows, vocabulary, k = 4, 8448, 2
+    rows = 4
     numbers = (rows,), "int32"
-    kinds = [((rows, vocabulary), "bfloat16"), numbers, numbers, ((), "int32")]
+    kinds = [((rows, 8448), "bfloat16"), numbers, numbers, ((), "int32")]
     kinds += [((rows,), "float32"), ((rows, 2), "int32")]
 
-    def call(logits: Any, ids: Any, row_ids: Any, count: Any, temperatures: Any, extra: Any) -> Any:
-        return kernel_calls.topk_logprobs(
-            run, logits, ids, Outputs(k), row_ids, count, temperatures, extra
-        )
+    def call(logits: Any, ids: Any, *rest: Any) -> Any:
+        return kernel_calls.topk_logprobs(run, logits, ids, Outputs(2), *rest)
 
     stand = Stand(Conditions("", lambda ctas: [list(range(ctas))]), compiler)
     with executed(stand):
-        call(*(jax.numpy.zeros(shape, dtype) for shape, dtype in kinds))
+        call(*(jnp.zeros(shape, dtype) for shape, dtype in kinds))
     return list(compiler.kernels(call, *(compiler.device.array(*kind) for kind in kinds)))
-
-
-@dataclass(frozen=True)
-class Output:
-    """An output of a launch: an array, and which of its granules were written."""
-
-    array: np.ndarray
-    defined: np.ndarray
 
 
 def execute(
@@ -190,12 +204,12 @@ def execute(
     defined: list[np.ndarray | None],
     out_types: Any,
     conditions: Conditions,
-) -> tuple[list[Output], machine.Counts]:
+) -> tuple[list[np.ndarray], list[np.ndarray | None], machine.Counts]:
     """Execute one launch; bytes that it does not write hold the conditions's fill byte.
 
-    defined: for each input which of its granules are, None for all of them.
+    defined: for each input which of its granules are, None for all of them; returned of outputs.
     """
-    code = compiled.host
+    code, hardware = compiled.host, conditions.hardware
     if code.threads != compiled.program.threads:
         raise PtxError(f"launched with {code.threads} threads")
     buffers = []
@@ -203,18 +217,15 @@ def execute(
         data = np.ascontiguousarray(x)
         base = conditions.base if known is None else conditions.between
         buffers.append(Buffer(f"input {i}", data, base, writable=False, defined=known))
-    arrays = []
-    for i, kind in enumerate(out_types):
-        out = np.empty(kind.shape, kind.dtype)
-        out.reshape(-1).view(np.uint8)[:] = conditions.hardware.garbage
-        arrays.append(out)
-        # A result may lie where a donated argument lay.
-        base = conditions.base if compiled.name.startswith("finish") else conditions.between
+    # A result may lie where a donated argument lay.
+    base = conditions.base if compiled.name.startswith("finish") else conditions.between
+    arrays = [np.empty(kind.shape, kind.dtype) for kind in out_types]
+    for i, out in enumerate(arrays):
+        out.reshape(-1).view(np.uint8)[:] = hardware.garbage
         buffers.append(Buffer(f"output {i}", out, base, writable=True))
     ordered = tuple(buffers[i] for i in code.buffers)
     # Mosaic promises LLVM 256 bytes of all of them, which is more than XLA does of arguments.
-    launch = threads.Launch(code.grid, code.shared_bytes, ordered, alignment=alignment.ARGUMENT)
+    launch = threads.Launch(code.grid, code.shared_bytes, ordered, alignment=ARGUMENT)
     batches = conditions.batches(int(np.prod(code.grid)))
-    counts = machine.run(compiled.program, launch, batches, conditions.hardware)
-    written = [buffer.defined for buffer in buffers[len(inputs) :]]
-    return [Output(x, known) for x, known in zip(arrays, written, strict=True)], counts
+    counts = machine.run(compiled.program, launch, batches, hardware)
+    return arrays, [buffer.defined for buffer in buffers[len(inputs) :]], counts

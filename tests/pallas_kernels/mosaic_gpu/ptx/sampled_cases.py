@@ -14,9 +14,9 @@ from pallas_kernels.backends.mosaic_gpu import groups as sampled
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.backends.xla import groups as xla
 from pallas_kernels.contract.changes import Changes, apply, prepared
-from pallas_kernels.testing import oracle
+from pallas_kernels.testing import draws, oracle
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import TEMPERATURES, Case, edge_rows
-from tests.support.changed_logits import bits_of, changes_of
+from tests.support.changed_logits import as_changes, bits_of, changes_of
 
 MODULES = (groups_kernel, finish_kernel)
 # Rounding: exponentials of 2**-22, the scale and its product with a difference, 8 additions; with
@@ -29,39 +29,18 @@ def fixed(vocabulary: int, dtype: str, blocks_per_step: int = 1, splits: int = 1
     return Schedule(vocabulary, dtype, WIDTH, blocks_per_step, splits, fixed=True)
 
 
-def in_groups(x: np.ndarray) -> np.ndarray:
-    """[R, V] -> [R, G, 256] float64; -inf behind the last token."""
-    missing = -x.shape[1] % WIDTH
-    padded = np.pad(x.astype(np.float64), ((0, 0), (0, missing)), constant_values=-np.inf)
-    return padded.reshape(len(x), -1, WIDTH)
-
-
-def expected_sums(x: np.ndarray, temperatures: np.ndarray) -> np.ndarray:
-    """The sums [R, G] of exp((x - group's maximum) / T) in float64; NaN as `GroupSums` says."""
-    groups = in_groups(x)
-    with np.errstate(invalid="ignore"):
-        largest = groups.max(axis=2, keepdims=True)
-        terms = np.exp((groups - largest) / temperatures.astype(np.float64)[:, None, None])
-    empty = largest[..., 0] == -np.inf
-    return np.where(empty, 0, np.where(np.isinf(largest[..., 0]), np.nan, terms.sum(axis=2)))
-
-
 def check_sums(found: Any, raw: Any, x: np.ndarray, temperatures: np.ndarray) -> None:
     """Maxima exact, sums within rounding; `raw` at temperature 1, or None."""
-    wrong = np.isnan(in_groups(x)).any(axis=2)
-    maxima = np.array(found.maxima)
-    np.testing.assert_array_equal(np.where(wrong, 0, maxima), np.where(wrong, 0, _largest(x)))
     checks = [(found.sums, temperatures)]
     if raw is not None:
         checks.append((raw, np.ones(len(x), np.float32)))
     for sums, t in checks:
-        np.testing.assert_allclose(np.asarray(sums), expected_sums(x, t), rtol=ERROR, atol=1e-30)
-
-
-def _largest(x: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore"):
-        largest: np.ndarray = in_groups(x).max(axis=2)
-    return largest
+        with np.errstate(invalid="ignore", over="ignore"):
+            maxima, expected = draws.group_sums(x, 1 / t.astype(np.float64))
+        expected = np.where(maxima == np.inf, np.nan, expected)
+        np.testing.assert_allclose(np.asarray(sums), expected, rtol=ERROR, atol=1e-30)
+    there = ~np.isnan(maxima)
+    np.testing.assert_array_equal(np.asarray(found.maxima)[there], maxima[there])
 
 
 def read(name: str, schedule: Schedule, k: int, raw: bool = False, rows: int | None = None) -> Case:
@@ -71,7 +50,7 @@ def read(name: str, schedule: Schedule, k: int, raw: bool = False, rows: int | N
     temperatures = rng.choice(TEMPERATURES, len(x)).astype(np.float32)
     temperatures[:2] = 1, 0.7
     logits, inverse = jnp.asarray(x), inverse_temperature(jnp.asarray(temperatures))
-    number = in_groups(x).shape[1]
+    number = draws.in_groups(x).shape[1]
 
     def call() -> Any:
         (out,) = groups_kernel.read_groups(schedule, logits, inverse, raw)
@@ -91,18 +70,18 @@ def read(name: str, schedule: Schedule, k: int, raw: bool = False, rows: int | N
         np.testing.assert_allclose(partials[1].sum(axis=1)[valid], total[valid], rtol=1e-5)
         for row in valid if k else ():
             ids = oracle.top_ids(x[row].astype(np.float64), k)
-            np.testing.assert_array_equal(top.ids[row, : len(ids)], ids)
+            rest = [-1] * (top.ids.shape[1] - len(ids))
+            np.testing.assert_array_equal(top.ids[row], [*ids, *rest])
             np.testing.assert_array_equal(
                 top.logits[row, : len(ids)], x[row].astype(np.float32)[ids]
             )
-            assert (np.asarray(top.ids)[row, len(ids) :] == -1).all()
 
     return Case(name, schedule, k, len(x), call, check, MODULES)
 
 
 def _known(x: np.ndarray, groups: Any) -> Any:
     """The groups with 0 where a maximum is promised to be anything."""
-    wrong = np.isnan(in_groups(x)).any(axis=2)
+    wrong = np.isnan(draws.in_groups(x)).any(axis=2)
     return groups._replace(maxima=np.where(wrong, 0, np.array(groups.maxima)))
 
 
@@ -139,17 +118,14 @@ def same_bits(name: str) -> Case:
         ]
 
     def check(found: Any) -> None:
-        first = [np.asarray(x) for x in found[0]]
-        for other in found[1:]:
-            there = [np.asarray(x) for x in other]
-            if other is found[1]:
-                there = [x[::-1] for x in there]
-            last = other is found[-1]
+        first, reverse, *others, last = ([np.asarray(x) for x in one] for one in found)
+        for there in ([x[::-1] for x in reverse], *others):
             number = min(there[0].shape[1], first[0].shape[1])
             for a, b in zip(first, there, strict=True):
-                mine = a[:, -number:] if last else a[:, :number]
-                np.testing.assert_array_equal(mine, b[:, :number])
-        check_sums(_pair(found[0]), found[0][2], tokens, np.asarray([1, 0.7, 0.7], np.float32))
+                np.testing.assert_array_equal(a[:, :number], b[:, :number])
+        for a, b in zip(first, last, strict=True):
+            np.testing.assert_array_equal(a[:, -b.shape[1] :], b)
+        check_sums(sampled.GroupSums(*found[0][:2]), found[0][2], tokens, np.float32([1, 0.7, 0.7]))
 
     return Case(name, fixed(width, "bfloat16"), 0, 3, call, check, (groups_kernel,))
 
@@ -172,11 +148,10 @@ def split_columns(name: str) -> Case:
         np.testing.assert_array_equal(found.groups.maxima, expected.groups.maxima)
         np.testing.assert_allclose(found.groups.sums, expected.groups.sums, rtol=3e-6)
         valid = [row for row in range(len(x)) if oracle.is_valid(x[row])]
-        for name in ("top_ids", "top_logits"):
-            mine, other = (  # no row needs more than the few; XLA has more all the same
-                np.asarray(getattr(read, name))[valid, :FEW] for read in (found, expected)
-            )
-            np.testing.assert_array_equal(mine, other)
+        for mine, other in ((found.top_ids, expected.top_ids),
+                            (found.top_logits, expected.top_logits)):  # fmt: skip
+            # No row needs more than the few; XLA has more all the same.
+            np.testing.assert_array_equal(mine[valid, :FEW], other[valid, :FEW])
         assert (np.asarray(found.top_ids)[valid] >= 0).any()
 
     modules = groups_kernel, rows_kernel, finish_kernel
@@ -201,11 +176,7 @@ def changed(name: str, schedule: Schedule, names: tuple[str, ...], k: int, needs
     if "allowed" in given:
         given["allowed"][0] = bits_of([1, 5, 300, vocabulary - 1], vocabulary)
         given["allowed"][1:3] = bits_of(set(range(vocabulary)) - {600}, vocabulary)
-    words = jnp.asarray(given["allowed"].view(np.int32)) if "allowed" in given else None
-    biases = (
-        jnp.asarray(given[part]) if part in given else None for part in ("bias_token_ids", "bias")
-    )
-    changes = prepared(Changes(words, *biases), vocabulary)
+    changes = prepared(as_changes(given), vocabulary)
     copy = np.asarray(apply(jnp.asarray(x), changes))
     temperatures = rng.choice(TEMPERATURES, count).astype(np.float32)
     temperatures[:2] = 1, 0.7
@@ -245,10 +216,6 @@ def _told(x: np.ndarray, k: int, read: Any) -> Any:
     ids, logits = (np.asarray(part)[:, :k] for part in (read.top_ids, read.top_logits))
     top = np.where(valid, ids, -1), np.where(valid, logits, -np.inf)
     return _known(x, read.groups), read.raw_sums, *top
-
-
-def _pair(found: Any) -> Any:
-    return sampled.GroupSums(found[0], found[1])
 
 
 def sampled_mutant_case() -> Case:
