@@ -1,13 +1,52 @@
-"""Temporaries: at most 5 % of the float32 logits from 1024 rows on, forward and backward."""
+"""How much of the logits exists at a time: at most 5 % of them from 1024 rows on."""
 
+import itertools
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import linear_topk_logprobs
+from pallas_kernels.linear import schedule as schedules
+from tests.support.lowered import array, text_of
 from tests.support.quick_compile import UNOPTIMIZED
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rows", [64, 1000, 1021, 1024, 8192, 40_000])
+@pytest.mark.parametrize("k", [0, 20, 256, 512])
+def test_parts_fit_together(rows, k):
+    widths = (width for width in (65, 600, 32_000, 151_936) if k <= width)
+    for width, hidden, itemsize in itertools.product(widths, (64, 1024, 8192), (2, 4)):
+        way = schedules.choose_schedule(rows, width, hidden, itemsize, itemsize, k)
+        assert 1 <= way.part <= way.rows <= rows
+        if way.columns == width:
+            continue
+        assert way.rows == rows
+        assert way.columns % way.piece == 0
+        assert schedules.NARROWEST <= way.piece <= way.columns <= width
+        assert schedules.NARROWEST <= way.elsewhere <= width
+        assert way.room >= (schedules.LEAST_ROOM if k else 0)
+        # The narrowest product may break the share; none that is wider.
+        share = schedules.share_of(rows, 4 * rows * width)
+        needed = schedules.state_of(rows, k, way.room) + way.piece * (hidden * itemsize + 4 * rows)
+        assert needed <= share or way.piece == schedules.NARROWEST
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_second_count_takes_the_products_of_the_first(platform):
+    """Ranks are those of the blocks' logits, so no other product may make them."""
+    rows, width, hidden = 1040, 32_000, 1024
+    way = schedules.choose_schedule(rows, width, hidden, 4, 4, 0)
+    assert way.elsewhere not in (way.columns, width)
+    arrays = array((rows, hidden), "float32"), array((width, hidden), "float32"), array((rows,))
+    text = text_of(lambda *arrays: linear_topk_logprobs(*arrays, 0), *arrays, platform=platform)
+    made = re.findall(r"dot_general.*-> tensor<(\d+)x(\d+)xf32>", text)
+    products = [int(columns) for count, columns in made if int(count) == rows]
+    columns = way.columns if platform == "cpu" else way.elsewhere
+    assert products == [columns] * 2  # the blocks, and the second count
+
 
 SHARE = 0.05
 ROWS = 1040  # of no other axis
@@ -15,11 +54,7 @@ SLOW = pytest.mark.slow
 
 
 def compiled(call, rows, width, size, dtype):
-    arrays = (
-        jax.ShapeDtypeStruct((rows, size), dtype),
-        jax.ShapeDtypeStruct((width, size), dtype),
-        jax.ShapeDtypeStruct((rows,), jnp.int32),
-    )
+    arrays = array((rows, size), dtype), array((width, size), dtype), array((rows,))
     return jax.jit(call).lower(*arrays).compile(UNOPTIMIZED)
 
 

@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from pallas_kernels import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear import schedule as schedules
-from tests.support.collectives import bytes_of_a_run, collectives
-from tests.support.shards import P
+from tests.support.collectives import bytes_of_a_run, longest_axis
+from tests.support.shards import P, users_mesh
 
 SLOW = pytest.mark.slow
 N, V, H, K, C = 16, 512, 24, 5, 2
-KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
 SPLITS = {"rows": ("data", None), "vocabulary": (None, "model"), "both": ("data", "model")}
 
 
@@ -32,14 +31,10 @@ def case():
     }
 
 
-def mesh_of(kind):
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(KINDS[kind],) * 2)
-
-
 def placed(kind, split):
     rows, vocabulary = SPLITS[split]
     specs = {"hidden": P(rows, None), "head": P(vocabulary, None)}
-    mesh = mesh_of(kind)
+    mesh = users_mesh(kind)
     return {
         name: jax.device_put(x, NamedSharding(mesh, specs[name])) if name in specs else x
         for name, x in case().items()
@@ -52,33 +47,13 @@ def call(arrays, **options):
     )
 
 
-def loss(arrays, **options):
-    out = call(arrays, **options)
-    parts = (out.logprobs, out.extra_logprobs, out.entropy, out.log_sum_exp)
-    return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 2) for x in parts)
-
-
 def gradient(arrays, **options):
-    names = ("hidden", "head", "bias")
-    fixed = {name: x for name, x in arrays.items() if name not in names}
-    moving = {name: arrays[name] for name in names}
-    return jax.grad(lambda moving: loss({**moving, **fixed}, **options))(moving)
+    def loss(moving):
+        out = call({**arrays, **moving}, **options)
+        parts = (out.logprobs, out.extra_logprobs, out.entropy, out.log_sum_exp)
+        return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 2) for x in parts)
 
-
-@functools.cache
-def expected():
-    return jax.jit(lambda arrays: (call(arrays), gradient(arrays)))(case())
-
-
-def assert_equal(found):
-    out, slopes = found
-    right, right_slopes = expected()
-    np.testing.assert_array_equal(out.token_ids, right.token_ids)
-    np.testing.assert_array_equal(out.token_ranks, right.token_ranks)
-    for name in ("logprobs", "extra_logprobs", "entropy", "log_sum_exp"):
-        np.testing.assert_allclose(getattr(out, name), getattr(right, name), atol=2e-5)
-    for name, slope in slopes.items():
-        np.testing.assert_allclose(slope, right_slopes[name], rtol=1e-4, atol=2e-3, err_msg=name)
+    return jax.grad(loss)({name: arrays[name] for name in ("hidden", "head", "bias")})
 
 
 @pytest.fixture
@@ -94,15 +69,19 @@ def in_columns(monkeypatch):
 def test_results_and_gradients_are_those_of_one_device(kind, split, in_columns):
     arrays = placed(kind, split)
     rows, vocabulary = SPLITS[split]
-    named = {"mesh": mesh_of(kind), "axis_name": vocabulary, "row_axis_name": rows}
+    named = {"mesh": users_mesh(kind), "axis_name": vocabulary, "row_axis_name": rows}
     options = named if kind == "automatic" else {}
 
     def both(arrays):
         return call(arrays, **options), gradient(arrays, **options)
 
-    with jax.set_mesh(mesh_of(kind)):
-        found = jax.jit(both)(arrays)
-    assert_equal(found)
+    right, right_slopes = jax.jit(lambda arrays: (call(arrays), gradient(arrays)))(case())
+    with jax.set_mesh(users_mesh(kind)):
+        out, slopes = jax.jit(both)(arrays)
+    for one, other in zip(out[:6], right[:6], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    for name, slope in slopes.items():
+        np.testing.assert_allclose(slope, right_slopes[name], rtol=1e-4, atol=2e-3, err_msg=name)
 
 
 def words(program):
@@ -112,7 +91,7 @@ def words(program):
 
 def test_what_travels(in_columns):
     """Forward R (4 + C + 2 K) words a shard and one, and R more with entropy; backward H R."""
-    mesh = mesh_of("automatic")
+    mesh = users_mesh("automatic")
     options = {"mesh": mesh, "axis_name": "model"}
     arrays = placed("automatic", "vocabulary")
     forward = jax.jit(lambda arrays: call(arrays, **options)).lower(arrays).compile()
@@ -120,15 +99,13 @@ def test_what_travels(in_columns):
     assert words(forward) == gathered + N * (1 + C) + 1
     backward = jax.jit(lambda arrays: gradient(arrays, **options)).lower(arrays).compile()
     assert words(backward) == words(forward) + N * H
-    # Nothing as long as a shard's columns travels.
-    assert all(max(s, default=1) < V // 4 for c in collectives(forward) for _, s in c.shapes)
+    assert longest_axis(forward) < V // 4  # nothing as long as a shard's columns travels
 
 
 def test_over_rows_the_heads_gradient_is_summed_once(in_columns):
-    options = {"mesh": mesh_of("automatic"), "row_axis_name": "data"}
+    options = {"mesh": users_mesh("automatic"), "row_axis_name": "data"}
     arrays = placed("automatic", "rows")
-    program = jax.jit(lambda arrays: gradient(arrays, **options))
-    program = program.lower(arrays).compile()
+    program = jax.jit(lambda arrays: gradient(arrays, **options)).lower(arrays).compile()
     assert words(program) == V * H + V
 
 
@@ -144,11 +121,10 @@ def test_inside_shard_map_with_padding(in_columns):
         return call(arrays, axis_name="model", vocab_size=vocab)
 
     specs = {name: P("model") if name in ("head", "bias") else P() for name in arrays}
-    mapped = jax.shard_map(local, mesh=mesh_of("automatic"), in_specs=(specs,), out_specs=P())
+    mapped = jax.shard_map(local, mesh=users_mesh("automatic"), in_specs=(specs,), out_specs=P())
     found = jax.jit(mapped)(arrays)
-    np.testing.assert_array_equal(found.token_ids, right.token_ids)
-    np.testing.assert_array_equal(found.token_ranks, right.token_ranks)
-    np.testing.assert_allclose(found.logprobs, right.logprobs, atol=2e-5)
+    for one, other in zip(found[:3], right[:3], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 def test_kept_logprobs_of_a_split_head():
@@ -163,7 +139,7 @@ def test_kept_logprobs_of_a_split_head():
 
     run = jax.jit(jax.grad(of, (0, 1), has_aux=True))
     right = run(*(case()[name] for name in ("hidden", "head")))
-    with jax.set_mesh(mesh_of("explicit")):
+    with jax.set_mesh(users_mesh("explicit")):
         found = run(arrays["hidden"], arrays["head"])
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

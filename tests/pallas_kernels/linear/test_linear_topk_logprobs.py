@@ -2,13 +2,16 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import linear_topk_logprobs
-from pallas_kernels.linear import read_columns
+from pallas_kernels.backends.xla import bit_words
+from pallas_kernels.backends.xla.selection import top_k
+from pallas_kernels.linear import candidates, read_columns
 from pallas_kernels.linear.types import Definition
 from pallas_kernels.testing import oracle
 from tests.support import linear_cases, programs, quick_compile
@@ -27,20 +30,16 @@ def test_every_edge_in_blocks(name):
     logits = oracle.edge_rows(V, np.float32, 8).astype(np.float64)
     hidden, head = linear_cases.factors(logits)
     rng = np.random.default_rng(0)
-    rows = np.array([0, 1, 2, 3, 4, 5, 6, -1, 7, 1, 0], np.int32)
+    token_ids = rng.integers(0, V, 11).astype(np.int32)
+    token_ids[9] = V
     given = {
-        "token_ids": rng.integers(0, V, 11).astype(np.int32),
-        "row_ids": rows,
-        "temperatures": np.array([1, 0.5, 2, 1, 1, 1, 1, 1, 1, 0, -1], np.float32),
+        "row_ids": np.int32([0, 1, 2, 3, 4, 5, 6, -1, 7, 1, 0]),
+        "temperatures": np.float32([1, 0.5, 2, 1, 1, 1, 1, 1, 1, 0, -1]),
         "extra_token_ids": rng.integers(-1, V + 1, (11, 3)).astype(np.int32),
         "num_rows": np.int32(10),
     }
-    given["token_ids"][9] = V
-    expected = oracle.topk_logprobs(logits, given["token_ids"], K, **{
-        name: value for name, value in given.items() if name != "token_ids"
-    })  # fmt: skip
-    found = linear_cases.run(way(name, 11), hidden, head, k=K, **given)
-    oracle.assert_matches(found, expected)
+    found = linear_cases.run(way(name, 11), hidden, head, token_ids, K, **given)
+    oracle.assert_matches(found, oracle.topk_logprobs(logits, token_ids, K, **given))
 
 
 def in_order(order):
@@ -72,26 +71,13 @@ def random_case(dtype, seed=0, rows=24, width=1000, size=64):
     return hidden, head, bias, ids
 
 
-def in_float64(definition, hidden, head, bias):
-    u = definition.scale * np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
-    u = u + np.asarray(bias, np.float64)
-    if definition.soft_cap is None:
-        return u
-    return definition.soft_cap * np.tanh(u / definition.soft_cap)
-
-
-@pytest.mark.parametrize(
-    ("name", "soft_cap"),
-    [
-        ("one block", None),
-        ("columns", 6.0),
-    ],
-)
+@pytest.mark.parametrize(("name", "soft_cap"), [("one block", None), ("columns", 6.0)])
 def test_the_definition_in_float64(name, soft_cap):
     """Scale, bias and soft cap; log-sum-exp and entropy too. Ids differ at near-ties alone."""
     hidden, head, bias, ids = random_case(jnp.float32)
     definition = Definition(0.7, soft_cap)
-    x = in_float64(definition, hidden, head, bias)
+    x = 0.7 * np.float64(hidden) @ np.float64(head).T + bias
+    x = x if soft_cap is None else soft_cap * np.tanh(x / soft_cap)
     t = np.linspace(0.5, 2, len(x)).astype(np.float32)
     found = linear_cases.run(
         way(name, 24, 1000), hidden, head, ids, K, bias=bias, temperatures=t,
@@ -122,38 +108,33 @@ def test_ids_and_ranks_are_those_of_the_whole_products_logits():
         way("columns", 48, 2000), hidden, head, ids, 20, bias=bias, definition=definition,
     )  # fmt: skip
     x = np.asarray(logits, np.float64)
-    there, here = (np.take_along_axis(x, np.asarray(f.token_ids), 1) for f in (expected, found))
+    expected, found = jax.device_get((expected, found))
+    there, here = (np.take_along_axis(x, f.token_ids, 1) for f in (expected, found))
     margin = np.abs(there - here).max(initial=0, where=there != here)
-    differ = np.count_nonzero(np.asarray(expected.token_ids) != np.asarray(found.token_ids))
-    others = np.count_nonzero(np.asarray(expected.token_ranks) != np.asarray(found.token_ranks))
+    differ = np.count_nonzero(expected.token_ids != found.token_ids)
+    others = np.count_nonzero(expected.token_ranks != found.token_ranks)
     assert margin <= 2**-7 * np.abs(x).max(), f"{differ} ids differ, by up to {margin}"
     assert differ <= 0.01 * there.size, f"{differ} ids differ"
     assert others <= 2, f"{others} ranks differ"
 
 
-def own():
-    """A compiler of the caller's own, whose programs no other test gets."""
-    return functools.partial(quick_compile.jit)
-
-
-def guessed_wrong(*arguments):
-    return jnp.full(arguments[1].hidden.shape[0], 3.0, jnp.float32)
-
-
 def test_ranks_are_right_where_the_given_logit_was_guessed_wrong(monkeypatch):
     hidden, head, bias, ids = random_case(jnp.float32)
-    plan = way("columns", 24, 1000)
-    expected = linear_cases.run(way("one block", 24, 1000), hidden, head, ids, 0, bias=bias)
-    monkeypatch.setattr(read_columns, "given_logits", guessed_wrong)
-    found = linear_cases.run(plan, hidden, head, ids, 0, bias=bias, compiler=own())
+
+    def of(name, **compiler):
+        return linear_cases.run(way(name, 24, 1000), hidden, head, ids, 0, bias=bias, **compiler)
+
+    def own():  # a compiler whose programs no other test gets
+        return {"compiler": functools.partial(quick_compile.jit)}
+
+    expected = of("one block")
+    monkeypatch.setattr(read_columns, "given_logits", lambda *a: jnp.full(24, 3.0, jnp.float32))
+    found = of("columns", **own())
     np.testing.assert_array_equal(found.token_ranks, expected.token_ranks)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
     # Negative control: without the second count, they would be those of the guess.
-    monkeypatch.setattr(
-        read_columns, "recount", lambda *a: jnp.zeros(a[2].hidden.shape[0], jnp.int32)
-    )
-    wrong = linear_cases.run(plan, hidden, head, ids, 0, bias=bias, compiler=own())
-    assert np.any(np.asarray(wrong.token_ranks) != np.asarray(expected.token_ranks))
+    monkeypatch.setattr(read_columns, "recount", lambda *a: jnp.zeros(24, jnp.int32))
+    assert np.any(of("columns", **own()).token_ranks != expected.token_ranks)
 
 
 def test_the_guess_has_the_bits_of_the_block():
@@ -164,13 +145,12 @@ def test_the_guess_has_the_bits_of_the_block():
     def both(hidden, head, bias, ids):
         product = read_columns.Product(hidden, head, bias, jnp.int32(1000))
         guess = read_columns.given_logits(definition, product, ids)
-        starts = [*range(0, 936, 64), 936]
+        starts = jnp.asarray([*range(0, 936, 64), 936], jnp.int32)
         parts = [
-            read_columns.logits(definition, product, jnp.int32(start), jnp.int32(0), 64)
-            for start in starts
+            read_columns.logits(definition, product, start, jnp.int32(0), 64) for start in starts
         ]
         at = jnp.minimum(ids // 64, 15)
-        column = ids - jnp.asarray(starts, jnp.int32)[at]
+        column = ids - starts[at]
         return guess, jnp.stack(parts)[at, jnp.arange(100, dtype=jnp.int32), column]
 
     guess, real = quick_compile.as_users(both)(hidden, head, bias, ids)
@@ -216,3 +196,42 @@ def test_a_head_whose_tokens_are_columns(name):
     oracle.assert_matches(found, expected)
     np.testing.assert_allclose(hidden_too, by_hidden, atol=1e-5)
     np.testing.assert_allclose(head_too.T, by_head, atol=1e-5)
+
+
+MOST, ROOM = 20, 64
+
+
+@pytest.mark.parametrize("rows", [5, 300])
+def test_wide_parts_of_many_rows(rows: int) -> None:
+    """Parts are cut where they are wide, and rows where they are many: neither divides."""
+    rng = np.random.default_rng(4)
+    width = candidates.COLUMNS_AT_ONCE + 301
+    x = jnp.asarray(np.round(rng.normal(0, 9, (rows, 2 * width))), jnp.float32)
+
+    def call(x):
+        def step(i, running):
+            part = jax.lax.dynamic_slice_in_dim(x, i * width, width, 1)
+            return candidates.appended(running, part, i * width, MOST)
+
+        running = jax.lax.fori_loop(0, 2, step, candidates.empty(rows, MOST, ROOM))
+        return candidates.ordered(running, MOST)
+
+    found = quick_compile.jit(call)(x)
+    chex.assert_trees_all_equal(tuple(found), top_k(x, MOST))
+
+
+@pytest.mark.parametrize("n", [5, 32, 170])
+def test_true_flags_are_found_in_order(n: int) -> None:
+    flags = np.random.default_rng(n).random((7, n)) < 0.2
+    flags[0], flags[1] = False, True
+    words = bit_words.packed(jnp.asarray(flags))
+    assert bit_words.counts(words).tolist() == flags.sum(1).tolist()
+    found, there = (np.asarray(x) for x in bit_words.places(words, jnp.int32(2), 6))
+    for row, places, real in zip(flags, found, there, strict=True):
+        expected = np.flatnonzero(row)[2:8]
+        assert places[real].tolist() == expected.tolist()
+        assert real.tolist() == [i < len(expected) for i in range(6)]
+    few = bit_words.leading(words, jnp.asarray([0, 3, 0, 1, 2, n, 40], jnp.int32))
+    for row, word, number in zip(flags, np.asarray(few), (0, 3, 0, 1, 2, n, 40), strict=True):
+        bits = [i for i in range(n) if word[i // 32] >> (i % 32) & 1]
+        assert bits == np.flatnonzero(row)[:number].tolist()

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
 from tests.support import quick_compile
 from tests.support.changed_logits import ALL, changes_of
-from tests.support.collectives import collectives
+from tests.support.collectives import longest_axis
 from tests.support.quick_compile import UNOPTIMIZED as QUICK
-from tests.support.shards import P
+from tests.support.shards import P, users_mesh
 
 N, V, K = 8, 512, 5
 SPLITS = {
@@ -23,55 +23,40 @@ SPLITS = {
     "both": P("data", "model"),
     "rows over both axes": P(("data", "model"), None),
 }
-KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
 
 
-@functools.cache
-def logits():
-    x = np.round(np.random.default_rng(0).normal(0, 3, (N, V)), 1).astype(np.float32)  # ties
-    x[3, 100] = np.nan
-    x[5] = -np.inf
-    return x
+LOGITS = np.round(np.random.default_rng(0).normal(0, 3, (N, V)), 1).astype(np.float32)  # ties
+LOGITS[3, 100], LOGITS[5] = np.nan, -np.inf
 
 
 @functools.cache
 def expected(call):
-    return quick_compile.jit(CALLS[call])(logits())
-
-
-def changes(rows):
-    return changes_of(np.random.default_rng(rows), rows, V)
+    return quick_compile.jit(CALLS[call])(LOGITS)
 
 
 def some_rows(x):
     """Targets in another order than the rows, repeated and skipped, with all options."""
-    return topk_logprobs(
-        x,
-        np.array([4, 511, 0, 9, 77], np.int32),
-        K,
-        row_ids=np.array([7, 0, -1, 3, 7], np.int32),
-        num_rows=np.int32(4),
-        temperatures=np.array([1, 0.5, 1, 1, 2], np.float32),
-        extra_token_ids=np.array([[1, 2]] * 5, np.int32),
-        **changes(5),
-        **ALL,
-    )
+    given = {
+        "row_ids": np.int32([7, 0, -1, 3, 7]),
+        "num_rows": np.int32(4),
+        "temperatures": np.float32([1, 0.5, 1, 1, 2]),
+        "extra_token_ids": np.int32([[1, 2]] * 5),
+        **changes_of(np.random.default_rng(5), 5, V),
+    }
+    return topk_logprobs(x, np.int32([4, 511, 0, 9, 77]), K, **given, **ALL)
 
 
+CHANGES = changes_of(np.random.default_rng(N), N, V)
 CALLS = {
     "every row": lambda x: topk_logprobs(x, np.arange(N, dtype=np.int32), K, num_rows=6),
     "some rows": some_rows,
-    "fused": lambda x: greedy_topk_logprobs(x, K, **changes(N), **ALL),
+    "fused": lambda x: greedy_topk_logprobs(x, K, **CHANGES, **ALL),
     "greedy": greedy,
 }
 
 
-def mesh_of(kind):
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(KINDS[kind],) * 2)
-
-
 def placed(kind, split):
-    return jax.device_put(logits(), NamedSharding(mesh_of(kind), SPLITS[split]))
+    return jax.device_put(LOGITS, NamedSharding(users_mesh(kind), SPLITS[split]))
 
 
 def assert_close(actual, expected):
@@ -100,26 +85,20 @@ def assert_close(actual, expected):
 def test_jitted_calls_give_the_results_of_one_device(kind, split, call):
     """No collective carries a row of logits; the results are split as the rows are."""
     x = placed(kind, split)
-    with jax.set_mesh(mesh_of(kind)):
+    with jax.set_mesh(users_mesh(kind)):
         program = jax.jit(CALLS[call]).lower(x).compile(QUICK)
     found = program(x)
     assert_close(found, expected(call))
-    assert all(length < V // 4 for length in longest_axes(program))
+    assert longest_axis(program) < V // 4  # a part of a row has so much at least
     rows = SPLITS[split][0] if SPLITS[split] else None
     if rows is not None and call != "some rows":
         assert all(part.sharding.spec[0] == rows for part in jax.tree.leaves(found) if part.size)
 
 
-def longest_axes(program):
-    """The longest axis of what each collective carries; a part of a row has V / 4 at least."""
-    shapes = [shape for one in collectives(program) for _, shape in one.shapes]
-    return [max(shape, default=1) for shape in shapes]
-
-
 @pytest.mark.parametrize(("kind", "call"), [("explicit", "some rows"), ("automatic", "greedy")])
 def test_calls_outside_of_jit(kind, call):
     x = placed(kind, "both")
-    with jax.set_mesh(mesh_of(kind)):
+    with jax.set_mesh(users_mesh(kind)):
         assert_close(CALLS[call](x), expected(call))
 
 
@@ -131,7 +110,7 @@ def test_gradients_on_a_mesh(kind):
     def loss(x):
         return jnp.square(topk_logprobs(x, np.arange(N, dtype=np.int32), K).logprobs).sum()
 
-    with jax.set_mesh(mesh_of(kind)):
-        x = jax.device_put(given, NamedSharding(mesh_of(kind), SPLITS["both"]))
+    with jax.set_mesh(users_mesh(kind)):
+        x = jax.device_put(given, NamedSharding(users_mesh(kind), SPLITS["both"]))
         found = quick_compile.jit(jax.grad(loss))(x)
     np.testing.assert_allclose(found, quick_compile.jit(jax.grad(loss))(given), atol=2e-5)

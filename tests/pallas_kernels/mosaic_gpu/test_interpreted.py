@@ -5,16 +5,19 @@ between vectors, skipped rows. What the interpreter cannot run (pass 2, groups, 
 counts) is executed as PTX, with races looked for: `.ci/run` runs the cases of what changed.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backends.mosaic_gpu import rows_kernel
+from pallas_kernels.backends.mosaic_gpu import compat, rows_kernel
 from pallas_kernels.backends.mosaic_gpu.reading import make_targets
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import oracle
-from tests.support.interpreted_kernels import run_without_races
+from tests.support.interpreted_kernels import interpret_params, run_without_races
+from tests.support.watched_interpreters import watched
 
 CASES = {
     # Rows start at vectors; several blocks a step; a ragged last block.
@@ -57,23 +60,10 @@ def group_maxima(schedule, row, skew):
 def test_pass_1(name):
     """Rows picked by row_ids, out of order, some skipped; temperatures; ids outside."""
     schedule, with_groups, extra = CASES[name]
-    vocabulary = schedule.vocabulary
-    x = oracle.edge_rows(vocabulary, schedule.dtype, schedule.group_width)
+    vocabulary, width = schedule.vocabulary, schedule.group_width
+    x = oracle.edge_rows(vocabulary, schedule.dtype, width)
     row_ids = np.array([1, 0, 2, 3, -1, 4, 6, 5, 7, 1, 0, 0], np.int32)
-    ids = [
-        schedule.group_width,
-        vocabulary - 1,
-        vocabulary - 2,
-        3,
-        0,
-        1,
-        2,
-        3,
-        4,
-        vocabulary,
-        -1,
-        5,
-    ]
+    ids = [width, vocabulary - 1, vocabulary - 2, 3, 0, 1, 2, 3, 4, vocabulary, -1, 5]
     token_ids, count = np.array(ids, np.int32), 11
     temperatures = np.array([0, 0.5] + [1] * 10, np.float32)
 
@@ -110,3 +100,26 @@ def test_pass_1(name):
             found = np.asarray(groups)[start : start + schedule.num_groups]
             expected = group_maxima(schedule, x[row_id], schedule.skew(int(row_id)))
             np.testing.assert_array_equal(found, expected)
+
+
+def kernel_of(body):
+    """Two warpgroups that do this with x [128], an output [128] and what they share."""
+    params = compat.compiler_params(approx_math=True)
+    how = {"num_threads": 2, "thread_name": "warpgroup", "interpret": interpret_params()}
+    out, shared = jax.ShapeDtypeStruct((128,), jnp.float32), plgpu.SMEM((128,), jnp.float32)
+    how |= {"out_type": out, "scratch_types": [shared], "compiler_params": params}
+    return plgpu.kernel(body, **how)
+
+
+def test_a_race_of_any_kernel_is_seen():
+    """Two warpgroups write one place without a barrier, in the first of two kernels."""
+
+    def raced(x, out, shared):
+        shared[...] = x[...]
+        out[...] = shared[...]
+
+    racy, clean = kernel_of(raced), kernel_of(lambda x, out, _: None)
+    for program, races in ((lambda x: clean(racy(x)), True), (lambda x: clean(x), False)):
+        with watched() as has_raced:
+            jax.block_until_ready(jax.jit(program)(np.zeros(128, np.float32)))
+        assert has_raced() == races

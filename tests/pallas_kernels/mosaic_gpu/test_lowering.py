@@ -20,27 +20,20 @@ from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.lowering import choose
 from pallas_kernels.testing import shapes
-from tests.support import kernel_calls
+from tests.support import kernel_calls, lowered
 from tests.support.changed_logits import ALL
 
 SHARED_MEMORY = 227 * 1024  # per program, H100
 SORTS = ("stablehlo.sort", "chlo.top_k")
 
 
-def lower(function, *arguments):
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-
-
 def inputs(rows, vocabulary, dtype):
-    ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    return {
-        "logits": jax.ShapeDtypeStruct((rows, vocabulary), jnp.dtype(dtype)),
-        "token_ids": ids,
-        "row_ids": ids,
-        "num_rows": jax.ShapeDtypeStruct((), jnp.int32),
-        "temperatures": jax.ShapeDtypeStruct((rows,), jnp.float32),
-        "extra_token_ids": jax.ShapeDtypeStruct((rows, 2), jnp.int32),
-    }
+    """logits, token_ids, row_ids, num_rows, temperatures and extra_token_ids of a call."""
+    kinds = (
+        ((rows, vocabulary), dtype), ((rows,), "int32"), ((rows,), "int32"), ((), "int32"),
+        ((rows,), "float32"), ((rows, 2), "int32"),
+    )  # fmt: skip
+    return [lowered.array(*kind) for kind in kinds]
 
 
 @pytest.mark.parametrize("vocabulary", [*shapes.VOCABULARIES.values(), 2048, 2049, 4097, 50_260])
@@ -89,23 +82,13 @@ def test_schedules(vocabulary):
     ],
 )
 def test_lowers_for_cuda(path, rows, vocabulary, k, dtype):
-    given = inputs(rows, vocabulary, dtype)
-    order = ("row_ids", "num_rows", "temperatures", "extra_token_ids")
-
-    def separate(logits, token_ids, *rest):
+    def call(logits, token_ids, *rest):
+        if path == "fused":
+            return kernel_calls.greedy_topk_logprobs(run, logits, Outputs(k), *rest[1:])
         return kernel_calls.topk_logprobs(run, logits, token_ids, Outputs(k), *rest)
 
-    def fused(logits, num_rows, temperatures, extra):
-        return kernel_calls.greedy_topk_logprobs(
-            run, logits, Outputs(k), num_rows, temperatures, extra
-        )
-
-    if path == "separate":
-        program = lower(separate, given["logits"], given["token_ids"], *map(given.get, order))
-    else:
-        program = lower(fused, given["logits"], *map(given.get, order[1:]))
-    text = program.as_text()
-    assert text.count("custom_call @mosaic_gpu") == 2
+    text = lowered.text_of(call, *inputs(rows, vocabulary, dtype))
+    assert text.count(lowered.KERNELS[0]) == 2
     assert not any(operation in text for operation in SORTS)
 
 
@@ -119,45 +102,32 @@ def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
 
     kernel = compat.GPU.kernel
     monkeypatch.setattr(compat.GPU, "kernel", recorded)
-    given = inputs(70_000, 2048, "bfloat16")
-    one = Outputs(1)
-    functions = {
-        "separate": lambda x, ids: kernel_calls.topk_logprobs(
-            run, x, ids, one, None, None, None, ids[:, None]
-        ),
-        "fused": lambda x, ids: kernel_calls.greedy_topk_logprobs(
-            run, x, one, None, None, ids[:, None]
-        ),
-        "parts": lambda x, ids: kernel_calls.row_sums(
-            run, x, ids.astype(jnp.float32), one, None, None, None
-        ),
-    }
-    for function in functions.values():
-        text = lower(function, given["logits"], given["token_ids"]).as_text()
-        assert text.count("custom_call @mosaic_gpu") == 2
+    given, one = inputs(70_000, 2048, "bfloat16"), (Outputs(1), None, None, None)
+    for function in (
+        lambda x, ids: kernel_calls.topk_logprobs(run, x, ids, *one, ids[:, None]),
+        lambda x, ids: kernel_calls.greedy_topk_logprobs(run, x, *one[:3], ids[:, None]),
+        lambda x, ids: kernel_calls.row_sums(run, x, ids.astype(jnp.float32), *one),
+    ):
+        assert lowered.kernels_of(function, *given[:2]) == 2
     assert len(grids) == 6
     for *others, last in grids:
         assert last == 70_000
         assert max(others, default=1) <= 65_535
 
 
-def test_a_missing_gpu_is_named_before_the_shape():
-    x, ids = jnp.zeros((2, 100)), jnp.zeros(2, jnp.int32)
-    with pytest.raises(NotImplementedError, match=r"run: there is no CUDA device here, and a voca"):
-        topk_logprobs(x, ids, 1, implementation="mosaic_gpu")
-
-
 @pytest.mark.fast
 def test_choice_without_a_gpu():
-    """None means XLA here; asking for the GPU kernels says why not."""
+    """None means XLA here; asking for the GPU kernels says why not: that, and then the shape."""
     x, ids = np.zeros((2, 4096), np.float32), np.zeros(2, np.int32)
     assert topk_logprobs(x, ids, 1).token_ids.tolist() == [[0, 0], [0, 0]]
-    for call in (
-        lambda: topk_logprobs(x, ids, 1, implementation="mosaic_gpu"),
-        lambda: greedy_topk_logprobs(x, 1, implementation="mosaic_gpu"),
-    ):
-        with pytest.raises(NotImplementedError, match="no CUDA device"):
-            call()
+    for call, words in (
+        (lambda **how: topk_logprobs(x, ids, 1, **how), "no CUDA device"),
+        (lambda **how: greedy_topk_logprobs(x, 1, **how), "no CUDA device"),
+        (lambda **how: topk_logprobs(x[:, :100], ids, 1, **how),
+         "run: there is no CUDA device here, and a voca"),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=words):
+            call(implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize(
@@ -185,9 +155,8 @@ def test_plain_calls_take_the_plain_kernels(k):
             extra = jnp.zeros((4, 0), jnp.int32)
             return kernel_calls.topk_logprobs(run, x, ids, wanted, None, None, None, extra, changes)
 
-        arrays = jax.ShapeDtypeStruct((4, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4,), "int32")
-        text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-        return [line for line in text.split("\n") if "custom_call @mosaic_gpu" in line]
+        text = lowered.text_of(call, *inputs(4, 4096, "bfloat16")[:2])
+        return [line for line in text.split("\n") if lowered.KERNELS[0] in line]
 
     plain = kernels(Outputs(k), None)
     assert len(plain) == 2

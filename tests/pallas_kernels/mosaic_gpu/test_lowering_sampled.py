@@ -1,4 +1,4 @@
-"""The GPU kernels' read of sampled rows without a GPU: schedules, lowering, choice.
+"""The GPU kernels' work for rows that are sampled, without a GPU: schedules, lowering, choice.
 
 What the machine code looks like is checked by `python -m bench.aot --options --check`.
 """
@@ -9,29 +9,33 @@ import numpy as np
 import pytest
 
 from pallas_kernels import VocabShard
+from pallas_kernels.backends import read
+from pallas_kernels.backends.groups import Drawn, ListedRows, RowsToDraw
 from pallas_kernels.backends.mosaic_gpu.schedule import choose_fixed_schedule
 from pallas_kernels.backends.read import read_groups
 from pallas_kernels.lowering import choose
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import shapes
+from tests.support import lowered
+from tests.support.shards import P, mesh_of
 
 
-def reader(k, implementation=None, shard=None):
+def reader(k, implementation=None, *shard):
     def call(logits, inverse, needed):
-        rows = GroupedRows.of(logits) if shard is None else GroupedRows.of(logits, shard)
+        rows = GroupedRows.of(logits, *shard)
         return read_groups(rows.part, inverse, needed, k, implementation)[0]
 
     return call
 
 
-def kernels_of(function, vocabulary, platform="cuda", batch=()):
-    """How many kernels a program for the platform has."""
-    numbers = jax.ShapeDtypeStruct((*batch, 8), jnp.float32)
-    counts = jax.ShapeDtypeStruct((*batch, 8), jnp.int32)
-    logits = jax.ShapeDtypeStruct((*batch, 8, vocabulary), jnp.bfloat16)
-    program = jax.jit(function).trace(logits, numbers, counts)
-    text = program.lower(lowering_platforms=(platform,)).as_text()
-    return text.count("custom_call @mosaic_gpu")
+def reading(vocabulary):
+    """The arrays of a read."""
+    return ((8, vocabulary), "bfloat16"), ((8,), "float32"), ((8,), "int32")
+
+
+def kernels_of(function, kinds, platform="cuda", batch=()):
+    arrays = [lowered.array((*batch, *shape), dtype) for shape, dtype in kinds]
+    return lowered.kernels_of(function, *arrays, platform=platform)
 
 
 @pytest.mark.parametrize("vocabulary", [*shapes.VOCABULARIES.values(), 300, 2048, 4097, 50_260])
@@ -50,44 +54,97 @@ def test_groups_are_those_of_the_contract(vocabulary):
 
 def test_one_pass_1_and_a_pass_2_for_each_number_of_candidates():
     """Pass 1, then one pass 2 of K = 20, 64 or 128 candidates; without K, of 64 or 128."""
-    assert kernels_of(reader(20), 151_936) == 4
-    assert kernels_of(reader(-1), 50_257) == 3
+    assert kernels_of(reader(20), reading(151_936)) == 4
+    assert kernels_of(reader(-1), reading(50_257)) == 3
 
 
 @pytest.mark.fast
-def test_who_is_chosen():
-    assert kernels_of(reader(-1), 4099, "cpu") == 0
-    assert kernels_of(reader(-1, "xla"), 4099) == 0
-    assert kernels_of(reader(-1), 2000) == 0
-    assert kernels_of(jax.vmap(reader(-1)), 4099, batch=(2,)) == 0
+def test_who_reads():
+    assert kernels_of(reader(-1), reading(4099), "cpu") == 0
+    assert kernels_of(reader(-1, "xla"), reading(4099)) == 0
+    assert kernels_of(reader(-1), reading(2000)) == 0
+    assert kernels_of(jax.vmap(reader(-1)), reading(4099), batch=(2,)) == 0
     with pytest.raises(NotImplementedError, match="less than one block of 2048"):
-        kernels_of(reader(-1, "mosaic_gpu"), 2000)
+        kernels_of(reader(-1, "mosaic_gpu"), reading(2000))
     with pytest.raises(NotImplementedError, match="no CUDA device"):
-        kernels_of(reader(-1, "mosaic_gpu"), 4099, "cpu")
+        kernels_of(reader(-1, "mosaic_gpu"), reading(4099), "cpu")
     with pytest.raises(ValueError, match="'gpu' is not known"):
-        kernels_of(reader(-1, "gpu"), 4099)
+        kernels_of(reader(-1, "gpu"), reading(4099))
 
 
 def test_an_older_device_takes_xla(monkeypatch):
     monkeypatch.setattr(choose, "cuda_capability", lambda: 8.9)
-    assert kernels_of(reader(-1), 4099) == 0
+    assert kernels_of(reader(-1), reading(4099)) == 0
     with pytest.raises(NotImplementedError, match=r"compute capability 8\.9"):
-        kernels_of(reader(-1, "mosaic_gpu"), 4099)
+        kernels_of(reader(-1, "mosaic_gpu"), reading(4099))
 
 
 @pytest.mark.parametrize(("width", "kernels"), [(4096, 3), (4112, 6)])
 def test_shards(width, kernels):
     """Where columns cut groups, the tail and the candidates have reads of their own."""
-    mesh = jax.make_mesh(
-        (4,), ("v",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
-    )
-    spec = jax.sharding.PartitionSpec
 
     def call(logits, inverse, needed):
-        found = reader(-1, "mosaic_gpu", VocabShard("v"))(logits, inverse, needed)
+        found = reader(-1, "mosaic_gpu", VocabShard("model"))(logits, inverse, needed)
         return found.groups.sums[None], found.top_ids[None]
 
-    sharded = jax.shard_map(
-        call, mesh=mesh, in_specs=(spec(None, "v"), spec(), spec()), out_specs=spec("v")
-    )
-    assert kernels_of(sharded, 4 * width) == kernels
+    given = P(None, "model"), P(), P()
+    sharded = jax.shard_map(call, mesh=mesh_of(4), in_specs=given, out_specs=P("model"))
+    assert kernels_of(sharded, reading(4 * width)) == kernels
+
+
+ROWS, SLOTS = 8, 2
+
+
+def draws(logits, slots, floats, groups, taken):
+    given = RowsToDraw(
+        rows=slots, cut_logit=floats, cut_id=slots, excluded_ids=taken,
+        seed=slots.astype(jnp.uint32), position=slots, maxima=groups, sums=groups,
+        largest=groups[:, 0], inverse=groups[:, 0],
+    )  # fmt: skip
+
+    def by_xla(slots):  # anything of the right shape
+        return Drawn(slots.astype(jnp.float32), slots)
+
+    return read.draw(given, slots, (3, 1), by_xla, logits, lambda drawn, _: drawn)
+
+
+def counts(logits, slots, floats, groups, taken):
+    ids = jnp.zeros(ROWS, jnp.int32)
+    return read.num_larger(logits, groups, ids), slots, floats, taken
+
+
+def drawing(vocabulary, taken=1):
+    """The arrays of a draw, and of a count of larger logits."""
+    groups = ((ROWS, -(-vocabulary // 256)), "float32")
+    slots = ((SLOTS,), "int32"), ((SLOTS,), "float32"), groups, ((SLOTS, taken), "int32")
+    return (((ROWS, vocabulary), "bfloat16"), *slots)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("function", [draws, counts])
+def test_who_draws_and_counts(function, monkeypatch):
+    assert kernels_of(function, drawing(151_936)) == 1
+    assert kernels_of(function, drawing(4099), "cpu") == 0
+    assert kernels_of(function, drawing(2000)) == 0  # too short
+    assert kernels_of(function, drawing(2**20 + 1)) == 0  # too many groups
+    assert kernels_of(jax.vmap(function), drawing(4099), batch=(2,)) == 0
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.9)
+    assert kernels_of(function, drawing(4099)) == 0
+
+
+@pytest.mark.fast
+def test_candidates_of_valid_rows_are_the_kernels():
+    def call(valid):
+        def candidates(logits, slots, *_):
+            return read.candidates(ListedRows(logits, slots, slots[0]), 5, valid=valid)
+
+        return candidates
+
+    assert kernels_of(call(True), drawing(4099)) == 2
+    assert kernels_of(call(False), drawing(4099)) == 0
+    assert kernels_of(call(True), drawing(4099), "cpu") == 0
+
+
+def test_taken_tokens_that_are_too_many():
+    assert kernels_of(draws, drawing(4099, 128)) == 1
+    assert kernels_of(draws, drawing(4099, 129)) == 0

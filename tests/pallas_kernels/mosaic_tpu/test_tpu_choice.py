@@ -15,24 +15,15 @@ from pallas_kernels.backends.mosaic_tpu.schedule import choose_schedule
 from pallas_kernels.lowering import choose
 from pallas_kernels.lowering.choose import kernel_is_faster
 from pallas_kernels.sampling.rows import GroupedRows
+from tests.support import lowered
+from tests.support.changed_logits import changes_of
+from tests.support.shards import P, mesh_of
 
-
-def lowered(call, *shapes, platform="tpu"):
-    """The program's text. Another function each time: JAX keeps what it lowered."""
-    return (
-        jax.jit(lambda *x: call(*x)).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
-    )
-
-
-def kernels(text):
-    return text.count("custom_call @tpu_custom_call")
+kernels_of = functools.partial(lowered.kernels_of, platform="tpu")
 
 
 def shapes(rows=8, vocabulary=8192, dtype="bfloat16"):
-    return (
-        jax.ShapeDtypeStruct((rows, vocabulary), jnp.dtype(dtype)),
-        jax.ShapeDtypeStruct((rows,), jnp.int32),
-    )
+    return lowered.array((rows, vocabulary), dtype), lowered.array((rows,))
 
 
 @pytest.mark.fast
@@ -44,36 +35,31 @@ def test_programs_for_a_tpu_have_the_kernel(implementation):
         chosen = topk_logprobs(x, ids, 5, row_ids=ids, implementation=implementation)
         return chosen, greedy_topk_logprobs(x, 0, implementation=implementation)
 
-    assert kernels(lowered(both, *shapes())) == 2
+    assert kernels_of(both, *shapes()) == 2
     if implementation is None:  # short rows are left to XLA
-        assert kernels(lowered(lambda x, ids: topk_logprobs(x, ids, 0), *shapes(16, 512))) == 0
+        assert kernels_of(lambda x, ids: topk_logprobs(x, ids, 0), *shapes(16, 512)) == 0
 
 
-def test_programs_for_other_platforms_have_not():
-    def call(x, ids):
-        return topk_logprobs(x, ids, 5)
+def call(x, ids, **options):
+    return topk_logprobs(x, ids, 5, **options)
 
-    assert kernels(lowered(call, *shapes(), platform="cpu")) == 0
-    assert kernels(lowered(call, *shapes(), platform="cuda")) == 0
 
-    def asked(x, ids):
-        return topk_logprobs(x, ids, 5, implementation="mosaic_tpu")
+by_name = functools.partial(call, implementation="mosaic_tpu")
 
-    for platform in ("cpu", "cuda"):
-        with pytest.raises(NotImplementedError, match="no TPU here; use 'xla' or None"):
-            lowered(asked, *shapes(), platform=platform)
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_programs_for_other_platforms_have_not(platform):
+    assert lowered.KERNELS[1] not in lowered.text_of(call, *shapes(), platform=platform)
+    with pytest.raises(NotImplementedError, match="no TPU here; use 'xla' or None"):
+        kernels_of(by_name, *shapes(), platform=platform)
 
 
 def test_what_the_kernel_does_not_serve():
     """None takes XLA for it; by name, an error says why."""
     given = shapes(vocabulary=2**19 + 1)
-
-    def call(x, ids, implementation=None):
-        return topk_logprobs(x, ids, 5, implementation=implementation)
-
-    assert kernels(lowered(call, *given)) == 0
+    assert kernels_of(call, *given) == 0
     with pytest.raises(NotImplementedError, match="do not fit VMEM"):
-        lowered(lambda x, ids: call(x, ids, "mosaic_tpu"), *given)
+        kernels_of(by_name, *given)
 
 
 def on(kind):
@@ -118,43 +104,33 @@ def test_the_rule():
 
 
 def test_masks_biases_and_float16_take_the_kernel():
-    words = np.full((8, 256), 2**32 - 1, np.uint32)
-    ids = np.zeros((8, 2), np.int32)
-
-    def call(x, given):
-        changes = {"allowed": words, "bias_token_ids": ids, "bias": np.ones((8, 2), np.float32)}
-        return topk_logprobs(x, given, 5, **changes)
-
-    assert kernels(lowered(call, *shapes(dtype="float16"))) == 1
+    changes = changes_of(np.random.default_rng(0), 8, 8192)
+    assert kernels_of(functools.partial(call, **changes), *shapes(dtype="float16")) == 1
 
 
 def test_a_symbolic_number_of_rows():
     (rows,) = jax.export.symbolic_shape("r")
-    logits = jax.ShapeDtypeStruct((rows, 300), jnp.float32)
-    assert "symbolic" in choose.tpu_obstacle(logits)
+    assert "symbolic" in choose.tpu_obstacle(lowered.array((rows, 300), "float32"))
     assert choose.tpu_obstacle(shapes()[0]) is None
 
 
 def test_a_vocabulary_that_is_split_over_devices():
     """Each device reads its own columns with the kernel."""
-    mesh = jax.make_mesh(
-        (2,), ("v",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
-    )
-    spec = jax.sharding.PartitionSpec
 
-    def call(x, ids):
-        return topk_logprobs(x, ids, 5, axis_name="v").token_ids
+    def ids_of(x, ids):
+        return topk_logprobs(x, ids, 5, axis_name="model").token_ids
 
-    split = jax.shard_map(call, mesh=mesh, in_specs=(spec(None, "v"), spec()), out_specs=spec())
-    assert kernels(lowered(split, *shapes())) == 1
+    given = P(None, "model"), P()
+    split = jax.shard_map(ids_of, mesh=mesh_of(2), in_specs=given, out_specs=P())
+    assert kernels_of(split, *shapes()) == 1
 
 
 @pytest.mark.slow
 def test_rows_that_are_sampled_are_read_by_kernels():
     """Their groups; and 64 or 128 candidates, as a branch decides. A batch of `vmap` is XLA's."""
-    rows = jax.ShapeDtypeStruct((3, 4096), jnp.float32)
-    numbers = jax.ShapeDtypeStruct((3,), jnp.float32)
-    listed = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def array(*shape, dtype="float32"):
+        return lowered.array(shape, dtype)
 
     def read(x, inverse):
         return GroupedRows.of(x).read(inverse, jnp.zeros(3, jnp.int32))
@@ -162,24 +138,23 @@ def test_rows_that_are_sampled_are_read_by_kernels():
     def candidates(x, rows):
         return reads.candidates(ListedRows(x, rows, jnp.int32(1)), 5, valid=True)
 
-    assert kernels(lowered(read, rows, numbers)) == 3
-    assert kernels(lowered(candidates, rows, listed)) == 1
-    batch = jax.ShapeDtypeStruct((2, 3, 4096), jnp.float32)
-    assert kernels(lowered(jax.vmap(candidates, in_axes=(0, None)), batch, listed)) == 0
-    batch = jax.ShapeDtypeStruct((2, 3, 512), jnp.float32)
-    assert kernels(lowered(jax.vmap(read, in_axes=(0, None)), batch, numbers)) == 0
+    listed = array(2, dtype="int32")
+    assert kernels_of(read, array(3, 4096), array(3)) == 3
+    assert kernels_of(candidates, array(3, 4096), listed) == 1
+    assert kernels_of(jax.vmap(candidates, (0, None)), array(2, 3, 4096), listed) == 0
+    assert kernels_of(jax.vmap(read, (0, None)), array(2, 3, 512), array(3)) == 0
 
 
 def test_who_reads_sampled_rows():
     """By name the kernel reads short rows too, and says why it cannot run elsewhere."""
     part = jax.eval_shape(lambda x: GroupedRows.of(x).part, shapes(3, 300)[0])
-    given = (part, jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32))
+    given = part, lowered.array((3,), "float32"), lowered.array((3,))
 
     def read(*given, implementation=None):
         return reads.read_groups(*given, -1, implementation)[0].groups
 
-    assert kernels(lowered(read, *given)) == 0
+    assert kernels_of(read, *given) == 0
     by_name = functools.partial(read, implementation="mosaic_tpu")
-    assert kernels(lowered(by_name, *given)) == 1
+    assert kernels_of(by_name, *given) == 1
     with pytest.raises(NotImplementedError, match="no TPU here"):
-        lowered(by_name, *given, platform="cpu")
+        kernels_of(by_name, *given, platform="cpu")

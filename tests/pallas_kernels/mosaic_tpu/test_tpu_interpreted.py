@@ -14,11 +14,10 @@ from pallas_kernels.backends.mosaic_tpu import rows as run
 from pallas_kernels.backends.mosaic_tpu import rows_kernel, unit
 from pallas_kernels.backends.mosaic_tpu.schedule import CUT as REAL_CUT
 from pallas_kernels.backends.mosaic_tpu.schedule import choose_schedule
-from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import oracle
 from tests.support import kernel_calls
-from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
+from tests.support.changed_logits import ALL, as_changes, bits_of, changes_of, in_float64
 from tests.support.interpreted_tpu_kernel import CUT, run_interpreted
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -52,20 +51,15 @@ def check(x, k, token_ids=None, *, changed=(), ties="strict", fused=False, cut=C
     if fused:
         token_ids = [oracle.greedy_token_id(row) for row in in_float64(x, arrays)]
     wanted = Outputs(k, inclusive=ties == "inclusive", **ALL if changed or fused else MOST)
-    words = arrays.get("allowed")
-    changes = Changes(
-        None if words is None else words.view(np.int32),
-        arrays.get("bias_token_ids"), arrays.get("bias"),
-    )  # fmt: skip
-    given = options | {"extra_token_ids": extra, "changes": changes if changed else None}
+    changes = as_changes(arrays) if changed else None
+    given = options | {"extra_token_ids": extra, "changes": changes}
 
     def call(x, token_ids, given, interpret, cut):
         how = {**given, "interpret": interpret, "cut": cut}
-        if fused:
-            return kernel_calls.greedy_topk_logprobs(run, x, wanted, **how)
         return kernel_calls.topk_logprobs(run, x, token_ids, wanted, **how)
 
-    found = run_interpreted(call, x, np.asarray(token_ids, np.int32), given, cut=cut, races=races)
+    ids = None if fused else np.int32(token_ids)
+    found = run_interpreted(call, x, ids, given, cut=cut, races=races)
     expected = oracle.topk_logprobs(x, token_ids, k, **options, **arrays, rank_ties=ties)
     oracle.assert_matches(found, expected)
 

@@ -114,7 +114,7 @@ WRONG_Q = CompactQ(np.zeros((B, D, M), np.int32), LOGITS[:, :1, :1])
         ("drafts.q", np.zeros((B, D, M), np.float32), TypeError, " is a ndarray: give `CompactQ"),
         ("drafts.q", WRONG_Q, ValueError, r" has ids \(4, 1, 2\) and logprobs \(4, 1, 1\)"),
         ("drafts", drafts(token_ids=np.zeros((B, 3), np.int32), q=None), ValueError,
-         r" \(4, 3\) do not go with logits \(4, 2, 11\)"),
+         r" \(4, 3\) do not go with logits \(4, 2, 11\): .* verify .* = \(4, 1\) dr"),
     ],
 )  # fmt: skip
 def test_refused(name, value, kind, words):

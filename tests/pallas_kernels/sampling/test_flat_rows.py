@@ -1,13 +1,13 @@
 """Flat rows: what `verify` of ragged slots gives is what it gives of dense ones."""
 
 import functools
+import itertools
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import topk_logprobs
 from pallas_kernels.sampling import (
@@ -20,6 +20,8 @@ from pallas_kernels.sampling import (
     verify,
 )
 from tests.support import quick_compile, shape_checks
+from tests.support.lowered import array, temporaries
+from tests.support.shards import P, mesh_of
 
 B, S, V, N, K = 6, 4, 333, 32, 5
 NUM = np.array([3, 0, 2, 3, 1, 3], np.int32)  # drafts of each slot; each has one row more
@@ -45,10 +47,8 @@ def batch():
         B, temperature=[0, 0.7, 1, 1.3, 0, 1], top_k=[0, 0, 20, 0, 0, 0],
         top_p=[1, 0.9, 1, 1, 1, 0.5], seed=np.arange(B),
     )  # fmt: skip
-    made = Drafts(
-        jnp.asarray(drafts), jnp.asarray(NUM), CompactQ(jnp.asarray(q_ids), jnp.asarray(log_q))
-    )
-    return logits, jnp.asarray(flat), row_ids, made, sampling
+    made = Drafts(drafts, NUM, CompactQ(q_ids, log_q))
+    return logits, jnp.asarray(flat), row_ids, jax.tree.map(jnp.asarray, made), sampling
 
 
 @quick_compile.jit
@@ -57,34 +57,22 @@ def dense(logits, drafts, sampling, changes, extra):
     return got, emitted_logprobs(logits, got.token_ids, got.read, extra_token_ids=extra)
 
 
-@quick_compile.jit
-def ragged(logits, row_ids, drafts, sampling, changes, extra):
-    got = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids, k=K, **changes)
-    found = emitted_logprobs(
-        logits, got.token_ids, got.read, row_ids=row_ids, extra_token_ids=extra
-    )
-    without = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids, **changes)
-    return got, found, without
+@functools.partial(quick_compile.jit, static_argnums=6)
+def ragged(logits, row_ids, drafts, sampling, changes, extra, k=K):
+    got = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids, k=k, **changes)
+    named = {"row_ids": row_ids, "extra_token_ids": extra}
+    return got, emitted_logprobs(logits, got.token_ids, got.read, **named) if k else None
 
 
-def test_certain_drafts_change_no_token_of_flat_rows():
-    logits, flat, row_ids, drafts, sampling = batch()
-    drafts, extra = drafts._replace(q=None), jnp.full((B, 1), -1, jnp.int32)
-    whole, _ = dense(logits, drafts, sampling, {}, extra)
-    got, _, without = ragged(flat, row_ids, drafts, sampling, {}, extra)
-    for found in (got, without):
-        np.testing.assert_array_equal(found.num_tokens[2:], whole.num_tokens[2:])
-        np.testing.assert_array_equal(found.token_ids[2:], whole.token_ids[2:])
-    assert len(set(np.asarray(whole.num_tokens).tolist())) > 2
-
-
-@pytest.mark.parametrize("changed", [False, True])
-@pytest.mark.parametrize("greedy", [False, True])
-def test_flat_rows_give_what_dense_ones_do(greedy, changed):
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [*itertools.product(("sampled", "greedy"), (False, True)), ("certain", False)],
+)
+def test_flat_rows_give_what_dense_ones_do(kind, changed):
     logits, flat, row_ids, drafts, sampling = batch()
     extra = jnp.tile(jnp.int32([[2, V, -1]]), (B, 1))
-    if greedy:
-        sampling = Sampling.greedy(B)
+    sampling = Sampling.greedy(B) if kind == "greedy" else sampling
+    drafts = drafts._replace(q=None) if kind == "certain" else drafts
     every, of_rows = {}, {}
     if changed:  # every position in a way of its own, the drafts' tokens too
         rng = np.random.default_rng(0)
@@ -100,16 +88,21 @@ def test_flat_rows_give_what_dense_ones_do(greedy, changed):
             of_rows[name] = np.zeros((N, x.shape[-1]), x.dtype)
             of_rows[name][row_ids[has]] = x[has]
     want, expected = jax.device_get(dense(logits, drafts, sampling, every, extra))
-    got, found, without = jax.device_get(ragged(flat, row_ids, drafts, sampling, of_rows, extra))
+    arrays = flat, row_ids, drafts, sampling, of_rows, extra
+    got, found = jax.device_get(ragged(*arrays))
+    all_got = [got]
+    if kind == "sampled" and not changed:
+        all_got.append(jax.device_get(ragged(*arrays, None)[0]))
     if changed:
         plain, _ = dense(logits, drafts, sampling, {}, extra)
         assert (np.asarray(plain.token_ids) != want.token_ids).any()
-    np.testing.assert_array_equal(got.token_ids, want.token_ids)
-    np.testing.assert_array_equal(got.num_tokens, want.num_tokens)
-    np.testing.assert_array_equal(without.token_ids, want.token_ids)
+    else:
+        assert len(set(want.num_tokens.tolist())) > 2
     has = np.arange(S) <= NUM[:, None]
-    for cut in got.cut, without.cut:
-        chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[has], c) for c in (cut, want.cut)))
+    for got in all_got:
+        chex.assert_trees_all_equal(got[:2], want[:2])
+        cuts = (jax.tree.map(lambda x: x[has], one.cut) for one in (got, want))
+        chex.assert_trees_all_equal(*cuts)
     for name in ("token_ids", "logprobs", "token_ranks", "extra_logprobs"):
         x, y = (getattr(one, name).reshape(B, S, -1) for one in (found, expected))
         np.testing.assert_array_equal(x[has], y[has], err_msg=name)
@@ -122,12 +115,12 @@ def test_a_slot_without_a_row_for_it_gets_the_given_bonus_token_or_none():
     rows = row_ids.copy()
     rows[np.arange(B), NUM] = -1  # of all slots, the row behind the last draft
     rows[4] = -1
-    call = quick_compile.jit(
-        lambda bonus: verify(
-            flat, drafts, Sampling.greedy(B), jnp.zeros(B, jnp.int32), row_ids=jnp.asarray(rows),
-            bonus_token_ids=bonus,
-        )
-    )  # fmt: skip
+    given = flat, drafts, Sampling.greedy(B), jnp.zeros(B, jnp.int32)
+
+    @quick_compile.jit
+    def call(bonus):
+        return verify(*given, row_ids=jnp.asarray(rows), bonus_token_ids=bonus)
+
     got, none = jax.device_get((call(jnp.arange(100, 100 + B)), call(None)))
     ids = drafts.token_ids
     # Slot 3 has an invalid row, slot 4 none at all, and slot 5 refuses its second draft.
@@ -145,6 +138,16 @@ def drawn(logits, sampling, row_ids=None):
     return draw(logits, sampling, jnp.arange(B) + 5, row_ids=row_ids)
 
 
+@quick_compile.jit
+def drawn_on_shards(logits, sampling, row_ids):
+    def of_columns(x, sampling, row_ids):
+        return draw(x, sampling, jnp.arange(B) + 5, row_ids=row_ids, axis_name="model")
+
+    given = P(None, "model"), P(), P()
+    of_shards = jax.shard_map(of_columns, mesh=mesh_of(3), in_specs=given, out_specs=P())
+    return of_shards(logits, sampling, row_ids)
+
+
 @pytest.mark.parametrize("greedy", [False, True])
 def test_drafts_are_drawn_of_flat_rows_as_of_dense_ones(greedy):
     """Also in shards of the vocabulary, and where several slots draw of one row."""
@@ -154,17 +157,9 @@ def test_drafts_are_drawn_of_flat_rows_as_of_dense_ones(greedy):
     if greedy:  # a row with a NaN has its greedy draft as well
         sampling, flat = Sampling.greedy(B), flat.at[place[2], 3].set(jnp.nan)
     want = drawn(jnp.asarray(np.where(has[:, None], flat[place % N], 0))[:, None], sampling)
-    mesh = jax.make_mesh((3,), ("v",), devices=jax.devices()[:3])
-
-    def of_columns(x):
-        return draw(x, sampling, jnp.arange(B) + 5, row_ids=jnp.asarray(place), axis_name="v")
-
-    of_shards = jax.shard_map(of_columns, mesh=mesh, in_specs=P(None, "v"), out_specs=P())
-    ways = (
-        drawn(flat, sampling, place),
-        draw(flat, sampling, jnp.arange(B) + 5, row_ids=jnp.asarray(place)),
-        quick_compile.jit(of_shards)(jax.device_put(flat, jax.NamedSharding(mesh, P(None, "v")))),
-    )
+    ways = [drawn(flat, sampling, place), drawn_on_shards(flat, sampling, place)]
+    if greedy:
+        ways.append(draw(flat, sampling, jnp.arange(B) + 5, row_ids=jnp.asarray(place)))
     assert len(set(np.asarray(want.token_ids[has]).ravel().tolist())) > 2
     for got in ways:
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -173,7 +168,6 @@ def test_drafts_are_drawn_of_flat_rows_as_of_dense_ones(greedy):
         assert (np.asarray(got.token_ids)[~has] == -1).all()
 
 
-@quick_compile.jit
 def with_prompt(logits, row_ids, drafts, sampling, prompt_rows, prompt_ids):
     """What is emitted, and the prompt's logprobs, of one flat batch."""
     emitted = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids)
@@ -183,19 +177,10 @@ def with_prompt(logits, row_ids, drafts, sampling, prompt_rows, prompt_ids):
 def test_no_row_of_prompts_or_drafts_is_copied():
     """What one program for both needs is a small share of the logits."""
     rows, vocabulary = 8192, 32_000
-    of = jax.ShapeDtypeStruct
-    logits, drafts = of((rows, vocabulary), jnp.bfloat16), Drafts(of((B, S - 1), "int32"), NUM)
-    prompt = of((rows - B * S,), "int32")
-    lowered = with_prompt.lower(
-        logits,
-        of((B, S), "int32"),
-        drafts,
-        jax.eval_shape(lambda: Sampling.greedy(B)),
-        prompt,
-        prompt,
-    )
-    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
-    assert temporary < logits.size * 2 / 8
+    logits, prompt = array((rows, vocabulary), "bfloat16"), array((rows - B * S,))
+    sampling = jax.eval_shape(lambda: Sampling.greedy(B))
+    given = array((B, S)), Drafts(array((B, S - 1)), NUM), sampling, prompt, prompt
+    assert temporaries(with_prompt, logits, *given) < logits.size * 2 / 8
 
 
 def test_rows_and_drafts_from_lengths():

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from ipc.wire import KEPT_ALL, KEPT_MANY
-from pallas_kernels.sampling import kept_set
-from pallas_kernels.sampling.kept_set import kept_sets
-from pallas_kernels.sampling.parameters import Truncation
+from pallas_kernels.sampling import Truncation, kept_set, kept_sets
 from tests.support import quick_compile
+from tests.support.lowered import array, temporaries
 from tests.support.shards import P, on_shards
 
 R, V = 20, 2_600  # more than a block of rows, and of ids than a set may have
@@ -33,11 +32,9 @@ def a_case(dtype, seed=0):
         cut = (row[last], last) if size < V else (-np.inf, V - 1)
         kept.append(np.sort(order))
         cuts.append((*cut, -rng.random()))
-    logit, ids, mass = (np.array(part) for part in zip(*cuts, strict=True))
-    cut = Truncation(
-        jnp.asarray(logit, jnp.float32), jnp.asarray(ids, jnp.int32), jnp.asarray(mass, jnp.float32)
-    )
-    return jnp.asarray(x, dtype), cut, kept
+    logit, ids, mass = zip(*cuts, strict=True)
+    cut = Truncation(np.float32(logit), np.int32(ids), np.float32(mass))
+    return jnp.asarray(x, dtype), jax.tree.map(jnp.asarray, cut), kept
 
 
 def check(found, kept, cut, num_rows=R, vocab=V):
@@ -97,20 +94,22 @@ def test_rows_that_keep_one_token_are_not_read(monkeypatch):
     x = jnp.full((R, V), jnp.nan)
     ids = jnp.arange(R, dtype=jnp.int32) * 3
     call = quick_compile.jit(lambda *args: kept_sets(*args))
+
+    def found(num_rows, cut):
+        """The sets, and how often rows were read for them."""
+        reads.clear()
+        sets = jax.block_until_ready(call(x, ids, jnp.int32(num_rows), cut))
+        jax.effects_barrier()
+        return sets, len(reads)
+
     cut = Truncation.greedy(ids)
-    found = jax.block_until_ready(call(x, ids, jnp.int32(R), cut))
-    jax.effects_barrier()
-    assert found.counts.tolist() == [1] * R
-    assert found.token_ids[:, 0].tolist() == ids.tolist()
-    assert (found.token_ids[:, 1:] == -1).all()
-    assert not reads
+    sets, number = found(R, cut)
+    assert number == 0
+    assert sets.counts.tolist() == [1] * R
+    assert sets.token_ids.tolist() == [[3 * i] + [-1] * 1023 for i in range(R)]
     one_sampled = cut._replace(cut_logit=cut.cut_logit.at[R - 1].set(0.0))
-    jax.block_until_ready(call(x, ids, jnp.int32(R - 1), one_sampled))
-    jax.effects_barrier()
-    assert not reads  # that row is not wanted
-    jax.block_until_ready(call(x, ids, jnp.int32(R), one_sampled))
-    jax.effects_barrier()
-    assert len(reads) == 1
+    assert found(R - 1, one_sampled)[1] == 0  # that row is not wanted
+    assert found(R, one_sampled)[1] == 1
 
 
 def test_a_small_vocabulary_that_is_kept_whole_is_marked():
@@ -123,27 +122,16 @@ def test_a_small_vocabulary_that_is_kept_whole_is_marked():
 
 def test_temporaries_are_one_block_of_rows():
     rows, vocab = 256, 32_000
-    for dtype in (jnp.float32, jnp.bfloat16):
-        shapes = jax.eval_shape(
-            lambda dtype=dtype: (
-                jnp.zeros((rows, vocab), dtype),
-                jnp.zeros(rows, jnp.int32),
-                jnp.int32(0),
-                Truncation.nothing((rows,), vocab),
-            )
-        )
 
-        def sorted_instead(x, rows, num_rows, cut):
-            """A negative control."""
-            x = x.astype(jnp.float32)
-            kept = cut.keeps(x, jnp.broadcast_to(rows[:, None], x.shape))
-            return jax.lax.top_k(jnp.where(kept, x, 0), 1024)
+    def sorted_instead(x, rows, num_rows, cut):
+        """A negative control."""
+        x = x.astype(jnp.float32)
+        kept = cut.keeps(x, jnp.broadcast_to(rows[:, None], x.shape))
+        return jax.lax.top_k(jnp.where(kept, x, 0), 1024)
 
-        def temporaries(function, shapes=shapes):
-            compiled = quick_compile.jit(function).lower(*shapes).compile()
-            return compiled.memory_analysis().temp_size_in_bytes
-
-        block = kept_set.BLOCK * vocab * 4
-        ids = rows * 1024 * 4
-        assert temporaries(kept_sets) < 2 * block + 2 * ids
-        assert temporaries(sorted_instead) > 4 * (2 * block + 2 * ids)
+    cut = jax.eval_shape(lambda: Truncation.nothing((rows,), vocab))
+    most = 2 * kept_set.BLOCK * vocab * 4 + 2 * rows * 1024 * 4  # a block of rows, and the ids
+    for dtype in ("float32", "bfloat16"):
+        given = array((rows, vocab), dtype), array((rows,)), array(()), cut
+        assert temporaries(kept_sets, *given) < most
+        assert temporaries(sorted_instead, *given) > 4 * most

@@ -10,15 +10,11 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, gumbel
-from pallas_kernels.sampling import row_draws
-from pallas_kernels.sampling.drafts import draw
-from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.types import Drafts
-from pallas_kernels.sampling.verification import accepted_by_ratio, verify
-from tests.support import quick_compile
+from pallas_kernels.sampling import Drafts, Sampling, draw, row_draws, verify
+from pallas_kernels.sampling.verification import accepted_by_ratio
+from tests.support import quick_compile, token_statistics
 from tests.support.expected_probs import expected_probs
 
 V, SLOTS = 1100, 6000  # five groups, the last one short
@@ -65,17 +61,12 @@ def verified(drawn, target, draft, sampling, num, purpose=GROUP, kept=False):
     def without_taken(drawing):
         return drawing._replace(excluded_ids=jnp.where(kept, -1, drawing.excluded_ids))
 
-    def group(logits, found, drawing):
-        return best_group(logits, found, without_taken(drawing))
-
-    def token(drawing, *listed):
-        return best_token(without_taken(drawing), *listed)
-
-    with (
-        mock.patch.object(row_draws, "GROUP", purpose),
-        mock.patch.object(row_draws, "_best_group", group),
-        mock.patch.object(row_draws, "_best_token", token),
-    ):
+    spoiled = {
+        "GROUP": purpose,
+        "_best_group": lambda *given: best_group(*given[:2], without_taken(given[2])),
+        "_best_token": lambda drawing, *listed: best_token(without_taken(drawing), *listed),
+    }
+    with mock.patch.multiple(row_draws, **spoiled):
         if drawn:
             drafts = draw(jnp.broadcast_to(draft, (SLOTS, 1, V)), sampling, positions)
         else:
@@ -96,16 +87,9 @@ def first_tokens(kind, purpose=GROUP, kept=False, **filters):
 
 
 def p_value(ids, **filters):
-    """Of a chi-square test: tokens that are seldom in one cell."""
     given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
-    wanted = expected_probs(rows()[0], *given.values()) * len(ids)
-    observed = np.bincount(ids, minlength=V)
-    if observed[wanted == 0].any():
-        return 0.0
-    often = wanted >= 5
-    cells = np.array([*observed[often], observed[~often].sum()])
-    expected = np.array([*wanted[often], wanted[~often].sum()])
-    return stats.chisquare(cells[expected > 0], expected[expected > 0]).pvalue
+    probs = expected_probs(rows()[0], *given.values())
+    return token_statistics.p_value([(token,) for token in ids.tolist()], lambda _: probs)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +114,11 @@ def test_what_spoils_the_distribution_is_noticed():
 
 def test_no_group_is_drawn_where_few_tokens_are_kept():
     """Groups that are wrong change the draws of rows that keep many tokens, and no other's."""
-    for name, same in (("few", True), ("top-k", False)):
-        sound, _ = first_tokens("no draft", **FILTERS[name])
-        wrong, _ = first_tokens("no draft", RECOVER, **FILTERS[name])
-        assert (sound == wrong).all() == same
+    few = np.arange(SLOTS) % 2 == 0
+    top_k = np.where(few, *(FILTERS[name]["top_k"] for name in ("few", "top-k")))
+    sound, wrong = (first_tokens("no draft", one, top_k=top_k)[0] for one in (GROUP, RECOVER))
+    assert (sound == wrong)[few].all()
+    assert (sound != wrong)[~few].any()
 
 
 DRAWS = 17  # times SLOTS: 102,000
@@ -226,14 +211,9 @@ def test_a_group_that_a_mask_excludes_whole_spoils_no_row():
     slots, width = 64, 600
     logits = np.random.default_rng(5).normal(size=width).astype(np.float32)
     logits[256:512] = -np.inf
-    found = quick_compile.jit(verify)(
-        np.broadcast_to(logits, (slots, 1, width)),
-        Drafts(np.zeros((slots, 0), np.int32), np.zeros(slots, np.int32)),
-        Sampling.greedy(slots)._replace(
-            temperature=np.ones(slots, np.float32), seed=np.arange(slots, dtype=np.uint32)
-        ),
-        np.zeros(slots, np.int32),
-    )
+    nothing = Drafts(np.zeros((slots, 0), np.int32), np.zeros(slots, np.int32))
+    given = np.broadcast_to(logits, (slots, 1, width)), nothing, sampling_of(slots)
+    found = quick_compile.jit(verify)(*given, np.zeros(slots, np.int32))
     drawn = np.asarray(found.token_ids)[:, 0]
     assert np.isfinite(logits[drawn]).all()
     assert len(set(drawn.tolist())) > 20  # an invalid row has its greedy token

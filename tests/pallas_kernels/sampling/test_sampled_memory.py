@@ -1,7 +1,10 @@
-"""Memory of a sampled step beside its logits, and what the loop's state keeps of drafts.
+"""What a verification costs: its temporaries, the state's drafts, the length of its program.
 
 The search for the cut of a flat row is among the programs: it has one row in float32, not all.
 """
+
+import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +16,20 @@ from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
 from jax_specdec.requests import SamplingParams
 from pallas_kernels.backends.xla.rows import CPU_BYTES
-from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.row_read import emitted_logprobs
-from pallas_kernels.sampling.types import Drafts
-from pallas_kernels.sampling.verification import verify
+from pallas_kernels.sampling import CompactQ, DenseQ, Drafts, Sampling, emitted_logprobs, verify
 from tests.support import quick_compile
+from tests.support.compiled_verify import ABORTED, aborted, shapes
 from tests.support.decoding import draft_logits_kept, random_model
+from tests.support.lowered import array, temporaries
 
 SHARE = 0.05  # of the logits' bytes
 
 
-def temporaries(call, slots, vocab, dtype):
+def needed(call, slots, vocab, dtype):
     """Bytes of a program that verifies three drafts of each slot."""
-    shape = jax.ShapeDtypeStruct((slots, 4, vocab), dtype)
     drafts = jax.eval_shape(lambda: Drafts.none(slots, 3, vocab))
     sampling = jax.eval_shape(lambda: Sampling.greedy(slots))
-    positions = jax.ShapeDtypeStruct((slots,), jnp.int32)
-    lowered = jax.jit(call).lower(shape, drafts, sampling, positions)
-    return lowered.compile(quick_compile.UNOPTIMIZED).memory_analysis().temp_size_in_bytes
+    return temporaries(call, array((slots, 4, vocab), dtype), drafts, sampling, array((slots,)))
 
 
 def limit(slots, vocab, dtype):
@@ -46,7 +45,7 @@ def with_raw(logits, *arguments):
 @pytest.mark.slow
 def test_temporaries_of_a_sampled_step():
     for case in ((64, 151_936, "bfloat16"), (64, 151_936, "float32"), (512, 32_000, "bfloat16")):
-        assert temporaries(with_raw, *case) <= limit(*case)
+        assert needed(with_raw, *case) <= limit(*case)
 
 
 def changed(logits, *arguments):
@@ -63,7 +62,7 @@ def changed(logits, *arguments):
 def test_changed_logits_are_no_copy():
     """Masks, a block of rows and its copy take less than a sixth of what a changed copy does."""
     slots, vocab = 64, 151_936
-    assert temporaries(changed, slots, vocab, "bfloat16") <= slots * 4 * vocab * 4 / 6
+    assert needed(changed, slots, vocab, "bfloat16") <= slots * 4 * vocab * 4 / 6
 
 
 def test_the_state_holds_no_draft_logits():
@@ -86,3 +85,54 @@ def test_the_state_holds_no_draft_logits():
     assert after() == []
     with draft_logits_kept():  # the control
         assert after() == [(2, 2, vocab)]
+
+
+# Slots, vocabulary, tokens of q, and the most instructions of optimized HLO: a few percent above
+# what there is. A count depends on no clock.
+CASES = [(4, 32_000, 8, 9_600), (64, 151_936, None, 10_150)]
+
+
+def optimized(slots, vocabulary, q, dtype, options=None):
+    """The optimized HLO of a verification of four drafts, and their sampling."""
+    drafts = Drafts(array((slots, 4)), array((slots,)), q)
+    floats, integers = array((slots,), "float32"), array((slots,))
+    sampling = Sampling(floats, integers, floats, floats, array((slots,), "uint32"))
+    logits = array((slots, 5, vocabulary), dtype)
+    return jax.jit(verify).lower(logits, drafts, sampling, integers).compile(options).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slots", "vocabulary", "q", "most"), CASES)
+def test_a_verification_is_no_longer_than_it_was(slots, vocabulary, q, most):
+    tokens = q and CompactQ(array((slots, 4, q)), array((slots, 4, q), "float32"))
+    text = optimized(slots, vocabulary, tokens, "float32", quick_compile.UNOPTIMIZED)
+    assert sum(" = " in line for line in text.splitlines()) <= most  # instructions of XLA
+
+
+@pytest.mark.slow
+def test_a_verification_of_bfloat16_makes_no_float32_copy():
+    """No kernel writes all logits, or all of q, as float32.
+
+    XLA's CPU compiler takes the widening of what a loop slices out of the loop.
+    """
+    slots, vocabulary = 13, 151_936
+    q = DenseQ(array((slots, 4, vocabulary), "bfloat16"))
+    text = optimized(slots, vocabulary, q, "bfloat16")
+    fused = re.compile(r"^%?fused_computation.*?^}", re.DOTALL | re.MULTILINE)
+    widened = rf"= f32\[(65|52|13,5|13,4),{vocabulary}\]\S* (fusion|convert|copy)\("
+    assert not re.findall(widened, fused.sub("", text))
+
+
+# As a user's process has it: the flags of the tests' own would change what is generated.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+
+def test_the_shape_that_once_aborted():
+    assert not aborted([ABORTED], ENVIRONMENT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(3))
+def test_every_pair_of_sizes(part):
+    assert not aborted(shapes()[part::3], ENVIRONMENT)

@@ -11,23 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from pallas_kernels.meshes.placement import WHOLE, VocabShard
+from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
-from pallas_kernels.sampling import cut_search, exact_sums, row_cuts, row_read
-from pallas_kernels.sampling.distribution import truncation
-from pallas_kernels.sampling.parameters import Truncation, of_each_row, truncates
+from pallas_kernels.sampling import cut_search, exact_sums, row_cuts, row_read, truncation
+from pallas_kernels.sampling.parameters import of_each_row, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 from tests.support.processed_probs import processed_probs
-from tests.support.shards import on_shards
-from tests.support.truncation_checks import (
-    check,
-    sampling_of,
-)
-
-P = jax.sharding.PartitionSpec
+from tests.support.shards import P, on_shards
+from tests.support.truncation_checks import check, sampling_of
 
 
 @quick_compile.jit
@@ -35,31 +29,23 @@ def cut_and_probs(rows, sampling):
     return truncation(rows, sampling), processed_probs(rows, sampling)
 
 
-def cut_of(rows, sampling):
-    return cut_and_probs(rows, sampling)[0]
-
-
 def random_rows(rng, vocab, dtype, kind):
     """Rows [3, 2, V] with one kind of difficulty."""
-    x = rng.normal(0, 3, (3, 2, vocab))
-    if kind == "ties":
-        x = np.round(x * 2) / 2
-    elif kind == "masked":
-        x[rng.random(x.shape) < 0.7] = -np.inf
-    elif kind == "equal":
-        x[:] = 1.0
-    elif kind == "zeros":
-        x = np.where(rng.random(x.shape) < 0.5, 0.0, -0.0)
-    elif kind == "invalid":
-        x[0, 0, vocab // 2] = np.nan
-        x[1, 0, 0] = np.inf
-        x[2, 0] = -np.inf
-    elif kind == "wide":
-        x = x * 1e4
-    return x.astype(dtype)
+    x, share = rng.normal(0, 3, (3, 2, vocab)), rng.random((3, 2, vocab))
+    if kind == "invalid":
+        x[0, 0, vocab // 2], x[1, 0, 0], x[2, 0] = np.nan, np.inf, -np.inf
+    made = {
+        "ties": np.round(x * 2) / 2,
+        "masked": np.where(share < 0.7, -np.inf, x),
+        "equal": np.ones_like(x),
+        "zeros": np.where(share < 0.5, 0.0, -0.0),
+        "wide": x * 1e4,
+    }
+    return made.get(kind, x).astype(dtype)
 
 
 VOCAB = 131
+FEW = [0.0, -0.0, 1.0, 2.0, -np.inf, np.nan, np.inf]
 KINDS = ["plain", "ties", "masked", "equal", "zeros", "invalid", "wide"]
 
 
@@ -78,12 +64,7 @@ def test_kept_tokens_are_those_of_sorting(dtype):
 
 
 @given(
-    row=st.lists(
-        st.sampled_from([0.0, -0.0, 1.0, 2.0, -np.inf, np.nan, np.inf])
-        | st.floats(-9, 9, width=32),
-        min_size=8,
-        max_size=8,
-    ),
+    row=st.lists(st.sampled_from(FEW) | st.floats(-9, 9, width=32), min_size=8, max_size=8),
     temperature=st.sampled_from([0.0, 1e-4, 0.5, 1.0, 1e4]),
     top_k=st.integers(0, 9),
     top_p=st.sampled_from([1e-7, 0.25, 0.5, 0.61, 0.93, 1.0]),
@@ -97,20 +78,15 @@ def test_any_row_and_any_filter(row, temperature, top_k, top_p, min_p):
 
 def test_by_hand():
     row = jnp.array([[[1.0, 3.0, 3.0, 3.0, -0.0, 0.0, -jnp.inf, -jnp.inf]]])
-    cut = cut_of(row, sampling_of([1.0], top_k=2))
-    chex.assert_trees_all_close(cut, Truncation(jnp.array([[3.0]]), jnp.array([[2]]), cut.log_kept))
-    np.testing.assert_allclose(
-        cut.log_kept, [[np.log(2 / (3 + np.exp(-2) + 2 * np.exp(-3)))]], atol=1e-6
-    )
-    for sampling in (sampling_of([1.0]), sampling_of([1.0], top_p=1.5)):
-        everything = cut_of(row, sampling)  # nothing is cut
-        chex.assert_trees_all_equal(
-            everything, Truncation(jnp.array([[-jnp.inf]]), jnp.array([[7]]), jnp.zeros((1, 1)))
-        )
-    greedy = cut_of(row, sampling_of([0.0], top_k=4, top_p=0.5))
-    chex.assert_trees_all_equal(
-        greedy, Truncation(jnp.array([[jnp.inf]]), jnp.array([[1]]), jnp.zeros((1, 1)))
-    )
+    nothing_cut, share = (-np.inf, 7, 0), np.log(2 / (3 + np.exp(-2) + 2 * np.exp(-3)))
+    for sampling, expected in (
+        (sampling_of([1.0], top_k=2), (3, 2, share)),
+        (sampling_of([1.0]), nothing_cut),
+        (sampling_of([1.0], top_p=1.5), nothing_cut),
+        (sampling_of([0.0], top_k=4, top_p=0.5), (np.inf, 1, 0)),
+    ):
+        found = [part.item() for part in cut_and_probs(row, sampling)[0]]
+        np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_exponentials_are_the_same_in_every_program():
@@ -157,15 +133,14 @@ def test_fixed_point_sums_are_exact_enough(vocab):
         mass, got, back, is_less, is_more = jax.tree.map(lambda x: x.reshape(()), found)
         exact = weights.astype(np.float64).sum()
         bits = exact_sums.digit_bits(vocab)
-        as_whole = sum(int(d) << bits * i for i, d in enumerate(reversed(mass)))
-        value = as_whole * 2.0 ** (-bits * len(mass))
-        assert abs(value - exact) <= 2.0**-22
-        assert abs(float(got) - value) <= 2.0**-22 * value
-        assert sum(int(d) << bits * i for i, d in enumerate(reversed(back))) == round(
-            float(got) * 2.0 ** (bits * len(mass))
+        one = 2.0 ** (bits * len(mass))
+        whole, again = (
+            sum(int(d) << bits * i for i, d in enumerate(digits[::-1])) for digits in (mass, back)
         )
-        assert is_less
-        assert not is_more
+        assert abs(whole / one - exact) <= 2.0**-22
+        assert abs(float(got) - whole / one) <= 2.0**-22 * whole / one
+        assert again == round(float(got) * one)
+        assert (is_less, is_more) == (True, False)
 
 
 RAGGED = 301  # columns
@@ -176,13 +151,9 @@ def rows_for_shards():
     rng = np.random.default_rng(5)
     kinds = ["plain", "zeros", "ties", "ties", "masked", "masked", "invalid"]
     rows = np.concatenate([random_rows(rng, RAGGED, np.float32, kind) for kind in kinds])
-    sampling = sampling_of(
-        [1.0, 0.3, 1e4, 1.0, 0.8, 0.0, 1.0] * 3,
-        [0, 40, 0, 9, 7, 2, 0] * 3,
-        [0.9, 0.8, 0.5, 1.0, 1.0, 0.9, 1.0] * 3,
-        [0.01, 0, 0.1] * 7,
-    )
-    return rows, sampling
+    temperature, top_k = [1.0, 0.3, 1e4, 1.0, 0.8, 0.0, 1.0] * 3, [0, 40, 0, 9, 7, 2, 0] * 3
+    top_p = [0.9, 0.8, 0.5, 1.0, 1.0, 0.9, 1.0] * 3
+    return rows, sampling_of(temperature, top_k, top_p, [0.01, 0, 0.1] * 7)
 
 
 def on_shard(x, shard):
@@ -287,6 +258,49 @@ def test_noise_belongs_to_source_and_token_and_is_gumbels():
     assert stats.kstest(noise + 0.05, "gumbel_r").pvalue < 1e-3
 
 
-def test_a_vocabulary_that_does_not_fit_its_columns_is_refused():
-    with pytest.raises(ValueError, match=r"vocab_size = 9 is outside 1 .. 8"):
-        processed_probs(jnp.zeros((1, 1, 8)), sampling_of([0.0]), shard=VocabShard(vocab_size=9))
+# Rows of min-p that keep many tokens: more candidates, and a search of whole rows.
+V = 1100  # five groups, the last one short; more than the read's candidates, and than 1,024
+GAP_KINDS = ("flat", "ties", "masked", "one group", "equal", "zeros", "large", "peaked")
+MIN_P = (0.02, 0.05, 1e-30, 0.9, 0.1, 0.5, 0.02, 0.2)
+
+
+def rows_of(dtype):
+    """Rows [8, 2, V], one kind a slot; of all but the last, min-p keeps more than 64 tokens."""
+    rng = np.random.default_rng(11)
+    x = rng.normal(0, 0.5, (len(GAP_KINDS), 2, V))
+    x[1] = np.round(2 * x[1]) / 2
+    x[2] = np.where(rng.random(x[2].shape) < 0.7, -np.inf, x[2])
+    x[3] -= 9
+    x[3, :, 256:512] = rng.normal(0, 0.01, (2, 256))
+    x[4] = 1
+    x[5] = np.where(rng.random(x[5].shape) < 0.5, 0.0, -0.0)
+    x[6] += 1000  # a step of bfloat16 there is wider than the gap
+    x[7] *= 20
+    return x.astype(dtype)
+
+
+def sampling(top_k=0, top_p=1.0):
+    temperature = [1.0, 0.7, 1.9, 1.0, 1e4, 0.3, 1.0, 1.0]
+    return sampling_of(temperature, top_k, top_p, np.float32(MIN_P))
+
+
+def test_kept_tokens_of_a_gap_are_those_of_sorting():
+    rows = rows_of(jnp.bfloat16)
+    found = cut_and_probs(rows, sampling())
+    assert check(rows, sampling(), *found) >= 12
+    cut = jax.device_get(found[0])
+    x = rows.astype(np.float32)
+    tied = np.where(x == cut.cut_logit[..., None], np.arange(V), -1)
+    np.testing.assert_array_equal(tied.max(axis=-1), cut.cut_id)  # the last of equal ones
+
+
+def test_shards_cut_a_gap_alike():
+    """Ragged shards are padded with NaN, and groups are split; one slot has more candidates."""
+    asked = sampling(top_p=[0.9] + [1.0] * 7)
+
+    def on_shard(x, shard):
+        return truncation(x, asked, shard=shard)
+
+    rows = rows_of(jnp.float32)
+    cut = on_shards(on_shard, 2, rows, V, P())
+    chex.assert_trees_all_equal(cut, quick_compile.jit(lambda x: on_shard(x, WHOLE))(rows))

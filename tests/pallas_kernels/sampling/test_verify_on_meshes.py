@@ -6,17 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from jax_specdec.device import Drafts, Sampling, verify
 from pallas_kernels.sampling import draw
 from tests.support import quick_compile
-from tests.support.collectives import collectives
+from tests.support.collectives import longest_axis
 from tests.support.quick_compile import UNOPTIMIZED as QUICK
-from tests.support.shards import P
+from tests.support.shards import P, users_mesh
 
 B, S, V = 8, 3, 16_384  # a shard has more columns than a row has candidates
-KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
 
 
 @functools.cache
@@ -35,15 +34,6 @@ SAMPLING = Sampling.of(
 POSITIONS = jnp.arange(B, dtype=jnp.int32) + 7
 
 
-def mesh_of(kind):
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(KINDS[kind],) * 2)
-
-
-def longest_axis(program):
-    shapes = [shape for one in collectives(program) for _, shape in one.shapes]
-    return max((max(shape, default=1) for shape in shapes), default=0)
-
-
 FLAT = {"rows": P("data", None), "vocabulary": P(None, "model"), "both": P("data", "model")}
 
 
@@ -60,7 +50,8 @@ def ragged():
     allowed = rng.integers(0, 2**32, (len(flat), V // 32), np.uint32)
     bias_ids = rng.integers(0, V, (len(flat), 4)).astype(np.int32)
     bias_ids[:, 0] = np.nanargmax(np.where(np.isnan(flat), -1, flat), axis=1)
-    changes = allowed | np.uint32(0xFFFF), bias_ids, np.full(bias_ids.shape, -2, np.float32)
+    bias = np.full(bias_ids.shape, -2, np.float32)
+    changes = {"allowed": allowed | np.uint32(0xFFFF), "bias_token_ids": bias_ids, "bias": bias}
     return (flat, of_drafts), place, changes
 
 
@@ -69,8 +60,6 @@ def drafted_and_verified_flat(logits, place, changes):
     own = jnp.arange(B, dtype=jnp.int32) * (S - 1)
     drawn = [draw(draft, SAMPLING, POSITIONS + d, row_ids=own + d) for d in range(S - 1)]
     drafts = Drafts.joined(drawn, jnp.full(B, S - 1, jnp.int32))
-    names = "allowed", "bias_token_ids", "bias"
-    changes = dict(zip(names, changes, strict=True)) if changes else {}
     verified = verify(target, drafts, SAMPLING, POSITIONS, row_ids=place, **changes)
     return drafts.token_ids, *verified[:2]
 
@@ -86,10 +75,10 @@ def drafted_and_verified_flat(logits, place, changes):
 def test_tokens_of_flat_rows_are_those_of_one_device(kind, split, changed):
     """A vocabulary that is split stays so; rows that are split are gathered."""
     logits, place, changes = ragged()
-    changes = changes if changed else None
+    changes = changes if changed else {}
     expected = quick_compile.jit(drafted_and_verified_flat)(logits, place, changes)
-    with jax.set_mesh(mesh_of(kind)):
-        logits = jax.device_put(logits, NamedSharding(mesh_of(kind), FLAT[split]))
+    with jax.set_mesh(users_mesh(kind)):
+        logits = jax.device_put(logits, NamedSharding(users_mesh(kind), FLAT[split]))
         program = jax.jit(drafted_and_verified_flat).lower(logits, place, changes).compile(QUICK)
         found = program(logits, place, changes)
     for actual, one in zip(found, expected, strict=True):
@@ -116,8 +105,8 @@ def test_few_tokens_on_automatic_axes_with_drafts_and_without():
         )
 
     of_one = quick_compile.jit(verified)(narrow, ids, 0.5)
-    with jax.set_mesh(mesh_of("automatic")):
-        split = NamedSharding(mesh_of("automatic"), P("data", None, "model"))
+    with jax.set_mesh(users_mesh("automatic")):
+        split = NamedSharding(users_mesh("automatic"), P("data", None, "model"))
         given = jax.device_put(narrow, split), ids, 0.5
         found = jax.jit(verified).lower(*given).compile(QUICK)(*given)
     for actual, expected in zip(jax.tree.leaves(found), jax.tree.leaves(of_one), strict=True):
