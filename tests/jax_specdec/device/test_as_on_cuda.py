@@ -6,6 +6,7 @@ the choice by platform is, with both. Lowering needs no GPU, and nothing is comp
 
 import functools
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -44,20 +45,16 @@ REQUESTS = [
     SamplingParams(max_tokens=9, temperature=1.1, logprobs=2, extra_token_ids=(7,)),
 ]
 shape = jax.ShapeDtypeStruct
-NUMBER, STEP_NUMBER, RUNNING = shape((), jnp.int32), shape((2,), jnp.uint32), shape((), bool)
+NUMBER = shape((), jnp.int32)
 
 
-def capability(number):
+@pytest.fixture(autouse=True, scope="module")
+def cuda_host():
     """The host has such a GPU. Programs that are kept may have been traced elsewhere."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(choose, "cuda_capability", lambda: number)
+    with mock.patch.object(choose, "cuda_capability", return_value=9.0):
+        split.program_on_mesh.cache_clear()
+        yield
     split.program_on_mesh.cache_clear()
-    yield
-    split.program_on_mesh.cache_clear()
-    patch.undo()
-
-
-cuda_host = pytest.fixture(autouse=True, scope="module")(lambda: (yield from capability(9.0)))
 
 
 def lowered(function, *args, platform="cuda", **static):
@@ -104,45 +101,35 @@ class Loop:
             self.parallel.shardings(specs),
         )
 
-    def output(self, program, *arguments, **static):
-        """What a program returns beside the state: logits split by tokens, the rest everywhere."""
-        found = getattr(self.compiled, program).trace(
-            self.params, self.state, *arguments, **static
-        ).out_info[1]  # fmt: skip
-        plain = jax.tree.map(lambda x: shape(x.shape, x.dtype), found)
-        specs = jax.tree.map(
-            lambda x: sharding.split(
-                x.shape, -1 if x.shape[-1:] == (VOCAB,) else None, self.parallel.num_shards
-            ),
-            plain,
-        )
-        return self.placed(plain, specs)
-
-    def arguments(self, program, widths=None, read_k=None, num_drafts=None):
-        """What a program gets, and its static arguments."""
+    def program(self, name, widths=None, read_k=None, num_drafts=None):
+        """A program of the loop, what it gets, and its static arguments."""
         model = self.params, self.state
-        options = None if widths is None else options_of(widths)
-        match program:
-            case "step":
-                static = {"read_k": read_k, "report_widths": widths, "num_drafts": num_drafts}
-                return (*model, options), static
-            case "score_chunk":
-                scoring = NUMBER, NUMBER, options_of(widths, 1)
-                return (*model, *scoring), {"chunk": CHUNK, "widths": widths}
-            case "target_message":
-                output = self.output("step", read_k=read_k)
-                return (output, options, STEP_NUMBER, RUNNING), {"widths": widths}
+        if name == "step":
+            static = {"read_k": read_k, "report_widths": widths, "num_drafts": num_drafts}
+            return self.compiled.step, (*model, options_of(widths)), static
+        if name == "score_chunk":
+            scoring = NUMBER, NUMBER, options_of(widths, 1)
+            return self.compiled.score_chunk, (*model, *scoring), {"chunk": CHUNK, "widths": widths}
+
+        def step_and_message(params, state, options):
+            _, output = self.compiled.step(params, state, read_k=read_k)
+            return self.compiled.target_message(output, options, jnp.zeros(2, jnp.uint32),
+                                                widths=widths)  # fmt: skip
+
+        return jax.jit(step_and_message), (*model, options_of(widths)), {}
 
 
 def options_of(widths, count=SLOTS):
+    if widths is None:
+        return None
     return jax.eval_shape(lambda: options_of_requests(REQUESTS[-count:], widths))
 
 
-def step_calls(*, tells=False, once=False):
+def step_calls(*, tells=False, once=False, message=(0, 0)):
     """The kernels of a step on one device and on two, which has no draw and no second read."""
     few, many, draws = 3, 2, 1  # one read of sampled rows, 1,024 candidates of them, the draw
     both = few + many + 2 * tells + once
-    return both + draws + 2 * once, both
+    return both + draws + 2 * once + message[0], both + message[1]
 
 
 CASES = [
@@ -155,8 +142,9 @@ CASES = [
     ("step: mtp", {"widths": PROCESSED}, *step_calls(tells=True)),
     ("score_chunk: mtp", {"widths": RAW}, 0, 0),
     ("score_chunk: mtp", {"widths": PROCESSED}, 7, 7),
-    ("target_message: mtp", {"widths": RAW, "read_k": 5}, 1, 0),  # ranks beyond the top K
-    ("target_message: mtp", {"widths": PROCESSED}, 2, 2),
+    # Ranks beyond the top K; processed rows.
+    ("step and message: mtp", {"widths": RAW, "read_k": 5}, *step_calls(once=True, message=(1, 0))),
+    ("step and message: mtp", {"widths": PROCESSED}, *step_calls(message=(2, 2))),
 ]
 # The others are slow ones: one read of sampled rows and of greedy ones.
 EVERY_RUN = [("step: none", 1), ("score_chunk: mtp", 1)]
@@ -178,8 +166,7 @@ def test_programs_of_the_loop(name, options, expected, devices):
     program, _, drafter = name.partition(": ")
     drafter, _, prefill_only = drafter.partition(", ")
     loop = Loop(drafter, devices, bool(prefill_only))
-    arguments, static = loop.arguments(program, **options)
-    function = getattr(loop.compiled, program)
+    function, arguments, static = loop.program(program, **options)
     assert custom_calls(lowered(function, *arguments, **static)) == expected
     if expected and devices == 1:
         assert "mosaic_gpu" not in lowered(function, *arguments, platform="cpu", **static)

@@ -1,4 +1,4 @@
-"""Drafters one by one; the loop's tests have their proposals verified."""
+"""Drafters one by one and by name; the loop's tests have their proposals verified."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.control import DRAFTERS
+from jax_specdec.device.drafting.by_name import make_drafter
+from jax_specdec.device.drafting.corpus import Corpus
+from jax_specdec.device.drafting.draft_model import DraftModel
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
+from jax_specdec.device.drafting.suffix import SuffixDrafter
+from jax_specdec.text import byte_tokens
 from tests.support.draft_contexts import compiled, context
 
 pytestmark = pytest.mark.fast
@@ -55,3 +61,45 @@ def test_a_drafter_that_cannot_work_says_so():
         MtpDrafter(ModelConfig.tiny(), 0)
     with pytest.raises(ValueError, match="min_ngram"):
         NgramDrafter(2, max_ngram=1, min_ngram=2)
+
+
+# By their names ----------------------------------------------------------------------------------
+
+CONFIG = ModelConfig.tiny(vocab_size=byte_tokens.VOCAB_SIZE)
+
+
+def test_every_name_that_an_engine_takes_is_a_drafter():
+    assert {name: make_drafter(name, 3, CONFIG, draft_model=CONFIG) for name in DRAFTERS} == {
+        "none": NoDrafter(),
+        "ngram": NgramDrafter(3),
+        "suffix": SuffixDrafter(3),
+        "mtp": MtpDrafter(CONFIG, 3),
+        "model": DraftModel(CONFIG, CONFIG, 3),
+    }
+    assert make_drafter("mtp", 0, CONFIG) == NoDrafter()
+
+
+def test_a_corpus_is_one_document_in_the_models_tokens(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text("déjà vu")
+    expected = Corpus.of([np.frombuffer("déjà vu".encode(), np.uint8)])
+    assert make_drafter("suffix", 2, CONFIG, corpus=str(path)).corpus == expected
+    small, encode = ModelConfig.tiny(20), lambda text: np.arange(len(text))
+    drafter = make_drafter("suffix", 2, small, corpus=str(path), encode=encode)
+    assert drafter.corpus == Corpus.of([np.arange(7)])
+
+
+def test_what_cannot_be_chosen(tmp_path):
+    path, missing, small = tmp_path / "corpus.txt", tmp_path / "missing", ModelConfig.tiny(20)
+    path.write_bytes(b"\xff\xfe")
+    unknown = "'mpt' is not known: choose one of mtp, model, ngram, suffix, none"
+    for name, num_drafts, config, corpus, error, message in (
+        ("mpt", 2, CONFIG, "", ValueError, unknown),
+        ("mpt", 0, CONFIG, "", ValueError, unknown),
+        ("ngram", 2, CONFIG, path, ValueError, "only suffix has a corpus"),
+        ("suffix", 2, CONFIG, path, ValueError, "not UTF-8"),
+        ("suffix", 2, small, path, ValueError, "needs the tokenizer of a model of 20 tokens"),
+        ("suffix", 2, CONFIG, missing, FileNotFoundError, "missing"),
+    ):
+        with pytest.raises(error, match=message):
+            make_drafter(name, num_drafts, config, corpus=str(corpus))

@@ -6,29 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jax_specdec.device.drafting.corpus import SEPARATOR, Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from tests.support.draft_contexts import compiled, context
 
-SLOTS = 6  # of a batch: with fewer texts, the last slots hold one token
-
 
 def propose(drafter, texts, limit=None, *, length=16):
     """The drafts of slots that hold `texts`, as lists."""
-    num = max(len(texts), SLOTS)
-    limit = list(limit or [drafter.num_drafts] * len(texts)) + [0] * (num - len(texts))
-    seen = context([*texts, *[[8]] * (num - len(texts))], limit, length)
-    empty, state = drafter.init(num, length)
+    seen = context(texts, limit or [drafter.num_drafts] * len(texts), length)
+    empty, state = drafter.init(len(texts), length)
     drafts, _ = compiled(drafter)(state, seen)
     assert drafts.q is None
     assert (drafts.token_ids.shape, drafts.num.shape) == (empty.token_ids.shape, empty.num.shape)
     assert (drafts.token_ids.dtype, drafts.num.dtype) == (jnp.int32, jnp.int32)
     ids, nums = np.asarray(drafts.token_ids), np.asarray(drafts.num)
     assert (ids[np.arange(ids.shape[1]) >= nums[:, None]] == 0).all()
-    return [row[:n].tolist() for row, n in zip(ids, nums, strict=True)][: len(texts)]
+    return [row[:n].tolist() for row, n in zip(ids, nums, strict=True)]
 
 
 def common_ending(one, other, most):
@@ -83,50 +77,38 @@ def plain_suffix(text, documents, drafter, limit):
     return drafts
 
 
-def random_documents(seed):
+def with_corpus(seed, num_drafts=4, max_context=32, **fields):
     """Documents of ids 0 to 2: one is empty, one is a single token, one repeats itself."""
     random = np.random.default_rng(seed)
     sizes = [0, 1, 2, 12, *random.integers(3, 9, 3)]
-    return [random.integers(0, 3, size).tolist() for size in sizes] + [[1] * 9]
-
-
-def with_corpus(documents, max_context, **fields):
+    documents = [random.integers(0, 3, size).tolist() for size in sizes] + [[1] * 9]
     corpus = Corpus.of([np.array(d, np.int32) for d in documents], max_context=max_context)
-    return documents, SuffixDrafter(4, corpus, **fields)
+    return documents, SuffixDrafter(num_drafts, corpus, **fields)
 
 
 CASES = [
     ([], SuffixDrafter(4)),
     ([], SuffixDrafter(2, max_match=3, min_match=2, drafts_per_match=0.5, max_candidates=2)),
-    with_corpus(random_documents(0), 32),
-    with_corpus(random_documents(1), 3, max_candidates=3, drafts_per_match=4.0, min_share=0.0),
-    with_corpus(random_documents(2), 1, max_match=6, min_share=0.6, drafts_per_match=2.0),
-    with_corpus(random_documents(3), 7, max_match=5, min_share=1.0, max_candidates=5),
+    with_corpus(0, 5),
+    with_corpus(1, max_context=3, max_candidates=3, drafts_per_match=4.0, min_share=0.0),
+    with_corpus(2, max_context=1, max_match=6, min_share=0.6, drafts_per_match=2.0),
+    with_corpus(3, max_context=7, max_match=5, min_share=1.0, max_candidates=5),
 ]
-TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), min_size=4, max_size=4)
 
 
-@given(st.sampled_from(CASES), TEXTS, st.lists(st.integers(0, 4), min_size=4, max_size=4))
-@settings(max_examples=60)
-def test_against_plain_python(case, texts, limit):
-    documents, drafter = case
-    given = zip(texts, limit, strict=True)
-    expected = [plain_suffix(text, documents, drafter, most) for text, most in given]
-    assert propose(drafter, texts, limit) == expected
-
-
-def test_many_texts_against_plain_python():
-    """Longer texts and the default options."""
-    random = np.random.default_rng(0)
-    documents = [random.integers(0, 3, n).tolist() for n in (40, 20, 1, 0)]
-    drafter = SuffixDrafter(5, Corpus.of([np.array(d, np.int32) for d in documents]))
-    drafted = Counter()
-    for _ in range(4):
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_against_plain_python(case):
+    """Texts and limits of every length, and drafts, too."""
+    (documents, drafter), random, drafted = CASES[case], np.random.default_rng(case), set()
+    for _ in range(3):
         texts = [random.integers(0, 3, random.integers(1, 33)).tolist() for _ in range(64)]
-        expected = [plain_suffix(text, documents, drafter, 5) for text in texts]
-        assert propose(drafter, texts, length=32) == expected
-        drafted.update(map(len, expected))
-    assert {1, 2, 3, 4, 5} <= drafted.keys()
+        limits = random.integers(0, drafter.num_drafts + 1, 64).tolist()
+        given = zip(texts, limits, strict=True)
+        expected = [plain_suffix(text, documents, drafter, most) for text, most in given]
+        assert propose(drafter, texts, limits, length=32) == expected
+        drafted |= {*map(len, expected)}
+    most = min(drafter.num_drafts, int(drafter.max_match * drafter.drafts_per_match))
+    assert drafted == {*range(most + 1)}
 
 
 def test_an_empty_corpus_is_none():

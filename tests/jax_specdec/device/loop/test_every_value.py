@@ -57,16 +57,8 @@ def asking(changes, drafts=False):
             asked |= {"temperature": 0.7 + 0.1 * (n % 4), **FILTERS[n // 2 % 4]}
         if n == 1:
             asked["prompt_logprobs"] = 3
-        kind, most = (kind, 10) if n else (kinds[0], 80)
-        found.append(
-            request(
-                f"r{number}",
-                [*range(2 + n % 5), 5, 5],
-                seed=number,
-                max_tokens=most,
-                **asked | kind,
-            )
-        )
+        asked |= {"seed": number, "max_tokens": 10 if n else 80} | (kind if n else kinds[0])
+        found.append(request(f"r{number}", [*range(2 + n % 5), 5, 5], **asked))
     return found
 
 
@@ -114,10 +106,9 @@ def test_every_value(name):
         sizes = {int(what.split()[1]) for what in seen if what.startswith("kept")}
         assert {1, VOCAB} < sizes
         assert len(sizes) > 4
-    for item in requests:
-        last, ids = found(name).records[item.id][-1], found(name).token_ids(item.id)
-        if name.startswith("plain"):
-            assert (len(ids), last.finish_reason) == (item.params.max_tokens, FinishReason.LENGTH)
+    for item in requests if name.startswith("plain") else ():
+        last, count = found(name).records[item.id][-1], len(found(name).token_ids(item.id))
+        assert (count, last.finish_reason) == (item.params.max_tokens, FinishReason.LENGTH)
     copied = [output.changed is not None for output in found(name).outputs]
     assert any(copied) == name.endswith("copied")
     for message in found(name).messages:  # each has the words of what was asked for and no more
@@ -171,9 +162,9 @@ def test_a_step_sends_one_target_message_with_every_slot():
 
 
 def test_draft_messages_follow_their_target_where_a_request_asks():
-    kinds = [(message.kind, message.step) for message in found("copied").messages]
-    kinds = [kind for kind in kinds if kind[0] is not Kind.PROMPT]
-    followed = [message.step for message in found("copied").messages if message.draft_follows]
+    messages = [one for one in found("copied").messages if one.kind is not Kind.PROMPT]
+    kinds = [(message.kind, message.step) for message in messages]
+    followed = [message.step for message in messages if message.draft_follows]
     assert [step for kind, step in kinds if kind is Kind.DRAFT] == followed != []
     for at, (kind, step) in enumerate(kinds):
         assert kind is Kind.TARGET or kinds[at - 1] == (Kind.TARGET, step)
@@ -183,8 +174,7 @@ def test_draft_messages_follow_their_target_where_a_request_asks():
             assert (record.draft is not None) == sent
     for name in ("handed down", "plain, mtp", "plain, none"):  # nobody asks, or nothing is drawn
         assert Kind.DRAFT not in {message.kind for message in found(name).messages}
-    asking_in_vain = [request("r", [1, 2, 1, 2], max_tokens=8, draft_logprobs=True)]
-    result = run(asking_in_vain, "ngram")
+    result = run([request("r", [1, 2, 1, 2], max_tokens=8, draft_logprobs=True)], "ngram")
     assert {message.kind for message in result.messages} == {Kind.TARGET}
     assert any(record.num_drafts for record in result.records["r"])
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ipc import wire
 from ipc.wire import LogprobsMode
 from jax_specdec.device.loop.host_slots import (
     Slot,
@@ -16,6 +17,8 @@ from jax_specdec.device.loop.host_slots import (
     target_bound,
     widths_of_slots,
 )
+from jax_specdec.device.loop.kinds import Kind
+from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import changes_size
 from jax_specdec.requests import SamplingParams
 
@@ -36,12 +39,16 @@ CHANGES_NOTHING = (
 )
 
 
+def slot(most_tokens=1, prefill_at=None, **params):
+    return Slot(params=SamplingParams(**params), most_tokens=most_tokens, prefill_at=prefill_at)
+
+
 def test_when_logprobs_take_what_verification_has_read():
     """On a GPU where all slots are greedy, elsewhere where one samples; if half of them ask."""
 
     def where(*params):
-        taken = [Slot(params=SamplingParams(**one), most_tokens=1) for one in params]
-        once = [reads_once([*taken, Slot()], on_gpu) for on_gpu in (False, True)]
+        taken = [*(slot(**one) for one in params), Slot()]
+        once = [reads_once(taken, on_gpu) for on_gpu in (False, True)]
         return once.index(True) if any(once) else None
 
     asks, silent, sampled = {"logprobs": 3}, {}, {"temperature": 0.5}
@@ -61,10 +68,8 @@ def test_when_logprobs_take_what_verification_has_read():
 
 
 def slots_of(*params):
-    return [
-        Slot(params=SamplingParams(**one), most_tokens=1, prompt_length=5 + n, num_emitted=n)
-        for n, one in enumerate(params)
-    ]
+    taken = enumerate(params)
+    return [replace(slot(**one), prompt_length=5 + n, num_emitted=n) for n, one in taken]
 
 
 def changes_of(slots):
@@ -97,13 +102,11 @@ def test_what_slots_change_by_hand():
 
 @pytest.mark.parametrize(("count", "width"), [(0, 0), (1, 16), (16, 16), (17, 128), (1024, 1024)])
 def test_tables_of_named_tokens_have_few_widths(count, width):
-    biased = SamplingParams(presence_penalty=1.0, logit_bias=dict.fromkeys(range(count), 1.0))
-    held = SamplingParams(presence_penalty=1.0, min_tokens=1, stop_token_ids=range(count))
-    for params in (biased, held):
-        slot = Slot(params=params, most_tokens=1, prompt_length=1)
-        found = changes_of([slot])
+    biased = {"logit_bias": dict.fromkeys(range(count), 1.0)}
+    for params in (biased, {"min_tokens": 1, "stop_token_ids": range(count)}):
+        found = changes_of(slots_of({"presence_penalty": 1.0} | params))
         assert found.bias_ids.shape == (1, width)
-        assert found.held_ids.shape == (1, width if params is held else 0)
+        assert found.held_ids.shape == (1, 0 if params is biased else width)
 
 
 @pytest.mark.parametrize(
@@ -117,17 +120,96 @@ def test_tables_of_named_tokens_have_few_widths(count, width):
     ],
 )
 def test_kept_sets_have_room_in_target_messages_alone(params, most):
-    asked = SamplingParams(**params)
-    assert asked.most_kept == most
-    kept, plain = (
-        Slot(params=one, most_tokens=3) for one in (asked, replace(asked, kept_token_ids=False))
-    )
+    asks = {"draft_logprobs": True, "prompt_logprobs": 2} | params
+    kept, plain = slot(3, **asks), slot(3, **asks | {"kept_token_ids": False})
+    assert kept.params.most_kept == most
     room = 0 if most is None else 3 * (2 + most)
     assert target_bound([kept, plain]) == target_bound([plain, plain]) + room
-    drafting = replace(kept, params=replace(asked, draft_logprobs=True))
-    without = replace(plain, params=replace(plain.params, draft_logprobs=True))
-    assert draft_bound([drafting]) == draft_bound([without])
-    scored = replace(asked, prompt_logprobs=2)
-    assert prompt_bound([kept], for_prompt(replace(kept, params=scored)), 9) == prompt_bound(
-        [plain], for_prompt(replace(plain, params=replace(scored, kept_token_ids=False))), 9
-    )
+    assert draft_bound([kept]) == draft_bound([plain])
+    first, second = (prompt_bound([one], for_prompt(one), 9) for one in (kept, plain))
+    assert first == second
+
+
+def test_the_bounds_of_the_next_messages_by_hand():
+    batch = [
+        slot(4, logprobs=2, draft_logprobs=True),
+        slot(3, logprobs=0, extra_token_ids=(1, 2)),
+        slot(4, prefill_at=8, logprobs=20, draft_logprobs=True),  # nothing before its prompt is run
+        slot(2, draft_logprobs=True),
+        Slot(),
+    ]
+    fixed = wire.HEADER_WORDS + 5 * wire.SLOT_WORDS
+    # A token's id, its rank, K + 1 logprobs, K ids, and the chosen ones.
+    assert target_bound(batch) == fixed + 4 * (1 + 6) + 3 * (1 + 2 + 2) + 2
+    assert draft_bound(batch) == fixed + 3 * (1 + 6) + 1
+
+
+# Kinds of batches, and which kind's programs serve which batch -----------------------------------
+
+SAMPLED, ASKS, BIAS = {"temperature": 0.5}, {"logprobs": 3}, {"logit_bias": ((1, 2.0),)}
+
+
+def kind(*params, draws=True):
+    return Kind.of_slots([*slots_of(*params), Slot(generation=7)], 300, draws=draws)
+
+
+def serves(one, *params):
+    return one.serves(kind(*params), [*slots_of(*params), Slot(generation=7)])
+
+
+WIDER = [
+    (ASKS | {"logprobs": 6}, ASKS),
+    (ASKS | {"logprobs": 0}, {}),
+    (ASKS | {"extra_token_ids": (1,)}, ASKS),
+    (ASKS | {"extra_token_ids": tuple(range(17))}, ASKS | {"extra_token_ids": (1,)}),
+    (SAMPLED | ASKS | {"logprobs_mode": LogprobsMode.PROCESSED}, SAMPLED | ASKS),
+    (SAMPLED, {}),
+    (SAMPLED | {"kept_token_ids": True}, SAMPLED),
+    (ASKS | {"draft_logprobs": True, "extra_token_ids": (1,)}, ASKS | {"extra_token_ids": (1,)}),
+    (BIAS, {}),
+    ({"logit_bias": tuple((i, 1.0) for i in range(17))}, BIAS),
+    (BIAS | {"presence_penalty": 1.0}, BIAS),
+    (BIAS | {"min_tokens": 2, "stop_token_ids": (9,)}, BIAS),
+]
+
+
+@pytest.mark.parametrize(("more", "less"), WIDER)
+def test_what_serves_more_serves_less_and_not_the_other_way_round(more, less):
+    wide, narrow = kind(more), kind(less)
+    assert wide != narrow
+    assert serves(wide, more)
+    assert serves(wide, less)
+    assert not serves(narrow, more)
+    assert serves(narrow, less)
+    assert narrow.cost < wide.cost
+
+
+def test_programs_of_one_read_serve_batches_of_which_few_ask_and_greedy_ones():
+    once, few = kind(ASKS | SAMPLED), (ASKS, {}, {})
+    assert once.reads_once
+    assert not kind(*few).reads_once
+    assert serves(once, *few)
+    assert serves(once, ASKS)
+
+
+def test_without_drawn_drafts_there_are_fewer_kinds():
+    assert kind(ASKS) == Kind(widths=Widths(k=5))
+    assert not kind(ASKS | {"draft_logprobs": True}, draws=False).reports_drafts
+
+
+def test_the_cheapest_kind_comes_first():
+    params = [{}, ASKS, {"logprobs": 100}, {"presence_penalty": 1.0}]
+    kinds = [kind(one) for one in params]
+    assert [min(kinds[n:], key=lambda one: one.cost) for n in range(4)] == kinds
+
+
+def test_a_step_depends_on_less_than_its_messages():
+    scaled = {"logprobs_mode": LogprobsMode.SCALED, "extra_token_ids": (1,)} | SAMPLED
+    raw = {"extra_token_ids": (1,)} | SAMPLED
+    assert kind(ASKS | raw).step_key == kind(ASKS | scaled).step_key
+    assert kind(ASKS).step_key == kind(ASKS | {"logprobs": 9}).step_key
+    more = ASKS | SAMPLED | {"logprobs": 9}
+    assert kind(ASKS | SAMPLED).step_key != kind(more).step_key  # one read has a K
+    assert kind(SAMPLED).step_key != kind({}).step_key
+    for more in ({"draft_logprobs": True}, BIAS):
+        assert kind(ASKS | raw).step_key != kind(ASKS | raw | more).step_key

@@ -5,15 +5,29 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipc.wire import SlotState
-from jax_specdec.device.drafting.drafters import NoDrafter
+from ipc.wire import DeviceCheck, SlotState
+from jax_specdec.device.drafting.drafters import NoDrafter, no_drafts
+from jax_specdec.device.loop import programs, prompt_chunks
+from jax_specdec.device.loop import step as step_module
+from jax_specdec.device.loop.host_slots import admission
+from jax_specdec.device.loop.state import LoopConfig, admit, init_state, release
+from jax_specdec.device.loop.step import step
+from jax_specdec.device.messages import step_messages
 from jax_specdec.device.worker import worker as worker_module
+from jax_specdec.device.worker.outgoing import DeviceCheckError
+from jax_specdec.device.worker.worker import runs_on_gpu
 from jax_specdec.records.batch import FinishReason
+from pallas_kernels import use_implementation
+from pallas_kernels.lowering import choose
+from pallas_kernels.lowering.choose import resolved
+from pallas_kernels.sampling.verification import verify
 from tests.support import in_mode
-from tests.support.decoding import mixed_requests, random_model, request, run
+from tests.support.decoding import VOCAB, mixed_requests, random_model, request, run
 from tests.support.near_ties import NEAR_TIE, margins
 
 
@@ -28,6 +42,14 @@ def test_logprobs_that_take_what_verification_has_read(temperature, monkeypatch)
     result = run(items, "ngram")
     assert any(output.read is not None for output in result.outputs)
     in_mode.check_records(result, items)
+
+
+def test_a_failed_check_on_the_device_raises_in_the_worker_and_nothing_is_sent():
+    def distort(output):
+        return output._replace(token_ids=output.token_ids.at[0, 0].set(VOCAB))
+
+    with pytest.raises(DeviceCheckError, match=DeviceCheck.TOKEN_ID.name):
+        run(mixed_requests(1), "none", distort=distort)
 
 
 @pytest.mark.slow
@@ -81,3 +103,97 @@ def test_invalid_logits_are_reported_and_stay_in_their_slot():
     for record in result.records["kept"]:
         sets = [record.kept.ids(n).tolist() for n in range(record.num_tokens)]
         assert sets == [[token] for token in record.token_ids.tolist()]
+
+
+# One step by itself: what it exchanges with its drafter, and what computes it --------------------
+
+
+def test_an_empty_slot_costs_a_greedy_batch_nothing(monkeypatch):
+    """Verification and the drafter see only slots that are decoding now."""
+    params, model = random_model()
+    shown = []
+
+    def spy(logits, drafts, sampling, *args, **options):
+        shown.append(sampling.temperature)
+        return verify(logits, drafts, sampling, *args, **options)
+
+    class Watching(NoDrafter):
+        def propose(self, params, state, context):
+            shown.append(context.sampling.temperature)
+            return super().propose(params, state, context)
+
+    monkeypatch.setattr(step_module, "verify", spy)
+    config = LoopConfig(model, Watching(1), num_slots=2, max_length=16)
+    sampled = request("s", [1], max_tokens=9, temperature=0.7, top_p=0.9)
+    state = init_state(config)
+    for slot, item in enumerate([request("g", [1], max_tokens=9), sampled]):
+        state = admit(state, jnp.int32(slot), admission(item, 16, 1))
+    decoding = state._replace(active=jnp.ones(2, bool))
+
+    @jax.jit
+    def seen(state):
+        step(config, params, state)
+        return shown.pop(), shown.pop()
+
+    # While the request decodes it is sampled; before its first step and after its last, it is not.
+    for given, expected in [
+        (decoding, 0.7),
+        (decoding._replace(active=jnp.array([True, False])), 0.0),
+        (release(decoding, jnp.int32(1)), 0.0),
+    ]:
+        for temperature in seen(given):
+            np.testing.assert_allclose(temperature, [0.0, expected])
+        assert given.sampling.temperature[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("module", "program"),
+    [(programs, "step"), (prompt_chunks, "score_chunk"), (step_messages, "target_message")],
+)
+def test_the_configured_implementation_computes_the_programs(module, program, monkeypatch):
+    """Each program is traced with `LoopConfig.implementation` in use."""
+    _, model = random_model()
+    seen = []
+    for name in (None, "xla", "mosaic_gpu"):
+        config = LoopConfig(model, NoDrafter(1), num_slots=2, max_length=16, implementation=name)
+
+        def spy(*_, **__):
+            seen.append(resolved(None))
+            raise LookupError
+
+        monkeypatch.setattr(module, program, spy)
+        function = getattr(programs.Compiled(config), program)
+        with pytest.raises(LookupError):
+            function.lower()
+    assert seen == [None, "xla", "mosaic_gpu"]
+
+
+def test_a_worker_without_kernels_reads_as_where_there_are_none(monkeypatch):
+    """On a GPU, the greedy choice shares the kernels' read; XLA's does not pay."""
+    monkeypatch.setattr(choose, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(choose, "MIN_VOCABULARY", 1)
+    _, model = random_model()
+    config = LoopConfig(model, NoDrafter(1), num_slots=2, max_length=16)
+    assert runs_on_gpu(config)
+    assert not runs_on_gpu(replace(config, implementation="xla"))
+    with use_implementation("xla"):
+        assert not runs_on_gpu(config)
+
+
+class TooWide(NoDrafter):
+    def propose(self, params, state, context):
+        return no_drafts(context.limit.shape[0], self.num_drafts + 1), state
+
+
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_proposals_wider_than_a_slot_are_refused_where_they_are_made(prefill_only):
+    params, model = random_model()
+
+    def shape(drafter):
+        config = LoopConfig(model, drafter, num_slots=2, max_length=16, prefill_only=prefill_only)
+        output = jax.eval_shape(lambda state: step(config, params, state)[1], init_state(config))
+        return output.token_ids.shape
+
+    assert shape(NoDrafter(2)) == (2, 3)
+    with pytest.raises(ValueError, match=r"proposed \(2, 3\) drafts, but .* is \(2, 2\)"):
+        shape(TooWide(2))

@@ -1,6 +1,6 @@
 """A model that is not this package's, in the loop and in a worker of an engine."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +85,6 @@ def test_what_does_not_go_with_it_is_refused():
     for name in ("mtp", "model"):
         with pytest.raises(ValueError, match=f"the drafter {name} is not for a model of your own"):
             make_drafter(name, 2, Fading())
-    config = EngineConfig(vocab_size=V, own_model="a:b", drafter="ngram")
     for change, message in (
         ({"own_model": "a"}, "own_model = 'a' must be module:function"),
         ({"drafter": "mtp"}, "drafter = 'mtp' is not for"),
@@ -93,15 +92,16 @@ def test_what_does_not_go_with_it_is_refused():
         ({"row_tile": 12}, "row_tile = 12 must be a multiple of 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            replace(config, **change)
+            config(**change)
 
 
-def as_worker(name, capsys, **changes):
-    """What a worker says that is told to run such a model."""
-    config = EngineConfig(vocab_size=V, own_model=name, drafter="ngram", **changes).worker
-    with pytest.raises(SystemExit):
-        make_worker(Start(config=config, ring=""), decoding.Sent())
-    return capsys.readouterr().err
+def config(**changes):
+    given = {"vocab_size": V, "own_model": f"{__name__}:make", "drafter": "ngram"}
+    return EngineConfig(**given | changes)
+
+
+def worker_of(**changes):
+    return make_worker(Start(config=config(**changes).worker, ring=""), decoding.Sent())
 
 
 def nothing(config):
@@ -110,40 +110,38 @@ def nothing(config):
 
 @pytest.mark.fast
 def test_a_function_that_is_not_there_or_makes_no_model_is_named(capsys):
-    assert "cannot be found: No module named 'nowhere'" in as_worker("nowhere:make", capsys)
-    assert "has no attribute 'made'" in as_worker(f"{__name__}:made", capsys)
-    assert "returned no (params, OwnModel)" in as_worker(f"{__name__}:nothing", capsys)
-    said = as_worker(f"{__name__}:make", capsys, batch_invariant=True)
-    assert "batch_invariant = True, but Fading has no row_tile" in said
+    for changes, said in (
+        ({"own_model": "nowhere:make"}, "cannot be found: No module named 'nowhere'"),
+        ({"own_model": f"{__name__}:made"}, "has no attribute 'made'"),
+        ({"own_model": f"{__name__}:nothing"}, "returned no (params, OwnModel)"),
+        ({"batch_invariant": True}, "batch_invariant = True, but Fading has no row_tile"),
+    ):
+        with pytest.raises(SystemExit):
+            worker_of(**changes)
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.fast
 def test_parameters_come_from_a_file_where_one_is_named(tmp_path):
     """By the names of the tree; an update reads the same files."""
-    other = {name: np.asarray(x) * 2 for name, x in params().items()}
-    save_file(other, tmp_path / "other.safetensors")
-    settings = {"vocab_size": V, "own_model": f"{__name__}:make", "drafter": "ngram"}
-    config = EngineConfig(
-        weights=str(tmp_path / "other.safetensors"),
-        weights_version=7,
-        prefix_reuse=False,
-        **settings,
-    )
-    worker = make_worker(Start(config=config.worker, ring=""), decoding.Sent())
+    path = str(tmp_path / "model.safetensors")
+    first = {name: np.asarray(x) for name, x in params().items()}
+    other = {name: x * 2 for name, x in first.items()}
+    save_file(other, path)
+    worker = worker_of(weights=path, weights_version=7, prefix_reuse=False)
     assert (worker.weights_version, worker.prefix_reuse) == (7, False)
     np.testing.assert_array_equal(worker.params["head"], other["head"])
-    first = {name: np.asarray(x) for name, x in params().items()}
-    save_file(first, tmp_path / "first.safetensors")
-    worker.apply(Prepare(number=1, path=str(tmp_path / "first.safetensors")))
+    save_file(first, path)
+    worker.apply(Prepare(number=1, path=path))
     worker.apply(Commit(number=1, version=8))
-    np.testing.assert_array_equal(worker.params["head"], params()["head"])
+    np.testing.assert_array_equal(worker.params["head"], first["head"])
     for name, wrong, said in (
         ("head", other["head"].astype(np.int32), "head is stored as int32, and a float type"),
         ("head", other["head"][:3], r"head has shape (3, 32), its configuration wants (8, 32)"),
         ("tail", other["head"], "it lacks [] and has besides ['tail']"),
     ):
-        save_file(other | {name: wrong}, tmp_path / "wrong.safetensors")
-        worker.apply(Prepare(number=2, path=str(tmp_path / "wrong.safetensors")))
+        save_file(other | {name: wrong}, path)
+        worker.apply(Prepare(number=2, path=path))
         assert said in worker.next_weights.refusal
 
 

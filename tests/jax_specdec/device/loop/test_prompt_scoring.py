@@ -1,6 +1,9 @@
 """Logprobs of prompt tokens: chunk by chunk, the same for all chunk sizes, in little memory."""
 
 import functools
+import re
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +14,19 @@ from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.drafters import NoDrafter
-from jax_specdec.device.loop import host_slots
+from jax_specdec.device.loop import host_slots, prompt_rows
 from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.state import LoopConfig, init_state
+from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
+from jax_specdec.device.messages.pack import Rows
+from jax_specdec.device.messages.row_logprobs import row_logprobs
+from jax_specdec.device.model import llama, sharding
 from jax_specdec.device.model.params import init_params, named_arrays
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.requests import SamplingParams
+from pallas_kernels.linear import schedule as schedules
 from pallas_kernels.testing import oracle
-from tests.support import in_mode, reference_model
+from tests.support import in_mode, quick_compile, reference_model
 from tests.support.decoding import VOCAB, Local, compiled, random_model, request
 
 LENGTH = 96
@@ -52,61 +60,54 @@ def prompts():
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def by_chunk():
-    return {chunk: messages_of(prompts()[:count], chunk) for chunk, count in ((12, 3), (5, 1))}
+COUNTS = {12: 3, 5: 1}  # of prompts, by the size of chunks
 
 
 @functools.cache
-def exact_rows(ids):
-    params, config = random_model()
-    return reference_model.logits(named_arrays(params), config.to_dict(), ids)[:-1]
+def by_chunk(chunk):
+    return messages_of(prompts()[: COUNTS[chunk]], chunk)
 
 
-@pytest.mark.parametrize("chunk", [12, 5])
-def test_every_prompt_token_but_the_first_has_its_logprobs(by_chunk, chunk):
+@pytest.mark.parametrize("chunk", COUNTS)
+def test_every_prompt_token_but_the_first_has_its_logprobs(chunk):
     """Against a forward pass over the whole prompt in float64, in the request's own mode."""
-    for slot, item in enumerate(prompts()[: 1 if chunk == 5 else 3]):
-        ids, ranks, top, got = prompt_of(by_chunk[chunk], slot)
+    params, config = random_model()
+    weights = named_arrays(params)
+    for slot, item in enumerate(prompts()[: COUNTS[chunk]]):
+        ids, ranks, top, got = prompt_of(by_chunk(chunk), slot)
         params, k = item.params, item.params.prompt_logprobs
+        exact = reference_model.logits(weights, config.to_dict(), item.prompt_token_ids)[:-1]
         assert ids.tolist() == list(item.prompt_token_ids[1:])
         assert got.shape == (len(ids), k + 1 + len(params.extra_token_ids))
-        for n, row in enumerate(exact_rows(item.prompt_token_ids)):
-            table = in_mode.logprobs(row, params)
-            expected = [
-                table[ids[n]],
-                *np.sort(table)[::-1][:k],
-                *table[list(params.extra_token_ids)],
-            ]
+        for n, row in enumerate(exact):
+            table, chosen = in_mode.logprobs(row, params), list(params.extra_token_ids)
+            expected = [table[ids[n]], *np.sort(table)[::-1][:k], *table[chosen]]
             np.testing.assert_allclose(got[n], expected, atol=CLOSE)
             best = [t for t in oracle.top_ids(row, k) if table[t] > -np.inf]
             assert top[n].tolist() == best + [-1] * (k - len(best))
             assert ranks[n] == oracle.token_rank(row, ids[n])
 
 
-def test_prompt_messages_precede_their_step_and_speak_of_one_slot(by_chunk):
-    for chunk, messages in by_chunk.items():
-        steps = [m.step for m in messages if m.kind is Kind.TARGET]
-        assert steps == list(range(len(steps)))
-        following = 0
-        for message in messages:
-            if message.kind is Kind.TARGET:
-                following = message.step + 1
-                continue
-            assert message.step == following
-            (slot,) = np.flatnonzero(message.num_tokens)
-            params = prompts()[slot].params
-            assert message.num_tokens[slot] <= chunk
-            assert (message.num_rows == message.num_tokens).all()
-            assert message.state[slot] == SlotState.TOKENS
-            assert message.columns[slot] == params.prompt_logprobs + 1
-            assert message.mode[slot] == params.logprobs_mode
-            assert message.num_chosen[slot] == len(params.extra_token_ids)
-            assert message.generation[slot] == 1
-            assert message.running
-        run = prompts()[: 1 if chunk == 5 else 3]
-        chunks = sum(-(-(len(item.prompt_token_ids) - 1) // chunk) for item in run)
-        assert sum(message.kind is Kind.PROMPT for message in messages) == chunks
+@pytest.mark.parametrize("chunk", COUNTS)
+def test_prompt_messages_precede_their_step_and_speak_of_one_slot(chunk):
+    steps = [m.step for m in by_chunk(chunk) if m.kind is Kind.TARGET]
+    assert steps == list(range(len(steps)))
+    following, names = 0, ("state", "columns", "mode", "num_chosen", "generation")
+    for message in by_chunk(chunk):
+        if message.kind is Kind.TARGET:
+            following = message.step + 1
+            continue
+        assert (message.step, message.running) == (following, True)
+        (slot,) = np.flatnonzero(message.num_tokens)
+        params = prompts()[slot].params
+        assert message.num_tokens[slot] <= chunk
+        assert (message.num_rows == message.num_tokens).all()
+        columns, chosen = params.prompt_logprobs + 1, len(params.extra_token_ids)
+        expected = [SlotState.TOKENS, columns, params.logprobs_mode, chosen, 1]
+        assert [getattr(message, name)[slot] for name in names] == expected
+    lengths = [len(item.prompt_token_ids) - 1 for item in prompts()[: COUNTS[chunk]]]
+    chunks = sum(-(-length // chunk) for length in lengths)
+    assert sum(message.kind is Kind.PROMPT for message in by_chunk(chunk)) == chunks
 
 
 def test_a_prompt_of_one_token_has_no_message():
@@ -114,13 +115,13 @@ def test_a_prompt_of_one_token_has_no_message():
     assert {message.kind for message in messages} == {Kind.TARGET}
 
 
-def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once(by_chunk):
+def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once():
     """From the worker through the engine's processor, with an eviction between two chunks."""
     local, item = Local("none", chunk=12), prompts()[0]
     records = local.decode_evicted(item, [0])
     rows = [record.prompt for record in records if record.prompt is not None]
     assert len(rows) == -(-40 // 12)
-    for name, expected in zip(ROWS, prompt_of(by_chunk[12], 0), strict=True):
+    for name, expected in zip(ROWS, prompt_of(by_chunk(12), 0), strict=True):
         np.testing.assert_array_equal(np.concatenate([getattr(r, name) for r in rows]), expected)
     kinds = [message.kind for message in local.messages]
     assert kinds[:2] == [Kind.PROMPT, Kind.TARGET]  # a chunk, and the eviction before another
@@ -178,3 +179,130 @@ def test_scoring_takes_little_memory_beyond_one_chunk():
     logits = jnp.dtype(model.dtype).itemsize * vocab
     assert chunk * logits < scored  # the measure sees the logits
     assert scored - plain <= chunk * logits + 0.03 * length * logits
+
+
+# From hidden states: those of the chunk's logits, which are not there ----------------------------
+
+P, NUM = 20, 17
+SCALED, PROCESSED = LogprobsMode.SCALED, LogprobsMode.PROCESSED
+RAW = SamplingParams(logprobs=5, extra_token_ids=(3, 999, 3))
+
+
+def loop_of(model, parallel=sharding.ONE_DEVICE):
+    return LoopConfig(model, NoDrafter(0), num_slots=1, max_length=32, parallel=parallel)
+
+
+def chunk_of(model):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(P, model.hidden_size)), model.dtype)
+    ids = jnp.asarray(rng.integers(0, model.vocab_size, P), jnp.int32)
+    return hidden, ids, jnp.int32(NUM)
+
+
+def found_of(config, params, asking):
+    widths = widths_of([asking], config.model.vocab_size)
+    options = options_of_requests([asking], widths)
+    call = quick_compile.jit(partial(prompt_rows.prompt_rows, config, widths=widths))
+    return call(params, *chunk_of(config.model), options=options)
+
+
+def of_logits(model, params, asking):
+    """The same from all of the chunk's logits."""
+    widths = widths_of([asking], model.vocab_size)
+    hidden, ids, num = chunk_of(model)
+    index = jnp.arange(P, dtype=jnp.int32)
+    rows = Rows(jnp.where(index < num, index, P), num)
+
+    def call(params, hidden, ids, asked):
+        logits = llama.logits(params, model, hidden)[None]
+        return row_logprobs(logits, ids[None], rows, asked, widths)
+
+    return quick_compile.jit(call)(params, hidden, ids, options_of_requests([asking], widths))
+
+
+def assert_same(found, expected):
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.token_ranks, expected.token_ranks)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.extra_logprobs, expected.extra_logprobs, atol=1e-5)
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Few logits too are read a part at a time."""
+    monkeypatch.setattr(schedules, "FEW_BYTES", 0)
+    monkeypatch.setattr(prompt_rows, "LOGITS_BYTES", 4 * 1000 * 7)
+
+
+@pytest.mark.parametrize(
+    ("asking", "changes"),
+    [
+        (RAW, {"tie_embeddings": False, "logit_softcap": 4.0}),
+        (SamplingParams(logprobs=5, temperature=0.7, logprobs_mode=SCALED, extra_token_ids=(3,)),
+         {"norm_in_head": True, "dtype": "bfloat16"}),
+        (SamplingParams(logprobs=5, temperature=0.7, top_p=0.8, logprobs_mode=PROCESSED), {}),
+    ],
+    ids=["raw", "scaled", "processed"],
+)  # fmt: skip
+def test_they_are_those_of_the_chunks_logits(asking, changes, in_parts):
+    """With heads [E, V] and [V, E], in blocks of 7 positions where logits are needed."""
+    params, model = random_model(1000, **changes)
+    atol = 0.1 if model.dtype == "bfloat16" else 1e-5
+    found, expected = found_of(loop_of(model), params, asking), of_logits(model, params, asking)
+    assert found.token_ids.shape == (P, asking.logprobs + 1)
+    assert np.isnan(found.logprobs[NUM:]).all()
+    if model.dtype == "float32":
+        assert_same(found, expected)
+    # A float32 sum of another order may be rounded to a neighbour in bfloat16.
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=atol)
+    differ = np.count_nonzero(np.asarray(found.token_ids) != np.asarray(expected.token_ids))
+    assert differ <= 2, f"{differ} ids differ"
+
+
+def test_over_two_devices(in_parts):
+    """Each has half of the head's columns, the last of them padding."""
+    params, model = random_model(999, tie_embeddings=False)
+    asking = SamplingParams(logprobs=5, temperature=0.7, top_k=4)
+    padded = sharding.padded(model, 2)
+    parallel = sharding.tensor_parallel(padded, 2)
+    embedding = jnp.pad(params.embedding, ((0, 1), (0, 0)))
+    wide = replace(params, embedding=embedding, head=jnp.pad(params.head, ((0, 0), (0, 1))))
+    placed = parallel.place(wide, sharding.params_specs(wide, 2))
+    found = found_of(loop_of(padded, parallel), placed, asking)
+    assert_same(found, of_logits(model, params, asking))
+
+
+def program_of(call, count, model, *arrays):
+    """The compiled program's text."""
+    hidden = jax.ShapeDtypeStruct((count, model.hidden_size), model.dtype)
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    lowered = jax.jit(call).lower(params, hidden, ids, jax.ShapeDtypeStruct((), jnp.int32), *arrays)
+    return lowered.compile(quick_compile.UNOPTIMIZED).as_text()
+
+
+def copies(text, *shape):
+    """Arrays of the shape, or transposed, that are no parameter of the program and alias none."""
+    axes = "|".join((",".join(map(str, shape)), ",".join(map(str, shape[::-1]))))
+    made = rf"= \w+\[({axes})\]\S* (?!parameter|get-tuple-element|bitcast)\w"
+    return re.findall(made, text)
+
+
+def test_neither_the_chunks_logits_nor_another_head_is_made():
+    """Of a chunk whose float32 logits are more than 48 MiB."""
+    count, vocab = 520, 32_768
+    model = ModelConfig.tiny(vocab_size=vocab, tie_embeddings=False)
+    assert 4 * count * vocab > schedules.FEW_BYTES
+    asking = SamplingParams(logprobs=20)
+    widths = widths_of([asking], vocab)
+    call = partial(prompt_rows.prompt_rows, loop_of(model), widths=widths)
+    asked = jax.eval_shape(lambda: options_of_requests([asking], widths))
+    text = program_of(lambda *arrays: call(*arrays[:-1], options=arrays[-1]), count, model, asked)
+    assert not copies(text, count, vocab)
+    assert not copies(text, vocab, model.hidden_size)
+
+    def plain(params, hidden, ids, num):
+        """Negative control: what the check would see."""
+        return llama.logits(params, model, hidden)[:, :5] * 2
+
+    assert copies(program_of(plain, count, model), count, vocab)

@@ -35,8 +35,12 @@ def written(prompts, emitted, drafts, length=12):
     return Written(jnp.asarray(tokens), jnp.int32(lengths), jnp.int32(drafts))
 
 
+def made(params, prompts):
+    return changes_of(params, changes_size(params), [*map(len, prompts)], [0] * len(params))
+
+
 def changed(logits, params, prompts, emitted, drafts, parallel=ONE_DEVICE):
-    changes = changes_of(params, changes_size(params), [*map(len, prompts)], [0] * len(params))
+    changes = made(params, prompts)
     call = quick_compile.jit(partial(changed_logits, parallel=parallel))
     return np.asarray(call(jnp.asarray(logits), changes, written(prompts, emitted, drafts)))
 
@@ -81,10 +85,8 @@ def test_rows_changes_are_those_of_the_copy():
     biased = {"logit_bias": {39: 9.5, 0: -100.0}}
     each = held, biased, held | {"logit_bias": {31: 2.0}}, {}, {}, {}
     params = [SamplingParams(**one) for one in each]
-    size = changes_size(params)
-    changes = changes_of(params, size, [*map(len, prompts)], [0] * len(params))
-    tokens = written(prompts, emitted, drafts)
-    copy = quick_compile.jit(changed_logits)(jnp.asarray(logits), changes, tokens)
+    changes, tokens = made(params, prompts), written(prompts, emitted, drafts)
+    copy = changed(logits, params, prompts, emitted, drafts)
 
     @quick_compile.jit
     def handed_down(logits, changes, lengths):
@@ -94,15 +96,14 @@ def test_rows_changes_are_those_of_the_copy():
     found = handed_down(jnp.asarray(logits), changes, tokens.lengths)
     np.testing.assert_array_equal(found, copy.reshape(24, 40))
     assert np.isneginf(np.asarray(copy)[0, 0, [0, 31, 32, 39]]).all()
-    nobody = changes_of(params[1:2], changes_size(params[1:2]), [3], [0])
-    assert row_changes(nobody, jnp.int32([3]), 4, 40).allowed is None
+    assert row_changes(made(params[1:2], [[1]]), jnp.int32([1]), 4, 40).allowed is None
 
 
 @pytest.mark.parametrize("length", [32767, 32768])
 def test_counts_of_long_requests(length):
     """Each token is the same one: the narrow table's last count, and the first beyond it."""
     params = SamplingParams(frequency_penalty=1 / 64, presence_penalty=1.0)
-    changes = changes_of([params], changes_size([params]), [0], [0])
+    changes = made([params], [[]])
     tokens = Written(jnp.full((1, length), 3), jnp.int32([length]), jnp.zeros((1, 0), jnp.int32))
     found = quick_compile.jit(changed_logits)(jnp.zeros((1, 1, 4)), changes, tokens)
     np.testing.assert_array_equal(found[0, 0], [0, 0, 0, -length / 64 - 1])
@@ -131,10 +132,9 @@ def test_shards_give_the_bits_of_one_device(shards, padding):
 
 def test_the_result_is_split_as_the_logits_are():
     logits, params, prompts, emitted, drafts = some()
-    parallel = Parallel(mesh_of(4))
-    changes = changes_of(params, changes_size(params), [*map(len, prompts)], [0] * len(params))
-    call = quick_compile.jit(partial(changed_logits, parallel=parallel))
-    compiled = call.lower(logits, changes, written(prompts, emitted, drafts)).compile()
+    call = quick_compile.jit(partial(changed_logits, parallel=Parallel(mesh_of(4))))
+    arguments = logits, made(params, prompts), written(prompts, emitted, drafts)
+    compiled = call.lower(*arguments).compile()
     assert jax.tree.leaves(compiled.output_shardings)[0].spec[-1] == "model"
     text = compiled.as_text()
     assert "all-gather" not in text

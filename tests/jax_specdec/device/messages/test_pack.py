@@ -2,7 +2,6 @@
 
 import functools
 from random import Random
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc import wire
-from ipc.wire import DeviceCheck, Kind, LogprobsMode, SlotState
+from ipc.wire import DeviceCheck, Kind
 from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, Stamp, pack, select_rows
-from jax_specdec.device.worker.outgoing import DeviceCheckError, check
+from jax_specdec.device.worker import outgoing
+from jax_specdec.device.worker.outgoing import DeviceCheckError
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
 from pallas_kernels import TopkLogprobs
-from pallas_kernels.contract.rows import Outputs, skipped_rows
 from tests.support import quick_compile
-from tests.support.random_kept import random_counts, random_kept
+from tests.support.random_kept import random_kept
+from tests.support.random_messages import VOCABULARY, random_params, random_target_slot
 
 pytestmark = pytest.mark.fast
 
-B, S, K, C, V, M = 4, 3, 5, 2, 1000, 6
+B, S, K, C, V, M = 4, 5, 3, 2, 1000, VOCABULARY
 
 
 select = quick_compile.jit(select_rows, static_argnums=1)
@@ -42,9 +42,6 @@ def packed(slots, token_ids, rows, found, step, process_rank=None, *, flags=(Tru
     )  # fmt: skip
 
 
-STEP = np.zeros(2, np.uint32)
-
-
 def with_rows(slots, token_ids, found, order=None):
     """What `packed` takes: the kernel's rows in the order of the slots, or in another one."""
     rows = select(slots.num_rows, token_ids.shape[1])
@@ -59,51 +56,30 @@ NUMBERS = dict.fromkeys(SlotFields._fields, jnp.int32) | {"generation": jnp.uint
 EDGES = (0, 1, 77, 2**31 - 1, 2**31, 2**32 - 1)  # of words
 
 
-def random_step(seed, **fixed):
-    """Slot fields, ids and kernel results of a random step, and the contents that they mean."""
-    random, rng = np.random.default_rng(seed), Random(seed)
-    most = {"columns": K + 2, "chosen": C + 1, "drafts": S, "cut": S, "kept": 2}
-    drawn = {name: random.integers(0, n, B).tolist() for name, n in most.items()}
-    drawn["states"] = [rng.choice(list(SlotState)) for _ in range(B)]
-    drawn["generations"] = [rng.choice(EDGES) for _ in range(B)]
-    one = SimpleNamespace(**drawn | {name: [value] * B for name, value in fixed.items()})
-    ids = random.integers(0, V, (B, S), dtype=np.int32)
-    empty = skipped_rows(B * S, Outputs(K), C)
-    found = TopkLogprobs(*(None if x is None else np.array(x) for x in empty))
-    contents, row = [], 0
-    for b, state in enumerate(one.states):
-        tokens, emitted = 0, 0
-        if state == SlotState.TOKENS:
-            tokens = emitted = 1 + min(one.drafts[b], one.cut[b])
-        elif state == SlotState.PREFILL_FIRST_TOKEN:
-            tokens, emitted = 1 + one.drafts[b], 1
-        n = emitted if one.columns[b] else 0
-        rows, width = slice(row, row + n), one.chosen[b] if one.columns[b] else 0
-        found.logprobs[rows] = random.standard_normal((n, K + 1))
-        found.extra_logprobs[rows] = random.standard_normal((n, C))
-        found.token_ranks[rows] = random.integers(0, V, n)
-        found.token_ids[rows] = random.integers(-1, V, (n, K + 1))
-        columns = found.logprobs[rows, : one.columns[b]], found.extra_logprobs[rows, :width]
-        sets = random_kept(rng, random_counts(rng, emitted, M), V) if one.kept[b] else None
-        contents.append(
-            SlotContents(
-                state=state, generation=one.generations[b], mode=LogprobsMode(b % 3),
-                num_drafts=one.drafts[b], columns=one.columns[b], num_chosen=width,
-                token_ids=ids[b, :tokens], token_ranks=found.token_ranks[rows],
-                logprobs=np.concatenate(columns, axis=1),
-                topk_ids=found.token_ids[rows, 1 : max(one.columns[b], 1)], kept=sets,
-            )
-        )  # fmt: skip
-        row += n
+def step_of(contents):
+    """Slot fields, ids and kernel results that mean these contents; what they lack is random."""
+    random, row = np.random.default_rng(0), 0
+    ids, ranks = random.integers(0, V, (B, S), dtype=np.int32), np.zeros(B * S, np.int32)
+    top = random.integers(-1, V, (B * S, K + 1), dtype=np.int32)
+    logprobs, extra = random.normal(size=(B * S, K + 1)), random.normal(size=(B * S, C))
+    for b, one in enumerate(contents):
+        ids[b, : len(one.token_ids)] = one.token_ids
+        for values, rank, best in zip(one.logprobs, one.token_ranks, one.topk_ids, strict=True):
+            logprobs[row, : one.columns] = values[: one.columns]
+            extra[row, : one.num_chosen] = values[one.columns :]
+            ranks[row], top[row, 1 : one.columns] = rank, best
+            row += 1
     fields = {
-        name: [int(getattr(c, name, None) or 0) for c in contents]
+        name: [int(getattr(one, name, None) or 0) for one in contents]
         for name in NUMBERS
         if name != "kept"
     }
-    fields["num_tokens"] = [len(c.token_ids) for c in contents]
-    fields["num_rows"], fields["kept"] = [len(c.token_ranks) for c in contents], one.kept
+    fields["num_tokens"] = [len(one.token_ids) for one in contents]
+    fields["num_rows"] = [len(one.token_ranks) for one in contents]
+    fields["kept"] = [one.kept is not None for one in contents]
     slots = {name: jnp.asarray(values, NUMBERS[name]) for name, values in fields.items()}
-    return SlotFields(**slots), jnp.asarray(ids), jax.tree.map(jnp.asarray, found), contents
+    found = top, jnp.float32(logprobs), ranks, jnp.float32(extra)
+    return SlotFields(**slots), jnp.asarray(ids), TopkLogprobs(*map(jnp.asarray, found))
 
 
 def kept_rows(contents):
@@ -117,8 +93,10 @@ def kept_rows(contents):
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_packed_words_are_the_host_encoders(seed):
     """Whatever the kernel's K, and in whatever order its rows come."""
-    slots, ids, found, contents = random_step(seed)
     rng = Random(seed)
+    drawn = [(random_params(rng), rng.choice(EDGES)) for _ in range(B)]
+    contents = [random_target_slot(rng, *one, fresh=True) for one in drawn]
+    slots, ids, found = step_of(contents)
     low, high, process_rank = (rng.choice(EDGES) for _ in range(3))
     flags = rng.random() < 0.5, rng.random() < 0.5
     order = np.random.default_rng(seed).permutation(int(slots.num_rows.sum()))
@@ -135,77 +113,60 @@ def test_the_packed_words_are_the_host_encoders(seed):
     decode(words[:used])
 
 
-def simple_step(**changes):
-    """One good step; `changes` replace slot fields."""
-    slots, ids, found, _ = random_step(1, states=SlotState.TOKENS, columns=2, chosen=1, drafts=2,
-                                       cut=1, kept=0)  # fmt: skip
-    return slots._replace(**{k: jnp.asarray(v) for k, v in changes.items()}), ids, found
+def simple_step(ids=None, **changes):
+    """One good step; `changes` replace slot fields, and `ids` the id of a slot's place."""
+    one = SlotContents(num_drafts=2, columns=2, num_chosen=1, token_ids=(3, 4), token_ranks=(1, 2),
+                       logprobs=np.zeros((2, 3)), topk_ids=((5,), (6,)))  # fmt: skip
+    slots, token_ids, found = step_of([one] * B)
+    slots = slots._replace(**{k: jnp.asarray(v) for k, v in changes.items()})
+    return slots, token_ids if ids is None else token_ids.at[*ids[0]].set(ids[1]), found
 
 
-def run(*step, **options):
-    return np.asarray(packed(*with_rows(*step), STEP, **options))
+def run(*step, number=(0, 0), **options):
+    return np.asarray(packed(*with_rows(*step), np.uint32(number), **options))
+
+
+def failed(words):
+    """The checks of a message that failed; its first word is there whatever they are."""
+    assert words[0] == wire.MAGIC << 16 | wire.VERSION
+    checks = int(wire.HEADER["error_checks"].get(words))
+    assert wire.HEADER["error"].get(words) == (checks > 0)
+    return {check for check in DeviceCheck if checks >> check & 1}
+
+
+COUNTS, FIELDS, ID = DeviceCheck.SLOT_COUNTS, DeviceCheck.SLOT_FIELDS, DeviceCheck.TOKEN_ID
 
 
 @pytest.mark.parametrize(
     ("check", "changes"),
     [
-        (DeviceCheck.SLOT_COUNTS, {"num_tokens": [2, S + 1, 2, 2]}),
-        (DeviceCheck.SLOT_COUNTS, {"num_tokens": [2, -1, 2, 2]}),
-        (DeviceCheck.SLOT_COUNTS, {"num_rows": [3, 2, 2, 2]}),
-        (DeviceCheck.SLOT_COUNTS, {"num_rows": [-(2**31), 2, 2, 2]}),
-        (DeviceCheck.SLOT_COUNTS, {"num_drafts": [2, 2, 2, S]}),
-        (DeviceCheck.SLOT_COUNTS, {"columns": [2, 0, 2, 2]}),
-        (DeviceCheck.SLOT_FIELDS, {"columns": [2, K + 2, 2, 2]}),
-        (DeviceCheck.SLOT_FIELDS, {"columns": [2**31 - 1, 2, 2, 2]}),
-        (DeviceCheck.SLOT_FIELDS, {"num_chosen": [1, 1, C + 1, 1]}),
-        (DeviceCheck.SLOT_FIELDS, {"state": [0, 6, 0, 0]}),
-        (DeviceCheck.SLOT_FIELDS, {"mode": [0, 0, 3, 0]}),
-        (DeviceCheck.SLOT_FIELDS, {"kept": [0, 0, 0, 1]}),
+        (None, {}),
+        (COUNTS, {"num_tokens": [2, S + 1, 2, 2]}),
+        (COUNTS, {"num_tokens": [2, -1, 2, 2]}),
+        (COUNTS, {"num_rows": [3, 2, 2, 2]}),
+        (COUNTS, {"num_rows": [-(2**31), 2, 2, 2]}),
+        (COUNTS, {"num_drafts": [2, 2, 2, S]}),
+        (COUNTS, {"columns": [2, 0, 2, 2]}),
+        (FIELDS, {"columns": [2, K + 2, 2, 2]}),
+        (FIELDS, {"columns": [2**31 - 1, 2, 2, 2]}),
+        (FIELDS, {"num_chosen": [1, 1, C + 1, 1]}),
+        (FIELDS, {"state": [0, 6, 0, 0]}),
+        (FIELDS, {"mode": [0, 0, 3, 0]}),
+        (FIELDS, {"kept": [0, 0, 0, 1]}),
+        *((ID, {"ids": ((1, 1), wrong)}) for wrong in (-1, V, 2**31 - 1)),
+        (None, {"ids": ((1, 2), V)}),  # beyond the slot's tokens: it is not sent
     ],
 )
-def test_a_wrong_count_sets_its_bit_and_cannot_reach_the_header(check, changes):
-    good = run(*simple_step())
-    assert wire.HEADER["error"].get(good) == 0
-    words = run(*simple_step(**changes))
-    assert wire.HEADER["error"].get(words) == 1
-    assert wire.HEADER["error_checks"].get(words) >> check & 1
-    assert words[0] == good[0]
+def test_a_wrong_value_sets_its_bit_and_cannot_reach_the_header(check, changes):
+    words = run(*simple_step(**changes), number=(7, 3))
+    assert failed(words) == ({check} if check is not None else set())
     assert wire.HEADER["kind"].get(words) == Kind.TARGET
     assert wire.HEADER["max_num_logprobs"].get(words) <= K
-    with pytest.raises(MessageError, match=check.name):
-        decode(words[: int(wire.HEADER["num_words"].get(words))])
-
-
-@pytest.mark.parametrize("wrong", [-1, V, 2**31 - 1])
-def test_an_id_outside_the_vocabulary_sets_its_bit(wrong):
-    slots, ids, found = simple_step()
-    words = run(slots, ids.at[1, 1].set(wrong), found)
-    assert wire.HEADER["error_checks"].get(words) == 1 << DeviceCheck.TOKEN_ID
-    # What is beyond the slot's tokens is not sent.
-    words = run(slots, ids.at[1, 2].set(wrong), found)
-    assert wire.HEADER["error"].get(words) == 0
-
-
-@pytest.mark.parametrize(
-    ("check", "change"),
-    [
-        (DeviceCheck.SLOT_COUNTS, lambda x: x._replace(num=x.num + 1)),
-        (DeviceCheck.SLOT_COUNTS, lambda x: x._replace(num=x.num - 1)),
-        (DeviceCheck.SLOT_COUNTS, lambda x: with_value(x, "counts", 0)),
-        (DeviceCheck.SLOT_COUNTS, lambda x: with_value(x, "counts", -3)),
-        (DeviceCheck.SLOT_COUNTS, lambda x: with_value(x, "counts", M + 1)),
-        (DeviceCheck.TOKEN_ID, lambda x: with_value(with_value(x, "counts", 1), "token_ids", V)),
-        (DeviceCheck.TOKEN_ID, lambda x: with_value(with_value(x, "counts", 1), "token_ids", -1)),
-    ],
-)
-def test_wrong_kept_sets_set_their_bit(check, change):
-    *step, contents = random_step(2, states=SlotState.TOKENS, columns=0, chosen=0, drafts=2, cut=1,
-                                  kept=1)  # fmt: skip
-    good = kept_rows(contents)
-    assert wire.HEADER["error"].get(run(*step, kept=good)) == 0
-    words = run(*step, kept=change(good))
-    assert wire.HEADER["error_checks"].get(words) >> check & 1
-    assert words[0] == wire.MAGIC << 16 | wire.VERSION
+    if check is not None:
+        with pytest.raises(MessageError, match=check.name):
+            decode(words[: int(wire.HEADER["num_words"].get(words))])
+        with pytest.raises(DeviceCheckError, match=rf"step {3 * 2**32 + 7} failed .*{check.name}"):
+            outgoing.check(words)
 
 
 def with_value(kept, name, value):
@@ -214,29 +175,31 @@ def with_value(kept, name, value):
     return kept._replace(sets=kept.sets._replace(**{name: changed}))
 
 
-def test_a_failed_check_names_the_whole_number_of_its_step():
-    given = with_rows(*simple_step(num_tokens=[2, -1, 2, 2]))
-    words = np.asarray(packed(*given, np.array([7, 3], np.uint32)))
-    with pytest.raises(DeviceCheckError, match=rf"step {3 * 2**32 + 7} failed .*SLOT_COUNTS"):
-        check(words)
+def test_wrong_kept_sets_set_their_bit():
+    kept = random_kept(Random(2), [2, M], V)
+    contents = [SlotContents(num_drafts=2, token_ids=(3, 4), kept=kept)] * B
+    step, good = step_of(contents), kept_rows(contents)
+    single = with_value(good, "counts", 1)
+    wrong = [good._replace(num=good.num + 1), good._replace(num=good.num - 1)]
+    wrong += [with_value(good, "counts", count) for count in (0, -3, M + 1)]
+    wrong += [with_value(single, "token_ids", one) for one in (V, -1)]
+    found = [failed(run(*step, kept=one)) for one in (good, *wrong)]
+    # A count of more ids than there are would send what pads them.
+    assert found[:6] == [set(), *4 * [{COUNTS}], {COUNTS, ID}]
+    assert all(ID in one for one in found[6:])
 
 
 def test_a_message_longer_than_its_bucket_sets_its_bit():
     step = simple_step()
     needed = int(wire.HEADER["num_words"].get(run(*step)))
-    assert wire.HEADER["error"].get(run(*step, num_words=needed)) == 0
-    words = run(*step, num_words=needed - 1)
-    assert wire.HEADER["error_checks"].get(words) == 1 << DeviceCheck.WORDS
+    assert failed(run(*step, num_words=needed)) == set()
+    assert failed(run(*step, num_words=needed - 1)) == {DeviceCheck.WORDS}
 
 
 def one_slot(num_positions=1, k=0, num_extra=0, kind=Kind.TARGET, rank=0, num_words=None, **fields):
     """One slot's message at any size: one token without logprobs unless `fields` say more."""
-    fields = {"num_tokens": 1} | fields
-    slots = SlotFields(
-        *(jnp.full(1, fields.pop(name, 0), jnp.int32) for name in SlotFields._fields[:-1]),
-        generation=jnp.ones(1, jnp.uint32),
-    )
-    assert not fields
+    fields = dict.fromkeys(SlotFields._fields, 0) | {"num_tokens": 1, "generation": 1} | fields
+    slots = SlotFields(**{name: jnp.full(1, x, NUMBERS[name]) for name, x in fields.items()})
     found = TopkLogprobs(
         jnp.zeros((num_positions, k + 1), jnp.int32),
         jnp.zeros((num_positions, k + 1)),
@@ -244,54 +207,46 @@ def one_slot(num_positions=1, k=0, num_extra=0, kind=Kind.TARGET, rank=0, num_wo
         jnp.zeros((num_positions, num_extra)),
     )
     num_words = num_words or 32 + num_positions + 2 * k + num_extra
-    given = with_rows(slots, jnp.zeros((1, num_positions), jnp.int32), found)
-    return np.asarray(packed(*given, STEP, kind=kind, num_words=num_words, rank=rank))
+    ids = jnp.zeros((1, num_positions), jnp.int32)
+    return run(slots, ids, found, kind=kind, num_words=num_words, rank=rank)
+
+
+MOST = 65535
 
 
 @pytest.mark.parametrize(
     ("field", "check", "shape"),
     [
-        ("num_tokens", DeviceCheck.SLOT_COUNTS, {"num_positions": 65535}),
-        ("num_drafts", DeviceCheck.SLOT_COUNTS, {"num_positions": 65535, "kind": Kind.DRAFT}),
-        ("columns", DeviceCheck.SLOT_FIELDS, {"k": 65535, "num_rows": 1}),
-        ("num_chosen", DeviceCheck.SLOT_FIELDS, {"num_extra": 65536}),
+        ("num_tokens", COUNTS, {"num_positions": MOST}),
+        ("num_drafts", COUNTS, {"num_positions": MOST, "kind": Kind.DRAFT}),
+        ("columns", FIELDS, {"k": MOST, "num_rows": 1}),
+        ("num_chosen", FIELDS, {"num_extra": MOST + 1}),
     ],
 )
 def test_a_count_beyond_its_field_sets_its_bit(field, check, shape):
-    most = 65535
-    words = one_slot(**shape, **{field: most})
-    assert wire.HEADER["error"].get(words) == 0
-    assert wire.SLOT[field].get(words[wire.HEADER_WORDS :]) == most
-    words = one_slot(**shape, **{field: most + 1})
-    assert wire.HEADER["error"].get(words) == 1
-    assert wire.HEADER["error_checks"].get(words) >> check & 1
+    words = one_slot(**shape, **{field: MOST})
+    assert failed(words) == set()
+    assert wire.SLOT[field].get(words[wire.HEADER_WORDS :]) == MOST
+    assert check in failed(one_slot(**shape, **{field: MOST + 1}))
 
 
 def test_all_rows_of_the_widest_slot_are_sent():
-    words = one_slot(65535, columns=1, num_tokens=65535, num_rows=65535, num_words=32 + 3 * 65535)
-    assert wire.HEADER["error"].get(words) == 0
-    assert wire.SLOT["num_rows"].get(words[wire.HEADER_WORDS :]) == 65535
+    words = one_slot(MOST, columns=1, num_tokens=MOST, num_rows=MOST, num_words=32 + 3 * MOST)
+    assert failed(words) == set()
+    assert wire.SLOT["num_rows"].get(words[wire.HEADER_WORDS :]) == MOST
 
 
-def test_a_shape_or_a_rank_beyond_its_field_is_refused():
-    with pytest.raises(wire.WireError, match=r"num_positions = 65536 .*0 to 65535"):
-        one_slot(65536)
-    with pytest.raises(wire.WireError, match="process_rank = 4294967296"):
-        one_slot(rank=2**32)
-    with pytest.raises(wire.WireError, match="process_rank = -1"):
-        one_slot(rank=-1)
-    assert wire.HEADER["process_rank"].get(one_slot(rank=2**32 - 1)) == 2**32 - 1
-
-
-def test_kind_and_k_are_refused_when_traced():
-    words = one_slot(k=65535, kind=255)
+def test_what_no_message_has_room_for_is_refused_while_it_is_traced():
+    for wrong, message in (
+        ({"num_positions": MOST + 1}, r"num_positions = 65536 .*0 to 65535"),
+        ({"rank": 2**32}, "process_rank = 4294967296"),
+        ({"rank": -1}, "process_rank = -1"),
+        ({"kind": 256}, "kind = 256"),
+        ({"k": MOST + 1}, "max_num_logprobs = 65536"),
+        ({"num_words": 12}, "header and 1 slot: 13 words"),
+    ):
+        with pytest.raises(wire.WireError, match=message):
+            one_slot(**wrong)
+    words = one_slot(k=MOST, kind=255, rank=2**32 - 1)
     assert wire.HEADER["kind"].get(words) == 255
-    with pytest.raises(wire.WireError, match="kind = 256"):
-        one_slot(kind=256)
-    with pytest.raises(wire.WireError, match="max_num_logprobs = 65536"):
-        one_slot(k=65536)
-
-
-def test_a_bucket_that_cannot_hold_the_slots_is_refused():
-    with pytest.raises(wire.WireError, match="header and 4 slots: 25 words"):
-        run(*simple_step(), num_words=23)
+    assert wire.HEADER["process_rank"].get(words) == 2**32 - 1

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.wire import LogprobsMode
+from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.device.drafting.drafters import MtpDrafter, no_drafts
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.loop.step import step
+from jax_specdec.device.messages import step_messages
 from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
 from jax_specdec.device.messages.pack import select_rows
 from jax_specdec.device.messages.row_logprobs import row_logprobs
-from jax_specdec.device.messages.step_messages import StepOutput, draft_message, target_message
+from jax_specdec.device.messages.step_messages import draft_message, step_output, target_message
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.contract.rows import Outputs, skipped_rows
+from pallas_kernels.sampling import cut_search
 from pallas_kernels.sampling.distribution import truncation
 from pallas_kernels.sampling.drafts import draw
-from pallas_kernels.sampling.types import Drafts
+from pallas_kernels.sampling.types import Drafts, Verified
 from pallas_kernels.sampling.verification import verify
 from tests.support import in_mode, quick_compile
 from tests.support.decoding import random_model
@@ -43,27 +45,6 @@ def asked_by(*params):
     """(asked, widths) of requests with these parameters."""
     widths = widths_of(params, V)
     return options_of_requests(params, widths), widths
-
-
-def check_found(found, x, token_ids, num_rows, params):
-    """Every row of `found` against float64, in message order."""
-    row, found = 0, jax.tree.map(np.asarray, found)
-    for b, one in enumerate(params):
-        count, k, c = int(num_rows[b]), one.num_columns - 1, len(one.extra_token_ids)
-        part = slice(row, row + count)
-        in_mode.check_rows(
-            x[b, :count],
-            one,
-            token_ids[b, :count],
-            found.logprobs[part, : k + 1],
-            found.token_ids[part, 1 : k + 1],
-            found.token_ranks[part],
-            found.extra_logprobs[part, :c],
-        )
-        # Column 0 names the token, excluded or not.
-        np.testing.assert_array_equal(found.token_ids[part, 0], token_ids[b, :count])
-        row += count
-    assert (found.token_ids[row:] == -1).all()  # skipped
 
 
 ties = st.sampled_from([0.0, -0.0, 1.0, 1.0, 2.0, -1.5, -np.inf])
@@ -93,24 +74,24 @@ def test_any_two_requests_in_one_batch(values, token_ids, num_rows, params):
     x = np.array(values, np.float32).reshape(2, S, V)
     token_ids = np.array(token_ids, np.int32).reshape(2, S)
     found = jitted(x, token_ids, np.array(num_rows, np.int32), *asked_by(*params))
-    check_found(found, x, token_ids, num_rows, params)
+    row, found = 0, jax.tree.map(np.asarray, found)
+    for b, one in enumerate(params):
+        count, k, c = num_rows[b], one.num_columns - 1, len(one.extra_token_ids)
+        part = slice(row, row + count)
+        columns = found.logprobs[part, : k + 1], found.token_ids[part, 1 : k + 1]
+        ranks, chosen = found.token_ranks[part], found.extra_logprobs[part, :c]
+        in_mode.check_rows(x[b, :count], one, token_ids[b, :count], *columns, ranks, chosen)
+        # Column 0 names the token, excluded or not.
+        np.testing.assert_array_equal(found.token_ids[part, 0], token_ids[b, :count])
+        row += count
+    assert (found.token_ids[row:] == -1).all()  # skipped
 
 
 def searches(function, *arguments):
-    """How many searches for the end of a prefix (`cutoff`) a function's program has."""
-
-    def walk(jaxpr):
-        for equation in jaxpr.eqns:
-            is_loop = equation.primitive.name in ("scan", "while")
-            yield is_loop and "search" in str(equation.source_info.name_stack)
-            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
-                if is_jaxpr(value):
-                    yield from walk(getattr(value, "jaxpr", value))
-
-    def is_jaxpr(value):
-        return hasattr(value, "eqns") or hasattr(value, "jaxpr")
-
-    return sum(walk(jax.make_jaxpr(function)(*arguments).jaxpr))
+    """How many searches for the end of a prefix a function's program has."""
+    with mock.patch.object(cut_search, "searched", wraps=cut_search.searched) as searched:
+        jax.eval_shape(lambda *x: function(*x), *arguments)
+    return searched.call_count
 
 
 def test_each_distribution_is_cut_once():
@@ -120,7 +101,6 @@ def test_each_distribution_is_cut_once():
     asks = SamplingParams(temperature=1.0, top_p=0.9, logprobs=3, logprobs_mode=PROCESSED,
                           draft_logprobs=True)  # fmt: skip
     asked, widths = asked_by(asks, asks)
-    one_step = functools.partial(step, config, params)
     vocab = 2048  # more than candidates can hold
     rows, lengths = jnp.zeros((2, 3, vocab)), jnp.zeros(2, jnp.int32)
     one_cut = searches(truncation, rows, asked.sampling)
@@ -128,18 +108,14 @@ def test_each_distribution_is_cut_once():
     drafts = Drafts.none(2, 2, vocab)
     assert searches(lambda x: draw(x, asked.sampling, lengths), rows[:, :1]) == 0
     assert searches(lambda x: verify(x, drafts, asked.sampling, lengths), rows) == one_cut
-    state = init_state(config)
-    output = jax.eval_shape(lambda: one_step(state, asked, report_widths=widths))[1]
-    output = output._replace(logits=rows)
-    number = jnp.zeros(2, jnp.uint32)
-    told = [
-        functools.partial(message, options=asked, stamp=number, widths=widths)
-        for message in (target_message, draft_message)
-    ]
-    assert [searches(message, output) for message in told] == [0, 0]
+    one_step = functools.partial(step, config, report_widths=widths)
+    output = jax.eval_shape(lambda: one_step(params, init_state(config), asked))[1]
+    told = output._replace(logits=rows)
+    more = {"options": asked, "stamp": jnp.zeros(2, jnp.uint32), "widths": widths}
     # The control: an output that does not say how it was cut.
-    unsaid = output._replace(cut=None)
-    assert [searches(message, unsaid) for message in told] == [one_cut, 0]
+    for said, cuts in ((told, 0), (told._replace(cut=None), one_cut)):
+        assert searches(functools.partial(target_message, **more), said) == cuts
+        assert searches(functools.partial(draft_message, **more), said) == 0
 
 
 def test_no_rounding_gives_a_probability_above_one():
@@ -178,37 +154,23 @@ def test_differences_beyond_float32_are_minus_infinity(dtype):
 
 
 def test_rows_that_nobody_asked_for_enter_no_kernel(monkeypatch):
-    """Rows of slots without logprobs and rows of rejected drafts are left out."""
-    output = StepOutput(
-        logits=jnp.zeros((3, 2, 11)),
-        token_ids=jnp.array([[1, 2], [3, -1], [4, 5]], jnp.int32),
-        num_tokens=jnp.array([2, 1, 2], jnp.int32),
-        num_rows=jnp.array([2, 1, 2], jnp.int32),
-        num_drafts=jnp.ones(3, jnp.int32),
-        drafts=no_drafts(3, 1),
-        state=jnp.zeros(3, jnp.int32),
-        running=jnp.bool_(True),
-    )
+    """Of slots that want no logprobs or do not decode, and of rejected drafts."""
+    drafts = no_drafts(4, 1)._replace(num=jnp.ones(4, jnp.int32))
+    verified = Verified(jnp.ones((4, 2), jnp.int32), jnp.array([2, 1, 2, 2], jnp.int32))
+    active, running = jnp.array([True, True, True, False]), jnp.bool_(True)
+    output = step_output(jnp.zeros((4, 2, V)), drafts, verified, active=active, running=running)
+    said = output.num_tokens, output.num_rows, output.num_drafts, output.drafts.num
+    assert [x.tolist() for x in said] == [*2 * [[2, 1, 2, 0]], *2 * [[1, 1, 1, 0]]]
+    assert output.state.tolist() == [*3 * [SlotState.TOKENS], SlotState.STOPPED]
     calls = []
 
-    def watched(logits, token_ids, k, *, row_ids, num_rows, **others):
-        assert set(others.values()) == {None}  # raw, no chosen ids, one device
-        count = int(num_rows)
-        calls.append((k, row_ids[:count].tolist(), token_ids[:count].tolist()))
-        return skipped_rows(len(row_ids), Outputs(k), 0)
+    def watched(logits, token_ids, rows, options, widths, *_, **__):
+        calls.append((widths.k, rows.flat[: int(rows.num)].tolist()))
 
-    messages = "jax_specdec.device.messages"
-    monkeypatch.setattr(f"{messages}.row_logprobs.topk_logprobs", watched)
-    # What is sent of it has tests of its own.
-    monkeypatch.setattr(f"{messages}.step_messages.pack", lambda *_, **__: jnp.zeros(0, jnp.uint32))
-
-    def message(*asked):
-        params = [SamplingParams(logprobs=k) for k in asked]
-        widths = widths_of(params, 11)
-        number = jnp.zeros(2, jnp.uint32)
-        target_message(output, options_of_requests(params, widths), number, widths=widths)
-
-    message(None, None, None)
-    assert calls == []
-    message(None, 2, 0)  # slot 1's only row and both of slot 2; nothing of slot 0
-    assert calls == [(5, [2, 4, 5], [3, 4, 5])]
+    monkeypatch.setattr(step_messages, "row_logprobs", watched)
+    # It has tests of its own.
+    monkeypatch.setattr(step_messages, "pack", lambda *_, **__: jnp.zeros(0, jnp.uint32))
+    for ks in ((None, None, None, None), (None, 2, 0, 3)):
+        asked, widths = asked_by(*(SamplingParams(logprobs=k) for k in ks))
+        target_message(output, asked, jnp.zeros(2, jnp.uint32), widths=widths)
+    assert calls == [(5, [2, 4, 5])]

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
-from jax_specdec.device.model import llama
 from jax_specdec.device.model.checkpoint import (
     load_checkpoint,
     load_model,
@@ -20,8 +19,8 @@ from jax_specdec.device.model.checkpoint import (
 )
 from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.memory import InsufficientMemory
-from jax_specdec.device.model.params import init_cache, named_arrays
-from tests.support import hf_files, quick_compile, reference_model
+from jax_specdec.device.model.params import named_arrays
+from tests.support import hf_files
 
 CONFIG = ModelConfig.tiny(32, tie_embeddings=False, norm_eps=3e-6)
 
@@ -119,25 +118,8 @@ def test_caches_that_do_not_fit_are_refused_before_they_are_made(file, monkeypat
 def test_shipped_weights():
     path = tiny_weights_path()
     assert path.stat().st_size <= 4 * 2**20
-    params, config, metadata = load_checkpoint(path)
+    _, config, metadata = load_checkpoint(path)
     assert (config.dtype, config.num_mtp_layers) == ("float32", 1)
     held_out = json.loads(metadata["held_out"])
     assert held_out["mtp_acceptance"] >= 0.4
     assert held_out["decoder_loss"] < 1.7  # nats a byte; a uniform guess has ln 256 = 5.5
-    text = b"import os\nimport sys\n\ndef __init__(self, name=None):\n        self."
-    ids = np.frombuffer(text, np.uint8).astype(np.int32)[None]
-    positions = np.arange(ids.shape[1], dtype=np.int32)[None]
-
-    def logprobs(params, ids, positions):
-        cache = init_cache(config, 1, ids.shape[1])
-        hidden, _ = llama.forward(params, config, ids, positions, cache)
-        return jax.nn.log_softmax(llama.logits(params, config, hidden[0]))
-
-    got = np.asarray(quick_compile.jit(logprobs)(params, ids, positions))
-    weights = {name: np.asarray(x) for name, x in named_arrays(params).items()}
-    want = reference_model.logprobs(weights, config.to_dict(), ids[0])
-    np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
-    guesses = np.argmax(got, axis=-1)
-    assert (guesses[:-1] == ids[0, 1:]).mean() > 0.5
-    s = text.index(b"self.")
-    assert bytes(guesses[s : s + 3].astype(np.uint8)) == b"elf"

@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
+from jax_specdec.device.model import llama, mtp
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.hf_weights import cache_bytes, load_weights, needed_bytes
 from jax_specdec.device.model.memory import GIB, InsufficientMemory, check_memory, host_bytes
 from jax_specdec.device.model.params import init_cache, init_mtp_cache, init_params
-from tests.support import hf_files
+from tests.support import hf_files, quick_compile, reference_model
 
 CONFIG = hf_files.CONFIGS["llama"]
 MTP = hf_files.CONFIGS["llama with an MTP head"]
@@ -27,12 +29,6 @@ TIED = hf_files.CONFIGS["llama 3.1, tied"]
 @pytest.fixture
 def directory(tmp_path):
     return hf_files.write(tmp_path / "model", CONFIG)
-
-
-def loads(directory, params):
-    loaded, config = load_model(directory)
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    return config
 
 
 @pytest.mark.parametrize(
@@ -87,7 +83,9 @@ def test_a_copy_that_is_stored_too_must_be_a_copy(config, copy, original, messag
         tensors[copy] = tensors[original] * factor
         hf_files.write(tmp_path, config, tensors=tensors)
         if message is None or factor == 1:
-            assert loads(tmp_path, params) == config
+            loaded, found = load_model(tmp_path)
+            jax.tree.map(np.testing.assert_array_equal, loaded, params)
+            assert found == config
         else:
             with pytest.raises(CheckpointError, match=rf"{copy} {message}"):
                 load_model(tmp_path)
@@ -189,3 +187,77 @@ def test_loading_takes_about_one_copy_of_the_weights(tmp_path):
     once, twice = (int(number) for number in done.stdout.split())
     assert size < once < 1.5 * size  # compiling takes some memory, too
     assert twice > 1.9 * size  # the control: a second copy shows
+
+
+# MiMo's own MTP head, from files with its names --------------------------------------------------
+
+TOLERANCE = 1e-4
+MIMO = hf_files.CONFIGS["mimo"]
+SIZES = MIMO.to_dict()
+IDS = np.random.default_rng(3).integers(0, MIMO.vocab_size, 11).astype(np.int32)
+LAYER = {
+    "attention_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight",
+    "query": "self_attn.q_proj.weight", "query_bias": "self_attn.q_proj.bias",
+    "key": "self_attn.k_proj.weight", "key_bias": "self_attn.k_proj.bias",
+    "value": "self_attn.v_proj.weight", "value_bias": "self_attn.v_proj.bias",
+    "output": "self_attn.o_proj.weight", "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight",
+}  # fmt: skip
+HEAD = {
+    "hidden_norm": "hidden_layernorm.weight", "token_norm": "token_layernorm.weight",
+    "projection": "input_proj.weight", "final_norm": "final_layernorm.weight",
+}  # fmt: skip
+
+
+def named(directory):
+    """The weights by the names of `reference_model`, which reads them by those in the file.
+
+    As https://github.com/XiaomiMiMo/MiMo, modeling_mimo.py, has it (Qwen2's layers, and
+    `MiMoMTPLayers`); and vLLM's mimo.py and mimo_mtp.py, also by Xiaomi, for what the head is fed:
+    hidden states before the decoder's final norm, and embeddings of the next tokens.
+    """
+    tensors = load_file(directory / "model.safetensors")
+    get = {name: value.astype(np.float64).T for name, value in tensors.items()}
+    layers, head = range(MIMO.num_layers), "model.mtp_layers.0"
+    return {
+        "embedding": get["model.embed_tokens.weight"].T,
+        "final_norm": get["model.norm.weight"],
+        "head": get["lm_head.weight"],
+        **{f"layers.{leaf}": np.stack([get[f"model.layers.{at}.{name}"] for at in layers])
+           for leaf, name in LAYER.items()},
+        **{f"mtp.layers.{leaf}": get[f"{head}.{name}"][None] for leaf, name in LAYER.items()},
+        **{f"mtp.{leaf}": get[f"{head}.{name}"] for leaf, name in HEAD.items()},
+    }  # fmt: skip
+
+
+@pytest.mark.fast
+def test_decoder_and_head_agree_with_the_reference(tmp_path):
+    directory = hf_files.write(tmp_path, MIMO)
+    weights, (params, config) = named(directory), load_model(directory)
+    assert config == MIMO
+
+    @quick_compile.jit
+    def run(ids, rows):
+        hidden, _ = llama.forward(params, config, ids, rows, init_cache(config, 1, 16))
+        out, _ = mtp.mtp_forward(
+            params, config, hidden[:, :-1], ids[:, 1:], rows[:, :-1], init_mtp_cache(config, 1, 16)
+        )
+        return llama.logits(params, config, hidden)[0], llama.project(params, config, out)[0]
+
+    rows = jnp.arange(len(IDS), dtype=jnp.int32)[None]
+    target, drafts = map(np.asarray, run(jnp.asarray(IDS)[None], rows))
+    want = reference_model.logits(weights, SIZES, IDS)
+    np.testing.assert_allclose(target, want, atol=TOLERANCE, rtol=0)
+    # The hidden states before the final norm, and behind it.
+    body, normed = weights["embedding"][IDS], reference_model.hidden_states(weights, SIZES, IDS)
+    for index in range(MIMO.num_layers):
+        body = reference_model._layer(weights, "layers.", index, SIZES, body)
+
+    def said(hidden, next_ids):
+        return reference_model.mtp_hidden(weights, SIZES, hidden, next_ids) @ weights["head"]
+
+    want = said(body[:-1], IDS[1:])
+    np.testing.assert_allclose(drafts, want, atol=TOLERANCE, rtol=0)
+    # Negative controls: what the head would say if it were fed otherwise.
+    for fed, tokens in ((normed[:-1], IDS[1:]), (body[:-1], IDS[:-1])):
+        assert np.abs(said(fed, tokens) - want).max() > 100 * TOLERANCE

@@ -13,13 +13,18 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Structured
 from tests.support import letters
 from tests.support.compiled_here import compiled_here
-from tests.support.decoding import Local, random_model, request, tokens_of
+from tests.support.decoding import Local, random_model, request, run, tokens_of
 from tests.support.jobs_by_hand import ByHand, settle
 from tests.support.letters import END, WORDS_PATTERN, text_of
 
 pytestmark = pytest.mark.fast
 PROMPT = [1, 2, 3, 1, 2, 3, 1]
 GRAMMAR = {"structured": WORDS_PATTERN, "stop_token_ids": (END,), "max_tokens": 20}
+
+
+def by_hand(vocabulary):
+    programs = KeptPrograms(Local("ngram").worker.config)
+    return Local("ngram", compiler=ByHand(), programs=programs, vocabulary=vocabulary)
 
 
 def collect(local, records, steps):
@@ -30,15 +35,13 @@ def collect(local, records, steps):
 
 def test_the_others_go_on_while_programs_and_grammar_are_compiled_and_nothing_is_afterwards():
     """First the programs are held back by hand, then the grammar."""
-    config = Local("ngram").worker.config
     may_compile = threading.Event()
 
     def vocabulary():
         assert may_compile.wait(60)
         return letters.vocabulary()
 
-    local = Local("ngram", compiler=ByHand(), programs=KeptPrograms(config), vocabulary=vocabulary)
-    records = {}
+    local, records = by_hand(vocabulary), {}
     local.admit(request("free", PROMPT, max_tokens=80, logprobs=2))
     settle(local)
     collect(local, records, 3)
@@ -60,9 +63,7 @@ def test_the_others_go_on_while_programs_and_grammar_are_compiled_and_nothing_is
 
 
 def test_a_lone_request_waits_for_its_grammar():
-    config = Local("ngram").worker.config
-    local = Local("ngram", compiler=ByHand(), programs=KeptPrograms(config),
-                  vocabulary=letters.vocabulary)  # fmt: skip
+    local = by_hand(letters.vocabulary)
     for name, structured in (("wrong", Structured("regex", "(")), ("word", WORDS_PATTERN)):
         local.admit(request(name, PROMPT, **GRAMMAR | {"structured": structured}))
         settle(local)
@@ -109,9 +110,8 @@ def test_a_prefill_worker_hands_over_a_text_that_goes_on():
     decoding.rank.admit(replace(queued, draft_token_ids=tuple(ids)))
     rest = [record for record in decoding.drain() if record.num_tokens]
     assert (rest[0].num_drafts, rest[0].draft) == (3, None)  # they have no q to tell of
-    whole = Local("mtp", vocabulary=letters.vocabulary)
-    whole.admit(item)
-    records = [record for record in whole.drain() if record.num_tokens]
+    whole = run([item], "mtp", vocabulary=letters.vocabulary).records["word"]
+    records = [record for record in whole if record.num_tokens]
     assert tokens_of([first, *rest]) == tokens_of(records)
     assert text_of(tokens_of(records)) in letters.WORDS
     np.testing.assert_array_equal(first.logprobs, records[0].logprobs[:1])

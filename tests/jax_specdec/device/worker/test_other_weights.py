@@ -10,6 +10,7 @@ from jax_specdec.control import Commit, Discard, Prepare, Release
 from jax_specdec.device.model.params import named_arrays
 from tests.support import reference_model
 from tests.support.decoding import VOCAB, Local, random_model, request, tokens_of
+from tests.support.weights_by_version import check_scores
 
 FACTORS = {0: 1.0, 1: 1.25, 2: 0.8}  # of the matrices, by version
 
@@ -36,9 +37,11 @@ def load(path, current):
 class Updating(Local):
     """A worker that gets other weights, its session, and the records of its requests."""
 
-    def __init__(self, drafting, **options):
-        super().__init__(drafting, load=load, **options)
+    def __init__(self, *items):
+        super().__init__("ngram", load=load)
         self.records, self.number = {}, 0
+        for item in items:
+            self.admit(item)
 
     def prepare(self, path):
         self.number += 1
@@ -58,33 +61,10 @@ class Updating(Local):
         while self.worker.busy:
             self.steps(1)
 
-    def emitted(self, name):
-        return tokens_of(self.records[name])
-
-
-def by_version(local, item):
-    """Check the logprobs of a request's tokens, each under its version; returns the versions.
-
-    Against a separate forward pass over the whole sequence, in float64.
-    """
-    ids, sizes = [*item.prompt_token_ids, *local.emitted(item.id)], random_model()[1].to_dict()
-    tables = {
-        version: reference_model.logprobs(named_arrays(scaled(factor)), sizes, ids)
-        for version, factor in FACTORS.items()
-    }
-    place, versions = len(item.prompt_token_ids), []
-    for record in local.records[item.id]:
-        rows, start = (record, place) if record.prompt is None else (record.prompt, None)
-        start = rows.start if start is None else start
-        place += record.num_tokens
-        if not (record.num_tokens or record.prompt):
-            continue
-        table = tables[record.weights_version][start - 1 :][: len(rows.token_ids)]
-        expected = table[np.arange(len(table)), rows.token_ids]
-        np.testing.assert_allclose(rows.logprobs[:, 0], expected, atol=1e-4)
-        np.testing.assert_array_equal(rows.token_ids, ids[start : start + len(table)])
-        versions.append(record.weights_version)
-    return versions
+    def versions(self, item):
+        """Those of a request's tokens, which they have their logprobs of."""
+        weights = {version: scaled(factor) for version, factor in FACTORS.items()}
+        return check_scores(weights, random_model()[1], [item], self.records)
 
 
 def requests():
@@ -98,31 +78,33 @@ def requests():
     ]
 
 
-def updated_twice(drafting, **options):
-    """Three requests and two updates: one of them inside the prompt whose logprobs are wanted."""
-    local = Updating(drafting, **options)
-    for item in requests()[:2]:
-        local.admit(item)
+def test_every_token_is_scored_by_the_weights_that_it_names():
+    """Of three requests and two updates: one inside the prompt whose logprobs are wanted."""
+    *first, scores = requests()
+    local = Updating(*first)
     local.steps(6)
-    local.admit(requests()[2])
+    local.admit(scores)
     local.steps(3)  # of the prompt's six chunks
     local.update(1)
     local.steps(14)
     local.update(2)
     local.finish()
-    return local
-
-
-def test_every_token_is_scored_by_the_weights_that_it_names():
-    local = updated_twice("ngram")
     for item in requests():
-        versions = by_version(local, item)
-        assert versions == sorted(versions)
-        assert set(versions) == {0, 1, 2}, item.id
-        assert len(local.emitted(item.id)) == item.params.max_tokens
-    prompt = [r.prompt for r in local.records["scored"] if r.prompt is not None]
-    assert [row for part in prompt for row in range(part.start, part.start + len(part.token_ids))] \
-        == list(range(1, 41))  # fmt: skip
+        found = [r for r in local.records[item.id] if r.num_tokens or r.prompt]
+        met = [record.weights_version for record in found]
+        assert met == sorted(met)
+        assert {*met} == {0, 1, 2} >= local.versions(item) >= {2}, item.id
+        assert len(tokens_of(found)) == item.params.max_tokens
+    ids, sizes, rows = scores.prompt_token_ids, random_model()[1].to_dict(), []
+    for record in [record for record in local.records["scored"] if record.prompt]:
+        part, weights = record.prompt, named_arrays(scaled(FACTORS[record.weights_version]))
+        places = range(part.start, part.start + len(part.token_ids))
+        table = reference_model.logprobs(weights, sizes, ids)
+        expected = [table[place - 1][ids[place]] for place in places]
+        np.testing.assert_allclose(part.logprobs[:, 0], expected, atol=1e-4)
+        assert part.token_ids.tolist() == [ids[place] for place in places]
+        rows += places
+    assert rows == [*range(1, 41)]
 
 
 def test_a_request_whose_tokens_run_again_goes_on_counting_them():
@@ -132,14 +114,13 @@ def test_a_request_whose_tokens_run_again_goes_on_counting_them():
     item = request("a", [5, 6, 7], max_tokens=60, stop_token_ids=stops, **changed)
 
     def tokens(updates):
-        local = Updating("ngram")
-        local.admit(item)
+        local = Updating(item)
         for at in range(12):
             local.steps(1)
             if at in updates:
                 local.update(0)
         local.finish()
-        return local.emitted("a")
+        return tokens_of(local.records["a"])
 
     undisturbed = tokens(())
     assert 30 < len(undisturbed) < 60
@@ -147,10 +128,7 @@ def test_a_request_whose_tokens_run_again_goes_on_counting_them():
 
 
 def test_nothing_is_compiled_for_other_weights():
-    local = Updating("ngram")
-    sizes = []
-    for item in requests()[:2]:
-        local.admit(item)
+    local, sizes = Updating(*requests()[:2]), []
     for number in range(1, 7):  # what runs tokens again does so in chunks of every size
         local.steps(4)
         local.update(number % 3)
@@ -161,9 +139,8 @@ def test_nothing_is_compiled_for_other_weights():
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing():
-    local = Updating("ngram")
     item = requests()[0]
-    local.admit(item)
+    local = Updating(item)
     local.steps(4)
     for path, message in (
         ("missing", "no checkpoint at missing"),
@@ -180,27 +157,24 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="was not prepared"):
         local.worker.apply(Commit(number=local.number, version=9))
     local.finish()
-    assert set(by_version(local, item)) == {0}
+    assert local.versions(item) == {0}
 
 
 def test_a_prompt_is_not_taken_over_from_caches_of_older_weights():
-    local = Updating("ngram")
     prompt = list(range(1, 26))
     first, second = (request(name, prompt, max_tokens=8, logprobs=0) for name in "ab")
-    local.admit(first)
+    local = Updating(first)
     local.finish()
     local.rank.leave("a")
     local.update(1)
     local.admit(second)
     local.finish()
     assert local.worker.prefixes.reused == 0
-    assert set(by_version(local, second)) == {1}
+    assert local.versions(second) == {1}
 
 
 def test_a_slot_that_was_freed_and_one_that_is_evicted_stay_as_they_are():
-    local = Updating("ngram")
-    for item in requests()[:2]:
-        local.admit(item)
+    local = Updating(*requests()[:2])
     local.steps(4)
     local.rank.evict("greedy", reschedule=True)
     slot = local.rank._slots["sampled"]
@@ -213,11 +187,10 @@ def test_a_slot_that_was_freed_and_one_that_is_evicted_stay_as_they_are():
 
 
 def test_drafts_that_were_handed_over_outlive_an_update_until_they_are_verified():
-    local = Updating("ngram")
-    item = requests()[0]
+    local, item = Updating(), requests()[0]
     local.admit(item, draft_token_ids=(1, 2))
     local.update(1)
     local.finish()
     first = next(record for record in local.records["greedy"] if record.num_tokens)
     assert first.num_drafts == 2
-    assert set(by_version(local, item)) == {1}
+    assert local.versions(item) == {1}

@@ -3,9 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jax_specdec.device.drafting.drafters import MtpDrafter
 from jax_specdec.device.loop.state import LoopConfig, copy_prefix, init_state
+from jax_specdec.device.worker.prefix_cache import PrefixCache
 from tests.support import in_mode
 from tests.support.decoding import VOCAB, Local, random_model, request, run
 
@@ -75,3 +79,99 @@ def test_copying_changes_one_slot():
     moved = jax.tree.map(lambda x: x[:, [2, 1, 2]], (state.cache, state.drafter))
     expected = state._replace(cache=moved[0], drafter=moved[1])
     jax.tree.map(np.testing.assert_array_equal, after, expected)
+
+
+# The cache's decisions: all chunks that a slot holds, and never one with other entries -----------
+
+SLOTS, LENGTH = 3, 16
+PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("admit"), st.integers(0, SLOTS - 1), PROMPT, st.booleans()),
+        st.tuples(st.just("chunk"), st.integers(0, SLOTS - 1)),
+        st.tuples(st.just("chunk"), st.integers(0, SLOTS - 1)),
+        st.tuples(st.just("step")),
+    ),
+    max_size=40,
+)
+
+
+class Model:
+    """Caches whose entries name what they were made of, used as a worker uses them."""
+
+    def __init__(self, size):
+        self.size, self.cache, self.reused = size, PrefixCache(SLOTS, size), 0
+        self.entries = [[None] * LENGTH for _ in range(SLOTS)]
+        self.prompts = [((), False)] * SLOTS  # token ids, and whether they are shared
+        self.at = [None] * SLOTS  # the next position to run; None: decoding, or empty
+
+    def needed(self, slot, count):
+        """The entries of the first positions of the prompt in `slot`, as prefill makes them."""
+        prompt, shared = self.prompts[slot]
+        return [(prompt[: position + 2], shared) for position in range(count)]
+
+    def common(self, source, slot):
+        """How much of its prompt a slot may take from a slot's caches, by looking at them."""
+        prompt, shared = self.prompts[slot]
+        most = (len(prompt) - 2) // self.size * self.size if shared else 0
+        counts = range(most, 0, -self.size)
+        return next((n for n in counts if self.entries[source][:n] == self.needed(slot, n)), 0)
+
+    def admit(self, slot, prompt, shared):
+        self.prompts[slot] = (prompt, shared)
+        start = self.cache.admit(slot, prompt if shared else ())
+        assert start == self.common(slot, slot)
+        assert self.entries[slot][:start] == self.needed(slot, start)
+        self.entries[slot][start:] = ["of an earlier prompt"] * (LENGTH - start)
+        self.at[slot] = start
+        self.reused += start
+
+    def chunk(self, slot):
+        if self.at[slot] is None:
+            return
+        start, prompt = self.at[slot], self.prompts[slot][0]
+        source, held = self.cache.longest(slot)
+        assert held <= max(len(prompt) - 2, 0)
+        assert held % self.size == 0
+        if self.prompts[slot][1]:
+            assert held == max([start] + [self.common(other, slot) for other in range(SLOTS)])
+        if held > start:
+            rest = ["of another prompt"] * (LENGTH - held)
+            self.entries[slot] = self.entries[source][:held] + rest
+            self.cache.hold(slot, held, reused=True)
+            self.reused += held - start
+            start = held
+        last, following = len(prompt) - 1, start + self.size
+        end = min(following, last)
+        self.entries[slot][start:end] = self.needed(slot, end)[start:]
+        self.cache.hold(slot, following)
+        self.at[slot] = following if following < last else None
+        if self.at[slot] is None:
+            assert self.entries[slot][:last] == self.needed(slot, last)
+
+    def step(self):
+        """Decode: everything behind the prompts is overwritten."""
+        for slot, (prompt, _) in enumerate(self.prompts):
+            if prompt and self.at[slot] is None:
+                self.entries[slot][len(prompt) - 1 :] = ["decoded"] * (LENGTH - len(prompt) + 1)
+
+
+def follow(actions, chunk):
+    model = Model(chunk)
+    for name, *arguments in actions:
+        getattr(model, name)(*arguments)
+    assert model.cache.reused == model.reused
+    return model
+
+
+@pytest.mark.fast
+@settings(max_examples=300)
+@given(ACTIONS, st.integers(1, 5))
+def test_what_is_said_to_be_held_is_there_and_nothing_more_could_be_had(actions, chunk):
+    follow(actions, chunk)
+
+
+@pytest.mark.fast
+def test_what_no_slot_holds_any_more_is_forgotten():
+    first = [("admit", 0, (0, 1, 1, 0, 0, 1), True), *3 * [("chunk", 0)]]
+    assert follow([*first, ("admit", 0, (1, 1, 1, 1), True)], 2).cache._holders == {}

@@ -3,23 +3,26 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 import uuid
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ipc.doctor import find_ring_files
+from jax_specdec.control import WorkerConfig
 from jax_specdec.device.model.checkpoint import save_checkpoint
 from jax_specdec.device.worker.follower_process import Silent
+from jax_specdec.device.worker.process_group import PlacedFollower
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from tests.support import decoding, quick_compile
 from tests.support.decoding import VOCAB, random_model, request
-from tests.support.processes import children_of, is_alive
+from tests.support.processes import children_of, is_alive, no_ring_is_left, wait_for
 
 SECONDS = 10  # for a group to end: a second for its lead, the rest for a busy machine
 
@@ -43,8 +46,8 @@ def nothing_left(monkeypatch):
     name, value = "PROCESS_GROUP_TEST", uuid.uuid4().hex
     monkeypatch.setenv(name, value)
     yield
-    assert not [f for f in find_ring_files() if f.creator.pid == os.getpid()]
-    wait_for(lambda: not with_variable(f"{name}={value}"))
+    assert no_ring_is_left()
+    wait_for(lambda: not with_variable(f"{name}={value}"), SECONDS)
 
 
 def with_variable(text):
@@ -75,13 +78,6 @@ def members(pid):
     return found
 
 
-def wait_for(condition, seconds=SECONDS):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def requests(max_tokens):
     """One greedy and one sampled request, for which each process compiles few programs.
 
@@ -95,68 +91,53 @@ def requests(max_tokens):
     ]  # fmt: skip
 
 
-def decoded(engine, items):
-    """Records by request, each with its process rank; sees that the leads alone have a ring."""
-    records, seen = {item.id: [] for item in items}, False
-    for update in engine.generate(items):
-        if not seen:
-            leads = {rank.worker.pid: rank.process_rank for rank in engine.sessions}
-            processes = [pid for lead in leads for pid in (lead, *members(lead))]
-            assert len(processes) == len(leads) * engine.config.tensor_parallel
-            for pid in processes:
-                maps = Path(f"/proc/{pid}/maps").read_text()
-                mapped = [r.process_rank for r in engine.sessions if r.worker.ring.name in maps]
-                assert mapped == ([leads[pid]] if pid in leads else [])
-            seen = True
-        for record in update.records:
-            records[record.request_id].append((update.process_rank, record))
-    return records
-
-
-def assert_same(records, items):
-    """The ids are those of one process on one device, the logprobs too but for rounding."""
-    expected = decoding.run(items, "ngram")
-    for item in items:
-        found = [record for _, record in records[item.id]]
-        assert decoding.tokens_of(found) == expected.token_ids(item.id)  # no near tie was met
-        reasons = [record.finish_reason for record in found if record.finish_reason]
-        assert reasons == [FinishReason.LENGTH]
-        got, wanted = (
-            np.concatenate([record.logprobs for record in one])
-            for one in (found, expected.records[item.id])
-        )
-        np.testing.assert_allclose(got, wanted, atol=1e-4)
-
-
-def fails_after(engine, pid, number):
-    """The engine's error when `pid` gets a signal while requests run, and how long it took."""
-    stream = engine.generate(requests(60))
-    next(stream)
-    os.kill(pid, number)
-    began = time.monotonic()
-    with pytest.raises(WorkerFailed) as error:
-        list(stream)
-    return str(error.value), time.monotonic() - began
+def check_rings(engine):
+    """Check that the leads alone have a ring, each its own."""
+    leads = {rank.worker.pid: rank.process_rank for rank in engine.sessions}
+    processes = [pid for lead in leads for pid in (lead, *members(lead))]
+    assert len(processes) == len(leads) * engine.config.tensor_parallel
+    for pid in processes:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        mapped = [r.process_rank for r in engine.sessions if r.worker.ring.name in maps]
+        assert mapped == ([leads[pid]] if pid in leads else [])
 
 
 @pytest.mark.slow
 def test_a_prefill_group_and_a_decode_group_give_one_stream_until_a_lead_is_killed(weights):
-    items = requests(9)
+    """The ids are those of one process on one device, the logprobs too but for rounding."""
+    items, ranks = requests(9), {}
+    expected = decoding.run(items, "ngram")
+    records = {item.id: [] for item in items}
     with Engine(config(weights, num_prefill_ranks=1)) as engine:
-        records = decoded(engine, items)
-        assert_same(records, items)
+        for number, update in enumerate(engine.generate(items)):
+            if number == 0:
+                check_rings(engine)
+            for record in update.records:
+                records[record.request_id].append(record)
+                ranks.setdefault(record.request_id, []).append(update.process_rank)
         for item in items:
-            first, *rest = [rank for rank, _ in records[item.id]]
-            assert first == 1
-            assert set(rest) == {0}
-            assert records[item.id][0][1].num_tokens == 1
+            found = records[item.id]
+            assert decoding.tokens_of(found) == expected.token_ids(item.id)  # no near tie was met
+            reasons = [record.finish_reason for record in found if record.finish_reason]
+            assert reasons == [FinishReason.LENGTH]
+            got, wanted = (
+                np.concatenate([record.logprobs for record in one])
+                for one in (found, expected.records[item.id])
+            )
+            np.testing.assert_allclose(got, wanted, atol=1e-4)
+            first, *rest = ranks[item.id]
+            assert (first, {*rest}, found[0].num_tokens) == (1, {0}, 1)
         lead = engine.sessions[0].worker.pid
         group = [lead, *members(lead)]
         assert len(group) == 2
-        said, seconds = fails_after(engine, lead, signal.SIGKILL)
-        assert f"process rank 0 (pid {lead}) was killed by signal 9" in said
-        assert seconds < SECONDS
-        wait_for(lambda: not any(map(is_alive, group)))
+        stream = engine.generate(requests(60))
+        next(stream)
+        os.kill(lead, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(WorkerFailed, match=rf"rank 0 \(pid {lead}\) was killed by signal 9"):
+            list(stream)
+        assert time.monotonic() - began < SECONDS
+        wait_for(lambda: not any(map(is_alive, group)), SECONDS)
 
 
 @pytest.mark.slow
@@ -191,7 +172,7 @@ def test_a_killed_follower_ends_its_group_and_another_group_goes_on(weights):
 def test_a_follower_may_be_killed_before_it_has_joined():
     with Engine(config("")) as engine:
         lead = engine.sessions[0].worker.pid
-        wait_for(lambda: members(lead), seconds=60)
+        wait_for(lambda: members(lead))
         (follower,) = members(lead)
         os.kill(follower, signal.SIGKILL)
         with pytest.raises(WorkerFailed) as error:
@@ -211,3 +192,42 @@ def test_what_a_user_can_mend_is_said_and_ends_the_group(tmp_path):
 def test_a_follower_cannot_publish():
     with pytest.raises(RuntimeError, match="publishes nothing"):
         Silent().send(np.zeros(16, np.uint32))
+
+
+# A follower on another node: a line goes out, an exit status comes back --------------------------
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("answer", "status", "why"),
+    [
+        (b"-9 pid 7 at 10.0.0.2", -9, "pid 7 at 10.0.0.2"),
+        (None, 1, "who started it has ended"),  # without an answer
+    ],
+)
+def test_its_end_and_where_it_was_come_back(answer, status, why, tmp_path):
+    path, heard = str(tmp_path / "launcher"), []
+    listener = Listener(path, "AF_UNIX")
+
+    def serve():
+        with listener, listener.accept() as connection:
+            heard.append(connection.recv_bytes())
+            if answer is not None:
+                connection.send_bytes(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    follower = PlacedFollower(path)
+    assert follower.wait(0.0) is None  # it runs
+    follower.tell("born\n")
+    thread.join()
+    assert [follower.wait(), follower.wait()] == [status, status]
+    assert (follower.why, heard) == (why, [b"born\n"])
+
+
+@pytest.mark.fast
+def test_the_devices_of_a_node_are_its_part_of_all():
+    one = WorkerConfig(vocab_size=32, tensor_parallel=8, processes=True)
+    assert (one.devices_here, one.num_processes) == (8, 8)
+    four = WorkerConfig(vocab_size=32, tensor_parallel=8, processes=True, group_nodes=4)
+    assert (four.devices_here, four.num_processes) == (2, 8)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ipc.wire import Kind, SlotState
-from jax_specdec.control import Admit, Evict, Release
+from jax_specdec.control import Admit, Advance, Evict, Release
 from jax_specdec.device.loop.host_slots import admission
 from jax_specdec.device.loop.state import admit
 from jax_specdec.records.batch import FinishReason
@@ -21,16 +21,11 @@ def states(local, slot):
     return [SlotState(int(m.state[slot])) for m in local.messages if m.kind is Kind.TARGET]
 
 
-def slot_of(local, request_id):
-    requests = local.rank.state.admitted.requests
-    return next(i for i, item in enumerate(requests) if item and item.id == request_id)
-
-
 @pytest.mark.parametrize("reschedule", [True, False])
 def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
     local = Local("ngram")
     local.admit(request("r", [1, 2, 3], max_tokens=40, logprobs=20))
-    slot = slot_of(local, "r")
+    slot = local.rank._slots["r"]
     before = [record for _ in range(4) for record in local.advance()]
     local.rank.evict("r", reschedule=reschedule)
     assert local.worker.busy
@@ -58,7 +53,7 @@ def test_evictions_during_prefill_of_an_ended_and_of_an_older_request():
     local = Local("ngram")
     local.admit(request("long", np.arange(60) % VOCAB, max_tokens=5))
     local.admit(request("short", [1, 2], max_tokens=2))
-    long, short = slot_of(local, "long"), slot_of(local, "short")
+    long, short = (local.rank._slots[name] for name in ("long", "short"))
     local.advance()
     local.rank.evict("long", reschedule=True)
     local.advance()
@@ -129,33 +124,30 @@ def test_no_more_drafts_are_taken_over_than_the_first_step_can_verify():
 def test_a_rank_that_publishes_nothing_takes_every_step_and_clears_the_same(prefill_only):
     """The seed system returned early on such ranks, and left preempted flags behind."""
     random = np.random.default_rng(5)
-    speaking, silent = (
+    speaking, silent = both = [
         Local("mtp", prefill_only=prefill_only, publish=publish) for publish in (True, False)
-    )
+    ]
     generations, told = [0, 0, 0], 0
     for number in range(60):
-        slot, kind = int(random.integers(3)), random.integers(4)
-        command = None
+        slot, kind, commands = int(random.integers(3)), random.integers(4), [Advance()]
+        place = {"slot": slot, "generation": generations[slot]}
         if not speaking.worker.slots[slot].occupied and not speaking.worker.slots[slot].verdict:
             generations[slot] += 1
             item = request(str(number), random.integers(0, VOCAB, 1 + number % 12).tolist(),
                            max_tokens=int(random.integers(1, 9)), logprobs=20,
                            prompt_logprobs=1 if number % 3 == 0 else None)  # fmt: skip
-            command = Admit(slot=slot, generation=generations[slot], request=item)
-        elif kind == 0:
-            command = Evict(slot=slot, generation=generations[slot], reschedule=bool(number % 2))
-        elif kind == 1:
-            command = Release(slot=slot, generation=generations[slot])
-        for local in (speaking, silent):
-            if command is not None:
+            commands.insert(0, Admit(slot=slot, generation=generations[slot], request=item))
+        elif kind < 2:
+            command = Release(**place) if kind else Evict(**place, reschedule=bool(number % 2))
+            commands.insert(0, command)
+        for local in both:
+            for command in commands:
                 local.worker.apply(command)
-            local.worker.advance()
         assert speaking.worker.slots == silent.worker.slots
-        for words in speaking.sent:
-            verdicts = np.isin(decode(words.tobytes()).state, [PREEMPTED, RECOVERY_STOP])
-            told += int(verdicts.sum())
+        messages = [decode(words.tobytes()) for words in speaking.sent]
+        told += sum(int(np.isin(m.state, [PREEMPTED, RECOVERY_STOP]).sum()) for m in messages)
         speaking.sent.clear()
-    for local in (speaking, silent):
+    for local in both:
         while local.worker.busy:
             local.worker.advance()
         assert not any(slot.verdict or slot.occupied for slot in local.worker.slots)
