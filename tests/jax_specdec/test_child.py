@@ -26,43 +26,30 @@ born.commands.get()
 """
 
 
-def born(tmp_path, parent=None):
+def born(tmp_path, parent):
     """A child that was told who its parent is, and where its commands come from."""
     listening = ControlServer(folder=tmp_path)
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    start = Start(
-        config=WorkerConfig(vocab_size=9),
-        ring="",
-        parent=parent or os.getpid(),
-        control=listening.link().connection,
-    )
+    config, control = WorkerConfig(vocab_size=9), listening.link().connection
+    start = Start(config=config, ring="", parent=parent or os.getpid(), control=control)
     process.stdin.write(to_line(start))
     process.stdin.flush()
     return process, listening
 
 
-def finish(process, listening):
-    process.stdin.close()
-    process.stdout.close()
-    listening.close()
-
-
-def test_a_child_ends_where_its_pipe_ends(tmp_path):
-    process, listening = born(tmp_path)
-    assert process.stdout.readline() == "watched 9\n"
-    assert process.poll() is None
-    process.stdin.close()
+@pytest.mark.parametrize(("parent", "said"), [(None, "watched 9\n"), (1, "")])
+def test_a_child_ends_where_its_pipe_ends_or_its_parent_has_ended(parent, said, tmp_path):
+    """Process 1 is not its parent: that one has ended."""
+    process, listening = born(tmp_path, parent)
+    assert process.stdout.readline() == said
+    if said:
+        assert process.poll() is None
+        process.stdin.close()
     assert process.wait(20) == 1
-    finish(process, listening)
-
-
-def test_a_child_whose_parent_has_ended_ends_at_once(tmp_path):
-    process, listening = born(tmp_path, parent=1)
-    assert process.stdout.readline() == ""
-    assert process.wait(20) == 1
-    finish(process, listening)
+    for one in (process.stdin, process.stdout, listening):
+        one.close()
 
 
 TIED = """
@@ -158,11 +145,8 @@ os.kill(os.getpid(), 9)
 @pytest.mark.parametrize("told", [True, False])
 def test_a_ring_whose_engine_was_killed_before_it_told_its_worker_is_removed(told):
     """Without the parent's name, the ring stays: so it is the child that removes it."""
-    engine = subprocess.Popen(
-        [sys.executable, "-c", HALF_BORN, "told" if told else "untold"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    program = [sys.executable, "-c", HALF_BORN, "told" if told else "untold"]
+    engine = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
     child = int(engine.communicate(timeout=60)[0])
     wait_for(lambda: not is_alive(child))
     left = [file for file in doctor.find_ring_files() if file.creator.pid == engine.pid]

@@ -58,16 +58,8 @@ assert (found.token_ids == plain.token_ids).all()
 
 def test_calls_hold_with_the_default_settings_of_jax() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    done = subprocess.run(
-        [sys.executable, "-c", CALLS],
-        env=environment
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": quick_compile.FLAGS,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compile.FLAGS}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    program = [sys.executable, "-c", CALLS]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
