@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ipc.wire import KEPT_ALL
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.records.output_processor import ProcessorState, admit
+from jax_specdec.records.output_processor import ProcessorState, admit, step
 from tests.support.processor_messages import draft, drafts, request, run, silent, target, tokens
 from tests.support.random_kept import random_counts, random_kept
 
@@ -122,5 +122,6 @@ def released(runs):
         follows = any(steps[number][3] is not None for _, steps in runs)
         messages = [target(number, *targets, draft_follows=follows)]
         messages += [draft(number, *guessed)] if follows else []
-        state, batches = run(state, *messages)
-        yield from batches
+        for message in messages:
+            state, records = step(state, message)
+            yield records
