@@ -3,7 +3,7 @@
 `python -m bench.aot xla` prints a line for each program, for A100 and L40S.
 
 The limits: the plain way's launches plus 4, for each block of 256 rows; temporaries of a tenth of
-the logits' bytes, beyond one float32 copy of such a block.
+the logits' bytes, beyond one float32 copy of such a block; one reduction that takes the logits.
 """
 
 import argparse
@@ -129,11 +129,13 @@ def measure(chip: str, shape: Shape, dynamic: bool, sharding: NamedSharding) -> 
     trips = -(-shape.rows // block)  # where the program does not tell
     temporaries = ours.memory_analysis().temp_size_in_bytes
     counts = launches(plain.as_text(), trips), launches(text, trips)
-    return targets_of(shape, *counts, temporaries, text.count("mosaic_gpu"))
+    return targets_of(
+        shape, *counts, temporaries, text.count("mosaic_gpu"), reads(text, shape.vocabulary)
+    )
 
 
 def targets_of(
-    shape: Shape, plain_launches: int, launches: int, temporaries: int, kernels: int
+    shape: Shape, plain_launches: int, launches: int, temporaries: int, kernels: int, reads: int
 ) -> tuple[Target, ...]:
     """The limits of a program, and what it takes; no chip here can run the GPU kernels."""
     rows, size = shape.rows, shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
@@ -142,7 +144,14 @@ def targets_of(
         Target("launches", (plain_launches + MORE_LAUNCHES) * -(-rows // BLOCK), launches, ""),
         Target("temporaries", most / 2**20, temporaries / 2**20, "MiB"),
         Target("GPU kernels", 0, kernels, ""),
+        Target("reads of the logits", 1, reads, ""),
     )
+
+
+def reads(text: str, vocabulary: int) -> int:
+    """The reductions of a compiled program that take arrays of so many columns."""
+    lines = (line for line in text.split("\n") if line.startswith("%fused_reduce"))
+    return sum(f",{vocabulary}]" in line for line in lines)
 
 
 def launches(text: str, trips: int) -> int:

@@ -44,7 +44,13 @@ def test_a_loops_operations_count_as_often_as_it_turns():
 
 
 def test_each_limit_can_be_broken():
-    fine = {"plain_launches": 13, "launches": 34, "temporaries": 1_126_400, "kernels": 0}
-    for more in ({}, {"launches": 35}, {"temporaries": 1_126_401}, {"kernels": 1}):
+    fine = {
+        "plain_launches": 13,
+        "launches": 34,
+        "temporaries": 1_126_400,
+        "kernels": 0,
+        "reads": 1,
+    }
+    for more in ({}, {"launches": 35}, {"temporaries": 1_126_401}, {"kernels": 1}, {"reads": 2}):
         found = aot_xla.targets_of(Shape(512, 1000, 5, "bfloat16"), **fine | more)
         assert [one.verdict for one in found].count("MISSED") == len(more)

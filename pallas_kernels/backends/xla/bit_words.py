@@ -13,23 +13,15 @@ from pallas_kernels.lowering.forms import barrier, vary_like
 BITS = 32
 
 
-def packed(flags: jax.Array, run: int = 1) -> jax.Array:
-    """flags [B, n] bool -> words [B, ceil(n / 32)] uint32; the first flag is the lowest bit.
-
-    run: words follow that are 0, up to a multiple of so many.
-    """
+def packed(flags: jax.Array) -> jax.Array:
+    """flags [B, n] bool -> words [B, ceil(n / 32)] uint32; the first flag is the lowest bit."""
     rows, n = flags.shape
-    words = number(n, run)
+    words = -(-n // BITS)
     missing = vary_like(jnp.zeros((rows, BITS * words - n), bool), flags)
     whole = barrier(jnp.concatenate([flags, missing], axis=1)).reshape(rows, words, 4, 8)
     bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32).reshape(4, 8)
     parts = barrier(jnp.where(whole, bits, jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32))
     return barrier(parts.sum(axis=2, dtype=jnp.uint32))
-
-
-def number(flags: int, run: int = 1) -> int:
-    """How many words so many flags of a row are `packed` in."""
-    return -(-flags // (BITS * run)) * run
 
 
 def counts(words: jax.Array) -> jax.Array:

@@ -26,7 +26,6 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from pallas_kernels.backends.xla import selection
 from pallas_kernels.contract.changes import apply
@@ -112,7 +111,7 @@ FIRST_PIECES = 8
 MORE_PIECES = 16
 
 
-Sums = tuple[jax.Array, jax.Array]  # see `sums`
+Sums = tuple[jax.Array, jax.Array]  # see `sums_on_tpu`
 
 
 class Given(NamedTuple):
@@ -123,23 +122,11 @@ class Given(NamedTuple):
     temperatures: jax.Array | None  # float32, usable ones; None: 1
 
 
-def sums(x: jax.Array, given: Given) -> Sums:
-    """The sum of exponentials [B] float32 and the number of larger logits [B] int32 of x [B, V]."""
-    with jax.named_scope("row_statistics"):
-        zero = jnp.float32(0)
-        exponentials, larger = lax.reduce(
-            (_exponentials(x, given), _larger(x, given)),
-            (zero, zero),
-            lambda a, b: (a[0] + b[0], a[1] + b[1]),
-            dimensions=(1,),
-        )
-        return exponentials, larger.astype(jnp.int32)
-
-
 def sums_on_tpu(x: jax.Array, given: Given) -> Sums:
-    """`sums`, as two reductions of float32: the TPU compiler makes one read of them.
+    """The sum of exponentials [B] float32 and the number of larger logits [B] int32 of x [B, V].
 
-    A reduction of both at once takes up to twice its cycles, and comparisons of 16 bits half more.
+    As two reductions of float32, of which the TPU compiler makes one read. A reduction of both at
+    once takes up to twice its cycles, and comparisons of 16 bits half more.
     """
     with jax.named_scope("row_statistics"):
         given = given._replace(selected=given.selected.astype(jnp.float32))
@@ -149,7 +136,7 @@ def sums_on_tpu(x: jax.Array, given: Given) -> Sums:
 
 
 def sums_on_cpu(x: jax.Array, given: Given) -> Sums:
-    """`sums`, by adding pieces of each row to one another until one number is left.
+    """`sums_on_tpu`, by adding pieces of each row to one another until one number is left.
 
     A plain sum over the row is slower (see `pieces`), and a row's logprobs would have other bits in
     another batch. As a complex number, both sums share a loop.
@@ -239,47 +226,140 @@ def _terms(x: jax.Array, given: Given) -> jax.Array:
     return jnp.exp(scaled) * jnp.maximum(scaled, jnp.float32(LEAST))
 
 
+# The first and last of `RowSums`.
+Statistics = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+
+
+class Parts(NamedTuple):
+    """Of some logits of a row: what `joined` makes one of two of."""
+
+    keys: jax.Array  # `ordered_keys`; the largest
+    largest: jax.Array  # float32
+    sums: jax.Array  # float32: of exponentials of differences from the largest one, over T
+    larger: jax.Array  # float32: how many are larger than the given token's
+    inverse: jax.Array  # float32: 1 / T
+    weighted: jax.Array | None  # float32: of these by their exponents, for the entropy
+
+
+def joined(a: Parts, b: Parts) -> Parts:
+    """Two parts of a row as one."""
+    apart = jnp.where(a.largest == b.largest, jnp.float32(0), jnp.abs(a.largest - b.largest))
+    inverse = jnp.maximum(a.inverse, b.inverse)
+    moved = -apart * inverse
+    factor, a_leads = jnp.exp(moved), a.largest >= b.largest
+
+    def both(mine: jax.Array, other: jax.Array, lead_of: jax.Array, rest: jax.Array) -> jax.Array:
+        return jnp.where(a_leads, mine, other) + jnp.where(a_leads, rest, lead_of) * factor
+
+    weighted = None
+    if a.weighted is not None and b.weighted is not None:
+        least = jnp.maximum(moved, jnp.float32(LEAST))
+        of_a, of_b = a.weighted + least * a.sums, b.weighted + least * b.sums
+        weighted = both(a.weighted, b.weighted, of_a, of_b)
+    return Parts(
+        jnp.maximum(a.keys, b.keys),
+        jnp.maximum(a.largest, b.largest),
+        both(a.sums, b.sums, a.sums, b.sums),
+        a.larger + b.larger,
+        inverse,
+        weighted,
+    )
+
+
+def in_one_read(
+    x: jax.Array,
+    limit: jax.Array,
+    temperatures: jax.Array | None,
+    width: int | None,
+    entropy: bool,
+) -> tuple[Statistics, jax.Array | None]:
+    """The statistics of rows x [B, V], and the keys of groups of a width, if there is one.
+
+    Sums are relative to the largest logit so far, so they need no maximum that is known before: one
+    exponential a logit, and one read. XLA makes two reads of sums behind a maximum.
+    """
+    rows, vocabulary = x.shape
+    width = width or vocabulary
+    whole = -(-vocabulary // width) * width
+    x = forms.filled(x, whole, jnp.asarray(-jnp.inf, x.dtype))
+    values = x.astype(jnp.float32)
+    inverse = jnp.ones((rows,), jnp.float32)
+    if temperatures is not None:
+        inverse = inverse_of(temperatures)
+    given = Given(jnp.zeros((rows,), jnp.float32), limit, None)
+    own = Parts(
+        forms.ordered_keys(x),
+        values,
+        jnp.where(values == -jnp.inf, jnp.float32(0), jnp.float32(1)),
+        _larger(x, given),
+        jnp.broadcast_to(inverse[:, None], x.shape),
+        jnp.zeros_like(values) if entropy else None,
+    )
+    least, zero = jnp.float32(-jnp.inf), jnp.float32(0)
+    nothing = Parts(
+        forms.key_of(-jnp.inf, x.dtype), least, zero, zero, zero, zero if entropy else None
+    )
+    with jax.named_scope("row_statistics"):
+        tree = jax.tree.structure(own)
+
+        def reduced(parts: Parts) -> Parts:
+            def join(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                left, right = (jax.tree.unflatten(tree, x) for x in (a, b))
+                return tuple(jax.tree.leaves(joined(left, right)))
+
+            axis = jax.tree.leaves(parts)[0].ndim - 1
+            leaves, start = (tuple(jax.tree.leaves(x)) for x in (parts, nothing))
+            return jax.tree.unflatten(tree, lax.reduce(leaves, start, join, (axis,)))  # type: ignore[no-any-return]
+
+        groups = reduced(jax.tree.map(lambda y: y.reshape(rows, -1, width), own))
+        found = reduced(groups)
+    maxima = groups.keys if width < vocabulary else None
+    larger = found.larger.astype(jnp.int32)
+    return (found.largest, found.sums, larger, found.weighted), maxima
+
+
+def read_on_cpu(
+    x: jax.Array, limit: jax.Array, temperatures: jax.Array | None, width: int | None, entropy: bool
+) -> tuple[Statistics, jax.Array | None]:
+    """`in_one_read`, from the groups' maxima, which stay in the caches."""
+    if width is None:
+        maximum, maxima = selection.row_maximum_on_cpu(x), None
+    else:
+        first = selection.NARROWEST_GROUP
+        eights = forms.barrier(selection.group_maxima(x, first))  # else they are computed twice
+        maxima = selection.wider(eights, width // first)
+        maximum = selection.largest_on_cpu(maxima, x.dtype)
+    given = _given(maximum, limit, temperatures)
+    weighted = weighted_sum_on_cpu(x, given) if entropy else None
+    return (maximum, *sums_on_cpu(x, given), weighted), maxima
+
+
+def read_on_tpu(
+    x: jax.Array, limit: jax.Array, temperatures: jax.Array | None, width: int | None, entropy: bool
+) -> tuple[Statistics, None]:
+    """`in_one_read` without groups: a TPU would read them in a loop of R * K trips."""
+    maximum = selection.row_maximum(x)
+    given = _given(maximum, limit, temperatures)
+    weighted = weighted_sum(x, given) if entropy else None
+    return (maximum, *sums_on_tpu(x, given), weighted), None
+
+
+def _given(maximum: jax.Array, limit: jax.Array, temperatures: jax.Array | None) -> Given:
+    reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
+    return Given(reference, limit, temperatures)
+
+
 class Way(NamedTuple):
     """How a kind of platform reads rows."""
 
     block_rows: Callable[..., int]  # see `rows_on_cpu`
-    groups: bool  # whether the selection has two stages, see `selection`
-    first_width: int | None  # of the groups of the first reduction; None: those of the selection
-    row_maximum: Callable[[jax.Array], jax.Array]  # of rows of logits, where no group is needed
-    largest: Callable[[jax.Array, DTypeLike], jax.Array]  # of rows of group maxima
-    sums: Callable[[jax.Array, Given], tuple[jax.Array, jax.Array]]
-    weighted_sum: Callable[[jax.Array, Given], jax.Array]  # for the entropy
-    two_stages: selection.TwoStages
+    read: Callable[..., tuple[Statistics, jax.Array | None]]  # see `in_one_read`
+    two_stages: selection.TwoStages | None  # None: the selection has one
 
 
-CPU = Way(
-    rows_on_cpu,
-    groups=True,
-    first_width=selection.NARROWEST_GROUP,
-    row_maximum=selection.row_maximum_on_cpu,
-    largest=selection.largest_on_cpu,
-    sums=sums_on_cpu,
-    weighted_sum=weighted_sum_on_cpu,
-    two_stages=selection.from_groups_on_cpu,
-)
-
-GPU = Way(
-    rows_on_gpu,
-    groups=True,
-    first_width=None,
-    row_maximum=selection.row_maximum,
-    largest=selection.largest,
-    sums=sums,
-    weighted_sum=weighted_sum,
-    two_stages=selection.from_groups,
-)
-
-# A TPU reads chosen groups one after the other, in a loop of R * K trips.
-TPU = GPU._replace(block_rows=rows_on_tpu, groups=False, sums=sums_on_tpu)
-
-
-# The first and last of `RowSums`.
-Statistics = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+CPU = Way(rows_on_cpu, read_on_cpu, selection.from_groups_on_cpu)
+GPU = Way(rows_on_gpu, in_one_read, selection.from_groups)
+TPU = Way(rows_on_tpu, read_on_tpu, None)
 WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
 
@@ -326,18 +406,14 @@ def sums_of_block(
     x may be a part of longer rows: a row of it that has -inf alone gives a sum of 0.
     """
     k = outputs.k
-    width = selection.group_width(x.shape[1], k) if way.groups else None
+    width = selection.group_width(x.shape[1], k) if way.two_stages else None
 
     def statistics_and_maxima(
         x: jax.Array, selected: jax.Array, temperatures: jax.Array | None
     ) -> tuple[Statistics, jax.Array | None]:
         selected = selected.astype(x.dtype)
-        maximum, maxima = _maxima(way, x, width)
-        reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
         limit = forms.limit_of_count(selected, outputs.inclusive)
-        given = Given(reference, limit, temperatures)
-        weighted = way.weighted_sum(x, given) if outputs.entropy else None
-        return (maximum, *way.sums(x, given), weighted), maxima
+        return way.read(x, limit, temperatures, width, outputs.entropy)
 
     if way is CPU and selection.is_small_batch(x):
         wide = selected.astype(jnp.float32)  # one operation fewer out here
@@ -347,13 +423,3 @@ def sums_of_block(
     maximum, sum_exp, num_larger, weighted = statistics
     top = selection.select_top_k(x, maxima, k, width, way.two_stages)
     return RowSums(maximum, sum_exp, num_larger, *top, weighted)
-
-
-def _maxima(way: Way, x: jax.Array, width: int | None) -> tuple[jax.Array, jax.Array | None]:
-    """The largest logit [B] float32 of each row, and its groups' keys if there is a width."""
-    if width is None:
-        return way.row_maximum(x), None
-    first = way.first_width or width
-    maxima = forms.barrier(selection.group_maxima(x, first))  # else they are computed twice
-    maxima = selection.wider(maxima, width // first)
-    return way.largest(maxima, x.dtype), maxima

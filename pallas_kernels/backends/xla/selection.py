@@ -5,8 +5,7 @@ index order, one `lax.top_k` over their logits gives the top K with `lax.top_k`'
 lowest id first.
 
 On a CPU the same has forms of its own. XLA's `top_k` there takes the longer the more often it meets
-a larger value, and its `top_k` of 128 among 256 floats and its sort of pairs take two to eight
-times as long as its sort of one array of integers: so a number and its place go into one.
+a larger value: what is below a bound is left out before.
 """
 
 import math
@@ -18,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends.xla import bit_words
 from pallas_kernels.lowering import forms
 
 WIDEST_GROUP = 128
@@ -78,13 +76,8 @@ def row_maximum(x: jax.Array) -> jax.Array:
     return jnp.max(x.astype(jnp.float32), axis=1)
 
 
-def largest(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The largest logit [B] float32 of each row, from `group_maxima` [B, G] of logits of dtype."""
-    return jnp.max(forms.floats(maxima, dtype).astype(jnp.float32), axis=1)
-
-
 def select_top_k(
-    x: jax.Array, maxima: jax.Array | None, k: int, width: int | None, two_stages: TwoStages
+    x: jax.Array, maxima: jax.Array | None, k: int, width: int | None, two_stages: TwoStages | None
 ) -> tuple[jax.Array, jax.Array]:
     """x [B, V] -> ids [B, k] int32, logits [B, k] float32, descending, ties lowest id first.
 
@@ -102,7 +95,7 @@ def select_top_k(
     if k == 0:
         return jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows, 0), jnp.float32)
     with jax.named_scope("select_top_k"):
-        if width is None or maxima is None:
+        if width is None or maxima is None or two_stages is None:
             values, ids = top_k(x.astype(jnp.float32), k)
         else:
             values, ids = two_stages(x, maxima, k, width)
@@ -181,8 +174,6 @@ def top_k_of_parts(ids: jax.Array, logits: jax.Array, k: int) -> tuple[jax.Array
 
 HALF = 16  # bits of a key
 
-ZEROS = {"bfloat16": 16, "float16": 13}  # the last bits of such a number's key, widened
-
 COUNTED = 16  # pieces of a row that are counted at a time
 
 SEARCHED = 96  # numbers of a row, from which on a search is faster than a sort
@@ -212,47 +203,7 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
     return found.astype(keys.dtype) << shift  # type: ignore[no-any-return]
 
 
-def top_k_by_integers(x: jax.Array, k: int, dtype: DTypeLike) -> Selected:
-    """`lax.top_k` of x [B, n] float32, where -0.0 equals 0.0 and NaN is anything.
-
-    Args:
-      x: numbers of `dtype`, widened; at most 32,768 a row.
-      k: at most n.
-      dtype: what the numbers were.
-    """
-    bits = (x.shape[1] - 1).bit_length()
-    keys = forms.ordered_keys(x)
-    places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape)
-    low = (1 << bits) - 1
-    if bits > ZEROS.get(jnp.dtype(dtype).name, 0):
-        # By the half that the places would cover, first: the second order keeps it in ties.
-        half = (1 << HALF) - 1
-        places = jnp.sort(((~keys & half) << bits) | places, axis=1) & low
-        keys = picked(keys, places)
-        order = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-        merged = jnp.sort((~(keys >> HALF) << bits) | order, axis=1)[:, :k]
-        order = merged & low
-        return forms.floats(picked(keys, order), jnp.float32), picked(places, order)
-    merged = jnp.sort((~keys & ~low) | places, axis=1)[:, :k]
-    return forms.floats(~merged & ~low, jnp.float32), merged & low
-
-
-def picked(x: jax.Array, places: jax.Array) -> jax.Array:
-    """The entries [B, m, ...] of x [B, n, ...] at places [B, m] int32, which are places of x."""
-    rows, n, *rest = x.shape
-    start = jnp.arange(rows, dtype=jnp.int32)[:, None] * n
-    return (
-        x.reshape(-1, *rest)
-        .at[start + places]
-        .get(mode="promise_in_bounds", wrap_negative_indices=False)
-    )
-
-
 PIECES = 16  # of a row of maxima, joined at a time
-
-WORDS_OF_RUN = 16  # words of flags that a search looks at together
-
-COLLECT_K = 32  # from here on, groups are cheaper collected than ordered
 
 
 def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
@@ -263,7 +214,10 @@ def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
 
 
 def largest_on_cpu(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`largest`, two to eight times as fast."""
+    """The largest logit [B] float32 of each row, from `group_maxima` [B, G] of logits of dtype.
+
+    Two to eight times as fast as a maximum over the row.
+    """
     key = forms.reduced(jnp.maximum, maxima, PIECES, np.iinfo(maxima.dtype).min)
     return forms.floats(key, dtype).astype(jnp.float32)
 
@@ -271,40 +225,6 @@ def largest_on_cpu(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
 def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
     """`from_groups`, without what is below a bound that is known before anything is ordered."""
     bound = lower_bound(maxima, k)
-    if bound is None or k < COLLECT_K or is_small_batch(x):
-        return _ordered(x, maxima, bound, k, width)
-    found, complete = _collected(x, maxima, bound, k, width)
-    # Many logits may be equal: then there is no room for all.
-    return lax.cond(jnp.all(complete), lambda: found, lambda: top_k(x.astype(jnp.float32), k))  # type: ignore[no-any-return]
-
-
-def _collected(
-    x: jax.Array, maxima: jax.Array, bound: jax.Array, k: int, width: int
-) -> tuple[Selected, jax.Array]:
-    """The top k among the first 2 k logits at the bound or above, and whether those are all."""
-    rows, size = x.shape[0], 2 * k
-    least = jnp.maximum(bound, forms.key_of(-jnp.inf, x.dtype) + 1)
-    # As many words for both searches: XLA compiles one of them.
-    words = max(bit_words.number(n, WORDS_OF_RUN) for n in (maxima.shape[1], size * width))
-    groups, count = first_places(maxima >= least[:, None], size, words)
-    found, starts = logits_of_groups(x, groups, width)
-    used = jnp.arange(size, dtype=jnp.int32)[None] < count[:, None]
-    reached = found >= forms.floats(least, x.dtype).astype(jnp.float32)[:, None, None]
-    found = found.reshape(rows, size * width)
-    places, number = first_places(
-        (reached & used[:, :, None]).reshape(rows, size * width), size, words
-    )
-    there = jnp.arange(size, dtype=jnp.int32)[None] < number[:, None]
-    some = jnp.where(there, picked(found, places), -jnp.inf)
-    values, best = top_k_by_integers(some, k, x.dtype)
-    places = picked(places, best)
-    ids = picked(starts, places // width) + places % width
-    return (values, ids), jnp.maximum(count, number) <= size
-
-
-def _ordered(
-    x: jax.Array, maxima: jax.Array, bound: jax.Array | None, k: int, width: int
-) -> Selected:
     if bound is not None:
         maxima = jnp.where(maxima >= bound[:, None], maxima, forms.key_of(-jnp.inf, x.dtype))
     # Not `top_k`: floats of keys are canonical, and few operations are left to one thread.
@@ -326,38 +246,3 @@ def lower_bound(maxima: jax.Array, k: int) -> jax.Array | None:
     width = -(-maxima.shape[1] // times)
     padded = forms.filled(maxima, times * width, np.iinfo(maxima.dtype).min)
     return reached_by(padded.reshape(maxima.shape[0], times, width).max(axis=1), k)
-
-
-def first_places(flags: jax.Array, size: int, least_words: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Where the first `size` true entries of flags [B, n] are, and how many there are in all.
-
-    Faster than `bit_words.places` where a row has many words: the word of the j-th is searched,
-    first its run of `WORDS_OF_RUN` words. Cumulative sums are products, which are exact below
-    2**24: XLA's CPU compiler has no fast ones.
-
-    least_words: words that are 0 follow, up to so many.
-
-    Returns:
-      [B, size] int32 in ascending order, 0 where there are no more; and [B] int32.
-    """
-    each = bit_words.packed(flags, WORDS_OF_RUN)
-    each = forms.barrier(forms.filled(each, max(least_words, each.shape[1]), 0))
-    runs = each.shape[1] // WORDS_OF_RUN
-    own = bit_words.count(each).astype(jnp.float32).reshape(each.shape[0], runs, WORDS_OF_RUN)
-    inside = forms.barrier(own @ jnp.triu(jnp.ones((WORDS_OF_RUN, WORDS_OF_RUN), jnp.float32)))
-    last = inside[:, :, -1]
-    upto = forms.barrier(last @ jnp.triu(jnp.ones((runs, runs), jnp.float32)))
-    wanted = jnp.arange(size, dtype=jnp.int32)[None]
-    number = wanted.astype(jnp.float32)
-    run = (upto[:, None] <= number[:, :, None]).sum(axis=2, dtype=jnp.int32)
-    run = forms.barrier(jnp.minimum(run, runs - 1))
-    rest = number - picked(upto - last, run)
-    words = picked(inside, run)
-    word = (words <= rest[:, :, None]).sum(axis=2, dtype=jnp.int32)
-    word = forms.barrier(WORDS_OF_RUN * run + jnp.minimum(word, WORDS_OF_RUN - 1))
-    rest = rest - picked((inside - own).reshape(each.shape), word)
-    place = bit_words.place_in_word(picked(each, word), rest.astype(jnp.int32))
-    count = upto[:, -1].astype(jnp.int32)
-    return forms.barrier(
-        (jnp.where(wanted < count[:, None], bit_words.BITS * word + place, 0), count)
-    )
