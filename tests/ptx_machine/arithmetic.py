@@ -288,6 +288,10 @@ def _table() -> dict[str, Operation]:
     for name, function in (("min", np.minimum), ("max", np.maximum)):
         add(f"{name}.s32", "w", "ww", to_signed(function))
         add(f"{name}.u32", "w", "ww", function)
+    add("mul.wide.u16", "w", "hh", lambda a, b: a.astype(np.uint32) * b.astype(np.uint32))
+    add("mul.hi.u16", "h", "hh", lambda a, b: (
+        (a.astype(np.uint32) * b.astype(np.uint32) >> 16).astype(np.uint16)
+    ))  # fmt: skip
     add("mul.wide.u32", "d", "ww", lambda a, b: a.astype(np.uint64) * b.astype(np.uint64))
     add("mul.wide.s32", "d", "ww", lambda a, b: (
         (signed(a).astype(np.int64) * signed(b).astype(np.int64)).view(np.uint64)
@@ -299,10 +303,10 @@ def _table() -> dict[str, Operation]:
         add(f"not.{kind}", letter, letter, np.invert)
         add(f"mov.{kind}", letter, letter, np.asarray)
     add("mov.u32", "w", "w", np.asarray)
-    for kind in ("b16", "b32", "f32"):
+    for kind in ("b16", "b32", "b64", "f32"):
         letter = _letter(kind)
         add(f"selp.{kind}", letter, letter * 2 + "p", lambda a, b, p: np.where(p, a, b))
-    for kinds, name in (("b32 b64", "shl"), ("u16 u32 s32 u64", "shr")):
+    for kinds, name in (("b16 b32 b64", "shl"), ("u16 s16 u32 s32 u64 s64", "shr")):
         for kind in kinds.split():
             add(f"{name}.{kind}", _letter(kind), _letter(kind) + "w", shift(name, kind))
     add("shf.r.wrap.b32", "w", "www", funnel(left=False))
@@ -313,6 +317,7 @@ def _table() -> dict[str, Operation]:
     add("cvt.u16.u32", "h", "w", lambda x: x.astype(np.uint16))
     add("cvt.u32.u16", "w", "h", lambda x: x.astype(np.uint32))
     add("cvt.u32.u64", "w", "d", lambda x: x.astype(np.uint32))
+    add("cvt.u64.u16", "d", "h", lambda x: x.astype(np.uint64))
     add("cvt.u64.u32", "d", "w", lambda x: x.astype(np.uint64))
     add("cvt.s64.s32", "d", "w", lambda x: signed(x).astype(np.int64).view(np.uint64))
     add("cvt.rn.f32.s32", "w", "w", lambda x: bits32(signed(x).astype(np.float32)))

@@ -22,7 +22,8 @@ STORE = re.compile(r"store ptr (%\d+), ptr (%\d+), align 8$")
 class HostCode:
     """The one launch in a host function."""
 
-    grid: tuple[int, int, int]
+    grid: tuple[int, int, int]  # CTAs
+    cluster: int  # CTAs
     threads: int
     shared_bytes: int
     buffers: tuple[int, ...]  # for each parameter of the kernel the number of its buffer
@@ -52,9 +53,9 @@ def read(text: str) -> HostCode:
     if launch is None:
         raise PtxError("there is no launch")
     *grid, a, b, c, x, y, z, shared = launch
-    if (a, b, c) != (0, 0, 0) or (y, z) != (1, 1):
+    if ((a, b, c) != (0, 0, 0) and (b, c) != (1, 1)) or (y, z) != (1, 1):
         raise PtxError(f"clusters {a, b, c} or a block of {x, y, z} threads are not known")
     slots = {number: field for (kind, number), field in stored.items() if kind == "i64"}
     fields = {number: buffer for (kind, number), buffer in stored.items() if kind != "i64"}
     buffers = tuple(fields[slots[i]] for i in range(len(slots)))
-    return HostCode((grid[0], grid[1], grid[2]), x, shared, buffers)
+    return HostCode((grid[0], grid[1], grid[2]), max(a, 1), x, shared, buffers)

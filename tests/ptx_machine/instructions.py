@@ -22,6 +22,9 @@ from .threads import SHARED_BASE, Threads
 
 ACCESS = re.compile(r"(ld|st)(?:\.relaxed\.gpu)?(\.global|\.shared)?(?:\.v(2|4))?\.(b16|b32|b64)$")
 REGION = 36  # an address: the buffer's number from this bit on, then its base and an offset
+# Of the barrier of a cluster. Without a word for it, an arrival releases and a wait acquires.
+ARRIVE = ("barrier.cluster.arrive.relaxed.aligned", "barrier.cluster.arrive.release.aligned")
+WAIT = ("barrier.cluster.wait.aligned", "barrier.cluster.wait.acquire.aligned")
 
 Step = Callable[[], None]
 Places = Callable[[], list[tuple[Buffer, np.ndarray, np.ndarray]]]
@@ -30,7 +33,7 @@ Places = Callable[[], list[tuple[Buffer, np.ndarray, np.ndarray]]]
 def bind(threads: Threads, instruction: Instruction) -> Step | None:
     """The function that executes an instruction; None if the scheduler does."""
     opcode, operands = instruction.opcode, instruction.operands
-    if opcode in ("bra", "bra.uni", "ret", "bar.sync"):
+    if opcode in ("bra", "bra.uni", "ret", "bar.sync", *ARRIVE, *WAIT):
         return None
     try:
         if opcode in arithmetic.OPERATIONS or opcode in warps.OPERATIONS:

@@ -44,6 +44,7 @@ class Machine:
         # Threads that can run, by program counter; those at barriers, alike.
         self.groups: dict[int, np.ndarray] = {0: self.threads.everyone}
         self.waiting: dict[int, np.ndarray] = {}
+        self.at_cluster: dict[int, np.ndarray] = {}  # those at barriers of their cluster
         with np.errstate(all="ignore"):
             self._run()
         self.counts.barriers = int(self.threads.epochs.max())
@@ -76,8 +77,9 @@ class Machine:
                 continue
             self.counts.instructions += 1
             self._control(code[pc], pc, mask)
-        if self.waiting:
-            where = code[min(self.waiting)]
+            self._pass_cluster_barrier()
+        if self.waiting or self.at_cluster:
+            where = code[min([*self.waiting, *self.at_cluster])]
             raise where.error("threads wait for others that left, or wait elsewhere")
 
     def _go(self, to: int, who: np.ndarray) -> None:
@@ -110,9 +112,20 @@ class Machine:
         """A branch, an end or a barrier of the threads in `mask`."""
         threads, opcode = self.threads, instruction.opcode
         taken = mask if instruction.guard is None else self._guarded(instruction)
+        if opcode in instructions.WAIT:
+            self.at_cluster[pc] = self.at_cluster.get(pc, False) | mask
+            return
+        if opcode in instructions.ARRIVE:
+            if (threads.arrived & mask).any():
+                raise instruction.error("a second arrival without a wait")
+            threads.arrived = threads.arrived | mask
+            threads.releases = np.where(mask, "release" in opcode, threads.releases)
+            self._go(pc + 1, mask)
+            return
         if opcode != "bar.sync":
             self._go(pc + 1, mask & ~taken)
             if opcode == "ret":
+                threads.ended = threads.ended | taken
                 return
             (target,) = instruction.operands
             if opcode == "bra.uni" and (taken != mask).any():
@@ -132,6 +145,17 @@ class Machine:
         self._go(pc + 1, waits & released)
         if (waits & ~released).any():
             self.waiting[pc] = waits & ~released
+
+    def _pass_cluster_barrier(self) -> None:
+        """Let those on that wait for a cluster which has arrived."""
+        if not self.at_cluster:
+            return
+        passed = self.threads.pass_cluster_barrier()
+        for pc, waits in list(self.at_cluster.items()):
+            self._go(pc + 1, waits & passed)
+            self.at_cluster[pc] = waits & ~passed
+            if passed[waits].all():
+                del self.at_cluster[pc]
 
     def _check_barrier(self, instruction: Instruction) -> None:
         """bar.sync a{, b}: barrier a from 0 to 15, for b threads; here always the whole CTA."""

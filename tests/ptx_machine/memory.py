@@ -124,6 +124,11 @@ class Buffer:
             words[place] += value
         return before
 
+    def give(self, ctas: np.ndarray, cta: np.int64, epoch: np.int64) -> None:
+        """Count what some CTAs have accessed as this one's, of this epoch."""
+        for last in self.last.values():
+            last[np.isin(cta_of(last), ctas)] = stamp(cta, epoch, MANY)
+
     def _find(
         self, offsets: np.ndarray, dtype: type | np.dtype, count: int, written: str = ""
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -70,6 +70,7 @@ class Program:
     parameters: dict[str, int]  # 64-bit pointers, in order, and the bytes they are aligned to
     registers: dict[str, str]  # prefix -> "pred", "b16", "b32" or "b64"
     threads: int  # in a CTA
+    cluster: int = 1  # CTAs
 
     def kind(self, register: str) -> str:
         """The declared type of a register."""
@@ -83,16 +84,18 @@ class Program:
 # The window onto dynamic shared memory: LLVM prints its empty array so.
 IGNORED = re.compile(
     r"\.(version \d+\.\d+|target sm_(?:90|100)a|address_size 64|minnctapersm 1|loc\s.*|file\s.*|"
+    r"explicitcluster|"
     r"pragma \"used_bytes_mask 0x[0-9a-f]+\";|shared \.align \d+ \.b8 __dynamic_shmem__0;)$"
 )
 DEBUG = re.compile(r"\.section\s+\.debug_\w+")  # and all up to its closing brace
 ENTRY = re.compile(r"\.visible \.entry (\w+)\($")
 PARAMETER = re.compile(r"\.param \.u64 \.ptr \.align (\d+) (\w+),?$")
 MAXNTID = re.compile(r"\.maxntid (\d+), 1, 1$")
+CLUSTER = re.compile(r"\.reqnctapercluster (\d+), 1, 1$")
 REGISTERS = re.compile(r"\.reg \.(pred|b16|b32|b64)\s+(%[a-z]+)<\d+>;$")
 LABEL = re.compile(r"([$\w]+):$")
 STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)(?:\s+(.*?))?\s*;$")
-ATOM = re.compile(r"%[a-z]+\d*(?:\.[xyz])?$")
+ATOM = re.compile(r"%[a-z_]+\d*(?:\.[xyz])?$")
 FLOAT = re.compile(r"0f([0-9A-Fa-f]{8})$")
 INTEGER = re.compile(r"-?(?:0x[0-9A-Fa-f]+|\d+)$")
 PLACE = re.compile(r"\[([%$\w]+)(?:\+?(-?\d+))?\]$")
@@ -119,6 +122,8 @@ def parse(text: str) -> Program:
             program.parameters[found[2]] = int(found[1])
         elif found := MAXNTID.match(line):
             program.threads = int(found[1])
+        elif found := CLUSTER.match(line):
+            program.cluster = int(found[1])
         elif found := REGISTERS.match(line):
             program.registers[found[2]] = found[1]
         elif found := STATEMENT.match(line):

@@ -18,7 +18,7 @@ MODULE = """
 )
 .maxntid 128, 1, 1
 .minnctapersm 1
-{{
+{cluster}{{
 	.reg .pred 	%p<9>;
 	.reg .b16 	%rs<9>;
 	.reg .b32 	%r<40>;
@@ -41,7 +41,7 @@ def words(values):
     return np.asarray(values, np.float32).view(np.uint32)
 
 
-def run(body, values=None, *, grid=1, shared=64, batches=None, **hardware):
+def run(body, values=None, *, grid=1, cluster=1, shared=64, batches=None, **hardware):
     """Run `body` with `values` [128] as words; returns a word of output a thread, NumPy uint32."""
     values = np.zeros(THREADS * grid, np.uint32) if values is None else np.asarray(values)
     out = np.zeros(THREADS * grid, np.uint32)
@@ -50,6 +50,7 @@ def run(body, values=None, *, grid=1, shared=64, batches=None, **hardware):
         Buffer("out", out, 4096, writable=True),
     )
     launch = threads.Launch((grid, 1, 1), shared, buffers)
-    program = parse(MODULE.format(body=body))
+    size = f".explicitcluster\n.reqnctapercluster {cluster}, 1, 1\n" if cluster > 1 else ""
+    program = parse(MODULE.format(body=body, cluster=size))
     machine.run(program, launch, batches or [list(range(grid))], threads.Hardware(**hardware))
     return out

@@ -57,7 +57,7 @@ def test_a_reduction_over_a_warpgroup(normal, where):
 def test_debug_sections_are_left_out():
     """Whatever they hold; an unknown line outside of them is an error."""
     debug = "}}\n\t.section\t.debug_str\n\t{{\n$L__info_string0:\n.b8 95,0\n\t}}\n"
-    module = MODULE.format(body="\tret;")
+    module = MODULE.format(body="\tret;", cluster="")
     assert parse(module + debug.format()) == parse(module + "}")
     with pytest.raises(PtxError, match="not understood"):
         parse(module + ".b8 95,0")
@@ -193,6 +193,43 @@ def test_threads_of_a_cta_may_store_one_value_to_one_place():
     assert run(ALL_TO_ONE.format(7))[0] == 7
 
 
+CLUSTER = """
+	mov.u32 	%r2, %ctaid.x;
+	mul.wide.u32 	%rd6, %r2, 512;
+	add.s64 	%rd5, %rd5, %rd6;
+	st.global.b32 	[%rd5], %r2;
+	barrier.cluster.arrive.release.aligned;
+	mov.u32 	%r3, %cluster_ctaid.x;
+	setp.ne.b32 	%p1, %r3, 0;
+	@%p1 bra 	$END;
+	barrier.cluster.wait.acquire.aligned;
+	ld.global.b32 	%r4, [%rd5+512];
+	st.global.b32 	[%rd5], %r4;
+$END:
+	ret;"""
+
+
+def test_the_first_of_a_cluster_sees_what_the_others_wrote():
+    for batches in ([[0, 1, 2, 3]], [[2, 3], [0, 1]]):
+        out = run(CLUSTER, grid=4, cluster=2, batches=batches)
+        assert out.reshape(4, -1)[:, 0].tolist() == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("arrive.release", "arrive.relaxed", "data race.*loaded without a barrier"),
+        ("\tbarrier.cluster.wait.acquire.aligned;\n", "", "data race.*loaded without a barrier"),
+        ("\tbarrier.cluster.arrive.release.aligned;\n", "", "threads wait for others"),
+        ("setp.ne.b32", "setp.eq.b32", "data race|outside"),  # not the first goes on
+    ],
+)
+def test_a_spoiled_cluster_is_reported(old, new, message):
+    assert CLUSTER.count(old) == 1
+    with pytest.raises(PtxError, match=message):
+        run(CLUSTER.replace(old, new), grid=4, cluster=2)
+
+
 def test_values_never_written_may_be_loaded_but_not_used():
     load = "	ld.shared.b32 	%r2, [__dynamic_shmem__0];\n	mov.b32 	%r3, 5;\n"
     choose = "	setp.lt.u32 	%p1, %r1, 0;\n	selp.b32 	%r3, %r2, %r3, %p1;\n"
@@ -295,7 +332,9 @@ HOST = HOST.replace("{launch}", LAUNCH)
 
 
 def test_how_a_kernel_is_launched():
-    assert host.read(HOST) == host.HostCode((4, 3, 1), 128, 2048, (1, 0))
+    assert host.read(HOST) == host.HostCode((4, 3, 1), 1, 128, 2048, (1, 0))
+    clustered = HOST.replace("i32 0, i32 0, i32 0", "i32 4, i32 1, i32 1")
+    assert host.read(clustered).cluster == 4
     with pytest.raises(PtxError, match="not understood: call void @other"):
         host.read(HOST.replace("  ret void", "  call void @other()\n  ret void"))
     with pytest.raises(PtxError, match="clusters"):

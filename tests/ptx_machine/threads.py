@@ -23,7 +23,7 @@ from .parser import (
 
 WARP = 32
 SHARED_BASE = 1024  # where dynamic shared memory starts; the driver has the memory before it
-SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z")
+SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%clusterid.x", "%cluster_ctaid.x")
 
 HALVES = {"w": "h", "d": "w"}
 
@@ -77,7 +77,9 @@ class Threads:
         self.epochs = np.zeros(len(ctas), np.int64)  # barriers passed
         self.pass_barrier(np.zeros(len(ctas), bool))
         x, y, _ = self.launch.grid
-        values = self.tid, self.cta % x, self.cta // x % y, self.cta // (x * y)
+        cluster = self.program.cluster
+        ids = self.cta % x, self.cta // x % y, self.cta // (x * y)
+        values = self.tid, *ids, ids[0] // cluster, ids[0] % cluster
         self.special = dict(zip(SPECIAL, values, strict=True))
         self.registers = _Registers()
         self.undefined: dict[str, np.ndarray] = {}  # bits of registers without a defined value
@@ -90,12 +92,36 @@ class Threads:
         memory = np.full(max(self.launch.shared_bytes, 16) * len(ctas), garbage, np.uint8)
         self.shared = Buffer("shared memory", memory, SHARED_BASE, writable=True)
         self.everyone = np.ones(self.lanes, bool)
+        self.ended = np.zeros(self.lanes, bool)
+        self.arrived = np.zeros(self.lanes, bool)  # at the barrier of their cluster
+        self.releases = np.zeros(self.lanes, bool)  # what they wrote before is seen behind it
         self.mask: np.ndarray | None = None  # of the threads that run; None: all
 
     def pass_barrier(self, ctas: np.ndarray) -> None:
         """ctas: [CTAs] bool."""
         self.epochs = self.epochs + ctas
         self.stamps = stamp(self.cta, self.epochs[self.local_cta], self.tid)
+
+    def pass_cluster_barrier(self) -> np.ndarray:
+        """The threads [lanes] of clusters of which all that have not ended have arrived.
+
+        What a cluster has accessed counts as its first CTA's from then on, with a barrier behind
+        it. So another CTA that goes on, and touches it, is an error.
+        """
+        size = self.program.threads * self.program.cluster
+        here = (self.arrived | self.ended).reshape(-1, size)
+        arrived = self.arrived.reshape(-1, size)
+        complete = here.all(axis=1) & arrived.any(axis=1)
+        released = complete & (self.releases.reshape(-1, size) | ~arrived).all(axis=1)
+        first = np.arange(len(complete)) * self.program.cluster  # among the CTAs of the batch
+        ctas = self.cta[:: self.program.threads]
+        for buffer in self.launch.buffers:
+            for i in first[released]:
+                buffer.give(ctas[i : i + self.program.cluster], ctas[i], self.epochs[i])
+        self.pass_barrier(np.isin(np.arange(len(ctas)), first[released]))
+        threads = np.repeat(complete, size)
+        self.arrived = self.arrived & ~threads
+        return threads
 
     def active(self) -> np.ndarray:
         return self.everyone if self.mask is None else self.mask

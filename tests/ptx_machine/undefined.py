@@ -61,7 +61,7 @@ def never_written(program: Program) -> list[str]:
         for i, operand in enumerate(instruction.operands):
             written = i == 0 and not instruction.opcode.startswith(("st.", "bar."))
             (results if written else sources).update(names(operand))
-    special = ("%tid", "%ctaid")
+    special = ("%tid", "%ctaid", "%cluster")
     return sorted(name for name in sources - results if not name.startswith(special))
 
 
