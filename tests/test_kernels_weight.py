@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 HOUSE = ROOT / "pallas_kernels"
 MOST_FILES = 14  # beside each other, but for `__init__.py`
 # Lines without comments, docstrings and blank ones, but for `testing`.
-MOST_CODE = 9_800
+MOST_CODE = 9_850
 MOST_UNTYPED = 90
 UNTYPED = {"Any", "object", "cast"}
 

@@ -1,13 +1,14 @@
-"""Pass 1's time by events: programs on multiprocessors, and memory as one queue. No measurement.
+"""The time of reading rows by events: programs on multiprocessors, memory as one queue.
 
-The bound of `bench.gpu.model` takes the longest of three times, as if a kernel's start, its first
-load and the tail of its last programs cost nothing. Of few rows they are what there is. Here a
-program starts in a free place of a multiprocessor, waits for its first values, asks the memory for
-a step, waits until those who asked before have theirs and for the latency of a load, computes the
-step on pipes that it shares, and asks for the next.
+No measurement. The bound of `bench.gpu.model` takes the longest of three times, as if a kernel's
+start, its first load and the tail of its last programs cost nothing. Of few rows they are what
+there is. Here a program starts in a free place of a multiprocessor, waits for its first values,
+asks the memory for a step, waits until those who asked before have theirs and for the latency of a
+load, computes the step on pipes that it shares, and asks for the next. Where a row's programs are a
+cluster, they start together, and the first of them goes on once all have read.
 
 It rests on the machine code's stalls and scoreboards (ptxas), and on what `Chip` assumes: the
-latency of a load, the share of the bandwidth that large copies reach.
+latency of a load, the share of the bandwidth that large copies reach, the second-level cache.
 """
 
 import heapq
@@ -29,41 +30,83 @@ class Parts(NamedTuple):
     issue: float  # of a turn, on the pipe that it occupies most
 
 
-def pass1(kernel: model.Launched, edges: int, rows: int, chip: model.Chip) -> float:
-    """Seconds from the first program's start to the last one's end.
+class Then(NamedTuple):
+    """What the first program of a row does when all have read it."""
+
+    clocks: float  # of a program alone
+    issue: float  # of these, on the pipe that it occupies most
+    bytes: float  # that it reads from memory
+
+
+SLICES = 8  # of what a first program does, between which others use its pipes
+
+
+def seconds(
+    kernel: model.Launched, edges: int, rows: int, chip: model.Chip, then: Then | None = None
+) -> float:
+    """From the first program's start to the last one's end.
 
     Args:
-      kernel: pass 1; its main loop is the one that turns most.
+      kernel: what reads; its main loop is the one that turns most.
       edges: programs of a row, its last ones, that read no step.
       rows: R.
       chip: what it runs on.
+      then: None: a row's programs are no cluster.
     """
     parts, of_row = _parts(kernel, chip), kernel.programs // rows
-    readers = of_row - edges
-    reads = kernel.bytes / (rows * readers * parts.turns)
-    seconds = reads / (chip.bandwidth * chip.efficiency)
-    step, pipes = seconds * chip.clock, [0.0] * chip.multiprocessors
-    waiting = deque(i % of_row < readers for i in range(kernel.programs))
-    events: list[tuple[float, int, float]] = []
+    readers, together = of_row - edges, of_row if then else 1
+    per_clock = chip.bandwidth * chip.efficiency / chip.clock
+    step = kernel.bytes / (rows * readers * parts.turns) / per_clock
+    free = deque(
+        i % chip.multiprocessors for i in range(chip.multiprocessors * model.resident(kernel, chip))
+    )
+    pipes, left, first = [0.0] * chip.multiprocessors, [of_row] * rows, [0] * rows
+    waiting = deque(range(kernel.programs))
+    events: list[tuple[float, int, float, int]] = []  # when, which program, turns, its place
 
-    def begin(now: float, place: int) -> None:
-        if waiting:
-            reader = waiting.popleft()
-            then = now + (parts.start if reader else parts.of_edges)
-            heapq.heappush(events, (then, place, parts.turns if reader else 0))
+    def begin(now: float) -> None:
+        while waiting and len(free) >= together:
+            for _ in range(together):
+                program = waiting.popleft()
+                reads = program % of_row < readers
+                then = now + (parts.start if reads else parts.of_edges)
+                heapq.heappush(events, (then, program, parts.turns if reads else 0, free.popleft()))
 
-    for i in range(chip.multiprocessors * model.resident(kernel, chip)):
-        begin(0.0, i % chip.multiprocessors)
+    def end(now: float, place: int) -> None:
+        free.append(place)
+        begin(now)
+
+    begin(0.0)
     memory = last = 0.0
     while events:
-        now, place, left = heapq.heappop(events)
-        if left > 0:
+        now, program, turns, place = heapq.heappop(events)
+        row = program // of_row
+        if turns > 0:
             memory = max(now, memory) + step
             pipes[place] = max(memory, pipes[place]) + parts.issue
-            heapq.heappush(events, (max(memory + parts.turn, pipes[place]), place, left - 1))
-        else:
+            turn = max(memory + parts.turn, pipes[place])
+            heapq.heappush(events, (turn, program, turns - 1, place))
+        elif turns == 0 and then is None:
             last = max(last, now + parts.end)
-            begin(now + parts.end, place)
+            end(now + parts.end, place)
+        elif turns == 0:
+            left[row] -= 1
+            if program % of_row:
+                end(now + parts.end, place)
+            else:
+                first[row] = place
+            if not left[row]:
+                begins = now + parts.end, row * of_row, -1.0, first[row]
+                heapq.heappush(events, begins)
+        elif then is not None and turns >= -SLICES:
+            if turns == -1:
+                memory = max(now, memory) + then.bytes / per_clock
+            pipes[place] = max(now, pipes[place]) + then.issue / SLICES
+            turn = max(now + then.clocks / SLICES, pipes[place], memory if turns == -1 else 0.0)
+            heapq.heappush(events, (turn, program, turns - 1, place))
+        else:
+            last = max(last, now)
+            end(now, place)
     return last / chip.clock
 
 
@@ -89,13 +132,23 @@ def _parts(kernel: model.Launched, chip: model.Chip) -> Parts:
 
     def alone(instructions: tuple[Instruction, ...]) -> float:
         part = Code(instructions, ())
-        return model.chain(part, model.structure(part, lambda *_: 1), chip)
+        return model.chain(part, model.structure(part, lambda *_: 1), chip, ends=False)
 
-    # Of the branches before the loop, the one around most is around the edges.
-    before = [skipped for skipped in code.skipped if skipped.end <= main.begin]
-    around = max(before, key=lambda x: x.end - x.begin, default=Loop(0, 0))
-    own = code.instructions[: around.begin] + code.instructions[around.end : main.begin]
-    start, of_edges = alone(own), alone(code.instructions[: main.begin])
+    # Of the branches around no loop, the one around most is around the edges.
+    branches = [x for x in code.skipped if x.end <= main.begin or x.begin >= main.end]
+    around = max(branches, key=lambda x: x.end - x.begin, default=Loop(0, 0))
+
+    def without_edges(begin: int, end: int) -> tuple[Instruction, ...]:
+        return tuple(
+            x for i, x in enumerate(code.instructions[begin:end], begin)
+            if not around.begin <= i < around.end
+        )  # fmt: skip
+
+    start, end = (
+        alone(without_edges(0, main.begin)),
+        alone(without_edges(main.end, len(code.instructions))),
+    )
+    edges = alone(code.instructions[around.begin : around.end])
     one, two = (model.chain(code, with_turns(times), chip) for times in (1, 2))
     issue = issued(with_turns(2)) - issued(with_turns(1))
-    return Parts(turns, start, of_edges, two - one, max(0.0, 2 * one - two - of_edges), issue)
+    return Parts(turns, start, start + edges, two - one, end, issue)

@@ -60,6 +60,24 @@ class Code:
                 return Code(self.instructions[: i + 1], self.loops)
         return self
 
+    def between(self, begin: int, end: int) -> "Code":
+        """Some of the instructions, with the loops and branches among them."""
+
+        def inside(found: tuple[Loop, ...]) -> tuple[Loop, ...]:
+            return tuple(Loop(x.begin - begin, x.end - begin) for x in found
+                         if begin <= x.begin and x.end <= end)  # fmt: skip
+
+        return Code(self.instructions[begin:end], inside(self.loops), inside(self.skipped))
+
+    def around_cluster_barrier(self) -> tuple["Code", "Code"]:
+        """What all programs of a cluster do, and what the one does that waits for the others."""
+        (*_, arrive), (*_, wait) = (
+            [i for i, x in enumerate(self.instructions) if x.name.startswith(name)]
+            for name in ("UCGABAR_ARV", "UCGABAR_WAIT")
+        )
+        size = len(self.instructions)
+        return self.between(0, arrive + 1), self.between(wait, size)
+
     def names(self, loop: Loop) -> tuple[str, ...]:
         """The operations in a loop."""
         return self._names[loop.begin : loop.end]

@@ -28,6 +28,7 @@ class Chip:
     clock: float = 1.755e9
     bandwidth: float = 3.35e12
     efficiency: float = 0.90  # of the bandwidth, as large copies reach
+    cache: float = 25e6  # bytes of the second level that are kept for sure: half of it
     registers: int = 65536
     most_warps: int = 64
     launch: float = 1.0e-6  # from the end of the kernel before to the first instruction of the next
@@ -119,10 +120,13 @@ def _parts(block: Block) -> Iterator[tuple["Block | int", float]]:
     yield from ((i, 1) for i in range(place, block.end))
 
 
-def chain(code: Code, block: Block, chip: Chip) -> float:
+def chain(code: Code, block: Block, chip: Chip, ends: bool = True) -> float:
     """The clocks of a warp that has a quarter for itself: stalls, and waits for scoreboards.
 
     A loop is walked twice; its other turns take as long as the second one.
+
+    Args:
+      ends: whether what is under way at the end is waited for.
     """
     busy = [0.0] * 6
     now = 0.0
@@ -159,7 +163,7 @@ def chain(code: Code, block: Block, chip: Chip) -> float:
                 now += turns * (now - before)
 
     walk(block)
-    return max([now, *busy])
+    return max([now, *busy]) if ends else now
 
 
 def _latency(instruction: Instruction, again: bool, chip: Chip) -> int:
@@ -189,6 +193,7 @@ class Time:
     instructions: float  # all instructions on the busiest pipe
     latency: float  # the chain of one program
     per_thread: float  # instructions that a thread issues
+    busiest: float  # of one program, on the pipe that it occupies most
 
 
 def resident(kernel: Launched, chip: Chip) -> int:
@@ -223,4 +228,5 @@ def time(kernel: Launched, chip: Chip) -> Time:
         instructions(kernel.programs),
         alone,
         each,
+        busiest / chip.clock,
     )

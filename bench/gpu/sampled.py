@@ -58,7 +58,7 @@ def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lo
 
 def loops_per_logit(kernel: sass.Kernel, schedule: Schedule) -> list[float]:
     """Instructions a logit of pass 1's loops, ascending: with one exponential, with two."""
-    each = schedule.block * schedule.blocks_per_step / 128
+    each = schedule.block / 128
     loops = [kernel.code.names(loop) for loop in kernel.code.loops]
     return sorted(len(names) / each for names in loops if "MUFU.EX2" in names)
 

@@ -49,9 +49,10 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
     low, high, above, halvings = int(keys.min()), int(keys.max()) + 1, 0, 0
     while high - low > 1 and above != k and 1 < k < groups:
         middle = (low + high) // 2
-        number = int((keys >= middle).sum())
-        low, high = (middle, high) if number >= k else (low, middle)
-        above = number if number >= k else 0
+        cuts = (low, (low + middle) // 2, (middle + high) // 2, high)
+        counts = [int((keys >= cut).sum()) for cut in cuts]
+        i = max(i for i in range(3) if counts[i] >= k)
+        low, high, above = cuts[i], cuts[i + 1], counts[i] if i else 0
         halvings += 1
     if k == 1:
         low = int(keys.max())

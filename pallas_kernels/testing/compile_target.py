@@ -13,17 +13,20 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-# What XLA must know about a chip: NVIDIA's data sheets of the H100 SXM and the B200, deviceQuery.
+# What XLA must know about a chip: NVIDIA's data sheets of the H100 SXM, the B200 and the RTX 5090,
+# deviceQuery.
 COMMON = """
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 fpus_per_core: 128
+  fpus_per_core: 128
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  shared_memory_per_block_optin: 232448
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
+"""
+LARGE = f"""{COMMON}
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
 """
 CHIPS = {
     "H100": f"""
-gpu_device_info {{ {COMMON}
+gpu_device_info {{ {LARGE}
   core_count: 132 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
   device_memory_size: 84942979072
   cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
@@ -33,7 +36,7 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "NVIDIA H100 80GB HBM3"
 """,
     "B200": f"""
-gpu_device_info {{ {COMMON}
+gpu_device_info {{ {LARGE}
   core_count: 148 memory_bandwidth: 8000000000000 l2_cache_size: 132644864 clock_rate_ghz: 1.965
   device_memory_size: 191497240576
   cuda_compute_capability {{ major: 10 feature_extension: ACCELERATED_FEATURES }}
@@ -41,6 +44,17 @@ gpu_device_info {{ {COMMON}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "NVIDIA B200"
+""",
+    "RTX5090": f"""
+gpu_device_info {{ {COMMON}
+  shared_memory_per_core: 102400 shared_memory_per_block_optin: 101376 threads_per_core_limit: 1536
+  core_count: 170 memory_bandwidth: 1792000000000 l2_cache_size: 100663296 clock_rate_ghz: 2.407
+  device_memory_size: 34190458880
+  cuda_compute_capability {{ major: 12 feature_extension: ACCELERATED_FEATURES }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "NVIDIA GeForce RTX 5090"
 """,
 }
 

@@ -122,25 +122,10 @@ def run_layout(size: int, itemsize: int) -> Layout:
     return GPU.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)  # type: ignore[no-any-return]
 
 
-def load_run(ref: Readable, start: Index, size: int, layout: Layout) -> jax.Array:
-    """`size` elements from `start` of a flat reference, a run of them a thread."""
-    return load(_some(ref, start, size), layout)
-
-
 def warp_layout() -> Layout:
     """Registers of a flat vector that every warp holds: element i in lane i % 32."""
     tiling = GPU.Tiling(((32,), (1,)))
     return GPU.Layout.TILED(tiling, warp_dims=(GPU.Replicated(4),), lane_dims=(-2,), vector_dim=-1)  # type: ignore[no-any-return]
-
-
-def load_warp(ref: Readable, start: Index, size: int) -> jax.Array:
-    """`size` elements from `start` of a flat reference, in every warp."""
-    return load(_some(ref, start, size), warp_layout())
-
-
-def warp_iota(size: int) -> jax.Array:
-    """[size] int32 indices, in every warp."""
-    return iota((size,), 0, warp_layout())
 
 
 def vector_iota(size: int) -> jax.Array:

@@ -53,7 +53,6 @@ Convert = Callable[[jax.Array], jax.Array]  # logits -> what is written of them
 # The carries of searches: for a key, and for a key or an id.
 Search = tuple[jax.Array, jax.Array, jax.Array]
 Collected = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
-FEW_PROGRAMS = 2  # every thread combines their results by itself
 WARP = 32
 
 NO_POSITION = 2**31 - 1
@@ -148,7 +147,7 @@ def is_valid(maximum: jax.Array, total: jax.Array) -> jax.Array:
 
 
 class Loaded(NamedTuple):
-    """Of all programs that read a row, one by one or a warp of them at a time."""
+    """Of all programs that read a row, a warp of them at a time."""
 
     maxima: list[jax.Array]
     sums: list[jax.Array]
@@ -173,15 +172,15 @@ def load_partials(
     counted: bool,
     entropy: bool,
 ) -> Loaded:
-    """The results of the programs that read a row: one by one, or a warp of them at a time."""
+    """The results of the programs that read a row."""
 
     def load(part: int) -> list[jax.Array]:
         begin = (part * num_targets + target) * schedule.programs
-        if schedule.programs <= FEW_PROGRAMS:
-            places = range(schedule.programs)
-            return [load_at_once(partials_ref, begin + i) for i in places]
         offsets = range(0, schedule.programs, WARP)
-        return [compat.load_warp(partials_ref, begin + i, WARP) for i in offsets]
+        return [
+            thread.load_in_warps(partials_ref, begin + i, min(WARP, schedule.programs - i))
+            for i in offsets
+        ]
 
     return Loaded(load(0), load(1), load(2) if counted else None, load(3) if entropy else None)
 
@@ -190,23 +189,16 @@ def combine(loaded: Loaded, schedule: Schedule, scale: jax.Array) -> Combined:
     """A row's numbers. Every warp does it, so that no thread waits for another warp."""
     programs = schedule.programs
 
+    lane = compat.iota((WARP,), 0, compat.warp_layout())
+
     def masked(values: list[jax.Array], nothing: float) -> list[jax.Array]:
         """`nothing` where a vector goes beyond the last program."""
-        if programs <= FEW_PROGRAMS:
-            return values
-        return [
-            x
-            if programs - i * WARP >= WARP
-            else jnp.where(compat.warp_iota(WARP) < programs - i * WARP, x, jnp.float32(nothing))
-            for i, x in enumerate(values)
-        ]
-
-    def over_lanes(reduce: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
-        return value if programs <= FEW_PROGRAMS else reduce(value)
+        beyond = jnp.float32(nothing)
+        return [jnp.where(lane < programs - i * WARP, x, beyond) for i, x in enumerate(values)]
 
     maxima, sums, counts, weighted = loaded
     lowest = functools.reduce(jnp.maximum, masked(maxima, -jnp.inf))
-    maximum = over_lanes(jnp.max, lowest)
+    maximum = jnp.max(lowest)
     terms, by_exponent = [], []
     for i, (x, total) in enumerate(zip(maxima, sums, strict=True)):
         moved = (x - maximum) * scale
@@ -217,14 +209,14 @@ def combine(loaded: Loaded, schedule: Schedule, scale: jax.Array) -> Combined:
             moved = jnp.maximum(moved, jnp.float32(LEAST))
             term = (weighted[i] + moved * total) * rescale
             by_exponent.append(jnp.where(x != -jnp.inf, term, jnp.float32(0)))
-    total = over_lanes(jnp.sum, functools.reduce(jnp.add, masked(terms, 0)))
+    total = jnp.sum(functools.reduce(jnp.add, masked(terms, 0)))
     count = jnp.int32(0)
     if counts is not None:
-        count = over_lanes(jnp.sum, functools.reduce(jnp.add, masked(counts, 0)))
+        count = jnp.sum(functools.reduce(jnp.add, masked(counts, 0)))
         count = count.astype(jnp.int32)
     if weighted is None:
         return Combined(maximum, total, count, None)
-    summed = over_lanes(jnp.sum, functools.reduce(jnp.add, masked(by_exponent, 0)))
+    summed = jnp.sum(functools.reduce(jnp.add, masked(by_exponent, 0)))
     return Combined(maximum, total, count, summed * jnp.float32(math.log(2)))
 
 
@@ -238,13 +230,15 @@ def nth_largest(keys: jax.Array, k: int, largest: jax.Array, *, padded: bool = T
       padded: whether any may be `NOTHING`.
     """
 
-    def larger_half(state: Search) -> Search:
+    def closer(state: Search) -> Search:
         low, high, _ = state
         cut = middle(low, high)
-        above = count_not_below(keys, cut)
-        enough = above >= k
-        found = jnp.where(enough, above, jnp.int32(0))
-        return jnp.where(enough, cut, low), jnp.where(enough, high, cut), found
+        lower, upper = middle(low, cut), middle(cut, high)
+        of_lower, of_upper = counts_not_below(keys, lower, upper)
+        enough, more = of_lower >= k, of_upper >= k
+        found = jnp.where(more, of_upper, jnp.where(enough, of_lower, jnp.int32(0)))
+        low = jnp.where(more, upper, jnp.where(enough, lower, low))
+        return low, jnp.where(more, high, jnp.where(enough, upper, lower)), found
 
     def unsure(state: Search) -> jax.Array:
         low, high, above = state
@@ -253,13 +247,17 @@ def nth_largest(keys: jax.Array, k: int, largest: jax.Array, *, padded: bool = T
     # The smallest of them, by a maximum, which is one instruction a warp and a minimum is not.
     smallest = ~jnp.max(jnp.where(keys == NOTHING, NOTHING, ~keys) if padded else ~keys)
     # k keys are at `low` or above it, fewer at `high`.
-    low, _, _ = lax.while_loop(unsure, larger_half, (smallest, largest + 1, jnp.int32(0)))
+    low, _, _ = lax.while_loop(unsure, closer, (smallest, largest + 1, jnp.int32(0)))
     return low
 
 
-def count_not_below(keys: jax.Array, cut: jax.Array) -> jax.Array:
-    """The number of keys at the cut or above it."""
-    return jnp.sum(jnp.where(keys >= cut, jnp.int32(1), jnp.int32(0)))
+def counts_not_below(
+    keys: jax.Array, lower: jax.Array, upper: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The numbers of keys at each of two cuts or above it: at most `MAX_GROUPS`, by one sum."""
+    above = jnp.where(keys >= lower, jnp.int32(1), jnp.int32(0))
+    both = jnp.sum(jnp.where(keys >= upper, jnp.int32(1 + (1 << TIES)), above))
+    return both & MAX_GROUPS, both >> TIES & MAX_GROUPS
 
 
 def choose_groups(
@@ -782,12 +780,9 @@ def group_layout(schedule: Schedule) -> Layout:
 def load_group_maxima(schedule: Schedule, groups_ref: Readable, start: Index) -> jax.Array:
     """[padded_groups] in the logits' dtype, of a row whose group maxima start there.
 
-    Early, where threads load whole words: before it is known whether the row is wanted.
+    Early: before it is known whether the row is wanted.
     """
     size, layout = schedule.padded_groups, group_layout(schedule)
-    half_words = jnp.dtype(schedule.dtype).itemsize == 2 and size // WARPGROUP % 2 == 1
-    if half_words:
-        return compat.load_run(groups_ref, start, size, layout)
     return compat.asarray(thread.load_run_at_once(groups_ref, start, size, layout))
 
 
@@ -855,8 +850,29 @@ def finish_rows(
     num_targets: int,
 ) -> RowOutputs[jax.Array]:
     """The outputs of R target rows; `schedule` as in pass 1, `inputs` as arrays."""
-    columns = outputs.k + first_column(mode)
     selected = num_selected(outputs.k, mode)
+    kernel = GPU.kernel(
+        functools.partial(
+            finish_rows_kernel,
+            schedule=schedule,
+            outputs=outputs,
+            mode=mode,
+            num_logits_rows=num_logits_rows,
+            num_targets=num_targets,
+        ),
+        out_type=result_types(outputs, mode, num_targets),
+        scratch_types=scratch_types(schedule, selected) if selected else (),
+        grid=(num_targets,),
+        grid_names=("row",),
+        compiler_params=compat.compiler_params(approx_math=False),
+        kernel_name="finish_rows",
+    )
+    return named(kernel(inputs), outputs, mode)
+
+
+def result_types(outputs: Outputs, mode: Mode, num_targets: int) -> list[jax.ShapeDtypeStruct]:
+    """The types of `RowOutputs`."""
+    columns = outputs.k + first_column(mode)
     types = [
         # Without any column, one number that is not read.
         compat.shape((max(num_targets * columns, 1),), jnp.int32),
@@ -864,25 +880,13 @@ def finish_rows(
         compat.shape((num_targets,), jnp.int32),
         compat.shape((2 * num_targets,), jnp.float32),
     ]
+    more = more_outputs(outputs, mode).values()
+    return types + [compat.shape((num_targets * size,), jnp.float32) for size in more]
+
+
+def named(found: Sequence[jax.Array], outputs: Outputs, mode: Mode) -> RowOutputs[jax.Array]:
+    """Arrays of `result_types`."""
     more = more_outputs(outputs, mode)
-    types += [compat.shape((num_targets * size,), jnp.float32) for size in more.values()]
-    kernel = GPU.kernel(
-        functools.partial(
-            _finish_rows_kernel,
-            schedule=schedule,
-            outputs=outputs,
-            mode=mode,
-            num_logits_rows=num_logits_rows,
-            num_targets=num_targets,
-        ),
-        out_type=types,
-        scratch_types=scratch_types(schedule, selected) if selected else (),
-        grid=(num_targets,),
-        grid_names=("row",),
-        compiler_params=compat.compiler_params(approx_math=False),
-        kernel_name="finish_rows",
-    )
-    found = kernel(inputs)
     plain = len(found) - len(more)
     return RowOutputs(*found[:plain], **dict(zip(more, found[plain:], strict=True)))
 
@@ -899,6 +903,7 @@ class RowToFinish(NamedTuple):
     inputs: Inputs
     logits: RowOfLogits
     token: jax.Array | None  # the given token, or None
+    given: jax.Array | None  # its logit
     temperature: jax.Array | None  # `Targets.temperature`
     group_maxima: jax.Array | None  # [padded_groups], or None without a top K
     out: RowOutputs[jax.Ref]
@@ -909,7 +914,7 @@ class RowToFinish(NamedTuple):
         return self.outputs.k
 
 
-def _finish_rows_kernel(
+def finish_rows_kernel(
     inputs: Inputs,
     ids_ref: jax.Ref,  # out, as `RowOutputs`
     values_ref: jax.Ref,
@@ -921,18 +926,23 @@ def _finish_rows_kernel(
     mode: Mode,
     num_logits_rows: int,
     num_targets: int,
+    own: Callable[[], Index] = lambda: lax.axis_index("row"),  # its target row
+    wait: Callable[[], None] = lambda: None,  # until pass 1 has ended
 ) -> None:
     k = outputs.k
     more = more_outputs(outputs, mode)
     scratch = others[len(more) :]
     optional = dict(zip(more, others, strict=False))
-    target = lax.axis_index("row")
+    target = own()
     # What needs no other number is loaded first, so that it all comes from memory at once.
-    logits_row = inputs.targets.row(target)
+    logits_row, number = inputs.targets.row(target)
     temperature = inputs.targets.temperature(target)
-    token = None
+    token = given = None
     if inputs.token_ids is not None:
         token = load_at_once(inputs.token_ids, target)
+        clipped = jnp.clip(logits_row, 0, num_logits_rows - 1) * schedule.vocabulary
+        given = inputs.logits[clipped + jnp.clip(token, 0, schedule.vocabulary - 1)]
+    wait()
     partials = load_partials(
         inputs.partials, schedule, num_targets, target, mode != "greedy", outputs.entropy
     )
@@ -941,7 +951,7 @@ def _finish_rows_kernel(
         assert inputs.groups is not None
         start = target * schedule.padded_groups
         maxima = load_group_maxima(schedule, inputs.groups, start)
-    active = inputs.targets.is_active(target, logits_row, num_logits_rows)
+    active = reading.is_active(target, logits_row, number, num_logits_rows)
     row = RowToFinish(
         schedule,
         outputs,
@@ -957,6 +967,7 @@ def _finish_rows_kernel(
             reading.mask_of_row(inputs.allowed, target, schedule),
         ),
         token,
+        given,
         temperature,
         maxima,
         RowOutputs(ids_ref, values_ref, ranks_ref, statistics_ref, **optional),
@@ -988,7 +999,7 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
     """The outputs of a whole row, of an invalid one too."""
     maximum, total, count, weighted = found
     valid = is_valid(maximum, total)
-    log_sum = jnp.where(valid, jnp.log(total), jnp.float32(jnp.nan))
+    log_sum = jnp.where(valid, thread.logarithm(total), jnp.float32(jnp.nan))
 
     def logprobs(x: jax.Array) -> jax.Array:
         scaled = x - maximum
@@ -1051,9 +1062,9 @@ def write_given_token(
     vocabulary = row.schedule.vocabulary
     token = row.token
     assert token is not None
+    assert row.given is not None
     known = valid & (token >= 0) & (token < vocabulary)
-    place = row.logits.first + jnp.clip(token, 0, vocabulary - 1)
-    chosen = row.inputs.logits[place].astype(jnp.float32)
+    chosen = row.given.astype(jnp.float32)
     row.out.ids[row.top - 1] = token
     row.out.values[row.top - 1] = jnp.where(known, logprobs(chosen), jnp.float32(jnp.nan))
     if row.outputs.inclusive:  # padding counts where everything does

@@ -177,15 +177,8 @@ def read_steps(row: RowOfGroups, program: Index) -> Carries:
     schedule = row.schedule
 
     def step(i: jax.Array, carries: Carries) -> Carries:
-        begin = i * schedule.blocks_per_step
-        blocks = [begin + b for b in range(schedule.blocks_per_step)]
-        loaded = [
-            read_block(row.logits_ref, row.first + block * schedule.block, schedule, row.vector)
-            for block in blocks
-        ]
-        for block, pieces in zip(blocks, loaded, strict=True):
-            carries = updated(row, block, pieces, carries)
-        return carries
+        start = row.first + i * schedule.block
+        return updated(row, i, read_block(row.logits_ref, start, schedule, row.vector), carries)
 
     begin = program * schedule.num_steps // schedule.splits
     end = (program + 1) * schedule.num_steps // schedule.splits

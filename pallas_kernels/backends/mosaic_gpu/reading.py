@@ -28,14 +28,12 @@ class Targets(NamedTuple):
     num_rows: jax.Array | None  # [1] int32; target rows from there on are skipped
     temperatures: jax.Array | None  # [R] float32, as `pallas_kernels.topk_logprobs` has them
 
-    def row(self, target: Index) -> Index:
-        """The row of logits, in a kernel."""
-        return target if self.row_ids is None else self.row_ids[target]
-
-    def is_active(self, target: Index, row: Index, num_logits_rows: int) -> jax.Array:
-        """Whether the target row is not skipped, in a kernel."""
-        inside = compat.asarray((row >= 0) & (row < num_logits_rows))
-        return inside if self.num_rows is None else inside & (target < self.num_rows[0])
+    def row(self, target: Index, interpreted: bool = False) -> tuple[Index, Index | None]:
+        """The row of logits, and how many target rows are not skipped, in a kernel."""
+        number = None if self.num_rows is None else load_at_once(self.num_rows, 0, interpreted)
+        if self.row_ids is None:
+            return target, number
+        return load_at_once(self.row_ids, target, interpreted), number
 
     def temperature(self, target: Index, interpreted: bool = False) -> jax.Array | None:
         """The temperature, in a kernel: NaN if it gives NaN logprobs; None without temperatures."""
@@ -44,6 +42,12 @@ class Targets(NamedTuple):
         t = compat.asarray(load_at_once(self.temperatures, target, interpreted))
         t = jnp.where(t == 0, jnp.float32(1), t)  # 0 means greedy, whose scaled logprobs use 1
         return compat.asarray(jnp.where((t > 0) & (t < jnp.inf), t, jnp.float32(jnp.nan)))
+
+
+def is_active(target: Index, row: Index, number: Index | None, num_logits_rows: int) -> jax.Array:
+    """Whether a target row is not skipped, in a kernel; of `Targets.row`."""
+    inside = compat.asarray((row >= 0) & (row < num_logits_rows))
+    return inside if number is None else inside & (target < number)
 
 
 def exponents_scale(temperature: jax.Array | None) -> jax.Array:
@@ -78,13 +82,13 @@ def make_targets(
 def selected_logit(
     schedule: Schedule, logits_ref: Readable, first: Index, chosen: jax.Array | None
 ) -> jax.Array | None:
-    """The given token's logit in the row that starts at `first`, float32; None without a token."""
+    """The given token's logit in the row that starts at `first`; None without a token."""
     if chosen is None:
         return None
     if chosen.dtype != jnp.int32:
         return chosen
     token = jnp.clip(chosen, 0, schedule.vocabulary - 1)
-    return compat.asarray(logits_ref[first + token].astype(jnp.float32))
+    return compat.asarray(logits_ref[first + token])
 
 
 def read_block(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends.answers import usable_temperatures, with_biased
-from pallas_kernels.backends.mosaic_gpu import finish_kernel
+from pallas_kernels.backends.mosaic_gpu import cluster_kernel, finish_kernel
 from pallas_kernels.backends.mosaic_gpu.reading import make_targets, over_temperature
 from pallas_kernels.backends.mosaic_gpu.rows_kernel import read_rows
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
@@ -79,12 +79,21 @@ def run(
     schedule = schedule or choose_schedule(
         num_targets, logits.shape[1], selected, logits.dtype.name
     )
-    partials, groups = read_rows(
-        schedule, logits, num_targets, chosen, targets, selected > 0, outputs, flat
-    )
-    token_ids = chosen if mode == "given" else None
-    inputs = finish_kernel.Inputs(logits.reshape(-1), token_ids, partials, groups, targets, flat)
-    out = finish_kernel.finish_rows(schedule, outputs, mode, inputs, logits.shape[0], num_targets)
+    if cluster_kernel.fits(schedule):
+        out = cluster_kernel.topk_rows(
+            schedule, outputs, mode, logits, num_targets, chosen, targets, flat
+        )
+    else:
+        partials, groups = read_rows(
+            schedule, logits, num_targets, chosen, targets, selected > 0, outputs, flat
+        )
+        token_ids = chosen if mode == "given" else None
+        inputs = finish_kernel.Inputs(
+            logits.reshape(-1), token_ids, partials, groups, targets, flat
+        )
+        out = finish_kernel.finish_rows(
+            schedule, outputs, mode, inputs, logits.shape[0], num_targets
+        )
     return vary_like(out, (logits, chosen, targets, allowed))
 
 

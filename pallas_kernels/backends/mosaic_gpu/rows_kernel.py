@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
-from pallas_kernels.backends.mosaic_gpu import compat, reading
+from pallas_kernels.backends.mosaic_gpu import compat, reading, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Index, Layout, Schedule
+from pallas_kernels.backends.mosaic_gpu.schedule import Index, Layout, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.lowering.forms import is_counted
@@ -26,7 +27,6 @@ from pallas_kernels.lowering.forms import is_counted
 if TYPE_CHECKING:
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-Block = tuple[Index, list[jax.Array]]  # its index, and its pieces as loaded
 # An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
 LEAST = -200.0
 
@@ -67,17 +67,14 @@ def read_rows(
       interpret: None to compile, or Pallas's parameters of an interpreter, without `allowed`.
 
     Returns:
-      partial results, float32 [parts, R, programs] without its axes, and unused ones after them:
-      maxima, sums of exponentials, counts, and for the entropy sums by exponents of 2;
+      partial results, float32 [parts, R, programs] without its axes: maxima, sums of
+      exponentials, counts, and for the entropy sums by exponents of 2;
       group maxima [R * padded_groups] in the logits' dtype, of which `num_groups` a row are
       written, or None. Counts are not initialized where nothing is counted.
     """
-    size = partials_size(schedule, num_targets, outputs.entropy)
-    partials = compat.shape((size,), jnp.float32)
-    groups = compat.shape((num_targets * schedule.padded_groups,), logits.dtype)
     kernel = GPU.kernel(
         functools.partial(
-            _read_rows_kernel,
+            read_rows_kernel,
             schedule=schedule,
             num_logits_rows=logits.shape[0],
             num_targets=num_targets,
@@ -85,7 +82,7 @@ def read_rows(
             outputs=Outputs(0, entropy=outputs.entropy, inclusive=outputs.inclusive),
             interpreted=interpret is not None,
         ),
-        out_type=[partials, groups] if with_groups else [partials],
+        out_type=result_types(schedule, num_targets, logits.dtype, with_groups, outputs),
         grid=(schedule.programs, num_targets),  # the last axis may exceed 65535, no other may
         grid_names=("program", "row"),
         compiler_params=compat.compiler_params(approx_math=True),
@@ -96,10 +93,19 @@ def read_rows(
     return out[0], out[1] if with_groups else None
 
 
+def result_types(
+    schedule: Schedule, num_targets: int, dtype: DTypeLike, with_groups: bool, outputs: Outputs
+) -> list[jax.ShapeDtypeStruct]:
+    """The types of what `read_rows` returns."""
+    partials = partials_size(schedule, num_targets, outputs.entropy)
+    groups = num_targets * schedule.padded_groups
+    types = [compat.shape((partials,), jnp.float32), compat.shape((groups,), dtype)]
+    return types if with_groups else types[:1]
+
+
 def partials_size(schedule: Schedule, num_targets: int, entropy: bool) -> int:
-    """The length of the partial results: pass 2 loads one a thread, also beyond the last."""
-    parts = 4 if entropy else 3
-    return parts * num_targets * schedule.programs + WARPGROUP - 1
+    """The length of the partial results."""
+    return (4 if entropy else 3) * num_targets * schedule.programs
 
 
 class RowToRead(NamedTuple):
@@ -118,7 +124,7 @@ class RowToRead(NamedTuple):
     interpreted: bool
 
 
-def _read_rows_kernel(
+def read_rows_kernel(
     logits_ref: jax.Ref,  # [N * V]  in
     chosen_ref: jax.Ref | None,  # [R]  in: i32 token ids, or f32 logits, or None
     targets: reading.Targets,  # in
@@ -135,11 +141,11 @@ def _read_rows_kernel(
     target = lax.axis_index("row")
     program = lax.axis_index("program")
     # What needs no other number is loaded first, so that it all comes from memory at once.
-    logits_row = targets.row(target)
+    logits_row, number = targets.row(target, interpreted)
     temperature = targets.temperature(target, interpreted)
     chosen = None if chosen_ref is None else load_at_once(chosen_ref, target, interpreted)
 
-    @pl.when(targets.is_active(target, logits_row, num_logits_rows))
+    @pl.when(reading.is_active(target, logits_row, number, num_logits_rows))
     def _() -> None:
         first = logits_row * schedule.vocabulary
         row = RowToRead(
@@ -172,17 +178,13 @@ def read_steps(row: RowToRead, program: Index) -> Carry:
     layout = schedule.layout(schedule.vector)
 
     def step(i: jax.Array, carry: Carry) -> Carry:
-        begin = schedule.first_block + i * schedule.blocks_per_step
-        blocks = [begin + b for b in range(schedule.blocks_per_step)]
-        loaded = []
-        for block in blocks:
-            start = row.first - row.skew + block * schedule.block
-            pieces = reading.read_block(
-                row.logits_ref, start, schedule, schedule.vector, row.interpreted
-            )
-            first_id = start - row.first
-            loaded.append(reading.masked(pieces, row.mask, first_id, schedule, schedule.vector))
-        return updated(row, list(zip(blocks, loaded, strict=True)), carry, layout)
+        block = schedule.first_block + i
+        start = row.first - row.skew + block * schedule.block
+        pieces = reading.read_block(
+            row.logits_ref, start, schedule, schedule.vector, row.interpreted
+        )
+        pieces = reading.masked(pieces, row.mask, start - row.first, schedule, schedule.vector)
+        return updated(row, block, pieces, carry, layout)
 
     begin = program * schedule.num_steps // schedule.splits
     end = (program + 1) * schedule.num_steps // schedule.splits
@@ -201,7 +203,7 @@ def read_edges(row: RowToRead) -> Carry:
         )
         first_id = schedule.block_ids(block, row.skew)[0]
         pieces = reading.masked(pieces, row.mask, first_id, schedule, vector)
-        carry = updated(row, [(block, pieces)], carry, layout)
+        carry = updated(row, block, pieces, carry, layout)
     return carry
 
 
@@ -215,30 +217,31 @@ def before_any_block(row: RowToRead, vector: int) -> Carry:
     return Carry(maximum, zeros, count, zeros if row.outputs.entropy else None)
 
 
-def updated(row: RowToRead, blocks: list[Block], carry: Carry, layout: Layout) -> Carry:
-    """The carry after more blocks; their group maxima are stored where they are wanted."""
+def updated(
+    row: RowToRead, block: Index, pieces: list[jax.Array], carry: Carry, layout: Layout
+) -> Carry:
+    """The carry after one more block; its group maxima are stored where they are wanted."""
     maximum, total, count, weighted = carry
-    new_maximum = maximum
-    for block, pieces in blocks:
-        group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
-        store_group_maxima(row, block, group_maxima)
-        new_maximum = jnp.maximum(new_maximum, group_maxima.astype(jnp.float32))
+    group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
+    store_group_maxima(row, block, group_maxima)
+    new_maximum = jnp.maximum(maximum, group_maxima.astype(jnp.float32))
     reference = finite_reference(new_maximum)
     moved = (maximum - reference) * row.scale
     rescale = jnp.exp2(moved)
     reference = _spread(reference, total.shape, layout)
-    terms, by_exponent = [], []
-    for _, pieces in blocks:
-        for piece in pieces:
-            x = piece.astype(jnp.float32)
-            # The difference first: it is exact near the maximum, however large that is.
-            exponent = (x - reference) * row.scale
-            terms.append(jnp.exp2(exponent))
-            if weighted is not None:
-                by_exponent.append(terms[-1] * jnp.maximum(exponent, jnp.float32(LEAST)))
-            if count is not None and row.selected is not None:
-                counts = is_counted(x, row.selected, row.outputs.inclusive)
-                count += jnp.where(counts, jnp.float32(1), jnp.float32(0))
+    terms, by_exponent, selected = [], [], None
+    if row.selected is not None:
+        selected = thread.again(row.selected, row.interpreted)
+    for piece in pieces:
+        x = piece.astype(jnp.float32)
+        # The difference first: it is exact near the maximum, however large that is.
+        exponent = (x - reference) * row.scale
+        terms.append(jnp.exp2(exponent))
+        if weighted is not None:
+            by_exponent.append(terms[-1] * jnp.maximum(exponent, jnp.float32(LEAST)))
+        if count is not None and selected is not None:
+            counts = is_counted(x, selected, row.outputs.inclusive)
+            count += jnp.where(counts, jnp.float32(1), jnp.float32(0))
     # A sum of few terms is added to the many: its rounding errors stay small.
     rescale = _spread(rescale, total.shape, layout)
     if weighted is not None:

@@ -2,8 +2,7 @@
 
     row      V logits, contiguous; read by `splits` programs, each a run of whole steps, and by one
              more program for the edges, if there are any
-    step     `blocks_per_step` blocks: what a program holds in registers at a time
-    block    16 or 32 groups
+    block    16 or 32 groups: what a program holds in registers at a time, a step; or an edge
     group    `group_width` contiguous logits, in index order: has one maximum
     vector   16 aligned bytes, what a thread loads at once
 
@@ -36,12 +35,13 @@ WARPGROUP = 128
 MIN_GROUP_WIDTH = 128  # pass 2 reads a group with a warpgroup
 RUN = 8  # consecutive logits of a thread in a fixed group, however many it loads at once
 
-# An H100 has 132 multiprocessors; with up to 128 registers a thread, 4 programs fit on each. So
-# many run at once; a few more would run alone after them.
-PROGRAMS_AT_ONCE = 132 * 4
-# In turns of a full machine, in each of which every program reads a step at the memory's speed. By
-# the model of the time (`bench.gpu.model`): a step of a program that runs alone, and its start.
-STEP_ALONE, START = 0.37, 0.26
+# An H100 has 132 multiprocessors; with up to 96 registers a thread, 5 programs fit on each. So many
+# run at once; a few more would run alone after them.
+MULTIPROCESSORS = 132
+PROGRAMS_AT_ONCE = MULTIPROCESSORS * 5
+# Programs of a row that one launch does all of (`cluster_kernel`): as many as any chip allows. With
+# fewer steps each, and more of them than fit, what they begin and end with is most of what they do.
+CLUSTER, STEPS = 8, 4
 
 
 Index: TypeAlias = int | jax.Array  # [] int32 of a kernel
@@ -61,7 +61,6 @@ class Schedule:
     vocabulary: int
     dtype: str
     group_width: int
-    blocks_per_step: int
     splits: int
     fixed: bool = False  # groups begin at multiples of their width in every row
 
@@ -110,8 +109,8 @@ class Schedule:
 
     @property
     def padded_groups(self) -> int:
-        """Group maxima stored for a row: whole vectors of a warpgroup."""
-        return -(-self.num_groups // WARPGROUP) * WARPGROUP
+        """Group maxima stored for a row: of 16 bits or 32, whole words for each of a warpgroup."""
+        return -(-self.num_groups // (2 * WARPGROUP)) * 2 * WARPGROUP
 
     @property
     def first_block(self) -> int:
@@ -120,13 +119,13 @@ class Schedule:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps whose blocks lie within the row, whatever its skew."""
-        return (self.vocabulary // self.block - self.first_block) // self.blocks_per_step
+        """The number of blocks that lie within the row, whatever its skew."""
+        return self.vocabulary // self.block - self.first_block
 
     @property
     def edges(self) -> tuple[int, ...]:
         """The blocks that are in no step."""
-        after = self.first_block + self.num_steps * self.blocks_per_step
+        after = self.first_block + self.num_steps
         return (*range(self.first_block), *range(after, self.num_blocks))
 
     @property
@@ -160,53 +159,26 @@ class Schedule:
 
 
 def choose_fixed_schedule(num_targets: int, vocabulary: int, dtype: str) -> Schedule:
-    """The cut of rows that are sampled: groups of 256 logits from a multiple of 256 on.
-
-    A step is one block: with two, and two exponentials a logit, fewer programs would fit.
-    """
-    return with_splits(num_targets, Schedule(vocabulary, dtype, 256, 1, 0, fixed=True))
+    """The cut of rows that are sampled: groups of 256 logits from a multiple of 256 on."""
+    schedule = Schedule(vocabulary, dtype, 256, 0, fixed=True)
+    return replace(schedule, splits=choose_splits(num_targets, schedule))
 
 
 def choose_schedule(num_targets: int, vocabulary: int, k: int, dtype: str) -> Schedule:
-    """Choose narrow groups for a large K, of which pass 2 reads K, and many splits for few rows."""
-    group_width = 256 if k <= 32 and vocabulary >= BLOCK else MIN_GROUP_WIDTH
-    blocks_per_step = 2
-    if dtype == "float32":
-        blocks_per_step //= 2
-    while blocks_per_step > 1:
-        steps = Schedule(vocabulary, dtype, group_width, blocks_per_step, 0).num_steps
-        if num_targets * steps >= PROGRAMS_AT_ONCE:
-            break
-        blocks_per_step //= 2
-    return with_splits(num_targets, Schedule(vocabulary, dtype, group_width, blocks_per_step, 0))
+    """Choose narrow groups for a large K, of which K are read again, and many splits for few rows.
 
-
-def with_splits(num_targets: int, schedule: Schedule) -> Schedule:
-    """The schedule with `choose_splits`."""
-    return replace(
-        schedule, splits=choose_splits(num_targets, schedule.num_steps, len(schedule.edges))
-    )
-
-
-def choose_splits(num_targets: int, steps: int, edges: int) -> int:
-    """How many programs share the whole steps of a row, so that no round of programs runs empty.
-
-    The last programs may be few: they run alone, and take as long as their loads do. The more
-    programs, the shorter they are; a program's start costs a little, an empty place too.
+    Rows are read by clusters where those are enough to keep every multiprocessor busy.
     """
-    others = 1 if edges else 0  # programs of a row that read no step
+    group_width = 256 if k <= 32 and vocabulary >= BLOCK else MIN_GROUP_WIDTH
+    schedule = Schedule(vocabulary, dtype, group_width, 0)
+    splits = choose_splits(num_targets, schedule)
+    if num_targets * CLUSTER > MULTIPROCESSORS:
+        splits = min(splits, CLUSTER - (1 if schedule.edges else 0))
+    return replace(schedule, splits=splits)
 
-    def cost(splits: int) -> float:
-        programs = num_targets * (splits + others)
-        each = -(-steps // splits)
-        last = programs % PROGRAMS_AT_ONCE / PROGRAMS_AT_ONCE
-        read = last * each * splits / (splits + others)
-        alone = max(0.0, STEP_ALONE * each + START - read) if last else 0.0
-        empty = 0.1 * each * max(0.0, 1 - programs / PROGRAMS_AT_ONCE)
-        rounds = -(-programs // PROGRAMS_AT_ONCE)
-        return num_targets * steps / PROGRAMS_AT_ONCE + alone + empty + 0.05 * rounds
 
-    if steps == 0:
-        return 0
-    fewest = min(steps, max(1, PROGRAMS_AT_ONCE // num_targets - others))
-    return min(range(fewest, steps + 1), key=cost)
+def choose_splits(num_targets: int, schedule: Schedule) -> int:
+    """How many programs share the whole steps of a row: as many as fit at once, or a cluster's."""
+    steps, others = schedule.num_steps, 1 if schedule.edges else 0
+    fitting = PROGRAMS_AT_ONCE // num_targets - others
+    return min(steps, max(fitting, min(CLUSTER - others, -(-steps // STEPS))))

@@ -24,7 +24,7 @@ from jax.extend.mlir.dialects import memref as mlir_memref
 from jax.extend.mlir.dialects import scf as mlir_scf
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
+from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable, warp_layout
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Index, Layout
 
 # Untyped: what their stubs say does not hold for what jax makes of them.
@@ -226,6 +226,62 @@ def barrier() -> None:
     mgpu.warpgroup_barrier()
 
 
+def logarithm(x: jax.Array) -> jax.Array:
+    """The natural logarithm of a number of the kernel, to the last bits in any kernel."""
+
+    def body(value: Vector) -> Vector:
+        return Vector.splat(math.log(word(value).value), ())
+
+    kind = result((), jnp.float32, GPU.Layout.WG_SPLAT)
+    return inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
+
+
+def again(x: jax.Array, interpreted: bool = False) -> jax.Array:
+    """A number of the kernel as float32, where the kernel says: until then nobody waits for it."""
+    if interpreted:
+        return x.astype(jnp.float32)
+
+    def body(value: Vector) -> Vector:
+        here, letter = word(value).value, "f"
+        kind = here.type
+        if kind != ir.F32Type.get():
+            here, letter = arith.bitcast(ir.IntegerType.get_signless(16), here), "h"
+        move = f"mov.b{32 if letter == 'f' else 16} $0, $1;"
+        here = llvm.inline_asm(
+            here.type, [here], move, f"={letter},{letter}", has_side_effects=True
+        )
+        here = here if letter == "f" else arith.bitcast(kind, here)
+        return Vector.splat(as_float32(here).value, ())
+
+    kind = result((), jnp.float32, GPU.Layout.WG_SPLAT)
+    return inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
+
+
+def special(register: str) -> jax.Array:
+    """An integer of the chip's, read where the kernel says: until then it takes no register."""
+
+    def body() -> Vector:
+        return scalar(_assembled(f"mov.u32 $0, %{register};", "=r", []))
+
+    return inline(body, (), (), result((), jnp.int32, GPU.Layout.WG_SPLAT))  # type: ignore[no-any-return]
+
+
+def arrive_in_cluster() -> None:
+    """What the thread wrote before is seen by those of its cluster that wait for it."""
+    _ordered("barrier.cluster.arrive.release.aligned;")
+
+
+def wait_for_cluster() -> None:
+    """Wait until all threads of the cluster have arrived."""
+    _ordered("barrier.cluster.wait.acquire.aligned;")
+
+
+def _ordered(text: str) -> None:
+    """An instruction that no access to memory passes."""
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, [], text, "~{memory}", has_side_effects=True)
+
+
 def when(condition: Word, body: Callable[[], None]) -> None:
     """Run the body in threads where the condition holds."""
     branch = scf.IfOp(condition.value)
@@ -411,6 +467,18 @@ def load_at_once(ref: Readable, index: Index, interpreted: bool = False) -> jax.
 
     kind = result((), dtype, GPU.Layout.WG_SPLAT)
     return inline(body, (ref, index), (None, "scalar"), kind)  # type: ignore[no-any-return]
+
+
+def load_in_warps(ref: Readable, start: Index, size: int) -> jax.Array:
+    """[32] float32 from `start` on, in every warp; beyond `size` of them the last one again."""
+
+    def body(here: Value, at: Vector) -> Vector:
+        address = place(here, word(at) + smaller(thread() & 31, size - 1), ir.F32Type.get())
+        text = "ld.relaxed.gpu.global.b32 $0, [$1];"
+        found = llvm.inline_asm(ir.F32Type.get(), [address], text, "=f,l", has_side_effects=True)
+        return one_each(Word(found), warp_layout(), (32,))
+
+    return inline(body, (ref, start), (None, "scalar"), result((32,), jnp.float32, warp_layout()))  # type: ignore[no-any-return]
 
 
 def load_run_at_once(ref: Readable, start: Index, size: int, layout: Layout) -> jax.Array:

@@ -21,15 +21,15 @@ from tests.support.watched_interpreters import watched
 
 CASES = {
     # Rows start at vectors; several blocks a step; a ragged last block.
-    "bfloat16": (Schedule(8448, "bfloat16", 256, 2, 1), True, Outputs(0, entropy=True)),
+    "bfloat16": (Schedule(8448, "bfloat16", 256, 1), True, Outputs(0, entropy=True)),
     # An odd vocabulary: every row has another skew, and so edges at both ends.
-    "odd bfloat16": (Schedule(8195, "bfloat16", 128, 1, 1), True, Outputs(0, inclusive=True)),
+    "odd bfloat16": (Schedule(8195, "bfloat16", 128, 1), True, Outputs(0, inclusive=True)),
     # The same with split rows and wide groups.
-    "float32": (Schedule(12_290, "float32", 256, 1, 2), True, Outputs(0, False, True, False, True)),
+    "float32": (Schedule(12_290, "float32", 256, 2), True, Outputs(0, False, True, False, True)),
     # Whole blocks only, no edges.
-    "float16": (Schedule(8192, "float16", 128, 1, 2), True, Outputs(0)),
+    "float16": (Schedule(8192, "float16", 128, 2), True, Outputs(0)),
     # No group maxima; a row of nothing but edges.
-    "k = 0": (Schedule(4100, "float16", 128, 1, 0), False, Outputs(0)),
+    "k = 0": (Schedule(4100, "float16", 128, 0), False, Outputs(0)),
 }
 LOG2_E = np.log2(np.e)
 

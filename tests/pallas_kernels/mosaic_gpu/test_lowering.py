@@ -47,7 +47,7 @@ def test_schedules(vocabulary):
         assert schedule.splits > 0 or schedule.edges
         skew = schedule.skew(row)
         assert skew == row * vocabulary % (16 // jnp.dtype(dtype).itemsize)
-        last = schedule.first_block + schedule.num_steps * schedule.blocks_per_step
+        last = schedule.first_block + schedule.num_steps
         in_steps = range(schedule.first_block, last)
         assert sorted((*in_steps, *schedule.edges)) == list(range(schedule.num_blocks))
         end = 0
@@ -88,7 +88,8 @@ def test_lowers_for_cuda(path, rows, vocabulary, k, dtype):
         return kernel_calls.topk_logprobs(run, logits, token_ids, Outputs(k), *rest)
 
     text = lowered.text_of(call, *inputs(rows, vocabulary, dtype))
-    assert text.count(lowered.KERNELS[0]) == 2
+    # Few rows keep more multiprocessors busy than a cluster each has programs.
+    assert text.count(lowered.KERNELS[0]) == (2 if rows == 4 else 1)
     assert not any(operation in text for operation in SORTS)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.mosaic_gpu import finish_kernel, rows_kernel
+from pallas_kernels.backends.mosaic_gpu import cluster_kernel, finish_kernel, rows_kernel
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.changes import Changes
@@ -37,7 +37,11 @@ class Case:
     rows: int  # target rows
     call: Callable[[], Any]
     check: Callable[[Any], None]
-    modules: tuple[ModuleType, ...] = (rows_kernel, finish_kernel)  # which make its kernels
+    modules: tuple[ModuleType, ...] = (
+        rows_kernel,
+        finish_kernel,
+        cluster_kernel,
+    )  # which make its kernels
 
 
 def matches(expected: oracle.Expected) -> Callable[[Any], None]:
@@ -260,7 +264,7 @@ def chosen(rows: int, vocabulary: int, k: int, dtype: str) -> Schedule:
 
 def mutant_case() -> Case:
     """A quick case for spoiled kernels: several programs, blocks and kinds of rows."""
-    return separate("mutants", Schedule(8452, "bfloat16", 128, 1, 1), 3)
+    return separate("mutants", Schedule(8452, "bfloat16", 128, 1), 3)
 
 
 def all_cases() -> list[Callable[[], Case]]:
@@ -269,37 +273,35 @@ def all_cases() -> list[Callable[[], Case]]:
     few = 8  # of the edge rows, where K is large
     return [
         # Small rows, a schedule each: aligned and ragged, odd, split, steps only, edges only.
-        lambda: separate("whole blocks", Schedule(8192, f16, 128, 1, 2), 2),
-        lambda: separate("ragged end", Schedule(8448, bf16, 256, 2, 1), 5),
-        lambda: separate("odd, three programs", Schedule(12_291, bf16, 256, 1, 2), 20),
-        lambda: separate("results, three programs", Schedule(12_291, bf16, 256, 1, 2), 5, **ALL),
-        lambda: separate("odd, narrow groups", Schedule(8195, bf16, 128, 1, 1), 1),
-        lambda: separate("split", Schedule(12_290, f32, 256, 1, 2), 20),
+        lambda: separate("whole blocks", Schedule(8192, f16, 128, 2), 2),
+        lambda: separate("ragged end", Schedule(8448, bf16, 256, 1), 5),
+        lambda: separate("odd, three programs", Schedule(12_291, bf16, 256, 2), 20),
+        lambda: separate("results, three programs", Schedule(12_291, bf16, 256, 2), 5, **ALL),
+        lambda: separate("odd, narrow groups", Schedule(8195, bf16, 128, 1), 1),
+        lambda: separate("split", Schedule(12_290, f32, 256, 2), 20),
         lambda: separate(
-            "T = 1e-39", Schedule(8192, bf16, 256, 2, 1), 2, rows=few, temperatures=(1e-39,)
+            "T = 1e-39", Schedule(8192, bf16, 256, 1), 2, rows=few, temperatures=(1e-39,)
         ),
-        lambda: separate("edges only", Schedule(4100, f16, 128, 1, 0), 0),
-        lambda: separate("shortest row", Schedule(2048, f32, 128, 1, 1), 65, rows=few),
-        lambda: plain("no options", Schedule(8448, f32, 256, 1, 2), 5),
-        lambda: plain("no options, K = 0", Schedule(8449, bf16, 256, 1, 1), 0),
+        lambda: separate("edges only", Schedule(4100, f16, 128, 0), 0),
+        lambda: separate("shortest row", Schedule(2048, f32, 128, 1), 65, rows=few),
+        lambda: plain("no options", Schedule(8448, f32, 256, 2), 5),
+        lambda: plain("no options, K = 0", Schedule(8449, bf16, 256, 1), 0),
         lambda: separate("narrow groups", chosen(64, 9000, 64, f32), 64, rows=few),
         lambda: separate("narrow groups, odd", chosen(64, 9001, 128, bf16), 128, rows=4),
-        lambda: separate(
-            "K = 129, more than groups", Schedule(8448, f16, 128, 1, 1), 129, rows=few
-        ),
+        lambda: separate("K = 129, more than groups", Schedule(8448, f16, 128, 1), 129, rows=few),
         lambda: separate("K = 300, odd", chosen(64, 50_257, 300, f32), 300, rows=few),
         lambda: separate("K = 512", chosen(64, 131_072, 512, bf16), 512, rows=few),
-        lambda: crowded("crowded", Schedule(8450, bf16, 128, 1, 1), 5),
-        lambda: crowded("crowded, more than groups", Schedule(2048, f32, 128, 1, 1), 129),
-        lambda: crowded("crowded, K = 300", Schedule(4352, f16, 128, 1, 1), 300),
-        lambda: fused("fused, K = 0", Schedule(4352, bf16, 128, 1, 1), 0),
-        lambda: fused("fused", Schedule(8448, f32, 256, 2, 1), 5),
-        lambda: fused("fused, odd", Schedule(12_301, f16, 256, 1, 2), 20),
-        lambda: plain("fused, no options", Schedule(8195, bf16, 128, 1, 1), 1, fused=True),
+        lambda: crowded("crowded", Schedule(8450, bf16, 128, 1), 5),
+        lambda: crowded("crowded, more than groups", Schedule(2048, f32, 128, 1), 129),
+        lambda: crowded("crowded, K = 300", Schedule(4352, f16, 128, 1), 300),
+        lambda: fused("fused, K = 0", Schedule(4352, bf16, 128, 1), 0),
+        lambda: fused("fused", Schedule(8448, f32, 256, 1), 5),
+        lambda: fused("fused, odd", Schedule(12_301, f16, 256, 2), 20),
+        lambda: plain("fused, no options", Schedule(8195, bf16, 128, 1), 1, fused=True),
         lambda: plain("fused, narrow groups", chosen(64, 9000, 65, f32), 65, fused=True, rows=4),
-        lambda: vmapped("vmapped, odd", Schedule(8195, bf16, 128, 1, 1), 3),
-        lambda: parts("shard", Schedule(8704, bf16, 128, 1, 2), 20),
-        lambda: parts("shard, odd, K = 0", Schedule(8195, f32, 128, 1, 1), 0),
+        lambda: vmapped("vmapped, odd", Schedule(8195, bf16, 128, 1), 3),
+        lambda: parts("shard", Schedule(8704, bf16, 128, 2), 20),
+        lambda: parts("shard, odd, K = 0", Schedule(8195, f32, 128, 1), 0),
         # Real vocabularies, cut as in calls of so many rows.
         lambda: separate("GPT-2, 64 rows", chosen(64, 50_257, 20, f32), 20, rows=6),
         lambda: plain("Llama 2, 1 row", chosen(1, 32_000, 128, f16), 128, rows=1),
@@ -313,7 +315,7 @@ def all_cases() -> list[Callable[[], Case]]:
 
 def option_mutant_case() -> Case:
     """A quick case for spoiled kernels: a mask whose words begin between vectors."""
-    schedule = Schedule(8195, "bfloat16", 128, 1, 1)
+    schedule = Schedule(8195, "bfloat16", 128, 1)
     return with_options("masks", schedule, 3, changed=("allowed",), rows=3)
 
 
@@ -324,15 +326,15 @@ def option_cases() -> list[Callable[[], Case]]:
     small = partial(with_options, rows=few)
     inclusive = partial(with_options, ties="inclusive")
     return [
-        lambda: with_options("options", Schedule(8448, bf16, 256, 2, 1), 5),
+        lambda: with_options("options", Schedule(8448, bf16, 256, 1), 5),
         lambda: inclusive("options, odd, inclusive", chosen(64, 9001, 3, f32), 3),
-        lambda: with_options("options, fused", Schedule(8448, f32, 256, 1, 2), 2, fused=True),
-        lambda: with_options("options, K = 0", Schedule(8192, f16, 128, 1, 2), 0),
-        lambda: with_options("mask", Schedule(8448, bf16, 256, 2, 1), 20, changed=mask),
-        lambda: small("mask, odd", Schedule(8195, bf16, 128, 1, 1), 3, changed=mask),
-        lambda: with_options("mask, float32, split", Schedule(12_290, f32, 256, 1, 2), 5,
+        lambda: with_options("options, fused", Schedule(8448, f32, 256, 2), 2, fused=True),
+        lambda: with_options("options, K = 0", Schedule(8192, f16, 128, 2), 0),
+        lambda: with_options("mask", Schedule(8448, bf16, 256, 1), 20, changed=mask),
+        lambda: small("mask, odd", Schedule(8195, bf16, 128, 1), 3, changed=mask),
+        lambda: with_options("mask, float32, split", Schedule(12_290, f32, 256, 2), 5,
                              changed=mask),
-        lambda: small("mask, edges only", Schedule(4100, f16, 128, 1, 0), 0, changed=mask),
-        lambda: inclusive("mask and bias", Schedule(8452, bf16, 128, 1, 1), 4, changed=both),
-        lambda: small("bias, fused", Schedule(8195, f16, 128, 1, 1), 2, changed=bias, fused=True),
+        lambda: small("mask, edges only", Schedule(4100, f16, 128, 0), 0, changed=mask),
+        lambda: inclusive("mask and bias", Schedule(8452, bf16, 128, 1), 4, changed=both),
+        lambda: small("bias, fused", Schedule(8195, f16, 128, 1), 2, changed=bias, fused=True),
     ]  # fmt: skip

@@ -12,6 +12,7 @@ import numpy as np
 from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import ListedRows
 from pallas_kernels.backends.mosaic_gpu import (
+    cluster_kernel,
     count_larger,
     draw,
     finish_kernel,
@@ -211,7 +212,7 @@ def verification(name: str, names: tuple[str, ...] = ()) -> Case:
         assert len(set(np.asarray(found[1]).tolist())) > 1
 
     schedule = fixed(vocabulary, "float32")
-    modules = draw, count_larger, groups_kernel, rows_kernel, finish_kernel
+    modules = draw, count_larger, groups_kernel, rows_kernel, finish_kernel, cluster_kernel
     return Case(name, schedule, 2, logits[..., 0].size, call, check, modules)
 
 

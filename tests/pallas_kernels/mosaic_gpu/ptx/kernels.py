@@ -20,7 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel, rows_kernel
+from pallas_kernels.backends.mosaic_gpu import (
+    cluster_kernel,
+    compat,
+    finish_kernel,
+    rows_kernel,
+)
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import compile_target
@@ -130,7 +135,7 @@ class Stand:
 
 @contextlib.contextmanager
 def executed(
-    stand: Stand, modules: tuple[Any, ...] = (rows_kernel, finish_kernel)
+    stand: Stand, modules: tuple[Any, ...] = (rows_kernel, finish_kernel, cluster_kernel)
 ) -> Iterator[None]:
     """Run the kernels that these modules make as PTX, within the context."""
     with contextlib.ExitStack() as stack:
@@ -218,7 +223,7 @@ def execute(
         base = conditions.base if known is None else conditions.between
         buffers.append(Buffer(f"input {i}", data, base, writable=False, defined=known))
     # A result may lie where a donated argument lay.
-    base = conditions.base if compiled.name.startswith("finish") else conditions.between
+    base = conditions.base if not compiled.name.startswith("read") else conditions.between
     arrays = [np.empty(kind.shape, kind.dtype) for kind in out_types]
     for i, out in enumerate(arrays):
         out.reshape(-1).view(np.uint8)[:] = hardware.garbage
@@ -226,6 +231,10 @@ def execute(
     ordered = tuple(buffers[i] for i in code.buffers)
     # Mosaic promises LLVM 256 bytes of all of them, which is more than XLA does of arguments.
     launch = threads.Launch(code.grid, code.shared_bytes, ordered, alignment=ARGUMENT)
-    batches = conditions.batches(int(np.prod(code.grid)))
+    each = code.cluster
+    batches = [
+        [cta for cluster in batch for cta in range(cluster * each, (cluster + 1) * each)]
+        for batch in conditions.batches(int(np.prod(code.grid)) // each)
+    ]
     counts = machine.run(compiled.program, launch, batches, hardware)
     return arrays, [buffer.defined for buffer in buffers[len(inputs) :]], counts

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.groups import FEW, WIDTH, Part, inverse_temperature
-from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel, rows_kernel
+from pallas_kernels.backends.mosaic_gpu import (
+    cluster_kernel,
+    finish_kernel,
+    groups_kernel,
+    rows_kernel,
+)
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.backends.xla import groups as xla
@@ -24,9 +29,9 @@ MODULES = (groups_kernel, finish_kernel)
 ERROR = 2e-6
 
 
-def fixed(vocabulary: int, dtype: str, blocks_per_step: int = 1, splits: int = 1) -> Schedule:
+def fixed(vocabulary: int, dtype: str, splits: int = 1) -> Schedule:
     """A cut of rows into fixed groups."""
-    return Schedule(vocabulary, dtype, WIDTH, blocks_per_step, splits, fixed=True)
+    return Schedule(vocabulary, dtype, WIDTH, splits, fixed=True)
 
 
 def check_sums(found: Any, raw: Any, x: np.ndarray, temperatures: np.ndarray) -> None:
@@ -110,11 +115,11 @@ def same_bits(name: str) -> Case:
             sums(tokens, fixed(width, "bfloat16"), order),
             sums(tokens[::-1], fixed(width, "bfloat16"), order[::-1]),
             sums(tokens.astype(np.float32), fixed(width, "float32"), order),
-            sums(longer, fixed(longer.shape[1], "bfloat16", 1, 2), order),  # odd
+            sums(longer, fixed(longer.shape[1], "bfloat16", 2), order),  # odd
             sums(longer.astype(np.float32), fixed(longer.shape[1], "float32"), order),
             sums(shifted(48), fixed(whole, "bfloat16"), order, jnp.asarray([48], jnp.int32)),
             sums(shifted(1), fixed(whole, "bfloat16"), order, jnp.asarray([1], jnp.int32)),
-            sums(tokens[:, 16 * WIDTH :], fixed(width - 16 * WIDTH, "bfloat16", 1, 0), order),
+            sums(tokens[:, 16 * WIDTH :], fixed(width - 16 * WIDTH, "bfloat16", 0), order),
         ]
 
     def check(found: Any) -> None:
@@ -135,7 +140,7 @@ def split_columns(name: str) -> Case:
 
     The candidates are the columns', which the groups do not hold: a read of their own.
     """
-    x = edge_rows(Schedule(4400, "float32", WIDTH, 1, 1))[:3]
+    x = edge_rows(Schedule(4400, "float32", WIDTH, 1))[:3]
     tail = np.stack([x[:, :512] * 0.5, x[:, 600:1112]], axis=1)[:, :, :WIDTH]
     part = Part(jnp.asarray(x), jnp.asarray(tail), jnp.int32(48))
     rest = jnp.asarray([1, 2, 0.5], jnp.float32), jnp.asarray([0, 10, 0], jnp.int32)
@@ -154,7 +159,7 @@ def split_columns(name: str) -> Case:
             np.testing.assert_array_equal(mine[valid, :FEW], other[valid, :FEW])
         assert (np.asarray(found.top_ids)[valid] >= 0).any()
 
-    modules = groups_kernel, rows_kernel, finish_kernel
+    modules = groups_kernel, rows_kernel, finish_kernel, cluster_kernel
     return Case(name, fixed(4400, "float32"), 64, len(x), call, check, modules)
 
 
@@ -220,7 +225,7 @@ def _told(x: np.ndarray, k: int, read: Any) -> Any:
 
 def sampled_mutant_case() -> Case:
     """A quick case for spoiled kernels: pass 1 alone, steps and an edge, both temperatures."""
-    return read("sampled", fixed(8452, "bfloat16", 1, 1), 0, raw=True, rows=8)
+    return read("sampled", fixed(8452, "bfloat16", 1), 0, raw=True, rows=8)
 
 
 def sampled_cases() -> list[Callable[[], Case]]:
@@ -232,13 +237,13 @@ def sampled_cases() -> list[Callable[[], Case]]:
     bf16, f16, f32 = "bfloat16", "float16", "float32"
     few, mask, bias = 8, ("allowed",), ("bias",)
     return [
-        lambda: read("sampled", fixed(8448, bf16, 2), 5),
-        lambda: read("sampled, raw, split", fixed(12_544, bf16, 1, 2), 3, raw=True),
-        lambda: read("sampled, odd", fixed(12_291, bf16, 1, 2), 7, raw=True),
-        lambda: read("sampled, float32, ragged", fixed(8452, f32, 1, 2), 20, raw=True),
+        lambda: read("sampled", fixed(8448, bf16), 5),
+        lambda: read("sampled, raw, split", fixed(12_544, bf16, 2), 3, raw=True),
+        lambda: read("sampled, odd", fixed(12_291, bf16, 2), 7, raw=True),
+        lambda: read("sampled, float32, ragged", fixed(8452, f32, 2), 20, raw=True),
         lambda: read("sampled, float32, odd", fixed(4867, f32), 0),
         lambda: read("sampled, even", fixed(8450, f16), 2, rows=few),
-        lambda: read("sampled, more than groups", fixed(4360, bf16, 1, 1), 64, rows=few),
+        lambda: read("sampled, more than groups", fixed(4360, bf16, 1), 64, rows=few),
         lambda: same_bits("sampled, same bits"),
         lambda: split_columns("sampled, split columns"),
         lambda: changed("sampled, mask", fixed(8448, bf16), mask, -1),
