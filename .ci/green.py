@@ -21,8 +21,10 @@ KERNELS, CASES = "pallas_kernels/backends/mosaic_gpu", "tests/pallas_kernels/mos
 PRODUCT = ["pyproject.toml", "pallas_kernels/**/*", "ipc/**/*", "jax_specdec/**/*"]
 COMPILED = ["pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "bench/aot*", "bench/gpu/*"]
 PTX = [
-    f"{KERNELS}/{name}.py" for name in ("compat", "reading", "rows_kernel", "thread", "schedule")
-]
+    *(f"{KERNELS}/{name}.py" for name in ("cluster_kernel", "compat", "reading", "rows_kernel")),
+    f"{KERNELS}/thread.py", f"{KERNELS}/schedule.py", f"{CASES}/kernels.py",
+    "tests/ptx_machine/instructions.py", "tests/ptx_machine/machine.py",
+]  # fmt: skip
 REHEARSED = [
     "pallas_kernels/**/*", "jax_specdec/cli/check_device*", "jax_specdec/cli/device_*",
     "tests/rehearsal/*",
