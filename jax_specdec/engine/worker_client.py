@@ -122,6 +122,7 @@ class WorkerProcess:
             command = [*program, doctor.this_process()]
             self._process = ChildProcess(command, output=self._output, env=environment)
             held.callback(self._process.close)
+            held.push(self._await_end)
             held.callback(self._kill)
             # As late as possible: the worker attaches at once, and then nothing stays behind.
             self.ring = RingReader.create(
@@ -244,6 +245,11 @@ class WorkerProcess:
         when = datetime.now(UTC).isoformat(timespec="seconds")
         with contextlib.suppress(OSError), self._output.open("a") as file:
             file.write(f"\n{when} {LOST}{' '.join(reason.splitlines())}\n")
+
+    def _await_end(self, failure: object, *_: object) -> None:
+        """Leave no process of a start that failed."""
+        if failure is not None:
+            self._process.wait(PATIENCE_SECONDS)
 
     def _kill(self) -> None:
         if self._process.exit_status is None:
