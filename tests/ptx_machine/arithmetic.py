@@ -106,11 +106,20 @@ def packed(function: Function, narrow: type, wide: type) -> Function:
     return both
 
 
-def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Raw bits of float32 as those of bf16, ties to even, with the NaN of the GPU."""
-    odd = (x >> np.uint32(16)) & np.uint32(1)
-    narrow = ((x.astype(np.uint64) + 0x7FFF + odd) >> np.uint64(16)).astype(np.uint16)
+def rounded(x: np.ndarray, kind: str) -> np.ndarray:
+    """Raw bits of float32 as those of f16 or bf16, ties to even, with the NaN of the GPU."""
+    if kind == "f16":
+        narrow = floats(x, "f32").astype(np.float16).view(np.uint16)
+    else:
+        odd = (x >> np.uint32(16)) & np.uint32(1)
+        narrow = ((x.astype(np.uint64) + 0x7FFF + odd) >> np.uint64(16)).astype(np.uint16)
     return np.where(np.isnan(floats(x, "f32")), NAN16, narrow)
+
+
+def both_rounded(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """cvt.rn.bf16x2.f32: the first source is the upper half."""
+    upper, lower = (rounded(x, "bf16").astype(np.uint32) for x in (high, low))
+    return (upper << np.uint32(16)) | lower
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -313,7 +322,9 @@ def _table() -> dict[str, Operation]:
     add("shf.l.wrap.b32", "w", "www", funnel(left=True))
     add("popc.b32", "w", "w", lambda x: np.bitwise_count(x).astype(np.uint32))
     add("bfe.u32", "w", "www", bit_field)
-    add("cvt.rn.bf16.f32", "h", "w", to_bfloat16)
+    add("cvt.rn.f16.f32", "h", "w", lambda x: rounded(x, "f16"))
+    add("cvt.rn.bf16.f32", "h", "w", lambda x: rounded(x, "bf16"))
+    add("cvt.rn.bf16x2.f32", "w", "ww", both_rounded)
     add("cvt.u16.u32", "h", "w", lambda x: x.astype(np.uint16))
     add("cvt.u32.u16", "w", "h", lambda x: x.astype(np.uint32))
     add("cvt.u32.u64", "w", "d", lambda x: x.astype(np.uint32))

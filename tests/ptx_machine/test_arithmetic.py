@@ -118,7 +118,12 @@ def test_maxima_and_comparisons():
         ("cvt.f32.bf16", (np.uint16(0xC040),), 0xC0400000),
         ("cvt.f32.f16", (np.uint16(0x0001),), int(words(2.0**-24))),
         ("cvt.f32.f16", (np.uint16(0xFE01),), 0x7FFFFFFF),
+        ("cvt.rn.f16.f32", (words(1 + 2.0**-11),), 0x3C00),  # a tie goes to the even one
+        ("cvt.rn.f16.f32", (words(65520.0),), 0x7C00),
+        ("cvt.rn.f16.f32", (words(np.nan),), 0x7FFF),
         ("cvt.rn.bf16.f32", (words(1 + 3 * 2.0**-8),), 0x3F82),
+        ("cvt.rn.bf16x2.f32", (words(1 + 2.0**-8), words(1 + 3 * 2.0**-8)), 0x3F803F82),
+        ("cvt.rn.bf16x2.f32", (words(-3.4e38), words(np.nan)), 0xFF807FFF),
         ("setp.lt.s16", (np.uint16(0x8000), np.uint16(1)), True),
         ("cvt.rn.f32.s32", (np.uint32(2**32 - 16777217),), int(words(-16777216.0))),
         ("cvt.rn.f32.u32", (np.uint32(2**32 - 129),), int(words(2.0**32 - 256))),
