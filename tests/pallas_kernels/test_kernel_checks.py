@@ -1,18 +1,59 @@
-"""The checks of a device notice a wrong kernel, and name it: each is given kernels that are wrong.
+"""The oracle and the checks of a device notice what is wrong, and name it.
 
-XLA stands in for the kernels. `tests/rehearsal` runs these checks on the kernels' own code, right
-and wrong.
+XLA stands in for the kernels, and each check is given kernels that are wrong. `tests/rehearsal`
+runs these checks on the kernels' own code, right and wrong. What fails in other libraries beside
+the kernels is said, and ends nothing.
 """
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.testing import checks, ground, pieces, times
+from jax_specdec.cli import device_report
+from pallas_kernels import TopkLogprobs
+from pallas_kernels.testing import checks, ground, oracle, peers, pieces, times
 from pallas_kernels.testing.shapes import Shape
+
+
+@pytest.mark.fast
+def test_the_oracle_holds_to_the_stated_bound():
+    assert (oracle.ABSOLUTE_ERROR, oracle.RELATIVE_ERROR) == (1e-5, 2e-7)
+    exact = np.array([-50.0])
+    oracle.assert_logprobs_close((exact + 1.9e-5).astype(np.float32), exact)
+    with pytest.raises(AssertionError):
+        oracle.assert_logprobs_close((exact + 2.7e-5).astype(np.float32), exact)
+
+
+@pytest.mark.fast
+def test_oracle_comparison_can_fail():
+    """Negative control: a wrong id, rank, logprob or NaN is noticed."""
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(3, 50)) * 4
+    expected = oracle.topk_logprobs(x, [1, 2, 3], 4)
+    good = TopkLogprobs(*(np.float32(x) if x.dtype == float else x for x in expected[:4]))
+    oracle.assert_matches(good, expected)
+
+    def changed(part, place, value):
+        array = np.array(getattr(good, part))
+        array[place] = value
+        return good._replace(**{part: array})
+
+    for bad in (
+        changed("token_ids", (1, 2), good.token_ids[1, 2] + 1),
+        changed("token_ranks", 0, good.token_ranks[0] + 1),
+        changed("logprobs", (2, 1), good.logprobs[2, 1] + np.float32(3e-5)),
+        changed("logprobs", (2, 1), np.nan),
+        changed("logprobs", (2, 1), -np.inf),
+        good._replace(logprobs=good.logprobs.astype(np.float64)),
+    ):
+        with pytest.raises(AssertionError):
+            oracle.assert_matches(bad, expected)
+
 
 BY_XLA = checks.by_name("xla")
 SHAPE = Shape(4, 1400, 5, "float32")
@@ -65,21 +106,18 @@ def test_a_wrong_result_is_named(part, fields, said):
     assert said in found["error"]
 
 
-def test_every_part_has_pieces():
-    for backend in ("mosaic_gpu", "mosaic_tpu"):
-        kernels = checks.by_name(backend)
-        for part in pieces.parts_of(backend):
-            few, many = (
-                [
-                    one.name
-                    for one in pieces.pieces_of(part, kernels, backend, full=full, rehearse=False)
-                ]
-                for full in (False, True)
-            )
-            assert few == many[: len(few)]
-            assert len(set(many)) == len(many)
-            small = [*pieces.pieces_of(part, kernels, backend, full=True, rehearse=True)]
-            assert len(small) == 1 or part == pieces.PEERS
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "mosaic_tpu"])
+def test_every_part_has_pieces(backend):
+    kernels = checks.by_name(backend)
+
+    def names(part, **how):
+        return [one.name for one in pieces.pieces_of(part, kernels, backend, **how)]
+
+    for part in pieces.parts_of(backend):
+        few, many = (names(part, full=full, rehearse=False) for full in (False, True))
+        assert few == many[: len(few)]
+        assert len(set(many)) == len(many)
+        assert len(names(part, full=True, rehearse=True)) == 1 or part == pieces.PEERS
 
 
 def test_what_is_no_wrong_answer_ends_the_process():
@@ -137,3 +175,60 @@ def test_a_contender_with_another_answer_is_not_timed():
     ):
         with pytest.raises(AssertionError, match="ours's"):
             times.check("ours", right, wrong)
+
+
+PEERS_SHAPE = Shape(2, 600, 3, "float32")
+NAME = "log_softmax + tokamax top_k"
+
+
+def stand_in(monkeypatch, top_k):
+    """A library of this top K in place of tokamax."""
+    for module in ("tokamax", "tokamax._src.ops.experimental.tpu.topk.api"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(top_k=top_k, __spec__=module))
+
+
+def peer_told():
+    """What the pieces' process says of the peer."""
+    lines = []
+    piece = pieces.Piece("a peer", lambda: peers.measure(NAME, PEERS_SHAPE, rehearse=True))
+    pieces.run([piece], lines.append)
+    return lines[-1]
+
+
+def test_a_peer_is_timed_behind_its_answer(monkeypatch):
+    stand_in(monkeypatch, jax.lax.top_k)
+    found = peer_told()
+    assert found["ok"]
+    assert found["figures"]["us"].keys() == {NAME}
+    assert found["figures"]["us"][NAME] > 0
+
+
+def test_a_peer_with_another_answer_is_not_timed(monkeypatch):
+    stand_in(monkeypatch, lambda x, k: (x[:, :k], None))
+    assert peer_told()["error"].startswith("AssertionError: Not equal to tolerance")
+
+
+def test_a_peer_that_has_moved_or_fails(monkeypatch):
+    def out_of_memory(x, k):
+        raise MemoryError("80 GB")
+
+    stand_in(monkeypatch, out_of_memory)
+    assert peer_told()["error"] == "MemoryError: 80 GB"
+    monkeypatch.delitem(sys.modules, "tokamax._src.ops.experimental.tpu.topk.api")
+    assert peer_told()["error"].startswith("ModuleNotFoundError: ")
+
+
+@pytest.mark.fast
+def test_what_is_not_installed_is_no_piece(monkeypatch):
+    def names():
+        every = pieces.pieces_of(
+            pieces.PEERS, checks.by_name("xla"), "mosaic_tpu", full=False, rehearse=False
+        )
+        return [one.name for one in every]
+
+    assert peers.missing("mosaic_tpu") == {NAME: "tokamax"}
+    assert names() == []
+    stand_in(monkeypatch, jax.lax.top_k)
+    assert peers.missing("mosaic_tpu") == {NAME: None}
+    assert len(names()) == 2
+    assert all(name.startswith(f"{device_report.PEERS}: {NAME}: topk_logprobs") for name in names())

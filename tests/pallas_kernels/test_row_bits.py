@@ -2,12 +2,14 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import topk_logprobs
+from pallas_kernels.backends.xla.rows import in_one_thread
+from pallas_kernels.backends.xla.selection import FEW_ROWS, is_small_batch
 from pallas_kernels.sampling import Sampling, row_read
 from pallas_kernels.sampling.rows import GroupedRows
 from tests.support import programs, quick_compile
@@ -21,11 +23,18 @@ OPTIONS = (
 )
 
 
+PLACES = (np.arange(MOST) * 7 + 3) % MOST
+
+
 def some_rows(vocabulary, dtype):
     """Rows [64, V] with a few likely tokens far above a long tail, and a token of each."""
     rng = np.random.default_rng(vocabulary)
     tail = -1.8 * np.log(np.arange(1, vocabulary + 1)) + rng.normal(0, 0.3, (MOST, vocabulary))
-    x = jnp.asarray(rng.permuted(tail, axis=1), jnp.dtype(dtype))
+    x = rng.permuted(tail, axis=1)
+    # Rows that a small batch has too: few finite logits, and subnormal ones.
+    x[PLACES[0], :7], x[PLACES[1]], x[PLACES[2]] = -np.inf, -1e-40, -1
+    x[PLACES[1], 9], x[PLACES[2], 5] = -2e-40, 1e-40
+    x = jnp.asarray(x, jnp.dtype(dtype))
     return x, jnp.asarray(rng.integers(0, vocabulary, MOST), jnp.int32)
 
 
@@ -33,40 +42,8 @@ def bits_of(x):
     return np.asarray(x).view(np.uint32)
 
 
-@functools.cache
-def compiled(k, option, listed, extra):
-    def call(x, ids, row_ids, num_rows):
-        return topk_logprobs(
-            x,
-            ids,
-            k,
-            row_ids=row_ids if listed else None,
-            num_rows=num_rows if listed else None,
-            extra_token_ids=jnp.zeros((len(ids), extra), jnp.int32) if extra else None,
-            **OPTIONS[option],
-        )
-
-    return quick_compile.as_users(call)
-
-
-def differences(vocabulary, dtype, cases):
-    """The cases of which some row's logprobs have other bits than among all 64, with K = 100."""
-    x, ids = some_rows(vocabulary, dtype)
-    whole = programs.topk_logprobs(x, ids, 100)
-    found = []
-    for number, k, option, listed in cases:
-        place = (np.arange(number) * 7 + 3) % MOST
-        row_ids = jnp.asarray(place, jnp.int32)
-        given = x if listed else x[row_ids]
-        call = compiled(k, option, listed, extra=number % 2)
-        out = call(given, ids[row_ids], row_ids, jnp.int32(number))
-        wanted = np.asarray(whole.logprobs)[place, : k + 1]
-        if not np.array_equal(bits_of(out.logprobs), bits_of(wanted)):
-            found.append((number, k, option, listed))
-    return found
-
-
-FEW = ((1, 0, 0, False), (5, 40, 2, True))
+# Up to three rows on a CPU are read in another way.
+FEW = ((1, 0, 0, False), (2, 20, 1, False), (FEW_ROWS, 5, 0, True), (5, 40, 2, True))
 MORE = ((3, 20, 1, False), (64, 1, 3, False))
 
 
@@ -75,7 +52,21 @@ MORE = ((3, 20, 1, False), (64, 1, 3, False))
     [(3001, "float32", FEW), pytest.param(5000, "bfloat16", MORE, marks=pytest.mark.slow)],
 )
 def test_no_batch_and_no_option_changes_a_rows_logprobs(vocabulary, dtype, cases):
-    assert not differences(vocabulary, dtype, cases)
+    """Among all 64, with K = 100, they have the same bits; ids are the same too."""
+    x, ids = some_rows(vocabulary, dtype)
+    t = jnp.asarray(np.resize([1, 0.5, 2, 0, 3], MOST), jnp.float32)
+    whole = programs.topk_logprobs(x, ids, 100, temperatures=t)
+    for number, k, option, listed in cases:
+        place = jnp.asarray(PLACES[:number], jnp.int32)
+        given = {"temperatures": t[place], **OPTIONS[option]}
+        if listed:
+            given |= {"row_ids": place, "num_rows": jnp.int32(number)}
+        if number % 2:
+            given["extra_token_ids"] = jnp.zeros((number, 1), jnp.int32)
+        out = programs.topk_logprobs(x if listed else x[place], ids[place], k, **given)
+        wanted = (whole.token_ids[place, : k + 1], whole.logprobs[place, : k + 1])
+        np.testing.assert_array_equal(out.token_ids, wanted[0])
+        np.testing.assert_array_equal(bits_of(out.logprobs), bits_of(wanted[1]))
 
 
 def test_no_batch_and_no_k_changes_what_a_sampled_row_leaves():
@@ -97,3 +88,16 @@ def test_no_batch_and_no_k_changes_what_a_sampled_row_leaves():
         own = call(x[index], seeds[index], k)
         for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(whole), strict=True):
             np.testing.assert_array_equal(bits_of(one), bits_of(other[index]))
+
+
+def test_what_runs_in_one_thread_stays_a_branch_of_the_compiled_program() -> None:
+    def function(x: jax.Array) -> jax.Array:
+        return jnp.exp(x) + 1
+
+    x = jnp.arange(float(FEW_ROWS))
+    assert is_small_batch(x)
+    assert not is_small_batch(jnp.arange(FEW_ROWS + 1.0))
+    program = jax.jit(lambda x: in_one_thread(function, x))
+    chex.assert_trees_all_equal(program(x), jax.jit(function)(x))
+    assert "conditional(" in (program.lower(x).compile().as_text() or "")
+    assert "conditional(" not in (jax.jit(function).lower(x).compile().as_text() or "")

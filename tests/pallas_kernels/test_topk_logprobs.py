@@ -1,4 +1,7 @@
-"""`topk_logprobs` and the greedy calls (XLA) against the float64 oracle: values, edges, styles."""
+"""`topk_logprobs` and the greedy calls (XLA) against the float64 oracle: values, edges, styles.
+
+Rows of a few logits, whose answers are checked on paper.
+"""
 
 import functools
 
@@ -22,14 +25,6 @@ choices = jax.jit(greedy)  # outside of jit, every call compiles
 quickly = jax.jit if ON_GPU else quick_compile.jit
 
 
-def random_logits(rng, rows, vocabulary, dtype="float32", levels=None):
-    """Normal logits; few `levels` make many ties."""
-    x = rng.normal(size=(rows, vocabulary)) * 4
-    if levels is not None:
-        x = np.round(x / 4 * levels) / levels
-    return x.astype(jnp.dtype(dtype))
-
-
 def both(logits, token_ids, k, **options):
     """The implementation's answer after comparing it with the oracle's."""
     token_ids = np.asarray(token_ids, np.int32)
@@ -48,14 +43,9 @@ def rows_of_every_kind(rng, vocabulary, dtype):
     places = rng.choice(vocabulary, min(60, vocabulary // 2 + 1), replace=False)
     masked[places] = rng.normal(size=len(places))
     normal = rng.normal(size=(2, vocabulary)) * 4
-    many = [
-        normal[0],
-        rng.integers(-3, 3, vocabulary) * 0.5,
-        np.zeros(vocabulary),
-        masked,
-        np.arange(vocabulary, 0, -1) % 2**15,
-        8 + 2.0**-20 * rng.permutation(vocabulary),
-    ]
+    halves, near = np.arange(vocabulary, 0, -1) % 2**15, 8 + 2.0**-20 * rng.permutation(vocabulary)
+    ties = rng.integers(-3, 3, vocabulary) * 0.5
+    many = [normal[0], ties, np.zeros(vocabulary), masked, halves, near]
     pairs = np.repeat(rng.normal(size=(3, vocabulary)) * 4, 2, axis=1).astype(np.float32)
     pairs[:, 1::2] = np.nextafter(pairs[:, 1::2], np.float32(INF))
     few = [*normal, *rng.permuted(pairs[:, :vocabulary], axis=1), masked]
@@ -84,7 +74,7 @@ class CallingStyles(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     def test_every_argument(self):
         rng = np.random.default_rng(1)
-        x = random_logits(rng, 6, 1500, levels=2)
+        x = np.round(rng.normal(size=(6, 1500)) * 2).astype(np.float32) / 2  # many ties
         token_ids = rng.integers(0, 1500, 9).astype(np.int32)
         options = {
             "row_ids": np.array([5, 0, 0, 3, -1, 6, 2, 2, 1], np.int32),
@@ -97,24 +87,15 @@ class CallingStyles(chex.TestCase):
         def call(x, token_ids, options):
             return topk_logprobs(x, token_ids, 7, **options)
 
-        oracle.assert_matches(
-            call(x, token_ids, options), oracle.topk_logprobs(x, token_ids, 7, **options)
-        )
+        expected = oracle.topk_logprobs(x, token_ids, 7, **options)
+        oracle.assert_matches(call(x, token_ids, options), expected)
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_greedy(self):
-        x = np.array(
-            [
-                [1, 3, 3, 2],
-                [NAN, -INF, -INF, NAN],
-                [NAN, NAN, NAN, NAN],
-                [-0.0, 0.0, -1, -1],
-                [-INF, -INF, -INF, -INF],
-                [NAN, 1, INF, INF],
-                [-INF, 5, NAN, 5],
-            ],
-            np.float32,
-        )
+        x = np.float32([
+            [1, 3, 3, 2], [NAN, -INF, -INF, NAN], [NAN, NAN, NAN, NAN], [-0.0, 0.0, -1, -1],
+            [-INF, -INF, -INF, -INF], [NAN, 1, INF, INF], [-INF, 5, NAN, 5],
+        ])  # fmt: skip
         choice = self.variant(greedy)(x)
         expected = [oracle.greedy_token_id(row) for row in x]
         assert expected == [1, 1, 0, 0, 0, 2, 1]  # by hand
@@ -124,27 +105,14 @@ class CallingStyles(chex.TestCase):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("vocabulary", [8, 5000])  # one stage, two stages
-def test_edges(vocabulary, dtype):
+@pytest.mark.parametrize(("vocabulary", "k"), [(304, 20), (5000, 6)])  # one stage, two stages
+def test_edges(vocabulary, k, dtype):
     """Invalid rows, masked vocabularies and ids outside it; and their neighbors stay untouched."""
-    rng = np.random.default_rng(2)
-    normal = random_logits(rng, 1, vocabulary, dtype)[0]
-    rows = {
-        "normal": normal,
-        "nan": np.where(np.arange(vocabulary) == 3, NAN, normal),
-        "negative nan": np.where(np.arange(vocabulary) == 3, -NAN, normal),
-        "plus inf": np.where(np.arange(vocabulary) == 2, INF, normal),
-        "nothing finite": np.full(vocabulary, -INF),
-        "nan and -inf": np.where(np.arange(vocabulary) == 7, NAN, -INF),
-        "one finite": np.where(np.arange(vocabulary) == vocabulary - 1, 1.5, -INF),
-        "three finite": np.where(np.arange(vocabulary) % (vocabulary // 3) == 0, normal, -INF),
-        "all equal": np.full(vocabulary, 0.25),
-        "zeros of both signs": np.where(np.arange(vocabulary) % 3 == 0, -0.0, 0.0),
-        "normal again": normal,
-    }
-    x = np.stack([row.astype(jnp.dtype(dtype)) for row in rows.values()])
+    edges = oracle.edge_rows(vocabulary, "float64", 8)
+    three = np.where(np.arange(vocabulary) % (vocabulary // 3) == 0, edges[0], -INF)
+    x = np.stack([*edges, three, np.full(vocabulary, 0.25), edges[0]]).astype(jnp.dtype(dtype))
     for token in (0, 3, 4, vocabulary - 1, vocabulary, -1):
-        both(x, np.full(len(x), token), 6)
+        both(x, np.full(len(x), token), k)
 
 
 # Ranks in both ways, with and without each change; few programs.
@@ -206,7 +174,7 @@ def test_any_values(case):
 def test_blocks_follow_num_rows(num_rows):
     """Several blocks: rows from num_rows on are skipped, wherever the block boundary falls."""
     rng = np.random.default_rng(3)
-    x = random_logits(rng, 40, 4096)
+    x = rng.normal(size=(40, 4096)).astype(np.float32)
     assert 1 < rows.rows_on_cpu(jnp.asarray(x), 37, 3, True) < 37
     row_ids = rng.integers(0, 40, 37).astype(np.int32)
     both(x, rng.integers(0, 4096, 37), 3, row_ids=row_ids, num_rows=np.int32(num_rows))
@@ -261,3 +229,51 @@ def test_asking_for_more_changes_no_bit():
     found = programs.topk_logprobs(x, token_ids, 5, allowed=everything, **no_bias, **ALL)
     for name in ("token_ids", "logprobs", "token_ranks", "extra_logprobs"):
         np.testing.assert_array_equal(getattr(found, name), getattr(plain, name))
+
+
+@pytest.mark.fast
+def test_by_hand():
+    """A row small enough to check on paper: ln(1 + 2 + 4 + 1) = ln 8."""
+    x = np.log(np.array([[1, 2, 4, 1]], np.float32))
+    out = programs.topk_logprobs(x, np.array([1], np.int32), 4)
+    np.testing.assert_array_equal(out.token_ids, [[1, 2, 1, 0, 3]])
+    np.testing.assert_allclose(out.logprobs, np.log([[2, 4, 2, 1, 1]]) - np.log(8), atol=1e-6)
+    assert out.token_ranks.tolist() == [2]
+    assert out.extra_logprobs.shape == (1, 0)
+
+
+@pytest.mark.fast
+def test_the_raw_logits_decide_where_scaled_ones_are_equal():
+    """So hot that they are in float32; -0.0 and 0.0 are equal too, and the lower id comes first."""
+    x = np.float32([[1, 1 + 2**-20, 1, -0.0, 0.0]])
+    out = programs.topk_logprobs(x, np.array([0], np.int32), 5, temperatures=np.float32([1e9]))
+    assert (out.token_ids.tolist(), out.token_ranks.tolist()) == ([[0, 1, 0, 2, 3, 4]], [2])
+    assert len(set(out.logprobs[0, :4].tolist())) == 1
+
+
+@pytest.mark.fast
+def test_logits_of_any_size():
+    """Large logits, and a spread that leaves float32's range only at the end."""
+    x = np.array([[3e38, -3e38, 0, 3e38], [1e-40, 0, -1e-40, 2e-40]], np.float32)
+    out = programs.topk_logprobs(x, np.array([0, 3], np.int32), 2)
+    assert out.token_ids.tolist()[0] == [0, 0, 3]
+    np.testing.assert_allclose(out.logprobs[0], [-np.log(2)] * 3, rtol=1e-6)
+    np.testing.assert_allclose(out.logprobs[1], [-np.log(4)] * 3, rtol=1e-6)
+
+
+@pytest.mark.fast
+def test_no_rows():
+    out = programs.topk_logprobs(np.zeros((0, 9), np.float32), np.zeros(0, np.int32), 3)
+    assert [x.shape for x in out if x is not None] == [(0, 4), (0, 4), (0,), (0, 0)]
+    assert programs.greedy(np.zeros((0, 9), np.float32)).token_ids.shape == (0,)
+    nothing, ids = np.zeros((0, 9), np.float32), np.zeros(2, np.int32)
+    lost = programs.topk_logprobs(nothing, ids, 1, row_ids=ids)
+    assert lost.token_ids.tolist() == [[-1, -1], [-1, -1]]
+
+
+@pytest.mark.fast
+def test_bad_temperatures_give_nan():
+    x, t = np.arange(12, dtype=np.float32).reshape(4, 3), np.float32([-1, INF, NAN, 1])
+    out = programs.topk_logprobs(x, np.zeros(4, np.int32), 1, temperatures=t)
+    np.testing.assert_array_equal(np.isnan(out.logprobs[:, 0]), [True, True, True, False])
+    assert out.token_ids[:, 1].tolist() == [2, 2, 2, 2]

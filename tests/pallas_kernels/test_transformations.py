@@ -22,17 +22,21 @@ def rows(seed=0, dtype=jnp.float32):
     return x.astype(dtype)
 
 
-def arguments(seed=0):
+IDS = np.array([1, 2, 3, V, 4, 5, -1, 7], np.int32)
+
+
+def arguments(seed):
+    """One call's arguments, changes too."""
     rng = np.random.default_rng(seed + 1)
     return {
-        "row_ids": np.array([0, 3, 3, 1, 2, -1, 5, 4], np.int32),
-        "num_rows": np.int32(7),
-        "temperatures": np.array([1, 0.5, 2, 1, 1, 1, 0, 3], np.float32),
+        "logits": rows(seed, jnp.bfloat16),
+        "token_ids": IDS + seed,
+        "row_ids": np.roll(np.int32([0, 3, 3, 1, 2, -1, 5, 4]), seed),
+        "num_rows": np.int32(7 - 3 * seed),
+        "temperatures": np.roll(np.float32([1, 0.5, 2, 1, 1, 1, 0, 3]), seed),
         "extra_token_ids": rng.integers(-1, V + 1, (8, 2)).astype(np.int32),
+        **changes_of(rng, len(IDS), V),
     }
-
-
-IDS = np.array([1, 2, 3, V, 4, 5, -1, 7], np.int32)
 
 
 def stacked(results):
@@ -46,31 +50,17 @@ def assert_same_bits(actual, expected):
 @pytest.mark.parametrize("own", [("logits",), None])
 def test_vmap_gives_the_bits_of_a_loop(own):
     """Whatever the batch has of its own, changes too; an odd vocabulary leaves no row aligned."""
-    given = [
-        {"logits": rows(seed, jnp.bfloat16), "token_ids": IDS + seed, **arguments(seed),
-         **changes_of(np.random.default_rng(seed), len(IDS), V)}
-        for seed in range(3)
-    ]  # fmt: skip
-    for seed, one in enumerate(given):
-        one["row_ids"] = np.roll(one["row_ids"], seed)
-        one["num_rows"] = np.int32(7 - 3 * seed)
-        one["temperatures"] = np.roll(one["temperatures"], seed)
-    names = list(given[0])
-    own = names if own is None else own
+    given = [arguments(seed) for seed in range(3)]
+    own = given[0].keys() if own is None else own
+    shared = {name: x for name, x in given[0].items() if name not in own}
 
-    def call(*values):
-        given = dict(zip(names, values, strict=True))
-        return topk_logprobs(**given, k=K, rank_ties="inclusive", **ALL)
+    def call(one):
+        return topk_logprobs(**one, **shared, k=K, rank_ties="inclusive", **ALL)
 
-    values = [
-        np.stack([one[name] for one in given]) if name in own else given[0][name] for name in names
-    ]
-    axes = [0 if name in own else None for name in names]
-    one_call = quick_compile.as_users(call)
-    expected = stacked(
-        one_call(*(one[name] if name in own else given[0][name] for name in names)) for one in given
-    )
-    assert_same_bits(quick_compile.as_users(jax.vmap(call, axes))(*values), expected)
+    batch = [{name: one[name] for name in own} for one in given]
+    expected = stacked(map(quick_compile.as_users(call), batch))
+    together = jax.tree.map(lambda *parts: np.stack(parts), *batch)
+    assert_same_bits(quick_compile.as_users(jax.vmap(call))(together), expected)
 
 
 def test_a_batch_of_batches_and_the_greedy_calls():

@@ -1,0 +1,102 @@
+"""Numbers: threefry's words, logarithms and noise, their bits and their values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.random import threefry_2x32
+
+from pallas_kernels.lowering.forms import logarithm
+from pallas_kernels.lowering.prevent_recompute import prevent_recompute
+from pallas_kernels.numbers import random_draws
+from pallas_kernels.numbers.random_draws import ACCEPT, GROUP, Source, threefry_word
+from tests.support.quick_compile import as_users
+
+SEEDS = np.array([0, 1, 7, 2**31, 2**32 - 1], np.uint32)
+POSITIONS = np.array([0, 1, -1, 2**31 - 1, -(2**31)], np.int32)
+ALL = [np.ravel(x) for x in np.meshgrid(SEEDS, POSITIONS, POSITIONS)]
+
+
+def of_jax(purpose, seeds, positions, ids):
+    """The first words of key (purpose, seed) and counter (position, id), one call each."""
+    return [
+        threefry_2x32(np.array([purpose, seed], np.uint32), np.array(counter).astype(np.uint32))[0]
+        for seed, *counter in zip(seeds, positions, ids, strict=True)
+    ]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("purpose", [ACCEPT, GROUP])
+@pytest.mark.parametrize("transform", [jax.jit, lambda call: call])
+def test_words_are_those_of_jaxs_threefry(transform, purpose):
+    found = transform(lambda *numbers: threefry_word(numbers[0], purpose, *numbers[1:]))
+    np.testing.assert_array_equal(found(*map(jnp.asarray, ALL)), of_jax(purpose, *ALL))
+
+
+@pytest.mark.fast
+def test_uniform_numbers_are_the_leading_bits_of_words():
+    seeds, positions = ALL[:2]
+    words = np.array(of_jax(ACCEPT, seeds, positions, np.zeros_like(positions)))
+    found = random_draws.uniform(Source(jnp.asarray(seeds), jnp.asarray(positions)), ACCEPT)
+    np.testing.assert_array_equal(found, (words >> 9) * 2.0**-23)
+
+
+VALUES = np.concatenate(
+    [np.geomspace(1, 3e38, 3000), 1 + np.geomspace(1e-7, 1, 999), [1.0]]
+).astype(np.float32)
+
+
+def test_near_float64():
+    exact = np.log(VALUES.astype(np.float64))
+    error = np.abs(np.asarray(logarithm(VALUES)) - exact)
+    assert (error <= np.spacing(exact.astype(np.float32)).clip(1e-45)).all()
+
+
+def test_noise_has_both_ends():
+    """Of random bits next to 0, which decide for rare tokens, and next to 2**32, to float32."""
+    powers = 2 ** np.arange(8, 31)
+    low = np.array([0, 1, 2, 100, *powers[:15]])
+    bits = np.concatenate([low, 2**32 - powers, [2**32 - 1]]).astype(np.uint32)
+    exact = -np.log1p(-(low + 0.5) / 2**32)
+    # Of the highest bits float32 has no half, and no more than 24 in a row.
+    exact = np.concatenate([exact, -np.log(powers / 2**32), [24 * np.log(2)]])
+    np.testing.assert_allclose(as_users(random_draws.gumbel_noise)(bits), -np.log(exact), rtol=2e-7, atol=2e-7)
+
+
+def test_logarithms_of_weights():
+    """Of the smallest ones too; -inf where there is none, or nothing that counts."""
+    weights = np.array([0, 1e-45, 9e-38, 2e-37, 1e-30, 1e-7, 1, 256], np.float32)
+    exact = np.concatenate([np.full(3, -np.inf), np.log(weights[3:].astype(np.float64))])
+    np.testing.assert_allclose(as_users(random_draws.log_of)(weights), exact, rtol=2e-7)
+
+
+def test_the_bits_do_not_depend_on_the_company():
+    function = as_users(logarithm)
+    whole = np.asarray(function(VALUES))
+    for i, j in ((i, i + n) for n in (1, 3, 6) for i in range(0, 600, n)):
+        np.testing.assert_array_equal(function(VALUES[i:j]), whole[i:j])
+
+
+NUMBERS = np.array([0, 2**-126, 1 / 3, 1, 2**32, 3e38, np.inf, np.nan], np.float32)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap])
+def test_numbers_stay_as_they_are(transform):
+    found = np.asarray(transform(prevent_recompute)(jnp.asarray(NUMBERS)))
+    np.testing.assert_array_equal(found.view(np.int32), NUMBERS.view(np.int32))
+
+
+def shifts(noise):
+    """How often a program for a CPU computes threefry's last rotation; and the program's noise."""
+    seed, ids = jnp.zeros((4, 1), jnp.uint32), jnp.arange(512, dtype=jnp.int32).reshape(4, 128)
+    drawn = jax.jit(lambda seed, ids: noise(threefry_word(seed, 1, ids, ids)))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        text = drawn.lower(seed, ids).compile().as_text()
+        return text.count(" shift-right-logical("), np.asarray(drawn(seed, ids))
+
+
+def test_random_bits_are_made_once():
+    once, found = shifts(random_draws.gumbel_of_bits)
+    again, expected = shifts(random_draws.gumbel_noise)
+    np.testing.assert_array_equal(found, expected)
+    assert again >= 2 * once  # without it, for each part of the noise
