@@ -60,7 +60,9 @@ def test_noise_has_both_ends():
     exact = -np.log1p(-(low + 0.5) / 2**32)
     # Of the highest bits float32 has no half, and no more than 24 in a row.
     exact = np.concatenate([exact, -np.log(powers / 2**32), [24 * np.log(2)]])
-    np.testing.assert_allclose(as_users(random_draws.gumbel_noise)(bits), -np.log(exact), rtol=2e-7, atol=2e-7)
+    np.testing.assert_allclose(
+        as_users(random_draws.gumbel_noise)(bits), -np.log(exact), rtol=2e-7, atol=2e-7
+    )
 
 
 def test_logarithms_of_weights():

@@ -75,7 +75,6 @@ def _topk_rows_kernel(
     rows_kernel.read_rows_kernel(
         logits_ref, chosen_ref, targets, allowed_ref, partials_ref, groups_ref, outputs=outputs,
         schedule=schedule, num_logits_rows=num_logits_rows, num_targets=num_targets,
-        interpreted=False,
     )  # fmt: skip
     thread.inline(thread.arrive_in_cluster, (), (), ())
 

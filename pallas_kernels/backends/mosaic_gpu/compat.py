@@ -1,5 +1,5 @@
 """Pallas Mosaic GPU as the kernels need it: what differs between the supported jax versions
-(0.10.2 to 0.12), and between a compiled and an interpreted kernel, in one place.
+(0.10.2 to 0.12), in one place.
 """
 
 import math
@@ -42,9 +42,9 @@ def load(ref: Readable, layout: Layout, optimized: bool = False) -> jax.Array:
     return asarray(GPU.load(ref, (), layout=layout, optimized=optimized))
 
 
-def store(ref: jax.Ref, value: jax.Array, interpreted: bool = False) -> None:
+def store(ref: jax.Ref, value: jax.Array) -> None:
     """A vector to a reference, even where it does not fill whole 32-byte sectors."""
-    if VERSION >= (0, 12) and not interpreted:
+    if VERSION >= (0, 12):
         GPU.store(ref, value, optimized=False)
     else:
         ref[...] = value
@@ -61,13 +61,9 @@ def load_block(
     shape: tuple[int, int],
     width: int,
     layout: Layout,
-    interpreted: bool = False,
 ) -> list[jax.Array]:
     """rows * columns words from `start` of a flat reference, as pieces [rows, width]."""
     rows, columns = shape
-    if interpreted:  # neither GPU.load nor a reshaped reference is known to the interpreter
-        whole: jax.Array = ref[pl.ds(start, rows * columns)].reshape(shape)
-        return [whole[:, i : i + width] for i in range(0, columns, width)]
     here = _some(ref, start, rows * columns).reshape(shape)
     return [load(here.at[:, pl.ds(i, width)], layout) for i in range(0, columns, width)]
 

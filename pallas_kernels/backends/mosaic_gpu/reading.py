@@ -28,18 +28,18 @@ class Targets(NamedTuple):
     num_rows: jax.Array | None  # [1] int32; target rows from there on are skipped
     temperatures: jax.Array | None  # [R] float32, as `pallas_kernels.topk_logprobs` has them
 
-    def row(self, target: Index, interpreted: bool = False) -> tuple[Index, Index | None]:
+    def row(self, target: Index) -> tuple[Index, Index | None]:
         """The row of logits, and how many target rows are not skipped, in a kernel."""
-        number = None if self.num_rows is None else load_at_once(self.num_rows, 0, interpreted)
+        number = None if self.num_rows is None else load_at_once(self.num_rows, 0)
         if self.row_ids is None:
             return target, number
-        return load_at_once(self.row_ids, target, interpreted), number
+        return load_at_once(self.row_ids, target), number
 
-    def temperature(self, target: Index, interpreted: bool = False) -> jax.Array | None:
+    def temperature(self, target: Index) -> jax.Array | None:
         """The temperature, in a kernel: NaN if it gives NaN logprobs; None without temperatures."""
         if self.temperatures is None:
             return None
-        t = compat.asarray(load_at_once(self.temperatures, target, interpreted))
+        t = compat.asarray(load_at_once(self.temperatures, target))
         t = jnp.where(t == 0, jnp.float32(1), t)  # 0 means greedy, whose scaled logprobs use 1
         return compat.asarray(jnp.where((t > 0) & (t < jnp.inf), t, jnp.float32(jnp.nan)))
 
@@ -92,7 +92,7 @@ def selected_logit(
 
 
 def read_block(
-    logits_ref: Readable, start: Index, schedule: Schedule, vector: int, interpreted: bool = False
+    logits_ref: Readable, start: Index, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
     """Pieces (`Schedule.piece`) of the block at `start`, a multiple of `vector`: whole vectors."""
     return compat.load_block(
@@ -101,7 +101,6 @@ def read_block(
         (schedule.groups_per_block, schedule.group_width),
         schedule.piece(vector)[1],
         schedule.layout(vector),
-        interpreted,
     )
 
 
@@ -112,11 +111,10 @@ def read_edge(
     block: int,
     schedule: Schedule,
     vector: int,
-    interpreted: bool,
 ) -> list[jax.Array]:
     """Pieces of an edge block of the row that starts at `first`; -inf outside the block."""
     start, begin, end = schedule.block_ids(block, skew)
-    pieces = read_block(logits_ref, first + start, schedule, vector, interpreted)
+    pieces = read_block(logits_ref, first + start, schedule, vector)
     if schedule.aligned and (block + 1) * schedule.block <= schedule.vocabulary:
         return pieces  # a whole block that is in no step
     shape, layout = pieces[0].shape, schedule.layout(vector)

@@ -9,7 +9,7 @@ A step's loads all start before the first of them is used: 128 bytes a thread ar
 """
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,6 @@ from pallas_kernels.backends.mosaic_gpu.schedule import Index, Layout, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.lowering.forms import is_counted
-
-if TYPE_CHECKING:
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 # An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
 LEAST = -200.0
@@ -49,7 +46,6 @@ def read_rows(
     with_groups: bool,
     outputs: Outputs,
     allowed: jax.Array | None = None,
-    interpret: "InterpretGPUParams | None" = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Partial results and group maxima of R target rows; those of skipped rows are not initialized.
 
@@ -64,7 +60,6 @@ def read_rows(
       outputs: what is wanted; of them it matters here whether entropies are, and inclusive ranks.
       allowed: [R * `reading.words_of`] int32 bit mask words of the target rows, or None. A
         forbidden token's logit is read as -inf; not so that of a given token.
-      interpret: None to compile, or Pallas's parameters of an interpreter, without `allowed`.
 
     Returns:
       partial results, float32 [parts, R, programs] without its axes: maxima, sums of
@@ -80,14 +75,12 @@ def read_rows(
             num_targets=num_targets,
             # What matters here alone: the kernel is the same for every K.
             outputs=Outputs(0, entropy=outputs.entropy, inclusive=outputs.inclusive),
-            interpreted=interpret is not None,
         ),
         out_type=result_types(schedule, num_targets, logits.dtype, with_groups, outputs),
         grid=(schedule.programs, num_targets),  # the last axis may exceed 65535, no other may
         grid_names=("program", "row"),
         compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="read_rows",
-        interpret=interpret,
     )
     out = kernel(logits.reshape(-1), chosen, targets, allowed)
     return out[0], out[1] if with_groups else None
@@ -121,7 +114,6 @@ class RowToRead(NamedTuple):
     selected: jax.Array | None  # the logit by which others are counted; None: nothing is counted
     mask: reading.RowMask | None
     outputs: Outputs
-    interpreted: bool
 
 
 def read_rows_kernel(
@@ -136,14 +128,13 @@ def read_rows_kernel(
     num_logits_rows: int,
     num_targets: int,
     outputs: Outputs,
-    interpreted: bool,
 ) -> None:
     target = lax.axis_index("row")
     program = lax.axis_index("program")
     # What needs no other number is loaded first, so that it all comes from memory at once.
-    logits_row, number = targets.row(target, interpreted)
-    temperature = targets.temperature(target, interpreted)
-    chosen = None if chosen_ref is None else load_at_once(chosen_ref, target, interpreted)
+    logits_row, number = targets.row(target)
+    temperature = targets.temperature(target)
+    chosen = None if chosen_ref is None else load_at_once(chosen_ref, target)
 
     @pl.when(reading.is_active(target, logits_row, number, num_logits_rows))
     def _() -> None:
@@ -159,7 +150,6 @@ def read_rows_kernel(
             reading.selected_logit(schedule, logits_ref, first, chosen),
             reading.mask_of_row(allowed_ref, target, schedule),
             outputs,
-            interpreted,
         )
 
         def write(carry: Carry) -> None:
@@ -180,9 +170,7 @@ def read_steps(row: RowToRead, program: Index) -> Carry:
     def step(i: jax.Array, carry: Carry) -> Carry:
         block = schedule.first_block + i
         start = row.first - row.skew + block * schedule.block
-        pieces = reading.read_block(
-            row.logits_ref, start, schedule, schedule.vector, row.interpreted
-        )
+        pieces = reading.read_block(row.logits_ref, start, schedule, schedule.vector)
         pieces = reading.masked(pieces, row.mask, start - row.first, schedule, schedule.vector)
         return updated(row, block, pieces, carry, layout)
 
@@ -198,9 +186,7 @@ def read_edges(row: RowToRead) -> Carry:
     layout = schedule.layout(vector)
     carry = before_any_block(row, vector)
     for block in schedule.edges:
-        pieces = reading.read_edge(
-            row.logits_ref, row.first, row.skew, block, schedule, vector, row.interpreted
-        )
+        pieces = reading.read_edge(row.logits_ref, row.first, row.skew, block, schedule, vector)
         first_id = schedule.block_ids(block, row.skew)[0]
         pieces = reading.masked(pieces, row.mask, first_id, schedule, vector)
         carry = updated(row, block, pieces, carry, layout)
@@ -231,7 +217,7 @@ def updated(
     reference = _spread(reference, total.shape, layout)
     terms, by_exponent, selected = [], [], None
     if row.selected is not None:
-        selected = thread.again(row.selected, row.interpreted)
+        selected = thread.again(row.selected)
     for piece in pieces:
         x = piece.astype(jnp.float32)
         # The difference first: it is exact near the maximum, however large that is.
@@ -258,7 +244,7 @@ def store_group_maxima(row: RowToRead, block: Index, group_maxima: jax.Array) ->
     schedule = row.schedule
     begin = row.target * schedule.padded_groups + block * schedule.groups_per_block
     here = row.groups_ref.at[pl.ds(begin, schedule.groups_per_block)]
-    compat.store(here, group_maxima, row.interpreted)
+    compat.store(here, group_maxima)
 
 
 def finite_reference(maximum: jax.Array) -> jax.Array:

@@ -236,10 +236,8 @@ def logarithm(x: jax.Array) -> jax.Array:
     return inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
 
 
-def again(x: jax.Array, interpreted: bool = False) -> jax.Array:
+def again(x: jax.Array) -> jax.Array:
     """A number of the kernel as float32, where the kernel says: until then nobody waits for it."""
-    if interpreted:
-        return x.astype(jnp.float32)
 
     def body(value: Vector) -> Vector:
         here, letter = word(value).value, "f"
@@ -447,14 +445,12 @@ def _assembled(text: str, constraints: str, operands: Sequence[Value]) -> Word:
     return Word(llvm.inline_asm(i32(), operands, text, constraints, has_side_effects=True))
 
 
-def load_at_once(ref: Readable, index: Index, interpreted: bool = False) -> jax.Array:
+def load_at_once(ref: Readable, index: Index) -> jax.Array:
     """A number of 32 bits in global memory, loaded where the kernel says.
 
     Other loads the compilers move to where their results are used, behind a branch that waits for
     another load: then one latency follows the other. A relaxed load of the memory model stays.
     """
-    if interpreted:
-        return ref[index]
     dtype = jnp.dtype(ref.dtype)
     integer = dtype == jnp.int32
 
