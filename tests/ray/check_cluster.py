@@ -9,21 +9,10 @@ from safetensors.numpy import save_file
 
 from jax_specdec.engine.errors import WeightsError
 from jax_specdec.ray import ClusterError, RayConfig, RayEngine
-from tests.ray.cluster import (
-    NO_DISK,
-    check,
-    check_end_of_fleet,
-    cluster_that_leaves_nothing,
-    config,
-    fixture,
-    fleet,
-    make_engine,
-    make_requests,
-    pids,
-)
+from tests.ray import cluster as rig
 from tests.support.processes import wait_for
 
-cluster = fixture(cluster_that_leaves_nothing, 1, 1, head=1, system=NO_DISK)
+cluster = rig.fixture(rig.cluster_that_leaves_nothing, 1, 1, head=1, system=rig.NO_DISK)
 
 
 def versions(batches):
@@ -33,19 +22,19 @@ def versions(batches):
 def test_all_replicas_get_new_weights_or_none(cluster, tmp_path):
     path = tmp_path / "new.safetensors"
     save_file({"x": np.zeros(4, np.float32)}, path)
-    with fleet(3) as engine:
-        wait_for(lambda: len(pids(engine)) == 3)
+    with rig.fleet(3) as engine:
+        wait_for(lambda: len(rig.pids(engine)) == 3)
         # While nobody reads, 8 batches at most come, of 16 requests each, which is what a replica
         # holds: however long the weights take, most of these requests have not even been sent.
-        requests = make_requests(240, 20)
+        requests = rig.make_requests(240, 20)
         running = engine.generate(requests)
         batches = [next(running)]
         assert engine.update_weights(path) == 1
         assert engine.num_waiting >= 240 - 8 * 16 - 3 * 16
         batches += list(running)
-        check(requests, batches)
+        rig.check(requests, batches)
         assert versions(batches) == {0, 1}
-        later = list(engine.generate(make_requests(10, 5)))
+        later = list(engine.generate(rig.make_requests(10, 5)))
         assert versions(later) == {1}
 
         with pytest.raises(WeightsError, match="replica 0: the weights cannot be read"):
@@ -54,33 +43,33 @@ def test_all_replicas_get_new_weights_or_none(cluster, tmp_path):
         assert engine.weights_version == 1
 
         # A replica that Ray starts again begins with the weights in use.
-        os.kill(pids(engine)[1][0], signal.SIGKILL)
-        wait_for(lambda: engine.status[1].losses and len(pids(engine)) == 3)
-        batches = list(engine.generate(make_requests(48, 10)))
+        os.kill(rig.pids(engine)[1][0], signal.SIGKILL)
+        wait_for(lambda: engine.status[1].losses and len(rig.pids(engine)) == 3)
+        batches = list(engine.generate(rig.make_requests(48, 10)))
         assert versions(batches) == {1}
         assert {batch.replica for batch in batches} == {0, 1, 2}
 
 
 def test_weights_that_the_object_store_cannot_hold_are_refused(cluster):
-    with fleet(1) as engine:
-        check(requests := make_requests(2), list(engine.generate(requests)))
+    with rig.fleet(1) as engine:
+        rig.check(requests := rig.make_requests(2), list(engine.generate(requests)))
         with pytest.raises(ClusterError, match=r"object store is full.*150000000 bytes"):
             engine.update_weights({"x": np.ones(37_500_000, np.float32)})
         assert engine.weights_version == 0
-        check(requests, list(engine.generate(requests)))
+        rig.check(requests, list(engine.generate(requests)))
 
 
 def test_a_fleet_without_room_says_what_there_is(cluster):
     small = RayConfig(devices={"CPU": 64}, start_timeout=2)
     with (
-        RayEngine(config(), small, make_engine=make_engine) as engine,
+        RayEngine(rig.config(), small, make_engine=rig.make_engine) as engine,
         pytest.raises(ClusterError, match=r"CPU': 64.*the nodes have CPU 1"),
     ):
-        list(engine.generate(make_requests(1)))
+        list(engine.generate(rig.make_requests(1)))
 
 
 def test_a_lost_head_is_an_error_that_says_so(cluster):
-    with fleet(2, head_timeout=3.0) as engine:
-        wait_for(lambda: len(pids(engine)) == 2)
+    with rig.fleet(2, head_timeout=3.0) as engine:
+        wait_for(lambda: len(rig.pids(engine)) == 2)
         lose = cluster.head_node.kill_gcs_server
-        check_end_of_fleet(engine, lose, "the head of the Ray cluster has not answered")
+        rig.check_end_of_fleet(engine, lose, "the head of the Ray cluster has not answered")

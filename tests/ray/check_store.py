@@ -7,14 +7,7 @@ import pytest
 
 from jax_specdec.engine import EngineConfig, FinishReason
 from jax_specdec.ray import ClusterError, RayConfig, RayEngine
-from tests.ray.cluster import (
-    EMITTER,
-    NO_DISK,
-    STORE,
-    cluster_that_leaves_nothing,
-    engine_with,
-    fixture,
-)
+from tests.ray import cluster as rig
 from tests.support.emitting_worker import TOKENS
 from tests.support.processes import wait_for
 from tests.support.requests import request
@@ -24,14 +17,14 @@ SLOTS, LENGTH, VOCABULARY, K = 256, 4000, 1000, 20
 INLINE = 1 << 18  # bytes; smaller objects come within Ray's answers, and lie in no store
 
 
-cluster = fixture(cluster_that_leaves_nothing, 1, system=NO_DISK)
+cluster = rig.fixture(rig.cluster_that_leaves_nothing, 1, system=rig.NO_DISK)
 
 
 def fleet(**more):
     config = EngineConfig(
         vocab_size=VOCABULARY, num_slots=SLOTS, max_length=LENGTH + 8, num_drafts=TOKENS, **more
     )
-    return RayEngine(config, RayConfig(), make_engine=engine_with(EMITTER))
+    return RayEngine(config, RayConfig(), make_engine=rig.engine_with(rig.EMITTER))
 
 
 def requests():
@@ -74,7 +67,7 @@ def test_a_reader_that_does_not_read_stops_the_worker_and_not_the_store(cluster)
                 assert not in_store(batch.token_ids.copy())
             size += batch.rows.nbytes
             ends += np.count_nonzero(batch.finish_reasons == FinishReason.LENGTH)
-        assert (size > 1.5 * STORE, ends) == (True, SLOTS)
+        assert (size > 1.5 * rig.STORE, ends) == (True, SLOTS)
         (status,) = engine.status
         assert (status.losses, status.events) == (0, ())
 
@@ -85,7 +78,7 @@ def test_a_reader_that_keeps_more_than_the_store_holds_is_told(cluster):
     with fleet(on_worker_loss="restart", resume_lost=True) as engine:
         with pytest.raises(ClusterError, match=r"store is full.*a batch of replica 0.*columns\("):
             kept.extend(engine.generate(requests()))
-        assert sum(batch.rows.nbytes for batch in kept) < 1.1 * STORE
+        assert sum(batch.rows.nbytes for batch in kept) < 1.1 * rig.STORE
         parts = [part for batch in kept for part in batch if part.finish_reason is not None]
         ends = {part.request_id: part.finish_reason for part in parts}
         assert ends == dict.fromkeys((request.id for request in requests()), WORKER_LOST)
@@ -94,4 +87,4 @@ def test_a_reader_that_keeps_more_than_the_store_holds_is_told(cluster):
     kept.clear()
     with fleet() as engine:
         size = sum(batch.rows.nbytes for batch in engine.generate(requests()))
-    assert size > 1.5 * STORE
+    assert size > 1.5 * rig.STORE

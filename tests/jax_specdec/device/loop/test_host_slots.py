@@ -7,16 +7,7 @@ import pytest
 
 from ipc import wire
 from ipc.wire import LogprobsMode
-from jax_specdec.device.loop.host_slots import (
-    Slot,
-    all_options,
-    draft_bound,
-    for_prompt,
-    prompt_bound,
-    reads_once,
-    target_bound,
-    widths_of_slots,
-)
+from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.kinds import Kind
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import changes_size
@@ -40,15 +31,17 @@ CHANGES_NOTHING = (
 
 
 def slot(most_tokens=1, prefill_at=None, **params):
-    return Slot(params=SamplingParams(**params), most_tokens=most_tokens, prefill_at=prefill_at)
+    return host_slots.Slot(
+        params=SamplingParams(**params), most_tokens=most_tokens, prefill_at=prefill_at
+    )
 
 
 def test_when_logprobs_take_what_verification_has_read():
     """On a GPU where all slots are greedy, elsewhere where one samples; if half of them ask."""
 
     def where(*params):
-        taken = [*(slot(**one) for one in params), Slot()]
-        once = [reads_once(taken, on_gpu) for on_gpu in (False, True)]
+        taken = [*(slot(**one) for one in params), host_slots.Slot()]
+        once = [host_slots.reads_once(taken, on_gpu) for on_gpu in (False, True)]
         return once.index(True) if any(once) else None
 
     asks, silent, sampled = {"logprobs": 3}, {}, {"temperature": 0.5}
@@ -74,18 +67,18 @@ def slots_of(*params):
 
 def changes_of(slots):
     size = changes_size([slot.params for slot in slots])
-    return all_options(slots, widths_of_slots(slots, 2000), size).changes
+    return host_slots.all_options(slots, host_slots.widths_of_slots(slots, 2000), size).changes
 
 
 def test_a_batch_that_changes_nothing_has_no_changes():
     """Then its step is the program that knows of none."""
-    assert changes_of([*slots_of(*CHANGES_NOTHING), Slot()]) is None
+    assert changes_of([*slots_of(*CHANGES_NOTHING), host_slots.Slot()]) is None
     for change in CHANGES:
-        assert changes_of([*slots_of(change), Slot()]) is not None
+        assert changes_of([*slots_of(change), host_slots.Slot()]) is not None
 
 
 def test_what_slots_change_by_hand():
-    found = changes_of([Slot(), *slots_of(*CHANGES[::-1])])
+    found = changes_of([host_slots.Slot(), *slots_of(*CHANGES[::-1])])
     penalties = found.penalties
     assert penalties.repetition.tolist() == np.float32([1, 1, 1, 1.1, 1, 1]).tolist()
     assert penalties.frequency.tolist() == np.float32([0, 0, 0, 0, -0.1, 0]).tolist()
@@ -124,9 +117,11 @@ def test_kept_sets_have_room_in_target_messages_alone(params, most):
     kept, plain = slot(3, **asks), slot(3, **asks | {"kept_token_ids": False})
     assert kept.params.most_kept == most
     room = 0 if most is None else 3 * (2 + most)
-    assert target_bound([kept, plain]) == target_bound([plain, plain]) + room
-    assert draft_bound([kept]) == draft_bound([plain])
-    first, second = (prompt_bound([one], for_prompt(one), 9) for one in (kept, plain))
+    assert host_slots.target_bound([kept, plain]) == host_slots.target_bound([plain, plain]) + room
+    assert host_slots.draft_bound([kept]) == host_slots.draft_bound([plain])
+    first, second = (
+        host_slots.prompt_bound([one], host_slots.for_prompt(one), 9) for one in (kept, plain)
+    )
     assert first == second
 
 
@@ -136,12 +131,12 @@ def test_the_bounds_of_the_next_messages_by_hand():
         slot(3, logprobs=0, extra_token_ids=(1, 2)),
         slot(4, prefill_at=8, logprobs=20, draft_logprobs=True),  # nothing before its prompt is run
         slot(2, draft_logprobs=True),
-        Slot(),
+        host_slots.Slot(),
     ]
     fixed = wire.HEADER_WORDS + 5 * wire.SLOT_WORDS
     # A token's id, its rank, K + 1 logprobs, K ids, and the chosen ones.
-    assert target_bound(batch) == fixed + 4 * (1 + 6) + 3 * (1 + 2 + 2) + 2
-    assert draft_bound(batch) == fixed + 3 * (1 + 6) + 1
+    assert host_slots.target_bound(batch) == fixed + 4 * (1 + 6) + 3 * (1 + 2 + 2) + 2
+    assert host_slots.draft_bound(batch) == fixed + 3 * (1 + 6) + 1
 
 
 # Kinds of batches, and which kind's programs serve which batch -----------------------------------
@@ -150,11 +145,11 @@ SAMPLED, ASKS, BIAS = {"temperature": 0.5}, {"logprobs": 3}, {"logit_bias": ((1,
 
 
 def kind(*params, draws=True):
-    return Kind.of_slots([*slots_of(*params), Slot(generation=7)], 300, draws=draws)
+    return Kind.of_slots([*slots_of(*params), host_slots.Slot(generation=7)], 300, draws=draws)
 
 
 def serves(one, *params):
-    return one.serves(kind(*params), [*slots_of(*params), Slot(generation=7)])
+    return one.serves(kind(*params), [*slots_of(*params), host_slots.Slot(generation=7)])
 
 
 WIDER = [

@@ -10,14 +10,8 @@ import weakref
 
 import pytest
 
+from jax_specdec.device.worker import background
 from jax_specdec.device.worker import background as module
-from jax_specdec.device.worker.background import (
-    LESS,
-    LONGEST_WAIT,
-    NAME,
-    SWITCH_SECONDS,
-    BackgroundJobs,
-)
 
 pytestmark = pytest.mark.fast
 
@@ -36,7 +30,7 @@ with BackgroundJobs(lambda: None) as jobs:
 def test_a_job_runs_in_its_thread_and_gives_way():
     """Also behind one whose error was handed over."""
     ended, seen, nice = threading.Event(), [], []
-    jobs, before = BackgroundJobs(ended.set), sys.getswitchinterval()
+    jobs, before = background.BackgroundJobs(ended.set), sys.getswitchinterval()
 
     def job():
         seen.append((threading.current_thread().name, sys.getswitchinterval(), gc.isenabled()))
@@ -50,9 +44,9 @@ def test_a_job_runs_in_its_thread_and_gives_way():
         assert isinstance(jobs.take(), error)
         assert (jobs.busy, jobs.ended) == (False, False)
         ended.clear()
-    assert seen == [(NAME, pytest.approx(SWITCH_SECONDS, abs=1e-5), False)]
+    assert seen == [(background.NAME, pytest.approx(background.SWITCH_SECONDS, abs=1e-5), False)]
     mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert nice == [min(19, mine + LESS) if sys.platform == "linux" else mine]
+    assert nice == [min(19, mine + background.LESS) if sys.platform == "linux" else mine]
     assert (sys.getswitchinterval(), gc.isenabled()) == (pytest.approx(before, abs=1e-5), True)
 
 
@@ -61,7 +55,7 @@ def test_the_garbage_of_a_job_is_collected_when_nobody_waits():
         pass
 
     ended, left = threading.Event(), []
-    jobs = BackgroundJobs(ended.set)
+    jobs = background.BackgroundJobs(ended.set)
 
     def job():
         node = Node()
@@ -85,7 +79,7 @@ class Counting:
 
     def __init__(self):
         self.count, self.over, self.ended = 0, False, threading.Event()
-        self.jobs = BackgroundJobs(self.ended.set)
+        self.jobs = background.BackgroundJobs(self.ended.set)
         self.jobs.start(self)
 
     def __call__(self):
@@ -127,7 +121,7 @@ def test_a_job_stops_at_a_call_while_a_step_is_made(job, monkeypatch):
 
 def test_a_job_that_gives_way_is_not_stopped_for_ever(job):
     with job.jobs.giving_way(True):
-        assert job.counts(30 * LONGEST_WAIT)
+        assert job.counts(30 * background.LONGEST_WAIT)
     assert sys.getprofile() is None
 
 
