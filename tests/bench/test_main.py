@@ -1,6 +1,7 @@
-"""`python -m bench`: its suites exist, a wrong contender ends a run, results become files."""
+"""`python -m bench`: contenders deliver the same, a wrong one ends a run, results become files."""
 
 import importlib
+from functools import partial
 
 import pytest
 
@@ -8,7 +9,7 @@ from bench import __main__ as bench
 from bench import host, kernels, timing
 from bench.comparison import from_samples
 from bench.files import read_json
-from bench.timing import BenchError
+from bench.timing import BenchError, compare
 from pallas_kernels import topk_logprobs
 from pallas_kernels.testing.shapes import Shape
 
@@ -60,3 +61,46 @@ def test_wrong_logprobs_of_logits_are_caught_before_any_timing(monkeypatch):
     monkeypatch.setattr(timing, "rotated", None)  # timed before it was checked
     with pytest.raises(BenchError, match="xla differs from log_softmax"):
         kernels.measure(shape, rounds=1)
+
+
+def same(name, expected, actual):
+    assert expected == actual, f"{name}: {expected} != {actual}"
+
+
+def test_unequal_results_are_refused_before_anything_is_timed():
+    calls = []
+    contenders = {"right": lambda: 1, "wrong": lambda: calls.append(1) or 2}
+    with pytest.raises(timing.BenchError, match="wrong differs from right"):
+        timing.compare("t", contenders, check=same)
+    assert len(calls) == 1
+
+
+def test_contenders_are_interleaved_and_each_round_starts_with_another():
+    order = []
+    contenders = {
+        name: (lambda name=name: order.append(name) or sum(range(20000))) for name in ("a", "b")
+    }
+    result = timing.compare("t", contenders, check=None, rounds=4, min_seconds=0.0)
+    assert order[-8:] == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert len(result["a"].rounds) == 4
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("k", [0, 1, 20])
+def test_all_contenders_deliver_the_same(k):
+    calls = host.contenders(5, k)
+    expected = calls[host.OURS]()
+    assert len(expected) == 5
+    for name, call in calls.items():
+        host.same_content(name, expected, call())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", [host.LISTS, host.OBJECTS, host.TOUCHED])
+def test_different_content_is_noticed(name, monkeypatch):
+    ours = host.contenders(5, 2)[host.OURS]
+    other = partial(host.message_bytes, seed=1)
+    monkeypatch.setattr(host, "message_bytes", other)
+    wrong = host.contenders(5, 2)[name]
+    with pytest.raises(BenchError, match="differs"):
+        compare("unequal", {host.OURS: ours, name: wrong}, check=host.same_content, rounds=1)
