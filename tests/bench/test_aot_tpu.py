@@ -1,12 +1,18 @@
-"""Cycles from a compiler's listing, on one that was written by hand; what breaks a limit."""
+"""Cycles from a compiler's listing, on one that was written by hand; what breaks a limit; the check
+in parts, and what it keeps. Nothing is compiled here.
+"""
 
+import json
 from dataclasses import replace
 
-from bench import aot_tpu
-from bench.tpu import bundles, tiles
+import pytest
+
+from bench import aot, aot_tpu
+from bench.tpu import bundles, grid, tiles
 from bench.tpu.loops import looped
 from bench.tpu.programs import Compiled
 from bench.tpu.steps import Step, collectives, searched
+from pallas_kernels.testing.shapes import Shape
 
 LISTING = """
 LB: loop body
@@ -33,32 +39,30 @@ def test_bundles_times_turns():
     assert loops.cycles(3) == 3 + 3 * (2 + 4 * 8 + 20)
 
 
-def faults(one, plain=None, xla=None):
-    """Those of a program whose cycles are those kept."""
-    return aot_tpu.faults(one, plain, one.cycles, xla)
+FINE = Compiled("v5e", "kernel", 64, 131_072, 0, "bfloat16", 30_000, 5.0, 0.5, 0, 2)
+V6E = {"chip": "v6e"}
+WIDE, ONE = V6E | {"rows": 256}, V6E | {"rows": 1, "k": 20}
 
 
-def test_limits():
+@pytest.mark.parametrize(
+    ("changes", "plain", "kept", "said"),
+    [
+        ({}, None, 29_000, None), ({}, None, 28_000, "more cycles"),
+        ({"cycles": 41_000}, None, 41_000, "bytes' time"), ({"reads": 3}, None, 30_000, "read"),
+        ({"temporaries": 2**24}, None, 30_000, "are written"),
+        ({"seconds": 61.0}, None, 30_000, "GB to compile"),
+        (V6E, 75_000, 30_000, None), (V6E, 70_000, 30_000, "are wanted"),
+        (WIDE, 60_000, 30_000, None), (WIDE, 58_000, 30_000, "1.95x are wanted"),
+        (ONE, 54_000, 30_000, None), (ONE, 53_000, 30_000, "1.8x are wanted"),
+        (ONE | {"rows": 2048}, 359_000, 30_000, "12.0x are wanted"),
+    ],
+)  # fmt: skip
+def test_limits(changes, plain, kept, said):
     """The control for each: a program that breaks it."""
-    fine = Compiled("v5e", "kernel", 64, 131_072, 0, "bfloat16", 30_000, 5.0, 0.5, 0, 2)
-    assert aot_tpu.faults(fine, None, 29_000) == []
-    assert "more cycles" in aot_tpu.faults(fine, None, 28_000)[0]
-    assert "bytes' time" in faults(replace(fine, cycles=41_000))[0]
-    assert "operations read" in faults(replace(fine, reads=3))[0]
-    assert "are written" in faults(replace(fine, temporaries=2**24))[0]
-    assert "GB to compile" in faults(replace(fine, seconds=61.0))[0]
-    v6e = replace(fine, chip="v6e")
-    assert faults(v6e, replace(v6e, way="plain", cycles=75_000)) == []
-    assert "are wanted" in faults(v6e, replace(v6e, way="plain", cycles=70_000))[0]
-    wide = replace(v6e, rows=256)
-    assert faults(wide, replace(wide, way="plain", cycles=60_000)) == []
-    slow = replace(wide, way="plain", cycles=58_000)
-    assert "1.95x are wanted" in faults(wide, slow)[0]
-    one = replace(v6e, rows=1, k=20)
-    assert faults(one, replace(one, way="plain", cycles=54_000)) == []
-    assert "1.8x are wanted" in faults(one, replace(one, way="plain", cycles=53_000))[0]
-    many = replace(one, rows=2048)
-    assert "12.0x are wanted" in faults(many, replace(many, way="plain", cycles=359_000))[0]
+    one = replace(FINE, **changes)
+    other = plain and replace(one, way="plain", cycles=plain)
+    found = aot_tpu.faults(one, other, kept)
+    assert found == [] if said is None else said in found[0]
 
 
 STEP = """
@@ -122,3 +126,50 @@ def test_cycles_of_operations_times_turns_of_loops(monkeypatch, capsys):
         monkeypatch.setattr(tiles, "step_cycles", lambda slots, rows, tile, c=counted: c[tile])
         assert tiles.main() == status
     assert "32 slots of 4 rows: 111 cycles in tiles, 100 without: 1.11x" in capsys.readouterr().out
+
+
+PART = ["--chip", "v6e", "--shape", "64 131072 0 float32"]
+
+
+KEPT = {"kernel": 1000, "xla": 2000, "plain": 3000}
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """Stands in for the compiler: kept cycles, or what a test puts there; and its calls."""
+    cycles, calls = dict(KEPT), []
+    file = tmp_path / "cycles.json"
+    file.write_text(json.dumps({f"v6e {way} {PART[3]}": count for way, count in KEPT.items()}))
+
+    def compile_one(chip, way, shape: Shape):
+        calls.append(grid.name(chip, way, shape))
+        if cycles[way] is None:
+            raise RuntimeError("no room in VMEM")
+        size = (shape.rows, shape.vocabulary, shape.k, shape.dtype)
+        return Compiled(chip, way, *size, cycles[way], 1.0, 0.5, 0, 2)
+
+    monkeypatch.setattr(aot_tpu, "compiled", compile_one)
+    monkeypatch.setattr(aot_tpu, "KEPT", file)
+    monkeypatch.setattr(aot_tpu.importlib.util, "find_spec", lambda name: name)
+    return cycles, calls
+
+
+def test_a_check_of_a_part(compiled, capsys):
+    """It holds; and does not where a way has more cycles than are kept, or does not compile."""
+    cycles, calls = compiled
+    assert aot.main(["tpu", "--check", *PART]) == 0
+    assert len(calls) == 3
+    cycles["kernel"] = 1060
+    assert aot.main(["tpu", "--check", *PART]) == 1
+    assert aot.main(["tpu", "--check", "--keep", *PART]) == 1
+    assert aot.main(["tpu", "--check", *PART]) == 0
+    cycles["kernel"] = None
+    capsys.readouterr()
+    assert aot.main(["tpu", "--check", *PART]) == 1
+    assert "FAILED no room in VMEM" in capsys.readouterr().out
+
+
+def test_every_program_has_cycles_to_compare_with():
+    names = {grid.name(*one) for one in grid.programs(False)}
+    assert set(aot_tpu.kept_cycles()) == names
+    assert {grid.name(*one) for one in grid.programs(True)} <= names

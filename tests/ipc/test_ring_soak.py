@@ -13,7 +13,6 @@ import pytest
 
 from ipc import RingReader, RingWriter, errors
 from ipc.doctor import find_ring_files, remove_leftovers
-from tests.support import ring_peer
 from tests.support.ring_peer import Killer, Progress, is_intact, payload, start_peer
 
 MODES = ("predict", "block", "spin")
@@ -148,16 +147,3 @@ def test_many_messages(tmp_path, wait, count, max_bytes):
             number += 1
         assert own_bytes() - memory < 4 << 20
     assert (number, peer.wait(60)) == (count, 0)
-
-
-def test_negative_control_without_a_semaphore(tmp_path):
-    """The reader notices that a semaphore is missing under the same stress."""
-    with RingReader.create(4, 3000, wait="block") as reader:
-        peer = start_peer("produce", reader.name, tmp_path / "p", max_bytes=3000)
-        reader.wait_attached(30)
-        ring_peer.remove_semaphore(reader, "items")
-        with pytest.raises((errors.CorruptMessage, AssertionError), match="is damaged"):  # noqa: PT012
-            for number, message in zip(range(1_000_000), reader, strict=False):
-                assert is_intact(message.data, number, 3000), "it is damaged"
-        peer.kill()
-        peer.wait()

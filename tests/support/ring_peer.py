@@ -53,28 +53,6 @@ class Progress:
             return cls(memoryview(mmap.mmap(file.fileno(), 24)).cast("Q"))
 
 
-class OpenGate:
-    """A semaphore that never makes its taker wait: the negative control."""
-
-    value = 1
-
-    def acquire(self, timeout: float | None = None) -> None:
-        pass
-
-    def waiting(self, until_ns: int) -> list[None]:
-        return [None]
-
-    def release(self) -> None:
-        pass
-
-
-def remove_semaphore(ring: RingReader | RingWriter, which: str) -> None:
-    """Takes one of the two semaphores away from one side of a ring."""
-    waiter = {"freed": ring._freed, "items": ring._items}[which]
-    waiter._semaphore = OpenGate()
-    waiter._acquire = OpenGate().acquire
-
-
 def start_peer(job: str, name: str, progress: Path, **options: object) -> subprocess.Popen[bytes]:
     """Starts this module in a process of its own, with the options of `main`."""
     Progress.at(progress)

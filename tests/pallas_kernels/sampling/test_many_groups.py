@@ -95,8 +95,8 @@ def p_value(ids, **filters):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("no draft", "none"), ("certain", "top-k"), ("drawn", "all"), ("certain", "few"),
-        *(pytest.param("drawn", name, marks=pytest.mark.slow) for name in FILTERS if name != "all"),
+        ("no draft", "none"), ("certain", "top-k"), ("certain", "all"), ("certain", "few"),
+        *(pytest.param("drawn", name, marks=pytest.mark.slow) for name in FILTERS),
     ],
 )  # fmt: skip
 def test_tokens_follow_the_targets_distribution(kind, name):

@@ -302,7 +302,7 @@ def test_flat_probabilities_and_rows():
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_on_shards_of_the_vocabulary_it_draws_the_same(copies):
     """Also where a shard is narrower than a group of 256."""
     logits, probs, ids, num, sampling = batch()
@@ -347,6 +347,7 @@ def several():
     return checks.verification(Shape(8, 1300, 3, "float32"))
 
 
+@pytest.mark.slow
 def test_of_a_symbolic_number_of_slots():
     (slots,) = export.symbolic_shape("B")
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct((slots, *x.shape[1:]), x.dtype), several())

@@ -67,7 +67,7 @@ def drafted_and_verified_flat(logits, place, changes):
 @pytest.mark.parametrize(
     ("kind", "split", "changed"),
     [
-        ("explicit", "vocabulary", False),
+        pytest.param("explicit", "vocabulary", False, marks=pytest.mark.slow),
         pytest.param("automatic", "both", True, marks=pytest.mark.slow),
         pytest.param("explicit", "rows", True, marks=pytest.mark.slow),
     ],

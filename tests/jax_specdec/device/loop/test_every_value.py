@@ -120,6 +120,7 @@ def test_every_value(name):
             assert len(message.kept_sets or ()) == rows.sum()
 
 
+@pytest.mark.slow
 def test_a_row_off_by_one_would_be_noticed():
     """The control of the check above."""
 
@@ -188,15 +189,6 @@ def test_tokens_do_not_depend_on_the_company():
         both = alone.records[item.id], found("copied").records[item.id]
         for ours, theirs in zip(*both, strict=True):
             np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
-
-
-@pytest.mark.slow
-def test_a_request_without_changes_gets_the_same_beside_those_that_have_some():
-    """Alone, it runs the program that knows of none."""
-    (item,) = [one for one in BATCHES["copied"][0][:8] if not one.params.changes_logits]
-    alone = run([item], "mtp")
-    assert all(output.changed is output.changes is None for output in alone.outputs)
-    assert alone.token_ids(item.id) == found("copied").token_ids(item.id)
 
 
 def test_a_text_that_goes_on_elsewhere_goes_on_as_it_would_have():

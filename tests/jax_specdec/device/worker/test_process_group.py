@@ -140,35 +140,6 @@ def test_a_prefill_group_and_a_decode_group_give_one_stream_until_a_lead_is_kill
         wait_for(lambda: not any(map(is_alive, group)), SECONDS)
 
 
-@pytest.mark.slow
-def test_a_killed_follower_ends_its_group_and_another_group_goes_on(weights):
-    items = requests(60)
-    expected = decoding.run(items, "ngram")
-    ids, group, losses, times = {item.id: [] for item in items}, [], [], []
-    settings = config(weights, on_worker_loss="restart", resume_lost=True)
-    with Engine(settings) as engine:
-        for update in engine.generate(items):
-            for record in update.records:
-                ids[record.request_id] += record.token_ids.tolist()
-            if not group:
-                lead = engine.sessions[0].worker.pid
-                group = [lead, *members(lead)]
-                os.kill(group[1], signal.SIGKILL)
-                times.append(time.monotonic())
-            if update.lost:
-                losses.append(str(update.lost))
-                times.append(time.monotonic())
-                assert not any(map(is_alive, group))
-    (why,), (killed, noticed) = losses, times
-    assert noticed - killed < SECONDS
-    ended = "ended because another process of its group was killed by signal 9 (Killed) after"
-    assert f"process rank 0 (pid {group[0]}) {ended}" in why
-    assert f"process 1 of 2 (pid {group[1]}) was killed by signal 9" in why
-    assert "memory runs out" in why
-    assert ids == {item.id: expected.token_ids(item.id) for item in items}
-    assert engine.sessions[0].worker.exit_status == 0
-
-
 def test_a_follower_may_be_killed_before_it_has_joined():
     with Engine(config("")) as engine:
         lead = engine.sessions[0].worker.pid
