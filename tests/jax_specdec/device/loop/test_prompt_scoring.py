@@ -2,8 +2,8 @@
 
 import functools
 import re
-from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,7 @@ from jax_specdec.device.loop import host_slots, prompt_rows
 from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
-from jax_specdec.device.messages.pack import Rows
-from jax_specdec.device.messages.row_logprobs import row_logprobs
-from jax_specdec.device.model import llama, sharding
+from jax_specdec.device.model import llama
 from jax_specdec.device.model.params import init_params, named_arrays
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.requests import SamplingParams
@@ -34,9 +32,9 @@ CLOSE = 1e-4  # float32 forward passes of other shapes
 ROWS = ("token_ids", "token_ranks", "topk_ids", "logprobs")
 
 
-def messages_of(items, chunk=12):
+def messages_of(items, chunk=12, model=None):
     """All messages of a run in which slot b decodes items[b]."""
-    local = Local("none", chunk=chunk)
+    local = Local("none", chunk=chunk, model=model)
     for item in items:
         local.admit(item)
     local.drain()
@@ -57,23 +55,32 @@ def prompts():
         request("scaled", ids[1], max_tokens=3, prompt_logprobs=3, temperature=0.7,
                 logprobs_mode=LogprobsMode.SCALED, logprobs=0, extra_token_ids=(4, 4, 1)),
         request("greedy", ids[2], max_tokens=9, prompt_logprobs=1),
+        request("processed", ids[1], max_tokens=2, prompt_logprobs=4, temperature=0.7, top_p=0.8,
+                logprobs_mode=LogprobsMode.PROCESSED),
     ]  # fmt: skip
 
 
-COUNTS = {12: 3, 5: 1}  # of prompts, by the size of chunks
+# Which prompts and which model, by the size of chunks: with heads [V, E] and [E, V].
+RUNS = {12: ((0, 1, 2), {}), 5: ((0, 3), {"tie_embeddings": False, "logit_softcap": 4.0})}
+
+
+def items_of(chunk):
+    return [prompts()[number] for number in RUNS[chunk][0]]
 
 
 @functools.cache
 def by_chunk(chunk):
-    return messages_of(prompts()[: COUNTS[chunk]], chunk)
+    """Where logits are needed, those of three positions at a time."""
+    with mock.patch.object(prompt_rows, "LOGITS_BYTES", 4 * VOCAB * 3):
+        return messages_of(items_of(chunk), chunk, random_model(**RUNS[chunk][1]))
 
 
-@pytest.mark.parametrize("chunk", COUNTS)
+@pytest.mark.parametrize("chunk", RUNS)
 def test_every_prompt_token_but_the_first_has_its_logprobs(chunk):
     """Against a forward pass over the whole prompt in float64, in the request's own mode."""
-    params, config = random_model()
+    params, config = random_model(**RUNS[chunk][1])
     weights = named_arrays(params)
-    for slot, item in enumerate(prompts()[: COUNTS[chunk]]):
+    for slot, item in enumerate(items_of(chunk)):
         ids, ranks, top, got = prompt_of(by_chunk(chunk), slot)
         params, k = item.params, item.params.prompt_logprobs
         exact = reference_model.logits(weights, config.to_dict(), item.prompt_token_ids)[:-1]
@@ -88,7 +95,7 @@ def test_every_prompt_token_but_the_first_has_its_logprobs(chunk):
             assert ranks[n] == oracle.token_rank(row, ids[n])
 
 
-@pytest.mark.parametrize("chunk", COUNTS)
+@pytest.mark.parametrize("chunk", RUNS)
 def test_prompt_messages_precede_their_step_and_speak_of_one_slot(chunk):
     steps = [m.step for m in by_chunk(chunk) if m.kind is Kind.TARGET]
     assert steps == list(range(len(steps)))
@@ -99,13 +106,13 @@ def test_prompt_messages_precede_their_step_and_speak_of_one_slot(chunk):
             continue
         assert (message.step, message.running) == (following, True)
         (slot,) = np.flatnonzero(message.num_tokens)
-        params = prompts()[slot].params
+        params = items_of(chunk)[slot].params
         assert message.num_tokens[slot] <= chunk
         assert (message.num_rows == message.num_tokens).all()
         columns, chosen = params.prompt_logprobs + 1, len(params.extra_token_ids)
         expected = [SlotState.TOKENS, columns, params.logprobs_mode, chosen, 1]
         assert [getattr(message, name)[slot] for name in names] == expected
-    lengths = [len(item.prompt_token_ids) - 1 for item in prompts()[: COUNTS[chunk]]]
+    lengths = [len(item.prompt_token_ids) - 1 for item in items_of(chunk)]
     chunks = sum(-(-length // chunk) for length in lengths)
     assert sum(message.kind is Kind.PROMPT for message in by_chunk(chunk)) == chunks
 
@@ -181,97 +188,6 @@ def test_scoring_takes_little_memory_beyond_one_chunk():
     assert scored - plain <= chunk * logits + 0.03 * length * logits
 
 
-# From hidden states: those of the chunk's logits, which are not there ----------------------------
-
-P, NUM = 20, 17
-SCALED, PROCESSED = LogprobsMode.SCALED, LogprobsMode.PROCESSED
-RAW = SamplingParams(logprobs=5, extra_token_ids=(3, 999, 3))
-
-
-def loop_of(model, parallel=sharding.ONE_DEVICE):
-    return LoopConfig(model, NoDrafter(0), num_slots=1, max_length=32, parallel=parallel)
-
-
-def chunk_of(model):
-    rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(P, model.hidden_size)), model.dtype)
-    ids = jnp.asarray(rng.integers(0, model.vocab_size, P), jnp.int32)
-    return hidden, ids, jnp.int32(NUM)
-
-
-def found_of(config, params, asking):
-    widths = widths_of([asking], config.model.vocab_size)
-    options = options_of_requests([asking], widths)
-    call = quick_compile.jit(partial(prompt_rows.prompt_rows, config, widths=widths))
-    return call(params, *chunk_of(config.model), options=options)
-
-
-def of_logits(model, params, asking):
-    """The same from all of the chunk's logits."""
-    widths = widths_of([asking], model.vocab_size)
-    hidden, ids, num = chunk_of(model)
-    index = jnp.arange(P, dtype=jnp.int32)
-    rows = Rows(jnp.where(index < num, index, P), num)
-
-    def call(params, hidden, ids, asked):
-        logits = llama.logits(params, model, hidden)[None]
-        return row_logprobs(logits, ids[None], rows, asked, widths)
-
-    return quick_compile.jit(call)(params, hidden, ids, options_of_requests([asking], widths))
-
-
-def assert_same(found, expected):
-    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
-    np.testing.assert_array_equal(found.token_ranks, expected.token_ranks)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
-    np.testing.assert_allclose(found.extra_logprobs, expected.extra_logprobs, atol=1e-5)
-
-
-@pytest.fixture
-def in_parts(monkeypatch):
-    """Few logits too are read a part at a time."""
-    monkeypatch.setattr(schedules, "FEW_BYTES", 0)
-    monkeypatch.setattr(prompt_rows, "LOGITS_BYTES", 4 * 1000 * 7)
-
-
-@pytest.mark.parametrize(
-    ("asking", "changes"),
-    [
-        (RAW, {"tie_embeddings": False, "logit_softcap": 4.0}),
-        (SamplingParams(logprobs=5, temperature=0.7, logprobs_mode=SCALED, extra_token_ids=(3,)),
-         {"norm_in_head": True, "dtype": "bfloat16"}),
-        (SamplingParams(logprobs=5, temperature=0.7, top_p=0.8, logprobs_mode=PROCESSED), {}),
-    ],
-    ids=["raw", "scaled", "processed"],
-)  # fmt: skip
-def test_they_are_those_of_the_chunks_logits(asking, changes, in_parts):
-    """With heads [E, V] and [V, E], in blocks of 7 positions where logits are needed."""
-    params, model = random_model(1000, **changes)
-    atol = 0.1 if model.dtype == "bfloat16" else 1e-5
-    found, expected = found_of(loop_of(model), params, asking), of_logits(model, params, asking)
-    assert found.token_ids.shape == (P, asking.logprobs + 1)
-    assert np.isnan(found.logprobs[NUM:]).all()
-    if model.dtype == "float32":
-        assert_same(found, expected)
-    # A float32 sum of another order may be rounded to a neighbour in bfloat16.
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=atol)
-    differ = np.count_nonzero(np.asarray(found.token_ids) != np.asarray(expected.token_ids))
-    assert differ <= 2, f"{differ} ids differ"
-
-
-def test_over_two_devices(in_parts):
-    """Each has half of the head's columns, the last of them padding."""
-    params, model = random_model(999, tie_embeddings=False)
-    asking = SamplingParams(logprobs=5, temperature=0.7, top_k=4)
-    padded = sharding.padded(model, 2)
-    parallel = sharding.tensor_parallel(padded, 2)
-    embedding = jnp.pad(params.embedding, ((0, 1), (0, 0)))
-    wide = replace(params, embedding=embedding, head=jnp.pad(params.head, ((0, 0), (0, 1))))
-    placed = parallel.place(wide, sharding.params_specs(wide, 2))
-    found = found_of(loop_of(padded, parallel), placed, asking)
-    assert_same(found, of_logits(model, params, asking))
-
-
 def program_of(call, count, model, *arrays):
     """The compiled program's text."""
     hidden = jax.ShapeDtypeStruct((count, model.hidden_size), model.dtype)
@@ -295,7 +211,8 @@ def test_neither_the_chunks_logits_nor_another_head_is_made():
     assert 4 * count * vocab > schedules.FEW_BYTES
     asking = SamplingParams(logprobs=20)
     widths = widths_of([asking], vocab)
-    call = partial(prompt_rows.prompt_rows, loop_of(model), widths=widths)
+    config = LoopConfig(model, NoDrafter(0), num_slots=1, max_length=32)
+    call = partial(prompt_rows.prompt_rows, config, widths=widths)
     asked = jax.eval_shape(lambda: options_of_requests([asking], widths))
     text = program_of(lambda *arrays: call(*arrays[:-1], options=arrays[-1]), count, model, asked)
     assert not copies(text, count, vocab)

@@ -164,7 +164,7 @@ def test_requests_get_what_one_device_gives(directory, spread):
         "min_tokens": 15, "logit_bias": {7: 1.0, V - 1: 0.5}, "stop_token_ids": (5,),
     }  # fmt: skip
     requests = [
-        decoding.request("greedy", range(3, 20), draft_logprobs=True, **top),
+        decoding.request("greedy", range(3, 20), draft_logprobs=True, prompt_logprobs=4, **top),
         decoding.request("sampled", [3, 4], temperature=0.9, top_p=0.9, seed=5, **top),
         decoding.request("plain", [9], temperature=1.0, seed=6, min_p=0.01, **top),
         decoding.request("cut", [3, 4], logprobs_mode=PROCESSED, draft_logprobs=True, **top | cut),
@@ -180,6 +180,10 @@ def test_requests_get_what_one_device_gives(directory, spread):
     for request in requests:
         assert one.token_ids(request.id) == two.token_ids(request.id)
         for a, b in zip(one.records[request.id], two.records[request.id], strict=True):
+            if a.prompt is not None:
+                np.testing.assert_allclose(a.prompt.logprobs, b.prompt.logprobs, atol=1e-4, rtol=0)
+                np.testing.assert_array_equal(a.prompt.topk_ids, b.prompt.topk_ids)
+                continue
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
             np.testing.assert_array_equal(a.token_ranks, b.token_ranks)
             assert a.num_drafts == b.num_drafts
