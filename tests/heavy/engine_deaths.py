@@ -15,7 +15,6 @@ many rounds side by side as later. Then:
 
 import argparse
 import collections
-import contextlib
 import json
 import os
 import random
@@ -34,7 +33,7 @@ from pathlib import Path
 from ipc.doctor import find_ring_files
 from jax_specdec.engine import leftovers
 from tests.support import quick_compile
-from tests.support.processes import children_of, is_alive, wait_for
+from tests.support.processes import children_of, family, is_alive, marked, wait_for
 
 SECONDS = 1.0  # in which all processes end after their engine's death
 MARK = "ENGINE_DEATHS"
@@ -48,22 +47,6 @@ BLOWS = {
 # however busy this machine is.
 SILENCE = {blow: 10 if blow == "stop engine" else 3 for blows in BLOWS.values() for blow in blows}
 PATIENCE = 240.0  # for an engine that goes on
-
-
-def family(pid):
-    """Ids of the living processes below `pid`, the children of children too."""
-    alive = filter(is_alive, children_of(pid))
-    return [one for child in alive for one in (child, *family(child))]
-
-
-def marked(value):
-    """Ids of the living processes that were started with the mark, whoever their parent is now."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if value.encode() in path.read_bytes() and is_alive(int(path.parent.name)):
-                found.append(int(path.parent.name))
-    return found
 
 
 def starved(pid):

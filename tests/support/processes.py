@@ -27,6 +27,22 @@ def children_of(pid):
     return found
 
 
+def family(pid):
+    """Ids of the living processes below `pid`, the children of children too."""
+    alive = filter(is_alive, children_of(pid))
+    return [one for child in alive for one in (child, *family(child))]
+
+
+def marked(text):
+    """Ids of the living processes that were started with this in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if text.encode() in path.read_bytes() and is_alive(int(path.parent.name)):
+                found.append(int(path.parent.name))
+    return found
+
+
 def wait_for(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():

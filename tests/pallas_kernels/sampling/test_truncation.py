@@ -14,7 +14,7 @@ from scipy import stats
 from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
-from pallas_kernels.sampling import cut_search, exact_sums, row_cuts, row_read, truncation
+from pallas_kernels.sampling import cut_search, exact_sums, row_read, truncation
 from pallas_kernels.sampling.parameters import of_each_row, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import oracle
@@ -46,6 +46,8 @@ def random_rows(rng, vocab, dtype, kind):
 
 VOCAB = 131
 FEW = [0.0, -0.0, 1.0, 2.0, -np.inf, np.nan, np.inf]
+# Top-k beyond the read's candidates too, whose mass top-p takes its share of.
+FILTERS = (1, 1.0, 0.0), (7, 0.83, 0.0), (0, 0.61, 0.02), (VOCAB, 0.97, 1.0), (130, 0.3, 0.0)
 KINDS = ["plain", "ties", "masked", "equal", "zeros", "invalid", "wide"]
 
 
@@ -56,7 +58,7 @@ def test_kept_tokens_are_those_of_sorting(dtype):
     for kind in KINDS:
         rows = random_rows(rng, VOCAB, dtype, kind)
         for temperature in ([0.7, 1.0, 1.9], [1e-4, 1e4, 0.0], [3e38, 0.3, 1.0]):
-            for filters in ((1, 1.0, 0.0), (7, 0.83, 0.0), (0, 0.61, 0.02), (VOCAB, 0.97, 1.0)):
+            for filters in FILTERS:
                 sampling = sampling_of(temperature, *filters)
                 compared += check(rows, sampling, *cut_and_probs(rows, sampling))
                 total += 6
@@ -198,51 +200,6 @@ def test_a_search_finds_the_same_cut():
         other = np.asarray(getattr(of_one_device()[0], name)).ravel()
         tolerance = 2e-6 if name == "log_kept" else 0  # sums are rounded in either
         np.testing.assert_allclose(mine[asked], other[asked], rtol=0, atol=tolerance, err_msg=name)
-
-
-# Of 20 equal logits, the largest 8: filters, and how many they keep; None: that is not known.
-AMONG = [
-    ({"top_k": 12, "top_p": 0.3}, None),  # 4 of 12 tokens, not 6 of 20
-    ({"top_k": 8, "top_p": 0.3}, 3),
-    ({"top_k": 20, "top_p": 0.3}, 6),
-    ({"top_p": 0.35}, 7),
-    ({"top_p": 0.4}, 8),
-    ({"top_p": 0.41}, None),
-    ({"top_k": 8}, 8),
-    ({"top_k": 9}, None),
-    ({"min_p": 0.5}, None),  # the next one may be kept too
-    ({"min_p": 0.5, "top_k": 3}, 3),
-]
-
-
-def test_candidates_say_where_they_are_too_few():
-    """And hold all of a row that has fewer logits above -inf, whatever the filters."""
-    filters, kept = zip(*AMONG, strict=True)
-    names = ("top_k", "top_p", "min_p")
-    columns = [[one.get(name, 1.0 if name == "top_p" else 0) for one in filters] for name in names]
-    ones = np.ones(len(AMONG), np.float32)
-    ids = np.tile(np.arange(8, dtype=np.int32), (len(AMONG), 1))
-
-    @quick_compile.jit
-    def cut(ids, logits, total):
-        mass = exact_sums.at_least(total, 20)
-        scale = row_read.RowScale(logits[:, 0], jnp.asarray(ones), mass)
-        return row_cuts.cut_among(ids, logits, scale, sampling_of(ones, *columns), 20)
-
-    found, settled = jax.device_get(cut(ids, np.zeros(ids.shape, np.float32), 20 * ones))
-    assert settled.tolist() == [one is not None for one in kept]
-    known = [one for one in kept if one is not None]
-    np.testing.assert_array_equal(found.cut_id[settled] + 1, known)
-    np.testing.assert_allclose(found.log_kept[settled], np.log(np.array(known) / 20), atol=1e-6)
-    few = np.where(ids < 7, np.float32(0), -np.inf)
-    found, settled = jax.device_get(cut(ids, few, (7 - 1e-6) * ones))
-    assert settled.all()
-    np.testing.assert_array_equal(found.cut_id + 1, [3, 3, 3, 3, 3, 3, 7, 7, 7, 3])
-    assert (found.log_kept <= 0).all()  # though a total is rounded
-    light = np.where(ids < 3, np.float32(0), np.float32(-200))  # top-p alone leaves them out
-    found, settled = jax.device_get(cut(ids, light, 3 * ones))
-    np.testing.assert_array_equal(settled, [False, *[True] * 6, False, True, True])
-    np.testing.assert_array_equal(found.cut_id[settled] + 1, [1, 1, 2, 2, 2, 8, 3, 3])
 
 
 def test_noise_belongs_to_source_and_token_and_is_gumbels():

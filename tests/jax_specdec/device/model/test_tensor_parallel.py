@@ -24,7 +24,7 @@ from jax_specdec.device.model.params import init_cache, init_params, named_array
 from jax_specdec.requests import SamplingParams
 from pallas_kernels.meshes.placement import VocabShard
 from tests.support import decoding, hf_files, quick_compile
-from tests.support.collectives import collectives
+from tests.support.collectives import longest_axis
 
 PROCESSED = LogprobsMode.PROCESSED
 VOCAB = 32_768  # a shard has more columns than a row has candidates
@@ -44,12 +44,6 @@ def placed(parallel, shapes, specs):
         shapes,
         parallel.shardings(specs(shapes, parallel.num_shards)),
     )
-
-
-def longest_axis(program):
-    """Of what the collectives of a program carry."""
-    shapes = [dims for one in collectives(program) for _, dims in one.shapes]
-    return max((max(dims, default=1) for dims in shapes), default=0)
 
 
 @pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])

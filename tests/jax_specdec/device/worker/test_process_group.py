@@ -1,6 +1,5 @@
 """A worker of several processes: one publishes, all compute, and they end together."""
 
-import contextlib
 import os
 import signal
 import threading
@@ -22,7 +21,7 @@ from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from tests.support import decoding, quick_compile
 from tests.support.decoding import VOCAB, random_model, request
-from tests.support.processes import children_of, is_alive, no_ring_is_left, wait_for
+from tests.support.processes import family, is_alive, marked, no_ring_is_left, wait_for
 
 SECONDS = 10  # for a group to end: a second for its lead, the rest for a busy machine
 
@@ -47,17 +46,7 @@ def nothing_left(monkeypatch):
     monkeypatch.setenv(name, value)
     yield
     assert no_ring_is_left()
-    wait_for(lambda: not with_variable(f"{name}={value}"), SECONDS)
-
-
-def with_variable(text):
-    """Ids of the running processes that were started with an environment variable."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if text.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+    wait_for(lambda: not marked(f"{name}={value}"), SECONDS)
 
 
 def config(weights, **changes):
@@ -67,15 +56,6 @@ def config(weights, **changes):
     }  # fmt: skip
     group = {"tensor_parallel": 2, "processes": True}
     return EngineConfig(vocab_size=VOCAB, weights=weights, **sizes | group | changes)
-
-
-def members(pid):
-    """Ids of the processes below `pid` that run: leads and followers."""
-    found = []
-    for child in children_of(pid):
-        if is_alive(child):
-            found += [child, *members(child)]
-    return found
 
 
 def requests(max_tokens):
@@ -94,7 +74,7 @@ def requests(max_tokens):
 def check_rings(engine):
     """Check that the leads alone have a ring, each its own."""
     leads = {rank.worker.pid: rank.process_rank for rank in engine.sessions}
-    processes = [pid for lead in leads for pid in (lead, *members(lead))]
+    processes = [pid for lead in leads for pid in (lead, *family(lead))]
     assert len(processes) == len(leads) * engine.config.tensor_parallel
     for pid in processes:
         maps = Path(f"/proc/{pid}/maps").read_text()
@@ -128,7 +108,7 @@ def test_a_prefill_group_and_a_decode_group_give_one_stream_until_a_lead_is_kill
             first, *rest = ranks[item.id]
             assert (first, {*rest}, found[0].num_tokens) == (1, {0}, 1)
         lead = engine.sessions[0].worker.pid
-        group = [lead, *members(lead)]
+        group = [lead, *family(lead)]
         assert len(group) == 2
         stream = engine.generate(requests(60))
         next(stream)
@@ -143,8 +123,8 @@ def test_a_prefill_group_and_a_decode_group_give_one_stream_until_a_lead_is_kill
 def test_a_follower_may_be_killed_before_it_has_joined():
     with Engine(config("")) as engine:
         lead = engine.sessions[0].worker.pid
-        wait_for(lambda: members(lead))
-        (follower,) = members(lead)
+        wait_for(lambda: family(lead))
+        (follower,) = family(lead)
         os.kill(follower, signal.SIGKILL)
         with pytest.raises(WorkerFailed) as error:
             list(engine.generate(requests(1)))
