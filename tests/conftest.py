@@ -88,10 +88,7 @@ pytest_plugins = ["tests.support.cpu_report"]
 gc.set_threshold(100_000, 50, 50)
 
 # Beside the devices nothing is compiled but by these: all else there is fast.
-COMPILED = {
-    *("device", "adapters", "test_compiled_programs.py", "test_default_settings.py"),
-    "test_engine.py",
-}
+COMPILED = {"device", "adapters", "test_compiled_programs.py", "test_engine.py"}
 
 LARGE_MB = 1000  # beyond it, compiled programs are dropped at the end of a module
 
