@@ -13,8 +13,6 @@ from pallas_kernels.lowering import choose
 from pallas_kernels.testing import oracle
 from tests.support import programs, quick_compile
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
-from tests.support.collectives import collectives
-from tests.support.lowered import array
 from tests.support.shards import P, mesh_of, on_shards, padded
 
 V, K = 301, 64  # more columns wanted than a shard has
@@ -152,23 +150,3 @@ def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
     xla_of = quick_compile.jit(functools.partial(call, implementation="xla"))
     for one, expected in zip(actual, xla_of(x, ids, extra), strict=True):
         assert_same(one, expected)
-
-
-@pytest.mark.parametrize("shards", [pytest.param(2, marks=pytest.mark.fast), 8])
-def test_what_travels_is_compact(shards):
-    """Exactly the words that the module says, however long the rows are."""
-    rows, k, extra = 24, 20, 2
-
-    def call(x, ids, more):
-        return topk_logprobs(x, ids, k, extra_token_ids=more, axis_name="model")
-
-    given = P(None, "model"), P(), P()
-    of_shards = jax.shard_map(call, mesh=mesh_of(shards), in_specs=given, out_specs=P())
-    for vocab in (4096, 32_768):
-        arrays = array((rows, vocab), "bfloat16"), array((rows,)), array((rows, extra))
-        program = jax.jit(of_shards).lower(*arrays).compile(quick_compile.UNOPTIMIZED)
-        found = {c.kind: c.num_bytes for c in collectives(program)}
-        assert found == {
-            "all-reduce": 4 * rows * (1 + extra),
-            "all-gather": 4 * shards * rows * (3 + 2 * k),
-        }
