@@ -95,7 +95,8 @@ def p_value(ids, **filters):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("no draft", "none"), ("certain", "top-k"), ("certain", "all"), ("certain", "few"),
+        ("no draft", "none"), ("certain", "all"), ("certain", "few"),
+        pytest.param("certain", "top-k", marks=pytest.mark.slow),
         *(pytest.param("drawn", name, marks=pytest.mark.slow) for name in FILTERS),
     ],
 )  # fmt: skip

@@ -355,6 +355,7 @@ def test_of_a_symbolic_number_of_slots():
     chex.assert_trees_all_equal(exported.call(*several()), WITH_LOGPROBS(*several()))
 
 
+@pytest.mark.slow
 def test_of_several_batches():
     other = jax.tree.map(lambda x: x[::-1], several())
     two = jax.tree.map(lambda *x: jnp.stack(x), several(), other)

@@ -88,6 +88,7 @@ def test_tokens_of_flat_rows_are_those_of_one_device(kind, split, changed):
         assert longest_axis(program) < V // 4 + (split == "both")
 
 
+@pytest.mark.slow
 def test_few_tokens_on_automatic_axes_with_drafts_and_without():
     """Drafts that are not there have no axis that could be split; a rule of ones own may close
     over a value of the trace."""
