@@ -25,21 +25,19 @@ from jax_specdec.engine import Request as EngineRequest
 from jax_specdec.engine.errors import RequestError
 from jax_specdec.export import metrics
 from jax_specdec.serve import parse_request
-from jax_specdec.serve.bodies import Bodies
+from jax_specdec.serve.bodies import Bodies, parsed
 from jax_specdec.serve.bounds import BODIES, Bounds
 from jax_specdec.serve.errors import ApiError, unfit
-from jax_specdec.serve.fields import MAX_CHOICES
 from jax_specdec.serve.gate import Gate, Traffic
-from jax_specdec.serve.json_steps import PART, SMALL, Writer, parsed
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.openapi import description
-from jax_specdec.serve.runs import Run
+from jax_specdec.serve.runs import PART, Run, in_parts
 from jax_specdec.serve.tools import FIELDS
 
 logger = logging.getLogger("jax_specdec.serve")
 
 Reader = Callable[[Any, ServedModel, Bounds], parse_request.ParsedRequest]
-OTHER_VALUES = 1 << 14  # of a body, beside the token ids of its prompts
+SMALL = 1 << 16  # bytes of a body that is read beside others
 
 
 class Service:
@@ -67,7 +65,6 @@ class Service:
         each = bounds.body_bytes(model.max_length)
         self._bodies = Bodies(each=each, together=BODIES * each, seconds=bounds.client_timeout)
         self._large_bodies = asyncio.Lock()  # held by the one that is read
-        self._writer = Writer()
         self._turn = asyncio.Lock()
         self._described = description(
             keyed=bool(api_key), bounds=bounds, max_length=model.max_length
@@ -141,14 +138,12 @@ class Service:
                 run = Run(self._engine, self._model, wanted, timeout=self.bounds.timeout)
                 open_.enter_context(run)
                 if wanted.body["stream"]:
-                    events = run.events(self._writer)
-                    return _Parts(events, open_.pop_all(), "text/event-stream")
-                text = await _unless_gone(request, run.answer())
-                parts = self._writer.parts(text)
-                first = await anext(parts)
-                if len(first) < PART:  # it is all
-                    return Response(first, media_type="application/json")
-                return _Parts(_all(first, parts), open_.pop_all(), "application/json")
+                    return _Parts(run.events(), open_.pop_all(), "text/event-stream")
+                answer = await _unless_gone(request, run.answer())
+                response = await asyncio.to_thread(JSONResponse, answer)
+                if len(response.body) < PART:
+                    return response
+                return _Parts(in_parts(bytes(response.body)), open_.pop_all(), "application/json")
 
         return self._guarded(endpoint)
 
@@ -168,10 +163,9 @@ class Service:
 
     async def _read(self, body: bytes, read: Reader) -> parse_request.ParsedRequest:
         """What a body asks for; in a thread, as text to tokens may take a while."""
-        most = MAX_CHOICES * self._model.max_length + OTHER_VALUES
 
         def work() -> parse_request.ParsedRequest:
-            given = parsed(body, most)
+            given = parsed(body)
             asked = read(given, self._model, self.bounds)
             if asked.requests[0].params.structured is not None:  # the same of all
                 self._check(asked.requests[0], next(name for name in FIELDS if given.get(name)))
@@ -179,7 +173,7 @@ class Service:
 
         if len(body) <= SMALL:
             return await asyncio.to_thread(work)
-        async with self._large_bodies:
+        async with self._large_bodies:  # its values take many times its bytes
             return await asyncio.to_thread(work)
 
     def _check(self, request: EngineRequest, param: str) -> None:
@@ -245,12 +239,6 @@ class _Parts(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._open, contextlib.suppress(ClientDisconnect):
             await super().__call__(scope, receive, send)
-
-
-async def _all(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for part in rest:
-        yield part
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:

@@ -1,12 +1,36 @@
-"""Bodies of requests on their way: bounded each, together and in time."""
+"""Bodies of requests: bounded each, together and in time while they come, and read as JSON."""
 
 import asyncio
+import collections
 import contextlib
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.errors import ApiError, shown
+
+
+def parsed(body: bytes) -> Any:
+    """The value of a body of JSON in UTF-8, UTF-16 or UTF-32; no object in it has a name twice.
+
+    Raises:
+      ApiError: it is not JSON, or an object has a name twice.
+    """
+    try:
+        return json.loads(body, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        raise ApiError(400, f"an object has {shown(twice)} twice: name it once")
+    return found
 
 
 class _Body:

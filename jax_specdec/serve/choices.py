@@ -1,6 +1,6 @@
 """One choice of an answer, as JSON: whole, or in the chunks of a stream."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax_specdec.export import openai
@@ -16,12 +16,12 @@ from jax_specdec.serve.tools import CallReader
 from jax_specdec.text.detokenize import TextStream, TokenTable
 
 
-def vllm_prompt_logprobs(rows: PromptRows, table: TokenTable) -> Iterator[dict[str, Any] | None]:
+def vllm_prompt_logprobs(rows: PromptRows, table: TokenTable) -> list[dict[str, Any] | None]:
     """One object a prompt token: its id and those of the top K to logprob, rank and text.
 
     The first token's is None.
     """
-    yield None
+    found: list[dict[str, Any] | None] = [None]
     ranks = rows.token_ranks.tolist()
     for (token_id, (logprob, *values), ids), rank in zip(
         openai.positions(rows), ranks, strict=True
@@ -30,7 +30,8 @@ def vllm_prompt_logprobs(rows: PromptRows, table: TokenTable) -> Iterator[dict[s
         for place, (candidate, value) in enumerate(zip(ids, values, strict=False), 1):
             if candidate != token_id:
                 entry[str(candidate)] = _entry(value, place, candidate, table)
-        yield entry
+        found.append(entry)
+    return found
 
 
 def _entry(logprob: float | None, rank: int, token_id: int, table: TokenTable) -> dict[str, Any]:
@@ -72,8 +73,6 @@ class Choice:
         self, parts: Sequence[Part], finish: str | None, stop_reason: int | str | None
     ) -> dict[str, Any]:
         """The choice with what these parts add; the first call also has what is about the prompt.
-
-        It is for `json_steps.pieces`: the prompt's logprobs are made as they are written.
 
         Args:
           parts: the next records.

@@ -5,10 +5,8 @@ Each choice is a stream of the engine. Whoever waits for an answer and leaves en
 
 import asyncio
 import contextlib
-import functools
-import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from jax_specdec.engine import Engine, FinishReason, Stream, errors
@@ -18,11 +16,12 @@ from jax_specdec.export.openai import DONE, server_sent_event
 from jax_specdec.records.record import Record
 from jax_specdec.serve.choices import Choice, finish_word, stop_reason
 from jax_specdec.serve.errors import ApiError
-from jax_specdec.serve.json_steps import Writer, pieces
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.parse_request import ParsedRequest
 
 Json = dict[str, Any]
+
+PART = 1 << 16  # bytes that a client must read in its time
 
 
 class Found(NamedTuple):
@@ -88,8 +87,8 @@ class Run:
         for stream in self._streams:
             stream.abort()
 
-    async def answer(self) -> Iterator[str]:
-        """The whole answer's text, in pieces that are made as they are taken.
+    async def answer(self) -> Json:
+        """The whole answer, made in a thread.
 
         Raises:
           ApiError: a choice ended early.
@@ -97,46 +96,36 @@ class Run:
         found = await asyncio.gather(
             *(self._whole(*pair) for pair in zip(self._choices, self._streams, strict=True))
         )
-        return pieces(self._answer(found))
+        return await asyncio.to_thread(self._answer, found)
 
     def _answer(self, found: Sequence[Found]) -> Json:
-        if not self._asked.chat:
-            header = self._header("text_completion")
-            return header | {"choices": (one.json for one in found), "usage": lambda: self._usage}
-        prompts: list[Any] = []  # of each choice; the first one's stands where vLLM has it
-
-        def choices() -> Iterator[Json]:
-            for one in found:
-                choice = one.json
-                prompts.append(choice.pop("prompt_logprobs", None))
-                yield choice
-
-        answer = self._header("chat.completion")
-        answer |= {"choices": choices(), "usage": lambda: self._usage}
-        if self._asked.prompt_logprobs:
-            answer["prompt_logprobs"] = lambda: prompts[0]
+        choices = [one.json for one in found]
+        answer = self._header("chat.completion" if self._asked.chat else "text_completion")
+        answer |= {"choices": choices, "usage": self._usage}
+        if self._asked.chat and self._asked.prompt_logprobs:
+            prompts = [one.pop("prompt_logprobs") for one in choices]
+            answer["prompt_logprobs"] = prompts[0]  # where vLLM has it
         return answer
 
-    async def events(self, writer: Writer) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events; an error is the last one except for the end."""
         kind = "chat.completion.chunk" if self._asked.chat else "text_completion"
         header = self._header(kind)
         no_usage = {"usage": None} if self._asked.include_usage else {}
 
-        def chunk(found: Found) -> Json:
+        def event(found: Found) -> bytes:
             choice = found.json
             made = header | {"choices": [choice]} | no_usage
             if self._asked.chat and "prompt_logprobs" in choice:
                 made["prompt_logprobs"] = choice.pop("prompt_logprobs")
-            return made
+            return server_sent_event(made)
 
         try:
             async for found in self._chunks():
-                if not found.choice.large:
-                    yield server_sent_event(chunk(found))
-                    continue
-                text = pieces(functools.partial(chunk, found))
-                async for part in writer.parts(itertools.chain(["data: "], text, ["\n\n"])):
+                large = found.choice.large
+                async for part in in_parts(
+                    await asyncio.to_thread(event, found) if large else event(found)
+                ):
                     yield part
             if self._asked.include_usage:
                 yield server_sent_event(header | {"choices": [], "usage": self._usage})
@@ -251,6 +240,12 @@ class Run:
 
     def _header(self, kind: str) -> Json:
         return openai.header_of(self._asked.id, kind, self._model.name, self._created)
+
+
+async def in_parts(text: bytes) -> AsyncIterator[bytes]:
+    """The text in parts of PART bytes, except for the last one."""
+    for begin in range(0, len(text), PART):
+        yield text[begin : begin + PART]
 
 
 def _refused(error: Exception) -> Exception:

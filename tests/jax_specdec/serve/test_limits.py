@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import socket
@@ -15,8 +16,8 @@ import pytest
 from jax_specdec.serve import connection
 from jax_specdec.serve.bounds import MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds
 from jax_specdec.serve.gate import Traffic
-from jax_specdec.serve.json_steps import PART
-from tests.support.http_server import MAX_LENGTH, WaitingWorker, serving, until
+from jax_specdec.serve.runs import PART
+from tests.support.http_server import MAX_LENGTH, MODEL, Encoder, WaitingWorker, serving, until
 
 BODY = {"prompt": "abc", "max_tokens": 3}
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -211,6 +212,29 @@ def test_bodies_together_are_bounded_and_the_one_that_came_for_longest_makes_roo
         assert status(received(links[1], is_answer)) == 200
         until(lambda: bodies._bytes == 6 * (len(part) - 1) + 998)
     assert not server.service._bodies._coming
+
+
+class SeenEncoder(Encoder):
+    """Notes the threads in which bodies are read, and refuses two at once."""
+
+    def __init__(self):
+        self.threads, self.running = [], threading.Semaphore(1)
+
+    def encode(self, text):
+        assert self.running.acquire(blocking=False), "two are read at once"
+        self.threads.append(threading.current_thread().name)
+        threading.Event().wait(0.01)  # others would come meanwhile
+        self.running.release()
+        return super().encode(text)
+
+
+def test_large_bodies_are_read_outside_the_event_loop_one_after_the_other():
+    seen = dataclasses.replace(MODEL, encoder=SeenEncoder())
+    with serving(model=seen) as server:
+        answers = [server.ask_later(**BODY, user="x" * (2 * PART)) for _ in range(8)]
+        assert [one.result(60).status_code for one in answers] == [200] * 8
+        assert len(seen.encoder.threads) == 8
+        assert server.thread.name not in seen.encoder.threads
 
 
 # Almost a megabyte: the buffers in between are made smaller.

@@ -11,6 +11,7 @@ import pytest
 
 from jax_specdec.engine import FinishReason
 from jax_specdec.serve.bounds import Bounds
+from jax_specdec.serve.errors import shown
 from tests.support.http_server import WaitingWorker, finished, serving, until
 
 BODY = {"prompt": "abc", "max_tokens": 3}
@@ -64,6 +65,11 @@ def test_unknown_places_methods_and_types(server, method, path, status, said):
         (b'{"prompt": "a", "\\ud800": 1}', "'\\ud800' is not served"),
         (b"[1]", "must be a JSON object, not [1]"),
         (b"{}", "prompt is missing"),
+        (b"{", "the body is not JSON"),
+        (b"\xff\xff", "the body is not JSON"),
+        (b"[" * 100_000, "the body is not JSON"),
+        (b'[{"a": 1, "x": {"b": 2, "b": 3}}]', 'an object has "b" twice: name it once'),
+        (b'{"\\ud800": 1, "\\ud800": 1}', "twice"),
         (b'{"prompt": [31000]}', "prompt token id 31000 is outside the vocabulary"),
         ({"model": "\udfff"}, "half of a surrogate pair"),
         ({"x" * 10**6: 1}, f"'{'x' * 80}' is not served"),
@@ -145,6 +151,20 @@ def test_every_wrong_value_is_named(server, body, said):
 def test_wrong_messages_are_named(server, changes, said):
     body = {"messages": [{"role": "user", "content": "hi"}]} | changes
     assert said in error(server.ask("chat/completions", **body), 400)["message"]
+
+
+def test_the_beginning_of_a_value_is_shown_and_the_rest_is_not_written():
+    class Counted(list):
+        def __iter__(self):
+            for item in super().__iter__():
+                read.append(item)
+                yield item
+
+    read = []
+    assert shown("x" * 78) == '"' + "x" * 78 + '"'
+    assert shown("x" * 79) == '"' + "x" * 79 + "..."
+    assert shown(Counted(range(10**6))).startswith("[0, 1, 2")
+    assert len(read) < 100
 
 
 def test_with_a_key_only_those_who_know_it_are_served():
