@@ -103,7 +103,7 @@ def guessable(tokenizer: Tokenizer) -> list[Request]:
         task, answer = tasks[n % len(tasks)]
         begun = "\n".join(answer.split("\n")[:2])
         text = f"# {name}.py\n{code}\n\n# {task}\n{answer}\n\n# {task}\n{begun}\n"
-        prompt = tuple(tokenizer.encode_plain(text).tolist())
+        prompt = tokenizer.encode(text)
         greedy = SamplingParams(temperature=0.0)
         requests.append(Request(id=name, prompt_token_ids=prompt, params=greedy))
     return requests

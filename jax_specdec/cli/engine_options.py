@@ -66,8 +66,6 @@ def add_engine(group: Any) -> None:
         help="a smaller checkpoint with the same tokenizer, which drafts")  # fmt: skip
     group.add_argument("--drafts", type=integer(0, MAX_DRAFTS), default=3, metavar="N",
         help=f"the most draft tokens a step, 0 to {MAX_DRAFTS} (default: %(default)s)")  # fmt: skip
-    group.add_argument("--corpus", type=Path, metavar="FILE",
-        help="a UTF-8 text that the suffix drafter searches too")  # fmt: skip
     group.add_argument("--draft-width", choices=DRAFT_WIDTHS, default="adaptive",
         help="a step verifies as many drafts as pay (adaptive), or always all (fixed): with drafts "
         "of a model, seeded requests repeat only then (default: %(default)s)")  # fmt: skip
@@ -125,8 +123,6 @@ def drafting(options: argparse.Namespace, model: HfModel | None, max_length: int
             f"{model.config.num_layers}.eh_proj.weight) or MiMo's (model.mtp_layers.0): choose "
             "--drafter ngram, suffix or none, or give a --draft-model"
         )
-    if options.corpus and drafter != "suffix":
-        raise ValueError(f"--corpus is for --drafter suffix; {drafter} searches no text")
     if options.draft_model and drafter != "model":
         raise ValueError(f"--draft-model is for --drafter model; {drafter} would not use it")
     if drafter == "model" and not options.draft_model:
@@ -143,7 +139,6 @@ def drafting(options: argparse.Namespace, model: HfModel | None, max_length: int
         "drafter": drafter,
         "num_drafts": options.drafts if drafter != "none" else 0,
         "draft_model": str(options.draft_model.resolve()) if drafter == "model" else "",
-        "corpus": found(options.corpus),
     }
 
 

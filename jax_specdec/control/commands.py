@@ -54,8 +54,7 @@ class WorkerConfig:
         the times of steps and the fates of earlier drafts. "fixed": all of them. With a drafter
         that draws its drafts ("mtp", "model"), a seeded request repeats only at a fixed width. A
         worker with `processes` has one.
-      corpus: a UTF-8 text file that the suffix drafter searches too; empty for none.
-      tokenizer: a directory with the tokenizer.json that reads `corpus`; empty for that of
+      tokenizer: a directory with the tokenizer.json that reads grammars; empty for that of
         `weights`, or bytes where there is none.
       num_slots: requests that decode together.
       max_length: prompt and emitted tokens of a request.
@@ -102,7 +101,6 @@ class WorkerConfig:
     draft_model: str = ""
     num_drafts: int = 3
     draft_width: str = "adaptive"
-    corpus: str = ""
     tokenizer: str = ""
     num_slots: int = 8
     max_length: int = 512

@@ -9,12 +9,10 @@ text. Source: https://huggingface.co/docs/tokenizers/api/decoders
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jax_specdec.checkpoint.gguf_file import Gguf, is_gguf, read_gguf
 from jax_specdec.checkpoint.hf_config import read_json
@@ -145,11 +143,6 @@ class Tokenizer:
         """The ids of a prompt, after what the tokenizer puts before a text (BOS)."""
         return tuple(self._tokenizer.encode(text).ids)
 
-    def encode_plain(self, text: str) -> np.ndarray:
-        """The ids [N] int32 of a text, without anything before or after it."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, np.int32)
-
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
@@ -176,19 +169,6 @@ class Tokenizer:
             return read_template(self._directory)
         source = self._gguf.fields.get("tokenizer.chat_template")
         return None if source is None else ChatTemplate(source, special_tokens(self._gguf))
-
-
-def text_encoder(weights: str, vocab_size: int) -> Callable[[str], np.ndarray] | None:
-    """A function from a text to a model's ids, for a shared corpus; None for a byte-level model.
-
-    Args:
-      weights: a directory in Hugging Face layout, or a GGUF file; any other name means a
-        byte-level model.
-      vocab_size: V of the model.
-    """
-    if not weights or not (Path(weights).is_dir() or is_gguf(weights)):
-        return None
-    return Tokenizer(weights, vocab_size).encode_plain
 
 
 def _open(path: Path, file: Gguf | None) -> tuple[dict[str, Any], Any]:

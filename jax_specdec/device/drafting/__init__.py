@@ -5,7 +5,6 @@ loops that draft by themselves, `CallableDrafter` for a function of your own.
 """
 
 from jax_specdec.device.drafting.by_name import make_drafter
-from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.draft_model import DraftModel
 from jax_specdec.device.drafting.drafters import (
     Chunk,
@@ -28,7 +27,6 @@ __all__ = [
     "NoDrafter",
     "NgramDrafter",
     "SuffixDrafter",
-    "Corpus",
     "MtpDrafter",
     "DraftModel",
     "CallableDrafter",

@@ -1,17 +1,15 @@
 """The suffix drafter: continue as the text most often did after the longest suffix seen before.
 
 Source of the idea: SuffixDecoding (Oliaro et al., arXiv 2411.04975), which keeps suffix trees of
-the request's own text and of a shared corpus, drafts the likeliest continuation, and drafts more
-the longer the match. An accelerator would follow a tree's pointers one by one, so here
+the request's own text, drafts the likeliest continuation, and drafts more the longer the match. An
+accelerator would follow a tree's pointers one by one, so here
 
-1. every place of the request's own text is compared with its end at once (the text is short, and
-   changes with each token),
-2. the corpus, which never changes, is a suffix array, found in by binary search,
-3. the longer of the two matches wins; the own text's where they are equally long,
-4. the places that follow the match vote: each draft is the token that most of them have next, and
-   places with another token leave. Drafting ends when too few are left.
+1. every place of the text is compared with its end at once (the text is short, and changes with
+   each token),
+2. the places that follow the longest match vote: each draft is the token that most of them have
+   next, and places with another token leave. Drafting ends when too few are left.
 
-Axes: B slots, T positions of a slot, D drafts, M longest match, C candidates, N corpus places.
+Axes: B slots, T positions of a slot, D drafts, M longest match, C candidates.
 """
 
 from dataclasses import dataclass
@@ -19,26 +17,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jax_specdec.device.drafting.corpus import SEPARATOR, Corpus
 from jax_specdec.device.drafting.drafters import Chunk, Context, State, certain, no_drafts
-from pallas_kernels import vary_like
 from pallas_kernels.sampling import Drafts
 
-NEVER = -2  # equal to no token and no separator
-
-
-class Shared(NamedTuple):
-    """The corpus on the device; as in `Corpus`."""
-
-    text: Int32[Array, " N"]
-    order: Int32[Array, " P"]
+BEFORE, NEVER = -1, -2  # in place of tokens before a text, and of those that a query lacks
 
 
 class Places(NamedTuple):
-    """Where a slot's text, or the corpus, went on after the longest match."""
+    """Where a slot's text went on after the longest match."""
 
     match: Int32[Array, " B"]  # how long it is, 0 for none
     place: Int32[Array, "B C"]  # of the token after each occurrence
@@ -50,22 +38,19 @@ class SuffixDrafter:
     """A drafter that continues the longest suffix that occurred before, as it most often did.
 
     Each draft is certain (q = 1), and depends on nothing but the tokens before it: greedy and
-    sampled requests keep their distribution. The corpus travels in the drafter's state; here its
-    digest makes it a part of the static value.
+    sampled requests keep their distribution.
     """
 
     num_drafts: int
-    corpus: Corpus | None = None
     max_match: int = 32
-    """M: longer matches count as this long. A corpus limits its matches to its `max_context`."""
+    """M: longer matches count as this long."""
     min_match: int = 1
     drafts_per_match: float = 1.0
     """Drafts for each token of the match (`max_spec_factor` in SuffixDecoding)."""
     min_share: float = 0.1
     """Drafting goes on while at least this share of the occurrences went on as drafted."""
     max_candidates: int = 64
-    """C: the most occurrences that vote. Of more in the own text, the latest do; of more in the
-    corpus, C places spread evenly over its order."""
+    """C: the most occurrences that vote. Of more, the latest do."""
 
     def __post_init__(self) -> None:
         if self.num_drafts < 1:
@@ -86,10 +71,7 @@ class SuffixDrafter:
             raise ValueError(f"max_candidates = {self.max_candidates} must be positive")
 
     def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
-        shared: State = ()
-        if self.corpus is not None:
-            shared = Shared(jnp.asarray(self.corpus.text), jnp.asarray(self.corpus.order))
-        return no_drafts(num_slots, self.num_drafts), shared
+        return no_drafts(num_slots, self.num_drafts), ()
 
     def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
         return state
@@ -98,15 +80,8 @@ class SuffixDrafter:
         index = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None, :]
         known = jnp.where(index < context.lengths[:, None], context.tokens, NEVER)
         query = _ending(known, context.lengths, self.max_match)
-        found = in_own_text(known, context.lengths, query, self.max_candidates)
-        from_corpus = jnp.zeros_like(found.match, bool)
-        shared: Shared | None = None
-        if self.corpus is not None and self.corpus.order.size > 0:
-            shared = state
-            query = query[:, : self.corpus.max_context]
-            found, from_corpus = _longer(found, in_corpus(shared, query, self.max_candidates))
-        token_ids, votes = _vote(found, from_corpus, known, context.lengths, shared,
-                                 self.num_drafts)  # fmt: skip
+        found = longest_matches(known, context.lengths, query, self.max_candidates)
+        token_ids, votes = _vote(found, known, context.lengths, self.num_drafts)
         num = jnp.maximum(jnp.minimum(self._willing(found, votes), context.limit), 0)
         return certain(token_ids, num), state
 
@@ -120,17 +95,6 @@ class SuffixDrafter:
         return jnp.where(found.match >= self.min_match, jnp.minimum(agreed, grown), 0)
 
 
-def _longer(own: Places, theirs: Places) -> tuple[Places, Bool[Array, " B"]]:
-    """The places of the longer match, and where those are `theirs`; of equal ones `own`."""
-    is_theirs = theirs.match > own.match
-    longer = Places(
-        jnp.maximum(theirs.match, own.match),
-        jnp.where(is_theirs[:, None], theirs.place, own.place),
-        jnp.where(is_theirs[:, None], theirs.exists, own.exists),
-    )
-    return longer, is_theirs
-
-
 def _ending(
     known: Int32[Array, "B T"], lengths: Int32[Array, " B"], count: int
 ) -> Int32[Array, "B {count}"]:
@@ -140,7 +104,7 @@ def _ending(
     return jnp.where(place >= 0, ending, NEVER)
 
 
-def in_own_text(
+def longest_matches(
     known: Int32[Array, "B T"],
     lengths: Int32[Array, " B"],
     query: Int32[Array, "B M"],
@@ -160,7 +124,7 @@ def in_own_text(
     alive = (index > 0) & (index < lengths[:, None])
     match = jnp.zeros_like(known)
     for back in range(query.shape[1]):
-        before = jnp.pad(known, ((0, 0), (back + 1, 0)), constant_values=SEPARATOR)[:, :length]
+        before = jnp.pad(known, ((0, 0), (back + 1, 0)), constant_values=BEFORE)[:, :length]
         alive &= before == query[:, back : back + 1]
         match += alive.astype(jnp.int32)
     longest = match.max(axis=1)
@@ -172,75 +136,8 @@ def in_own_text(
     return Places(longest, place, number > 0)
 
 
-def in_corpus(shared: Shared, query: Int32[Array, "B M"], max_candidates: int) -> Places:
-    """Find where the longest suffix of the text occurs in the corpus.
-
-    Args:
-      shared: the corpus, sorted; at least one place.
-      query: the text's end, the latest token first; NEVER before the first one.
-      max_candidates: C, the most places that are returned.
-    """
-    match = _longest_match(shared, query)
-    low = _rank(shared, query, match, or_equal=False)
-    num = jnp.where(match > 0, _rank(shared, query, match, or_equal=True) - low, 0)[:, None]
-    # `num * which // shown` without the product, which may not fit.
-    which = jnp.arange(max_candidates, dtype=jnp.int32)[None, :]
-    shown = jnp.clip(num, 1, max_candidates)
-    rank = low[:, None] + num // shown * which + num % shown * which // shown
-    place = shared.order[jnp.clip(rank, 0, shared.order.shape[0] - 1)]
-    return Places(match, place, which < jnp.minimum(num, max_candidates))
-
-
-def _longest_match(shared: Shared, query: Int32[Array, "B M"]) -> Int32[Array, " B"]:
-    """How much of the query the corpus has anywhere: up to M tokens."""
-    # A context that shares the most with the query stands right before it or right behind.
-    batch, most = query.shape
-    at = _rank(shared, query, jnp.full(batch, most, jnp.int32), or_equal=False)
-    match = jnp.zeros(batch, jnp.int32)
-    for neighbor in (at - 1, at):
-        equal = (_contexts(shared, neighbor, most) == query).astype(jnp.int32)
-        match = jnp.maximum(match, jnp.cumprod(equal, axis=1).sum(axis=1, dtype=jnp.int32))
-    return match
-
-
-def _rank(
-    shared: Shared, query: Int32[Array, "B M"], wanted: Int32[Array, " B"], *, or_equal: bool
-) -> Int32[Array, " B"]:
-    """How many places have a context below (or equal to) the first `wanted` tokens of the query."""
-    batch, most = query.shape
-    num_places = shared.order.shape[0]
-    considered = jnp.arange(most, dtype=jnp.int32)[None, :] < wanted[:, None]
-
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + (high - low) // 2
-        theirs = _contexts(shared, middle, most)
-        differs = (theirs != query) & considered
-        first = jnp.argmax(differs, axis=1)[:, None]
-        less = jnp.take_along_axis(theirs < query, first, axis=1)[:, 0]
-        below = (low < high) & jnp.where(differs.any(axis=1), less, or_equal)
-        return jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
-
-    edges = jnp.zeros(batch, jnp.int32), jnp.full(batch, num_places, jnp.int32)
-    edges = vary_like(edges, (shared, query))
-    rank: jax.Array = lax.fori_loop(0, num_places.bit_length(), halve, edges)[0]
-    return rank
-
-
-def _contexts(shared: Shared, rank: Int32[Array, " B"], count: int) -> Int32[Array, "B {count}"]:
-    """The `count` tokens before the place of each rank, nearest first."""
-    place = shared.order[jnp.clip(rank, 0, shared.order.shape[0] - 1)]
-    depth = jnp.arange(count, dtype=jnp.int32)[None, :]
-    return shared.text[jnp.maximum(place[:, None] - 1 - depth, 0)]
-
-
 def _vote(
-    found: Places,
-    from_corpus: Bool[Array, " B"],
-    known: Int32[Array, "B T"],
-    lengths: Int32[Array, " B"],
-    shared: Shared | None,
-    num_drafts: int,
+    found: Places, known: Int32[Array, "B T"], lengths: Int32[Array, " B"], num_drafts: int
 ) -> tuple[Int32[Array, "B D"], Int32[Array, "B D"]]:
     """The token that most places have next, one after the other.
 
@@ -254,15 +151,11 @@ def _vote(
     alive, counts = found.exists, []
     for ahead in range(num_drafts):
         place = found.place + ahead
-        # A place that reaches the end of the own text goes on in the drafts: a repetition repeats.
+        # A place that reaches the end of the text goes on in the drafts: a repetition repeats.
         own = jnp.take_along_axis(known, jnp.clip(place, 0, length - 1), axis=1)
         drafted = jnp.clip(place - lengths[:, None], 0, num_drafts - 1)
         drafted = jnp.take_along_axis(drafts, drafted, axis=1)
         following = jnp.where(place < lengths[:, None], own, drafted)
-        if shared is not None:
-            theirs = shared.text[jnp.clip(place, 0, shared.text.shape[0] - 1)]
-            following = jnp.where(from_corpus[:, None], theirs, following)
-        alive &= following >= 0  # a document of the corpus ends there
         same = (following[:, :, None] == following[:, None, :]) & alive[:, None, :]
         votes = jnp.where(alive, same.sum(axis=-1, dtype=jnp.int32), 0)
         winner = jnp.argmax(votes, axis=1)[:, None]

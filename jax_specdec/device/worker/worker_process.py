@@ -42,7 +42,6 @@ from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.structured.vocabulary import read_vocabulary
-from jax_specdec.text.tokenizer import text_encoder
 
 CPU_ROWS = 8  # from so many rows to 32, a product on a CPU has the same bits
 
@@ -222,8 +221,6 @@ def _load(start: Start, stats: ProcessStats) -> tuple[Any, LoopConfig, Callable[
         config.drafter,
         config.num_drafts,
         model,
-        corpus=config.corpus,
-        encode=text_encoder(config.texts, model.vocab_size) if config.corpus else None,
         parallel=parallel,
         draft_model=small,
     )

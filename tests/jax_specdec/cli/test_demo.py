@@ -30,17 +30,14 @@ def requests_of(*options):
     return demo_command.requests_of(_parsed(["demo", *options])[1], MODEL)
 
 
-def test_options_reach_the_engine(fake, tmp_path):
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("def f():\n")
+def test_options_reach_the_engine(fake):
     options = ["--drafter", "suffix", "--draft-width", "fixed", "--chunked-prefill", "16",
-               "--slots", "3", "--data-parallel", "3", "--disaggregated",
-               "--corpus", str(corpus)]  # fmt: skip
+               "--slots", "3", "--data-parallel", "3", "--disaggregated"]  # fmt: skip
     assert main(["demo"]) == main(["demo", *options]) == 0
-    names = ("drafter", "num_drafts", "draft_width", "corpus", "num_ranks", "num_prefill_ranks",
+    names = ("drafter", "num_drafts", "draft_width", "num_ranks", "num_prefill_ranks",
              "prefill_chunk", "num_slots")  # fmt: skip
     assert [tuple(getattr(one, name) for name in names) for one in fake.configs] == [
-        ("mtp", 3, "adaptive", "", 1, 0, 64, 8), ("suffix", 3, "fixed", str(corpus), 3, 1, 16, 3),
+        ("mtp", 3, "adaptive", 1, 0, 64, 8), ("suffix", 3, "fixed", 3, 1, 16, 3),
     ]  # fmt: skip
 
 

@@ -44,9 +44,7 @@ FILES = {
         ("generate --model m --promp=a", "--promp is not known; did you mean --prompt?"),
         ("score --prompt a", "--output; --prompt is not known; did you mean --prompts?\n"),
         # Those that need another one, or that another one makes meaningless.
-        ("demo --corpus /dev/null", "--corpus is for --drafter suffix; mtp searches no text"),
         ("demo --draft-model x", "--draft-model needs --model: the tiny model has no smaller one"),
-        (f"{GENERATE} --corpus {__file__}", "--corpus is for --drafter suffix; ngram searches no"),
         (f"{GENERATE} --drafter model", "--drafter model needs --draft-model DIR"),
         (f"{GENERATE} --draft-model x --drafter ngram", "--draft-model is for --drafter model; ng"),
         (f"{GENERATE} --drafter mtp", "has no MTP head in DeepSeek's layout (model.layers.2.eh_pr"),

@@ -4,7 +4,6 @@ import json
 import random
 import sys
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer
 from jax_specdec.checkpoint.model_config import CheckpointError
 from jax_specdec.text.chat_template import MissingExtra, read_template
 from jax_specdec.text.detokenize import TextStream
-from jax_specdec.text.tokenizer import Pieces, text_encoder
+from jax_specdec.text.tokenizer import Pieces
 from jax_specdec.text.tokenizer import Tokenizer as OurTokenizer
 from tests.support.tokenizer_files import CHAT, CORPUS, KINDS, SPECIAL, byte_level, write
 
@@ -86,16 +85,6 @@ def test_an_added_token_that_is_text_keeps_its_text(tmp_path):
     library = byte_level()
     ours, id = OurTokenizer(write(tmp_path, library), 500), library.token_to_id("<tool>é")
     assert (ours.encode("a <tool>é b").count(id), ours.token_bytes[id]) == (1, "<tool>é".encode())
-
-
-def test_a_corpus_is_encoded_without_special_tokens(tmp_path):
-    library = byte_level()
-    write(tmp_path, library)
-    ids = text_encoder(str(tmp_path), 500)(CORPUS[0])
-    assert ids.dtype == np.int32
-    assert ids.tolist() == library.encode(CORPUS[0], add_special_tokens=False).ids
-    assert text_encoder("", 264) is None
-    assert text_encoder(str(tmp_path / "tokenizer.json"), 264) is None  # a file, not a directory
 
 
 def test_pieces_without_bytes_of_their_own_are_refused():

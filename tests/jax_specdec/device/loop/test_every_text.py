@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ipc.wire import LogprobsMode
-from jax_specdec.device.drafting.corpus import Corpus
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.records.batch import FinishReason
@@ -24,8 +23,8 @@ from tests.support.token_statistics import p_value
 
 MODES = LogprobsMode.PROCESSED, LogprobsMode.RAW, LogprobsMode.SCALED
 GRAMMAR = {"structured": WORDS_PATTERN, "stop_token_ids": (END,), "max_tokens": 20}
-TEXT = np.array([LETTERS.index(one) for one in "abcdeabcdef0abcde3"])
-SUFFIX = SuffixDrafter(3, Corpus.of([np.tile(TEXT, 3)]))
+TEXT = [LETTERS.index(one) for one in "abcdeabcdef0abcde3"]
+SUFFIX = SuffixDrafter(3)
 
 
 def of_grammar(**more):
