@@ -42,7 +42,6 @@ class Endpoint:
     def __init__(self, segment: Segment, wait: WaitPolicy) -> None:
         self._segment = segment
         self.name = segment.name
-        self._wait_policy = wait
         self._pid = segment.me.pid
         self._busy = False
         self._sequence = 0

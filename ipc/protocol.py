@@ -33,8 +33,7 @@ At most N messages are in flight, so one of the N + 1 descriptors is always free
 takes that descriptor and no slot, so close() never waits.
 
 A process that is killed leaves its message in one of these states, and the ring is never repaired:
-the reader still gets what was committed, then PeerDied. A restart makes a new ring
-(`RingReader.successor`).
+the reader still gets what was committed, then PeerDied. A restart makes a new ring.
 
 An exception from a signal handler (KeyboardInterrupt, SystemExit) passes through send() and
 receive() and leaves the ring in order: CPython runs handlers after calls and at jumps, so each

@@ -175,22 +175,6 @@ class RingReader(Endpoint):
             with explained("watch the ring's descriptors"):
                 self._epoll.register(fd, select.EPOLLIN)
 
-    def successor(self) -> "RingReader":
-        """Closes this ring and creates an empty one of the same shape, for a restarted producer.
-
-        Pass the new ring's name to the new producer, and wait for it with `wait_attached`.
-        """
-        geometry = self._segment.header.geometry
-        flags = self._segment.header.flags
-        self.close()
-        return RingReader.create(
-            geometry.num_slots,
-            geometry.slot_bytes,
-            wait=self._wait_policy,
-            checksum=bool(flags & layout.FLAG_CHECKSUM),
-            doorbell=bool(flags & layout.FLAG_DOORBELL),
-        )
-
     def counters(self) -> RingCounters:
         """Returns this side's numbers."""
         depth = 0 if self._closed else self._segment.semaphores["items"].value

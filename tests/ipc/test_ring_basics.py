@@ -171,17 +171,6 @@ def test_two_threads_on_one_side_are_refused():
         assert reader.try_receive() is None
 
 
-@pytest.mark.parametrize("checksum", [True, False])
-def test_successor_is_a_new_session_of_the_same_shape(checksum):
-    reader = RingReader.create(3, 128, wait="block", doorbell=True, checksum=checksum)
-    with reader.successor() as following:
-        assert following.session != reader.session
-        assert (following.capacity, following.slot_bytes) == (3, 128)
-        assert following._segment.header.flags == reader._segment.header.flags
-    with pytest.raises(errors.RingClosed):
-        reader.receive()
-
-
 @pytest.mark.parametrize("how", ["receive", "try_receive"])
 def test_a_message_committed_at_the_last_moment_comes_before_the_death(pair, how):
     """The producer posts and dies after this side found no message and before it asks why."""
