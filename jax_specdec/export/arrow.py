@@ -27,7 +27,6 @@ from jax_specdec.kept_sets import KeptSets, offsets_of
 from jax_specdec.records.batch import FinishReason
 
 TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"
-SEQUENCES = "sequences.parquet"
 _NUMBERS = [name for name in TOKEN_COLUMNS if name not in ("request", "kind")]
 
 
@@ -151,23 +150,12 @@ def from_sequences(sequences: Any) -> TokenColumns:
     return from_tables(pa.table({"request_id": ids} | tokens), sequences)
 
 
-def write_sequences(folder: Path | str, columns: TokenColumns) -> None:
-    """Write `sequences.parquet` into `folder`, and make it if it is missing."""
-    _write(folder, {SEQUENCES: sequences_table(columns)})
-
-
-def read_sequences(folder: Path | str) -> TokenColumns:
-    """Read what `write_sequences` wrote.
-
-    Raises:
-      ValueError: as `from_sequences`.
-    """
-    return from_sequences(pyarrow("pyarrow.parquet").read_table(Path(folder) / SEQUENCES))
-
-
 def write_parquet(folder: Path | str, columns: TokenColumns) -> None:
     """Write `tokens.parquet` and `requests.parquet` into `folder`, and make it if it is missing."""
-    _write(folder, {TOKENS: tokens_table(columns), REQUESTS: requests_table(columns)})
+    parquet, path = pyarrow("pyarrow.parquet"), Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(tokens_table(columns), path / TOKENS)
+    parquet.write_table(requests_table(columns), path / REQUESTS)
 
 
 def read_parquet(folder: Path | str) -> TokenColumns:
@@ -178,12 +166,6 @@ def read_parquet(folder: Path | str) -> TokenColumns:
     """
     parquet, path = pyarrow("pyarrow.parquet"), Path(folder)
     return from_tables(parquet.read_table(path / TOKENS), parquet.read_table(path / REQUESTS))
-
-
-def _write(folder: Path | str, tables: dict[str, Any]) -> None:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        pyarrow("pyarrow.parquet").write_table(table, Path(folder) / name)
 
 
 def pyarrow(module: str = "pyarrow") -> Any:

@@ -131,8 +131,7 @@ def same(left, right):
 def check(folder, columns):
     arrow.write_parquet(folder / "tokens", columns)
     same(columns, arrow.read_parquet(folder / "tokens"))
-    arrow.write_sequences(folder, columns)
-    found = arrow.read_sequences(folder)
+    found = arrow.from_sequences(arrow.sequences_table(columns))
     assert (np.diff(found.request) >= 0).all()  # each request's tokens one after the other
     for index in range(len(columns.request_id)):
         same(columns.of_request(index), found.of_request(index))
