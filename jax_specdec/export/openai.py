@@ -183,65 +183,6 @@ def chat_completion(
     return _whole(header, choice, request, records, table, prompt)
 
 
-class CompletionStream:
-    """Makes the chunks of one request's stream in the completions API, one for each record.
-
-    A chunk has all tokens of its record, and its text the characters that they complete.
-    """
-
-    _OBJECT = "text_completion"
-
-    def __init__(
-        self, request: Request, table: TokenTable, *, model: str, created: int, index: int = 0
-    ) -> None:
-        """Begin a stream; the arguments are those of `completion`."""
-        self._request, self._table, self._index = request, table, index
-        self._header = header_of(request.id, self._OBJECT, model, created)
-        self._stream = TextStream(table)
-        self._num_tokens = 0
-
-    def chunk(self, record: Record) -> dict[str, Any]:
-        """The chunk of the request's next record."""
-        self._num_tokens += record.num_tokens
-        choice = {
-            "index": self._index,
-            **self._delta(record),
-            "finish_reason": finish_reason(record.finish_reason),
-        }
-        extension = speculation([record], self._table)
-        return {**self._header, "choices": [choice], "speculation": extension}
-
-    def usage(self) -> dict[str, Any]:
-        """The chunk after the last record's, for a client that asks for `include_usage`."""
-        numbers = usage(len(self._request.packed_prompt) // 4, self._num_tokens)
-        return {**self._header, "choices": [], "usage": numbers}
-
-    def _delta(self, record: Record) -> dict[str, Any]:
-        ids = record.token_ids.tolist()
-        text, offsets = self._stream.push_with_offsets(ids)
-        logprobs = None
-        for asked in _asked([record]):
-            logprobs = _completion_rows([asked], self._table) | {"text_offset": offsets}
-        return {"text": text + self._end(record), "logprobs": logprobs}
-
-    def _end(self, record: Record) -> str:
-        return "" if record.finish_reason is None else self._stream.finish()
-
-
-class ChatStream(CompletionStream):
-    """Makes the chunks of the chat completions API; the first one names the role."""
-
-    _OBJECT = "chat.completion.chunk"
-
-    def _delta(self, record: Record) -> dict[str, Any]:
-        first = self._num_tokens == record.num_tokens
-        text = self._stream.push(record.token_ids.tolist()) + self._end(record)
-        return {
-            "delta": ({"role": "assistant"} if first else {}) | {"content": text},
-            "logprobs": chat_logprobs([record], self._table),
-        }
-
-
 def server_sent_event(chunk: dict[str, Any]) -> bytes:
     """A chunk as a line of an event stream; `DONE` follows the last chunk."""
     return b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n"

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 
 from ipc.wire import KEPT_MANY
 from jax_specdec.export import openai
-from jax_specdec.export.openai import ChatStream, CompletionStream, chat_completion, completion
+from jax_specdec.export.openai import chat_completion, completion
 from jax_specdec.export.openai_extension import speculation, token_kinds
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.output_processor import abort
-from jax_specdec.text.detokenize import TokenTable
+from jax_specdec.text.detokenize import TextStream, TokenTable
 from tests.support.openai_records import MADE, SNOWMAN, TABLE, records_of, snowman, two_steps
 from tests.support.processor_messages import admitted, draft, drafts, run, silent, target, tokens
 
@@ -71,60 +71,29 @@ def with_top():
     return records_of(target(0, slot), logprobs=2, max_tokens=2)
 
 
-def strict(model, value):
-    """Validate a value as JSON without conversions, such as int to float."""
-    return model.model_validate_json(json.dumps(value, allow_nan=False), strict=True)
-
-
 @pytest.mark.parametrize(
-    ("stream", "whole", "types"),
-    [(CompletionStream, completion, (Completion, Completion)),
-     (ChatStream, chat_completion, (ChatCompletion, ChatCompletionChunk))],
-)  # fmt: skip
-@pytest.mark.parametrize("make", [snowman, two_steps, plain, with_top])
-def test_the_chunks_of_a_stream_join_to_the_whole_response(stream, whole, types, make):
-    """And all of them are of the openai package's own types."""
+    ("whole", "type"), [(completion, Completion), (chat_completion, ChatCompletion)]
+)
+@pytest.mark.parametrize("make", [snowman, plain, with_top])
+def test_whole_responses_are_of_the_packages_own_types(whole, type, make):
+    """As JSON, without conversions such as int to float."""
     records = make()
-    asked = records[0].request
-    expected = whole(asked, records, TABLE, **MADE)
-    live = stream(asked, TABLE, **MADE)
-    chunks = [live.chunk(record) for record in records]
-    choices = [chunk["choices"][0] for chunk in chunks]
-    last = live.usage()
-    if make is not two_steps:  # which has an invalid row
-        found = strict(types[0], expected).model_dump(mode="json", exclude_unset=True)
-        assert found == json.loads(json.dumps(expected))
-        every = [*chunks, last]  # the first type lacks the null reason that the API sends
-        for chunk in every[-2:] if stream is CompletionStream else every:
-            strict(types[1], chunk)
-    assert last["choices"] == []
-    assert last["usage"] == expected["usage"]
-    assert choices[-1]["finish_reason"] == expected["choices"][0]["finish_reason"]
-    logprobs, found = expected["choices"][0]["logprobs"], [one["logprobs"] for one in choices]
-    assert (logprobs is None) == (None in found) == (make is plain)
-    if stream is ChatStream:
-        roles = ["role" in choice["delta"] for choice in choices]
-        assert roles == [True, *[False] * (len(roles) - 1)]
-        text = "".join(choice["delta"]["content"] for choice in choices)
-        expected_text = expected["choices"][0]["message"]["content"]
-    else:
-        text = "".join(choice["text"] for choice in choices)
-        expected_text = expected["choices"][0]["text"]
-    # A request that has not ended may still complete its last character.
-    ended = choices[-1]["finish_reason"] is not None
-    assert text == (expected_text if ended else expected_text.removesuffix("\ufffd"))
-    for name in set(logprobs or ()) - {"refusal"}:
-        assert [value for part in found for value in part[name]] == logprobs[name]
-    for name in expected["speculation"].keys() & chunks[0]["speculation"].keys():
-        parts = [chunk["speculation"][name] for chunk in chunks]
-        assert [v for part in parts for v in part] == expected["speculation"][name]
+    text = json.dumps(whole(records[0].request, records, TABLE, **MADE), allow_nan=False)
+    found = type.model_validate_json(text, strict=True)
+    assert found.model_dump(mode="json", exclude_unset=True) == json.loads(text)
+
+
+def test_the_logprobs_of_records_one_after_the_other_are_those_of_all():
+    records, stream = snowman(), TextStream(TABLE)
+    parts = [openai.completion_logprobs([one], TABLE, stream=stream) for one in records]
+    for name, values in openai.completion_logprobs(records, TABLE).items():
+        assert [value for part in parts for value in part[name]] == values
 
 
 def test_a_text_that_ends_inside_a_character_says_so_at_its_end():
-    (record,) = records_of(target(0, tokens(3, 0)), max_tokens=2)
-    live = CompletionStream(record.request, TABLE, **MADE).chunk(record)
-    for response in (live, completion(record.request, [record], TABLE, **MADE)):
-        assert response["choices"][0]["text"] == " a\ufffd"
+    records = records_of(target(0, tokens(3, 0)), max_tokens=2)
+    response = completion(records[0].request, records, TABLE, **MADE)
+    assert response["choices"][0]["text"] == " a\ufffd"
 
 
 def test_json_has_no_infinities_and_no_nan():
