@@ -16,7 +16,7 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
 from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.timings import Timings
-from jax_specdec.engine.trials import Loss, Placement
+from jax_specdec.engine.trials import Placement
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.weights import WeightsUpdate
 from jax_specdec.engine.worker_client import together
@@ -47,7 +47,7 @@ class Scheduler:
         self.ended_without_slot = [0] * len(FinishReason)
         self._config, self._clock, self._spans = config, clock, spans
         # Requests without a slot.
-        self._waiting = Placement(one_by_one=config.on_worker_loss == "continue")
+        self._waiting = Placement()
         self._loss_numbers = itertools.count(1)
         self._pending: deque[Update] = deque()  # not yielded yet
         self._weights: WeightsUpdate | None = None  # that is on its way
@@ -209,17 +209,17 @@ class Scheduler:
         config = self._config
         failure = self.workers.lose(session)
         records = self._act_on(session, session.flush())
-        number, loss = next(self._loss_numbers), self._waiting.lost(session)
-        exhausted = self._exhausted(session, loss.suspects)
-        self._settle(session, number, loss, exhausted)
+        number, suspects = next(self._loss_numbers), self._waiting.suspects(session)
+        exhausted = self._exhausted(session, suspects)
+        self._settle(session, number, exhausted if len(suspects) == 1 else ())
         goes_on = config.on_worker_loss != "stop" and self.workers.coming(prefill_only=False)
         ends: list[Records] = []
         left: list[QueuedRequest] = []
-        for name in loss.in_order(session.request_ids) if goes_on else ():
+        for name in session.request_ids if goes_on else ():
             # What the worker never took is told to another one, whatever the configuration says.
             if config.resume_lost or not session.took(name):
                 queued = session.leave(name)
-                losses = (*queued.losses, number) if name in loss.suspects else ()
+                losses = (*queued.losses, number) if name in suspects else ()
                 queued = replace(queued, losses=losses)
                 if name in exhausted:
                     ends.append(self._ended(queued, FinishReason.ATTEMPTS_EXHAUSTED))
@@ -230,7 +230,7 @@ class Scheduler:
                     left.append(queued)
         ends.append(self._end_all(session))
         records = Records(sum((each.batches for each in ends), records.batches))
-        self.enqueue([*left, *loss.cleared], first=True)
+        self.enqueue(left, first=True)
         if not self.workers.coming(prefill_only=True):
             self._waiting.prefill_no_more()
         yield Update(None, None, records, session.process_rank, lost=failure)
@@ -250,18 +250,11 @@ class Scheduler:
         ]
         return tuple(again)
 
-    def _settle(
-        self, session: WorkerSession, number: int, loss: Loss, exhausted: Sequence[str]
-    ) -> None:
-        """Count a loss against the worker's place, unless it is put down to a request.
-
-        One that leaves fewer suspects than before will be: it is not counted either.
-        """
-        blamed = exhausted if len(loss.suspects) == 1 else ()
+    def _settle(self, session: WorkerSession, number: int, blamed: Sequence[str]) -> None:
+        """Count a loss against the worker's place, unless it is put down to a request."""
         for name in blamed:
             self.workers.forgive(session.losses(name))
-        narrowed = loss.tried and len(loss.suspects) > 1
-        self.workers.replace(session, None if blamed or narrowed else number)
+        self.workers.replace(session, None if blamed else number)
 
     def _stop(self) -> Iterator[Update]:
         """Close every request, then raise a report of every worker that is lost."""
