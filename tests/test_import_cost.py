@@ -9,7 +9,7 @@ import pytest
 HEAVY = {
     "argparse", "asyncio", "concurrent", "ctypes.util", "email", "hashlib", "html", "http",
     "importlib.metadata", "importlib.resources", "inspect", "jax", "jinja2", "logging",
-    "multiprocessing", "openai", "opentelemetry", "prometheus_client", "pyarrow", "pydantic",
+    "multiprocessing", "openai", "prometheus_client", "pyarrow", "pydantic",
     "random", "rich", "secrets", "socket", "ssl", "tempfile", "tokenizers", "typing_extensions",
     "unittest", "urllib.request", "uuid", "xml", "zmq",
 }  # fmt: skip

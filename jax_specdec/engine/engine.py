@@ -12,12 +12,11 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.scheduler import Scheduler
-from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.streams import Sink, Streams
 from jax_specdec.engine.timings import Timings
@@ -31,9 +30,6 @@ from jax_specdec.records.processor_state import Progress
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
-
 
 class Engine:
     """Runs requests on its workers; use it as a context manager."""
@@ -44,7 +40,6 @@ class Engine:
         *,
         start_worker: StartWorker = WorkerProcess,
         clock: Clock | None = None,
-        tracer: "Tracer | None" = None,
         sink: Sink | None = None,
     ) -> None:
         """Start all workers: decode ranks are numbered from 0, prefill ranks come after them.
@@ -53,9 +48,6 @@ class Engine:
           config: what to run.
           start_worker: starts a worker's process.
           clock: tells the time.
-          tracer: of OpenTelemetry (the extra `otel`); makes spans of each request's life, below the
-            span that is current where `generate` is iterated over or `submit` is called. None: no
-            spans.
           sink: gets every update of submitted requests, in place of their streams, which then only
             tell of ends: for who passes whole steps on.
 
@@ -64,9 +56,8 @@ class Engine:
         """
         self.config = config
         self._clock = clock or Clock()
-        self._spans = None if tracer is None else Spans(tracer, self._clock)
         self._workers = Workers(config, start_worker, self._clock)
-        self._scheduler = Scheduler(config, self._workers, self._clock, self._spans)
+        self._scheduler = Scheduler(config, self._workers, self._clock)
         self._streams = Streams(self._scheduler, config, self._clock, sink)
         self._workers.wakeup = self._streams.wakeup
         self._updating = threading.Lock()  # held for one update of the weights
@@ -149,7 +140,7 @@ class Engine:
             the engine or no decode worker is left; it names every worker that is lost by then. The
             updates before it closed every request, those that had not begun too.
         """
-        updates = self._streams.generate(requests, self._context())
+        updates = self._streams.generate(requests)
         self._streams.start()
         try:
             yield from updates
@@ -182,11 +173,7 @@ class Engine:
           WorkerFailed: the engine has stopped because of a lost worker.
         """
         stream = self._streams.submit(
-            request,
-            priority=priority,
-            deadline=deadline,
-            context=self._context(),
-            progress=progress,
+            request, priority=priority, deadline=deadline, progress=progress
         )
         self._streams.start()
         return stream
@@ -347,7 +334,3 @@ class Engine:
         import asyncio  # which only programs that use it should pay for
 
         return await asyncio.to_thread(self.update_weights, weights, timeout=timeout)
-
-    def _context(self) -> Any:
-        """What the spans of a request belong to, of OpenTelemetry."""
-        return None if self._spans is None else self._spans.here()

@@ -8,13 +8,11 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ipc import RingError
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
-from jax_specdec.engine.spans import Spans
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.trials import Placement
 from jax_specdec.engine.updates import Update
@@ -39,13 +37,11 @@ class Scheduler:
       ended_without_slot: requests that ended while they waited, by `FinishReason`.
     """
 
-    def __init__(
-        self, config: EngineConfig, workers: Workers, clock: Clock, spans: Spans | None
-    ) -> None:
+    def __init__(self, config: EngineConfig, workers: Workers, clock: Clock) -> None:
         self.workers = workers
         self.timings = Timings()
         self.ended_without_slot = [0] * len(FinishReason)
-        self._config, self._clock, self._spans = config, clock, spans
+        self._config, self._clock = config, clock
         # Requests without a slot.
         self._waiting = Placement()
         self._loss_numbers = itertools.count(1)
@@ -67,21 +63,10 @@ class Scheduler:
         """Requests without a slot; any thread may ask."""
         return len(self._waiting)
 
-    def enqueue(
-        self, requests: Sequence[QueuedRequest], *, first: bool = False, context: Any = None
-    ) -> None:
-        """Queue requests in their order, behind those of their priority or before them.
-
-        Args:
-          first: before them.
-          context: of OpenTelemetry, that new spans are made in; None for what is current.
-        """
+    def enqueue(self, requests: Sequence[QueuedRequest], *, first: bool = False) -> None:
+        """Queue requests in their order, behind those of their priority, or (`first`) before."""
         prefill = self.workers.coming(prefill_only=True)
         self._waiting.enqueue(requests, prefill=prefill, first=first)
-        if self._spans is not None and requests:
-            now = self._clock.now()
-            for queued in requests:
-                self._spans.queued(queued, now, context)
 
     def prepare(self) -> Iterator[Update]:
         """The first half of a round: hear the workers and give slots away; waits for nothing.
@@ -126,11 +111,6 @@ class Scheduler:
         while self._pending:
             yield self._pending.popleft()
 
-    def saw(self, update: Update) -> None:
-        """Note that an update is given to the user."""
-        if self._spans is not None:
-            self._spans.saw(update, self._clock.now())
-
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request that is open, with a record of the reason; see `Engine.abort`."""
         for session in self.workers.sessions:
@@ -155,8 +135,6 @@ class Scheduler:
             if queued.submitted is not None and not queued.had_slot:
                 self.timings.queue.take(self._clock.now() - queued.submitted)
             session.admit(queued)
-            if self._spans is not None:
-                self._spans.placed(queued, session.process_rank, self._clock.now())
             logger.debug("request %r: process rank %d", queued.request.id, session.process_rank)
 
     def _take(self, session: WorkerSession, timeout: float) -> Update | None:

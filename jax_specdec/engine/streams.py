@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -133,13 +133,11 @@ class Streams:
         *,
         priority: int = 0,
         deadline: float | None = None,
-        context: Any = None,
         progress: Progress | None = None,
     ) -> Stream:
         """Queue a request; see `Engine.submit`.
 
         Args:
-          context: of OpenTelemetry, for the request's spans.
           progress: what was delivered of the request before.
         """
         self.check(request)
@@ -169,12 +167,12 @@ class Streams:
             if deadline is not None:
                 entry = (now + deadline, next(self._numbers), stream)
                 inbox.append(lambda: heapq.heappush(self._deadlines, entry))
-            inbox.append(lambda: self._begin([queued], context))
+            inbox.append(lambda: self._begin([queued]))
         if staged is None:
             self.wakeup.set()
         return stream
 
-    def generate(self, requests: Sequence[Request], context: Any = None) -> ResultQueue[Update]:
+    def generate(self, requests: Sequence[Request]) -> ResultQueue[Update]:
         """Queue all of some requests; see `Engine.generate`. Call `leave` at the end."""
         for request in requests:
             self.check(request)
@@ -192,7 +190,7 @@ class Streams:
             self._check_new(requests)
             self._expect(requests, updates)
             self._readers.append(updates)
-            self._inbox.append(lambda: self._begin(queued, context))
+            self._inbox.append(lambda: self._begin(queued))
         logger.info("%d requests came", len(requests))
         self.wakeup.set()
         return updates
@@ -360,10 +358,10 @@ class Streams:
             late = heapq.heappop(self._deadlines)[2]
             self._end(late.request.id, late, FinishReason.DEADLINE)
 
-    def _begin(self, queued: Sequence[QueuedRequest], context: Any) -> None:
+    def _begin(self, queued: Sequence[QueuedRequest]) -> None:
         names = [one.request.id for one in queued]
         with self._lock:  # between the two, a request would count twice among those that wait
-            self._scheduler.enqueue(queued, context=context)
+            self._scheduler.enqueue(queued)
             self._unread -= len(queued)
             ends = [(name, why) for name in names if (why := self._coming.pop(name)) is not None]
         for name, reason in ends:
@@ -387,7 +385,6 @@ class Streams:
             self._scheduler.abort(name, reason)
 
     def _deliver(self, update: Update) -> None:
-        self._scheduler.saw(update)
         if self._sink is not None:
             self._sink.take(update)
         readers = [reader for reader in tuple(self._readers) if reader.num_open]

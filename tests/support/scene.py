@@ -65,9 +65,7 @@ class Scene:
     number, the worker that replaces it after the second, and so on.
     """
 
-    def __init__(
-        self, *, seed=0, num_slots=2, faults=None, worker=ScriptedWorker, tracer=None, **config
-    ):
+    def __init__(self, *, seed=0, num_slots=2, faults=None, worker=ScriptedWorker, **config):
         self.workers, self.configs = [], []  # in the order in which they were started
         self.worker = worker
         self.faults = {rank: list(numbers) for rank, numbers in (faults or {}).items()}
@@ -77,7 +75,6 @@ class Scene:
             EngineConfig(vocab_size=VOCAB, num_slots=num_slots, max_length=64, **config),
             start_worker=self.start,
             clock=self.clock,
-            tracer=tracer,
         )
         self.engine._streams.start = self.serve
         self.engine._workers.wakeup = None  # time passes by the scene's clock
@@ -98,7 +95,7 @@ class Scene:
     def generate(self, requests):
         """What `Engine.generate` yields."""
         streams = self.engine._streams
-        updates = streams.generate(requests, self.engine._context())
+        updates = streams.generate(requests)
         try:
             while updates.num_open:
                 try:
