@@ -15,11 +15,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_specdec.adapters.replacing import replaced, without_refusal
-from jax_specdec.adapters.tpu_inference_sampling import (
-    RejectionSampler,
-    process_and_extend_logits,
-    sample,
-)
 from jax_specdec.adapters.versions import check_version
 from pallas_kernels import topk_logprobs
 
@@ -28,9 +23,6 @@ __all__ = [
     "compute_and_gather_logprobs",
     "compute_and_gather_prompt_logprobs",
     "filter_speculative_logprobs",
-    "process_and_extend_logits",
-    "RejectionSampler",
-    "sample",
 ]
 
 
@@ -54,14 +46,13 @@ def install(*, prompt_logprobs: bool = False) -> Iterator[tuple[str, ...]]:
     """
     check_version("tpu-inference")
     sampling = "tpu_inference.layers.jax.sample.sampling"
-    names = ("compute_and_gather_logprobs", "compute_and_gather_prompt_logprobs")
-    new: dict[str, Any] = {f"{sampling}:{name}": globals()[name] for name in (*names, "sample")}
-    speculative = "tpu_inference.spec_decode.jax.utils"
-    for name in ("filter_speculative_logprobs", "process_and_extend_logits"):
-        new[f"{speculative}:{name}"] = globals()[name]
-    # The method, so that samplers that there are already have it too.
-    rejection = "tpu_inference.layers.jax.sample.rejection_sampler:RejectionSampler.forward"
-    new[rejection] = RejectionSampler.forward
+    new: dict[str, Any] = {
+        f"{sampling}:compute_and_gather_logprobs": compute_and_gather_logprobs,
+        f"{sampling}:compute_and_gather_prompt_logprobs": compute_and_gather_prompt_logprobs,
+        "tpu_inference.spec_decode.jax.utils:filter_speculative_logprobs": (
+            filter_speculative_logprobs
+        ),
+    }
     if prompt_logprobs:
         theirs = importlib.import_module(RUNNER).TPUModelRunner._execute_model
         new[f"{RUNNER}:TPUModelRunner._execute_model"] = without_refusal(theirs, REFUSAL)

@@ -22,9 +22,7 @@ from jax_specdec.adapters import tpu_inference
 MESH = jax.make_mesh((len(jax.devices()),), ("data",), (jax.sharding.AxisType.Auto,))
 TESTS = (
     "tests/layers/jax/sample/test_logprobs_replication.py",
-    "tests/layers/jax/sample/test_rejection_sampler.py",
     "tests/layers/jax/sample/test_sampling.py",
-    "tests/layers/jax/sample/test_sampling_metadata.py",
     "tests/spec_decode/test_utils.py",
 )
 own = (sampling.compute_and_gather_logprobs, sampling.compute_and_gather_prompt_logprobs)
@@ -102,7 +100,7 @@ from bench.peers import stand_ins
 from tpu_inference.spec_decode.jax import utils
 from jax_specdec.adapters import tpu_inference
 with tpu_inference.install() as names:
-    assert len(names) == 6, names
+    assert len(names) == 3, names
     sys.exit(pytest.main(sys.argv[1:]))
 """
 
