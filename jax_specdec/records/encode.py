@@ -4,6 +4,7 @@ A worker packs on the device (`pack`). This function makes messages on the host,
 the packer with it.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,8 @@ from numpy.typing import ArrayLike
 from ipc import wire
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.wording import pluralize
+
+PARTS = np.int32, np.int32, np.float32, np.int32, np.int32, np.float32, np.int32  # of a slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,47 +57,30 @@ def encode(
 ) -> bytes:
     """The bytes of one message; `max_num_logprobs` defaults to the largest K of the slots.
 
+    Sizes are those of the arrays: `decode` refuses a message whose counts contradict one another.
+
     Raises:
-      WireError: a value does not fit its field (the error names it and its limit), or a slot's
-        arrays do not have the sizes that its counts promise.
+      WireError: a value does not fit its field; the error names it and its limit.
     """
     if max_num_logprobs is None:
-        max_num_logprobs = max((slot.columns - 1 for slot in slots), default=0)
-        max_num_logprobs = max(max_num_logprobs, 0)
-    slot_words, parts = [], ([], [], [], [], [], [], [])  # type: ignore[var-annotated]
+        max_num_logprobs = max([1, *(slot.columns for slot in slots)]) - 1
+    slot_words = []
+    parts: list[list[np.ndarray]] = [[] for _ in PARTS]
     for slot in slots:
-        ids, ranks = _int32(slot.token_ids), _int32(slot.token_ranks)
-        logprobs = np.asarray(slot.logprobs, np.float32).reshape(-1)
-        topk_ids = _int32(slot.topk_ids)
-        rows, k = ranks.size, max(slot.columns - 1, 0)
-        width = slot.columns + slot.num_chosen if slot.columns else 0
-        if (logprobs.size, topk_ids.size) != (rows * width, rows * k):
-            raise wire.WireError(
-                f"{pluralize(rows, 'row')} of {pluralize(slot.columns, 'column')} and "
-                f"{pluralize(slot.num_chosen, 'chosen id')} need "
-                f"{pluralize(rows * width, 'logprob')} and {pluralize(rows * k, 'top-K id')}; "
-                f"there are {logprobs.size} and {topk_ids.size}"
-            )
-        values = {
-            "state": slot.state,
-            "mode": slot.mode,
-            "kept": slot.kept is not None,
-            "columns": slot.columns,
-            "num_tokens": ids.size,
-            "num_rows": rows,
-            "num_drafts": slot.num_drafts,
-            "num_chosen": slot.num_chosen,
-            "generation": slot.generation,
-        }
-        slot_words.append(_words(wire.SLOT, wire.SLOT_WORDS, values))
-        arrays = (ids, ranks, logprobs, topk_ids, *_kept(slot, ids.size))
-        for part, array in zip(parts, arrays, strict=True):
-            part.append(array.view(np.uint32))
-    body = [*slot_words, *(array for part in parts for array in part)]
+        kept = KeptSets.none() if slot.kept is None else slot.kept
+        arrays: list[ArrayLike] = [slot.token_ids, slot.token_ranks, slot.logprobs, slot.topk_ids]
+        arrays += [kept.counts, kept.log_kept, kept.token_ids]
+        for part, values, dtype in zip(parts, arrays, PARTS, strict=True):
+            part.append(np.asarray(values, dtype).reshape(-1).view(np.uint32))
+        fields = {name: getattr(slot, name) for name in wire.SLOT if hasattr(slot, name)}
+        fields |= {"num_tokens": parts[0][-1].size, "num_rows": parts[1][-1].size}
+        fields["kept"] = slot.kept is not None
+        slot_words.append(_words(wire.SLOT, wire.SLOT_WORDS, fields))
+    body = [*slot_words, *itertools.chain(*parts)]
     header = {
         "version": wire.VERSION,
         "magic": wire.MAGIC,
-        "kind": int(kind),
+        "kind": kind,
         "max_num_logprobs": max_num_logprobs,
         "running": running,
         "draft_follows": draft_follows,
@@ -112,24 +97,8 @@ def encode(
     return np.concatenate([_words(wire.HEADER, wire.HEADER_WORDS, header), *body]).tobytes()
 
 
-def _kept(slot: SlotContents, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The counts, masses and ids of a slot's kept sets."""
-    kept = KeptSets.none() if slot.kept is None else slot.kept
-    rows = int(wire.kept_rows(np, slot.state, num_tokens, slot.kept is not None))
-    if len(kept) != rows:
-        raise wire.WireError(
-            f"{pluralize(num_tokens, 'token')} in state {slot.state} have "
-            f"{pluralize(rows, 'kept set')}; there are {len(kept)}"
-        )
-    return _int32(kept.counts), np.asarray(kept.log_kept, np.float32), _int32(kept.token_ids)
-
-
 def _words(fields: dict[str, wire.Field], count: int, values: dict[str, int]) -> np.ndarray:
     checked = {
         name: np.uint32(wire.fits(name, int(value), fields[name])) for name, value in values.items()
     }
     return np.asarray(wire.words_of(np, fields, count, checked), np.uint32)
-
-
-def _int32(values: ArrayLike) -> np.ndarray:
-    return np.asarray(values, np.int32).reshape(-1)
