@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.contract.rows import LOGITS_DTYPES
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.types import CompactQ, DenseQ, Drafts
+from pallas_kernels.sampling.types import CompactQ, Drafts
 
 Value = TypeVar("Value")
 
@@ -58,22 +58,6 @@ def of_rows(
     return logits, given, positions, row_ids
 
 
-def bonus_of(bonus_token_ids: AnyArray | None, row_ids: jax.Array | None) -> jax.Array | None:
-    """The given bonus tokens [B], if there are any."""
-    if bonus_token_ids is None:
-        return None
-    if row_ids is None:
-        raise ValueError(
-            "bonus_token_ids go with row_ids alone: a slot of logits [B, S, V] has a row for its "
-            "bonus token, which is drawn from it"
-        )
-    batch = row_ids.shape[0]
-    found = _integers("bonus_token_ids", bonus_token_ids, jnp.int32)
-    if found.shape != (batch,):
-        raise ValueError(f"bonus_token_ids {found.shape}: give one token a slot, [B] = {(batch,)}")
-    return found
-
-
 def drafts_of(drafts: Drafts) -> Drafts:
     """`Drafts` of int32 ids and numbers, with a q of their shape."""
     what = "`Drafts(token_ids, num)`, ids [B, D] and how many of them each slot has [B]"
@@ -94,9 +78,8 @@ def drafts_of(drafts: Drafts) -> Drafts:
         )
     q = drafts.q
     if q is not None:
-        what = "`CompactQ(ids, logprobs)`, each [B, D, M], or `DenseQ(probs)`, [B, D, V]"
-        _check_type("drafts.q", q, (CompactQ, DenseQ), what)
-        q = _dense(q, token_ids) if isinstance(q, DenseQ) else _compact(q, token_ids)
+        _check_type("drafts.q", q, CompactQ, "`CompactQ(ids, logprobs)`, each [B, D, M]")
+        q = _compact(q, token_ids)
     return drafts._replace(token_ids=token_ids, num=num, q=q)
 
 
@@ -109,24 +92,6 @@ def _compact(q: CompactQ, token_ids: jax.Array) -> CompactQ:
             f"drafts.token_ids are {token_ids.shape}: give both as [B, D, M]"
         )
     return CompactQ(ids, logprobs)
-
-
-def _dense(q: DenseQ, token_ids: jax.Array) -> DenseQ:
-    probs = _floats("drafts.q.probs", q.probs)
-    if q.row_ids is None:
-        if probs.ndim != 3 or probs.shape[:2] != token_ids.shape:
-            raise ValueError(
-                f"drafts.q.probs {probs.shape} do not go with drafts.token_ids {token_ids.shape}: "
-                "give [B, D, V], or flat rows with row_ids"
-            )
-        return DenseQ(probs)
-    row_ids = _integers("drafts.q.row_ids", q.row_ids, jnp.int32)
-    if probs.ndim != 2 or row_ids.shape != token_ids.shape:
-        raise ValueError(
-            f"drafts.q has probs {probs.shape} and row_ids {row_ids.shape}, and drafts.token_ids "
-            f"are {token_ids.shape}: give flat rows of probs, and the row of each draft [B, D]"
-        )
-    return DenseQ(probs, row_ids)
 
 
 def _no_nan(name: str, values: jax.Array) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row
@@ -29,23 +29,12 @@ class CompactQ(NamedTuple):
     logprobs: Float32[Array, "B D M"]  # -inf where there is none
 
 
-class DenseQ(NamedTuple):
-    """The distributions that drafts were drawn from: the probability of every token.
-
-    No more of them is read than the drafts' own entries, and one row of each slot that refuses a
-    draft. NaN and negative numbers count as 0.
-    """
-
-    probs: Float[Array, "B D V"] | Float[Array, "_ V"]  # flat with `row_ids`
-    row_ids: Int32[Array, "B D"] | None = None  # the row of each draft, if they are flat
-
-
 class Drafts(NamedTuple):
     """The tokens that a drafter proposed."""
 
     token_ids: Int32[Array, "B D"]
     num: Int32[Array, " B"]  # at most D
-    q: CompactQ | DenseQ | None = None  # None: each draft is certain
+    q: CompactQ | None = None  # None: each draft is certain
     report: Any = None  # a tree of arrays [B, D, ...] of one's own; `verify` does not look at it
 
     @classmethod
@@ -124,7 +113,6 @@ class Batch(NamedTuple):
     drafts: Drafts
     sampling: Sampling
     row_ids: Int32[Array, "B S"] | None = None  # of the N rows; None: B * S rows, slot by slot
-    bonus_token_ids: Int32[Array, " B"] | None = None
 
     def shape_of(self, rows: jax.Array) -> tuple[int, ...]:
         """How results of the N rows are given: [B, S], or [N] where these are flat."""
@@ -158,11 +146,11 @@ class Batch(NamedTuple):
             lambda x, none: jnp.concatenate([x, none])[slots], self.sampling, nobody
         )
 
-    def with_rows(self, row_ids: jax.Array, bonus: jax.Array | None, num_rows: int) -> "Batch":
+    def with_rows(self, row_ids: jax.Array, num_rows: int) -> "Batch":
         """The same slots, with rows among `num_rows` flat ones."""
         row_ids = jnp.where((row_ids >= 0) & (row_ids < num_rows), row_ids, -1)
         proposed = self.proposed & (row_ids[:, :-1] >= 0)
-        return self._replace(proposed=proposed, row_ids=row_ids, bonus_token_ids=bonus)
+        return self._replace(proposed=proposed, row_ids=row_ids)
 
 
 def row_ids_of(num_rows: AnyArray, num_positions: int) -> Int32[Array, "B S"]:

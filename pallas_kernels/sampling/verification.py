@@ -33,14 +33,13 @@ from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
 from pallas_kernels.sampling import door, row_read
 from pallas_kernels.sampling.distribution import cuts
 from pallas_kernels.sampling.parameters import Sampling, Truncation, has_meaning, where
-from pallas_kernels.sampling.row_draws import Drawing, draw, draw_from_residual, keeps_few
+from pallas_kernels.sampling.row_draws import Drawing, draw, keeps_few
 from pallas_kernels.sampling.row_read import RowRead
-from pallas_kernels.sampling.rows import GroupedRows, columns_as_read
+from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import (
     AcceptRule,
     Batch,
     CompactQ,
-    DenseQ,
     Drafts,
     Verified,
     slots_of_rows,
@@ -65,7 +64,6 @@ def verify(
     positions: Int32[Array, " B"],
     *,
     row_ids: Int32[Array, "B S"] | None = None,
-    bonus_token_ids: Int32[Array, " B"] | None = None,
     accept: AcceptRule | None = None,
     k: int | None = None,
     mesh: Mesh | None = None,
@@ -94,8 +92,6 @@ def verify(
         padding, and hold anything. `row_ids_of` makes them from the slots' numbers of rows.
         Flat rows that are split over devices travel, since a slot's may be on any of them: where
         each device has those of its slots, call this inside `jax.shard_map`.
-      bonus_token_ids: with row_ids, the token after a slot's last draft, where the slot has no row
-        for it.
       accept: your own rule, `(u, p, q) -> bool` of u uniform in [0, 1), with q = 1 of certain
         drafts; None: u * q < p where there is a q, so that tokens have the target's distribution.
       k: static; with it, the read that verifies leaves what the logprobs of any token need, with so
@@ -134,26 +130,10 @@ def verify(
             f"drafts {drafts.token_ids.shape} do not go with {rows}: B slots of S "
             f"rows verify [B, S - 1] = {(batch, num_positions - 1)} drafts"
         )
-    probs, rows_of_q = None, None
-    if isinstance(drafts.q, DenseQ):
-        (probs, rows_of_q), drafts = drafts.q, drafts._replace(q=None)
-        if probs.shape[-1] != logits.shape[-1] or (row_ids is None and probs.ndim == 2):
-            raise ValueError(
-                f"drafts.q.probs {probs.shape} do not go with logits {logits.shape}: give "
-                "[B, S - 1, V] with logits [B, S, V], and that or flat rows of V with flat logits"
-            )
     drafts = drafts._replace(report=None)
-    bonus = door.bonus_of(bonus_token_ids, row_ids)
 
-    def on_shard(shard: VocabShard, split: Any, whole: Any) -> Verified:
-        logits, probs = split
-        drafts, rows_of_q, sampling, positions, row_ids, bonus, changes = whole
-        if probs is not None:
-            if rows_of_q is None:
-                shape = drafts.token_ids.shape
-                rows_of_q = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
-            probs = columns_as_read(probs.reshape(-1, probs.shape[-1]), shard)
-            drafts = drafts._replace(q=DenseQ(probs, rows_of_q))
+    def on_shard(shard: VocabShard, logits: Any, whole: Any) -> Verified:
+        drafts, sampling, positions, row_ids, changes = whole
         vocab_size = shard.size(logits.shape[-1])
         if k is not None:
             check_k(k, vocab_size)
@@ -161,7 +141,7 @@ def verify(
             logits, changes = _flat(logits), jax.tree.map(_flat, changes)
         batch = _batch_of(drafts, sampling, positions, vocab_size)
         if row_ids is not None:
-            batch = batch.with_rows(row_ids, bonus, logits.shape[0])
+            batch = batch.with_rows(row_ids, logits.shape[0])
         own = row_read.changes_of(changes, shard, logits)
         return _verify(shard, logits, own, batch, accept, k, every_greedy=all_greedy)
 
@@ -170,8 +150,8 @@ def verify(
         axis_name = axis_name or ()
     how = Split(mesh, axis_name, vocab_size)
     changes = Changes(allowed, bias_token_ids, bias)
-    whole = drafts, rows_of_q, sampling, positions, row_ids, bonus, changes
-    return on_own_part(on_shard, (logits, probs), whole, how, by_row=row_ids is None)
+    whole = drafts, sampling, positions, row_ids, changes
+    return on_own_part(on_shard, logits, whole, how, by_row=row_ids is None)
 
 
 def _flat(x: Any) -> Any:
@@ -365,8 +345,6 @@ def sampled_slots(
     before = positions[:, :-1]
     seeds = jnp.broadcast_to(sampling.seed[:, None], before.shape)
     u = uniform(Source(seeds, before), ACCEPT)
-    if isinstance(drafts.q, DenseQ):
-        q_draft = _dense_q(rows.shard, drafts.q, drafts.token_ids)
     considered = proposed & batch.by_slot(valid)[:, :-1]
     best_ids = batch.by_slot(choice.token_ids)
     agrees = drafts.token_ids == best_ids[:, :-1]
@@ -375,33 +353,18 @@ def sampled_slots(
 
     a = _leading(accepted)
     of_drafts = log_p, p, q_weights
-    # What a dense q leaves of p is drawn apart: it may differ in every token.
-    compact = jnp.zeros_like(considered) if isinstance(drafts.q, DenseQ) else considered
-    drawing = _drawing(batch, read, cut, (is_sampled, few), compact, q.ids, of_drafts, a)
+    drawing = _drawing(batch, read, cut, (is_sampled, few), considered, q.ids, of_drafts, a)
     drawn = draw(rows, read, drawing)
-    if isinstance(drafts.q, DenseQ):
-        assert drafts.q.row_ids is not None
-        rejected, row_of_q = at_place(a, (considered, drafts.q.row_ids))
-        drawn = draw_from_residual(
-            rows, drawing, drafts.q.probs, row_of_q, rejected, otherwise=drawn
-        )
     next_ids = jnp.where(drawing.sampled[:, None], drawn[:, None], best_ids)
     return _emit(batch, accepted, next_ids)._replace(cut=batch.by_slot(cut))
 
 
 def _compact_q(drafts: Drafts) -> CompactQ:
-    """The drafts' q; of certain drafts, and of those with a dense q, the drafts' own tokens."""
-    if isinstance(drafts.q, CompactQ):
+    """The drafts' q; of certain drafts, their own tokens."""
+    if drafts.q is not None:
         return drafts.q
     ids = drafts.token_ids[..., None]
     return CompactQ(ids, jnp.zeros(ids.shape, jnp.float32))
-
-
-def _dense_q(shard: VocabShard, q: DenseQ, token_ids: Int32[Array, "B D"]) -> Float32[Array, "B D"]:
-    """The probability of each draft in its q; 0 of what is no token."""
-    assert q.row_ids is not None
-    found = shard.named_logits(q.probs, q.row_ids.reshape(-1), token_ids.reshape(-1, 1))
-    return jnp.where(found > 0, found, jnp.float32(0)).reshape(token_ids.shape)
 
 
 def _looked_up(
@@ -490,10 +453,7 @@ def _emit(batch: Batch, accepted: Bool[Array, "B D"], next_ids: Int32[Array, "B 
     """The leading accepted drafts, then the one of `next_ids` of the row where they end."""
     a, num = _leading(accepted), jnp.ones((), jnp.int32)
     if batch.row_ids is not None:
-        missing = jnp.full_like(a, -1)
-        if batch.bonus_token_ids is not None:
-            missing = jnp.where(a == batch.drafts.num, batch.bonus_token_ids, -1)
-        next_ids = jnp.where(batch.row_ids >= 0, next_ids, missing[:, None])
+        next_ids = jnp.where(batch.row_ids >= 0, next_ids, -1)
         last = at_place(a, next_ids)
         num = (last >= 0).astype(jnp.int32)
     index = jnp.arange(next_ids.shape[1], dtype=jnp.int32)[None, :]
