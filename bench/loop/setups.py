@@ -86,7 +86,9 @@ def setups(quick: bool) -> list[Setup]:
     """The setups that this machine measures; the promises are made for that of a GPU."""
     if jax.devices()[0].platform == "gpu":
         # Of Llama 3.2 1B's sizes with an MTP head; random weights, as only time counts.
-        load = functools.partial(random, ModelConfig.llama_1b(num_mtp_layers=1))
+        sizes = (128_256, 2048, 16, 32, 8, 64, 8192)
+        config = ModelConfig(*sizes, rope_theta=5e5, num_mtp_layers=1, dtype="bfloat16")
+        load = functools.partial(random, config)
         steps, rounds = (20, 3) if quick else (50, 11)
         name = "1B-class model, V = 128256, bfloat16"
         return [Setup(name, load, steps, 20, rounds, targets=True)]

@@ -129,22 +129,6 @@ class ModelConfig:
         }
         return cls(**(sizes | changes))
 
-    @classmethod
-    def llama_1b(cls, **changes: Any) -> ModelConfig:
-        """The sizes of Llama 3.2 1B, without its stretched rotary frequencies."""
-        sizes: dict[str, Any] = {
-            "vocab_size": 128_256,
-            "hidden_size": 2048,
-            "num_layers": 16,
-            "num_heads": 32,
-            "num_kv_heads": 8,
-            "head_dim": 64,
-            "intermediate_size": 8192,
-            "rope_theta": 500_000.0,
-            "dtype": "bfloat16",
-        }
-        return cls(**(sizes | changes))
-
     @property
     def row_tiles(self) -> tuple[int, int] | None:
         """`row_tile` and `row_step`, as `over_rows` takes them; None without tiles.
