@@ -5,7 +5,6 @@ python -m bench.aot            a table: registers, spills, instructions per logi
 python -m bench.aot --accept   the times of this run are the limits from now on
 python -m bench.aot --only N   every N-th shape of each path
 python -m bench.aot --chip B200        or RTX5090
-python -m bench.aot --sass DIR also writes each kernel's PTX and machine code
 """
 
 import argparse
@@ -13,7 +12,6 @@ import functools
 import re
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -97,7 +95,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--accept": {"action": "store_true", "help": "write the limits of the time"},
     "--only": {"type": int, "default": 1, "metavar": "N", "help": "every N-th shape of a path"},
     "--chip": {"choices": tuple(compile_target.CHIPS), "default": "H100"},
-    "--sass": {"type": Path, "help": "write PTX and machine code to this directory"},
 }
 OPERATION = re.compile(r"^ *(?:ROOT )?%\S+ = (.+?) ([a-z-]+)\(", re.MULTILINE)
 NO_LAUNCH = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple"}
@@ -149,7 +146,7 @@ def broken(options: argparse.Namespace) -> int:
     ]
     results = []
     for number, (path, shape) in enumerate(calls, 1):
-        results.append(measure(path, shape, device, seen, options.sass))
+        results.append(measure(path, shape, device, seen))
         print(f"{number} of {len(calls)}: {results[-1].name}", file=sys.stderr, flush=True)
     print_table(results)
     modelled = options.chip == "H100"  # the model's chip
@@ -166,7 +163,6 @@ def measure(
     shape: Shape,
     device: compile_target.CompileTarget,
     seen: dict[tuple[Any, ...], sass.Kernel],
-    keep: Path | None,
 ) -> Result:
     """Compile one path at one shape, and read the compiler's output.
 
@@ -175,7 +171,6 @@ def measure(
       shape: of the logits.
       device: the H100.
       seen: the kernels that this process has compiled; new ones are added.
-      keep: the folder for PTX and machine code; None: they are deleted.
     """
     compiled = device.compile(lowered(path, shape, device))
     rows, is_after = shape.rows, path == after_read.PATH
@@ -196,7 +191,7 @@ def measure(
         wanted = {"draw": (shape,), "count_larger": (replace(shape, k=0),)}
     for ptx in device.dump.glob("*.ptx"):
         name = next(name for name in wanted if ptx.stem.startswith(name))
-        seen[name, *wanted[name]] = sass.read(ptx, keep)
+        seen[name, *wanted[name]] = sass.read(ptx)
     kernels = tuple(seen[name, *key] for name, key in wanted.items())
     if is_after:
         loops: tuple[float, ...] = ()

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 # Contenders of every suite that are another way than this project's; all others are its own.
 PEERS = frozenset({
     "log_softmax + top_k", "log_softmax + top_k, unstable", "torch eager", "torch compiled",
@@ -19,7 +21,7 @@ PEERS = frozenset({
     "tunix", "MaxText", "sglang-jax", "tpu-inference",
 })  # fmt: skip
 MEMORY, HOST = "MB of temporaries and results", "KB to the host"  # names of figures
-PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+PERCENTILES = 50, 99
 
 
 @dataclass(frozen=True)
@@ -106,23 +108,9 @@ def from_samples(
     timings = []
     for name, values in samples.items():
         median = statistics.median(values)
-        low, high = middle_half(values)
-        found = percentiles((events or {}).get(name, ()))
+        low, high = map(float, np.percentile(values, (25, 75), method="nearest"))
+        single = (events or {}).get(name, ())
+        each = np.percentile(single, PERCENTILES, method="nearest").tolist() if single else ()
+        found = {f"p{p}": seconds for p, seconds in zip(PERCENTILES, each, strict=False)}
         timings.append(Timing(name, median, low, high, median / base, tuple(values), found))
     return Comparison(title, dict(settings or {}), tuple(timings), dict(notes or {}))
-
-
-def middle_half(values: Sequence[float]) -> tuple[float, float]:
-    """The quartiles of the values."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """`PERCENTILES` of the values and the largest, as "p50" to seconds; {} without values."""
-    if not values:
-        return {}
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    found = {f"p{p}": ordered[round(last * p / 100)] for p in PERCENTILES}
-    return found | {"max": ordered[-1]}

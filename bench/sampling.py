@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.stats
 from jax import lax
 
 from bench.timing import BenchError, Comparison, Target, compare
@@ -156,17 +157,9 @@ def sampling_of(case: Case) -> Sampling:
 
 def parameters(each: Sequence[Filters]) -> Sampling:
     """Of a slot each; what one does not name is off, and its temperature 1."""
-
-    def column(name: str, missing: float, dtype: Any) -> jax.Array:
-        return jnp.asarray([one.get(name, missing) for one in each], dtype)
-
-    return Sampling(
-        temperature=column("temperature", 1.0, jnp.float32),
-        top_k=column("top_k", 0, jnp.int32),
-        top_p=column("top_p", 1.0, jnp.float32),
-        min_p=column("min_p", 0.0, jnp.float32),
-        seed=jnp.arange(len(each), dtype=jnp.uint32),
-    )
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    given = {name: np.array([one.get(name, x) for one in each]) for name, x in off.items()}
+    return Sampling.of(len(each), seed=np.arange(len(each)), **given)
 
 
 def our_way(logits: jax.Array, drafts: Drafts, sampling: Sampling, positions: jax.Array) -> Any:
@@ -264,16 +257,13 @@ def check_alike(kind: str, flat: bool) -> None:
 
 
 def _check_counts(name: str, observed: np.ndarray, expected: np.ndarray) -> None:
-    """Raises BenchError where the counts are unlikely: beyond six standard errors of chi-square."""
+    """Raises BenchError where the counts are unlikely, by chi-square."""
     often = expected >= 5
     counts = np.append(observed[often], observed[~often].sum())
     wanted = np.append(expected[often], expected[~often].sum())
     kept = wanted > 0
     if counts[~kept].any() or observed[expected == 0].any():
         raise BenchError(f"{name} draws a token that no filter keeps")
-    chi = float(((counts[kept] - wanted[kept]) ** 2 / wanted[kept]).sum())
-    freedom = int(kept.sum()) - 1
-    if chi > freedom + 6 * np.sqrt(2 * max(freedom, 1)):
-        raise BenchError(
-            f"{name} does not follow the distribution: chi-square {chi:.0f} of {freedom}"
-        )
+    found = scipy.stats.chisquare(counts[kept], wanted[kept] * counts.sum() / wanted.sum())
+    if found.pvalue < 1e-8:
+        raise BenchError(f"{name} does not follow the distribution: {found}")

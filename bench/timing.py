@@ -23,7 +23,6 @@ __all__ = [
 Call = Callable[[], Any]
 
 LEAST_ROUNDS = 3  # of a contender that is too slow for more
-PART = "part: "  # the prefix of a figure that is part of another one
 
 
 class BenchError(AssertionError):
@@ -109,10 +108,7 @@ def rotated(names: Sequence[str], index: int) -> list[str]:
 
 
 def print_table(comparisons: Sequence[Comparison], console: Console | None = None) -> None:
-    """Median, spread and ratio of every contender, what else was counted, notes and targets.
-
-    Parts of a figure go to the JSON alone.
-    """
+    """Median, spread and ratio of every contender, what else was counted, notes and targets."""
     console = console or Console(width=200)  # a narrow terminal may wrap lines, but cuts no figure
     for one in comparisons:
         columns: dict[str, Sequence[str]] = {
@@ -129,7 +125,7 @@ def print_table(comparisons: Sequence[Comparison], console: Console | None = Non
             columns[f"time over {name}"] = [f"{t.ratio:.2f}x" for t in one.timings]
         _print(console, one.title, columns)
         rows = one.figures.values()
-        keys = dict.fromkeys(key for row in rows for key in row if not key.startswith(PART))
+        keys = dict.fromkeys(key for row in rows for key in row)
         counted = {key: [number_of(row[key]) if key in row else "" for row in rows] for key in keys}
         if counted:
             _print(console, None, {"contender": list(one.figures), **counted})

@@ -24,8 +24,8 @@ class Kernel:
     code: machine_code.Code
 
 
-def read(ptx: Path, keep: Path | None = None) -> Kernel:
-    """Assemble one PTX file for its target; the folder `keep` gets the PTX and the machine code."""
+def read(ptx: Path) -> Kernel:
+    """Assemble one PTX file for its target."""
     target = TARGET.search(ptx.read_text())
     if target is None:
         raise ValueError(f"{ptx} names no target")
@@ -35,10 +35,6 @@ def read(ptx: Path, keep: Path | None = None) -> Kernel:
         notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         command = [tool("nvdisasm"), "-c", "-hex", str(cubin)]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ptx, keep)
-        (keep / ptx.with_suffix(".sass").name).write_text(listing)
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", notes))
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", notes))
     return Kernel(ptx.stem, registers, spills, machine_code.parse(listing))

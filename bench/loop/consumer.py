@@ -1,8 +1,8 @@
 """The engine's side of the end-to-end benchmark: a process of its own that never imports jax.
 
 It receives the messages of one contender in one round at a time, and turns them into per-request
-results in that contender's way: in columns (`decode` and `output_processor`), or as lists or
-objects for each token (`bench.host`).
+results in that contender's way: in columns (`decode` and `output_processor`), or as objects for
+each token (`bench.host`).
 """
 
 import gc
@@ -19,9 +19,8 @@ import numpy as np
 from bench import host
 from bench.loop.content import Step, content_of
 from bench.ring.contenders import (
-    CONTENDERS,
-    NotAvailable,
     QueueReceiver,
+    QueueSender,
     Receiver,
     RingReceiver,
     RingSender,
@@ -39,42 +38,34 @@ from jax_specdec.requests import Request
 
 PATIENCE_SECONDS = 60.0
 GENERATION = 1  # of every slot: a slot keeps its request for the whole run
+RING, QUEUE = "ring", "multiprocessing.Queue"  # transports
 
 # The columns of a round's table, which has a row for each step.
-RECEIVED, DECODED, PROCESSED, CPU, BYTES, TOKENS, ACCEPTED, ROWS = range(8)
+PROCESSED, CPU, BYTES, TOKENS, ROWS = range(5)
 
 
 @dataclass(frozen=True)
 class Round:
     """One round in the consumer's eyes; times in ns of CLOCK_MONOTONIC."""
 
-    table: np.ndarray  # [steps, 8] int64
+    table: np.ndarray  # [steps, 5] int64
     content: list[Step]  # empty unless `Consumer.begin` had `keep`
 
 
 class Consumer:
     """The process, its transports, and its commands."""
 
-    def __init__(self, transports: Sequence[str], num_slots: int) -> None:
-        """Start it with a receiver for each of `transports` (names of `bench.ring.contenders`)."""
+    def __init__(self, num_slots: int) -> None:
+        """Start it with a receiver for each transport."""
         context = multiprocessing.get_context("spawn")
         self._control, theirs = context.Pipe()
-        # A multiprocessing.Queue reaches a process only at its start.
-        queues = {name: QueueReceiver() for name in transports if "Queue" in name}
-        self._process = context.Process(
-            target=_main, args=(theirs, list(transports), queues, num_slots), daemon=True
-        )
+        queue = QueueReceiver()  # which reaches a process only at its start
+        self._process = context.Process(target=_main, args=(theirs, queue, num_slots), daemon=True)
         start_unattended(self._process)
         theirs.close()
-        addresses = self._answer()
-        addresses |= {name: queue.address for name, queue in queues.items()}
-        self.missing: dict[str, str] = {}
-        self.senders: dict[str, Sender] = {}
-        for name in transports:
-            if isinstance(addresses[name], NotAvailable):
-                self.missing[name] = str(addresses[name])
-            else:
-                self.senders[name] = CONTENDERS[name][1](addresses[name])
+        self.senders: dict[str, Sender] = {
+            RING: RingSender(self._answer()), QUEUE: QueueSender(queue.address)
+        }  # fmt: skip
 
     @property
     def pid(self) -> int:
@@ -124,7 +115,7 @@ class Consumer:
             answer = self._control.recv()
         except EOFError:
             raise BenchError("the benchmark's consumer process has ended") from None
-        if isinstance(answer, BaseException) and not isinstance(answer, NotAvailable):
+        if isinstance(answer, BaseException):
             raise BenchError(f"the benchmark's consumer process failed: {answer!r}") from answer
         return answer
 
@@ -145,20 +136,10 @@ def end_of_round(sender: Sender) -> None:
     send(sender, np.zeros(0, np.uint32))
 
 
-def _main(
-    control: Connection, transports: list[str], given: dict[str, QueueReceiver], num_slots: int
-) -> None:
-    receivers: dict[str, Receiver] = dict(given)
-    addresses: dict[str, Any] = {}
-    for name in transports:
-        if name in given:
-            continue
-        try:
-            receivers[name] = CONTENDERS[name][0]()
-            addresses[name] = receivers[name].address
-        except NotAvailable as reason:
-            addresses[name] = reason
-    control.send(addresses)
+def _main(control: Connection, queue: QueueReceiver, num_slots: int) -> None:
+    ring = RingReceiver()
+    receivers: dict[str, Receiver] = {RING: ring, QUEUE: queue}
+    control.send(ring.address)
     try:
         while (order := control.recv()) is not None:
             transport, design, requests, keep = order
@@ -175,7 +156,7 @@ def _main(
             receiver.close()
 
 
-Take = Callable[[Any], tuple[int, Any]]  # a message's bytes to (time of decoding, results)
+Take = Callable[[Any], Any]  # a message's bytes to results
 
 _NUM_WORDS = struct.Struct("<I")
 _NUM_WORDS_AT = wire.HEADER["num_words"].word * wire.WORD_BYTES
@@ -187,26 +168,24 @@ def _round(receive: Callable[[], Any], take: Take, keep: bool) -> Round:
     content: list[Step] = []
     clock, cpu = time.monotonic_ns, time.process_time_ns
     while num_bytes := memoryview(data := receive()).nbytes:
-        received = clock()
         message, size = data, _NUM_WORDS.unpack_from(data, _NUM_WORDS_AT)[0] * wire.WORD_BYTES
         if size != num_bytes:  # a message of fixed size is longer than its content
             message = memoryview(data).cast("B")[:size]
-        decoded, results = take(message)
+        results = take(message)
         processed, used = clock(), cpu()
         words = np.frombuffer(message, "<u4")
         is_target = int(wire.HEADER["kind"].get(words)) == Kind.TARGET
         if is_target:
-            table.append((received, decoded, processed, used, num_bytes, *_counts(words)))
+            table.append((processed, used, num_bytes, *_counts(words)))
         else:  # a draft message belongs to the step before it
             last = table.pop()
-            spent = last[DECODED] + (decoded - received)
-            table.append((last[0], spent, processed, used, last[BYTES] + num_bytes, *last[5:]))
+            table.append((processed, used, last[BYTES] + num_bytes, *last[TOKENS:]))
         if keep and is_target:
             content.append(content_of(results))
         elif keep:  # records that waited for the logprobs of their drafts
             content[-1] = {**content[-1], **content_of(results)}
         del data, words, message, results
-    return Round(np.array(table, np.int64).reshape(-1, 8), content)
+    return Round(np.array(table, np.int64).reshape(-1, 5), content)
 
 
 def _receiver_of(receiver: Receiver) -> Callable[[], Any]:
@@ -217,13 +196,11 @@ def _receiver_of(receiver: Receiver) -> Callable[[], Any]:
     return lambda: receiver.receive()[3]
 
 
-def _counts(words: np.ndarray) -> tuple[int, int, int]:
-    """The numbers of tokens, accepted drafts and rows with logprobs in a target message."""
+def _counts(words: np.ndarray) -> tuple[int, int]:
+    """The numbers of tokens and of rows with logprobs in a target message."""
     begin = wire.HEADER_WORDS
     slots = words[begin : begin + int(words[3]) * wire.SLOT_WORDS].reshape(-1, wire.SLOT_WORDS)
-    tokens = slots[:, 1] & 0xFFFF
-    accepted = np.maximum(tokens.astype(np.int64) - 1, 0).sum()
-    return int(tokens.sum()), int(accepted), int((slots[:, 1] >> 16).sum())
+    return int((slots[:, 1] & 0xFFFF).sum()), int((slots[:, 1] >> 16).sum())
 
 
 class TokenColumns:
@@ -235,32 +212,13 @@ class TokenColumns:
         for slot, request in enumerate(requests):
             self.state = output_processor.admit(self.state, slot, GENERATION, request)
 
-    def __call__(self, data: Any) -> tuple[int, tuple[Message, Records]]:
+    def __call__(self, data: Any) -> tuple[Message, Records]:
         message = decode(data)
-        decoded = time.monotonic_ns()
         self.state, records = output_processor.step(self.state, message)
-        return decoded, (message, records)
-
-
-def a_token(
-    make: Callable[[int], Callable[[Any], Any]],
-) -> Callable[[Sequence[Request], int], Take]:
-    """A design of `bench.host` that makes an object for each token; `make` takes the slot count."""
-
-    def design(requests: Sequence[Request], num_slots: int) -> Take:
-        call = make(num_slots)
-
-        def take(data: Any) -> tuple[int, Any]:
-            decoded = time.monotonic_ns()
-            return decoded, call(np.frombuffer(data, "<u4"))
-
-        return take
-
-    return design
+        return message, records
 
 
 DESIGNS: dict[str, Callable[[Sequence[Request], int], Take]] = {
     "columns": TokenColumns,
-    "lists": a_token(host.lists),
-    "objects": a_token(host.objects),
+    "objects": lambda _, num_slots: host.objects(num_slots),
 }

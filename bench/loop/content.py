@@ -30,18 +30,13 @@ def content_of(results: Any) -> dict[int, Part]:
     """One step's content, by slot, from the results of any design."""
     if isinstance(results, tuple):  # ours: a message and its records
         return {record.slot: _of_record(record) for record in results[1]}
-    if results and isinstance(results[0], list):  # objects: a dictionary a token
-        return {
-            slot: Part(
-                None,
-                [{id: one.logprob for id, one in by_id.items() if id >= 0} for by_id in positions],
-                [{id: one.rank for id, one in by_id.items() if id >= 0} for by_id in positions],
-            )
-            for slot, positions in enumerate(results)
-        }
-    return {
-        slot: _of_lists(ids, rows, tops, ranks)
-        for slot, (ids, _, tops, rows, ranks) in enumerate(results)
+    return {  # objects: a dictionary a token
+        slot: Part(
+            None,
+            [{id: one.logprob for id, one in by_id.items() if id >= 0} for by_id in positions],
+            [{id: one.rank for id, one in by_id.items() if id >= 0} for by_id in positions],
+        )
+        for slot, positions in enumerate(results)
     }
 
 
@@ -50,22 +45,12 @@ def _of_record(record: Any) -> Part:
     if rows is None:
         return Part(ids, [], [])
     drafts = 0 if record.draft is None else len(record.draft.logprobs)
-    tops, ranks = record.topk_ids.tolist(), record.token_ranks.tolist()
-    return _of_lists(ids, rows.tolist(), tops, ranks, drafts)
-
-
-def _of_lists(
-    ids: list[int],
-    rows: Sequence[Sequence[float]],
-    tops: Sequence[Sequence[int]],
-    ranks: Sequence[int],
-    drafts: int = 0,
-) -> Part:
     by_id = [  # a column with id -1 is empty: the row has fewer than K possible tokens
         {**{i: p for i, p in zip(top, row[1:], strict=True) if i >= 0}, id: row[0]}
-        for id, row, top in zip(ids, rows, tops, strict=True)
+        for id, row, top in zip(ids, rows.tolist(), record.topk_ids.tolist(), strict=True)
     ]
-    return Part(ids, by_id, [{id: rank} for id, rank in zip(ids, ranks, strict=True)], drafts)
+    ranks = zip(ids, record.token_ranks.tolist(), strict=True)
+    return Part(ids, by_id, [{id: rank} for id, rank in ranks], drafts)
 
 
 def check(

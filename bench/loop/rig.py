@@ -24,6 +24,8 @@ from bench.loop.consumer import (
     CPU,
     GENERATION,
     PROCESSED,
+    QUEUE,
+    RING,
     ROWS,
     TOKENS,
     Consumer,
@@ -65,7 +67,7 @@ class Contender:
     top_p: float = 1.0
     kernel: str = "ours"  # "separate": never of verification's read; "naive": the plain way
     message_bytes: int | None = None  # a fixed size; None: as long as the content
-    transport: str = "ring"
+    transport: str = RING
     design: str = "columns"  # how the engine's side decodes
 
     def requests(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
@@ -156,7 +158,7 @@ class Rig:
         self.meter = Meter(
             consumer.senders[contender.transport],
             contender.message_bytes,
-            keeps_messages="Queue" in contender.transport,
+            keeps_messages=contender.transport == QUEUE,
         )
         self.worker = Worker(
             config,
@@ -233,10 +235,8 @@ class Rig:
         assert self.worker.launched is not None
         jax.block_until_ready(self.worker.launched.words)  # type: ignore[no-untyped-call]
         moments["ready"] = clock()
-        before = len(meter.sent_ns)
         self.worker.finish()
         moments["published"] = clock()
-        moments["sent"] = meter.sent_ns[before]  # the target message's; a draft message follows
         moments["dispatch"] = meter.dispatch_ns
         time.sleep(PAUSE)
         return moments
@@ -334,11 +334,9 @@ def _steps(
     steps = len(sent)
     running = table[start : start + steps]
     apart = table[-len(spans) :]
-    received, decoded, processed = apart[:, 0], apart[:, 1], apart[:, 2]
     ready = np.array([s["ready"] for s in spans], np.int64)
     published = np.array([s["published"] for s in spans], np.int64)
     dispatch = np.array([s["dispatch"] for s in spans], np.int64)
-    handed_over = np.array([s["sent"] for s in spans], np.int64)
 
     def median(nanoseconds: np.ndarray) -> float:
         return float(np.median(nanoseconds)) * 1e-3
@@ -350,16 +348,9 @@ def _steps(
         # The worker thread's time for output: launching the message, and publishing it.
         "worker us": median(dispatch + published - ready),
         # Everything after the device array exists, device idle.
-        "host us": median(processed - ready),
+        "host us": median(apart[:, PROCESSED] - ready),
         # Sent to processed as the loop runs: the device computes the next step meanwhile.
         "busy us": median(running[:, PROCESSED] - sent),
-        # Of the worker: after the message is on the device.
-        "part: publish us": median(published - ready),
-        # Of the host: until the message is copied and checked, until the consumer has its bytes.
-        "part: copy us": median(handed_over - ready),
-        "part: ring us": median(received - handed_over),
-        "part: decode us": median(decoded - received),
-        "part: process us": median(processed - decoded),
         # CPU time of the consumer's process in a step as a server runs it.
         "engine CPU us": float(running[-1, CPU] - running[0, CPU]) * 1e-3 / (steps - 1),
         "bytes": float(running[:, BYTES].mean()),  # in all messages of a step

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.loop import content
-from bench.loop.consumer import Consumer
+from bench.loop.consumer import QUEUE, Consumer
 from bench.loop.rig import FIXED_BYTES, Contender, Rig, Steps
 from bench.loop.setups import DRAFTS, REQUESTS, Setup, setups
 from bench.timing import Comparison, Target, compare, from_samples, rotated
@@ -34,7 +34,6 @@ from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.worker.worker import runs_on_gpu
 
-QUEUE, ZEROMQ = "multiprocessing.Queue", "ZeroMQ msgpack"
 OFF, K0, K20, ONE = "no logprobs", "K = 0", "K = 20", f"K = 20 for 1 of {REQUESTS}"
 HOST_LIMIT = 500.0  # us a step: everything after the device array exists, K = 20
 ADDED_LIMITS = {K0: 20.0, K20: 50.0, ONE: 22.0}  # us a step on an H100
@@ -50,14 +49,10 @@ GREEDY = (
     Contender("K = 20, separate read", 20, kernel="separate"),
     Contender("K = 20, naive kernel", 20, kernel="naive"),
     Contender("K = 20, fixed-size message", 20, message_bytes=FIXED_BYTES),
-    Contender("K = 20, multiprocessing.Queue", 20, transport=QUEUE),
-    Contender("K = 20, ZeroMQ", 20, transport=ZEROMQ),
-    Contender("K = 20, lists a token", 20, design="lists"),
-    Contender("K = 20, objects in dicts", 20, design="objects"),
     Contender("K = 20, the usual way", 20, kernel="naive", message_bytes=FIXED_BYTES,
               transport=QUEUE, design="objects"),
 )  # fmt: skip
-NOT_QUICK = ("K = 5", "K = 20 and draft logprobs", "K = 20, ZeroMQ", "K = 20, lists a token")
+NOT_QUICK = ("K = 5", "K = 20 and draft logprobs")
 SAMPLED = tuple(
     Contender(name, k, mode=mode, temperature=0.8, top_p=0.95)
     for name, k, mode in (
@@ -103,7 +98,7 @@ def measure(
     Args:
       title: of the comparison.
       setup: the model and the configuration of its loop.
-      contenders: which to measure; one whose transport is missing becomes a note.
+      contenders: which to measure.
       params: the model's weights. model: its configuration.
       compiled: the loop's functions for this setup, to be shared; None: new ones.
 
@@ -112,10 +107,9 @@ def measure(
     """
     config, texts = setup.loop_config(model), setup.prompts(model)
     compiled = compiled or Compiled(config)
-    consumer = Consumer(sorted({one.transport for one in contenders}), setup.requests)
+    consumer = Consumer(setup.requests)
     try:
-        served = [one for one in contenders if one.transport not in consumer.missing]
-        rigs = {c.name: Rig(c, config, params, compiled, consumer, texts) for c in served}
+        rigs = {c.name: Rig(c, config, params, compiled, consumer, texts) for c in contenders}
         rounds = run_rounds(title, rigs, setup)
     finally:
         consumer.close()
@@ -132,13 +126,8 @@ def measure(
             "rounds": setup.rounds,
             "device": jax.devices()[0].device_kind,
         },
-        notes={
-            f"NOT RUN {one.name}": consumer.missing[one.transport]
-            for one in contenders
-            if one.transport in consumer.missing
-        },
     )
-    baseline = rounds[served[0].name]
+    baseline = rounds[contenders[0].name]
     figures = {name: figures_of(steps, baseline) for name, steps in rounds.items()}
     if GREEDY_LOOP.name in rounds:
         greedy = rounds[GREEDY_LOOP.name]
