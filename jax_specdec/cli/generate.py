@@ -125,11 +125,11 @@ class Tally:
       failed: id to the reason of those that ended otherwise, which are not written.
     """
 
-    def __init__(self, total: int, what: str = "request") -> None:
+    def __init__(self, total: int) -> None:
         """Begin now, with none of `total` prompts."""
         self.finished = self.tokens = 0
         self.failed: dict[str, str] = {}
-        self._total, self._what, self._began = total, what, time.monotonic()
+        self._total, self._began = total, time.monotonic()
 
     def end(self, id: str, reason: FinishReason) -> bool:
         """Count an end; whether it is one of those that are written."""
@@ -139,33 +139,24 @@ class Tally:
             self.failed[id] = str(openai.finish_reason(reason))
         return reason in FINISHED
 
-    def line(self) -> str:
-        """The numbers so far."""
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        return (
-            f"{self._finished()}, {pluralize(self.tokens, 'token')} in {seconds:.1f} s, loading "
-            f"included ({self.tokens / seconds:.1f} a second)"
-        )
-
     def conclude(self, more: str = "") -> int:
         """Print the numbers, with `more` behind them, and what failed; returns the exit status."""
-        print(self.line() + more, file=sys.stderr)
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        said = f"{self._finished()}, {pluralize(self.tokens, 'token')} in {seconds:.1f} s, loading "
+        said += f"included ({self.tokens / seconds:.1f} a second)"
+        print(said + more, file=sys.stderr)
         for id, reason in self.failed.items():
-            print(f"{self._what} {id!r} ended early: {reason}", file=sys.stderr)
+            print(f"request {id!r} ended early: {reason}", file=sys.stderr)
         return 1 if self.failed else 0
 
     @contextlib.contextmanager
-    def noting(
-        self,
-        output: Path | None,
-        errors: tuple[type[BaseException], ...] = (KeyboardInterrupt, WorkerFailed, OSError),
-    ) -> Iterator[None]:
+    def noting(self, output: Path | None) -> Iterator[None]:
         """Note on an error that ends the run what was kept, and how to go on."""
         try:
             yield
         except RingError:  # there is no shared memory, and nothing has begun
             raise
-        except errors as end:
+        except (KeyboardInterrupt, WorkerFailed, OSError) as end:
             kept = (
                 f", kept in {output}: run the same command again for the others"
                 if output
@@ -175,7 +166,7 @@ class Tally:
             raise
 
     def _finished(self) -> str:
-        return f"{self.finished} of {pluralize(self._total, self._what)}"
+        return f"{self.finished} of {pluralize(self._total, 'request')}"
 
 
 class Run:
@@ -277,7 +268,7 @@ class _Answer:
 
 
 def left_to_do(
-    prompts: Sequence[Prompt], output: Output | None, settings: Sequence[str], what: str = "request"
+    prompts: Sequence[Prompt], output: Output | None, settings: Sequence[str]
 ) -> list[Prompt]:
     """The prompts that have no record in the output yet; says what it has.
 
@@ -299,6 +290,6 @@ def left_to_do(
         cut = pluralize(output.cut, "byte")
         print(f"cut off a half-written record of {cut}", file=sys.stderr)
     if len(left) < len(prompts):
-        kept = f"{len(prompts) - len(left)} of {pluralize(len(prompts), what)}"
+        kept = f"{len(prompts) - len(left)} of {pluralize(len(prompts), 'request')}"
         print(f"in the output already: {kept}", file=sys.stderr)
     return left

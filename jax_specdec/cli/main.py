@@ -23,7 +23,6 @@ COMMANDS = {
     "demo": "decode prompts in a worker process and show their logprobs",
     "doctor": "list the toolchain, and rings and directories of engines; remove those of the dead",
     "generate": "run prompts through a Hugging Face checkpoint",
-    "score": "write the logprobs of prompts and their top K as columns",
     "serve": "serve a model over HTTP, as OpenAI's API has it",
     "status": "list the nodes, replicas and applications of a Ray cluster",
     "view": "write a page that shows every token's logprob",

@@ -11,7 +11,7 @@ def use_engine(monkeypatch):
     """Let the command line start what a test gives it in place of an engine."""
 
     def use(made):
-        for name in ("demo", "generate", "score"):
+        for name in ("demo", "generate"):
             monkeypatch.setattr(f"jax_specdec.cli.{name}_command.Engine", made)
 
     return use

@@ -15,7 +15,6 @@ SERVE = "serve --model {model}"
 FILES = {
     "p.txt": b"a\n",
     "bare.jsonl": b"bare text\n",
-    "own.jsonl": b'{"id": "a", "prompt": "x", "temperature": 0.5}\n',
     "o.jsonl": b'{"id": "1", "request_digest": "0"}\n',
     "run.html": b"{}",
     "run.jsonl": b"{}",
@@ -42,7 +41,6 @@ FILES = {
         *((f"{name} --hel", "--hel") for name in COMMANDS),  # one that is abbreviated
         ("view f --titel=x", "--titel=x; did you mean --title?"),
         ("generate --model m --promp=a", "--promp is not known; did you mean --prompt?"),
-        ("score --prompt a", "--output; --prompt is not known; did you mean --prompts?\n"),
         # Those that need another one, or that another one makes meaningless.
         ("demo --draft-model x", "--draft-model needs --model: the tiny model has no smaller one"),
         (f"{GENERATE} --drafter model", "--drafter model needs --draft-model DIR"),
@@ -70,7 +68,6 @@ FILES = {
         (f"{GENERATE} --output /", "Is a directory"),
         (f"{GENERATE} --output o.jsonl", "has a record of id '1' that was made from another pro"),
         ("generate --model {model} --prompts bare.jsonl", "column 1): it must be a JSON object s"),
-        ("score --model {model} --prompts own.jsonl --output o", "prompt 'a' has parameters of it"),
         ("view run.html", "the page would replace"),
         ("view good.jsonl good.html", "the page would replace good.html"),
         ("view run.jsonl", "run.jsonl: line 1 is not a completion"),
