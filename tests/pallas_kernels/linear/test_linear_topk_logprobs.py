@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import linear_topk_logprobs
-from pallas_kernels.backends.xla import bit_words
 from pallas_kernels.backends.xla.selection import top_k
 from pallas_kernels.linear import candidates, read_columns
 from pallas_kernels.linear.types import Definition
@@ -218,20 +217,3 @@ def test_wide_parts_of_many_rows(rows: int) -> None:
 
     found = quick_compile.jit(call)(x)
     chex.assert_trees_all_equal(tuple(found), top_k(x, MOST))
-
-
-@pytest.mark.parametrize("n", [5, 32, 170])
-def test_true_flags_are_found_in_order(n: int) -> None:
-    flags = np.random.default_rng(n).random((7, n)) < 0.2
-    flags[0], flags[1] = False, True
-    words = bit_words.packed(jnp.asarray(flags))
-    assert bit_words.counts(words).tolist() == flags.sum(1).tolist()
-    found, there = (np.asarray(x) for x in bit_words.places(words, jnp.int32(2), 6))
-    for row, places, real in zip(flags, found, there, strict=True):
-        expected = np.flatnonzero(row)[2:8]
-        assert places[real].tolist() == expected.tolist()
-        assert real.tolist() == [i < len(expected) for i in range(6)]
-    few = bit_words.leading(words, jnp.asarray([0, 3, 0, 1, 2, n, 40], jnp.int32))
-    for row, word, number in zip(flags, np.asarray(few), (0, 3, 0, 1, 2, n, 40), strict=True):
-        bits = [i for i in range(n) if word[i // 32] >> (i % 32) & 1]
-        assert bits == np.flatnonzero(row)[:number].tolist()
