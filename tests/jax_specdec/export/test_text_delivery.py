@@ -2,19 +2,34 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jax_specdec.export.delivery import Delivery
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.text.detokenize import TextStream, TokenTable
+from jax_specdec.text.stop_strings import StopStrings
 from tests.support.openai_records import records_of
 from tests.support.processor_messages import target, tokens
-from tests.support.stop_string_reference import reference
 
 TABLE = TokenTable([b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b"", b"\xc3\xa9b"], {8: "</s>"})
 
 
+def reference(text, strings, least=0):
+    """The end by definition: the shortest beginning of the text that ends with one of them.
+
+    It has more than `least` characters.
+    """
+    for length in range(least + 1, len(text) + 1):
+        found = [one for one in strings if text[:length].endswith(one)]
+        if found:
+            longest = max(found, key=len)
+            return longest, length - len(longest), length
+    return None
+
+
+@example([[2]], ["b", "ab"], False, 0)  # complete at once
+@example([[2], [0]], ["ab"], False, 1)  # complete before the text may end
 @given(
     st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=4), min_size=1, max_size=8),
     st.lists(st.text("abé", min_size=1, max_size=3), max_size=2),
@@ -52,6 +67,22 @@ def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep, min_
     behind = [n for n in range(len(ids)) if offsets[n] >= end and TABLE.text_bytes[ids[n]]]
     assert kept == ids[: min([*behind, complete + 1])]
     assert [x for part in parts for x in part.offsets] == offsets[: len(kept)]
+
+
+@given(
+    st.text("ab", max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_no_more_is_held_back_than_must_be(text, strings):
+    stops = StopStrings(strings)
+    stops.push(text)
+    if stops.found is not None:
+        return
+    possible = [len(text)]  # where a string could still begin
+    for begin in range(len(text)):
+        if any(one.startswith(text[begin:]) for one in strings):
+            possible.append(begin)
+    assert stops.certain == min(possible)
 
 
 def test_a_record_is_cut_with_its_logprobs():
