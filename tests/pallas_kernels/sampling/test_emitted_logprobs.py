@@ -58,7 +58,7 @@ def program(k, shards):
     return call
 
 
-CASES = [(5, 1), (0, 1), (300, 2)]
+CASES = [(5, 1), (300, 2), pytest.param(0, 1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("temperatures", [TEMPERATURES, np.zeros(B, np.float32)])

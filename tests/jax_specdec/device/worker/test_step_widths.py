@@ -184,7 +184,9 @@ def test_a_step_behind_another_program_has_no_time(prompt_logprobs):
     local.drain()
 
 
-@pytest.mark.parametrize("name", ["ngram", "suffix", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["ngram", *(pytest.param(one, marks=pytest.mark.slow) for one in ("suffix", "mtp"))]
+)
 def test_no_width_changes_a_token(name):
     """Sampled ids, with certain drafts, and greedy ones with drawn drafts."""
     sampled = {} if name == "mtp" else {"temperature": 0.2}
