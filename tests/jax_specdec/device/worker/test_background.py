@@ -11,7 +11,6 @@ import weakref
 import pytest
 
 from jax_specdec.device.worker import background
-from jax_specdec.device.worker import background as module
 
 pytestmark = pytest.mark.fast
 
@@ -110,7 +109,7 @@ def job():
 
 
 def test_a_job_stops_at_a_call_while_a_step_is_made(job, monkeypatch):
-    monkeypatch.setattr(module, "LONGEST_WAIT", 60)
+    monkeypatch.setattr(background, "LONGEST_WAIT", 60)
     with job.jobs.giving_way(True):
         assert job.stands()
         with job.jobs.giving_way(False):
