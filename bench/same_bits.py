@@ -19,6 +19,7 @@ from bench.timing import Comparison, Target, compare
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import WorkerConfig
 from jax_specdec.device.model import init_cache, llama, load_model, sequences
+from jax_specdec.device.model.own_model import in_tiles
 from pallas_kernels.sampling import rollout_logprobs
 
 SLOTS, SEQUENCES, TOKENS = 8, 8, 201
@@ -38,7 +39,7 @@ def run(quick: bool = False) -> list[Comparison]:
         params, plain = load_model(weights_path(), dtype=dtype)
         models = {
             AS_THEY_ARE: plain,
-            TILES: replace(plain, row_tile=WorkerConfig.row_tile, row_step=8),
+            TILES: in_tiles(plain, WorkerConfig.row_tile),
         }
         for name, make in (("a decoding step", decoding), ("scoring", scoring)):
             of = f"{SLOTS} slots" if make is decoding else f"{SEQUENCES} sequences of {TOKENS - 1}"

@@ -46,6 +46,10 @@ from jax_specdec.device.model.tiles import over_rows
 
 Aux = TypeVar("Aux")
 
+# Tiles that a head which is the embedding takes at once, where there is a `row_step`: on CPUs, rows
+# times a transposed matrix are added up in one order, however many they are.
+EMBEDDING_TILES = 8
+
 
 def forward(
     params: ModelParams,
@@ -110,7 +114,11 @@ def logits(
     def head(hidden: jax.Array) -> jax.Array:
         return project(params, config, before_head(params, config, hidden))
 
-    return over_rows(head, hidden, tile=config.row_tiles, axes=hidden.ndim - 1)
+    tile = config.row_tiles
+    plain = params.head is None and not config.norm_in_head
+    if tile is not None and config.row_step is not None and plain:
+        tile = EMBEDDING_TILES * tile[0], tile[1]
+    return over_rows(head, hidden, tile=tile, axes=hidden.ndim - 1)
 
 
 def before_head(

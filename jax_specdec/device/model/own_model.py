@@ -3,13 +3,17 @@
 The loop asks its model for nothing else. `ModelConfig` stands for the decoder that comes along.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
+import jax
 from jaxtyping import Array, Float, Int32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model import llama
 from jax_specdec.device.model.params import KVCache, init_cache
+
+CPU_ROWS = 8  # from so many rows to 32, a product on a CPU has the same bits
 
 
 class OwnModel(Protocol):
@@ -86,6 +90,12 @@ def row_tile(model: Model) -> int | None:
     """The model's `row_tile`, which one of your own may have as well; None where it has none."""
     tile: int | None = getattr(model, "row_tile", None)
     return tile
+
+
+def in_tiles(model: ModelConfig, tile: int) -> ModelConfig:
+    """The decoder with products of so many rows, and of fewer where this process's device may."""
+    step = CPU_ROWS if jax.default_backend() == "cpu" else None
+    return replace(model, row_tile=tile, row_step=step)
 
 
 def num_columns(model: Model) -> int:

@@ -72,8 +72,8 @@ def sequence_logprobs(
     Raises:
       ValueError: the model has no tiles, another digest, or kept sets of other rows.
     """
-    own = digest_of(model)
-    if not own:
+    tile, own = own_model.row_tile(model), digest_of(model)
+    if tile is None:
         raise ValueError(
             "row_tile = None: such a model's logprobs have other bits in another batch; give it "
             "the row_tile of the rollout, as dataclasses.replace(model, row_tile=32) does"
@@ -86,6 +86,8 @@ def sequence_logprobs(
         if on_other_digest == "refuse":
             raise ValueError(f'{text}; on_other_digest="warn" goes on')
         warnings.warn(text, stacklevel=2)
+    if isinstance(model, ModelConfig):
+        model = own_model.in_tiles(model, tile)
     ids = jnp.asarray(token_ids, jnp.int32)
     rows = (ids.shape[0], ids.shape[1] - 1)
     if temperatures is not None:
@@ -170,7 +172,8 @@ def score(
         return logprobs(logits, *jax.tree.map(lambda x: x[0], of_rows))[None]
 
     hidden = whole_sequences(params, model, ids[:, :-1])
-    most = max(8, LOGITS_BYTES // (4 * own_model.num_columns(model)))
+    whole = own_model.row_tile(model) or 1  # so many rows at once that no tile is padded
+    most = max(8, whole, LOGITS_BYTES // (4 * own_model.num_columns(model)) // whole * whole)
     found: jax.Array = over_rows(
         some, hidden, ids[:, 1:], kept, t, tile=min(most, hidden[..., 0].size)
     )

@@ -34,7 +34,7 @@ from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.other_weights import other_weights, own_weights
-from jax_specdec.device.model.own_model import Model, OwnModel, row_tile
+from jax_specdec.device.model.own_model import Model, OwnModel, in_tiles, row_tile
 from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
 from jax_specdec.device.worker import background, compilation_cache, compilations, plugin_messages
@@ -42,8 +42,6 @@ from jax_specdec.device.worker.background import BackgroundJobs
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.structured.vocabulary import read_vocabulary
-
-CPU_ROWS = 8  # from so many rows to 32, a product on a CPU has the same bits
 
 
 def serve(
@@ -245,8 +243,7 @@ def _in_tiles(model: Model, tile: int) -> Model:
       ValueError: it is of the user's own, and has no tiles.
     """
     if isinstance(model, ModelConfig):
-        step = CPU_ROWS if jax.default_backend() == "cpu" else None
-        return replace(model, row_tile=tile, row_step=step)
+        return in_tiles(model, tile)
     if row_tile(model) is None:
         raise ValueError(
             f"batch_invariant = True, but {type(model).__name__} has no row_tile: compute its rows "

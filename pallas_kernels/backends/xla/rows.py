@@ -70,7 +70,7 @@ def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
     bytes_per_row += copies
     rows = max(1, CPU_BYTES // bytes_per_row)
     if dynamic:
-        rows = min(rows, max(8, num_targets // 4))
+        rows = min(rows, max(1, num_targets // 16))  # few are on the list of a decoding step
     rows = min(num_targets, rows)
     return -(-num_targets // -(-num_targets // rows))  # the last block repeats few rows
 
