@@ -25,7 +25,7 @@ def start_worker(reader, requests):
     reader.expect_peer(worker.pid)  # its death is noticed even before it has attached
     for slot, request in enumerate(requests):
         admit = control.Admit(slot=slot, generation=1, request=request)
-        worker.stdin.write(control.to_bytes(admit))
+        worker.stdin.write(control.to_bytes(admit).hex().encode() + b"\n")
     worker.stdin.close()
     return worker
 

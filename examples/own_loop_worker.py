@@ -1,6 +1,6 @@
 """The model's side of `own_loop.py`, which starts it: a Python loop around a model of your own.
 
-It reads its requests from standard input, an `Admit` each, and sends two messages a step into
+It reads its requests from standard input, an `Admit` a line, and sends two messages a step into
 the ring: the tokens that were emitted, and those that were drafted.
 """
 
@@ -19,7 +19,7 @@ from jax_specdec.engine import control
 
 
 def main() -> None:
-    commands = list(control.read_commands(sys.stdin.buffer))
+    commands = [control.from_bytes(bytes.fromhex(line)) for line in sys.stdin]
     asks = [command.request.params for command in commands]
     widths = widths_of(asks, story.VOCAB)  # static: one program for each kind of batch
     asked = options_of_requests(asks, widths, generation=[c.generation for c in commands])

@@ -26,7 +26,6 @@ from jax_specdec.control.commands import (
     WorkerConfig,
     from_bytes,
     from_line,
-    read_commands,
     to_bytes,
     to_line,
 )
@@ -52,7 +51,6 @@ __all__ = [
     "Discard",
     "to_bytes",
     "from_bytes",
-    "read_commands",
     "ControlError",
     # What a worker is born with.
     "Start",

@@ -7,9 +7,8 @@ its standard input, before it has a socket.
 
 import json
 import operator
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgpack
 
@@ -302,23 +301,6 @@ def from_bytes(data: bytes) -> Command:
         return _command(msgpack.unpackb(data, unicode_errors="surrogatepass"))
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
         raise ControlError(f"not a command: {data[:200]!r} ({error!r})") from error
-
-
-def read_commands(stream: BinaryIO) -> Iterator[Command]:
-    """The commands of a byte stream (a pipe), one `to_bytes` after the other, up to its end.
-
-    Raises:
-      ControlError: something else is among them.
-    """
-    unpacker = msgpack.Unpacker(unicode_errors="surrogatepass")
-    read = getattr(stream, "read1", stream.read)  # what is there, without waiting for more
-    while chunk := read(1 << 16):
-        unpacker.feed(chunk)
-        try:
-            for values in unpacker:
-                yield _command(values)
-        except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
-            raise ControlError(f"not a command: ({error!r})") from error
 
 
 def to_line(start: Start) -> str:

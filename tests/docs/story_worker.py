@@ -12,7 +12,7 @@ from jax_specdec.engine import SlotContents, control, encode
 
 
 def main() -> None:
-    commands = list(control.read_commands(sys.stdin.buffer))
+    commands = [control.from_bytes(bytes.fromhex(line)) for line in sys.stdin]
     left = [command.request.params.max_tokens for command in commands]
     step = 0
     with RingWriter.attach(sys.argv[1]) as ring:

@@ -1,6 +1,5 @@
 """Commands as bytes: every one survives, and garbage is refused."""
 
-import io
 from dataclasses import fields
 
 import msgpack
@@ -60,19 +59,6 @@ def test_every_command_survives_its_bytes(command):
     assert from_bytes(to_bytes(command)) == command
 
 
-class Trickle(io.BytesIO):
-    """A pipe in which a few bytes at a time arrive."""
-
-    def read1(self, size=-1):
-        return super().read1(3)
-
-
-@given(st.lists(commands, max_size=4))
-def test_commands_in_a_pipe_come_out_one_by_one(sent):
-    stream = Trickle(b"".join(map(to_bytes, sent)))
-    assert list(control.read_commands(stream)) == sent
-
-
 @given(
     of_plain_fields(
         Start, config=configs, local_devices=ids, control=st.none() | st.builds(control.Connection),
@@ -107,9 +93,6 @@ def test_garbage_is_refused(data):
     assert from_bytes(admission()).request.id == "r"  # as it is before it is changed
     with pytest.raises(ControlError, match="not a command"):
         from_bytes(data)
-    if data not in (b"", to_bytes(Shutdown()) * 2, to_bytes(Release(slot=1, generation=2))[:-1]):
-        with pytest.raises(ControlError, match="not a command"):
-            list(control.read_commands(io.BytesIO(data)))
 
 
 LINE = control.to_line(start)
