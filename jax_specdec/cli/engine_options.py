@@ -32,13 +32,6 @@ def found(path: Path | None) -> str:
     return str(path.resolve())
 
 
-def add_checkpoint(group: Any) -> None:
-    """Add the option for the directory or file of a checkpoint, which must be given."""
-    group.add_argument("--model", type=Path, required=True, metavar="DIR",
-        help="config.json, model.safetensors (or several files and their index), "
-        "tokenizer.json; or a GGUF file")  # fmt: skip
-
-
 def add_dtype(group: Any) -> None:
     """Add the option for the type to compute in."""
     group.add_argument("--dtype", choices=("bfloat16", "float32"), default="",

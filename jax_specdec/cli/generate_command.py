@@ -53,7 +53,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_files(group: Any) -> None:
-    engine_options.add_checkpoint(group)
+    group.add_argument("--model", type=Path, required=True, metavar="DIR",
+        help="config.json, model.safetensors (or several files and their index), "
+        "tokenizer.json; or a GGUF file")  # fmt: skip
     prompts = group.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT",
         help="a prompt, as it is; - is all of standard input. May be given several times",
