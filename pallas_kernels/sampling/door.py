@@ -145,13 +145,13 @@ def _integers(name: str, values: AnyArray, dtype: DTypeLike) -> jax.Array:
     if not jnp.issubdtype(values.dtype, jnp.integer):
         if jnp.issubdtype(values.dtype, jax.dtypes.prng_key):
             raise TypeError(
-                f"{name} is of a JAX key: give an array of integers, as `Sampling.from_key` does"
+                f"{name} is of a JAX key: give integers, as jax.random.bits makes them of it"
             )
         raise TypeError(f"{name} is of {values.dtype}: give an array of integers")
     if name == "sampling.seed" and values.ndim == 2 and values.dtype == jnp.uint32:
         raise TypeError(
             f"{name} {values.shape} looks like JAX keys: give one integer a slot, [B], as "
-            "`Sampling.from_key` does"
+            "jax.random.bits makes them of a key"
         )
     if isinstance(values, np.ndarray):  # before JAX, which may have no 64-bit integers
         values = values.astype(dtype)

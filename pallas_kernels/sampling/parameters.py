@@ -47,25 +47,6 @@ class Sampling(NamedTuple):
         )
 
     @classmethod
-    def from_key(cls, key: jax.Array, num_slots: int, **options: ArrayLike) -> "Sampling":
-        """As `of`, with seeds from a JAX key: an engine that has one key a step.
-
-        Args:
-          key: one key, typed or of two words, or one a slot [B].
-          num_slots: B.
-          **options: of `of`, but for the seed.
-        """
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        many = key.ndim == (1 if typed else 2)
-        if many and len(key) != num_slots:
-            raise ValueError(f"key {key.shape}: give one key, or one for each of {num_slots} slots")
-        if many:
-            seeds = jax.vmap(lambda one: jax.random.bits(one, (), jnp.uint32))(key)
-        else:
-            seeds = jax.random.bits(key, (num_slots,), jnp.uint32)
-        return cls.of(num_slots, seed=seeds, **options)
-
-    @classmethod
     def greedy(cls, num_slots: int) -> "Sampling":
         """The parameters of slots that are all greedy."""
         return cls.of(num_slots, temperature=0.0)
