@@ -90,8 +90,11 @@ assert spec is not None
 assert spec.submodule_search_locations is not None
 sys.modules["tpu_inference"] = ModuleType("tpu_inference")
 sys.modules["tpu_inference"].__path__ = list(spec.submodule_search_locations)
-names = "vllm.v1.outputs", "vllm.config.model", "torch"
-outputs, model, torch = (importlib.import_module(name) for name in names)
+names = ("vllm.v1.outputs", "vllm.config.model", "torch",
+         "tpu_inference.models.common.compiler_options")  # fmt: skip
+outputs, model, torch, options = (importlib.import_module(name) for name in names)
 vars(model).update(PROCESSED_LOGPROBS_MODES=("processed_logits", "processed_logprobs"))
 vars(outputs).update(LogprobsTensors=LogprobsTensors, ModelRunnerOutput=SimpleNamespace)
 vars(torch).update(from_numpy=lambda array: array)
+# Options that only a TPU's compiler knows.
+vars(options).update(get_sampling_compiler_options=lambda: None)
