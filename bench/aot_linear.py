@@ -9,7 +9,6 @@ on a GPU XLA tries several kernels for each product.
 
 import argparse
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,28 +16,21 @@ import jax.numpy as jnp
 
 from pallas_kernels import linear_topk_logprobs
 from pallas_kernels.testing import compile_target
+from pallas_kernels.testing.shapes import Shape
 
 ROWS = 1040  # of no other axis
 SHARE = 0.05
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Rows N, hidden size H, vocabulary V, top K; the dtype of hidden, head and logits."""
-
-    rows: int
-    hidden: int
-    vocabulary: int
-    k: int
-    dtype: str
-
-
-SHAPES = tuple(
-    Shape(ROWS, hidden, 151_936, k, dtype)
-    for hidden in (1024, 4096)
-    for k in (0, 20, 256)
-    for dtype in ("bfloat16", "float32")
-) + (Shape(32_768, 4096, 128_256, 20, "bfloat16"), Shape(32_768, 4096, 128_256, 256, "bfloat16"))
+SHAPES = (
+    *(
+        (hidden, Shape(ROWS, 151_936, k, dtype))
+        for hidden in (1024, 4096)
+        for k in (0, 20, 256)
+        for dtype in ("bfloat16", "float32")
+    ),
+    *((4096, Shape(32_768, 128_256, k, "bfloat16")) for k in (20, 256)),
+)  # the hidden size of each
 
 
 def broken(_: argparse.Namespace) -> int:
@@ -46,13 +38,13 @@ def broken(_: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     chip = compile_target.find()
     return sum(
-        not measured(shape, backward, chip)
-        for shape in SHAPES
+        not measured(shape, hidden, backward, chip)
+        for hidden, shape in SHAPES
         for backward in ((False, True) if shape.k == 0 else (False,))
     )
 
 
-def lowered(shape: Shape, chip: Any, backward: bool) -> Any:
+def lowered(shape: Shape, size: int, chip: Any, backward: bool) -> Any:
     """One shape's program, before it is compiled."""
 
     def forward(hidden: jax.Array, head: jax.Array, ids: jax.Array) -> Any:
@@ -63,29 +55,29 @@ def lowered(shape: Shape, chip: Any, backward: bool) -> Any:
         return total
 
     arrays = (
-        chip.array((shape.rows, shape.hidden), shape.dtype),
-        chip.array((shape.vocabulary, shape.hidden), shape.dtype),
+        chip.array((shape.rows, size), shape.dtype),
+        chip.array((shape.vocabulary, size), shape.dtype),
         chip.array((shape.rows,), jnp.int32),
     )
     program = jax.grad(loss, (0, 1)) if backward else forward
     return jax.jit(program).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
-def measured(shape: Shape, backward: bool, chip: Any) -> bool:
+def measured(shape: Shape, size: int, backward: bool, chip: Any) -> bool:
     """Compile one shape and print what it takes; whether it keeps the limits."""
-    compiled = lowered(shape, chip, backward).compile()
+    compiled = lowered(shape, size, chip, backward).compile()
     text = compiled.as_text()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     logits = 4 * shape.rows * shape.vocabulary
     beside = 0
     if backward and shape.dtype == "bfloat16":
-        beside = 4 * shape.hidden * shape.rows
+        beside = 4 * size * shape.rows
     axes = rf"\[({shape.rows},{shape.vocabulary}|{shape.vocabulary},{shape.rows})\]"
     whole = re.search(axes, text) is not None
     kept = temporaries <= SHARE * logits + beside and not whole
     print(
-        f"{shape}{' backward' if backward else ''}: {temporaries / 1e6:.0f} MB of temporaries, "
-        f"{100 * temporaries / logits:.1f} % of the float32 logits, {'ok' if kept else 'BROKEN'}",
+        f"{shape}, H={size}{' backward' if backward else ''}: {temporaries / 1e6:.0f} MB extra, "
+        f"{100 * temporaries / logits:.1f} % of the logits: {'ok' if kept else 'BROKEN'}",
         flush=True,
     )
     return kept

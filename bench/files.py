@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -67,8 +68,10 @@ def write_json(
         "environment": dict(machine or environment()),
         "comparisons": [asdict(c) for c in comparisons],
     }
+    # Floats have six digits: no clock here is better, and files stay small.
+    rounded = json.loads(json.dumps(content), parse_float=lambda x: float(f"{float(x):.6g}"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(content), indent=1) + "\n")
+    path.write_text(json.dumps(rounded, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Results:
@@ -99,22 +102,6 @@ def _comparison(fields: dict[str, Any]) -> Comparison:
     return Comparison(timings=tuple(timings), targets=targets, **fields)
 
 
-def _rounded(value: Any) -> Any:
-    """The value with floats of six digits: no clock here is better, and files stay small."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, Mapping):
-        return {name: _rounded(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(part) for part in value]
-    return value
-
-
 def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
+    found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.processor() or "unknown"

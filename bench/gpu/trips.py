@@ -28,9 +28,7 @@ class Selection:
     """What pass 2 does for one row."""
 
     halvings: int  # of the range of group maxima
-    again: (
-        int  # further looks at the groups, where more candidates are found than there is room for
-    )
+    again: int  # looks at the groups, where more candidates are found than there is room for
     candidates: int
     marks: float  # of the lane that has most, a word of a warp; over all words
 
