@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Int32
 from jax_specdec.device.drafting.drafters import Chunk, Context, State, certain, no_drafts
 from pallas_kernels.sampling import Drafts
 
-BEFORE, NEVER = -1, -2  # in place of tokens before a text, and of those that a query lacks
+NEVER = -1  # in place of tokens before a text, and behind it
 
 
 class Places(NamedTuple):
@@ -124,7 +124,7 @@ def longest_matches(
     alive = (index > 0) & (index < lengths[:, None])
     match = jnp.zeros_like(known)
     for back in range(query.shape[1]):
-        before = jnp.pad(known, ((0, 0), (back + 1, 0)), constant_values=BEFORE)[:, :length]
+        before = jnp.pad(known, ((0, 0), (back + 1, 0)), constant_values=NEVER)[:, :length]
         alive &= before == query[:, back : back + 1]
         match += alive.astype(jnp.int32)
     longest = match.max(axis=1)
