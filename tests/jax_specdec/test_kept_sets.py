@@ -23,13 +23,6 @@ ROWS = [[3, 5, 9], KEPT_ALL, [7], 0, KEPT_MANY, [1, 2]]
 a_row = st.lists(st.integers(0, 50), min_size=1, max_size=4) | st.sampled_from([-1, -2, 0])
 
 
-def test_each_set_by_hand():
-    sets = made(ROWS)
-    assert len(sets) == 6
-    assert sets.offsets.tolist() == [0, 3, 3, 4, 4, 4, 6]
-    assert [sets.ids(n).tolist() for n in range(6)] == [[3, 5, 9], [], [7], [], [], [1, 2]]
-
-
 @given(st.lists(a_row, max_size=8), st.data())
 def test_taking_and_joining(rows, data):
     sets = made(rows)
