@@ -24,7 +24,6 @@ COMMANDS = {
     "doctor": "list the toolchain, and rings and directories of engines; remove those of the dead",
     "generate": "run prompts through a Hugging Face checkpoint",
     "serve": "serve a model over HTTP, as OpenAI's API has it",
-    "status": "list the nodes, replicas and applications of a Ray cluster",
     "view": "write a page that shows every token's logprob",
 }
 

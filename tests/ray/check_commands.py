@@ -82,7 +82,7 @@ def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path)
         assert len(ids) + 1 == len(logprobs) == 3
 
 
-def test_serve_answers_and_status_lists_it(cluster, model):
+def test_serve_answers(cluster, model):
     server = subprocess.Popen(
         [*COMMAND, "serve", "--ray", cluster.address, "--port", "18432", "--slots", "2",
          "--max-length", "64", "--drafter", "none"],
@@ -96,9 +96,6 @@ def test_serve_answers_and_status_lists_it(cluster, model):
             asked["model"] = model_here["id"]
             answer = client.post("/v1/completions", json=asked).json()
         assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 4
-        listed = run("status", cluster.address)
-        assert "3 nodes" in listed
-        assert "application jax-specdec: RUNNING" in listed
         server.send_signal(signal.SIGTERM)
         wait_for(lambda: server.poll() is not None, 60)
         assert server.returncode == 0
