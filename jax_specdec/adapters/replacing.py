@@ -1,11 +1,8 @@
 """Objects of a package put in the place of others for a while, wherever the package holds them."""
 
-import ast
 import importlib
-import inspect
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -46,38 +43,6 @@ def replaced(package: str, new: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         for theirs, ours in pairs:
             _put(package, ours, theirs)
         jax.clear_caches()  # type: ignore[no-untyped-call]
-
-
-def without_refusal(function: Callable[..., Any], message: str) -> Callable[..., Any]:
-    """The function from its source, without the `if` that does nothing but raise this message.
-
-    Raises:
-      AttributeError: there is not one such `if`.
-    """
-    lines, first = inspect.getsourcelines(function)
-    tree = ast.parse(textwrap.dedent("".join(lines)))
-    ast.increment_lineno(tree, first - 1)
-    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.If)]
-    places = [(body, one) for body in bodies for one in body if _refuses(one, message)]
-    if len(places) != 1:
-        raise AttributeError(f"{function.__qualname__} has {len(places)} refusals of {message!r}")
-    body, refusal = places[0]
-    body.remove(refusal)
-    made: dict[str, Any] = {}
-    code = compile(tree, inspect.getfile(function), "exec")
-    exec(code, inspect.unwrap(function).__globals__, made)
-    found: Callable[..., Any] = made[function.__name__]
-    return found
-
-
-def _refuses(node: ast.stmt, message: str) -> bool:
-    """Whether it is an `if` that does nothing but raise the message."""
-    if not isinstance(node, ast.If) or node.orelse or len(node.body) != 1:
-        return False
-    (raised,) = node.body
-    return isinstance(raised, ast.Raise) and any(
-        isinstance(one, ast.Constant) and one.value == message for one in ast.walk(raised)
-    )
 
 
 def _found(name: str) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_specdec.adapters.replacing import replaced, without_refusal
+from jax_specdec.adapters.replacing import replaced
 from jax_specdec.adapters.versions import check_version
 from pallas_kernels import topk_logprobs
 
@@ -26,17 +26,9 @@ __all__ = [
 ]
 
 
-RUNNER = "tpu_inference.runner.tpu_runner"
-REFUSAL = "prompt_logprobs is not supported with speculative decoding."
-
-
 @contextmanager
-def install(*, prompt_logprobs: bool = False) -> Iterator[tuple[str, ...]]:
+def install() -> Iterator[tuple[str, ...]]:
     """The functions of this module in tpu-inference's place, until the `with` ends.
-
-    Args:
-      prompt_logprobs: whether its runner takes requests for them with speculation too. All that it
-        lacks for them is that it does not refuse.
 
     Yields:
       The full names that were replaced.
@@ -53,9 +45,6 @@ def install(*, prompt_logprobs: bool = False) -> Iterator[tuple[str, ...]]:
             filter_speculative_logprobs
         ),
     }
-    if prompt_logprobs:
-        theirs = importlib.import_module(RUNNER).TPUModelRunner._execute_model
-        new[f"{RUNNER}:TPUModelRunner._execute_model"] = without_refusal(theirs, REFUSAL)
     with replaced("tpu_inference", new) as found:
         yield found
 

@@ -124,18 +124,6 @@ def test_their_tests_pass_with_ours_in_place(devices):
     assert done.returncode == 0
 
 
-def test_prompt_logprobs_with_speculation_in_a_step_of_their_runner():
-    """`runner_tpu_inference.py`, with stand-ins of its own."""
-    command = ["-q", "-p", "tests.peers.runner_stand_ins", "-p", "no:cacheprovider"]
-    command += ["--noconftest", "-c", os.devnull, "tests/peers/runner_tpu_inference.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *command], capture_output=True, text=True, check=False
-    )
-    print(done.stdout)
-    assert done.returncode == 0
-    assert "2 passed" in done.stdout
-
-
 def test_too_many_logprobs_are_refused():
     with jax.set_mesh(MESH), pytest.raises(ValueError, match=r"k = 41 .* 40 tokens"):
         tpu_inference.compute_and_gather_logprobs(jnp.zeros((1, 40)), jnp.zeros(1, int), 41)
