@@ -38,7 +38,8 @@ MODULES = {
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0, or 1: not measured, or slower; 2: cannot be done; 130: interrupted."""
     given = sys.argv[1:] if arguments is None else arguments
-    before = signal.signal(signal.SIGTERM, _terminate)  # so that processes and rings are removed
+    # As Ctrl-C does, so that processes and rings are removed.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if given[:1] == ["report"]:
             return report.main(given[1:])
@@ -111,10 +112,6 @@ def _check(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ResultsError(f"cannot write to {folder}: {error.strerror}; name another") from error
-
-
-def _terminate(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -219,17 +219,14 @@ def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lo
     logits = device.array((rows, shape.vocabulary), shape.dtype)
     ids, count = device.array((rows,), "int32"), device.array((), "int32")
     extra, temperatures = device.array((rows, 2), "int32"), device.array((rows,), "float32")
+    every = path == "results"
+    wanted = Outputs(shape.k, log_sum_exp=every, entropy=every, top_logits=every)
     if path == "fused":
-        return program_of(Outputs(shape.k), Rows(logits, None, None, count, temperatures, extra))
-    wanted = Outputs(shape.k)
-    if path == "results":
-        wanted = Outputs(shape.k, log_sum_exp=True, entropy=True, top_logits=True)
-    changes = None
-    if path in ("mask", "bias"):
-        words = device.array((rows, -(-shape.vocabulary // 32)), "int32")
-        table = (rows, BIASES)
-        biases = (device.array(table, "int32"), device.array(table, "float32"))
-        changes = Changes(words, *(biases if path == "bias" else ()))
+        return program_of(wanted, Rows(logits, None, None, count, temperatures, extra))
+    words = device.array((rows, -(-shape.vocabulary // 32)), "int32")
+    kinds = ("int32", "float32") if path == "bias" else ()
+    biases = (device.array((rows, BIASES), dtype) for dtype in kinds)
+    changes = Changes(words, *biases) if path in ("mask", "bias") else None
     return program_of(wanted, Rows(logits, ids, ids, count, temperatures, extra, changes))
 
 

@@ -69,9 +69,7 @@ def measured(shape: Shape, size: int, backward: bool, chip: Any) -> bool:
     text = compiled.as_text()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     logits = 4 * shape.rows * shape.vocabulary
-    beside = 0
-    if backward and shape.dtype == "bfloat16":
-        beside = 4 * size * shape.rows
+    beside = 4 * size * shape.rows if backward and shape.dtype == "bfloat16" else 0
     axes = rf"\[({shape.rows},{shape.vocabulary}|{shape.vocabulary},{shape.rows})\]"
     whole = re.search(axes, text) is not None
     kept = temporaries <= SHARE * logits + beside and not whole

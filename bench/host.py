@@ -114,8 +114,7 @@ def sections(data: bytes) -> tuple[list[list[int]], list[int], list[int], list[f
     num_tokens, columns = slots[:, 1] & 0xFFFF, slots[:, 0] >> 16
     num_drafts = slots[:, 2] & 0xFFFF
     total, cells = int(num_tokens.sum()), int((num_tokens * columns).sum())
-    parts = np.split(words[end:], np.cumsum([total, total, cells]))
-    ids, ranks, logprobs, topk = parts
+    ids, ranks, logprobs, topk = np.split(words[end:], np.cumsum([total, total, cells]))
     counts = np.stack([num_tokens, columns, num_drafts], axis=1).tolist()
     return (
         counts,
@@ -253,8 +252,7 @@ def transports(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
 
 def run(quick: bool) -> list[Comparison]:
     """Measure batches of 8 to 512 requests with K from 0 to 20; `quick` takes the extremes."""
-    sizes = QUICK if quick else FULL
-    return [measure(num_slots, k, quick) for num_slots, k in sizes]
+    return [measure(num_slots, k, quick) for num_slots, k in (QUICK if quick else FULL)]
 
 
 def measure(num_slots: int, k: int, quick: bool) -> Comparison:

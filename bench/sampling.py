@@ -90,8 +90,7 @@ def measure(case: Case, rounds: int = 9) -> Comparison:
     logits = jnp.asarray(rows_of(case.slots, case.vocabulary, case.flat), jnp.dtype(case.dtype))
     drafts, sampling = drafts_of(logits), sampling_of(case)
     positions = jnp.zeros(case.slots, jnp.int32)
-    ours, plain = jax.jit(our_way), jax.jit(plain_way, static_argnums=4)
-    filters = filters_of(case)
+    ours, plain = jax.jit(our_way), jax.jit(plain_way, static_argnums=3)
     check_alike(case.kind, case.flat)
     flat = logits.reshape(-1, case.vocabulary)
     ids = jnp.argmax(flat, axis=1).astype(jnp.int32)
@@ -103,7 +102,7 @@ def measure(case: Case, rounds: int = 9) -> Comparison:
     contenders = {
         LOGPROBS: bound(alone, flat, ids),
         OURS: bound(ours, logits, drafts, sampling, positions),
-        PLAIN: bound(plain, logits, drafts, sampling, positions, filters),
+        PLAIN: bound(plain, logits, drafts, sampling, filters_of(case)),
     }
     found = compare(
         case.title(), contenders, check=None, rounds=rounds, min_seconds=MIN_SECONDS, budget=BUDGET,
@@ -171,11 +170,7 @@ def our_way(logits: jax.Array, drafts: Drafts, sampling: Sampling, positions: ja
 
 
 def plain_way(
-    logits: jax.Array,
-    drafts: Drafts,
-    sampling: Sampling,
-    positions: jax.Array,
-    filters: tuple[str, ...],
+    logits: jax.Array, drafts: Drafts, sampling: Sampling, filters: tuple[str, ...]
 ) -> Any:
     """The same job as one writes it: every filter on whole rows, a categorical draw of the last."""
     num_positions, vocab = logits.shape[1:]
@@ -247,8 +242,8 @@ def check_alike(kind: str, flat: bool) -> None:
         drafts, positions = drafts_of(logits), jnp.zeros(count, jnp.int32)
         draws = {
             OURS: jax.jit(our_way)(logits, drafts, sampling, positions),
-            PLAIN: jax.jit(plain_way, static_argnums=4)(
-                logits, drafts, sampling, positions, filters_of(small)
+            PLAIN: jax.jit(plain_way, static_argnums=3)(
+                logits, drafts, sampling, filters_of(small)
             ),
         }
         for name, (tokens, *_) in draws.items():

@@ -57,11 +57,24 @@ def compare(
     Raises:
       BenchError: a contender's result differs from the baseline's.
     """
-    repeats, once = _checked(title, contenders, check, min_seconds, clock)
     names = list(contenders)
-    # Where calls are dear, the one that told how often to repeat it counts as well.
-    kept = [name for name in names if budget is not None and repeats[name] == 1]
-    samples = {name: [once[name]] if name in kept else [] for name in names}
+    expected = contenders[names[0]]()
+    repeats: dict[str, int] = {}
+    samples: dict[str, list[float]] = {}
+    for name, call in contenders.items():
+        actual = call()  # also the warm-up
+        if check is not None:
+            try:
+                check(name, expected, actual)
+            except AssertionError as error:
+                raise BenchError(f"{title}: {name} differs from {names[0]}: {error}") from error
+        begin = clock()
+        call()
+        once = max(clock() - begin, 1e-7)
+        repeats[name] = max(1, round(min_seconds / once))
+        # Where calls are dear, the one that told how often to repeat it counts as well.
+        samples[name] = [once] if budget is not None and repeats[name] == 1 else []
+    del expected, actual  # their memory is free while contenders are timed
     print(title, file=sys.stderr, flush=True)
     for index in range(rounds):
         for name in rotated(names, index):
@@ -73,32 +86,6 @@ def compare(
                     call()
                 taken.append((clock() - begin) / count)
     return from_samples(title, samples, settings=settings)
-
-
-def _checked(
-    title: str,
-    contenders: Mapping[str, Call],
-    check: Callable[[str, Any, Any], None] | None,
-    min_seconds: float,
-    clock: Callable[[], float],
-) -> tuple[dict[str, int], dict[str, float]]:
-    """Compare all results; how often each contender is called in a round, and one call's time."""
-    baseline = next(iter(contenders))
-    expected = contenders[baseline]()
-    repeats: dict[str, int] = {}
-    times: dict[str, float] = {}
-    for name, call in contenders.items():
-        actual = call()  # also the warm-up
-        if check is not None:
-            try:
-                check(name, expected, actual)
-            except AssertionError as error:
-                raise BenchError(f"{title}: {name} differs from {baseline}: {error}") from error
-        begin = clock()
-        call()
-        times[name] = max(clock() - begin, 1e-7)
-        repeats[name] = max(1, round(min_seconds / times[name]))
-    return repeats, times
 
 
 def rotated(names: Sequence[str], index: int) -> list[str]:
@@ -151,7 +138,6 @@ def number_of(value: float) -> str:
 
 def readable(seconds: float) -> str:
     """Seconds as people write them: 12.3 us, 4.56 ms."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if abs(seconds) * scale >= 1 or unit == "us":
-            return f"{seconds * scale:.3g} {unit}"
-    raise AssertionError("unreachable")
+    units = {"s": 1.0, "ms": 1e3, "us": 1e6}
+    unit = next((unit for unit, scale in units.items() if abs(seconds) * scale >= 1), "us")
+    return f"{seconds * units[unit]:.3g} {unit}"

@@ -34,18 +34,9 @@ def lowered(shape: Shape, device: compile_target.CompileTarget) -> Lowered:
     rows, groups = shape.rows, number_of_groups(shape.vocabulary)
     numbers, integers = device.array((rows,), "float32"), device.array((rows,), "int32")
     of_groups = device.array((rows, groups), "float32")
-    given = RowsToDraw(
-        rows=integers,
-        cut_logit=numbers,
-        cut_id=integers,
-        excluded_ids=device.array((rows, shape.k), "int32"),
-        seed=device.array((rows,), "uint32"),
-        position=integers,
-        maxima=of_groups,
-        sums=of_groups,
-        largest=numbers,
-        inverse=numbers,
-    )
+    excluded, seeds = device.array((rows, shape.k), "int32"), device.array((rows,), "uint32")
+    of_slots = integers, numbers, integers, excluded, seeds, integers
+    given = RowsToDraw(*of_slots, of_groups, of_groups, numbers, numbers)
 
     def call(logits: jax.Array, given: RowsToDraw) -> Any:
         drawn = draw.draw(logits, given, PURPOSES)

@@ -13,10 +13,11 @@ latency of a load, the share of the bandwidth that large copies reach, the secon
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from bench.gpu import model
-from bench.gpu.machine_code import Code, Instruction, Loop
+from bench.gpu.machine_code import Code, Loop
 
 
 class Parts(NamedTuple):
@@ -96,8 +97,7 @@ def seconds(
             else:
                 first[row] = place
             if not left[row]:
-                begins = now + parts.end, row * of_row, -1.0, first[row]
-                heapq.heappush(events, begins)
+                heapq.heappush(events, (now + parts.end, row * of_row, -1.0, first[row]))
         elif then is not None and turns >= -SLICES:
             if turns == -1:
                 memory = max(now, memory) + then.bytes / per_clock
@@ -130,25 +130,16 @@ def _parts(kernel: model.Launched, chip: model.Chip) -> Parts:
         block = with_turns(1)
         return Parts(1, 0.0, 0.0, model.chain(code, block, chip), 0.0, issued(block))
 
-    def alone(instructions: tuple[Instruction, ...]) -> float:
-        part = Code(instructions, ())
+    def alone(places: Iterable[int]) -> float:
+        part = Code(tuple(code.instructions[i] for i in places), ())
         return model.chain(part, model.structure(part, lambda *_: 1), chip, ends=False)
 
     # Of the branches around no loop, the one around most is around the edges.
     branches = [x for x in code.skipped if x.end <= main.begin or x.begin >= main.end]
     around = max(branches, key=lambda x: x.end - x.begin, default=Loop(0, 0))
-
-    def without_edges(begin: int, end: int) -> tuple[Instruction, ...]:
-        return tuple(
-            x for i, x in enumerate(code.instructions[begin:end], begin)
-            if not around.begin <= i < around.end
-        )  # fmt: skip
-
-    start, end = (
-        alone(without_edges(0, main.begin)),
-        alone(without_edges(main.end, len(code.instructions))),
-    )
-    edges = alone(code.instructions[around.begin : around.end])
+    edges = range(around.begin, around.end)
+    start = alone(i for i in range(main.begin) if i not in edges)
+    end = alone(i for i in range(main.end, len(code.instructions)) if i not in edges)
     one, two = (model.chain(code, with_turns(times), chip) for times in (1, 2))
     issue = issued(with_turns(2)) - issued(with_turns(1))
-    return Parts(turns, start, start + edges, two - one, end, issue)
+    return Parts(turns, start, start + alone(edges), two - one, end, issue)

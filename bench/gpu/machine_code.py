@@ -75,8 +75,7 @@ class Code:
             [i for i, x in enumerate(self.instructions) if x.name.startswith(name)]
             for name in ("UCGABAR_ARV", "UCGABAR_WAIT")
         )
-        size = len(self.instructions)
-        return self.between(0, arrive + 1), self.between(wait, size)
+        return self.between(0, arrive + 1), self.between(wait, len(self.instructions))
 
     def names(self, loop: Loop) -> tuple[str, ...]:
         """The operations in a loop."""

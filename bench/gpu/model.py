@@ -86,11 +86,10 @@ def structure(code: Code, trips: Trips) -> Block:
             first, *others = loops
             inside = tuple(x for x in others if x.begin >= first.begin and x.end <= first.end)
             if first.begin >= place and first.end <= end:
-                times = trips(code, first)
                 children = within(first.begin, first.end, inside)
                 atomic = any(name.startswith("ATOM") for name in code.names(first))
-                again = atomic and not children
-                inner.append(Block(first.begin, first.end, times, children, again))
+                block = first.begin, first.end, trips(code, first), children
+                inner.append(Block(*block, reads_again=atomic and not children))
                 place = first.end
             loops = tuple(x for x in others if x not in inside)
         return tuple(inner)
@@ -102,22 +101,22 @@ def structure(code: Code, trips: Trips) -> Block:
 def counts(code: Code, block: Block) -> dict[str, float]:
     """How many instructions a warp issues, by pipe."""
     total: defaultdict[str, float] = defaultdict(float)
-    for part, times in _parts(block):
+    for part in _parts(block):
         if isinstance(part, Block):
             for name, number in counts(code, part).items():
                 total[name] += number * part.times
         else:
-            total[pipe(code.instructions[part])] += times
+            total[pipe(code.instructions[part])] += 1
     return total
 
 
-def _parts(block: Block) -> Iterator[tuple["Block | int", float]]:
+def _parts(block: Block) -> Iterator[Block | int]:
     place = block.begin
     for inner in block.inner:
-        yield from ((i, 1) for i in range(place, inner.begin))
-        yield inner, 1
+        yield from range(place, inner.begin)
+        yield inner
         place = inner.end
-    yield from ((i, 1) for i in range(place, block.end))
+    yield from range(place, block.end)
 
 
 def chain(code: Code, block: Block, chip: Chip, ends: bool = True) -> float:
@@ -146,7 +145,7 @@ def chain(code: Code, block: Block, chip: Chip, ends: bool = True) -> float:
     def walk(part: Block) -> None:
         nonlocal now
         again = part.reads_again
-        for x, _ in _parts(part):
+        for x in _parts(part):
             if not isinstance(x, Block):
                 step(code.instructions[x], again)
                 continue

@@ -45,13 +45,10 @@ def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lo
         top = groups.top_of_groups(logits, schedule, every[0], shape.k, changes, words)
         return [groups.of_rows(out, schedule, number) for out in every], top
 
-    rows, words = shape.rows, -(-shape.vocabulary // 32)
-    changes = None
-    if path in PATHS[2:]:
-        changes = Changes(device.array((rows, words), "int32"))
-    if path == PATHS[3]:
-        kinds = (device.array((rows, trips.BIASES), dtype) for dtype in ("int32", "float32"))
-        changes = Changes(device.array((rows, words), "int32"), *kinds)
+    rows, kinds = shape.rows, ("int32", "float32") if path == PATHS[3] else ()
+    words = device.array((rows, -(-shape.vocabulary // 32)), "int32")
+    biases = (device.array((rows, trips.BIASES), dtype) for dtype in kinds)
+    changes = Changes(words, *biases) if path in PATHS[2:] else None
     logits = device.array((rows, shape.vocabulary), shape.dtype)
     return jax.jit(call).lower(logits, device.array((rows,), "float32"), changes)
 

@@ -43,9 +43,7 @@ def read(ptx: Path) -> Kernel:
 def tool(name: str) -> str:
     """The path of a CUDA tool: in its wheel, or else on the PATH."""
     base = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    for found in sorted(base.glob(f"*/bin/{name}")):
-        return str(found)
-    on_path = shutil.which(name)
-    if on_path is None:
+    found = min(base.glob(f"*/bin/{name}"), default=None) or shutil.which(name)
+    if found is None:
         sys.exit(f"{name} is not installed; install this project's `aot` extra")
-    return on_path
+    return str(found)

@@ -39,8 +39,7 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
     rng = np.random.default_rng(0)
     x = (rng.normal(size=vocabulary) * SPREAD).astype(DTYPES[dtype]).astype(np.float32)
     groups = -(-vocabulary // width)
-    padded = np.full(groups * width, -np.inf, np.float32)
-    padded[:vocabulary] = x
+    padded = np.pad(x, (0, groups * width - vocabulary), constant_values=-np.inf)
     rows = padded.reshape(groups, width)
     bits = rows.max(axis=1).view(np.int32).astype(np.int64)
     keys = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> FREE_BITS[dtype]
@@ -58,7 +57,7 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
     bits = rows[chosen].view(np.int32).astype(np.int64)
     found = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> FREE_BITS[dtype]
     if k >= groups:
-        low = int(found[padded.reshape(groups, width)[chosen] > -np.inf].min())
+        low = int(found[rows[chosen] > -np.inf].min())
     high, again = int(keys.max()) + 1, 0
     count = int((found >= low).sum())
     while k and (count > capacity(k) or (again and count < k)):
@@ -71,8 +70,7 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
     marked = found >= low
     vector = 16 // np.dtype(DTYPES[dtype]).itemsize
     size = WARPGROUP * MARKS
-    lanes = np.zeros(-(-marked.size // size) * size, bool)
-    lanes[: marked.size] = marked.reshape(-1)
+    lanes = np.pad(marked.reshape(-1), (0, -marked.size % size))
     # A word of a thread: its vectors, 128 threads apart.
     words = lanes.reshape(-1, MARKS // vector, WARPGROUP // 32, 32, vector).sum(axis=(1, 4))
     return Selection(

@@ -141,8 +141,7 @@ def _main(control: Connection, queue: QueueReceiver, num_slots: int) -> None:
     receivers: dict[str, Receiver] = {RING: ring, QUEUE: queue}
     control.send(ring.address)
     try:
-        while (order := control.recv()) is not None:
-            transport, design, requests, keep = order
+        for transport, design, requests, keep in iter(control.recv, None):
             take = DESIGNS[design](requests, num_slots)
             gc.collect()
             control.send("ready")

@@ -93,6 +93,8 @@ class Contender:
 
 # The figures of one round of one contender, by the names of the table; see `_steps`.
 Steps = dict[str, float]
+# Of a step taken apart, in ns: when its array existed, when it was published, and launching output.
+Span = tuple[int, int, int]
 
 
 @dataclass
@@ -183,8 +185,7 @@ class Rig:
         worker, meter = self.worker, self.meter
         if self.start is None:
             self.start = self._prefilled()
-        contender = self.contender
-        self.consumer.begin(contender.transport, contender.design, self.requests, keep)
+        self.consumer.begin(self.contender.transport, self.contender.design, self.requests, keep)
         worker.state = jax.tree.map(jnp.copy, self.start)  # a step donates its state
         for _ in range(WARM_STEPS):
             worker.advance()
@@ -200,9 +201,7 @@ class Rig:
         worker.finish()
         with engine_core(self.consumer.pid):
             settle = min(SETTLE, 2 * apart)
-            for _ in range(settle):
-                self._apart()
-            spans = [self._apart() for _ in range(apart)]
+            spans = [self._apart() for _ in range(settle + apart)][settle:]
         end_of_round(meter.sender)
         found = self.consumer.end()
         start = len(found.table) - apart - settle - steps - 1
@@ -225,21 +224,18 @@ class Rig:
         self.consumer.end()
         return worker.state
 
-    def _apart(self) -> dict[str, int]:
-        """The moments between the parts of one step, which runs alone."""
-        clock, meter = time.monotonic_ns, self.meter
-        meter.dispatch_ns = 0
-        moments = {"begin": clock()}
+    def _apart(self) -> Span:
+        """One step, which runs alone."""
+        clock = time.monotonic_ns
+        self.meter.dispatch_ns = 0
         self.worker.advance()  # launches a step; no earlier one waits to be published
-        moments["launched"] = clock()
         assert self.worker.launched is not None
         jax.block_until_ready(self.worker.launched.words)  # type: ignore[no-untyped-call]
-        moments["ready"] = clock()
+        ready = clock()
         self.worker.finish()
-        moments["published"] = clock()
-        moments["dispatch"] = meter.dispatch_ns
+        published = clock()
         time.sleep(PAUSE)
-        return moments
+        return ready, published, self.meter.dispatch_ns
 
 
 @contextmanager
@@ -321,7 +317,7 @@ FIXED_BYTES = SEED_BYTES - 24
 
 
 def _steps(
-    elapsed: float, sent: np.ndarray, table: np.ndarray, start: int, spans: list[dict[str, int]]
+    elapsed: float, sent: np.ndarray, table: np.ndarray, start: int, spans: Sequence[Span]
 ) -> Steps:
     """The figures of a round: "step" in seconds, the medians of its steps in microseconds.
 
@@ -329,14 +325,12 @@ def _steps(
       elapsed: seconds of the steps that ran as in a server.
       sent: when the message of each of them was sent, in ns.
       table: the consumer's table. start: the row of the first of them.
-      spans: the moments of each step taken apart.
+      spans: of each step taken apart.
     """
     steps = len(sent)
     running = table[start : start + steps]
     apart = table[-len(spans) :]
-    ready = np.array([s["ready"] for s in spans], np.int64)
-    published = np.array([s["published"] for s in spans], np.int64)
-    dispatch = np.array([s["dispatch"] for s in spans], np.int64)
+    ready, published, dispatch = np.array(spans, np.int64).T
 
     def median(nanoseconds: np.ndarray) -> float:
         return float(np.median(nanoseconds)) * 1e-3

@@ -58,8 +58,7 @@ class Setup:
 
 def shipped() -> tuple[Any, ModelConfig]:
     """The byte-level model that comes with the package."""
-    params, config, _ = load_checkpoint(tiny_weights_path())
-    return params, config
+    return load_checkpoint(tiny_weights_path())[:2]
 
 
 def random(config: ModelConfig) -> tuple[Any, ModelConfig]:

@@ -146,9 +146,7 @@ def run_rounds(title: str, rigs: dict[str, Rig], length: Setup) -> dict[str, lis
     names = list(rigs)
     rounds: dict[str, list[Steps]] = {name: [] for name in names}
     print(title, file=sys.stderr, flush=True)
-    seen = {}
-    for name, rig in rigs.items():
-        seen[name] = rig.run(4, 2, keep=True)[1].content
+    seen = {name: rig.run(4, 2, keep=True)[1].content for name, rig in rigs.items()}
     for name, rig in rigs.items():
         one = rig.contender
         if one.temperature == rigs[names[0]].contender.temperature:
@@ -162,8 +160,7 @@ def run_rounds(title: str, rigs: dict[str, Rig], length: Setup) -> dict[str, lis
             )
     for index in range(length.rounds):
         for name in rotated(names, index):
-            found = rigs[name].run(length.steps, length.apart)[0]
-            rounds[name].append(found)
+            rounds[name].append(rigs[name].run(length.steps, length.apart)[0])
     return rounds
 
 

@@ -56,8 +56,7 @@ def produce(name: str, address: Any, core: int, control: Connection, arrived: An
     sender = CONTENDERS[name][1](address)
     control.send("ready")
     with suppress(EOFError):
-        while (order := control.recv()) is not None:
-            size, gap, count, seed = order
+        for size, gap, count, seed in iter(control.recv, None):
             arrays = arrays_of(size, seed)
             for number in range(count):
                 while gap and arrived.value < number:

@@ -57,7 +57,7 @@ def test_fewer_logprobs_are_the_first_of_more_and_without_a_request_there_are_no
 
 
 def test_the_workers_time_is_that_of_launching_and_of_publishing():
-    span = {"ready": 9_000, "published": 18_000, "dispatch": 4_000}
+    span = 9_000, 18_000, 4_000
     table = np.zeros((3, 5), np.int64)  # two steps as they ran, and this one
     table[2, consumer.PROCESSED] = 25_000
     found = rig._steps(1.0, np.zeros(2, np.int64), table, 0, [span])
