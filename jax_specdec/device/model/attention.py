@@ -20,7 +20,6 @@ from jax_specdec.device.model.arithmetic import precision, soft_capped
 from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.model.tiles import KEY_TILE, as_tiles, whole_tiles
 
-KEYS = 256  # cache entries that a softmax takes in at a time, where nothing else is said
 QUERY_TILE = 8  # rows of a slot, where a row's bits are its own
 
 
@@ -44,7 +43,8 @@ def cached_attention(
     cache: Annotated[KVCache, "B = C"],
     place: tuple[jax.Array, jax.Array],
     seen: Seen,
-    tile: int = KEYS,
+    tile: int = KEY_TILE,
+    reached: tuple[jax.Array, jax.Array] | None = None,
 ) -> Float[Array, "B S H*Dh"]:
     """`attention` over the entries of a cache, tile by tile up to the last that any row sees.
 
@@ -58,6 +58,8 @@ def cached_attention(
       place: the layer, and the first of the B slots.
       seen: by row.
       tile: entries that are taken in at a time.
+      reached: the tiles that a loop goes through, where there shall be a loop whatever the cache
+        has; None: those that a row sees.
 
     Source: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
     """
@@ -92,13 +94,19 @@ def cached_attention(
 
     rows = jnp.zeros((b, g, h // g, s), jnp.float32)
     none = rows + lowest, rows, jnp.zeros((*rows.shape, dh), jnp.float32)
-    if length == tile:
+    if reached is None and length == tile:
         _, total, out = take_in(zero, none)
     else:
-        tiles = jnp.min(seen.first) // tile, jnp.max(seen.last) // tile + 1
-        _, total, out = lax.fori_loop(*tiles, take_in, none)
+        _, total, out = lax.fori_loop(*(reached or _reached(*seen, tile)), take_in, none)
     out = jnp.moveaxis(out / total[..., None], 3, 1)
     return out.astype(q.dtype).reshape(b, s, h * dh)
+
+
+def _reached(
+    first: jax.Array, last: jax.Array, tile: int, axes: tuple[int, ...] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The first tile of entries that a row sees, and the one behind the last."""
+    return jnp.min(first, axes) // tile, jnp.max(last, axes) // tile + 1
 
 
 def attention(
@@ -159,12 +167,15 @@ def attention_in_tiles(
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(as_tiles(x, QUERY_TILE).reshape(b, -1, QUERY_TILE, *x.shape[2:]), 1, 0)
 
-    def one(part: tuple[jax.Array, Seen]) -> jax.Array:
-        q, seen = lax.optimization_barrier(part)  # type: ignore[no-untyped-call]
-        out = cached_attention(config, q, cache, place, seen, KEY_TILE)
+    def one(part: tuple[jax.Array, Seen, tuple[jax.Array, jax.Array]]) -> jax.Array:
+        q, seen, reached = lax.optimization_barrier(part)  # type: ignore[no-untyped-call]
+        out = cached_attention(config, q, cache, place, seen, reached=reached)
         return lax.optimization_barrier(out)  # type: ignore[no-untyped-call, no-any-return]
 
-    out = jnp.moveaxis(lax.map(one, jax.tree.map(split, (q, seen))), 0, 1)
+    q, seen = jax.tree.map(split, (q, seen))
+    # Outside of the loops, those of layers too: a compiler takes nothing out of them.
+    every = q, seen, _reached(*seen, KEY_TILE, (1, 2))
+    out = jnp.moveaxis(lax.map(one, every), 0, 1)
     return out.reshape(b, -1, out.shape[-1])[:, :s]
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jax_specdec.device.model.arithmetic import matmul, rms_norm
 
-KEY_TILE = 128  # cache entries that a softmax takes in at a time, where rows have their own bits
+KEY_TILE = 256  # cache entries that a softmax takes in at a time
 
 
 Tile = int | tuple[int, int] | None
@@ -59,9 +59,12 @@ def over_rows(function: Callable[..., Result], *rows: Any, tile: Tile, axes: int
 
 
 def as_tiles(x: Shaped[Array, "B S *of"], tile: int) -> Shaped[Array, "N 1 tile *of"]:
-    """The rows of each slot in tiles of its own; its last row is padding, too."""
-    padding = ((0, 0), (0, -x.shape[1] % tile), *[(0, 0)] * (x.ndim - 2))
-    return jnp.pad(x, padding, mode="edge").reshape(-1, 1, tile, *x.shape[2:])
+    """The rows of each slot in tiles of its own; padding repeats them."""
+    count = x.shape[1]
+    if rest := -count % tile:
+        times = -(-(count + rest) // count)
+        x = jnp.tile(x, (1, times, *[1] * (x.ndim - 2)))[:, : count + rest]
+    return x.reshape(-1, 1, tile, *x.shape[2:])
 
 
 def of_tiles(x: Shaped[Array, "N 1 tile *of"], slots: int, count: int) -> Shaped[Array, "B S *of"]:
