@@ -24,7 +24,8 @@ from pallas_kernels.sampling import rollout_logprobs
 
 SLOTS, SEQUENCES, TOKENS = 8, 8, 201
 LIMITS = {"a decoding step": 1.15, "scoring": 1.5}
-CLOSE = 0.5  # of logits and logprobs in bfloat16
+# Of logits and logprobs. In bfloat16 those of 1,600 random tokens are up to 0.7 from float32's.
+CLOSE = {"float32": 1e-3, "bfloat16": 1.0}
 AS_THEY_ARE, TILES = "as they are", "in tiles"
 
 
@@ -44,8 +45,9 @@ def run(quick: bool = False) -> list[Comparison]:
         for name, make in (("a decoding step", decoding), ("scoring", scoring)):
             of = f"{SLOTS} slots" if make is decoding else f"{SEQUENCES} sequences of {TOKENS - 1}"
             calls = {label: make(params, model) for label, model in models.items()}
+            close = partial(_close, CLOSE[dtype])
             made = compare(
-                f"{name} of {of}, rows in tiles or not, {dtype}", calls, check=_close,
+                f"{name} of {of}, rows in tiles or not, {dtype}", calls, check=close,
                 rounds=5 if quick else 9, min_seconds=1.0, clock=time.process_time,
             )  # fmt: skip
             target = Target(f"{name}, {dtype}", LIMITS[name], made[TILES].ratio, "times the CPU")
@@ -78,6 +80,6 @@ def scoring(params: Any, model: ModelConfig) -> Callable[[], Any]:
     return lambda: score(params, ids).block_until_ready()
 
 
-def _close(name: str, expected: Any, actual: Any) -> None:
+def _close(most: float, name: str, expected: Any, actual: Any) -> None:
     found, other = (np.asarray(x.astype(jnp.float32)) for x in (actual, expected))
-    np.testing.assert_allclose(found, other, rtol=0, atol=CLOSE)
+    np.testing.assert_allclose(found, other, rtol=0, atol=most)
