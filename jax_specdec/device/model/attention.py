@@ -20,6 +20,7 @@ from jax_specdec.device.model.arithmetic import precision, soft_capped
 from jax_specdec.device.model.params import KVCache
 from jax_specdec.device.model.tiles import KEY_TILE, as_tiles, whole_tiles
 
+CPU_KEY_TILE = 128  # for rows with bits of their own: there a slot's 8 rows pay for keys unseen
 QUERY_TILE = 8  # rows of a slot, where a row's bits are its own
 
 
@@ -167,15 +168,19 @@ def attention_in_tiles(
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(as_tiles(x, QUERY_TILE).reshape(b, -1, QUERY_TILE, *x.shape[2:]), 1, 0)
 
-    def one(part: tuple[jax.Array, Seen, tuple[jax.Array, jax.Array]]) -> jax.Array:
-        q, seen, reached = lax.optimization_barrier(part)  # type: ignore[no-untyped-call]
-        out = cached_attention(config, q, cache, place, seen, reached=reached)
-        return lax.optimization_barrier(out)  # type: ignore[no-untyped-call, no-any-return]
+    def attended(q: jax.Array, seen: Any, cache: Any, *, tile: int) -> jax.Array:
+        def one(part: tuple[jax.Array, Seen, tuple[jax.Array, jax.Array]]) -> jax.Array:
+            q, seen, reached = lax.optimization_barrier(part)  # type: ignore[no-untyped-call]
+            out = cached_attention(config, q, cache, place, seen, tile, reached)
+            return lax.optimization_barrier(out)  # type: ignore[no-untyped-call, no-any-return]
 
-    q, seen = jax.tree.map(split, (q, seen))
-    # Outside of the loops, those of layers too: a compiler takes nothing out of them.
-    every = q, seen, _reached(*seen, KEY_TILE, (1, 2))
-    out = jnp.moveaxis(lax.map(one, every), 0, 1)
+        # Outside of the loops, those of layers too: a compiler takes nothing out of them.
+        found: jax.Array = lax.map(one, (q, seen, _reached(seen.first, seen.last, tile, (1, 2))))
+        return found
+
+    every = *jax.tree.map(split, (q, seen)), cache
+    on_cpu, elsewhere = (partial(attended, tile=tile) for tile in (CPU_KEY_TILE, KEY_TILE))
+    out = jnp.moveaxis(lax.platform_dependent(*every, cpu=on_cpu, default=elsewhere), 0, 1)
     return out.reshape(b, -1, out.shape[-1])[:, :s]
 
 

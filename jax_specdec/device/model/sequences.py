@@ -29,6 +29,7 @@ from ipc.wire import KEPT_ALL
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model import llama, own_model
 from jax_specdec.device.model.attention import (
+    CPU_KEY_TILE,
     QUERY_TILE,
     attention,
     tiled_attention,
@@ -117,7 +118,7 @@ def digest_of(model: Model, mesh: Mesh | None = None, implementation: str | None
         info = Path("/proc/cpuinfo").read_text().split("\n")
         parts.append(next((line for line in info if line.startswith("flags")), ""))
     parts += [mesh and tuple(mesh.shape.items()), implementation, model.dtype]
-    parts += [tile, KEY_TILE, QUERY_TILE]
+    parts += [tile, KEY_TILE, CPU_KEY_TILE, QUERY_TILE]
     return 1 + zlib.crc32(repr(parts).encode()) % 0xFFFF
 
 
