@@ -33,7 +33,7 @@ PREPARED = "temperature=1,logprobs=20"
 MAX_LENGTH = 1024  # where neither an option nor a checkpoint says
 CACHE_BYTES = 4 << 30  # of all slots, where --max-length is not given; or a quarter of the weights'
 KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
-INSTALL = "pip install 'prometheus_client>=0.20' 'starlette>=0.40' 'uvicorn>=0.30'"
+INSTALL = "pip install 'prometheus_client>=0.20' 'pydantic>=2.10' 'starlette>=0.40' 'uvicorn>=0.30'"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         from jax_specdec.serve.app import Service
         from jax_specdec.serve.listener import Listener, bound
     except ImportError as error:
-        if (error.name or "").partition(".")[0] not in ("uvicorn", "starlette"):
+        if (error.name or "").partition(".")[0] not in ("pydantic", "starlette", "uvicorn"):
             raise
         raise ValueError(f"the server needs {error.name}: {INSTALL}") from error
     from jax_specdec.cli.serve_watch import watched

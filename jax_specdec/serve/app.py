@@ -137,7 +137,7 @@ class Service:
                     wanted = await self._read(body, read)
                 run = Run(self._engine, self._model, wanted, timeout=self.bounds.timeout)
                 open_.enter_context(run)
-                if wanted.body["stream"]:
+                if wanted.body.stream:
                     return _Parts(run.events(), open_.pop_all(), "text/event-stream")
                 answer = await _unless_gone(request, run.answer())
                 response = await asyncio.to_thread(JSONResponse, answer)

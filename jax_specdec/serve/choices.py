@@ -94,7 +94,7 @@ class Choice:
         if finish == "stop" and self._calls is not None and self._calls.complete:
             finish = "tool_calls"
         found |= {"finish_reason": finish, "stop_reason": stop_reason}
-        if self._asked.body["logprobs_columns"]:
+        if self._asked.body.logprobs_columns:
             params = self._request.params
             columns = base64_columns(
                 records, params.logprobs, len(params.extra_token_ids), kept=params.kept_token_ids
@@ -106,26 +106,26 @@ class Choice:
         self, text: str, records: Sequence[Record], first: bool, finish: str | None
     ) -> dict[str, Any]:
         logprobs = None
-        if self._asked.logprobs is not None and not self._asked.body["logprobs_columns"]:
+        if self._asked.logprobs is not None and not self._asked.body.logprobs_columns:
             logprobs = openai.chat_logprobs(records, self._model.table)
-        key = "delta" if self._asked.body["stream"] else "message"
+        key = "delta" if self._asked.body.stream else "message"
         said: dict[str, Any] = {"content": text}
         if self._calls is not None:
             content, call = self._calls.push(text, over=finish is not None)
             said = {"content": content or None if call else content}
             if call is not None:
                 said["tool_calls"] = [call]
-                if not self._asked.body["stream"]:
+                if not self._asked.body.stream:
                     del call["index"]
         if first:
             said = {"role": "assistant"} | said
-        if not self._asked.body["stream"]:
+        if not self._asked.body.stream:
             said["refusal"] = None
         return {key: said, "logprobs": logprobs or _empty(self._asked, _CHAT)}
 
     def _plain(self, text: str, records: Sequence[Record], first: bool) -> dict[str, Any]:
         asked, table = self._asked, self._model.table
-        wanted = asked.logprobs is not None and not asked.body["logprobs_columns"]
+        wanted = asked.logprobs is not None and not asked.body.logprobs_columns
         logprobs = None
         if asked.echo and first:
             ids = self._request.prompt_token_ids
@@ -154,13 +154,13 @@ class Choice:
             found["prompt_logprobs"] = vllm_prompt_logprobs(
                 openai.joined_prompt(self._prompt, k), table
             )
-        if asked.body["return_token_ids"]:
+        if asked.body.return_token_ids:
             if first:
                 found["prompt_token_ids"] = list(request.prompt_token_ids)
             found["token_ids"] = [one for record in records for one in record.token_ids.tolist()]
         if asked.speculation:
             found["speculation"] = speculation(records, table)
-            if not asked.body["stream"]:
+            if not asked.body.stream:
                 found["speculation"] |= request_extension(request, records, table)
         return found
 
@@ -187,4 +187,4 @@ _CHAT: dict[str, Any] = {"content": [], "refusal": None}
 
 def _empty(asked: ParsedRequest, format: dict[str, Any]) -> dict[str, Any] | None:
     """The logprobs of no token: None where none were asked for."""
-    return format if asked.logprobs is not None and not asked.body["logprobs_columns"] else None
+    return format if asked.logprobs is not None and not asked.body.logprobs_columns else None

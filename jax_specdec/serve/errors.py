@@ -22,8 +22,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code = status, code
-        self.message = _encodable(message)
-        self.param = None if param is None else _encodable(param[:MAX_SHOWN])
+        self.message = encodable(message)
+        self.param = None if param is None else encodable(param[:MAX_SHOWN])
 
     @property
     def body(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _cut(value: Any) -> Any:
     return value[: MAX_SHOWN + 1] if isinstance(value, str) else value
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """The text with halves of surrogate pairs, which UTF-8 has not, written as escapes."""
     return text.encode(errors="backslashreplace").decode()
 

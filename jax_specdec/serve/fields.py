@@ -1,178 +1,225 @@
-"""The fields of a request's body, as JSON schemas: what is served, and what is not yet.
+"""The fields of a request's body: what is served, and what is not yet.
 
-The server publishes these schemas (`openapi.py`) and checks bodies by them (`checks.py`).
+pydantic checks bodies by these classes (`checks.py`) and describes them (`openapi.py`).
 
 Sources: https://platform.openai.com/docs/api-reference, and for what goes beyond it
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 """
 
-from typing import Any
+import difflib
+from typing import Annotated, Any, Literal
 
-from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from ipc.wire import MAX_CHOSEN, MAX_TOP_K
 from jax_specdec import requests
-
-Schema = dict[str, Any]
+from jax_specdec.serve.errors import MAX_SHOWN, encodable
 
 MAX_STOPS = 16
 MAX_STOP = 256  # characters of one: each step looks for its beginnings
 MAX_WORDS = 1024  # of a choice
 MAX_TOOLS = 128
 MAX_CHOICES = 128  # of one HTTP request: its prompts, each `n` times
-
-_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": requests.MAX_TOKEN_ID}
-_TOKEN_IDS = {"type": "array", "items": _TOKEN_ID}
-_TEXT = {"type": "string"}
-_OBJECT: Schema = {"type": "object"}  # any
-_SWITCH = {"type": "boolean", "default": False}
-_TOP_K = {"type": "integer", "minimum": 0, "maximum": MAX_TOP_K}
-_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP}
+MAX_INT = 2**31 - 1
 
 
-def _whole(low: int, high: int, default: int | None = None) -> Schema:
-    given = {} if default is None else {"default": default}
-    return {"type": "integer", "minimum": low, "maximum": high} | given
+def _or_null(schema: dict[str, Any]) -> None:
+    """Let the description of a class have null for each field with another default."""
+    for name, one in schema["properties"].items():
+        if (default := one.get("default")) is not None:
+            del one["default"]
+            schema["properties"][name] = {"anyOf": [one, {"type": "null"}], "default": default}
 
 
-def _closed(*required: str, **properties: Schema) -> Schema:
-    """An object of these properties and no others."""
-    needed = {"required": [*required]} if required else {}
-    made = {"type": "object", "properties": properties, "additionalProperties": False}
-    return made | needed
+class Closed(BaseModel):
+    """An object of these fields and no others; null is a field that is left out."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, json_schema_extra=_or_null
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        """What is given of an object; anything else as it is."""
+        if not isinstance(value, dict):
+            return value
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for name in value:
+            if name not in known:
+                name = encodable(name[:MAX_SHOWN])  # to compare a long one takes long
+                near = difflib.get_close_matches(name, known, 1)
+                way = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                said = f"'{name}' is not served; {way}"
+                raise PydanticCustomError("unknown_parameter", said, {"name": name})
+        return {name: one for name, one in value.items() if one is not None}
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are given, in the order of the class."""
+        return {name: one for name, one in self if name in self.model_fields_set}
 
 
-def _number(low: float, high: float, default: float) -> Schema:
-    return {"type": "number", "minimum": low, "maximum": high, "default": default}
+def _few(biases: Any) -> Any:
+    """Biases, counted before each is looked at: all that are wrong would be told of."""
+    if isinstance(biases, dict) and len(biases) > requests.MAX_BIASED_IDS:
+        said = f"has {len(biases)} entries and may have {requests.MAX_BIASED_IDS}"
+        raise PydanticCustomError("too_long", said)
+    return biases
 
 
-# A value of None (null) is that of a field which is left out, everywhere.
-COMMON: dict[str, Schema] = {
-    "model": _TEXT,
-    "n": _whole(1, MAX_CHOICES, 1),
-    "seed": _whole(-(2**63), 2**64 - 1),  # it counts modulo 2**32
-    "temperature": _number(0, requests.MAX_TEMPERATURE, 1.0),
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1, "default": 1.0},
-    "top_k": _whole(-1, 2**31 - 1, 0),
-    "min_p": _number(0, 1, 0.0),
-    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]},
-    "stop_token_ids": _TOKEN_IDS | {"maxItems": requests.MAX_HELD_IDS},
-    "include_stop_str_in_output": _SWITCH,
-    "ignore_eos": _SWITCH,
-    "stream": _SWITCH,
-    "stream_options": _closed(include_usage=_SWITCH),
-    "presence_penalty": _number(-requests.MAX_PENALTY, requests.MAX_PENALTY, 0.0),
-    "frequency_penalty": _number(-requests.MAX_PENALTY, requests.MAX_PENALTY, 0.0),
-    "repetition_penalty": _number(
-        requests.MIN_REPETITION_PENALTY, requests.MAX_REPETITION_PENALTY, 1.0
-    ),
-    "logit_bias": {
-        "type": "object",
-        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
-        "additionalProperties": {
-            "type": "number",
-            "minimum": -requests.MAX_BIAS_SIZE,
-            "maximum": requests.MAX_BIAS_SIZE,
-        },
-        "maxProperties": requests.MAX_BIASED_IDS,
-    },
-    "min_tokens": _whole(0, 2**31 - 1, 0),
-    "user": _TEXT,
-    "response_format": _closed(
-        "type",
-        type={"enum": ["text", "json_object", "json_schema"]},
-        json_schema=_closed("name", name=_TEXT, description=_TEXT, schema=_OBJECT, strict=_SWITCH),
-    ),
-    "structured_outputs": _closed(
-        json={"anyOf": [_TEXT, _OBJECT]},
-        json_object=_SWITCH,
-        regex=_TEXT,
-        choice={"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_WORDS},
-        grammar=_TEXT,
-    ),
-    "priority": _whole(-(2**31), 2**31 - 1, 0),
+Text = Annotated[str, Field(min_length=0)]  # so pydantic looks for halves of surrogate pairs
+Object = dict[str, Any]
+TokenId = Annotated[int, Field(ge=0, le=requests.MAX_TOKEN_ID)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+Bias = Annotated[float, Field(ge=-requests.MAX_BIAS_SIZE, le=requests.MAX_BIAS_SIZE)]
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")], Bias],
+    Field(max_length=requests.MAX_BIASED_IDS),
+    BeforeValidator(_few),
+]
+_SOME = Field(min_length=1, fail_fast=True)
+_PROMPTS = Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+_CALLS = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
+
+
+class StreamOptions(Closed):
+    include_usage: bool = False
+
+
+class JsonSchema(Closed):
+    name: Text
+    description: Text | None = None
+    schema_: Object | None = Field(None, alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Closed):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Closed):
+    json_: Text | Object | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: Text | None = None
+    choice: list[Text] | None = Field(None, min_length=1, max_length=MAX_WORDS, fail_fast=True)
+    grammar: Text | None = None
+
+
+class Body(Closed):
+    """The fields that both formats have."""
+
+    model: Text | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)  # it counts modulo 2**32
+    temperature: float = Field(1.0, ge=0, le=requests.MAX_TEMPERATURE)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=MAX_INT)
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: list[TokenId] = Field([], max_length=requests.MAX_HELD_IDS, fail_fast=True)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    presence_penalty: float = Field(0.0, ge=-requests.MAX_PENALTY, le=requests.MAX_PENALTY)
+    frequency_penalty: float = Field(0.0, ge=-requests.MAX_PENALTY, le=requests.MAX_PENALTY)
+    repetition_penalty: float = Field(
+        1.0, ge=requests.MIN_REPETITION_PENALTY, le=requests.MAX_REPETITION_PENALTY
+    )
+    logit_bias: Biases = Field({}, json_schema_extra={"additionalProperties": False})
+    min_tokens: int = Field(0, ge=0, le=MAX_INT)
+    user: Text | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int = Field(0, ge=-(2**31), le=MAX_INT)
     # Beyond OpenAI's: vLLM's names where it has them.
-    "prompt_logprobs": _TOP_K,
-    "return_token_ids": _SWITCH,
-    "extra_token_ids": _TOKEN_IDS | {"maxItems": MAX_CHOSEN},
-    "logprobs_mode": {"enum": [mode.name.lower() for mode in LogprobsMode], "default": "raw"},
-    "draft_logprobs": _SWITCH,
-    "kept_token_ids": _SWITCH,
-    "speculation": _SWITCH,
-    "logprobs_columns": _SWITCH,
-}
-
-COMPLETION: dict[str, Schema] = {
-    "prompt": {
-        "anyOf": [
-            _TEXT,
-            {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_CHOICES},
-            _TOKEN_IDS | {"minItems": 1},
-            {
-                "type": "array",
-                "items": _TOKEN_IDS | {"minItems": 1},
-                "minItems": 1,
-                "maxItems": MAX_CHOICES,
-            },
-        ]
-    },
-    "max_tokens": _whole(0, 2**31 - 1, 16),
-    "echo": _SWITCH,
-    "logprobs": _TOP_K,
-    **COMMON,
-}
-
-_PART = _closed("type", "text", type={"enum": ["text"]}, text=_TEXT)
-_FUNCTION = {"enum": ["function"]}
-_CALL = _closed(
-    "function",
-    id=_TEXT, type=_FUNCTION, index=_whole(0, MAX_TOOLS),
-    function=_closed("name", "arguments", name=_TEXT, arguments=_TEXT),
-)  # fmt: skip
-_NAME = {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[a-zA-Z0-9_-]+$"}
-_DESCRIBED = _closed("name", name=_NAME, description=_TEXT, parameters=_OBJECT, strict=_SWITCH)
-_TOOL = _closed("type", "function", type=_FUNCTION, function=_DESCRIBED)
-_TOOL_CHOICE = _closed("type", "function", type=_FUNCTION, function=_closed("name", name=_TEXT))
-_MESSAGE = _closed(
-    "role",
-    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
-    content={"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]},
-    name=_TEXT,
-    refusal=_TEXT,
-    tool_calls={"type": "array", "items": _CALL, "minItems": 1, "maxItems": MAX_TOOLS},
-    tool_call_id=_TEXT,
-)
-
-CHAT: dict[str, Schema] = {
-    "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
-    "max_tokens": _whole(1, 2**31 - 1),
-    "max_completion_tokens": _whole(1, 2**31 - 1),
-    "logprobs": _SWITCH,
-    "top_logprobs": _TOP_K,
-    "tools": {"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS},
-    "tool_choice": {"anyOf": [_TOOL_CHOICE, {"enum": ["none", "auto", "required"]}]},
-    "parallel_tool_calls": _SWITCH | {"default": True},
-    **COMMON,
-}
-
-# Not served yet: only the value that changes nothing is taken.
-NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_K)
+    return_token_ids: bool = False
+    extra_token_ids: list[TokenId] = Field([], max_length=MAX_CHOSEN, fail_fast=True)
+    logprobs_mode: Literal["raw", "scaled", "processed"] = "raw"
+    draft_logprobs: bool = False
+    kept_token_ids: bool = False
+    speculation: bool = False
+    logprobs_columns: bool = False
+    # Not served yet: only the value that changes nothing is taken.
+    best_of: float | None = Field(None, ge=1, le=1)
+    suffix: str | None = Field(None, max_length=0)
 
 
-def body_schema(fields: dict[str, Schema], required: str) -> Schema:
-    """The schema of a whole body, for a description of the server."""
-    properties = {name: _or_null(schema, name == required) for name, schema in fields.items()}
-    neutral = {name: {"enum": [*values, None]} for name, values in NEUTRAL.items()}
-    return {
-        "type": "object",
-        "properties": properties | neutral,
-        "required": [required],
-        "additionalProperties": False,
-    }
+NEUTRAL = {"best_of": 1, "suffix": ""}
 
 
-def _or_null(schema: Schema, required: bool) -> Schema:
-    if required:
-        return schema
-    given = {key: schema[key] for key in ("default",) if key in schema}
-    return {
-        "anyOf": [{k: v for k, v in schema.items() if k != "default"}, {"type": "null"}]
-    } | given
+class Completion(Body):
+    """A body of the completions API."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], _PROMPTS]
+        | Annotated[list[TokenId], _SOME]
+        | Annotated[list[Annotated[list[TokenId], _SOME]], _PROMPTS]
+    )
+    max_tokens: int = Field(16, ge=0, le=MAX_INT)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_K)
+
+
+class TextPart(Closed):
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Closed):
+    name: Text
+    arguments: Text
+
+
+class ToolCall(Closed):
+    id: Text | None = None
+    type: Literal["function"] | None = None
+    index: int | None = Field(None, ge=0, le=MAX_TOOLS)
+    function: CalledFunction
+
+
+class Message(Closed):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], _SOME] | None = None
+    name: Text | None = None
+    refusal: Text | None = None
+    tool_calls: Annotated[list[ToolCall], _CALLS] | None = None
+    tool_call_id: Text | None = None
+
+
+class Function(Closed):
+    name: str = Field(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_-]+$")
+    description: Text | None = None
+    parameters: Object | None = None
+    strict: bool = False
+
+
+class Tool(Closed):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Closed):
+    name: Text
+
+
+class ToolChoice(Closed):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class Chat(Body):
+    """A body of the chat completions API."""
+
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_K)
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: ToolChoice | Literal["none", "auto", "required"] | None = None
+    parallel_tool_calls: bool = True

@@ -6,9 +6,14 @@ https://spec.openapis.org/oas/v3.1.0
 from collections.abc import Iterable
 from typing import Any
 
-from jax_specdec.serve.bounds import BODIES, MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds
-from jax_specdec.serve.fields import CHAT, COMPLETION, Schema, body_schema
+from pydantic import TypeAdapter
 
+from jax_specdec.serve.bounds import BODIES, MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds
+from jax_specdec.serve.fields import Chat, Completion
+
+Schema = dict[str, Any]
+
+_SCHEMAS = "#/components/schemas/"
 _TEXT: Schema = {"type": "string"}
 _TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 
@@ -59,7 +64,8 @@ def description(*, keyed: bool, bounds: Bounds, max_length: int) -> dict[str, An
     listed, model = (_response(_object(object={"const": kind})) for kind in ("list", "model"))
     health = _get("Whether requests are served now.", _response(_HEALTH))
     health["get"]["responses"]["503"] = _response(_HEALTH)
-    components: dict[str, Any] = {"schemas": {"Error": _ERROR}}
+    bodies = TypeAdapter(Completion | Chat).json_schema(ref_template=f"{_SCHEMAS}{{model}}")
+    components: dict[str, Any] = {"schemas": bodies["$defs"] | {"Error": _ERROR}}
     if keyed:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return {
@@ -75,19 +81,17 @@ def description(*, keyed: bool, bounds: Bounds, max_length: int) -> dict[str, An
                 "The model, by its name.", model, (*read, 404), known | {"parameters": [name]}
             ),
             "/v1/completions": _post(
-                "Text behind a prompt.", body_schema(COMPLETION, "prompt"), known,
-                "text_completion", text={},
+                "Text behind a prompt.", "Completion", known, "text_completion", text={}
             ),
             "/v1/chat/completions": _post(
-                "An answer to messages.", body_schema(CHAT, "messages"), known,
-                "chat.completion", message={},
+                "An answer to messages.", "Chat", known, "chat.completion", message={}
             ),
             "/health": health,
             "/metrics": _get("Numbers for Prometheus.", page),
             "/openapi.json": _get("This description.", _response({"type": "object"})),
         },
         "components": components,
-    }  # fmt: skip
+    }
 
 
 def _limits(bounds: Bounds, max_length: int) -> str:
@@ -105,7 +109,7 @@ def _limits(bounds: Bounds, max_length: int) -> str:
 
 
 def _post(
-    summary: str, body: Schema, more: dict[str, Any], kind: str, **said: Schema
+    summary: str, body: str, more: dict[str, Any], kind: str, **said: Schema
 ) -> dict[str, Any]:
     choice = _object(
         index={"type": "integer"},
@@ -123,8 +127,9 @@ def _post(
     )
     made = _response(answer)
     made["content"]["text/event-stream"] = {}
-    asked = {"required": True, "content": {"application/json": {"schema": body}}}
-    return {"post": _operation(summary, made, _MEANINGS) | {"requestBody": asked} | more}
+    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{body}"}}}
+    asked = {"requestBody": {"required": True, "content": content}}
+    return {"post": _operation(summary, made, _MEANINGS) | more | asked}
 
 
 def _get(
@@ -137,7 +142,7 @@ def _get(
 
 
 def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int]) -> dict[str, Any]:
-    error = {"$ref": "#/components/schemas/Error"}
+    error = {"$ref": f"{_SCHEMAS}Error"}
     refused = {str(status): _response(error, _MEANINGS[status]) for status in errors}
     return {"summary": summary, "responses": {"200": answer, **refused}}
 

@@ -2,18 +2,17 @@
 
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ipc.wire import LogprobsMode
 from jax_specdec.requests import Request, RequestError, SamplingParams, biases_of_json
-from jax_specdec.serve import fields, tools
+from jax_specdec.serve import tools
 from jax_specdec.serve.bounds import Bounds
-from jax_specdec.serve.checks import check_body
+from jax_specdec.serve.checks import checked
 from jax_specdec.serve.errors import unfit
+from jax_specdec.serve.fields import MAX_CHOICES, Body, Chat, Completion, Message
 from jax_specdec.serve.model import ServedModel
-from jax_specdec.serve.tools import structure_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,7 @@ class ParsedRequest:
 
     Attributes:
       id: of the response.
-      body: what came, with defaults: its fields say what is not said here.
+      body: what came: its fields say what is not said here.
       chat: it has the chat format.
       requests: one for each choice, in their order.
       prompts: how many prompts they have among them; each has `n` choices.
@@ -37,7 +36,7 @@ class ParsedRequest:
     """
 
     id: str
-    body: Mapping[str, Any]
+    body: Body
     chat: bool
     requests: tuple[Request, ...]
     prompts: int
@@ -57,12 +56,12 @@ def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     Raises:
       ApiError: it is not served.
     """
-    given = check_body(body, fields.COMPLETION, "prompt")
-    prompt, max_tokens, echo = given["prompt"], given["max_tokens"], given["echo"]
+    given = checked(body, Completion)
+    prompt = given.prompt
     # A text, several, ids, or several lists of ids.
     several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     prompts = [model.encoder.encode(x) if isinstance(x, str) else tuple(x) for x in several]
-    if max_tokens == 0 and not echo and "prompt_logprobs" not in given:
+    if given.max_tokens == 0 and not given.echo and given.prompt_logprobs is None:
         raise unfit(
             "max_tokens",
             "max_tokens = 0 scores the prompt and decodes nothing: it needs echo or "
@@ -70,7 +69,7 @@ def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
         )
     return _asked(
         given, model, bounds, prompts,
-        chat=False, max_tokens=max_tokens, logprobs=given.get("logprobs"), echo=echo,
+        max_tokens=given.max_tokens, logprobs=given.logprobs, echo=given.echo,
     )  # fmt: skip
 
 
@@ -80,43 +79,41 @@ def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     Raises:
       ApiError: it is not served.
     """
-    given = check_body(body, fields.CHAT, "messages")
+    given = checked(body, Chat)
     try:
         functions, _ = tools.offered(given)
-        messages = [_plain(one) for one in given["messages"]]
+        messages = [_plain(one) for one in given.messages]
         prompt = model.encoder.encode_chat(messages, functions)
     except ValueError as error:  # no template, or it refuses them
         raise unfit("messages", str(error)) from error
-    if "top_logprobs" in given and not given["logprobs"]:
+    if given.top_logprobs is not None and not given.logprobs:
         raise unfit("top_logprobs", "top_logprobs needs logprobs = true")
-    logprobs = given.get("top_logprobs", 0) if given["logprobs"] else None
-    limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
     left = max(model.max_length - len(prompt), 1)
     return _asked(
         given, model, bounds, [prompt],
-        chat=True, max_tokens=limits[0] if limits else left, logprobs=logprobs, echo=False,
+        max_tokens=given.max_completion_tokens or given.max_tokens or left,
+        logprobs=given.top_logprobs or 0 if given.logprobs else None, echo=False,
     )  # fmt: skip
 
 
 def _asked(
-    given: Mapping[str, Any],
+    given: Body,
     model: ServedModel,
     bounds: Bounds,
     prompts: list[tuple[int, ...]],
     *,
-    chat: bool,
     max_tokens: int,
     logprobs: int | None,
     echo: bool,
 ) -> ParsedRequest:
-    model.check_name(given.get("model", model.name))
-    n, stop, options = given["n"], given.get("stop", ()), given.get("stream_options", {})
-    if n * len(prompts) > fields.MAX_CHOICES:
+    model.check_name(model.name if given.model is None else given.model)
+    n, options = given.n, given.stream_options
+    if n * len(prompts) > MAX_CHOICES:
         raise unfit(
             "n",
-            f"n = {n} for {len(prompts)} prompts: a request may have {fields.MAX_CHOICES} choices",
+            f"n = {n} for {len(prompts)} prompts: a request may have {MAX_CHOICES} choices",
         )
-    if options and not given["stream"]:
+    if options and options.model_fields_set and not given.stream:
         raise unfit("stream_options", "stream_options needs stream = true")
     longest = max(map(len, prompts))
     if longest + max(max_tokens, 1) > model.max_length:
@@ -128,6 +125,7 @@ def _asked(
         )
     params = _params(given, model, max_tokens=max_tokens, logprobs=logprobs, echo=echo)
     _check_prompt_logprobs(params.prompt_logprobs, sum(map(len, prompts)), n, bounds)
+    chat = isinstance(given, Chat)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     try:
         requests = tuple(
@@ -141,32 +139,28 @@ def _asked(
         )
     except RequestError as error:
         raise unfit("prompt", str(error)) from error
-    reported = ("speculation", "draft_logprobs", "extra_token_ids", "kept_token_ids")
+    reported = (
+        given.speculation, given.draft_logprobs, given.extra_token_ids, given.kept_token_ids
+    )  # fmt: skip
     return ParsedRequest(
         id=id,
         body=given,
         chat=chat,
         requests=requests,
         prompts=len(prompts),
-        include_usage=bool(options.get("include_usage")),
+        include_usage=options is not None and options.include_usage,
         echo=echo,
         score_only=max_tokens == 0,
         logprobs=logprobs,
-        stops=(stop,) if isinstance(stop, str) else tuple(stop),
-        prompt_logprobs="prompt_logprobs" in given,
-        speculation=any(given.get(name) for name in reported),
+        stops=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
+        prompt_logprobs=given.prompt_logprobs is not None,
+        speculation=any(reported),
         calls=bool(tools.offered(given)[0]),
     )
 
 
-# Numbers that `SamplingParams` has under the same names; a body may have whole ones.
-_NUMBERS = (
-    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-)  # fmt: skip
-
-
 def _params(
-    given: Mapping[str, Any],
+    given: Body,
     model: ServedModel,
     *,
     max_tokens: int,
@@ -174,39 +168,43 @@ def _params(
     echo: bool,
 ) -> SamplingParams:
     """How the tokens of every choice are made, except for its seed."""
-    asked = (given.get("prompt_logprobs"), logprobs if echo else None)
+    asked = (given.prompt_logprobs, logprobs if echo else None)
     prompt_k = max((k for k in asked if k is not None), default=None)
     for name, k in (("logprobs", logprobs), ("prompt_logprobs", prompt_k)):
         if k is not None and k > model.vocab_size:
             raise unfit(name, f"{name} = {k}, but the vocabulary has {model.vocab_size} tokens")
-    bias = given.get("logit_bias", {})  # whose names are decimal numbers
+    bias = given.logit_bias  # whose names are decimal numbers
     if unknown := [name for name in bias if int(name) >= model.vocab_size]:
         raise unfit(
             "logit_bias",
             f"logit_bias: token id {unknown[0]} is outside the vocabulary (0 to "
             f"{model.vocab_size - 1})",
         )
-    numbers: dict[str, Any] = {name: float(given[name]) for name in _NUMBERS}
-    eos = () if given["ignore_eos"] else model.eos_token_ids
+    eos = () if given.ignore_eos else model.eos_token_ids
     try:
         return SamplingParams(
-            **numbers,
+            temperature=given.temperature,
+            top_p=given.top_p,
+            min_p=given.min_p,
+            presence_penalty=given.presence_penalty,
+            frequency_penalty=given.frequency_penalty,
+            repetition_penalty=given.repetition_penalty,
             max_tokens=max(max_tokens, 1),
-            top_k=max(given["top_k"], 0),
-            seed=given["seed"] if "seed" in given else secrets.randbits(32),
-            stop_token_ids=tuple(dict.fromkeys((*eos, *given.get("stop_token_ids", ())))),
+            top_k=max(given.top_k, 0),
+            seed=secrets.randbits(32) if given.seed is None else given.seed,
+            stop_token_ids=tuple(dict.fromkeys((*eos, *given.stop_token_ids))),
             logprobs=None if max_tokens == 0 else logprobs,
-            logprobs_mode=LogprobsMode[given["logprobs_mode"].upper()],
-            extra_token_ids=tuple(given.get("extra_token_ids", ())),
-            draft_logprobs=given["draft_logprobs"],
+            logprobs_mode=LogprobsMode[given.logprobs_mode.upper()],
+            extra_token_ids=tuple(given.extra_token_ids),
+            draft_logprobs=given.draft_logprobs,
             prompt_logprobs=prompt_k,
-            kept_token_ids=given["kept_token_ids"],
+            kept_token_ids=given.kept_token_ids,
             logit_bias=biases_of_json(bias),
-            min_tokens=given["min_tokens"],
-            structured=structure_of(given),
+            min_tokens=given.min_tokens,
+            structured=tools.structure_of(given),
         )
     except RequestError as error:  # the first field that it names is the one that it is about
-        named = (word for word in re.findall(r"\w+", str(error)) if word in given)
+        named = (word for word in re.findall(r"\w+", str(error)) if word in given.model_fields_set)
         raise unfit(next(named, None), str(error)) from error
 
 
@@ -222,19 +220,19 @@ def _check_prompt_logprobs(k: int | None, num_tokens: int, n: int, bounds: Bound
         )
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(message: Message) -> dict[str, Any]:
     """A message with its parts of text joined, and its calls' arguments as objects, as templates
     have them.
 
     Raises:
       ValueError: it says nothing, or arguments are no JSON object.
     """
-    content, calls = message.get("content"), message.get("tool_calls")
-    if content is None and not calls:
-        raise ValueError(f"a message of the role {message['role']} has no content")
+    content = message.content
+    if content is None and not message.tool_calls:
+        raise ValueError(f"a message of the role {message.role} has no content")
     if not isinstance(content, str):
-        content = "".join(part["text"] for part in content or ())
-    plain = {**message, "content": content}
-    if calls:
-        plain["tool_calls"] = [tools.with_object(one) for one in calls]
+        content = "".join(part.text for part in content or ())
+    plain = message.model_dump(exclude_unset=True) | {"content": content}
+    if message.tool_calls:
+        plain["tool_calls"] = [tools.with_object(one) for one in plain["tool_calls"]]
     return plain

@@ -70,7 +70,7 @@ class Run:
         try:
             for request in asked.requests:
                 self._streams.append(
-                    engine.submit(request, priority=asked.body["priority"], deadline=timeout)
+                    engine.submit(request, priority=asked.body.priority, deadline=timeout)
                 )
         except Exception as error:
             self.end()
@@ -184,7 +184,7 @@ class Run:
           ApiError: the request ended early.
         """
         asked, table = self._asked, self._model.table
-        keep = asked.body["include_stop_str_in_output"]
+        keep = asked.body.include_stop_str_in_output
         delivery = Delivery(table, asked.stops, keep=keep, min_tokens=choice.min_tokens)
         try:
             async for record in stream:

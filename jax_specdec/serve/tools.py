@@ -14,6 +14,7 @@ from typing import Any
 
 from jax_specdec.requests import Structured
 from jax_specdec.serve.errors import unfit
+from jax_specdec.serve.fields import Body, Chat, ResponseFormat, StructuredOutputs
 from jax_specdec.structured.grammar import with_white_space
 
 Json = dict[str, Any]
@@ -23,22 +24,23 @@ _NAME, _ARGUMENTS, _END = '\n{"name": "', '", "arguments": ', "}\n</tool_call>"
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def offered(given: Mapping[str, Any]) -> tuple[list[Json], bool]:
+def offered(given: Body) -> tuple[list[Json], bool]:
     """The functions that a body lets the model call, and whether it must call one.
 
     Raises:
       ApiError: a choice without functions, or of one that is not among them; a name comes twice.
     """
-    tools = given.get("tools", [])
-    functions = [one["function"] for one in tools]
+    if not isinstance(given, Chat):
+        return [], False
+    functions = [one.function.given() for one in given.tools]
     names = [one["name"] for one in functions]
-    choice = given.get("tool_choice", "auto" if tools else "none")
+    choice = given.tool_choice or ("auto" if functions else "none")
     if choice == "none":
         return [], False
     if len(set(names)) < len(names):
         raise unfit("tools", "tools: a name comes twice: names must differ")
-    if isinstance(choice, dict):
-        name = choice["function"]["name"]
+    if not isinstance(choice, str):
+        name = choice.function.name
         functions = [one for one in functions if one["name"] == name]
         if not functions:
             known = ", ".join(names) or "none"
@@ -145,7 +147,7 @@ def _overlap(text: str, word: str) -> int:
 FIELDS = ("tools", "structured_outputs", "response_format")
 
 
-def structure_of(given: Mapping[str, Any]) -> Structured | None:
+def structure_of(given: Body) -> Structured | None:
     """The structure of a body's text; None: anything.
 
     Raises:
@@ -153,8 +155,8 @@ def structure_of(given: Mapping[str, Any]) -> Structured | None:
     """
     functions, required = offered(given)
     asked = {
-        "response_format": _of_format(given.get("response_format", {"type": "text"})),
-        "structured_outputs": _of_outputs(given.get("structured_outputs", {})),
+        "response_format": _of_format(given.response_format),
+        "structured_outputs": _of_outputs(given.structured_outputs),
         "tools": grammar(functions, required=required) if functions else None,
     }
     named = {name: one for name, one in asked.items() if one is not None}
@@ -163,26 +165,28 @@ def structure_of(given: Mapping[str, Any]) -> Structured | None:
     if len(named) > 1:
         raise unfit([*named][1], f"{' and '.join(named)} each say what the text is: give one")
     ((name, found),) = named.items()
-    if given["ignore_eos"]:
+    if given.ignore_eos:
         raise unfit(name, f"ignore_eos with {name}: nothing comes after its end; leave one out")
     return found
 
 
-def _of_format(given: Mapping[str, Any]) -> Structured | None:
-    if given["type"] == "text":
+def _of_format(given: ResponseFormat | None) -> Structured | None:
+    if given is None or given.type == "text":
         return None
-    if given["type"] == "json_object":
+    if given.type == "json_object":
         return _of_schema({"type": "object"})
-    if given.get("json_schema") is None:
+    if given.json_schema is None:
         raise unfit(
             "response_format",
             'response_format of type json_schema needs json_schema: {"name": ..., "schema": ...}',
         )
-    return _of_schema(given["json_schema"].get("schema") or {})
+    return _of_schema(given.json_schema.schema_ or {})
 
 
-def _of_outputs(given: Mapping[str, Any]) -> Structured | None:
-    named = {name: value for name, value in given.items() if value not in (None, False)}
+def _of_outputs(given: StructuredOutputs | None) -> Structured | None:
+    if given is None:
+        return None
+    named = {name.rstrip("_"): one for name, one in given if one not in (None, False)}
     if len(named) > 1:
         raise unfit(
             "structured_outputs", f"structured_outputs has {' and '.join(named)}: give one of them"
