@@ -174,12 +174,12 @@ def ordered_keys(x: jax.Array) -> jax.Array:
 
     A NaN lies beyond the infinity of its sign. `floats` is the inverse.
     """
-    return _mirrored(as_integers(x))
+    return mirrored(as_integers(x))
 
 
 def floats(keys: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The floats of `dtype` that have these `ordered_keys`."""
-    return lax.bitcast_convert_type(_mirrored(keys), dtype)
+    return lax.bitcast_convert_type(mirrored(keys), dtype)
 
 
 def key_of(value: float, dtype: DTypeLike) -> jax.Array:
@@ -229,7 +229,7 @@ def as_integers(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
 
 
-def _mirrored(bits: jax.Array) -> jax.Array:
+def mirrored(bits: jax.Array) -> jax.Array:
     """Sign and magnitude as two's complement, and back: minus the magnitude for negative ones."""
     sign = jnp.array(np.iinfo(bits.dtype).min, bits.dtype)
     return jnp.where(bits < 0, sign - bits, bits)

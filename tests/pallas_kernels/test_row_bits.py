@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import topk_logprobs
 from pallas_kernels.backends.xla.rows import in_one_thread
 from pallas_kernels.backends.xla.selection import FEW_ROWS, is_small_batch
 from pallas_kernels.sampling import Sampling, row_read
@@ -101,3 +102,15 @@ def test_what_runs_in_one_thread_stays_a_branch_of_the_compiled_program() -> Non
     chex.assert_trees_all_equal(program(x), jax.jit(function)(x))
     assert "conditional(" in (program.lower(x).compile().as_text() or "")
     assert "conditional(" not in (jax.jit(function).lower(x).compile().as_text() or "")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_loop_over_one_row_is_split_among_threads(dtype: str) -> None:
+    x, ids = jnp.zeros((1, 32000), jnp.dtype(dtype)), jnp.zeros(1, jnp.int32)
+
+    def split(program) -> int:
+        text = quick_compile.as_users(program).lower(x, ids).compile().as_text() or ""
+        return text.count("outer_dimension_partitions")
+
+    assert split(functools.partial(topk_logprobs, k=0)) == 0
+    assert split(lambda x, _: jnp.sum(jnp.log(jnp.abs(x) + 1) * jnp.sin(x), axis=1)) > 0

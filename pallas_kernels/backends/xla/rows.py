@@ -105,9 +105,13 @@ def in_one_thread(function: Callable[..., Result], *arguments: forms.Tree) -> Re
     return forms.in_branch(always, function, *arguments)
 
 
-# Pieces of a row that are added at a time on a CPU: of terms with an `exp` each, and of sums.
+# Few rows of so many logits are made float32 first on a CPU: in 16 bits a loop computes more than
+# it reads.
+SHORT = 1 << 16
+# Pieces of a row that are added at a time on a CPU: of terms with an `exp` each, and of sums. Of
+# few rows in float32 fewer are counted: then a loop does not compute more than it reads.
 FIRST_PIECES = 8
-
+COUNTED_OF_FEW = 4
 MORE_PIECES = 16
 
 
@@ -153,6 +157,8 @@ def _added_pieces(x: jax.Array, given: Given) -> Sums:
     each: Given = jax.tree.map(lambda one: one[:, None], given)
     cut = [piece[..., None] for piece in forms.pieces(x, FIRST_PIECES, -jnp.inf)]
     exponentials = forms.in_pairs(jnp.add, [_exponentials(one, each)[..., 0] for one in cut])
+    if selection.is_small_batch(x) and x.dtype.itemsize == 4:
+        cut = [piece[..., None] for piece in forms.pieces(x, COUNTED_OF_FEW, -jnp.inf)]
     larger = forms.in_pairs(jnp.add, [_larger(one, each)[..., 0] for one in cut])
     # Two loops: of both in one, XLA's CPU compiler makes code that takes half as long again.
     both = forms.barrier((exponentials, larger))
@@ -399,15 +405,17 @@ def sums_of_block(
     """
     k = outputs.k
     width = selection.group_width(x.shape[1], k) if way.two_stages else None
+    few = way is CPU and selection.is_small_batch(x)
+    if few and x.size <= SHORT:
+        x = forms.barrier(x.astype(jnp.float32))
 
     def statistics_and_maxima(
         x: jax.Array, selected: jax.Array, temperatures: jax.Array | None
     ) -> tuple[Statistics, jax.Array | None]:
-        selected = selected.astype(x.dtype)
-        limit = forms.limit_of_count(selected, outputs.inclusive)
+        limit = forms.limit_of_count(selected.astype(x.dtype), outputs.inclusive)
         return way.read(x, limit, temperatures, width, outputs.entropy)
 
-    if way is CPU and selection.is_small_batch(x):
+    if few:
         wide = selected.astype(jnp.float32)  # one operation fewer out here
         statistics, maxima = in_one_thread(statistics_and_maxima, x, wide, temperatures)
     else:

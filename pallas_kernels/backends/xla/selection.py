@@ -210,7 +210,11 @@ def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
     """`row_maximum`; a NaN may be overlooked, which is beside larger logits a negative one."""
     if x.dtype.itemsize == 4 and not is_small_batch(x):
         return row_maximum(x)
-    return largest_on_cpu(group_maxima(x, NARROWEST_GROUP), x.dtype)
+    # Not `group_maxima`: of bits that are all negative, the least are of the largest float.
+    bits = [forms.as_integers(one) for one in forms.pieces(x, NARROWEST_GROUP, -jnp.inf)]
+    most, least = (forms.in_pairs(join, bits) for join in (jnp.maximum, jnp.minimum))
+    keys = jnp.where(most < 0, forms.mirrored(least), most)
+    return largest_on_cpu(keys, x.dtype)
 
 
 def largest_on_cpu(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
