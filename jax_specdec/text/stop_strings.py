@@ -16,7 +16,7 @@ class StopStrings:
       end: characters before that string, or with it where it is kept; None until one was found.
     """
 
-    def __init__(self, strings: Sequence[str], *, keep: bool = False) -> None:
+    def __init__(self, strings: Sequence[str], *, keep: bool) -> None:
         """Begin with an empty text.
 
         Args:
@@ -27,7 +27,6 @@ class StopStrings:
         self.found: str | None = None
         self.end: int | None = None
         self._strings, self._keep = tuple(strings), keep
-        self._longest = max(map(len, strings), default=1)
 
     def push(self, text: str, *, may_end: bool = True) -> None:
         """Add what comes next; nothing changes behind the end.
@@ -57,8 +56,10 @@ class StopStrings:
         """Characters that stay, whatever comes: no string can begin among them any more."""
         if self.end is not None:
             return self.end
-        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
-            rest = self.text[-length:]
-            if any(len(one) > length and one.startswith(rest) for one in self._strings):
-                return len(self.text) - length
-        return len(self.text)
+        begun = (
+            length
+            for one in self._strings
+            for length in range(len(one))
+            if self.text.endswith(one[:length])
+        )
+        return len(self.text) - max(begun)

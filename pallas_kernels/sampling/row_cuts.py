@@ -56,7 +56,7 @@ def cut_among(
     gap = (logits - largest[:, None] >= lowest_gap(sampling)[:, None]) & (logits > -jnp.inf)
     marks = before, gap, logits > -jnp.inf
     shorter, within, finite = summed(*(x.astype(jnp.int32) for x in marks))
-    complete = (finite < count) | (count == vocab_size)
+    complete = finite < count  # where all V are candidates, keeping them is keeping everything
     first_p = _length(jnp.where(by_p, shorter + 1, UNKNOWN), count)
     # The mass that top-p takes its share of is unknown.
     blind = by_p & by_k & ~enough & ~complete

@@ -215,6 +215,9 @@ def test_many_short_waits_for_one_unit_spin_no_longer_than_one(monkeypatch, inte
 def test_many_short_waits_learn_a_pause_once(scene):
     for gap in (*[35] * 30, 3000, 35):
         scene.poll(gap * MS, MS)
+    for _ in range(5):
+        scene.poll(0, MS)  # a unit that was there at once teaches nothing
+        assert not scene.waiter.take(scene.now + MS)
     assert 35 * MS < scene.waiter._rhythm.interval_ns < 45 * MS
 
 

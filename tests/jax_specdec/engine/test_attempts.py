@@ -128,10 +128,15 @@ def test_new_requests_do_not_wait_for_a_try_for_long():
     assert {stream.finish_reason for stream in scene.streams.values()} == {FinishReason.LENGTH}
 
 
-def test_where_lost_workers_are_not_replaced_as_few_are_lost():
-    """Two workers are lost by a poisoned request, never more; rank 2 has 8 long ones."""
-    requests = [longer(one, 20 if n % 3 == 2 else 1) for n, one in enumerate(long_requests(24))]
-    scene = Scene(num_ranks=3, num_slots=8, worker=poisoned("r23", dies_in=4),
+@pytest.mark.parametrize(("num_slots", "others"), [(8, 1), (16, 20)])
+def test_where_lost_workers_are_not_replaced_as_few_are_lost(num_slots, others):
+    """Two workers are lost by a poisoned request, never more; rank 2 has 8 long ones.
+
+    Where the others are long too, the next try waits until those of its worker have got on.
+    """
+    lengths = [20 if n % 3 == 2 else others for n in range(24)]
+    requests = list(map(longer, long_requests(24), lengths))
+    scene = Scene(num_ranks=3, num_slots=num_slots, worker=poisoned("r23", dies_in=4),
                   on_worker_loss="continue", resume_lost=True)  # fmt: skip
     scene.run(requests)
     check(scene, requests)

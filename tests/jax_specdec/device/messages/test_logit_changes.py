@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_specdec.device.messages.logit_changes import (
+    RowChanges,
     Written,
     changed_logits,
     changes_of,
@@ -90,11 +91,15 @@ def test_rows_changes_are_those_of_the_copy():
 
     @quick_compile.jit
     def handed_down(logits, changes, lengths):
-        rows = Changes(*(x.reshape(24, -1) for x in row_changes(changes, lengths, 4, 40)))
-        return apply(logits.reshape(24, 40), prepared(rows, 40))
+        rows = [x.reshape(24, -1) for x in row_changes(changes, lengths, 4, 40)]
+        flat, ids = logits.reshape(24, 40), jnp.broadcast_to(jnp.arange(-1, 40), (24, 41))
+        listed = RowChanges(*rows).at(jnp.pad(flat, ((0, 0), (1, 0)), constant_values=5), ids)
+        return apply(flat, prepared(Changes(*rows), 40)), listed
 
-    found = handed_down(jnp.asarray(logits), changes, tokens.lengths)
+    found, listed = handed_down(jnp.asarray(logits), changes, tokens.lengths)
     np.testing.assert_array_equal(found, copy.reshape(24, 40))
+    np.testing.assert_array_equal(listed[:, 1:], found)
+    np.testing.assert_array_equal(listed[:, 0], 5)  # -1 is no token
     assert np.isneginf(np.asarray(copy)[0, 0, [0, 31, 32, 39]]).all()
     assert row_changes(made(params[1:2], [[1]]), jnp.int32([1]), 4, 40).allowed is None
 
