@@ -122,8 +122,8 @@ def options_of_requests(
       ValueError: not as many generations or verdicts as requests.
     """
     chosen_ids: Any = np.zeros((len(params), widths.chosen), np.int32)
-    for row, one in zip(chosen_ids, params, strict=True):
-        row[: len(one.extra_token_ids)] = one.extra_token_ids
+    for b, one in enumerate(params):
+        chosen_ids[b, : len(one.extra_token_ids)] = one.extra_token_ids
     options = BatchOptions(
         generation=_each("generations", generation, len(params), np.uint32),
         verdict=_each("verdicts", verdict, len(params), np.int32),
