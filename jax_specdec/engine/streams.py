@@ -131,9 +131,9 @@ class Streams:
         self,
         request: Request,
         *,
-        priority: int = 0,
-        deadline: float | None = None,
-        progress: Progress | None = None,
+        priority: int,
+        deadline: float | None,
+        progress: Progress | None,
     ) -> Stream:
         """Queue a request; see `Engine.submit`.
 

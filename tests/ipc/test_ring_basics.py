@@ -95,9 +95,9 @@ def test_who_attaches_too_late_is_told_why(monkeypatch):
         with pytest.raises(errors.RoleTaken, match="producer already"):
             RingWriter.attach(reader.name)
         monkeypatch.setattr(segment, "is_alive", lambda creator: False)
-        with pytest.raises(errors.PeerDied, match="consumer"):
+        with pytest.raises(errors.PeerDied, match="consumer") as died:
             RingWriter.attach(reader.name)
-        assert leftovers() == []  # of a dead creator
+        assert (died.value.last_sequence, leftovers()) == (-1, [])  # of a dead creator
 
 
 def test_names_are_checked():

@@ -231,8 +231,11 @@ def test_a_spinning_side_yields_where_both_share_one_core(monkeypatch, cores, pe
     scene.take(5 * MS)
     if cores == peer:
         assert max(np.diff([0, *yields, 5 * MS])) <= 2 * GLANCES * LOOK
-    else:
-        assert not yields
+        yields.clear()
+        monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: {2, 3})  # as it is now
+        scene.now += waiting.AFFINITY_NS
+        scene.take(5 * MS)
+    assert not yields
 
 
 def test_a_ring_asks_where_its_peer_runs(monkeypatch):
