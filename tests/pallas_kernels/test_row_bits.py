@@ -105,12 +105,15 @@ def test_what_runs_in_one_thread_stays_a_branch_of_the_compiled_program() -> Non
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_loop_over_one_row_is_split_among_threads(dtype: str) -> None:
-    x, ids = jnp.zeros((1, 32000), jnp.dtype(dtype)), jnp.zeros(1, jnp.int32)
+def test_no_loop_over_a_row_is_split_among_threads_or_pads(dtype: str) -> None:
+    def text(program, rows: int, width: int) -> str:
+        given = jnp.zeros((rows, width), jnp.dtype(dtype)), jnp.zeros(rows, jnp.int32)
+        return quick_compile.as_users(program).lower(*given).compile().as_text() or ""
 
-    def split(program) -> int:
-        text = quick_compile.as_users(program).lower(x, ids).compile().as_text() or ""
-        return text.count("outer_dimension_partitions")
+    def control(x: jax.Array, _: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.log(jnp.abs(x) + 1) * jnp.sin(x), axis=1)
 
-    assert split(functools.partial(topk_logprobs, k=0)) == 0
-    assert split(lambda x, _: jnp.sum(jnp.log(jnp.abs(x) + 1) * jnp.sin(x), axis=1)) > 0
+    ours = functools.partial(topk_logprobs, k=0)
+    assert "outer_dimension_partitions" not in text(ours, 1, 32000)
+    assert "outer_dimension_partitions" in text(control, 1, 32000)
+    assert " pad(" not in text(ours, 1, 32001) + text(ours, 9, 32001)

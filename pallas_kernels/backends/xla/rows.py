@@ -62,9 +62,6 @@ def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> i
         vocabulary + vocabulary * itemsize // 8 + 8 * selection.selection_size(vocabulary, k)
     )
     copies = 2 * vocabulary * itemsize  # where rows are taken block by block
-    if vocabulary % 8:  # one is made of all rows too, and one in float32
-        bytes_per_row += vocabulary * (itemsize + 4)
-        copies //= 2
     if not dynamic and num_targets * bytes_per_row <= CPU_BYTES:
         return num_targets
     bytes_per_row += copies
