@@ -157,7 +157,7 @@ def faults(
         found.append("no cycles are kept to compare with")
     elif one.cycles > kept * (1 + SLACK):
         found.append(f"{one.cycles / kept - 1:.1%} more cycles than {kept}")
-    if one.way == "xla":
+    if one.way in ("xla", "linear"):
         slower = plain is not None and one.cycles > plain.cycles * (1 + AS_FAST)
         return [*found, "more cycles than the plain way"] if slower else found
     if one.seconds > SECONDS or one.gigabytes > GIGABYTES:

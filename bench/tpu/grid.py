@@ -39,6 +39,7 @@ RULE = (
     *(Shape(64, vocabulary, 5, "float32") for vocabulary in (128, 512)),
 )
 STEPS = (("v5e", 4, 32_768), ("v6e", 4, 32_768))  # chip, devices, vocabulary
+LINEAR = Shape(64, 151_936, 20, "float32")  # of a head [V, 4096] in bfloat16
 QUICK = tuple(Shape(64, 131_072, k, "bfloat16") for k in (0, 20))
 FEW = (
     Shape(64, 131_072, 0, "bfloat16"),
@@ -50,6 +51,7 @@ def programs(quick: bool) -> list[tuple[str, str, Shape]]:
     """Chip, way and shape of each program to compile."""
     shapes = QUICK if quick else (*LIMITED, *OTHERS)
     found = [(chip, "kernel", shape) for chip in ("v5e", "v6e") for shape in shapes]
+    found.append(("v6e", "linear", LINEAR))
     if quick:
         return found
     found += [(chip, "kernel", shape) for chip in ("v5p", "7x") for shape in LIMITED]

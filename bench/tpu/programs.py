@@ -4,8 +4,9 @@
 
 prints a line of JSON. libtpu reads where to write its listings when it is loaded, so each program
 has a process. WAY is `plain` (log_softmax, top_k, gather and a count), `xla` (ours without the
-kernel), `kernel`, `groups` (the read of rows that are sampled), or `full`: the kernel with what
-rare rows need, whose loops would be counted as if every row took them.
+kernel), `kernel`, `groups` (the read of rows that are sampled), `linear` (of hidden states, and a
+head in bfloat16), or `full`: the kernel with what rare rows need, whose loops would be counted as
+if every row took them.
 """
 
 import functools
@@ -30,7 +31,8 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-WAYS = ("kernel", "groups", "plain", "xla", "full")
+WAYS = ("kernel", "groups", "linear", "plain", "xla", "full")
+HIDDEN = 4096
 # GHz, and GB/s of a core's HBM, from Google's pages on each chip and jax's `TpuInfo`.
 CLOCKS = {"v5e": 1.5, "v6e": 1.75, "v5p": 1.75, "7x": 1.9}
 BANDWIDTHS = {"v5e": 819, "v6e": 1640, "v5p": 2765, "7x": 3690}
@@ -73,7 +75,7 @@ def measure(
     from jax.sharding import NamedSharding, PartitionSpec
 
     from bench.tpu import bundles
-    from pallas_kernels import topk_logprobs
+    from pallas_kernels import linear_topk_logprobs, topk_logprobs
     from pallas_kernels.backends import read
     from pallas_kernels.backends.mosaic_tpu import rows as run
     from pallas_kernels.backends.mosaic_tpu import schedule
@@ -89,6 +91,8 @@ def measure(
             inverse = 1 / (1 + ids.astype(jnp.float32))
             nothing = jnp.zeros_like(ids)
             return read.read_groups(part, inverse, nothing, -1, "mosaic_tpu")[0].groups
+        if way == "linear":
+            return linear_topk_logprobs(x[0], x[1], ids, k, logits_dtype=dtype)
         if way == "plain":
             return reference.topk_logprobs(x, ids, k)
         return topk_logprobs(x, ids, k, implementation="xla" if way == "xla" else "mosaic_tpu")
@@ -97,7 +101,9 @@ def measure(
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
     array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-    given = array((rows, vocabulary), jnp.dtype(dtype)), array((rows,), jnp.dtype("int32"))
+    given: Any = array((rows, vocabulary), jnp.dtype(dtype)), array((rows,), jnp.dtype("int32"))
+    if way == "linear":
+        given = [array((n, HIDDEN), jnp.dtype("bfloat16")) for n in (rows, vocabulary)], given[1]
     begin = time.process_time()
     with (
         mock.patch.object(run, "choose_schedule", chosen),

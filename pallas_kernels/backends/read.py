@@ -12,7 +12,9 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.backends.groups import FEW, Drawn, ListedRows, Part, Read, RowsToDraw, Top
 from pallas_kernels.backends.xla import groups
+from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.lowering.choose import KERNELS, Implementation, kernel_is_faster, kernels_or_xla
 from pallas_kernels.lowering.forms import Tree
 
@@ -56,6 +58,30 @@ def read_groups(
         implementation=implementation,
         backends=tuple(KERNELS) if changes is None else ("mosaic_gpu",),
         faster_on_tpu=part.logits.shape[1] >= LEAST_ON_TPU,
+    )
+
+
+def row_sums(
+    rows: Rows,
+    selected: Float32[Array, " R"],
+    outputs: Outputs,
+    implementation: Implementation | None = None,
+    backends: tuple[str, ...] = tuple(KERNELS),
+) -> RowSums:
+    """`xla.rows.row_sums`, by one of the backends where it is faster."""
+    logits = rows.logits
+    return kernels_or_xla(  # type: ignore[no-any-return]
+        "rows",
+        lambda kernels, rows, selected: kernels.row_sums(rows, selected, outputs),
+        lambda rows, selected: xla.row_sums(rows, selected, outputs),
+        rows,
+        selected,
+        logits=logits,
+        implementation=implementation,
+        backends=backends,
+        faster_on_tpu=kernel_is_faster(
+            selected.shape[0], logits.shape[1], outputs.k, logits.dtype.name
+        ),
     )
 
 

@@ -46,6 +46,7 @@ from pallas_kernels.linear.types import (
     LinearKeptLogprobs,
 )
 from pallas_kernels.lowering import choose
+from pallas_kernels.lowering.choose import Implementation
 from pallas_kernels.meshes import linear_placement, split
 from pallas_kernels.meshes.placement import AxisName, Layout
 from pallas_kernels.meshes.split import Words
@@ -71,7 +72,7 @@ def linear_topk_logprobs(
     head_axes: str = "VH",
     log_sum_exp: bool = False,
     entropy: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
     row_axis_name: AxisName | None = None,
     vocab_size: int | None = None,
@@ -118,7 +119,8 @@ def linear_topk_logprobs(
       logits_dtype: "bfloat16", "float16" or "float32".
       head_axes: "VH", or "HV" for a head [H, V], as kernels of dense layers are. No copy is made.
       log_sum_exp, entropy: whether these results are wanted, see `TopkLogprobs`.
-      implementation: "xla" or None, which is the same: no other one has a product.
+      implementation: "xla", or None for what `use_implementation` names, else the fastest. The
+        product is XLA's in any case; for K > 0 a TPU's kernel reads the logits that are there.
       axis_name: the mesh axis over which the head is split.
       row_axis_name: outside `shard_map`, the mesh axis of `mesh` over which hidden is split.
       vocab_size: V, where rows of padding follow in the head.
@@ -129,7 +131,8 @@ def linear_topk_logprobs(
 
     Raises:
       TypeError, ValueError: a shape, a dtype or a number is not as above.
-      NotImplementedError: there is no such implementation of this call.
+      NotImplementedError: there is no such implementation of this call, or that of
+        `use_implementation` cannot run here.
     """
     hidden, head = _check_product(hidden, head, head_axes)
     axis = head_axes.index("V")
@@ -150,7 +153,8 @@ def linear_topk_logprobs(
     if implementation in choose.KERNELS:
         choose.refuse(implementation, "it has no product with a head")
     definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
-    call = Call(definition, k, bool(entropy), place.shard)
+    reader = choose.resolved(implementation)
+    call = Call(definition, k, bool(entropy), place.shard, implementation=reader)
     if num_targets == 0 or hidden.shape[0] == 0:
         outputs = Outputs(k, log_sum_exp, entropy)
         return skipped_rows(num_targets, outputs, extra_token_ids.shape[1])

@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.answers import answers, is_active, of_all_shards, usable_temperatures
+from pallas_kernels.backends.answers import (
+    ReadRows,
+    answers,
+    is_active,
+    of_all_shards,
+    usable_temperatures,
+)
+from pallas_kernels.backends.read import row_sums
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.rows import Rows, RowSums, no_sums
 from pallas_kernels.contract.types import TopkLogprobs
@@ -37,6 +44,12 @@ def inverse_temperatures(temperatures: jax.Array | None) -> jax.Array | None:
 def num_columns(shard: VocabShard, width: int) -> jax.Array:
     """How many of this device's columns are the vocabulary's: [] int32, 0 to `width`."""
     return jnp.clip(shard.size(width) - shard.ids(width)[0], 0, width)
+
+
+def row_sums_of(call: Call) -> ReadRows:
+    """The read of rows: of a top K by a TPU's kernel. Else nearly all the time is the product's."""
+    backends = ("mosaic_tpu",) if call.k else ()
+    return functools.partial(row_sums, implementation=call.implementation, backends=backends)
 
 
 def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
@@ -88,7 +101,7 @@ def _by_rows(call: Call, schedule: Schedule, inputs: Inputs) -> State:
         def sums_of(start: jax.Array) -> RowSums:
             x, given, t = forms.rows_from(every, start, part)
             x = x if part == schedule.rows else forms.barrier(x)
-            return xla.row_sums(Rows(x, temperatures=t), given, outputs)
+            return row_sums_of(call)(Rows(x, temperatures=t), given, outputs)
 
         sums = forms.map_blocks(sums_of, part, None, no_sums(schedule.rows, outputs), every)
         return State(of_all_shards(sums, call.k, temperatures, shard, width), logits)
@@ -118,7 +131,8 @@ def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> State:
     given = of_all_shards_at(guess[:, None], first)[:, 0]
     rows = read_columns.RowInputs(local, given, inputs.temperatures)
     outputs = call.outputs._replace(k=min(call.k, width))
-    sums, own = read_columns.read_columns(definition, schedule, outputs, product, rows)
+    read = row_sums_of(call)
+    sums, own = read_columns.read_columns(definition, schedule, outputs, read, product, rows)
     bits, guessed = map(forms.as_integers, (own[:, 0], guess))
     wrong = mine[:, 0] & known[:, 0] & (bits != guessed)
     wrong &= ~(jnp.isnan(own[:, 0]) & jnp.isnan(guess))

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.answers import joined_sums
-from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.backends.answers import ReadRows, joined_sums
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
 from pallas_kernels.linear import candidates
 from pallas_kernels.linear.schedule import Schedule
@@ -111,7 +110,12 @@ class RowInputs(NamedTuple):
 
 
 def read_columns(
-    definition: Definition, schedule: Schedule, outputs: Outputs, product: Product, rows: RowInputs
+    definition: Definition,
+    schedule: Schedule,
+    outputs: Outputs,
+    row_sums: ReadRows,
+    product: Product,
+    rows: RowInputs,
 ) -> State:
     """The sums of all columns of R rows, and the logits of those named.
 
@@ -119,6 +123,7 @@ def read_columns(
       definition: of the logits.
       schedule: columns, piece and part.
       outputs: K, at most W, and whether `weighted` is wanted.
+      row_sums: of the logits in a part.
       product: all columns.
       rows: what is given of them.
     """
@@ -128,7 +133,7 @@ def read_columns(
         return State(no_sums(rows.named.shape[0], outputs), nothing)
 
     cpu, default = (
-        functools.partial(_read_on, definition, schedule, outputs, on_cpu)
+        functools.partial(_read_on, definition, schedule, outputs, row_sums, on_cpu)
         for on_cpu in (True, False)
     )
     return lowered_for(product, rows, like=like, cpu=cpu, default=default)
@@ -138,6 +143,7 @@ def _read_on(
     definition: Definition,
     schedule: Schedule,
     outputs: Outputs,
+    row_sums: ReadRows,
     on_cpu: bool,
     product: Product,
     rows: RowInputs,
@@ -159,7 +165,7 @@ def _read_on(
         met = _met(x, start, seen, rows.named, state.named)
         t = rows.temperatures
         some = outputs._replace(k=0 if on_cpu else min(outputs.k, schedule.columns))
-        sums = xla.row_sums(Rows(x, temperatures=t), rows.given, some)
+        sums = row_sums(Rows(x, temperatures=t), rows.given, some)
         best = candidates.Best(sums.top_logits, sums.top_ids + start)
         sums = sums._replace(top_ids=state.sums.top_ids, top_logits=state.sums.top_logits)
         both: RowSums = jax.tree.map(lambda a, b: jnp.stack([a, b]), state.sums, sums)

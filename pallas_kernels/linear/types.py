@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.linear.schedule import Schedule
+from pallas_kernels.lowering.choose import Implementation
 from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.meshes.placement import VocabShard
 
@@ -138,6 +139,7 @@ class Call(NamedTuple):
     entropy: bool
     shard: VocabShard
     schedule: Schedule | None = None  # None: as the sizes suggest
+    implementation: Implementation | None = None  # of the read of logits
 
     @property
     def outputs(self) -> Outputs:

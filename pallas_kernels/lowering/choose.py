@@ -354,7 +354,7 @@ def kernels_or_xla(
       logits: [N, V], whose shape may be an obstacle.
       implementation: "xla", a name of `KERNELS`, or None: what `use_implementation` names, else
         kernels wherever they can run.
-      backends: those that have the job.
+      backends: those that have the job; another one that is named leaves it to XLA.
       faster_on_tpu: whether the TPU's kernels are faster than XLA; only None asks.
 
     Raises:
@@ -364,7 +364,7 @@ def kernels_or_xla(
     """
     check_name(implementation)
     implementation = resolved(implementation)
-    if implementation == "xla":
+    if implementation not in (None, *backends):
         return by_xla(*arguments)
     explicit = implementation is not None
     names = [implementation] if implementation is not None else [*backends]
@@ -375,8 +375,6 @@ def kernels_or_xla(
             # Without the device, no other shape would help.
             absent = None if is_here(implementation) else KERNELS[implementation].missing
             refuse(implementation, f"{absent}, and {obstacle}" if absent else obstacle)
-        if implementation not in backends:
-            return by_xla(*arguments)
     else:
         slow = set() if faster_on_tpu else {"mosaic_tpu"}
         names = [name for name, obstacle in found.items() if obstacle is None and name not in slow]

@@ -10,14 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels.backends import answers
+from pallas_kernels.backends import answers, read
 from pallas_kernels.backends.greedy import greedy, greedy_of_rows
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.rows import (
     Outputs,
     Rows,
-    RowSums,
     check_changes,
     check_k,
     check_logits,
@@ -243,7 +242,8 @@ def _of_shard(
         changed = of_logits.apply(rows.logits, answers.changes_of(rows.changes, shard, width))
         chosen = greedy(changed, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
         rows = rows._replace(token_ids=chosen.token_ids)
-    return answers.topk_logprobs(functools.partial(row_sums, implementation), rows, outputs, shard)
+    row_sums = functools.partial(read.row_sums, implementation=implementation)
+    return answers.topk_logprobs(row_sums, rows, outputs, shard)
 
 
 def topk_of_whole_rows(
@@ -278,34 +278,17 @@ def topk_of_whole_rows(
         rows = with_choice(rows) if is_greedy else rows
         return answers.topk_logprobs(xla.row_sums, rows, outputs, WHOLE)
 
+    logits = rows.logits
+    # The choice is a top 1.
+    k = max(outputs.k, 1) if is_greedy else outputs.k
     return choose.kernels_or_xla(
         "rows",
         by_kernels,
         by_xla,
         rows,
-        logits=rows.logits,
+        logits=logits,
         implementation=implementation,
-        # The choice is a top 1.
-        faster_on_tpu=_faster_on_tpu(rows, max(outputs.k, 1) if is_greedy else outputs.k),
+        faster_on_tpu=choose.kernel_is_faster(
+            rows.num_targets, logits.shape[1], k, logits.dtype.name
+        ),
     )
-
-
-def row_sums(
-    implementation: Implementation | None, rows: Rows, selected: jax.Array, outputs: Outputs
-) -> RowSums:
-    """`answers.ReadRows` of a part of the columns."""
-    return choose.kernels_or_xla(  # type: ignore[no-any-return]
-        "rows",
-        lambda kernels, rows, selected: kernels.row_sums(rows, selected, outputs),
-        lambda rows, selected: xla.row_sums(rows, selected, outputs),
-        rows,
-        selected,
-        logits=rows.logits,
-        implementation=implementation,
-        faster_on_tpu=_faster_on_tpu(rows, outputs.k),
-    )
-
-
-def _faster_on_tpu(rows: Rows, k: int) -> bool:
-    dtype = rows.logits.dtype.name
-    return choose.kernel_is_faster(rows.num_targets, rows.logits.shape[1], k, dtype)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import greedy_topk_logprobs, linear_topk_logprobs, topk_logprobs
 from pallas_kernels.backends import read as reads
 from pallas_kernels.backends.groups import ListedRows
 from pallas_kernels.backends.mosaic_tpu import schedule as schedules
 from pallas_kernels.backends.mosaic_tpu.schedule import choose_schedule
 from pallas_kernels.lowering import choose
-from pallas_kernels.lowering.choose import kernel_is_faster
+from pallas_kernels.lowering.choose import kernel_is_faster, use_implementation
 from pallas_kernels.sampling.rows import GroupedRows
 from tests.support import lowered
 from tests.support.changed_logits import changes_of
@@ -106,6 +106,29 @@ def test_the_rule():
 def test_masks_biases_and_float16_take_the_kernel():
     changes = changes_of(np.random.default_rng(0), 8, 8192)
     assert kernels_of(functools.partial(call, **changes), *shapes(dtype="float16")) == 1
+
+
+linear = functools.partial(linear_topk_logprobs, k=5)
+HEAD = lowered.array((131_072, 64), "bfloat16")
+
+
+@pytest.mark.parametrize("rows", [16, 256])
+def test_logits_of_hidden_states_that_are_there(rows):
+    """All of them, or a part of the columns; XLA's without a K, and by its name."""
+    given = lowered.array((rows, 64), "bfloat16"), HEAD, lowered.array((rows,))
+    assert kernels_of(linear, *given) == 1
+    how = {"mesh": mesh_of(2), "in_specs": (P(), P("model"), P()), "out_specs": P()}
+    split = jax.shard_map(lambda *x: linear(*x, axis_name="model").token_ids, **how)
+    assert kernels_of(split, *given) == 1
+    assert kernels_of(functools.partial(linear, k=0), *given) == 0
+    assert kernels_of(functools.partial(linear, implementation="xla"), *given) == 0
+    for name in ("xla", "mosaic_gpu"):
+        with use_implementation(name):
+            assert kernels_of(linear, *given) == 0
+    with use_implementation("mosaic_tpu"):
+        assert kernels_of(linear, *given) == 1
+        with pytest.raises(NotImplementedError, match="no TPU here"):
+            kernels_of(linear, *given, platform="cpu")
 
 
 def test_a_symbolic_number_of_rows():

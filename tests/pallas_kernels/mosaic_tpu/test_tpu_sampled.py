@@ -1,6 +1,7 @@
 """The TPU kernel's read of sampled rows and of shards, interpreted, against XLA's; a wrong one."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +9,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import Part
 from pallas_kernels.backends.mosaic_tpu import groups as sampled
 from pallas_kernels.backends.mosaic_tpu import rows as run
 from pallas_kernels.backends.mosaic_tpu import unit
 from pallas_kernels.backends.xla import groups as sampled_rows
-from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.rows import Outputs
+from pallas_kernels.linear import read_columns
+from pallas_kernels.linear.schedule import Schedule
+from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import oracle
-from tests.support import kernel_calls, quick_compile
-from tests.support.interpreted_tpu_kernel import run_interpreted, run_watched
+from tests.support import kernel_calls, linear_cases, quick_compile
+from tests.support.interpreted_tpu_kernel import CUT, interpret, run_interpreted, run_watched
+from tests.support.shards import P, mesh_of, padded
+from tests.support.watched_interpreters import watched
 
 V = 1429  # five groups, and 149 tokens of a sixth; three chunks
 INVERSE = np.array([1, 2, 0.5, 1], np.float32)
@@ -71,35 +77,46 @@ def test_groups_that_are_cut_by_columns():
         np.testing.assert_array_equal(more, raw)
 
 
-COLUMNS, SHARDS, K = 1173, 3, 2
-WIDTH = COLUMNS // SHARDS
+COLUMNS, SHARDS, WIDTH = 1173, 2, 588  # the last shard ends in padding
+WAYS = (Schedule(3, WIDTH, WIDTH, 3), Schedule(10, 128, 64, 5, elsewhere=500))
 
 
-def test_the_kernels_parts_are_those_of_xla():
-    """Shards of -inf alone, of ties, with a NaN; tokens of other shards are counted by."""
-    more = np.random.default_rng(3).normal(size=(3, COLUMNS)) * 4
-    x = np.concatenate([oracle.edge_rows(COLUMNS, np.float32, 128), more.astype(np.float32)])
+@pytest.mark.parametrize("way", WAYS, ids=["rows", "columns"])
+def test_shards_of_logits_that_are_there(way, monkeypatch):
+    """What a TPU's programs of `linear_topk_logprobs` read: shards of -inf alone, of ties, with a
+    NaN; parts that begin early; tokens of other shards."""
+
+    def by_kernel(job, call, by_xla, *rows, backends, **_):
+        assert (job, backends) == ("rows", ("mosaic_tpu",))
+        how = {"interpret": interpret(), "cut": CUT}
+        return call(SimpleNamespace(row_sums=partial(run.row_sums, **how)), *rows)
+
+    def on_tpu(*given, like, cpu, default):
+        return default(*given)
+
+    monkeypatch.setattr(read, "kernels_or_xla", by_kernel)
+    monkeypatch.setattr(read_columns, "lowered_for", on_tpu)
+    rng = np.random.default_rng(3)
+    x = np.concatenate([oracle.edge_rows(COLUMNS, np.float32, 128), rng.normal(0, 4, (3, COLUMNS))])
     x[-1, WIDTH:] = -np.inf
-    selected = np.tile(x[np.arange(len(x)), np.arange(len(x)) * 80 % COLUMNS], SHARDS)
-    rest = (None, None, np.tile(np.geomspace(0.3, 3, len(x)).astype(np.float32), SHARDS))
-    # One kernel for all of them: shards as more rows.
-    parts = np.concatenate([x[:, i * WIDTH : (i + 1) * WIDTH] for i in range(SHARDS)])
+    x = x.astype(np.float32).astype(np.float64)
+    hidden, head = linear_cases.factors(x)
+    ids = rng.integers(0, COLUMNS, 10).astype(np.int32)
+    given = {"temperatures": rng.choice(np.float32([0, 0.5, 1, 2]), 10)}
+    given["extra_token_ids"] = rng.integers(-1, COLUMNS + 1, (10, 2)).astype(np.int32)
 
-    def call(parts, selected, rest, interpret, cut):
-        how = {"interpret": interpret, "cut": cut}
-        return kernel_calls.row_sums(run, parts, selected, Outputs(K), *rest, **how)
+    def on_shards(call):
+        specs = P(), P("model"), *[P()] * 6
+        split = {"mesh": mesh_of(SHARDS), "in_specs": specs, "out_specs": P(), "check_vma": False}
+        return quick_compile.jit(jax.shard_map(call, **split))
 
-    found = run_interpreted(call, parts, selected, rest)
-    expected = kernel_calls.row_sums(xla, jnp.asarray(parts), selected, Outputs(K), *rest)
-    # Of rows without a NaN, all but the sums' rounding; of the others, that they have one.
-    rows = ~np.isnan(parts).any(1)
-    for name in ("maximum", "num_larger", "top_logits"):
-        a, b = (np.asarray(getattr(one, name))[rows] for one in (found, expected))
-        np.testing.assert_array_equal(a, b)
-    finite = (np.asarray(expected.top_logits) > -np.inf) & rows[:, None]
-    np.testing.assert_array_equal(found.top_ids[finite], expected.top_ids[finite])
-    np.testing.assert_allclose(found.sum_exp[rows], expected.sum_exp[rows], rtol=3e-6)
-    np.testing.assert_array_equal(np.isnan(found.sum_exp), np.isnan(expected.sum_exp))
+    with watched() as raced:
+        found = linear_cases.run(
+            way, hidden, padded(head.T, SHARDS).T, ids, 2, shard=VocabShard("model", COLUMNS),
+            compiler=on_shards, entropy=True, **given,
+        )  # fmt: skip
+    assert not raced()
+    oracle.assert_matches(found, oracle.topk_logprobs(x, ids, 2, **given))
 
 
 X = np.random.default_rng(5).normal(size=(9, 700)).astype(np.float32)
