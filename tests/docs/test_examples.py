@@ -132,12 +132,10 @@ def test_rollouts_scored_again_have_the_same_logprobs():
     assert all(0.8 <= float(mean) < 0.95 for mean in without)
 
 
-READERS = ("own_loop", "asyncio_engine", "jitted_loop_engine")
-
-
 @pytest.mark.fast
 def test_the_reading_side_never_loads_jax():
-    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import {', '.join(READERS)}\n"
+    readers = "own_loop, asyncio_engine, jitted_loop_engine"
+    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import {readers}\n"
     assert run("-c", code + "print('jax' in sys.modules)") == "False\n"
 
 

@@ -19,7 +19,6 @@ def made(rows):
     )
 
 
-ROWS = [[3, 5, 9], KEPT_ALL, [7], 0, KEPT_MANY, [1, 2]]
 a_row = st.lists(st.integers(0, 50), min_size=1, max_size=4) | st.sampled_from([-1, -2, 0])
 
 
@@ -57,7 +56,7 @@ def test_padded_rows_hold_each_set(rows, data):
 
 
 def test_padding_to_a_fixed_width():
-    sets = made(ROWS)
+    sets = made([[3, 5, 9], KEPT_ALL, [7], 0, KEPT_MANY, [1, 2]])
     assert sets.padded(width=8).token_ids.shape == (6, 8)
     assert sets.padded().token_ids.shape == (6, 3)
     assert KeptSets.none(2).padded().token_ids.tolist() == [[-1], [-1]]

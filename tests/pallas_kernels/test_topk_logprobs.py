@@ -203,14 +203,15 @@ def test_the_error_bound_holds_for_every_dtype_and_spread(dtype, spread):
 
 
 @pytest.mark.fast
-def test_other_results_by_hand():
+def test_by_hand():
     """T = 2 of the logits 2 log p, so of p; in vLLM's count two tokens are at least as large."""
     x = 2 * np.log(np.array([[0.25, 0.5, 0.25]], np.float32))
     found = programs.topk_logprobs(
         x, np.array([2], np.int32), 2, temperatures=np.array([2], np.float32),
         rank_ties="inclusive", **ALL,
     )  # fmt: skip
-    assert found.token_ranks.tolist() == [3]
+    assert (found.token_ids.tolist(), found.token_ranks.tolist()) == ([[2, 1, 0]], [3])
+    np.testing.assert_allclose(found.logprobs, np.log([[0.25, 0.5, 0.25]]), atol=1e-6)
     np.testing.assert_allclose(found.log_sum_exp, [0], atol=1e-6)
     np.testing.assert_allclose(found.entropy, [1.5 * np.log(2)], rtol=1e-6)
     np.testing.assert_allclose(found.top_logits, [[2 * np.log(0.5), 2 * np.log(0.25)]], rtol=1e-6)
@@ -228,17 +229,6 @@ def test_asking_for_more_changes_no_bit():
     found = programs.topk_logprobs(x, token_ids, 5, allowed=everything, **no_bias, **ALL)
     for name in ("token_ids", "logprobs", "token_ranks", "extra_logprobs"):
         np.testing.assert_array_equal(getattr(found, name), getattr(plain, name))
-
-
-@pytest.mark.fast
-def test_by_hand():
-    """A row small enough to check on paper: ln(1 + 2 + 4 + 1) = ln 8."""
-    x = np.log(np.array([[1, 2, 4, 1]], np.float32))
-    out = programs.topk_logprobs(x, np.array([1], np.int32), 4)
-    np.testing.assert_array_equal(out.token_ids, [[1, 2, 1, 0, 3]])
-    np.testing.assert_allclose(out.logprobs, np.log([[2, 4, 2, 1, 1]]) - np.log(8), atol=1e-6)
-    assert out.token_ranks.tolist() == [2]
-    assert out.extra_logprobs.shape == (1, 0)
 
 
 @pytest.mark.fast

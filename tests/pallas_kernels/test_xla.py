@@ -129,13 +129,9 @@ def test_nothing_is_nan_where_skipped_rows_are_replaced():
             topk_logprobs(x, ids, 2, num_rows=2)
 
 
-SHARE = 0.25
-ALWAYS = 8 << 20
-
-
 def limit(logits):
     """Bytes."""
-    return max(ALWAYS, SHARE * logits.size * logits.dtype.itemsize)
+    return max(8 << 20, 0.25 * logits.size * logits.dtype.itemsize)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ FILES = {
     "trainer": "from peer.losses import Sampler, jitted, logprob as name",
     "late": "from peer.losses import logprob",
 }
-HOLDERS = ("peer.losses.logprob", "peer.trainer.name")
 
 
 @pytest.fixture
@@ -48,13 +47,16 @@ def ours(x):
     return x + 1
 
 
-def test_a_function_is_replaced_wherever_the_package_holds_it(peer):
-    trainer, theirs = sys.modules["peer.trainer"], peer.logprob
+def test_a_function_is_replaced_wherever_the_package_holds_it(peer, monkeypatch):
+    """And nowhere else: a name that begins alike is no module of the package."""
+    trainer, theirs, other = sys.modules["peer.trainer"], peer.logprob, type(sys)("peerless")
+    other.logprob = theirs
+    monkeypatch.setitem(sys.modules, "peerless", other)
     x, mine = jnp.float32(5), jax.jit(lambda x: peer.score(x))
     assert (trainer.jitted(x), mine(x)) == (40, 40)
     with replaced("peer", {"peer.losses:logprob": ours}) as names:
-        assert names == HOLDERS
-        assert (peer.logprob, trainer.name) == (ours, ours)
+        assert names == ("peer.losses.logprob", "peer.trainer.name")
+        assert (peer.logprob, trainer.name, other.logprob) == (ours, ours, theirs)
         assert (trainer.jitted(x), mine(x)) == (60, 60)
         late = importlib.import_module("peer.late")
         assert late.logprob is ours
@@ -100,14 +102,11 @@ def test_a_name_that_is_not_there_is_refused_before_anything_changes(peer, name,
     assert peer.logprob is theirs
 
 
-def test_other_modules_keep_what_they_hold(peer, monkeypatch):
-    """A name that begins alike is no module of the package."""
-    other = type(sys)("peerless")
-    other.logprob = peer.logprob
-    monkeypatch.setitem(sys.modules, "peerless", other)
-    with replaced("peer", {"peer.losses:logprob": ours}) as names:
-        assert names == HOLDERS
-        assert other.logprob is not ours
+def write_distribution(path, name, version):
+    """What an installer leaves of it."""
+    folder = path / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
 
 
 @pytest.mark.parametrize("found", ["0.0.1", None])
@@ -116,11 +115,8 @@ def test_an_adapter_refuses_versions_that_it_was_not_tried_with(
     adapter, found, tmp_path, monkeypatch
 ):
     """The peers' distributions, as an installer leaves them, of another version; or none."""
-    for name in versions.TRIED:
-        folder = tmp_path / f"{name.replace('-', '_')}-{found}.dist-info"
-        if found:
-            folder.mkdir()
-            (folder / "METADATA").write_text(f"Name: {name}\nVersion: {found}\n")
+    for name in versions.TRIED if found else ():
+        write_distribution(tmp_path, name, found)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError) as error, adapter.install():
         pass
@@ -130,8 +126,6 @@ def test_an_adapter_refuses_versions_that_it_was_not_tried_with(
 
 
 def test_a_tried_version_is_taken(tmp_path, monkeypatch):
-    folder = tmp_path / "maxtext-0.2.5.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Name: maxtext\nVersion: 0.2.5\n")
+    write_distribution(tmp_path, "maxtext", "0.2.5")
     monkeypatch.syspath_prepend(tmp_path)
     versions.check_version("maxtext")

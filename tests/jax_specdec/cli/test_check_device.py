@@ -45,7 +45,6 @@ for name in sys.argv[2:]:
     if what == "end":
         break
 """
-QUICK = Seconds(piece=0.4, end=0.2)
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ def test_pieces_pass_fail_die_end_their_process_or_have_no_time(
 
 def test_a_piece_that_hangs_is_killed_and_named(report):
     """Others of its part would hang as well: they come last."""
-    assert work(report, "b=hang,a=leave", seconds=QUICK) == 1
+    assert work(report, "b=hang,a=leave", seconds=Seconds(piece=0.4, end=0.2)) == 1
     assert [*report.pieces] == ["rows: a", "draws: a", "rows: b", "rows: c"]
     assert report.failed == ["rows: a", "draws: a", "rows: b"]
     assert report.pieces["rows: a"]["error"].startswith("hung: killed after ")

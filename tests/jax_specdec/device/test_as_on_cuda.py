@@ -35,7 +35,6 @@ from tests.support.shards import P, mesh_of
 VOCAB = 4096  # two shards of the least that the kernels take
 SLOTS, DRAFTS, LENGTH, CHUNK = 4, 2, 64, 8
 RAW = Widths(k=5)
-SCALED = Widths(k=5, chosen=16, mode=LogprobsMode.SCALED)
 PROCESSED = Widths(k=20, chosen=16, mode=LogprobsMode.PROCESSED)
 # Greedy and sampled, with and without logprobs: which they are is data, and one program has all.
 REQUESTS = [

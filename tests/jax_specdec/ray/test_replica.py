@@ -83,21 +83,14 @@ def update(number, size, *reasons):
 
 
 def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
-    queue, size = SendQueue(), MAX_BATCH_BYTES // 4
-    for number in range(10):
-        queue.take(update(number, size))
+    """An update that is larger than that comes alone."""
+    queue = SendQueue()
+    for number, share in enumerate([2, 2] + [0.25] * 10):
+        queue.take(update(number, int(share * MAX_BATCH_BYTES)))
     queue.fail(OSError("the end"))
     *parts, error = queue.read(0.0)
-    assert parts == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert parts == [[0], [1], [2, 3, 4, 5], [6, 7, 8, 9], [10, 11]]
     assert str(error) == "the end"
-
-
-def test_an_update_that_is_larger_than_a_batch_comes_alone():
-    queue = SendQueue()
-    for number in range(3):
-        queue.take(update(number, 3 * MAX_BATCH_BYTES))
-    queue.close()
-    assert list(queue.read(0.0)) == [[0], [1], [2]]
 
 
 def test_the_engine_waits_where_too_much_waits():

@@ -33,7 +33,6 @@ MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisTyp
         ({"head": [[1.0]]}, TypeError, "list"),
         ({"token_ids": np.zeros(4, np.int32)}, ValueError, "pass row_ids"),
         ({"k": 11}, ValueError, "outside 0 .. 10"),
-        ({"row_ids": np.zeros(4, np.int32)}, ValueError, "row_ids has shape"),
         ({"temperatures": np.zeros(2, np.float32)}, ValueError, "temperatures has shape"),
         ({"extra_token_ids": np.zeros((3, 513), np.int32)}, ValueError, "the limit is 512"),
         ({"bias": np.zeros(9, np.float32)}, ValueError, r"must be \[10\]"),

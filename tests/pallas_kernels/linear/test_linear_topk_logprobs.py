@@ -16,14 +16,13 @@ from pallas_kernels.testing import oracle
 from tests.support import linear_cases, programs, quick_compile
 
 V, K = 333, 5
-WAYS = ("one block", "row blocks", "columns", "a product a part")
 
 
 def way(name, rows, width=V):
     return linear_cases.ways(rows, width)[name]
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ["one block", "row blocks", "columns", "a product a part"])
 def test_every_edge_in_blocks(name):
     """Ties over blocks, invalid rows, rows and ids that are skipped, every kind of temperature."""
     logits = oracle.edge_rows(V, np.float32, 8).astype(np.float64)

@@ -114,13 +114,10 @@ def test_values_and_gradients_are_those_of_float64(dtype):
     np.testing.assert_allclose(by_t, by_temperature[..., 0] * weights, atol=1e-4)
 
 
-TEMPERATURES = (1e-4, 1e-3, 0.1, 1.0, 100.0)
-
-
 def far_from_zero(offset, seed=0):
     """Rows [4, 5], of each temperature: likely tokens and any, of sets and of marks."""
     rng = np.random.default_rng(seed)
-    temperatures = np.tile(np.float32(TEMPERATURES), (4, 1))
+    temperatures = np.tile(np.float32([1e-4, 1e-3, 0.1, 1.0, 100.0]), (4, 1))
     spread = np.minimum(5, 5 * temperatures)[..., None]
     spread[1] = 5
     x = (offset + rng.normal(size=(4, 5, V)) * spread).astype(np.float32)

@@ -64,13 +64,10 @@ def drafted_and_verified_flat(logits, place, changes):
     return drafts.token_ids, *verified[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "split", "changed"),
-    [
-        pytest.param("explicit", "vocabulary", False, marks=pytest.mark.slow),
-        pytest.param("automatic", "both", True, marks=pytest.mark.slow),
-        pytest.param("explicit", "rows", True, marks=pytest.mark.slow),
-    ],
+    [("explicit", "vocabulary", False), ("automatic", "both", True), ("explicit", "rows", True)],
 )
 def test_tokens_of_flat_rows_are_those_of_one_device(kind, split, changed):
     """A vocabulary that is split stays so; rows that are split are gathered."""

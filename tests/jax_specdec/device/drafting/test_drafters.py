@@ -15,7 +15,6 @@ from jax_specdec.text import byte_tokens
 from tests.support.draft_contexts import compiled, context
 
 pytestmark = pytest.mark.fast
-NGRAM = NgramDrafter(3)
 
 
 def propose(drafter, seen):
@@ -41,7 +40,7 @@ def plain_ngram(text, num_drafts, max_ngram=3):
 def test_ngram_against_plain_python(texts, limit):
     """The latest of the longest matches goes on; a repetition repeats."""
     expected = [plain_ngram(text, most) for text, most in zip(texts, limit, strict=True)]
-    assert propose(NGRAM, context(texts, limit)) == expected
+    assert propose(NgramDrafter(3), context(texts, limit)) == expected
 
 
 def test_no_drafter_is_a_normal_case():

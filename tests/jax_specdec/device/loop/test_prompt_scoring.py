@@ -27,7 +27,6 @@ from pallas_kernels.testing import oracle
 from tests.support import in_mode, quick_compile, reference_model
 from tests.support.decoding import VOCAB, Local, compiled, random_model, request
 
-LENGTH = 96
 CLOSE = 1e-4  # float32 forward passes of other shapes
 ROWS = ("token_ids", "token_ranks", "topk_ids", "logprobs")
 
@@ -144,7 +143,7 @@ def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once():
 def test_a_prompt_message_has_room_in_the_ring(most, num_slots, num_drafts, k, chosen):
     """One more step of tokens would not have; few columns leave room for all that may be run."""
     model = ModelConfig.tiny(vocab_size=4096)
-    config = LoopConfig(model, NoDrafter(num_drafts), num_slots=num_slots, max_length=LENGTH)
+    config = LoopConfig(model, NoDrafter(num_drafts), num_slots=num_slots, max_length=96)
     settings = EngineConfig(
         vocab_size=4096, num_slots=num_slots, num_drafts=num_drafts, prefill_chunk=most
     )

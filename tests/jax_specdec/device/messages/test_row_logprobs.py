@@ -38,9 +38,6 @@ def jitted(x, token_ids, num_rows, asked, widths, cut=None):
     return row_logprobs(x, token_ids, select_rows(num_rows, x.shape[1]), asked, widths, cut=cut)
 
 
-found_cut = quick_compile.jit(truncation)
-
-
 def asked_by(*params):
     """(asked, widths) of requests with these parameters."""
     widths = widths_of(params, V)
@@ -130,7 +127,7 @@ def test_no_rounding_gives_a_probability_above_one():
     assert (processed <= 0).all()
     # The control: the difference of the two is above 0 in some of these rows.
     scaled = jitted(x, token_ids, count, *asked_by(replace(params, logprobs_mode=SCALED))).logprobs
-    log_kept = found_cut(x, asked.sampling).log_kept
+    log_kept = quick_compile.jit(truncation)(x, asked.sampling).log_kept
     assert (scaled[:, 0] - log_kept[0] > 0).any()
 
 
