@@ -121,7 +121,7 @@ def loops(path: str, slots: int, quick: bool) -> list[Comparison]:
     """
     load = functools.partial(load_model, path)
     # Short rounds, and many: what else the machine does meanwhile is then the same for all.
-    rounds = 9 if quick else 61
+    rounds = 9 if quick else 121
     plain = Real("SmolLM2-135M-Instruct", load, 5, 1, rounds, requests=slots, path=path)
     params, model = load()
     greedy = (Contender(OFF, None), Contender(K0, 0), Contender(K20, 20))

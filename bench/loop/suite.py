@@ -15,6 +15,7 @@ the records exist, as the loop runs; a CPU computes the next step on the same co
 "no logprobs" is the baseline. A name after "K = 20, " says which one part is replaced.
 """
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -164,10 +165,20 @@ def run_rounds(title: str, rigs: dict[str, Rig], length: Setup) -> dict[str, lis
     return rounds
 
 
+def shares_of(rounds: Sequence[Steps], others: Sequence[Steps]) -> list[float]:
+    """How many steps a second, in percent of another contender's, in each round."""
+    return [100 * base["step"] / mine["step"] for mine, base in zip(rounds, others, strict=True)]
+
+
 def share_of(rounds: Sequence[Steps], others: Sequence[Steps]) -> float:
-    """How many steps a second, in percent of another contender's: the median over the rounds."""
-    kept = [base["step"] / mine["step"] for mine, base in zip(rounds, others, strict=True)]
-    return 100 * statistics.median(kept)
+    """The median of `shares_of`."""
+    return statistics.median(shares_of(rounds, others))
+
+
+def spread_of(rounds: Sequence[Steps], others: Sequence[Steps]) -> float:
+    """The standard error of `share_of`, as of a normal distribution with these quartiles."""
+    low, _, high = statistics.quantiles(shares_of(rounds, others))
+    return 0.93 * (high - low) / math.sqrt(len(rounds))
 
 
 def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, float]:
@@ -179,6 +190,7 @@ def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, 
     return {
         "tokens/s": statistics.median(s["tokens"] / s["step"] for s in rounds),
         "% of tokens/s": share_of(rounds, baseline),
+        "+- %": spread_of(rounds, baseline),
         "adds us": 1e6 * statistics.median(added),
         **medians,
     }
