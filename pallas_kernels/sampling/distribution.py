@@ -9,6 +9,7 @@ N = B * ... all rows.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering import forms
+from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import compacted, map_blocks, scattered, vary_like
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling import cut_search, parameters, row_cuts, row_read
@@ -28,7 +30,9 @@ from pallas_kernels.sampling.row_read import RowRead, RowScale
 from pallas_kernels.sampling.rows import GroupedRows
 
 MOST_CANDIDATES = 1024  # of a row; one that keeps more takes the search
-ROWS_WITH_MORE = 256  # with so many candidates at a time
+# With so many candidates at a time. On a CPU, sums over all rows that might be left cost more than
+# the candidates of the one or two that are.
+ROWS_WITH_MORE, ROWS_WITH_MORE_ON_CPU = 256, 1
 
 
 def truncation(
@@ -124,24 +128,36 @@ def _by_more(
 ) -> tuple[Truncation, Bool[Array, " N"]]:
     """The cuts with those of the rows that are `left` [N] bool, and which are left by more
     candidates."""
-    index, number = compacted(left)
-    # A symbolic number of rows is one block.
-    block = index.shape[0]
-    if isinstance(block, int):
-        block = min(ROWS_WITH_MORE, block)
 
-    def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
-        begin = jnp.minimum(start, index.shape[0] - block)  # of the last block, which begins early
-        there = lax.dynamic_slice_in_dim(index, begin, block)
-        count = jnp.minimum(number - begin, block)
-        own = rows if block == index.shape[0] else rows.pin_to_iteration(start)
-        ids, logits = own.candidates(MOST_CANDIDATES, there, count)
-        return row_cuts.cut_among(ids, logits, *at_rows(there, (scale, sampling)), rows.vocab_size)
+    def in_blocks(rows_at_a_time: int, *given: Any) -> tuple[Truncation, jax.Array]:
+        rows, scale, sampling, left, cut = given
+        index, number = compacted(left)
+        # A symbolic number of rows is one block.
+        block = index.shape[0]
+        if isinstance(block, int):
+            block = min(rows_at_a_time, block)
 
-    nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
-    more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
-    place = jnp.where(settled, index, left.shape[0])
-    return scattered(cut, more, place, number), left.at[place].set(False, mode="drop")
+        def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
+            begin = jnp.minimum(start, index.shape[0] - block)  # the last block begins early
+            there = lax.dynamic_slice_in_dim(index, begin, block)
+            count = jnp.minimum(number - begin, block)
+            own = rows if block == index.shape[0] else rows.pin_to_iteration(start)
+            ids, logits = own.candidates(MOST_CANDIDATES, there, count)
+            mine = at_rows(there, (scale, sampling))
+            return row_cuts.cut_among(ids, logits, *mine, rows.vocab_size)
+
+        nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
+        more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
+        place = jnp.where(settled, index, left.shape[0])
+        return scattered(cut, more, place, number), left.at[place].set(False, mode="drop")
+
+    default, cpu = (
+        functools.partial(in_blocks, n) for n in (ROWS_WITH_MORE, ROWS_WITH_MORE_ON_CPU)
+    )
+    given: Any = rows, scale, sampling, left, cut
+    if rows.shard.axis_name is not None:  # each shard gets the same: it does not vary over them
+        return default(*given)
+    return lowered_for(*given, like=lambda *given: (given[4], given[3]), cpu=cpu, default=default)
 
 
 def _by_search(
