@@ -15,11 +15,10 @@ import time
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from bench.loop.rig import Contender
 from bench.loop.setups import DRAFTS, PROMPT, Setup
-from bench.loop.suite import GREEDY_LOOP, K0, K20, OF_GREEDY, OFF, measure
+from bench.loop.suite import GREEDY_LOOP, K20, OF_GREEDY, OFF, measure
 from bench.timing import BenchError, Comparison, Target, from_samples
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.by_name import make_drafter
@@ -121,15 +120,11 @@ def loops(path: str, slots: int, quick: bool) -> list[Comparison]:
     """
     load = functools.partial(load_model, path)
     # Short rounds, and many: what else the machine does meanwhile is then the same for all.
-    rounds = 9 if quick else 121
-    plain = Real("SmolLM2-135M-Instruct", load, 5, 1, rounds, requests=slots, path=path)
+    rounds = 9 if quick else 300
+    plain = Real("SmolLM2-135M-Instruct", load, 4, 0, rounds, requests=slots, path=path, draws=6)
     params, model = load()
-    greedy = (Contender(OFF, None), Contender(K0, 0), Contender(K20, 20))
-    sampled = (
-        Contender(OFF, None, temperature=0.8, top_p=0.95),
-        Contender("K = 20, raw", 20, temperature=0.8, top_p=0.95),
-        GREEDY_LOOP,
-    )
+    greedy = Contender(OFF, None), Contender(K20, 20)
+    sampled = *(replace(one, temperature=0.8, top_p=0.95) for one in greedy), GREEDY_LOOP
     found = []
     for kind, drafter, contenders in (("greedy", "ngram", greedy), ("sampled", "none", sampled)):
         setup = replace(plain, drafter=drafter)
@@ -140,13 +135,12 @@ def loops(path: str, slots: int, quick: bool) -> list[Comparison]:
 
 def _held(found: Comparison) -> Comparison:
     """With the limits of this suite: a median over rounds in which all contenders ran in turn."""
-    figures: dict[str, Any] = {name: dict(of) for name, of in found.figures.items()}
     lost = {
         f"{found.title}: {name} takes": 100 - of["% of tokens/s"]
-        for name, of in figures.items()
+        for name, of in found.figures.items()
         if name.startswith("K = 20")
     }
-    if GREEDY_LOOP.name in figures:
-        lost[f"{found.title}: sampling takes"] = 100 - figures[OFF][OF_GREEDY]
+    if GREEDY_LOOP.name in found.figures:
+        lost[f"{found.title}: sampling takes"] = 100 - found.figures[OFF][OF_GREEDY]
     targets = tuple(Target(what, LIMIT, share, "%") for what, share in lost.items())
     return replace(found, targets=targets)

@@ -199,9 +199,10 @@ class Rig:
             raise RuntimeError("a request ended before its round: give it more tokens")
         sent = np.array(meter.sent_ns, np.int64)
         worker.finish()
-        with engine_core(self.consumer.pid):
-            settle = min(SETTLE, 2 * apart)
-            spans = [self._apart() for _ in range(settle + apart)][settle:]
+        settle, spans = min(SETTLE, 2 * apart), []
+        if apart:
+            with engine_core(self.consumer.pid):
+                spans = [self._apart() for _ in range(settle + apart)][settle:]
         end_of_round(meter.sender)
         found = self.consumer.end()
         start = len(found.table) - apart - settle - steps - 1
@@ -329,20 +330,24 @@ def _steps(
     """
     steps = len(sent)
     running = table[start : start + steps]
-    apart = table[-len(spans) :]
-    ready, published, dispatch = np.array(spans, np.int64).T
 
     def median(nanoseconds: np.ndarray) -> float:
         return float(np.median(nanoseconds)) * 1e-3
 
+    parts = {}
+    if spans:
+        ready, published, dispatch = np.array(spans, np.int64).T
+        parts = {
+            # The worker thread's time for output: launching the message, and publishing it.
+            "worker us": median(dispatch + published - ready),
+            # Everything after the device array exists, device idle.
+            "host us": median(table[-len(spans) :, PROCESSED] - ready),
+        }
     return {
         # As a server runs it: step n + 1 is launched before step n is read.
         "step": elapsed / steps,
         "tokens": float(running[:, TOKENS].mean()),  # emitted by a step
-        # The worker thread's time for output: launching the message, and publishing it.
-        "worker us": median(dispatch + published - ready),
-        # Everything after the device array exists, device idle.
-        "host us": median(apart[:, PROCESSED] - ready),
+        **parts,
         # Sent to processed as the loop runs: the device computes the next step meanwhile.
         "busy us": median(running[:, PROCESSED] - sent),
         # CPU time of the consumer's process in a step as a server runs it.

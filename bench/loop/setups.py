@@ -30,10 +30,11 @@ class Setup:
     name: str
     load: Callable[[], tuple[Any, ModelConfig]]  # makes the weights and their configuration
     steps: int  # in a round, as a server runs them
-    apart: int  # steps taken apart, after them
+    apart: int  # steps taken apart, after them; with none there are no times of parts
     rounds: int
     targets: bool = False  # whether the targets for an H100 apply
     requests: int = REQUESTS  # at once, a slot each
+    draws: int = 1  # how often the contenders are made in a run
 
     @property
     def max_length(self) -> int:

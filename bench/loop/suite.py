@@ -15,10 +15,11 @@ the records exist, as the loop runs; a CPU computes the next step on the same co
 "no logprobs" is the baseline. A name after "K = 20, " says which one part is replaced.
 """
 
+import itertools
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,9 +110,12 @@ def measure(
     config, texts = setup.loop_config(model), setup.prompts(model)
     compiled = compiled or Compiled(config)
     consumer = Consumer(setup.requests)
+
+    def made() -> dict[str, Rig]:
+        return {c.name: Rig(c, config, params, compiled, consumer, texts) for c in contenders}
+
     try:
-        rigs = {c.name: Rig(c, config, params, compiled, consumer, texts) for c in contenders}
-        rounds = run_rounds(title, rigs, setup)
+        rounds = run_rounds(title, made, setup)
     finally:
         consumer.close()
     found = from_samples(
@@ -133,17 +137,23 @@ def measure(
     if GREEDY_LOOP.name in rounds:
         greedy = rounds[GREEDY_LOOP.name]
         for name, steps in rounds.items():
-            figures[name][OF_GREEDY] = share_of(steps, greedy)
-    targets = targets_of(found, figures, params, setup) if K20 in figures else ()
+            figures[name][OF_GREEDY], figures[name]["+- % (greedy)"] = share_of(steps, greedy)
+    targets = targets_of(found, figures, params, setup) if K20 in figures and setup.apart else ()
     return replace(found, figures=figures, targets=tuple(targets))
 
 
-def run_rounds(title: str, rigs: dict[str, Rig], length: Setup) -> dict[str, list[Steps]]:
+def run_rounds(
+    title: str, made: Callable[[], dict[str, Rig]], length: Setup
+) -> dict[str, list[Steps]]:
     """Check that all results are equal, then run the rounds; each starts with another contender.
+
+    Where a contender's arrays lie in memory is worth a hundredth of its time: `made` makes all of
+    them again as often as the setup says.
 
     Raises:
       BenchError: a contender delivers other tokens, or other logprobs than "K = 20".
     """
+    rigs = made()
     names = list(rigs)
     rounds: dict[str, list[Steps]] = {name: [] for name in names}
     print(title, file=sys.stderr, flush=True)
@@ -160,25 +170,28 @@ def run_rounds(title: str, rigs: dict[str, Rig], length: Setup) -> dict[str, lis
                 drafts=DRAFTS if one.draft_logprobs else 0,
             )
     for index in range(length.rounds):
+        if index and index % -(-length.rounds // length.draws) == 0:
+            rigs = made()
+            for rig in rigs.values():
+                rig.run(length.steps, 0)
         for name in rotated(names, index):
             rounds[name].append(rigs[name].run(length.steps, length.apart)[0])
     return rounds
 
 
-def shares_of(rounds: Sequence[Steps], others: Sequence[Steps]) -> list[float]:
-    """How many steps a second, in percent of another contender's, in each round."""
-    return [100 * base["step"] / mine["step"] for mine, base in zip(rounds, others, strict=True)]
+def share_of(rounds: Sequence[Steps], others: Sequence[Steps]) -> tuple[float, float]:
+    """The steps a second, in percent of another contender's, and the standard error of that.
 
-
-def share_of(rounds: Sequence[Steps], others: Sequence[Steps]) -> float:
-    """The median of `shares_of`."""
-    return statistics.median(shares_of(rounds, others))
-
-
-def spread_of(rounds: Sequence[Steps], others: Sequence[Steps]) -> float:
-    """The standard error of `share_of`, as of a normal distribution with these quartiles."""
-    low, _, high = statistics.quantiles(shares_of(rounds, others))
-    return 0.93 * (high - low) / math.sqrt(len(rounds))
+    Of the shares in each round: the median of the means of any two, which varies as little as their
+    mean and heeds what disturbed some no more than their median (Hodges and Lehmann, Annals of
+    Mathematical Statistics 34, 1963). The error is that of a normal distribution with these
+    quartiles.
+    """
+    shares = [100 * base["step"] / mine["step"] for mine, base in zip(rounds, others, strict=True)]
+    pairs = itertools.combinations_with_replacement(shares, 2)
+    low, _, high = statistics.quantiles(shares)
+    error = 0.76 * (high - low) / math.sqrt(len(shares))
+    return statistics.median((a + b) / 2 for a, b in pairs), error
 
 
 def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, float]:
@@ -187,10 +200,11 @@ def figures_of(rounds: Sequence[Steps], baseline: Sequence[Steps]) -> dict[str, 
     added = [mine["step"] - base["step"] for mine, base in zip(rounds, baseline, strict=True)]
     medians = {name: statistics.median(s[name] for s in rounds) for name in rounds[0]}
     del medians["step"], medians["tokens"]
+    share, error = share_of(rounds, baseline)
     return {
         "tokens/s": statistics.median(s["tokens"] / s["step"] for s in rounds),
-        "% of tokens/s": share_of(rounds, baseline),
-        "+- %": spread_of(rounds, baseline),
+        "% of tokens/s": share,
+        "+- %": error,
         "adds us": 1e6 * statistics.median(added),
         **medians,
     }
