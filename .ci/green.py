@@ -40,6 +40,12 @@ LANES = {
         "jax_specdec/export/**/*", "jax_specdec/records/**/*", "jax_specdec/text/**/*",
         "tests/browser/*", "tests/support/*",
     ],
+    "chips": [
+        "pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "jax_specdec/device/**/*",
+        "tests/conftest.py", "tests/support/*", "tests/pallas_kernels/**/*",
+        "tests/jax_specdec/device/test_as_on_cuda.py",
+        "tests/jax_specdec/device/model/test_tensor_parallel.py",
+    ],
     "aot": COMPILED,
     "newest-kernels": COMPILED,
     "tpu-quick": [*COMPILED, "bench/tpu/*"],

@@ -90,13 +90,14 @@ gc.set_threshold(100_000, 50, 50)
 # Beside the devices nothing is compiled but by these: all else there is fast.
 COMPILED = {"device", "adapters", "test_compiled_programs.py", "test_engine.py"}
 
-LARGE_MB = 1000  # beyond it, compiled programs are dropped at the end of a module
+# Beyond an eighth of the memory, compiled programs are dropped at the end of a module.
+LARGE_MB = min(3000, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 23)
 
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{_CACHE_WARNING}")
-    if config.option.markexpr == "fast":  # it replaces the "not slow" of pyproject.toml
-        config.option.markexpr = "fast and not slow"
+    if config.option.markexpr == "fast":  # it replaces what pyproject.toml leaves out
+        config.option.markexpr = "fast and not slow and not chips"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,7 +112,7 @@ def pytest_collection_modifyitems(items):
 def _programs_end_with_their_module():
     """Drop compiled programs, which fill gigabytes, once a process is large.
 
-    Modules have few programs in common, and those are read from the compilation cache.
+    Those that later modules have too are traced again, and read from the compilation cache.
     """
     yield
     if memory("VmRSS") > LARGE_MB:

@@ -111,7 +111,8 @@ def command(tests: str, module: str) -> list[str]:
     silent = {file: not re.search(rf"\b{module}\b", file.read_text())
               for file in files_of(tests, Path()) if file.match("test_*.py")}  # fmt: skip
     files = sorted(silent, key=lambda file: (silent[file], file))
-    return [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *map(str, files)]
+    return [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider",
+            *map(str, files)]  # fmt: skip
 
 
 def hash_of(patterns: str, tests: str) -> str:

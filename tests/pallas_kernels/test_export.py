@@ -27,7 +27,10 @@ def kernels(platforms, implementation=None):
     return made.mlir_module().count("custom_call @mosaic_gpu")
 
 
-@pytest.mark.parametrize(("platforms", "count"), [(["cpu", "cuda"], 4), (["cpu"], 0)])
+@pytest.mark.parametrize(
+    ("platforms", "count"),
+    [pytest.param(["cpu", "cuda"], 4, marks=pytest.mark.chips), (["cpu"], 0)],
+)
 def test_programs_for_cuda_have_the_kernels_in_them(platforms, count):
     assert kernels(platforms) == count
 

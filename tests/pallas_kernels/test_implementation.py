@@ -64,6 +64,7 @@ def test_one_function_takes_another_implementation():
     assert len(traced) == 3
 
 
+@pytest.mark.chips
 def test_kernels_of_a_program():
     """The context reaches every call that names none; one that names its own keeps it."""
     assert KERNEL in for_cuda(call, X, IDS)
@@ -78,6 +79,7 @@ def test_kernels_of_a_program():
         assert KERNEL in for_cuda(call, X, IDS)
 
 
+@pytest.mark.chips
 def test_a_context_inside_a_program():
     """What jax traces while it lowers, when the block was left, has its value."""
 

@@ -152,7 +152,8 @@ EVERY_RUN = [("step: none", 1), ("score_chunk: mtp", 1)]
 def on_devices(case, devices):
     name, options, *calls = case
     quick = (name, devices) in EVERY_RUN and options.get("widths") != PROCESSED
-    marks = pytest.mark.fast if quick else pytest.mark.slow
+    marks = [pytest.mark.fast] if quick else [pytest.mark.slow]
+    marks += [pytest.mark.chips] * (name == "step: none")
     return pytest.param(name, options, calls[devices - 1], devices, marks=marks)
 
 

@@ -62,6 +62,7 @@ def in_columns(monkeypatch):
     monkeypatch.setattr(schedules, "NARROWEST", 64)
 
 
+@pytest.mark.chips
 @pytest.mark.parametrize("kind", ["explicit", pytest.param("automatic", marks=pytest.mark.slow)])
 def test_results_and_gradients_are_those_of_one_device(kind, in_columns):
     arrays = placed(kind, "both")
@@ -86,6 +87,7 @@ def words(program):
     return bytes_of_a_run(program, branch=min) // 4
 
 
+@pytest.mark.chips
 def test_what_travels(in_columns):
     """Forward R (4 + C + 2 K) words a shard and one, and R more with entropy; backward H R."""
     mesh = users_mesh("automatic")
@@ -106,6 +108,7 @@ def test_over_rows_the_heads_gradient_is_summed_once(in_columns):
     assert words(program) == V * H + V
 
 
+@pytest.mark.chips
 def test_inside_shard_map_with_padding(in_columns):
     """The head's last shard ends in rows of padding, which count for nothing."""
     arrays = dict(case())

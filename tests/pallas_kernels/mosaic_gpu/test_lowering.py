@@ -98,6 +98,7 @@ def test_lowers_for_cuda(path, rows, vocabulary, k, dtype):
     assert not any(operation in text for operation in SORTS)
 
 
+@pytest.mark.chips
 def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
     """A grid's y and z end at 65535; its x, the last axis in Pallas, at 2**31 - 1."""
     grids = []
@@ -152,6 +153,7 @@ def test_what_can_run(shape, capability, words):
     assert (obstacle is None) if words is None else (words in obstacle)
 
 
+@pytest.mark.chips
 @pytest.mark.parametrize("k", [3, 0])
 def test_plain_calls_take_the_plain_kernels(k):
     """What is not asked for leaves no argument, result or operation behind."""
@@ -204,12 +206,14 @@ def test_groups_are_those_of_the_contract(vocabulary):
         assert schedule.splits <= schedule.num_steps
 
 
+@pytest.mark.chips
 def test_one_pass_1_and_a_pass_2_for_each_number_of_candidates():
     """Pass 1, then one pass 2 of K = 20, 64 or 128 candidates; without K, of 64 or 128."""
     assert kernels_of(reader(20), reading(151_936)) == 4
     assert kernels_of(reader(-1), reading(50_257)) == 3
 
 
+@pytest.mark.chips
 @pytest.mark.fast
 def test_who_reads(monkeypatch):
     assert kernels_of(reader(-1), reading(4099), "cpu") == 0
@@ -223,6 +227,7 @@ def test_who_reads(monkeypatch):
         kernels_of(reader(-1, "mosaic_gpu"), reading(4099))
 
 
+@pytest.mark.chips
 @pytest.mark.parametrize(("width", "kernels"), [(4096, 3), (4112, 4)])
 def test_shards(width, kernels):
     """Where columns cut groups, the tail and the candidates have reads of their own."""
@@ -264,6 +269,7 @@ def drawing(vocabulary, taken=1):
     return (((ROWS, vocabulary), "bfloat16"), *slots)
 
 
+@pytest.mark.chips
 @pytest.mark.fast
 @pytest.mark.parametrize("function", [draws, counts])
 def test_who_draws_and_counts(function, monkeypatch):
@@ -276,6 +282,7 @@ def test_who_draws_and_counts(function, monkeypatch):
     assert kernels_of(function, drawing(4099)) == 0
 
 
+@pytest.mark.chips
 @pytest.mark.fast
 def test_candidates_of_valid_rows_are_the_kernels():
     def call(valid):
@@ -289,6 +296,7 @@ def test_candidates_of_valid_rows_are_the_kernels():
     assert kernels_of(call(True), drawing(4099), "cpu") == 0
 
 
+@pytest.mark.chips
 def test_taken_tokens_that_are_too_many():
     assert kernels_of(draws, drawing(4099, 128)) == 1
     assert kernels_of(draws, drawing(4099, 129)) == 0

@@ -26,6 +26,7 @@ def shapes(rows=8, vocabulary=8192, dtype="bfloat16"):
     return lowered.array((rows, vocabulary), dtype), lowered.array((rows,))
 
 
+@pytest.mark.chips
 @pytest.mark.fast
 @pytest.mark.parametrize(
     "implementation", [None, pytest.param("mosaic_tpu", marks=pytest.mark.slow)]
@@ -47,6 +48,7 @@ def call(x, ids, **options):
 by_name = functools.partial(call, implementation="mosaic_tpu")
 
 
+@pytest.mark.chips
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_programs_for_other_platforms_have_not(platform):
     assert lowered.KERNELS[1] not in lowered.text_of(call, *shapes(), platform=platform)
@@ -112,6 +114,7 @@ linear = functools.partial(linear_topk_logprobs, k=5)
 HEAD = lowered.array((131_072, 64), "bfloat16")
 
 
+@pytest.mark.chips
 @pytest.mark.parametrize("rows", [16, 256])
 def test_logits_of_hidden_states_that_are_there(rows):
     """All of them, or a part of the columns; XLA's without a K, and by its name."""
@@ -137,6 +140,7 @@ def test_a_symbolic_number_of_rows():
     assert choose.tpu_obstacle(shapes()[0]) is None
 
 
+@pytest.mark.chips
 def test_a_vocabulary_that_is_split_over_devices():
     """Each device reads its own columns with the kernel."""
 

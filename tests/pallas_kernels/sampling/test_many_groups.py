@@ -17,7 +17,7 @@ from pallas_kernels.sampling.verification import accepted_by_ratio
 from tests.support import quick_compile, token_statistics
 from tests.support.expected_probs import expected_probs
 
-V, SLOTS = 1100, 6000  # five groups, the last one short
+V, SLOTS, FEW = 1100, 6000, 1500  # five groups, the last one short
 NUM_GROUPS, POSITION = 5, 5
 FILTERS = {
     "none": {},
@@ -55,7 +55,7 @@ def verified(drawn, target, draft, sampling, num, purpose=GROUP, kept=False):
       purpose: of the noise that groups get.
       kept: the rejected token stays in the residual.
     """
-    positions = jnp.full(SLOTS, POSITION, jnp.int32)
+    positions = jnp.full(len(num), POSITION, jnp.int32)
     best_group, best_token = row_draws._best_group, row_draws._best_token
 
     def without_taken(drawing):
@@ -68,20 +68,20 @@ def verified(drawn, target, draft, sampling, num, purpose=GROUP, kept=False):
     }
     with mock.patch.multiple(row_draws, **spoiled):
         if drawn:
-            drafts = draw(jnp.broadcast_to(draft, (SLOTS, 1, V)), sampling, positions)
+            drafts = draw(jnp.broadcast_to(draft, (len(num), 1, V)), sampling, positions)
         else:
             likely = jnp.argmax(target).astype(jnp.int32)
-            drafts = Drafts(jnp.broadcast_to(likely, (SLOTS, 1)), num)
-        logits = jnp.broadcast_to(target, (SLOTS, 2, V))
+            drafts = Drafts(jnp.broadcast_to(likely, (len(num), 1)), num)
+        logits = jnp.broadcast_to(target, (len(num), 2, V))
         # With a rule of one's own, certain drafts have a residual too.
         found = verify(logits, drafts, sampling, positions, accept=accepted_by_ratio)
     return found.token_ids[:, 0], found.num_tokens - 1
 
 
-def first_tokens(kind, purpose=GROUP, kept=False, **filters):
+def first_tokens(kind, purpose=GROUP, kept=False, slots=FEW, **filters):
     """The first token of each of many slots, and how many drafts were accepted."""
-    num = jnp.full(SLOTS, int(kind != "no draft"), jnp.int32)
-    given = *map(jnp.asarray, rows()), sampling_of(SLOTS, **filters), num
+    num = np.full(slots, kind != "no draft", np.int32)
+    given = *rows(), sampling_of(slots, **filters), num
     ids, accepted = verified(kind == "drawn", *given, purpose, kept)
     return np.asarray(ids), int(accepted.sum())
 
@@ -93,15 +93,16 @@ def p_value(ids, **filters):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "name", "slots"),
     [
-        ("no draft", "none"), ("certain", "all"), ("certain", "few"),
-        pytest.param("certain", "top-k", marks=pytest.mark.slow),
-        *(pytest.param("drawn", name, marks=pytest.mark.slow) for name in FILTERS),
+        ("no draft", "none", FEW), ("certain", "all", FEW), ("certain", "few", FEW),
+        *(pytest.param(kind, name, SLOTS, marks=pytest.mark.slow)
+          for kind, names in (("no draft", ["none"]), ("certain", ["all", "few", "top-k"]),
+                              ("drawn", FILTERS)) for name in names),
     ],
 )  # fmt: skip
-def test_tokens_follow_the_targets_distribution(kind, name):
-    ids, accepted = first_tokens(kind, **FILTERS[name])
+def test_tokens_follow_the_targets_distribution(kind, name, slots):
+    ids, accepted = first_tokens(kind, slots=slots, **FILTERS[name])
     assert p_value(ids, **FILTERS[name]) > 1e-3
     assert (accepted > 0) == (kind != "no draft")
 
@@ -115,7 +116,7 @@ def test_what_spoils_the_distribution_is_noticed():
 
 def test_no_group_is_drawn_where_few_tokens_are_kept():
     """Groups that are wrong change the draws of rows that keep many tokens, and no other's."""
-    few = np.arange(SLOTS) % 2 == 0
+    few = np.arange(FEW) % 2 == 0
     top_k = np.where(few, *(FILTERS[name]["top_k"] for name in ("few", "top-k")))
     sound, wrong = (first_tokens("no draft", one, top_k=top_k)[0] for one in (GROUP, RECOVER))
     assert (sound == wrong)[few].all()

@@ -87,7 +87,7 @@ def test_a_token_of_probability_zero_is_never_accepted():
 
 P = np.array([[0.45, 0.25, 0.2, 0.1, 0.0], [0.1, 0.1, 0.6, 0.1, 0.1], [0.2] * 5])
 Q = np.array([[0.1, 0.2, 0.3, 0.15, 0.25], [0.05, 0.6, 0.15, 0.1, 0.1]])
-ROWS = 30_000
+ROWS, MANY = 4000, 30_000
 
 
 @quick_compile.jit
@@ -102,9 +102,10 @@ def verify_by_a_rule(logits, drafts, sampling, positions, broken):
 
 def emitted(drafts, q, broken=False):
     """Tokens [N, 3] and counts [N] of N independent slots with the same rows."""
-    logits = np.broadcast_to(np.log(P, where=P > 0, out=np.full_like(P, -np.inf)), (ROWS, 3, 5))
-    given = Drafts(drafts, np.full(ROWS, 2, np.int32), q), Sampling.of(ROWS, seed=np.arange(ROWS))
-    got = verify_by_a_rule(np.float32(logits), *given, np.zeros(ROWS, np.int32), broken)
+    n, log_p = len(drafts), np.log(P, where=P > 0, out=np.full_like(P, -np.inf))
+    logits = np.broadcast_to(np.float32(log_p), (n, 3, 5))
+    given = Drafts(drafts, np.full(n, 2, np.int32), q), Sampling.of(n, seed=np.arange(n))
+    got = verify_by_a_rule(logits, *given, np.zeros(n, np.int32), broken)
     return np.asarray(got.token_ids), np.asarray(got.num_tokens)
 
 
@@ -116,22 +117,22 @@ def p_value(ids, probs):
     return stats.chisquare(observed[kept], len(ids) * np.asarray(probs)[kept]).pvalue
 
 
-def sampled_drafts():
+def sampled_drafts(count=ROWS):
     random = np.random.default_rng(0)
-    drafts = np.stack([random.choice(5, ROWS, p=q) for q in Q], axis=1).astype(np.int32)
-    ids = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (ROWS, 2, 5))
-    q = CompactQ(ids, jnp.asarray(np.broadcast_to(np.log(Q), (ROWS, 2, 5)), jnp.float32))
-    return drafts, q
+    drafts = np.stack([random.choice(5, count, p=q) for q in Q], axis=1).astype(np.int32)
+    ids = np.broadcast_to(np.arange(5, dtype=np.int32), (count, 2, 5))
+    return drafts, CompactQ(ids, np.broadcast_to(np.float32(np.log(Q)), (count, 2, 5)))
 
 
-def test_emitted_tokens_follow_the_target_whatever_was_drafted():
-    certain = np.tile([2, 1], (ROWS, 1)).astype(np.int32), None
-    for drafts, q in (sampled_drafts(), certain):
+@pytest.mark.parametrize("count", [ROWS, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_emitted_tokens_follow_the_target_whatever_was_drafted(count):
+    certain = np.tile([2, 1], (count, 1)).astype(np.int32), None
+    for drafts, q in (sampled_drafts(count), certain):
         ids, num = emitted(drafts, q)
         for j in range(3):
             assert p_value(ids[num > j, j], P[j]) > 1e-3
         assert {1, 2, 3} == set(num.tolist())
-    ids, _ = emitted(*sampled_drafts(), broken=True)  # the control
+    ids, _ = emitted(*sampled_drafts(count), broken=True)  # the control
     assert p_value(ids[:, 0], P[0]) < 1e-9
 
 

@@ -46,6 +46,7 @@ def placed(parallel, shapes, specs):
     )
 
 
+@pytest.mark.chips
 @pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_collective_of_a_step_has_the_vocabularys_size(shards):
     """Nor of its two messages, for a batch that asks for everything."""
