@@ -27,14 +27,16 @@ TEXT = [LETTERS.index(one) for one in "abcdeabcdef0abcde3"]
 SUFFIX = SuffixDrafter(3)
 
 
-def of_grammar(**more):
+def of_grammar(most=88, **more):
     """In turn greedy and sampled, in every mode, beside a request that has no grammar.
 
-    It holds a token back meanwhile, in the same masks.
+    It holds a token back meanwhile, in the same masks, and outlives them: all steps have one
+    program.
     """
-    free = {"min_tokens": 30, "stop_token_ids": (LETTERS.index("r"),), "logprobs_mode": MODES[0]}
+    free = {"min_tokens": most, "stop_token_ids": (LETTERS.index("r"),), "logprobs_mode": MODES[0]}
     return [
-        request("free", [4, 5, 4, 5], max_tokens=30, logprobs=4, kept_token_ids=True, **free),
+        request("free", [4, 5, 4, 5], max_tokens=most, logprobs=4, kept_token_ids=True,
+                temperature=0.8, **free),
         *(
             request(f"r{n}", [*TEXT[: n + 2], 5 + n], seed=n, logprobs=4 - n % 2,
                     logprobs_mode=MODES[n % 3], kept_token_ids=n % 3 == 0, **GRAMMAR | more,
@@ -47,7 +49,7 @@ def of_grammar(**more):
 # The requests, the drafter, and the least that is to be seen.
 BATCHES = {
     "mtp": (of_grammar(), "mtp", {"changed": 60, "behind": 0}),
-    "suffix": (of_grammar(), SUFFIX, {"changed": 60, "behind": 20}),
+    "suffix": (of_grammar(most=40), SUFFIX, {"changed": 60, "behind": 20}),
     "copied": (of_grammar(presence_penalty=1.0, frequency_penalty=-0.5), "mtp", {}),
 }
 
@@ -85,7 +87,7 @@ def test_a_text_goes_on_elsewhere_in_its_grammar():
     """Evicted: next to the first request of its batch, it has the programs of all of them."""
     for item, places in ((of_grammar()[3], [2]), (of_grammar()[4], [1, 5])):
         local = Local("mtp", vocabulary=letters.vocabulary)
-        local.admit(of_grammar()[0])
+        local.admit(of_grammar(most=30)[0])
         ids = found("mtp").token_ids(item.id)
         assert tokens_of(local.decode_evicted(item, places)) == ids
 
@@ -117,16 +119,21 @@ def test_batches_without_a_grammar_run_what_they_ran_before():
     """Also after one that had: the same programs, and the same messages."""
     free = request("free", [4, 5, 4, 5], max_tokens=30, logprobs=4, logprobs_mode=MODES[0])
     local, other = Local("mtp", vocabulary=letters.vocabulary), Local("mtp")
-    local.admit(of_grammar()[1])
+    for item in of_grammar(most=20)[:2]:
+        local.admit(item)
+    while local.rank.num_free < 3:
+        for record in local.advance():
+            if record.finish_reason:
+                local.rank.leave(record.request_id)
     local.drain()
-    local.rank.leave("r0")
-    assert local.chosen_apart == len(local.outputs) > 3
-    apart, before = local.chosen_apart, len(local.messages)
+    assert local.chosen_apart > 3
+    apart, steps, before = local.chosen_apart, len(local.outputs), len(local.messages)
     for one in (local, other):
         one.admit(free)
         one.drain()
-    assert local.chosen_apart == apart < len(local.outputs)
-    pairs = zip(local.outputs[apart:], other.outputs, strict=True)
+    assert local.chosen_apart == apart
+    assert len(local.outputs) > steps
+    pairs = zip(local.outputs[steps:], other.outputs, strict=True)
     assert all(ours.changes is theirs.changes is None for ours, theirs in pairs)
     for ours, theirs in zip(local.messages[before:], other.messages, strict=True):
         np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
@@ -136,9 +143,9 @@ def test_batches_without_a_grammar_run_what_they_ran_before():
 def test_a_grammar_without_a_way_out_ends_its_request_alone(pattern, capfd):
     """One that leads to a byte that no token has, and one that was not looked at before."""
     lost = request("lost", [1, 2, 3], **GRAMMAR | {"structured": Structured("regex", pattern)})
-    first, second, third = of_grammar()[:3]
+    first, second, third = asked = of_grammar(most=40)[:3]
     result = run([first, second, lost, third], "mtp")
-    in_mode.check_records(result, of_grammar()[:3])
+    in_mode.check_records(result, asked)
     assert result.records["lost"][-1].finish_reason is FinishReason.RECOVERY_ERROR
     text = letters.text_of(result.token_ids("lost"))
     assert text == ("ab" if pattern == "abQ" else "")

@@ -5,6 +5,7 @@ over the whole text. `test_every_text` has grammars, and the distribution of sam
 """
 
 import functools
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -66,20 +67,22 @@ def asking(changes, drafts=False):
 def plain():
     """Prompts around the borders of chunks, in turn greedy and sampled.
 
-    One fills its slot to the last token, T - 1, where positions go wrong; some have one token.
+    One fills its slot to the last token, T - 1, where positions go wrong; some have one token. The
+    first outlives all but that one, so that two programs serve all steps.
     """
     greedy, sampled = mixed_requests(), mixed_requests(temperature=0.8)
     return [
+        request("first", [5, 5], max_tokens=66, temperature=0.8, logprobs=20),
         *((greedy, sampled)[n % 2][n] for n in range(len(greedy))),
-        request("full", np.arange(60) % VOCAB, max_tokens=36, logprobs=4),
         *(request(f"one{n}", [3], max_tokens=1, logprobs=0) for n in range(4)),
+        request("full", np.arange(60) % VOCAB, max_tokens=36, logprobs=4),
     ]
 
 
 # The requests, the drafter, and the least that is to be seen.
 BATCHES = {
     "copied": (asking(ALL, True), "mtp", {"changed": 100, "behind": 15, "drafts": 30}),
-    "handed down": (asking({}), "ngram", {"changed": 60, "behind": 5}),
+    "handed down": (asking({}, True), "ngram", {"changed": 60, "behind": 5}),
     "plain, mtp": (plain(), "mtp", {"rows": 60, "accepted": 10}),
     "plain, ngram": (plain(), "ngram", {"rows": 60, "accepted": 10}),
     "plain, suffix": (plain(), SuffixDrafter(3), {"rows": 60, "accepted": 10}),
@@ -175,16 +178,21 @@ def test_draft_messages_follow_their_target_where_a_request_asks():
             assert (record.draft is not None) == sent
     for name in ("handed down", "plain, mtp", "plain, none"):  # nobody asks, or nothing is drawn
         assert Kind.DRAFT not in {message.kind for message in found(name).messages}
-    result = run([request("r", [1, 2, 1, 2], max_tokens=8, draft_logprobs=True)], "ngram")
-    assert {message.kind for message in result.messages} == {Kind.TARGET}
-    assert any(record.num_drafts for record in result.records["r"])
+    asked = [item.id for item in BATCHES["handed down"][0] if item.params.draft_logprobs]
+    assert any(record.num_drafts for id in asked for record in found("handed down").records[id])
+
+
+def first_of_copied():
+    """It gives its batch the programs of all, and ends sooner."""
+    first = BATCHES["copied"][0][0]
+    return replace(first, params=replace(first.params, min_tokens=40, max_tokens=40))
 
 
 def test_tokens_do_not_depend_on_the_company():
     """Beside one other or many, in any slot: the same tokens, and logprobs bit for bit."""
-    first, *others = BATCHES["copied"][0]
+    _, *others = BATCHES["copied"][0]
     for item in (others[0], others[5], others[10]):
-        alone = run([item, first], "mtp")
+        alone = run([item, first_of_copied()], "mtp")
         assert alone.token_ids(item.id) == found("copied").token_ids(item.id)
         both = alone.records[item.id], found("copied").records[item.id]
         for ours, theirs in zip(*both, strict=True):
@@ -198,10 +206,9 @@ def test_a_text_that_goes_on_elsewhere_goes_on_as_it_would_have():
     """
     counted = {"min_tokens": 14, "stop_token_ids": STOPS[2:], "presence_penalty": -0.5}
     long = request("r", [1, 2, 3], max_tokens=24, **ALL | counted)
-    first = BATCHES["copied"][0][0]
-    ids = run([first, long], "mtp").token_ids("r")
+    ids = run([first_of_copied(), long], "mtp").token_ids("r")
     local = Local("mtp")
-    local.admit(first)
+    local.admit(first_of_copied())
     assert tokens_of(local.decode_evicted(long, [4, 12])) == ids
     assert not {*ids[:14]} & {*STOPS[2:]}
 
