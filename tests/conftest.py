@@ -90,6 +90,9 @@ gc.set_threshold(100_000, 50, 50)
 # Beside the devices nothing is compiled but by these: all else there is fast.
 COMPILED = {"device", "adapters", "test_compiled_programs.py", "test_engine.py"}
 
+# Of what is lowered for chips that are not here, and of meshes: what is not fast has its own lane.
+CHIPS = {"mosaic_tpu", "meshes", "test_linear_meshes.py"}
+
 # Beyond an eighth of the memory, compiled programs are dropped at the end of a module.
 LARGE_MB = min(3000, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 23)
 
@@ -106,6 +109,8 @@ def pytest_collection_modifyitems(items):
         room, *rest = item.path.relative_to(ROOT / "tests").parts
         if room in ("ipc", "jax_specdec") and COMPILED.isdisjoint(rest):
             item.add_marker("fast")
+        if not CHIPS.isdisjoint(rest) and not item.get_closest_marker("fast"):
+            item.add_marker("chips")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -64,8 +64,8 @@ def two_workers(weights):
 
 
 def asking(count=7, **limits):
-    """Requests with one K or none, as every other largest K of a batch is another program."""
-    return mixed_requests(count, ks=(None, 5), **limits)
+    """Requests with one K or two with none, as every other K of a batch is another program."""
+    return mixed_requests(count, ks=(5, 5, None), **limits)
 
 
 def test_two_workers_deliver_what_one_process_computes(two_workers):

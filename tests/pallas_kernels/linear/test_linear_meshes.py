@@ -62,7 +62,6 @@ def in_columns(monkeypatch):
     monkeypatch.setattr(schedules, "NARROWEST", 64)
 
 
-@pytest.mark.chips
 @pytest.mark.parametrize("kind", ["explicit", pytest.param("automatic", marks=pytest.mark.slow)])
 def test_results_and_gradients_are_those_of_one_device(kind, in_columns):
     arrays = placed(kind, "both")
@@ -87,7 +86,6 @@ def words(program):
     return bytes_of_a_run(program, branch=min) // 4
 
 
-@pytest.mark.chips
 def test_what_travels(in_columns):
     """Forward R (4 + C + 2 K) words a shard and one, and R more with entropy; backward H R."""
     mesh = users_mesh("automatic")
@@ -101,6 +99,7 @@ def test_what_travels(in_columns):
     assert longest_axis(forward) < V // 4  # nothing as long as a shard's columns travels
 
 
+@pytest.mark.fast
 def test_over_rows_the_heads_gradient_is_summed_once(in_columns):
     options = {"mesh": users_mesh("automatic"), "row_axis_name": "data"}
     arrays = placed("automatic", "rows")
@@ -108,7 +107,6 @@ def test_over_rows_the_heads_gradient_is_summed_once(in_columns):
     assert words(program) == V * H + V
 
 
-@pytest.mark.chips
 def test_inside_shard_map_with_padding(in_columns):
     """The head's last shard ends in rows of padding, which count for nothing."""
     arrays = dict(case())
@@ -127,6 +125,7 @@ def test_inside_shard_map_with_padding(in_columns):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
+@pytest.mark.fast
 def test_kept_logprobs_of_a_split_head():
     arrays = placed("explicit", "both")
     kept = np.random.default_rng(1).permuted(np.tile(np.arange(V, dtype=np.int32), (N, 1)), axis=1)

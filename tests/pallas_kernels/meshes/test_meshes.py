@@ -71,15 +71,15 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize(
     ("kind", "split", "call"),
     [
-        pytest.param("explicit", "both", "some rows", marks=pytest.mark.chips),
-        pytest.param("explicit", "both", "fused", marks=pytest.mark.chips),
+        ("explicit", "both", "some rows"),
+        ("explicit", "both", "fused"),
         pytest.param("automatic", "both", "some rows", marks=pytest.mark.slow),
         pytest.param("automatic", "both", "fused", marks=pytest.mark.slow),
-        ("explicit", "both", "greedy"),
-        ("automatic", "rows over both axes", "every row"),
+        pytest.param("explicit", "both", "greedy", marks=pytest.mark.fast),
+        pytest.param("automatic", "rows over both axes", "every row", marks=pytest.mark.fast),
         ("automatic", "vocabulary", "greedy"),
         pytest.param("explicit", "rows", "some rows", marks=pytest.mark.slow),
-        pytest.param("explicit", "neither", "every row", marks=pytest.mark.chips),
+        ("explicit", "neither", "every row"),
     ],
 )
 def test_jitted_calls_give_the_results_of_one_device(kind, split, call):

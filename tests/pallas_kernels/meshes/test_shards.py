@@ -18,7 +18,7 @@ from tests.support.shards import P, mesh_of, on_shards, padded
 V, K = 301, 64  # more columns wanted than a shard has
 CASES = [
     pytest.param(2, "float32", "strict", marks=pytest.mark.slow),
-    pytest.param(8, "float32", "strict", marks=pytest.mark.chips),
+    (8, "float32", "strict"),
     pytest.param(3, "bfloat16", "inclusive", marks=pytest.mark.fast),
 ]
 
@@ -96,7 +96,6 @@ def test_every_shard_count_gives_the_results_of_one_device(shards, dtype, ties):
 OUTSIDE = edge_rows(304, "float32"), np.arange(14, dtype=np.int32) * 20
 
 
-@pytest.mark.chips
 def test_sharded_arrays_with_padding():
     """Without shard_map around the call, and without jit; one device may pad as well."""
     x, ids = OUTSIDE[0][:, :301], np.minimum(OUTSIDE[1], 300)
@@ -121,7 +120,6 @@ def test_refused():
             topk_logprobs(x[:, :columns], np.minimum(ids, columns - 1), k, **options)
 
 
-@pytest.mark.chips
 @pytest.mark.parametrize("split", ["vocabulary", pytest.param("rows", marks=pytest.mark.slow)])
 def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
     """Where one is lowered for CUDA; where it is lowered for the host's CPU, XLA with its values.

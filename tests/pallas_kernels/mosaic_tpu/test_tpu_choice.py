@@ -26,8 +26,6 @@ def shapes(rows=8, vocabulary=8192, dtype="bfloat16"):
     return lowered.array((rows, vocabulary), dtype), lowered.array((rows,))
 
 
-@pytest.mark.chips
-@pytest.mark.fast
 @pytest.mark.parametrize(
     "implementation", [None, pytest.param("mosaic_tpu", marks=pytest.mark.slow)]
 )
@@ -48,7 +46,6 @@ def call(x, ids, **options):
 by_name = functools.partial(call, implementation="mosaic_tpu")
 
 
-@pytest.mark.chips
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_programs_for_other_platforms_have_not(platform):
     assert lowered.KERNELS[1] not in lowered.text_of(call, *shapes(), platform=platform)
@@ -105,6 +102,7 @@ def test_the_rule():
     assert kernel_is_faster(8, 131_072, 1, "bfloat16")
 
 
+@pytest.mark.fast
 def test_masks_biases_and_float16_take_the_kernel():
     changes = changes_of(np.random.default_rng(0), 8, 8192)
     assert kernels_of(functools.partial(call, **changes), *shapes(dtype="float16")) == 1
@@ -114,7 +112,6 @@ linear = functools.partial(linear_topk_logprobs, k=5)
 HEAD = lowered.array((131_072, 64), "bfloat16")
 
 
-@pytest.mark.chips
 @pytest.mark.parametrize("rows", [16, 256])
 def test_logits_of_hidden_states_that_are_there(rows):
     """All of them, or a part of the columns; XLA's without a K, and by its name."""
@@ -140,7 +137,6 @@ def test_a_symbolic_number_of_rows():
     assert choose.tpu_obstacle(shapes()[0]) is None
 
 
-@pytest.mark.chips
 def test_a_vocabulary_that_is_split_over_devices():
     """Each device reads its own columns with the kernel."""
 
@@ -172,6 +168,7 @@ def test_rows_that_are_sampled_are_read_by_kernels():
     assert kernels_of(jax.vmap(read, (0, None)), array(2, 3, 512), array(3)) == 0
 
 
+@pytest.mark.fast
 def test_who_reads_sampled_rows():
     """By name the kernel reads short rows too."""
     part = jax.eval_shape(lambda x: GroupedRows.of(x).part, shapes(3, 300)[0])

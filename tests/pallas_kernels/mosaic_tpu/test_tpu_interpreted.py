@@ -64,7 +64,6 @@ def check(x, k, token_ids=None, *, changed=(), ties="strict", fused=False, cut=C
     oracle.assert_matches(found, expected)
 
 
-@pytest.mark.chips
 def test_rows_of_16_bits_with_every_edge():
     """Two units, the second of which is not full; ties, NaN and infinities; skipped rows."""
     edges = oracle.edge_rows(V, BFLOAT16, 128)
@@ -75,19 +74,18 @@ def test_rows_of_16_bits_with_every_edge():
     check(x, 4, ids, num_rows=np.int32(18), temperatures=temperatures)
 
 
+@pytest.mark.fast
 def test_gathered_rows_of_16_bits():
     """Any order, repeats, rows that are skipped; the last row of an odd number has no neighbour."""
     rows = np.array([8, 1, -1, 0, 1, 9, 3, 2, 7, 8], np.int32)
     check(normal(9, BFLOAT16), 0, row_ids=rows, num_rows=np.int32(9))
 
 
-@pytest.mark.chips
 def test_gathered_rows_of_32_bits():
     rows = np.array([2, 0, 1, 2, 5, -3, 4, 1, 0], np.int32)
     check(normal(5), 3, row_ids=rows, temperatures=np.geomspace(0.01, 100, 9, dtype=np.float32))
 
 
-@pytest.mark.chips
 def test_subnormal_logits_and_zeros_are_told_apart():
     """In the top K, by rank, and where the given token's logit is one of them."""
     x = (normal(6) * 1e-39).astype(np.float32)
@@ -99,18 +97,15 @@ def test_subnormal_logits_and_zeros_are_told_apart():
     check(x, 3, np.array([7, 3, 6, 4, 5, 6], np.int32))
 
 
-@pytest.mark.chips
 def test_greedy_choice_of_valid_and_invalid_rows():
     x = oracle.edge_rows(V, np.float32, 128)
     check(x, 2, fused=True, temperatures=np.full(len(x), 0.5, np.float32))
 
 
-@pytest.mark.chips
 def test_masks_and_biases_of_16_bits():
     check(with_edges(BFLOAT16), 2, changed=("allowed", "bias"))
 
 
-@pytest.mark.chips
 def test_float16_in_blocks():
     """Two units of two blocks, the last of either not full; units that no row is wanted of."""
     x = np.concatenate([with_edges(np.float16), np.ones((8, V), np.float16)])

@@ -63,7 +63,6 @@ def test_the_kernel_reads_the_groups_that_xla_reads(dtype):
     check(GroupedRows.of(jnp.asarray(x)).part, np.resize(INVERSE, len(x)))
 
 
-@pytest.mark.chips
 def test_groups_that_are_cut_by_columns():
     """A shard whose first group begins at a column of its own has the bits of one device."""
     rng = np.random.default_rng(0)
@@ -82,7 +81,6 @@ COLUMNS, SHARDS, WIDTH = 1173, 2, 588  # the last shard ends in padding
 WAYS = (Schedule(3, WIDTH, WIDTH, 3), Schedule(10, 128, 64, 5, elsewhere=500))
 
 
-@pytest.mark.chips
 @pytest.mark.parametrize("way", WAYS, ids=["rows", "columns"])
 def test_shards_of_logits_that_are_there(way, monkeypatch):
     """What a TPU's programs of `linear_topk_logprobs` read: shards of -inf alone, of ties, with a
@@ -134,7 +132,6 @@ def of_rows(run_it=run_interpreted):
     return run_it(call, X, IDS)
 
 
-@pytest.mark.chips
 def test_a_wait_left_out(monkeypatch):
     """What was never copied is read; where it is copied at once, a race is found."""
     wait = unit.Copies.wait

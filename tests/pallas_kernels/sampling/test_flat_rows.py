@@ -25,6 +25,7 @@ from tests.support.shards import P, mesh_of
 
 B, S, V, N, K = 6, 4, 333, 32, 5
 NUM = np.array([3, 0, 2, 3, 1, 3], np.int32)  # drafts of each slot; each has one row more
+EXTRA = np.tile(np.int32([[2, V, -1]]), (B, 1))
 
 
 @functools.cache
@@ -70,7 +71,6 @@ def ragged(logits, row_ids, drafts, sampling, changes, extra, k=K):
 )
 def test_flat_rows_give_what_dense_ones_do(kind, changed):
     logits, flat, row_ids, drafts, sampling = batch()
-    extra = jnp.tile(jnp.int32([[2, V, -1]]), (B, 1))
     sampling = Sampling.greedy(B) if kind == "greedy" else sampling
     drafts = drafts._replace(q=None) if kind == "certain" else drafts
     every, of_rows = {}, {}
@@ -87,14 +87,14 @@ def test_flat_rows_give_what_dense_ones_do(kind, changed):
         for name, x in every.items():
             of_rows[name] = np.zeros((N, x.shape[-1]), x.dtype)
             of_rows[name][row_ids[has]] = x[has]
-    want, expected = jax.device_get(dense(logits, drafts, sampling, every, extra))
-    arrays = flat, row_ids, drafts, sampling, of_rows, extra
+    want, expected = jax.device_get(dense(logits, drafts, sampling, every, EXTRA))
+    arrays = flat, row_ids, drafts, sampling, of_rows, EXTRA
     got, found = jax.device_get(ragged(*arrays))
     all_got = [got]
     if kind == "sampled" and not changed:
         all_got.append(jax.device_get(ragged(*arrays, None)[0]))
     if changed:
-        plain, _ = dense(logits, drafts, sampling, {}, extra)
+        plain, _ = dense(logits, drafts, sampling, {}, EXTRA)
         assert (np.asarray(plain.token_ids) != want.token_ids).any()
     else:
         assert len(set(want.num_tokens.tolist())) > 2
@@ -115,9 +115,7 @@ def test_a_slot_without_a_row_for_it_gets_no_bonus_token():
     rows = row_ids.copy()
     rows[np.arange(B), NUM] = -1  # of all slots, the row behind the last draft
     rows[4] = -1
-    given = flat, drafts, Sampling.greedy(B), jnp.zeros(B, jnp.int32)
-
-    got = jax.device_get(quick_compile.jit(verify)(*given, row_ids=jnp.asarray(rows)))
+    got, _ = jax.device_get(ragged(flat, rows, drafts, Sampling.greedy(B), {}, EXTRA, None))
     ids = drafts.token_ids
     # Slot 3 has an invalid row, slot 4 none at all, and slot 5 refuses its second draft.
     invalid = int(np.nanargmax(logits[3, 1]))
