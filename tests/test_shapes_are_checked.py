@@ -29,15 +29,10 @@ def returned(token_ids: Int32[types.AnyArray, " R"], value: object) -> TopkLogpr
     return value
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (X[0], IDS, 2),
-        (X.astype(np.int32), IDS, 2),
-        (X, IDS.astype(np.int16), 2),
-        (X, IDS[:, None], 2),
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    (X[0], IDS, 2), (X.astype(np.int32), IDS, 2), (X, IDS.astype(np.int16), 2),
+    (X, IDS[:, None], 2),
+])  # fmt: skip
 def test_a_wrong_shape_or_dtype_is_noticed_where_it_is_given(arguments):
     topk_logprobs(X, IDS, 2)
     with pytest.raises(TypeCheckError, match=r"parameter '(logits|token_ids)'"):

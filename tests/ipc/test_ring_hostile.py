@@ -59,18 +59,12 @@ def outcome(seed: int, low: int, high: int, **options: bool) -> str:
         return "delivered" if received == MESSAGES else "damaged"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        (0, layout.DESCRIPTOR_MAGIC ^ 1),
-        (1, layout.VERSION + 1),
-        *((2, flags) for flags in (2, 5)),
-        *((3, sequence) for sequence in (0, 2, 2**64 - 1)),
-        (4, 1),
-        *((5, size) for size in (SLOT_BYTES + 1, 2**64 - 1)),
-        *((8, slot) for slot in (3, 2**32 - 1)),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    (0, layout.DESCRIPTOR_MAGIC ^ 1), (1, layout.VERSION + 1),
+    *((2, flags) for flags in (2, 5)), *((3, sequence) for sequence in (0, 2, 2**64 - 1)),
+    (4, 1), *((5, size) for size in (SLOT_BYTES + 1, 2**64 - 1)),
+    *((8, slot) for slot in (3, 2**32 - 1)),
+])  # fmt: skip
 def test_a_well_sealed_but_wrong_descriptor_is_refused(pair, field, value):
     """Even with a right CRC: magic, version, flags, sequence, session, size, slot are checked."""
     reader, writer = pair(3, SLOT_BYTES)

@@ -72,29 +72,21 @@ def good_message():
     return encode(Kind.TARGET, 7, [asked, SlotContents(state=SlotState.STOPPED)])
 
 
-@pytest.mark.parametrize(
-    ("word", "value", "complaint"),
-    [
-        (0, 0x12340001, "magic 0x1234"),
-        *[(0, wire.MAGIC << 16 | n, f"version {n};") for n in (0, 2, 4, 65535)],
-        *[(1, n, f"kind {n} is none of") for n in (0, 2, 6, 255)],
-        (1, 3 | 513 << 8, "max_num_logprobs 513 is over the limit 512"),
-        (2, 4, "checks failed"),
-        (2, 1 << 8, "SLOT_COUNTS"),
-        (3, 3, "slots"),
-        (3, 2**32 - 1, "slots"),
-        (4, 5, "counts 5 words"),
-        (wire.HEADER_WORDS, 6 | 1 << 16, "state = 6"),
-        (wire.HEADER_WORDS, 3 << 8 | 1 << 16, "mode = 3"),
-        (wire.HEADER_WORDS, 9 << 16, "columns = 9"),
-        (wire.HEADER_WORDS + 1, 2 | 1 << 16, "num_tokens = 2"),
-        (wire.HEADER_WORDS + 1, 0, "num_tokens = 0"),
-        (wire.HEADER_WORDS + 1, 1, "num_rows = 0"),
-        (wire.HEADER_WORDS + 2, 129 << 16, "num_chosen = 129"),
-        (wire.HEADER_WORDS + 2, 1 << 16, "counts make"),
-        (wire.HEADER_WORDS + wire.SLOT_WORDS + 1, 1, "slot 1: num_tokens = 1"),
-    ],
-)
+@pytest.mark.parametrize(("word", "value", "complaint"), [
+    (0, 0x12340001, "magic 0x1234"),
+    *[(0, wire.MAGIC << 16 | n, f"version {n};") for n in (0, 2, 4, 65535)],
+    *[(1, n, f"kind {n} is none of") for n in (0, 2, 6, 255)],
+    (1, 3 | 513 << 8, "max_num_logprobs 513 is over the limit 512"), (2, 4, "checks failed"),
+    (2, 1 << 8, "SLOT_COUNTS"), (3, 3, "slots"), (3, 2**32 - 1, "slots"),
+    (4, 5, "counts 5 words"), (wire.HEADER_WORDS, 6 | 1 << 16, "state = 6"),
+    (wire.HEADER_WORDS, 3 << 8 | 1 << 16, "mode = 3"),
+    (wire.HEADER_WORDS, 9 << 16, "columns = 9"),
+    (wire.HEADER_WORDS + 1, 2 | 1 << 16, "num_tokens = 2"),
+    (wire.HEADER_WORDS + 1, 0, "num_tokens = 0"), (wire.HEADER_WORDS + 1, 1, "num_rows = 0"),
+    (wire.HEADER_WORDS + 2, 129 << 16, "num_chosen = 129"),
+    (wire.HEADER_WORDS + 2, 1 << 16, "counts make"),
+    (wire.HEADER_WORDS + wire.SLOT_WORDS + 1, 1, "slot 1: num_tokens = 1"),
+])  # fmt: skip
 def test_a_wrong_value_is_named(word, value, complaint):
     words = np.frombuffer(good_message(), np.uint32).copy()
     decode(words)  # the message is good before the change

@@ -69,32 +69,28 @@ def test_a_line_of_jsonl_has_parameters_of_its_own(tmp_path):
     assert type(found[0].request.params.temperature) is float
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 1: Expecting property name"),
-        ("[1]", "line 1: a list, not an object such as"),
-        ("{}", "line 1: a line has one of prompt, messages, prompt_token_ids; this one has none"),
-        ('{"prompt": "a", "messages": []}', r"this one has \['prompt', 'messages'\]"),
-        ('{"prompt": 3}', "prompt = 3 must be of type str"),
-        ('{"prompt": ""}', "request '1' has an empty prompt"),
-        ('{"messages": []}', "messages must be a list of objects with a role"),
-        ('{"messages": [{"role": "system"}]}', "line 1: the chat template refuses these messages"),
-        ('{"prompt": "a", "id": null}', "id = None must be a string or an integer"),
-        ('{"prompt": "a", "stop": ["x", ""]}', r"stop = \['x', ''\] must be a string or strings,"),
-        ('{"prompt": "a", "zzz": 1}', "'zzz' is not known; known are id, prompt, .*seed"),
-        ('{"prompt": "a", "max_token": 1}', r"is not known; did you mean max_tokens\? Known are"),
-        ('{"id": 1, "logprobs": true, "top_logprobs": 2}', "this one has none"),
-        ('{"prompt": "a", "max_completion_tokens": 1}', "write max_tokens"),
-        ('{"prompt": "a", "top_logprobs": 1}', 'write "logprobs": true beside it'),
-        ('{"prompt": "a", "temperature": "hot"}', "temperature = 'hot' must be a Python number"),
-        ('{"prompt": "a", "logprobs_mode": "cooked"}', "must be one of raw, scaled, processed"),
-        ('{"prompt": "a", "draft_logprobs": 1}', "draft_logprobs = 1 must be True or False"),
-        (r'{"prompt": "a\ud83d"}', r"line 1: \\ud83d is half of a surrogate pair"),
-        ('{"prompt": "a"}\n{"prompt": "b", "id": 1}', "line 2: line 1 has the id .1. too"),
-        ("\n\n", "holds no prompts"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("{", "line 1: Expecting property name"), ("[1]", "line 1: a list, not an object such as"),
+    ("{}", "line 1: a line has one of prompt, messages, prompt_token_ids; this one has none"),
+    ('{"prompt": "a", "messages": []}', r"this one has \['prompt', 'messages'\]"),
+    ('{"prompt": 3}', "prompt = 3 must be of type str"),
+    ('{"prompt": ""}', "request '1' has an empty prompt"),
+    ('{"messages": []}', "messages must be a list of objects with a role"),
+    ('{"messages": [{"role": "system"}]}', "line 1: the chat template refuses these messages"),
+    ('{"prompt": "a", "id": null}', "id = None must be a string or an integer"),
+    ('{"prompt": "a", "stop": ["x", ""]}', r"stop = \['x', ''\] must be a string or strings,"),
+    ('{"prompt": "a", "zzz": 1}', "'zzz' is not known; known are id, prompt, .*seed"),
+    ('{"prompt": "a", "max_token": 1}', r"is not known; did you mean max_tokens\? Known are"),
+    ('{"id": 1, "logprobs": true, "top_logprobs": 2}', "this one has none"),
+    ('{"prompt": "a", "max_completion_tokens": 1}', "write max_tokens"),
+    ('{"prompt": "a", "top_logprobs": 1}', 'write "logprobs": true beside it'),
+    ('{"prompt": "a", "temperature": "hot"}', "temperature = 'hot' must be a Python number"),
+    ('{"prompt": "a", "logprobs_mode": "cooked"}', "must be one of raw, scaled, processed"),
+    ('{"prompt": "a", "draft_logprobs": 1}', "draft_logprobs = 1 must be True or False"),
+    (r'{"prompt": "a\ud83d"}', r"line 1: \\ud83d is half of a surrogate pair"),
+    ('{"prompt": "a"}\n{"prompt": "b", "id": 1}', "line 2: line 1 has the id .1. too"),
+    ("\n\n", "holds no prompts"),
+])  # fmt: skip
 def test_lines_that_are_not_prompts_are_named(line, message, tmp_path):
     with pytest.raises(RequestError, match=message) as caught:
         read(tmp_path / "p.jsonl", line)

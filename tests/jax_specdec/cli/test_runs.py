@@ -155,18 +155,13 @@ def test_an_engine_that_has_stopped_for_good_ends_the_server_with_a_status():
     assert log.count("WARNING a worker is lost") == 2
 
 
-@pytest.mark.parametrize(
-    ("host", "given", "names"),
-    [
-        *((host, [], set()) for host in ("127.0.0.1", "localhost")),
-        ("127.0.0.9", [], {"127.0.0.9"}),
-        ("::1", ["Own.Example:80"], {"own.example"}),
-        ("0.0.0.0", ["gpu", "gpu.example"], {"gpu", "gpu.example"}),
-        ("10.0.0.1", ["gpu"], {"gpu", "10.0.0.1"}),
-        ("127.0.0.1", ["*"], None),
-        ("::", ["gpu", "*"], None),
-    ],
-)
+@pytest.mark.parametrize(("host", "given", "names"), [
+    *((host, [], set()) for host in ("127.0.0.1", "localhost")),
+    ("127.0.0.9", [], {"127.0.0.9"}), ("::1", ["Own.Example:80"], {"own.example"}),
+    ("0.0.0.0", ["gpu", "gpu.example"], {"gpu", "gpu.example"}),
+    ("10.0.0.1", ["gpu"], {"gpu", "10.0.0.1"}), ("127.0.0.1", ["*"], None),
+    ("::", ["gpu", "*"], None),
+])  # fmt: skip
 def test_the_names_by_which_the_server_may_be_called(host, given, names):
     parser = argument_types.Parser()
     parser.add_argument("--host")

@@ -228,22 +228,18 @@ def test_an_array_of_responses_is_read(indent):
     assert len(shown.tokens) == 6
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[1]", "element 1 of the array is not a completion"),
-        ('{"data": [1]}', "element 1 of the array is not a completion"),
-        ('{"data": 1}', "line 1 is not a completion"),
-        ("[", "line 1 is not JSON: Expecting value (column 2)"),
-        ("\n[\n1,\n!]", "line 4 is not JSON"),
-        ("[]", "there is no response in it"),
-        ('{"id": 1}\n{', "line 1 is not a completion"),
-        ('{"id": "a", "cho', "line 1 is not JSON: Unterminated string"),
-        *[(text, "line 1 is no") for text in ("{", "3", "null", '"choices"')],
-        ("\n", "there is no response in it"),
-        (json.dumps(BOTH[0]) + "\n" + json.dumps(BOTH[0])[:-5], "line 2 is not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("[1]", "element 1 of the array is not a completion"),
+    ('{"data": [1]}', "element 1 of the array is not a completion"),
+    ('{"data": 1}', "line 1 is not a completion"),
+    ("[", "line 1 is not JSON: Expecting value (column 2)"),
+    ("\n[\n1,\n!]", "line 4 is not JSON"), ("[]", "there is no response in it"),
+    ('{"id": 1}\n{', "line 1 is not a completion"),
+    ('{"id": "a", "cho', "line 1 is not JSON: Unterminated string"),
+    *[(text, "line 1 is no") for text in ("{", "3", "null", '"choices"')],
+    ("\n", "there is no response in it"),
+    (json.dumps(BOTH[0]) + "\n" + json.dumps(BOTH[0])[:-5], "line 2 is not JSON"),
+])  # fmt: skip
 def test_what_is_wrong_in_an_array_or_between_lines_is_named(text, said):
     with pytest.raises(ViewError, match=re.escape(said)):
         read(text)

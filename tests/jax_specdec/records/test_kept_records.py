@@ -92,21 +92,18 @@ def test_only_what_was_asked_for_travels():
         decode(encode(Kind.TARGET, 0, [kept(5, 6, rows=[[5]])]))
 
 
-@pytest.mark.parametrize(
-    ("word", "value", "complaint"),
-    [
-        (0, 0, "kept row 0: a count of 0 cannot be"),
-        (1, 2**32 - 3, "kept row 1: a count of -3 cannot be"),
-        (0, 1025, "kept row 0: a count of 1025 cannot be .1 to 1024, -1 .* -2 "),
-        (0, 1024, "the kept counts make 1044 words; the message has 23"),
-        (0, 2**32 - 1, "the kept counts make 20 words; the message has 23"),
-        (4, 2**32 - 1, "kept row 0: token id -1 cannot be"),
-        (5, 3, "kept row 0: token id 3 after 4 cannot be: ids ascend"),
-        (5, 4, "kept row 0: token id 4 after 4 cannot be"),
-        (6, 2, "kept row 0: token id 2 after 5 cannot be"),
-        (7, 2**31, "kept row 1: token id -2147483648 cannot be"),
-    ],
-)
+@pytest.mark.parametrize(("word", "value", "complaint"), [
+    (0, 0, "kept row 0: a count of 0 cannot be"),
+    (1, 2**32 - 3, "kept row 1: a count of -3 cannot be"),
+    (0, 1025, "kept row 0: a count of 1025 cannot be .1 to 1024, -1 .* -2 "),
+    (0, 1024, "the kept counts make 1044 words; the message has 23"),
+    (0, 2**32 - 1, "the kept counts make 20 words; the message has 23"),
+    (4, 2**32 - 1, "kept row 0: token id -1 cannot be"),
+    (5, 3, "kept row 0: token id 3 after 4 cannot be: ids ascend"),
+    (5, 4, "kept row 0: token id 4 after 4 cannot be"),
+    (6, 2, "kept row 0: token id 2 after 5 cannot be"),
+    (7, 2**31, "kept row 1: token id -2147483648 cannot be"),
+])  # fmt: skip
 def test_a_wrong_value_is_named(word, value, complaint):
     """After two tokens: counts 3 and 1, two masses, the ids 4, 5, 9 and 0."""
     data = encode(Kind.TARGET, 0, [kept(5, 6, rows=[[4, 5, 9], [0]])])

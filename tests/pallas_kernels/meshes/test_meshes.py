@@ -68,20 +68,16 @@ def assert_close(actual, expected):
 
 
 # Each call, split and kind of axes in some combination.
-@pytest.mark.parametrize(
-    ("kind", "split", "call"),
-    [
-        ("explicit", "both", "some rows"),
-        ("explicit", "both", "fused"),
-        pytest.param("automatic", "both", "some rows", marks=pytest.mark.slow),
-        pytest.param("automatic", "both", "fused", marks=pytest.mark.slow),
-        pytest.param("explicit", "both", "greedy", marks=pytest.mark.fast),
-        pytest.param("automatic", "rows over both axes", "every row", marks=pytest.mark.fast),
-        ("automatic", "vocabulary", "greedy"),
-        pytest.param("explicit", "rows", "some rows", marks=pytest.mark.slow),
-        ("explicit", "neither", "every row"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "split", "call"), [
+    ("explicit", "both", "some rows"), ("explicit", "both", "fused"),
+    pytest.param("automatic", "both", "some rows", marks=pytest.mark.slow),
+    pytest.param("automatic", "both", "fused", marks=pytest.mark.slow),
+    pytest.param("explicit", "both", "greedy", marks=pytest.mark.fast),
+    pytest.param("automatic", "rows over both axes", "every row", marks=pytest.mark.fast),
+    ("automatic", "vocabulary", "greedy"),
+    pytest.param("explicit", "rows", "some rows", marks=pytest.mark.slow),
+    ("explicit", "neither", "every row"),
+])  # fmt: skip
 def test_jitted_calls_give_the_results_of_one_device(kind, split, call):
     """No collective carries a row of logits; the results are split as the rows are."""
     x = placed(kind, split)

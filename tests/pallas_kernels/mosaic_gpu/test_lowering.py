@@ -137,17 +137,11 @@ def test_choice_without_a_gpu():
             call(implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize(
-    ("shape", "capability", "words"),
-    [
-        ((2, 4096), None, "no CUDA device"),
-        ((2, 4096), 8.9, "compute capability 8.9"),
-        ((2, 2047), 9.0, "less than one block of 2048"),
-        ((16_384, 131_072), 9.0, "32-bit index"),
-        ((2, 2048), 9.0, None),
-        ((16_383, 131_072), 10.0, None),
-    ],
-)
+@pytest.mark.parametrize(("shape", "capability", "words"), [
+    ((2, 4096), None, "no CUDA device"), ((2, 4096), 8.9, "compute capability 8.9"),
+    ((2, 2047), 9.0, "less than one block of 2048"), ((16_384, 131_072), 9.0, "32-bit index"),
+    ((2, 2048), 9.0, None), ((16_383, 131_072), 10.0, None),
+])  # fmt: skip
 def test_what_can_run(shape, capability, words):
     obstacle = choose.cannot_run(jax.ShapeDtypeStruct(shape, jnp.bfloat16), capability)
     assert (obstacle is None) if words is None else (words in obstacle)

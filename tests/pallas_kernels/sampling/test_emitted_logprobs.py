@@ -59,9 +59,10 @@ def program(k, shards):
 
 
 @pytest.mark.parametrize("temperatures", [TEMPERATURES, np.zeros(B, np.float32)])
-@pytest.mark.parametrize(
-    ("k", "shards"), [(5, 1), (300, 2), pytest.param(0, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("k", "shards"), [
+    (5, 1), pytest.param(300, 2, marks=pytest.mark.chips),
+    pytest.param(0, 1, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_one_read_gives_the_tokens_and_the_logprobs(k, shards, temperatures):
     x, drafts, sampling = arguments(temperatures)
     plain, found, raw, mixed = program(k, shards)(x, drafts, sampling)

@@ -68,7 +68,7 @@ def test_the_ids_are_those_of_sorting(dtype):
     check(found_in(more, jnp.where(rows < 4, rows + 7, 99), 4, cut), kept, cut, 4)
 
 
-@pytest.mark.parametrize("shards", [2, 3])
+@pytest.mark.parametrize("shards", [pytest.param(2, marks=pytest.mark.chips), 3])
 def test_shards_give_the_same(shards):
     """V does not divide by 3: the last shard has padding columns."""
     x, cut, kept = a_case("float32")

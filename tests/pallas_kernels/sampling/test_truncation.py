@@ -250,6 +250,7 @@ def test_kept_tokens_of_a_gap_are_those_of_sorting():
     np.testing.assert_array_equal(tied.max(axis=-1), cut.cut_id)  # the last of equal ones
 
 
+@pytest.mark.chips
 def test_shards_cut_a_gap_alike():
     """Ragged shards are padded with NaN, and groups are split; one slot has more candidates."""
     asked = sampling(top_p=[0.9] + [1.0] * 7)

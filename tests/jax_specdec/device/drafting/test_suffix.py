@@ -76,18 +76,14 @@ def test_against_plain_python(drafter):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_drafts": 0}, "must be positive"),
-        ({"min_match": 0}, "min_match must be at least 1"),
-        ({"min_match": 5, "max_match": 4}, "at most max_match"),
-        ({"drafts_per_match": 0.01}, "drafts nothing"),
-        ({"drafts_per_match": float("nan")}, "drafts nothing"),
-        ({"min_share": 1.5}, "from 0 to 1"),
-        ({"max_candidates": 0}, "must be positive"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"num_drafts": 0}, "must be positive"),
+    ({"min_match": 0}, "min_match must be at least 1"),
+    ({"min_match": 5, "max_match": 4}, "at most max_match"),
+    ({"drafts_per_match": 0.01}, "drafts nothing"),
+    ({"drafts_per_match": float("nan")}, "drafts nothing"),
+    ({"min_share": 1.5}, "from 0 to 1"), ({"max_candidates": 0}, "must be positive"),
+])  # fmt: skip
 def test_a_drafter_that_cannot_work_says_so(fields, message):
     with pytest.raises(ValueError, match=message):
         SuffixDrafter(**{"num_drafts": 2} | fields)

@@ -195,9 +195,9 @@ def test_no_width_changes_a_token(name):
         request(f"r{n}", prompt, max_tokens=40, seed=n, **sampled)
         for n, prompt in enumerate(prompts)
     ]
-    plain, _, _ = decoded(requests, "none", [D], num_slots=4)
+    plain, _, _ = decoded(requests, "none", [D])
     drafter = SuffixDrafter(D) if name == "suffix" else name
-    turning, records, fates = decoded(requests, drafter, [0, 1, D, D], num_slots=4)
+    turning, records, fates = decoded(requests, drafter, [0, 1, D, D])
     assert turning == plain
     drafted = {record.num_drafts for found in records for record in found}
     assert {0, 1, D} <= drafted

@@ -24,7 +24,7 @@ def states(local, slot):
 @pytest.mark.parametrize("reschedule", [True, False])
 def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
     local = Local("ngram")
-    local.admit(request("r", [1, 2, 3], max_tokens=40, logprobs=20))
+    local.admit(request("r", [1, 2, 3], max_tokens=40, logprobs=5))
     slot = local.rank._slots["r"]
     before = [record for _ in range(4) for record in local.advance()]
     local.rank.evict("r", reschedule=reschedule)
@@ -134,7 +134,7 @@ def test_a_rank_that_publishes_nothing_takes_every_step_and_clears_the_same(pref
         if not speaking.worker.slots[slot].occupied and not speaking.worker.slots[slot].verdict:
             generations[slot] += 1
             item = request(str(number), random.integers(0, VOCAB, 1 + number % 12).tolist(),
-                           max_tokens=int(random.integers(1, 9)), logprobs=20,
+                           max_tokens=int(random.integers(1, 9)), logprobs=5,
                            prompt_logprobs=1 if number % 3 == 0 else None)  # fmt: skip
             commands.insert(0, Admit(slot=slot, generation=generations[slot], request=item))
         elif kind < 2:
