@@ -93,8 +93,7 @@ COMPILED = {"device", "adapters", "test_compiled_programs.py", "test_engine.py"}
 # Of what is lowered for chips that are not here, and of meshes: what is not fast has its own lane.
 CHIPS = {"mosaic_tpu", "meshes", "test_linear_meshes.py"}
 
-# Beyond an eighth of the memory, compiled programs are dropped at the end of a module.
-LARGE_MB = min(3000, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 23)
+LARGE_MB = 1300  # beyond it, compiled programs are dropped at the end of a module: 2 GB a process
 
 
 def pytest_configure(config):
