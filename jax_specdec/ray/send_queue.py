@@ -54,6 +54,8 @@ class SendQueue:
                 self._bytes += size
                 self._ready.notify_all()
                 self._note_ends(update.records.batches)
+                if self._bytes >= MAX_BATCH_BYTES:
+                    self._hurry.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Note that no further update comes."""
@@ -82,7 +84,7 @@ class SendQueue:
         """Yield what came since the last time, at most every `pause` seconds; at last the error.
 
         Where nobody read for long, it comes in several parts: a batch is one object of a store.
-        The last of all requests' ends does not wait.
+        What fills a batch does not wait, nor does the last of all requests' ends.
         """
         with self._ready:
             reader = self._reader
@@ -118,7 +120,8 @@ class SendQueue:
                 self._hurry.notify_all()
 
     def _may_leave(self) -> bool:
-        return not self._open or self._closed or self._error is not None
+        full = self._bytes >= MAX_BATCH_BYTES
+        return full or not self._open or self._closed or self._error is not None
 
     def _part(self) -> Sequence[RecordBatch]:
         """Take the first of what waits out, up to the size of a batch; the lock is held."""

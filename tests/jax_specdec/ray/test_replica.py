@@ -93,15 +93,16 @@ def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
     assert str(error) == "the end"
 
 
-def test_the_engine_waits_where_too_much_waits():
+def test_the_engine_waits_where_too_much_waits_and_a_full_batch_does_not():
     queue, size, count = SendQueue(), MAX_BATCH_BYTES, 40
+    queue.expect(1)
     most = MAX_WAITING_BYTES // size + 1  # the last one that was let in
     engine = threading.Thread(
         target=lambda: [queue.take(update(number, size)) for number in range(count)]
     )
     engine.start()
     found = []
-    for part in queue.read(0.0):
+    for part in queue.read(3600.0):
         found += part
         assert queue.steps <= len(found) + most + 1
         if len(found) == count:
