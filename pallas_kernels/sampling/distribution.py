@@ -22,7 +22,13 @@ from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.choose import lowered_for
-from pallas_kernels.lowering.forms import compacted, map_blocks, scattered, vary_like
+from pallas_kernels.lowering.forms import (
+    compacted,
+    map_blocks,
+    rows_from,
+    scattered,
+    vary_like,
+)
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling import cut_search, parameters, row_cuts, row_read
 from pallas_kernels.sampling.parameters import Sampling, Truncation, at_rows
@@ -30,9 +36,7 @@ from pallas_kernels.sampling.row_read import RowRead, RowScale
 from pallas_kernels.sampling.rows import GroupedRows
 
 MOST_CANDIDATES = 1024  # of a row; one that keeps more takes the search
-# With so many candidates at a time. On a CPU, sums over all rows that might be left cost more than
-# the candidates of the one or two that are.
-ROWS_WITH_MORE, ROWS_WITH_MORE_ON_CPU = 256, 1
+ROWS_WITH_MORE = 256  # with so many candidates at a time
 
 
 def truncation(
@@ -128,36 +132,52 @@ def _by_more(
 ) -> tuple[Truncation, Bool[Array, " N"]]:
     """The cuts with those of the rows that are `left` [N] bool, and which are left by more
     candidates."""
+    index, number = compacted(left)
+    # A symbolic number of rows is one block.
+    block = index.shape[0]
+    if isinstance(block, int):
+        block = min(ROWS_WITH_MORE, block)
 
-    def in_blocks(rows_at_a_time: int, *given: Any) -> tuple[Truncation, jax.Array]:
-        rows, scale, sampling, left, cut = given
-        index, number = compacted(left)
-        # A symbolic number of rows is one block.
-        block = index.shape[0]
-        if isinstance(block, int):
-            block = min(rows_at_a_time, block)
+    def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
+        begin = jnp.minimum(start, index.shape[0] - block)  # of the last block, which begins early
+        there = lax.dynamic_slice_in_dim(index, begin, block)
+        count = jnp.minimum(number - begin, block)
+        own = rows if block == index.shape[0] else rows.pin_to_iteration(start)
+        found = own.candidates(MOST_CANDIDATES, there, count)
+        return _cut_first(rows.vocab_size, count, *found, *at_rows(there, (scale, sampling)))
+
+    nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
+    more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
+    place = jnp.where(settled, index, left.shape[0])
+    return scattered(cut, more, place, number), left.at[place].set(False, mode="drop")
+
+
+def _cut_first(
+    vocab_size: int, count: jax.Array, *candidates: Any
+) -> tuple[Truncation, Bool[Array, " R"]]:
+    """`cut_among` of the first `count` of R rows; of the others anything.
+
+    One at a time on a CPU, where sums over R rows take longer than to find the candidates of the
+    one or two that there are.
+    """
+
+    def at_once(_: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
+        return row_cuts.cut_among(*candidates, vocab_size=vocab_size)
+
+    def nothing(count: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
+        rows = candidates[0].shape[:1]
+        return Truncation.nothing(rows, vocab_size), jnp.zeros(rows, bool)
+
+    def one_by_one(count: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
+        if not isinstance(candidates[0].shape[0], int):
+            return at_once(count, *candidates)
 
         def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
-            begin = jnp.minimum(start, index.shape[0] - block)  # the last block begins early
-            there = lax.dynamic_slice_in_dim(index, begin, block)
-            count = jnp.minimum(number - begin, block)
-            own = rows if block == index.shape[0] else rows.pin_to_iteration(start)
-            ids, logits = own.candidates(MOST_CANDIDATES, there, count)
-            mine = at_rows(there, (scale, sampling))
-            return row_cuts.cut_among(ids, logits, *mine, rows.vocab_size)
+            return at_once(count, *rows_from(candidates, start, 1))
 
-        nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
-        more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
-        place = jnp.where(settled, index, left.shape[0])
-        return scattered(cut, more, place, number), left.at[place].set(False, mode="drop")
+        return map_blocks(work, 1, count, nothing(count, *candidates), candidates)
 
-    default, cpu = (
-        functools.partial(in_blocks, n) for n in (ROWS_WITH_MORE, ROWS_WITH_MORE_ON_CPU)
-    )
-    given: Any = rows, scale, sampling, left, cut
-    if rows.shard.axis_name is not None:  # each shard gets the same: it does not vary over them
-        return default(*given)
-    return lowered_for(*given, like=lambda *given: (given[4], given[3]), cpu=cpu, default=default)
+    return lowered_for(count, *candidates, like=nothing, cpu=one_by_one, default=at_once)
 
 
 def _by_search(
