@@ -162,7 +162,8 @@ def _cut_first(
     """
 
     def at_once(_: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
-        return row_cuts.cut_among(*candidates, vocab_size=vocab_size)
+        ids, logits, scale, sampling = candidates
+        return row_cuts.cut_among(ids, logits, scale, sampling, vocab_size)
 
     def nothing(count: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
         rows = candidates[0].shape[:1]
