@@ -134,7 +134,7 @@ def loops(path: str, slots: int, quick: bool) -> list[Comparison]:
 
 
 def _held(found: Comparison) -> Comparison:
-    """With the limits of this suite: a median over rounds in which all contenders ran in turn."""
+    """With the limits of this suite, of shares over rounds in which all contenders ran in turn."""
     lost = {
         f"{found.title}: {name} takes": 100 - of["% of tokens/s"]
         for name, of in found.figures.items()
