@@ -17,7 +17,7 @@ def sorted_lists(
         return lambda values: values, sizes
     size = int(sizes[0])
     if (sizes == size).all():
-        return lambda values: values.reshape(-1, size)[order].reshape(-1), sizes
+        return lambda values: values.reshape(-1, size).take(order, 0).reshape(-1), sizes
     ends = sizes.cumsum()
     places = cells((ends - sizes)[order], sizes[order])
     return lambda values: values[places], sizes[order]

@@ -4,6 +4,7 @@
 batch of what some steps brought, and forgets it: for who passes records on as they come.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -46,9 +47,10 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
     taken = [batch for batch in batches if len(batch)]
     requests, places, reasons, row, tokens, kept = token_parts(taken)
     sums, prompts = np.zeros(len(requests), np.float64), PromptColumns()
-    for batch, rows in zip(taken, places, strict=True):
-        sums[rows] = batch.cumulative_logprob
-        prompts.add(batch, rows)
+    if taken:  # of a request's records the last one has the sum
+        sums[places] = np.concatenate([batch.cumulative_logprob for batch in taken])
+    for batch, end in zip(taken, itertools.accumulate(map(len, taken)), strict=True):
+        prompts.add(batch, places[end - len(batch) : end])
     names = [request.id for request in requests]
     counts = np.bincount(row, minlength=len(names))
     before = np.array([emitted.get(name, 0) for name in names], np.int64)
@@ -74,7 +76,7 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
 
     for name, values in tokens.items():
         if "." not in name:
-            whole(name, pa.array(values if order is None else values[order]))
+            whole(name, pa.array(values if order is None else values.take(order)))
     for name in TOKEN_LISTS:
         sizes = tokens.get(f"{name}.counts")
         if sizes is None or not sizes.any():

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED
-from jax_specdec.kept_sets import KeptSets, cells, within
+from jax_specdec.kept_sets import KeptSets, cells, offsets_of, within
 from jax_specdec.records.batch import RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.record import Record
@@ -19,8 +19,7 @@ from jax_specdec.requests import Request
 ACCEPTED, PLAIN = KINDS.index("accepted"), KINDS.index("plain")
 RECOVERED, BONUS = KINDS.index("recovered"), KINDS.index("bonus")
 Parts = dict[str, list[NDArray[Any]]]
-# Records with tokens, their message, the rows [N] of their requests, and how many tokens they have.
-Spoken = tuple[RecordBatch, Message, NDArray[np.int64], int]
+Spoken = tuple[RecordBatch, Message, int]  # records, their message, and how many tokens they have
 
 
 class TokenParts(NamedTuple):
@@ -28,7 +27,7 @@ class TokenParts(NamedTuple):
 
     Attributes:
       requests: [Q] in the order of their rows.
-      places: [B] for each batch the rows [R] int64 of its records.
+      places: [R] int64, the rows of all records, batch after batch.
       reasons: [Q] int8 `FinishReason`, 0 where the request goes on.
       row: [N] int64, each token's.
       columns: those of `TokenColumns` that some request asked for, [N] each; a list NAME as
@@ -37,7 +36,7 @@ class TokenParts(NamedTuple):
     """
 
     requests: list[Request]
-    places: list[NDArray[np.int64]]
+    places: NDArray[np.int64]
     reasons: NDArray[np.int8]
     row: NDArray[np.int64]
     columns: dict[str, NDArray[Any]]
@@ -46,81 +45,80 @@ class TokenParts(NamedTuple):
 
 def token_parts(batches: Sequence[RecordBatch]) -> TokenParts:
     """What the records of some steps have; batches of one worker in order, none is empty."""
-    rows: dict[str, int] = {}
-    requests: list[Request] = []
-    tables: dict[int, NDArray[np.int64]] = {}
-    places = [_rows_of(batch, rows, requests, tables) for batch in batches]
-    reasons = np.zeros(len(rows), np.int8)
-    spoken: list[Spoken] = []
-    for batch, row in zip(batches, places, strict=True):
-        if batch.finish_reason.any():
-            ends = batch.finish_reason > 0
-            reasons[row[ends]] = batch.finish_reason[ends]
-        if batch.message is not None and (total := int(batch.num_tokens.sum())):
-            spoken.append((batch, batch.message, row, total))
+    if not batches:
+        return TokenParts([], _NO_ROWS, np.zeros(0, np.int8), _NO_ROWS, _ALWAYS, None)
+    requests, places = _rows_of(batches)
+    reasons, ends = np.zeros(len(requests), np.int8), _joined(batches, "finish_reason")
+    if (ended := ends > 0).any():
+        reasons[places[ended]] = ends[ended]
+    counts = _joined(batches, "num_tokens")
+    lengths = np.array([len(batch) for batch in batches])
+    sizes = np.add.reduceat(counts, offsets_of(lengths)[:-1])
+    spoken = [
+        (batch, batch.message, total)
+        for batch, total in zip(batches, sizes.tolist(), strict=True)
+        if batch.message is not None and total
+    ]
     parts: Parts = {}
-    if spoken:
-        _add_tokens(parts, spoken)
-        if any(message.columns.any() for _, message, _, _ in spoken) and not _add_table(
-            parts, spoken
-        ):
-            for batch, message, _, total in spoken:
-                _add_logprobs(parts, batch, message, total)
-        if any(batch.joined is not None and batch.joined.any() for batch, _, _, _ in spoken):
-            for batch, _, _, _ in spoken:
-                _add_drafts(parts, batch)
     kept = None
-    if any(message.kept.any() for _, message, _, _ in spoken):
-        kept = KeptSets.joined([_kept(batch, message) for batch, message, _, _ in spoken])
+    if spoken:
+        _add_tokens(parts, batches, counts, sizes, spoken)
+        if any(message.columns.any() for _, message, _ in spoken) and not _add_table(parts, spoken):
+            for batch, message, total in spoken:
+                _add_logprobs(parts, batch, message, total)
+        if any(batch.joined is not None and batch.joined.any() for batch, _, _ in spoken):
+            for batch, _, _ in spoken:
+                _add_drafts(parts, batch)
+        if np.concatenate([message.kept for _, message, _ in spoken]).any():
+            kept = KeptSets.joined([_kept(batch, message) for batch, message, _ in spoken])
     columns = {
         name: found[0] if len(found) == 1 else np.concatenate(found)
         for name, found in parts.items()
     }
-    for name, kind in _ALWAYS.items():
-        columns.setdefault(name, np.empty(0, kind))
-    return TokenParts(requests, places, reasons, columns.pop("row"), columns, kept)
+    return TokenParts(
+        requests, places, reasons, places.repeat(counts), {**_ALWAYS, **columns}, kept
+    )
 
 
-def _rows_of(
-    batch: RecordBatch,
-    rows: dict[str, int],
-    requests: list[Request],
-    tables: dict[int, NDArray[np.int64]],
-) -> NDArray[np.int64]:
-    """[N] int64, the row of each record's request; new requests get further rows.
-
-    Args:
-      tables: [B] the rows of some steps' slots, -1 where unknown, by their tuple of requests:
-        it is another one only where a slot was given or freed.
-    """
-    table = tables.get(id(batch.requests))
-    if table is None:
-        table = tables[id(batch.requests)] = np.full(len(batch.requests), -1, np.int64)
-    found = table[batch.slots]
-    if int(found.min()) >= 0:
-        return found
-    slots = batch.slots[found < 0]
-    # A record exists only for an occupied slot.
-    here = [one for slot in slots.tolist() if (one := batch.requests[slot]) is not None]
-    table[slots] = [rows.setdefault(request.id, len(rows)) for request in here]
-    requests += [request for request in here if rows[request.id] >= len(requests)]
-    return table[batch.slots]
+def _joined(batches: Sequence[RecordBatch], name: str) -> NDArray[Any]:
+    """A column of all records: steps alone are too small for NumPy to be quick."""
+    return np.concatenate([getattr(batch, name) for batch in batches])
 
 
-def _add_tokens(parts: Parts, spoken: Sequence[Spoken]) -> None:
-    """Add the tokens of all steps at once: a step alone is too small for NumPy to be quick."""
-    counts = np.concatenate([batch.num_tokens for batch, _, _, _ in spoken])
-    accepted = np.concatenate([batch.num_accepted for batch, _, _, _ in spoken])
-    drafts = np.concatenate([batch.num_drafts for batch, _, _, _ in spoken])
-    totals = np.array([total for _, _, _, total in spoken])
-    versions = [message.weights_version for _, message, _, _ in spoken]
-    _put(parts, "row", np.concatenate([row for _, _, row, _ in spoken]).repeat(counts))
-    _put(parts, "step", np.array([b.step for b, _, _, _ in spoken], np.int64).repeat(totals))
-    _put(parts, "weights_version", np.array(versions, np.uint32).repeat(totals))
+def _rows_of(batches: Sequence[RecordBatch]) -> tuple[list[Request], NDArray[np.int64]]:
+    """[Q] the requests, and [R] int64 the row of each record's; steps of one worker in order."""
+    # Of a worker it is another tuple only where a slot was given or freed.
+    tuples = list({id(batch.requests): batch.requests for batch in batches}.values())
+    number = {id(one): at for at, one in enumerate(tuples)}
+    most = max(map(len, tuples))
+    firsts = np.array([number[id(batch.requests)] * most for batch in batches])
+    places = _joined(batches, "slots") + firsts.repeat([len(batch) for batch in batches])
+    table = np.full(len(tuples) * most, -1, np.int64)
+    table[places] = 0
+    seen = np.flatnonzero(table == 0)
+    here = [tuples[place // most][place % most] for place in seen.tolist()]
+    requests = {request.id: request for request in here if request is not None}  # a record has one
+    rows = {name: row for row, name in enumerate(requests)}
+    table[seen] = [rows[request.id] for request in here if request is not None]
+    return list(requests.values()), table[places]
+
+
+def _add_tokens(
+    parts: Parts,
+    batches: Sequence[RecordBatch],
+    counts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    spoken: Sequence[Spoken],
+) -> None:
+    """Add the tokens of all steps; `counts` [R] are the records', `sizes` the batches'."""
+    accepted, drafts = _joined(batches, "num_accepted"), _joined(batches, "num_drafts")
+    versions = [0 if b.message is None else b.message.weights_version for b in batches]
+    _put(parts, "step", np.array([batch.step for batch in batches], np.int64).repeat(sizes))
+    _put(parts, "weights_version", np.array(versions, np.uint32).repeat(sizes))
     last = np.where(accepted < drafts, RECOVERED, np.where(drafts > 0, BONUS, PLAIN))
     kinds = np.where(within(counts) < accepted.repeat(counts), ACCEPTED, last.repeat(counts))
     _put(parts, "kind", kinds.astype(np.int8))
-    for batch, message, _, total in spoken:
+    for batch, message, total in spoken:
         ids = message.token_ids
         if total < len(ids):  # not all of them, slot after slot
             starts = message.token_start[batch.slots].repeat(batch.num_tokens)
@@ -131,24 +129,24 @@ def _add_tokens(parts: Parts, spoken: Sequence[Spoken]) -> None:
 def _add_table(parts: Parts, spoken: Sequence[Spoken]) -> bool:
     """Add logprobs where all tokens of all steps have rows of one width; whether they have."""
     if not all(
-        total == len(message.token_ids) == len(message.token_ranks)
-        for _, message, _, total in spoken
+        total == len(message.token_ids) == len(message.token_ranks) for _, message, total in spoken
     ):
         return False
-    requests = {id(batch.requests): batch.requests for batch, _, _, _ in spoken}
+    requests = {id(batch.requests): batch.requests for batch, _, _ in spoken}
     asked = [one.params for each in requests.values() for one in each if one is not None]
     widths = {params.num_columns for params in asked}
     if len(widths) > 1 or any(params.extra_token_ids for params in asked):
         return False
-    ids = np.concatenate([message.topk_ids for _, message, _, _ in spoken])
+    ids = np.concatenate([message.topk_ids for _, message, _ in spoken])
     if ids.size and int(ids.min()) < 0:  # fewer than K are finite
         return False
     (width,) = widths
-    rows = np.concatenate([message.logprobs for _, message, _, _ in spoken]).reshape(-1, width)
-    sizes = np.full(len(rows), width - 1)
-    _put(parts, "logprob", rows[:, 0])
-    _put(parts, "token_rank", np.concatenate([message.token_ranks for _, message, _, _ in spoken]))
-    _put_list(parts, "topk", sizes, ids, rows[:, 1:].reshape(-1))
+    rows = [message.logprobs.reshape(-1, width) for _, message, _ in spoken]
+    logprobs = np.concatenate([one[:, 0] for one in rows])
+    sizes = np.full(len(logprobs), width - 1)
+    _put(parts, "logprob", logprobs)
+    _put(parts, "token_rank", np.concatenate([message.token_ranks for _, message, _ in spoken]))
+    _put_list(parts, "topk", sizes, ids, np.concatenate([one[:, 1:] for one in rows]).reshape(-1))
     return True
 
 
@@ -256,7 +254,8 @@ def _put_list(
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)
-_ALWAYS = {
-    "row": np.int64, "step": np.int64, "weights_version": np.uint32, "token_id": np.int32,
-    "kind": np.int8,
+_NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
+_ALWAYS: dict[str, NDArray[Any]] = {
+    "step": _NO_ROWS, "weights_version": np.empty(0, np.uint32), "token_id": _NO_IDS,
+    "kind": np.empty(0, np.int8),
 }  # fmt: skip

@@ -22,6 +22,9 @@ NAMESPACE = "jax-specdec"
 CONNECT_SECONDS = 5.0
 # A method's thread: commands keep their order, and nothing waits behind a weights update.
 GROUPS = {"commands": 1, "records": 2, "slow": 4}
+# Batches of megabytes come and go. The C library gives their memory back each time, and to get a
+# page again takes longer than to fill it.
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "268435456"}
 
 
 def start(address: str) -> bool:
@@ -159,7 +162,8 @@ def of_actor(devices: Mapping[str, float]) -> dict[str, Any]:
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """The variables of a replica's process; this program's PYTHONPATH is among them."""
-    return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | {**more}
+    mine = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    return mine | KEEPS_MEMORY | {**more}
 
 
 def nodes_of(found: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,6 @@ Whoever began it last, with `begin`, has it for itself; who began it before hear
 import contextlib
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -15,6 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ipc import doctor
 from jax_specdec.engine import leftovers
@@ -30,14 +32,11 @@ from jax_specdec.ray.group import Followers
 from jax_specdec.ray.remove_leftovers import remove_leftovers
 from jax_specdec.ray.replica_types import ReplicaAddress, ReplicaStatus, Submission, Weights
 from jax_specdec.ray.send_queue import SendQueue
-from jax_specdec.records.batch import FinishReason
+from jax_specdec.records.batch import FinishReason, RecordBatch
 
 MakeEngine = Callable[..., Engine]
 BEGIN_SECONDS = 60.0  # for the ends of what an earlier program had asked for
 READY_SECONDS = 0.02  # between two looks whether a worker takes requests
-# One thread reads the rings, another one makes batches. While both compute, Python lets one of them
-# wait for 5 ms as it comes, ten steps of a quick worker; a shorter time costs nothing here.
-SWITCH_SECONDS = 0.0002
 
 
 class Replica:
@@ -60,7 +59,7 @@ class Replica:
         self._number, self._config, self._make_engine = number, config, make_engine
         self._followers = Followers(followers) if followers else None
         self._engine: Engine | None = None
-        self._send_queue = SendQueue()
+        self._send_queue = SendQueue(self._packed)
         self._emitted: dict[str, int] = {}
         self._open: dict[str, Any] = {}  # streams by request id
         self._version = config.weights_version
@@ -68,7 +67,6 @@ class Replica:
         self._folder: Path | None = None
         self._held = threading.Lock()
         self._closing = False
-        sys.setswitchinterval(SWITCH_SECONDS)
 
     def address(self) -> ReplicaAddress:
         """Where it is, and which process."""
@@ -117,20 +115,23 @@ class Replica:
         Raises:
           Exception: what ended the engine, where that is a mistake in a program.
         """
-        queue = self._send_queue
-        for taken in queue.read(pause):
-            if isinstance(taken, CANNOT_BEGIN):
-                yield str(taken)
+        for data in self._send_queue.read(pause):
+            if isinstance(data, CANNOT_BEGIN):
+                yield str(data)
                 return
-            if isinstance(taken, BaseException):
-                raise taken
-            rows = step_rows(taken, self._emitted)
-            for row in rows.column("finish_reason").to_numpy().nonzero()[0].tolist():
-                self._open.pop(rows.column("request_id")[row].as_py(), None)
-            if self._config.resume_lost:
-                rows = without_lost(rows)
-            if rows.num_rows:
-                yield packed(rows)
+            if isinstance(data, BaseException):
+                raise data
+            if data is not None:
+                yield data
+
+    def _packed(self, taken: Sequence[RecordBatch]) -> NDArray[np.uint8] | None:
+        """A batch of the records of some steps; None where it would have no row."""
+        rows = step_rows(taken, self._emitted)
+        for row in rows.column("finish_reason").to_numpy().nonzero()[0].tolist():
+            self._open.pop(rows.column("request_id")[row].as_py(), None)
+        if self._config.resume_lost:
+            rows = without_lost(rows)
+        return packed(rows) if rows.num_rows else None
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Take requests; an engine that has ended ends the replica's batches with its error.
@@ -235,7 +236,7 @@ class Replica:
         config = self._config
         if weights.version != config.weights_version or weights.path or weights.arrays is not None:
             config = self._with(weights)
-        self._send_queue, self._version = SendQueue(), weights.version
+        self._send_queue, self._version = SendQueue(self._packed), weights.version
         if self._followers is not None:
             config = self._followers.placed(config)
         sink: Sink = self._send_queue

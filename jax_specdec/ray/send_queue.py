@@ -1,9 +1,11 @@
 """What a replica's engine has brought and nobody has fetched yet."""
 
 import collections
+import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -13,25 +15,33 @@ from jax_specdec.records.batch import RecordBatch
 MAX_WAITING_BYTES = 32 << 20  # of messages that wait; then the engine waits
 MAX_BATCH_BYTES = 4 << 20  # of messages in a batch, one more message not counted
 SLICE_SECONDS = 0.25
+LATE_SECONDS = 0.002  # after a pause: no update came meanwhile, so the reader makes the batch
+Made = TypeVar("Made")
 
 
-class SendQueue:
-    """A sink of an engine: its thread fills it, one reader takes whole steps out.
+class SendQueue(Generic[Made]):
+    """A sink of an engine: its thread fills it, one reader takes batches of whole steps out.
+
+    The engine's thread makes a batch when one is due. Were it the reader's, two threads would
+    compute at once, and each wait for Python's lock at every call of NumPy: twice the time of both.
 
     Attributes:
       steps: of all workers, so far.
       events: what became of lost workers, the latest last; a few of them.
     """
 
-    def __init__(self) -> None:
-        lock = threading.RLock()
-        self._ready, self._hurry = threading.Condition(lock), threading.Condition(lock)
+    def __init__(self, make: Callable[[Sequence[RecordBatch]], Made]) -> None:
+        """Begin empty; `make` gets the records of some steps, and is called by one at a time."""
+        self._make = make
+        self._ready = threading.Condition(threading.RLock())
         self._updates: collections.deque[tuple[Sequence[RecordBatch], int]] = collections.deque()
         self._bytes = 0
+        self._made: list[Made] = []  # one, or none
         self._error: BaseException | None = None
         self._closed = False
         self._open = 0  # requests that have not ended
         self._reader = 0  # the last one: earlier ones end
+        self._pause, self._last = math.inf, 0.0  # while nobody reads, nothing is made
         self.steps = 0
         self.events: collections.deque[str] = collections.deque(maxlen=8)
 
@@ -52,35 +62,35 @@ class SendQueue:
                 size = 0 if update.message is None else update.message.num_bytes
                 self._updates.append((update.records.batches, size))
                 self._bytes += size
-                self._ready.notify_all()
                 self._note_ends(update.records.batches)
-                if self._bytes >= MAX_BATCH_BYTES:
-                    self._hurry.notify_all()
+                if self._wait_seconds() <= 0:
+                    if not self._made:  # a reader that is behind gets fewer and larger batches
+                        self._make_one()
+                    self._ready.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Note that no further update comes."""
         with self._ready:
             self._error = self._error or error
             self._ready.notify_all()
-            self._hurry.notify_all()
 
     def close(self) -> None:
         """Let nobody wait any more."""
         with self._ready:
             self._closed = True
             self._ready.notify_all()
-            self._hurry.notify_all()
 
     def clear(self) -> None:
         """Forget what waits, and end the readers that there are."""
         with self._ready:
             self._reader += 1
             self._updates.clear()
+            self._made.clear()
             self._bytes = self._open = 0
+            self._pause = math.inf
             self._ready.notify_all()
-            self._hurry.notify_all()
 
-    def read(self, pause: float) -> Iterator[Sequence[RecordBatch] | BaseException]:
+    def read(self, pause: float) -> Iterator[Made | BaseException]:
         """Yield what came since the last time, at most every `pause` seconds; at last the error.
 
         Where nobody read for long, it comes in several parts: a batch is one object of a store.
@@ -88,23 +98,22 @@ class SendQueue:
         """
         with self._ready:
             reader = self._reader
-        last = time.monotonic() - pause  # the first part does not wait
+            self._pause, self._last = pause, time.monotonic() - pause  # the first one does not wait
         while True:
             with self._ready:
-                while not (self._updates or self._error or self._closed):
-                    if reader != self._reader:
-                        return
-                    self._ready.wait(SLICE_SECONDS)
-            with self._hurry:
-                self._hurry.wait_for(self._may_leave, last + pause - time.monotonic())
+                while reader == self._reader and not self._made and (
+                    seconds := self._wait_seconds(late=LATE_SECONDS)
+                ) > 0:  # fmt: skip
+                    self._ready.wait(min(seconds, SLICE_SECONDS))
                 if reader != self._reader:
                     return
-                taken = self._part()
+                if self._updates and not self._made:
+                    self._make_one()
+                made, self._made = self._made, []
                 error, over = self._error, self._closed
                 self._ready.notify_all()
-            last = time.monotonic()
-            if taken:
-                yield taken
+            if made:
+                yield made[0]
             elif error is not None:
                 yield error
                 return
@@ -116,15 +125,18 @@ class SendQueue:
         if self._open:
             ends = sum(int(np.count_nonzero(batch.finish_reason)) for batch in batches)
             self._open = max(self._open - ends, 0)
-            if not self._open:
-                self._hurry.notify_all()
 
-    def _may_leave(self) -> bool:
-        full = self._bytes >= MAX_BATCH_BYTES
-        return full or not self._open or self._closed or self._error is not None
+    def _wait_seconds(self, *, late: float = 0.0) -> float:
+        """Seconds until a batch is due, and `late` more; the lock is held."""
+        if self._closed or self._error is not None:
+            return 0.0
+        if self._updates and (self._bytes >= MAX_BATCH_BYTES or not self._open):
+            return 0.0
+        seconds = self._last + self._pause + late - time.monotonic()
+        return seconds if self._updates or seconds > 0 else math.inf
 
-    def _part(self) -> Sequence[RecordBatch]:
-        """Take the first of what waits out, up to the size of a batch; the lock is held."""
+    def _make_one(self) -> None:
+        """Make a batch of the first of what waits, up to its size; the lock is held."""
         taken: list[RecordBatch] = []
         size = 0
         while self._updates and size < MAX_BATCH_BYTES:
@@ -132,4 +144,5 @@ class SendQueue:
             taken += batches
             size += more
         self._bytes -= size
-        return taken
+        self._made.append(self._make(taken))
+        self._last = time.monotonic()

@@ -39,7 +39,7 @@ def test_a_request_goes_on_behind_what_another_engine_delivered():
     (request,) = long_requests(1)
     ids, logprobs = continuation(request)
     before = Progress(token_ids=tuple(ids[:8]), cumulative_logprob=sum(logprobs[:8]))
-    queue = SendQueue()
+    queue = SendQueue(list)
     engine, _ = engine_of(queue)
     with engine:
         wait([engine.submit(request, progress=before)])
@@ -58,7 +58,7 @@ def test_an_engine_whose_sink_waits_waits_too():
             gate.wait()
             super().take(update)
 
-    slow = Slow()
+    slow = Slow(list)
     engine, worker = engine_of(slow)
     requests = long_requests(2)
     with engine:
@@ -74,7 +74,7 @@ def test_an_engine_whose_sink_waits_waits_too():
 
 def test_requests_that_are_submitted_together_begin_in_one_round():
     """But for one that is aborted before."""
-    queue = SendQueue()
+    queue = SendQueue(list)
     engine, worker = engine_of(queue)
     requests = long_requests(3)
     with engine:
@@ -97,7 +97,7 @@ def test_requests_that_are_submitted_together_begin_in_one_round():
 def test_loaded_weights_are_used_when_it_is_said_and_else_forgotten(tmp_path):
     file = tmp_path / "new.safetensors"
     file.write_bytes(b"weights")
-    engine, worker = engine_of(SendQueue())
+    engine, worker = engine_of(SendQueue(list))
     with engine:
         with engine.load_weights(file):
             assert (worker.answered, worker.weights_version) == (1, 0)

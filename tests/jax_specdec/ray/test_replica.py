@@ -3,7 +3,6 @@ why there are no more.
 """
 
 import threading
-from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,9 +34,11 @@ def test_an_engine_s_last_words_end_no_request_that_the_fleet_resumes(resume_los
         ended(QueuedRequest(request=request), reason).batches
         for request, reason in zip(long_requests(3), REASONS, strict=True)
     ]
-    steps = deque([ends[0], [*ends[0], *ends[1], *ends[2]], WorkerFailed("no worker is left")])
+    steps = [ends[0], [*ends[0], *ends[1], *ends[2]]]
     made = replica(resume_lost=resume_lost)
-    made._send_queue = SimpleNamespace(read=lambda pause: steps)
+    for batches in steps:
+        made._send_queue.take(update(batches))
+    made._send_queue.fail(WorkerFailed("no worker is left"))
     *batches, last = made.records(0.0)
     assert last == "no worker is left"
     found = [unpacked(batch).column("finish_reason").to_pylist() for batch in batches]
@@ -71,22 +72,26 @@ class Batch(int):
     finish_reason = np.zeros(0)
 
 
-def update(number, size, *reasons):
+def numbered(number, size, *reasons):
     """An engine's update with one batch of records, from a message of `size` bytes."""
     batch = Batch(number)
     batch.finish_reason = np.array(reasons)
+    return update((batch,), size)
+
+
+def update(batches, size=MAX_BATCH_BYTES):
     return SimpleNamespace(
         message=SimpleNamespace(num_bytes=size),
         lost=None,
-        records=SimpleNamespace(batches=(batch,)),
+        records=SimpleNamespace(batches=batches),
     )
 
 
 def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
     """An update that is larger than that comes alone."""
-    queue = SendQueue()
+    queue = SendQueue(list)
     for number, share in enumerate([2, 2] + [0.25] * 10):
-        queue.take(update(number, int(share * MAX_BATCH_BYTES)))
+        queue.take(numbered(number, int(share * MAX_BATCH_BYTES)))
     queue.fail(OSError("the end"))
     *parts, error = queue.read(0.0)
     assert parts == [[0], [1], [2, 3, 4, 5], [6, 7, 8, 9], [10, 11]]
@@ -94,11 +99,11 @@ def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
 
 
 def test_the_engine_waits_where_too_much_waits_and_a_full_batch_does_not():
-    queue, size, count = SendQueue(), MAX_BATCH_BYTES, 40
+    queue, size, count = SendQueue(list), MAX_BATCH_BYTES, 40
     queue.expect(1)
     most = MAX_WAITING_BYTES // size + 1  # the last one that was let in
     engine = threading.Thread(
-        target=lambda: [queue.take(update(number, size)) for number in range(count)]
+        target=lambda: [queue.take(numbered(number, size)) for number in range(count)]
     )
     engine.start()
     found = []
@@ -112,13 +117,13 @@ def test_the_engine_waits_where_too_much_waits_and_a_full_batch_does_not():
 
 
 def test_whoever_is_done_with_a_reader_hears_nothing_that_came_before():
-    queue = SendQueue()
-    queue.take(update(0, 1))
+    queue = SendQueue(list)
+    queue.take(numbered(0, 1))
     earlier = queue.read(0.0)
     assert next(earlier) == [0]
-    queue.take(update(1, 1))
+    queue.take(numbered(1, 1))
     queue.clear()
-    queue.take(update(2, 1))
+    queue.take(numbered(2, 1))
     assert list(earlier) == []
     queue.close()
     assert list(queue.read(0.0)) == [[2]]
@@ -126,16 +131,39 @@ def test_whoever_is_done_with_a_reader_hears_nothing_that_came_before():
 
 def test_the_last_end_of_all_does_not_wait_for_more():
     """With a pause of an hour, a reader gets it at once; while one request is open, it waits."""
-    queue, parts = SendQueue(), []
+    queue, parts = SendQueue(list), []
     queue.expect(3)
-    queue.take(update(0, 1, 1, 0, 0))
+    queue.take(numbered(0, 1, 1, 0, 0))
     reading = queue.read(3600.0)
     assert next(reading) == [0]
-    queue.take(update(1, 1, 0, 2))
+    queue.take(numbered(1, 1, 0, 2))
     reader = threading.Thread(target=lambda: parts.append(next(reading)))
     reader.start()
     reader.join(0.2)  # it has begun to wait
     assert not parts
-    queue.take(update(2, 1, 3))
+    queue.take(numbered(2, 1, 3))
     reader.join()
     assert parts == [[1, 2]]
+
+
+def test_a_batch_is_made_as_it_is_filled_and_a_late_reader_gets_fewer_and_larger_ones():
+    """By whoever fills it: an engine's thread and its reader's would wait for one another."""
+    made = []
+    queue = SendQueue(lambda taken: made.append(list(taken)) or made[-1])
+    queue.expect(1)
+    reading = queue.read(0.0)
+    queue.take(numbered(0, 1))
+    assert next(reading) == [0]
+    for number in range(1, 6):
+        queue.take(numbered(number, 1))
+    assert made == [[0], [1]]
+    assert [next(reading), next(reading)] == [[1], [2, 3, 4, 5]]
+
+
+def test_what_waits_while_its_engine_brings_nothing_more_comes_after_the_pause():
+    queue = SendQueue(list)
+    queue.expect(1)
+    reading = queue.read(0.05)
+    for number in range(2):
+        queue.take(numbered(number, 1))
+        assert next(reading) == [number]
