@@ -9,7 +9,6 @@ N = B * ... all rows.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,9 @@ from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering import forms
-from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import (
     compacted,
     map_blocks,
-    rows_from,
     scattered,
     vary_like,
 )
@@ -144,41 +141,14 @@ def _by_more(
         count = jnp.minimum(number - begin, block)
         own = rows if block == index.shape[0] else rows.pin_to_iteration(start)
         found = own.candidates(MOST_CANDIDATES, there, count)
-        return _cut_first(rows.vocab_size, count, *found, *at_rows(there, (scale, sampling)))
+        return row_cuts.cut_first(
+            rows.vocab_size, count, *found, *at_rows(there, (scale, sampling))
+        )
 
     nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
     more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
     place = jnp.where(settled, index, left.shape[0])
     return scattered(cut, more, place, number), left.at[place].set(False, mode="drop")
-
-
-def _cut_first(
-    vocab_size: int, count: jax.Array, *candidates: Any
-) -> tuple[Truncation, Bool[Array, " R"]]:
-    """`cut_among` of the first `count` of R rows; of the others anything.
-
-    One at a time on a CPU, where sums over R rows take longer than to find the candidates of the
-    one or two that there are.
-    """
-
-    def at_once(_: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
-        ids, logits, scale, sampling = candidates
-        return row_cuts.cut_among(ids, logits, scale, sampling, vocab_size)
-
-    def nothing(count: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
-        rows = candidates[0].shape[:1]
-        return Truncation.nothing(rows, vocab_size), jnp.zeros(rows, bool)
-
-    def one_by_one(count: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
-        if not isinstance(candidates[0].shape[0], int):
-            return at_once(count, *candidates)
-
-        def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
-            return at_once(count, *rows_from(candidates, start, 1))
-
-        return map_blocks(work, 1, count, nothing(count, *candidates), candidates)
-
-    return lowered_for(count, *candidates, like=nothing, cpu=one_by_one, default=at_once)
 
 
 def _by_search(
