@@ -100,6 +100,9 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{_CACHE_WARNING}")
     if config.option.markexpr == "fast":  # it replaces what pyproject.toml leaves out
         config.option.markexpr = "fast and not slow and not chips"
+    # By their names: files of a room, which trace the same programs, follow one another, and the
+    # last ones are short. By their numbers of tests, those with a single long one come last.
+    config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -120,6 +123,8 @@ def _programs_end_with_their_module():
     """
     yield
     if memory("VmRSS") > LARGE_MB:
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
+    if memory("VmRSS") > LARGE_MB:
         jax.clear_caches()
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
+        ctypes.CDLL(None).malloc_trim(0)
