@@ -74,3 +74,9 @@ def test_a_vocabulary_whose_ranks_float32_cannot_count_is_refused():
 def test_k_must_be_static():
     with pytest.raises(TypeError, match="Python int"):
         jax.jit(lambda k: topk_logprobs(GOOD["logits"], GOOD["token_ids"], k))(2)
+
+
+def test_the_largest_number_of_rows_is_taken():
+    tokens = GOOD["token_ids"]
+    like = jax.eval_shape(lambda x: topk_logprobs(x, tokens, 2, num_rows=2**31 - 1), GOOD["logits"])
+    assert like.token_ranks.shape == tokens.shape
