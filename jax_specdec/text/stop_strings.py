@@ -62,4 +62,4 @@ class StopStrings:
             for length in range(len(one))
             if self.text.endswith(one[:length])
         )
-        return len(self.text) - max(begun)
+        return len(self.text) - max(begun, default=0)
