@@ -3,6 +3,7 @@
 `step_rows.py` makes Arrow of them as they come, `column_builder.py` collects them.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class TokenParts(NamedTuple):
 def token_parts(batches: Sequence[RecordBatch]) -> TokenParts:
     """What the records of some steps have; batches of one worker in order, none is empty."""
     if not batches:
-        return TokenParts([], _NO_ROWS, np.zeros(0, np.int8), _NO_ROWS, _ALWAYS, None)
+        return TokenParts([], _NO_ROWS, np.zeros(0, np.int8), _NO_ROWS, dict(_ALWAYS), None)
     requests, places = _rows_of(batches)
     reasons, ends = np.zeros(len(requests), np.int8), _joined(batches, "finish_reason")
     if (ended := ends > 0).any():
@@ -88,15 +89,16 @@ def _joined(batches: Sequence[RecordBatch], name: str) -> NDArray[Any]:
 def _rows_of(batches: Sequence[RecordBatch]) -> tuple[list[Request], NDArray[np.int64]]:
     """[Q] the requests, and [R] int64 the row of each record's; steps of one worker in order."""
     # Of a worker it is another tuple only where a slot was given or freed.
-    tuples = list({id(batch.requests): batch.requests for batch in batches}.values())
-    number = {id(one): at for at, one in enumerate(tuples)}
-    most = max(map(len, tuples))
-    firsts = np.array([number[id(batch.requests)] * most for batch in batches])
-    places = _joined(batches, "slots") + firsts.repeat([len(batch) for batch in batches])
-    table = np.full(len(tuples) * most, -1, np.int64)
+    tuples = {id(batch.requests): batch.requests for batch in batches}
+    starts = offsets_of(np.array([len(one) for one in tuples.values()]))
+    start = dict(zip(tuples, starts.tolist(), strict=False))
+    of_batch = np.array([start[id(batch.requests)] for batch in batches])
+    places = _joined(batches, "slots") + of_batch.repeat([len(batch) for batch in batches])
+    table = np.full(int(starts[-1]), -1, np.int64)
     table[places] = 0
     seen = np.flatnonzero(table == 0)
-    here = [tuples[place // most][place % most] for place in seen.tolist()]
+    slots = list(itertools.chain.from_iterable(tuples.values()))
+    here = [slots[place] for place in seen.tolist()]
     requests = {request.id: request for request in here if request is not None}  # a record has one
     rows = {name: row for row, name in enumerate(requests)}
     table[seen] = [rows[request.id] for request in here if request is not None]

@@ -22,8 +22,9 @@ class RayConfig:
         program that has called `ray.init` keeps what it has.
       ahead: requests that a replica may hold beside those in its slots, so that no slot waits for
         this program; None: as many as it has slots. All others wait here, for whoever is free.
-      coalesce: seconds between two batches of a replica, at least. 0: a batch a step, where the
-        reader is that fast. First tokens wait half as long on the average.
+      coalesce: seconds between two batches of a replica, at least; three times as many while its
+        engine is behind its workers. 0: a batch a step, where the reader is that fast. First tokens
+        wait half as long on the average.
       backlog: batches of a replica that may wait to be read; then its engine waits, and its
         workers.
       start_timeout: seconds in which the first replica must take requests.

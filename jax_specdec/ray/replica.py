@@ -7,6 +7,7 @@ Whoever began it last, with `begin`, has it for itself; who began it before hear
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -37,6 +38,9 @@ from jax_specdec.records.batch import FinishReason, RecordBatch
 MakeEngine = Callable[..., Engine]
 BEGIN_SECONDS = 60.0  # for the ends of what an earlier program had asked for
 READY_SECONDS = 0.02  # between two looks whether a worker takes requests
+# One thread reads the rings, others take requests. While both compute, Python lets one of them wait
+# for 5 ms as it comes, ten steps of a quick worker; a shorter time costs nothing here.
+SWITCH_SECONDS = 0.0002
 
 
 class Replica:
@@ -67,6 +71,7 @@ class Replica:
         self._folder: Path | None = None
         self._held = threading.Lock()
         self._closing = False
+        sys.setswitchinterval(SWITCH_SECONDS)
 
     def address(self) -> ReplicaAddress:
         """Where it is, and which process."""
@@ -281,6 +286,7 @@ class Replica:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        self._send_queue.clear()  # a reader that Ray still holds makes nothing more of it
         if self._followers is not None:
             self._followers.close()
         if self._folder is not None:

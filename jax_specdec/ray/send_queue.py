@@ -13,9 +13,13 @@ from jax_specdec.engine.updates import Update
 from jax_specdec.records.batch import RecordBatch
 
 MAX_WAITING_BYTES = 32 << 20  # of messages that wait; then the engine waits
-MAX_BATCH_BYTES = 4 << 20  # of messages in a batch, one more message not counted
+MAX_BATCH_BYTES = 8 << 20  # of messages in a batch, one more message not counted
 SLICE_SECONDS = 0.25
-LATE_SECONDS = 0.002  # after a pause: no update came meanwhile, so the reader makes the batch
+# A message that was in the ring for so long: its worker is faster than the engine. Then small
+# batches, which all cost the same, would only hold the engine up: tokens wait for it anyway.
+BEHIND_NS = 2_000_000
+PAUSES_BEHIND = 3  # between two batches
+LATE_SECONDS = 0.002  # beyond a pause: no update came meanwhile, so the reader makes the batch
 Made = TypeVar("Made")
 
 
@@ -41,7 +45,9 @@ class SendQueue(Generic[Made]):
         self._closed = False
         self._open = 0  # requests that have not ended
         self._reader = 0  # the last one: earlier ones end
-        self._pause, self._last = math.inf, 0.0  # while nobody reads, nothing is made
+        self._waits = -1  # the reader that waits: for another one nothing is made
+        self._pause, self._last = math.inf, 0.0
+        self._pauses = 1
         self.steps = 0
         self.events: collections.deque[str] = collections.deque(maxlen=8)
 
@@ -56,6 +62,8 @@ class SendQueue(Generic[Made]):
             while self._bytes > MAX_WAITING_BYTES and not self._closed:
                 self._ready.wait(SLICE_SECONDS)
             self.steps += update.message is not None
+            if update.latency_ns is not None:
+                self._pauses = PAUSES_BEHIND if update.latency_ns > BEHIND_NS else 1
             if update.lost is not None:
                 self.events.append(update.lost.report)
             if update.records.batches:
@@ -64,7 +72,8 @@ class SendQueue(Generic[Made]):
                 self._bytes += size
                 self._note_ends(update.records.batches)
                 if self._wait_seconds() <= 0:
-                    if not self._made:  # a reader that is behind gets fewer and larger batches
+                    # A reader that is behind makes it itself, of all that has come by then.
+                    if self._waits == self._reader and not (self._made or self._closed):
                         self._make_one()
                     self._ready.notify_all()
 
@@ -93,6 +102,7 @@ class SendQueue(Generic[Made]):
     def read(self, pause: float) -> Iterator[Made | BaseException]:
         """Yield what came since the last time, at most every `pause` seconds; at last the error.
 
+        Three times as seldom, while the engine is behind its workers.
         Where nobody read for long, it comes in several parts: a batch is one object of a store.
         What fills a batch does not wait, nor does the last of all requests' ends.
         """
@@ -101,12 +111,16 @@ class SendQueue(Generic[Made]):
             self._pause, self._last = pause, time.monotonic() - pause  # the first one does not wait
         while True:
             with self._ready:
+                if reader != self._reader:
+                    return
+                self._waits, since = reader, time.monotonic()
                 while reader == self._reader and not self._made and (
-                    seconds := self._wait_seconds(late=LATE_SECONDS)
+                    seconds := self._wait_seconds(since)
                 ) > 0:  # fmt: skip
                     self._ready.wait(min(seconds, SLICE_SECONDS))
                 if reader != self._reader:
                     return
+                self._waits = -1
                 if self._updates and not self._made:
                     self._make_one()
                 made, self._made = self._made, []
@@ -126,17 +140,23 @@ class SendQueue(Generic[Made]):
             ends = sum(int(np.count_nonzero(batch.finish_reason)) for batch in batches)
             self._open = max(self._open - ends, 0)
 
-    def _wait_seconds(self, *, late: float = 0.0) -> float:
-        """Seconds until a batch is due, and `late` more; the lock is held."""
+    def _wait_seconds(self, since: float | None = None) -> float:
+        """Seconds until a batch is due; `since` then a reader waits for it. The lock is held."""
         if self._closed or self._error is not None:
             return 0.0
         if self._updates and (self._bytes >= MAX_BATCH_BYTES or not self._open):
             return 0.0
-        seconds = self._last + self._pause + late - time.monotonic()
+        due = self._last + self._pauses * self._pause
+        if since is not None:
+            due = max(due, since) + LATE_SECONDS
+        seconds = due - time.monotonic()
         return seconds if self._updates or seconds > 0 else math.inf
 
     def _make_one(self) -> None:
-        """Make a batch of the first of what waits, up to its size; the lock is held."""
+        """Make a batch of the first of what waits, up to its size; the lock is held.
+
+        An error ends the queue, for its reader too: behind rows that are missing, none may come.
+        """
         taken: list[RecordBatch] = []
         size = 0
         while self._updates and size < MAX_BATCH_BYTES:
@@ -144,5 +164,11 @@ class SendQueue(Generic[Made]):
             taken += batches
             size += more
         self._bytes -= size
-        self._made.append(self._make(taken))
+        try:
+            self._made.append(self._make(taken))
+        except BaseException as error:
+            self._updates.clear()
+            self._bytes = 0
+            self.fail(error)
+            raise
         self._last = time.monotonic()

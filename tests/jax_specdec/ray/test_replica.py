@@ -14,8 +14,14 @@ from jax_specdec.engine.queued_request import QueuedRequest, ended
 from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.replica import Replica
 from jax_specdec.ray.replica_types import Submission
-from jax_specdec.ray.send_queue import MAX_BATCH_BYTES, MAX_WAITING_BYTES, SendQueue
+from jax_specdec.ray.send_queue import (
+    BEHIND_NS,
+    MAX_BATCH_BYTES,
+    MAX_WAITING_BYTES,
+    SendQueue,
+)
 from jax_specdec.records.batch import FinishReason
+from tests.support.processes import wait_for
 from tests.support.scene import long_requests
 
 REASONS = [FinishReason.WORKER_LOST, FinishReason.ABORT, FinishReason.ATTEMPTS_EXHAUSTED]
@@ -72,16 +78,17 @@ class Batch(int):
     finish_reason = np.zeros(0)
 
 
-def numbered(number, size, *reasons):
+def numbered(number, size, *reasons, latency=0):
     """An engine's update with one batch of records, from a message of `size` bytes."""
     batch = Batch(number)
     batch.finish_reason = np.array(reasons)
-    return update((batch,), size)
+    return update((batch,), size, latency)
 
 
-def update(batches, size=MAX_BATCH_BYTES):
+def update(batches, size=MAX_BATCH_BYTES, latency=None):
     return SimpleNamespace(
         message=SimpleNamespace(num_bytes=size),
+        latency_ns=latency,
         lost=None,
         records=SimpleNamespace(batches=batches),
     )
@@ -90,11 +97,11 @@ def update(batches, size=MAX_BATCH_BYTES):
 def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
     """An update that is larger than that comes alone."""
     queue = SendQueue(list)
-    for number, share in enumerate([2, 2] + [0.25] * 10):
+    for number, share in enumerate([1.5] + [0.25] * 9):
         queue.take(numbered(number, int(share * MAX_BATCH_BYTES)))
     queue.fail(OSError("the end"))
     *parts, error = queue.read(0.0)
-    assert parts == [[0], [1], [2, 3, 4, 5], [6, 7, 8, 9], [10, 11]]
+    assert parts == [[0], [1, 2, 3, 4], [5, 6, 7, 8], [9]]
     assert str(error) == "the end"
 
 
@@ -146,18 +153,54 @@ def test_the_last_end_of_all_does_not_wait_for_more():
     assert parts == [[1, 2]]
 
 
-def test_a_batch_is_made_as_it_is_filled_and_a_late_reader_gets_fewer_and_larger_ones():
-    """By whoever fills it: an engine's thread and its reader's would wait for one another."""
-    made = []
-    queue = SendQueue(lambda taken: made.append(list(taken)) or made[-1])
+def reader_of(queue, pause):
+    """A thread that reads, and the batches that it has got."""
+    parts = []
+    thread = threading.Thread(target=lambda: parts.extend(queue.read(pause)))
+    thread.start()
+    return thread, parts
+
+
+def test_a_batch_that_is_due_is_made_by_whoever_fills_it():
+    """An engine's thread and its reader's would wait for one another at every call of NumPy."""
+    makers, count = set(), 0
+    queue = SendQueue(lambda taken: makers.add(threading.get_ident()) or list(taken))
+    queue.expect(1)
+    thread, parts = reader_of(queue, 0.0)
+    while threading.get_ident() not in makers:
+        queue.take(numbered(count, 1))
+        count += 1
+        threading.Event().wait(0.001)
+    queue.close()
+    thread.join()
+    assert [number for part in parts for number in part] == list(range(count))
+
+
+def test_a_reader_that_is_behind_gets_fewer_and_larger_batches():
+    queue = SendQueue(list)
     queue.expect(1)
     reading = queue.read(0.0)
     queue.take(numbered(0, 1))
     assert next(reading) == [0]
     for number in range(1, 6):
         queue.take(numbered(number, 1))
-    assert made == [[0], [1]]
-    assert [next(reading), next(reading)] == [[1], [2, 3, 4, 5]]
+    assert next(reading) == [1, 2, 3, 4, 5]
+
+
+def test_an_engine_behind_its_worker_makes_fewer_and_larger_batches():
+    queue = SendQueue(list)
+    queue.expect(1)
+    thread, parts = reader_of(queue, 0.2)
+    queue.take(numbered(0, 1))
+    wait_for(lambda: parts)
+    threading.Event().wait(0.25)
+    for number in (1, 2):
+        queue.take(numbered(number, 1, latency=BEHIND_NS + 1))
+    assert parts == [[0]]
+    queue.take(numbered(3, 1, latency=BEHIND_NS))
+    queue.close()
+    thread.join()
+    assert parts == [[0], [1, 2, 3]]
 
 
 def test_what_waits_while_its_engine_brings_nothing_more_comes_after_the_pause():
@@ -167,3 +210,33 @@ def test_what_waits_while_its_engine_brings_nothing_more_comes_after_the_pause()
     for number in range(2):
         queue.take(numbered(number, 1))
         assert next(reading) == [number]
+
+
+def test_behind_rows_that_a_mistake_has_lost_none_come():
+    def make(taken):
+        if taken[0]:
+            raise ValueError("a mistake")
+        return list(taken)
+
+    queue = SendQueue(make)
+    queue.expect(1)
+    for number in range(4):
+        queue.take(numbered(number, MAX_BATCH_BYTES))
+    reading = queue.read(0.0)
+    assert next(reading) == [0]
+    with pytest.raises(ValueError, match="a mistake"):
+        next(reading)
+    assert [str(error) for error in queue.read(0.0)] == ["a mistake"]
+
+
+def test_what_comes_while_a_queue_closes_is_made_by_nobody_but_a_reader():
+    """An engine ends its requests then, and goes on to end its workers."""
+    queue = SendQueue(lambda _: pytest.fail("it was made"))
+    thread, parts = reader_of(queue, 0.0)
+    wait_for(lambda: queue._waits == 0)
+    with queue._ready:
+        queue.close()
+        queue.take(numbered(0, 1))
+        queue.clear()
+    thread.join()
+    assert parts == []
