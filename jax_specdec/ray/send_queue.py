@@ -72,8 +72,10 @@ class SendQueue(Generic[Made]):
                 self._bytes += size
                 self._note_ends(update.records.batches)
                 if self._wait_seconds() <= 0:
-                    # A reader that is behind makes it itself, of all that has come by then.
-                    if self._waits == self._reader and not (self._made or self._closed):
+                    # A reader that is busy makes it itself, of all that has come by then; but two
+                    # threads that compute would hold up an engine that is behind already.
+                    behind = self._pauses > 1 and self._pause < math.inf
+                    if (behind or self._waits == self._reader) and not (self._made or self._closed):
                         self._make_one()
                     self._ready.notify_all()
 

@@ -176,8 +176,10 @@ def test_a_batch_that_is_due_is_made_by_whoever_fills_it():
     assert [number for part in parts for number in part] == list(range(count))
 
 
-def test_a_reader_that_is_behind_gets_fewer_and_larger_batches():
-    queue = SendQueue(list)
+def test_a_reader_that_is_busy_gets_fewer_and_larger_batches():
+    """Where the engine is behind too, one is made for it meanwhile."""
+    made = []
+    queue = SendQueue(lambda taken: made.append(list(taken)) or made[-1])
     queue.expect(1)
     reading = queue.read(0.0)
     queue.take(numbered(0, 1))
@@ -185,6 +187,10 @@ def test_a_reader_that_is_behind_gets_fewer_and_larger_batches():
     for number in range(1, 6):
         queue.take(numbered(number, 1))
     assert next(reading) == [1, 2, 3, 4, 5]
+    assert made == [[0], [1, 2, 3, 4, 5]]
+    queue.take(numbered(6, 1, latency=BEHIND_NS + 1))
+    assert made[2:] == [[6]]
+    assert next(reading) == [6]
 
 
 def test_an_engine_behind_its_worker_makes_fewer_and_larger_batches():
