@@ -99,8 +99,7 @@ LINE = control.to_line(start)
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["", "x", "[]", "1", "{}", LINE[:20], LINE.replace("drafter", "drafters")],
+    "line", ["", "x", "[]", "1", "{}", LINE[:20], LINE.replace("drafter", "drafters")]
 )
 def test_what_is_no_start_is_refused(line):
     control.from_line(LINE)

@@ -23,11 +23,7 @@ from jax_specdec.device.messages.step_messages import draft_message, target_mess
 from jax_specdec.device.model import sharding
 from jax_specdec.device.model.params import init_params
 from jax_specdec.requests import SamplingParams
-from pallas_kernels import (
-    greedy,
-    linear_kept_logprobs,
-    linear_topk_logprobs,
-)
+from pallas_kernels import greedy, linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.lowering import choose
 from pallas_kernels.meshes import split
 from tests.support.shards import P, mesh_of

@@ -69,10 +69,7 @@ def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep, min_
     assert [x for part in parts for x in part.offsets] == offsets[: len(kept)]
 
 
-@given(
-    st.text("ab", max_size=12),
-    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-)
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_no_more_is_held_back_than_must_be(text, strings):
     stops = StopStrings(strings, keep=False)
     stops.push(text)

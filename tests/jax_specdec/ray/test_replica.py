@@ -14,12 +14,7 @@ from jax_specdec.engine.queued_request import QueuedRequest, ended
 from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.replica import Replica
 from jax_specdec.ray.replica_types import Submission
-from jax_specdec.ray.send_queue import (
-    BEHIND_NS,
-    MAX_BATCH_BYTES,
-    MAX_WAITING_BYTES,
-    SendQueue,
-)
+from jax_specdec.ray.send_queue import BEHIND_NS, MAX_BATCH_BYTES, MAX_WAITING_BYTES, SendQueue
 from jax_specdec.records.batch import FinishReason
 from tests.support.processes import wait_for
 from tests.support.scene import long_requests
@@ -207,15 +202,6 @@ def test_an_engine_behind_its_worker_makes_fewer_and_larger_batches():
     queue.close()
     thread.join()
     assert parts == [[0], [1, 2, 3]]
-
-
-def test_what_waits_while_its_engine_brings_nothing_more_comes_after_the_pause():
-    queue = SendQueue(list)
-    queue.expect(1)
-    reading = queue.read(0.05)
-    for number in range(2):
-        queue.take(numbered(number, 1))
-        assert next(reading) == [number]
 
 
 def test_behind_rows_that_a_mistake_has_lost_none_come():
