@@ -24,7 +24,7 @@ FILTERS = {
     "top-k": {"top_k": 300},
     "few": {"top_k": 40},  # of the candidates, and without groups
     "top-p": {"top_p": 0.8},
-    "min-p": {"min_p": 0.05},
+    "min-p": {"min_p": 0.01},
     "all": {"temperature": 0.7, "top_k": 500, "top_p": 0.95, "min_p": 0.001},
 }
 

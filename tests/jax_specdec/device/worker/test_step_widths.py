@@ -190,7 +190,7 @@ def test_a_step_behind_another_program_has_no_time(prompt_logprobs):
 def test_no_width_changes_a_token(name):
     """Sampled ids, with certain drafts, and greedy ones with drawn drafts."""
     sampled = {} if name == "mtp" else {"temperature": 0.2}
-    prompts = ([5, 6] * 4, [9, 8, 7] * 3, [3], [4, 4, 4])
+    prompts = ([5, 6] * 4, [9, 8, 7] * 3, [3], [4] * 9)
     requests = [
         request(f"r{n}", prompt, max_tokens=40, seed=n, **sampled)
         for n, prompt in enumerate(prompts)
