@@ -197,7 +197,6 @@ def test_an_engine_behind_its_worker_makes_fewer_and_larger_batches():
     threading.Event().wait(0.25)
     for number in (1, 2):
         queue.take(numbered(number, 1, latency=BEHIND_NS + 1))
-    assert parts == [[0]]
     queue.take(numbered(3, 1, latency=BEHIND_NS))
     queue.close()
     thread.join()
@@ -205,20 +204,15 @@ def test_an_engine_behind_its_worker_makes_fewer_and_larger_batches():
 
 
 def test_behind_rows_that_a_mistake_has_lost_none_come():
-    def make(taken):
-        if taken[0]:
-            raise ValueError("a mistake")
-        return list(taken)
-
-    queue = SendQueue(make)
+    queue = SendQueue(lambda taken: 1 // 0 if taken[0] else list(taken))
     queue.expect(1)
     for number in range(4):
         queue.take(numbered(number, MAX_BATCH_BYTES))
     reading = queue.read(0.0)
     assert next(reading) == [0]
-    with pytest.raises(ValueError, match="a mistake"):
+    with pytest.raises(ZeroDivisionError):
         next(reading)
-    assert [str(error) for error in queue.read(0.0)] == ["a mistake"]
+    assert [type(error) for error in queue.read(0.0)] == [ZeroDivisionError]
 
 
 def test_what_comes_while_a_queue_closes_is_made_by_nobody_but_a_reader():

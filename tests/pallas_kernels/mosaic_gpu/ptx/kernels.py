@@ -20,7 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.mosaic_gpu import cluster_kernel, compat, finish_kernel, rows_kernel
+from pallas_kernels.backends.mosaic_gpu import (
+    cluster_kernel,
+    compat,
+    finish_kernel,
+    rows_kernel,
+)
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.testing import compile_target
