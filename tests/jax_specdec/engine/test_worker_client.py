@@ -225,7 +225,7 @@ def test_a_worker_that_cannot_be_watched_or_waited_for_is_ended_with_the_reason(
 def test_a_stopped_worker_is_found_while_another_one_goes_on():
     """The engine's only thread waits for no worker: not to tell it, and not to end it."""
     config = settings(max_length=4096, num_ranks=2, on_worker_loss="continue",
-                      heartbeat_timeout=3.0, resume_lost=True)  # fmt: skip
+                      heartbeat_timeout=2.0, resume_lost=True)  # fmt: skip
     prompt = (1,) * 4000
     requests = [replace(one, prompt_token_ids=prompt) for one in long_requests(40)]
     reasons, losses = {}, []
@@ -240,7 +240,7 @@ def test_a_stopped_worker_is_found_while_another_one_goes_on():
         assert [status.alive for status in engine.status] == [False, True]
     assert reasons == dict.fromkeys((one.id for one in requests), FinishReason.LENGTH)
     (why,) = losses
-    assert "no heartbeat came for 3 seconds" in why
+    assert "no heartbeat came for 2 seconds" in why
 
 
 def test_only_rings_with_a_message_are_read_when_there_are_several():
