@@ -214,7 +214,7 @@ def live(machine, seed, steps=60):
             one.counters_agree()
 
 
-@pytest.mark.parametrize("lives", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lives", [100, pytest.param(2000, marks=pytest.mark.slow)])
 def test_random_lives_of_the_slots(lives):
     for seed in range(lives):
         live(Machine, seed)
