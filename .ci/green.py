@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 HASHES = ".ci/green.json"
 KERNELS, CASES = "pallas_kernels/backends/mosaic_gpu", "tests/pallas_kernels/mosaic_gpu/ptx"
 PRODUCT = ["pyproject.toml", "pallas_kernels/**/*", "ipc/**/*", "jax_specdec/**/*"]
+GPU, TPU = (f"pallas_kernels/backends/mosaic_{chip}/*" for chip in ("gpu", "tpu"))
+ON_A_CPU = [*PRODUCT, f"!{GPU}", f"!{TPU}"]  # no kernel of a chip runs there
 COMPILED = ["pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "bench/aot*", "bench/gpu/*"]
 PTX = [
     *(f"{KERNELS}/{name}.py" for name in ("cluster_kernel", "compat", "reading", "rows_kernel")),
@@ -30,11 +32,11 @@ REHEARSED = [
     "tests/rehearsal/*",
 ]  # fmt: skip
 LANES = {
-    "hf-often": [*PRODUCT, "tests/hf/*", "tests/support/*"],
-    "lm-eval": [*PRODUCT, "tests/hf/*", "tests/support/*"],
-    "real-often": [*PRODUCT, "tests/real/*", "tests/support/*"],
-    "ray-often": [*PRODUCT, "tests/ray/*", "tests/support/*"],
-    "nnx": [*PRODUCT, "examples/*", "docs/linear.md", "tests/docs/*", "tests/support/*"],
+    "hf-often": [*ON_A_CPU, "tests/hf/*", "tests/support/*"],
+    "lm-eval": [*ON_A_CPU, "tests/hf/*", "tests/support/*"],
+    "real-often": [*ON_A_CPU, "tests/real/*", "tests/support/*"],
+    "ray-often": [*ON_A_CPU, "tests/ray/*", "tests/support/*"],
+    "nnx": [*ON_A_CPU, "examples/*", "docs/linear.md", "tests/docs/*", "tests/support/*"],
     "site": [*PRODUCT, "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*", "tests/docs/*"],
     "browser": [
         "jax_specdec/export/**/*", "jax_specdec/records/**/*", "jax_specdec/text/**/*",
@@ -46,12 +48,13 @@ LANES = {
         "tests/jax_specdec/device/test_as_on_cuda.py",
         "tests/jax_specdec/device/model/test_tensor_parallel.py",
     ],
-    "aot": COMPILED,
-    "newest-kernels": COMPILED,
-    "tpu-quick": [*COMPILED, "bench/tpu/*"],
+    "aot": [*COMPILED, f"!{TPU}"],
+    "aot-programs": [*COMPILED, f"!{TPU}"],
+    "newest-kernels": [*COMPILED, f"!{TPU}"],
+    "tpu-quick": [*COMPILED, f"!{GPU}", "bench/tpu/*"],
     "rehearsal": PRODUCT,
-    "rehearsal-tpu": [*REHEARSED, "tests/support/*"],
-    "rehearsal-ptx": [*REHEARSED, f"{CASES}/*", "tests/ptx_machine/**/*"],
+    "rehearsal-tpu": [*REHEARSED, f"!{GPU}", "tests/support/*"],
+    "rehearsal-ptx": [*REHEARSED, f"!{TPU}", f"{CASES}/*", "tests/ptx_machine/**/*"],
     "ptx-rows": [
         *PTX, f"{KERNELS}/rows.py", f"{KERNELS}/finish_kernel.py",
         f"{CASES}/cases.py",
@@ -94,12 +97,12 @@ def hash_of(root: Path, lane: str) -> str:
 
 
 def _files(root: Path, patterns: Iterable[str]) -> set[Path]:
-    found = set()
+    found: set[Path] = set()
     for pattern in patterns:
-        files = {file for file in root.glob(pattern) if file.is_file()}
+        files = {file for file in root.glob(pattern.lstrip("!")) if file.is_file()}
         assert files, f"{pattern} names no file"
-        found |= {file for file in files if "__pycache__" not in file.parts}
-    return found
+        found = found - files if pattern[0] == "!" else found | files
+    return {file for file in found if "__pycache__" not in file.parts}
 
 
 def _green(root: Path) -> dict[str, str]:

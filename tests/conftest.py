@@ -93,7 +93,7 @@ COMPILED = {"device", "adapters", "test_compiled_programs.py", "test_engine.py"}
 # Of what is lowered for chips that are not here, and of meshes: what is not fast has its own lane.
 CHIPS = {"mosaic_tpu", "meshes", "test_linear_meshes.py"}
 
-LARGE_MB = 1300  # beyond it, compiled programs are dropped at the end of a module: 2 GB a process
+LARGE_MB = 1450  # beyond it, compiled programs are dropped at the end of a module: 2 GB a process
 
 
 def pytest_configure(config):

@@ -58,3 +58,9 @@ def test_a_changed_file_names_its_lanes(copy, capsys):
 def test_a_lane_that_failed_or_did_not_run_is_not_green(copy, program, status):
     assert run(copy, "ptx-draw", program) == status
     assert not (copy / ".ci/green.json").exists()
+
+
+def test_a_mark_leaves_files_out(tmp_path):
+    for name in ("read", "left"):
+        (tmp_path / name).touch()
+    assert GREEN["_files"](tmp_path, ["*", "!left"]) == {tmp_path / "read"}

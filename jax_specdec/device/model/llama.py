@@ -147,7 +147,7 @@ def project(
     return out.astype(jnp.dtype(config.dtype))
 
 
-def unembedding(params: ModelParams) -> tuple[Float[Array, ...], str]:
+def unembedding(params: ModelParams) -> tuple[Float[Array, "_ _"], str]:
     """The output head, and its axes: "HV", or "VH" where it is the embedding."""
     return (params.embedding, "VH") if params.head is None else (params.head, "HV")
 
