@@ -69,6 +69,7 @@ def test_a_line_with_another_session_or_a_wrong_checksum_is_refused():
     me = current_process()
     line = pack_identity(me, 5)
     assert unpack_identity(line, 5, me) == me
-    for broken, session in ((line, 6), (line[:8] + b"\xff" + line[9:], 5), (bytes(28), 5)):
+    other = line[:8] + bytes([line[8] ^ 255]) + line[9:]
+    for broken, session in ((line, 6), (other, 5), (bytes(28), 5)):
         with pytest.raises(errors.CorruptSegment, match="names the peer"):
             unpack_identity(broken, session, me)
