@@ -59,6 +59,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support import quick_compile, shape_checks
 
@@ -93,6 +94,12 @@ COMPILED = {"device", "adapters", "test_compiled_programs.py", "test_engine.py"}
 # Of what is lowered for chips that are not here, and of meshes: what is not fast has its own lane.
 CHIPS = {"mosaic_tpu", "meshes", "test_linear_meshes.py"}
 
+# The folders whose tests take longest: they begin first, so that the processes end together.
+LONG = (
+    "jax_specdec/device/loop", "pallas_kernels/sampling", "pallas_kernels",
+    "jax_specdec/device/worker", "jax_specdec/engine", "jax_specdec/serve", "docs",
+)  # fmt: skip
+
 LARGE_MB = 1450  # beyond it, compiled programs are dropped at the end of a module: 2 GB a process
 
 
@@ -100,13 +107,23 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{_CACHE_WARNING}")
     if config.option.markexpr == "fast":  # it replaces what pyproject.toml leaves out
         config.option.markexpr = "fast and not slow and not chips"
-    # By their names: files of a room, which trace the same programs, follow one another, and the
-    # last ones are short. By their numbers of tests, those with a single long one come last.
-    config.option.loadscopereorder = False
+    config.option.loadscopereorder = False  # not by their numbers of tests
+
+
+class ByRoom(LoadFileScheduling):
+    """Gives a process a whole folder: its files trace the same programs."""
+
+    def _split_scope(self, nodeid):
+        return nodeid.partition("::")[0].rpartition("/")[0]
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByRoom(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: str(item.path.parent.relative_to(ROOT / "tests")) not in LONG)
     for item in items:
         room, *rest = item.path.relative_to(ROOT / "tests").parts
         if room in ("ipc", "jax_specdec") and COMPILED.isdisjoint(rest):

@@ -6,7 +6,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import Int32, TypeCheckError, jaxtyped
+from jaxtyping import Int32, TypeCheckError
 
 from pallas_kernels import TopkLogprobs, topk_logprobs
 from pallas_kernels.contract import types
@@ -24,7 +24,7 @@ def good(rows=3, k1=3, dtype=jnp.float32):
     )
 
 
-@jaxtyped(typechecker=shape_checks.checked)
+@shape_checks.checked
 def returned(token_ids: Int32[types.AnyArray, " R"], value: object) -> TopkLogprobs | None:
     return value
 

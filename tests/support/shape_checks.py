@@ -11,12 +11,13 @@ import inspect
 import operator
 import re
 import types
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Union, get_args, get_origin, get_type_hints
 
 import jaxtyping
-from beartype import beartype
 from beartype.door import is_bearable
 from beartype.vale import Is
+from jaxtyping import TypeCheckError
+from jaxtyping._storage import pop_shape_memo, push_shape_memo
 
 from tests.support.paths import ROOT
 
@@ -26,9 +27,8 @@ HOOKED = re.compile(r"^from (jaxtyping import|__future__ import annotations)", r
 
 def install(*packages):
     """Check the shapes of these packages' functions from now on; before they are imported."""
-    return jaxtyping.install_import_hook(
-        annotated_modules(packages), "tests.support.shape_checks.checked"
-    )
+    jaxtyping.jaxtyped = lambda typechecker: checked  # what the hook puts on each function
+    return jaxtyping.install_import_hook(annotated_modules(packages), None)
 
 
 def annotated_modules(packages):
@@ -42,18 +42,61 @@ def annotated_modules(packages):
 
 
 def checked(function):
-    """beartype of those parameters and results that state shapes; jaxtyping calls it.
+    """The function, which checks those parameters and results that state shapes.
 
     Carriers (NamedTuples and dataclasses with shapes) are looked into. Their letters are those of
     the function: R of a `TopkLogprobs` that is returned is R of the `token_ids` that were given.
+
+    The hook's own decorator makes two checking functions of each function, of a closure whenever
+    it is made, and calls both: tracing would take an eighth longer.
     """
-    named = inspect.get_annotations(function, eval_str=True)
-    hints = {name: with_shapes(hint) for name, hint in named.items()}
     # jax rebuilds a dataclass that is a pytree with leaves of any kind: shapes, specs, markers.
-    if function.__name__ == "__init__" or all(hint is None for hint in hints.values()):
+    if inspect.isclass(function) or function.__name__ == "__init__":
         return function
-    function.__annotations__ = {name: hint or Any for name, hint in hints.items()}
-    return beartype(function)
+    key = function.__module__, function.__code__
+    if key not in _STATED:
+        _STATED[key] = stated_shapes(function)
+    if not (stated := _STATED[key]):
+        return function
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+
+    @functools.wraps(function)
+    def checking(*args, **kwargs):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        push_shape_memo(given)
+        try:
+            refuse_others(function, given, stated)
+            found = function(*args, **kwargs)
+            refuse_others(function, {"return": found}, stated)
+            return found
+        finally:
+            pop_shape_memo()
+
+    return checking
+
+
+_STATED = {}  # by a function's module and code, as closures are made again and again
+
+
+def stated_shapes(function):
+    """The hints of parameters and of "return" that state shapes, in their order."""
+    found = {}
+    for name, hint in function.__annotations__.items():
+        with contextlib.suppress(NameError, AttributeError):  # one that type checkers alone take
+            of = with_shapes(eval(hint, function.__globals__) if isinstance(hint, str) else hint)
+            found |= {} if of is None else {name: of}
+    return found
+
+
+def refuse_others(function, values, stated):
+    for name, hint in stated.items():
+        if name in values:
+            what = "the return value" if name == "return" else f"the parameter '{name}'"
+            try:
+                if not is_bearable(values[name], hint):
+                    raise TypeError(f"{values[name]} is not {hint}")
+            except TypeError as error:  # a carrier's says which field
+                raise TypeCheckError(f"{what} of {function.__qualname__}: {error}") from error
 
 
 @functools.cache
