@@ -5,7 +5,6 @@ import os
 from collections import namedtuple
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -41,20 +40,6 @@ def drafter(name, config, num_drafts=3):
     if name == "none":
         return NoDrafter(num_drafts)  # padded: the same compiled step as with drafts
     return NgramDrafter(num_drafts) if name == "ngram" else MtpDrafter(config, num_drafts)
-
-
-class Run(NamedTuple):
-    """The outcome of some requests."""
-
-    messages: list
-    outputs: list  # StepOutput as numpy, by step
-    records: dict  # request id to its records
-    state: object  # of the engine's session
-    chunks: list
-    worker: Worker
-
-    def token_ids(self, request_id):
-        return tokens_of(self.records[request_id])
 
 
 class Sent(list):
@@ -98,6 +83,7 @@ class Local:
     """
 
     pid = os.getpid()
+    state = property(lambda self: self.rank.state)  # of the engine's session
 
     def __init__(self, drafting, *, num_slots=3, max_length=96, chunk=8, model=None,
                  prefill_only=False, programs=None, parallel=ONE_DEVICE, accept=None,
@@ -112,7 +98,9 @@ class Local:
             prefill_only=prefill_only,
             parallel=parallel,
         )
-        self.sent, self.outputs, self.messages = Sent(), [], []
+        self.sent, self.messages = Sent(), []
+        self.outputs = []  # StepOutput as numpy, by step
+        self.records = {}  # request id to its records
         self.chunks, self.distort = [], distort  # chunks that were run, as (slot, start)
         self.shared = compiled(settings)
         recorded = "step", "choose", "prefill_chunk", "score_chunk"
@@ -157,14 +145,20 @@ class Local:
     def admit(self, item, **job):
         self.rank.admit(QueuedRequest(request=item, **job))
 
-    def advance(self):
-        """One step; the records that came."""
-        self.worker.advance()
+    def advance(self, steps=1):
+        """Make steps; the records that came."""
         records = []
-        while (update := self.rank.receive(0)) is not None:
-            self.messages.append(update.message)
-            records += list(update.records)
+        for _ in range(steps):
+            self.worker.advance()
+            while (update := self.rank.receive(0)) is not None:
+                self.messages.append(update.message)
+                records += list(update.records)
+        for record in records:
+            self.records.setdefault(record.request_id, []).append(record)
         return records
+
+    def token_ids(self, request_id):
+        return tokens_of(self.records[request_id])
 
     def decode_evicted(self, item, evict_at):
         """The records of a request that is evicted each time so many tokens have come."""
@@ -192,19 +186,17 @@ class Local:
 
 
 def run(requests, drafting, **options):
-    """Decode `requests` as the engine does, admitting when a slot is free; returns a `Run`."""
+    """Decode `requests` as the engine does, admitting when a slot is free; returns the worker."""
     local, waiting, live = Local(drafting, **options), [*requests], 0
-    records = {request.id: [] for request in requests}
     while waiting or live:
         while waiting and local.rank.num_free:
             local.admit(waiting.pop(0))
             live += 1
         for record in local.advance():
-            records[record.request_id].append(record)
             if record.finish_reason:
                 local.rank.leave(record.request_id)
                 live -= 1
-    return Run(local.messages, local.outputs, records, local.rank.state, local.chunks, local.worker)
+    return local
 
 
 def tokens_of(records):

@@ -27,12 +27,6 @@ def by_hand(vocabulary):
     return Local("ngram", compiler=ByHand(), programs=programs, vocabulary=vocabulary)
 
 
-def collect(local, records, steps):
-    for _ in range(steps):
-        for record in local.advance():
-            records.setdefault(record.request_id, []).append(record)
-
-
 def test_the_others_go_on_while_programs_and_grammar_are_compiled_and_nothing_is_afterwards():
     """First the programs are held back by hand, then the grammar."""
     may_compile = threading.Event()
@@ -41,25 +35,25 @@ def test_the_others_go_on_while_programs_and_grammar_are_compiled_and_nothing_is
         assert may_compile.wait(60)
         return letters.vocabulary()
 
-    local, records = by_hand(vocabulary), {}
+    local = by_hand(vocabulary)
     local.admit(request("free", PROMPT, max_tokens=80, logprobs=2))
     settle(local)
-    collect(local, records, 3)
+    local.advance(3)
     local.admit(request("word", PROMPT, **GRAMMAR))
     for held in (1, 0):
         with compiled_here() as names:
-            collect(local, records, 5)
+            local.advance(5)
             assert names == []
-        assert set(records) == {"free"}
+        assert set(local.records) == {"free"}
         assert local.worker.num_held == held
         settle(local)
     may_compile.set()
     local.worker.slots[1].grammar.result()
     with compiled_here() as names:
-        collect(local, records, 12)
+        local.advance(12)
         assert names == []
-    assert text_of(tokens_of(records["word"])) in letters.WORDS
-    assert len(tokens_of(records["free"])) > 20
+    assert text_of(tokens_of(local.records["word"])) in letters.WORDS
+    assert len(tokens_of(local.records["free"])) > 20
 
 
 def test_a_lone_request_waits_for_its_grammar():
@@ -79,16 +73,16 @@ def test_a_text_goes_on_in_its_grammar_with_other_weights():
     item, texts = request("word", PROMPT, **GRAMMAR | {"structured": long}), []
     for after in (None, 1, 3):
         local = Local("mtp", vocabulary=letters.vocabulary, load=lambda *_: random_model()[0])
-        records = {}
         local.admit(item)
-        collect(local, records, after or 0)
+        local.advance(after or 0)
         if after is not None:
             local.worker.apply(Prepare(number=1, path="x"))
             local.worker.apply(Commit(number=1, version=1))
-        collect(local, records, 20)
-        versions = {record.weights_version for record in records["word"] if record.num_tokens}
+        local.advance(20)
+        records = local.records["word"]
+        versions = {record.weights_version for record in records if record.num_tokens}
         assert after is None or 1 in versions
-        texts.append(text_of(tokens_of(records["word"])))
+        texts.append(text_of(tokens_of(records)))
     assert texts[0] in letters.WORDS
     assert texts == texts[:1] * 3
 

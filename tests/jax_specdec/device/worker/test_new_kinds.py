@@ -55,16 +55,12 @@ def tokens(records):
     return told
 
 
-def steps(local, count):
-    return [record for _ in range(count) for record in local.advance()]
-
-
 def test_the_others_go_on_while_a_request_waits_and_then_it_is_as_if_it_had_come_then():
     local = make(kept())
     local.admit(request("r1", PROMPT, max_tokens=4, logit_bias=((5, 30.0),), logprobs=7))
     before = local.worker.step_number
     with compiled_here() as names:
-        told = tokens(steps(local, 6))
+        told = tokens(local.advance(6))
         assert names == []
     assert local.worker.step_number == before + 6
     assert set(told) == {"r0"}
@@ -73,7 +69,7 @@ def test_the_others_go_on_while_a_request_waits_and_then_it_is_as_if_it_had_come
     assert local.compiler.busy
     local.compiler.finish()
     with compiled_here() as names:
-        told = tokens(steps(local, 8))
+        told = tokens(local.advance(8))
         assert names == []  # what the job has compiled is all that is needed
     assert told["r1"] == [5, 5, 5, 5]
     assert len(told["r0"]) >= 8
@@ -88,21 +84,21 @@ def test_who_compiles_in_the_background_of_steps():
 
 def test_jobs_give_way_while_a_step_is_made_and_go_on_while_it_is_awaited(local):
     local.compiler.turns.clear()
-    steps(local, 2)
+    local.advance(2)
     assert local.compiler.turns == 2 * [True, False, "end", "end"]
 
 
 def test_a_job_begins_in_another_step_than_an_admission(local):
     """Both take their time from the others' step."""
     local.admit(request("r1", PROMPT, max_tokens=3, logprobs=31))
-    steps(local, 1)
+    local.advance()
     local.admit(request("r2", PROMPT, max_tokens=3, logit_bias=((5, 30.0),)))
     local.compiler.finish()
     started = local.compiler.started
-    steps(local, 1)
+    local.advance()
     assert local.worker.num_held == 1
     assert local.compiler.started == started
-    steps(local, 1)
+    local.advance()
     assert local.compiler.started == started + 1
 
 
@@ -112,59 +108,59 @@ def test_a_request_that_a_compiled_kind_serves_does_not_wait(local, together):
     held_back = {"min_tokens": 2, "stop_token_ids": (9,)}  # a bias alone has no table of those ids
     bias, most = ((5, 30.0),), 60 if together else 3
     local.admit(request("r1", PROMPT, max_tokens=most, logit_bias=bias, logprobs=20, **held_back))
-    steps(local, 1)
+    local.advance()
     settle(local)
-    steps(local, 6)
+    local.advance(6)
     if not together:
         local.rank.leave("r1")
     local.admit(request("r2", PROMPT, max_tokens=3, logprobs=2, **held_back))
     with compiled_here() as names:
-        assert len(tokens(steps(local, 6))["r2"]) == 3
+        assert len(tokens(local.advance(6))["r2"]) == 3
         assert names == []
 
 
 def test_a_batch_goes_on_with_what_it_has_while_a_closer_program_is_compiled(local):
     local.admit(request("r1", PROMPT, max_tokens=3, logprobs=31))
-    steps(local, 1)
+    local.advance()
     settle(local)
     wide = Kind(widths=Widths(k=32))
     local.worker.compiled._ready.intersection_update({wide})  # as if others had been dropped
     with compiled_here() as names:
-        assert len(tokens(steps(local, 5))["r1"]) == 3
+        assert len(tokens(local.advance(5))["r1"]) == 3
         local.rank.leave("r1")
-        assert steps(local, 2)
+        assert local.advance(2)
         assert names == []
     assert local.worker.kind == wide
     assert local.compiler.busy
     settle(local)
-    steps(local, 1)
+    local.advance()
     assert local.worker.kind == Kind(widths=Widths(k=5))
 
 
 def test_a_request_that_waits_can_be_taken_back(local):
     started = local.compiler.started
     local.admit(request("r1", PROMPT, logprobs=20))
-    steps(local, 2)
+    local.advance(2)
     local.rank.abort("r1")
     local.rank.leave("r1")
     assert local.worker.num_held == 0
     local.admit(request("r2", PROMPT, logprobs=3, max_tokens=2))  # of a known kind, in any slot
-    assert len(tokens(steps(local, 5))["r2"]) == 2
+    assert len(tokens(local.advance(5))["r2"]) == 2
     settle(local)
-    assert "r1" not in tokens(steps(local, 3))
+    assert "r1" not in tokens(local.advance(3))
     assert local.compiler.started == started + 1
 
 
 @pytest.mark.parametrize("reschedule", [False, True])
 def test_a_request_that_waits_can_be_evicted(local, reschedule):
     local.admit(request("r1", PROMPT, logprobs=20))
-    steps(local, 2)
+    local.advance(2)
     slot = local.rank._slots["r1"]
     for age in (1, 0):  # of an older request first
         generation = local.rank._generations[slot] - age
         assert local.worker.num_held == 1
         local.tell(Evict(slot=slot, generation=generation, reschedule=reschedule))
-    [end] = [record for record in steps(local, 3) if record.request_id == "r1"]
+    [end] = [record for record in local.advance(3) if record.request_id == "r1"]
     reason = None if reschedule else FinishReason.RECOVERY_ERROR
     assert (end.reschedule, end.finish_reason) == (reschedule, reason)
     assert local.worker.num_held == 0
@@ -173,14 +169,14 @@ def test_a_request_that_waits_can_be_evicted(local, reschedule):
 def test_of_several_requests_only_the_one_ends_whose_programs_cannot_be_compiled(local, capfd):
     local.admit(request("r1", PROMPT, logprobs=20, max_tokens=2))
     local.admit(request("r2", PROMPT, logprobs=6, logit_bias=((5, 30.0),), max_tokens=2))
-    steps(local, 1)
+    local.advance()
     local.compiler.finish(RuntimeError("of both together"))
-    assert {"r1", "r2"}.isdisjoint(tokens(steps(local, 2)))
+    assert {"r1", "r2"}.isdisjoint(tokens(local.advance(2)))
     assert local.worker.num_held == 2
     local.compiler.finish(RuntimeError("of r1"))
-    records = steps(local, 1)
+    records = local.advance()
     settle(local)
-    records += steps(local, 5)
+    records += local.advance(5)
     assert local.worker.num_held == 0
     ends = {record.request_id: record.finish_reason for record in records if record.finish_reason}
     assert ends == {"r1": FinishReason.RECOVERY_ERROR, "r2": FinishReason.LENGTH}
@@ -210,11 +206,11 @@ def test_what_is_prepared_is_not_compiled_for_a_request():
              {"temperature": 1.0, "prompt_logprobs": 2}]
         ):  # fmt: skip
             local.admit(request(f"r{number}", PROMPT, max_tokens=3, **more))
-            assert len(tokens(steps(local, 6))[f"r{number}"]) == 3
+            assert len(tokens(local.advance(6))[f"r{number}"]) == 3
             local.rank.leave(f"r{number}")
         assert names == []
     local.admit(request("more", PROMPT, logprobs=20))
-    assert not steps(local, 2)
+    assert not local.advance(2)
     assert local.worker.num_held == 1
 
 

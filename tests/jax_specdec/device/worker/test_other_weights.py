@@ -35,11 +35,11 @@ def load(path, current):
 
 
 class Updating(Local):
-    """A worker that gets other weights, its session, and the records of its requests."""
+    """A worker that gets other weights."""
 
     def __init__(self, *items):
         super().__init__("ngram", load=load)
-        self.records, self.number = {}, 0
+        self.number = 0
         for item in items:
             self.admit(item)
 
@@ -52,14 +52,9 @@ class Updating(Local):
         assert self.prepare(version) == ""
         self.worker.apply(Commit(number=self.number, version=version))
 
-    def steps(self, count):
-        for _ in range(count):
-            for record in self.advance():
-                self.records.setdefault(record.request_id, []).append(record)
-
     def finish(self):
         while self.worker.busy:
-            self.steps(1)
+            self.advance()
 
     def versions(self, item):
         """Those of a request's tokens, which they have their logprobs of."""
@@ -82,11 +77,11 @@ def test_every_token_is_scored_by_the_weights_that_it_names():
     """Of three requests and two updates: one inside the prompt whose logprobs are wanted."""
     *first, scores = requests()
     local = Updating(*first)
-    local.steps(6)
+    local.advance(6)
     local.admit(scores)
-    local.steps(3)  # of the prompt's six chunks
+    local.advance(3)  # of the prompt's six chunks
     local.update(1)
-    local.steps(14)
+    local.advance(14)
     local.update(2)
     local.finish()
     for item in requests():
@@ -116,7 +111,7 @@ def test_a_request_whose_tokens_run_again_goes_on_counting_them():
     def tokens(updates):
         local = Updating(item)
         for at in range(12):
-            local.steps(1)
+            local.advance()
             if at in updates:
                 local.update(0)
         local.finish()
@@ -130,9 +125,9 @@ def test_a_request_whose_tokens_run_again_goes_on_counting_them():
 def test_nothing_is_compiled_for_other_weights():
     local, sizes = Updating(*requests()[:2]), []
     for number in range(1, 7):  # what runs tokens again does so in chunks of every size
-        local.steps(4)
+        local.advance(4)
         local.update(number % 3)
-        local.steps(1)
+        local.advance()
         programs = vars(local.shared).values()
         sizes.append([each._cache_size() for each in programs if hasattr(each, "_cache_size")])
     assert sizes[2:] == 4 * [sizes[2]]
@@ -141,7 +136,7 @@ def test_nothing_is_compiled_for_other_weights():
 def test_what_does_not_fit_is_refused_and_changes_nothing():
     item = requests()[0]
     local = Updating(item)
-    local.steps(4)
+    local.advance(4)
     for path, message in (
         ("missing", "no checkpoint at missing"),
         ("narrow", "embedding is float32 [32, 15]; the weights in use have float32 [32, 16]"),
@@ -175,7 +170,7 @@ def test_a_prompt_is_not_taken_over_from_caches_of_older_weights():
 
 def test_a_slot_that_was_freed_and_one_that_is_evicted_stay_as_they_are():
     local = Updating(*requests()[:2])
-    local.steps(4)
+    local.advance(4)
     local.rank.evict("greedy", reschedule=True)
     slot = local.rank._slots["sampled"]
     local.worker.apply(Release(slot=slot, generation=local.rank._generations[slot]))

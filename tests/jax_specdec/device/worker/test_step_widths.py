@@ -171,13 +171,11 @@ def test_a_step_behind_another_program_has_no_time(prompt_logprobs):
     local = Local("ngram", adaptive=True)
     local.worker.step_widths = turning = Turning([D])
     local.admit(request("a", [1, 2, 3], max_tokens=40))
-    for _ in range(4):
-        local.advance()
+    local.advance(4)
     assert all(seconds > 0 for seconds in turning.times[1:])
     local.admit(request("b", [4] * 20, max_tokens=9, prompt_logprobs=prompt_logprobs))
     del turning.times[:]
-    for _ in range(7):
-        local.advance()
+    local.advance(7)
     before, *behind, after = [seconds is None for seconds in turning.times]
     assert (before, after) == (False, False)
     assert sum(behind) == 3  # chunks of 8

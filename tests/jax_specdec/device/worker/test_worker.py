@@ -78,10 +78,6 @@ class Watched(Local):
         item = request(f"{slot}.{generation}", prompt, **params)
         self.worker.apply(Admit(slot=slot, generation=generation, request=item))
 
-    def drain(self):
-        while self.worker.busy:
-            self.worker.advance()
-
     def tokens(self, slot, generation):
         return [
             token

@@ -26,7 +26,7 @@ def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
     local = Local("ngram")
     local.admit(request("r", [1, 2, 3], max_tokens=40, logprobs=5))
     slot = local.rank._slots["r"]
-    before = [record for _ in range(4) for record in local.advance()]
+    before = local.advance(4)
     local.rank.evict("r", reschedule=reschedule)
     assert local.worker.busy
     *during, last = local.drain()
@@ -56,8 +56,7 @@ def test_evictions_during_prefill_of_an_ended_and_of_an_older_request():
     long, short = (local.rank._slots[name] for name in ("long", "short"))
     local.advance()
     local.rank.evict("long", reschedule=True)
-    local.advance()
-    local.advance()
+    local.advance(2)
     assert states(local, long)[:2] == [NOTHING, PREEMPTED]
     local.drain()
     ended = len(local.messages)
