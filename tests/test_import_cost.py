@@ -1,9 +1,8 @@
 """Importing the engine side brings in few modules, counted by name: times depend on the machine."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.processes import output_of
 
 # Each costs milliseconds, and nothing that a record passes through needs it.
 HEAVY = {
@@ -21,8 +20,7 @@ def brings_in(statement):
         "import sys, numpy, numpy.typing; before = {*sys.modules}; "
         f"{statement}; print(*({{*sys.modules}} - before))"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    loaded = set(done.stdout.split())
+    loaded = output_of(code).split()
     return {name for name in HEAVY if name in loaded}
 
 

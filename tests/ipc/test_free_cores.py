@@ -1,12 +1,12 @@
 """When a side may spin: after a span in which a core was free, by numbers that the tests give."""
 
-import threading
 import time
 
 import pytest
 
 from ipc import free_cores
 from ipc.free_cores import LONGEST_SPAN_NS, FreeCores, available_ns
+from tests.support.processes import in_thread
 
 SPAN = free_cores.FIRST_SPAN_NS
 
@@ -68,9 +68,7 @@ def test_what_was_free_before_a_long_pause_proves_nothing():
 def test_time_of_another_thread_is_not_compared():
     machine = Machine()
     machine.look()
-    other = threading.Thread(target=machine.look, args=(SPAN,))
-    other.start()
-    other.join()
+    in_thread(machine.look, SPAN)
     assert not machine.cores.spin
     assert not machine.look(SPAN)  # nor is its own with that of the other
     assert machine.look(SPAN)

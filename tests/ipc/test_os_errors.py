@@ -3,13 +3,12 @@
 import errno
 import os
 import re
-import subprocess
-import sys
 
 import posix_ipc
 import pytest
 
 from ipc import RingError, RingReader, errors, os_errors
+from tests.support.processes import output_of
 
 # Tries to make and attach rings with 0, 1, 2, ... free descriptors, until there are enough.
 DESCRIPTORS = """
@@ -62,16 +61,8 @@ creator.close()
 """
 
 
-def output(script):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert (done.stderr, done.returncode) == ("", 0)
-    return done.stdout
-
-
 def test_a_process_without_free_descriptors_is_told_so():
-    counts = dict(line.split() for line in output(DESCRIPTORS).splitlines())
+    counts = dict(line.split() for line in output_of(DESCRIPTORS).splitlines())
     assert [*counts] == ["create", "doctor", "attach"]
     assert min(map(int, counts.values())) > 0
 
@@ -101,7 +92,7 @@ with RingReader.create(1, 1 << 20):
 
 
 def test_a_limit_of_memory_is_no_lack_of_shared_memory_and_one_of_files_is():
-    assert output(LIMITS) == "a smaller one fits\n"
+    assert output_of(LIMITS) == "a smaller one fits\n"
 
 
 @pytest.mark.parametrize(

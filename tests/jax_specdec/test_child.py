@@ -5,14 +5,13 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from ipc import doctor
 from jax_specdec.control import ControlServer, Start, WorkerConfig, to_line
 from jax_specdec.engine.child_process import ChildProcess
-from tests.support.processes import is_alive, wait_for
+from tests.support.processes import in_thread, is_alive, wait_for
 
 # 2 is PR_GET_PDEATHSIG: the signal that the kernel sends when the parent ends.
 CHILD = """
@@ -99,9 +98,7 @@ def test_a_child_outlives_the_thread_that_made_it_as_its_own_thread_waits_for_it
                 started.append(subprocess.Popen(program, stdout=file))
         wait_for(lambda: output.read_text() == "tied\n")
 
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
+    in_thread(start)
     (child,) = started
     if kept:
         assert not child.wait(0.2)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import threading
 import warnings
 from typing import get_args
 
@@ -19,6 +18,7 @@ from pallas_kernels.lowering import choose
 from pallas_kernels.lowering.choose import Implementation
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.sampling import Drafts, Sampling, verify
+from tests.support.processes import in_thread
 
 X = jax.ShapeDtypeStruct((4, 4096), jnp.float32)
 IDS = jax.ShapeDtypeStruct((4,), jnp.int32)
@@ -117,9 +117,7 @@ def test_what_the_compiler_calls_later_has_the_value():
     with use_implementation("xla"):
         lowered = jax.jit(program).lower(logits)
     count = len(values)
-    thread = threading.Thread(target=lowered.compile)
-    thread.start()
-    thread.join()
+    in_thread(lowered.compile)
     assert len(values) > count
     assert set(values) == {"xla"}
 

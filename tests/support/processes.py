@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -48,6 +51,21 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def in_thread(call, *arguments, **options):
+    """Call in a thread of its own, which is over when this returns; `options` are the thread's."""
+    thread = threading.Thread(target=call, args=arguments, **options)
+    thread.start()
+    thread.join()
+
+
+def output_of(program, *arguments, timeout=60):
+    """What a program in Python prints; it ends well and neither warns nor says anything else."""
+    command = [sys.executable, "-W", "error", "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    assert (done.stderr, done.returncode) == ("", 0)
+    return done.stdout
 
 
 def no_ring_is_left():

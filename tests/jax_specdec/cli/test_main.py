@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import tomllib
 from importlib import metadata
 from unittest import mock
@@ -14,6 +13,7 @@ import pytest
 from jax_specdec.cli.main import COMMANDS, main
 from tests.support.command_status import status_of
 from tests.support.paths import ROOT
+from tests.support.processes import in_thread, output_of
 
 
 def test_the_version_is_that_of_the_project_or_of_the_checkout(capsys, monkeypatch):
@@ -61,9 +61,7 @@ def test_a_signal_that_is_ignored_stays_ignored(during):
 
 def test_main_runs_in_another_thread_too(fake):
     codes = []
-    thread = threading.Thread(target=lambda: codes.append(main(["demo"])))
-    thread.start()
-    thread.join()
+    in_thread(lambda: codes.append(main(["demo"])))
     assert codes == [0]
 
 
@@ -90,8 +88,7 @@ def tops(*modules):
     """The packages that importing these modules of the command line loads."""
     names = ", ".join(f"jax_specdec.cli.{name}" for name in modules)
     code = f"import sys, {names}; print(*{{m.partition('.')[0] for m in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return set(output_of(code).split())
 
 
 def test_the_command_line_itself_imports_only_the_standard_library():

@@ -3,9 +3,6 @@
 That the layout is the real one is shown by `tests/hf`, where transformers writes the files.
 """
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +17,7 @@ from jax_specdec.device.model.hf_weights import cache_bytes, load_weights, neede
 from jax_specdec.device.model.memory import GIB, InsufficientMemory, check_memory, host_bytes
 from jax_specdec.device.model.params import init_cache, init_mtp_cache, init_params
 from tests.support import hf_files, quick_compile, reference_model
+from tests.support.processes import output_of
 
 CONFIG = hf_files.CONFIGS["llama"]
 MTP = hf_files.CONFIGS["llama with an MTP head"]
@@ -181,10 +179,7 @@ def test_loading_takes_about_one_copy_of_the_weights(tmp_path):
         again = jax.block_until_ready(load_model(sys.argv[1]))
         print(once, most() - before)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path], check=True, capture_output=True, text=True
-    )
-    once, twice = (int(number) for number in done.stdout.split())
+    once, twice = map(int, output_of(code, tmp_path, timeout=200).split())
     assert size < once < 1.5 * size  # compiling takes some memory, too
     assert twice > 1.9 * size  # the control: a second copy shows
 

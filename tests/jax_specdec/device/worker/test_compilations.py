@@ -1,7 +1,6 @@
 """While JAX compiles, a worker says so, with the program's number and name; what is written."""
 
 import re
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.worker import background, compilations
 from jax_specdec.device.worker.compilation_cache import MOST_WAITING, LaterWrites
 from tests.support.decoding import random_model
+from tests.support.processes import in_thread
 
 pytestmark = pytest.mark.fast
 
@@ -105,9 +105,7 @@ def test_a_program_that_is_compiled_beside_the_steps_does_not_end_their_phase(ar
         seen.append(str(stats.heartbeat))
         lowered.compile()
 
-    thread = threading.Thread(target=job, name=background.NAME)
-    thread.start()
-    thread.join()
+    in_thread(job, name=background.NAME)
     assert seen == ["stepping (compiling aside)"]
     assert stats.heartbeat.progress > before[0] + 1
     assert not any(text.startswith("compiling") for text in stats.said[before[1] :])
@@ -125,11 +123,7 @@ def test_what_jobs_compile_is_written_later_and_everything_else_at_once(monkeypa
     writes.steps_are_made = lambda: True
 
     def in_a_job(*arguments):
-        thread = threading.Thread(
-            target=compiler._cache_write, args=arguments, name=background.NAME
-        )
-        thread.start()
-        thread.join()
+        in_thread(compiler._cache_write, *arguments, name=background.NAME)
 
     in_a_job("first", 1)
     compiler._cache_write("at once", 2)
