@@ -72,6 +72,14 @@ def admitted(num_slots=1, slot=0, generation=1, prefill=False, handed_over=None,
     return admit(ProcessorState.empty(num_slots), slot, generation, request(**params), **how)
 
 
+def all_admitted(requests, **options):
+    """The state with each request in a slot of its own, of generation 1."""
+    state = ProcessorState.empty(len(requests), **options)
+    for slot, one in enumerate(requests):
+        state = admit(state, slot, 1, one)
+    return state
+
+
 def run(state, *messages):
     """The last state, and the records of each message."""
     released = []

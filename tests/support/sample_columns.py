@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from ipc.wire import KEPT_ALL
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.kept_sets import KeptSets
-from jax_specdec.records.output_processor import ProcessorState, admit, step
+from jax_specdec.records.output_processor import step
+from tests.support import processor_messages
 from tests.support.processor_messages import draft, drafts, request, run, silent, target, tokens
 from tests.support.random_kept import random_counts, random_kept
 
@@ -20,7 +21,7 @@ def three_requests():
     "a" names chosen ids and has drafts, "b" has K = 2 with an invalid row and a missing candidate
     and asks for kept sets, and "c" asks for no logprobs.
     """
-    state = admitted([
+    state = processor_messages.all_admitted([
         request("a", logprobs=0, extra_token_ids=(7, 8), draft_logprobs=True, max_tokens=3),
         request("b", logprobs=2, temperature=0.5, kept_token_ids=True),
         request("c"),
@@ -42,14 +43,6 @@ def three_requests():
     second = target(1, tokens(3, columns=1, chosen=2), silent(), tokens(5), weights_version=1)
     messages = (first, draft(0, guesses, silent(), silent()), second)
     return columns_of(run(state, *messages)[1])
-
-
-def admitted(requests):
-    """The state with each request in a slot of its own."""
-    state = ProcessorState.empty(len(requests))
-    for slot, one in enumerate(requests):
-        state = admit(state, slot, 1, one)
-    return state
 
 
 @st.composite
@@ -108,7 +101,7 @@ def columns_of(batches):
 
 def released(runs):
     """The records of `runs`, message by message."""
-    state = admitted([asked for asked, _ in runs])
+    state = processor_messages.all_admitted([asked for asked, _ in runs])
     for number in range(len(runs[0][1])):
         targets, guessed = [], []
         for asked, steps in runs:

@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from jax_specdec.export import arrow
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.metrics import prometheus_text, status_text
-from jax_specdec.records.output_processor import ProcessorState, abort, admit, step
-from tests.support.processor_messages import request, target, tokens
+from jax_specdec.records.output_processor import ProcessorState, abort, step
+from tests.support.processor_messages import all_admitted, request, target, tokens
 from tests.support.scene import Scene, long_requests
 
 
@@ -26,9 +26,8 @@ def samples_of(text):
 
 
 def test_prometheus_text():
-    state = ProcessorState.empty(2)
-    for slot in range(2):
-        state = admit(state, slot, 1, request(str(slot), stop_token_ids=(9,), max_tokens=50))
+    asked = {"stop_token_ids": (9,), "max_tokens": 50}
+    state = all_admitted([request(name, **asked) for name in "01"])
     state, _ = step(state, target(0, tokens(1, 2, drafts=3), tokens(9, 4, drafts=1)))
     state, _ = abort(state, "0")
     text = prometheus_text(state)

@@ -13,9 +13,9 @@ from ipc import wire
 from ipc.wire import Kind, SlotState
 from jax_specdec.records.decode import MessageError
 from jax_specdec.records.encode import SlotContents, encode
-from jax_specdec.records.output_processor import ProcessorError, ProcessorState, admit
+from jax_specdec.records.output_processor import ProcessorError, ProcessorState
 from tests.support.decoding_cost import allowed_memory, cost
-from tests.support.processor_messages import request
+from tests.support.processor_messages import all_admitted, request
 
 LINES_PER_BYTE, LINES_PER_SEQUENCE, LINES = 2, 2, 2_000
 B = 256
@@ -24,11 +24,8 @@ STOPS = {"stop_sequences": tuple((8, 8, 8, n, 7) for n in range(4)), "stop_token
 
 def served(num_slots=B, num_drafts=wire.MAX_DRAFTS, **params):
     """A state whose slots all have a request, of generation 1."""
-    state = ProcessorState.empty(num_slots, num_drafts=num_drafts)
-    for slot in range(num_slots):
-        asked = request(f"r{slot}", max_tokens=100_000, **params)
-        state = admit(state, slot, 1, asked)
-    return state
+    asked = [request(f"r{slot}", max_tokens=100_000, **params) for slot in range(num_slots)]
+    return all_admitted(asked, num_drafts=num_drafts)
 
 
 def check(data, state):

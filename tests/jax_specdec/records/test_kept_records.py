@@ -13,9 +13,9 @@ from ipc.wire import KEPT_ALL, KEPT_MANY, Kind, SlotState
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
-from jax_specdec.records.output_processor import ProcessorError, ProcessorState, admit, step
+from jax_specdec.records.output_processor import ProcessorError, step
 from tests.support.decoding_cost import allowed_memory, cost
-from tests.support.processor_messages import admitted, request, target, tokens
+from tests.support.processor_messages import admitted, all_admitted, request, target, tokens
 from tests.support.random_kept import as_lists
 
 FIXED = wire.HEADER_WORDS + wire.SLOT_WORDS  # of a message with one slot
@@ -135,10 +135,8 @@ def test_only_a_target_message_has_kept_sets(kind):
 def test_no_kept_sets_cost_more_than_their_bytes_allow(ids):
     rows = [list(range(count)) if count > 0 else count for count in ids] or [KEPT_ALL] * 65
     data = encode(Kind.TARGET, 0, [kept(*[5] * 65, rows=rows)] * 8)
-    state = ProcessorState.empty(8)
-    for slot in range(8):
-        asked = request(f"r{slot}", max_tokens=100_000, kept_token_ids=True)
-        state = admit(state, slot, 1, asked)
+    asked = {"max_tokens": 100_000, "kept_token_ids": True}
+    state = all_admitted([request(f"r{slot}", **asked) for slot in range(8)])
     memory, lines, error = cost(data, state)
     assert error is None
     assert memory <= allowed_memory(data, state)

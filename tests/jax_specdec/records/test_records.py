@@ -5,16 +5,13 @@ import pytest
 
 from ipc.wire import SlotState
 from jax_specdec.records.batch import FinishReason, Statistics
-from jax_specdec.records.output_processor import ProcessorState, admit, release, step
+from jax_specdec.records.output_processor import release, step
 from jax_specdec.records.record import Records
-from tests.support.processor_messages import request, silent, target, tokens
+from tests.support.processor_messages import all_admitted, request, silent, target, tokens
 
 
 def some_slots(num_slots, **params):
-    state = ProcessorState.empty(num_slots)
-    for slot in range(num_slots):
-        state = admit(state, slot, 1, request(str(slot), **params))
-    return state
+    return all_admitted([request(str(slot), **params) for slot in range(num_slots)])
 
 
 def test_records_are_a_sequence_over_their_batches():
