@@ -1,7 +1,6 @@
 """What devices that share a model send: compiled programs obey the formulas of docs/scaling.md."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jax_specdec.device.model.sharding import Parallel
@@ -10,6 +9,7 @@ from pallas_kernels.sampling import Drafts, Sampling, verify
 from pallas_kernels.sampling.drafts import draw
 from tests.support import quick_compile
 from tests.support.collectives import bytes_of_a_run, of_a_run
+from tests.support.lowered import array
 from tests.support.shards import mesh_of
 
 WORD = 4  # bytes
@@ -24,15 +24,9 @@ def test_logprobs(shards, rows, k, chosen):
             x, ids, k, extra_token_ids=more, mesh=mesh_of(shards), axis_name="model"
         )
 
-    program = compiled(
-        call, array(rows, 4096, dtype=jnp.bfloat16), array(rows, dtype=jnp.int32),
-        array(rows, chosen, dtype=jnp.int32),
-    )  # fmt: skip
+    given = array((rows, 4096), "bfloat16"), array((rows,)), array((rows, chosen))
+    program = compiled(call, *given)
     assert bytes_of_a_run(program) == WORD * rows * (1 + chosen + shards * (3 + 2 * k))
-
-
-def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def compiled(function, *shapes):
@@ -50,7 +44,8 @@ def test_collectives_of_a_sampled_step():
         return verify(x, proposed, sampling, positions, **columns), each
 
     asked = jax.eval_shape(lambda: (Drafts.none(b, d, v), Sampling.greedy(b)))
-    program = compiled(step, array(b, d + 1, v), array(b, d, v), *asked, array(b, dtype=jnp.int32))
+    logits = array((b, d + 1, v), "float32"), array((b, d, v), "float32")
+    program = compiled(step, *logits, *asked, array((b,)))
     gathered = words * (rows * 2 * (width // 256 + 1 + 128 + width) + 2 * b + d * b * 2 * 64)
     assert bytes_of_a_run(program) == gathered + WORD * (3 * rows + b * d * 64 + rows * 255)
     assert bytes_of_a_run(program, branch=min) == WORD * (3 * rows + 2 * b * d)
