@@ -49,17 +49,13 @@ MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisTyp
     ({"mesh": MESH, "axis_name": ("data", "model")}, ValueError, "10 rows of head do not"),
     ({"mesh": MESH, "axis_name": "data", "row_axis_name": "data"}, ValueError, "share a mesh"),
     ({"vocab_size": 11}, ValueError, "vocab_size = 11"),
+    ({"hidden": np.zeros((4, 8), np.float32), "row_ids": np.zeros(3, np.int32), "mesh": MESH,
+      "row_axis_name": "data"}, ValueError, "gather the rows first"),
 ])  # fmt: skip
 def test_refused(change, error, words):
     call = shape_checks.as_users_run(linear_topk_logprobs)
     with pytest.raises(error, match=words):
         call(**{**GOOD, **change})
-
-
-def test_row_ids_with_rows_that_are_split():
-    given = {**GOOD, "hidden": np.zeros((4, 8), np.float32), "row_ids": np.zeros(3, np.int32)}
-    with pytest.raises(ValueError, match="gather the rows first"):
-        linear_topk_logprobs(**given, mesh=MESH, row_axis_name="data")
 
 
 @pytest.mark.parametrize(
