@@ -6,7 +6,7 @@ Work is counted in lines of Python and comparisons of ids, which no machine chan
 import sys
 
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.requests import Request, SamplingParams
+from tests.support.requests import request
 from tests.support.scene import Scene
 
 
@@ -43,10 +43,8 @@ def work_with(count):
     """The most that each action took with two slots and `count` requests behind them."""
     scene = Scene(num_slots=2)
     scheduler, (session,) = scene.engine._scheduler, scene.engine.sessions
-    params = SamplingParams(max_tokens=40)
-    updates = scene.generate(
-        [Request(id=Id(f"r{n}"), prompt_token_ids=(n % 7,), params=params) for n in range(count)]
-    )
+    requests = [request(Id(f"r{n}"), (n % 7,), max_tokens=40) for n in range(count)]
+    updates = scene.generate(requests)
     next(updates)
     names = [Id(f"r{n}") for n in (count - 1, count // 2, 2, count - 2, 3)]
     aborts = [work(lambda name=name: scheduler.abort(name)) for name in names]

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jax_specdec.engine.errors import EngineClosed, EngineFull
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.requests import Request, SamplingParams
+from tests.support.requests import request as request_of
 from tests.support.scripted_worker import continuation
 from tests.support.streaming import StreamingScene
 
@@ -64,9 +64,8 @@ class StreamMachine(RuleBasedStateMachine):
     )
     def submit(self, max_tokens, priority, deadline, stops):
         name = f"r{len(self.allowed)}"
-        stop = (7,) if stops else ()
-        params = SamplingParams(max_tokens=max_tokens, logprobs=0, stop_token_ids=stop)
-        request = Request(id=name, prompt_token_ids=(len(name), max_tokens), params=params)
+        ends = {"max_tokens": max_tokens, "stop_token_ids": (7,) if stops else ()}
+        request = request_of(name, (len(name), max_tokens), logprobs=0, **ends)
         waiting = len(self.open) - len(self.scene.engine.running)
         try:
             self.scene.submit(request, priority=priority, deadline=deadline)

@@ -11,8 +11,9 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.errors import EngineClosed, StreamBehind, WorkerFailed
 from jax_specdec.engine.streams import MAX_UPDATES_AHEAD
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.requests import Request, RequestError, SamplingParams
+from jax_specdec.requests import RequestError
 from tests.support.processes import wait_for
+from tests.support.requests import request as request_of
 from tests.support.scene import Scene, long_requests
 from tests.support.scripted_process import scripted_engine
 from tests.support.scripted_worker import VOCAB, continuation
@@ -20,9 +21,7 @@ from tests.support.streaming import StreamingScene
 
 
 def request(name, max_tokens=5):
-    return Request(
-        id=name, prompt_token_ids=(3,), params=SamplingParams(max_tokens=max_tokens, logprobs=0)
-    )
+    return request_of(name, (3,), max_tokens=max_tokens, logprobs=0)
 
 
 def expected(requests):

@@ -13,9 +13,9 @@ from jax_specdec.records.encode import encode
 from jax_specdec.records.output_processor import ProcessorState, admit, release, step
 from jax_specdec.records.processor_state import ProcessorError, Progress, StepLost, is_newer
 from jax_specdec.records.record import Records
-from jax_specdec.requests import Request, SamplingParams
 from tests.support import processor_messages
 from tests.support.processor_messages import admitted, draft, drafts, request, run, target, tokens
+from tests.support.requests import request as request_of
 
 
 def two_requests(**params):
@@ -128,8 +128,7 @@ PROMPT = (9, 4, 7, 7, 2)
 
 
 def asking(id="r", prompt=PROMPT, **params):
-    params = {"prompt_logprobs": 1, "max_tokens": 9} | params
-    return Request(id=id, prompt_token_ids=prompt, params=SamplingParams(**params))
+    return request_of(id, prompt, **{"prompt_logprobs": 1, "max_tokens": 9} | params)
 
 
 def scored(handed_over=None, **params):

@@ -9,9 +9,10 @@ import numpy as np
 import openai
 import pytest
 
-from jax_specdec.engine import FinishReason, Request, SamplingParams
+from jax_specdec.engine import FinishReason
 from tests.support import http_server
 from tests.support.http_server import EOS, MODEL, TABLE, VOCAB
+from tests.support.requests import request
 from tests.support.scripted_worker import continuation, logprob
 
 PROMPT = "hello you"
@@ -22,8 +23,8 @@ encode = MODEL.encoder.encode
 
 def expected(ids=IDS, max_tokens=20, stop_ids=(EOS,)):
     """Ids, logprobs and text of an undisturbed run."""
-    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids)
-    tokens, logprobs = continuation(Request(id="r", prompt_token_ids=ids, params=params))
+    asked = request("r", ids, max_tokens=max_tokens, stop_token_ids=stop_ids)
+    tokens, logprobs = continuation(asked)
     return tokens, logprobs, TABLE.decode(tokens)
 
 
