@@ -80,8 +80,9 @@ class Scene:
         self.engine._workers.wakeup = None  # time passes by the scene's clock
         self.records, self.updates = {}, []
 
-    def round(self):
-        self.engine._streams.round()
+    def round(self, times=1):
+        for _ in range(times):
+            self.engine._streams.round()
 
     def serve(self):
         """Make rounds while the caller waits for an update of the weights, or for ends."""
@@ -125,7 +126,7 @@ class Scene:
         return worker
 
     def run(self, requests, meddle=lambda scene, n: None):
-        """Run to the end, calling `meddle` after each update."""
+        """Run to the end, calling `meddle` after each update, and check what was delivered."""
         self.records = {request.id: [] for request in requests}
         with self.engine:
             for n, update in enumerate(self.generate(requests)):
@@ -134,6 +135,7 @@ class Scene:
                 for record in update.records:
                     self.records[record.request_id].append(record)
                 meddle(self, n)
+        check(self, requests)
         return self
 
     def tokens(self, name):
@@ -162,11 +164,10 @@ def check_prompt(request, records):
 def check(scene, requests):
     """Check that nothing is lost, doubled or changed, and every request ends once."""
     tokens_in_all = {r.id: len(r.prompt_token_ids) + r.params.max_tokens for r in requests}
-    for command in itertools.chain.from_iterable(worker.commands for worker in scene.workers):
-        if isinstance(command, Admit):  # what was emitted is part of the prompt
-            told = command.request
-            length = len(told.prompt_token_ids) + told.params.max_tokens
-            assert length == tokens_in_all[told.id]
+    for command in itertools.chain.from_iterable(worker.told(Admit) for worker in scene.workers):
+        told = command.request  # what was emitted is part of the prompt
+        length = len(told.prompt_token_ids) + told.params.max_tokens
+        assert length == tokens_in_all[told.id]
     for request in requests:
         records = scene.records[request.id]
         tokens, logprobs = continuation(request)

@@ -105,6 +105,10 @@ class ScriptedWorker:
         self.new_commands.append(command)
         return len(self.commands)
 
+    def told(self, kind):
+        """The commands of a kind that it got."""
+        return [command for command in self.commands if isinstance(command, kind)]
+
     @property
     def heartbeat(self):
         """A heartbeat whenever it is asked; its progress are its messages."""

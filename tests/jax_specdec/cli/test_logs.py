@@ -88,8 +88,7 @@ def test_the_work_is_told_every_ten_seconds_in_which_there_was_some():
     assert work.line(105.0) == ""
     for request in long_requests(3):
         scene.submit(request)
-    scene.round()
-    scene.round()
+    scene.round(2)
     first = scene.engine.sessions[0].state.statistics
     counts = "2 requests run and 1 wait; ended: 0"
     said = line(counts, first.num_tokens / 10, first.num_drafts, first.num_accepted)

@@ -30,15 +30,12 @@ def losses(scene):
     return [update for update in scene.updates if update.lost]
 
 
-def all_end_well(scene, requests):
-    check(scene, requests)
+def all_end_well(scene):
     assert {*reasons(scene).values()} == {FinishReason.LENGTH}
 
 
 def test_a_lost_rank_is_reported_and_the_others_go_on():
-    requests = long_requests()
-    scene = Scene(num_ranks=2, faults={1: [3]}, on_worker_loss="continue").run(requests)
-    check(scene, requests)
+    scene = Scene(num_ranks=2, faults={1: [3]}, on_worker_loss="continue").run(long_requests())
     (report,) = losses(scene)
     assert report.process_rank == 1
     assert "rank 1" in str(report.lost)
@@ -54,16 +51,15 @@ def test_a_lost_rank_is_reported_and_the_others_go_on():
     [{"num_ranks": 2, "faults": {1: [5]}}, {"num_prefill_ranks": 1, "faults": {1: [2]}}],
 )
 def test_lost_requests_may_go_on_elsewhere(options):
-    requests = long_requests()
-    scene = Scene(**options, on_worker_loss="continue", resume_lost=True).run(requests)
-    all_end_well(scene, requests)
+    scene = Scene(**options, on_worker_loss="continue", resume_lost=True)
+    all_end_well(scene.run(long_requests()))
 
 
 def test_a_lost_rank_may_be_restarted(caplog):
     requests = long_requests()
     with caplog.at_level(logging.INFO, logger="jax_specdec.engine"):
         scene = Scene(faults={0: [4, 2]}, **RESUME, max_attempts=3, num_drafts=5).run(requests)
-    all_end_well(scene, requests)
+    all_end_well(scene)
     assert len(scene.workers) == 3
     assert [update.process_rank for update in losses(scene)] == [0, 0]
     (status,) = scene.engine.status
@@ -118,7 +114,6 @@ class Stopped(Hanging):
     ],
 )
 def test_a_worker_that_is_silent_is_lost(worker, config, works_until, said, seconds):
-    requests = long_requests()
     scene = Scene(**RESUME, worker=worker, **config)
     (session,) = scene.engine.sessions
     assert session._liveness.activity.__self__._path == Path("/proc/77/stat")
@@ -126,8 +121,7 @@ def test_a_worker_that_is_silent_is_lost(worker, config, works_until, said, seco
     hanging = scene.workers[0]
     hanging.clock = scene.clock
     scene.worker = ScriptedWorker  # in its place
-    scene.run(requests)
-    all_end_well(scene, requests)
+    all_end_well(scene.run(long_requests()))
     assert (hanging.stopped, hanging.sent) == (True, 5)
     (report,) = losses(scene)
     assert said in str(report.lost)
@@ -144,8 +138,7 @@ def test_a_worker_that_compiles_is_not_lost(phase, members):
     scene = Scene(worker=Compiling, max_silence=5)
     scene.workers[0].clock = scene.clock
     assert scene.engine.status[0].phase == (str(phase), *members)
-    scene.run(long_requests())
-    all_end_well(scene, long_requests())
+    all_end_well(scene.run(long_requests()))
     assert scene.clock.time > 3600
     assert not losses(scene)
 
@@ -262,6 +255,5 @@ def test_a_request_can_be_aborted_while_its_lost_worker_ends():
     scene = Scene(num_ranks=2, num_slots=1, worker=Slow, faults={1: [3]},
                   on_worker_loss="continue", resume_lost=True)  # fmt: skip
     scene.run(requests, meddle)
-    check(scene, requests)
     assert aborted == [n for n, why in reasons(scene).items() if why is FinishReason.ABORT]
     assert [*reasons(scene).values()].count(FinishReason.LENGTH) == 3

@@ -108,8 +108,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8))
     def serve(self, count):
-        for _ in range(count):
-            self.scene.round()
+        self.scene.round(count)
 
     @rule(seconds=st.sampled_from((0.02, 1.0)))
     def time_passes(self, seconds):

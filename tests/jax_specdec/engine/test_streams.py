@@ -125,8 +125,7 @@ def test_a_reader_that_waits_gets_what_came_before_the_engine_waits(num_ranks):
 def test_an_engine_whose_updates_are_not_read_waits_unless_others_read():
     scene = StreamingScene()
     updates = scene.engine._streams.generate(long_requests(2))
-    for _ in range(MAX_UPDATES_AHEAD + 4):
-        scene.round()
+    scene.round(MAX_UPDATES_AHEAD + 4)
     (worker,) = scene.workers
     sent = worker.sent
     assert len(updates._items) == MAX_UPDATES_AHEAD
@@ -148,8 +147,7 @@ def test_a_deadline_ends_a_request_that_runs_or_waits():
     scene.submit(request("stays"), deadline=1e6)
     scene.round()
     scene.clock.time += 0.15
-    scene.round()
-    scene.round()
+    scene.round(2)
     assert scene.streams["waits"].finish_reason is FinishReason.DEADLINE
     assert scene.streams["runs"].finish_reason is None
     scene.clock.time += 0.15
