@@ -62,7 +62,8 @@ creator.close()
 
 
 def test_a_process_without_free_descriptors_is_told_so():
-    counts = dict(line.split() for line in output_of(DESCRIPTORS).splitlines())
+    lines = output_of(DESCRIPTORS, quiet=True, timeout=60).splitlines()
+    counts = dict(line.split() for line in lines)
     assert [*counts] == ["create", "doctor", "attach"]
     assert min(map(int, counts.values())) > 0
 
@@ -92,7 +93,7 @@ with RingReader.create(1, 1 << 20):
 
 
 def test_a_limit_of_memory_is_no_lack_of_shared_memory_and_one_of_files_is():
-    assert output_of(LIMITS) == "a smaller one fits\n"
+    assert output_of(LIMITS, quiet=True, timeout=60) == "a smaller one fits\n"
 
 
 @pytest.mark.parametrize(

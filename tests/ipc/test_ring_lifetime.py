@@ -290,4 +290,4 @@ except errors.EndOfStream:
 
 
 def test_a_forked_child_cannot_disturb_the_ring():
-    assert output_of(FORK) == "fine\n"
+    assert output_of(FORK, quiet=True, timeout=60) == "fine\n"

@@ -60,11 +60,13 @@ def in_thread(call, *arguments, **options):
     thread.join()
 
 
-def output_of(program, *arguments, timeout=60):
-    """What a program in Python prints; it ends well and neither warns nor says anything else."""
-    command = [sys.executable, "-W", "error", "-c", program, *arguments]
+def output_of(program, *arguments, quiet=False, timeout=None):
+    """What a program in Python prints, which ends well; `quiet`: with no warning nor message."""
+    warnings = ["-W", "error"] if quiet else []
+    command = [sys.executable, *warnings, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.returncode == 0, done.stderr
+    assert not (quiet and done.stderr), done.stderr
     return done.stdout
 
 
