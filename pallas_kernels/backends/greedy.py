@@ -171,7 +171,8 @@ def _of_rows(
         return split.run(place, greedy_of_part, Rows(logits))
 
     @choose.def_vmap
-    def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[Greedy, forms.Tree]:
+    def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[forms.Tree, forms.Tree]:
+        """Each result [size, N], and that it is batched."""
         found = choose(logits.reshape(-1, logits.shape[-1]))
         outputs = jax.tree.map(lambda x: x.reshape(size, -1), found)
         return outputs, jax.tree.map(lambda _: True, outputs)

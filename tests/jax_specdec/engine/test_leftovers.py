@@ -34,7 +34,8 @@ def living(tmp_path, monkeypatch):
 
 
 def test_what_a_killed_engine_left_is_found_and_removed(killed, living, tmp_path):
-    (tmp_path / "jax-specdec-something").mkdir()  # of somebody else
+    for of_somebody_else in ("jax-specdec-something", f"{leftovers.PREFIX}a"):
+        (tmp_path / of_somebody_else).mkdir()
     by_path = {each.path: each for each in leftovers.find(tmp_path)}
     assert {path: each.state for path, each in by_path.items()} == {killed: "dead", living: "alive"}
     assert (by_path[killed].outputs, by_path[living].outputs) == (1, 0)

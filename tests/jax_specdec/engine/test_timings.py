@@ -48,6 +48,8 @@ def test_the_times_of_a_slot():
     assert times.leave(0) is None
     times.admit(0, 11.0)
     assert times.leave(0) == 11.0  # preempted before its first token: its wait goes on
+    times.tokens(slots[:1], counts[:1], 11.4, timings)  # it was on its way, and is nobody's
+    assert timings.first_token.counts.sum() == 1
     for now in (5.0, 5.5):
         times.message(now, timings)
     assert taken(timings.step) == {0.5: 1}
