@@ -100,7 +100,7 @@ LONG = (
     "jax_specdec/device/worker", "jax_specdec/engine", "jax_specdec/serve", "docs",
 )  # fmt: skip
 
-LARGE_MB = 1450  # beyond it, compiled programs are dropped at the end of a module: 2 GB a process
+LARGE_MB = 1400  # beyond it, compiled programs are dropped at the end of a module: 2 GB a process
 
 
 def pytest_configure(config):
