@@ -15,7 +15,7 @@ nox.needs_version = ">=2025.2"
 
 PYTHONS = ["3.11", "3.12", "3.13"]
 OLDEST_JAX = "0.10.2"  # as pyproject.toml has it
-PYTEST = ("pytest", "-q", "-n", "2", "--dist", "loadfile")
+PYTEST = ("pytest", "-q", "-n", "3", "--dist", "loadfile")
 
 
 def install(session: nox.Session, extra: str, jax: str = "newest") -> None:
