@@ -21,6 +21,7 @@ KERNELS, CASES = "pallas_kernels/backends/mosaic_gpu", "tests/pallas_kernels/mos
 PRODUCT = ["pyproject.toml", "pallas_kernels/**/*", "ipc/**/*", "jax_specdec/**/*"]
 GPU, TPU = (f"pallas_kernels/backends/mosaic_{chip}/*" for chip in ("gpu", "tpu"))
 ON_A_CPU = [*PRODUCT, f"!{GPU}", f"!{TPU}"]  # no kernel of a chip runs there
+SUPPORT = ["tests/conftest.py", "tests/support/*"]
 COMPILED = ["pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "bench/aot*", "bench/gpu/*"]
 PTX = [
     *(f"{KERNELS}/{name}.py" for name in ("cluster_kernel", "compat", "reading", "rows_kernel")),
@@ -32,29 +33,29 @@ REHEARSED = [
     "tests/rehearsal/*",
 ]  # fmt: skip
 LANES = {
-    "hf-often": [*ON_A_CPU, "tests/hf/*", "tests/support/*"],
-    "lm-eval": [*ON_A_CPU, "tests/hf/*", "tests/support/*"],
-    "real-often": [*ON_A_CPU, "tests/real/*", "tests/support/*"],
-    "ray-often": [*ON_A_CPU, "tests/ray/*", "tests/support/*"],
-    "nnx": [*ON_A_CPU, "examples/*", "docs/linear.md", "tests/docs/*", "tests/support/*"],
+    "hf-often": [*ON_A_CPU, *SUPPORT, "tests/hf/*"],
+    "lm-eval": [*ON_A_CPU, *SUPPORT, "tests/hf/*"],
+    "real-often": [*ON_A_CPU, *SUPPORT, "tests/real/*"],
+    "ray-often": [*ON_A_CPU, *SUPPORT, "tests/ray/*"],
+    "nnx": [*ON_A_CPU, *SUPPORT, "examples/*", "docs/linear.md", "tests/docs/*"],
     "site": [*PRODUCT, "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*", "tests/docs/*"],
     "browser": [
         "jax_specdec/export/**/*", "jax_specdec/records/**/*", "jax_specdec/text/**/*",
-        "tests/browser/*", "tests/support/*",
+        *SUPPORT, "tests/browser/*",
     ],
     "chips": [
         "pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "jax_specdec/device/**/*",
-        "tests/conftest.py", "tests/support/*", "tests/pallas_kernels/**/*",
+        *SUPPORT, "tests/pallas_kernels/**/*",
         "tests/jax_specdec/device/test_as_on_cuda.py",
         "tests/jax_specdec/device/model/test_tensor_parallel.py",
     ],
     "aot": [*COMPILED, f"!{TPU}"],
-    "aot-programs": [*COMPILED, f"!{TPU}"],
+    "aot-programs": [*COMPILED, f"!{TPU}", "bench/comparison.py", "bench/tpu/loops.py"],
     "newest-kernels": [*COMPILED, f"!{TPU}"],
     "tpu-quick": [*COMPILED, f"!{GPU}", "bench/tpu/*"],
     "rehearsal": PRODUCT,
-    "rehearsal-tpu": [*REHEARSED, f"!{GPU}", "tests/support/*"],
-    "rehearsal-ptx": [*REHEARSED, f"!{TPU}", f"{CASES}/*", "tests/ptx_machine/**/*"],
+    "rehearsal-tpu": [*REHEARSED, *SUPPORT],
+    "rehearsal-ptx": [*REHEARSED, f"!{TPU}", *SUPPORT, f"{CASES}/*", "tests/ptx_machine/**/*"],
     "ptx-rows": [
         *PTX, f"{KERNELS}/rows.py", f"{KERNELS}/finish_kernel.py",
         f"{CASES}/cases.py",

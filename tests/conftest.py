@@ -95,10 +95,10 @@ COMPILED = {"device", "adapters", "test_compiled_programs.py", "test_engine.py"}
 CHIPS = {"mosaic_tpu", "meshes", "test_linear_meshes.py"}
 
 # The folders whose tests take longest: they begin first, so that the processes end together.
-LONG = (
-    "jax_specdec/device/loop", "pallas_kernels/sampling", "pallas_kernels",
-    "jax_specdec/device/worker", "jax_specdec/engine", "jax_specdec/serve", "docs",
-)  # fmt: skip
+LONG = {
+    "docs", "jax_specdec/device/loop", "jax_specdec/device/worker", "jax_specdec/engine",
+    "jax_specdec/serve", "pallas_kernels", "pallas_kernels/sampling",
+}  # fmt: skip
 
 LARGE_MB = 1400  # beyond it, compiled programs are dropped at the end of a module: 2 GB a process
 
@@ -117,6 +117,7 @@ class ByRoom(LoadFileScheduling):
         return nodeid.partition("::")[0].rpartition("/")[0]
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return ByRoom(config, log) if config.option.dist == "loadfile" else None
 

@@ -196,6 +196,7 @@ def run(requests, drafting, **options):
             if record.finish_reason:
                 local.rank.leave(record.request_id)
                 live -= 1
+    assert local.records.keys() == {request.id for request in requests}
     return local
 
 

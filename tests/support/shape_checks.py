@@ -53,12 +53,15 @@ def checked(function):
     # jax rebuilds a dataclass that is a pytree with leaves of any kind: shapes, specs, markers.
     if inspect.isclass(function) or function.__name__ == "__init__":
         return function
-    key = function.__module__, function.__code__
+    code = function.__code__
+    key = function.__module__, code, *function.__annotations__.values()
     if key not in _STATED:
         _STATED[key] = stated_shapes(function)
     if not (stated := _STATED[key]):
         return function
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    names = code.co_varnames[: code.co_argcount]
+    by_name = {"return", *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    assert stated.keys() <= by_name, f"shapes of *args are not checked: {function.__qualname__}"
 
     @functools.wraps(function)
     def checking(*args, **kwargs):
@@ -82,7 +85,7 @@ def stated_shapes(function):
     """The hints of parameters and of "return" that state shapes, in their order."""
     found = {}
     for name, hint in function.__annotations__.items():
-        with contextlib.suppress(NameError, AttributeError):  # one that type checkers alone take
+        with contextlib.suppress(NameError):  # one that type checkers alone take
             of = with_shapes(eval(hint, function.__globals__) if isinstance(hint, str) else hint)
             found |= {} if of is None else {name: of}
     return found
@@ -135,11 +138,9 @@ def shaped_fields(hint):
     """A carrier's fields that state shapes, by name; empty for anything else."""
     if not (hasattr(hint, "_fields") or (dataclasses.is_dataclass(hint) and inspect.isclass(hint))):
         return {}
-    with contextlib.suppress(NameError):  # a name that exists for type checkers alone
-        hints = get_type_hints(hint, include_extras=True)
-        fields = {name: with_shapes(of) for name, of in hints.items()}
-        return {name: of for name, of in fields.items() if of is not None}
-    return {}
+    hints = get_type_hints(hint, include_extras=True)
+    fields = {name: with_shapes(of) for name, of in hints.items()}
+    return {name: of for name, of in fields.items() if of is not None}
 
 
 def fits(carrier, fields):
