@@ -51,25 +51,16 @@ MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisTyp
     ({"vocab_size": 11}, ValueError, "vocab_size = 11"),
     ({"hidden": np.zeros((4, 8), np.float32), "row_ids": np.zeros(3, np.int32), "mesh": MESH,
       "row_axis_name": "data"}, ValueError, "gather the rows first"),
+    ({"kept_token_ids": np.zeros((3, 0), np.int32)}, ValueError, "must be 1 to 4096"),
+    ({"kept_token_ids": np.zeros((3, 4097), np.int32)}, ValueError, "must be 1 to 4096"),
+    ({"kept_token_ids": np.zeros((2, 4), np.int32)}, ValueError, "kept_token_ids has shape"),
+    ({"kept_token_ids": np.zeros((3, 2), np.int32), "token_ids": np.zeros(2, np.int32)},
+     ValueError, "token_ids has shape"),
 ])  # fmt: skip
 def test_refused(change, error, words):
-    call = shape_checks.as_users_run(linear_topk_logprobs)
+    given, call = GOOD | change, linear_topk_logprobs
+    if "kept_token_ids" in change:
+        call = linear_kept_logprobs
+        del given["k"]
     with pytest.raises(error, match=words):
-        call(**{**GOOD, **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"kept_token_ids": np.zeros((3, 0), np.int32)}, "must be 1 to 4096"),
-        ({"kept_token_ids": np.zeros((3, 4097), np.int32)}, "must be 1 to 4096"),
-        ({"kept_token_ids": np.zeros((2, 4), np.int32)}, "kept_token_ids has shape"),
-        ({"token_ids": np.zeros(2, np.int32)}, "token_ids has shape"),
-    ],
-)
-def test_kept_refused(change, words):
-    given = {name: GOOD[name] for name in ("hidden", "head", "token_ids")}
-    given["kept_token_ids"] = np.zeros((3, 2), np.int32)
-    call = shape_checks.as_users_run(linear_kept_logprobs)
-    with pytest.raises(ValueError, match=words):
-        call(**{**given, **change})
+        shape_checks.as_users_run(call)(**given)
