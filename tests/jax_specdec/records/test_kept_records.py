@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc import wire
-from ipc.wire import KEPT_ALL, KEPT_MANY, Kind, SlotState
+from ipc.wire import KEPT_ALL, KEPT_MANY, Kind
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.output_processor import ProcessorError, step
 from tests.support.decoding_cost import allowed_memory, cost
-from tests.support.processor_messages import admitted, all_admitted, request, target, tokens
+from tests.support.processor_messages import admitted, all_admitted, request, silent, target, tokens
 from tests.support.random_kept import as_lists
 
 FIXED = wire.HEADER_WORDS + wire.SLOT_WORDS  # of a message with one slot
@@ -114,20 +114,15 @@ def test_a_wrong_value_is_named(word, value, complaint):
         decode(words)
 
 
-def test_counts_without_room_are_refused_before_anything_is_read():
-    data = np.frombuffer(encode(Kind.TARGET, 0, [tokens(*[5] * 65)]), np.uint32).copy()
-    data[wire.HEADER_WORDS] |= 1 << 15
-    with pytest.raises(MessageError, match="65 kept rows make 208 words; the message has 78"):
-        decode(data)
-
-
-@pytest.mark.parametrize("kind", [Kind.DRAFT, Kind.PROMPT])
-def test_only_a_target_message_has_kept_sets(kind):
-    slot = SlotContents(generation=1, state=SlotState.NOTHING)
+@pytest.mark.parametrize(("kind", "slot", "complaint"), [
+    (Kind.TARGET, tokens(*[5] * 65), "65 kept rows make 208 words; the message has 78"),
+    *((kind, silent(), "kept = 1 cannot be") for kind in (Kind.DRAFT, Kind.PROMPT)),
+])  # fmt: skip
+def test_only_a_target_message_with_room_for_counts_has_kept_sets(kind, slot, complaint):
     data = np.frombuffer(encode(kind, 0, [slot]), np.uint32).copy()
     decode(data)
     data[wire.HEADER_WORDS] |= 1 << 15
-    with pytest.raises(MessageError, match="kept = 1 cannot be"):
+    with pytest.raises(MessageError, match=complaint):
         decode(data)
 
 
