@@ -6,17 +6,13 @@ import pytest
 
 from jax_specdec.ray import head as module
 from jax_specdec.ray.head import Head
-from tests.support.fake_ray import RayError
+from tests.support.fake_ray import FakeRay, RayError
 
 
-class Ray:
+class Ray(FakeRay):
     """A cluster whose head answers, until it does not; it counts who asks Ray itself."""
 
-    RayError = RayError
     error, asked = None, 0
-
-    def __call__(self, name="ray"):
-        return self
 
     def GcsClient(self, address):
         assert address == "a:1"

@@ -4,6 +4,7 @@ why there are no more.
 
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -56,14 +57,11 @@ def test_an_engine_that_ends_by_a_mistake_raises_it_to_its_reader(mistake):
 
 def test_a_request_that_an_engine_refuses_is_no_loss_of_its_replica():
     made, errors = replica(), [RequestError("an id outside the vocabulary"), EngineClosed("closed")]
-
-    def submit(*_, **__):
-        raise errors.pop(0)
-
+    engine = mock.Mock(**{"submit.side_effect": errors})
     submission = Submission(request=long_requests(1)[0])
     with pytest.raises(RequestError):
-        made._submit(SimpleNamespace(submit=submit), submission)
-    made._submit(SimpleNamespace(submit=submit), submission)
+        made._submit(engine, submission)
+    made._submit(engine, submission)
     assert list(made.records(0.0)) == ["closed"]
 
 
@@ -89,6 +87,13 @@ def update(batches, size=MAX_BATCH_BYTES, latency=None):
     )
 
 
+def expecting(requests, make=list):
+    """A queue that waits for more while any of so many requests is open."""
+    queue = SendQueue(make)
+    queue.expect(requests)
+    return queue
+
+
 def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
     """An update that is larger than that comes alone."""
     queue = SendQueue(list)
@@ -101,8 +106,7 @@ def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
 
 
 def test_the_engine_waits_where_too_much_waits_and_a_full_batch_does_not():
-    queue, size, count = SendQueue(list), MAX_BATCH_BYTES, 40
-    queue.expect(1)
+    queue, size, count = expecting(1), MAX_BATCH_BYTES, 40
     most = MAX_WAITING_BYTES // size + 1  # the last one that was let in
     engine = threading.Thread(
         target=lambda: [queue.take(numbered(number, size)) for number in range(count)]
@@ -133,8 +137,7 @@ def test_whoever_is_done_with_a_reader_hears_nothing_that_came_before():
 
 def test_the_last_end_of_all_does_not_wait_for_more():
     """With a pause of an hour, a reader gets it at once; while one request is open, it waits."""
-    queue, parts = SendQueue(list), []
-    queue.expect(3)
+    queue, parts = expecting(3), []
     queue.take(numbered(0, 1, 1, 0, 0))
     reading = queue.read(3600.0)
     assert next(reading) == [0]
@@ -159,8 +162,7 @@ def reader_of(queue, pause):
 def test_a_batch_that_is_due_is_made_by_whoever_fills_it():
     """An engine's thread and its reader's would wait for one another at every call of NumPy."""
     makers, count = set(), 0
-    queue = SendQueue(lambda taken: makers.add(threading.get_ident()) or list(taken))
-    queue.expect(1)
+    queue = expecting(1, lambda taken: makers.add(threading.get_ident()) or list(taken))
     thread, parts = reader_of(queue, 0.0)
     while threading.get_ident() not in makers:
         queue.take(numbered(count, 1))
@@ -174,8 +176,7 @@ def test_a_batch_that_is_due_is_made_by_whoever_fills_it():
 def test_a_reader_that_is_busy_gets_fewer_and_larger_batches():
     """Where the engine is behind too, one is made for it meanwhile."""
     made = []
-    queue = SendQueue(lambda taken: made.append(list(taken)) or made[-1])
-    queue.expect(1)
+    queue = expecting(1, lambda taken: made.append(list(taken)) or made[-1])
     reading = queue.read(0.0)
     queue.take(numbered(0, 1))
     assert next(reading) == [0]
@@ -189,8 +190,7 @@ def test_a_reader_that_is_busy_gets_fewer_and_larger_batches():
 
 
 def test_an_engine_behind_its_worker_makes_fewer_and_larger_batches():
-    queue = SendQueue(list)
-    queue.expect(1)
+    queue = expecting(1)
     thread, parts = reader_of(queue, 0.2)
     queue.take(numbered(0, 1))
     wait_for(lambda: parts)
@@ -204,8 +204,7 @@ def test_an_engine_behind_its_worker_makes_fewer_and_larger_batches():
 
 
 def test_behind_rows_that_a_mistake_has_lost_none_come():
-    queue = SendQueue(lambda taken: 1 // 0 if taken[0] else list(taken))
-    queue.expect(1)
+    queue = expecting(1, lambda taken: 1 // 0 if taken[0] else list(taken))
     for number in range(4):
         queue.take(numbered(number, MAX_BATCH_BYTES))
     reading = queue.read(0.0)

@@ -42,38 +42,28 @@ def live(member):
     return [call.args[1] for call in fleet.lost.call_args_list], failure
 
 
-def error_of(ray, error):
-    return getattr(ray, error)("it is gone") if isinstance(error, str) else error
-
-
 GONE = {"ActorDiedError", "ActorUnavailableError", *errors_module._LOST} - {"GetTimeoutError"}
 
 
 @pytest.mark.parametrize(
-    ("error", "is_lost"),
+    ("call", "error", "is_lost"),
     [
-        *((mistake, False) for mistake in MISTAKES),
-        ("RayTaskError", False),  # what a replica's code raises comes as one
-        *((error, True) for error in (WorkerFailed("no"), EngineClosed("no"), OSError("no"))),
-        *((name, True) for name in sorted(GONE)),
+        *(("begin", mistake, False) for mistake in MISTAKES),
+        ("begin", "RayTaskError", False),  # what a replica's code raises comes as one
+        *(("begin", error("no"), True) for error in (WorkerFailed, EngineClosed, OSError)),
+        *(("begin", name, True) for name in sorted(GONE)),
+        ("batch", MISTAKES[0], False),
+        *(("batch", error, True) for error in (BatchError("it contradicts"), "RayActorError")),
     ],
 )
-def test_a_mistake_in_a_beginning_replica_ends_the_fleet_and_a_loss_does_not(
-    ray, member, error, is_lost, caplog
+def test_a_mistake_at_a_replica_ends_the_fleet_and_a_loss_does_not(
+    ray, member, call, error, is_lost, caplog
 ):
-    ray.answers["begin"] = error = error_of(ray, error)
+    """Where it begins, and where a batch of it is read."""
+    error = getattr(ray, error)("it is gone") if isinstance(error, str) else error
+    ray.answers |= {"records": ["batch"], call: error}
     assert live(member) == (([str(error)], None) if is_lost else ([], error))
     assert ("the fleet ends: a mistake at replica 0" in caplog.text) != is_lost
-
-
-@pytest.mark.parametrize(
-    ("error", "is_lost"),
-    [(MISTAKES[0], False), (BatchError("it contradicts"), True), ("RayActorError", True)],
-)
-def test_so_it_is_while_batches_are_read(ray, member, error, is_lost):
-    ray.answers |= {"records": ["batch"], "batch": error_of(ray, error)}
-    lost, failure = live(member)
-    assert (len(lost), failure) == ((1, None) if is_lost else (0, error))
 
 
 def test_a_mistake_where_requests_arrive_is_raised_and_a_gone_actor_is_ended(ray, member):

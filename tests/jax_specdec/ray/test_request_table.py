@@ -18,17 +18,18 @@ from tests.support.scene import Scene, long_requests, make_requests
 from tests.support.scripted_worker import continuation
 
 
-def table_of(*replicas):
+def table_of(*replicas, requests=()):
     table = RequestTable(Routes(4))
     for replica in replicas:
         table.join(replica, Load(slots=2, ahead=1))
+    for request in requests:
+        table.add(Entry(request, None))
     return table
 
 
 def table_with(request):
     """A table with one replica, which has the request; the table and the replica's entries."""
-    table = table_of(0)
-    table.add(Entry(request, None))
+    table = table_of(0, requests=[request])
     ((_, entries),) = table.assigned().items()
     return table, entries
 
@@ -55,9 +56,7 @@ def submissions_of(entries):
 def test_losses_at_any_moment_leave_every_position_once(seed):
     rng = random.Random(seed)
     requests = make_requests(8, seed)
-    table, batches, lost = table_of(0, 1), [], 0
-    for request in requests:
-        table.add(Entry(request, None))
+    table, batches, lost = table_of(0, 1, requests=requests), [], 0
     while table.entries:
         for replica, entries in table.assigned().items():
             dies = rng.randint(0, 8)
@@ -113,9 +112,7 @@ def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused():
 
 
 def test_requests_that_are_not_resumed_end_and_so_do_those_tried_too_often():
-    table = table_of(0)
-    for request in long_requests(3):
-        table.add(Entry(request, None))
+    table = table_of(0, requests=long_requests(3))
     assert len(table.assigned()[0]) == 3
     ends = table.lose(0, number=1, resume=False, max_attempts=9)
     assert not table.entries
