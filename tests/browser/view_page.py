@@ -79,7 +79,7 @@ def test_the_keyboard_reaches_every_token(show, tmp_path):
 
 
 def test_statistics_of_all_of_a_request_and_of_its_steps(show, tmp_path):
-    page = show(written(tmp_path, speculative(), two_steps_response()))
+    page = show(written(tmp_path, speculative(), response_of(two_steps())))
     page.says("#summary", "2\nrequests", "10\ntokens", "2.00\ntokens a step", "83.3%")
     page.says("#summary", "of 6 drafts accepted", "1: 100%", "3: 0%")
     page.says(".head", "4 / 5 drafts accepted")
@@ -90,13 +90,8 @@ def test_statistics_of_all_of_a_request_and_of_its_steps(show, tmp_path):
     assert len(page.all(".strip i", "x.id")) == 3
 
 
-def two_steps_response():
-    """An invalid row, a masked token and a part of a character."""
-    return response_of(two_steps())
-
-
 def test_invalid_rows_and_parts_of_characters(show, tmp_path):
-    page = show(written(tmp_path, two_steps_response()))
+    page = show(written(tmp_path, response_of(two_steps())))
     page.hover(".t", 2)
     page.says("#panel", "logprob invalid", "token rank none: invalid row", "bytes:\\xe2")
     assert {*page.all(".t", "[...x.classList]")[2]} >= {"t", "px", "rx", "k3", "bytes"}
@@ -147,7 +142,7 @@ def test_what_tokens_say_stays_text(show, tmp_path):
 
 def test_the_policy_stops_a_script_that_got_in(show, tmp_path):
     """Two locks: escaping keeps scripts out, and the policy would not run them."""
-    file = written(tmp_path, two_steps_response())
+    file = written(tmp_path, response_of(two_steps()))
     clean = file.read_text(encoding="utf-8")
     smuggled = clean.replace("</body>", "<script>window.ran = 1</script></body>")
     file.write_text(smuggled, encoding="utf-8")
@@ -162,7 +157,7 @@ def test_the_policy_stops_a_script_that_got_in(show, tmp_path):
 
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_is_cut_off_on_narrow_and_wide_windows(show, tmp_path, width):
-    page = show(written(tmp_path, speculative(), two_steps_response()), width=width)
+    page = show(written(tmp_path, speculative(), response_of(two_steps())), width=width)
     assert page.js("document.documentElement.scrollWidth") <= width
     page.hover(".t", 6)
     assert page.js("document.getElementById('panel').getBoundingClientRect().right") <= width

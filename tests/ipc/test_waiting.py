@@ -160,9 +160,8 @@ def test_a_new_side_spins_once_a_core_was_free_for_a_while(monkeypatch, gap):
     assert lost_units(scene, 100, gap)[1] > 0.95
 
 
-def test_a_yield_that_gives_the_core_to_another_program_counts_too(monkeypatch):
+def test_a_yield_that_gives_the_core_to_another_program_counts_too(scene, monkeypatch):
     """A side that is confined to one core yields while it spins, and its peer may be elsewhere."""
-    scene = Clockwork(monkeypatch)
     monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: {3})
     monkeypatch.setattr(waiting.os, "sched_yield", scene.others_run)
     assert 0 < lost_units(scene, 1000)[0] < 0.01
@@ -191,9 +190,8 @@ def test_a_lost_core_ends_the_spinning_of_that_wait(scene):
 
 
 @pytest.mark.parametrize(("interval", "spread", "poll"), [(35, 1, 1), (400, 140, 50)])
-def test_many_short_waits_for_one_unit_spin_no_longer_than_one(monkeypatch, interval, spread, poll):
+def test_many_short_waits_for_one_unit_spin_no_longer_than_one(scene, interval, spread, poll):
     """An engine waits so between two heartbeats, and so does a server that polls."""
-    scene = Clockwork(monkeypatch)
     spin, spinning = scene.waiter._spin, []
 
     def noted(until):

@@ -48,10 +48,11 @@ class Peer:
             found.append((int.from_bytes(number, "little"), payload))
         return found
 
-    def take_all(self, count):
+    def take_all(self, count, meanwhile=lambda: None):
         found = []
         while len(found) < count:
             found += self.take()
+            meanwhile()
         return found
 
     def nothing_comes(self):
@@ -120,11 +121,8 @@ def test_a_peer_that_reads_nothing_holds_nobody_up(connected, peer_of):
     hear(listening, other, free)
     other.tell(b"for another")
     assert free.take() == [(1, b"for another")]
-    numbers = []
-    while len(numbers) < 4000:
-        numbers += [number for number, _ in peer.take()]
-        listening.pump()
-    assert numbers == [*range(1, 4001)]
+    found = peer.take_all(4000, meanwhile=listening.pump)
+    assert [number for number, _ in found] == [*range(1, 4001)]
 
 
 @pytest.mark.parametrize(

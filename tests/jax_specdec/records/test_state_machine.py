@@ -96,7 +96,7 @@ class Machine:
             return
         slots = [
             random_messages.random_draft_slot(rng, request.params, generation)
-            for request, generation in (self.subject(rng, slot) for slot in range(SLOTS))
+            for request, generation, _ in (self.subject(rng, slot) for slot in range(SLOTS))
         ]
         data = encode(Kind.DRAFT, step, slots)
         self.both(data, lambda: self.reference.draft(step, slots))
@@ -104,8 +104,7 @@ class Machine:
     def prompt(self, rng):
         slots = []
         for slot in range(SLOTS):
-            request, generation = self.subject(rng, slot)
-            occupant = self.reference.slots[slot]
+            request, generation, occupant = self.subject(rng, slot)
             came = occupant.prompt_came if occupant is not None else 0
             wanted = request.params.prompt_logprobs is not None and rng.random() < 0.8
             if not wanted and rng.random() < 0.98:
@@ -132,18 +131,20 @@ class Machine:
         assert marginals_of(self.state.statistics) == marginals(reference.statistics())
 
     def subject(self, rng, slot):
-        """The request that a slot of a message is about: its last one, or at times an older one."""
+        """The request that a slot of a message is about: its last one, or at times an older one.
+
+        With its generation, and whoever the reference has in the slot.
+        """
         generations = sorted(self.asked[slot])
         if not generations:
-            return Request(id="none", prompt_token_ids=(0,)), 0
+            return Request(id="none", prompt_token_ids=(0,)), 0, None
         generation = rng.choice(generations[-2:]) if rng.random() < 0.3 else generations[-1]
-        return self.asked[slot][generation], generation
+        return self.asked[slot][generation], generation, self.reference.slots[slot]
 
     def send_target(self, rng, draft_follows, step):
         slots = []
         for slot in range(SLOTS):
-            request, generation = self.subject(rng, slot)
-            occupant = self.reference.slots[slot]
+            request, generation, occupant = self.subject(rng, slot)
             if not self.asked[slot]:  # never admitted: the worker has nothing to say
                 slots.append(SlotContents(state=SlotState.STOPPED))
                 continue

@@ -253,11 +253,6 @@ def test_kept_tokens_of_a_gap_are_those_of_sorting():
 @pytest.mark.chips
 def test_shards_cut_a_gap_alike():
     """Ragged shards are padded with NaN, and groups are split; one slot has more candidates."""
-    asked = sampling(top_p=[0.9] + [1.0] * 7)
-
-    def on_shard(x, shard):
-        return truncation(x, asked, shard=shard)
-
-    rows = rows_of(jnp.float32)
-    cut = on_shards(on_shard, 2, rows, V, P())
-    chex.assert_trees_all_equal(cut, quick_compile.jit(lambda x: on_shard(x, WHOLE))(rows))
+    asked, rows = sampling(top_p=[0.9] + [1.0] * 7), rows_of(jnp.float32)
+    cut = on_shards(lambda x, shard: truncation(x, asked, shard=shard), 2, rows, V, P())
+    chex.assert_trees_all_equal(cut, quick_compile.jit(lambda x: truncation(x, asked))(rows))
