@@ -82,6 +82,7 @@ def test_a_well_sealed_but_wrong_descriptor_is_refused(pair, field, value):
                 call()
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seeds", [60, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_mutated_messages_are_delivered_whole_or_refused(seeds):
     """CRC-32 guards the descriptors, the payload checksum the slots, by default."""
