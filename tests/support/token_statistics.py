@@ -3,7 +3,7 @@
 from collections import Counter
 
 import numpy as np
-from scipy import stats
+import scipy
 
 
 def cells(observed, conditional, expected, prefix=()):
@@ -41,4 +41,4 @@ def p_value(observed, conditional):
     found, wanted = map(list, zip(*often, strict=True))
     if (rest := len(observed) - sum(wanted)) > 1:
         found, wanted = [*found, len(observed) - sum(found)], [*wanted, rest]
-    return stats.chisquare(found, np.array(wanted) * (sum(found) / sum(wanted))).pvalue
+    return scipy.stats.chisquare(found, np.array(wanted) * (sum(found) / sum(wanted))).pvalue

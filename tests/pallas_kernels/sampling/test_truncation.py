@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.numbers.exponential import exponential
@@ -210,8 +210,8 @@ def test_noise_belongs_to_source_and_token_and_is_gumbels():
 
     noise, part = jax.device_get(noises())
     np.testing.assert_array_equal(part, noise[[7, 19_999]])
-    assert stats.kstest(noise, "gumbel_r").pvalue > 1e-3
-    assert stats.kstest(noise + 0.05, "gumbel_r").pvalue < 1e-3
+    assert scipy.stats.kstest(noise, "gumbel_r").pvalue > 1e-3
+    assert scipy.stats.kstest(noise + 0.05, "gumbel_r").pvalue < 1e-3
 
 
 # Rows of min-p that keep many tokens: more candidates, and a search of whole rows.

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import export
-from scipy import stats
 
 from pallas_kernels.sampling import CompactQ, Drafts, Sampling, emitted_logprobs, verify
 from pallas_kernels.sampling.verification import accepted_by_ratio
@@ -114,7 +114,7 @@ def p_value(ids, probs):
     observed = np.bincount(ids, minlength=5)
     if observed[~kept].any():
         return 0.0
-    return stats.chisquare(observed[kept], len(ids) * np.asarray(probs)[kept]).pvalue
+    return scipy.stats.chisquare(observed[kept], len(ids) * np.asarray(probs)[kept]).pvalue
 
 
 def sampled_drafts(count=ROWS):
