@@ -2,6 +2,7 @@
 
     --of LANE ... the cases of these kernels: rows, groups, draw
     --only WORD   the cases whose names have it
+    --often       each under two of its conditions: CTAs together, and in another order
     --mutants N   spoil N instructions of four calls' kernels too, one at a time (default 300)
     --seed N      which ones
     --chip B200   what the kernels are compiled for
@@ -66,13 +67,13 @@ def conditions_of(case: Case) -> tuple[kernels.Conditions, ...]:
     return (*EXACT, *INEXACT) if case.k <= 64 else (*EXACT[:2], INEXACT[-1])
 
 
-def judge(case: Case, compiler: kernels.Compiler) -> str | None:
+def judge(case: Case, compiler: kernels.Compiler, often: bool) -> str | None:
     """Run a case and print its kernels; what is wrong.
 
     Every conditions must give the oracle's result, exact ones the same bits.
     """
     first = None
-    for conditions in conditions_of(case):
+    for conditions in conditions_of(case)[: 2 if often else None]:
         stand = kernels.Stand(conditions, compiler)
         try:
             bits = kernels.bits_of(case, stand)
@@ -94,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--of", nargs="+", choices=tuple(LANES), default=tuple(LANES))
     parser.add_argument("--only", default="", help="the cases whose names have this")
+    parser.add_argument("--often", action="store_true", help="each under two of its conditions")
     parser.add_argument("--mutants", type=int, default=300, help="how many are tried")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     parser.add_argument("--chip", choices=tuple(compile_target.CHIPS), default="H100")
@@ -105,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     gc.freeze()  # jax has made many objects, and they stay
     compiler = kernels.Compiler(options.chip)
     wrong = kernels.report_alignment(compiler.device)
-    wrong += run_all(every, options.only, partial(judge, compiler=compiler))
+    wrong += run_all(every, options.only, partial(judge, compiler=compiler, often=options.often))
     other = kernels.others_in_program(compiler)
     print(f"kernels that are others in a whole program than alone: {other or 'none'}")
     wrong += len(other)
