@@ -14,7 +14,9 @@ from tests.support.changed_choice import changed_row
 from tests.support.decoding import random_model
 from tests.support.expected_probs import expected_probs
 
-CLOSE = 5e-4  # float32 forward passes: half an ulp of the weights moves one row in 500 by 1e-4
+# Float32 forward passes. Half an ulp of the weights moves one row in 500 by 1e-4: of a request's
+# rows, one may be so far away.
+CLOSE, SELDOM_CLOSE = 2e-4, 5e-4
 
 
 def logprobs(row, params, mode=None):
@@ -145,13 +147,14 @@ def _check_text(table, own_rows, records, item):
     prompt = item.prompt_token_ids
     raw = [oracle.log_softmax(row) for row in own_rows]
     exact = [oracle.log_softmax(row) for row in table[len(prompt) - 1 :]]
-    np.testing.assert_allclose(raw, exact, atol=CLOSE)
+    np.testing.assert_allclose(raw, exact, atol=SELDOM_CLOSE)
+    assert sum(abs(a - b).max() > CLOSE for a, b in zip(raw, exact, strict=True)) <= 1
     parts = [record.prompt for record in records if record.prompt is not None]
     for part in parts:
         rows = table[part.start - 1 :][: len(part.token_ids)]
         pairs = zip(rows, part.token_ids, strict=True)
         expected = [logprobs(row, item.params)[token] for row, token in pairs]
-        np.testing.assert_allclose(part.logprobs[:, 0], expected, atol=CLOSE)
+        np.testing.assert_allclose(part.logprobs[:, 0], expected, atol=SELDOM_CLOSE)
     scored = [token for part in parts for token in part.token_ids.tolist()]
     assert scored == ([] if item.params.prompt_logprobs is None else list(prompt[1:]))
     if item.params.logprobs is not None:
