@@ -41,7 +41,7 @@ autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 nitpicky = True  # a link to a name that no page shows ...
-nitpick_ignore_regex = [("py:(class|exc)", ".*")]  # ... but for types in signatures, and errors
+nitpick_ignore_regex = [("py:(class|exc)", ".*")]  # ... except for types in signatures, and errors
 
 DOORS = (
     "jax_specdec.engine",

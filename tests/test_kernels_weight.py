@@ -17,8 +17,8 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.fast
 
 HOUSE = ROOT / "pallas_kernels"
-MOST_FILES = 14  # beside each other, but for `__init__.py`
-# Lines without comments, docstrings and blank ones, but for `testing`.
+MOST_FILES = 14  # beside each other, except `__init__.py`
+# Lines without comments, docstrings and blank ones, except `testing`.
 MOST_CODE = 9_850
 MOST_UNTYPED = 90
 UNTYPED = {"Any", "object", "cast"}
@@ -54,7 +54,7 @@ def code_lines(source):
 
 
 def untyped(source):
-    """How often `Any`, `object` and `cast` stand in it, but for their import."""
+    """How often `Any`, `object` and `cast` stand in it, except in their import."""
     nodes = [
         node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name | ast.Attribute)
     ]
@@ -68,7 +68,7 @@ def hidden(source):
 
 
 def sources(*, without=()):
-    """The files of the kernels' package, but for some rooms."""
+    """The files of the kernels' package, except some rooms."""
     paths = HOUSE.rglob("*.py")
     return [path.read_text() for path in paths if path.relative_to(HOUSE).parts[0] not in without]
 

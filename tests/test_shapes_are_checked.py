@@ -15,7 +15,7 @@ IDS = np.zeros(3, np.int32)
 
 
 def good(rows=3, k1=3, dtype=jnp.float32):
-    """What a call returns for 3 rows and K = 2, but for what an argument changes."""
+    """What a call returns for 3 rows and K = 2, except what an argument changes."""
     columns = jnp.zeros((rows, k1), dtype)
     return TopkLogprobs(
         jnp.zeros((3, 3), jnp.int32), columns, jnp.zeros(3, jnp.int32), columns[:, :0]

@@ -17,7 +17,7 @@ from pallas_kernels.backends.mosaic_gpu.finish_kernel import AT_ONCE, OWN, capac
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 
 BIASES = 64  # of a row, in the calls that have any
-SPREAD = 4.0  # the logits' standard deviation; no count depends on it, but for rounding
+SPREAD = 4.0  # the logits' standard deviation; no count depends on it, except by rounding
 MARKS = 32
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 FREE_BITS = {"float32": 0, "float16": 13, "bfloat16": 16}

@@ -37,7 +37,7 @@ def grammar_of(structured: Structured) -> str:
             made = _of_choice(json.loads(text))
         else:
             if kind == "json_schema":
-                # Written anew: the library puts it into another JSON text as it stands.
+                # Written again: the library puts it into another JSON text as it stands.
                 text = json.dumps(with_white_space(json.loads(text)))
             elif kind == "grammar":  # the library looks at blank lines again and again
                 text = "\n".join(line for line in text.split("\n") if line.strip())

@@ -33,7 +33,7 @@ def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
 
     def elsewhere(logits: jax.Array, changes: Changes | None) -> Greedy:
         # Only XLA's CPU compiler makes temporaries of these reductions; others fuse them. Changed
-        # logits are a copy on all; kernels choose among them, but for batches with invalid rows.
+        # logits are a copy on all; kernels choose among them, except in batches with invalid rows.
         if changes is None:
             return greedy_block(logits)
         return greedy_in_blocks(few_rows, greedy_block, logits, changes)

@@ -44,7 +44,7 @@ def read_groups(
       needed: how many candidates each row needs.
       k, changes: as for `xla.groups.read_part`.
       implementation: "xla"; "mosaic_gpu"; "mosaic_tpu"; None: the kernels wherever they can run,
-        but for the shortest rows on a TPU.
+        except for the shortest rows on a TPU.
     """
     return kernels_or_xla(
         "groups",

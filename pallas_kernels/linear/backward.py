@@ -52,7 +52,7 @@ class Changes(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Float32, but for the head's, which has its dtype."""
+    """Float32, except the head's, which has its dtype."""
 
     hidden: jax.Array  # [R, H]
     head: jax.Array  # as the head's axes are

@@ -249,7 +249,7 @@ def _kept_of(call: Call) -> Callable[[Layout, kept.Kept], LinearKeptLogprobs]:
 
 
 def _words(inputs: Inputs | kept.Kept, **others: str) -> Words:
-    """The axes of the inputs that there are: of rows, but for the bias and the others."""
+    """The axes of the inputs that there are: of rows, except the bias and the others."""
     others["bias"] = "v"
     named = inputs._asdict().items()
     return tuple(others.get(name, "n" + "." * (x.ndim - 1)) for name, x in named if x is not None)

@@ -241,8 +241,8 @@ def emitted_logprobs(
 ) -> TopkLogprobs:
     """The logprobs of a token of each row, from the read that verified the rows.
 
-    They are those of `topk_logprobs`, but for the rounding of a row's sum. Nothing but the tokens
-    that are named is read again. A token that is among the row's top K has its rank from them; for
+    They are those of `topk_logprobs`, except for the rounding of a row's sum. Only the tokens
+    that are named are read again. A token that is among the row's top K has its rank from them; for
     the others, and for those alone, the row's larger logits are counted.
 
     Args:

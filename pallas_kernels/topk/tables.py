@@ -43,7 +43,7 @@ def logprobs_tensors(
       token_ids: [R] int32, the sampled or given tokens.
       k: K, the most that any row wants, a Python int.
       top_k_nums: [R] int32, how many of the K each row wants; None: all of them.
-      options: further arguments of `topk_logprobs`, but for `extra_token_ids`.
+      options: further arguments of `topk_logprobs`, except `extra_token_ids`.
 
     Returns:
       `LogprobsTensors(logprob_token_ids [R, K + 1] int32, logprobs [R, K + 1] float32,

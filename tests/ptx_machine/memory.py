@@ -18,7 +18,7 @@ from .parser import PtxError
 GRANULE = 2  # bytes: no narrower access is known to the machine
 
 # Who accesses memory, and when, as one number: its CTA, the barriers that this has passed, and the
-# thread in it. Equal but for the thread: no barrier lies between.
+# thread in it. Equal except for the thread: no barrier lies between.
 MANY = np.int64(1 << 10)  # beside a thread: others of its CTA did the same
 NOBODY = np.int64(-1)
 SEVERAL_CTAS = np.int64(1 << 62)

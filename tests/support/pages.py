@@ -18,7 +18,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def same(printed: str, shown: str) -> bool:
-    """Equal but for numbers with a decimal point, which may differ by rounding."""
+    """Equal except for numbers with a decimal point, which may differ by rounding."""
     if NUMBER.sub("0.", printed).split() != NUMBER.sub("0.", shown).split():
         return False
     numbers = zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True)

@@ -44,7 +44,7 @@ class StepOutput(NamedTuple):
 
     @property
     def chose(self) -> Float[Array, "B S V"]:
-        """The logits that the tokens were chosen from, but for `changes`."""
+        """The logits that the tokens were chosen from, before `changes`."""
         return self.logits if self.changed is None else self.changed
 
 

@@ -74,9 +74,7 @@ class StepWidths:
     num_drafts: int
     certain: bool
     texts: dict[int, Text] = field(default_factory=dict)  # by slot
-    costs: dict[Kind, float] = field(
-        default_factory=dict
-    )  # logarithms of times, but for a constant
+    costs: dict[Kind, float] = field(default_factory=dict)  # logarithms of times, up to a constant
     changes: dict[Kind, int] = field(default_factory=dict)  # that each cost was told by
     steps: int = 0
     last: dict[Kind, int] = field(default_factory=dict)  # the last step of each kind

@@ -56,8 +56,8 @@ def read_rows(
       chosen: [R] int32, the given tokens, clipped to the vocabulary here; or [R] float32, their
         logits; or None, and nothing is counted.
       targets: which rows.
-      with_groups: whether the group maxima are wanted.
-      outputs: what is wanted; of them it matters here whether entropies are, and inclusive ranks.
+      with_groups: whether the kernel stores the group maxima.
+      outputs: of the call; here it matters whether entropies are among them, and inclusive ranks.
       allowed: [R * `reading.words_of`] int32 bit mask words of the target rows, or None. A
         forbidden token's logit is read as -inf; not so that of a given token.
 
@@ -106,7 +106,7 @@ class RowToRead(NamedTuple):
 
     schedule: Schedule
     logits_ref: jax.Ref  # [N * V]
-    groups_ref: jax.Ref | None  # [R * padded_groups], or None: no group maxima are wanted
+    groups_ref: jax.Ref | None  # [R * padded_groups], or None: group maxima are not stored
     target: Index  # which target row
     first: Index  # where the row of logits starts
     skew: Index  # `Schedule.skew`
@@ -206,7 +206,7 @@ def before_any_block(row: RowToRead, vector: int) -> Carry:
 def updated(
     row: RowToRead, block: Index, pieces: list[jax.Array], carry: Carry, layout: Layout
 ) -> Carry:
-    """The carry after one more block; its group maxima are stored where they are wanted."""
+    """The carry after one more block; its group maxima are stored if the call has `groups_ref`."""
     maximum, total, count, weighted = carry
     group_maxima = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
     store_group_maxima(row, block, group_maxima)

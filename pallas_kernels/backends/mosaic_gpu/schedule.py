@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedLayout
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-BLOCK = 4096  # logits, where the vocabulary has so many
+BLOCK = 4096  # logits, where the vocabulary has as many
 VECTOR_BYTES = 16
 WARPGROUP = 128
 MIN_GROUP_WIDTH = 128  # pass 2 reads a group with a warpgroup
@@ -119,7 +119,7 @@ class Schedule:
 
     @property
     def num_steps(self) -> int:
-        """The number of blocks that lie within the row, whatever its skew."""
+        """The number of blocks that lie within the row, for any skew."""
         return self.vocabulary // self.block - self.first_block
 
     @property

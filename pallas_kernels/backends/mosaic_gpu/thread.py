@@ -124,9 +124,9 @@ def kept(vector: Vector, bits: Word) -> Vector:
         nothing = arith.constant(kind.element_type, float("-inf"))
         for j in range(kind.shape[0]):
             at = word(j).value
-            wanted = (bits & (1 << place)) != 0
+            is_set = (bits & (1 << place)) != 0
             x = llvm.extractelement(register, at)
-            x = arith.select(wanted.value, x, nothing)
+            x = arith.select(is_set.value, x, nothing)
             register = llvm.insertelement(register, x, at)
             place += 1
         registers.flat[i] = register

@@ -31,7 +31,7 @@ INVERSE = np.array([1, 2, 0.5, 1], np.float32)
 
 
 def check(part, inverse):
-    """Maxima are XLA's, sums but for rounding; NaN where a group has a NaN or +inf."""
+    """Maxima are XLA's, sums up to rounding; NaN where a group has a NaN or +inf."""
 
     def by_xla(part, inverse):
         (read,) = sampled_rows.read_part(part, 0, inverse, jnp.zeros(len(inverse), jnp.int32))

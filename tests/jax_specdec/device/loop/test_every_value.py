@@ -147,7 +147,7 @@ def test_ids_are_those_of_plain_decoding(name):
 
 
 def test_masks_and_biases_alone_are_handed_down():
-    """In two programs: the first request asks for the most, but for a mask."""
+    """In two programs: the first request asks for the most, except a mask."""
     changes = [output.changes for output in found("handed down").outputs]
     assert {one.allowed is None for one in changes if one is not None} == {True, False}
 
