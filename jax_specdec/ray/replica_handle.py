@@ -77,8 +77,10 @@ class ReplicaHandle:
         self._address: ReplicaAddress | None = None  # where it has to be closed, or tidied up after
         self._losses = 0
         self._answered = False  # it has, since the last loss: what Ray says twice counts once
-        # Calls whose outcome is not known: any thread adds some, the fleet's watch takes them out.
-        self._sent: collections.deque[Any] = collections.deque()
+        self._ended = -1  # losses when the watch ended it: once is enough
+        # Calls whose outcome is not known, and losses when they were made: any thread adds some,
+        # the fleet's watch takes them out.
+        self._sent: collections.deque[tuple[Any, int]] = collections.deque()
         self._thread = threading.Thread(target=self._run, name=f"replica {number}", daemon=True)
 
     def start(self) -> None:
@@ -110,25 +112,29 @@ class ReplicaHandle:
             call = self._call("submit", "commands", submissions)
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
             raise full_store(f"{pluralize(len(submissions), 'request')}", error) from error
-        self._sent.append(call)
+        self._sent.append((call, self._losses))
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; does not wait."""
         self._call("abort", "commands", names)
 
     def look(self) -> None:
-        """Find requests that did not arrive: then the replica is not to be relied on."""
-        sent = [self._sent.popleft() for _ in range(len(self._sent))]
+        """Find requests that did not arrive: then the replica is not to be relied on.
+
+        Calls of before its last loss say nothing of the one that has begun since.
+        """
+        sent = dict(self._sent.popleft() for _ in range(len(self._sent)))
         if sent:
-            done, left = ray().wait(sent, num_returns=len(sent), timeout=0)
-            self._sent += left
+            done, left = ray().wait([*sent], num_returns=len(sent), timeout=0)
+            self._sent += ((call, sent[call]) for call in left)
             for call in done:
                 try:
                     ray().get(call)
                 except NotBegun:  # the reader of its batches finds it lost
                     continue
                 except lost_errors() as error:
-                    if self.ready:
+                    if self._ended < sent[call] == self._losses and self.ready:
+                        self._ended = self._losses
                         self.kill(_first(error))
 
     def status(self) -> ReplicaStatus:

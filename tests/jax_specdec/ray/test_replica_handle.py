@@ -82,6 +82,21 @@ def test_a_mistake_where_requests_arrive_is_raised_and_a_gone_actor_is_ended(ray
     assert ray.killed == 1
 
 
+def test_calls_that_a_lost_replica_left_do_not_end_the_next_one(ray, member):
+    """And one that is gone is ended once, however many calls say so."""
+    ray.answers["submit"] = ray.ActorUnavailableError("it restarts")
+    for killed in (1, 2):
+        member.submit(["a request"])
+        assert member._lose("it is lost", coming=True)
+        member.ready = True  # it has begun again
+        member.look()
+        assert ray.killed == killed - 1
+        for _ in range(2):
+            member.submit(["a request"])
+            member.look()
+            assert ray.killed == killed
+
+
 def test_a_call_that_is_made_while_the_watch_looks_is_looked_at_later(ray, member):
     """As it may, at any moment: while a call is made, and before its outcome is known."""
     waited, calls = [], iter(("first", "second"))
