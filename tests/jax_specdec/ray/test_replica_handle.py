@@ -67,11 +67,11 @@ def test_a_mistake_at_a_replica_ends_the_fleet_and_a_loss_does_not(
 
 
 def test_a_mistake_where_requests_arrive_is_raised_and_a_gone_actor_is_ended(ray, member):
-    member.ready = True
     ray.answers["submit"] = ray.RayActorError("gone")
-    member.submit(["a request"])
-    member.look()
-    assert ray.killed == 1
+    for member.ready in (False, True):  # where it is not ready, its loss is known
+        member.submit(["a request"])
+        member.look()
+        assert ray.killed == member.ready
     ray.answers["submit"] = handle_module.NotBegun()  # the reader of its batches finds it lost
     member.submit(["a request"])
     member.look()
