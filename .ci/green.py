@@ -43,9 +43,12 @@ LANES = {
         "jax_specdec/export/**/*", "jax_specdec/records/**/*", "jax_specdec/text/**/*",
         *SUPPORT, "tests/browser/*",
     ],
-    "chips": ["pyproject.toml", "pallas_kernels/**/*", *SUPPORT, "tests/pallas_kernels/**/*"],
+    "chips": [
+        "pyproject.toml", ".ci/heavy", "pallas_kernels/**/*",
+        *SUPPORT, "tests/pallas_kernels/**/*",
+    ],
     "chips-loop": [
-        "pyproject.toml", "pallas_kernels/**/*", "jax_specdec/device/**/*", *SUPPORT,
+        "pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "jax_specdec/device/**/*", *SUPPORT,
         "tests/jax_specdec/device/test_as_on_cuda.py",
         "tests/jax_specdec/device/model/test_tensor_parallel.py",
     ],
