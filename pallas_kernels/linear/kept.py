@@ -121,7 +121,7 @@ def _kept_backward(call: Call, kept: Residuals, given: LinearKeptLogprobs) -> tu
     d_logprobs = jnp.where(answered, given.kept_logprobs, 0)
     # Of an id that is kept twice, the first place counts.
     among = answered & (inputs.kept_token_ids == inputs.token_ids[:, None])
-    first = among & (jnp.cumsum(among.astype(jnp.int32), axis=1) == 1)
+    first = among & (jnp.cumsum(among, axis=1, dtype=jnp.int32) == 1)
     d_logprobs += jnp.where(first, given.logprobs[:, None], 0)
     p = jnp.where(answered, jnp.exp(out.kept_logprobs), 0)
     d_y = d_logprobs - p * jnp.sum(d_logprobs, axis=1, keepdims=True)

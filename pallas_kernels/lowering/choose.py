@@ -263,7 +263,9 @@ def _types(*avals: ShapedArray, like: Flat, **_: Static) -> list[ShapedArray]:
 
 
 def _run(*arrays: jax.Array, **params: Static) -> list[jax.Array]:
-    return jax.jit(functools.partial(_choice.bind, **params))(*arrays)  # type: ignore[no-any-return]
+    # One operation to whoever looks at each: without `jit` it would call itself for ever.
+    with jax.disable_jit(False):
+        return jax.jit(functools.partial(_choice.bind, **params))(*arrays)  # type: ignore[no-any-return]
 
 
 def _lowering(

@@ -114,7 +114,9 @@ def where_compiled(
     """
     call = kept(call)  # the compiler asks for the parts after this function has returned
     leaves, tree = jax.tree.flatten(arrays)
-    present = [word for x, word in zip(leaves, words, strict=True) if x.size]
+    # What the compiler calls holds no array of the caller's trace: jax would find it there.
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]  # type: ignore[no-untyped-call]
+    present = [word for x, word in zip(types, words, strict=True) if x.size]
     results: list[Result] = []  # their shapes, from the one trace of the call on whole logits
 
     def called(layout: Layout, given: tuple[jax.Array, ...]) -> Result:
@@ -127,12 +129,12 @@ def where_compiled(
             if letter in (ROW, VOCABULARY, NAMED)
         }
 
-        def empty(x: jax.Array, word: str) -> jax.Array:
+        def empty(x: jax.ShapeDtypeStruct, word: str) -> jax.Array:
             of_axes = zip(word, x.shape, strict=True)
             return jnp.zeros([sizes.get(a, size) if size else 0 for a, size in of_axes], x.dtype)
 
         every = [
-            next(left) if x.size else empty(x, word) for x, word in zip(leaves, words, strict=True)
+            next(left) if x.size else empty(x, word) for x, word in zip(types, words, strict=True)
         ]
         return call(layout, jax.tree.unflatten(tree, every))
 

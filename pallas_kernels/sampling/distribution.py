@@ -26,6 +26,7 @@ from pallas_kernels.lowering.forms import (
     scattered,
     vary_like,
 )
+from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling import cut_search, parameters, row_cuts, row_read
 from pallas_kernels.sampling.parameters import Sampling, Truncation, at_rows
@@ -60,6 +61,13 @@ def truncation(
       shard: the columns of each row that this device holds.
       choice: the greedy choice of all B * ... rows, where it is known already.
     """
+    return compiled(_truncation, shard)(logits, sampling, choice)  # type: ignore[no-any-return]
+
+
+def _truncation(
+    shard: VocabShard, logits: jax.Array, sampling: Sampling, choice: Greedy | None
+) -> Truncation:
+    """`truncation` of this device's columns."""
     shape, width = logits.shape[:-1], logits.shape[-1]
     flat = logits.reshape(-1, width)
     if choice is None:

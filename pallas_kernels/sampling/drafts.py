@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.backends.groups import inverse_temperature
 from pallas_kernels.lowering.forms import logarithm
+from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
@@ -57,6 +58,17 @@ def draw(
         draft_logits, sampling, positions, "draft_logits", row_ids, "[B]"
     )
     how = Split(mesh, axis_name, vocab_size)
+    return compiled(_draw, how)(draft_logits, sampling, positions, row_ids)  # type: ignore[no-any-return]
+
+
+def _draw(
+    how: Split,
+    draft_logits: jax.Array,
+    sampling: Sampling,
+    positions: jax.Array,
+    row_ids: jax.Array | None,
+) -> Drafts:
+    """`draw` of checked arguments."""
     whole = sampling, positions, row_ids
     ids, q = on_own_part(_drawn, draft_logits, whole, how, by_row=row_ids is None)
     num = jnp.ones_like(positions)

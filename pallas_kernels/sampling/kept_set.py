@@ -19,6 +19,7 @@ from pallas_kernels.backends import answers
 from pallas_kernels.contract.changes import Changes, apply, of_columns, of_rows
 from pallas_kernels.contract.rows import check_changes
 from pallas_kernels.lowering.forms import filled, map_blocks, pin_to_iteration, rows_from, vary_like
+from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling.parameters import Truncation
 
@@ -77,11 +78,25 @@ def kept_sets(
       whole vocabulary was kept, `KEPT_MANY` where a part was that is larger than 1024, and 0 in the
       rows from `num_rows` on. `log_kept` is that of the cut.
     """
+    changes = Changes(allowed, bias_token_ids, bias)
+    num_rows = jnp.asarray(num_rows, jnp.int32)
+    return compiled(_kept_sets, shard)(logits, rows, num_rows, cut, changes)  # type: ignore[no-any-return]
+
+
+def _kept_sets(
+    shard: VocabShard,
+    logits: jax.Array,
+    rows: jax.Array,
+    num_rows: jax.Array,
+    cut: Truncation,
+    unchecked: Changes,
+) -> PaddedKept:
+    """`kept_sets` of this device's columns."""
     vocab_size = shard.size(logits.shape[1])
     width = min(MAX_KEPT, vocab_size)
     wanted = jnp.arange(rows.shape[0], dtype=jnp.int32) < num_rows
     one = cut.cut_logit == jnp.inf
-    changes = check_changes(allowed, bias_token_ids, bias, len(logits), vocab_size)
+    changes = check_changes(*unchecked, len(logits), vocab_size)
 
     nothing = _Found(jnp.zeros((rows.shape[0], width), jnp.int32), jnp.zeros_like(rows))
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import RowScale, loaded, stored
 from pallas_kernels.lowering.forms import barrier, logarithm
+from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import exact_sums, row_read
 from pallas_kernels.sampling.kept_set import PaddedKept
@@ -63,7 +64,8 @@ def kept_logprobs(
     logits, token_ids, rows = jnp.asarray(logits), jnp.asarray(token_ids), token_ids.shape
     sets = on_device(kept, rows)
     t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows)
-    return _logprobs(logits, token_ids, sets, jnp.where(t > 0, t, 1.0))
+    usable = jnp.where(t > 0, t, jnp.float32(1))
+    return compiled(_logprobs)(logits, token_ids, sets, usable)  # type: ignore[no-any-return]
 
 
 def on_device(kept: tuple[AnyArray, AnyArray, AnyArray], rows: tuple[int, ...]) -> PaddedKept:
@@ -139,7 +141,7 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
         return as_bits(own), _mean(*shares(barrier(logits)))
 
     def nothing() -> tuple[jax.Array, jax.Array]:
-        return as_bits(jnp.zeros(logits.shape)), jnp.zeros_like(mean)
+        return as_bits(jnp.zeros(logits.shape, jnp.float32)), jnp.zeros_like(mean)
 
     by_logits, whole_mean = lax.cond(jnp.any(over_all), of_rows, nothing)
     # A row has ids or a mark, and the ids differ: nothing has to be added up.
@@ -204,17 +206,41 @@ def rollout_logprobs(
     kept: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     temperatures: Float[AnyArray, " N"] | None = None,
 ) -> Float32[Array, " N"]:
-    """The logprobs that a rollout has of these logits, bit for bit; without a gradient.
+    """The logprobs that a rollout has of these logits, bit for bit.
 
     Raw, or scaled with temperatures: those of `topk_logprobs`. With kept sets they are of the
     processed distribution, by the sums that `verify` cuts with; elsewhere as `kept_logprobs`.
+
+    Differentiable by logits and temperatures: without kept sets as `topk_logprobs`, with them in
+    reverse, by the gradient of `kept_logprobs`.
+
+    Args:
+      logits: bfloat16, float16 or float32; computed in float32.
+      token_ids: the tokens that were emitted.
+      kept: as `kept_logprobs` has them.
+      temperatures: of the requests; without them 1. With kept sets, a greedy request's only token
+        (temperature 0) has logprob 0 and no gradient.
+
+    Raises:
+      TypeError, ValueError: the kept sets are not of these rows, or as `topk_logprobs`.
     """
     scaled = topk_logprobs(logits, token_ids, 0, temperatures=temperatures).logprobs[:, 0]
     if kept is None:
         return scaled
-    logits, sets = jnp.asarray(logits), on_device(kept, token_ids.shape)
+    logits, token_ids = jnp.asarray(logits), jnp.asarray(token_ids, jnp.int32)
+    sets = on_device(kept, token_ids.shape)
+    t = jnp.asarray(1 if temperatures is None else temperatures, jnp.float32)
+    t = jnp.broadcast_to(t, token_ids.shape)
+    arrays = logits, token_ids, sets, t, lax.stop_gradient(scaled)
+    return compiled(_processed)(*arrays)  # type: ignore[no-any-return]
+
+
+@jax.custom_vjp
+def _processed(
+    logits: jax.Array, token_ids: jax.Array, sets: PaddedKept, t: jax.Array, scaled: jax.Array
+) -> jax.Array:
+    """`rollout_logprobs` with kept sets; `scaled` are those of all tokens of each row."""
     number, vocab_size = logits.shape
-    t = jnp.zeros(number) if temperatures is None else temperatures
     read = row_read.read(GroupedRows.of(logits), Sampling.of(number, temperature=t))
     x = _of_set(logits, sets)
     gap = row_read.scaled(x, read.largest[:, None], read.inverse[:, None])
@@ -226,6 +252,22 @@ def rollout_logprobs(
     inside = over_all | (is_id(sets) & (sets.token_ids == token_ids[:, None])).any(-1)
     processed = jnp.where(inside, processed, -jnp.inf)
     return jnp.where(sets.counts == 0, 0.0, jnp.where(jnp.isnan(scaled), scaled, processed))
+
+
+def _processed_forward(*arrays: Any) -> tuple[jax.Array, Any]:
+    return _processed(*arrays), arrays[:4]
+
+
+def _processed_backward(arrays: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    """Of `kept_logprobs`: rounding is all that differs."""
+    logits, token_ids, sets, t = arrays
+    has_slope, usable = t > 0, jnp.where(t > 0, t, jnp.float32(1))
+    _, back = jax.vjp(lambda x, t: _logprobs(x, token_ids, sets, t), logits, usable)
+    by_logits, by_temperature = back(jnp.where(has_slope, gradient, 0))
+    return by_logits, None, None, by_temperature, None
+
+
+_processed.defvjp(_processed_forward, _processed_backward)
 
 
 def learner_logprobs(
@@ -263,7 +305,21 @@ def learner_logprobs(
     states, head = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(head)
     ids = jnp.asarray(token_ids, jnp.int32).reshape(-1)
     t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows).reshape(-1)
-    t = jnp.where(t > 0, t, 1.0)
+    usable = jnp.where(t > 0, t, jnp.float32(1))
+    logprobs = compiled(_learner_logprobs, logits_dtype, soft_cap)(states, head, ids, flat, usable)
+    return logprobs.reshape(rows)  # type: ignore[no-any-return]
+
+
+def _learner_logprobs(
+    logits_dtype: str,
+    soft_cap: float | None,
+    states: jax.Array,
+    head: jax.Array,
+    ids: jax.Array,
+    flat: PaddedKept,
+    t: jax.Array,
+) -> Float32[Array, " R"]:
+    """`learner_logprobs` of flat rows, with temperatures above 0."""
     of_set = linear_kept_logprobs(
         states, head, ids, flat.token_ids,
         temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap,
@@ -278,4 +334,4 @@ def learner_logprobs(
 
     whole = lax.cond(jnp.any(marked), read_all, lambda: jnp.zeros_like(of_set))
     logprobs = jnp.where(marked, whole, of_set)
-    return jnp.where(flat.counts == 0, 0.0, logprobs).reshape(rows)
+    return jnp.where(flat.counts == 0, 0.0, logprobs)

@@ -45,7 +45,9 @@ def cut_among(
     logits = jnp.where(counts, logits, -jnp.inf)
     weights = prevent_recompute(exponential(scaled(logits, largest[:, None], inverse[:, None])))
     each = jnp.stack(exact_sums.digits(weights, vocab_size))
-    sums = exact_sums.of_sums(tuple(jnp.cumsum(each, axis=2)), vocab_size)  # up to each candidate
+    sums = exact_sums.of_sums(
+        tuple(jnp.cumsum(each, axis=2, dtype=each.dtype)), vocab_size
+    )  # up to each candidate
 
     by_k = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
     first_k = jnp.where(by_k, sampling.top_k, UNKNOWN)

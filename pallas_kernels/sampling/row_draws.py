@@ -126,7 +126,8 @@ def _drawn_apart(
     def by_xla(arrays: Any) -> tuple[Drawn, jax.Array]:
         rows, found, drawing = arrays
         widely = drawing.sampled & ~drawing.few
-        none = jnp.full(widely.shape[0], -jnp.inf), drawing.rows, jnp.zeros(widely.shape[0])
+        zeros = jnp.zeros(widely.shape, jnp.float32)
+        none = zeros - jnp.inf, drawing.rows, zeros
         # Each shard finds its own.
         no_group = vary_like(_Group(*none), (drawing, rows.logits))
         group: _Group = lax.cond(
@@ -208,7 +209,7 @@ def _best_group(logits: GroupedRows, found: RowRead, drawing: Drawing) -> _Group
         number = place + logits.first
         here = number[:, :, None] == taken_groups[:, None]
         column = jnp.where(here, taken[:, None] % WIDTH, WIDTH)
-        x = x.at[slot[..., None], jnp.arange(count)[None, :, None], column].set(
+        x = x.at[slot[..., None], jnp.arange(count, dtype=jnp.int32)[None, :, None], column].set(
             -jnp.inf, mode="drop"
         )
         new = sums_of_groups(x, inverse)

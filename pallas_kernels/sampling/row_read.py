@@ -26,6 +26,7 @@ from pallas_kernels.contract.rows import Outputs, Rows, RowSums, check_changes, 
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
 from pallas_kernels.lowering.forms import filled, largest_and_first, logarithm, vary_like
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
+from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
@@ -262,13 +263,22 @@ def emitted_logprobs(
     Returns:
       The results of R = B * S rows, those of a slot one after another.
     """
-    how = Split(mesh, axis_name, vocab_size)
     changes = Changes(allowed, bias_token_ids, bias)
-    by_slot = token_ids, read, scaled, extra_token_ids, changes
-    if row_ids is None:
-        found = on_own_part(_of_rows, logits, by_slot, how)
-        return TopkLogprobs(*(x.reshape(token_ids.size, *x.shape[2:]) for x in found))
-    return TopkLogprobs(*on_own_part(_of_flat_rows, logits, (row_ids, *by_slot), how, by_row=False))
+    arrays = row_ids, token_ids, read, scaled, extra_token_ids, changes
+    how = Split(mesh, axis_name, vocab_size)
+    return compiled(_emitted, how)(logits, *arrays)  # type: ignore[no-any-return]
+
+
+def _emitted(
+    how: Split, logits: jax.Array, row_ids: jax.Array | None, *by_slot: Any
+) -> TopkLogprobs:
+    """`emitted_logprobs`, wherever the logits are."""
+    if row_ids is not None:
+        flat = on_own_part(_of_flat_rows, logits, (row_ids, *by_slot), how, by_row=False)
+        return TopkLogprobs(*flat)
+    token_ids = by_slot[0]
+    results = on_own_part(_of_rows, logits, by_slot, how)
+    return TopkLogprobs(*(x.reshape(token_ids.size, *x.shape[2:]) for x in results))
 
 
 def changes_of(changes: Changes, shard: VocabShard, logits: jax.Array) -> Changes | None:

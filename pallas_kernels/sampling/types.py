@@ -165,7 +165,7 @@ def row_ids_of(num_rows: AnyArray, num_positions: int) -> Int32[Array, "B S"]:
       `row_ids` for `verify`: -1 from a slot's number of rows on.
     """
     num_rows = jnp.asarray(num_rows, jnp.int32)
-    start = jnp.cumsum(num_rows) - num_rows
+    start = jnp.cumsum(num_rows, dtype=jnp.int32) - num_rows
     index = jnp.arange(num_positions, dtype=jnp.int32)[None]
     return jnp.where(index < num_rows[:, None], start[:, None] + index, -1)
 

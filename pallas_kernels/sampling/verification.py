@@ -9,7 +9,7 @@ Axes: B slots, D drafts, S = D + 1 positions, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import at_place
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
+from pallas_kernels.lowering.programs import compiled, compiled_with_rule, is_traced
 from pallas_kernels.meshes.placement import AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
@@ -130,7 +131,22 @@ def verify(
             f"drafts {drafts.token_ids.shape} do not go with {rows}: B slots of S "
             f"rows verify [B, S - 1] = {(batch, num_positions - 1)} drafts"
         )
-    drafts = drafts._replace(report=None)
+    changes = Changes(allowed, bias_token_ids, bias)
+    arrays = logits, (drafts._replace(report=None), sampling, positions, row_ids, changes)
+    if accept is None:
+        how = Split(mesh, axis_name, vocab_size)
+        return compiled(_verified, how, k, all_greedy, None)(*arrays)  # type: ignore[no-any-return]
+    # What the compiler asks for later can't refuse, nor close over a rule's traced values.
+    static = Split(mesh, axis_name or (), vocab_size), k, all_greedy, accept
+    if is_traced(arrays) or not isinstance(accept, Hashable):
+        return _verified(*static, *arrays)
+    return compiled_with_rule(_verified, *static)(*arrays)  # type: ignore[no-any-return]
+
+
+def _verified(
+    how: Split, k: int | None, all_greedy: bool, accept: AcceptRule | None, logits: Any, whole: Any
+) -> Verified:
+    """`verify` of checked arguments."""
 
     def on_shard(shard: VocabShard, logits: Any, whole: Any) -> Verified:
         drafts, sampling, positions, row_ids, changes = whole
@@ -145,12 +161,7 @@ def verify(
         own = row_read.changes_of(changes, shard, logits)
         return _verify(shard, logits, own, batch, accept, k, every_greedy=all_greedy)
 
-    if accept is not None:
-        # What the compiler asks for later can't refuse, nor close over a rule's traced values.
-        axis_name = axis_name or ()
-    how = Split(mesh, axis_name, vocab_size)
-    changes = Changes(allowed, bias_token_ids, bias)
-    whole = drafts, sampling, positions, row_ids, changes
+    row_ids = whole[3]
     return on_own_part(on_shard, logits, whole, how, by_row=row_ids is None)
 
 

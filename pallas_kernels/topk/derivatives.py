@@ -83,7 +83,7 @@ def _folded(call: Call, size: int, is_batched: Rows, rows: Rows) -> TopkLogprobs
         """x with a leading axis [size, ...]."""
         return x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
 
-    nothing = jnp.zeros(0)  # the logits stay as they are
+    nothing = jnp.zeros(0, jnp.float32)  # the logits stay as they are
     rows = jax.tree.map(
         each,
         rows._replace(logits=nothing),

@@ -274,7 +274,9 @@ def _states(output: StepOutput, options: BatchOptions) -> Int32[Array, " B"]:
 def _nothing() -> tuple[Rows, TopkLogprobs]:
     """No rows, and their logprobs."""
     none = jnp.zeros(0, jnp.int32)
-    empty = TopkLogprobs(jnp.zeros((0, 1), jnp.int32), jnp.zeros((0, 1)), none, jnp.zeros((0, 0)))
+    float32 = jnp.float32
+    ids, logprobs = jnp.zeros((0, 1), jnp.int32), jnp.zeros((0, 1), float32)
+    empty = TopkLogprobs(ids, logprobs, none, jnp.zeros((0, 0), float32))
     return Rows(none, jnp.int32(0)), empty
 
 

@@ -152,7 +152,7 @@ def _plain_logprobs(
     logits: jax.Array, ids: jax.Array, kept: Kept | None, t: jax.Array | None
 ) -> jax.Array:
     if kept is None:
-        kept = ids[..., None], jnp.full_like(ids, KEPT_ALL), jnp.zeros(ids.shape)
+        kept = ids[..., None], jnp.full_like(ids, KEPT_ALL), jnp.zeros(ids.shape, jnp.float32)
     return kept_logprobs(logits, ids, kept, 1.0 if t is None else t)
 
 

@@ -135,7 +135,7 @@ def push_groups(
     first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
     for begin in range(0, len(x), PUSHED_GROUP):
         group = x[begin : begin + PUSHED_GROUP]
-        entries = [(one, jnp.full(SHAPE, float(i))) for i, one in enumerate(group)]
+        entries = [(one, jnp.full(SHAPE, i, jnp.float32)) for i, one in enumerate(group)]
         losers: list[jax.Array] = []
 
         def join(a: Pair, b: Pair, losers: list[jax.Array] = losers) -> Pair:
@@ -222,7 +222,7 @@ def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
     """
     given = unit.given()
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
-    all_rows = jnp.full(SHAPE, True)
+    all_rows = jnp.full(SHAPE, True, bool)
 
     def take(rank: jax.Array, last: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         last_key, last_id = (jnp.broadcast_to(one, SHAPE) for one in last)

@@ -172,7 +172,8 @@ def turned(words: jax.Array) -> jax.Array:
         other = _permuted(x, lanes ^ distance)
         is_low = (lanes & distance) == 0
         kept = jnp.where(is_low, jnp.int32(mask), jnp.int32(~mask))
-        up, down = other << distance, lax.shift_right_logical(other, jnp.full(SHAPE, distance))
+        shifts = jnp.full(SHAPE, distance, jnp.int32)
+        up, down = other << distance, lax.shift_right_logical(other, shifts)
         x = (x & kept) | (jnp.where(is_low, up, down) & ~kept)
     return x
 

@@ -26,7 +26,7 @@ def packed(flags: jax.Array) -> jax.Array:
 
 def counts(words: jax.Array) -> jax.Array:
     """How many flags of each row of words [B, W] are true: [B] int32."""
-    return jnp.sum(count(words), axis=1)
+    return jnp.sum(count(words), axis=1, dtype=jnp.int32)
 
 
 def leading(words: jax.Array, number: jax.Array) -> jax.Array:

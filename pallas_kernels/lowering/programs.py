@@ -1,0 +1,29 @@
+"""A door's call as one program, kept for equal static arguments and shapes.
+
+Outside of `jax.jit`, a loop or a branch of a function that is called anew is compiled anew, and its
+program stays in memory. A call that goes through here is traced and compiled once.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+
+def _program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
+    return jax.jit(functools.partial(function, *static))
+
+
+# Always the same object for equal arguments. The function is one of a module's top, and the static
+# arguments come first.
+compiled = functools.cache(_program)
+
+# The same where an argument is a function of the user's, which may be another one in each call:
+# only the last few are kept.
+compiled_with_rule = functools.lru_cache(maxsize=8)(_program)
+
+
+def is_traced(arrays: Any) -> bool:
+    """Whether any array of a tree is part of a trace."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays))
