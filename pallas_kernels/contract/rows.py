@@ -9,6 +9,7 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.contract.changes import WORD, Changes
@@ -288,6 +289,16 @@ def _check(
         letters = ", ".join(str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(array.shape)}; it must be [{letters}]")
     return array
+
+
+def to_device(values: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """The values as an array of `dtype`.
+
+    What the host has is sent explicitly: `jax.transfer_guard("disallow")` lets it pass.
+    """
+    if isinstance(values, jax.Array):
+        return values.astype(dtype)
+    return jax.device_put(np.asarray(values, dtype))  # type: ignore[no-any-return]
 
 
 def as_array(name: str, value: AnyArray | np.int32 | int) -> jax.Array:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -147,7 +148,8 @@ def linear_topk_logprobs(
         )
     num_rows, temperatures, _ = check_options(num_rows, temperatures, None, num_targets)
     if extra_token_ids is None:
-        extra_token_ids = jnp.zeros((num_targets, 0), jnp.int32)
+        # None, as a slice of what is there: outside of `jit`, nothing is sent from the host.
+        extra_token_ids = lax.slice_in_dim(token_ids.reshape(-1, 1), 0, 0, axis=1)
     extra_token_ids = check_extra_token_ids(extra_token_ids, num_targets, MAX_NAMED)
     choose.check_name(implementation)
     if implementation in choose.KERNELS:

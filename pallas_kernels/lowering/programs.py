@@ -12,16 +12,25 @@ import jax
 
 
 def _program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    return jax.jit(functools.partial(function, *static))
+    program = jax.jit(functools.partial(function, *static))
+
+    def call(*arrays: Any) -> Any:
+        if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):  # type: ignore[attr-defined]
+            return program(*arrays)
+        # An open cut and a q without a further token are infinite, and mean no mistake.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return program(*arrays)
+
+    return call
 
 
 # Always the same object for equal arguments. The function is one of a module's top, and the static
-# arguments come first.
-compiled = functools.cache(_program)
+# arguments come first. Those of another type are others: 2.0 is no 2.
+compiled = functools.lru_cache(maxsize=None, typed=True)(_program)
 
 # The same where an argument is a function of the user's, which may be another one in each call:
 # only the last few are kept.
-compiled_with_rule = functools.lru_cache(maxsize=8)(_program)
+compiled_with_rule = functools.lru_cache(maxsize=8, typed=True)(_program)
 
 
 def is_traced(arrays: Any) -> bool:

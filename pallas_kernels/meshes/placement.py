@@ -77,13 +77,19 @@ class VocabShard:
 
         `read` takes columns [...] of this device's `width`; only those of ids that it holds count.
         """
+        values = self.at_ids(ids, width, read)
+        known = (ids >= 0) & (ids < self.size(width))
+        return jnp.where(known, values, jnp.asarray(jnp.nan, values.dtype))
+
+    def at_ids(
+        self, ids: jax.Array, width: int, read: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """`looked_up` of ids that a column has; 0 for another one."""
         column = ids - self.ids(width)[0]
         mine = (column >= 0) & (column < width)
-        found = read(jnp.clip(column, 0, width - 1))
+        values = read(jnp.clip(column, 0, width - 1))
         # The others add 0, which changes neither an infinity nor a NaN.
-        found = self.across_sum(jnp.where(mine, found, jnp.zeros_like(found)))
-        known = (ids >= 0) & (ids < self.size(width))
-        return jnp.where(known, found, jnp.asarray(jnp.nan, found.dtype))
+        return self.across_sum(jnp.where(mine, values, jnp.zeros_like(values)))
 
     def named_logits(
         self, logits: Float[Array, "N V"], rows: Int32[Array, " R"], ids: Int32[Array, "R C"]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends import answers
 from pallas_kernels.contract.changes import Changes, apply, of_columns, of_rows
-from pallas_kernels.contract.rows import check_changes
+from pallas_kernels.contract.rows import check_changes, to_device
 from pallas_kernels.lowering.forms import filled, map_blocks, pin_to_iteration, rows_from, vary_like
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
@@ -79,7 +79,7 @@ def kept_sets(
       rows from `num_rows` on. `log_kept` is that of the cut.
     """
     changes = Changes(allowed, bias_token_ids, bias)
-    num_rows = jnp.asarray(num_rows, jnp.int32)
+    num_rows = to_device(num_rows, jnp.int32)
     return compiled(_kept_sets, shard)(logits, rows, num_rows, cut, changes)  # type: ignore[no-any-return]
 
 

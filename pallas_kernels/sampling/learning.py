@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.contract.rows import to_device
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import RowScale, loaded, stored
 from pallas_kernels.lowering.forms import barrier, logarithm
@@ -63,14 +64,25 @@ def kept_logprobs(
     """
     logits, token_ids, rows = jnp.asarray(logits), jnp.asarray(token_ids), token_ids.shape
     sets = on_device(kept, rows)
-    t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows)
-    usable = jnp.where(t > 0, t, jnp.float32(1))
-    return compiled(_logprobs)(logits, token_ids, sets, usable)  # type: ignore[no-any-return]
+    t = jnp.broadcast_to(to_device(temperatures, jnp.float32), rows)
+    return compiled(_of_any_temperature)(logits, token_ids, sets, t)  # type: ignore[no-any-return]
+
+
+def _of_any_temperature(
+    logits: jax.Array, token_ids: jax.Array, kept: PaddedKept, t: jax.Array
+) -> jax.Array:
+    """`kept_logprobs` of arrays."""
+    return _logprobs(logits, token_ids, kept, _usable(t))
+
+
+def _usable(t: jax.Array) -> jax.Array:
+    """Temperatures to divide by: those of greedy requests count as 1."""
+    return jnp.where(t > 0, t, jnp.float32(1))
 
 
 def on_device(kept: tuple[AnyArray, AnyArray, AnyArray], rows: tuple[int, ...]) -> PaddedKept:
     """The sets as JAX arrays; ValueError if they are not of these rows."""
-    sets = PaddedKept(*map(jnp.asarray, kept, (jnp.int32, jnp.int32, jnp.float32)))
+    sets = PaddedKept(*map(to_device, kept, (jnp.int32, jnp.int32, jnp.float32)))
     shapes = (sets.token_ids.shape[:-1], sets.counts.shape, sets.log_kept.shape)
     if shapes != (rows,) * 3:
         raise ValueError(
@@ -229,7 +241,7 @@ def rollout_logprobs(
         return scaled
     logits, token_ids = jnp.asarray(logits), jnp.asarray(token_ids, jnp.int32)
     sets = on_device(kept, token_ids.shape)
-    t = jnp.asarray(1 if temperatures is None else temperatures, jnp.float32)
+    t = to_device(1 if temperatures is None else temperatures, jnp.float32)
     t = jnp.broadcast_to(t, token_ids.shape)
     arrays = logits, token_ids, sets, t, lax.stop_gradient(scaled)
     return compiled(_processed)(*arrays)  # type: ignore[no-any-return]
@@ -261,7 +273,7 @@ def _processed_forward(*arrays: Any) -> tuple[jax.Array, Any]:
 def _processed_backward(arrays: Any, gradient: jax.Array) -> tuple[Any, ...]:
     """Of `kept_logprobs`: rounding is all that differs."""
     logits, token_ids, sets, t = arrays
-    has_slope, usable = t > 0, jnp.where(t > 0, t, jnp.float32(1))
+    has_slope, usable = t > 0, _usable(t)
     _, back = jax.vjp(lambda x, t: _logprobs(x, token_ids, sets, t), logits, usable)
     by_logits, by_temperature = back(jnp.where(has_slope, gradient, 0))
     return by_logits, None, None, by_temperature, None
@@ -299,14 +311,12 @@ def learner_logprobs(
     """
     rows = np.shape(token_ids)
     sets = on_device(kept, rows)
-    sets = sets._replace(token_ids=jnp.where(is_id(sets), sets.token_ids, -1))
     flat: PaddedKept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(rows) :]), sets)
     hidden = jnp.asarray(hidden)
     states, head = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(head)
     ids = jnp.asarray(token_ids, jnp.int32).reshape(-1)
-    t = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows).reshape(-1)
-    usable = jnp.where(t > 0, t, jnp.float32(1))
-    logprobs = compiled(_learner_logprobs, logits_dtype, soft_cap)(states, head, ids, flat, usable)
+    t = jnp.broadcast_to(to_device(temperatures, jnp.float32), rows).reshape(-1)
+    logprobs = compiled(_learner_logprobs, logits_dtype, soft_cap)(states, head, ids, flat, t)
     return logprobs.reshape(rows)  # type: ignore[no-any-return]
 
 
@@ -319,7 +329,9 @@ def _learner_logprobs(
     flat: PaddedKept,
     t: jax.Array,
 ) -> Float32[Array, " R"]:
-    """`learner_logprobs` of flat rows, with temperatures above 0."""
+    """`learner_logprobs` of flat rows."""
+    t = _usable(t)
+    flat = flat._replace(token_ids=jnp.where(is_id(flat), flat.token_ids, -1))
     of_set = linear_kept_logprobs(
         states, head, ids, flat.token_ids,
         temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap,

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from pallas_kernels.backends.groups import keeps
+from pallas_kernels.contract.rows import to_device
 from pallas_kernels.lowering.forms import Tree, at_place, logarithm, vary_like
 
 Values = TypeVar("Values", bound=Tree)
@@ -36,7 +37,7 @@ class Sampling(NamedTuple):
         """The parameters of B = `num_slots` slots, each one number for all, or one a slot [B]."""
 
         def of_each(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
-            return jnp.broadcast_to(jnp.asarray(x, dtype), (num_slots,))
+            return jnp.broadcast_to(to_device(x, dtype), (num_slots,))
 
         return cls(
             of_each(temperature, jnp.float32),

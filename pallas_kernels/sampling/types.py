@@ -8,9 +8,11 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int32
 
+from pallas_kernels.contract.rows import to_device
 from pallas_kernels.contract.types import AnyArray
+from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row
 
 Values = TypeVar("Values")
@@ -53,9 +55,8 @@ class Drafts(NamedTuple):
           width: D, static.
           q: the tokens that each can be, [N, M].
         """
-        num = jnp.asarray(num, jnp.int32)
-        ids, found = jax.tree.map(lambda x: by_slot(x, num, width), (token_ids, q))
-        return cls(jnp.asarray(ids, jnp.int32), num, found)
+        ids, num = to_device(token_ids, jnp.int32), to_device(num, jnp.int32)
+        return cls(*compiled(_by_slot, width)(num, (ids, q)))
 
     @classmethod
     def joined(cls, drawn: "Sequence[Drafts]", limit: Int32[Array, " B"]) -> "Drafts":
@@ -65,18 +66,14 @@ class Drafts(NamedTuple):
           drawn: the results of `draw`, in the order of the positions.
           limit: how many of them each slot may get.
         """
-        num = jnp.minimum(limit, sum(one.token_ids.shape[1] for one in drawn))
         parts = [(one.token_ids, one.q, one.report) for one in drawn]
-        token_ids, q, report = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
-        return cls(token_ids, num, q, report)
+        return compiled(_joined)(to_device(limit, jnp.int32), parts)  # type: ignore[no-any-return]
 
     @classmethod
     def none(cls, num_slots: int, num_drafts: int, vocab_size: int) -> "Drafts":
         """Empty proposals of width D, with a q as `draw` makes them."""
-        shape = (num_slots, num_drafts)
-        wide = (*shape, min(MOST_TOKENS, vocab_size))
-        nothing = CompactQ(jnp.full(wide, -1, jnp.int32), jnp.full(wide, -jnp.inf, jnp.float32))
-        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(num_slots, jnp.int32), nothing)
+        wide = (num_slots, num_drafts, min(MOST_TOKENS, vocab_size))
+        return compiled(_no_drafts, wide)()  # type: ignore[no-any-return]
 
 
 class RowsRead(NamedTuple):
@@ -164,24 +161,40 @@ def row_ids_of(num_rows: AnyArray, num_positions: int) -> Int32[Array, "B S"]:
     Returns:
       `row_ids` for `verify`: -1 from a slot's number of rows on.
     """
-    num_rows = jnp.asarray(num_rows, jnp.int32)
+    num_rows = to_device(num_rows, jnp.int32)
+    return compiled(_row_ids_of, num_positions)(num_rows)  # type: ignore[no-any-return]
+
+
+def _row_ids_of(num_positions: int, num_rows: jax.Array) -> jax.Array:
+    """`row_ids_of` an array."""
     start = jnp.cumsum(num_rows, dtype=jnp.int32) - num_rows
     index = jnp.arange(num_positions, dtype=jnp.int32)[None]
     return jnp.where(index < num_rows[:, None], start[:, None] + index, -1)
 
 
-def by_slot(values: AnyArray, num: AnyArray, width: int) -> Shaped[Array, "B D ..."]:
-    """Flat values of ragged slots, such as drafts, by slot: 0 behind a slot's number of them.
+def _by_slot(width: int, num: jax.Array, flat: Any) -> tuple[Any, jax.Array, Any]:
+    """The arguments of `Drafts` from flat ids and q: 0 behind a slot's number of drafts."""
+    place = _row_ids_of(width, num)
 
-    Args:
-      values: [N, ...], of slots that follow one another; padding may follow.
-      num: [B], how many each slot has, at most D.
-      width: D, static.
-    """
-    place = row_ids_of(num, width)
-    found: jax.Array = jnp.asarray(values)[jnp.maximum(place, 0)]
-    here = (place >= 0).reshape(*place.shape, *[1] * (found.ndim - 2))
-    return jnp.where(here, found, jnp.zeros((), found.dtype))
+    def placed(values: jax.Array) -> jax.Array:
+        of_slots = values[jnp.maximum(place, 0)]
+        is_draft = (place >= 0).reshape(*place.shape, *[1] * (of_slots.ndim - 2))
+        return jnp.where(is_draft, of_slots, jnp.zeros((), of_slots.dtype))
+
+    ids, q = jax.tree.map(placed, flat)
+    return ids, num, q
+
+
+def _joined(limit: jax.Array, parts: list[Any]) -> Drafts:
+    """`Drafts.joined` of their ids, q and reports."""
+    token_ids, q, report = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+    return Drafts(token_ids, jnp.minimum(limit, token_ids.shape[1]), q, report)
+
+
+def _no_drafts(shape: tuple[int, int, int]) -> Drafts:
+    """`Drafts.none` with a q of this shape."""
+    q = CompactQ(jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
+    return Drafts(jnp.zeros(shape[:2], jnp.int32), jnp.zeros(shape[0], jnp.int32), q)
 
 
 def slots_of_rows(row_ids: Int32[Array, "B S"], num_rows: int) -> Int32[Array, " N"]:

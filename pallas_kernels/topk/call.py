@@ -206,9 +206,20 @@ def _run(
     part = own_part(choose.resolved(implementation), outputs)
     if place.is_here:
         return part(place.shard, rows)
-    run = functools.partial(split.run, place, part)
-    # What the compiler asks for later has no derivative: here it gets one.
-    return transformable(run, place.shard)(rows) if place.unknown else run(rows)
+    if place.unknown:
+        return _where_compiled(place, part)(rows)
+    return split.run(place, part, rows)
+
+
+@functools.cache
+def _where_compiled(
+    place: Place, part: Callable[[VocabShard, Rows], TopkLogprobs]
+) -> Callable[[Rows], TopkLogprobs]:
+    """A call whose logits the compiler may split: what it asks for later gets a derivative here.
+
+    Compiled, as `own_part` is: a derivative outside of `jit` runs one program too.
+    """
+    return jax.jit(transformable(functools.partial(split.run, place, part), place.shard))
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends.answers import usable_temperatures
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, skipped_rows
@@ -140,9 +139,11 @@ def _tangent(shard: VocabShard, out: TopkLogprobs, rows: Rows, moved: Rows) -> d
     valid = functools.reduce(operator.or_, (~jnp.isnan(x) for x in sums), known.any(axis=1))
     maximum = jnp.where(valid, maximum, 0)
     shifted = jnp.where(valid[:, None], x - maximum[:, None], -jnp.inf)
-    t = None if temperatures is None else usable_temperatures(temperatures)[:, None]
-    if t is not None:
-        t = jnp.where(jnp.isnan(t), jnp.float32(1), t)
+    t = None
+    if temperatures is not None:
+        # 0 is read as 1. So is one without a meaning: its row has no answer, and no derivative.
+        divides = (temperatures > 0) & jnp.isfinite(temperatures)
+        t = jnp.where(divides, temperatures, jnp.float32(1))[:, None]
         shifted = shifted / t
     total = shard.sum(jnp.exp(shifted))
     # Exponentials of their own, instead of these over their sum: XLA makes no array of either.
@@ -210,7 +211,7 @@ def _changed(shard: VocabShard, rows: Rows, moved: Rows) -> tuple[jax.Array, jax
 
 def _named(x: jax.Array, ids: jax.Array, shard: VocabShard) -> jax.Array:
     """x [R, W] at ids [R, C] of all shards' columns: [R, C]."""
-    return shard.looked_up(ids, x.shape[1], lambda at: jnp.take_along_axis(x, at, axis=1))
+    return shard.at_ids(ids, x.shape[1], lambda at: jnp.take_along_axis(x, at, axis=1))
 
 
 def _weighted(

@@ -273,9 +273,24 @@ def _own_model(config: WorkerConfig) -> tuple[Any, OwnModel]:
     return params, model
 
 
+def leave_debug_modes() -> None:
+    """End the debug modes of jax's environment that cannot mean a worker, and say so in its log.
+
+    Infinities are values here (a q without a further token, a cut that keeps everything), and what
+    a worker sends to its device is sent on purpose.
+    """
+    guards = ("", "_host_to_device", "_device_to_host", "_device_to_device")
+    allowed: dict[str, Any] = {f"jax_transfer_guard{guard}": "allow" for guard in guards}
+    for name, value in (allowed | {"jax_debug_infs": False}).items():
+        if getattr(jax.config, name) not in (value, "log", None):
+            print(f"{name.upper()} has no effect in a worker", file=sys.stderr, flush=True)
+            jax.config.update(name, value)  # type: ignore[no-untyped-call]
+
+
 def main(child: Child) -> int:
     """Entry point of the worker process, once its heartbeats have begun."""
     plugin_messages.shorten()
+    leave_debug_modes()
     start, stats = child.start, child.stats
     config = start.config
     devices = config.tensor_parallel
