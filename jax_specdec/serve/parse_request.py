@@ -13,6 +13,7 @@ from jax_specdec.serve.checks import checked
 from jax_specdec.serve.errors import unfit
 from jax_specdec.serve.fields import MAX_CHOICES, Body, Chat, Completion, Message
 from jax_specdec.serve.model import ServedModel
+from jax_specdec.text.chat_template import RESERVED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +81,17 @@ def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
       ApiError: it is not served.
     """
     given = checked(body, Chat)
+    options = given.chat_template_kwargs
+    if taken := sorted(RESERVED & options.keys()):
+        raise unfit(
+            "chat_template_kwargs",
+            f"chat_template_kwargs: {taken[0]} is not the template's to be given: leave it out",
+        )
     try:
         functions, _ = tools.offered(given)
         messages = [_plain(one) for one in given.messages]
-        prompt = model.encoder.encode_chat(messages, functions)
+        known = (messages, functions, options) if options else (messages, functions)
+        prompt = model.encoder.encode_chat(*known)
     except ValueError as error:  # no template, or it refuses them
         raise unfit("messages", str(error)) from error
     if given.top_logprobs is not None and not given.logprobs:

@@ -9,6 +9,7 @@ A call is written as Hermes and Qwen models write it, whatever the model is:
 
 import json
 import secrets
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ Json = dict[str, Any]
 
 BEGIN = "<tool_call>"
 _NAME, _ARGUMENTS, _END = '\n{"name": "', '", "arguments": ', "}\n</tool_call>"
+_LETTERS = string.ascii_letters + string.digits
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -70,19 +72,24 @@ def grammar(functions: Sequence[Mapping[str, Any]], *, required: bool) -> Struct
 
 
 def with_object(call: Json) -> Json:
-    """An earlier call with its arguments as an object.
+    """An earlier call with its arguments as an object; an empty text of a call without any is {}.
 
     Raises:
       ValueError: they are not one.
     """
     function = call["function"]
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"].strip() or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of the call of {function['name']!r} are no JSON object")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def call_id() -> str:
+    """A name of a call: nine letters and digits, as templates of Mistral's models want it."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 class CallReader:
@@ -96,7 +103,7 @@ class CallReader:
         self.complete = False
         self._held = ""  # what may belong to the next part
         self._state = "text"
-        self._id = f"call_{secrets.token_hex(12)}"
+        self._id = call_id()
 
     def push(self, text: str, *, over: bool = False) -> tuple[str, Json | None]:
         """The text before the call that this brings, and what it adds to the call, if anything.

@@ -63,7 +63,8 @@ def read_vocabulary(texts: str, vocab_size: int) -> Vocabulary:
     if texts and (Path(texts).is_dir() or is_gguf(texts)):
         try:
             ours = Tokenizer(texts, vocab_size)
-            theirs = library().LLTokenizer(ours.to_json(), n_vocab=vocab_size)
+            size = max([vocab_size, *(id + 1 for id in ours.beyond)])
+            theirs = library().LLTokenizer(ours.to_json(), n_vocab=size)
             return vocabulary_of(
                 [
                     ours.special.get(id, "").encode() or raw
@@ -129,5 +130,6 @@ class _Tokens:
 
     def __call__(self, text: str) -> list[int]:
         ids = [*self._encode(text)]
-        same = b"".join(map(self.tokens.__getitem__, ids)) == text.encode()
+        known = max(ids, default=0) < len(self.tokens)
+        same = known and b"".join(map(self.tokens.__getitem__, ids)) == text.encode()
         return ids if same else self.longest(text)

@@ -101,6 +101,20 @@ def special_tokens(file: Gguf) -> dict[str, str]:
     return found
 
 
+def chat_templates(file: Gguf) -> str | dict[str, str] | None:
+    """The chat template, or several by their names; None where there is none."""
+    begin = "tokenizer.chat_template"
+    default = file.fields.get(begin)
+    named = {
+        name.removeprefix(f"{begin}."): text
+        for name, text in file.fields.items()
+        if name.startswith(f"{begin}.")
+    }
+    if default is None or not named:
+        return default
+    return {"default": default, **named}
+
+
 def _field(file: Gguf, name: str) -> Any:
     name = f"tokenizer.ggml.{name}"
     if name not in file.fields:

@@ -139,6 +139,22 @@ def test_a_tokenizer_has_the_bytes_that_texts_are_made_of(name, tmp_path):
         assert theirs.is_special_token(id) or theirs.decode_bytes([id]) == raw
 
 
+def test_tokens_beyond_the_model_are_no_words_of_a_grammar(tmp_path):
+    library = tokenizer_files.byte_level()
+    size = library.get_vocab_size()
+    library.add_special_tokens(["<image>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = read_vocabulary(str(tmp_path), size)
+    assert vocabulary.size == size
+    end = Tokenizer(tmp_path, size).encode("</s>")[-1]
+    matcher = Matcher(vocabulary, Structured("choice", '["<image>"]'), (end,))
+    mask = np.zeros((1, vocabulary.num_words), np.int32)
+    matcher.fill(mask, ())
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert allowed.size
+    assert allowed.max() < size
+
+
 def test_a_schemas_own_white_space_stays():
     own = {"x-guidance": {"whitespace_pattern": "", "item_separator": ","}}
     assert with_white_space({"type": "null"} | own) == {"type": "null"} | own

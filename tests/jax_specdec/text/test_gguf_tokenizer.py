@@ -97,5 +97,6 @@ def test_a_file_without_a_tokenizer_and_one_with_too_many_tokens(tmp_path):
     path = gguf_files.write(tmp_path / "model.gguf", CONFIG)
     with pytest.raises(CheckpointError, match=r"it lacks tokenizer\.ggml\.model"):
         Tokenizer(path)
-    with pytest.raises(CheckpointError, match="but the model has ids below 40"):
-        Tokenizer(write(tmp_path / "other.gguf"), 40)
+    ours = Tokenizer(write(tmp_path / "other.gguf"), 40)
+    with pytest.raises(CheckpointError, match="and the model has ids below 40"):
+        ours.encode("zz")
