@@ -22,6 +22,7 @@ from jax_specdec.cli.serve_bounds import add_bounds, allow_files, bounds
 from jax_specdec.engine import Engine
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.requests import RequestError, SamplingParams
+from jax_specdec.serve import tools
 from jax_specdec.serve.model import TINY, ServedModel, directory_model, tiny_model
 from jax_specdec.text import byte_tokens
 
@@ -37,7 +38,7 @@ PREPARED = "temperature=1,logprobs=20"
 MAX_LENGTH = 1024  # where neither an option nor a checkpoint says
 CACHE_BYTES = 4 << 30  # of all slots, where --max-length is not given; or a quarter of the weights'
 KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
-INSTALL = "pip install 'prometheus_client>=0.20' 'pydantic>=2.10' 'starlette>=0.40' 'uvicorn>=0.30'"
+INSTALL = "pip install 'prometheus_client>=0.20' 'pydantic>=2.10' 'starlette>=0.40' 'uvicorn>=0.30' 'llguidance>=1.9'"  # noqa: E501
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -115,12 +116,14 @@ def run(options: argparse.Namespace) -> int:
         from jax_specdec.cli import serve_ray
 
         with logged(options.log_level):
+            _say_what_is_missing()
             return serve_ray.run(options, _model, limits)
     allow_files(limits.max_connections)
     make_model, config = _model(options)
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     socket = bound(options.host, options.port)
     with logged(options.log_level), socket, Engine(config) as engine:
+        _say_what_is_missing()
         model = make_model()  # beside the worker, which loads meanwhile
         service = Service(engine, model, bounds=limits, api_key=key)
         host, port = socket.getsockname()[:2]
@@ -144,6 +147,12 @@ def run(options: argparse.Namespace) -> int:
         engine.drain(0)
         logger.info("the server has ended")
     return 0
+
+
+def _say_what_is_missing() -> None:
+    """Log what the server will answer with errors, as a library is missing."""
+    if why := tools.obstacle():
+        logger.warning("requests with tools, response_format or structured_outputs fail: %s", why)
 
 
 def _asked(text: str) -> SamplingParams | None:

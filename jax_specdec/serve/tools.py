@@ -13,10 +13,10 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_specdec.requests import Structured
+from jax_specdec.requests import RequestError, Structured
 from jax_specdec.serve.errors import unfit
 from jax_specdec.serve.fields import Body, Chat, ResponseFormat, StructuredOutputs
-from jax_specdec.structured.grammar import with_white_space
+from jax_specdec.structured.grammar import library, with_white_space
 
 Json = dict[str, Any]
 
@@ -69,6 +69,15 @@ def grammar(functions: Sequence[Mapping[str, Any]], *, required: bool) -> Struct
             r"TEXT: /(.|\n)*/",
         ]
     return Structured("grammar", "\n".join([*start, *rules]))
+
+
+def obstacle() -> str:
+    """Why no structure of a text is served here, and the way out; empty where they are."""
+    try:
+        library()
+    except RequestError as error:
+        return str(error)
+    return ""
 
 
 def with_object(call: Json) -> Json:

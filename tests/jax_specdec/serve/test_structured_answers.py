@@ -5,12 +5,14 @@ The worker chooses among the tokens that the request's grammar allows, by a hash
 
 import json
 import re
+import sys
 import zlib
 
 import numpy as np
 import openai
 import pytest
 
+from jax_specdec.cli import serve_command
 from jax_specdec.control import Admit, Evict
 from jax_specdec.requests import RequestError
 from jax_specdec.serve import tools
@@ -187,6 +189,25 @@ def test_a_text_that_cannot_go_on_ends_with_an_error_of_its_own():
         given = {"prompt": "x", "structured_outputs": {"regex": "a{50}"}, "max_tokens": 60}
         answer = found.ask(**given)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "structure_ended")
+
+
+def test_a_missing_library_is_said_at_the_start_and_in_errors(monkeypatch, caplog):
+    serve_command._say_what_is_missing()
+    assert caplog.messages == []
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    serve_command._say_what_is_missing()
+    said = "structured answers need llguidance: pip install 'llguidance>=1.9'"
+    assert caplog.messages == [
+        f"requests with tools, response_format or structured_outputs fail: {said}"
+    ]
+    with serving_by(ObedientWorker) as found:
+        for given in (
+            {"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}},
+        ):  # fmt: skip
+            answer = found.ask(prompt="x", max_tokens=2, **given)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, next(iter(given)))
+            assert error["message"].endswith(said)
 
 
 def test_a_call_is_told_from_the_text_wherever_it_is_cut():

@@ -1,6 +1,7 @@
 """A text's place in its grammar: masks along drafts, and structures that cannot be served."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -160,3 +161,18 @@ def test_a_schemas_own_white_space_stays():
     assert with_white_space({"type": "null"} | own) == {"type": "null"} | own
     assert with_white_space({}) == {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
     assert with_white_space(True) is True
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("llguidance", r"need llguidance: pip install 'llguidance"),
+        ("transformers", "transformers: pip"),
+    ],
+)
+def test_a_missing_library_is_named_and_not_the_tokenizer(missing, said, tmp_path, monkeypatch):
+    tokenizer_files.byte_level().save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(RequestError, match=said) as raised:
+        read_vocabulary(str(tmp_path), 500)
+    assert "does not fit" not in str(raised.value)
