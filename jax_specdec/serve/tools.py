@@ -7,23 +7,27 @@ A call is written as Hermes and Qwen models write it, whatever the model is:
     </tool_call>
 """
 
+import contextlib
 import json
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_specdec.requests import RequestError, Structured
-from jax_specdec.serve.errors import unfit
+from jax_specdec.serve.errors import ApiError, unfit
 from jax_specdec.serve.fields import Body, Chat, ResponseFormat, StructuredOutputs
-from jax_specdec.structured.grammar import library, with_white_space
+from jax_specdec.serve.tool_faults import fault
+from jax_specdec.serve.tool_schemas import for_grammar
+from jax_specdec.structured.grammar import library
 
 Json = dict[str, Any]
 
 BEGIN = "<tool_call>"
 _NAME, _ARGUMENTS, _END = '\n{"name": "', '", "arguments": ', "}\n</tool_call>"
 _LETTERS = string.ascii_letters + string.digits
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+# The lines of a grammar before those of the functions.
+_LINES = {True: 1, False: 3}
 
 
 def offered(given: Body) -> tuple[list[Json], bool]:
@@ -56,7 +60,7 @@ def grammar(functions: Sequence[Mapping[str, Any]], *, required: bool) -> Struct
     """The grammar of an answer: a call, or, where none is required, text with or without one."""
     rules = []
     for number, one in enumerate(functions):
-        schema = with_white_space(one.get("parameters") or NO_PARAMETERS)
+        schema = for_grammar(one)
         head, end = json.dumps(f"{_NAME}{one['name']}{_ARGUMENTS}"), json.dumps(_END)
         rules.append(f"call_{number}: {head} %json {json.dumps(schema)} {end}")
     calls = " | ".join(f"call_{number}" for number in range(len(functions)))
@@ -69,6 +73,19 @@ def grammar(functions: Sequence[Mapping[str, Any]], *, required: bool) -> Struct
             r"TEXT: /(.|\n)*/",
         ]
     return Structured("grammar", "\n".join([*start, *rules]))
+
+
+@contextlib.contextmanager
+def explained(given: Body) -> Iterator[None]:
+    """Say in the errors of a body's functions which of them, and what in its schema, is wrong."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param != "tools":
+            raise
+        functions, required = offered(given)
+        said = fault(functions, _LINES[required] + 1, error.message)
+        raise unfit("tools", f"tools: {said}", error.code) from error
 
 
 def obstacle() -> str:
@@ -170,10 +187,14 @@ def structure_of(given: Body) -> Structured | None:
       ApiError: it asks for two at once, for one that is not complete, or to go on after its end.
     """
     functions, required = offered(given)
+    try:
+        calls = grammar(functions, required=required) if functions else None
+    except RecursionError as error:
+        raise unfit("tools", "tools: a function's parameters are nested too deeply") from error
     asked = {
         "response_format": _of_format(given.response_format),
         "structured_outputs": _of_outputs(given.structured_outputs),
-        "tools": grammar(functions, required=required) if functions else None,
+        "tools": calls,
     }
     named = {name: one for name, one in asked.items() if one is not None}
     if not named:

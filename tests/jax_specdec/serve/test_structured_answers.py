@@ -163,8 +163,11 @@ def test_without_need_there_may_be_text(client, server):
         ({"tools": TOOLS * 2}, "tools", "a name comes twice"),
         ({"tools": TOOLS, **of_schema(COLORS)}, "tools", "each say what the text is"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "should match"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
-         "tools", "Unimplemented keys"),
+        ({"tools": [*TOOLS, {"type": "function", "function": {
+            "name": "f", "strict": True, "parameters": {"type": "object", "properties": {
+                "a": {"type": "array", "items": {"not": {}}}}}}}]},
+         "tools", r"tools: the function 'f', property 'a\[\]': the word 'not' cannot be served "
+         r"\(Unimplemented keys: \[.*not.*\]\): leave it out, or leave out strict, without which"),
         (of_schema({"type": "integer", "minimum": 2, "maximum": 1}), "response_format", "greater"),
         (outputs(regex="("), "structured_outputs", "unclosed group"),
     ],
