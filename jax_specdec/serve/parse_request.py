@@ -61,7 +61,10 @@ def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     prompt = given.prompt
     # A text, several, ids, or several lists of ids.
     several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    prompts = [model.encoder.encode(x) if isinstance(x, str) else tuple(x) for x in several]
+    try:
+        prompts = [model.encoder.encode(x) if isinstance(x, str) else tuple(x) for x in several]
+    except ValueError as error:  # a token is none of the model's
+        raise unfit("prompt", str(error)) from error
     if given.max_tokens == 0 and not given.echo and given.prompt_logprobs is None:
         raise unfit(
             "max_tokens",

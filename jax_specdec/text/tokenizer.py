@@ -102,9 +102,9 @@ class Tokenizer:
         """The ids of a prompt, after what the tokenizer puts before a text (BOS).
 
         Raises:
-          CheckpointError: a token of it is none of the model's.
+          CheckpointError: the tokenizer cannot read it, or a token of it is none of the model's.
         """
-        return self._checked(self._encode(text, True))
+        return self._checked(self._ids(text, special=True))
 
     def encode_chat(
         self,
@@ -131,7 +131,8 @@ class Tokenizer:
         marked = None if self._special_in_messages else self._control.marked((messages, rest))
         if marked is None:
             # The template writes the special tokens itself.
-            return self._checked(self._encode(template.render(messages, functions, options), False))
+            text = template.render(messages, functions, options)
+            return self._checked(self._ids(text, special=False))
         (messages, rest), marks = marked
         text = template.render(messages, rest["functions"], rest["options"])
         return self._checked(self._control.encode(text, marks))
@@ -146,6 +147,12 @@ class Tokenizer:
         if self._template is not None:
             renderer()
             _ = self._control
+
+    def _ids(self, text: str, *, special: bool) -> Sequence[int]:
+        try:
+            return self._encode(text, special)
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"the tokenizer cannot read this text: {error}") from error
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
         for id in self.beyond.keys() & ids if self.beyond else ():

@@ -44,13 +44,10 @@ def library() -> ModuleType:
       MissingExtra: it is not installed, or a version of it without what is needed.
     """
     try:
-        with _importing, _without_notes():
+        with _importing, _without_notes(), _torch_later():
             import transformers
 
-            # Whether there is torch is looked up here, and remembered; none of it is imported.
-            _ = transformers.PreTrainedTokenizerFast
-            with _torch_later():
-                _ = transformers.AutoTokenizer
+            _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
     except (ImportError, AttributeError) as error:
         raise MissingExtra(f"tokenizers are read with transformers: {INSTALL} ({error})") from error
     module: ModuleType = transformers
@@ -64,7 +61,7 @@ def renderer() -> Callable[..., tuple[list[str], Any]]:
       MissingExtra: it is not installed.
     """
     try:
-        with _importing, _without_notes():
+        with _importing, _without_notes(), _torch_later():
             from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError as error:
         raise MissingExtra(f"chat templates need transformers: {INSTALL} ({error})") from error
@@ -150,10 +147,13 @@ class _Later(ModuleType):
 @contextlib.contextmanager
 def _torch_later() -> Iterator[None]:
     """Let who imports torch meanwhile get a stand-in, unless it is there already, or missing."""
-    if _TORCH in sys.modules or importlib.util.find_spec(_TORCH) is None:
+    spec = None if _TORCH in sys.modules else importlib.util.find_spec(_TORCH)
+    if spec is None:
         yield
         return
-    stand_in = sys.modules[_TORCH] = _Later(_TORCH)
+    stand_in = _Later(_TORCH)
+    stand_in.__spec__ = spec  # by which others see that there is torch
+    sys.modules[_TORCH] = stand_in
     try:
         yield
     finally:

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import models
 
 from jax_specdec.serve import tools
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.errors import ApiError
 from jax_specdec.serve.model import directory_model
-from jax_specdec.serve.parse_request import chat
+from jax_specdec.serve.parse_request import chat, completion
 from tests.support import chat_templates as templates
 from tests.support.tokenizer_kinds import KINDS, write
 
@@ -129,3 +131,23 @@ def test_values_that_change_something_are_refused_by_name(name, model_of):
     status, param, message = refusal(model_of("qwen", templates.CHATML), [USER], **{name: False})
     assert (status, param) == (400, name)
     assert f"{name} = false is not served yet: leave it out (or give true)" in message
+
+
+def test_prompts_that_the_model_cannot_read_are_refused(tmp_path):
+    """A token that it has not, and a text for which the tokenizer has no token at all."""
+    made = KINDS["qwen"]()
+    made.add_special_tokens(["<image>"])
+    write(tmp_path, made)
+    known = {"name": "m", "created": 1, "max_length": 100}
+    model = directory_model(tmp_path, made.get_vocab_size() - 1, **known)
+    words = Library(models.WordLevel({"the": 0, "fox": 1}, unk_token="none"))
+    (tmp_path / "words").mkdir()
+    lacking = directory_model(write(tmp_path / "words", words), None, **known)
+    for one, prompt, said in (
+        (model, "a <image>", "the prompt has the token '<image>'"),
+        (model, ["a", "<image>"], "the prompt has the token '<image>'"),
+        (lacking, "ox", "the tokenizer cannot read this text: "),
+    ):
+        with pytest.raises(ApiError, match=said) as raised:
+            completion({"prompt": prompt}, one, Bounds())
+        assert (raised.value.status, raised.value.param) == (400, "prompt")
