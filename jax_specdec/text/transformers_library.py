@@ -28,6 +28,8 @@ FILE = "tokenizer.json"
 # Other files of a vocabulary, each group of them enough for transformers to make a tokenizer.
 _OTHERS = (("vocab.json", "merges.txt"), ("tokenizer.model",), ("tekken.json",), ("vocab.txt",))
 _TORCH = "torch"
+# Who writes notes that are of no use here: of torch that is missing, of models that are not known.
+_NOTES = ("transformers", "transformers.configuration_utils")
 
 
 class MissingExtra(ValueError):
@@ -88,7 +90,7 @@ def read_directory(directory: Path) -> Any:
     try:
         given = {"local_files_only": True, "trust_remote_code": False} | _tokens_of(directory)
         try:
-            with _importing, _torch_later():
+            with _importing, _without_notes(), _torch_later():
                 found = auto.from_pretrained(str(directory), **given)
         except ImportError:  # of a library that needs torch itself
             found = auto.from_pretrained(str(directory), **given)
@@ -120,13 +122,15 @@ def _tokens_of(directory: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_notes() -> Iterator[None]:
-    """Drop what transformers says of itself while it is imported, errors excepted."""
-    logger = logging.getLogger("transformers")
-    logger.addFilter(_is_error)
+    """Drop what transformers says of torch, and of models that it does not know, but errors."""
+    loggers = [logging.getLogger(name) for name in _NOTES]
+    for logger in loggers:
+        logger.addFilter(_is_error)
     try:
         yield
     finally:
-        logger.removeFilter(_is_error)
+        for logger in loggers:
+            logger.removeFilter(_is_error)
 
 
 def _is_error(record: logging.LogRecord) -> bool:

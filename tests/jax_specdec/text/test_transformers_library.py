@@ -1,5 +1,6 @@
 """transformers reads tokenizers without torch, jax, a network, or a word on the screen."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -25,6 +26,8 @@ TORCH = {
     "torch-2.9.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n",
     "torch-2.9.0.dist-info/RECORD": "torch/__init__.py,,\n",
 }
+# Of the second one transformers knows nothing.
+MODELS = (("mistral", "MistralForCausalLM"), ("mimo", "MiMoForCausalLM"))
 USE = """
 from jax_specdec.text.transformers_library import library
 library()
@@ -56,10 +59,10 @@ def test_reading_imports_no_torch_and_says_nothing(with_torch, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     write(model, KINDS["mistral"]())
-    config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    (model / "config.json").write_text(json.dumps(config))
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    for env in ({}, with_torch):
+    for env, (kind, name) in itertools.product(({}, with_torch), MODELS):
+        config = {"model_type": kind, "architectures": [name]}
+        (model / "config.json").write_text(json.dumps(config))
         done = run(CODE, env, model)
         assert (done.stdout[-6:], done.stderr) == ("set()\n", "")
 
