@@ -22,7 +22,7 @@ FUNCTIONS = (
     "You can call one of the functions below. To call it, write <tool_call>, then on a line of its "
     'own {"name": its name, "arguments": an object with its parameters}, then </tool_call>.'
 )
-MOST_SECONDS = 10.0  # of one conversation
+MAX_SECONDS = 10.0  # of one conversation
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 # What the library's renderer gives a template itself.
 RESERVED = frozenset({
@@ -83,7 +83,7 @@ class ChatTemplate:
 
         Raises:
           CheckpointError: the template refuses these messages, in its own words, or takes longer
-            than `MOST_SECONDS`; or an option has the name of what it is given anyway.
+            than `MAX_SECONDS`; or an option has the name of what it is given anyway.
         """
         if taken := sorted(RESERVED & (options or {}).keys()):
             raise CheckpointError(f"the chat template gets {taken[0]} from the request itself")
@@ -158,7 +158,7 @@ class ChatTemplate:
             renderer(), [list(messages)], tools=tools, chat_template=template.source,
             add_generation_prompt=True,
         )  # fmt: skip
-        texts, _ = within(MOST_SECONDS, lambda: render(**{**self._special, **(options or {})}))
+        texts, _ = within(MAX_SECONDS, lambda: render(**{**self._special, **(options or {})}))
         return str(texts[0])
 
 

@@ -68,6 +68,14 @@ def test_ids_are_those_of_transformers(kind, template, messages, functions, opti
     assert list(Tokenizer(tmp_path).encode_chat(messages, functions, options)) == want
 
 
+def test_fields_that_are_none_are_left_out(tmp_path):
+    directory_of(tmp_path, "qwen", "{% for m in messages %}{{ m | list }}{% endfor %}")
+    messages = [USER | {"name": None, "tool_calls": None}]
+    want = of_transformers(read_directory(tmp_path), messages)
+    assert list(Tokenizer(tmp_path).encode_chat(messages)) == want
+    assert want == list(Tokenizer(tmp_path).encode_chat([USER]))
+
+
 def test_a_template_for_tools_is_taken_where_there_are_some(tmp_path):
     write(tmp_path, KINDS["qwen"]())
     several = [
@@ -128,7 +136,7 @@ def test_whatever_a_template_raises_is_its_refusal(template, message):
 
 
 def test_a_template_that_does_not_end_is_stopped(monkeypatch):
-    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.1)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.1)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(CheckpointError, match=r"messages: it takes longer than 0\.1 seconds"):
         ChatTemplate(loops, {}).render([USER])
