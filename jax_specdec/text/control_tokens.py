@@ -43,10 +43,10 @@ class ControlTokens:
         """
         self._backend = backend
         added = [one for one in backend.get_added_tokens_decoder().values() if one.content.strip()]
-        self._every = [one.content for one in added]
-        self._special = _any_of([one.content for one in added if one.special])
+        self._every = any_of([one.content for one in added])
+        self._special = any_of([one.content for one in added if one.special])
         self._names = [one.content for one in added if one.special or one.content in template_text]
-        self._control = _any_of(self._names)
+        self._control = any_of(self._names)
         # Tokens that are looked for in a text as it is once it is normalized.
         loose = any(one.normalized for one in added if one.content in self._names)
         self._normalizer = backend.normalizer if loose else None
@@ -77,9 +77,10 @@ class ControlTokens:
           CheckpointError: the tokenizer cannot be made to know its tokens by other names.
         """
         private, renamed = self._renamed
-        every = _any_of(self._every)
         written = [
-            piece if is_text else every.sub(lambda found: private.get(found[0], found[0]), piece)
+            piece
+            if is_text
+            else self._every.sub(lambda found: private.get(found[0], found[0]), piece)
             for piece, is_text in marks.pieces(text, self._control)
         ]
         ids: list[int] = renamed.encode("".join(written), add_special_tokens=False).ids
@@ -144,10 +145,27 @@ class Marks:
                 yield piece, at % 2 == 1
 
 
-def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """What finds the names in a text as a tokenizer does: the first one, and the longest there."""
-    longest = sorted(names, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest)) or "(?!)")
+def any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """What finds the names in a text as a tokenizer does: the first one, and the longest there.
+
+    Names that begin alike are compared together: some tokenizers have thousands.
+    """
+    tree: dict[str, Any] = {}
+    for name in names:
+        node = tree
+        for letter in name:
+            node = node.setdefault(letter, {})
+        node[""] = {}  # a name ends here
+    return re.compile(_pattern(tree) if tree else "(?!)")
+
+
+def _pattern(tree: Mapping[str, Any]) -> str:
+    """A regular expression of the rests of names; the longest one is tried first."""
+    rests = [re.escape(letter) + _pattern(rest) for letter, rest in tree.items() if letter]
+    if not rests:
+        return ""
+    joined = rests[0] if len(rests) == 1 else f"(?:{'|'.join(rests)})"
+    return f"(?:{joined})?" if "" in tree else joined
 
 
 def _texts(value: Any) -> Iterator[str]:

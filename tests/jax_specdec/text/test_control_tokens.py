@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import re
 import tempfile
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Library
 
-from jax_specdec.text.control_tokens import Marks
+from jax_specdec.text.control_tokens import Marks, any_of
 from jax_specdec.text.tokenizer import Tokenizer
 from jax_specdec.text.transformers_library import read_directory
 from tests.support import chat_templates as templates
@@ -167,6 +168,23 @@ def test_texts_that_become_a_token_once_they_are_normalized_are_text(tmp_path):
             sum(id in one.special for id in one.encode_chat(users(text))) for one in (ours, old)
         ]
         assert counts == [1, 2]
+
+
+def test_tokens_are_found_as_a_tokenizer_finds_them():
+    """The first one, and the longest there; and thousands of them as fast as a few."""
+    choose = random.Random(0)
+    for _ in range(500):
+        names = {
+            "".join(choose.choices("ab<", k=choose.randint(1, 4)))
+            for _ in range(choose.randint(1, 6))
+        }
+        longest = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        text = "".join(choose.choices("ab<", k=12))
+        assert any_of([*names]).findall(text) == re.findall(longest, text)
+    assert any_of([]).search("") is None
+    some = any_of([f"<unused{n}>" for n in range(6000)])
+    assert some.pattern.count("unused") == 1
+    assert some.findall("<unused59><unused599><unused6000>") == ["<unused59>", "<unused599>"]
 
 
 def test_prompts_have_special_tokens_by_their_texts():
