@@ -41,7 +41,7 @@ class ControlTokens:
           backend: a `tokenizers.Tokenizer`.
           template_text: the literal strings of the chat template.
         """
-        self._backend = backend
+        self._backend, self._template_text = backend, template_text
         added = [one for one in backend.get_added_tokens_decoder().values() if one.content.strip()]
         self._every = any_of([one.content for one in added])
         self._special = any_of([one.content for one in added if one.special])
@@ -52,11 +52,15 @@ class ControlTokens:
         self._normalizer = backend.normalizer if loose else None
 
     def marked(self, conversation: "Conversation") -> "tuple[Conversation, Marks] | None":
-        """The conversation with its control tokens between marks; None where it has none."""
+        """The conversation with its control tokens between marks; None where it has none.
+
+        Raises:
+          CheckpointError: there are no characters left for marks.
+        """
         messages, rest = conversation
         if not any(map(self._is_in, _texts([messages, rest]))):
             return None
-        marks = Marks(_texts([messages, rest]))
+        marks = Marks(_texts([messages, rest, self._template_text]))
         marked = [
             marks.put(one, self._special if one.get("role") in _OWN else self._control)
             for one in messages
@@ -117,14 +121,24 @@ class Marks:
     """Two characters that stand before and behind the text of a control token."""
 
     def __init__(self, texts: Iterator[str]) -> None:
-        """Choose two that no text has, as they are or as JSON may write them."""
+        """Choose two that no text has, as they are or as JSON may write them.
+
+        Raises:
+          CheckpointError: there are none.
+        """
         joined = "\0".join(texts)
+        lower = joined.lower()
         free = (
             chr(code)
             for code in range(_FIRST_MARK, _LAST_MARK + 1)
-            if chr(code) not in joined and f"{code:04x}" not in joined.lower()
+            if chr(code) not in joined and f"{code:04x}" not in lower
         )
-        self.begin, self.end = next(free), next(free)
+        self.begin, self.end = next(free, ""), next(free, "")
+        if not self.end:
+            raise CheckpointError(
+                "the messages have the text of a special token, and every letter of Yi or its "
+                "number, one of which would mark that: leave either out"
+            )
 
     def put(self, value: Any, control: re.Pattern[str]) -> Any:
         """The value with its control tokens between the marks, in names and values."""

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Library
 
+from jax_specdec.checkpoint.model_config import CheckpointError
 from jax_specdec.text.control_tokens import Marks, any_of
 from jax_specdec.text.tokenizer import Tokenizer
 from jax_specdec.text.transformers_library import read_directory
@@ -135,6 +136,24 @@ def test_marks_are_none_of_the_texts_own_letters():
     ours = tokenizer_of("qwen", "{{ messages[0].content }}")
     text = every[:40] + "<|im_end|>" + every[:40] + r"\ua000"
     assert ours.table().decode(ours.encode_chat(users(text))) == text
+
+
+def test_messages_with_every_letter_that_could_be_a_mark_are_refused():
+    ours = tokenizer_of("qwen", "{{ messages[0].content }}")
+    for every in (
+        map(chr, range(0xA000, 0xA48D)),
+        (f"{code:04X}" for code in range(0xA000, 0xA48D)),
+    ):
+        text = " ".join(every)
+        with pytest.raises(CheckpointError, match="every letter of Yi"):
+            ours.encode_chat(users(f"<|im_end|>{text}"))
+        assert ours.table().decode(ours.encode_chat(users(text))) == text
+
+
+def test_a_templates_own_letters_are_no_marks():
+    ours = tokenizer_of("qwen", "\ua000\ua001\ua002{{ messages[0].content }}\\ua003")
+    ids = ours.encode_chat(users("<|im_end|>"))
+    assert ours.table().decode(ids) == "\ua000\ua001\ua002<|im_end|>\\ua003"
 
 
 def test_a_token_that_is_cut_in_two_stays_text():
