@@ -95,7 +95,7 @@ def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
         messages = [_plain(one) for one in given.messages]
         known = (messages, functions, options) if options else (messages, functions)
         prompt = model.encoder.encode_chat(*known)
-    except ValueError as error:  # no template, or it refuses them
+    except (ValueError, RecursionError) as error:  # no template, or it refuses them
         raise unfit("messages", str(error)) from error
     if given.top_logprobs is not None and not given.logprobs:
         raise unfit("top_logprobs", "top_logprobs needs logprobs = true")

@@ -45,7 +45,7 @@ def fault(functions: Sequence[Mapping[str, Any]], first_line: int, message: str)
         where += f", property {name.removeprefix('.')!r}" if name else ", its parameters"
         where += f": the word {word!r}"
     way = "correct it, or leave it out"
-    if function.get("strict") and any(one in reason for one in _LACKS):
+    if function.get("strict") and any(lack in reason for lack in _LACKS):
         way = "leave it out, or leave out strict, without which calls are not held to it"
     return f"{where} cannot be served ({reason}): {way}"
 
@@ -69,18 +69,18 @@ def _places(
     if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
         seen.add(reference)
         yield from _places(_definition(root, reference), root, reason, name, seen)
-    for more, inner in inner_schemas({
-        word: one for word, one in schema.items() if word not in ("$defs", "definitions")
+    for suffix, inner in inner_schemas({
+        word: value for word, value in schema.items() if word not in ("$defs", "definitions")
     }):  # fmt: skip
-        yield from _places(inner, root, reason, name + more, seen)
+        yield from _places(inner, root, reason, name + suffix, seen)
 
 
 def _definition(root: Any, reference: str) -> Any:
-    found = root
-    for part in reference[2:].split("/"):
-        part = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+    value = root
+    for name in reference[2:].split("/"):
+        name = name.replace("~1", "/").replace("~0", "~")
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def _is_meant(word: str, value: Any, reason: str) -> bool:
@@ -91,7 +91,7 @@ def _is_meant(word: str, value: Any, reason: str) -> bool:
         except ValueError:  # cut off
             return json.dumps(word) in reason
     if word == "patternProperties" and isinstance(value, Mapping):
-        return any(_is_meant("pattern", one, reason) for one in value)
+        return any(_is_meant("pattern", pattern, reason) for pattern in value)
     if word in _SHOWN_VALUES and isinstance(value, str):
         shown = " ".join(value.split()).removeprefix("#")
         return _SHOWN_VALUES[word] in reason and shown in reason

@@ -34,8 +34,8 @@ _ESCAPED = re.compile(r"\\\\")
 
 def for_grammar(function: Mapping[str, Any]) -> Any:
     """The schema of a function's parameters, as the grammar of its calls has it."""
-    given = function.get("parameters") or NO_PARAMETERS
-    schema = with_white_space(_closed(given, _open_names(given)))
+    parameters = function.get("parameters") or NO_PARAMETERS
+    schema = with_white_space(_closed(parameters, _open_names(parameters)))
     if function.get("strict"):
         return schema
     schema = _without_strange_patterns(schema)
@@ -51,47 +51,51 @@ def _closed(schema: Any, open_names: frozenset[str], *, joined: bool = False) ->
     """
     if not isinstance(schema, Mapping):
         return schema
-    made = dict(schema)
+    closed = dict(schema)
     together = "properties" in schema and any(word in schema for word in _JOINED)
     several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
     for word, value in schema.items():
         if word in _LISTS and isinstance(value, list):
             also = joined or together or (word == "allOf" and several)
             inside = also and word != "prefixItems" and word != "items"
-            made[word] = [_closed(one, open_names, joined=inside) for one in value]
+            closed[word] = [_closed(inner, open_names, joined=inside) for inner in value]
         elif word in NAMED and isinstance(value, Mapping):
             is_open = open_names if word in ("$defs", "definitions") else frozenset()
             also = word == "dependentSchemas"
-            made[word] = {
-                name: _closed(one, open_names, joined=also or name in is_open)
-                for name, one in value.items()
+            closed[word] = {
+                name: _closed(inner, open_names, joined=also or name in is_open)
+                for name, inner in value.items()
             }
         elif word in ("then", "else"):
-            made[word] = _closed(value, open_names, joined=True)
+            closed[word] = _closed(value, open_names, joined=True)
         elif word in _ONE and word not in ("not", "if"):
-            made[word] = _closed(value, open_names)
+            closed[word] = _closed(value, open_names)
+    if not (joined or together or any(word in schema for word in _OF_OTHERS)) and _lists(schema):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _lists(schema: Schema) -> bool:
+    """Whether a schema lists properties, and all that it requires among them."""
     names, required = schema.get("properties"), schema.get("required", [])
-    listed = isinstance(names, Mapping) and isinstance(required, list) and {*required} <= {*names}
-    if listed and not joined and not together and not any(w in schema for w in _OF_OTHERS):
-        made["additionalProperties"] = False
-    return made
+    if not isinstance(names, Mapping) or not isinstance(required, list):
+        return False
+    return all(isinstance(name, str) and name in names for name in required)
 
 
 def _open_names(schema: Any) -> frozenset[str]:
     """Names of definitions that stand beside other schemas of the same value."""
-    found = set()
-    for one in _schemas(schema):
-        several = isinstance(one.get("allOf"), list) and len(one["allOf"]) > 1
-        together = "properties" in one and any(word in one for word in _JOINED)
-        if together and isinstance(one.get("$ref"), str):
-            found.add(one["$ref"])
+    beside: list[Any] = []
+    for outer in _schemas(schema):
+        together = "properties" in outer and any(word in outer for word in _JOINED)
+        if together:
+            beside.append(outer)
         for word in ("allOf", "anyOf", "oneOf"):
-            if (several and word == "allOf") or together:
-                some = one.get(word)
-                for each in some if isinstance(some, list) else ():
-                    if isinstance(each, Mapping) and isinstance(each.get("$ref"), str):
-                        found.add(each["$ref"])
-    return frozenset(reference.rpartition("/")[2] for reference in found)
+            branches = outer.get(word)
+            if isinstance(branches, list) and (together or (word == "allOf" and len(branches) > 1)):
+                beside += branches
+    references = [branch.get("$ref") for branch in beside if isinstance(branch, Mapping)]
+    return frozenset(name.rpartition("/")[2] for name in references if isinstance(name, str))
 
 
 def _schemas(schema: Any) -> Iterator[Schema]:
@@ -106,11 +110,11 @@ def inner_schemas(schema: Schema) -> Iterator[tuple[str, Any]]:
     """The schemas right in a schema, with what each adds to the name of a property."""
     for word, value in schema.items():
         if word in NAMED and isinstance(value, Mapping):
-            for name, one in value.items():
-                yield (f".{name}" if word == "properties" else ""), one
+            for name, inner in value.items():
+                yield (f".{name}" if word == "properties" else ""), inner
         elif word in _LISTS and isinstance(value, list):
-            for one in value:
-                yield ("[]" if word in ("items", "prefixItems") else ""), one
+            for inner in value:
+                yield ("[]" if word in ("items", "prefixItems") else ""), inner
         elif word in _ONE:
             yield ("[]" if "tems" in word else ""), value
 
@@ -118,25 +122,25 @@ def inner_schemas(schema: Schema) -> Iterator[tuple[str, Any]]:
 def _without_strange_patterns(schema: Any) -> Any:
     """The schema without regular expressions that no grammar has."""
     if isinstance(schema, list):
-        return [_without_strange_patterns(one) for one in schema]
+        return [_without_strange_patterns(inner) for inner in schema]
     if not isinstance(schema, Mapping):
         return schema
-    made = {}
+    plain = {}
     for word, value in schema.items():
         if word in ("enum", "const", "default", "examples", "x-guidance"):
-            made[word] = value
+            plain[word] = value
         elif word == "pattern" and isinstance(value, str):
             if not _is_strange(value):
-                made[word] = value
+                plain[word] = value
         elif word in NAMED and isinstance(value, Mapping):
-            made[word] = {
-                name: _without_strange_patterns(one)
-                for name, one in value.items()
+            plain[word] = {
+                name: _without_strange_patterns(inner)
+                for name, inner in value.items()
                 if word != "patternProperties" or not _is_strange(name)
             }
         else:
-            made[word] = _without_strange_patterns(value)
-    return made
+            plain[word] = _without_strange_patterns(value)
+    return plain
 
 
 def _is_strange(pattern: str) -> bool:

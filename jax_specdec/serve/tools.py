@@ -189,8 +189,8 @@ def structure_of(given: Body) -> Structured | None:
     functions, required = offered(given)
     try:
         calls = grammar(functions, required=required) if functions else None
-    except RecursionError as error:
-        raise unfit("tools", "tools: a function's parameters are nested too deeply") from error
+    except (RecursionError, TypeError) as error:
+        raise unfit("tools", f"tools: parameters are no JSON schema: {error}") from error
     asked = {
         "response_format": _of_format(given.response_format),
         "structured_outputs": _of_outputs(given.structured_outputs),

@@ -55,15 +55,15 @@ class ChatTemplate:
           MissingExtra: jinja2 is not installed.
           CheckpointError: the template is not valid Jinja, or of several none is the default.
         """
-        named = {DEFAULT: source} if isinstance(source, str) else dict(source)
-        if DEFAULT not in named:
+        sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
+        if DEFAULT not in sources:
             raise CheckpointError(
-                f"it has chat templates {', '.join(named)}, but none named default: rename the "
+                f"it has chat templates {', '.join(sources)}, but none named default: rename the "
                 "one to use"
             )
         self._special = dict(special)
-        self._default = _Source(named[DEFAULT])
-        self._with_tools = _Source(named[WITH_TOOLS]) if WITH_TOOLS in named else self._default
+        self._default = _Source(sources[DEFAULT])
+        self._with_tools = _Source(sources[WITH_TOOLS]) if WITH_TOOLS in sources else self._default
         self.texts = "\0".join({*self._default.literals, *self._with_tools.literals})
 
     def render(
@@ -88,26 +88,29 @@ class ChatTemplate:
         if taken := sorted(RESERVED & (options or {}).keys()):
             raise CheckpointError(f"the chat template gets {taken[0]} from the request itself")
         template = self._with_tools if functions else self._default
-        given = [{name: one for name, one in each.items() if one is not None} for each in messages]
+        plain = [
+            {name: value for name, value in message.items() if value is not None}
+            for message in messages
+        ]
         if "developer" not in template.literals:
-            given = [
-                {**one, "role": "system"} if one.get("role") == "developer" else one
-                for one in given
+            plain = [
+                {**message, "role": "system"} if message.get("role") == "developer" else message
+                for message in plain
             ]
-        said: Messages = given
+        spoken: Messages = plain
         if not template.has_tools:
-            said = with_functions(
-                given, functions,
+            spoken = with_functions(
+                plain, functions,
                 system=self._takes("system"), tool=self._takes("tool"),
             )  # fmt: skip
-        tools = [{"type": "function", "function": one} for one in functions] or None
+        tools = [{"type": "function", "function": function} for function in functions] or None
         try:
-            return self._rendered(template, said, tools, options)
+            return self._rendered(template, spoken, tools, options)
         except MissingExtra:
             raise
         except Exception as error:  # a template may raise whatever it likes
             why = f"{type(error).__name__}: {error}" if not str(error) else str(error)
-            if said != given and self._renders(template, given, options):
+            if spoken != plain and self._renders(template, plain, options):
                 why = (
                     "it knows of no functions, so the server said them, and calls of them, in the "
                     f"messages, and it refuses that: {why}"
@@ -187,9 +190,9 @@ class _Source:
             self.has_tools = "tools" in jinja2.meta.find_undeclared_variables(parsed)
         except (jinja2.TemplateError, RecursionError) as error:
             raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
-        self.literals = {one.data for one in parsed.find_all(nodes.TemplateData)}
+        self.literals = {node.data for node in parsed.find_all(nodes.TemplateData)}
         self.literals |= {
-            one.value for one in parsed.find_all(nodes.Const) if isinstance(one.value, str)
+            node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)
         }
 
 
@@ -208,34 +211,37 @@ def with_functions(
       system: there is a role "system", which says the functions; otherwise the first user does.
       tool: there is a role "tool"; otherwise a user says what came of a call.
     """
-    made: list[Mapping[str, Any]] = []
+    spoken: list[Mapping[str, Any]] = []
     behind_result = False
-    for one in messages:
-        if one.get("tool_calls"):
-            calls = "".join(map(_call, one["tool_calls"]))
-            one = {**one, "content": f"{one.get('content') or ''}{calls}"}
-        is_result = one.get("role") == "tool" and not tool
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = "".join(map(_call, message["tool_calls"]))
+            message = {**message, "content": f"{message.get('content') or ''}{calls}"}
+        is_result = message.get("role") == "tool" and not tool
         if is_result:
-            one = {"role": "user", "content": _RESULT.format(one.get("content") or "")}
+            message = {"role": "user", "content": _RESULT.format(message.get("content") or "")}
         # Users and assistants alternate in templates that know no other roles.
-        if (is_result or behind_result) and made and _are_users(made[-1], one):
-            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{one['content']}"}
+        if (is_result or behind_result) and spoken and _are_users(spoken[-1], message):
+            spoken[-1] = {
+                **spoken[-1],
+                "content": f"{spoken[-1]['content']}\n\n{message['content']}",
+            }
         else:
-            made.append(one)
+            spoken.append(message)
         behind_result = is_result
     if not functions:
-        return made
-    listed = "\n".join(json.dumps(one, ensure_ascii=False) for one in functions)
-    said = f"{FUNCTIONS}\n{listed}"
+        return spoken
+    schemas = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+    offer = f"{FUNCTIONS}\n{schemas}"
     if not system:
-        at = next((n for n, one in enumerate(made) if one.get("role") == "user"), None)
+        at = next((n for n, message in enumerate(spoken) if message.get("role") == "user"), None)
         if at is None:
-            return [{"role": "user", "content": said}, *made]
-        first = {**made[at], "content": _joined(said, made[at].get("content"))}
-        return [*made[:at], first, *made[at + 1 :]]
-    if made and made[0].get("role") in ("system", "developer"):
-        return [{**made[0], "content": _joined(made[0].get("content"), said)}, *made[1:]]
-    return [{"role": "system", "content": said}, *made]
+            return [{"role": "user", "content": offer}, *spoken]
+        first = {**spoken[at], "content": _joined(offer, spoken[at].get("content"))}
+        return [*spoken[:at], first, *spoken[at + 1 :]]
+    if spoken and spoken[0].get("role") in ("system", "developer"):
+        return [{**spoken[0], "content": _joined(spoken[0].get("content"), offer)}, *spoken[1:]]
+    return [{"role": "system", "content": offer}, *spoken]
 
 
 _RESULT = "<tool_response>\n{}\n</tool_response>"
@@ -244,17 +250,19 @@ _RESULT = "<tool_response>\n{}\n</tool_response>"
 def _joined(text: Any, more: Any) -> Any:
     """Two texts, either of which may be none, or a list of parts."""
     if isinstance(text, list) or isinstance(more, list):
-        lists = (one if isinstance(one, list) else [{"type": "text", "text": one}]
-                 for one in (text, more))  # fmt: skip
-        return [part for one in lists for part in one]
+        lists = (content if isinstance(content, list) else [{"type": "text", "text": content}]
+                 for content in (text, more))  # fmt: skip
+        return [piece for content in lists for piece in content]
     return "\n\n".join(filter(None, (text, more)))
 
 
 def _are_users(*messages: Mapping[str, Any]) -> bool:
-    return all(one["role"] == "user" and isinstance(one["content"], str) for one in messages)
+    return all(
+        message["role"] == "user" and isinstance(message["content"], str) for message in messages
+    )
 
 
 def _call(call: Mapping[str, Any]) -> str:
     function = call["function"]
-    named = {"name": function["name"], "arguments": function["arguments"]}
-    return f"<tool_call>\n{json.dumps(named, ensure_ascii=False)}\n</tool_call>"
+    fields = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(fields, ensure_ascii=False)}\n</tool_call>"

@@ -42,13 +42,17 @@ class ControlTokens:
           template_text: the literal strings of the chat template.
         """
         self._backend, self._template_text = backend, template_text
-        added = [one for one in backend.get_added_tokens_decoder().values() if one.content.strip()]
-        self._every = any_of([one.content for one in added])
-        self._special = any_of([one.content for one in added if one.special])
-        self._names = [one.content for one in added if one.special or one.content in template_text]
+        added = [
+            token for token in backend.get_added_tokens_decoder().values() if token.content.strip()
+        ]
+        self._every = any_of([token.content for token in added])
+        self._special = any_of([token.content for token in added if token.special])
+        self._names = [
+            token.content for token in added if token.special or token.content in template_text
+        ]
         self._control = any_of(self._names)
         # Tokens that are looked for in a text as it is once it is normalized.
-        loose = any(one.normalized for one in added if one.content in self._names)
+        loose = any(token.normalized for token in added if token.content in self._names)
         self._normalizer = backend.normalizer if loose else None
 
     def marked(self, conversation: "Conversation") -> "tuple[Conversation, Marks] | None":
@@ -62,8 +66,8 @@ class ControlTokens:
             return None
         marks = Marks(_texts([messages, rest, self._template_text]))
         marked = [
-            marks.put(one, self._special if one.get("role") in _OWN else self._control)
-            for one in messages
+            marks.put(message, self._special if message.get("role") in _OWN else self._control)
+            for message in messages
         ]
         return (marked, marks.put(rest, self._control)), marks
 
@@ -84,7 +88,7 @@ class ControlTokens:
         written = [
             piece
             if is_text
-            else self._every.sub(lambda found: private.get(found[0], found[0]), piece)
+            else self._every.sub(lambda match: private.get(match[0], match[0]), piece)
             for piece, is_text in marks.pieces(text, self._control)
         ]
         ids: list[int] = renamed.encode("".join(written), add_special_tokens=False).ids
@@ -100,8 +104,8 @@ class ControlTokens:
         secret = "".join(chr(low + number % (high - low)) for number in numbers)
         private = {name: secret + chr(low + at) for at, name in enumerate(self._names)}
         rules = json.loads(self._backend.to_str())
-        for one in rules["added_tokens"]:
-            one["content"] = private.get(one["content"], one["content"])
+        for token in rules["added_tokens"]:
+            token["content"] = private.get(token["content"], token["content"])
         _rename(rules["model"], private)
         renamed = tokenizers.Tokenizer.from_str(json.dumps(rules))
         for name, other in private.items():
@@ -145,14 +149,16 @@ class Marks:
         if isinstance(value, str):
             return control.sub(f"{self.begin}\\g<0>{self.end}", value)
         if isinstance(value, Mapping):
-            return {self.put(name, control): self.put(one, control) for name, one in value.items()}
+            return {
+                self.put(name, control): self.put(inner, control) for name, inner in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self.put(one, control) for one in value]
+            return [self.put(inner, control) for inner in value]
         return value
 
     def pieces(self, text: str, control: re.Pattern[str]) -> Iterator[tuple[str, bool]]:
         """The pieces of a text without its marks, and whether each was a control token in them."""
-        begin, end = (f"(?:{one}|\\\\u{ord(one):04x})" for one in (self.begin, self.end))
+        begin, end = (f"(?:{mark}|\\\\u{ord(mark):04x})" for mark in (self.begin, self.end))
         mark = re.compile(f"{begin}({control.pattern}){end}|{begin}|{end}")
         for at, piece in enumerate(mark.split(text)):
             if piece:  # every second one was between marks
@@ -187,12 +193,12 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, one in value.items():
+        for name, inner in value.items():
             yield from _texts(name)
-            yield from _texts(one)
+            yield from _texts(inner)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _texts(one)
+        for inner in value:
+            yield from _texts(inner)
 
 
 def _rename(model: dict[str, Any], private: Mapping[str, str]) -> None:
@@ -205,5 +211,5 @@ def _rename(model: dict[str, Any], private: Mapping[str, str]) -> None:
     if isinstance(unknown := model.get("unk_token"), str):
         model["unk_token"] = private.get(unknown, unknown)
     if "merges" in model:
-        pairs = [one.split(" ") if isinstance(one, str) else one for one in model["merges"]]
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & private.keys()]

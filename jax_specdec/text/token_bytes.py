@@ -38,18 +38,18 @@ def bytes_of_tokens(backend: Any) -> dict[int, bytes]:
     before = _plain_token(backend, ids)
     prefix = backend.decode(before, skip_special_tokens=False)
     texts = backend.decode_batch([[*before, id] for id in ids], skip_special_tokens=False)
-    kinds = {one["type"] for one in decoders}
+    kinds = {decoder["type"] for decoder in decoders}
     added = backend.get_added_tokens_decoder()
-    found = {}
+    raw = {}
     for id, text in zip(ids, texts, strict=True):
-        more = text[len(prefix) :]
-        if _HALF not in more:
-            found[id] = more.encode()
+        addition = text[len(prefix) :]
+        if _HALF not in addition:
+            raw[id] = addition.encode()
         elif id in added:  # whose é the library reads as a byte-level letter: a byte, and no text
-            found[id] = pieces[id].encode()
+            raw[id] = pieces[id].encode()
         else:
-            found[id] = _of_piece(pieces[id], kinds, more)
-    return found
+            raw[id] = _of_piece(pieces[id], kinds, addition)
+    return raw
 
 
 def _of_piece(piece: str, kinds: set[str], text: str) -> bytes:
@@ -71,9 +71,9 @@ def _of_piece(piece: str, kinds: set[str], text: str) -> bytes:
 
 def _plain_token(backend: Any, ids: Sequence[int]) -> list[int]:
     """A token to stand before others, as a text's first one is read differently; none if none."""
-    some = ids[:_MOST_TRIED]
-    texts = backend.decode_batch([[id] for id in some], skip_special_tokens=False)
-    pairs = list(zip(some, texts, strict=True))
+    tried = ids[:_MOST_TRIED]
+    texts = backend.decode_batch([[id] for id in tried], skip_special_tokens=False)
+    pairs = list(zip(tried, texts, strict=True))
     letters = (id for id, text in pairs if text.isascii() and text.isalpha())
     others = (id for id, text in pairs if text.strip() == text != "" and _HALF not in text)
     first = next(letters, next(others, None))

@@ -70,20 +70,20 @@ class Tokenizer:
         opened = _of_gguf(self._directory) if is_file else _of_directory(self._directory)
         self._backend, self._encode, self._templates, self._named, eos = opened
         try:
-            found = bytes_of_tokens(self._backend)
+            raw_bytes = bytes_of_tokens(self._backend)
         except CheckpointError as error:
             where = self._directory if is_file else self._directory / FILE
             raise CheckpointError(f"{where}: {error}") from error
-        size = max(found, default=-1) + 1 if vocab_size is None else vocab_size
-        self.beyond = {id: str(self._backend.id_to_token(id)) for id in found if id >= size}
+        size = max(raw_bytes, default=-1) + 1 if vocab_size is None else vocab_size
+        self.beyond = {id: str(self._backend.id_to_token(id)) for id in raw_bytes if id >= size}
         special = {
-            id: one.content
-            for id, one in self._backend.get_added_tokens_decoder().items()
-            if one.special
+            id: token.content
+            for id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
         }
         self.token_bytes: list[bytes] = [b""] * size
         self.special = {id: special.get(id, f"[id {id}]") for id in range(size)}
-        for id, raw in found.items():
+        for id, raw in raw_bytes.items():
             if id < size and id not in special:
                 del self.special[id]
                 self.token_bytes[id] = raw
@@ -127,15 +127,27 @@ class Tokenizer:
                 f"{self._directory} has no chat template (chat_template.jinja, or in "
                 "tokenizer_config.json): write a prompt instead of messages"
             )
+        try:
+            return self._checked(self._chat_ids(template, messages, functions, options))
+        except RecursionError as error:
+            raise CheckpointError("the conversation has values that are nested too deep") from error
+
+    def _chat_ids(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None,
+    ) -> Sequence[int]:
         rest = {"functions": functions, "options": options or {}}
         marked = None if self._special_in_messages else self._control.marked((messages, rest))
         if marked is None:
             # The template writes the special tokens itself.
             text = template.render(messages, functions, options)
-            return self._checked(self._ids(text, special=False))
+            return self._ids(text, special=False)
         (messages, rest), marks = marked
         text = template.render(messages, rest["functions"], rest["options"])
-        return self._checked(self._control.encode(text, marks))
+        return self._control.encode(text, marks)
 
     def prepare(self) -> None:
         """Import and compile what conversations need, which the first one would wait for.
@@ -192,8 +204,8 @@ def _of_directory(directory: Path) -> _Opened:
     backend.no_padding()
 
     def encode(text: str, special: bool) -> Sequence[int]:
-        made = read(text, add_special_tokens=special, verbose=False)
-        ids: Sequence[int] = made["input_ids"]
+        encoding = read(text, add_special_tokens=special, verbose=False)
+        ids: Sequence[int] = encoding["input_ids"]
         return ids
 
     return backend, encode, read.chat_template, read.special_tokens_map, read.eos_token_id

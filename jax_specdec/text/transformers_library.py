@@ -80,7 +80,7 @@ def read_directory(directory: Path) -> Any:
       CheckpointError: the files are damaged, or of a kind that is not read; says why.
     """
     path = directory / FILE
-    others = [group for group in _OTHERS if all((directory / one).is_file() for one in group)]
+    others = [group for group in _OTHERS if all((directory / name).is_file() for name in group)]
     if not path.is_file() and not others:
         raise FileNotFoundError(
             f"{path} is missing, and so is every other file that transformers makes a tokenizer "
@@ -88,22 +88,22 @@ def read_directory(directory: Path) -> Any:
         )
     auto = library().AutoTokenizer
     try:
-        given = {"local_files_only": True, "trust_remote_code": False} | _tokens_of(directory)
+        arguments = {"local_files_only": True, "trust_remote_code": False} | _tokens_of(directory)
         try:
             with _importing, _without_notes(), _torch_later():
-                found = auto.from_pretrained(str(directory), **given)
+                tokenizer = auto.from_pretrained(str(directory), **arguments)
         except ImportError:  # of a library that needs torch itself
-            found = auto.from_pretrained(str(directory), **given)
+            tokenizer = auto.from_pretrained(str(directory), **arguments)
     except Exception as error:  # tokenizers raises nothing narrower
         what = path if path.is_file() else directory / others[0][0]
         why = " ".join(str(error).split())[:500]
         raise CheckpointError(f"{what} is not a tokenizer: {why}") from error
-    if getattr(found, "backend_tokenizer", None) is None:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(
-            f"{directory} has a {type(found).__name__}, which has no fast form ({FILE}): save the "
-            "tokenizer again with another class"
+            f"{directory} has a {type(tokenizer).__name__}, which has no fast form ({FILE}): save "
+            "the tokenizer again with another class"
         )
-    return found
+    return tokenizer
 
 
 def _tokens_of(directory: Path) -> dict[str, Any]:
@@ -114,9 +114,9 @@ def _tokens_of(directory: Path) -> dict[str, Any]:
     config = read_json(path) if path.is_file() else {}
     usual: dict[str, Any] = {"normalized": False, "special": True}
     return {
-        name: tokenizers.AddedToken(**(usual | one))
-        for name, one in config.items()
-        if name.endswith("_token") and isinstance(one, dict) and "__type" not in one
+        name: tokenizers.AddedToken(**(usual | token))
+        for name, token in config.items()
+        if name.endswith("_token") and isinstance(token, dict) and "__type" not in token
     }
 
 

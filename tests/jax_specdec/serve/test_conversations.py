@@ -1,5 +1,6 @@
 """Bodies of conversations to the ids that a model's own chat template makes of them."""
 
+import functools
 import json
 
 import pytest
@@ -96,6 +97,22 @@ def test_names_of_calls_fit_mistrals_templates(model_of):
     messages = [USER, answer, RESULT | {"tool_call_id": call["id"]}]
     text = text_of(model_of("mistral", templates.MISTRAL), messages, tools=[PAINT])
     assert "[TOOL_RESULTS]red[/TOOL_RESULTS]" in text
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "said"),
+    [
+        ({"x-guidance": 1}, "tools", "are no JSON schema"),
+        ({"type": "object", "properties": {"a": functools.reduce(
+            lambda inner, _: {"items": inner}, range(5000), {})}}, "messages", "nested too deep"),
+    ],
+)  # fmt: skip
+def test_parameters_that_no_grammar_can_be_made_of_are_refused(parameters, field, said, model_of):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    model = model_of("mistral", "{{ messages[0].content }}")
+    status, param, message = refusal(model, [USER], tools=[tool])
+    assert (status, param) == (400, field)
+    assert said in message
 
 
 def test_tools_work_in_a_template_of_users_and_assistants_alone(model_of):
