@@ -63,7 +63,7 @@ def read_gguf(path: Path) -> Gguf:
 
     Raises:
       FileNotFoundError: there is no such file.
-      CheckpointError: it is cut off, damaged or something else.
+      CheckpointError: it is cut off, damaged, a part of a model or something else.
       ValueError: the `gguf` package is not installed.
     """
     if not path.is_file():
@@ -74,15 +74,50 @@ def read_gguf(path: Path) -> Gguf:
             fields, tensors = _header(_Reader(data), gguf)
     except (ValueError, KeyError, TypeError, ArithmeticError, struct.error, MemoryError) as error:
         raise CheckpointError(
-            f"{path} ({size} bytes) is cut off, damaged or not a GGUF file: {error}"
+            f"{path} ({size} bytes) is cut off, damaged or not a GGUF file: {error}{_part(path)}"
         ) from error
+    number, count = (fields.get(f"split.{name}") for name in ("no", "count"))
+    if isinstance(count, int) and count > 1:
+        at = number + 1 if isinstance(number, int) else "?"
+        raise CheckpointError(
+            f"{path} is part {at} of {count} of a model, and parts are not read: "
+            f"{_others(path, count)}. Make one file of them with llama.cpp's `llama-gguf-split "
+            "--merge FIRST_PART MODEL.gguf`, and name that"
+        )
     for name, one in tensors.items():
         if one.offset + one.size > size:
             raise CheckpointError(
                 f"{path} ({size} bytes) is cut off: {name} {list(one.shape)} ends at byte "
-                f"{one.offset + one.size}"
+                f"{one.offset + one.size}{_part(path)}"
             )
     return Gguf(path, fields, tensors)
+
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_MOST_NAMED = 16
+
+
+def _part(path: Path) -> str:
+    """What a file's name says of parts, for the error of one that is not whole; "" for nothing."""
+    name = _PART.fullmatch(path.name)
+    count = int(name[3]) if name else 1
+    return f"; by its name it is one of {count} parts: {_others(path, count)}" if count > 1 else ""
+
+
+def _others(path: Path, count: int) -> str:
+    """The names of a model's other parts, and which of them are not there."""
+    name = _PART.fullmatch(path.name)
+    if name is None:
+        return f"the others have names that end in -0000N-of-{count:05}.gguf"
+    others = [
+        other
+        for at in range(1, int(name[3]) + 1)
+        if (other := f"{name[1]}-{at:05}-of-{name[3]}.gguf") != path.name
+    ]
+    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+    missing = [other for other in others if not (path.parent / other).is_file()]
+    lacking = f" ({len(missing)} of them not beside it, {missing[0]} first)" if missing else ""
+    return f"the others are {', '.join(others[:_MOST_NAMED])}{more}{lacking}"
 
 
 def read_tensor(path: Path, tensor: GgufTensor) -> np.ndarray:
@@ -263,8 +298,24 @@ def config_fields(file: Gguf) -> dict[str, Any]:
 
 def stop_ids(file: Gguf) -> list[int]:
     """The ids that end a text, or an answer."""
-    names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot"))
-    return list(dict.fromkeys(file.fields[name] for name in names if name in file.fields))
+    ids = (token_id(file, name) for name in ("eos", "eot"))
+    return list(dict.fromkeys(id for id in ids if id is not None))
+
+
+def token_id(file: Gguf, name: str) -> int | None:
+    """The id of a token by its name, such as "bos"; None where the file names none.
+
+    Raises:
+      CheckpointError: it is no id of the file's tokens.
+    """
+    field = f"tokenizer.ggml.{name}_token_id"
+    id, tokens = file.fields.get(field), file.fields.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else None
+    is_id = isinstance(id, int) and not isinstance(id, bool)
+    if id is None or (is_id and 0 <= id < (2**31 if count is None else count)):
+        return id
+    has = "no tokens" if count is None else f"{count} tokens"
+    raise CheckpointError(f"{file.path}: {field} = {id!r}, but the tokenizer has {has}")
 
 
 def hf_name(name: str) -> str:

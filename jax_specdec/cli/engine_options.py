@@ -156,6 +156,14 @@ def _check_draft_model(target: Path, draft: Path, model: HfModel, max_length: in
             )
 
 
+def add_special_tokens(group: Any) -> None:
+    """Add the option for what special tokens in messages are."""
+    group.add_argument("--special-tokens-in-messages", action="store_true",
+        help="let messages hold special tokens by their texts, such as <|im_end|>, so that who "
+        "writes a message can end its turn; otherwise these are text, and only the chat template "
+        "writes special tokens")  # fmt: skip
+
+
 def add_restarts(group: Any, *, default: int | None) -> None:
     """Add the options for how often lost workers are replaced.
 

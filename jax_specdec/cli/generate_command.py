@@ -67,6 +67,7 @@ def _add_files(group: Any) -> None:
     group.add_argument("--output", type=Path, metavar="FILE",
         help="append one OpenAI-style record a line; requests with a record are not run again. "
         "With --ray a folder, with a file of columns (Arrow) for each replica")  # fmt: skip
+    engine_options.add_special_tokens(group)
     group.add_argument("--quiet", action="store_true", help="do not show the texts")
 
 
@@ -109,8 +110,12 @@ def run(options: argparse.Namespace) -> int:
     """
     engine_options.refuse_without_ray(options)
     model = open_model(options.model, dtype=options.dtype)
-    tokenizer = Tokenizer(options.model, model.config.vocab_size)
-    defaults = _defaults(options, model)
+    tokenizer = Tokenizer(
+        options.model, model.config.vocab_size,
+        special_in_messages=options.special_tokens_in_messages,
+    )  # fmt: skip
+    ends = dict.fromkeys((*model.hf.eos_token_ids, *tokenizer.eos_token_ids))
+    defaults = _defaults(options, () if options.ignore_eos else tuple(ends))
     if options.prompts is None:
         prompts = given_prompts(options.prompt, tokenizer, defaults, options.stop)
     else:
@@ -174,12 +179,12 @@ def _size(model: HfModel) -> str:
     return f"{pluralize(weights, 'weight', ',')} ({size:.2f} GiB in {model.config.dtype})"
 
 
-def _defaults(options: argparse.Namespace, model: HfModel) -> SamplingParams:
+def _defaults(options: argparse.Namespace, ends: tuple[int, ...]) -> SamplingParams:
     named = [option.removeprefix("--").replace("-", "_") for option, *_ in SAMPLING]
     return SamplingParams(
         **{name: getattr(options, name) for name in named},
         structured=_structure(options.response_format),
-        stop_token_ids=() if options.ignore_eos else model.hf.eos_token_ids,
+        stop_token_ids=ends,
         logprobs_mode=LogprobsMode[options.logprobs_mode.upper()],
         kept_token_ids=options.kept_token_ids,
     )

@@ -6,6 +6,9 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from jax_specdec.cli.serve_bounds import add_bounds, allow_files, bounds
 from jax_specdec.engine import Engine
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.requests import RequestError, SamplingParams
+from jax_specdec.serve import tools
 from jax_specdec.serve.model import TINY, ServedModel, directory_model, tiny_model
+from jax_specdec.text import byte_tokens
 
 logger = logging.getLogger("jax_specdec.serve")
 
@@ -33,7 +38,7 @@ PREPARED = "temperature=1,logprobs=20"
 MAX_LENGTH = 1024  # where neither an option nor a checkpoint says
 CACHE_BYTES = 4 << 30  # of all slots, where --max-length is not given; or a quarter of the weights'
 KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
-INSTALL = "pip install 'prometheus_client>=0.20' 'pydantic>=2.10' 'starlette>=0.40' 'uvicorn>=0.30'"
+INSTALL = "pip install 'prometheus_client>=0.20' 'pydantic>=2.10' 'starlette>=0.40' 'uvicorn>=0.30' 'llguidance>=1.9'"  # noqa: E501
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +67,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="what clients must send as a bearer token (default: the environment's "
         f"{KEY_VARIABLE}, which other users cannot read; else none is asked for)")  # fmt: skip
     add_bounds(parser)
+    engine_options.add_special_tokens(parser)
     running = parser.add_argument_group("running")
     engine_options.add_engine(running)
     engine_options.add_dtype(running)
@@ -110,12 +116,15 @@ def run(options: argparse.Namespace) -> int:
         from jax_specdec.cli import serve_ray
 
         with logged(options.log_level):
+            _say_what_is_missing()
             return serve_ray.run(options, _model, limits)
     allow_files(limits.max_connections)
-    model, config = _model(options)
+    make_model, config = _model(options)
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     socket = bound(options.host, options.port)
     with logged(options.log_level), socket, Engine(config) as engine:
+        _say_what_is_missing()
+        model = make_model()  # beside the worker, which loads meanwhile
         service = Service(engine, model, bounds=limits, api_key=key)
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -123,6 +132,10 @@ def run(options: argparse.Namespace) -> int:
             "serving %s at http://%s:%d/v1 (pid %d; workers: %d, slots of each: %d)",
             model.name, shown, port, os.getpid(), config.num_ranks, config.num_slots,
         )  # fmt: skip
+        try:
+            model.encoder.prepare()
+        except ValueError as error:
+            logger.warning("conversations are not served: %s", error)
         engine.serve()  # a worker that is lost before the first request is replaced too
         listener = Listener(service)
         gc.collect()
@@ -134,6 +147,12 @@ def run(options: argparse.Namespace) -> int:
         engine.drain(0)
         logger.info("the server has ended")
     return 0
+
+
+def _say_what_is_missing() -> None:
+    """Log what the server will answer with errors, as a library is missing."""
+    if why := tools.obstacle():
+        logger.warning("requests with tools, response_format or structured_outputs fail: %s", why)
 
 
 def _asked(text: str) -> SamplingParams | None:
@@ -166,8 +185,8 @@ def _fitting_length(config: ModelConfig, options: argparse.Namespace, most: int)
     return min(max(length, MAX_LENGTH), most)
 
 
-def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
-    """The model to serve, and the engine that runs it."""
+def _model(options: argparse.Namespace) -> tuple[Callable[[], ServedModel], EngineConfig]:
+    """What makes the model to serve, and the engine that runs it."""
     weights, dtype, limit, checkpoint = "", options.dtype, MAX_LENGTH, None
     directory, vocab_size, eos = options.tokenizer, options.vocab_size, None
     name = options.own_model.partition(":")[0] or TINY
@@ -197,12 +216,19 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
     known: dict[str, Any] = {
         "name": options.name or name, "created": int(time.time()), "max_length": length,
     }  # fmt: skip
+    make: Callable[[], ServedModel]
     if directory is None:
-        model = tiny_model(**known)
+        make, vocab_size = partial(tiny_model, **known), byte_tokens.VOCAB_SIZE
     else:
-        model = directory_model(directory, vocab_size=vocab_size, eos=eos, **known)
-    return model, EngineConfig(
-        vocab_size=model.vocab_size,
+        make = partial(
+            directory_model, directory, vocab_size=vocab_size, eos=eos,
+            special_in_messages=options.special_tokens_in_messages, **known,
+        )  # fmt: skip
+        if vocab_size is None:  # the tokenizer knows
+            model = make()
+            make, vocab_size = partial(replace, model), model.vocab_size
+    return make, EngineConfig(
+        vocab_size=vocab_size,
         weights=weights,
         own_model=options.own_model,
         tokenizer=engine_options.found(options.tokenizer),

@@ -15,26 +15,27 @@ from jax_specdec.serve.model import ServedModel
 logger = logging.getLogger("jax_specdec.serve")
 LOOK_SECONDS = 0.5
 
-MakeModel = Callable[[argparse.Namespace], tuple[ServedModel, EngineConfig]]
+MakeModel = Callable[[argparse.Namespace], tuple[Callable[[], ServedModel], EngineConfig]]
 
 
 def run(options: argparse.Namespace, make: MakeModel, bounds: Bounds) -> int:
     """Deploy, and wait for SIGTERM or Ctrl-C; returns the exit status.
 
     Args:
-      make: makes the model and the configuration of an engine from the options, here to find what
-        is wrong with them, and in each replica.
+      make: says what makes the model, and the configuration of an engine, by the options: here to
+        find what is wrong with them, and in each replica.
       bounds: of each replica.
 
     Raises:
       ValueError, ModuleNotFoundError: an option cannot be used, or Ray is not installed.
     """
-    model, config = make(options)
+    make_model, config = make(options)
+    model = make_model()
     key = options.api_key or os.environ.get("JAX_SPECDEC_API_KEY", "")
     joined = placement.start(options.ray)
     built = serve_app.application(
         config,
-        lambda: make(options)[0],
+        lambda: make(options)[0](),
         bounds=bounds,
         api_key=key,
         replicas=options.replicas,

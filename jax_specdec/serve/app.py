@@ -32,7 +32,7 @@ from jax_specdec.serve.gate import Gate, Traffic
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.openapi import description
 from jax_specdec.serve.runs import PART, Run, in_parts
-from jax_specdec.serve.tools import FIELDS
+from jax_specdec.serve.tools import FIELDS, explained
 
 logger = logging.getLogger("jax_specdec.serve")
 
@@ -168,7 +168,9 @@ class Service:
             given = parsed(body)
             asked = read(given, self._model, self.bounds)
             if asked.requests[0].params.structured is not None:  # the same of all
-                self._check(asked.requests[0], next(name for name in FIELDS if given.get(name)))
+                param = next(name for name in FIELDS if given.get(name))
+                with explained(asked.body):
+                    self._check(asked.requests[0], param)
             return asked
 
         if len(body) <= SMALL:

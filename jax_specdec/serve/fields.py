@@ -145,10 +145,13 @@ class Body(Closed):
     logprobs_columns: bool = False
     # Not served yet: only the value that changes nothing is taken.
     best_of: float | None = Field(None, ge=1, le=1)
+    skip_special_tokens: Literal[True] = True
     suffix: str | None = Field(None, max_length=0)
 
 
-NEUTRAL = {"best_of": 1, "suffix": ""}
+NEUTRAL = {
+    "best_of": 1, "suffix": "", "skip_special_tokens": True, "add_generation_prompt": True,
+}  # fmt: skip
 
 
 class Completion(Body):
@@ -223,3 +226,6 @@ class Chat(Body):
     tools: list[Tool] = Field([], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | Literal["none", "auto", "required"] | None = None
     parallel_tool_calls: bool = True
+    chat_template_kwargs: Object = {}
+    # Of a template's text: its usual value alone is taken.
+    add_generation_prompt: Literal[True] = True

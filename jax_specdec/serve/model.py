@@ -21,8 +21,14 @@ class Encoder(Protocol):
     def encode(self, text: str) -> tuple[int, ...]: ...
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]: ...
+
+    def prepare(self) -> None:
+        """Do beforehand what the first conversation would wait for."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +89,17 @@ class TinyEncoder:
         return tuple(byte_tokens.encode(text, start_document=True).tolist())
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         messages = with_functions(messages, functions)
         lines = [f"# {one['role']}: {one['content']}\n" for one in messages]
         return self.encode("".join([*lines, "# assistant:"]))
+
+    def prepare(self) -> None:
+        pass
 
 
 def tiny_model(**known: Any) -> ServedModel:
@@ -104,24 +116,33 @@ def tiny_model(**known: Any) -> ServedModel:
 
 
 def directory_model(
-    directory: Path, vocab_size: int | None, eos: tuple[int, ...] | None = None, **known: Any
+    directory: Path,
+    vocab_size: int | None,
+    eos: tuple[int, ...] | None = None,
+    *,
+    special_in_messages: bool = False,
+    **known: Any,
 ) -> ServedModel:
     """A model whose tokenizer is in a directory: a checkpoint, or a model of the user's own.
 
     Args:
       directory: with tokenizer.json.
       vocab_size: V; None where the model has the tokenizer's ids and no other.
-      eos: tokens that end a text; None: `eos_token_id` of generation_config.json, or none.
+      eos: tokens that end a text; None: `eos_token_id` of generation_config.json, or none. The one
+        that the tokenizer names ends a text too.
+      special_in_messages: as `Tokenizer`.
       known: `name`, `created` and `max_length` of the `ServedModel`.
 
     Raises:
       FileNotFoundError, MissingExtra, CheckpointError: as `Tokenizer`.
     """
-    tokenizer = Tokenizer(directory, vocab_size)
+    tokenizer = Tokenizer(directory, vocab_size, special_in_messages=special_in_messages)
+    if eos is None:
+        eos = eos_token_ids(directory) or ()
     return ServedModel(
         encoder=tokenizer,
         table=tokenizer.table(),
         vocab_size=len(tokenizer.token_bytes),
-        eos_token_ids=(eos_token_ids(directory) or ()) if eos is None else eos,
+        eos_token_ids=tuple(dict.fromkeys((*eos, *tokenizer.eos_token_ids))),
         **known,
     )

@@ -13,6 +13,7 @@ from jax_specdec.serve.checks import checked
 from jax_specdec.serve.errors import unfit
 from jax_specdec.serve.fields import MAX_CHOICES, Body, Chat, Completion, Message
 from jax_specdec.serve.model import ServedModel
+from jax_specdec.text.chat_template import RESERVED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,10 @@ def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     prompt = given.prompt
     # A text, several, ids, or several lists of ids.
     several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    prompts = [model.encoder.encode(x) if isinstance(x, str) else tuple(x) for x in several]
+    try:
+        prompts = [model.encoder.encode(x) if isinstance(x, str) else tuple(x) for x in several]
+    except ValueError as error:  # a token is none of the model's
+        raise unfit("prompt", str(error)) from error
     if given.max_tokens == 0 and not given.echo and given.prompt_logprobs is None:
         raise unfit(
             "max_tokens",
@@ -80,11 +84,18 @@ def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
       ApiError: it is not served.
     """
     given = checked(body, Chat)
+    options = given.chat_template_kwargs
+    if taken := sorted(RESERVED & options.keys()):
+        raise unfit(
+            "chat_template_kwargs",
+            f"chat_template_kwargs: {taken[0]} is not the template's to be given: leave it out",
+        )
     try:
         functions, _ = tools.offered(given)
         messages = [_plain(one) for one in given.messages]
-        prompt = model.encoder.encode_chat(messages, functions)
-    except ValueError as error:  # no template, or it refuses them
+        known = (messages, functions, options) if options else (messages, functions)
+        prompt = model.encoder.encode_chat(*known)
+    except (ValueError, RecursionError) as error:  # no template, or it refuses them
         raise unfit("messages", str(error)) from error
     if given.top_logprobs is not None and not given.logprobs:
         raise unfit("top_logprobs", "top_logprobs needs logprobs = true")

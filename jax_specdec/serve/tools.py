@@ -7,21 +7,27 @@ A call is written as Hermes and Qwen models write it, whatever the model is:
     </tool_call>
 """
 
+import contextlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+import string
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_specdec.requests import Structured
-from jax_specdec.serve.errors import unfit
+from jax_specdec.requests import RequestError, Structured
+from jax_specdec.serve.errors import ApiError, unfit
 from jax_specdec.serve.fields import Body, Chat, ResponseFormat, StructuredOutputs
-from jax_specdec.structured.grammar import with_white_space
+from jax_specdec.serve.tool_faults import fault
+from jax_specdec.serve.tool_schemas import for_grammar
+from jax_specdec.structured.grammar import library
 
 Json = dict[str, Any]
 
 BEGIN = "<tool_call>"
 _NAME, _ARGUMENTS, _END = '\n{"name": "', '", "arguments": ', "}\n</tool_call>"
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_LETTERS = string.ascii_letters + string.digits
+# The lines of a grammar before those of the functions.
+_LINES = {True: 1, False: 3}
 
 
 def offered(given: Body) -> tuple[list[Json], bool]:
@@ -54,7 +60,7 @@ def grammar(functions: Sequence[Mapping[str, Any]], *, required: bool) -> Struct
     """The grammar of an answer: a call, or, where none is required, text with or without one."""
     rules = []
     for number, one in enumerate(functions):
-        schema = with_white_space(one.get("parameters") or NO_PARAMETERS)
+        schema = for_grammar(one)
         head, end = json.dumps(f"{_NAME}{one['name']}{_ARGUMENTS}"), json.dumps(_END)
         rules.append(f"call_{number}: {head} %json {json.dumps(schema)} {end}")
     calls = " | ".join(f"call_{number}" for number in range(len(functions)))
@@ -69,20 +75,47 @@ def grammar(functions: Sequence[Mapping[str, Any]], *, required: bool) -> Struct
     return Structured("grammar", "\n".join([*start, *rules]))
 
 
+@contextlib.contextmanager
+def explained(given: Body) -> Iterator[None]:
+    """Say in the errors of a body's functions which of them, and what in its schema, is wrong."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param != "tools":
+            raise
+        functions, required = offered(given)
+        said = fault(functions, _LINES[required] + 1, error.message)
+        raise unfit("tools", f"tools: {said}", error.code) from error
+
+
+def obstacle() -> str:
+    """Why no structure of a text is served here, and the way out; empty where they are."""
+    try:
+        library()
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
 def with_object(call: Json) -> Json:
-    """An earlier call with its arguments as an object.
+    """An earlier call with its arguments as an object; an empty text of a call without any is {}.
 
     Raises:
       ValueError: they are not one.
     """
     function = call["function"]
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"].strip() or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of the call of {function['name']!r} are no JSON object")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def call_id() -> str:
+    """A name of a call: nine letters and digits, as templates of Mistral's models want it."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 class CallReader:
@@ -96,7 +129,7 @@ class CallReader:
         self.complete = False
         self._held = ""  # what may belong to the next part
         self._state = "text"
-        self._id = f"call_{secrets.token_hex(12)}"
+        self._id = call_id()
 
     def push(self, text: str, *, over: bool = False) -> tuple[str, Json | None]:
         """The text before the call that this brings, and what it adds to the call, if anything.
@@ -154,10 +187,14 @@ def structure_of(given: Body) -> Structured | None:
       ApiError: it asks for two at once, for one that is not complete, or to go on after its end.
     """
     functions, required = offered(given)
+    try:
+        calls = grammar(functions, required=required) if functions else None
+    except (RecursionError, TypeError) as error:
+        raise unfit("tools", f"tools: parameters are no JSON schema: {error}") from error
     asked = {
         "response_format": _of_format(given.response_format),
         "structured_outputs": _of_outputs(given.structured_outputs),
-        "tools": grammar(functions, required=required) if functions else None,
+        "tools": calls,
     }
     named = {name: one for name, one in asked.items() if one is not None}
     if not named:

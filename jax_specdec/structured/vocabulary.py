@@ -8,7 +8,7 @@ from jax_specdec.checkpoint.gguf_file import is_gguf
 from jax_specdec.requests import RequestError
 from jax_specdec.structured.grammar import library
 from jax_specdec.text import byte_tokens
-from jax_specdec.text.tokenizer import FILE, Tokenizer
+from jax_specdec.text.tokenizer import FILE, MissingExtra, Tokenizer
 
 WORD = 32  # bits
 
@@ -58,12 +58,14 @@ def read_vocabulary(texts: str, vocab_size: int) -> Vocabulary:
       vocab_size: V of the model.
 
     Raises:
-      RequestError: there is no such tokenizer, or it does not fit.
+      RequestError: there is no such tokenizer, it does not fit, or a library is missing.
     """
+    library()  # whose lack is none of the tokenizer
     if texts and (Path(texts).is_dir() or is_gguf(texts)):
         try:
             ours = Tokenizer(texts, vocab_size)
-            theirs = library().LLTokenizer(ours.to_json(), n_vocab=vocab_size)
+            size = max([vocab_size, *(id + 1 for id in ours.beyond)])
+            theirs = library().LLTokenizer(ours.to_json(), n_vocab=size)
             return vocabulary_of(
                 [
                     ours.special.get(id, "").encode() or raw
@@ -72,6 +74,8 @@ def read_vocabulary(texts: str, vocab_size: int) -> Vocabulary:
                 [*ours.special],
                 theirs.tokenize_str,
             )
+        except MissingExtra as error:
+            raise RequestError(f"structured answers are not served: {error}") from error
         except (ValueError, OSError) as error:
             raise RequestError(
                 f"structured answers are not served: the tokenizer does not fit: {error}"
@@ -129,5 +133,6 @@ class _Tokens:
 
     def __call__(self, text: str) -> list[int]:
         ids = [*self._encode(text)]
-        same = b"".join(map(self.tokens.__getitem__, ids)) == text.encode()
+        known = max(ids, default=0) < len(self.tokens)
+        same = known and b"".join(map(self.tokens.__getitem__, ids)) == text.encode()
         return ids if same else self.longest(text)

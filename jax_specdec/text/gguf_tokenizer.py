@@ -8,7 +8,7 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 
 from typing import Any
 
-from jax_specdec.checkpoint.gguf_file import Gguf
+from jax_specdec.checkpoint.gguf_file import Gguf, token_id
 from jax_specdec.checkpoint.model_config import CheckpointError
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -67,9 +67,16 @@ def tokenizer_rules(file: Gguf) -> dict[str, Any]:
         for id, kind in enumerate(kinds)
         if kind in (_CONTROL, _USER_DEFINED)
     ]  # fmt: skip
-    first = []
-    if file.fields.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
-        first = [special_tokens(file)["bos_token"]]
+    first, begins = [], file.fields.get("tokenizer.ggml.add_bos_token")
+    bos = token_id(file, "bos")
+    if begins and bos is None:
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.add_bos_token = {begins!r} puts a token before a text, "
+            "and tokenizer.ggml.bos_token_id, which says which, is missing: use the Hugging Face "
+            "directory that the file was made from"
+        )
+    if bos is not None and (pre == "llama-bpe" if begins is None else begins):
+        first = [tokens[bos]]
     return {
         "version": "1.0",
         "added_tokens": added,
@@ -89,16 +96,24 @@ def special_tokens(file: Gguf) -> dict[str, str]:
     tokens, names = _field(file, "tokens"), {"bos": "bos", "eos": "eos", "unknown": "unk"}
     found = {}
     for name, short in names.items():
-        id = file.fields.get(f"tokenizer.ggml.{name}_token_id")
-        if id is None:
-            continue
-        if not 0 <= id < len(tokens):
-            raise CheckpointError(
-                f"{file.path}: tokenizer.ggml.{name}_token_id = {id}, but the tokenizer has "
-                f"{len(tokens)} tokens"
-            )
-        found[f"{short}_token"] = tokens[id]
+        id = token_id(file, name)
+        if id is not None:
+            found[f"{short}_token"] = tokens[id]
     return found
+
+
+def chat_templates(file: Gguf) -> str | dict[str, str] | None:
+    """The chat template, or several by their names; None where there is none."""
+    begin = "tokenizer.chat_template"
+    default = file.fields.get(begin)
+    named = {
+        name.removeprefix(f"{begin}."): text
+        for name, text in file.fields.items()
+        if name.startswith(f"{begin}.")
+    }
+    if default is None or not named:
+        return default
+    return {"default": default, **named}
 
 
 def _field(file: Gguf, name: str) -> Any:

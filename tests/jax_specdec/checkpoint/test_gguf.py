@@ -13,6 +13,7 @@ from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
 from jax_specdec.checkpoint.written_arrays import write_arrays
 from jax_specdec.device.model.checkpoint import load_model
+from jax_specdec.text.tokenizer import Tokenizer
 from tests.support import gguf_files, hf_files
 from tests.support.tokenizer_files import byte_level
 
@@ -108,6 +109,49 @@ def test_a_file_that_is_cut_off_or_something_else_is_named(tmp_path):
             open_model(path)
     with pytest.raises(FileNotFoundError, match=r"no file .*none.gguf"):
         open_model(tmp_path / "none.gguf")
+
+
+def part(path, number, count):
+    """A part as llama-gguf-split writes it: the first one has the fields, all have tensors."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in (("no", number), ("count", count)):
+        writer.add_key_value(f"split.{name}", value, gguf.GGUFValueType.UINT16)
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_part_of_a_model_names_the_others(tmp_path):
+    names = [f"m-0000{at}-of-00003.gguf" for at in (1, 2, 3)]
+    for number in range(3):
+        part(tmp_path / names[number], number, 3)
+        others = ", ".join(one for one in names if one != names[number])
+        lacking = rf" \({2 - number} of them not beside it, " if number < 2 else r"\."
+        said = rf"{names[number]} is part {number + 1} of 3 of a model, and.*are {others}{lacking}"
+        with pytest.raises(CheckpointError, match=said):
+            open_model(tmp_path / names[number])
+        with pytest.raises(CheckpointError, match="llama-gguf-split --merge"):
+            Tokenizer(tmp_path / names[number])
+    renamed = part(tmp_path / "part.gguf", 0, 2)
+    with pytest.raises(CheckpointError, match=r"part 1 of 2 .*names that end in -0000N-of-00002"):
+        open_model(renamed)
+    many = part(tmp_path / "m-00007-of-00040.gguf", 6, 40)
+    with pytest.raises(CheckpointError, match=r"m-00017-of-00040\.gguf and 23 more"):
+        open_model(many)
+    with pytest.raises(CheckpointError, match=r"lacks"):  # one part is a whole model
+        open_model(part(tmp_path / "one.gguf", 0, 1))
+
+
+def test_a_piece_of_a_file_that_was_cut_is_told_by_its_name(tmp_path):
+    whole = gguf_files.write(tmp_path / "model.gguf", CONFIG).read_bytes()
+    for at, cut in ((1, whole[: len(whole) // 2]), (2, whole[len(whole) // 2 :])):
+        path = tmp_path / f"m-0000{at}-of-00002.gguf"
+        path.write_bytes(cut)
+        with pytest.raises(CheckpointError, match=r"cut off.*by its name it is one of 2 parts"):
+            open_model(path)
 
 
 def test_bytes_that_changed_are_refused_or_read(tmp_path):

@@ -5,12 +5,14 @@ The worker chooses among the tokens that the request's grammar allows, by a hash
 
 import json
 import re
+import sys
 import zlib
 
 import numpy as np
 import openai
 import pytest
 
+from jax_specdec.cli import serve_command
 from jax_specdec.control import Admit, Evict
 from jax_specdec.requests import RequestError
 from jax_specdec.serve import tools
@@ -161,8 +163,11 @@ def test_without_need_there_may_be_text(client, server):
         ({"tools": TOOLS * 2}, "tools", "a name comes twice"),
         ({"tools": TOOLS, **of_schema(COLORS)}, "tools", "each say what the text is"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "should match"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
-         "tools", "Unimplemented keys"),
+        ({"tools": [*TOOLS, {"type": "function", "function": {
+            "name": "f", "strict": True, "parameters": {"type": "object", "properties": {
+                "a": {"type": "array", "items": {"not": {}}}}}}}]},
+         "tools", r"tools: the function 'f', property 'a\[\]': the word 'not' cannot be served "
+         r"\(Unimplemented keys: \[.*not.*\]\): leave it out, or leave out strict, without which"),
         (of_schema({"type": "integer", "minimum": 2, "maximum": 1}), "response_format", "greater"),
         (outputs(regex="("), "structured_outputs", "unclosed group"),
     ],
@@ -187,6 +192,25 @@ def test_a_text_that_cannot_go_on_ends_with_an_error_of_its_own():
         given = {"prompt": "x", "structured_outputs": {"regex": "a{50}"}, "max_tokens": 60}
         answer = found.ask(**given)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "structure_ended")
+
+
+def test_a_missing_library_is_said_at_the_start_and_in_errors(monkeypatch, caplog):
+    serve_command._say_what_is_missing()
+    assert caplog.messages == []
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    serve_command._say_what_is_missing()
+    said = "structured answers need llguidance: pip install 'llguidance>=1.9'"
+    assert caplog.messages == [
+        f"requests with tools, response_format or structured_outputs fail: {said}"
+    ]
+    with serving_by(ObedientWorker) as found:
+        for given in (
+            {"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}},
+        ):  # fmt: skip
+            answer = found.ask(prompt="x", max_tokens=2, **given)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, next(iter(given)))
+            assert error["message"].endswith(said)
 
 
 def test_a_call_is_told_from_the_text_wherever_it_is_cut():

@@ -1,6 +1,7 @@
 """A text's place in its grammar: masks along drafts, and structures that cannot be served."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -139,8 +140,39 @@ def test_a_tokenizer_has_the_bytes_that_texts_are_made_of(name, tmp_path):
         assert theirs.is_special_token(id) or theirs.decode_bytes([id]) == raw
 
 
+def test_tokens_beyond_the_model_are_no_words_of_a_grammar(tmp_path):
+    library = tokenizer_files.byte_level()
+    size = library.get_vocab_size()
+    library.add_special_tokens(["<image>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = read_vocabulary(str(tmp_path), size)
+    assert vocabulary.size == size
+    end = Tokenizer(tmp_path, size).encode("</s>")[-1]
+    matcher = Matcher(vocabulary, Structured("choice", '["<image>"]'), (end,))
+    mask = np.zeros((1, vocabulary.num_words), np.int32)
+    matcher.fill(mask, ())
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert allowed.size
+    assert allowed.max() < size
+
+
 def test_a_schemas_own_white_space_stays():
     own = {"x-guidance": {"whitespace_pattern": "", "item_separator": ","}}
     assert with_white_space({"type": "null"} | own) == {"type": "null"} | own
     assert with_white_space({}) == {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
     assert with_white_space(True) is True
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("llguidance", r"need llguidance: pip install 'llguidance"),
+        ("transformers", "transformers: pip"),
+    ],
+)
+def test_a_missing_library_is_named_and_not_the_tokenizer(missing, said, tmp_path, monkeypatch):
+    tokenizer_files.byte_level().save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(RequestError, match=said) as raised:
+        read_vocabulary(str(tmp_path), 500)
+    assert "does not fit" not in str(raised.value)

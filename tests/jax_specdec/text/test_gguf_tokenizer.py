@@ -70,6 +70,31 @@ def test_bytes_special_tokens_and_conversations(pair):
     )
 
 
+def test_a_first_token_that_no_field_names(tmp_path):
+    """Where the file says that there is one, that is an error; Llama's files need not say so."""
+    fields = gguf_files.tokenizer_fields(made())
+    for pre in ("llama-bpe", "gpt-2"):
+        path = gguf_files.write(
+            tmp_path / f"{pre}.gguf", CONFIG, tokenizer=fields | {"pre": pre, "add_bos_token": True}
+        )
+        said = "add_bos_token = True puts.*and tokenizer.ggml.bos_token_id, which says which"
+        with pytest.raises(CheckpointError, match=said):
+            Tokenizer(path)
+    path = gguf_files.write(tmp_path / "m.gguf", CONFIG, tokenizer=fields | {"pre": "llama-bpe"})
+    assert Tokenizer(path).encode("a") == Tokenizer(path).encode("aa")[:1]
+
+
+def test_several_chat_templates(tmp_path):
+    fields = gguf_files.tokenizer_fields(made())
+    path = gguf_files.write(
+        tmp_path / "m.gguf", CONFIG, tokenizer=fields,
+        chat=[{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}],
+    )  # fmt: skip
+    ours = Tokenizer(path)
+    texts = [ours.encode_chat([{"role": "user"}], some) for some in ((), [{"name": "f"}])]
+    assert [ours.table().decode(ids) for ids in texts] == ["plain", "tools"]
+
+
 def test_a_first_token_is_added_where_the_file_says_so(tmp_path):
     ids = [
         Tokenizer(write(tmp_path / f"{adds}.gguf", add_bos_token=adds)).encode("a")
@@ -86,6 +111,8 @@ def test_a_first_token_is_added_where_the_file_says_so(tmp_path):
         ({"token_type": [1, 1]}, "and 2 kinds of tokens: the file is damaged"),
         ({"merges": ["zz zz"]}, "model.gguf is not a tokenizer"),
         ({"bos_token_id": 999, "add_bos_token": True}, "bos_token_id = 999, but the tokenizer has"),
+        ({"eos_token_id": 999}, "eos_token_id = 999, but the tokenizer has"),
+        ({"bos_token_id": "<s>"}, "bos_token_id = '<s>', but the tokenizer has"),
     ],
 )
 def test_a_tokenizer_that_does_not_fit_is_named(changes, said, tmp_path):
@@ -97,5 +124,6 @@ def test_a_file_without_a_tokenizer_and_one_with_too_many_tokens(tmp_path):
     path = gguf_files.write(tmp_path / "model.gguf", CONFIG)
     with pytest.raises(CheckpointError, match=r"it lacks tokenizer\.ggml\.model"):
         Tokenizer(path)
-    with pytest.raises(CheckpointError, match="but the model has ids below 40"):
-        Tokenizer(write(tmp_path / "other.gguf"), 40)
+    ours = Tokenizer(write(tmp_path / "other.gguf"), 40)
+    with pytest.raises(CheckpointError, match="and the model has ids below 40"):
+        ours.encode("zz")
