@@ -210,6 +210,21 @@ def _free_bytes() -> int:
     return min(stat.f_bavail * stat.f_frsize, int(fields[b"MemAvailable"].split()[0]) * 1024)
 
 
+def _free_files() -> int | None:
+    """How many more files fit; None where nothing counts them."""
+    stat = os.statvfs(SHM_DIRECTORY)
+    return stat.f_favail if stat.f_files else None
+
+
+def _files_of_a_ring() -> int:
+    """The most inodes that a ring takes while it is made.
+
+    The memory, the semaphores and the FIFO; or, for a moment, one more for a semaphore, which has
+    two names (sem_open makes a file and links it).
+    """
+    return 1 + len(SEMAPHORES) + 1
+
+
 def _create_memory(name: str, total_bytes: int) -> mmap.mmap:
     if total_bytes > _free_bytes():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -289,6 +304,20 @@ def _refusal(error: Exception, name: str, geometry: layout.Geometry) -> RingErro
         )
     if number not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         return RingError(f"cannot create ring {name}: {reason(error)}")
+    files, free = _files_of_a_ring(), _free_files()
+    if geometry.total_bytes <= _free_bytes() and free is not None and free < files:
+        return OutOfSharedMemory(
+            f"{SHM_DIRECTORY} has bytes, but no inodes left for {size}: it needs {files}, {free} "
+            f"are free ({error}). Remove files there (`python -m ipc.doctor "
+            "--remove` finds those of dead rings), or mount it with more of them (mount -o "
+            f"remount,nr_inodes=... {SHM_DIRECTORY})"
+        )
+    if number == errno.EDQUOT:
+        return OutOfSharedMemory(
+            f"user {os.geteuid()} may have no more in {SHM_DIRECTORY} for {size}, which needs "
+            f"{geometry.total_bytes} bytes and {files} inodes ({error}). Remove files there, use "
+            "fewer or smaller slots, or have the user's quota raised"
+        )
     return OutOfSharedMemory(
         f"{SHM_DIRECTORY} has no room for {size}: it needs {geometry.total_bytes} bytes, "
         f"{_free_bytes()} are free ({error}). Use fewer or smaller slots, or give the container "

@@ -46,7 +46,8 @@ ROOMS = {
         "engine", "export", "records", "requests", "structured", "checkpoint", "text", "wording",
     },
     "ray": {
-        "serve", "engine", "export", "records", "requests", "structured", "checkpoint", "wording",
+        "serve", "engine", "export", "records", "requests", "control", "structured", "checkpoint",
+        "wording",
     },
     "cli": {
         "ray", "serve", "engine", "export", "records", "requests", "control", "checkpoint", "text",

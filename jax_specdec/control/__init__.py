@@ -37,6 +37,7 @@ from jax_specdec.control.heartbeat import (
     ProcessStats,
     QuietTimer,
 )
+from jax_specdec.control.socket_path import SocketPath
 
 __all__ = [
     # Commands.
@@ -67,6 +68,7 @@ __all__ = [
     "ControlServer",
     "Link",
     "ControlClient",
+    "SocketPath",
     # Heartbeats.
     "Heartbeat",
     "Phase",

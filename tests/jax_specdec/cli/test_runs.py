@@ -49,6 +49,17 @@ def written(path):
     return found
 
 
+def test_a_long_tmpdir_holds_the_engine(model, tmp_path):
+    """The path of a socket has at most 107 bytes, and TMPDIR may have more."""
+    folder = tmp_path / ("d" * 150)
+    folder.mkdir()
+    options = ["--model", model, "--prompt", "a", "--max-tokens", 3, "--quiet"]
+    process = start(*options, env=os.environ | {"TMPDIR": str(folder)})
+    errors = ended(process)
+    assert (process.returncode, list(folder.iterdir())) == (0, [])
+    assert "1 of 1 request" in errors
+
+
 def test_a_killed_run_goes_on(model, tmp_path):
     def kill(process):
         wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") >= 2)
