@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import MAX_DRAFTS
 from jax_specdec.checkpoint.hf_names import HfModel, open_model
 from jax_specdec.cli.argument_types import integer, seconds

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc import RingError
 from jax_specdec.cli.prompts import Prompt
 from jax_specdec.cli.resumable import JsonlOutput, Output

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.hf_names import HfModel, open_model
 from jax_specdec.cli import engine_options, standard_output

@@ -4,6 +4,7 @@ Commands travel over ZeroMQ, numbered and acknowledged; nothing here waits for a
 Records never come this way: they go through the ring.
 """
 
+import jax_specdec.beside.ipc  # noqa: F401
 from jax_specdec.control.channel import ControlClient, ControlServer, Link
 from jax_specdec.control.commands import (
     DRAFT_WIDTHS,
