@@ -13,6 +13,7 @@ from jax_specdec import control
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
+from jax_specdec.engine.last_words import reason_line
 from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.wording import pluralize
 
@@ -29,7 +30,8 @@ ADVICE = (
     'EngineConfig(on_worker_loss="restart") a new worker takes the place of a lost one, and with '
     "resume_lost=True its requests go on there"
 )
-LAST_LINE_CHARS = 200  # characters of it in a reason
+LAST_LINE_CHARS = 200  # of the line that says why, in a reason
+LOOKED_AT = 1 << 18  # bytes of its output in which that line is looked for
 LOST = "lost: "  # begins, after the time, the line that is added to a lost worker's output
 MEMORY = (
     "SIGKILL comes from another process, or from Linux where memory runs out (`dmesg` tells "
@@ -202,8 +204,9 @@ class WorkerProcess:
             *([MEMORY] if number == signal.SIGKILL else ()),
         ]
         reason = ended + why
-        if last:
-            reason += f"; it printed last: {last.splitlines()[-1].strip()[:LAST_LINE_CHARS]}"
+        printed = self._process.last_words(lines=LOOKED_AT, most=LOOKED_AT, since=since)
+        if line := reason_line(printed, crashed=bool(number)):
+            reason += f"; it printed last: {line[:LAST_LINE_CHARS]}"
         self._keep_reason(reason)
         return WorkerFailed(
             "\n".join(report), ADVICE if number and self._stops_all else "", reason=reason

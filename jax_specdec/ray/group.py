@@ -21,6 +21,7 @@ from jax_specdec.control import SocketPath
 from jax_specdec.engine import leftovers
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.last_words import reason_line
 from jax_specdec.ray.errors import lost_errors, ray
 
 LOST = 1  # the exit status of a follower of which nothing more is heard
@@ -144,8 +145,8 @@ class Follower:
                 code = process.exit_status or 0
                 host = ray("ray.util").get_node_ip_address()
                 words = f"pid {process.pid} at {host}"
-                if code > 0 and (last := process.last_words(lines=5)):
-                    words += f"; its last words: {last}"
+                if code > 0 and (line := reason_line(process.last_words(lines=1 << 18))):
+                    words += f"; it printed last: {line}"
                 return code, words
             finally:
                 process.send_signal(signal.SIGKILL)
