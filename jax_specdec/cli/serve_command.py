@@ -6,12 +6,14 @@ import json
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jax_specdec.checkpoint.hf_names import open_model
-from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.cli import engine_options
+from jax_specdec.checkpoint.model_config import ModelConfig, cache_bytes
+from jax_specdec.checkpoint.shipped import tiny_config
+from jax_specdec.cli import engine_options, room
 from jax_specdec.cli.argument_types import integer
 from jax_specdec.cli.logs import add_log_level, logged
 from jax_specdec.cli.prompts import sampling_params
@@ -112,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
         with logged(options.log_level):
             return serve_ray.run(options, _model, limits)
     allow_files(limits.max_connections)
-    model, config = _model(options)
+    model, config, sizes = _model(options)
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     socket = bound(options.host, options.port)
     with logged(options.log_level), socket, Engine(config) as engine:
@@ -123,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
             "serving %s at http://%s:%d/v1 (pid %d; workers: %d, slots of each: %d)",
             model.name, shown, port, os.getpid(), config.num_ranks, config.num_slots,
         )  # fmt: skip
+        logger.info("%s", room.line(config, sizes))
         engine.serve()  # a worker that is lost before the first request is replaced too
         listener = Listener(service)
         gc.collect()
@@ -155,19 +158,15 @@ def _asked(text: str) -> SamplingParams | None:
 
 def _fitting_length(config: ModelConfig, options: argparse.Namespace, most: int) -> int:
     """The tokens of a request whose caches are no burden; at least `MAX_LENGTH`, or `most`."""
-    item = 4 if config.dtype == "float32" else 2
-    layers = config.num_layers + config.num_mtp_layers
-    token = 2 * layers * config.num_kv_heads * config.head_dim * item
-    room = max(CACHE_BYTES, config.num_parameters * item // 4)
-    room = min(room, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-    length: int = (
-        room // (options.slots * token) // engine_options.LENGTH_STEP * engine_options.LENGTH_STEP
-    )
+    most_bytes = max(CACHE_BYTES, config.weight_bytes // 4)
+    most_bytes = min(most_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    step = engine_options.LENGTH_STEP
+    length: int = most_bytes // cache_bytes(config, options.slots, step) * step
     return min(max(length, MAX_LENGTH), most)
 
 
-def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
-    """The model to serve, and the engine that runs it."""
+def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig, ModelConfig | None]:
+    """The model to serve, the engine that runs it, and its sizes if it is not the user's own."""
     weights, dtype, limit, checkpoint = "", options.dtype, MAX_LENGTH, None
     directory, vocab_size, eos = options.tokenizer, options.vocab_size, None
     name = options.own_model.partition(":")[0] or TINY
@@ -201,7 +200,7 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
         model = tiny_model(**known)
     else:
         model = directory_model(directory, vocab_size=vocab_size, eos=eos, **known)
-    return model, EngineConfig(
+    config = EngineConfig(
         vocab_size=model.vocab_size,
         weights=weights,
         own_model=options.own_model,
@@ -214,3 +213,9 @@ def _model(options: argparse.Namespace) -> tuple[ServedModel, EngineConfig]:
         prepare=tuple(filter(None, options.prepare or [_asked(PREPARED)])),
         **engine_options.restarts(options),
     )
+    if checkpoint is not None:
+        return model, config, checkpoint.config
+    if options.own_model:
+        return model, config, None
+    tiny = tiny_config()
+    return model, config, replace(tiny, dtype=dtype or tiny.dtype)
