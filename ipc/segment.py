@@ -96,7 +96,7 @@ class Segment:
 
         Raises:
           RingNotFound: no such ring (any more).
-          PeerDied: the creator has ended.
+          PeerDied: the creator has ended, and left no message that this side could read.
           RoleTaken: this side is the creator's, or another process took it.
           CorruptSegment: the memory is not a ring of this version.
         """
@@ -130,7 +130,7 @@ class Segment:
             undo.callback(segment.buffer.release)
             undo.callback(segment.words.release)
             segment._refuse_if_closed()
-            if not is_alive(creator):
+            if not is_alive(creator) and not segment.has_messages_for(role):
                 unlink_names(name)  # the creator died before it could
                 raise PeerDied(str(role.other), creator.pid, -1)
             if not segment.take_seat():
@@ -152,6 +152,10 @@ class Segment:
             )
         if closed:
             raise _missing(self.name)
+
+    def has_messages_for(self, role: layout.Role) -> bool:
+        """Whether the other side has committed messages, which `role` is there to read."""
+        return role is layout.Role.CONSUMER and self.semaphores["items"].value > 0
 
     def take_seat(self) -> bool:
         """Takes the attacher's seat, so that nobody else attaches; False if it is taken."""
