@@ -76,6 +76,15 @@ def refusal(scope: Mapping[str, object], bounds: Bounds) -> ApiError | None:
     size = len(raw) + len(query) + sum(len(name) + len(value) + 4 for name, value in headers)
     if size > MAX_HEAD or len(headers) > MAX_HEADERS:
         return too_large(size, len(headers))
+    names = {name for name, _ in headers}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        # Servers in a row may take the body's end from either: what one of them holds for a part of
+        # it is the next one's request (RFC 9112, 6.3).
+        return ApiError(
+            400,
+            "the request has both Content-Length and Transfer-Encoding: send one of them, on a new "
+            "connection",
+        )
     hosts = bounds.allowed_hosts
     if hosts is None:
         return None
