@@ -155,6 +155,38 @@ def test_an_idle_worker_that_is_killed_is_replaced_without_a_request():
     assert log.index("the server ends") < log.index("the server has ended")
 
 
+def streamed(server, sent):
+    """The events of a long stream; once it has begun, `sent` is called."""
+    body = {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        events = [next(lines)]
+        sent()
+        return [line for line in [*events, *lines] if line]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_for_all_processes_let_streams_end_whole(number):
+    """As systemd sends SIGTERM: to the server and to its workers, which it needs until the end."""
+    with served(module=SCRIPTED) as server:
+        workers = children_of(server.process.pid)
+        assert workers
+
+        def signal_all():
+            for pid in workers:
+                os.kill(pid, number)
+            os.kill(server.process.pid, number)
+
+        events = streamed(server, signal_all)
+        log = server.process.stderr.read()
+    assert (events[-1], len(events) > 50) == ("data: [DONE]", True)
+    assert not [event for event in events if '"error"' in event]
+    assert server.exit_status == 0
+    assert "Traceback" not in log
+    assert "is lost" not in log
+    assert log.count("the server has ended") == 1
+
+
 def test_an_engine_that_has_stopped_for_good_ends_the_server_with_a_status():
     with served("--max-restarts", "1", module=SCRIPTED) as server:
         for _ in range(2):
