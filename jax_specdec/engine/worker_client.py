@@ -177,8 +177,13 @@ class WorkerProcess:
         """Whether `failure` knows what there is to know; false for a moment after `end`."""
         return self.exit_status is not None or time.monotonic() >= self._deadline
 
-    def failure(self, cause: Exception) -> WorkerFailed:
-        """The report of a lost worker, with its last words; ends the process if it still runs."""
+    def failure(self, cause: Exception, *, idle: bool = False) -> WorkerFailed:
+        """The report of a lost worker, with its last words; ends the process if it still runs.
+
+        Args:
+          cause: by which it was found lost.
+          idle: it took requests, and had none.
+        """
         arrived = self.ring.counters().messages
         code = self.exit_status
         self._kill()
@@ -197,7 +202,8 @@ class WorkerProcess:
         )
         why = "" if told else f": {cause}"
         report = [
-            f"{ended}, before its requests were done{why}",
+            f"{ended}, {'while it had no requests' if idle else 'before its requests were done'}"
+            f"{why}",
             f"its last words (all of them: {self._output}):\n{last}"
             if last
             else f"it printed nothing{' once it took requests' if since else ''}",

@@ -62,6 +62,9 @@ FILES = {
         ("serve --host ::", "(--allowed-host '*')"),
         ("serve --host gpu.example", "(--allowed-host NAME)"),
         # Files.
+        *((f"{command} --compilation-cache {folder}", f"--compilation-cache {folder} cannot be")
+          for command in ("serve", "demo", SERVE, GENERATE)
+          for folder in ("p.txt", "p.txt/x", "/proc/x", "/dev/null")),
         ("demo --prompts /nowhere/prompts.txt", "/nowhere/prompts.txt"),
         ("demo --json /nowhere/out.jsonl", "/nowhere/out.jsonl"),
         (f"{GENERATE} --draft-model nowhere", "there is no directory nowhere"),
