@@ -80,6 +80,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="processes with a model each (default: %(default)s)")  # fmt: skip
     engine_options.add_restarts(running, default=3)
     add_log_level(running)
+    running.add_argument("--access-log", action="store_true",
+        help="log a line for each answer, at the level info")  # fmt: skip
     engine_options.add_ray(running)
     running.add_argument("--max-replicas", type=integer(1, 2**16), metavar="N",
         help="with --ray: Ray Serve adds replicas up to N while more requests run in each than it "
@@ -109,6 +111,8 @@ def run(options: argparse.Namespace) -> int:
     limits = bounds(options)
     engine_options.refuse_without_ray(options)
     if options.ray is not None:
+        if options.access_log:
+            raise ValueError("--access-log is not for --ray, whose proxies log requests themselves")
         from jax_specdec.cli import serve_ray
 
         with logged(options.log_level):
@@ -118,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     socket = bound(options.host, options.port)
     with logged(options.log_level), socket, Engine(config) as engine:
-        service = Service(engine, model, bounds=limits, api_key=key)
+        service = Service(engine, model, bounds=limits, api_key=key, access_log=options.access_log)
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info(

@@ -21,6 +21,8 @@ from jax_specdec.serve.gate import OTHER, Traffic, too_large, too_long
 
 # Of reading requests in one round of the event loop: answers are sent between two of them.
 TURN_SECONDS = 0.002
+ASK_SECONDS = 0.2  # after which a client that sends no more is asked whether it is there
+EVENTS = "events"  # in a request's state: a stream of events answers it
 
 
 class Connections:
@@ -86,6 +88,8 @@ class Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._refused = False
+        self._half_closed = False  # the client sends no more
+        self._asks: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, and make room for it."""
@@ -114,7 +118,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._all.traffic.connections -= 1
         self._all.receiving.pop(self, None)
-        for timer in (self._timer, self._unread):
+        for timer in (self._timer, self._unread, self._asks):
             if timer is not None:
                 timer.cancel()
 
@@ -133,9 +137,48 @@ class Connection(H11Protocol):
         if self._refused or self.transport.is_closing():
             return
         super().handle_events()
+        if self._half_closed and not self._answers:
+            self.transport.close()
+            return
         if not self.flow.read_paused:
             self.transport.resume_reading()
         self._look()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Go on where the client sends no more, but may still read the answers that it awaits.
+
+        One that has left altogether looks the same, so it is asked.
+        """
+        if self._half_closed:
+            return True
+        if self._refused or not self._answers or self.conn.their_state is h11.SEND_BODY:
+            return False
+        self._half_closed = True
+        self._asks = self.loop.call_later(ASK_SECONDS, self._ask, ASK_SECONDS)
+        return True
+
+    @property
+    def _answers(self) -> bool:
+        """Whether a request is answered now."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _ask(self, seconds: float) -> None:
+        """Send what means nothing: the system of a client that has left refuses it.
+
+        That is noticed with the next write. Before an answer begins, it is an interim one (100
+        Continue), and in a stream of events a comment; HTTP/1.0 knows neither.
+        """
+        if self.transport.is_closing() or not self._answers:
+            return
+        state = self.conn.our_state
+        nothing: h11.Event | None = None
+        if state is h11.SEND_RESPONSE and self.scope["http_version"] == "1.1":
+            nothing = h11.InformationalResponse(status_code=100, headers=[])
+        elif state is h11.SEND_BODY and self.scope["state"].get(EVENTS):
+            nothing = h11.Data(data=b":\n\n")
+        if nothing is not None:
+            self.transport.write(self.conn.send(nothing) or b"")
+        self._asks = self.loop.call_later(seconds, self._ask, 2 * seconds)
 
     def on_response_complete(self) -> None:
         """Go on to the next request."""

@@ -89,6 +89,7 @@ def serving(
     model=MODEL,
     send_buffer=None,
     host="127.0.0.1",
+    access_log=False,
     **config,
 ):
     """Serve until the block ends; yields the server's parts, and ways to ask it.
@@ -119,7 +120,8 @@ def serving(
     ):
         if send_buffer is not None:  # connections have that of the socket that listens
             socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
-        service = Service(engine, model, bounds=bounds or Bounds(), api_key=api_key)
+        service = Service(engine, model, bounds=bounds or Bounds(), api_key=api_key,
+                          access_log=access_log)  # fmt: skip
         listener = Listener(service)
         thread = threading.Thread(target=listener.run, args=([socket],))
         thread.start()

@@ -50,6 +50,7 @@ FILES = {
         (f"{GENERATE} --restart-window 9", "--restart-window is for --max-restarts: add it"),
         (f"{SERVE} --replicas 2", "are for --ray: add it"),
         (f"{SERVE} --ray --scaling upscale_delay_s=1", "--scaling is for --max-replicas: add it"),
+        (f"{SERVE} --ray --access-log", "--access-log is not for --ray"),
         (f"{GENERATE} --replica-devices GPU", "'GPU' is not NAME=N, such as GPU=4"),
         ("serve --vocab-size 9", "--vocab-size is for --own-model"),
         ("serve --own-model m:f", "needs --tokenizer DIR"),

@@ -1,14 +1,17 @@
 """Connections of clients: answers that do not wait, and ends that nothing can hide behind."""
 
 import contextlib
+import json
 import socket
+import time
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from jax_specdec.serve import connection
 from jax_specdec.serve.bounds import Bounds
-from tests.support.http_server import serving
+from tests.support.http_server import WaitingWorker, serving, until
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -38,8 +41,8 @@ def test_accepted_sockets_send_at_once(host):
     with serving(host=host, bounds=Bounds(allowed_hosts=None)) as made, httpx.Client() as client:
         for _ in range(2):  # the connection is kept
             assert client.get(f"{made.url}/v1/models").status_code == 200
-        (connection,) = made.listener.server_state.connections
-        link = connection.transport.get_extra_info("socket")
+        (kept,) = made.listener.server_state.connections
+        link = kept.transport.get_extra_info("socket")
         assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
@@ -95,3 +98,73 @@ def test_a_request_behind_a_good_one_is_answered(server):
         while data.count(b"HTTP/1.1 ") < 2:
             data += link.recv(1 << 16)
     assert data.index(b"HTTP/1.1 400 ") < data.index(b"HTTP/1.1 200 ")
+
+
+def asked(version, **body):
+    content = json.dumps({"prompt": "abc", "max_tokens": 3} | body).encode()
+    head = POST.replace(b"1.1", version)
+    return head + b"content-length: %d\r\n\r\n" % len(content) + content
+
+
+@pytest.fixture
+def waiting():
+    """A server whose steps a test allows."""
+    with serving(worker=WaitingWorker, bounds=Bounds(linger=0.1)) as made:
+        yield made
+
+
+def sent_off(server, data):
+    """A connection on which a request was sent, once it is answered."""
+    address = urlsplit(server.url)
+    link = socket.create_connection((address.hostname, address.port), 30)
+    link.sendall(data)
+    until(lambda: server.service.num_open == 1)
+    return link
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_only_reads_gets_its_answer(version, stream, waiting):
+    """It has shut down its side; while it waits, it is asked whether it is there."""
+    with sent_off(waiting, asked(version, stream=stream)) as link:
+        link.shutdown(socket.SHUT_WR)
+        time.sleep(2 * connection.ASK_SECONDS)
+        waiting.workers[0].allowed.release(100)
+        data = b""
+        while more := link.recv(1 << 16):
+            data += more
+    head, _, body = data.partition(b" 200 OK")[2].partition(b"\r\n\r\n")
+    assert head
+    assert (b"100 \r\n" in data) == (version == b"1.1" and not stream)
+    if stream:
+        assert data.count(b"[DONE]") == 1
+        assert b"\n:\n\n" in data.replace(b"\r\n", b"\n")
+    else:
+        assert json.loads(body)["usage"]["completion_tokens"] == 3
+
+
+def test_pipelined_requests_of_a_client_that_only_reads_are_answered(server):
+    address, data = urlsplit(server.url), b""
+    with socket.create_connection((address.hostname, address.port), 30) as link:
+        link.sendall(asked(b"1.1") + HEALTH + HEALTH)
+        link.shutdown(socket.SHUT_WR)
+        while more := link.recv(1 << 16):
+            data += more
+    assert data.count(b"HTTP/1.1 200 ") == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_left_altogether_ends_its_request(stream, waiting):
+    """Its last words are the same as those of one that only reads."""
+    sent_off(waiting, asked(b"1.1", stream=stream, max_tokens=60)).close()
+    until(lambda: waiting.service.num_open == 0)
+    waiting.workers[0].allowed.release(100)
+    until(lambda: not waiting.engine.status[0].request_ids)
+
+
+def test_half_of_a_body_is_no_request(waiting):
+    address = urlsplit(waiting.url)
+    with socket.create_connection((address.hostname, address.port), 30) as link:
+        link.sendall(asked(b"1.1")[:-5])
+        link.shutdown(socket.SHUT_WR)
+        assert link.recv(1 << 16) == b""
