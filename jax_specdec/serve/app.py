@@ -29,7 +29,8 @@ from jax_specdec.serve import parse_request
 from jax_specdec.serve.bodies import Bodies, parsed
 from jax_specdec.serve.bounds import BODIES, Bounds
 from jax_specdec.serve.connection import EVENTS
-from jax_specdec.serve.errors import MAX_SHOWN, ApiError, unfit
+from jax_specdec.serve.errors import MAX_SHOWN, ApiError, shown, unfit
+from jax_specdec.serve.fields import Chat
 from jax_specdec.serve.gate import Gate, Traffic
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.openapi import description
@@ -149,6 +150,9 @@ class Service:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json" and not kind.endswith("+json"):
                 raise ApiError(415, f"content-type is {kind[:80]!r} and must be application/json")
+            coding = request.headers.get("content-encoding", "identity").strip().lower()
+            if coding != "identity":
+                raise ApiError(415, f"content-encoding is {coding[:80]!r}: send the body as it is")
             self._check_room()
             with contextlib.ExitStack() as open_:
                 async with self._bodies.received(request) as body:
@@ -194,9 +198,14 @@ class Service:
             return asked
 
         if len(body) <= SMALL:
-            return await asyncio.to_thread(work)
-        async with self._large_bodies:  # its values take many times its bytes
-            return await asyncio.to_thread(work)
+            wanted = await asyncio.to_thread(work)
+        else:
+            async with self._large_bodies:  # its values take many times its bytes
+                wanted = await asyncio.to_thread(work)
+        effort = wanted.body.reasoning_effort if isinstance(wanted.body, Chat) else None
+        if effort is not None:
+            logger.info("reasoning_effort = %s has no effect here", shown(effort))
+        return wanted
 
     def _check(self, request: EngineRequest, param: str) -> None:
         """Refuse a request that the engine would; its structure is compiled for that.
