@@ -143,7 +143,7 @@ class Endpoint:
 
         Raises:
           RingNotFound: no such ring (any more).
-          PeerDied: the creator has ended.
+          PeerDied: the creator has ended. A reader first gets what that had committed.
           RoleTaken: this side is the creator's, or another process took it.
           CorruptSegment: the memory is not a ring of this version.
           RingError: the ring is of another pid or time namespace, or the operating system refuses;

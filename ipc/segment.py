@@ -96,7 +96,7 @@ class Segment:
 
         Raises:
           RingNotFound: no such ring (any more).
-          PeerDied: the creator has ended.
+          PeerDied: the creator has ended, and left no message that this side could read.
           RoleTaken: this side is the creator's, or another process took it.
           CorruptSegment: the memory is not a ring of this version.
         """
@@ -130,7 +130,7 @@ class Segment:
             undo.callback(segment.buffer.release)
             undo.callback(segment.words.release)
             segment._refuse_if_closed()
-            if not is_alive(creator):
+            if not is_alive(creator) and not segment.has_messages_for(role):
                 unlink_names(name)  # the creator died before it could
                 raise PeerDied(str(role.other), creator.pid, -1)
             if not segment.take_seat():
@@ -152,6 +152,10 @@ class Segment:
             )
         if closed:
             raise _missing(self.name)
+
+    def has_messages_for(self, role: layout.Role) -> bool:
+        """Whether the other side has committed messages, which `role` is there to read."""
+        return role is layout.Role.CONSUMER and self.semaphores["items"].value > 0
 
     def take_seat(self) -> bool:
         """Takes the attacher's seat, so that nobody else attaches; False if it is taken."""
@@ -208,6 +212,21 @@ def _free_bytes() -> int:
     with open("/proc/meminfo", "rb") as file:
         fields = dict(line.split(b":") for line in file)
     return min(stat.f_bavail * stat.f_frsize, int(fields[b"MemAvailable"].split()[0]) * 1024)
+
+
+def _free_files() -> int | None:
+    """How many more files fit; None where nothing counts them."""
+    stat = os.statvfs(SHM_DIRECTORY)
+    return stat.f_favail if stat.f_files else None
+
+
+def _files_of_a_ring() -> int:
+    """The most inodes that a ring takes while it is made.
+
+    The memory, the semaphores and the FIFO; or, for a moment, one more for a semaphore, which has
+    two names (sem_open makes a file and links it).
+    """
+    return 1 + len(SEMAPHORES) + 1
 
 
 def _create_memory(name: str, total_bytes: int) -> mmap.mmap:
@@ -289,6 +308,20 @@ def _refusal(error: Exception, name: str, geometry: layout.Geometry) -> RingErro
         )
     if number not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         return RingError(f"cannot create ring {name}: {reason(error)}")
+    files, free = _files_of_a_ring(), _free_files()
+    if geometry.total_bytes <= _free_bytes() and free is not None and free < files:
+        return OutOfSharedMemory(
+            f"{SHM_DIRECTORY} has bytes, but no inodes left for {size}: it needs {files}, {free} "
+            f"are free ({error}). Remove files there (`python -m ipc.doctor "
+            "--remove` finds those of dead rings), or mount it with more of them (mount -o "
+            f"remount,nr_inodes=... {SHM_DIRECTORY})"
+        )
+    if number == errno.EDQUOT:
+        return OutOfSharedMemory(
+            f"user {os.geteuid()} may have no more in {SHM_DIRECTORY} for {size}, which needs "
+            f"{geometry.total_bytes} bytes and {files} inodes ({error}). Remove files there, use "
+            "fewer or smaller slots, or have the user's quota raised"
+        )
     return OutOfSharedMemory(
         f"{SHM_DIRECTORY} has no room for {size}: it needs {geometry.total_bytes} bytes, "
         f"{_free_bytes()} are free ({error}). Use fewer or smaller slots, or give the container "

@@ -4,10 +4,11 @@
 
 Its parent (an engine, or the lead of a group) writes one line to its standard input, the `Start`,
 and keeps the pipe open. A parent that is killed before the line is whole may have made a ring: the
-child removes it, by PARENT (`ipc.doctor.this_process`). First the process attaches to its ring, of
-which nothing then stays behind, whoever dies. Then it ties itself to its parent: the kernel kills
-it, even where it is stopped, and a thread ends it where the pipe ends. Then it begins to send
-heartbeats. Only after all this does it import MODULE and call its `main(child)`.
+child removes it, by PARENT (`ipc.doctor.this_process`). First the process leaves SIGTERM, SIGINT
+and SIGHUP to its parent, and attaches to its ring, of which nothing then stays behind, whoever
+dies. Then it ties itself to its parent: the kernel kills it, even where it is stopped, and a thread
+ends it where the pipe ends. Then it begins to send heartbeats. Only after all this does it import
+MODULE and call its `main(child)`.
 
 https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 """
@@ -54,6 +55,7 @@ def begin(parent: str = "") -> Child:
     Args:
       parent: whose rings to remove if it has ended already; empty for nobody's.
     """
+    leave_signals_to_parent()
     line = _first_line()
     if not line:  # it ended before it could say anything
         _remove_rings_of(parent)
@@ -80,6 +82,16 @@ def begin(parent: str = "") -> Child:
     client = ControlClient(start.control, ProcessStats())
     client.start()
     return Child(start, client, ring)
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore the signals by which a supervisor ends a service: the parent decides what ends when.
+
+    systemd sends them to every process of a service, and a terminal to every one of a group. A
+    parent that drains needs its children for that.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def die_with_parent() -> None:

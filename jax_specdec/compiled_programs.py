@@ -9,6 +9,7 @@ https://docs.jax.dev/en/latest/persistent_compilation_cache.html
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -61,10 +62,17 @@ def clear(folder: Path) -> Contents:
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder, for this user alone, and remove what is broken or too much.
+    """Make the folder as `make` does, and remove what is broken or too much; errors as `make`."""
+    make(folder)
+    _remove_halves(folder)
+    _remove_old(folder)
+
+
+def make(folder: Path) -> None:
+    """Make the folder, for this user alone.
 
     Raises:
-      OSError: it cannot be made.
+      OSError: it cannot be made, or not written into.
       PermissionError: somebody else may write into it: a program from there would be run.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -74,8 +82,8 @@ def prepare(folder: Path) -> None:
             f"{folder} is not this user's alone (mode {stat.filemode(found.st_mode)}), and what is "
             "in there would be run: choose another folder, or chmod 700 it"
         )
-    _remove_halves(folder)
-    _remove_old(folder)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "this user may not write there", str(folder))
 
 
 def _remove_halves(folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import MAX_KEPT
 
 Array = Any  # numpy.ndarray or jax.Array: this module imports no jax

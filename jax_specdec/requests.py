@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import MAX_CHOSEN, MAX_KEPT, MAX_TOP_K, LogprobsMode
 
 # Below the range, the rounding of float32 logits (1e-6 near 16) changes probabilities by per cents:

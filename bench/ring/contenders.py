@@ -19,6 +19,7 @@ import numpy as np
 
 from ipc import RingReader, RingWriter
 from ipc.waiting import WaitPolicy
+from jax_specdec.control.socket_path import SocketAddress
 
 SLOT_BYTES = 600_000
 SLOTS = 16
@@ -166,7 +167,8 @@ class ZmqReceiver:
         self.address = f"ipc://{self.directory.name}/socket"
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.PULL)
-        self.socket.bind(self.address)
+        self.path = SocketAddress(self.address)
+        self.socket.bind(self.path.text)
 
     def receive(self) -> Step:
         head, *arrays = (frame.buffer for frame in self.socket.recv_multipart(copy=False))
@@ -175,6 +177,7 @@ class ZmqReceiver:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
+        self.path.close()
         self.directory.cleanup()
 
 
@@ -183,7 +186,8 @@ class ZmqSender:
         zmq = _module("zmq")
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.PUSH)
-        self.socket.connect(address)
+        self.path = SocketAddress(address)
+        self.socket.connect(self.path.text)
 
     def send(self, time_ns: int, arrays: Sequence[np.ndarray]) -> None:
         self.socket.send_multipart(parts_of(time_ns, arrays), copy=False)
@@ -191,6 +195,7 @@ class ZmqSender:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
+        self.path.close()
 
 
 class MsgpackReceiver(ZmqReceiver):

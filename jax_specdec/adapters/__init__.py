@@ -5,6 +5,7 @@ functions with the peer's own signatures, and `install()`, which puts them in th
 the time of a `with`. A module imports its peer when one of its functions is called.
 """
 
+import jax_specdec.beside.pallas_kernels  # noqa: F401
 from jax_specdec.adapters import maxtext, sglang_jax, tpu_inference, tunix
 
 __all__ = ["tunix", "maxtext", "sglang_jax", "tpu_inference"]

@@ -9,7 +9,8 @@ from typing import Any
 
 from jax_specdec.checkpoint.rope_scaling import RopeScaling
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number of each type
+DTYPES = tuple(DTYPE_BYTES)
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -156,6 +157,11 @@ class ModelConfig:
         heads = self.num_columns * d * (1 if self.tie_embeddings else 2)
         return self.num_layers * layer + mtp + heads + d
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, in the type that the model computes in."""
+        return self.num_parameters * DTYPE_BYTES[self.dtype]
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; `from_dict` is the inverse."""
         return asdict(self)
@@ -173,3 +179,12 @@ class ModelConfig:
             given["rope_scaling"] = RopeScaling(**given["rope_scaling"])
         given["sliding_layers"] = tuple(given.get("sliding_layers", ()))  # JSON has lists
         return cls(**given)
+
+
+def cache_bytes(config: ModelConfig, num_slots: int, max_length: int, num_shards: int = 1) -> int:
+    """Bytes of the decoder's and the MTP head's keys and values on each device."""
+    layers = config.num_layers + config.num_mtp_layers
+    heads = config.num_kv_heads
+    heads = heads if heads % num_shards else heads // num_shards
+    entry = 2 * heads * config.head_dim * DTYPE_BYTES[config.dtype]
+    return layers * num_slots * max_length * entry

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import MAX_TOP_K
 from jax_specdec.cli import standard_output
 from jax_specdec.cli.argument_types import integer

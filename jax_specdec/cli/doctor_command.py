@@ -2,6 +2,7 @@
 
 import argparse
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc import doctor
 from jax_specdec import compiled_programs
 from jax_specdec.cli import toolchain

@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import MAX_DRAFTS
+from jax_specdec import compiled_programs
 from jax_specdec.checkpoint.hf_names import HfModel, open_model
 from jax_specdec.cli.argument_types import integer, seconds
 from jax_specdec.compiled_programs import OFF, default_folder
@@ -77,11 +79,29 @@ def engine_fields(
     options: argparse.Namespace, model: HfModel | None, max_length: int
 ) -> dict[str, Any]:
     """The fields of `EngineConfig` that these options set; arguments and errors as `drafting`."""
+    if options.compilation_cache not in ("", OFF) and getattr(options, "ray", None) is None:
+        _make_cache(Path(options.compilation_cache))
     return {
         **drafting(options, model, max_length),
         "num_slots": options.slots,
         **{name: getattr(options, name) for name in SAME},
     }
+
+
+def _make_cache(folder: Path) -> None:
+    """Make the folder of compiled programs, in which every worker would fail otherwise.
+
+    Raises:
+      OSError: it cannot be made, or not written into.
+    """
+    try:
+        compiled_programs.make(folder)
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(
+            error.errno,
+            f"--compilation-cache {folder} cannot be used ({why}): name another folder, or off",
+        ) from error
 
 
 def kept_in(setting: str) -> str:

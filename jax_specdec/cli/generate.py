@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc import RingError
 from jax_specdec.cli.prompts import Prompt
 from jax_specdec.cli.resumable import JsonlOutput, Output
+from jax_specdec.cli.standard_output import RecordLines
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.export import openai
 from jax_specdec.export.delivery import Delivery, Part
@@ -181,7 +183,7 @@ class Run:
         prompts: Sequence[Prompt],
         table: TokenTable,
         settings: Sequence[str],
-        output: JsonlOutput | None,
+        output: JsonlOutput | RecordLines | None,
     ) -> None:
         """Begin with no records.
 
@@ -265,6 +267,19 @@ class _Answer:
             created=int(time.time()), text="".join(part.text for part in self._parts),
             prompt=None if k is None else openai.joined_prompt(self._rows, k),
         )  # fmt: skip
+
+
+def needs_records(prompts: Sequence[Prompt]) -> bool:
+    """Whether a prompt asks for what only its record has: logprobs, and kept token ids."""
+    params = [prompt.request.params for prompt in prompts]
+    return any(
+        asked.logprobs is not None
+        or asked.prompt_logprobs is not None
+        or asked.extra_token_ids
+        or asked.draft_logprobs
+        or asked.kept_token_ids
+        for asked in params
+    )
 
 
 def left_to_do(

@@ -10,13 +10,15 @@ from typing import Any
 
 from rich.console import Console
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.hf_names import HfModel, open_model
 from jax_specdec.cli import engine_options, standard_output
-from jax_specdec.cli.generate import Run, TextsInOrder, left_to_do
+from jax_specdec.cli.generate import Run, TextsInOrder, left_to_do, needs_records
 from jax_specdec.cli.logs import logged
 from jax_specdec.cli.prompts import Prompt, given_prompts, read_prompts
 from jax_specdec.cli.resumable import JsonlOutput
+from jax_specdec.cli.standard_output import RecordLines
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.records.batch import FinishReason
@@ -27,7 +29,8 @@ from jax_specdec.wording import pluralize
 HELP = """\
 Run prompts through a checkpoint in Hugging Face layout (Llama, Mistral, Mixtral, Qwen2, Qwen3,
 Qwen3-MoE, Gemma 2 and 3, MiMo) or a GGUF file (Llama, Qwen2, Qwen3) with speculative decoding, and
-write OpenAI-style records with exact logprobs.
+write OpenAI-style records with exact logprobs: to --output, and where logprobs are asked for and
+standard output is no terminal, there, in place of the texts.
 
 Only local files are read; nothing is downloaded. With --output, an interrupted run can go on: run
 the same command again.
@@ -135,10 +138,19 @@ def run(options: argparse.Namespace) -> int:
         left = left_to_do(prompts, output, settings)
         if not left:
             return 0
-        result = Run(left, table, settings, output)
-        show, style = standard_output.shower(quiet=options.quiet)
+        # Texts alone would lose what was asked for; a terminal shows it in colors.
+        lines = output is None and not options.quiet and not sys.stdout.isatty()
+        lines = lines and needs_records(left)
+        result = Run(left, table, settings, RecordLines() if lines else output)
+        show, style = standard_output.shower(quiet=options.quiet or lines)
         texts = TextsInOrder(left, table, show, style)
         print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
+        if lines:
+            print(
+                "standard output is no terminal: records with the logprobs, one a line (the texts "
+                "alone: without --logprobs; --output FILE: records that a later run continues)",
+                file=sys.stderr,
+            )
         with result.tally.noting(options.output):
             _generate(config, left, result, texts)
         if style and any(prompt.request.params.logprobs is not None for prompt in left):

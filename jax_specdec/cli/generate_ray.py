@@ -8,6 +8,7 @@ other readers of Arrow.
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
@@ -137,6 +138,8 @@ def run(
         left = generate.left_to_do(prompts, output, settings)
         if not left:
             return 0
+        if output is None and generate.needs_records(left):
+            print("logprobs are not shown: --output FOLDER keeps columns of them", file=sys.stderr)
         show, _ = standard_output.shower(quiet=options.quiet)
         work = _Work(left, settings, output, TextsInOrder(left, table, show), table)
         try:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType, ModuleType
 
+from jax_specdec.beside import HiddenPackage
 from jax_specdec.cli import argument_types
 
 COMMANDS = {
@@ -36,11 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         _complain(": ".join(["interrupted", *getattr(error, "__notes__", ())]))
         return 128 + (error.args[0] if error.args else signal.SIGINT)
+    except HiddenPackage as error:
+        _complain(f"jax-specdec: {error}")
+        return 2
 
 
 def _run(arguments: Sequence[str] | None) -> int:
     command, options = _parsed(arguments)
 
+    import jax_specdec.beside.ipc  # noqa: F401
     from ipc import RingError
     from jax_specdec.engine.worker_client import WorkerFailed
 

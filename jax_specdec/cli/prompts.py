@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import LogprobsMode
 from jax_specdec.cli.argument_types import closest
 from jax_specdec.requests import Request, RequestError, SamplingParams, biases_of_json

@@ -89,6 +89,11 @@ def append(file: IO[bytes], path: Path, data: bytes | memoryview) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def record_line(id: str, digest: str, record: Mapping[str, Any]) -> str:
+    """The line of a record, with its end."""
+    return json.dumps({"id": id, **record, "request_digest": digest}, allow_nan=False) + "\n"
+
+
 def foreign(what: str) -> OutputError:
     """The error of content that no run has written."""
     return OutputError(f"{what} is not of this command: choose another output, or remove it")
@@ -109,8 +114,7 @@ class JsonlOutput(Output):
 
     def write(self, id: str, digest: str, record: Mapping[str, Any]) -> None:
         """Append one record; errors as `append`."""
-        line = json.dumps({"id": id, **record, "request_digest": digest}, allow_nan=False)
-        append(self._file, self.path, line.encode() + b"\n")
+        append(self._file, self.path, record_line(id, digest, record).encode())
         self.done[id] = digest
 
     def _read(self) -> None:

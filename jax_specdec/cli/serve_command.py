@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jax_specdec.checkpoint.hf_names import open_model
-from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.cli import engine_options
+from jax_specdec.checkpoint.model_config import ModelConfig, cache_bytes
+from jax_specdec.checkpoint.shipped import tiny_config
+from jax_specdec.cli import engine_options, room
 from jax_specdec.cli.argument_types import integer
 from jax_specdec.cli.logs import add_log_level, logged
 from jax_specdec.cli.prompts import sampling_params
@@ -84,6 +85,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="processes with a model each (default: %(default)s)")  # fmt: skip
     engine_options.add_restarts(running, default=3)
     add_log_level(running)
+    running.add_argument("--access-log", action="store_true",
+        help="log a line for each answer, at the level info")  # fmt: skip
     engine_options.add_ray(running)
     running.add_argument("--max-replicas", type=integer(1, 2**16), metavar="N",
         help="with --ray: Ray Serve adds replicas up to N while more requests run in each than it "
@@ -113,25 +116,28 @@ def run(options: argparse.Namespace) -> int:
     limits = bounds(options)
     engine_options.refuse_without_ray(options)
     if options.ray is not None:
+        if options.access_log:
+            raise ValueError("--access-log is not for --ray, whose proxies log requests themselves")
         from jax_specdec.cli import serve_ray
 
         with logged(options.log_level):
             _say_what_is_missing()
             return serve_ray.run(options, _model, limits)
     allow_files(limits.max_connections)
-    make_model, config = _model(options)
+    make_model, config, sizes = _model(options)
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     socket = bound(options.host, options.port)
     with logged(options.log_level), socket, Engine(config) as engine:
         _say_what_is_missing()
         model = make_model()  # beside the worker, which loads meanwhile
-        service = Service(engine, model, bounds=limits, api_key=key)
+        service = Service(engine, model, bounds=limits, api_key=key, access_log=options.access_log)
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info(
             "serving %s at http://%s:%d/v1 (pid %d; workers: %d, slots of each: %d)",
             model.name, shown, port, os.getpid(), config.num_ranks, config.num_slots,
         )  # fmt: skip
+        logger.info("%s", room.line(config, sizes))
         try:
             model.encoder.prepare()
         except ValueError as error:
@@ -174,19 +180,17 @@ def _asked(text: str) -> SamplingParams | None:
 
 def _fitting_length(config: ModelConfig, options: argparse.Namespace, most: int) -> int:
     """The tokens of a request whose caches are no burden; at least `MAX_LENGTH`, or `most`."""
-    item = 4 if config.dtype == "float32" else 2
-    layers = config.num_layers + config.num_mtp_layers
-    token = 2 * layers * config.num_kv_heads * config.head_dim * item
-    room = max(CACHE_BYTES, config.num_parameters * item // 4)
-    room = min(room, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-    length: int = (
-        room // (options.slots * token) // engine_options.LENGTH_STEP * engine_options.LENGTH_STEP
-    )
+    most_bytes = max(CACHE_BYTES, config.weight_bytes // 4)
+    most_bytes = min(most_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    step = engine_options.LENGTH_STEP
+    length: int = most_bytes // cache_bytes(config, options.slots, step) * step
     return min(max(length, MAX_LENGTH), most)
 
 
-def _model(options: argparse.Namespace) -> tuple[Callable[[], ServedModel], EngineConfig]:
-    """What makes the model to serve, and the engine that runs it."""
+def _model(
+    options: argparse.Namespace,
+) -> tuple[Callable[[], ServedModel], EngineConfig, ModelConfig | None]:
+    """What makes the model to serve, the engine that runs it, and its sizes if they are known."""
     weights, dtype, limit, checkpoint = "", options.dtype, MAX_LENGTH, None
     directory, vocab_size, eos = options.tokenizer, options.vocab_size, None
     name = options.own_model.partition(":")[0] or TINY
@@ -227,7 +231,7 @@ def _model(options: argparse.Namespace) -> tuple[Callable[[], ServedModel], Engi
         if vocab_size is None:  # the tokenizer knows
             model = make()
             make, vocab_size = partial(replace, model), model.vocab_size
-    return make, EngineConfig(
+    config = EngineConfig(
         vocab_size=vocab_size,
         weights=weights,
         own_model=options.own_model,
@@ -240,3 +244,9 @@ def _model(options: argparse.Namespace) -> tuple[Callable[[], ServedModel], Engi
         prepare=tuple(filter(None, options.prepare or [_asked(PREPARED)])),
         **engine_options.restarts(options),
     )
+    if checkpoint is not None:
+        return make, config, checkpoint.config
+    if options.own_model:
+        return make, config, None
+    tiny = tiny_config()
+    return make, config, replace(tiny, dtype=dtype or tiny.dtype)

@@ -7,6 +7,8 @@ import signal
 import threading
 from collections.abc import Callable
 
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.cli import room
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.ray import placement, serve_app
 from jax_specdec.serve.bounds import Bounds
@@ -15,21 +17,22 @@ from jax_specdec.serve.model import ServedModel
 logger = logging.getLogger("jax_specdec.serve")
 LOOK_SECONDS = 0.5
 
-MakeModel = Callable[[argparse.Namespace], tuple[Callable[[], ServedModel], EngineConfig]]
+Made = tuple[Callable[[], ServedModel], EngineConfig, ModelConfig | None]
+MakeModel = Callable[[argparse.Namespace], Made]
 
 
 def run(options: argparse.Namespace, make: MakeModel, bounds: Bounds) -> int:
     """Deploy, and wait for SIGTERM or Ctrl-C; returns the exit status.
 
     Args:
-      make: says what makes the model, and the configuration of an engine, by the options: here to
-        find what is wrong with them, and in each replica.
+      make: says what makes the model, the configuration of an engine and the model's sizes, by the
+        options: here to find what is wrong with them, and in each replica.
       bounds: of each replica.
 
     Raises:
       ValueError, ModuleNotFoundError: an option cannot be used, or Ray is not installed.
     """
-    make_model, config = make(options)
+    make_model, config, sizes = make(options)
     model = make_model()
     key = options.api_key or os.environ.get("JAX_SPECDEC_API_KEY", "")
     joined = placement.start(options.ray)
@@ -47,6 +50,7 @@ def run(options: argparse.Namespace, make: MakeModel, bounds: Bounds) -> int:
     logger.info(
         "serving %s on Ray Serve at http://%s:%d/v1", model.name, options.host, options.port
     )
+    logger.info("of each replica: %s", room.line(config, sizes))
     try:
         _wait_for_a_signal()
         logger.info("the server ends: open requests end first")

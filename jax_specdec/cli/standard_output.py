@@ -6,11 +6,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from jax_specdec.cli.resumable import record_line
 from jax_specdec.engine.engine import Engine
 from jax_specdec.records.record import Record
 from jax_specdec.text.detokenize import TextStream
@@ -98,6 +100,14 @@ def shower(*, quiet: bool) -> tuple[Show, Style | None]:
         console.print(shown, end="", soft_wrap=True)
 
     return show, style
+
+
+class RecordLines:
+    """Standard output as one that takes records, for who reads it without a terminal."""
+
+    def write(self, id: str, digest: str, record: Mapping[str, Any]) -> None:
+        """Write one record as a line."""
+        _write("", record_line(id, digest, record))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Commands travel over ZeroMQ, numbered and acknowledged; nothing here waits for a
 Records never come this way: they go through the ring.
 """
 
+import jax_specdec.beside.ipc  # noqa: F401
 from jax_specdec.control.channel import ControlClient, ControlServer, Link
 from jax_specdec.control.commands import (
     DRAFT_WIDTHS,
@@ -37,6 +38,7 @@ from jax_specdec.control.heartbeat import (
     ProcessStats,
     QuietTimer,
 )
+from jax_specdec.control.socket_path import SocketPath
 
 __all__ = [
     # Commands.
@@ -67,6 +69,7 @@ __all__ = [
     "ControlServer",
     "Link",
     "ControlClient",
+    "SocketPath",
     # Heartbeats.
     "Heartbeat",
     "Phase",

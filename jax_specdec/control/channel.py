@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from jax_specdec.control.commands import Command, Connection, ControlError, Shutdown, from_bytes
 from jax_specdec.control.heartbeat import BEAT_SECONDS, Heartbeat, ProcessStats
+from jax_specdec.control.socket_path import SocketAddress
 
 LOOK_MS = 250  # between two calls of `beside`
 
@@ -68,7 +69,9 @@ class ControlClient:
             socket.setsockopt_string(zmq.CURVE_SERVERKEY, self._connection.server_key)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, public_key)
             socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
-        socket.connect(self._connection.address)
+        # Not closed either: a connection that broke is made again.
+        address = SocketAddress(self._connection.address)
+        socket.connect(address.text)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -174,7 +177,8 @@ class ControlServer:
 
         Args:
           address: as ZeroMQ writes it, such as "tcp://10.0.0.1:*"; over TCP everything is encrypted
-            with CURVE, under a key that is made for this server. Empty: a socket in `folder`.
+            with CURVE, under a key that is made for this server. Empty, or "ipc://*": a socket in
+            `folder`. A path may be longer than Linux takes one (`SocketPath`).
           folder: a directory that only this user may enter.
 
         Raises:
@@ -182,13 +186,16 @@ class ControlServer:
         """
         if not address and folder is None:
             raise ValueError("a control server needs an address, or a folder for its socket")
-        self._address = address or f"ipc://{folder}/{os.urandom(4).hex()}"
+        if folder is not None and address in ("", "ipc://*"):
+            address = f"ipc://{folder}/{os.urandom(4).hex()}"
+        self._address = address
         self._links: dict[bytes, Link] = {}
         self._lock = threading.RLock()
         self._public_key = b""
         self._zmq: ModuleType | None = None
         self._context: zmq.Context | None = None
         self._socket: zmq.Socket | None = None
+        self._bound: SocketAddress | None = None
 
     def link(self) -> Link:
         """A link for one more process, which connects with `Link.connection`."""
@@ -233,6 +240,9 @@ class ControlServer:
                 socket.close(linger=0)
             if context is not None:
                 context.term()
+            bound, self._bound = self._bound, None
+            if bound is not None:
+                bound.close()
 
     def _open(self) -> None:
         if self._socket is not None:
@@ -251,9 +261,11 @@ class ControlServer:
                 self._public_key, secret_key = zmq.curve_keypair()
                 socket.setsockopt(zmq.CURVE_SERVER, 1)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
-            socket.bind(self._address)
-            self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        except zmq.ZMQError as error:
+            self._bound = SocketAddress(self._address)
+            socket.bind(self._bound.text)
+            if self._bound.text == self._address:
+                self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        except (zmq.ZMQError, OSError) as error:
             socket.close(linger=0)
             self.close()
             raise OSError(

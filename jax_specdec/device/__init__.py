@@ -12,6 +12,8 @@ Only this folder of the package imports jax. Its rooms; each may import those ab
 - `worker`: the process that runs the loop and sends its messages
 """
 
+import jax_specdec.beside.ipc
+import jax_specdec.beside.pallas_kernels  # noqa: F401
 from jax_specdec.device import drafting, model
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig

@@ -8,6 +8,7 @@ Docs, examples and users import this door, and `jax_specdec.export` for common f
 behind them may change. Nothing here imports jax.
 """
 
+import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import LogprobsMode
 from jax_specdec import control
 from jax_specdec.control import WorkerConfig

@@ -154,6 +154,7 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         progress: Progress | None = None,
+        group: str = "",
     ) -> Stream:
         """Run a request with those that run already; returns its records as they come.
 
@@ -165,6 +166,9 @@ class Engine:
             order in which they came. None that runs is stopped for it.
           deadline: seconds from now, after which it ends with the reason `DEADLINE`; None: never.
           progress: what another engine delivered of it: this one goes on behind that.
+          group: requests with the same one were asked for together. Slots are given to groups in
+            turn, and an eighth of them (one at least, of two or more) is kept for groups that have
+            none. Empty: a group of its own.
 
         Raises:
           RequestError: the request cannot be served, or its id is that of an open one.
@@ -173,7 +177,7 @@ class Engine:
           WorkerFailed: the engine has stopped because of a lost worker.
         """
         stream = self._streams.submit(
-            request, priority=priority, deadline=deadline, progress=progress
+            request, priority=priority, deadline=deadline, progress=progress, group=group
         )
         self._streams.start()
         return stream

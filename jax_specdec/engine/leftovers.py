@@ -6,6 +6,7 @@ except for the output of lost workers. A file in it says whose it is.
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,8 @@ from jax_specdec.engine.worker_client import LOST
 from jax_specdec.wording import pluralize
 
 PREFIX = "jax-specdec-"
-LINE_BYTES = 1 << 14  # bytes
+LINE_BYTES = 1 << 18  # at the end of an output, in which the line of a loss is looked for
+_LOSS = re.compile(rf"\d{{4}}-\d\d-\d\dT\S+ {LOST}")
 OWNER = "engine"  # the file that names the engine's process
 
 
@@ -74,15 +76,17 @@ def find(directory: Path | None = None) -> list[StaleDirectory]:
 
 
 def _losses(entries: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    """The names of outputs that tell of a loss, and that line."""
+    """The names of outputs that tell of a loss, and the line of it."""
     for entry in sorted(entries):
         if entry.suffix != ".log":
             continue
         with contextlib.suppress(OSError), entry.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - LINE_BYTES, 0))
-            last = file.read().decode(errors="backslashreplace").rstrip().rpartition("\n")[2]
-            if last.partition(" ")[2].startswith(LOST):
-                yield entry.name, last
+            # Processes that it had started may print behind it.
+            lines = file.read().decode(errors="backslashreplace").splitlines()
+            told = [line.rstrip() for line in lines if _LOSS.match(line)]
+            if told:
+                yield entry.name, told[-1]
 
 
 def remove(leftovers: list[StaleDirectory]) -> list[StaleDirectory]:

@@ -20,6 +20,7 @@ class QueuedRequest:
       submitted: when it came, in seconds of the engine's clock; None once it has had a token.
       had_slot: it does not wait for its first slot.
       priority: those with a lower one get a slot before it.
+      group: what was asked for together with it has the same; empty where nothing was.
     """
 
     request: Request
@@ -29,6 +30,7 @@ class QueuedRequest:
     submitted: float | None = None
     had_slot: bool = False
     priority: int = 0
+    group: str = ""
 
     @property
     def begun(self) -> bool:

@@ -134,6 +134,7 @@ class Streams:
         priority: int,
         deadline: float | None,
         progress: Progress | None,
+        group: str = "",
     ) -> Stream:
         """Queue a request; see `Engine.submit`.
 
@@ -152,6 +153,7 @@ class Streams:
             progress=progress or Progress(),
             submitted=None if progress else now,
             priority=priority,
+            group=group,
         )
         with self._lock:
             self._check_new([request])

@@ -7,6 +7,7 @@ it gets on: only what is lost alone is to blame. Nobody waits for a request's en
 from collections.abc import Iterator, Sequence
 
 from jax_specdec.engine.queued_request import QueuedRequest
+from jax_specdec.engine.turns import Turns, kept_slots
 from jax_specdec.engine.waiting_queue import WaitingQueue
 from jax_specdec.engine.worker_session import WorkerSession
 
@@ -21,8 +22,7 @@ class Placement:
         """Begin without requests."""
         # In the order in which they will get a slot.
         self._suspects: WaitingQueue[QueuedRequest] = WaitingQueue()
-        self._to_prefill: WaitingQueue[QueuedRequest] = WaitingQueue()
-        self._to_decode: WaitingQueue[QueuedRequest] = WaitingQueue()
+        self._to_prefill, self._to_decode = Turns(), Turns()
         self._queues = self._suspects, self._to_prefill, self._to_decode
         self._tried = ""  # the id of a suspect
         self._apart: WorkerSession | None = None  # gets it
@@ -30,7 +30,7 @@ class Placement:
 
     def __len__(self) -> int:
         """How many requests wait."""
-        return sum(map(len, self._queues))
+        return sum(len(queue) for queue in self._queues)
 
     def enqueue(
         self, requests: Sequence[QueuedRequest], *, prefill: bool, first: bool = False
@@ -60,8 +60,9 @@ class Placement:
     def drain(self) -> Iterator[QueuedRequest]:
         """Take every request, one after the other."""
         for queue in self._queues:
-            while queue:
-                yield queue.popleft()
+            waiting = list(queue)
+            queue.clear()
+            yield from waiting
 
     def suspects(self, session: WorkerSession) -> tuple[str, ...]:
         """Whom the loss of a worker may be put down to, in order of admission."""
@@ -73,7 +74,8 @@ class Placement:
 
     def prefill_no_more(self) -> None:
         """Let what waits for a prefill worker wait for a decode worker: none is left."""
-        self._to_decode.extend(self._to_prefill)
+        for queued in list(self._to_prefill):
+            self._to_decode.append(queued)
         self._to_prefill.clear()
 
     def places(
@@ -81,6 +83,7 @@ class Placement:
     ) -> Iterator[tuple[WorkerSession, QueuedRequest]]:
         """Give free slots to those that wait, always at the worker with most of them.
 
+        `Turns` says whose turn it is.
         A worker takes requests once it has loaded its model: what waits until then waits here. Each
         pair must be admitted before the next one is asked for.
         """
@@ -95,11 +98,18 @@ class Placement:
                 for session in sessions
                 if session.prefill_only == prefill_only and session.ready and session is not apart
             ]
+            holding = {group for session in sessions for group in session.groups}
+            kept = kept_slots(sum(session.state.num_slots for session in fit))
             while queue and fit:
                 session = max(fit, key=lambda session: session.num_free)
                 if not session.num_free:
                     break
-                yield session, queue.popleft()
+                free = sum(session.num_free for session in fit)
+                queued = queue.pop(holding, all_slots=free > kept)
+                if queued is None:
+                    break
+                holding.add(queued.group)
+                yield session, queued
 
     def _trying(self) -> bool:
         """Whether a try is on; who has got on, or has ended, is tried no more."""

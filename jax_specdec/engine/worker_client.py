@@ -13,6 +13,7 @@ from jax_specdec import control
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
+from jax_specdec.engine.last_words import reason_line
 from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.wording import pluralize
 
@@ -29,7 +30,8 @@ ADVICE = (
     'EngineConfig(on_worker_loss="restart") a new worker takes the place of a lost one, and with '
     "resume_lost=True its requests go on there"
 )
-LAST_LINE_CHARS = 200  # characters of it in a reason
+LAST_LINE_CHARS = 200  # of the line that says why, in a reason
+LOOKED_AT = 1 << 18  # bytes of its output in which that line is looked for
 LOST = "lost: "  # begins, after the time, the line that is added to a lost worker's output
 MEMORY = (
     "SIGKILL comes from another process, or from Linux where memory runs out (`dmesg` tells "
@@ -175,8 +177,13 @@ class WorkerProcess:
         """Whether `failure` knows what there is to know; false for a moment after `end`."""
         return self.exit_status is not None or time.monotonic() >= self._deadline
 
-    def failure(self, cause: Exception) -> WorkerFailed:
-        """The report of a lost worker, with its last words; ends the process if it still runs."""
+    def failure(self, cause: Exception, *, idle: bool = False) -> WorkerFailed:
+        """The report of a lost worker, with its last words; ends the process if it still runs.
+
+        Args:
+          cause: by which it was found lost.
+          idle: it took requests, and had none.
+        """
         arrived = self.ring.counters().messages
         code = self.exit_status
         self._kill()
@@ -195,15 +202,17 @@ class WorkerProcess:
         )
         why = "" if told else f": {cause}"
         report = [
-            f"{ended}, before its requests were done{why}",
+            f"{ended}, {'while it had no requests' if idle else 'before its requests were done'}"
+            f"{why}",
             f"its last words (all of them: {self._output}):\n{last}"
             if last
             else f"it printed nothing{' once it took requests' if since else ''}",
             *([MEMORY] if number == signal.SIGKILL else ()),
         ]
         reason = ended + why
-        if last:
-            reason += f"; it printed last: {last.splitlines()[-1].strip()[:LAST_LINE_CHARS]}"
+        printed = self._process.last_words(lines=LOOKED_AT, most=LOOKED_AT, since=since)
+        if line := reason_line(printed, crashed=bool(number)):
+            reason += f"; it printed last: {line[:LAST_LINE_CHARS]}"
         self._keep_reason(reason)
         return WorkerFailed(
             "\n".join(report), ADVICE if number and self._stops_all else "", reason=reason

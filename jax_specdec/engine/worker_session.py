@@ -100,6 +100,11 @@ class WorkerSession:
         return tuple(self._slots)
 
     @property
+    def groups(self) -> set[str]:
+        """The groups of the requests that hold a slot; those without one are not among them."""
+        return {queued.group for queued in self._queued.values() if queued.group}
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

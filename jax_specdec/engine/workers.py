@@ -200,9 +200,11 @@ class Workers:
     def lose(self, session: WorkerSession) -> WorkerFailed:
         """The report of a worker that is lost and has ended; `replace` plans its successor."""
         cause = session.ending or EndOfStream("its process has ended")
-        failure = session.lost = session.worker.failure(cause)
-        failure.__cause__ = cause
         names = list(session.request_ids)
+        # Where it was not ready yet, requests may have waited for it.
+        idle = not names and session.worker.heartbeat.ready
+        failure = session.lost = session.worker.failure(cause, idle=idle)
+        failure.__cause__ = cause
         more = f" and {len(names) - NAMED_IDS} more" if len(names) > NAMED_IDS else ""
         logger.warning(
             "a worker is lost, with %s: %s",

@@ -4,6 +4,7 @@ It stands above `jax_specdec.engine`, so that the engine knows no format; the mo
 change. Libraries that a format needs are imported on its first use.
 """
 
+import jax_specdec.beside.ipc  # noqa: F401
 from jax_specdec.export import arrow, metrics, openai
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.notebook import Colored, colored

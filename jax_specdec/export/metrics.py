@@ -6,6 +6,7 @@ with. Nothing is kept between calls: a page is a function of the values that it 
 https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
+import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,6 +79,27 @@ def status_text(
     if without_slot:
         families += _of_rank("", [_finished(without_slot)])
     return _page(families) + ("" if timings is None else timings_text(timings))
+
+
+def build_text(*, model: str) -> str:
+    """A page that says what runs: versions, and the model's name, as labels of a gauge of 1.
+
+    Raises:
+      ModuleNotFoundError: as `prometheus_text`.
+    """
+    labels = {"version": _version(), "python": platform.python_version(), "model": model}
+    meaning = "What runs here: versions and the model's name; always 1."
+    return _page([Family("gauge", "build_info", meaning, [(labels, 1)])])
+
+
+def _version() -> str:
+    """Of the installed package; "unknown" in a checkout that is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("jax-specdec")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def timings_text(timings: Timings) -> str:

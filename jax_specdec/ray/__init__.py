@@ -4,6 +4,7 @@ It stands above `jax_specdec.engine` and `jax_specdec.export`; the modules behin
 itself is imported when the first engine is made: without it, that says what to install.
 """
 
+import jax_specdec.beside.ipc  # noqa: F401
 from jax_specdec.ray.batch import ColumnBatch, Part, columns
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import ClusterError

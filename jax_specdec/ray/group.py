@@ -17,9 +17,11 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from jax_specdec.control import SocketPath
 from jax_specdec.engine import leftovers
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.last_words import reason_line
 from jax_specdec.ray.errors import lost_errors, ray
 
 LOST = 1  # the exit status of a follower of which nothing more is heard
@@ -33,6 +35,7 @@ class Followers:
         self._actors = list(actors)
         self._folder: Path | None = None
         self._listener: Listener | None = None
+        self._path: SocketPath | None = None
 
     def placed(self, config: EngineConfig) -> EngineConfig:
         """The configuration of a lead that asks here; its ports are free ones of this node."""
@@ -41,7 +44,8 @@ class Followers:
         self._folder = Path(tempfile.mkdtemp(prefix=leftovers.PREFIX))
         leftovers.own(self._folder)
         address = str(self._folder / "followers")
-        self._listener = Listener(address, "AF_UNIX", backlog=64)
+        self._path = SocketPath(address)
+        self._listener = Listener(self._path.text, "AF_UNIX", backlog=64)
         threading.Thread(
             target=self._accept, args=(self._listener,), name="followers", daemon=True
         ).start()
@@ -58,6 +62,9 @@ class Followers:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        if self._path is not None:
+            self._path.close()
+            self._path = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -138,8 +145,8 @@ class Follower:
                 code = process.exit_status or 0
                 host = ray("ray.util").get_node_ip_address()
                 words = f"pid {process.pid} at {host}"
-                if code > 0 and (last := process.last_words(lines=5)):
-                    words += f"; its last words: {last}"
+                if code > 0 and (line := reason_line(process.last_words(lines=1 << 18))):
+                    words += f"; it printed last: {line}"
                 return code, words
             finally:
                 process.send_signal(signal.SIGKILL)

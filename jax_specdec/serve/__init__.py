@@ -2,3 +2,5 @@
 
 Nothing here imports jax.
 """
+
+import jax_specdec.beside.ipc  # noqa: F401

@@ -7,9 +7,10 @@ Starlette routes and answers (https://www.starlette.io); nothing of HTTP is writ
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -27,7 +28,9 @@ from jax_specdec.export import metrics
 from jax_specdec.serve import parse_request
 from jax_specdec.serve.bodies import Bodies, parsed
 from jax_specdec.serve.bounds import BODIES, Bounds
-from jax_specdec.serve.errors import ApiError, unfit
+from jax_specdec.serve.connection import EVENTS
+from jax_specdec.serve.errors import MAX_SHOWN, ApiError, shown, unfit
+from jax_specdec.serve.fields import Chat
 from jax_specdec.serve.gate import Gate, Traffic
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.openapi import description
@@ -51,13 +54,21 @@ class Service:
     """
 
     def __init__(
-        self, engine: Engine, model: ServedModel, *, bounds: Bounds, api_key: str = ""
+        self,
+        engine: Engine,
+        model: ServedModel,
+        *,
+        bounds: Bounds,
+        api_key: str = "",
+        access_log: bool = False,
     ) -> None:
         """Answer by `engine` and `model`.
 
         Args:
           api_key: what clients must send as a bearer token below /v1; empty: nothing.
+          access_log: log a line for each answer.
         """
+        self._access_log = access_log
         self.bounds, self.traffic = bounds, Traffic()
         self.draining, self.num_open = False, 0
         self._engine, self._model = engine, model
@@ -79,12 +90,23 @@ class Service:
             Route("/v1/completions", self._tokens(parse_request.completion), methods=["POST"]),
             Route("/v1/chat/completions", self._tokens(parse_request.chat), methods=["POST"]),
             Route("/health", self._in_turn(self._health), methods=["GET"]),
+            Route("/livez", self._in_turn(self._live), methods=["GET"]),
             Route("/metrics", self._in_turn(self._metrics), methods=["GET"]),
             Route("/openapi.json", self._in_turn(self._description), methods=["GET"]),
         ]
-        handlers: Any = {ApiError: _answer, HTTPException: _answer_of_http, Exception: _answer_any}
-        paths = frozenset(route.path for route in routes)
-        gate = Middleware(Gate, bounds=self.bounds, traffic=self.traffic, paths=paths)
+        paths = [route.path for route in routes]
+        handlers: Any = {
+            ApiError: _answer,
+            HTTPException: functools.partial(_answer_of_http, paths),
+            Exception: _answer_any,
+        }
+        gate = Middleware(
+            Gate,
+            bounds=self.bounds,
+            traffic=self.traffic,
+            paths=frozenset(paths),
+            log=self._access_log,
+        )
         return Starlette(routes=routes, exception_handlers=handlers, middleware=[gate])
 
     def _in_turn(
@@ -128,6 +150,9 @@ class Service:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json" and not kind.endswith("+json"):
                 raise ApiError(415, f"content-type is {kind[:80]!r} and must be application/json")
+            coding = request.headers.get("content-encoding", "identity").strip().lower()
+            if coding != "identity":
+                raise ApiError(415, f"content-encoding is {coding[:80]!r}: send the body as it is")
             self._check_room()
             with contextlib.ExitStack() as open_:
                 async with self._bodies.received(request) as body:
@@ -138,6 +163,7 @@ class Service:
                 run = Run(self._engine, self._model, wanted, timeout=self.bounds.timeout)
                 open_.enter_context(run)
                 if wanted.body.stream:
+                    request.scope.setdefault("state", {})[EVENTS] = True
                     return _Parts(run.events(), open_.pop_all(), "text/event-stream")
                 answer = await _unless_gone(request, run.answer())
                 response = await asyncio.to_thread(JSONResponse, answer)
@@ -174,9 +200,14 @@ class Service:
             return asked
 
         if len(body) <= SMALL:
-            return await asyncio.to_thread(work)
-        async with self._large_bodies:  # its values take many times its bytes
-            return await asyncio.to_thread(work)
+            wanted = await asyncio.to_thread(work)
+        else:
+            async with self._large_bodies:  # its values take many times its bytes
+                wanted = await asyncio.to_thread(work)
+        effort = wanted.body.reasoning_effort if isinstance(wanted.body, Chat) else None
+        if effort is not None:
+            logger.info("reasoning_effort = %s has no effect here", shown(effort))
+        return wanted
 
     def _check(self, request: EngineRequest, param: str) -> None:
         """Refuse a request that the engine would; its structure is compiled for that.
@@ -214,9 +245,15 @@ class Service:
         answer = {"status": status, "problems": problems, "workers": workers}
         return JSONResponse(answer, 200 if status == "ready" else 503)
 
+    async def _live(self, _: Request) -> Response:
+        """Whether this process should go on: it may load, compile or drain."""
+        alive = self._engine.health().alive
+        return JSONResponse({"status": "alive" if alive else "failed"}, 200 if alive else 503)
+
     async def _metrics(self, _: Request) -> Response:
         engine = self._engine
-        page = metrics.status_text(engine.status, engine.timings, engine.ended_without_slot)
+        page = metrics.build_text(model=self._model.name)
+        page += metrics.status_text(engine.status, engine.timings, engine.ended_without_slot)
         traffic, waiting = self.traffic, engine.num_waiting
         page += metrics.http_text(
             traffic.answers, traffic.ended, self.num_open, traffic.connections, waiting
@@ -272,8 +309,13 @@ async def _answer(_: Request, error: ApiError) -> Response:
     return JSONResponse(error.body, error.status, headers)
 
 
-async def _answer_of_http(request: Request, error: HTTPException) -> Response:
-    said = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+async def _answer_of_http(paths: Sequence[str], request: Request, error: HTTPException) -> Response:
+    detail = error.detail
+    if error.status_code == 404:
+        detail += f"; there are {', '.join(paths)}"
+    elif error.status_code == 405:
+        detail += f"; allowed is {(error.headers or {}).get('Allow', 'another method')}"
+    said = ApiError(error.status_code, f"{request.method} {request.url.path[:MAX_SHOWN]}: {detail}")
     return JSONResponse(said.body, error.status_code, error.headers)
 
 

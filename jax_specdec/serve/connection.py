@@ -8,6 +8,7 @@ import asyncio
 import collections
 import http
 import json
+import socket
 import time
 from typing import Any
 
@@ -20,6 +21,8 @@ from jax_specdec.serve.gate import OTHER, Traffic, too_large, too_long
 
 # Of reading requests in one round of the event loop: answers are sent between two of them.
 TURN_SECONDS = 0.002
+ASK_SECONDS = 0.2  # after which a client that sends no more is asked whether it is there
+EVENTS = "events"  # in a request's state: a stream of events answers it
 
 
 class Connections:
@@ -60,6 +63,17 @@ class Connections:
             self._go_on(loop)
 
 
+def _send_at_once(transport: asyncio.Transport) -> None:
+    """Let no part of an answer wait for the client's acknowledgement of the one before it.
+
+    asyncio does so for sockets of protocol 6 only, and a listening socket may have 0. Then a client
+    that acknowledges late (40 ms) gets each answer on a kept connection so much later.
+    """
+    link = transport.get_extra_info("socket")
+    if link is not None and link.family in (socket.AF_INET, socket.AF_INET6):
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 class Connection(H11Protocol):
     """A connection that ends where its client sends too slowly, or does not read.
 
@@ -74,11 +88,14 @@ class Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._refused = False
+        self._half_closed = False  # the client sends no more
+        self._asks: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, and make room for it."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # `pause_writing` says that something is not read
+        _send_at_once(transport)
         bounds, traffic = self._all.bounds, self._all.traffic
         traffic.connections += 1
         self._look()
@@ -101,7 +118,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._all.traffic.connections -= 1
         self._all.receiving.pop(self, None)
-        for timer in (self._timer, self._unread):
+        for timer in (self._timer, self._unread, self._asks):
             if timer is not None:
                 timer.cancel()
 
@@ -120,9 +137,48 @@ class Connection(H11Protocol):
         if self._refused or self.transport.is_closing():
             return
         super().handle_events()
+        if self._half_closed and not self._answers:
+            self.transport.close()
+            return
         if not self.flow.read_paused:
             self.transport.resume_reading()
         self._look()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Go on where the client sends no more, but may still read the answers that it awaits.
+
+        One that has left altogether looks the same, so it is asked.
+        """
+        if self._half_closed:
+            return True
+        if self._refused or not self._answers or self.conn.their_state is h11.SEND_BODY:
+            return False
+        self._half_closed = True
+        self._asks = self.loop.call_later(ASK_SECONDS, self._ask, ASK_SECONDS)
+        return True
+
+    @property
+    def _answers(self) -> bool:
+        """Whether a request is answered now."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _ask(self, seconds: float) -> None:
+        """Send what means nothing: the system of a client that has left refuses it.
+
+        That is noticed with the next write. Before an answer begins, it is an interim one (100
+        Continue), and in a stream of events a comment; HTTP/1.0 knows neither.
+        """
+        if self.transport.is_closing() or not self._answers:
+            return
+        state = self.conn.our_state
+        nothing: h11.Event | None = None
+        if state is h11.SEND_RESPONSE and self.scope["http_version"] == "1.1":
+            nothing = h11.InformationalResponse(status_code=100, headers=[])
+        elif state is h11.SEND_BODY and self.scope["state"].get(EVENTS):
+            nothing = h11.Data(data=b":\n\n")
+        if nothing is not None:
+            self.transport.write(self.conn.send(nothing) or b"")
+        self._asks = self.loop.call_later(seconds, self._ask, 2 * seconds)
 
     def on_response_complete(self) -> None:
         """Go on to the next request."""

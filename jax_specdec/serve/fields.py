@@ -22,6 +22,7 @@ MAX_WORDS = 1024  # of a choice
 MAX_TOOLS = 128
 MAX_CHOICES = 128  # of one HTTP request: its prompts, each `n` times
 MAX_INT = 2**31 - 1
+MOST_NAMED = 8  # fields of an object that an error lists
 
 
 def _or_null(schema: dict[str, Any]) -> None:
@@ -46,11 +47,15 @@ class Closed(BaseModel):
         if not isinstance(value, dict):
             return value
         known = [field.alias or name for name, field in cls.model_fields.items()]
-        for name in value:
-            if name not in known:
+        for name, one in value.items():
+            if one is not None and name not in known:
                 name = encodable(name[:MAX_SHOWN])  # to compare a long one takes long
                 near = difflib.get_close_matches(name, known, 1)
-                way = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                way = "the fields that are stand in /openapi.json"
+                if near:
+                    way = f"did you mean {near[0]!r}?"
+                elif len(known) <= MOST_NAMED:
+                    way = f"known are {', '.join(known)}"
                 said = f"'{name}' is not served; {way}"
                 raise PydanticCustomError("unknown_parameter", said, {"name": name})
         return {name: one for name, one in value.items() if one is not None}
@@ -85,6 +90,9 @@ _CALLS = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
 
 class StreamOptions(Closed):
     include_usage: bool = False
+    # Only the value that changes nothing here is taken.
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class JsonSchema(Closed):
@@ -143,14 +151,28 @@ class Body(Closed):
     kept_token_ids: bool = False
     speculation: bool = False
     logprobs_columns: bool = False
+    # Taken, and of no effect here: who asks, and how requests are told apart.
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
     # Not served yet: only the value that changes nothing is taken.
     best_of: float | None = Field(None, ge=1, le=1)
-    skip_special_tokens: Literal[True] = True
     suffix: str | None = Field(None, max_length=0)
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    metadata: Object | None = Field(None, max_length=0)
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    use_beam_search: Literal[False] | None = None
+    early_stopping: Literal[False] | None = None
+    length_penalty: float | None = Field(None, ge=1, le=1)
 
 
 NEUTRAL = {
-    "best_of": 1, "suffix": "", "skip_special_tokens": True, "add_generation_prompt": True,
+    "best_of": 1, "suffix": "", "service_tier": "auto", "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "use_beam_search": False, "early_stopping": False,
+    "length_penalty": 1.0, "store": False, "metadata": {}, "modalities": ["text"],
+    "add_generation_prompt": True, "continue_final_message": False, "verbosity": "medium",
+    "functions": [], "function_call": "none",
 }  # fmt: skip
 
 
@@ -192,6 +214,15 @@ class Message(Closed):
     refusal: Text | None = None
     tool_calls: Annotated[list[ToolCall], _CALLS] | None = None
     tool_call_id: Text | None = None
+    annotations: list[Object] | None = Field(None, max_length=0)  # clients send back what is empty
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_calls(cls, value: Any) -> Any:
+        """What is given, where an empty list of calls is one that is left out."""
+        if isinstance(value, dict) and value.get("tool_calls") == []:
+            return {name: one for name, one in value.items() if name != "tool_calls"}
+        return value
 
 
 class Function(Closed):
@@ -226,6 +257,21 @@ class Chat(Body):
     tools: list[Tool] = Field([], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | Literal["none", "auto", "required"] | None = None
     parallel_tool_calls: bool = True
+    reasoning_effort: Text | None = None  # taken, and of no effect here
     chat_template_kwargs: Object = {}
-    # Of a template's text: its usual value alone is taken.
-    add_generation_prompt: Literal[True] = True
+    # Only the value that changes nothing is taken.
+    modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    verbosity: Literal["medium"] | None = None
+    functions: list[Object] | None = Field(None, max_length=0)
+    function_call: Literal["none"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_tools(cls, value: Any) -> Any:
+        """What is given, where "auto" without tools is a choice that is left out."""
+        chosen = isinstance(value, dict) and value.get("tool_choice") == "auto"
+        if not chosen or value.get("tools"):
+            return value
+        return {name: one for name, one in value.items() if name != "tool_choice"}

@@ -1,14 +1,18 @@
 """What is looked at before anything else of a request, and what is counted of all."""
 
 import collections
+import logging
+import time
 from collections.abc import Mapping
+from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jax_specdec.serve.bounds import MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds, host_name
-from jax_specdec.serve.errors import ApiError
+from jax_specdec.serve.errors import MAX_SHOWN, ApiError
 
+logger = logging.getLogger("jax_specdec.serve")
 OTHER = "other"  # every path that is not served, and what was no request
 
 
@@ -31,14 +35,22 @@ class Gate:
     """An application behind the checks of a request's head; counts what it answers."""
 
     def __init__(
-        self, app: ASGIApp, *, bounds: Bounds, traffic: Traffic, paths: frozenset[str]
+        self,
+        app: ASGIApp,
+        *,
+        bounds: Bounds,
+        traffic: Traffic,
+        paths: frozenset[str],
+        log: bool = False,
     ) -> None:
         """Stand before `app`.
 
         Args:
           paths: those that are counted by their names.
+          log: log a line for each answer.
         """
         self._app, self._bounds, self._traffic, self._paths = app, bounds, traffic, paths
+        self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or have it answered."""
@@ -46,7 +58,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._paths else OTHER
-        status = 0
+        status, began = 0, time.monotonic()
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -61,6 +73,8 @@ class Gate:
             await answer(scope, receive, counted)
         finally:
             self._traffic.answers[path, status or 500] += 1
+            if self._log:
+                logger.info(access_line(scope, status, time.monotonic() - began))
 
 
 def refusal(scope: Mapping[str, object], bounds: Bounds) -> ApiError | None:
@@ -76,11 +90,22 @@ def refusal(scope: Mapping[str, object], bounds: Bounds) -> ApiError | None:
     size = len(raw) + len(query) + sum(len(name) + len(value) + 4 for name, value in headers)
     if size > MAX_HEAD or len(headers) > MAX_HEADERS:
         return too_large(size, len(headers))
+    names = {name for name, _ in headers}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        # Servers in a row may take the body's end from either: what one of them holds for a part of
+        # it is the next one's request (RFC 9112, 6.3).
+        return ApiError(
+            400,
+            "the request has both Content-Length and Transfer-Encoding: send one of them, on a new "
+            "connection",
+        )
     hosts = bounds.allowed_hosts
     if hosts is None:
         return None
     given = next((value for name, value in headers if name == b"host"), b"").decode("latin-1")
-    if host_name(given) in hosts:
+    # Browsers always send it, so no page's name is behind one that HTTP/1.0 leaves out.
+    nameless = b"host" not in names and scope.get("http_version") == "1.0"
+    if nameless or host_name(given) in hosts:
         return None
     return ApiError(
         421,
@@ -88,6 +113,15 @@ def refusal(scope: Mapping[str, object], bounds: Bounds) -> ApiError | None:
         "--allowed-host NAME (* for any)",
         code="host_not_allowed",
     )
+
+
+def access_line(scope: Mapping[str, Any], status: int, seconds: float) -> str:
+    """The line of an answer: who asked for what, the status (0: none was sent), and how long."""
+    host, port = scope.get("client") or ("unknown", 0)
+    client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    path = str(scope["path"])[:MAX_SHOWN]
+    shown = path.encode("unicode_escape").decode("ascii")  # in one line, whatever it holds
+    return f"{client} {scope['method']} {shown} {status} {seconds:.3f} s"
 
 
 def too_long(size: int) -> ApiError:

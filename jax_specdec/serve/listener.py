@@ -3,9 +3,13 @@
 uvicorn listens and speaks HTTP (https://www.uvicorn.org).
 """
 
+import contextlib
 import functools
+import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
@@ -19,7 +23,7 @@ TAKEN = 16  # of them in a round of the event loop, between which answers are se
 
 
 class Listener(uvicorn.Server):
-    """uvicorn's server: a first signal drains it, a second one ends it at once.
+    """uvicorn's server: a first SIGTERM, SIGINT or SIGHUP drains it, a second one ends it at once.
 
     While it drains it listens, and answers that it does.
     """
@@ -57,6 +61,21 @@ class Listener(uvicorn.Server):
         await super().startup(sockets)
         for one in sockets or ():  # asyncio has let as many wait as it takes at once
             one.listen(BACKLOG)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take SIGHUP as SIGTERM, where it is not ignored (nohup) and this is the main thread."""
+        with super().capture_signals():
+            main = threading.current_thread() is threading.main_thread()
+            before = signal.getsignal(signal.SIGHUP)
+            if not main or before is signal.SIG_IGN:
+                yield
+                return
+            signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain, or end."""

@@ -45,6 +45,7 @@ _HEALTH = _object(
     problems={"type": "array", "items": _TEXT},
     workers={"type": "array", "items": {"type": "array", "items": _TEXT}},
 )
+_ALIVE = _object(status={"enum": ["alive", "failed"]})
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 
@@ -64,6 +65,8 @@ def description(*, keyed: bool, bounds: Bounds, max_length: int) -> dict[str, An
     listed, model = (_response(_object(object={"const": kind})) for kind in ("list", "model"))
     health = _get("Whether requests are served now.", _response(_HEALTH))
     health["get"]["responses"]["503"] = _response(_HEALTH)
+    alive = _get("Whether this process should go on.", _response(_ALIVE))
+    alive["get"]["responses"]["503"] = _response(_ALIVE)
     bodies = TypeAdapter(Completion | Chat).json_schema(ref_template=f"{_SCHEMAS}{{model}}")
     components: dict[str, Any] = {"schemas": bodies["$defs"] | {"Error": _ERROR}}
     if keyed:
@@ -87,6 +90,7 @@ def description(*, keyed: bool, bounds: Bounds, max_length: int) -> dict[str, An
                 "An answer to messages.", "Chat", known, "chat.completion", message={}
             ),
             "/health": health,
+            "/livez": alive,
             "/metrics": _get("Numbers for Prometheus.", page),
             "/openapi.json": _get("This description.", _response({"type": "object"})),
         },

@@ -97,7 +97,7 @@ def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
         prompt = model.encoder.encode_chat(*known)
     except (ValueError, RecursionError) as error:  # no template, or it refuses them
         raise unfit("messages", str(error)) from error
-    if given.top_logprobs is not None and not given.logprobs:
+    if given.top_logprobs and not given.logprobs:
         raise unfit("top_logprobs", "top_logprobs needs logprobs = true")
     left = max(model.max_length - len(prompt), 1)
     return _asked(

@@ -70,7 +70,12 @@ class Run:
         try:
             for request in asked.requests:
                 self._streams.append(
-                    engine.submit(request, priority=asked.body.priority, deadline=timeout)
+                    engine.submit(
+                        request,
+                        priority=asked.body.priority,
+                        deadline=timeout,
+                        group=asked.id if len(asked.requests) > 1 else "",
+                    )
                 )
         except Exception as error:
             self.end()

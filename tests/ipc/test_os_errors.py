@@ -1,8 +1,10 @@
 """Limits of the operating system become RingErrors that name them; nothing is left open."""
 
+import contextlib
 import errno
 import os
 import re
+import types
 
 import posix_ipc
 import pytest
@@ -128,6 +130,48 @@ def test_where_no_descriptor_is_left_to_count_them(monkeypatch):
 
 def test_more_than_the_machine_has():
     with pytest.raises(errors.OutOfSharedMemory, match="free"):
+        RingReader.create(65536, 1 << 30)
+
+
+@contextlib.contextmanager
+def refused_files(error, files=40, favail=5):
+    """A /dev/shm that takes no further file, and counts its inodes so."""
+    counted = os.statvfs("/dev/shm")
+    values = {name: getattr(counted, name) for name in dir(counted) if name.startswith("f_")}
+    values |= {"f_files": files, "f_favail": favail}
+
+    def refuse(*_, **__):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(**values))
+        patch.setattr(posix_ipc, "SharedMemory", refuse)
+        yield
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("counts", "error", "what"),
+    [
+        ({}, FULL, r"has bytes, but no inodes left for a ring .*needs 6, 5 are free.*nr_inodes"),
+        ({"favail": 0}, FULL, "needs 6, 0 are free"),
+        ({"favail": 6}, FULL, "has no room"),  # the control: that many are enough
+        ({"files": 0, "favail": 0}, FULL, "has no room"),  # nothing counts them
+        ({"favail": 6}, OSError(errno.EDQUOT, "Quota"), r"user \d+ may have no more .*6 inodes"),
+    ],
+)
+def test_advice_is_about_what_is_missing(counts, error, what):
+    """Inodes, bytes or a quota."""
+    with refused_files(error, **counts), pytest.raises(errors.RingError, match=what) as info:
+        RingReader.create(2, 64)
+    assert isinstance(info.value, errors.OutOfSharedMemory)
+    assert ("--shm-size" in str(info.value)) == ("no room" in what)
+
+
+def test_lack_of_bytes_comes_before_lack_of_inodes():
+    with refused_files(FULL), pytest.raises(errors.OutOfSharedMemory, match="has no room"):
         RingReader.create(65536, 1 << 30)
 
 

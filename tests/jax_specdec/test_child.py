@@ -51,6 +51,20 @@ def test_a_child_ends_where_its_pipe_ends_or_its_parent_has_ended(parent, said, 
         one.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_child_leaves_signals_to_its_parent(number, tmp_path):
+    """A supervisor sends them to all; the parent ends its children once it has drained."""
+    process, listening = born(tmp_path, None)
+    assert process.stdout.readline() == "watched 9\n"
+    process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.1)
+    process.stdin.close()
+    assert process.wait(20) == 1
+    for one in (process.stdout, listening):
+        one.close()
+
+
 TIED = """
 import sys, time
 from jax_specdec import child

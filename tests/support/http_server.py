@@ -82,7 +82,15 @@ class StallingWorker(ScriptedWorker):
 
 @contextlib.contextmanager
 def serving(
-    *, api_key="", bounds=None, worker=ScriptedWorker, model=MODEL, send_buffer=None, **config
+    *,
+    api_key="",
+    bounds=None,
+    worker=ScriptedWorker,
+    model=MODEL,
+    send_buffer=None,
+    host="127.0.0.1",
+    access_log=False,
+    **config,
 ):
     """Serve until the block ends; yields the server's parts, and ways to ask it.
 
@@ -107,16 +115,18 @@ def serving(
     settings = EngineConfig(**given)
     with (
         ThreadPoolExecutor(8) as pool,
-        bound("127.0.0.1", 0) as socket,
+        bound(host, 0) as socket,
         Engine(settings, start_worker=start) as engine,
     ):
         if send_buffer is not None:  # connections have that of the socket that listens
             socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
-        service = Service(engine, model, bounds=bounds or Bounds(), api_key=api_key)
+        service = Service(engine, model, bounds=bounds or Bounds(), api_key=api_key,
+                          access_log=access_log)  # fmt: skip
         listener = Listener(service)
         thread = threading.Thread(target=listener.run, args=([socket],))
         thread.start()
-        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{socket.getsockname()[1]}"
         http = httpx.Client(base_url=url, timeout=60)
         try:
             yield SimpleNamespace(

@@ -133,7 +133,7 @@ class ScriptedWorker:
     def end(self, cause):
         self.stopped = True
 
-    def failure(self, cause):
+    def failure(self, cause, *, idle=False):
         self.stopped = True
         return WorkerFailed(f"rank {self.process_rank}: {cause}")
 

@@ -22,9 +22,9 @@ from safetensors.numpy import save_file
 
 from jax_specdec.checkpoint.gguf_file import is_gguf
 from jax_specdec.checkpoint.hf_names import open_model
-from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
+from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig, cache_bytes
 from jax_specdec.checkpoint.shipped import tiny_weights_path
-from jax_specdec.device.model.hf_weights import cache_bytes, load_weights
+from jax_specdec.device.model.hf_weights import load_weights
 from jax_specdec.device.model.memory import available_bytes, check_memory
 from jax_specdec.device.model.params import ModelParams, init_params, named_arrays
 from jax_specdec.device.model.sharding import padded, tensor_parallel

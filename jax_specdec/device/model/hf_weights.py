@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from jax_specdec.checkpoint.gguf_file import read_tensor
 from jax_specdec.checkpoint.hf_files import ITEM_BYTES, StoredTensor
 from jax_specdec.checkpoint.hf_names import HfModel, Source
-from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
+from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig, cache_bytes
 from jax_specdec.device.model.memory import check_memory
 from jax_specdec.device.model.params import ModelParams, init_params, named_arrays
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, params_specs
@@ -123,15 +123,6 @@ def weight_bytes(config: ModelConfig, num_shards: int = 1) -> int:
     parts = {name: num_shards if any(spec) else 1 for name, spec in specs.items()}
     arrays = named_arrays(shapes).items()
     return sum(x.size * x.dtype.itemsize // parts[name] for name, x in arrays)
-
-
-def cache_bytes(config: ModelConfig, num_slots: int, max_length: int, num_shards: int = 1) -> int:
-    """Bytes of the decoder's and the MTP head's keys and values on each device."""
-    layers = config.num_layers + config.num_mtp_layers
-    heads = config.num_kv_heads
-    heads = heads if heads % num_shards else heads // num_shards
-    entry = 2 * heads * config.head_dim * jnp.dtype(config.dtype).itemsize
-    return layers * num_slots * max_length * entry
 
 
 def _read(tensor: StoredTensor) -> np.ndarray:

@@ -80,7 +80,8 @@ class PlacedFollower:
         Raises:
           OSError: nobody listens there.
         """
-        self._connection = Client(launcher, "AF_UNIX")
+        with control.SocketPath(launcher) as path:
+            self._connection = Client(path.text, "AF_UNIX")
         self._code: int | None = None
         self.why = ""
 

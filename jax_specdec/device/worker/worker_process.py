@@ -16,7 +16,7 @@ import jax
 
 from jax_specdec.checkpoint.gguf_file import is_gguf
 from jax_specdec.checkpoint.hf_names import open_model
-from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.checkpoint.model_config import ModelConfig, cache_bytes
 from jax_specdec.child import Child
 from jax_specdec.control import (
     Advance,
@@ -32,7 +32,6 @@ from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.loop.programs import PROGRAMS, KeptPrograms
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
-from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.other_weights import other_weights, own_weights
 from jax_specdec.device.model.own_model import Model, OwnModel, in_tiles, row_tile
 from jax_specdec.device.model.params import init_params

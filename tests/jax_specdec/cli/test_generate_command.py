@@ -112,6 +112,58 @@ def test_prompts_from_the_command_line_and_from_standard_input(
     assert found == {id: encode(text).ids for id, text in texts.items()}
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--logprobs", 5], {}),
+        (["--logprobs", 0], {}),
+        (["--kept-token-ids"], {}),
+        ([], {"logprobs": 2}),  # of one prompt
+        ([], {"prompt_logprobs": 0}),
+    ],
+)
+def test_records_come_where_no_terminal_is(options, line, model, use_engine, tmp_path, capsys):
+    """In place of the texts, which lack what was asked for; the same as with --output."""
+    use_engine(scripted_engine())
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    rows = {"prompt": "a"} | line, {"prompt": "b"}
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--model", model, "--prompts", prompts, "--max-tokens", 4, *options]
+    assert status_of("generate", *given) == 0
+    shown, said = capsys.readouterr()
+    records = [json.loads(row) for row in shown.splitlines()]
+    assert status_of("generate", *given, "--output", out, "--quiet") == 0
+    kept = [json.loads(row) for row in out.read_text().splitlines()]
+    for record in records + kept:
+        del record["created"]
+    assert sorted(records, key=str) == sorted(kept, key=str)
+    assert len(records) == 2
+    assert "standard output is no terminal: records with the logprobs" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "terminal"),
+    [
+        ([], False),
+        (["--logprobs", 1, "--output"], False),
+        (["--logprobs", 1, "--quiet"], False),
+        (["--logprobs", 1], True),
+    ],
+)
+def test_texts_stay_texts_where_nothing_is_lost(
+    options, terminal, model, use_engine, tmp_path, capsys, monkeypatch
+):
+    use_engine(scripted_engine())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    more = [tmp_path / "o.jsonl"] if "--output" in options else []
+    given = ["--model", model, "--prompt", "ab", "--max-tokens", 4, *options, *more]
+    assert status_of("generate", *given) == 0
+    shown, said = capsys.readouterr()
+    assert ("ab" in shown) != ("--quiet" in options)
+    assert "request_digest" not in shown
+    assert "no terminal" not in said
+
+
 @pytest.mark.fast
 def test_a_stop_string_ends_a_text(model, use_engine, tmp_path, capsys):
     """It may begin and end inside tokens, and stand in the prompt."""

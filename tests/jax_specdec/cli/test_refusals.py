@@ -50,6 +50,7 @@ FILES = {
         (f"{GENERATE} --restart-window 9", "--restart-window is for --max-restarts: add it"),
         (f"{SERVE} --replicas 2", "are for --ray: add it"),
         (f"{SERVE} --ray --scaling upscale_delay_s=1", "--scaling is for --max-replicas: add it"),
+        (f"{SERVE} --ray --access-log", "--access-log is not for --ray"),
         (f"{GENERATE} --replica-devices GPU", "'GPU' is not NAME=N, such as GPU=4"),
         ("serve --vocab-size 9", "--vocab-size is for --own-model"),
         ("serve --own-model m:f", "needs --tokenizer DIR"),
@@ -62,6 +63,9 @@ FILES = {
         ("serve --host ::", "(--allowed-host '*')"),
         ("serve --host gpu.example", "(--allowed-host NAME)"),
         # Files.
+        *((f"{command} --compilation-cache {folder}", f"--compilation-cache {folder} cannot be")
+          for command in ("serve", "demo", SERVE, GENERATE)
+          for folder in ("p.txt", "p.txt/x", "/proc/x", "/dev/null")),
         ("demo --prompts /nowhere/prompts.txt", "/nowhere/prompts.txt"),
         ("demo --json /nowhere/out.jsonl", "/nowhere/out.jsonl"),
         (f"{GENERATE} --draft-model nowhere", "there is no directory nowhere"),

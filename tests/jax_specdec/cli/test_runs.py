@@ -49,6 +49,17 @@ def written(path):
     return found
 
 
+def test_a_long_tmpdir_holds_the_engine(model, tmp_path):
+    """The path of a socket has at most 107 bytes, and TMPDIR may have more."""
+    folder = tmp_path / ("d" * 150)
+    folder.mkdir()
+    options = ["--model", model, "--prompt", "a", "--max-tokens", 3, "--quiet"]
+    process = start(*options, env=os.environ | {"TMPDIR": str(folder)})
+    errors = ended(process)
+    assert (process.returncode, list(folder.iterdir())) == (0, [])
+    assert "1 of 1 request" in errors
+
+
 def test_a_killed_run_goes_on(model, tmp_path):
     def kill(process):
         wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") >= 2)
@@ -142,6 +153,38 @@ def test_an_idle_worker_that_is_killed_is_replaced_without_a_request():
     assert "WARNING a worker is lost, with no request: the model worker" in line
     assert (log.count("a new worker was started"), log.count("takes requests")) == (1, 2)
     assert log.index("the server ends") < log.index("the server has ended")
+
+
+def streamed(server, sent):
+    """The events of a long stream; once it has begun, `sent` is called."""
+    body = {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        events = [next(lines)]
+        sent()
+        return [line for line in [*events, *lines] if line]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_for_all_processes_let_streams_end_whole(number):
+    """As systemd sends SIGTERM: to the server and to its workers, which it needs until the end."""
+    with served(module=SCRIPTED) as server:
+        workers = children_of(server.process.pid)
+        assert workers
+
+        def signal_all():
+            for pid in workers:
+                os.kill(pid, number)
+            os.kill(server.process.pid, number)
+
+        events = streamed(server, signal_all)
+        log = server.process.stderr.read()
+    assert (events[-1], len(events) > 50) == ("data: [DONE]", True)
+    assert not [event for event in events if '"error"' in event]
+    assert server.exit_status == 0
+    assert "Traceback" not in log
+    assert "is lost" not in log
+    assert log.count("the server has ended") == 1
 
 
 def test_an_engine_that_has_stopped_for_good_ends_the_server_with_a_status():

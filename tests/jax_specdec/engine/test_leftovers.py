@@ -60,10 +60,13 @@ def test_the_command_prints_why_workers_were_lost(killed, living, capsys):
     (killed / "worker-0-1.log").write_text(f"words\n\n{reason}\n")
     (killed / "worker-0-2.log").write_text("lost: words of a worker\n")
     (killed / "worker-1-1.log").write_bytes(b"\xff" * 100_000)
+    # Processes of a worker's may print behind its reason.
+    (killed / "worker-1-2.log").write_text(f"words\n\n{reason} too\n" + "a late line\n" * 5000)
     main.main(["doctor"])
     printed = capsys.readouterr().out
     assert f" worker-0-1.log: {reason}\n" in printed
-    assert printed.count("lost: ") == 1
+    assert f" worker-1-2.log: {reason} too\n" in printed
+    assert printed.count("lost: ") == 2
 
 
 def test_where_nothing_can_be_known_of_processes_nothing_is_removed(killed, monkeypatch):

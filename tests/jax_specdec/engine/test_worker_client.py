@@ -182,6 +182,7 @@ def test_what_a_worker_printed_before_it_took_requests_says_nothing_of_its_end(t
         assert isinstance(engine.failure, WorkerFailed)
         assert "Traceback" not in engine.failure.report
         assert "it printed nothing once it took requests" in engine.failure.report
+        assert "after 0 messages, while it had no requests\n" in engine.failure.report
         assert engine.failure.reason.endswith("was killed by signal 9 (Killed) after 0 messages")
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -51,10 +53,56 @@ def test_health_metrics_and_description(server):
     assert [one["type"] for one in fields["n"]["anyOf"]] == ["integer", "null"]
 
 
+def test_metrics_say_what_runs(server):
+    page = server.http.get("/metrics").text
+    (line,) = [line for line in page.splitlines() if line.startswith("jax_specdec_build_info{")]
+    assert line.endswith("} 1.0")
+    assert 'model="scripted"' in line
+    assert 'python="3.' in line
+    assert 'version="' in line
+
+
+def test_a_process_that_loads_or_drains_is_alive(server, monkeypatch):
+    """A probe of liveness must not end it; one of readiness sends it no requests."""
+
+    def probes():
+        return [server.http.get(path).status_code for path in ("/livez", "/health")]
+
+    assert probes() == [200, 200]
+    state = server.engine.health()
+    monkeypatch.setattr(server.engine, "health", lambda: replace(state, ready=False))
+    assert probes() == [200, 503]
+    monkeypatch.setattr(server.engine, "health", lambda: replace(state, alive=False, ready=False))
+    assert probes() == [503, 503]
+    assert server.http.get("/livez").json() == {"status": "failed"}
+    monkeypatch.undo()
+    monkeypatch.setattr(server.service, "draining", True)
+    assert probes() == [200, 503]
+
+
+def test_each_answer_has_a_line_where_asked_for(caplog):
+    caplog.set_level("INFO", "jax_specdec.serve")
+    with serving(access_log=True) as server:
+        server.ask(**BODY)
+        server.http.get("/a%0Ab%E2%80%A8?token=secret")
+        server.ask(model="other", prompt="a")
+    lines = [line.getMessage() for line in caplog.records if " s" in line.getMessage()[-2:]]
+    said = [re.sub(r"^127.0.0.1:\d+ |\d+\.\d{3} s$", "", line) for line in lines]
+    assert said == [
+        "POST /v1/completions 200 ", r"GET /a\nb\u2028 404 ", "POST /v1/completions 404 ",
+    ]  # fmt: skip
+    caplog.clear()
+    with serving() as server:  # the control
+        server.ask(**BODY)
+    assert not [line for line in caplog.records if "/v1/completions" in line.getMessage()]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "said"),
     [
-        ("GET", "/nowhere", 404, "GET /nowhere"), ("GET", "/v1/completions", 405, "Not Allowed"),
+        ("GET", "/nowhere", 404, "GET /nowhere: Not Found; there are /v1/models, /v1/models/{name"),
+        ("GET", "/v2/" + "x" * 900, 404, "/v1/chat/completions, /health, /livez, /metrics"),
+        ("GET", "/v1/completions", 405, "Not Allowed; allowed is POST"),
         ("POST", "/health", 405, "POST"), ("POST", "/v1/completions", 415, "must be application/j"),
     ],
 )  # fmt: skip

@@ -10,14 +10,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
+from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig, cache_bytes
 from jax_specdec.device.model.checkpoint import (
     load_checkpoint,
     load_model,
     save_checkpoint,
     tiny_weights_path,
 )
-from jax_specdec.device.model.hf_weights import cache_bytes
 from jax_specdec.device.model.memory import InsufficientMemory
 from jax_specdec.device.model.params import named_arrays
 from tests.support import hf_files

@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from jax_specdec.checkpoint.hf_names import open_model
-from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
+from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig, cache_bytes
 from jax_specdec.device.model import llama, mtp
 from jax_specdec.device.model.checkpoint import load_model
-from jax_specdec.device.model.hf_weights import cache_bytes, load_weights, needed_bytes
+from jax_specdec.device.model.hf_weights import load_weights, needed_bytes
 from jax_specdec.device.model.memory import GIB, InsufficientMemory, check_memory, host_bytes
 from jax_specdec.device.model.params import init_cache, init_mtp_cache, init_params
 from tests.support import hf_files, quick_compile, reference_model

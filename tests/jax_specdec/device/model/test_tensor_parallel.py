@@ -10,7 +10,7 @@ import pytest
 
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.hf_names import open_model
-from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.checkpoint.model_config import ModelConfig, cache_bytes
 from jax_specdec.device.drafting.drafters import MtpDrafter
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.programs import Compiled
@@ -18,7 +18,7 @@ from jax_specdec.device.loop.state import LoopConfig, init_state, state_specs
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.model import llama, sharding
 from jax_specdec.device.model.checkpoint import load_model
-from jax_specdec.device.model.hf_weights import cache_bytes, needed_bytes, weight_bytes
+from jax_specdec.device.model.hf_weights import needed_bytes, weight_bytes
 from jax_specdec.device.model.memory import InsufficientMemory
 from jax_specdec.device.model.params import init_cache, init_params, named_arrays
 from jax_specdec.requests import SamplingParams
