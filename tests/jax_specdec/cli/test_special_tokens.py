@@ -15,7 +15,7 @@ END = 1  # the id of </s>
 @pytest.mark.parametrize(("more", "taken"), TAKEN)
 def test_serve_reads_them_as_its_option_says(more, taken, model):
     _, options = main._parsed(["serve", "--model", str(model), *more])
-    make, _ = serve_command._model(options)
+    make, *_ = serve_command._model(options)
     assert make().encoder.encode_chat(ATTACK).count(END) == taken
 
 
