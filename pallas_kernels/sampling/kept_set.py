@@ -51,7 +51,7 @@ class _Found(NamedTuple):
 def kept_sets(
     logits: Float[Array, "N V"],
     rows: Int32[Array, " R"],
-    num_rows: Int32[Array, ""],
+    num_rows: Int32[Array, ""] | int,
     cut: Truncation,
     *,
     shard: VocabShard = WHOLE,
