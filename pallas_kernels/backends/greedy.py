@@ -182,10 +182,9 @@ def _of_rows(
 
 def greedy_of_part(shard: VocabShard, rows: Rows) -> Greedy:
     """`greedy` of the rows of which this device holds the columns of `shard`."""
-    logits = shard.masked(rows.logits)
     if shard.axis_name is not None:
-        return _across_shards(apply(logits, rows.changes), shard)
-    return greedy_of_rows(logits, rows.changes)
+        return _across_shards(apply(shard.masked(rows.logits), rows.changes), shard)
+    return greedy_of_rows(shard.without_padding(rows.logits)[0], rows.changes)
 
 
 def _across_shards(x: jax.Array, shard: VocabShard) -> Greedy:

@@ -61,6 +61,15 @@ class VocabShard:
             return columns
         return columns + lax.axis_index(self.axis_name) * width
 
+    def without_padding(self, logits: jax.Array) -> "tuple[jax.Array, VocabShard]":
+        """The logits [..., width] and what they hold; without padding, where all columns are here.
+
+        Over several devices they are as they were: their parts stay equally wide.
+        """
+        if self.axis_name is not None:
+            return logits, self
+        return logits[..., : self.size(logits.shape[-1])], WHOLE
+
     def masked(self, logits: jax.Array) -> jax.Array:
         """The logits [..., width] with -inf in padding columns."""
         width = logits.shape[-1]

@@ -21,6 +21,7 @@ from pallas_kernels.meshes.placement import (
     NAMED,
     ROW,
     VOCABULARY,
+    WHOLE,
     AnyMesh,
     AxisName,
     Layout,
@@ -325,7 +326,12 @@ def on_own_part(
     )
 
     def of_part(layout: Layout, arrays: tuple[Arrays, BySlot]) -> Result:
-        return call(layout.shard(how.vocab_size), *arrays)
+        logits, by_slot = arrays
+        shard = layout.shard(how.vocab_size)
+        if shard.axis_name is None:
+            logits = jax.tree.map(lambda x: shard.without_padding(x)[0], logits)
+            shard = WHOLE
+        return call(shard, logits, by_slot)
 
     if how.mesh is not None:
         assert how.axis_name

@@ -1,6 +1,6 @@
 """The distribution that a request's tokens are drawn from.
 
-`residual.py` draws from it, with random numbers that are functions of (request seed, position of
+`row_draws.py` draws from it, with random numbers that are functions of (request seed, position of
 the token that they decide, purpose) and of nothing else.
 
 Axes: B slots, `*rows` what lies between slot and vocabulary (often S positions), V vocabulary,
@@ -49,7 +49,7 @@ def truncation(
     Each filter works on the distribution that the one before it left, renormalized; tokens that
     tie at a boundary are kept lowest id first. Each keeps a prefix of the tokens in descending
     order, so the three together are one prefix. A greedy request and an invalid row (a NaN, a +inf
-    or no finite logit) keep the greedy token alone, with log_kept 0.
+    or no finite logit, a NaN for a parameter) keep the greedy token alone, with log_kept 0.
 
     The result is the same, bit for bit, for every number of vocabulary shards. Against exact
     arithmetic, log_kept is off by at most 2e-6, and a top-p or min-p boundary by no more than
@@ -68,12 +68,13 @@ def _truncation(
     shard: VocabShard, logits: jax.Array, sampling: Sampling, choice: Greedy | None
 ) -> Truncation:
     """`truncation` of this device's columns."""
+    logits, shard = shard.without_padding(logits)
     shape, width = logits.shape[:-1], logits.shape[-1]
     flat = logits.reshape(-1, width)
     if choice is None:
         choice = greedy(flat, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
     each = parameters.of_each_row(sampling, shape)
-    sampled = choice.valid & (each.temperature > 0)
+    sampled = choice.valid & parameters.has_meaning(each) & (each.temperature > 0)
     vocab_size = shard.size(width)
 
     def found() -> Truncation:

@@ -22,7 +22,7 @@ from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import DRAFT, Source, best, gumbel
 from pallas_kernels.sampling import door, exact_sums, row_cuts
-from pallas_kernels.sampling.parameters import Sampling
+from pallas_kernels.sampling.parameters import Sampling, has_meaning
 from pallas_kernels.sampling.row_read import RowScale, scaled
 from pallas_kernels.sampling.rows import top_candidates
 from pallas_kernels.sampling.types import MOST_TOKENS, CompactQ, Drafts
@@ -45,7 +45,8 @@ def draw(
 
     Args:
       draft_logits: the draft model's.
-      sampling: each slot's parameters; a greedy slot gets the greedy token.
+      sampling: each slot's parameters; a greedy slot gets the greedy token, and so does one with a
+        NaN for a parameter, which outside of jit is refused.
       positions: the sequence position of each draft.
       row_ids: the logits are flat, [N, V], and this is each slot's row; no row is copied. Outside
         [0, N): the slot has none, and gets the draft -1, which `verify` refuses.
@@ -120,7 +121,7 @@ def _from_candidates(
     _, drawn = best(
         jnp.where(kept, gap + gumbel(Source(sampling.seed, positions), DRAFT, ids), -jnp.inf), ids
     )
-    sampled = (sampling.temperature > 0) & jnp.isfinite(largest)
+    sampled = (sampling.temperature > 0) & has_meaning(sampling) & jnp.isfinite(largest)
     token_ids = jnp.where(sampled, drawn, greedy_ids)
     one_hot = jnp.where(place == 0, 0.0, -jnp.inf)
     log_q = jnp.where(sampled[:, None], log_q, one_hot)

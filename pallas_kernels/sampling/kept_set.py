@@ -92,6 +92,7 @@ def _kept_sets(
     unchecked: Changes,
 ) -> PaddedKept:
     """`kept_sets` of this device's columns."""
+    logits, shard = shard.without_padding(logits)
     vocab_size = shard.size(logits.shape[1])
     width = min(MAX_KEPT, vocab_size)
     wanted = jnp.arange(rows.shape[0], dtype=jnp.int32) < num_rows

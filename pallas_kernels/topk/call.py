@@ -243,11 +243,9 @@ def _of_shard(
     implementation: Implementation | None, outputs: Outputs, shard: VocabShard, rows: Rows
 ) -> TopkLogprobs:
     """The call on the columns of `shard`: all of them, or this device's."""
-    width = rows.logits.shape[1]
+    logits, shard = shard.without_padding(rows.logits)
+    rows, width = rows._replace(logits=logits), logits.shape[1]
     if shard.axis_name is None:
-        if shard.size(width) < width:
-            changes = answers.changes_of(rows.changes, shard, width)
-            rows = rows._replace(logits=shard.masked(rows.logits), changes=changes)
         return topk_of_whole_rows(implementation, outputs, rows)
     if rows.token_ids is None:
         changed = of_logits.apply(rows.logits, answers.changes_of(rows.changes, shard, width))
