@@ -164,22 +164,36 @@ def attention_in_tiles(
             f"multiple of {KEY_TILE}, as `whole_tiles` does"
         )
     b, s = q.shape[:2]
+    layer, first_slot = place
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(as_tiles(x, QUERY_TILE).reshape(b, -1, QUERY_TILE, *x.shape[2:]), 1, 0)
 
-    def attended(q: jax.Array, seen: Any, cache: Any, *, tile: int) -> jax.Array:
-        def one(part: tuple[jax.Array, Seen, tuple[jax.Array, jax.Array]]) -> jax.Array:
-            q, seen, reached = lax.optimization_barrier(part)  # type: ignore[no-untyped-call]
-            out = cached_attention(config, q, cache, place, seen, tile, reached)
+    def attended(q: jax.Array, seen: Any, cache: Any, *, tile: int, slots: int) -> jax.Array:
+        """`slots` of the B at a time, of tiles [N, B, QUERY_TILE, ...]."""
+        groups = b // slots
+
+        def grouped(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, slots, *x.shape[2:])
+
+        def of_group(part: tuple[jax.Array, Seen, jax.Array, Any]) -> jax.Array:
+            q, seen, group, reached = lax.optimization_barrier(part)  # type: ignore[no-untyped-call]
+            there = layer, first_slot + group * slots
+            out = cached_attention(config, q, cache, there, seen, tile, reached)
             return lax.optimization_barrier(out)  # type: ignore[no-untyped-call, no-any-return]
 
+        tiles = q.shape[0]
+        q, seen = jax.tree.map(grouped, (q, seen))
+        numbers = jnp.tile(jnp.arange(groups, dtype=jnp.int32), tiles)
         # Outside of the loops, those of layers too: a compiler takes nothing out of them.
-        found: jax.Array = lax.map(one, (q, seen, _reached(seen.first, seen.last, tile, (1, 2))))
-        return found
+        reached = _reached(seen.first, seen.last, tile, (1, 2))
+        out = lax.map(of_group, (q, seen, numbers, reached))
+        return out.reshape(tiles, b, *out.shape[2:])  # type: ignore[no-any-return]
 
     every = *jax.tree.map(split, (q, seen)), cache
-    on_cpu, elsewhere = (partial(attended, tile=tile) for tile in (CPU_KEY_TILE, KEY_TILE))
+    # On a CPU one slot at a time: there the order of sums and products follows an array's size.
+    on_cpu = partial(attended, tile=CPU_KEY_TILE, slots=1)
+    elsewhere = partial(attended, tile=KEY_TILE, slots=b)
     out = jnp.moveaxis(lax.platform_dependent(*every, cpu=on_cpu, default=elsewhere), 0, 1)
     return out.reshape(b, -1, out.shape[-1])[:, :s]
 

@@ -297,7 +297,8 @@ def norm(
     """RMSNorm as the configuration has it; None for a weight that the model does not have."""
     if weight is None:
         return x
-    return rms_norm(x, weight, config.norm_eps, config.norm_plus_one)
+    in_one_order = config.row_tile is not None
+    return rms_norm(x, weight, config.norm_eps, config.norm_plus_one, in_one_order=in_one_order)
 
 
 def _heads(

@@ -94,4 +94,8 @@ def tiled_norm(
 ) -> Float[Array, "*rows N"]:
     """RMSNorm, in float32; see `over_rows`."""
     axes = x.ndim - 1
-    return over_rows(lambda x: rms_norm(x, weight, eps), x, tile=tile, axes=axes)
+
+    def normed(x: jax.Array) -> jax.Array:
+        return rms_norm(x, weight, eps, in_one_order=tile is not None)
+
+    return over_rows(normed, x, tile=tile, axes=axes)
