@@ -2,7 +2,7 @@
 
 The grammar of the multiples of n has a state for each remainder: time and memory of a compilation
 grow with n, and of several that must divide one number with their least common multiple. Decimal
-places and zeros at the end cost nothing.
+places cost nothing, and factors of 2 and 5 little, as the last digits tell of them.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-MOST_DIVISOR = 1 << 16
+MOST_DIVISOR = 1 << 14
 DEEPEST = 64  # schemas in schemas that are looked at; the library refuses deeper ones
 MOST_NODES = 100_000  # that are looked at; a text of 65,536 characters has fewer
 _BRANCHES = ("anyOf", "oneOf")  # one of them, together with what stands beside them
@@ -41,7 +41,7 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _divisor(node: Any, root: Any, depth: int) -> int:
-    """The largest number that what a node describes must be a multiple of, without zeros."""
+    """The largest number that what a node describes must be a multiple of, as `_number` counts."""
     if not isinstance(node, Mapping) or depth > DEEPEST:
         return 1
     found = _number(node["multipleOf"]) if "multipleOf" in node else 1
@@ -61,21 +61,24 @@ def _together(one: int, other: int) -> int:
     if found > MOST_DIVISOR:
         raise ValueError(
             f"multipleOf of {one} and {other} together is one of {found}, and may be one of "
-            f"{MOST_DIVISOR} at most, zeros at its end not counted: check multiples in your program"
+            f"{MOST_DIVISOR} at most, factors of 2 and 5 not counted: check it in your program"
         )
     return found
 
 
 def _number(value: Any) -> int:
-    """A `multipleOf` without its decimal places and its zeros."""
+    """A `multipleOf` without its decimal places, and its factors of 2 and 5."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1  # the library refuses it
     digits = Decimal(str(value)).normalize().as_tuple().digits
-    found = abs(int("".join(map(str, digits[:40]))))
+    found = int("".join(map(str, digits[:40])))
+    for factor in (2, 5):
+        while found and found % factor == 0:
+            found //= factor
     if found > MOST_DIVISOR:
         raise ValueError(
-            f"multipleOf = {value} may be {MOST_DIVISOR} at most, decimal places and zeros at its "
-            "end not counted: check multiples in your program"
+            f"multipleOf = {value} may be {MOST_DIVISOR} at most, decimal places and factors of 2 "
+            "and 5 not counted: check it in your program"
         )
     return max(found, 1)
 

@@ -133,6 +133,7 @@ class GateProcess:
             nothing = os.open(os.devnull, os.O_RDWR)
             for descriptor in (STDIN, STDOUT, 2):  # it prints when it panics
                 os.dup2(nothing, descriptor)
+            os.nice(LESS)  # reading the tokens, which the first structure waits for, was not
             self._limits.take()
             try:
                 Matcher(vocabulary, Structured(kind, text), stops).try_texts()
@@ -150,7 +151,6 @@ def main(arguments: list[str]) -> int:
     """Entry point; the arguments are those of `read_vocabulary`, and the limits."""
     texts, vocab_size, *numbers = arguments
     leave_signals_to_parent()
-    os.nice(LESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     vocabulary: Vocabulary | str
     try:

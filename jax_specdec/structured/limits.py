@@ -21,7 +21,7 @@ class Limits:
     """
 
     cpu: int = 2
-    mib: int = 256
+    mib: int = 96
     seconds: int = 30
     at_once: int = 2
 

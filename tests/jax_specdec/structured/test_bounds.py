@@ -21,9 +21,10 @@ def alone(*numbers):
     "schema",
     [
         multiple(1), multiple(0.01), multiple(1e-7), multiple(10**30), multiple(65_536),
-        multiple(1.5), multiple(86_400 * 1000), alone(65521, 65519, 65497), alone(7, 11, 13, 10007),
+        multiple(1.5), multiple(86_400 * 1000), multiple(2**40), multiple(3 * 2**20),
+        alone(16381, 16369, 16363), alone(7, 11, 13, 10007),
         {"allOf": [multiple(100), multiple(250)]},
-        {"anyOf": [multiple(65521), multiple(65519)]},  # one or the other
+        {"anyOf": [multiple(16381), multiple(16369)]},  # one or the other
         multiple("x"), multiple(True), multiple(0), multiple(-3), True, [], 3, None,
         {"$ref": "#"}, {"$ref": "https://example.com/x"}, {"$ref": "#/none/at/all"},
         {"const": {"multipleOf": 3}},
@@ -37,7 +38,7 @@ def test_schemas_of_small_numbers_pass(schema):
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        (multiple(499_979), "multipleOf = 499979 may be 65536 at most"),
+        (multiple(499_979), "multipleOf = 499979 may be 16384 at most"),
         (multiple(99_999_989), "multipleOf = 99999989 may be"),
         (multiple(0.499979), "multipleOf = 0.499979 may be"),
         (multiple(499_979 * 10**20), "may be"),

@@ -21,12 +21,13 @@ from tests.support.processes import children_of, is_alive, wait_for
 
 STOPS = (byte_tokens.EOS_ID,)
 SMALL = Structured("regex", "[ab]{3}")
-PRIMES = [65521, 65519, 65497, 65479, 65449, 65447, 65437, 65423, 65419, 65413, 65407, 65393]
-# Each number is within its bound; together they take seconds, and hundreds of MiB.
+# What the last digits tell of is not bounded by its number: it takes seconds, and hundreds of MiB.
+FACTORS = range(1, 13, 2)
 LARGE = Structured(
     "json_schema",
-    json.dumps({"type": "object", "required": [f"k{n}" for n in PRIMES],
-                "properties": {f"k{n}": {"type": "integer", "multipleOf": n} for n in PRIMES}}),
+    json.dumps({"type": "object", "required": [f"k{n}" for n in FACTORS],
+                "properties": {f"k{n}": {"type": "integer", "multipleOf": n << 19}
+                               for n in FACTORS}}),
 )  # fmt: skip
 PATIENT = Limits(cpu=60, mib=2048, seconds=60)
 
