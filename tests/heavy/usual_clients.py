@@ -88,8 +88,9 @@ assert model.bind_tools([Point]).bind(max_tokens=5).invoke("def") is not None
 INSTRUCTOR = """
 from typing import Literal
 import instructor, openai
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 class Point(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # or a model of bytes adds keys without end
     x: Literal[1, 2]
     side: bool
 client = openai.OpenAI(base_url=URL, api_key="none")
