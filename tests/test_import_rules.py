@@ -37,7 +37,7 @@ ROOMS = {
     "child": {"control"},
     "checkpoint": {"wording"},
     "text": {"checkpoint"},
-    "structured": {"requests", "text", "checkpoint"},
+    "structured": {"requests", "text", "checkpoint", "child"},
     "records": {"kept_sets", "requests", "wording"},
     "export": {"engine", "records", "kept_sets", "requests", "text", "wording"},
     "engine": {

@@ -76,6 +76,7 @@ class Engine:
           drain: let the workers publish what they have computed; otherwise they end at once.
         """
         self._streams.close()
+        self._streams.close_checks()
         self._workers.close(drain=drain)
 
     @property
@@ -185,13 +186,22 @@ class Engine:
     def check(self, request: Request) -> None:
         """Refuse a request that `submit` would, and that alone.
 
-        A structure is compiled for it, once: in a program with an event loop, a thread may do so
-        before `submit` is called.
+        A structure is compiled for it, once, in a process of its own with limits of CPU time and
+        memory: `submit` waits for that, unless a call of this has before.
 
         Raises:
           RequestError: the request cannot be served.
+          EngineFull: too many structures wait to be compiled.
         """
         self._streams.check(request)
+
+    async def check_async(self, request: Request) -> None:
+        """The same in a program with an event loop, which goes on meanwhile.
+
+        Where the task is cancelled and nobody else waits for the structure, its compilation ends.
+        Raises as `check`.
+        """
+        await self._streams.check_async(request)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

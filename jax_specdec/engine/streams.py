@@ -33,7 +33,8 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress
 from jax_specdec.records.record import Record, Records
 from jax_specdec.requests import Request, RequestError
-from jax_specdec.structured.matcher import StructureChecks
+from jax_specdec.structured.checks import StructureChecks
+from jax_specdec.structured.limits import GateFull
 from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.engine")
@@ -125,7 +126,22 @@ class Streams:
     def check(self, request: Request) -> None:
         """Refuse a request that cannot be served; see `Engine.check`."""
         check(request, self._config)
-        self._structures.check(request)
+        try:
+            self._structures.check(request)
+        except GateFull as error:
+            raise EngineFull(str(error)) from error
+
+    def close_checks(self) -> None:
+        """End the process that compiles structures."""
+        self._structures.close()
+
+    async def check_async(self, request: Request) -> None:
+        """The same in a program with an event loop; see `Engine.check_async`."""
+        check(request, self._config)
+        try:
+            await self._structures.check_async(request)
+        except GateFull as error:
+            raise EngineFull(str(error)) from error
 
     def submit(
         self,

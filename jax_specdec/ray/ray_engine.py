@@ -26,7 +26,8 @@ from jax_specdec.ray.replica_types import ReplicaStatus, Weights
 from jax_specdec.ray.request_table import Entry
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Request, RequestError
-from jax_specdec.structured.matcher import StructureChecks
+from jax_specdec.structured.checks import StructureChecks
+from jax_specdec.structured.limits import GateFull
 from jax_specdec.wording import pluralize
 
 
@@ -68,6 +69,7 @@ class RayEngine:
 
     def close(self) -> None:
         """End all replicas, and the requests that are left, with the reason `ABORT`."""
+        self._structures.close()
         self._fleet.close()
 
     @property
@@ -119,7 +121,10 @@ class RayEngine:
     def check(self, request: Request) -> None:
         """Refuse a request that `submit` would, as `Engine.check` does."""
         check(request, self.config)
-        self._structures.check(request)
+        try:
+            self._structures.check(request)
+        except GateFull as error:
+            raise EngineFull(str(error)) from error
 
     def submit(
         self, request: Request, *, priority: int = 0, deadline: float | None = None

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from jax_specdec.engine import Engine
 from jax_specdec.engine import Request as EngineRequest
-from jax_specdec.engine.errors import RequestError
+from jax_specdec.engine.errors import EngineFull, RequestError
 from jax_specdec.export import metrics
 from jax_specdec.serve import parse_request
 from jax_specdec.serve.bodies import Bodies, parsed
@@ -160,6 +160,9 @@ class Service:
                     self.num_open += 1
                     open_.callback(self._close_one)
                     wanted = await self._read(body, read)
+                    if (param := _structured_by(wanted)) is not None:
+                        with explained(wanted.body):
+                            await self._check(request, wanted.requests[0], param)
                 run = Run(self._engine, self._model, wanted, timeout=self.bounds.timeout)
                 open_.enter_context(run)
                 if wanted.body.stream:
@@ -191,13 +194,7 @@ class Service:
         """What a body asks for; in a thread, as text to tokens may take a while."""
 
         def work() -> parse_request.ParsedRequest:
-            given = parsed(body)
-            asked = read(given, self._model, self.bounds)
-            if asked.requests[0].params.structured is not None:  # the same of all
-                param = next(name for name in FIELDS if given.get(name))
-                with explained(asked.body):
-                    self._check(asked.requests[0], param)
-            return asked
+            return read(parsed(body), self._model, self.bounds)
 
         if len(body) <= SMALL:
             wanted = await asyncio.to_thread(work)
@@ -209,19 +206,25 @@ class Service:
             logger.info("reasoning_effort = %s has no effect here", shown(effort))
         return wanted
 
-    def _check(self, request: EngineRequest, param: str) -> None:
+    async def _check(self, asked: Request, request: EngineRequest, param: str) -> None:
         """Refuse a request that the engine would; its structure is compiled for that.
 
+        That happens in a process of its own, and ends where the client leaves.
+
         Args:
+          asked: the request of HTTP.
+          request: one of its choices; their structures are the same.
           param: the field that says what its text must be.
 
         Raises:
-          ApiError: it cannot be served.
+          ApiError: it cannot be served, or not now.
         """
         try:
-            self._engine.check(request)
+            await _unless_gone(asked, self._engine.check_async(request))
         except RequestError as error:
             raise unfit(param, str(error), code="unsupported_value") from error
+        except EngineFull as error:
+            raise ApiError(429, str(error), code="too_many_requests") from error
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model.listed]})
@@ -278,6 +281,13 @@ class _Parts(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._open, contextlib.suppress(ClientDisconnect):
             await super().__call__(scope, receive, send)
+
+
+def _structured_by(wanted: parse_request.ParsedRequest) -> str | None:
+    """The field that says what an answer's text must be; None where none does."""
+    if wanted.requests[0].params.structured is None:
+        return None
+    return next(name for name in FIELDS if getattr(wanted.body, name, None))
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:

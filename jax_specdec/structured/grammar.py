@@ -1,9 +1,13 @@
 """A structure, as a request has it, in the words of llguidance."""
 
+import contextlib
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from jax_specdec.requests import RequestError, Structured
+from jax_specdec.structured.bounds import check_schema
 
 # Between the tokens of JSON. Without a bound, a model may go on with it until its last token.
 WHITE_SPACE = r" ?|\n {0,32}"
@@ -37,9 +41,14 @@ def grammar_of(structured: Structured) -> str:
             made = _of_choice(json.loads(text))
         else:
             if kind == "json_schema":
+                schema = json.loads(text)
+                check_schema(schema)
                 # Written again: the library puts it into another JSON text as it stands.
-                text = json.dumps(with_white_space(json.loads(text)))
-            elif kind == "grammar":  # the library looks at blank lines again and again
+                text = json.dumps(with_white_space(schema))
+            elif kind == "grammar":
+                for schema in _schemas_in(text):
+                    check_schema(schema)
+                # The library looks at blank lines again and again.
                 text = "\n".join(line for line in text.split("\n") if line.strip())
             made = library().grammar_from(kind, text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -60,7 +69,19 @@ def with_white_space(schema: Any) -> Any:
     return schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE} | own}
 
 
+def _schemas_in(text: str) -> Iterator[Any]:
+    """The JSON schemas in a grammar in Lark, each behind a %json."""
+    decoder = json.JSONDecoder()
+    for found in re.finditer(r"%json\s+", text):
+        with contextlib.suppress(ValueError):  # the library says what is wrong with it
+            yield decoder.raw_decode(text, found.end())[0]
+
+
 def _of_choice(texts: Any) -> str:
     if not (isinstance(texts, list) and texts and all(isinstance(one, str) for one in texts)):
         raise ValueError("it must be a JSON list of strings, one at least")
-    return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in texts)
+    words = " | ".join(json.dumps(one, ensure_ascii=False) for one in texts if one)
+    if not words:
+        return 'start: ""'
+    # A single lexeme: as rules, thousands of words would be read side by side.
+    return f"start: WORD{'?' if '' in texts else ''}\nWORD: {words}"

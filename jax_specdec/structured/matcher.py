@@ -3,15 +3,17 @@
 Axes: S positions of a step, W words of a bit mask of the vocabulary.
 """
 
-import functools
+import random
 from collections.abc import Sequence
 
 import numpy as np
 
-from jax_specdec.requests import Request, RequestError, Structured
+from jax_specdec.requests import RequestError, Structured
 from jax_specdec.structured.grammar import grammar_of, library, refused
-from jax_specdec.structured.vocabulary import WORD, Vocabulary, read_vocabulary
+from jax_specdec.structured.vocabulary import WORD, Vocabulary
 
+ITEMS = 20_000  # that may be read at one place: an object of 5,000 optional keys has so many
+TEXTS, TOKENS = 4, 8  # that are tried before a structure is served
 FUEL = 100_000  # of llguidance for a regular expression: with its 1,000,000, masks take seconds
 EVERY = np.int32(-1)  # a word that allows its tokens
 
@@ -48,7 +50,9 @@ class Matcher:
         self._kind, self._vocabulary = structured.kind, vocabulary
         self._ends = vocabulary.ends(stop_token_ids)
         self._over, self.num_tokens = False, 0
-        limits = lib.LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
+        limits = lib.LLParserLimits(
+            initial_lexer_fuel=FUEL, max_items_in_row=ITEMS, verbose_errors=False
+        )
         self._matcher = lib.LLMatcher(
             vocabulary.tokenizer, grammar_of(structured), log_level=0, limits=limits
         )
@@ -103,6 +107,38 @@ class Matcher:
             self._check()
         return legal
 
+    def try_texts(self) -> None:
+        """Go some tokens on, in several ways; the text is as before.
+
+        Raises:
+          RequestError: none of them goes on: nor would any text, whatever a model writes.
+        """
+        error: RequestError | None = None
+        for seed in range(TEXTS):
+            try:
+                self._try_text(random.Random(seed))
+                return
+            except RequestError as why:
+                error = why
+        assert error is not None
+        raise error
+
+    def _try_text(self, chance: random.Random) -> None:
+        """Go on by allowed tokens, in a copy."""
+        kept, self._matcher = self._matcher, self._matcher.deep_copy()
+        try:
+            mask = np.empty(self._vocabulary.num_words, np.int32)
+            for _ in range(TOKENS):
+                self._fill_one(mask)
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+                bits[list(self._ends)] = 0
+                allowed = np.flatnonzero(bits)
+                if not allowed.size:  # it ends here
+                    return
+                self._consume(int(allowed[chance.randrange(allowed.size)]))
+        finally:
+            self._matcher = kept
+
     def _fill_one(self, mask: np.ndarray) -> None:
         """The mask [W] at this place; the ends of this request stand for the vocabulary's own."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -128,33 +164,3 @@ class Matcher:
 
 def _bit(token_id: int) -> np.uint32:
     return np.uint32(1 << token_id % WORD)
-
-
-MOST_KEPT = 64  # structures that were found to be fine
-
-
-class StructureChecks:
-    """Refuses requests whose structures cannot be served; any thread may ask."""
-
-    def __init__(self, texts: str, vocab_size: int) -> None:
-        """Read nothing yet: `read_vocabulary`, whose arguments these are, does with the first."""
-        vocabulary = functools.cache(functools.partial(read_vocabulary, texts, vocab_size))
-
-        @functools.lru_cache(MOST_KEPT)
-        def compile_one(structured: Structured, stop_token_ids: tuple[int, ...]) -> None:
-            Matcher(vocabulary(), structured, stop_token_ids)
-
-        self._compile = compile_one
-
-    def check(self, request: Request) -> None:
-        """Refuse a request whose structure cannot be compiled, or allows no first token.
-
-        Raises:
-          RequestError: says why.
-        """
-        params = request.params
-        if params.structured is not None:
-            try:
-                self._compile(params.structured, params.stop_token_ids)
-            except RequestError as error:
-                raise RequestError(f"request {request.id!r}: {error}") from error

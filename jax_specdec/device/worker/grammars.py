@@ -3,7 +3,9 @@
 Axes: B slots, S = D + 1 positions, D drafts, V vocabulary, W words of a bit mask of it.
 """
 
-import functools
+import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -17,12 +19,20 @@ from jax_specdec.requests import Request, RequestError
 from jax_specdec.structured.matcher import EVERY, Matcher
 from jax_specdec.structured.vocabulary import WORD, Vocabulary
 
+TOGETHER = 4  # grammars that are compiled at a time
+LESS = 10  # priority of their threads
+
 
 class Grammars:
     """Follows the texts of slots through their grammars, on the host."""
 
     def __init__(
-        self, config: LoopConfig, vocabulary: Callable[[], Vocabulary] | None, *, at_once: bool
+        self,
+        config: LoopConfig,
+        vocabulary: Callable[[], Vocabulary] | None,
+        *,
+        at_once: bool,
+        wake: Callable[[], object] | None = None,
     ) -> None:
         """Begin with none.
 
@@ -30,10 +40,15 @@ class Grammars:
           config: of the loop.
           vocabulary: reads the model's tokens, once a request has a grammar; None: none may have.
           at_once: grammars are compiled while everything waits, and not beside the steps.
+          wake: called in another thread when one was compiled; None: nobody wants to know.
         """
         self._config, self._at_once = config, at_once
-        self._vocabulary = functools.cache(vocabulary or _no_vocabulary)
-        self._thread = ThreadPoolExecutor(1, "grammars")  # starts with the first of them
+        self._read_vocabulary = vocabulary or _no_vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._reading = threading.Lock()
+        self._wake = wake
+        # They start with the first grammars. A large one holds no other up.
+        self._threads = ThreadPoolExecutor(TOGETHER, "grammars", initializer=_give_way)
 
     def begin(self, request: Request) -> Future[Matcher] | None:
         """Compile a request's grammar, and go on behind what was emitted; None where it has none.
@@ -45,12 +60,21 @@ class Grammars:
             return None
         structured = params.structured
         text = request.prompt_token_ids[-emitted:] if emitted else ()
-        made = self._thread.submit(
-            lambda: Matcher(self._vocabulary(), structured, params.stop_token_ids, text)
+        made = self._threads.submit(
+            lambda: Matcher(self._tokens(), structured, params.stop_token_ids, text)
         )
+        if self._wake is not None:
+            made.add_done_callback(lambda _, wake=self._wake: wake())  # type: ignore[misc]
         if self._at_once:
             wait([made])
         return made
+
+    def _tokens(self) -> Vocabulary:
+        """The model's tokens, read once."""
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+            return self._vocabulary
 
     def masks(
         self, slots: Sequence[Slot], seen: np.ndarray
@@ -80,6 +104,12 @@ class Grammars:
                 errors[index] = error
                 allowed[index] = EVERY
         return GrammarMasks(allowed, num_legal), errors
+
+
+def _give_way() -> None:
+    """Let the steps of the device's host come first."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LESS)
 
 
 def no_masks(config: LoopConfig) -> GrammarMasks:

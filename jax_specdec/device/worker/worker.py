@@ -78,6 +78,8 @@ class Worker:
         load: Callable[[str, Any], Any] | None = None,
         vocabulary: Callable[[], Vocabulary] | None = None,
         adaptive: bool = False,
+        wake: Callable[[], object] | None = None,
+        note: Callable[[str], object] = lambda text: None,
     ) -> None:
         """Start with empty slots.
 
@@ -101,6 +103,9 @@ class Worker:
           vocabulary: reads the bytes of the model's tokens, which grammars need. None: a request
             with one ends with an error.
           adaptive: each step verifies as many drafts as pay, as `StepWidths` says; else all D.
+          wake: called in another thread when a grammar was compiled: then `advance` goes on with
+            its request. None: a worker with nothing else to do waits for it.
+          note: takes lines for the engine's log: why a text has ended.
         """
         self.config = config
         self.params = self._placed(params)
@@ -127,7 +132,10 @@ class Worker:
             self.step_widths = StepWidths(config.drafter.num_drafts, certain=not draws)
         self._done_at = 0.0  # when the last step was on the host
         self.new_kinds = None if compiler is None else NewKinds(self, compiler)
-        self.grammars = Grammars(config, vocabulary, at_once=compiler is None)
+        self._wakes = wake is not None
+        self._note = note
+        self._names: dict[int, str] = {}  # ids of requests, by slot
+        self.grammars = Grammars(config, vocabulary, at_once=compiler is None, wake=wake)
         # Without a compiler there are no jobs that could give way.
         self._jobs_give_way = contextlib.nullcontext if compiler is None else compiler.giving_way
 
@@ -136,12 +144,20 @@ class Worker:
         """Whether anything is left to launch, to publish or to decide."""
         if self.new_kinds is not None and self.new_kinds.unsettled:
             return True
-        return self.launched is not None or any(s.occupied or s.verdict for s in self.slots)
+        return self.launched is not None or any(
+            s.verdict or (s.occupied and not self._awaits_grammar(s)) for s in self.slots
+        )
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for a program, which is compiled."""
-        return 0 if self.new_kinds is None else len(self.new_kinds.held)
+        """Requests that wait for a program or a grammar, which is compiled."""
+        held = 0 if self.new_kinds is None else len(self.new_kinds.held)
+        return held + sum(map(self._awaits_grammar, self.slots))
+
+    def _awaits_grammar(self, slot: Slot) -> bool:
+        """Whether a request's grammar is compiled, and somebody will say when that is done."""
+        waits = self._wakes and slot.occupied and slot.prefill_at is not None
+        return waits and slot.grammar is not None and not slot.grammar.done()
 
     def apply(self, command: control.Command) -> bool:
         """Carry out one command between two steps; False after the last one.
@@ -242,6 +258,7 @@ class Worker:
         slot = self.slot_of(command)
         slot.prefill_at = self.prefixes.admit(command.slot, prompt)
         slot.grammar = self.grammars.begin(request)
+        self._names[command.slot] = request.id
         self._set(command.slot, slot)
 
     def slot_of(self, command: control.Admit) -> Slot:
@@ -345,7 +362,7 @@ class Worker:
         if slot.grammar is None:
             return True
         idle = self.launched is None and not any(one.decoding for one in self.slots)
-        if not (idle or slot.grammar.done()):
+        if not (slot.grammar.done() or (idle and not self._wakes)):
             return False
         error = slot.grammar.exception()  # waits for it
         if error is not None:
@@ -354,7 +371,9 @@ class Worker:
 
     def _end_text(self, index: int, error: BaseException) -> None:
         """End the request of a slot whose grammar does not go on."""
-        say(f"the request in slot {index} ends: {error}")
+        text = f"request {self._names.get(index, '')!r} (slot {index}) ends: {error}"
+        say(text)
+        self._note(text)
         self._take_back(index, self.slots[index].generation, SlotState.RECOVERY_STOP)
 
     def _prefill(self, index: int, slot: Slot) -> tuple[jax.Array, ...]:

@@ -69,7 +69,7 @@ def serve(
             command: Command = Advance()
         else:
             if not worker.busy:
-                if worker.num_held:  # all requests wait for programs
+                if worker.num_held:  # all requests wait for programs or grammars
                     stats.enter(Phase.COMPILING, what=stats.beside)
                 else:
                     stats.enter(Phase.IDLE)
@@ -93,11 +93,13 @@ def make_worker(
     stats: ProcessStats | None = None,
     publish: bool = True,
     compiler: BackgroundJobs | None = None,
+    wake: Callable[[], object] | None = None,
     prepare: Callable[[Worker], object] = lambda worker: None,
 ) -> Worker:
     """Load the model and make its worker, with empty slots; `stats` is told of each tensor.
 
-    With `compiler`, programs are compiled in the background of its steps. `prepare` gets the
+    With `compiler`, programs are compiled in the background of its steps, and grammars too if
+    `wake` says to the worker when one is done. `prepare` gets the
     worker before it is returned: where the weights' shapes are known, while they are read.
 
     An error that the user can mend ends the process, with the reason on stderr: the engine shows
@@ -118,6 +120,8 @@ def make_worker(
             compiler=compiler,
             # A lead's followers would not know its times.
             adaptive=config.draft_width == "adaptive" and compiler is not None,
+            wake=wake,
+            note=stats.note if stats is not None else lambda text: None,
             weights_version=config.weights_version,
             load=load,
             vocabulary=functools.partial(read_vocabulary, config.texts, loop.model.vocab_size),
@@ -318,11 +322,22 @@ def main(child: Child) -> int:
         preparing.clear()
 
     assert child.ring is not None
-    jobs = BackgroundJobs(lambda: child.commands.put(Advance()))
+
+    def wake() -> None:
+        child.commands.put(Advance())
+
+    jobs = BackgroundJobs(wake)
     with jobs, child.ring as ring, Lead(start, ring, child.client) as lead:
         stats.enter(Phase.LOADING)
         compiler = jobs if compiles_in_background(config) else None
-        worker = make_worker(start, lead, stats=stats, compiler=compiler, prepare=prepare)
+        worker = make_worker(
+            start,
+            lead,
+            stats=stats,
+            compiler=compiler,
+            wake=None if compiler is None else wake,
+            prepare=prepare,
+        )
         writes.steps_are_made = lambda: any(slot.occupied for slot in worker.slots)
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request

@@ -4,9 +4,12 @@ The worker chooses among the tokens that the request's grammar allows, by a hash
 """
 
 import json
+import os
 import re
+import socket
 import sys
 import zlib
+from urllib.parse import urlsplit
 
 import numpy as np
 import openai
@@ -22,7 +25,8 @@ from jax_specdec.structured.matcher import Matcher
 from jax_specdec.structured.vocabulary import read_vocabulary
 from jax_specdec.text import byte_tokens
 from jax_specdec.text.chat_template import ChatTemplate
-from tests.support.http_server import serving
+from tests.support.http_server import serving, until
+from tests.support.processes import children_of
 from tests.support.scripted_worker import ScriptedWorker
 
 VOCABULARY = read_vocabulary("", byte_tokens.VOCAB_SIZE)
@@ -251,3 +255,34 @@ def test_conversations_with_calls_reach_the_template():
     alone = ChatTemplate(rows, {}).render([{"role": "user", "content": "x"}], FUNCTIONS)
     assert alone.startswith("system: You can call")
     assert ChatTemplate(rows, {}).render([{"role": "user", "content": "x"}]) == "user: x|"
+
+
+def test_a_client_that_leaves_ends_the_compilation_for_it(server):
+    """Meanwhile others are served; what takes seconds is compiled in another process."""
+    keys = {f"k{n}": {"type": "integer", "multipleOf": n << 19} for n in range(1, 13, 2)}
+    body = {"prompt": "a", "max_tokens": 2}
+    large = {"structured_outputs": {"json": {"type": "object", "properties": keys}}}
+    small = {"structured_outputs": {"regex": "[a-z]{2}"}}
+    assert server.ask(**body, **small).is_success
+
+    def copies():
+        """Processes below those that this one has started, which compile for it."""
+        return [copy for pid in children_of(os.getpid()) for copy in children_of(pid)]
+
+    content = json.dumps(body | large).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), 30) as link:
+        link.sendall(head + b"content-length: %d\r\n\r\n" % len(content) + content)
+        until(copies)
+        assert server.ask(**body, **small).is_success
+        assert server.ask(**body, structured_outputs={"regex": "[0-9]{2}"}).is_success
+    until(lambda: server.service.num_open == 0)
+    until(lambda: not copies())
+
+
+def test_a_structure_beyond_its_limits_is_refused(server):
+    answer = server.ask(prompt="a", structured_outputs={"json": {"multipleOf": 499979}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "structured_outputs")
+    assert "multipleOf = 499979 may be 16384 at most" in error["message"]

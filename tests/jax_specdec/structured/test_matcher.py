@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jax_specdec.requests import Request, RequestError, SamplingParams, Structured
+from jax_specdec.structured.checks import StructureChecks
 from jax_specdec.structured.grammar import WHITE_SPACE, with_white_space
-from jax_specdec.structured.matcher import Matcher, StructureChecks
+from jax_specdec.structured.matcher import Matcher
 from jax_specdec.structured.vocabulary import read_vocabulary
 from jax_specdec.text import byte_tokens
 from jax_specdec.text.tokenizer import Tokenizer

@@ -67,6 +67,42 @@ def test_a_lone_request_waits_for_its_grammar():
     assert text_of(tokens_of(found)) in letters.WORDS
 
 
+def test_an_idle_worker_waits_for_no_grammar():
+    """It is told when one is there, and serves others until then: a large one, and a wrong one."""
+    may_compile, woken, notes = threading.Event(), threading.Event(), []
+
+    def vocabulary():
+        assert may_compile.wait(60)
+        return letters.vocabulary()
+
+    local = Local(
+        "ngram", compiler=ByHand(), programs=KeptPrograms(Local("ngram").worker.config),
+        vocabulary=vocabulary, wake=woken.set, note=notes.append,
+    )  # fmt: skip
+    wrong = GRAMMAR | {"structured": Structured("regex", "(")}
+    for name, asked in (("word", GRAMMAR), ("wrong", wrong)):
+        local.admit(request(name, PROMPT, **asked))
+    settle(local)
+    assert local.drain() == []
+    assert (local.worker.busy, local.worker.num_held, woken.is_set()) == (False, 2, False)
+    local.admit(request("free", PROMPT, max_tokens=5))
+    settle(local)
+    assert local.drain()[-1].finish_reason is FinishReason.LENGTH
+    assert set(local.records) == {"free"}
+    local.rank.leave("free")
+    may_compile.set()
+    assert woken.wait(60)
+    for slot in local.worker.slots:
+        if slot.grammar is not None:
+            slot.grammar.exception()
+    assert (local.worker.busy, local.worker.num_held) == (True, 0)
+    local.drain()
+    assert text_of(tokens_of(local.records["word"])) in letters.WORDS
+    assert local.records["wrong"][-1].finish_reason is FinishReason.RECOVERY_ERROR
+    (note,) = notes
+    assert note.startswith("request 'wrong' (slot 1) ends: structured: the regex cannot be served")
+
+
 def test_a_text_goes_on_in_its_grammar_with_other_weights():
     """The weights are the same, so the text is the same."""
     long = Structured("regex", "(ab|cde|f0|ac){4}3")

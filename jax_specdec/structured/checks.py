@@ -1,0 +1,87 @@
+"""Requests whose structures cannot be served are refused before a worker gets them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from jax_specdec.requests import Request, RequestError
+from jax_specdec.structured.grammar import grammar_of
+from jax_specdec.structured.limits import Limits
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from jax_specdec.structured.gate import Gate
+
+
+class StructureChecks:
+    """Looks at structures, and has them compiled in a process of its own (`gate.py`)."""
+
+    def __init__(self, texts: str, vocab_size: int, limits: Limits | None = None) -> None:
+        """Start nothing yet; arguments as of `Gate`."""
+        self._arguments = texts, vocab_size, limits
+        self._lock = threading.Lock()
+        self._made: Gate | None = None
+
+    def check(self, request: Request) -> None:
+        """Refuse a request whose structure cannot be compiled, or allows no text; any thread may.
+
+        Raises:
+          RequestError: says why.
+          GateFull: too many structures wait to be compiled.
+        """
+        with _named(request):
+            if (answer := self._ask(request)) is not None:
+                _decide(answer if isinstance(answer, str) else answer.result())
+
+    async def check_async(self, request: Request) -> None:
+        """The same in a program with an event loop; cancelled, it ends the compilation.
+
+        Unless others wait for it.
+        """
+        import asyncio
+
+        with _named(request):
+            if (answer := self._ask(request)) is not None:
+                _decide(answer if isinstance(answer, str) else await asyncio.wrap_future(answer))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._made is not None:
+            self._made.close()
+
+    @property
+    def _gate(self) -> Gate:
+        """Made with the first structure: few users of an engine need what it imports."""
+        from jax_specdec.structured.gate import Gate
+
+        with self._lock:
+            if self._made is None:
+                self._made = Gate(*self._arguments)
+            return self._made
+
+    def _ask(self, request: Request) -> str | Future[str] | None:
+        """What is known of a request's structure, or will be; None where it has none."""
+        structured, stops = request.params.structured, request.params.stop_token_ids
+        if structured is None:
+            return None
+        if (known := self._gate.known(structured, stops)) is not None:
+            return known
+        grammar_of(structured)  # most mistakes need no compiler to be found
+        return self._gate.ask(structured, stops)
+
+
+def _decide(why: str) -> None:
+    if why:
+        raise RequestError(why)
+
+
+@contextlib.contextmanager
+def _named(request: Request) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"request {request.id!r}: {error}") from error

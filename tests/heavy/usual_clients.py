@@ -1,0 +1,166 @@
+"""Client libraries against one running server: texts, streams, logprobs, tools, structured answers.
+
+    python -m tests.heavy.usual_clients [PYTHON PYTHON]
+
+openai, litellm, langchain-openai, instructor and inspect-ai are in environments of their own, which
+are made in build/clients (a package index is needed), or whose interpreters are given; the server
+runs in this one, with the tiny model. Each library asks as its own guide says, and puts answers
+back into the conversation. A model of bytes calls no function by itself and finds no good values:
+what is checked is that every call is served, and that what must be of a form is of it.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+from tests.support.served_process import served
+
+OPENAI = """
+from typing import Literal
+import json, openai
+from pydantic import BaseModel
+client = openai.OpenAI(base_url=URL, api_key="none")
+messages = [{"role": "user", "content": "def"}]
+made = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=5,
+    logprobs=True, top_logprobs=2, store=False, metadata={}, service_tier="auto")
+assert len(made.choices[0].logprobs.content) == 5
+messages += [made.choices[0].message.model_dump(), {"role": "user", "content": "x"}]
+parts = client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, stream=True,
+    stream_options={"include_usage": True})
+assert [part for part in parts][-1].usage.completion_tokens == 5
+class Point(BaseModel):
+    x: Literal[1, 2]
+    side: bool
+parsed = client.chat.completions.parse(model="tiny", messages=messages, max_tokens=600,
+    response_format=Point, temperature=0)
+assert isinstance(parsed.choices[0].message.parsed, Point)
+function = {"name": "turn", "parameters": Point.model_json_schema()}
+tools = [{"type": "function", "function": function}]
+called = client.chat.completions.create(model="tiny", messages=messages, max_tokens=600,
+    tools=tools, tool_choice="required", temperature=0)
+call, = called.choices[0].message.tool_calls
+assert set(json.loads(call.function.arguments)) == {"x", "side"}
+messages += [called.choices[0].message.model_dump(),
+             {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+assert client.chat.completions.create(model="tiny", messages=messages, max_tokens=3, tools=tools,
+    tool_choice="none").choices[0].message
+assert client.completions.create(model="tiny", prompt="def", max_tokens=3, logprobs=2).choices
+assert client.models.list().data[0].id == "tiny"
+"""
+LITELLM = """
+import litellm
+messages = [{"role": "user", "content": "def"}]
+ask = dict(model="openai/tiny", api_base=URL, api_key="none", messages=messages)
+made = litellm.completion(**ask, max_tokens=5, logprobs=True, top_logprobs=2)
+assert made.usage.completion_tokens == 5
+messages += [made.choices[0].message.model_dump(), {"role": "user", "content": "x"}]
+assert [part for part in litellm.completion(**ask, max_tokens=5, stream=True)]
+tools = [{"type": "function", "function": {"name": "turn", "parameters": {"type": "object",
+    "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}}}]
+made = litellm.completion(**ask, tools=tools, tool_choice="required", max_tokens=600, temperature=0)
+assert made.choices[0].message.tool_calls[0].function.name == "turn"
+assert litellm.text_completion(model="text-completion-openai/tiny", api_base=URL, api_key="none",
+    prompt="def", max_tokens=3).choices
+"""
+LANGCHAIN = """
+from typing import Literal
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+model = ChatOpenAI(base_url=URL, api_key="none", model="tiny", temperature=0, max_tokens=600)
+answer = model.bind(max_tokens=5, logprobs=True).invoke("def")
+assert answer.response_metadata["logprobs"]
+assert model.bind(max_tokens=5).invoke([("user", "def"), answer, ("user", "x")])
+assert [part for part in model.bind(max_tokens=5).stream("def")]
+class Point(BaseModel):
+    "A point."
+    x: Literal[1, 2] = Field(description="where")
+    side: bool
+for method in ("json_schema", "function_calling"):
+    found = model.with_structured_output(Point, method=method).invoke("def")
+    assert isinstance(found, Point), method
+bound = model.bind_tools([Point], tool_choice="Point")
+assert bound.invoke("def").tool_calls[0]["name"] == "Point"
+assert model.bind_tools([Point]).bind(max_tokens=5).invoke("def") is not None
+"""
+INSTRUCTOR = """
+from typing import Literal
+import instructor, openai
+from pydantic import BaseModel, ConfigDict
+class Point(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # or a model of bytes adds keys without end
+    x: Literal[1, 2]
+    side: bool
+client = openai.OpenAI(base_url=URL, api_key="none")
+for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+    made = instructor.from_openai(client, mode=mode).chat.completions.create(model="tiny",
+        response_model=Point, messages=[{"role": "user", "content": "def"}], max_tokens=600,
+        temperature=0, max_retries=0)
+    assert isinstance(made, Point), mode
+"""
+INSPECT = """
+from typing import Literal
+import asyncio
+from inspect_ai.model import GenerateConfig, ResponseSchema, get_model
+from inspect_ai.tool import ToolInfo, ToolParams, ToolParam
+from inspect_ai.util import json_schema
+async def main():
+    model = get_model("openai-api/own/tiny", base_url=URL, api_key="none",
+        config=GenerateConfig(max_tokens=5, logprobs=True, top_logprobs=2, temperature=0))
+    made = await model.generate("def")
+    assert made.choices[0].logprobs.content
+    from pydantic import BaseModel
+    class Point(BaseModel):
+        x: Literal[1, 2]
+    asked = GenerateConfig(max_tokens=600, response_schema=ResponseSchema(name="point",
+        json_schema=json_schema(Point)))
+    assert Point.model_validate_json((await model.generate("def", config=asked)).completion)
+    tool = ToolInfo(name="turn", description="Turn it", parameters=ToolParams(
+        properties={"x": ToolParam(type="boolean", description="how far")}, required=["x"]))
+    made = await model.generate("def", tools=[tool], tool_choice="any",
+        config=GenerateConfig(max_tokens=600))
+    assert made.message.tool_calls[0].function == "turn"
+asyncio.run(main())
+"""
+# Environments, and who asks in each: inspect-ai needs a newer openai than litellm takes.
+ENVIRONMENTS = {
+    "openai litellm langchain-openai instructor": {
+        "openai": OPENAI, "litellm": LITELLM, "langchain-openai": LANGCHAIN,
+        "instructor": INSTRUCTOR},
+    "openai inspect-ai": {"the newest openai": OPENAI, "inspect-ai": INSPECT},
+}  # fmt: skip
+FOLDER = Path("build/clients")
+
+
+def interpreter(number, packages):
+    """The Python of an environment with these packages, which is made where it is not there."""
+    folder = FOLDER / str(number)
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "-U", *packages.split()], check=True)
+    return python.absolute()
+
+
+def main(*pythons):
+    found = pythons or [interpreter(*pair) for pair in enumerate(ENVIRONMENTS)]
+    faults = []
+    with tempfile.TemporaryDirectory() as folder, served("--max-length", "4096") as server:
+        for python, clients in zip(found, ENVIRONMENTS.values(), strict=True):
+            for name, code in clients.items():
+                path = Path(folder) / "client.py"
+                path.write_text(f"URL = {server.url + '/v1'!r}\n{code}")
+                # No library asks others than this server.
+                env = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
+                done = subprocess.run([python, path], capture_output=True, text=True, env=env)
+                print(f"{name}: {'served' if done.returncode == 0 else 'FAILED'}", flush=True)
+                if done.returncode:
+                    faults.append(name)
+                    print(done.stderr[-2000:])
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
