@@ -88,7 +88,8 @@ def sequence_logprobs(
             raise ValueError(f'{text}; on_other_digest="warn" goes on')
         warnings.warn(text, stacklevel=2)
     if isinstance(model, ModelConfig):
-        model = own_model.in_tiles(model, tile)
+        # A rollout's smaller tiles have the bits of these: its worker has looked.
+        model = replace(model, row_step=None)
     ids = jnp.asarray(token_ids, jnp.int32)
     rows = (ids.shape[0], ids.shape[1] - 1)
     if temperatures is not None:

@@ -35,6 +35,7 @@ from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.other_weights import other_weights, own_weights
 from jax_specdec.device.model.own_model import Model, OwnModel, in_tiles, row_tile
 from jax_specdec.device.model.params import init_params
+from jax_specdec.device.model.row_bits import with_bits_of_their_own
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
 from jax_specdec.device.worker import background, compilation_cache, compilations, plugin_messages
 from jax_specdec.device.worker.background import BackgroundJobs
@@ -226,7 +227,19 @@ def _load(start: Start, stats: ProcessStats) -> tuple[Any, LoopConfig, Callable[
         draft_model=small,
     )
     if config.batch_invariant:
-        model = _in_tiles(model, config.row_tile)
+        model = _in_tiles(model, config)
+        # Several processes' arrays cannot be looked at from one of them.
+        if config.num_processes == 1:
+            width, tiles = 1 + config.num_drafts, model
+            model = with_bits_of_their_own(
+                params, model, config.num_slots, width, config.max_length
+            )
+            if model != tiles:
+                print(
+                    f"batch_invariant: products of fewer rows have other bits on this "
+                    f"{jax.devices()[0].device_kind}, so all have row_tile = {config.row_tile}",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
     loop = LoopConfig(
         model=model,
         drafter=drafter,
@@ -239,14 +252,14 @@ def _load(start: Start, stats: ProcessStats) -> tuple[Any, LoopConfig, Callable[
     return params, loop, other
 
 
-def _in_tiles(model: Model, tile: int) -> Model:
+def _in_tiles(model: Model, config: WorkerConfig) -> Model:
     """The model with products of so many rows.
 
     Raises:
       ValueError: it is of the user's own, and has no tiles.
     """
     if isinstance(model, ModelConfig):
-        return in_tiles(model, tile)
+        return in_tiles(model, config.row_tile)
     if row_tile(model) is None:
         raise ValueError(
             f"batch_invariant = True, but {type(model).__name__} has no row_tile: compute its rows "
