@@ -14,9 +14,9 @@ for v6e what the compiler estimates for the plain way. The limits: cycles within
 which must be there; the shares of the bytes' time on v5e, and of the plain way's cycles on v6e; a
 minute of processor time and 4 GB to compile; one operation that reads the logits beside the gather
 of the given tokens', and no temporaries of the logits' size. On both sides of the limits of
-`lowering.tpu_rule`, what it chooses must take fewer cycles than the other. And in the worker's
-programs, split over 2 x 2 devices, the kernel must be there, and nothing else may sort or search
-the vocabulary (`bench.tpu.steps`).
+`choose.kernel_is_faster`, what it chooses must take fewer cycles than the other. And in the
+worker's programs, split over 2 x 2 devices, the kernel must be there, and nothing else may sort or
+search the vocabulary (`bench.tpu.steps`).
 """
 
 import argparse

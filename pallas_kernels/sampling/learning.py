@@ -55,7 +55,7 @@ def kept_logprobs(
     Args:
       logits: bfloat16, float16 or float32; computed in float32.
       token_ids: the tokens that were emitted. One outside the vocabulary gives NaN.
-      kept: `KeptSets.padded(...)` or `TokenColumns.padded_kept(...)`: a tuple of ids `[*rows, M]`,
+      kept: `KeptSets.padded(...)`, such as of `TokenColumns.kept`: a tuple of ids `[*rows, M]`,
         counts and log_kept `[*rows]`, as NumPy or JAX arrays.
       temperatures: of the requests, `[*rows]` or what broadcasts to it; 0 (greedy) counts as 1.
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
+from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
 from tests.support.processor_messages import drafts
@@ -51,6 +52,45 @@ def test_only_what_was_asked_for_travels():
     together = len(encode(Kind.TARGET, 0, [plain, k0, k2])) // 4
     assert together == sum(sizes) - 2 * wire.HEADER_WORDS
     assert together == wire.words_bound([3, 1, 1], [0, 1, 3], [0, 0, 0])
+
+
+def widest(num_tokens, vocab_size, **fields):
+    """A slot with as many tokens, and all that a request may ask for."""
+    k = min(wire.MAX_TOP_K, vocab_size)
+    return SlotContents(
+        columns=k + 1, num_chosen=wire.MAX_CHOSEN, token_ids=np.zeros(num_tokens),
+        token_ranks=np.ones(num_tokens), topk_ids=np.zeros((num_tokens, k)),
+        logprobs=np.zeros((num_tokens, k + 1 + wire.MAX_CHOSEN)), **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "positions", "prompt_tokens", "vocab_size", "longest"),
+    [
+        (2, 3, 5, 7, "step"),
+        (1, 1, 64, 7, "chunk"),
+        (3, 2, 300, 40, "chunk"),
+        (1, 4, 500, 600, "limit"),  # the chunk alone would be longer
+        (4, 65, 64, 600, "step"),  # of more words than a chunk may have
+        (4, 65, 500, 600, "step"),
+    ],
+)
+def test_the_bound_is_the_longest_message_of_a_worker(
+    num_slots, positions, prompt_tokens, vocab_size, longest
+):
+    most_kept = min(wire.MAX_KEPT, vocab_size)
+    ids = np.tile(np.arange(most_kept, dtype=np.int32), positions)
+    full = KeptSets.of(np.full(positions, most_kept, np.int32), np.zeros(positions), ids)
+    slots = [widest(positions, vocab_size, num_drafts=positions - 1, kept=full)] * num_slots
+    empty = [SlotContents()] * (num_slots - 1)
+    words = {
+        "step": len(encode(Kind.TARGET, 0, slots)) // wire.WORD_BYTES,
+        "chunk": len(encode(Kind.PROMPT, 0, [widest(prompt_tokens, vocab_size), *empty])) // 4,
+        "limit": wire.PROMPT_WORDS,
+    }
+    assert max(words["step"], min(words["chunk"], words["limit"])) == words[longest]
+    bound = wire.message_bound(num_slots, positions, prompt_tokens, vocab_size)
+    assert bound == words[longest]
 
 
 def test_kind_and_k_share_a_word_and_are_never_truncated():

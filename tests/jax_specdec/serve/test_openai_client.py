@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from jax_specdec.engine import FinishReason
+from jax_specdec.text.detokenize import TextStream
 from tests.support import http_server
 from tests.support.http_server import EOS, MODEL, TABLE, VOCAB
 from tests.support.requests import request
@@ -195,6 +196,31 @@ def test_echo_scores_the_prompt_before_the_text(client, max_tokens):
     answer = complete(client, echo=True, logprobs=1, max_tokens=max_tokens)
     assert answer.choices[0].logprobs.top_logprobs[0] is None
     assert answer.usage.completion_tokens == max_tokens
+
+
+HALF, REST = 6, 7  # tokens with the bytes of one "é"
+# Prompts, and the tokens that come first behind them.
+ECHOED = [
+    ([2, 0, HALF], REST), ([25, 0, HALF], HALF), ([8, 1, HALF], EOS), ([8, 0, HALF], 15),
+    ([28, HALF, EOS], EOS), ([8, HALF, REST], 14), ([8, 0, REST], 14),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ids", "first"), ECHOED)
+def test_a_text_begins_behind_the_echo_s_last_character(client, ids, first):
+    """Where a prompt ends inside of a character, the text's first byte does not complete it."""
+    assert TABLE.decode([HALF, REST]) == "é"
+    tokens, logprobs, text = expected(ids)
+    assert tokens[0] == first
+    before = TABLE.decode(ids)
+    _, of_prompt = TextStream(TABLE).push_with_offsets(ids)
+    _, of_text = TextStream(TABLE).push_with_offsets(tokens)
+    for found in both_ways(client, prompt=ids, echo=True, logprobs=1):
+        assert found.text == before + text
+        assert found.token_logprobs[len(ids) :] == logprobs
+        assert found.text_offset == of_prompt + [len(before) + offset for offset in of_text]
+    for found in both_ways(client, prompt=ids, echo=True):
+        assert found.text == before + text
 
 
 def test_prompt_logprobs_are_where_vllm_puts_them(client):

@@ -51,6 +51,20 @@ def test_masks_along_drafts_are_those_of_all_words_and_leave_the_text_where_it_w
         assert filled(matcher, [5, 6]) == ([every] * 3, 2)  # what comes behind the end is nobody's
 
 
+@pytest.mark.parametrize("behind", [[0], [OTHER], [END], [END, 0], [5, 6, 7]])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_taken_behind_the_end_changes_nothing(behind, at_once):
+    word = [*map(LETTERS.index, "ab3"), END]
+    matcher = Matcher(letters.vocabulary(), WORDS_PATTERN, (END,))
+    for ids in [word + behind] if at_once else [word, *([id] for id in behind)]:
+        matcher.take(ids)
+        for drafts in ([], [END], [OTHER, 5]):
+            assert filled(matcher, drafts) == ([{*range(VOCAB)}] * (len(drafts) + 1), len(drafts))
+    assert matcher.num_tokens == len(word + behind)
+    continued = Matcher(letters.vocabulary(), WORDS_PATTERN, (END,), word + behind)
+    assert filled(continued, [5])[1] == 1
+
+
 def test_ends_are_the_requests_stop_tokens_that_are_no_text():
     for stops, ends in (((END,), {END}), ((OTHER, 7), {OTHER}), ((END, OTHER), {END, OTHER})):
         matcher = Matcher(letters.vocabulary(), Structured("choice", '["a"]'), stops, [0])

@@ -15,7 +15,7 @@ from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, gumbel
 from pallas_kernels.sampling import Drafts, Sampling, draw, row_draws, verify
 from pallas_kernels.sampling.verification import accepted_by_ratio
 from tests.support import quick_compile, token_statistics
-from tests.support.expected_probs import expected_probs
+from tests.support.expected_probs import expected_probs, kept_by_sorting
 
 V, SLOTS, FEW = 1100, 6000, 1500  # five groups, the last one short
 NUM_GROUPS, POSITION = 5, 5
@@ -132,15 +132,68 @@ def noises(seeds, groups):
     return gumbel(source, GROUP, numbers), gumbel(source, RECOVER, ids)
 
 
-def decided_in_float64(row, seeds, temperature):
-    """The tokens [N] that the same noise gives a row [V], and everything else in float64."""
+def decided_in_float64(row, seeds, temperature, kept=True):
+    """The tokens [N] that the same noise gives a row [V], and everything else in float64.
+
+    Of those that are `kept` [V].
+    """
     missing = NUM_GROUPS * 256 - V
     scaled = (row.astype(np.float64) - row.max()) / np.float32(temperature)
-    x = np.pad(scaled, (0, missing), constant_values=-np.inf).reshape(NUM_GROUPS, 256)
+    x = np.pad(np.where(kept, scaled, -np.inf), (0, missing), constant_values=-np.inf).reshape(
+        NUM_GROUPS, 256
+    )
     of_groups, _ = noises(seeds, jnp.zeros(len(seeds), jnp.int32))
-    group = (np.log(np.exp(x).sum(axis=1)) + np.asarray(of_groups, np.float64)).argmax(axis=1)
+    with np.errstate(divide="ignore"):  # a group of which nothing is kept
+        sums = np.log(np.exp(x).sum(axis=1))
+    group = (sums + np.asarray(of_groups, np.float64)).argmax(axis=1)
     _, of_tokens = noises(seeds, jnp.asarray(group, jnp.int32))
     return group * 256 + (x[group] + np.asarray(of_tokens, np.float64)).argmax(axis=1)
+
+
+def cut_row(kind):
+    """A row [V] whose groups lose more or less to a cut that keeps 300 tokens."""
+    ids = np.arange(V)
+    if kind == "ties":  # the first 300: one group whole, and a part of the next
+        return np.zeros(V, np.float32)
+    if kind == "close":  # one whole, of two a few that are little above the rest, two not at all
+        high = (ids < 256) | ((ids < 768) & (ids % 256 < 22))
+        return np.where(high, 1, 0.9).astype(np.float32)
+    x = np.random.default_rng(9).normal(0, 1, V)
+    x[256:512] = x[600:700] = -np.inf
+    x[1030] = 6  # much of its group: a draft that is left out
+    return x.astype(np.float32)
+
+
+CUTS = [
+    {}, {"top_k": 300}, {"top_k": 257}, {"top_p": 0.6}, {"min_p": 0.92}, {"min_p": 0.3},
+    {"temperature": 0.7, "top_k": 400, "top_p": 0.9, "min_p": 0.01},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ties", "close", "masked"])
+def test_a_group_that_a_cut_reaches_has_its_kept_sum(kind):
+    """Each token is the one that its noise decides, also where a rejected draft is left out."""
+    row, number = cut_row(kind), np.arange(FEW)
+    drafted, number = number % 2 == 1, number // 2 % len(CUTS)
+    cuts = [{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | cut for cut in CUTS]
+    options = {name: np.array([cut[name] for cut in cuts])[number] for name in cuts[0]}
+    asked = sampling_of(FEW, **options), drafted.astype(np.int32), GROUP, False
+    ids, accepted = map(np.asarray, verified(False, row, row, *asked))
+    seeds, num_partly, num_rejected = jnp.arange(FEW, dtype=jnp.uint32), 0, 0
+    for n, cut in enumerate(cuts):
+        kept, _, near = kept_by_sorting(row, **cut)
+        if near or kept.sum() <= 128:  # candidates: none is drawn by its group
+            continue
+        groups = np.split(kept, range(256, V, 256))
+        num_partly += any(0 < group.sum() < len(group) for group in groups)
+        for rejected in (False, True):
+            slots = (number == n) & (drafted == rejected) & (accepted == 0)
+            left = kept & ((np.arange(V) != row.argmax()) | (not rejected))
+            expected = decided_in_float64(row, seeds, cut["temperature"], left)
+            np.testing.assert_array_equal(ids[slots], expected[slots], err_msg=str(cut))
+            num_rejected += rejected * slots.sum()
+    assert num_partly >= 2
+    assert num_rejected > 100
 
 
 @pytest.mark.slow

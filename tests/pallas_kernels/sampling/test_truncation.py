@@ -21,7 +21,7 @@ from pallas_kernels.testing import oracle
 from tests.support import quick_compile
 from tests.support.processed_probs import processed_probs
 from tests.support.shards import P, on_shards
-from tests.support.truncation_checks import check, sampling_of
+from tests.support.truncation_checks import check, kept_tokens, sampling_of
 
 
 @quick_compile.jit
@@ -248,6 +248,19 @@ def test_kept_tokens_of_a_gap_are_those_of_sorting():
     x = rows.astype(np.float32)
     tied = np.where(x == cut.cut_logit[..., None], np.arange(V), -1)
     np.testing.assert_array_equal(tied.max(axis=-1), cut.cut_id)  # the last of equal ones
+
+
+@pytest.mark.parametrize("top_p", [0.0, -1.0, 1e-38, 1e-20])
+def test_a_share_of_nothing_keeps_the_likeliest_token(top_p):
+    """Beside every top-k: of candidates, of more of them, and of those that a search must cut."""
+    rows, top_k = rows_of(jnp.bfloat16), [0, 1, 100, 300, 1024, 1025, V - 1, 2 * V]
+    asked = sampling_of([1.0, 0.7, 1.9, 1.0, 1e4, 0.3, 1.0, 1.0], top_k, np.float32(top_p))
+    for shift in range(0, 8, 3):  # each kind of rows has top-ks of three sorts
+        x = np.roll(rows, shift, axis=0)
+        cut, probs = jax.device_get(cut_and_probs(x, asked))
+        likeliest = np.arange(V) == x.astype(np.float32).argmax(axis=2)[..., None]
+        np.testing.assert_array_equal(kept_tokens(cut, x), likeliest)
+        np.testing.assert_array_equal(probs, likeliest)
 
 
 @pytest.mark.chips

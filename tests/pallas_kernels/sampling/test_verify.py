@@ -136,6 +136,39 @@ def test_emitted_tokens_follow_the_target_whatever_was_drafted(count):
     assert p_value(ids[:, 0], P[0]) < 1e-9
 
 
+@pytest.mark.parametrize("certain", [True, False])
+def test_each_position_has_noise_of_its_own(certain):
+    """What comes behind accepted drafts is what a call that begins there draws: to the token.
+
+    The chance to accept, a recovered token and the one behind all drafts; of few kept and of all.
+    """
+    drafts, q = sampled_drafts()
+    drafts, q = (np.full_like(drafts, 2), None) if certain else (drafts, q)
+    sampling = Sampling.of(ROWS, top_k=np.where(np.arange(ROWS) % 2, 3, 0), seed=np.arange(ROWS))
+    logits = np.broadcast_to(np.log(np.maximum(P, 1e-9)).astype(np.float32), (ROWS, 3, 5))
+
+    def behind(count, position):
+        """Ids and counts where the first rows are left out; the last ones have no meaning."""
+        rows, ids, compact = jax.tree.map(
+            functools.partial(np.roll, shift=-count, axis=1), (logits, drafts, q)
+        )
+        given = rows, Drafts(ids, np.full(ROWS, 2 - count, np.int32), compact), sampling
+        got = verify_by_a_rule(*given, np.full(ROWS, position, np.int32), False)
+        return np.asarray(got.token_ids), np.asarray(got.num_tokens)
+
+    ids, num = behind(0, 7)
+    outcomes = set()
+    for count in (1, 2):
+        later, later_num = behind(count, 7 + count)
+        reached = num > count
+        np.testing.assert_array_equal(later_num[reached], num[reached] - count)
+        np.testing.assert_array_equal(later[reached, : 3 - count], ids[reached, count:])
+        outcomes |= set(num[reached].tolist())
+    assert outcomes == {2, 3}
+    elsewhere, _ = behind(1, 7)  # the control
+    assert (elsewhere[num > 1, 0] != ids[num > 1, 1]).mean() > 0.1
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("no_token", [-1, 5, 99])
 @pytest.mark.parametrize("certain", [True, False])

@@ -172,7 +172,7 @@ def crowded(name: str, schedule: Schedule, k: int) -> Case:
 
 
 def parts(name: str, schedule: Schedule, k: int) -> Case:
-    """One vocabulary shard's part of rows: what `RowParts` promises, in float64."""
+    """One vocabulary shard's part of rows: what `RowSums` promises, in float64."""
     x = edge_rows(schedule)
     rng = np.random.default_rng(k)
     row_ids = np.concatenate([rng.permutation(len(x)), [-1, 0]]).astype(np.int32)
@@ -183,7 +183,7 @@ def parts(name: str, schedule: Schedule, k: int) -> Case:
     inputs = (jnp.asarray(x), jnp.asarray(selected), Outputs(k), *map(jnp.asarray, arrays))
 
     def call() -> list[np.ndarray]:
-        """Results of the kernels, with zeros where `RowParts` promises nothing."""
+        """Results of the kernels, with zeros where `RowSums` promises nothing."""
         out = kernel_calls.row_sums(run, *inputs, schedule=schedule)
         maximum, sum_exp, num_larger, top_ids, top_logits = map(np.array, out[:5])
         for target, row in enumerate(row_ids):
