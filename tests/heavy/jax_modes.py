@@ -6,7 +6,7 @@ In each mode every call of the doors is made outside of `jit` and in it, traced 
 what it gives without the mode. Then the mode is set by its environment variable, as people do who
 cannot change the program: there a worker serves a greedy and a sampled request, and the blocks of
 the doors' pages run. They do not where a mode stops at the infinities that they print, nor where
-their arrays have 64 bits, which the doors refuse by name.
+their arrays have 64 bits, which the doors refuse by name, or may not be made from numbers at all.
 """
 
 import os
@@ -21,7 +21,7 @@ from tests.support.door_calls import door_calls
 from tests.support.jax_modes import MODES, VARIABLES
 
 PAGES = "docs/api/pallas_kernels.md", "docs/api/sampling.md"
-WITHOUT_PAGES = "debug_nans", "debug_infs", "x64"
+WITHOUT_PAGES = "debug_nans", "debug_infs", "x64", "transfer_guard"
 GUARDED = "transfer_guard"  # jax's own `grad` sends a 1, and jit in it what it closes over
 INFINITE = "debug_infs"  # what a user's own jit returns is looked at, a cut's infinity too
 

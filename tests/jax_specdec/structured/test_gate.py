@@ -34,11 +34,17 @@ PATIENT = Limits(cpu=60, mib=2048, seconds=60)
 
 def gate_processes(parent=None):
     """Ids of the processes that compile for this one."""
-    found = children_of(os.getpid() if parent is None else parent)
+    children = children_of(os.getpid() if parent is None else parent)
     name = b"jax_specdec.structured.gate_process"
-    return [
-        pid for pid in found if is_alive(pid) and name in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    return [pid for pid in children if is_alive(pid) and name in command_line(pid)]
+
+
+def command_line(pid):
+    """That of a process; nothing where it has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def copies():
