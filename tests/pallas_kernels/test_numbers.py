@@ -9,6 +9,7 @@ from jax.extend.random import threefry_2x32
 from pallas_kernels.lowering.forms import logarithm
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers import random_draws
+from pallas_kernels.numbers.exponential import EXP2, exponential
 from pallas_kernels.numbers.random_draws import ACCEPT, GROUP, Source, threefry_word
 from tests.support.quick_compile import as_users
 
@@ -50,6 +51,19 @@ def test_near_float64():
     exact = np.log(VALUES.astype(np.float64))
     error = np.abs(np.asarray(logarithm(VALUES)) - exact)
     assert (error <= np.spacing(exact.astype(np.float32)).clip(1e-45)).all()
+
+
+def test_an_exponential_is_as_near_as_it_says():
+    x = np.linspace(-104, 0, 200_001).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    values = np.asarray(as_users(exponential)(x), np.float64)
+    normal = exact >= 2.0**-126
+    error = np.abs(values / exact - 1)
+    assert (error <= 2e-7 * (1 + np.abs(x)))[normal].all()
+    assert (values[~normal] == 0)[1:].all()  # the last one may round up to 2**-126
+    f = np.linspace(-0.5, 0.5, 100_001)
+    polynomial = np.polyval([*map(float, np.float32(EXP2[::-1])), 1.0], f)
+    assert 1.5e-8 < np.abs(polynomial / 2**f - 1).max() < 1.6e-8
 
 
 def test_noise_has_both_ends():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.sampling import CompactQ, Drafts, Sampling, draw, verify
+from pallas_kernels.sampling import CompactQ, Drafts, Sampling, draw, truncation, verify
 from pallas_kernels.sampling.door import of_rows
 from tests.support import quick_compile, shape_checks
 
@@ -145,3 +145,18 @@ def test_temperatures_that_are_not_above_0():
     found = call(LOGITS, proposed, sampling(**mixed), POSITIONS)
     np.testing.assert_array_equal(found.num_tokens, [1, 2, 1, 2])
     np.testing.assert_array_equal(np.asarray(found.token_ids)[:, 0], greedy[:, 0])
+
+
+def test_numbers_without_meaning_draw_and_keep_the_greedy_token():
+    rows = LOGITS[:, :1]
+    greedy = rows.argmax(axis=-1)
+    nan = np.array([np.nan] * B, np.float32)
+    for name in ("temperature", "top_p", "min_p"):
+        slots = sampling(**({"temperature": np.ones(B, np.float32)} | {name: nan}))
+        drawn = quick_compile.jit(draw)(rows, slots, POSITIONS)
+        np.testing.assert_array_equal(drawn.token_ids, greedy, err_msg=name)
+        np.testing.assert_array_equal(np.exp(drawn.q.logprobs).sum(axis=2), 1)
+        np.testing.assert_array_equal(drawn.q.logprobs.max(axis=2), 0)
+        cut = quick_compile.jit(truncation)(rows, slots)
+        np.testing.assert_array_equal(cut.cut_id, greedy, err_msg=name)
+        assert np.isposinf(cut.cut_logit).all()

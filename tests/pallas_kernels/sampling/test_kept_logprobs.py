@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from ipc.wire import KEPT_ALL, KEPT_MANY
 from jax_specdec.device import kept_logprobs, learner_logprobs
 from jax_specdec.kept_sets import KeptSets, PaddedKept
+from pallas_kernels.sampling import rollout_logprobs
 from tests.support import quick_compile
 from tests.support.collectives import collectives
 from tests.support.lowered import array, temporaries
@@ -112,6 +113,31 @@ def test_values_and_gradients_are_those_of_float64(dtype):
     slopes, tolerance = slopes * weights[..., None], 1e-5 if dtype == "float32" else 1e-2
     np.testing.assert_allclose(by_logits.astype(jnp.float32), slopes, atol=tolerance)
     np.testing.assert_allclose(by_t, by_temperature[..., 0] * weights, atol=1e-4)
+
+
+def flat_batch():
+    """Rows [12] of `a_batch`, without the one whose set the token is not in."""
+    x, token_ids, kept, temperatures = a_batch()
+    which = np.array([0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11])
+    rows = jax.tree.map(lambda y: y.reshape(12, *y.shape[2:])[which], (token_ids, kept))
+    return x.reshape(12, V)[which], *rows, temperatures.reshape(12)[which]
+
+
+def test_a_rollouts_logprobs_have_the_gradient_of_kept_ones():
+    batch, weights = flat_batch(), np.arange(11, dtype=np.float32)
+    of_rollout = gradients_of(rollout_logprobs)(*batch, weights)
+    of_kept = gradients(*batch, weights)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), of_rollout, of_kept)
+    assert np.abs(of_rollout[0]).max() > 1
+    eager = jax.grad(lambda x: rollout_logprobs(x, *batch[1:]).sum())(batch[0])
+    assert np.isfinite(eager).all()
+
+
+def test_a_rollout_without_temperatures_is_one_at_1():
+    x, token_ids, kept, _ = flat_batch()
+    scored = quick_compile.jit(rollout_logprobs)(x, token_ids, kept)
+    np.testing.assert_allclose(scored, logprobs(x, token_ids, kept, 1.0), atol=1e-5)
+    assert (scored[np.array([0, 5, 6])] < -0.01).all()  # no greedy rows
 
 
 def far_from_zero(offset, seed=0):
