@@ -52,9 +52,14 @@ os.environ["PYTHONWARNINGS"] = ",".join(
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PYTHON_COLORS", "TTY_COMPATIBLE"):
     os.environ.pop(_name, None)
 
-# A background job of a script ignores Ctrl-C, and every process of a test would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A background job of a script ignores Ctrl-C, and one of `nohup` SIGHUP: every process of a test
+# would inherit that.
+for _signal, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _usual)
 
 import jax
 import pytest
