@@ -60,7 +60,7 @@ def program(*, changed: bool = False) -> Any:
     ) -> Any:
         found = verify(logits, drafts, sampling, positions, k=K, **changes)
         assert found.read is not None
-        return found[:2], emitted_logprobs(logits, found.token_ids, found.read)
+        return found[:2], emitted_logprobs(logits, found)
 
     floats, integers = of_slots("float32"), of_slots("int32")
     sampling = Sampling(

@@ -157,7 +157,9 @@ def sampling_of(case: Case) -> Sampling:
 def parameters(each: Sequence[Filters]) -> Sampling:
     """Of a slot each; what one does not name is off, and its temperature 1."""
     off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    given = {name: np.array([one.get(name, x) for one in each]) for name, x in off.items()}
+    given: dict[str, Any] = {
+        name: np.array([one.get(name, x) for one in each]) for name, x in off.items()
+    }
     return Sampling.of(len(each), seed=np.arange(len(each)), **given)
 
 
@@ -165,7 +167,7 @@ def our_way(logits: jax.Array, drafts: Drafts, sampling: Sampling, positions: ja
     """The tokens, and the raw logprobs of all rows."""
     found = verify(logits, drafts, sampling, positions, k=K)
     assert found.read is not None
-    raw = emitted_logprobs(logits, found.token_ids, found.read)
+    raw = emitted_logprobs(logits, found)
     return found.token_ids, found.num_tokens, raw
 
 

@@ -300,6 +300,7 @@ def on_own_part(
     how: Split,
     *,
     by_row: bool = True,
+    flat: frozenset[int] = frozenset(),
 ) -> Result:
     """`call(shard, logits, by_slot)`, by each device on its own slots and columns.
 
@@ -313,6 +314,8 @@ def on_own_part(
         over no traced value.
       by_row: static; else the first axis of the logits is not that of the slots, and all but the
         columns is whole on every device: gathered, where it is split.
+      flat: static; which of the arrays of `logits` are [N, V] of rows that are no slot's, and
+        are gathered so where `by_row` is true.
 
     Returns:
       The results, split by slots as the logits are.
@@ -321,7 +324,10 @@ def on_own_part(
     arrays = (logits, by_slot)
     row = ROW if by_row else "."
     words = (
-        *(row + "." * (x.ndim - 2) + "v" for x in jax.tree.leaves(logits)),
+        *(
+            ("." if index in flat else row) + "." * (x.ndim - 2) + "v"
+            for index, x in enumerate(jax.tree.leaves(logits))
+        ),
         *(row + "." * (x.ndim - 1) for x in jax.tree.leaves(by_slot)),
     )
 

@@ -9,14 +9,15 @@ from pallas_kernels.sampling.drafts import draw
 from pallas_kernels.sampling.kept_set import kept_sets
 from pallas_kernels.sampling.learning import kept_logprobs, learner_logprobs, rollout_logprobs
 from pallas_kernels.sampling.parameters import Sampling, Truncation
-from pallas_kernels.sampling.row_read import emitted_logprobs
-from pallas_kernels.sampling.types import CompactQ, Drafts, RowsRead, Verified, row_ids_of
+from pallas_kernels.sampling.row_read import emitted_logprobs, logprobs_of_read
+from pallas_kernels.sampling.types import CompactQ, DenseQ, Drafts, RowsRead, Verified, row_ids_of
 from pallas_kernels.sampling.verification import verify
 
 __all__ = [
     # Drafts, what they were drawn from, and how a slot samples.
     "Drafts",
     "CompactQ",
+    "DenseQ",
     "Sampling",
     "draw",
     # Which of them are accepted, and the logprobs of what is emitted.
@@ -24,6 +25,7 @@ __all__ = [
     "Verified",
     "row_ids_of",
     "emitted_logprobs",
+    "logprobs_of_read",
     "RowsRead",
     # What a row keeps, and a learner's logprobs over it.
     "truncation",

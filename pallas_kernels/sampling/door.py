@@ -1,22 +1,31 @@
-"""What verification and drawing take of a caller, as the arrays that they compute with.
+"""What verification and drawing take of a caller, as the arrays that they compute with."""
 
-JAX's default settings join integer types without a word, so every argument gets its own type here,
-and what has no meaning as that type is refused by its name.
-"""
-
-from typing import TypeVar
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.sharding import Mesh
 
-from pallas_kernels.contract.rows import LOGITS_DTYPES
+from pallas_kernels.contract.rows import LOGITS_DTYPES, MAX_EXTRA, check_k, to_device
 from pallas_kernels.contract.types import AnyArray
-from pallas_kernels.sampling.parameters import Sampling
-from pallas_kernels.sampling.types import CompactQ, Drafts
+from pallas_kernels.lowering.programs import compiled
+from pallas_kernels.meshes.placement import AxisName
+from pallas_kernels.meshes.split import Split
+from pallas_kernels.sampling.arguments import (
+    ARRAY,
+    check_int,
+    check_no_nan,
+    check_type,
+    floats,
+    integers,
+    known,
+    numbers_of,
+)
+from pallas_kernels.sampling.parameters import Sampling, check_values
+from pallas_kernels.sampling.types import CompactQ, DenseForm, DenseQ, Drafts, Rule, Verified
 
-Value = TypeVar("Value")
+MAX_SHARDED_VOCABULARY = 2**31 - 1  # ids are int32
 
 
 def of_rows(
@@ -31,61 +40,109 @@ def of_rows(
 
     axes: of the row ids.
     """
-    logits = _logits(name, logits, is_flat=row_ids is not None)
-    _check_type("sampling", sampling, Sampling, "a `Sampling`")
-    if row_ids is not None:
-        row_ids = _integers("row_ids", row_ids, jnp.int32)
-        if row_ids.ndim != axes.count(",") + 1 or 0 in row_ids.shape:
-            raise ValueError(f"row_ids {row_ids.shape}: give the rows of each slot, {axes}")
+    logits = logits_of(name, logits, is_flat=row_ids is not None)
+    row_ids = None if row_ids is None else row_ids_of_slots(row_ids, axes)
     batch = (logits if row_ids is None else row_ids).shape[0]
-    given = Sampling(
-        temperature=_floats("sampling.temperature", sampling.temperature).astype(jnp.float32),
-        top_k=_integers("sampling.top_k", sampling.top_k, jnp.int32),
-        top_p=_floats("sampling.top_p", sampling.top_p).astype(jnp.float32),
-        min_p=_floats("sampling.min_p", sampling.min_p).astype(jnp.float32),
-        seed=_integers("sampling.seed", sampling.seed, jnp.uint32),
+    sampling = sampling_of(sampling, batch, f"{name} {logits.shape}")
+    positions = integers("positions", positions, jnp.int32)
+    check_slots("positions", positions, batch, f"{name} {logits.shape}")
+    return logits, sampling, positions, row_ids
+
+
+def row_ids_of_slots(row_ids: AnyArray, axes: str = "[B, S]") -> jax.Array:
+    """The row ids with these axes."""
+    row_ids = integers("row_ids", row_ids, jnp.int32)
+    if row_ids.ndim != axes.count(",") + 1 or 0 in row_ids.shape:
+        raise ValueError(f"row_ids {row_ids.shape}: give the rows of each slot, {axes}")
+    return row_ids
+
+
+def sampling_of(sampling: Sampling, batch: int, rows: str) -> Sampling:
+    """The parameters [B] of `batch` slots; rows: what they go with, in words."""
+    what = "a `Sampling`, as `Sampling.of(B, temperature=...)` makes it"
+    check_type("sampling", sampling, Sampling, what)
+    sampling = Sampling(
+        temperature=floats("sampling.temperature", sampling.temperature).astype(jnp.float32),
+        top_k=integers("sampling.top_k", sampling.top_k, jnp.int32),
+        top_p=floats("sampling.top_p", sampling.top_p).astype(jnp.float32),
+        min_p=floats("sampling.min_p", sampling.min_p).astype(jnp.float32),
+        seed=integers("sampling.seed", sampling.seed, jnp.uint32),
     )
-    for field in ("temperature", "top_p", "min_p"):
-        _no_nan(f"sampling.{field}", getattr(given, field))
-    positions = _integers("positions", positions, jnp.int32)
-    named = {f"sampling.{field}": value for field, value in given._asdict().items()}
-    for field, value in (*named.items(), ("positions", positions)):
-        if value.shape != (batch,):
+    for field, value in sampling._asdict().items():
+        check_slots(f"sampling.{field}", value, batch, rows)
+    check_values(sampling, "sampling.")
+    return sampling
+
+
+def check_slots(name: str, values: jax.Array, batch: int, rows: str) -> None:
+    """Refuse what is not [B]."""
+    if values.shape != (batch,):
+        raise ValueError(
+            f"{name} {values.shape} does not go with {rows}: give one value a slot, "
+            f"[B] = {(batch,)}"
+        )
+
+
+def split_of(mesh: Mesh | None, axis_name: AxisName | None, vocab_size: int | None) -> Split:
+    """What a caller says of how logits are split, if it can be so."""
+    if mesh is not None:
+        check_type("mesh", mesh, Mesh, "a `jax.sharding.Mesh`, as `jax.make_mesh` makes it")
+        if not axis_name:
             raise ValueError(
-                f"{field} {value.shape} does not go with {name} {logits.shape}: give one value a "
-                f"slot, [B] = {(batch,)}"
+                f"mesh {mesh.shape} without axis_name: name the axis that splits the vocabulary, "
+                "or leave mesh out, where the logits' type or the compiler tells"
             )
-    return logits, given, positions, row_ids
+    if axis_name is not None:
+        names = (axis_name,) if isinstance(axis_name, str) else axis_name
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"axis_name is {axis_name!r}: give the name of a mesh axis, a tuple of names, or "
+                "() where all columns are here"
+            )
+        if mesh is not None and not {*names} <= {*mesh.shape}:
+            raise ValueError(
+                f"axis_name = {axis_name!r} is no axis of the mesh {mesh.shape}: name the one that "
+                "splits the vocabulary"
+            )
+    if vocab_size is not None:
+        what = "the number of tokens before the columns of padding"
+        vocab_size = check_int("vocab_size", vocab_size, 1, MAX_SHARDED_VOCABULARY, what)
+    return Split(mesh, axis_name, vocab_size)
+
+
+def k_of(k: int | None, vocab_size: int) -> int | None:
+    """The static number of top columns, if it is one."""
+    return None if k is None else check_k(k, vocab_size)
 
 
 def drafts_of(drafts: Drafts) -> Drafts:
     """`Drafts` of int32 ids and numbers, with a q of their shape."""
     what = "`Drafts(token_ids, num)`, ids [B, D] and how many of them each slot has [B]"
-    _check_type("drafts", drafts, Drafts, what)
-    token_ids = _integers("drafts.token_ids", drafts.token_ids, jnp.int32)
-    num = _integers("drafts.num", drafts.num, jnp.int32)
+    check_type("drafts", drafts, Drafts, what)
+    token_ids = integers("drafts.token_ids", drafts.token_ids, jnp.int32)
+    num = integers("drafts.num", drafts.num, jnp.int32)
     if token_ids.ndim != 2 or num.shape != token_ids.shape[:1]:
         raise ValueError(
             f"drafts.num {num.shape} does not go with drafts.token_ids {token_ids.shape}: give ids "
             "[B, D], and one number a slot [B]"
         )
-    most = token_ids.shape[1]
-    known = _known(num)
-    if known is not None and known.size and not 0 <= known.min() <= known.max() <= most:
+    most, numbers = token_ids.shape[1], known(num)
+    if numbers is not None and numbers.size and not 0 <= numbers.min() <= numbers.max() <= most:
         raise ValueError(
-            f"drafts.num has {known.max() if known.max() > most else known.min()}: each slot has "
-            f"0 to D = {most} drafts, as many as drafts.token_ids {token_ids.shape} has columns"
+            f"drafts.num has {numbers.max() if numbers.max() > most else numbers.min()}: each slot "
+            f"has 0 to D = {most} drafts, as many as drafts.token_ids {token_ids.shape} has columns"
         )
     q = drafts.q
     if q is not None:
-        _check_type("drafts.q", q, CompactQ, "`CompactQ(ids, logprobs)`, each [B, D, M]")
-        q = _compact(q, token_ids)
+        what = "`CompactQ(ids, logprobs)`, each [B, D, M], or `DenseQ(logprobs)`, [B, D, V]"
+        check_type("drafts.q", q, (CompactQ, DenseQ), what)
+        q = _compact(q, token_ids) if isinstance(q, CompactQ) else _dense(q, token_ids)
     return drafts._replace(token_ids=token_ids, num=num, q=q)
 
 
 def _compact(q: CompactQ, token_ids: jax.Array) -> CompactQ:
-    ids = _integers("drafts.q.ids", q.ids, jnp.int32)
-    logprobs = _floats("drafts.q.logprobs", q.logprobs).astype(jnp.float32)
+    ids = integers("drafts.q.ids", q.ids, jnp.int32)
+    logprobs = floats("drafts.q.logprobs", q.logprobs).astype(jnp.float32)
     if ids.shape != logprobs.shape or ids.ndim != 3 or ids.shape[:2] != token_ids.shape:
         raise ValueError(
             f"drafts.q has ids {ids.shape} and logprobs {logprobs.shape}, and "
@@ -94,26 +151,178 @@ def _compact(q: CompactQ, token_ids: jax.Array) -> CompactQ:
     return CompactQ(ids, logprobs)
 
 
-def _no_nan(name: str, values: jax.Array) -> None:
-    """Refuse NaN where the values are known; where they are traced, it makes the row invalid."""
-    known = _known(values)
-    if known is not None and np.isnan(known).any():
+def _dense(q: DenseQ, token_ids: jax.Array) -> DenseQ:
+    if q.form not in get_args(DenseForm):
         raise ValueError(
-            f"{name} has a NaN in slot {int(np.isnan(known).argmax())}: give a number, or 0 for a "
-            "greedy slot's temperature"
+            f"drafts.q.form = {q.form!r} is not known: choose one of "
+            f"{', '.join(map(repr, get_args(DenseForm)))}, as `DenseQ.of_probs` and "
+            "`DenseQ.of_logits` do"
+        )
+    values, batch = floats("drafts.q.values", q.values), token_ids.shape[0]
+    if values.dtype.name not in LOGITS_DTYPES:
+        raise TypeError(
+            f"drafts.q.values is of {values.dtype}: give {', '.join(LOGITS_DTYPES)}, by "
+            "`.astype('float32')` for example"
+        )
+    row_ids = q.row_ids
+    if row_ids is None:
+        if values.ndim != 3 or values.shape[:2] != token_ids.shape:
+            raise ValueError(
+                f"drafts.q.values {values.shape} does not go with drafts.token_ids "
+                f"{token_ids.shape}: give [B, D, V], or flat rows [Q, V] with row_ids [B, D]"
+            )
+    else:
+        row_ids = integers("drafts.q.row_ids", row_ids, jnp.int32)
+        if values.ndim != 2 or row_ids.shape != token_ids.shape or 0 in values.shape:
+            raise ValueError(
+                f"drafts.q.values {values.shape} and row_ids {row_ids.shape} do not go with "
+                f"drafts.token_ids {token_ids.shape}: give flat rows [Q, V], Q of 1 and more, and "
+                "the row of each draft [B, D]"
+            )
+    temperature = q.temperature
+    if q.form == "logits":
+        if temperature is None:
+            raise TypeError(
+                "drafts.q.temperature is None: logits need the temperature of the draws, as "
+                "`DenseQ.of_logits(logits, temperature)` takes it"
+            )
+        name = "drafts.q.temperature"
+        temperature = numbers_of(name, temperature, jnp.float32)
+        if temperature.shape not in ((), (batch,)):
+            raise ValueError(
+                f"{name} {temperature.shape}: give one number, or one a slot, [B] = {(batch,)}"
+            )
+        check_no_nan(name, temperature.reshape(-1))
+    elif temperature is not None:
+        raise ValueError(
+            f"drafts.q.temperature goes with logits, and these are {q.form}: give it to "
+            "`DenseQ.of_logits`, or divide before the softmax"
+        )
+    return DenseQ(values, row_ids, temperature, q.form)
+
+
+def check_columns(q: DenseQ, logits: jax.Array) -> None:
+    """Refuse a q over another number of columns than the logits have."""
+    if q.values.shape[-1] != logits.shape[-1]:
+        raise ValueError(
+            f"drafts.q.values {q.values.shape} has {q.values.shape[-1]} columns and the logits "
+            f"{logits.shape} have {logits.shape[-1]}: give both over the same vocabulary, columns "
+            "without a token as no probability (logprobs -inf)"
         )
 
 
-def _known(values: jax.Array) -> np.ndarray | None:
-    """The values, where this process has them already; None where they are traced."""
+def check_rule(rule: str, drafts: Drafts, accept: object) -> None:
+    """Refuse a rule that is not known, or has nothing to decide about."""
+    if rule not in get_args(Rule):
+        raise ValueError(
+            f"rule = {rule!r} is not known: choose one of {', '.join(map(repr, get_args(Rule)))}"
+        )
+    if rule == "token":
+        return
+    if accept is not None:
+        raise ValueError(f"rule = {rule!r} and accept: give one of them")
+    if drafts.q is None:
+        raise ValueError(
+            f"rule = {rule!r} is for drafts with a q, and these are certain: their rule accepts "
+            "as many already"
+        )
+
+
+def check_q(
+    drafts: Drafts,
+    sampling: Sampling,
+    row_ids: jax.Array | None,
+    num_rows: int,
+    vocab_size: int | None,
+) -> None:
+    """Refuse a q that is no distribution, where its values are known.
+
+    Of drafts that there are, of slots that sample: the others' q are not looked at.
+    """
+    q, token_ids = drafts.q, drafts.token_ids
+    if q is None or (isinstance(q, DenseQ) and q.form == "logits"):
+        return
+    of_slots = [known(x) for x in (drafts.num, token_ids, sampling.temperature)]
+    rows = None if row_ids is None else known(row_ids)
+    sums = _known_sums(q, token_ids.shape, vocab_size)
+    if sums is None or any(x is None for x in of_slots) or (row_ids is not None and rows is None):
+        return
+    num, ids, temperature = of_slots
+    assert num is not None
+    assert ids is not None
+    assert temperature is not None
+    there = np.arange(ids.shape[1])[None] < num[:, None]
+    there &= (ids >= 0) & (temperature > 0)[:, None]
+    if rows is not None:
+        there &= (rows[:, :-1] >= 0) & (rows[:, :-1] < num_rows)
+    is_exact = sums.dtype == "float32"
+    wrong = there & ~(np.abs(sums.sums - 1) <= (1e-3 if is_exact else 5e-2))
+    if not wrong.any():
+        return
+    slot, draft = (int(x[0]) for x in np.nonzero(wrong))
+    raise ValueError(
+        f"{sums.name} of slot {slot}, draft {draft} are no {sums.form} of a distribution: the "
+        f"probabilities sum to {sums.sums[slot, draft]:.4g} (1 within {1e-3 if is_exact else 5e-2} "
+        f"is needed), and the values lie in {sums.least[slot, draft]:.4g} .. "
+        f"{sums.largest[slot, draft]:.4g}. Give {sums.ways}: of what the draft was drawn from"
+    )
+
+
+class _Sums(NamedTuple):
+    """What the q of each draft [B, D] sum to, and how to speak of it."""
+
+    name: str
+    form: str
+    ways: str
+    dtype: str
+    sums: np.ndarray
+    least: np.ndarray
+    largest: np.ndarray
+
+
+def _known_sums(
+    q: CompactQ | DenseQ, shape: tuple[int, ...], vocab_size: int | None
+) -> _Sums | None:
+    """The sums, where the values are known."""
+    if isinstance(q, CompactQ):
+        logprobs, ids = known(q.logprobs), known(q.ids)
+        if logprobs is None or ids is None:
+            return None
+        logprobs = np.where(ids >= 0, logprobs, -np.inf)
+        with np.errstate(over="ignore"):
+            sums = np.exp(logprobs).sum(axis=2)
+        largest = logprobs.max(axis=2, initial=-np.inf)
+        least = np.where(logprobs > -np.inf, logprobs, np.inf).min(axis=2, initial=np.inf)
+        ways = "logprobs, jnp.log(probs) of probabilities"
+        return _Sums("drafts.q.logprobs", "logprobs", ways, "float32", sums, least, largest)
+    values, rows = q.values, q.row_ids
     if isinstance(values, jax.core.Tracer) or not values.is_fully_addressable:
         return None
-    return np.asarray(values)
+    place = np.arange(shape[0] * shape[1]).reshape(shape)
+    if rows is not None:
+        known_rows = known(rows)
+        if known_rows is None:
+            return None
+        place = np.clip(known_rows, 0, values.shape[0] - 1)
+    found = compiled(_sums_and_range, q.form, vocab_size)(values)
+    sums, least, largest = (np.asarray(x).reshape(-1)[place] for x in found)
+    ways = "probabilities to `DenseQ.of_probs`, logprobs to `DenseQ`, logits to `DenseQ.of_logits`"
+    return _Sums("drafts.q.values", q.form, ways, values.dtype.name, sums, least, largest)
 
 
-def _logits(name: str, values: AnyArray, is_flat: bool) -> jax.Array:
+def _sums_and_range(
+    form: str, vocab_size: int | None, values: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sums of the rows' probabilities, their least values and their largest."""
+    x = values[..., :vocab_size].astype(jnp.float32)
+    probs = x if form == "probs" else jnp.exp(x)
+    least = jnp.where(x > -jnp.inf, x, jnp.inf).min(axis=-1)
+    return probs.sum(axis=-1, dtype=jnp.float32), least, x.max(axis=-1)
+
+
+def logits_of(name: str, values: AnyArray, is_flat: bool) -> jax.Array:
     """Logits as an array, if their shape and dtype are supported, and they have a number."""
-    _check_type(name, values, (np.ndarray, jax.Array), _ARRAY)
+    check_type(name, values, (np.ndarray, jax.Array), ARRAY)
     if is_flat and values.ndim != 2:
         raise ValueError(f"{name} {values.shape}: give [N, V] with row_ids, or [B, S, V] without")
     if not is_flat and values.ndim != 3:
@@ -131,36 +340,40 @@ def _logits(name: str, values: AnyArray, is_flat: bool) -> jax.Array:
     return jnp.asarray(values)
 
 
-def _floats(name: str, values: AnyArray) -> jax.Array:
-    """The values as an array, if they are floating-point numbers."""
-    _check_type(name, values, (np.ndarray, jax.Array), _ARRAY)
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        raise TypeError(f"{name} is of {values.dtype}: give an array of floats")
-    return jnp.asarray(values)
-
-
-def _integers(name: str, values: AnyArray, dtype: DTypeLike) -> jax.Array:
-    """The values as an array of `dtype`, modulo its size, if they are integers."""
-    _check_type(name, values, (np.ndarray, jax.Array), _ARRAY)
-    if not jnp.issubdtype(values.dtype, jnp.integer):
-        if jnp.issubdtype(values.dtype, jax.dtypes.prng_key):
-            raise TypeError(
-                f"{name} is of a JAX key: give integers, as jax.random.bits makes them of it"
-            )
-        raise TypeError(f"{name} is of {values.dtype}: give an array of integers")
-    if name == "sampling.seed" and values.ndim == 2 and values.dtype == jnp.uint32:
-        raise TypeError(
-            f"{name} {values.shape} looks like JAX keys: give one integer a slot, [B], as "
-            "jax.random.bits makes them of a key"
+def check_verified(verified: Verified) -> None:
+    """Refuse what `verify` did not return, or returned without `k`."""
+    check_type("verified", verified, Verified, "what `verify(logits, ..., k=...)` returned")
+    if verified.read is None:
+        raise ValueError(
+            "verified has no read: give `verify` k, the number of top columns (0 and more), or "
+            "take `pallas_kernels.topk_logprobs` of the emitted tokens, which reads their rows"
         )
-    if isinstance(values, np.ndarray):  # before JAX, which may have no 64-bit integers
-        values = values.astype(dtype)
-    return jnp.asarray(values).astype(dtype)
 
 
-_ARRAY = "a NumPy or JAX array, as `jnp.asarray(values)` makes it"
+def ids_of(name: str, ids: AnyArray, shape: tuple[int, ...]) -> jax.Array:
+    """Token ids by slot and position."""
+    ids = integers(name, ids, jnp.int32)
+    if ids.shape != shape:
+        raise ValueError(f"{name} {ids.shape}: give one a slot and position, [B, S] = {shape}")
+    return ids
 
 
-def _check_type(name: str, value: Value, kinds: type | tuple[type, ...], what: str) -> None:
-    if not isinstance(value, kinds):
-        raise TypeError(f"{name} is a {type(value).__name__}: give {what}")
+def flags_of(name: str, flags: AnyArray, batch: int) -> jax.Array:
+    """A bool of each slot."""
+    check_type(name, flags, (np.ndarray, jax.Array), ARRAY)
+    if flags.dtype != bool:
+        raise TypeError(f"{name} is of {flags.dtype}: give an array of bools")
+    if flags.shape != (batch,):
+        raise ValueError(f"{name} {flags.shape}: give one bool a slot, [B] = {(batch,)}")
+    return to_device(flags, jnp.bool_)
+
+
+def extra_ids_of(ids: AnyArray, batch: int) -> jax.Array:
+    """More token ids [B, C] of each slot, C up to `MAX_EXTRA`."""
+    ids = integers("extra_token_ids", ids, jnp.int32)
+    if ids.ndim != 2 or ids.shape[0] != batch or ids.shape[1] > MAX_EXTRA:
+        raise ValueError(
+            f"extra_token_ids {ids.shape}: give C ids a slot, [B, C] with B = {batch} and C up to "
+            f"{MAX_EXTRA}"
+        )
+    return ids

@@ -4,12 +4,18 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from pallas_kernels.backends.groups import keeps
-from pallas_kernels.contract.rows import to_device
 from pallas_kernels.lowering.forms import Tree, at_place, logarithm, vary_like
+from pallas_kernels.sampling.arguments import (
+    check_int,
+    check_no_nan,
+    check_within,
+    numbers_of,
+)
 
 Values = TypeVar("Values", bound=Tree)
 
@@ -18,7 +24,7 @@ class Sampling(NamedTuple):
     """Sampling parameters of each slot, on the device."""
 
     temperature: Float32[Array, " B"]  # 0 or less is greedy
-    top_k: Int32[Array, " B"]  # 0 keeps all
+    top_k: Int32[Array, " B"]  # 0 or less keeps all
     top_p: Float32[Array, " B"]  # 1 keeps all
     min_p: Float32[Array, " B"]  # 0 keeps all
     seed: UInt32[Array, " B"]
@@ -32,25 +38,86 @@ class Sampling(NamedTuple):
         top_k: ArrayLike = 0,
         top_p: ArrayLike = 1.0,
         min_p: ArrayLike = 0.0,
-        seed: ArrayLike = 0,
+        seed: ArrayLike | None = None,
+        key: jax.Array | None = None,
     ) -> "Sampling":
-        """The parameters of B = `num_slots` slots, each one number for all, or one a slot [B]."""
+        """The parameters of B = `num_slots` slots, each one number for all, or one a slot [B].
 
-        def of_each(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
-            return jnp.broadcast_to(to_device(x, dtype), (num_slots,))
+        A request with a seed repeats: its tokens are functions of the seed, of their positions and
+        of its logits. A step with a key does not: its seeds are the bits of the key, so give each
+        step a key of its own, and drafts another one than verification.
 
-        return cls(
-            of_each(temperature, jnp.float32),
-            of_each(top_k, jnp.int32),
-            of_each(top_p, jnp.float32),
-            of_each(min_p, jnp.float32),
-            of_each(seed, jnp.uint32),
+        Args:
+          num_slots: B.
+          temperature: 0 or less is greedy.
+          top_k: 0 or less keeps all.
+          top_p: from 0 to 1; 1 keeps all.
+          min_p: from 0 to 1; 0 keeps all.
+          seed: integers; 0 without it. Not together with `key`.
+          key: a JAX key, of whose bits one seed a slot is made; or one key a slot, [B].
+
+        Raises:
+          TypeError: an argument is not of its kind.
+          ValueError: it has another shape, or a value outside of its range where that is known.
+        """
+        num_slots = check_int("num_slots", num_slots, 0, 2**31 - 1, "the number of slots")
+        if key is not None and seed is not None:
+            raise ValueError("seed and key: give one of them; the seeds of a key are its bits")
+        seeds = 0 if seed is None else seed
+
+        def of_each(name: str, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
+            values = numbers_of(name, x, dtype)
+            if values.shape not in ((), (num_slots,)):
+                raise ValueError(
+                    f"{name} {values.shape}: give one number for all slots, or one a slot, "
+                    f"[B] = {(num_slots,)}"
+                )
+            return jnp.broadcast_to(values, (num_slots,))
+
+        sampling = cls(
+            of_each("temperature", temperature, jnp.float32),
+            of_each("top_k", top_k, jnp.int32),
+            of_each("top_p", top_p, jnp.float32),
+            of_each("min_p", min_p, jnp.float32),
+            _seeds(key, num_slots) if key is not None else of_each("seed", seeds, jnp.uint32),
         )
+        check_values(sampling, "")
+        return sampling
 
     @classmethod
     def greedy(cls, num_slots: int) -> "Sampling":
         """The parameters of slots that are all greedy."""
         return cls.of(num_slots, temperature=0.0)
+
+
+def check_values(sampling: Sampling, prefix: str) -> None:
+    """Refuse numbers outside of their ranges, where they are known."""
+    for field in ("temperature", "top_p", "min_p"):
+        check_no_nan(f"{prefix}{field}", getattr(sampling, field))
+    for field, keeps_all in (("top_p", 1), ("min_p", 0)):
+        way_out = f"a share, such as 0.95 for 95 %; {keeps_all} keeps all"
+        check_within(f"{prefix}{field}", getattr(sampling, field), 0, 1, way_out)
+
+
+def _seeds(key: jax.Array, num_slots: int) -> jax.Array:
+    """Seeds [B] of one JAX key, typed or as two words of data, or of one a slot."""
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(f"key is a {type(key).__name__}: give a JAX key, as `jax.random.key(0)`")
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not is_typed and (key.dtype != jnp.uint32 or key.ndim == 0):
+        raise TypeError(
+            f"key is of {key.dtype} {key.shape}: give a JAX key, as `jax.random.key(0)`, or "
+            "`seed` for integers"
+        )
+    keys = key if is_typed else jax.random.wrap_key_data(key)
+    if keys.shape not in ((), (num_slots,)):
+        raise ValueError(
+            f"key {key.shape} holds keys {keys.shape}: give one key, or one for each of the "
+            f"{num_slots} slots"
+        )
+    if not keys.shape:
+        return jax.random.bits(keys, (num_slots,), jnp.uint32)
+    return jax.vmap(lambda slot_key: jax.random.bits(slot_key, (), jnp.uint32))(keys)
 
 
 class Truncation(NamedTuple):

@@ -30,10 +30,11 @@ from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.sampling import exact_sums
+from pallas_kernels.sampling import door, exact_sums
+from pallas_kernels.sampling.arguments import check_bool, check_type
 from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows
-from pallas_kernels.sampling.types import RowsRead, slots_of_rows
+from pallas_kernels.sampling.types import RowsRead, Verified, slots_of_rows
 from pallas_kernels.topk.call import topk_of_whole_rows
 
 
@@ -227,6 +228,71 @@ def for_logprobs(
 
 def emitted_logprobs(
     logits: Float[Array, "B S V"] | Float[Array, "N V"],
+    verified: Verified,
+    *,
+    token_ids: Int32[Array, "B S"] | None = None,
+    changed: bool = False,
+    scaled: Bool[Array, " B"] | None = None,
+    extra_token_ids: Int32[Array, "B C"] | None = None,
+    mesh: Mesh | None = None,
+    axis_name: AxisName | None = None,
+    vocab_size: int | None = None,
+) -> Annotated[TopkLogprobs, "B S = R"]:
+    """The logprobs of the emitted tokens, from the read that verified the rows.
+
+    They are those of `topk_logprobs`, except for the rounding of a row's sum. Only the tokens
+    that are named are read again. A token that is among the row's top K has its rank from them; for
+    the others, and for those alone, the row's larger logits are counted.
+
+    Args:
+      logits: as `verify` had them.
+      verified: what it returned with `k`, which decides K. It holds the row ids of flat logits, the
+        reads and the changes.
+      token_ids: other tokens than the emitted ones; -1 where none is wanted, and such a row's
+        column 0 has no logprob.
+      changed: static; logprobs and ranks are of the changed logits, where `verify` had changes.
+      scaled: the slots whose logprobs are those of softmax((x - m) / T); the others', and of all
+        slots without it, are raw. Of changed logits, raw ones are NaN where T is not 1.
+      extra_token_ids: of each slot, more tokens whose logprobs are wanted of all its rows.
+      mesh, axis_name, vocab_size: as `verify` had them.
+
+    Returns:
+      The results by slot and position, [B, S, ...], also of flat rows. A position without a row is
+      as a skipped row of `topk_logprobs`: ids -1, logprobs NaN, token rank 0.
+
+    Raises:
+      TypeError: an argument is not of its kind.
+      ValueError: `verify` had no `k`, or nothing was changed; a shape does not go with the logits.
+    """
+    door.check_verified(verified)
+    check_bool("changed", changed)
+    read, changes = verified.read, Changes()
+    if changed:
+        if verified.changed_read is None or verified.changes is None:
+            raise ValueError(
+                "changed = True, and `verify` had no changes: leave it out, or give `verify` "
+                "allowed or bias"
+            )
+        read, changes = verified.changed_read, verified.changes
+    assert read is not None
+    shape = verified.token_ids.shape
+    flat = logprobs_of_read(
+        logits,
+        verified.token_ids if token_ids is None else token_ids,
+        read,
+        row_ids=verified.row_ids,
+        scaled=scaled,
+        extra_token_ids=extra_token_ids,
+        mesh=mesh,
+        axis_name=axis_name,
+        vocab_size=vocab_size,
+        **changes._asdict(),
+    )
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), flat)  # type: ignore[no-any-return]
+
+
+def logprobs_of_read(
+    logits: Float[Array, "B S V"] | Float[Array, "N V"],
     token_ids: Int32[Array, "B S"],
     read: RowsRead,
     *,
@@ -240,32 +306,37 @@ def emitted_logprobs(
     bias_token_ids: Int32[Array, "*rows I"] | None = None,
     bias: Float32[Array, "*rows I"] | None = None,
 ) -> TopkLogprobs:
-    """The logprobs of a token of each row, from the read that verified the rows.
-
-    They are those of `topk_logprobs`, except for the rounding of a row's sum. Only the tokens
-    that are named are read again. A token that is among the row's top K has its rank from them; for
-    the others, and for those alone, the row's larger logits are counted.
+    """`emitted_logprobs` of any tokens and of a read alone, where slots differ in which it is.
 
     Args:
       logits: as `verify` had them.
       token_ids: -1 where none is wanted; such a row's column 0 has no logprob.
-      read: `Verified.read`; it decides K.
-      row_ids: as `verify` had them. A position without a row is as a skipped row of
-        `topk_logprobs`: ids -1, logprobs NaN, token rank 0.
-      scaled: the slots whose logprobs are those of softmax((x - m) / T); the others', and of all
-        slots without it, are raw. Of a changed read, raw ones are NaN where T is not 1.
-      extra_token_ids: of each slot, more tokens whose logprobs are wanted of all its rows.
+      read: `Verified.read`, or `changed_read`, or one of them by slot; it decides K.
+      row_ids: as `verify` had them.
+      scaled, extra_token_ids: as `emitted_logprobs` has them.
       mesh, axis_name, vocab_size: as `verify` had them.
-      allowed, bias_token_ids, bias: as `verify` had them, where `read` is `Verified.changed_read`:
-        logprobs and ranks are of the changed logits. Of rows whose read is `Verified.read`, nothing
-        may be changed.
+      allowed, bias_token_ids, bias: as `verify` had them, of the rows whose read is
+        `Verified.changed_read`; of others, nothing may be changed.
 
     Returns:
       The results of R = B * S rows, those of a slot one after another.
     """
+    check_type("read", read, RowsRead, "`Verified.read` of a `verify` with k")
+    logits = door.logits_of("logits", logits, is_flat=row_ids is not None)
+    if logits.shape[:-1] != read.largest.shape:
+        raise ValueError(
+            f"logits {logits.shape} are not those that were read: rows {read.largest.shape}"
+        )
+    row_ids = None if row_ids is None else door.row_ids_of_slots(row_ids)
+    shape = logits.shape[:2] if row_ids is None else row_ids.shape
+    token_ids = door.ids_of("token_ids", token_ids, shape)
+    if scaled is not None:
+        scaled = door.flags_of("scaled", scaled, shape[0])
+    if extra_token_ids is not None:
+        extra_token_ids = door.extra_ids_of(extra_token_ids, shape[0])
+    how = door.split_of(mesh, axis_name, vocab_size)
     changes = Changes(allowed, bias_token_ids, bias)
     arrays = row_ids, token_ids, read, scaled, extra_token_ids, changes
-    how = Split(mesh, axis_name, vocab_size)
     return compiled(_emitted, how)(logits, *arrays)  # type: ignore[no-any-return]
 
 

@@ -21,6 +21,7 @@ from pallas_kernels.backends.groups import (
     ListedRows,
     Part,
     Read,
+    columns_of_groups,
     number_of_groups,
     whole_groups,
 )
@@ -148,6 +149,18 @@ class GroupedRows:
             last = part.tail[rows, jnp.maximum(local - whole, 0)]
             found = jnp.where((local >= whole)[:, None], last, found)
         return jnp.where(self.has(groups)[:, None], found.astype(jnp.float32), -jnp.inf), ids
+
+    def row(self, row: Int32[Array, ""]) -> Float32[Array, "L W"]:
+        """One row's logits by this device's groups, changed; -inf where it has none."""
+        part, whole = self.part, whole_groups(self.part)
+        groups = part.tail[row]
+        if whole:
+            x = lax.dynamic_slice_in_dim(part.logits, row, 1)
+            x = of_logits.apply(x, of_logits.of_rows(self.changes, row[None]))
+            columns = columns_of_groups(Part(x, part.tail, part.offset))
+            groups = jnp.concatenate([columns.reshape(whole, WIDTH), groups.astype(x.dtype)])
+        here = self.has(self.numbers())[:, None]
+        return jnp.where(here, groups.astype(jnp.float32), -jnp.inf)
 
     def candidates(
         self, k: int, row_ids: Int32[Array, " R"], num_rows: Int32[Array, ""]

@@ -1,15 +1,18 @@
 """What verification takes and returns: proposals with the distributions that they came from.
 
-Axes: B slots, D drafts, S = D + 1 positions, M tokens of a draft's q.
+Axes: B slots, D drafts, S = D + 1 positions, M tokens of a draft's q, Q rows of whole q.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import to_device
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.lowering.programs import compiled
@@ -17,18 +20,65 @@ from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row
 
 Values = TypeVar("Values")
 AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Rule = Literal["token", "block"]  # how the drafts of a slot with a q are accepted
 MOST_TOKENS = 64  # M of a draft that is drawn, where the vocabulary has as many
 
 
 class CompactQ(NamedTuple):
     """The distributions that drafts were drawn from: the tokens that each can be.
 
-    The probabilities of a draft's tokens sum to one. It is drawn from them with the random numbers
-    of its position, as `drafting.draw` does it.
+    The probabilities of a draft's tokens sum to one. It is drawn from them by random numbers that
+    verification does not use: `draw` has its own, and so has a JAX key that no seed was made of.
     """
 
     ids: Int32[Array, "B D M"]  # distinct; -1 where there is no further token
     logprobs: Float32[Array, "B D M"]  # -inf where there is none
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenseQ:
+    """The distributions that drafts were drawn from, over the whole vocabulary.
+
+    `DenseQ(logprobs)` has logprobs, `DenseQ.of_probs` probabilities and `DenseQ.of_logits` a draft
+    model's logits; none of them makes an array of that size. They are what each draft was really
+    drawn from, by random numbers that verification does not use. Of a row, the drafted token's
+    entry is read, and the whole row where its draft is refused. NaN counts as no probability.
+
+    Attributes:
+      values: bfloat16, float16 or float32. Padding of the vocabulary is as the logits' is.
+      row_ids: the values are flat, and this is the row of each draft; clamped to those that there
+        are. Rows that no draft names hold anything.
+      temperature: of logits, each slot's; a draft of one with 0 or less was certain.
+      form: static, what the values are.
+    """
+
+    values: Float[Array, "B D V"] | Float[Array, "Q V"]
+    row_ids: Int32[Array, "B D"] | None = None
+    temperature: Float32[Array, " B"] | Float32[Array, ""] | float | None = None
+    form: "DenseForm" = field(default="logprobs", metadata={"static": True})
+
+    @classmethod
+    def of_probs(cls, probs: AnyArray, row_ids: AnyArray | None = None) -> "DenseQ":
+        """q as probabilities, [B, D, V] or flat [Q, V] with the row of each draft [B, D]."""
+        return cls(probs, row_ids, form="probs")  # type: ignore[arg-type]
+
+    @classmethod
+    def of_logits(
+        cls, logits: AnyArray, temperature: ArrayLike, row_ids: AnyArray | None = None
+    ) -> "DenseQ":
+        """q as softmax(logits / T); `verify` reads each row once more for its sum.
+
+        Args:
+          logits: of a draft model, [B, D, V] or flat [Q, V]; what it drew from among fewer tokens
+            (top-k, top-p) has other logprobs, to be given as such.
+          temperature: of the draws, one number or one a slot [B].
+          row_ids: the row of each draft [B, D], of flat logits.
+        """
+        return cls(logits, row_ids, temperature, "logits")  # type: ignore[arg-type]
+
+
+DenseForm = Literal["logprobs", "probs", "logits"]
 
 
 class Drafts(NamedTuple):
@@ -36,7 +86,7 @@ class Drafts(NamedTuple):
 
     token_ids: Int32[Array, "B D"]
     num: Int32[Array, " B"]  # at most D
-    q: CompactQ | None = None  # None: each draft is certain
+    q: CompactQ | DenseQ | None = None  # None: each draft is certain
     report: Any = None  # a tree of arrays [B, D, ...] of one's own; `verify` does not look at it
 
     @classmethod
@@ -45,7 +95,7 @@ class Drafts(NamedTuple):
         token_ids: AnyArray,
         num: AnyArray,
         width: int,
-        q: Annotated[CompactQ | None, "N M"] = None,
+        q: Annotated[CompactQ | DenseQ | None, "N M"] = None,
     ) -> "Drafts":
         """The drafts of ragged slots that follow one another, padding behind them.
 
@@ -53,10 +103,13 @@ class Drafts(NamedTuple):
           token_ids: [N].
           num: [B], how many each slot has, at most `width`.
           width: D, static.
-          q: the tokens that each can be, [N, M].
+          q: the tokens that each can be, [N, M], or whole rows [N, V], of which none is copied.
         """
-        ids, num = to_device(token_ids, jnp.int32), to_device(num, jnp.int32)
-        return cls(*compiled(_by_slot, width)(num, (ids, q)))
+        ids, numbers = to_device(token_ids, jnp.int32), to_device(num, jnp.int32)
+        if isinstance(q, DenseQ):
+            by_slot, *_ = compiled(_by_slot, width)(numbers, (ids, None))
+            return cls(by_slot, numbers, replace(q, row_ids=row_ids_of(numbers, width)))
+        return cls(*compiled(_by_slot, width)(numbers, (ids, q)))
 
     @classmethod
     def joined(cls, drawn: "Sequence[Drafts]", limit: Int32[Array, " B"]) -> "Drafts":
@@ -100,6 +153,8 @@ class Verified(NamedTuple):
     cut: Truncation | None = None  # of the rows' p [B, S], which processed logprobs are of
     read: RowsRead | None = None  # with `k`: what `emitted_logprobs` needs
     changed_read: RowsRead | None = None  # the same of the changed logits, where they were changed
+    row_ids: Int32[Array, "B S"] | None = None  # as they were given, where the logits are flat
+    changes: Changes | None = None  # of each row's logits, as they were given
 
 
 class Batch(NamedTuple):

@@ -2,7 +2,8 @@
 
 Greedy requests accept a draft that equals the target's own choice, and sampled ones a certain
 draft that equals what is drawn there without it. Where drafts were drawn, it is rejection sampling
-(Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). In all cases the emitted tokens
+(Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318), of each draft or of all of a
+slot's together (`block_rule.py`). In all cases the emitted tokens
 follow the target's processed distribution exactly, whatever the drafter proposed.
 
 Axes: B slots, D drafts, S = D + 1 positions, V vocabulary.
@@ -10,7 +11,8 @@ Axes: B slots, D drafts, S = D + 1 positions, V vocabulary.
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import keeps
 from pallas_kernels.contract.changes import Changes, apply, apply_at, of_rows
-from pallas_kernels.contract.rows import Rows, check_k
+from pallas_kernels.contract.rows import MAX_VOCABULARY, Rows, check_k
 from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import at_place
@@ -31,7 +33,15 @@ from pallas_kernels.meshes.placement import AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
-from pallas_kernels.sampling import door, row_read
+from pallas_kernels.sampling import block_rule, door, row_read
+from pallas_kernels.sampling.arguments import check_bool
+from pallas_kernels.sampling.dense_q import (
+    DraftQ,
+    QScale,
+    Target,
+    draw_residual,
+    residual_masses,
+)
 from pallas_kernels.sampling.distribution import cuts
 from pallas_kernels.sampling.parameters import Sampling, Truncation, has_meaning, where
 from pallas_kernels.sampling.row_draws import Drawing, draw, keeps_few
@@ -41,10 +51,19 @@ from pallas_kernels.sampling.types import (
     AcceptRule,
     Batch,
     CompactQ,
+    DenseQ,
     Drafts,
+    Rule,
     Verified,
     slots_of_rows,
 )
+
+
+class Rules(NamedTuple):
+    """How drafts with a q are accepted; static."""
+
+    rule: Rule
+    accept: AcceptRule | None  # the caller's own, of each draft
 
 
 def accepted_by_ratio(
@@ -66,6 +85,7 @@ def verify(
     *,
     row_ids: Int32[Array, "B S"] | None = None,
     accept: AcceptRule | None = None,
+    rule: Rule = "token",
     k: int | None = None,
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
@@ -81,9 +101,18 @@ def verify(
     (seed, position), and a draft is accepted exactly where it equals that: the same logits give the
     same tokens, whatever was drafted and however many.
 
+    Drafts with a q were drawn from it by the caller, with any independent random numbers. Each is
+    accepted with probability min(1, p / q), and a refused one is followed by a token of
+    max(p - q, 0): the tokens have the target's distribution. q must be what they were really drawn
+    from: logprobs that were rounded after the draw are another q, and the law is off by as much.
+
+    Where arguments are concrete, what has no meaning is refused: a NaN, a top_p of 95, a q that
+    does not sum to one. Under `jax.jit` nobody sees the values, and such a slot follows another
+    law.
+
     Args:
       logits: S = D + 1; row j predicts the token after drafts 0..j-1.
-      drafts: the proposals.
+      drafts: the proposals, with a q [B, D, M] or over the whole vocabulary, or none.
       sampling: each slot's parameters; seeds of any integer type are taken modulo 2**32, and a
         temperature of 0 or less is greedy.
       positions: the sequence position of the token that row 0 predicts.
@@ -95,9 +124,13 @@ def verify(
         each device has those of its slots, call this inside `jax.shard_map`.
       accept: your own rule, `(u, p, q) -> bool` of u uniform in [0, 1), with q = 1 of certain
         drafts; None: u * q < p where there is a q, so that tokens have the target's distribution.
+      rule: static; "block" decides about a slot's drafts together (Sun et al., arXiv 2403.10444):
+        the same distribution, never fewer tokens in expectation. For drafts with a q; greedy slots
+        are verified as ever.
       k: static; with it, the read that verifies leaves what the logprobs of any token need, with so
-        many top columns: give it to `emitted_logprobs`. It then reads for every row what only the
-        accepted ones may need. Without, `topk_logprobs` of the emitted tokens reads their rows.
+        many top columns: `emitted_logprobs` makes them of the result. It then reads for every row
+        what only the accepted ones may need. Without, `topk_logprobs` of the emitted tokens reads
+        their rows.
       mesh, axis_name: the mesh axis that splits the vocabulary of the logits; inside
         `jax.shard_map` without the mesh. Neither: logits may be split by slots and vocabulary over
         any mesh with explicit or automatic axes: their type or the compiler tells, and no row of
@@ -124,6 +157,12 @@ def verify(
         logits, sampling, positions, row_ids=row_ids
     )
     drafts = door.drafts_of(drafts)
+    door.check_rule(rule, drafts, accept)
+    how, all_greedy = (
+        door.split_of(mesh, axis_name, vocab_size),
+        check_bool("all_greedy", all_greedy),
+    )
+    k = door.k_of(k, vocab_size or MAX_VOCABULARY)
     batch, num_positions = logits.shape[:2] if row_ids is None else row_ids.shape
     if drafts.token_ids.shape != (batch, num_positions - 1):
         rows = f"logits {logits.shape}" if row_ids is None else f"row_ids {row_ids.shape}"
@@ -131,38 +170,65 @@ def verify(
             f"drafts {drafts.token_ids.shape} do not go with {rows}: B slots of S "
             f"rows verify [B, S - 1] = {(batch, num_positions - 1)} drafts"
         )
+    door.check_q(drafts, sampling, row_ids, logits.shape[0], vocab_size)
+    values = None
+    if isinstance(drafts.q, DenseQ):
+        door.check_columns(drafts.q, logits)
+        # The values are split as the logits, and all else of q as what a slot has.
+        values, drafts = drafts.q.values, drafts._replace(q=_without_values(drafts.q))
     changes = Changes(allowed, bias_token_ids, bias)
-    arrays = logits, (drafts._replace(report=None), sampling, positions, row_ids, changes)
+    of_slots = drafts._replace(report=None), sampling, positions, row_ids, changes
+    arrays = (logits, values), of_slots
     if accept is None:
-        how = Split(mesh, axis_name, vocab_size)
-        return compiled(_verified, how, k, all_greedy, None)(*arrays)  # type: ignore[no-any-return]
-    # What the compiler asks for later can't refuse, nor close over a rule's traced values.
-    static = Split(mesh, axis_name or (), vocab_size), k, all_greedy, accept
-    if is_traced(arrays) or not isinstance(accept, Hashable):
-        return _verified(*static, *arrays)
-    return compiled_with_rule(_verified, *static)(*arrays)  # type: ignore[no-any-return]
+        verified = compiled(_verified, how, k, all_greedy, rule, None)(*arrays)
+    else:
+        # What the compiler asks for later can't refuse, nor close over a rule's traced values.
+        static = how._replace(axis_name=axis_name or ()), k, all_greedy, rule, accept
+        if is_traced(arrays) or not isinstance(accept, Hashable):
+            verified = _verified(*static, *arrays)
+        else:
+            verified = compiled_with_rule(_verified, *static)(*arrays)
+    # What logprobs of these rows need travels with the result.
+    return verified._replace(  # type: ignore[no-any-return]
+        row_ids=row_ids, changes=None if changes == Changes() else changes
+    )
 
 
 def _verified(
-    how: Split, k: int | None, all_greedy: bool, accept: AcceptRule | None, logits: Any, whole: Any
+    how: Split,
+    k: int | None,
+    all_greedy: bool,
+    rule: Rule,
+    accept: AcceptRule | None,
+    split: Any,
+    whole: Any,
 ) -> Verified:
-    """`verify` of checked arguments."""
+    """`verify` of checked arguments; split: the logits, and a dense q's values or None."""
 
-    def on_shard(shard: VocabShard, logits: Any, whole: Any) -> Verified:
+    def on_shard(shard: VocabShard, split: Any, whole: Any) -> Verified:
+        logits, values = split
         drafts, sampling, positions, row_ids, changes = whole
         vocab_size = shard.size(logits.shape[-1])
         if k is not None:
             check_k(k, vocab_size)
+        if values is not None:
+            drafts = drafts._replace(q=replace(drafts.q, values=values))
         if row_ids is None:
             logits, changes = _flat(logits), jax.tree.map(_flat, changes)
         batch = _batch_of(drafts, sampling, positions, vocab_size)
         if row_ids is not None:
             batch = batch.with_rows(row_ids, logits.shape[0])
         own = row_read.changes_of(changes, shard, logits)
-        return _verify(shard, logits, own, batch, accept, k, every_greedy=all_greedy)
+        return _verify(shard, logits, own, batch, Rules(rule, accept), k, every_greedy=all_greedy)
 
-    row_ids = whole[3]
-    return on_own_part(on_shard, logits, whole, how, by_row=row_ids is None)
+    row_ids, values = whole[3], split[1]
+    flat = frozenset({1}) if values is not None and values.ndim == 2 else frozenset[int]()
+    return on_own_part(on_shard, split, whole, how, by_row=row_ids is None, flat=flat)
+
+
+def _without_values(q: DenseQ) -> DenseQ:
+    """What a slot has of its q; inside of a call its values are kept with the logits."""
+    return replace(q, values=None)  # type: ignore[arg-type]
 
 
 def _flat(x: Any) -> Any:
@@ -185,7 +251,7 @@ def _verify(
     logits: Float[Array, "N C"],
     changes: Changes | None,
     batch: Batch,
-    accept: AcceptRule | None,
+    rules: Rules,
     k: int | None,
     *,
     every_greedy: bool,
@@ -200,7 +266,7 @@ def _verify(
     """
 
     known = False if every_greedy else None
-    verified = functools.partial(_verify_rows, shard, accept, k)
+    verified = functools.partial(_verify_rows, shard, rules, k)
 
     def in_place(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         return verified(known, logits, changes, None, batch)
@@ -226,9 +292,9 @@ def _verify(
             lambda: all_greedy(logits, changes, batch),
         )
 
-    given = logits, changes, batch
+    given: Any = logits, changes, batch
     # A rule of the user's own may close over traced values.
-    if shard.axis_name is not None or accept is not None:
+    if shard.axis_name is not None or rules.accept is not None:
         return in_a_copy(*given)
     if changes is None and k is None:
         return in_place(*given)
@@ -237,7 +303,7 @@ def _verify(
 
 def _verify_rows(
     shard: VocabShard,
-    accept: AcceptRule | None,
+    rules: Rules,
     k: int | None,
     is_sampled: bool | None,
     logits: Float[Array, "N C"],
@@ -259,7 +325,7 @@ def _verify_rows(
         def sampled() -> Verified:
             grouped = rows()
             read = _of_named_rows(batch, row_read.read(grouped, each()))
-            return sampled_slots(grouped, read, None, batch, accept)
+            return sampled_slots(shard, grouped, read, None, batch, rules)
 
         def all_greedy() -> Verified:
             return _greedily(batch, greedy_of_part(shard, Rows(logits, changes=changes)))
@@ -272,7 +338,7 @@ def _verify_rows(
     verified = _either(
         is_sampled,
         batch,
-        lambda: sampled_slots(grouped, read, choice, batch, accept),
+        lambda: sampled_slots(shard, grouped, read, choice, batch, rules),
         lambda: _greedily(batch, choice),
     )
     return _with_reads(verified, every, batch, k)
@@ -320,18 +386,24 @@ def _that_agree(batch: Batch, token_ids: Int32[Array, "B S"], valid: Bool[Array,
 
 
 def sampled_slots(
-    rows: GroupedRows, read: RowRead, choice: Greedy | None, batch: Batch, accept: AcceptRule | None
+    shard: VocabShard,
+    rows: GroupedRows,
+    read: RowRead,
+    choice: Greedy | None,
+    batch: Batch,
+    rules: Rules,
 ) -> Verified:
     """Accept drafts by p and q; then comes a token from what they left of p.
 
     Greedy slots are verified as ever, from the same read. So are those whose drafts are certain, by
     the tokens that are drawn of each row.
 
+    shard: the columns of the logits, and of a dense q.
     choice: of the N rows, where the read has told it.
     """
     positions, proposed, drafts, sampling = batch[:4]
     each, q = batch.of_each_row(read.valid.shape[0]), _compact_q(drafts)
-    is_plain = drafts.q is None and accept is None
+    is_plain = drafts.q is None and rules.accept is None
     valid = read.valid & has_meaning(each)
     ids = q.ids[..., :0] if is_plain else q.ids
     if choice is None:
@@ -350,29 +422,70 @@ def sampled_slots(
         return _that_agree(batch, token_ids, valid)._replace(cut=batch.by_slot(cut))
     log_p = _log_p(batch, read, cut, is_sampled, q.ids, x)
 
-    p, q_weights = prevent_recompute(exponential(jnp.stack([log_p, q.logprobs])))
+    p, q_probs = prevent_recompute(exponential(jnp.stack([log_p, q.logprobs])))
     own = q.ids == drafts.token_ids[..., None]
-    p_draft, q_draft = (jnp.where(own, x, 0.0).sum(axis=2) for x in (p, q_weights))
+    p_draft, q_draft = (jnp.where(own, x, 0.0).sum(axis=2) for x in (p, q_probs))
+    considered = proposed & batch.by_slot(valid)[:, :-1]
+    dense = target = None
+    if isinstance(drafts.q, DenseQ):
+        dense = DraftQ.of(shard, drafts.q, drafts.token_ids)
+        q_draft = dense.drafted()
+        scale = QScale(read.largest, read.inverse, read.log_total)
+        target = Target(batch.rows, *batch.by_slot((cut, scale)))
     before = positions[:, :-1]
     seeds = jnp.broadcast_to(sampling.seed[:, None], before.shape)
     u = uniform(Source(seeds, before), ACCEPT)
-    considered = proposed & batch.by_slot(valid)[:, :-1]
     best_ids = batch.by_slot(choice.token_ids)
-    agrees = drafts.token_ids == best_ids[:, :-1]
-    by_chance = (accept or accepted_by_ratio)(u, p_draft, q_draft)
-    accepted = considered & jnp.where((sampling.temperature > 0)[:, None], by_chance, agrees)
+    agrees = considered & (drafts.token_ids == best_ids[:, :-1])
+    samples = sampling.temperature > 0
+    if rules.rule == "block":
+        leading = considered & (jnp.cumsum(~considered, axis=1, dtype=jnp.int32) == 0)
+        weights = block_rule.prefix_weights(p_draft, q_draft, leading)
+        if dense is None:
+            masses = block_rule.residual_mass(p, q_probs, weights[:, :-1])
+        else:
+            needed = leading & samples[:, None] & (weights[:, :-1] > 0)
+            needed &= jnp.arange(needed.shape[1], dtype=jnp.int32)[None] > 0
+            first = jax.tree.map(lambda x: x[:, :-1], target)
+            masses = residual_masses(rows, dense, first, weights[:, :-1], needed)
+        together = block_rule.num_accepted(u, weights, masses, leading)
+        a = jnp.where(samples, together, _leading(agrees))
+        # Of the accepted drafts; it is above 0 wherever a sampled slot ends.
+        weight = at_place(a, jnp.where(weights > 0, weights, jnp.float32(1)))
+        accepted = jnp.arange(considered.shape[1], dtype=jnp.int32)[None] < a[:, None]
+    else:
+        by_chance = (rules.accept or accepted_by_ratio)(u, p_draft, q_draft)
+        accepted = considered & jnp.where(samples[:, None], by_chance, agrees)
+        a, weight = _leading(accepted), None
 
-    a = _leading(accepted)
-    of_drafts = log_p, p, q_weights
-    drawing = _drawing(batch, read, cut, (is_sampled, few), considered, q.ids, of_drafts, a)
+    # What a dense q leaves of p is drawn apart: it may differ in every token.
+    taken = considered if dense is None else jnp.zeros_like(considered)
+    of_drafts = log_p, p, q_probs
+    drawing = _drawing(batch, read, cut, (is_sampled, few), taken, q.ids, of_drafts, a)
+    if weight is not None:  # max(w p - q, 0), of which a multiple is drawn from
+        drawing = drawing._replace(q=drawing.q / weight[:, None])
+    if dense is not None:
+        drawing = drawing._replace(excluded_ids=drawing.excluded_ids[:, :0])
     drawn = draw(rows, read, drawing)
+    if dense is not None and target is not None:
+        rejected = at_place(a, considered) & drawing.sampled
+        drawn = draw_residual(
+            rows,
+            dense,
+            at_place(a, target),
+            jnp.minimum(a, considered.shape[1] - 1),
+            jnp.ones_like(drawing.largest) if weight is None else weight,
+            rejected,
+            drawing.source,
+            otherwise=drawn,
+        )
     next_ids = jnp.where(drawing.sampled[:, None], drawn[:, None], best_ids)
     return _emit(batch, accepted, next_ids)._replace(cut=batch.by_slot(cut))
 
 
 def _compact_q(drafts: Drafts) -> CompactQ:
-    """The drafts' q; of certain drafts, their own tokens."""
-    if drafts.q is not None:
+    """The drafts' q; of certain drafts, and of those with a dense q, the drafts' own tokens."""
+    if isinstance(drafts.q, CompactQ):
         return drafts.q
     ids = drafts.token_ids[..., None]
     return CompactQ(ids, jnp.zeros(ids.shape, jnp.float32))

@@ -278,7 +278,7 @@ def check_verify(kernels: Kernels, shape: Shape) -> None:
             with use_implementation(name):
                 found = verify(*arguments, k=shape.k)
                 assert found.read is not None
-                emitted = emitted_logprobs(arguments[0], found.token_ids, found.read)
+                emitted = emitted_logprobs(arguments[0], found)
             return found.token_ids, found.num_tokens, emitted.token_ranks
 
         return [np.asarray(x) for x in jax.jit(call)(*given)]

@@ -128,7 +128,7 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
             logits = x.reshape(shape.rows, -1, shape.vocabulary)
             found = verify(logits, drafts, sampling, positions, k=k)
             assert found.read is not None
-            emitted = emitted_logprobs(logits, found.token_ids, found.read)
+            emitted = emitted_logprobs(logits, found)
         return found.token_ids, found.num_tokens, emitted
 
     return {

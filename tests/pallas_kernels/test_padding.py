@@ -11,8 +11,8 @@ from pallas_kernels.sampling import (
     Drafts,
     Sampling,
     draw,
-    emitted_logprobs,
     kept_sets,
+    logprobs_of_read,
     truncation,
     verify,
 )
@@ -46,7 +46,7 @@ def of_logits(x, **how):
         "verify, k": (verified.token_ids, verified.num_tokens, verified.cut),
         "verify": verify(by_slot, NO_DRAFTS, SLOTS, POSITIONS, **how),
         "verify, flat": verify(x, NO_DRAFTS, SLOTS, POSITIONS, row_ids=row_ids(), **how),
-        "emitted_logprobs": emitted_logprobs(by_slot, ids[:, None], verified.read, **extra, **how),
+        "emitted_logprobs": logprobs_of_read(by_slot, ids[:, None], verified.read, **extra, **how),
         "draw": draw(by_slot, SLOTS, POSITIONS, **how),
     }
 

@@ -92,7 +92,7 @@ def door_calls():
             by_slot, drawn, slots, positions, accept=_always
         ),
         "verify, flat": lambda: sampling.verify(x, certain, slots, positions, row_ids=row_ids),
-        "emitted_logprobs": lambda: sampling.emitted_logprobs(
+        "emitted_logprobs": lambda: sampling.logprobs_of_read(
             by_slot, by_position, read.read
         ),
         "truncation": lambda: sampling.truncation(x, rows),

@@ -27,7 +27,7 @@ from pallas_kernels.sampling import (
     RowsRead,
     Sampling,
     Truncation,
-    emitted_logprobs,
+    logprobs_of_read,
     truncation,
 )
 
@@ -93,7 +93,7 @@ def row_logprobs(
         of_slots = changes._asdict()
     is_raw = None if widths.mode is LogprobsMode.RAW else options.mode == LogprobsMode.RAW
     if read is not None:
-        found = emitted_logprobs(
+        found = logprobs_of_read(
             logits,
             _wanted_ids(token_ids, rows),
             read,

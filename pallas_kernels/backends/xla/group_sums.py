@@ -43,9 +43,17 @@ def sums_of(
         return exponential(x * inverse[..., None])
 
     if few:
-        each = _parts(forms.barrier(terms(tokens)), FIRST_LANES)
-    else:
-        each = [terms(part) for part in _parts(tokens, FIRST_LANES)]
+        return added(forms.barrier(terms(tokens)))
+    return _added([terms(part) for part in _parts(tokens, FIRST_LANES)])
+
+
+def added(terms: Float32[Array, "*groups W"]) -> Float32[Array, "*groups"]:
+    """The sum of each group's terms, in the order that this file says."""
+    return _added(_parts(terms, FIRST_LANES))
+
+
+def _added(each: list[jax.Array]) -> jax.Array:
+    """The sum of terms that come in pieces of `FIRST_LANES`."""
     lanes = forms.barrier(forms.in_pairs(jnp.add, each))
     lanes = forms.barrier(forms.in_pairs(jnp.add, _parts(lanes, MORE_LANES)))
     return forms.in_pairs(jnp.add, _parts(lanes, 1))[..., 0]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.contract.changes import Changes, apply, prepared
-from pallas_kernels.sampling import CompactQ, Drafts, Sampling, emitted_logprobs, verify
+from pallas_kernels.sampling import CompactQ, Drafts, Sampling, logprobs_of_read, verify
 from tests.support import quick_compile
 
 B, S, V, M = 8, 3, 2900, 3  # more than a cut's 1,024 candidates, and a group that is cut off
@@ -58,9 +58,9 @@ def verified(x, drafts, sampling, changes):
     rows = jnp.arange(B * S, dtype=jnp.int32).reshape(B, S)
     ids = jnp.where(jnp.arange(S) % 2 == 0, 7, ours.token_ids)  # some of them far down
     logprobs = (
-        emitted_logprobs(x, ids, ours.changed_read, **named, **where, **changes),
-        emitted_logprobs(copy, ids, copied.read, **named, **where),
-        emitted_logprobs(flat(x), ids, flat(ours.changed_read), row_ids=rows, **named, **where,
+        logprobs_of_read(x, ids, ours.changed_read, **named, **where, **changes),
+        logprobs_of_read(copy, ids, copied.read, **named, **where),
+        logprobs_of_read(flat(x), ids, flat(ours.changed_read), row_ids=rows, **named, **where,
                          **flat(changes)),
     )  # fmt: skip
     return ours, copied, other, own, logprobs

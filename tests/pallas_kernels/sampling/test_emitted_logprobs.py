@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.sampling import Drafts, Sampling, emitted_logprobs, verify
+from pallas_kernels.sampling import Drafts, Sampling, logprobs_of_read, verify
 from tests.support import programs, quick_compile
 from tests.support.shards import mesh_of
 
@@ -50,9 +50,9 @@ def program(k, shards):
         plain = verify(x, drafts, sampling, positions, **where) if k == 5 else None
         found = verify(x, drafts, sampling, positions, k=k, **where)
         ids = found.token_ids
-        raw = emitted_logprobs(x, ids, found.read, **where)
+        raw = logprobs_of_read(x, ids, found.read, **where)
         named = {"scaled": jnp.asarray(SCALED), "extra_token_ids": jnp.asarray(EXTRA)}
-        mixed = emitted_logprobs(x, ids, found.read, **named, **where)
+        mixed = logprobs_of_read(x, ids, found.read, **named, **where)
         return plain and plain[:2], found[:2], raw, mixed
 
     return call

@@ -15,7 +15,7 @@ from pallas_kernels.sampling import (
     Drafts,
     Sampling,
     draw,
-    emitted_logprobs,
+    logprobs_of_read,
     row_ids_of,
     verify,
 )
@@ -55,14 +55,14 @@ def batch():
 @quick_compile.jit
 def dense(logits, drafts, sampling, changes, extra):
     got = verify(logits, drafts, sampling, jnp.arange(B), k=K, **changes)
-    return got, emitted_logprobs(logits, got.token_ids, got.read, extra_token_ids=extra)
+    return got, logprobs_of_read(logits, got.token_ids, got.read, extra_token_ids=extra)
 
 
 @functools.partial(quick_compile.jit, static_argnums=6)
 def ragged(logits, row_ids, drafts, sampling, changes, extra, k=K):
     got = verify(logits, drafts, sampling, jnp.arange(B), row_ids=row_ids, k=k, **changes)
     named = {"row_ids": row_ids, "extra_token_ids": extra}
-    return got, emitted_logprobs(logits, got.token_ids, got.read, **named) if k else None
+    return got, logprobs_of_read(logits, got.token_ids, got.read, **named) if k else None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
 from jax_specdec.requests import SamplingParams
 from pallas_kernels.backends.xla.rows import CPU_BYTES
-from pallas_kernels.sampling import CompactQ, Drafts, Sampling, emitted_logprobs, verify
+from pallas_kernels.sampling import CompactQ, Drafts, Sampling, logprobs_of_read, verify
 from tests.support import quick_compile
 from tests.support.decoding import draft_logits_kept, random_model
 from tests.support.lowered import array, temporaries
@@ -34,7 +34,7 @@ def needed(call, slots, vocab, dtype):
 
 def with_raw(logits, *arguments):
     found = verify(logits, *arguments, k=20)
-    return found[:2], emitted_logprobs(logits, found.token_ids, found.read)
+    return found[:2], logprobs_of_read(logits, found.token_ids, found.read)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import export
 
-from pallas_kernels.sampling import CompactQ, Drafts, Sampling, emitted_logprobs, verify
+from pallas_kernels.sampling import CompactQ, Drafts, Sampling, logprobs_of_read, verify
 from pallas_kernels.sampling.verification import accepted_by_ratio
 from pallas_kernels.testing import checks
 from pallas_kernels.testing.shapes import Shape
@@ -251,7 +251,7 @@ def test_a_sampled_slot_stops_at_an_invalid_row_with_its_greedy_token(bad):
 
 def with_logprobs(logits, *given):
     found = verify(logits, *given, k=3)
-    return found[:3], emitted_logprobs(logits, found.token_ids, found.read)[:4]
+    return found[:3], logprobs_of_read(logits, found.token_ids, found.read)[:4]
 
 
 WITH_LOGPROBS = quick_compile.jit(with_logprobs)

@@ -23,7 +23,7 @@ from pallas_kernels.backends.mosaic_gpu import (
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.contract.changes import Changes, apply, prepared
 from pallas_kernels.numbers.random_draws import gumbel_noise, threefry_word
-from pallas_kernels.sampling.row_read import emitted_logprobs
+from pallas_kernels.sampling.row_read import logprobs_of_read
 from pallas_kernels.sampling.verification import verify
 from pallas_kernels.testing import checks, oracle
 from pallas_kernels.testing import draws as drawn_tokens
@@ -180,7 +180,7 @@ def verification(name: str, names: tuple[str, ...] = ()) -> Case:
             read = found.changed_read if given else found.read
             if given:
                 given["scaled"] = jnp.ones(slots, bool)
-            logprobs = emitted_logprobs(arguments[0], found.token_ids, read, **given)
+            logprobs = logprobs_of_read(arguments[0], found.token_ids, read, **given)
             return found.token_ids, found.num_tokens, logprobs.token_ranks
 
         return jax.jit(program, compiler_options=quick_compile.OPTIONS)(*arrays, **given)
