@@ -8,7 +8,7 @@ device that has it, so the tokens are the same on every split of the vocabulary.
 Axes: B slots, D drafts, Q rows of q, L groups of this device, W = 256 tokens of a group.
 """
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,10 @@ class DraftQ(NamedTuple):
     shard: VocabShard  # of the values' columns
     form: str
     values: jax.Array  # [Q, C] of any form
-    rows: GroupedRows  # the same by groups
+    rows: Annotated[GroupedRows, "N = Q"]  # the same by groups
     row_ids: Int32[Array, "B D"]
     token_ids: Int32[Array, "B D"]
-    scale: QScale | None  # of logits: of each row
+    scale: Annotated[QScale | None, "*rows = Q"]  # of logits: of each row
     is_certain: Bool[Array, " B"] | None  # of logits: the slots whose drafts were
 
     @classmethod
@@ -61,7 +61,8 @@ class DraftQ(NamedTuple):
         rows = GroupedRows.of(values, shard)
         scale = is_certain = None
         if q.form == "logits":
-            temperature = jnp.broadcast_to(jnp.asarray(q.temperature, jnp.float32), (batch,))
+            temperature = q.temperature
+            assert isinstance(temperature, jax.Array)
             # NaN: no draft of the slot has a probability, and all are accepted or refused by p.
             is_certain = temperature <= 0
             slots = slots_of_rows(row_ids, values.shape[0])

@@ -192,7 +192,8 @@ def _dense(q: DenseQ, token_ids: jax.Array) -> DenseQ:
             raise ValueError(
                 f"{name} {temperature.shape}: give one number, or one a slot, [B] = {(batch,)}"
             )
-        check_no_nan(name, temperature.reshape(-1))
+        temperature = jnp.broadcast_to(temperature, (batch,))
+        check_no_nan(name, temperature)
     elif temperature is not None:
         raise ValueError(
             f"drafts.q.temperature goes with logits, and these are {q.form}: give it to "

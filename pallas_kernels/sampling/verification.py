@@ -226,7 +226,7 @@ def _verified(
     return on_own_part(on_shard, split, whole, how, by_row=row_ids is None, flat=flat)
 
 
-def _without_values(q: DenseQ) -> DenseQ:
+def _without_values(q: DenseQ) -> Any:
     """What a slot has of its q; inside of a call its values are kept with the logits."""
     return replace(q, values=None)  # type: ignore[arg-type]
 
@@ -459,13 +459,12 @@ def sampled_slots(
         a, weight = _leading(accepted), None
 
     # What a dense q leaves of p is drawn apart: it may differ in every token.
-    taken = considered if dense is None else jnp.zeros_like(considered)
-    of_drafts = log_p, p, q_probs
-    drawing = _drawing(batch, read, cut, (is_sampled, few), taken, q.ids, of_drafts, a)
+    taken = q.ids, (log_p, p, q_probs)
+    if dense is not None:
+        taken = jax.tree.map(lambda x: x[..., :0], taken)
+    drawing = _drawing(batch, read, cut, (is_sampled, few), considered, *taken, a)
     if weight is not None:  # max(w p - q, 0), of which a multiple is drawn from
         drawing = drawing._replace(q=drawing.q / weight[:, None])
-    if dense is not None:
-        drawing = drawing._replace(excluded_ids=drawing.excluded_ids[:, :0])
     drawn = draw(rows, read, drawing)
     if dense is not None and target is not None:
         rejected = at_place(a, considered) & drawing.sampled
