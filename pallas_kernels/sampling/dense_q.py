@@ -82,17 +82,24 @@ class DraftQ(NamedTuple):
             return probs
         return jnp.where(self.is_certain[:, None], jnp.float32(1), probs)
 
+    def pin_to_iteration(self, of: jax.Array) -> "DraftQ":
+        """The same as `GroupedRows.pin_to_iteration`: no loop's program widens all of q first."""
+        return self._replace(rows=self.rows.pin_to_iteration(of))
+
     def of_draft(
-        self, slot: Int32[Array, ""], draft: Int32[Array, ""], ids: Int32[Array, "L W"]
-    ) -> Float32[Array, "L W"]:
-        """The probabilities of all tokens of this device that one draft could be."""
+        self, slot: Int32[Array, ""], draft: Int32[Array, ""]
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """The probabilities that one draft had, and their ids, as the pieces of its row."""
         row = self.row_ids[slot, draft]
         scale = None if self.scale is None else jax.tree.map(lambda x: x[row], self.scale)
-        probs = self._probs(self.rows.row(row), scale)
+        pieces = [(self._probs(x, scale), ids) for x, ids in self.rows.row(row)]
         if self.is_certain is None:
-            return probs
-        itself = (ids == self.token_ids[slot, draft]).astype(jnp.float32)
-        return jnp.where(self.is_certain[slot], itself, probs)
+            return pieces
+        certain, token_id = self.is_certain[slot], self.token_ids[slot, draft]
+        return [
+            (jnp.where(certain, (ids == token_id).astype(jnp.float32), probs), ids)
+            for probs, ids in pieces
+        ]
 
     def _probs(self, x: jax.Array, scale: QScale | None) -> jax.Array:
         """The probabilities of values, each with the scale of its row; NaN is 0."""
@@ -111,15 +118,33 @@ class Target(NamedTuple):
     scale: QScale
 
 
-def _target_row(logits: GroupedRows, target: Target) -> tuple[jax.Array, jax.Array]:
-    """p of all tokens of this device of one row, and their ids [L, W]; target: of scalars."""
-    x = logits.row(target.rows)
-    ids = logits.numbers()[:, None] * logits.width
-    ids = ids + jnp.arange(logits.width, dtype=jnp.int32)[None]
+def _residual(
+    logits: GroupedRows,
+    q: DraftQ,
+    target: Target,
+    slot: Int32[Array, ""],
+    draft: Int32[Array, ""],
+    weight: Float32[Array, ""],
+) -> list[tuple[jax.Array, jax.Array]]:
+    """max(p - q / w, 0) of one row, and the ids, in pieces [groups, W]; target: of scalars."""
     log_mass = target.scale.log_total + target.cut.log_kept
-    log_p = scaled(x, target.scale.largest, target.scale.inverse) - log_mass
-    kept = keeps(x, ids, target.cut.cut_logit, target.cut.cut_id)
-    return jnp.where(kept, exponential(jnp.minimum(log_p, jnp.float32(0))), jnp.float32(0)), ids
+
+    def probs(x: jax.Array, ids: jax.Array) -> jax.Array:
+        log_p = scaled(x, target.scale.largest, target.scale.inverse) - log_mass
+        is_kept = keeps(x, ids, target.cut.cut_logit, target.cut.cut_id)
+        p = exponential(jnp.minimum(log_p, jnp.float32(0)))
+        return jnp.where(is_kept, p, jnp.float32(0))
+
+    pinned, pinned_q = logits.pin_to_iteration(slot), q.pin_to_iteration(slot)
+    pieces = zip(pinned.row(target.rows), pinned_q.of_draft(slot, draft), strict=True)
+    factor = 1 / weight
+
+    def left(x: jax.Array, ids: jax.Array, q_probs: jax.Array) -> jax.Array:
+        # A minimum that changes nothing, but after which no compiler contracts the product.
+        scaled_q = jnp.minimum(q_probs * factor, jnp.float32(3e38))
+        return jnp.maximum(probs(x, ids) - scaled_q, jnp.float32(0))
+
+    return [(left(x, ids, q_probs), ids) for (x, ids), (q_probs, _) in pieces]
 
 
 def draw_residual(
@@ -146,30 +171,39 @@ def draw_residual(
       otherwise: the tokens of the other slots, and of those where rounding leaves nothing of p.
     """
     order, number = compacted(rejected)
-    width = logits.width
+    groups = logits.numbers()[None]
 
-    def one(index: jax.Array, drawn: Drawn) -> Drawn:
+    def draw_for(index: jax.Array, drawn: Drawn) -> Drawn:
         slot = order[index]
-        p, ids = _target_row(logits, jax.tree.map(lambda x: x[slot], target))
-        # Divided, not multiplied: a product and a difference may be contracted.
-        q_probs = q.of_draft(slot, place[slot], ids) / prefix_weight[slot]
-        residual = jnp.maximum(p - q_probs, jnp.float32(0))
+        its_target = jax.tree.map(lambda x: x[slot], target)
+        pieces = _residual(logits, q, its_target, slot, place[slot], prefix_weight[slot])
         its_source = Source(source.seed[slot][None], source.position[slot][None])
-        groups = logits.numbers()
-        scores = log_of(added(residual))[None] + gumbel(its_source, GROUP, groups[None])
-        score, group = best(scores, groups[None])
+        sums = jnp.concatenate([added(residual) for residual, _ in pieces])
+        score, group = best(log_of(sums)[None] + gumbel(its_source, GROUP, groups), groups)
         local = jnp.clip(group[0] - logits.first, 0, logits.num_local - 1)
-        tokens = local * width + jnp.arange(width, dtype=jnp.int32)
-        in_group = residual.reshape(-1)[tokens]
-        its_ids = ids.reshape(-1)[tokens][None]
-        _, token_id = best(log_of(in_group)[None] + gumbel(its_source, RECOVER, its_ids), its_ids)
+        weights, ids = _group_of(pieces, local)
+        noise = gumbel(its_source, RECOVER, ids[None])
+        _, token_id = best(log_of(weights)[None] + noise, ids[None])
         return Drawn(drawn.score.at[slot].set(score[0]), drawn.token_ids.at[slot].set(token_id[0]))
 
     nothing = Drawn(jnp.full(rejected.shape, -jnp.inf, jnp.float32), otherwise)
-    inputs = logits.logits, q.values, target, place, prefix_weight, rejected
-    found = lax.fori_loop(0, number, one, vary_like(nothing, inputs))
+    inputs = logits.logits, q.rows.logits, target, place, prefix_weight, rejected
+    found = lax.fori_loop(0, number, draw_for, vary_like(nothing, inputs))
     found = of_all_shards(logits, found)
     return jnp.where(rejected & (found.score > -jnp.inf), found.token_ids, otherwise)
+
+
+def _group_of(
+    pieces: list[tuple[jax.Array, jax.Array]], local: Int32[Array, ""]
+) -> tuple[jax.Array, jax.Array]:
+    """The weights and ids [W] of one of this device's groups."""
+    first = pieces[0][0].shape[0]
+    weights, ids = (x[jnp.minimum(local, first - 1)] for x in pieces[0])
+    if len(pieces) == 1:
+        return weights, ids
+    last_weights, last_ids = (x[jnp.maximum(local - first, 0)] for x in pieces[1])
+    is_last = local >= first
+    return jnp.where(is_last, last_weights, weights), jnp.where(is_last, last_ids, ids)
 
 
 def residual_masses(
@@ -195,23 +229,21 @@ def residual_masses(
     vocab_size = logits.vocab_size
     num_digits = exact_sums.num_digits(vocab_size)
 
-    def one(index: jax.Array, digits: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def sum_of(index: jax.Array, digits: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = order[index]
         slot, draft = at // num_drafts, at % num_drafts
-        p, ids = _target_row(logits, jax.tree.map(lambda x: x[slot, draft], target))
-        weight = prefix_weight[slot, draft]
-        weighted = jnp.minimum(p * weight, jnp.float32(1))  # after which nothing is contracted
-        residual = jnp.maximum(weighted - q.of_draft(slot, draft, ids), jnp.float32(0))
-        sums = jnp.minimum(added(residual), jnp.float32(1))
-        parts = exact_sums.digits(sums[None], vocab_size)
+        its_target = jax.tree.map(lambda x: x[slot, draft], target)
+        pieces = _residual(logits, q, its_target, slot, draft, prefix_weight[slot, draft])
+        sums = jnp.concatenate([added(residual) for residual, _ in pieces])
+        parts = exact_sums.digits(jnp.minimum(sums, jnp.float32(1))[None], vocab_size)
         return tuple(
             every.at[at].set(part.sum(dtype=jnp.int32))
             for every, part in zip(digits, parts, strict=True)
         )
 
     zeros = jnp.zeros(needed.size, jnp.int32)
-    inputs = logits.logits, q.values, target, prefix_weight, needed
+    inputs = logits.logits, q.rows.logits, target, prefix_weight, needed
     start = tuple(vary_like(zeros, inputs) for _ in range(num_digits))
-    digits = lax.fori_loop(0, number, one, start)
+    digits = lax.fori_loop(0, number, sum_of, start)
     total = exact_sums.of_sums(tuple(map(logits.shard.across_sum, digits)), vocab_size)
-    return exact_sums.to_float(total, vocab_size).reshape(needed.shape)
+    return prefix_weight * exact_sums.to_float(total, vocab_size).reshape(needed.shape)

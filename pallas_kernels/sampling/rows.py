@@ -150,17 +150,29 @@ class GroupedRows:
             found = jnp.where((local >= whole)[:, None], last, found)
         return jnp.where(self.has(groups)[:, None], found.astype(jnp.float32), -jnp.inf), ids
 
-    def row(self, row: Int32[Array, ""]) -> Float32[Array, "L W"]:
-        """One row's logits by this device's groups, changed; -inf where it has none."""
+    def row(self, row: Int32[Array, ""]) -> list[tuple[jax.Array, jax.Array]]:
+        """One row by this device's groups: pieces of logits float32, changed, and ids [groups, W].
+
+        The whole groups among the columns, then the others: joined, XLA would not vectorize what is
+        made of them. -inf where a group is another device's.
+        """
         part, whole = self.part, whole_groups(self.part)
-        groups = part.tail[row]
+        numbers, pieces = self.numbers(), []
         if whole:
             x = lax.dynamic_slice_in_dim(part.logits, row, 1)
             x = of_logits.apply(x, of_logits.of_rows(self.changes, row[None]))
-            columns = columns_of_groups(Part(x, part.tail, part.offset))
-            groups = jnp.concatenate([columns.reshape(whole, WIDTH), groups.astype(x.dtype)])
-        here = self.has(self.numbers())[:, None]
-        return jnp.where(here, groups.astype(jnp.float32), -jnp.inf)
+            columns = columns_of_groups(Part(x, part.tail[row][None], part.offset))
+            pieces.append((columns.reshape(whole, WIDTH), numbers[:whole]))
+        if part.tail.shape[1]:
+            pieces.append((part.tail[row], numbers[whole:]))
+        columns_of_group = jnp.arange(self.width, dtype=jnp.int32)[None]
+        return [
+            (
+                jnp.where(self.has(of_piece)[:, None], x.astype(jnp.float32), -jnp.inf),
+                of_piece[:, None] * WIDTH + columns_of_group,
+            )
+            for x, of_piece in pieces
+        ]
 
     def candidates(
         self, k: int, row_ids: Int32[Array, " R"], num_rows: Int32[Array, ""]
