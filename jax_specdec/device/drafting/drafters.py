@@ -25,8 +25,9 @@ from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import sampling
 from pallas_kernels.sampling import Drafts, Sampling, Verified
 
-# What a draft message has of one draft a slot: of its logits, as `draw` has them, and of the draft.
-ReportDrafts = Callable[[jax.Array, Drafts], Any]
+# What a draft message has of one draft a slot: of its logits, as `draw` has them, of the draft, and,
+# where the logits are flat, of each slot's row.
+ReportDrafts = Callable[..., Any]
 
 
 def draw(
@@ -47,7 +48,9 @@ def draw(
     drafts = sampling.draw(draft_logits, sampling_of_slots, positions, **where)
     if report_drafts is None:
         return drafts
-    return drafts._replace(report=report_drafts(draft_logits, drafts))
+    row_ids = where.get("row_ids")
+    flat = () if row_ids is None else (row_ids,)
+    return drafts._replace(report=report_drafts(draft_logits, drafts, *flat))
 
 
 State = Any  # a pytree that belongs to the drafter

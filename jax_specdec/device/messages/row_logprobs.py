@@ -4,7 +4,10 @@ One call serves them all: raw rows run it at temperature 1, the others at their 
 verification has read of the rows, or reads those that are wanted. What a batch asks for at most is
 static (`Widths`), so a batch of raw logprobs runs no more than that.
 
-Axes: B slots, S positions, V vocabulary, R = B * S rows, K1 = K + 1 columns, C chosen token ids.
+Logits are [B, S, V], or flat rows [N, V] with the row of each slot and position: no row is copied.
+
+Axes: B slots, S positions, V vocabulary, R = B * S rows, N flat rows, K1 = K + 1 columns, C chosen
+token ids.
 """
 
 from collections.abc import Callable
@@ -42,13 +45,14 @@ class DraftReport(NamedTuple):
 
 
 def row_logprobs(
-    logits: Float[Array, "B S V"],
+    logits: Float[Array, "B S V"] | Float[Array, "N V"],
     token_ids: Int32[Array, "B S"],
     rows: Rows,
     options: BatchOptions,
     widths: Widths,
     parallel: Parallel = ONE_DEVICE,
     *,
+    row_ids: Int32[Array, "B S"] | None = None,
     cut: Truncation | None = None,
     read: RowsRead | None = None,
     changed_read: RowsRead | None = None,
@@ -62,13 +66,14 @@ def row_logprobs(
     those of the logits in every mode, and invalid rows as `topk_logprobs` says.
 
     Args:
-      logits: of every position.
+      logits: of every position, or flat.
       token_ids: the token of every position, whose logprob goes into column 0.
       rows: as `select_rows` makes them; rows from `rows.num` on enter no kernel.
       options: by slot. Columns beyond what a slot asked for are computed too: `pack` leaves them
         out.
       widths: static; k must not be None.
       parallel: the devices among which the logits' vocabulary is split.
+      row_ids: of flat logits, as `verify` had them.
       cut: [B, S], the truncation of the logits by `options.sampling`, where the tokens were sampled
         and it is known already; without it, processed rows make a search of their own.
       read: what `verify` has read of the logits with `k = widths.k`; without it, the rows are read
@@ -81,15 +86,17 @@ def row_logprobs(
       K = widths.k top columns and C = widths.chosen further logprobs of each row.
     """
     assert widths.k is not None, "rows without columns have no logprobs"
-    batch, num_positions, vocab = logits.shape
+    batch, num_positions = token_ids.shape
     slot = jnp.minimum(rows.flat // num_positions, batch - 1)
+    flat_logits, place = flattened(logits, rows, row_ids)
     own, of_slots = None, {}
     if changes is not None and widths.mode is LogprobsMode.PROCESSED:
         assert cut is not None, "the cut of changed logits is what `verify` found"
-        changes, read = _of_processed(changes, options, read, changed_read)
-        own = jax.tree.map(
-            lambda x: x.reshape(-1, x.shape[-1]).at[rows.flat].get(mode="clip"), changes
+        is_processed = options.mode == LogprobsMode.PROCESSED
+        changes, read = _of_processed(
+            changes, by_row(is_processed, logits, row_ids), read, changed_read
         )
+        own = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]).at[place].get(mode="clip"), changes)
         of_slots = changes._asdict()
     is_raw = None if widths.mode is LogprobsMode.RAW else options.mode == LogprobsMode.RAW
     if read is not None:
@@ -97,6 +104,7 @@ def row_logprobs(
             logits,
             _wanted_ids(token_ids, rows),
             read,
+            row_ids=row_ids,
             scaled=None if is_raw is None else ~is_raw,
             extra_token_ids=options.chosen_ids if widths.chosen else None,
             **parallel.columns,
@@ -108,10 +116,10 @@ def row_logprobs(
         if is_raw is not None:
             temperatures = jnp.where(is_raw, 1.0, options.sampling.temperature)[slot]
         found = topk_logprobs(
-            logits.reshape(-1, vocab),
+            flat_logits,
             token_ids.reshape(-1).at[rows.flat].get(mode="fill", fill_value=-1),
             widths.k,
-            row_ids=rows.flat,
+            row_ids=place,
             num_rows=rows.num,
             temperatures=temperatures,
             extra_token_ids=options.chosen_ids[slot] if widths.chosen else None,
@@ -123,21 +131,45 @@ def row_logprobs(
         return found
     if cut is None:
         in_mode = options.mode == LogprobsMode.PROCESSED
-        cut = cut_where(in_mode, logits, options.sampling, parallel)
-    return _processed(logits, own, rows, slot, options, found, cut, parallel)
+        cut = cut_where(in_mode, logits, options.sampling, parallel, row_ids)
+    return _processed((flat_logits, place), own, rows, slot, options, found, cut, parallel)
+
+
+def flattened(
+    logits: jax.Array, rows: Rows, row_ids: Int32[Array, "B S"] | None
+) -> tuple[Float[Array, "N V"], Int32[Array, " R"]]:
+    """The rows of all logits, and the place of each of `rows` among them; out of bounds: none."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    if row_ids is None:
+        return flat, rows.flat
+    number = flat.shape[0]
+    place = row_ids.reshape(-1).at[rows.flat].get(mode="fill", fill_value=number)
+    return flat, jnp.where(place >= 0, place, number)
+
+
+def by_row(
+    of_slots: Bool[Array, " B"], logits: jax.Array, row_ids: Int32[Array, "B S"] | None
+) -> jax.Array:
+    """Which rows are of these slots: [B, S] of logits [B, S, V], [N] of flat ones."""
+    if row_ids is None:
+        return jnp.broadcast_to(of_slots[:, None], logits.shape[:2])
+    number = logits.shape[0]
+    place = jnp.where(row_ids >= 0, row_ids, number)
+    every = jnp.broadcast_to(of_slots[:, None], row_ids.shape)
+    return jnp.zeros(number, bool).at[place].set(every, mode="drop")
 
 
 def _of_processed(
     changes: RowChanges,
-    options: BatchOptions,
+    is_processed: Bool[Array, "*rows"],
     read: RowsRead | None,
     changed_read: RowsRead | None,
 ) -> tuple[RowChanges, RowsRead | None]:
-    """The changes of slots that want processed logprobs, and their read; others have none."""
+    """The changes of rows that want processed logprobs, and their read; others have none."""
 
     def where(x: jax.Array, other: jax.Array) -> jax.Array:
-        is_processed = options.mode == LogprobsMode.PROCESSED
-        return jnp.where(is_processed.reshape(-1, *[1] * (x.ndim - 1)), x, other)
+        shape = (*is_processed.shape, *[1] * (x.ndim - is_processed.ndim))
+        return jnp.where(is_processed.reshape(shape), x, other)
 
     nothing = jnp.int32(-1), jnp.int32(-1), jnp.float32(0)
     own = (None if x is None else where(x, no) for x, no in zip(changes, nothing, strict=True))
@@ -168,21 +200,36 @@ def picked(found: TopkLogprobs, rows: Rows) -> TopkLogprobs:
 
 def cut_where(
     wanted: Bool[Array, " B"],
-    logits: Float[Array, "B S V"],
+    logits: Float[Array, "B S V"] | Float[Array, "N V"],
     sampling: Sampling,
     parallel: Parallel,
+    row_ids: Int32[Array, "B S"] | None = None,
 ) -> Truncation:
-    """The truncation of the `wanted` slots' rows; the others are taken for greedy: no search."""
+    """The truncation [B, S] of the `wanted` slots' rows; others are taken for greedy: no search."""
     none = Sampling.greedy(len(wanted))
-    return parallel.over_vocabulary(
-        lambda shard, logits, sampling: truncation(logits, sampling, shard=shard),
-        logits,
-        jax.tree.map(lambda own, other: lax.select(wanted, own, other), sampling, none),
+    own = jax.tree.map(lambda own, other: lax.select(wanted, own, other), sampling, none)
+    if row_ids is not None:  # each row is a slot of its own
+        number = logits.shape[0]
+        place = jnp.where(row_ids >= 0, row_ids, number)
+        own = jax.tree.map(
+            lambda x, other: (
+                jnp.broadcast_to(other, (number,))
+                .at[place]
+                .set(jnp.broadcast_to(x[:, None], row_ids.shape), mode="drop")
+            ),
+            own,
+            Sampling.greedy(1),
+        )
+    cut = parallel.over_vocabulary(
+        lambda shard, logits, sampling: truncation(logits, sampling, shard=shard), logits, own
     )
+    if row_ids is None:
+        return cut
+    return jax.tree.map(lambda x: x.at[row_ids].get(mode="clip"), cut)  # type: ignore[no-any-return]
 
 
 def _processed(
-    logits: Float[Array, "B S V"],
+    placed: tuple[Float[Array, "N V"], Int32[Array, " R"]],
     changes: Annotated[RowChanges | None, "B S = R"],
     rows: Rows,
     slot: Int32[Array, " R"],
@@ -191,11 +238,14 @@ def _processed(
     cut: Truncation,
     parallel: Parallel,
 ) -> TopkLogprobs:
-    """Scaled logprobs, renormalized over what the slot's sampling keeps where it asked for that."""
+    """Scaled logprobs, renormalized over what the slot's sampling keeps where it asked for that.
+
+    placed: all rows of the logits, and the place of each of `rows` among them.
+    """
     cut = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
     is_processed = (options.mode == LogprobsMode.PROCESSED)[slot][:, None]
     is_greedy = options.sampling.temperature[slot][:, None] == 0
-    flat_logits = logits.reshape(-1, logits.shape[-1])
+    flat_logits, place = placed
 
     def renormalized(
         ids: Int32[Array, "R N"], logprobs: Float32[Array, "R N"]
@@ -203,7 +253,7 @@ def _processed(
         x = parallel.over_vocabulary(
             lambda shard, logits, whole: shard.named_logits(logits, whole[0], whole[1]),
             flat_logits,
-            (rows.flat, ids),
+            (place, ids),
         )
         if changes is not None:
             x = changes.at(x, ids)
@@ -219,7 +269,7 @@ def _processed(
 
 def draft_rows(
     options: BatchOptions, widths: Widths, parallel: Parallel = ONE_DEVICE
-) -> Callable[[jax.Array, Drafts], DraftReport] | None:
+) -> Callable[..., DraftReport] | None:
     """What draft messages have of drafts, made as they are drawn: `drafting.draw(report_drafts=)`.
 
     Raw and scaled logprobs are of the draft model's logits, processed ones of the q that the draft
@@ -231,19 +281,27 @@ def draft_rows(
       parallel: the devices among which the logits' vocabulary is split.
 
     Returns:
-      A function of logits [B, 1, V] and drafts (D = 1) to logprobs [B, 1, ...] by slot; None where
-      no slot asks for logprobs.
+      A function of logits [B, 1, V], or flat [N, V] with `row_ids` [B], and drafts (D = 1) to
+      logprobs [B, 1, ...] by slot; None where no slot asks for logprobs.
     """
     if widths.k is None:
         return None
     # Processed rows are first made as scaled ones are, at their own temperature.
     scaled = widths._replace(mode=min(widths.mode, LogprobsMode.SCALED))
 
-    def report_drafts(logits: jax.Array, drafts: Drafts) -> DraftReport:
+    def report_drafts(
+        logits: jax.Array, drafts: Drafts, row_ids: jax.Array | None = None
+    ) -> DraftReport:
         assert isinstance(drafts.q, CompactQ)
         wants = options.draft_logprobs & (options.num_columns > 0)
+        by_slot_and_draft = None
+        if row_ids is not None:
+            by_slot_and_draft = row_ids[:, None]
+            wants &= (row_ids >= 0) & (row_ids < logits.shape[0])
         rows = select_rows(wants.astype(jnp.int32), 1)
-        found = row_logprobs(logits, drafts.token_ids, rows, options, scaled, parallel)
+        found = row_logprobs(
+            logits, drafts.token_ids, rows, options, scaled, parallel, row_ids=by_slot_and_draft
+        )
         if widths.mode is LogprobsMode.PROCESSED:
             slot = jnp.minimum(rows.flat, len(wants) - 1)
             found = _of_q(found, options, slot, drafts.q)

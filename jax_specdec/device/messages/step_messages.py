@@ -17,7 +17,13 @@ from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.logit_changes import RowChanges
 from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, Stamp, pack, select_rows
-from jax_specdec.device.messages.row_logprobs import cut_where, picked, row_logprobs
+from jax_specdec.device.messages.row_logprobs import (
+    by_row,
+    cut_where,
+    flattened,
+    picked,
+    row_logprobs,
+)
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.kept_sets import PaddedKept
 from pallas_kernels import TopkLogprobs
@@ -27,7 +33,7 @@ from pallas_kernels.sampling import Drafts, RowsRead, Truncation, Verified, kept
 class StepOutput(NamedTuple):
     """What one step emitted, still on the device."""
 
-    logits: Float[Array, "B S V"]  # the target's
+    logits: Float[Array, "B S V"] | Float[Array, "N V"]  # the target's; flat with `row_ids`
     token_ids: Int32[Array, "B S"]
     num_tokens: Int32[Array, " B"]  # the leading ones, which are sent
     num_rows: Int32[Array, " B"]  # the leading ones that were emitted, from rows of the target
@@ -38,30 +44,32 @@ class StepOutput(NamedTuple):
     read: RowsRead | None = None  # of the target's logits, where verifying them left it
     changed_read: RowsRead | None = None  # and of these with `changes`
     cut: Truncation | None = None  # of the logits that chose [B, S], as `verify` found it
-    changed: Float[Array, "B S V"] | None = None  # the logits that chose; None: `logits`
+    # The logits that chose; None: `logits`.
+    changed: Float[Array, "B S V"] | Float[Array, "N V"] | None = None
     changes: RowChanges | None = None  # of `logits`, by which these chose
     fates: Int32[Array, " B"] | None = None  # of the drafts, as `loop.step.fates_of` says
+    row_ids: Int32[Array, "B S"] | None = None  # of flat logits, as `verify` had them
 
     @property
-    def chose(self) -> Float[Array, "B S V"]:
+    def chose(self) -> jax.Array:
         """The logits that the tokens were chosen from, before `changes`."""
         return self.logits if self.changed is None else self.changed
 
 
 def step_output(
-    logits: Float[Array, "B S V"],
+    logits: Float[Array, "B S V"] | Float[Array, "N V"],
     drafts: Drafts,
     verified: Verified,
     *,
     active: Bool[Array, " B"],
     running: Bool[Array, ""],
-    changed: Float[Array, "B S V"] | None = None,
+    changed: Float[Array, "B S V"] | Float[Array, "N V"] | None = None,
     changes: RowChanges | None = None,
 ) -> StepOutput:
     """What a step emitted, from its verification: the tokens of the slots that are decoding.
 
     Args:
-      logits: the target's own.
+      logits: the target's own, as `verify` had them: flat ones go with the row ids in `verified`.
       drafts: as they were verified.
       verified: what `verify` made of the two.
       active: whether a slot is decoding. Other slots are stopped, and emit nothing.
@@ -86,6 +94,7 @@ def step_output(
         changed_read=verified.changed_read,
         changed=changed,
         changes=changes,
+        row_ids=verified.row_ids,
     )
 
 
@@ -111,7 +120,7 @@ def target_message(
     Returns:
       W = `most_words(B, S, widths)` words; see `pack`.
     """
-    batch, num_positions, vocab = output.logits.shape
+    (batch, num_positions), vocab = output.token_ids.shape, output.logits.shape[-1]
     num_rows = jnp.where(options.num_columns > 0, output.num_rows, 0)
     rows, found = _nothing()
     if widths.k is not None:
@@ -123,6 +132,7 @@ def target_message(
             options,
             widths,
             parallel,
+            row_ids=output.row_ids,
             cut=output.cut,
             read=output.read,
             changed_read=output.changed_read,
@@ -146,10 +156,11 @@ def target_message(
 
 
 def _logits_of_modes(output: StepOutput, options: BatchOptions, widths: Widths) -> jax.Array:
-    """The logits [B, S, V] that each slot's logprobs are of: the model's own unless processed."""
+    """The logits that each slot's logprobs are of: the model's own unless processed."""
     if output.changed is None or widths.mode is not LogprobsMode.PROCESSED:
         return output.logits
-    is_processed = (options.mode == LogprobsMode.PROCESSED)[:, None, None]
+    is_processed = options.mode == LogprobsMode.PROCESSED
+    is_processed = by_row(is_processed, output.logits, output.row_ids)[..., None]
     return jnp.where(is_processed, output.changed, output.logits.astype(jnp.float32))
 
 
@@ -160,20 +171,20 @@ def row_kept_sets(
 
     They are of the cut that the tokens were drawn with; without `output.cut`, a search finds it.
     """
-    batch, num_positions, vocab = output.logits.shape
-    rows = select_rows(jnp.where(options.kept, output.num_rows, 0), num_positions)
+    rows = select_rows(jnp.where(options.kept, output.num_rows, 0), output.token_ids.shape[1])
     cut = output.cut
     if cut is None:
         assert output.changes is None, "the cut that `verify` found is of the changed logits"
-        cut = cut_where(options.kept, output.chose, options.sampling, parallel)
+        cut = cut_where(options.kept, output.chose, options.sampling, parallel, output.row_ids)
     own = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
     changes = {}
     if output.changes is not None:
         changes = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), output.changes._asdict())
+    flat_logits, place = flattened(output.chose, rows, output.row_ids)
     found = parallel.over_vocabulary(
         lambda shard, logits, whole: kept_sets(logits, *whole[:3], shard=shard, **whole[3]),
-        output.chose.reshape(batch * num_positions, vocab),
-        (rows.flat, rows.num, own, changes),
+        flat_logits,
+        (place, rows.num, own, changes),
     )
     return KeptRows(rows.num, PaddedKept(*found))
 
