@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -25,8 +24,8 @@ from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import sampling
 from pallas_kernels.sampling import Drafts, Sampling, Verified
 
-# What a draft message has of one draft a slot: of its logits, as `draw` has them, of the draft, and,
-# where the logits are flat, of each slot's row.
+# What a draft message has of one draft a slot: of its logits, as `draw` has them, of the draft and,
+# of flat logits, of each slot's row.
 ReportDrafts = Callable[..., Any]
 
 

@@ -54,11 +54,11 @@ class Changes(NamedTuple):
 
 
 class RowChanges(NamedTuple):
-    """The changes of each row, as `verify` and `topk_logprobs` take them."""
+    """The changes of each row [B, S, ...], or flat [N, ...], as `verify` takes them."""
 
-    allowed: Int32[Array, "B S _"] | None  # bit masks; None where no slot forbids an id
-    bias_token_ids: Int32[Array, "B S I"] | None  # distinct; -1 where there is none
-    bias: Float32[Array, "B S I"] | None  # None where the tables have no column
+    allowed: Int32[Array, "*rows _"] | None  # bit masks; None where no slot forbids an id
+    bias_token_ids: Int32[Array, "*rows I"] | None  # distinct; -1 where there is none
+    bias: Float32[Array, "*rows I"] | None  # None where the tables have no column
 
     def at(self, x: Float32[Array, "R N"], ids: Int32[Array, "R N"]) -> Float32[Array, "R N"]:
         """The changed logits of R rows' tokens, of their own x; the changes are [R, ...]."""

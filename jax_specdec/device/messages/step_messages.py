@@ -76,8 +76,11 @@ def step_output(
       running: whether some slot goes on after this step.
       changed: what was verified, where penalties or the like changed the logits. Processed logprobs
         and kept sets are of these; raw and scaled ones of the target's own.
-      changes: what `verify` was given of masks and biases, which says the same without a copy.
+      changes: what `verify` was given of masks and biases, which says the same without a copy;
+        None: what `verified` has of them.
     """
+    if changes is None and verified.changes is not None and changed is None:
+        changes = RowChanges(*verified.changes)
     num_tokens = jnp.where(active, verified.num_tokens, 0)
     num_drafts = jnp.where(active, drafts.num, 0)
     return StepOutput(
