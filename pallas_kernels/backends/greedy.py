@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels.backends.xla.rows import is_symbolic, rows_on_cpu
 from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, slices
+from pallas_kernels.contract.arguments import check_split
 from pallas_kernels.contract.changes import Changes, apply
 from pallas_kernels.contract.rows import Rows, check_logits
 from pallas_kernels.contract.types import Greedy, Logits
@@ -154,6 +155,7 @@ def greedy(
       no NaN, no +inf and at least one finite logit.
     """
     logits = lax.stop_gradient(check_logits(logits))  # ids have no derivative
+    check_split(mesh, axis_name, vocab_size)
     if logits.shape[0] == 0:
         return _none(logits)
     return _of_rows(axis_name, vocab_size, mesh)(logits)

@@ -9,9 +9,9 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import WORD, Changes
 from pallas_kernels.contract.types import AnyArray, RankTies, TopkLogprobs
 
@@ -24,6 +24,21 @@ class Outputs(NamedTuple):
     entropy: bool = False
     top_logits: bool = False
     inclusive: bool = False  # ranks count equal logits too
+
+
+def outputs_of(
+    k: int,
+    *,
+    log_sum_exp: bool = False,
+    entropy: bool = False,
+    top_logits: bool = False,
+    inclusive: bool = False,
+) -> Outputs:
+    """The outputs that a caller wants; a TypeError where a flag is no bool."""
+    flags = {"log_sum_exp": log_sum_exp, "entropy": entropy, "top_logits": top_logits}
+    return Outputs(
+        k, **{name: check_bool(name, x) for name, x in flags.items()}, inclusive=inclusive
+    )
 
 
 class Rows(NamedTuple):
@@ -289,16 +304,6 @@ def _check(
         letters = ", ".join(str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(array.shape)}; it must be [{letters}]")
     return array
-
-
-def to_device(values: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """The values as an array of `dtype`.
-
-    What the host has is sent explicitly: `jax.transfer_guard("disallow")` lets it pass.
-    """
-    if isinstance(values, jax.Array):
-        return values.astype(dtype)
-    return jax.device_put(np.asarray(values, dtype))  # type: ignore[no-any-return]
 
 
 def as_array(name: str, value: AnyArray | np.int32 | int) -> jax.Array:

@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.contract.rows import (
     LOGITS_DTYPES,
     MAX_VOCABULARY,
-    Outputs,
     check_extra_token_ids,
     check_floats,
     check_ids,
@@ -23,6 +22,7 @@ from pallas_kernels.contract.rows import (
     check_matrix,
     check_options,
     check_targets,
+    outputs_of,
     skipped_rows,
 )
 from pallas_kernels.contract.types import (
@@ -156,9 +156,9 @@ def linear_topk_logprobs(
         choose.refuse(implementation, "it has no product with a head")
     definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     reader = choose.resolved(implementation)
-    call = Call(definition, k, bool(entropy), place.shard, implementation=reader)
+    outputs = outputs_of(k, log_sum_exp=log_sum_exp, entropy=entropy)
+    call = Call(definition, k, entropy, place.shard, implementation=reader)
     if num_targets == 0 or hidden.shape[0] == 0:
-        outputs = Outputs(k, log_sum_exp, entropy)
         return skipped_rows(num_targets, outputs, extra_token_ids.shape[1])
     bias = _check_bias(bias, head.shape[axis])
     inputs = Inputs(hidden, head, bias, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
@@ -304,7 +304,10 @@ def _definition(scale: float, soft_cap: float | None, logits_dtype: DTypeLike) -
         raise ValueError(
             f"soft_cap = {soft_cap!r} must be a positive Python number, or None for no cap"
         )
-    name = logits_dtype if isinstance(logits_dtype, str) else jnp.dtype(logits_dtype).name
+    try:
+        name = logits_dtype if isinstance(logits_dtype, str) else jnp.dtype(logits_dtype).name
+    except TypeError:
+        name = repr(logits_dtype)
     if name not in LOGITS_DTYPES:
         raise ValueError(f"logits_dtype = {name!r} must be one of {', '.join(LOGITS_DTYPES)}")
     cap = None if soft_cap is None else float(soft_cap)

@@ -8,6 +8,7 @@ sharding known           explicit axes, or arrays that exist: the same on theirs
 import jax
 from jax.sharding import Mesh
 
+from pallas_kernels.contract.arguments import check_mesh
 from pallas_kernels.meshes import placement
 from pallas_kernels.meshes.placement import Layout
 
@@ -32,6 +33,7 @@ def placed(
     Raises:
       ValueError: a mesh without an axis, an axis that does not exist, rows that do not divide.
     """
+    check_mesh(mesh, vocab_size, axis_name=axis_name, row_axis_name=row_axis_name)
     layout = Layout(placement.names_of(row_axis_name), placement.names_of(axis_name))
     width = head.shape[head_axis]
     if mesh is None and row_axis_name is not None:

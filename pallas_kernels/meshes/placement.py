@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.contract.arguments import check_split
 from pallas_kernels.lowering.forms import Tree, as_integers
 
 Values = TypeVar("Values", bound=Tree)
@@ -264,9 +265,8 @@ def placed(
     Raises:
       ValueError: a mesh without an axis, an axis that does not exist, columns that do not divide.
     """
+    check_split(mesh, name, vocab_size)
     width, padded = logits.shape[1], vocab_size is not None
-    if mesh is not None and name is None:
-        raise ValueError(f"mesh {mesh.shape} without axis_name; name the vocabulary's axis")
     if mesh is None and name is not None:
         return on_shard(name, width, vocab_size)
     size = VocabShard(None, vocab_size).size(width)
@@ -274,8 +274,6 @@ def placed(
     unknown = may_be_split(logits)
     if mesh is not None:
         axes = names_of(name)
-        if not {*axes} <= {*mesh.shape}:
-            raise ValueError(f"axis_name = {name!r} is not an axis of the mesh {mesh.shape}")
         check_divides("columns", width, mesh, axes)
         if found is None and (mesh.size == num_shards(mesh, axes) or not unknown):
             return Place(mesh, Layout((), axes), size, padded)  # nothing else can be split

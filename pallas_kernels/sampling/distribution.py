@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.contract import changes as of_logits
+from pallas_kernels.contract.rows import check_floats
 from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.forms import (
@@ -28,7 +29,7 @@ from pallas_kernels.lowering.forms import (
 )
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
-from pallas_kernels.sampling import cut_search, parameters, row_cuts, row_read
+from pallas_kernels.sampling import cut_search, door, parameters, row_cuts, row_read
 from pallas_kernels.sampling.parameters import Sampling, Truncation, at_rows
 from pallas_kernels.sampling.row_read import RowRead, RowScale
 from pallas_kernels.sampling.rows import GroupedRows
@@ -61,6 +62,11 @@ def truncation(
       shard: the columns of each row that this device holds.
       choice: the greedy choice of all B * ... rows, where it is known already.
     """
+    door.check_shard(shard)
+    logits = check_floats("logits", logits)
+    if logits.ndim < 2 or 0 in logits.shape:
+        raise ValueError(f"logits {logits.shape}: give [B, ..., V], 1 and more of each axis")
+    sampling = door.sampling_of(sampling, logits.shape[0], f"logits {logits.shape}")
     return compiled(_truncation, shard)(logits, sampling, choice)  # type: ignore[no-any-return]
 
 

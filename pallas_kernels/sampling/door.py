@@ -7,25 +7,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels.contract.rows import LOGITS_DTYPES, MAX_EXTRA, check_k, to_device
-from pallas_kernels.contract.types import AnyArray
-from pallas_kernels.lowering.programs import compiled
-from pallas_kernels.meshes.placement import AxisName
-from pallas_kernels.meshes.split import Split
-from pallas_kernels.sampling.arguments import (
+from pallas_kernels.contract.arguments import (
     ARRAY,
-    check_int,
+    Kind,
+    Shape,
+    array_of,
     check_no_nan,
+    check_split,
     check_type,
+    fields_of,
     floats,
     integers,
     known,
     numbers_of,
+    to_device,
 )
-from pallas_kernels.sampling.parameters import Sampling, check_values
-from pallas_kernels.sampling.types import CompactQ, DenseForm, DenseQ, Drafts, Rule, Verified
-
-MAX_SHARDED_VOCABULARY = 2**31 - 1  # ids are int32
+from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.rows import LOGITS_DTYPES, MAX_EXTRA, check_k
+from pallas_kernels.contract.types import AnyArray
+from pallas_kernels.lowering.programs import compiled
+from pallas_kernels.meshes.placement import AxisName, VocabShard, on_shard
+from pallas_kernels.meshes.split import Split
+from pallas_kernels.sampling.parameters import Sampling, Truncation, check_values
+from pallas_kernels.sampling.types import (
+    CompactQ,
+    DenseForm,
+    DenseQ,
+    Drafts,
+    RowsRead,
+    Rule,
+    Verified,
+)
 
 
 def of_rows(
@@ -43,9 +55,10 @@ def of_rows(
     logits = logits_of(name, logits, is_flat=row_ids is not None)
     row_ids = None if row_ids is None else row_ids_of_slots(row_ids, axes)
     batch = (logits if row_ids is None else row_ids).shape[0]
-    sampling = sampling_of(sampling, batch, f"{name} {logits.shape}")
+    rows = f"{name} {logits.shape}" if row_ids is None else f"row_ids {row_ids.shape}"
+    sampling = sampling_of(sampling, batch, rows)
     positions = integers("positions", positions, jnp.int32)
-    check_slots("positions", positions, batch, f"{name} {logits.shape}")
+    check_slots("positions", positions, batch, rows)
     return logits, sampling, positions, row_ids
 
 
@@ -85,28 +98,9 @@ def check_slots(name: str, values: jax.Array, batch: int, rows: str) -> None:
 
 def split_of(mesh: Mesh | None, axis_name: AxisName | None, vocab_size: int | None) -> Split:
     """What a caller says of how logits are split, if it can be so."""
-    if mesh is not None:
-        check_type("mesh", mesh, Mesh, "a `jax.sharding.Mesh`, as `jax.make_mesh` makes it")
-        if not axis_name:
-            raise ValueError(
-                f"mesh {mesh.shape} without axis_name: name the axis that splits the vocabulary, "
-                "or leave mesh out, where the logits' type or the compiler tells"
-            )
-    if axis_name is not None:
-        names = (axis_name,) if isinstance(axis_name, str) else axis_name
-        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-            raise TypeError(
-                f"axis_name is {axis_name!r}: give the name of a mesh axis, a tuple of names, or "
-                "() where all columns are here"
-            )
-        if mesh is not None and not {*names} <= {*mesh.shape}:
-            raise ValueError(
-                f"axis_name = {axis_name!r} is no axis of the mesh {mesh.shape}: name the one that "
-                "splits the vocabulary"
-            )
-    if vocab_size is not None:
-        what = "the number of tokens before the columns of padding"
-        vocab_size = check_int("vocab_size", vocab_size, 1, MAX_SHARDED_VOCABULARY, what)
+    check_split(mesh, axis_name, vocab_size)
+    if axis_name and mesh is None:
+        on_shard(axis_name, 2**31 - 1, None)  # there is such an axis around this call
     return Split(mesh, axis_name, vocab_size)
 
 
@@ -233,12 +227,14 @@ def check_q(
     drafts: Drafts,
     sampling: Sampling,
     row_ids: jax.Array | None,
-    num_rows: int,
+    logits: tuple[int, ...],
     vocab_size: int | None,
 ) -> None:
     """Refuse a q that is no distribution, where its values are known.
 
     Of drafts that there are, of slots that sample: the others' q are not looked at.
+
+    logits: their shape.
     """
     q, token_ids = drafts.q, drafts.token_ids
     if q is None or (isinstance(q, DenseQ) and q.form == "logits"):
@@ -253,9 +249,9 @@ def check_q(
     assert ids is not None
     assert temperature is not None
     there = np.arange(ids.shape[1])[None] < num[:, None]
-    there &= (ids >= 0) & (temperature > 0)[:, None]
+    there &= (ids >= 0) & (ids < (vocab_size or logits[-1])) & (temperature > 0)[:, None]
     if rows is not None:
-        there &= (rows[:, :-1] >= 0) & (rows[:, :-1] < num_rows)
+        there &= (rows[:, :-1] >= 0) & (rows[:, :-1] < logits[0])
     is_exact = sums.dtype == "float32"
     wrong = there & ~(np.abs(sums.sums - 1) <= (1e-3 if is_exact else 5e-2))
     if not wrong.any():
@@ -349,6 +345,62 @@ def check_verified(verified: Verified) -> None:
             "verified has no read: give `verify` k, the number of top columns (0 and more), or "
             "take `pallas_kernels.topk_logprobs` of the emitted tokens, which reads their rows"
         )
+    rows = read_of(verified.read).largest.shape
+    if verified.row_ids is not None:
+        row_ids = array_of("verified.row_ids", verified.row_ids, "integers", ("B", "S"), "[B, S]")
+        rows = row_ids.shape
+    array_of("verified.token_ids", verified.token_ids, "integers", rows, "one a position [B, S]")
+
+
+def changes_of(
+    allowed: object, bias_token_ids: object, bias: object, rows: tuple[int, ...]
+) -> Changes:
+    """Changes of rows [B, S] or [N]: arrays of these; what they hold is checked by the read."""
+    axes = "[B, S, ...]" if len(rows) == 2 else "[N, ...]"
+    return Changes(
+        None if allowed is None else array_of("allowed", allowed, "integers", (*rows, "W"), axes),
+        None
+        if bias_token_ids is None
+        else array_of("bias_token_ids", bias_token_ids, "integers", (*rows, "I"), axes),
+        None if bias is None else array_of("bias", bias, "floats", (*rows, "I"), axes),
+    )
+
+
+def check_accept(accept: object) -> None:
+    """Refuse a rule that can't be called."""
+    if accept is not None and not callable(accept):
+        raise TypeError(f"accept is {accept!r}: give a function of u, p and q, or None")
+
+
+def check_shard(shard: object) -> None:
+    """Refuse what says nothing of a vocabulary's columns."""
+    check_type("shard", shard, VocabShard, "a `pallas_kernels.VocabShard`")
+
+
+def cut_of(cut: Truncation, rows: tuple[int, ...]) -> Truncation:
+    """The truncations of these rows."""
+    what = "a `Truncation`, as `verify` and `truncation` make it"
+    axes = "one a row"
+    return fields_of(
+        "cut", cut, Truncation, what,
+        {"cut_logit": ("floats", rows, axes), "cut_id": ("integers", rows, axes),
+         "log_kept": ("floats", rows, axes)},
+    )  # fmt: skip
+
+
+def read_of(read: RowsRead) -> RowsRead:
+    """What `verify` has read of rows."""
+    check_type("read", read, RowsRead, "`Verified.read` of a `verify` with k")
+    check_type("read.largest", read.largest, (np.ndarray, jax.Array), ARRAY)
+    rows: Shape = read.largest.shape
+    row, table = (rows, "one a row"), "some of each row"
+    kinds: dict[str, tuple[Kind, Shape, str]] = dict.fromkeys(
+        ("largest", "log_sum", "log_scaled", "temperature"), ("floats", *row)
+    )
+    kinds["top_ids"] = "integers", (*rows, "K"), table
+    kinds["top_logits"] = "floats", (*rows, "K"), table
+    kinds["maxima"] = "floats", (*rows, "G"), table
+    return fields_of("read", read, RowsRead, "`Verified.read`", kinds)
 
 
 def ids_of(name: str, ids: AnyArray, shape: tuple[int, ...]) -> jax.Array:

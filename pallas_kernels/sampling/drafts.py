@@ -58,7 +58,7 @@ def draw(
     draft_logits, sampling, positions, row_ids = door.of_rows(
         draft_logits, sampling, positions, "draft_logits", row_ids, "[B]"
     )
-    how = Split(mesh, axis_name, vocab_size)
+    how = door.split_of(mesh, axis_name, vocab_size)
     return compiled(_draw, how)(draft_logits, sampling, positions, row_ids)  # type: ignore[no-any-return]
 
 

@@ -16,11 +16,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends import answers
+from pallas_kernels.contract.arguments import array_of
 from pallas_kernels.contract.changes import Changes, apply, of_columns, of_rows
-from pallas_kernels.contract.rows import check_changes, to_device
+from pallas_kernels.contract.rows import check_changes, check_matrix, check_num_rows
 from pallas_kernels.lowering.forms import filled, map_blocks, pin_to_iteration, rows_from, vary_like
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
+from pallas_kernels.sampling import door
 from pallas_kernels.sampling.parameters import Truncation
 
 MAX_KEPT = 1024  # token ids of a row; more are a mark
@@ -78,8 +80,11 @@ def kept_sets(
       whole vocabulary was kept, `KEPT_MANY` where a part was that is larger than 1024, and 0 in the
       rows from `num_rows` on. `log_kept` is that of the cut.
     """
-    changes = Changes(allowed, bias_token_ids, bias)
-    num_rows = to_device(num_rows, jnp.int32)
+    door.check_shard(shard)
+    logits = check_matrix("logits", logits, "[N, V]")
+    rows = array_of("rows", rows, "integers", ("R",), "the rows that are wanted, [R]")
+    num_rows, cut = check_num_rows(num_rows), door.cut_of(cut, rows.shape)
+    changes = door.changes_of(allowed, bias_token_ids, bias, logits.shape[:-1])
     return compiled(_kept_sets, shard)(logits, rows, num_rows, cut, changes)  # type: ignore[no-any-return]
 
 

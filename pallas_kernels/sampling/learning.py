@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels.contract.rows import to_device
+from pallas_kernels.contract.arguments import array_of, floats, integers, numbers_of
+from pallas_kernels.contract.rows import check_floats, check_matrix
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import RowScale, loaded, stored
 from pallas_kernels.lowering.forms import barrier, logarithm
@@ -62,9 +64,10 @@ def kept_logprobs(
     Raises:
       ValueError: the kept sets are not of these rows.
     """
-    logits, token_ids, rows = jnp.asarray(logits), jnp.asarray(token_ids), token_ids.shape
-    sets = on_device(kept, rows)
-    t = jnp.broadcast_to(to_device(temperatures, jnp.float32), rows)
+    logits = check_floats("logits", logits)
+    rows = logits.shape[:-1]
+    token_ids = array_of("token_ids", token_ids, "integers", rows, "one a row of the logits")
+    sets, t = on_device(kept, rows), _temperatures(temperatures, rows)
     return compiled(_of_any_temperature)(logits, token_ids, sets, t)  # type: ignore[no-any-return]
 
 
@@ -75,6 +78,15 @@ def _of_any_temperature(
     return _logprobs(logits, token_ids, kept, _usable(t))
 
 
+def _temperatures(temperatures: ArrayLike, rows: tuple[int, ...]) -> jax.Array:
+    """The temperatures of these rows."""
+    t = numbers_of("temperatures", temperatures, jnp.float32)
+    try:
+        return jnp.broadcast_to(t, rows)
+    except ValueError:
+        raise ValueError(f"temperatures {t.shape}: give one number, or one a row, {rows}") from None
+
+
 def _usable(t: jax.Array) -> jax.Array:
     """Temperatures to divide by: those of greedy requests count as 1."""
     return jnp.where(t > 0, t, jnp.float32(1))
@@ -82,13 +94,22 @@ def _usable(t: jax.Array) -> jax.Array:
 
 def on_device(kept: tuple[AnyArray, AnyArray, AnyArray], rows: tuple[int, ...]) -> PaddedKept:
     """The sets as JAX arrays; ValueError if they are not of these rows."""
-    sets = PaddedKept(*map(to_device, kept, (jnp.int32, jnp.int32, jnp.float32)))
+    if not isinstance(kept, tuple) or len(kept) != 3:
+        raise TypeError(
+            f"kept is a {type(kept).__name__}: give the kept ids, counts and log_kept of each row, "
+            "as `kept_sets` and a record's columns have them"
+        )
+    sets = PaddedKept(
+        integers("kept.token_ids", kept[0], jnp.int32),
+        integers("kept.counts", kept[1], jnp.int32),
+        floats("kept.log_kept", kept[2]).astype(jnp.float32),
+    )
     shapes = (sets.token_ids.shape[:-1], sets.counts.shape, sets.log_kept.shape)
     if shapes != (rows,) * 3:
         raise ValueError(
-            f"kept sets of ids {sets.token_ids.shape}, counts {sets.counts.shape} and log_kept "
-            f"{sets.log_kept.shape} do not go with tokens {rows}: they are {(*rows, 'M')}, {rows} "
-            f"and {rows}"
+            f"kept.token_ids {sets.token_ids.shape}, kept.counts {sets.counts.shape} and "
+            f"kept.log_kept {sets.log_kept.shape} do not go with token_ids {rows}: give "
+            f"{(*rows, 'M')}, {rows} and {rows}"
         )
     return sets
 
@@ -241,8 +262,7 @@ def rollout_logprobs(
         return scaled
     logits, token_ids = jnp.asarray(logits), jnp.asarray(token_ids, jnp.int32)
     sets = on_device(kept, token_ids.shape)
-    t = to_device(1 if temperatures is None else temperatures, jnp.float32)
-    t = jnp.broadcast_to(t, token_ids.shape)
+    t = _temperatures(1.0 if temperatures is None else temperatures, token_ids.shape)
     arrays = logits, token_ids, sets, t, lax.stop_gradient(scaled)
     return compiled(_processed)(*arrays)  # type: ignore[no-any-return]
 
@@ -309,13 +329,14 @@ def learner_logprobs(
     Raises:
       TypeError, ValueError: the kept sets are not of these rows, or as `linear_topk_logprobs`.
     """
-    rows = np.shape(token_ids)
+    hidden, head = check_floats("hidden", hidden), check_matrix("head", head, "[V, H]")
+    rows = hidden.shape[:-1]
+    token_ids = array_of("token_ids", token_ids, "integers", rows, "one a row of hidden")
     sets = on_device(kept, rows)
     flat: PaddedKept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(rows) :]), sets)
-    hidden = jnp.asarray(hidden)
-    states, head = hidden.reshape(-1, hidden.shape[-1]), jnp.asarray(head)
+    states = hidden.reshape(-1, hidden.shape[-1])
     ids = jnp.asarray(token_ids, jnp.int32).reshape(-1)
-    t = jnp.broadcast_to(to_device(temperatures, jnp.float32), rows).reshape(-1)
+    t = _temperatures(temperatures, rows).reshape(-1)
     logprobs = compiled(_learner_logprobs, logits_dtype, soft_cap)(states, head, ids, flat, t)
     return logprobs.reshape(rows)  # type: ignore[no-any-return]
 

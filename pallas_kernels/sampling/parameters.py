@@ -9,13 +9,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from pallas_kernels.backends.groups import keeps
-from pallas_kernels.lowering.forms import Tree, at_place, logarithm, vary_like
-from pallas_kernels.sampling.arguments import (
+from pallas_kernels.contract.arguments import (
     check_int,
     check_no_nan,
     check_within,
     numbers_of,
 )
+from pallas_kernels.lowering.forms import Tree, at_place, logarithm, vary_like
 
 Values = TypeVar("Values", bound=Tree)
 

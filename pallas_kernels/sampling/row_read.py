@@ -21,6 +21,7 @@ from pallas_kernels.backends.groups import (
     number_of_groups,
 )
 from pallas_kernels.backends.xla.groups import larger_than
+from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, check_changes, skipped_rows
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
@@ -31,7 +32,6 @@ from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import door, exact_sums
-from pallas_kernels.sampling.arguments import check_bool, check_type
 from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import RowsRead, Verified, slots_of_rows
@@ -321,7 +321,7 @@ def logprobs_of_read(
     Returns:
       The results of R = B * S rows, those of a slot one after another.
     """
-    check_type("read", read, RowsRead, "`Verified.read` of a `verify` with k")
+    read = door.read_of(read)
     logits = door.logits_of("logits", logits, is_flat=row_ids is not None)
     if logits.shape[:-1] != read.largest.shape:
         raise ValueError(
@@ -335,7 +335,7 @@ def logprobs_of_read(
     if extra_token_ids is not None:
         extra_token_ids = door.extra_ids_of(extra_token_ids, shape[0])
     how = door.split_of(mesh, axis_name, vocab_size)
-    changes = Changes(allowed, bias_token_ids, bias)
+    changes = door.changes_of(allowed, bias_token_ids, bias, logits.shape[:-1])
     arrays = row_ids, token_ids, read, scaled, extra_token_ids, changes
     return compiled(_emitted, how)(logits, *arrays)  # type: ignore[no-any-return]
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.contract.arguments import array_of, check_int, check_type, to_device
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.rows import to_device
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row
@@ -21,6 +21,7 @@ from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row
 Values = TypeVar("Values")
 AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Rule = Literal["token", "block"]  # how the drafts of a slot with a q are accepted
+MAX_WIDTH = 2**24  # slots, positions or drafts of a shape: more is a mistake
 MOST_TOKENS = 64  # M of a draft that is drawn, where the vocabulary has as many
 
 
@@ -105,7 +106,11 @@ class Drafts(NamedTuple):
           width: D, static.
           q: the tokens that each can be, [N, M], or whole rows [N, V], of which none is copied.
         """
-        ids, numbers = to_device(token_ids, jnp.int32), to_device(num, jnp.int32)
+        ids = array_of("token_ids", token_ids, "integers", ("N",), "flat ids [N]")
+        numbers = array_of("num", num, "integers", ("B",), "one a slot [B]").astype(jnp.int32)
+        width, ids = check_int("width", width, 0, MAX_WIDTH, "D"), ids.astype(jnp.int32)
+        if q is not None:
+            check_type("q", q, (CompactQ, DenseQ), "a `CompactQ`, a `DenseQ`, or None")
         if isinstance(q, DenseQ):
             by_slot, *_ = compiled(_by_slot, width)(numbers, (ids, None))
             return cls(by_slot, numbers, replace(q, row_ids=row_ids_of(numbers, width)))
@@ -119,12 +124,21 @@ class Drafts(NamedTuple):
           drawn: the results of `draw`, in the order of the positions.
           limit: how many of them each slot may get.
         """
+        if not isinstance(drawn, (list, tuple)) or not all(isinstance(x, Drafts) for x in drawn):
+            raise TypeError(f"drawn is {drawn!r}: give a list of `Drafts`, as `draw` makes them")
+        if not drawn:
+            raise ValueError("drawn is empty: give 1 and more `Drafts`; `Drafts.none` has none")
+        slots = len(drawn[0].token_ids)
+        limit = array_of("limit", limit, "integers", (slots,), "one a slot [B]")
         parts = [(one.token_ids, one.q, one.report) for one in drawn]
         return compiled(_joined)(to_device(limit, jnp.int32), parts)  # type: ignore[no-any-return]
 
     @classmethod
     def none(cls, num_slots: int, num_drafts: int, vocab_size: int) -> "Drafts":
         """Empty proposals of width D, with a q as `draw` makes them."""
+        num_slots = check_int("num_slots", num_slots, 0, MAX_WIDTH, "B")
+        num_drafts = check_int("num_drafts", num_drafts, 0, MAX_WIDTH, "D")
+        vocab_size = check_int("vocab_size", vocab_size, 1, 2**31 - 1, "V")
         wide = (num_slots, num_drafts, min(MOST_TOKENS, vocab_size))
         return compiled(_no_drafts, wide)()  # type: ignore[no-any-return]
 
@@ -216,7 +230,9 @@ def row_ids_of(num_rows: AnyArray, num_positions: int) -> Int32[Array, "B S"]:
     Returns:
       `row_ids` for `verify`: -1 from a slot's number of rows on.
     """
-    num_rows = to_device(num_rows, jnp.int32)
+    num_rows = array_of("num_rows", num_rows, "integers", ("B",), "one a slot [B]")
+    num_rows = num_rows.astype(jnp.int32)
+    num_positions = check_int("num_positions", num_positions, 1, MAX_WIDTH, "S")
     return compiled(_row_ids_of, num_positions)(num_rows)  # type: ignore[no-any-return]
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import keeps
+from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import Changes, apply, apply_at, of_rows
 from pallas_kernels.contract.rows import MAX_VOCABULARY, Rows, check_k
 from pallas_kernels.contract.types import Greedy
@@ -34,7 +35,6 @@ from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
 from pallas_kernels.sampling import block_rule, door, row_read
-from pallas_kernels.sampling.arguments import check_bool
 from pallas_kernels.sampling.dense_q import (
     DraftQ,
     QScale,
@@ -158,6 +158,7 @@ def verify(
     )
     drafts = door.drafts_of(drafts)
     door.check_rule(rule, drafts, accept)
+    door.check_accept(accept)
     how, all_greedy = (
         door.split_of(mesh, axis_name, vocab_size),
         check_bool("all_greedy", all_greedy),
@@ -170,13 +171,14 @@ def verify(
             f"drafts {drafts.token_ids.shape} do not go with {rows}: B slots of S "
             f"rows verify [B, S - 1] = {(batch, num_positions - 1)} drafts"
         )
-    door.check_q(drafts, sampling, row_ids, logits.shape[0], vocab_size)
     values = None
     if isinstance(drafts.q, DenseQ):
         door.check_columns(drafts.q, logits)
+    door.check_q(drafts, sampling, row_ids, logits.shape, vocab_size)
+    if isinstance(drafts.q, DenseQ):
         # The values are split as the logits, and all else of q as what a slot has.
         values, drafts = drafts.q.values, drafts._replace(q=_without_values(drafts.q))
-    changes = Changes(allowed, bias_token_ids, bias)
+    changes = door.changes_of(allowed, bias_token_ids, bias, logits.shape[:-1])
     of_slots = drafts._replace(report=None), sampling, positions, row_ids, changes
     arrays = (logits, values), of_slots
     if accept is None:

@@ -23,6 +23,7 @@ from pallas_kernels.contract.rows import (
     check_options,
     check_targets,
     is_inclusive,
+    outputs_of,
     skipped_rows,
 )
 from pallas_kernels.contract.types import (
@@ -138,7 +139,13 @@ def topk_logprobs(
     logits = check_logits(logits)
     token_ids, row_ids = check_targets(token_ids, row_ids, "logits", logits.shape[0])
     place = placed(logits, axis_name, mesh, vocab_size)
-    outputs = Outputs(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
+    outputs = outputs_of(
+        k,
+        log_sum_exp=log_sum_exp,
+        entropy=entropy,
+        top_logits=top_logits,
+        inclusive=is_inclusive(rank_ties),
+    )
     options = num_rows, temperatures, extra_token_ids
     changes = allowed, bias_token_ids, bias
     rows = Rows(logits, token_ids, row_ids)
@@ -177,7 +184,13 @@ def greedy_topk_logprobs(
     """
     logits = check_logits(logits)
     place = placed(logits, axis_name, mesh, vocab_size)
-    outputs = Outputs(k, log_sum_exp, entropy, top_logits, is_inclusive(rank_ties))
+    outputs = outputs_of(
+        k,
+        log_sum_exp=log_sum_exp,
+        entropy=entropy,
+        top_logits=top_logits,
+        inclusive=is_inclusive(rank_ties),
+    )
     options = num_rows, temperatures, extra_token_ids
     changes = allowed, bias_token_ids, bias
     return _run(place, implementation, outputs, Rows(logits), options, changes)

@@ -15,7 +15,7 @@ from tests.support.jax_modes import MODES
 
 pytestmark = pytest.mark.fast
 
-TYPES = "TopkLogprobs", "VocabShard", "CompactQ", "Verified", "RowsRead", "Truncation"
+TYPES = "TopkLogprobs", "VocabShard", "CompactQ", "DenseQ", "Verified", "RowsRead", "Truncation"
 # Of a context, of this process's devices, and of a caller's own `shard_map`.
 OTHERS = "use_implementation", "gpu_obstacle", "vary_like"
 

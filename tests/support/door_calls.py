@@ -31,6 +31,7 @@ def door_calls():
         top_p=np.array([0.9, 1.0]),
         seed=np.array([1, 2]),
     )
+    key = jax.random.key(0)
     rows = sampling.Sampling.of(6, temperature=0.8, top_p=0.9)
     greedy = sampling.Sampling.greedy(2)
     positions, next_positions = jnp.array([3, 4], jnp.int32), jnp.array([4, 5], jnp.int32)
@@ -43,6 +44,9 @@ def door_calls():
     ]
     drawn = sampling.Drafts.joined(parts, num)
     row_ids = sampling.row_ids_of(lengths, 3)
+    log_q = jax.nn.log_softmax(by_slot[:, :2])
+    dense = certain._replace(q=sampling.DenseQ(log_q))
+    of_logits = certain._replace(q=sampling.DenseQ.of_logits(by_slot[:, :2], 0.9))
     cut = sampling.truncation(x, rows)
     kept = sampling.kept_sets(x, all_rows, 6, cut)
     token_ids, few = kept.token_ids[:, 0], jnp.maximum(kept.token_ids, 0)[:, :4]
@@ -92,7 +96,16 @@ def door_calls():
             by_slot, drawn, slots, positions, accept=_always
         ),
         "verify, flat": lambda: sampling.verify(x, certain, slots, positions, row_ids=row_ids),
-        "emitted_logprobs": lambda: sampling.logprobs_of_read(
+        "verify, dense": lambda: sampling.verify(by_slot, dense, slots, positions),
+        "verify, block": lambda: sampling.verify(by_slot, drawn, slots, positions, rule="block"),
+        "verify, block, dense": lambda: sampling.verify(
+            by_slot, dense, slots, positions, rule="block"
+        ),
+        "verify, logits of drafts": lambda: sampling.verify(
+            by_slot, of_logits, slots, positions
+        ),
+        "emitted_logprobs": lambda: sampling.emitted_logprobs(by_slot, read),
+        "logprobs_of_read": lambda: sampling.logprobs_of_read(
             by_slot, by_position, read.read
         ),
         "truncation": lambda: sampling.truncation(x, rows),
@@ -113,6 +126,7 @@ def door_calls():
         ),
         "row_ids_of": lambda: sampling.row_ids_of(lengths, 3),
         "Sampling.of": lambda: sampling.Sampling.of(3, temperature=0.5, top_k=3),
+        "Sampling.of, key": lambda: sampling.Sampling.of(3, key=key),
         "Drafts.of_flat": lambda: sampling.Drafts.of_flat(flat_ids, flat_num, 2),
         "Drafts.none": lambda: sampling.Drafts.none(2, 2, V),
         "Drafts.joined": lambda: sampling.Drafts.joined(parts, num),

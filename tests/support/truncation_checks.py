@@ -19,9 +19,15 @@ def kept_tokens(cut, rows):
 
 
 def sampling_of(temperature, top_k=0, top_p=1.0, min_p=0.0):
-    """Parameters of as many slots as `temperature` has entries; a scalar is for all of them."""
-    options = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    return Sampling.of(len(temperature), temperature=temperature, **options)
+    """Parameters of as many slots as `temperature` has entries; a scalar is for all of them.
+
+    Shares may lie outside of 0 .. 1, which the door refuses where it knows them: under `jit` they
+    keep what the nearest share keeps.
+    """
+    slots = len(temperature)
+    shares = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), slots) for x in (top_p, min_p))
+    sampling = Sampling.of(slots, temperature=temperature, top_k=top_k)
+    return sampling._replace(**dict(zip(("top_p", "min_p"), shares, strict=True)))
 
 
 def check(rows, sampling, cut, probs):

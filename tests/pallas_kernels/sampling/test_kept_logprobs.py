@@ -227,7 +227,7 @@ def test_kept_sets_of_other_rows_are_refused():
     wrong = kept._replace(counts=kept.counts[1:])
     states = np.zeros((3, 4, 8), np.float32), np.zeros((V, 8), np.float32)
     for call, given in ((kept_logprobs, (x,)), (learner_logprobs, states)):
-        with pytest.raises(ValueError, match=r"do not go with tokens"):
+        with pytest.raises(ValueError, match=r"do not go with token_ids"):
             call(*given, token_ids, wrong)
 
 

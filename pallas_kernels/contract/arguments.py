@@ -6,16 +6,32 @@ has them already; under `jax.jit` nobody can.
 """
 
 import operator
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels.contract.rows import to_device
 from pallas_kernels.contract.types import AnyArray
 
+Shape = tuple[int | str, ...]  # a letter stands for any size
+Kind = Literal["floats", "integers", "bools"]
+KINDS = {"floats": jnp.floating, "integers": jnp.integer, "bools": np.bool_}
+Fields = TypeVar("Fields", bound=NamedTuple)
+
 ARRAY = "a NumPy or JAX array, as `jnp.asarray(values)` makes it"
+
+
+def to_device(values: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """The values as an array of `dtype`.
+
+    What the host has is sent explicitly: `jax.transfer_guard("disallow")` lets it pass.
+    """
+    if isinstance(values, jax.Array):
+        return values.astype(dtype)
+    return jax.device_put(np.asarray(values, dtype))  # type: ignore[no-any-return]
 
 
 def known(values: jax.Array) -> np.ndarray | None:
@@ -51,12 +67,44 @@ def integers(name: str, values: AnyArray, dtype: DTypeLike) -> jax.Array:
     return to_device(values, dtype)  # NumPy's before JAX, which may have no 64-bit integers
 
 
+def array_of(name: str, value: object, kind: Kind, shape: Shape, axes: str) -> jax.Array:
+    """The value as an array, if it is one of this kind and shape; axes: these in words."""
+    check_type(name, value, (np.ndarray, jax.Array), ARRAY)
+    assert isinstance(value, (np.ndarray, jax.Array))
+    if not jnp.issubdtype(value.dtype, KINDS[kind]):
+        raise TypeError(f"{name} is of {value.dtype}: give an array of {kind}")
+    sizes = zip(value.shape, shape, strict=False)
+    if value.ndim != len(shape) or any(isinstance(b, int) and a != b for a, b in sizes):
+        wanted = "(" + ", ".join(map(str, shape)) + (",)" if len(shape) == 1 else ")")
+        raise ValueError(f"{name} {value.shape}: give {axes} = {wanted}")
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def fields_of(
+    name: str, value: Any, kind: type[Fields], what: str, fields: dict[str, tuple[Kind, Shape, str]]
+) -> Fields:
+    """A named tuple whose fields are arrays of these kinds, shapes and axes, where not None."""
+    check_type(name, value, kind, what)
+    checked = {
+        field: array_of(f"{name}.{field}", getattr(value, field), *like)
+        for field, like in fields.items()
+        if getattr(value, field) is not None
+    }
+    return value._replace(**checked)  # type: ignore[no-any-return]
+
+
 def numbers_of(name: str, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Numbers, or one, as an array of `dtype`, if they are of its kind."""
-    values = x if isinstance(x, jax.Array) else np.asarray(x)
+    try:
+        values = x if isinstance(x, jax.Array) else np.asarray(x)
+    except ValueError:  # lists of several lengths
+        raise TypeError(f"{name} is a {type(x).__name__}: give a number, or {ARRAY}") from None
     if jnp.issubdtype(dtype, jnp.integer):
         return integers(name, values, dtype)
-    if not jnp.issubdtype(values.dtype, jnp.number):
+    is_real = jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(
+        values.dtype, jnp.integer
+    )
+    if not is_real:
         raise TypeError(f"{name} is {x!r}: give a number, or {ARRAY}")
     return to_device(values, dtype)
 
@@ -109,3 +157,30 @@ def check_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}: give True or False; it decides the program")
     return value
+
+
+def check_split(mesh: object, axis_name: object, vocab_size: object) -> None:
+    """Refuse what can't say how a vocabulary is split: of another kind, or an axis of no mesh."""
+    check_mesh(mesh, vocab_size, axis_name=axis_name)
+    if isinstance(mesh, Mesh) and not axis_name:
+        raise ValueError(f"mesh {mesh.shape} without axis_name; name the vocabulary's axis")
+
+
+def check_mesh(mesh: object, vocab_size: object, **axis_names: object) -> None:
+    """Refuse what is no mesh, a name that is none or no axis of it, and what is no size."""
+    if mesh is not None:
+        check_type("mesh", mesh, Mesh, "a `jax.sharding.Mesh`, as `jax.make_mesh` makes it")
+    for argument, axis_name in axis_names.items():
+        if axis_name is None:
+            continue
+        names = (axis_name,) if isinstance(axis_name, str) else axis_name
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"{argument} is {axis_name!r}: give the name of a mesh axis, a tuple of names, or "
+                "() where all is here"
+            )
+        if isinstance(mesh, Mesh) and not {*names} <= {*mesh.shape}:
+            raise ValueError(f"{argument} = {axis_name!r} is not an axis of the mesh {mesh.shape}")
+    if vocab_size is not None:
+        what = "the number of tokens before the columns of padding"
+        check_int("vocab_size", vocab_size, 1, 2**31 - 1, what)

@@ -1,0 +1,330 @@
+"""Every argument of both doors, wrong in kind, shape, dtype or value: an error to act on.
+
+It names the argument, comes from this package and never from inside of jax, and nothing is computed
+with what it refuses.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as kernels
+from pallas_kernels import sampling
+from pallas_kernels.sampling import CompactQ, DenseQ, Drafts, Sampling
+from tests.support import shape_checks
+from tests.support.wrong_arguments import complaint, wrong_arrays
+
+V = 40
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run(monkeypatch):
+    """Without the suite's own checks of shapes, which would refuse first."""
+    monkeypatch.setattr(shape_checks, "refuse_others", lambda *_: None)
+
+
+@functools.cache
+def right():
+    """Right arguments of each function, by its name."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(6, V)), jnp.float32)
+    by_slot, ids = x.reshape(2, 3, V), jnp.asarray(rng.integers(0, V, 6), jnp.int32)
+    by_position, column, ones = ids.reshape(2, 3), ids[:, None], jnp.ones((6, 1))
+    slots = Sampling.of(2, temperature=0.8, seed=np.array([1, 2]))
+    rows = Sampling.of(6, temperature=0.8, top_k=5)
+    positions, num = jnp.array([3, 4], jnp.int32), jnp.array([2, 1], jnp.int32)
+    allowed = jnp.full((6, -(-V // 32)), -1, jnp.int32)
+    changes = {"allowed": allowed, "bias_token_ids": column, "bias": ones}
+    by_slot_changes = {name: x.reshape(2, 3, -1) for name, x in changes.items()}
+    log_q = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(2, 2, V)), jnp.float32))
+    rows_of_q = jnp.array([[0, 1], [2, 3]], jnp.int32)
+    dense = Drafts(by_position[:, :2], num, DenseQ(log_q))
+    flat_q = dense._replace(q=DenseQ(log_q.reshape(4, V), rows_of_q))
+    first = sampling.draw(by_slot[:, :1], slots, positions)
+    compact = Drafts.joined([first, first], num)
+    cut = sampling.truncation(x, rows)
+    kept = sampling.kept_sets(x, jnp.arange(6, dtype=jnp.int32), 6, cut)
+    tokens, few = kept.token_ids[:, 0], jnp.maximum(kept.token_ids, 0)[:, :4]
+    read = sampling.verify(by_slot, dense, slots, positions, k=3)
+    hidden, head = (jnp.asarray(rng.normal(size=(n, 8)), jnp.float32) for n in (6, V))
+    t, row_ids = jnp.full(6, 0.8, jnp.float32), jnp.arange(6, dtype=jnp.int32)
+    of_rows = {"row_ids": row_ids, "num_rows": jnp.int32(6), "temperatures": t,
+               "extra_token_ids": column}  # fmt: skip
+    extra = {"scaled": jnp.ones(2, bool), "extra_token_ids": by_position}
+    return {
+        "topk_logprobs": (
+            kernels.topk_logprobs, {"logits": x, "token_ids": ids, "k": 5, **of_rows, **changes}
+        ),
+        "greedy_topk_logprobs": (kernels.greedy_topk_logprobs, {"logits": x, "k": 5}),
+        "greedy": (kernels.greedy, {"logits": x}),
+        "linear_topk_logprobs": (
+            kernels.linear_topk_logprobs,
+            {"hidden": hidden, "head": head, "token_ids": ids, "k": 5, **of_rows},
+        ),
+        "linear_kept_logprobs": (
+            kernels.linear_kept_logprobs,
+            {"hidden": hidden, "head": head, "token_ids": tokens, "kept_token_ids": few},
+        ),
+        "logprobs_tensors": (kernels.logprobs_tensors, {"logits": x, "token_ids": ids, "k": 5}),
+        "draw": (
+            sampling.draw,
+            {"draft_logits": by_slot[:, :1], "sampling": slots, "positions": positions},
+        ),
+        "draw, flat": (
+            sampling.draw,
+            {"draft_logits": x, "sampling": slots, "positions": positions,
+             "row_ids": jnp.array([1, 2], jnp.int32)},
+        ),
+        "verify": (
+            sampling.verify,
+            {"logits": by_slot, "drafts": dense, "sampling": slots, "positions": positions,
+             "k": 3, **by_slot_changes},
+        ),
+        "verify, flat": (
+            sampling.verify,
+            {"logits": x, "drafts": flat_q, "sampling": slots, "positions": positions,
+             "row_ids": row_ids.reshape(2, 3), **changes},
+        ),
+        "verify, drawn": (
+            sampling.verify,
+            {"logits": by_slot, "drafts": compact, "sampling": slots, "positions": positions},
+        ),
+        "emitted_logprobs": (
+            sampling.emitted_logprobs,
+            {"logits": by_slot, "verified": read, "token_ids": by_position, **extra},
+        ),
+        "logprobs_of_read": (
+            sampling.logprobs_of_read,
+            {"logits": by_slot, "token_ids": by_position, "read": read.read, **extra},
+        ),
+        "truncation": (sampling.truncation, {"logits": x, "sampling": rows}),
+        "kept_sets": (
+            sampling.kept_sets,
+            {"logits": x, "rows": row_ids, "num_rows": jnp.int32(6), "cut": cut, **changes},
+        ),
+        "kept_logprobs": (
+            sampling.kept_logprobs,
+            {"logits": x, "token_ids": tokens, "kept": kept, "temperatures": t},
+        ),
+        "rollout_logprobs": (
+            sampling.rollout_logprobs,
+            {"logits": x, "token_ids": tokens, "kept": kept, "temperatures": t},
+        ),
+        "learner_logprobs": (
+            sampling.learner_logprobs,
+            {"hidden": hidden, "head": head, "token_ids": tokens, "kept": kept,
+             "temperatures": t},
+        ),
+        "row_ids_of": (sampling.row_ids_of, {"num_rows": num, "num_positions": 3}),
+        "Sampling.of": (
+            Sampling.of,
+            {"num_slots": 2, "temperature": np.ones(2, np.float32), "top_k": np.zeros(2, np.int32),
+             "top_p": np.ones(2, np.float32), "min_p": np.zeros(2, np.float32),
+             "seed": np.arange(2)},
+        ),
+        "Sampling.greedy": (Sampling.greedy, {"num_slots": 2}),
+        "Drafts.of_flat": (
+            Drafts.of_flat, {"token_ids": ids[:3], "num": num, "width": 2}
+        ),
+        "Drafts.none": (Drafts.none, {"num_slots": 2, "num_drafts": 2, "vocab_size": V}),
+        "Drafts.joined": (Drafts.joined, {"drawn": [first], "limit": num}),
+    }  # fmt: skip
+
+
+NUMBERS = ["3", 3.0, True, -1, None]
+STATIC = {
+    "k": ["3", 3.0, True, -1, V + 1, jnp.int32(3)],
+    **dict.fromkeys(("num_positions", "num_slots", "width", "num_drafts"), NUMBERS),
+    "vocab_size": ["3", 3.5, -1, 0, True, 10**10],
+    "axis_name": [3, "nowhere", ["v"]],
+    "mesh": ["m", 3],
+    "all_greedy": [1, "yes", None],
+    "changed": [1, None, True],
+    "rule": ["blocks", None, 3],
+    "accept": [3, "u"],
+    "shard": [3, "v"],
+    "implementation": ["cuda", 3],
+    "rank_ties": ["x", 3],
+    "logits_dtype": ["int8", 3],
+    "soft_cap": ["x", -1.0],
+    "log_sum_exp": [3],
+    "entropy": ["x"],
+    "top_logits": [None],
+    "key": [3, "k", np.zeros(3), np.zeros(2, np.float32)],
+}
+# What an argument may be all the same.
+LEGAL = {
+    # Rows that nobody names, columns of a wider head, and values of no array that is looked at.
+    ("logits", "one entry more"), ("draft_logits", "one entry more"), ("hidden", "one entry more"),
+    ("head", "one entry more"), ("num_rows", "one entry more"), ("token_ids", "one entry more"),
+    ("num", "one entry more"), ("drafts.q.values", "one entry more"),
+    # Numbers of any kind, and one number for all.
+    *((name, kind) for name in ("temperatures", "temperature", "top_p", "min_p", "top_k", "seed")
+      for kind in ("integers", "one axis fewer")),
+}  # fmt: skip
+UNREAD = ("verified.num_tokens", "verified.cut")  # of what `verify` returned
+# The other half of what does not go together may be named.
+PARTNERS = {"row_ids": "token_ids", "token_ids": "row_ids", "logits": "allowed", "rows": "cut",
+            "hidden": "token_ids"}  # fmt: skip
+
+
+def wrong_calls(call, arguments):
+    """(argument, what is wrong with it, the arguments) of calls with one wrong argument."""
+    for name, value in arguments.items():
+        if isinstance(value, Drafts | Sampling | CompactQ) or hasattr(value, "_fields"):
+            for other in ("text", 3, [1], (1, 2)):
+                yield name, repr(other), arguments | {name: other}
+            for field, kind, changed in wrong_fields(value):
+                yield f"{name}.{field}", kind, arguments | {name: changed}
+        elif isinstance(value, list):
+            for other in ("text", 3, None, [1], []):
+                yield name, repr(other), arguments | {name: other}
+        elif hasattr(value, "dtype"):
+            for kind, other in wrong_arrays(value):
+                yield name, kind, arguments | {name: other}
+    for name in inspect.signature(call).parameters:
+        for other in STATIC.get(name, ()):
+            if name in arguments or name != "num_drafts":
+                yield name, repr(other), arguments | {name: other}
+
+
+def wrong_fields(value):
+    for field in value._fields:
+        own = getattr(value, field)
+        if isinstance(own, DenseQ):
+            for kind, other in wrong_arrays(own.values):
+                yield "q.values", kind, value._replace(q=DenseQ(other, own.row_ids))
+        elif hasattr(own, "_fields"):
+            for inner, kind, changed in wrong_fields(own):
+                yield f"{field}.{inner}", kind, value._replace(**{field: changed})
+        elif hasattr(own, "dtype"):
+            for kind, other in wrong_arrays(own):
+                yield field, kind, value._replace(**{field: other})
+
+
+@pytest.mark.parametrize("name", [
+    "topk_logprobs", "greedy_topk_logprobs", "greedy", "linear_topk_logprobs",
+    "linear_kept_logprobs", "logprobs_tensors", "draw", "draw, flat", "verify", "verify, flat",
+    "verify, drawn", "emitted_logprobs", "logprobs_of_read", "truncation", "kept_sets",
+    "kept_logprobs", "rollout_logprobs", "learner_logprobs", "row_ids_of", "Sampling.of",
+    "Sampling.greedy", "Drafts.of_flat", "Drafts.none", "Drafts.joined",
+])  # fmt: skip
+def test_errors_name_the_argument_and_come_from_here(name):
+    call, arguments = right()[name]
+    complaints = []
+    for argument, kind, given in wrong_calls(call, arguments):
+        if (argument, kind) in LEGAL or argument.startswith(UNREAD):
+            continue
+        words = f"{argument}.{PARTNERS.get(argument, argument)}"
+        problem = complaint(lambda given=given: call(**given), words)
+        if problem:
+            complaints.append(f"{argument} = {kind}: {problem}")
+    assert complaints == []
+
+
+def test_the_table_has_every_function_of_both_doors():
+    names = {name.split(",")[0].split(".")[0] for name in right()}
+    types = {"TopkLogprobs", "VocabShard", "CompactQ", "DenseQ", "Verified", "RowsRead",
+             "Truncation"}  # fmt: skip
+    others = {"use_implementation", "gpu_obstacle", "vary_like", "padded_token_ids"}
+    assert names == {*kernels.__all__, *sampling.__all__} - types - others
+    assert set(right()) == set(
+        test_errors_name_the_argument_and_come_from_here.pytestmark[0].args[1]
+    )
+
+
+def test_an_error_of_jax_and_one_without_a_name_are_seen():
+    """The control."""
+    assert "from inside of" in complaint(lambda: jnp.zeros(3) + jnp.zeros(4), "x")
+    assert complaint(lambda: jnp.zeros(3), "x") == "taken"
+    assert "does not name it" in complaint(lambda: kernels.greedy("text"), "token_ids")
+    assert complaint(lambda: kernels.greedy("text"), "logits") is None
+
+
+PROBS = np.full((2, 2, V), 1 / V, np.float32)
+
+
+@pytest.mark.parametrize(("q", "complaints"), [
+    (DenseQ(PROBS), ("probabilities sum to", "0.025", "of_probs")),
+    (DenseQ.of_probs(np.log(PROBS)), ("sum to", "-3.689")),
+    (DenseQ(np.log(PROBS * 1.01)), ("sum to 1.01", "0.001")),
+    (DenseQ(jnp.asarray(np.log(PROBS * 1.2), jnp.bfloat16)), ("0.05",)),
+    (CompactQ(np.zeros((2, 2, 1), np.int32), PROBS[..., :1]), ("drafts.q.logprobs", "jnp.log")),
+    (CompactQ(np.tile(np.arange(V, dtype=np.int32), (2, 2, 1)), PROBS), ("slot 0, draft 0",)),
+    (DenseQ(np.log(PROBS[..., :9])), ("columns", "same vocabulary")),
+    (DenseQ.of_logits(PROBS, np.nan), ("temperature", "NaN")),
+    (DenseQ.of_logits(PROBS, np.ones(3, np.float32)), ("temperature (3,)", "(2,)")),
+    (DenseQ(PROBS, form="odds"), ("form", "of_probs")),
+    (DenseQ(np.log(PROBS), temperature=1.0), ("temperature", "of_logits")),
+    (DenseQ(PROBS, form="logits"), ("temperature", "None")),
+    (DenseQ(np.log(PROBS).reshape(4, V)), ("row_ids",)),
+    (DenseQ(np.log(PROBS), np.zeros((2, 2), np.int32)), ("flat rows",)),
+])  # fmt: skip
+def test_a_q_that_is_no_distribution_is_refused(q, complaints):
+    _, given = right()["verify"]
+    drafts = Drafts(given["drafts"].token_ids, jnp.array([2, 2], jnp.int32), q)
+    with pytest.raises((ValueError, TypeError)) as error:
+        sampling.verify(**given | {"drafts": drafts})
+    for text in complaints:
+        assert text in str(error.value)
+
+
+def test_a_q_that_nobody_looks_at_may_be_anything():
+    """Behind a slot's drafts, of greedy slots, of ids without a token, and within rounding."""
+    _, given = right()["verify"]
+    log_q = np.log(PROBS) + 5e-4
+    log_q[1, 1] = np.nan
+    ids = np.int32([[1, V], [2, 3]])
+    log_q[0, 1] = 3
+    drafts = Drafts(ids, np.int32([2, 1]), DenseQ(log_q))
+    sampling.verify(**given | {"drafts": drafts})
+    greedy = Sampling.of(2, temperature=np.array([0.8, 0]))
+    log_q[1, 0] = 7
+    sampling.verify(**given | {"drafts": drafts, "sampling": greedy})
+
+
+@pytest.mark.parametrize(("options", "complaints"), [
+    ({"top_p": 95}, ("top_p has 95 in slot 0", "0 .. 1", "0.95")),
+    ({"top_p": np.array([0.5, -1])}, ("top_p has -1 in slot 1",)),
+    ({"min_p": 5}, ("min_p has 5",)),
+    ({"temperature": np.array([1, np.nan])}, ("temperature has a NaN in slot 1",)),
+    ({"seed": jax.random.key(0)}, ("seed is of a JAX key", "key=key")),
+    ({"seed": np.asarray(jax.random.PRNGKey(0)).repeat(2)[:3]}, ("seed (3,)", "(2,)")),
+    ({"top_k": np.ones(2)}, ("top_k is of float64",)),
+    ({"temperature": np.ones(3)}, ("temperature (3,)", "[B] = (2,)")),
+    ({"seed": 1, "key": jax.random.key(0)}, ("seed and key",)),
+    ({"key": jax.random.split(jax.random.key(0), 3)}, ("key (3,)", "2 slots")),
+    ({"key": jax.random.PRNGKey(0).astype(jnp.int32)}, ("key is of int32",)),
+])  # fmt: skip
+def test_parameters_without_a_meaning_are_refused(options, complaints):
+    with pytest.raises((ValueError, TypeError)) as error:
+        Sampling.of(2, **options)
+    for text in complaints:
+        assert text in str(error.value)
+
+
+def test_key_data_that_is_no_seed_a_slot_is_refused():
+    """uint32 [2] of two slots are seeds."""
+    _, given = right()["verify"]
+    data = jax.random.PRNGKey(0)
+    slots = given["sampling"]
+    sampling.verify(**given | {"sampling": slots._replace(seed=data)})
+    for keys in (jax.random.split(data, 2), jnp.concatenate([data, data[:1]])):
+        with pytest.raises((TypeError, ValueError), match=r"sampling\.seed"):
+            sampling.verify(**given | {"sampling": slots._replace(seed=keys)})
+
+
+def test_what_verify_did_not_leave_is_asked_for_by_name():
+    _, given = right()["emitted_logprobs"]
+    without_k = given["verified"]._replace(read=None)
+    with pytest.raises(ValueError, match=r"verified has no read: give `verify` k"):
+        sampling.emitted_logprobs(given["logits"], without_k)
+    unchanged = sampling.verify(**right()["verify, drawn"][1], k=2)
+    with pytest.raises(ValueError, match=r"changed = True, and `verify` had no changes"):
+        sampling.emitted_logprobs(given["logits"], unchanged, changed=True)
+    with pytest.raises(ValueError, match=r"not those that were read"):
+        sampling.emitted_logprobs(given["logits"][:, :2], unchanged)
