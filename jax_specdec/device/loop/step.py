@@ -220,13 +220,18 @@ def _verify(
     changes: RowChanges | None,
     samples: bool,
 ) -> Verified:
-    """Verify the slots' drafts; slots that are not active emit nothing."""
+    """Verify the slots' drafts; slots that are not active emit nothing.
+
+    Two and more drafts that were drawn are accepted together: never fewer, by the same law.
+    """
+    drawn = state.drafts.q is not None and state.drafts.token_ids.shape[1] > 1
     verified = verify(
         rows.logits,
         state.drafts,
         sampling,
         state.lengths,
         accept=config.accept,
+        rule="block" if drawn and config.accept is None else "token",
         k=read_k,
         all_greedy=not samples,
         **config.parallel.columns,
