@@ -3,6 +3,7 @@
 The NNX example is not among them, because flax is no small dependency: `check_examples_nnx.py`.
 """
 
+import ast
 import re
 import shutil
 
@@ -144,6 +145,38 @@ def test_functions_of_serving_engines_move_less_and_find_the_same():
     """The example compares the values itself; its figures are those of the page."""
     printed = run(EXAMPLES / "serving_engines.py")
     assert printed in (ROOT / "docs" / "integration_serving.md").read_text()
+
+
+def test_flat_rows_to_a_reader_in_45_lines():
+    """Three requests of nine tokens; the reading process does not know jax."""
+    printed = run(EXAMPLES / "flat_rows.py")
+    for slot in range(3):
+        rows = re.findall(rf"^request {slot} \[([\d ]+)\] \[([-\d. ]+)\]$", printed, re.MULTILINE)
+        ids, logprobs = (" ".join(column).split() for column in zip(*rows, strict=True))
+        assert len(ids) == len(logprobs) == 9
+        assert all(-12 < float(logprob) <= 0 for logprob in logprobs)
+    source = (EXAMPLES / "flat_rows.py").read_text()
+    assert code_lines(source) <= 45
+    assert not re.search(r"^(import|from) (jax|jax_specdec.device|pallas_kernels)\b", source, re.M)
+    readme = (ROOT / "README.md").read_text().partition("## The sampler of your decoding loop")[2]
+    loop, whole = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[:2]
+    assert code_lines(loop) <= 20
+    assert code_lines(whole) <= 3
+
+
+def code_lines(source):
+    """Lines that are no comment, no docstring and not empty."""
+    tree = ast.parse(source)
+    texts = [
+        node.body[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node)
+    ]
+    prose = {line for text in texts for line in range(text.lineno, text.end_lineno + 1)}
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in prose
+        for number, line in enumerate(source.splitlines(), 1)
+    )
 
 
 def test_records_of_a_loop_in_25_lines():

@@ -72,6 +72,20 @@ def test_parameters_from_one_number_for_all_slots():
     chex.assert_trees_all_equal(Sampling.greedy(2), Sampling.of(2, temperature=0))
 
 
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_seeds_of_a_key_are_its_bits(is_typed):
+    """One key for all slots or one a slot, typed or as data; also under jit."""
+    make = jax.random.key if is_typed else jax.random.PRNGKey
+    key = make(7)
+    sampling = Sampling.of(3, temperature=0.5, key=key)
+    np.testing.assert_array_equal(sampling.seed, jax.random.bits(key, (3,), jnp.uint32))
+    np.testing.assert_array_equal(jax.jit(lambda k: Sampling.of(3, key=k).seed)(key), sampling.seed)
+    keys = jax.random.split(key, 3)
+    of_slots = Sampling.of(3, key=keys).seed
+    assert of_slots.tolist() == [jax.random.bits(k, (), jnp.uint32).item() for k in keys]
+    assert len({*Sampling.of(3, key=make(8)).seed.tolist(), *sampling.seed.tolist()}) == 6
+
+
 KEYS = jax.random.split(jax.random.key(0), B)
 WRONG_Q = CompactQ(np.zeros((B, D, M), np.int32), LOGITS[:, :1, :1])
 
