@@ -12,6 +12,12 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from ipc import wire
 from ipc.wire import LogprobsMode
+from jax_specdec.device.messages.arguments import (
+    check_array,
+    check_requests,
+    check_size,
+    check_type,
+)
 from jax_specdec.requests import MAX_BIASED_IDS, MAX_HELD_IDS, SamplingParams
 from jax_specdec.wording import pluralize
 from pallas_kernels.sampling import Sampling
@@ -79,12 +85,23 @@ class BatchOptions(NamedTuple):
     sampling: Sampling
 
 
+def check_options(options: BatchOptions, widths: Widths, num_slots: int | None) -> None:
+    """Refuse options and widths that are none, or of another number of slots."""
+    what = "`options_of_requests(params, widths)`"
+    check_type("options", options, BatchOptions, what)
+    check_type("widths", widths, Widths, "`widths_of(params, vocab_size)`")
+    slots = "B" if num_slots is None else num_slots
+    check_array("options.num_columns", options.num_columns, "integers", (slots,), "one a slot [B]")
+
+
 def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
     """The static limits of what the requests of a batch ask for.
 
     Raises:
       ValueError: a request asks for more top columns than the vocabulary has tokens.
     """
+    check_requests(params)
+    check_size("vocab_size", vocab_size, "the vocabulary's")
     asking = [one for one in params if one.num_columns]
     kept = any(one.kept_token_ids for one in params)
     if not asking:
@@ -121,6 +138,8 @@ def options_of_requests(
     Raises:
       ValueError: not as many generations or verdicts as requests.
     """
+    check_requests(params)
+    check_type("widths", widths, Widths, "`widths_of(params, vocab_size)`")
     chosen_ids: Any = np.zeros((len(params), widths.chosen), np.int32)
     for b, one in enumerate(params):
         chosen_ids[b, : len(one.extra_token_ids)] = one.extra_token_ids

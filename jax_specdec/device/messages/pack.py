@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int32, Integer, Shaped, UInt32
 
 from ipc import wire
 from ipc.wire import KEPT_MANY, DeviceCheck, Kind, SlotState
+from jax_specdec.device.messages.arguments import check_array, check_size
 from jax_specdec.kept_sets import PaddedKept
 from jax_specdec.wording import pluralize
 from pallas_kernels import TopkLogprobs
@@ -75,6 +76,8 @@ def select_rows(num_rows: jax.Array, num_positions: int) -> Rows:
       num_rows: rows of each slot.
       num_positions: S.
     """
+    check_array("num_rows", num_rows, "integers", ("B",), "the rows of each slot [B]")
+    check_size("num_positions", num_positions, "S")
     total = num_rows.shape[0] * num_positions
     wanted = (jnp.arange(num_positions, dtype=jnp.int32)[None, :] < num_rows[:, None]).reshape(-1)
     target = jnp.where(wanted, jnp.cumsum(wanted, dtype=jnp.int32) - 1, total)

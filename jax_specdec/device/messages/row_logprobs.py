@@ -19,7 +19,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ipc.wire import LogprobsMode
-from jax_specdec.device.messages.batch_options import BatchOptions, Widths
+from jax_specdec.device.messages.arguments import check_array, check_logits, check_type
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_options
 from jax_specdec.device.messages.logit_changes import RowChanges
 from jax_specdec.device.messages.pack import Rows, select_rows
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
@@ -85,8 +86,16 @@ def row_logprobs(
     Returns:
       K = widths.k top columns and C = widths.chosen further logprobs of each row.
     """
-    assert widths.k is not None, "rows without columns have no logprobs"
+    check_array("token_ids", token_ids, "integers", ("B", "S"), "one a position [B, S]")
     batch, num_positions = token_ids.shape
+    check_logits(logits, row_ids, (batch, num_positions))
+    check_type("rows", rows, Rows, "`select_rows(num_rows, num_positions)`")
+    check_options(options, widths, batch)
+    if widths.k is None:
+        raise ValueError(
+            "widths.k is None: no request asks for logprobs, so there are none to make"
+        )
+    check_array("rows.flat", rows.flat, "integers", (batch * num_positions,), "B * S places")
     slot = jnp.minimum(rows.flat // num_positions, batch - 1)
     flat_logits, place = flattened(logits, rows, row_ids)
     own, of_slots = None, {}
@@ -284,6 +293,7 @@ def draft_rows(
       A function of logits [B, 1, V], or flat [N, V] with `row_ids` [B], and drafts (D = 1) to
       logprobs [B, 1, ...] by slot; None where no slot asks for logprobs.
     """
+    check_options(options, widths, None)
     if widths.k is None:
         return None
     # Processed rows are first made as scaled ones are, at their own temperature.

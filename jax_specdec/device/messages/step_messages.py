@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
-from jax_specdec.device.messages.batch_options import BatchOptions, Widths
+from jax_specdec.device.messages.arguments import check_array, check_logits, check_type
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_options
 from jax_specdec.device.messages.logit_changes import RowChanges
 from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, Stamp, pack, select_rows
 from jax_specdec.device.messages.row_logprobs import (
@@ -79,6 +80,17 @@ def step_output(
       changes: what `verify` was given of masks and biases, which says the same without a copy;
         None: what `verified` has of them.
     """
+    check_type("verified", verified, Verified, "what `verify` returned")
+    check_array("verified.token_ids", verified.token_ids, "integers", ("B", "S"), "[B, S]")
+    batch, num_positions = slots = verified.token_ids.shape
+    check_logits(logits, verified.row_ids, slots)
+    check_type("drafts", drafts, Drafts, "the `Drafts` that `verify` had")
+    of_drafts = batch, num_positions - 1
+    check_array("drafts.token_ids", drafts.token_ids, "integers", of_drafts, "[B, S - 1]")
+    check_array("active", active, "bools", (batch,), "one a slot [B]")
+    check_array("running", running, "bools", (), "one bool, [],")
+    if changed is not None:
+        check_logits(changed, verified.row_ids, slots, "changed")
     if changes is None and verified.changes is not None and changed is None:
         changes = RowChanges(*verified.changes)
     num_tokens = jnp.where(active, verified.num_tokens, 0)
@@ -123,6 +135,7 @@ def target_message(
     Returns:
       W = `most_words(B, S, widths)` words; see `pack`.
     """
+    check_message(output, options, stamp, widths)
     (batch, num_positions), vocab = output.token_ids.shape, output.logits.shape[-1]
     num_rows = jnp.where(options.num_columns > 0, output.num_rows, 0)
     rows, found = _nothing()
@@ -211,6 +224,7 @@ def draft_message(
     Raises:
       ValueError: the drafts have no q, or there is no report on them though a slot wants to know.
     """
+    check_message(output, options, stamp, widths)
     drafts = output.drafts
     if drafts.q is None:
         raise ValueError(
@@ -252,6 +266,14 @@ def draft_message(
         vocab_size=vocab,
         num_words=most_words(batch, num_drafts, widths._replace(kept=False), vocab),
     )
+
+
+def check_message(output: StepOutput, options: BatchOptions, stamp: object, widths: Widths) -> None:
+    """Refuse what no message can be made of."""
+    check_type("output", output, StepOutput, "what `step_output` returned")
+    check_options(options, widths, output.token_ids.shape[0])
+    if not isinstance(stamp, Stamp):
+        check_array("stamp", stamp, "integers", (2,), "a `Stamp`, or a number's halves [2]")
 
 
 def _as_wide(x: jax.Array, columns: int) -> jax.Array:

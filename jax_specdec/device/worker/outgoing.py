@@ -131,6 +131,14 @@ def check(words: np.ndarray) -> np.ndarray:
     Raises:
       DeviceCheckError: a check failed; names the step and the checks.
     """
+    if not isinstance(words, np.ndarray) or words.dtype != np.uint32 or words.ndim != 1:
+        raise TypeError(
+            f"words is {getattr(words, 'dtype', type(words).__name__)} "
+            f"{getattr(words, 'shape', '')}: give a message's words on the host, uint32 [W], as "
+            "`np.asarray(words)`"
+        )
+    if words.size < wire.HEADER_WORDS:
+        raise ValueError(f"words {words.shape}: a header alone has {wire.HEADER_WORDS}")
     # Python's integers: three reads through NumPy would take ten times as long.
     header = words[: wire.HEADER_WORDS].tolist()
     num_words = _field(header, "num_words")
