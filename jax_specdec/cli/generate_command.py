@@ -21,6 +21,9 @@ from jax_specdec.cli.resumable import JsonlOutput
 from jax_specdec.cli.standard_output import RecordLines
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.worker_ahead import worker_ahead
+from jax_specdec.engine.worker_client import WorkerProcess
+from jax_specdec.engine.workers import StartWorker
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import SamplingParams, Structured
 from jax_specdec.text.tokenizer import Tokenizer
@@ -113,6 +116,13 @@ def run(options: argparse.Namespace) -> int:
     """
     engine_options.refuse_without_ray(options)
     model = open_model(options.model, dtype=options.dtype)
+    if options.ray is not None:
+        return _run(options, model, WorkerProcess)
+    with worker_ahead(options.tensor_parallel) as start_worker:
+        return _run(options, model, start_worker)
+
+
+def _run(options: argparse.Namespace, model: HfModel, start_worker: StartWorker) -> int:
     tokenizer = Tokenizer(
         options.model, model.config.vocab_size,
         special_in_messages=options.special_tokens_in_messages,
@@ -152,20 +162,24 @@ def run(options: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         with result.tally.noting(options.output):
-            _generate(config, left, result, texts)
+            _generate(config, start_worker, left, result, texts)
         if style and any(prompt.request.params.logprobs is not None for prompt in left):
             standard_output.legend(Console(), unknown=False)
         return result.tally.conclude(result.speculation)
 
 
 def _generate(
-    config: EngineConfig, prompts: list[Prompt], result: Run, texts: TextsInOrder
+    config: EngineConfig,
+    start_worker: StartWorker,
+    prompts: list[Prompt],
+    result: Run,
+    texts: TextsInOrder,
 ) -> None:
     """Run the prompts."""
     with (
         # Where a loss ends the command, its error says so.
         logged("error" if config.on_worker_loss == "stop" else "warning"),
-        Engine(config) as engine,
+        Engine(config, start_worker=start_worker) as engine,
         standard_output.waiting(
             standard_output.phases_of(engine), engine_options.kept_in(config.compilation_cache)
         ) as begun,

@@ -67,6 +67,15 @@ class ChildProcess:
                     "the paths in the configuration"
                 )
 
+    def move_output(self, path: Path) -> None:
+        """Let the file of what it prints, and has printed, be another one of the same file system.
+
+        Raises:
+          OSError: it cannot be; nothing has changed.
+        """
+        self._output.rename(path)
+        self._output = path
+
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, if the process has not ended."""
         if not self._ended.is_set() and self._pidfd >= 0:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from ipc import EndOfStream, PeerDied, RingError, RingReader, RingTimeout, doctor
@@ -16,6 +16,8 @@ from jax_specdec.engine.devices import Share
 from jax_specdec.engine.last_words import reason_line
 from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.wording import pluralize
+
+Spawn = Callable[..., ChildProcess]  # as `ChildProcess` is called
 
 PATIENCE_SECONDS = 5.0  # for a worker that was told to stop, or whose stream has ended
 SLICE_SECONDS = 0.1  # of that, between two looks at the control socket
@@ -78,6 +80,11 @@ def together(failures: Sequence[WorkerFailed]) -> WorkerFailed:
     return failure
 
 
+def command_of(program: Sequence[str]) -> tuple[str, ...]:
+    """The command line of a worker of this process."""
+    return (*program, doctor.this_process())
+
+
 class WorkerProcess:
     """A running worker process, and the ring that it sends on. No call waits but `stop`."""
 
@@ -91,6 +98,7 @@ class WorkerProcess:
         directory: WorkDirectory | None = None,
         share: Share | None = None,
         program: Sequence[str] = WORKER,
+        spawn: Spawn = ChildProcess,
     ) -> None:
         """Start the process, create its ring, watch it, and tell it what to run.
 
@@ -103,6 +111,7 @@ class WorkerProcess:
           share: the devices that it computes on; None: those that it finds.
           program: the command line of the worker, which reads its `Start` on its standard input.
             This process is added to it, in words of `ipc.doctor`.
+          spawn: starts the program, or hands over a process of it that waits for its `Start`.
         """
         self._process_rank = process_rank
         self._stops_all = config.on_worker_loss == "stop"
@@ -121,8 +130,8 @@ class WorkerProcess:
             self._output = self._directory.output_file(process_rank)
             self._link = self._directory.server.link()
             held.callback(self._link.close)
-            command = [*program, doctor.this_process()]
-            self._process = ChildProcess(command, output=self._output, env=environment)
+            command = command_of(program)
+            self._process = spawn(command, output=self._output, env=environment)
             held.callback(self._process.close)
             held.push(self._await_end)
             held.callback(self._kill)

@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -163,3 +164,54 @@ def test_a_ring_whose_engine_was_killed_before_it_told_its_worker_is_removed(tol
     left = [file for file in doctor.find_ring_files() if file.creator.pid == engine.pid]
     doctor.remove_leftovers(left)
     assert bool(left) == (not told)
+
+
+def waiting(tmp_path, code):
+    """A child whose parent has said nothing yet; the module that it is to run is `code`."""
+    (tmp_path / "imported_ahead.py").write_text(code)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "jax_specdec.child", "imported_ahead"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def tell(process, tmp_path):
+    """Say to a child what it was born for; returns what hears it."""
+    listening = ControlServer(folder=tmp_path)
+    config, control = WorkerConfig(vocab_size=9), listening.link().connection
+    process.stdin.write(to_line(Start(config=config, ring="", parent=os.getpid(), control=control)))
+    process.stdin.flush()
+    return listening
+
+
+def test_a_child_imports_its_module_while_its_parent_says_nothing(tmp_path):
+    code = "print('imported', flush=True)\ndef main(child): return 40 + child.start.process_rank"
+    process = waiting(tmp_path, code)
+    assert process.stdout.readline() == "imported\n"
+    with closing(tell(process, tmp_path)):
+        assert process.wait(60) == 40
+    assert process.communicate() == ("", "")  # it is imported once
+
+
+def test_a_child_that_imports_ends_with_its_pipe(tmp_path):
+    process = waiting(tmp_path, "import time\nprint('imports', flush=True)\ntime.sleep(60)")
+    assert process.stdout.readline() == "imports\n"
+    assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == 1
+
+
+def test_an_import_that_fails_ahead_is_told_once_it_is_heard(tmp_path):
+    process = waiting(tmp_path, "print('imports', flush=True)\n1 / 0")
+    assert process.stdout.readline() == "imports\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.2)
+    with closing(tell(process, tmp_path)):
+        assert process.wait(60) == 1
+    said, errors = process.communicate()
+    assert said == "imports\n"
+    assert errors.count("Traceback") == 1
+    assert errors.endswith("ZeroDivisionError: division by zero\n")

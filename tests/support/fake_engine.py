@@ -15,7 +15,7 @@ class FakeEngine:
         self._generate = generate
         self.configs, self.requests = [], []
 
-    def __call__(self, config):
+    def __call__(self, config, *, start_worker=None):
         self.configs.append(config)
         return self
 

@@ -5,6 +5,7 @@ and beats as the real one does, and sends into the engine's ring. With `command`
 `jax-specdec` with such workers: files, signals and the ends of processes are the real ones.
 """
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import jax_specdec.engine as package
 from jax_specdec.cli.main import main as command
 from jax_specdec.control import Shutdown
-from jax_specdec.engine import engine
+from jax_specdec.engine import engine, worker_ahead
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerProcess
 from tests.support.paths import ROOT
@@ -42,7 +43,16 @@ def scripted_engine(worker=ScriptedWorker, **options):
             **options,
         )
 
-    return functools.partial(Engine, start_worker=start)
+    return engine_with(start)
+
+
+def engine_with(start):
+    """A stand-in for `Engine` whose workers `start` starts, whoever else would."""
+
+    def make(config, *, start_worker=None, **options):
+        return Engine(config, start_worker=start, **options)
+
+    return make
 
 
 def main(child, make=ScriptedWorker):
@@ -80,7 +90,8 @@ def run(hold, *arguments):
     """Run `jax-specdec` with workers that fall silent after `hold` messages. -1: no limit."""
     os.environ[HOLD] = hold
     start = functools.partial(WorkerProcess, program=WORKER)
-    package.Engine = engine.Engine = functools.partial(Engine, start_worker=start)
+    package.Engine = engine.Engine = engine_with(start)
+    worker_ahead.worker_ahead = contextlib.nullcontext
     return command(arguments)
 
 

@@ -1,5 +1,7 @@
 """Fixtures of the command line's tests."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from tests.support import tiny_checkpoint
@@ -13,6 +15,7 @@ def use_engine(monkeypatch):
     def use(made):
         for name in ("demo", "generate"):
             monkeypatch.setattr(f"jax_specdec.cli.{name}_command.Engine", made)
+        monkeypatch.setattr("jax_specdec.cli.generate_command.worker_ahead", nullcontext)
 
     return use
 

@@ -1,6 +1,7 @@
 """Special tokens in messages are text in every command, unless its option says otherwise."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -29,6 +30,7 @@ def test_generate_reads_them_as_its_option_says(more, taken, model, tmp_path, mo
         raise Read(prompts)
 
     monkeypatch.setattr(generate_command, "_engine_config", stop)
+    monkeypatch.setattr(generate_command, "worker_ahead", nullcontext)
     lines = tmp_path / "lines.jsonl"
     lines.write_text(json.dumps({"messages": ATTACK}))
     _, options = main._parsed(["generate", "--model", str(model), "--prompts", str(lines), *more])
