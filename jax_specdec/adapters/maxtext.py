@@ -12,9 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_specdec.adapters.proved import check_functions, compare
 from jax_specdec.adapters.replacing import replaced
-from jax_specdec.adapters.versions import check_version
 from pallas_kernels import linear_topk_logprobs
+
+NAME = "maxtext"
+_SCRIPT = "maxtext.trainers.post_train.distillation.save_top_k_teacher_logits"
+FUNCTIONS = (f"{_SCRIPT}:teacher_step", f"{_SCRIPT}:get_top_k_logits")  # to be proved
 
 
 @contextmanager
@@ -25,12 +29,24 @@ def install() -> Iterator[tuple[str, ...]]:
       The full names that were replaced.
 
     Raises:
-      ImportError: MaxText is not installed, or not in a version that was tried.
+      ImportError: MaxText is not installed, or a function of it is not one that was proved, or
+        gives another result than ours on eight rows. Nothing was changed.
     """
-    check_version("maxtext")
-    module = "maxtext.trainers.post_train.distillation.save_top_k_teacher_logits"
-    with replaced("maxtext", {f"{module}:teacher_step": teacher_step}) as names:
+    check_functions(NAME, FUNCTIONS)
+    _compare()
+    with replaced("maxtext", {FUNCTIONS[0]: teacher_step}) as names:
         yield names
+
+
+def _compare() -> None:
+    """Refuse another top K: that of logits [2, 4, V], and ours of what makes them."""
+    hidden_key, head_key = jax.random.split(jax.random.key(0))
+    hidden, head = jax.random.normal(hidden_key, (2, 4, 8)), jax.random.normal(head_key, (40, 8))
+    theirs = importlib.import_module(_SCRIPT).get_top_k_logits
+    compare(
+        NAME, FUNCTIONS[1], lambda: theirs(hidden @ head.T, k=3),
+        lambda: top_k_logits(hidden, head, 3),
+    )  # fmt: skip
 
 
 def teacher_step(model: Any, batch: dict[str, jax.Array], k: int) -> tuple[jax.Array, jax.Array]:

@@ -8,17 +8,25 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_specdec.adapters.proved import check_functions, compare
 from jax_specdec.adapters.replacing import replaced
-from jax_specdec.adapters.versions import check_version
 from pallas_kernels import topk_logprobs
 
 MOST_AT_ONCE = 1 << 26  # logits
+NAME = "sglang-jax"
+_RUNNER, _SAMPLER = "sgl_jax.srt.model_executor.model_runner", "sgl_jax.srt.layers.sampler"
+FUNCTIONS = (  # to be proved
+    f"{_RUNNER}:ModelRunner.sample",
+    f"{_SAMPLER}:Sampler.__call__",
+    f"{_SAMPLER}:Sampler._process_logprob_results",
+)
 
 
 @contextmanager
@@ -29,11 +37,12 @@ def install() -> Iterator[tuple[str, ...]]:
       The full names that were replaced.
 
     Raises:
-      ImportError: sglang-jax is not installed, or not in a version that was tried.
+      ImportError: sglang-jax is not installed, or a function of it is not one that was proved, or
+        gives another result than ours on eight rows. Nothing was changed.
     """
-    check_version("sglang-jax")
-    module = "sgl_jax.srt.model_executor.model_runner"
-    theirs = importlib.import_module(module).ModelRunner.sample
+    check_functions(NAME, FUNCTIONS)
+    _compare()
+    theirs = importlib.import_module(_RUNNER).ModelRunner.sample
 
     def sample(self: Any, logits_output: Any, sampling_metadata: Any, positions: jax.Array) -> Any:
         # The jitted sampler can't hand logprobs over, and is traced for every other k: without.
@@ -45,8 +54,38 @@ def install() -> Iterator[tuple[str, ...]]:
             add_logprobs(logits_output, sampling_metadata, token_ids)
         return token_ids
 
-    with replaced("sgl_jax", {f"{module}:ModelRunner.sample": sample}) as names:
+    with replaced("sgl_jax", {FUNCTIONS[0]: sample}) as names:
         yield names
+
+
+def _compare() -> None:
+    """Refuse other logprobs or lists than ours of eight rows."""
+    logits = jax.random.normal(jax.random.key(0), (8, 40))
+    asked = SimpleNamespace(
+        return_logprob=True,
+        top_logprobs_nums=[3, 0, 1, 0, 2, 5, 0, 0],
+        token_ids_logprobs=[[1, 39], None, [0], *[None] * 5],
+        temperatures=jnp.ones((8, 1)),
+        is_all_greedy=True,
+        do_penalties=False,
+        linear_penalty=None,
+    )
+
+    def theirs() -> Any:
+        nnx, sampling = (importlib.import_module(name) for name in ("flax.nnx", _SAMPLER))
+        sampler, output = sampling.Sampler(nnx.Rngs(0)), SimpleNamespace()
+        token_ids, logprobs = sampler._greedy_sampling((logits, asked, None, None))[:2]
+        token_ids = token_ids.reshape(-1)
+        sampler._process_logprob_results((output, asked, token_ids, logprobs))
+        return vars(output)
+
+    def ours() -> Any:
+        output = SimpleNamespace(next_token_logits=logits)
+        add_logprobs(output, asked, logits.argmax(axis=1))
+        del output.next_token_logits
+        return vars(output)
+
+    compare(NAME, FUNCTIONS[2], theirs, ours)
 
 
 def add_logprobs(logits_output: Any, sampling_metadata: Any, token_ids: jax.Array) -> None:

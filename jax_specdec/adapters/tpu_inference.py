@@ -4,9 +4,10 @@ Each function has tpu-inference's signature. What differs is on the page `docs/t
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_specdec.adapters.proved import check_functions, compare
 from jax_specdec.adapters.replacing import replaced
-from jax_specdec.adapters.versions import check_version
 from pallas_kernels import topk_logprobs
 
 __all__ = [
@@ -24,6 +25,14 @@ __all__ = [
     "compute_and_gather_prompt_logprobs",
     "filter_speculative_logprobs",
 ]
+
+NAME = "tpu-inference"
+_SAMPLING = "tpu_inference.layers.jax.sample.sampling"
+FUNCTIONS = (  # to be proved
+    f"{_SAMPLING}:compute_and_gather_logprobs",
+    f"{_SAMPLING}:compute_and_gather_prompt_logprobs",
+    "tpu_inference.spec_decode.jax.utils:filter_speculative_logprobs",
+)
 
 
 @contextmanager
@@ -34,19 +43,44 @@ def install() -> Iterator[tuple[str, ...]]:
       The full names that were replaced.
 
     Raises:
-      ImportError: tpu-inference is not installed, or not in a version that was tried.
+      ImportError: tpu-inference is not installed, or a function of it is not one that was proved,
+        or gives another result than ours on eight rows. Nothing was changed.
     """
-    check_version("tpu-inference")
-    sampling = "tpu_inference.layers.jax.sample.sampling"
-    new: dict[str, Any] = {
-        f"{sampling}:compute_and_gather_logprobs": compute_and_gather_logprobs,
-        f"{sampling}:compute_and_gather_prompt_logprobs": compute_and_gather_prompt_logprobs,
-        "tpu_inference.spec_decode.jax.utils:filter_speculative_logprobs": (
-            filter_speculative_logprobs
-        ),
-    }
-    with replaced("tpu_inference", new) as found:
-        yield found
+    check_functions(NAME, FUNCTIONS)
+    new: tuple[Callable[..., Any], ...] = (
+        compute_and_gather_logprobs,
+        compute_and_gather_prompt_logprobs,
+        filter_speculative_logprobs,
+    )
+    for name, ours, arguments in zip(FUNCTIONS, new, _rows(), strict=True):
+        _compare(name, ours, arguments)
+    with replaced("tpu_inference", dict(zip(FUNCTIONS, new, strict=True))) as names:
+        yield names
+
+
+def _rows() -> Iterator[tuple[Any, ...]]:
+    """Arguments of eight rows for each function."""
+    logits = jax.random.normal(jax.random.key(0), (8, 40))
+    tokens = jnp.asarray([3, 0, 39, 1, 2, 2, 7, 8], jnp.int32)
+    yield logits, tokens, 5
+    yield logits, tokens, 5
+    # Two shards: two drafts of request 0 and a bonus token each; the second draft is rejected.
+    ids = np.asarray([[3, 1], [-1, 2], [4, 3], [9, 9], [5, 5], [6, 6], [7, 7], [9, 9]], np.int32)
+    metadata = SimpleNamespace(
+        final_logits_indices=np.zeros(4, np.int32),
+        draft_lengths_cpu=np.asarray([2, 0, 1, 0]),
+        req_indices_dp={0: [0], 1: [1]},
+    )
+    yield ids, ids * np.float32(-0.5), np.arange(8, dtype=np.int32), metadata, 40, 2, 2
+
+
+def _compare(name: str, ours: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Refuse another result than that of ours."""
+    module, _, function = name.partition(":")
+    theirs = getattr(importlib.import_module(module), function)
+    # The functions on logits are called under a mesh.
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1])):
+        compare(NAME, name, lambda: theirs(*arguments), lambda: ours(*arguments))
 
 
 # Under `jax.set_mesh`, as theirs: every process of a fleet gets all of the results.

@@ -5,6 +5,7 @@ Each function has tunix's signature and results. What differs is on the page `do
 
 import importlib
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -14,10 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_specdec.adapters.proved import check_functions, compare, has_function
 from jax_specdec.adapters.replacing import replaced
-from jax_specdec.adapters.tunix_heads import linear_logprobs, without_head
-from jax_specdec.adapters.versions import check_version
+from jax_specdec.adapters.tunix_heads import Head, linear_logprobs, without_head
 from pallas_kernels import topk_logprobs
+
+NAME = "google-tunix"
+_COMMON, _LOSSES = "tunix.rl.common", "tunix.rl.algo_core"
+_LOGPS, _SOFTMAX = f"{_COMMON}:compute_per_token_logps", f"{_COMMON}:selective_log_softmax"
+# Where the entropy is: in 0.1.7, and since.
+_ENTROPY = tuple(f"{module}:compute_entropy_from_logits" for module in (_LOSSES, _COMMON))
+FUNCTIONS = (*_ENTROPY, _LOGPS, _SOFTMAX)  # to be proved, those that there are
 
 
 @contextmanager
@@ -26,31 +34,50 @@ def install(*, without_logits: bool = False) -> Iterator[tuple[str, ...]]:
 
     Args:
       without_logits: whether `compute_per_token_logps` is replaced too. Where a caller asks it for
-        logits as well, tunix's own is called: the policy losses do, for their entropy.
+        logits as well, tunix's own is called: the policy losses of 0.1.7 do, for their entropy.
 
     Yields:
       The full names that were replaced.
 
     Raises:
-      ImportError: tunix is not installed, or not in a version that was tried.
+      ImportError: tunix is not installed, or a function of it is not one that was proved, or gives
+        another result than ours on eight rows. Nothing was changed.
     """
-    check_version("google-tunix")
-    new: dict[str, Any] = {
-        "tunix.rl.algo_core:compute_entropy_from_logits": compute_entropy_from_logits
-    }
+    entropy = next((name for name in _ENTROPY if has_function(NAME, name)), _ENTROPY[-1])
+    check_functions(NAME, (entropy, *((_LOGPS, _SOFTMAX) if without_logits else ())))
+    _compare(entropy, without_logits=without_logits)
+    new: dict[str, Any] = {entropy: compute_entropy_from_logits}
     if without_logits:
-        theirs = importlib.import_module("tunix.rl.common").compute_per_token_logps
+        theirs = importlib.import_module(_COMMON).compute_per_token_logps
+        form = inspect.signature(theirs)
 
         @wraps(theirs)
         def either(*args: Any, **named: Any) -> Any:
-            given = inspect.signature(compute_per_token_logps).bind(*args, **named).arguments
-            return (theirs if given.get("return_logits") else compute_per_token_logps)(
-                *args, **named
-            )
+            arguments = form.bind(*args, **named).arguments
+            if arguments.get("return_logits"):
+                return theirs(*args, **named)
+            return compute_per_token_logps(**arguments)
 
-        new["tunix.rl.common:compute_per_token_logps"] = either
+        new[_LOGPS] = either
     with replaced("tunix", new) as names:
         yield names
+
+
+def _compare(entropy: str, *, without_logits: bool) -> None:
+    """Refuse other entropies, and other logprobs of logits, than ours of eight rows."""
+    hidden_key, head_key = jax.random.split(jax.random.key(0))
+    hidden, head = jax.random.normal(hidden_key, (2, 4, 8)), jax.random.normal(head_key, (40, 8))
+    logits, ids = hidden @ head.T, jnp.asarray([[3, 0, 39, 1], [2, 2, 7, -1]])
+    module, _, name = entropy.partition(":")
+    theirs = getattr(importlib.import_module(module), name)
+    compare(NAME, entropy, lambda: theirs(logits), lambda: compute_entropy_from_logits(logits))
+    if without_logits:
+        softmax = importlib.import_module(_COMMON).selective_log_softmax
+        weight = Head(head, "VH", None, None)
+        compare(
+            NAME, _SOFTMAX, lambda: softmax(logits, ids),
+            lambda: linear_logprobs(hidden, weight, ids, 1.0)[0],
+        )  # fmt: skip
 
 
 def compute_entropy_from_logits(logits: jax.Array) -> jax.Array:
@@ -86,8 +113,12 @@ _entropies.defvjp(_read, _pulled)
 
 
 @partial(
-    jax.jit, static_argnames=("pad_id", "eos_id", "stop_gradient", "return_logits", "temperature")
-)
+    jax.jit,
+    static_argnames=(
+        "pad_id", "eos_id", "stop_gradient", "return_logits", "temperature", "return_entropy",
+        "chunk_size",
+    ),
+)  # fmt: skip
 def compute_per_token_logps(
     graphdef: Any,
     state: Any,
@@ -101,32 +132,45 @@ def compute_per_token_logps(
     segment_ids: jax.Array | None = None,
     segment_positions: jax.Array | None = None,
     temperature: float = 1.0,
-) -> jax.Array:
+    *,
+    return_entropy: bool = False,
+    chunk_size: int = 0,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Logprobs of completions from hidden states and head: logits [B, S, V] never exist.
 
     Args:
       graphdef, state: of a model of `tunix_heads.MODELS`, without LoRA or quantization of its head.
       return_logits: must be False.
+      return_entropy: whether entropies are returned too, of the same read; in tunix's after 0.1.7.
+      chunk_size: of tunix's way to save memory, which this one does not need.
       The others: as tunix has them.
 
     Returns:
-      [B, S] float32, as tunix has them.
+      [B, S] float32, as tunix has them; with entropies a pair, the second in the logits' dtype.
 
     Raises:
       NotImplementedError: a model, a head or logits that cannot be served; the message names it.
     """
     if return_logits:
         raise NotImplementedError("return_logits=True asks for [B, S, V]: call tunix's own")
-    nnx, common = (importlib.import_module(name) for name in ("flax.nnx", "tunix.rl.common"))
+    nnx, common = (importlib.import_module(name) for name in ("flax.nnx", _COMMON))
     model, head = without_head(nnx.merge(graphdef, state))
+    entropies: list[jax.Array] = []
 
     def of_hidden(hidden: jax.Array, input_ids: jax.Array) -> jax.Array:
-        return linear_logprobs(hidden, head, input_ids, temperature)
+        logprobs, *others = linear_logprobs(
+            hidden, head, input_ids, temperature, entropy=return_entropy
+        )
+        entropies.extend(others)
+        return logprobs
 
     # tunix's own function on hidden states: it makes masks and positions, and cuts the rows.
     theirs = inspect.unwrap(common.compute_per_token_logps)
-    ours = FunctionType(theirs.__code__, vars(common) | {"selective_log_softmax": of_hidden})
-    found: jax.Array = ours(
+    ours = FunctionType(
+        theirs.__code__, vars(common) | {"selective_log_softmax": of_hidden},
+        argdefs=theirs.__defaults__,
+    )  # fmt: skip
+    logprobs: jax.Array = ours(
         *nnx.split(model),
         prompt_tokens,
         completion_tokens,
@@ -134,9 +178,15 @@ def compute_per_token_logps(
         eos_id,
         images,
         stop_gradient,
-        False,
-        segment_ids,
-        segment_positions,
-        1.0,
+        segment_ids=segment_ids,
+        segment_positions=segment_positions,
     )
-    return found
+    if not return_entropy:
+        return logprobs
+    (entropy,) = entropies
+    if stop_gradient:
+        entropy = jax.lax.stop_gradient(entropy)
+    if segment_ids is not None:  # the column that tunix adds: of no logits, or of logits of 0
+        first = 0.0 if chunk_size else math.log(head.num_tokens)
+        entropy = jnp.pad(entropy, ((0, 0), (1, 0)), constant_values=first)
+    return logprobs, entropy

@@ -25,6 +25,11 @@ class Head(NamedTuple):
     dtype: Any  # of the product; None: the larger of the two
     soft_cap: float | None
 
+    @property
+    def num_tokens(self) -> int:
+        """V."""
+        return self.weight.shape[self.axes.index("V")]
+
 
 def without_head(model: Any) -> tuple[Any, Head]:
     """The model, whose results are now its last hidden states, and its head."""
@@ -55,24 +60,36 @@ def without_head(model: Any) -> tuple[Any, Head]:
 
 
 def linear_logprobs(
-    hidden: jax.Array, head: Head, input_ids: jax.Array, temperature: float
-) -> jax.Array:
-    """`selective_log_softmax` of the logits that the head would make of hidden [..., H]."""
+    hidden: jax.Array,
+    head: Head,
+    input_ids: jax.Array,
+    temperature: float,
+    *,
+    entropy: bool = False,
+) -> tuple[jax.Array, ...]:
+    """`selective_log_softmax` of the logits that the head would make of hidden [..., H].
+
+    Returns:
+      Logprobs [...] float32; with `entropy` the entropies too, [...] of the logits' dtype.
+    """
     dtype = head.dtype or jnp.result_type(hidden, head.weight)
     rows = hidden.reshape(-1, hidden.shape[-1]).astype(dtype)
-    num_tokens = head.weight.shape[head.axes.index("V")]
     scaled = temperature not in (0.0, 1.0)
-    found = linear_topk_logprobs(
+    read = linear_topk_logprobs(
         rows,
         head.weight.astype(dtype),
-        wrapped(input_ids.reshape(-1), num_tokens),
+        wrapped(input_ids.reshape(-1), head.num_tokens),
         0,
         temperatures=jnp.full(rows.shape[0], temperature, jnp.float32) if scaled else None,
         soft_cap=head.soft_cap,
         logits_dtype=jnp.dtype(dtype).name,
         head_axes=head.axes,
+        entropy=entropy,
     )
-    return found.logprobs[:, 0].reshape(input_ids.shape)
+    logprobs = read.logprobs[:, 0].reshape(input_ids.shape)
+    if read.entropy is None:
+        return (logprobs,)
+    return logprobs, read.entropy.reshape(input_ids.shape).astype(dtype)
 
 
 def wrapped(ids: jax.Array, num_tokens: int) -> jax.Array:

@@ -10,7 +10,7 @@ from bench.comparison import HOST, MEMORY
 from bench.peers import environments, measure
 from bench.peers.cases import GRID, OF, QUICK, Case
 from bench.timing import BenchError
-from jax_specdec.adapters.versions import TRIED
+from jax_specdec.adapters import proved
 from pallas_kernels.testing.shapes import Shape
 
 SHAPE = Shape(2, 300, 0, "float32")
@@ -33,10 +33,10 @@ def measured(case, on_cpu=True):
     return measure.measured("tunix", case, {"clock": "CPU time"}, on_cpu)
 
 
-def test_every_peer_has_an_environment_of_the_version_that_its_adapter_was_tried_with():
+def test_peers_are_run_with_the_newest_release_that_is_proved():
     assert set(environments.PEERS) == set(OF)
     for peer, (distribution, *_) in OF.items():
-        assert f"{distribution}=={TRIED[distribution][-1]}" in environments.PEERS[peer][0]
+        assert f"{distribution}=={proved.releases(distribution)[-1]}" in environments.PEERS[peer][0]
     assert set(QUICK) < set(GRID)
 
 

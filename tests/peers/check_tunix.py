@@ -1,6 +1,7 @@
 """tunix's own functions and the adapter's: values, gradients, and what `install` changes."""
 
 import dataclasses
+import inspect
 from functools import partial
 
 import jax
@@ -18,7 +19,10 @@ from tunix.rl import algo_core, common
 
 from jax_specdec.adapters import tunix
 
-entropy, per_token = algo_core.compute_entropy_from_logits, common.compute_per_token_logps
+# Since 0.1.7 the entropy stands in `common`, and the losses ask for it in place of logits.
+LOSSES = algo_core if hasattr(algo_core, "compute_entropy_from_logits") else common
+entropy, per_token = LOSSES.compute_entropy_from_logits, common.compute_per_token_logps
+WITH_ENTROPY = "return_entropy" in inspect.signature(per_token).parameters
 mine = tunix.compute_entropy_from_logits
 
 
@@ -159,18 +163,19 @@ def test_install_reaches_jitted_functions_and_restores():
     plain = np.asarray(step(state))
     with tunix.install(without_logits=True) as names:
         assert names == (
-            "tunix.rl.algo_core.compute_entropy_from_logits",
+            f"{LOSSES.__name__}.compute_entropy_from_logits",
             "tunix.rl.common.compute_per_token_logps",
         )
-        assert algo_core.compute_entropy_from_logits is tunix.compute_entropy_from_logits
+        assert LOSSES.compute_entropy_from_logits is tunix.compute_entropy_from_logits
         np.testing.assert_allclose(step(state), plain, rtol=1e-4, atol=1e-4)
         assert MARK in calls()
-    assert algo_core.compute_entropy_from_logits is entropy
+    assert LOSSES.compute_entropy_from_logits is entropy
     assert common.compute_per_token_logps is per_token
     np.testing.assert_array_equal(step(state), plain)
     assert MARK not in calls()
 
 
+@pytest.mark.skipif(WITH_ENTROPY, reason="no caller asks for logits")
 def test_callers_that_ask_for_logits_get_tunix_s_with_our_logprobs():
     (graph, state), named = arguments(qwen(True, jnp.float32))
     expected = per_token(graph, state, **named, return_logits=True)
@@ -178,3 +183,34 @@ def test_callers_that_ask_for_logits_get_tunix_s_with_our_logprobs():
         found = common.compute_per_token_logps(graph, state, **named, return_logits=True)
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not WITH_ENTROPY, reason="callers ask for logits")
+@pytest.mark.parametrize(
+    ("make", "temperature", "chunk_size", "stop_gradient", "packed"),
+    [
+        (qwen, 0.7, 0, False, False),
+        (qwen, 1.0, 2, False, False),
+        (qwen, 1.0, 0, True, True),
+        (llama, 0.7, 2, False, True),
+    ],
+)
+def test_entropies_without_logits_are_tunix_s(make, temperature, chunk_size, stop_gradient, packed):
+    model = make(False, jnp.float32)
+    (graph, state), named = arguments(model, packed=packed)
+    named |= {"temperature": temperature, "return_entropy": True, "stop_gradient": stop_gradient}
+
+    def read(state):
+        return common.compute_per_token_logps(graph, state, chunk_size=chunk_size, **named)
+
+    def slope(state):
+        logprobs, entropies = read(state)
+        return (logprobs * (named["completion_tokens"] != 0)).sum() + (entropies**2).sum()
+
+    expected, pulled = read(state), jax.tree.leaves(jax.grad(slope)(state))
+    with tunix.install(without_logits=True):
+        results, gradients = read(state), jax.tree.leaves(jax.grad(slope)(state))
+    for one, other in zip((*expected, *pulled), (*results, *gradients), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-3)
+    assert any(np.any(one) for one in pulled) == (not stop_gradient)

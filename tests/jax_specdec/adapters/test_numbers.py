@@ -198,7 +198,7 @@ def test_logprobs_of_a_head_are_those_of_its_logits(axes, temperature, soft_cap)
     ids = np.array([[0, V - 1, -1], [-V, 7, 20]])
     given = jnp.asarray(weight if axes == "VH" else weight.T)
     head = Head(given, axes, None, soft_cap)
-    found = linear_logprobs(jnp.asarray(hidden), head, jnp.asarray(ids), temperature)
+    (found,) = linear_logprobs(jnp.asarray(hidden), head, jnp.asarray(ids), temperature)
     logits = np.float64(hidden) @ np.float64(weight).T
     if soft_cap is not None:
         logits = np.tanh(logits / soft_cap) * soft_cap

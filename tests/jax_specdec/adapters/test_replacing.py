@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_specdec.adapters import maxtext, sglang_jax, tpu_inference, tunix, versions
 from jax_specdec.adapters.replacing import replaced
 
 FILES = {
@@ -100,32 +99,3 @@ def test_a_name_that_is_not_there_is_refused_before_anything_changes(peer, name,
     ):
         pass
     assert peer.logprob is theirs
-
-
-def write_distribution(path, name, version):
-    """What an installer leaves of it."""
-    folder = path / f"{name.replace('-', '_')}-{version}.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
-
-
-@pytest.mark.parametrize("found", ["0.0.1", None])
-@pytest.mark.parametrize("adapter", [tunix, maxtext, sglang_jax, tpu_inference])
-def test_an_adapter_refuses_versions_that_it_was_not_tried_with(
-    adapter, found, tmp_path, monkeypatch
-):
-    """The peers' distributions, as an installer leaves them, of another version; or none."""
-    for name in versions.TRIED if found else ():
-        write_distribution(tmp_path, name, found)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError) as error, adapter.install():
-        pass
-    (name,) = (name for name in versions.TRIED if name in str(error.value))
-    assert versions.TRIED[name][0] in str(error.value)
-    assert (f"{name} 0.0.1" if found else "not installed") in str(error.value)
-
-
-def test_a_tried_version_is_taken(tmp_path, monkeypatch):
-    write_distribution(tmp_path, "maxtext", "0.2.5")
-    monkeypatch.syspath_prepend(tmp_path)
-    versions.check_version("maxtext")
