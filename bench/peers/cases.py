@@ -16,6 +16,7 @@ from pallas_kernels.testing.shapes import Shape
 
 HIDDEN = 512
 PROMPT = 8
+PEAKED, WHOLE, FLAT = "top-k 50, top-p 0.9", "a whole q, top-k 50, top-p 0.9", "flat, top-p 0.9"
 Call = Callable[..., Any]
 
 
@@ -31,6 +32,7 @@ class Case:
     trains: bool = False  # whether the limit of a trainer's memory applies
     to_host: int | None = None  # bytes a call; None: all stays on the device
     calls: tuple[Callable[[], Any], Callable[[], Any]] | None = None
+    compared: tuple[Any, ...] | None = None  # arguments of equal results, where those draw
 
     def with_gradient(self) -> "Case":
         """The same with derivatives by the first argument."""
@@ -144,7 +146,7 @@ def of_sglang_jax(shape: Shape) -> Iterator[Case]:
 
 
 def of_tpu_inference(shape: Shape) -> Iterator[Case]:
-    """Logprobs of sampled tokens, and of a chunk of a prompt."""
+    """Logprobs of sampled tokens, and of a chunk of a prompt; a step's tokens and logprobs."""
     sampling = importlib.import_module("tpu_inference.layers.jax.sample.sampling")
     logits, ids = checks.random_logits(shape, 0), checks.random_ids(shape)
 
@@ -158,6 +160,61 @@ def of_tpu_inference(shape: Shape) -> Iterator[Case]:
         yield Case(
             name, shape, of(sampling, name), of(tpu_inference, name), (logits, ids), to_host=size
         )
+    if (shape.rows, shape.k) == (64, 20):
+        yield from (_step(shape.vocabulary, kind) for kind in (PEAKED, WHOLE, FLAT))
+
+
+def _step(vocabulary: int, kind: str) -> Case:
+    """A step of 8 requests with 4 drafts each, as their runner makes it: the tokens, and logprobs.
+
+    Logits are a peaked head with a long tail, and are drawn by top-k 50 and top-p 0.9; or flat
+    ones, by top-p 0.9 alone. What both emit where top-k is 1 is compared. Their runner has no q of
+    its drafts; their sampler takes one.
+    """
+    sampling, rejection, metadata = (
+        importlib.import_module(f"tpu_inference.layers.jax.sample.{name}")
+        for name in ("sampling", "rejection_sampler", "sampling_metadata")
+    )
+    utils = importlib.import_module("tpu_inference.spec_decode.jax.utils")
+    shape, is_flat = Shape(40, vocabulary, 20, "bfloat16"), kind == FLAT
+    keys = jax.random.split(jax.random.key(0), 3)
+    logits = (0.1 if is_flat else 0.3) * jax.random.normal(keys[0], (shape.rows, vocabulary))
+    if not is_flat:
+        logits -= 2 * jnp.log(jnp.arange(1, vocabulary + 1))
+        logits = jax.random.permutation(keys[1], logits, axis=1, independent=True)
+    top = jnp.arange(shape.rows), jnp.argmax(logits, axis=1)
+    logits = logits.at[top].add(1).astype(shape.dtype)  # one largest, so that top-k 1 is one token
+    bonus = jnp.arange(4, shape.rows, 5)
+    target = jnp.delete(jnp.arange(shape.rows), bonus)
+    drafts = jnp.argmax(logits[target], axis=1).astype(jnp.int32)
+    mesh = jax.sharding.get_mesh()
+    q = jax.nn.softmax(logits[target].astype(jnp.float32)) if kind == WHOLE else None
+
+    def options(top_k: int) -> Any:
+        return metadata.TPUSupportedSamplingMetadata(
+            temperature=jnp.full(8, 0.8), top_k=jnp.full(8, top_k, jnp.int32),
+            top_p=jnp.full(8, 0.9), do_sampling=True, logprobs=True,
+        )  # fmt: skip
+
+    def of(module: Any, sampler: Any) -> Call:
+        def step(logits: jax.Array, q: Any, key: jax.Array, options: Any) -> Any:
+            first, last = logits[target], logits[bonus]
+            bonus_key, draft_key = jax.random.split(key)
+            tokens, _ = module.sample(bonus_key, mesh, last, options)
+            num = jnp.full(8, 4, jnp.int32)
+            tokens = sampler(mesh)(drafts, num, q, first, tokens, options, draft_key)
+            rows = utils.extend_logits_simple(first, last, mesh)
+            return tuple(module.compute_and_gather_logprobs(rows, tokens, shape.k))[:3]
+
+        return step
+
+    arguments = logits, q, keys[2]
+    return Case(
+        f"step, 8 requests x 4 drafts, {kind},", shape, of(sampling, rejection.RejectionSampler),
+        of(tpu_inference, tpu_inference.RejectionSampler),
+        (*arguments, options(0 if is_flat else 50)),
+        to_host=4 * shape.rows * (2 * shape.k + 3), compared=(*arguments, options(1)),
+    )  # fmt: skip
 
 
 # By the peer's package: its distribution, what the tables call it, and its cases of a shape.

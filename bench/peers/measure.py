@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.comparison import HOST, MEMORY, Comparison, Target
 from bench.peers.cases import GRID, OF, QUICK, Case
-from bench.timing import compare, write_json
+from bench.timing import BenchError, compare, write_json
 
 OURS = "the adapter"
 MANY_ROWS = 1024
@@ -70,8 +70,13 @@ def measured(peer: str, case: Case, settings: dict[str, Any], on_cpu: bool) -> C
         found = replace(found, notes={"NOT RUN": f"{flops / 1e12:.2f} Tflop a call on a CPU"})
     else:
         calls = case.calls or [bound(way, case.arguments) for way in ways.values()]
+        if case.compared is not None:
+            try:
+                check(title, *(way(*case.compared) for way in ways.values()))
+            except AssertionError as error:
+                raise BenchError(f"{title}: {OURS} differs from {peer}: {error}") from error
         found = compare(
-            title, dict(zip(ways, calls, strict=True)), check=check,
+            title, dict(zip(ways, calls, strict=True)), check=None if case.compared else check,
             rounds=15, budget=BUDGET, settings=settings,
             clock=time.process_time if on_cpu else time.perf_counter,
         )  # fmt: skip

@@ -6,10 +6,12 @@ files are read and nothing is imported. `ast.dump` differs between versions of P
 fields, 3.13 leaves out empty ones), so that the tree is written out here.
 
 What stays out: calls whose target is known when they run (a model that is handed over, methods of
-other objects than `self`), and what other packages do.
+other objects than `self`), and what other packages do. Of a class that is named, its fields and
+what makes and calls an object are in, and other methods where they are taken of it by name.
 """
 
 import ast
+import copy
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 # How a tree was made, and not what it says.
 _LEFT_OUT = {"ctx", "kind", "type_comment", "type_ignores"}
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_MAKING = {"__new__", "__init__", "__post_init__", "__call__"}
 _TYPES = {"annotation", "returns", "type_params"}  # names in them call nothing
 _DIGITS = 16
 
@@ -103,6 +106,7 @@ class _Package:
         nodes = self._definitions(module, path)
         if not nodes:
             raise LookupError(f"{self._name} has no {module}.{path}")
+        nodes = [_as_made(node) for node in nodes]
         self.read[key] = syntax(nodes)
         owner, _, method = path.rpartition(".")
         for chain in (chain for node in nodes for chain in _chains(node)):
@@ -126,6 +130,10 @@ class _Package:
                 self._follow_import(target, attributes)
             else:
                 self.visit(module, chain[0])
+                if isinstance(statement, ast.ClassDef) and chain[1:]:
+                    member = f"{chain[0]}.{chain[1]}"
+                    if self._definitions(module, member):
+                        self.visit(module, member)
 
     def _follow_import(self, target: str, attributes: tuple[str, ...]) -> None:
         """Visit the first attribute of a module, or that of the module which it is."""
@@ -165,6 +173,19 @@ class _Package:
             if file.is_file():
                 return _Module(_bound(ast.parse(file.read_bytes()).body), package)
         return None
+
+
+def _as_made(statement: ast.stmt) -> ast.stmt:
+    """A class without the methods that nothing calls where an object is made or called."""
+    if not isinstance(statement, ast.ClassDef):
+        return statement
+    made = copy.copy(statement)
+    made.body = [
+        part
+        for part in statement.body
+        if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) or part.name in _MAKING
+    ]
+    return made
 
 
 def _bound(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:

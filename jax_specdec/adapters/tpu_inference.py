@@ -1,22 +1,29 @@
-"""tpu-inference: logprobs of sampled and prompt tokens, and of accepted drafts only.
+"""tpu-inference: its tokens, drawn and verified, and their logprobs, of accepted drafts only.
 
 Each function has tpu-inference's signature. What differs is on the page `docs/tpu_inference.md`.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
+from jax_specdec.adapters import tpu_inference_rows as rows
 from jax_specdec.adapters.proved import check_functions, compare
-from jax_specdec.adapters.replacing import replaced
+from jax_specdec.adapters.replacing import object_of, replaced, without_refusal
+from jax_specdec.adapters.tpu_inference_sampling import (
+    RejectionSampler,
+    axis_names,
+    process_and_extend_logits,
+    sample,
+)
 from pallas_kernels import topk_logprobs
 
 __all__ = [
@@ -24,20 +31,39 @@ __all__ = [
     "compute_and_gather_logprobs",
     "compute_and_gather_prompt_logprobs",
     "filter_speculative_logprobs",
+    "RejectionSampler",
+    "sample",
+    "process_and_extend_logits",
 ]
 
 NAME = "tpu-inference"
 _SAMPLING = "tpu_inference.layers.jax.sample.sampling"
-FUNCTIONS = (  # to be proved
+_DRAFTS = "tpu_inference.spec_decode.jax.utils"
+RUNNER = "tpu_inference.runner.tpu_runner:TPUModelRunner._execute_model"
+REFUSAL = "prompt_logprobs is not supported with speculative decoding."
+OF_LOGPROBS = (
     f"{_SAMPLING}:compute_and_gather_logprobs",
     f"{_SAMPLING}:compute_and_gather_prompt_logprobs",
-    "tpu_inference.spec_decode.jax.utils:filter_speculative_logprobs",
+    f"{_DRAFTS}:filter_speculative_logprobs",
 )
+OF_TOKENS = (
+    "tpu_inference.layers.jax.sample.rejection_sampler:RejectionSampler.forward",
+    f"{_SAMPLING}:sample",
+    f"{_DRAFTS}:process_and_extend_logits",
+)
+OF_PROMPTS = (f"{_SAMPLING}:compute_prompt_logprobs",)
+FUNCTIONS = (*OF_LOGPROBS, *OF_TOKENS, *OF_PROMPTS)  # to be proved
 
 
 @contextmanager
-def install() -> Iterator[tuple[str, ...]]:
+def install(*, tokens: bool = True, prompt_logprobs: bool = False) -> Iterator[tuple[str, ...]]:
     """The functions of this module in tpu-inference's place, until the `with` ends.
+
+    Args:
+      tokens: whether this library draws and verifies; False: tpu-inference does, and the logprobs
+        alone are this library's.
+      prompt_logprobs: whether their runner takes requests for them with speculation too. All that
+        it lacks for them is that it does not refuse.
 
     Yields:
       The full names that were replaced.
@@ -45,42 +71,50 @@ def install() -> Iterator[tuple[str, ...]]:
     Raises:
       ImportError: tpu-inference is not installed, or a function of it is not one that was proved,
         or gives another result than ours on eight rows. Nothing was changed.
+      AttributeError: their runner has no such refusal, or more than one.
     """
-    check_functions(NAME, FUNCTIONS)
-    new: tuple[Callable[..., Any], ...] = (
-        compute_and_gather_logprobs,
-        compute_and_gather_prompt_logprobs,
-        filter_speculative_logprobs,
-    )
-    for name, ours, arguments in zip(FUNCTIONS, new, _rows(), strict=True):
-        _compare(name, ours, arguments)
-    with replaced("tpu_inference", dict(zip(FUNCTIONS, new, strict=True))) as names:
+    check_functions(NAME, (*OF_LOGPROBS, *(OF_PROMPTS if prompt_logprobs else ())))
+    if tokens:
+        try:
+            check_functions(NAME, OF_TOKENS)
+        except ImportError as error:
+            raise ImportError(f"{error}; install(tokens=False) takes logprobs alone") from error
+    new = _new(tokens=tokens)
+    _compare(new)
+    if prompt_logprobs:
+        new[RUNNER] = without_refusal(RUNNER, REFUSAL)
+    with replaced("tpu_inference", new) as names:
         yield names
 
 
-def _rows() -> Iterator[tuple[Any, ...]]:
-    """Arguments of eight rows for each function."""
-    logits = jax.random.normal(jax.random.key(0), (8, 40))
-    tokens = jnp.asarray([3, 0, 39, 1, 2, 2, 7, 8], jnp.int32)
-    yield logits, tokens, 5
-    yield logits, tokens, 5
-    # Two shards: two drafts of request 0 and a bonus token each; the second draft is rejected.
-    ids = np.asarray([[3, 1], [-1, 2], [4, 3], [9, 9], [5, 5], [6, 6], [7, 7], [9, 9]], np.int32)
-    metadata = SimpleNamespace(
-        final_logits_indices=np.zeros(4, np.int32),
-        draft_lengths_cpu=np.asarray([2, 0, 1, 0]),
-        req_indices_dp={0: [0], 1: [1]},
-    )
-    yield ids, ids * np.float32(-0.5), np.arange(8, dtype=np.int32), metadata, 40, 2, 2
+def _new(*, tokens: bool) -> dict[str, Any]:
+    """What is replaced, by its name, and ours."""
+    logprobs = compute_and_gather_logprobs, compute_and_gather_prompt_logprobs
+    new = dict(zip(OF_LOGPROBS, (*logprobs, filter_speculative_logprobs), strict=True))
+    if tokens:
+        ours = RejectionSampler.forward, sample, process_and_extend_logits
+        new |= zip(OF_TOKENS, ours, strict=True)
+    return new
 
 
-def _compare(name: str, ours: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Refuse another result than that of ours."""
-    module, _, function = name.partition(":")
-    theirs = getattr(importlib.import_module(module), function)
-    # The functions on logits are called under a mesh.
-    with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1])):
-        compare(NAME, name, lambda: theirs(*arguments), lambda: ours(*arguments))
+def _compare(new: Mapping[str, Any]) -> None:
+    """Refuse functions whose results on eight rows are others than ours."""
+    axes = tuple(chain(*axis_names()))
+    kinds = (AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh((1,) * len(axes), axes, kinds, devices=jax.local_devices()[:1])
+    of_rows: dict[str, list[tuple[Any, ...]]] = {
+        OF_LOGPROBS[0]: [rows.of_logprobs()],
+        OF_LOGPROBS[1]: [rows.of_logprobs()],
+        OF_LOGPROBS[2]: [rows.of_filter()],
+        OF_TOKENS[0]: [*rows.of_verification(mesh)],
+        OF_TOKENS[1]: [rows.of_sample(mesh)],
+        OF_TOKENS[2]: [rows.of_processed_logits(mesh)],
+    }
+    with jax.set_mesh(mesh):  # as their runner calls the functions on logits
+        for name, ours in new.items():
+            theirs = object_of(name)
+            for arguments in of_rows[name]:
+                compare(NAME, name, partial(theirs, *arguments), partial(ours, *arguments))
 
 
 # Under `jax.set_mesh`, as theirs: every process of a fleet gets all of the results.
@@ -111,9 +145,9 @@ def compute_and_gather_logprobs(
       ValueError: `max_logprobs` is outside 0 .. min(512, V).
     """
     kind = importlib.import_module("vllm.v1.outputs").LogprobsTensors
-    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    places = jnp.arange(logits.shape[0], dtype=jnp.int32)
     next_tokens = next_tokens.astype(jnp.int32)
-    read = jnp.where(next_tokens < 0, -1, rows)
+    read = jnp.where(next_tokens < 0, -1, places)
     found = topk_logprobs(logits, next_tokens, max_logprobs, row_ids=read, rank_ties="inclusive")
     return kind(found.token_ids, found.logprobs, found.token_ranks)
 

@@ -56,6 +56,16 @@ def test_another_result_ends_the_run_before_any_timing(monkeypatch):
             measured(replace(CASE, ours=wrong))
 
 
+def test_drawn_results_are_compared_where_they_are_equal(monkeypatch):
+    """What is timed may draw: other arguments say whether both compute the same."""
+    other = replace(CASE, ours=lambda x: directly(x) + x[0, 0])  # x[0, 0] = 0 where it is compared
+    drawn = replace(other, arguments=(CASE.arguments[0] + 1,), compared=CASE.arguments)
+    assert measured(drawn).names == ("tunix", measure.OURS)
+    monkeypatch.setattr(timing, "rotated", None)
+    with pytest.raises(BenchError, match="the adapter differs from tunix"):
+        measured(replace(drawn, compared=drawn.arguments))
+
+
 def test_a_call_of_minutes_on_a_cpu_is_compiled_and_not_run(monkeypatch):
     monkeypatch.setattr(measure, "MOST_FLOPS", 0.0)
     found = measured(CASE)

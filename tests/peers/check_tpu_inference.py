@@ -22,6 +22,8 @@ from jax_specdec.adapters import tpu_inference
 MESH = jax.make_mesh((len(jax.devices()),), ("data",), (jax.sharding.AxisType.Auto,))
 TESTS = (
     "tests/layers/jax/sample/test_logprobs_replication.py",
+    "tests/layers/jax/sample/test_rejection_sampler.py",
+    "tests/layers/jax/sample/test_sampling_metadata.py",
     "tests/layers/jax/sample/test_sampling.py",
     "tests/spec_decode/test_utils.py",
 )
@@ -100,7 +102,7 @@ from bench.peers import stand_ins
 from tpu_inference.spec_decode.jax import utils
 from jax_specdec.adapters import tpu_inference
 with tpu_inference.install() as names:
-    assert len(names) == 3, names
+    assert len(names) == 6, names
     sys.exit(pytest.main(sys.argv[1:]))
 """
 
@@ -122,6 +124,18 @@ def test_their_tests_pass_with_ours_in_place(devices):
     )
     print(done.stdout)
     assert done.returncode == 0
+
+
+def test_prompt_logprobs_with_speculation_in_a_step_of_their_runner():
+    """`runner_tpu_inference.py`, with stand-ins of its own."""
+    command = ["-q", "-p", "tests.peers.runner_stand_ins", "-p", "no:cacheprovider"]
+    command += ["--noconftest", "-c", os.devnull, "tests/peers/runner_tpu_inference.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *command], capture_output=True, text=True, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0
+    assert "2 passed" in done.stdout
 
 
 def test_too_many_logprobs_are_refused():

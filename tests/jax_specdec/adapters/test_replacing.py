@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_specdec.adapters.replacing import replaced
+from jax_specdec.adapters.replacing import replaced, without_refusal
 
 FILES = {
     "__init__": "",
@@ -22,6 +22,21 @@ FILES = {
             def draw(self, x):
                 return logprob(x)
             again = draw
+        def step(asked, known=()):
+            def known_as(x):
+                return x if x in known else logprob(x)
+            if known:
+                if asked == 3:
+                    raise ValueError("3 is refused.")
+                else:
+                    asked += 1
+            if asked == 4:
+                raise ValueError("4 is refused.")
+            if asked == 5:
+                raise ValueError("5 is refused.")
+            if asked == 5:
+                raise ValueError("5 is refused.")
+            return known_as(asked)
     """,
     "trainer": "from peer.losses import Sampler, jitted, logprob as name",
     "late": "from peer.losses import logprob",
@@ -99,3 +114,22 @@ def test_a_name_that_is_not_there_is_refused_before_anything_changes(peer, name,
     ):
         pass
     assert peer.logprob is theirs
+
+
+def test_a_refusal_is_left_out_and_nothing_else(peer):
+    with pytest.raises(ValueError, match="4 is refused"):
+        peer.step(4)
+    step = without_refusal("peer.losses:step", "4 is refused.")
+    with pytest.raises(ValueError, match="5 is refused"):
+        step(5)
+    with replaced("peer", {"peer.losses:step": step, "peer.losses:logprob": ours}):
+        assert peer.step(4) == 5
+        assert peer.step(6, known=(7,)) == 7
+    with pytest.raises(ValueError, match="4 is refused"):
+        peer.step(4)
+
+
+@pytest.mark.parametrize(("message", "number"), [("3 is refused.", 0), ("5 is refused.", 2)])
+def test_what_is_no_single_refusal_is_refused(peer, message, number):
+    with pytest.raises(AttributeError, match=f"step has {number} refusals of '{message}'"):
+        without_refusal("peer.losses:step", message)
