@@ -34,7 +34,7 @@ OTHERS = {
     "MaxText": ["attend_on_embedding"],
     "tpu-inference": [
         "layers/jax/sample/sampling.py", "test_logprobs_replication.py", "test_sampling.py",
-        "test_utils.py",
+        "test_utils.py", "test_rejection_sampler.py", "test_sampling_metadata.py", "parse_output",
     ],
     "sglang-jax": ["srt/layers/sampler.py"],
     "MiMo": ["model.mtp_layers.0", "MiMoMTPLayers"],
