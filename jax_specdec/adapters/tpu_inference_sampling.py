@@ -186,10 +186,14 @@ def axis_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _axes(mesh: Mesh, vocab_size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those that there are in a mesh; none for a vocabulary that they do not divide."""
+    """Those that there are in a mesh; none for a vocabulary that they do not divide.
+
+    Nor those of one shard: a vocabulary that is whole is read faster where that is known.
+    """
     data, columns = (
         tuple(axis for axis in axes if axis in mesh.axis_names) for axes in axis_names()
     )
+    columns = tuple(axis for axis in columns if mesh.shape[axis] > 1)
     shards = math.prod(mesh.shape[axis] for axis in columns)
     return data, columns if vocab_size % shards == 0 else ()
 
