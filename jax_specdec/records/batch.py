@@ -1,6 +1,6 @@
 """The columns of one step's records."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import zip_longest
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.records.decode import Message
+from jax_specdec.records.message_views import MessageViews
 from jax_specdec.requests import Request
 
 
@@ -277,6 +278,15 @@ class RecordBatch:
     row_format: NDArray[np.int64] | None = None
     totals: StatisticsSource | None = None
     prompt: PromptChunks | None = None
+    _views: MessageViews | None = field(default=None, init=False)  # once a record was read
+
+    @property
+    def views(self) -> MessageViews | None:
+        """Where the records' values are in their message; None without one."""
+        if self._views is None and self.message is not None:
+            views = MessageViews.of(self.message, self.slots, self.num_tokens)
+            object.__setattr__(self, "_views", views)  # looked up once, and always the same
+        return self._views
 
     @classmethod
     def without_tokens(

@@ -75,11 +75,7 @@ class TokenViews:
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """[n] int32."""
-        message, slot, n, _ = self._viewed()
-        if message is None:
-            return _NO_IDS
-        start = message.token_start[slot]
-        return message.token_ids[start : start + n]
+        return self._ids()
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
@@ -94,6 +90,21 @@ class TokenViews:
     @property
     def token_ranks(self) -> NDArray[np.int32] | None:
         """[n] int32, 1 is the most likely token, 0 marks an invalid row; None if none asked."""
+        return self._ranks()
+
+    @property
+    def topk_ids(self) -> NDArray[np.int32] | None:
+        """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
+        return self._top()
+
+    def _ids(self) -> NDArray[np.int32]:
+        message, slot, n, _ = self._viewed()
+        if message is None:
+            return _NO_IDS
+        start = message.token_start[slot]
+        return message.token_ids[start : start + n]
+
+    def _ranks(self) -> NDArray[np.int32] | None:
         message, slot, n, params = self._viewed()
         if params.logprobs is None:
             return None
@@ -102,9 +113,7 @@ class TokenViews:
         start = message.row_start[slot]
         return message.token_ranks[start : start + n]
 
-    @property
-    def topk_ids(self) -> NDArray[np.int32] | None:
-        """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
+    def _top(self) -> NDArray[np.int32] | None:
         message, slot, n, params = self._viewed()
         k = params.logprobs
         if k is None:
@@ -153,6 +162,38 @@ class Record(TokenViews):
 
     batch: RecordBatch
     index: int
+
+    # Where a step's records are read one by one, their places are looked up once for all.
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[n] int32."""
+        views = self.batch.views
+        return self._ids() if views is None else views.token_ids[views.tokens[self.index]]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        """[n, K+1] float32, the token itself first, then the top K; None if none were asked."""
+        views = self.batch.views
+        if views is None or views.logprobs is None or (rows := views.rows[self.index]) is None:
+            return self._rows(chosen=False)
+        return views.logprobs[rows]
+
+    @property
+    def token_ranks(self) -> NDArray[np.int32] | None:
+        """[n] int32, 1 is the most likely token, 0 marks an invalid row; None if none asked."""
+        views = self.batch.views
+        if views is None or (rows := views.rows[self.index]) is None:
+            return self._ranks()
+        return views.token_ranks[rows]
+
+    @property
+    def topk_ids(self) -> NDArray[np.int32] | None:
+        """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
+        views = self.batch.views
+        if views is None or views.topk_ids is None or (rows := views.rows[self.index]) is None:
+            return self._top()
+        return views.topk_ids[rows]
 
     @property
     def request(self) -> Request:
