@@ -78,19 +78,19 @@ def test_contenders_are_interleaved_and_each_round_starts_with_another():
 @pytest.mark.parametrize("k", [0, 1, 20])
 def test_all_contenders_deliver_the_same(k):
     calls = host.contenders(5, k)
-    expected = calls[host.OURS]()
+    expected = calls[host.RECORDS]()
     assert len(expected) == 5
     for name, call in calls.items():
         host.same_content(name, expected, call())
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("name", [host.LISTS, host.OBJECTS, host.TOUCHED])
+@pytest.mark.parametrize("name", [host.LISTS, host.OBJECTS, host.COLUMNS])
 def test_different_content_is_noticed(name, monkeypatch):
-    ours = host.contenders(5, 2)[host.OURS]
+    ours = host.contenders(5, 2)[host.RECORDS]
     other = partial(host.message_bytes, seed=1)
     monkeypatch.setattr(host, "message_bytes", other)
     wrong = mock.Mock(side_effect=host.contenders(5, 2)[name])
     with pytest.raises(BenchError, match="differs"):
-        compare("unequal", {host.OURS: ours, name: wrong}, check=host.same_content, rounds=1)
+        compare("unequal", {host.RECORDS: ours, name: wrong}, check=host.same_content, rounds=1)
     assert wrong.call_count == 1  # nothing was timed
