@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -120,9 +121,14 @@ def test_narrow_types_are_read_as_they_are(dtype, rule):
 
 
 @pytest.mark.chips
-@pytest.mark.parametrize("shards", [2, 4, 8])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("form", ["logprobs", "logits"])
+@pytest.mark.parametrize(("rule", "form", "shards"), [
+    ("token", "logprobs", 2), ("block", "logits", 4),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product(RULES, ("logprobs", "logits"), (2, 4, 8))
+        if case not in (("token", "logprobs", 2), ("block", "logits", 4))
+    ),
+])  # fmt: skip
 def test_shards_of_the_vocabulary_emit_the_same(rule, form, shards):
     """Groups of 256 end inside of a shard's columns; over 8, shards are narrower than a group."""
     logits, draft_logits, log_q, *others = batch()
@@ -149,8 +155,11 @@ def test_shards_of_the_vocabulary_emit_the_same(rule, form, shards):
 
 
 @pytest.mark.chips
-@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
-@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize(("axes", "is_flat"), [
+    ("Auto", True), ("Explicit", False),
+    pytest.param("Auto", False, marks=pytest.mark.slow),
+    pytest.param("Explicit", True, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_slots_and_columns_of_a_mesh_emit_the_same(axes, is_flat):
     logits, _, log_q, *others = batch()
     logits, log_q = (x[..., :512] for x in (logits, log_q))
