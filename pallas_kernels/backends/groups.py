@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
-from pallas_kernels.lowering.forms import Tree, vary_like
+from pallas_kernels.lowering.forms import Tree, ordered_keys, vary_like
 
 Found = TypeVar("Found", bound=Tree)
 WIDTH = 256  # tokens of a group
@@ -174,6 +174,12 @@ def keeps(
     cut_logit: Float32[Array, "..."],
     cut_id: Int32[Array, "..."],
 ) -> Bool[Array, "..."]:
-    """Whether tokens with logits x and these ids are kept by a cut; all shapes broadcast."""
+    """Whether tokens with logits x and these ids are kept by a cut; all shapes broadcast.
+
+    By the order of the read's candidates: XLA's comparison takes a subnormal number for zero.
+    NaN is larger than nothing.
+    """
     value = x.astype(jnp.float32)
-    return (value > cut_logit) | ((value == cut_logit) & (ids < cut_id)) | (ids == cut_id)
+    key, last = ordered_keys(value), ordered_keys(cut_logit)
+    larger = (key > last) & ~jnp.isnan(value)
+    return larger | ((key == last) & (ids < cut_id)) | (ids == cut_id)

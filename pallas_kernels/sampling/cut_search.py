@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.lowering.forms import logarithm, vary_like
+from pallas_kernels.lowering.forms import floats, key_of, logarithm, ordered_keys, vary_like
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import exact_sums
@@ -43,12 +43,7 @@ class LastKept(NamedTuple):
 
 def order(logits: Float[Array, "*rows V"], ids: Int32[Array, "*rows V"]) -> Order:
     """The order of the tokens `ids` by their logits: bfloat16, float16 or float32."""
-    # -0.0 equals 0.0. A select: the compiler may drop an addition of zero.
-    x = jnp.where(logits == 0, jnp.zeros_like(logits), logits)
-    bits = lax.bitcast_convert_type(x, jnp.int16 if x.dtype.itemsize == 2 else jnp.int32)
-    # Negative floats grow towards zero as their bits shrink.
-    keys = jnp.where(bits < 0, bits ^ (2 ** (8 * bits.dtype.itemsize - 1) - 1), bits)
-    return Order(keys.astype(jnp.int32), ids)
+    return Order(ordered_keys(logits).astype(jnp.int32), ids)
 
 
 def within(tokens: Order, last: LastKept) -> Bool[Array, "*rows V"]:
@@ -176,8 +171,10 @@ def searched(
     last = jnp.where(jnp.any(sampling.top_p < 1), 2, 1)
     kept = lax.fori_loop(first, last, filtered, x > -jnp.inf)
     kept &= x - scale.largest[..., None] >= lowest_gap(sampling)[..., None]
-    cut_logit = shard.across_minimum(jnp.where(kept, x, jnp.inf).min(axis=-1))
-    last = kept & (x == cut_logit[..., None])
+    # By keys: XLA takes a subnormal number for zero where it compares.
+    keys = ordered_keys(x)
+    least = shard.across_minimum(jnp.where(kept, keys, key_of(jnp.inf, x.dtype)).min(axis=-1))
+    cut_logit, last = floats(least, x.dtype), kept & (keys == least[..., None])
     cut_id = shard.across_maximum(jnp.where(last, tokens.ids, -1).max(axis=-1))
     log_kept = logarithm(share(kept) / exact_sums.to_float(scale.total, vocab_size))
     return Truncation(cut_logit, cut_id, jnp.minimum(log_kept, 0.0))

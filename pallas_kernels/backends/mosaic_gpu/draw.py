@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.groups import WIDTH, Drawn, RowsToDraw, keeps
+from pallas_kernels.backends.groups import WIDTH, Drawn, RowsToDraw
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     NO_GROUP,
@@ -197,8 +197,10 @@ class RowToDraw(NamedTuple):
     purposes: tuple[int, int]
 
     def keeps(self, x: jax.Array, ids: jax.Array) -> jax.Array:
-        """Whether the cut keeps tokens with logits x."""
-        return keeps(x, ids, self.cut_logit, compat.asarray(self.cut_id))
+        """As `groups.keeps`: a GPU compares subnormal numbers, and has no bits of a number here."""
+        last_id = compat.asarray(self.cut_id)
+        last = (x == self.cut_logit) & (ids < last_id)
+        return (x > self.cut_logit) | last | (ids == last_id)
 
     def noise(self, purpose: int, ids: jax.Array) -> jax.Array:
         """Gumbel noise of groups or tokens."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
-from pallas_kernels.sampling import cut_search, exact_sums, row_read, truncation
+from pallas_kernels.sampling import cut_search, exact_sums, kept_sets, row_read, truncation
 from pallas_kernels.sampling.parameters import of_each_row, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import oracle
@@ -269,3 +269,32 @@ def test_shards_cut_a_gap_alike():
     asked, rows = sampling(top_p=[0.9] + [1.0] * 7), rows_of(jnp.float32)
     cut = on_shards(lambda x, shard: truncation(x, asked, shard=shard), 2, rows, V, P())
     chex.assert_trees_all_equal(cut, quick_compile.jit(lambda x: truncation(x, asked))(rows))
+
+
+SUBNORMAL = 1e-40
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("k", [3, 100, 300, 1025])
+def test_subnormal_logits_are_cut_in_their_order(k, dtype):
+    """k - 1 logits of 3, then 1e-40 at a higher id than 0 and -1e-40: it alone is kept of these.
+
+    By candidates, by more of them, and by the search; kept sets list the same. XLA takes a
+    subnormal number for zero where it compares floats.
+    """
+    vocabulary = 2 * k + 40
+    row = np.full(vocabulary, -5, np.float32)
+    row[: k - 1] = 3
+    row[k - 1], row[k], row[vocabulary - 2] = 0, -SUBNORMAL, SUBNORMAL
+    x = jnp.asarray(row, dtype)[None]
+    sampling = sampling_of([1.0], top_k=k)
+    cut = jax.device_get(quick_compile.as_users(truncation)(x, sampling))
+    assert cut.cut_id.tolist() == [vocabulary - 2]
+    expected = [*range(k - 1), vocabulary - 2]
+    ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
+    keeps = quick_compile.as_users(lambda cut, x, ids: cut.keeps(x, ids))
+    kept = np.asarray(keeps(cut, x.astype(jnp.float32), ids))[0]
+    assert np.flatnonzero(kept).tolist() == expected
+    if k <= 1024:
+        sets = kept_sets(x, jnp.zeros(1, jnp.int32), 1, jax.tree.map(jnp.asarray, cut))
+        assert np.asarray(sets.token_ids[0, : int(sets.counts[0])]).tolist() == expected
