@@ -170,7 +170,8 @@ def _of_rows(
     @jax.custom_batching.custom_vmap
     def choose(logits: jax.Array) -> Greedy:
         place = placed(logits, axis_name, mesh, vocab_size)
-        return split.run(place, greedy_of_part, Rows(logits))
+        # Both are computed: where `valid` alone was used, jaxlib's StableHLO passes crashed.
+        return forms.barrier(split.run(place, greedy_of_part, Rows(logits)))
 
     @choose.def_vmap
     def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[forms.Tree, forms.Tree]:

@@ -93,7 +93,8 @@ def _truncation(
     # A batch that cuts nothing pays for nothing.
     cut = lax.cond(jnp.any(sampled & parameters.truncates(each)), found, nothing)
     cut = parameters.where(sampled, cut, Truncation.greedy(choice.token_ids))
-    return jax.tree.map(lambda x: x.reshape(shape), cut)  # type: ignore[no-any-return]
+    # All of it is computed: where a part alone was used, jaxlib's StableHLO passes crashed.
+    return forms.barrier(jax.tree.map(lambda x: x.reshape(shape), cut))  # type: ignore[no-any-return]
 
 
 def cuts(

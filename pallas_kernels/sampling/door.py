@@ -301,7 +301,8 @@ def _known_sums(
         if known_rows is None:
             return None
         place = np.clip(known_rows, 0, values.shape[0] - 1)
-    found = compiled(_sums_and_range, q.form, vocab_size)(values)
+    with jax.ensure_compile_time_eval():  # a known q may stand in a program that is traced
+        found = compiled(_sums_and_range, q.form, vocab_size)(values)
     sums, least, largest = (np.asarray(x).reshape(-1)[place] for x in found)
     ways = "probabilities to `DenseQ.of_probs`, logprobs to `DenseQ`, logits to `DenseQ.of_logits`"
     return _Sums("drafts.q.values", q.form, ways, values.dtype.name, sums, least, largest)

@@ -257,3 +257,21 @@ def test_a_whole_q_needs_no_further_array_of_rows(dtype, rule, form):
     dense = DenseQ(array((slots, 4, vocab), dtype), None, temperature, form)
     least = of_slots(slots, vocab, compact, dtype, rule)
     assert of_slots(slots, vocab, dense, dtype, rule) <= least + 2 * 4 * vocab
+
+
+@pytest.mark.parametrize("of", [DenseQ.of_probs, lambda q: DenseQ(jnp.log(q))])
+def test_a_known_q_may_stand_in_a_traced_program(of):
+    """It is looked at while the program is traced, and refused there too."""
+    logits = jax.random.normal(jax.random.key(0), (2, 2, 8))
+    probs = jax.nn.softmax(logits[:, :1] + 1)
+    sampling, zeros = Sampling.of(2, seed=jnp.arange(2)), jnp.zeros(2, jnp.int32)
+
+    def verified(q):
+        drafts = Drafts(jnp.ones((2, 1), jnp.int32), zeros + 1, of(q))
+        return jax.jit(lambda x: verify(x, drafts, sampling, zeros).token_ids)(logits)
+
+    drafts = Drafts(jnp.ones((2, 1), jnp.int32), zeros + 1, of(probs))
+    expected = verify(logits, drafts, sampling, zeros).token_ids
+    np.testing.assert_array_equal(verified(probs), expected)
+    with pytest.raises(ValueError, match="of a distribution"):
+        verified(probs * 3)
