@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bench.timing import BenchError, Comparison, Target, from_samples, rotated
 from jax_specdec.checkpoint.hf_names import open_model
+from jax_specdec.declaration import Serves
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.requests import Request, SamplingParams
@@ -73,7 +74,9 @@ def configuration(model: Path, vocab_size: int, drafter: str, slots: int) -> Eng
         num_drafts=0 if drafter == NONE else EngineConfig.num_drafts,
         num_slots=slots,
         max_length=LENGTH,
-    )
+        serves=Serves(max_logprobs=None, max_logprobs_of_prompts=None, max_changed_ids=0,
+                      penalties=False, grammars=False),
+    )  # fmt: skip
 
 
 def chat(tokenizer: Tokenizer) -> list[Request]:
