@@ -245,6 +245,9 @@ class Worker:
           kinds: of steps.
           tell: called with the name of what runs next.
         """
+        grammars = None
+        if any(kind.has_grammar for kind in kinds):
+            grammars = self.grammars.prepare()
         tell("prompts")
         self._rehearse_prompts()
         outputs: dict[Kind, StepOutput] = {}  # of steps, whose programs kinds share
@@ -256,6 +259,9 @@ class Worker:
                 self.kind, self.options = kind, options
                 outputs[step] = self._run(kind)
             self.outgoing.rehearse(self.compiled, outputs[step], self.slots, kind, options.options)
+        if grammars is not None:
+            tell("grammars")
+            grammars.exception()  # waits
         self.options, self.kind, self._alone = None, Kind(), True
 
     def _rehearse_prompts(self) -> None:
