@@ -4,6 +4,7 @@ Everything static about a program follows from it, so nothing is compiled once a
 and a request beyond it is refused where it is submitted.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -65,6 +66,7 @@ class Serves:
         neither.
       penalties: presence, frequency and repetition.
       grammars: `structured`.
+      alike: every request asks for all of it: there are no programs for less, which cost less.
 
     Raises:
       ValueError: names a value that is out of range, and the range.
@@ -80,6 +82,7 @@ class Serves:
     max_changed_ids: int = 300  # as many as OpenAI allows
     penalties: bool = True
     grammars: bool = True
+    alike: bool = False
 
     def __post_init__(self) -> None:
         limits = {
@@ -102,14 +105,16 @@ class Serves:
     @classmethod
     def of(cls, asked: Iterable[SamplingParams]) -> "Serves":
         """The least that serves requests with these parameters, alone and together."""
+        needs = {(*_needs(params),) for params in asked}
         least = {**_LEAST}
-        for params in asked:
-            for name, value in _needs(params):
-                least[name] = _larger(least[name], value)
-        return cls(**least)
+        for name, value in itertools.chain.from_iterable(needs):
+            least[name] = _larger(least[name], value)
+        return cls(**least, alike=len(needs) == 1)
 
     def including(self, asked: Iterable[SamplingParams]) -> "Serves":
         """The same, and what serves requests with these parameters."""
+        if not (asked := tuple(asked)):
+            return self
         more = Serves.of(asked)
         return Serves(
             **{name: _larger(getattr(self, name), getattr(more, name)) for name in _LEAST}

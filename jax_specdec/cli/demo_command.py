@@ -143,7 +143,7 @@ def _engine(options: argparse.Namespace, requests: list[Request]) -> Engine:
         prefill_chunk=options.chunked_prefill, processes=options.processes,
         num_ranks=options.data_parallel, num_prefill_ranks=int(options.disaggregated),
         on_worker_loss=options.on_worker_loss, resume_lost=True,
-        serves=Serves.of(one.params for one in requests), prepare_widths=False,
+        serves=Serves.of(one.params for one in requests), starts_soon=True,
     )  # fmt: skip
     return Engine(config)
 

@@ -236,7 +236,7 @@ def _engine_config(
         vocab_size=model.config.vocab_size,
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
-        prepare_widths=False,  # the first token comes sooner
+        starts_soon=True,
         serves=Serves.of(one.params for one in requests),
         **engine_options.restarts(options),
     )

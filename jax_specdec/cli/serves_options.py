@@ -24,6 +24,7 @@ HELP = {
     "penalties": "requests with a presence, frequency or repetition penalty",
     "grammars": "tools, response_format and structured_outputs",
 }
+FIELDS = [field for field in fields(Serves) if field.name in HELP]
 LIMITS = {
     "max_logprobs": MAX_TOP_K,
     "max_extra_token_ids": MAX_CHOSEN,
@@ -37,7 +38,7 @@ def add_serves(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group(
         "what is served", "its programs are compiled before the server is ready; more is refused"
     )
-    for field in fields(Serves):
+    for field in FIELDS:
         name, usual = field.name, getattr(USUAL, field.name)
         option, said = f"--{name.replace('_', '-')}", HELP[name]
         if name in LIMITS:
@@ -55,7 +56,7 @@ def add_serves(parser: argparse.ArgumentParser) -> Any:
 
 def serves(options: argparse.Namespace) -> Serves:
     """What the options declare."""
-    values = {field.name: getattr(options, field.name) for field in fields(Serves)}
+    values = {field.name: getattr(options, field.name) for field in FIELDS}
     return Serves(**values | {"max_logprobs_mode": MODES[options.max_logprobs_mode]})
 
 

@@ -69,8 +69,9 @@ class WorkerConfig:
         no value depends on it. A prompt whose logprobs are wanted is always run whole.
       serves: what requests may ask for at most: all programs that it needs are compiled before a
         worker is ready, and a request beyond it is refused. `Serves` says what it is by default.
-      prepare_widths: so are the programs of fewer drafts; otherwise they are compiled, one after
-        the other, while the first steps of all drafts are made.
+      starts_soon: for who waits for the first token of requests that are there already: steps
+        without drafts are compiled while the first ones are made, and nothing is run before it is
+        needed.
       compilation_cache: the folder in which compiled programs are kept for the next start; "off"
         for none. Empty: the user's cache directory ($XDG_CACHE_HOME or ~/.cache), or what jax's own
         variable JAX_COMPILATION_CACHE_DIR says.
@@ -107,7 +108,7 @@ class WorkerConfig:
     row_tile: int = 32
     prefix_reuse: bool = True
     serves: Serves = USUAL
-    prepare_widths: bool = True
+    starts_soon: bool = False
     compilation_cache: str = ""
     implementation: str = ""
     tensor_parallel: int = 1

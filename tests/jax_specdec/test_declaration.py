@@ -32,7 +32,7 @@ params = st.lists(st.sampled_from([*NEEDS]), unique=True).map(
 
 
 def test_every_field_is_what_some_request_needs():
-    assert [field.name for field in fields(Serves)] == [*NEEDS]
+    assert [field.name for field in fields(Serves)] == [*NEEDS, "alike"]
 
 
 @pytest.mark.parametrize("field", NEEDS)
@@ -61,7 +61,8 @@ def test_what_requests_ask_for_is_the_least_that_serves_them(asked):
     least = Serves.of(asked)
     assert all(least.excess(one) is None for one in asked)
     assert all(EVERYTHING.excess(one) is None for one in asked)
-    for name, value in vars(least).items():
+    assert least.alike == (len({*asked}) == 1)
+    for name, value in vars(replace(least, alike=False)).items():
         nothing = getattr(NOTHING, name)
         if value != nothing:
             less = replace(least, **{name: nothing})
@@ -74,6 +75,9 @@ def test_prepare_is_another_way_to_write_it(asked):
     assert config.declared == USUAL.including(asked) == config.worker.serves
     assert all(config.declared.excess(one) is None for one in asked)
     assert EngineConfig(vocab_size=300, serves=NOTHING).declared == NOTHING
+    alike = Serves.of([SamplingParams(logprobs=2)])
+    assert alike.including([]).alike
+    assert not alike.including([SamplingParams()]).alike  # which asks for less
 
 
 def test_the_usual_serves_what_clients_of_openai_ask():

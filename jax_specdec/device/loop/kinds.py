@@ -235,6 +235,8 @@ class Ladder(NamedTuple):
             ids = changes_bucket(serves.max_changed_ids)
             changes = ChangesSize(ids, serves.penalties, ids > 0, serves.grammars)
             rungs.append(Kind(most, reports, samples=serves.sampling, changes=changes))
+        if serves.alike:
+            rungs = rungs[-1:]
         rungs = [rung.reading(on_gpu=on_gpu, in_tiles=in_tiles) for rung in rungs]
         return cls(tuple(rungs), PromptKind.of_all(serves, config, prefill_chunk))
 

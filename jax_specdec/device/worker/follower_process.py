@@ -28,7 +28,7 @@ def main(child: Child) -> int:
     compilations.watch(child.stats)
     child.stats.enter(Phase.LOADING)
     worker = make_worker(start, Silent(), stats=child.stats, publish=False)
-    rehearse(worker, child.stats)
+    rehearse(worker, start.config, child.stats)
     child.stats.be_ready(tuple(map(str, jax.local_devices())))
     while True:
         if child.commands.empty():

@@ -169,13 +169,13 @@ def compile_served(worker: Worker, stats: ProcessStats, *, narrower: bool) -> No
     )
 
 
-def rehearse(worker: Worker, stats: ProcessStats, *, narrower: bool = True) -> None:
+def rehearse(worker: Worker, config: WorkerConfig, stats: ProcessStats) -> None:
     """Run what a worker serves once: no first request waits for anything that a second does not.
 
     The processes of a group compile what they run here, so they do it in the same order.
     """
-    kinds = worker.kinds(narrower=narrower)
-    worker.rehearse(kinds, lambda name: stats.enter(Phase.COMPILING, what=name))
+    if not config.starts_soon:
+        worker.rehearse(worker.kinds(), lambda name: stats.enter(Phase.COMPILING, what=name))
 
 
 def compile_beside(worker: Worker) -> threading.Thread:
@@ -382,8 +382,8 @@ def main(child: Child) -> int:
     with ending_at_once(beside), child.ring as ring, Lead(start, ring, child.client) as lead:
         began = time.monotonic()
         stats.enter(Phase.LOADING)
-        alone, narrower = config.num_processes == 1, config.prepare_widths
-        served = functools.partial(compile_served, stats=stats, narrower=narrower)
+        alone = config.num_processes == 1
+        served = functools.partial(compile_served, stats=stats, narrower=not config.starts_soon)
         worker = make_worker(
             start,
             lead,
@@ -391,13 +391,13 @@ def main(child: Child) -> int:
             wake=wake if alone else None,
             prepare=served if alone else lambda worker: None,
         )
-        rehearse(worker, stats, narrower=narrower)
+        rehearse(worker, config, stats)
         stats.note(f"compiled {compiled} in {time.monotonic() - began:.1f} s")
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request
         gc.enable()
         stats.be_ready(tuple(map(str, own_devices(start)[:devices])))
-        if not narrower:
+        if config.starts_soon and alone:
             beside.append(compile_beside(worker))
             beside[0].start()
         serve(worker, child.commands, lead.tell, stats, lead.refusal)

@@ -55,7 +55,7 @@ def test_workers_serve_what_the_prompts_ask_for(model, fake):
     assert status_of("generate", "--model", model, "--prompt", "a", "--prompt", "b", *more) == 0
     asked = SamplingParams(temperature=0.5, logprobs=3)
     assert fake.configs[0].serves == Serves.of([asked]) != Serves()
-    assert not fake.configs[0].prepare_widths
+    assert fake.configs[0].starts_soon
 
 
 def test_a_draft_model_must_have_the_same_tokenizer_and_enough_positions(

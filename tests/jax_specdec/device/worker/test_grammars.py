@@ -40,6 +40,24 @@ def test_others_go_on_while_a_grammar_is_compiled():
     assert len(tokens_of(local.records["free"])) > 20
 
 
+def test_a_worker_that_serves_grammars_has_read_its_vocabulary():
+    """Before a request comes; what cannot be read ends requests, and no worker."""
+    read = []
+
+    def vocabulary():
+        read.append(1)
+        return letters.vocabulary()
+
+    local = Local("ngram", vocabulary=vocabulary)
+    assert local.worker.grammars.prepare().exception() is not None or read == [1]
+    local.admit(request("word", PROMPT, **GRAMMAR))
+    local.drain()
+    assert read == [1]
+    assert text_of(tokens_of(local.records["word"])) in letters.WORDS
+    without = Local("ngram", vocabulary=None)
+    assert "give the worker its vocabulary" in str(without.worker.grammars.prepare().exception())
+
+
 def test_an_idle_worker_waits_for_no_grammar():
     """It is told when one is there, and serves others until then: a large one, and a wrong one."""
     may_compile, woken, notes = threading.Event(), threading.Event(), []

@@ -1,5 +1,7 @@
 """A worker compiles what it serves before it is ready, and nothing afterwards."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -121,8 +123,10 @@ def test_a_batch_takes_the_lowest_rung_that_serves_it():
 def test_a_ladder_has_no_rung_that_nobody_asked_for():
     config = Local("ngram").worker.config
 
-    def names(**asked):
-        ladder = Ladder.of(Serves.of([SamplingParams(**asked)]), config, 8)
+    def names(*, alike=False, **asked):
+        serves = Serves.of([SamplingParams(**asked)])
+        assert serves.alike
+        ladder = Ladder.of(replace(serves, alike=alike), config, 8)
         return [str(rung) for rung in ladder.rungs], ladder.prompt
 
     assert names() == (["greedy step"], None)
@@ -130,6 +134,7 @@ def test_a_ladder_has_no_rung_that_nobody_asked_for():
     assert names(temperature=1.0)[0] == ["greedy step", "sampled step"]
     changed = ["greedy step", "greedy step with biases"]
     assert names(logit_bias={1: 1.0})[0] == changed
+    assert names(logit_bias={1: 1.0}, alike=True)[0] == changed[1:]
     assert names(prompt_logprobs=3)[1] == PromptKind(8, Widths(k=5))
     ladder = Ladder.of(EVERYTHING, config, 8, draws=True)
     assert ladder.rungs[-1] == Kind(
