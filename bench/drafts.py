@@ -5,8 +5,7 @@ from their prompts, greedy: code that is repeated, edited or extracted from. The
 standard library, which every machine with this program has.
 
 Each contender is an engine of its own, which waits while another one's turn is. All answer the same
-prompts, more than they have slots, with the same number of tokens. First each answers them until
-its programs are compiled.
+prompts, more than they have slots, with the same number of tokens. First each answers them once.
 """
 
 import contextlib
@@ -126,8 +125,8 @@ def measure(
         for one in requests
     ]
     for engine in engines.values():
-        while sum(_compiles(engine) for _ in engine.generate(asked)):
-            pass  # programs of other widths are made beside the steps
+        for _ in engine.generate(asked):
+            pass  # times of steps are learned
     title = f"{kind} text, {slots} slot{'s' * (slots > 1)}"
     print(title, file=sys.stderr, flush=True)
     samples: dict[str, list[float]] = {name: [] for name in engines}
@@ -160,7 +159,3 @@ def seconds_a_token(engine: Engine, asked: Sequence[Request], tokens: int, slots
     if count != tokens * len(asked):
         raise BenchError(f"{count} tokens, where {tokens * len(asked)} were asked for")
     return seconds
-
-
-def _compiles(engine: Engine) -> bool:
-    return any("compiling" in phase for worker in engine.status for phase in worker.phase)

@@ -50,8 +50,8 @@ class WorkerConfig:
       draft_model: for "model", the weights of the smaller model that drafts, as those of `weights`;
         ids must mean the same in both. Otherwise empty.
       num_drafts: draft tokens a step at most.
-      draft_width: "adaptive": each step verifies as many drafts as pay, from 0 to `num_drafts`, by
-        the times of steps and the fates of earlier drafts. "fixed": all of them. With a drafter
+      draft_width: "adaptive": each step verifies all drafts or none, as pays, by the times of steps
+        and the fates of earlier drafts. "fixed": all of them. With a drafter
         that draws its drafts ("mtp", "model"), a seeded request repeats only at a fixed width. A
         worker with `processes` has one.
       tokenizer: a directory with the tokenizer.json that reads grammars; empty for that of

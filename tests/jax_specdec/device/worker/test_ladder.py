@@ -1,5 +1,7 @@
 """A worker compiles what it serves before it is ready, and nothing afterwards."""
 
+import contextlib
+import threading
 from dataclasses import replace
 
 import jax
@@ -7,12 +9,13 @@ import numpy as np
 import pytest
 
 from ipc.wire import LogprobsMode
+from jax_specdec.control import Phase, ProcessStats
 from jax_specdec.declaration import EVERYTHING, USUAL, Serves
 from jax_specdec.device.loop.kinds import Kind, Ladder, PromptKind
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import ChangesSize
-from jax_specdec.device.worker import prepared
+from jax_specdec.device.worker import prepared, worker_process
 from jax_specdec.device.worker.prepared import Arguments, CannotCompile, compile_ladder
 from jax_specdec.requests import SamplingParams
 from tests.support import letters
@@ -227,3 +230,44 @@ def test_logprobs_of_drafts_are_a_rung_where_drafts_are_drawn(draws):
     if draws:
         assert all(np.isfinite(draft.logprobs[:, 0]).all() for draft in drafts[1:])
     assert jax.tree.leaves(local.worker.state.drafts.report) == [] or draws
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(1), ValueError("wrong")])
+def test_a_process_ends_though_something_is_compiled_beside(error, monkeypatch, capfd):
+    """Its status tells of the error; where nothing is compiled any more, it ends as ever."""
+    statuses, may_end = [], threading.Event()
+    monkeypatch.setattr(worker_process.os, "_exit", statuses.append)
+    thread = threading.Thread(target=may_end.wait)
+
+    def run():
+        with worker_process.ending_at_once([thread]):
+            if error is not None:
+                raise error
+
+    thread.start()
+    run()
+    assert statuses == [0 if error is None else 1]
+    assert ("ValueError: wrong" in capfd.readouterr().err) == isinstance(error, ValueError)
+    may_end.set()
+    thread.join()
+    with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
+        run()
+    assert len(statuses) == 1
+
+
+def test_steps_without_drafts_are_compiled_beside_the_first_ones():
+    local = make(serves=Serves.of([SamplingParams()]))
+    stats = ProcessStats()
+    worker_process.compile_served(local.worker, stats, narrower=False)
+    assert (stats.heartbeat.phase, stats.heartbeat.done) == (Phase.COMPILING, 2)
+    beside = worker_process.compile_beside(local.worker)
+    local.admit(request("r0", PROMPT, max_tokens=60))
+    local.advance(5)
+    assert local.worker.narrow == set()
+    beside.start()
+    beside.join()
+    (narrow,) = local.worker.narrow
+    assert narrow.num_drafts == 0
+    with compiled_here() as names:
+        local.advance(9)
+    assert names == []
