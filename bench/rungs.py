@@ -67,7 +67,7 @@ class Batch:
         self._asked, self._count = asked, 0
 
     def step(self) -> None:
-        """Make a step."""
+        """Make a step, and wait for it: none runs in another contender's time."""
         for index, slot in enumerate(self.worker.slots):
             if not slot.occupied:
                 self._count += 1
@@ -76,6 +76,7 @@ class Batch:
                 request = Request(id=str(index), prompt_token_ids=prompt, params=params)
                 self.worker.apply(Admit(slot=index, generation=self._count, request=request))
         self.worker.advance()
+        self.worker.finish()
 
     def tokens(self, steps: int) -> np.ndarray:
         """All tokens after so many steps."""
