@@ -3,7 +3,8 @@
 A step's time depends on its shape, whatever was drafted. So steps have programs of two widths, for
 no drafts and for all D. How many tokens one would emit is estimated for each request, by what
 became of its drafts. How long one takes is told by steps that follow one another and have another
-width each: a machine that is slower for a while slows both. Now and then a step is made for that alone.
+width each: a machine that is slower for a while slows both. Now and then a step is made for that
+alone.
 
 Drafts come right in runs. A request's next draft is right with one probability if the one before it
 was, and with another one if not: both are averages over the last tokens. Certain drafts tell
