@@ -241,15 +241,8 @@ class Ladder(NamedTuple):
         return cls(tuple(rungs), PromptKind.of_all(serves, config, prefill_chunk))
 
     def lowest(self, exact: Kind) -> Kind:
-        """The lowest rung that serves batches of the kind `exact`.
-
-        Raises:
-          ValueError: none does: the request that asks for more should have been refused.
-        """
-        for rung in self.rungs:
-            if rung.serves(exact):
-                return rung
-        raise ValueError(f"no program serves a {exact}: serve more, or refuse its requests")
+        """The lowest rung that serves batches of the kind `exact`, all of which is declared."""
+        return next(rung for rung in self.rungs if rung.serves(exact))
 
 
 def empty_report(kind: Kind, shape: tuple[int, ...]) -> DraftReport | None:

@@ -137,6 +137,7 @@ class Worker:
         self._names: dict[int, str] = {}  # ids of requests, by slot
         self.grammars = Grammars(config, vocabulary, at_once=wake is None, wake=wake)
         self._no_masks: GrammarMasks | None = None  # on the device, once a batch has needed them
+        self.serves = serves
         self.ladder: Ladder | None = None
         self.narrow: set[Kind] | None = None  # the narrower kinds that are compiled; None: all
         if serves is not None:
@@ -176,8 +177,9 @@ class Worker:
         same commands, `Advance` among them, run the same programs in the same order.
 
         Raises:
-          ValueError: a slot is given away before its eviction was published, a draft that was
-            handed over is no token, or weights are committed that were not prepared.
+          ValueError: a slot is given away before its eviction was published, a request asks for
+            more than is served, a draft that was handed over is no token, or weights are committed
+            that were not prepared.
         """
         if isinstance(command, control.Admit):
             self._admit(command)
@@ -287,6 +289,8 @@ class Worker:
                 f"slot {command.slot} was evicted and no message has said so yet: "
                 "admit a request after that message, or release the slot first"
             )
+        if self.serves is not None and (excess := self.serves.excess(request.params)) is not None:
+            raise ValueError(f"request {request.id!r} {excess}")
         if wrong := [i for i in command.draft_token_ids if not 0 <= i < vocab]:
             raise ValueError(
                 f"request {request.id!r}: draft token id {wrong[0]} is outside the vocabulary "
@@ -335,15 +339,9 @@ class Worker:
         return tuple(one for one in narrower if self.narrow is None or one in self.narrow)
 
     def prompt_kind_of(self, slot: Slot) -> PromptKind:
-        """The kind of programs for the prompt of a slot that wants its logprobs.
-
-        Raises:
-          ValueError: none is served: the request should have been refused.
-        """
-        if self.ladder is None:
+        """The kind of programs for the prompt of a slot that wants its logprobs."""
+        if self.ladder is None or self.ladder.prompt is None:
             return PromptKind.of_slot(slot, self.config, self.prefill_chunk)
-        if self.ladder.prompt is None:
-            raise ValueError("no program serves prompt_logprobs: serve them, or refuse the request")
         return self.ladder.prompt
 
     def _commit(self, command: control.Commit) -> None:

@@ -7,18 +7,25 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ipc.wire import LogprobsMode
+from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.control import Phase, ProcessStats
 from jax_specdec.declaration import EVERYTHING, USUAL, Serves
+from jax_specdec.device.drafting.drafters import NgramDrafter
+from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.kinds import Kind, Ladder, PromptKind
 from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import ChangesSize
 from jax_specdec.device.worker import prepared, worker_process
 from jax_specdec.device.worker.prepared import Arguments, CannotCompile, compile_ladder
 from jax_specdec.requests import SamplingParams
 from tests.support import letters
+from tests.support.asking import params
 from tests.support.compiled_here import compiled_here
 from tests.support.decoding import Local, request, tokens_of
 
@@ -109,15 +116,11 @@ def test_a_batch_takes_the_lowest_rung_that_serves_it():
         ([{}, {"logprobs": 0}], "greedy step with K = 20"),
         ([{"temperature": 0.1}], "sampled step"),
         ([{"temperature": 0.1}, {"logprobs": 5}], "sampled step with K = 20"),
-        ([{"penalties": 0}, {"repetition_penalty": 1.1}], None),
+        ([{}, {"repetition_penalty": 1.1}], None),
         ([{"logit_bias": {3: 1.0}}], None),
         ([GRAMMAR], None),
     ):
-        slots = [
-            worker.slots[0].__class__(params=SamplingParams(**one), most_tokens=1)
-            for one in asked
-            if "penalties" not in one
-        ]
+        slots = [Slot(params=SamplingParams(**one), most_tokens=1) for one in asked]
         kind = worker.kind_of(slots)
         assert str(kind) == (rung or "sampled step with K = 20, biases, penalties, grammars")
         assert kind in worker.ladder.rungs
@@ -159,15 +162,32 @@ def test_greedy_logprobs_are_read_with_the_choice_on_a_gpu():
     assert once(on_gpu=True) == ["greedy step with K = 20"]
 
 
-def test_a_request_beyond_the_ladder_is_no_silent_compilation():
+def test_a_worker_refuses_a_request_beyond_what_it_serves():
+    """Whoever sent it: nothing is compiled for it in silence."""
     local = make(serves=Serves.of([SamplingParams()]))
-    local.admit(request("more", PROMPT, logprobs=2))
-    with pytest.raises(ValueError, match="no program serves a greedy step with K = 5"):
-        local.advance(3)
-    local = make(serves=Serves.of([SamplingParams()]))
-    local.admit(request("prompt", PROMPT, prompt_logprobs=2))
-    with pytest.raises(ValueError, match="no program serves prompt_logprobs"):
-        local.advance()
+    for asked, field in (({"logprobs": 2}, "max_logprobs"), ({"prompt_logprobs": 0}, "of_prompts")):
+        with pytest.raises(ValueError, match=rf"'more' asks for .* serves \w*{field} = None"):
+            local.admit(request("more", PROMPT, **asked))
+        local.rank.leave("more")
+
+
+@given(st.lists(params, min_size=1, max_size=3))
+def test_a_ladder_serves_all_that_is_declared(asked):
+    """In any company, with fewer columns, and whoever drafts."""
+    model = ModelConfig.tiny(vocab_size=300)
+    config = LoopConfig(model, NgramDrafter(3), num_slots=3, max_length=96)
+    for draws, on_gpu in ((False, False), (True, True)):
+        place = {"draws": draws, "on_gpu": on_gpu}
+        ladder = Ladder.of(Serves.of(asked), config, 8, **place)
+        for count in range(len(asked) + 1):
+            slots = [Slot(params=one, most_tokens=1) for one in asked[:count]]
+            exact = Kind.of_slots([*slots, Slot()], model.vocab_size, **place)
+            assert ladder.lowest(exact).serves(exact)
+        prompts = [one for one in asked if one.prompt_logprobs is not None]
+        for one in prompts:
+            kind = PromptKind.of_slot(Slot(params=one, score_from=0), config, 8)
+            assert all(a >= b for a, b in zip(ladder.prompt.widths, kind.widths, strict=True))
+            assert ladder.prompt.chunk <= kind.chunk
 
 
 def test_a_rung_that_cannot_be_compiled_is_named(monkeypatch):
