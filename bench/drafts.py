@@ -5,8 +5,7 @@ from their prompts, greedy: code that is repeated, edited or extracted from. The
 standard library, which every machine with this program has.
 
 Each contender is an engine of its own, which waits while another one's turn is. All answer the same
-prompts, more than they have slots, with the same number of tokens. First each answers them until
-its programs are compiled.
+prompts, more than they have slots, with the same number of tokens. First each answers them once.
 """
 
 import contextlib
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from bench.timing import BenchError, Comparison, Target, from_samples, rotated
 from jax_specdec.checkpoint.hf_names import open_model
+from jax_specdec.declaration import Serves
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.requests import Request, SamplingParams
@@ -73,7 +73,9 @@ def configuration(model: Path, vocab_size: int, drafter: str, slots: int) -> Eng
         num_drafts=0 if drafter == NONE else EngineConfig.num_drafts,
         num_slots=slots,
         max_length=LENGTH,
-    )
+        serves=Serves(max_logprobs=None, max_logprobs_of_prompts=None, max_changed_ids=0,
+                      penalties=False, grammars=False),
+    )  # fmt: skip
 
 
 def chat(tokenizer: Tokenizer) -> list[Request]:
@@ -123,8 +125,8 @@ def measure(
         for one in requests
     ]
     for engine in engines.values():
-        while sum(_compiles(engine) for _ in engine.generate(asked)):
-            pass  # programs of other widths are made beside the steps
+        for _ in engine.generate(asked):
+            pass  # times of steps are learned
     title = f"{kind} text, {slots} slot{'s' * (slots > 1)}"
     print(title, file=sys.stderr, flush=True)
     samples: dict[str, list[float]] = {name: [] for name in engines}
@@ -157,7 +159,3 @@ def seconds_a_token(engine: Engine, asked: Sequence[Request], tokens: int, slots
     if count != tokens * len(asked):
         raise BenchError(f"{count} tokens, where {tokens * len(asked)} were asked for")
     return seconds
-
-
-def _compiles(engine: Engine) -> bool:
-    return any("compiling" in phase for worker in engine.status for phase in worker.phase)

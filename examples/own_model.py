@@ -10,7 +10,7 @@ from pathlib import Path
 
 import story
 
-from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams
+from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, Serves
 
 BEFORE = 3  # tokens that the next one depends on
 
@@ -74,10 +74,11 @@ def tell(make, texts, max_tokens):
     # The worker imports the module by its name.
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    config = EngineConfig(
-        vocab_size=story.VOCAB, own_model=make, drafter="ngram", num_slots=2, max_length=128
-    )
     params = SamplingParams(max_tokens=max_tokens, logprobs=2)
+    config = EngineConfig(
+        vocab_size=story.VOCAB, own_model=make, drafter="ngram", num_slots=2, max_length=128,
+        serves=Serves.of([params]),
+    )  # fmt: skip
     requests = [
         Request(id=text, prompt_token_ids=story.encode(text), params=params) for text in texts
     ]

@@ -29,7 +29,7 @@ from rl_rollouts import (
 )
 
 from jax_specdec.device.model import load_model, named_arrays
-from jax_specdec.engine import EngineConfig, LogprobsMode, byte_tokens
+from jax_specdec.engine import EngineConfig, LogprobsMode, Serves, byte_tokens
 from jax_specdec.ray import RayConfig, RayEngine, columns
 
 
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = EngineConfig(
         vocab_size=byte_tokens.VOCAB_SIZE, dtype="float32", num_slots=B, max_length=LENGTH,
         num_drafts=NUM_DRAFTS, batch_invariant=True, on_worker_loss="restart", resume_lost=True,
+        serves=Serves.of(one.params for one in requests(LogprobsMode.PROCESSED, 0)),
     )  # fmt: skip
     cluster = RayConfig(replicas=options.replicas, address=options.address)
     with RayEngine(config, cluster) as fleet:

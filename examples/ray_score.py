@@ -15,10 +15,12 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, byte_tokens
+from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, Serves, byte_tokens
 
 PROMPTS = ("def main():", "import os", "class A:", "for i in range(10):", "return x", "qqqqqq")
 LENGTH = 256  # tokens of a prompt at most
+# One token is made and dropped: an engine ends no request without.
+PARAMS = SamplingParams(max_tokens=1, prompt_logprobs=0)
 
 
 class Scorer:
@@ -27,18 +29,16 @@ class Scorer:
     def __init__(self):
         config = EngineConfig(
             vocab_size=byte_tokens.VOCAB_SIZE, dtype="float32", max_length=LENGTH + 1,
-            drafter="none", on_worker_loss="restart", resume_lost=True,
+            drafter="none", on_worker_loss="restart", resume_lost=True, serves=Serves.of([PARAMS]),
         )  # fmt: skip
         self.engine = Engine(config)
 
     def __call__(self, batch):
         """Score a batch of texts: a dictionary of columns to an Arrow table."""
-        # One token is made and dropped: an engine ends no request without.
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
         prompts = [byte_tokens.encode(text, start_document=True)[:LENGTH] for text in batch["text"]]
         rows = [[] for _ in prompts]
         asked = [
-            Request(id=str(n), prompt_token_ids=ids, params=params) for n, ids in enumerate(prompts)
+            Request(id=str(n), prompt_token_ids=ids, params=PARAMS) for n, ids in enumerate(prompts)
         ]
         for step in self.engine.generate(asked):
             for record in step.records:

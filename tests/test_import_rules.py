@@ -33,7 +33,8 @@ ROOMS = {
     "compiled_programs": set(),
     "requests": set(),
     "kept_sets": set(),
-    "control": {"requests"},
+    "declaration": {"requests"},
+    "control": {"requests", "declaration"},
     "child": {"control"},
     "checkpoint": {"wording"},
     "text": {"checkpoint"},
@@ -41,7 +42,8 @@ ROOMS = {
     "records": {"kept_sets", "requests", "wording"},
     "export": {"engine", "records", "kept_sets", "requests", "text", "wording"},
     "engine": {
-        "records", "requests", "control", "structured", "checkpoint", "text", "wording",
+        "records", "requests", "declaration", "control", "structured", "checkpoint", "text",
+        "wording",
     },
     "serve": {
         "engine", "export", "records", "requests", "structured", "checkpoint", "text", "wording",
@@ -52,18 +54,19 @@ ROOMS = {
     },
     "cli": {
         "ray", "serve", "engine", "export", "records", "requests", "control", "checkpoint", "text",
-        "wording", "compiled_programs",
+        "wording", "compiled_programs", "declaration",
     },
     "device.model": {"checkpoint", "wording"},
     "device.drafting": {"device.model", "checkpoint", "control", "text", "wording"},
     "device.messages": {"device.model", "kept_sets", "requests", "wording"},
     "device.loop": {
         "device.messages", "device.drafting", "device.model", "checkpoint", "requests", "wording",
-        "structured",
+        "structured", "declaration",
     },
     "device.worker": {
         "device.loop", "device.messages", "device.drafting", "device.model", "control", "child",
-        "requests", "text", "checkpoint", "wording", "compiled_programs", "structured",
+        "requests", "declaration", "text", "checkpoint", "wording", "compiled_programs",
+        "structured",
     },
 }  # fmt: skip
 # The rooms of pallas_kernels, floor by floor: a room imports rooms of lower floors. "" and

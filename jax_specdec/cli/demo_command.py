@@ -21,6 +21,7 @@ from jax_specdec.cli.argument_types import integer
 from jax_specdec.cli.engine_options import add_engine, engine_fields, found
 from jax_specdec.cli.prompts import read_prompts
 from jax_specdec.cli.standard_output import Starting, phases_of
+from jax_specdec.declaration import Serves
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.updates import Update, WorkerStatus
@@ -35,7 +36,6 @@ from jax_specdec.wording import pluralize
 
 MAX_WORKERS = 64
 SAMPLED_TOP_P = 0.95
-# At every moment one with K = 20 runs: a batch's largest K is part of its program.
 PROMPTS = Path(__file__).parents[1] / "weights" / "demo.jsonl"
 HELP = """\
 Decode eighteen built-in prompts, or those of a file, with a tiny byte-level model. Each text grows
@@ -143,6 +143,7 @@ def _engine(options: argparse.Namespace, requests: list[Request]) -> Engine:
         prefill_chunk=options.chunked_prefill, processes=options.processes,
         num_ranks=options.data_parallel, num_prefill_ranks=int(options.disaggregated),
         on_worker_loss=options.on_worker_loss, resume_lost=True,
+        serves=Serves.of(one.params for one in requests), starts_soon=True,
     )  # fmt: skip
     return Engine(config)
 

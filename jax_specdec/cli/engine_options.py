@@ -62,8 +62,8 @@ def add_engine(group: Any) -> None:
     group.add_argument("--drafts", type=integer(0, MAX_DRAFTS), default=3, metavar="N",
         help=f"the most draft tokens a step, 0 to {MAX_DRAFTS} (default: %(default)s)")  # fmt: skip
     group.add_argument("--draft-width", choices=DRAFT_WIDTHS, default="adaptive",
-        help="a step verifies as many drafts as pay (adaptive), or always all (fixed): with drafts "
-        "of a model, seeded requests repeat only then (default: %(default)s)")  # fmt: skip
+        help="a step verifies all drafts or none, as pays (adaptive), or always all (fixed): with "
+        "drafts of a model, seeded requests repeat only then (default: %(default)s)")  # fmt: skip
     group.add_argument("--slots", type=integer(1), default=8, metavar="B",
         help="requests that a worker decodes together (default: %(default)s)")  # fmt: skip
     group.add_argument("--tensor-parallel", type=integer(1, 2**10), default=1, metavar="N",

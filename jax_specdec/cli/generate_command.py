@@ -19,6 +19,7 @@ from jax_specdec.cli.logs import logged
 from jax_specdec.cli.prompts import Prompt, given_prompts, read_prompts
 from jax_specdec.cli.resumable import JsonlOutput
 from jax_specdec.cli.standard_output import RecordLines
+from jax_specdec.declaration import Serves
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_ahead import worker_ahead
@@ -39,7 +40,6 @@ Only local files are read; nothing is downloaded. With --output, an interrupted 
 the same command again.
 """
 
-MOST_PREPARED = 256  # different parameters that programs are compiled for before the start
 SAMPLING = (
     ("--max-tokens", int, 128, "N", "the most tokens to emit (default: %(default)s)"),
     ("--temperature", float, 0.0, "T", "0 is greedy (default: %(default)s)"),
@@ -236,8 +236,7 @@ def _engine_config(
         vocab_size=model.config.vocab_size,
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
-        prepare_widths=False,  # the first token comes sooner
-        # Programs depend on no seed.
-        prepare=tuple({replace(one.params, seed=0): None for one in requests})[:MOST_PREPARED],
+        starts_soon=True,
+        serves=Serves.of(one.params for one in requests),
         **engine_options.restarts(options),
     )

@@ -20,6 +20,7 @@ from jax_specdec.cli.argument_types import integer
 from jax_specdec.cli.logs import add_log_level, logged
 from jax_specdec.cli.prompts import sampling_params
 from jax_specdec.cli.serve_bounds import add_bounds, allow_files, bounds
+from jax_specdec.cli.serves_options import add_serves, serves
 from jax_specdec.engine import Engine
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.requests import RequestError, SamplingParams
@@ -35,7 +36,6 @@ and /health, /metrics, /openapi.json. Without --model, it is the tiny model that
 listens on this machine only, unless --host says otherwise. SIGTERM and Ctrl-C let open requests
 end first. Where no worker may be started again, it ends with status 1.
 """
-PREPARED = "temperature=1,logprobs=20"
 MAX_LENGTH = 1024  # where neither an option nor a checkpoint says
 CACHE_BYTES = 4 << 30  # of all slots, where --max-length is not given; or a quarter of the weights'
 KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
@@ -68,14 +68,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="what clients must send as a bearer token (default: the environment's "
         f"{KEY_VARIABLE}, which other users cannot read; else none is asked for)")  # fmt: skip
     add_bounds(parser)
+    add_serves(parser).add_argument("--prepare", action="append", type=_asked, default=[],
+        metavar="NAME=VALUE,..",
+        help="what a request may ask for too, such as temperature=1,logprobs=50: another way to "
+        "write the options above; may be given several times")  # fmt: skip
     engine_options.add_special_tokens(parser)
     running = parser.add_argument_group("running")
     engine_options.add_engine(running)
     engine_options.add_dtype(running)
-    running.add_argument("--prepare", action="append", type=_asked, metavar="NAME=VALUE,..",
-        help="what requests will ask for, such as temperature=1,logprobs=20; may be given several "
-        "times: what they need, alone and together, is compiled before /health says ready "
-        f"(default: {PREPARED}); off for nothing")  # fmt: skip
     running.add_argument("--max-length", type=integer(2), metavar="T",
         help="tokens of a request, prompt included (default: the checkpoint's, or those for which "
         f"the caches of all slots take {CACHE_BYTES >> 30} GiB, or a quarter of the weights' size "
@@ -161,10 +161,13 @@ def _say_what_is_missing() -> None:
         logger.warning("requests with tools, response_format or structured_outputs fail: %s", why)
 
 
-def _asked(text: str) -> SamplingParams | None:
-    """An argparse type: what a request asks for, such as "temperature=1"; None for "off"."""
+def _asked(text: str) -> SamplingParams:
+    """An argparse type: what a request asks for, such as "temperature=1"."""
     if text == "off":
-        return None
+        raise argparse.ArgumentTypeError(
+            "nothing is compiled once a server is ready: leave out what nobody asks for by "
+            "options such as --no-penalties and --no-grammars"
+        )
     fields = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -241,7 +244,8 @@ def _model(
         num_ranks=options.workers,
         max_length=length,
         max_waiting=options.max_waiting,
-        prepare=tuple(filter(None, options.prepare or [_asked(PREPARED)])),
+        serves=serves(options),
+        prepare=tuple(options.prepare),
         **engine_options.restarts(options),
     )
     if checkpoint is not None:

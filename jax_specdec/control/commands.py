@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 
 from ipc.wire import LogprobsMode
+from jax_specdec.declaration import USUAL, Serves
 from jax_specdec.requests import Request, SamplingParams, packed, unpacked
 
 # A lead whose follower was killed by a signal exits with this plus the signal's number, as a shell
@@ -49,8 +50,8 @@ class WorkerConfig:
       draft_model: for "model", the weights of the smaller model that drafts, as those of `weights`;
         ids must mean the same in both. Otherwise empty.
       num_drafts: draft tokens a step at most.
-      draft_width: "adaptive": each step verifies as many drafts as pay, from 0 to `num_drafts`, by
-        the times of steps and the fates of earlier drafts. "fixed": all of them. With a drafter
+      draft_width: "adaptive": each step verifies all drafts or none, as pays, by the times of steps
+        and the fates of earlier drafts. "fixed": all of them. With a drafter
         that draws its drafts ("mtp", "model"), a seeded request repeats only at a fixed width. A
         worker with `processes` has one.
       tokenizer: a directory with the tokenizer.json that reads grammars; empty for that of
@@ -66,12 +67,11 @@ class WorkerConfig:
         when it takes fewer. On a TPU, 128 fill the matrix unit.
       prefix_reuse: run what prompts have in common once, where a slot of the worker still holds it;
         no value depends on it. A prompt whose logprobs are wanted is always run whole.
-      prepare: what requests will ask for: the programs of one kind that serves them all, alone and
-        together, are compiled before a worker is ready, and not by the first request. Of these
-        values only those matter that programs depend on. Empty: each request's are compiled when
-        it is there, as are those of a group of processes.
-      prepare_widths: so are those of all widths of drafts; otherwise only those of the widest step,
-        which serves every request, and the others are compiled while steps are made.
+      serves: what requests may ask for at most: all programs that it needs are compiled before a
+        worker is ready, and a request beyond it is refused. `Serves` says what it is by default.
+      starts_soon: for who waits for the first token of requests that are there already: steps
+        without drafts are compiled while the first ones are made, and nothing is run before it is
+        needed.
       compilation_cache: the folder in which compiled programs are kept for the next start; "off"
         for none. Empty: the user's cache directory ($XDG_CACHE_HOME or ~/.cache), or what jax's own
         variable JAX_COMPILATION_CACHE_DIR says.
@@ -107,8 +107,8 @@ class WorkerConfig:
     batch_invariant: bool = False
     row_tile: int = 32
     prefix_reuse: bool = True
-    prepare: tuple[SamplingParams, ...] = ()
-    prepare_widths: bool = True
+    serves: Serves = USUAL
+    starts_soon: bool = False
     compilation_cache: str = ""
     implementation: str = ""
     tensor_parallel: int = 1
@@ -316,8 +316,7 @@ def from_line(line: str | bytes) -> Start:
     """
     try:
         values = json.loads(line)
-        asked = tuple(_asked(one) for one in values["config"].pop("prepare", ()))
-        values["config"] = WorkerConfig(**values["config"], prepare=asked)
+        values["config"] = _config(**values["config"])
         values["local_devices"] = tuple(values.get("local_devices", ()))
         for name, kind in (("control", Connection), ("member", Member)):
             if values.get(name) is not None:
@@ -325,6 +324,11 @@ def from_line(line: str | bytes) -> Start:
         return Start(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ControlError(f"not a start: {line[:200]!r} ({error!r})") from error
+
+
+def _config(*, serves: dict[str, Any], **others: Any) -> WorkerConfig:
+    mode = LogprobsMode(serves["max_logprobs_mode"])
+    return WorkerConfig(**others, serves=Serves(**serves | {"max_logprobs_mode": mode}))
 
 
 def _command(values: Any) -> Command:
@@ -348,8 +352,5 @@ def _command(values: Any) -> Command:
 
 
 def _params(values: list[Any]) -> SamplingParams:
-    return _asked(dict(zip(_PARAMS, values, strict=True)))
-
-
-def _asked(given: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**given | {"logprobs_mode": LogprobsMode(given["logprobs_mode"])})
+    named = dict(zip(_PARAMS, values, strict=True))
+    return SamplingParams(**named | {"logprobs_mode": LogprobsMode(named["logprobs_mode"])})

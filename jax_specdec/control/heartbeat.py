@@ -42,7 +42,7 @@ class Heartbeat:
       phase: what it is doing.
       done, total: of the tensors that it loads, or of the programs that it compiles; a total of 0
         is not known.
-      what: the name of the program that it compiles, beside its steps too.
+      what: the name of what it compiles.
       members: what the other processes of its group do, each as `str` of its heartbeat.
       devices: what it computes on, in JAX's words.
       missing: it has noticed that a command did not arrive.
@@ -111,13 +111,11 @@ class ProcessStats:
     Attributes:
       heartbeat: as it stands now.
       members: asked what the other processes of the group do, at every heartbeat.
-      beside: the program that is compiled while steps go on; empty for none.
     """
 
     def __init__(self) -> None:
         self.heartbeat = Heartbeat(phase=Phase.IMPORTING)
         self.members: Callable[[], tuple[str, ...]] = tuple
-        self.beside = ""
         self.told: Callable[[], None] = lambda: None  # wakes the thread that sends heartbeats
         self._writing = threading.Lock()
 
@@ -133,7 +131,7 @@ class ProcessStats:
 
     def advance(self) -> None:
         """Count a step."""
-        self.enter(Phase.STEPPING, what=f"compiling {self.beside}" if self.beside else "")
+        self.enter(Phase.STEPPING)
         self.change(progress=self.heartbeat.progress + 1)
 
     def be_ready(self, devices: tuple[str, ...]) -> None:

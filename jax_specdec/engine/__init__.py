@@ -12,6 +12,7 @@ import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import LogprobsMode
 from jax_specdec import control
 from jax_specdec.control import WorkerConfig
+from jax_specdec.declaration import EVERYTHING, Serves
 from jax_specdec.engine import errors
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
@@ -35,6 +36,8 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "WorkerConfig",
+    "Serves",
+    "EVERYTHING",
     "Update",
     "WorkerStatus",
     "Stream",

@@ -1,5 +1,6 @@
 """An engine's configuration, and the check of requests against it."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -9,7 +10,8 @@ import numpy as np
 from ipc import wire
 from jax_specdec.checkpoint.model_config import DTYPES
 from jax_specdec.control import BEAT_SECONDS, DRAFT_WIDTHS, DRAFTERS, IMPLEMENTATIONS, WorkerConfig
-from jax_specdec.requests import Request, RequestError
+from jax_specdec.declaration import Serves
+from jax_specdec.requests import Request, RequestError, SamplingParams
 from jax_specdec.wording import pluralize
 
 MAX_RESTART_DELAY = 30.0  # seconds
@@ -82,6 +84,8 @@ class EngineConfig(WorkerConfig):
     It has the attributes of `WorkerConfig`, which all workers share, and more.
 
     Attributes:
+      prepare: parameters of requests that are served too, beside those of `serves`: another way to
+        write it.
       ring_slots: messages that may wait for the engine.
       checksum: every message carries a checksum (XXH3-64), so that damage in shared memory ends the
         worker's stream with an error instead of arriving as values. docs/ring.md has its price.
@@ -119,6 +123,7 @@ class EngineConfig(WorkerConfig):
       ValueError: names a value that is out of range, and the range.
     """
 
+    prepare: tuple[SamplingParams, ...] = ()
     ring_slots: int = 16
     checksum: bool = True
     num_ranks: int = 1
@@ -203,12 +208,16 @@ class EngineConfig(WorkerConfig):
                 "with the drafters ngram, suffix and none, on one device"
             )
 
+    @functools.cached_property
+    def declared(self) -> Serves:
+        """What requests may ask for at most: `serves`, and what `prepare` has."""
+        return self.serves.including(self.prepare)
+
     @property
     def worker(self) -> WorkerConfig:
         """The part that each worker is told."""
-        return WorkerConfig(
-            **{field.name: getattr(self, field.name) for field in fields(WorkerConfig)}
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(WorkerConfig)}
+        return WorkerConfig(**values | {"serves": self.declared})
 
     def restarts(self) -> Restarts:
         """A new count of losses, of one worker or replica; without "restart" it allows none."""
@@ -226,7 +235,8 @@ def check(request: Request, config: EngineConfig) -> None:
     """Refuse a request that the workers cannot serve, before any of it reaches them.
 
     Raises:
-      RequestError: an id outside the vocabulary, more tokens than a slot holds, or a K above V.
+      RequestError: an id outside the vocabulary, more tokens than a slot holds, a K above V, or
+        something that the engine does not serve.
     """
     params, ids = request.params, request.prompt_token_ids
     # A long prompt's ids are not looked at one by one: the engine has other requests to see to.
@@ -253,3 +263,5 @@ def check(request: Request, config: EngineConfig) -> None:
                 f"request {request.id!r}: {name} = {k}, but the vocabulary has only "
                 f"{pluralize(config.vocab_size, 'token')}"
             )
+    if (excess := config.declared.excess(params)) is not None:
+        raise RequestError(f"request {request.id!r} {excess}")

@@ -230,10 +230,14 @@ class Engine:
     def serve(self) -> None:
         """Hear the workers from now on, in the engine's thread; a request does so too.
 
+        What checks structures is started as well, if they are served: the first one takes no longer
+        than others.
+
         Raises:
           EngineClosed, WorkerFailed: the engine has ended.
         """
         self._streams.check_open()
+        self._streams.begin_checks()
         self._streams.start()
 
     def drain(self, timeout: float | None = None) -> bool:

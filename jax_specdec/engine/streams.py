@@ -135,6 +135,11 @@ class Streams:
         """End the process that compiles structures."""
         self._structures.close()
 
+    def begin_checks(self) -> None:
+        """Start what checks structures, where they are served; see `Engine.serve`."""
+        if self._config.declared.grammars:
+            self._structures.begin()
+
     async def check_async(self, request: Request) -> None:
         """The same in a program with an event loop; see `Engine.check_async`."""
         check(request, self._config)

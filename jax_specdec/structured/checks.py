@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jax_specdec.requests import Request, RequestError
+from jax_specdec.requests import Request, RequestError, Structured
 from jax_specdec.structured.grammar import grammar_of
 from jax_specdec.structured.limits import Limits
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from jax_specdec.structured.gate import Gate
+
+
+EXAMPLE = Structured("regex", "a")
 
 
 class StructureChecks:
@@ -25,6 +29,14 @@ class StructureChecks:
         self._arguments = texts, vocab_size, limits
         self._lock = threading.Lock()
         self._made: Gate | None = None
+
+    def begin(self) -> None:
+        """Start the process: the first structure then takes no longer than others; does not wait.
+
+        Where its library is not installed, each request with a structure is told so.
+        """
+        if importlib.util.find_spec("llguidance") is not None:
+            self._gate.ask(EXAMPLE, (0,))
 
     def check(self, request: Request) -> None:
         """Refuse a request whose structure cannot be compiled, or allows no text; any thread may.

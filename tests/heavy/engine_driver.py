@@ -9,7 +9,7 @@ import functools
 import json
 import sys
 
-from jax_specdec.engine import Engine, EngineConfig
+from jax_specdec.engine import Engine, EngineConfig, SamplingParams, Serves
 from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.worker_client import WorkerProcess
 from tests.support import scripted_process
@@ -27,6 +27,7 @@ def settings(kind, silence):
     }  # fmt: skip
     if kind == "scripted":
         return EngineConfig(vocab_size=32, **common)
+    common["serves"] = Serves.of([SamplingParams()])
     group = {"tensor_parallel": 2, "processes": True, "drafter": "none", "prefill_chunk": 16}
     return EngineConfig(vocab_size=264, **common | group | {"num_ranks": 1})
 

@@ -20,11 +20,28 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from tests.heavy.new_kinds_pace import stream
 from tests.support.processes import children_of
 from tests.support.served_process import served
 
 SECONDS, ROUNDS = 20, 1
+
+
+async def stream(http, seed, gaps):
+    """Ask again and again; (when, seconds) of each chunk but a request's first in `gaps`."""
+    while True:
+        body = {
+            "prompt": "def f(x):", "max_tokens": 900, "logprobs": 2, "stream": True, "seed": seed,
+            "temperature": float(seed % 2), "ignore_eos": True,
+        }  # fmt: skip
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            last = None
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    assert '"error"' not in line, line
+                    last, before = time.monotonic(), last
+                    if before is not None:
+                        gaps.append((last, last - before))
 
 
 def keys(factors):

@@ -26,7 +26,7 @@ GUARDED = "transfer_guard"  # jax's own `grad` sends a 1, and jit in it what it 
 INFINITE = "debug_infs"  # what a user's own jit returns is looked at, a cut's infinity too
 
 ENGINE = """
-from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, byte_tokens
+from jax_specdec.engine import Engine, EngineConfig, Request, SamplingParams, Serves, byte_tokens
 prompt = byte_tokens.encode("def main(", start_document=True)
 requests = [
     Request(id=str(t), prompt_token_ids=prompt,
@@ -34,7 +34,8 @@ requests = [
     for t in (0, 0.8)
 ]
 texts = {}
-with Engine(EngineConfig(vocab_size=byte_tokens.VOCAB_SIZE)) as engine:
+serves = Serves.of(one.params for one in requests)
+with Engine(EngineConfig(vocab_size=byte_tokens.VOCAB_SIZE, serves=serves)) as engine:
     for update in engine.generate(requests):
         for record in update.records:
             texts[record.request_id] = texts.get(record.request_id, "") + byte_tokens.decode(

@@ -5,7 +5,7 @@ import re
 import signal
 import time
 
-from jax_specdec.engine import Engine, EngineConfig, byte_tokens
+from jax_specdec.engine import Engine, EngineConfig, SamplingParams, Serves, byte_tokens
 from jax_specdec.ray import RayConfig, RayEngine
 from tests.ray.cluster import add_node, below, cluster_that_compiles, fixture, kill_raylet
 from tests.support.processes import is_alive, wait_for
@@ -14,7 +14,7 @@ from tests.support.requests import request
 TEXTS = ("def main(", "import os", "class A")
 SMALL = {
     "vocab_size": byte_tokens.VOCAB_SIZE, "num_slots": 4, "max_length": 64, "prefill_chunk": 16,
-    "drafter": "none",
+    "drafter": "none", "serves": Serves.of([SamplingParams(logprobs=0)]),
 }  # fmt: skip
 
 

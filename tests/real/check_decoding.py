@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from jax_specdec.engine import Engine, EngineConfig
+from jax_specdec.engine import Engine, EngineConfig, Serves
 from jax_specdec.text.tokenizer import Tokenizer
 from tests.real import model
 from tests.support.greedy_checks import check_greedy, check_logprobs, log_softmax
@@ -57,7 +57,7 @@ def decoded(drafter, asked):
     config = EngineConfig(
         weights=str(model.path()), vocab_size=V, drafter=drafter, num_slots=SLOTS, max_length=256,
         num_drafts=0 if drafter == "none" else 4,
-        prepare=tuple({one.params: None for one in requests.values()}),
+        serves=Serves.of(one.params for one in requests.values()),
     )  # fmt: skip
     records = {id: [] for id in requests}
     with Engine(config) as engine:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jax_specdec.device.model import load_model, sequence_logprobs
-from jax_specdec.engine import Engine, EngineConfig
+from jax_specdec.engine import Engine, EngineConfig, Serves
 from jax_specdec.requests import LogprobsMode
 from jax_specdec.text.tokenizer import Tokenizer
 from tests.real import model
@@ -45,7 +45,7 @@ def decoded_with(requests, *, kill=False, **changes):
     config = EngineConfig(
         weights=str(model.path()), vocab_size=V, max_length=LENGTH,
         batch_invariant=True, on_worker_loss="restart", resume_lost=True, restart_delay=0.0,
-        prepare=tuple({one.params: None for one in requests}), **changes,
+        serves=Serves.of(one.params for one in requests), **changes,
     )  # fmt: skip
     records, lost = {one.id: [] for one in requests}, 0
     # Workers compile as users do: without optimizations, XLA contracts here and not there.

@@ -12,6 +12,7 @@ import numpy as np
 
 from ipc.wire import MAX_DRAFTS
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.declaration import EVERYTHING
 from jax_specdec.device.drafting.drafters import MtpDrafter, NgramDrafter, NoDrafter
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.programs import Compiled
@@ -68,13 +69,6 @@ def draft_logits_kept():
 compiled = functools.cache(Compiled)  # one compilation for all runs of a configuration
 
 
-class Functions(SimpleNamespace):
-    """Functions in place of a `Compiled`."""
-
-    def for_kind(self, kind):
-        return self
-
-
 class Local:
     """A worker in this process and the engine's session of it; a test drives both sides.
 
@@ -106,12 +100,13 @@ class Local:
         recorded = "step", "choose", "prefill_chunk", "score_chunk"
         recorders = {name: getattr(self, name) for name in recorded}
         self.chosen_apart = 0  # steps in two programs
-        recording = Functions(**vars(self.shared) | recorders)
+        recording = SimpleNamespace(**vars(self.shared) | recorders)
         self.worker = Worker(settings, params, self.sent, prefill_chunk=chunk,
                              compiled=programs or recording, **options)  # fmt: skip
         self.ring = self  # the rank's worker, and its ring
         served = EngineConfig(vocab_size=config.vocab_size, num_slots=num_slots,
-                              max_length=max_length, num_drafts=MAX_DRAFTS)  # fmt: skip
+                              max_length=max_length, num_drafts=MAX_DRAFTS,
+                              serves=EVERYTHING)  # fmt: skip
         self.rank = WorkerSession(self, served, prefill_only=prefill_only)
 
     def noted(self, program, *given, **options):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import httpx
 
 from ipc import RingTimeout
-from jax_specdec.engine import Engine, EngineConfig
+from jax_specdec.engine import EVERYTHING, Engine, EngineConfig
 from jax_specdec.export import TokenTable
 from jax_specdec.serve.app import Service
 from jax_specdec.serve.bounds import Bounds
@@ -111,7 +111,8 @@ def serving(
     def ask_later(**body):
         return pool.submit(ask, **body)
 
-    given = {"vocab_size": VOCAB, "max_length": MAX_LENGTH, "num_slots": 4} | config
+    given = {"vocab_size": VOCAB, "max_length": MAX_LENGTH, "num_slots": 4, "serves": EVERYTHING}
+    given |= config
     settings = EngineConfig(**given)
     with (
         ThreadPoolExecutor(8) as pool,

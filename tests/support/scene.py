@@ -5,6 +5,7 @@ import itertools
 import random
 
 from jax_specdec.control import Admit
+from jax_specdec.declaration import EVERYTHING
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
@@ -71,8 +72,9 @@ class Scene:
         self.faults = {rank: list(numbers) for rank, numbers in (faults or {}).items()}
         self.seed = seed
         self.clock = FakeClock()
+        usual = {"num_slots": num_slots, "max_length": 64, "serves": EVERYTHING}
         self.engine = Engine(
-            EngineConfig(vocab_size=VOCAB, num_slots=num_slots, max_length=64, **config),
+            EngineConfig(vocab_size=VOCAB, **usual | config),
             start_worker=self.start,
             clock=self.clock,
         )

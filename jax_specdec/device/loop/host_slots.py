@@ -145,27 +145,6 @@ def _bound(slots: Sequence[Slot], tokens: Sequence[int], *, kept: bool = False) 
     )
 
 
-def reads_once(slots: Sequence[Slot], on_gpu: bool) -> bool:
-    """Whether verification's read of all rows shall serve the logprobs too.
-
-    It then sums, and selects K of, rejected rows and rows that no request asks about, so half of
-    the slots at least must want logprobs. Nor may a slot have penalties: a changed copy is verified
-    then, and raw logprobs are of the logits themselves. The GPU kernels find greedy choices and all
-    that logprobs need in one read; where a slot samples, reading the accepted rows by kernels of
-    their own costs them less. It is the other way round in XLA: a greedy choice is much cheaper
-    there than a row's sums, which a sampled row needs anyway.
-
-    Args:
-      slots: [B].
-      on_gpu: whether the logits go through the GPU kernels.
-    """
-    taken = [slot.params for slot in slots if slot.occupied]
-    asking = sum(params.num_columns > 0 for params in taken)
-    if not 2 * asking >= len(taken) > 0 or any(params.penalizes for params in taken):
-        return False
-    return all(params.temperature == 0 for params in taken) == on_gpu
-
-
 def admission(
     request: Request, max_length: int, num_drafts: int, draft_token_ids: Sequence[int] = ()
 ) -> Admission:

@@ -1,21 +1,27 @@
 """The kind of a batch: what the program of a step and those of its messages are compiled for.
 
-The programs of one kind serve batches that ask for less, too. So a batch goes on with those that it
-has while closer ones are compiled.
+The programs of one kind serve batches that ask for less, too. So what an engine serves needs few of
+them, its ladder: a batch takes the lowest rung that serves it.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
-import jax
-import numpy as np
+import jax.numpy as jnp
 
-from jax_specdec.device.loop.host_slots import Slot, reads_once, widths_of_slots
-from jax_specdec.device.messages.batch_options import Widths
+from jax_specdec.declaration import Serves
+from jax_specdec.device.loop import host_slots
+from jax_specdec.device.loop.host_slots import Slot, widths_of_slots
+from jax_specdec.device.loop.state import LoopConfig
+from jax_specdec.device.messages.batch_options import (
+    Widths,
+    changes_bucket,
+    chosen_bucket,
+    k_bucket,
+)
 from jax_specdec.device.messages.logit_changes import ChangesSize, changes_size
 from jax_specdec.device.messages.row_logprobs import DraftReport
-
-StepKey = tuple[Widths | None, int | None, int, ChangesSize | None, bool, int | None]
+from jax_specdec.requests import SamplingParams
 
 
 class StepOptions(TypedDict):
@@ -25,11 +31,6 @@ class StepOptions(TypedDict):
     read_k: int | None
     samples: bool
     num_drafts: NotRequired[int]  # fewer than D
-
-
-def narrow_widths(num_drafts: int) -> tuple[int, ...]:
-    """The widths below D that steps have programs of: none, and half of the drafts."""
-    return tuple(dict.fromkeys((0, num_drafts // 2)))[:num_drafts]
 
 
 class Kind(NamedTuple):
@@ -62,13 +63,26 @@ class Kind(NamedTuple):
           in_tiles: rows have bits of their own, so what others ask decides no order of sums.
         """
         params = [slot.params for slot in slots]
-        return cls(
+        kind = cls(
             widths=widths_of_slots(slots, vocab_size),
             reports_drafts=draws and any(one.draft_logprobs for one in params),
-            reads_once=reads_once(slots, on_gpu) and not in_tiles,
             samples=any(one.temperature > 0 for one in params),
             changes=changes_size(params),
         )
+        return kind.reading(on_gpu=on_gpu, in_tiles=in_tiles)
+
+    def reading(self, *, on_gpu: bool, in_tiles: bool) -> "Kind":
+        """The same, which reads the logits once where that costs less; arguments as `of_slots`.
+
+        The GPU kernels find greedy choices and all that logprobs need in one read. Elsewhere, and
+        where a slot samples, the rows that were accepted and asked for are read by themselves: a
+        read for all would sum, and select K of, rejected rows too. Nor is there one read where a
+        slot has penalties: a changed copy is verified then, and raw logprobs are of the logits
+        themselves.
+        """
+        penalizes = self.changes is not None and self.changes.penalties
+        once = on_gpu and not (self.samples or in_tiles or penalizes or self.widths.k is None)
+        return self._replace(reads_once=once)
 
     @property
     def has_grammar(self) -> bool:
@@ -76,18 +90,15 @@ class Kind(NamedTuple):
         return self.changes is not None and self.changes.grammar
 
     def narrower(self, num_drafts: int) -> "tuple[Kind, ...]":
-        """The same with steps that verify fewer than D = `num_drafts` drafts.
+        """The same with steps that verify fewer than D = `num_drafts` drafts: without any.
 
-        There are none where masks follow all drafts, or a message reports them.
+        There are none where a message reports drafts. Masks of a grammar follow all drafts: steps
+        that verify fewer have none.
         """
-        if self.has_grammar or self.reports_drafts:
+        if self.reports_drafts or not num_drafts:
             return ()
-        return tuple(self._replace(num_drafts=width) for width in narrow_widths(num_drafts))
-
-    @property
-    def num_programs(self) -> int:
-        """The step's, those of its messages, and one for all lengths that are copied."""
-        return 3 + self.reports_drafts + 2 * self.has_grammar
+        changes = None if self.changes is None else self.changes._replace(grammar=False)
+        return (self._replace(num_drafts=0, changes=changes),)
 
     @property
     def step_options(self) -> StepOptions:
@@ -101,27 +112,8 @@ class Kind(NamedTuple):
             options["num_drafts"] = self.num_drafts
         return options
 
-    @property
-    def step_key(self) -> StepKey:
-        """What of the kind the program of a step depends on: less than its messages' do."""
-        options = self.step_options
-        return (
-            options["report_widths"], options["read_k"], self.widths.chosen, self.changes,
-            self.samples, self.num_drafts,
-        )  # fmt: skip
-
-    @property
-    def cost(self) -> tuple[int, ...]:
-        """A cheaper kind comes first."""
-        changes = self.changes or ChangesSize(0, penalties=False)
-        return (
-            self.has_grammar, changes.penalties, self.widths.num_columns, self.changes is not None,
-            self.reports_drafts, self.widths.mode, self.widths.chosen, self.widths.kept,
-            self.samples, changes.ids, changes.holds_back, not self.reads_once,
-        )  # fmt: skip
-
-    def serves(self, exact: "Kind", slots: Sequence[Slot]) -> bool:
-        """Whether programs of this kind give these slots, of the kind `exact`, what they ask."""
+    def serves(self, exact: "Kind") -> bool:
+        """Whether programs of this kind give slots of the kind `exact` what they ask."""
         has, needed = self.widths, exact.widths
         if exact.changes is not None and not (self.changes and self.changes.holds(exact.changes)):
             return False
@@ -132,8 +124,27 @@ class Kind(NamedTuple):
             and has.kept >= needed.kept
             and self.reports_drafts >= exact.reports_drafts
             and self.samples >= exact.samples
-            and self.num_drafts == exact.num_drafts
         )
+
+    def __str__(self) -> str:
+        """Its name for people."""
+        words = ["sampled" if self.samples else "greedy", "step"]
+        names = {
+            f"K = {self.widths.k}": self.widths.k is not None,
+            f"{self.widths.mode.name.lower()} logprobs": bool(self.widths.mode),
+            "kept sets": self.widths.kept,
+            "draft logprobs": self.reports_drafts,
+            "biases": self.changes is not None and self.changes.ids > 0,
+            "penalties": self.changes is not None and self.changes.penalties,
+            "grammars": self.has_grammar,
+        }
+        if more := [name for name, is_there in names.items() if is_there]:
+            words += ["with", ", ".join(more)]
+        if self.num_drafts is not None:
+            words.append(
+                "without drafts" if not self.num_drafts else f"of {self.num_drafts} drafts"
+            )
+        return " ".join(words)
 
 
 class PromptKind(NamedTuple):
@@ -142,43 +153,106 @@ class PromptKind(NamedTuple):
     chunk: int  # positions
     widths: Widths  # of what the prompt's slot asks for
 
-    @property
-    def num_programs(self) -> int:
-        """As that of a batch's kind."""
-        return 3
+    def __str__(self) -> str:
+        """Its name for people."""
+        return f"prompt with K = {self.widths.k}"
+
+    @classmethod
+    def of_slot(cls, slot: Slot, config: LoopConfig, prefill_chunk: int) -> "PromptKind":
+        """The kind for the prompt of a slot that wants its logprobs."""
+        widths = widths_of_slots([host_slots.for_prompt(slot)], config.model.vocab_size)
+        return cls(host_slots.chunk_size(slot, config, prefill_chunk), widths)
+
+    @classmethod
+    def of_all(cls, serves: Serves, config: LoopConfig, prefill_chunk: int) -> "PromptKind | None":
+        """The kind for all prompts whose logprobs are served; None where none are."""
+        if serves.max_logprobs_of_prompts is None:
+            return None
+        k = min(serves.max_logprobs_of_prompts, config.model.vocab_size)
+        extra = tuple(range(serves.max_extra_token_ids))
+        params = SamplingParams(prompt_logprobs=k, logprobs=0, extra_token_ids=extra)
+        chunk = host_slots.chunk_size(Slot(params=params, score_from=0), config, prefill_chunk)
+        widths = Widths(
+            k=_served_k(k, config.model.vocab_size),
+            chosen=chosen_bucket(len(extra)),
+            mode=serves.max_logprobs_mode,
+        )
+        return cls(chunk, widths)
 
 
-def as_report(kind: Kind, report: DraftReport | None, drafts: Any) -> DraftReport | None:
-    """The report that programs of an earlier kind made, in the widths of this one.
+def _served_k(k: int, vocab_size: int) -> int:
+    return k_bucket(min(k, vocab_size), vocab_size)
 
-    A slot's own columns are in both. Widths change seldom, and nothing is compiled: it is read.
 
-    Args:
-      kind: of the next step.
-      report: of the last one, if it made one.
-      drafts: [B, D], where they are.
+class Ladder(NamedTuple):
+    """The kinds of programs that serve what an engine has declared.
+
+    Attributes:
+      rungs: of batches, at the full width; lower ones cost less.
+      prompt: of prompts with logprobs; None where none are served.
     """
+
+    rungs: tuple[Kind, ...]
+    prompt: PromptKind | None
+
+    @classmethod
+    def of(
+        cls,
+        serves: Serves,
+        config: LoopConfig,
+        prefill_chunk: int,
+        *,
+        on_gpu: bool = False,
+        draws: bool = False,
+        in_tiles: bool = False,
+    ) -> "Ladder":
+        """The ladder of a loop; arguments as `Kind.of_slots`.
+
+        Greedy batches have rungs of their own: their steps have nothing of sampling, and a sixth of
+        the instructions. All changes of logits are one rung, the last: a step that makes a changed
+        copy of them for a penalty costs little more than one that hands down a bias, and each
+        further program makes the start longer. So is all that few ask about logprobs.
+        """
+        vocab = config.model.vocab_size
+        plain = Widths(
+            chosen=chosen_bucket(serves.max_extra_token_ids)
+        )  # as all rungs: they share their steps
+        widths = [plain]
+        if serves.max_logprobs is not None:
+            widths.append(plain._replace(k=_served_k(serves.max_logprobs, vocab)))
+        most = widths[-1]._replace(kept=serves.kept_token_ids)
+        if most.k is not None:
+            most = most._replace(mode=serves.max_logprobs_mode)
+        reports = draws and serves.draft_logprobs
+        answers = dict.fromkeys([*((one, False) for one in widths), (most, reports)])
+
+        rungs = [
+            Kind(*answer, samples=samples)
+            for samples in dict.fromkeys((False, serves.sampling))
+            for answer in answers
+        ]
+        if serves.max_changed_ids or serves.penalties or serves.grammars:
+            ids = changes_bucket(serves.max_changed_ids)
+            changes = ChangesSize(ids, serves.penalties, ids > 0, serves.grammars)
+            rungs.append(Kind(most, reports, samples=serves.sampling, changes=changes))
+        if serves.alike:
+            rungs = rungs[-1:]
+        rungs = [rung.reading(on_gpu=on_gpu, in_tiles=in_tiles) for rung in rungs]
+        return cls(tuple(rungs), PromptKind.of_all(serves, config, prefill_chunk))
+
+    def lowest(self, exact: Kind) -> Kind:
+        """The lowest rung that serves batches of the kind `exact`, all of which is declared."""
+        return next(rung for rung in self.rungs if rung.serves(exact))
+
+
+def empty_report(kind: Kind, shape: tuple[int, ...]) -> DraftReport | None:
+    """What a step of this kind takes for a report on drafts [B, D] where none was made."""
     if not kind.reports_drafts or kind.widths.k is None:
         return None
-    shape, columns = drafts.shape, kind.widths.num_columns
-    widths = columns, kind.widths.chosen
-    if report is not None and widths == (
-        report.logprobs.shape[-1],
-        report.extra_logprobs.shape[-1],
-    ):
-        return report
-    arrays: Any = (
-        np.zeros((*shape, columns), np.int32),
-        np.zeros((*shape, columns), np.float32),
-        np.zeros(shape, np.int32),
-        np.zeros((*shape, kind.widths.chosen), np.float32),
+    columns, chosen = kind.widths.num_columns, kind.widths.chosen
+    return DraftReport(
+        jnp.zeros((*shape, columns), jnp.int32),
+        jnp.zeros((*shape, columns), jnp.float32),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros((*shape, chosen), jnp.float32),
     )
-    new = DraftReport(*arrays)
-    if report is not None:
-        arrays[2][:] = report.token_ranks
-        for name in ("token_ids", "logprobs", "extra_logprobs"):
-            wide, old = getattr(new, name), np.asarray(getattr(report, name))
-            both = min(wide.shape[-1], old.shape[-1])
-            wide[..., :both] = old[..., :both]
-    placed: DraftReport = jax.device_put(new, drafts.sharding if drafts.committed else None)
-    return placed

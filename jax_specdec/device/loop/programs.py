@@ -1,8 +1,6 @@
 """The loop's functions, compiled on first use and shared by the workers of one configuration."""
 
 import functools
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,7 +8,6 @@ import jax
 from jax.stages import Wrapped
 
 from jax_specdec.device.loop import prompt_chunks
-from jax_specdec.device.loop.kinds import Kind, PromptKind, StepKey
 from jax_specdec.device.loop.prompt_chunks import prefill_chunk
 from jax_specdec.device.loop.state import (
     LoopConfig,
@@ -25,9 +22,6 @@ from jax_specdec.device.messages import step_messages
 from pallas_kernels import use_implementation
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-# What every request needs that has two prompt tokens; what others need depends on what they ask.
-PROGRAMS = ("admit", "prefill_chunk", "step", "target_message", "leading")
 
 
 class Compiled:
@@ -83,10 +77,6 @@ class Compiled:
         self.seen = read(functools.partial(seen, config))
         self.leading = read(functools.partial(leading), static_argnums=1)
 
-    def for_kind(self, kind: Kind | PromptKind) -> "Compiled":
-        """The functions that batches or prompts of a kind use: here all kinds use the same."""
-        return self
-
 
 def leading(words: jax.Array, count: int) -> jax.Array:
     """The first `count` of the words [n]."""
@@ -104,57 +94,3 @@ def with_implementation(name: str | None, function: Function) -> Function:
             return function(*arguments, **more)
 
     return call  # type: ignore[return-value]
-
-
-MOST_KINDS = 64  # of batches and prompts together
-
-
-class KeptPrograms(Compiled):
-    """The loop's functions, and for each of the last kinds functions of its own.
-
-    So they can be dropped: JAX keeps what it compiles with the function that `jax.jit` returned,
-    and one such function for all kinds would keep every program for ever. A step depends on less
-    than its messages do: kinds that need the same one share it.
-    """
-
-    def __init__(self, config: LoopConfig, most: int = MOST_KINDS) -> None:
-        """Begin with no kind.
-
-        Args:
-          config: of the loop.
-          most: kinds whose programs are kept; those that were used longest ago are dropped.
-        """
-        super().__init__(config)
-        self._most = most
-        self._kinds: OrderedDict[Kind | PromptKind, Compiled] = OrderedDict()
-        self._steps: weakref.WeakValueDictionary[StepKey, Wrapped] = weakref.WeakValueDictionary()
-        self._ready: set[Kind | PromptKind] = set()
-
-    def for_kind(self, kind: Kind | PromptKind) -> Compiled:
-        """The functions of a kind, which is used now."""
-        found = self._kinds.get(kind)
-        if found is None:
-            found = self._kinds[kind] = Compiled(self.config)
-            found.seen, found.forward_rows = self.seen, self.forward_rows  # of all kinds
-            if isinstance(kind, Kind):
-                name = "choose" if kind.has_grammar else "step"
-                own = getattr(found, name)
-                setattr(found, name, self._steps.setdefault(kind.step_key, own))
-        self._kinds.move_to_end(kind)
-        while len(self._kinds) > self._most:
-            self._ready.discard(self._kinds.popitem(last=False)[0])
-        return found
-
-    def be_ready(self, kind: Kind | PromptKind) -> None:
-        """Note that the programs of a kind have been compiled, if they are still kept."""
-        if kind in self._kinds:
-            self._ready.add(kind)
-
-    def is_ready(self, kind: Kind | PromptKind) -> bool:
-        """Whether all programs of a kind have been compiled."""
-        return kind in self._ready
-
-    @property
-    def ready(self) -> list[Kind]:
-        """The kinds of batches whose programs have been compiled."""
-        return [kind for kind in self._ready if isinstance(kind, Kind)]

@@ -83,12 +83,11 @@ def step(
     if num_drafts is not None:
         state = state._replace(drafts=_leading(proposed, num_drafts))
     state, rows = forward_rows(config, params, state)
-    state, output = choose(
+    return choose(
         config, params, state, rows, options,
         read_k=read_k, report_widths=report_widths, changes=changes, samples=samples,
-        proposes=num_drafts != 0 or proposed.q is None,
+        proposes=num_drafts != 0 or proposed.q is None, all_drafts=proposed,
     )  # fmt: skip
-    return state, output._replace(fates=fates_of(proposed, output))
 
 
 def choose(
@@ -103,14 +102,17 @@ def choose(
     changes: Changes | None = None,
     samples: bool = True,
     proposes: bool = True,
+    all_drafts: Annotated[Drafts, "D = all"] | None = None,
 ) -> tuple[Annotated[LoopState, "D = all"], StepOutput]:
     """All of a step behind the model's forward pass; arguments as `step`, and its rows.
 
-    Without `proposes`, static, no slot gets a draft.
+    Without `proposes`, static, no slot gets a draft. `all_drafts` are those of the slots, where
+    the state has only the first of them.
 
     Where a grammar excludes a certain draft, it and those behind it are not proposed. To drop one
     that was drawn would bias the tokens: verification rejects it, as its probability is 0.
     """
+    drafts_before = state.drafts if all_drafts is None else all_drafts
     if changes is not None and changes.grammar is not None and state.drafts.q is None:
         num = jnp.minimum(state.drafts.num, changes.grammar.num_legal)
         state = state._replace(drafts=state.drafts._replace(num=num))
@@ -161,6 +163,7 @@ def choose(
         verified_ones = _leading(proposed, state.drafts.token_ids.shape[1])
         nothing = jax.tree.map(jnp.zeros_like, verified_ones.report)
         output = output._replace(drafts=output.drafts._replace(report=nothing))
+    output = output._replace(fates=fates_of(drafts_before, output))
     state = state._replace(
         drafter=drafter,
         drafts=proposed,

@@ -24,7 +24,7 @@ from pallas_kernels.sampling import Sampling
 
 K_BUCKETS = (0, 5, 20, 64, 128, 256, 512)
 CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN)
-CHANGES_BUCKETS = (0, 16, 128, max(MAX_BIASED_IDS, MAX_HELD_IDS))
+CHANGES_BUCKETS = (0, 16, 300, max(MAX_BIASED_IDS, MAX_HELD_IDS))  # OpenAI allows 300
 
 
 def k_bucket(k: int, vocab_size: int) -> int:

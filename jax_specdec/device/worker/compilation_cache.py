@@ -1,74 +1,14 @@
 """jax's persistent compilation cache, for the processes of a worker."""
 
-import collections
-import functools
 import os
 import sys
-import threading
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jax_specdec import compiled_programs
-from jax_specdec.device.worker import background
 
 LEAST_SECONDS = 0.01  # a program that compiles faster is not worth a file
-MOST_WAITING = (
-    32  # programs that wait to be written, each of which is in memory; older ones are not
-)
-
-
-class LaterWrites:
-    """Programs that were compiled beside a worker's steps, and are written when it has a rest.
-
-    jax writes a program once it is compiled. Making its bytes keeps the interpreter to itself:
-    0.16 s for 4 MB, which every step would wait for. jax has no public way to put that off; where
-    its function is not there, it writes at once.
-
-    XLA can't make bytes of a program that sorts once it has run on a CPU. So what is compiled while
-    nobody waits for steps is written at once: what a first request needs is there at the next
-    start. A program that can't be written any more is compiled again then, beside the steps.
-
-    Attributes:
-      steps_are_made: asked in the job's thread, whether steps would have to wait.
-    """
-
-    def __init__(self) -> None:
-        self.steps_are_made: Callable[[], bool] = lambda: False
-        self._waiting: collections.deque[Callable[[], object]] = collections.deque(
-            maxlen=MOST_WAITING
-        )
-
-    def begin(self) -> None:
-        """Put off what jobs beside the steps compile."""
-        from jax._src import compiler
-
-        write = getattr(compiler, "_cache_write", None)
-        if write is not None:
-            compiler._cache_write = functools.partial(self._take, write)
-
-    def write_one(self) -> bool:
-        """Write one program; False where none waits."""
-        if not self._waiting:
-            return False
-        with warnings.catch_warnings():  # jax warns of each that can't be written
-            warnings.simplefilter("ignore")
-            self._waiting.popleft()()
-        return True
-
-    def write_all(self) -> None:
-        """Write all that wait, before the process ends."""
-        while self.write_one():
-            pass
-
-    def _take(self, write: Callable[..., object], *arguments: Any) -> None:
-        if threading.current_thread().name.startswith(background.NAME) and self.steps_are_made():
-            self._waiting.append(functools.partial(write, *arguments))
-        else:
-            write(*arguments)
 
 
 def begin(setting: str) -> None:

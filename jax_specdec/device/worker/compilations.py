@@ -1,66 +1,67 @@
-"""The phases of compiling, as JAX tells them: a worker that compiles is not one that hangs."""
+"""What JAX tells of compiling: a worker that compiles is not one that hangs."""
 
 import threading
-from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jax_specdec.control import Heartbeat, Phase, ProcessStats
-from jax_specdec.device.worker import background
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compiler gets the program next
 COMPILED = "/jax/core/compile/backend_compile_duration"
+KEPT = "/jax/compilation_cache/cache_hits"  # an earlier start has compiled it
 _EVENTS = "/jax/core/compile/"
 NOTED_SECONDS = 0.5  # of lowering and compiling, from which on a program is noted for the log
 
 
-def watch(
-    stats: ProcessStats,
-    needed: Collection[str] = (),
-    prepares: Callable[[], bool] = lambda: False,
-) -> None:
-    """Keep `stats` at the phase COMPILING while a program is compiled: its number, its name.
+@dataclass
+class Compilations:
+    """How many programs were compiled so far, and how many of them were kept by earlier starts."""
 
-    Programs are compiled when they are first needed, and requests decide which ones are. So the
-    total is that of the programs that were compiled, and of those in `needed` that were not: it
-    grows where requests need others. A program that is compiled beside the steps does not end their
-    phase, which names it. Every event of JAX's counts as progress: a long trace ends,
-    and so does a lowering.
+    count: int = 0
+    kept: int = 0
 
-    Args:
-      needed: names of programs that will be compiled; where there are none, no total is said.
-      prepares: whether the programs that are compiled now are counted by who asked for them.
+    def __str__(self) -> str:
+        return f"{self.count} programs, {self.kept} of them kept by an earlier start"
+
+
+def watch(stats: ProcessStats) -> Compilations:
+    """Count the programs that are compiled from now on, and let `stats` tell of them.
+
+    A program that the main thread compiles while it makes steps is a phase of its own. Every event
+    of JAX's counts as progress: a long trace ends, and so does a lowering.
     """
     before: list[Heartbeat] = []
-    count, left = 0, set(needed)
     lowered: dict[int, tuple[str, float]] = {}  # by thread: its program, and how long that took
+    counts = Compilations()
 
     def heard(event: str, duration_secs: float, **more: Any) -> None:
-        nonlocal count
-        thread = threading.current_thread()
-        aside = thread.name.startswith(background.NAME)
+        thread = threading.get_ident()
         if event == LOWERED:
-            count += 1
-            if not before and not aside:
-                before.append(stats.heartbeat)
             name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-            lowered[threading.get_ident()] = name, duration_secs
-            left.discard(name)
-            total = count + len(left) if needed else 0
-            if aside:
-                stats.beside = name
-            if not prepares() and (not aside or stats.heartbeat.phase is Phase.COMPILING):
-                stats.enter(Phase.COMPILING, count, total, what=name)
-        elif event == COMPILED and (aside or before):
-            name, lowering = lowered.pop(threading.get_ident(), ("", 0.0))
-            if aside:
-                stats.beside = next((other for other, _ in lowered.values()), "")
-            elif (heartbeat := before.pop()) and not prepares():
-                stats.enter(heartbeat.phase, heartbeat.done, heartbeat.total)
+            lowered[thread] = name, duration_secs
+            if _is_main() and not before and stats.heartbeat.ready:
+                before.append(stats.heartbeat)
+                stats.enter(Phase.COMPILING, what=name)
+        elif event == COMPILED:
+            counts.count += 1
+            name, lowering = lowered.pop(thread, ("", 0.0))
+            if _is_main() and before:
+                earlier = before.pop()
+                stats.enter(earlier.phase, earlier.done, earlier.total)
             if (seconds := lowering + duration_secs) >= NOTED_SECONDS:
                 stats.note(f"compiled {name} in {seconds:.1f} s")
         if event.startswith(_EVENTS):
             stats.change(progress=stats.heartbeat.progress + 1)
 
+    def seen(event: str, **more: Any) -> None:
+        counts.kept += event == KEPT
+
     jax.monitoring.register_event_duration_secs_listener(heard)
+    jax.monitoring.register_event_listener(seen)
+    return counts
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()

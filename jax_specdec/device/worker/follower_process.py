@@ -4,10 +4,9 @@ import jax
 
 from jax_specdec.child import Child
 from jax_specdec.control import Advance, Phase, Prepare
-from jax_specdec.device.loop.programs import PROGRAMS
 from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
 from jax_specdec.device.worker.process_group import join, leave
-from jax_specdec.device.worker.worker_process import make_worker
+from jax_specdec.device.worker.worker_process import make_worker, rehearse
 
 
 class Silent:
@@ -26,9 +25,10 @@ def main(child: Child) -> int:
     index, here = start.member.index, start.config.devices_here
     join(index, start.config.num_processes, start.member.coordinator, local=index % here)
     compilation_cache.begin(start.config.compilation_cache)
-    compilations.watch(child.stats, PROGRAMS)
+    compilations.watch(child.stats)
     child.stats.enter(Phase.LOADING)
     worker = make_worker(start, Silent(), stats=child.stats, publish=False)
+    rehearse(worker, start.config, child.stats)
     child.stats.be_ready(tuple(map(str, jax.local_devices())))
     while True:
         if child.commands.empty():

@@ -16,6 +16,7 @@ from jax_specdec.device.loop.host_slots import Slot
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.messages.logit_changes import GrammarMasks
 from jax_specdec.requests import Request, RequestError
+from jax_specdec.structured.checks import EXAMPLE
 from jax_specdec.structured.matcher import EVERY, Matcher
 from jax_specdec.structured.vocabulary import WORD, Vocabulary
 
@@ -49,6 +50,13 @@ class Grammars:
         self._wake = wake
         # They start with the first grammars. A large one holds no other up.
         self._threads = ThreadPoolExecutor(TOGETHER, "grammars", initializer=_give_way)
+
+    def prepare(self) -> Future[Matcher]:
+        """Read the model's tokens, and compile a first grammar; what cannot be served fails later.
+
+        Ask for the `exception` of the result to wait for it.
+        """
+        return self._threads.submit(lambda: Matcher(self._tokens(), EXAMPLE, (0,)))
 
     def begin(self, request: Request) -> Future[Matcher] | None:
         """Compile a request's grammar, and go on behind what was emitted; None where it has none.

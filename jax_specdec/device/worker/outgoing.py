@@ -4,7 +4,7 @@ Each is packed on the device, cut to the most words that it can have by what the
 copied while the device goes on. Axes: B slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from ipc import wire
 from jax_specdec.device.loop.host_slots import Slot, draft_bound, prompt_bound, target_bound
+from jax_specdec.device.loop.kinds import Kind
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.prompt_chunks import ScoredChunk
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths, words_bucket
@@ -72,6 +73,24 @@ class Outgoing:
             sent.append(self._copy(programs, words, draft_bound(host_slots)))
         return tuple(sent)
 
+    def rehearse(
+        self,
+        programs: Compiled,
+        output: StepOutput,
+        host_slots: Sequence[Slot],
+        kind: Kind,
+        options: BatchOptions,
+    ) -> None:
+        """Make all that a step of this kind may send, and send nothing; arguments as above."""
+        stamp, widths = self.stamp(0, 0), kind.widths
+        follows = np.bool_(False)
+        messages = [programs.target_message(output, options, stamp, follows, widths=widths)]
+        if kind.reports_drafts:
+            messages.append(programs.draft_message(output, options, stamp, widths=widths))
+        for words in messages:
+            for count in copied_lengths(len(host_slots), words.size):
+                np.asarray(programs.leading(words, count))
+
     def draft_follows(self, host_slots: Sequence[Slot]) -> bool:
         """Whether the next step has a draft message."""
         asks = (slot.decoding and slot.params.draft_logprobs for slot in host_slots)
@@ -119,6 +138,15 @@ class Outgoing:
         cut: jax.Array = programs.leading(words, min(words_bucket(bound), words.size))
         cut.copy_to_host_async()
         return cut
+
+
+def copied_lengths(num_slots: int, size: int) -> Iterator[int]:
+    """The lengths that messages of at most `size` words are copied with."""
+    words = target_bound([Slot()] * num_slots)
+    while (length := words_bucket(words)) < size:
+        yield length
+        words = length + 1
+    yield size
 
 
 class DeviceCheckError(RuntimeError):

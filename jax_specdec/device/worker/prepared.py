@@ -1,24 +1,28 @@
-"""The programs of a kind, compiled before a batch of that kind runs.
+"""The programs of a ladder, compiled before a worker is ready.
 
-What they are called with is said by shapes, types and places: nothing of it is read, so another
-thread may compile while the state goes on.
+What they are called with is said by shapes, types and places: nothing of it is read, so they are
+compiled while the weights are read.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax.stages import Traced
 
 from jax_specdec.device.loop import host_slots
-from jax_specdec.device.loop.host_slots import AllOptions, Slot
-from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.loop.host_slots import Slot
+from jax_specdec.device.loop.kinds import Kind, PromptKind, empty_report
 from jax_specdec.device.loop.programs import Compiled
-from jax_specdec.device.loop.state import LoopState
-from jax_specdec.device.messages.batch_options import BatchOptions, words_bucket
+from jax_specdec.device.loop.state import LoopState, with_report
 from jax_specdec.device.messages.pack import Stamp
 from jax_specdec.device.worker.grammars import no_masks
+from jax_specdec.device.worker.outgoing import copied_lengths
+from jax_specdec.requests import Request
 
 Tree = TypeVar("Tree")  # of arrays, or of their shapes and places
 
@@ -26,6 +30,25 @@ Compile = Callable[..., None]  # takes traced programs; compiles them, now or so
 
 INDEX = np.int32(0)
 STAMP = Stamp(np.zeros(2, np.uint32), *np.zeros(3, np.uint32))
+
+
+Part = Callable[[Compile], None]  # what has some programs compiled
+
+
+class Arguments(NamedTuple):
+    """What the programs of a loop are called with, abstract."""
+
+    params: Any
+    state: LoopState
+
+    @classmethod
+    def of(cls, params: Any, state: LoopState) -> "Arguments":
+        """The shapes, types and places of these."""
+        return cls(*abstract((params, with_report(state, None))))
+
+
+class CannotCompile(RuntimeError):
+    """A program that the device cannot run: which one, and why."""
 
 
 def abstract(tree: Tree) -> Tree:
@@ -47,65 +70,128 @@ def compile_now(*traced: Traced) -> None:
         one.lower().compile()
 
 
-def compile_batch(
+def compile_ladder(
     programs: Compiled,
-    kind: Kind,
-    params: Any,
-    state: LoopState,
-    options: AllOptions,
-    compile: Compile = compile_now,
+    kinds: Sequence[Kind],
+    prompt: PromptKind | None,
+    arguments: Arguments,
+    prefill_chunk: int,
+    tell: Callable[[int, int, str], object] = lambda done, total, name: None,
+) -> None:
+    """Compile what every request needs, and what batches and prompts of some kinds do.
+
+    One thread traces, others compile: they leave the interpreter to it.
+
+    Args:
+      programs: of the loop.
+      kinds: of batches.
+      prompt: of prompts with logprobs.
+      arguments: of all programs.
+      prefill_chunk: positions of a chunk of other prompts.
+      tell: called with how many of how many kinds are there, and the name of another one.
+
+    Raises:
+      CannotCompile: names the kind.
+    """
+    parts: list[tuple[str, Part]] = [
+        ("prompts", partial(compile_shared, programs, arguments, prefill_chunk)),
+        *((str(kind), partial(compile_batch, programs, kind, arguments)) for kind in kinds),
+    ]
+    if prompt is not None:
+        parts.append((str(prompt), partial(compile_prompt, programs, prompt, arguments)))
+    jobs: list[tuple[str, list[Future[None]]]] = []
+    begun: dict[int, Any] = {}  # what was traced: kinds share programs
+
+    def begin(*traced: Traced) -> None:
+        new = [one for one in traced if id(one.jaxpr) not in begun]
+        begun.update((id(one.jaxpr), one.jaxpr) for one in new)
+        jobs[-1][1].append(pool.submit(compile_now, *new))
+
+    def say(name: str, traced: int) -> None:
+        done = sum(all(job.done() for job in waiting) for _, waiting in jobs[:traced])
+        tell(done, len(parts), name)
+
+    with ThreadPoolExecutor(os.cpu_count(), "compiling") as pool:
+        name = ""
+        try:
+            for traced, (name, part) in enumerate(parts):
+                jobs.append((name, []))
+                say(name, traced)
+                part(begin)
+            for name, waiting in jobs:
+                say(name, len(parts))
+                for job in waiting:
+                    job.result()
+        except Exception as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            why = f"{type(error).__name__}: {error}"
+            raise CannotCompile(f"{name}: this program cannot be compiled: {why}") from error
+    tell(len(parts), len(parts), name)
+
+
+def compile_shared(
+    programs: Compiled, arguments: Arguments, prefill_chunk: int, compile: Compile
+) -> None:
+    """Compile the programs of all kinds."""
+    params, state = arguments
+    request = Request(id="", prompt_token_ids=(0,))
+    sizes = programs.config.max_length, programs.config.drafter.num_drafts
+    compile(programs.prefill_chunk.trace(params, state, INDEX, INDEX, chunk=prefill_chunk))
+    compile(programs.admit.trace(state, INDEX, host_slots.admission(request, *sizes)))
+    compile(programs.release.trace(state, INDEX))
+    compile(programs.copy_prefix.trace(state, INDEX, INDEX))
+    compile(programs.start_again.trace(state))
+
+
+def compile_batch(
+    programs: Compiled, kind: Kind, arguments: Arguments, compile: Compile = compile_now
 ) -> None:
     """Compile the step and the messages of a kind.
 
     Args:
-      programs: of the kind.
+      programs: of the loop.
       kind: what for.
-      params: abstract, as the others.
-      state: with the report on drafts in the widths of the kind.
-      options: by slots of the kind.
+      arguments: of all programs.
       compile: gets the programs, the longest first.
     """
+    params, bare = arguments
+    slots = [Slot()] * programs.config.num_slots
+    options, changes = abstract(host_slots.all_options(slots, kind.widths, kind.changes))
+    drafts = bare.drafts.token_ids
+    report = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=drafts.sharding),  # type: ignore[no-untyped-call]
+        empty_report(kind, drafts.shape),
+    )
+    state = bare._replace(drafts=bare.drafts._replace(report=report))
     if kind.has_grammar:
-        bare = _with_report(state, None)
         _compiled(programs.seen.trace(bare), bare, compile)
         run, rows = _compiled(programs.forward_rows.trace(params, bare), (params, bare), compile)
-        run = _with_report(run, state.drafts.report)
-        assert options.changes is not None
-        changes = options.changes._replace(grammar=no_masks(programs.config))
+        run = run._replace(drafts=run.drafts._replace(report=report))
+        assert changes is not None
+        changes = changes._replace(grammar=no_masks(programs.config))
         traced = programs.choose.trace(
-            params, run, rows, options.options, changes=changes, **kind.step_options
+            params, run, rows, options, changes=changes, **kind.step_options
         )
     else:
-        traced = programs.step.trace(
-            params, state, options.options, changes=options.changes, **kind.step_options
-        )
+        traced = programs.step.trace(params, state, options, changes=changes, **kind.step_options)
     output = _compiled(traced, (params, state), compile)[1]
-    said, widths = (output, options.options, STAMP), kind.widths
+    said, widths = (output, options, STAMP), kind.widths
     messages = [programs.target_message.trace(*said, np.bool_(False), widths=widths)]
     if kind.reports_drafts:
         messages.append(programs.draft_message.trace(*said, widths=widths))
-    _compile_cuts(programs, [_compiled(one, output, compile) for one in messages], compile)
-
-
-def _with_report(state: Any, report: Any) -> Any:
-    """`state.with_report` of an abstract state, which has shapes in place of arrays."""
-    return state._replace(drafts=state.drafts._replace(report=report))
+    _compile_copies(programs, [_compiled(one, output, compile) for one in messages], compile)
 
 
 def compile_prompt(
-    programs: Compiled,
-    kind: PromptKind,
-    params: Any,
-    state: LoopState,
-    options: BatchOptions,
-    compile: Compile = compile_now,
+    programs: Compiled, kind: PromptKind, arguments: Arguments, compile: Compile = compile_now
 ) -> None:
     """Compile the chunks of a prompt with logprobs, and their message; arguments as above."""
     num_slots = programs.config.num_slots
+    options = abstract(host_slots.options_of_slots([Slot()], kind.widths))
     traced = programs.score_chunk.trace(
-        params, state, INDEX, INDEX, options, chunk=kind.chunk, widths=kind.widths
+        *arguments, INDEX, INDEX, options, chunk=kind.chunk, widths=kind.widths
     )
-    scored = _compiled(traced, (params, state), compile)[1]
+    scored = _compiled(traced, arguments, compile)[1]
     message = programs.prompt_message.trace(
         scored,
         INDEX,
@@ -115,26 +201,17 @@ def compile_prompt(
         vocab_size=programs.config.model.vocab_size,
         widths=kind.widths,
     )
-    _compile_cuts(programs, [_compiled(message, scored, compile)], compile)
+    _compile_copies(programs, [_compiled(message, scored, compile)], compile)
 
 
-def _compile_cuts(programs: Compiled, messages: Sequence[jax.Array], compile: Compile) -> None:
+def _compile_copies(programs: Compiled, messages: Sequence[jax.Array], compile: Compile) -> None:
     compile(
         *(
             programs.leading.trace(words, count)
             for words in messages
-            for count in _cuts(programs.config.num_slots, words.size)
+            for count in copied_lengths(programs.config.num_slots, words.size)
         )
     )
-
-
-def _cuts(num_slots: int, size: int) -> Iterator[int]:
-    """The lengths that messages of at most `size` words are copied with."""
-    words = host_slots.target_bound([Slot()] * num_slots)
-    while (cut := words_bucket(words)) < size:
-        yield cut
-        words = cut + 1
-    yield size
 
 
 def _compiled(traced: Traced, arguments: object, compile: Compile) -> Any:

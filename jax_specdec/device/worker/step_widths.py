@@ -1,9 +1,10 @@
 """How many drafts of each slot the next step verifies: as many as make most tokens in a time.
 
-A step's time depends on its shape, whatever was drafted. So steps have programs of few widths: 0,
-half of D, and D. How many tokens one would emit is estimated for each request, by what became of
-its drafts. How long one takes is told by steps that follow one another and have another width each:
-a machine that is slower for a while slows both. Now and then a step is made for that alone.
+A step's time depends on its shape, whatever was drafted. So steps have programs of two widths, for
+no drafts and for all D. How many tokens one would emit is estimated for each request, by what
+became of its drafts. How long one takes is told by steps that follow one another and have another
+width each: a machine that is slower for a while slows both. Now and then a step is made for that
+alone.
 
 Drafts come right in runs. A request's next draft is right with one probability if the one before it
 was, and with another one if not: both are averages over the last tokens. Certain drafts tell
@@ -17,7 +18,7 @@ the drafts that it limits. Verification corrects for the proposed tokens, given 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jax_specdec.device.loop.host_slots import Slot
@@ -82,15 +83,15 @@ class StepWidths:
     latest: Kind | None = None  # that was chosen
     has_none: bool = False  # it was wider than the one before, which had drawn no drafts for it
 
-    def choose(self, kind: Kind, slots: Sequence[Slot], is_ready: Callable[[Kind], bool]) -> Kind:
+    def choose(self, kind: Kind, slots: Sequence[Slot], narrower: Sequence[Kind]) -> Kind:
         """The kind of the next step: `kind`, or the same with fewer drafts.
 
         Args:
           kind: of the slots, at the full width.
           slots: [B].
-          is_ready: whether the programs of a kind are there; those of `kind` are.
+          narrower: the same with fewer drafts, as far as their programs are there.
         """
-        kinds = [*filter(is_ready, kind.narrower(self.num_drafts)), kind]
+        kinds = [*narrower, kind]
         chosen = self._chosen(kinds, slots) if len(kinds) > 1 else kind
         if self.has_none and self.latest in kinds:
             chosen = self.latest

@@ -5,8 +5,8 @@ device computes, the host takes commands, waits for the copy of the last step's 
 them. Everything that step n + 1 needs from step n stays on the device.
 """
 
-import contextlib
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,22 +19,24 @@ import numpy as np
 from ipc import wire
 from ipc.wire import SlotState
 from jax_specdec import control
+from jax_specdec.declaration import Serves
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import AllOptions, Slot
-from jax_specdec.device.loop.kinds import Kind, PromptKind, as_report
+from jax_specdec.device.loop.kinds import Kind, Ladder, PromptKind, empty_report
 from jax_specdec.device.loop.programs import Compiled, with_implementation
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
 from jax_specdec.device.loop.step import StepRows
+from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import GrammarMasks
+from jax_specdec.device.messages.step_messages import StepOutput
 from jax_specdec.device.model.own_model import row_tile
 from jax_specdec.device.model.sharding import params_specs
-from jax_specdec.device.worker.background import BackgroundJobs
-from jax_specdec.device.worker.grammars import Grammars
-from jax_specdec.device.worker.new_kinds import NewKinds, say
+from jax_specdec.device.worker.grammars import Grammars, no_masks
 from jax_specdec.device.worker.next_weights import NextWeights
 from jax_specdec.device.worker.outgoing import Outgoing, check
 from jax_specdec.device.worker.prefix_cache import PrefixCache
 from jax_specdec.device.worker.step_widths import StepWidths
+from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.structured.vocabulary import Vocabulary
 from pallas_kernels import gpu_obstacle
 
@@ -73,7 +75,7 @@ class Worker:
         process_rank: int = 0,
         publish: bool = True,
         compiled: Compiled | None = None,
-        compiler: BackgroundJobs | None = None,
+        serves: Serves | None = None,
         weights_version: int = 0,
         load: Callable[[str, Any], Any] | None = None,
         vocabulary: Callable[[], Vocabulary] | None = None,
@@ -94,9 +96,9 @@ class Worker:
           publish: send messages. A process that sends none makes and reads them all the same, as
             the programs that make them have collectives, and clears the same slots.
           compiled: the loop's programs, where workers of one configuration share them.
-          compiler: compiles what a request needs while the others go on, which then run as
-            `NewKinds` says; `compiled` must be `KeptPrograms`. None: programs are compiled when
-            they are first needed, and everything waits for them.
+          serves: what requests may ask for: batches run the programs of its ladder, which `kinds`
+            names. None: each batch has the cheapest programs that serve it, compiled when they are
+            first needed.
           weights_version: the number of `params`, which messages carry.
           load: reads other weights for the commands `Prepare`: of a path, and the weights in use;
             an error of its refuses them. None: there are no others.
@@ -104,7 +106,7 @@ class Worker:
             with one ends with an error.
           adaptive: each step verifies as many drafts as pay, as `StepWidths` says; else all D.
           wake: called in another thread when a grammar was compiled: then `advance` goes on with
-            its request. None: a worker with nothing else to do waits for it.
+            its request. None: everything waits until it is compiled.
           note: takes lines for the engine's log: why a text has ended.
         """
         self.config = config
@@ -131,32 +133,40 @@ class Worker:
         if adaptive and config.drafter.num_drafts and not config.prefill_only:
             self.step_widths = StepWidths(config.drafter.num_drafts, certain=not draws)
         self._done_at = 0.0  # when the last step was on the host
-        self.new_kinds = None if compiler is None else NewKinds(self, compiler)
-        self._wakes = wake is not None
         self._note = note
         self._names: dict[int, str] = {}  # ids of requests, by slot
-        self.grammars = Grammars(config, vocabulary, at_once=compiler is None, wake=wake)
-        # Without a compiler there are no jobs that could give way.
-        self._jobs_give_way = contextlib.nullcontext if compiler is None else compiler.giving_way
+        self.grammars = Grammars(config, vocabulary, at_once=wake is None, wake=wake)
+        self._no_masks: GrammarMasks | None = None  # on the device, once a batch has needed them
+        self.serves = serves
+        self.ladder: Ladder | None = None
+        self.narrow: set[Kind] | None = None  # the narrower kinds that are compiled; None: all
+        if serves is not None:
+            self.ladder = Ladder.of(serves, config, prefill_chunk, **self._of_device)
+
+    @property
+    def _of_device(self) -> dict[str, bool]:
+        """What kinds of programs depend on beside requests, as `Kind.of_slots` has it."""
+        return {
+            "on_gpu": self.on_gpu,
+            "draws": self.outgoing.sends_drafts,
+            "in_tiles": row_tile(self.config.model) is not None,
+        }
 
     @property
     def busy(self) -> bool:
         """Whether anything is left to launch, to publish or to decide."""
-        if self.new_kinds is not None and self.new_kinds.unsettled:
-            return True
         return self.launched is not None or any(
             s.verdict or (s.occupied and not self._awaits_grammar(s)) for s in self.slots
         )
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for a program or a grammar, which is compiled."""
-        held = 0 if self.new_kinds is None else len(self.new_kinds.held)
-        return held + sum(map(self._awaits_grammar, self.slots))
+        """Requests that wait for a grammar, which is compiled."""
+        return sum(map(self._awaits_grammar, self.slots))
 
     def _awaits_grammar(self, slot: Slot) -> bool:
-        """Whether a request's grammar is compiled, and somebody will say when that is done."""
-        waits = self._wakes and slot.occupied and slot.prefill_at is not None
+        """Whether a request's grammar is compiled; `wake` says when that is done."""
+        waits = slot.occupied and slot.prefill_at is not None
         return waits and slot.grammar is not None and not slot.grammar.done()
 
     def apply(self, command: control.Command) -> bool:
@@ -167,16 +177,16 @@ class Worker:
         same commands, `Advance` among them, run the same programs in the same order.
 
         Raises:
-          ValueError: a slot is given away before its eviction was published, a draft that was
-            handed over is no token, or weights are committed that were not prepared.
+          ValueError: a slot is given away before its eviction was published, a request asks for
+            more than is served, a draft that was handed over is no token, or weights are committed
+            that were not prepared.
         """
         if isinstance(command, control.Admit):
             self._admit(command)
         elif isinstance(command, control.Release):
             self._take_back(command.slot, command.generation, verdict=0)
         elif isinstance(command, control.Evict):
-            held = {} if self.new_kinds is None else self.new_kinds.held
-            if self.slots[command.slot].occupied or command.slot in held:
+            if self.slots[command.slot].occupied:
                 verdict = SlotState.PREEMPTED if command.reschedule else SlotState.RECOVERY_STOP
                 self._take_back(command.slot, command.generation, verdict)
         elif isinstance(command, control.Advance):
@@ -194,12 +204,6 @@ class Worker:
 
     def advance(self) -> None:
         """Launch the next step, then publish the one before it."""
-        with self._jobs_give_way(True):
-            self._advance()
-
-    def _advance(self) -> None:
-        if self.new_kinds is not None:
-            self.new_kinds.settle()
         prompts = [
             words
             for index, slot in enumerate(self.slots)
@@ -222,6 +226,62 @@ class Worker:
             self._publish(self.launched)
         self.launched = None
 
+    def kinds(self, *, narrower: bool = True) -> tuple[Kind, ...]:
+        """All kinds of steps that batches may run, or those of the full width."""
+        assert self.ladder is not None, "without `serves`, there is no telling"
+        rungs, kinds = self.ladder.rungs, [*self.ladder.rungs]
+        if narrower and self.step_widths is not None:
+            num_drafts = self.config.drafter.num_drafts
+            kinds += [one for rung in rungs for one in rung.narrower(num_drafts)]
+        return tuple(kinds)
+
+    def rehearse(
+        self, kinds: Sequence[Kind], tell: Callable[[str], object] = lambda name: None
+    ) -> None:
+        """Run each program once, while all slots are empty.
+
+        The first call of a program takes longer than all others, be it compiled or not. Nothing is
+        sent.
+
+        Args:
+          kinds: of steps.
+          tell: called with the name of what runs next.
+        """
+        grammars = None
+        if any(kind.has_grammar for kind in kinds):
+            grammars = self.grammars.prepare()
+        tell("prompts")
+        self._rehearse_prompts()
+        outputs: dict[Kind, StepOutput] = {}  # of steps, whose programs kinds share
+        for kind in kinds:
+            tell(str(kind))
+            options = host_slots.all_options(self.slots, kind.widths, kind.changes)
+            step = kind._replace(widths=kind.widths if kind.reports_drafts else Widths())
+            if kind.reads_once or step not in outputs:
+                self.kind, self.options = kind, options
+                outputs[step] = self._run(kind)
+            self.outgoing.rehearse(self.compiled, outputs[step], self.slots, kind, options.options)
+        if grammars is not None:
+            tell("grammars")
+            grammars.exception()  # waits
+        self.options, self.kind, self._alone = None, Kind(), True
+
+    def _rehearse_prompts(self) -> None:
+        index, request = np.int32(0), Request(id="", prompt_token_ids=(0, 0))
+        sizes = self.config.max_length, self.config.drafter.num_drafts
+        self._change(self.compiled.admit, index, host_slots.admission(request, *sizes))
+        chunk = self.prefill_chunk
+        run = functools.partial(self.compiled.prefill_chunk, self.params, chunk=chunk)
+        self._change(run, index, index)
+        if self.ladder is not None and self.ladder.prompt is not None:
+            params = SamplingParams(prompt_logprobs=0)
+            slot = Slot(params=params, prefill_at=0, prefill_length=2, score_from=0)
+            for words in self._score(slot, (index, index)):
+                np.asarray(words)
+        self._change(self.compiled.copy_prefix, index, index)
+        self._change(self.compiled.start_again)
+        self._change(self.compiled.release, index)
+
     def _admit(self, command: control.Admit) -> None:
         request, vocab = command.request, self.config.model.vocab_size
         if self.slots[command.slot].verdict:
@@ -229,19 +289,13 @@ class Worker:
                 f"slot {command.slot} was evicted and no message has said so yet: "
                 "admit a request after that message, or release the slot first"
             )
+        if self.serves is not None and (excess := self.serves.excess(request.params)) is not None:
+            raise ValueError(f"request {request.id!r} {excess}")
         if wrong := [i for i in command.draft_token_ids if not 0 <= i < vocab]:
             raise ValueError(
                 f"request {request.id!r}: draft token id {wrong[0]} is outside the vocabulary "
                 f"(0 to {vocab - 1})"
             )
-        if self.new_kinds is None:
-            self.place(command)
-        else:
-            self.new_kinds.hold(command)
-
-    def place(self, command: control.Admit) -> None:
-        """Put a request into its slot; its prompt runs from the next step on."""
-        request = command.request
         self._change(
             self.compiled.admit,
             np.int32(command.slot),
@@ -255,48 +309,40 @@ class Worker:
         # Every row of a prompt's logprobs needs its hidden state, which is in no cache.
         shared = self.prefix_reuse and request.params.prompt_logprobs is None
         prompt = request.prompt_token_ids if shared else ()
-        slot = self.slot_of(command)
-        slot.prefill_at = self.prefixes.admit(command.slot, prompt)
-        slot.grammar = self.grammars.begin(request)
-        self._names[command.slot] = request.id
-        self._set(command.slot, slot)
-
-    def slot_of(self, command: control.Admit) -> Slot:
-        """The slot as it is once its request is there."""
-        request = command.request
-        return Slot(
+        slot = Slot(
             generation=command.generation,
             params=request.params,
             most_tokens=host_slots.most_drafts(request, self.config.drafter.num_drafts) + 1,
-            prefill_at=0,
+            prefill_at=self.prefixes.admit(command.slot, prompt),
             prefill_length=len(request.prompt_token_ids),
             prompt_length=len(request.prompt_token_ids),
             num_emitted=request.num_emitted,
             score_from=None if request.params.prompt_logprobs is None else 0,
+            grammar=self.grammars.begin(request),
         )
+        self._names[command.slot] = request.id
+        self._set(command.slot, slot)
 
     def kind_of(self, slots: Sequence[Slot]) -> Kind:
-        """The cheapest kind of programs for these slots."""
-        return Kind.of_slots(
-            slots,
-            self.config.model.vocab_size,
-            on_gpu=self.on_gpu,
-            draws=self.outgoing.sends_drafts,
-            in_tiles=row_tile(self.config.model) is not None,
-        )
+        """The cheapest kind of programs that serves these slots."""
+        exact = Kind.of_slots(slots, self.config.model.vocab_size, **self._of_device)
+        return exact if self.ladder is None else self.ladder.lowest(exact)
+
+    def narrower(self, kind: Kind) -> tuple[Kind, ...]:
+        """The kinds of steps that verify fewer drafts, whose programs are there.
+
+        There are none for a batch with a grammar: its masks follow all drafts.
+        """
+        if self.step_widths is None or any(slot.grammar is not None for slot in self.slots):
+            return ()
+        narrower = kind.narrower(self.config.drafter.num_drafts)
+        return tuple(one for one in narrower if self.narrow is None or one in self.narrow)
 
     def prompt_kind_of(self, slot: Slot) -> PromptKind:
         """The kind of programs for the prompt of a slot that wants its logprobs."""
-        widths = host_slots.widths_of_slots(
-            [host_slots.for_prompt(slot)], self.config.model.vocab_size
-        )
-        chunk = host_slots.chunk_size(slot, self.config, self.prefill_chunk)
-        return PromptKind(chunk, widths)
-
-    def end(self, command: control.Admit) -> None:
-        """End a request that was not placed, with an error; the next message says so."""
-        verdict = SlotState.RECOVERY_STOP
-        self._set(command.slot, Slot(generation=command.generation, verdict=verdict))
+        if self.ladder is None or self.ladder.prompt is None:
+            return PromptKind.of_slot(slot, self.config, self.prefill_chunk)
+        return self.ladder.prompt
 
     def _commit(self, command: control.Commit) -> None:
         """Use other weights from the next step on; what runs runs its tokens again.
@@ -336,9 +382,6 @@ class Worker:
 
     def _take_back(self, index: int, generation: int, verdict: int) -> None:
         """Free a slot if it is still of this generation; the next message tells the verdict."""
-        if self.new_kinds is not None and self.new_kinds.let_go(index, generation):
-            self._set(index, Slot(generation=generation, verdict=verdict))
-            return
         slot = self.slots[index]
         if slot.generation == generation and (slot.occupied or slot.verdict):
             self._change(self.compiled.release, np.int32(index))
@@ -361,10 +404,9 @@ class Worker:
         """
         if slot.grammar is None:
             return True
-        idle = self.launched is None and not any(one.decoding for one in self.slots)
-        if not (slot.grammar.done() or (idle and not self._wakes)):
+        if not slot.grammar.done():
             return False
-        error = slot.grammar.exception()  # waits for it
+        error = slot.grammar.exception()
         if error is not None:
             self._end_text(index, error)
         return error is None
@@ -382,7 +424,9 @@ class Worker:
         Returns the words of the chunk's own message, where its logprobs are wanted.
         """
         start = self._reuse(index, slot.prefill_at or 0)
-        chunk = host_slots.chunk_size(slot, self.config, self.prefill_chunk)
+        chunk = self.prefill_chunk
+        if slot.score_from is not None:
+            chunk = self.prompt_kind_of(slot).chunk
         places = np.int32(index), np.int32(start)
         words: tuple[jax.Array, ...] = ()
         if slot.score_from is None:
@@ -411,12 +455,11 @@ class Worker:
 
     def _score(self, slot: Slot, places: tuple[np.int32, np.int32]) -> tuple[jax.Array, ...]:
         """Run one chunk of a prompt and its logprobs; the words of its message, if it has any."""
-        scoring, kind = host_slots.for_prompt(slot), self.prompt_kind_of(slot)
-        programs, (chunk, widths) = self.compiled.for_kind(kind), kind
+        scoring, (chunk, widths) = host_slots.for_prompt(slot), self.prompt_kind_of(slot)
         options = host_slots.options_of_slots([scoring], widths)
         self._alone = False
         report = self.state.drafts.report
-        state, scored = programs.score_chunk(
+        state, scored = self.compiled.score_chunk(
             self.params, with_report(self.state, None), *places, options, chunk=chunk, widths=widths
         )
         self.state = with_report(state, report)
@@ -425,7 +468,15 @@ class Worker:
             return ()
         stamp = self.outgoing.stamp(self.step_number, self.weights_version)
         words = self.outgoing.prompt_message(
-            programs, scored, num_tokens, stamp, places[0], scoring, self.slots, widths, options
+            self.compiled,
+            scored,
+            num_tokens,
+            stamp,
+            places[0],
+            scoring,
+            self.slots,
+            widths,
+            options,
         )
         return (words,)
 
@@ -438,31 +489,15 @@ class Worker:
         self._alone = True
         if self.options is None:
             self.kind = self.kind_of(self.slots)
-            if self.new_kinds is not None:
-                self.kind = self.new_kinds.closest(self.kind)
             self.options = host_slots.all_options(self.slots, self.kind.widths, self.kind.changes)
         kind = self.kind
         if self.step_widths is not None:
-            kind = self.step_widths.choose(kind, self.slots, self._is_ready)
-        programs = self.compiled.for_kind(kind)
-        step, masks = programs.step, None
-        rows: tuple[StepRows, ...] = ()
-        if kind.has_grammar:
-            run, masks = self._run_rows(programs)
-            step, rows = programs.choose, (run,)
-        options, changes = self.options
-        if changes is not None:
-            changes = changes._replace(grammar=masks)
-        state = self.state
-        if self.new_kinds is not None:
-            report = as_report(kind, state.drafts.report, state.drafts.token_ids)
-            state = with_report(state, report)
-        self.state, output = step(
-            self.params, state, *rows, options, changes=changes, **kind.step_options
-        )
+            kind = self.step_widths.choose(kind, self.slots, self.narrower(kind))
+        output = self._run(kind)
         stamp = self.outgoing.stamp(self.step_number, self.weights_version)
+        assert self.options is not None
         words = self.outgoing.step_messages(
-            programs, output, stamp, self.slots, kind.widths, options
+            self.compiled, output, stamp, self.slots, kind.widths, self.options.options
         )
         self.step_number += 1
         # On every process, whether it publishes or not: a verdict or a request that was handed
@@ -475,23 +510,51 @@ class Worker:
             fates.copy_to_host_async()
         return words, kind, fates, at
 
-    def _is_ready(self, kind: Kind) -> bool:
-        """Whether the programs of a narrower kind are there; else they are compiled some time."""
-        return self.new_kinds is None or self.new_kinds.is_ready(kind)
+    def _run(self, kind: Kind) -> StepOutput:
+        """Run the programs of a step; `options` are those of its kind."""
+        rows: tuple[StepRows, ...] = ()
+        step, masks = self.compiled.step, None
+        if kind.has_grammar:
+            run, masks = self._run_rows()
+            step, rows = self.compiled.choose, (run,)
+        assert self.options is not None
+        options, changes = self.options
+        if changes is not None:
+            changes = changes._replace(grammar=masks)
+        state = self.state if self.ladder is None else self._with_report_of(kind)
+        output: StepOutput
+        self.state, output = step(
+            self.params, state, *rows, options, changes=changes, **kind.step_options
+        )
+        return output
 
-    def _run_rows(self, programs: Compiled) -> tuple[StepRows, GrammarMasks]:
+    def _with_report_of(self, kind: Kind) -> LoopState:
+        """The state with the report on its drafts that a step of this kind takes."""
+        drafts = self.state.drafts
+        if drafts.report is not None and kind.reports_drafts:
+            return self.state  # kinds that report have the same widths
+        empty = empty_report(kind, drafts.token_ids.shape)
+        place = drafts.token_ids.sharding if drafts.token_ids.committed else None
+        return with_report(self.state, jax.device_put(empty, place))
+
+    def _run_rows(self) -> tuple[StepRows, GrammarMasks]:
         """Start a step's forward pass, and make its masks meanwhile.
 
-        They need the tokens and drafts that the step before left: this alone waits for that step.
+        They need the tokens and drafts that the step before left: this alone waits for that step,
+        and only where a slot has a grammar.
         """
         report, bare = self.state.drafts.report, with_report(self.state, None)
-        seen = programs.seen(bare)
-        seen.copy_to_host_async()
-        state, rows = programs.forward_rows(self.params, bare)
+        has_grammar = any(slot.grammar is not None and slot.decoding for slot in self.slots)
+        seen = self.compiled.seen(bare) if has_grammar else None
+        if seen is not None:
+            seen.copy_to_host_async()
+        state, rows = self.compiled.forward_rows(self.params, bare)
         self.state = with_report(state, report)
-        with self._jobs_give_way(False):
-            on_host = np.asarray(seen)
-        masks, errors = self.grammars.masks(self.slots, on_host)
+        if seen is None:
+            if self._no_masks is None:
+                self._no_masks = jax.device_put(no_masks(self.config))
+            return rows, self._no_masks
+        masks, errors = self.grammars.masks(self.slots, np.asarray(seen))
         for index, error in errors.items():
             self._end_text(index, error)
         if self.options is None:
@@ -526,13 +589,16 @@ class Worker:
 
     def _on_host(self, words: jax.Array) -> np.ndarray:
         """A message, once the device has made it."""
-        with self._jobs_give_way(False):
-            message = np.asarray(words)
-        return check(message)
+        return check(np.asarray(words))
 
     def _send(self, message: np.ndarray) -> None:
         if self.publish:
             self.sender.send(message)
+
+
+def say(text: str) -> None:
+    """Write to the worker's output, which the engine keeps in a file."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def runs_on_gpu(config: LoopConfig) -> bool:

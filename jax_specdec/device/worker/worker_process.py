@@ -1,12 +1,16 @@
 """The model worker's process: commands come over the control plane, messages go into the ring."""
 
+import contextlib
 import functools
 import gc
 import importlib
+import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +33,6 @@ from jax_specdec.control import (
     WorkerConfig,
 )
 from jax_specdec.device.drafting.by_name import make_drafter
-from jax_specdec.device.loop.programs import PROGRAMS, KeptPrograms
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.other_weights import other_weights, own_weights
@@ -37,8 +40,8 @@ from jax_specdec.device.model.own_model import Model, OwnModel, in_tiles, row_ti
 from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.row_bits import with_bits_of_their_own
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
-from jax_specdec.device.worker import background, compilation_cache, compilations, plugin_messages
-from jax_specdec.device.worker.background import BackgroundJobs
+from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
+from jax_specdec.device.worker.prepared import Arguments, CannotCompile, compile_ladder
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.structured.vocabulary import read_vocabulary
@@ -50,7 +53,6 @@ def serve(
     tell: Callable[[Command], None] = lambda _: None,
     stats: ProcessStats | None = None,
     refusal: Callable[[int], str] = lambda number: "",
-    rest: Callable[[], bool] = lambda: False,
 ) -> None:
     """Decode until told to stop: take the commands that wait, advance, block only when idle.
 
@@ -60,7 +62,6 @@ def serve(
       tell: gets every command just before the worker does.
       stats: told of every step, when there is nothing to do, and what became of other weights.
       refusal: waits for what the worker's followers have to say against the weights of an update.
-      rest: does a part of what waits until nobody does; False where nothing is left.
     """
     stats = stats or ProcessStats()
     stats.use(worker.weights_version)
@@ -70,12 +71,10 @@ def serve(
             command: Command = Advance()
         else:
             if not worker.busy:
-                if worker.num_held:  # all requests wait for programs or grammars
-                    stats.enter(Phase.COMPILING, what=stats.beside)
+                if worker.num_held:  # all requests wait for theirs
+                    stats.enter(Phase.COMPILING, what="grammars")
                 else:
                     stats.enter(Phase.IDLE)
-                while not worker.num_held and commands.empty() and rest():
-                    pass
             command = commands.get()
         tell(command)
         if not worker.apply(command):
@@ -93,15 +92,14 @@ def make_worker(
     *,
     stats: ProcessStats | None = None,
     publish: bool = True,
-    compiler: BackgroundJobs | None = None,
     wake: Callable[[], object] | None = None,
     prepare: Callable[[Worker], object] = lambda worker: None,
 ) -> Worker:
     """Load the model and make its worker, with empty slots; `stats` is told of each tensor.
 
-    With `compiler`, programs are compiled in the background of its steps, and grammars too if
-    `wake` says to the worker when one is done. `prepare` gets the
-    worker before it is returned: where the weights' shapes are known, while they are read.
+    With `wake`, which says to the worker when one is done, grammars are compiled in the background
+    of its steps. `prepare` gets the worker before it is returned: where the weights' shapes are
+    known, while they are read.
 
     An error that the user can mend ends the process, with the reason on stderr: the engine shows
     it.
@@ -117,10 +115,9 @@ def make_worker(
             prefix_reuse=config.prefix_reuse,
             process_rank=start.process_rank,
             publish=publish,
-            compiled=KeptPrograms(loop),
-            compiler=compiler,
+            serves=config.serves,
             # A lead's followers would not know its times.
-            adaptive=config.draft_width == "adaptive" and compiler is not None,
+            adaptive=config.draft_width == "adaptive" and config.num_processes == 1,
             wake=wake,
             note=stats.note if stats is not None else lambda text: None,
             weights_version=config.weights_version,
@@ -130,7 +127,7 @@ def make_worker(
         if isinstance(jax.tree.leaves(params)[0], jax.Array):
             prepare(worker)
             return worker
-        with ThreadPoolExecutor(1, background.NAME) as pool:
+        with ThreadPoolExecutor(1, "preparing") as pool:
             begun: list[Future[object]] = []
 
             def tell(done: int, total: int) -> None:
@@ -146,25 +143,82 @@ def make_worker(
             )[0]
             begun[0].result()
         return worker
-    except (OSError, ValueError, MemoryError) as error:
+    except (OSError, ValueError, MemoryError, CannotCompile) as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(1) from error
 
 
-def compiles_in_background(config: WorkerConfig) -> bool:
-    """Whether a worker compiles in the background of its steps, on one device or several.
+def compile_served(worker: Worker, stats: ProcessStats, *, narrower: bool) -> None:
+    """Compile what a worker serves, with or without the steps that verify fewer drafts.
 
-    The processes of a group do not: they run the same programs at the same step, and compile them
-    together.
+    Raises:
+      CannotCompile: names what cannot be compiled.
     """
-    return config.num_processes == 1
+
+    def tell(done: int, total: int, name: str) -> None:
+        stats.enter(Phase.COMPILING, done, total, name)
+
+    assert worker.ladder is not None
+    compile_ladder(
+        worker.compiled,
+        worker.kinds(narrower=narrower),
+        worker.ladder.prompt,
+        Arguments.of(worker.params, worker.state),
+        worker.prefill_chunk,
+        tell,
+    )
+
+
+def rehearse(worker: Worker, config: WorkerConfig, stats: ProcessStats) -> None:
+    """Run what a worker serves once: no first request waits for anything that a second does not.
+
+    The processes of a group compile what they run here, so they do it in the same order.
+    """
+    if not config.starts_soon:
+        worker.rehearse(worker.kinds(), lambda name: stats.enter(Phase.COMPILING, what=name))
+
+
+def compile_beside(worker: Worker) -> threading.Thread:
+    """A thread that compiles the steps that verify fewer drafts, while others are made."""
+    rungs = worker.kinds(narrower=False)
+    kinds = [kind for kind in worker.kinds() if kind not in rungs]
+    arguments = Arguments.of(worker.params, worker.state)
+    worker.narrow = set()
+
+    def compile_all() -> None:
+        for kind in kinds:
+            compile_ladder(worker.compiled, [kind], None, arguments, worker.prefill_chunk)
+            worker.narrow = {*(worker.narrow or ()), kind}
+
+    return threading.Thread(target=compile_all, name="narrower", daemon=True)
+
+
+@contextlib.contextmanager
+def ending_at_once(threads: Sequence[threading.Thread]) -> Iterator[None]:
+    """End the process behind the block, if one of these still runs.
+
+    A compiler cannot be told to stop, and its threads do not outlive the interpreter.
+    """
+    status = 0
+    try:
+        yield
+    except BaseException as error:
+        if not any(thread.is_alive() for thread in threads):
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        status = 1
+    if any(thread.is_alive() for thread in threads):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def reads_while_it_prepares(config: WorkerConfig) -> bool:
     """Whether the weights' shapes tell all that programs depend on: those of one checkpoint."""
     alone = config.tensor_parallel == 1 and not (config.own_model or config.draft_model)
     checkpoint = Path(config.weights).is_dir() or is_gguf(config.weights)
-    return bool(config.prepare and config.weights) and alone and checkpoint
+    return bool(config.weights) and alone and checkpoint and config.num_processes == 1
 
 
 def own_devices(start: Start) -> list[jax.Device]:
@@ -308,6 +362,7 @@ def main(child: Child) -> int:
     plugin_messages.shorten()
     leave_debug_modes()
     start, stats = child.start, child.stats
+    gc.disable()  # tracing makes millions of objects that stay
     config = start.config
     devices = config.tensor_parallel
     if config.num_processes == 1:
@@ -317,48 +372,33 @@ def main(child: Child) -> int:
             # Before JAX looks for devices. The number of accelerators is given.
             jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
     compilation_cache.begin(config.compilation_cache)
-    writes = compilation_cache.LaterWrites()
-    writes.begin()
-    preparing = threading.Event()
-    needed = () if config.prepare else PROGRAMS
-    compilations.watch(stats, needed, preparing.is_set)
-
-    def prepare(worker: Worker) -> None:
-        if not config.prepare or worker.new_kinds is None:  # a group compiles with its requests
-            return
-        preparing.set()
-        worker.new_kinds.prepare(
-            config.prepare,
-            lambda done, total: stats.enter(Phase.COMPILING, done, total, stats.beside),
-            widths=config.prepare_widths,
-        )
-        preparing.clear()
-
+    compiled = compilations.watch(stats)
     assert child.ring is not None
 
     def wake() -> None:
         child.commands.put(Advance())
 
-    jobs = BackgroundJobs(wake)
-    with jobs, child.ring as ring, Lead(start, ring, child.client) as lead:
+    beside: list[threading.Thread] = []
+    with ending_at_once(beside), child.ring as ring, Lead(start, ring, child.client) as lead:
+        began = time.monotonic()
         stats.enter(Phase.LOADING)
-        compiler = jobs if compiles_in_background(config) else None
+        alone = config.num_processes == 1
+        served = functools.partial(compile_served, stats=stats, narrower=not config.starts_soon)
         worker = make_worker(
             start,
             lead,
             stats=stats,
-            compiler=compiler,
-            wake=None if compiler is None else wake,
-            prepare=prepare,
+            wake=wake if alone else None,
+            prepare=served if alone else lambda worker: None,
         )
-        writes.steps_are_made = lambda: any(slot.occupied for slot in worker.slots)
+        rehearse(worker, config, stats)
+        stats.note(f"compiled {compiled} in {time.monotonic() - began:.1f} s")
         gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request
+        gc.enable()
         stats.be_ready(tuple(map(str, own_devices(start)[:devices])))
-
-        def rest() -> bool:
-            return writes.write_one() or jobs.collect()
-
-        serve(worker, child.commands, lead.tell, stats, lead.refusal, rest)
-        writes.write_all()
+        if config.starts_soon and alone:
+            beside.append(compile_beside(worker))
+            beside[0].start()
+        serve(worker, child.commands, lead.tell, stats, lead.refusal)
     return 0

@@ -12,10 +12,11 @@ from tokenizers import Tokenizer
 
 from jax_specdec.cli import generate, standard_output
 from jax_specdec.cli.prompts import Prompt
+from jax_specdec.declaration import Serves
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.export.delivery import Delivery
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.requests import Request
+from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.text.detokenize import TokenTable
 from tests.support import tiny_checkpoint
 from tests.support.command_status import status_of
@@ -49,12 +50,12 @@ def test_options_reach_the_engine(model, fake, tmp_path):
         assert (asked.kept_token_ids, asked.stop_token_ids) == params
 
 
-def test_workers_prepare_what_the_prompts_ask_for(model, fake):
+def test_workers_serve_what_the_prompts_ask_for(model, fake):
     more = ["--temperature", "0.5", "--logprobs", "3", "--seed", "7"]
     assert status_of("generate", "--model", model, "--prompt", "a", "--prompt", "b", *more) == 0
-    [asked] = fake.configs[0].prepare  # a seed makes no other program
-    assert (asked.temperature, asked.logprobs, asked.seed) == (0.5, 3, 0)
-    assert not fake.configs[0].prepare_widths
+    asked = SamplingParams(temperature=0.5, logprobs=3)
+    assert fake.configs[0].serves == Serves.of([asked]) != Serves()
+    assert fake.configs[0].starts_soon
 
 
 def test_a_draft_model_must_have_the_same_tokenizer_and_enough_positions(

@@ -36,6 +36,9 @@ FILES = {
         ("serve --timeout inf", "--timeout: 'inf' is not a number of seconds above 0"),
         ("serve --prepare logprobs=x", "logprobs = 'x' must be a whole number"),
         ("serve --prepare colour=1", "'colour' is not known"),
+        ("serve --prepare off", "options such as --no-penalties"),
+        ("serve --max-logprobs 513", "--max-logprobs: 513 is above 512"),
+        ("serve --max-changed-ids none", "--max-changed-ids: invalid integer value: 'none'"),
         # Those that are not known, or that stand for two.
         ("demo --draft 3", "unrecognized arguments: --draft 3; did you mean --drafts?"),
         *((f"{name} --hel", "--hel") for name in COMMANDS),  # one that is abbreviated

@@ -141,7 +141,7 @@ def kill_worker(server):
 
 
 def test_an_idle_worker_that_is_killed_is_replaced_without_a_request():
-    with served(module=SCRIPTED) as server:
+    with served("--no-grammars", module=SCRIPTED) as server:  # which have a process, too
         pid = kill_worker(server)
         wait_for(lambda: '"ready"' in (status(server.url) or ""))
         body = {"prompt": "a", "max_tokens": 3}
@@ -188,7 +188,7 @@ def test_signals_for_all_processes_let_streams_end_whole(number):
 
 
 def test_an_engine_that_has_stopped_for_good_ends_the_server_with_a_status():
-    with served("--max-restarts", "1", module=SCRIPTED) as server:
+    with served("--max-restarts", "1", "--no-grammars", module=SCRIPTED) as server:
         for _ in range(2):
             kill_worker(server)
         log = server.process.stderr.read()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ipc.wire import LogprobsMode
 from jax_specdec import control
 from jax_specdec.control import Admit, ControlError, Release, Shutdown, Start, from_bytes, to_bytes
+from jax_specdec.declaration import Serves
 from jax_specdec.requests import Request, RequestError, SamplingParams
 
 ids = st.lists(st.integers(0, 300), max_size=4).map(tuple)
@@ -48,7 +49,8 @@ def of_plain_fields(kind, **others):
     return st.builds(kind, **plain | others)
 
 
-configs = of_plain_fields(control.WorkerConfig, prepare=st.lists(params, max_size=2).map(tuple))
+served = st.lists(params, max_size=2).map(Serves.of)
+configs = of_plain_fields(control.WorkerConfig, serves=served)
 commands = st.one_of(
     of_plain_fields(Admit, request=requests, draft_token_ids=ids), *map(of_plain_fields, PLAIN)
 )

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from jax_specdec.declaration import Serves
 from jax_specdec.device.model.checkpoint import save_checkpoint
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.engine.config import EngineConfig
@@ -20,6 +21,7 @@ from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.weights import WeightsError
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import SamplingParams
 from tests.support import decoding, quick_compile
 from tests.support.decoding import VOCAB, mixed_requests, random_model
 from tests.support.processes import no_ring_is_left, wait_for
@@ -49,7 +51,8 @@ def weights(tmp_path_factory):
 def config(weights, **changes):
     # Few messages may wait in a ring: however late a kill comes, no request has ended.
     sizes = {"num_slots": 3, "max_length": 96, "prefill_chunk": 8, "ring_slots": 2}
-    sizes |= {"draft_width": "fixed"}
+    serves = Serves.of([SamplingParams(logprobs=5)])
+    sizes |= {"draft_width": "fixed", "serves": serves}
     return EngineConfig(vocab_size=VOCAB, weights=weights, **sizes | changes)
 
 
@@ -59,6 +62,8 @@ def two_workers(weights):
     changes = {"num_ranks": 2, "on_worker_loss": "restart", "resume_lost": True}
     changes |= {"restart_delay": 0.0}
     with Engine(config(weights, **changes)) as engine:
+        engine.serve()
+        wait_for(lambda: all(session.ready for session in engine.sessions))
         yield engine
     assert [session.worker.exit_status for session in engine.sessions] == [0, 0]
 

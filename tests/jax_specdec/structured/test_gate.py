@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from jax_specdec.declaration import USUAL
 from jax_specdec.requests import Request, RequestError, SamplingParams, Structured
 from jax_specdec.structured import gate
 from jax_specdec.structured.checks import StructureChecks
@@ -18,6 +21,7 @@ from jax_specdec.structured.gate import Gate
 from jax_specdec.structured.limits import GateFull, Limits
 from jax_specdec.text import byte_tokens
 from tests.support.processes import children_of, is_alive, wait_for
+from tests.support.scene import Scene
 
 STOPS = (byte_tokens.EOS_ID,)
 SMALL = Structured("regex", "[ab]{3}")
@@ -217,3 +221,20 @@ def test_checks_name_the_request():
         with pytest.raises(RequestError, match=r"^request 'mine': structured: the regex cannot"):
             checks.check(request)
     checks.close()
+
+
+def test_a_server_that_serves_structures_begins_with_the_gate():
+    """What an engine's `serve` starts: the first structure then waits for no process."""
+    checks = StructureChecks("", byte_tokens.VOCAB_SIZE)
+    try:
+        assert gate_processes() == []
+        checks.begin()
+        wait_for(gate_processes)
+    finally:
+        checks.close()
+    wait_for(lambda: not gate_processes())
+    for serves, begun in ((USUAL, True), (replace(USUAL, grammars=False), False)):
+        engine = Scene(serves=serves).engine
+        with mock.patch.object(StructureChecks, "begin") as begin:
+            engine.serve()
+        assert begin.called == begun

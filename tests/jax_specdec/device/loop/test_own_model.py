@@ -8,12 +8,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from jax_specdec.control import Commit, Prepare, Start
+from jax_specdec.declaration import Serves
 from jax_specdec.device.drafting import NgramDrafter, make_drafter
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model import KVCache
 from jax_specdec.device.model.sharding import Parallel
 from jax_specdec.device.worker.worker_process import make_worker
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.requests import SamplingParams
 from tests.support import decoding
 from tests.support.shards import mesh_of
 
@@ -96,7 +98,8 @@ def test_what_does_not_go_with_it_is_refused():
 
 
 def config(**changes):
-    given = {"vocab_size": V, "own_model": f"{__name__}:make", "drafter": "ngram"}
+    given = {"vocab_size": V, "own_model": f"{__name__}:make", "drafter": "ngram",
+             "serves": Serves.of([SamplingParams(temperature=1.0, logprobs=5)])}  # fmt: skip
     return EngineConfig(**given | changes)
 
 

@@ -8,13 +8,10 @@ import pytest
 
 from ipc.wire import SlotState
 from jax_specdec.control import Commit, Prepare
-from jax_specdec.device.loop.programs import KeptPrograms
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import Structured
 from tests.support import letters
-from tests.support.compiled_here import compiled_here
 from tests.support.decoding import Local, random_model, request, run, tokens_of
-from tests.support.jobs_by_hand import ByHand, settle
 from tests.support.letters import END, WORDS_PATTERN, text_of
 
 pytestmark = pytest.mark.fast
@@ -22,49 +19,43 @@ PROMPT = [1, 2, 3, 1, 2, 3, 1]
 GRAMMAR = {"structured": WORDS_PATTERN, "stop_token_ids": (END,), "max_tokens": 20}
 
 
-def by_hand(vocabulary):
-    programs = KeptPrograms(Local("ngram").worker.config)
-    return Local("ngram", compiler=ByHand(), programs=programs, vocabulary=vocabulary)
-
-
-def test_the_others_go_on_while_programs_and_grammar_are_compiled_and_nothing_is_afterwards():
-    """First the programs are held back by hand, then the grammar."""
+def test_others_go_on_while_a_grammar_is_compiled():
     may_compile = threading.Event()
 
     def vocabulary():
         assert may_compile.wait(60)
         return letters.vocabulary()
 
-    local = by_hand(vocabulary)
+    local = Local("ngram", vocabulary=vocabulary, wake=lambda: None)
     local.admit(request("free", PROMPT, max_tokens=80, logprobs=2))
-    settle(local)
     local.advance(3)
     local.admit(request("word", PROMPT, **GRAMMAR))
-    for held in (1, 0):
-        with compiled_here() as names:
-            local.advance(5)
-            assert names == []
-        assert set(local.records) == {"free"}
-        assert local.worker.num_held == held
-        settle(local)
+    local.advance(5)
+    assert set(local.records) == {"free"}
+    assert local.worker.num_held == 1
     may_compile.set()
     local.worker.slots[1].grammar.result()
-    with compiled_here() as names:
-        local.advance(12)
-        assert names == []
+    local.advance(12)
     assert text_of(tokens_of(local.records["word"])) in letters.WORDS
     assert len(tokens_of(local.records["free"])) > 20
 
 
-def test_a_lone_request_waits_for_its_grammar():
-    local = by_hand(letters.vocabulary)
-    for name, structured in (("wrong", Structured("regex", "(")), ("word", WORDS_PATTERN)):
-        local.admit(request(name, PROMPT, **GRAMMAR | {"structured": structured}))
-        settle(local)
-        found = local.drain()
-        assert (found[-1].finish_reason is FinishReason.STOP_TOKEN) == (name == "word")
-        local.rank.leave(name)
-    assert text_of(tokens_of(found)) in letters.WORDS
+def test_a_worker_that_serves_grammars_has_read_its_vocabulary():
+    """Before a request comes; what cannot be read ends requests, and no worker."""
+    read = []
+
+    def vocabulary():
+        read.append(1)
+        return letters.vocabulary()
+
+    local = Local("ngram", vocabulary=vocabulary)
+    assert local.worker.grammars.prepare().exception() is not None or read == [1]
+    local.admit(request("word", PROMPT, **GRAMMAR))
+    local.drain()
+    assert read == [1]
+    assert text_of(tokens_of(local.records["word"])) in letters.WORDS
+    without = Local("ngram", vocabulary=None)
+    assert "give the worker its vocabulary" in str(without.worker.grammars.prepare().exception())
 
 
 def test_an_idle_worker_waits_for_no_grammar():
@@ -75,18 +66,13 @@ def test_an_idle_worker_waits_for_no_grammar():
         assert may_compile.wait(60)
         return letters.vocabulary()
 
-    local = Local(
-        "ngram", compiler=ByHand(), programs=KeptPrograms(Local("ngram").worker.config),
-        vocabulary=vocabulary, wake=woken.set, note=notes.append,
-    )  # fmt: skip
+    local = Local("ngram", vocabulary=vocabulary, wake=woken.set, note=notes.append)
     wrong = GRAMMAR | {"structured": Structured("regex", "(")}
     for name, asked in (("word", GRAMMAR), ("wrong", wrong)):
         local.admit(request(name, PROMPT, **asked))
-    settle(local)
     assert local.drain() == []
     assert (local.worker.busy, local.worker.num_held, woken.is_set()) == (False, 2, False)
     local.admit(request("free", PROMPT, max_tokens=5))
-    settle(local)
     assert local.drain()[-1].finish_reason is FinishReason.LENGTH
     assert set(local.records) == {"free"}
     local.rank.leave("free")

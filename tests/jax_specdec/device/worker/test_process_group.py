@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jax_specdec.control import WorkerConfig
+from jax_specdec.declaration import Serves
 from jax_specdec.device.model.checkpoint import save_checkpoint
 from jax_specdec.device.worker.follower_process import Silent
 from jax_specdec.device.worker.process_group import PlacedFollower
@@ -19,6 +20,7 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import SamplingParams
 from tests.support import decoding, quick_compile
 from tests.support.decoding import VOCAB, random_model, request
 from tests.support.processes import family, is_alive, marked, no_ring_is_left, wait_for
@@ -54,7 +56,8 @@ def config(weights, **changes):
     sizes = {
         "num_slots": 2, "max_length": 96, "prefill_chunk": 8, "drafter": "ngram", "ring_slots": 2,
     }  # fmt: skip
-    group = {"tensor_parallel": 2, "processes": True}
+    serves = Serves.of([SamplingParams(logprobs=2, temperature=0.8)])
+    group = {"tensor_parallel": 2, "processes": True, "serves": serves}
     return EngineConfig(vocab_size=VOCAB, weights=weights, **sizes | group | changes)
 
 

@@ -14,8 +14,8 @@ from jax_specdec.device.drafting.drafters import NgramDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.loop import step
 from jax_specdec.device.loop.host_slots import Slot
-from jax_specdec.device.loop.kinds import Kind, narrow_widths
-from jax_specdec.device.messages.batch_options import Widths
+from jax_specdec.device.loop.kinds import Kind
+from jax_specdec.device.messages.logit_changes import ChangesSize
 from jax_specdec.device.worker import worker
 from jax_specdec.device.worker.step_widths import UNSEEN, StepWidths, Text
 from pallas_kernels.sampling import Drafts
@@ -31,7 +31,7 @@ def after(widths, fates, steps=1):
     """The kinds of steps whose drafts have these fates, again and again, as fast as `TIMES`."""
     chosen = []
     for fate in itertools.islice(itertools.cycle(fates), steps):
-        chosen.append(widths.choose(FULL, SLOTS, lambda kind: True))
+        chosen.append(widths.choose(FULL, SLOTS, [NONE, HALF]))
         widths.took(chosen[-1], TIMES[chosen[-1]])
         widths.saw([7, 0], [fate(chosen[-1]), 0])
     return chosen
@@ -47,14 +47,13 @@ def right(kind):
 
 
 @pytest.mark.fast
-def test_there_are_at_most_three_widths_with_programs_of_their_own():
-    assert [narrow_widths(count) for count in (0, 1, 2, 3, 5)] == [(), (0,), (0, 1), (0, 1), (0, 2)]
-    assert FULL.narrower(D) == (NONE, HALF)
+def test_a_narrower_step_verifies_no_draft():
+    assert FULL.narrower(D) == (NONE,)
+    assert FULL.narrower(0) == ()
     assert Kind(reports_drafts=True).narrower(D) == ()  # it follows every draft
-    assert len({kind.step_key for kind in (FULL, NONE, HALF)}) == 3
     assert NONE.step_options["num_drafts"] == 0
-    assert not NONE.serves(FULL, SLOTS)
-    assert Kind(widths=Widths(k=5), num_drafts=0).serves(NONE, SLOTS)
+    (bare,) = Kind(changes=ChangesSize(16, penalties=True, grammar=True)).narrower(D)
+    assert bare == Kind(changes=ChangesSize(16, penalties=True), num_drafts=0)
 
 
 @pytest.mark.fast
@@ -72,8 +71,8 @@ def test_a_new_request_has_estimates_of_its_own_and_absent_programs_are_not_chos
     widths = StepWidths(D, certain=True)
     after(widths, [wrong], 200)
     assert widths._text(0, 7).after_wrong < widths._text(0, 8).after_wrong
-    assert widths.choose(FULL, SLOTS, lambda kind: kind == NONE) == NONE
-    assert widths.choose(FULL, SLOTS, lambda kind: False) == FULL
+    assert widths.choose(FULL, SLOTS, [NONE]) == NONE
+    assert widths.choose(FULL, SLOTS, []) == FULL
 
 
 @pytest.mark.fast
@@ -99,7 +98,7 @@ def test_times_are_measured_again():
     after(widths, [wrong], 100)
     now, chosen = {NONE: 1.0, HALF: 0.7, FULL: 1.5}, []
     for number in range(12 * UNSEEN):
-        chosen.append(widths.choose(FULL, SLOTS, lambda kind: True))
+        chosen.append(widths.choose(FULL, SLOTS, [NONE, HALF]))
         slower = (1 + number / 100) * (20 if number % 50 == 0 else 1)
         widths.took(chosen[-1], None if number % 7 == 0 else slower * now[chosen[-1]])
         widths.saw([7, 0], [~0, 0])
@@ -146,7 +145,7 @@ class Turning:
     def __init__(self, widths):
         self.widths, self.fates, self.times = itertools.cycle(widths), [], []
 
-    def choose(self, kind, slots, is_ready):
+    def choose(self, kind, slots, narrower):
         width = next(self.widths)
         return kind if width == D else kind._replace(num_drafts=width)
 

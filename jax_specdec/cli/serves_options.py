@@ -1,0 +1,66 @@
+"""The options of `EngineConfig.serves`, by the names of its fields."""
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+import jax_specdec.beside.ipc  # noqa: F401
+from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
+from jax_specdec.cli.argument_types import integer
+from jax_specdec.declaration import MAX_CHANGED_IDS, USUAL, Serves
+
+NONE = "none"
+MODES = {mode.name.lower(): mode for mode in LogprobsMode}
+# What each field's option says; `Serves` says more.
+HELP = {
+    "sampling": "requests with a temperature",
+    "max_logprobs": "logprobs of a token; or none",
+    "max_extra_token_ids": "extra_token_ids of a request",
+    "max_logprobs_mode": "the costliest mode of logprobs",
+    "kept_token_ids": "requests for the ids that each token was drawn among",
+    "draft_logprobs": "requests for the logprobs of drafts",
+    "max_logprobs_of_prompts": "prompt_logprobs, and logprobs with echo; or none",
+    "max_changed_ids": "token ids in logit_bias, or held back by min_tokens",
+    "penalties": "requests with a presence, frequency or repetition penalty",
+    "grammars": "tools, response_format and structured_outputs",
+}
+FIELDS = [field for field in fields(Serves) if field.name in HELP]
+LIMITS = {
+    "max_logprobs": MAX_TOP_K,
+    "max_extra_token_ids": MAX_CHOSEN,
+    "max_logprobs_of_prompts": MAX_TOP_K,
+    "max_changed_ids": MAX_CHANGED_IDS,
+}
+
+
+def add_serves(parser: argparse.ArgumentParser) -> Any:
+    """Add the options that say what requests may ask for at most; returns their group."""
+    group = parser.add_argument_group(
+        "what is served", "its programs are compiled before the server is ready; more is refused"
+    )
+    for field in FIELDS:
+        name, usual = field.name, getattr(USUAL, field.name)
+        option, said = f"--{name.replace('_', '-')}", HELP[name]
+        if name in LIMITS:
+            kind = _or_none(LIMITS[name]) if NONE in said else integer(0, LIMITS[name])
+            group.add_argument(option, type=kind, default=usual, metavar="N",
+                help=f"the most {said} (default: %(default)s)")  # fmt: skip
+        elif name == "max_logprobs_mode":
+            group.add_argument(option, choices=MODES, default=usual.name.lower(),
+                help=f"{said} (default: %(default)s)")  # fmt: skip
+        else:
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=usual,
+                help=f"{said} (default: {'yes' if usual else 'no'})")  # fmt: skip
+    return group
+
+
+def serves(options: argparse.Namespace) -> Serves:
+    """What the options declare."""
+    values = {field.name: getattr(options, field.name) for field in FIELDS}
+    return Serves(**values | {"max_logprobs_mode": MODES[options.max_logprobs_mode]})
+
+
+def _or_none(most: int) -> Any:
+    """An argparse type: a number up to `most`, or None for "none"."""
+    number = integer(0, most)
+    return lambda text: None if text == NONE else number(text)

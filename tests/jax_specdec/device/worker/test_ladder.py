@@ -1,0 +1,293 @@
+"""A worker compiles what it serves before it is ready, and nothing afterwards."""
+
+import contextlib
+import threading
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipc.wire import LogprobsMode
+from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.control import Phase, ProcessStats
+from jax_specdec.declaration import EVERYTHING, USUAL, Serves
+from jax_specdec.device.drafting.drafters import NgramDrafter
+from jax_specdec.device.loop.host_slots import Slot
+from jax_specdec.device.loop.kinds import Kind, Ladder, PromptKind
+from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.state import LoopConfig
+from jax_specdec.device.messages.batch_options import Widths
+from jax_specdec.device.messages.logit_changes import ChangesSize
+from jax_specdec.device.worker import prepared, worker_process
+from jax_specdec.device.worker.prepared import Arguments, CannotCompile, compile_ladder
+from jax_specdec.requests import SamplingParams
+from tests.support import letters
+from tests.support.asking import params
+from tests.support.compiled_here import compiled_here
+from tests.support.decoding import Local, request, tokens_of
+
+pytestmark = pytest.mark.fast
+PROMPT = [1, 2, 3, 1, 2, 3, 1]
+GRAMMAR = {"structured": letters.WORDS_PATTERN, "stop_token_ids": (letters.END,)}
+# What a request may ask for, one after another and together.
+ASKED = (
+    {},
+    {"logprobs": 3},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "logprobs": 2, "extra_token_ids": (4, 9)},
+    {"logit_bias": ((5, 30.0),), "min_tokens": 2, "stop_token_ids": (9,)},
+    {"presence_penalty": 0.5, "temperature": 0.9, "logprobs": 1},
+    {"prompt_logprobs": 2},
+    GRAMMAR,
+)
+SMALL = Serves.of(SamplingParams(**one) for one in ASKED)
+
+
+def make(drafting="ngram", serves=SMALL, **options):
+    """A worker with programs of its own, none of which is compiled."""
+    config = Local(drafting).worker.config
+    options = {"adaptive": True, "vocabulary": letters.vocabulary} | options
+    return Local(drafting, programs=Compiled(config), serves=serves, **options)
+
+
+def prepare(local, tell=lambda done, total, name: None, **which):
+    worker = local.worker
+    kinds = worker.kinds(**which)
+    arguments = Arguments.of(worker.params, worker.state)
+    compile_ladder(
+        worker.compiled, kinds, worker.ladder.prompt, arguments, worker.prefill_chunk, tell
+    )
+    worker.rehearse(kinds)
+
+
+def test_nothing_is_compiled_for_what_is_served():
+    """Alone and together, with and without drafts; negative control: it was, before."""
+    local, told = make(), []
+    with compiled_here() as names:
+        prepare(local, lambda *one: told.append(one))
+    assert {"jit(step)", "jit(choose)", "jit(score_chunk)", "jit(copy_prefix)"} <= {*names}
+    assert not local.sent
+    counts = [done for done, _, _ in told]
+    assert counts == sorted(counts)
+    assert told[-1][:2] == (
+        12,
+        12,
+    )  # five rungs with and without drafts, two of prompts
+    assert len({name for _, _, name in told}) == 12
+    worker, widths = local.worker, set()
+    choose = worker.step_widths.choose
+    worker.step_widths.choose = lambda *one: widths.add(kind := choose(*one)) or kind
+    with compiled_here() as names:
+        for number, asked in enumerate((*ASKED, *ASKED[:3])):
+            local.admit(request(f"r{number}", PROMPT, max_tokens=20, seed=number, **asked))
+            if number % 3 == 2 or number < 5:
+                local.drain()
+                for index in range(number + 1):
+                    if f"r{index}" in local.rank._slots:
+                        local.rank.leave(f"r{index}")
+        assert names == []
+    assert {kind.num_drafts for kind in widths} == {None, 0}
+    assert len(widths) >= 8
+    assert letters.text_of(tokens_of(local.records["r7"])) in letters.WORDS
+
+
+def test_a_rehearsal_leaves_nothing_behind():
+    asked = [request(f"r{n}", PROMPT, max_tokens=9, seed=n, **ASKED[n]) for n in (0, 3, 5)]
+    told = []
+    for rehearsed in (False, True):
+        local = make(adaptive=False)
+        if rehearsed:
+            local.worker.rehearse(local.worker.kinds())
+        for item in asked:
+            local.admit(item)
+        local.drain()
+        told.append([tokens_of(local.records[item.id]) for item in asked])
+        assert local.records["r0"][0].step == local.records["r3"][0].step == 0
+    assert told[0] == told[1]
+
+
+def test_a_batch_takes_the_lowest_rung_that_serves_it():
+    worker = make(serves=USUAL).worker
+    for asked, rung in (
+        ([{}], "greedy step"),
+        ([{}, {"logprobs": 0}], "greedy step with K = 20"),
+        ([{"temperature": 0.1}], "sampled step"),
+        ([{"temperature": 0.1}, {"logprobs": 5}], "sampled step with K = 20"),
+        ([{}, {"repetition_penalty": 1.1}], None),
+        ([{"logit_bias": {3: 1.0}}], None),
+        ([GRAMMAR], None),
+    ):
+        slots = [Slot(params=SamplingParams(**one), most_tokens=1) for one in asked]
+        kind = worker.kind_of(slots)
+        assert str(kind) == (rung or "sampled step with K = 20, biases, penalties, grammars")
+        assert kind in worker.ladder.rungs
+
+
+def test_a_ladder_has_no_rung_that_nobody_asked_for():
+    config = Local("ngram").worker.config
+
+    def names(*, alike=False, **asked):
+        serves = Serves.of([SamplingParams(**asked)])
+        assert serves.alike
+        ladder = Ladder.of(replace(serves, alike=alike), config, 8)
+        return [str(rung) for rung in ladder.rungs], ladder.prompt
+
+    assert names() == (["greedy step"], None)
+    assert names(logprobs=5)[0] == ["greedy step", "greedy step with K = 5"]
+    assert names(temperature=1.0)[0] == ["greedy step", "sampled step"]
+    changed = ["greedy step", "greedy step with biases"]
+    assert names(logit_bias={1: 1.0})[0] == changed
+    assert names(logit_bias={1: 1.0}, alike=True)[0] == changed[1:]
+    assert names(prompt_logprobs=3)[1] == PromptKind(8, Widths(k=5))
+    ladder = Ladder.of(EVERYTHING, config, 8, draws=True)
+    assert ladder.rungs[-1] == Kind(
+        Widths(k=32, chosen=128, mode=LogprobsMode.PROCESSED, kept=True),
+        reports_drafts=True, samples=True, changes=ChangesSize(1024, True, True, True),
+    )  # fmt: skip
+    assert len(ladder.rungs) == 7
+
+
+def test_greedy_logprobs_are_read_with_the_choice_on_a_gpu():
+    """And nowhere else; not where other rows must not decide an order of sums."""
+    config = Local("ngram").worker.config
+
+    def once(**place):
+        rungs = Ladder.of(USUAL, config, 8, **place).rungs
+        return [str(rung) for rung in rungs if rung.reads_once]
+
+    assert once() == once(on_gpu=True, in_tiles=True) == []
+    assert once(on_gpu=True) == ["greedy step with K = 20"]
+
+
+def test_a_worker_refuses_a_request_beyond_what_it_serves():
+    """Whoever sent it: nothing is compiled for it in silence."""
+    local = make(serves=Serves.of([SamplingParams()]))
+    for asked, field in (({"logprobs": 2}, "max_logprobs"), ({"prompt_logprobs": 0}, "of_prompts")):
+        with pytest.raises(ValueError, match=rf"'more' asks for .* serves \w*{field} = None"):
+            local.admit(request("more", PROMPT, **asked))
+        local.rank.leave("more")
+
+
+@given(st.lists(params, min_size=1, max_size=3))
+def test_a_ladder_serves_all_that_is_declared(asked):
+    """In any company, with fewer columns, and whoever drafts."""
+    model = ModelConfig.tiny(vocab_size=300)
+    config = LoopConfig(model, NgramDrafter(3), num_slots=3, max_length=96)
+    for draws, on_gpu in ((False, False), (True, True)):
+        place = {"draws": draws, "on_gpu": on_gpu}
+        ladder = Ladder.of(Serves.of(asked), config, 8, **place)
+        for count in range(len(asked) + 1):
+            slots = [Slot(params=one, most_tokens=1) for one in asked[:count]]
+            exact = Kind.of_slots([*slots, Slot()], model.vocab_size, **place)
+            assert ladder.lowest(exact).serves(exact)
+        prompts = [one for one in asked if one.prompt_logprobs is not None]
+        for one in prompts:
+            kind = PromptKind.of_slot(Slot(params=one, score_from=0), config, 8)
+            assert all(a >= b for a, b in zip(ladder.prompt.widths, kind.widths, strict=True))
+            assert ladder.prompt.chunk <= kind.chunk
+
+
+def test_a_rung_that_cannot_be_compiled_is_named(monkeypatch):
+    """Where it is traced, and where it is compiled."""
+    local = make(serves=Serves.of([SamplingParams(logprobs=2)]))
+
+    def fails(*traced):
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "compile_now", fails)
+        with pytest.raises(
+            CannotCompile, match=r"prompts: .* cannot be compiled: RuntimeErr.*no r"
+        ):
+            prepare(local)
+    batch = prepared.compile_batch
+
+    def of_logprobs(programs, kind, *more):
+        if kind.widths.k is not None:
+            raise ValueError("too large")
+        batch(programs, kind, *more)
+
+    monkeypatch.setattr(prepared, "compile_batch", of_logprobs)
+    with pytest.raises(CannotCompile, match=r"greedy step with K = 5: .* ValueError: too large"):
+        prepare(local)
+
+
+def test_narrower_steps_are_made_once_they_are_compiled():
+    local = make(serves=Serves.of([SamplingParams()]))
+    prepare(local, narrower=False)
+    worker = local.worker
+    worker.narrow = set()
+    local.admit(request("r0", [3, 1, 4, 1, 5], max_tokens=60))
+    with compiled_here() as names:
+        local.advance(9)
+        assert names == []
+    (narrow,) = set(worker.kinds()) - set(worker.kinds(narrower=False))
+    compile_ladder(worker.compiled, [narrow], None, Arguments.of(worker.params, worker.state), 8)
+    worker.narrow = {narrow}
+    with compiled_here() as names:
+        local.advance(9)
+        assert names == []
+    records = [record.num_drafts for record in local.records["r0"]]
+    assert 0 in records
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_logprobs_of_drafts_are_a_rung_where_drafts_are_drawn(draws):
+    asked = [SamplingParams(logprobs=2, draft_logprobs=True), SamplingParams()]
+    local = make("mtp" if draws else "ngram", Serves.of(asked))
+    prepare(local)
+    with compiled_here() as names:
+        local.admit(request("plain", PROMPT, max_tokens=20))
+        local.advance(3)
+        local.admit(request("told", PROMPT, max_tokens=9, logprobs=1, draft_logprobs=True))
+        local.drain()
+        assert names == []
+    drafts = [record.draft for record in local.records["told"] if record.num_drafts]
+    assert any(draft is not None for draft in drafts) == draws
+    if draws:
+        assert all(np.isfinite(draft.logprobs[:, 0]).all() for draft in drafts[1:])
+    assert jax.tree.leaves(local.worker.state.drafts.report) == [] or draws
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(1), ValueError("wrong")])
+def test_a_process_ends_though_something_is_compiled_beside(error, monkeypatch, capfd):
+    """Its status tells of the error; where nothing is compiled any more, it ends as ever."""
+    statuses, may_end = [], threading.Event()
+    monkeypatch.setattr(worker_process.os, "_exit", statuses.append)
+    thread = threading.Thread(target=may_end.wait)
+
+    def run():
+        with worker_process.ending_at_once([thread]):
+            if error is not None:
+                raise error
+
+    thread.start()
+    run()
+    assert statuses == [0 if error is None else 1]
+    assert ("ValueError: wrong" in capfd.readouterr().err) == isinstance(error, ValueError)
+    may_end.set()
+    thread.join()
+    with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
+        run()
+    assert len(statuses) == 1
+
+
+def test_steps_without_drafts_are_compiled_beside_the_first_ones():
+    local = make(serves=Serves.of([SamplingParams()]))
+    stats = ProcessStats()
+    worker_process.compile_served(local.worker, stats, narrower=False)
+    assert (stats.heartbeat.phase, stats.heartbeat.done) == (Phase.COMPILING, 2)
+    beside = worker_process.compile_beside(local.worker)
+    local.admit(request("r0", PROMPT, max_tokens=60))
+    local.advance(5)
+    assert local.worker.narrow == set()
+    beside.start()
+    beside.join()
+    (narrow,) = local.worker.narrow
+    assert narrow.num_drafts == 0
+    with compiled_here() as names:
+        local.advance(9)
+    assert names == []
