@@ -47,7 +47,7 @@ def command_line(pid):
     """That of a process; nothing where it has ended meanwhile."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it was opened, or read
         return b""
 
 
