@@ -225,6 +225,7 @@ def test_checks_name_the_request():
 
 def test_a_server_that_serves_structures_begins_with_the_gate():
     """What an engine's `serve` starts: the first structure then waits for no process."""
+    wait_for(lambda: not gate_processes())  # of a test before this one
     checks = StructureChecks("", byte_tokens.VOCAB_SIZE)
     try:
         assert gate_processes() == []
