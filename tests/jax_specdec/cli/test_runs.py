@@ -143,11 +143,16 @@ def kill_worker(server):
 def test_an_idle_worker_that_is_killed_is_replaced_without_a_request():
     with served("--no-grammars", module=SCRIPTED) as server:  # which have a process, too
         pid = kill_worker(server)
+        log = ""
+        while log.count("takes requests") < 2:  # the server's health may still be of the lost one
+            line = server.process.stderr.readline()
+            assert line, log
+            log += line
         wait_for(lambda: '"ready"' in (status(server.url) or ""))
         body = {"prompt": "a", "max_tokens": 3}
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).is_success
         server.process.send_signal(signal.SIGTERM)
-        log = server.process.stderr.read()
+        log += server.process.stderr.read()
     assert server.exit_status == 0
     (line,) = [line for line in log.splitlines() if f"(pid {pid}) was killed by signal 9" in line]
     assert "WARNING a worker is lost, with no request: the model worker" in line
