@@ -1,8 +1,9 @@
 """A Hugging Face checkpoint's tensors, read one by one into the decoder's stacked arrays.
 
-Only one tensor is in memory beside the arrays. It is written in place into its leaf, which is
-donated, and its file is closed (and so unmapped) again. Where devices share the model, each device
-only ever has its own part of a leaf.
+Only one tensor is in memory beside the arrays. It is written in place into its leaf, and its file
+is closed (and so unmapped) again. A leaf of a CPU is host memory, which jax takes over as it is;
+another device's is donated to a program that writes into it. Where devices share the model, each
+device only ever has its own part of a leaf.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig, ca
 from jax_specdec.device.model.memory import check_memory
 from jax_specdec.device.model.params import ModelParams, init_params, named_arrays
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, params_specs
+
+ALIGNMENT = 64  # bytes, which XLA's CPU device asks of memory that it takes over
 
 
 def load_weights(
@@ -79,6 +82,8 @@ def _read_leaves(
     """Every weight by its path: one tensor, or a stack of one tensor a layer (and expert)."""
     shardings = None if parallel.mesh is None else parallel.shardings(specs)
     leaves: dict[str, jax.Array] = {}
+    stacks: dict[str, np.ndarray] = {}  # in host memory
+    in_host = shardings is None and jax.default_backend() == "cpu"
     for number, source in enumerate(model.sources):
         tell(number, len(model.sources))
         tensor = _read(model.stored[source.name])
@@ -87,19 +92,32 @@ def _read_leaves(
         if source.layer is None:
             host = _convert(tensor, source, leaf)
             leaves[source.leaf] = (
-                jnp.array(host)
+                jax.device_put(host)
                 if sharding is None
                 else jax.make_array_from_callback(leaf.shape, sharding, host.__getitem__)
             )
+            continue
+        place = tuple(index for index in (source.layer, source.expert) if index is not None)
+        if in_host:
+            if source.leaf not in stacks:
+                stacks[source.leaf] = aligned_zeros(leaf.shape, leaf.dtype)
+            stacks[source.leaf][place] = tensor.T if source.transposed else tensor
         else:
             if source.leaf not in leaves:
                 leaves[source.leaf] = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
-            place = [one for one in (source.layer, source.expert) if one is not None]
             leaves[source.leaf] = _placing(sharding)(
                 leaves[source.leaf], tensor, np.array(place, np.int32), source.transposed
             )
     tell(len(model.sources), len(model.sources))
-    return leaves
+    return leaves | {name: jax.device_put(stack) for name, stack in stacks.items()}
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros in host memory that jax's CPU device takes over without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def needed_bytes(model: HfModel, num_slots: int, max_length: int, num_shards: int = 1) -> int:

@@ -13,7 +13,7 @@ from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig, cache_bytes
 from jax_specdec.device.model import llama, mtp
 from jax_specdec.device.model.checkpoint import load_model
-from jax_specdec.device.model.hf_weights import load_weights, needed_bytes
+from jax_specdec.device.model.hf_weights import aligned_zeros, load_weights, needed_bytes
 from jax_specdec.device.model.memory import GIB, InsufficientMemory, check_memory, host_bytes
 from jax_specdec.device.model.params import init_cache, init_mtp_cache, init_params
 from tests.support import hf_files, quick_compile, reference_model
@@ -42,6 +42,21 @@ def test_round_trip(name, files, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     assert told == [(number, told[-1][1]) for number in range(told[-1][1] + 1)]
     assert told[-1][1] >= len(jax.tree.leaves(params))  # layers are tensors of their own there
+
+
+def test_a_cpu_reads_weights_without_programs_or_copies(directory, caplog):
+    params = load_weights(open_model(directory))  # what the shapes are asked by is traced here
+    with jax.log_compiles():
+        again = load_weights(open_model(directory))
+        assert "Finished XLA compilation" not in caplog.text
+        jax.block_until_ready(params.embedding + len(caplog.text))
+    assert "Finished XLA compilation" in caplog.text  # it would be said
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    with pytest.MonkeyPatch.context() as patch:  # what another device's leaves are written by
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        jax.tree.map(np.testing.assert_array_equal, load_weights(open_model(directory)), params)
+    host = aligned_zeros((3, 5), np.dtype(jnp.bfloat16))
+    assert jax.device_put(host).unsafe_buffer_pointer() == host.ctypes.data
 
 
 @pytest.mark.parametrize(
