@@ -18,6 +18,7 @@ https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -128,8 +129,10 @@ def _first_line(module: str) -> bytes:
 
 
 def _import_ahead(module: str) -> None:
+    gc.disable()  # all that an import makes stays
     with contextlib.suppress(Exception):  # `main` meets it again, once there is who hears of it
         importlib.import_module(module)
+    gc.enable()
 
 
 def _end_with_pipe() -> NoReturn:

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import gc
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -123,10 +125,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, model: HfModel, start_worker: StartWorker) -> int:
-    tokenizer = Tokenizer(
-        options.model, model.config.vocab_size,
-        special_in_messages=options.special_tokens_in_messages,
-    )  # fmt: skip
+    with _without_collections():
+        tokenizer = Tokenizer(
+            options.model, model.config.vocab_size,
+            special_in_messages=options.special_tokens_in_messages,
+        )  # fmt: skip
     ends = dict.fromkeys((*model.hf.eos_token_ids, *tokenizer.eos_token_ids))
     defaults = _defaults(options, () if options.ignore_eos else tuple(ends))
     if options.prompts is None:
@@ -166,6 +169,16 @@ def _run(options: argparse.Namespace, model: HfModel, start_worker: StartWorker)
         if style and any(prompt.request.params.logprobs is not None for prompt in left):
             standard_output.legend(Console(), unknown=False)
         return result.tally.conclude(result.speculation)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let Python look for no garbage in the block: what an import makes stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _generate(

@@ -29,7 +29,8 @@ FILE = "tokenizer.json"
 _OTHERS = (("vocab.json", "merges.txt"), ("tokenizer.model",), ("tekken.json",), ("vocab.txt",))
 _TORCH = "torch"
 # Who writes notes that are of no use here: of torch that is missing, of models that are not known.
-_NOTES = ("transformers", "transformers.configuration_utils")
+_CONFIGURATION = "transformers.configuration_utils"
+_NOTES = ("transformers", _CONFIGURATION)
 
 
 class MissingExtra(ValueError):
@@ -138,11 +139,17 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 class _Later(ModuleType):
-    """torch for who imports it and uses nothing of it."""
+    """torch for who imports it and uses nothing of it.
+
+    A model's configuration asks for the type of its weights, which no tokenizer looks at: it gets
+    the type's name.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if sys._getframe(1).f_globals.get("__name__") == _CONFIGURATION:
+            return name
         if sys.modules.get(_TORCH) is self:
             del sys.modules[_TORCH]
         return getattr(importlib.import_module(_TORCH), name)

@@ -46,6 +46,8 @@ from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.structured.vocabulary import read_vocabulary
 
+SHORT_SECONDS = 0.5  # of a run in which tracing more programs would take longer than they save
+
 
 def serve(
     worker: Worker,
@@ -178,8 +180,11 @@ def rehearse(worker: Worker, config: WorkerConfig, stats: ProcessStats) -> None:
         worker.rehearse(worker.kinds(), lambda name: stats.enter(Phase.COMPILING, what=name))
 
 
-def compile_beside(worker: Worker) -> threading.Thread:
-    """A thread that compiles the steps that verify fewer drafts, while others are made."""
+def compile_beside(worker: Worker, seconds: float = 0.0) -> threading.Thread:
+    """A thread that compiles the steps that verify fewer drafts, while others are made.
+
+    It lets `seconds` go by first: a run that ends before needs none of them.
+    """
     rungs = worker.kinds(narrower=False)
     kinds = [kind for kind in worker.kinds() if kind not in rungs]
     arguments = Arguments.of(worker.params, worker.state)
@@ -190,7 +195,9 @@ def compile_beside(worker: Worker) -> threading.Thread:
             compile_ladder(worker.compiled, [kind], None, arguments, worker.prefill_chunk)
             worker.narrow = {*(worker.narrow or ()), kind}
 
-    return threading.Thread(target=compile_all, name="narrower", daemon=True)
+    thread = threading.Timer(seconds, compile_all)
+    thread.name, thread.daemon = "narrower", True
+    return thread
 
 
 @contextlib.contextmanager
@@ -393,12 +400,13 @@ def main(child: Child) -> int:
         )
         rehearse(worker, config, stats)
         stats.note(f"compiled {compiled} in {time.monotonic() - began:.1f} s")
-        gc.collect()
+        if not config.starts_soon:  # what tracing left is smaller than the pause is long
+            gc.collect()
         gc.freeze()  # what is there stays: a collection of all of it would hold up every request
         gc.enable()
         stats.be_ready(tuple(map(str, own_devices(start)[:devices])))
         if config.starts_soon and alone:
-            beside.append(compile_beside(worker))
+            beside.append(compile_beside(worker, SHORT_SECONDS))
             beside[0].start()
         serve(worker, child.commands, lead.tell, stats, lead.refusal)
     return 0

@@ -27,7 +27,11 @@ TORCH = {
     "torch-2.9.0.dist-info/RECORD": "torch/__init__.py,,\n",
 }
 # Of the second one transformers knows nothing.
-MODELS = (("mistral", "MistralForCausalLM"), ("mimo", "MiMoForCausalLM"))
+MODELS = (
+    {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "torch_dtype": "bfloat16"},
+    {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "dtype": "float32"},
+    {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "torch_dtype": "float16"},
+)
 USE = """
 from jax_specdec.text.transformers_library import library
 library()
@@ -60,8 +64,7 @@ def test_reading_imports_no_torch_and_says_nothing(with_torch, tmp_path):
     model.mkdir()
     write(model, KINDS["mistral"]())
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    for env, (kind, name) in itertools.product(({}, with_torch), MODELS):
-        config = {"model_type": kind, "architectures": [name]}
+    for env, config in itertools.product(({}, with_torch), MODELS):
         (model / "config.json").write_text(json.dumps(config))
         done = run(CODE, env, model)
         assert (done.stdout[-6:], done.stderr) == ("set()\n", "")
