@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bench.comparison import Target
 from bench.tpu.loops import by_name
 from pallas_kernels import topk_logprobs
-from pallas_kernels.backends.xla import rows
+from pallas_kernels.backends.xla import block_rows
 from pallas_kernels.lowering import choose
 from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import Shape
@@ -125,7 +125,7 @@ def measure(chip: str, shape: Shape, dynamic: bool, sharding: NamedSharding) -> 
             lambda x, t, count: topk_logprobs(x, t, shape.k, num_rows=count if dynamic else None)
         )
     text = ours.as_text()
-    block = rows.rows_on_gpu(given[0], shape.rows, shape.k, dynamic)
+    block = block_rows.rows_on_gpu(given[0], shape.rows, shape.k, dynamic)
     trips = -(-shape.rows // block)  # where the program does not tell
     temporaries = ours.memory_analysis().temp_size_in_bytes
     counts = launches(plain.as_text(), trips), launches(text, trips)

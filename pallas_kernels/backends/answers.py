@@ -1,8 +1,9 @@
 """From what one read leaves of rows to their answers: every backend's sums end here.
 
-A read of a row, or of a part of its columns, leaves `RowSums`. Shards of a row join theirs first;
-what travels is compact: the logits of the given token and of the extra ids in one sum, then each
-shard's sums and K candidates in one gather. `answers` turns sums into logprobs, token ranks and the
+A read of rows leaves `RowSums`, and one of a shard's columns `PartSums`, which are joined first.
+What travels is compact: the logits of the given token and of the extra ids in one sum, the rows'
+maxima, then each shard's sums and K candidates in one gather; and 255 columns, where a shard ends
+inside of a group. `answers` turns sums into logprobs, token ranks and the
 answers of invalid and skipped rows. The GPU kernels do the same in their pass 2.
 """
 
@@ -13,42 +14,81 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends.greedy import greedy_of_rows
+from pallas_kernels.backends.groups import WIDTH
+from pallas_kernels.backends.row_totals import LEAST, PartSums, inverse_of, joined
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla.selection import top_k_of_parts
+from pallas_kernels.backends.xla.tails import FOLLOWING, following_columns
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.lowering.forms import barrier, canonical, floats, logarithm, ordered_keys
-from pallas_kernels.meshes.placement import VocabShard
+from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
 # A backend's read: rows whose temperatures are usable and whose changes are its columns', the
 # logit [R] float32 of each row's token, and what is wanted of them.
 ReadRows = Callable[[Rows, jax.Array, Outputs], RowSums]
+# The same of a shard's columns: between the rows and the logits there are the columns that follow,
+# and where the first group begins.
+ReadPart = Callable[[Rows, jax.Array | None, jax.Array, jax.Array, Outputs], PartSums]
 
 
-def topk_logprobs(
-    row_sums: ReadRows, rows: Rows, outputs: Outputs, shard: VocabShard
-) -> TopkLogprobs:
-    """`pallas_kernels.topk_logprobs` for checked arguments, from a backend's read.
+def topk_logprobs(row_sums: ReadRows, rows: Rows, outputs: Outputs) -> TopkLogprobs:
+    """`pallas_kernels.topk_logprobs` of whole rows, from a backend's read.
 
     Args:
-      row_sums: reads this device's columns.
+      row_sums: reads the rows.
+      rows: with token ids.
+      outputs: what is wanted.
+    """
+    rows = usable(rows, WHOLE)
+    logits = _named(rows, WHOLE)
+    return _of_sums(rows, outputs, logits, row_sums(rows, logits[:, 0], outputs), WHOLE)
+
+
+def topk_logprobs_of_shard(
+    part_sums: ReadPart, rows: Rows, outputs: Outputs, shard: VocabShard
+) -> TopkLogprobs:
+    """`topk_logprobs` of rows that several devices share.
+
+    Args:
+      part_sums: reads this device's columns.
       rows: with token ids. Its logits are the columns of `shard`; all else, and the result, is the
         same on every shard.
       outputs: what is wanted.
-      shard: the columns.
+      shard: the columns, at least as many as a group has tokens.
     """
+    width, vocab_size = rows.logits.shape[1], shard.size(rows.logits.shape[1])
     rows = usable(rows, shard)
-    width = rows.logits.shape[1]
+    following, offset = None, jnp.int32(0)
+    if width % WIDTH:
+        changes = of_logits.of_shard(rows.changes, jnp.int32(0), FOLLOWING)
+        first = of_logits.apply(rows.logits[:, :FOLLOWING][rows.places], changes)
+        following = following_columns(first, width, shard)
+        offset = (-shard.ids(width)[0] % WIDTH).astype(jnp.int32)
+    logits = _named(rows, shard)
+    most = outputs._replace(k=min(outputs.k, width))
+    part = part_sums(rows, following, offset, logits[:, 0], most)
+    inverse = inverse_of(rows.temperatures, rows.num_targets)
+    sums = joined(part, inverse, outputs.k, vocab_size, shard, width)
+    return _of_sums(rows, outputs, logits, sums, shard)
+
+
+def _named(rows: Rows, shard: VocabShard) -> jax.Array:
+    """The changed logits [R, 1 + C] of each row's token and of its extra ids."""
     assert rows.token_ids is not None
-    named = jnp.concatenate([rows.token_ids[:, None], rows.extra_ids], axis=1)
-    found = named_changed(rows, named, shard)
-    sums = row_sums(rows, found[:, 0], outputs._replace(k=min(outputs.k, width)))
-    sums = of_all_shards(sums, outputs.k, rows.temperatures, shard, width)
-    return answers(
-        outputs, shard.size(width), sums, rows.token_ids, found, is_active(rows), rows.temperatures
-    )
+    ids = jnp.concatenate([rows.token_ids[:, None], rows.extra_ids], axis=1)
+    return named_changed(rows, ids, shard)
+
+
+def _of_sums(
+    rows: Rows, outputs: Outputs, logits: jax.Array, sums: RowSums, shard: VocabShard
+) -> TopkLogprobs:
+    vocab_size = shard.size(rows.logits.shape[1])
+    assert rows.token_ids is not None
+    active = is_active(rows)
+    return answers(outputs, vocab_size, sums, rows.token_ids, logits, active, rows.temperatures)
 
 
 def greedy_topk_logprobs(row_sums: ReadRows, rows: Rows, outputs: Outputs) -> TopkLogprobs:
@@ -154,14 +194,14 @@ def joined_sums(parts: RowSums, temperatures: jax.Array | None) -> RowSums:
     maximum = jnp.where(jnp.isnan(maxima), -jnp.inf, maxima).max(0)
     shifted = maxima - maximum[None]
     if temperatures is not None:
-        shifted = shifted * xla.inverse_of(temperatures)[None]
+        shifted = shifted * inverse_of(temperatures, maximum.shape[0])[None]
     factors = jnp.exp(shifted)
     # A part without a finite logit has a sum of 0, which must not meet an infinite factor.
     scaled = jnp.where(sums == 0, jnp.float32(0), sums * factors)
     sum_exp = jnp.where(invalid.any(0), jnp.float32(jnp.nan), scaled.sum(0))
     weighted = parts.weighted
     if weighted is not None:
-        moved = weighted + jnp.maximum(shifted, xla.LEAST) * sums
+        moved = weighted + jnp.maximum(shifted, LEAST) * sums
         weighted = jnp.where(sums == 0, jnp.float32(0), moved * factors).sum(0)
     return RowSums(
         maximum,

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from pallas_kernels.backends.xla.rows import is_symbolic, rows_on_cpu
+from pallas_kernels.backends.xla.block_rows import is_symbolic, rows_on_cpu
 from pallas_kernels.backends.xla.selection import NARROWEST_GROUP, slices
 from pallas_kernels.contract.arguments import check_split
 from pallas_kernels.contract.changes import Changes, apply

@@ -27,6 +27,7 @@ class GroupSums(NamedTuple):
 
     maxima: Float32[Array, "..."]  # anything where the group has a NaN
     sums: Float32[Array, "..."]  # NaN where the group has a NaN or +inf
+    weighted: Float32[Array, "..."] | None = None  # of s exp(s), for the entropy; see `group_sums`
 
 
 def number_of_groups(vocabulary: int) -> int:

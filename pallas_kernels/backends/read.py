@@ -5,12 +5,14 @@ sums, the groups of sampled rows, candidates, a draw from groups, and a count of
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import TypeVar
 
 import jax
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.backends.groups import FEW, Drawn, ListedRows, Part, Read, RowsToDraw, Top
+from pallas_kernels.backends.row_totals import PartSums, as_part
 from pallas_kernels.backends.xla import groups
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.changes import Changes
@@ -79,6 +81,45 @@ def row_sums(
         logits=logits,
         implementation=implementation,
         backends=backends,
+        faster_on_tpu=kernel_is_faster(
+            selected.shape[0], logits.shape[1], outputs.k, logits.dtype.name
+        ),
+    )
+
+
+def part_sums(
+    rows: Rows,
+    following: jax.Array | None,
+    offset: jax.Array,
+    selected: Float32[Array, " R"],
+    outputs: Outputs,
+    implementation: Implementation | None = None,
+) -> PartSums:
+    """`xla.rows.part_sums`, by one of the backends where it is faster.
+
+    The kernels' sum of a part is as one group: the order of its terms follows how rows are split.
+    """
+    logits = rows.logits
+    groups = xla.groups_of_part(logits.shape[1], following)
+
+    def by_kernels(kernels: ModuleType, rows: Rows, *rest: jax.Array) -> PartSums:
+        return as_part(kernels.row_sums(rows, rest[-1], outputs), groups)
+
+    def by_xla(
+        rows: Rows, following: jax.Array | None, offset: jax.Array, selected: jax.Array
+    ) -> PartSums:
+        return xla.part_sums(rows, following, offset, selected, outputs)
+
+    return kernels_or_xla(
+        "rows",
+        by_kernels,
+        by_xla,
+        rows,
+        following,
+        offset,
+        selected,
+        logits=logits,
+        implementation=implementation,
         faster_on_tpu=kernel_is_faster(
             selected.shape[0], logits.shape[1], outputs.k, logits.dtype.name
         ),

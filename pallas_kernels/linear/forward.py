@@ -19,7 +19,7 @@ from pallas_kernels.backends.answers import (
     usable_temperatures,
 )
 from pallas_kernels.backends.read import row_sums
-from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.backends.row_totals import inverse_of
 from pallas_kernels.contract.rows import Rows, RowSums, no_sums
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear import read_columns
@@ -38,7 +38,9 @@ def target_rows(x: jax.Array, row_ids: jax.Array | None) -> jax.Array:
 
 def inverse_temperatures(temperatures: jax.Array | None) -> jax.Array | None:
     """1 / T [R]; 1 where T is not usable."""
-    return None if temperatures is None else xla.inverse_of(usable_temperatures(temperatures))
+    if temperatures is None:
+        return None
+    return inverse_of(usable_temperatures(temperatures), temperatures.shape[0])
 
 
 def num_columns(shard: VocabShard, width: int) -> jax.Array:

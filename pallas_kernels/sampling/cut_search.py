@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from pallas_kernels.backends import exact_sums
+from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.lowering.forms import floats, key_of, logarithm, ordered_keys, vary_like
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
-from pallas_kernels.sampling.row_read import RowScale, scaled
+from pallas_kernels.sampling.row_read import RowScale
 
 # Among shards each trip waits for an exchange: fewer trips, of 15 sums each. On one device
 # bisection sums least.

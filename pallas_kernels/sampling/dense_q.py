@@ -15,16 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.groups import Drawn, inverse_temperature, keeps
+from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.backends.xla.group_sums import added
 from pallas_kernels.lowering.forms import compacted, vary_like
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
-from pallas_kernels.sampling import exact_sums, row_read
+from pallas_kernels.sampling import row_read
 from pallas_kernels.sampling.parameters import Sampling, Truncation, at_rows
 from pallas_kernels.sampling.row_draws import of_all_shards
-from pallas_kernels.sampling.row_read import scaled
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import DenseQ, slots_of_rows
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.backends import exact_sums, row_totals
 from pallas_kernels.contract.arguments import array_of, floats, integers, numbers_of
 from pallas_kernels.contract.rows import check_floats, check_matrix
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
@@ -24,7 +25,7 @@ from pallas_kernels.linear.types import RowScale, loaded, stored
 from pallas_kernels.lowering.forms import barrier, logarithm
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.sampling import exact_sums, row_read
+from pallas_kernels.sampling import row_read
 from pallas_kernels.sampling.kept_set import PaddedKept
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.rows import GroupedRows
@@ -275,7 +276,7 @@ def _processed(
     number, vocab_size = logits.shape
     read = row_read.read(GroupedRows.of(logits), Sampling.of(number, temperature=t))
     x = _of_set(logits, sets)
-    gap = row_read.scaled(x, read.largest[:, None], read.inverse[:, None])
+    gap = row_totals.scaled(x, read.largest[:, None], read.inverse[:, None])
     of_set = exact_sums.mass(exponential(gap), vocab_size)
     share, whole = (exact_sums.to_float(x, vocab_size) for x in (of_set, read.total))
     over_all = sets.counts < 0

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
+from pallas_kernels.backends import exact_sums
+from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import at_place, logarithm, map_blocks, rows_from, summed
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.sampling import exact_sums
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
-from pallas_kernels.sampling.row_read import RowScale, scaled
+from pallas_kernels.sampling.row_read import RowScale
 
 UNKNOWN = 2**31 - 1  # a length beyond the candidates
 

@@ -23,12 +23,13 @@ from jaxtyping import Array, Bool, Float32, Int32
 from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import WIDTH, Drawn, GroupSums, RowsToDraw, keeps
+from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.backends.xla.group_sums import sums_of_groups
 from pallas_kernels.lowering.forms import at_place, filled, vary_like
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
-from pallas_kernels.sampling.row_read import RowRead, num_candidates, scaled
+from pallas_kernels.sampling.row_read import RowRead, num_candidates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import Batch
 
@@ -170,7 +171,7 @@ def _best_group(logits: GroupedRows, found: RowRead, drawing: Drawing) -> _Group
     score: those that are best then come first, until no other can win. Of most rows that is soon.
     """
     largest, inverse = drawing.largest[:, None], drawing.inverse[:, None]
-    sums = GroupSums(*(x[drawing.rows] for x in found.groups))
+    sums: GroupSums = jax.tree.map(lambda x: x[drawing.rows], found.groups)
     sums = GroupSums(logits.own(sums.maxima, -jnp.inf), logits.own(sums.sums, 0.0))
     cut_logit, taken = drawing.cut.cut_logit[:, None], drawing.excluded_ids
     taken_groups = jnp.where(taken >= 0, taken // WIDTH, -1)

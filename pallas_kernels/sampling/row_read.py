@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from pallas_kernels.backends import answers
+from pallas_kernels.backends import answers, exact_sums
 from pallas_kernels.backends import read as reads
 from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import FEW as FEW_CANDIDATES
@@ -20,6 +20,7 @@ from pallas_kernels.backends.groups import (
     inverse_temperature,
     number_of_groups,
 )
+from pallas_kernels.backends.row_totals import mass
 from pallas_kernels.backends.xla.groups import larger_than
 from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import Changes
@@ -30,8 +31,7 @@ from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
-from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.sampling import door, exact_sums
+from pallas_kernels.sampling import door
 from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import RowsRead, Verified, slots_of_rows
@@ -64,12 +64,6 @@ class RowScale(NamedTuple):
     largest: Float32[Array, " N"]  # m
     inverse: Float32[Array, " N"]  # 1 / T
     total: exact_sums.Mass  # of the whole row
-
-
-def scaled(x: jax.Array, largest: jax.Array, inverse: jax.Array) -> jax.Array:
-    """(x - m) / T, at most 0; shapes broadcast."""
-    # A minimum that changes nothing, but after which no compiler contracts product and sum.
-    return jnp.minimum((x - largest) * inverse, jnp.float32(0))
 
 
 def read(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowRead:
@@ -179,14 +173,6 @@ def num_candidates(sampling: Sampling, vocab_size: int) -> Int32[Array, " N"]:
     if vocab_size <= MANY_CANDIDATES:
         others = jnp.full_like(sampling.top_k, vocab_size)
     return jnp.minimum(jnp.where(by_k, sampling.top_k, others), vocab_size)
-
-
-def mass(
-    groups: GroupSums, largest: jax.Array, inverse: jax.Array, vocab_size: int
-) -> exact_sums.Mass:
-    """The rows' sums of exp((x - m) / T), from those of their groups; any split gives its bits."""
-    weights = groups.sums * exponential(scaled(groups.maxima, largest[:, None], inverse[:, None]))
-    return exact_sums.mass(weights, vocab_size)
 
 
 def greedy_ids(rows: GroupedRows, found: RowRead) -> Int32[Array, " N"]:

@@ -25,8 +25,14 @@ from pallas_kernels.backends.groups import (
     number_of_groups,
     whole_groups,
 )
-from pallas_kernels.backends.xla import groups as xla_groups
 from pallas_kernels.backends.xla.selection import top_k_of_parts
+from pallas_kernels.backends.xla.tails import (
+    FOLLOWING,
+    columns_of_all,
+    following_columns,
+    tail_of,
+    with_following,
+)
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.lowering.forms import barrier, filled
@@ -59,7 +65,7 @@ class GroupedRows:
             logits, shard = columns_as_read(logits, shard), WHOLE
         if shard.axis_name is None or logits.shape[1] % WIDTH == 0:
             first = shard.ids(logits.shape[1])[0] // WIDTH
-            part = Part(logits, xla_groups.tail_of(logits, changes), jnp.zeros_like(first))
+            part = Part(logits, tail_of(logits, changes), jnp.zeros_like(first))
         else:
             part, first = _with_neighbor(logits, shard)
         return cls(logits, shard, vocab_size, part, first, changes)
@@ -196,7 +202,7 @@ class GroupedRows:
         def joined(x: jax.Array) -> jax.Array:  # [shards, N, L] -> [N, G]
             return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, where]
 
-        groups = GroupSums(*map(joined, every))
+        groups = GroupSums(joined(every.maxima), joined(every.sums))
         raw = joined(raw) if found.raw_sums.shape[1] else groups.sums[:, :0]
         ids, logits = top_k_of_parts(ids, logits, count) if with_top else (ids[0], logits[0])
         return Read(groups, raw, filled(ids, count, -1), filled(logits, count, -jnp.inf))
@@ -212,8 +218,7 @@ def columns_as_read(values: Float[Array, "N C"], shard: VocabShard) -> Float[Arr
     """The columns that `GroupedRows` of this shard has: all of them where shards are narrow."""
     if not _is_gathered(values, shard):
         return values
-    every = jnp.moveaxis(shard.gathered(values), 0, 1)
-    return every.reshape(values.shape[0], -1)[:, : shard.size(values.shape[1])]
+    return columns_of_all(values, shard)
 
 
 def _is_gathered(values: jax.Array, shard: VocabShard) -> bool:
@@ -265,23 +270,8 @@ def _of_vocabulary(
 
 def _with_neighbor(logits: jax.Array, shard: VocabShard) -> tuple[Part, jax.Array]:
     """A device's part where groups do not end with its columns, and its first group."""
-    assert shard.axis_name is not None
-    rows, width = logits.shape
-    shards = lax.axis_size(shard.axis_name)
-    # Each sends its first columns to the one before it: the last has no next one, and gets zeros.
-    ring = [(index, index - 1) for index in range(1, shards)]
-    following = lax.ppermute(logits[:, : WIDTH - 1], shard.axis_name, ring)  # type: ignore[no-untyped-call]
+    width = logits.shape[1]
     start = shard.ids(width)[0]
-    following = jnp.where(start + width < width * shards, following, -jnp.inf)
     offset = -start % WIDTH
-    whole = width // WIDTH - 1
-    # Two groups are left: the columns from here on, and what follows them.
-    tail = offset + whole * WIDTH
-    kept = min(width, 2 * WIDTH - 1)
-    ahead = jnp.full((rows, 2 * WIDTH), -jnp.inf, logits.dtype)
-    line = jnp.concatenate([logits[:, width - kept :], following, ahead], axis=1)
-    last = lax.dynamic_slice_in_dim(line, tail - (width - kept), 2 * WIDTH, axis=1)
-    # What begins behind the columns is the next device's.
-    begins = tail + jnp.arange(2, dtype=jnp.int32) * WIDTH
-    groups = jnp.where((begins < width)[None, :, None], last.reshape(rows, 2, WIDTH), -jnp.inf)
-    return Part(logits, groups, offset), (start + offset) // WIDTH
+    following = following_columns(logits[:, :FOLLOWING], width, shard)
+    return with_following(logits, following, offset), (start + offset) // WIDTH

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import keeps
+from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import Changes, apply, apply_at, of_rows
 from pallas_kernels.contract.rows import MAX_VOCABULARY, Rows, check_k
@@ -532,7 +533,7 @@ def _log_p(
 
     last_id, last = before_drafts(cut.cut_id), before_drafts(cut.cut_logit)
     kept = keeps(x, ids, last, last_id) & (ids >= 0) & before_drafts(is_sampled)
-    gap = row_read.scaled(x, before_drafts(read.largest), before_drafts(read.inverse))
+    gap = scaled(x, before_drafts(read.largest), before_drafts(read.inverse))
     mass = before_drafts(read.log_total + cut.log_kept)
     return jnp.where(kept, jnp.minimum(gap - mass, 0.0), -jnp.inf)
 

@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 
 from pallas_kernels.backends import answers, read
 from pallas_kernels.backends.greedy import greedy, greedy_of_rows
+from pallas_kernels.backends.groups import WIDTH
 from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.backends.xla.tails import columns_of_all
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.rows import (
     Outputs,
@@ -42,7 +44,7 @@ from pallas_kernels.contract.types import (
 from pallas_kernels.lowering import choose
 from pallas_kernels.lowering.choose import Implementation
 from pallas_kernels.meshes import split
-from pallas_kernels.meshes.placement import WHOLE, AxisName, Place, VocabShard, placed
+from pallas_kernels.meshes.placement import AxisName, Place, VocabShard, placed
 from pallas_kernels.topk.derivatives import transformable
 
 
@@ -264,8 +266,11 @@ def _of_shard(
         changed = of_logits.apply(rows.logits, answers.changes_of(rows.changes, shard, width))
         chosen = greedy(changed, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
         rows = rows._replace(token_ids=chosen.token_ids)
-    row_sums = functools.partial(read.row_sums, implementation=implementation)
-    return answers.topk_logprobs(row_sums, rows, outputs, shard)
+    if width < WIDTH:  # a shard that is narrower than a group: all columns are gathered
+        rows = rows._replace(logits=columns_of_all(shard.masked(logits), shard))
+        return topk_of_whole_rows(implementation, outputs, rows)
+    part_sums = functools.partial(read.part_sums, implementation=implementation)
+    return answers.topk_logprobs_of_shard(part_sums, rows, outputs, shard)
 
 
 def topk_of_whole_rows(
@@ -288,7 +293,7 @@ def topk_of_whole_rows(
     def from_sums(row_sums: answers.ReadRows, rows: Rows) -> TopkLogprobs:
         if is_greedy:
             return answers.greedy_topk_logprobs(row_sums, rows, outputs)
-        return answers.topk_logprobs(row_sums, rows, outputs, WHOLE)
+        return answers.topk_logprobs(row_sums, rows, outputs)
 
     def by_kernels(kernels: ModuleType, rows: Rows) -> TopkLogprobs:
         whole = getattr(kernels, "topk_logprobs", None)
@@ -298,7 +303,7 @@ def topk_of_whole_rows(
 
     def by_xla(rows: Rows) -> TopkLogprobs:
         rows = with_choice(rows) if is_greedy else rows
-        return answers.topk_logprobs(xla.row_sums, rows, outputs, WHOLE)
+        return answers.topk_logprobs(xla.row_sums, rows, outputs)
 
     logits = rows.logits
     # The choice is a top 1.

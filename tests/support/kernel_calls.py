@@ -5,7 +5,6 @@ Arguments of the call come in the order of `Rows`; the kernel's own options foll
 
 from pallas_kernels.backends import answers
 from pallas_kernels.contract.rows import Rows
-from pallas_kernels.meshes.placement import WHOLE
 
 
 def topk_logprobs(
@@ -19,7 +18,7 @@ def topk_logprobs(
     read = _read(kernels, options, named)
     if token_ids is None:
         return answers.greedy_topk_logprobs(read, rows, outputs)
-    return answers.topk_logprobs(read, rows, outputs, WHOLE)
+    return answers.topk_logprobs(read, rows, outputs)
 
 
 def greedy_topk_logprobs(

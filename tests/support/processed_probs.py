@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.sampling import parameters, row_read
@@ -26,7 +27,7 @@ def processed_probs(logits, sampling, *, shard=WHOLE):
     def per_row(values):
         return values.reshape(*shape, 1)
 
-    gap = row_read.scaled(x, per_row(found.largest), per_row(found.inverse))
+    gap = scaled(x, per_row(found.largest), per_row(found.inverse))
     log_mass = per_row(found.log_total) + cut.log_kept[..., None]
     probs = exponential(jnp.minimum(gap - log_mass, 0.0))
     return jnp.where(cut.keeps(x, ids), jnp.where(one_hot, 1.0, probs), 0.0)

@@ -36,7 +36,7 @@ from pallas_kernels.backends.mosaic_tpu.unit import (
     chains,
     turn_bits,
 )
-from pallas_kernels.backends.xla.rows import LEAST
+from pallas_kernels.backends.row_totals import LEAST
 from pallas_kernels.lowering.forms import in_pairs as tree
 
 MIN_INT = -(1 << 31)

@@ -47,6 +47,25 @@ def sums_of(
     return _added([terms(part) for part in _parts(tokens, FIRST_LANES)])
 
 
+LEAST = -200.0  # the exponential of this is 0 in float32; of -inf, -inf * 0 would be NaN
+
+
+@jax.jit
+def weighted_sums_of(
+    tokens: Float[Array, "*groups W"],
+    maxima: Float32[Array, "*groups"],
+    inverse: Float32[Array, "..."],
+) -> Float32[Array, "*groups"]:
+    """The sums of s exp(s), s = (x - maximum) / T, in the order of `sums_of`: at most 0."""
+    finite = jnp.where(maxima > -jnp.inf, maxima, jnp.float32(0))
+
+    def terms(part: jax.Array) -> jax.Array:
+        s = (part.astype(jnp.float32) - finite[..., None]) * inverse[..., None]
+        return exponential(s) * jnp.maximum(s, jnp.float32(LEAST))
+
+    return _added([terms(part) for part in _parts(tokens, FIRST_LANES)])
+
+
 def added(terms: Float32[Array, "*groups W"]) -> Float32[Array, "*groups"]:
     """The sum of each group's terms, in the order that this file says."""
     return _added(_parts(terms, FIRST_LANES))
@@ -60,8 +79,9 @@ def _added(each: list[jax.Array]) -> jax.Array:
 
 
 def maxima_of(tokens: Float[Array, "*groups W"]) -> Float32[Array, "*groups"]:
-    """The largest of each group of W logits."""
-    return _largest(tokens, (FIRST_LANES, MORE_LANES, 1)).astype(jnp.float32)
+    """The largest of each group of W logits, but for a negative NaN, which may be overlooked."""
+    keys = _largest(forms.ordered_keys(tokens), (FIRST_LANES, MORE_LANES, 1))
+    return floats(keys, tokens.dtype).astype(jnp.float32)
 
 
 def sums_of_groups(tokens: Float[Array, "*groups W"], inverse: Float32[Array, "..."]) -> GroupSums:
@@ -82,6 +102,8 @@ def of_block(
     tail: Float[Array, "B T W"],
     inverse: Float32[Array, " B"],
     eights: jax.Array | None = None,
+    *,
+    weighted: bool = False,
 ) -> GroupSums:
     """The groups of a block of rows: N / 256 whole ones, then those of `tail`.
 
@@ -91,18 +113,22 @@ def of_block(
       inverse: `inverse_temperature` of each row.
       eights: where they are known, the `ordered_keys` of the largest of eight logits each, of x
         and, from x.shape[1] / 8 on, of what the tail has.
+      weighted: whether the sums for the entropy are wanted.
     """
     whole = x.shape[1] // WIDTH
     parts = [x.reshape(x.shape[0], whole, WIDTH), tail]
     if eights is None:
-        of_x = _eights_to_groups(selection.group_maxima(x, EIGHT), x.dtype)
-        maxima = [of_x, maxima_of(tail)]
+        maxima = [maxima_of(part) for part in parts]
     else:
         largest = _eights_to_groups(eights, x.dtype)
         maxima = [largest[:, :whole], largest[:, whole:]]
     there = [(part, one) for part, one in zip(parts, maxima, strict=True) if part.shape[1]]
     sums = [sums_of(part, one, inverse[:, None]) for part, one in there]
-    return GroupSums(_joined([one for _, one in there]), _joined(sums))
+    found = GroupSums(_joined([one for _, one in there]), _joined(sums))
+    if not weighted:
+        return found
+    more = [weighted_sums_of(part, one, inverse[:, None]) for part, one in there]
+    return found._replace(weighted=_joined(more))
 
 
 def _eights_to_groups(keys: jax.Array, dtype: DTypeLike) -> jax.Array:

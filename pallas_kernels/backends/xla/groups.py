@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends.groups import (
     MANY,
-    WIDTH,
     GroupSums,
     ListedRows,
     Part,
@@ -26,11 +25,11 @@ from pallas_kernels.backends.groups import (
     columns_of_groups,
     whole_groups,
 )
-from pallas_kernels.backends.xla import group_sums, selection
-from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.backends.xla import block_rows, group_sums, selection
 from pallas_kernels.backends.xla.group_sums import EIGHT
 from pallas_kernels.backends.xla.selection import from_groups_on_cpu
-from pallas_kernels.contract.changes import Changes, apply, apply_at, of_shard
+from pallas_kernels.backends.xla.tails import tail_of
+from pallas_kernels.contract.changes import Changes, apply, apply_at
 from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.choose import lowered_for
@@ -43,7 +42,7 @@ LISTED_ON_CPU, LISTED = 4, 32
 FEW_TARGETS = 32  # of so many, seldom more than one is on a list
 
 
-# How many rows of logits to work on at a time: `xla.rows_on_cpu` and its like.
+# How many rows of logits to work on at a time: `block_rows.rows_on_cpu` and its like.
 Size = Callable[[jax.Array, int, int, bool], int]
 Outputs = TypeVar("Outputs", bound=Tree)  # of arrays [R, ...]
 
@@ -93,25 +92,9 @@ def read_part(
 
     cpu, tpu, default = (
         functools.partial(read_on, size)
-        for size in (xla.rows_on_cpu, xla.rows_on_tpu, xla.rows_on_gpu)
+        for size in (block_rows.rows_on_cpu, block_rows.rows_on_tpu, block_rows.rows_on_gpu)
     )
     return lowered_for(part, inverse, needed, changes, like=like, cpu=cpu, tpu=tpu, default=default)
-
-
-def tail_of(x: Float[Array, "N V"], changes: Changes | None = None) -> Float[Array, "N T W"]:
-    """The group [N, 1, W] that whole rows end in; [N, 0, W] where they hold all groups whole.
-
-    changes: of x, which are applied.
-    """
-    columns = x.shape[1]
-    rest = columns % WIDTH
-    if not rest:
-        return jnp.zeros((x.shape[0], 0, WIDTH), x.dtype)
-    # Where there is one group alone, it need not be filled up: sums with zeros are the same.
-    width = WIDTH if columns > WIDTH else next(n for n in group_sums.SHORT if n >= rest)
-    here = of_shard(changes, jnp.int32(columns - rest), rest)
-    last = apply(x[:, columns - rest :], here)
-    return jnp.pad(last, ((0, 0), (0, width - rest)), constant_values=-jnp.inf)[:, None]
 
 
 def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int, *, raw: bool) -> Read:
@@ -160,7 +143,9 @@ def candidates(rows: ListedRows, k: int) -> Top:
 
         return in_blocks(work, size, rows, (), like(rows), k)
 
-    cpu, default = (functools.partial(found_on, x) for x in (xla.rows_on_cpu, xla.rows_on_gpu))
+    cpu, default = (
+        functools.partial(found_on, x) for x in (block_rows.rows_on_cpu, block_rows.rows_on_gpu)
+    )
     return lowered_for(rows, like=like, cpu=cpu, default=default)
 
 
@@ -200,7 +185,7 @@ def _num_larger(rows: ListedRows, than: jax.Array) -> jax.Array:
         return strictly_larger(x, than[:, None].astype(x.dtype)).sum(axis=1, dtype=jnp.int32)
 
     initial = jnp.zeros(than.shape, jnp.int32)
-    return in_blocks(work, xla.rows_on_gpu, rows, (than,), initial, 0)
+    return in_blocks(work, block_rows.rows_on_gpu, rows, (than,), initial, 0)
 
 
 def _num_larger_on_cpu(rows: ListedRows, than: jax.Array) -> jax.Array:
@@ -254,7 +239,7 @@ def in_blocks(
     block = size(logits, num_targets, k, num_rows is not None or changes is not None)
     if num_rows is not None and isinstance(block, int):  # a symbolic number of rows is one block
         listed = 1 if num_targets <= FEW_TARGETS else LISTED_ON_CPU
-        block = min(block, listed if size is xla.rows_on_cpu else LISTED)
+        block = min(block, listed if size is block_rows.rows_on_cpu else LISTED)
 
     def changed(x: jax.Array, own: Changes | None, *given: jax.Array) -> Outputs:
         return work(x if own is None else forms.barrier(apply(x, own)), x, *given)

@@ -55,9 +55,13 @@ def selection_size(vocabulary: int, k: int) -> int:
 def group_maxima(x: jax.Array, width: int) -> jax.Array:
     """x [B, V] -> the `ordered_keys` [B, ceil(V / width)] of its groups' largest logits."""
     rows, vocabulary = x.shape
-    whole, least = -(-vocabulary // width) * width, forms.key_of(-jnp.inf, x.dtype)
-    keys = forms.filled(forms.ordered_keys(x), whole, least)
-    return jnp.max(keys.reshape(rows, -1, width), axis=2)
+    whole = vocabulary // width * width
+    # What is left over by itself: of a padded row XLA's CPU compiler makes a loop of four times.
+    maxima = jnp.max(forms.ordered_keys(x[:, :whole]).reshape(rows, -1, width), axis=2)
+    if whole == vocabulary:
+        return maxima
+    rest = jnp.max(forms.ordered_keys(x[:, whole:]), axis=1, keepdims=True)
+    return jnp.concatenate([maxima, rest], axis=1)
 
 
 def wider(maxima: jax.Array, times: int) -> jax.Array:

@@ -17,7 +17,7 @@ from jax_specdec.device.loop.state import LoopConfig, init_state
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages.batch_options import options_of_requests, widths_of
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.backends.xla.rows import CPU_BYTES
+from pallas_kernels.backends.xla.block_rows import CPU_BYTES
 from pallas_kernels.sampling import CompactQ, Drafts, Sampling, logprobs_of_read, verify
 from tests.support import quick_compile
 from tests.support.decoding import draft_logits_kept, random_model

@@ -11,10 +11,11 @@ import scipy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pallas_kernels.backends import exact_sums
 from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
-from pallas_kernels.sampling import cut_search, exact_sums, kept_sets, row_read, truncation
+from pallas_kernels.sampling import cut_search, kept_sets, row_read, truncation
 from pallas_kernels.sampling.parameters import of_each_row, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import oracle
