@@ -95,7 +95,7 @@ def topk_logprobs(
     nothing need be named: explicit axes and existing arrays tell, and the compiler does for
     automatic axes. Each device reads its own part. Without `row_ids` the results are split as the
     rows are; otherwise every device gets them whole. Ids, token ranks and order are those of one
-    device. Where the vocabulary is split, R * (4 + C + 2 K) words a shard travel; where rows
+    device. Where the vocabulary is split, R * (6 + C + 2 K) words a shard travel; where rows
     are and `row_ids` name them, the results do; logits never do. Inside `shard_map`, give each
     device its columns, equally many and in order, and the mesh axis as `axis_name`. Where V does
     not divide evenly, pad the last columns with anything and give `vocab_size`.

@@ -5,6 +5,7 @@ import pytest
 
 from jax_specdec.device.model.sharding import Parallel
 from pallas_kernels import topk_logprobs
+from pallas_kernels.backends.exact_sums import num_digits
 from pallas_kernels.sampling import Drafts, Sampling, verify
 from pallas_kernels.sampling.drafts import draw
 from tests.support import quick_compile
@@ -26,7 +27,10 @@ def test_logprobs(shards, rows, k, chosen):
 
     given = array((rows, 4096), "bfloat16"), array((rows,)), array((rows, chosen))
     program = compiled(call, *given)
-    assert bytes_of_a_run(program) == WORD * rows * (1 + chosen + shards * (3 + 2 * k))
+    digits = num_digits(4096)
+    assert digits == 2
+    assert bytes_of_a_run(program) == WORD * rows * (2 + chosen + shards * (1 + digits + 2 * k))
+    assert num_digits(2**18) == 3
 
 
 def compiled(function, *shapes):

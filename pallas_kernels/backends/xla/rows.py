@@ -2,7 +2,8 @@
 
 Rows are worked on in blocks, so temporaries are those of a block. Where there is more than one, a
 loop's trip count follows `num_rows`. How many rows a block has, and how it is read, depends on the
-platform that the program is lowered for (`Way`). Within a block:
+platform that the program is lowered for (`Way`); `reductions.py` reads blocks on a GPU or TPU. On a
+CPU, within a block:
 
 1. The maxima of groups of eight logits, and of 256, and so each row's maximum.
 2. The sums of groups of 256 (`group_sums`); for the entropy, also those of s exp(s).
@@ -21,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends.groups import WIDTH, Part, columns_of_groups
-from pallas_kernels.backends.row_totals import PartSums, inverse_of, joined, no_part
-from pallas_kernels.backends.xla import group_sums, selection
+from pallas_kernels.backends.row_totals import PartSums, as_part, inverse_of, joined, no_part
+from pallas_kernels.backends.xla import group_sums, reductions, selection
 from pallas_kernels.backends.xla.block_rows import (
     in_one_thread,
     rows_on_cpu,
@@ -48,15 +49,8 @@ MORE_PIECES = 16
 def num_larger(x: jax.Array, limit: jax.Array) -> jax.Array:
     """How many logits of each row of x [B, V] are larger than `limit` [B], of x's dtype. [B] int32.
 
-    As a reduction of float32 (exact below 2**24): comparisons of 16 bits take a TPU half more.
+    By adding pieces of each row to one another until one number is left.
     """
-    with jax.named_scope("row_ranks"):
-        larger = _larger(x.astype(jnp.float32), limit.astype(jnp.float32))
-        return jnp.sum(larger, axis=1).astype(jnp.int32)
-
-
-def num_larger_on_cpu(x: jax.Array, limit: jax.Array) -> jax.Array:
-    """`num_larger`, by adding pieces of each row to one another until one number is left."""
     with jax.named_scope("row_ranks"):
         few = selection.is_small_batch(x) and x.dtype.itemsize == 4
         cut = forms.pieces(x, PIECES_OF_FEW if few else PIECES, -jnp.inf)
@@ -76,13 +70,13 @@ class Way(NamedTuple):
     """How a kind of platform reads rows."""
 
     block_rows: Callable[..., int]  # see `rows_on_cpu`
-    num_larger: Callable[[jax.Array, jax.Array], jax.Array]
-    two_stages: selection.TwoStages | None  # None: the selection has one
+    sums: Callable[[jax.Array, jax.Array, Outputs, jax.Array | None], RowSums] | None = None
+    # None: by groups
 
 
-CPU = Way(rows_on_cpu, num_larger_on_cpu, selection.from_groups_on_cpu)
-GPU = Way(rows_on_gpu, num_larger, selection.from_groups)
-TPU = Way(rows_on_tpu, num_larger, None)
+CPU = Way(rows_on_cpu)
+GPU = Way(rows_on_gpu, reductions.sums_on_gpu)
+TPU = Way(rows_on_tpu, reductions.sums_on_tpu)
 WAYS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
 
@@ -144,10 +138,12 @@ def _part_sums(
     selected: jax.Array,
 ) -> PartSums:  # fmt: skip
     def work(x: jax.Array, mine: Targets) -> PartSums:
+        if way.sums is not None:
+            return as_part(way.sums(x, mine.selected, outputs, mine.temperatures), number)
         part = Part(x, tail_of(x), jnp.zeros_like(offset))
         if mine.following is not None:
             part = with_following(x, mine.following, offset)
-        return sums_of_part(way, part, mine.selected, outputs, mine.temperatures)
+        return sums_of_part(part, mine.selected, outputs, mine.temperatures)
 
     number = groups_of_part(rows.logits.shape[1], following)
     initial = no_part(selected.shape[0], number, outputs)
@@ -198,13 +194,14 @@ def sums_of_block(
     way: Way, x: jax.Array, selected: jax.Array, outputs: Outputs, temperatures: jax.Array | None
 ) -> RowSums:
     """The sums of a block of whole rows x [B, V]; selected [B] is the given token's logit."""
-    part = sums_of_part(way, Part(x, tail_of(x), jnp.int32(0)), selected, outputs, temperatures)
-    inverse = inverse_of(temperatures, x.shape[0])
-    return joined(part, inverse, outputs.k, x.shape[1])
+    if way.sums is not None:
+        return way.sums(x, selected, outputs, temperatures)
+    part = sums_of_part(Part(x, tail_of(x), jnp.int32(0)), selected, outputs, temperatures)
+    return joined(part, inverse_of(temperatures, x.shape[0]), outputs.k, x.shape[1])
 
 
 def sums_of_part(
-    way: Way, part: Part, selected: jax.Array, outputs: Outputs, temperatures: jax.Array | None
+    part: Part, selected: jax.Array, outputs: Outputs, temperatures: jax.Array | None
 ) -> PartSums:
     """Steps 1 to 4 of a block [B, C] of a part of rows."""
     x, k = part.logits, outputs.k
@@ -219,9 +216,8 @@ def sums_of_part(
         weighted=outputs.entropy,
     )
     limit = forms.limit_of_count(selected.astype(x.dtype), outputs.inclusive)
-    width = selection.group_width(x.shape[1], k) if way.two_stages else None
-    maxima = None
+    width, maxima = selection.group_width(x.shape[1], k), None
     if width is not None and eights is not None:
         maxima = selection.wider(eights, width // selection.NARROWEST_GROUP)
-    top = selection.select_top_k(x, maxima, k, width, way.two_stages)
-    return PartSums(groups, way.num_larger(x, limit), *top)
+    top = selection.select_top_k(x, maxima, k, width, selection.from_groups_on_cpu)
+    return PartSums(groups, num_larger(x, limit), *top)
