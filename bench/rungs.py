@@ -19,7 +19,7 @@ from bench.timing import BenchError, Comparison, Target, compare
 from jax_specdec.control import Admit
 from jax_specdec.declaration import USUAL, Serves
 from jax_specdec.device.drafting.drafters import NgramDrafter, NoDrafter
-from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.programs import Compiled, cuts_messages
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model import load_model
 from jax_specdec.device.worker.worker import Worker
@@ -95,7 +95,7 @@ def run(quick: bool = False) -> Iterator[Comparison]:
     for width in (0, DRAFTS):
         drafter = NgramDrafter(width) if width else NoDrafter(0)
         config = LoopConfig(model, drafter, num_slots=SLOTS, max_length=LENGTH)
-        compiled = Compiled(config)
+        compiled = Compiled(config, cuts=cuts_messages(config))
         for batch, beside in ((a, b) for a in BATCHES for b in BESIDE):
             asked = [SamplingParams(max_tokens=400, **BATCHES[batch])] * SLOTS
             asked[0] = replace(asked[0], **BESIDE[beside])

@@ -33,7 +33,7 @@ from bench.loop.setups import DRAFTS, REQUESTS, Setup, setups
 from bench.timing import Comparison, Target, compare, from_samples, rotated
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.loop.programs import Compiled
+from jax_specdec.device.loop.programs import Compiled, cuts_messages
 from jax_specdec.device.worker.worker import runs_on_gpu
 
 OFF, K0, K20, ONE = "no logprobs", "K = 0", "K = 20", f"K = 20 for 1 of {REQUESTS}"
@@ -75,7 +75,7 @@ def run(quick: bool = False) -> list[Comparison]:
     for setup in setups(quick):
         params, model = setup.load()
         config = setup.loop_config(model)
-        compiled = Compiled(config)
+        compiled = Compiled(config, cuts=cuts_messages(config))
         with_gpu = runs_on_gpu(config)
         greedy = [c for c in GREEDY if c.kernel != "separate" or with_gpu]
         chosen = [c for c in greedy if not (quick and c.name in NOT_QUICK)]
@@ -108,7 +108,7 @@ def measure(
       BenchError: a contender delivers other tokens or logprobs.
     """
     config, texts = setup.loop_config(model), setup.prompts(model)
-    compiled = compiled or Compiled(config)
+    compiled = compiled or Compiled(config, cuts=cuts_messages(config))
     consumer = Consumer(setup.requests)
 
     def made() -> dict[str, Rig]:

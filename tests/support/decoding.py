@@ -81,7 +81,7 @@ class Local:
 
     def __init__(self, drafting, *, num_slots=3, max_length=96, chunk=8, model=None,
                  prefill_only=False, programs=None, parallel=ONE_DEVICE, accept=None,
-                 distort=None, **options):  # fmt: skip
+                 distort=None, cuts=False, **options):  # fmt: skip
         params, config = model or random_model()
         settings = LoopConfig(
             model=config,
@@ -96,7 +96,7 @@ class Local:
         self.outputs = []  # StepOutput as numpy, by step
         self.records = {}  # request id to its records
         self.chunks, self.distort = [], distort  # chunks that were run, as (slot, start)
-        self.shared = compiled(settings)
+        self.shared = compiled(settings, cuts=cuts)
         recorded = "step", "choose", "prefill_chunk", "score_chunk"
         recorders = {name: getattr(self, name) for name in recorded}
         self.chosen_apart = 0  # steps in two programs

@@ -34,11 +34,12 @@ class Compiled:
       step: returns it and a `StepOutput`.
       seen, forward_rows, choose: the same in parts, for steps with grammars.
       prompt_message, target_message, draft_message: return the words of a message.
-      leading: returns the first of them.
+      leading: returns the first of them, or all where it does not cut.
+      cuts: messages are cut to what they can fill before they are copied to the host.
     """
 
-    def __init__(self, config: LoopConfig) -> None:
-        """Compile nothing yet."""
+    def __init__(self, config: LoopConfig, *, cuts: bool = True) -> None:
+        """Compile nothing yet; arguments as the attributes."""
         # A function of its own each, as JAX keeps what it compiles by function.
         # The state is donated: a step updates the caches in place, where they are.
         self.config = config
@@ -75,12 +76,26 @@ class Compiled:
         self.target_message = message(step_messages.target_message, parallel=parallel)
         self.draft_message = message(step_messages.draft_message, parallel=parallel)
         self.seen = read(functools.partial(seen, config))
-        self.leading = read(functools.partial(leading), static_argnums=1)
+        self.cuts = cuts
+        self.leading: Any = read(functools.partial(leading), static_argnums=1) if cuts else whole
+
+
+def cuts_messages(config: LoopConfig) -> bool:
+    """Whether a cut saves anything: not where the host reads a device's memory where it is.
+
+    Each cut is a program more to compile and to run.
+    """
+    return config.parallel.mesh is not None or jax.default_backend() != "cpu"
 
 
 def leading(words: jax.Array, count: int) -> jax.Array:
     """The first `count` of the words [n]."""
     return words[:count]
+
+
+def whole(words: jax.Array, count: int) -> jax.Array:
+    """All of the words [n], of which the first `count` are read."""
+    return words
 
 
 def with_implementation(name: str | None, function: Function) -> Function:

@@ -88,7 +88,7 @@ class Outgoing:
         if kind.reports_drafts:
             messages.append(programs.draft_message(output, options, stamp, widths=widths))
         for words in messages:
-            for count in copied_lengths(len(host_slots), words.size):
+            for count in copied_lengths(programs, words.size):
                 np.asarray(programs.leading(words, count))
 
     def draft_follows(self, host_slots: Sequence[Slot]) -> bool:
@@ -140,9 +140,9 @@ class Outgoing:
         return cut
 
 
-def copied_lengths(num_slots: int, size: int) -> Iterator[int]:
-    """The lengths that messages of at most `size` words are copied with."""
-    words = target_bound([Slot()] * num_slots)
+def copied_lengths(programs: Compiled, size: int) -> Iterator[int]:
+    """The lengths that a loop's messages of at most `size` words are copied with."""
+    words = target_bound([Slot()] * programs.config.num_slots) if programs.cuts else size
     while (length := words_bucket(words)) < size:
         yield length
         words = length + 1

@@ -205,13 +205,14 @@ def compile_prompt(
 
 
 def _compile_copies(programs: Compiled, messages: Sequence[jax.Array], compile: Compile) -> None:
-    compile(
-        *(
-            programs.leading.trace(words, count)
-            for words in messages
-            for count in copied_lengths(programs.config.num_slots, words.size)
+    if programs.cuts:
+        compile(
+            *(
+                programs.leading.trace(words, count)
+                for words in messages
+                for count in copied_lengths(programs, words.size)
+            )
         )
-    )
 
 
 def _compiled(traced: Traced, arguments: object, compile: Compile) -> Any:

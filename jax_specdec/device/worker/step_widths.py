@@ -4,7 +4,8 @@ A step's time depends on its shape, whatever was drafted. So steps have programs
 no drafts and for all D. How many tokens one would emit is estimated for each request, by what
 became of its drafts. How long one takes is told by steps that follow one another and have another
 width each: a machine that is slower for a while slows both. Now and then a step is made for that
-alone.
+alone. A rung that is new begins with what the latest one has told, and the first one with what its
+rehearsal did: no request's first steps are made to tell times.
 
 Drafts come right in runs. A request's next draft is right with one probability if the one before it
 was, and with another one if not: both are averages over the last tokens. Certain drafts tell
@@ -80,6 +81,8 @@ class StepWidths:
     steps: int = 0
     last: dict[Kind, int] = field(default_factory=dict)  # the last step of each kind
     before: tuple[Kind, float] | None = None  # the last step, and its time
+    rungs: dict[Kind, Kind] = field(default_factory=dict)  # of each kind, its full width
+    told: dict[int | None, Kind] = field(default_factory=dict)  # by width, the latest with a time
     latest: Kind | None = None  # that was chosen
     has_none: bool = False  # it was wider than the one before, which had drawn no drafts for it
 
@@ -92,6 +95,7 @@ class StepWidths:
           narrower: the same with fewer drafts, as far as their programs are there.
         """
         kinds = [*narrower, kind]
+        self.begin(kinds)
         chosen = self._chosen(kinds, slots) if len(kinds) > 1 else kind
         if self.has_none and self.latest in kinds:
             chosen = self.latest
@@ -101,12 +105,23 @@ class StepWidths:
         self.last[chosen], self.latest = self.steps, chosen
         return chosen
 
+    def begin(self, kinds: Sequence[Kind]) -> None:
+        """Take in the widths of a rung, the full one last, with the times of the latest rung."""
+        full = kinds[-1]
+        begins = full not in self.costs and all(kind.num_drafts in self.told for kind in kinds)
+        for kind in kinds:
+            self.rungs[kind] = full
+            if begins:
+                self.costs[kind] = self.costs[self.told[kind.num_drafts]]
+                self.changes[kind], self.last[kind] = LEAST, self.steps
+
     def took(self, kind: Kind, seconds: float | None) -> None:
         """Note how long a step was; None where something else ran too."""
         before, self.before = self.before, None if seconds is None else (kind, seconds)
         if seconds is None:
             return
-        if before is None or before[0] == kind:
+        of_one_rung = before is not None and self.rungs.get(before[0]) == self.rungs.get(kind)
+        if before is None or before[0] == kind or not of_one_rung:
             self.costs.setdefault(kind, math.log(seconds))
             return
         other, told = before[0], math.log(seconds / before[1])
@@ -117,6 +132,8 @@ class StepWidths:
         for one, sign in ((kind, 1), (other, -1)):
             self.changes[one] = self.changes.get(one, 0) + 1
             self.costs[one] += sign * error / 2 * max(RATE, 1 / self.changes[one])
+            if self.changes[one] >= LEAST:
+                self.told[one.num_drafts] = one
 
     def saw(self, generations: Sequence[int], fates: Sequence[int]) -> None:
         """Take in the fates of a step's drafts; `generations` are the slots' as it was launched."""

@@ -23,7 +23,7 @@ from jax_specdec.declaration import Serves
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Kind, Ladder, PromptKind, empty_report
-from jax_specdec.device.loop.programs import Compiled, with_implementation
+from jax_specdec.device.loop.programs import Compiled, cuts_messages, with_implementation
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
 from jax_specdec.device.loop.step import StepRows
 from jax_specdec.device.messages.batch_options import Widths
@@ -35,7 +35,7 @@ from jax_specdec.device.worker.grammars import Grammars, no_masks
 from jax_specdec.device.worker.next_weights import NextWeights
 from jax_specdec.device.worker.outgoing import Outgoing, check
 from jax_specdec.device.worker.prefix_cache import PrefixCache
-from jax_specdec.device.worker.step_widths import StepWidths
+from jax_specdec.device.worker.step_widths import LEAST, StepWidths
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.structured.vocabulary import Vocabulary
 from pallas_kernels import gpu_obstacle
@@ -116,7 +116,7 @@ class Worker:
         self.sender = sender
         self.prefill_chunk = prefill_chunk
         self.publish = publish
-        self.compiled = compiled or Compiled(config)
+        self.compiled = compiled or Compiled(config, cuts=cuts_messages(config))
         self.state = init_state(config)
         self.on_gpu = runs_on_gpu(config)
         draws = self.state.drafts.q is not None
@@ -264,7 +264,23 @@ class Worker:
         if grammars is not None:
             tell("grammars")
             grammars.exception()  # waits
+        self._time_widths()
         self.options, self.kind, self._alone = None, Kind(), True
+
+    def _time_widths(self) -> None:
+        """Learn what drafts cost a step of the first rung; others begin with that."""
+        if self.step_widths is None or self.ladder is None:
+            return
+        rung = self.ladder.rungs[0]
+        kinds = [*self.narrower(rung), rung]
+        self.step_widths.begin(kinds)
+        self.kind = rung
+        self.options = host_slots.all_options(self.slots, rung.widths, rung.changes)
+        for kind in kinds * -(-(LEAST + 1) // len(kinds)):
+            began = time.perf_counter()
+            jax.block_until_ready(self._run(kind))  # type: ignore[no-untyped-call]
+            self.step_widths.took(kind, time.perf_counter() - began)
+        self.step_widths.took(rung, None)  # no step follows it at once
 
     def _rehearse_prompts(self) -> None:
         index, request = np.int32(0), Request(id="", prompt_token_ids=(0, 0))

@@ -109,6 +109,27 @@ def test_a_rehearsal_leaves_nothing_behind():
     assert told[0] == told[1]
 
 
+def test_a_rehearsal_tells_what_drafts_cost():
+    """So no first request makes steps for that alone; negative control: without it, one does."""
+    for rehearsed in (True, False):
+        local = make()
+        if rehearsed:
+            local.worker.rehearse(local.worker.kinds())
+        widths = local.worker.step_widths
+        assert (len({*widths.told} & {None, 0}) == 2) == rehearsed
+        seen = []
+        choose = widths._chosen
+        widths._chosen = lambda *one, c=choose, s=seen: s.append(kind := c(*one)) or kind
+        widths.saw([1] * 3, [~0] * 3)
+        for kind in (Kind(samples=True), Kind()):
+            widths.choose(kind, local.worker.slots, local.worker.narrower(kind))
+            widths.took(seen[-1], 1.0)
+            widths.choose(kind, local.worker.slots, local.worker.narrower(kind))
+            widths.took(seen[-1], 1.0)
+        alternates = seen[0] != seen[1]
+        assert alternates != rehearsed
+
+
 def test_a_batch_takes_the_lowest_rung_that_serves_it():
     worker = make(serves=USUAL).worker
     for asked, rung in (

@@ -107,6 +107,23 @@ def test_times_are_measured_again():
 
 
 @pytest.mark.fast
+def test_a_new_rung_begins_with_the_times_of_another():
+    """It makes no step to tell them, and steps of two rungs tell of neither's widths."""
+    widths = StepWidths(D, certain=True)
+    after(widths, [wrong], 40)
+    rung = Kind(samples=True)
+    narrow = [one._replace(samples=True) for one in (NONE, HALF)]
+    ratio = widths.costs[FULL] - widths.costs[NONE]
+    chosen = []
+    for _ in range(30):
+        chosen.append(widths.choose(rung, SLOTS, narrow))
+        widths.took(chosen[-1], 9 * TIMES[chosen[-1]._replace(samples=False)])
+    assert {*chosen} == {narrow[0]}
+    assert widths.costs[FULL] - widths.costs[NONE] == ratio
+    np.testing.assert_allclose(widths.costs[rung] - widths.costs[narrow[0]], ratio, atol=1e-9)
+
+
+@pytest.mark.fast
 def test_what_fates_tell():
     text = Text(0, after_right=0.5, after_wrong=0.5)
     text.see(~1)  # right, then wrong

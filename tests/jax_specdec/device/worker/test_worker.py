@@ -13,6 +13,7 @@ from ipc import wire
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.control import Admit, Release, Shutdown
 from jax_specdec.device.drafting.drafters import NoDrafter
+from jax_specdec.device.loop.programs import cuts_messages
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
@@ -51,7 +52,7 @@ class Watched(Local):
     """A worker, and in `log` everything that it did: (what, step)."""
 
     def __init__(self):
-        super().__init__(Eager(D), max_length=LENGTH)
+        super().__init__(Eager(D), max_length=LENGTH, cuts=True)
         self.log, self.copied, self.launches = [], [], 0
         self.worker.compiled.leading, self.worker.sender = self.leading, self
 
@@ -307,3 +308,17 @@ def test_nothing_that_is_learned_late_corrupts_a_step_under_way():
     # Tokens that were computed behind an end which only the host saw: none was delivered.
     assert sum(c.surplus_tokens for c in counters) > 0
     assert sum(c.cut_tokens for c in counters) > 0
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_a_message_is_cut_only_where_it_is_copied(cuts):
+    """One CPU's memory is the host's: a program that cuts would save nothing there."""
+    local = Local("ngram", cuts=cuts)
+    assert not cuts_messages(local.worker.config)
+    local.admit(request("r0", [1, 2, 3], max_tokens=5, logprobs=2))
+    local.worker.advance()
+    (words,) = local.worker.launched.words
+    local.drain()
+    bound = wire.words_bound([1 + D] * 3, [3] * 3, [0] * 3)
+    assert (words.size <= 1.5 * bound) == cuts
+    assert sum(record.num_tokens for record in local.records["r0"]) == 5
