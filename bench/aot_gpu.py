@@ -25,7 +25,7 @@ from pallas_kernels.backends.mosaic_gpu import cluster_kernel
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows
-from pallas_kernels.testing import compile_target
+from pallas_kernels.testing import chips, compile_target
 from pallas_kernels.testing.shapes import VOCABULARIES, Shape
 from pallas_kernels.topk.call import topk_of_whole_rows
 
@@ -94,7 +94,7 @@ BIASES = 64
 OPTIONS: dict[str, dict[str, Any]] = {
     "--accept": {"action": "store_true", "help": "write the limits of the time"},
     "--only": {"type": int, "default": 1, "metavar": "N", "help": "every N-th shape of a path"},
-    "--chip": {"choices": tuple(compile_target.CHIPS), "default": "H100"},
+    "--chip": {"choices": tuple(chips.GPUS), "default": "H100"},
 }
 OPERATION = re.compile(r"^ *(?:ROOT )?%\S+ = (.+?) ([a-z-]+)\(", re.MULTILINE)
 NO_LAUNCH = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple"}

@@ -17,9 +17,11 @@ import numpy as np
 TYPES = {"p": np.bool_, "h": np.uint16, "w": np.uint32, "d": np.uint64}
 KINDS = {"pred": "p", "b16": "h", "b32": "w", "b64": "d"}
 BITS = {"p": 1, "h": 16, "w": 32, "d": 64}
+WIDER = {"h": "w", "w": "d"}
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-FLOAT_COMPARISONS = (*COMPARISONS, *(f"{name}u" for name in COMPARISONS), "nan")
+FLOAT_COMPARISONS = (*COMPARISONS, *(f"{name}u" for name in COMPARISONS), "num", "nan")
+INTEGERS = tuple(sign + bits for sign in "us" for bits in ("16", "32", "64"))
 
 NAN32, NAN16 = np.uint32(0x7FFFFFFF), np.uint16(0x7FFF)  # what every float operation returns
 
@@ -186,6 +188,45 @@ def to_signed(function: Function) -> Function:
     return lambda *args: function(*map(signed, args)).view(args[0].dtype)
 
 
+def exact(kind: str) -> Function:
+    """Integers of a kind in words of twice their width, with their sign; of 64 bits as Python's."""
+    wide = {"16": np.uint32, "32": np.uint64, "64": object}[kind[1:]]
+
+    def run(x: np.ndarray) -> np.ndarray:
+        return (signed(x) if kind[0] == "s" else x).astype(wide)
+
+    return run
+
+
+def product(kind: str) -> Function:
+    """All bits of a product of integers; of 64 bits as Python's integers."""
+    widen = exact(kind)
+    return lambda a, b: widen(a) * widen(b)
+
+
+def upper_product(kind: str) -> Function:
+    """The upper half of a product of integers."""
+    both, bits = product(kind), int(kind[1:])
+
+    def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        found = both(a, b)
+        if bits == 64:
+            return np.vectorize(lambda x: x >> 64 & (1 << 64) - 1, otypes=[np.uint64])(found)
+        return (found >> found.dtype.type(bits)).astype(a.dtype)
+
+    return run
+
+
+def added(function: Function) -> Function:
+    return lambda a, b, c: function(a, b) + c
+
+
+def converted(source: str, result: str) -> Function:
+    """An integer of another width, which keeps its sign if the source has one."""
+    dtype = TYPES[_letter(result)]
+    return lambda x: (signed(x) if source[0] == "s" else x).astype(dtype)
+
+
 def shift(name: str, kind: str) -> Function:
     """The result of a shift by the width or more: all zeros, or all signs."""
     width = int(kind[1:])
@@ -231,12 +272,37 @@ def comparison(name: str, kind: str) -> Function:
     def of_floats(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         x, y = floats(a, kind), floats(b, kind)
         unordered = np.isnan(x) | np.isnan(y)
-        if name == "nan":
-            return unordered
+        if name in ("nan", "num"):
+            return unordered == (name == "nan")
         found = getattr(operator, name[:2])(x, y)
         return found | unordered if name.endswith("u") else found & ~unordered
 
     return of_floats
+
+
+def comparisons(name: str, kind: str) -> dict[str, Operation]:
+    """setp alone, and joined with a predicate, of which one side may settle what is undefined."""
+    function, letters = comparison(name, kind), _letter(kind) * 2
+    whether = {
+        "and": (np.logical_and, lambda mask, value: mask | value),
+        "or": (np.logical_or, lambda mask, value: mask | ~value),
+        "xor": (np.logical_xor, lambda mask, value: np.ones_like(mask | value)),
+    }
+
+    def operation(join: Function, may_matter: Function) -> Operation:
+        def run(a: np.ndarray, b: np.ndarray, other: np.ndarray) -> np.ndarray:
+            return join(function(a, b), other)
+
+        def spread(values: Any, masks: Any) -> np.ndarray:
+            mine, other = (masks[0] | masks[1]) != 0, masks[2] != 0
+            matters = may_matter(mine, function(*values[:2])) & may_matter(other, values[2])
+            return (mine | other) & matters
+
+        return Operation("p", letters + "p", run, spread)
+
+    return {f"setp.{name}.{kind}": Operation("p", letters, function)} | {
+        f"setp.{name}.{word}.{kind}": operation(*how) for word, how in whether.items()
+    }
 
 
 def comparison_of_halves(kind: str) -> Operation:
@@ -267,13 +333,10 @@ def _table() -> dict[str, Operation]:
     for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
         add(f"{name}.f32 {name}.rn.f32", "w", "ww", of_f32(function))
         add(f"{name}.f32x2", "d", "dd", packed(of_f32(function), np.uint32, np.uint64))
-        for kind in ("s16", "s32", "s64"):
-            whole = f"mul.lo.{kind}" if name == "mul" else f"{name}.{kind}"
-            add(whole, _letter(kind), _letter(kind) * 2, function)
+        for kind in INTEGERS if name != "mul" else ():
+            add(f"{name}.{kind}", _letter(kind), _letter(kind) * 2, function)
     add("fma.rn.f32", "w", "www", of_f32(fma))
     add("fma.rn.f32x2", "d", "ddd", packed(of_f32(fma), np.uint32, np.uint64))
-    for kind in ("s16", "s32"):
-        add(f"mad.lo.{kind}", _letter(kind), _letter(kind) * 3, lambda a, b, c: a * b + c)
     add("neg.f32", "w", "w", lambda x: x ^ np.uint32(1 << 31))
     add("neg.s32", "w", "w", lambda x: np.uint32(0) - x)
     add("abs.f32", "w", "w", lambda x: x & np.uint32(0x7FFFFFFF))
@@ -283,7 +346,7 @@ def _table() -> dict[str, Operation]:
     for kind in ("f32", "bf16", "f16"):
         add(f"max.NaN.{kind}", _letter(kind), _letter(kind) * 2, largest(kind))
         for name in FLOAT_COMPARISONS:
-            add(f"setp.{name}.{kind}", "p", _letter(kind) * 2, comparison(name, kind))
+            out.update(comparisons(name, kind))
     for kind in ("bf16", "f16"):
         add(f"max.NaN.{kind}x2", "w", "ww", packed(largest(kind), np.uint16, np.uint32))
         out[f"setp.eq.{kind}x2"] = comparison_of_halves(kind)
@@ -291,20 +354,23 @@ def _table() -> dict[str, Operation]:
         add(f"sub.rn.f32.{kind}", "w", "hw",
             lambda a, b, kind=kind: bits32(floats(a, kind) - floats(b, "f32")))  # fmt: skip
     add("min.NaN.f32", "w", "ww", smallest)
-    for kind in ("b16", "b32", "b64", "s16", "u32", "s32", "u64", "s64"):
+    for kind in ("b16", "b32", "b64", *INTEGERS):
         for name in COMPARISONS[:2] if kind[0] == "b" else COMPARISONS:
-            add(f"setp.{name}.{kind}", "p", _letter(kind) * 2, comparison(name, kind))
+            out.update(comparisons(name, kind))
     for name, function in (("min", np.minimum), ("max", np.maximum)):
         add(f"{name}.s32", "w", "ww", to_signed(function))
         add(f"{name}.u32", "w", "ww", function)
-    add("mul.wide.u16", "w", "hh", lambda a, b: a.astype(np.uint32) * b.astype(np.uint32))
-    add("mul.hi.u16", "h", "hh", lambda a, b: (
-        (a.astype(np.uint32) * b.astype(np.uint32) >> 16).astype(np.uint16)
-    ))  # fmt: skip
-    add("mul.wide.u32", "d", "ww", lambda a, b: a.astype(np.uint64) * b.astype(np.uint64))
-    add("mul.wide.s32", "d", "ww", lambda a, b: (
-        (signed(a).astype(np.int64) * signed(b).astype(np.int64)).view(np.uint64)
-    ))  # fmt: skip
+    for kind in INTEGERS:
+        narrow, wide = _letter(kind), WIDER.get(_letter(kind), "")
+        add(f"mul.lo.{kind}", narrow, narrow * 2, np.multiply)
+        add(f"mul.hi.{kind}", narrow, narrow * 2, upper_product(kind))
+        add(f"mad.lo.{kind}", narrow, narrow * 3, lambda a, b, c: a * b + c)
+        add(f"mad.hi.{kind}", narrow, narrow * 3, added(upper_product(kind)))
+        if wide:
+            add(f"mul.wide.{kind}", wide, narrow * 2, product(kind))
+            add(f"mad.wide.{kind}", wide, narrow * 2 + wide, added(product(kind)))
+        for other in INTEGERS:
+            add(f"cvt.{other}.{kind}", _letter(other), narrow, converted(kind, other))
     for kind, letter in KINDS.items():
         add(f"and.{kind}", letter, letter * 2, np.bitwise_and)
         add(f"or.{kind}", letter, letter * 2, np.bitwise_or)
@@ -325,12 +391,6 @@ def _table() -> dict[str, Operation]:
     add("cvt.rn.f16.f32", "h", "w", lambda x: rounded(x, "f16"))
     add("cvt.rn.bf16.f32", "h", "w", lambda x: rounded(x, "bf16"))
     add("cvt.rn.bf16x2.f32", "w", "ww", both_rounded)
-    add("cvt.u16.u32", "h", "w", lambda x: x.astype(np.uint16))
-    add("cvt.u32.u16", "w", "h", lambda x: x.astype(np.uint32))
-    add("cvt.u32.u64", "w", "d", lambda x: x.astype(np.uint32))
-    add("cvt.u64.u16", "d", "h", lambda x: x.astype(np.uint64))
-    add("cvt.u64.u32", "d", "w", lambda x: x.astype(np.uint64))
-    add("cvt.s64.s32", "d", "w", lambda x: signed(x).astype(np.int64).view(np.uint64))
     add("cvt.rn.f32.s32", "w", "w", lambda x: bits32(signed(x).astype(np.float32)))
     add("cvt.rn.f32.u32", "w", "w", lambda x: bits32(x.astype(np.float32)))
     add("cvt.rzi.s32.f32", "w", "w", truncated)

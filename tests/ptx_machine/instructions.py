@@ -40,7 +40,7 @@ def bind(threads: Threads, instruction: Instruction) -> Step | None:
             return _compute(threads, opcode, *operands)
         if opcode == "fence.mbarrier_init.release.cluster":
             return lambda: None  # the machine has no mbarriers
-        if opcode == "ld.param.b64":
+        if opcode in ("ld.param.b64", "ld.param::entry.b64"):
             return _parameter(threads, *operands)
         if opcode == "atom.shared.add.u32":
             return _atomic_addition(threads, *operands)

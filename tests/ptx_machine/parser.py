@@ -83,7 +83,7 @@ class Program:
 # used_bytes_mask: of a load's bytes, which the compiler will use; the machine sees that itself.
 # The window onto dynamic shared memory: LLVM prints its empty array so.
 IGNORED = re.compile(
-    r"\.(version \d+\.\d+|target sm_(?:90|100)a|address_size 64|minnctapersm 1|loc\s.*|file\s.*|"
+    r"\.(version \d+\.\d+|target sm_\d+[af]?|address_size 64|minnctapersm 1|loc\s.*|file\s.*|"
     r"explicitcluster|"
     r"pragma \"used_bytes_mask 0x[0-9a-f]+\";|shared \.align \d+ \.b8 __dynamic_shmem__0;)$"
 )

@@ -110,6 +110,27 @@ def test_maxima_and_comparisons():
         ("mul.wide.u32", (np.uint32(2**32 - 2), np.uint32(3)), 3 * (2**32 - 2)),
         ("mul.lo.s32", (np.uint32(2**31), np.uint32(3)), 2**31),
         ("mul.lo.s16", (np.uint16(430), np.uint16(500)), 430 * 500 % 2**16),
+        ("mul.lo.u64", (np.uint64(2**63 + 5), np.uint64(2)), 10),
+        ("mul.hi.u32", (np.uint32(2**32 - 1), np.uint32(2**31 + 1)), 2**31),
+        ("mul.hi.s32", (np.uint32(2**32 - 1), np.uint32(3)), 2**32 - 1),
+        ("mul.hi.u16", (np.uint16(430), np.uint16(500)), 430 * 500 >> 16),
+        ("mul.hi.s16", (np.uint16(2**16 - 430), np.uint16(500)), (-430 * 500 >> 16) % 2**16),
+        ("mul.hi.u64", (np.uint64(2**64 - 1), np.uint64(2**64 - 1)), 2**64 - 2),
+        ("mul.hi.s64", (np.uint64(2**64 - 1), np.uint64(2)), 2**64 - 1),
+        ("mul.wide.s16", (np.uint16(2**16 - 2), np.uint16(3)), 2**32 - 6),
+        ("mad.lo.s64", (np.uint64(2**64 - 3), np.uint64(4), np.uint64(5)), 2**64 - 7),
+        ("mad.lo.u32", (np.uint32(2**31), np.uint32(3), np.uint32(2**31)), 0),
+        ("mad.hi.u32", (np.uint32(2**31), np.uint32(4), np.uint32(7)), 9),
+        ("mad.wide.s32", (np.uint32(2**32 - 2), np.uint32(3), np.uint64(7)), 1),
+        ("mad.wide.u16", (np.uint16(65535), np.uint16(2), np.uint32(1)), 131071),
+        ("cvt.u16.u64", (np.uint64(2**40 + 3 * 2**16 + 9),), 9),
+        ("cvt.u16.s64", (np.uint64(2**64 - 2),), 2**16 - 2),
+        ("cvt.s64.s16", (np.uint16(2**16 - 2),), 2**64 - 2),
+        ("cvt.u64.u16", (np.uint16(2**16 - 2),), 2**16 - 2),
+        ("cvt.u32.s16", (np.uint16(2**15),), 2**32 - 2**15),
+        ("add.u64", (np.uint64(2**64 - 1), np.uint64(2)), 1),
+        ("setp.gt.u16", (np.uint16(0x8000), np.uint16(1)), True),
+        ("setp.num.f32", (words(1.0), words(np.nan)), False),
         ("shr.u16", (np.uint16(0x8000), np.uint32(8)), 0x80),
         ("max.s32", (np.uint32(2**32 - 1), np.uint32(5)), 5),
         ("min.u32", (np.uint32(2**32 - 1), np.uint32(5)), 5),
@@ -140,3 +161,23 @@ def test_maxima_and_comparisons():
 )
 def test_operations(opcode, sources, result):
     assert int(operate(opcode, *sources)[0]) == result
+
+
+@pytest.mark.parametrize(
+    ("word", "join"), [("and", np.logical_and), ("or", np.logical_or), ("xor", np.logical_xor)]
+)
+def test_comparisons_joined_with_a_predicate(word, join):
+    """The value; and what one side cannot settle is undefined where the other side is."""
+    operation = OPERATIONS[f"setp.lt.{word}.u32"]
+    full, none, zero = np.array([~np.uint32(0)]), np.array([np.uint32(0)]), np.array([False])
+    for small in (True, False):
+        for other in (True, False):
+            a, b = np.array([np.uint32(not small)]), np.array([np.uint32(1)])
+            c = np.array([other])
+            assert operation.function(a, b, c)[0] == join(small, other)
+            settles = {"and": not other, "or": other, "xor": False}[word]
+            assert operation.spread([a, b, c], [full, none, zero])[0] == (not settles)
+            settles = {"and": not small, "or": small, "xor": False}[word]
+            assert operation.spread([a, b, c], [none, none, ~zero])[0] == (not settles)
+            assert operation.spread([a, b, c], [none, full, ~zero])[0]
+            assert not operation.spread([a, b, c], [none, none, zero])[0]

@@ -284,9 +284,9 @@ def test_election_and_packed_halves():
 
 
 HOST = """
-define void @kernel_mosaic_gpu(ptr %0, ptr %1, ptr %2) {
-  %4 = load ptr, ptr %2, align 8
-  %5 = getelementptr ptr, ptr %2, i32 1
+define {kind} @kernel_mosaic_gpu({arguments}) {
+  %4 = load ptr, ptr {arrays}, align 8
+  %5 = getelementptr ptr, ptr {arrays}, i32 1
   %6 = load ptr, ptr %5, align 8
   %7 = alloca { ptr, ptr }, align 8
   %8 = alloca [2 x i64], align 8
@@ -298,30 +298,79 @@ define void @kernel_mosaic_gpu(ptr %0, ptr %1, ptr %2) {
   store ptr %4, ptr %11, align 8
   %12 = getelementptr i64, ptr %8, i32 1
   store ptr %11, ptr %12, align 8
+{more}
   {launch}
-  ret void
+  {end}
 }
 """
+NUMBERS = "i32 4, i32 3, i32 1, i32 0, i32 0, i32 0, i32 128, i32 1, i32 1, i32 2048"
+KINDS = """
+  %13 = alloca [2 x i32], align 4
+  %14 = getelementptr i32, ptr %13, i32 0
+  store i32 0, ptr %14, align 4
+  %15 = getelementptr i32, ptr %13, i32 1
+  store i32 0, ptr %15, align 4
+"""
+# As three versions of jax write it: what differs.
+DIALECTS = {
+    "0.10": {
+        "kind": "void", "arguments": "ptr %0, ptr %1, ptr %2", "arrays": "%2", "more": "",
+        "launch": f"call void @mosaic_gpu_launch_kernel(ptr %0, {NUMBERS}, ptr %1, ptr %8)",
+        "end": "ret void",
+    },
+    "0.11": {
+        "kind": "i32", "arguments": "ptr %0, ptr %1, ptr %2", "arrays": "%2", "more": "",
+        "launch": "%13 = call i32 @mosaic_gpu_launch_kernel("
+                  f"ptr %0, {NUMBERS}, i32 0, ptr %1, ptr %8)",
+        "end": "ret i32 %13",
+    },
+    "0.12": {
+        "kind": "void", "arguments": "ptr %0, ptr %1", "arrays": "%1", "more": KINDS,
+        "launch": "call void @mosaic_gpu_build_kernel_spec("
+                  f"ptr %0, {NUMBERS}, i32 0, i32 2, ptr %8, ptr %13)",
+        "end": "ret void",
+    },
+}  # fmt: skip
 
 
-LAUNCH = (
-    "call void @mosaic_gpu_launch_kernel(ptr %0, i32 4, i32 3, i32 1, i32 0, i32 0, i32 0, "
-    "i32 128, i32 1, i32 1, i32 2048, ptr %1, ptr %8)"
-)
-HOST = HOST.replace("{launch}", LAUNCH)
+def host_code(version):
+    text = HOST
+    for name, value in DIALECTS[version].items():
+        text = text.replace(f"{{{name}}}", value)
+    return "\n".join(line for line in text.splitlines() if line.strip())
 
 
-def test_how_a_kernel_is_launched():
-    assert host.read(HOST) == host.HostCode((4, 3, 1), 1, 128, 2048, (1, 0))
-    clustered = HOST.replace("i32 0, i32 0, i32 0", "i32 4, i32 1, i32 1")
+@pytest.mark.parametrize("version", DIALECTS)
+def test_how_a_kernel_is_launched(version):
+    text = host_code(version)
+    assert host.read(text) == host.HostCode((4, 3, 1), 1, 128, 2048, (1, 0))
+    clustered = text.replace("i32 0, i32 0, i32 0", "i32 4, i32 1, i32 1")
     assert host.read(clustered).cluster == 4
     with pytest.raises(PtxError, match="not understood: call void @other"):
-        host.read(HOST.replace("  ret void", "  call void @other()\n  ret void"))
+        host.read(text.replace("  ret ", "  call void @other()\n  ret "))
     with pytest.raises(PtxError, match="clusters"):
-        host.read(HOST.replace("i32 1, i32 0", "i32 1, i32 2"))
-    without = "\n".join(line for line in HOST.splitlines() if "launch_kernel" not in line)
+        host.read(text.replace("i32 1, i32 0", "i32 1, i32 2"))
+    launch = f"  {DIALECTS[version]['launch']}\n"
+    with pytest.raises(PtxError, match="two launches"):
+        host.read(text.replace(launch, launch + launch))
     with pytest.raises(PtxError, match="no launch"):
-        host.read(without)
+        host.read(text.replace(launch, ""))
+    with pytest.raises(PtxError, match="numbers, not"):
+        host.read(text.replace("i32 2048", "i32 2048, i32 0, i32 0, i32 7"))
+
+
+@pytest.mark.parametrize("version", ["0.11", "0.12"])
+def test_a_launch_before_the_last_one_ends_is_refused(version):
+    with pytest.raises(PtxError, match="may start before"):
+        host.read(host_code(version).replace("i32 2048, i32 0", "i32 2048, i32 1"))
+
+
+def test_parameters_that_are_no_buffers_are_refused():
+    text = host_code("0.12")
+    with pytest.raises(PtxError, match="kind 1 is no buffer"):
+        host.read(text.replace("store i32 0, ptr %15", "store i32 1, ptr %15"))
+    with pytest.raises(PtxError, match="3 parameters of 2 kinds are announced, 2 stored"):
+        host.read(text.replace("i32 2, ptr %8", "i32 3, ptr %8"))
 
 
 def test_the_readmes_example_runs():

@@ -6,6 +6,7 @@ has (Seward, Nethercote 2005), but coarser: a computed value is undefined as a w
 `and` and `or`, which one source may settle.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import reduce
 
@@ -13,6 +14,8 @@ import numpy as np
 
 from .arithmetic import TYPES
 from .parser import Address, Operand, Program, Register, Vector
+
+UNSIGNED = re.compile(r"cvt\.[us]\d+\.u\d+$")  # bits are moved, and zeros come above them
 
 # Of the sources' values and masks, each [lanes]: the mask of the result.
 Rule = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], np.ndarray]
@@ -46,7 +49,7 @@ def rule(opcode: str, letter: str) -> Rule:
 
     if opcode.startswith(("and.", "or.")):
         return settled
-    if opcode.startswith("mov.") or opcode in ("cvt.u16.u32", "cvt.u32.u64", "cvt.u64.u32"):
+    if opcode.startswith("mov.") or UNSIGNED.match(opcode):
         return moved
     if opcode.startswith("selp."):
         return selected

@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from pallas_kernels.testing import compile_target
+from pallas_kernels.testing import chips
 from tests.pallas_kernels.mosaic_gpu.ptx import cases, draw_cases, kernels, mutants, sampled_cases
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.ptx_machine.arithmetic import Hardware
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--often", action="store_true", help="each under few of its conditions")
     parser.add_argument("--mutants", type=int, default=300, help="how many are tried")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
-    parser.add_argument("--chip", choices=tuple(compile_target.CHIPS), default="H100")
+    parser.add_argument("--chip", choices=tuple(chips.GPUS), default="H100")
     parser.add_argument("--on-gpu", action="store_true", help="on a GPU, not as executed PTX")
     options = parser.parse_args(arguments)
     every = [case for lane in options.of for make in LANES[lane] for case in make()]
