@@ -45,7 +45,7 @@ def run(quick: bool = False) -> Iterator[Comparison]:
             model, MtpDrafter(model, num_drafts), num_slots=SLOTS, max_length=PROMPT + TOKENS + 16
         )
         loops = {ONE_BY_ONE: replace(config, accept=accepted_by_ratio), TOGETHER: config}
-        programs = {name: Compiled(loop, cuts=cuts_messages(loop)) for name, loop in loops.items()}
+        programs = {name: Compiled(loop) for name, loop in loops.items()}
         counts: dict[str, list[int]] = {name: [] for name in loops}
         seconds: dict[str, list[float]] = {name: [] for name in loops}
         title = f"{num_drafts} drafts of the MTP head, temperature {temperature}"
