@@ -123,7 +123,7 @@ class Tally:
 
     Attributes:
       finished: those that ended by a stop or at their length.
-      tokens: what the speed counts.
+      tokens: those that came.
       failed: id to the reason of those that ended otherwise, which are not written.
     """
 
@@ -132,6 +132,18 @@ class Tally:
         self.finished = self.tokens = 0
         self.failed: dict[str, str] = {}
         self._total, self._began = total, time.monotonic()
+        self._first_at: float | None = None  # when the first tokens came
+        self._last_at = self._began
+        self._first_tokens = 0  # that came with them
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that have just come."""
+        if not tokens:
+            return
+        self._last_at = time.monotonic()
+        if self._first_at is None:
+            self._first_at, self._first_tokens = self._last_at, tokens
+        self.tokens += tokens
 
     def end(self, id: str, reason: FinishReason) -> bool:
         """Count an end; whether it is one of those that are written."""
@@ -143,13 +155,19 @@ class Tally:
 
     def conclude(self, more: str = "") -> int:
         """Print the numbers, with `more` behind them, and what failed; returns the exit status."""
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        said = f"{self._finished()}, {pluralize(self.tokens, 'token')} in {seconds:.1f} s, loading "
-        said += f"included ({self.tokens / seconds:.1f} a second)"
-        print(said + more, file=sys.stderr)
+        print(f"{self._finished()}, {self._speed()}{more}", file=sys.stderr)
         for id, reason in self.failed.items():
             print(f"request {id!r} ended early: {reason}", file=sys.stderr)
         return 1 if self.failed else 0
+
+    def _speed(self) -> str:
+        """The tokens, and the time of loading apart from that of decoding."""
+        said = pluralize(self.tokens, "token")
+        if self._first_at is None:
+            return said
+        said += f": the first after {self._first_at - self._began:.1f} s, loading included"
+        seconds, others = self._last_at - self._first_at, self.tokens - self._first_tokens
+        return f"{said}, the others at {others / seconds:.1f} a second" if seconds > 0 else said
 
     @contextlib.contextmanager
     def noting(self, output: Path | None) -> Iterator[None]:
@@ -208,11 +226,11 @@ class Run:
         Yields:
           What can be shown of each record.
         """
+        self.tally.count(sum(len(record.token_ids) for record in records))
         for record in records:
             id = record.request_id
             if record.statistics is not None and record.finish_reason is not None:
                 self._total += record.statistics
-                self.tally.tokens = self._total.num_tokens
             answer = self._open.get(id)
             if answer is None:  # its text has ended
                 continue

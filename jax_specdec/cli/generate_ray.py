@@ -175,7 +175,7 @@ class _Work:
     def add(self, batch: ColumnBatch) -> None:
         """Take a batch, and write the requests that have ended with it."""
         ended: list[ColumnBatch] = []
-        self.tally.tokens += batch.num_tokens
+        self.tally.count(batch.num_tokens)
         for row, part in enumerate(batch):
             name, reason = part.request_id, part.finish_reason
             # Without stop strings and a style, what is read is what both kinds have.

@@ -256,3 +256,24 @@ def test_half_characters_early_ends_and_conversations():
     assert shown("a", record("a", half), record("a", rest + b"\xf0"), lost, chat=True) == [
         ("text", "é"), ("text", "\ufffd"), ("error", "[ended early: worker_lost]"), ("text", "\n"),
     ]  # fmt: skip
+
+
+@pytest.mark.fast
+def test_the_rate_is_of_decoding_alone(monkeypatch, capsys):
+    clock = iter([10.0, 17.0, 19.0])
+    monkeypatch.setattr(generate.time, "monotonic", lambda: next(clock))
+    tally = generate.Tally(2)
+    for tokens in (4, 0, 30):
+        tally.count(tokens)
+    tally.end("a", FinishReason.LENGTH)
+    assert tally.conclude("; more") == 0
+    said = "1 of 2 requests, 34 tokens: the first after 7.0 s, loading included, the others at 15.0"
+    assert capsys.readouterr().err == f"{said} a second; more\n"
+    later = iter([0.0, 1.0])
+    monkeypatch.setattr(generate.time, "monotonic", lambda: next(later))
+    tally = generate.Tally(1)
+    tally.count(1)
+    tally.conclude()
+    assert capsys.readouterr().err == (
+        "0 of 1 request, 1 token: the first after 1.0 s, loading included\n"
+    )
