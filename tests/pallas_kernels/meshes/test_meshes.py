@@ -15,7 +15,7 @@ from tests.support.collectives import longest_axis
 from tests.support.quick_compile import UNOPTIMIZED as QUICK
 from tests.support.shards import P, users_mesh
 
-N, V, K = 8, 512, 5
+N, V, K = 8, 1024, 5
 SPLITS = {
     "neither": P(),
     "rows": P("data", None),
