@@ -96,9 +96,11 @@ def topk_logprobs(
     automatic axes. Each device reads its own part. Without `row_ids` the results are split as the
     rows are; otherwise every device gets them whole. Ids, token ranks and order are those of one
     device. Where the vocabulary is split, R * (6 + C + 2 K) words a shard travel; where rows
-    are and `row_ids` name them, the results do; logits never do. Inside `shard_map`, give each
-    device its columns, equally many and in order, and the mesh axis as `axis_name`. Where V does
-    not divide evenly, pad the last columns with anything and give `vocab_size`.
+    are and `row_ids` name them, the results do. Of the logits 255 columns travel where a device's
+    columns end inside of a group of 256 tokens, all where it has fewer than 256, else none. Inside
+    `shard_map`, give each device its columns, equally many and in order, and the mesh axis as
+    `axis_name`. Where V does not divide evenly, pad the last columns with anything and give
+    `vocab_size`.
 
     Transformations: `vmap` folds a batch into rows. `jvp` and `grad` differentiate the logprobs of
     all kinds, `log_sum_exp`, `entropy` and `top_logits` by logits, temperatures and `bias`; ids and

@@ -45,7 +45,7 @@ OTHERS = {
     "Ray": ["global_state_accessor.cc"],
     "JAX and XLA": [
         "UNCONSTRAINED", "WG_STRIDED", "commit_smem", "TpuInfo", "CheckAlignment",
-        "jax_remove_custom_partitioning_ptr_from_cache_key", "GpuTargetConfigProto",
+        "jax_remove_custom_partitioning_ptr_from_cache_key",
         "xla_gpu_enable_dynamic_slice_fusion",
     ],
     "PTX": ["griddepcontrol"],
