@@ -237,6 +237,8 @@ def check_q(
     logits: their shape.
     """
     q, token_ids = drafts.q, drafts.token_ids
+    if isinstance(q, DenseQ):
+        _check_rows_of_q(q, drafts)
     if q is None or (isinstance(q, DenseQ) and q.form == "logits"):
         return
     of_slots = [known(x) for x in (drafts.num, token_ids, sampling.temperature)]
@@ -263,6 +265,24 @@ def check_q(
         f"is needed), and the values lie in {sums.least[slot, draft]:.4g} .. "
         f"{sums.largest[slot, draft]:.4g}. Give {sums.ways}: of what the draft was drawn from"
     )
+
+
+def _check_rows_of_q(q: DenseQ, drafts: Drafts) -> None:
+    """Refuse a draft's row of q that is not there, where both are known."""
+    if q.row_ids is None:
+        return
+    rows, num = known(q.row_ids), known(drafts.num)
+    if rows is None or num is None:
+        return
+    num_rows = q.values.shape[0]
+    wrong = (np.arange(rows.shape[1])[None] < num[:, None]) & ((rows < 0) | (rows >= num_rows))
+    if wrong.any():
+        slot, draft = (int(x[0]) for x in np.nonzero(wrong))
+        raise ValueError(
+            f"drafts.q.row_ids of slot {slot}, draft {draft} is {rows[slot, draft]}: "
+            f"drafts.q.values {q.values.shape} has the rows 0 .. {num_rows - 1}; name the row "
+            "that each draft was drawn from"
+        )
 
 
 class _Sums(NamedTuple):

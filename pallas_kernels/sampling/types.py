@@ -48,8 +48,8 @@ class DenseQ:
 
     Attributes:
       values: bfloat16, float16 or float32. Padding of the vocabulary is as the logits' is.
-      row_ids: the values are flat, and this is the row of each draft; clamped to those that there
-        are. Rows that no draft names hold anything.
+      row_ids: the values are flat, and this is the row of each draft; one that is not there is
+        refused, and under `jit` clamped. Rows that no draft names hold anything.
       temperature: of logits, each slot's; a draft of one with 0 or less was certain.
       form: static, what the values are.
     """

@@ -263,6 +263,9 @@ PROBS = np.full((2, 2, V), 1 / V, np.float32)
     (DenseQ(PROBS, form="logits"), ("temperature", "None")),
     (DenseQ(np.log(PROBS).reshape(4, V)), ("row_ids",)),
     (DenseQ(np.log(PROBS), np.zeros((2, 2), np.int32)), ("flat rows",)),
+    (DenseQ(np.log(PROBS).reshape(4, V), np.int32([[0, 1], [2, 4]])),
+     ("slot 1, draft 1 is 4", "0 .. 3")),
+    (DenseQ.of_logits(PROBS.reshape(4, V), 1.0, np.int32([[-1, 1], [2, 3]])), ("draft 0 is -1",)),
 ])  # fmt: skip
 def test_a_q_that_is_no_distribution_is_refused(q, complaints):
     _, given = right()["verify"]
