@@ -23,8 +23,10 @@ from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.contract.types import TopkLogprobs
-from pallas_kernels.lowering.forms import barrier, canonical, floats, logarithm, ordered_keys
+from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
+from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.ordered_keys import canonical, floats, ordered_keys
 
 # A backend's read: rows whose temperatures are usable and whose changes are its columns', the
 # logit [R] float32 of each row's token, and what is wanted of them.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.lowering.forms import summed
+from pallas_kernels.lowering.row_pieces import summed
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
 Mass = tuple[jax.Array, ...]  # digits [...] uint32, the highest first; all but it below 2**b

@@ -17,10 +17,11 @@ from pallas_kernels.contract.arguments import check_split
 from pallas_kernels.contract.changes import Changes, apply
 from pallas_kernels.contract.rows import Rows, check_logits
 from pallas_kernels.contract.types import Greedy, Logits
-from pallas_kernels.lowering import forms
+from pallas_kernels.lowering import forms, row_pieces
 from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.meshes import split
 from pallas_kernels.meshes.placement import AxisName, VocabShard, placed
+from pallas_kernels.numbers import ordered_keys
 
 GROUPS_AT_ONCE = 32  # of `NARROWEST_GROUP` logits each, whose largest are joined at a time
 FEW_ROWS = 8
@@ -105,20 +106,20 @@ def greedy_block_on_cpu(x: jax.Array) -> Greedy:
     maxima, with_nan = grouped(keys, is_nan, NARROWEST_GROUP)
     maxima, with_nan = grouped(maxima, with_nan, GROUPS_AT_ONCE)
     width = min(NARROWEST_GROUP * GROUPS_AT_ONCE, vocabulary)
-    largest, group = forms.largest_and_first(
+    largest, group = row_pieces.largest_and_first(
         maxima, lax.broadcasted_iota(jnp.int32, maxima.shape, 1)
     )
     start = jnp.minimum(group * width, vocabulary - width)  # the last group may be short
     found, _ = _keys(slices(x, start[:, None], width)[:, 0])
     ids = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    _, first = forms.largest_and_first(found, ids)
+    _, first = row_pieces.largest_and_first(found, ids)
     return _choice(x, largest, first, jnp.any(with_nan, axis=1))
 
 
 def _keys(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The `ordered_keys` of x, below all others where x is NaN, and where that is."""
-    keys = forms.ordered_keys(x)
-    infinity = forms.key_of(jnp.inf, x.dtype)
+    keys = ordered_keys.ordered_keys(x)
+    infinity = ordered_keys.key_of(jnp.inf, x.dtype)
     is_nan = (keys > infinity) | (keys < -infinity)
     return jnp.where(is_nan, _least(keys), keys), is_nan
 
@@ -129,7 +130,7 @@ def _least(keys: jax.Array) -> jax.Array:
 
 def _choice(x: jax.Array, largest: jax.Array, first: jax.Array, any_nan: jax.Array) -> Greedy:
     """The answer [B] from the largest key, its lowest id and whether there is a NaN."""
-    finite = jnp.isfinite(forms.floats(largest, x.dtype))
+    finite = jnp.isfinite(ordered_keys.floats(largest, x.dtype))
     # Where all are NaN, all have the least key, and the lowest of their ids is 0.
     return Greedy(token_ids=first, valid=finite & ~any_nan)
 

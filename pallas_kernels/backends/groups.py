@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
-from pallas_kernels.lowering.forms import Tree, ordered_keys, vary_like
+from pallas_kernels.lowering.forms import Tree, vary_like
+from pallas_kernels.numbers.ordered_keys import ordered_keys
 
 Found = TypeVar("Found", bound=Tree)
 WIDTH = 256  # tokens of a group

@@ -17,7 +17,7 @@ from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.groups import GroupSums
 from pallas_kernels.backends.xla.selection import top_k_of_parts
 from pallas_kernels.contract.rows import Outputs, RowSums
-from pallas_kernels.lowering.forms import summed
+from pallas_kernels.lowering.row_pieces import summed
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.numbers.exponential import exponential
 

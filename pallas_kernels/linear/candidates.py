@@ -21,14 +21,8 @@ from jax import lax
 
 from pallas_kernels.backends.xla import bit_words
 from pallas_kernels.backends.xla.selection import top_k
-from pallas_kernels.lowering.forms import (
-    barrier,
-    floats,
-    key_of,
-    ordered_keys,
-    strictly_larger,
-    vary_like,
-)
+from pallas_kernels.lowering.forms import barrier, vary_like
+from pallas_kernels.numbers.ordered_keys import floats, key_of, ordered_keys, strictly_larger
 
 FEW, MORE = 8, 16  # of each row, that are appended at a time; more for K above SMALL_K
 SMALL_K = 64

@@ -29,6 +29,8 @@ from pallas_kernels.linear.types import Call, Inputs, RowScale
 from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.meshes.placement import VocabShard
+from pallas_kernels.numbers import ordered_keys
+from pallas_kernels.numbers.logarithm import logarithm
 
 
 def target_rows(x: jax.Array, row_ids: jax.Array | None) -> jax.Array:
@@ -71,7 +73,7 @@ def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
     vocab_size, t = call.shard.size(width), inputs.temperatures
     out = answers(call.outputs, vocab_size, sums, inputs.token_ids, named, active, t)
     valid = active & jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
-    log_sum = forms.logarithm(sums.sum_exp)
+    log_sum = logarithm(sums.sum_exp)
     return out, RowScale(jnp.where(valid, sums.maximum, 0), jnp.where(valid, log_sum, 0))
 
 
@@ -135,7 +137,7 @@ def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> State:
     outputs = call.outputs._replace(k=min(call.k, width))
     read = row_sums_of(call)
     sums, own = read_columns.read_columns(definition, schedule, outputs, read, product, rows)
-    bits, guessed = map(forms.as_integers, (own[:, 0], guess))
+    bits, guessed = map(ordered_keys.as_integers, (own[:, 0], guess))
     wrong = mine[:, 0] & known[:, 0] & (bits != guessed)
     wrong &= ~(jnp.isnan(own[:, 0]) & jnp.isnan(guess))
     again = shard.across_maximum(jnp.any(wrong).astype(jnp.int32)) > 0

@@ -21,8 +21,9 @@ from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
 from pallas_kernels.linear import candidates
 from pallas_kernels.linear.schedule import Schedule
 from pallas_kernels.linear.types import Definition, head_rows, loaded, stored
-from pallas_kernels.lowering import forms
+from pallas_kernels.lowering import forms, row_pieces
 from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.numbers import ordered_keys
 
 PIECES = 16  # of the columns that are counted again
 
@@ -84,10 +85,10 @@ def recount(definition: Definition, piece: int, product: Product, given: jax.Arr
         than = given[:, None].astype(x.dtype)
         # In pieces: a sum of all columns would have them in memory once more. Float32 is exact.
         larger = [
-            forms.strictly_larger(x, than).astype(jnp.float32)
-            for x in forms.pieces(x, PIECES, -jnp.inf)
+            ordered_keys.strictly_larger(x, than).astype(jnp.float32)
+            for x in row_pieces.pieces(x, PIECES, -jnp.inf)
         ]
-        total = forms.reduced(jnp.add, forms.in_pairs(jnp.add, larger), PIECES, 0)
+        total = row_pieces.reduced(jnp.add, row_pieces.in_pairs(jnp.add, larger), PIECES, 0)
         return count + total.astype(jnp.int32)
 
     zeros = forms.vary_like(jnp.zeros(product.hidden.shape[0], jnp.int32), (product, given))

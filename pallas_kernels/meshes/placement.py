@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.contract.arguments import check_split
-from pallas_kernels.lowering.forms import Tree, as_integers
+from pallas_kernels.lowering.forms import Tree
 
 Values = TypeVar("Values", bound=Tree)
 AxisName = str | tuple[str, ...]  # one mesh axis, or several that split one dimension together
@@ -154,7 +154,7 @@ class VocabShard:
     def gathered_together(self, values: Values) -> Values:
         """`gathered` of a tree of arrays [R, ...] of 32-bit numbers, in one exchange."""
         leaves, tree = jax.tree.flatten(values)
-        words = [as_integers(x).reshape(x.shape[0], -1) for x in leaves]
+        words = [lax.bitcast_convert_type(x, jnp.int32).reshape(x.shape[0], -1) for x in leaves]
         every = self.gathered(jnp.concatenate(words, axis=1))
         ends = itertools.accumulate(x.shape[1] for x in words)
         parts = jnp.split(every, list(ends)[:-1], axis=2)

@@ -20,8 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from pallas_kernels.lowering.forms import barrier, largest_and_first, logarithm
+from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
+from pallas_kernels.lowering.row_pieces import largest_and_first
+from pallas_kernels.numbers.logarithm import logarithm
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 

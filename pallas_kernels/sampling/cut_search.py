@@ -17,9 +17,11 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.row_totals import scaled
-from pallas_kernels.lowering.forms import floats, key_of, logarithm, ordered_keys, vary_like
+from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.ordered_keys import floats, key_of, ordered_keys
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
 from pallas_kernels.sampling.row_read import RowScale
 

@@ -21,12 +21,7 @@ from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.rows import check_floats
 from pallas_kernels.contract.types import Greedy
 from pallas_kernels.lowering import forms
-from pallas_kernels.lowering.forms import (
-    compacted,
-    map_blocks,
-    scattered,
-    vary_like,
-)
+from pallas_kernels.lowering.forms import compacted, map_blocks, scattered, vary_like
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling import cut_search, door, parameters, row_cuts, row_read

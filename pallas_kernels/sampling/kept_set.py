@@ -19,8 +19,9 @@ from pallas_kernels.backends import answers
 from pallas_kernels.contract.arguments import array_of
 from pallas_kernels.contract.changes import Changes, apply, of_columns, of_rows
 from pallas_kernels.contract.rows import check_changes, check_matrix, check_num_rows
-from pallas_kernels.lowering.forms import filled, map_blocks, pin_to_iteration, rows_from, vary_like
+from pallas_kernels.lowering.forms import map_blocks, pin_to_iteration, rows_from, vary_like
 from pallas_kernels.lowering.programs import compiled
+from pallas_kernels.lowering.row_pieces import filled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.sampling import door
 from pallas_kernels.sampling.parameters import Truncation

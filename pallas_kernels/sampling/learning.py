@@ -22,9 +22,10 @@ from pallas_kernels.contract.arguments import array_of, floats, integers, number
 from pallas_kernels.contract.rows import check_floats, check_matrix
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import RowScale, loaded, stored
-from pallas_kernels.lowering.forms import barrier, logarithm
+from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling import row_read
 from pallas_kernels.sampling.kept_set import PaddedKept
 from pallas_kernels.sampling.parameters import Sampling

@@ -15,7 +15,9 @@ from pallas_kernels.contract.arguments import (
     check_within,
     numbers_of,
 )
-from pallas_kernels.lowering.forms import Tree, at_place, logarithm, vary_like
+from pallas_kernels.lowering.forms import Tree, vary_like
+from pallas_kernels.lowering.row_pieces import at_place
+from pallas_kernels.numbers.logarithm import logarithm
 
 Values = TypeVar("Values", bound=Tree)
 

@@ -14,9 +14,11 @@ from jaxtyping import Array, Bool, Float32, Int32
 from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.lowering.choose import lowered_for
-from pallas_kernels.lowering.forms import at_place, logarithm, map_blocks, rows_from, summed
+from pallas_kernels.lowering.forms import map_blocks, rows_from
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
+from pallas_kernels.lowering.row_pieces import at_place, summed
 from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
 from pallas_kernels.sampling.row_read import RowScale
 

@@ -25,8 +25,9 @@ from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import WIDTH, Drawn, GroupSums, RowsToDraw, keeps
 from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.backends.xla.group_sums import sums_of_groups
-from pallas_kernels.lowering.forms import at_place, filled, vary_like
+from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
+from pallas_kernels.lowering.row_pieces import at_place, filled
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
 from pallas_kernels.sampling.row_read import RowRead, num_candidates

@@ -26,11 +26,13 @@ from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, check_changes, skipped_rows
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
-from pallas_kernels.lowering.forms import filled, largest_and_first, logarithm, vary_like
+from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled
+from pallas_kernels.lowering.row_pieces import filled, largest_and_first
 from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
+from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling import door
 from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows

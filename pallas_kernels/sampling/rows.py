@@ -35,7 +35,8 @@ from pallas_kernels.backends.xla.tails import (
 )
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.lowering.forms import barrier, filled
+from pallas_kernels.lowering.forms import barrier
+from pallas_kernels.lowering.row_pieces import filled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
 

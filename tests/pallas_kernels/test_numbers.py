@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
-from pallas_kernels.lowering.forms import logarithm
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers import random_draws
 from pallas_kernels.numbers.exponential import EXP2, exponential
+from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.numbers.random_draws import ACCEPT, GROUP, Source, threefry_word
 from tests.support.quick_compile import as_users
 

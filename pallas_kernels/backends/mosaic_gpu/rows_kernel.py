@@ -22,7 +22,7 @@ from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.schedule import Index, Layout, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
 from pallas_kernels.contract.rows import Outputs
-from pallas_kernels.lowering.forms import is_counted
+from pallas_kernels.numbers.ordered_keys import is_counted
 
 # An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
 LEAST = -200.0

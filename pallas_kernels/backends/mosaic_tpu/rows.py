@@ -22,7 +22,8 @@ from pallas_kernels.backends.mosaic_tpu.schedule import (
 from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, Interpret
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
-from pallas_kernels.lowering.forms import barrier, limit_of_count, vary_like
+from pallas_kernels.lowering.forms import barrier, vary_like
+from pallas_kernels.numbers.ordered_keys import limit_of_count
 
 LN_2 = 0.6931471805599453
 LARGEST = 3.4028234663852886e38  # float32

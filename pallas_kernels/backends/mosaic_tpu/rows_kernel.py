@@ -37,7 +37,7 @@ from pallas_kernels.backends.mosaic_tpu.unit import (
     turn_bits,
 )
 from pallas_kernels.backends.row_totals import LEAST
-from pallas_kernels.lowering.forms import in_pairs as tree
+from pallas_kernels.lowering.row_pieces import in_pairs as tree
 
 MIN_INT = -(1 << 31)
 LOWEST = -3.4028234663852886e38  # float32

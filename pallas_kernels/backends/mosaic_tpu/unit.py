@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, WORD_COLUMNS, Schedule
-from pallas_kernels.lowering.forms import in_pairs as tree
+from pallas_kernels.lowering.row_pieces import in_pairs as tree
 
 LOG2_E = 1.4426950408889634
 SHAPE = (SUBLANES, LANES)

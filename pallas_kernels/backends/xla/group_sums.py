@@ -19,9 +19,10 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.backends.groups import WIDTH, GroupSums
 from pallas_kernels.backends.xla import selection
-from pallas_kernels.lowering import forms
-from pallas_kernels.lowering.forms import floats
+from pallas_kernels.lowering import forms, row_pieces
+from pallas_kernels.numbers import ordered_keys
 from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.ordered_keys import floats
 
 EIGHT = selection.NARROWEST_GROUP
 FIRST_LANES, MORE_LANES = 32, EIGHT
@@ -73,14 +74,14 @@ def added(terms: Float32[Array, "*groups W"]) -> Float32[Array, "*groups"]:
 
 def _added(each: list[jax.Array]) -> jax.Array:
     """The sum of terms that come in pieces of `FIRST_LANES`."""
-    lanes = forms.barrier(forms.in_pairs(jnp.add, each))
-    lanes = forms.barrier(forms.in_pairs(jnp.add, _parts(lanes, MORE_LANES)))
-    return forms.in_pairs(jnp.add, _parts(lanes, 1))[..., 0]
+    lanes = forms.barrier(row_pieces.in_pairs(jnp.add, each))
+    lanes = forms.barrier(row_pieces.in_pairs(jnp.add, _parts(lanes, MORE_LANES)))
+    return row_pieces.in_pairs(jnp.add, _parts(lanes, 1))[..., 0]
 
 
 def maxima_of(tokens: Float[Array, "*groups W"]) -> Float32[Array, "*groups"]:
     """The largest of each group of W logits, but for a negative NaN, which may be overlooked."""
-    keys = _largest(forms.ordered_keys(tokens), (FIRST_LANES, MORE_LANES, 1))
+    keys = _largest(ordered_keys.ordered_keys(tokens), (FIRST_LANES, MORE_LANES, 1))
     return floats(keys, tokens.dtype).astype(jnp.float32)
 
 

@@ -33,8 +33,9 @@ from pallas_kernels.contract.changes import Changes, apply, apply_at
 from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.choose import lowered_for
-from pallas_kernels.lowering.forms import Tree, as_integers, strictly_larger
+from pallas_kernels.lowering.forms import Tree
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
+from pallas_kernels.numbers.ordered_keys import as_integers, strictly_larger
 
 # Rows of a list that may be short, at a time: the work follows its length, and rows are copied. On
 # a CPU, one row by itself takes half the time of a block of four.

@@ -14,7 +14,8 @@ from jax import lax
 from pallas_kernels.backends.row_totals import LEAST, inverse_of
 from pallas_kernels.backends.xla import selection
 from pallas_kernels.contract.rows import Outputs, RowSums
-from pallas_kernels.lowering import forms
+from pallas_kernels.lowering import row_pieces
+from pallas_kernels.numbers import ordered_keys
 
 Sums = tuple[jax.Array, jax.Array]  # see `statistics_on_tpu`
 # The first and last of `RowSums`.
@@ -61,7 +62,7 @@ def _larger(x: jax.Array, given: Given) -> jax.Array:
 
     Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
     """
-    larger = forms.strictly_larger(x, given.selected[..., None])
+    larger = ordered_keys.strictly_larger(x, given.selected[..., None])
     return jnp.where(larger, jnp.float32(1), jnp.float32(0))
 
 
@@ -128,12 +129,12 @@ def in_one_read(
     rows, vocabulary = x.shape
     width = width or vocabulary
     whole = -(-vocabulary // width) * width
-    x = forms.filled(x, whole, jnp.asarray(-jnp.inf, x.dtype))
+    x = row_pieces.filled(x, whole, jnp.asarray(-jnp.inf, x.dtype))
     values = x.astype(jnp.float32)
     inverse = inverse_of(temperatures, rows)
     given = Given(jnp.zeros((rows,), jnp.float32), limit, None)
     own = Parts(
-        forms.ordered_keys(x),
+        ordered_keys.ordered_keys(x),
         values,
         jnp.where(values == -jnp.inf, jnp.float32(0), jnp.float32(1)),
         _larger(x, given),
@@ -142,7 +143,7 @@ def in_one_read(
     )
     least, zero = jnp.float32(-jnp.inf), jnp.float32(0)
     nothing = Parts(
-        forms.key_of(-jnp.inf, x.dtype), least, zero, zero, zero, zero if entropy else None
+        ordered_keys.key_of(-jnp.inf, x.dtype), least, zero, zero, zero, zero if entropy else None
     )
     with jax.named_scope("row_statistics"):
         tree = jax.tree.structure(own)
@@ -186,7 +187,7 @@ def sums_on_gpu(
     x may be a part of longer rows: a row of it that has -inf alone gives a sum of 0.
     """
     width = selection.group_width(x.shape[1], outputs.k)
-    limit = forms.limit_of_count(selected.astype(x.dtype), outputs.inclusive)
+    limit = ordered_keys.limit_of_count(selected.astype(x.dtype), outputs.inclusive)
     (maximum, sums, larger, weighted), maxima = in_one_read(
         x, limit, temperatures, width, outputs.entropy
     )
@@ -198,7 +199,7 @@ def sums_on_tpu(
     x: jax.Array, selected: jax.Array, outputs: Outputs, temperatures: jax.Array | None
 ) -> RowSums:
     """`sums_on_gpu` by other reductions: a TPU reads chosen groups in a loop of R * K trips."""
-    limit = forms.limit_of_count(selected.astype(x.dtype), outputs.inclusive)
+    limit = ordered_keys.limit_of_count(selected.astype(x.dtype), outputs.inclusive)
     (maximum, sums, larger, weighted), _ = read_on_tpu(
         x, limit, temperatures, None, outputs.entropy
     )

@@ -33,9 +33,10 @@ from pallas_kernels.backends.xla.block_rows import (
 from pallas_kernels.backends.xla.tails import tail_of, with_following
 from pallas_kernels.contract.changes import apply
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
-from pallas_kernels.lowering import forms
+from pallas_kernels.lowering import forms, row_pieces
 from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import Tree
+from pallas_kernels.numbers import ordered_keys
 
 Result = TypeVar("Result", bound=Tree)
 
@@ -53,9 +54,9 @@ def num_larger(x: jax.Array, limit: jax.Array) -> jax.Array:
     """
     with jax.named_scope("row_ranks"):
         few = selection.is_small_batch(x) and x.dtype.itemsize == 4
-        cut = forms.pieces(x, PIECES_OF_FEW if few else PIECES, -jnp.inf)
-        larger = forms.in_pairs(jnp.add, [_larger(piece, limit) for piece in cut])
-        return forms.reduced(jnp.add, forms.barrier(larger), MORE_PIECES, 0).astype(jnp.int32)
+        cut = row_pieces.pieces(x, PIECES_OF_FEW if few else PIECES, -jnp.inf)
+        larger = row_pieces.in_pairs(jnp.add, [_larger(piece, limit) for piece in cut])
+        return row_pieces.reduced(jnp.add, forms.barrier(larger), MORE_PIECES, 0).astype(jnp.int32)
 
 
 def _larger(x: jax.Array, limit: jax.Array) -> jax.Array:
@@ -63,7 +64,9 @@ def _larger(x: jax.Array, limit: jax.Array) -> jax.Array:
 
     Counted in float32: on a CPU several times faster than in int32.
     """
-    return jnp.where(forms.strictly_larger(x, limit[:, None]), jnp.float32(1), jnp.float32(0))
+    return jnp.where(
+        ordered_keys.strictly_larger(x, limit[:, None]), jnp.float32(1), jnp.float32(0)
+    )
 
 
 class Way(NamedTuple):
@@ -215,7 +218,7 @@ def sums_of_part(
         eights if part.tail.shape[1] < 2 else None,
         weighted=outputs.entropy,
     )
-    limit = forms.limit_of_count(selected.astype(x.dtype), outputs.inclusive)
+    limit = ordered_keys.limit_of_count(selected.astype(x.dtype), outputs.inclusive)
     width, maxima = selection.group_width(x.shape[1], k), None
     if width is not None and eights is not None:
         maxima = selection.wider(eights, width // selection.NARROWEST_GROUP)

@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.lowering import forms
+from pallas_kernels.lowering import forms, row_pieces
+from pallas_kernels.numbers import ordered_keys
 
 WIDEST_GROUP = 128
 
@@ -57,10 +58,10 @@ def group_maxima(x: jax.Array, width: int) -> jax.Array:
     rows, vocabulary = x.shape
     whole = vocabulary // width * width
     # What is left over by itself: of a padded row XLA's CPU compiler makes a loop of four times.
-    maxima = jnp.max(forms.ordered_keys(x[:, :whole]).reshape(rows, -1, width), axis=2)
+    maxima = jnp.max(ordered_keys.ordered_keys(x[:, :whole]).reshape(rows, -1, width), axis=2)
     if whole == vocabulary:
         return maxima
-    rest = jnp.max(forms.ordered_keys(x[:, whole:]), axis=1, keepdims=True)
+    rest = jnp.max(ordered_keys.ordered_keys(x[:, whole:]), axis=1, keepdims=True)
     return jnp.concatenate([maxima, rest], axis=1)
 
 
@@ -69,9 +70,9 @@ def wider(maxima: jax.Array, times: int) -> jax.Array:
     if times == 1:
         return maxima
     whole = -(-maxima.shape[1] // times) * times
-    maxima = forms.filled(maxima, whole, np.iinfo(maxima.dtype).min)
+    maxima = row_pieces.filled(maxima, whole, np.iinfo(maxima.dtype).min)
     if times <= 4:  # XLA's CPU compiler would make one slow reduction of this and the one before
-        return forms.in_pairs(jnp.maximum, [maxima[:, start::times] for start in range(times)])
+        return row_pieces.in_pairs(jnp.maximum, [maxima[:, start::times] for start in range(times)])
     return jnp.max(maxima.reshape(maxima.shape[0], -1, times), axis=2)
 
 
@@ -108,7 +109,7 @@ def select_top_k(
 
 def from_groups(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
     """The two stages: logits [B, k] float32 and ids [B, k]."""
-    _, groups = top_k(forms.floats(maxima, x.dtype).astype(jnp.float32), k)
+    _, groups = top_k(ordered_keys.floats(maxima, x.dtype).astype(jnp.float32), k)
     return among(x, jnp.sort(groups, axis=1), k, width)
 
 
@@ -159,7 +160,7 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     A negative NaN corrupts other values of XLA's GPU top_k for k up to 16
     (https://github.com/openxla/xla/issues/48119).
     """
-    values, places = lax.top_k(forms.canonical(x), k)
+    values, places = lax.top_k(ordered_keys.canonical(x), k)
     return values, places
 
 
@@ -193,7 +194,7 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
     shift = 8 * keys.dtype.itemsize - HALF
     halves = (keys >> shift).astype(jnp.int32)
     lanes = -(-keys.shape[1] // COUNTED)
-    halves = forms.filled(halves, COUNTED * lanes, np.iinfo(np.int32).min)
+    halves = row_pieces.filled(halves, COUNTED * lanes, np.iinfo(np.int32).min)
     # Written before the loop, and summed over its middle axis, lane by lane.
     halves = forms.barrier(halves.reshape(keys.shape[0], COUNTED, lanes))
 
@@ -215,9 +216,11 @@ def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
     if x.dtype.itemsize == 4 and not is_small_batch(x):
         return row_maximum(x)
     # Not `group_maxima`: of bits that are all negative, the least are of the largest float.
-    bits = [forms.as_integers(one) for one in forms.pieces(x, NARROWEST_GROUP, -jnp.inf)]
-    most, least = (forms.in_pairs(join, bits) for join in (jnp.maximum, jnp.minimum))
-    keys = jnp.where(most < 0, forms.mirrored(least), most)
+    bits = [
+        ordered_keys.as_integers(one) for one in row_pieces.pieces(x, NARROWEST_GROUP, -jnp.inf)
+    ]
+    most, least = (row_pieces.in_pairs(join, bits) for join in (jnp.maximum, jnp.minimum))
+    keys = jnp.where(most < 0, ordered_keys.mirrored(least), most)
     return largest_on_cpu(keys, x.dtype)
 
 
@@ -226,17 +229,17 @@ def largest_on_cpu(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     Two to eight times as fast as a maximum over the row.
     """
-    key = forms.reduced(jnp.maximum, maxima, PIECES, np.iinfo(maxima.dtype).min)
-    return forms.floats(key, dtype).astype(jnp.float32)
+    key = row_pieces.reduced(jnp.maximum, maxima, PIECES, np.iinfo(maxima.dtype).min)
+    return ordered_keys.floats(key, dtype).astype(jnp.float32)
 
 
 def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
     """`from_groups`, without what is below a bound that is known before anything is ordered."""
     bound = lower_bound(maxima, k)
     if bound is not None:
-        maxima = jnp.where(maxima >= bound[:, None], maxima, forms.key_of(-jnp.inf, x.dtype))
+        maxima = jnp.where(maxima >= bound[:, None], maxima, ordered_keys.key_of(-jnp.inf, x.dtype))
     # Not `top_k`: floats of keys are canonical, and few operations are left to one thread.
-    largest, groups = lax.top_k(forms.floats(maxima, x.dtype).astype(jnp.float32), k)
+    largest, groups = lax.top_k(ordered_keys.floats(maxima, x.dtype).astype(jnp.float32), k)
     # A minimum, not the last column: where XLA sees a slice of top_k's result, it sorts all n.
     return among(x, jnp.sort(groups, axis=1), k, width, jnp.min(largest, axis=1))
 
@@ -252,5 +255,5 @@ def lower_bound(maxima: jax.Array, k: int) -> jax.Array | None:
     if times == 1:
         return None
     width = -(-maxima.shape[1] // times)
-    padded = forms.filled(maxima, times * width, np.iinfo(maxima.dtype).min)
+    padded = row_pieces.filled(maxima, times * width, np.iinfo(maxima.dtype).min)
     return reached_by(padded.reshape(maxima.shape[0], times, width).max(axis=1), k)
