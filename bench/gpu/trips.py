@@ -13,14 +13,13 @@ import numpy as np
 
 from bench.gpu.machine_code import Code, Loop
 from bench.gpu.model import Trips
-from pallas_kernels.backends.mosaic_gpu.finish_kernel import AT_ONCE, OWN, capacity
+from pallas_kernels.backends.mosaic_gpu.finish_kernel import AT_ONCE, FREE_BITS, OWN, capacity
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 
 BIASES = 64  # of a row, in the calls that have any
 SPREAD = 4.0  # the logits' standard deviation; no count depends on it, except by rounding
 MARKS = 32
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-FREE_BITS = {"float32": 0, "float16": 13, "bfloat16": 16}
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,11 @@ class Selection:
     marks: float  # of the lane that has most, a word of a warp; over all words
 
 
+def _keys(bits: np.ndarray) -> np.ndarray:
+    """The ordered keys of float32's bits, as int64."""
+    return np.where(bits < 0, -(2**31) - bits, bits)
+
+
 @functools.cache
 def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
     """Count on one row of normally distributed logits, cut into groups of `width`."""
@@ -42,7 +46,7 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
     padded = np.pad(x, (0, groups * width - vocabulary), constant_values=-np.inf)
     rows = padded.reshape(groups, width)
     bits = rows.max(axis=1).view(np.int32).astype(np.int64)
-    keys = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> FREE_BITS[dtype]
+    keys = _keys(bits) >> FREE_BITS[dtype]
     low, high, above, halvings = int(keys.min()), int(keys.max()) + 1, 0, 0
     while high - low > 1 and above != k and 1 < k < groups:
         middle = (low + high) // 2
@@ -55,7 +59,7 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
         low = int(keys.max())
     chosen = np.argsort(-keys, kind="stable")[:k]
     bits = rows[chosen].view(np.int32).astype(np.int64)
-    found = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> FREE_BITS[dtype]
+    found = _keys(bits) >> FREE_BITS[dtype]
     if k >= groups:
         low = int(found[rows[chosen] > -np.inf].min())
     high, again = int(keys.max()) + 1, 0

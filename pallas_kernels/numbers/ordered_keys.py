@@ -34,11 +34,19 @@ def strictly_larger(x: jax.Array, than: jax.Array) -> jax.Array:
 
     Anything where one of them is NaN.
     """
-    # Below a negative number the order of the bits is the reverse: one xor turns both sides, which
-    # is cheaper than a key for each x. As 0.0, -0.0 is no negative number.
-    other = as_integers(floats(ordered_keys(than), than.dtype))
-    turned = jnp.where(other < 0, np.iinfo(other.dtype).max, jnp.zeros_like(other))
-    return (as_integers(x) ^ turned) > (other ^ turned)
+    turn, limit = turned(than)
+    return (as_integers(x) ^ turn) > limit
+
+
+def turned(than: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bits and a limit: x is larger than `than` where its own bits, xor these, are above the limit.
+
+    Below a negative number the order of the bits is the reverse: one xor turns both sides, which is
+    cheaper than a key for each x.
+    """
+    other = as_integers(floats(ordered_keys(than), than.dtype))  # as 0.0, -0.0 is not negative
+    turn = jnp.where(other < 0, np.iinfo(other.dtype).max, jnp.zeros_like(other))
+    return turn, other ^ turn
 
 
 def limit_of_count(selected: jax.Array, inclusive: bool) -> jax.Array:

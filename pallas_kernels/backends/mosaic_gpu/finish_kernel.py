@@ -45,6 +45,7 @@ from pallas_kernels.backends.mosaic_gpu.thread import (
     word,
 )
 from pallas_kernels.contract.rows import Outputs
+from pallas_kernels.numbers.ordered_keys import floats, ordered_keys
 
 # What column 0 holds: the given token, or the greedy choice. Parts of longer rows have no column 0,
 # and their top K stay logits.
@@ -67,9 +68,9 @@ ROOM = 2 * AT_ONCE  # words behind the candidates
 OWN = 2  # of a thread, compared in one loop: the loops of those that are not there are left out
 
 NOTHING = -(2**31)  # the key below all others: NaN, and what is no logit
-LOWEST_KEY = 0x007FFFFF - 2**31  # of -inf
+LOWEST_KEY = -0x7F800000  # of -inf
 
-# The bits that are always equal in keys of one sign, of float32 values that were 16-bit logits.
+# The bits that are zero in keys of float32 values that were 16-bit logits.
 FREE_BITS = {"bfloat16": 16, "float16": 13, "float32": 0}
 
 
@@ -111,18 +112,10 @@ def first_column(mode: Mode) -> int:
     return 0 if mode == "parts" else 1
 
 
-def ordered_keys(x: jax.Array, nan: bool = True) -> jax.Array:
-    """int32 keys in the order of float32 x, with -0.0 equal to 0.0 and NaN, if any, lowest."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    keys = jnp.where(x == 0, 0, keys)
+def keys_of(x: jax.Array, nan: bool = True) -> jax.Array:
+    """int32 `ordered_keys` of float32 x, with NaN, if any, lowest."""
+    keys = ordered_keys(x)
     return jnp.where(jnp.isnan(x), NOTHING, keys) if nan else keys
-
-
-def key_values(keys: jax.Array) -> jax.Array:
-    """The float32 values of ordered keys."""
-    bits = jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys)
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def shortened(keys: jax.Array, dtype: str) -> jax.Array:
@@ -131,9 +124,8 @@ def shortened(keys: jax.Array, dtype: str) -> jax.Array:
 
 
 def lengthened(keys: jax.Array, dtype: str) -> jax.Array:
-    """The ordered keys again: the free bits are ones below 0."""
-    free = FREE_BITS[dtype]
-    return (keys << free) | (keys >> 31 & ((1 << free) - 1))
+    """The ordered keys again."""
+    return keys << FREE_BITS[dtype]
 
 
 def middle(low: jax.Array, high: jax.Array) -> jax.Array:
@@ -534,7 +526,7 @@ def _append(where: ThreadCandidates, x: Word, token: Word) -> Word:
     room = place < where.capacity
 
     def write() -> None:
-        key = thread.select(x == 0.0, 0, _flipped(thread.bits_of(x)))
+        key = _mirrored(thread.bits_of(x))
         thread.store(where.found_ref, place + place, ~token)
         thread.store(where.found_ref, place + place + 1, key)
 
@@ -542,13 +534,13 @@ def _append(where: ThreadCandidates, x: Word, token: Word) -> Word:
     return room
 
 
-def _flipped(bits: Word) -> Word:
-    """The ordered key of a float32's bits, and the other way around."""
-    return thread.select(bits < 0, bits ^ 0x7FFFFFFF, bits)
+def _mirrored(bits: Word) -> Word:
+    """`ordered_keys.mirrored` of one thread's number: Pallas has no bitcast of numbers on a GPU."""
+    return thread.select(bits < 0, word(NOTHING) - bits, bits)
 
 
 def _value(key: Word) -> Word:
-    return thread.float_of(_flipped(key))
+    return thread.float_of(_mirrored(key))
 
 
 def collect_enough(
@@ -562,7 +554,7 @@ def collect_enough(
     Args:
       where: see there; room for k.
       k: a Python int.
-      cut: a key without its free bits (`keys.shortened`), above that of -inf. The top k reach it,
+      cut: a key without its free bits (`shortened`), above that of -inf. The top k reach it,
         or all that are above -inf.
       largest: the largest key of the row, without its free bits.
     """
@@ -792,7 +784,7 @@ def group_keys(schedule: Schedule, maxima: jax.Array) -> tuple[jax.Array, Layout
     Without the bits that carry nothing, and `NOTHING` where there is no group.
     """
     size, layout = schedule.padded_groups, group_layout(schedule)
-    keys = shortened(ordered_keys(maxima.astype(jnp.float32), nan=False), schedule.dtype)
+    keys = shortened(keys_of(maxima.astype(jnp.float32), nan=False), schedule.dtype)
     if size == schedule.num_groups:
         return keys, layout
     here = compat.iota((size,), 0, layout) < schedule.num_groups
@@ -800,11 +792,10 @@ def group_keys(schedule: Schedule, maxima: jax.Array) -> tuple[jax.Array, Layout
 
 
 def key_of_scalar(x: jax.Array) -> jax.Array:
-    """`ordered_keys` of a number that is not NaN: Pallas has no bitcast of numbers on a GPU."""
+    """The key of a number that is not NaN."""
 
     def body(value: Vector) -> Vector:
-        x = word(value)
-        return thread.scalar(thread.select(x == 0.0, 0, _flipped(thread.bits_of(x))))
+        return thread.scalar(_mirrored(thread.bits_of(word(value))))
 
     kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
     return thread.inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
@@ -819,7 +810,7 @@ def first_largest(schedule: Schedule, row: RowOfLogits) -> jax.Array:
         best_keys, best_ids = best
         start = jnp.minimum(i * SCAN_WIDTH, last)
         x = compat.load_vector(row.logits_ref, row.first + start, SCAN_WIDTH)
-        keys = ordered_keys(x.astype(jnp.float32))
+        keys = keys_of(x.astype(jnp.float32))
         larger = keys > best_keys  # an equal one keeps the lower id
         ids = jnp.where(larger, start + positions, best_ids)
         return jnp.where(larger, keys, best_keys), ids
@@ -1093,7 +1084,7 @@ def write_top_k(row: RowToFinish, maximum: jax.Array, convert: Convert) -> None:
     scratch = Scratch(*row.scratch)
     assert row.group_maxima is not None
     found = select_top_k(row.schedule, count, row.logits, maximum, row.group_maxima, scratch)
-    logits = key_values(found.keys)
+    logits = floats(found.keys, jnp.float32)
     values = convert(logits)
     if row.out.top_logits is not None:
         scatter(row.out.top_logits, row.target * row.k, found.ranks, logits, row.k)

@@ -38,6 +38,7 @@ from pallas_kernels.backends.mosaic_tpu.unit import (
 )
 from pallas_kernels.backends.row_totals import LEAST
 from pallas_kernels.lowering.row_pieces import in_pairs as tree
+from pallas_kernels.numbers.ordered_keys import as_integers, floats, ordered_keys, turned
 
 MIN_INT = -(1 << 31)
 LOWEST = -3.4028234663852886e38  # float32
@@ -230,7 +231,7 @@ def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
         def step(loaded: list[Halves], start: Index, carry: Pair) -> Pair:
             best, best_id = carry
             for i, one in enumerate(loaded):
-                key = _mirrored(lax.bitcast_convert_type(one[half], jnp.int32))
+                key = ordered_keys(one[half])
                 token = (start + i) * LANES + lanes
                 later = (key < last_key) | ((key == last_key) & (token > last_id))
                 better = later & (key > best)
@@ -252,17 +253,12 @@ def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
         token = jnp.where(is_best, best_id.astype(jnp.float32), NO_ID)
         found = jnp.min(token, axis=1, keepdims=True).astype(jnp.int32)
         key = (first.astype(jnp.int32) << HALF) | second.astype(jnp.int32)
-        value = lax.bitcast_convert_type(_mirrored(key), jnp.float32)
+        value = floats(key, jnp.float32)
         write(rank, value, found, all_rows, values_ref, ids_ref, unit.rows(half))
         return key, found
 
     before = jnp.full((SUBLANES, 1), -MIN_INT - 1, jnp.int32), jnp.zeros((SUBLANES, 1), jnp.int32)
     lax.fori_loop(0, unit.schedule.k, take, before)
-
-
-def _mirrored(bits: jax.Array) -> jax.Array:
-    """Floats' bits as integers in their order, and back: `ordered_keys` has the same."""
-    return jnp.where(bits < 0, jnp.int32(MIN_INT) - bits, bits)
 
 
 class Found(NamedTuple):
@@ -427,14 +423,10 @@ def count_again(unit: Unit, half: int) -> jax.Array:
     Floats compare subnormal numbers as if they were zeros.
     """
     given = unit.given()
-    bits = lax.bitcast_convert_type(given[half].limit, jnp.int32)
-    bits = jnp.where(bits == MIN_INT, 0, bits)  # -0.0 equals 0.0
-    # The order of the bits of negative numbers is the reverse.
-    turned = jnp.where(bits < 0, -1 - MIN_INT, 0)
-    limit = bits ^ turned
+    turn, limit = turned(given[half].limit)
 
     def step(loaded: list[Halves], _: Index, larger: jax.Array) -> jax.Array:
-        x = [lax.bitcast_convert_type(one[half], jnp.int32) ^ turned for one in loaded]
+        x = [as_integers(one[half]) ^ turn for one in loaded]
         more: jax.Array = chains(jnp.add, [jnp.where(one > limit, 1.0, 0.0) for one in x])
         return larger + more
 
