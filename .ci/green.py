@@ -26,7 +26,9 @@ COMPILED = ["pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "bench/aot*", 
 PTX = [
     *(f"{KERNELS}/{name}.py" for name in ("cluster_kernel", "compat", "reading", "rows_kernel")),
     f"{KERNELS}/thread.py", f"{KERNELS}/schedule.py", f"{CASES}/kernels.py",
-    "tests/ptx_machine/instructions.py", "tests/ptx_machine/machine.py",
+    "pallas_kernels/numbers/*", "pallas_kernels/testing/chips.py",
+    "pallas_kernels/testing/compile_target.py", "tests/ptx_machine/*.py",
+    "!tests/ptx_machine/test_*.py",
 ]  # fmt: skip
 REHEARSED = [
     "pallas_kernels/**/*", "jax_specdec/cli/check_device*", "jax_specdec/cli/device_*",

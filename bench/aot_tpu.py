@@ -14,7 +14,7 @@ for v6e what the compiler estimates for the plain way. The limits: cycles within
 which must be there; the shares of the bytes' time on v5e, and of the plain way's cycles on v6e; a
 minute of processor time and 4 GB to compile; one operation that reads the logits beside the gather
 of the given tokens', and no temporaries of the logits' size. On both sides of the limits of
-`choose.kernel_is_faster`, what it chooses must take fewer cycles than the other. And in the
+`kernel_is_faster`, what it chooses must take fewer cycles than the other. And in the
 worker's programs, split over 2 x 2 devices, the kernel must be there, and nothing else may sort or
 search the vocabulary (`bench.tpu.steps`).
 """
@@ -34,7 +34,7 @@ from rich.table import Table
 from bench.tpu.grid import LIMITED, STEPS, name, programs, steps_name
 from bench.tpu.programs import BANDWIDTHS, CLOCKS, TOPOLOGIES, WAYS, Compiled
 from bench.tpu.steps import Step, sizes
-from pallas_kernels.lowering.choose import kernel_is_faster
+from pallas_kernels.backends.mosaic_tpu.limits import kernel_is_faster
 from pallas_kernels.testing.shapes import Shape
 
 KEPT = Path(__file__).parent / "tpu" / "cycles.json"

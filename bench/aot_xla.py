@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bench.comparison import Target
 from bench.tpu.loops import by_name
 from pallas_kernels import topk_logprobs
+from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.backends.xla import block_rows
-from pallas_kernels.lowering import choose
 from pallas_kernels.testing import plain as reference
 from pallas_kernels.testing.shapes import Shape
 
@@ -120,7 +120,7 @@ def measure(chip: str, shape: Shape, dynamic: bool, sharding: NamedSharding) -> 
     plain = compiled(lambda x, t, _: reference.topk_logprobs(x, t, shape.k))
     # As on a host with this chip: a host without any GPU would export the kernels of newer ones,
     # which the compiler of this one ends the process for.
-    with mock.patch.object(choose, "cuda_capability", return_value=CAPABILITIES[chip]):
+    with mock.patch.object(limits, "cuda_capability", return_value=CAPABILITIES[chip]):
         ours = compiled(
             lambda x, t, count: topk_logprobs(x, t, shape.k, num_rows=count if dynamic else None)
         )

@@ -4,11 +4,12 @@ This door and `pallas_kernels.sampling` are all of the package that anything out
 what lies behind them may change. The package needs jax and nothing else of the project.
 """
 
+from pallas_kernels.backends.choose import gpu_obstacle
 from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
-from pallas_kernels.lowering.choose import gpu_obstacle, use_implementation
 from pallas_kernels.lowering.forms import vary_like
+from pallas_kernels.lowering.implementation import use_implementation
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.topk.call import greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.topk.tables import logprobs_tensors, padded_token_ids

@@ -17,7 +17,8 @@ GREEN = runpy.run_path(str(ROOT / ".ci/green.py"))
 def copy(tmp_path):
     """A folder with the input files of the lanes of PTX, and with .ci/green.py."""
     for lane in LANES:
-        for file in [*GREEN["LANES"][lane], ".ci/green.py"]:
+        inputs = GREEN["_files"](ROOT, GREEN["LANES"][lane])
+        for file in [*(path.relative_to(ROOT) for path in inputs), ".ci/green.py"]:
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path

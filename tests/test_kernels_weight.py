@@ -77,9 +77,11 @@ def test_a_call_on_a_cpu_crosses_these_files():
         sys.setprofile(None)
     assert crossed == {
         "contract/arguments.py", "contract/changes.py", "contract/rows.py",
-        "lowering/choose.py", "lowering/forms.py", "meshes/placement.py",
-        "numbers/exponential.py",
-        "backends/answers.py", "backends/exact_sums.py", "backends/groups.py",
+        "lowering/forms.py", "lowering/implementation.py", "lowering/platforms.py",
+        "lowering/row_pieces.py", "meshes/placement.py",
+        "numbers/exponential.py", "numbers/logarithm.py", "numbers/ordered_keys.py",
+        "backends/answers.py", "backends/choose.py", "backends/exact_sums.py", "backends/groups.py",
+        "backends/mosaic_gpu/limits.py", "backends/mosaic_tpu/limits.py",
         "backends/row_totals.py", "backends/xla/block_rows.py", "backends/xla/group_sums.py",
         "backends/xla/rows.py", "backends/xla/selection.py", "backends/xla/tails.py",
         "topk/call.py", "topk/derivatives.py",

@@ -18,7 +18,7 @@ from pallas_kernels.contract.changes import Changes, apply
 from pallas_kernels.contract.rows import Rows, check_logits
 from pallas_kernels.contract.types import Greedy, Logits
 from pallas_kernels.lowering import forms, row_pieces
-from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes import split
 from pallas_kernels.meshes.placement import AxisName, VocabShard, placed
 from pallas_kernels.numbers import ordered_keys

@@ -11,18 +11,18 @@ from typing import TypeVar
 import jax
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.backends.choose import KERNELS, kernels_or_xla
 from pallas_kernels.backends.groups import FEW, Drawn, ListedRows, Part, Read, RowsToDraw, Top
 from pallas_kernels.backends.row_totals import PartSums, as_part
 from pallas_kernels.backends.xla import groups
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
-from pallas_kernels.lowering.choose import KERNELS, Implementation, kernel_is_faster, kernels_or_xla
 from pallas_kernels.lowering.forms import Tree
+from pallas_kernels.lowering.implementation import Implementation
 
 Arrays = TypeVar("Arrays", bound=Tree)
 Found = TypeVar("Found", bound=Tree)
-LEAST_ON_TPU = 512  # tokens: two groups; by the compiler's cycles XLA's sums win below
 MOST_GROUPS = 4096  # of a row, that a warpgroup holds in registers: 1,048,576 tokens
 MOST_TAKEN = 128  # tokens of a row, one a thread
 
@@ -59,7 +59,6 @@ def read_groups(
         logits=part.logits,
         implementation=implementation,
         backends=tuple(KERNELS) if changes is None else ("mosaic_gpu",),
-        faster_on_tpu=part.logits.shape[1] >= LEAST_ON_TPU,
     )
 
 
@@ -81,9 +80,7 @@ def row_sums(
         logits=logits,
         implementation=implementation,
         backends=backends,
-        faster_on_tpu=kernel_is_faster(
-            selected.shape[0], logits.shape[1], outputs.k, logits.dtype.name
-        ),
+        size=(selected.shape[0], outputs.k),
     )
 
 
@@ -120,9 +117,7 @@ def part_sums(
         selected,
         logits=logits,
         implementation=implementation,
-        faster_on_tpu=kernel_is_faster(
-            selected.shape[0], logits.shape[1], outputs.k, logits.dtype.name
-        ),
+        size=(selected.shape[0], outputs.k),
     )
 
 
@@ -137,9 +132,7 @@ def candidates(rows: ListedRows, k: int, *, valid: bool) -> Top:
     """
     # More candidates than the stacks hold take K sweeps in VMEM: XLA would sort the rows for them.
     assert rows.row_ids is not None
-    (number,), (_, size) = rows.row_ids.shape, rows.logits.shape
-    faster = k > 0 and kernel_is_faster(number, size, min(k, FEW), rows.logits.dtype.name)
-    able = {"mosaic_gpu": valid, "mosaic_tpu": rows.changes is None}
+    able = {"mosaic_gpu": valid, "mosaic_tpu": k > 0 and rows.changes is None}
     return kernels_or_xla(  # type: ignore[no-any-return]
         "groups",
         lambda kernels, rows: kernels.candidates(rows, k),
@@ -147,7 +140,7 @@ def candidates(rows: ListedRows, k: int, *, valid: bool) -> Top:
         rows,
         logits=rows.logits,
         backends=tuple(name for name in able if able[name]),
-        faster_on_tpu=faster,
+        size=(rows.row_ids.shape[0], min(k, FEW)),
     )
 
 

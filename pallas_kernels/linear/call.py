@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from pallas_kernels.backends.choose import KERNELS
 from pallas_kernels.contract.rows import (
     LOGITS_DTYPES,
     MAX_VOCABULARY,
@@ -46,8 +47,7 @@ from pallas_kernels.linear.types import (
     KeptIds,
     LinearKeptLogprobs,
 )
-from pallas_kernels.lowering import choose
-from pallas_kernels.lowering.choose import Implementation
+from pallas_kernels.lowering.implementation import Implementation, check_name, refuse, resolved
 from pallas_kernels.meshes import linear_placement, split
 from pallas_kernels.meshes.placement import AxisName, Layout
 from pallas_kernels.meshes.split import Words
@@ -151,11 +151,11 @@ def linear_topk_logprobs(
         # None, as a slice of what is there: outside of `jit`, nothing is sent from the host.
         extra_token_ids = lax.slice_in_dim(token_ids.reshape(-1, 1), 0, 0, axis=1)
     extra_token_ids = check_extra_token_ids(extra_token_ids, num_targets, MAX_NAMED)
-    choose.check_name(implementation)
-    if implementation in choose.KERNELS:
-        choose.refuse(implementation, "it has no product with a head")
+    check_name(implementation)
+    if implementation in KERNELS:
+        refuse(implementation, "it has no product with a head")
     definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
-    reader = choose.resolved(implementation)
+    reader = resolved(implementation)
     outputs = outputs_of(k, log_sum_exp=log_sum_exp, entropy=entropy)
     call = Call(definition, k, entropy, place.shard, implementation=reader)
     if num_targets == 0 or hidden.shape[0] == 0:

@@ -27,7 +27,7 @@ from pallas_kernels.linear.read_columns import State
 from pallas_kernels.linear.schedule import Schedule, choose_schedule
 from pallas_kernels.linear.types import Call, Inputs, RowScale
 from pallas_kernels.lowering import forms
-from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers import ordered_keys
 from pallas_kernels.numbers.logarithm import logarithm

@@ -22,7 +22,7 @@ from pallas_kernels.linear import candidates
 from pallas_kernels.linear.schedule import Schedule
 from pallas_kernels.linear.types import Definition, head_rows, loaded, stored
 from pallas_kernels.lowering import forms, row_pieces
-from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers import ordered_keys
 
 PIECES = 16  # of the columns that are counted again

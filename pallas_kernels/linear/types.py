@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.linear.schedule import Schedule
-from pallas_kernels.lowering.choose import Implementation
 from pallas_kernels.lowering.forms import barrier
+from pallas_kernels.lowering.implementation import Implementation
 from pallas_kernels.meshes.placement import VocabShard
 
 

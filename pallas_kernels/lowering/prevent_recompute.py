@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.platforms import lowered_for
 
 
 def prevent_recompute(x: Float32[Array, "..."]) -> Float32[Array, "..."]:

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from pallas_kernels.contract.rows import Rows
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
-from pallas_kernels.lowering.choose import kept
+from pallas_kernels.lowering.implementation import kept
 from pallas_kernels.meshes.placement import (
     NAMED,
     ROW,

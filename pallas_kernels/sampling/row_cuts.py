@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.row_totals import scaled
-from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import map_blocks, rows_from
+from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.row_pieces import at_place, summed
 from pallas_kernels.numbers.exponential import exponential

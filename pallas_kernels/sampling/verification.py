@@ -27,7 +27,7 @@ from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import Changes, apply, apply_at, of_rows
 from pallas_kernels.contract.rows import MAX_VOCABULARY, Rows, check_k
 from pallas_kernels.contract.types import Greedy
-from pallas_kernels.lowering.choose import lowered_for
+from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled, compiled_with_rule, is_traced
 from pallas_kernels.lowering.row_pieces import at_place

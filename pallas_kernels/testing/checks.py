@@ -16,7 +16,7 @@ from pallas_kernels.backends.groups import Drawn, ListedRows, Part, Read, RowsTo
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.contract.types import TopkLogprobs
-from pallas_kernels.lowering.choose import Implementation, use_implementation
+from pallas_kernels.lowering.implementation import Implementation, use_implementation
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.rows import GroupedRows

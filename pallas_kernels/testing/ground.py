@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.lowering import choose
+from pallas_kernels.backends.mosaic_gpu.limits import capability_obstacle, cuda_capability
 from pallas_kernels.testing import checks, peers, pieces
 
 VERSIONS = ("jax-specdec", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu",
@@ -34,12 +34,12 @@ def found(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dic
     device = jax.local_devices()[0]
     backend = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}.get(jax.default_backend(), "")
     obstacle = None if backend else f"jax finds no GPU and no TPU here{_why()}"
-    capability = choose.cuda_capability()
+    capability = cuda_capability()
     if backend == "mosaic_gpu":
         if capability is None:
             obstacle = f"{device.device_kind} is no CUDA device"
         else:
-            obstacle = choose.capability_obstacle(capability)
+            obstacle = capability_obstacle(capability)
     parts: Sequence[str] = pieces.parts_of(backend)
     if rehearsed is not None:
         obstacle, (backend, parts) = None, rehearsed

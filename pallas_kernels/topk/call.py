@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from pallas_kernels.backends import answers, read
+from pallas_kernels.backends.choose import kernels_or_xla
 from pallas_kernels.backends.greedy import greedy, greedy_of_rows
 from pallas_kernels.backends.groups import WIDTH
 from pallas_kernels.backends.xla import rows as xla
@@ -41,8 +42,7 @@ from pallas_kernels.contract.types import (
     RowIds,
     TopkLogprobs,
 )
-from pallas_kernels.lowering import choose
-from pallas_kernels.lowering.choose import Implementation
+from pallas_kernels.lowering.implementation import Implementation, resolved
 from pallas_kernels.meshes import split
 from pallas_kernels.meshes.placement import AxisName, Place, VocabShard, placed
 from pallas_kernels.topk.derivatives import transformable
@@ -220,7 +220,7 @@ def _run(
     )
     if num_targets == 0 or rows.logits.shape[0] == 0:  # no row to read: nothing to compile for
         return skipped_rows(num_targets, outputs, rows.extra_ids.shape[1])
-    part = own_part(choose.resolved(implementation), outputs)
+    part = own_part(resolved(implementation), outputs)
     if place.is_here:
         return part(place.shard, rows)
     if place.unknown:
@@ -310,14 +310,12 @@ def topk_of_whole_rows(
     logits = rows.logits
     # The choice is a top 1.
     k = max(outputs.k, 1) if is_greedy else outputs.k
-    return choose.kernels_or_xla(
+    return kernels_or_xla(
         "rows",
         by_kernels,
         by_xla,
         rows,
         logits=logits,
         implementation=implementation,
-        faster_on_tpu=choose.kernel_is_faster(
-            rows.num_targets, logits.shape[1], k, logits.dtype.name
-        ),
+        size=(rows.num_targets, k),
     )

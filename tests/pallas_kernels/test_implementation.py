@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_specdec.control import IMPLEMENTATIONS
 from pallas_kernels import gpu_obstacle, greedy, topk_logprobs, use_implementation
+from pallas_kernels.backends import choose
 from pallas_kernels.backends.mosaic_gpu import finish_kernel
-from pallas_kernels.lowering import choose
-from pallas_kernels.lowering.choose import Implementation
+from pallas_kernels.lowering.implementation import Implementation, resolved
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.sampling import Drafts, Sampling, verify
 from tests.support.processes import in_thread
@@ -108,7 +108,7 @@ def test_what_the_compiler_calls_later_has_the_value():
     values = []
 
     def seen(x):
-        values.append(choose.resolved(None))
+        values.append(resolved(None))
         return greedy(x)
 
     def program(x):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from pallas_kernels.lowering import choose
+from pallas_kernels.backends import choose
 from pallas_kernels.meshes import placement, split
 from pallas_kernels.sampling import verification
 from tests.support import interpreted_tpu_kernel

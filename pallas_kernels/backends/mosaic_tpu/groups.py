@@ -23,12 +23,13 @@ from pallas_kernels.backends.groups import (
     read_in_two,
 )
 from pallas_kernels.backends.mosaic_tpu import groups_kernel
+from pallas_kernels.backends.mosaic_tpu.limits import kernel_is_faster
 from pallas_kernels.backends.mosaic_tpu.rows import LARGEST, in_rows, in_units, row_sums
 from pallas_kernels.backends.mosaic_tpu.schedule import CUT, choose_schedule, must_fit
 from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, Interpret
 from pallas_kernels.backends.xla import selection
+from pallas_kernels.contract.errors import DoesNotFit
 from pallas_kernels.contract.rows import Rows
-from pallas_kernels.lowering.choose import DoesNotFit, kernel_is_faster
 from pallas_kernels.lowering.forms import vary_like
 
 Found = tuple[GroupSums, jax.Array]  # [R, G] each; sums at temperature 1, or [R, 0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.lowering.choose import DoesNotFit
+from pallas_kernels.contract.errors import DoesNotFit
 
 LANES = 128
 SUBLANES = 8

@@ -32,8 +32,8 @@ from pallas_kernels.backends.xla.tails import tail_of
 from pallas_kernels.contract.changes import Changes, apply, apply_at
 from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.lowering import forms
-from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import Tree
+from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers.ordered_keys import as_integers, strictly_larger
 

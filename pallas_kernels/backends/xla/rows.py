@@ -34,8 +34,8 @@ from pallas_kernels.backends.xla.tails import tail_of, with_following
 from pallas_kernels.contract.changes import apply
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
 from pallas_kernels.lowering import forms, row_pieces
-from pallas_kernels.lowering.choose import lowered_for
 from pallas_kernels.lowering.forms import Tree
+from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers import ordered_keys
 
 Result = TypeVar("Result", bound=Tree)

@@ -24,7 +24,7 @@ from jax_specdec.device.model import sharding
 from jax_specdec.device.model.params import init_params
 from jax_specdec.requests import SamplingParams
 from pallas_kernels import greedy, linear_kept_logprobs, linear_topk_logprobs
-from pallas_kernels.lowering import choose
+from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.meshes import split
 from tests.support.shards import P, mesh_of
 
@@ -46,7 +46,7 @@ NUMBER = shape((), jnp.int32)
 @pytest.fixture(autouse=True, scope="module")
 def cuda_host():
     """The host has such a GPU. Programs that are kept may have been traced elsewhere."""
-    with mock.patch.object(choose, "cuda_capability", return_value=9.0):
+    with mock.patch.object(limits, "cuda_capability", return_value=9.0):
         split.program_on_mesh.cache_clear()
         yield
     split.program_on_mesh.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from pallas_kernels import greedy_topk_logprobs, topk_logprobs
-from pallas_kernels.lowering import choose
+from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.testing import oracle
 from tests.support import programs, quick_compile
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
@@ -126,7 +126,7 @@ def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
 
     Under `shard_map`, both must vary over the same mesh axes, or no program can be traced at all.
     """
-    monkeypatch.setattr(choose, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(limits, "cuda_capability", lambda: 9.0)
     x = np.random.default_rng(0).normal(size=(4, 4096)).astype(np.float32)
     ids, temperatures = np.arange(4, dtype=np.int32), np.full(4, 0.5, np.float32)
     extra = np.arange(8, dtype=np.int32).reshape(4, 2)

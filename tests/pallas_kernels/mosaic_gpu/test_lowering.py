@@ -15,13 +15,13 @@ import pytest
 from pallas_kernels import VocabShard, greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import Drawn, ListedRows, RowsToDraw
-from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel
+from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel, limits
 from pallas_kernels.backends.mosaic_gpu import rows as run
+from pallas_kernels.backends.mosaic_gpu.limits import cannot_run
 from pallas_kernels.backends.mosaic_gpu.schedule import choose_fixed_schedule, choose_schedule
 from pallas_kernels.backends.read import read_groups
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs
-from pallas_kernels.lowering import choose
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import shapes
 from tests.support import kernel_calls, lowered
@@ -143,7 +143,7 @@ def test_choice_without_a_gpu():
     ((2, 2048), 9.0, None), ((16_383, 131_072), 10.0, None),
 ])  # fmt: skip
 def test_what_can_run(shape, capability, words):
-    obstacle = choose.cannot_run(jax.ShapeDtypeStruct(shape, jnp.bfloat16), capability)
+    obstacle = cannot_run(jax.ShapeDtypeStruct(shape, jnp.bfloat16), capability)
     assert (obstacle is None) if words is None else (words in obstacle)
 
 
@@ -216,7 +216,7 @@ def test_who_reads(monkeypatch):
     assert kernels_of(jax.vmap(reader(-1)), reading(4099), batch=(2,)) == 0
     with pytest.raises(NotImplementedError, match="less than one block of 2048"):
         kernels_of(reader(-1, "mosaic_gpu"), reading(2000))
-    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.9)
+    monkeypatch.setattr(limits, "cuda_capability", lambda: 8.9)
     with pytest.raises(NotImplementedError, match=r"compute capability 8\.9"):
         kernels_of(reader(-1, "mosaic_gpu"), reading(4099))
 
@@ -272,7 +272,7 @@ def test_who_draws_and_counts(function, monkeypatch):
     assert kernels_of(function, drawing(2000)) == 0  # too short
     assert kernels_of(function, drawing(2**20 + 1)) == 0  # too many groups
     assert kernels_of(jax.vmap(function), drawing(4099), batch=(2,)) == 0
-    monkeypatch.setattr(choose, "cuda_capability", lambda: 8.9)
+    monkeypatch.setattr(limits, "cuda_capability", lambda: 8.9)
     assert kernels_of(function, drawing(4099)) == 0
 
 

@@ -11,9 +11,9 @@ from pallas_kernels import greedy_topk_logprobs, linear_topk_logprobs, topk_logp
 from pallas_kernels.backends import read as reads
 from pallas_kernels.backends.groups import ListedRows
 from pallas_kernels.backends.mosaic_tpu import schedule as schedules
+from pallas_kernels.backends.mosaic_tpu.limits import kernel_is_faster, obstacle
 from pallas_kernels.backends.mosaic_tpu.schedule import choose_schedule
-from pallas_kernels.lowering import choose
-from pallas_kernels.lowering.choose import kernel_is_faster, use_implementation
+from pallas_kernels.lowering.implementation import use_implementation
 from pallas_kernels.sampling.rows import GroupedRows
 from tests.support import lowered
 from tests.support.changed_logits import changes_of
@@ -133,8 +133,8 @@ def test_logits_of_hidden_states_that_are_there(rows):
 
 def test_a_symbolic_number_of_rows():
     (rows,) = jax.export.symbolic_shape("r")
-    assert "symbolic" in choose.tpu_obstacle(lowered.array((rows, 300), "float32"))
-    assert choose.tpu_obstacle(shapes()[0]) is None
+    assert "symbolic" in obstacle(lowered.array((rows, 300), "float32"))
+    assert obstacle(shapes()[0]) is None
 
 
 def test_a_vocabulary_that_is_split_over_devices():

@@ -23,8 +23,8 @@ from jax_specdec.device.worker.outgoing import DeviceCheckError
 from jax_specdec.device.worker.worker import runs_on_gpu
 from jax_specdec.records.batch import FinishReason
 from pallas_kernels import use_implementation
-from pallas_kernels.lowering import choose
-from pallas_kernels.lowering.choose import resolved
+from pallas_kernels.backends.mosaic_gpu import limits
+from pallas_kernels.lowering.implementation import resolved
 from pallas_kernels.sampling.verification import verify
 from tests.support import in_mode
 from tests.support.decoding import VOCAB, mixed_requests, random_model, request, run
@@ -169,8 +169,8 @@ def test_the_configured_implementation_computes_the_programs(module, program, mo
 
 def test_a_worker_without_kernels_reads_as_where_there_are_none(monkeypatch):
     """On a GPU, the greedy choice shares the kernels' read; XLA's does not pay."""
-    monkeypatch.setattr(choose, "cuda_capability", lambda: 9.0)
-    monkeypatch.setattr(choose, "MIN_VOCABULARY", 1)
+    monkeypatch.setattr(limits, "cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(limits, "MIN_VOCABULARY", 1)
     _, model = random_model()
     config = LoopConfig(model, NoDrafter(1), num_slots=2, max_length=16)
     assert runs_on_gpu(config)
