@@ -12,6 +12,7 @@ from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.lowering.implementation import use_implementation
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.topk.call import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.topk.digests import equal_digests, row_digests
 from pallas_kernels.topk.tables import logprobs_tensors, padded_token_ids
 
 __all__ = [
@@ -19,6 +20,9 @@ __all__ = [
     "greedy_topk_logprobs",
     "TopkLogprobs",
     "greedy",
+    # Whether whole rows of two computations are the same.
+    "row_digests",
+    "equal_digests",
     # From hidden states and a head, without logits.
     "linear_topk_logprobs",
     "linear_kept_logprobs",

@@ -27,7 +27,8 @@ Biases = Float32[AnyArray, "R D"]
 class TopkLogprobs(NamedTuple):
     """Logprobs of R target rows, with K top columns and C extra ids.
 
-    The last three are None where they were not asked for, and NaN for rows without an answer.
+    The last four are None where they were not asked for; of rows without an answer the first three
+    of them are NaN.
 
     Attributes:
       token_ids: column 0 is the given token, columns 1 to K are the largest logits in descending
@@ -39,6 +40,7 @@ class TopkLogprobs(NamedTuple):
       log_sum_exp: log(sum(exp(x / T))), with T = 1 without temperatures.
       entropy: -sum(p log p) of p = softmax(x / T), in nats.
       top_logits: the logits of columns 1 to K, before the temperature; -inf where the id is -1.
+      digests: `row_digests` of the rows as they were given: of invalid ones too, 0 of skipped ones.
     """
 
     token_ids: Int32[Array, "R K1"]
@@ -48,6 +50,7 @@ class TopkLogprobs(NamedTuple):
     log_sum_exp: Float32[Array, " R"] | None = None
     entropy: Float32[Array, " R"] | None = None
     top_logits: Float32[Array, "R K"] | None = None
+    digests: UInt32[Array, "R 2"] | None = None
 
 
 class Greedy(NamedTuple):

@@ -15,7 +15,6 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from pallas_kernels.contract.rows import Rows
-from pallas_kernels.contract.types import Greedy, TopkLogprobs
 from pallas_kernels.lowering.implementation import kept
 from pallas_kernels.meshes.placement import (
     NAMED,
@@ -37,7 +36,6 @@ from pallas_kernels.meshes.placement import (
 Arrays = TypeVar("Arrays")  # a tree of arrays
 Words = tuple[str, ...]  # the axes of a tree's arrays, in their order
 Result = TypeVar("Result")  # a tree of arrays
-Found = TypeVar("Found", TopkLogprobs, Greedy)
 BySlot = TypeVar("BySlot")  # a tree of arrays [B, ...]
 
 
@@ -200,10 +198,10 @@ def _factors(kind: str, words: list[str]) -> tuple[ArrayMapping, ...]:
     return tuple(factors(index, word) for index, word in enumerate(words))
 
 
-ShardCall = Callable[[VocabShard, Rows], Found]  # one device's part of a call
+ShardCall = Callable[[VocabShard, Rows], Result]  # one device's part of a call
 
 
-def run(place: Place, call: ShardCall[Found], rows: Rows) -> Found:
+def run(place: Place, call: ShardCall[Result], rows: Rows) -> Result:
     """`call(shard, rows)` on every device's part of the logits.
 
     Args:
@@ -219,7 +217,7 @@ def run(place: Place, call: ShardCall[Found], rows: Rows) -> Found:
     _, *others = jax.tree.leaves(rows)
     words = ("nv", *(letter + "." * (x.ndim - 1) if x.ndim else "" for x in others))
     if place.mesh is None:
-        found: Found = where_compiled(on_part, rows, words, letter)
+        found: Result = where_compiled(on_part, rows, words, letter)
     else:
         found = program_on_mesh(on_part, place.mesh, place.layout, words, letter)(rows)
     return found
@@ -240,14 +238,16 @@ def run_inputs(place: Place, call: Call[Arrays, Result], inputs: Arrays, words: 
 
 
 @functools.cache
-def _on_own_rows(call: ShardCall[Found], vocab_size: int | None) -> Callable[[Layout, Rows], Found]:
+def _on_own_rows(
+    call: ShardCall[Result], vocab_size: int | None
+) -> Callable[[Layout, Rows], Result]:
     """The call on this device's rows, for `split`; always the same object.
 
     Without row_ids, all arrays of target rows are the device's own part too, and so is the result.
     With row_ids they, and the result, are the same on every device.
     """
 
-    def on_own_rows(layout: Layout, rows: Rows) -> Found:
+    def on_own_rows(layout: Layout, rows: Rows) -> Result:
         shard, count = layout.shard(vocab_size), rows.logits.shape[0]
         if rows.row_ids is None:
             return call(shard, rows._replace(num_rows=own_num_rows(layout, rows.num_rows, count)))

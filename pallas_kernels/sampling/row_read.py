@@ -38,6 +38,7 @@ from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import RowsRead, Verified, slots_of_rows
 from pallas_kernels.topk.call import topk_of_whole_rows
+from pallas_kernels.topk.digests import digests_of_part
 
 
 class RowRead(NamedTuple):
@@ -222,6 +223,7 @@ def emitted_logprobs(
     changed: bool = False,
     scaled: Bool[Array, " B"] | None = None,
     extra_token_ids: Int32[Array, "B C"] | None = None,
+    digests: bool = False,
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
     vocab_size: int | None = None,
@@ -242,6 +244,7 @@ def emitted_logprobs(
       scaled: the slots whose logprobs are those of softmax((x - m) / T); the others', and of all
         slots without it, are raw. Of changed logits, raw ones are NaN where T is not 1.
       extra_token_ids: of each slot, more tokens whose logprobs are wanted of all its rows.
+      digests: static; whether `row_digests` of the rows are wanted too, in a read of their own.
       mesh, axis_name, vocab_size: as `verify` had them.
 
     Returns:
@@ -254,6 +257,7 @@ def emitted_logprobs(
     """
     door.check_verified(verified)
     check_bool("changed", changed)
+    check_bool("digests", digests)
     read, changes = verified.read, Changes()
     if changed:
         if verified.changed_read is None or verified.changes is None:
@@ -276,7 +280,26 @@ def emitted_logprobs(
         vocab_size=vocab_size,
         **changes._asdict(),
     )
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), flat)  # type: ignore[no-any-return]
+    results: TopkLogprobs = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), flat)
+    if not digests:
+        return results
+    how = door.split_of(mesh, axis_name, vocab_size)
+    logits = door.logits_of("logits", logits, is_flat=verified.row_ids is not None)
+    words = compiled(_digests, how)(lax.stop_gradient(logits), verified.row_ids)
+    return results._replace(digests=words.reshape(*shape, 2))
+
+
+def _digests(how: Split, logits: jax.Array, row_ids: jax.Array | None) -> jax.Array:
+    """`row_digests` of the rows of slots, wherever the logits are."""
+
+    def of_part(shard: VocabShard, x: jax.Array, row_ids: jax.Array | None) -> jax.Array:
+        rows = Rows(x.reshape(-1, x.shape[-1]))
+        if row_ids is not None:
+            rows = rows._replace(row_ids=row_ids.reshape(-1))
+        shape = x.shape[:-1] if row_ids is None else row_ids.shape
+        return digests_of_part(shard, rows).reshape(*shape, 2)
+
+    return on_own_part(of_part, logits, row_ids, how, by_row=row_ids is None)
 
 
 def logprobs_of_read(

@@ -17,6 +17,7 @@ from pallas_kernels.backends.groups import WIDTH
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla.tails import columns_of_all
 from pallas_kernels.contract import changes as of_logits
+from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.rows import (
     Outputs,
     Rows,
@@ -46,6 +47,7 @@ from pallas_kernels.lowering.implementation import Implementation, resolved
 from pallas_kernels.meshes import split
 from pallas_kernels.meshes.placement import AxisName, Place, VocabShard, placed
 from pallas_kernels.topk.derivatives import transformable
+from pallas_kernels.topk.digests import row_digests
 
 
 def topk_logprobs(
@@ -64,6 +66,7 @@ def topk_logprobs(
     log_sum_exp: bool = False,
     entropy: bool = False,
     top_logits: bool = False,
+    digests: bool = False,
     implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
     vocab_size: int | None = None,
@@ -124,7 +127,8 @@ def topk_logprobs(
       bias: [R, D] float32, what is added to their logits.
       rank_ties: "strict" counts the strictly larger logits, and 1; "inclusive" counts logits at
         least as large, the token's own among them, as vLLM does.
-      log_sum_exp, entropy, top_logits: whether these results are wanted, see `TopkLogprobs`.
+      log_sum_exp, entropy, top_logits, digests: whether these results are wanted, see
+        `TopkLogprobs`. Digests take a read of their own.
       implementation: "xla", "mosaic_gpu", "mosaic_tpu", or None for what `use_implementation`
         names, else the fastest that runs here.
       axis_name: the mesh axis over which the vocabulary is sharded.
@@ -133,8 +137,8 @@ def topk_logprobs(
 
     Returns:
       `TopkLogprobs(token_ids [R, k + 1] int32, logprobs [R, k + 1] float32, token_ranks [R] int32,
-      extra_logprobs [R, C] float32, log_sum_exp [R], entropy [R], top_logits [R, k] float32)`; see
-      its docstring. The last three are None unless they are wanted.
+      extra_logprobs [R, C] float32, log_sum_exp [R], entropy [R], top_logits [R, k] float32,
+      digests [R, 2] uint32)`; see its docstring. The last four are None unless they are wanted.
 
     Raises:
       TypeError, ValueError: a shape, a dtype, k or the implementation's name is not as above.
@@ -152,8 +156,16 @@ def topk_logprobs(
     )
     options = num_rows, temperatures, extra_token_ids
     changes = allowed, bias_token_ids, bias
+    check_bool("digests", digests)
     rows = Rows(logits, token_ids, row_ids)
-    return _run(place, implementation, outputs, rows, options, changes)
+    results = _run(place, implementation, outputs, rows, options, changes)
+    if not digests:
+        return results
+    words = row_digests(
+        logits, row_ids=row_ids, num_rows=num_rows,
+        axis_name=axis_name, vocab_size=vocab_size, mesh=mesh,
+    )  # fmt: skip
+    return results._replace(digests=words)
 
 
 def greedy_topk_logprobs(

@@ -133,7 +133,7 @@ def _row_sums(way: Way, outputs: Outputs, rows: Rows, selected: jax.Array) -> Ro
     def work(x: jax.Array, mine: Targets) -> RowSums:
         return sums_of_block(way, x, mine.selected, outputs, mine.temperatures)
 
-    return _in_blocks(way, work, rows, selected, None, no_sums(selected.shape[0], outputs), outputs)
+    return in_blocks(way, work, rows, selected, None, no_sums(selected.shape[0], outputs), outputs)
 
 
 def _part_sums(
@@ -150,7 +150,7 @@ def _part_sums(
 
     number = groups_of_part(rows.logits.shape[1], following)
     initial = no_part(selected.shape[0], number, outputs)
-    return _in_blocks(way, work, rows, selected, following, initial, outputs)
+    return in_blocks(way, work, rows, selected, following, initial, outputs)
 
 
 class Targets(NamedTuple):
@@ -161,7 +161,7 @@ class Targets(NamedTuple):
     following: jax.Array | None
 
 
-def _in_blocks(
+def in_blocks(
     way: Way,
     work: Callable[[jax.Array, Targets], Result],
     rows: Rows,
