@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from pallas_kernels.backends.xla.rows import WAYS, Targets, Way, in_blocks
-from pallas_kernels.contract.rows import Outputs, Rows, check_logits, check_num_rows, check_targets
+from pallas_kernels.contract.arguments import check_split
+from pallas_kernels.contract.rows import Outputs, Rows, check_ids, check_logits, check_num_rows
 from pallas_kernels.contract.types import AnyArray, Logits, RowCount, RowIds
 from pallas_kernels.lowering import forms, row_pieces
 from pallas_kernels.lowering.platforms import lowered_for
@@ -64,8 +65,9 @@ def row_digests(
       TypeError, ValueError: a shape or a dtype is not as above.
     """
     logits = lax.stop_gradient(check_logits(logits))
-    count = logits.shape[0] if row_ids is None else len(row_ids)
-    _, row_ids = check_targets(np.zeros(count, np.int32), row_ids, "logits", logits.shape[0])
+    check_split(mesh, axis_name, vocab_size)
+    row_ids = None if row_ids is None else check_ids("row_ids", row_ids, ("R",))
+    count = logits.shape[0] if row_ids is None else row_ids.shape[0]
     num_rows = None if num_rows is None else check_num_rows(num_rows)
     rows = Rows(logits, row_ids=row_ids, num_rows=num_rows)
     if count == 0 or logits.shape[0] == 0:

@@ -61,6 +61,12 @@ def right():
         ),
         "greedy_topk_logprobs": (kernels.greedy_topk_logprobs, {"logits": x, "k": 5}),
         "greedy": (kernels.greedy, {"logits": x}),
+        "row_digests": (
+            kernels.row_digests, {"logits": x, "row_ids": row_ids, "num_rows": jnp.int32(6)}
+        ),
+        "equal_digests": (
+            kernels.equal_digests, {"a": kernels.row_digests(x), "b": kernels.row_digests(x)}
+        ),
         "linear_topk_logprobs": (
             kernels.linear_topk_logprobs,
             {"hidden": hidden, "head": head, "token_ids": ids, "k": 5, **of_rows},
@@ -162,6 +168,7 @@ LEGAL = {
     ("logits", "one entry more"), ("draft_logits", "one entry more"), ("hidden", "one entry more"),
     ("head", "one entry more"), ("num_rows", "one entry more"), ("token_ids", "one entry more"),
     ("num", "one entry more"), ("drafts.q.values", "one entry more"),
+    ("row_digests: row_ids", "one entry more"),  # nothing else has R entries
     # Numbers of any kind, and one number for all.
     *((name, kind) for name in ("temperatures", "temperature", "top_p", "min_p", "top_k", "seed")
       for kind in ("integers", "one axis fewer")),
@@ -207,7 +214,8 @@ def wrong_fields(value):
 
 
 @pytest.mark.parametrize("name", [
-    "topk_logprobs", "greedy_topk_logprobs", "greedy", "linear_topk_logprobs",
+    "topk_logprobs", "greedy_topk_logprobs", "greedy", "row_digests", "equal_digests",
+    "linear_topk_logprobs",
     "linear_kept_logprobs", "logprobs_tensors", "draw", "draw, flat", "verify", "verify, flat",
     "verify, drawn", "emitted_logprobs", "logprobs_of_read", "truncation", "kept_sets",
     "kept_logprobs", "rollout_logprobs", "learner_logprobs", "row_ids_of", "Sampling.of",
@@ -217,7 +225,8 @@ def test_errors_name_the_argument_and_come_from_here(name):
     call, arguments = right()[name]
     complaints = []
     for argument, kind, given in wrong_calls(call, arguments):
-        if (argument, kind) in LEGAL or argument.startswith(UNREAD):
+        here = f"{name}: {argument}", kind  # of this call alone
+        if {(argument, kind), here} & LEGAL or argument.startswith(UNREAD):
             continue
         words = f"{argument}.{PARTNERS.get(argument, argument)}"
         problem = complaint(lambda given=given: call(**given), words)

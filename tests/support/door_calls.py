@@ -51,12 +51,15 @@ def door_calls():
     kept = sampling.kept_sets(x, all_rows, 6, cut)
     token_ids, few = kept.token_ids[:, 0], jnp.maximum(kept.token_ids, 0)[:, :4]
     read = sampling.verify(by_slot, drawn, slots, positions, k=3)
+    digests = kernels.row_digests(x)
     flat_ids, flat_num = ids[:3], jnp.array([1, 2], jnp.int32)
 
     def total(function):
         return lambda x: function(x).sum()
 
     return {
+        "row_digests": lambda: kernels.row_digests(x),
+        "equal_digests": lambda: kernels.equal_digests(digests, digests),
         "topk_logprobs": lambda: kernels.topk_logprobs(x, ids, 5),
         "topk_logprobs, all options": lambda: kernels.topk_logprobs(
             x, ids, 5, row_ids=all_rows, num_rows=6, temperatures=temperatures,
