@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from jax_specdec.cli import toolchain
+from jax_specdec.cli import proved_kernels, toolchain
 from jax_specdec.cli.device_report import JSON, LOG, PAGE, Report
 
 HELP = """\
@@ -53,6 +53,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("device-check"), metavar="FOLDER",
         help="where the report goes (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--keep", action="store_true",
+        help="take the kernels that pass by default from then on, on devices of this kind",
+    )  # fmt: skip
     parser.add_argument("--afresh", action="store_true", help="forget an earlier run's results")
     parser.add_argument("--rehearse", action="store_true",
         help="anywhere: one small piece of every part, by XLA on the CPU; measures nothing",
@@ -72,8 +75,11 @@ def run(
       least_disk: bytes, without which nothing begins.
 
     Raises:
+      ValueError: a rehearsal is to be kept.
       OSError: the report cannot be written, or the disk is full.
     """
+    if options.keep and options.rehearse:
+        raise ValueError("--keep and --rehearse: a rehearsal proves nothing; give one of them")
     begin = time.monotonic()
     minutes = options.minutes or (float("inf") if options.full else 9.0)
     output = options.output.absolute()
@@ -105,7 +111,24 @@ def run(
     for names in list(report.todo()):
         run_pieces(program, names, report, begin + 60 * minutes)
     report.save()
+    keep(report, options.keep, proved_kernels.file())
     return conclude(report)
+
+
+def keep(report: Report, wanted: bool, path: Path) -> None:
+    """Write down the kernels that passed, if that is wanted; those that failed lose their entry."""
+    passed, failed = report.jobs()
+    proved_kernels.update(
+        path, report.ground.get("proofs", []), passed if wanted else set(), failed
+    )
+    if report.rehearsed or not passed:
+        return
+    names = ", ".join(sorted(passed))
+    where = f"{report.ground['device']} with this jax"
+    if wanted:
+        print(f"KEPT: calls on {where} take these kernels by default: {names} ({path})")
+    else:
+        print(f"NOT KEPT: {names} passed; with --keep calls on {where} take them by default")
 
 
 def conclude(report: Report) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 JSON, PAGE, LOG = "device-check.json", "device-check.md", "device-check.log"
 PEERS = "peers"  # the part, as `pallas_kernels.testing.pieces` names it, of other libraries
-SAME = ("device", "backend", "versions")  # what results must share to stand in one report
+SAME = ("device", "backend", "versions", "proofs")  # what results must share to stand in one report
 
 
 @dataclass
@@ -84,6 +84,17 @@ class Report:
         """Pieces that failed, hung, or took their process along; not those of other libraries."""
         peers = self.ground["pieces"].get(PEERS, ())
         return [n for n, found in self.pieces.items() if not found["ok"] and n not in peers]
+
+    def jobs(self) -> tuple[set[str], set[str]]:
+        """The jobs of kernels all of whose pieces passed, and those of which one failed."""
+        passed, failed = set(), set()
+        for proof in self.ground.get("proofs", ()):
+            names = [name for part in proof["parts"] for name in self.ground["pieces"][part]]
+            if any(name in self.failed for name in names):
+                failed.add(proof["job"])
+            elif names and all(name in self.pieces for name in names):
+                passed.add(proof["job"])
+        return passed, failed
 
     def verdicts(self) -> Iterator[tuple[str, str, int, int]]:
         """Each kernel, its verdict, and how many of its pieces ran, of how many."""

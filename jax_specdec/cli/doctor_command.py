@@ -5,7 +5,7 @@ import argparse
 import jax_specdec.beside.ipc  # noqa: F401
 from ipc import doctor
 from jax_specdec import compiled_programs
-from jax_specdec.cli import toolchain
+from jax_specdec.cli import proved_kernels, toolchain
 from jax_specdec.engine import leftovers
 
 HELP = """\
@@ -36,6 +36,10 @@ def run(options: argparse.Namespace) -> int:
     kept = (compiled_programs.clear if options.clear_cache else compiled_programs.contents)(folder)
     done = "removed from" if options.clear_cache else "in"
     print(f"compiled programs: {kept.count} ({kept.size / 2**20:.1f} MiB) {done} {folder}")
+    path = proved_kernels.file()
+    none = f"proved kernels: none in {path}; GPUs and TPUs take XLA until check-device --keep"
+    for line in proved_kernels.lines(path) or [none]:
+        print(line)
     status = doctor.main(["--remove"] if options.remove else [])
     if status == 2:  # it has said why nothing can be known of processes
         return status

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from pallas_kernels.backends import proved
 from pallas_kernels.backends.mosaic_gpu import limits as gpu
 from pallas_kernels.backends.mosaic_tpu import limits as tpu
 from pallas_kernels.contract.errors import DoesNotFit
@@ -57,7 +58,11 @@ def gpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     name = resolved(None)
     if name not in (None, "mosaic_gpu"):
         return f"use_implementation({name!r}) is in force"
-    return gpu.cannot_run(logits, gpu.cuda_capability())
+    obstacle = gpu.cannot_run(logits, gpu.cuda_capability())
+    if obstacle is None and name is None:
+        obstacles = (proved.obstacle("mosaic_gpu", job, "cuda") for job in ("rows", "groups"))
+        obstacle = next((said for said in obstacles if said is not None), None)
+    return obstacle
 
 
 def kernels_or_xla(
@@ -145,6 +150,10 @@ def _on_platform(
     @jax.custom_batching.custom_vmap
     def kernels(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
         obstacle = KERNELS[name].device_obstacle()
+        if obstacle is None and not explicit:
+            obstacle = proved.obstacle(name, job, KERNELS[name].platform)
+            if obstacle is not None:
+                proved.warn_once(name, obstacle)
         if obstacle is None:
             try:
                 module = importlib.import_module(f"pallas_kernels.backends.{name}.{job}")

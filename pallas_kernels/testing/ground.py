@@ -17,13 +17,15 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.backends import proved
 from pallas_kernels.backends.mosaic_gpu.limits import capability_obstacle, cuda_capability
 from pallas_kernels.testing import checks, peers, pieces
+from pallas_kernels.testing.pieces import parts_of
 
 VERSIONS = ("jax-specdec", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu",
             "torch", "flashinfer-python", "vllm", "tokamax", "numpy")  # fmt: skip
 # XLA's draw is not a job of the chooser: nothing stands in for the kernel that draws.
-BY_XLA = "mosaic_gpu", [part for part in pieces.parts_of("mosaic_gpu") if part != "draws"]
+BY_XLA = "mosaic_gpu", [part for part in parts_of("mosaic_gpu") if part != "draws"]
 
 
 def found(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def found(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dic
             obstacle = f"{device.device_kind} is no CUDA device"
         else:
             obstacle = capability_obstacle(capability)
-    parts: Sequence[str] = pieces.parts_of(backend)
+    parts: Sequence[str] = parts_of(backend)
     if rehearsed is not None:
         obstacle, (backend, parts) = None, rehearsed
     kernels: Any = checks.by_name(backend) if backend else None  # type: ignore[arg-type]
@@ -61,7 +63,17 @@ def found(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dic
         "kernels": {part: pieces.PARTS[part].kernel for part in parts if part in pieces.PARTS},
         "pieces": {part: names(part) for part in parts},
         "missing": peers.missing(backend),
+        "proofs": [] if rehearsed is not None else proofs(backend, device.device_kind),
     }
+
+
+def proofs(backend: str, kind: str) -> list[dict[str, Any]]:
+    """What a check of all of a job's parts will have proved, for each job of the backend."""
+    return [
+        proved.Proof(kind, proved.minor_version(), backend, job, proved.digest_of(backend, job))
+        ._asdict() | {"parts": [part for part in proved.PARTS[job] if part in parts_of(backend)]}
+        for job in proved.JOBS.get(backend, ())
+    ]  # fmt: skip
 
 
 def _why() -> str:

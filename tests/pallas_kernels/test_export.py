@@ -10,6 +10,7 @@ from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.testing import oracle
 from tests.support import quick_compile
+from tests.support.proved_kernels import proved_kernels  # noqa: F401
 
 K, V = 5, 4096
 ALLOWED = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]

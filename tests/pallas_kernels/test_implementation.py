@@ -19,6 +19,7 @@ from pallas_kernels.lowering.implementation import Implementation, resolved
 from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.sampling import Drafts, Sampling, verify
 from tests.support.processes import in_thread
+from tests.support.proved_kernels import proved_kernels  # noqa: F401
 
 X = jax.ShapeDtypeStruct((4, 4096), jnp.float32)
 IDS = jax.ShapeDtypeStruct((4,), jnp.int32)

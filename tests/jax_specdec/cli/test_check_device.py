@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jax_specdec.cli import check_device_command, doctor_command, toolchain
+from jax_specdec.cli import check_device_command, doctor_command, proved_kernels, toolchain
 from jax_specdec.cli.check_device_command import Seconds
 from jax_specdec.cli.device_report import JSON, PAGE, Report
 from jax_specdec.cli.main import main
@@ -23,7 +23,12 @@ GROUND = {
     "kernels": {"rows": "top K", "draws": "draw"},
     "pieces": {"rows": ["rows: a", "rows: b", "rows: c"], "draws": ["draws: a"], "times": []},
     "missing": {"vllm sampler": "vllm"},
-}
+    "proofs": [
+        {"device": "a chip", "jax": "0.10", "backend": "mosaic_gpu", "job": job, "digest": "12",
+         "parts": [part]}
+        for job, part in (("rows", "rows"), ("draw", "draws"))
+    ],
+}  # fmt: skip
 # A process of pieces: what each one does, by its last letter, and the rest passes.
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
@@ -163,7 +168,9 @@ OLD = Toolchain(
 
 
 def options(folder, rehearse=False):
-    return SimpleNamespace(output=folder, minutes=None, full=False, rehearse=rehearse, afresh=False)
+    return SimpleNamespace(
+        output=folder, minutes=None, full=False, rehearse=rehearse, afresh=False, keep=False
+    )
 
 
 def test_without_a_device(tmp_path, capsys, monkeypatch):
@@ -253,3 +260,50 @@ def test_a_machine_without_a_gpu(monkeypatch, tmp_path, capsys):
     assert Path("/usr/local/cuda") == Path(found.searched[-1])
     doctor_command.run(SimpleNamespace(remove=False, clear_cache=False))
     assert "driver: none: nvidia-smi finds no GPU\nptxas: " in capsys.readouterr().out
+
+
+def kept_jobs(path):
+    return [entry["job"] for entry in proved_kernels.read(path)]
+
+
+@pytest.mark.parametrize(
+    ("does", "until", "wanted", "jobs", "printed"),
+    [
+        ("a=pass", 600.0, True, ["rows", "draw"], "KEPT: calls on a chip"),
+        ("a=pass", 600.0, False, [], "NOT KEPT: draw, rows passed; with --keep"),
+        ("b=fail", 600.0, True, ["draw"], "default: draw ("),
+        ("a=pass", 0.0, True, [], ""),
+    ],
+)
+def test_kernels_that_pass_are_kept_where_asked(
+    report, tmp_path, does, until, wanted, jobs, printed, capsys
+):
+    work(report, does, until)
+    path = tmp_path / "cache" / proved_kernels.NAME
+    check_device_command.keep(report, wanted, path)
+    assert kept_jobs(path) == jobs
+    assert printed in capsys.readouterr().out
+
+
+def test_a_failure_takes_an_entry_away_and_others_stay(report, tmp_path):
+    path = tmp_path / proved_kernels.NAME
+    other = {"device": "b", "jax": "0.10", "backend": "mosaic_gpu", "job": "rows", "digest": "3"}
+    proved_kernels.update(path, [other], {"rows"}, set())
+    work(report, "a=pass")
+    check_device_command.keep(report, True, path)
+    assert kept_jobs(path) == ["rows", "rows", "draw"]
+    report.pieces["rows: b"]["ok"] = False
+    check_device_command.keep(report, False, path)
+    assert kept_jobs(path) == ["rows", "draw"]
+    assert proved_kernels.read(path)[0] == other
+    assert (
+        proved_kernels.lines(path)[1] == "proved kernels: mosaic_gpu on a chip with jax 0.10: draw"
+    )
+    for text in ("[1]", "{", "{}", '[{"device": 1}]'):
+        path.write_text(text)
+        assert proved_kernels.read(path) == []
+
+
+def test_a_rehearsal_is_not_kept(capsys):
+    assert main(["check-device", "--keep", "--rehearse"]) == 2
+    assert "a rehearsal proves nothing" in capsys.readouterr().err

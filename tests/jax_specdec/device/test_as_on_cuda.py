@@ -26,6 +26,7 @@ from jax_specdec.requests import SamplingParams
 from pallas_kernels import greedy, linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.meshes import split
+from tests.support.proved_kernels import proved_kernels  # noqa: F401
 from tests.support.shards import P, mesh_of
 
 VOCAB = 4096  # two shards of the least that the kernels take

@@ -13,6 +13,7 @@ from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.testing import oracle
 from tests.support import programs, quick_compile
 from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
+from tests.support.proved_kernels import proved_kernels  # noqa: F401
 from tests.support.shards import P, mesh_of, on_shards, padded
 
 V, K = 301, 64  # more columns wanted than a shard has

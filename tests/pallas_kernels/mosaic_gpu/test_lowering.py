@@ -26,6 +26,7 @@ from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import shapes
 from tests.support import kernel_calls, lowered
 from tests.support.changed_logits import ALL
+from tests.support.proved_kernels import proved_kernels  # noqa: F401
 from tests.support.shards import P, mesh_of
 
 SHARED_MEMORY = 227 * 1024  # per program, H100

@@ -17,6 +17,7 @@ from pallas_kernels.lowering.implementation import use_implementation
 from pallas_kernels.sampling.rows import GroupedRows
 from tests.support import lowered
 from tests.support.changed_logits import changes_of
+from tests.support.proved_kernels import proved_kernels  # noqa: F401
 from tests.support.shards import P, mesh_of
 
 kernels_of = functools.partial(lowered.kernels_of, platform="tpu")

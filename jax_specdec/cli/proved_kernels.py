@@ -1,0 +1,68 @@
+"""This user's file of kernels that passed `check-device`, which calls take by default."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jax_specdec.compiled_programs import default_folder
+
+FIELDS = "device", "jax", "backend", "job", "digest"  # of `pallas_kernels.backends.proved.Proof`
+NAME = "proved-kernels.json"
+
+Entry = dict[str, str]
+
+
+def file() -> Path:
+    """The file, beside the folder of kept programs; made by nobody yet perhaps."""
+    return default_folder().parent / NAME
+
+
+def read(path: Path) -> list[Entry]:
+    """The entries; none where the file is not there, or is none of ours."""
+    try:
+        return [
+            {name: str(entry[name]) for name in FIELDS} for entry in json.loads(path.read_text())
+        ]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def update(path: Path, proofs: list[dict[str, Any]], passed: set[str], failed: set[str]) -> None:
+    """Write what a check found; a whole file or none.
+
+    An entry of the same device, version of jax and kernels is replaced by one that passed, and
+    goes where the kernels failed.
+
+    Args:
+      path: of the file.
+      proofs: an entry of each job of kernels that was checked.
+      passed: the jobs whose entry counts from now on.
+      failed: those whose entry goes.
+    """
+    checked = [{name: str(proof[name]) for name in FIELDS} for proof in proofs]
+    over = [_place(entry) for entry in checked if entry["job"] in passed | failed]
+    before = read(path)
+    entries = [entry for entry in before if _place(entry) not in over]
+    entries += [entry for entry in checked if entry["job"] in passed]
+    if entries == before:
+        return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def _place(entry: Entry) -> tuple[str, ...]:
+    """What there is one entry of."""
+    return tuple(entry[name] for name in FIELDS[:-1])
+
+
+def lines(path: Path) -> list[str]:
+    """A line for each device and version of jax: which kernels are taken there by default."""
+    jobs: dict[tuple[str, str, str], list[str]] = {}
+    for entry in read(path):
+        jobs.setdefault((entry["device"], entry["jax"], entry["backend"]), []).append(entry["job"])
+    return [
+        f"proved kernels: {backend} on {device} with jax {version}: {', '.join(names)}"
+        for (device, version, backend), names in jobs.items()
+    ]
