@@ -48,7 +48,7 @@ def add_programs(group: Any) -> None:
         "cache directory)")  # fmt: skip
     group.add_argument("--implementation", choices=IMPLEMENTATIONS, default="",
         help="what computes the logprobs and draws; xla uses no kernel of this package (default: "
-        "the kernels wherever they can run)")  # fmt: skip
+        "the kernels that passed check-device here)")  # fmt: skip
 
 
 def add_engine(group: Any) -> None:

@@ -174,7 +174,7 @@ class EngineConfig(WorkerConfig):
             ("drafter", DRAFTERS, ""),
             ("draft_width", DRAFT_WIDTHS, ""),
             ("dtype", ("", *DTYPES), "; empty for that of the weights"),
-            ("implementation", ("", *IMPLEMENTATIONS), "; empty for kernels where they can run"),
+            ("implementation", ("", *IMPLEMENTATIONS), "; empty for kernels that are proved here"),
             ("on_worker_loss", get_args(OnWorkerLoss), ""),
         )
         for name, known, more in choices:

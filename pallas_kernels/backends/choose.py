@@ -88,7 +88,7 @@ def kernels_or_xla(
       arguments: trees of arrays.
       logits: [N, V], whose shape may be an obstacle.
       implementation: "xla", a name of `KERNELS`, or None: what `use_implementation` names, else
-        kernels wherever they can run.
+        kernels wherever they can run and are proved (`proved.py`).
       backends: those that have the job; another one that is named leaves it to XLA.
       size: target rows and columns that are selected, on which a backend's speed depends, beside
         the logits; None: neither. Only calls that name no implementation ask which is faster.

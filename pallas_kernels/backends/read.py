@@ -45,7 +45,7 @@ def read_groups(
       inverse: `inverse_temperature` of each row.
       needed: how many candidates each row needs.
       k, changes: as for `xla.groups.read_part`.
-      implementation: "xla"; "mosaic_gpu"; "mosaic_tpu"; None: the kernels wherever they can run,
+      implementation: "xla"; "mosaic_gpu"; "mosaic_tpu"; None: the kernels wherever they may,
         except for the shortest rows on a TPU.
     """
     return kernels_or_xla(

@@ -47,7 +47,8 @@ def use_implementation(name: str | None) -> AbstractContextManager[None]:
             out = step(params, logits)
 
     Args:
-      name: "xla", "mosaic_gpu", "mosaic_tpu"; None: kernels wherever they can run, as without it.
+      name: "xla", "mosaic_gpu", "mosaic_tpu"; None: kernels where they can run and passed
+        `jax-specdec check-device`, as without it.
 
     Raises:
       ValueError: there is no such implementation.

@@ -130,7 +130,7 @@ def topk_logprobs(
       log_sum_exp, entropy, top_logits, digests: whether these results are wanted, see
         `TopkLogprobs`. Digests take a read of their own.
       implementation: "xla", "mosaic_gpu", "mosaic_tpu", or None for what `use_implementation`
-        names, else the fastest that runs here.
+        names, else the fastest that runs here and is proved here (docs/check_device.md).
       axis_name: the mesh axis over which the vocabulary is sharded.
       vocab_size: V, where columns of padding follow.
       mesh: outside `shard_map`, the mesh of `axis_name`, if the logits do not tell.
