@@ -76,7 +76,8 @@ class WorkerConfig:
         for none. Empty: the user's cache directory ($XDG_CACHE_HOME or ~/.cache), or what jax's own
         variable JAX_COMPILATION_CACHE_DIR says.
       implementation: "xla", "mosaic_gpu" or "mosaic_tpu", for logprobs and draws; empty: kernels
-        that passed `jax-specdec check-device` on this kind of device, else XLA. By name, a device that cannot run it is an error.
+        that passed `jax-specdec check-device` on this kind of device, else XLA. By name, a device
+        that cannot run it is an error.
       tensor_parallel: devices among which each worker splits the model. A vocabulary that does not
         divide among them is padded. A worker without accelerators makes as many CPU devices.
       processes: each of these devices has a process of its own. The first one publishes; the worker
