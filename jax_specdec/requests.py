@@ -67,6 +67,9 @@ class SamplingParams:
       draft_logprobs: also send the draft model's logprobs of the drafts.
       prompt_logprobs: None for none; K for each prompt token's logprob and rank, given the tokens
         before it, and the K most likely there. The first prompt token has none.
+      prompt_logprobs_start: the place in the prompt, from 0, of the first token whose row is sent.
+        Tokens before it are run, or taken from a cache, and not scored. Place 0 has no row, so 0
+        and 1 are all rows.
       kept_token_ids: also send the ids that each emitted token's processed distribution kept, and
         the log of their share: what a learner needs to score the token as it was drawn.
       presence_penalty: taken from the logits of tokens that were emitted before, -2 to 2.
@@ -95,6 +98,7 @@ class SamplingParams:
     extra_token_ids: tuple[int, ...] = ()
     draft_logprobs: bool = False
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     kept_token_ids: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -126,6 +130,12 @@ class SamplingParams:
             _whole("logprobs", self.logprobs, 0, MAX_TOP_K)
         if self.prompt_logprobs is not None:
             _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_K)
+        _whole("prompt_logprobs_start", self.prompt_logprobs_start, 0, MAX_TOKEN_ID)
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise RequestError(
+                f"prompt_logprobs_start = {self.prompt_logprobs_start} needs prompt_logprobs: ask "
+                "for prompt_logprobs = 0 at least, or leave the start out"
+            )
         if len(self.extra_token_ids) > MAX_CHOSEN:
             raise RequestError(
                 f"{len(self.extra_token_ids)} extra_token_ids; a request may name {MAX_CHOSEN}"
@@ -214,6 +224,7 @@ class Request:
         ids = _ids("prompt_token_ids", self.prompt_token_ids)
         if not ids:
             raise RequestError(f"request {self.id!r} has an empty prompt: give it one token")
+        _check_start(self.id, len(ids), self.params)
         object.__setattr__(self, "prompt_token_ids", ids)
         object.__setattr__(self, "_packed", packed(ids))
 
@@ -231,6 +242,7 @@ class Request:
         if not ids:
             raise RequestError(f"request {id!r} has an empty prompt: give it one token")
         _whole("num_emitted", num_emitted, 0, len(ids) - 1)
+        _check_start(id, len(ids), params)
         known = {"_packed": prompt, "_num_emitted": num_emitted}
         return cls._made(id=id, prompt_token_ids=ids, params=params, **known)
 
@@ -245,6 +257,13 @@ class Request:
         """How many tokens at the prompt's end were emitted for it: it goes on elsewhere."""
         count: int = self.__dict__.get("_num_emitted", 0)
         return count
+
+    @property
+    def first_scored(self) -> int | None:
+        """The place of the first prompt token whose logprobs are wanted, from 1; None for none."""
+        if self.params.prompt_logprobs is None:
+            return None
+        return max(self.params.prompt_logprobs_start, 1)
 
     @property
     def packed_prompt(self) -> bytes:
@@ -267,6 +286,16 @@ class _Continued(Request):
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         return unpacked(self.packed_prompt)
+
+
+def _check_start(id: str, length: int, params: SamplingParams) -> None:
+    """Refuse a prompt's logprobs from behind its end on."""
+    start = params.prompt_logprobs_start
+    if start and start >= length:
+        raise RequestError(
+            f"request {id!r}: prompt_logprobs_start = {start} is beyond the prompt, whose last "
+            f"token is at place {length - 1}: start there or before, or leave prompt_logprobs out"
+        )
 
 
 def packed(ids: tuple[int, ...]) -> bytes:

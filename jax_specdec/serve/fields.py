@@ -144,6 +144,7 @@ class Body(Closed):
     priority: int = Field(0, ge=-(2**31), le=MAX_INT)
     # Beyond OpenAI's: vLLM's names where it has them.
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_K)
+    prompt_logprobs_start: int = Field(0, ge=0, le=MAX_INT)
     return_token_ids: bool = False
     extra_token_ids: list[TokenId] = Field([], max_length=MAX_CHOSEN, fail_fast=True)
     logprobs_mode: Literal["raw", "scaled", "processed"] = "raw"

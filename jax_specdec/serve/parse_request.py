@@ -135,7 +135,9 @@ def _asked(
             code="context_length_exceeded",
         )
     params = _params(given, model, max_tokens=max_tokens, logprobs=logprobs, echo=echo)
-    _check_prompt_logprobs(params.prompt_logprobs, sum(map(len, prompts)), n, bounds)
+    start = params.prompt_logprobs_start
+    num_scored = sum(max(len(prompt) - start, 0) for prompt in prompts)
+    _check_prompt_logprobs(params.prompt_logprobs, num_scored, n, bounds)
     chat = isinstance(given, Chat)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     try:
@@ -149,7 +151,8 @@ def _asked(
             for choice in range(n)
         )
     except RequestError as error:
-        raise unfit("prompt", str(error)) from error
+        field = "prompt_logprobs_start" if start else "prompt"
+        raise unfit(field, str(error)) from error
     reported = (
         given.speculation, given.draft_logprobs, given.extra_token_ids, given.kept_token_ids
     )  # fmt: skip
@@ -181,6 +184,12 @@ def _params(
     """How the tokens of every choice are made, except for its seed."""
     asked = (given.prompt_logprobs, logprobs if echo else None)
     prompt_k = max((k for k in asked if k is not None), default=None)
+    if given.prompt_logprobs_start and echo and logprobs is not None:
+        raise unfit(
+            "prompt_logprobs_start",
+            f"prompt_logprobs_start = {given.prompt_logprobs_start} with echo and logprobs, which "
+            "show the whole prompt's: leave the start out, or echo, and ask for prompt_logprobs",
+        )
     for name, k in (("logprobs", logprobs), ("prompt_logprobs", prompt_k)):
         if k is not None and k > model.vocab_size:
             raise unfit(name, f"{name} = {k}, but the vocabulary has {model.vocab_size} tokens")
@@ -209,6 +218,7 @@ def _params(
             extra_token_ids=tuple(given.extra_token_ids),
             draft_logprobs=given.draft_logprobs,
             prompt_logprobs=prompt_k,
+            prompt_logprobs_start=given.prompt_logprobs_start,
             kept_token_ids=given.kept_token_ids,
             logit_bias=biases_of_json(bias),
             min_tokens=given.min_tokens,

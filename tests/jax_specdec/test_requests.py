@@ -108,8 +108,41 @@ def test_a_structure_is_a_kind_and_a_text_and_needs_a_token_that_ends_it():
             SamplingParams(**given | change)
 
 
+@pytest.mark.parametrize("start", [-1, 1.5, True, 2**31, None])
+def test_a_prompts_logprobs_start_at_a_place(start):
+    with pytest.raises(RequestError, match=r"prompt_logprobs_start = \S+ must be"):
+        SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)
+
+
+def test_a_start_of_no_logprobs_is_refused():
+    with pytest.raises(RequestError, match=r"prompt_logprobs_start = 1 needs prompt_logprobs: ask"):
+        SamplingParams(prompt_logprobs_start=1)
+
+
+def test_a_start_beyond_the_prompt_is_refused():
+    prompt = (5, 6, 7)
+    for start, first in ((0, 1), (1, 1), (2, 2)):
+        params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)
+        for made in (
+            Request(id="a", prompt_token_ids=prompt, params=params),
+            Request.from_packed("a", packed(prompt), params),
+        ):
+            assert made.first_scored == first
+            told = from_bytes(to_bytes(Admit(slot=0, generation=1, request=made))).request
+            assert told.first_scored == first
+    beyond = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=3)
+    said = "'a': prompt_logprobs_start = 3 is beyond the prompt, whose last token is at place 2"
+    with pytest.raises(RequestError, match=said):
+        Request(id="a", prompt_token_ids=prompt, params=beyond)
+    with pytest.raises(RequestError, match=said):
+        Request.from_packed("a", packed(prompt), beyond)
+    assert Request(id="a", prompt_token_ids=prompt).first_scored is None
+
+
 def test_a_request_that_goes_on_knows_which_tokens_were_emitted():
-    params = SamplingParams(max_tokens=9, min_tokens=4, presence_penalty=1.0, prompt_logprobs=0)
+    params = SamplingParams(
+        max_tokens=9, min_tokens=4, presence_penalty=1.0, prompt_logprobs=0, prompt_logprobs_start=1
+    )
     request = Request(id="a", prompt_token_ids=(1, 2), params=params)
     assert request.num_emitted == 0
     for emitted, least in (((5, 6, 7), 1), ((5,) * 6, 0)):

@@ -32,7 +32,10 @@ def random_params(rng):
 
 def random_request(rng, name):
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 2, 5))))
-    return Request(id=name, prompt_token_ids=prompt, params=random_params(rng))
+    params = random_params(rng)
+    if params.prompt_logprobs is not None:
+        params = replace(params, prompt_logprobs_start=rng.randrange(len(prompt)))
+    return Request(id=name, prompt_token_ids=prompt, params=params)
 
 
 def random_rows(rng, params, n, **fields):

@@ -35,7 +35,9 @@ class Occupant:
 
     def __post_init__(self):
         asked = self.request.params.prompt_logprobs is not None and not self.token_ids
-        self.prompt_due = len(self.request.prompt_token_ids) - 1 if asked else 0
+        self.prompt_first = max(1, self.request.params.prompt_logprobs_start)
+        length = len(self.request.prompt_token_ids)
+        self.prompt_due = length - self.prompt_first if asked else 0
 
     def statistics(self):
         return self.earlier + self.steps
@@ -161,10 +163,8 @@ class ReferenceProcessor:
                 if not occupant.prompt_due or occupant.token_ids:
                     raise Refused("rows that were not asked for")
                 prompt = list(occupant.request.prompt_token_ids)
-                if (
-                    prompt[1 + occupant.prompt_came :][: len(contents.token_ids)]
-                    != contents.token_ids
-                ):
+                ahead = prompt[occupant.prompt_first + occupant.prompt_came :]
+                if ahead[: len(contents.token_ids)] != contents.token_ids:
                     raise Refused("other tokens than the prompt's next ones")
         records = []
         for slot, contents in spoken:
@@ -177,7 +177,8 @@ class ReferenceProcessor:
                 occupant.prompt_came += 1
                 if occupant.prompt_came > occupant.prompt_before:
                     values = row_of(contents, j).values()
-                    record["prompt"].append([occupant.prompt_came, token_id, *values])
+                    place = occupant.prompt_first + occupant.prompt_came - 1
+                    record["prompt"].append([place, token_id, *values])
             if record["prompt"]:
                 records.append(record)
         return records

@@ -187,7 +187,8 @@ class ScriptedWorker:
                 left=command.request.params.max_tokens,
                 drafts=list(command.draft_token_ids),
                 wait=self.rng.randint(0, 2),  # steps in which the prompt is still prefilled
-                scored=1,  # the next prompt token that gets logprobs, where they were asked
+                # The next prompt token that gets logprobs, where they were asked.
+                scored=max(command.request.params.prompt_logprobs_start, 1),
                 evicted=None,
                 ended=False,
             )

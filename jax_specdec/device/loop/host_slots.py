@@ -39,13 +39,18 @@ class Slot:
     prefill_length: int = 0  # known tokens: the prompt's, after other weights the output's too
     prompt_length: int = 0
     num_emitted: int = 0  # tokens at the prompt's end that were emitted for the request elsewhere
-    score_from: int | None = None  # prompt rows from here on are sent; None: none are, any more
+    score_from: int | None = None  # positions whose rows are sent, from here on; None: no more
     grammar: Future[Matcher] | None = None  # where its text is in it; None: it has none
     verdict: int = 0  # PREEMPTED or RECOVERY_STOP until a message has said so, else 0
 
     @property
     def occupied(self) -> bool:
         return self.most_tokens > 0
+
+    @property
+    def next_unscored(self) -> int:
+        """Positions of the next chunk that are run before the first whose row is sent."""
+        return max((self.score_from or 0) - (self.prefill_at or 0), 0)
 
     @property
     def decoding(self) -> bool:

@@ -92,7 +92,7 @@ class ScoredChunk(NamedTuple):
     """Prompt tokens of a chunk and their logprobs."""
 
     token_ids: Int32[Array, " P"]
-    num: Int32[Array, ""]  # the leading ones, which are the prompt's
+    num: Int32[Array, ""]  # the leading ones, which are sent
     logprobs: TopkLogprobs  # P rows
 
 
@@ -102,6 +102,7 @@ def score_chunk(
     state: LoopState,
     slot: Int32[Array, ""],
     start: Int32[Array, ""],
+    unscored: Int32[Array, ""],
     options: Annotated[BatchOptions, "B = 1"],
     *,
     chunk: int,
@@ -110,12 +111,15 @@ def score_chunk(
     """`run_chunk` that also scores the tokens which the chunk's positions predict.
 
     Args:
+      unscored: positions of the chunk before the first whose token is scored.
       options: of this slot alone: K, mode and chosen ids for its prompt.
       widths: the static limits of `options`.
     """
     state, run = run_chunk(config, params, state, slot, start, chunk)
-    found = prompt_rows(config, params, run.hidden, run.next_tokens, run.num_valid, options, widths)
-    return state, ScoredChunk(run.next_tokens, run.num_valid, found)
+    hidden, token_ids = (jnp.roll(x, -unscored, axis=0) for x in (run.hidden, run.next_tokens))
+    num = jnp.maximum(run.num_valid - unscored, 0)
+    found = prompt_rows(config, params, hidden, token_ids, num, options, widths)
+    return state, ScoredChunk(token_ids, num, found)
 
 
 def prompt_message(

@@ -189,7 +189,7 @@ def compile_prompt(
     num_slots = programs.config.num_slots
     options = abstract(host_slots.options_of_slots([Slot()], kind.widths))
     traced = programs.score_chunk.trace(
-        *arguments, INDEX, INDEX, options, chunk=kind.chunk, widths=kind.widths
+        *arguments, INDEX, INDEX, INDEX, options, chunk=kind.chunk, widths=kind.widths
     )
     scored = _compiled(traced, arguments, compile)[1]
     message = programs.prompt_message.trace(

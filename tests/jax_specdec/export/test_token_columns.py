@@ -222,6 +222,8 @@ def test_batches_have_the_logprobs_of_prompts_where_asked(size):
     requests = make_requests(12, 3)
     chosen = SamplingParams(max_tokens=2, prompt_logprobs=2, logprobs=1, extra_token_ids=(7, 3, 5))
     requests.append(Request(id="chosen", prompt_token_ids=tuple(range(20)), params=chosen))
+    late = SamplingParams(max_tokens=2, prompt_logprobs=2, prompt_logprobs_start=13)
+    requests.append(Request(id="late", prompt_token_ids=tuple(range(20)), params=late))
     by_id = {request.id: request for request in requests}
     told = [update.records for update in Scene(num_ranks=2).generate(requests)]
     rows, emitted = batches_of(told, size)

@@ -233,6 +233,17 @@ def test_prompt_logprobs_are_where_vllm_puts_them(client):
     assert chat(client, max_tokens=1, extra_body=extra).prompt_logprobs == found
     (first, *_) = chat(client, max_tokens=1, extra_body=extra, stream=True)
     assert first.prompt_logprobs == found
+    assert not hasattr(first, "prompt_logprobs_start")
+
+
+def test_prompt_logprobs_begin_where_they_were_asked_to(client):
+    every = complete(client, extra_body={"prompt_logprobs": 1}, max_tokens=1)
+    start, extra = 3, {"prompt_logprobs": 1, "prompt_logprobs_start": 3}
+    (choice,) = complete(client, extra_body=extra, max_tokens=1).choices
+    asked = {"extra_body": extra, "max_tokens": 1}
+    for one in (choice, chat(client, **asked), next(iter(chat(client, **asked, stream=True)))):
+        assert one.prompt_logprobs == every.choices[0].prompt_logprobs[start:]
+        assert one.prompt_logprobs_start == start
 
 
 def test_columns_hold_the_same_logprobs_as_bytes(client):

@@ -1,5 +1,6 @@
 """Logprobs of prompt tokens: chunk by chunk, the same for all chunk sizes, in little memory."""
 
+import dataclasses
 import functools
 import re
 from functools import partial
@@ -94,6 +95,37 @@ def test_every_prompt_token_but_the_first_has_its_logprobs(chunk):
             assert ranks[n] == oracle.token_rank(row, ids[n])
 
 
+@pytest.mark.parametrize("start", [1, 2, 12, 13, 14, 40])
+def test_rows_from_a_start_on_are_those_of_the_whole_prompt(start):
+    """Of equally large chunks, at the same places: the same bits. Fewer rows are sent."""
+    item = prompts()[0]
+    asked = dataclasses.replace(item.params, prompt_logprobs_start=start)
+    messages = messages_of([dataclasses.replace(item, params=asked)])
+    for rows, every in zip(prompt_of(messages, 0), prompt_of(by_chunk(12), 0), strict=True):
+        assert len(rows) == 41 - start
+        np.testing.assert_array_equal(rows, every[start - 1 :])
+    scored = [message for message in messages if message.kind is Kind.PROMPT]
+    assert len(scored) == 4 - (start - 1) // 12
+
+
+def test_what_stands_before_the_start_comes_from_the_prefix_cache():
+    """Whole chunks of it: of a request before, and for one after; no row has other bits."""
+    prompt, start = list(prompts()[0].prompt_token_ids), 30
+    params = {"max_tokens": 2, "prompt_logprobs": 5}
+    started = request("started", prompt, prompt_logprobs_start=start, **params)
+    plain = request("plain", prompt, max_tokens=2)
+    for first, second in ((plain, started), (started, plain)):
+        local = Local("none", chunk=12, num_slots=2)
+        for item in (first, second):
+            local.admit(item)
+            local.drain()
+        assert local.worker.prefixes.reused == 24
+        assert next(place for place in local.chunks if place[0] == 1) == (1, 24)
+        rows = prompt_of(local.messages, 0 if first is started else 1)
+        for some, every in zip(rows, prompt_of(by_chunk(12), 0), strict=True):
+            np.testing.assert_array_equal(some, every[start - 1 :])
+
+
 @pytest.mark.parametrize("chunk", RUNS)
 def test_prompt_messages_precede_their_step_and_speak_of_one_slot(chunk):
     steps = [m.step for m in by_chunk(chunk) if m.kind is Kind.TARGET]
@@ -121,14 +153,20 @@ def test_a_prompt_of_one_token_has_no_message():
     assert {message.kind for message in messages} == {Kind.TARGET}
 
 
-def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once():
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once(start):
     """From the worker through the engine's processor, with an eviction between two chunks."""
     local, item = Local("none", chunk=12), prompts()[0]
+    item = dataclasses.replace(
+        item, params=dataclasses.replace(item.params, prompt_logprobs_start=start)
+    )
     records = local.decode_evicted(item, [0])
     rows = [record.prompt for record in records if record.prompt is not None]
     assert len(rows) == -(-40 // 12)
+    assert [part.start for part in rows] == [max(start, 1), 13, 25, 37]
     for name, expected in zip(ROWS, prompt_of(by_chunk(12), 0), strict=True):
-        np.testing.assert_array_equal(np.concatenate([getattr(r, name) for r in rows]), expected)
+        found = np.concatenate([getattr(r, name) for r in rows])
+        np.testing.assert_array_equal(found, expected[max(start, 1) - 1 :])
     kinds = [message.kind for message in local.messages]
     assert kinds[:2] == [Kind.PROMPT, Kind.TARGET]  # a chunk, and the eviction before another
     assert kinds.count(Kind.PROMPT) == 1 + len(rows)
@@ -181,7 +219,7 @@ def test_scoring_takes_little_memory_beyond_one_chunk():
 
     plain = temporaries(functions.prefill_chunk, chunk=chunk)
     asked = host_slots.options_of_slots([slot], widths)
-    scored = temporaries(functions.score_chunk, asked, chunk=chunk, widths=widths)
+    scored = temporaries(functions.score_chunk, place, asked, chunk=chunk, widths=widths)
     logits = jnp.dtype(model.dtype).itemsize * vocab
     assert chunk * logits < scored  # the measure sees the logits
     assert scored - plain <= chunk * logits + 0.03 * length * logits
