@@ -7,7 +7,7 @@ array of little-endian 32-bit words::
     slots    SLOT_WORDS words a slot   state, counts, generation
     payload  token ids    [tokens]           every token of every slot, slot after slot
              token ranks  [rows]             a row is a token that has logprobs
-             logprobs     [rows, columns + chosen]  per slot, row-major, float32 bits
+             logprobs     [rows, columns + chosen + values]  per slot, row-major, float32 bits
              top-K ids    [rows, columns - 1]       per slot, row-major
              kept counts  [kept rows]      a kept row is an emitted token of a slot that asked
              kept masses  [kept rows]      float32 bits
@@ -16,7 +16,8 @@ array of little-endian 32-bit words::
 Only what exists travels: a slot without logprobs adds its token ids and nothing else, and a slot's
 rows are as wide as its own request asked for. Column 0 of `logprobs` is the token's own logprob
 (its id is among the token ids), columns 1.. are the top K, and the logprobs of the chosen token ids
-follow (the reader knows which ids its request chose). A kept count is the number of token ids that
+follow (the reader knows which ids its request chose), then the values of the row that its slot's
+bits name (`RowValue`), in their order. A kept count is the number of token ids that
 the row's distribution kept, or a mark instead of ids: `KEPT_ALL` or `KEPT_MANY`. The kept mass is
 the logarithm of their share.
 
@@ -36,7 +37,7 @@ from typing import Any, NamedTuple
 Array = Any  # numpy.ndarray or jax.Array: this module computes on both and imports neither
 
 MAGIC = 0x4C53  # "SL": speculative logprobs
-VERSION = 3
+VERSION = 4
 WORD_BYTES = 4
 
 MAX_TOP_K = 512  # columns 1..K of a row
@@ -84,6 +85,13 @@ class LogprobsMode(IntEnum):
     PROCESSED = 2  # after temperature, top-k, top-p and min-p, renormalized
 
 
+class RowValue(IntEnum):
+    """Values of a row's distribution, which a request may ask for; each is a bit of `values`."""
+
+    ENTROPY = 0
+    LOG_SUM_EXP = 1
+
+
 class Field(NamedTuple):
     """The place of an unsigned integer inside a group of words."""
 
@@ -128,7 +136,8 @@ SLOT = {
     "columns": Field(0, 16, 16),  # 0: no logprobs, K + 1 otherwise
     "num_tokens": Field(1, 0, 16),
     "num_rows": Field(1, 16, 16),  # tokens that have logprobs
-    "num_drafts": Field(2, 0, 16),  # drafts that were proposed for this step
+    "num_drafts": Field(2, 0, 8),  # drafts that were proposed for this step
+    "values": Field(2, 8, 8),  # bits of `RowValue`: what each row has besides its logprobs
     "num_chosen": Field(2, 16, 16),  # chosen token ids per row
     "generation": Field(3, 0, 32),
 }
@@ -187,30 +196,39 @@ class Layout(NamedTuple):
     num_words: Array  # [] of the message up to here: all of it, where no slot has kept sets
 
 
-def layout(
-    xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_chosen: Array
-) -> Layout:
+def num_values(values: Array) -> Array:
+    """Returns how many bits of `RowValue` are set, of an integer or an array of them."""
+    return sum(values >> value & 1 for value in RowValue)
+
+
+def place_of_value(values: Array, value: RowValue) -> Array:
+    """Returns the place of a value among those of a row whose slot has the bits `values`."""
+    return num_values(values & ((1 << value) - 1))
+
+
+def layout(xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_more: Array) -> Layout:
     """Returns the payload's layout, from four integer arrays [B] of one dtype; see `sections`."""
-    starts, sizes = sections(xp, num_tokens, num_rows, columns, num_chosen)
+    starts, sizes = sections(xp, num_tokens, num_rows, columns, num_more)
     ends = xp.cumsum(sizes, dtype=sizes.dtype) + (HEADER_WORDS + SLOT_WORDS * num_tokens.shape[0])
     return Layout(*(starts + (ends - sizes)[:, None]), ends[-1])  # type: ignore[call-arg]
 
 
 def sections(
-    xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_chosen: Array
+    xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_more: Array
 ) -> tuple[Array, Array]:
     """Returns the four sections after the slots, which `Layout` names, in words.
 
     Args:
-      num_tokens, num_rows, columns, num_chosen: integer arrays [B] of one dtype. int64 holds the
+      num_tokens, num_rows, columns, num_more: integer arrays [B] of one dtype. int64 holds the
         sums of any field values, as a reader of untrusted bytes needs. int32, the integer of
-        traced code, is enough for checked values.
+        traced code, is enough for checked values. `num_more` counts what a row has behind its
+        columns: chosen ids, and values of the row.
 
     Returns:
       [4, B] the start of each slot's values within each section, and [4] the sections' sizes.
     """
     rows = num_rows * (columns > 0).astype(columns.dtype)
-    sizes = xp.array([num_tokens, num_rows, rows * (columns + num_chosen), rows * (columns - 1)])
+    sizes = xp.array([num_tokens, num_rows, rows * (columns + num_more), rows * (columns - 1)])
     ends = xp.cumsum(sizes, axis=1, dtype=sizes.dtype)
     return ends - sizes, sizes.sum(axis=1, dtype=sizes.dtype)
 
@@ -231,7 +249,7 @@ def kept_rows(xp: Any, state: Array, num_tokens: Array, kept: Array) -> Array:
 def words_bound(
     num_tokens: Sequence[int],
     columns: Sequence[int],
-    num_chosen: Sequence[int],
+    num_more: Sequence[int],
     kept: Sequence[int | None] | None = None,
 ) -> int:
     """Returns the most words that slots with these counts [B] can fill.
@@ -239,15 +257,15 @@ def words_bound(
     Args:
       num_tokens: the most tokens that each slot can emit, its drafts plus one.
       columns: columns of each slot, 0 without logprobs.
-      num_chosen: chosen token ids of each slot.
+      num_more: chosen token ids and values of a row of each slot.
       kept: the most kept ids of a token of each slot; None for a slot without kept sets, or for
         all slots.
     """
     words = HEADER_WORDS
     most = [None] * len(num_tokens) if kept is None else kept
-    for tokens, cols, chosen, ids in zip(num_tokens, columns, num_chosen, most, strict=True):
+    for tokens, cols, more, ids in zip(num_tokens, columns, num_more, most, strict=True):
         rows = tokens if cols > 0 else 0
-        words += SLOT_WORDS + tokens + rows * (2 * cols + chosen)
+        words += SLOT_WORDS + tokens + rows * (2 * cols + more)
         if ids is not None:
             words += tokens * (2 + ids)
     return words
@@ -270,7 +288,7 @@ def message_bound(num_slots: int, positions: int, prompt_tokens: int, vocab_size
     step = words_bound(
         [positions] * num_slots,
         [columns] * num_slots,
-        [MAX_CHOSEN] * num_slots,
+        [MAX_CHOSEN + len(RowValue)] * num_slots,
         [min(MAX_KEPT, vocab_size)] * num_slots,
     )
     tokens = [prompt_tokens, *[0] * (num_slots - 1)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 import jax_specdec.beside.ipc  # noqa: F401
-from ipc.wire import MAX_CHOSEN, MAX_KEPT, MAX_TOP_K, LogprobsMode
+from ipc.wire import MAX_CHOSEN, MAX_KEPT, MAX_TOP_K, LogprobsMode, RowValue
 
 # Below the range, the rounding of float32 logits (1e-6 near 16) changes probabilities by per cents:
 # use greedy. Above it, logits that differ by 100 change probabilities by 1 %: use a uniform draw.
@@ -24,6 +24,8 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_BIAS_SIZE = 100.0  # of a token's logit_bias, either way, as in OpenAI's API
 MAX_BIASED_IDS = 1024  # entries of logit_bias
 MAX_HELD_IDS = 1024  # stop token ids of a request with min_tokens
+# By the field that asks for it, which is also its name in records and answers.
+ROW_VALUES = {value.name.lower(): value for value in RowValue}
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 MAX_STRUCTURE = 1 << 16  # characters of one: it is compiled for every request
 
@@ -72,6 +74,8 @@ class SamplingParams:
         and 1 are all rows.
       kept_token_ids: also send the ids that each emitted token's processed distribution kept, and
         the log of their share: what a learner needs to score the token as it was drawn.
+      entropy, log_sum_exp: also send the entropy of the distribution at each emitted token, in
+        nats, and the logarithm of the sum of exp(logit / T) over it; in the mode of the logprobs.
       presence_penalty: taken from the logits of tokens that were emitted before, -2 to 2.
       frequency_penalty: taken from them for each time that they were emitted, -2 to 2.
       repetition_penalty: a positive logit of a token of the prompt or of those emitted before is
@@ -100,6 +104,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     kept_token_ids: bool = False
+    entropy: bool = False
+    log_sum_exp: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -142,9 +148,11 @@ class SamplingParams:
             )
         if self.extra_token_ids and self.logprobs is None:
             raise RequestError("extra_token_ids need logprobs: ask for logprobs = 0 at least")
-        for name in ("draft_logprobs", "kept_token_ids"):
+        for name in ("draft_logprobs", "kept_token_ids", *ROW_VALUES):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} = {getattr(self, name)!r} must be True or False")
+        if self.logprobs is None and (values := [n for n in ROW_VALUES if getattr(self, n)]):
+            raise RequestError(f"{values[0]} needs logprobs: ask for logprobs = 0 at least")
         if any(len(sequence) == 0 for sequence in self.stop_sequences):
             raise RequestError("an empty stop sequence would end every request at once")
         for name, low, high in (
@@ -183,6 +191,11 @@ class SamplingParams:
     def num_columns(self) -> int:
         """Columns of logprobs in each row: 0 without logprobs, K + 1 otherwise."""
         return 0 if self.logprobs is None else self.logprobs + 1
+
+    @property
+    def row_values(self) -> int:
+        """The values of a row that come with the emitted tokens, as bits of `RowValue`."""
+        return sum(getattr(self, name) << value for name, value in ROW_VALUES.items())
 
     @property
     def penalizes(self) -> bool:

@@ -18,6 +18,8 @@ HELP = {
     "max_extra_token_ids": "extra_token_ids of a request",
     "max_logprobs_mode": "the costliest mode of logprobs",
     "kept_token_ids": "requests for the ids that each token was drawn among",
+    "entropy": "requests for the entropy at each token",
+    "log_sum_exp": "requests for the log-sum-exp at each token",
     "draft_logprobs": "requests for the logprobs of drafts",
     "max_logprobs_of_prompts": "prompt_logprobs, and logprobs with echo; or none",
     "max_changed_ids": "token ids in logit_bias, or held back by min_tokens",

@@ -95,10 +95,7 @@ class Choice:
             finish = "tool_calls"
         found |= {"finish_reason": finish, "stop_reason": stop_reason}
         if self._asked.body.logprobs_columns:
-            params = self._request.params
-            columns = base64_columns(
-                records, params.logprobs, len(params.extra_token_ids), kept=params.kept_token_ids
-            )
+            columns = base64_columns(records, self._request.params)
             found |= {"logprobs": None, "columns": columns}
         return found | self._extras(records, first)
 

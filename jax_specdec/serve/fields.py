@@ -150,6 +150,8 @@ class Body(Closed):
     logprobs_mode: Literal["raw", "scaled", "processed"] = "raw"
     draft_logprobs: bool = False
     kept_token_ids: bool = False
+    entropy: bool = False
+    log_sum_exp: bool = False
     speculation: bool = False
     logprobs_columns: bool = False
     # Taken, and of no effect here: who asks, and how requests are told apart.

@@ -154,7 +154,8 @@ def _asked(
         field = "prompt_logprobs_start" if start else "prompt"
         raise unfit(field, str(error)) from error
     reported = (
-        given.speculation, given.draft_logprobs, given.extra_token_ids, given.kept_token_ids
+        given.speculation, given.draft_logprobs, given.extra_token_ids, given.kept_token_ids,
+        given.entropy, given.log_sum_exp,
     )  # fmt: skip
     return ParsedRequest(
         id=id,
@@ -220,6 +221,8 @@ def _params(
             prompt_logprobs=prompt_k,
             prompt_logprobs_start=given.prompt_logprobs_start,
             kept_token_ids=given.kept_token_ids,
+            entropy=given.entropy and max_tokens > 0,
+            log_sum_exp=given.log_sum_exp and max_tokens > 0,
             logit_bias=biases_of_json(bias),
             min_tokens=given.min_tokens,
             structured=tools.structure_of(given),

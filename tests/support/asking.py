@@ -13,6 +13,8 @@ NEEDS = {
     "max_extra_token_ids": ({"logprobs": 0, "extra_token_ids": range(17)}, 17),
     "max_logprobs_mode": ({"logprobs": 0, "logprobs_mode": PROCESSED}, PROCESSED),
     "kept_token_ids": ({"kept_token_ids": True}, True),
+    "entropy": ({"logprobs": 0, "entropy": True}, True),
+    "log_sum_exp": ({"logprobs": 0, "log_sum_exp": True}, True),
     "draft_logprobs": ({"draft_logprobs": True}, True),
     "max_logprobs_of_prompts": ({"prompt_logprobs": 0}, 0),
     "max_changed_ids": ({"logit_bias": {1: 1.0, 2: 1.0}}, 2),

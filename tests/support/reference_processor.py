@@ -11,6 +11,7 @@ from typing import Any
 from tests.support.random_kept import as_lists
 
 ROW = ("logprobs", "chosen_logprobs", "token_ranks", "topk_ids")
+VALUES = ("entropy", "log_sum_exp")  # in the order in which a row has them
 
 
 class Refused(Exception):
@@ -61,7 +62,8 @@ class Occupant:
 def row_of(contents, j):
     """Row j, by the names of a record."""
     row, columns = contents.logprobs[j], contents.columns
-    values = row[:columns], row[columns:], contents.token_ranks[j], contents.topk_ids[j]
+    chosen = row[columns : columns + contents.num_chosen]
+    values = row[:columns], chosen, contents.token_ranks[j], contents.topk_ids[j]
     return dict(zip(ROW, values, strict=True))
 
 
@@ -208,6 +210,9 @@ class ReferenceProcessor:
                 raise Refused("a first token after other tokens")
             if contents.token_ids:
                 self.check_rows(slot, contents)
+                params = self.asked[slot, contents.generation]
+                if contents.values != sum(getattr(params, v) << n for n, v in enumerate(VALUES)):
+                    raise Refused("other values of rows than were asked for")
             if self.early_draft is not None:
                 self.check_drafts(slot, contents.generation, self.early_draft)
 
@@ -268,6 +273,10 @@ class ReferenceProcessor:
             for name, value in row_of(contents, j).items():
                 record[name].append(value)
             record["valid"].append(contents.token_ranks[j] != 0)
+            values = list(contents.logprobs[j][contents.columns + contents.num_chosen :])
+            for name in VALUES:
+                if record[name] is not None:
+                    record[name].append(values.pop(0))
             occupant.cumulative_logprob += contents.logprobs[j][0]
             record["cumulative_logprob"] = occupant.cumulative_logprob
         if contents.kept is not None:
@@ -304,6 +313,7 @@ class ReferenceProcessor:
         return {
             **dict.fromkeys((*ends, *drafts, "prompt", "statistics")),
             **{name: [] if asked else None for name in (*ROW, "valid")},
+            **{name: [] if getattr(occupant.request.params, name) else None for name in VALUES},
             "request_id": occupant.request.id,
             "slot": occupant.slot,
             "generation": occupant.generation,

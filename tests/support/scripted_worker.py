@@ -44,16 +44,23 @@ def continuation(request):
     return tokens, logprobs
 
 
-def rows_of(slot, logprobs, columns):
-    """Fields of a message's slot: a row for each of these logprobs, whose other columns are -9."""
+def rows_of(slot, logprobs, columns, bits=0):
+    """Fields of a message's slot: a row for each of these logprobs, whose other columns are -9.
+
+    Its values of rows, those of `bits`, are minus the logprob.
+    """
     n, params = len(logprobs), slot.params
+    values = bits.bit_count()
     chosen = len(params.extra_token_ids) if columns else 0
     return {
         "generation": slot.generation,
         "mode": params.logprobs_mode,
         "columns": columns,
         "num_chosen": chosen,
-        "logprobs": [[p] + [-9.0] * (columns - 1 + chosen) for p in logprobs] if columns else (),
+        "values": bits,
+        "logprobs": [
+            [p] + [-9.0] * (columns - 1 + chosen) + [-p] * values for p in logprobs if columns
+        ],
         "token_ranks": [1] * n if columns else (),
         "topk_ids": [[0] * (columns - 1)] * n if columns else (),
     }
@@ -281,7 +288,7 @@ class ScriptedWorker:
             token_ids=tokens + extra,
             num_drafts=len(drafts) + len(extra),
             kept=kept_among(tokens) if slot.params.kept_token_ids else None,
-            **rows_of(slot, logprobs, slot.params.num_columns),
+            **rows_of(slot, logprobs, slot.params.num_columns, slot.params.row_values),
         )
         return contents, drafts
 

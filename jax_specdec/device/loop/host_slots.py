@@ -7,7 +7,7 @@ requests asked for and from how far their prompts have come.
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from jax_specdec.device.messages.batch_options import (
     widths_of,
 )
 from jax_specdec.device.messages.logit_changes import Changes, ChangesSize, changes_of
-from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.requests import ROW_VALUES, Request, SamplingParams
 from jax_specdec.structured.matcher import Matcher
 
 DEFAULT_PARAMS = SamplingParams()
@@ -98,7 +98,7 @@ def all_options(
 def target_bound(slots: Sequence[Slot]) -> int:
     """The most words of the next step's target message: its bucket is chosen by this."""
     tokens = [slot.most_tokens if slot.decoding else 0 for slot in slots]
-    return _bound(slots, tokens, kept=True)
+    return _bound(slots, tokens, emitted=True)
 
 
 def draft_bound(slots: Sequence[Slot]) -> int:
@@ -117,8 +117,9 @@ def prompt_bound(slots: Sequence[Slot], scoring: Slot, num_tokens: int) -> int:
 
 
 def for_prompt(slot: Slot) -> Slot:
-    """The slot with the K of its prompt's logprobs in place of its tokens' and no kept sets."""
-    params = replace(slot.params, logprobs=slot.params.prompt_logprobs, kept_token_ids=False)
+    """The slot with the K of its prompt's logprobs in place of its tokens', and nothing more."""
+    nothing: dict[str, Any] = dict.fromkeys(("kept_token_ids", *ROW_VALUES), False)
+    params = replace(slot.params, logprobs=slot.params.prompt_logprobs, **nothing)
     return replace(slot, params=params)
 
 
@@ -141,12 +142,16 @@ def chunk_size(slot: Slot, config: LoopConfig, prefill_chunk: int) -> int:
     return fitting - fitting % CHUNK_STEP if fitting >= CHUNK_STEP else fitting
 
 
-def _bound(slots: Sequence[Slot], tokens: Sequence[int], *, kept: bool = False) -> int:
+def _bound(slots: Sequence[Slot], tokens: Sequence[int], *, emitted: bool = False) -> int:
     return wire.words_bound(
         tokens,
         [slot.params.num_columns for slot in slots],
-        [len(slot.params.extra_token_ids) for slot in slots],
-        [slot.params.most_kept if kept else None for slot in slots],
+        [
+            len(slot.params.extra_token_ids)
+            + (wire.num_values(slot.params.row_values) if emitted else 0)
+            for slot in slots
+        ],
+        [slot.params.most_kept if emitted else None for slot in slots],
     )
 
 

@@ -160,6 +160,7 @@ def prompt_message(
         num_tokens=of_slot(scored.num),
         num_rows=of_slot(scored.num),
         num_drafts=nothing,
+        values=nothing,
         num_chosen=of_slot(options.num_chosen[0]),
         kept=nothing,
         generation=generation,

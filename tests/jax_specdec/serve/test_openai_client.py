@@ -257,7 +257,24 @@ def test_columns_hold_the_same_logprobs_as_bytes(client):
     assert found["logprobs"][:, 0].tolist() == logprobs
     assert found["topk_ids"].shape == (len(tokens), 2)
     assert found["token_ranks"].tolist() == [1] * len(tokens)
-    assert "kept_ids" not in found
+    assert not {"kept_ids", "entropy", "log_sum_exp"} & found.keys()
+
+
+def test_values_of_rows_have_the_names_they_are_asked_by(client):
+    """In columns, and as lists of the extension; streamed too. Some programs serve neither."""
+    _, logprobs, _ = expected()
+    extra = {"entropy": True, "log_sum_exp": True}
+    (choice,) = complete(client, logprobs=0, extra_body=extra | {"logprobs_columns": True}).choices
+    found = arrays(choice.columns)
+    chunks = complete(client, logprobs=0, extra_body=extra, stream=True)
+    parts = [chunk.choices[0].speculation for chunk in chunks]
+    for name in extra:
+        assert found[name].dtype == np.float32
+        assert found[name].tolist() == [-x for x in logprobs]
+        assert choice.speculation[name] == found[name].tolist()
+        assert [x for part in parts for x in part.get(name, [])] == found[name].tolist()
+    alone = complete(client, logprobs=0, extra_body={"entropy": True}).choices[0].speculation
+    assert (alone["entropy"], "log_sum_exp" in alone) == ([-x for x in logprobs], False)
 
 
 def test_kept_sets_come_as_lists_and_as_columns(client):

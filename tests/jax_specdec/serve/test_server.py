@@ -147,6 +147,8 @@ def test_unknown_places_methods_and_types(server, method, path, status, said):
         ({"stream_options": {"x": 1}, "stream": True}, "'x' is not served; known are include_us"),
         ({"stream_options": {}}, None),
         ({"max_tokens": 0}, "needs echo or prompt_logprobs"),
+        ({"entropy": True}, "entropy needs logprobs: ask for logprobs = 0 at least"),
+        ({"log_sum_exp": 1, "logprobs": 0}, "log_sum_exp = 1: Input should be a valid boolean"),
         ({"prompt_logprobs_start": 1}, "prompt_logprobs_start = 1 needs prompt_logprobs"),
         ({"prompt_logprobs_start": 10**6, "prompt_logprobs": 0}, "start = 1000000 is beyond the"),
         ({"prompt_logprobs_start": -1, "prompt_logprobs": 0}, "greater than or equal to 0"),

@@ -18,12 +18,14 @@ def test_only_what_the_batch_asks_for_is_compiled():
     def widths(**params):
         return batch_options.widths_of([SamplingParams(), SamplingParams(**params)], V)
 
-    assert widths() == (None, 0, RAW, False)
-    assert widths(logprobs=0) == (0, 0, RAW, False)
-    assert widths(kept_token_ids=True) == (None, 0, RAW, True)
-    assert widths(kept_token_ids=True, logprobs=0) == (0, 0, RAW, True)
+    assert widths() == (None, 0, RAW, False, 0)
+    assert widths(logprobs=0) == (0, 0, RAW, False, 0)
+    assert widths(kept_token_ids=True) == (None, 0, RAW, True, 0)
+    assert widths(kept_token_ids=True, logprobs=0) == (0, 0, RAW, True, 0)
+    assert widths(logprobs=0, entropy=True) == (0, 0, RAW, False, 1)
+    assert widths(logprobs=0, entropy=True, log_sum_exp=True) == (0, 0, RAW, False, 3)
     # Without logprobs there is no mode to compute in.
-    assert widths(logprobs_mode=PROCESSED) == (None, 0, RAW, False)
+    assert widths(logprobs_mode=PROCESSED) == (None, 0, RAW, False, 0)
     assert widths(logprobs=3, logprobs_mode=SCALED, extra_token_ids=(1, 2)) == batch_options.Widths(
         5, 16, SCALED
     )
