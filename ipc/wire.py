@@ -41,7 +41,8 @@ VERSION = 4
 WORD_BYTES = 4
 
 MAX_TOP_K = 512  # columns 1..K of a row
-MAX_CHOSEN = 128  # token ids beside the top K that a request may name
+MAX_CHOSEN = 128  # token ids beside the top K that a request may name for all rows
+MAX_CHOSEN_OF_ROW = 512  # that it may name for one row of its prompt
 MAX_KEPT = 1024  # kept token ids of a row; more are a mark
 PROMPT_WORDS = 1 << 18  # of one chunk of a prompt, unless a step can have more
 MAX_DRAFTS = 64  # of a slot and step: far beyond what pays, and each is a row of every step
@@ -271,7 +272,24 @@ def words_bound(
     return words
 
 
-def message_bound(num_slots: int, positions: int, prompt_tokens: int, vocab_size: int) -> int:
+class Limits(NamedTuple):
+    """What a row of a message has at most, by what requests may ask for.
+
+    Attributes:
+      columns: of an emitted token's logprobs, 0 without.
+      more: its chosen ids and values.
+      kept: its kept ids; None without kept sets.
+      prompt_columns, prompt_chosen: of a row of a prompt; 0 without.
+    """
+
+    columns: int
+    more: int
+    kept: int | None
+    prompt_columns: int
+    prompt_chosen: int
+
+
+def message_bound(num_slots: int, positions: int, prompt_tokens: int, limits: Limits) -> int:
     """Returns the words of a worker's longest message, whatever its requests ask for.
 
     A step's is whole. A chunk of a prompt has `PROMPT_WORDS` at most, or a step's: with a large K
@@ -281,19 +299,21 @@ def message_bound(num_slots: int, positions: int, prompt_tokens: int, vocab_size
       num_slots: of the worker.
       positions: tokens that a step can emit in each slot.
       prompt_tokens: the most that one chunk can have.
-      vocab_size: V.
+      limits: of the rows.
     """
-    columns = min(MAX_TOP_K, vocab_size) + 1
-    every = [1] * num_slots
     step = words_bound(
         [positions] * num_slots,
-        [columns] * num_slots,
-        [MAX_CHOSEN + len(RowValue)] * num_slots,
-        [min(MAX_KEPT, vocab_size)] * num_slots,
+        [limits.columns] * num_slots,
+        [limits.more] * num_slots,
+        [limits.kept] * num_slots,
     )
-    tokens = [prompt_tokens, *[0] * (num_slots - 1)]
-    chunk = words_bound(tokens, [columns, *every[1:]], [MAX_CHOSEN, *every[1:]])
-    return max(step, min(chunk, PROMPT_WORDS))
+    others = [0] * (num_slots - 1)
+    chunk = words_bound(
+        [prompt_tokens, *others],
+        [limits.prompt_columns, *others],
+        [limits.prompt_chosen, *others],
+    )
+    return max(step, min(chunk, PROMPT_WORDS) if limits.prompt_columns else 0)
 
 
 def failed_checks(error_checks: int) -> list[str]:

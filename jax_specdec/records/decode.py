@@ -25,6 +25,7 @@ class MessageError(wire.WireError):
 _KINDS = frozenset(Kind)
 _HEADER = struct.Struct(f"<{wire.HEADER_WORDS}I")
 
+_MAX_CHOSEN = dict.fromkeys(Kind, wire.MAX_CHOSEN) | {Kind.PROMPT: wire.MAX_CHOSEN_OF_ROW}
 _EVERY_VALUE = sum(1 << value for value in RowValue)
 _LAST_STATE, _LAST_MODE = int(max(SlotState)), int(max(LogprobsMode))
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
@@ -296,7 +297,7 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
         (fields["kept"] > (kind == Kind.TARGET), "kept", fields["kept"]),
         (columns > max_num_logprobs + 1, "columns", columns),
         (drafts > wire.MAX_DRAFTS, "num_drafts", drafts),
-        (chosen > has_rows * wire.MAX_CHOSEN, "num_chosen", chosen),
+        (chosen > has_rows * _MAX_CHOSEN[Kind(kind)], "num_chosen", chosen),
         (values & ~(has_rows * (kind == Kind.TARGET) * _EVERY_VALUE) > 0, "values", values),
         (wrong_tokens, "num_tokens", tokens),
         (rows != np.where(first, tokens > 0, tokens) * has_rows, "num_rows", rows),

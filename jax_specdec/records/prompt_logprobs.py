@@ -79,7 +79,7 @@ def _check(state: ProcessorState, message: Message, slot: int) -> None:
             f"slot {slot}: prompt logprobs for request {request.id!r}, which has none to come"
         )
     params = request.params
-    asked = (params.prompt_logprobs, len(params.extra_token_ids), params.logprobs_mode)
+    asked = (params.prompt_logprobs, params.num_prompt_chosen, params.logprobs_mode)
     got = (int(message.columns[slot]) - 1, int(message.num_chosen[slot]), int(message.mode[slot]))
     if got != asked:
         raise ProcessorError(

@@ -152,6 +152,8 @@ class Choice:
             found["prompt_logprobs"] = vllm_prompt_logprobs(rows, table)
             if rows.start > 1:
                 found["prompt_logprobs_start"] = rows.start
+            if request.params.prompt_extra_token_ids is not None:
+                found["prompt_chosen_logprobs"] = openai.prompt_chosen_logprobs(rows)
         if asked.body.return_token_ids:
             if first:
                 found["prompt_token_ids"] = list(request.prompt_token_ids)

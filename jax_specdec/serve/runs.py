@@ -255,8 +255,8 @@ async def in_parts(text: bytes) -> AsyncIterator[bytes]:
 
 def _about_prompt(choice: Json) -> Json:
     """What a choice says of its prompt, taken out of it."""
-    names = [name for name in ("prompt_logprobs", "prompt_logprobs_start") if name in choice]
-    return {name: choice.pop(name) for name in names}
+    names = "prompt_logprobs", "prompt_logprobs_start", "prompt_chosen_logprobs"
+    return {name: choice.pop(name) for name in names if name in choice}
 
 
 def _refused(error: Exception) -> Exception:

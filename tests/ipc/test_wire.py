@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
+from jax_specdec.declaration import EVERYTHING, USUAL, Serves
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
@@ -90,8 +91,29 @@ def test_the_bound_is_the_longest_message_of_a_worker(
         "limit": wire.PROMPT_WORDS,
     }
     assert max(words["step"], min(words["chunk"], words["limit"])) == words[longest]
-    bound = wire.message_bound(num_slots, positions, prompt_tokens, vocab_size)
-    assert bound == words[longest]
+    k = min(wire.MAX_TOP_K, vocab_size)
+    most = wire.Limits(
+        columns=k + 1, more=wire.MAX_CHOSEN + 2, kept=most_kept, prompt_columns=k + 1,
+        prompt_chosen=wire.MAX_CHOSEN,
+    )  # fmt: skip
+    assert wire.message_bound(num_slots, positions, prompt_tokens, most) == words[longest]
+
+
+def test_the_bound_follows_what_is_declared():
+    """A step of 64 slots: a few KB where no logprobs are served, 2.2 MB where everything is."""
+    sizes = 64, 4, 64
+    bounds = {
+        name: 4 * wire.message_bound(*sizes, serves.limits(151_936))
+        for name, serves in {
+            "nothing": Serves.of([]),
+            "usual": USUAL,
+            "rows": replace(USUAL, max_extra_token_ids_of_prompts=512),
+            "everything": EVERYTHING,
+        }.items()
+    }
+    assert bounds["nothing"] == 4 * (wire.HEADER_WORDS + 64 * (wire.SLOT_WORDS + 4))
+    assert bounds["usual"] < 70_000 < bounds["rows"] < 150_000
+    assert 2_000_000 < bounds["everything"] < 2_400_000
 
 
 def test_kind_and_k_share_a_word_and_are_never_truncated():

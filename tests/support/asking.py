@@ -17,6 +17,10 @@ NEEDS = {
     "log_sum_exp": ({"logprobs": 0, "log_sum_exp": True}, True),
     "draft_logprobs": ({"draft_logprobs": True}, True),
     "max_logprobs_of_prompts": ({"prompt_logprobs": 0}, 0),
+    "max_extra_token_ids_of_prompts": (
+        {"prompt_logprobs": 0, "prompt_extra_token_ids": [[1, 2, 3]]},
+        3,
+    ),
     "max_changed_ids": ({"logit_bias": {1: 1.0, 2: 1.0}}, 2),
     "penalties": ({"frequency_penalty": 0.1}, True),
     "grammars": ({"structured": Structured("regex", "a"), "stop_token_ids": (0,)}, True),

@@ -44,14 +44,14 @@ def continuation(request):
     return tokens, logprobs
 
 
-def rows_of(slot, logprobs, columns, bits=0):
+def rows_of(slot, logprobs, columns, bits=0, chosen=None):
     """Fields of a message's slot: a row for each of these logprobs, whose other columns are -9.
 
     Its values of rows, those of `bits`, are minus the logprob.
     """
     n, params = len(logprobs), slot.params
     values = bits.bit_count()
-    chosen = len(params.extra_token_ids) if columns else 0
+    chosen = (len(params.extra_token_ids) if chosen is None else chosen) if columns else 0
     return {
         "generation": slot.generation,
         "mode": params.logprobs_mode,
@@ -253,7 +253,8 @@ class ScriptedWorker:
         slot.wait = max(slot.wait, int(n < left))
         places = range(slot.scored, slot.scored + n)
         logprobs = [logprob(prompt[:place]) for place in places]
-        rows = rows_of(slot, logprobs, slot.params.prompt_logprobs + 1)
+        named = slot.params.num_prompt_chosen
+        rows = rows_of(slot, logprobs, slot.params.prompt_logprobs + 1, chosen=named)
         said = [SlotContents(state=SlotState.NOTHING)] * len(self.slots)
         said[index] = SlotContents(token_ids=prompt[slot.scored : slot.scored + n], **rows)
         slot.scored += n

@@ -7,11 +7,13 @@ requests asked for and from how far their prompts have come.
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ipc import wire
+from jax_specdec.declaration import EVERYTHING, Serves
 from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
 from jax_specdec.device.messages.batch_options import (
     BatchOptions,
@@ -21,7 +23,7 @@ from jax_specdec.device.messages.batch_options import (
     widths_of,
 )
 from jax_specdec.device.messages.logit_changes import Changes, ChangesSize, changes_of
-from jax_specdec.requests import ROW_VALUES, Request, SamplingParams
+from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.structured.matcher import Matcher
 
 DEFAULT_PARAMS = SamplingParams()
@@ -117,26 +119,46 @@ def prompt_bound(slots: Sequence[Slot], scoring: Slot, num_tokens: int) -> int:
 
 
 def for_prompt(slot: Slot) -> Slot:
-    """The slot with the K of its prompt's logprobs in place of its tokens', and nothing more."""
-    nothing: dict[str, Any] = dict.fromkeys(("kept_token_ids", *ROW_VALUES), False)
-    params = replace(slot.params, logprobs=slot.params.prompt_logprobs, **nothing)
-    return replace(slot, params=params)
+    """The slot with what its prompt's rows have in place of what those of its tokens have."""
+    return replace(slot, params=slot.params.of_prompt)
 
 
-def chunk_size(slot: Slot, config: LoopConfig, prefill_chunk: int) -> int:
+def prompt_extra_ids(slot: Slot, chunk: int, width: int) -> NDArray[np.int32]:
+    """[chunk, width] the ids that the rows of the slot's next chunk name; -1 where there is none.
+
+    The first one is that of the first position that is scored.
+    """
+    table = np.full((chunk, width), -1, np.int32)
+    named = slot.params.prompt_extra_token_ids
+    if named is None:
+        table[:, : len(slot.params.extra_token_ids)] = slot.params.extra_token_ids
+        return table
+    # Their first row is that of the first position that the request wants.
+    position = max(slot.prefill_at or 0, slot.score_from or 0)
+    begin = position - max(slot.params.prompt_logprobs_start - 1, 0)
+    rows = named.array[begin : begin + chunk]
+    table[: len(rows), : named.width] = rows
+    return table
+
+
+def chunk_size(
+    slot: Slot, config: LoopConfig, prefill_chunk: int, serves: Serves = EVERYTHING
+) -> int:
     """Prompt tokens of the slot that run between two steps.
 
-    A chunk with logprobs has as many as its message has room for in the ring, which depends on the
-    columns that the slot asks for; where that is less, a multiple of `CHUNK_STEP` if it can be.
+    A chunk with logprobs has as many as its message has room for in the ring of an engine that
+    serves `serves`, which depends on the columns that the slot asks for; where that is less, a
+    multiple of `CHUNK_STEP` if it can be.
     """
     if slot.score_from is None:
         return prefill_chunk
-    sizes = (config.num_slots, config.num_positions, prefill_chunk, config.model.vocab_size)
+    sizes = (config.num_slots, config.num_positions, prefill_chunk)
+    limits = serves.limits(config.model.vocab_size)
     empty = [Slot()] * config.num_slots
     scoring = for_prompt(slot)
     none = prompt_bound(empty, scoring, 0)
     each = prompt_bound(empty, scoring, 1) - none
-    fitting = (wire.message_bound(*sizes) - none) // each
+    fitting = (wire.message_bound(*sizes, limits) - none) // each
     if fitting >= prefill_chunk:
         return prefill_chunk
     return fitting - fitting % CHUNK_STEP if fitting >= CHUNK_STEP else fitting

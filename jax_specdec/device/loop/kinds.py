@@ -21,7 +21,7 @@ from jax_specdec.device.messages.batch_options import (
 )
 from jax_specdec.device.messages.logit_changes import ChangesSize, changes_size
 from jax_specdec.device.messages.row_logprobs import DraftReport
-from jax_specdec.requests import SamplingParams
+from jax_specdec.requests import SamplingParams, TokenIdRows
 
 
 class StepOptions(TypedDict):
@@ -173,12 +173,14 @@ class PromptKind(NamedTuple):
         if serves.max_logprobs_of_prompts is None:
             return None
         k = min(serves.max_logprobs_of_prompts, config.model.vocab_size)
-        extra = tuple(range(serves.max_extra_token_ids))
-        params = SamplingParams(prompt_logprobs=k, logprobs=0, extra_token_ids=extra)
-        chunk = host_slots.chunk_size(Slot(params=params, score_from=0), config, prefill_chunk)
+        count = serves.num_prompt_chosen
+        named = TokenIdRows(b"", count) if count else None
+        params = SamplingParams(prompt_logprobs=k, prompt_extra_token_ids=named)
+        slot = Slot(params=params, score_from=0)
+        chunk = host_slots.chunk_size(slot, config, prefill_chunk, serves)
         widths = Widths(
             k=_served_k(k, config.model.vocab_size),
-            chosen=chosen_bucket(len(extra)),
+            chosen=chosen_bucket(count),
             mode=serves.max_logprobs_mode,
         )
         return cls(chunk, widths)

@@ -103,6 +103,7 @@ def score_chunk(
     slot: Int32[Array, ""],
     start: Int32[Array, ""],
     unscored: Int32[Array, ""],
+    extra_token_ids: Int32[Array, "P C"],
     options: Annotated[BatchOptions, "B = 1"],
     *,
     chunk: int,
@@ -112,13 +113,14 @@ def score_chunk(
 
     Args:
       unscored: positions of the chunk before the first whose token is scored.
-      options: of this slot alone: K, mode and chosen ids for its prompt.
+      extra_token_ids: named for each token that is scored, from the first one on.
+      options: of this slot alone: K, mode and the number of chosen ids for its prompt.
       widths: the static limits of `options`.
     """
     state, run = run_chunk(config, params, state, slot, start, chunk)
     hidden, token_ids = (jnp.roll(x, -unscored, axis=0) for x in (run.hidden, run.next_tokens))
     num = jnp.maximum(run.num_valid - unscored, 0)
-    found = prompt_rows(config, params, hidden, token_ids, num, options, widths)
+    found = prompt_rows(config, params, hidden, token_ids, num, extra_token_ids, options, widths)
     return state, ScoredChunk(token_ids, num, found)
 
 

@@ -25,7 +25,7 @@ from jax_specdec.wording import pluralize
 from pallas_kernels.sampling import Sampling
 
 K_BUCKETS = (0, 5, 20, 64, 128, 256, 512)
-CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN)
+CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN, wire.MAX_CHOSEN_OF_ROW)  # the last for prompts
 CHANGES_BUCKETS = (0, 16, 300, max(MAX_BIASED_IDS, MAX_HELD_IDS))  # OpenAI allows 300
 
 
@@ -42,7 +42,7 @@ def chosen_bucket(count: int) -> int:
     for width in CHOSEN_BUCKETS:
         if count <= width:
             return width
-    raise wire.WireError(f"{count} chosen token ids are over the limit {wire.MAX_CHOSEN}")
+    raise wire.WireError(f"{count} chosen token ids are over the limit {wire.MAX_CHOSEN_OF_ROW}")
 
 
 def changes_bucket(count: int) -> int:

@@ -59,6 +59,7 @@ def row_logprobs(
     read: RowsRead | None = None,
     changed_read: RowsRead | None = None,
     changes: RowChanges | None = None,
+    extra_token_ids: Int32[Array, "R C"] | None = None,
 ) -> TopkLogprobs:
     """The logprobs of `rows`, each in the mode of its slot's request.
 
@@ -83,6 +84,7 @@ def row_logprobs(
       changed_read: the same of the changed logits, if there are `changes`.
       changes: of each row's logits, by which the tokens were chosen; processed logprobs are of the
         changed ones, the others of the logits themselves. They need `cut`.
+      extra_token_ids: of each row, in place of `options.chosen_ids`; not where there is a `read`.
 
     Returns:
       K = widths.k top columns and C = widths.chosen further logprobs of each row, and the values of
@@ -102,6 +104,7 @@ def row_logprobs(
     flat_logits, place = flattened(logits, rows, row_ids)
     values: dict[str, Any] = dict.fromkeys(names_of(widths.values), True)
     read = None if values else read
+    chosen_ids = options.chosen_ids[slot] if extra_token_ids is None else extra_token_ids
     own, of_slots = None, {}
     if changes is not None and widths.mode is LogprobsMode.PROCESSED:
         assert cut is not None, "the cut of changed logits is what `verify` found"
@@ -135,7 +138,7 @@ def row_logprobs(
             row_ids=place,
             num_rows=rows.num,
             temperatures=temperatures,
-            extra_token_ids=options.chosen_ids[slot] if widths.chosen else None,
+            extra_token_ids=chosen_ids if widths.chosen else None,
             mesh=parallel.mesh,
             axis_name=parallel.axis_name,
             **values,
@@ -146,7 +149,9 @@ def row_logprobs(
     if cut is None:
         in_mode = options.mode == LogprobsMode.PROCESSED
         cut = cut_where(in_mode, logits, options.sampling, parallel, row_ids)
-    processed = _processed((flat_logits, place), own, rows, slot, options, found, cut, parallel)
+    processed = _processed(
+        (flat_logits, place), own, rows, slot, options, chosen_ids, found, cut, parallel
+    )
     if not values:
         return processed
     cut = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
@@ -253,6 +258,7 @@ def _processed(
     rows: Rows,
     slot: Int32[Array, " R"],
     options: BatchOptions,
+    chosen_ids: Int32[Array, "R C"],
     found: TopkLogprobs,
     cut: Truncation,
     parallel: Parallel,
@@ -283,7 +289,7 @@ def _processed(
         # NaN says that the row is invalid or the token unknown: that stays.
         return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)
 
-    return _in_mode(found, options.chosen_ids[slot], is_processed, renormalized)
+    return _in_mode(found, chosen_ids, is_processed, renormalized)
 
 
 def draft_rows(

@@ -486,8 +486,9 @@ class Worker:
         self._alone = False
         report = self.state.drafts.report
         unscored = np.int32(min(slot.next_unscored, chunk))
+        extra_ids = host_slots.prompt_extra_ids(slot, chunk, widths.chosen)
         state, scored = self.compiled.score_chunk(
-            self.params, with_report(self.state, None), *places, unscored, options,
+            self.params, with_report(self.state, None), *places, unscored, extra_ids, options,
             chunk=chunk, widths=widths,
         )  # fmt: skip
         self.state = with_report(state, report)

@@ -246,6 +246,19 @@ def test_prompt_logprobs_begin_where_they_were_asked_to(client):
         assert one.prompt_logprobs_start == start
 
 
+def test_ids_of_each_row_have_their_logprobs_beside_the_prompts(client):
+    start = len(IDS) - 2
+    extra = {"prompt_logprobs": 0, "prompt_logprobs_start": start}
+    extra["prompt_extra_token_ids"] = [[1, 2], [3, 4]]
+    (choice,) = complete(client, extra_body=extra, max_tokens=1).choices
+    assert choice.prompt_chosen_logprobs == [[-9.0, -9.0]] * 2
+    assert len(choice.prompt_logprobs) == 2
+    asked = {"extra_body": extra, "max_tokens": 1}
+    assert chat(client, **asked).prompt_chosen_logprobs == choice.prompt_chosen_logprobs
+    (first, *_) = chat(client, **asked, stream=True)
+    assert first.prompt_chosen_logprobs == choice.prompt_chosen_logprobs
+
+
 def test_columns_hold_the_same_logprobs_as_bytes(client):
     tokens, logprobs, _ = expected()
     (choice,) = complete(client, logprobs=2, extra_body={"logprobs_columns": True}).choices

@@ -14,6 +14,7 @@ import pytest
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.declaration import EVERYTHING, Serves
 from jax_specdec.device.drafting.drafters import NoDrafter
 from jax_specdec.device.loop import host_slots, prompt_rows
 from jax_specdec.device.loop.host_slots import Slot
@@ -28,6 +29,9 @@ from pallas_kernels.testing import oracle
 from tests.support import in_mode, quick_compile, reference_model
 from tests.support.decoding import VOCAB, Local, compiled, random_model, request
 
+SCORES = Serves(
+    max_logprobs=0, max_logprobs_of_prompts=128, max_extra_token_ids=128, kept_token_ids=False
+)
 CLOSE = 1e-4  # float32 forward passes of other shapes
 ROWS = ("token_ids", "token_ranks", "topk_ids", "logprobs")
 
@@ -108,6 +112,28 @@ def test_rows_from_a_start_on_are_those_of_the_whole_prompt(start):
     assert len(scored) == 4 - (start - 1) // 12
 
 
+@pytest.mark.parametrize("mode", LogprobsMode)
+@pytest.mark.parametrize(("start", "width"), [(0, 1), (14, 20), (5, 200)])
+def test_each_row_has_the_logprobs_of_its_own_ids(mode, start, width):
+    """Also behind an eviction; against float64, more of them than a list for all rows may have."""
+    item, first = prompts()[0], max(start, 1)
+    named = np.random.default_rng(start).integers(0, VOCAB, (41 - first, width))
+    params = dataclasses.replace(
+        item.params, prompt_logprobs=1, prompt_logprobs_start=start, logprobs_mode=mode,
+        prompt_extra_token_ids=named, extra_token_ids=(3,), logprobs=0, temperature=0.7, top_p=0.9,
+    )  # fmt: skip
+    local = Local("none", chunk=12)
+    item = dataclasses.replace(item, params=params)
+    records = local.decode_evicted(item, [0])
+    rows = np.concatenate([r.prompt.chosen_logprobs for r in records if r.prompt is not None])
+    assert rows.shape == named.shape
+    weights, config = random_model()
+    exact = reference_model.logits(named_arrays(weights), config.to_dict(), item.prompt_token_ids)
+    for found, ids, row in zip(rows, named, exact[first - 1 : -1], strict=True):
+        np.testing.assert_allclose(found, in_mode.logprobs(row, params)[ids], atol=2 * CLOSE)
+    assert all(r.chosen_logprobs.shape[1] == 1 for r in records if r.num_tokens)
+
+
 def test_what_stands_before_the_start_comes_from_the_prefix_cache():
     """Whole chunks of it: of a request before, and for one after; no row has other bits."""
     prompt, start = list(prompts()[0].prompt_token_ids), 30
@@ -178,16 +204,18 @@ def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once(start):
 @pytest.mark.parametrize("k", [0, 128])
 @pytest.mark.parametrize(("num_slots", "num_drafts"), [(1, 0), (64, 3)])
 @pytest.mark.parametrize("most", [8, 64, 1024])
-def test_a_prompt_message_has_room_in_the_ring(most, num_slots, num_drafts, k, chosen):
+@pytest.mark.parametrize("serves", [EVERYTHING, SCORES], ids=["everything", "what is asked"])
+def test_a_prompt_message_has_room_in_the_ring(serves, most, num_slots, num_drafts, k, chosen):
     """One more step of tokens would not have; few columns leave room for all that may be run."""
     model = ModelConfig.tiny(vocab_size=4096)
     config = LoopConfig(model, NoDrafter(num_drafts), num_slots=num_slots, max_length=96)
     settings = EngineConfig(
-        vocab_size=4096, num_slots=num_slots, num_drafts=num_drafts, prefill_chunk=most
-    )
+        vocab_size=4096, num_slots=num_slots, num_drafts=num_drafts, prefill_chunk=most,
+        serves=serves,
+    )  # fmt: skip
     params = SamplingParams(logprobs=0, prompt_logprobs=k, extra_token_ids=(1,) * chosen)
     slot = Slot(params=params, most_tokens=1, prefill_at=0, score_from=0)
-    size = host_slots.chunk_size(slot, config, most)
+    size = host_slots.chunk_size(slot, config, most, serves)
 
     def needed(tokens):
         slots = [slot] + [Slot()] * (num_slots - 1)
@@ -219,7 +247,8 @@ def test_scoring_takes_little_memory_beyond_one_chunk():
 
     plain = temporaries(functions.prefill_chunk, chunk=chunk)
     asked = host_slots.options_of_slots([slot], widths)
-    scored = temporaries(functions.score_chunk, place, asked, chunk=chunk, widths=widths)
+    named = jax.ShapeDtypeStruct((chunk, widths.chosen), jnp.int32)
+    scored = temporaries(functions.score_chunk, place, named, asked, chunk=chunk, widths=widths)
     logits = jnp.dtype(model.dtype).itemsize * vocab
     assert chunk * logits < scored  # the measure sees the logits
     assert scored - plain <= chunk * logits + 0.03 * length * logits
@@ -249,7 +278,8 @@ def test_neither_the_chunks_logits_nor_another_head_is_made():
     asking = SamplingParams(logprobs=20)
     widths = widths_of([asking], vocab)
     config = LoopConfig(model, NoDrafter(0), num_slots=1, max_length=32)
-    call = partial(prompt_rows.prompt_rows, config, widths=widths)
+    named = jnp.zeros((count, 0), jnp.int32)
+    call = partial(prompt_rows.prompt_rows, config, widths=widths, extra_token_ids=named)
     asked = jax.eval_shape(lambda: options_of_requests([asking], widths))
     text = program_of(lambda *arrays: call(*arrays[:-1], options=arrays[-1]), count, model, asked)
     assert not copies(text, count, vocab)

@@ -68,7 +68,10 @@ def started(item):
     if item.params.prompt_logprobs is None:
         return item
     start = len(item.prompt_token_ids) // 2
-    params = dataclasses.replace(item.params, prompt_logprobs_start=start)
+    own = [[token_id] for token_id in item.prompt_token_ids[max(start, 1) :]]
+    params = dataclasses.replace(
+        item.params, prompt_logprobs_start=start, prompt_extra_token_ids=own
+    )
     return dataclasses.replace(item, params=params)
 
 
@@ -112,6 +115,8 @@ def test_a_prompt_scored_from_a_start_on_has_the_bits_of_all_of_it(how):
     for item in map(started, asked):
         some, whole = ([r.prompt for r in of[item.id] if r.prompt] for of in (run, every))
         assert some[0].start == item.first_scored
+        for part in some:  # each row names its own token
+            np.testing.assert_array_equal(part.chosen_logprobs[:, 0], part.logprobs[:, 0])
         for name in ("token_ids", "logprobs", "topk_ids", "token_ranks"):
             found, expected = (np.concatenate([getattr(p, name) for p in x]) for x in (some, whole))
             assert len(found) == len(item.prompt_token_ids) - item.first_scored

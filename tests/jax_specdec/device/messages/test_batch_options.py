@@ -29,10 +29,10 @@ def test_only_what_the_batch_asks_for_is_compiled():
     assert widths(logprobs=3, logprobs_mode=SCALED, extra_token_ids=(1, 2)) == batch_options.Widths(
         5, 16, SCALED
     )
-    buckets = {count: batch_options.chosen_bucket(count) for count in (0, 1, 16, 17, 128)}
-    assert buckets == {0: 0, 1: 16, 16: 16, 17: 128, 128: 128}
-    with pytest.raises(WireError, match="129 chosen token ids"):
-        batch_options.chosen_bucket(129)
+    buckets = {count: batch_options.chosen_bucket(count) for count in (0, 1, 16, 17, 128, 129)}
+    assert buckets == {0: 0, 1: 16, 16: 16, 17: 128, 128: 128, 129: 512}
+    with pytest.raises(WireError, match="513 chosen token ids"):
+        batch_options.chosen_bucket(513)
 
 
 def test_what_a_batch_asks_for_has_a_row_for_each_request():
