@@ -122,7 +122,7 @@ def test_each_row_has_the_logprobs_of_its_own_ids(mode, start, width):
         item.params, prompt_logprobs=1, prompt_logprobs_start=start, logprobs_mode=mode,
         prompt_extra_token_ids=named, extra_token_ids=(3,), logprobs=0, temperature=0.7, top_p=0.9,
     )  # fmt: skip
-    local = Local("none", chunk=12)
+    local = Local("none", chunk=12, num_slots=2)
     item = dataclasses.replace(item, params=params)
     records = local.decode_evicted(item, [0])
     rows = np.concatenate([r.prompt.chosen_logprobs for r in records if r.prompt is not None])
