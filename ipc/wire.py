@@ -7,7 +7,7 @@ array of little-endian 32-bit words::
     slots    SLOT_WORDS words a slot   state, counts, generation
     payload  token ids    [tokens]           every token of every slot, slot after slot
              token ranks  [rows]             a row is a token that has logprobs
-             logprobs     [rows, columns + chosen]  per slot, row-major, float32 bits
+             logprobs     [rows, columns + chosen + values]  per slot, row-major, float32 bits
              top-K ids    [rows, columns - 1]       per slot, row-major
              kept counts  [kept rows]      a kept row is an emitted token of a slot that asked
              kept masses  [kept rows]      float32 bits
@@ -16,7 +16,8 @@ array of little-endian 32-bit words::
 Only what exists travels: a slot without logprobs adds its token ids and nothing else, and a slot's
 rows are as wide as its own request asked for. Column 0 of `logprobs` is the token's own logprob
 (its id is among the token ids), columns 1.. are the top K, and the logprobs of the chosen token ids
-follow (the reader knows which ids its request chose). A kept count is the number of token ids that
+follow (the reader knows which ids its request chose), then the values of the row that its slot's
+bits name (`RowValue`), in their order. A kept count is the number of token ids that
 the row's distribution kept, or a mark instead of ids: `KEPT_ALL` or `KEPT_MANY`. The kept mass is
 the logarithm of their share.
 
@@ -36,11 +37,12 @@ from typing import Any, NamedTuple
 Array = Any  # numpy.ndarray or jax.Array: this module computes on both and imports neither
 
 MAGIC = 0x4C53  # "SL": speculative logprobs
-VERSION = 3
+VERSION = 4
 WORD_BYTES = 4
 
 MAX_TOP_K = 512  # columns 1..K of a row
-MAX_CHOSEN = 128  # token ids beside the top K that a request may name
+MAX_CHOSEN = 128  # token ids beside the top K that a request may name for all rows
+MAX_CHOSEN_OF_ROW = 512  # that it may name for one row of its prompt
 MAX_KEPT = 1024  # kept token ids of a row; more are a mark
 PROMPT_WORDS = 1 << 18  # of one chunk of a prompt, unless a step can have more
 MAX_DRAFTS = 64  # of a slot and step: far beyond what pays, and each is a row of every step
@@ -82,6 +84,13 @@ class LogprobsMode(IntEnum):
     RAW = 0  # the model's logits
     SCALED = 1  # divided by the temperature
     PROCESSED = 2  # after temperature, top-k, top-p and min-p, renormalized
+
+
+class RowValue(IntEnum):
+    """Values of a row's distribution, which a request may ask for; each is a bit of `values`."""
+
+    ENTROPY = 0
+    LOG_SUM_EXP = 1
 
 
 class Field(NamedTuple):
@@ -128,7 +137,8 @@ SLOT = {
     "columns": Field(0, 16, 16),  # 0: no logprobs, K + 1 otherwise
     "num_tokens": Field(1, 0, 16),
     "num_rows": Field(1, 16, 16),  # tokens that have logprobs
-    "num_drafts": Field(2, 0, 16),  # drafts that were proposed for this step
+    "num_drafts": Field(2, 0, 8),  # drafts that were proposed for this step
+    "values": Field(2, 8, 8),  # bits of `RowValue`: what each row has besides its logprobs
     "num_chosen": Field(2, 16, 16),  # chosen token ids per row
     "generation": Field(3, 0, 32),
 }
@@ -187,30 +197,39 @@ class Layout(NamedTuple):
     num_words: Array  # [] of the message up to here: all of it, where no slot has kept sets
 
 
-def layout(
-    xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_chosen: Array
-) -> Layout:
+def num_values(values: Array) -> Array:
+    """Returns how many bits of `RowValue` are set, of an integer or an array of them."""
+    return sum(values >> value & 1 for value in RowValue)
+
+
+def place_of_value(values: Array, value: RowValue) -> Array:
+    """Returns the place of a value among those of a row whose slot has the bits `values`."""
+    return num_values(values & ((1 << value) - 1))
+
+
+def layout(xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_more: Array) -> Layout:
     """Returns the payload's layout, from four integer arrays [B] of one dtype; see `sections`."""
-    starts, sizes = sections(xp, num_tokens, num_rows, columns, num_chosen)
+    starts, sizes = sections(xp, num_tokens, num_rows, columns, num_more)
     ends = xp.cumsum(sizes, dtype=sizes.dtype) + (HEADER_WORDS + SLOT_WORDS * num_tokens.shape[0])
     return Layout(*(starts + (ends - sizes)[:, None]), ends[-1])  # type: ignore[call-arg]
 
 
 def sections(
-    xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_chosen: Array
+    xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_more: Array
 ) -> tuple[Array, Array]:
     """Returns the four sections after the slots, which `Layout` names, in words.
 
     Args:
-      num_tokens, num_rows, columns, num_chosen: integer arrays [B] of one dtype. int64 holds the
+      num_tokens, num_rows, columns, num_more: integer arrays [B] of one dtype. int64 holds the
         sums of any field values, as a reader of untrusted bytes needs. int32, the integer of
-        traced code, is enough for checked values.
+        traced code, is enough for checked values. `num_more` counts what a row has behind its
+        columns: chosen ids, and values of the row.
 
     Returns:
       [4, B] the start of each slot's values within each section, and [4] the sections' sizes.
     """
     rows = num_rows * (columns > 0).astype(columns.dtype)
-    sizes = xp.array([num_tokens, num_rows, rows * (columns + num_chosen), rows * (columns - 1)])
+    sizes = xp.array([num_tokens, num_rows, rows * (columns + num_more), rows * (columns - 1)])
     ends = xp.cumsum(sizes, axis=1, dtype=sizes.dtype)
     return ends - sizes, sizes.sum(axis=1, dtype=sizes.dtype)
 
@@ -231,7 +250,7 @@ def kept_rows(xp: Any, state: Array, num_tokens: Array, kept: Array) -> Array:
 def words_bound(
     num_tokens: Sequence[int],
     columns: Sequence[int],
-    num_chosen: Sequence[int],
+    num_more: Sequence[int],
     kept: Sequence[int | None] | None = None,
 ) -> int:
     """Returns the most words that slots with these counts [B] can fill.
@@ -239,21 +258,38 @@ def words_bound(
     Args:
       num_tokens: the most tokens that each slot can emit, its drafts plus one.
       columns: columns of each slot, 0 without logprobs.
-      num_chosen: chosen token ids of each slot.
+      num_more: chosen token ids and values of a row of each slot.
       kept: the most kept ids of a token of each slot; None for a slot without kept sets, or for
         all slots.
     """
     words = HEADER_WORDS
     most = [None] * len(num_tokens) if kept is None else kept
-    for tokens, cols, chosen, ids in zip(num_tokens, columns, num_chosen, most, strict=True):
+    for tokens, cols, more, ids in zip(num_tokens, columns, num_more, most, strict=True):
         rows = tokens if cols > 0 else 0
-        words += SLOT_WORDS + tokens + rows * (2 * cols + chosen)
+        words += SLOT_WORDS + tokens + rows * (2 * cols + more)
         if ids is not None:
             words += tokens * (2 + ids)
     return words
 
 
-def message_bound(num_slots: int, positions: int, prompt_tokens: int, vocab_size: int) -> int:
+class Limits(NamedTuple):
+    """What a row of a message has at most, by what requests may ask for.
+
+    Attributes:
+      columns: of an emitted token's logprobs, 0 without.
+      more: its chosen ids and values.
+      kept: its kept ids; None without kept sets.
+      prompt_columns, prompt_chosen: of a row of a prompt; 0 without.
+    """
+
+    columns: int
+    more: int
+    kept: int | None
+    prompt_columns: int
+    prompt_chosen: int
+
+
+def message_bound(num_slots: int, positions: int, prompt_tokens: int, limits: Limits) -> int:
     """Returns the words of a worker's longest message, whatever its requests ask for.
 
     A step's is whole. A chunk of a prompt has `PROMPT_WORDS` at most, or a step's: with a large K
@@ -263,19 +299,21 @@ def message_bound(num_slots: int, positions: int, prompt_tokens: int, vocab_size
       num_slots: of the worker.
       positions: tokens that a step can emit in each slot.
       prompt_tokens: the most that one chunk can have.
-      vocab_size: V.
+      limits: of the rows.
     """
-    columns = min(MAX_TOP_K, vocab_size) + 1
-    every = [1] * num_slots
     step = words_bound(
         [positions] * num_slots,
-        [columns] * num_slots,
-        [MAX_CHOSEN] * num_slots,
-        [min(MAX_KEPT, vocab_size)] * num_slots,
+        [limits.columns] * num_slots,
+        [limits.more] * num_slots,
+        [limits.kept] * num_slots,
     )
-    tokens = [prompt_tokens, *[0] * (num_slots - 1)]
-    chunk = words_bound(tokens, [columns, *every[1:]], [MAX_CHOSEN, *every[1:]])
-    return max(step, min(chunk, PROMPT_WORDS))
+    others = [0] * (num_slots - 1)
+    chunk = words_bound(
+        [prompt_tokens, *others],
+        [limits.prompt_columns, *others],
+        [limits.prompt_chosen, *others],
+    )
+    return max(step, min(chunk, PROMPT_WORDS) if limits.prompt_columns else 0)
 
 
 def failed_checks(error_checks: int) -> list[str]:

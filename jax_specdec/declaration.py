@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax_specdec.beside.ipc  # noqa: F401
-from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
-from jax_specdec.requests import MAX_BIASED_IDS, MAX_HELD_IDS, SamplingParams
+from ipc import wire
+from ipc.wire import MAX_CHOSEN, MAX_CHOSEN_OF_ROW, MAX_KEPT, MAX_TOP_K, LogprobsMode
+from jax_specdec.requests import MAX_BIASED_IDS, MAX_HELD_IDS, ROW_VALUES, SamplingParams
 
 MAX_CHANGED_IDS = max(MAX_BIASED_IDS, MAX_HELD_IDS)
 # What a request that needs a field asks for.
@@ -21,8 +22,11 @@ _ASKING = {
     "max_extra_token_ids": "{} extra_token_ids",
     "max_logprobs_mode": "logprobs_mode = {}",
     "kept_token_ids": "kept_token_ids",
+    "entropy": "entropy",
+    "log_sum_exp": "log_sum_exp",
     "draft_logprobs": "draft_logprobs",
     "max_logprobs_of_prompts": "prompt_logprobs = {}",
+    "max_extra_token_ids_of_prompts": "{} prompt_extra_token_ids for each token",
     "max_changed_ids": "{} token ids in logit_bias or held back by min_tokens",
     "penalties": "a penalty",
     "grammars": "a structured text",
@@ -60,8 +64,11 @@ class Serves:
       max_extra_token_ids: its `extra_token_ids`.
       max_logprobs_mode: the costliest `logprobs_mode`: raw, scaled, processed.
       kept_token_ids: the ids that each token was drawn among.
+      entropy, log_sum_exp: these values of the rows of emitted tokens.
       draft_logprobs: logprobs of drafts; without a drafter that draws, nothing is compiled for it.
       max_logprobs_of_prompts: `prompt_logprobs` of a request; None for none.
+      max_extra_token_ids_of_prompts: ids that `prompt_extra_token_ids` names for each token; 0 for
+        none. Lists for all positions count there, too, but need no declaration of their own.
       max_changed_ids: token ids in its `logit_bias`, and those that `min_tokens` holds back; 0 for
         neither.
       penalties: presence, frequency and repetition.
@@ -77,8 +84,11 @@ class Serves:
     max_extra_token_ids: int = 16
     max_logprobs_mode: LogprobsMode = LogprobsMode.RAW
     kept_token_ids: bool = False
+    entropy: bool = False
+    log_sum_exp: bool = False
     draft_logprobs: bool = False
     max_logprobs_of_prompts: int | None = 20
+    max_extra_token_ids_of_prompts: int = 0
     max_changed_ids: int = 300  # as many as OpenAI allows
     penalties: bool = True
     grammars: bool = True
@@ -89,6 +99,7 @@ class Serves:
             "max_logprobs": MAX_TOP_K,
             "max_extra_token_ids": MAX_CHOSEN,
             "max_logprobs_of_prompts": MAX_TOP_K,
+            "max_extra_token_ids_of_prompts": MAX_CHOSEN_OF_ROW,
             "max_changed_ids": MAX_CHANGED_IDS,
         }
         for field in fields(self):
@@ -120,6 +131,31 @@ class Serves:
             **{name: _larger(getattr(self, name), getattr(more, name)) for name in _LEAST}
         )
 
+    @property
+    def num_prompt_chosen(self) -> int:
+        """The most ids that a row of a prompt's logprobs names."""
+        return max(self.max_extra_token_ids, self.max_extra_token_ids_of_prompts)
+
+    def limits(self, vocab_size: int) -> wire.Limits:
+        """What the rows of messages have at most, which bounds a ring's messages."""
+
+        def columns(k: int | None) -> int:
+            return 0 if k is None else min(k, vocab_size) + 1
+
+        has_rows = self.max_logprobs is not None
+        return wire.Limits(
+            columns=columns(self.max_logprobs),
+            more=self.max_extra_token_ids + wire.num_values(self.row_values) if has_rows else 0,
+            kept=min(MAX_KEPT, vocab_size) if self.kept_token_ids else None,
+            prompt_columns=columns(self.max_logprobs_of_prompts),
+            prompt_chosen=self.num_prompt_chosen,
+        )
+
+    @property
+    def row_values(self) -> int:
+        """The values of a row that are served, as bits of `RowValue`."""
+        return sum(getattr(self, name) << value for name, value in ROW_VALUES.items())
+
     def excess(self, params: SamplingParams) -> Excess | None:
         """What a request asks for beyond this, the first of it; None where it is served."""
         for name, value in _needs(params):
@@ -138,8 +174,12 @@ def _needs(params: SamplingParams) -> Iterator[tuple[str, Any]]:
     if params.num_columns or params.prompt_logprobs is not None:
         yield "max_logprobs_mode", params.logprobs_mode
     yield "kept_token_ids", params.kept_token_ids
+    yield "entropy", params.entropy
+    yield "log_sum_exp", params.log_sum_exp
     yield "draft_logprobs", params.draft_logprobs
     yield "max_logprobs_of_prompts", params.prompt_logprobs
+    named = params.prompt_extra_token_ids
+    yield "max_extra_token_ids_of_prompts", 0 if named is None else named.width
     yield "max_changed_ids", max(len(params.logit_bias), held)
     yield "penalties", params.penalizes
     yield "grammars", params.structured is not None
@@ -156,13 +196,16 @@ def _shown(value: Any) -> str:
 
 _LEAST: dict[str, Any] = {
     "sampling": False, "max_logprobs": None, "max_extra_token_ids": 0,
-    "max_logprobs_mode": LogprobsMode.RAW, "kept_token_ids": False, "draft_logprobs": False,
-    "max_logprobs_of_prompts": None, "max_changed_ids": 0, "penalties": False, "grammars": False,
+    "max_logprobs_mode": LogprobsMode.RAW, "kept_token_ids": False, "entropy": False,
+    "log_sum_exp": False, "draft_logprobs": False,
+    "max_logprobs_of_prompts": None, "max_extra_token_ids_of_prompts": 0, "max_changed_ids": 0,
+    "penalties": False, "grammars": False,
 }  # fmt: skip
 USUAL = Serves()
 EVERYTHING = Serves(
     sampling=True, max_logprobs=MAX_TOP_K, max_extra_token_ids=MAX_CHOSEN,
-    max_logprobs_mode=LogprobsMode.PROCESSED, kept_token_ids=True, draft_logprobs=True,
-    max_logprobs_of_prompts=MAX_TOP_K, max_changed_ids=MAX_CHANGED_IDS, penalties=True,
-    grammars=True,
+    max_logprobs_mode=LogprobsMode.PROCESSED, kept_token_ids=True, entropy=True, log_sum_exp=True,
+    draft_logprobs=True,
+    max_logprobs_of_prompts=MAX_TOP_K, max_extra_token_ids_of_prompts=MAX_CHOSEN_OF_ROW,
+    max_changed_ids=MAX_CHANGED_IDS, penalties=True, grammars=True,
 )  # fmt: skip

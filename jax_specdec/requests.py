@@ -3,6 +3,7 @@
 Values are checked here, once, at the boundary: all code behind it relies on these limits.
 """
 
+import copy
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,17 @@ from operator import index
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 import jax_specdec.beside.ipc  # noqa: F401
-from ipc.wire import MAX_CHOSEN, MAX_KEPT, MAX_TOP_K, LogprobsMode
+from ipc.wire import (
+    MAX_CHOSEN,
+    MAX_CHOSEN_OF_ROW,
+    MAX_KEPT,
+    MAX_TOP_K,
+    LogprobsMode,
+    RowValue,
+)
 
 # Below the range, the rounding of float32 logits (1e-6 near 16) changes probabilities by per cents:
 # use greedy. Above it, logits that differ by 100 change probabilities by 1 %: use a uniform draw.
@@ -24,6 +33,8 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_BIAS_SIZE = 100.0  # of a token's logit_bias, either way, as in OpenAI's API
 MAX_BIASED_IDS = 1024  # entries of logit_bias
 MAX_HELD_IDS = 1024  # stop token ids of a request with min_tokens
+# By the field that asks for it, which is also its name in records and answers.
+ROW_VALUES = {value.name.lower(): value for value in RowValue}
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 MAX_STRUCTURE = 1 << 16  # characters of one: it is compiled for every request
 
@@ -43,6 +54,23 @@ class Structured(NamedTuple):
 
     kind: str
     text: str
+
+
+class TokenIdRows(NamedTuple):
+    """Token ids of each of n rows, equally many: an array that compares, hashes and travels.
+
+    Attributes:
+      data: [n, width] int32 in this machine's byte order.
+      width: ids of a row.
+    """
+
+    data: bytes
+    width: int
+
+    @property
+    def array(self) -> NDArray[np.int32]:
+        """[n, width] int32, read-only."""
+        return np.frombuffer(self.data, np.int32).reshape(-1, self.width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +95,16 @@ class SamplingParams:
       draft_logprobs: also send the draft model's logprobs of the drafts.
       prompt_logprobs: None for none; K for each prompt token's logprob and rank, given the tokens
         before it, and the K most likely there. The first prompt token has none.
+      prompt_logprobs_start: the place in the prompt, from 0, of the first token whose row is sent.
+        Tokens before it are run, or taken from a cache, and not scored. Place 0 has no row, so 0
+        and 1 are all rows.
+      prompt_extra_token_ids: [n, C] ids, C at most 512: row i names those whose logprobs are wanted
+        at the prompt's i-th scored token, as a teacher's top K, in place of `extra_token_ids`.
+        Nested lists or an array; kept as `TokenIdRows`. n is the number of rows that are sent.
       kept_token_ids: also send the ids that each emitted token's processed distribution kept, and
         the log of their share: what a learner needs to score the token as it was drawn.
+      entropy, log_sum_exp: also send the entropy of the distribution at each emitted token, in
+        nats, and the logarithm of the sum of exp(logit / T) over it; in the mode of the logprobs.
       presence_penalty: taken from the logits of tokens that were emitted before, -2 to 2.
       frequency_penalty: taken from them for each time that they were emitted, -2 to 2.
       repetition_penalty: a positive logit of a token of the prompt or of those emitted before is
@@ -95,7 +131,11 @@ class SamplingParams:
     extra_token_ids: tuple[int, ...] = ()
     draft_logprobs: bool = False
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
+    prompt_extra_token_ids: TokenIdRows | None = None
     kept_token_ids: bool = False
+    entropy: bool = False
+    log_sum_exp: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -126,15 +166,31 @@ class SamplingParams:
             _whole("logprobs", self.logprobs, 0, MAX_TOP_K)
         if self.prompt_logprobs is not None:
             _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_K)
+        _whole("prompt_logprobs_start", self.prompt_logprobs_start, 0, MAX_TOKEN_ID)
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise RequestError(
+                f"prompt_logprobs_start = {self.prompt_logprobs_start} needs prompt_logprobs: ask "
+                "for prompt_logprobs = 0 at least, or leave the start out"
+            )
+        if self.prompt_extra_token_ids is not None:
+            if self.prompt_logprobs is None:
+                raise RequestError(
+                    "prompt_extra_token_ids need prompt_logprobs: ask for prompt_logprobs = 0 at "
+                    "least"
+                )
+            rows = token_id_rows(self.prompt_extra_token_ids)
+            object.__setattr__(self, "prompt_extra_token_ids", rows)
         if len(self.extra_token_ids) > MAX_CHOSEN:
             raise RequestError(
                 f"{len(self.extra_token_ids)} extra_token_ids; a request may name {MAX_CHOSEN}"
             )
         if self.extra_token_ids and self.logprobs is None:
             raise RequestError("extra_token_ids need logprobs: ask for logprobs = 0 at least")
-        for name in ("draft_logprobs", "kept_token_ids"):
+        for name in ("draft_logprobs", "kept_token_ids", *ROW_VALUES):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} = {getattr(self, name)!r} must be True or False")
+        if self.logprobs is None and (values := [n for n in ROW_VALUES if getattr(self, n)]):
+            raise RequestError(f"{values[0]} needs logprobs: ask for logprobs = 0 at least")
         if any(len(sequence) == 0 for sequence in self.stop_sequences):
             raise RequestError("an empty stop sequence would end every request at once")
         for name, low, high in (
@@ -173,6 +229,33 @@ class SamplingParams:
     def num_columns(self) -> int:
         """Columns of logprobs in each row: 0 without logprobs, K + 1 otherwise."""
         return 0 if self.logprobs is None else self.logprobs + 1
+
+    @property
+    def num_prompt_chosen(self) -> int:
+        """Ids that each row of the prompt's logprobs names, beside the top K."""
+        rows = self.prompt_extra_token_ids
+        return len(self.extra_token_ids) if rows is None else rows.width
+
+    @property
+    def of_prompt(self) -> "SamplingParams":
+        """What a prompt's rows have, as if its tokens were emitted: its K, and no values or sets.
+
+        Of extra token ids only the number counts.
+        """
+        named = copy.copy(self)
+        changes: dict[str, Any] = dict.fromkeys(("kept_token_ids", *ROW_VALUES), False)
+        changes |= {
+            "logprobs": self.prompt_logprobs,
+            "extra_token_ids": (0,) * self.num_prompt_chosen,
+        }
+        for name, value in changes.items():
+            object.__setattr__(named, name, value)
+        return named
+
+    @property
+    def row_values(self) -> int:
+        """The values of a row that come with the emitted tokens, as bits of `RowValue`."""
+        return sum(getattr(self, name) << value for name, value in ROW_VALUES.items())
 
     @property
     def penalizes(self) -> bool:
@@ -214,6 +297,7 @@ class Request:
         ids = _ids("prompt_token_ids", self.prompt_token_ids)
         if not ids:
             raise RequestError(f"request {self.id!r} has an empty prompt: give it one token")
+        _check_start(self.id, len(ids), self.params)
         object.__setattr__(self, "prompt_token_ids", ids)
         object.__setattr__(self, "_packed", packed(ids))
 
@@ -231,6 +315,7 @@ class Request:
         if not ids:
             raise RequestError(f"request {id!r} has an empty prompt: give it one token")
         _whole("num_emitted", num_emitted, 0, len(ids) - 1)
+        _check_start(id, len(ids), params)
         known = {"_packed": prompt, "_num_emitted": num_emitted}
         return cls._made(id=id, prompt_token_ids=ids, params=params, **known)
 
@@ -245,6 +330,13 @@ class Request:
         """How many tokens at the prompt's end were emitted for it: it goes on elsewhere."""
         count: int = self.__dict__.get("_num_emitted", 0)
         return count
+
+    @property
+    def first_scored(self) -> int | None:
+        """The place of the first prompt token whose logprobs are wanted, from 1; None for none."""
+        if self.params.prompt_logprobs is None:
+            return None
+        return max(self.params.prompt_logprobs_start, 1)
 
     @property
     def packed_prompt(self) -> bytes:
@@ -267,6 +359,22 @@ class _Continued(Request):
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         return unpacked(self.packed_prompt)
+
+
+def _check_start(id: str, length: int, params: SamplingParams) -> None:
+    """Refuse a prompt's logprobs from behind its end on."""
+    start = params.prompt_logprobs_start
+    if start and start >= length:
+        raise RequestError(
+            f"request {id!r}: prompt_logprobs_start = {start} is beyond the prompt, whose last "
+            f"token is at place {length - 1}: start there or before, or leave prompt_logprobs out"
+        )
+    named, due = params.prompt_extra_token_ids, length - max(start, 1)
+    if named is not None and len(named.data) != 4 * named.width * due:
+        raise RequestError(
+            f"request {id!r}: prompt_extra_token_ids has {len(named.array)} rows for the {due} "
+            f"tokens that are scored, from place {max(start, 1)} on: give each of them a row"
+        )
 
 
 def packed(ids: tuple[int, ...]) -> bytes:
@@ -295,6 +403,33 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
         if type(id) is not int or not 0 <= id <= MAX_TOKEN_ID:
             _whole(name, id, 0, MAX_TOKEN_ID)  # which accepts NumPy's integers
     return tuple(map(index, ids))
+
+
+def token_id_rows(value: Any) -> TokenIdRows:
+    """Ids [n, C], each row a token's own, of an array or nested sequences.
+
+    Raises:
+      RequestError: they are no token ids, or rows have several lengths, none or more than 512.
+    """
+    name = "prompt_extra_token_ids"
+    try:
+        if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], bytes):
+            value = TokenIdRows(*value).array
+        ids = np.asarray(value)
+    except ValueError:  # lists of several lengths, or bytes that are no such rows
+        ids = np.empty(0)
+    if ids.ndim != 2 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise RequestError(
+            f"{name} must be token ids [n, C]: a list of equally many ids for each scored token"
+        )
+    if not 1 <= ids.shape[1] <= MAX_CHOSEN_OF_ROW:
+        raise RequestError(
+            f"{name} names {ids.shape[1]} ids for each token and may name from 1 to "
+            f"{MAX_CHOSEN_OF_ROW}: ask for the others in another request"
+        )
+    for bound in (int(ids.min(initial=0)), int(ids.max(initial=0))):
+        _whole(name, bound, 0, MAX_TOKEN_ID)
+    return TokenIdRows(np.ascontiguousarray(ids, np.int32).tobytes(), ids.shape[1])
 
 
 def biases_of_json(value: Mapping[str, Any]) -> tuple[tuple[int, Any], ...]:

@@ -97,7 +97,7 @@ def add_logprobs(logits_output: Any, sampling_metadata: Any, token_ids: jax.Arra
     Args:
       logits_output: whose `next_token_logits` are [B, V].
       sampling_metadata: with `top_logprobs_nums` (k of each request, up to 512) and
-        `token_ids_logprobs` (ids of each request, up to 128, or None).
+        `token_ids_logprobs` (ids of each request, up to 512, or None).
       token_ids: [B] int32, which were drawn.
 
     Raises:

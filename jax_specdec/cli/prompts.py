@@ -49,7 +49,8 @@ class Prompt:
         """A hash of ids, parameters and `settings`, which recognizes a record of this request."""
         params = dataclasses.asdict(self.request.params)
         hashed = [self.request.prompt_token_ids, params, settings, *self.stops]
-        return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:16]
+        text = json.dumps(hashed, default=bytes.hex)  # of ids that are packed
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_prompts(

@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 import jax_specdec.beside.ipc  # noqa: F401
-from ipc.wire import MAX_CHOSEN, MAX_TOP_K, LogprobsMode
+from ipc.wire import MAX_CHOSEN, MAX_CHOSEN_OF_ROW, MAX_TOP_K, LogprobsMode
 from jax_specdec.cli.argument_types import integer
 from jax_specdec.declaration import MAX_CHANGED_IDS, USUAL, Serves
 
@@ -18,8 +18,11 @@ HELP = {
     "max_extra_token_ids": "extra_token_ids of a request",
     "max_logprobs_mode": "the costliest mode of logprobs",
     "kept_token_ids": "requests for the ids that each token was drawn among",
+    "entropy": "requests for the entropy at each token",
+    "log_sum_exp": "requests for the log-sum-exp at each token",
     "draft_logprobs": "requests for the logprobs of drafts",
     "max_logprobs_of_prompts": "prompt_logprobs, and logprobs with echo; or none",
+    "max_extra_token_ids_of_prompts": "prompt_extra_token_ids of a token",
     "max_changed_ids": "token ids in logit_bias, or held back by min_tokens",
     "penalties": "requests with a presence, frequency or repetition penalty",
     "grammars": "tools, response_format and structured_outputs",
@@ -29,6 +32,7 @@ LIMITS = {
     "max_logprobs": MAX_TOP_K,
     "max_extra_token_ids": MAX_CHOSEN,
     "max_logprobs_of_prompts": MAX_TOP_K,
+    "max_extra_token_ids_of_prompts": MAX_CHOSEN_OF_ROW,
     "max_changed_ids": MAX_CHANGED_IDS,
 }
 

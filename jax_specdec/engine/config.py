@@ -226,9 +226,9 @@ class EngineConfig(WorkerConfig):
 
     @property
     def message_bytes(self) -> int:
-        """Size of the largest message: every slot sends all that a request may ask for."""
-        sizes = (self.num_slots, self.num_drafts + 1, self.prefill_chunk, self.vocab_size)
-        return wire.WORD_BYTES * wire.message_bound(*sizes)
+        """Size of the largest message: every slot sends all that is served."""
+        sizes = (self.num_slots, self.num_drafts + 1, self.prefill_chunk)
+        return wire.WORD_BYTES * wire.message_bound(*sizes, self.serves.limits(self.vocab_size))
 
 
 def check(request: Request, config: EngineConfig) -> None:
@@ -243,7 +243,11 @@ def check(request: Request, config: EngineConfig) -> None:
     prompt = np.frombuffer(request.packed_prompt, np.int32)
     extra = np.array(params.extra_token_ids, np.int32)
     biased = np.array([id for id, _ in params.logit_bias], np.int32)
-    for name, named in (("prompt", prompt), ("extra", extra), ("logit_bias", biased)):
+    named_rows = params.prompt_extra_token_ids
+    of_rows = np.frombuffer(b"" if named_rows is None else named_rows.data, np.int32)
+    for name, named in (
+        ("prompt", prompt), ("extra", extra), ("prompt_extra", of_rows), ("logit_bias", biased)
+    ):  # fmt: skip
         if named.size and not 0 <= int(named.min()) <= int(named.max()) < config.vocab_size:
             wrong = int(named[(named < 0) | (named >= config.vocab_size)][0])
             raise RequestError(

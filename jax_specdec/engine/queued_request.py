@@ -54,8 +54,9 @@ class QueuedRequest:
             for number in (request.params.max_tokens, request.params.min_tokens)
         )
         params = replace(
-            request.params, max_tokens=left, min_tokens=max(least, 0), prompt_logprobs=None
-        )
+            request.params, max_tokens=left, min_tokens=max(least, 0), prompt_logprobs=None,
+            prompt_logprobs_start=0, prompt_extra_token_ids=None,
+        )  # fmt: skip
         return request.continued(emitted, params)
 
 

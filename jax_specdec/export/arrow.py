@@ -1,8 +1,8 @@
 """Columns as Arrow tables and Parquet files (extra `arrow`).
 
 There are two tables: one row a token, and one row a request; or a single one, one row a sequence,
-with lists of what its tokens have. NaN is the logprob of an invalid row; what was not asked for or
-is not known is null.
+with lists of what its tokens have. NaN is the logprob of an invalid row, which has no entropy; what
+was not asked for or is not known is null.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ from jax_specdec.export.token_columns import (
 )
 from jax_specdec.kept_sets import KeptSets, offsets_of
 from jax_specdec.records.batch import FinishReason
+from jax_specdec.requests import ROW_VALUES
 
 TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"
 _NUMBERS = [name for name in TOKEN_COLUMNS if name not in ("request", "kind")]
@@ -47,6 +48,8 @@ def tokens_table(columns: TokenColumns) -> Any:
     for name in [*TOKEN_COLUMNS][1:]:
         values, told = getattr(columns, name), KNOWN_BY.get(name)
         unknown = None if told is None else getattr(columns, told) == -1
+        if name in ROW_VALUES:
+            unknown = np.isnan(values)
         found[name] = words(values, KINDS) if name == "kind" else pa.array(values, mask=unknown)
     for name in TOKEN_LISTS:
         ragged = getattr(columns, name)

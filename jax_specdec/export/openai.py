@@ -96,24 +96,33 @@ def echoed_logprobs(
 
 
 def prompt_logprobs(rows: PromptRows, table: TokenTable) -> list[dict[str, Any] | None]:
-    """The chat format's entries for a prompt, with None for its first token: an extension.
+    """The chat format's entries for a prompt, from `rows.start` on: an extension.
 
-    `rows` begin with the second token, as nothing predicts the first.
+    Where `rows` begin with the second token, None stands before them for the first: nothing
+    predicts it.
     """
-    return [None, *_chat_rows(rows, table)]
+    first = [None] if rows.start == 1 else []
+    return [*first, *_chat_rows(rows, table)]
+
+
+def prompt_chosen_logprobs(rows: PromptRows) -> list[list[float | None]]:
+    """The logprobs of the ids that each row of a prompt names, as JSON has them."""
+    return [[json_number(x) for x in row] for row in rows.chosen_logprobs.tolist()]
 
 
 def joined_prompt(parts: Sequence[PromptRows], k: int) -> PromptRows:
-    """The rows of a whole prompt but its first token, with K = `k` at most and no chosen ids."""
+    """All rows that came of a prompt, with K = `k` at most."""
     empty = np.empty(0, np.int32)
     token_ids = np.concatenate([empty, *(part.token_ids for part in parts)])
     return PromptRows(
-        start=1,
+        start=parts[0].start if parts else 1,
         token_ids=token_ids,
         logprobs=np.concatenate(
             [np.empty((0, k + 1), np.float32), *(part.logprobs[:, : k + 1] for part in parts)]
         ),
-        chosen_logprobs=np.empty((len(token_ids), 0), np.float32),
+        chosen_logprobs=np.concatenate(
+            [part.chosen_logprobs for part in parts] or [np.empty((0, 0), np.float32)]
+        ),
         token_ranks=np.concatenate([empty, *(part.token_ranks for part in parts)]),
         topk_ids=np.concatenate(
             [np.empty((0, k), np.int32), *(part.topk_ids[:, :k] for part in parts)]
@@ -209,6 +218,10 @@ def _whole(
     extension = request_extension(request, records, table) | speculation(records, table)
     if prompt is not None:
         extension["prompt_logprobs"] = prompt_logprobs(prompt, table)
+        if prompt.start > 1:
+            extension["prompt_logprobs_start"] = prompt.start
+        if request.params.prompt_extra_token_ids is not None:
+            extension["prompt_chosen_logprobs"] = prompt_chosen_logprobs(prompt)
     reason = finish_reason(records[-1].finish_reason) if records else None
     written = sum(record.num_tokens for record in records)
     return {

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_specdec.records.batch import Statistics
 from jax_specdec.records.record import Record
-from jax_specdec.requests import Request
+from jax_specdec.requests import ROW_VALUES, Request
 from jax_specdec.text.detokenize import TokenTable
 
 NEGATIVE_INFINITY = -9999.0  # what OpenAI's API uses for "very unlikely"
@@ -18,10 +18,10 @@ def speculation(records: Sequence[Record], table: TokenTable) -> dict[str, Any]:
     `by_step` has one object for each step with tokens, which says the version of the weights. Every
     other key has one value a token: `token_ids` and `token_kinds` (see the function) always;
     `token_ranks` (1 the most likely, 0 an invalid row) and `topk_ids` (without missing ones) where
-    logprobs were asked for;
-    `chosen_logprobs` where the request named `extra_token_ids`; `kept_counts`, `kept_ids` and
-    `log_kept` where it asked for kept sets; and where no logprobs were asked for, `tokens`, the
-    strings that the logprobs would have.
+    logprobs were asked for; `chosen_logprobs` where the request named `extra_token_ids`; `entropy`
+    and `log_sum_exp` where it asked for them; `kept_counts`, `kept_ids` and `log_kept` where it
+    asked for kept sets; and where no logprobs were asked for, `tokens`, the strings that the
+    logprobs would have.
     """
     result: dict[str, Any] = {"token_ids": [], "token_kinds": [], "by_step": []}
     for record in records:
@@ -125,6 +125,9 @@ def _columns(record: Record, table: TokenTable) -> dict[str, list[Any]]:
         "topk_ids": _existing(topk_ids.tolist()),
         **kept,
     }
+    for name in ROW_VALUES:
+        if (values := getattr(record, name)) is not None:
+            columns[name] = [json_number(value) for value in values.tolist()]
     if record.request.params.extra_token_ids:
         columns["chosen_logprobs"] = _numbers(chosen.tolist())
     return columns

@@ -147,14 +147,18 @@ def _shown(response: Any, choice: Any, name: str, strings: Strings) -> Shown:
 def _add_prompt(rows: _Rows, response: Any, choice: Any, extension: Any) -> int:
     """Add the prompt's tokens where their logprobs are known; returns how many there are."""
     if entries := extension.get("prompt_logprobs"):
-        known = entries[1:]
+        # What was not scored is one token: the first, or all up to where the rows start.
+        start = int(extension.get("prompt_logprobs_start") or 1)
+        known = entries if start > 1 else entries[1:]
         rows.tokens.append(_first_token(str(extension.get("prompt") or ""), known))
         rows.logprobs.append(None)
         rows.add_top(None)
         _add_chat(rows, known)
         ids = extension.get("prompt_token_ids") or []
-        rows.ids += ids if len(ids) == len(entries) else [UNKNOWN] * len(entries)
-        rows.ranks += [UNKNOWN] * len(entries)
+        first = ids[:1] if start == 1 else [UNKNOWN]
+        unknown = [UNKNOWN] * (1 + len(known))
+        rows.ids += [*first, *ids[start:]] if len(ids) == start + len(known) else unknown
+        rows.ranks += unknown
     elif entries := choice.get("prompt_logprobs") or response.get("prompt_logprobs"):
         for entry in entries:  # vLLM's: {id: {"logprob", "rank", "decoded_token"}}, its own first
             _add_by_id(rows, entry or {})
@@ -162,7 +166,7 @@ def _add_prompt(rows: _Rows, response: Any, choice: Any, extension: Any) -> int:
 
 
 def _first_token(prompt: str, known: Sequence[Any]) -> str:
-    """The string of a prompt's first token: what the others leave of the text."""
+    """The string of what comes before the known tokens: what these leave of the text."""
     rest = b"".join(bytes(entry["bytes"] or ()) for entry in known)
     text = prompt.encode(errors="surrogatepass")
     return text.removesuffix(rest).decode(errors="replace") if text.endswith(rest) else ""

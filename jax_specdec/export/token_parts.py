@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ipc import wire
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED
 from jax_specdec.kept_sets import KeptSets, cells, offsets_of, within
 from jax_specdec.records.batch import RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.record import Record
-from jax_specdec.requests import Request
+from jax_specdec.requests import ROW_VALUES, Request
 
 ACCEPTED, PLAIN = KINDS.index("accepted"), KINDS.index("plain")
 RECOVERED, BONUS = KINDS.index("recovered"), KINDS.index("bonus")
@@ -137,7 +138,7 @@ def _add_table(parts: Parts, spoken: Sequence[Spoken]) -> bool:
     requests = {id(batch.requests): batch.requests for batch, _, _ in spoken}
     asked = [one.params for each in requests.values() for one in each if one is not None]
     widths = {params.num_columns for params in asked}
-    if len(widths) > 1 or any(params.extra_token_ids for params in asked):
+    if len(widths) > 1 or any(params.extra_token_ids or params.row_values for params in asked):
         return False
     ids = np.concatenate([message.topk_ids for _, message, _ in spoken])
     if ids.size and int(ids.min()) < 0:  # fewer than K are finite
@@ -160,7 +161,7 @@ def _add_logprobs(parts: Parts, batch: RecordBatch, message: Message, total: int
     has = asked.repeat(counts)
     logprob = np.full(total, np.nan, np.float32)
     rank = np.full(total, NOT_ASKED, np.int32)
-    widths = (columns + message.num_chosen[slots]).repeat(counts)[has]
+    widths = (columns + message.num_more[slots]).repeat(counts)[has]
     begin = message.logprob_start[slots].repeat(counts)[has] + place[has] * widths
     logprob[has] = message.logprobs[begin]
     rank[has] = message.token_ranks[message.row_start[slots].repeat(counts)[has] + place[has]]
@@ -185,6 +186,19 @@ def _add_logprobs(parts: Parts, batch: RecordBatch, message: Message, total: int
     ] if chosen.any() else []  # fmt: skip
     ids = np.concatenate(named) if named else _NO_IDS
     _put_list(parts, "chosen", chosen, ids, values)
+    ends = first + columns.repeat(counts) + chosen
+    _add_values(parts, message, message.values[slots].repeat(counts), ends)
+
+
+def _add_values(
+    parts: Parts, message: Message, bits: NDArray[np.int64], begin: NDArray[np.int64]
+) -> None:
+    """Add the values of rows; `bits` [N] say which a token has, `begin` [N] where these begin."""
+    for name, value in ROW_VALUES.items():
+        has = (bits >> value & 1).astype(np.bool_)
+        values = np.full(len(bits), np.nan, np.float32)
+        values[has] = message.logprobs[(begin + wire.place_of_value(bits, value))[has]]
+        _put(parts, name, values)
 
 
 def _add_drafts(parts: Parts, batch: RecordBatch) -> None:

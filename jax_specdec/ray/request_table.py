@@ -182,10 +182,11 @@ class RequestTable:
         """Count the rows of a prompt's logprobs; BatchError where they do not go on."""
         begin, end = prompt_span(rows, row)
         start = rows.column(START)[row].as_py()
-        if end > begin and start != entry.prompt_rows + 1:
+        first = entry.request.first_scored or 1
+        if end > begin and start != entry.prompt_rows + first:
             raise BatchError(
                 f"request {entry.request.id!r}: logprobs of its prompt begin at token {start}, "
-                f"behind {entry.prompt_rows} rows"
+                f"behind {entry.prompt_rows} rows from token {first} on"
             )
         entry.prompt_rows += end - begin
 

@@ -73,7 +73,11 @@ def admit(
     ends_here = prefill and params.max_tokens > done + 1
     limit_reason = FinishReason.PREFILL_HANDOVER if ends_here else FinishReason.LENGTH
     row = row_format(
-        params.num_columns, len(params.extra_token_ids), params.logprobs_mode, params.kept_token_ids
+        params.num_columns,
+        len(params.extra_token_ids),
+        params.logprobs_mode,
+        params.kept_token_ids,
+        params.row_values,
     )
     history = stop_rules.history_needed(params)
     tail = columns.tail

@@ -15,6 +15,7 @@ from jax_specdec.records.batch import Counters, FinishReason
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
     KEPT_FORMAT,
+    VALUES_SHIFT,
     Phase,
     ProcessorError,
     ProcessorState,
@@ -23,7 +24,7 @@ from jax_specdec.records.processor_state import (
     is_newer,
     row_format,
 )
-from jax_specdec.requests import Request
+from jax_specdec.requests import ROW_VALUES, Request
 from jax_specdec.wording import pluralize
 
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
@@ -111,7 +112,9 @@ def check_rows(
       expected: [N] the requests' `row_format`.
       counts: [N] where the message has tokens of the slot's request; other slots are not checked.
     """
-    said = row_format(message.columns, message.num_chosen, message.mode, message.kept)
+    said = row_format(
+        message.columns, message.num_chosen, message.mode, message.kept, message.values
+    )
     wrong = said[slots] != expected
     if not wrong.any() or not (wrong & counts).any():
         return
@@ -119,7 +122,14 @@ def check_rows(
     request = requests[slot]
     assert request is not None
     params = request.params
-    if message.kept[slot] != expected[slots == slot] // KEPT_FORMAT:
+    due = int(expected[slots == slot][0])
+    if message.values[slot] != due >> VALUES_SHIFT:
+        raise ProcessorError(
+            f"slot {slot}: request {request.id!r} asked for {_names(due >> VALUES_SHIFT)} of each "
+            f"row; the {message.kind.name.lower()} message of step {message.step} has "
+            f"{_names(int(message.values[slot]))}: a worker sends what was asked for"
+        )
+    if bool(message.kept[slot]) != bool(due & KEPT_FORMAT):
         asked, sent = ("kept sets", "none") if params.kept_token_ids else ("no kept sets", "some")
         raise ProcessorError(
             f"slot {slot}: request {request.id!r} asked for {asked}; the message of step "
@@ -133,6 +143,10 @@ def check_rows(
         f"{message.step} has {message.columns[slot]}, {message.num_chosen[slot]} and "
         f"{LogprobsMode(message.mode[slot]).name}: a worker sends what was asked for"
     )
+
+
+def _names(values: int) -> str:
+    return ", ".join(name for name, value in ROW_VALUES.items() if values >> value & 1) or "nothing"
 
 
 def _count_strangers(
@@ -240,7 +254,7 @@ def cumulative(
     """[B] `before` plus the kept tokens' logprobs, added one by one in float64."""
     after = before.copy()
     columns = message.columns[slots]
-    width = columns + message.num_chosen[slots]
+    width = columns + message.num_more[slots]
     rows = kept * (columns > 0)
     ends = rows.cumsum()
     if ends.size and ends[-1]:

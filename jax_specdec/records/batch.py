@@ -192,7 +192,8 @@ class PromptRows:
       start: the first token's place in the prompt, from 1: nothing predicts the prompt's first one.
       token_ids: [n] int32.
       logprobs: [n, K+1] float32, the token itself first, then the top K.
-      chosen_logprobs: [n, C] float32, of the request's `extra_token_ids`.
+      chosen_logprobs: [n, C] float32, of the request's `prompt_extra_token_ids`, each row's own, or
+        without these of its `extra_token_ids`.
       token_ranks: [n] int32, 1 is the most likely token, 0 marks an invalid row.
       topk_ids: [n, K] int32, -1 where fewer than K are finite.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc import wire
-from ipc.wire import Kind, LogprobsMode, SlotState
+from ipc.wire import Kind, LogprobsMode, RowValue, SlotState
 from jax_specdec.kept_sets import KeptSets, offsets_of
 from jax_specdec.wording import pluralize
 
@@ -25,13 +25,15 @@ class MessageError(wire.WireError):
 _KINDS = frozenset(Kind)
 _HEADER = struct.Struct(f"<{wire.HEADER_WORDS}I")
 
+_MAX_CHOSEN = dict.fromkeys(Kind, wire.MAX_CHOSEN) | {Kind.PROMPT: wire.MAX_CHOSEN_OF_ROW}
+_EVERY_VALUE = sum(1 << value for value in RowValue)
 _LAST_STATE, _LAST_MODE = int(max(SlotState)), int(max(LogprobsMode))
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
 _TOKENS, _FIRST_TOKEN = int(SlotState.TOKENS), int(SlotState.PREFILL_FIRST_TOKEN)
 
-_DRAFTS, _KEPT = (list(wire.SLOT).index(name) for name in ("num_drafts", "kept"))
+_DRAFTS, _KEPT, _VALUES = (list(wire.SLOT).index(name) for name in ("num_drafts", "kept", "values"))
 
-# The slot fields as columns [9, 1]: one gather, shift and mask reads them all.
+# The slot fields as columns [10, 1]: one gather, shift and mask reads them all.
 _SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
 _SLOT_SHIFT = np.array([[field.shift] for field in wire.SLOT.values()], np.uint32)
 _SLOT_MASK = np.array([[field.maximum] for field in wire.SLOT.values()], np.uint32)
@@ -54,7 +56,7 @@ class Message:
     """One decoded message. Arrays are read-only views; axes: B slots, T tokens, R rows.
 
     `*_start` [B] are offsets of each slot's values in the payload array beside them; slot b's
-    logprobs are `logprobs[s : s + num_rows[b] * width[b]]` with `width = columns + num_chosen`,
+    logprobs are `logprobs[s : s + num_rows[b] * width[b]]` with `width = columns + num_more`,
     its top-K ids `topk_ids[s : s + num_rows[b] * (columns[b] - 1)]`.
     """
 
@@ -72,7 +74,9 @@ class Message:
     num_tokens: NDArray[np.int64]  # [B]
     num_rows: NDArray[np.int64]  # [B] tokens that have logprobs
     num_drafts: NDArray[np.int64]  # [B]
+    values: NDArray[np.int64]  # [B] bits of `RowValue`: what rows have behind their logprobs
     num_chosen: NDArray[np.int64]  # [B]
+    num_more: NDArray[np.int64]  # [B] chosen ids and values of a row
     generation: NDArray[np.int64]  # [B]
     token_ids: NDArray[np.int32]  # [T]
     token_start: NDArray[np.int64]  # [B]
@@ -96,16 +100,19 @@ class Message:
         """Slot `index`'s values with their shapes; convenient, and too slow for the hot path."""
         tokens, rows = int(self.num_tokens[index]), int(self.num_rows[index])
         columns, chosen = int(self.columns[index]), int(self.num_chosen[index])
+        more = int(self.num_more[index])
         at, row = int(self.token_start[index]), int(self.row_start[index])
         lp, top = int(self.logprob_start[index]), int(self.topk_start[index])
-        width, k = (columns + chosen, columns - 1) if columns else (0, 0)
+        width, k = (columns + more, columns - 1) if columns else (0, 0)
+        rows_of_slot = self.logprobs[lp : lp + rows * width].reshape(rows, width)
         kept = int(wire.kept_rows(np, self.state[index], self.num_tokens[index], 1))
         return SlotView(
             state=SlotState(int(self.state[index])),
             generation=int(self.generation[index]),
             token_ids=self.token_ids[at : at + tokens],
             token_ranks=self.token_ranks[row : row + rows],
-            logprobs=self.logprobs[lp : lp + rows * width].reshape(rows, width),
+            logprobs=rows_of_slot[:, : columns + chosen],
+            row_values=rows_of_slot[:, columns + chosen :],
             topk_ids=self.topk_ids[top : top + rows * k].reshape(rows, k),
             kept=self.kept_of(index, kept) if self.kept[index] else None,
         )
@@ -131,6 +138,7 @@ class SlotView:
     token_ids: NDArray[np.int32]  # [n]
     token_ranks: NDArray[np.int32]  # [r]
     logprobs: NDArray[np.float32]  # [r, columns + chosen]
+    row_values: NDArray[np.float32]  # [r, those of `RowValue` that the slot's bits name]
     topk_ids: NDArray[np.int32]  # [r, columns - 1]
     kept: KeptSets | None  # of the emitted tokens; None where the request asked for none
 
@@ -164,8 +172,11 @@ def decode(data: Any) -> Message:
     most: list[int] = columns.max(axis=1, initial=0).tolist()
     if not _plainly_right(header["kind"], header["max_num_logprobs"], columns, most):
         _check_slots(header["kind"], header["max_num_logprobs"], fields)
+    num_more = fields["num_chosen"]
+    if most[_VALUES]:
+        num_more = num_more + wire.num_values(fields["values"])
     starts, sizes = wire.sections(
-        np, fields["num_tokens"], fields["num_rows"], fields["columns"], fields["num_chosen"]
+        np, fields["num_tokens"], fields["num_rows"], fields["columns"], num_more
     )
     ids, ranks, logprobs, topk, end = itertools.accumulate(sizes.tolist(), initial=slots_end)
     kept_sets, kept_start = _NO_KEPT, fields["kept"]
@@ -183,6 +194,7 @@ def decode(data: Any) -> Message:
         process_rank=header["process_rank"],
         weights_version=header["weights_version"],
         **fields,
+        num_more=num_more,
         token_ids=words[ids:ranks].view(np.int32),
         token_start=token_start,
         token_ranks=words[ranks:logprobs].view(np.int32),
@@ -238,22 +250,22 @@ def _plainly_right(
 ) -> bool:
     """Whether a target message's slots are certainly valid; otherwise `_check_slots` decides.
 
-    This takes half the time, and is enough for a usual step: slots without chosen ids and without a
-    prefill's first token.
+    This takes half the time, and is enough for a usual step: slots without chosen ids, values of
+    rows and a prefill's first token.
 
     Args:
-      table: [9, B] the slots' fields, in the order of `wire.SLOT`.
-      most: [9] the largest value of each.
+      table: [10, B] the slots' fields, in the order of `wire.SLOT`.
+      most: [10] the largest value of each.
     """
-    state, _, _, columns, tokens, rows, drafts, _, _ = table
-    most_state, most_mode, _, most_columns, _, _, most_drafts, most_chosen, _ = most
+    state, _, _, columns, tokens, rows, drafts, _, _, _ = table
+    most_state, most_mode, _, most_columns, _, _, most_drafts, most_values, most_chosen, _ = most
     return (
         kind == Kind.TARGET
         and most_state < _FIRST_TOKEN
         and most_mode <= _LAST_MODE
         and most_columns <= max_num_logprobs + 1
         and most_drafts <= wire.MAX_DRAFTS
-        and not most_chosen
+        and not (most_chosen or most_values)
         and bool(
             (
                 ((state == _TOKENS) == (tokens > 0))
@@ -269,6 +281,7 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
     state, mode, columns = fields["state"], fields["mode"], fields["columns"]
     tokens, rows, chosen = fields["num_tokens"], fields["num_rows"], fields["num_chosen"]
     drafts, emits, has_rows = fields["num_drafts"], _EMITS[state], columns > 0
+    values = fields["values"]
     first = state == _FIRST_TOKEN
     if kind == Kind.TARGET:  # a + 1 of d + 1; a first token comes with every draft's id
         wrong_tokens = (
@@ -284,7 +297,8 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
         (fields["kept"] > (kind == Kind.TARGET), "kept", fields["kept"]),
         (columns > max_num_logprobs + 1, "columns", columns),
         (drafts > wire.MAX_DRAFTS, "num_drafts", drafts),
-        (chosen > has_rows * wire.MAX_CHOSEN, "num_chosen", chosen),
+        (chosen > has_rows * _MAX_CHOSEN[Kind(kind)], "num_chosen", chosen),
+        (values & ~(has_rows * (kind == Kind.TARGET) * _EVERY_VALUE) > 0, "values", values),
         (wrong_tokens, "num_tokens", tokens),
         (rows != np.where(first, tokens > 0, tokens) * has_rows, "num_rows", rows),
     )

@@ -25,7 +25,8 @@ class SlotContents:
     Attributes, beside the fields of `ipc.wire.SLOT`:
       token_ids: [n].
       token_ranks: [r], empty where `columns` is 0.
-      logprobs: [r, columns + num_chosen] float32, empty where `columns` is 0.
+      logprobs: [r, columns + num_chosen + values] float32, empty where `columns` is 0; the values
+        of a row that the bits `values` name come last.
       topk_ids: [r, columns - 1], empty where `columns` is 0.
       kept: the kept sets of the emitted tokens; None where they were not asked for.
     """
@@ -35,6 +36,7 @@ class SlotContents:
     mode: LogprobsMode = LogprobsMode.RAW
     num_drafts: int = 0
     columns: int = 0
+    values: int = 0
     num_chosen: int = 0
     token_ids: ArrayLike = field(default_factory=tuple)
     token_ranks: ArrayLike = field(default_factory=tuple)

@@ -55,7 +55,7 @@ def _tables(message: Message) -> tuple[NDArray[np.float32] | None, NDArray[np.in
     num_rows = len(message.token_ranks)
     if not num_rows:
         return None, None
-    columns, chosen = message.columns[message.num_rows > 0], message.num_chosen
-    if (columns != columns[0]).any() or chosen.any():
+    columns, more = message.columns[message.num_rows > 0], message.num_more
+    if (columns != columns[0]).any() or more.any():
         return None, None
     return message.logprobs.reshape(num_rows, -1), message.topk_ids.reshape(num_rows, -1)

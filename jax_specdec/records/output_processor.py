@@ -22,7 +22,7 @@ from jax_specdec.records.admission import admit, release
 from jax_specdec.records.batch import Counters, FinishReason, RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
-    KEPT_FORMAT,
+    DRAFT_FORMAT,
     Phase,
     ProcessorError,
     ProcessorState,
@@ -205,7 +205,7 @@ def _join(batch: RecordBatch, draft: Message) -> tuple[RecordBatch, int]:
     slots = np.where(inside, batch.slots, 0)
     joined = inside & (draft.generation[slots] == batch.generation) & (draft.num_tokens[slots] > 0)
     assert batch.row_format is not None  # of every step's records
-    expected = batch.row_format & ~KEPT_FORMAT
+    expected = batch.row_format & DRAFT_FORMAT
     apply_target.check_rows(draft, batch.requests, slots, expected, joined)
     late = _num_with_drafts(draft) - int(np.count_nonzero(joined))
     return replace(batch, draft=draft, joined=joined), late

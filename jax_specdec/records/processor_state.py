@@ -24,6 +24,8 @@ from jax_specdec.records.decode import Message
 from jax_specdec.requests import Request
 
 KEPT_FORMAT = 1 << 40  # the bit of `row_format` that says: with kept sets
+VALUES_SHIFT = 41  # of the bits that say which values of a row there are
+DRAFT_FORMAT = KEPT_FORMAT - 1  # the bits of what rows of drafts have too
 
 
 class ProcessorError(ValueError):
@@ -218,7 +220,7 @@ def totals(admitted: Admitted, columns: SlotColumns) -> StatisticsSource:
     return StatisticsSource(delivered, columns.outcomes, admitted.earlier)
 
 
-def row_format(columns: Any, num_chosen: Any, mode: Any, kept: Any = 0) -> Any:
+def row_format(columns: Any, num_chosen: Any, mode: Any, kept: Any = 0, values: Any = 0) -> Any:
     """One integer for the format of a request's rows; of integers or int64 [B].
 
     Args:
@@ -226,8 +228,9 @@ def row_format(columns: Any, num_chosen: Any, mode: Any, kept: Any = 0) -> Any:
       num_chosen: C.
       mode: `LogprobsMode`.
       kept: whether they have kept sets. Rows of drafts never do.
+      values: bits of `RowValue`. Rows of drafts have none.
     """
-    return columns | num_chosen << 16 | mode << 32 | kept * KEPT_FORMAT
+    return columns | num_chosen << 16 | mode << 32 | kept * KEPT_FORMAT | values << VALUES_SHIFT
 
 
 def is_newer(generation: Any, than: Any) -> Any:

@@ -1,10 +1,11 @@
 """The logprobs of a prompt: what a message of kind PROMPT adds.
 
 A worker runs a prompt in chunks. For a request that asked, each chunk's tokens come with their
-rows (except the first prompt token, which nothing predicts), in order, and all before the request's
-first token. A prompt that is run again after a preemption sends all its rows again; only new rows
-are delivered. The step of such a message is that of the next target message. It is not checked, as
-the tokens themselves show whether a chunk is lost.
+rows, from the place on that the request named (the first prompt token has none, as nothing predicts
+it), in order, and all before the request's first token. A prompt that is run again after a
+preemption sends all its rows again; only new rows are delivered. The step of such a message is that
+of the next target message. It is not checked, as the tokens themselves show whether a chunk is
+lost.
 """
 
 from dataclasses import replace
@@ -24,8 +25,8 @@ from jax_specdec.wording import pluralize
 
 def rows_due(request: Request) -> int:
     """The number of rows that must come before the request's first token."""
-    asked = request.params.prompt_logprobs is not None
-    return len(request.prompt_token_ids) - 1 if asked else 0
+    first = request.first_scored
+    return 0 if first is None else len(request.packed_prompt) // 4 - first
 
 
 def take(state: ProcessorState, message: Message) -> tuple[ProcessorState, Records]:
@@ -48,7 +49,8 @@ def take(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
         state, columns=replace(columns, num_prompt=frozen(num_prompt)), counters=counters
     )
     new = skip < count
-    return state, _records(state, message, slots[new], (before + 1 + skip)[new], skip[new])
+    first = np.array([_first_scored(state, slot) for slot in slots.tolist()], np.int64)
+    return state, _records(state, message, slots[new], (before + first + skip)[new], skip[new])
 
 
 def check_complete(
@@ -77,7 +79,7 @@ def _check(state: ProcessorState, message: Message, slot: int) -> None:
             f"slot {slot}: prompt logprobs for request {request.id!r}, which has none to come"
         )
     params = request.params
-    asked = (params.prompt_logprobs, len(params.extra_token_ids), params.logprobs_mode)
+    asked = (params.prompt_logprobs, params.num_prompt_chosen, params.logprobs_mode)
     got = (int(message.columns[slot]) - 1, int(message.num_chosen[slot]), int(message.mode[slot]))
     if got != asked:
         raise ProcessorError(
@@ -85,13 +87,22 @@ def _check(state: ProcessorState, message: Message, slot: int) -> None:
             f"{pluralize(asked[1], 'chosen id')} and mode {asked[2].name}; the message has "
             f"K = {got[0]}, {pluralize(got[1], 'chosen id')} and mode {LogprobsMode(got[2]).name}"
         )
-    expected = request.prompt_token_ids[1 + have : 1 + have + len(said.token_ids)]
+    place = _first_scored(state, slot) + have
+    expected = request.prompt_token_ids[place : place + len(said.token_ids)]
     if said.token_ids.tolist() != list(expected):
         raise StepLost(
             f"slot {slot}: the logprobs of {pluralize(len(said.token_ids), 'prompt token')} came "
-            f"where tokens {1 + have} and on of request {request.id!r} were next: a chunk is lost, "
+            f"where tokens {place} and on of request {request.id!r} were next: a chunk is lost, "
             "or came twice"
         )
+
+
+def _first_scored(state: ProcessorState, slot: int) -> int:
+    """Where the rows of the prompt in a slot begin, whose request asked for some."""
+    request = state.admitted.requests[slot]
+    first = None if request is None else request.first_scored
+    assert first is not None
+    return first
 
 
 def _records(

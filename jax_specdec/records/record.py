@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc.wire import SlotState
+from ipc import wire
+from ipc.wire import RowValue, SlotState
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason, PromptRows, RecordBatch, Statistics
 from jax_specdec.records.decode import Message
@@ -97,6 +98,16 @@ class TokenViews:
         """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
         return self._top()
 
+    @property
+    def entropy(self) -> NDArray[np.float32] | None:
+        """[n] float32, in nats, in the mode of the logprobs; None if none were asked."""
+        return self._value(RowValue.ENTROPY)
+
+    @property
+    def log_sum_exp(self) -> NDArray[np.float32] | None:
+        """[n] float32, of logit / T over the same distribution; None if none were asked."""
+        return self._value(RowValue.LOG_SUM_EXP)
+
     def _ids(self) -> NDArray[np.int32]:
         message, slot, n, _ = self._viewed()
         if message is None:
@@ -124,16 +135,33 @@ class TokenViews:
         return message.topk_ids[start : start + n * k].reshape(n, k)
 
     def _rows(self, chosen: bool) -> NDArray[np.float32] | None:
-        message, slot, n, params = self._viewed()
+        params = self._viewed()[3]
         columns = params.num_columns
         if not columns:
             return None
-        width = columns + len(params.extra_token_ids)
-        rows = np.empty((0, width), np.float32)
-        if message is not None:
-            start = message.logprob_start[slot]
-            rows = message.logprobs[start : start + n * width].reshape(n, width)
-        return rows[:, columns:] if chosen else rows[:, :columns]
+        rows, end = self._table(), columns + len(params.extra_token_ids)
+        return rows[:, columns:end] if chosen else rows[:, :columns]
+
+    def _value(self, value: RowValue) -> NDArray[np.float32] | None:
+        _, _, n, params = self._viewed()
+        if not params.row_values >> value & 1:
+            return None
+        if not n:
+            return _NO_VALUES
+        place = params.num_columns + len(params.extra_token_ids)
+        place += wire.place_of_value(params.row_values, value)
+        values = self._table()[:, place : place + 1]
+        return values[:, 0] if values.shape[1] else None
+
+    def _table(self) -> NDArray[np.float32]:
+        """[n, width] all that the message has of the rows of logprobs."""
+        message, slot, n, params = self._viewed()
+        width = params.num_columns + len(params.extra_token_ids)
+        if message is None:
+            return np.empty((0, width), np.float32)
+        width += wire.num_values(int(message.values[slot]))
+        start = message.logprob_start[slot]
+        return message.logprobs[start : start + n * width].reshape(n, width)
 
 
 class TokenRows(TokenViews):
@@ -367,4 +395,6 @@ class Record(TokenViews):
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_IDS.flags.writeable = False
+_NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
+_NO_VALUES.flags.writeable = False
 _NO_KEPT = KeptSets.none()

@@ -7,24 +7,24 @@ from typing import Any
 import numpy as np
 
 from jax_specdec.records.record import Record
+from jax_specdec.requests import ROW_VALUES, SamplingParams
 
 
-def base64_columns(
-    records: Iterable[Record], k: int | None, chosen: int, *, kept: bool
-) -> dict[str, Any]:
+def base64_columns(records: Iterable[Record], params: SamplingParams) -> dict[str, Any]:
     """The tokens of records as arrays: little-endian, in base64, each with its type and shape.
 
     `token_ids` [n] int32; `weights_versions` [n] uint32; where K logprobs were asked for,
     `logprobs` [n, K+1] float32 (the token's own first; -inf and NaN as they are), `token_ranks` [n]
-    int32, `topk_ids` [n, K] int32; with C chosen ids `chosen_logprobs` [n, C] float32; with kept
-    sets those of `KeptSets`: `kept_counts` [n] int32, `log_kept` [n] float32 and `kept_ids` [m]
-    int32, one set after the other.
+    int32, `topk_ids` [n, K] int32; with C chosen ids `chosen_logprobs` [n, C] float32; where they
+    were asked for, `entropy` and `log_sum_exp` [n] float32; with kept sets those of `KeptSets`:
+    `kept_counts` [n] int32, `log_kept` [n] float32 and `kept_ids` [m] int32, one set after the
+    other.
 
     Args:
-      k: K of the request; None where it asked for none.
-      chosen: C.
-      kept: whether it asked for kept sets.
+      records: of one request.
+      params: what it asked for.
     """
+    k, chosen = params.logprobs, len(params.extra_token_ids)
     some = [record for record in records if record.num_tokens]
     versions = [np.full(one.num_tokens, one.weights_version, np.uint32) for one in some]
     found = {
@@ -40,7 +40,10 @@ def base64_columns(
         if chosen:
             parts = [one.chosen_logprobs for one in some]
             found["chosen_logprobs"] = _column(parts, (chosen,), np.float32)
-    if kept:
+    for name in ROW_VALUES:
+        if getattr(params, name):
+            found[name] = _column([getattr(one, name) for one in some], (), np.float32)
+    if params.kept_token_ids:
         sets = [one.kept for one in some if one.kept is not None]
         found |= {
             "kept_counts": _column([one.counts for one in sets], (), np.int32),

@@ -19,9 +19,9 @@ from jax_specdec.text.detokenize import TextStream, TokenTable
 def vllm_prompt_logprobs(rows: PromptRows, table: TokenTable) -> list[dict[str, Any] | None]:
     """One object a prompt token: its id and those of the top K to logprob, rank and text.
 
-    The first token's is None.
+    The prompt's first token, where `rows` begin behind it, has None.
     """
-    found: list[dict[str, Any] | None] = [None]
+    found: list[dict[str, Any] | None] = [None] if rows.start == 1 else []
     ranks = rows.token_ranks.tolist()
     for (token_id, (logprob, *values), ids), rank in zip(
         openai.positions(rows), ranks, strict=True
@@ -95,10 +95,7 @@ class Choice:
             finish = "tool_calls"
         found |= {"finish_reason": finish, "stop_reason": stop_reason}
         if self._asked.body.logprobs_columns:
-            params = self._request.params
-            columns = base64_columns(
-                records, params.logprobs, len(params.extra_token_ids), kept=params.kept_token_ids
-            )
+            columns = base64_columns(records, self._request.params)
             found |= {"logprobs": None, "columns": columns}
         return found | self._extras(records, first)
 
@@ -151,9 +148,12 @@ class Choice:
         if asked.prompt_logprobs and first:
             k = request.params.prompt_logprobs
             assert k is not None
-            found["prompt_logprobs"] = vllm_prompt_logprobs(
-                openai.joined_prompt(self._prompt, k), table
-            )
+            rows = openai.joined_prompt(self._prompt, k)
+            found["prompt_logprobs"] = vllm_prompt_logprobs(rows, table)
+            if rows.start > 1:
+                found["prompt_logprobs_start"] = rows.start
+            if request.params.prompt_extra_token_ids is not None:
+                found["prompt_chosen_logprobs"] = openai.prompt_chosen_logprobs(rows)
         if asked.body.return_token_ids:
             if first:
                 found["prompt_token_ids"] = list(request.prompt_token_ids)

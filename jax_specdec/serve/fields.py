@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ipc.wire import MAX_CHOSEN, MAX_TOP_K
+from ipc.wire import MAX_CHOSEN, MAX_CHOSEN_OF_ROW, MAX_TOP_K
 from jax_specdec import requests
 from jax_specdec.serve.errors import MAX_SHOWN, encodable
 
@@ -76,6 +76,7 @@ def _few(biases: Any) -> Any:
 Text = Annotated[str, Field(min_length=0)]  # so pydantic looks for halves of surrogate pairs
 Object = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, le=requests.MAX_TOKEN_ID)]
+IdRow = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_CHOSEN_OF_ROW, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 Bias = Annotated[float, Field(ge=-requests.MAX_BIAS_SIZE, le=requests.MAX_BIAS_SIZE)]
 Biases = Annotated[
@@ -144,11 +145,15 @@ class Body(Closed):
     priority: int = Field(0, ge=-(2**31), le=MAX_INT)
     # Beyond OpenAI's: vLLM's names where it has them.
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_K)
+    prompt_logprobs_start: int = Field(0, ge=0, le=MAX_INT)
+    prompt_extra_token_ids: list[IdRow] | None = Field(None, fail_fast=True)
     return_token_ids: bool = False
     extra_token_ids: list[TokenId] = Field([], max_length=MAX_CHOSEN, fail_fast=True)
     logprobs_mode: Literal["raw", "scaled", "processed"] = "raw"
     draft_logprobs: bool = False
     kept_token_ids: bool = False
+    entropy: bool = False
+    log_sum_exp: bool = False
     speculation: bool = False
     logprobs_columns: bool = False
     # Taken, and of no effect here: who asks, and how requests are told apart.

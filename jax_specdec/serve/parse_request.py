@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ipc.wire import LogprobsMode
-from jax_specdec.requests import Request, RequestError, SamplingParams, biases_of_json
+from jax_specdec.requests import (
+    Request,
+    RequestError,
+    SamplingParams,
+    biases_of_json,
+    token_id_rows,
+)
 from jax_specdec.serve import tools
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.checks import checked
@@ -135,7 +141,9 @@ def _asked(
             code="context_length_exceeded",
         )
     params = _params(given, model, max_tokens=max_tokens, logprobs=logprobs, echo=echo)
-    _check_prompt_logprobs(params.prompt_logprobs, sum(map(len, prompts)), n, bounds)
+    start = params.prompt_logprobs_start
+    num_scored = sum(max(len(prompt) - start, 0) for prompt in prompts)
+    _check_prompt_logprobs(params, num_scored, n, bounds)
     chat = isinstance(given, Chat)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     try:
@@ -149,9 +157,12 @@ def _asked(
             for choice in range(n)
         )
     except RequestError as error:
-        raise unfit("prompt", str(error)) from error
+        named = "prompt_extra_token_ids" if given.prompt_extra_token_ids else "prompt"
+        field = "prompt_logprobs_start" if "prompt_logprobs_start" in str(error) else named
+        raise unfit(field, str(error)) from error
     reported = (
-        given.speculation, given.draft_logprobs, given.extra_token_ids, given.kept_token_ids
+        given.speculation, given.draft_logprobs, given.extra_token_ids, given.kept_token_ids,
+        given.entropy, given.log_sum_exp,
     )  # fmt: skip
     return ParsedRequest(
         id=id,
@@ -181,6 +192,12 @@ def _params(
     """How the tokens of every choice are made, except for its seed."""
     asked = (given.prompt_logprobs, logprobs if echo else None)
     prompt_k = max((k for k in asked if k is not None), default=None)
+    if given.prompt_logprobs_start and echo and logprobs is not None:
+        raise unfit(
+            "prompt_logprobs_start",
+            f"prompt_logprobs_start = {given.prompt_logprobs_start} with echo and logprobs, which "
+            "show the whole prompt's: leave the start out, or echo, and ask for prompt_logprobs",
+        )
     for name, k in (("logprobs", logprobs), ("prompt_logprobs", prompt_k)):
         if k is not None and k > model.vocab_size:
             raise unfit(name, f"{name} = {k}, but the vocabulary has {model.vocab_size} tokens")
@@ -189,6 +206,13 @@ def _params(
         raise unfit(
             "logit_bias",
             f"logit_bias: token id {unknown[0]} is outside the vocabulary (0 to "
+            f"{model.vocab_size - 1})",
+        )
+    ids = given.prompt_extra_token_ids
+    if wrong := [id for row in ids or () for id in row if id >= model.vocab_size]:
+        raise unfit(
+            "prompt_extra_token_ids",
+            f"prompt_extra_token_ids: token id {wrong[0]} is outside the vocabulary (0 to "
             f"{model.vocab_size - 1})",
         )
     eos = () if given.ignore_eos else model.eos_token_ids
@@ -209,7 +233,11 @@ def _params(
             extra_token_ids=tuple(given.extra_token_ids),
             draft_logprobs=given.draft_logprobs,
             prompt_logprobs=prompt_k,
+            prompt_logprobs_start=given.prompt_logprobs_start,
+            prompt_extra_token_ids=None if ids is None else token_id_rows(ids),
             kept_token_ids=given.kept_token_ids,
+            entropy=given.entropy and max_tokens > 0,
+            log_sum_exp=given.log_sum_exp and max_tokens > 0,
             logit_bias=biases_of_json(bias),
             min_tokens=given.min_tokens,
             structured=tools.structure_of(given),
@@ -219,10 +247,12 @@ def _params(
         raise unfit(next(named, None), str(error)) from error
 
 
-def _check_prompt_logprobs(k: int | None, num_tokens: int, n: int, bounds: Bounds) -> None:
+def _check_prompt_logprobs(params: SamplingParams, num_tokens: int, n: int, bounds: Bounds) -> None:
     """Refuse more logprobs of prompts than one answer may have."""
-    most = bounds.max_prompt_logprobs
-    if k is not None and (asked := num_tokens * max(k, 1) * n) > most:
+    most, k = bounds.max_prompt_logprobs, params.prompt_logprobs
+    named = params.prompt_extra_token_ids
+    each = max(k or 0, 1) + (0 if named is None else named.width)
+    if k is not None and (asked := num_tokens * each * n) > most:
         raise unfit(
             "prompt_logprobs",
             f"{num_tokens} prompt tokens with K = {k} in {n} choices are {asked} logprobs of "

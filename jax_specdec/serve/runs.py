@@ -108,8 +108,8 @@ class Run:
         answer = self._header("chat.completion" if self._asked.chat else "text_completion")
         answer |= {"choices": choices, "usage": self._usage}
         if self._asked.chat and self._asked.prompt_logprobs:
-            prompts = [one.pop("prompt_logprobs") for one in choices]
-            answer["prompt_logprobs"] = prompts[0]  # where vLLM has it
+            for choice in reversed(choices):
+                answer |= _about_prompt(choice)  # where vLLM has it
         return answer
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -121,8 +121,8 @@ class Run:
         def event(found: Found) -> bytes:
             choice = found.json
             made = header | {"choices": [choice]} | no_usage
-            if self._asked.chat and "prompt_logprobs" in choice:
-                made["prompt_logprobs"] = choice.pop("prompt_logprobs")
+            if self._asked.chat:
+                made |= _about_prompt(choice)
             return server_sent_event(made)
 
         try:
@@ -251,6 +251,12 @@ async def in_parts(text: bytes) -> AsyncIterator[bytes]:
     """The text in parts of PART bytes, except for the last one."""
     for begin in range(0, len(text), PART):
         yield text[begin : begin + PART]
+
+
+def _about_prompt(choice: Json) -> Json:
+    """What a choice says of its prompt, taken out of it."""
+    names = "prompt_logprobs", "prompt_logprobs_start", "prompt_chosen_logprobs"
+    return {name: choice.pop(name) for name in names if name in choice}
 
 
 def _refused(error: Exception) -> Exception:

@@ -144,7 +144,7 @@ def skipped_rows(num_targets: int, outputs: Outputs, num_extra: int) -> TopkLogp
 
 MAX_K = 512
 
-MAX_EXTRA = 128
+MAX_EXTRA = 512
 
 MAX_BIAS = 4096
 

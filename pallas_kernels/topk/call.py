@@ -120,7 +120,7 @@ def topk_logprobs(
       temperatures: [R] float32. Logprobs become those of log_softmax((x - m) / T); order and
         token ranks still come from x. T = 0 means greedy and uses T = 1; a negative or infinite T
         gives NaN logprobs.
-      extra_token_ids: [R, C] int32, C <= 128: more tokens whose logprobs are wanted.
+      extra_token_ids: [R, C] int32, C <= 512: more tokens whose logprobs are wanted.
       allowed: [R, ceil(V / 32)] uint32 or int32, a bit a token: bit j of word w, the lowest being
         bit 0, allows token 32 w + j; as xgrammar's token bitmask. Bits from V on are not read.
       bias_token_ids: [R, D] int32, D <= 4096: tokens that get a bias; ids outside [0, V) get none.

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
+from jax_specdec.declaration import EVERYTHING, USUAL, Serves
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
@@ -54,13 +55,14 @@ def test_only_what_was_asked_for_travels():
     assert together == wire.words_bound([3, 1, 1], [0, 1, 3], [0, 0, 0])
 
 
-def widest(num_tokens, vocab_size, **fields):
+def widest(num_tokens, vocab_size, values=0, **fields):
     """A slot with as many tokens, and all that a request may ask for."""
     k = min(wire.MAX_TOP_K, vocab_size)
     return SlotContents(
         columns=k + 1, num_chosen=wire.MAX_CHOSEN, token_ids=np.zeros(num_tokens),
         token_ranks=np.ones(num_tokens), topk_ids=np.zeros((num_tokens, k)),
-        logprobs=np.zeros((num_tokens, k + 1 + wire.MAX_CHOSEN)), **fields,
+        logprobs=np.zeros((num_tokens, k + 1 + wire.MAX_CHOSEN + values.bit_count())),
+        values=values, **fields,
     )  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def test_the_bound_is_the_longest_message_of_a_worker(
     most_kept = min(wire.MAX_KEPT, vocab_size)
     ids = np.tile(np.arange(most_kept, dtype=np.int32), positions)
     full = KeptSets.of(np.full(positions, most_kept, np.int32), np.zeros(positions), ids)
-    slots = [widest(positions, vocab_size, num_drafts=positions - 1, kept=full)] * num_slots
+    slots = [widest(positions, vocab_size, 3, num_drafts=positions - 1, kept=full)] * num_slots
     empty = [SlotContents()] * (num_slots - 1)
     words = {
         "step": len(encode(Kind.TARGET, 0, slots)) // wire.WORD_BYTES,
@@ -89,8 +91,29 @@ def test_the_bound_is_the_longest_message_of_a_worker(
         "limit": wire.PROMPT_WORDS,
     }
     assert max(words["step"], min(words["chunk"], words["limit"])) == words[longest]
-    bound = wire.message_bound(num_slots, positions, prompt_tokens, vocab_size)
-    assert bound == words[longest]
+    k = min(wire.MAX_TOP_K, vocab_size)
+    most = wire.Limits(
+        columns=k + 1, more=wire.MAX_CHOSEN + 2, kept=most_kept, prompt_columns=k + 1,
+        prompt_chosen=wire.MAX_CHOSEN,
+    )  # fmt: skip
+    assert wire.message_bound(num_slots, positions, prompt_tokens, most) == words[longest]
+
+
+def test_the_bound_follows_what_is_declared():
+    """A step of 64 slots: a few KB where no logprobs are served, 2.2 MB where everything is."""
+    sizes = 64, 4, 64
+    bounds = {
+        name: 4 * wire.message_bound(*sizes, serves.limits(151_936))
+        for name, serves in {
+            "nothing": Serves.of([]),
+            "usual": USUAL,
+            "rows": replace(USUAL, max_extra_token_ids_of_prompts=512),
+            "everything": EVERYTHING,
+        }.items()
+    }
+    assert bounds["nothing"] == 4 * (wire.HEADER_WORDS + 64 * (wire.SLOT_WORDS + 4))
+    assert bounds["usual"] < 70_000 < bounds["rows"] < 150_000
+    assert 2_000_000 < bounds["everything"] < 2_400_000
 
 
 def test_kind_and_k_share_a_word_and_are_never_truncated():
@@ -114,7 +137,7 @@ def good_message():
 
 @pytest.mark.parametrize(("word", "value", "complaint"), [
     (0, 0x12340001, "magic 0x1234"),
-    *[(0, wire.MAGIC << 16 | n, f"version {n};") for n in (0, 2, 4, 65535)],
+    *[(0, wire.MAGIC << 16 | n, f"version {n};") for n in (0, 3, 5, 65535)],
     *[(1, n, f"kind {n} is none of") for n in (0, 2, 6, 255)],
     (1, 3 | 513 << 8, "max_num_logprobs 513 is over the limit 512"), (2, 4, "checks failed"),
     (2, 1 << 8, "SLOT_COUNTS"), (3, 3, "slots"), (3, 2**32 - 1, "slots"),
@@ -145,9 +168,10 @@ def test_one_message_byte_by_byte():
     """The layout as numbers: whoever changes it has to change the version too."""
     slots = [
         SlotContents(
-            generation=2**32 - 1, mode=LogprobsMode.SCALED, num_drafts=3, columns=2, num_chosen=1,
+            generation=2**32 - 1, mode=LogprobsMode.SCALED, num_drafts=3, values=1, columns=2,
+            num_chosen=1,
             token_ids=[5, 6], token_ranks=[1, 4], topk_ids=[[5], [9]],
-            logprobs=[[-0.5, -0.5, -3], [-2, -0.25, -4]],
+            logprobs=[[-0.5, -0.5, -3, 1.5], [-2, -0.25, -4, 0.75]],
         ),
         SlotContents(state=SlotState.RECOVERY_STOP, generation=7),
         SlotContents(generation=8, token_ids=[1]),
@@ -156,20 +180,23 @@ def test_one_message_byte_by_byte():
         Kind.TARGET, (9 << 32) + 4, slots, running=True, draft_follows=True, process_rank=2,
         weights_version=2**32 - 6, digest=0xABCD,
     )  # fmt: skip
-    header = [0x4C53 << 16 | 3, 3 | 1 << 8, 1 | 2 | 0xABCD << 16, 3, 34, 4, 9, 2, 2**32 - 6]
+    header = [0x4C53 << 16 | 4, 3 | 1 << 8, 1 | 2 | 0xABCD << 16, 3, 36, 4, 9, 2, 2**32 - 6]
     slot_words = [
-        *(0 | 1 << 8 | 2 << 16, 2 | 2 << 16, 3 | 1 << 16, 2**32 - 1),
+        *(0 | 1 << 8 | 2 << 16, 2 | 2 << 16, 3 | 1 << 8 | 1 << 16, 2**32 - 1),
         *(4, 0, 0, 7),
         *(0, 1, 0, 8),
     ]
-    payload = struct.pack("<3i2i6f2i", 5, 6, 1, 1, 4, -0.5, -0.5, -3, -2, -0.25, -4, 5, 9)
+    rows = -0.5, -0.5, -3, 1.5, -2, -0.25, -4, 0.75
+    payload = struct.pack("<3i2i8f2i", 5, 6, 1, 1, 4, *rows, 5, 9)
     assert data == struct.pack("<21I", *header, *slot_words) + payload
-    assert wire.VERSION == 3
+    assert wire.VERSION == 4
+    assert decode(data).slot(0).row_values.tolist() == [[1.5], [0.75]]
     assert (decode(data).weights_version, decode(data).digest) == (2**32 - 6, 0xABCD)
 
 
 def test_kinds_states_and_modes_have_their_numbers():
     assert {kind.name: int(kind) for kind in Kind} == {"TARGET": 3, "DRAFT": 4, "PROMPT": 5}
+    assert [value.name for value in sorted(wire.RowValue)] == ["ENTROPY", "LOG_SUM_EXP"]
     assert [mode.name for mode in sorted(LogprobsMode)] == ["RAW", "SCALED", "PROCESSED"]
     assert [state.name for state in sorted(SlotState)] == [
         "TOKENS", "NOTHING", "STOPPED", "PREEMPTED", "RECOVERY_STOP", "PREFILL_FIRST_TOKEN",
@@ -178,8 +205,8 @@ def test_kinds_states_and_modes_have_their_numbers():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_drafts", 65536), ("num_chosen", 65536), ("columns", 65536), ("generation", 2**32),
-     ("generation", -1), ("state", 256), ("mode", 256)],
+    [("num_drafts", 256), ("values", 256), ("num_chosen", 65536), ("columns", 65536),
+     ("generation", 2**32), ("generation", -1), ("state", 256), ("mode", 256)],
 )  # fmt: skip
 def test_a_slot_value_that_does_not_fit_is_refused_where_it_is_made(field, value):
     contents = SlotContents(state=SlotState.STOPPED)

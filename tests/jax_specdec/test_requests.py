@@ -1,5 +1,6 @@
 """What a request may ask for."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -11,6 +12,7 @@ from jax_specdec.records.processor_state import Progress
 from jax_specdec.requests import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
+    ROW_VALUES,
     Request,
     RequestError,
     SamplingParams,
@@ -108,8 +110,99 @@ def test_a_structure_is_a_kind_and_a_text_and_needs_a_token_that_ends_it():
             SamplingParams(**given | change)
 
 
+@pytest.mark.parametrize("name", ROW_VALUES)
+def test_a_value_of_rows_comes_with_logprobs(name):
+    assert SamplingParams(logprobs=0).row_values == 0
+    assert SamplingParams(logprobs=0, **{name: True}).row_values == 1 << ROW_VALUES[name]
+    with pytest.raises(RequestError, match=f"{name} needs logprobs: ask for logprobs = 0 at least"):
+        SamplingParams(**{name: True})
+    with pytest.raises(RequestError, match=f"{name} = 1 must be True or False"):
+        SamplingParams(logprobs=0, **{name: 1})
+
+
+@pytest.mark.parametrize("start", [-1, 1.5, True, 2**31, None])
+def test_a_prompts_logprobs_start_at_a_place(start):
+    with pytest.raises(RequestError, match=r"prompt_logprobs_start = \S+ must be"):
+        SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)
+
+
+def test_a_start_of_no_logprobs_is_refused():
+    with pytest.raises(RequestError, match=r"prompt_logprobs_start = 1 needs prompt_logprobs: ask"):
+        SamplingParams(prompt_logprobs_start=1)
+
+
+def test_a_start_beyond_the_prompt_is_refused():
+    prompt = (5, 6, 7)
+    for start, first in ((0, 1), (1, 1), (2, 2)):
+        params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)
+        for made in (
+            Request(id="a", prompt_token_ids=prompt, params=params),
+            Request.from_packed("a", packed(prompt), params),
+        ):
+            assert made.first_scored == first
+            told = from_bytes(to_bytes(Admit(slot=0, generation=1, request=made))).request
+            assert told.first_scored == first
+    beyond = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=3)
+    said = "'a': prompt_logprobs_start = 3 is beyond the prompt, whose last token is at place 2"
+    with pytest.raises(RequestError, match=said):
+        Request(id="a", prompt_token_ids=prompt, params=beyond)
+    with pytest.raises(RequestError, match=said):
+        Request.from_packed("a", packed(prompt), beyond)
+    assert Request(id="a", prompt_token_ids=prompt).first_scored is None
+
+
+def test_each_scored_token_may_name_ids_of_its_own():
+    table = np.arange(6, dtype=np.int64).reshape(2, 3)
+    for given in (table, table.tolist(), tuple(map(tuple, table.tolist()))):
+        params = SamplingParams(
+            prompt_logprobs=0, prompt_logprobs_start=2, prompt_extra_token_ids=given
+        )
+        request = Request(id="a", prompt_token_ids=(1, 2, 3, 4), params=params)
+        told = from_bytes(to_bytes(Admit(slot=0, generation=1, request=request))).request.params
+        assert told == params == dataclasses.replace(params)
+        assert hash(told) == hash(params)
+        assert told.prompt_extra_token_ids.array.tolist() == table.tolist()
+        assert (told.num_prompt_chosen, told.of_prompt.num_columns) == (3, 1)
+    for rows, start in ((1, 2), (3, 2), (2, 0), (2, 1)):
+        params = SamplingParams(
+            prompt_logprobs=0, prompt_logprobs_start=start, prompt_extra_token_ids=[[1]] * rows
+        )
+        due = 4 - max(start, 1)
+        said = f"'a': prompt_extra_token_ids has {rows} rows for the {due} tokens that are scored"
+        with pytest.raises(RequestError, match=said):
+            Request(id="a", prompt_token_ids=(1, 2, 3, 4), params=params)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([[1, 2], [3]], r"must be token ids \[n, C\]"),
+        ([1, 2], r"must be token ids \[n, C\]"),
+        ([[0.5]], r"must be token ids \[n, C\]"),
+        ([["a"]], r"must be token ids \[n, C\]"),
+        (3, r"must be token ids \[n, C\]"),
+        ((b"abc", 1), r"must be token ids \[n, C\]"),
+        ([[]], "names 0 ids for each token and may name from 1 to 512"),
+        ([[1] * 513], "names 513 ids for each token and may name from 1 to 512"),
+        ([[-1]], r"= -1 must be from 0"),
+        ([[2**31]], r"= 2147483648 must be from 0"),
+    ],
+)
+def test_what_names_no_ids_of_rows_is_refused(given, said):
+    with pytest.raises(RequestError, match=said):
+        SamplingParams(prompt_logprobs=0, prompt_extra_token_ids=given)
+
+
+def test_ids_of_rows_need_prompt_logprobs():
+    with pytest.raises(RequestError, match="prompt_extra_token_ids need prompt_logprobs: ask"):
+        SamplingParams(prompt_extra_token_ids=[[1]])
+
+
 def test_a_request_that_goes_on_knows_which_tokens_were_emitted():
-    params = SamplingParams(max_tokens=9, min_tokens=4, presence_penalty=1.0, prompt_logprobs=0)
+    params = SamplingParams(
+        max_tokens=9, min_tokens=4, presence_penalty=1.0, prompt_logprobs=0,
+        prompt_logprobs_start=1, prompt_extra_token_ids=[[4, 5]],
+    )  # fmt: skip
     request = Request(id="a", prompt_token_ids=(1, 2), params=params)
     assert request.num_emitted == 0
     for emitted, least in (((5, 6, 7), 1), ((5,) * 6, 0)):

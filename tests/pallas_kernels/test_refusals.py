@@ -40,7 +40,7 @@ FLOATS = np.zeros((3, 4097), np.float32)
         ({"temperatures": np.zeros(2, np.float32)}, ValueError, "temperatures has shape"),
         ({"temperatures": np.zeros(3, np.float16)}, TypeError, "float16"),
         ({"extra_token_ids": np.zeros(3, np.int32)}, ValueError, "extra_token_ids has shape"),
-        ({"extra_token_ids": np.zeros((3, 129), np.int32)}, ValueError, "limit is 128"),
+        ({"extra_token_ids": np.zeros((3, 513), np.int32)}, ValueError, "limit is 512"),
         ({"implementation": "triton"}, ValueError, "'triton' is not known"),
         ({"allowed": WORDS[:, :2]}, ValueError, r"allowed has shape \[3, 2\]; it must be \[3, 1\]"),
         ({"allowed": WORDS[:, :1].astype(bool)}, TypeError, "allowed has dtype bool; it must"),

@@ -119,5 +119,5 @@ def test_a_runner_draws_the_same_tokens_and_hands_their_logprobs_over(greedy):
 
 def test_too_many_ids_are_refused():
     output = LogitsProcessorOutput(jnp.zeros((B, V)))
-    with pytest.raises(ValueError, match="128"):
-        sglang_jax.add_logprobs(output, metadata(ids=[[1] * 129] * B), jnp.zeros(B, jnp.int32))
+    with pytest.raises(ValueError, match="512"):
+        sglang_jax.add_logprobs(output, metadata(ids=[[1] * 513] * B), jnp.zeros(B, jnp.int32))

@@ -22,7 +22,7 @@ def check(requests, batches):
             continue
         begun, k = scored[part.request_id], part.request.params.prompt_logprobs
         n, ids = len(prompt.token_ids), part.request.prompt_token_ids
-        assert prompt.start == 1 + len(begun)
+        assert prompt.start == max(part.request.params.prompt_logprobs_start, 1) + len(begun)
         assert prompt.token_ids.tolist() == list(ids[prompt.start : prompt.start + n])
         assert (prompt.logprobs.shape, prompt.topk_ids.shape) == ((n, k + 1), (n, k))
         assert prompt.token_ranks.tolist() == [1] * n
@@ -35,6 +35,7 @@ def check(requests, batches):
         assert found.position[rows].tolist() == [len(prompt) + n for n in range(len(ids))]
         if request.params.logprobs is not None:
             assert found.logprob[rows].tolist() == logprobs
-        wanted = range(1, len(prompt)) if request.params.prompt_logprobs is not None else ()
+        first = max(request.params.prompt_logprobs_start, 1)
+        wanted = range(first, len(prompt)) if request.params.prompt_logprobs is not None else ()
         assert scored[name] == [logprob(prompt[:place]) for place in wanted], name
     return found

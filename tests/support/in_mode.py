@@ -56,6 +56,27 @@ def check_rows(rows, params, token_ids, got, ids, ranks, chosen=None):
             oracle.assert_logprobs_close(chosen[n], table[list(params.extra_token_ids)])
 
 
+def check_values(rows, params, record):
+    """Delivered entropies and log-sum-exps against logits [n, V]; how many there were, by name."""
+    exact = {name: [] for name in ("entropy", "log_sum_exp")}
+    for row in np.asarray(rows, np.float64):
+        table = logprobs(row, params)
+        some = table > -np.inf
+        scale = 1.0
+        if params.logprobs_mode is not LogprobsMode.RAW and params.temperature:
+            scale = float(np.float32(params.temperature))
+        exact["entropy"].append(-(np.exp(table[some]) * table[some]).sum())
+        exact["log_sum_exp"].append(np.logaddexp.reduce(row[some] / scale))
+    seen = Counter()
+    for name, expected in exact.items():
+        found = getattr(record, name)
+        assert (found is not None) == getattr(params, name)
+        if found is not None:
+            np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-5)
+            seen[f"{name} {params.logprobs_mode.name.lower()}"] += len(found)
+    return seen
+
+
 def chose(output):
     """The logits [B, S, V] that a step's tokens were chosen from."""
     if output.changes is None:
@@ -93,6 +114,7 @@ def check_records(result, requests, model=None):
                            record.logprobs, record.topk_ids, record.token_ranks,
                            record.chosen_logprobs)  # fmt: skip
                 seen["rows"] += len(own)
+                seen += check_values(changed if processed else own, item.params, record)
             seen["accepted"] += record.num_accepted
             seen["drafts"] += _check_drafts(output, record, item.params)
         whole = [*item.prompt_token_ids, *emitted]

@@ -27,17 +27,23 @@ def random_params(rng):
         draft_logprobs=rng.random() < 0.5,
         prompt_logprobs=rng.choice((None, None, None, None, 0, 2)),
         kept_token_ids=rng.random() < 0.4,
+        entropy=logprobs is not None and rng.random() < 0.3,
+        log_sum_exp=logprobs is not None and rng.random() < 0.3,
     )
 
 
 def random_request(rng, name):
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 2, 5))))
-    return Request(id=name, prompt_token_ids=prompt, params=random_params(rng))
+    params = random_params(rng)
+    if params.prompt_logprobs is not None:
+        params = replace(params, prompt_logprobs_start=rng.randrange(len(prompt)))
+    return Request(id=name, prompt_token_ids=prompt, params=params)
 
 
-def random_rows(rng, params, n, **fields):
-    """Slot fields for n tokens, rows included, some of them invalid."""
+def random_rows(rng, params, n, bits=0, **fields):
+    """Slot fields for n tokens, rows included, some of them invalid; `bits` name their values."""
     columns, chosen = params.num_columns, len(params.extra_token_ids)
+    width = columns + chosen + bits.bit_count()
     rows = min(n, 1) if fields["state"] is SlotState.PREFILL_FIRST_TOKEN else n
     invalid = [rng.random() < 0.05 for _ in range(rows if columns else 0)]
     values = [0.0, -0.125, -1.5, -3.25, -math.inf]
@@ -46,10 +52,10 @@ def random_rows(rng, params, n, **fields):
         mode=params.logprobs_mode,
         columns=columns,
         num_chosen=chosen,
+        values=bits,
         token_ranks=[0 if bad else rng.randint(1, 9) for bad in invalid],
         logprobs=[
-            [math.nan if bad else rng.choice(values) for _ in range(columns + chosen)]
-            for bad in invalid
+            [math.nan if bad else rng.choice(values) for _ in range(width)] for bad in invalid
         ],
         topk_ids=[
             [-1 if bad else rng.randrange(VOCABULARY) for _ in range(columns - 1)]
@@ -68,7 +74,9 @@ def random_target_slot(rng, params, generation, *, fresh):
     if state not in (SlotState.TOKENS, SlotState.PREFILL_FIRST_TOKEN):
         return SlotContents(**fields)
     n = rng.randint(1, drafts + 1) if state is SlotState.TOKENS else drafts + 1
-    slot = random_rows(rng, params, n, **fields)
+    bits = params.row_values if rng.random() > 0.005 else 3 & ~params.row_values
+    bits = bits if params.num_columns else 0
+    slot = random_rows(rng, params, n, bits, **fields)
     if not params.kept_token_ids:
         return slot
     rows = 1 if state is SlotState.PREFILL_FIRST_TOKEN else n

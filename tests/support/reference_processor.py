@@ -11,6 +11,7 @@ from typing import Any
 from tests.support.random_kept import as_lists
 
 ROW = ("logprobs", "chosen_logprobs", "token_ranks", "topk_ids")
+VALUES = ("entropy", "log_sum_exp")  # in the order in which a row has them
 
 
 class Refused(Exception):
@@ -35,7 +36,9 @@ class Occupant:
 
     def __post_init__(self):
         asked = self.request.params.prompt_logprobs is not None and not self.token_ids
-        self.prompt_due = len(self.request.prompt_token_ids) - 1 if asked else 0
+        self.prompt_first = max(1, self.request.params.prompt_logprobs_start)
+        length = len(self.request.prompt_token_ids)
+        self.prompt_due = length - self.prompt_first if asked else 0
 
     def statistics(self):
         return self.earlier + self.steps
@@ -59,7 +62,8 @@ class Occupant:
 def row_of(contents, j):
     """Row j, by the names of a record."""
     row, columns = contents.logprobs[j], contents.columns
-    values = row[:columns], row[columns:], contents.token_ranks[j], contents.topk_ids[j]
+    chosen = row[columns : columns + contents.num_chosen]
+    values = row[:columns], chosen, contents.token_ranks[j], contents.topk_ids[j]
     return dict(zip(ROW, values, strict=True))
 
 
@@ -161,10 +165,8 @@ class ReferenceProcessor:
                 if not occupant.prompt_due or occupant.token_ids:
                     raise Refused("rows that were not asked for")
                 prompt = list(occupant.request.prompt_token_ids)
-                if (
-                    prompt[1 + occupant.prompt_came :][: len(contents.token_ids)]
-                    != contents.token_ids
-                ):
+                ahead = prompt[occupant.prompt_first + occupant.prompt_came :]
+                if ahead[: len(contents.token_ids)] != contents.token_ids:
                     raise Refused("other tokens than the prompt's next ones")
         records = []
         for slot, contents in spoken:
@@ -177,7 +179,8 @@ class ReferenceProcessor:
                 occupant.prompt_came += 1
                 if occupant.prompt_came > occupant.prompt_before:
                     values = row_of(contents, j).values()
-                    record["prompt"].append([occupant.prompt_came, token_id, *values])
+                    place = occupant.prompt_first + occupant.prompt_came - 1
+                    record["prompt"].append([place, token_id, *values])
             if record["prompt"]:
                 records.append(record)
         return records
@@ -207,6 +210,9 @@ class ReferenceProcessor:
                 raise Refused("a first token after other tokens")
             if contents.token_ids:
                 self.check_rows(slot, contents)
+                params = self.asked[slot, contents.generation]
+                if contents.values != sum(getattr(params, v) << n for n, v in enumerate(VALUES)):
+                    raise Refused("other values of rows than were asked for")
             if self.early_draft is not None:
                 self.check_drafts(slot, contents.generation, self.early_draft)
 
@@ -267,6 +273,10 @@ class ReferenceProcessor:
             for name, value in row_of(contents, j).items():
                 record[name].append(value)
             record["valid"].append(contents.token_ranks[j] != 0)
+            values = list(contents.logprobs[j][contents.columns + contents.num_chosen :])
+            for name in VALUES:
+                if record[name] is not None:
+                    record[name].append(values.pop(0))
             occupant.cumulative_logprob += contents.logprobs[j][0]
             record["cumulative_logprob"] = occupant.cumulative_logprob
         if contents.kept is not None:
@@ -303,6 +313,7 @@ class ReferenceProcessor:
         return {
             **dict.fromkeys((*ends, *drafts, "prompt", "statistics")),
             **{name: [] if asked else None for name in (*ROW, "valid")},
+            **{name: [] if getattr(occupant.request.params, name) else None for name in VALUES},
             "request_id": occupant.request.id,
             "slot": occupant.slot,
             "generation": occupant.generation,

@@ -62,13 +62,15 @@ def streams(draw):
             max_tokens=draw(st.integers(1, 9)),
             draft_logprobs=k is not None and draw(st.booleans()),
             kept_token_ids=draw(st.booleans()),
+            entropy=k is not None and draw(st.booleans()),
+            log_sum_exp=k is not None and draw(st.booleans()),
         )
         steps = []
         for _ in range(num_steps):
             guesses = draw(st.lists(st.integers(0, 30), max_size=3))
             ids = [*guesses[: draw(st.integers(0, len(guesses)))], draw(st.integers(31, 40))]
             width = asked.params.num_columns + len(chosen)
-            table = draw(logprobs_table(len(ids), width))
+            table = draw(logprobs_table(len(ids), width + asked.params.row_values.bit_count()))
             drafted = None
             if asked.params.draft_logprobs and guesses and draw(st.booleans()):
                 drafted = draw(logprobs_table(len(guesses), width))
@@ -109,7 +111,7 @@ def released(runs):
             k, chosen = asked.params.num_columns, len(asked.params.extra_token_ids)
             shape = {"drafts": len(guesses), "columns": k, "chosen": chosen}
             slot = tokens(*ids, logprobs=table if k else None, **shape)
-            targets.append(replace(slot, kept=kept))
+            targets.append(replace(slot, kept=kept, values=asked.params.row_values))
             one = tokens(*guesses, logprobs=drafted, **shape)
             guessed.append(silent() if drafted is None else one)
         follows = any(steps[number][3] is not None for _, steps in runs)

@@ -44,16 +44,23 @@ def continuation(request):
     return tokens, logprobs
 
 
-def rows_of(slot, logprobs, columns):
-    """Fields of a message's slot: a row for each of these logprobs, whose other columns are -9."""
+def rows_of(slot, logprobs, columns, bits=0, chosen=None):
+    """Fields of a message's slot: a row for each of these logprobs, whose other columns are -9.
+
+    Its values of rows, those of `bits`, are minus the logprob.
+    """
     n, params = len(logprobs), slot.params
-    chosen = len(params.extra_token_ids) if columns else 0
+    values = bits.bit_count()
+    chosen = (len(params.extra_token_ids) if chosen is None else chosen) if columns else 0
     return {
         "generation": slot.generation,
         "mode": params.logprobs_mode,
         "columns": columns,
         "num_chosen": chosen,
-        "logprobs": [[p] + [-9.0] * (columns - 1 + chosen) for p in logprobs] if columns else (),
+        "values": bits,
+        "logprobs": [
+            [p] + [-9.0] * (columns - 1 + chosen) + [-p] * values for p in logprobs if columns
+        ],
         "token_ranks": [1] * n if columns else (),
         "topk_ids": [[0] * (columns - 1)] * n if columns else (),
     }
@@ -187,7 +194,8 @@ class ScriptedWorker:
                 left=command.request.params.max_tokens,
                 drafts=list(command.draft_token_ids),
                 wait=self.rng.randint(0, 2),  # steps in which the prompt is still prefilled
-                scored=1,  # the next prompt token that gets logprobs, where they were asked
+                # The next prompt token that gets logprobs, where they were asked.
+                scored=max(command.request.params.prompt_logprobs_start, 1),
                 evicted=None,
                 ended=False,
             )
@@ -245,7 +253,8 @@ class ScriptedWorker:
         slot.wait = max(slot.wait, int(n < left))
         places = range(slot.scored, slot.scored + n)
         logprobs = [logprob(prompt[:place]) for place in places]
-        rows = rows_of(slot, logprobs, slot.params.prompt_logprobs + 1)
+        named = slot.params.num_prompt_chosen
+        rows = rows_of(slot, logprobs, slot.params.prompt_logprobs + 1, chosen=named)
         said = [SlotContents(state=SlotState.NOTHING)] * len(self.slots)
         said[index] = SlotContents(token_ids=prompt[slot.scored : slot.scored + n], **rows)
         slot.scored += n
@@ -280,7 +289,7 @@ class ScriptedWorker:
             token_ids=tokens + extra,
             num_drafts=len(drafts) + len(extra),
             kept=kept_among(tokens) if slot.params.kept_token_ids else None,
-            **rows_of(slot, logprobs, slot.params.num_columns),
+            **rows_of(slot, logprobs, slot.params.num_columns, slot.params.row_values),
         )
         return contents, drafts
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ipc import wire
+from jax_specdec.declaration import EVERYTHING, Serves
 from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
 from jax_specdec.device.messages.batch_options import (
     BatchOptions,
@@ -39,13 +41,18 @@ class Slot:
     prefill_length: int = 0  # known tokens: the prompt's, after other weights the output's too
     prompt_length: int = 0
     num_emitted: int = 0  # tokens at the prompt's end that were emitted for the request elsewhere
-    score_from: int | None = None  # prompt rows from here on are sent; None: none are, any more
+    score_from: int | None = None  # positions whose rows are sent, from here on; None: no more
     grammar: Future[Matcher] | None = None  # where its text is in it; None: it has none
     verdict: int = 0  # PREEMPTED or RECOVERY_STOP until a message has said so, else 0
 
     @property
     def occupied(self) -> bool:
         return self.most_tokens > 0
+
+    @property
+    def next_unscored(self) -> int:
+        """Positions of the next chunk that are run before the first whose row is sent."""
+        return max((self.score_from or 0) - (self.prefill_at or 0), 0)
 
     @property
     def decoding(self) -> bool:
@@ -93,7 +100,7 @@ def all_options(
 def target_bound(slots: Sequence[Slot]) -> int:
     """The most words of the next step's target message: its bucket is chosen by this."""
     tokens = [slot.most_tokens if slot.decoding else 0 for slot in slots]
-    return _bound(slots, tokens, kept=True)
+    return _bound(slots, tokens, emitted=True)
 
 
 def draft_bound(slots: Sequence[Slot]) -> int:
@@ -112,36 +119,61 @@ def prompt_bound(slots: Sequence[Slot], scoring: Slot, num_tokens: int) -> int:
 
 
 def for_prompt(slot: Slot) -> Slot:
-    """The slot with the K of its prompt's logprobs in place of its tokens' and no kept sets."""
-    params = replace(slot.params, logprobs=slot.params.prompt_logprobs, kept_token_ids=False)
-    return replace(slot, params=params)
+    """The slot with what its prompt's rows have in place of what those of its tokens have."""
+    return replace(slot, params=slot.params.of_prompt)
 
 
-def chunk_size(slot: Slot, config: LoopConfig, prefill_chunk: int) -> int:
+def prompt_extra_ids(slot: Slot, chunk: int, width: int) -> NDArray[np.int32]:
+    """[chunk, width] the ids that the rows of the slot's next chunk name; -1 where there is none.
+
+    The first one is that of the first position that is scored.
+    """
+    table = np.full((chunk, width), -1, np.int32)
+    named = slot.params.prompt_extra_token_ids
+    if named is None:
+        table[:, : len(slot.params.extra_token_ids)] = slot.params.extra_token_ids
+        return table
+    # Their first row is that of the first position that the request wants.
+    position = max(slot.prefill_at or 0, slot.score_from or 0)
+    begin = position - max(slot.params.prompt_logprobs_start - 1, 0)
+    rows = named.array[begin : begin + chunk]
+    table[: len(rows), : named.width] = rows
+    return table
+
+
+def chunk_size(
+    slot: Slot, config: LoopConfig, prefill_chunk: int, serves: Serves = EVERYTHING
+) -> int:
     """Prompt tokens of the slot that run between two steps.
 
-    A chunk with logprobs has as many as its message has room for in the ring, which depends on the
-    columns that the slot asks for; where that is less, a multiple of `CHUNK_STEP` if it can be.
+    A chunk with logprobs has as many as its message has room for in the ring of an engine that
+    serves `serves`, which depends on the columns that the slot asks for; where that is less, a
+    multiple of `CHUNK_STEP` if it can be.
     """
     if slot.score_from is None:
         return prefill_chunk
-    sizes = (config.num_slots, config.num_positions, prefill_chunk, config.model.vocab_size)
+    sizes = (config.num_slots, config.num_positions, prefill_chunk)
+    limits = serves.limits(config.model.vocab_size)
     empty = [Slot()] * config.num_slots
     scoring = for_prompt(slot)
     none = prompt_bound(empty, scoring, 0)
     each = prompt_bound(empty, scoring, 1) - none
-    fitting = (wire.message_bound(*sizes) - none) // each
+    fitting = (wire.message_bound(*sizes, limits) - none) // each
     if fitting >= prefill_chunk:
         return prefill_chunk
     return fitting - fitting % CHUNK_STEP if fitting >= CHUNK_STEP else fitting
 
 
-def _bound(slots: Sequence[Slot], tokens: Sequence[int], *, kept: bool = False) -> int:
+def _bound(slots: Sequence[Slot], tokens: Sequence[int], *, emitted: bool = False) -> int:
     return wire.words_bound(
         tokens,
         [slot.params.num_columns for slot in slots],
-        [len(slot.params.extra_token_ids) for slot in slots],
-        [slot.params.most_kept if kept else None for slot in slots],
+        [
+            len(slot.params.extra_token_ids)
+            + (wire.num_values(slot.params.row_values) if emitted else 0)
+            for slot in slots
+        ],
+        [slot.params.most_kept if emitted else None for slot in slots],
     )
 
 

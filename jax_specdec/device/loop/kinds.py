@@ -21,7 +21,7 @@ from jax_specdec.device.messages.batch_options import (
 )
 from jax_specdec.device.messages.logit_changes import ChangesSize, changes_size
 from jax_specdec.device.messages.row_logprobs import DraftReport
-from jax_specdec.requests import SamplingParams
+from jax_specdec.requests import SamplingParams, TokenIdRows
 
 
 class StepOptions(TypedDict):
@@ -78,10 +78,12 @@ class Kind(NamedTuple):
         where a slot samples, the rows that were accepted and asked for are read by themselves: a
         read for all would sum, and select K of, rejected rows too. Nor is there one read where a
         slot has penalties: a changed copy is verified then, and raw logprobs are of the logits
-        themselves.
+        themselves. Nor does that one read sum what an entropy needs.
         """
         penalizes = self.changes is not None and self.changes.penalties
-        once = on_gpu and not (self.samples or in_tiles or penalizes or self.widths.k is None)
+        widths = self.widths
+        more = in_tiles or penalizes or widths.k is None or widths.values
+        once = on_gpu and not (self.samples or more)
         return self._replace(reads_once=once)
 
     @property
@@ -122,6 +124,7 @@ class Kind(NamedTuple):
             and has.chosen >= needed.chosen
             and has.mode >= needed.mode
             and has.kept >= needed.kept
+            and has.values & needed.values == needed.values
             and self.reports_drafts >= exact.reports_drafts
             and self.samples >= exact.samples
         )
@@ -133,6 +136,7 @@ class Kind(NamedTuple):
             f"K = {self.widths.k}": self.widths.k is not None,
             f"{self.widths.mode.name.lower()} logprobs": bool(self.widths.mode),
             "kept sets": self.widths.kept,
+            "values of rows": self.widths.values > 0,
             "draft logprobs": self.reports_drafts,
             "biases": self.changes is not None and self.changes.ids > 0,
             "penalties": self.changes is not None and self.changes.penalties,
@@ -169,12 +173,14 @@ class PromptKind(NamedTuple):
         if serves.max_logprobs_of_prompts is None:
             return None
         k = min(serves.max_logprobs_of_prompts, config.model.vocab_size)
-        extra = tuple(range(serves.max_extra_token_ids))
-        params = SamplingParams(prompt_logprobs=k, logprobs=0, extra_token_ids=extra)
-        chunk = host_slots.chunk_size(Slot(params=params, score_from=0), config, prefill_chunk)
+        count = serves.num_prompt_chosen
+        named = TokenIdRows(b"", count) if count else None
+        params = SamplingParams(prompt_logprobs=k, prompt_extra_token_ids=named)
+        slot = Slot(params=params, score_from=0)
+        chunk = host_slots.chunk_size(slot, config, prefill_chunk, serves)
         widths = Widths(
             k=_served_k(k, config.model.vocab_size),
-            chosen=chosen_bucket(len(extra)),
+            chosen=chosen_bucket(count),
             mode=serves.max_logprobs_mode,
         )
         return cls(chunk, widths)
@@ -222,7 +228,7 @@ class Ladder(NamedTuple):
             widths.append(plain._replace(k=_served_k(serves.max_logprobs, vocab)))
         most = widths[-1]._replace(kept=serves.kept_token_ids)
         if most.k is not None:
-            most = most._replace(mode=serves.max_logprobs_mode)
+            most = most._replace(mode=serves.max_logprobs_mode, values=serves.row_values)
         reports = draws and serves.draft_logprobs
         answers = dict.fromkeys([*((one, False) for one in widths), (most, reports)])
 

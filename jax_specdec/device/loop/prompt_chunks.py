@@ -92,7 +92,7 @@ class ScoredChunk(NamedTuple):
     """Prompt tokens of a chunk and their logprobs."""
 
     token_ids: Int32[Array, " P"]
-    num: Int32[Array, ""]  # the leading ones, which are the prompt's
+    num: Int32[Array, ""]  # the leading ones, which are sent
     logprobs: TopkLogprobs  # P rows
 
 
@@ -102,6 +102,8 @@ def score_chunk(
     state: LoopState,
     slot: Int32[Array, ""],
     start: Int32[Array, ""],
+    unscored: Int32[Array, ""],
+    extra_token_ids: Int32[Array, "P C"],
     options: Annotated[BatchOptions, "B = 1"],
     *,
     chunk: int,
@@ -110,12 +112,16 @@ def score_chunk(
     """`run_chunk` that also scores the tokens which the chunk's positions predict.
 
     Args:
-      options: of this slot alone: K, mode and chosen ids for its prompt.
+      unscored: positions of the chunk before the first whose token is scored.
+      extra_token_ids: named for each token that is scored, from the first one on.
+      options: of this slot alone: K, mode and the number of chosen ids for its prompt.
       widths: the static limits of `options`.
     """
     state, run = run_chunk(config, params, state, slot, start, chunk)
-    found = prompt_rows(config, params, run.hidden, run.next_tokens, run.num_valid, options, widths)
-    return state, ScoredChunk(run.next_tokens, run.num_valid, found)
+    hidden, token_ids = (jnp.roll(x, -unscored, axis=0) for x in (run.hidden, run.next_tokens))
+    num = jnp.maximum(run.num_valid - unscored, 0)
+    found = prompt_rows(config, params, hidden, token_ids, num, extra_token_ids, options, widths)
+    return state, ScoredChunk(token_ids, num, found)
 
 
 def prompt_message(
@@ -156,6 +162,7 @@ def prompt_message(
         num_tokens=of_slot(scored.num),
         num_rows=of_slot(scored.num),
         num_drafts=nothing,
+        values=nothing,
         num_chosen=of_slot(options.num_chosen[0]),
         kept=nothing,
         generation=generation,

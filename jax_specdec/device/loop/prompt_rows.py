@@ -33,6 +33,7 @@ def prompt_rows(
     hidden: Float[Array, "P E"],
     token_ids: Int32[Array, " P"],
     num: Int32[Array, ""],
+    extra_token_ids: Int32[Array, "P C"],
     options: Annotated[BatchOptions, "B = 1"],
     widths: Widths,
 ) -> TopkLogprobs:
@@ -44,6 +45,7 @@ def prompt_rows(
       hidden: what the decoder gave for them.
       token_ids: the token that each of them predicts.
       num: the positions that count; the others are skipped.
+      extra_token_ids: more tokens of each position whose logprobs are wanted, C = widths.chosen.
       options: of the prompt's slot alone.
       widths: its static limits; k must not be None.
 
@@ -55,7 +57,9 @@ def prompt_rows(
     in_tiles = own_model.row_tile(config.model) is not None
     is_linear = widths.mode is not LogprobsMode.PROCESSED and not in_tiles
     if isinstance(config.model, ModelConfig) and is_linear:
-        return _linear(config, config.model, params, hidden, token_ids, num, options, widths)
+        return _linear(
+            config, config.model, params, hidden, token_ids, num, extra_token_ids, options, widths
+        )
     count = hidden.shape[0]
     most = max(1, LOGITS_BYTES // (4 * own_model.num_columns(config.model)))
     block = -(-count // -(-count // most))
@@ -63,20 +67,23 @@ def prompt_rows(
     spare = blocks * block - count
 
     def of_block(part: tuple[jax.Array, ...]) -> TopkLogprobs:
-        hidden, token_ids, start = part
+        hidden, token_ids, extra, start = part
         logits = own_model.head(params, config.model, hidden)[None]
         left = jnp.clip(num - start, 0, block)
         index = jnp.arange(block, dtype=jnp.int32)
         rows = Rows(jnp.where(index < left, index, block), left)
-        return row_logprobs(logits, token_ids[None], rows, options, widths, config.parallel)
+        return row_logprobs(
+            logits, token_ids[None], rows, options, widths, config.parallel, extra_token_ids=extra
+        )
 
     parts = (
         jnp.pad(hidden, ((0, spare), (0, 0))).reshape(blocks, block, -1),
         jnp.pad(token_ids, (0, spare)).reshape(blocks, block),
+        jnp.pad(extra_token_ids, ((0, spare), (0, 0))).reshape(blocks, block, -1),
         block * jnp.arange(blocks, dtype=jnp.int32),
     )
     if blocks == 1:
-        return of_block((hidden, token_ids, jnp.int32(0)))
+        return of_block((hidden, token_ids, extra_token_ids, jnp.int32(0)))
     every = lax.map(of_block, parts)
     found: TopkLogprobs = jax.tree.map(
         lambda x: x.reshape(blocks * block, *x.shape[2:])[:count], every
@@ -91,6 +98,7 @@ def _linear(
     hidden: Float[Array, "P E"],
     token_ids: Int32[Array, " P"],
     num: Int32[Array, ""],
+    extra_token_ids: Int32[Array, "P C"],
     options: Annotated[BatchOptions, "B = 1"],
     widths: Widths,
 ) -> TopkLogprobs:
@@ -102,9 +110,6 @@ def _linear(
         temperatures = jnp.broadcast_to(
             jnp.where(is_raw, 1.0, options.sampling.temperature), (count,)
         )
-    extra = None
-    if widths.chosen:
-        extra = jnp.broadcast_to(options.chosen_ids, (count, widths.chosen))
     head, axes = llama.unembedding(params)
     # As `llama.project` has it: float32 stays float32.
     exact = jax.default_matmul_precision("highest") if hidden.dtype == jnp.float32 else None
@@ -116,7 +121,7 @@ def _linear(
             widths.k,
             num_rows=num,
             temperatures=temperatures,
-            extra_token_ids=extra,
+            extra_token_ids=extra_token_ids if widths.chosen else None,
             soft_cap=model.logit_softcap,
             logits_dtype=model.dtype,
             head_axes=axes,

@@ -3,6 +3,8 @@
 Axes: B slots, C chosen token ids.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -23,7 +25,7 @@ from jax_specdec.wording import pluralize
 from pallas_kernels.sampling import Sampling
 
 K_BUCKETS = (0, 5, 20, 64, 128, 256, 512)
-CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN)
+CHOSEN_BUCKETS = (0, 16, wire.MAX_CHOSEN, wire.MAX_CHOSEN_OF_ROW)  # the last for prompts
 CHANGES_BUCKETS = (0, 16, 300, max(MAX_BIASED_IDS, MAX_HELD_IDS))  # OpenAI allows 300
 
 
@@ -40,7 +42,7 @@ def chosen_bucket(count: int) -> int:
     for width in CHOSEN_BUCKETS:
         if count <= width:
             return width
-    raise wire.WireError(f"{count} chosen token ids are over the limit {wire.MAX_CHOSEN}")
+    raise wire.WireError(f"{count} chosen token ids are over the limit {wire.MAX_CHOSEN_OF_ROW}")
 
 
 def changes_bucket(count: int) -> int:
@@ -64,6 +66,7 @@ class Widths(NamedTuple):
     chosen: int = 0  # C: columns of the table of chosen token ids
     mode: LogprobsMode = LogprobsMode.RAW  # the costliest of the slots' modes
     kept: bool = False  # some slot asks for kept sets
+    values: int = 0  # bits of `RowValue` that some slot asks for
 
     @property
     def num_columns(self) -> int:
@@ -82,6 +85,7 @@ class BatchOptions(NamedTuple):
     chosen_ids: Int32[Array, "B C"]  # anything from num_chosen on
     draft_logprobs: Bool[Array, " B"]
     kept: Bool[Array, " B"]  # the kept sets of emitted tokens
+    values: Int32[Array, " B"]  # bits of `RowValue`, of the rows of emitted tokens
     sampling: Sampling
 
 
@@ -117,6 +121,7 @@ def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
         chosen=chosen_bucket(max(len(one.extra_token_ids) for one in asking)),
         mode=LogprobsMode(max(one.logprobs_mode for one in asking)),
         kept=kept,
+        values=functools.reduce(operator.or_, (one.row_values for one in asking)),
     )
 
 
@@ -152,6 +157,7 @@ def options_of_requests(
         chosen_ids=chosen_ids,
         draft_logprobs=_on_host([one.draft_logprobs for one in params], np.bool_),
         kept=_on_host([one.kept_token_ids for one in params], np.bool_),
+        values=_on_host([one.row_values for one in params], np.int32),
         sampling=sampling_of(params),
     )
     on_device: BatchOptions = jax.device_put(options)

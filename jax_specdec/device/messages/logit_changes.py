@@ -12,7 +12,7 @@ V vocabulary (on this device).
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -277,6 +277,22 @@ def _changed(
     lost = jnp.minimum(frequency * counts.astype(jnp.float32), jnp.float32(3e38))
     lowered = (counts > 0) & ((frequency != 0) | (presence != 0))
     return jnp.where(lowered, x - lost - presence, x)
+
+
+def changed_rows(
+    x: Float32[Array, "R C"], changes: Annotated[RowChanges, "B S = R"], shard: VocabShard
+) -> Float32[Array, "R C"]:
+    """The changed logits of whole rows, of this device's columns; the changes are [R, ...]."""
+    width = x.shape[1]
+    if changes.bias_token_ids is not None and changes.bias is not None:
+        row = jnp.arange(len(x), dtype=jnp.int32)[:, None]
+        biased = _columns(changes.bias_token_ids, shard, width)
+        x = x.at[row, biased].add(changes.bias, mode="drop")
+    if changes.allowed is None:
+        return x
+    ids = shard.ids(width)
+    words = jnp.take(changes.allowed, ids // 32, axis=1, mode="fill", fill_value=0)
+    return jnp.where(lax.shift_right_logical(words, (ids % 32)[None]) & 1 == 1, x, -jnp.inf)
 
 
 def _columns(ids: Int32[Array, "B M"], shard: VocabShard, width: int) -> Int32[Array, "B M"]:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32, Integer, Shaped, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, Integer, Shaped, UInt32
 
 from ipc import wire
-from ipc.wire import KEPT_MANY, DeviceCheck, Kind, SlotState
+from ipc.wire import KEPT_MANY, DeviceCheck, Kind, RowValue, SlotState
 from jax_specdec.device.messages.arguments import check_array, check_size
 from jax_specdec.kept_sets import PaddedKept
 from jax_specdec.wording import pluralize
@@ -33,6 +33,7 @@ class SlotFields(NamedTuple):
     num_tokens: Int32[Array, " B"]
     num_rows: Int32[Array, " B"]  # the leading tokens that have logprobs
     num_drafts: Int32[Array, " B"]  # proposed for this step
+    values: Int32[Array, " B"]  # bits of `RowValue`: values of each row
     num_chosen: Int32[Array, " B"]  # chosen token ids a row
     generation: UInt32[Array, " B"]
 
@@ -61,12 +62,18 @@ class KeptRows(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """Counts of each slot, as `wire.layout` takes them."""
+    """Counts of each slot, and which values its rows have."""
 
     tokens: Int32[Array, " B"]
     rows: Int32[Array, " B"]
     columns: Int32[Array, " B"]
     chosen: Int32[Array, " B"]
+    values: Int32[Array, " B"]  # bits
+
+    @property
+    def of_layout(self) -> tuple[jax.Array, ...]:
+        """The counts [B] that `wire.layout` takes."""
+        return self.tokens, self.rows, self.columns, self.chosen + wire.num_values(self.values)
 
 
 def select_rows(num_rows: jax.Array, num_positions: int) -> Rows:
@@ -106,7 +113,8 @@ def pack(
       slots: the slots' fields; counts are checked here against S and the columns against K.
       token_ids: slot b's first `num_tokens[b]` are sent.
       rows: which (slot, position) each row of `logprobs` is, from `select_rows`.
-      logprobs: of the rows; column 0 is the sent token.
+      logprobs: of the rows; column 0 is the sent token. Its values of a row are those that the
+        slots may ask for.
       stamp: of the header, or a step number alone.
       kind: message kind; K comes from the shape of `logprobs`.
       running: whether any sequence goes on after this step.
@@ -127,10 +135,11 @@ def pack(
     k, num_extra = logprobs.token_ids.shape[1] - 1, logprobs.extra_logprobs.shape[1]
     stamp = stamp if isinstance(stamp, Stamp) else Stamp(stamp)
     _refuse_unfit(kind, k, num_positions, stamp.process_rank, num_words, batch)
-    checks = _checks(slots, token_ids, k, num_extra, kind, vocab_size, kept)
-    counts = _within(slots, num_positions, k, num_extra)
+    available = sum(1 << value for value in values_of(logprobs))
+    checks = _checks(slots, token_ids, k, num_extra, available, kind, vocab_size, kept)
+    counts = _within(slots, num_positions, k, num_extra, available)
     largest_k = jnp.maximum(jnp.max(counts.columns, initial=0) - 1, 0)
-    layout = wire.layout(jnp, *counts)
+    layout = wire.layout(jnp, *counts.of_layout)
     values = _payload(layout, counts, token_ids, rows, logprobs, nowhere=num_words)
     if kept is not None:
         more, end = _kept_payload(layout.num_words, kept, nowhere=num_words)
@@ -165,6 +174,12 @@ def pack(
     )
 
 
+def values_of(logprobs: TopkLogprobs) -> dict[RowValue, Float32[Array, " R"]]:
+    """The values of rows that there are, each [R]."""
+    named = {value: getattr(logprobs, value.name.lower()) for value in RowValue}
+    return {value: values for value, values in named.items() if values is not None}
+
+
 def _refuse_unfit(
     kind: int,
     k: int,
@@ -192,6 +207,7 @@ def _checks(
     token_ids: Int32[Array, "B S"],
     k: int,
     num_extra: int,
+    available: int,
     kind: int,
     vocab_size: int,
     kept: KeptRows | None,
@@ -215,7 +231,8 @@ def _checks(
         | _outside(slots.mode, 0, max(wire.LogprobsMode))
         | _outside(slots.kept, 0, 0 if kept is None else 1)
         | _outside(slots.columns, 0, most("columns", k + 1))
-        | _outside(slots.num_chosen, 0, most("num_chosen", num_extra)),
+        | _outside(slots.num_chosen, 0, most("num_chosen", num_extra))
+        | (slots.values & ~available != 0),
     }
     if kept is not None:
         due = wire.kept_rows(jnp, slots.state, slots.num_tokens, slots.kept)
@@ -225,7 +242,9 @@ def _checks(
     return jnp.stack(bits).sum(dtype=jnp.uint32)
 
 
-def _within(slots: SlotFields, num_positions: int, k: int, num_extra: int) -> _Counts:
+def _within(
+    slots: SlotFields, num_positions: int, k: int, num_extra: int, available: int
+) -> _Counts:
     """The slots' counts, clipped to the shapes.
 
     Wrong counts have set the error bit; clipped, they cannot make a value land on the header.
@@ -236,6 +255,7 @@ def _within(slots: SlotFields, num_positions: int, k: int, num_extra: int) -> _C
         rows=jnp.clip(slots.num_rows, 0, tokens),
         columns=jnp.clip(slots.columns, 0, k + 1),
         chosen=jnp.clip(slots.num_chosen, 0, num_extra),
+        values=slots.values & available,
     )
 
 
@@ -273,7 +293,21 @@ def _payload(
         return jnp.where(exists, begin[:, None] + column, nowhere)
 
     zero, one = jnp.zeros_like(columns), jnp.ones_like(columns)
-    width = columns + chosen
+    bits = counts.values[slot_of_row]
+    width = columns + chosen + wire.num_values(bits)
+    more = [
+        (
+            of_rows(
+                layout.logprobs,
+                width,
+                columns + chosen + wire.place_of_value(bits, value),
+                bits >> value & 1,
+                1,
+            ),
+            values,
+        )
+        for value, values in values_of(logprobs).items()
+    ]
     in_slot = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
     sent = in_slot < counts.tokens[:, None]
     return [
@@ -282,6 +316,7 @@ def _payload(
         (of_rows(layout.logprobs, width, zero, columns, k + 1), logprobs.logprobs),
         (of_rows(layout.logprobs, width, columns, chosen, num_extra), logprobs.extra_logprobs),
         (of_rows(layout.topk_ids, columns - 1, zero, columns - 1, k), logprobs.token_ids[:, 1:]),
+        *more,
     ]
 
 

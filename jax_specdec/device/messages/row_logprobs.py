@@ -11,7 +11,7 @@ token ids.
 """
 
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax_specdec.device.messages.arguments import check_array, check_logits, che
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_options
 from jax_specdec.device.messages.logit_changes import RowChanges
 from jax_specdec.device.messages.pack import Rows, select_rows
+from jax_specdec.device.messages.row_values import names_of, with_processed_values
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from pallas_kernels import TopkLogprobs, topk_logprobs
 from pallas_kernels.sampling import (
@@ -58,6 +59,7 @@ def row_logprobs(
     read: RowsRead | None = None,
     changed_read: RowsRead | None = None,
     changes: RowChanges | None = None,
+    extra_token_ids: Int32[Array, "R C"] | None = None,
 ) -> TopkLogprobs:
     """The logprobs of `rows`, each in the mode of its slot's request.
 
@@ -77,14 +79,16 @@ def row_logprobs(
       row_ids: of flat logits, as `verify` had them.
       cut: [B, S], the truncation of the logits by `options.sampling`, where the tokens were sampled
         and it is known already; without it, processed rows make a search of their own.
-      read: what `verify` has read of the logits with `k = widths.k`; without it, the rows are read
-        here.
+      read: what `verify` has read of the logits with `k = widths.k`; without it, and for values of
+        rows, which need other sums, the rows are read here.
       changed_read: the same of the changed logits, if there are `changes`.
       changes: of each row's logits, by which the tokens were chosen; processed logprobs are of the
         changed ones, the others of the logits themselves. They need `cut`.
+      extra_token_ids: of each row, in place of `options.chosen_ids`; not where there is a `read`.
 
     Returns:
-      K = widths.k top columns and C = widths.chosen further logprobs of each row.
+      K = widths.k top columns and C = widths.chosen further logprobs of each row, and the values of
+      a row that `widths` names.
     """
     check_array("token_ids", token_ids, "integers", ("B", "S"), "one a position [B, S]")
     batch, num_positions = token_ids.shape
@@ -98,6 +102,9 @@ def row_logprobs(
     check_array("rows.flat", rows.flat, "integers", (batch * num_positions,), "B * S places")
     slot = jnp.minimum(rows.flat // num_positions, batch - 1)
     flat_logits, place = flattened(logits, rows, row_ids)
+    values: dict[str, Any] = dict.fromkeys(names_of(widths.values), True)
+    read = None if values else read
+    chosen_ids = options.chosen_ids[slot] if extra_token_ids is None else extra_token_ids
     own, of_slots = None, {}
     if changes is not None and widths.mode is LogprobsMode.PROCESSED:
         assert cut is not None, "the cut of changed logits is what `verify` found"
@@ -131,9 +138,10 @@ def row_logprobs(
             row_ids=place,
             num_rows=rows.num,
             temperatures=temperatures,
-            extra_token_ids=options.chosen_ids[slot] if widths.chosen else None,
+            extra_token_ids=chosen_ids if widths.chosen else None,
             mesh=parallel.mesh,
             axis_name=parallel.axis_name,
+            **values,
             **{} if own is None else own._asdict(),
         )
     if widths.mode is not LogprobsMode.PROCESSED:
@@ -141,7 +149,14 @@ def row_logprobs(
     if cut is None:
         in_mode = options.mode == LogprobsMode.PROCESSED
         cut = cut_where(in_mode, logits, options.sampling, parallel, row_ids)
-    return _processed((flat_logits, place), own, rows, slot, options, found, cut, parallel)
+    processed = _processed(
+        (flat_logits, place), own, rows, slot, options, chosen_ids, found, cut, parallel
+    )
+    if not values:
+        return processed
+    cut = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
+    placed = flat_logits, place, rows.num
+    return with_processed_values(processed, placed, own, slot, options, cut, parallel)
 
 
 def flattened(
@@ -243,6 +258,7 @@ def _processed(
     rows: Rows,
     slot: Int32[Array, " R"],
     options: BatchOptions,
+    chosen_ids: Int32[Array, "R C"],
     found: TopkLogprobs,
     cut: Truncation,
     parallel: Parallel,
@@ -273,7 +289,7 @@ def _processed(
         # NaN says that the row is invalid or the token unknown: that stays.
         return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)
 
-    return _in_mode(found, options.chosen_ids[slot], is_processed, renormalized)
+    return _in_mode(found, chosen_ids, is_processed, renormalized)
 
 
 def draft_rows(
@@ -297,7 +313,7 @@ def draft_rows(
     if widths.k is None:
         return None
     # Processed rows are first made as scaled ones are, at their own temperature.
-    scaled = widths._replace(mode=min(widths.mode, LogprobsMode.SCALED))
+    scaled = widths._replace(mode=min(widths.mode, LogprobsMode.SCALED), values=0)
 
     def report_drafts(
         logits: jax.Array, drafts: Drafts, row_ids: jax.Array | None = None
@@ -360,6 +376,8 @@ def _in_mode(
     extra_logprobs = found.extra_logprobs
     if extra_logprobs.shape[1]:
         extra_logprobs = processed(chosen_ids, extra_logprobs)
-    return TopkLogprobs(
-        jnp.where(excluded, -1, found.token_ids), logprobs, found.token_ranks, extra_logprobs
+    return found._replace(
+        token_ids=jnp.where(excluded, -1, found.token_ids),
+        logprobs=logprobs,
+        extra_logprobs=extra_logprobs,
     )

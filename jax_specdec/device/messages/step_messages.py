@@ -157,7 +157,7 @@ def target_message(
     kept = row_kept_sets(output, options, parallel) if widths.kept else None
     slots = _slots(output, options, output.num_tokens, num_rows, output.num_drafts)
     return pack(
-        slots._replace(kept=options.kept.astype(jnp.int32)),
+        slots._replace(kept=options.kept.astype(jnp.int32), values=options.values),
         output.token_ids,
         rows,
         found,
@@ -264,7 +264,7 @@ def draft_message(
         running=output.running,
         draft_follows=False,
         vocab_size=vocab,
-        num_words=most_words(batch, num_drafts, widths._replace(kept=False), vocab),
+        num_words=most_words(batch, num_drafts, widths._replace(kept=False, values=0), vocab),
     )
 
 
@@ -297,6 +297,7 @@ def _slots(
         num_rows=num_rows,
         num_drafts=num_drafts,
         num_chosen=options.num_chosen,
+        values=jnp.zeros_like(options.values),
         kept=jnp.zeros_like(options.mode),
         generation=options.generation,
     )
@@ -321,6 +322,6 @@ def most_words(batch: int, num_positions: int, widths: Widths, vocab_size: int) 
     return wire.words_bound(
         [num_positions] * batch,
         [widths.num_columns] * batch,
-        [widths.chosen] * batch,
+        [widths.chosen + wire.num_values(widths.values)] * batch,
         [min(wire.MAX_KEPT, vocab_size) if widths.kept else None] * batch,
     )

@@ -188,8 +188,9 @@ def compile_prompt(
     """Compile the chunks of a prompt with logprobs, and their message; arguments as above."""
     num_slots = programs.config.num_slots
     options = abstract(host_slots.options_of_slots([Slot()], kind.widths))
+    ids = np.zeros((kind.chunk, kind.widths.chosen), np.int32)
     traced = programs.score_chunk.trace(
-        *arguments, INDEX, INDEX, options, chunk=kind.chunk, widths=kind.widths
+        *arguments, INDEX, INDEX, INDEX, ids, options, chunk=kind.chunk, widths=kind.widths
     )
     scored = _compiled(traced, arguments, compile)[1]
     message = programs.prompt_message.trace(

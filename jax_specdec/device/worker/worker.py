@@ -91,7 +91,8 @@ class Worker:
           sender: takes the messages.
           prefill_chunk: prompt tokens that run between two steps.
           prefix_reuse: run what prompts have in common once, where it is still in a slot's caches;
-            no value depends on it. Prompts whose logprobs are wanted are run whole.
+            no value depends on it. A prompt is run from the first token on whose logprobs are
+            wanted.
           process_rank: the number in the messages.
           publish: send messages. A process that sends none makes and reads them all the same, as
             the programs that make them have collectives, and clears the same slots.
@@ -322,9 +323,8 @@ class Worker:
                 command.draft_token_ids,
             ),
         )
-        # Every row of a prompt's logprobs needs its hidden state, which is in no cache.
-        shared = self.prefix_reuse and request.params.prompt_logprobs is None
-        prompt = request.prompt_token_ids if shared else ()
+        score_from = None if request.first_scored is None else request.first_scored - 1
+        prompt = self._reusable(request.prompt_token_ids, score_from)
         slot = Slot(
             generation=command.generation,
             params=request.params,
@@ -333,11 +333,21 @@ class Worker:
             prefill_length=len(request.prompt_token_ids),
             prompt_length=len(request.prompt_token_ids),
             num_emitted=request.num_emitted,
-            score_from=None if request.params.prompt_logprobs is None else 0,
+            score_from=score_from,
             grammar=self.grammars.begin(request),
         )
         self._names[command.slot] = request.id
         self._set(command.slot, slot)
+
+    def _reusable(self, token_ids: Sequence[int], score_from: int | None) -> Sequence[int]:
+        """The leading tokens of a prompt whose caches may be those of another slot.
+
+        Every row of its logprobs needs its hidden state, which is in no cache.
+        """
+        if not self.prefix_reuse:
+            return ()
+        # A chunk that may be taken over is followed by a position that is run, and its token.
+        return token_ids if score_from is None else token_ids[: score_from + 2]
 
     def kind_of(self, slots: Sequence[Slot]) -> Kind:
         """The cheapest kind of programs that serves these slots."""
@@ -378,12 +388,13 @@ class Worker:
             if not (slot.occupied and runs[index]):  # one that ended says so in the next step
                 continue
             # Rows of a prompt are sent once: those that were keep the old version.
-            score_from = None if slot.score_from is None else slot.prefill_at
-            shared = self.prefix_reuse and score_from is None
-            known = tokens[index, : lengths[index]].tolist() if shared else ()
+            score_from = None
+            if slot.score_from is not None and slot.prefill_at is not None:
+                score_from = max(slot.score_from, slot.prefill_at)
+            known = tokens[index, : lengths[index]].tolist()
             again = replace(
                 slot,
-                prefill_at=self.prefixes.admit(index, known),
+                prefill_at=self.prefixes.admit(index, self._reusable(known, score_from)),
                 prefill_length=int(lengths[index]),
                 score_from=score_from,
             )
@@ -440,18 +451,17 @@ class Worker:
         Returns the words of the chunk's own message, where its logprobs are wanted.
         """
         start = self._reuse(index, slot.prefill_at or 0)
-        chunk = self.prefill_chunk
-        if slot.score_from is not None:
-            chunk = self.prompt_kind_of(slot).chunk
+        slot.prefill_at, chunk = start, self.prefill_chunk
         places = np.int32(index), np.int32(start)
         words: tuple[jax.Array, ...] = ()
-        if slot.score_from is None:
+        if slot.score_from is None or slot.next_unscored >= chunk:
             run = functools.partial(self.compiled.prefill_chunk, self.params, chunk=chunk)
             self._change(run, *places)
+            self.prefixes.hold(index, start + chunk)
         else:
+            chunk = self.prompt_kind_of(slot).chunk
             words = self._score(slot, places)
         following = start + chunk
-        self.prefixes.hold(index, following)
         slot.prefill_at = following if following < slot.prefill_length - 1 else None
         return words
 
@@ -475,12 +485,15 @@ class Worker:
         options = host_slots.options_of_slots([scoring], widths)
         self._alone = False
         report = self.state.drafts.report
+        unscored = np.int32(min(slot.next_unscored, chunk))
+        extra_ids = host_slots.prompt_extra_ids(slot, chunk, widths.chosen)
         state, scored = self.compiled.score_chunk(
-            self.params, with_report(self.state, None), *places, options, chunk=chunk, widths=widths
-        )
+            self.params, with_report(self.state, None), *places, unscored, extra_ids, options,
+            chunk=chunk, widths=widths,
+        )  # fmt: skip
         self.state = with_report(state, report)
-        num_tokens = min(chunk, slot.prefill_length - 1 - (slot.prefill_at or 0))
-        if num_tokens <= 0 or (slot.prefill_at or 0) < (slot.score_from or 0):
+        num_tokens = min(chunk, slot.prefill_length - 1 - (slot.prefill_at or 0)) - int(unscored)
+        if num_tokens <= 0:
             return ()
         stamp = self.outgoing.stamp(self.step_number, self.weights_version)
         words = self.outgoing.prompt_message(

@@ -104,7 +104,8 @@ class Loop:
             static = {"read_k": read_k, "report_widths": widths, "num_drafts": num_drafts}
             return self.compiled.step, (*model, options_of(widths)), static
         if name == "score_chunk":
-            scoring = NUMBER, NUMBER, options_of(widths, 1)
+            named = shape((CHUNK, widths.chosen), jnp.int32)
+            scoring = NUMBER, NUMBER, NUMBER, named, options_of(widths, 1)
             return self.compiled.score_chunk, (*model, *scoring), {"chunk": CHUNK, "widths": widths}
 
         def step_and_message(params, state, options):

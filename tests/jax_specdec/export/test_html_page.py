@@ -110,6 +110,18 @@ def test_the_tokens_of_a_prompt_come_first_where_their_logprobs_are_known(build)
     assert shown.steps[:, 1].sum() == 3
 
 
+def test_what_stands_before_the_rows_of_a_prompt_is_one_token():
+    records = two_steps()
+    asked = dataclasses.replace(records[0].request, prompt_token_ids=(4, 3, 4, 3, 4))
+    rows = dataclasses.replace(PROMPT_ROWS, start=3)
+    response = completion(asked, records, TABLE, prompt=rows, **MADE)
+    (shown,), strings = shown_in(json.dumps(response))
+    assert shown.num_prompt == 3
+    assert words(shown, strings)[:3] == ["b ab", " a", "b"]
+    assert shown.logprobs[:3].tolist() == pytest.approx([np.nan, -0.5, -3.0], nan_ok=True)
+    assert shown.ids[:3].tolist() == [UNKNOWN, 3, 4]
+
+
 @pytest.mark.parametrize("where", ["choice", "response"])
 def test_the_logprobs_of_a_prompt_in_the_manner_of_vllm(where):
     entry = {"7": {"logprob": -3.0, "rank": 9, "decoded_token": "x"},

@@ -218,5 +218,11 @@ def test_prompt_logprobs_are_an_extension():
     for build in (completion, chat_completion):
         response = build(records[0].request, records, TABLE, prompt=rows, **MADE)
         assert response["speculation"]["prompt_logprobs"] == expected
+        assert "prompt_logprobs_start" not in response["speculation"]
+        late = build(records[0].request, records, TABLE, prompt=replace(rows, start=9), **MADE)[
+            "speculation"
+        ]
+        assert late["prompt_logprobs"] == expected[1:]
+        assert late["prompt_logprobs_start"] == 9
         without = build(records[0].request, records, TABLE, **MADE)
         assert "prompt_logprobs" not in without["speculation"]

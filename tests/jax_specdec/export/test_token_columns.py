@@ -16,7 +16,7 @@ from jax_specdec.export.step_rows import joined_rows, step_rows
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged
 from jax_specdec.ray.batch import ColumnBatch
 from jax_specdec.records.batch import FinishReason
-from jax_specdec.requests import Request, SamplingParams
+from jax_specdec.requests import ROW_VALUES, Request, SamplingParams
 from tests.support import delivered_batches
 from tests.support.random_kept import as_lists
 from tests.support.sample_columns import delivered, released, streams, three_requests
@@ -59,7 +59,7 @@ def chosen_by_hand(asked, steps):
     of_tokens, of_drafts = [], []
     for emitted, guesses, table, drafted, _ in steps:
         for place in range(len(emitted)):
-            row = table[place][columns:] if ids else []
+            row = table[place][columns : columns + len(ids)] if ids else []
             of_tokens.append(list(zip(ids, row, strict=True)))
             there = drafted is not None and place < len(guesses)
             row = drafted[place][columns:] if there else []
@@ -90,6 +90,15 @@ def test_lists_and_sets_are_those_that_were_sent(runs):
         np.testing.assert_equal(pairs(mine.chosen), of_tokens)
         np.testing.assert_equal(pairs(mine.draft_chosen), of_drafts)
         known = mine.draft_token_rank != NOT_ASKED
+        bits, width = asked.params.row_values, asked.params.num_columns
+        for name, value in ROW_VALUES.items():
+            place = (
+                width + len(asked.params.extra_token_ids) + (bits & ((1 << value) - 1)).bit_count()
+            )
+            there = bits >> value & 1
+            sent = [row[place] if there else np.nan for step in steps for row in step[2]]
+            sent = np.float32(sent[: asked.params.max_tokens])
+            np.testing.assert_array_equal(getattr(mine, name), sent)
         counts = np.diff(mine.draft_chosen.offsets)
         assert counts.tolist() == (known * len(asked.params.extra_token_ids)).tolist()
         if asked.params.kept_token_ids:
@@ -222,6 +231,8 @@ def test_batches_have_the_logprobs_of_prompts_where_asked(size):
     requests = make_requests(12, 3)
     chosen = SamplingParams(max_tokens=2, prompt_logprobs=2, logprobs=1, extra_token_ids=(7, 3, 5))
     requests.append(Request(id="chosen", prompt_token_ids=tuple(range(20)), params=chosen))
+    late = SamplingParams(max_tokens=2, prompt_logprobs=2, prompt_logprobs_start=13)
+    requests.append(Request(id="late", prompt_token_ids=tuple(range(20)), params=late))
     by_id = {request.id: request for request in requests}
     told = [update.records for update in Scene(num_ranks=2).generate(requests)]
     rows, emitted = batches_of(told, size)

@@ -86,8 +86,10 @@ def test_a_batch_that_skips_tokens_or_comes_twice_is_refused():
     assert batch.requests[0].id == "r0"
 
 
-def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused():
+@pytest.mark.parametrize("start", [0, 11])
+def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused(start):
     asked = {"logprobs": 0, "prompt_logprobs": 2, "extra_token_ids": (4, 9)}
+    asked["prompt_logprobs_start"] = start
     scored = request_of("s", (*range(32), *[1] * 20), max_tokens=3, **asked)
     table, entries = table_with(scored)
     brought = rows_of(submissions_of(entries), seed=2)  # with it, the prompt comes in several parts
@@ -98,6 +100,7 @@ def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused():
         with pytest.raises(BatchError, match=r"'s': logprobs of its prompt begin at token"):
             table.take(wrong, 0)
     ((part,),) = [first]
+    assert part.prompt.start == max(start, 1)
     assert part.prompt.chosen_logprobs.shape == (len(part.prompt.token_ids), 2)
     column = first.rows.column("prompt_logprobs").values.values
     assert np.shares_memory(part.prompt.logprobs, column.to_numpy())

@@ -48,7 +48,7 @@ def by_hand(slots):
             column += more
     body = struct.pack(f"<{len(head)}I{len(ids) + len(counts)}i", *head, *ids, *counts)
     body += struct.pack(f"<{len(masses)}f{len(kept_ids)}i", *masses, *kept_ids)
-    header = [0x4C53 << 16 | 3, 3, 1, len(slots), 9 + len(body) // 4, 0, 0, 0, 0]
+    header = [0x4C53 << 16 | 4, 3, 1, len(slots), 9 + len(body) // 4, 0, 0, 0, 0]
     return struct.pack("<9I", *header) + body
 
 

@@ -8,6 +8,7 @@ import functools
 import random
 import resource
 
+import numpy as np
 import pytest
 
 from ipc import wire
@@ -16,7 +17,7 @@ from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
 from tests.support.random_messages import random_draft_slot, random_params, random_target_slot
 
-COUNTS = ("num_drafts", "columns", "num_chosen")
+COUNTS = ("num_drafts", "columns", "values", "num_chosen")
 VALUES = ("state", "generation", "token_ids", "token_ranks", "logprobs", "topk_ids", "kept")
 HEADER = ("max_num_logprobs", "running", "weights_version", "draft_follows", "process_rank",
           "digest")  # fmt: skip
@@ -28,6 +29,8 @@ def encoded_again(message):
     for index in range(message.num_slots):
         fields = {name: getattr(message.slot(index), name) for name in VALUES}
         fields |= {name: int(getattr(message, name)[index]) for name in COUNTS}
+        rows = message.slot(index)
+        fields["logprobs"] = np.concatenate([rows.logprobs, rows.row_values], axis=1)
         slots.append(SlotContents(mode=LogprobsMode(message.mode[index]), **fields))
     header = {name: getattr(message, name) for name in HEADER}
     return encode(message.kind, message.step, slots, **header)

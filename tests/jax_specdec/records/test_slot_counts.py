@@ -86,6 +86,16 @@ LARGEST = {
 }
 
 
+def test_a_row_of_a_prompt_may_name_more_ids():
+    for count in (wire.MAX_CHOSEN_OF_ROW, wire.MAX_CHOSEN_OF_ROW + 1):
+        slot = SlotContents(
+            columns=1, num_chosen=count, token_ids=[0], token_ranks=[1],
+            logprobs=np.zeros((1, 1 + count)),
+        )  # fmt: skip
+        assert is_taken(Kind.PROMPT, [slot], 0) == (count == wire.MAX_CHOSEN_OF_ROW)
+        assert not is_taken(Kind.TARGET, [slot], 0)
+
+
 @pytest.mark.parametrize("beside", [[], [FIRST]], ids=["alone", "beside a first token"])
 @pytest.mark.parametrize("name", LARGEST)
 def test_a_field_is_taken_up_to_its_limit(name, beside):

@@ -285,6 +285,7 @@ def test_one_request_may_not_ask_for_too_many_logprobs_of_prompts():
             ({"prompt": prompt, "prompt_logprobs": 2, "n": 3}, 200),
             ({"prompt": prompt, "prompt_logprobs": 0, "n": 6}, 200),
             ({"prompt": prompt, "logprobs": 7, "n": 20}, 200),  # of no prompt
+            ({"prompt": prompt, "prompt_logprobs": 32, "prompt_logprobs_start": 50}, 200),
             ({"prompt": prompt, "prompt_logprobs": 2, "n": 4}, 400),
             ({"prompt": [prompt] * 4, "prompt_logprobs": 2}, 400),
             ({"prompt": prompt, "logprobs": 7, "echo": True}, 400),

@@ -233,6 +233,30 @@ def test_prompt_logprobs_are_where_vllm_puts_them(client):
     assert chat(client, max_tokens=1, extra_body=extra).prompt_logprobs == found
     (first, *_) = chat(client, max_tokens=1, extra_body=extra, stream=True)
     assert first.prompt_logprobs == found
+    assert not hasattr(first, "prompt_logprobs_start")
+
+
+def test_prompt_logprobs_begin_where_they_were_asked_to(client):
+    every = complete(client, extra_body={"prompt_logprobs": 1}, max_tokens=1)
+    start, extra = 3, {"prompt_logprobs": 1, "prompt_logprobs_start": 3}
+    (choice,) = complete(client, extra_body=extra, max_tokens=1).choices
+    asked = {"extra_body": extra, "max_tokens": 1}
+    for one in (choice, chat(client, **asked), next(iter(chat(client, **asked, stream=True)))):
+        assert one.prompt_logprobs == every.choices[0].prompt_logprobs[start:]
+        assert one.prompt_logprobs_start == start
+
+
+def test_ids_of_each_row_have_their_logprobs_beside_the_prompts(client):
+    start = len(IDS) - 2
+    extra = {"prompt_logprobs": 0, "prompt_logprobs_start": start}
+    extra["prompt_extra_token_ids"] = [[1, 2], [3, 4]]
+    (choice,) = complete(client, extra_body=extra, max_tokens=1).choices
+    assert choice.prompt_chosen_logprobs == [[-9.0, -9.0]] * 2
+    assert len(choice.prompt_logprobs) == 2
+    asked = {"extra_body": extra, "max_tokens": 1}
+    assert chat(client, **asked).prompt_chosen_logprobs == choice.prompt_chosen_logprobs
+    (first, *_) = chat(client, **asked, stream=True)
+    assert first.prompt_chosen_logprobs == choice.prompt_chosen_logprobs
 
 
 def test_columns_hold_the_same_logprobs_as_bytes(client):
@@ -246,7 +270,24 @@ def test_columns_hold_the_same_logprobs_as_bytes(client):
     assert found["logprobs"][:, 0].tolist() == logprobs
     assert found["topk_ids"].shape == (len(tokens), 2)
     assert found["token_ranks"].tolist() == [1] * len(tokens)
-    assert "kept_ids" not in found
+    assert not {"kept_ids", "entropy", "log_sum_exp"} & found.keys()
+
+
+def test_values_of_rows_have_the_names_they_are_asked_by(client):
+    """In columns, and as lists of the extension; streamed too. Some programs serve neither."""
+    _, logprobs, _ = expected()
+    extra = {"entropy": True, "log_sum_exp": True}
+    (choice,) = complete(client, logprobs=0, extra_body=extra | {"logprobs_columns": True}).choices
+    found = arrays(choice.columns)
+    chunks = complete(client, logprobs=0, extra_body=extra, stream=True)
+    parts = [chunk.choices[0].speculation for chunk in chunks]
+    for name in extra:
+        assert found[name].dtype == np.float32
+        assert found[name].tolist() == [-x for x in logprobs]
+        assert choice.speculation[name] == found[name].tolist()
+        assert [x for part in parts for x in part.get(name, [])] == found[name].tolist()
+    alone = complete(client, logprobs=0, extra_body={"entropy": True}).choices[0].speculation
+    assert (alone["entropy"], "log_sum_exp" in alone) == ([-x for x in logprobs], False)
 
 
 def test_kept_sets_come_as_lists_and_as_columns(client):

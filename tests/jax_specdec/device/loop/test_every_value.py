@@ -52,6 +52,8 @@ def asking(changes, drafts=False):
         n = number if number % 7 else 0
         asked = {"logprobs": [VOCAB, 5, None, 0, 20][n % 5], "logprobs_mode": MODES[n // 2 % 3]}
         asked |= {"kept_token_ids": n % 3 == 0, "draft_logprobs": drafts and n % 4 < 2}
+        if asked["logprobs"] is not None:
+            asked |= {"entropy": n % 2 == 0 or n % 3 == 1, "log_sum_exp": n % 3 != 2}
         if n % 5 in (0, 1):
             asked["extra_token_ids"] = (7, 2, 7)
         if n % 2 == 0:

@@ -88,7 +88,7 @@ def test_invalid_logits_are_reported_and_stay_in_their_slot():
     # Token 7's logit is NaN in every row.
     broken = replace(params, embedding=params.embedding.at[7].set(np.nan)), config
     items = [
-        request("r", [1, 2, 3], max_tokens=6, logprobs=2),
+        request("r", [1, 2, 3], max_tokens=6, logprobs=2, entropy=True, log_sum_exp=True),
         request("kept", [1, 2], max_tokens=3, temperature=1.0, top_p=0.8, kept_token_ids=True),
     ]
     result = run(items, "mtp", model=broken)
@@ -96,7 +96,7 @@ def test_invalid_logits_are_reported_and_stay_in_their_slot():
     for record in result.records["r"]:
         assert record.num_tokens == 1  # verification stops at an invalid row
         assert not record.valid.any()
-        assert np.isnan(record.logprobs).all()
+        assert np.isnan([*record.logprobs[0], *record.entropy, *record.log_sum_exp]).all()
         assert (record.topk_ids == -1).all()
     assert np.isnan(result.records["r"][-1].cumulative_logprob)
     for record in result.records["kept"]:

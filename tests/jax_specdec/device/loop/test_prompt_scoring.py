@@ -1,5 +1,6 @@
 """Logprobs of prompt tokens: chunk by chunk, the same for all chunk sizes, in little memory."""
 
+import dataclasses
 import functools
 import re
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 from ipc import wire
 from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.declaration import EVERYTHING, Serves
 from jax_specdec.device.drafting.drafters import NoDrafter
 from jax_specdec.device.loop import host_slots, prompt_rows
 from jax_specdec.device.loop.host_slots import Slot
@@ -27,6 +29,9 @@ from pallas_kernels.testing import oracle
 from tests.support import in_mode, quick_compile, reference_model
 from tests.support.decoding import VOCAB, Local, compiled, random_model, request
 
+SCORES = Serves(
+    max_logprobs=0, max_logprobs_of_prompts=128, max_extra_token_ids=128, kept_token_ids=False
+)
 CLOSE = 1e-4  # float32 forward passes of other shapes
 ROWS = ("token_ids", "token_ranks", "topk_ids", "logprobs")
 
@@ -94,6 +99,59 @@ def test_every_prompt_token_but_the_first_has_its_logprobs(chunk):
             assert ranks[n] == oracle.token_rank(row, ids[n])
 
 
+@pytest.mark.parametrize("start", [1, 2, 12, 13, 14, 40])
+def test_rows_from_a_start_on_are_those_of_the_whole_prompt(start):
+    """Of equally large chunks, at the same places: the same bits. Fewer rows are sent."""
+    item = prompts()[0]
+    asked = dataclasses.replace(item.params, prompt_logprobs_start=start)
+    messages = messages_of([dataclasses.replace(item, params=asked)])
+    for rows, every in zip(prompt_of(messages, 0), prompt_of(by_chunk(12), 0), strict=True):
+        assert len(rows) == 41 - start
+        np.testing.assert_array_equal(rows, every[start - 1 :])
+    scored = [message for message in messages if message.kind is Kind.PROMPT]
+    assert len(scored) == 4 - (start - 1) // 12
+
+
+@pytest.mark.parametrize("mode", LogprobsMode)
+@pytest.mark.parametrize(("start", "width"), [(0, 1), (14, 20), (5, 200)])
+def test_each_row_has_the_logprobs_of_its_own_ids(mode, start, width):
+    """Also behind an eviction; against float64, more of them than a list for all rows may have."""
+    item, first = prompts()[0], max(start, 1)
+    named = np.random.default_rng(start).integers(0, VOCAB, (41 - first, width))
+    params = dataclasses.replace(
+        item.params, prompt_logprobs=1, prompt_logprobs_start=start, logprobs_mode=mode,
+        prompt_extra_token_ids=named, extra_token_ids=(3,), logprobs=0, temperature=0.7, top_p=0.9,
+    )  # fmt: skip
+    local = Local("none", chunk=12, num_slots=2)
+    item = dataclasses.replace(item, params=params)
+    records = local.decode_evicted(item, [0])
+    rows = np.concatenate([r.prompt.chosen_logprobs for r in records if r.prompt is not None])
+    assert rows.shape == named.shape
+    weights, config = random_model()
+    exact = reference_model.logits(named_arrays(weights), config.to_dict(), item.prompt_token_ids)
+    for found, ids, row in zip(rows, named, exact[first - 1 : -1], strict=True):
+        np.testing.assert_allclose(found, in_mode.logprobs(row, params)[ids], atol=2 * CLOSE)
+    assert all(r.chosen_logprobs.shape[1] == 1 for r in records if r.num_tokens)
+
+
+def test_what_stands_before_the_start_comes_from_the_prefix_cache():
+    """Whole chunks of it: of a request before, and for one after; no row has other bits."""
+    prompt, start = list(prompts()[0].prompt_token_ids), 30
+    params = {"max_tokens": 2, "prompt_logprobs": 5}
+    started = request("started", prompt, prompt_logprobs_start=start, **params)
+    plain = request("plain", prompt, max_tokens=2)
+    for first, second in ((plain, started), (started, plain)):
+        local = Local("none", chunk=12, num_slots=2)
+        for item in (first, second):
+            local.admit(item)
+            local.drain()
+        assert local.worker.prefixes.reused == 24
+        assert next(place for place in local.chunks if place[0] == 1) == (1, 24)
+        rows = prompt_of(local.messages, 0 if first is started else 1)
+        for some, every in zip(rows, prompt_of(by_chunk(12), 0), strict=True):
+            np.testing.assert_array_equal(some, every[start - 1 :])
+
+
 @pytest.mark.parametrize("chunk", RUNS)
 def test_prompt_messages_precede_their_step_and_speak_of_one_slot(chunk):
     steps = [m.step for m in by_chunk(chunk) if m.kind is Kind.TARGET]
@@ -121,14 +179,20 @@ def test_a_prompt_of_one_token_has_no_message():
     assert {message.kind for message in messages} == {Kind.TARGET}
 
 
-def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once():
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once(start):
     """From the worker through the engine's processor, with an eviction between two chunks."""
     local, item = Local("none", chunk=12), prompts()[0]
+    item = dataclasses.replace(
+        item, params=dataclasses.replace(item.params, prompt_logprobs_start=start)
+    )
     records = local.decode_evicted(item, [0])
     rows = [record.prompt for record in records if record.prompt is not None]
     assert len(rows) == -(-40 // 12)
+    assert [part.start for part in rows] == [max(start, 1), 13, 25, 37]
     for name, expected in zip(ROWS, prompt_of(by_chunk(12), 0), strict=True):
-        np.testing.assert_array_equal(np.concatenate([getattr(r, name) for r in rows]), expected)
+        found = np.concatenate([getattr(r, name) for r in rows])
+        np.testing.assert_array_equal(found, expected[max(start, 1) - 1 :])
     kinds = [message.kind for message in local.messages]
     assert kinds[:2] == [Kind.PROMPT, Kind.TARGET]  # a chunk, and the eviction before another
     assert kinds.count(Kind.PROMPT) == 1 + len(rows)
@@ -140,16 +204,18 @@ def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once():
 @pytest.mark.parametrize("k", [0, 128])
 @pytest.mark.parametrize(("num_slots", "num_drafts"), [(1, 0), (64, 3)])
 @pytest.mark.parametrize("most", [8, 64, 1024])
-def test_a_prompt_message_has_room_in_the_ring(most, num_slots, num_drafts, k, chosen):
+@pytest.mark.parametrize("serves", [EVERYTHING, SCORES], ids=["everything", "what is asked"])
+def test_a_prompt_message_has_room_in_the_ring(serves, most, num_slots, num_drafts, k, chosen):
     """One more step of tokens would not have; few columns leave room for all that may be run."""
     model = ModelConfig.tiny(vocab_size=4096)
     config = LoopConfig(model, NoDrafter(num_drafts), num_slots=num_slots, max_length=96)
     settings = EngineConfig(
-        vocab_size=4096, num_slots=num_slots, num_drafts=num_drafts, prefill_chunk=most
-    )
+        vocab_size=4096, num_slots=num_slots, num_drafts=num_drafts, prefill_chunk=most,
+        serves=serves,
+    )  # fmt: skip
     params = SamplingParams(logprobs=0, prompt_logprobs=k, extra_token_ids=(1,) * chosen)
     slot = Slot(params=params, most_tokens=1, prefill_at=0, score_from=0)
-    size = host_slots.chunk_size(slot, config, most)
+    size = host_slots.chunk_size(slot, config, most, serves)
 
     def needed(tokens):
         slots = [slot] + [Slot()] * (num_slots - 1)
@@ -181,7 +247,8 @@ def test_scoring_takes_little_memory_beyond_one_chunk():
 
     plain = temporaries(functions.prefill_chunk, chunk=chunk)
     asked = host_slots.options_of_slots([slot], widths)
-    scored = temporaries(functions.score_chunk, asked, chunk=chunk, widths=widths)
+    named = jax.ShapeDtypeStruct((chunk, widths.chosen), jnp.int32)
+    scored = temporaries(functions.score_chunk, place, named, asked, chunk=chunk, widths=widths)
     logits = jnp.dtype(model.dtype).itemsize * vocab
     assert chunk * logits < scored  # the measure sees the logits
     assert scored - plain <= chunk * logits + 0.03 * length * logits
@@ -211,7 +278,8 @@ def test_neither_the_chunks_logits_nor_another_head_is_made():
     asking = SamplingParams(logprobs=20)
     widths = widths_of([asking], vocab)
     config = LoopConfig(model, NoDrafter(0), num_slots=1, max_length=32)
-    call = partial(prompt_rows.prompt_rows, config, widths=widths)
+    named = jnp.zeros((count, 0), jnp.int32)
+    call = partial(prompt_rows.prompt_rows, config, widths=widths, extra_token_ids=named)
     asked = jax.eval_shape(lambda: options_of_requests([asking], widths))
     text = program_of(lambda *arrays: call(*arrays[:-1], options=arrays[-1]), count, model, asked)
     assert not copies(text, count, vocab)

@@ -63,6 +63,18 @@ def requests(count=6, tokens=16, seed=0, scored=(LogprobsMode.RAW,)):
     ]
 
 
+def started(item):
+    """The request with its prompt's logprobs from the middle on, where it asks for any."""
+    if item.params.prompt_logprobs is None:
+        return item
+    start = len(item.prompt_token_ids) // 2
+    own = [[token_id] for token_id in item.prompt_token_ids[max(start, 1) :]]
+    params = dataclasses.replace(
+        item.params, prompt_logprobs_start=start, prompt_extra_token_ids=own
+    )
+    return dataclasses.replace(item, params=params)
+
+
 BASE = {"drafting": NgramDrafter(3), "num_slots": 4, "chunk": 8}
 ALONE = {"drafting": NoDrafter(0), "num_slots": 1, "chunk": 16, "prefix_reuse": False}
 
@@ -93,6 +105,22 @@ def test_no_batch_chunk_drafter_or_prefix_changes_a_bit():
     expected = by_id(base())
     assert sum(count for count, *_ in expected.values()) == 96
     assert by_id(decoding.run(requests(), model=tiny(), max_length=T, **ALONE)) == expected
+
+
+@pytest.mark.parametrize("how", [BASE, ALONE], ids=["in company", "alone"])
+def test_a_prompt_scored_from_a_start_on_has_the_bits_of_all_of_it(how):
+    asked = requests(scored=tuple(LogprobsMode))
+    every = decoding.run(asked, model=tiny(), max_length=T, **BASE).records
+    run = decoding.run([*map(started, asked)], model=tiny(), max_length=T, **how).records
+    for item in map(started, asked):
+        some, whole = ([r.prompt for r in of[item.id] if r.prompt] for of in (run, every))
+        assert some[0].start == item.first_scored
+        for part in some:  # each row names its own token
+            np.testing.assert_array_equal(part.chosen_logprobs[:, 0], part.logprobs[:, 0])
+        for name in ("token_ids", "logprobs", "topk_ids", "token_ranks"):
+            found, expected = (np.concatenate([getattr(p, name) for p in x]) for x in (some, whole))
+            assert len(found) == len(item.prompt_token_ids) - item.first_scored
+            np.testing.assert_array_equal(found, expected[item.first_scored - 1 :])
 
 
 def test_a_preempted_request_has_the_bits_of_one_that_is_not():

@@ -18,19 +18,21 @@ def test_only_what_the_batch_asks_for_is_compiled():
     def widths(**params):
         return batch_options.widths_of([SamplingParams(), SamplingParams(**params)], V)
 
-    assert widths() == (None, 0, RAW, False)
-    assert widths(logprobs=0) == (0, 0, RAW, False)
-    assert widths(kept_token_ids=True) == (None, 0, RAW, True)
-    assert widths(kept_token_ids=True, logprobs=0) == (0, 0, RAW, True)
+    assert widths() == (None, 0, RAW, False, 0)
+    assert widths(logprobs=0) == (0, 0, RAW, False, 0)
+    assert widths(kept_token_ids=True) == (None, 0, RAW, True, 0)
+    assert widths(kept_token_ids=True, logprobs=0) == (0, 0, RAW, True, 0)
+    assert widths(logprobs=0, entropy=True) == (0, 0, RAW, False, 1)
+    assert widths(logprobs=0, entropy=True, log_sum_exp=True) == (0, 0, RAW, False, 3)
     # Without logprobs there is no mode to compute in.
-    assert widths(logprobs_mode=PROCESSED) == (None, 0, RAW, False)
+    assert widths(logprobs_mode=PROCESSED) == (None, 0, RAW, False, 0)
     assert widths(logprobs=3, logprobs_mode=SCALED, extra_token_ids=(1, 2)) == batch_options.Widths(
         5, 16, SCALED
     )
-    buckets = {count: batch_options.chosen_bucket(count) for count in (0, 1, 16, 17, 128)}
-    assert buckets == {0: 0, 1: 16, 16: 16, 17: 128, 128: 128}
-    with pytest.raises(WireError, match="129 chosen token ids"):
-        batch_options.chosen_bucket(129)
+    buckets = {count: batch_options.chosen_bucket(count) for count in (0, 1, 16, 17, 128, 129)}
+    assert buckets == {0: 0, 1: 16, 16: 16, 17: 128, 128: 128, 129: 512}
+    with pytest.raises(WireError, match="513 chosen token ids"):
+        batch_options.chosen_bucket(513)
 
 
 def test_what_a_batch_asks_for_has_a_row_for_each_request():

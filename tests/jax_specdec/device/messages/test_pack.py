@@ -62,11 +62,16 @@ def step_of(contents):
     ids, ranks = random.integers(0, V, (B, S), dtype=np.int32), np.zeros(B * S, np.int32)
     top = random.integers(-1, V, (B * S, K + 1), dtype=np.int32)
     logprobs, extra = random.normal(size=(B * S, K + 1)), random.normal(size=(B * S, C))
+    of_rows = random.normal(size=(len(wire.RowValue), B * S))
     for b, one in enumerate(contents):
         ids[b, : len(one.token_ids)] = one.token_ids
         for values, rank, best in zip(one.logprobs, one.token_ranks, one.topk_ids, strict=True):
             logprobs[row, : one.columns] = values[: one.columns]
-            extra[row, : one.num_chosen] = values[one.columns :]
+            extra[row, : one.num_chosen] = values[one.columns :][: one.num_chosen]
+            last = list(values[one.columns + one.num_chosen :])
+            for value in wire.RowValue:
+                if one.values >> value & 1:
+                    of_rows[value, row] = last.pop(0)
             ranks[row], top[row, 1 : one.columns] = rank, best
             row += 1
     fields = {
@@ -79,7 +84,8 @@ def step_of(contents):
     fields["kept"] = [one.kept is not None for one in contents]
     slots = {name: jnp.asarray(values, NUMBERS[name]) for name, values in fields.items()}
     found = top, jnp.float32(logprobs), ranks, jnp.float32(extra)
-    return SlotFields(**slots), jnp.asarray(ids), TopkLogprobs(*map(jnp.asarray, found))
+    named = {v.name.lower(): jnp.float32(of_rows[v]) for v in wire.RowValue}
+    return SlotFields(**slots), jnp.asarray(ids), TopkLogprobs(*map(jnp.asarray, found), **named)
 
 
 def kept_rows(contents):
@@ -224,10 +230,19 @@ MOST = 65535
     ],
 )
 def test_a_count_beyond_its_field_sets_its_bit(field, check, shape):
-    words = one_slot(**shape, **{field: MOST})
+    most = wire.SLOT[field].maximum
+    words = one_slot(**shape, **{field: most})
     assert failed(words) == set()
-    assert wire.SLOT[field].get(words[wire.HEADER_WORDS :]) == MOST
-    assert check in failed(one_slot(**shape, **{field: MOST + 1}))
+    assert wire.SLOT[field].get(words[wire.HEADER_WORDS :]) == most
+    assert check in failed(one_slot(**shape, **{field: most + 1}))
+
+
+def test_values_of_rows_that_were_not_made_set_the_bit():
+    assert failed(run(*simple_step(values=[1, 2, 3, 0]))) == set()
+    assert failed(run(*simple_step(values=[4, 0, 0, 0]))) == {DeviceCheck.SLOT_FIELDS}
+    slots, ids, found = simple_step(values=[2, 0, 0, 0])
+    without = found._replace(log_sum_exp=None)
+    assert failed(run(slots, ids, without)) == {DeviceCheck.SLOT_FIELDS}
 
 
 def test_all_rows_of_the_widest_slot_are_sent():

@@ -152,7 +152,7 @@ def test_requests_get_what_one_device_gives(directory, spread):
     params, config = spread
     # What padding holds reaches no result: these logits would be the largest.
     params = dataclasses.replace(params, head=params.head.at[:, V:].set(100.0))
-    top = {"logprobs": V - 1, "max_tokens": 15}
+    top = {"logprobs": V - 1, "max_tokens": 15, "entropy": True, "log_sum_exp": True}
     cut = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "extra_token_ids": (7, V - 1)}
     changes = {
         "repetition_penalty": 1.3, "presence_penalty": -0.4, "frequency_penalty": -0.3,
@@ -179,7 +179,9 @@ def test_requests_get_what_one_device_gives(directory, spread):
                 np.testing.assert_allclose(a.prompt.logprobs, b.prompt.logprobs, atol=1e-4, rtol=0)
                 np.testing.assert_array_equal(a.prompt.topk_ids, b.prompt.topk_ids)
                 continue
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
+            for name in ("logprobs", "entropy", "log_sum_exp"):
+                x, y = getattr(a, name), getattr(b, name)
+                np.testing.assert_allclose(x, y, atol=1e-4, rtol=0)
             np.testing.assert_array_equal(a.token_ranks, b.token_ranks)
             assert a.num_drafts == b.num_drafts
             if a.draft is not None:

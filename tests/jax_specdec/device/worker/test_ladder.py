@@ -165,10 +165,25 @@ def test_a_ladder_has_no_rung_that_nobody_asked_for():
     assert names(prompt_logprobs=3)[1] == PromptKind(8, Widths(k=5))
     ladder = Ladder.of(EVERYTHING, config, 8, draws=True)
     assert ladder.rungs[-1] == Kind(
-        Widths(k=32, chosen=128, mode=LogprobsMode.PROCESSED, kept=True),
+        Widths(k=32, chosen=128, mode=LogprobsMode.PROCESSED, kept=True, values=3),
         reports_drafts=True, samples=True, changes=ChangesSize(1024, True, True, True),
     )  # fmt: skip
     assert len(ladder.rungs) == 7
+
+
+def test_values_of_rows_are_those_of_the_costliest_rung():
+    """A batch that asks for none runs the programs of a worker that serves none."""
+    config = Local("ngram").worker.config
+    ladders = [Ladder.of(replace(USUAL, **more), config, 8) for more in ({}, {"entropy": True})]
+    without, ladder = (ladder.rungs for ladder in ladders)
+    assert {rung.widths.values for rung in without} == {0}
+    assert {rung for rung in ladder if not rung.widths.values} <= {*without}
+    asked = [{"logprobs": 1}, {"logprobs": 1, "temperature": 0.5}]
+    for one in asked:
+        for value, place in ((False, 0), (True, 1)):
+            params = SamplingParams(**one, entropy=value)
+            kind = ladders[1].lowest(Kind.of_slots([Slot(params=params, most_tokens=1)], 32))
+            assert kind.widths.values == place
 
 
 def test_greedy_logprobs_are_read_with_the_choice_on_a_gpu():
