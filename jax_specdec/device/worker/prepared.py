@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.stages import Traced
+from jax.stages import Lowered, Traced
 
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import Slot
@@ -64,10 +64,10 @@ def abstract(tree: Tree) -> Tree:
     return found
 
 
-def compile_now(*traced: Traced) -> None:
+def compile_now(*lowered: Lowered) -> None:
     """Compile programs one after the other."""
-    for one in traced:
-        one.lower().compile()
+    for program in lowered:
+        program.compile()
 
 
 def compile_ladder(
@@ -80,7 +80,8 @@ def compile_ladder(
 ) -> None:
     """Compile what every request needs, and what batches and prompts of some kinds do.
 
-    One thread traces, others compile: they leave the interpreter to it.
+    One thread traces and lowers, which the interpreter does; others compile, or read what was kept,
+    and leave the interpreter to it.
 
     Args:
       programs: of the loop.
@@ -105,7 +106,7 @@ def compile_ladder(
     def begin(*traced: Traced) -> None:
         new = [one for one in traced if id(one.jaxpr) not in begun]
         begun.update((id(one.jaxpr), one.jaxpr) for one in new)
-        jobs[-1][1].append(pool.submit(compile_now, *new))
+        jobs[-1][1].append(pool.submit(compile_now, *(one.lower() for one in new)))
 
     def say(name: str, traced: int) -> None:
         done = sum(all(job.done() for job in waiting) for _, waiting in jobs[:traced])
@@ -143,9 +144,7 @@ def compile_shared(
     compile(programs.start_again.trace(state))
 
 
-def compile_batch(
-    programs: Compiled, kind: Kind, arguments: Arguments, compile: Compile = compile_now
-) -> None:
+def compile_batch(programs: Compiled, kind: Kind, arguments: Arguments, compile: Compile) -> None:
     """Compile the step and the messages of a kind.
 
     Args:
@@ -183,7 +182,7 @@ def compile_batch(
 
 
 def compile_prompt(
-    programs: Compiled, kind: PromptKind, arguments: Arguments, compile: Compile = compile_now
+    programs: Compiled, kind: PromptKind, arguments: Arguments, compile: Compile
 ) -> None:
     """Compile the chunks of a prompt with logprobs, and their message; arguments as above."""
     num_slots = programs.config.num_slots

@@ -400,9 +400,9 @@ def main(child: Child) -> int:
         )
         rehearse(worker, config, stats)
         stats.note(f"compiled {compiled} in {time.monotonic() - began:.1f} s")
-        if not config.starts_soon:  # what tracing left is smaller than the pause is long
-            gc.collect()
-        gc.freeze()  # what is there stays: a collection of all of it would hold up every request
+        # What is there stays: a collection of all of it would hold up every request. Nor is there
+        # one now: it takes 0.3 s to find a few dozen objects.
+        gc.freeze()
         gc.enable()
         stats.be_ready(tuple(map(str, own_devices(start)[:devices])))
         if config.starts_soon and alone:

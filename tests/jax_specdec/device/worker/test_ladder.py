@@ -4,8 +4,6 @@ import contextlib
 import threading
 from dataclasses import replace
 
-import jax
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,45 +51,29 @@ def make(drafting="ngram", serves=SMALL, **options):
     return Local(drafting, programs=Compiled(config), serves=serves, **options)
 
 
-def prepare(local, tell=lambda done, total, name: None, **which):
+def compile_all(local, tell=lambda done, total, name: None, **which):
     worker = local.worker
     kinds = worker.kinds(**which)
     arguments = Arguments.of(worker.params, worker.state)
     compile_ladder(
         worker.compiled, kinds, worker.ladder.prompt, arguments, worker.prefill_chunk, tell
     )
-    worker.rehearse(kinds)
 
 
-def test_nothing_is_compiled_for_what_is_served():
-    """Alone and together, with and without drafts; negative control: it was, before."""
+def prepare(local, **which):
+    compile_all(local, **which)
+    local.worker.rehearse(local.worker.kinds(**which))
+
+
+def test_compiling_tells_how_far_it_is():
     local, told = make(), []
-    with compiled_here() as names:
-        prepare(local, lambda *one: told.append(one))
-    assert {"jit(step)", "jit(choose)", "jit(score_chunk)", "jit(copy_prefix)"} <= {*names}
+    compile_all(local, lambda *one: told.append(one))
     assert not local.sent
     counts = [done for done, _, _ in told]
     assert counts == sorted(counts)
-    assert told[-1][:2] == (
-        12,
-        12,
-    )  # five rungs with and without drafts, two of prompts
+    # Five rungs with and without drafts, and two of prompts.
+    assert told[-1][:2] == (12, 12)
     assert len({name for _, _, name in told}) == 12
-    worker, widths = local.worker, set()
-    choose = worker.step_widths.choose
-    worker.step_widths.choose = lambda *one: widths.add(kind := choose(*one)) or kind
-    with compiled_here() as names:
-        for number, asked in enumerate((*ASKED, *ASKED[:3])):
-            local.admit(request(f"r{number}", PROMPT, max_tokens=20, seed=number, **asked))
-            if number % 3 == 2 or number < 5:
-                local.drain()
-                for index in range(number + 1):
-                    if f"r{index}" in local.rank._slots:
-                        local.rank.leave(f"r{index}")
-        assert names == []
-    assert {kind.num_drafts for kind in widths} == {None, 0}
-    assert len(widths) >= 5
-    assert letters.text_of(tokens_of(local.records["r7"])) in letters.WORDS
 
 
 def test_a_rehearsal_leaves_nothing_behind():
@@ -268,24 +250,6 @@ def test_narrower_steps_are_made_once_they_are_compiled():
         assert names == []
     records = [record.num_drafts for record in local.records["r0"]]
     assert 0 in records
-
-
-@pytest.mark.parametrize("draws", [True, False])
-def test_logprobs_of_drafts_are_a_rung_where_drafts_are_drawn(draws):
-    asked = [SamplingParams(logprobs=2, draft_logprobs=True), SamplingParams()]
-    local = make("mtp" if draws else "ngram", Serves.of(asked))
-    prepare(local)
-    with compiled_here() as names:
-        local.admit(request("plain", PROMPT, max_tokens=20))
-        local.advance(3)
-        local.admit(request("told", PROMPT, max_tokens=9, logprobs=1, draft_logprobs=True))
-        local.drain()
-        assert names == []
-    drafts = [record.draft for record in local.records["told"] if record.num_drafts]
-    assert any(draft is not None for draft in drafts) == draws
-    if draws:
-        assert all(np.isfinite(draft.logprobs[:, 0]).all() for draft in drafts[1:])
-    assert jax.tree.leaves(local.worker.state.drafts.report) == [] or draws
 
 
 @pytest.mark.parametrize("error", [None, SystemExit(1), ValueError("wrong")])
