@@ -91,6 +91,8 @@ class RowValue(IntEnum):
 
     ENTROPY = 0
     LOG_SUM_EXP = 1
+    DIGEST_LOW = 2  # of all logits of the row as the model gave them: the lower half of 64 bits
+    DIGEST_HIGH = 3
 
 
 class Field(NamedTuple):

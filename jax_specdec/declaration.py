@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax_specdec.beside.ipc  # noqa: F401
 from ipc import wire
 from ipc.wire import MAX_CHOSEN, MAX_CHOSEN_OF_ROW, MAX_KEPT, MAX_TOP_K, LogprobsMode
-from jax_specdec.requests import MAX_BIASED_IDS, MAX_HELD_IDS, ROW_VALUES, SamplingParams
+from jax_specdec.requests import MAX_BIASED_IDS, MAX_HELD_IDS, ROW_FIELDS, SamplingParams
 
 MAX_CHANGED_IDS = max(MAX_BIASED_IDS, MAX_HELD_IDS)
 # What a request that needs a field asks for.
@@ -24,6 +24,7 @@ _ASKING = {
     "kept_token_ids": "kept_token_ids",
     "entropy": "entropy",
     "log_sum_exp": "log_sum_exp",
+    "row_digest": "row_digest",
     "draft_logprobs": "draft_logprobs",
     "max_logprobs_of_prompts": "prompt_logprobs = {}",
     "max_extra_token_ids_of_prompts": "{} prompt_extra_token_ids for each token",
@@ -64,7 +65,7 @@ class Serves:
       max_extra_token_ids: its `extra_token_ids`.
       max_logprobs_mode: the costliest `logprobs_mode`: raw, scaled, processed.
       kept_token_ids: the ids that each token was drawn among.
-      entropy, log_sum_exp: these values of the rows of emitted tokens.
+      entropy, log_sum_exp, row_digest: these values of the rows of emitted tokens.
       draft_logprobs: logprobs of drafts; without a drafter that draws, nothing is compiled for it.
       max_logprobs_of_prompts: `prompt_logprobs` of a request; None for none.
       max_extra_token_ids_of_prompts: ids that `prompt_extra_token_ids` names for each token; 0 for
@@ -86,6 +87,7 @@ class Serves:
     kept_token_ids: bool = False
     entropy: bool = False
     log_sum_exp: bool = False
+    row_digest: bool = False
     draft_logprobs: bool = False
     max_logprobs_of_prompts: int | None = 20
     max_extra_token_ids_of_prompts: int = 0
@@ -154,7 +156,7 @@ class Serves:
     @property
     def row_values(self) -> int:
         """The values of a row that are served, as bits of `RowValue`."""
-        return sum(getattr(self, name) << value for name, value in ROW_VALUES.items())
+        return sum(getattr(self, name) * bits for name, bits in ROW_FIELDS.items())
 
     def excess(self, params: SamplingParams) -> Excess | None:
         """What a request asks for beyond this, the first of it; None where it is served."""
@@ -176,6 +178,7 @@ def _needs(params: SamplingParams) -> Iterator[tuple[str, Any]]:
     yield "kept_token_ids", params.kept_token_ids
     yield "entropy", params.entropy
     yield "log_sum_exp", params.log_sum_exp
+    yield "row_digest", params.row_digest
     yield "draft_logprobs", params.draft_logprobs
     yield "max_logprobs_of_prompts", params.prompt_logprobs
     named = params.prompt_extra_token_ids
@@ -197,7 +200,7 @@ def _shown(value: Any) -> str:
 _LEAST: dict[str, Any] = {
     "sampling": False, "max_logprobs": None, "max_extra_token_ids": 0,
     "max_logprobs_mode": LogprobsMode.RAW, "kept_token_ids": False, "entropy": False,
-    "log_sum_exp": False, "draft_logprobs": False,
+    "log_sum_exp": False, "row_digest": False, "draft_logprobs": False,
     "max_logprobs_of_prompts": None, "max_extra_token_ids_of_prompts": 0, "max_changed_ids": 0,
     "penalties": False, "grammars": False,
 }  # fmt: skip
@@ -205,7 +208,7 @@ USUAL = Serves()
 EVERYTHING = Serves(
     sampling=True, max_logprobs=MAX_TOP_K, max_extra_token_ids=MAX_CHOSEN,
     max_logprobs_mode=LogprobsMode.PROCESSED, kept_token_ids=True, entropy=True, log_sum_exp=True,
-    draft_logprobs=True,
+    row_digest=True, draft_logprobs=True,
     max_logprobs_of_prompts=MAX_TOP_K, max_extra_token_ids_of_prompts=MAX_CHOSEN_OF_ROW,
     max_changed_ids=MAX_CHANGED_IDS, penalties=True, grammars=True,
 )  # fmt: skip

@@ -33,8 +33,11 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_BIAS_SIZE = 100.0  # of a token's logit_bias, either way, as in OpenAI's API
 MAX_BIASED_IDS = 1024  # entries of logit_bias
 MAX_HELD_IDS = 1024  # stop token ids of a request with min_tokens
-# By the field that asks for it, which is also its name in records and answers.
-ROW_VALUES = {value.name.lower(): value for value in RowValue}
+# Numbers of a row, by the field that asks for them: also their name in records and answers.
+ROW_VALUES = {value.name.lower(): value for value in (RowValue.ENTROPY, RowValue.LOG_SUM_EXP)}
+DIGEST_BITS = 1 << RowValue.DIGEST_LOW | 1 << RowValue.DIGEST_HIGH
+# The bits of `RowValue` that a field asks for.
+ROW_FIELDS = {name: 1 << value for name, value in ROW_VALUES.items()} | {"row_digest": DIGEST_BITS}
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 MAX_STRUCTURE = 1 << 16  # characters of one: it is compiled for every request
 
@@ -105,6 +108,8 @@ class SamplingParams:
         the log of their share: what a learner needs to score the token as it was drawn.
       entropy, log_sum_exp: also send the entropy of the distribution at each emitted token, in
         nats, and the logarithm of the sum of exp(logit / T) over it; in the mode of the logprobs.
+      row_digest: also send a digest of all logits of each emitted token's row, before any change:
+        a trainer sees by it whether its own are the same (`pallas_kernels.row_digests`).
       presence_penalty: taken from the logits of tokens that were emitted before, -2 to 2.
       frequency_penalty: taken from them for each time that they were emitted, -2 to 2.
       repetition_penalty: a positive logit of a token of the prompt or of those emitted before is
@@ -136,6 +141,7 @@ class SamplingParams:
     kept_token_ids: bool = False
     entropy: bool = False
     log_sum_exp: bool = False
+    row_digest: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -186,10 +192,10 @@ class SamplingParams:
             )
         if self.extra_token_ids and self.logprobs is None:
             raise RequestError("extra_token_ids need logprobs: ask for logprobs = 0 at least")
-        for name in ("draft_logprobs", "kept_token_ids", *ROW_VALUES):
+        for name in ("draft_logprobs", "kept_token_ids", *ROW_FIELDS):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} = {getattr(self, name)!r} must be True or False")
-        if self.logprobs is None and (values := [n for n in ROW_VALUES if getattr(self, n)]):
+        if self.logprobs is None and (values := [n for n in ROW_FIELDS if getattr(self, n)]):
             raise RequestError(f"{values[0]} needs logprobs: ask for logprobs = 0 at least")
         if any(len(sequence) == 0 for sequence in self.stop_sequences):
             raise RequestError("an empty stop sequence would end every request at once")
@@ -243,7 +249,7 @@ class SamplingParams:
         Of extra token ids only the number counts.
         """
         named = copy.copy(self)
-        changes: dict[str, Any] = dict.fromkeys(("kept_token_ids", *ROW_VALUES), False)
+        changes: dict[str, Any] = dict.fromkeys(("kept_token_ids", *ROW_FIELDS), False)
         changes |= {
             "logprobs": self.prompt_logprobs,
             "extra_token_ids": (0,) * self.num_prompt_chosen,
@@ -255,7 +261,7 @@ class SamplingParams:
     @property
     def row_values(self) -> int:
         """The values of a row that come with the emitted tokens, as bits of `RowValue`."""
-        return sum(getattr(self, name) << value for name, value in ROW_VALUES.items())
+        return sum(getattr(self, name) * bits for name, bits in ROW_FIELDS.items())
 
     @property
     def penalizes(self) -> bool:

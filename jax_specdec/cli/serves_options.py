@@ -20,6 +20,7 @@ HELP = {
     "kept_token_ids": "requests for the ids that each token was drawn among",
     "entropy": "requests for the entropy at each token",
     "log_sum_exp": "requests for the log-sum-exp at each token",
+    "row_digest": "requests for a digest of each token's logits",
     "draft_logprobs": "requests for the logprobs of drafts",
     "max_logprobs_of_prompts": "prompt_logprobs, and logprobs with echo; or none",
     "max_extra_token_ids_of_prompts": "prompt_extra_token_ids of a token",

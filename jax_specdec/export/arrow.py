@@ -50,6 +50,8 @@ def tokens_table(columns: TokenColumns) -> Any:
         unknown = None if told is None else getattr(columns, told) == -1
         if name in ROW_VALUES:
             unknown = np.isnan(values)
+        elif name == "row_digest":
+            unknown = values == 0
         found[name] = words(values, KINDS) if name == "kind" else pa.array(values, mask=unknown)
     for name in TOKEN_LISTS:
         ragged = getattr(columns, name)

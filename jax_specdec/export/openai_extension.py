@@ -128,6 +128,8 @@ def _columns(record: Record, table: TokenTable) -> dict[str, list[Any]]:
     for name in ROW_VALUES:
         if (values := getattr(record, name)) is not None:
             columns[name] = [json_number(value) for value in values.tolist()]
+    if (digests := record.row_digest) is not None:
+        columns["row_digest"] = [f"{digest:016x}" for digest in digests.tolist()]
     if record.request.params.extra_token_ids:
         columns["chosen_logprobs"] = _numbers(chosen.tolist())
     return columns

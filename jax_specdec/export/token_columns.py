@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.kept_sets import KeptSets, offsets_of
-from jax_specdec.requests import ROW_VALUES
+from jax_specdec.requests import ROW_FIELDS
 
 KINDS = ("plain", "accepted", "recovered", "bonus")  # the words of `TokenColumns.kind`
 NOT_ASKED = -1  # in `TokenColumns.token_rank`
@@ -82,6 +82,7 @@ class TokenColumns:
         logprobs were asked for.
       entropy, log_sum_exp: [N] float32, of the distribution that the logprob is from; NaN in an
         invalid row, and where they were not asked for.
+      row_digest: [N] uint64, of all logits of the token's row; 0 where it was not asked for.
       kind: [N] int8, an index of KINDS: what the token was to verification.
       draft_token_id: [N] int32, the draft proposed for this position; -1 where there was none, or
         its message did not come. Drafts after the first rejected one have no position here.
@@ -108,6 +109,7 @@ class TokenColumns:
     token_rank: NDArray[np.int32]
     entropy: NDArray[np.float32]
     log_sum_exp: NDArray[np.float32]
+    row_digest: NDArray[np.uint64]
     kind: NDArray[np.int8]
     draft_token_id: NDArray[np.int32]
     draft_logprob: NDArray[np.float32]
@@ -159,6 +161,7 @@ TOKEN_COLUMNS = {
     "token_rank": np.int32,
     "entropy": np.float32,
     "log_sum_exp": np.float32,
+    "row_digest": np.uint64,
     "kind": np.int8,
     "draft_token_id": np.int32,
     "draft_logprob": np.float32,
@@ -168,9 +171,9 @@ TOKEN_LISTS = ("topk", "chosen", "draft_chosen")
 # What stands for a token whose request did not ask, or for a draft that is not known.
 FILLS = {
     "logprob": np.nan, "token_rank": NOT_ASKED, "draft_token_id": -1, "draft_logprob": np.nan,
-    "draft_token_rank": NOT_ASKED, "entropy": np.nan, "log_sum_exp": np.nan,
+    "draft_token_rank": NOT_ASKED, "entropy": np.nan, "log_sum_exp": np.nan, "row_digest": 0,
 }  # fmt: skip
 # By a -1 in which column one knows where each has such a value.
-KNOWN_BY = {name: name for name in FILLS if name not in ROW_VALUES} | {
+KNOWN_BY = {name: name for name in FILLS if name not in ROW_FIELDS} | {
     "logprob": "token_rank", "draft_logprob": "draft_token_rank",
 }  # fmt: skip

@@ -15,8 +15,8 @@ from jax_specdec.export.token_columns import KINDS, NOT_ASKED
 from jax_specdec.kept_sets import KeptSets, cells, offsets_of, within
 from jax_specdec.records.batch import RecordBatch
 from jax_specdec.records.decode import Message
-from jax_specdec.records.record import Record
-from jax_specdec.requests import ROW_VALUES, Request
+from jax_specdec.records.record import Record, digests_of
+from jax_specdec.requests import DIGEST_BITS, ROW_VALUES, Request
 
 ACCEPTED, PLAIN = KINDS.index("accepted"), KINDS.index("plain")
 RECOVERED, BONUS = KINDS.index("recovered"), KINDS.index("bonus")
@@ -199,6 +199,14 @@ def _add_values(
         values = np.full(len(bits), np.nan, np.float32)
         values[has] = message.logprobs[(begin + wire.place_of_value(bits, value))[has]]
         _put(parts, name, values)
+    has = bits & DIGEST_BITS == DIGEST_BITS
+    low, high = (
+        message.logprobs[(begin + wire.place_of_value(bits, value))[has]]
+        for value in (wire.RowValue.DIGEST_LOW, wire.RowValue.DIGEST_HIGH)
+    )
+    digests = np.zeros(len(bits), np.uint64)
+    digests[has] = digests_of(low, high)
+    _put(parts, "row_digest", digests)
 
 
 def _add_drafts(parts: Parts, batch: RecordBatch) -> None:

@@ -24,7 +24,7 @@ from jax_specdec.records.processor_state import (
     is_newer,
     row_format,
 )
-from jax_specdec.requests import ROW_VALUES, Request
+from jax_specdec.requests import ROW_FIELDS, Request
 from jax_specdec.wording import pluralize
 
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
@@ -146,7 +146,7 @@ def check_rows(
 
 
 def _names(values: int) -> str:
-    return ", ".join(name for name, value in ROW_VALUES.items() if values >> value & 1) or "nothing"
+    return ", ".join(name for name, bits in ROW_FIELDS.items() if values & bits) or "nothing"
 
 
 def _count_strangers(

@@ -108,6 +108,17 @@ class TokenViews:
         """[n] float32, of logit / T over the same distribution; None if none were asked."""
         return self._value(RowValue.LOG_SUM_EXP)
 
+    @property
+    def row_digest(self) -> NDArray[np.uint64] | None:
+        """[n] uint64, of all logits of each token's row; None if none were asked.
+
+        `pallas_kernels.equal_digests` compares them with those of other logits.
+        """
+        low, high = self._value(RowValue.DIGEST_LOW), self._value(RowValue.DIGEST_HIGH)
+        if low is None or high is None:
+            return None
+        return digests_of(low, high)
+
     def _ids(self) -> NDArray[np.int32]:
         message, slot, n, _ = self._viewed()
         if message is None:
@@ -395,6 +406,15 @@ class Record(TokenViews):
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_IDS.flags.writeable = False
+
+
+def digests_of(low: NDArray[np.float32], high: NDArray[np.float32]) -> NDArray[np.uint64]:
+    """Digests [n] of their two halves, whose bits stand in a message as floats."""
+    halves = np.empty((len(low), 2), np.float32)
+    halves[:, 0], halves[:, 1] = low, high
+    return halves.view("<u8")[:, 0]
+
+
 _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
 _NO_VALUES.flags.writeable = False
 _NO_KEPT = KeptSets.none()

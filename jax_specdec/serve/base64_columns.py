@@ -16,9 +16,9 @@ def base64_columns(records: Iterable[Record], params: SamplingParams) -> dict[st
     `token_ids` [n] int32; `weights_versions` [n] uint32; where K logprobs were asked for,
     `logprobs` [n, K+1] float32 (the token's own first; -inf and NaN as they are), `token_ranks` [n]
     int32, `topk_ids` [n, K] int32; with C chosen ids `chosen_logprobs` [n, C] float32; where they
-    were asked for, `entropy` and `log_sum_exp` [n] float32; with kept sets those of `KeptSets`:
-    `kept_counts` [n] int32, `log_kept` [n] float32 and `kept_ids` [m] int32, one set after the
-    other.
+    were asked for, `entropy` and `log_sum_exp` [n] float32, `row_digest` [n] uint64; with kept sets
+    those of `KeptSets`: `kept_counts` [n] int32, `log_kept` [n] float32 and `kept_ids` [m] int32,
+    one set after the other.
 
     Args:
       records: of one request.
@@ -43,6 +43,8 @@ def base64_columns(records: Iterable[Record], params: SamplingParams) -> dict[st
     for name in ROW_VALUES:
         if getattr(params, name):
             found[name] = _column([getattr(one, name) for one in some], (), np.float32)
+    if params.row_digest:
+        found["row_digest"] = _column([one.row_digest for one in some], (), np.uint64)
     if params.kept_token_ids:
         sets = [one.kept for one in some if one.kept is not None]
         found |= {

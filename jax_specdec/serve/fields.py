@@ -154,6 +154,7 @@ class Body(Closed):
     kept_token_ids: bool = False
     entropy: bool = False
     log_sum_exp: bool = False
+    row_digest: bool = False
     speculation: bool = False
     logprobs_columns: bool = False
     # Taken, and of no effect here: who asks, and how requests are told apart.

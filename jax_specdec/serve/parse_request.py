@@ -162,7 +162,7 @@ def _asked(
         raise unfit(field, str(error)) from error
     reported = (
         given.speculation, given.draft_logprobs, given.extra_token_ids, given.kept_token_ids,
-        given.entropy, given.log_sum_exp,
+        given.entropy, given.log_sum_exp, given.row_digest,
     )  # fmt: skip
     return ParsedRequest(
         id=id,
@@ -238,6 +238,7 @@ def _params(
             kept_token_ids=given.kept_token_ids,
             entropy=given.entropy and max_tokens > 0,
             log_sum_exp=given.log_sum_exp and max_tokens > 0,
+            row_digest=given.row_digest and max_tokens > 0,
             logit_bias=biases_of_json(bias),
             min_tokens=given.min_tokens,
             structured=tools.structure_of(given),

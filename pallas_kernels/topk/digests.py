@@ -81,16 +81,21 @@ def equal_digests(a: AnyArray, b: AnyArray) -> Bool[Array, "*rows"]:
     A skipped row equals none.
 
     Args:
-      a, b: [..., 2] uint32, digests of rows in the same order.
+      a, b: [..., 2] uint32, digests of rows in the same order; or [...] uint64, as a record's
+        `row_digest` has them in NumPy.
 
     Raises:
       TypeError: they are no digests.
       ValueError: they are of different shapes; or of logits of different dtypes, outside of `jit`.
         Under `jit` such rows are different ones.
     """
+    a, b = (_as_words(x) for x in (a, b))
     for name, words in (("a", a), ("b", b)):
         if getattr(words, "dtype", None) != np.uint32 or words.shape[-1:] != (2,):
-            raise TypeError(f"{name} is no digest: give the uint32 [..., 2] of `row_digests`")
+            raise TypeError(
+                f"{name} is no digest: give the uint32 [..., 2] of `row_digests`, or "
+                "a record's uint64 [...]"
+            )
     if a.shape != b.shape:
         raise ValueError(f"a {a.shape} and b {b.shape} are not of the same rows")
     if not any(isinstance(x, jax.core.Tracer) for x in (a, b)):
@@ -104,6 +109,13 @@ def equal_digests(a: AnyArray, b: AnyArray) -> Bool[Array, "*rows"]:
             )
     a, b = jnp.asarray(a), jnp.asarray(b)
     return (a == b).all(-1) & (a[..., 0] & CODE > 0)
+
+
+def _as_words(digests: AnyArray) -> AnyArray:
+    """Numbers of 64 bits as their two words [..., 2]."""
+    if isinstance(digests, np.ndarray) and digests.dtype == np.uint64:
+        return np.ascontiguousarray(digests).astype("<u8")[..., None].view("<u4")
+    return digests
 
 
 @functools.cache

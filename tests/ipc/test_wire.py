@@ -196,7 +196,12 @@ def test_one_message_byte_by_byte():
 
 def test_kinds_states_and_modes_have_their_numbers():
     assert {kind.name: int(kind) for kind in Kind} == {"TARGET": 3, "DRAFT": 4, "PROMPT": 5}
-    assert [value.name for value in sorted(wire.RowValue)] == ["ENTROPY", "LOG_SUM_EXP"]
+    assert [value.name for value in sorted(wire.RowValue)] == [
+        "ENTROPY",
+        "LOG_SUM_EXP",
+        "DIGEST_LOW",
+        "DIGEST_HIGH",
+    ]
     assert [mode.name for mode in sorted(LogprobsMode)] == ["RAW", "SCALED", "PROCESSED"]
     assert [state.name for state in sorted(SlotState)] == [
         "TOKENS", "NOTHING", "STOPPED", "PREEMPTED", "RECOVERY_STOP", "PREFILL_FIRST_TOKEN",

@@ -21,7 +21,7 @@ def test_every_field_is_what_some_request_needs():
 @pytest.mark.parametrize("field", NEEDS)
 def test_a_request_beyond_is_refused_by_field_and_way_out(field):
     asks, needed = NEEDS[field]
-    request = Request(id="r", prompt_token_ids=(1,), params=SamplingParams(max_tokens=4, **asks))
+    request = Request(id="r", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=4, **asks))
     config = EngineConfig(
         vocab_size=300, serves=replace(EVERYTHING, **{field: getattr(NOTHING, field)})
     )

@@ -12,7 +12,7 @@ from jax_specdec.records.processor_state import Progress
 from jax_specdec.requests import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
-    ROW_VALUES,
+    ROW_FIELDS,
     Request,
     RequestError,
     SamplingParams,
@@ -110,10 +110,10 @@ def test_a_structure_is_a_kind_and_a_text_and_needs_a_token_that_ends_it():
             SamplingParams(**given | change)
 
 
-@pytest.mark.parametrize("name", ROW_VALUES)
+@pytest.mark.parametrize("name", ROW_FIELDS)
 def test_a_value_of_rows_comes_with_logprobs(name):
     assert SamplingParams(logprobs=0).row_values == 0
-    assert SamplingParams(logprobs=0, **{name: True}).row_values == 1 << ROW_VALUES[name]
+    assert SamplingParams(logprobs=0, **{name: True}).row_values == ROW_FIELDS[name]
     with pytest.raises(RequestError, match=f"{name} needs logprobs: ask for logprobs = 0 at least"):
         SamplingParams(**{name: True})
     with pytest.raises(RequestError, match=f"{name} = 1 must be True or False"):

@@ -15,6 +15,7 @@ NEEDS = {
     "kept_token_ids": ({"kept_token_ids": True}, True),
     "entropy": ({"logprobs": 0, "entropy": True}, True),
     "log_sum_exp": ({"logprobs": 0, "log_sum_exp": True}, True),
+    "row_digest": ({"logprobs": 0, "row_digest": True}, True),
     "draft_logprobs": ({"draft_logprobs": True}, True),
     "max_logprobs_of_prompts": ({"prompt_logprobs": 0}, 0),
     "max_extra_token_ids_of_prompts": (

@@ -7,6 +7,7 @@ import numpy as np
 
 from ipc.wire import KEPT_ALL, LogprobsMode
 from jax_specdec.device.model.params import named_arrays
+from pallas_kernels import equal_digests, row_digests
 from pallas_kernels.contract.changes import Changes, apply, prepared
 from pallas_kernels.testing import oracle
 from tests.support import letters, reference_model
@@ -106,6 +107,11 @@ def check_records(result, requests, model=None):
                 seen += _check_choice(own[n], changed[n], item, emitted, record, n)
                 emitted.append(token)
             own_rows.extend(own)
+            assert (record.row_digest is not None) == item.params.row_digest
+            if record.row_digest is not None:  # of the model's logits, whatever changed them
+                words = row_digests(jnp.asarray(own, output.logits.dtype))
+                assert equal_digests(record.row_digest, np.asarray(words)).all()
+                seen["digests"] += len(own)
             processed = item.params.logprobs_mode is LogprobsMode.PROCESSED
             if item.params.logprobs is None:
                 assert record.logprobs is record.cumulative_logprob is None

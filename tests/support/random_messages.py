@@ -29,6 +29,7 @@ def random_params(rng):
         kept_token_ids=rng.random() < 0.4,
         entropy=logprobs is not None and rng.random() < 0.3,
         log_sum_exp=logprobs is not None and rng.random() < 0.3,
+        row_digest=logprobs is not None and rng.random() < 0.3,
     )
 
 

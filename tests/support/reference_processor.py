@@ -8,10 +8,13 @@ plain dictionaries.
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tests.support.random_kept import as_lists
 
 ROW = ("logprobs", "chosen_logprobs", "token_ranks", "topk_ids")
 VALUES = ("entropy", "log_sum_exp")  # in the order in which a row has them
+DIGEST = 0b1100  # the bits of the two halves behind them
 
 
 class Refused(Exception):
@@ -211,7 +214,8 @@ class ReferenceProcessor:
             if contents.token_ids:
                 self.check_rows(slot, contents)
                 params = self.asked[slot, contents.generation]
-                if contents.values != sum(getattr(params, v) << n for n, v in enumerate(VALUES)):
+                due = sum(getattr(params, v) << n for n, v in enumerate(VALUES))
+                if contents.values != due + DIGEST * params.row_digest:
                     raise Refused("other values of rows than were asked for")
             if self.early_draft is not None:
                 self.check_drafts(slot, contents.generation, self.early_draft)
@@ -277,6 +281,8 @@ class ReferenceProcessor:
             for name in VALUES:
                 if record[name] is not None:
                     record[name].append(values.pop(0))
+            if record["row_digest"] is not None:
+                record["row_digest"].append(np.float32(values).view("<u8")[0])
             occupant.cumulative_logprob += contents.logprobs[j][0]
             record["cumulative_logprob"] = occupant.cumulative_logprob
         if contents.kept is not None:
@@ -314,6 +320,7 @@ class ReferenceProcessor:
             **dict.fromkeys((*ends, *drafts, "prompt", "statistics")),
             **{name: [] if asked else None for name in (*ROW, "valid")},
             **{name: [] if getattr(occupant.request.params, name) else None for name in VALUES},
+            "row_digest": [] if occupant.request.params.row_digest else None,
             "request_id": occupant.request.id,
             "slot": occupant.slot,
             "generation": occupant.generation,

@@ -64,6 +64,7 @@ def streams(draw):
             kept_token_ids=draw(st.booleans()),
             entropy=k is not None and draw(st.booleans()),
             log_sum_exp=k is not None and draw(st.booleans()),
+            row_digest=k is not None and draw(st.booleans()),
         )
         steps = []
         for _ in range(num_steps):

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Integer, Shaped, UInt32
+from jaxtyping import Array, Bool, Int32, Integer, Shaped, UInt32
 
 from ipc import wire
 from ipc.wire import KEPT_MANY, DeviceCheck, Kind, RowValue, SlotState
 from jax_specdec.device.messages.arguments import check_array, check_size
 from jax_specdec.kept_sets import PaddedKept
+from jax_specdec.requests import ROW_VALUES
 from jax_specdec.wording import pluralize
 from pallas_kernels import TopkLogprobs
 
@@ -174,9 +175,11 @@ def pack(
     )
 
 
-def values_of(logprobs: TopkLogprobs) -> dict[RowValue, Float32[Array, " R"]]:
+def values_of(logprobs: TopkLogprobs) -> dict[RowValue, Shaped[Array, " R"]]:
     """The values of rows that there are, each [R]."""
-    named = {value: getattr(logprobs, value.name.lower()) for value in RowValue}
+    named = {value: getattr(logprobs, name) for name, value in ROW_VALUES.items()}
+    if (words := logprobs.digests) is not None:
+        named |= {RowValue.DIGEST_LOW: words[:, 0], RowValue.DIGEST_HIGH: words[:, 1]}
     return {value: values for value, values in named.items() if values is not None}
 
 

@@ -25,7 +25,8 @@ from jax_specdec.device.messages.logit_changes import RowChanges
 from jax_specdec.device.messages.pack import Rows, select_rows
 from jax_specdec.device.messages.row_values import names_of, with_processed_values
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
-from pallas_kernels import TopkLogprobs, topk_logprobs
+from jax_specdec.requests import DIGEST_BITS
+from pallas_kernels import TopkLogprobs, row_digests, topk_logprobs
 from pallas_kernels.sampling import (
     CompactQ,
     Drafts,
@@ -60,6 +61,7 @@ def row_logprobs(
     changed_read: RowsRead | None = None,
     changes: RowChanges | None = None,
     extra_token_ids: Int32[Array, "R C"] | None = None,
+    model_logits: Float[Array, "B S V"] | Float[Array, "N V"] | None = None,
 ) -> TopkLogprobs:
     """The logprobs of `rows`, each in the mode of its slot's request.
 
@@ -85,6 +87,7 @@ def row_logprobs(
       changes: of each row's logits, by which the tokens were chosen; processed logprobs are of the
         changed ones, the others of the logits themselves. They need `cut`.
       extra_token_ids: of each row, in place of `options.chosen_ids`; not where there is a `read`.
+      model_logits: the model's, where `logits` are changed ones of some rows: digests are of these.
 
     Returns:
       K = widths.k top columns and C = widths.chosen further logprobs of each row, and the values of
@@ -102,6 +105,15 @@ def row_logprobs(
     check_array("rows.flat", rows.flat, "integers", (batch * num_positions,), "B * S places")
     slot = jnp.minimum(rows.flat // num_positions, batch - 1)
     flat_logits, place = flattened(logits, rows, row_ids)
+    digests = None
+    if widths.values & DIGEST_BITS:
+        rows_of_model = flat_logits
+        if model_logits is not None:
+            check_logits(model_logits, row_ids, (batch, num_positions), "model_logits")
+            rows_of_model = flattened(model_logits, rows, row_ids)[0]
+        digests = row_digests(
+            rows_of_model, row_ids=place, num_rows=rows.num, **parallel.vocabulary
+        )
     values: dict[str, Any] = dict.fromkeys(names_of(widths.values), True)
     read = None if values else read
     chosen_ids = options.chosen_ids[slot] if extra_token_ids is None else extra_token_ids
@@ -144,6 +156,7 @@ def row_logprobs(
             **values,
             **{} if own is None else own._asdict(),
         )
+    found = found._replace(digests=digests)
     if widths.mode is not LogprobsMode.PROCESSED:
         return found
     if cut is None:

@@ -12,17 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from ipc.wire import LogprobsMode, RowValue
+from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.batch_options import BatchOptions
 from jax_specdec.device.messages.logit_changes import RowChanges, changed_rows
 from jax_specdec.device.model.sharding import Parallel
+from jax_specdec.requests import ROW_VALUES
 from pallas_kernels import TopkLogprobs, VocabShard, topk_logprobs
 from pallas_kernels.sampling import Truncation
 
 
 def names_of(values: int) -> tuple[str, ...]:
-    """The results of `topk_logprobs` that the bits of `RowValue` name."""
-    return tuple(value.name.lower() for value in RowValue if values >> value & 1)
+    """The sums of `topk_logprobs` that the bits of `RowValue` name."""
+    return tuple(name for name, value in ROW_VALUES.items() if values >> value & 1)
 
 
 def with_processed_values(
@@ -68,7 +69,7 @@ def with_processed_values(
     kept = parallel.over_vocabulary(
         kept_alone, flat_logits, (place, cut, changes), split_result=True
     )
-    names = [name for name in names_of(-1) if getattr(found, name) is not None]
+    names = [name for name in ROW_VALUES if getattr(found, name) is not None]
     wanted: dict[str, Any] = dict.fromkeys(names, True)
     sums = topk_logprobs(
         kept,

@@ -153,6 +153,7 @@ def target_message(
             read=output.read,
             changed_read=output.changed_read,
             changes=output.changes,
+            model_logits=output.logits,
         )
     kept = row_kept_sets(output, options, parallel) if widths.kept else None
     slots = _slots(output, options, output.num_tokens, num_rows, output.num_drafts)

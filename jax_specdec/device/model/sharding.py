@@ -55,6 +55,11 @@ class Parallel:
         return {"mesh": self.mesh, "axis_name": MODEL_AXIS, "vocab_size": self.vocab_size}
 
     @property
+    def vocabulary(self) -> dict[str, Any]:
+        """The same, as `row_digests` takes it."""
+        return {} if self.mesh is None else self.columns
+
+    @property
     def num_shards(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
 

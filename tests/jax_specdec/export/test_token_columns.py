@@ -99,6 +99,11 @@ def test_lists_and_sets_are_those_that_were_sent(runs):
             sent = [row[place] if there else np.nan for step in steps for row in step[2]]
             sent = np.float32(sent[: asked.params.max_tokens])
             np.testing.assert_array_equal(getattr(mine, name), sent)
+        digests = np.zeros(len(mine), np.uint64)
+        if asked.params.row_digest:
+            halves = [row[-2:] for step in steps for row in step[2]]
+            digests = np.float32(halves)[: len(mine)].reshape(-1, 2).view("<u8")[:, 0]
+        np.testing.assert_array_equal(mine.row_digest, digests)
         counts = np.diff(mine.draft_chosen.offsets)
         assert counts.tolist() == (known * len(asked.params.extra_token_ids)).tolist()
         if asked.params.kept_token_ids:

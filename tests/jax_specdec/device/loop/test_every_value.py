@@ -54,6 +54,7 @@ def asking(changes, drafts=False):
         asked |= {"kept_token_ids": n % 3 == 0, "draft_logprobs": drafts and n % 4 < 2}
         if asked["logprobs"] is not None:
             asked |= {"entropy": n % 2 == 0 or n % 3 == 1, "log_sum_exp": n % 3 != 2}
+            asked["row_digest"] = n % 5 != 1
         if n % 5 in (0, 1):
             asked["extra_token_ids"] = (7, 2, 7)
         if n % 2 == 0:
@@ -83,7 +84,11 @@ def plain():
 
 # The requests, the drafter, and the least that is to be seen.
 BATCHES = {
-    "copied": (asking(ALL, True), "mtp", {"changed": 100, "behind": 15, "drafts": 30}),
+    "copied": (
+        asking(ALL, True),
+        "mtp",
+        {"changed": 100, "behind": 15, "drafts": 30, "digests": 30},
+    ),
     "handed down": (asking({}, True), "ngram", {"changed": 60, "behind": 5}),
     "plain, mtp": (plain(), "mtp", {"rows": 60, "accepted": 10}),
     "plain, ngram": (plain(), "ngram", {"rows": 60, "accepted": 10}),

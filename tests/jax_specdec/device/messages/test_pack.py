@@ -18,6 +18,7 @@ from jax_specdec.device.worker.outgoing import DeviceCheckError
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.requests import ROW_VALUES
 from pallas_kernels import TopkLogprobs
 from tests.support import quick_compile
 from tests.support.random_kept import random_kept
@@ -84,7 +85,9 @@ def step_of(contents):
     fields["kept"] = [one.kept is not None for one in contents]
     slots = {name: jnp.asarray(values, NUMBERS[name]) for name, values in fields.items()}
     found = top, jnp.float32(logprobs), ranks, jnp.float32(extra)
-    named = {v.name.lower(): jnp.float32(of_rows[v]) for v in wire.RowValue}
+    named = {name: jnp.float32(of_rows[value]) for name, value in ROW_VALUES.items()}
+    halves = of_rows[[wire.RowValue.DIGEST_LOW, wire.RowValue.DIGEST_HIGH]]
+    named["digests"] = jnp.asarray(np.float32(halves).T.copy().view(np.uint32))
     return SlotFields(**slots), jnp.asarray(ids), TopkLogprobs(*map(jnp.asarray, found), **named)
 
 
@@ -239,7 +242,7 @@ def test_a_count_beyond_its_field_sets_its_bit(field, check, shape):
 
 def test_values_of_rows_that_were_not_made_set_the_bit():
     assert failed(run(*simple_step(values=[1, 2, 3, 0]))) == set()
-    assert failed(run(*simple_step(values=[4, 0, 0, 0]))) == {DeviceCheck.SLOT_FIELDS}
+    assert failed(run(*simple_step(values=[16, 0, 0, 0]))) == {DeviceCheck.SLOT_FIELDS}
     slots, ids, found = simple_step(values=[2, 0, 0, 0])
     without = found._replace(log_sum_exp=None)
     assert failed(run(slots, ids, without)) == {DeviceCheck.SLOT_FIELDS}

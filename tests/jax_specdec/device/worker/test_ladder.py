@@ -147,7 +147,7 @@ def test_a_ladder_has_no_rung_that_nobody_asked_for():
     assert names(prompt_logprobs=3)[1] == PromptKind(8, Widths(k=5))
     ladder = Ladder.of(EVERYTHING, config, 8, draws=True)
     assert ladder.rungs[-1] == Kind(
-        Widths(k=32, chosen=128, mode=LogprobsMode.PROCESSED, kept=True, values=3),
+        Widths(k=32, chosen=128, mode=LogprobsMode.PROCESSED, kept=True, values=15),
         reports_drafts=True, samples=True, changes=ChangesSize(1024, True, True, True),
     )  # fmt: skip
     assert len(ladder.rungs) == 7

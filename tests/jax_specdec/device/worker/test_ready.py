@@ -23,12 +23,18 @@ ASKED = {
     "max_extra_token_ids": {"logprobs": 0, "extra_token_ids": (4, 9, 30)},
     "max_logprobs_mode": {"logprobs": 1, "logprobs_mode": LogprobsMode.PROCESSED},
     "kept_token_ids": {"kept_token_ids": True, "temperature": 0.9, "top_k": 5},
+    "entropy": {"logprobs": 1, "entropy": True},
+    "log_sum_exp": {"logprobs": 0, "log_sum_exp": True, "temperature": 0.9},
+    "row_digest": {"logprobs": 0, "row_digest": True},
     "draft_logprobs": {"logprobs": 2, "draft_logprobs": True},
     "max_logprobs_of_prompts": {"prompt_logprobs": 2},
+    "max_extra_token_ids_of_prompts": {
+        "prompt_logprobs": 0, "prompt_extra_token_ids": [[1, 2]] * (len(PROMPT) - 1),
+    },
     "max_changed_ids": {"logit_bias": ((5, 3.0),), "min_tokens": 2, "stop_token_ids": (9,)},
     "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.1},
     "grammars": {"structured": letters.WORDS_PATTERN, "stop_token_ids": (letters.END,)},
-}
+}  # fmt: skip
 BATCHES = [
     [{}],
     *([asked] for asked in ASKED.values()),  # alone
@@ -57,8 +63,8 @@ def ready(request):
     with compiled_here() as names:
         worker_process.compile_served(local.worker, ProcessStats(), narrower=True)
         worker_process.rehearse(local.worker, WorkerConfig(vocab_size=VOCAB), ProcessStats())
-    # The negative control of what follows.
-    assert {"jit(step)", "jit(choose)", "jit(score_chunk)", "jit(copy_prefix)"} <= {*names}
+    # The negative control of what follows. (Copies of a prefix are compiled once a process.)
+    assert {"jit(step)", "jit(choose)", "jit(score_chunk)"} <= {*names}
     return local
 
 
