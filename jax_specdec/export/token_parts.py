@@ -51,8 +51,8 @@ def token_parts(batches: Sequence[RecordBatch]) -> TokenParts:
         return TokenParts([], _NO_ROWS, np.zeros(0, np.int8), _NO_ROWS, dict(_ALWAYS), None)
     requests, places = _rows_of(batches)
     reasons, ends = np.zeros(len(requests), np.int8), _joined(batches, "finish_reason")
-    if (ended := ends > 0).any():
-        reasons[places[ended]] = ends[ended]
+    if np.count_nonzero(ends):
+        reasons[places[ends > 0]] = ends[ends > 0]
     counts = _joined(batches, "num_tokens")
     lengths = np.array([len(batch) for batch in batches])
     sizes = np.add.reduceat(counts, offsets_of(lengths)[:-1])
@@ -65,7 +65,8 @@ def token_parts(batches: Sequence[RecordBatch]) -> TokenParts:
     kept = None
     if spoken:
         _add_tokens(parts, batches, counts, sizes, spoken)
-        if any(message.columns.any() for _, message, _ in spoken) and not _add_table(parts, spoken):
+        asked = any(message.row_columns != 0 for _, message, _ in spoken)
+        if asked and not _add_table(parts, spoken):
             for batch, message, total in spoken:
                 _add_logprobs(parts, batch, message, total)
         if any(batch.joined is not None and batch.joined.any() for batch, _, _ in spoken):
@@ -89,6 +90,13 @@ def _joined(batches: Sequence[RecordBatch], name: str) -> NDArray[Any]:
 
 def _rows_of(batches: Sequence[RecordBatch]) -> tuple[list[Request], NDArray[np.int64]]:
     """[Q] the requests, and [R] int64 the row of each record's; steps of one worker in order."""
+    if len(batches) == 1:  # which has a record of each slot
+        of_slots = map(batches[0].requests.__getitem__, batches[0].slots.tolist())
+        by_id = {
+            request.id: request for request in of_slots if request is not None
+        }  # a record has one
+        if len(by_id) == len(batches[0]):
+            return list(by_id.values()), np.arange(len(batches[0]))
     # Of a worker it is another tuple only where a slot was given or freed.
     tuples = {id(batch.requests): batch.requests for batch in batches}
     starts = offsets_of(np.array([len(one) for one in tuples.values()]))
@@ -100,9 +108,12 @@ def _rows_of(batches: Sequence[RecordBatch]) -> tuple[list[Request], NDArray[np.
     seen = np.flatnonzero(table == 0)
     slots = list(itertools.chain.from_iterable(tuples.values()))
     here = [slots[place] for place in seen.tolist()]
-    requests = {request.id: request for request in here if request is not None}  # a record has one
-    rows = {name: row for row, name in enumerate(requests)}
-    table[seen] = [rows[request.id] for request in here if request is not None]
+    requests = {request.id: request for request in here if request is not None}
+    if len(requests) == len(here):
+        table[seen] = np.arange(len(here))
+    else:  # a request was in several slots
+        rows = {name: row for row, name in enumerate(requests)}
+        table[seen] = [rows[request.id] for request in here if request is not None]
     return list(requests.values()), table[places]
 
 
@@ -118,9 +129,12 @@ def _add_tokens(
     versions = [0 if b.message is None else b.message.weights_version for b in batches]
     _put(parts, "step", np.array([batch.step for batch in batches], np.int64).repeat(sizes))
     _put(parts, "weights_version", np.array(versions, np.uint32).repeat(sizes))
+    # The token behind the accepted drafts is the last one, where no stop has cut it.
+    has_last, ends = counts > accepted, counts.cumsum()
     last = np.where(accepted < drafts, RECOVERED, np.where(drafts > 0, BONUS, PLAIN))
-    kinds = np.where(within(counts) < accepted.repeat(counts), ACCEPTED, last.repeat(counts))
-    _put(parts, "kind", kinds.astype(np.int8))
+    kinds = np.full(int(ends[-1]), ACCEPTED, np.int8)
+    kinds[ends[has_last] - 1] = last[has_last]
+    _put(parts, "kind", kinds)
     for batch, message, total in spoken:
         ids = message.token_ids
         if total < len(ids):  # not all of them, slot after slot
@@ -135,15 +149,13 @@ def _add_table(parts: Parts, spoken: Sequence[Spoken]) -> bool:
         total == len(message.token_ids) == len(message.token_ranks) for _, message, total in spoken
     ):
         return False
-    requests = {id(batch.requests): batch.requests for batch, _, _ in spoken}
-    asked = [one.params for each in requests.values() for one in each if one is not None]
-    widths = {params.num_columns for params in asked}
-    if len(widths) > 1 or any(params.extra_token_ids or params.row_values for params in asked):
+    widths = {message.row_columns for _, message, _ in spoken}
+    if len(widths) > 1 or None in widths:
         return False
     ids = np.concatenate([message.topk_ids for _, message, _ in spoken])
     if ids.size and int(ids.min()) < 0:  # fewer than K are finite
         return False
-    (width,) = widths
+    width = widths.pop() or 0
     rows = [message.logprobs.reshape(-1, width) for _, message, _ in spoken]
     logprobs = np.concatenate([one[:, 0] for one in rows])
     sizes = np.full(len(logprobs), width - 1)
