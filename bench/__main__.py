@@ -31,6 +31,7 @@ MORE = {
     "real": "SmolLM2-135M-Instruct: its start, the cost of logprobs and of sampling (minutes)",
     "drafts": "tokens/s with drafters over those without; --model DIR",
     "block": "tokens a step where drafts are accepted together, over one by one (minutes)",
+    "distill": "divergences from a teacher's support, beside whole logits (minutes)",
     "rungs": "what a batch pays for what others may ask of an engine (minutes)",
     "same-bits": "what rows in tiles cost a step of SmolLM2-135M-Instruct, and scoring (minutes)",
     "server": "requests to the server over kept and new connections",

@@ -8,6 +8,7 @@ from pallas_kernels.backends.choose import gpu_obstacle
 from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
+from pallas_kernels.linear.support_call import linear_support_kl
 from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.lowering.implementation import use_implementation
 from pallas_kernels.meshes.placement import VocabShard
@@ -26,6 +27,7 @@ __all__ = [
     # From hidden states and a head, without logits.
     "linear_topk_logprobs",
     "linear_kept_logprobs",
+    "linear_support_kl",
     # The tables that serving engines hold.
     "logprobs_tensors",
     "padded_token_ids",

@@ -111,7 +111,13 @@ def changes_of(call: Call, kept: Residuals, given: TopkLogprobs, by_scale: RowSc
 
 
 def of_piece(
-    definition: Definition, u: jax.Array, real: jax.Array, first: jax.Array, changes: Changes
+    definition: Definition,
+    u: jax.Array,
+    real: jax.Array,
+    first: jax.Array,
+    changes: Changes,
+    *,
+    named_apart: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The loss's derivatives by u [R, W] float32, and each row's sum of d logit * (logit - m).
 
@@ -123,6 +129,8 @@ def of_piece(
       real: [W] bool, the columns that count.
       first: [] int32, the first column.
       changes: of the results.
+      named_apart: the named tokens are not among those of the scale, and have no part of p; no id
+        is named twice.
     """
     rows, width = u.shape
     logits = definition.capped(u).astype(definition.logits_dtype).astype(jnp.float32)
@@ -139,6 +147,8 @@ def of_piece(
     here = jnp.where((here >= 0) & (here < width), here, width)
     here = jnp.where(real[jnp.clip(here, 0, width - 1)], here, width)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    if named_apart:
+        p = p.at[row, here].set(0, mode="drop")
     d = (p * factor).at[row, here].add(changes.by_logprob, mode="drop")
     if changes.inverse is not None:
         d = d * changes.inverse[:, None]
@@ -150,8 +160,10 @@ def of_piece(
     return jnp.where(counts | (d != 0), d * definition.slope(u), 0), moved
 
 
-def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
-    """The loss's derivatives by this device's own part of everything."""
+def gradients(
+    call: Call, inputs: Inputs, changes: Changes, *, named_apart: bool = False
+) -> Gradients:
+    """The loss's derivatives by this device's own part of everything; see `of_piece`."""
     definition, head, bias = call.definition, inputs.head, inputs.bias
     hidden = target_rows(inputs.hidden, inputs.row_ids)
     rows, size = hidden.shape
@@ -167,7 +179,8 @@ def gradients(call: Call, inputs: Inputs, changes: Changes) -> Gradients:
         w = head_rows(head, start, piece, axis)
         own_bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, piece)
         u = definition.before_cap(hidden, w, own_bias)
-        du, moved = of_piece(definition, u, new & (columns < limit), start, changes)
+        counts = new & (columns < limit)
+        du, moved = of_piece(definition, u, counts, start, changes, named_apart=named_apart)
         by_bias = sums.bias
         if by_bias is not None:
             old = lax.dynamic_slice_in_dim(by_bias, start, piece)

@@ -35,6 +35,7 @@ from pallas_kernels.contract.types import (
     TopkLogprobs,
 )
 from pallas_kernels.linear import backward, kept
+from pallas_kernels.linear.divergence import SupportInputs
 from pallas_kernels.linear.types import (
     Call,
     Definition,
@@ -135,7 +136,7 @@ def linear_topk_logprobs(
       NotImplementedError: there is no such implementation of this call, or that of
         `use_implementation` cannot run here.
     """
-    hidden, head = _check_product(hidden, head, head_axes)
+    hidden, head = check_product(hidden, head, head_axes)
     axis = head_axes.index("V")
     token_ids, row_ids = check_targets(token_ids, row_ids, "hidden", hidden.shape[0])
     num_targets = token_ids.shape[0]
@@ -154,15 +155,15 @@ def linear_topk_logprobs(
     check_name(implementation)
     if implementation in KERNELS:
         refuse(implementation, "it has no product with a head")
-    definition = _definition(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
+    definition = definition_of(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     reader = resolved(implementation)
     outputs = outputs_of(k, log_sum_exp=log_sum_exp, entropy=entropy)
     call = Call(definition, k, entropy, place.shard, implementation=reader)
     if num_targets == 0 or hidden.shape[0] == 0:
         return skipped_rows(num_targets, outputs, extra_token_ids.shape[1])
-    bias = _check_bias(bias, head.shape[axis])
+    bias = check_bias(bias, head.shape[axis])
     inputs = Inputs(hidden, head, bias, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
-    words = _words(inputs, head=head_axes.lower(), row_ids=".", num_rows="")
+    words = words_of(inputs, head=head_axes.lower(), row_ids=".", num_rows="")
     found = split.run_inputs(place, _topk_of(call), inputs, words)
     return found if log_sum_exp else found._replace(log_sum_exp=None)
 
@@ -218,7 +219,7 @@ def linear_kept_logprobs(
     Raises:
       TypeError, ValueError: a shape, a dtype or a number is not as above.
     """
-    hidden, head = _check_product(hidden, head)
+    hidden, head = check_product(hidden, head)
     num_targets = hidden.shape[0]
     token_ids = check_ids("token_ids", token_ids, (num_targets,))
     kept_token_ids = check_ids("kept_token_ids", kept_token_ids, (num_targets, "C"))
@@ -229,14 +230,14 @@ def linear_kept_logprobs(
         )
     _, temperatures, _ = check_options(None, temperatures, None, num_targets)
     place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size)
-    definition = _definition(scale, soft_cap, logits_dtype)
+    definition = definition_of(scale, soft_cap, logits_dtype)
     call = Call(definition, 0, False, place.shard)
     if num_targets == 0:
         shape = kept_token_ids.shape
         return LinearKeptLogprobs(jnp.zeros(0, jnp.float32), jnp.zeros(shape, jnp.float32))
-    bias = _check_bias(bias, head.shape[0])
+    bias = check_bias(bias, head.shape[0])
     inputs = kept.Kept(hidden, head, bias, token_ids, kept_token_ids, temperatures)
-    words = _words(inputs, head="vh")
+    words = words_of(inputs, head="vh")
     return split.run_inputs(place, _kept_of(call), inputs, words)
 
 
@@ -250,14 +251,14 @@ def _kept_of(call: Call) -> Callable[[Layout, kept.Kept], LinearKeptLogprobs]:
     return jax.jit(of_part, static_argnums=0)
 
 
-def _words(inputs: Inputs | kept.Kept, **others: str) -> Words:
+def words_of(inputs: Inputs | kept.Kept | SupportInputs, **others: str) -> Words:
     """The axes of the inputs that there are: of rows, except the bias and the others."""
     others["bias"] = "v"
     named = inputs._asdict().items()
     return tuple(others.get(name, "n" + "." * (x.ndim - 1)) for name, x in named if x is not None)
 
 
-def _check_product(
+def check_product(
     hidden: AnyArray, head: AnyArray, axes: str = "VH"
 ) -> tuple[jax.Array, jax.Array]:
     """hidden [N, H] and head as arrays, if they have one supported dtype and one H."""
@@ -286,7 +287,7 @@ def _check_product(
     return hidden, head
 
 
-def _check_bias(bias: AnyArray | None, width: int) -> jax.Array | None:
+def check_bias(bias: AnyArray | None, width: int) -> jax.Array | None:
     if bias is None:
         return None
     array = check_floats("bias", bias)
@@ -295,7 +296,7 @@ def _check_bias(bias: AnyArray | None, width: int) -> jax.Array | None:
     return array
 
 
-def _definition(scale: float, soft_cap: float | None, logits_dtype: DTypeLike) -> Definition:
+def definition_of(scale: float, soft_cap: float | None, logits_dtype: DTypeLike) -> Definition:
     if not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale = {scale!r} must be a finite Python number")
     if soft_cap is not None and (

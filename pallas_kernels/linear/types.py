@@ -114,6 +114,8 @@ HeadBias = Float[AnyArray, " V"]
 
 KeptIds = Int32[AnyArray, "R C"]
 
+KeptLogprobs = Float32[AnyArray, "R C"]
+
 
 class LinearKeptLogprobs(NamedTuple):
     """Logprobs of R target rows among the C tokens that each row keeps.

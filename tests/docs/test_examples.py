@@ -193,3 +193,15 @@ def test_records_of_a_loop_in_25_lines():
     body = source.partition("@jax.jit")[2].partition("if __name__")[0]
     assert len([line for line in body.splitlines() if line.strip()]) <= 25
     assert len(re.findall("^(?:import|from)", source, re.MULTILINE)) == 6
+
+
+def test_a_student_comes_nearer_to_a_teacher_scored_by_the_engine():
+    printed = run(EXAMPLES / "distil_support.py")
+    assert "the teacher scored 142 of 142 tokens" in printed
+    values = [float(x) for x in re.findall(r"^ *\d+ +(\d\.\d\d) #+$", printed, re.MULTILINE)]
+    assert len(values) == 10
+    assert values == sorted(values, reverse=True)
+    assert values[-1] < values[0] / 3
+    ours, plain = map(int, re.search(r"(\d+) MB of temporaries, plain (\d+) MB", printed).groups())
+    assert ours < plain / 5
+    assert len((EXAMPLES / "distil_support.py").read_text().splitlines()) < 120
