@@ -265,3 +265,43 @@ def test_a_consumer_process_never_starts_an_accelerator_runtime():
     names = [name for name in modules(*PACKAGES) if is_engine_side(name)]
     code = f"import sys, {', '.join(names)}; sys.exit(any(m in sys.modules for m in {ACCELERATED}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def circles(sources):
+    """Modules that import each other, by whatever way; `sources` by module."""
+    arrows = {
+        name: {target_of(name, one, sources) for one in pairs_of(source)} - {None, name}
+        for name, source in sources.items()
+    }
+    reach = {name: {*targets} for name, targets in arrows.items()}
+    changed = True
+    while changed:
+        changed = False
+        for targets in reach.values():
+            more = set().union(*(arrows[one] for one in targets)) - targets
+            changed |= bool(more)
+            targets |= more
+    return sorted(name for name, targets in reach.items() if name in targets)
+
+
+def pairs_of(source):
+    """The module and the name of every import, wherever the statement stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
+def target_of(name, pair, sources):
+    """The module of ours that an import reads, if any."""
+    module, attribute = pair
+    return next((one for one in (f"{module}.{attribute}", module) if one in sources), None)
+
+
+def test_no_modules_import_each_other():
+    sources = {name: path.read_text() for name, path in modules(*PACKAGES, "bench").items()}
+    assert circles(sources) == []
+    # The control: three in a circle, one of them by an import in a function.
+    three = {"a.x": "import a.y", "a.y": "from a import z", "a.z": "def f():\n import a.x"}
+    assert circles(three | {"a.w": "import a.x"}) == ["a.x", "a.y", "a.z"]

@@ -24,8 +24,8 @@ from jax_specdec.cli.standard_output import Starting, phases_of
 from jax_specdec.declaration import Serves
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.updates import Update, WorkerStatus
-from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.export import openai, response_files
 from jax_specdec.records.record import Record
 from jax_specdec.requests import Request, SamplingParams

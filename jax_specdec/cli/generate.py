@@ -18,7 +18,7 @@ from ipc import RingError
 from jax_specdec.cli.prompts import Prompt
 from jax_specdec.cli.resumable import JsonlOutput, Output
 from jax_specdec.cli.standard_output import RecordLines
-from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.export import openai
 from jax_specdec.export.delivery import Delivery, Part
 from jax_specdec.records.batch import FinishReason, PromptRows, Statistics

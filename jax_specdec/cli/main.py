@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
     import jax_specdec.beside.ipc  # noqa: F401
     from ipc import RingError
-    from jax_specdec.engine.worker_client import WorkerFailed
+    from jax_specdec.engine.errors import WorkerFailed
 
     try:
         status: int = command.run(options)

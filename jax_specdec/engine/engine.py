@@ -21,7 +21,8 @@ from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.streams import Sink, Streams
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.updates import Update, WorkerStatus
-from jax_specdec.engine.weights import WeightsSource, WeightsUpdate
+from jax_specdec.engine.weights import WeightsUpdate
+from jax_specdec.engine.weights_source import WeightsSource
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import Health, StartWorker, Workers

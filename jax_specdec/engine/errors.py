@@ -1,9 +1,10 @@
 """Errors of requests, engines, streams, workers, weights and messages."""
 
-from jax_specdec.engine.weights import WeightsError
-from jax_specdec.engine.worker_client import WorkerFailed
+from collections.abc import Sequence
+
 from jax_specdec.records.decode import MessageError
 from jax_specdec.requests import RequestError
+from jax_specdec.wording import pluralize
 
 __all__ = [
     "RequestError",
@@ -26,3 +27,46 @@ class EngineClosed(RuntimeError):
 
 class StreamBehind(RuntimeError):
     """The consumer of a stream read too slowly; its request was ended."""
+
+
+class WeightsError(RuntimeError):
+    """The weights were not updated: says why. All workers use those that they had."""
+
+
+class WorkerFailed(RuntimeError):
+    """A worker ended before its requests did; says how, and what it printed last.
+
+    Attributes:
+      report: the message without the advice.
+      reason: the report in one line, for a log.
+      advice: for the author of a program around the engine; empty where it would not help.
+      failures: one for each worker, where the report is of several that were lost; else empty.
+    """
+
+    def __init__(
+        self,
+        report: str,
+        advice: str = "",
+        failures: Sequence["WorkerFailed"] = (),
+        reason: str = "",
+    ) -> None:
+        super().__init__(f"{report}\n{advice}" if advice else report)
+        self.report = report
+        self.reason = " ".join((reason or report).splitlines())
+        self.advice = advice
+        self.failures = tuple(failures)
+
+
+def together(failures: Sequence[WorkerFailed]) -> WorkerFailed:
+    """One report of all the workers that are lost, at least one."""
+    if len(failures) == 1:
+        return failures[0]
+    count = pluralize(len(failures), "worker")
+    failure = WorkerFailed(
+        "\n\n".join([f"{count} are lost:", *(each.report for each in failures)]),
+        next((each.advice for each in failures if each.advice), ""),
+        failures,
+        "; ".join(each.reason for each in failures),
+    )
+    failure.__cause__ = failures[-1]
+    return failure

@@ -12,12 +12,12 @@ from dataclasses import replace
 from ipc import RingError
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.errors import together
 from jax_specdec.engine.queued_request import QueuedRequest, ended, handed_on
 from jax_specdec.engine.timings import Timings
 from jax_specdec.engine.trials import Placement
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.weights import WeightsUpdate
-from jax_specdec.engine.worker_client import together
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.engine.workers import WAIT_SECONDS, Workers
 from jax_specdec.records.batch import FinishReason

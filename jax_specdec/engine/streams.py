@@ -20,14 +20,14 @@ import numpy as np
 from ipc import wait_readable
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig, check
-from jax_specdec.engine.errors import EngineClosed, EngineFull, WorkerFailed
+from jax_specdec.engine.errors import EngineClosed, EngineFull, WeightsError, WorkerFailed
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.result_queue import ResultQueue
 from jax_specdec.engine.scheduler import Scheduler
 from jax_specdec.engine.stream import Stream
 from jax_specdec.engine.updates import Update
 from jax_specdec.engine.wakeup import Wakeup
-from jax_specdec.engine.weights import WeightsError, WeightsUpdate
+from jax_specdec.engine.weights import WeightsUpdate
 from jax_specdec.engine.workers import WAIT_SECONDS
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress

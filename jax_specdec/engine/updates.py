@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ipc import ReceivedMessage, RingCounters
-from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.records.batch import Counters, Statistics
 from jax_specdec.records.decode import Message
 from jax_specdec.records.record import Records

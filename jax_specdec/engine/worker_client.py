@@ -13,7 +13,9 @@ from jax_specdec import control
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.last_words import reason_line
+from jax_specdec.engine.leftovers import LOST
 from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.wording import pluralize
 
@@ -34,50 +36,10 @@ ADVICE = (
 )
 LAST_LINE_CHARS = 200  # of the line that says why, in a reason
 LOOKED_AT = 1 << 18  # bytes of its output in which that line is looked for
-LOST = "lost: "  # begins, after the time, the line that is added to a lost worker's output
 MEMORY = (
     "SIGKILL comes from another process, or from Linux where memory runs out (`dmesg` tells "
     "which): then fewer slots or shorter requests help"
 )
-
-
-class WorkerFailed(RuntimeError):
-    """A worker ended before its requests did; says how, and what it printed last.
-
-    Attributes:
-      report: the message without the advice.
-      reason: the report in one line, for a log.
-      advice: for the author of a program around the engine; empty where it would not help.
-      failures: one for each worker, where the report is of several that were lost; else empty.
-    """
-
-    def __init__(
-        self,
-        report: str,
-        advice: str = "",
-        failures: Sequence["WorkerFailed"] = (),
-        reason: str = "",
-    ) -> None:
-        super().__init__(f"{report}\n{advice}" if advice else report)
-        self.report = report
-        self.reason = " ".join((reason or report).splitlines())
-        self.advice = advice
-        self.failures = tuple(failures)
-
-
-def together(failures: Sequence[WorkerFailed]) -> WorkerFailed:
-    """One report of all the workers that are lost, at least one."""
-    if len(failures) == 1:
-        return failures[0]
-    count = pluralize(len(failures), "worker")
-    failure = WorkerFailed(
-        "\n\n".join([f"{count} are lost:", *(each.report for each in failures)]),
-        next((each.advice for each in failures if each.advice), ""),
-        failures,
-        "; ".join(each.reason for each in failures),
-    )
-    failure.__cause__ = failures[-1]
-    return failure
 
 
 def command_of(program: Sequence[str]) -> tuple[str, ...]:

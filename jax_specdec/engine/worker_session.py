@@ -18,10 +18,11 @@ from jax_specdec.control import (
     Release,
 )
 from jax_specdec.engine.config import EngineConfig
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.queued_request import QueuedRequest, TokenLog
 from jax_specdec.engine.timings import SlotTimes, Timings
 from jax_specdec.engine.updates import Update, WorkerStatus
-from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
+from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode

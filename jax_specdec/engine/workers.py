@@ -16,10 +16,11 @@ from jax_specdec.control import ControlServer
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import shares
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.wakeup import Wakeup
-from jax_specdec.engine.weights import WeightsSource
+from jax_specdec.engine.weights_source import WeightsSource
 from jax_specdec.engine.work_directory import WorkDirectory
-from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
+from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.engine.worker_session import WorkerSession
 
 LOOK_SECONDS = 0.1  # between two looks at the control plane while messages come

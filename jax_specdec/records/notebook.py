@@ -8,12 +8,9 @@ dark pages, the piece has no script, and whatever it shows is escaped.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from jax_specdec.wording import pluralize
-
-if TYPE_CHECKING:
-    from jax_specdec.records.record import Record
 
 MOST_TOKENS = 2000  # of a piece; the page of `jax-specdec view` is for more
 MOST_CANDIDATES = 5  # of the top K, in the hint of a token
@@ -21,7 +18,24 @@ MOST_CANDIDATES = 5  # of the top K, in the hint of a token
 _BANDS = ((0.1, 0.0), (0.5, 0.15), (1.5, 0.3), (3.0, 0.5), (6.0, 0.7), (math.inf, 0.9))
 
 
-def fragment(records: Iterable["Record"], text: Callable[[int], str] | None = None) -> str:
+class Shown(Protocol):
+    """What a record has that a notebook shows: see `Record`."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_accepted(self) -> int: ...
+    @property
+    def token_ids(self) -> Any: ...
+    @property
+    def token_ranks(self) -> Any: ...
+    @property
+    def logprobs(self) -> Any: ...
+    @property
+    def topk_ids(self) -> Any: ...
+
+
+def fragment(records: Iterable[Shown], text: Callable[[int], str] | None = None) -> str:
     """A `<div>` with the tokens of each request, in the order in which requests come first.
 
     Args:
@@ -48,7 +62,7 @@ def fragment(records: Iterable["Record"], text: Callable[[int], str] | None = No
     )
 
 
-def _tokens(record: "Record", text: Callable[[int], str] | None) -> Iterator[tuple[str, str, str]]:
+def _tokens(record: Shown, text: Callable[[int], str] | None) -> Iterator[tuple[str, str, str]]:
     """Yield each token of a record: what is shown of it, its style, and its hint."""
     logprobs, ranks, topk_ids = record.logprobs, record.token_ranks, record.topk_ids
     name = text or str

@@ -8,7 +8,7 @@ from jax_specdec.control import Admit
 from jax_specdec.declaration import EVERYTHING
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
-from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from tests.support.requests import request as request_of
 from tests.support.scripted_worker import VOCAB, ScriptedWorker, continuation, logprob

@@ -16,7 +16,7 @@ from ipc.errors import PeerDied
 from ipc.wire import Kind, SlotState
 from jax_specdec.control import Admit, Commit, Evict, Heartbeat, Phase, Prepare, Release
 from jax_specdec.engine.devices import Share
-from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.encode import SlotContents, encode
 

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from jax_specdec.cli import demo_command
 from jax_specdec.cli.main import _parsed, main
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.updates import Update
-from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.record import Records
 from jax_specdec.serve.model import tiny_model
 from jax_specdec.text import byte_tokens

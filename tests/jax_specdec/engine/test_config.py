@@ -21,7 +21,7 @@ def test_sizes_are_checked_before_memory_is_taken(field, value):
     [
         ("drafter", "mtp, model, ngram, suffix, none$"),
         ("dtype", "float32, bfloat16, float16; empty for that of the weights"),
-        ("implementation", "xla, mosaic_gpu, mosaic_tpu; empty for kernels where they can run"),
+        ("implementation", "xla, mosaic_gpu, mosaic_tpu; empty for kernels that are proved here"),
         ("on_worker_loss", "stop, continue, restart$"),
     ],
 )

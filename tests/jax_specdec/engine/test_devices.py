@@ -12,7 +12,8 @@ from jax_specdec.device.worker.worker_process import own_devices
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share, shares
 from jax_specdec.engine.engine import Engine
-from jax_specdec.engine.worker_client import WorkerFailed, WorkerProcess
+from jax_specdec.engine.errors import WorkerFailed
+from jax_specdec.engine.worker_client import WorkerProcess
 from tests.support.scene import Scene, long_requests
 from tests.support.scripted_worker import VOCAB
 

@@ -18,8 +18,7 @@ from jax_specdec.device.model.checkpoint import save_checkpoint
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
-from jax_specdec.engine.weights import WeightsError
-from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.errors import WeightsError, WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import SamplingParams
 from tests.support import decoding, quick_compile

@@ -10,7 +10,7 @@ import pytest
 
 from ipc.errors import RingTimeout
 from jax_specdec.control import Phase
-from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.output_processor import ProcessorError

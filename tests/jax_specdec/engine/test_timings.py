@@ -10,8 +10,8 @@ from prometheus_client import parser
 
 from jax_specdec.control import Heartbeat, ProcessStats
 from jax_specdec.control.heartbeat import NOTE_CHARS, NOTES_KEPT
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.timings import BOUNDS, Histogram, SlotTimes, Timings
-from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.engine.worker_session import WorkerSilent
 from jax_specdec.engine.workers import Health
 from jax_specdec.export import metrics

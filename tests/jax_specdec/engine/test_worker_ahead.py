@@ -12,8 +12,8 @@ from jax_specdec.engine import leftovers
 from jax_specdec.engine import worker_ahead as module
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.worker_ahead import worker_ahead
-from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from tests.support import scripted_process
 from tests.support.processes import children_of, is_alive, no_ring_is_left, wait_for

@@ -20,8 +20,8 @@ from jax_specdec.engine import child_process, worker_client
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.queued_request import QueuedRequest
-from jax_specdec.engine.worker_client import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.encode import encode
 from tests.support import scripted_process

@@ -18,7 +18,7 @@ from jax_specdec.device.worker.follower_process import Silent
 from jax_specdec.device.worker.process_group import PlacedFollower
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
-from jax_specdec.engine.worker_client import WorkerFailed
+from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import SamplingParams
 from tests.support import decoding, quick_compile
