@@ -89,6 +89,13 @@ def _joined(batches: Sequence[RecordBatch], name: str) -> NDArray[Any]:
 
 def _rows_of(batches: Sequence[RecordBatch]) -> tuple[list[Request], NDArray[np.int64]]:
     """[Q] the requests, and [R] int64 the row of each record's; steps of one worker in order."""
+    if len(batches) == 1:  # which has a record of each slot
+        of_slots = map(batches[0].requests.__getitem__, batches[0].slots.tolist())
+        by_id = {
+            request.id: request for request in of_slots if request is not None
+        }  # a record has one
+        if len(by_id) == len(batches[0]):
+            return list(by_id.values()), np.arange(len(batches[0]))
     # Of a worker it is another tuple only where a slot was given or freed.
     tuples = {id(batch.requests): batch.requests for batch in batches}
     starts = offsets_of(np.array([len(one) for one in tuples.values()]))
@@ -100,9 +107,12 @@ def _rows_of(batches: Sequence[RecordBatch]) -> tuple[list[Request], NDArray[np.
     seen = np.flatnonzero(table == 0)
     slots = list(itertools.chain.from_iterable(tuples.values()))
     here = [slots[place] for place in seen.tolist()]
-    requests = {request.id: request for request in here if request is not None}  # a record has one
-    rows = {name: row for row, name in enumerate(requests)}
-    table[seen] = [rows[request.id] for request in here if request is not None]
+    requests = {request.id: request for request in here if request is not None}
+    if len(requests) == len(here):
+        table[seen] = np.arange(len(here))
+    else:  # a request was in several slots
+        rows = {name: row for row, name in enumerate(requests)}
+        table[seen] = [rows[request.id] for request in here if request is not None]
     return list(requests.values()), table[places]
 
 
@@ -135,15 +145,13 @@ def _add_table(parts: Parts, spoken: Sequence[Spoken]) -> bool:
         total == len(message.token_ids) == len(message.token_ranks) for _, message, total in spoken
     ):
         return False
-    requests = {id(batch.requests): batch.requests for batch, _, _ in spoken}
-    asked = [one.params for each in requests.values() for one in each if one is not None]
-    widths = {params.num_columns for params in asked}
-    if len(widths) > 1 or any(params.extra_token_ids or params.row_values for params in asked):
+    widths = {message.row_columns for _, message, _ in spoken}
+    if len(widths) > 1 or None in widths:
         return False
     ids = np.concatenate([message.topk_ids for _, message, _ in spoken])
     if ids.size and int(ids.min()) < 0:  # fewer than K are finite
         return False
-    (width,) = widths
+    width = widths.pop() or 0
     rows = [message.logprobs.reshape(-1, width) for _, message, _ in spoken]
     logprobs = np.concatenate([one[:, 0] for one in rows])
     sizes = np.full(len(logprobs), width - 1)

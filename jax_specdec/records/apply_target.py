@@ -80,7 +80,7 @@ def emitted(state: ProcessorState, message: Message, slots: NDArray[np.intp]) ->
     """
     slot_state, count = message.state[slots], message.num_tokens[slots]
     num_drafts = message.num_drafts[slots]
-    special = bool(slot_state.any())  # TOKENS is 0
+    special = bool(np.count_nonzero(slot_state))  # TOKENS is 0
     if special:
         first = slot_state == SlotState.PREFILL_FIRST_TOKEN
         again = first & (state.columns.num_tokens[slots] > 0)
@@ -116,7 +116,7 @@ def check_rows(
         message.columns, message.num_chosen, message.mode, message.kept, message.values
     )
     wrong = said[slots] != expected
-    if not wrong.any() or not (wrong & counts).any():
+    if not np.count_nonzero(wrong) or not (wrong & counts).any():
         return
     slot = int(slots[(wrong & counts).argmax()])
     request = requests[slot]
@@ -185,7 +185,8 @@ def cut(
     room = admitted.limit[slots] - state.columns.num_tokens[slots]
     kept = np.minimum(emitted.count, room)
     reason = admitted.limit_reason[slots] * (emitted.count >= room)
-    stop_index = np.full(len(slots), -1, np.int64)
+    stop_index = np.empty(len(slots), np.int64)
+    stop_index.fill(-1)
     if len(admitted.stop_keys) > 1:
         owner = np.arange(message.num_slots).repeat(message.num_tokens)
         tokens = stop_rules.keys_of(owner, message.token_ids)
@@ -204,7 +205,7 @@ def cut(
     if emitted.special:
         reason[emitted.state == SlotState.RECOVERY_STOP] = FinishReason.RECOVERY_ERROR
     reschedule = emitted.state == _PREEMPTED
-    some_leave = bool(reason.any() or (emitted.special and reschedule.any()))
+    some_leave = bool(np.count_nonzero(reason) or (emitted.special and reschedule.any()))
     return StopCut(kept, reason, stop_index, reschedule, some_leave)
 
 
@@ -242,7 +243,7 @@ def added_up(
         phase=phase,
         num_tokens=frozen(num_tokens),
         cumulative_logprob=cumulative(before.cumulative_logprob, message, slots, cut.kept),
-        outcomes=acceptance(before, slots, emitted),
+        outcomes=acceptance(before, slots, emitted, message.most_drafts),
         tail=tail(state, message, slots, cut.kept),
         num_prompt=before.num_prompt,
     )
@@ -253,6 +254,12 @@ def cumulative(
 ) -> NDArray[np.float64]:
     """[B] `before` plus the kept tokens' logprobs, added one by one in float64."""
     after = before.copy()
+    alike = message.same_columns
+    if alike is not None and int(kept.sum()) == len(message.token_ids):
+        if alike:  # all of a table's first column
+            owner = np.arange(message.num_slots).repeat(message.num_tokens)
+            np.add.at(after, owner, message.logprobs[::alike].astype(np.float64))
+        return frozen(after)
     columns = message.columns[slots]
     width = columns + message.num_more[slots]
     rows = kept * (columns > 0)
@@ -265,9 +272,12 @@ def cumulative(
 
 
 def acceptance(
-    columns: SlotColumns, slots: NDArray[np.intp], emitted: Emitted
+    columns: SlotColumns, slots: NDArray[np.intp], emitted: Emitted, most_drafts: int
 ) -> NDArray[np.int64]:
-    """[B, 3, D+1] the outcomes with this step's drafts, wider where it has more than before."""
+    """[B, 3, D+1] the outcomes with this step's drafts, wider where it has more than before.
+
+    No slot of the step has more than `most_drafts`.
+    """
     drafts, count = emitted.num_drafts, emitted.count
     if emitted.special:
         counts = count > 0
@@ -275,15 +285,15 @@ def acceptance(
     if not len(slots):
         return columns.outcomes
     before = columns.outcomes
-    width = max(int(drafts.max()) + 1, before.shape[2])
+    width = max(most_drafts + 1, before.shape[2])
     if width > before.shape[2]:
         outcomes = np.pad(before, ((0, 0), (0, 0), (0, width - before.shape[2])))
     else:
         outcomes = before.copy()
     flat, base = outcomes.reshape(-1), slots * (3 * width)
     flat[base + drafts] += 1
-    all_accepted = count > drafts
-    flat[base + (all_accepted + 1) * width + (count - 1)] += 1
+    ends = base + (count + (width - 1))
+    flat[ends + (count > drafts) * width] += 1
     return frozen(outcomes)
 
 

@@ -283,11 +283,12 @@ class RecordBatch:
 
     @property
     def views(self) -> MessageViews | None:
-        """Where the records' values are in their message; None without one."""
-        if self._views is None and self.message is not None:
+        """The records' values; None without a message."""
+        views = self._views
+        if views is None and self.message is not None:
             views = MessageViews.of(self.message, self.slots, self.num_tokens)
-            object.__setattr__(self, "_views", views)  # looked up once, and always the same
-        return self._views
+            object.__setattr__(self, "_views", views)  # made once, and always the same
+        return views
 
     @classmethod
     def without_tokens(

@@ -31,7 +31,9 @@ _LAST_STATE, _LAST_MODE = int(max(SlotState)), int(max(LogprobsMode))
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
 _TOKENS, _FIRST_TOKEN = int(SlotState.TOKENS), int(SlotState.PREFILL_FIRST_TOKEN)
 
-_DRAFTS, _KEPT, _VALUES = (list(wire.SLOT).index(name) for name in ("num_drafts", "kept", "values"))
+_FIELDS = [*wire.SLOT]
+_COLUMNS, _NUM_DRAFTS = _FIELDS.index("columns"), _FIELDS.index("num_drafts")
+_KEPT, _VALUES = _FIELDS.index("kept"), _FIELDS.index("values")
 
 # The slot fields as columns [10, 1]: one gather, shift and mask reads them all.
 _SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
@@ -91,10 +93,25 @@ class Message:
     num_bytes: int
     most_drafts: int  # the largest of `num_drafts`; 0 without slots
     digest: int = 0  # of what the rows' bits depend on; 0 where they depend on the batch
+    same_columns: int | None = None  # `columns` of every slot, where all emit and none has more
 
     @property
     def num_slots(self) -> int:
         return len(self.state)
+
+    @property
+    def row_columns(self) -> int | None:
+        """The columns of each row, where all rows have as many and nothing more; 0 without rows.
+
+        None where they differ.
+        """
+        if self.same_columns is not None:
+            return self.same_columns
+        columns = self.columns[self.num_rows > 0]
+        if not columns.size:
+            return 0
+        alike = not (columns != columns[0]).any() and not self.num_more.any()
+        return int(columns[0]) if alike else None
 
     def slot(self, index: int) -> "SlotView":
         """Slot `index`'s values with their shapes; convenient, and too slow for the hot path."""
@@ -170,15 +187,20 @@ def decode(data: Any) -> Message:
     columns.flags.writeable = False
     fields = dict(zip(wire.SLOT, columns, strict=True))
     most: list[int] = columns.max(axis=1, initial=0).tolist()
-    if not _plainly_right(header["kind"], header["max_num_logprobs"], columns, most):
-        _check_slots(header["kind"], header["max_num_logprobs"], fields)
-    num_more = fields["num_chosen"]
-    if most[_VALUES]:
-        num_more = num_more + wire.num_values(fields["values"])
-    starts, sizes = wire.sections(
-        np, fields["num_tokens"], fields["num_rows"], fields["columns"], num_more
-    )
-    ids, ranks, logprobs, topk, end = itertools.accumulate(sizes.tolist(), initial=slots_end)
+    same_columns, num_more = None, fields["num_chosen"]
+    if _alike(header["kind"], header["max_num_logprobs"], columns, most):
+        same_columns = most[_COLUMNS]
+        starts, sizes = _sections_alike(fields["num_tokens"], same_columns)
+    else:
+        if not _plainly_right(header["kind"], header["max_num_logprobs"], columns, most):
+            _check_slots(header["kind"], header["max_num_logprobs"], fields)
+        if most[_VALUES]:
+            num_more = num_more + wire.num_values(fields["values"])
+        starts, totals = wire.sections(
+            np, fields["num_tokens"], fields["num_rows"], fields["columns"], num_more
+        )
+        sizes = totals.tolist()
+    ids, ranks, logprobs, topk, end = itertools.accumulate(sizes, initial=slots_end)
     kept_sets, kept_start = _NO_KEPT, fields["kept"]
     if most[_KEPT]:
         kept_sets, kept_start = decode_kept(words, end, fields)
@@ -206,8 +228,9 @@ def decode(data: Any) -> Message:
         kept_sets=kept_sets,
         kept_start=kept_start,
         num_bytes=view.nbytes,
-        most_drafts=most[_DRAFTS],
+        most_drafts=most[_NUM_DRAFTS],
         digest=header["digest"],
+        same_columns=same_columns,
     )
 
 
@@ -243,6 +266,54 @@ def _header(view: memoryview, num_words: int) -> dict[str, int]:
             + ", ".join(wire.failed_checks(header["error_checks"]))
         )
     return header
+
+
+def _alike(kind: int, max_num_logprobs: int, table: NDArray[np.int64], most: list[int]) -> bool:
+    """Whether every slot emits tokens with as many columns as the others, and all are valid.
+
+    So are the steps of a full worker whose requests ask for the same; arguments as
+    `_plainly_right`, which takes others.
+    """
+    _, _, _, columns, tokens, rows, drafts, _, _, _ = table
+    (
+        most_state,
+        most_mode,
+        _,
+        most_columns,
+        _,
+        most_rows,
+        most_drafts,
+        most_values,
+        most_chosen,
+        _,
+    ) = most
+    return (
+        kind == Kind.TARGET
+        and most_state == _TOKENS
+        and most_mode <= _LAST_MODE
+        and most_columns <= max_num_logprobs + 1
+        and most_drafts <= wire.MAX_DRAFTS
+        and not (most_chosen or most_values)
+        and np.count_nonzero(tokens) == len(tokens)
+        and not np.count_nonzero(columns != most_columns)
+        and not np.count_nonzero(tokens > drafts + 1)
+        # Bytes are compared in a tenth of the time.
+        and (rows.tobytes() == tokens.tobytes() if most_columns else not most_rows)
+    )
+
+
+def _sections_alike(
+    num_tokens: NDArray[np.int64], columns: int
+) -> tuple[tuple[NDArray[np.int64], ...], list[int]]:
+    """What `wire.sections` returns for slots [B] that all have so many columns, or none."""
+    ends = num_tokens.cumsum()
+    starts, total = ends - num_tokens, int(ends[-1]) if ends.size else 0
+    if not columns:
+        none = np.zeros(len(starts), np.int64)
+        return (starts, none, none, none), [total, 0, 0, 0]
+    tops = columns - 1
+    sizes = [total, total, total * columns, total * tops]
+    return (starts, starts, starts * columns, starts * tops), sizes
 
 
 def _plainly_right(

@@ -1,10 +1,12 @@
-"""The places of a step's records in their message, looked up once for all of them.
+"""The arrays of a step's records, cut out of their message at once.
 
 Who reads the records one by one would otherwise look into six columns for each array of each
 record, which costs more than the views themselves.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,48 +16,75 @@ from jax_specdec.records.decode import Message
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessageViews:
-    """Where the values of N records are; views of the message's memory.
+    """The values of N records, each of n tokens; views of the message's memory.
 
     Attributes:
-      tokens: [N] the place of each record's n tokens in `token_ids`.
-      rows: [N] of their n rows in `token_ranks`, `logprobs` and `topk_ids`; None without rows.
-      token_ids: [T] int32; token_ranks: [R] int32.
-      logprobs: [R, width] float32, topk_ids: [R, K] int32; None where rows differ in their widths.
+      token_ids: [N] of [n] int32.
+      token_ranks: [N] of [n] int32; None without logprobs.
+      logprobs: [N] of [n, width] float32, topk_ids: [N] of [n, K] int32; None without logprobs, and
+        all of them where rows differ in their widths.
     """
 
-    tokens: list[slice]
-    rows: list[slice | None]
-    token_ids: NDArray[np.int32]
-    token_ranks: NDArray[np.int32]
-    logprobs: NDArray[np.float32] | None
-    topk_ids: NDArray[np.int32] | None
+    token_ids: list[NDArray[np.int32]]
+    token_ranks: Sequence[NDArray[np.int32] | None]
+    logprobs: Sequence[NDArray[np.float32] | None]
+    topk_ids: Sequence[NDArray[np.int32] | None]
 
     @classmethod
     def of(
         cls, message: Message, slots: NDArray[np.int64], num_tokens: NDArray[np.int64]
     ) -> "MessageViews":
-        """The places of the first `num_tokens` [N] tokens of `slots` [N]."""
+        """The first `num_tokens` [N] tokens of `slots` [N]."""
+        none = [None] * len(slots)
+        alike, count = message.same_columns, _same_count(message, num_tokens)
+        if alike is not None and count:
+            shape = (len(slots), count)
+            token_ids = list(message.token_ids.reshape(shape))
+            if not alike:
+                return cls(token_ids, none, none, none)
+            return cls(
+                token_ids,
+                list(message.token_ranks.reshape(shape)),
+                list(message.logprobs.reshape(*shape, alike)),
+                list(message.topk_ids.reshape(*shape, alike - 1)),
+            )
         starts, row_starts = message.token_start[slots], message.row_start[slots]
-        asked = message.columns[slots] > 0
-        tokens = _slices(starts, num_tokens)
-        rows: list[slice | None] = [*tokens]
-        if not np.array_equal(starts, row_starts):
-            rows = [*_slices(row_starts, num_tokens)]
-        if not asked.all():
-            rows = [place if has else None for place, has in zip(rows, asked.tolist(), strict=True)]
-        return cls(tokens, rows, message.token_ids, message.token_ranks, *_tables(message))
+        tokens = places = _slices(starts, num_tokens)
+        if row_starts.tobytes() != starts.tobytes():
+            places = _slices(row_starts, num_tokens)
+        token_ids, columns = _cut(message.token_ids, tokens), message.row_columns
+        if columns == 0:
+            return cls(token_ids, none, none, none)
+        ranks = _cut(message.token_ranks, places)
+        logprobs: list[Any] = none
+        topk_ids: list[Any] = none
+        if columns is not None:
+            logprobs = _cut(message.logprobs.reshape(-1, columns), places)
+            shape = len(message.token_ranks), columns - 1
+            topk_ids = _cut(message.topk_ids.reshape(shape), places)
+        asked = (message.columns[slots] > 0).tolist()
+        return cls(token_ids, *(_where(asked, views) for views in (ranks, logprobs, topk_ids)))
+
+
+def _where(asked: list[bool], views: list[Any]) -> list[Any]:
+    return (
+        views if all(asked) else [v if has else None for v, has in zip(views, asked, strict=True)]
+    )
+
+
+def _same_count(message: Message, num_tokens: NDArray[np.int64]) -> int:
+    """How many tokens each record has, where all have as many and no token is left out; else 0.
+
+    So are the steps without drafts: NumPy cuts such a table by itself.
+    """
+    count = len(message.token_ids) // max(len(num_tokens), 1)
+    whole = count * len(num_tokens) == len(message.token_ids)
+    return count if whole and not np.count_nonzero(num_tokens != count) else 0
 
 
 def _slices(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[slice]:
     return list(map(slice, starts.tolist(), (starts + counts).tolist()))
 
 
-def _tables(message: Message) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
-    """The logprobs and the top-K ids of all rows, where all have as many."""
-    num_rows = len(message.token_ranks)
-    if not num_rows:
-        return None, None
-    columns, more = message.columns[message.num_rows > 0], message.num_more
-    if (columns != columns[0]).any() or more.any():
-        return None, None
-    return message.logprobs.reshape(num_rows, -1), message.topk_ids.reshape(num_rows, -1)
+def _cut(values: NDArray[Any], places: list[slice]) -> list[Any]:
+    return list(map(values.__getitem__, places))

@@ -7,6 +7,7 @@ drafts that a message has for it. Arrays are views of the message's own buffer.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +34,9 @@ class Records:
         return sum(len(batch) for batch in self.batches)
 
     def __iter__(self) -> Iterator["Record"]:
-        for batch in self.batches:
-            for index in range(len(batch)):
-                yield Record(batch, index)
+        return chain.from_iterable(
+            map(Record, repeat(batch), range(len(batch))) for batch in self.batches
+        )
 
     def __getitem__(self, index: int) -> "Record":
         """Record `index`, counted over all batches; negative from the end.
@@ -181,47 +182,51 @@ class TokenRows(TokenViews):
         return self._what
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Record(TokenViews):
     """One request's part of one step: n tokens. Arrays are read-only views, made on access.
 
     A record keeps the whole message of its step in memory: copy what must outlive many steps.
     """
 
-    batch: RecordBatch
-    index: int
+    __slots__ = ("batch", "index")
 
-    # Where a step's records are read one by one, their places are looked up once for all.
+    # A frozen dataclass takes three times as long to make, and a step has hundreds.
+    def __init__(self, batch: RecordBatch, index: int) -> None:
+        """View row `index` of a step's records."""
+        self.batch = batch
+        self.index = index
+
+    # Where a step's records are read one by one, their views are made at once for all.
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """[n] int32."""
         views = self.batch.views
-        return self._ids() if views is None else views.token_ids[views.tokens[self.index]]
+        return self._ids() if views is None else views.token_ids[self.index]
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
         """[n, K+1] float32, the token itself first, then the top K; None if none were asked."""
         views = self.batch.views
-        if views is None or views.logprobs is None or (rows := views.rows[self.index]) is None:
+        if views is None or (rows := views.logprobs[self.index]) is None:
             return self._rows(chosen=False)
-        return views.logprobs[rows]
+        return rows
 
     @property
     def token_ranks(self) -> NDArray[np.int32] | None:
         """[n] int32, 1 is the most likely token, 0 marks an invalid row; None if none asked."""
         views = self.batch.views
-        if views is None or (rows := views.rows[self.index]) is None:
+        if views is None or (ranks := views.token_ranks[self.index]) is None:
             return self._ranks()
-        return views.token_ranks[rows]
+        return ranks
 
     @property
     def topk_ids(self) -> NDArray[np.int32] | None:
         """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
         views = self.batch.views
-        if views is None or views.topk_ids is None or (rows := views.rows[self.index]) is None:
+        if views is None or (ids := views.topk_ids[self.index]) is None:
             return self._top()
-        return views.topk_ids[rows]
+        return ids
 
     @property
     def request(self) -> Request:

@@ -40,7 +40,8 @@ def without_slot(keys: NDArray[np.int64], slot: int) -> NDArray[np.int64]:
 
 def candidates(keys: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """The positions in `tokens`, which come from `keys_of`, that may end their request."""
-    return np.flatnonzero(keys[keys.searchsorted(tokens)] == tokens)
+    hits: NDArray[np.bool_] = keys[keys.searchsorted(tokens)] == tokens
+    return hits.nonzero()[0]
 
 
 def history_needed(params: SamplingParams) -> int:

@@ -1,12 +1,16 @@
 """Records that are looked up together: each has what its slot of the message has, and no more."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
 from ipc.wire import Kind, SlotState
+from jax_specdec.records import decode as decode_module
 from jax_specdec.records.batch import FinishReason, RecordBatch
 from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import SlotContents, encode
+from jax_specdec.records.output_processor import ProcessorState, admit, step
 from jax_specdec.records.record import Records, TokenRows
 from tests.support.processor_messages import request
 
@@ -67,6 +71,9 @@ def assert_as_the_slots_own(batch, counts):
     [
         [(3, 2), (1, 2), (2, 2)],
         [(2, 0), (3, 0)],
+        [(2, 2), (2, 2), (2, 2)],
+        [(1, 0), (1, 0)],
+        [(3, None), (3, None)],
         [(2, 2), (3, 5), (1, 0)],
         [(2, None), (1, None)],
         [(3, 2), (2, None), (0, None), (2, 2)],
@@ -93,7 +100,42 @@ def test_a_record_that_is_cut_after_it_was_read_is_shorter():
 
 def test_part_of_the_records_is_looked_up_anew():
     batch = batch_of([(3, 2), (2, 2), (1, 2)], [3, 2, 1])
-    assert batch.views.tokens[2] == slice(5, 6)
+    assert len(batch.views.token_ids) == 3
     part = batch.take(np.array([2]))
-    assert part.views.tokens == [slice(5, 6)]
+    (ids,) = part.views.token_ids
+    np.testing.assert_array_equal(ids, batch.views.token_ids[2])
     assert_as_the_slots_own(part, [1])
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(2, 3), (1, 3)], [(2, 0)] * 3, [(1, None), (3, None)]], ids=str
+)
+@pytest.mark.parametrize("limit", [9, 2])
+def test_slots_that_are_alike_make_the_records_of_others(shapes, limit, monkeypatch):
+    """A full worker's usual message is taken by a shorter way: it gives what the long one does."""
+    rng = np.random.default_rng(0)
+    data = encode(Kind.TARGET, 0, [slot(rng, *shape) for shape in shapes])
+    state = ProcessorState.empty(len(shapes))
+    for at, (_, k) in enumerate(shapes):
+        asked = request(str(at), logprobs=k, max_tokens=limit, stop_token_ids=(3,))
+        state = admit(state, at, 1, asked)
+    ways = [taken(state, decode(data))]
+    monkeypatch.setattr(decode_module, "_alike", lambda *slots: False)
+    ways.append(taken(state, decode(data)))
+    (short, one), (long, other) = ways
+    assert (short.same_columns is None, long.same_columns) == (False, None)
+    for field in fields(short):
+        if field.name not in ("same_columns", "kept_sets"):
+            np.testing.assert_array_equal(getattr(short, field.name), getattr(long, field.name))
+    assert one == other
+
+
+def taken(state, message):
+    """A message, and all that its records say."""
+    state, records = step(state, message)
+    said = [
+        [None if array is None else array.tolist() for array in (getattr(r, n) for n in ARRAYS)]
+        + [r.cumulative_logprob, r.num_tokens, r.finish_reason, r.num_accepted]
+        for r in records
+    ]
+    return message, (said, state.statistics, state.columns.cumulative_logprob.tolist())
