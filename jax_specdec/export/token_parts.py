@@ -51,8 +51,8 @@ def token_parts(batches: Sequence[RecordBatch]) -> TokenParts:
         return TokenParts([], _NO_ROWS, np.zeros(0, np.int8), _NO_ROWS, dict(_ALWAYS), None)
     requests, places = _rows_of(batches)
     reasons, ends = np.zeros(len(requests), np.int8), _joined(batches, "finish_reason")
-    if (ended := ends > 0).any():
-        reasons[places[ended]] = ends[ended]
+    if np.count_nonzero(ends):
+        reasons[places[ends > 0]] = ends[ends > 0]
     counts = _joined(batches, "num_tokens")
     lengths = np.array([len(batch) for batch in batches])
     sizes = np.add.reduceat(counts, offsets_of(lengths)[:-1])
@@ -65,7 +65,8 @@ def token_parts(batches: Sequence[RecordBatch]) -> TokenParts:
     kept = None
     if spoken:
         _add_tokens(parts, batches, counts, sizes, spoken)
-        if any(message.columns.any() for _, message, _ in spoken) and not _add_table(parts, spoken):
+        asked = any(message.row_columns != 0 for _, message, _ in spoken)
+        if asked and not _add_table(parts, spoken):
             for batch, message, total in spoken:
                 _add_logprobs(parts, batch, message, total)
         if any(batch.joined is not None and batch.joined.any() for batch, _, _ in spoken):
@@ -128,9 +129,12 @@ def _add_tokens(
     versions = [0 if b.message is None else b.message.weights_version for b in batches]
     _put(parts, "step", np.array([batch.step for batch in batches], np.int64).repeat(sizes))
     _put(parts, "weights_version", np.array(versions, np.uint32).repeat(sizes))
+    # The token behind the accepted drafts is the last one, where no stop has cut it.
+    has_last, ends = counts > accepted, counts.cumsum()
     last = np.where(accepted < drafts, RECOVERED, np.where(drafts > 0, BONUS, PLAIN))
-    kinds = np.where(within(counts) < accepted.repeat(counts), ACCEPTED, last.repeat(counts))
-    _put(parts, "kind", kinds.astype(np.int8))
+    kinds = np.full(int(ends[-1]), ACCEPTED, np.int8)
+    kinds[ends[has_last] - 1] = last[has_last]
+    _put(parts, "kind", kinds)
     for batch, message, total in spoken:
         ids = message.token_ids
         if total < len(ids):  # not all of them, slot after slot

@@ -260,6 +260,7 @@ class RecordBatch:
       row_format: [N] int64, what the rows of these drafts must look like; see `processor_state`.
       totals: columns for statistics; only where some record of the batch ends its stay in a slot.
       prompt: the prompts' logprobs, where the records are about these.
+      made_views: `views`, once some record was read.
     """
 
     step: int
@@ -279,15 +280,15 @@ class RecordBatch:
     row_format: NDArray[np.int64] | None = None
     totals: StatisticsSource | None = None
     prompt: PromptChunks | None = None
-    _views: MessageViews | None = field(default=None, init=False)  # once a record was read
+    made_views: MessageViews | None = field(default=None, init=False)
 
     @property
     def views(self) -> MessageViews | None:
         """The records' values; None without a message."""
-        views = self._views
+        views = self.made_views
         if views is None and self.message is not None:
             views = MessageViews.of(self.message, self.slots, self.num_tokens)
-            object.__setattr__(self, "_views", views)  # made once, and always the same
+            object.__setattr__(self, "made_views", views)  # made once, and always the same
         return views
 
     @classmethod

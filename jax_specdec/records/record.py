@@ -201,13 +201,13 @@ class Record(TokenViews):
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """[n] int32."""
-        views = self.batch.views
+        views = self.batch.made_views or self.batch.views
         return self._ids() if views is None else views.token_ids[self.index]
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
         """[n, K+1] float32, the token itself first, then the top K; None if none were asked."""
-        views = self.batch.views
+        views = self.batch.made_views or self.batch.views
         if views is None or (rows := views.logprobs[self.index]) is None:
             return self._rows(chosen=False)
         return rows
@@ -215,7 +215,7 @@ class Record(TokenViews):
     @property
     def token_ranks(self) -> NDArray[np.int32] | None:
         """[n] int32, 1 is the most likely token, 0 marks an invalid row; None if none asked."""
-        views = self.batch.views
+        views = self.batch.made_views or self.batch.views
         if views is None or (ranks := views.token_ranks[self.index]) is None:
             return self._ranks()
         return ranks
@@ -223,7 +223,7 @@ class Record(TokenViews):
     @property
     def topk_ids(self) -> NDArray[np.int32] | None:
         """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
-        views = self.batch.views
+        views = self.batch.made_views or self.batch.views
         if views is None or (ids := views.topk_ids[self.index]) is None:
             return self._top()
         return ids
