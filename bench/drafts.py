@@ -4,6 +4,9 @@ Two kinds of text: chat, which hardly repeats itself and is sampled, and texts t
 from their prompts, greedy: code that is repeated, edited or extracted from. The code is Python's
 standard library, which every machine with this program has.
 
+The rate is that while all slots decode; beside it stands the makespan, the time until the last of
+the requests has ended, when fewer and fewer decode.
+
 Each contender is an engine of its own, which waits while another one's turn is. All answer the same
 prompts, more than they have slots, with the same number of tokens. First each answers them once.
 """
@@ -15,6 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 from bench.timing import BenchError, Comparison, Target, from_samples, rotated
 from jax_specdec.checkpoint.hf_names import open_model
@@ -116,7 +121,8 @@ def measure(
 ) -> Comparison:
     """Compare the drafters on one kind of text, by the time a token while all slots decode.
 
-    A drafter does not help all requests alike: those that end early make room for others.
+    A drafter does not help all requests alike: those that end early make room for others. What
+    that leaves of a rate, once nobody waits, the makespans tell.
     """
     tokens, rounds = (64, 3) if quick else (128, 5)
     asked = [
@@ -129,10 +135,11 @@ def measure(
             pass  # times of steps are learned
     title = f"{kind} text, {slots} slot{'s' * (slots > 1)}"
     print(title, file=sys.stderr, flush=True)
-    samples: dict[str, list[float]] = {name: [] for name in engines}
+    paces: dict[str, list[Pace]] = {name: [] for name in engines}
     for index in range(rounds):
         for name in rotated(list(engines), index):
-            samples[name].append(seconds_a_token(engines[name], asked, tokens, slots))
+            paces[name].append(pace(engines[name], asked, tokens, slots))
+    samples = {name: [one.seconds_a_token for one in of] for name, of in paces.items()}
     found = from_samples(title, samples, settings={"kind": kind, "slots": slots, "tokens": tokens})
     base = found[NONE].median
     targets = tuple(
@@ -140,12 +147,27 @@ def measure(
                "x", at_least=True)
         for name in DRAFTERS
     )  # fmt: skip
-    rates = {name: {"tokens/s": 1 / found[name].median} for name in engines}
-    return replace(found, targets=targets, figures=rates)
+    makespans = {name: median(one.makespan for one in of) for name, of in paces.items()}
+    figures = {
+        name: {
+            "tokens/s": 1 / found[name].median,
+            "makespan, s": makespan,
+            f"makespan of {NONE} over it": makespans[NONE] / makespan,
+        }
+        for name, makespan in makespans.items()
+    }
+    return replace(found, targets=targets, figures=figures)
 
 
-def seconds_a_token(engine: Engine, asked: Sequence[Request], tokens: int, slots: int) -> float:
-    """Seconds over tokens of an engine that has all requests, until fewer are left than slots.
+class Pace(NamedTuple):
+    """How fast an engine answered a list of requests."""
+
+    seconds_a_token: float  # until fewer requests were left than slots
+    makespan: float  # seconds until the last one had ended
+
+
+def pace(engine: Engine, asked: Sequence[Request], tokens: int, slots: int) -> Pace:
+    """The pace of an engine that has all requests at once.
 
     Raises:
       BenchError: it answers with another number of tokens.
@@ -156,6 +178,7 @@ def seconds_a_token(engine: Engine, asked: Sequence[Request], tokens: int, slots
         left -= sum(bool(record.finish_reason) for record in update.records)
         if left < slots and not seconds:
             seconds = (time.perf_counter() - began) / count
+    makespan = time.perf_counter() - began
     if count != tokens * len(asked):
         raise BenchError(f"{count} tokens, where {tokens * len(asked)} were asked for")
-    return seconds
+    return Pace(seconds, makespan)
