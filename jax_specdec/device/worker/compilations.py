@@ -1,5 +1,6 @@
 """What JAX tells of compiling: a worker that compiles is not one that hangs."""
 
+import collections
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -33,20 +34,21 @@ def watch(stats: ProcessStats) -> Compilations:
     of JAX's counts as progress: a long trace ends, and so does a lowering.
     """
     before: list[Heartbeat] = []
-    lowered: dict[int, tuple[str, float]] = {}  # by thread: its program, and how long that took
+    # By program: how long those took that are not compiled yet, which other threads may do.
+    lowered: collections.defaultdict[str, collections.deque[float]]
+    lowered = collections.defaultdict(collections.deque)
     counts = Compilations()
 
     def heard(event: str, duration_secs: float, **more: Any) -> None:
-        thread = threading.get_ident()
+        name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
         if event == LOWERED:
-            name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-            lowered[thread] = name, duration_secs
+            lowered[name].append(duration_secs)
             if _is_main() and not before and stats.heartbeat.ready:
                 before.append(stats.heartbeat)
                 stats.enter(Phase.COMPILING, what=name)
         elif event == COMPILED:
             counts.count += 1
-            name, lowering = lowered.pop(thread, ("", 0.0))
+            lowering = lowered[name].popleft() if lowered[name] else 0.0
             if _is_main() and before:
                 earlier = before.pop()
                 stats.enter(earlier.phase, earlier.done, earlier.total)

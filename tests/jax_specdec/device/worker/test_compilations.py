@@ -71,6 +71,18 @@ def test_a_compilation_that_lasts_is_noted_with_its_seconds(argument, monkeypatc
     assert re.fullmatch(r"compiled lasting in \d+\.\d s", note)
 
 
+def test_a_program_is_noted_by_name_whoever_compiles_it(argument, monkeypatch):
+    """A start lowers in one thread and compiles in others."""
+    stats = Noted()
+    before = stats.heartbeat
+    monkeypatch.setattr(compilations, "NOTED_SECONDS", 0.0)
+    lowered = [program(name).lower(argument) for name in ("first", "second")]
+    for one in reversed(lowered):
+        in_thread(one.compile)
+    names = [note.split(" in ")[0] for note in stats.heartbeat.notes_since(before)]
+    assert names == ["compiled second", "compiled first"]
+
+
 def test_what_another_thread_compiles_ends_no_phase(argument):
     stats, seen = Noted(), []
     stats.be_ready(())
