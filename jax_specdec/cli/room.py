@@ -9,6 +9,7 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.wording import pluralize
 
 GIB = 2**30
+WORTH_SAYING = GIB // 4  # bytes of caches
 
 
 def line(config: EngineConfig, model: ModelConfig | None) -> str:
@@ -33,8 +34,17 @@ def _memory(config: EngineConfig, model: ModelConfig | None) -> str:
     weights = sum(one.weight_bytes for one in models)
     shared = f" on {config.tensor_parallel} devices" if config.tensor_parallel > 1 else ""
     return (
-        f"caches {caches / GIB:.2f} GiB, weights {weights / GIB:.2f} GiB in {model.dtype}{shared}"
+        f"caches {caches / GIB:.2f} GiB{_way_to_less(config, caches, weights)}, weights "
+        f"{weights / GIB:.2f} GiB in {model.dtype}{shared}"
     )
+
+
+def _way_to_less(config: EngineConfig, caches: int, weights: int) -> str:
+    """Which option makes caches smaller, and how much, where they are most of a start's memory."""
+    if caches <= max(weights, WORTH_SAYING):
+        return ""
+    length = config.max_length // 4
+    return f" (with --max-length {length} {caches * length / config.max_length / GIB:.2f} GiB)"
 
 
 def _drafter(config: EngineConfig) -> str:

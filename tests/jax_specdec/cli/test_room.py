@@ -27,9 +27,11 @@ def said(model=SMALL, **changes):
 
 def test_line_has_slots_memory_and_drafter():
     assert said() == (
-        "each worker: 8 slots of 8,192 tokens; caches 2.81 GiB, weights 0.50 GiB in float32; "
-        "drafter: ngram, up to 3 drafts a step"
+        "each worker: 8 slots of 8,192 tokens; caches 2.81 GiB (with --max-length 2048 0.70 GiB), "
+        "weights 0.50 GiB in float32; drafter: ngram, up to 3 drafts a step"
     )
+    assert "caches 0.70 GiB (with --max-length 512 0.18 GiB), " in said(max_length=2048)
+    assert "caches 0.35 GiB, weights 0.50 GiB" in said(max_length=1024)  # less than the weights
     half = said(replace(SMALL, dtype="bfloat16"), num_slots=1, num_drafts=1)
     assert "1 slot of 8,192 tokens; caches 0.18 GiB, weights 0.25 GiB in bfloat16" in half
     assert half.endswith("drafter: ngram, up to 1 draft a step")
@@ -70,5 +72,5 @@ def test_a_draft_model_is_counted_and_named(monkeypatch):
     half = SimpleNamespace(config=replace(SMALL, dtype="bfloat16"))
     monkeypatch.setattr(room, "open_model", lambda path, dtype: half)
     text = said(drafter="model", draft_model="/models/small")
-    assert "caches 5.62 GiB, weights 1.00 GiB in float32;" in text
+    assert "caches 5.62 GiB (with --max-length 2048 1.41 GiB), weights 1.00 GiB in float32;" in text
     assert text.endswith("drafter: model (small), up to 3 drafts a step")
