@@ -1,7 +1,11 @@
 """`python -m bench`: measure, and make one table of the kept results.
 
 python -m bench [kernels|ring|host|end-to-end ...] [--quick] [--json FILE]
+python -m bench readme              the suites of README's rows: many minutes
 python -m bench report [--check]    docs/measurements.md, from bench/results
+
+A run ends with README's rows: its ratios, this run's, and whether they hold. The exit status is 1
+where a limit is missed.
 """
 
 import argparse
@@ -12,7 +16,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from bench import files, report
+from bench import files, readme, report
 from bench.files import ResultsError
 from bench.timing import BenchError, Comparison, print_table
 
@@ -39,7 +43,7 @@ MODULES = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0, or 1: not measured, or slower; 2: cannot be done; 130: interrupted."""
+    """Exit status 0, or 1: not measured, or a limit missed; 2: cannot be done; 130: interrupted."""
     given = sys.argv[1:] if arguments is None else arguments
     # As Ctrl-C does, so that processes and rings are removed.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -63,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(given: list[str]) -> int:
     """Measure the suites named in `given`, print their tables, write what was asked for."""
     options = _parsed(given)
-    suites = list(dict.fromkeys(options.suites or SUITES))
+    asked = options.suites or [*SUITES]
+    suites = list(dict.fromkeys(readme.suites() if asked == ["readme"] else asked))
     if options.json:
         _check(options.json.parent)
     machine = files.environment()  # before the benchmarks load the machine
@@ -77,7 +82,10 @@ def run(given: list[str]) -> int:
     if options.json:
         files.write_json(options.json, comparisons, machine)
         print(f"wrote {options.json}")
-    return 0
+    kept = {title: comparison for title, (comparison, _) in report.newest(report.kept()).items()}
+    print("\n".join(readme.closing_lines(comparisons, kept, machine)))
+    verdicts = [target.verdict for comparison in comparisons for target in comparison.targets]
+    return 1 if "MISSED" in verdicts else 0
 
 
 def _parsed(given: list[str]) -> argparse.Namespace:
@@ -102,8 +110,8 @@ def _parsed(given: list[str]) -> argparse.Namespace:
     if options.model and options.suites != ["drafts"]:
         parser.error("--model is an option of the suite drafts: name it alone")
     unknown = [name for name in options.suites if name not in SUITES | MORE]
-    if unknown:
-        names = ", ".join((*SUITES, *MORE, "report"))
+    if unknown and options.suites != ["readme"]:
+        names = ", ".join((*SUITES, *MORE, "readme", "report"))
         parser.error(f"unknown suite or command {unknown[0]!r}: choose from {names}")
     return options
 

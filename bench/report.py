@@ -26,6 +26,11 @@ engines of `peers`, MB are the temporaries and results of the compiled program.
 """
 
 
+def kept() -> Iterator[Results]:
+    """The results that are kept."""
+    return (read_json(path) for path in (ROOT / "bench/results").glob("*.json"))
+
+
 def newest(results: Iterable[Results]) -> dict[str, tuple[Comparison, Results]]:
     """The newest comparison of each title on each device, by both."""
     found: dict[str, tuple[Comparison, Results]] = {}
@@ -111,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing, fail where it differs")
     options = parser.parse_args(arguments)
-    text = page(read_json(path) for path in (ROOT / "bench/results").glob("*.json"))
+    text = page(kept())
     if not options.check:
         PAGE.write_text(text)
     same = PAGE.read_text() == text
