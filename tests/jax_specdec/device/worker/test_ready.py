@@ -1,5 +1,7 @@
 """A worker that is ready compiles nothing, whatever is asked of what it serves."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -23,8 +25,14 @@ ASKED = {
     "max_extra_token_ids": {"logprobs": 0, "extra_token_ids": (4, 9, 30)},
     "max_logprobs_mode": {"logprobs": 1, "logprobs_mode": LogprobsMode.PROCESSED},
     "kept_token_ids": {"kept_token_ids": True, "temperature": 0.9, "top_k": 5},
+    "entropy": {"logprobs": 0, "entropy": True},
+    "log_sum_exp": {"logprobs": 1, "log_sum_exp": True, "temperature": 0.4},
     "draft_logprobs": {"logprobs": 2, "draft_logprobs": True},
     "max_logprobs_of_prompts": {"prompt_logprobs": 2},
+    "max_extra_token_ids_of_prompts": {
+        "prompt_logprobs": 0,
+        "prompt_extra_token_ids": [[1, 2, 3]] * (len(PROMPT) - 1),
+    },
     "max_changed_ids": {"logit_bias": ((5, 3.0),), "min_tokens": 2, "stop_token_ids": (9,)},
     "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.1},
     "grammars": {"structured": letters.WORDS_PATTERN, "stop_token_ids": (letters.END,)},
@@ -44,7 +52,8 @@ def test_every_field_is_asked_for():
 @pytest.fixture(params=["ngram", "mtp"])
 def ready(request):
     """A worker as its process makes it ready, with programs of its own."""
-    config = Local(request.param).worker.config
+    sizes = {"max_length": 80}  # of no other test's, whose programs would be there already
+    config = Local(request.param, **sizes).worker.config
     serves = Serves.of(SamplingParams(**asked) for asked in ({}, *ASKED.values()))
     local = Local(
         request.param,
@@ -52,6 +61,7 @@ def ready(request):
         serves=serves,
         adaptive=True,
         vocabulary=letters.vocabulary,
+        **sizes,
         load=lambda path, params: params,
     )
     with compiled_here() as names:
@@ -64,7 +74,11 @@ def ready(request):
 
 def test_nothing_is_compiled_for_any_served_kind(ready):
     """Alone, beside others, evicted, and with other weights; at both widths."""
-    worker, kinds = ready.worker, set()
+    worker, kinds, number_of = ready.worker, set(), itertools.count()
+    # By turns, whatever this machine's times say.
+    worker.step_widths.choose = lambda kind, slots, narrower: [*narrower, kind][
+        next(number_of) % (len(narrower) + 1)
+    ]
     run = worker._run
     worker._run = lambda kind: kinds.add(kind) or run(kind)
     with compiled_here() as names:
