@@ -90,11 +90,9 @@ def _joined(batches: Sequence[RecordBatch], name: str) -> NDArray[Any]:
 
 def _rows_of(batches: Sequence[RecordBatch]) -> tuple[list[Request], NDArray[np.int64]]:
     """[Q] the requests, and [R] int64 the row of each record's; steps of one worker in order."""
-    if len(batches) == 1:  # which has a record of each slot
+    if len(batches) == 1:  # with one record at most of each slot, which has a request
         of_slots = map(batches[0].requests.__getitem__, batches[0].slots.tolist())
-        by_id = {
-            request.id: request for request in of_slots if request is not None
-        }  # a record has one
+        by_id = {request.id: request for request in of_slots if request is not None}
         if len(by_id) == len(batches[0]):
             return list(by_id.values()), np.arange(len(batches[0]))
     # Of a worker it is another tuple only where a slot was given or freed.

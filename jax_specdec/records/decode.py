@@ -31,9 +31,9 @@ _LAST_STATE, _LAST_MODE = int(max(SlotState)), int(max(LogprobsMode))
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
 _TOKENS, _FIRST_TOKEN = int(SlotState.TOKENS), int(SlotState.PREFILL_FIRST_TOKEN)
 
-_COLUMNS, _NUM_DRAFTS, _KEPT, _VALUES = map(
-    [*wire.SLOT].index, ("columns", "num_drafts", "kept", "values")
-)
+_FIELDS = [*wire.SLOT]
+_COLUMNS, _NUM_DRAFTS = _FIELDS.index("columns"), _FIELDS.index("num_drafts")
+_KEPT, _VALUES = _FIELDS.index("kept"), _FIELDS.index("values")
 
 # The slot fields as columns [10, 1]: one gather, shift and mask reads them all.
 _SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
@@ -187,16 +187,15 @@ def decode(data: Any) -> Message:
     columns.flags.writeable = False
     fields = dict(zip(wire.SLOT, columns, strict=True))
     most: list[int] = columns.max(axis=1, initial=0).tolist()
-    num_more = fields["num_chosen"]
-    if most[_VALUES]:
-        num_more = num_more + wire.num_values(fields["values"])
-    same_columns = None
+    same_columns, num_more = None, fields["num_chosen"]
     if _alike(header["kind"], header["max_num_logprobs"], columns, most):
         same_columns = most[_COLUMNS]
         starts, sizes = _sections_alike(fields["num_tokens"], same_columns)
     else:
         if not _plainly_right(header["kind"], header["max_num_logprobs"], columns, most):
             _check_slots(header["kind"], header["max_num_logprobs"], fields)
+        if most[_VALUES]:
+            num_more = num_more + wire.num_values(fields["values"])
         starts, totals = wire.sections(
             np, fields["num_tokens"], fields["num_rows"], fields["columns"], num_more
         )
@@ -277,9 +276,17 @@ def _alike(kind: int, max_num_logprobs: int, table: NDArray[np.int64], most: lis
     """
     _, _, _, columns, tokens, rows, drafts, _, _, _ = table
     (
-        most_state, most_mode, _, most_columns, _, most_rows, most_drafts, most_values,
-        most_chosen, _,
-    ) = most  # fmt: skip
+        most_state,
+        most_mode,
+        _,
+        most_columns,
+        _,
+        most_rows,
+        most_drafts,
+        most_values,
+        most_chosen,
+        _,
+    ) = most
     return (
         kind == Kind.TARGET
         and most_state == _TOKENS

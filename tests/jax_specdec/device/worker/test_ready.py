@@ -53,7 +53,8 @@ def test_every_field_is_asked_for():
 @pytest.fixture(params=["ngram", "mtp"])
 def ready(request):
     """A worker as its process makes it ready, with programs of its own."""
-    config = Local(request.param).worker.config
+    sizes = {"max_length": 80}  # of no other test's, whose programs would be there already
+    config = Local(request.param, **sizes).worker.config
     serves = Serves.of(SamplingParams(**asked) for asked in ({}, *ASKED.values()))
     local = Local(
         request.param,
@@ -61,6 +62,7 @@ def ready(request):
         serves=serves,
         adaptive=True,
         vocabulary=letters.vocabulary,
+        **sizes,
         load=lambda path, params: params,
     )
     with compiled_here() as names:
