@@ -118,6 +118,7 @@ def _add_tokens(
     versions = [0 if b.message is None else b.message.weights_version for b in batches]
     _put(parts, "step", np.array([batch.step for batch in batches], np.int64).repeat(sizes))
     _put(parts, "weights_version", np.array(versions, np.uint32).repeat(sizes))
+    _put(parts, "digest", np.array([batch.digest for batch in batches], np.uint16).repeat(sizes))
     last = np.where(accepted < drafts, RECOVERED, np.where(drafts > 0, BONUS, PLAIN))
     kinds = np.where(within(counts) < accepted.repeat(counts), ACCEPTED, last.repeat(counts))
     _put(parts, "kind", kinds.astype(np.int8))
@@ -272,6 +273,6 @@ _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)
 _NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 _ALWAYS: dict[str, NDArray[Any]] = {
-    "step": _NO_ROWS, "weights_version": np.empty(0, np.uint32), "token_id": _NO_IDS,
-    "kind": np.empty(0, np.int8),
+    "step": _NO_ROWS, "weights_version": np.empty(0, np.uint32), "digest": np.empty(0, np.uint16),
+    "token_id": _NO_IDS, "kind": np.empty(0, np.int8),
 }  # fmt: skip
