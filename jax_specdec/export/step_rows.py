@@ -27,10 +27,11 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
 
     Columns of a row: `request_id`; `position` int64, the place of its first token here in its
     sequence; `finish_reason` int8 `FinishReason`, 0 where it goes on; `cumulative_logprob` float64.
-    Lists of a value for each token, in order: `step` int64, `weights_version` uint32, `token_id`
-    int32, `kind` int8. Where some request asked for logprobs also `logprob` float32 and
-    `token_rank` int32, the lists of lists `topk_ids`, `topk_logprobs`, and what else was asked for:
-    `chosen_*`, `draft_*`, `kept_*`. There are no nulls: values are those of `TokenColumns`.
+    Lists of a value for each token, in order: `step` int64, `weights_version` uint32, `digest`
+    uint16, `token_id` int32, `kind` int8. Where some request asked for logprobs also `logprob`
+    float32 and `token_rank` int32, the lists of lists `topk_ids`, `topk_logprobs`, and what else
+    was asked for: `entropy`, `log_sum_exp`, `chosen_*`, `draft_*`, `kept_*`. There are no nulls:
+    values are those of `TokenColumns`.
 
     Where some request's prompt has logprobs here, also: `prompt_start` int64, the place of the
     first such token in the prompt, 0 where there is none; a list of one value for each such token,

@@ -76,6 +76,7 @@ class TokenColumns:
         the prompt's length.
       step: [N] int64, the step that emitted it.
       weights_version: [N] uint32, of the weights that made the token.
+      digest: [N] uint16, of what the bits of the token's row depend on; 0 where on its batch, too.
       token_id: [N] int32.
       logprob: [N] float32; NaN in an invalid row, and where no logprobs were asked for.
       token_rank: [N] int32, 1 for the most likely; 0 in an invalid row, NOT_ASKED where no
@@ -104,6 +105,7 @@ class TokenColumns:
     position: NDArray[np.int64]
     step: NDArray[np.int64]
     weights_version: NDArray[np.uint32]
+    digest: NDArray[np.uint16]
     token_id: NDArray[np.int32]
     logprob: NDArray[np.float32]
     token_rank: NDArray[np.int32]
@@ -156,6 +158,7 @@ TOKEN_COLUMNS = {
     "position": np.int64,
     "step": np.int64,
     "weights_version": np.uint32,
+    "digest": np.uint16,
     "token_id": np.int32,
     "logprob": np.float32,
     "token_rank": np.int32,

@@ -127,6 +127,7 @@ def _add_tokens(
     versions = [0 if b.message is None else b.message.weights_version for b in batches]
     _put(parts, "step", np.array([batch.step for batch in batches], np.int64).repeat(sizes))
     _put(parts, "weights_version", np.array(versions, np.uint32).repeat(sizes))
+    _put(parts, "digest", np.array([batch.digest for batch in batches], np.uint16).repeat(sizes))
     # The token behind the accepted drafts is the last one, where no stop has cut it.
     has_last, ends = counts > accepted, counts.cumsum()
     last = np.where(accepted < drafts, RECOVERED, np.where(drafts > 0, BONUS, PLAIN))
@@ -290,6 +291,6 @@ _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_LOGPROBS: NDArray[np.float32] = np.empty(0, np.float32)
 _NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 _ALWAYS: dict[str, NDArray[Any]] = {
-    "step": _NO_ROWS, "weights_version": np.empty(0, np.uint32), "token_id": _NO_IDS,
-    "kind": np.empty(0, np.int8),
+    "step": _NO_ROWS, "weights_version": np.empty(0, np.uint32), "digest": np.empty(0, np.uint16),
+    "token_id": _NO_IDS, "kind": np.empty(0, np.int8),
 }  # fmt: skip

@@ -32,6 +32,8 @@ OTHERS = {
     ],
     "vLLM": ["raw_logits", "LogprobsProcessor"],
     "MaxText": ["attend_on_embedding"],
+    "tunix": ["TrainExample", "advantages", "ref_per_token_logps"],
+    "verl": ["DataProto", "DataProto.from_single_dict"],
     "tpu-inference": [
         "layers/jax/sample/sampling.py", "test_logprobs_replication.py", "test_sampling.py",
         "test_utils.py", "test_rejection_sampler.py", "test_sampling_metadata.py", "parse_output",
