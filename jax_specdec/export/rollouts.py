@@ -35,6 +35,7 @@ SCHEMA = {
     "token_rank": OF_TOKEN + "1 is the most likely; 0 in an invalid row, null if not asked for",
     "entropy": OF_TOKEN + "of the same distribution, in nats; null if not asked for",
     "log_sum_exp": OF_TOKEN + "log sum exp(logit / T) of the same; null if not asked for",
+    "row_digest": OF_TOKEN + "a hash of all logits of its row; null if not asked for",
     "kind": OF_TOKEN + "plain, accepted, recovered or bonus: what verification made of it",
     "draft_token_id": OF_TOKEN + "the draft for its place; null where there was none",
     "draft_logprob": OF_TOKEN + "that draft's logprob under the draft model; null if unknown",

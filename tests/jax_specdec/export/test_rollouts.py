@@ -69,7 +69,15 @@ def test_nothing_is_lost_in_the_table(runs):
     again = arrow.from_sequences(rollouts_table(columns))
     for request in range(len(columns.request_id)):
         one, other = columns.of_request(request), again.of_request(request)
-        for name in ("token_id", "logprob", "entropy", "log_sum_exp", "weights_version", "digest"):
+        for name in (
+            "token_id",
+            "logprob",
+            "entropy",
+            "log_sum_exp",
+            "row_digest",
+            "weights_version",
+            "digest",
+        ):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
         np.testing.assert_array_equal(one.kept.token_ids, other.kept.token_ids)
     for row in rollouts_table(columns).to_pylist():
