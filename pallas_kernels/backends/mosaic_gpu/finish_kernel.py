@@ -114,7 +114,8 @@ def first_column(mode: Mode) -> int:
 
 def keys_of(x: jax.Array, nan: bool = True) -> jax.Array:
     """int32 `ordered_keys` of float32 x, with NaN, if any, lowest."""
-    keys = ordered_keys(x)
+    # The comparison changes nothing, but pass 2 takes 7 % fewer instructions with it (bench.aot).
+    keys = jnp.where(x == 0, 0, ordered_keys(x))
     return jnp.where(jnp.isnan(x), NOTHING, keys) if nan else keys
 
 
