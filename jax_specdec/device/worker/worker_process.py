@@ -46,7 +46,7 @@ from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.structured.vocabulary import read_vocabulary
 
-SHORT_SECONDS = 0.5  # of a run in which tracing more programs would take longer than they save
+SHORT_SECONDS = 2.0  # of a run in which tracing more programs would take longer than they save
 
 
 def serve(
