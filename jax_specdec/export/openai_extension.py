@@ -19,8 +19,8 @@ def speculation(records: Sequence[Record], table: TokenTable) -> dict[str, Any]:
     other key has one value a token: `token_ids` and `token_kinds` (see the function) always;
     `token_ranks` (1 the most likely, 0 an invalid row) and `topk_ids` (without missing ones) where
     logprobs were asked for; `chosen_logprobs` where the request named `extra_token_ids`; `entropy`
-    and `log_sum_exp` where it asked for them; `kept_counts`, `kept_ids` and `log_kept` where it
-    asked for kept sets; and where no logprobs were asked for, `tokens`, the strings that the
+    and `log_sum_exp` where it asked for them; `kept_counts`, `kept_token_ids` and `log_kept` where
+    it asked for kept sets; and where no logprobs were asked for, `tokens`, the strings that the
     logprobs would have.
     """
     result: dict[str, Any] = {"token_ids": [], "token_kinds": [], "by_step": []}
@@ -61,7 +61,7 @@ def request_extension(
     total = records[-1].cumulative_logprob if records else None
     asked: dict[str, Any] = {}
     if params.extra_token_ids:
-        asked["chosen_token_ids"] = list(params.extra_token_ids)
+        asked["extra_token_ids"] = list(params.extra_token_ids)
     return {
         "prompt": table.decode(request.prompt_token_ids),
         "prompt_token_ids": list(request.prompt_token_ids),
@@ -142,7 +142,7 @@ def _kept(record: Record) -> dict[str, list[Any]]:
         return {}
     return {
         "kept_counts": kept.counts.tolist(),
-        "kept_ids": [kept.ids(n).tolist() for n in range(len(kept))],
+        "kept_token_ids": [kept.ids(n).tolist() for n in range(len(kept))],
         "log_kept": [json_number(mass) for mass in kept.log_kept.tolist()],
     }
 

@@ -17,8 +17,8 @@ def base64_columns(records: Iterable[Record], params: SamplingParams) -> dict[st
     `logprobs` [n, K+1] float32 (the token's own first; -inf and NaN as they are), `token_ranks` [n]
     int32, `topk_ids` [n, K] int32; with C chosen ids `chosen_logprobs` [n, C] float32; where they
     were asked for, `entropy` and `log_sum_exp` [n] float32, `row_digest` [n] uint64; with kept sets
-    those of `KeptSets`: `kept_counts` [n] int32, `log_kept` [n] float32 and `kept_ids` [m] int32,
-    one set after the other.
+    those of `KeptSets`: `kept_counts` [n] int32, `log_kept` [n] float32 and `kept_token_ids` [m]
+    int32, one set after the other.
 
     Args:
       records: of one request.
@@ -50,7 +50,7 @@ def base64_columns(records: Iterable[Record], params: SamplingParams) -> dict[st
         found |= {
             "kept_counts": _column([one.counts for one in sets], (), np.int32),
             "log_kept": _column([one.log_kept for one in sets], (), np.float32),
-            "kept_ids": _column([one.token_ids for one in sets], (), np.int32),
+            "kept_token_ids": _column([one.token_ids for one in sets], (), np.int32),
         }
     return found
 

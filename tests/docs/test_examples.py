@@ -205,3 +205,18 @@ def test_a_student_comes_nearer_to_a_teacher_scored_by_the_engine():
     ours, plain = map(int, re.search(r"(\d+) MB of temporaries, plain (\d+) MB", printed).groups())
     assert ours < plain / 5
     assert len((EXAMPLES / "distil_support.py").read_text().splitlines()) < 120
+
+
+def test_ratios_of_older_weights_are_among_the_kept_tokens():
+    printed = run(EXAMPLES / "off_policy.py")
+    means = [float(x) for x in re.findall(r"mean ratio (\d\.\d{3})", printed)]
+    same, near, far, wrong = means
+    assert same == 1
+    assert abs(near - 1) < 0.02
+    assert abs(far - 1) < 0.05
+    assert wrong < 0.95
+    bins = [int(x) for x in re.findall(r"^  \d\.\d\d to .{4} +(\d+) #*$", printed, re.MULTILINE)]
+    tokens = 16 * 24
+    assert np.array(bins).reshape(4, 7).sum(axis=1).tolist() == [tokens] * 4
+    assert bins[3] == tokens  # of the weights that drew: each ratio is 1
+    assert len((EXAMPLES / "off_policy.py").read_text().splitlines()) < 120

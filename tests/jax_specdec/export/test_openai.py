@@ -170,7 +170,7 @@ def test_drafts_and_chosen_ids_are_extensions():
     (record,) = records_of(target(0, slot, draft_follows=True), draft(0, guess), **asked)
     response = completion(record.request, [record], TABLE, **MADE)
     expected = {
-        "chosen_token_ids": [0, 4],
+        "extra_token_ids": [0, 4],
         "chosen_logprobs": [[-3.0, -9999.0], [-2.0, -4.0]],
         "token_ids": [3, 4],
         "token_ranks": [2, 1],
@@ -195,11 +195,11 @@ def test_kept_sets_are_an_extension():
         slot = replace(tokens(3, 4, **fields), kept=sets)
         found = speculation(records_of(target(0, slot), kept_token_ids=True, **params), TABLE)
         assert found["kept_counts"] == [2, KEPT_MANY]
-        assert found["kept_ids"] == [[3, 4], []]
+        assert found["kept_token_ids"] == [[3, 4], []]
         assert found["log_kept"] == [-0.5, -9999.0]
         assert ("tokens" in found) == (not params)
         json.dumps(found, allow_nan=False)
-    assert "kept_ids" not in speculation(records_of(target(0, tokens(3))), TABLE)
+    assert "kept_token_ids" not in speculation(records_of(target(0, tokens(3))), TABLE)
 
 
 def test_prompt_logprobs_are_an_extension():

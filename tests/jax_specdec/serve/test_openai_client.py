@@ -270,7 +270,7 @@ def test_columns_hold_the_same_logprobs_as_bytes(client):
     assert found["logprobs"][:, 0].tolist() == logprobs
     assert found["topk_ids"].shape == (len(tokens), 2)
     assert found["token_ranks"].tolist() == [1] * len(tokens)
-    assert not {"kept_ids", "entropy", "log_sum_exp"} & found.keys()
+    assert not {"kept_token_ids", "entropy", "log_sum_exp"} & found.keys()
 
 
 def test_values_of_rows_have_the_names_they_are_asked_by(client):
@@ -294,13 +294,13 @@ def test_kept_sets_come_as_lists_and_as_columns(client):
     tokens = expected()[0]
     sets = [sorted({token, (token + 1) % VOCAB}) for token in tokens]
     (choice,) = complete(client, extra_body={"kept_token_ids": True}).choices
-    assert choice.speculation["kept_ids"] == sets
+    assert choice.speculation["kept_token_ids"] == sets
     assert choice.speculation["kept_counts"] == [2] * len(tokens)
     extra = {"kept_token_ids": True, "logprobs_columns": True}
     chunks = [chunk.choices[0] for chunk in complete(client, stream=True, extra_body=extra)]
     parts = [arrays(chunk.columns) for chunk in chunks]
     found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    assert found["kept_ids"].reshape(-1, 2).tolist() == sets
+    assert found["kept_token_ids"].reshape(-1, 2).tolist() == sets
     assert found["kept_counts"].tolist() == [2] * len(tokens)
     np.testing.assert_allclose(np.exp(found["log_kept"]), [0.5] * len(tokens), rtol=1e-6)
 
