@@ -7,6 +7,7 @@ a crash stand lists of threads and modules.
 
 import re
 
+LOST = "lost: "  # begins, after the time, the line that is added to a lost worker's output
 HEADER = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):")
 FRAME = re.compile(r'(?:  \| )?  File ".*", line \d+')
 MARGIN = "  | "  # of a group of exceptions

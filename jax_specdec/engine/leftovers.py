@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ipc import doctor
+from jax_specdec.engine.last_words import LOST
 from jax_specdec.wording import pluralize
 
 PREFIX = "jax-specdec-"
 LINE_BYTES = 1 << 18  # at the end of an output, in which the line of a loss is looked for
-LOST = "lost: "  # begins, after the time, the line that is added to a lost worker's output
 _LOSS = re.compile(rf"\d{{4}}-\d\d-\d\dT\S+ {LOST}")
 OWNER = "engine"  # the file that names the engine's process
 

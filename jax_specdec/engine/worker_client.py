@@ -14,8 +14,7 @@ from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
 from jax_specdec.engine.errors import WorkerFailed
-from jax_specdec.engine.last_words import reason_line
-from jax_specdec.engine.leftovers import LOST
+from jax_specdec.engine.last_words import LOST, reason_line
 from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.wording import pluralize
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32
 
+from pallas_kernels.contract.arguments import floats
 from pallas_kernels.contract.rows import check_ids, check_options
 from pallas_kernels.contract.types import RowFloats
 from pallas_kernels.linear.call import (
@@ -108,7 +109,7 @@ def linear_support_kl(
             f"support_ids names {count} ids for each row; it must be 1 to {MAX_KEPT_IDS}: the "
             "rest's bucket stands for the others"
         )
-    logprobs = jnp.asarray(support_logprobs)
+    logprobs = floats("support_logprobs", support_logprobs)
     if logprobs.dtype != jnp.float32 or logprobs.shape != support_ids.shape:
         raise ValueError(
             f"support_logprobs is {logprobs.dtype.name} {list(logprobs.shape)}; it must be float32 "

@@ -51,6 +51,8 @@ def right():
     tokens, few = kept.token_ids[:, 0], jnp.maximum(kept.token_ids, 0)[:, :4]
     read = sampling.verify(by_slot, dense, slots, positions, k=3)
     hidden, head = (jnp.asarray(rng.normal(size=(n, 8)), jnp.float32) for n in (6, V))
+    few = jnp.where(few == few[:, :1], -1, few).at[:, 0].set(few[:, 0])  # none twice
+    teacher = jnp.full(few.shape, -3.0, jnp.float32)
     t, row_ids = jnp.full(6, 0.8, jnp.float32), jnp.arange(6, dtype=jnp.int32)
     of_rows = {"row_ids": row_ids, "num_rows": jnp.int32(6), "temperatures": t,
                "extra_token_ids": column}  # fmt: skip
@@ -74,6 +76,11 @@ def right():
         "linear_kept_logprobs": (
             kernels.linear_kept_logprobs,
             {"hidden": hidden, "head": head, "token_ids": tokens, "kept_token_ids": few},
+        ),
+        "linear_support_kl": (
+            kernels.linear_support_kl,
+            {"hidden": hidden, "head": head, "support_ids": few, "support_logprobs": teacher,
+             "temperatures": t},
         ),
         "logprobs_tensors": (kernels.logprobs_tensors, {"logits": x, "token_ids": ids, "k": 5}),
         "draw": (
@@ -215,8 +222,8 @@ def wrong_fields(value):
 
 @pytest.mark.parametrize("name", [
     "topk_logprobs", "greedy_topk_logprobs", "greedy", "row_digests", "equal_digests",
-    "linear_topk_logprobs",
-    "linear_kept_logprobs", "logprobs_tensors", "draw", "draw, flat", "verify", "verify, flat",
+    "linear_topk_logprobs", "linear_kept_logprobs", "linear_support_kl", "logprobs_tensors",
+    "draw", "draw, flat", "verify", "verify, flat",
     "verify, drawn", "emitted_logprobs", "logprobs_of_read", "truncation", "kept_sets",
     "kept_logprobs", "rollout_logprobs", "learner_logprobs", "row_ids_of", "Sampling.of",
     "Sampling.greedy", "Drafts.of_flat", "Drafts.none", "Drafts.joined",

@@ -83,6 +83,9 @@ def door_calls():
         "linear_topk_logprobs, grad": lambda: jax.grad(
             total(lambda h: kernels.linear_topk_logprobs(h, head, ids, 0).logprobs)
         )(hidden),
+        "linear_support_kl": lambda: kernels.linear_support_kl(
+            hidden, head, all_rows[:, None] + jnp.array([[1, 9]]), jnp.full((6, 2), -2.0)
+        ),
         "linear_kept_logprobs": lambda: kernels.linear_kept_logprobs(
             hidden, head, token_ids, few
         ),

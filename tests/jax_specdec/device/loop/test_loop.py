@@ -23,6 +23,7 @@ from jax_specdec.device.worker.outgoing import DeviceCheckError
 from jax_specdec.device.worker.worker import runs_on_gpu
 from jax_specdec.records.batch import FinishReason
 from pallas_kernels import use_implementation
+from pallas_kernels.backends import proved
 from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.lowering.implementation import resolved
 from pallas_kernels.sampling.verification import verify
@@ -173,6 +174,8 @@ def test_a_worker_without_kernels_reads_as_where_there_are_none(monkeypatch):
     monkeypatch.setattr(limits, "MIN_VOCABULARY", 1)
     _, model = random_model()
     config = LoopConfig(model, NoDrafter(1), num_slots=2, max_length=16)
+    assert not runs_on_gpu(config)  # the kernels are not proved here
+    monkeypatch.setattr(proved, "obstacle", lambda *_: None)
     assert runs_on_gpu(config)
     assert not runs_on_gpu(replace(config, implementation="xla"))
     with use_implementation("xla"):
