@@ -25,8 +25,7 @@ class SlotContents:
     Attributes, beside the fields of `ipc.wire.SLOT`:
       token_ids: [n].
       token_ranks: [r], empty where `columns` is 0.
-      logprobs: [r, columns + num_chosen + values] float32, empty where `columns` is 0; the values
-        of a row that the bits `values` name come last.
+      logprobs: [r, columns + num_chosen + values of the row] float32; [0] where `columns` is 0.
       topk_ids: [r, columns - 1], empty where `columns` is 0.
       kept: the kept sets of the emitted tokens; None where they were not asked for.
     """
