@@ -8,7 +8,6 @@ N = B * ... all rows.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,7 @@ from pallas_kernels.sampling.parameters import Sampling, Truncation, at_rows
 from pallas_kernels.sampling.row_read import RowRead, RowScale
 from pallas_kernels.sampling.rows import GroupedRows
 
-MOST_CANDIDATES = 1024  # of a row; one that keeps more takes the search
-ROWS_WITH_MORE = 256  # with so many candidates at a time
+SEARCHED_ROWS, SEARCHED_BYTES = 16, 7 << 20  # at a time; a row's logits are copied three times
 
 
 def truncation(
@@ -97,9 +95,8 @@ def cuts(
 ) -> Truncation:
     """The cuts [N] of the sampled rows; those of others keep everything.
 
-    The read's candidates settle most rows. Of what is left, and that alone, 1,024 candidates are
-    read, and rows whose cut lies beyond take a search, one after the other. Rows that min-p alone
-    cuts go there at once: their search is a look at each logit.
+    The read's candidates settle most rows. Those that are left, and these alone, take a search of
+    whole rows.
 
     Args:
       rows: the logits.
@@ -123,67 +120,32 @@ def cuts(
         if rows.vocab_size <= MANY_CANDIDATES:
             return cut  # all tokens are candidates
         left = is_cut & ~settled
-        by_more, by_search = (
-            functools.partial(call, rows, found.scale, sampling) for call in (_by_more, _by_search)
-        )
-        if rows.vocab_size <= MOST_CANDIDATES:
-            return _where_any(left, cut, by_more)[0]
-        known = left & (sampling.top_k <= 0) & (sampling.top_p >= 1)
-        cut, left = _where_any(left & ~known, cut, by_more)
-        return _where_any(left | known, cut, by_search)[0]
+        search = functools.partial(_with_searched, rows, found.scale, sampling)
+        return lax.cond(jnp.any(left), search, lambda left, cut: cut, left, cut)  # type: ignore[no-any-return]
 
     return lax.cond(jnp.any(is_cut), some, lambda: nothing)  # type: ignore[no-any-return]
 
 
-def _by_more(
+def _with_searched(
     rows: GroupedRows, scale: RowScale, sampling: Sampling, left: jax.Array, cut: Truncation
-) -> tuple[Truncation, Bool[Array, " N"]]:
-    """The cuts with those of the rows that are `left` [N] bool, and which are left by more
-    candidates."""
+) -> Truncation:
+    """The cuts with those of the rows that are `left` [N] bool, some of them at a time."""
     index, number = compacted(left)
-    # A symbolic number of rows is one block.
     block = index.shape[0]
-    if isinstance(block, int):
-        block = min(ROWS_WITH_MORE, block)
+    if isinstance(block, int):  # a symbolic number of rows is one block
+        fitting = SEARCHED_BYTES // (4 * rows.logits.dtype.itemsize * rows.logits.shape[1])
+        block = min(max(fitting, 1), SEARCHED_ROWS, block)
+    shard = VocabShard(rows.shard.axis_name, rows.vocab_size)
 
-    def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
+    def work(start: jax.Array) -> Truncation:
         begin = jnp.minimum(start, index.shape[0] - block)  # of the last block, which begins early
         there = lax.dynamic_slice_in_dim(index, begin, block)
-        count = jnp.minimum(number - begin, block)
-        own = rows if block == index.shape[0] else rows.pin_to_iteration(start)
-        found = own.candidates(MOST_CANDIDATES, there, count)
-        return row_cuts.cut_first(
-            rows.vocab_size, count, *found, *at_rows(there, (scale, sampling))
-        )
-
-    nothing = Truncation.nothing(index.shape, rows.vocab_size), jnp.zeros_like(left)
-    more, settled = map_blocks(work, block, number, nothing, (rows.logits, cut, left))
-    place = jnp.where(settled, index, left.shape[0])
-    return scattered(cut, more, place, number), left.at[place].set(False, mode="drop")
-
-
-def _by_search(
-    rows: GroupedRows, scale: RowScale, sampling: Sampling, left: jax.Array, cut: Truncation
-) -> tuple[Truncation, Bool[Array, " N"]]:
-    """The cuts with those of the rows that are `left`, searched for one row at a time: all."""
-    index, number = compacted(left)
-
-    def one(i: jax.Array, cut: Truncation) -> Truncation:
-        row, there = index[i], lax.dynamic_slice_in_dim(index, i, 1)
-        x = lax.dynamic_slice_in_dim(forms.pin_to_iteration(rows.logits, row), row, 1)
+        x = forms.block_of_logits(rows.logits, there, start, block)
         x = of_logits.apply(x, of_logits.of_rows(rows.changes, there))
         its_scale, its_sampling = at_rows(there, (scale, sampling))
-        shard = VocabShard(rows.shard.axis_name, rows.vocab_size)
-        single = cut_search.searched(x, its_sampling, its_scale, shard)
-        return jax.tree.map(lambda all, new: all.at[row].set(new[0]), cut, single)  # type: ignore[no-any-return]
+        wanted = begin + jnp.arange(block, dtype=jnp.int32) < number
+        return cut_search.searched(forms.barrier(x), its_sampling, its_scale, shard, wanted)
 
-    return lax.fori_loop(0, number, one, cut), jnp.zeros_like(left)
-
-
-def _where_any(
-    left: jax.Array,
-    cut: Truncation,
-    call: Callable[[jax.Array, Truncation], tuple[Truncation, jax.Array]],
-) -> tuple[Truncation, jax.Array]:
-    """`call(left, cut)` where a row is left."""
-    return lax.cond(jnp.any(left), call, lambda left, cut: (cut, left), left, cut)  # type: ignore[no-any-return]
+    nothing = Truncation.nothing(index.shape, rows.vocab_size)
+    inputs = (rows.logits, cut, left, scale, sampling)
+    return scattered(cut, map_blocks(work, block, number, nothing, inputs), index, number)

@@ -2,10 +2,8 @@
 
 A filter keeps a prefix of the tokens in descending order, so the sorted candidates are all that a
 cut needs, or they are too few and say so. Sums of their weights are whole numbers
-(`exact_sums`): a row's cut is the same whether it was found among 64 candidates or 1,024.
+(`exact_sums`): a cut is the same whether it was found among 64 candidates, 128, or by a search.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,6 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.row_totals import scaled
-from pallas_kernels.lowering.forms import map_blocks, rows_from
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.row_pieces import at_place, summed
@@ -76,35 +73,6 @@ def cut_among(
     cut_logit, cut_id, *mass = _at(last, logits, ids, *sums)
     share, whole = (exact_sums.to_float(one, vocab_size) for one in (tuple(mass), total))
     return Truncation(cut_logit, cut_id, jnp.minimum(logarithm(share / whole), 0.0)), settled
-
-
-def cut_first(
-    vocab_size: int, count: jax.Array, *candidates: Any
-) -> tuple[Truncation, Bool[Array, " R"]]:
-    """`cut_among` of the first `count` of R rows; of the others anything.
-
-    One at a time on a CPU, where sums over R rows take longer than to find the candidates of the
-    one or two that there are.
-    """
-
-    def at_once(_: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
-        ids, logits, scale, sampling = candidates
-        return cut_among(ids, logits, scale, sampling, vocab_size)
-
-    def nothing(count: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
-        rows = candidates[0].shape[:1]
-        return Truncation.nothing(rows, vocab_size), jnp.zeros(rows, bool)
-
-    def one_by_one(count: jax.Array, *candidates: Any) -> tuple[Truncation, jax.Array]:
-        if not isinstance(candidates[0].shape[0], int):
-            return at_once(count, *candidates)
-
-        def work(start: jax.Array) -> tuple[Truncation, jax.Array]:
-            return at_once(count, *rows_from(candidates, start, 1))
-
-        return map_blocks(work, 1, count, nothing(count, *candidates), candidates)
-
-    return lowered_for(count, *candidates, like=nothing, cpu=one_by_one, default=at_once)
 
 
 def _length(found: jax.Array, most: jax.Array) -> jax.Array:

@@ -114,12 +114,12 @@ def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int, *, raw:
             # Its own columns: what a branch is given is copied, a slice too.
             lambda: group_sums.of_block(columns_of_groups(part), part.tail, once, mine).sums,
         )
-    top = functools.partial(_largest, x, eights)
+    top = functools.partial(largest, x, eights)
     # A selection for few candidates alone would be as long again to compile.
     return Read(groups, raw_sums, *as_many_as_needed(x, needed, k, top, steps=(MANY,)))
 
 
-def _largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:
+def largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:
     """The k largest of a block of rows [B, V], from the keys of the largest of eight each."""
     width = selection.group_width(x.shape[1], k)
     maxima = None
@@ -140,7 +140,7 @@ def candidates(rows: ListedRows, k: int) -> Top:
 
     def found_on(size: Size, rows: ListedRows) -> Top:
         def work(x: jax.Array, _: jax.Array) -> Top:
-            return _largest(x, None, k)
+            return largest(x, None, k)
 
         return in_blocks(work, size, rows, (), like(rows), k)
 
