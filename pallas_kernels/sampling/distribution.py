@@ -28,7 +28,8 @@ from pallas_kernels.sampling.parameters import Sampling, Truncation, at_rows
 from pallas_kernels.sampling.row_read import RowRead, RowScale
 from pallas_kernels.sampling.rows import GroupedRows
 
-SEARCHED_ROWS, SEARCHED_BYTES = 16, 7 << 20  # at a time; a row's logits are copied three times
+# Rows that are searched at a time; of long ones fewer: a GPU's program keeps 20 bytes a token.
+SEARCHED_ROWS, SEARCHED_TOKENS = 16, 2 * 152_064
 
 
 def truncation(
@@ -133,7 +134,7 @@ def _with_searched(
     index, number = compacted(left)
     block = index.shape[0]
     if isinstance(block, int):  # a symbolic number of rows is one block
-        fitting = SEARCHED_BYTES // (4 * rows.logits.dtype.itemsize * rows.logits.shape[1])
+        fitting = SEARCHED_TOKENS // rows.logits.shape[1]
         block = min(max(fitting, 1), SEARCHED_ROWS, block)
     shard = VocabShard(rows.shard.axis_name, rows.vocab_size)
 
