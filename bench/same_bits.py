@@ -76,7 +76,7 @@ def scoring(params: Any, model: ModelConfig) -> Callable[[], Any]:
     """The raw logprobs of sequences, without a gradient."""
     rng = np.random.default_rng(1)
     ids = jnp.asarray(rng.integers(0, model.vocab_size, (SEQUENCES, TOKENS)), jnp.int32)
-    score = jax.jit(partial(sequences.score, model, logprobs=rollout_logprobs))
+    score = jax.jit(partial(sequences.score, model, of_rows=rollout_logprobs))
     return lambda: score(params, ids).block_until_ready()
 
 

@@ -51,15 +51,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     with RayEngine(config, cluster) as fleet:
         for iteration in range(options.iterations):
             found = columns(list(fleet.generate(requests(LogprobsMode.PROCESSED, iteration))))
-            ids, behavior, kept = batch_of(found)
-            rewards = rewards_of(ids)
-            advantages = advantages_of(rewards)
-            gradient, ratios = update(params, model, ids, behavior, kept, advantages, None)
+            batch = batch_of(found)
+            rewards = rewards_of(batch.ids)
+            gradient, ratios = update(params, model, batch, advantages_of(rewards))
             log_ratio = float(jnp.abs(jnp.log(ratios)).max())
             print(
                 f"iteration {iteration}: weights {np.unique(found.weights_version).tolist()}, "
                 f"mean reward {rewards.mean():.3f}, largest |log ratio| of {ratios.size} tokens: "
-                f"{log_ratio:.1e}",
+                f"{log_ratio:.1e}, rows of other logits: {np.isnan(ratios).sum()}",
                 flush=True,
             )
             if log_ratio != 0:

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec.adapters import maxtext, sglang_jax, tpu_inference, tunix
+from jax_specdec.adapters.heads import Head
+from jax_specdec.adapters.support_losses import Support, support_divergence
 from pallas_kernels.testing import checks
 from pallas_kernels.testing.shapes import Shape
 
 HIDDEN = 512
+SUPPORT = 20  # tokens of a teacher's support
 PROMPT = 8
 PEAKED, WHOLE, FLAT = "top-k 50, top-p 0.9", "a whole q, top-k 50, top-p 0.9", "flat, top-p 0.9"
 Call = Callable[..., Any]
@@ -55,6 +58,10 @@ class Case:
 def of_tunix(shape: Shape) -> Iterator[Case]:
     """Entropies of logits, and logprobs of hidden states, as in a policy's loss."""
     common, core = (importlib.import_module(f"tunix.rl.{name}") for name in ("common", "algo_core"))
+    if shape.k == SUPPORT:
+        logit = importlib.import_module("tunix.distillation.strategies.logit")
+        loss = logit.LogitStrategy(*[abs] * 3, temperature=1.0).compute_loss
+        yield from _distillation("LogitStrategy", shape, lambda *x: loss(*x)[1]["distill/kl_div"])
     if shape.k:
         return
     logits = checks.random_logits(shape, 0)
@@ -105,6 +112,49 @@ def of_maxtext(shape: Shape) -> Iterator[Case]:
 
     size = 8 * shape.rows * shape.k
     yield Case("get_top_k_logits", shape, theirs, ours, (hidden, head), True, size)
+    if shape.k == SUPPORT:
+        utils = importlib.import_module(
+            "maxtext.trainers.post_train.distillation.distillation_utils"
+        )
+        combined = utils.CombinedDistillationStrategy(
+            abs, abs, temperature=1.0, vocab_size=shape.vocabulary
+        )
+
+        def divergence(student: jax.Array, teacher: jax.Array, labels: jax.Array) -> Any:
+            output = utils.DistillationForwardOutput
+            metrics = combined.compute_loss(output(student), output(teacher), labels)[1]
+            return metrics[utils.METRIC_KL_DIV_AT_T][0] / shape.rows
+
+        yield from _distillation("CombinedDistillationStrategy", shape, divergence)
+
+
+def _distillation(name: str, shape: Shape, theirs: Call) -> Iterator[Case]:
+    """The divergence that a strategy has, of a student's hidden states and head; its mean.
+
+    The teacher gives something to its support alone, so that both divergences are one. Theirs takes
+    its logits [1, R, V] and one-hot labels, which are made before and not counted.
+    """
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden = jax.random.normal(keys[0], (1, shape.rows, HIDDEN))
+    head = jax.random.normal(keys[1], (shape.vocabulary, HIDDEN)) / HIDDEN**0.5
+    scores = jax.random.normal(keys[2], (1, shape.rows, shape.vocabulary))
+    ids = jax.lax.top_k(scores, SUPPORT)[1]
+    logprobs = jax.nn.log_softmax(jax.random.normal(keys[3], ids.shape))
+    row = jnp.arange(shape.rows)[:, None]
+    teacher = jnp.full_like(scores, -1e9).at[0, row, ids[0]].set(logprobs[0])
+    labels = jax.nn.one_hot(jnp.maximum(checks.random_ids(shape), 1)[None], shape.vocabulary)
+
+    def of_logits(student: tuple[jax.Array, jax.Array], *others: Any) -> jax.Array:
+        divergence: jax.Array = theirs(student[0] @ student[1].T, *others[:2])
+        return divergence
+
+    def of_support(student: tuple[jax.Array, jax.Array], *others: Any) -> jax.Array:
+        head = Head(student[1], "VH", jnp.float32, None)
+        return support_divergence(student[0], head, Support(*others[2:]), 1.0, "forward").mean()
+
+    arguments = (hidden, head), teacher, labels, ids, logprobs
+    case = Case(f"{name}, divergence", shape, of_logits, of_support, arguments, trains=True)
+    yield from (case, case.with_gradient())
 
 
 def of_sglang_jax(shape: Shape) -> Iterator[Case]:

@@ -11,7 +11,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-COMMON = ["pytest", "hypothesis", "jaxtyping", "numpy"]
+# What the tests import, and this package: of its columns and examples too.
+COMMON = ["pytest", "hypothesis", "jaxtyping", "numpy", "msgpack", "posix_ipc", "pyzmq", "rich",
+          "safetensors", "xxhash"]  # fmt: skip
 # Peer: what is installed without dependencies, and what with them.
 PEERS = {
     "tunix": (
@@ -49,7 +51,7 @@ def environment(peer: str, python: str) -> str:
     """The Python of the peer's environment, which is made if there is none."""
     alone, whole = PEERS[peer]
     folder = Path(tempfile.gettempdir()) / f"jax-specdec-peers-{os.getuid()}" / peer
-    listed, wanted = folder / "installed.txt", "\n".join([python, *alone, *whole])
+    listed, wanted = folder / "installed.txt", "\n".join([python, *COMMON, *alone, *whole])
     own = str(folder / "bin" / "python")
     if not listed.exists() or listed.read_text() != wanted:
         shutil.rmtree(folder, ignore_errors=True)

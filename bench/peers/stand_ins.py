@@ -50,7 +50,8 @@ def device_array(mesh: Any, x: Any, sharding: Any = None) -> Any:
     return jax.device_put(x, sharding or whole)
 
 
-package("tunix")
+if package("tunix"):
+    package("tunix.distillation")  # its `__init__` imports the trainer, which wants metrax
 if package("tpu_inference"):
     import logging
 
@@ -72,6 +73,8 @@ if importlib.util.find_spec("maxtext"):
     importlib.import_module("maxtext.utils")
     # What the script of the teacher imports and this lane does not call.
     module("tensorflow")
+    module("tunix.sft.checkpoint_manager", CheckpointManager=object)
+    module("tunix.sft.peft_trainer", TrainingInput=object)
     module("array_record.python.array_record_module")
     module("maxtext.input_pipeline.input_pipeline_interface")
     for path in ("maxtext.utils.model_creation_utils", "maxtext.utils.maxtext_utils"):

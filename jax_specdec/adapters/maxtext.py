@@ -12,9 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_specdec.adapters.maxtext_distillation import support_strategy
+from jax_specdec.adapters.maxtext_heads import check_model, hidden_and_head
 from jax_specdec.adapters.proved import check_functions, compare
 from jax_specdec.adapters.replacing import replaced
 from pallas_kernels import linear_topk_logprobs
+
+__all__ = ["install", "support_strategy", "teacher_step", "top_k_logits"]
 
 NAME = "maxtext"
 _SCRIPT = "maxtext.trainers.post_train.distillation.save_top_k_teacher_logits"
@@ -64,7 +68,7 @@ def teacher_step(model: Any, batch: dict[str, jax.Array], k: int) -> tuple[jax.A
     Raises:
       NotImplementedError: a setting of the model that cannot be served; the message names it.
     """
-    _check(model)
+    check_model(model)
     graphdef, state = importlib.import_module("flax.nnx").split(model)
     found: tuple[jax.Array, jax.Array] = _step(graphdef, state, batch, k=k)
     return found
@@ -94,58 +98,24 @@ def top_k_logits(
     return logits.reshape(shape), found.token_ids[:, 1:].reshape(shape)
 
 
-def _check(model: Any) -> None:
-    """Refuse what the model's head does and the adapter does not, by name."""
-    config = model.config
-    changed = config.normalize_embedding_logits or config.final_logits_soft_cap
-    refused = {
-        "quantization": getattr(model, "quant", None) is not None,
-        "shard_mode=explicit": getattr(config.shard_mode, "value", "auto") == "explicit",
-        "mtp_num_layers": config.mtp_num_layers > 0,
-        "num_vocab_tiling": config.num_vocab_tiling > 1,
-        "parameter_memory_host_offload": config.parameter_memory_host_offload,
-        "normalize_embedding_logits or final_logits_soft_cap without logits_dot_in_fp32": (
-            config.logits_via_embedding and changed and not config.logits_dot_in_fp32
-        ),
-    }
-    if names := [name for name, wanted in refused.items() if wanted]:
-        raise NotImplementedError(
-            f"the teacher's top K logits with {', '.join(names)}: change the setting, or use "
-            "MaxText's own teacher_step"
-        )
-
-
 @partial(jax.jit, static_argnames=("k",))
 def _step(
     graphdef: Any, state: Any, batch: dict[str, jax.Array], k: int
 ) -> tuple[jax.Array, jax.Array]:
     model = importlib.import_module("flax.nnx").merge(graphdef, state)
-    config, decoder = model.config, model.decoder
-    # The head is left out of this copy of the model: its "logits" are the last hidden states.
-    decoder.apply_output_head = lambda embedder, hidden, deterministic, mode: hidden
-    hidden = decoder.decoder_norm(
-        model(
-            decoder_input_tokens=batch["inputs"],
-            decoder_positions=batch["inputs_position"],
-            decoder_segment_ids=batch.get("inputs_segmentation"),
-            enable_dropout=False,
-        )
+    hidden, head = hidden_and_head(
+        model,
+        decoder_input_tokens=batch["inputs"],
+        decoder_positions=batch["inputs_position"],
+        decoder_segment_ids=batch.get("inputs_segmentation"),
+        enable_dropout=False,
     )
-    dtype = jnp.dtype("float32" if config.logits_dot_in_fp32 else config.dtype)
-    options: dict[str, Any] = {}
-    if config.logits_via_embedding:
-        # MaxText's `attend_on_embedding` rounds the table so.
-        head = model.token_embedder.embedding[...].astype(jnp.bfloat16)
-        product = jnp.result_type(hidden, head)
-        if config.normalize_embedding_logits:
-            options["scale"] = hidden.shape[-1] ** -0.5
-        options["soft_cap"] = config.final_logits_soft_cap or None
-    else:
-        head, product = decoder.logits_dense.kernel[...], dtype
-        options["head_axes"] = "HV"
-    precision = getattr(config.matmul_precision, "value", config.matmul_precision)
-    with jax.default_matmul_precision(precision):
+    dtype = model.config.dtype
+    if model.config.logits_dot_in_fp32:
+        dtype = "float32"
+    with head.products():
         logits, ids = top_k_logits(
-            hidden.astype(product), head.astype(product), k, logits_dtype=dtype.name, **options
-        )
-    return logits.astype(jnp.float32) if config.cast_logits_to_fp32 else logits, ids
+            hidden, head.weight, k, logits_dtype=jnp.dtype(dtype).name, head_axes=head.axes,
+            scale=head.scale, soft_cap=head.soft_cap,
+        )  # fmt: skip
+    return logits.astype(jnp.float32) if model.config.cast_logits_to_fp32 else logits, ids

@@ -15,10 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_specdec.adapters.heads import Head, linear_logprobs
 from jax_specdec.adapters.proved import check_functions, compare, has_function
 from jax_specdec.adapters.replacing import replaced
-from jax_specdec.adapters.tunix_heads import Head, linear_logprobs, without_head
+from jax_specdec.adapters.tunix_distillation import support_strategy
+from jax_specdec.adapters.tunix_heads import without_head
 from pallas_kernels import topk_logprobs
+
+__all__ = [
+    "compute_entropy_from_logits",
+    "compute_per_token_logps",
+    "install",
+    "support_strategy",
+]
 
 NAME = "google-tunix"
 _COMMON, _LOSSES = "tunix.rl.common", "tunix.rl.algo_core"

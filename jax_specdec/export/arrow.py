@@ -35,9 +35,9 @@ def tokens_table(columns: TokenColumns) -> Any:
     """A `pyarrow.Table`, one row a token: the columns of `TokenColumns` by the same names.
 
     `request_id` and `kind` are dictionary columns of words. Lists become two columns each:
-    `topk_ids` and `topk_logprobs`, `chosen_ids` and `chosen_logprobs`, `draft_chosen_ids` and
-    `draft_chosen_logprobs`. Kept sets become three: `kept_count` and `log_kept`, null where they
-    were not asked for, and the list `kept_ids`.
+    `topk_ids` and `topk_logprobs`, `extra_token_ids` and `chosen_logprobs`,
+    `draft_extra_token_ids` and `draft_chosen_logprobs`. Kept sets become three: `kept_count` and
+    `log_kept`, null where they were not asked for, and the list `kept_token_ids`.
     """
     pa = pyarrow()
 
@@ -53,14 +53,14 @@ def tokens_table(columns: TokenColumns) -> Any:
         elif name == "row_digest":
             unknown = values == 0
         found[name] = words(values, KINDS) if name == "kind" else pa.array(values, mask=unknown)
-    for name in TOKEN_LISTS:
+    for name, ids in TOKEN_LISTS.items():
         ragged = getattr(columns, name)
-        for what in ("ids", "logprobs"):
-            found[f"{name}_{what}"] = _lists(pa, ragged, getattr(ragged, what))
+        found[ids] = _lists(pa, ragged, ragged.ids)
+        found[f"{name}_logprobs"] = _lists(pa, ragged, ragged.logprobs)
     kept = columns.kept
     for name, values in (("kept_count", kept.counts), ("log_kept", kept.log_kept)):
         found[name] = pa.array(values, mask=kept.counts == 0)
-    found["kept_ids"] = _lists(pa, kept, kept.token_ids)
+    found["kept_token_ids"] = _lists(pa, kept, kept.token_ids)
     return pa.table(found)
 
 
@@ -68,13 +68,13 @@ def requests_table(columns: TokenColumns) -> Any:
     """A `pyarrow.Table`, one row a request, with words for the mode and the finish reason."""
     pa = pyarrow()
     reasons = [FinishReason(n).name.lower() if n else None for n in columns.finish_reason.tolist()]
-    modes = [LogprobsMode(n).name.lower() for n in columns.mode.tolist()]
+    modes = [LogprobsMode(n).name.lower() for n in columns.logprobs_mode.tolist()]
     return pa.table(
         {
             "request_id": pa.array(columns.request_id.tolist(), pa.string()),
             "prompt_token_ids": _lists(pa, columns.prompt, columns.prompt.ids),
             "temperature": columns.temperature,
-            "mode": pa.array(modes, pa.string()),
+            "logprobs_mode": pa.array(modes, pa.string()),
             "finish_reason": pa.array(reasons, pa.string()),
         }
     )
@@ -93,15 +93,15 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
     ids = requests["request_id"].to_pylist()
     index = {request_id: n for n, request_id in enumerate(ids)}
     reasons = requests["finish_reason"].to_pylist()
-    modes = requests["mode"].to_pylist()
+    modes = requests["logprobs_mode"].to_pylist()
     found: dict[str, Any] = {name: _filled(tokens[name], FILLS.get(name)) for name in _NUMBERS}
-    for name in TOKEN_LISTS:
-        found[name] = _ragged(tokens[f"{name}_ids"], tokens[f"{name}_logprobs"])
+    for name, lists in TOKEN_LISTS.items():
+        found[name] = _ragged(tokens[lists], tokens[f"{name}_logprobs"])
     return TokenColumns(
         request_id=np.array(ids, np.str_),
         prompt=_ragged(requests["prompt_token_ids"]),
         temperature=requests["temperature"].to_numpy(),
-        mode=np.array([LogprobsMode[word.upper()] for word in modes], np.int8),
+        logprobs_mode=np.array([LogprobsMode[word.upper()] for word in modes], np.int8),
         finish_reason=np.array(
             [FinishReason[word.upper()] if word else 0 for word in reasons], np.int8
         ),
@@ -111,7 +111,7 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
         kept=KeptSets.of(
             _filled(tokens["kept_count"], 0),
             _filled(tokens["log_kept"], 0),
-            _ragged(tokens["kept_ids"]).ids,
+            _ragged(tokens["kept_token_ids"]).ids,
         ),
     )
 

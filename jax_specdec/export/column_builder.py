@@ -84,7 +84,7 @@ class ColumnBuilder:
                 np.concatenate([np.empty(0, np.int32), *prompts]),
             ),
             temperature=np.array([r.params.temperature for r in requests], np.float64),
-            mode=np.array([r.params.logprobs_mode for r in requests], np.int8),
+            logprobs_mode=np.array([r.params.logprobs_mode for r in requests], np.int8),
             finish_reason=np.array(self._reasons, np.int8),
             kept=KeptSets.joined(self._kept),
             **joined,

@@ -15,7 +15,7 @@ from jax_specdec.export.arrow import pyarrow, sequences_table
 from jax_specdec.export.token_columns import TokenColumns
 from jax_specdec.kept_sets import offsets_of
 
-VERSION = "1"  # of the schema; a column that goes or changes its meaning raises it
+VERSION = "2"  # of the schema; a column that goes or changes its meaning raises it
 OF_TOKEN = "of each emitted token, in order: "
 # What each column is, by name, in the order of the table.
 SCHEMA = {
@@ -24,14 +24,14 @@ SCHEMA = {
     "loss_mask": "one a token of input_ids: 1 where it was emitted, 0 in the prompt",
     "prompt_token_ids": "the prompt",
     "temperature": "of the sampling; 0 is greedy",
-    "mode": "the distribution that logprobs are of: raw, scaled or processed",
+    "logprobs_mode": "the distribution that logprobs are of: raw, scaled or processed",
     "finish_reason": "why the sequence ended; null where it goes on",
     "position": OF_TOKEN + "its place in input_ids",
     "step": OF_TOKEN + "the worker's step that emitted it",
     "weights_version": OF_TOKEN + "the number of the weights that made it",
     "digest": OF_TOKEN + "a hash of what its row's bits depend on; 0: on its batch, too",
     "token_id": OF_TOKEN + "its id",
-    "logprob": OF_TOKEN + "its logprob in the mode; NaN in an invalid row, null if not asked for",
+    "logprob": OF_TOKEN + "its logprob in that mode; NaN in an invalid row, null if not asked for",
     "token_rank": OF_TOKEN + "1 is the most likely; 0 in an invalid row, null if not asked for",
     "entropy": OF_TOKEN + "of the same distribution, in nats; null if not asked for",
     "log_sum_exp": OF_TOKEN + "log sum exp(logit / T) of the same; null if not asked for",
@@ -42,14 +42,14 @@ SCHEMA = {
     "draft_token_rank": OF_TOKEN + "that draft's rank there; null if unknown",
     "topk_ids": OF_TOKEN + "the likeliest ids that are finite, most likely first",
     "topk_logprobs": OF_TOKEN + "their logprobs",
-    "chosen_ids": OF_TOKEN + "the request's extra_token_ids",
+    "extra_token_ids": OF_TOKEN + "the ids that the request named",
     "chosen_logprobs": OF_TOKEN + "their logprobs",
-    "draft_chosen_ids": OF_TOKEN + "the same ids, where the draft's logprobs are known",
+    "draft_extra_token_ids": OF_TOKEN + "the same ids, where the draft's logprobs are known",
     "draft_chosen_logprobs": OF_TOKEN + "their logprobs under the draft model",
     "kept_count": OF_TOKEN
     + "ids it was drawn among; -1: all, -2: more than 1024; null if not asked",
     "log_kept": OF_TOKEN + "the log of their share; null if not asked for",
-    "kept_ids": OF_TOKEN + "these ids, ascending; none where the count is a mark",
+    "kept_token_ids": OF_TOKEN + "these ids, ascending; none where the count is a mark",
 }
 
 

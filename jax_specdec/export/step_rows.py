@@ -30,8 +30,8 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
     Lists of a value for each token, in order: `step` int64, `weights_version` uint32, `digest`
     uint16, `token_id` int32, `kind` int8. Where some request asked for logprobs also `logprob`
     float32 and `token_rank` int32, the lists of lists `topk_ids`, `topk_logprobs`, and what else
-    was asked for: `entropy`, `log_sum_exp`, `chosen_*`, `draft_*`, `kept_*`. There are no nulls:
-    values are those of `TokenColumns`.
+    was asked for: `entropy`, `log_sum_exp`, `extra_token_ids` and `chosen_logprobs`, `draft_*`,
+    `kept_*`. There are no nulls: values are those of `TokenColumns`.
 
     Where some request's prompt has logprobs here, also: `prompt_start` int64, the place of the
     first such token in the prompt, 0 where there is none; a list of one value for each such token,
@@ -78,21 +78,21 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
     for name, values in tokens.items():
         if "." not in name:
             whole(name, pa.array(values if order is None else values.take(order)))
-    for name in TOKEN_LISTS:
+    for name, ids in TOKEN_LISTS.items():
         sizes = tokens.get(f"{name}.counts")
         if sizes is None or not sizes.any():
             continue
         takes, sizes = sorted_lists(sizes, order)
         inner = pa.array(offsets_of(sizes), pa.int32())
-        for what in ("ids", "logprobs"):
+        for column, what in ((ids, "ids"), (f"{name}_logprobs", "logprobs")):
             values = takes(tokens[f"{name}.{what}"])
-            whole(f"{name}_{what}", pa.ListArray.from_arrays(inner, pa.array(values)))
+            whole(column, pa.ListArray.from_arrays(inner, pa.array(values)))
     if kept is not None:
         kept = kept if order is None else kept.take(order)
         whole("kept_count", pa.array(kept.counts))
         whole("log_kept", pa.array(kept.log_kept))
         inner = pa.array(kept.offsets.astype(np.int32))
-        whole("kept_ids", pa.ListArray.from_arrays(inner, pa.array(kept.token_ids)))
+        whole("kept_token_ids", pa.ListArray.from_arrays(inner, pa.array(kept.token_ids)))
     columns |= prompts.columns(len(names))
     return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
@@ -118,18 +118,18 @@ def joined_rows(batches: Sequence[Any], requests: Mapping[str, Request]) -> Toke
         for name in TOKEN_COLUMNS:
             if name in there and name not in tokens:
                 tokens[name] = batch.column(name).values.to_numpy()
-        for name in TOKEN_LISTS:
-            if f"{name}_ids" in there:
-                inner = batch.column(f"{name}_ids").values
+        for name, ids in TOKEN_LISTS.items():
+            if ids in there:
+                inner = batch.column(ids).values
                 logprobs = batch.column(f"{name}_logprobs").values.values
                 tokens[f"{name}.counts"] = np.diff(inner.offsets.to_numpy())
                 tokens[f"{name}.ids"] = inner.values.to_numpy()
                 tokens[f"{name}.logprobs"] = logprobs.to_numpy()
         kept = None
         if "kept_count" in there:
-            names = "kept_count", "log_kept", "kept_ids"
-            sizes, masses, ids = (batch.column(name).values for name in names)
-            kept = KeptSets.of(sizes.to_numpy(), masses.to_numpy(), ids.values.to_numpy())
+            names = "kept_count", "log_kept", "kept_token_ids"
+            sizes, masses, sets = (batch.column(name).values for name in names)
+            kept = KeptSets.of(sizes.to_numpy(), masses.to_numpy(), sets.values.to_numpy())
         reasons = batch.column("finish_reason").to_numpy()
         builder.put(mine, reasons, np.arange(len(mine)).repeat(counts), tokens, kept)
     return builder.columns()

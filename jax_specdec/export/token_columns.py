@@ -69,7 +69,7 @@ class TokenColumns:
       request_id: [Q] str, in the order of their first records.
       prompt: each request's prompt ids.
       temperature: [Q] float64, as requested.
-      mode: [Q] int8 `LogprobsMode`, the distribution that the request's logprobs describe.
+      logprobs_mode: [Q] int8 `LogprobsMode`, the distribution that its logprobs describe.
       finish_reason: [Q] int8 `FinishReason`; 0 for a request that has not ended.
       request: [N] int32, the index of the token's request.
       position: [N] int64, the token's place in its sequence; the first after the prompt is at
@@ -99,7 +99,7 @@ class TokenColumns:
     request_id: NDArray[np.str_]
     prompt: Ragged
     temperature: NDArray[np.float64]
-    mode: NDArray[np.int8]
+    logprobs_mode: NDArray[np.int8]
     finish_reason: NDArray[np.int8]
     request: NDArray[np.int32]
     position: NDArray[np.int64]
@@ -170,7 +170,10 @@ TOKEN_COLUMNS = {
     "draft_logprob": np.float32,
     "draft_token_rank": np.int32,
 }
-TOKEN_LISTS = ("topk", "chosen", "draft_chosen")
+# Lists of a token: their column of ids in an Arrow table, by the name that a request has for them.
+TOKEN_LISTS = {
+    "topk": "topk_ids", "chosen": "extra_token_ids", "draft_chosen": "draft_extra_token_ids",
+}  # fmt: skip
 # What stands for a token whose request did not ask, or for a draft that is not known.
 FILLS = {
     "logprob": np.nan, "token_rank": NOT_ASKED, "draft_token_id": -1, "draft_logprob": np.nan,

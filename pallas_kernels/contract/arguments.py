@@ -34,8 +34,10 @@ def to_device(values: ArrayLike, dtype: DTypeLike) -> jax.Array:
     return jax.device_put(np.asarray(values, dtype))  # type: ignore[no-any-return]
 
 
-def known(values: jax.Array) -> np.ndarray | None:
+def known(values: AnyArray) -> np.ndarray | None:
     """The values, where this process has them already; None where they are traced."""
+    if isinstance(values, np.ndarray):
+        return values
     if isinstance(values, jax.core.Tracer) or not values.is_fully_addressable:
         return None
     return np.asarray(values)

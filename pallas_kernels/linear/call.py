@@ -277,7 +277,7 @@ def check_product(
     if hidden.shape[1] != head.shape[h]:
         raise ValueError(
             f"hidden has H = {hidden.shape[1]} and head {head.shape[h]}; head must be "
-            f"[{', '.join(axes)}]: transpose it, or tell linear_topk_logprobs its head_axes"
+            f"[{', '.join(axes)}]: transpose it, or say its head_axes"
         )
     if not 0 < head.shape[v] <= MAX_VOCABULARY:
         raise ValueError(

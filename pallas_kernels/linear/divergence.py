@@ -30,7 +30,7 @@ from pallas_kernels.lowering.forms import vary_like
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
 LEAST_REST = 2.0**-24  # of a teacher's mass: what float32 can tell 1 minus a sum from
-SUM_ROUNDING = 1e-3  # by which a teacher's probabilities may exceed 1
+SUM_ROUNDING = 1e-3  # by which a teacher's probabilities may miss 1
 
 
 class SupportInputs(NamedTuple):
@@ -159,10 +159,14 @@ def _student(call: Call, inputs: SupportInputs) -> _Student:
 
 def _teacher(call: Call, inputs: SupportInputs) -> tuple[_Buckets, jax.Array]:
     """The teacher's buckets, and [R] bool, which rows are probabilities."""
-    logprobs = jnp.where(_real(call, inputs), inputs.support_logprobs, -jnp.inf)
+    real = _real(call, inputs)
+    logprobs = jnp.where(real, inputs.support_logprobs, -jnp.inf)
     mass = jnp.sum(jnp.exp(logprobs), axis=1)
-    rest = jnp.log(jnp.maximum(1 - mass, LEAST_REST))
-    return _Buckets(logprobs, rest), mass <= 1 + SUM_ROUNDING
+    vocab_size = call.shard.size(call.definition.width(inputs.head))
+    is_whole = jnp.sum(real, axis=1, dtype=jnp.int32) == vocab_size  # the rest has no token
+    rest = jnp.where(is_whole, -jnp.inf, jnp.log(jnp.maximum(1 - mass, LEAST_REST)))
+    least = jnp.where(is_whole, 1 - SUM_ROUNDING, 0)
+    return _Buckets(logprobs, rest), (mass >= least) & (mass <= 1 + SUM_ROUNDING)
 
 
 def _joined(buckets: _Buckets) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32
 
-from pallas_kernels.contract.arguments import floats
+from pallas_kernels.contract.arguments import floats, known
 from pallas_kernels.contract.rows import check_ids, check_options
 from pallas_kernels.contract.types import RowFloats
 from pallas_kernels.linear.call import (
@@ -70,7 +70,8 @@ def linear_support_kl(
         jensen_shannon   half of both, each from the middle (p + q) / 2
 
     The student's rest is a sum over its tokens, so it keeps its digits however small it is. The
-    teacher's is 1 minus its support, 2^-24 at least: what float32 can tell.
+    teacher's is 1 minus its support, 2^-24 at least: what float32 can tell. A support of all V
+    tokens leaves no rest: it must sum to 1.
 
     Memory: a few percent of R * V logits, as `linear_topk_logprobs`; the same meshes. Of R rows,
     R (2 + C) words a shard travel.
@@ -92,14 +93,15 @@ def linear_support_kl(
       axis_name, row_axis_name, vocab_size, mesh: as there.
 
     Returns:
-      [R] float32. NaN in a row whose logits are invalid, or whose teacher has a NaN or a mass of
-      more than 1.
+      [R] float32. NaN in a row whose logits are invalid, or whose teacher has a NaN, a mass of
+      more than 1, or all tokens and less than 1.
 
     Raises:
-      TypeError, ValueError: a shape, a dtype or a number is not as above; outside of `jit`, also
-        ids of V and more, an id that is named twice, and logprobs whose probabilities sum to more
-        than 1.
+      TypeError, ValueError: a shape, a dtype or a number is not as above; where they are known
+        (outside of `jit`, or NumPy arrays), also ids of V and more, an id that is named twice, and
+        logprobs whose probabilities sum to more than 1, or those of all tokens to less.
     """
+    raw_ids, raw_logprobs = support_ids, support_logprobs  # jit would hide NumPy's values
     hidden, head = check_product(hidden, head, head_axes)
     num_rows = hidden.shape[0]
     support_ids = check_ids("support_ids", support_ids, (num_rows, "C"))
@@ -121,7 +123,7 @@ def linear_support_kl(
     _, temperatures, _ = check_options(None, temperatures, None, num_rows)
     axis = head_axes.index("V")
     place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size, axis)
-    _check_support(support_ids, logprobs, place.vocab_size)
+    _check_support(known(raw_ids), known(raw_logprobs), place.vocab_size)
     definition = definition_of(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     if num_rows == 0:
         return jnp.zeros(0, jnp.float32)
@@ -142,26 +144,32 @@ def _divergence_of(which: SupportCall) -> Callable[[Layout, SupportInputs], Floa
     return jax.jit(of_part, static_argnums=0)
 
 
-def _check_support(ids: jax.Array, logprobs: jax.Array, vocab_size: int) -> None:
-    """Refuse what is no support, where the numbers are known."""
-    if isinstance(ids, jax.core.Tracer) or isinstance(logprobs, jax.core.Tracer):
+def _check_support(ids: np.ndarray | None, logprobs: np.ndarray | None, vocab_size: int) -> None:
+    """Refuse what is no support; values that are None are not known."""
+    if ids is None:
         return
-    if not (ids.is_fully_addressable and logprobs.is_fully_addressable):
-        return
-    known, values = np.asarray(ids), np.asarray(logprobs)
-    if (beyond := known >= vocab_size).any():
+    if (beyond := ids >= vocab_size).any():
         row, place = np.argwhere(beyond)[0].tolist()
         raise ValueError(
-            f"support_ids[{row}, {place}] = {known[row, place]} is outside the vocabulary (0 to "
+            f"support_ids[{row}, {place}] = {ids[row, place]} is outside the vocabulary (0 to "
             f"{vocab_size - 1}): pad with -1, and give teacher and student one vocabulary"
         )
-    ordered = np.sort(known, axis=1)
+    ordered = np.sort(ids, axis=1)
     if (twice := (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
         row, place = np.argwhere(twice)[0].tolist()
         raise ValueError(
             f"support_ids names {ordered[row, place]} twice in row {row}: name each token once"
         )
-    mass = np.where(known >= 0, np.exp(values.astype(np.float64)), 0).sum(axis=1)
+    if logprobs is None:
+        return
+    mass = np.where(ids >= 0, np.exp(logprobs.astype(np.float64)), 0).sum(axis=1)
+    least = np.where((ids >= 0).sum(axis=1) == vocab_size, 1 - SUM_ROUNDING, 0)
+    if (wrong := mass < least).any():
+        row = int(wrong.argmax())
+        raise ValueError(
+            f"support_logprobs of row {row} name all {vocab_size} tokens and sum to "
+            f"{mass[row]:.6g} as probabilities, and must to 1: no token is left for the rest"
+        )
     if (wrong := ~(mass <= 1 + SUM_ROUNDING)).any():
         row = int(wrong.argmax())
         raise ValueError(

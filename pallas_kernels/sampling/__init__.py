@@ -7,6 +7,7 @@ change.
 from pallas_kernels.sampling.distribution import truncation
 from pallas_kernels.sampling.drafts import draw
 from pallas_kernels.sampling.kept_set import kept_sets
+from pallas_kernels.sampling.learner_arguments import check_digests, check_kept
 from pallas_kernels.sampling.learning import kept_logprobs, learner_logprobs, rollout_logprobs
 from pallas_kernels.sampling.parameters import Sampling, Truncation
 from pallas_kernels.sampling.row_read import emitted_logprobs, logprobs_of_read
@@ -31,6 +32,8 @@ __all__ = [
     "truncation",
     "Truncation",
     "kept_sets",
+    "check_kept",
+    "check_digests",
     "kept_logprobs",
     "learner_logprobs",
     "rollout_logprobs",

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends import exact_sums, row_totals
-from pallas_kernels.contract.arguments import array_of, floats, integers, numbers_of
+from pallas_kernels.contract.arguments import array_of, known, numbers_of
 from pallas_kernels.contract.rows import check_floats, check_matrix
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
 from pallas_kernels.linear.types import RowScale, loaded, stored
@@ -28,6 +28,7 @@ from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling import row_read
 from pallas_kernels.sampling.kept_set import PaddedKept
+from pallas_kernels.sampling.learner_arguments import check_rows, flagged, sets_of
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.topk.call import topk_logprobs
@@ -40,6 +41,8 @@ def kept_logprobs(
     token_ids: Int32[AnyArray, "*rows"],
     kept: tuple[AnyArray, AnyArray, AnyArray],
     temperatures: Float[AnyArray, "..."] | float = 1.0,
+    *,
+    row_digests: AnyArray | None = None,
 ) -> Float32[Array, "*rows"]:
     """Logprobs of tokens under log_softmax(logits / T), renormalized over their kept sets.
 
@@ -62,15 +65,20 @@ def kept_logprobs(
       kept: `KeptSets.padded(...)`, such as of `TokenColumns.kept`: a tuple of ids `[*rows, M]`,
         counts and log_kept `[*rows]`, as NumPy or JAX arrays.
       temperatures: of the requests, `[*rows]` or what broadcasts to it; 0 (greedy) counts as 1.
+      row_digests: the rollout's, `[*rows]` uint64 or `[*rows, 2]` uint32, 0 where there is none:
+        all logits are read, and a row with others than the rollout's is refused. Under `jax.jit`,
+        and where a gradient is taken, its logprob is NaN instead.
 
     Raises:
-      ValueError: the kept sets are not of these rows.
+      TypeError, ValueError: the kept sets are not of these rows or cannot be (`check_kept`); the
+        digests are of other logits, or of another dtype.
     """
     logits = check_floats("logits", logits)
     rows = logits.shape[:-1]
     token_ids = array_of("token_ids", token_ids, "integers", rows, "one a row of the logits")
-    sets, t = on_device(kept, rows), _temperatures(temperatures, rows)
-    return compiled(_of_any_temperature)(logits, token_ids, sets, t)  # type: ignore[no-any-return]
+    sets = sets_of(kept, rows, logits.shape[-1])
+    t, same = _temperatures(temperatures, rows), check_rows(logits, row_digests)
+    return flagged(compiled(_of_any_temperature)(logits, token_ids, sets, t), same)
 
 
 def _of_any_temperature(
@@ -83,6 +91,12 @@ def _of_any_temperature(
 def _temperatures(temperatures: ArrayLike, rows: tuple[int, ...]) -> jax.Array:
     """The temperatures of these rows."""
     t = numbers_of("temperatures", temperatures, jnp.float32)
+    values = known(temperatures if isinstance(temperatures, np.ndarray) else t)
+    if values is not None and not (values >= 0).all():
+        raise ValueError(
+            f"temperatures has {values[~(values >= 0)].flat[0]:g}: give those of the requests, 0 "
+            "for a greedy one"
+        )
     try:
         return jnp.broadcast_to(t, rows)
     except ValueError:
@@ -90,30 +104,8 @@ def _temperatures(temperatures: ArrayLike, rows: tuple[int, ...]) -> jax.Array:
 
 
 def _usable(t: jax.Array) -> jax.Array:
-    """Temperatures to divide by: those of greedy requests count as 1."""
-    return jnp.where(t > 0, t, jnp.float32(1))
-
-
-def on_device(kept: tuple[AnyArray, AnyArray, AnyArray], rows: tuple[int, ...]) -> PaddedKept:
-    """The sets as JAX arrays; ValueError if they are not of these rows."""
-    if not isinstance(kept, tuple) or len(kept) != 3:
-        raise TypeError(
-            f"kept is a {type(kept).__name__}: give the kept ids, counts and log_kept of each row, "
-            "as `kept_sets` and a record's columns have them"
-        )
-    sets = PaddedKept(
-        integers("kept.token_ids", kept[0], jnp.int32),
-        integers("kept.counts", kept[1], jnp.int32),
-        floats("kept.log_kept", kept[2]).astype(jnp.float32),
-    )
-    shapes = (sets.token_ids.shape[:-1], sets.counts.shape, sets.log_kept.shape)
-    if shapes != (rows,) * 3:
-        raise ValueError(
-            f"kept.token_ids {sets.token_ids.shape}, kept.counts {sets.counts.shape} and "
-            f"kept.log_kept {sets.log_kept.shape} do not go with token_ids {rows}: give "
-            f"{(*rows, 'M')}, {rows} and {rows}"
-        )
-    return sets
+    """Temperatures to divide by: those of greedy requests count as 1, and NaN is what is none."""
+    return jnp.where(t > 0, t, jnp.where(t == 0, jnp.float32(1), jnp.nan))
 
 
 @jax.custom_vjp
@@ -240,6 +232,8 @@ def rollout_logprobs(
     token_ids: Int32[AnyArray, " N"],
     kept: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     temperatures: Float[AnyArray, " N"] | None = None,
+    *,
+    row_digests: AnyArray | None = None,
 ) -> Float32[Array, " N"]:
     """The logprobs that a rollout has of these logits, bit for bit.
 
@@ -255,18 +249,21 @@ def rollout_logprobs(
       kept: as `kept_logprobs` has them.
       temperatures: of the requests; without them 1. With kept sets, a greedy request's only token
         (temperature 0) has logprob 0 and no gradient.
+      row_digests: as `kept_logprobs` has them: rows of other logits than the rollout's are refused.
 
     Raises:
-      TypeError, ValueError: the kept sets are not of these rows, or as `topk_logprobs`.
+      TypeError, ValueError: as `kept_logprobs`, or as `topk_logprobs`.
     """
+    logits = check_matrix("logits", logits, "[N, V]")
+    same = check_rows(logits, row_digests)
     scaled = topk_logprobs(logits, token_ids, 0, temperatures=temperatures).logprobs[:, 0]
     if kept is None:
-        return scaled
-    logits, token_ids = jnp.asarray(logits), jnp.asarray(token_ids, jnp.int32)
-    sets = on_device(kept, token_ids.shape)
+        return flagged(scaled, same)
+    token_ids = jnp.asarray(token_ids, jnp.int32)
+    sets = sets_of(kept, token_ids.shape, logits.shape[1])
     t = _temperatures(1.0 if temperatures is None else temperatures, token_ids.shape)
     arrays = logits, token_ids, sets, t, lax.stop_gradient(scaled)
-    return compiled(_processed)(*arrays)  # type: ignore[no-any-return]
+    return flagged(compiled(_processed)(*arrays), same)
 
 
 @jax.custom_vjp
@@ -319,7 +316,8 @@ def learner_logprobs(
     Of the head, a row with ids reads its own tokens' rows alone. Rows with a mark (`KEPT_ALL`,
     `KEPT_MANY`) take the whole head, a block at a time, and only in a batch that has one.
     Differentiable in reverse by hidden, head and temperatures; nothing of `[*rows, V]` exists then
-    either. The logits are those of `pallas_kernels.linear_topk_logprobs`.
+    either. The logits are those of `pallas_kernels.linear_topk_logprobs`: blocks of a product have
+    other bits than a rollout's whole one, so it takes no digests of rows.
 
     Args:
       hidden: bfloat16, float16 or float32.
@@ -329,12 +327,13 @@ def learner_logprobs(
       soft_cap: cap * tanh(x / cap) of the logits, or None.
 
     Raises:
-      TypeError, ValueError: the kept sets are not of these rows, or as `linear_topk_logprobs`.
+      TypeError, ValueError: the kept sets are not of these rows or cannot be (`check_kept`), or as
+        `linear_topk_logprobs`.
     """
     hidden, head = check_floats("hidden", hidden), check_matrix("head", head, "[V, H]")
     rows = hidden.shape[:-1]
     token_ids = array_of("token_ids", token_ids, "integers", rows, "one a row of hidden")
-    sets = on_device(kept, rows)
+    sets = sets_of(kept, rows, head.shape[0])
     flat: PaddedKept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(rows) :]), sets)
     states = hidden.reshape(-1, hidden.shape[-1])
     ids = jnp.asarray(token_ids, jnp.int32).reshape(-1)

@@ -116,21 +116,29 @@ def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(reading_side
     assert "KeyError" not in printed
 
 
-@pytest.mark.slow
 def test_rollouts_scored_again_have_the_same_logprobs():
-    printed = run(EXAMPLES / "rl_rollouts.py")
-    found = re.findall(r"ratios of (\d+) tokens that are not 1: (\d+)", printed)
-    assert found == [("384", "0")] * 2
-    ratios = re.findall(r"epoch (\d): importance ratios from (\S+) to (\S+)", printed)
+    """Two iterations; digests notice at the end that the weights have moved."""
+    printed = run(EXAMPLES / "rl_rollouts.py", "--iterations", "2")
+    ratios = re.findall(r"^\d\.(\d): 384 ratios from (\S+) to (\S+)$", printed, re.MULTILINE)
     for epoch, low, high in ratios:
         if epoch == "0":  # nothing was updated yet
             assert (low, high) == ("1.000", "1.000")
         else:
             assert float(low) < 0.99 < 1.01 < float(high)
     assert len(ratios) == 4
-    without = re.findall(r"without the kept sets, the mean ratio would be (\S+)", printed)
-    assert len(without) == 2
-    assert all(0.8 <= float(mean) < 0.95 for mean in without)
+    assert "rows of other logits, by their digests: 384;" in printed
+    assert re.findall(r"^ +(\d) 0\.\d{3} #{30,}$", printed, re.MULTILINE) == ["0", "1"]
+    assert len((EXAMPLES / "rl_rollouts.py").read_text().splitlines()) < 120
+
+
+@pytest.mark.slow
+def test_a_policy_learns_from_rollouts_and_raw_logprobs_are_noticed():
+    printed = run(EXAMPLES / "rl_rollouts.py")
+    means = [float(x) for x in re.findall(r"^ +\d (0\.\d{3}) #+$", printed, re.MULTILINE)]
+    assert len(means) == 8
+    assert max(means[5:]) > 1.2 * means[0]
+    printed = run(EXAMPLES / "rl_rollouts.py", "--mode", "raw", "--iterations", "1", status=1)
+    assert "all must be 1: the rollouts are of another policy" in printed
 
 
 @pytest.mark.fast

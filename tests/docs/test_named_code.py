@@ -31,8 +31,8 @@ OTHERS = {
         "index_to_batch_id",
     ],
     "vLLM": ["raw_logits", "LogprobsProcessor"],
-    "MaxText": ["attend_on_embedding"],
-    "tunix": ["TrainExample", "advantages", "ref_per_token_logps"],
+    "MaxText": ["attend_on_embedding", "create_forward_fn"],
+    "tunix": ["TrainExample", "advantages", "ref_per_token_logps", "DistillationTrainer"],
     "verl": ["DataProto", "DataProto.from_single_dict"],
     "tpu-inference": [
         "layers/jax/sample/sampling.py", "test_logprobs_replication.py", "test_sampling.py",

@@ -121,11 +121,18 @@ def right():
         ),
         "kept_logprobs": (
             sampling.kept_logprobs,
-            {"logits": x, "token_ids": tokens, "kept": kept, "temperatures": t},
+            {"logits": x, "token_ids": tokens, "kept": kept, "temperatures": t,
+             "row_digests": kernels.row_digests(x)},
         ),
         "rollout_logprobs": (
             sampling.rollout_logprobs,
-            {"logits": x, "token_ids": tokens, "kept": kept, "temperatures": t},
+            {"logits": x, "token_ids": tokens, "kept": kept, "temperatures": t,
+             "row_digests": kernels.row_digests(x)},
+        ),
+        "check_kept": (sampling.check_kept, {"kept": kept, "vocab_size": V}),
+        "check_digests": (
+            sampling.check_digests,
+            {"digests": kernels.row_digests(x), "rollout_digests": kernels.row_digests(x)},
         ),
         "learner_logprobs": (
             sampling.learner_logprobs,
@@ -225,7 +232,8 @@ def wrong_fields(value):
     "linear_topk_logprobs", "linear_kept_logprobs", "linear_support_kl", "logprobs_tensors",
     "draw", "draw, flat", "verify", "verify, flat",
     "verify, drawn", "emitted_logprobs", "logprobs_of_read", "truncation", "kept_sets",
-    "kept_logprobs", "rollout_logprobs", "learner_logprobs", "row_ids_of", "Sampling.of",
+    "kept_logprobs", "rollout_logprobs", "check_kept", "check_digests", "learner_logprobs",
+    "row_ids_of", "Sampling.of",
     "Sampling.greedy", "Drafts.of_flat", "Drafts.none", "Drafts.joined",
 ])  # fmt: skip
 def test_errors_name_the_argument_and_come_from_here(name):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from maxtext.configs import pyconfig
 from maxtext.models.models import Transformer
+from maxtext.trainers.post_train.distillation import distillation_utils as utils
 from maxtext.trainers.post_train.distillation import save_top_k_teacher_logits as script
 
 from jax_specdec.adapters import maxtext as adapter
@@ -97,3 +98,64 @@ def test_install_replaces_and_restores():
         assert names == (f"{script.__name__}.teacher_step",)
         assert script.teacher_step is adapter.teacher_step
     assert script.teacher_step is own
+
+
+def forward(model, input_tokens, positions, decoder_segment_ids, **_):
+    """As MaxText's `create_forward_fn` makes it."""
+    logits = model(
+        decoder_input_tokens=input_tokens, decoder_positions=positions,
+        decoder_segment_ids=decoder_segment_ids, enable_dropout=False,
+    )  # fmt: skip
+    return utils.DistillationForwardOutput(logits=logits)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"logits_via_embedding": "true", "final_logits_soft_cap": 3.0,
+          "logits_dot_in_fp32": "true"}],
+)  # fmt: skip
+def test_a_support_of_all_tokens_is_maxtext_s_distillation(changes):
+    (student, mesh), (same, _) = teacher(**changes), teacher(**changes)
+    graph, state = nnx.split(same)
+    stronger = jax.tree.map(
+        lambda x: 1.5 * x if jnp.issubdtype(x.dtype, jnp.floating) else x, state
+    )
+    arrays = batch()
+    inputs = {
+        "input_tokens": arrays["inputs"],
+        "positions": arrays["inputs_position"],
+        "attention_mask": None,
+        "decoder_segment_ids": arrays["inputs_segmentation"],
+    }
+    targets = jnp.roll(arrays["inputs"], -1, axis=1)
+    numbers = {"temperature": 2.0, "alpha": 0.3, "vocab_size": 64}
+    theirs = utils.CombinedDistillationStrategy(forward, forward, **numbers)
+    ours = adapter.support_strategy(k=64, **numbers)
+    form, params, rest = nnx.split(student, nnx.Param, ...)
+
+    def step(strategy):
+        def loss(params):
+            model = nnx.merge(form, params, rest, copy=True)
+            output = strategy.teacher_forward_fn(
+                model=nnx.merge(graph, stronger, copy=True), **inputs
+            )
+            labels = strategy.create_labels(targets, arrays["inputs_segmentation"])
+            own = strategy.student_forward_fn(model=model, **inputs)
+            return strategy.compute_loss(own, jax.lax.stop_gradient(output), labels)
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    with jax.set_mesh(mesh):
+        ((expected, metrics), slopes), ((found, own), gradients) = step(theirs), step(ours)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for name, (total, count) in own.items():
+        np.testing.assert_allclose([total, count], metrics[name], rtol=1e-4, err_msg=name)
+    for one, other in zip(jax.tree.leaves(slopes), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-5)
+
+
+def test_a_teacher_s_logits_from_a_file_are_refused():
+    strategy = adapter.support_strategy(vocab_size=64)
+    saved = utils.DistillationForwardOutput(logits=jnp.zeros((1, 2, 5)))
+    with pytest.raises(NotImplementedError, match="top K logits are no logprobs"):
+        strategy.compute_loss((jnp.zeros((1, 2, 4)), None), saved, jnp.zeros((1, 2), jnp.int32))

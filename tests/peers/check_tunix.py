@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import types
 from functools import partial
 
 import jax
@@ -12,12 +13,15 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tunix.distillation.strategies import logit
 from tunix.models.gemma import model as gemma
 from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.rl import algo_core, common
 
 from jax_specdec.adapters import tunix
+from jax_specdec.export import tunix_batch
+from tests.support.sample_columns import three_requests
 
 # Since 0.1.7 the entropy stands in `common`, and the losses ask for it in place of logits.
 LOSSES = algo_core if hasattr(algo_core, "compute_entropy_from_logits") else common
@@ -214,3 +218,74 @@ def test_entropies_without_logits_are_tunix_s(make, temperature, chunk_size, sto
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-3)
     assert any(np.any(one) for one in pulled) == (not stop_gradient)
+
+
+def forward(model, input_tokens, input_mask):
+    """As a user's: tokens to logits."""
+    places = jnp.broadcast_to(jnp.arange(input_tokens.shape[1]), input_tokens.shape)
+    mask = jnp.tril(input_mask[:, None, :] * jnp.ones_like(input_mask)[:, :, None]) > 0
+    return model(input_tokens, places, None, mask)[0]
+
+
+def next_ids(input_tokens, input_mask):
+    return jnp.where(input_mask > 0, jnp.roll(input_tokens, -1, axis=1), -1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("temperature", "alpha"), [(2.0, 0.3), (1.0, 1.0)])
+def test_a_support_of_all_tokens_is_tunix_s_distillation(tied, temperature, alpha):
+    student, teacher = (qwen(tied, jnp.float32) for _ in range(2))
+    graph, state = nnx.split(teacher)
+    teacher = nnx.merge(graph, jax.tree.map(lambda x: 1.2 * x, state))
+    ids = jax.random.randint(jax.random.key(1), (2, 9), 1, 40)
+    inputs = {"input_tokens": ids, "input_mask": jnp.ones_like(ids).at[1, 6:].set(0)}
+    numbers = {"temperature": temperature, "alpha": alpha}
+    theirs = logit.LogitStrategy(
+        forward, forward, lambda **x: jax.nn.one_hot(next_ids(**x), 40), **numbers
+    )
+    ours = tunix.support_strategy(forward, forward, next_ids, k=40, **numbers)
+
+    @nnx.jit(static_argnums=0)
+    def step(strategy, student, teacher):
+        output = strategy.get_teacher_outputs(teacher, inputs)
+        loss = nnx.value_and_grad(
+            lambda model: strategy.get_train_loss(model, output, inputs), has_aux=True
+        )
+        return loss(student), strategy.get_eval_loss(student, inputs)[0]
+
+    both = [step(strategy, student, teacher) for strategy in (theirs, ours)]
+    ((expected, metrics), slopes), evaluated = both[0]
+    ((loss, own), gradients), own_evaluated = both[1]
+    np.testing.assert_allclose([loss, own_evaluated], [expected, evaluated], rtol=1e-5)
+    for name in own:
+        np.testing.assert_allclose(own[name], metrics[name], rtol=1e-4, atol=1e-6)
+    for one, other in zip(jax.tree.leaves(slopes), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-5)
+
+
+def test_a_learner_takes_the_batch_of_rollouts():
+    columns = three_requests().of_request(0)
+    columns = dataclasses.replace(
+        columns, request_id=columns.request_id[:1], prompt=columns.prompt.take(np.arange(1))
+    )
+    batch = tunix_batch(columns, pad_id=0)
+    fields = {field.name for field in dataclasses.fields(common.TrainExample)}
+    assert {*batch} < fields
+    example = common.TrainExample(
+        **jax.tree.map(jnp.asarray, batch), advantages=jnp.ones(1), ref_per_token_logps=None
+    )
+    model = qwen(True, jnp.float32)
+    config = types.SimpleNamespace(
+        beta=0.0, epsilon=0.2, epsilon_high=0.2, epsilon_c=None, loss_algo="grpo", temperature=1.0,
+        loss_agg_mode="sequence-mean-token-mean", kl_loss_mode="kl", clip_ratio_c=None,
+        force_compute_kl=False, use_rollout_logps=True,
+    )  # fmt: skip
+    loss, _ = algo_core.grpo_loss_fn(model, example, config, pad_id=0, eos_id=1)
+    assert np.isfinite(loss)
+    own = tunix.compute_per_token_logps(
+        *nnx.split(model), example.prompt_ids, example.completion_ids, pad_id=0, eos_id=1
+    )
+    ratio = jnp.exp(own - example.old_per_token_logps)
+    clipped = jnp.minimum(ratio, jnp.clip(ratio, 0.8, 1.2))
+    mask = example.completion_mask
+    np.testing.assert_allclose(loss, -(clipped * mask).sum() / mask.sum(), rtol=1e-4)

@@ -1,4 +1,4 @@
-"""The lane `peers`: each peer in an environment of its own, and its `check_*.py` there.
+"""The lane `peers`: each peer in an environment of its own, and its `check_*.py` and example there.
 
     python -m tests.peers.run [PEER ...]
 
@@ -27,7 +27,8 @@ def check(peer: str, python: str) -> bool:
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": " ".join([*given, "--xla_force_host_platform_device_count=4"]),
     }
-    files = sorted((ROOT / "tests" / "peers").glob(f"check_{peer}*.py"))
+    folder = ROOT / "tests" / "peers"
+    files = [*sorted(folder.glob(f"check_{peer}*.py")), folder / "check_example.py"]
     done = subprocess.run(
         [python, "-m", "pytest", *options, *files], env=os.environ | settings, cwd=ROOT, check=False
     )

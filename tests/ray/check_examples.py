@@ -6,22 +6,23 @@ from pyarrow import parquet
 
 from tests.support.run_examples import EXAMPLES, run
 
-ROLLOUT = re.compile(r"iteration (\d): weights \[(\d)\], .* of 384 tokens: (\S+)")
+ROLLOUT = re.compile(
+    r"iteration (\d): weights \[(\d)\], .* of 384 tokens: ([^ ,]+), rows of other logits: (\d+)"
+)
 
 
 def test_rollouts_of_new_weights_have_a_ratio_of_one():
     printed = run(EXAMPLES / "ray_rollouts.py")
     found = ROLLOUT.findall(printed)
     assert [one[:2] for one in found] == [("0", "0"), ("1", "1"), ("2", "2")]
-    assert all(float(largest) == 0 for _, _, largest in found)
+    assert all((float(largest), rows) == (0, "0") for _, _, largest, rows in found)
     assert re.search(r"1152 tokens came in \d+ batches", printed)
 
 
 def test_rollouts_of_stale_weights_are_noticed():
     printed = run(EXAMPLES / "ray_rollouts.py", "--stale", status=1)
     found = ROLLOUT.findall(printed)
-    assert [version for _, version, _ in found] == ["0", "0"]
-    assert float(found[0][2]) == 0 < float(found[1][2])
+    assert [(version, rows) for _, version, _, rows in found] == [("0", "0"), ("0", "384")]
     assert "the rollouts are of another policy" in printed
 
 

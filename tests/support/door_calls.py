@@ -130,6 +130,11 @@ def door_calls():
         "learner_logprobs": lambda: sampling.learner_logprobs(
             hidden, head, token_ids, kept, 0.8
         ),
+        "kept_logprobs, digests": lambda: sampling.kept_logprobs(
+            x, token_ids, kept, 0.8, row_digests=digests
+        ),
+        "check_kept": lambda: sampling.check_kept(kept, V),
+        "check_digests": lambda: sampling.check_digests(digests, digests),
         "row_ids_of": lambda: sampling.row_ids_of(lengths, 3),
         "Sampling.of": lambda: sampling.Sampling.of(3, temperature=0.5, top_k=3),
         "Sampling.of, key": lambda: sampling.Sampling.of(3, key=key),

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,13 @@ from jax_specdec.device.model.attention import (
 from jax_specdec.device.model.own_model import Model
 from jax_specdec.device.model.rotary import Slides
 from jax_specdec.device.model.tiles import KEY_TILE, over_rows
-from pallas_kernels.sampling import kept_logprobs, rollout_logprobs
+from pallas_kernels import row_digests as row_digests_of
+from pallas_kernels.sampling import check_digests, check_kept, kept_logprobs, rollout_logprobs
 
 AnyArray = jax.Array | np.ndarray
 Kept = tuple[AnyArray, AnyArray, AnyArray]
+
+Scores = TypeVar("Scores")
 
 LOGITS_BYTES = 32 << 20  # of the float32 logits that are there at once
 
@@ -52,7 +55,8 @@ def sequence_logprobs(
     temperatures: Float[AnyArray, "*any"] | float | None = None,
     kept: Kept | None = None,
     *,
-    digest: int | None = None,
+    row_digests: AnyArray | None = None,
+    digest: int | AnyArray | None = None,
     on_other_digest: Literal["refuse", "warn"] = "refuse",
 ) -> Float32[Array, "B N"]:
     """The logprob of each token but the first, with the bits that its rollout has.
@@ -67,11 +71,16 @@ def sequence_logprobs(
       temperatures: of the rollouts, what broadcasts to [B, T - 1]. None: raw logprobs.
       kept: for processed ones, padded kept sets [B, T - 1, M] as `kept_logprobs` has them; without,
         logprobs are raw or scaled.
-      digest: of the rollout's messages (`Record.digest`); None: whoever calls has looked at it.
+      row_digests: of the rollout's tokens (`record.row_digest`, `columns.row_digest`), [B, T - 1]
+        uint64 or [B, T - 1, 2] uint32, 0 where there is none: a row of other logits is refused.
+        Under `jax.jit`, and where a gradient is taken, its logprob is NaN instead.
+      digest: of the rollout's messages (`Record.digest`), or one for each of its tokens
+        (`columns.digest`); None: whoever calls has looked at it.
       on_other_digest: where it is not that of this process, raise an error, or warn and go on.
 
     Raises:
-      ValueError: the model has no tiles, another digest, or kept sets of other rows.
+      ValueError: the model has no tiles, another digest, kept sets of other rows or that cannot be
+        (`check_kept`), or rows of other logits.
     """
     tile, own = own_model.row_tile(model), digest_of(model)
     if tile is None:
@@ -79,9 +88,9 @@ def sequence_logprobs(
             "row_tile = None: such a model's logprobs have other bits in another batch; give it "
             "the row_tile of the rollout, as dataclasses.replace(model, row_tile=32) does"
         )
-    if digest is not None and digest != own:
+    if digest is not None and (others := _others(digest, own)):
         text = (
-            f"the rollout has the digest {digest}, and this process {own}: jax, the device, the "
+            f"the rollout has the digest {others[0]}, and this process {own}: jax, the device, the "
             "mesh, the dtype or a tile is another, so ratios are near 1 and not 1"
         )
         if on_other_digest == "refuse":
@@ -96,13 +105,17 @@ def sequence_logprobs(
         temperatures = jnp.broadcast_to(jnp.asarray(temperatures, jnp.float32), rows)
     sets: Kept | None = None
     if kept is not None:
-        sets = jnp.asarray(kept[0]), jnp.asarray(kept[1]), jnp.asarray(kept[2])
-        if sets[1].shape != rows:
+        sets = checked = check_kept(kept, model.vocab_size)
+        if checked.counts.shape != rows:
             raise ValueError(
-                f"kept sets of {sets[1].shape} tokens do not go with sequences {ids.shape}: give "
-                f"one for each token but the first, {rows}"
+                f"kept sets of {checked.counts.shape} tokens do not go with sequences {ids.shape}: "
+                f"give one for each token but the first, {rows}"
             )
-    return _scored(model, params, ids, temperatures, sets)
+    if row_digests is None:
+        return _scored(model, params, ids, temperatures, sets, False)[0]
+    logprobs, digests = _scored(model, params, ids, temperatures, sets, True)
+    assert digests is not None
+    return jnp.where(check_digests(digests, row_digests), logprobs, jnp.nan)
 
 
 def digest_of(model: Model, mesh: Mesh | None = None, implementation: str | None = None) -> int:
@@ -123,26 +136,55 @@ def digest_of(model: Model, mesh: Mesh | None = None, implementation: str | None
     return 1 + zlib.crc32(repr(parts).encode()) % 0xFFFF
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _others(digest: int | AnyArray, own: int) -> list[int]:
+    """The digests that are another one.
+
+    Raises:
+      TypeError: they are no integers.
+    """
+    digests = np.asarray(digest)
+    if not np.issubdtype(digests.dtype, np.integer):
+        raise TypeError(
+            f"digest = {digest!r} must be an integer, as `Record.digest` is, or an array of them"
+        )
+    return sorted({*digests.reshape(-1).tolist()} - {own})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 5))
 def _scored(
-    model: Model, params: Any, ids: jax.Array, t: jax.Array | None, kept: Kept | None
-) -> jax.Array:
-    return score(model, params, ids, t, kept, logprobs=rollout_logprobs)
+    model: Model,
+    params: Any,
+    ids: jax.Array,
+    t: jax.Array | None,
+    kept: Kept | None,
+    with_digests: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Logprobs [B, N], and digests of their rows [B, N, 2] where they are wanted."""
+
+    def of_rows(logits: jax.Array, *others: Any) -> tuple[jax.Array, jax.Array | None]:
+        logprobs = rollout_logprobs(logits, *others)
+        return logprobs, row_digests_of(
+            logits, vocab_size=model.vocab_size
+        ) if with_digests else None
+
+    return score(model, params, ids, t, kept, of_rows=of_rows)
 
 
-def _forward(model: Model, *given: Any) -> tuple[jax.Array, Any]:
-    return _scored(model, *given), given
+def _forward(
+    model: Model, params: Any, ids: jax.Array, t: Any, kept: Any, with_digests: bool
+) -> tuple[Any, Any]:
+    return _scored(model, params, ids, t, kept, with_digests), (params, ids, t, kept)
 
 
-def _backward(model: Model, given: Any, gradient: jax.Array) -> tuple[Any, ...]:
+def _backward(model: Model, with_digests: bool, inputs: Any, gradients: Any) -> tuple[Any, ...]:
     """Of the same function without tiles: rounding is all that differs."""
-    params, ids, t, kept = given
+    params, ids, t, kept = inputs
     plain = replace(model, row_tile=None) if isinstance(model, ModelConfig) else model
 
     def ordinary(params: Any, t: jax.Array | None) -> jax.Array:
-        return score(plain, params, ids, t, kept, logprobs=_plain_logprobs)
+        return score(plain, params, ids, t, kept, of_rows=_plain_logprobs)
 
-    by_params, by_temperature = jax.vjp(ordinary, params, t)[1](gradient)
+    by_params, by_temperature = jax.vjp(ordinary, params, t)[1](gradients[0])
     return by_params, None, by_temperature, None
 
 
@@ -164,19 +206,20 @@ def score(
     t: jax.Array | None = None,
     kept: Kept | None = None,
     *,
-    logprobs: Callable[..., jax.Array],
-) -> jax.Array:
-    """The logprobs that `logprobs` makes of some rows' logits at a time."""
+    of_rows: Callable[..., Scores],
+) -> Scores:
+    """What `of_rows` makes of some rows' logits at a time: a tree of arrays of these rows."""
 
     @jax.checkpoint
-    def some(hidden: jax.Array, *of_rows: Any) -> jax.Array:
+    def some(hidden: jax.Array, *others: Any) -> Scores:
         logits = own_model.head(params, model, hidden[0])
-        return logprobs(logits, *jax.tree.map(lambda x: x[0], of_rows))[None]
+        scores = of_rows(logits, *jax.tree.map(lambda x: x[0], others))
+        return jax.tree.map(lambda x: x[None], scores)  # type: ignore[no-any-return]
 
     hidden = whole_sequences(params, model, ids[:, :-1])
     whole = own_model.row_tile(model) or 1  # so many rows at once that no tile is padded
     most = max(8, whole, LOGITS_BYTES // (4 * own_model.num_columns(model)) // whole * whole)
-    found: jax.Array = over_rows(
+    found: Scores = over_rows(
         some, hidden, ids[:, 1:], kept, t, tile=min(most, hidden[..., 0].size)
     )
     return found

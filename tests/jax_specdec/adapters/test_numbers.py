@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_specdec.adapters import maxtext, sglang_jax, tpu_inference, tunix
-from jax_specdec.adapters.tunix_heads import Head, linear_logprobs
+from jax_specdec.adapters import maxtext, maxtext_heads, sglang_jax, tpu_inference, tunix
+from jax_specdec.adapters.heads import Head, linear_logprobs
 
 V, H = 37, 6
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -260,11 +260,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", [*REFUSED, "quantization"])
 def test_a_teacher_that_is_not_served_is_refused_by_name(name):
-    maxtext._check(SimpleNamespace(config=SimpleNamespace(**SERVED), quant=None))
+    maxtext_heads.check_model(SimpleNamespace(config=SimpleNamespace(**SERVED), quant=None))
     config = SimpleNamespace(**SERVED | REFUSED.get(name, {}))
     quant = object() if name == "quantization" else None
     with pytest.raises(NotImplementedError, match=name):
-        maxtext._check(SimpleNamespace(config=config, quant=quant))
+        maxtext_heads.check_model(SimpleNamespace(config=config, quant=quant))
 
 
 @pytest.mark.parametrize(
@@ -276,4 +276,5 @@ def test_a_teacher_that_is_not_served_is_refused_by_name(name):
     ],
 )
 def test_a_teacher_that_is_served_is_not_refused(changes):
-    maxtext._check(SimpleNamespace(config=SimpleNamespace(**SERVED | changes), quant=None))
+    config = SimpleNamespace(**SERVED | changes)
+    maxtext_heads.check_model(SimpleNamespace(config=config, quant=None))

@@ -1,7 +1,6 @@
 """Rollouts as one table, read by others without this package, and as the learners' batches."""
 
 import dataclasses
-import importlib.util
 import subprocess
 import sys
 
@@ -32,10 +31,9 @@ READERS = {
         "ids, masks, own = (t[n].to_list() for n in ('input_ids', 'loss_mask', 'logprob'))",
     ),
 }
-INSTALLED = [name for name in READERS if importlib.util.find_spec(name)]
 
 
-@pytest.mark.parametrize("reader", INSTALLED)
+@pytest.mark.parametrize("reader", READERS)
 def test_a_file_of_rollouts_is_read_without_this_package(reader, tmp_path):
     path = tmp_path / "rollouts.parquet"
     columns = three_requests()

@@ -180,11 +180,15 @@ def test_a_row_of_a_sequence_has_a_list_for_each_column_of_tokens():
 def test_tables_without_a_column_are_refused():
     columns = three_requests()
     tokens_table, requests_table = arrow.tokens_table(columns), arrow.requests_table(columns)
-    before = tokens_table.drop_columns(["draft_chosen_ids", "kept_ids", "log_kept"])
+    gone = ["draft_extra_token_ids", "kept_token_ids", "log_kept"]
+    before, without_mode = (
+        tokens_table.drop_columns(gone),
+        requests_table.drop_columns(["logprobs_mode"]),
+    )
     sequences = arrow.sequences_table(columns).drop_columns(["weights_version"])
     for read, tables, lacks in (
-        (arrow.from_tables, (before, requests_table), "draft_chosen_ids, kept_ids, log_kept"),
-        (arrow.from_tables, (tokens_table, requests_table.drop_columns(["mode"])), "mode"),
+        (arrow.from_tables, (before, requests_table), ", ".join(gone)),
+        (arrow.from_tables, (tokens_table, without_mode), "logprobs_mode"),
         (arrow.from_sequences, (sequences,), "weights_version"),
     ):
         with pytest.raises(ValueError, match=f"lacks the columns {lacks}: read"):
@@ -200,7 +204,7 @@ def test_arrow_knows_null_from_nan():
         "request_id": ["a", "a", "b", "b", "c", "c", "a", "c"],
         "weights_version": [0] * 6 + [1] * 2,
         "kept_count": [None] * 2 + [2, -1] + [None] * 4,
-        "kept_ids": [[]] * 2 + [[5, 9], []] + [[]] * 4,
+        "kept_token_ids": [[]] * 2 + [[5, 9], []] + [[]] * 4,
     }
     assert {name: found[name] for name in expected} == expected
     assert found["kind"][1] == "recovered"
@@ -208,7 +212,7 @@ def test_arrow_knows_null_from_nan():
     assert found["log_kept"][1:4] == [None, -0.5, 0]
     requests = arrow.requests_table(three_requests()).to_pydict()
     assert requests["finish_reason"] == ["length", None, None]
-    assert requests["mode"] == ["raw"] * 3
+    assert requests["logprobs_mode"] == ["raw"] * 3
     assert requests["prompt_token_ids"] == [[1, 2]] * 3
 
 
@@ -216,7 +220,7 @@ def check_same(found, expected):
     """Equal values and types, request by request: batches have no order among requests."""
     places = {name: at for at, name in enumerate(found.request_id.tolist())}
     assert sorted(places) == sorted(expected.request_id.tolist())
-    whole = "request", "request_id", "prompt", "temperature", "mode", "finish_reason"
+    whole = "request", "request_id", "prompt", "temperature", "logprobs_mode", "finish_reason"
     for at, name in enumerate(expected.request_id.tolist()):
         same(expected.of_request(at), found.of_request(places[name]), but=whole)
 

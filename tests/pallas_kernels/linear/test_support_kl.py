@@ -255,6 +255,37 @@ def test_what_is_no_support_is_refused(changes, said):
         linear_support_kl(**case() | changes(), **HOW)
 
 
+def test_known_supports_are_refused_where_a_program_is_traced():
+    x = case()
+    wrong = wrong_support(5, support_logprobs=0.0)
+    with pytest.raises(ValueError, match="row 5 sum to 6"):
+        jax.jit(lambda hidden: linear_support_kl(**x | wrong | {"hidden": hidden}))(x["hidden"])
+    traced = jax.jit(lambda **arrays: linear_support_kl(**x | arrays))(**wrong)
+    assert np.flatnonzero(np.isnan(traced)).tolist() == [5]
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_a_support_of_all_tokens_leaves_no_rest(which):
+    rng = np.random.default_rng(2)
+    hidden, head, teacher = (rng.normal(size=shape) for shape in ((3, H), (20, H), (3, 20)))
+    lp, lq = (x - np.logaddexp.reduce(x, axis=1)[:, None] for x in (teacher, hidden @ head.T))
+    middle = np.logaddexp(lp, lq) - np.log(2)
+    sums = {
+        "forward": np.exp(lp) * (lp - lq),
+        "reverse": np.exp(lq) * (lq - lp),
+        "jensen_shannon": (np.exp(lp) * (lp - middle) + np.exp(lq) * (lq - middle)) / 2,
+    }
+    ids = np.tile(np.arange(20, dtype=np.int32), (3, 1))
+    narrow = [jnp.asarray(x, jnp.float32) for x in (hidden, head, lp)]
+    found = linear_support_kl(*narrow[:2], ids, narrow[2], divergence=which)
+    np.testing.assert_allclose(found, sums[which].sum(1), rtol=1e-5)
+    less = np.asarray(narrow[2]) - np.float32([[0], [0.5], [0]])
+    with pytest.raises(ValueError, match=r"row 1 name all 20 tokens and sum to 0.606531 as prob"):
+        linear_support_kl(*narrow[:2], ids, less, divergence=which)
+    jitted = jax.jit(lambda less: linear_support_kl(*narrow[:2], ids, less, divergence=which))
+    assert np.isnan(jitted(less)).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 def test_no_array_of_the_logits_size_is_made(gradient):
     """Of 1,024 rows of a vocabulary of 32,768; the plain way's temporaries are the control."""

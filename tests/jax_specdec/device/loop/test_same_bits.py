@@ -271,6 +271,32 @@ def test_a_rollout_of_another_digest_is_refused():
         sequence_logprobs(params, dataclasses.replace(config, row_tile=None), ids)
 
 
+def test_a_row_of_other_logits_has_no_logprob_under_jit():
+    params, config = tiny()
+    ids = np.random.default_rng(0).integers(0, decoding.VOCAB, (2, 5)).astype(np.int32)
+    run = quick_compile.as_users(sequence_logprobs, static_argnums=1)
+    words = np.zeros((2, 4, 2), np.uint32)  # 0: not compared
+    alone = run(params, config, ids, row_digests=words)
+    np.testing.assert_array_equal(alone, scored(params, config, ids))
+    words[1, 2] = 3, 3  # of float32 logits, and of no row here
+    found = np.asarray(run(params, config, ids, row_digests=words))
+    np.testing.assert_array_equal(np.argwhere(np.isnan(found)), [[1, 2]])
+    with pytest.raises(ValueError, match=r"give uint64 \(2, 4\)"):
+        jax.eval_shape(lambda: sequence_logprobs(params, config, ids, row_digests=words[:1]))
+
+
+def test_a_digest_of_each_token_is_compared_too():
+    params, config = tiny()
+    ids, own = np.zeros((1, 4), np.int32), digest_of(config)
+    digests = np.full(5, own, np.uint16)
+    jax.eval_shape(lambda: sequence_logprobs(params, config, ids, digest=digests))
+    digests[3] = 7
+    with pytest.raises(ValueError, match="the rollout has the digest 7,"):
+        jax.eval_shape(lambda: sequence_logprobs(params, config, ids, digest=digests))
+    with pytest.raises(TypeError, match="digest = '7' must be an integer"):
+        jax.eval_shape(lambda: sequence_logprobs(params, config, ids, digest="7"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
