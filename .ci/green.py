@@ -2,9 +2,14 @@
 
     python .ci/green.py run LANE COMMAND ...   run it if a file changed, keep its hash if green
     python .ci/green.py changed [LANE ...]     the lanes (of these) that changed, one a line
+    python .ci/green.py turn LANE              LANE or LANE-newest: which of them is to run now
 
 `.ci/green.json` holds a hash of each lane's input files at its last green run. Commit it: a later
 run on the same files has nothing to find. `run` keeps no hash of a command that says NOT RUN.
+
+Some lanes take long and depend on what jax emits: they are for the oldest jax, and LANE-newest for
+that of `.venv-newest`, whose version stands beside the hash. Where both changed they take turns:
+`.ci/green.json` has whose turn is next, and the other one runs the time after.
 """
 
 import fcntl
@@ -16,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HASHES = ".ci/green.json"
+HASHES, WITH = ".ci/green.json", " with jax "
 KERNELS, CASES = "pallas_kernels/backends/mosaic_gpu", "tests/pallas_kernels/mosaic_gpu/ptx"
 PRODUCT = ["pyproject.toml", "pallas_kernels/**/*", "ipc/**/*", "jax_specdec/**/*"]
 GPU, TPU = (f"pallas_kernels/backends/mosaic_{chip}/*" for chip in ("gpu", "tpu"))
@@ -24,8 +29,9 @@ ON_A_CPU = [*PRODUCT, f"!{GPU}", f"!{TPU}"]  # no kernel of a chip runs there
 SUPPORT = ["tests/conftest.py", "tests/support/*"]
 COMPILED = ["pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "bench/aot*", "bench/gpu/*"]
 PTX = [
-    *(f"{KERNELS}/{name}.py" for name in ("cluster_kernel", "compat", "reading", "rows_kernel")),
-    f"{KERNELS}/thread.py", f"{KERNELS}/schedule.py", f"{CASES}/kernels.py",
+    *(f"{KERNELS}/{name}.py" for name in ("cluster_kernel", "compat", "limits", "reading")),
+    f"{KERNELS}/rows_kernel.py", f"{KERNELS}/thread.py", f"{KERNELS}/schedule.py",
+    f"{CASES}/kernels.py",
     "pallas_kernels/numbers/*", "pallas_kernels/testing/chips.py",
     "pallas_kernels/testing/compile_target.py", "tests/ptx_machine/*.py",
 ]  # fmt: skip
@@ -74,6 +80,12 @@ LANES = {
         f"{KERNELS}/groups_kernel.py", f"{CASES}/draw_cases.py",
     ],
 }  # fmt: skip
+IN_TURN = (
+    "aot", "rehearsal", "rehearsal-ptx", "rehearsal-tpu", "ptx-rows", "ptx-groups", "ptx-draw",
+)  # fmt: skip
+NEWEST = "-newest"
+LANES |= {f"{lane}{NEWEST}": LANES[lane] for lane in IN_TURN}
+ON_NEWEST = ("newest-kernels", *(f"{lane}{NEWEST}" for lane in IN_TURN))
 
 
 def main(root: Path, arguments: list[str]) -> int:
@@ -83,7 +95,10 @@ def main(root: Path, arguments: list[str]) -> int:
     if unknown := [lane for lane in lanes if lane not in LANES]:
         print(f"there is no lane {unknown[0]}: one of {', '.join(LANES)}", file=sys.stderr)
         return 2
-    changed = [lane for lane in lanes if hash_of(root, lane) != _green(root).get(lane)]
+    if what == "turn":
+        print(turn_of(root, names[0]))
+        return 0
+    changed = [lane for lane in lanes if is_changed(root, lane)]
     if what == "changed":
         print("\n".join(changed))
         return 0
@@ -91,6 +106,28 @@ def main(root: Path, arguments: list[str]) -> int:
         print(f"{lanes[0]}: no file changed since its last green run")
         return 0
     return _run(root, lanes[0], names[1:])
+
+
+def is_changed(root: Path, lane: str) -> bool:
+    """Whether a lane has something to find: other files, or another newest jax, than when green."""
+    hashed, _, version = _green(root).get(lane, "").partition(WITH)
+    here = newest_jax(root) if lane in ON_NEWEST else None
+    return hashed != hash_of(root, lane) or here not in (None, version)
+
+
+def turn_of(root: Path, lane: str) -> str:
+    """Which lane of a pair runs now: the one that changed; of two, the one whose turn it is."""
+    changed = [name for name in (lane, lane + NEWEST) if is_changed(root, name)]
+    if len(changed) == 1:
+        return changed[0]
+    return _green(root).get(f"{lane}: next", lane)
+
+
+def newest_jax(root: Path) -> str | None:
+    """The version of jax in `.venv-newest`; None if that is not there."""
+    packages = root.glob(".venv-newest/lib/python*/site-packages/jax-*.dist-info")
+    found = sorted(path.name.split("-")[1].removesuffix(".dist") for path in packages)
+    return found[-1] if found else None
 
 
 def hash_of(root: Path, lane: str) -> str:
@@ -117,6 +154,8 @@ def _green(root: Path) -> dict[str, str]:
 
 def _run(root: Path, lane: str, command: list[str]) -> int:
     before, ran = hash_of(root, lane), True
+    if lane in ON_NEWEST:
+        before += f"{WITH}{newest_jax(root)}"
     with subprocess.Popen(
         command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -127,9 +166,17 @@ def _run(root: Path, lane: str, command: list[str]) -> int:
     if ran and process.returncode == 0:
         with (root / ".ci/green.py").open() as lock:  # other lanes end at the same time
             fcntl.flock(lock, fcntl.LOCK_EX)
-            green = _green(root) | {lane: before}
+            green = _green(root) | {lane: before} | _next_turn(lane)
             (root / HASHES).write_text(json.dumps(green, indent=2, sort_keys=True) + "\n")
     return process.returncode
+
+
+def _next_turn(lane: str) -> dict[str, str]:
+    """Whose turn is next once a lane was green."""
+    first = lane.removesuffix(NEWEST)
+    if first not in IN_TURN:
+        return {}
+    return {f"{first}: next": first if lane == first + NEWEST else first + NEWEST}
 
 
 if __name__ == "__main__":

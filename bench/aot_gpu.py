@@ -1,10 +1,10 @@
-"""Compile the GPU kernels for an H100 on a machine without one, and check the compiler's output.
+"""Compile the GPU kernels for a chip on a machine without one, and check the compiler's output.
 
 python -m bench.aot            a table: registers, spills, instructions per logit, temporaries,
                                and the time by a model (`bench.gpu.model`), in microseconds
 python -m bench.aot --accept   the times of this run are the limits from now on
 python -m bench.aot --only N   every N-th shape of each path
-python -m bench.aot --chip B200        or RTX5090
+python -m bench.aot --chip A100        or another of `chips.GPUS`; below 9.0 with jax from 0.11 on
 """
 
 import argparse
@@ -130,7 +130,7 @@ class Result:
 
 def broken(options: argparse.Namespace) -> int:
     """Compile every shape of the table; returns how many limits are broken."""
-    device = compile_target.find(options.chip)
+    device, chip = compile_target.find(options.chip), model.chip(options.chip)
     seen: dict[tuple[Any, ...], sass.Kernel] = {}
     groups: list[tuple[tuple[Shape, ...], tuple[str, ...]]] = [
         (AOT, ("separate", "fused")),
@@ -146,13 +146,15 @@ def broken(options: argparse.Namespace) -> int:
     ]
     results = []
     for number, (path, shape) in enumerate(calls, 1):
-        results.append(measure(path, shape, device, seen))
+        results.append(measure(path, shape, device, chip, seen))
         print(f"{number} of {len(calls)}: {results[-1].name}", file=sys.stderr, flush=True)
-    print_table(results)
-    modelled = options.chip == "H100"  # the model's chip
+    print_table(results, options.chip)
+    modelled = options.chip == "H100"  # the chip of the limits
     if options.accept and modelled:
         estimates.accept({result.name: result.estimate for result in results})
-    texts = [text for result in results for text in broken_limits(result, modelled)]
+    texts = [
+        text for result in results for text in broken_limits(result, chip if modelled else None)
+    ]
     for text in texts:
         print(f"BROKEN {text}")
     return len(texts)
@@ -162,6 +164,7 @@ def measure(
     path: str,
     shape: Shape,
     device: compile_target.CompileTarget,
+    chip: model.Chip,
     seen: dict[tuple[Any, ...], sass.Kernel],
 ) -> Result:
     """Compile one path at one shape, and read the compiler's output.
@@ -169,7 +172,8 @@ def measure(
     Args:
       path: of `LIMITS`.
       shape: of the logits.
-      device: the H100.
+      device: what is compiled for.
+      chip: the same, to the model.
       seen: the kernels that this process has compiled; new ones are added.
     """
     compiled = device.compile(lowered(path, shape, device))
@@ -195,12 +199,12 @@ def measure(
     kernels = tuple(seen[name, *key] for name, key in wanted.items())
     if is_after:
         loops: tuple[float, ...] = ()
-        time = after_read.estimate(shape, kernels, model.Chip())
+        time = after_read.estimate(shape, kernels, chip)
     else:
         more = sampled.bytes_besides(path, schedule) if is_sampled else 0  # of a row, by pass 1
         more += shape.vocabulary // 8 if masked else 0
         loops = tuple(sampled.loops_per_logit(kernels[0], schedule))
-        time = estimates.estimate(shape, width, schedule, kernels, model.Chip(), more)
+        time = estimates.estimate(shape, width, schedule, kernels, chip, more)
     text, temporaries = compiled.as_text() or "", compiled.memory_analysis()
     assert temporaries is not None
     return Result(
@@ -243,8 +247,8 @@ def count_launches(text: str) -> int:
     return sum(name not in NO_LAUNCH for _, name in OPERATION.findall(entry))
 
 
-def broken_limits(result: Result, modelled: bool = False) -> list[str]:
-    """A sentence for each limit that is broken; `modelled`: those of the model's time too."""
+def broken_limits(result: Result, chip: model.Chip | None = None) -> list[str]:
+    """A sentence for each limit that is broken; `chip`: those of the model's time on it too."""
     name, limits = result.name, LIMITS[result.path]
     out = []
     for kernel in result.kernels:
@@ -255,7 +259,7 @@ def broken_limits(result: Result, modelled: bool = False) -> list[str]:
     # A program that reads a single step has no loop.
     looped = result.schedule.num_steps > result.schedule.splits
     counts = [limits.per_logit] if limits.once is None else [limits.once, limits.per_logit]
-    counts = counts if limits.per_logit and modelled else []
+    counts = counts if limits.per_logit and chip else []
     if looped and counts and len(result.per_logit) != len(counts):
         out.append(f"{name}: pass 1 has {len(result.per_logit)} main loops, not {len(counts)}")
     for found, most in zip(result.per_logit, counts, strict=False):
@@ -269,17 +273,18 @@ def broken_limits(result: Result, modelled: bool = False) -> list[str]:
     sorts = "mask", "bias", sampled.PATHS[3]  # a few numbers a row
     if result.sorts and result.path not in sorts:
         out.append(f"{name}: the compiled program has {result.sorts} sort or TopK operations")
-    if modelled:
+    if chip:
         missed = estimates.slower(name, result.estimate)
         if result.path == "separate":
-            missed += estimates.missed(result.shape, result.estimate, model.Chip())
+            missed += estimates.missed(result.shape, result.estimate, chip)
         out += [f"{name}: {text}" for text in missed]
     return out
 
 
-def print_table(results: list[Result]) -> None:
+def print_table(results: list[Result], chip: str) -> None:
     """Print a line for each compiled program."""
-    title = f"Compiled with jax {jax.__version__}. Microseconds: a model's, not measured"
+    made = f"Compiled for {chip} with jax {jax.__version__}"
+    title = f"{made}. Microseconds: a model's, not measured"
     table = Table(title=title, title_justify="left")
     for column in ("path", "R", "V", "K", "dtype", "group", "splits"):
         table.add_column(column)

@@ -1,4 +1,4 @@
-"""Compile the XLA implementation for chips that run it, without one, and count its launches.
+"""Compile the XLA implementation for chips without one, and count its launches.
 
 `python -m bench.aot xla` prints a line for each program, for A100 and L40S.
 
@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bench.comparison import Target
 from bench.tpu.loops import by_name
 from pallas_kernels import topk_logprobs
-from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.backends.xla import block_rows
 from pallas_kernels.testing import plain as reference
+from pallas_kernels.testing.chips import GPUS
 from pallas_kernels.testing.shapes import Shape
 
 BLOCK = 256
@@ -38,32 +37,7 @@ OPERATION = re.compile(r"^ *(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([a-z\-]+)\(")
 EMPTY = re.compile(r"^ *(?:ROOT )?%?\S+ = \w+\[(?:\d+,)*0[,\]]")
 ENTRY = re.compile(r"^ENTRY %([\w.\-]+)", re.MULTILINE)
 
-# From NVIDIA's data sheets and the tuning guides of both architectures.
-GPU = """
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: {shared} threads_per_core_limit: {threads} core_count: {cores}
-  fpus_per_core: {fpus} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: {l2}
-  clock_rate_ghz: {clock} device_memory_size: {memory} shared_memory_per_block_optin: {optin}
-  cuda_compute_capability {{ major: 8 minor: {minor} }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{name}"
-"""
-GPUS = {
-    "A100": GPU.format(
-        name="NVIDIA A100-SXM4-40GB", minor=0, cores=108, fpus=64, threads=2048, clock=1.41,
-        shared=167_936, optin=166_912, l2=40 << 20, bandwidth=1_555_200_000_000, memory=40 << 30,
-    ),
-    "L40S": GPU.format(
-        name="NVIDIA L40S", minor=9, cores=142, fpus=128, threads=1536, clock=2.52,
-        shared=102_400, optin=101_376, l2=96 << 20, bandwidth=864_000_000_000, memory=45 << 30,
-    ),
-}  # fmt: skip
-CAPABILITIES = {"A100": 8.0, "L40S": 8.9}
+CHIPS = ("A100", "L40S")
 SHAPES = tuple(
     Shape(rows, vocabulary, k, dtype)
     for rows, vocabulary, dtype in (
@@ -80,11 +54,11 @@ def broken(_: argparse.Namespace) -> int:
     """Compile every shape for every chip; returns how many programs break a limit."""
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     begin, number_broken = time.monotonic(), 0
-    for chip in GPUS:
+    for chip in CHIPS:
         sharding = gpu(chip)
         for shape in SHAPES:
             for dynamic in (False, True) if shape.rows > BLOCK else (False,):
-                found = measure(chip, shape, dynamic, sharding)
+                found = measure(shape, dynamic, sharding)
                 number_broken += any(one.verdict == "MISSED" for one in found)
                 took, said = time.monotonic() - begin, "; ".join(map(str, found))
                 print(f"{took:6.0f} s  {chip}  {shape}  dynamic: {dynamic}: {said}", flush=True)
@@ -94,13 +68,13 @@ def broken(_: argparse.Namespace) -> int:
 def gpu(chip: str) -> NamedSharding:
     """A GPU that need not exist."""
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=GPUS[chip], topology="1x1x1"
+        platform="cuda", target_config=GPUS[chip].target, topology="1x1x1"
     )
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
     return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
 
 
-def measure(chip: str, shape: Shape, dynamic: bool, sharding: NamedSharding) -> tuple[Target, ...]:
+def measure(shape: Shape, dynamic: bool, sharding: NamedSharding) -> tuple[Target, ...]:
     """Compile one shape for a chip, by the plain way and by the XLA implementation.
 
     `dynamic`: the number of rows is an argument of the program.
@@ -118,32 +92,28 @@ def measure(chip: str, shape: Shape, dynamic: bool, sharding: NamedSharding) -> 
         array((), "int32"),
     )
     plain = compiled(lambda x, t, _: reference.topk_logprobs(x, t, shape.k))
-    # As on a host with this chip: a host without any GPU would export the kernels of newer ones,
-    # which the compiler of this one ends the process for.
-    with mock.patch.object(limits, "cuda_capability", return_value=CAPABILITIES[chip]):
-        ours = compiled(
-            lambda x, t, count: topk_logprobs(x, t, shape.k, num_rows=count if dynamic else None)
+    ours = compiled(
+        lambda x, t, count: topk_logprobs(
+            x, t, shape.k, num_rows=count if dynamic else None, implementation="xla"
         )
+    )
     text = ours.as_text()
     block = block_rows.rows_on_gpu(given[0], shape.rows, shape.k, dynamic)
     trips = -(-shape.rows // block)  # where the program does not tell
     temporaries = ours.memory_analysis().temp_size_in_bytes
     counts = launches(plain.as_text(), trips), launches(text, trips)
-    return targets_of(
-        shape, *counts, temporaries, text.count("mosaic_gpu"), reads(text, shape.vocabulary)
-    )
+    return targets_of(shape, *counts, temporaries, reads(text, shape.vocabulary))
 
 
 def targets_of(
-    shape: Shape, plain_launches: int, launches: int, temporaries: int, kernels: int, reads: int
+    shape: Shape, plain_launches: int, launches: int, temporaries: int, reads: int
 ) -> tuple[Target, ...]:
-    """The limits of a program, and what it takes; no chip here can run the GPU kernels."""
+    """The limits of a program, and what it takes."""
     rows, size = shape.rows, shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
     most = 4 * min(rows, BLOCK) * shape.vocabulary + SHARE * size
     return (
         Target("launches", (plain_launches + MORE_LAUNCHES) * -(-rows // BLOCK), launches, ""),
         Target("temporaries", most / 2**20, temporaries / 2**20, "MiB"),
-        Target("GPU kernels", 0, kernels, ""),
         Target("reads of the logits", 1, reads, ""),
     )
 

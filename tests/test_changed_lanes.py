@@ -1,5 +1,6 @@
 """`.ci/green.py` runs a lane if its files changed since it last ran green, and else does not."""
 
+import json
 import runpy
 import shutil
 import sys
@@ -65,3 +66,45 @@ def test_a_mark_leaves_files_out(tmp_path):
     for name in ("read", "left"):
         (tmp_path / name).touch()
     assert GREEN["_files"](tmp_path, ["*", "!left"]) == {tmp_path / "read"}
+
+
+@pytest.fixture
+def pair(copy):
+    """That folder, with jax 0.12.0 in the environment of the newest."""
+    packages = copy / ".venv-newest/lib/python3.13/site-packages"
+    (packages / "jax-0.12.0.dist-info").mkdir(parents=True)
+    return copy
+
+
+def turn(folder, capsys, lane="ptx-draw"):
+    capsys.readouterr()
+    assert GREEN["main"](folder, ["turn", lane]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_the_oldest_and_the_newest_jax_take_turns(pair, capsys):
+    assert turn(pair, capsys) == "ptx-draw"
+    run(pair, "ptx-draw")
+    assert turn(pair, capsys) == "ptx-draw-newest"  # of the same files
+    run(pair, "ptx-draw-newest", "raise SystemExit(1)")
+    assert turn(pair, capsys) == "ptx-draw-newest"
+    run(pair, "ptx-draw-newest")
+    change(pair, "draw")
+    assert turn(pair, capsys) == "ptx-draw"
+    run(pair, "ptx-draw")
+    change(pair, "draw")
+    assert turn(pair, capsys) == "ptx-draw-newest"
+    green = json.loads((pair / ".ci/green.json").read_text())
+    assert green["ptx-draw: next"] == "ptx-draw-newest"
+    assert green["ptx-draw-newest"].endswith(" with jax 0.12.0")
+
+
+def test_another_newest_jax_changes_its_lanes(pair, capsys):
+    for lane in ("ptx-draw", "ptx-draw-newest"):
+        run(pair, lane)
+    packages = pair / ".venv-newest/lib/python3.13/site-packages"
+    (packages / "jax-0.12.0.dist-info").rename(packages / "jax-0.13.0.dist-info")
+    assert turn(pair, capsys) == "ptx-draw-newest"
+    shutil.rmtree(pair / ".venv-newest")  # where it is not installed, no version is another
+    assert run(pair, "ptx-draw-newest") == 0
+    assert "no file changed" in capsys.readouterr().out

@@ -2,7 +2,8 @@
 
 What it knows: the instructions of each kernel by pipe, the clocks that ptxas makes a warp stall and
 the scoreboards that it makes it wait for, the bytes that are read and written, the programs and how
-many run at once. What it assumes is in `Chip` and `Trips`.
+many run at once. What it assumes is in `Chip`, whose figures are those of `chips.GPUS`,
+and in `Trips`.
 
 Programs run in rounds of as many as fit at once. A round takes the longest of three times:
 
@@ -16,28 +17,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from bench.gpu.machine_code import Code, Instruction, Loop
+from pallas_kernels.testing.chips import GPUS
 
 WARPS = 4  # of a program: one on each quarter of a multiprocessor
 
 
 @dataclass(frozen=True)
 class Chip:
-    """An H100 SXM. Throughputs: CUDA C++ Programming Guide, "Arithmetic Instructions", 9.0."""
+    """A GPU. Throughputs: CUDA C++ Programming Guide, "Arithmetic Instructions", 8.0 to 9.0."""
 
-    multiprocessors: int = 132
-    clock: float = 1.755e9
-    bandwidth: float = 3.35e12
-    efficiency: float = 0.90  # of the bandwidth, as large copies reach
-    cache: float = 25e6  # bytes of the second level that are kept for sure: half of it
-    registers: int = 65536
-    most_warps: int = 64
-    launch: float = 1.0e-6  # from the end of the kernel before to the first instruction of the next
+    multiprocessors: int
+    clock: float
+    bandwidth: float
+    cache: float  # bytes of the second level that are kept for sure: half of it
+    most_warps: int
     # Clocks of a quarter's pipe for one instruction of a warp.
-    pipes: dict[str, float] = field(
-        default_factory=lambda: {"fma": 1, "integer": 2, "special": 8, "memory": 4, "other": 1}
-    )
-    # Clocks until a result is there. Memory: loads of pass 2 come from the second-level cache for
-    # few rows; the model has them all from memory.
+    pipes: dict[str, float]
+    efficiency: float = 0.90  # of the bandwidth, as large copies reach
+    registers: int = 65536
+    launch: float = 1.0e-6  # from the end of the kernel before to the first instruction of the next
+    # Clocks until a result is there, of an H100 and taken for the others too. Memory: loads of pass
+    # 2 come from the second-level cache for few rows; the model has them all from memory.
     latencies: dict[str, int] = field(
         default_factory=lambda: {
             "LDG": 650, "LD.": 650, "LDS": 30, "ATOMS": 70, "SHFL": 24, "REDUX": 24, "MUFU": 22,
@@ -46,6 +46,16 @@ class Chip:
         }
     )  # fmt: skip
     cached: int = 40  # of what was loaded just before
+
+
+def chip(name: str) -> Chip:
+    """A GPU of `chips.GPUS`, by the name that it has there."""
+    gpu = GPUS[name]
+    pipes = {"fma": 128 / gpu.fma_lanes, "integer": 2, "special": 8, "memory": 4, "other": 1}
+    return Chip(
+        gpu.multiprocessors, gpu.busy_ghz * 1e9, gpu.bandwidth, gpu.cache / 2, gpu.threads // 32,
+        pipes,
+    )  # fmt: skip
 
 
 FMA = ("FFMA", "FMUL", "FADD", "HADD2", "HMUL2", "HFMA2", "MOV", "NOP")

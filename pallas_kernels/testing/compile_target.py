@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.testing.chips import GPUS
 
 # How Mosaic GPU is told where to write what it compiles, and to write the host's code too: there is
@@ -49,7 +50,13 @@ def find(chip: str = "H100") -> CompileTarget:
     """The H100, or another of `GPUS`, for this process from now on: jax looks for no other GPU.
 
     Call it before any array is made.
+
+    Raises:
+      ValueError: this jax cannot compile the kernels for it: it would end the process.
     """
+    major, minor = GPUS[chip].capability
+    if (obstacle := limits.capability_obstacle(float(f"{major}.{minor}"))) is not None:
+        raise ValueError(f"{chip}: {obstacle}")
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     dump = Path(tempfile.mkdtemp(prefix=f"{chip}-kernels-"))
     _lower_for(GPUS[chip].capability)
@@ -61,10 +68,11 @@ def find(chip: str = "H100") -> CompileTarget:
 
 
 def _lower_for(capability: tuple[int, int]) -> None:
-    """Have Mosaic GPU lower kernels as on a host with such a GPU.
+    """Have kernels lowered as on a host with such a GPU, by the backend and by Mosaic GPU.
 
     Without a device it takes 9.0 for granted, whatever XLA compiles for: a B200's kernels would be
     others than on a B200, and an A100's would end the process in LLVM.
     """
     module: Any = utils if hasattr(utils, "_infer_arch") else core  # from jax 0.11 on; before
     module._infer_arch = lambda: capability
+    limits.cuda_capability = lambda: float("{}.{}".format(*capability))

@@ -266,6 +266,37 @@ def test_a_defined_source_settles_and_and_or(opcode, settles):
         run(word.format(opcode=opcode, bits=half, chosen="%rs1"))
 
 
+def test_a_warps_largest_float_in_one_instruction():
+    """redux.sync.max.NaN, which B200 and newer have: by warp, 0.0 above -0.0, NaN above all."""
+    body = """
+	ld.global.b32 	%r2, [%rd4];
+	redux.sync.max.NaN.f32 	%r3, %r2, -1;
+	st.global.b32 	[%rd5], %r3;
+	ret;
+"""
+    values = np.random.default_rng(1).normal(size=(4, 32)).astype(np.float32) - 10
+    values[1, 7] = np.nan
+    values[2] = -0.0
+    values[3] = np.where(np.arange(32) == 9, 0.0, -0.0)
+    largest = [words(values[0].max()), 0x7FFFFFFF, 0x80000000, 0]
+    out = run(body, words(values).reshape(-1)).reshape(4, 32)
+    assert (out == np.array(largest, np.uint32)[:, None]).all()
+
+
+@pytest.mark.parametrize("space", ["param", "param::entry"])
+def test_parameters_of_the_entry_are_read_by_both_names(space):
+    body = f"""
+	ld.{space}.b64 	%rd6, [out];
+	sub.s64 	%rd5, %rd5, %rd2;
+	add.s64 	%rd5, %rd5, %rd6;
+	st.global.b32 	[%rd5], %r1;
+	ret;
+"""
+    assert (run(body) == np.arange(THREADS)).all()
+    with pytest.raises(PtxError, match="unknown instruction"):
+        run(body.replace(f"ld.{space}.b64", "ld.param::func.b64"))
+
+
 def test_election_and_packed_halves():
     body = """
 	elect.sync 	%r2|%p1, -1;

@@ -10,15 +10,22 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel, reading, rows_kernel, thread
+from pallas_kernels.backends.mosaic_gpu import (
+    compat,
+    finish_kernel,
+    limits,
+    reading,
+    rows_kernel,
+    thread,
+)
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
 from pallas_kernels.backends.mosaic_gpu.schedule import CLUSTER, Schedule
 from pallas_kernels.contract.rows import Outputs
 
 
 def fits(schedule: Schedule) -> bool:
-    """Whether the programs of a row may be a cluster."""
-    return 1 < schedule.programs <= CLUSTER
+    """Whether the programs of a row may be a cluster, on what the program is lowered for."""
+    return 1 < schedule.programs <= CLUSTER and limits.has_clusters()
 
 
 def topk_rows(

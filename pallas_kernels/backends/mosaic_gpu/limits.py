@@ -2,7 +2,9 @@
 
 import jax
 
-MIN_CAPABILITY = 9.0
+MIN_CAPABILITY = 8.0  # from jax 0.11 on: an A100
+MIN_CAPABILITY_BEFORE = 9.0  # jax 0.10 emits instructions that older ones have not
+WITH_CLUSTERS = 9.0
 MIN_VOCABULARY = 2048  # one block of the narrowest groups, see schedule.py
 MAX_LOGITS = 2**31 - 1
 
@@ -19,11 +21,27 @@ def cannot_run(logits: jax.Array | jax.ShapeDtypeStruct, capability: float | Non
     return capability_obstacle(capability) or obstacle(logits)
 
 
-def capability_obstacle(capability: float) -> str | None:
-    """Why the GPU kernels cannot run on a CUDA device of this compute capability."""
-    if capability < MIN_CAPABILITY:  # not tried and caught: compiling for one aborts the process
-        return f"the device has compute capability {capability}, {MIN_CAPABILITY} is the least"
-    return None
+def capability_obstacle(
+    capability: float, version: tuple[int, ...] = jax.__version_info__
+) -> str | None:
+    """Why the GPU kernels cannot run on a CUDA device of this compute capability.
+
+    version: of jax.
+    """
+    is_old = version < (0, 11)
+    least = MIN_CAPABILITY_BEFORE if is_old else MIN_CAPABILITY
+    if capability >= least:  # not tried and caught: compiling for others aborts the process
+        return None
+    said = f"the device has compute capability {capability}, {least} is the least"
+    if is_old and capability >= MIN_CAPABILITY:
+        said += f" with jax 0.10 ({MIN_CAPABILITY} with jax 0.11 and later)"
+    return said
+
+
+def has_clusters() -> bool:
+    """Whether CTAs can be a cluster on what programs are lowered for: without a device, on 9.0."""
+    capability = cuda_capability()
+    return capability is None or capability >= WITH_CLUSTERS
 
 
 def device_obstacle() -> str | None:

@@ -99,6 +99,42 @@ def test_lowers_for_cuda(path, rows, vocabulary, k, dtype):
     assert not any(operation in text for operation in SORTS)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("capability", "version", "obstacle"),
+    [
+        (7.5, (0, 12, 0), "capability 7.5, 8.0 is the least"),
+        (7.5, (0, 10, 2), "capability 7.5, 9.0 is the least"),
+        (8.0, (0, 10, 2), "9.0 is the least with jax 0.10 (8.0 with jax 0.11 and later)"),
+        (
+            8.9,
+            (0, 10, 2),
+            "capability 8.9, 9.0 is the least with jax 0.10 (8.0 with jax 0.11 and later)",
+        ),
+        (8.0, (0, 11, 0), None),
+        (8.6, (0, 11, 2), None),
+        (9.0, (0, 10, 2), None),
+        (12.0, (0, 12, 0), None),
+    ],
+)
+def test_the_least_capability_is_that_of_the_jax_at_hand(capability, version, obstacle):
+    said = limits.capability_obstacle(capability, version)
+    assert said is None if obstacle is None else said.endswith(obstacle)
+
+
+@pytest.mark.chips
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("capability", "kernels"), [(None, 1), (12.0, 1), (9.0, 1), (8.9, 2), (8.0, 2)]
+)
+def test_chips_without_clusters_take_two_launches(monkeypatch, capability, kernels):
+    def call(logits, token_ids):
+        return kernel_calls.topk_logprobs(run, logits, token_ids, Outputs(2))
+
+    monkeypatch.setattr(limits, "cuda_capability", lambda: capability)
+    assert lowered.kernels_of(call, *inputs(64, 32_768, "bfloat16")[:2]) == kernels
+
+
 @pytest.mark.chips
 def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
     """A grid's y and z end at 65535; its x, the last axis in Pallas, at 2**31 - 1."""
@@ -217,8 +253,8 @@ def test_who_reads(monkeypatch):
     assert kernels_of(jax.vmap(reader(-1)), reading(4099), batch=(2,)) == 0
     with pytest.raises(NotImplementedError, match="less than one block of 2048"):
         kernels_of(reader(-1, "mosaic_gpu"), reading(2000))
-    monkeypatch.setattr(limits, "cuda_capability", lambda: 8.9)
-    with pytest.raises(NotImplementedError, match=r"compute capability 8\.9"):
+    monkeypatch.setattr(limits, "cuda_capability", lambda: 7.5)
+    with pytest.raises(NotImplementedError, match=r"compute capability 7\.5"):
         kernels_of(reader(-1, "mosaic_gpu"), reading(4099))
 
 
@@ -273,7 +309,7 @@ def test_who_draws_and_counts(function, monkeypatch):
     assert kernels_of(function, drawing(2000)) == 0  # too short
     assert kernels_of(function, drawing(2**20 + 1)) == 0  # too many groups
     assert kernels_of(jax.vmap(function), drawing(4099), batch=(2,)) == 0
-    monkeypatch.setattr(limits, "cuda_capability", lambda: 8.9)
+    monkeypatch.setattr(limits, "cuda_capability", lambda: 7.5)
     assert kernels_of(function, drawing(4099)) == 0
 
 
