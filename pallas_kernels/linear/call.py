@@ -55,6 +55,7 @@ from pallas_kernels.meshes.split import Words
 
 MAX_KEPT_IDS = 4096
 MAX_NAMED = 512
+MAX_TILE = 4096
 
 
 def linear_topk_logprobs(
@@ -74,6 +75,7 @@ def linear_topk_logprobs(
     head_axes: str = "VH",
     log_sum_exp: bool = False,
     entropy: bool = False,
+    row_tile: int | None = None,
     implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
     row_axis_name: AxisName | None = None,
@@ -94,6 +96,12 @@ def linear_topk_logprobs(
 
     Memory: of R * V logits, a few percent exist at a time (`docs/linear.md`); where R < 1024 and
     they are few, all. With `row_ids`, the named rows of hidden are copied.
+
+    Bits: products of another number of rows or columns may add in another order. With `row_tile`
+    all have one shape, and a row's logprobs have the same bits whatever R, K, its place, the other
+    options and the number of shards of head and rows, here and in the forward pass of a gradient;
+    on a GPU where XLA takes one algorithm for all of them. It takes a tile of rows at a time,
+    and fills up fewer.
 
     Transformations: `grad` and `vjp` differentiate the logprobs of all kinds, `log_sum_exp` and
     `entropy` by hidden, head, bias and temperatures; the blocks are computed again. `jvp` is
@@ -121,6 +129,7 @@ def linear_topk_logprobs(
       logits_dtype: "bfloat16", "float16" or "float32".
       head_axes: "VH", or "HV" for a head [H, V], as kernels of dense layers are. No copy is made.
       log_sum_exp, entropy: whether these results are wanted, see `TopkLogprobs`.
+      row_tile: 1 to 4096, so many rows of every product; None: as many as are fastest.
       implementation: "xla", or None for what `use_implementation` names, else the fastest. The
         product is XLA's in any case; for K > 0 a TPU's kernel reads the logits that are there.
       axis_name: the mesh axis over which the head is split.
@@ -158,7 +167,9 @@ def linear_topk_logprobs(
     definition = definition_of(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     reader = resolved(implementation)
     outputs = outputs_of(k, log_sum_exp=log_sum_exp, entropy=entropy)
-    call = Call(definition, k, entropy, place.shard, implementation=reader)
+    call = Call(
+        definition, k, entropy, place.shard, implementation=reader, row_tile=check_tile(row_tile)
+    )
     if num_targets == 0 or hidden.shape[0] == 0:
         return skipped_rows(num_targets, outputs, extra_token_ids.shape[1])
     bias = check_bias(bias, head.shape[axis])
@@ -294,6 +305,16 @@ def check_bias(bias: AnyArray | None, width: int) -> jax.Array | None:
     if array.shape != (width,):
         raise ValueError(f"bias has shape {list(array.shape)}; it must be [{width}], as the head")
     return array
+
+
+def check_tile(row_tile: int | None) -> int | None:
+    if row_tile is None:
+        return None
+    if isinstance(row_tile, bool) or not isinstance(row_tile, int):
+        raise TypeError(f"row_tile = {row_tile!r} must be a Python int, or None for no tiles")
+    if not 1 <= row_tile <= MAX_TILE:
+        raise ValueError(f"row_tile = {row_tile} must be 1 to {MAX_TILE}: 32 is a good size")
+    return row_tile
 
 
 def definition_of(scale: float, soft_cap: float | None, logits_dtype: DTypeLike) -> Definition:

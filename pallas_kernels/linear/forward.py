@@ -25,6 +25,7 @@ from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear import read_columns
 from pallas_kernels.linear.read_columns import State
 from pallas_kernels.linear.schedule import Schedule, choose_schedule
+from pallas_kernels.linear.tiles import read_in_tiles
 from pallas_kernels.linear.types import Call, Inputs, RowScale
 from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.platforms import lowered_for
@@ -66,8 +67,11 @@ def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
     schedule = call.schedule or choose_schedule(
         rows, width, size, head.dtype.itemsize, dtype.itemsize, call.k
     )
-    read = _by_columns if schedule.columns < width else _by_rows
-    sums, named = read(call, schedule, inputs)
+    if call.row_tile is not None:
+        sums, named = read_in_tiles(call, inputs, _named(inputs))
+    else:
+        read = _by_columns if schedule.columns < width else _by_rows
+        sums, named = read(call, schedule, inputs)
     # Of rows of hidden states as of those of logits.
     active = is_active(Rows(inputs.hidden, inputs.token_ids, inputs.row_ids, inputs.num_rows))
     vocab_size, t = call.shard.size(width), inputs.temperatures
@@ -86,7 +90,6 @@ def _by_rows(call: Call, schedule: Schedule, inputs: Inputs) -> State:
     """All columns, some rows at a time."""
     shard, rows, width = call.shard, inputs.num_targets, call.definition.width(inputs.head)
     rest = (inputs.row_ids, inputs.temperatures, _named(inputs))
-    arrays = (inputs.hidden, inputs.head, inputs.bias, *rest)
 
     def work(start: jax.Array) -> State:
         hidden, head = inputs.hidden, inputs.head
@@ -111,7 +114,8 @@ def _by_rows(call: Call, schedule: Schedule, inputs: Inputs) -> State:
         return State(of_all_shards(sums, call.k, temperatures, shard, width), logits)
 
     empty = State(no_sums(rows, call.outputs), jnp.zeros(rest[2].shape, jnp.float32))
-    return forms.map_blocks(work, schedule.rows, inputs.num_rows, empty, arrays)
+    # Every vocabulary shard has the same results: they vary with the rows alone.
+    return forms.map_blocks(work, schedule.rows, inputs.num_rows, empty, (inputs.hidden, rest))
 
 
 def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> State:

@@ -142,6 +142,7 @@ class Call(NamedTuple):
     shard: VocabShard
     schedule: Schedule | None = None  # None: as the sizes suggest
     implementation: Implementation | None = None  # of the read of logits
+    row_tile: int | None = None  # rows of every product, see `tiles.py`; None: as the sizes suggest
 
     @property
     def outputs(self) -> Outputs:

@@ -1,0 +1,122 @@
+"""Rows in tiles: a row's logprobs have the same bits in every call and on every mesh.
+
+A product of another number of rows or columns may add in another order. Here all products have one
+shape, so many rows by `COLUMNS` of the head, and what is read of their logits are the groups of
+256 tokens, whose sums no split can change (`backends/row_totals.py`). It is `topk_logprobs` of
+these logits, of one tile of rows after another.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backends.groups import WIDTH, Part
+from pallas_kernels.backends.row_totals import inverse_of, joined
+from pallas_kernels.backends.xla.rows import sums_of_part
+from pallas_kernels.backends.xla.tails import (
+    FOLLOWING,
+    columns_of_all,
+    following_columns,
+    tail_of,
+    with_following,
+)
+from pallas_kernels.contract.rows import RowSums, no_sums
+from pallas_kernels.linear.read_columns import State
+from pallas_kernels.linear.types import Call, Definition, Inputs, head_rows, loaded, stored
+from pallas_kernels.lowering import forms
+from pallas_kernels.meshes.placement import WHOLE
+
+COLUMNS = 2048  # of the head, of one product
+
+
+def read_in_tiles(call: Call, inputs: Inputs, named: jax.Array) -> State:
+    """What is left of R rows, tile by tile.
+
+    Args:
+      call: with a `row_tile`.
+      inputs: temperatures are usable ones.
+      named: [R, 1 + C] int32, the given token and the extra ids.
+    """
+    tile, rows = call.row_tile, inputs.num_targets
+    assert tile is not None
+    number = max(rows, tile)  # fewer rows are filled up
+    row_ids = jnp.arange(rows, dtype=jnp.int32) if inputs.row_ids is None else inputs.row_ids
+    targets = row_ids, inputs.temperatures, named
+
+    def filled(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, number - rows), *((0, 0),) * (x.ndim - 1)), mode="edge")
+
+    targets = jax.tree.map(filled, targets)
+
+    def work(start: jax.Array) -> State:
+        mine, temperatures, ids = forms.rows_from(targets, start, tile)
+        hidden = forms.pin_to_iteration(inputs.hidden, start).at[mine].get(mode="clip")
+        x = logits_of_tile(call.definition, forms.barrier(hidden), inputs.head, inputs.bias, start)
+        x = forms.barrier(call.shard.masked(x))
+        logits = call.shard.named_logits(x, jnp.arange(tile, dtype=jnp.int32), ids)
+        return State(sums_of_tile(call, x, logits[:, 0], temperatures), logits)
+
+    empty = State(no_sums(number, call.outputs), jnp.zeros((number, named.shape[1]), jnp.float32))
+    # Every vocabulary shard has the same results: they vary with the rows alone.
+    found = forms.map_blocks(work, tile, inputs.num_rows, empty, (inputs.hidden, targets))
+    return jax.tree.map(lambda x: x[:rows], found)  # type: ignore[no-any-return]
+
+
+def logits_of_tile(
+    definition: Definition,
+    hidden: jax.Array,
+    head: jax.Array,
+    bias: jax.Array | None,
+    start: jax.Array,
+) -> jax.Array:
+    """The logits [tile, W] of hidden [tile, H], by products with `COLUMNS` of the head's tokens.
+
+    start: [] int32, which the rows begin with: the head is read for this trip alone.
+    """
+    width, axis = definition.width(head), definition.axis
+    if width < COLUMNS:
+        missing = [(0, 0), (0, 0)]
+        missing[axis] = (0, COLUMNS - width)
+        head = jnp.pad(forms.pin_to_iteration(head, start), missing)
+        bias = None if bias is None else jnp.pad(bias, (0, COLUMNS - width))
+        return _product(definition, hidden, head, bias)[:, :width]
+
+    def fill(i: jax.Array, buffer: jax.Array) -> jax.Array:
+        begin = jnp.minimum(i * COLUMNS, width - COLUMNS)  # the last one may begin early
+        own_bias = None if bias is None else lax.dynamic_slice_in_dim(bias, begin, COLUMNS)
+        x = _product(definition, hidden, head_rows(head, begin, COLUMNS, axis), own_bias)
+        return lax.dynamic_update_slice(buffer, stored(x), (jnp.int32(0), begin))
+
+    dtype = definition.logits_dtype
+    buffer = stored(jnp.zeros((hidden.shape[0], width), dtype))
+    buffer = forms.vary_like(buffer, (hidden, head, bias))
+    return loaded(lax.fori_loop(0, -(-width // COLUMNS), fill, buffer), dtype)
+
+
+def _product(
+    definition: Definition, hidden: jax.Array, head: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    """One product's logits; fused with what stands around it, it might round at other places."""
+    return forms.barrier(definition.logits(*forms.barrier((hidden, head, bias))))
+
+
+def sums_of_tile(
+    call: Call, x: jax.Array, selected: jax.Array, temperatures: jax.Array | None
+) -> RowSums:
+    """The sums of whole rows, by the groups of this device's columns x [tile, W].
+
+    selected: [tile] float32, the given tokens' logits.
+    """
+    shard, width = call.shard, x.shape[1]
+    vocab_size = shard.size(width)
+    if shard.axis_name is not None and width < WIDTH:
+        x, shard, width = columns_of_all(x, shard), WHOLE, vocab_size
+    elif shard.axis_name is None:
+        x, width = x[:, :vocab_size], vocab_size
+    part = Part(x, tail_of(x), jnp.int32(0))
+    if shard.axis_name is not None and width % WIDTH:
+        following = following_columns(x[:, :FOLLOWING], width, shard)
+        part = with_following(x, following, (-shard.ids(width)[0] % WIDTH).astype(jnp.int32))
+    outputs = call.outputs._replace(k=min(call.k, width))
+    sums = sums_of_part(part, selected, outputs, temperatures)
+    return joined(sums, inverse_of(temperatures, x.shape[0]), call.k, vocab_size, shard, width)
