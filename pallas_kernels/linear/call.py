@@ -201,6 +201,7 @@ def linear_kept_logprobs(
     scale: float = 1.0,
     soft_cap: float | None = None,
     logits_dtype: str = "float32",
+    row_tile: int | None = None,
     axis_name: AxisName | None = None,
     row_axis_name: AxisName | None = None,
     vocab_size: int | None = None,
@@ -221,6 +222,7 @@ def linear_kept_logprobs(
         is no token: pad with -1.
       temperatures: [R] float32, as `topk_logprobs` has them.
       bias, scale, soft_cap, logits_dtype: as `linear_topk_logprobs` has them.
+      row_tile: as there; bits then depend on C, and on no other row, call or mesh.
       axis_name, row_axis_name, vocab_size, mesh: as there.
 
     Returns:
@@ -242,7 +244,7 @@ def linear_kept_logprobs(
     _, temperatures, _ = check_options(None, temperatures, None, num_targets)
     place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size)
     definition = definition_of(scale, soft_cap, logits_dtype)
-    call = Call(definition, 0, False, place.shard)
+    call = Call(definition, 0, False, place.shard, row_tile=check_tile(row_tile))
     if num_targets == 0:
         shape = kept_token_ids.shape
         return LinearKeptLogprobs(jnp.zeros(0, jnp.float32), jnp.zeros(shape, jnp.float32))

@@ -15,7 +15,7 @@ Axes: R rows, C tokens of a support, V vocabulary, W columns of this device.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ from pallas_kernels.backends.answers import usable_temperatures
 from pallas_kernels.linear.backward import Changes, gradients, like
 from pallas_kernels.linear.forward import inverse_temperatures, num_columns
 from pallas_kernels.linear.schedule import backward_piece
+from pallas_kernels.linear.tiles import logits_of_tile, over_tiles, sums_of_tile
 from pallas_kernels.linear.types import Call, Inputs, RowScale, head_rows
-from pallas_kernels.lowering.forms import vary_like
+from pallas_kernels.lowering.forms import barrier, vary_like
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
 LEAST_REST = 2.0**-24  # of a teacher's mass: what float32 can tell 1 minus a sum from
@@ -134,18 +135,42 @@ def _read(call: Call, inputs: SupportInputs) -> _Partial:
     return found
 
 
-def _student(call: Call, inputs: SupportInputs) -> _Student:
-    """The student's buckets, of all devices."""
-    own, shard = _read(call, inputs), call.shard
-    inverse = inverse_temperatures(inputs.temperatures)
+def _read_tile(call: Call, inputs: SupportInputs, start: jax.Array) -> _Partial:
+    """A tile of rows, read whole: on every device the same, whatever the number of devices."""
+    x = logits_of_tile(call, inputs.hidden, inputs.head, inputs.bias, start)
+    rows, width = x.shape
+    real, columns = _real(call, inputs), _here(call, inputs)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    logits = call.shard.named_logits(x, row, jnp.where(real, inputs.support_ids, -1))
+    place = jnp.where((columns >= 0) & (columns < width), columns, width)
+    others = barrier(x.at[row[:, None], place].set(-jnp.inf, mode="drop"))
+    t = inputs.temperatures
+    usable = None if t is None else usable_temperatures(t)
+    infinite = jnp.full(rows, jnp.inf, jnp.float32)  # no logit is larger: none to count
+    sums = sums_of_tile(call, others, infinite, usable)
+    # A NaN of the support stays one; what is no token is none.
+    return _Partial(sums.maximum, sums.sum_exp, jnp.where(real, logits, -jnp.inf))
+
+
+def _student(call: Call, inputs: SupportInputs, start: jax.Array | None = None) -> _Student:
+    """The student's buckets, of all devices.
+
+    start: [] int32, which the rows begin with, where they are a tile.
+    """
+    shard, inverse = call.shard, inverse_temperatures(inputs.temperatures)
 
     def scaled(x: jax.Array) -> jax.Array:
         return x if inverse is None else x * inverse.reshape(-1, *[1] * (x.ndim - 1))
 
-    maximum = shard.across_maximum(own.maximum)
-    finite = jnp.where(maximum == -jnp.inf, 0, maximum)
-    sum_exp = shard.across_sum(own.sum_exp * jnp.exp(scaled(own.maximum - finite)))
-    logits = shard.across_maximum(own.logits)
+    if start is not None:
+        maximum, sum_exp, logits = _read_tile(call, inputs, start)
+        finite = jnp.where(maximum == -jnp.inf, 0, maximum)
+    else:
+        own = _read(call, inputs)
+        maximum = shard.across_maximum(own.maximum)
+        finite = jnp.where(maximum == -jnp.inf, 0, maximum)
+        sum_exp = shard.across_sum(own.sum_exp * jnp.exp(scaled(own.maximum - finite)))
+        logits = shard.across_maximum(own.logits)
     largest = jnp.maximum(finite, jnp.max(logits, axis=1))
     every = jnp.maximum(maximum, jnp.max(logits, axis=1))
     y, rest = scaled(logits - largest[:, None]), scaled(finite - largest) + jnp.log(sum_exp)
@@ -189,7 +214,22 @@ def _terms(divergence: Divergence, lp: jax.Array, lq: jax.Array) -> tuple[jax.Ar
 
 
 def _forward(which: SupportCall, inputs: SupportInputs) -> tuple[jax.Array, _Student]:
-    student = _student(which.call, inputs)
+    tile = which.call.row_tile
+    if tile is None:
+        return _of_rows(which, inputs)
+
+    def of_tile(rows: Any, start: jax.Array) -> tuple[jax.Array, _Student]:
+        hidden, *rest = rows
+        return _of_rows(which, SupportInputs(hidden, inputs.head, inputs.bias, *rest), start)
+
+    rows = inputs.hidden, inputs.support_ids, inputs.support_logprobs, inputs.temperatures
+    return over_tiles(tile, of_tile, rows)
+
+
+def _of_rows(
+    which: SupportCall, inputs: SupportInputs, start: jax.Array | None = None
+) -> tuple[jax.Array, _Student]:
+    student = _student(which.call, inputs, start)
     teacher, sums_to_one = _teacher(which.call, inputs)
     terms, _ = _terms(which.divergence, _joined(teacher), _joined(student.buckets))
     valid = student.valid & sums_to_one

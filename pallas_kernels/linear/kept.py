@@ -5,7 +5,7 @@ needs no other token's logit. Of the head, the kept rows alone are read.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,15 @@ from jax import lax
 from pallas_kernels.backends.answers import usable_temperatures
 from pallas_kernels.linear.backward import like
 from pallas_kernels.linear.forward import inverse_temperatures
+from pallas_kernels.linear.tiles import over_tiles
 from pallas_kernels.linear.types import Call, LinearKeptLogprobs
-from pallas_kernels.lowering.forms import barrier, map_blocks, rows_from, vary_like
+from pallas_kernels.lowering.forms import (
+    barrier,
+    map_blocks,
+    pin_to_iteration,
+    rows_from,
+    vary_like,
+)
 
 BLOCK_BYTES = 8 << 20  # of gathered head rows
 
@@ -86,6 +93,19 @@ def _logits(call: Call, inputs: Kept, local: _Local) -> jax.Array:
 
 
 def _forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, jax.Array]:
+    if call.row_tile is None:
+        return _of_rows(call, inputs)
+
+    def of_tile(rows: Any, start: jax.Array) -> tuple[LinearKeptLogprobs, jax.Array]:
+        hidden, *rest = rows
+        head = pin_to_iteration(inputs.head, start)
+        return _of_rows(call, Kept(hidden, head, inputs.bias, *rest))
+
+    rows = inputs.hidden, inputs.token_ids, inputs.kept_token_ids, inputs.temperatures
+    return over_tiles(call.row_tile, of_tile, rows)
+
+
+def _of_rows(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, jax.Array]:
     local = _local(call, inputs)
     logits = _logits(call, inputs, local)
     maximum = jnp.max(logits, axis=1)

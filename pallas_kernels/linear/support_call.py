@@ -19,6 +19,7 @@ from pallas_kernels.linear.call import (
     MAX_KEPT_IDS,
     check_bias,
     check_product,
+    check_tile,
     definition_of,
     words_of,
 )
@@ -54,6 +55,7 @@ def linear_support_kl(
     soft_cap: float | None = None,
     logits_dtype: str = "float32",
     head_axes: str = "VH",
+    row_tile: int | None = None,
     axis_name: AxisName | None = None,
     row_axis_name: AxisName | None = None,
     vocab_size: int | None = None,
@@ -89,7 +91,7 @@ def linear_support_kl(
       divergence: "forward", "reverse" or "jensen_shannon".
       temperatures: [R] float32, of the student's logits, as `topk_logprobs` has them. The teacher's
         logprobs should be of the same ("scaled" ones).
-      bias, scale, soft_cap, logits_dtype, head_axes: as `linear_topk_logprobs` has them.
+      bias, scale, soft_cap, logits_dtype, head_axes, row_tile: as `linear_topk_logprobs` has them.
       axis_name, row_axis_name, vocab_size, mesh: as there.
 
     Returns:
@@ -128,7 +130,8 @@ def linear_support_kl(
     if num_rows == 0:
         return jnp.zeros(0, jnp.float32)
     bias = check_bias(bias, head.shape[axis])
-    which = SupportCall(Call(definition, 0, False, place.shard), divergence)
+    call = Call(definition, 0, False, place.shard, row_tile=check_tile(row_tile))
+    which = SupportCall(call, divergence)
     inputs = SupportInputs(hidden, head, bias, support_ids, logprobs, temperatures)
     words = words_of(inputs, head=head_axes.lower())
     return split.run_inputs(place, _divergence_of(which), inputs, words)

@@ -6,6 +6,9 @@ shape, so many rows by `COLUMNS` of the head, and what is read of their logits a
 these logits, of one tile of rows after another.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,13 +23,49 @@ from pallas_kernels.backends.xla.tails import (
     tail_of,
     with_following,
 )
-from pallas_kernels.contract.rows import RowSums, no_sums
+from pallas_kernels.contract.rows import RowSums
 from pallas_kernels.linear.read_columns import State
 from pallas_kernels.linear.types import Call, Definition, Inputs, head_rows, loaded, stored
 from pallas_kernels.lowering import forms
 from pallas_kernels.meshes.placement import WHOLE
 
 COLUMNS = 2048  # of the head, of one product
+Rows = TypeVar("Rows", bound=forms.Tree)
+Results = TypeVar("Results", bound=forms.Tree)
+
+
+def over_tiles(
+    tile: int,
+    function: Callable[[Rows, jax.Array], Results],
+    rows: Rows,
+    num_rows: jax.Array | None = None,
+) -> Results:
+    """`function` of one tile of rows after another, put together.
+
+    Args:
+      tile: rows at a time; fewer are filled up with the last one.
+      function: of a tree of arrays [tile, ...] and of the row that it begins with, [] int32.
+        Returns another one, the same on every vocabulary shard.
+      rows: a tree of arrays [R, ...].
+      num_rows: [] int32; results from there on are zeros. None: R.
+    """
+    count = jax.tree.leaves(rows)[0].shape[0]
+    number = max(count, tile)
+
+    def filled(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, number - count), *((0, 0),) * (x.ndim - 1)), mode="edge")
+
+    whole = jax.tree.map(filled, rows)
+
+    def work(start: jax.Array) -> Results:
+        mine = forms.barrier(forms.rows_from(whole, start, tile))
+        return forms.barrier(function(mine, start))
+
+    types = jax.eval_shape(work, jnp.int32(0))
+    empty = jax.tree.map(lambda x: jnp.zeros((number, *x.shape[1:]), x.dtype), types)
+    # Every vocabulary shard has the same results: they vary with the rows alone.
+    found = forms.map_blocks(work, tile, num_rows, empty, whole)
+    return jax.tree.map(lambda x: x[:count], found)  # type: ignore[no-any-return]
 
 
 def read_in_tiles(call: Call, inputs: Inputs, named: jax.Array) -> State:
@@ -37,60 +76,53 @@ def read_in_tiles(call: Call, inputs: Inputs, named: jax.Array) -> State:
       inputs: temperatures are usable ones.
       named: [R, 1 + C] int32, the given token and the extra ids.
     """
-    tile, rows = call.row_tile, inputs.num_targets
+    tile, row_ids = call.row_tile, inputs.row_ids
     assert tile is not None
-    number = max(rows, tile)  # fewer rows are filled up
-    row_ids = jnp.arange(rows, dtype=jnp.int32) if inputs.row_ids is None else inputs.row_ids
-    targets = row_ids, inputs.temperatures, named
 
-    def filled(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, number - rows), *((0, 0),) * (x.ndim - 1)), mode="edge")
-
-    targets = jax.tree.map(filled, targets)
-
-    def work(start: jax.Array) -> State:
-        mine, temperatures, ids = forms.rows_from(targets, start, tile)
-        hidden = forms.pin_to_iteration(inputs.hidden, start).at[mine].get(mode="clip")
-        x = logits_of_tile(call.definition, forms.barrier(hidden), inputs.head, inputs.bias, start)
-        x = forms.barrier(call.shard.masked(x))
+    def of_tile(rows: Any, start: jax.Array) -> State:
+        hidden, temperatures, ids = rows
+        if row_ids is not None:
+            hidden = forms.pin_to_iteration(inputs.hidden, start).at[hidden].get(mode="clip")
+        x = logits_of_tile(call, forms.barrier(hidden), inputs.head, inputs.bias, start)
         logits = call.shard.named_logits(x, jnp.arange(tile, dtype=jnp.int32), ids)
         return State(sums_of_tile(call, x, logits[:, 0], temperatures), logits)
 
-    empty = State(no_sums(number, call.outputs), jnp.zeros((number, named.shape[1]), jnp.float32))
-    # Every vocabulary shard has the same results: they vary with the rows alone.
-    found = forms.map_blocks(work, tile, inputs.num_rows, empty, (inputs.hidden, targets))
-    return jax.tree.map(lambda x: x[:rows], found)  # type: ignore[no-any-return]
+    rows = inputs.hidden if row_ids is None else row_ids, inputs.temperatures, named
+    return over_tiles(tile, of_tile, rows, inputs.num_rows)
 
 
 def logits_of_tile(
-    definition: Definition,
-    hidden: jax.Array,
-    head: jax.Array,
-    bias: jax.Array | None,
-    start: jax.Array,
+    call: Call, hidden: jax.Array, head: jax.Array, bias: jax.Array | None, start: jax.Array
 ) -> jax.Array:
     """The logits [tile, W] of hidden [tile, H], by products with `COLUMNS` of the head's tokens.
 
-    start: [] int32, which the rows begin with: the head is read for this trip alone.
+    Padding is -inf. start: [] int32, which the rows begin with: the head is read for this trip
+    alone.
     """
+    definition = call.definition
     width, axis = definition.width(head), definition.axis
-    if width < COLUMNS:
-        missing = [(0, 0), (0, 0)]
-        missing[axis] = (0, COLUMNS - width)
-        head = jnp.pad(forms.pin_to_iteration(head, start), missing)
-        bias = None if bias is None else jnp.pad(bias, (0, COLUMNS - width))
-        return _product(definition, hidden, head, bias)[:, :width]
+    missing = max(COLUMNS - width, 0)  # of a narrow head, which is filled up
+    if missing:
+        padding = [(0, 0), (0, 0)]
+        padding[axis] = (0, missing)
+        head = jnp.pad(forms.pin_to_iteration(head, start), padding)
+        bias = None if bias is None else jnp.pad(bias, (0, missing))
+    columns = width + missing
 
     def fill(i: jax.Array, buffer: jax.Array) -> jax.Array:
-        begin = jnp.minimum(i * COLUMNS, width - COLUMNS)  # the last one may begin early
+        begin = jnp.minimum(i * COLUMNS, columns - COLUMNS)  # the last one may begin early
         own_bias = None if bias is None else lax.dynamic_slice_in_dim(bias, begin, COLUMNS)
         x = _product(definition, hidden, head_rows(head, begin, COLUMNS, axis), own_bias)
         return lax.dynamic_update_slice(buffer, stored(x), (jnp.int32(0), begin))
 
     dtype = definition.logits_dtype
-    buffer = stored(jnp.zeros((hidden.shape[0], width), dtype))
+    buffer = stored(jnp.zeros((hidden.shape[0], columns), dtype))
     buffer = forms.vary_like(buffer, (hidden, head, bias))
-    return loaded(lax.fori_loop(0, -(-width // COLUMNS), fill, buffer), dtype)
+    # How many trips there are is hidden: of one alone XLA would make no loop, and of the columns
+    # that are cut off no numbers; it takes tanh of fewer in another way.
+    trips = forms.barrier(jnp.int32(-(-columns // COLUMNS)))
+    x = loaded(lax.fori_loop(0, trips, fill, buffer), dtype)[:, :width]
+    return forms.barrier(call.shard.masked(x))
 
 
 def _product(
