@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP, as OpenAI's API has it",
     "view": "write a page that shows every token's logprob",
 }
+ALONE = ("check-device",)  # uses neither rings nor engines, and runs where their packages are not
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,21 +57,25 @@ def program() -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     command, options = _parsed(arguments)
 
-    import jax_specdec.beside.ipc  # noqa: F401
-    from ipc import RingError
-    from jax_specdec.engine.errors import WorkerFailed
+    failures: tuple[type[Exception], ...] = ()
+    refusals: tuple[type[Exception], ...] = (OSError, ValueError, ModuleNotFoundError)
+    if options.command not in ALONE:
+        import jax_specdec.beside.ipc  # noqa: F401
+        from ipc import RingError
+        from jax_specdec.engine.errors import WorkerFailed
 
+        failures, refusals = (WorkerFailed,), (RingError, *refusals)
     try:
         status: int = command.run(options)
-    except WorkerFailed as error:
-        _complain("\n".join([error.report, *getattr(error, "__notes__", ())]))
+    except failures as error:
+        _complain("\n".join([vars(error)["report"], *getattr(error, "__notes__", ())]))
         return 1
     except MemoryError as error:
         _complain(
             f"jax-specdec: out of memory: {error}; use fewer --slots or a smaller --max-tokens"
         )
         return 2
-    except (RingError, OSError, ValueError, ModuleNotFoundError) as error:
+    except refusals as error:
         _complain("\n".join([f"jax-specdec: {error}", *getattr(error, "__notes__", ())]))
         return 2
     return status

@@ -28,7 +28,7 @@ USER_FILE = "proved-kernels.json"
 DIGITS = 16
 # What `check-device` checks (`testing/pieces.py`) before a job of a backend counts as proved.
 PARTS = {
-    "rows": ("rows", "greedy", "changes", "edges"),
+    "rows": ("rows", "turns", "greedy", "changes", "edges"),
     "groups": ("groups", "candidates", "changes", "verify"),
     "draw": ("draws", "verify"),
     "count_larger": ("ranks", "verify"),

@@ -118,11 +118,41 @@ def check_changes(kernels: Kernels, shape: Shape) -> None:
 
 
 def check_edges(kernels: Kernels, shape: Shape) -> None:
-    """Every edge of the contract: ties across groups, NaN, infinities, rows with few logits."""
-    x = oracle.edge_rows(shape.vocabulary, jnp.dtype(shape.dtype), 256)
+    """Every edge of the contract: ties across groups, NaN, infinities, rows with few logits.
+
+    shape: where it has more rows than there are edges, these are repeated.
+    """
+    edges = oracle.edge_rows(shape.vocabulary, jnp.dtype(shape.dtype), 256)
+    x = edges[np.arange(max(shape.rows, len(edges))) % len(edges)]
     ids = np.arange(len(x), dtype=np.int32) * 256 % shape.vocabulary
     _check(kernels, Rows(jnp.asarray(x), jnp.asarray(ids)), Outputs(shape.k), greedy=False)
     _check(kernels, Rows(jnp.asarray(x), None), Outputs(shape.k), greedy=True)
+
+
+def check_turns(kernels: Kernels, shape: Shape, calls: int = 200) -> None:
+    """Many calls on two inputs in turn: each has the bits of the first call on its input.
+
+    A program that reads partial results before they are there finds those of the other input, in
+    memory that both calls are given. Equal inputs would hide it. Nothing is waited for between two
+    calls.
+    """
+    ids = random_ids(shape)
+    call = jax.jit(lambda x: kernels.topk(Rows(x, ids), Outputs(shape.k)))
+
+    @jax.jit
+    def changed(found: TopkLogprobs, first: TopkLogprobs) -> jax.Array:
+        different = jax.tree.map(lambda x, y: jnp.sum(_bits(x) != _bits(y)), found, first)
+        return jnp.asarray(sum(jax.tree.leaves(different)))
+
+    inputs = [random_logits(shape, seed) for seed in (8, 9)]
+    firsts = [call(x) for x in inputs]
+    counts = [changed(call(inputs[i % 2]), firsts[i % 2]) for i in range(calls)]
+    different = np.flatnonzero([int(count) for count in counts])
+    assert not different.size, f"calls {different[:10].tolist()} of {calls} have other bits: a race"
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _check(kernels: Kernels, rows: Rows, outputs: Outputs, greedy: bool) -> None:

@@ -40,6 +40,7 @@ class Part(NamedTuple):
     more: tuple[Shape, ...]  # with `--full`
     rehearsed: Shape
     backends: tuple[str, ...] = ("mosaic_gpu", "mosaic_tpu")
+    rehearsed_check: Callable[[Kernels, Shape], None] | None = None  # None: the same
 
 
 PARTS = {
@@ -50,9 +51,11 @@ PARTS = {
             Shape(64, 131_072, 20, BF16),
             Shape(64, 151_936, 0, F32),
             Shape(4, 50_257, 128, F16),
+            Shape(1536, 32_000, 20, BF16),  # a row's programs on a GPU: a cluster of 3
             Shape(1536, 151_936, 5, BF16),
+            Shape(133, 32_000, 64, F32),  # of 4, and a row more than multiprocessors
             Shape(1, 262_144, 1, BF16),
-            Shape(64, 32_000, 64, F32),
+            Shape(133, 20_485, 33, F16),  # of 4, of which one reads edges alone
         ),
         tuple(
             Shape(rows, vocabulary, k, dtype)
@@ -63,6 +66,19 @@ PARTS = {
             )
         ),
         Shape(2, 2050, 2, BF16),
+    ),
+    "turns": Part(
+        "the same bits, 200 calls on two inputs in turn",
+        checks.check_turns,
+        (
+            Shape(64, 151_936, 20, BF16),
+            Shape(1536, 32_000, 20, BF16),
+            Shape(133, 32_000, 20, BF16),
+            Shape(4, 50_257, 20, F32),
+        ),
+        tuple(Shape(rows, v, 20, BF16) for rows in (1, 64, 256) for v in VOCABULARIES.values()),
+        Shape(2, 2050, 2, BF16),
+        rehearsed_check=functools.partial(checks.check_turns, calls=2),
     ),
     "greedy": Part(
         "top K of the greedy choice",
@@ -111,8 +127,18 @@ PARTS = {
     "edges": Part(
         "every edge of the contract",
         checks.check_edges,
-        (Shape(7, 50_257, 20, BF16), Shape(7, 131_072, 5, F32), Shape(7, 50_257, 0, F16)),
-        tuple(Shape(7, v, 20, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
+        # Of 7 rows in two launches of a GPU, of 21 in one.
+        tuple(
+            Shape(rows, v, k, dtype)
+            for v, k, dtype in ((50_257, 20, BF16), (131_072, 5, F32), (50_257, 0, F16))
+            for rows in (7, 21)
+        ),
+        tuple(
+            Shape(rows, v, 20, dtype)
+            for v in VOCABULARIES.values()
+            for dtype in (BF16, F16, F32)
+            for rows in (7, 21)
+        ),
         Shape(7, 2050, 2, BF16),
     ),
     "verify": Part(
@@ -145,16 +171,21 @@ def pieces_of(
             yield Piece(name, functools.partial(times.measure, job, shape, backend, rehearse))
     elif part == PEERS:
         here = [name for name, module in peers.missing(backend).items() if module is None]
-        few = peers.SHAPES if full else peers.SHAPES[:2]
-        for shape in (times.REHEARSED[1],) if rehearse else few:
-            for name in here[:1] if rehearse else here:
-                call = functools.partial(peers.measure, name, shape, rehearse)
-                yield Piece(f"{PEERS}: {name}: {times.TOPK} {_named(shape)}", call)
+        calls = {name: peers.calls_of(name, full=full) for name in here}
+        in_turn = itertools.zip_longest(*([(name, x) for x in calls[name]] for name in here))
+        asked = [one for each in in_turn for one in each if one is not None]
+        if rehearse:
+            asked = [(name, (peers.ALL[name].job, peers.REHEARSED[peers.ALL[name].job]))
+                     for name in here]  # fmt: skip
+        for name, (job, shape) in asked:
+            measure = functools.partial(peers.measure, name, job, shape, rehearse)
+            yield Piece(f"{PEERS}: {name}: {job} {_named(shape)}", measure)
     else:
         one = PARTS[part]
         every = (one.rehearsed,) if rehearse else one.shapes + one.more * full
+        check = one.rehearsed_check if rehearse and one.rehearsed_check else one.check
         for shape in dict.fromkeys(every):
-            yield Piece(f"{part}: {_named(shape)}", functools.partial(one.check, kernels, shape))
+            yield Piece(f"{part}: {_named(shape)}", functools.partial(check, kernels, shape))
 
 
 def _named(shape: Shape) -> str:

@@ -1,54 +1,90 @@
 """Times of calls on a device, beside XLA: many calls in one compiled program, so that no host clock
 need see 20 us.
 
-A program calls again and again, on as many buffers in turn as no cache holds; each call depends on
-all results of the one before. Results are compared before anything is timed.
+A program calls again and again, each time on other rows of more logits than a cache holds, for two
+milliseconds at least; each call depends on all results of the one before. How often it turns is a
+constant of the program: where XLA does not know that, each turn waits for a copy to the host that
+says whether there is another. Results are compared before anything is timed.
 """
 
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import TopkLogprobs, greedy_topk_logprobs, topk_logprobs, use_implementation
+from pallas_kernels import (
+    TopkLogprobs,
+    greedy_topk_logprobs,
+    linear_topk_logprobs,
+    topk_logprobs,
+    use_implementation,
+)
 from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import GroupSums
-from pallas_kernels.sampling import emitted_logprobs, verify
+from pallas_kernels.sampling import Drafts, Sampling, emitted_logprobs, verify
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import checks, plain
 from pallas_kernels.testing.shapes import Shape
 
 BF16, F32 = "bfloat16", "float32"
 TOPK, SAMPLED, VERIFY, COPY = "topk_logprobs", "read of sampled rows", "verify", "copy"
+GREEDY = "greedy_topk_logprobs"
+DRAW, LINEAR = "draw of top-k 50, top-p 0.9", "logprobs of hidden states"
+TOP_K, TOP_P = 50, 0.9
+HIDDEN = 4096  # numbers of a hidden state
 SHAPES = (
     (COPY, Shape(1024, 131_072, 0, F32)),
-    (TOPK, Shape(64, 131_072, 20, BF16)),
+    (TOPK, Shape(64, 151_936, 20, BF16)),
     (TOPK, Shape(1536, 151_936, 20, BF16)),
-    (TOPK, Shape(64, 151_936, 0, F32)),
+    (TOPK, Shape(8, 128_256, 5, BF16)),
     (VERIFY, Shape(64, 151_936, 20, BF16)),
-    (SAMPLED, Shape(64, 151_936, 20, BF16)),
-    (TOPK, Shape(256, 131_072, 5, BF16)),
-    (TOPK, Shape(16, 50_257, 20, F32)),
+    (SAMPLED, Shape(256, 151_936, 20, BF16)),
+    (TOPK, Shape(64, 151_936, 0, F32)),
+    (TOPK, Shape(1536, 32_000, 20, BF16)),
+    (TOPK, Shape(1, 151_936, 20, BF16)),
+    (TOPK, Shape(256, 128_256, 128, BF16)),
+    (GREEDY, Shape(64, 151_936, 20, BF16)),
+    (DRAW, Shape(64, 151_936, 0, BF16)),
+    (LINEAR, Shape(256, 128_256, 0, BF16)),
 )
 MORE = tuple(
     (TOPK, Shape(rows, vocabulary, k, dtype))
-    for rows in (4, 16, 64, 256, 1536)
-    for vocabulary in (131_072, 151_936)
-    for k in (0, 1, 5, 20, 64)
+    for rows in (1, 8, 64, 256, 1536)
+    for vocabulary in (32_000, 128_256, 151_936)
+    for k in (0, 5, 20, 128)
     for dtype in (BF16, F32)
 )
 REHEARSED = (TOPK, Shape(2, 2048, 2, F32))
-NO_CACHE = 128 << 20  # bytes: an H100's L2 cache has 50 MB
-MOST_BUFFERS = 6
-SECONDS = 0.2  # that a program's calls take together, about
+NO_CACHE = 300 << 20  # bytes: the second-level cache of a B300 has 129 MiB
+IN_A_PROGRAM = 2e-3  # seconds that its calls take at least, at
+FASTEST = 8e12  # bytes a second: no chip of `chips.GPUS` reads faster
+SECONDS = 0.2  # that a round's programs take together, about
 ROUNDS = 5
 PLAIN = "log_softmax + top_k"
 
 Call = Callable[..., Any]
+
+
+class Buffers(NamedTuple):
+    """Logits that a program calls with, in turn, and what every call takes beside them."""
+
+    logits: tuple[jax.Array, ...]  # each [P * R, V]; of `LINEAR`, hidden states [P * R, D]
+    positions: int  # P: calls have R rows each, one after the other
+    ids: Any  # [R] token ids; of `LINEAR`, those and the head [V, D]
+
+    @property
+    def calls(self) -> int:
+        """How many different rows there are."""
+        return len(self.logits) * self.positions
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.logits)
 
 
 def measure(job: str, shape: Shape, backend: str, rehearse: bool = False) -> dict[str, Any]:
@@ -59,32 +95,61 @@ def measure(job: str, shape: Shape, backend: str, rehearse: bool = False) -> dic
     """
     slots = 4 if job == VERIFY else 1  # rows of a slot
     flat = Shape(shape.rows * slots, shape.vocabulary, shape.k, shape.dtype)
-    buffers, ids = buffers_of(flat, 1 if rehearse else MOST_BUFFERS)
+    # Calls that name their rows read them where they lie; others would have them copied.
+    buffers = buffers_of(flat, whole=job in (COPY, GREEDY, SAMPLED), few=rehearse)
+    if job == LINEAR:
+        buffers = hidden_of(shape, few=rehearse)
     seconds: dict[str, list[float]] = {}
     absent: dict[str, str] = {}
     answers: dict[str, Any] = {}
     for name, call in jax_calls(job, shape, backend, rehearse).items():
         try:
-            answers[name], seconds[name] = timed(call, buffers, ids, rehearse)
+            answers[name], seconds[name] = timed(call, buffers, rehearse)
         except Exception as error:  # XLA's ways may want more memory than there is
             if name == backend:
                 raise
             absent[name] = f"{type(error).__name__}: {str(error)[:200]}"
     for name in answers:
-        if PLAIN in answers and name not in (PLAIN, f"{backend}, greedy"):
+        if PLAIN in answers and name != PLAIN:
             check(name, answers[PLAIN], answers[name])
-    moved = buffers[0].nbytes * (2 if job == COPY else 1)
+    moved = buffers.nbytes / buffers.calls * (2 if job == COPY else 1)
+    if job == LINEAR:
+        moved = buffers.ids[1].nbytes
     found = figures(seconds)
     rate = round(moved / next(iter(found["us"].values())) / 1e3, 1)
     return found | {"GB/s": rate, "absent": absent}
 
 
-def buffers_of(shape: Shape, most: int) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Logits, as many as no cache holds, `most` at most, and token ids."""
+def buffers_of(shape: Shape, *, whole: bool = False, few: bool = False) -> Buffers:
+    """Logits for calls of this shape, more than a cache holds.
+
+    Args:
+      shape: of one call.
+      whole: an array for each call, not all in one.
+      few: of two calls, whatever caches hold.
+    """
     size = shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
-    count = max(1, min(most, -(-NO_CACHE // size)))
-    logits = tuple(checks.random_logits(shape, seed) for seed in range(count))
-    return logits, checks.random_ids(shape)
+    count = 2 if few else -(-NO_CACHE // size)
+    arrays, positions = (count, 1) if whole else (1, count)
+    larger = replace(shape, rows=positions * shape.rows)
+    logits = tuple(checks.random_logits(larger, seed) for seed in range(arrays))
+    return Buffers(logits, positions, checks.random_ids(shape))
+
+
+def hidden_of(shape: Shape, *, few: bool = False) -> Buffers:
+    """Hidden states of two calls, and a head, which is larger than a cache by itself."""
+    size = 64 if few else HIDDEN
+    states = Shape(2 * shape.rows, size, 0, shape.dtype)
+    head = checks.random_logits(Shape(shape.vocabulary, size, 0, shape.dtype), 1) / 1024
+    return Buffers((checks.random_logits(states, 0),), 2, (checks.random_ids(shape), head))
+
+
+def rows_of(logits: jax.Array, row_ids: jax.Array) -> jax.Array:
+    """The rows [R, V] of these consecutive ids, for calls that have no row ids: XLA's compiler puts
+    the slice into what reads it."""
+    if len(row_ids) == len(logits):
+        return logits
+    return lax.dynamic_slice_in_dim(logits, row_ids[0], len(row_ids))
 
 
 def figures(seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -97,18 +162,48 @@ def figures(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str, Call]:
-    """Calls of logits and token ids, by contender: the backend's kernels first."""
+    """Calls of logits [N, V], row ids [R] and token ids [R], by contender: the backend's first."""
     k = shape.k
     ours: Any = "xla" if rehearse else backend
     if job == COPY:
-        return {COPY: lambda x, _: -x}
+        return {COPY: lambda x, rows, _: -rows_of(x, rows)}
     if job == TOPK:
         return {
-            backend: lambda x, t: topk_logprobs(x, t, k, implementation=ours),
-            f"{backend}, greedy": lambda x, _: greedy_topk_logprobs(x, k, implementation=ours),
-            "xla": lambda x, t: topk_logprobs(x, t, k, implementation="xla"),
-            PLAIN: lambda x, t: plain.topk_logprobs(x, t, k),
-            "max only, by XLA": lambda x, _: jnp.max(x, axis=1),
+            backend: lambda x, rows, t: topk_logprobs(x, t, k, row_ids=rows, implementation=ours),
+            "xla": lambda x, rows, t: topk_logprobs(rows_of(x, rows), t, k, implementation="xla"),
+            PLAIN: lambda x, rows, t: plain.topk_logprobs(rows_of(x, rows), t, k),
+            "max only, by XLA": lambda x, rows, _: jnp.max(rows_of(x, rows), axis=1),
+        }
+    if job == DRAW:
+
+        def drawn(x: jax.Array, rows: jax.Array, name: Any) -> jax.Array:
+            slots = len(rows)
+            drafts = Drafts(jnp.zeros((slots, 0), jnp.int32), jnp.zeros(slots, jnp.int32))
+            sampling = Sampling.of(
+                slots, temperature=1.0, top_k=TOP_K, top_p=TOP_P, key=jax.random.key(0)
+            )
+            with use_implementation(name):
+                found = verify(x, drafts, sampling, jnp.arange(slots), row_ids=rows[:, None])
+            return found.token_ids[:, 0]
+
+        return {
+            backend: lambda x, rows, _: drawn(x, rows, ours),
+            "xla": lambda x, rows, _: drawn(x, rows, "xla"),
+        }
+    if job == LINEAR:
+        return {
+            "linear_topk_logprobs": lambda x, rows, t: linear_topk_logprobs(
+                rows_of(x, rows), t[1], t[0], k
+            ),
+            f"logits and {PLAIN}": lambda x, rows, t: plain.topk_logprobs(
+                rows_of(x, rows) @ t[1].T, t[0], k
+            ),
+        }
+    if job == GREEDY:
+        return {
+            backend: lambda x, rows, _: greedy_topk_logprobs(
+                rows_of(x, rows), k, implementation=ours
+            )
         }
     if job == SAMPLED:
 
@@ -118,66 +213,80 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
             return found.groups, found.top_ids
 
         return {
-            backend: lambda x, _: groups(x, ours),
-            "xla": lambda x, _: groups(x, "xla"),
+            backend: lambda x, rows, _: groups(rows_of(x, rows), ours),
+            "xla": lambda x, rows, _: groups(rows_of(x, rows), "xla"),
         }
     _, drafts, sampling, positions = checks.verification(shape)
 
-    def verified(x: jax.Array, name: Any) -> Any:
+    def verified(x: jax.Array, rows: jax.Array, name: Any) -> Any:
         with use_implementation(name):
-            logits = x.reshape(shape.rows, -1, shape.vocabulary)
-            found = verify(logits, drafts, sampling, positions, k=k)
+            row_ids = rows.reshape(shape.rows, -1)
+            found = verify(x, drafts, sampling, positions, row_ids=row_ids, k=k)
             assert found.read is not None
-            emitted = emitted_logprobs(logits, found)
+            emitted = emitted_logprobs(x, found)
         return found.token_ids, found.num_tokens, emitted
 
     return {
-        backend: lambda x, _: verified(x, ours),
-        "xla": lambda x, _: verified(x, "xla"),
-        "the logprobs of its rows alone": lambda x, t: topk_logprobs(x, t, k, implementation=ours),
+        backend: lambda x, rows, _: verified(x, rows, ours),
+        "xla": lambda x, rows, _: verified(x, rows, "xla"),
+        "the logprobs of its rows alone": lambda x, rows, t: topk_logprobs(
+            x, t, k, row_ids=rows, implementation=ours
+        ),
     }
 
 
-def in_one_program(call: Call, buffers: int) -> Call:
-    """A program of turns, ids and buffers: so often a call on each buffer, one after the other.
+def in_one_program(call: Call, buffers: Buffers, turns: int) -> Call:
+    """A program of ids and logits: `turns` times a call on all rows, one after the other.
 
-    The barrier makes each call depend on the turn, so that none is moved out of the loop; it copies
-    nothing. Every call's results are the program's, so that none is left out.
+    Its results are those of the last call, which is the one on the first position of each array.
+    The barrier makes each call depend on the one before, so that none is moved out of the loop; it
+    copies nothing. Every call's results are the program's, so that none is left out.
     """
+    positions, size = buffers.positions, len(buffers.logits[0]) // buffers.positions
+    number = turns * positions
+    one_call = jax.jit(call)  # lowered once, however many arrays there are
 
-    def program(turns: jax.Array, ids: jax.Array, *logits: jax.Array) -> Any:
-        def one(turn: Any, index: int) -> Any:
-            x, token_ids, _ = lax.optimization_barrier((logits[index], ids, turn))  # type: ignore[no-untyped-call]
-            return call(x, token_ids)
+    def program(ids: Any, *logits: jax.Array) -> Any:
+        def one(index: Any, before: Any, x: jax.Array) -> Any:
+            place = (number - 1 - index) % positions if positions > 1 else 0
+            rows = place * size + jnp.arange(size, dtype=jnp.int32)
+            x, rows, token_ids, _ = lax.optimization_barrier((x, rows, ids, before))  # type: ignore[no-untyped-call]
+            return one_call(x, rows, token_ids)
 
-        def body(turn: Any, _: Any) -> Any:
-            return [one(turn, index) for index in range(buffers)]
+        def body(index: Any, before: Any) -> Any:
+            return [one(index, before, x) for x in logits]
 
         shapes = jax.eval_shape(lambda: body(jnp.int32(0), None))
         return lax.fori_loop(
-            0, turns, body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            0, number, body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         )
 
     return program
 
 
-def timed(
-    call: Call, buffers: tuple[jax.Array, ...], ids: jax.Array, rehearse: bool = False
-) -> tuple[Any, list[float]]:
-    """The results for the first buffer, and seconds of a call, one number a round."""
-    program = jax.jit(in_one_program(call, len(buffers)))  # once: to compile it takes longest
+def turns_of(buffers: Buffers) -> int:
+    """How often a program reads all of it, so that the fastest chip takes two ms."""
+    return -(-int(IN_A_PROGRAM * FASTEST) // buffers.nbytes)
 
-    def seconds(turns: int) -> float:
+
+def timed(call: Call, buffers: Buffers, rehearse: bool = False) -> tuple[Any, list[float]]:
+    """The results for the first rows, and seconds of a call, one number a round."""
+    turns = 1 if rehearse else turns_of(buffers)
+    program = jax.jit(in_one_program(call, buffers, turns))  # once: to compile takes longest
+
+    def seconds(programs: int) -> float:
         begin = time.perf_counter()
-        jax.block_until_ready(program(jnp.int32(turns), ids, *buffers))  # type: ignore[no-untyped-call]
-        return (time.perf_counter() - begin) / (turns * len(buffers))
+        for _ in range(programs):  # the host is ahead of the device
+            results = program(buffers.ids, *buffers.logits)
+        jax.block_until_ready(results)  # type: ignore[no-untyped-call]
+        return (time.perf_counter() - begin) / (programs * turns * buffers.calls)
 
-    answers = jax.tree.map(np.asarray, program(jnp.int32(1), ids, *buffers)[0])
+    answers = jax.tree.map(np.asarray, program(buffers.ids, *buffers.logits)[0])
     if rehearse:
-        return answers, [seconds(2)]
-    once = min(seconds(2) for _ in range(3)) * len(buffers)
-    turns = max(4, min(20_000, int(SECONDS / once)))
-    return answers, [seconds(turns) for _ in range(ROUNDS)]
+        return answers, [seconds(1)]
+    once = min(seconds(1) for _ in range(2)) * turns * buffers.calls
+    programs = max(1, min(100, int(SECONDS / once)))
+    return answers, [seconds(programs) for _ in range(ROUNDS)]
 
 
 def check(name: str, expected: Any, found: Any) -> None:

@@ -6,8 +6,7 @@ import pytest
 
 from jax_specdec.cli.device_report import Report
 from pallas_kernels.testing.chips import GPUS
-from tests.docs.test_figures_of_pages import cells
-from tests.support.pages import DOCS
+from tests.support.pages import DOCS, cells
 
 pytestmark = pytest.mark.fast
 REPORTS = DOCS / "reports"

@@ -11,20 +11,9 @@ from ipc import wire
 from jax_specdec.engine import EngineConfig, SamplingParams, decode
 from jax_specdec.engine.errors import RequestError
 from jax_specdec.ray import RayConfig
-from tests.support.pages import DOCS, python_blocks
+from tests.support.pages import DOCS, cells, python_blocks, rows_of
 
 pytestmark = pytest.mark.fast
-
-
-def cells(page, heading):
-    """The rows of the table below a heading of a page, without backquotes."""
-    section = (DOCS / page).read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    return rows_of(section)[2:]
-
-
-def rows_of(table):
-    rows = [line for line in table.splitlines() if line.startswith("|")]
-    return [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in rows]
 
 
 def value(cell):

@@ -5,7 +5,9 @@ runs these checks on the kernels' own code, right and wrong. What fails in other
 the kernels is said, and ends nothing.
 """
 
+import itertools
 import sys
+import zipfile
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -17,8 +19,13 @@ import pytest
 
 from jax_specdec.cli import device_report
 from pallas_kernels import TopkLogprobs
+from pallas_kernels.backends.mosaic_gpu import cluster_kernel
+from pallas_kernels.backends.mosaic_gpu.schedule import choose_schedule
 from pallas_kernels.testing import checks, ground, oracle, peers, pieces, times
+from pallas_kernels.testing.chips import GPUS
+from pallas_kernels.testing.pieces import PARTS
 from pallas_kernels.testing.shapes import Shape
+from tests.rehearsal import peer_signatures, peer_stand_ins
 
 
 @pytest.mark.fast
@@ -88,7 +95,7 @@ def told(part, kernels):
 
 
 @pytest.mark.parametrize(
-    "part", ["rows", "greedy", "changes", "edges", "groups", "candidates", "ranks"]
+    "part", ["rows", "turns", "greedy", "changes", "edges", "groups", "candidates", "ranks"]
 )
 def test_right_kernels_pass(part):
     assert told(part, BY_XLA)["ok"]
@@ -110,6 +117,43 @@ def test_a_wrong_result_is_named(part, fields, said):
     found = told(part, wrong_topk(**fields))
     assert not found["ok"]
     assert said in found["error"]
+
+
+def test_one_call_of_many_with_other_bits_is_a_race():
+    """The 37th call on two inputs in turn has a bit of the other input's."""
+    number = itertools.count(-2)  # the first calls are compared with
+
+    def topk(rows, outputs):
+        found = BY_XLA.topk(rows, outputs)
+        changed = jax.pure_callback(
+            lambda x: np.int32(next(number) == 37), jax.ShapeDtypeStruct((), "int32"), rows.logits
+        )
+        return found._replace(token_ranks=found.token_ranks.at[1].add(changed))
+
+    with pytest.raises(AssertionError, match=r"calls \[37\] of 50 have other bits"):
+        checks.check_turns(replace(BY_XLA, topk=topk), SHAPE, calls=50)
+
+
+@pytest.mark.fast
+def test_default_pieces_take_every_form_of_a_call():
+    """Edges in two launches and as clusters of 8; rows as clusters of 3 and 4 too."""
+
+    def forms(part):
+        every = (choose_schedule(x.rows, x.vocabulary, x.k, x.dtype) for x in PARTS[part].shapes)
+        return [found.programs if cluster_kernel.fits(found) else 0 for found in every]
+
+    assert [programs > 1 for programs in forms("edges")] == [False, True] * 3
+    assert {0, 3, 4, 8} <= set(forms("rows"))
+    assert {0, 3, 4, 8} <= set(forms("turns"))
+    assert 133 in [shape.rows for shape in PARTS["rows"].shapes]
+
+
+@pytest.mark.fast
+def test_default_times_have_every_size():
+    shapes = [shape for job, shape in times.SHAPES if job == times.TOPK]
+    assert {shape.rows for shape in shapes} == {1, 8, 64, 256, 1536}
+    assert {shape.vocabulary for shape in shapes} == {32_000, 128_256, 151_936}
+    assert {shape.k for shape in shapes} == {0, 5, 20, 128}
 
 
 @pytest.mark.parametrize("backend", ["mosaic_gpu", "mosaic_tpu"])
@@ -156,18 +200,52 @@ def test_a_platform_that_does_not_start_is_named(monkeypatch):
 
 
 def test_a_timed_program_keeps_its_calls():
-    """Nothing is moved out of the loop or left out, though no result is used."""
+    """Nothing is moved out of the loop or left out, though no result is used; it turns as often as
+    it says, which XLA knows: else a GPU's host would look after each turn."""
 
-    def call(x, ids):
-        return jax.lax.top_k(jnp.exp(x), 7), jnp.sum(jnp.sin(x), axis=1)
+    def call(x, rows, ids):
+        return jax.lax.top_k(jnp.exp(x[rows]), 7), jnp.sum(jnp.sin(x[rows]), axis=1)
 
-    x, ids = jnp.ones((2, 64)), jnp.zeros(2, jnp.int32)
-    program = jax.jit(times.in_one_program(call, 2)).lower(jnp.int32(5), ids, x, x)
-    compiled = program.compile().as_text()
+    buffers = times.Buffers((jnp.ones((6, 64)),) * 2, 3, jnp.zeros(2, jnp.int32))
+    program = jax.jit(times.in_one_program(call, buffers, 4))
+    compiled = program.lower(buffers.ids, *buffers.logits).compile().as_text()
     body = compiled[: compiled.index("ENTRY")]
     for operation in ("exponential", "sine"):
         assert body.count(f" {operation}(") >= 2, operation
         assert f" {operation}(" not in compiled[compiled.index("ENTRY") :]
+    assert 'known_trip_count":{"n":"12"}' in compiled
+
+
+def test_a_timed_program_calls_on_all_rows_and_ends_with_the_first():
+    seen = []
+
+    def call(x, rows, ids):
+        jax.debug.callback(lambda rows: seen.append(rows.tolist()), rows, ordered=True)
+        return x[rows, 0] + ids
+
+    logits = jnp.arange(12.0).reshape(6, 2)
+    answers, _ = times.timed(call, times.Buffers((logits,), 3, jnp.zeros(2)), rehearse=True)
+    assert answers.tolist() == [0, 2]
+    assert seen[:3] == [[4, 5], [2, 3], [0, 1]]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("shape", [one for _, one in times.SHAPES])
+def test_a_program_reads_more_than_a_cache_holds_for_two_ms(monkeypatch, shape):
+    """Of chips that there are; calls that name their rows have them in one array."""
+    monkeypatch.setattr(checks, "random_logits", lambda x, _: lowered_array(x))
+    monkeypatch.setattr(checks, "random_ids", lambda _: None)
+    for whole in (True, False):
+        buffers = times.buffers_of(shape, whole=whole)
+        assert (len(buffers.logits) == 1) != whole or buffers.calls == 1
+        assert buffers.nbytes > 2 * max(gpu.cache for gpu in GPUS.values())
+        fastest = max(gpu.bandwidth for gpu in GPUS.values())
+        assert times.turns_of(buffers) * buffers.nbytes / fastest >= 2e-3
+
+
+def lowered_array(shape):
+    size = shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
+    return SimpleNamespace(nbytes=size)
 
 
 def test_a_contender_with_another_answer_is_not_timed():
@@ -187,22 +265,27 @@ PEERS_SHAPE = Shape(2, 600, 3, "float32")
 NAME = "log_softmax + tokamax top_k"
 
 
+MODULE = "tokamax._src.ops.topk.api"
+
+
 def stand_in(monkeypatch, top_k):
     """A library of this top K in place of tokamax."""
-    for module in ("tokamax", "tokamax._src.ops.experimental.tpu.topk.api"):
+    for module in ("tokamax", MODULE):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(top_k=top_k, __spec__=module))
 
 
 def peer_told():
     """What the pieces' process says of the peer."""
     lines = []
-    piece = pieces.Piece("a peer", lambda: peers.measure(NAME, PEERS_SHAPE, rehearse=True))
+    piece = pieces.Piece(
+        "a peer", lambda: peers.measure(NAME, times.TOPK, PEERS_SHAPE, rehearse=True)
+    )
     pieces.run([piece], lines.append)
     return lines[-1]
 
 
 def test_a_peer_is_timed_behind_its_answer(monkeypatch):
-    stand_in(monkeypatch, jax.lax.top_k)
+    stand_in(monkeypatch, peer_stand_ins.tokamax_top_k)
     found = peer_told()
     assert found["ok"]
     assert found["figures"]["us"].keys() == {NAME}
@@ -210,18 +293,39 @@ def test_a_peer_is_timed_behind_its_answer(monkeypatch):
 
 
 def test_a_peer_with_another_answer_is_not_timed(monkeypatch):
-    stand_in(monkeypatch, lambda x, k: (x[:, :k], None))
+    def wrong(x, k, **options):
+        return tuple(0 * part for part in peer_stand_ins.tokamax_top_k(x, k, **options))
+
+    stand_in(monkeypatch, wrong)
     assert peer_told()["error"].startswith("AssertionError: Not equal to tolerance")
 
 
 def test_a_peer_that_has_moved_or_fails(monkeypatch):
-    def out_of_memory(x, k):
+    def out_of_memory(x, k, **_):
         raise MemoryError("80 GB")
 
     stand_in(monkeypatch, out_of_memory)
     assert peer_told()["error"] == "MemoryError: 80 GB"
-    monkeypatch.delitem(sys.modules, "tokamax._src.ops.experimental.tpu.topk.api")
+    monkeypatch.delitem(sys.modules, MODULE)
     assert peer_told()["error"].startswith("ModuleNotFoundError: ")
+
+
+@pytest.mark.fast
+def test_an_argument_that_a_library_changed_is_named(tmp_path):
+    """Its name, kind or default; a file or function that is not there any more."""
+    (library,) = [x for x in peer_stand_ins.LIBRARIES if x.distribution == "sglang"]
+
+    def told(source, file="sglang/srt/layers/logsumexp.py"):
+        wheel = tmp_path / "a.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(file, source)
+        return peer_signatures.wrong(library, wheel)
+
+    assert told("def row_logsumexp_topk(x: Tensor, k: int) -> None: ...") is None
+    for other in ("(x, num)", "(x, *, k)", "(x, k=5)", "(x, k, sorted)"):
+        assert "takes" in told(f"def row_logsumexp_topk{other}: ...")
+    assert told("def row_logsumexp(x): ...") == "there is no row_logsumexp_topk"
+    assert told("", "sglang/layers.py") == "there is no sglang/srt/layers/logsumexp.py"
 
 
 @pytest.mark.fast
@@ -234,7 +338,7 @@ def test_what_is_not_installed_is_no_piece(monkeypatch):
 
     assert peers.missing("mosaic_tpu") == {NAME: "tokamax"}
     assert names() == []
-    stand_in(monkeypatch, jax.lax.top_k)
+    stand_in(monkeypatch, peer_stand_ins.tokamax_top_k)
     assert peers.missing("mosaic_tpu") == {NAME: None}
     assert len(names()) == 2
     assert all(name.startswith(f"{device_report.PEERS}: {NAME}: topk_logprobs") for name in names())

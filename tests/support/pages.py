@@ -28,3 +28,15 @@ def same(printed: str, shown: str) -> bool:
 def python_blocks(page: Path) -> list[str]:
     """The Python of a page, a block each."""
     return blocks(page.read_text(encoding="utf-8"), "python")
+
+
+def cells(page: str, heading: str) -> list[list[str]]:
+    """The rows of the table below a heading of a page, without backquotes."""
+    section = (DOCS / page).read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return rows_of(section)[2:]
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """The rows of a table, its heading and the line below it among them."""
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in rows]

@@ -1,6 +1,7 @@
 """`jax-specdec check-device`: what hangs, dies or fails is named; a run goes on where it ended."""
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -307,3 +308,19 @@ def test_a_failure_takes_an_entry_away_and_others_stay(report, tmp_path):
 def test_a_rehearsal_is_not_kept(capsys):
     assert main(["check-device", "--keep", "--rehearse"]) == 2
     assert "a rehearsal proves nothing" in capsys.readouterr().err
+
+
+def test_it_runs_without_the_packages_of_rings_and_engines(tmp_path):
+    """As on a device machine that has jax and NumPy: its errors are still sentences."""
+    hidden = ("ipc", "posix_ipc", "zmq", "xxhash", "msgpack", "safetensors", "rich")
+    program = f"""
+import sys
+sys.modules |= dict.fromkeys({hidden!r})
+from jax_specdec.cli.main import main
+sys.exit(main(["check-device", "--keep", "--rehearse", "--output", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("jax-specdec: --keep and --rehearse: a rehearsal proves nothing")
