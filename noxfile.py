@@ -13,7 +13,7 @@ nox.options.sessions = ["lint", "types", "fast"]
 nox.options.reuse_existing_virtualenvs = True
 nox.needs_version = ">=2025.2"
 
-PYTHONS = ["3.11", "3.12", "3.13"]
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 OLDEST_JAX = "0.10.2"  # as pyproject.toml has it
 PYTEST = ("pytest", "-q", "-n", "3", "--dist", "loadfile")
 

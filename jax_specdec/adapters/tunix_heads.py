@@ -1,6 +1,7 @@
 """The heads of tunix's models, taken off."""
 
 import dataclasses
+import functools
 import importlib
 from typing import Any
 
@@ -41,8 +42,20 @@ def without_head(model: Any) -> tuple[Any, Head]:
     if tied:
         part.decode = _unchanged  # always the same function: nnx.jit compares it
     else:
-        model.lm_head = nnx.identity
+        model.lm_head = _no_head()()
     return model, Head(weight, "VH" if tied else "HV", dtype, soft_cap)
+
+
+@functools.cache
+def _no_head() -> Any:
+    """A class of modules that do nothing: the place of a head is a module's."""
+    nnx = importlib.import_module("flax.nnx")
+
+    class NoHead(nnx.Module):  # type: ignore[name-defined]
+        def __call__(self, hidden: jax.Array) -> jax.Array:
+            return hidden
+
+    return NoHead
 
 
 def _unchanged(hidden: jax.Array) -> jax.Array:

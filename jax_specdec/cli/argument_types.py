@@ -16,7 +16,13 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
+        self.example = ""  # a command that runs, the first line of the help
         self._given: list[str] = []
+
+    def format_help(self) -> str:
+        """As argparse's, behind the example."""
+        text = super().format_help()
+        return f"example: {self.example}\n\n{text}" if self.example else text
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse's; keeps the arguments for the errors."""

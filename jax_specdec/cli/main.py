@@ -13,6 +13,7 @@ import gc
 import importlib
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType, ModuleType
@@ -29,6 +30,15 @@ COMMANDS = {
     "view": "write a page that shows every token's logprob",
 }
 ALONE = ("check-device",)  # uses neither rings nor engines, and runs where their packages are not
+EXAMPLES = {
+    "check-device": "jax-specdec check-device --keep",
+    "demo": "jax-specdec demo --temperature 0.8 --json out.jsonl",
+    "doctor": "jax-specdec doctor --remove",
+    "generate": 'jax-specdec generate --model DIR --prompt "Once upon" --logprobs 5',
+    "serve": "jax-specdec serve --model DIR --port 8000",
+    "view": "jax-specdec view out.jsonl --open",
+}
+WIDTH = 80  # of the help's lines, and of what stands behind a redirection
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,12 +106,22 @@ def _parsed(arguments: Sequence[str] | None) -> tuple[ModuleType, argparse.Names
     arguments = sys.argv[1:] if arguments is None else arguments
     if name := next((one for one in arguments if one in COMMANDS), ""):
         command = importlib.import_module(f"jax_specdec.cli.{name.replace('-', '_')}_command")
-        parsers[name].description = command.HELP
+        parsers[name].description = _filled(command.HELP)
+        parsers[name].example = EXAMPLES[name]
         command.add(parsers[name])
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parsers[options.command].refuse(unknown)
     return command, options
+
+
+def _filled(text: str) -> str:
+    """The text in lines of the help's width; paragraphs that are indented stay as they are."""
+    paragraphs = text.strip("\n").split("\n\n")
+    return "\n\n".join(
+        one if one.startswith(" ") else textwrap.fill(" ".join(one.split()), WIDTH)
+        for one in paragraphs
+    )
 
 
 class _Version(argparse.Action):

@@ -30,7 +30,14 @@ OTHERS = {
         "mtp_save_first_token", "mtp_save_first_token_with_topk", "save_each_rank",
         "index_to_batch_id",
     ],
-    "vLLM": ["raw_logits", "LogprobsProcessor"],
+    "vLLM": [
+        "raw_logits", "LogprobsProcessor", "prompt_logprob_start", "prompt_logprob_token_ids",
+    ],
+    "FlashInfer": [
+        "chain_speculative_sampling(draft_probs, draft_token_ids, target_probs)",
+        "top_k_top_p_sampling_from_logits", "top_k_renorm_probs", "top_p_renorm_probs", "generator",
+        "chunked_lm_head_logprob", "chunked_lm_head_support_kl",
+    ],
     "MaxText": ["attend_on_embedding", "create_forward_fn"],
     "tunix": ["TrainExample", "advantages", "ref_per_token_logps", "DistillationTrainer"],
     "verl": ["DataProto", "DataProto.from_single_dict"],
@@ -40,7 +47,10 @@ OTHERS = {
     ],
     "sglang-jax": ["srt/layers/sampler.py"],
     "MiMo": ["model.mtp_layers.0", "MiMoMTPLayers"],
-    "transformers": ["PreTrainedTokenizerBase"],
+    "transformers": [
+        "PreTrainedTokenizerBase", "assistant_model", "prompt_lookup_num_tokens",
+        "compute_transition_scores",
+    ],
     "llama.cpp": ["rope_freqs"],
     "GPT-2": ["bytes_to_unicode"],
     "lm-evaluation-harness": ["simple_evaluate"],

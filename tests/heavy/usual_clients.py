@@ -1,12 +1,12 @@
 """Client libraries against one running server: texts, streams, logprobs, tools, structured answers.
 
-    python -m tests.heavy.usual_clients [PYTHON PYTHON]
+    python -m tests.heavy.usual_clients [PYTHON PYTHON PYTHON]
 
-openai, litellm, langchain-openai, instructor and inspect-ai are in environments of their own, which
-are made in build/clients (a package index is needed), or whose interpreters are given; the server
-runs in this one, with the tiny model. Each library asks as its own guide says, and puts answers
-back into the conversation. A model of bytes calls no function by itself and finds no good values:
-what is checked is that every call is served, and that what must be of a form is of it.
+openai, litellm, langchain-openai, instructor, inspect-ai and llm are in environments of their own,
+which are made in build/clients (a package index is needed), or whose interpreters are given; the
+server runs in this one, with the tiny model. Each library asks as its own guide says, and puts
+answers back into the conversation. A model of bytes calls no function by itself and finds no good
+values: what is checked is that every call is served, and that what must be of a form is of it.
 """
 
 import os
@@ -124,12 +124,27 @@ async def main():
     assert made.message.tool_calls[0].function == "turn"
 asyncio.run(main())
 """
+LLM = """
+import os, pathlib, tempfile
+folder = pathlib.Path(tempfile.mkdtemp())
+os.environ["LLM_USER_PATH"] = str(folder)
+(folder / "extra-openai-models.yaml").write_text(
+    f"- model_id: own\\n  model_name: tiny\\n  api_base: {URL}\\n")
+import llm
+model = llm.get_model("own")
+model.key = "none"
+assert model.prompt("def", stream=False, max_tokens=5).text()
+assert len([part for part in model.prompt("def", max_tokens=5)]) >= 1
+talk = model.conversation()
+assert talk.prompt("def", max_tokens=5).text() and talk.prompt("x", max_tokens=5).text()
+"""
 # Environments, and who asks in each: inspect-ai needs a newer openai than litellm takes.
 ENVIRONMENTS = {
     "openai litellm langchain-openai instructor": {
         "openai": OPENAI, "litellm": LITELLM, "langchain-openai": LANGCHAIN,
         "instructor": INSTRUCTOR},
     "openai inspect-ai": {"the newest openai": OPENAI, "inspect-ai": INSPECT},
+    "llm": {"llm": LLM},
 }  # fmt: skip
 FOLDER = Path("build/clients")
 

@@ -12,7 +12,7 @@ import sys
 import time
 
 from bench.peers.environments import PEERS, environment, newest
-from tests.support import quick_compile
+from tests.support import compatibility, quick_compile
 from tests.support.paths import ROOT
 
 
@@ -46,6 +46,11 @@ def verdict(peer: str, python: str) -> str:
         return f"NOT RUN, {why}"
     print(f"RUN: {peer}: {', '.join(PEERS[peer][0][:1])}", flush=True)
     found = "ok" if check(peer, own) else "FAILED"
+    if found == "ok":
+        code = "import jax, platform; print(platform.python_version(), jax.__version__)"
+        versions = subprocess.run([own, "-c", code], capture_output=True, text=True, check=True)
+        name = PEERS[peer][0][0].replace("==", " ")
+        compatibility.keep(f"the adapter of {name}", *versions.stdout.split())
     return f"{found}, {time.monotonic() - start:.0f} s"
 
 

@@ -1,6 +1,7 @@
 """The command line itself: versions, usage, signals, and imports that come late."""
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+import jax_specdec.cli.main as main_module
 from jax_specdec.cli.main import COMMANDS, main
 from tests.support.command_status import status_of
 from tests.support.paths import ROOT
@@ -32,6 +34,11 @@ def test_every_command_explains_itself(name, capsys):
     text = capsys.readouterr().out
     assert f"usage: jax-specdec {name}" in text
     assert len(text) > 200
+    assert max(map(len, text.splitlines())) <= 80
+    example = text.splitlines()[0].removeprefix("example: ")
+    program, *arguments = shlex.split(example)
+    assert program == "jax-specdec"
+    assert main_module._parsed(arguments)[1].command == name  # which it would refuse else
     status_of("--help")
     assert re.search(rf"^    {name}\s", capsys.readouterr().out, re.MULTILINE)
 
@@ -101,4 +108,4 @@ def test_the_command_line_itself_imports_only_the_standard_library():
 def test_the_command_line_runs_as_a_module(module):
     command = [sys.executable, "-m", module, "doctor", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: jax-specdec doctor ")
+    assert "\n\nusage: jax-specdec doctor " in done.stdout
