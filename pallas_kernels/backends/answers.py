@@ -103,11 +103,11 @@ def greedy_topk_logprobs(row_sums: ReadRows, rows: Rows, outputs: Outputs) -> To
       rows: without token ids.
       outputs: what is wanted.
     """
-    whole = VocabShard()
-    rows = usable(rows, whole)
+    shard = VocabShard()
+    rows = usable(rows, shard)
     k, vocabulary = outputs.k, rows.logits.shape[1]
-    nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)  # no logit is larger: none to count
-    sums = row_sums(rows, nothing, outputs._replace(k=max(k, 1)))
+    infinite = jnp.full(rows.num_targets, jnp.inf, jnp.float32)  # no logit is larger: none to count
+    sums = row_sums(rows, infinite, outputs._replace(k=max(k, 1)))
     valid = jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
     first = sums.top_ids[:, 0]
 
@@ -115,7 +115,7 @@ def greedy_topk_logprobs(row_sums: ReadRows, rows: Rows, outputs: Outputs) -> To
         return jnp.where(valid, first, greedy_of_rows(rows.logits, rows.changes).token_ids)
 
     chosen = lax.cond(jnp.any(is_active(rows) & ~valid), look, lambda: first)
-    named = [sums.top_logits[:, :1], named_changed(rows, rows.extra_ids, whole)]
+    named = [sums.top_logits[:, :1], named_changed(rows, rows.extra_ids, shard)]
     sums = sums._replace(
         num_larger=jnp.zeros_like(sums.num_larger),
         top_ids=sums.top_ids[:, :k],
@@ -158,8 +158,8 @@ def named_changed(rows: Rows, ids: jax.Array, shard: VocabShard) -> jax.Array:
     at, changes = rows.places[:, None], rows.changes
 
     def changed_at(columns: jax.Array) -> jax.Array:
-        found = rows.logits.at[at, columns].get().astype(jnp.float32)
-        return found if changes is None else of_logits.apply_at(found, columns, changes)
+        logits = rows.logits.at[at, columns].get().astype(jnp.float32)
+        return logits if changes is None else of_logits.apply_at(logits, columns, changes)
 
     return shard.looked_up(ids, rows.logits.shape[1], changed_at)
 
@@ -225,9 +225,9 @@ def with_biased(sums: RowSums, rows: Rows, selected: jax.Array, outputs: Outputs
     if changes is None or changes.bias is None:
         return sums
     ids, logits = of_logits.biased(rows.logits, rows.places, changes)
-    mine = xla.sums_of_block(xla.GPU, logits, selected, outputs._replace(k=0), t)
-    mine = mine._replace(top_ids=sums.top_ids, top_logits=sums.top_logits)
-    both = jax.tree.map(lambda a, b: jnp.stack([a, b]), sums, mine)
+    biased_sums = xla.sums_of_block(xla.GPU, logits, selected, outputs._replace(k=0), t)
+    biased_sums = biased_sums._replace(top_ids=sums.top_ids, top_logits=sums.top_logits)
+    both = jax.tree.map(lambda a, b: jnp.stack([a, b]), sums, biased_sums)
     top_ids, top_logits = in_order(sums, ids, logits, outputs.k)
     return joined_sums(both, t)._replace(top_ids=top_ids, top_logits=top_logits)
 
@@ -284,7 +284,7 @@ def answers(
             return jnp.where(valid.reshape(shape), x, jnp.float32(jnp.nan))
 
         logprobs = or_nan(scaled - log_sum[:, None])
-        known = valid & ~jnp.isnan(named[:, 0])
+        is_token = valid & ~jnp.isnan(named[:, 0])
         if outputs.inclusive:  # all are at least -inf; some implementations count padding too
             rank = jnp.where(named[:, 0] == -jnp.inf, jnp.int32(vocab_size), sums.num_larger)
         else:
@@ -302,12 +302,12 @@ def answers(
             log_sum_exp = or_nan(largest + log_sum)
         # Without a column no operation: XLA could not run interpreted kernels beside it.
         none = named[:, :0] if outputs.top_logits else None
-        own = jnp.where(active, token_ids, jnp.int32(-1))[:, None]
+        given_ids = jnp.where(active, token_ids, jnp.int32(-1))[:, None]
         top = jnp.where(there, sums.top_ids, jnp.int32(-1))
         return TopkLogprobs(
-            token_ids=jnp.concatenate([own, top], axis=1),
+            token_ids=jnp.concatenate([given_ids, top], axis=1),
             logprobs=logprobs[:, : k + 1],
-            token_ranks=jnp.where(known, rank, 0),
+            token_ranks=jnp.where(is_token, rank, 0),
             extra_logprobs=logprobs[:, k + 1 :],
             log_sum_exp=log_sum_exp,
             entropy=entropy,

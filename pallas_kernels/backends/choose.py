@@ -61,7 +61,7 @@ def gpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     obstacle = gpu.cannot_run(logits, gpu.cuda_capability())
     if obstacle is None and name is None:
         obstacles = (proved.obstacle("mosaic_gpu", job, "cuda") for job in ("rows", "groups"))
-        obstacle = next((said for said in obstacles if said is not None), None)
+        obstacle = next((reason for reason in obstacles if reason is not None), None)
     return obstacle
 
 
@@ -104,15 +104,15 @@ def kernels_or_xla(
         return by_xla(*arguments)
     explicit = implementation is not None
     names = [implementation] if implementation is not None else [*backends]
-    found = {name: KERNELS[name].shape_obstacle(logits) for name in names}
+    shape_obstacles = {name: KERNELS[name].shape_obstacle(logits) for name in names}
     if implementation is not None:
-        obstacle = found[implementation]
+        obstacle = shape_obstacles[implementation]
         if obstacle is not None:
             # Without the device, no other shape would help.
             absent = None if is_here(implementation) else KERNELS[implementation].missing
             refuse(implementation, f"{absent}, and {obstacle}" if absent else obstacle)
     else:
-        able = [name for name, obstacle in found.items() if obstacle is None]
+        able = [name for name, obstacle in shape_obstacles.items() if obstacle is None]
         names = [name for name in able if KERNELS[name].is_faster(logits, size)]
         if not names:
             return by_xla(*arguments)
@@ -121,14 +121,14 @@ def kernels_or_xla(
     traced, like = jax.make_jaxpr(by_xla, return_shape=True)(*arguments)
     tree = jax.tree.structure(like)
 
-    def xla(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
+    def xla(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> Result:
         closed = ClosedJaxpr(traced.jaxpr, constants)
-        return jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(given)))  # type: ignore[no-any-return]
+        return jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(call_arguments)))  # type: ignore[no-any-return]
 
-    def elsewhere(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
+    def elsewhere(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> Result:
         if explicit:
             refuse(names[0], KERNELS[names[0]].missing)
-        return xla(constants, given)
+        return xla(constants, call_arguments)
 
     platforms = {
         KERNELS[name].platform: _on_platform(name, job, by_kernels, xla, explicit=explicit)
@@ -148,7 +148,7 @@ def _on_platform(
     """The kernels, unless this host's device cannot run them; a batch of `vmap` goes to XLA."""
 
     @jax.custom_batching.custom_vmap
-    def kernels(constants: Sequence[jax.Array], given: Sequence[Tree]) -> Result:
+    def kernels(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> Result:
         obstacle = KERNELS[name].device_obstacle()
         if obstacle is None and not explicit:
             obstacle = proved.obstacle(name, job, KERNELS[name].platform)
@@ -158,9 +158,9 @@ def _on_platform(
             try:
                 module = importlib.import_module(f"pallas_kernels.backends.{name}.{job}")
                 if not explicit and (name, job) not in _lowered:
-                    _try_to_lower(name, module, by_kernels, given)
+                    _try_to_lower(name, module, by_kernels, call_arguments)
                     _lowered.add((name, job))
-                return by_kernels(module, *given)
+                return by_kernels(module, *call_arguments)
             except DoesNotFit as error:
                 obstacle = str(error)
             except Exception as error:
@@ -174,15 +174,18 @@ def _on_platform(
                 )  # fmt: skip
         if explicit:
             refuse(name, obstacle)
-        return xla(constants, given)
+        return xla(constants, call_arguments)
 
     @kernels.def_vmap
     def _(
-        _: int, is_batched: list[Tree], constants: Sequence[jax.Array], given: Sequence[Tree]
+        _: int,
+        is_batched: list[Tree],
+        constants: Sequence[jax.Array],
+        call_arguments: Sequence[Tree],
     ) -> tuple[Result, Result]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
-        found: Result = jax.vmap(xla, in_axes=tuple(axes))(constants, given)
-        return found, jax.tree.map(lambda _: True, found)
+        results: Result = jax.vmap(xla, in_axes=tuple(axes))(constants, call_arguments)
+        return results, jax.tree.map(lambda _: True, results)
 
     return kernels
 
@@ -192,7 +195,7 @@ _lowered: set[tuple[str, str]] = set()
 
 
 def _try_to_lower(
-    name: str, module: ModuleType, by_kernels: Callable[..., Tree], given: Sequence[Tree]
+    name: str, module: ModuleType, by_kernels: Callable[..., Tree], call_arguments: Sequence[Tree]
 ) -> None:
     """Lower the kernels apart, so that an error leaves no half of them in the program at hand.
 
@@ -202,7 +205,7 @@ def _try_to_lower(
     Raises:
       Exception: whatever stands in the way.
     """
-    leaves, tree = jax.tree.flatten(given)
+    leaves, tree = jax.tree.flatten(call_arguments)
     # Bare shapes: inside `jax.shard_map`, the types of these arrays name a mesh.
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]  # type: ignore[no-untyped-call]
 

@@ -31,29 +31,29 @@ def num_digits(vocab_size: int) -> int:
 
 def digits(weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
     """The digits [..., V] int32 of weights [..., V] float32, 0 or more, of a sum of at most V."""
-    found, rest = _leading(weights, num_digits(vocab_size) - 1, vocab_size)
-    found.append(jnp.round(rest * jnp.float32(2 ** digit_bits(vocab_size))))
+    leading, rest = _leading(weights, num_digits(vocab_size) - 1, vocab_size)
+    leading.append(jnp.round(rest * jnp.float32(2 ** digit_bits(vocab_size))))
     # The largest of all, V = 2**n weights of 1 in one, needs the sign bit.
-    return tuple(lax.bitcast_convert_type(digit.astype(jnp.uint32), jnp.int32) for digit in found)
+    return tuple(lax.bitcast_convert_type(digit.astype(jnp.uint32), jnp.int32) for digit in leading)
 
 
 def _leading(x: jax.Array, number: int, vocab_size: int) -> tuple[list[jax.Array], jax.Array]:
     """So many leading digits of x float32, as floats, and what is left of it behind them."""
     scale = jnp.float32(2 ** digit_bits(vocab_size))
-    found: list[jax.Array] = []
+    leading: list[jax.Array] = []
     # Scaling by a power of two and subtracting whole numbers are exact: only the end rounds.
     for _ in range(number):
         x = x * scale
-        found.append(jnp.floor(x))
-        x = x - found[-1]
-    return found, x
+        leading.append(jnp.floor(x))
+        x = x - leading[-1]
+    return leading, x
 
 
 def mass(weights: jax.Array, vocab_size: int, shard: VocabShard = WHOLE) -> Mass:
     """The sum [N] of weights [N, C] over all shards, each of which has its columns of them."""
     # All digits in one reduction: else the weights are computed for each.
-    own = summed(*digits(weights, vocab_size))
-    return of_sums(tuple(map(shard.across_sum, own)), vocab_size)
+    digit_sums = summed(*digits(weights, vocab_size))
+    return of_sums(tuple(map(shard.across_sum, digit_sums)), vocab_size)
 
 
 def of_sums(added: tuple[jax.Array, ...], vocab_size: int) -> Mass:
@@ -78,9 +78,9 @@ def carried(sums: Mass, vocab_size: int) -> Mass:
 
 def at_least(value: jax.Array, vocab_size: int) -> Mass:
     """The least mass >= value [...] float32, 0 <= value <= V."""
-    found, rest = _leading(value, num_digits(vocab_size), vocab_size)
-    found[-1] = found[-1] + jnp.where(rest > 0, jnp.float32(1), jnp.float32(0))
-    return carried(tuple(digit.astype(jnp.uint32) for digit in found), vocab_size)
+    leading, rest = _leading(value, num_digits(vocab_size), vocab_size)
+    leading[-1] = leading[-1] + jnp.where(rest > 0, jnp.float32(1), jnp.float32(0))
+    return carried(tuple(digit.astype(jnp.uint32) for digit in leading), vocab_size)
 
 
 def less(a: Mass, b: Mass) -> jax.Array:

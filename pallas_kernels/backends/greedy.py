@@ -110,9 +110,9 @@ def greedy_block_on_cpu(x: jax.Array) -> Greedy:
         maxima, lax.broadcasted_iota(jnp.int32, maxima.shape, 1)
     )
     start = jnp.minimum(group * width, vocabulary - width)  # the last group may be short
-    found, _ = _keys(slices(x, start[:, None], width)[:, 0])
+    keys, _ = _keys(slices(x, start[:, None], width)[:, 0])
     ids = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    _, first = row_pieces.largest_and_first(found, ids)
+    _, first = row_pieces.largest_and_first(keys, ids)
     return _choice(x, largest, first, jnp.any(with_nan, axis=1))
 
 
@@ -177,8 +177,8 @@ def _of_rows(
     @choose.def_vmap
     def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[forms.Tree, forms.Tree]:
         """Each result [size, N], and that it is batched."""
-        found = choose(logits.reshape(-1, logits.shape[-1]))
-        outputs = jax.tree.map(lambda x: x.reshape(size, -1), found)
+        choice = choose(logits.reshape(-1, logits.shape[-1]))
+        outputs = jax.tree.map(lambda x: x.reshape(size, -1), choice)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return jax.jit(choose)

@@ -86,8 +86,8 @@ def top_of(sums: RowSums) -> Top:
 
 def largest_of(row_sums: Callable[[Rows, jax.Array, Outputs], RowSums], rows: Rows, k: int) -> Top:
     """The top k of rows, by a backend's read of them; no logit is larger than infinity."""
-    nothing = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
-    return top_of(row_sums(rows, nothing, Outputs(k)))
+    infinite = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
+    return top_of(row_sums(rows, infinite, Outputs(k)))
 
 
 class RowsToDraw(NamedTuple):
@@ -160,8 +160,8 @@ def as_many_as_needed(
         values = jnp.full((rows, columns), -jnp.inf, jnp.float32)
         if not count:
             return vary_like(Top(ids, values), (logits, needed))
-        found = top(count)
-        return Top(ids.at[:, :count].set(found.ids), values.at[:, :count].set(found.logits))
+        largest = top(count)
+        return Top(ids.at[:, :count].set(largest.ids), values.at[:, :count].set(largest.logits))
 
     if len(counts) == 1:
         return padded(counts[0])

@@ -93,9 +93,9 @@ def obstacle(backend: str, job: str, platform: str) -> str | None:
 @functools.cache
 def is_proved(kind: str, backend: str, job: str) -> bool:
     """Whether a file has this proof. It is read once: a process goes on as it began."""
-    wanted = kind, minor_version(), backend, job
+    entry = kind, minor_version(), backend, job
     proofs = [proof for file in (PACKAGE_FILE, user_file()) for proof in read(file)]
-    return any(proof[:4] == wanted and proof.digest == digest_of(backend, job) for proof in proofs)
+    return any(proof[:4] == entry and proof.digest == digest_of(backend, job) for proof in proofs)
 
 
 @functools.cache
@@ -149,7 +149,7 @@ def _words(node: object, names: dict[str, str]) -> str:
     names: those of the locals of the functions around it, and what stands for them.
     """
     if isinstance(node, list):
-        return f"[{', '.join(_words(each, names) for each in node)}]"
+        return f"[{', '.join(_words(item, names) for item in node)}]"
     if not isinstance(node, ast.AST):
         return repr(node)
     if isinstance(node, ast.FunctionDef | ast.Lambda):
@@ -163,8 +163,8 @@ def _words(node: object, names: dict[str, str]) -> str:
         fields.pop("simple")
     if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
         fields["body"] = node.body[1:]
-    said = (f"{name}={_words(x, names)}" for name, x in fields.items() if x not in (None, []))
-    return f"{type(node).__name__}({', '.join(said)})"
+    texts = (f"{name}={_words(x, names)}" for name, x in fields.items() if x not in (None, []))
+    return f"{type(node).__name__}({', '.join(texts)})"
 
 
 def _locals(function: ast.FunctionDef | ast.Lambda, number: int) -> dict[str, str]:
@@ -173,9 +173,9 @@ def _locals(function: ast.FunctionDef | ast.Lambda, number: int) -> dict[str, st
     Arguments are named by calls. `number` names of functions around it have numbers already.
     """
     arguments = function.args
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    every += [x for x in (arguments.vararg, arguments.kwarg) if x is not None]
-    taken = {x.arg: x.arg for x in every}
+    parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    parameters += [x for x in (arguments.vararg, arguments.kwarg) if x is not None]
+    taken = {x.arg: x.arg for x in parameters}
     bound = dict[str, str]()
     pending = list[ast.AST](function.body[::-1] if isinstance(function.body, list) else [])
     while pending:

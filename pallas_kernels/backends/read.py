@@ -145,7 +145,7 @@ def candidates(rows: ListedRows, k: int, *, valid: bool) -> Top:
 
 
 def draw(
-    given: RowsToDraw,
+    slots: RowsToDraw,
     arrays: Arrays,
     purposes: tuple[int, int],
     by_xla: Callable[[Arrays], Found],
@@ -159,7 +159,7 @@ def draw(
     it. Both draw the same but where rounding of float32 decides.
 
     Args:
-      given: the slots.
+      slots: with a row each.
       arrays: a tree of arrays.
       purposes: static; of the noise of groups, and of that of tokens.
       by_xla: what XLA does, a function of `arrays`.
@@ -167,17 +167,17 @@ def draw(
       after: what follows the kernel, a function of its result and of `arrays`.
       changes: of the N rows.
     """
-    fits = given.maxima.shape[1] <= MOST_GROUPS and given.excluded_ids.shape[1] <= MOST_TAKEN
+    fits = slots.maxima.shape[1] <= MOST_GROUPS and slots.excluded_ids.shape[1] <= MOST_TAKEN
     if not fits:
         return by_xla(arrays)
     return kernels_or_xla(
         "draw",
-        lambda kernels, logits, given, changes, arrays: after(
-            kernels.draw(logits, given, purposes, changes), arrays
+        lambda kernels, logits, slots, changes, arrays: after(
+            kernels.draw(logits, slots, purposes, changes), arrays
         ),
-        lambda *given: by_xla(given[-1]),
+        lambda *slots: by_xla(slots[-1]),
         logits,
-        given,
+        slots,
         changes,
         arrays,
         logits=logits,

@@ -120,8 +120,8 @@ def joined(
     ids, logits, larger = part.top_ids, part.top_logits, part.num_larger
     if shard.axis_name is not None:
         ids = ids + shard.ids(width)[0]
-        every, counts, ids, logits = shard.gathered_together((sums, larger, ids, logits))
-        sums = tuple(x.sum(0, dtype=jnp.int32) for x in every)
+        sums_of_shards, counts, ids, logits = shard.gathered_together((sums, larger, ids, logits))
+        sums = tuple(x.sum(0, dtype=jnp.int32) for x in sums_of_shards)
         larger = counts.sum(0, dtype=jnp.int32)
         ids, logits = top_k_of_parts(ids, logits, k)
     weighted = None

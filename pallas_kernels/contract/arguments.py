@@ -77,8 +77,8 @@ def array_of(name: str, value: object, kind: Kind, shape: Shape, axes: str) -> j
         raise TypeError(f"{name} is of {value.dtype}: give an array of {kind}")
     sizes = zip(value.shape, shape, strict=False)
     if value.ndim != len(shape) or any(isinstance(b, int) and a != b for a, b in sizes):
-        wanted = "(" + ", ".join(map(str, shape)) + (",)" if len(shape) == 1 else ")")
-        raise ValueError(f"{name} {value.shape}: give {axes} = {wanted}")
+        expected = "(" + ", ".join(map(str, shape)) + (",)" if len(shape) == 1 else ")")
+        raise ValueError(f"{name} {value.shape}: give {axes} = {expected}")
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 

@@ -143,11 +143,11 @@ def biased(logits: jax.Array, rows: jax.Array, changes: Changes) -> tuple[jax.Ar
     assert bias is not None
     assert ids is not None
     inside = jnp.maximum(ids, 0)
-    found = logits.at[rows[:, None], inside].get().astype(jnp.float32) + bias
+    logits_with_bias = logits.at[rows[:, None], inside].get().astype(jnp.float32) + bias
     named = ids >= 0
     if allowed is not None:
         named &= is_allowed(allowed, inside)
-    return ids, jnp.where(named, found, -jnp.inf)
+    return ids, jnp.where(named, logits_with_bias, -jnp.inf)
 
 
 def of_rows(changes: Changes | None, rows: jax.Array) -> Changes | None:
@@ -176,5 +176,5 @@ def of_columns(changes: Changes | None, first: jax.Array, width: int) -> Changes
 def _unpacked(words: jax.Array, vocabulary: int) -> jax.Array:
     """words [B, W] -> [B, V] bool."""
     bits = jnp.arange(WORD, dtype=jnp.int32)[None, None]
-    every: jax.Array = (words[:, :, None] & (jnp.int32(1) << bits)) != 0
-    return every.reshape(words.shape[0], words.shape[1] * WORD)[:, :vocabulary]
+    flags: jax.Array = (words[:, :, None] & (jnp.int32(1) << bits)) != 0
+    return flags.reshape(words.shape[0], words.shape[1] * WORD)[:, :vocabulary]

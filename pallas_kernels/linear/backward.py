@@ -77,25 +77,27 @@ def linear_topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
     return _with_scale(call, inputs)[0]
 
 
-def changes_of(call: Call, kept: Residuals, given: TopkLogprobs, by_scale: RowScale) -> Changes:
-    """What `given`, the loss's derivatives by the results, says of each row.
+def changes_of(
+    call: Call, residuals: Residuals, cotangent: TopkLogprobs, by_scale: RowScale
+) -> Changes:
+    """What `cotangent`, the loss's derivatives by the results, says of each row.
 
     by_scale: those by the scale. Its maximum is a constant: no result depends on which it is.
     """
-    inputs, out, scale = kept
+    inputs, out, scale = residuals
     ids = jnp.concatenate([out.token_ids, inputs.extra_token_ids], axis=1)
     logprobs = jnp.concatenate([out.logprobs, out.extra_logprobs], axis=1)
-    by_logprob = jnp.concatenate([given.logprobs, given.extra_logprobs], axis=1)
+    by_logprob = jnp.concatenate([cotangent.logprobs, cotangent.extra_logprobs], axis=1)
     by_logprob = jnp.where(jnp.isnan(logprobs) | (ids < 0), 0, by_logprob)
     assert out.log_sum_exp is not None
-    assert given.log_sum_exp is not None
+    assert cotangent.log_sum_exp is not None
     valid = ~jnp.isnan(out.log_sum_exp)
     if inputs.temperatures is not None:
         valid &= ~jnp.isnan(usable_temperatures(inputs.temperatures))
-    by_all = given.log_sum_exp + by_scale.log_sum - jnp.sum(by_logprob, axis=1)
+    by_all = cotangent.log_sum_exp + by_scale.log_sum - jnp.sum(by_logprob, axis=1)
     by_entropy = None
-    if out.entropy is not None and given.entropy is not None:
-        by_entropy = jnp.where(valid, given.entropy, 0)
+    if out.entropy is not None and cotangent.entropy is not None:
+        by_entropy = jnp.where(valid, cotangent.entropy, 0)
         by_all -= by_entropy * jnp.where(valid, out.entropy, 0)
     first = call.shard.ids(call.definition.width(inputs.head))[0]
     return Changes(
@@ -103,7 +105,7 @@ def changes_of(call: Call, kept: Residuals, given: TopkLogprobs, by_scale: RowSc
         by_logprob,
         jnp.where(valid, by_all, 0),
         by_entropy,
-        jnp.where(valid, given.log_sum_exp, 0),
+        jnp.where(valid, cotangent.log_sum_exp, 0),
         scale,
         valid,
         inverse_temperatures(inputs.temperatures),
@@ -142,14 +144,14 @@ def of_piece(
     factor = jnp.broadcast_to(changes.by_all[:, None], u.shape)
     if changes.by_entropy is not None:
         factor = factor - changes.by_entropy[:, None] * jnp.where(counts, logprob, 0)
-    here = changes.ids - first
+    columns = changes.ids - first
     # An id outside is dropped; a negative one would count from the end.
-    here = jnp.where((here >= 0) & (here < width), here, width)
-    here = jnp.where(real[jnp.clip(here, 0, width - 1)], here, width)
+    columns = jnp.where((columns >= 0) & (columns < width), columns, width)
+    columns = jnp.where(real[jnp.clip(columns, 0, width - 1)], columns, width)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     if named_apart:
-        p = p.at[row, here].set(0, mode="drop")
-    d = (p * factor).at[row, here].add(changes.by_logprob, mode="drop")
+        p = p.at[row, columns].set(0, mode="drop")
+    d = (p * factor).at[row, columns].add(changes.by_logprob, mode="drop")
     if changes.inverse is not None:
         d = d * changes.inverse[:, None]
     d = jnp.where(changes.valid[:, None], d, 0)
@@ -188,12 +190,12 @@ def gradients(
                 by_bias, jnp.where(new, jnp.sum(du, axis=0), old), start, 0
             )
         scaled = barrier((du * jnp.float32(definition.scale)).astype(head.dtype))
-        left, right = (hidden, scaled) if axis else (scaled, hidden)
-        by_head = product(left, right, 0, 0).astype(head.dtype)
+        first_factor, second_factor = (hidden, scaled) if axis else (scaled, hidden)
+        by_head = product(first_factor, second_factor, 0, 0).astype(head.dtype)
         if width % piece:
             old = lax.dynamic_slice_in_dim(sums.head, start, piece, axis)
-            mine = jnp.expand_dims(new, 1 - axis)
-            by_head = jnp.where(mine, by_head, loaded(old, head.dtype))
+            is_new = jnp.expand_dims(new, 1 - axis)
+            by_head = jnp.where(is_new, by_head, loaded(old, head.dtype))
         return Gradients(
             added(sums.hidden, scaled, w),
             lax.dynamic_update_slice_in_dim(sums.head, stored(by_head), start, axis),
@@ -211,26 +213,28 @@ def gradients(
         def some(j: jax.Array, total: jax.Array) -> jax.Array:
             start = jnp.minimum(j * part, rows - part)
             new = start + jnp.arange(part, dtype=jnp.int32) >= j * part
-            own = jnp.where(new[:, None], lax.dynamic_slice_in_dim(scaled, start, part), 0)
-            sums = lax.dynamic_slice_in_dim(total, start, part) + product(own, w, 1, axis)
+            part_scaled = jnp.where(new[:, None], lax.dynamic_slice_in_dim(scaled, start, part), 0)
+            sums = lax.dynamic_slice_in_dim(total, start, part) + product(part_scaled, w, 1, axis)
             return lax.dynamic_update_slice_in_dim(total, sums, start, 0)
 
         return lax.fori_loop(0, -(-rows // part), some, total)  # type: ignore[no-any-return]
 
-    nothing = Gradients(
+    zeros = Gradients(
         jnp.zeros((rows, size), jnp.float32),
         stored(jnp.zeros_like(head)),
         None if bias is None else jnp.zeros(width, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
     inputs_of_all = (hidden, head, bias, limit, changes)
-    found: Gradients = lax.fori_loop(0, -(-width // piece), step, vary_like(nothing, inputs_of_all))
-    return found._replace(head=loaded(found.head, head.dtype))
+    sums: Gradients = lax.fori_loop(0, -(-width // piece), step, vary_like(zeros, inputs_of_all))
+    return sums._replace(head=loaded(sums.head, head.dtype))
 
 
-def cotangents(call: Call, kept: Residuals, given: TopkLogprobs, by_scale: RowScale) -> Inputs:
+def cotangents(
+    call: Call, residuals: Residuals, cotangent: TopkLogprobs, by_scale: RowScale
+) -> Inputs:
     """The loss's derivatives by the inputs; None for those that have none."""
-    inputs, changes = kept.inputs, changes_of(call, kept, given, by_scale)
+    inputs, changes = residuals.inputs, changes_of(call, residuals, cotangent, by_scale)
     sums = gradients(call, inputs, changes)
     by_hidden = sums.hidden
     if inputs.row_ids is not None:
@@ -267,8 +271,10 @@ def _forward(call: Call, inputs: Inputs) -> tuple[tuple[TopkLogprobs, RowScale],
     return (out, scale), Residuals(inputs, out, scale)
 
 
-def _backward(call: Call, kept: Residuals, given: tuple[TopkLogprobs, RowScale]) -> tuple[Inputs]:
-    return (cotangents(call, kept, *given),)
+def _backward(
+    call: Call, residuals: Residuals, cotangent: tuple[TopkLogprobs, RowScale]
+) -> tuple[Inputs]:
+    return (cotangents(call, residuals, *cotangent),)
 
 
 _with_scale.defvjp(_forward, _backward)

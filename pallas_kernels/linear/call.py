@@ -175,8 +175,8 @@ def linear_topk_logprobs(
     bias = check_bias(bias, head.shape[axis])
     inputs = Inputs(hidden, head, bias, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
     words = words_of(inputs, head=head_axes.lower(), row_ids=".", num_rows="")
-    found = split.run_inputs(place, _topk_of(call), inputs, words)
-    return found if log_sum_exp else found._replace(log_sum_exp=None)
+    results = split.run_inputs(place, _topk_of(call), inputs, words)
+    return results if log_sum_exp else results._replace(log_sum_exp=None)
 
 
 @functools.cache

@@ -75,11 +75,11 @@ def appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runnin
 
     def some(i: jax.Array, running: Running) -> Running:
         start = jnp.minimum(i * most, width - most)
-        own = lax.dynamic_slice_in_dim(x, start, most, 1)
+        columns = lax.dynamic_slice_in_dim(x, start, most, 1)
         new = start + jnp.arange(most, dtype=jnp.int32) >= i * most
         if width % most:
-            own = jnp.where(new[None], own, jnp.asarray(-jnp.inf, x.dtype))
-        return _appended(running, own, first + start, k)
+            columns = jnp.where(new[None], columns, jnp.asarray(-jnp.inf, x.dtype))
+        return _appended(running, columns, first + start, k)
 
     return lax.fori_loop(0, -(-width // most), some, vary_like(running, (running, x)))  # type: ignore[no-any-return]
 
@@ -97,10 +97,10 @@ def _appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runni
         # Of more than K, those below the part's own K-th largest do not count.
         def fewer(carry: Three) -> Three:
             words, _, _ = carry
-            own = barrier((x, words))[0]  # tied: else XLA would always search
-            least = kth_largest(own, k, k)
+            pinned = barrier((x, words))[0]  # tied: else XLA would always search
+            least = kth_largest(pinned, k, k)
             below = ordered_keys(floats(least - 1, x.dtype).astype(jnp.float32))
-            words &= larger_than(below, own)
+            words &= larger_than(below, pinned)
             fewest = jnp.max(bit_words.counts(words))
             return words, fewest, vary_like(jnp.bool_(True), words)
 
@@ -121,13 +121,13 @@ def _appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runni
             running,
         )
         at, there = barrier(bit_words.places(words, done, size))
-        found = jnp.take_along_axis(x, at, axis=1, mode="promise_in_bounds")
-        keys = ordered_keys(found.astype(jnp.float32))
+        logits = jnp.take_along_axis(x, at, axis=1, mode="promise_in_bounds")
+        keys = ordered_keys(logits.astype(jnp.float32))
         keys = barrier(jnp.where(there, keys, key_of(-jnp.inf, jnp.float32)))
-        here = (jnp.int32(0), k + running.used)
+        begin = (jnp.int32(0), k + running.used)
         return done + size, Running(
-            lax.dynamic_update_slice(running.keys, keys, here),
-            lax.dynamic_update_slice(running.ids, at + first, here),
+            lax.dynamic_update_slice(running.keys, keys, begin),
+            lax.dynamic_update_slice(running.ids, at + first, begin),
             running.floor,
             running.used + jnp.minimum(size, most - done),
         )
@@ -196,27 +196,27 @@ def shrunk(running: Running, k: int, most: int) -> Running:
     equal = bit_words.packed(running.keys == least[:, None])
     words = barrier(larger | bit_words.leading(equal, most - bit_words.counts(larger)))
 
-    def some(j: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def some(j: jax.Array, arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         # From left to right, so that parts that overlap are no matter: they are moved once.
         start = jnp.minimum(j * part, rows - part)
         new = start + jnp.arange(part, dtype=jnp.int32) >= j * part
-        own = lax.dynamic_slice_in_dim(words, start, part)
-        at, there = barrier(bit_words.places(own, jnp.int32(0), most))
+        part_words = lax.dynamic_slice_in_dim(words, start, part)
+        at, there = barrier(bit_words.places(part_words, jnp.int32(0), most))
 
         def kept_of(x: jax.Array, empty: jax.Array | int) -> jax.Array:
             old = lax.dynamic_slice_in_dim(x, start, part)
-            kept = jnp.take_along_axis(old, at, axis=1, mode="promise_in_bounds")
-            kept = jnp.where(there, kept, empty)
+            moved = jnp.take_along_axis(old, at, axis=1, mode="promise_in_bounds")
+            moved = jnp.where(there, moved, empty)
             if rows % part:
-                kept = jnp.where(new[:, None], kept, old[:, :most])
-            return barrier(kept)
+                moved = jnp.where(new[:, None], moved, old[:, :most])
+            return barrier(moved)
 
         least_key = key_of(-jnp.inf, jnp.float32)
-        here, behind = (start, jnp.int32(0)), (start, jnp.int32(most))
-        nothing = jnp.full((part, size - most), least_key)
-        keys = lax.dynamic_update_slice(found[0], kept_of(found[0], least_key), here)
-        keys = lax.dynamic_update_slice(keys, nothing, behind)
-        return keys, lax.dynamic_update_slice(found[1], kept_of(found[1], 0), here)
+        begin, behind = (start, jnp.int32(0)), (start, jnp.int32(most))
+        empty_room = jnp.full((part, size - most), least_key)
+        keys = lax.dynamic_update_slice(arrays[0], kept_of(arrays[0], least_key), begin)
+        keys = lax.dynamic_update_slice(keys, empty_room, behind)
+        return keys, lax.dynamic_update_slice(arrays[1], kept_of(arrays[1], 0), begin)
 
     keys, ids = lax.fori_loop(
         0, -(-rows // part), some, vary_like((running.keys, running.ids), running)
@@ -231,13 +231,13 @@ def ordered(running: Running, k: int) -> Best:
     part = min(ROWS_AT_ONCE, rows)
     column = jnp.arange(k, dtype=jnp.int32)
 
-    def some(j: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def some(j: jax.Array, arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         # In place: rows that two parts have are in order the second time, and stay so.
         start = jnp.minimum(j * part, rows - part)
-        here = (start, jnp.int32(0))
+        begin = (start, jnp.int32(0))
         keys: jax.Array
         ids: jax.Array
-        keys, ids = (barrier(lax.dynamic_slice(x, here, (part, k))) for x in found)
+        keys, ids = (barrier(lax.dynamic_slice(x, begin, (part, k))) for x in arrays)
 
         def count(i: jax.Array, before: jax.Array) -> jax.Array:
             other = lax.dynamic_slice_in_dim(keys, i, 1, 1)
@@ -249,15 +249,15 @@ def ordered(running: Running, k: int) -> Best:
         )
         row = jnp.arange(part, dtype=jnp.int32)[:, None]
 
-        def put(whole: jax.Array, own: jax.Array) -> jax.Array:
-            own = (
-                jnp.zeros_like(own)
+        def put(array: jax.Array, values: jax.Array) -> jax.Array:
+            values = (
+                jnp.zeros_like(values)
                 .at[row, before]
-                .set(own, mode="promise_in_bounds", unique_indices=True)
+                .set(values, mode="promise_in_bounds", unique_indices=True)
             )
-            return lax.dynamic_update_slice(whole, own, here)
+            return lax.dynamic_update_slice(array, values, begin)
 
-        return put(found[0], keys), put(found[1], ids)
+        return put(arrays[0], keys), put(arrays[1], ids)
 
     arrays = vary_like((running.keys, running.ids), running)
     keys, ids = lax.fori_loop(0, -(-rows // part), some, arrays)

@@ -108,9 +108,9 @@ def _read(call: Call, inputs: SupportInputs) -> _Partial:
         x = definition.logits(inputs.hidden, head_rows(head, start, piece, axis), bias)
         x = jnp.where(new, x.astype(jnp.float32), -jnp.inf)
         place = columns - start
-        here = (columns >= 0) & (place >= 0) & (place < piece)
-        picked = jnp.take_along_axis(x, jnp.where(here, place, 0), axis=1)
-        others = x.at[row, jnp.where(here, place, piece)].set(-jnp.inf, mode="drop")
+        is_met = (columns >= 0) & (place >= 0) & (place < piece)
+        picked = jnp.take_along_axis(x, jnp.where(is_met, place, 0), axis=1)
+        others = x.at[row, jnp.where(is_met, place, piece)].set(-jnp.inf, mode="drop")
         # A NaN stays in the maximum, and so in the sum.
         maximum = jnp.maximum(sums.maximum, jnp.max(others, axis=1))
         finite = jnp.where(maximum == -jnp.inf, 0, maximum)
@@ -122,17 +122,17 @@ def _read(call: Call, inputs: SupportInputs) -> _Partial:
         sum_exp = sums.sum_exp * jnp.exp(scaled(sums.maximum))
         sum_exp += jnp.sum(jnp.exp(scaled(others)), axis=1)
         return _Partial(
-            maximum, sum_exp, jnp.where(here, jnp.maximum(sums.logits, picked), sums.logits)
+            maximum, sum_exp, jnp.where(is_met, jnp.maximum(sums.logits, picked), sums.logits)
         )
 
-    nothing = _Partial(
+    empty = _Partial(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
         jnp.full(columns.shape, -jnp.inf, jnp.float32),
     )
-    none = vary_like(nothing, (inputs, limit, columns))
-    found: _Partial = lax.fori_loop(0, -(-width // piece), step, none)
-    return found
+    none = vary_like(empty, (inputs, limit, columns))
+    partial: _Partial = lax.fori_loop(0, -(-width // piece), step, none)
+    return partial
 
 
 def _read_tile(call: Call, inputs: SupportInputs, start: jax.Array) -> _Partial:
@@ -166,16 +166,16 @@ def _student(call: Call, inputs: SupportInputs, start: jax.Array | None = None) 
         maximum, sum_exp, logits = _read_tile(call, inputs, start)
         finite = jnp.where(maximum == -jnp.inf, 0, maximum)
     else:
-        own = _read(call, inputs)
-        maximum = shard.across_maximum(own.maximum)
+        partial = _read(call, inputs)
+        maximum = shard.across_maximum(partial.maximum)
         finite = jnp.where(maximum == -jnp.inf, 0, maximum)
-        sum_exp = shard.across_sum(own.sum_exp * jnp.exp(scaled(own.maximum - finite)))
-        logits = shard.across_maximum(own.logits)
+        sum_exp = shard.across_sum(partial.sum_exp * jnp.exp(scaled(partial.maximum - finite)))
+        logits = shard.across_maximum(partial.logits)
     largest = jnp.maximum(finite, jnp.max(logits, axis=1))
-    every = jnp.maximum(maximum, jnp.max(logits, axis=1))
+    row_maximum = jnp.maximum(maximum, jnp.max(logits, axis=1))
     y, rest = scaled(logits - largest[:, None]), scaled(finite - largest) + jnp.log(sum_exp)
     total = jnp.log(jnp.exp(rest) + jnp.sum(jnp.exp(y), axis=1))
-    valid = jnp.isfinite(every) & ~jnp.isnan(sum_exp)
+    valid = jnp.isfinite(row_maximum) & ~jnp.isnan(sum_exp)
     if inputs.temperatures is not None:
         valid &= ~jnp.isnan(usable_temperatures(inputs.temperatures))
     log_sum = jnp.where(sum_exp > 0, jnp.log(sum_exp), 0)
@@ -250,22 +250,24 @@ def _with_residuals(
 
 
 def _backward(
-    which: SupportCall, kept: tuple[SupportInputs, _Student], given: jax.Array
+    which: SupportCall, residuals: tuple[SupportInputs, _Student], cotangent: jax.Array
 ) -> tuple[SupportInputs]:
-    inputs, student = kept
+    inputs, student = residuals
     call, width = which.call, which.call.definition.width(inputs.head)
     lq = _joined(student.buckets)
     _, by_lq = _terms(which.divergence, _joined(_teacher(call, inputs)[0]), lq)
-    counts = student.valid & (given != 0)  # an infinite row that nobody asks about moves nothing
-    by_lq = jnp.where(counts[:, None], by_lq * given[:, None], 0)
+    counts = student.valid & (
+        cotangent != 0
+    )  # an infinite row that nobody asks about moves nothing
+    by_lq = jnp.where(counts[:, None], by_lq * cotangent[:, None], 0)
     d = by_lq - jnp.exp(lq) * jnp.sum(by_lq, axis=1, keepdims=True)
     d = jnp.where(student.valid[:, None], d, 0)
     scale = RowScale(student.maximum, student.log_sum)
     inverse = inverse_temperatures(inputs.temperatures)
-    zero = jnp.zeros_like(given)
+    zero = jnp.zeros_like(cotangent)
     columns = jnp.where(_real(call, inputs), inputs.support_ids - call.shard.ids(width)[0], -1)
     changes = Changes(columns, d[:, :-1], d[:, -1], None, zero, scale, student.valid, inverse)
-    no_ids = jnp.zeros((given.shape[0], 0), jnp.int32)
+    no_ids = jnp.zeros((cotangent.shape[0], 0), jnp.int32)
     of_rows = Inputs(
         inputs.hidden,
         inputs.head,

@@ -103,14 +103,14 @@ def _by_rows(call: Call, schedule: Schedule, inputs: Inputs) -> State:
         x = shard.masked(call.definition.logits(of_rows, head, inputs.bias))
         logits = shard.named_logits(x, jnp.arange(schedule.rows, dtype=jnp.int32), named)
         outputs = call.outputs._replace(k=min(call.k, width))
-        every, part = (x, logits[:, 0], temperatures), min(schedule.part, schedule.rows)
+        arrays, part = (x, logits[:, 0], temperatures), min(schedule.part, schedule.rows)
 
         def sums_of(start: jax.Array) -> RowSums:
-            x, given, t = forms.rows_from(every, start, part)
+            x, selected, t = forms.rows_from(arrays, start, part)
             x = x if part == schedule.rows else forms.barrier(x)
-            return row_sums_of(call)(Rows(x, temperatures=t), given, outputs)
+            return row_sums_of(call)(Rows(x, temperatures=t), selected, outputs)
 
-        sums = forms.map_blocks(sums_of, part, None, no_sums(schedule.rows, outputs), every)
+        sums = forms.map_blocks(sums_of, part, None, no_sums(schedule.rows, outputs), arrays)
         return State(of_all_shards(sums, call.k, temperatures, shard, width), logits)
 
     empty = State(no_sums(rows, call.outputs), jnp.zeros(rest[2].shape, jnp.float32))
@@ -126,28 +126,30 @@ def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> State:
     product = read_columns.Product(hidden, inputs.head, inputs.bias, num_columns(shard, width))
     named = _named(inputs)
     local = named - shard.ids(width)[0]
-    mine = (local >= 0) & (local < width)
+    is_on_shard = (local >= 0) & (local < width)
     guess = read_columns.given_logits(definition, product, jnp.clip(local[:, 0], 0, width - 1))
-    known = (named >= 0) & (named < shard.size(width))
+    is_token = (named >= 0) & (named < shard.size(width))
 
-    def of_all_shards_at(own: jax.Array, at: slice) -> jax.Array:
+    def of_all_shards_at(local_logits: jax.Array, at: slice) -> jax.Array:
         """Logits [R, C] of named tokens, from the device that has each; NaN of no token."""
-        every = shard.across_sum(jnp.where(mine[:, at], own, 0))
-        return jnp.where(known[:, at], every, jnp.nan)
+        logits = shard.across_sum(jnp.where(is_on_shard[:, at], local_logits, 0))
+        return jnp.where(is_token[:, at], logits, jnp.nan)
 
     first, others = slice(1), slice(1, None)
-    given = of_all_shards_at(guess[:, None], first)[:, 0]
-    rows = read_columns.RowInputs(local, given, inputs.temperatures)
+    selected = of_all_shards_at(guess[:, None], first)[:, 0]
+    rows = read_columns.RowInputs(local, selected, inputs.temperatures)
     outputs = call.outputs._replace(k=min(call.k, width))
     read = row_sums_of(call)
-    sums, own = read_columns.read_columns(definition, schedule, outputs, read, product, rows)
-    bits, guessed = map(ordered_keys.as_integers, (own[:, 0], guess))
-    wrong = mine[:, 0] & known[:, 0] & (bits != guessed)
-    wrong &= ~(jnp.isnan(own[:, 0]) & jnp.isnan(guess))
+    sums, named_logits = read_columns.read_columns(
+        definition, schedule, outputs, read, product, rows
+    )
+    bits, guessed = map(ordered_keys.as_integers, (named_logits[:, 0], guess))
+    wrong = is_on_shard[:, 0] & is_token[:, 0] & (bits != guessed)
+    wrong &= ~(jnp.isnan(named_logits[:, 0]) & jnp.isnan(guess))
     again = shard.across_maximum(jnp.any(wrong).astype(jnp.int32)) > 0
 
     def counted_again() -> tuple[jax.Array, jax.Array]:
-        real = of_all_shards_at(own[:, first], first)[:, 0]
+        real = of_all_shards_at(named_logits[:, first], first)[:, 0]
         # By the products that made the blocks: their bits count.
         cpu, default = (
             functools.partial(read_columns.recount, definition, piece)
@@ -156,12 +158,14 @@ def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> State:
         count = lowered_for(
             product, real, like=lambda _, x: jnp.zeros_like(x, jnp.int32), cpu=cpu, default=default
         )
-        return forms.vary_like(real, given), forms.vary_like(count, sums.num_larger)
+        return forms.vary_like(real, selected), forms.vary_like(count, sums.num_larger)
 
     def as_it_is() -> tuple[jax.Array, jax.Array]:
-        return given, sums.num_larger
+        return selected, sums.num_larger
 
-    given, num_larger = lax.cond(again, counted_again, as_it_is)
+    selected, num_larger = lax.cond(again, counted_again, as_it_is)
     sums = sums._replace(num_larger=num_larger)
-    logits = jnp.concatenate([given[:, None], of_all_shards_at(own[:, others], others)], axis=1)
+    logits = jnp.concatenate(
+        [selected[:, None], of_all_shards_at(named_logits[:, others], others)], axis=1
+    )
     return State(of_all_shards(sums, call.k, inputs.temperatures, shard, width), logits)

@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
 class _Local(NamedTuple):
     columns: jax.Array  # [R, C] int32 in [0, W)
-    mine: jax.Array  # [R, C] bool: this device has the token
+    is_on_shard: jax.Array  # [R, C] bool: this device has the token
     real: jax.Array  # [R, C] bool: it is a token
 
 
@@ -56,8 +56,8 @@ def _local(call: Call, inputs: Kept) -> _Local:
     width, ids = inputs.head.shape[0], inputs.kept_token_ids
     real = (ids >= 0) & (ids < call.shard.size(width))
     columns = ids - call.shard.ids(width)[0]
-    mine = real & (columns >= 0) & (columns < width)
-    return _Local(jnp.clip(columns, 0, width - 1), mine, real)
+    is_on_shard = real & (columns >= 0) & (columns < width)
+    return _Local(jnp.clip(columns, 0, width - 1), is_on_shard, real)
 
 
 def _block(inputs: Kept) -> int:
@@ -87,9 +87,9 @@ def _logits(call: Call, inputs: Kept, local: _Local) -> jax.Array:
         return call.definition.capped(u).astype(call.definition.logits_dtype).astype(jnp.float32)
 
     empty = jnp.zeros(local.columns.shape, jnp.float32)
-    own = map_blocks(work, block, None, empty, (inputs, local))
-    every = call.shard.across_sum(jnp.where(local.mine, own, 0))
-    return jnp.where(local.real, every, -jnp.inf)
+    local_logits = map_blocks(work, block, None, empty, (inputs, local))
+    logits = call.shard.across_sum(jnp.where(local.is_on_shard, local_logits, 0))
+    return jnp.where(local.real, logits, -jnp.inf)
 
 
 def _forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, jax.Array]:
@@ -115,12 +115,14 @@ def _of_rows(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, jax.Array]:
         t = usable_temperatures(inputs.temperatures)
         valid &= ~jnp.isnan(t)
         scaled = scaled / t[:, None]
-    found = scaled - jnp.log(jnp.sum(jnp.exp(scaled), axis=1))[:, None]
+    logprobs = scaled - jnp.log(jnp.sum(jnp.exp(scaled), axis=1))[:, None]
     among = local.real & (inputs.kept_token_ids == inputs.token_ids[:, None])
-    given = jnp.max(jnp.where(among, found, -jnp.inf), axis=1)
-    known = (inputs.token_ids >= 0) & (inputs.token_ids < call.shard.size(inputs.head.shape[0]))
-    kept = jnp.where(valid[:, None] & local.real, found, jnp.nan)
-    return LinearKeptLogprobs(jnp.where(valid & known, given, jnp.nan), kept), logits
+    token_logprobs = jnp.max(jnp.where(among, logprobs, -jnp.inf), axis=1)
+    is_token = (inputs.token_ids >= 0) & (inputs.token_ids < call.shard.size(inputs.head.shape[0]))
+    kept_logprobs = jnp.where(valid[:, None] & local.real, logprobs, jnp.nan)
+    return LinearKeptLogprobs(
+        jnp.where(valid & is_token, token_logprobs, jnp.nan), kept_logprobs
+    ), logits
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -134,15 +136,15 @@ def _kept_forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, Residua
     return out, Residuals(inputs, out, logits)
 
 
-def _kept_backward(call: Call, kept: Residuals, given: LinearKeptLogprobs) -> tuple[Kept]:
-    inputs, out, logits = kept
+def _kept_backward(call: Call, residuals: Residuals, cotangent: LinearKeptLogprobs) -> tuple[Kept]:
+    inputs, out, logits = residuals
     local = _local(call, inputs)
     answered = ~jnp.isnan(out.kept_logprobs)
-    d_logprobs = jnp.where(answered, given.kept_logprobs, 0)
+    d_logprobs = jnp.where(answered, cotangent.kept_logprobs, 0)
     # Of an id that is kept twice, the first place counts.
     among = answered & (inputs.kept_token_ids == inputs.token_ids[:, None])
     first = among & (jnp.cumsum(among, axis=1, dtype=jnp.int32) == 1)
-    d_logprobs += jnp.where(first, given.logprobs[:, None], 0)
+    d_logprobs += jnp.where(first, cotangent.logprobs[:, None], 0)
     p = jnp.where(answered, jnp.exp(out.kept_logprobs), 0)
     d_y = d_logprobs - p * jnp.sum(d_logprobs, axis=1, keepdims=True)
     inverse = inverse_temperatures(inputs.temperatures)
@@ -154,7 +156,9 @@ def _kept_backward(call: Call, kept: Residuals, given: LinearKeptLogprobs) -> tu
         above = logits - jnp.max(logits, axis=1, keepdims=True)
         moved = jnp.sum(d * jnp.where(answered & jnp.isfinite(above), above, 0), axis=1)
         by_temperature = like(jnp.where(t > 0, -moved / jnp.where(t > 0, t, 1), 0), t)
-    by_hidden, by_head, by_bias = _gradients(call, inputs, local, jnp.where(local.mine, d, 0))
+    by_hidden, by_head, by_bias = _gradients(
+        call, inputs, local, jnp.where(local.is_on_shard, d, 0)
+    )
     return (
         Kept(
             hidden=like(by_hidden, inputs.hidden),
@@ -176,12 +180,12 @@ def _gradients(
 
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         start = jnp.minimum(i * block, rows - block)
-        hidden, columns, own = (
+        hidden, columns, slopes = (
             lax.dynamic_slice_in_dim(x, start, block) for x in (inputs.hidden, local.columns, d)
         )
         new = start + jnp.arange(block, dtype=jnp.int32) >= i * block  # the last block may overlap
         u, gathered = _before_cap(call, hidden, inputs.head, inputs.bias, columns)
-        du = jnp.where(new[:, None], own * definition.slope(u), 0)
+        du = jnp.where(new[:, None], slopes * definition.slope(u), 0)
         scaled = du * jnp.float32(definition.scale)
         by_hidden = jnp.einsum("rc,rch->rh", scaled, gathered.astype(jnp.float32))
         by_hidden += lax.dynamic_slice_in_dim(sums[0], start, block)
@@ -192,12 +196,12 @@ def _gradients(
             sums[2].at[columns].add(du),
         )
 
-    nothing = (
+    zeros = (
         jnp.zeros(inputs.hidden.shape, jnp.float32),
         jnp.zeros(inputs.head.shape, jnp.float32),
         jnp.zeros(inputs.head.shape[0], jnp.float32),
     )
-    return lax.fori_loop(0, -(-rows // block), step, vary_like(nothing, (inputs, local, d)))  # type: ignore[no-any-return]
+    return lax.fori_loop(0, -(-rows // block), step, vary_like(zeros, (inputs, local, d)))  # type: ignore[no-any-return]
 
 
 linear_kept_logprobs.defvjp(_kept_forward, _kept_backward)

@@ -51,11 +51,13 @@ def given_logits(definition: Definition, product: Product, columns: jax.Array) -
 
     def work(start: jax.Array) -> jax.Array:
         start = jnp.minimum(start, rows - block)
-        mine = lax.dynamic_slice_in_dim(padded, start, GIVEN)
+        columns_of_rows = lax.dynamic_slice_in_dim(padded, start, GIVEN)
         x = definition.logits(
             head_rows(hidden, start, block),
-            forms.barrier(jnp.take(forms.pin_to_iteration(head, start), mine, definition.axis)),
-            None if bias is None else bias[mine],
+            forms.barrier(
+                jnp.take(forms.pin_to_iteration(head, start), columns_of_rows, definition.axis)
+            ),
+            None if bias is None else bias[columns_of_rows],
         )
         return jnp.diagonal(x[:, :block]).astype(jnp.float32)  # type: ignore[no-any-return]
 
@@ -75,14 +77,14 @@ def logits(
     return jnp.where(inside[None], x, jnp.asarray(-jnp.inf, x.dtype))
 
 
-def recount(definition: Definition, piece: int, product: Product, given: jax.Array) -> jax.Array:
-    """How many logits of each row are strictly larger than `given` [R] float32: [R] int32."""
+def recount(definition: Definition, piece: int, product: Product, selected: jax.Array) -> jax.Array:
+    """How many logits of each row are strictly larger than `selected` [R] float32: [R] int32."""
     width = definition.width(product.head)
 
     def step(i: jax.Array, count: jax.Array) -> jax.Array:
         seen = i * piece
         x = logits(definition, product, jnp.minimum(seen, width - piece), seen, piece)
-        than = given[:, None].astype(x.dtype)
+        than = selected[:, None].astype(x.dtype)
         # In pieces: a sum of all columns would have them in memory once more. Float32 is exact.
         larger = [
             ordered_keys.strictly_larger(x, than).astype(jnp.float32)
@@ -91,7 +93,7 @@ def recount(definition: Definition, piece: int, product: Product, given: jax.Arr
         total = row_pieces.reduced(jnp.add, row_pieces.in_pairs(jnp.add, larger), PIECES, 0)
         return count + total.astype(jnp.int32)
 
-    zeros = forms.vary_like(jnp.zeros(product.hidden.shape[0], jnp.int32), (product, given))
+    zeros = forms.vary_like(jnp.zeros(product.hidden.shape[0], jnp.int32), (product, selected))
     return lax.fori_loop(0, -(-width // piece), step, zeros)  # type: ignore[no-any-return]
 
 
@@ -106,7 +108,7 @@ class RowInputs(NamedTuple):
     """What is given of B rows."""
 
     named: jax.Array  # [B, 1 + C] int32, columns
-    given: jax.Array  # [B] float32, the first one's logit
+    selected: jax.Array  # [B] float32, the first one's logit
     temperatures: jax.Array | None  # [B] float32, finite ones above 0; None: 1
 
 
@@ -130,8 +132,8 @@ def read_columns(
     """
 
     def like(_: Product, rows: RowInputs) -> State:
-        nothing = jnp.zeros(rows.named.shape, jnp.float32)
-        return State(no_sums(rows.named.shape[0], outputs), nothing)
+        no_logits = jnp.zeros(rows.named.shape, jnp.float32)
+        return State(no_sums(rows.named.shape[0], outputs), no_logits)
 
     cpu, default = (
         functools.partial(_read_on, definition, schedule, outputs, row_sums, on_cpu)
@@ -166,7 +168,7 @@ def _read_on(
         met = _met(x, start, seen, rows.named, state.named)
         t = rows.temperatures
         some = outputs._replace(k=0 if on_cpu else min(outputs.k, schedule.columns))
-        sums = row_sums(Rows(x, temperatures=t), rows.given, some)
+        sums = row_sums(Rows(x, temperatures=t), rows.selected, some)
         best = candidates.Best(sums.top_logits, sums.top_ids + start)
         sums = sums._replace(top_ids=state.sums.top_ids, top_logits=state.sums.top_logits)
         both: RowSums = jax.tree.map(lambda a, b: jnp.stack([a, b]), state.sums, sums)
@@ -178,35 +180,35 @@ def _read_on(
         start = jnp.minimum(seen, width - schedule.columns)  # the last part may begin early
         dtype, piece = definition.logits_dtype, schedule.piece
         if direct:
-            every = logits(definition, product, start, seen, piece)
+            columns_read = logits(definition, product, start, seen, piece)
         else:
 
             def fill(j: jax.Array, buffer: jax.Array) -> jax.Array:
                 x = logits(definition, product, start + j * piece, seen, piece)
                 return lax.dynamic_update_slice(buffer, stored(x), (jnp.int32(0), j * piece))
 
-            every = buffer = lax.fori_loop(0, schedule.columns // piece, fill, buffer)
+            columns_read = buffer = lax.fori_loop(0, schedule.columns // piece, fill, buffer)
 
         def some(j: jax.Array, state: State) -> State:
             x, own_state, own_rows = jax.tree.map(
-                lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (every, state, rows)
+                lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (columns_read, state, rows)
             )
             x = forms.barrier(x) if direct else loaded(forms.barrier(x), dtype)
             return jax.tree.map(  # type: ignore[no-any-return]
-                lambda whole, own: lax.dynamic_update_slice_in_dim(whole, own, j * part, 0),
+                lambda array, values: lax.dynamic_update_slice_in_dim(array, values, j * part, 0),
                 state,
                 read_part(x, start, seen, own_state, own_rows)[0],
             )
 
         if part == padded:
-            x = every if direct else loaded(every, dtype)
+            x = columns_read if direct else loaded(columns_read, dtype)
             state, best = read_part(x, start, seen, state, rows)
             if not isinstance(running, candidates.Running):
                 running = candidates.merged(running, best, k)
         else:
             state = lax.fori_loop(0, padded // part, some, state)
         if isinstance(running, candidates.Running):
-            x = every if direct else loaded(forms.barrier(every), dtype)
+            x = columns_read if direct else loaded(forms.barrier(columns_read), dtype)
             running = candidates.appended(running, x, start, k)
         return buffer, state, running
 
@@ -231,9 +233,9 @@ def _met(
     x: jax.Array, start: jax.Array, seen: jax.Array, named: jax.Array, before: jax.Array
 ) -> jax.Array:
     """The logits of named columns, with those that are among x's new ones."""
-    here = (named >= seen) & (named < start + x.shape[1])
+    is_met = (named >= seen) & (named < start + x.shape[1])
     place = jnp.clip(named - start, 0, x.shape[1] - 1)
-    return jnp.where(here, jnp.take_along_axis(x, place, axis=1).astype(jnp.float32), before)
+    return jnp.where(is_met, jnp.take_along_axis(x, place, axis=1).astype(jnp.float32), before)
 
 
 def _padded(x: jax.Array, part: int) -> jax.Array:

@@ -62,8 +62,8 @@ def choose_schedule(
         blocks = -(-rows // min(block, rows))
         return Schedule(-(-rows // blocks), width, width, ROWS_READ)
     sizes = (rows, width, hidden, itemsize, logits_itemsize, k)
-    found = columns_at_a_time(*sizes, room or LEAST_ROOM)
-    return found._replace(room=room or LEAST_ROOM, elsewhere=columns_elsewhere(*sizes))
+    schedule = columns_at_a_time(*sizes, room or LEAST_ROOM)
+    return schedule._replace(room=room or LEAST_ROOM, elsewhere=columns_elsewhere(*sizes))
 
 
 def share_of(rows: int, logits: int) -> float:
@@ -117,8 +117,8 @@ def columns_at_a_time(
     piece = columns
     while piece > NARROWEST and piece * (a_column + 1.1 * rows * logits_itemsize) > share:
         piece //= 2
-    left = share - piece * a_column
-    many = max(1, min(WIDEST, width, int(left / 1.1 / (rows * logits_itemsize))) // piece)
+    free = share - piece * a_column
+    many = max(1, min(WIDEST, width, int(free / 1.1 / (rows * logits_itemsize))) // piece)
     columns = piece * many
     parts = -(-rows // max(16, PART_OF_ROWS // columns))
     return Schedule(rows, columns, piece, -(-rows // parts))
@@ -144,8 +144,8 @@ def backward_piece(rows: int, width: int, hidden: int, itemsize: int) -> int:
     # The head's copy, its gradient, and the logits in a few stages.
     a_column = hidden * (itemsize + 4) + 14 * rows
     share = min(0.9 * SHARE * logits, ENOUGH_BYTES)
-    left = share - 4 * hidden * backward_part(rows, width, hidden)
-    piece = max(LEAST_PIECE, min(WIDEST, int(left / a_column)))
+    free = share - 4 * hidden * backward_part(rows, width, hidden)
+    piece = max(LEAST_PIECE, min(WIDEST, int(free / a_column)))
     return min(piece // LEAST_PIECE * LEAST_PIECE, width)
 
 

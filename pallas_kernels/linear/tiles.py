@@ -55,17 +55,17 @@ def over_tiles(
     def filled(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, number - count), *((0, 0),) * (x.ndim - 1)), mode="edge")
 
-    whole = jax.tree.map(filled, rows)
+    padded = jax.tree.map(filled, rows)
 
     def work(start: jax.Array) -> Results:
-        mine = forms.barrier(forms.rows_from(whole, start, tile))
-        return forms.barrier(function(mine, start))
+        tile_rows = forms.barrier(forms.rows_from(padded, start, tile))
+        return forms.barrier(function(tile_rows, start))
 
     types = jax.eval_shape(work, jnp.int32(0))
     empty = jax.tree.map(lambda x: jnp.zeros((number, *x.shape[1:]), x.dtype), types)
     # Every vocabulary shard has the same results: they vary with the rows alone.
-    found = forms.map_blocks(work, tile, num_rows, empty, whole)
-    return jax.tree.map(lambda x: x[:count], found)  # type: ignore[no-any-return]
+    results = forms.map_blocks(work, tile, num_rows, empty, padded)
+    return jax.tree.map(lambda x: x[:count], results)  # type: ignore[no-any-return]
 
 
 def read_in_tiles(call: Call, inputs: Inputs, named: jax.Array) -> State:

@@ -82,8 +82,8 @@ def product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
 def head_rows(x: jax.Array, start: jax.Array, size: int, axis: int = 0) -> jax.Array:
     """`size` rows of x, or of this axis, from `start` on, copied for this trip of a loop alone."""
     # Else XLA would widen all of a bfloat16 head before the loop.
-    mine = barrier((x, start))[0]
-    return barrier(lax.dynamic_slice_in_dim(mine, start, size, axis))
+    pinned = barrier((x, start))[0]
+    return barrier(lax.dynamic_slice_in_dim(pinned, start, size, axis))
 
 
 def stored(x: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ def map_blocks(
         # rows done twice get equal values.
         start, done = carry
         updated: Outputs = jax.tree.map(
-            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 0),
+            lambda array, part: lax.dynamic_update_slice_in_dim(array, part, start, 0),
             done,
             work(start),
         )
@@ -101,10 +101,10 @@ def block_of_logits(
       start, block: which targets.
     """
     if row_ids is not None:
-        rows, mine = rows_from(row_ids, start, block), pin_to_iteration(logits, start)
+        rows, pinned = rows_from(row_ids, start, block), pin_to_iteration(logits, start)
         if block == 1:  # a plain slice: XLA copies it at memory speed on every platform
-            return barrier(lax.dynamic_slice_in_dim(mine, rows[0], 1))
-        return barrier(mine.at[rows].get(mode="clip"))
+            return barrier(lax.dynamic_slice_in_dim(pinned, rows[0], 1))
+        return barrier(pinned.at[rows].get(mode="clip"))
     if block == logits.shape[0]:
         return logits
     return rows_from(pin_to_iteration(logits, start), start, block)

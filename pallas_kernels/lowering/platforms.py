@@ -59,13 +59,13 @@ def lowered_for(
         results[:] = [jax.tree.structure(result)]
         return result
 
-    found = _choice.bind(  # type: ignore[no-untyped-call]
+    leaves = _choice.bind(  # type: ignore[no-untyped-call]
         *arrays,
         like=_flat(typed, tree),
         default=_flat(default, tree),
         functions=tuple(functions.items()),
     )
-    return jax.tree.unflatten(results[0], found)  # type: ignore[no-any-return]
+    return jax.tree.unflatten(results[0], leaves)  # type: ignore[no-any-return]
 
 
 _choice = Primitive("lowered_for")
@@ -113,16 +113,16 @@ def _batched(
     default: Flat,
     functions: Named,
 ) -> tuple[list[jax.Array], list[int]]:
-    def over_batch(one: Flat) -> Flat:
-        return jax.vmap(one, in_axes=tuple(axes))
+    def over_batch(leaves: Flat) -> Flat:
+        return jax.vmap(leaves, in_axes=tuple(axes))
 
-    found = _choice.bind(  # type: ignore[no-untyped-call]
+    results = _choice.bind(  # type: ignore[no-untyped-call]
         *arrays,
         like=over_batch(like),
         default=over_batch(default),
         functions=tuple((name, over_batch(function)) for name, function in functions),
     )
-    return found, [0] * len(found)
+    return results, [0] * len(results)
 
 
 batching.primitive_batchers[_choice] = _batched

@@ -31,8 +31,10 @@ def pieces(x: jax.Array, number: int, padding: float) -> list[jax.Array]:
     for start in range(0, number * width, width):
         first = min(start, size - width)
         piece = x[:, first : first + width]
-        own = column >= start - first
-        cut.append(piece if own.all() else jnp.where(own, piece, jnp.asarray(padding, x.dtype)))
+        is_new = column >= start - first
+        cut.append(
+            piece if is_new.all() else jnp.where(is_new, piece, jnp.asarray(padding, x.dtype))
+        )
     return cut
 
 
@@ -50,14 +52,14 @@ def at_place(place: jax.Array, values: Values) -> Values:
     """
     arrays, tree = jax.tree.flatten(values)
     wide = [x if x.dtype.itemsize == 4 else x.astype(jnp.int32) for x in arrays]
-    here = jnp.arange(arrays[0].shape[1], dtype=jnp.int32)[None] == place[:, None]
-    here = here.reshape(here.shape + (1,) * (arrays[0].ndim - 2))
-    found = summed(*(jnp.where(here, lax.bitcast_convert_type(x, jnp.int32), 0) for x in wide))
-    each = (
-        lax.bitcast_convert_type(one, x.dtype).astype(own.dtype)
-        for one, x, own in zip(found, wide, arrays, strict=True)
+    is_place = jnp.arange(arrays[0].shape[1], dtype=jnp.int32)[None] == place[:, None]
+    is_place = is_place.reshape(is_place.shape + (1,) * (arrays[0].ndim - 2))
+    words = summed(*(jnp.where(is_place, lax.bitcast_convert_type(x, jnp.int32), 0) for x in wide))
+    entries = (
+        lax.bitcast_convert_type(word, x.dtype).astype(array.dtype)
+        for word, x, array in zip(words, wide, arrays, strict=True)
     )
-    return jax.tree.unflatten(tree, each)  # type: ignore[no-any-return]
+    return jax.tree.unflatten(tree, entries)  # type: ignore[no-any-return]
 
 
 def summed(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -43,24 +43,27 @@ def placed(
         )
     if mesh is None and axis_name is not None and layout.vocabulary:
         return placement.on_shard(axis_name, width, vocab_size)
-    found: placement.AnyMesh | None = mesh
+    mesh_of_arrays: placement.AnyMesh | None = mesh
     if mesh is None:
         # The mesh and the axes that the arrays tell.
         (of_rows, own), (of_columns, heads) = map(placement.sharding_of, (hidden, head))
         layout = Layout(own.rows, heads[head_axis])
-        found = of_rows if layout.rows else of_columns if layout.vocabulary else None
+        mesh_of_arrays = of_rows if layout.rows else of_columns if layout.vocabulary else None
     elif layout == Layout():
         raise ValueError(
             f"mesh {dict(mesh.shape)} without axis_name or row_axis_name; name the vocabulary's "
             "axis, or the rows'"
         )
-    if found is not None:
-        _check_axes(found, layout)
+    if mesh_of_arrays is not None:
+        _check_axes(mesh_of_arrays, layout)
         rows = hidden.shape[0]
-        placement.check_divides("rows of hidden", rows, found, layout.rows, "pad them")
-        placement.check_divides("rows of head", width, found, layout.vocabulary)
+        placement.check_divides("rows of hidden", rows, mesh_of_arrays, layout.rows, "pad them")
+        placement.check_divides("rows of head", width, mesh_of_arrays, layout.vocabulary)
     return placement.Place(
-        found, layout, placement.VocabShard(None, vocab_size).size(width), vocab_size is not None
+        mesh_of_arrays,
+        layout,
+        placement.VocabShard(None, vocab_size).size(width),
+        vocab_size is not None,
     )
 
 

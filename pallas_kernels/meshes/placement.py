@@ -88,18 +88,18 @@ class VocabShard:
         `read` takes columns [...] of this device's `width`; only those of ids that it holds count.
         """
         values = self.at_ids(ids, width, read)
-        known = (ids >= 0) & (ids < self.size(width))
-        return jnp.where(known, values, jnp.asarray(jnp.nan, values.dtype))
+        is_token = (ids >= 0) & (ids < self.size(width))
+        return jnp.where(is_token, values, jnp.asarray(jnp.nan, values.dtype))
 
     def at_ids(
         self, ids: jax.Array, width: int, read: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
         """`looked_up` of ids that a column has; 0 for another one."""
         column = ids - self.ids(width)[0]
-        mine = (column >= 0) & (column < width)
+        is_on_shard = (column >= 0) & (column < width)
         values = read(jnp.clip(column, 0, width - 1))
         # The others add 0, which changes neither an infinity nor a NaN.
-        return self.across_sum(jnp.where(mine, values, jnp.zeros_like(values)))
+        return self.across_sum(jnp.where(is_on_shard, values, jnp.zeros_like(values)))
 
     def named_logits(
         self, logits: Float[Array, "N V"], rows: Int32[Array, " R"], ids: Int32[Array, "R C"]
@@ -155,14 +155,14 @@ class VocabShard:
         """`gathered` of a tree of arrays [R, ...] of 32-bit numbers, in one exchange."""
         leaves, tree = jax.tree.flatten(values)
         words = [lax.bitcast_convert_type(x, jnp.int32).reshape(x.shape[0], -1) for x in leaves]
-        every = self.gathered(jnp.concatenate(words, axis=1))
+        gathered = self.gathered(jnp.concatenate(words, axis=1))
         ends = itertools.accumulate(x.shape[1] for x in words)
-        parts = jnp.split(every, list(ends)[:-1], axis=2)
-        found = [
-            lax.bitcast_convert_type(part.reshape(every.shape[0], *x.shape), x.dtype)
+        parts = jnp.split(gathered, list(ends)[:-1], axis=2)
+        arrays = [
+            lax.bitcast_convert_type(part.reshape(gathered.shape[0], *x.shape), x.dtype)
             for part, x in zip(parts, leaves, strict=True)
         ]
-        return jax.tree.unflatten(tree, found)  # type: ignore[no-any-return]
+        return jax.tree.unflatten(tree, arrays)  # type: ignore[no-any-return]
 
     def _across(self, collective: Callable[..., jax.Array], local: jax.Array) -> jax.Array:
         return local if self.axis_name is None else collective(local, self.axis_name)
@@ -270,17 +270,17 @@ def placed(
     if mesh is None and name is not None:
         return on_shard(name, width, vocab_size)
     size = VocabShard(None, vocab_size).size(width)
-    found, layout = sharding_of(logits)
+    mesh_of_logits, layout = sharding_of(logits)
     unknown = may_be_split(logits)
     if mesh is not None:
         axes = names_of(name)
         check_divides("columns", width, mesh, axes)
-        if found is None and (mesh.size == num_shards(mesh, axes) or not unknown):
+        if mesh_of_logits is None and (mesh.size == num_shards(mesh, axes) or not unknown):
             return Place(mesh, Layout((), axes), size, padded)  # nothing else can be split
-    if found is None:
+    if mesh_of_logits is None:
         return Place(None, Layout(), size, padded, unknown=unknown)
-    check_divides("columns", width, found, layout.vocabulary)
-    return Place(found, layout, size, padded)
+    check_divides("columns", width, mesh_of_logits, layout.vocabulary)
+    return Place(mesh_of_logits, layout, size, padded)
 
 
 def on_shard(name: AxisName, width: int, vocab_size: int | None) -> Place:

@@ -69,7 +69,7 @@ def on_mesh(
             _moved(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs, strict=True)
         ]
     mapped: Callable[..., Result] = jax.shard_map(
-        lambda *own: call(layout, jax.tree.unflatten(tree, own)),
+        lambda *arrays_of_device: call(layout, jax.tree.unflatten(tree, arrays_of_device)),
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=layout.spec(of_result),
@@ -118,12 +118,12 @@ def where_compiled(
     present = [word for x, word in zip(types, words, strict=True) if x.size]
     results: list[Result] = []  # their shapes, from the one trace of the call on whole logits
 
-    def called(layout: Layout, given: tuple[jax.Array, ...]) -> Result:
+    def called(layout: Layout, leaves_of_part: tuple[jax.Array, ...]) -> Result:
         """With the arrays that are empty, which no sharding rule can name."""
-        left = iter(given)
+        remaining = iter(leaves_of_part)
         sizes = {
             letter: size
-            for x, word in zip(given, present, strict=True)
+            for x, word in zip(leaves_of_part, present, strict=True)
             for letter, size in zip(word, x.shape, strict=True)
             if letter in (ROW, VOCABULARY, NAMED)
         }
@@ -132,19 +132,20 @@ def where_compiled(
             of_axes = zip(word, x.shape, strict=True)
             return jnp.zeros([sizes.get(a, size) if size else 0 for a, size in of_axes], x.dtype)
 
-        every = [
-            next(left) if x.size else empty(x, word) for x, word in zip(types, words, strict=True)
+        all_leaves = [
+            next(remaining) if x.size else empty(x, word)
+            for x, word in zip(types, words, strict=True)
         ]
-        return call(layout, jax.tree.unflatten(tree, every))
+        return call(layout, jax.tree.unflatten(tree, all_leaves))
 
-    def whole(*given: jax.Array) -> list[jax.Array]:
-        found = called(Layout(), given)
-        results[:] = [jax.tree.map(jax.typeof, found)]
-        return _not_empty(found)
+    def whole(*leaves_of_call: jax.Array) -> list[jax.Array]:
+        outputs = called(Layout(), leaves_of_call)
+        results[:] = [jax.tree.map(jax.typeof, outputs)]
+        return _not_empty(outputs)
 
     def rule(_: AnyMesh, *types: list[jax.ShapeDtypeStruct]) -> SdyShardingRule:
-        found = [of_result + "." * (x.ndim - 1) for x in _not_empty(results)]
-        return SdyShardingRule(_factors("a", present), _factors("r", found))
+        specs = [of_result + "." * (x.ndim - 1) for x in _not_empty(results)]
+        return SdyShardingRule(_factors("a", present), _factors("r", specs))
 
     def partition(
         mesh: AnyMesh, of_arguments: list[jax.ShapeDtypeStruct], of_results: list[jax.Array]
@@ -170,13 +171,14 @@ def where_compiled(
     def _vmap(
         _: int, is_batched: list[bool], *given: jax.Array
     ) -> tuple[list[jax.Array], list[bool]]:
-        found = jax.vmap(whole, [0 if one else None for one in is_batched])(*given)
-        return found, [True] * len(found)
+        axes = [0 if has_axis else None for has_axis in is_batched]
+        outputs = jax.vmap(whole, axes)(*given)
+        return outputs, [True] * len(outputs)
 
     # What the compiler asks for later has no rule for a derivative.
-    found = iter(batched(*jax.lax.stop_gradient(_not_empty(leaves))))
+    outputs = iter(batched(*jax.lax.stop_gradient(_not_empty(leaves))))
     return jax.tree.map(  # type: ignore[no-any-return]
-        lambda x: next(found) if x.size else jnp.zeros(x.shape, x.dtype), results[0]
+        lambda x: next(outputs) if x.size else jnp.zeros(x.shape, x.dtype), results[0]
     )
 
 
@@ -189,11 +191,11 @@ def _factors(kind: str, words: list[str]) -> tuple[ArrayMapping, ...]:
     """Axes as a sharding rule names them: n, v and r are the same in all arrays, no others are."""
 
     def factors(index: int, word: str) -> ArrayMapping:
-        own = [
+        sizes = [
             letter if letter in (ROW, VOCABULARY, NAMED) else f"{kind}{index}x{axis}"
             for axis, letter in enumerate(word)
         ]
-        return ArrayMapping(*own)  # type: ignore[no-untyped-call]
+        return ArrayMapping(*sizes)  # type: ignore[no-untyped-call]
 
     return tuple(factors(index, word) for index, word in enumerate(words))
 
@@ -217,10 +219,10 @@ def run(place: Place, call: ShardCall[Result], rows: Rows) -> Result:
     _, *others = jax.tree.leaves(rows)
     words = ("nv", *(letter + "." * (x.ndim - 1) if x.ndim else "" for x in others))
     if place.mesh is None:
-        found: Result = where_compiled(on_part, rows, words, letter)
+        results: Result = where_compiled(on_part, rows, words, letter)
     else:
-        found = program_on_mesh(on_part, place.mesh, place.layout, words, letter)(rows)
-    return found
+        results = program_on_mesh(on_part, place.mesh, place.layout, words, letter)(rows)
+    return results
 
 
 def run_inputs(place: Place, call: Call[Arrays, Result], inputs: Arrays, words: Words) -> Result:
@@ -258,22 +260,24 @@ def _on_own_rows(
         if rows.num_rows is not None:
             there &= jnp.arange(rows.num_targets, dtype=jnp.int32) < rows.num_rows
         row_ids = rows.row_ids - device * count
-        mine = there & (row_ids >= 0) & (row_ids < count)
+        is_on_device = there & (row_ids >= 0) & (row_ids < count)
         # The device's own target rows come first, so that it works on no others.
-        order = jnp.argsort(~mine, stable=True)
+        order = jnp.argsort(~is_on_device, stable=True)
         # Every array of target rows, in this order: the logits' place holds none of theirs.
-        targets = rows._replace(logits=mine, row_ids=jnp.where(mine, row_ids, -1), num_rows=None)
+        targets = rows._replace(
+            logits=is_on_device, row_ids=jnp.where(is_on_device, row_ids, -1), num_rows=None
+        )
         ordered: Rows = jax.tree.map(lambda x: x[order], targets)
-        ordered = ordered._replace(logits=rows.logits, num_rows=mine.sum(dtype=jnp.int32))
-        found, place = call(shard, ordered), jnp.argsort(order)
+        ordered = ordered._replace(logits=rows.logits, num_rows=is_on_device.sum(dtype=jnp.int32))
+        results, place = call(shard, ordered), jnp.argsort(order)
         # Each target row's results are those of one device: the first one skips what none has.
-        mine |= ~there & (device == 0)
+        is_on_device |= ~there & (device == 0)
 
         def joined(x: jax.Array) -> jax.Array:
-            own = mine.reshape(-1, *[1] * (x.ndim - 1))
-            return over_rows.across_sum(jnp.where(own, x[place], jnp.zeros_like(x)))
+            is_own_row = is_on_device.reshape(-1, *[1] * (x.ndim - 1))
+            return over_rows.across_sum(jnp.where(is_own_row, x[place], jnp.zeros_like(x)))
 
-        return jax.tree.map(joined, found)  # type: ignore[no-any-return, no-any-return]
+        return jax.tree.map(joined, results)  # type: ignore[no-any-return, no-any-return]
 
     return on_own_rows
 

@@ -31,12 +31,12 @@ def exponential(x: Float32[AnyArray, "*rows"]) -> Float32[Array, "*rows"]:
     The relative error is below 2e-7 * (1 + |x|); rounding x to float32 costs as much.
     """
     exponent = jnp.maximum(x * jnp.float32(math.log2(math.e)), jnp.float32(LEAST_EXPONENT))
-    whole = exponent + jnp.float32(TO_WHOLE)
+    shifted = exponent + jnp.float32(TO_WHOLE)
     # It is positive: without the absolute value, XLA would make one of the two constants.
-    fraction = exponent - (jnp.abs(whole) - jnp.float32(TO_WHOLE))
+    fraction = exponent - (jnp.abs(shifted) - jnp.float32(TO_WHOLE))
     # A power of two: this product is exact, so it may be contracted.
     return _exp2(fraction) * lax.bitcast_convert_type(
-        lax.bitcast_convert_type(whole, jnp.int32) << 23, jnp.float32
+        lax.bitcast_convert_type(shifted, jnp.int32) << 23, jnp.float32
     )
 
 

@@ -96,7 +96,7 @@ def searched(
     sampling: Sampling,
     scale: RowScale,
     shard: VocabShard,
-    wanted: Bool[Array, " B"] | None = None,
+    is_searched: Bool[Array, " B"] | None = None,
 ) -> Truncation:
     """The cuts [B] of rows: valid ones of requests that are not greedy. Anything in other rows.
 
@@ -105,37 +105,39 @@ def searched(
       sampling: of each row.
       scale: of each row.
       shard: which columns of the rows this device holds.
-      wanted: whose cuts are; None: all. The others cost nothing.
+      is_searched: whose cuts are; None: all. The others cost nothing.
     """
     rows = Rows(logits, scale, shard)
     vocab_size = rows.vocab_size
-    wanted = jnp.ones(logits.shape[0], bool) if wanted is None else wanted
+    is_searched = jnp.ones(logits.shape[0], bool) if is_searched is None else is_searched
     by_k, by_p = (sampling.top_k > 0) & (sampling.top_k < vocab_size), sampling.top_p < 1
-    by_k, by_p = by_k & wanted, by_p & wanted
+    by_k, by_p = by_k & is_searched, by_p & is_searched
     total = exact_sums.to_float(scale.total, vocab_size)
 
     def filtered(step: jax.Array, prefix: Prefix) -> Prefix:
         """What top-k, and in the second step top-p, leaves."""
         by_mass = step > 0
-        whole = by_k & by_p & by_mass
-        base = jnp.where(whole, exact_sums.to_float(_mass(rows, prefix, whole), vocab_size), total)
+        needs_mass = by_k & by_p & by_mass
+        base = jnp.where(
+            needs_mass, exact_sums.to_float(_mass(rows, prefix, needs_mass), vocab_size), total
+        )
         count = sampling.top_k.astype(jnp.float32)
         limit = jnp.where(by_mass, jnp.maximum(sampling.top_p * base, 1e-30), count)  # never none
         filters = jnp.where(by_mass, by_p, by_k)
-        found = _shortest(rows, by_mass, limit, filters)
-        found = found._replace(known=jnp.broadcast_to(by_mass, filters.shape))
-        return _where(filters & _is_shorter(found, prefix), found, prefix)
+        shortest = _shortest(rows, by_mass, limit, filters)
+        shortest = shortest._replace(known=jnp.broadcast_to(by_mass, filters.shape))
+        return _where(filters & _is_shorter(shortest, prefix), shortest, prefix)
 
-    finite = jnp.full(wanted.shape, key_of(-jnp.inf, logits.dtype).astype(jnp.int32) + 1)
-    every = jnp.full(wanted.shape, vocab_size, jnp.int32)
-    nothing = (jnp.zeros(wanted.shape, jnp.uint32),) * exact_sums.num_digits(vocab_size)
-    unknown = jnp.zeros(wanted.shape, bool)
+    finite = jnp.full(is_searched.shape, key_of(-jnp.inf, logits.dtype).astype(jnp.int32) + 1)
+    all_tokens = jnp.full(is_searched.shape, vocab_size, jnp.int32)
+    no_mass = (jnp.zeros(is_searched.shape, jnp.uint32),) * exact_sums.num_digits(vocab_size)
+    unknown = jnp.zeros(is_searched.shape, bool)
     first, last = jnp.where(jnp.any(by_k), 0, 1), jnp.where(jnp.any(by_p), 2, 1)
-    prefix = Prefix(finite, every, nothing, unknown, unknown)
+    prefix = Prefix(finite, all_tokens, no_mass, unknown, unknown)
     prefix = lax.fori_loop(first, last, filtered, vary_like(prefix, (logits, scale, sampling)))
-    within = Prefix(_lowest_within(rows, sampling), every, nothing, unknown, unknown)
+    within = Prefix(_lowest_within(rows, sampling), all_tokens, no_mass, unknown, unknown)
     prefix = _where(_is_shorter(within, prefix), within, prefix)
-    return _cut_at(rows, prefix, wanted)
+    return _cut_at(rows, prefix, is_searched)
 
 
 def _is_shorter(a: Prefix, b: Prefix) -> jax.Array:
@@ -148,13 +150,13 @@ def _where(which: jax.Array, a: Prefix, b: Prefix) -> Prefix:
 
 def _sums_above(rows: Rows, keys: jax.Array, by_mass: jax.Array) -> Mass:
     """The sums [B, T] of the weights, or the numbers, of tokens above each of T keys [B, T]."""
-    mine, vocab_size = rows.keys, rows.vocab_size
-    each = jnp.where(by_mass, rows.weights(rows.logits), jnp.float32(1))
-    digits = exact_sums.digits(each, vocab_size)
+    row_keys, vocab_size = rows.keys, rows.vocab_size
+    values = jnp.where(by_mass, rows.weights(rows.logits), jnp.float32(1))
+    digits = exact_sums.digits(values, vocab_size)
     # All in one loop: else the weights are computed for each.
     terms = []
     for i in range(keys.shape[1]):
-        above = mine > keys[:, i, None].astype(mine.dtype)
+        above = row_keys > keys[:, i, None].astype(row_keys.dtype)
         terms += [jnp.where(above, digit, 0) for digit in digits]
     sums = rows.shard.across_sum(jnp.stack(summed(*terms)))
     sums = sums.reshape(keys.shape[1], len(digits), -1)
@@ -192,15 +194,17 @@ def _shortest(rows: Rows, by_mass: jax.Array, limit: jax.Array, filters: jax.Arr
     def read(state: _Bracket) -> _Bracket:
         keys = _keys_to_try(rows, state, guess, limit, by_mass)
         # Values of this read: else XLA would keep all weights, which costs more than to make them.
-        mine = rows._replace(logits=pin_to_iteration(rows.logits, state.reads))
-        sums = _sums_above(mine, keys, by_mass)
+        pinned = rows._replace(logits=pin_to_iteration(rows.logits, state.reads))
+        sums = _sums_above(pinned, keys, by_mass)
         reached = ~exact_sums.less(sums, tuple(digit[:, None] for digit in least))
         low = jnp.where(reached, keys, state.low[:, None]).max(1)
         high = jnp.where(reached, state.high[:, None], keys).min(1)
 
         def at(key: jax.Array, x: jax.Array, otherwise: jax.Array) -> jax.Array:
-            here = keys == key[:, None]
-            return jnp.where(here.any(1), jnp.where(here, x, jnp.zeros_like(x)).max(1), otherwise)
+            is_key = keys == key[:, None]
+            return jnp.where(
+                is_key.any(1), jnp.where(is_key, x, jnp.zeros_like(x)).max(1), otherwise
+            )
 
         def all_at(key: jax.Array, otherwise: Mass) -> Mass:
             return tuple(at(key, x, y) for x, y in zip(sums, otherwise, strict=True))
@@ -223,17 +227,17 @@ def _shortest(rows: Rows, by_mass: jax.Array, limit: jax.Array, filters: jax.Arr
     )
     inputs = (rows.logits, scale, limit, filters)
     with jax.named_scope("search"):  # reads of the rows: a name to find in a profile
-        found = lax.while_loop(goes_on, read, vary_like(start, inputs))
+        bracket = lax.while_loop(goes_on, read, vary_like(start, inputs))
 
-    few = (found.width > 1) & filters
+    few = (bracket.width > 1) & filters
     key, above = lax.cond(
         jnp.any(few),
-        lambda: _among_few(rows, found, by_mass, least, few),
-        lambda: (found.high, found.above_high),
+        lambda: _among_few(rows, bracket, by_mass, least, few),
+        lambda: (bracket.high, bracket.above_high),
     )
-    each = rows.mass_of_key(key, by_mass)
-    number = _number_of_equal(above, each, least, vocab_size)
-    return Prefix(key, number, above, filters, found.low > lowest)
+    mass = rows.mass_of_key(key, by_mass)
+    number = _number_of_equal(above, mass, least, vocab_size)
+    return Prefix(key, number, above, filters, bracket.low > lowest)
 
 
 def _are_few(rows: Rows, state: _Bracket, by_mass: jax.Array) -> jax.Array:
@@ -260,8 +264,8 @@ def _among_few(
         parts = rows.shard.gathered_together((ids, logits))
         _, logits = top_k_of_parts(*parts, min(FEW_TOKENS, parts[0].shape[0] * ids.shape[1]))
     there = logits > -jnp.inf
-    each = jnp.where(by_mass, rows.weights(logits), jnp.float32(1))
-    digits = exact_sums.digits(jnp.where(there, each, jnp.float32(0)), vocab_size)
+    values = jnp.where(by_mass, rows.weights(logits), jnp.float32(1))
+    digits = exact_sums.digits(jnp.where(there, values, jnp.float32(0)), vocab_size)
 
     def beside(sums: Sequence[jax.Array]) -> Mass:
         more = exact_sums.of_sums(tuple(sums), vocab_size)
@@ -294,9 +298,9 @@ def _keys_to_try(
     few = width <= NUM_KEYS + 1
     if itemsize == 4:
         above = state.above_low, state.above_high, rows.mass_of_key(state.high, by_mass)
-        most, least, each = (exact_sums.to_float(x, vocab_size) for x in above)
+        most, least, mass = (exact_sums.to_float(x, vocab_size) for x in above)
         share = jnp.clip((most - limit) / (most - least), 0, 1)[:, None]
-        error = MISPLACED / jnp.sqrt((most - least) / each + 1)[:, None]
+        error = MISPLACED / jnp.sqrt((most - least) / mass + 1)[:, None]
         place = jnp.clip(share + error * _around(), 0, 1)
         narrow = (width < NARROW) & (state.reads % 2 == 1) & jnp.isfinite(place)
         by_sums = (jnp.where(narrow, place, 0) * width.astype(jnp.float32)).astype(jnp.uint32)
@@ -335,9 +339,9 @@ def _guess(rows: Rows, by_mass: jax.Array, limit: jax.Array) -> jax.Array | None
     sample = rows.logits[:, : runs * RUN].reshape(batch, runs, RUN)[:, :, :SAMPLED]
     sample = sample.reshape(batch, -1)
     counts = jnp.where(sample > -jnp.inf, jnp.float32(1), jnp.float32(0))
-    each = jnp.where(by_mass, rows.weights(sample), counts)
+    values = jnp.where(by_mass, rows.weights(sample), counts)
     keys = ordered_keys(sample).astype(jnp.int32)
-    each, keys = barrier((each, keys))
+    values, keys = barrier((values, keys))
     share = jnp.float32(sample.shape[1] / width)
     total = exact_sums.to_float(rows.scale.total, rows.vocab_size)
     number = rows.shard.across_sum(counts.sum(1))
@@ -351,51 +355,51 @@ def _guess(rows: Rows, by_mass: jax.Array, limit: jax.Array) -> jax.Array | None
     per_trip = 1 if rows.shard.axis_name is None else GUESSED_PER_TRIP
     steps = jnp.arange(1, 2**per_trip, dtype=jnp.int32)
 
-    def step(i: jax.Array, found: jax.Array) -> jax.Array:
+    def step(i: jax.Array, guesses: jax.Array) -> jax.Array:
         place = unit + bits - per_trip * (i + 1)
-        higher = (found[..., None] + (steps << place)[None, None]).reshape(batch, -1)
+        higher = (guesses[..., None] + (steps << place)[None, None]).reshape(batch, -1)
         masses = [
-            jnp.where(keys <= higher[:, i, None], each, jnp.float32(0)).sum(1)
+            jnp.where(keys <= higher[:, i, None], values, jnp.float32(0)).sum(1)
             for i in range(higher.shape[1])
         ]
         mass = rows.shard.across_sum(jnp.stack(masses, 1)).reshape(batch, 2, -1)
-        return found + ((mass <= below[..., None]).sum(2, dtype=jnp.int32) << place)
+        return guesses + ((mass <= below[..., None]).sum(2, dtype=jnp.int32) << place)
 
     start = jnp.full((batch, 2), -(2 ** (bits + unit - 1)), jnp.int32)
-    start = vary_like(start, (keys, each, below))
+    start = vary_like(start, (keys, values, below))
     return lax.fori_loop(0, bits // per_trip, step, start)  # type: ignore[no-any-return]
 
 
-def _number_of_equal(above: Mass, each: Mass, least: Mass, vocab_size: int) -> jax.Array:
+def _number_of_equal(above: Mass, mass: Mass, least: Mass, vocab_size: int) -> jax.Array:
     """How many tokens [B] of mass `each` reach `least` together with `above`; beyond V if none."""
     bits = vocab_size.bit_length()
 
     def step(i: jax.Array, number: jax.Array) -> jax.Array:
         more = number + (jnp.int32(1) << (bits - 1 - i))
-        short = exact_sums.less(_added(above, more, each, vocab_size), least) & (more <= vocab_size)
+        short = exact_sums.less(_added(above, more, mass, vocab_size), least) & (more <= vocab_size)
         return jnp.where(short, more, number)
 
-    start = vary_like(jnp.zeros(above[0].shape, jnp.int32), (above, each, least))
+    start = vary_like(jnp.zeros(above[0].shape, jnp.int32), (above, mass, least))
     return lax.fori_loop(0, bits, step, start) + 1  # type: ignore[no-any-return]
 
 
-def _added(above: Mass, number: jax.Array, each: Mass, vocab_size: int) -> Mass:
+def _added(above: Mass, number: jax.Array, mass: Mass, vocab_size: int) -> Mass:
     """`above` and so many times `each`; the number is at most V."""
     count = jnp.minimum(number, vocab_size).astype(jnp.uint32)
-    every = exact_sums.carried(tuple(count * digit for digit in each), vocab_size)
-    return exact_sums.carried(tuple(map(jnp.add, above, every)), vocab_size)
+    masses = exact_sums.carried(tuple(count * digit for digit in mass), vocab_size)
+    return exact_sums.carried(tuple(map(jnp.add, above, masses)), vocab_size)
 
 
-def _mass(rows: Rows, prefix: Prefix, wanted: jax.Array) -> Mass:
-    """The weights [B] of the wanted prefixes, each with as many equal tokens as it says."""
+def _mass(rows: Rows, prefix: Prefix, is_searched: jax.Array) -> Mass:
+    """The weights [B] of prefixes that are searched for, each with the equal tokens it counts."""
     by_mass = jnp.bool_(True)
 
     def above() -> Mass:
         return tuple(x[:, 0] for x in _sums_above(rows, prefix.key[:, None], by_mass))
 
-    here = lax.cond(jnp.any(wanted & ~prefix.known), above, lambda: prefix.above)
-    each = rows.mass_of_key(prefix.key, by_mass)
-    return _added(here, prefix.number, each, rows.vocab_size)
+    sums_above = lax.cond(jnp.any(is_searched & ~prefix.known), above, lambda: prefix.above)
+    mass = rows.mass_of_key(prefix.key, by_mass)
+    return _added(sums_above, prefix.number, mass, rows.vocab_size)
 
 
 def _lowest_within(rows: Rows, sampling: Sampling) -> jax.Array:
@@ -416,7 +420,7 @@ def _lowest_within(rows: Rows, sampling: Sampling) -> jax.Array:
     return jnp.where(sampling.min_p > 0, key, lowest)
 
 
-def _cut_at(rows: Rows, prefix: Prefix, wanted: jax.Array) -> Truncation:
+def _cut_at(rows: Rows, prefix: Prefix, is_searched: jax.Array) -> Truncation:
     """The cut at a prefix's last token: of its key or, if none has that, of the lowest above it."""
     vocab_size = rows.vocab_size
 
@@ -426,15 +430,15 @@ def _cut_at(rows: Rows, prefix: Prefix, wanted: jax.Array) -> Truncation:
         lowest = jnp.where(not_below, keys, np.iinfo(keys.dtype).max).min(1)
         return rows.shard.across_minimum(lowest.astype(jnp.int32))
 
-    key = lax.cond(jnp.any(wanted & ~prefix.met), lowest, lambda: prefix.key)
+    key = lax.cond(jnp.any(is_searched & ~prefix.met), lowest, lambda: prefix.key)
     number = jnp.where(key == prefix.key, prefix.number, vocab_size)
     prefix = prefix._replace(key=key, number=number)
     column, count = _nth_equal(rows, key, number)
     # All tokens above a key are those above any other one that no token is between.
-    mass = _mass(rows, prefix._replace(number=count), wanted)
-    kept, total = (exact_sums.to_float(x, vocab_size) for x in (mass, rows.scale.total))
+    mass = _mass(rows, prefix._replace(number=count), is_searched)
+    share, total = (exact_sums.to_float(x, vocab_size) for x in (mass, rows.scale.total))
     cut_logit = rows.values(key).astype(jnp.float32)
-    return Truncation(cut_logit, column, jnp.minimum(logarithm(kept / total), 0.0))
+    return Truncation(cut_logit, column, jnp.minimum(logarithm(share / total), 0.0))
 
 
 def _nth_equal(rows: Rows, key: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -446,11 +450,11 @@ def _nth_equal(rows: Rows, key: jax.Array, number: jax.Array) -> tuple[jax.Array
     counts = shard.gathered(count)  # [shards, B]
     number = jnp.minimum(number, counts.sum(0))
     before = jnp.cumsum(counts, axis=0) - counts
-    mine = number - jnp.take(before, lax.axis_index(shard.axis_name), axis=0)
-    here = (mine > 0) & (mine <= count)
-    column, _ = _nth_column(keys, key, jnp.maximum(mine, 1))
+    rank = number - jnp.take(before, lax.axis_index(shard.axis_name), axis=0)
+    is_on_shard = (rank > 0) & (rank <= count)
+    column, _ = _nth_column(keys, key, jnp.maximum(rank, 1))
     first = shard.ids(keys.shape[1])[0]
-    return shard.across_sum(jnp.where(here, column + first, 0)), number
+    return shard.across_sum(jnp.where(is_on_shard, column + first, 0)), number
 
 
 def _nth_column(keys: jax.Array, key: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:

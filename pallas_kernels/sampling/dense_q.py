@@ -187,11 +187,11 @@ def draw_residual(
         _, token_id = best(log_of(weights)[None] + noise, ids[None])
         return Drawn(drawn.score.at[slot].set(score[0]), drawn.token_ids.at[slot].set(token_id[0]))
 
-    nothing = Drawn(jnp.full(rejected.shape, -jnp.inf, jnp.float32), otherwise)
+    no_draw = Drawn(jnp.full(rejected.shape, -jnp.inf, jnp.float32), otherwise)
     inputs = logits.logits, q.rows.logits, target, place, prefix_weight, rejected
-    found = lax.fori_loop(0, number, draw_for, vary_like(nothing, inputs))
-    found = of_all_shards(logits, found)
-    return jnp.where(rejected & (found.score > -jnp.inf), found.token_ids, otherwise)
+    draws = lax.fori_loop(0, number, draw_for, vary_like(no_draw, inputs))
+    draws = of_all_shards(logits, draws)
+    return jnp.where(rejected & (draws.score > -jnp.inf), draws.token_ids, otherwise)
 
 
 def _group_of(
@@ -238,8 +238,8 @@ def residual_masses(
         sums = jnp.concatenate([added(residual) for residual, _ in pieces])
         parts = exact_sums.digits(jnp.minimum(sums, jnp.float32(1))[None], vocab_size)
         return tuple(
-            every.at[at].set(part.sum(dtype=jnp.int32))
-            for every, part in zip(digits, parts, strict=True)
+            digit.at[at].set(part.sum(dtype=jnp.int32))
+            for digit, part in zip(digits, parts, strict=True)
         )
 
     zeros = jnp.zeros(needed.size, jnp.int32)

@@ -73,26 +73,26 @@ def _truncation(
     flat = logits.reshape(-1, width)
     if choice is None:
         choice = greedy(flat, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
-    each = parameters.of_each_row(sampling, shape)
-    sampled = choice.valid & parameters.has_meaning(each) & (each.temperature > 0)
+    row_sampling = parameters.of_each_row(sampling, shape)
+    sampled = choice.valid & parameters.has_meaning(row_sampling) & (row_sampling.temperature > 0)
     vocab_size = shard.size(width)
 
     def found() -> Truncation:
         rows = GroupedRows.of(flat, shard)
-        return cuts(rows, row_read.read(rows, each), each, sampled)
+        return cuts(rows, row_read.read(rows, row_sampling), row_sampling, sampled)
 
     def nothing() -> Truncation:
         return vary_like(Truncation.nothing((flat.shape[0],), vocab_size), choice)
 
     # A batch that cuts nothing pays for nothing.
-    cut = lax.cond(jnp.any(sampled & parameters.truncates(each)), found, nothing)
+    cut = lax.cond(jnp.any(sampled & parameters.truncates(row_sampling)), found, nothing)
     cut = parameters.where(sampled, cut, Truncation.greedy(choice.token_ids))
     # All of it is computed: where a part alone was used, jaxlib's StableHLO passes crashed.
     return forms.barrier(jax.tree.map(lambda x: x.reshape(shape), cut))  # type: ignore[no-any-return]
 
 
 def cuts(
-    rows: GroupedRows, found: RowRead, sampling: Sampling, sampled: Bool[Array, " N"]
+    rows: GroupedRows, read: RowRead, sampling: Sampling, sampled: Bool[Array, " N"]
 ) -> Truncation:
     """The cuts [N] of the sampled rows; those of others keep everything.
 
@@ -101,37 +101,37 @@ def cuts(
 
     Args:
       rows: the logits.
-      found: their read.
+      read: their read.
       sampling: of each row [N].
       sampled: the valid rows of requests that are not greedy.
     """
     is_cut = sampled & parameters.truncates(sampling)
-    nothing = vary_like(Truncation.nothing(is_cut.shape, rows.vocab_size), is_cut)
+    no_cut = vary_like(Truncation.nothing(is_cut.shape, rows.vocab_size), is_cut)
 
     def some() -> Truncation:
         cut, settled = row_cuts.cut_among(
-            found.top_ids,
-            found.top_logits,
-            found.scale,
+            read.top_ids,
+            read.top_logits,
+            read.scale,
             sampling,
             rows.vocab_size,
             row_read.num_candidates(sampling, rows.vocab_size),
         )
-        cut = parameters.where(is_cut & settled, cut, nothing)
+        cut = parameters.where(is_cut & settled, cut, no_cut)
         if rows.vocab_size <= MANY_CANDIDATES:
             return cut  # all tokens are candidates
-        left = is_cut & ~settled
-        search = functools.partial(_with_searched, rows, found.scale, sampling)
-        return lax.cond(jnp.any(left), search, lambda left, cut: cut, left, cut)  # type: ignore[no-any-return]
+        unsettled = is_cut & ~settled
+        search = functools.partial(_with_searched, rows, read.scale, sampling)
+        return lax.cond(jnp.any(unsettled), search, lambda unsettled, cut: cut, unsettled, cut)  # type: ignore[no-any-return]
 
-    return lax.cond(jnp.any(is_cut), some, lambda: nothing)  # type: ignore[no-any-return]
+    return lax.cond(jnp.any(is_cut), some, lambda: no_cut)  # type: ignore[no-any-return]
 
 
 def _with_searched(
-    rows: GroupedRows, scale: RowScale, sampling: Sampling, left: jax.Array, cut: Truncation
+    rows: GroupedRows, scale: RowScale, sampling: Sampling, unsettled: jax.Array, cut: Truncation
 ) -> Truncation:
-    """The cuts with those of the rows that are `left` [N] bool, some of them at a time."""
-    index, number = compacted(left)
+    """The cuts with those of the rows that are `unsettled` [N] bool, some of them at a time."""
+    index, number = compacted(unsettled)
     block = index.shape[0]
     if isinstance(block, int):  # a symbolic number of rows is one block
         fitting = SEARCHED_TOKENS // rows.logits.shape[1]
@@ -144,9 +144,9 @@ def _with_searched(
         x = forms.block_of_logits(rows.logits, there, start, block)
         x = of_logits.apply(x, of_logits.of_rows(rows.changes, there))
         its_scale, its_sampling = at_rows(there, (scale, sampling))
-        wanted = begin + jnp.arange(block, dtype=jnp.int32) < number
-        return cut_search.searched(forms.barrier(x), its_sampling, its_scale, shard, wanted)
+        is_unsettled = begin + jnp.arange(block, dtype=jnp.int32) < number
+        return cut_search.searched(forms.barrier(x), its_sampling, its_scale, shard, is_unsettled)
 
-    nothing = Truncation.nothing(index.shape, rows.vocab_size)
-    inputs = (rows.logits, cut, left, scale, sampling)
-    return scattered(cut, map_blocks(work, block, number, nothing, inputs), index, number)
+    no_cut = Truncation.nothing(index.shape, rows.vocab_size)
+    inputs = (rows.logits, cut, unsettled, scale, sampling)
+    return scattered(cut, map_blocks(work, block, number, no_cut, inputs), index, number)

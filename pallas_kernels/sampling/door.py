@@ -322,8 +322,8 @@ def _known_sums(
             return None
         place = np.clip(known_rows, 0, values.shape[0] - 1)
     with jax.ensure_compile_time_eval():  # a known q may stand in a program that is traced
-        found = compiled(_sums_and_range, q.form, vocab_size)(values)
-    sums, least, largest = (np.asarray(x).reshape(-1)[place] for x in found)
+        sums_and_range = compiled(_sums_and_range, q.form, vocab_size)(values)
+    sums, least, largest = (np.asarray(x).reshape(-1)[place] for x in sums_and_range)
     ways = "probabilities to `DenseQ.of_probs`, logprobs to `DenseQ`, logits to `DenseQ.of_logits`"
     return _Sums("drafts.q.values", q.form, ways, values.dtype.name, sums, least, largest)
 

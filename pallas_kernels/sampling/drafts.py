@@ -72,8 +72,8 @@ def _draw(
     row_ids: jax.Array | None,
 ) -> Drafts:
     """`draw` of checked arguments."""
-    whole = sampling, positions, row_ids
-    ids, q = on_own_part(_drawn, draft_logits, whole, how, by_row=row_ids is None)
+    by_slot = sampling, positions, row_ids
+    ids, q = on_own_part(_drawn, draft_logits, by_slot, how, by_row=row_ids is None)
     num = jnp.ones_like(positions)
     if row_ids is not None:
         num = ((row_ids >= 0) & (row_ids < draft_logits.shape[0])).astype(jnp.int32)
@@ -82,10 +82,12 @@ def _draw(
 
 
 def _drawn(
-    shard: VocabShard, draft_logits: jax.Array, whole: tuple[Sampling, jax.Array, jax.Array | None]
+    shard: VocabShard,
+    draft_logits: jax.Array,
+    by_slot: tuple[Sampling, jax.Array, jax.Array | None],
 ) -> tuple[jax.Array, CompactQ]:
     """`draw` where this device holds the columns of `shard`: ids [B, 1] and q [B, 1, M]."""
-    sampling, positions, row_ids = whole
+    sampling, positions, row_ids = by_slot
     x = draft_logits[:, 0] if row_ids is None else draft_logits
 
     def greedily() -> tuple[jax.Array, CompactQ]:
@@ -116,12 +118,13 @@ def _from_candidates(
     # The total is that of the candidates: a top-k of more than there are keeps all of them.
     cut, _ = row_cuts.cut_among(ids, x, RowScale(largest, inverse, total), sampling, vocab_size)
     place = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    kept = cut.keeps(x, ids) & (ids >= 0)
+    is_kept = cut.keeps(x, ids) & (ids >= 0)
     log_mass = logarithm(exact_sums.to_float(total, vocab_size)) + cut.log_kept
-    log_q = jnp.where(kept, jnp.minimum(gap - log_mass[:, None], 0.0), -jnp.inf)
+    log_q = jnp.where(is_kept, jnp.minimum(gap - log_mass[:, None], 0.0), -jnp.inf)
 
     _, drawn = best(
-        jnp.where(kept, gap + gumbel(Source(sampling.seed, positions), DRAFT, ids), -jnp.inf), ids
+        jnp.where(is_kept, gap + gumbel(Source(sampling.seed, positions), DRAFT, ids), -jnp.inf),
+        ids,
     )
     sampled = (sampling.temperature > 0) & has_meaning(sampling) & jnp.isfinite(largest)
     token_ids = jnp.where(sampled, drawn, greedy_ids)

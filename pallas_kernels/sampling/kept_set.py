@@ -101,50 +101,50 @@ def _kept_sets(
     logits, shard = shard.without_padding(logits)
     vocab_size = shard.size(logits.shape[1])
     width = min(MAX_KEPT, vocab_size)
-    wanted = jnp.arange(rows.shape[0], dtype=jnp.int32) < num_rows
-    one = cut.cut_logit == jnp.inf
+    is_listed = jnp.arange(rows.shape[0], dtype=jnp.int32) < num_rows
+    is_single = cut.cut_logit == jnp.inf
     changes = check_changes(*unchecked, len(logits), vocab_size)
 
-    nothing = _Found(jnp.zeros((rows.shape[0], width), jnp.int32), jnp.zeros_like(rows))
+    no_sets = _Found(jnp.zeros((rows.shape[0], width), jnp.int32), jnp.zeros_like(rows))
 
     def searched() -> _Found:
         """Within this shard's columns block after block, then joined."""
-        x, own = shard.masked(logits), answers.changes_of(changes, shard, logits.shape[1])
+        x, row_changes = shard.masked(logits), answers.changes_of(changes, shard, logits.shape[1])
         block = min(BLOCK, rows.shape[0])
 
         def work(start: jax.Array) -> _Found:
             part = rows_from((rows, cut), start, block)
-            return _block(pin_to_iteration(x, start), own, *part, width, shard)
+            return _block(pin_to_iteration(x, start), row_changes, *part, width, shard)
 
         inputs = (x, rows, cut, shard.ids(logits.shape[1]))
-        return _joined(map_blocks(work, block, num_rows, nothing, inputs), shard)
+        return _joined(map_blocks(work, block, num_rows, no_sets, inputs), shard)
 
     # A batch of greedy requests reads no logits.
     found: _Found = lax.cond(
-        jnp.any(wanted & ~one), searched, lambda: vary_like(nothing, cut.cut_id)
+        jnp.any(is_listed & ~is_single), searched, lambda: vary_like(no_sets, cut.cut_id)
     )
     counts = jnp.where(found.counts > width, KEPT_MANY, found.counts)
     counts = jnp.where(found.counts == vocab_size, KEPT_ALL, counts)
-    counts = jnp.where(wanted, jnp.where(one, 1, counts), 0)
+    counts = jnp.where(is_listed, jnp.where(is_single, 1, counts), 0)
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
-    ids = jnp.where(one[:, None], cut.cut_id[:, None], found.ids)
+    ids = jnp.where(is_single[:, None], cut.cut_id[:, None], found.ids)
     ids = jnp.where(column < counts[:, None], ids, -1)
-    return PaddedKept(ids, counts, jnp.where(wanted, cut.log_kept, 0.0))
+    return PaddedKept(ids, counts, jnp.where(is_listed, cut.log_kept, 0.0))
 
 
 def _joined(found: _Found, shard: VocabShard) -> _Found:
     """The sets of all shards: each one's ids follow those of the shards before it."""
     if shard.axis_name is None:
         return found
-    every = shard.gathered(found.counts)  # [shards, R]
-    mine = lax.axis_index(shard.axis_name)
-    earlier = jnp.arange(every.shape[0], dtype=jnp.int32)[:, None] < mine
-    before = jnp.where(earlier, every, 0).sum(0, dtype=jnp.int32)
+    counts = shard.gathered(found.counts)  # [shards, R]
+    shard_index = lax.axis_index(shard.axis_name)
+    earlier = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None] < shard_index
+    before = jnp.where(earlier, counts, 0).sum(0, dtype=jnp.int32)
     place = jnp.arange(found.ids.shape[1], dtype=jnp.int32)[None, :] - before[:, None]
     is_mine = (place >= 0) & (place < found.counts[:, None])
     shifted = jnp.take_along_axis(found.ids, jnp.maximum(place, 0), axis=1)
     ids = shard.across_sum(jnp.where(is_mine, shifted, 0))
-    return _Found(ids, every.sum(0, dtype=jnp.int32))
+    return _Found(ids, counts.sum(0, dtype=jnp.int32))
 
 
 def _block(
@@ -162,10 +162,12 @@ def _block(
     def keeps(x: jax.Array, ids: jax.Array) -> jax.Array:
         return cut.keeps(x, ids) & (x > -jnp.inf)
 
-    own = of_rows(changes, rows)
-    every = apply(logits.at[rows].get(mode="fill", fill_value=-jnp.inf), own).astype(jnp.float32)
-    ids = first_id + jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), every.shape)
-    ends = jnp.cumsum(_counts(keeps(every, ids)), axis=1, dtype=jnp.int32)  # [b, G]
+    row_changes = of_rows(changes, rows)
+    row_logits = apply(logits.at[rows].get(mode="fill", fill_value=-jnp.inf), row_changes).astype(
+        jnp.float32
+    )
+    ids = first_id + jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), row_logits.shape)
+    ends = jnp.cumsum(_counts(keeps(row_logits, ids)), axis=1, dtype=jnp.int32)  # [b, G]
     counts = ends[:, -1]
 
     def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -177,20 +179,22 @@ def _block(
         before = jnp.take_along_axis(jnp.pad(ends, ((0, 0), (1, 0))), group, axis=1)
         in_group = jnp.arange(GROUP, dtype=jnp.int32)[None, None, :]
         column = group[:, :, None] * GROUP + in_group
-        mine = pin_to_iteration(logits, start)
-        x = mine.at[rows[:, None, None], column].get(mode="fill", fill_value=-jnp.inf)
+        pinned = pin_to_iteration(logits, start)
+        x = pinned.at[rows[:, None, None], column].get(mode="fill", fill_value=-jnp.inf)
         batch = column.shape[0]
-        if own is not None:
-            each = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), LISTED)
-            here = of_columns(of_rows(own, each), (group * GROUP).reshape(-1), GROUP)
-            x = apply(x.reshape(-1, GROUP), here).reshape(x.shape)
+        if row_changes is not None:
+            group_rows = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), LISTED)
+            group_changes = of_columns(
+                of_rows(row_changes, group_rows), (group * GROUP).reshape(-1), GROUP
+            )
+            x = apply(x.reshape(-1, GROUP), group_changes).reshape(x.shape)
         kept = keeps(
             x.astype(jnp.float32).reshape(batch, -1), (first_id + column).reshape(batch, -1)
         ).reshape(column.shape)
         rank = jnp.cumsum(kept, axis=2, dtype=jnp.int32)
         is_it = kept & (rank == (place[None, :] - before + 1)[:, :, None])
-        found = first_id + group * GROUP + jnp.argmax(is_it, axis=2).astype(jnp.int32)
-        return start + LISTED, lax.dynamic_update_slice_in_dim(ids, found, start, 1)
+        token_ids = first_id + group * GROUP + jnp.argmax(is_it, axis=2).astype(jnp.int32)
+        return start + LISTED, lax.dynamic_update_slice_in_dim(ids, token_ids, start, 1)
 
     # Sets that are too large are not listed.
     last = jnp.max(jnp.where(counts > width, 0, counts))

@@ -126,13 +126,13 @@ def check_digests(
       ValueError: they are of other rows; or, where they are known, of logits of other dtypes or of
         other logits.
     """
-    own = digest_words("digests", digests)
-    words = digest_words("rollout_digests", rollout_digests, own.shape[:-1])
+    row_words = digest_words("digests", digests)
+    words = digest_words("rollout_digests", rollout_digests, row_words.shape[:-1])
     for dtype in _dtypes(digests):
         _check_dtype(rollout_digests, dtype)
-    asked = words[..., 0] & CODE > 0
-    same = (own == words).all(-1) | ~asked
-    values, compared = known(same), known(asked)
+    is_digest = words[..., 0] & CODE > 0
+    same = (row_words == words).all(-1) | ~is_digest
+    values, compared = known(same), known(is_digest)
     if values is not None and compared is not None and not values.all():
         raise ValueError(
             f"{int((~values).sum())} of {int(compared.sum())} rows have other logits than the "
@@ -152,8 +152,8 @@ def check_rows(
     rows = logits.shape[:-1]
     words = digest_words("row_digests", rollout_digests, rows)
     _check_dtype(rollout_digests, logits.dtype.name)
-    own = row_digests(logits.reshape(-1, logits.shape[-1])).reshape(*rows, 2)
-    return check_digests(own, words)
+    row_words = row_digests(logits.reshape(-1, logits.shape[-1])).reshape(*rows, 2)
+    return check_digests(row_words, words)
 
 
 def flagged(

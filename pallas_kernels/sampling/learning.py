@@ -123,8 +123,8 @@ def _forward(
     logits: jax.Array, token_ids: jax.Array, kept: PaddedKept, temperatures: jax.Array
 ) -> tuple[jax.Array, Residuals]:
     vocab_size = logits.shape[-1]
-    own = _at(logits, token_ids[..., None])[..., 0]
-    own = jnp.where((token_ids >= 0) & (token_ids < vocab_size), own, jnp.nan)
+    token_logits = _at(logits, token_ids[..., None])[..., 0]
+    token_logits = jnp.where((token_ids >= 0) & (token_ids < vocab_size), token_logits, jnp.nan)
     inside = (is_id(kept) & (kept.token_ids == token_ids[..., None])).any(-1)
     over_all = kept.counts < 0
     of_set = _scale(_of_set(logits, kept), temperatures)
@@ -132,8 +132,12 @@ def _forward(
     of_rows = lax.cond(jnp.any(over_all), lambda: _scale(logits, temperatures), lambda: of_set)
     scale: RowScale = jax.tree.map(lambda x, y: jnp.where(over_all, x, y), of_rows, of_set)
     log_mass = scale.log_sum + jnp.where(over_all, kept.log_kept, 0)
-    logprobs = jnp.where(own > -jnp.inf, _relative(own, scale, temperatures) - log_mass, own)
-    logprobs = jnp.where(over_all | inside | jnp.isnan(own), logprobs, -jnp.inf)
+    logprobs = jnp.where(
+        token_logits > -jnp.inf,
+        _relative(token_logits, scale, temperatures) - log_mass,
+        token_logits,
+    )
+    logprobs = jnp.where(over_all | inside | jnp.isnan(token_logits), logprobs, -jnp.inf)
     logprobs = jnp.where(kept.counts == 0, 0.0, logprobs)
     return logprobs, (logits, token_ids, kept, temperatures, scale, logprobs)
 
@@ -163,9 +167,9 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
 
         ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
         is_token = over_all[..., None] & (ids == token_ids[..., None])
-        own = slope[..., None] * (is_token.astype(jnp.float32) - shares(logits)[0])
+        token_slope = slope[..., None] * (is_token.astype(jnp.float32) - shares(logits)[0])
         # Shares of their own: what the mean and the gradient share, XLA would write down.
-        return as_bits(own), _mean(*shares(barrier(logits)))
+        return as_bits(token_slope), _mean(*shares(barrier(logits)))
 
     def nothing() -> tuple[jax.Array, jax.Array]:
         return as_bits(jnp.zeros(logits.shape, jnp.float32)), jnp.zeros_like(mean)
@@ -178,8 +182,8 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
     ids = jnp.where(is_id(kept), kept.token_ids, vocab_size).reshape(-1, width)
     flat = flat.at[row, ids].set(as_bits(of_set).reshape(-1, width), mode="drop")
     gradient = loaded(flat, logits.dtype).reshape(logits.shape)
-    own = _relative(_at(logits, token_ids[..., None])[..., 0], scale, temperatures)
-    by_temperature = slope * (jnp.where(over_all, whole_mean, mean) - own)
+    token_logits = _relative(_at(logits, token_ids[..., None])[..., 0], scale, temperatures)
+    by_temperature = slope * (jnp.where(over_all, whole_mean, mean) - token_logits)
     by_temperature = jnp.where(has_slope, by_temperature, 0.0)
     return gradient, None, None, by_temperature
 
@@ -276,9 +280,9 @@ def _processed(
     x = _of_set(logits, sets)
     gap = row_totals.scaled(x, read.largest[:, None], read.inverse[:, None])
     of_set = exact_sums.mass(exponential(gap), vocab_size)
-    share, whole = (exact_sums.to_float(x, vocab_size) for x in (of_set, read.total))
+    share, row_mass = (exact_sums.to_float(x, vocab_size) for x in (of_set, read.total))
     over_all = sets.counts < 0
-    log_kept = jnp.where(over_all, sets.log_kept, jnp.minimum(logarithm(share / whole), 0.0))
+    log_kept = jnp.where(over_all, sets.log_kept, jnp.minimum(logarithm(share / row_mass), 0.0))
     processed = jnp.where(t > 0, jnp.minimum(scaled - log_kept, 0.0), 0.0)
     inside = over_all | (is_id(sets) & (sets.token_ids == token_ids[:, None])).any(-1)
     processed = jnp.where(inside, processed, -jnp.inf)
@@ -361,11 +365,11 @@ def _learner_logprobs(
     marked = flat.counts < 0
 
     def read_all() -> jax.Array:
-        found = linear_topk_logprobs(
+        results = linear_topk_logprobs(
             states, head, ids, 0, temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap
         )
-        return found.logprobs[:, 0] - flat.log_kept
+        return results.logprobs[:, 0] - flat.log_kept
 
-    whole = lax.cond(jnp.any(marked), read_all, lambda: jnp.zeros_like(of_set))
-    logprobs = jnp.where(marked, whole, of_set)
+    row_logprobs = lax.cond(jnp.any(marked), read_all, lambda: jnp.zeros_like(of_set))
+    logprobs = jnp.where(marked, row_logprobs, of_set)
     return jnp.where(flat.counts == 0, 0.0, logprobs)

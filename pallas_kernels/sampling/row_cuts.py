@@ -28,7 +28,7 @@ def cut_among(
     scale: RowScale,
     sampling: Sampling,
     vocab_size: int,
-    asked: Int32[Array, " N"] | None = None,
+    num_counted: Int32[Array, " N"] | None = None,
 ) -> tuple[Truncation, Bool[Array, " N"]]:
     """The cuts [N], and which of them are settled: those of other rows are anything.
 
@@ -37,24 +37,28 @@ def cut_among(
       scale: of each row.
       sampling: of each row.
       vocab_size: V.
-      asked: how many candidates of each row count, at least 1; None: all.
+      num_counted: how many candidates of each row count, at least 1; None: all.
     """
     largest, inverse, total = scale
-    count = jnp.full(logits.shape[0], logits.shape[1], jnp.int32) if asked is None else asked
+    count = (
+        jnp.full(logits.shape[0], logits.shape[1], jnp.int32)
+        if num_counted is None
+        else num_counted
+    )
     counts = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] < count[:, None]
     logits = jnp.where(counts, logits, -jnp.inf)
     weights = prevent_recompute(exponential(scaled(logits, largest[:, None], inverse[:, None])))
-    each = jnp.stack(exact_sums.digits(weights, vocab_size))
+    digits = jnp.stack(exact_sums.digits(weights, vocab_size))
     sums = exact_sums.of_sums(
-        tuple(jnp.cumsum(each, axis=2, dtype=each.dtype)), vocab_size
+        tuple(jnp.cumsum(digits, axis=2, dtype=digits.dtype)), vocab_size
     )  # up to each candidate
 
     by_k = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
     first_k = jnp.where(by_k, sampling.top_k, UNKNOWN)
     enough = first_k <= count
     base = _where(by_k & enough, _at(jnp.minimum(first_k, count) - 1, *sums), total)
-    wanted = sampling.top_p * exact_sums.to_float(base, vocab_size)
-    limit = exact_sums.at_least(jnp.maximum(wanted, 1e-30), vocab_size)  # never nothing
+    target = sampling.top_p * exact_sums.to_float(base, vocab_size)
+    limit = exact_sums.at_least(jnp.maximum(target, 1e-30), vocab_size)  # never nothing
     before = exact_sums.less(sums, tuple(digit[:, None] for digit in limit))
     by_p = sampling.top_p < 1
     gap = (logits - largest[:, None] >= lowest_gap(sampling)[:, None]) & (logits > -jnp.inf)
@@ -65,19 +69,19 @@ def cut_among(
     # The mass that top-p takes its share of is unknown.
     blind = by_p & by_k & ~enough & ~complete
     first_min = _length(jnp.where(sampling.min_p > 0, within, UNKNOWN), count - 1)
-    kept = jnp.minimum(jnp.minimum(first_k, first_p), first_min)
-    kept = jnp.where(complete, jnp.minimum(kept, finite), kept)
-    settled = (kept <= count) & ~blind
+    length = jnp.minimum(jnp.minimum(first_k, first_p), first_min)
+    length = jnp.where(complete, jnp.minimum(length, finite), length)
+    settled = (length <= count) & ~blind
 
-    last = jnp.clip(kept, 1, count) - 1
+    last = jnp.clip(length, 1, count) - 1
     cut_logit, cut_id, *mass = _at(last, logits, ids, *sums)
-    share, whole = (exact_sums.to_float(one, vocab_size) for one in (tuple(mass), total))
-    return Truncation(cut_logit, cut_id, jnp.minimum(logarithm(share / whole), 0.0)), settled
+    share, row_mass = (exact_sums.to_float(value, vocab_size) for value in (tuple(mass), total))
+    return Truncation(cut_logit, cut_id, jnp.minimum(logarithm(share / row_mass), 0.0)), settled
 
 
-def _length(found: jax.Array, most: jax.Array) -> jax.Array:
+def _length(length: jax.Array, most: jax.Array) -> jax.Array:
     """A length of at most so many candidates; beyond, it is unknown."""
-    return jnp.where(found <= most, found, UNKNOWN)
+    return jnp.where(length <= most, length, UNKNOWN)
 
 
 def _at(place: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

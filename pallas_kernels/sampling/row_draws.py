@@ -69,23 +69,23 @@ class Drawing(NamedTuple):
             return x.reshape(-1)
 
         scales = read.largest, read.inverse, read.log_total
-        every = jax.tree.map(flat, batch.by_slot((cut, scales, sampled, few)))
-        cut, (largest, inverse, log_total), sampled, few = every
+        values = jax.tree.map(flat, batch.by_slot((cut, scales, sampled, few)))
+        cut, (largest, inverse, log_total), sampled, few = values
         if batch.row_ids is not None:  # no kernel draws for a row that is none
             sampled &= flat(batch.row_ids >= 0)
         rows, seed = flat(batch.rows), batch.sampling.seed[:, None]
         source = Source(*map(flat, (jnp.broadcast_to(seed, batch.rows.shape), batch.positions)))
-        nothing = jnp.zeros((rows.shape[0], 0), jnp.float32)
+        no_columns = jnp.zeros((rows.shape[0], 0), jnp.float32)
         return cls(
             rows, cut, largest, inverse, log_total, sampled, few,
-            nothing.astype(jnp.int32), nothing, nothing, nothing, source,
+            no_columns.astype(jnp.int32), no_columns, no_columns, no_columns, source,
         )  # fmt: skip
 
 
-def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
+def draw(logits: GroupedRows, row_read: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
     """A token of each row: of p without q, or of p where nothing is left of it."""
     log_mass = drawing.log_total + drawing.cut.log_kept
-    drawn, noise = _drawn_apart(logits, found, drawing)
+    drawn, noise = _drawn_apart(logits, row_read, drawing)
     drawn = of_all_shards(logits, drawn)
     if not drawing.excluded_ids.shape[1]:
         return drawn.token_ids
@@ -94,8 +94,8 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
         noise = gumbel(drawing.source, RECOVER, drawing.excluded_ids)
 
     # A taken token's noise is its own: the sum of its group does not have it.
-    left = jnp.maximum(drawing.p - drawing.q, 0.0)
-    apart, apart_id = best(log_of(left) + log_mass[:, None] + noise, drawing.excluded_ids)
+    residual = jnp.maximum(drawing.p - drawing.q, 0.0)
+    apart, apart_id = best(log_of(residual) + log_mass[:, None] + noise, drawing.excluded_ids)
     chosen = jnp.where(apart > drawn.score, apart_id, drawn.token_ids)
     # Rounding can leave nothing of a residual whose p and q are equal: then p is the answer, and
     # all of it is in the taken tokens.
@@ -104,7 +104,7 @@ def draw(logits: GroupedRows, found: RowRead, drawing: Drawing) -> Int32[Array, 
 
 
 def _drawn_apart(
-    logits: GroupedRows, found: RowRead, drawing: Drawing
+    logits: GroupedRows, row_read: RowRead, drawing: Drawing
 ) -> tuple[Drawn, Float32[Array, "B M"]]:
     """The best token that is not taken of each sampled row, and the noise of those that are.
 
@@ -112,21 +112,21 @@ def _drawn_apart(
     """
     widely = drawing.sampled & ~drawing.few
     nobody = jnp.full_like(drawing.rows, -1)
-    given = RowsToDraw(
+    rows_to_draw = RowsToDraw(
         rows=jnp.where(widely, drawing.rows, nobody),
         cut_logit=drawing.cut.cut_logit,
         cut_id=drawing.cut.cut_id,
         excluded_ids=drawing.excluded_ids if drawing.excluded_ids.shape[1] else nobody[:, None],
         seed=drawing.source.seed,
         position=drawing.source.position,
-        maxima=found.groups.maxima,
-        sums=found.groups.sums,
-        largest=found.largest,
-        inverse=found.inverse,
+        maxima=row_read.groups.maxima,
+        sums=row_read.groups.sums,
+        largest=row_read.largest,
+        inverse=row_read.inverse,
     )
 
     def by_xla(arrays: Any) -> tuple[Drawn, jax.Array]:
-        rows, found, drawing = arrays
+        rows, row_read, drawing = arrays
         widely = drawing.sampled & ~drawing.few
         zeros = jnp.zeros(widely.shape, jnp.float32)
         none = zeros - jnp.inf, drawing.rows, zeros
@@ -134,26 +134,28 @@ def _drawn_apart(
         no_group = vary_like(_Group(*none), (drawing, rows.logits))
         group: _Group = lax.cond(
             jnp.any(widely),
-            lambda: _best_group(rows, found, drawing._replace(sampled=widely)),
+            lambda: _best_group(rows, row_read, drawing._replace(sampled=widely)),
             lambda: no_group,
         )
-        lists = _candidates(found, drawing), rows.tokens(drawing.rows, group.number)
+        lists = _candidates(row_read, drawing), rows.tokens(drawing.rows, group.number)
         x, ids = _either(drawing.few, *lists)
         largest = jnp.where(drawing.few, drawing.largest, group.largest)
         drawn, noise = _best_token(drawing, x, ids, largest)
         return drawn._replace(score=jnp.where(drawing.few, drawn.score, group.score)), noise
 
     def with_few(drawn: Drawn, arrays: Any) -> tuple[Drawn, jax.Array]:
-        _, found, drawing = arrays
-        few, noise = _best_token(drawing, *_candidates(found, drawing), drawing.largest)
+        _, row_read, drawing = arrays
+        few, noise = _best_token(drawing, *_candidates(row_read, drawing), drawing.largest)
         chosen: Drawn = jax.tree.map(lambda x, y: jnp.where(drawing.few, x, y), few, drawn)
         return chosen, noise
 
-    arrays: Any = logits, found, drawing._replace(few=drawing.sampled & drawing.few)
+    arrays: Any = logits, row_read, drawing._replace(few=drawing.sampled & drawing.few)
     if logits.shard.axis_name is not None:
         return by_xla(arrays)
     purposes = GROUP, RECOVER
-    return read.draw(given, arrays, purposes, by_xla, logits.logits, with_few, logits.changes)
+    return read.draw(
+        rows_to_draw, arrays, purposes, by_xla, logits.logits, with_few, logits.changes
+    )
 
 
 class _Group(NamedTuple):
@@ -164,7 +166,7 @@ class _Group(NamedTuple):
     largest: Float32[Array, " B"]  # of the logits that a token is drawn among; else 0
 
 
-def _best_group(logits: GroupedRows, found: RowRead, drawing: Drawing) -> _Group:
+def _best_group(logits: GroupedRows, row_read: RowRead, drawing: Drawing) -> _Group:
     """The group of this device with the best score, of each row.
 
     The read's sums are those of whole rows. Groups that a cut reaches, or that have a taken token,
@@ -172,7 +174,7 @@ def _best_group(logits: GroupedRows, found: RowRead, drawing: Drawing) -> _Group
     score: those that are best then come first, until no other can win. Of most rows that is soon.
     """
     largest, inverse = drawing.largest[:, None], drawing.inverse[:, None]
-    sums: GroupSums = jax.tree.map(lambda x: x[drawing.rows], found.groups)
+    sums: GroupSums = jax.tree.map(lambda x: x[drawing.rows], row_read.groups)
     sums = GroupSums(logits.own(sums.maxima, -jnp.inf), logits.own(sums.sums, 0.0))
     cut_logit, taken = drawing.cut.cut_logit[:, None], drawing.excluded_ids
     taken_groups = jnp.where(taken >= 0, taken // WIDTH, -1)
@@ -184,33 +186,33 @@ def _best_group(logits: GroupedRows, found: RowRead, drawing: Drawing) -> _Group
     noise = gumbel(drawing.source, GROUP, numbers)
 
     def scores(sums: GroupSums, noise: jax.Array) -> jax.Array:
-        whole = log_of(sums.sums) + scaled(sums.maxima, largest, inverse) + noise
-        return jnp.where(sums.sums > 0, whole, -jnp.inf)
+        scores = log_of(sums.sums) + scaled(sums.maxima, largest, inverse) + noise
+        return jnp.where(sums.sums > 0, scores, -jnp.inf)
 
     def best_of(scores: jax.Array, numbers: jax.Array, sums: GroupSums) -> _Group:
         score, number = best(scores, numbers)
-        mine = numbers == number[:, None]
-        return _Group(score, number, jnp.max(jnp.where(mine, sums.maxima, -jnp.inf), axis=1))
+        is_number = numbers == number[:, None]
+        return _Group(score, number, jnp.max(jnp.where(is_number, sums.maxima, -jnp.inf), axis=1))
 
-    every = prevent_recompute(scores(sums, noise))
-    batch, local = every.shape
+    group_scores = prevent_recompute(scores(sums, noise))
+    batch, local = group_scores.shape
     slot, count = jnp.arange(batch, dtype=jnp.int32)[:, None], min(GROUPS, local)
 
     def may_win(state: tuple[jax.Array, _Group]) -> jax.Array:
-        left, chosen = state
-        return jnp.any(left > chosen.score[:, None] - ROUNDING)
+        remaining, chosen = state
+        return jnp.any(remaining > chosen.score[:, None] - ROUNDING)
 
     def again(state: tuple[jax.Array, _Group]) -> tuple[jax.Array, _Group]:
-        left, chosen = state
-        some, place = lax.top_k(left, count)
+        remaining, chosen = state
+        some, place = lax.top_k(remaining, count)
         rows = jnp.broadcast_to(drawing.rows[:, None], place.shape).reshape(-1)
-        x, ids = logits.pin_to_iteration(left).tokens(rows, (place + logits.first).reshape(-1))
+        x, ids = logits.pin_to_iteration(remaining).tokens(rows, (place + logits.first).reshape(-1))
         x, ids = (part.reshape(batch, count, -1) for part in (x, ids))
         cut: Truncation = jax.tree.map(lambda part: part[:, None], drawing.cut)
         x = jnp.where(cut.keeps(x, ids), x, -jnp.inf)
         number = place + logits.first
-        here = number[:, :, None] == taken_groups[:, None]
-        column = jnp.where(here, taken[:, None] % WIDTH, WIDTH)
+        in_group = number[:, :, None] == taken_groups[:, None]
+        column = jnp.where(in_group, taken[:, None] % WIDTH, WIDTH)
         x = x.at[slot[..., None], jnp.arange(count, dtype=jnp.int32)[None, :, None], column].set(
             -jnp.inf, mode="drop"
         )
@@ -221,18 +223,18 @@ def _best_group(logits: GroupedRows, found: RowRead, drawing: Drawing) -> _Group
         wins = (other.score > chosen.score) | (
             (other.score == chosen.score) & (other.number < chosen.number)
         )
-        left = left.at[slot, place].set(-jnp.inf)
-        return left, jax.tree.map(lambda x, y: jnp.where(wins, x, y), other, chosen)
+        remaining = remaining.at[slot, place].set(-jnp.inf)
+        return remaining, jax.tree.map(lambda x, y: jnp.where(wins, x, y), other, chosen)
 
-    first = best_of(jnp.where(changed | ~reached, -jnp.inf, every), numbers, sums)
-    start = vary_like((jnp.where(changed, every, -jnp.inf), first), (changed, logits.logits))
+    first = best_of(jnp.where(changed | ~reached, -jnp.inf, group_scores), numbers, sums)
+    start = vary_like((jnp.where(changed, group_scores, -jnp.inf), first), (changed, logits.logits))
     _, chosen = lax.while_loop(may_win, again, start)
     return chosen._replace(largest=jnp.where(chosen.largest > -jnp.inf, chosen.largest, 0.0))
 
 
-def _candidates(found: RowRead, drawing: Drawing) -> tuple[jax.Array, jax.Array]:
+def _candidates(row_read: RowRead, drawing: Drawing) -> tuple[jax.Array, jax.Array]:
     """The logits and ids of the candidates of each row; of many, the first."""
-    top = found.top_logits, found.top_ids
+    top = row_read.top_logits, row_read.top_ids
     logits, ids = (part[drawing.rows, :MANY_CANDIDATES] for part in top)
     return logits, ids
 
@@ -244,7 +246,7 @@ def _either(
     width = max(a[0].shape[1], b[0].shape[1])
 
     def chosen(x: jax.Array, y: jax.Array, missing: float) -> jax.Array:
-        x, y = (filled(one, width, missing) for one in (x, y))
+        x, y = (filled(values, width, missing) for values in (x, y))
         return jnp.where(rows[:, None], x, y)
 
     return chosen(a[0], b[0], -jnp.inf), chosen(a[1], b[1], -1)
@@ -261,20 +263,20 @@ def _best_token(
     Scores are logarithms of weights exp((x - largest) / T), plus noise of (source, token id).
     """
     taken = (ids[:, :, None] == drawing.excluded_ids[:, None, :]).any(axis=2)
-    kept = drawing.cut.keeps(x, ids) & (ids >= 0) & ~taken
+    is_kept = drawing.cut.keeps(x, ids) & (ids >= 0) & ~taken
     gap = scaled(x, largest[:, None], drawing.inverse[:, None])
-    every = jnp.concatenate([ids, drawing.excluded_ids], axis=1)
-    own, apart = jnp.split(gumbel(drawing.source, RECOVER, every), [ids.shape[1]], axis=1)
-    return Drawn(*best(jnp.where(kept, gap + own, -jnp.inf), ids)), apart
+    token_ids = jnp.concatenate([ids, drawing.excluded_ids], axis=1)
+    noise, apart = jnp.split(gumbel(drawing.source, RECOVER, token_ids), [ids.shape[1]], axis=1)
+    return Drawn(*best(jnp.where(is_kept, gap + noise, -jnp.inf), ids)), apart
 
 
 def of_all_shards(logits: GroupedRows, drawn: Drawn) -> Drawn:
     """The token of the shard with the largest score; of equal ones the first."""
     if logits.shard.axis_name is None:
         return drawn
-    every = logits.shard.gathered_together(drawn)
-    shard = jnp.argmax(every.score, axis=0)[None]
-    return Drawn(*(jnp.take_along_axis(x, shard, axis=0)[0] for x in every))
+    draws = logits.shard.gathered_together(drawn)
+    shard = jnp.argmax(draws.score, axis=0)[None]
+    return Drawn(*(jnp.take_along_axis(x, shard, axis=0)[0] for x in draws))
 
 
 def keeps_few(
@@ -288,11 +290,11 @@ def keeps_few(
       sampling: of each.
       vocab_size: V.
     """
-    asked = truncates(sampling)
+    is_cut = truncates(sampling)
     if vocab_size <= MANY_CANDIDATES:
-        return asked
+        return is_cut
     last = num_candidates(sampling, vocab_size) - 1
     ids, logits = at_place(last, (read.top_ids, read.top_logits))
     more = keeps(logits, ids, cut.cut_logit, cut.cut_id) & (ids >= 0)  # perhaps
     by_k = (sampling.top_k > 0) & (sampling.top_k <= MANY_CANDIDATES)
-    return asked & (by_k | ~more)
+    return is_cut & (by_k | ~more)

@@ -75,7 +75,7 @@ def read(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowRead
 
 
 def read_changed(
-    rows: GroupedRows, sampling: Sampling, k: int | None, own: GroupedRows | None = None
+    rows: GroupedRows, sampling: Sampling, k: int | None, unchanged: GroupedRows | None = None
 ) -> tuple[RowRead, ...]:
     """Read all rows once: as they are changed and, with k, then as they are without changes.
 
@@ -86,21 +86,21 @@ def read_changed(
       sampling: of each row [N].
       k: static; the sums at temperature 1 and so many top columns of every row are read too, and at
         least the first. None: neither.
-      own: the rows before they were changed, where `rows` are a copy.
+      unchanged: the rows before they were changed, where `rows` are a copy.
     """
     inverse = inverse_temperature(sampling.temperature)
     count = num_candidates(sampling, rows.vocab_size)
     needed = jnp.where((sampling.temperature > 0) & truncates(sampling), count, 0)
-    wanted = inverse, needed, -1 if k is None else max(k, 1)
-    first, *others = rows.read(*wanted) + (() if own is None else own.read(*wanted))
+    targets = inverse, needed, -1 if k is None else max(k, 1)
+    first, *others = rows.read(*targets) + (() if unchanged is None else unchanged.read(*targets))
     if others:
         first = first._replace(raw_sums=first.raw_sums[:, :0])
-    return tuple(_of_read(found, inverse, k, rows.vocab_size) for found in (first, *others))
+    return tuple(_of_read(part, inverse, k, rows.vocab_size) for part in (first, *others))
 
 
-def _of_read(found: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> RowRead:
+def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> RowRead:
     """What a read has found, with what is the same of all its groups."""
-    groups, raw_sums, top_ids, top_logits = found
+    groups, raw_sums, top_ids, top_logits = part
     # A group with a NaN is as one with +inf: its row is not valid.
     spoiled = jnp.isnan(groups.maxima) | jnp.isnan(groups.sums)
     numbers = lax.broadcasted_iota(jnp.int32, spoiled.shape, 1)
@@ -143,26 +143,26 @@ def read_greedy(rows: Rows, k: int, vocab_size: int) -> tuple[RowRead, Greedy]:
     Returns:
       The read, and the greedy choice.
     """
-    found = topk_of_whole_rows(None, Outputs(max(k, 1), top_logits=True), rows)
-    assert found.top_logits is not None
+    results = topk_of_whole_rows(None, Outputs(max(k, 1), top_logits=True), rows)
+    assert results.top_logits is not None
     number = rows.logits.shape[0]
-    log_sum = -found.logprobs[:, 0]  # of the largest logit, which is m
+    log_sum = -results.logprobs[:, 0]  # of the largest logit, which is m
     count = min(max(k, MANY_CANDIDATES), vocab_size)
-    nothing = jnp.zeros((number, number_of_groups(vocab_size)), jnp.float32)
+    no_groups = jnp.zeros((number, number_of_groups(vocab_size)), jnp.float32)
     read = RowRead(
-        groups=GroupSums(nothing, nothing),
-        top_ids=filled(found.token_ids[:, 1:], count, -1),
-        top_logits=filled(found.top_logits, count, -jnp.inf),
-        largest=found.top_logits[:, 0],
+        groups=GroupSums(no_groups, no_groups),
+        top_ids=filled(results.token_ids[:, 1:], count, -1),
+        top_logits=filled(results.top_logits, count, -jnp.inf),
+        largest=results.top_logits[:, 0],
         inverse=jnp.ones(number, jnp.float32),
         total=(jnp.zeros(number, jnp.uint32),) * exact_sums.num_digits(vocab_size),
         log_total=log_sum,
-        valid=found.token_ranks > 0,
-        first_group=found.token_ids[:, 0] // WIDTH,
+        valid=results.token_ranks > 0,
+        first_group=results.token_ids[:, 0] // WIDTH,
         log_sum=log_sum,
     )
     read = vary_like(read, rows.logits)
-    return read, Greedy(found.token_ids[:, 0], read.valid)
+    return read, Greedy(results.token_ids[:, 0], read.valid)
 
 
 def num_candidates(sampling: Sampling, vocab_size: int) -> Int32[Array, " N"]:
@@ -178,15 +178,15 @@ def num_candidates(sampling: Sampling, vocab_size: int) -> Int32[Array, " N"]:
     return jnp.minimum(jnp.where(by_k, sampling.top_k, others), vocab_size)
 
 
-def greedy_ids(rows: GroupedRows, found: RowRead) -> Int32[Array, " N"]:
+def greedy_ids(rows: GroupedRows, read: RowRead) -> Int32[Array, " N"]:
     """This device's part of each valid row's greedy token: 0 where another device has it."""
-    group = found.first_group
+    group = read.first_group
     x, ids = rows.tokens(jnp.arange(group.shape[0], dtype=jnp.int32), group)
     return jnp.where(rows.has(group), largest_and_first(x, ids)[1], 0)
 
 
 def with_invalid(
-    rows: GroupedRows, found: RowRead, token_ids: Int32[Array, " N"]
+    rows: GroupedRows, read: RowRead, token_ids: Int32[Array, " N"]
 ) -> Int32[Array, " N"]:
     """Greedy tokens [N], those of invalid rows put right: they are seldom, and take a read."""
 
@@ -195,24 +195,24 @@ def with_invalid(
             choice = greedy_of_part(rows.shard, Rows(rows.logits, changes=rows.changes))
         return choice.token_ids
 
-    return lax.cond(jnp.all(found.valid), lambda: token_ids, again)  # type: ignore[no-any-return]
+    return lax.cond(jnp.all(read.valid), lambda: token_ids, again)  # type: ignore[no-any-return]
 
 
 def for_logprobs(
-    found: RowRead, sampling: Annotated[Sampling, "B = N"], k: int, shape: tuple[int, ...]
+    read: RowRead, sampling: Annotated[Sampling, "B = N"], k: int, shape: tuple[int, ...]
 ) -> RowsRead:
     """What the logprobs of the N = B * S rows, [B, S] = `shape`, need of a read with `k`."""
-    assert found.log_sum is not None
-    whole = RowsRead(
-        largest=found.largest,
-        log_sum=found.log_sum,
-        log_scaled=jnp.where(found.valid, found.log_total, jnp.float32(jnp.nan)),
+    assert read.log_sum is not None
+    rows_read = RowsRead(
+        largest=read.largest,
+        log_sum=read.log_sum,
+        log_scaled=jnp.where(read.valid, read.log_total, jnp.float32(jnp.nan)),
         temperature=jnp.where(sampling.temperature > 0, sampling.temperature, jnp.float32(1)),
-        top_ids=found.top_ids[:, :k],
-        top_logits=found.top_logits[:, :k],
-        maxima=found.groups.maxima,
+        top_ids=read.top_ids[:, :k],
+        top_logits=read.top_logits[:, :k],
+        maxima=read.groups.maxima,
     )
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), whole)  # type: ignore[no-any-return]
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), rows_read)  # type: ignore[no-any-return]
 
 
 def emitted_logprobs(
@@ -378,7 +378,7 @@ def _of_flat_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[j
     place = jnp.where(named, row_ids, number).reshape(-1)
     slots = jnp.minimum(slots_of_rows(jnp.where(named, row_ids, -1), number), row_ids.shape[0] - 1)
     tokens = jnp.full(number, -1, jnp.int32).at[place].set(token_ids.reshape(-1), mode="drop")
-    found = _of_rows(
+    results = _of_rows(
         shard,
         logits[:, None],
         (
@@ -389,13 +389,13 @@ def _of_flat_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[j
             jax.tree.map(lambda x: x[:, None], changes),
         ),
     )
-    missing = skipped_rows(place.size, Outputs(read.top_ids.shape[1]), found[3].shape[2])
+    missing = skipped_rows(place.size, Outputs(read.top_ids.shape[1]), results[3].shape[2])
 
     def placed(none: jax.Array, x: jax.Array) -> jax.Array:
-        here = named.reshape(-1, *[1] * (none.ndim - 1))
-        return jnp.where(here, x[:, 0][jnp.minimum(place, number - 1)], none)
+        is_row = named.reshape(-1, *[1] * (none.ndim - 1))
+        return jnp.where(is_row, x[:, 0][jnp.minimum(place, number - 1)], none)
 
-    return tuple(map(placed, missing[:4], found))
+    return tuple(map(placed, missing[:4], results))
 
 
 def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Array, ...]:
@@ -423,8 +423,8 @@ def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Ar
         which = jnp.where(uncounted, ids, -1)
         counted = reads.num_larger(rows.logits, found.maxima, which, rows.changes)
     else:
-        own = shard.masked(rows.logits)
-        counted = shard.across_sum(larger_than(own, x[:, 0], uncounted, rows.changes))
+        row_logits = shard.masked(rows.logits)
+        counted = shard.across_sum(larger_than(row_logits, x[:, 0], uncounted, rows.changes))
     log_sum, temperatures = found.log_sum, None
     if is_scaled is not None:
         scaled_rows = of_each_row(is_scaled) & (found.temperature != 1)
@@ -441,4 +441,4 @@ def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Ar
     logprobs = answers.answers(
         Outputs(k), shard.size(width), sums, ids, x, everything, temperatures, log_sum
     )
-    return tuple(one.reshape(batch, positions, *one.shape[1:]) for one in logprobs[:4])
+    return tuple(result.reshape(batch, positions, *result.shape[1:]) for result in logprobs[:4])

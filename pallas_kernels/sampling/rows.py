@@ -101,17 +101,17 @@ class GroupedRows:
 
         With changes, that of the changed rows and, with k, that of the logits themselves.
         """
-        every = read.read_groups(self.part, inverse, needed, k, changes=self.changes)
+        reads = read.read_groups(self.part, inverse, needed, k, changes=self.changes)
         if self.shard.axis_name is None:
-            return every
-        (found,) = every
+            return reads
+        (part_read,) = reads
         count = min(max(k, MANY), self.vocab_size)
         if k > 0:
-            return (self._gathered(found, count, with_top=True),)
+            return (self._gathered(part_read, count, with_top=True),)
         gathered: Read = lax.cond(
             jnp.any(needed > 0),
-            lambda: self._gathered(found, count, with_top=True),
-            lambda: self._gathered(found, count, with_top=False),
+            lambda: self._gathered(part_read, count, with_top=True),
+            lambda: self._gathered(part_read, count, with_top=False),
         )
         return (gathered,)
 
@@ -120,10 +120,10 @@ class GroupedRows:
         if self.shard.axis_name is None:
             return groups
         padding = ((0, 0), (0, self.num_local))
-        mine = lax.dynamic_slice_in_dim(
+        values = lax.dynamic_slice_in_dim(
             jnp.pad(groups, padding, constant_values=missing), self.first, self.num_local, axis=1
         )
-        return jnp.where(self.has(self.numbers())[None], mine, jnp.asarray(missing, mine.dtype))
+        return jnp.where(self.has(self.numbers())[None], values, jnp.asarray(missing, values.dtype))
 
     def numbers(self) -> Int32[Array, " L"]:
         """The numbers of this device's groups."""
@@ -141,21 +141,21 @@ class GroupedRows:
         self, rows: Int32[Array, " P"], groups: Int32[Array, " P"]
     ) -> tuple[Float32[Array, "P W"], Int32[Array, "P W"]]:
         """The logits and ids of the tokens of one group of each row; -inf of another device's."""
-        part, whole = self.part, whole_groups(self.part)
+        part, num_whole = self.part, whole_groups(self.part)
         local = jnp.clip(groups - self.first, 0, self.num_local - 1)
         ids = groups[:, None] * WIDTH + jnp.arange(self.width, dtype=jnp.int32)[None]
-        found = jnp.zeros(ids.shape, part.logits.dtype)
-        if whole:
-            start = part.offset + jnp.minimum(local, whole - 1) * WIDTH
-            found = jax.vmap(
+        logits = jnp.zeros(ids.shape, part.logits.dtype)
+        if num_whole:
+            start = part.offset + jnp.minimum(local, num_whole - 1) * WIDTH
+            logits = jax.vmap(
                 lambda row, at: lax.dynamic_slice(part.logits, (row, at), (1, WIDTH))[0]
             )(rows, start)
-            mine = of_logits.of_rows(self.changes, rows)
-            found = of_logits.apply(found, of_logits.of_columns(mine, start, WIDTH))
+            changes = of_logits.of_rows(self.changes, rows)
+            logits = of_logits.apply(logits, of_logits.of_columns(changes, start, WIDTH))
         if part.tail.shape[1]:
-            last = part.tail[rows, jnp.maximum(local - whole, 0)]
-            found = jnp.where((local >= whole)[:, None], last, found)
-        return jnp.where(self.has(groups)[:, None], found.astype(jnp.float32), -jnp.inf), ids
+            last = part.tail[rows, jnp.maximum(local - num_whole, 0)]
+            logits = jnp.where((local >= num_whole)[:, None], last, logits)
+        return jnp.where(self.has(groups)[:, None], logits.astype(jnp.float32), -jnp.inf), ids
 
     def row(self, row: Int32[Array, ""]) -> list[tuple[jax.Array, jax.Array]]:
         """One row by this device's groups: pieces of logits float32, changed, and ids [groups, W].
@@ -163,15 +163,15 @@ class GroupedRows:
         The whole groups among the columns, then the others: joined, XLA would not vectorize what is
         made of them. -inf where a group is another device's.
         """
-        part, whole = self.part, whole_groups(self.part)
+        part, num_whole = self.part, whole_groups(self.part)
         numbers, pieces = self.numbers(), []
-        if whole:
+        if num_whole:
             x = lax.dynamic_slice_in_dim(part.logits, row, 1)
             x = of_logits.apply(x, of_logits.of_rows(self.changes, row[None]))
             columns = columns_of_groups(Part(x, part.tail[row][None], part.offset))
-            pieces.append((columns.reshape(whole, WIDTH), numbers[:whole]))
+            pieces.append((columns.reshape(num_whole, WIDTH), numbers[:num_whole]))
         if part.tail.shape[1]:
-            pieces.append((part.tail[row], numbers[whole:]))
+            pieces.append((part.tail[row], numbers[num_whole:]))
         columns_of_group = jnp.arange(self.width, dtype=jnp.int32)[None]
         return [
             (
@@ -192,19 +192,19 @@ class GroupedRows:
         rows = ListedRows(self.logits, row_ids, num_rows, self.changes)
         return _candidates(rows, self.shard, min(k, self.vocab_size), valid=True)
 
-    def _gathered(self, found: Read, count: int, *, with_top: bool) -> Read:
+    def _gathered(self, part_read: Read, count: int, *, with_top: bool) -> Read:
         """Every shard's part of a read, in one exchange; with `count` candidates or without."""
         number = None if with_top else 0
-        top = _of_vocabulary(self.logits, self.shard, *(x[:, :number] for x in found[2:]))
-        given = found.groups, found.raw_sums, top
-        every, raw, (ids, logits) = self.shard.gathered_together(given)
+        top = _of_vocabulary(self.logits, self.shard, *(x[:, :number] for x in part_read[2:]))
+        arrays = part_read.groups, part_read.raw_sums, top
+        groups_of_shards, raw, (ids, logits) = self.shard.gathered_together(arrays)
         where = self._places()
 
         def joined(x: jax.Array) -> jax.Array:  # [shards, N, L] -> [N, G]
             return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, where]
 
-        groups = GroupSums(joined(every.maxima), joined(every.sums))
-        raw = joined(raw) if found.raw_sums.shape[1] else groups.sums[:, :0]
+        groups = GroupSums(joined(groups_of_shards.maxima), joined(groups_of_shards.sums))
+        raw = joined(raw) if part_read.raw_sums.shape[1] else groups.sums[:, :0]
         ids, logits = top_k_of_parts(ids, logits, count) if with_top else (ids[0], logits[0])
         return Read(groups, raw, filled(ids, count, -1), filled(logits, count, -jnp.inf))
 
@@ -247,19 +247,19 @@ def top_candidates(
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     if row_ids is not None:
         rows = jnp.clip(row_ids, 0, logits.shape[0] - 1)
-    every = ListedRows(shard.masked(logits), rows, jnp.int32(rows.shape[0]))
-    return _candidates(every, shard, min(k, vocab_size), valid=False)
+    listed = ListedRows(shard.masked(logits), rows, jnp.int32(rows.shape[0]))
+    return _candidates(listed, shard, min(k, vocab_size), valid=False)
 
 
 def _candidates(
     rows: ListedRows, shard: VocabShard, k: int, *, valid: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The k largest of all shards' columns; k is at most V."""
-    found = read.candidates(rows, min(k, rows.logits.shape[1]), valid=valid)
+    top = read.candidates(rows, min(k, rows.logits.shape[1]), valid=valid)
     if shard.axis_name is None:
-        return found
-    every = shard.gathered_together(_of_vocabulary(rows.logits, shard, *found))
-    return top_k_of_parts(*every, k)
+        return top
+    tops = shard.gathered_together(_of_vocabulary(rows.logits, shard, *top))
+    return top_k_of_parts(*tops, k)
 
 
 def _of_vocabulary(

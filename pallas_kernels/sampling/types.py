@@ -130,7 +130,7 @@ class Drafts(NamedTuple):
             raise ValueError("drawn is empty: give 1 and more `Drafts`; `Drafts.none` has none")
         slots = len(drawn[0].token_ids)
         limit = array_of("limit", limit, "integers", (slots,), "one a slot [B]")
-        parts = [(one.token_ids, one.q, one.report) for one in drawn]
+        parts = [(draft.token_ids, draft.q, draft.report) for draft in drawn]
         return compiled(_joined)(to_device(limit, jnp.int32), parts)  # type: ignore[no-any-return]
 
     @classmethod
@@ -273,5 +273,5 @@ def slots_of_rows(row_ids: Int32[Array, "B S"], num_rows: int) -> Int32[Array, "
     batch, positions = row_ids.shape
     slots = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], (batch, positions))
     place = jnp.where(row_ids >= 0, row_ids, num_rows)
-    found = jnp.full(num_rows, batch, jnp.int32)
-    return found.at[place.reshape(-1)].set(slots.reshape(-1), mode="drop")
+    slot_of_row = jnp.full(num_rows, batch, jnp.int32)
+    return slot_of_row.at[place.reshape(-1)].set(slots.reshape(-1), mode="drop")

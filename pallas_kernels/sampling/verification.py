@@ -204,13 +204,13 @@ def _verified(
     rule: Rule,
     accept: AcceptRule | None,
     split: Any,
-    whole: Any,
+    by_slot: Any,
 ) -> Verified:
     """`verify` of checked arguments; split: the logits, and a dense q's values or None."""
 
-    def on_shard(shard: VocabShard, split: Any, whole: Any) -> Verified:
+    def on_shard(shard: VocabShard, split: Any, by_slot: Any) -> Verified:
         logits, values = split
-        drafts, sampling, positions, row_ids, changes = whole
+        drafts, sampling, positions, row_ids, changes = by_slot
         vocab_size = shard.size(logits.shape[-1])
         if k is not None:
             check_k(k, vocab_size)
@@ -221,12 +221,14 @@ def _verified(
         batch = _batch_of(drafts, sampling, positions, vocab_size)
         if row_ids is not None:
             batch = batch.with_rows(row_ids, logits.shape[0])
-        own = row_read.changes_of(changes, shard, logits)
-        return _verify(shard, logits, own, batch, Rules(rule, accept), k, every_greedy=all_greedy)
+        row_changes = row_read.changes_of(changes, shard, logits)
+        return _verify(
+            shard, logits, row_changes, batch, Rules(rule, accept), k, every_greedy=all_greedy
+        )
 
-    row_ids, values = whole[3], split[1]
+    row_ids, values = by_slot[3], split[1]
     flat = frozenset({1}) if values is not None and values.ndim == 2 else frozenset[int]()
-    return on_own_part(on_shard, split, whole, how, by_row=row_ids is None, flat=flat)
+    return on_own_part(on_shard, split, by_slot, how, by_row=row_ids is None, flat=flat)
 
 
 def _without_values(q: DenseQ) -> Any:
@@ -268,40 +270,40 @@ def _verify(
     less with `k`, and take changes.
     """
 
-    known = False if every_greedy else None
+    is_sampled = False if every_greedy else None
     verified = functools.partial(_verify_rows, shard, rules, k)
 
     def in_place(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
-        return verified(known, logits, changes, None, batch)
+        return verified(is_sampled, logits, changes, None, batch)
 
     def in_a_copy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
-        copy, own = apply(logits, changes), None if changes is None or k is None else logits
-        return verified(known, copy, None, own, batch)
+        copy, unchanged = apply(logits, changes), None if changes is None or k is None else logits
+        return verified(is_sampled, copy, None, unchanged, batch)
 
     def all_greedy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         rows, vocab_size = Rows(shard.masked(logits), changes=changes), shard.size(logits.shape[1])
         read = functools.partial(row_read.read_greedy, k=k or 0, vocab_size=vocab_size)
-        found, choice = read(rows)
+        all_read, choice = read(rows)
         if k is None:
             return _greedily(batch, choice)
-        own = () if changes is None else (read(rows._replace(changes=None))[0],)
-        return _with_reads(_greedily(batch, choice), (found, *own), batch, k)
+        unchanged = () if changes is None else (read(rows._replace(changes=None))[0],)
+        return _with_reads(_greedily(batch, choice), (all_read, *unchanged), batch, k)
 
     def on_cuda(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         return _either(
-            known,
+            is_sampled,
             batch,
             lambda: verified(True, logits, changes, None, batch),
             lambda: all_greedy(logits, changes, batch),
         )
 
-    given: Any = logits, changes, batch
+    arguments: Any = logits, changes, batch
     # A rule of the user's own may close over traced values.
     if shard.axis_name is not None or rules.accept is not None:
-        return in_a_copy(*given)
+        return in_a_copy(*arguments)
     if changes is None and k is None:
-        return in_place(*given)
-    return lowered_for(*given, like=all_greedy, default=in_a_copy, cpu=in_place, cuda=on_cuda)
+        return in_place(*arguments)
+    return lowered_for(*arguments, like=all_greedy, default=in_a_copy, cpu=in_place, cuda=on_cuda)
 
 
 def _verify_rows(
@@ -311,32 +313,32 @@ def _verify_rows(
     is_sampled: bool | None,
     logits: Float[Array, "N C"],
     changes: Changes | None,
-    own: Float[Array, "N C"] | None,
+    unchanged: Float[Array, "N C"] | None,
     batch: Batch,
 ) -> Verified:
     """`verify` of rows whose changes, if they have any, are applied as they are read.
 
     With `k`, the read is the same for sampled and greedy rows, and leaves what logprobs need.
 
-    own: the logits before they were changed, where these are a copy and `k` asks for both.
+    unchanged: the logits before they were changed, where these are a copy and `k` asks for both.
     is_sampled: static; whether some slot is; None: it is not known.
     """
     rows = functools.partial(GroupedRows.of, logits, shard, changes)
-    each = functools.partial(batch.of_each_row, logits.shape[0])
+    sampling_of_rows = functools.partial(batch.of_each_row, logits.shape[0])
     if k is None:
 
         def sampled() -> Verified:
             grouped = rows()
-            read = _of_named_rows(batch, row_read.read(grouped, each()))
+            read = _of_named_rows(batch, row_read.read(grouped, sampling_of_rows()))
             return sampled_slots(shard, grouped, read, None, batch, rules)
 
         def all_greedy() -> Verified:
             return _greedily(batch, greedy_of_part(shard, Rows(logits, changes=changes)))
 
         return _either(is_sampled, batch, sampled, all_greedy)
-    grouped, before = rows(), None if own is None else GroupedRows.of(own, shard)
-    every = row_read.read_changed(grouped, each(), k, before)
-    read = _of_named_rows(batch, every[0])
+    grouped, before = rows(), None if unchanged is None else GroupedRows.of(unchanged, shard)
+    reads = row_read.read_changed(grouped, sampling_of_rows(), k, before)
+    read = _of_named_rows(batch, reads[0])
     choice = Greedy(row_read.with_invalid(grouped, read, read.top_ids[:, 0]), read.valid)
     verified = _either(
         is_sampled,
@@ -344,15 +346,17 @@ def _verify_rows(
         lambda: sampled_slots(shard, grouped, read, choice, batch, rules),
         lambda: _greedily(batch, choice),
     )
-    return _with_reads(verified, every, batch, k)
+    return _with_reads(verified, reads, batch, k)
 
 
-def _with_reads(verified: Verified, every: tuple[RowRead, ...], batch: Batch, k: int) -> Verified:
+def _with_reads(verified: Verified, reads: tuple[RowRead, ...], batch: Batch, k: int) -> Verified:
     """With what logprobs need of the rows: as they were read and, if there are two, unchanged."""
-    each = batch.of_each_row(every[0].valid.shape[0])
-    shape = batch.shape_of(every[0].valid)
-    found = [row_read.for_logprobs(one, each, k, shape) for one in every]
-    return verified._replace(read=found[-1], changed_read=found[0] if len(found) > 1 else None)
+    row_sampling = batch.of_each_row(reads[0].valid.shape[0])
+    shape = batch.shape_of(reads[0].valid)
+    rows_read = [row_read.for_logprobs(read, row_sampling, k, shape) for read in reads]
+    return verified._replace(
+        read=rows_read[-1], changed_read=rows_read[0] if len(rows_read) > 1 else None
+    )
 
 
 def _of_named_rows(batch: Batch, read: RowRead) -> RowRead:
@@ -405,9 +409,9 @@ def sampled_slots(
     choice: of the N rows, where the read has told it.
     """
     positions, proposed, drafts, sampling = batch[:4]
-    each, q = batch.of_each_row(read.valid.shape[0]), _compact_q(drafts)
+    row_sampling, q = batch.of_each_row(read.valid.shape[0]), _compact_q(drafts)
     is_plain = drafts.q is None and rules.accept is None
-    valid = read.valid & has_meaning(each)
+    valid = read.valid & has_meaning(row_sampling)
     ids = q.ids[..., :0] if is_plain else q.ids
     if choice is None:
         own_ids, x = _looked_up(rows, row_read.greedy_ids(rows, read), batch, ids)
@@ -415,9 +419,11 @@ def sampled_slots(
     else:
         _, x = _looked_up(rows, jnp.zeros(0, jnp.int32), batch, ids)
         choice = choice._replace(valid=valid)
-    is_sampled = valid & (each.temperature > 0)
-    cut = where(is_sampled, cuts(rows, read, each, is_sampled), Truncation.greedy(choice.token_ids))
-    few = keeps_few(read, cut, each, rows.vocab_size)
+    is_sampled = valid & (row_sampling.temperature > 0)
+    cut = where(
+        is_sampled, cuts(rows, read, row_sampling, is_sampled), Truncation.greedy(choice.token_ids)
+    )
+    few = keeps_few(read, cut, row_sampling, rows.vocab_size)
     if is_plain:
         drawing = Drawing.plain(batch, read, cut, is_sampled, few)
         drawn = draw(rows, read, drawing).reshape(positions.shape)
@@ -426,8 +432,8 @@ def sampled_slots(
     log_p = _log_p(batch, read, cut, is_sampled, q.ids, x)
 
     p, q_probs = prevent_recompute(exponential(jnp.stack([log_p, q.logprobs])))
-    own = q.ids == drafts.token_ids[..., None]
-    p_draft, q_draft = (jnp.where(own, x, 0.0).sum(axis=2) for x in (p, q_probs))
+    is_draft = q.ids == drafts.token_ids[..., None]
+    p_draft, q_draft = (jnp.where(is_draft, x, 0.0).sum(axis=2) for x in (p, q_probs))
     considered = proposed & batch.by_slot(valid)[:, :-1]
     dense = target = None
     if isinstance(drafts.q, DenseQ):
@@ -494,28 +500,30 @@ def _compact_q(drafts: Drafts) -> CompactQ:
 
 
 def _looked_up(
-    rows: GroupedRows, own: Int32[Array, " n"], batch: Batch, ids: Int32[Array, "B D M"]
+    rows: GroupedRows, local_ids: Int32[Array, " n"], batch: Batch, ids: Int32[Array, "B D M"]
 ) -> tuple[Int32[Array, " n"], Float32[Array, "B D M"]]:
     """The greedy tokens of valid rows, and the logits of the tokens of q; one exchange.
 
-    own: this device's part of the greedy tokens [N], or nothing where they are known.
+    local_ids: this device's part of the greedy tokens [N], or nothing where they are known.
     """
     row = batch.rows[:, :-1, None]
     width = rows.logits.shape[1]
     column = ids - rows.shard.ids(width)[0]
-    mine = (column >= 0) & (column < width)
+    is_on_shard = (column >= 0) & (column < width)
     place = jnp.clip(column, 0, width - 1)
     x = rows.logits.at[row, place].get().astype(jnp.float32)
     if rows.changes is not None and ids.size:
-        every = jnp.broadcast_to(row[..., 0], column.shape[:2]).reshape(-1)
-        changes = of_rows(rows.changes, every)
-        x = apply_at(x.reshape(every.shape[0], -1), place.reshape(every.shape[0], -1), changes)
+        row_index = jnp.broadcast_to(row[..., 0], column.shape[:2]).reshape(-1)
+        changes = of_rows(rows.changes, row_index)
+        x = apply_at(
+            x.reshape(row_index.shape[0], -1), place.reshape(row_index.shape[0], -1), changes
+        )
         x = x.reshape(column.shape)
-    bits = jnp.where(mine, lax.bitcast_convert_type(x, jnp.int32), 0)
+    bits = jnp.where(is_on_shard, lax.bitcast_convert_type(x, jnp.int32), 0)
     # As integers, of which one device has each and the others add 0.
-    words = rows.shard.across_sum(jnp.concatenate([own, bits.reshape(-1)]))
-    found = lax.bitcast_convert_type(words[own.shape[0] :].reshape(ids.shape), jnp.float32)
-    return words[: own.shape[0]], jnp.where(ids >= 0, found, -jnp.inf)
+    words = rows.shard.across_sum(jnp.concatenate([local_ids, bits.reshape(-1)]))
+    logits = lax.bitcast_convert_type(words[local_ids.shape[0] :].reshape(ids.shape), jnp.float32)
+    return words[: local_ids.shape[0]], jnp.where(ids >= 0, logits, -jnp.inf)
 
 
 def _log_p(
@@ -532,10 +540,10 @@ def _log_p(
         return batch.by_slot(values)[:, :-1, None]
 
     last_id, last = before_drafts(cut.cut_id), before_drafts(cut.cut_logit)
-    kept = keeps(x, ids, last, last_id) & (ids >= 0) & before_drafts(is_sampled)
+    is_kept = keeps(x, ids, last, last_id) & (ids >= 0) & before_drafts(is_sampled)
     gap = scaled(x, before_drafts(read.largest), before_drafts(read.inverse))
     mass = before_drafts(read.log_total + cut.log_kept)
-    return jnp.where(kept, jnp.minimum(gap - mass, 0.0), -jnp.inf)
+    return jnp.where(is_kept, jnp.minimum(gap - mass, 0.0), -jnp.inf)
 
 
 def _drawing(
@@ -553,8 +561,8 @@ def _drawing(
     Past the proposals and at an invalid row there is no q to take out. which: the rows that are
     sampled, and those that keep few tokens. of_drafts: log p, p and q of the tokens `ids`.
     """
-    each = cut, read.largest, read.inverse, read.log_total, *which
-    rows, of_rows = at_place(a, (batch.rows, batch.by_slot(each)))
+    values = cut, read.largest, read.inverse, read.log_total, *which
+    rows, of_rows = at_place(a, (batch.rows, batch.by_slot(values)))
     marks = jnp.broadcast_to(considered[..., None], ids.shape)
     rejected, ids, log_p, p, q = at_place(a, (marks, ids, *of_drafts))
     return Drawing(

@@ -310,9 +310,9 @@ def topk_of_whole_rows(
         return answers.topk_logprobs(row_sums, rows, outputs)
 
     def by_kernels(kernels: ModuleType, rows: Rows) -> TopkLogprobs:
-        whole = getattr(kernels, "topk_logprobs", None)
-        if whole is not None and rows.changes is None:
-            return whole(rows, outputs)  # type: ignore[no-any-return]
+        call = getattr(kernels, "topk_logprobs", None)
+        if call is not None and rows.changes is None:
+            return call(rows, outputs)  # type: ignore[no-any-return]
         return from_sums(kernels.row_sums, rows)
 
     def by_xla(rows: Rows) -> TopkLogprobs:

@@ -82,10 +82,10 @@ def _folded(call: Call, size: int, is_batched: Rows, rows: Rows) -> TopkLogprobs
         """x with a leading axis [size, ...]."""
         return x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
 
-    nothing = jnp.zeros(0, jnp.float32)  # the logits stay as they are
+    no_logits = jnp.zeros(0, jnp.float32)  # the logits stay as they are
     rows = jax.tree.map(
         each,
-        rows._replace(logits=nothing),
+        rows._replace(logits=no_logits),
         is_batched._replace(logits=True),  # type: ignore[arg-type]
     )._replace(logits=logits)
     assert rows.extra_token_ids is not None
@@ -107,7 +107,7 @@ def _folded(call: Call, size: int, is_batched: Rows, rows: Rows) -> TopkLogprobs
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(size * x.shape[1], *x.shape[2:])
 
-    more = rows._replace(logits=nothing[None], row_ids=row_ids, num_rows=None)
+    more = rows._replace(logits=no_logits[None], row_ids=row_ids, num_rows=None)
     folded: Rows = jax.tree.map(flat, more)
     out = call(folded._replace(logits=flat(logits) if logits_batched else logits))
     if is_greedy and active is not None:
@@ -116,8 +116,8 @@ def _folded(call: Call, size: int, is_batched: Rows, rows: Rows) -> TopkLogprobs
         def where(x: jax.Array, of_skipped: jax.Array) -> jax.Array:
             return jnp.where(worked_on.reshape(-1, *[1] * (x.ndim - 1)), x, of_skipped)
 
-        wanted = [x is not None for x in out[4:]]
-        outputs = Outputs(out.token_ids.shape[1] - 1, *wanted)
+        is_wanted = [x is not None for x in out[4:]]
+        outputs = Outputs(out.token_ids.shape[1] - 1, *is_wanted)
         num_extra = out.extra_logprobs.shape[1]
         out = jax.tree.map(where, out, skipped_rows(worked_on.shape[0], outputs, num_extra))
     return TopkLogprobs(
@@ -130,13 +130,13 @@ def _tangent(shard: VocabShard, out: TopkLogprobs, rows: Rows, moved: Rows) -> d
     k, temperatures = out.token_ids.shape[1] - 1, rows.temperatures
     ids = jnp.concatenate([out.token_ids, rows.extra_ids], axis=1)
     logprobs = jnp.concatenate([out.logprobs, out.extra_logprobs], axis=1)
-    known = ~jnp.isnan(logprobs) & (ids >= 0)
+    is_token = ~jnp.isnan(logprobs) & (ids >= 0)
 
     x, dx = _changed(shard, rows, moved)
     maximum = shard.maximum(x)
     # A row with an answer is valid. Others get zeros: 0 * NaN would not be 0 when transposed.
     sums = (x for x in (out.log_sum_exp, out.entropy) if x is not None)
-    valid = functools.reduce(operator.or_, (~jnp.isnan(x) for x in sums), known.any(axis=1))
+    valid = functools.reduce(operator.or_, (~jnp.isnan(x) for x in sums), is_token.any(axis=1))
     maximum = jnp.where(valid, maximum, 0)
     shifted = jnp.where(valid[:, None], x - maximum[:, None], -jnp.inf)
     t = None
@@ -155,12 +155,12 @@ def _tangent(shard: VocabShard, out: TopkLogprobs, rows: Rows, moved: Rows) -> d
     else:  # known without another pass
         center = jnp.where(jnp.isnan(out.entropy), 0, log_total - out.entropy)[:, None]
 
-    named = _named(dx, jnp.where(known, ids, 0), shard)
+    named = _named(dx, jnp.where(is_token, ids, 0), shard)
     mean = shard.sum(weights * dx)[:, None]
     change, of_sum, of_entropy = named - mean, mean, -_weighted(shard, weights, finite, center, dx)
     if t is not None:
         change, of_sum, of_entropy = change / t, of_sum / t, of_entropy / t
-        scaled = _named(x, jnp.where(known, ids, 0), shard) - maximum[:, None]
+        scaled = _named(x, jnp.where(is_token, ids, 0), shard) - maximum[:, None]
         scaled = jnp.where(jnp.isfinite(scaled), scaled, 0) / t
         # A temperature of 0 is read as 1: a constant, which does not change.
         assert temperatures is not None
@@ -169,11 +169,11 @@ def _tangent(shard: VocabShard, out: TopkLogprobs, rows: Rows, moved: Rows) -> d
         change += (center - scaled) * slope
         of_sum -= (center + maximum[:, None] / t) * slope
         of_entropy += _weighted(shard, weights, finite, center, finite) * slope
-    change = jnp.where(known & valid[:, None], change, 0)
+    change = jnp.where(is_token & valid[:, None], change, 0)
     changed = {"logprobs": change[:, : k + 1], "extra_logprobs": change[:, k + 1 :]}
 
-    def answers(x: jax.Array, found: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isnan(found) | ~valid, 0, x[:, 0])
+    def answers(x: jax.Array, results: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isnan(results) | ~valid, 0, x[:, 0])
 
     if out.log_sum_exp is not None:
         changed["log_sum_exp"] = answers(of_sum, out.log_sum_exp)
@@ -195,9 +195,9 @@ def _changed(shard: VocabShard, rows: Rows, moved: Rows) -> tuple[jax.Array, jax
     if changes is None:
         return x, dx
     first = shard.ids(width)[0]
-    mine = of_logits.of_shard(of_logits.prepared(changes, shard.size(width)), first, width)
-    assert mine is not None
-    x = of_logits.apply(x, mine)
+    shard_changes = of_logits.of_shard(of_logits.prepared(changes, shard.size(width)), first, width)
+    assert shard_changes is not None
+    x = of_logits.apply(x, shard_changes)
     if changes.bias is not None:  # by id, in any order: derivatives of sums are sums
         assert changes.bias_token_ids is not None
         assert moved.changes is not None
@@ -205,7 +205,7 @@ def _changed(shard: VocabShard, rows: Rows, moved: Rows) -> tuple[jax.Array, jax
         ids = jnp.where(inside, changes.bias_token_ids, jnp.int32(-1))
         added = Changes(None, ids, moved.changes.bias)
         dx = of_logits.apply(dx, of_logits.of_shard(added, first, width))
-    forbidden = of_logits.apply(jnp.zeros_like(dx), Changes(mine.allowed)) == -jnp.inf
+    forbidden = of_logits.apply(jnp.zeros_like(dx), Changes(shard_changes.allowed)) == -jnp.inf
     return x, jnp.where(forbidden, 0, dx)
 
 

@@ -54,14 +54,14 @@ def logprobs_tensors(
     Raises:
       TypeError, ValueError, NotImplementedError: as `topk_logprobs`.
     """
-    found = topk_logprobs(logits, token_ids, k, **options)
-    ids, logprobs = found.token_ids, found.logprobs
+    results = topk_logprobs(logits, token_ids, k, **options)
+    ids, logprobs = results.token_ids, results.logprobs
     if top_k_nums is not None:
-        wanted = check_ids("top_k_nums", top_k_nums, (ids.shape[0],))
-        padding = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] > wanted[:, None]
+        num_columns = check_ids("top_k_nums", top_k_nums, (ids.shape[0],))
+        padding = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] > num_columns[:, None]
         ids = jnp.where(padding, jnp.int32(-1), ids)
         logprobs = jnp.where(padding, -jnp.inf, logprobs)
-    return LogprobsTensors(ids, logprobs, found.token_ranks)
+    return LogprobsTensors(ids, logprobs, results.token_ranks)
 
 
 def padded_token_ids(

@@ -18,9 +18,9 @@ def packed(flags: jax.Array) -> jax.Array:
     rows, n = flags.shape
     words = -(-n // BITS)
     missing = vary_like(jnp.zeros((rows, BITS * words - n), bool), flags)
-    whole = barrier(jnp.concatenate([flags, missing], axis=1)).reshape(rows, words, 4, 8)
+    padded = barrier(jnp.concatenate([flags, missing], axis=1)).reshape(rows, words, 4, 8)
     bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32).reshape(4, 8)
-    parts = barrier(jnp.where(whole, bits, jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32))
+    parts = barrier(jnp.where(padded, bits, jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32))
     return barrier(parts.sum(axis=2, dtype=jnp.uint32))
 
 
@@ -31,16 +31,18 @@ def counts(words: jax.Array) -> jax.Array:
 
 def leading(words: jax.Array, number: jax.Array) -> jax.Array:
     """The words [B, W] with the first `number` [B] int32 true flags of each row alone."""
-    kept = []
-    left = number
+    leading_bits = []
+    remaining = number
     for i in range(words.shape[1]):
         word = words[:, i]
-        own = count(word)
-        end = place_in_word(word, jnp.clip(left, 0, BITS - 1))
+        bit_count = count(word)
+        end = place_in_word(word, jnp.clip(remaining, 0, BITS - 1))
         below = (jnp.uint32(1) << end.astype(jnp.uint32)) - 1
-        kept.append(jnp.where(left >= own, word, jnp.where(left > 0, word & below, 0)))
-        left = left - own
-    return jnp.stack(kept, axis=1)
+        leading_bits.append(
+            jnp.where(remaining >= bit_count, word, jnp.where(remaining > 0, word & below, 0))
+        )
+        remaining = remaining - bit_count
+    return jnp.stack(leading_bits, axis=1)
 
 
 def places(words: jax.Array, first: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -59,12 +61,12 @@ def places(words: jax.Array, first: jax.Array, size: int) -> tuple[jax.Array, ja
     before = jnp.zeros((shape[0], 1), jnp.int32)
     word, rest, place = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.int32), 0 * number
     for i in range(words.shape[1]):
-        one = words[:, i : i + 1]
-        after = before + count(one)
-        here = (number >= before) & (number < after)
-        word = jnp.where(here, one, word)
-        rest = jnp.where(here, number - before, rest)
-        place = jnp.where(here, jnp.int32(BITS * i), place)
+        next_word = words[:, i : i + 1]
+        after = before + count(next_word)
+        in_word = (number >= before) & (number < after)
+        word = jnp.where(in_word, next_word, word)
+        rest = jnp.where(in_word, number - before, rest)
+        place = jnp.where(in_word, jnp.int32(BITS * i), place)
         before = after
     there = number < before
     return jnp.where(there, place + place_in_word(word, rest), 0), there

@@ -72,9 +72,9 @@ def added(terms: Float32[Array, "*groups W"]) -> Float32[Array, "*groups"]:
     return _added(_parts(terms, FIRST_LANES))
 
 
-def _added(each: list[jax.Array]) -> jax.Array:
+def _added(pieces: list[jax.Array]) -> jax.Array:
     """The sum of terms that come in pieces of `FIRST_LANES`."""
-    lanes = forms.barrier(row_pieces.in_pairs(jnp.add, each))
+    lanes = forms.barrier(row_pieces.in_pairs(jnp.add, pieces))
     lanes = forms.barrier(row_pieces.in_pairs(jnp.add, _parts(lanes, MORE_LANES)))
     return row_pieces.in_pairs(jnp.add, _parts(lanes, 1))[..., 0]
 
@@ -116,20 +116,26 @@ def of_block(
         and, from x.shape[1] / 8 on, of what the tail has.
       weighted: whether the sums for the entropy are wanted.
     """
-    whole = x.shape[1] // WIDTH
-    parts = [x.reshape(x.shape[0], whole, WIDTH), tail]
+    num_whole = x.shape[1] // WIDTH
+    parts = [x.reshape(x.shape[0], num_whole, WIDTH), tail]
     if eights is None:
         maxima = [maxima_of(part) for part in parts]
     else:
         largest = _eights_to_groups(eights, x.dtype)
-        maxima = [largest[:, :whole], largest[:, whole:]]
-    there = [(part, one) for part, one in zip(parts, maxima, strict=True) if part.shape[1]]
-    sums = [sums_of(part, one, inverse[:, None]) for part, one in there]
-    found = GroupSums(_joined([one for _, one in there]), _joined(sums))
+        maxima = [largest[:, :num_whole], largest[:, num_whole:]]
+    there = [
+        (part, largest_of_part)
+        for part, largest_of_part in zip(parts, maxima, strict=True)
+        if part.shape[1]
+    ]
+    sums = [sums_of(part, largest_of_part, inverse[:, None]) for part, largest_of_part in there]
+    groups = GroupSums(_joined([largest_of_part for _, largest_of_part in there]), _joined(sums))
     if not weighted:
-        return found
-    more = [weighted_sums_of(part, one, inverse[:, None]) for part, one in there]
-    return found._replace(weighted=_joined(more))
+        return groups
+    more = [
+        weighted_sums_of(part, largest_of_part, inverse[:, None]) for part, largest_of_part in there
+    ]
+    return groups._replace(weighted=_joined(more))
 
 
 def _eights_to_groups(keys: jax.Array, dtype: DTypeLike) -> jax.Array:

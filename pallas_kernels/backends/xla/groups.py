@@ -72,19 +72,23 @@ def read_part(
         zeros = jnp.zeros((rows, whole_groups(part) + part.tail.shape[1]), jnp.float32)
         shape = rows, min(max(k, MANY), part.logits.shape[1])
         missing = jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
-        own = Read(GroupSums(zeros, zeros), zeros if k >= 0 else zeros[:, :0], *missing)
-        return (own._replace(raw_sums=zeros[:, :0]), own) if own_too else (own,)
+        unchanged = Read(GroupSums(zeros, zeros), zeros if k >= 0 else zeros[:, :0], *missing)
+        return (unchanged._replace(raw_sums=zeros[:, :0]), unchanged) if own_too else (unchanged,)
 
     def read_on(
         size: Size, part: Part, inverse: jax.Array, needed: jax.Array, changes: Changes | None
     ) -> tuple[Read, ...]:
         def work(
-            x: jax.Array, own: jax.Array, tail: jax.Array, inverse: jax.Array, needed: jax.Array
+            x: jax.Array,
+            unchanged_x: jax.Array,
+            tail: jax.Array,
+            inverse: jax.Array,
+            needed: jax.Array,
         ) -> tuple[Read, ...]:
             changed = _of_block(Part(x, tail, part.offset), inverse, needed, k, raw=not own_too)
             if not own_too:
                 return (changed,)
-            unchanged = Part(own, tail_of(own), part.offset)
+            unchanged = Part(unchanged_x, tail_of(unchanged_x), part.offset)
             return changed, _of_block(unchanged, inverse, needed, k, raw=True)
 
         most = min(max(k, MANY), part.logits.shape[1])
@@ -102,8 +106,8 @@ def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int, *, raw:
     """`read_part` of a block of rows; raw: whether the sums at temperature 1 are wanted with k."""
     x = part.logits
     eights = forms.barrier(selection.group_maxima(x, EIGHT))
-    mine = eights if part.tail.shape[1] < 2 else None
-    groups = group_sums.of_block(columns_of_groups(part), part.tail, inverse, mine)
+    group_eights = eights if part.tail.shape[1] < 2 else None
+    groups = group_sums.of_block(columns_of_groups(part), part.tail, inverse, group_eights)
     groups = groups._replace(sums=prevent_recompute(groups.sums))
     raw_sums = jnp.zeros((x.shape[0], 0), jnp.float32)
     if k >= 0 and raw:
@@ -112,7 +116,9 @@ def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int, *, raw:
             jnp.all(inverse == 1),
             lambda: groups.sums,
             # Its own columns: what a branch is given is copied, a slice too.
-            lambda: group_sums.of_block(columns_of_groups(part), part.tail, once, mine).sums,
+            lambda: (
+                group_sums.of_block(columns_of_groups(part), part.tail, once, group_eights).sums
+            ),
         )
     top = functools.partial(largest, x, eights)
     # A selection for few candidates alone would be as long again to compile.
@@ -170,12 +176,12 @@ def larger_than(
     changes: of these columns.
     """
     index, number = forms.compacted(there)
-    given = ListedRows(logits, index, number, changes), x[index]
+    listed = ListedRows(logits, index, number, changes), x[index]
 
     def like(_: ListedRows, than: jax.Array) -> jax.Array:
         return jnp.zeros(than.shape, jnp.int32)
 
-    counted = lowered_for(*given, like=like, cpu=_num_larger_on_cpu, default=_num_larger)
+    counted = lowered_for(*listed, like=like, cpu=_num_larger_on_cpu, default=_num_larger)
     return forms.scattered(jnp.zeros_like(counted), counted, index, number)
 
 
@@ -227,7 +233,7 @@ def in_blocks(
     work: Callable[..., Outputs],
     size: Size,
     rows: ListedRows,
-    given: tuple[jax.Array, ...],
+    by_row: tuple[jax.Array, ...],
     initial: Outputs,
     k: int,
 ) -> Outputs:
@@ -242,17 +248,17 @@ def in_blocks(
         listed = 1 if num_targets <= FEW_TARGETS else LISTED_ON_CPU
         block = min(block, listed if size is block_rows.rows_on_cpu else LISTED)
 
-    def changed(x: jax.Array, own: Changes | None, *given: jax.Array) -> Outputs:
-        return work(x if own is None else forms.barrier(apply(x, own)), x, *given)
+    def changed(x: jax.Array, row_changes: Changes | None, *values: jax.Array) -> Outputs:
+        return work(x if row_changes is None else forms.barrier(apply(x, row_changes)), x, *values)
 
     def done_from(start: jax.Array) -> Outputs:
         x = forms.block_of_logits(logits, row_ids, start, block)
-        chosen, mine = forms.rows_from((row_ids, given), start, block)
+        chosen, values = forms.rows_from((row_ids, by_row), start, block)
         if chosen is None:
-            own = forms.rows_from(changes, start, block)
+            row_changes = forms.rows_from(changes, start, block)
         else:
-            own = changes_of_rows(changes, chosen)
+            row_changes = changes_of_rows(changes, chosen)
         # A branch is where XLA copies the block: without, it is read number by number.
-        return forms.in_branch(start >= 0, changed, x, own, *mine)
+        return forms.in_branch(start >= 0, changed, x, row_changes, *values)
 
-    return forms.map_blocks(done_from, block, num_rows, initial, (logits, changes, *given))
+    return forms.map_blocks(done_from, block, num_rows, initial, (logits, changes, *by_row))

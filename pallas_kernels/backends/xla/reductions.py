@@ -30,51 +30,51 @@ class Given(NamedTuple):
     temperatures: jax.Array | None  # float32, usable ones; None: 1
 
 
-def statistics_on_tpu(x: jax.Array, given: Given) -> Sums:
+def statistics_on_tpu(x: jax.Array, row_inputs: Given) -> Sums:
     """The sum of exponentials [B] float32 and the number of larger logits [B] int32 of x [B, V].
 
     As two reductions of float32, of which the TPU compiler makes one read. A reduction of both at
     once takes up to twice its cycles, and comparisons of 16 bits half more.
     """
     with jax.named_scope("row_statistics"):
-        given = given._replace(selected=given.selected.astype(jnp.float32))
-        exponentials = jnp.sum(_exponentials(x, given), axis=1)
-        larger = jnp.sum(_larger(x.astype(jnp.float32), given), axis=1)
+        row_inputs = row_inputs._replace(selected=row_inputs.selected.astype(jnp.float32))
+        exponentials = jnp.sum(_exponentials(x, row_inputs), axis=1)
+        larger = jnp.sum(_larger(x.astype(jnp.float32), row_inputs), axis=1)
         return exponentials, larger.astype(jnp.int32)
 
 
-def _exponentials(x: jax.Array, given: Given) -> jax.Array:
-    """float32 [..., V] of x [..., V] and `given` [...]."""
-    return jnp.exp(_scaled(x, given))
+def _exponentials(x: jax.Array, row_inputs: Given) -> jax.Array:
+    """float32 [..., V] of x [..., V] and `row_inputs` [...]."""
+    return jnp.exp(_scaled(x, row_inputs))
 
 
-def _scaled(x: jax.Array, given: Given) -> jax.Array:
+def _scaled(x: jax.Array, row_inputs: Given) -> jax.Array:
     """(x - reference) / T, float32 [..., V]."""
-    scaled = x.astype(jnp.float32) - given.reference[..., None]
-    if given.temperatures is not None:
+    scaled = x.astype(jnp.float32) - row_inputs.reference[..., None]
+    if row_inputs.temperatures is not None:
         # A product is enough inside a sum of exponentials; `answers` divides.
-        scaled = scaled * inverse_of(given.temperatures, x.shape[0])[..., None]
+        scaled = scaled * inverse_of(row_inputs.temperatures, x.shape[0])[..., None]
     return scaled
 
 
-def _larger(x: jax.Array, given: Given) -> jax.Array:
+def _larger(x: jax.Array, row_inputs: Given) -> jax.Array:
     """1 where a logit of x [..., V] is larger than the given one [...], else 0, in float32.
 
     Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
     """
-    larger = ordered_keys.strictly_larger(x, given.selected[..., None])
+    larger = ordered_keys.strictly_larger(x, row_inputs.selected[..., None])
     return jnp.where(larger, jnp.float32(1), jnp.float32(0))
 
 
-def weighted_sum(x: jax.Array, given: Given) -> jax.Array:
+def weighted_sum(x: jax.Array, row_inputs: Given) -> jax.Array:
     """[B] float32 of x [B, V]."""
     with jax.named_scope("row_entropy"):
-        return lax.reduce(_terms(x, given), jnp.float32(0), lax.add, dimensions=(1,))  # type: ignore[no-any-return]
+        return lax.reduce(_terms(x, row_inputs), jnp.float32(0), lax.add, dimensions=(1,))  # type: ignore[no-any-return]
 
 
-def _terms(x: jax.Array, given: Given) -> jax.Array:
-    """float32 [..., V] of x [..., V] and `given` [...]."""
-    scaled = _scaled(x, given)
+def _terms(x: jax.Array, row_inputs: Given) -> jax.Array:
+    """float32 [..., V] of x [..., V] and `row_inputs` [...]."""
+    scaled = _scaled(x, row_inputs)
     return jnp.exp(scaled) * jnp.maximum(scaled, jnp.float32(LEAST))
 
 
@@ -96,8 +96,10 @@ def joined(a: Parts, b: Parts) -> Parts:
     moved = -apart * inverse
     factor, a_leads = jnp.exp(moved), a.largest >= b.largest
 
-    def both(mine: jax.Array, other: jax.Array, lead_of: jax.Array, rest: jax.Array) -> jax.Array:
-        return jnp.where(a_leads, mine, other) + jnp.where(a_leads, rest, lead_of) * factor
+    def both(
+        of_leader: jax.Array, other: jax.Array, lead_of: jax.Array, rest: jax.Array
+    ) -> jax.Array:
+        return jnp.where(a_leads, of_leader, other) + jnp.where(a_leads, rest, lead_of) * factor
 
     weighted = None
     if a.weighted is not None and b.weighted is not None:
@@ -128,40 +130,40 @@ def in_one_read(
     """
     rows, vocabulary = x.shape
     width = width or vocabulary
-    whole = -(-vocabulary // width) * width
-    x = row_pieces.filled(x, whole, jnp.asarray(-jnp.inf, x.dtype))
+    padded_width = -(-vocabulary // width) * width
+    x = row_pieces.filled(x, padded_width, jnp.asarray(-jnp.inf, x.dtype))
     values = x.astype(jnp.float32)
     inverse = inverse_of(temperatures, rows)
-    given = Given(jnp.zeros((rows,), jnp.float32), limit, None)
-    own = Parts(
+    row_inputs = Given(jnp.zeros((rows,), jnp.float32), limit, None)
+    parts = Parts(
         ordered_keys.ordered_keys(x),
         values,
         jnp.where(values == -jnp.inf, jnp.float32(0), jnp.float32(1)),
-        _larger(x, given),
+        _larger(x, row_inputs),
         jnp.broadcast_to(inverse[:, None], x.shape),
         jnp.zeros_like(values) if entropy else None,
     )
     least, zero = jnp.float32(-jnp.inf), jnp.float32(0)
-    nothing = Parts(
+    empty_part = Parts(
         ordered_keys.key_of(-jnp.inf, x.dtype), least, zero, zero, zero, zero if entropy else None
     )
     with jax.named_scope("row_statistics"):
-        tree = jax.tree.structure(own)
+        tree = jax.tree.structure(parts)
 
         def reduced(parts: Parts) -> Parts:
             def join(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                left, right = (jax.tree.unflatten(tree, x) for x in (a, b))
-                return tuple(jax.tree.leaves(joined(left, right)))
+                first, second = (jax.tree.unflatten(tree, x) for x in (a, b))
+                return tuple(jax.tree.leaves(joined(first, second)))
 
             axis = jax.tree.leaves(parts)[0].ndim - 1
-            leaves, start = (tuple(jax.tree.leaves(x)) for x in (parts, nothing))
+            leaves, start = (tuple(jax.tree.leaves(x)) for x in (parts, empty_part))
             return jax.tree.unflatten(tree, lax.reduce(leaves, start, join, (axis,)))  # type: ignore[no-any-return]
 
-        groups = reduced(jax.tree.map(lambda y: y.reshape(rows, -1, width), own))
-        found = reduced(groups)
+        groups = reduced(jax.tree.map(lambda y: y.reshape(rows, -1, width), parts))
+        statistics = reduced(groups)
     maxima = groups.keys if width < vocabulary else None
-    larger = found.larger.astype(jnp.int32)
-    return (found.largest, found.sums, larger, found.weighted), maxima
+    larger = statistics.larger.astype(jnp.int32)
+    return (statistics.largest, statistics.sums, larger, statistics.weighted), maxima
 
 
 def read_on_tpu(
@@ -169,9 +171,9 @@ def read_on_tpu(
 ) -> tuple[Statistics, None]:
     """`in_one_read` without groups: a TPU would read them in a loop of R * K trips."""
     maximum = selection.row_maximum(x)
-    given = _given(maximum, limit, temperatures)
-    weighted = weighted_sum(x, given) if entropy else None
-    return (maximum, *statistics_on_tpu(x, given), weighted), None
+    row_inputs = _given(maximum, limit, temperatures)
+    weighted = weighted_sum(x, row_inputs) if entropy else None
+    return (maximum, *statistics_on_tpu(x, row_inputs), weighted), None
 
 
 def _given(maximum: jax.Array, limit: jax.Array, temperatures: jax.Array | None) -> Given:

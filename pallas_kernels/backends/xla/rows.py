@@ -130,8 +130,8 @@ def groups_of_part(width: int, following: Tree) -> int:
 
 
 def _row_sums(way: Way, outputs: Outputs, rows: Rows, selected: jax.Array) -> RowSums:
-    def work(x: jax.Array, mine: Targets) -> RowSums:
-        return sums_of_block(way, x, mine.selected, outputs, mine.temperatures)
+    def work(x: jax.Array, targets: Targets) -> RowSums:
+        return sums_of_block(way, x, targets.selected, outputs, targets.temperatures)
 
     return in_blocks(way, work, rows, selected, None, no_sums(selected.shape[0], outputs), outputs)
 
@@ -140,13 +140,13 @@ def _part_sums(
     way: Way, outputs: Outputs, rows: Rows, following: jax.Array | None, offset: jax.Array,
     selected: jax.Array,
 ) -> PartSums:  # fmt: skip
-    def work(x: jax.Array, mine: Targets) -> PartSums:
+    def work(x: jax.Array, targets: Targets) -> PartSums:
         if way.sums is not None:
-            return as_part(way.sums(x, mine.selected, outputs, mine.temperatures), number)
+            return as_part(way.sums(x, targets.selected, outputs, targets.temperatures), number)
         part = Part(x, tail_of(x), jnp.zeros_like(offset))
-        if mine.following is not None:
-            part = with_following(x, mine.following, offset)
-        return sums_of_part(part, mine.selected, outputs, mine.temperatures)
+        if targets.following is not None:
+            part = with_following(x, targets.following, offset)
+        return sums_of_part(part, targets.selected, outputs, targets.temperatures)
 
     number = groups_of_part(rows.logits.shape[1], following)
     initial = no_part(selected.shape[0], number, outputs)
@@ -178,16 +178,16 @@ def in_blocks(
 
     def of_block(start: jax.Array) -> Result:
         of_rows = rows.changes, Targets(selected, rows.temperatures, following)
-        changes, mine = forms.rows_from(of_rows, start, block)
+        changes, targets = forms.rows_from(of_rows, start, block)
         x = forms.block_of_logits(rows.logits, rows.row_ids, start, block)
         if changes is not None:  # a copy, which is made once
             x = forms.barrier(apply(x, changes))
         if way is CPU and selection.is_small_batch(x):
-            return in_one_thread(work, x, mine)
+            return in_one_thread(work, x, targets)
         if way is CPU and block != num_targets:
             # A branch is where XLA copies the block: without, it is read number by number.
-            return forms.in_branch(start >= 0, work, x, mine)
-        return work(x, mine)
+            return forms.in_branch(start >= 0, work, x, targets)
+        return work(x, targets)
 
     arrays = rows, selected, following
     return forms.map_blocks(of_block, block, rows.num_rows, initial, arrays)

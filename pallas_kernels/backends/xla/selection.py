@@ -56,12 +56,12 @@ def selection_size(vocabulary: int, k: int) -> int:
 def group_maxima(x: jax.Array, width: int) -> jax.Array:
     """x [B, V] -> the `ordered_keys` [B, ceil(V / width)] of its groups' largest logits."""
     rows, vocabulary = x.shape
-    whole = vocabulary // width * width
+    whole_width = vocabulary // width * width
     # What is left over by itself: of a padded row XLA's CPU compiler makes a loop of four times.
-    maxima = jnp.max(ordered_keys.ordered_keys(x[:, :whole]).reshape(rows, -1, width), axis=2)
-    if whole == vocabulary:
+    maxima = jnp.max(ordered_keys.ordered_keys(x[:, :whole_width]).reshape(rows, -1, width), axis=2)
+    if whole_width == vocabulary:
         return maxima
-    rest = jnp.max(ordered_keys.ordered_keys(x[:, whole:]), axis=1, keepdims=True)
+    rest = jnp.max(ordered_keys.ordered_keys(x[:, whole_width:]), axis=1, keepdims=True)
     return jnp.concatenate([maxima, rest], axis=1)
 
 
@@ -69,8 +69,8 @@ def wider(maxima: jax.Array, times: int) -> jax.Array:
     """The maxima of groups that are `times` as wide: [B, G] -> [B, ceil(G / times)]."""
     if times == 1:
         return maxima
-    whole = -(-maxima.shape[1] // times) * times
-    maxima = row_pieces.filled(maxima, whole, np.iinfo(maxima.dtype).min)
+    padded_width = -(-maxima.shape[1] // times) * times
+    maxima = row_pieces.filled(maxima, padded_width, np.iinfo(maxima.dtype).min)
     if times <= 4:  # XLA's CPU compiler would make one slow reduction of this and the one before
         return row_pieces.in_pairs(jnp.maximum, [maxima[:, start::times] for start in range(times)])
     return jnp.max(maxima.reshape(maxima.shape[0], -1, times), axis=2)
@@ -125,10 +125,10 @@ def among(
       width: of the groups.
       least: [B] float32, none below it is of the top k; None: unknown.
     """
-    found, starts = logits_of_groups(x, groups, width)
+    logits, starts = logits_of_groups(x, groups, width)
     if least is not None:
-        found = jnp.where(found >= least[:, None, None], found, -jnp.inf)
-    values, places = top_k(found.reshape(x.shape[0], groups.shape[1] * width), k)
+        logits = jnp.where(logits >= least[:, None, None], logits, -jnp.inf)
+    values, places = top_k(logits.reshape(x.shape[0], groups.shape[1] * width), k)
     ids = jnp.take_along_axis(starts, places // width, axis=1) + places % width
     return values, ids
 
@@ -138,11 +138,11 @@ def logits_of_groups(x: jax.Array, groups: jax.Array, width: int) -> tuple[jax.A
     vocabulary = x.shape[1]
     # The last group may be short: it is read from further left, without what is not of it.
     starts = jnp.minimum(groups * width, vocabulary - width)
-    found = slices(x, starts, width).astype(jnp.float32)
+    logits = slices(x, starts, width).astype(jnp.float32)
     if vocabulary % width:
         ids = starts[:, :, None] + jnp.arange(width, dtype=jnp.int32)[None, None]
-        found = jnp.where(ids >= groups[:, :, None] * width, found, -jnp.inf)
-    return found, starts
+        logits = jnp.where(ids >= groups[:, :, None] * width, logits, -jnp.inf)
+    return logits, starts
 
 
 def slices(x: jax.Array, starts: jax.Array, width: int) -> jax.Array:
@@ -198,14 +198,14 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
     # Written before the loop, and summed over its middle axis, lane by lane.
     halves = forms.barrier(halves.reshape(keys.shape[0], COUNTED, lanes))
 
-    def step(bit: jax.Array, found: jax.Array) -> jax.Array:
-        higher = found + (jnp.int32(1 << (HALF - 1)) >> bit)
+    def step(bit: jax.Array, reached: jax.Array) -> jax.Array:
+        higher = reached + (jnp.int32(1 << (HALF - 1)) >> bit)
         count = (halves >= higher[:, None, None]).sum(axis=1, dtype=jnp.int32)
-        return jnp.where(count.sum(axis=1, dtype=jnp.int32) >= k, higher, found)
+        return jnp.where(count.sum(axis=1, dtype=jnp.int32) >= k, higher, reached)
 
-    found = forms.vary_like(jnp.full(keys.shape[:1], np.iinfo(np.int16).min, jnp.int32), keys)
-    found = lax.fori_loop(0, HALF, step, found)
-    return found.astype(keys.dtype) << shift  # type: ignore[no-any-return]
+    reached = forms.vary_like(jnp.full(keys.shape[:1], np.iinfo(np.int16).min, jnp.int32), keys)
+    reached = lax.fori_loop(0, HALF, step, reached)
+    return reached.astype(keys.dtype) << shift  # type: ignore[no-any-return]
 
 
 PIECES = 16  # of a row of maxima, joined at a time
@@ -217,7 +217,7 @@ def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
         return row_maximum(x)
     # Not `group_maxima`: of bits that are all negative, the least are of the largest float.
     bits = [
-        ordered_keys.as_integers(one) for one in row_pieces.pieces(x, NARROWEST_GROUP, -jnp.inf)
+        ordered_keys.as_integers(piece) for piece in row_pieces.pieces(x, NARROWEST_GROUP, -jnp.inf)
     ]
     most, least = (row_pieces.in_pairs(join, bits) for join in (jnp.maximum, jnp.minimum))
     keys = jnp.where(most < 0, ordered_keys.mirrored(least), most)

@@ -28,15 +28,15 @@ def tail_of(x: Float[Array, "N V"], changes: Changes | None = None) -> Float[Arr
         return jnp.zeros((x.shape[0], 0, WIDTH), x.dtype)
     # Where there is one group alone, it need not be filled up: sums with zeros are the same.
     width = WIDTH if columns > WIDTH else next(n for n in SHORT if n >= rest)
-    here = of_shard(changes, jnp.int32(columns - rest), rest)
-    last = apply(x[:, columns - rest :], here)
+    tail_changes = of_shard(changes, jnp.int32(columns - rest), rest)
+    last = apply(x[:, columns - rest :], tail_changes)
     return jnp.pad(last, ((0, 0), (0, width - rest)), constant_values=-jnp.inf)[:, None]
 
 
 def columns_of_all(values: Float[Array, "N C"], shard: VocabShard) -> Float[Array, "N V"]:
     """All shards' columns, without padding: for shards that are narrower than a group."""
-    every = jnp.moveaxis(shard.gathered(values), 0, 1)
-    return every.reshape(values.shape[0], -1)[:, : shard.size(values.shape[1])]
+    by_row = jnp.moveaxis(shard.gathered(values), 0, 1)
+    return by_row.reshape(values.shape[0], -1)[:, : shard.size(values.shape[1])]
 
 
 def following_columns(first: Float[Array, "N F"], width: int, shard: VocabShard) -> jax.Array:
@@ -64,9 +64,9 @@ def with_following(
     offset: [] int32, the column where its first group begins.
     """
     rows, width = x.shape
-    whole = width // WIDTH - 1
+    num_whole = width // WIDTH - 1
     # Two groups are left: the columns from here on, and what follows them.
-    tail = offset + whole * WIDTH
+    tail = offset + num_whole * WIDTH
     last_columns = min(width, 2 * WIDTH - 1)
     ahead = jnp.full((rows, 2 * WIDTH), -jnp.inf, x.dtype)
     line = jnp.concatenate([x[:, width - last_columns :], following, ahead], axis=1)
