@@ -70,16 +70,16 @@ class DraftModel:
                 at = jnp.where(is_live, lengths - 1 + number, -1)[:, None]
                 tokens = self._known(drawn[-1].token_ids)
                 hidden, state = forward(small, self.model, tokens, at, state)
-            found = self._in_target(logits(small, self.model, hidden))
+            draft_logits = self._in_target(logits(small, self.model, hidden))
             place = lengths + number
-            one = draw(
-                found,
+            drafts = draw(
+                draft_logits,
                 context.sampling,
                 place,
                 report_drafts=context.report_drafts,
                 **self.parallel.columns,
             )
-            drawn.append(one)
+            drawn.append(drafts)
         return Drafts.joined(drawn, context.limit), state
 
     def _known(self, tokens: Int32[Array, "*any"]) -> Int32[Array, "*any"]:

@@ -153,34 +153,36 @@ class NgramDrafter:
     def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
         lengths = context.lengths
         index = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None, :]
-        known = jnp.where(index < lengths[:, None], context.tokens, -1)
+        token_ids = jnp.where(index < lengths[:, None], context.tokens, -1)
         source = jnp.full_like(lengths, -1)  # where the continuation begins
         # Shortest first, so that a longer match replaces a shorter one.
         for n in range(self.min_ngram, self.max_ngram + 1):
-            latest = jnp.max(jnp.where(_earlier_ngrams(known, lengths, n), index, -1), axis=1)
+            latest = jnp.max(jnp.where(_earlier_ngrams(token_ids, lengths, n), index, -1), axis=1)
             source = jnp.where(latest >= 0, latest + n, source)
         num = jnp.where(source >= 0, jnp.clip(context.limit, 0, self.num_drafts), 0)
         # A continuation that runs into its own end goes on with itself: a repetition repeats.
         ahead = jnp.arange(self.num_drafts, dtype=jnp.int32)[None, :]
         period = jnp.maximum(lengths - source, 1)[:, None]
         place = source[:, None] + ahead % period
-        found = jnp.take_along_axis(known, jnp.clip(place, 0, known.shape[1] - 1), axis=1)
-        return certain(found, num), state
+        draft_ids = jnp.take_along_axis(
+            token_ids, jnp.clip(place, 0, token_ids.shape[1] - 1), axis=1
+        )
+        return certain(draft_ids, num), state
 
 
 def _earlier_ngrams(
-    known: Int32[Array, "B T"], lengths: Int32[Array, " B"], n: int
+    token_ids: Int32[Array, "B T"], lengths: Int32[Array, " B"], n: int
 ) -> Bool[Array, "B T"]:
     """The places where the last n of the `lengths` known tokens began earlier."""
-    length = known.shape[1]
+    length = token_ids.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)[None, :]
     # Earlier than the n-gram itself, which needs n + 1 known tokens.
     matches = (index < lengths[:, None] - n) & (lengths[:, None] > n)
     for offset in range(n):
         place = jnp.clip(lengths - n + offset, 0, length - 1)
-        wanted = jnp.take_along_axis(known, place[:, None], axis=1)
-        shifted = jnp.pad(known, ((0, 0), (0, offset)), constant_values=-2)[:, offset:]
-        matches &= shifted == wanted
+        last_ids = jnp.take_along_axis(token_ids, place[:, None], axis=1)
+        shifted = jnp.pad(token_ids, ((0, 0), (0, offset)), constant_values=-2)[:, offset:]
+        matches &= shifted == last_ids
     return matches
 
 
@@ -228,16 +230,16 @@ class MtpDrafter:
                 hidden, state = mtp_forward(
                     params, self.config, hidden, drawn[-1].token_ids, place, state
                 )
-            found = project(params, self.config, hidden)
+            logits = project(params, self.config, hidden)
             place = context.lengths + index
-            one = draw(
-                found,
+            drafts = draw(
+                logits,
                 context.sampling,
                 place,
                 report_drafts=context.report_drafts,
                 **self.parallel.columns,
             )
-            drawn.append(one)
+            drawn.append(drafts)
         return Drafts.joined(drawn, context.limit), state
 
 

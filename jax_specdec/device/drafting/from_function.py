@@ -62,8 +62,8 @@ class CallableDrafter:
         drafts = self.function(params, context)
         self._check(drafts, context)
         # An id outside the vocabulary could be accepted as a certainty.
-        known = (drafts.token_ids >= 0) & (drafts.token_ids < self.vocab_size)
-        willing = jnp.cumprod(known.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+        is_token = (drafts.token_ids >= 0) & (drafts.token_ids < self.vocab_size)
+        willing = jnp.cumprod(is_token.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
         num = jnp.clip(jnp.minimum(drafts.num, willing), 0, context.limit)
         ids = certain(drafts.token_ids, num).token_ids
         return drafts._replace(token_ids=ids, num=num), state
@@ -76,12 +76,16 @@ class CallableDrafter:
         batch = context.limit.shape[0]
         expected = self.init(batch, 0)[0]
         for field in ("token_ids", "num", "q"):
-            got, wanted = (_described(getattr(one, field)) for one in (drafts, expected))
-            if got != wanted:
+            got, expected_text = (
+                _described(getattr(drafts_or_expected, field))
+                for drafts_or_expected in (drafts, expected)
+            )
+            if got != expected_text:
                 origin = ": `drafting.draw` makes it" if getattr(drafts, field) is None else ""
                 raise ValueError(
-                    f"{name} returned {field} = {got}; expected {wanted}{origin} (B = {batch}, "
-                    f"D = {self.num_drafts}, V = {self.vocab_size}, drawn = {self.drawn})"
+                    f"{name} returned {field} = {got}; expected {expected_text}{origin} "
+                    f"(B = {batch}, D = {self.num_drafts}, V = {self.vocab_size}, "
+                    f"drawn = {self.drawn})"
                 )
         if self.drawn and context.report_drafts is not None and drafts.report is None:
             raise ValueError(

@@ -78,34 +78,34 @@ class SuffixDrafter:
 
     def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
         index = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None, :]
-        known = jnp.where(index < context.lengths[:, None], context.tokens, NEVER)
-        query = _ending(known, context.lengths, self.max_match)
-        found = longest_matches(known, context.lengths, query, self.max_candidates)
-        token_ids, votes = _vote(found, known, context.lengths, self.num_drafts)
-        num = jnp.maximum(jnp.minimum(self._willing(found, votes), context.limit), 0)
+        written = jnp.where(index < context.lengths[:, None], context.tokens, NEVER)
+        query = _ending(written, context.lengths, self.max_match)
+        matches = longest_matches(written, context.lengths, query, self.max_candidates)
+        token_ids, votes = _vote(matches, written, context.lengths, self.num_drafts)
+        num = jnp.maximum(jnp.minimum(self._willing(matches, votes), context.limit), 0)
         return certain(token_ids, num), state
 
-    def _willing(self, found: Places, votes: Int32[Array, "B D"]) -> Int32[Array, " B"]:
+    def _willing(self, matches: Places, votes: Int32[Array, "B D"]) -> Int32[Array, " B"]:
         """How many drafts the match is long enough for, and enough of its places agree on."""
-        wanted = self.min_share * found.exists.sum(axis=1, dtype=jnp.float32)
-        agree = (votes > 0) & (votes.astype(jnp.float32) >= wanted[:, None])
+        least_votes = self.min_share * matches.exists.sum(axis=1, dtype=jnp.float32)
+        agree = (votes > 0) & (votes.astype(jnp.float32) >= least_votes[:, None])
         agreed = jnp.cumprod(agree.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
-        grown = found.match.astype(jnp.float32) * self.drafts_per_match
+        grown = matches.match.astype(jnp.float32) * self.drafts_per_match
         grown = jnp.minimum(grown, float(self.num_drafts)).astype(jnp.int32)
-        return jnp.where(found.match >= self.min_match, jnp.minimum(agreed, grown), 0)
+        return jnp.where(matches.match >= self.min_match, jnp.minimum(agreed, grown), 0)
 
 
 def _ending(
-    known: Int32[Array, "B T"], lengths: Int32[Array, " B"], count: int
+    token_ids: Int32[Array, "B T"], lengths: Int32[Array, " B"], count: int
 ) -> Int32[Array, "B {count}"]:
     """The last `count` known tokens, the latest first; NEVER before the first one."""
     place = lengths[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)[None, :]
-    ending = jnp.take_along_axis(known, jnp.maximum(place, 0), axis=1)
+    ending = jnp.take_along_axis(token_ids, jnp.maximum(place, 0), axis=1)
     return jnp.where(place >= 0, ending, NEVER)
 
 
 def longest_matches(
-    known: Int32[Array, "B T"],
+    token_ids: Int32[Array, "B T"],
     lengths: Int32[Array, " B"],
     query: Int32[Array, "B M"],
     max_candidates: int,
@@ -113,18 +113,18 @@ def longest_matches(
     """Find where the longest suffix of the text occurred before in it, the latest place first.
 
     Args:
-      known: the text; NEVER from `lengths` on.
+      token_ids: the text; NEVER from `lengths` on.
       lengths: of the texts.
       query: the text's end, the latest token first.
       max_candidates: C, the most places that are returned.
     """
-    length = known.shape[1]
+    length = token_ids.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)[None, :]
     # Place i follows known[i - 1], known[i - 2], ...: these are compared with the query.
     alive = (index > 0) & (index < lengths[:, None])
-    match = jnp.zeros_like(known)
+    match = jnp.zeros_like(token_ids)
     for back in range(query.shape[1]):
-        before = jnp.pad(known, ((0, 0), (back + 1, 0)), constant_values=NEVER)[:, :length]
+        before = jnp.pad(token_ids, ((0, 0), (back + 1, 0)), constant_values=NEVER)[:, :length]
         alive &= before == query[:, back : back + 1]
         match += alive.astype(jnp.int32)
     longest = match.max(axis=1)
@@ -137,25 +137,25 @@ def longest_matches(
 
 
 def _vote(
-    found: Places, known: Int32[Array, "B T"], lengths: Int32[Array, " B"], num_drafts: int
+    matches: Places, token_ids: Int32[Array, "B T"], lengths: Int32[Array, " B"], num_drafts: int
 ) -> tuple[Int32[Array, "B D"], Int32[Array, "B D"]]:
     """The token that most places have next, one after the other.
 
-    Of tokens with as many votes, the one whose first place comes first in `found` wins.
+    Of tokens with as many votes, the one whose first place comes first in `matches` wins.
 
     Returns:
       Token ids, and how many places voted for all of them so far.
     """
-    batch, length = known.shape
+    batch, length = token_ids.shape
     drafts = jnp.full((batch, num_drafts), NEVER, jnp.int32)
-    alive, counts = found.exists, []
+    alive, counts = matches.exists, []
     for ahead in range(num_drafts):
-        place = found.place + ahead
+        place = matches.place + ahead
         # A place that reaches the end of the text goes on in the drafts: a repetition repeats.
-        own = jnp.take_along_axis(known, jnp.clip(place, 0, length - 1), axis=1)
+        following_ids = jnp.take_along_axis(token_ids, jnp.clip(place, 0, length - 1), axis=1)
         drafted = jnp.clip(place - lengths[:, None], 0, num_drafts - 1)
         drafted = jnp.take_along_axis(drafts, drafted, axis=1)
-        following = jnp.where(place < lengths[:, None], own, drafted)
+        following = jnp.where(place < lengths[:, None], following_ids, drafted)
         same = (following[:, :, None] == following[:, None, :]) & alive[:, None, :]
         votes = jnp.where(alive, same.sum(axis=-1, dtype=jnp.int32), 0)
         winner = jnp.argmax(votes, axis=1)[:, None]

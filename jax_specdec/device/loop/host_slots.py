@@ -157,8 +157,8 @@ def chunk_size(
     empty = [Slot()] * config.num_slots
     scoring = for_prompt(slot)
     none = prompt_bound(empty, scoring, 0)
-    each = prompt_bound(empty, scoring, 1) - none
-    fitting = (wire.message_bound(*sizes, limits) - none) // each
+    bytes_per_row = prompt_bound(empty, scoring, 1) - none
+    fitting = (wire.message_bound(*sizes, limits) - none) // bytes_per_row
     if fitting >= prefill_chunk:
         return prefill_chunk
     return fitting - fitting % CHUNK_STEP if fitting >= CHUNK_STEP else fitting
@@ -197,8 +197,8 @@ def admission(
     stop_ids[: len(watched)] = watched
     most = most_drafts(request, num_drafts)
     drafts = np.full(num_drafts, -1, np.int32)
-    given = list(draft_token_ids[: min(most, max_length - len(prompt) - 1)])
-    drafts[: len(given)] = given
+    draft_ids = list(draft_token_ids[: min(most, max_length - len(prompt) - 1)])
+    drafts[: len(draft_ids)] = draft_ids
     return Admission(
         tokens=tokens,
         length=np.array(len(prompt), np.int32),

@@ -65,8 +65,8 @@ class Kind(NamedTuple):
         params = [slot.params for slot in slots]
         kind = cls(
             widths=widths_of_slots(slots, vocab_size),
-            reports_drafts=draws and any(one.draft_logprobs for one in params),
-            samples=any(one.temperature > 0 for one in params),
+            reports_drafts=draws and any(slot_params.draft_logprobs for slot_params in params),
+            samples=any(slot_params.temperature > 0 for slot_params in params),
             changes=changes_size(params),
         )
         return kind.reading(on_gpu=on_gpu, in_tiles=in_tiles)
@@ -230,7 +230,9 @@ class Ladder(NamedTuple):
         if most.k is not None:
             most = most._replace(mode=serves.max_logprobs_mode, values=serves.row_values)
         reports = draws and serves.draft_logprobs
-        answers = dict.fromkeys([*((one, False) for one in widths), (most, reports)])
+        answers = dict.fromkeys(
+            [*((answer_width, False) for answer_width in widths), (most, reports)]
+        )
 
         rungs = [
             Kind(*answer, samples=samples)

@@ -120,8 +120,8 @@ def score_chunk(
     state, run = run_chunk(config, params, state, slot, start, chunk)
     hidden, token_ids = (jnp.roll(x, -unscored, axis=0) for x in (run.hidden, run.next_tokens))
     num = jnp.maximum(run.num_valid - unscored, 0)
-    found = prompt_rows(config, params, hidden, token_ids, num, extra_token_ids, options, widths)
-    return state, ScoredChunk(token_ids, num, found)
+    results = prompt_rows(config, params, hidden, token_ids, num, extra_token_ids, options, widths)
+    return state, ScoredChunk(token_ids, num, results)
 
 
 def prompt_message(
@@ -149,10 +149,10 @@ def prompt_message(
       The words; see `pack`.
     """
     batch, size = generation.shape[0], scored.token_ids.shape[0]
-    nothing = jnp.zeros(batch, jnp.int32)
+    zeros = jnp.zeros(batch, jnp.int32)
 
     def of_slot(value: Int32[Array, ""]) -> Int32[Array, " B"]:
-        return nothing.at[slot].set(value)
+        return zeros.at[slot].set(value)
 
     index = jnp.arange(size, dtype=jnp.int32)
     slots = SlotFields(
@@ -161,10 +161,10 @@ def prompt_message(
         columns=of_slot(options.num_columns[0]),
         num_tokens=of_slot(scored.num),
         num_rows=of_slot(scored.num),
-        num_drafts=nothing,
-        values=nothing,
+        num_drafts=zeros,
+        values=zeros,
         num_chosen=of_slot(options.num_chosen[0]),
-        kept=nothing,
+        kept=zeros,
         generation=generation,
     )
     return pack(

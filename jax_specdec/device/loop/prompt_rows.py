@@ -69,9 +69,9 @@ def prompt_rows(
     def of_block(part: tuple[jax.Array, ...]) -> TopkLogprobs:
         hidden, token_ids, extra, start = part
         logits = own_model.head(params, config.model, hidden)[None]
-        left = jnp.clip(num - start, 0, block)
+        remaining = jnp.clip(num - start, 0, block)
         index = jnp.arange(block, dtype=jnp.int32)
-        rows = Rows(jnp.where(index < left, index, block), left)
+        rows = Rows(jnp.where(index < remaining, index, block), remaining)
         return row_logprobs(
             logits, token_ids[None], rows, options, widths, config.parallel, extra_token_ids=extra
         )
@@ -84,11 +84,11 @@ def prompt_rows(
     )
     if blocks == 1:
         return of_block((hidden, token_ids, extra_token_ids, jnp.int32(0)))
-    every = lax.map(of_block, parts)
-    found: TopkLogprobs = jax.tree.map(
-        lambda x: x.reshape(blocks * block, *x.shape[2:])[:count], every
+    of_blocks = lax.map(of_block, parts)
+    results: TopkLogprobs = jax.tree.map(
+        lambda x: x.reshape(blocks * block, *x.shape[2:])[:count], of_blocks
     )
-    return found
+    return results
 
 
 def _linear(

@@ -167,8 +167,8 @@ def admit(state: LoopState, slot: Int32[Array, ""], request: Admission) -> LoopS
     Its prompt still has to be run.
     """
 
-    def put(whole: jax.Array, one: AnyArray) -> jax.Array:
-        return whole.at[slot].set(one)
+    def put(slot_array: jax.Array, value: AnyArray) -> jax.Array:
+        return slot_array.at[slot].set(value)
 
     return state._replace(
         handed_over=put(state.handed_over, request.draft_token_ids),
@@ -179,7 +179,9 @@ def admit(state: LoopState, slot: Int32[Array, ""], request: Admission) -> LoopS
         remaining=put(state.remaining, request.max_tokens),
         max_drafts=put(state.max_drafts, request.max_drafts),
         stop_ids=put(state.stop_ids, request.stop_ids),
-        sampling=jax.tree.map(lambda x, one: put(x, one[0]), state.sampling, request.sampling),
+        sampling=jax.tree.map(
+            lambda x, values: put(x, values[0]), state.sampling, request.sampling
+        ),
     )
 
 

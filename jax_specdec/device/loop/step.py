@@ -161,8 +161,8 @@ def choose(
     if report_widths is not None and proposed.report is not None and state.drafts.report is None:
         # No slot whose drafts were verified now had asked: its rows are nobody's.
         verified_ones = _leading(proposed, state.drafts.token_ids.shape[1])
-        nothing = jax.tree.map(jnp.zeros_like, verified_ones.report)
-        output = output._replace(drafts=output.drafts._replace(report=nothing))
+        zeros = jax.tree.map(jnp.zeros_like, verified_ones.report)
+        output = output._replace(drafts=output.drafts._replace(report=zeros))
     output = output._replace(fates=fates_of(drafts_before, output))
     state = state._replace(
         drafter=drafter,

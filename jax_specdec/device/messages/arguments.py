@@ -29,8 +29,8 @@ def check_array(name: str, value: Any, kind: Kind, shape: tuple[int | str, ...],
         raise TypeError(f"{name} is of {value.dtype}: give an array of {kind}")
     sizes = zip(value.shape, shape, strict=False)
     if value.ndim != len(shape) or any(isinstance(b, int) and a != b for a, b in sizes):
-        wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
-        raise ValueError(f"{name} {value.shape}: give {axes} = ({wanted})")
+        expected = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{name} {value.shape}: give {axes} = ({expected})")
 
 
 def check_logits(logits: Any, row_ids: Any, slots: tuple[int, ...], name: str = "logits") -> None:

@@ -106,11 +106,11 @@ def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
     """
     check_requests(params)
     check_size("vocab_size", vocab_size, "the vocabulary's")
-    asking = [one for one in params if one.num_columns]
-    kept = any(one.kept_token_ids for one in params)
+    asking = [slot_params for slot_params in params if slot_params.num_columns]
+    kept = any(slot_params.kept_token_ids for slot_params in params)
     if not asking:
         return Widths(kept=kept)
-    k = max(one.num_columns for one in asking) - 1
+    k = max(slot_params.num_columns for slot_params in asking) - 1
     if k > vocab_size:
         raise ValueError(
             f"logprobs = {k} of a request are more than the {vocab_size} tokens of the vocabulary: "
@@ -118,10 +118,10 @@ def widths_of(params: Sequence[SamplingParams], vocab_size: int) -> Widths:
         )
     return Widths(
         k=k_bucket(k, vocab_size),
-        chosen=chosen_bucket(max(len(one.extra_token_ids) for one in asking)),
-        mode=LogprobsMode(max(one.logprobs_mode for one in asking)),
+        chosen=chosen_bucket(max(len(slot_params.extra_token_ids) for slot_params in asking)),
+        mode=LogprobsMode(max(slot_params.logprobs_mode for slot_params in asking)),
         kept=kept,
-        values=functools.reduce(operator.or_, (one.row_values for one in asking)),
+        values=functools.reduce(operator.or_, (slot_params.row_values for slot_params in asking)),
     )
 
 
@@ -146,18 +146,18 @@ def options_of_requests(
     check_requests(params)
     check_type("widths", widths, Widths, "`widths_of(params, vocab_size)`")
     chosen_ids: Any = np.zeros((len(params), widths.chosen), np.int32)
-    for b, one in enumerate(params):
-        chosen_ids[b, : len(one.extra_token_ids)] = one.extra_token_ids
+    for b, slot_params in enumerate(params):
+        chosen_ids[b, : len(slot_params.extra_token_ids)] = slot_params.extra_token_ids
     options = BatchOptions(
         generation=_each("generations", generation, len(params), np.uint32),
         verdict=_each("verdicts", verdict, len(params), np.int32),
-        num_columns=_on_host([one.num_columns for one in params], np.int32),
-        mode=_on_host([one.logprobs_mode for one in params], np.int32),
-        num_chosen=_on_host([len(one.extra_token_ids) for one in params], np.int32),
+        num_columns=_on_host([slot_params.num_columns for slot_params in params], np.int32),
+        mode=_on_host([slot_params.logprobs_mode for slot_params in params], np.int32),
+        num_chosen=_on_host([len(slot_params.extra_token_ids) for slot_params in params], np.int32),
         chosen_ids=chosen_ids,
-        draft_logprobs=_on_host([one.draft_logprobs for one in params], np.bool_),
-        kept=_on_host([one.kept_token_ids for one in params], np.bool_),
-        values=_on_host([one.row_values for one in params], np.int32),
+        draft_logprobs=_on_host([slot_params.draft_logprobs for slot_params in params], np.bool_),
+        kept=_on_host([slot_params.kept_token_ids for slot_params in params], np.bool_),
+        values=_on_host([slot_params.row_values for slot_params in params], np.int32),
         sampling=sampling_of(params),
     )
     on_device: BatchOptions = jax.device_put(options)
@@ -167,11 +167,11 @@ def options_of_requests(
 def sampling_of(params: Sequence[SamplingParams]) -> Annotated[Sampling, "NumPy arrays"]:
     """The sampling parameters of B requests, still on the host."""
     return Sampling(
-        temperature=_on_host([one.temperature for one in params], np.float32),
-        top_k=_on_host([one.top_k for one in params], np.int32),
-        top_p=_on_host([one.top_p for one in params], np.float32),
-        min_p=_on_host([one.min_p for one in params], np.float32),
-        seed=_on_host([one.seed for one in params], np.uint32),
+        temperature=_on_host([slot_params.temperature for slot_params in params], np.float32),
+        top_k=_on_host([slot_params.top_k for slot_params in params], np.int32),
+        top_p=_on_host([slot_params.top_p for slot_params in params], np.float32),
+        min_p=_on_host([slot_params.min_p for slot_params in params], np.float32),
+        seed=_on_host([slot_params.seed for slot_params in params], np.uint32),
     )
 
 

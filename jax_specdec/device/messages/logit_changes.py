@@ -83,7 +83,7 @@ class ChangesSize(NamedTuple):
 
     def holds(self, other: "ChangesSize") -> bool:
         """Whether tables of this size have room for what is of the other one."""
-        return all(mine >= its for mine, its in zip(self, other, strict=True))
+        return all(size >= its for size, its in zip(self, other, strict=True))
 
 
 class Written(NamedTuple):
@@ -96,14 +96,14 @@ class Written(NamedTuple):
 
 def changes_size(params: Sequence[SamplingParams]) -> ChangesSize | None:
     """The size of what the requests of a batch change; None where none changes anything."""
-    if not any(one.changes_logits for one in params):
+    if not any(slot_params.changes_logits for slot_params in params):
         return None
-    named = (*(one.logit_bias for one in params), *map(_held, params))
+    named = (*(slot_params.logit_bias for slot_params in params), *map(_held, params))
     return ChangesSize(
         ids=changes_bucket(max(map(len, named))),
-        penalties=any(one.penalizes for one in params),
+        penalties=any(slot_params.penalizes for slot_params in params),
         holds_back=any(map(_held, params)),
-        grammar=any(one.structured is not None for one in params),
+        grammar=any(slot_params.structured is not None for slot_params in params),
     )
 
 
@@ -121,22 +121,28 @@ def changes_of(
       prompt_lengths: [B] tokens that each request was admitted with.
       num_emitted: [B] how many of them, at the end, were emitted for it elsewhere.
     """
-    biases, width = [one.logit_bias for one in params], size.ids
+    biases, width = [slot_params.logit_bias for slot_params in params], size.ids
     held_width = width if size.holds_back else 0
     lengths = np.array(prompt_lengths, np.int32)
     penalties = None
     if size.penalties:
         penalties = Penalties(
-            repetition=_floats(one.repetition_penalty for one in params),
-            frequency=_floats(one.frequency_penalty for one in params),
-            presence=_floats(one.presence_penalty for one in params),
+            repetition=_floats(slot_params.repetition_penalty for slot_params in params),
+            frequency=_floats(slot_params.frequency_penalty for slot_params in params),
+            presence=_floats(slot_params.presence_penalty for slot_params in params),
             output_start=_on_host(lengths - np.array(num_emitted, np.int32)),
         )
     changes = Changes(
-        bias_ids=_table([[id for id, _ in one] for one in biases], width, -1, np.int32),
-        bias=_table([[bias for _, bias in one] for one in biases], width, 0, np.float32),
-        held_ids=_table([_held(one) for one in params], held_width, -1, np.int32),
-        held_until=_on_host(lengths + np.array([one.min_tokens for one in params], np.int32)),
+        bias_ids=_table(
+            [[id for id, _ in slot_params] for slot_params in biases], width, -1, np.int32
+        ),
+        bias=_table(
+            [[bias for _, bias in slot_params] for slot_params in biases], width, 0, np.float32
+        ),
+        held_ids=_table([_held(slot_params) for slot_params in params], held_width, -1, np.int32),
+        held_until=_on_host(
+            lengths + np.array([slot_params.min_tokens for slot_params in params], np.int32)
+        ),
         penalties=penalties,
     )
     on_device: Changes = jax.device_put(changes)
@@ -183,15 +189,17 @@ def row_changes(
     if changes.held_ids.shape[1]:
         early = lengths[:, None, None] + row < changes.held_until[:, None, None]
         words = -(-vocab_size // 32)
-        known = early & (changes.held_ids >= 0)[:, None] & (changes.held_ids < vocab_size)[:, None]
-        place = jnp.where(known, changes.held_ids[:, None] // 32, words)  # behind: dropped
+        is_held_token = (
+            early & (changes.held_ids >= 0)[:, None] & (changes.held_ids < vocab_size)[:, None]
+        )
+        place = jnp.where(is_held_token, changes.held_ids[:, None] // 32, words)  # behind: dropped
         # Different bits, each of them set (a slot with a grammar holds none back): a subtraction
         # clears it and carries nothing.
         bits = jnp.int32(1) << jnp.broadcast_to(changes.held_ids[:, None] % 32, place.shape)
         slot = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-        every = jnp.full((batch, num_positions, words), -1, jnp.int32)
-        every = every if allowed is None else allowed
-        allowed = every.at[slot, row, place].add(-bits, mode="drop")
+        mask_words = jnp.full((batch, num_positions, words), -1, jnp.int32)
+        mask_words = mask_words if allowed is None else allowed
+        allowed = mask_words.at[slot, row, place].add(-bits, mode="drop")
     if not width:
         return RowChanges(allowed, None, None)
     shape = batch, num_positions, width
@@ -231,10 +239,10 @@ def changed_logits(
 
 
 def _changed(
-    shard: VocabShard, logits: jax.Array, whole: tuple[Changes, Written]
+    shard: VocabShard, logits: jax.Array, by_row: tuple[Changes, Written]
 ) -> Float32[Array, "B S V"]:
     """`changed_logits` where this device holds the columns of `shard`."""
-    changes, written = whole
+    changes, written = by_row
     num_positions, width = logits.shape[1:]
     row = jnp.arange(num_positions, dtype=jnp.int32)[None, :, None]
     x = logits.astype(jnp.float32)
@@ -253,11 +261,11 @@ def _changed(
     if changes.penalties is None:
         return x
     repetition, frequency, presence, output_start = (
-        one[:, None, None] for one in changes.penalties
+        penalty[:, None, None] for penalty in changes.penalties
     )
     place = jnp.arange(written.tokens.shape[1], dtype=jnp.int32)[None]
-    known = place < written.lengths[:, None]
-    columns = _columns(jnp.where(known, written.tokens, -1), shard, width)
+    is_written = place < written.lengths[:, None]
+    columns = _columns(jnp.where(is_written, written.tokens, -1), shard, width)
     slot = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
     seen = jnp.zeros((len(logits), width), bool).at[slot, columns].set(True, mode="drop")
     # A narrow table where it can count them all: what it costs is writing it.
@@ -298,5 +306,5 @@ def changed_rows(
 def _columns(ids: Int32[Array, "B M"], shard: VocabShard, width: int) -> Int32[Array, "B M"]:
     """The columns of ids on this device; `width`, which no column has, for all others."""
     first = shard.ids(width)[0]
-    here = (ids >= 0) & (ids >= first) & (ids < first + width)
-    return jnp.where(here, ids - first, width)
+    is_here = (ids >= 0) & (ids >= first) & (ids < first + width)
+    return jnp.where(is_here, ids - first, width)

@@ -87,11 +87,11 @@ def select_rows(num_rows: jax.Array, num_positions: int) -> Rows:
     check_array("num_rows", num_rows, "integers", ("B",), "the rows of each slot [B]")
     check_size("num_positions", num_positions, "S")
     total = num_rows.shape[0] * num_positions
-    wanted = (jnp.arange(num_positions, dtype=jnp.int32)[None, :] < num_rows[:, None]).reshape(-1)
-    target = jnp.where(wanted, jnp.cumsum(wanted, dtype=jnp.int32) - 1, total)
+    is_row = (jnp.arange(num_positions, dtype=jnp.int32)[None, :] < num_rows[:, None]).reshape(-1)
+    target = jnp.where(is_row, jnp.cumsum(is_row, dtype=jnp.int32) - 1, total)
     index = jnp.arange(total, dtype=jnp.int32)
     flat = jnp.full(total, total, jnp.int32).at[target].set(index, mode="drop")
-    return Rows(flat, wanted.sum(dtype=jnp.int32))
+    return Rows(flat, is_row.sum(dtype=jnp.int32))
 
 
 def pack(
@@ -295,7 +295,7 @@ def _payload(
         exists = is_row[:, None] & (column < count[:, None])
         return jnp.where(exists, begin[:, None] + column, nowhere)
 
-    zero, one = jnp.zeros_like(columns), jnp.ones_like(columns)
+    zero, ones = jnp.zeros_like(columns), jnp.ones_like(columns)
     bits = counts.values[slot_of_row]
     width = columns + chosen + wire.num_values(bits)
     more = [
@@ -315,7 +315,7 @@ def _payload(
     sent = in_slot < counts.tokens[:, None]
     return [
         (jnp.where(sent, layout.token_ids[:, None] + in_slot, nowhere), token_ids),
-        (of_rows(layout.token_ranks, 1, zero, one, 1), logprobs.token_ranks),
+        (of_rows(layout.token_ranks, 1, zero, ones, 1), logprobs.token_ranks),
         (of_rows(layout.logprobs, width, zero, columns, k + 1), logprobs.logprobs),
         (of_rows(layout.logprobs, width, columns, chosen, num_extra), logprobs.extra_logprobs),
         (of_rows(layout.topk_ids, columns - 1, zero, columns - 1, k), logprobs.token_ids[:, 1:]),

@@ -117,18 +117,20 @@ def row_logprobs(
     values: dict[str, Any] = dict.fromkeys(names_of(widths.values), True)
     read = None if values else read
     chosen_ids = options.chosen_ids[slot] if extra_token_ids is None else extra_token_ids
-    own, of_slots = None, {}
+    flat_changes, of_slots = None, {}
     if changes is not None and widths.mode is LogprobsMode.PROCESSED:
         assert cut is not None, "the cut of changed logits is what `verify` found"
         is_processed = options.mode == LogprobsMode.PROCESSED
         changes, read = _of_processed(
             changes, by_row(is_processed, logits, row_ids), read, changed_read
         )
-        own = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]).at[place].get(mode="clip"), changes)
+        flat_changes = jax.tree.map(
+            lambda x: x.reshape(-1, x.shape[-1]).at[place].get(mode="clip"), changes
+        )
         of_slots = changes._asdict()
     is_raw = None if widths.mode is LogprobsMode.RAW else options.mode == LogprobsMode.RAW
     if read is not None:
-        found = logprobs_of_read(
+        results = logprobs_of_read(
             logits,
             _wanted_ids(token_ids, rows),
             read,
@@ -138,12 +140,12 @@ def row_logprobs(
             **parallel.columns,
             **of_slots,
         )
-        found = picked(found, rows)
+        results = picked(results, rows)
     else:
         temperatures = None
         if is_raw is not None:
             temperatures = jnp.where(is_raw, 1.0, options.sampling.temperature)[slot]
-        found = topk_logprobs(
+        results = topk_logprobs(
             flat_logits,
             token_ids.reshape(-1).at[rows.flat].get(mode="fill", fill_value=-1),
             widths.k,
@@ -154,22 +156,22 @@ def row_logprobs(
             mesh=parallel.mesh,
             axis_name=parallel.axis_name,
             **values,
-            **{} if own is None else own._asdict(),
+            **{} if flat_changes is None else flat_changes._asdict(),
         )
-    found = found._replace(digests=digests)
+    results = results._replace(digests=digests)
     if widths.mode is not LogprobsMode.PROCESSED:
-        return found
+        return results
     if cut is None:
         in_mode = options.mode == LogprobsMode.PROCESSED
         cut = cut_where(in_mode, logits, options.sampling, parallel, row_ids)
     processed = _processed(
-        (flat_logits, place), own, rows, slot, options, chosen_ids, found, cut, parallel
+        (flat_logits, place), flat_changes, rows, slot, options, chosen_ids, results, cut, parallel
     )
     if not values:
         return processed
     cut = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
     placed = flat_logits, place, rows.num
-    return with_processed_values(processed, placed, own, slot, options, cut, parallel)
+    return with_processed_values(processed, placed, flat_changes, slot, options, cut, parallel)
 
 
 def flattened(
@@ -192,8 +194,8 @@ def by_row(
         return jnp.broadcast_to(of_slots[:, None], logits.shape[:2])
     number = logits.shape[0]
     place = jnp.where(row_ids >= 0, row_ids, number)
-    every = jnp.broadcast_to(of_slots[:, None], row_ids.shape)
-    return jnp.zeros(number, bool).at[place].set(every, mode="drop")
+    slot_values = jnp.broadcast_to(of_slots[:, None], row_ids.shape)
+    return jnp.zeros(number, bool).at[place].set(slot_values, mode="drop")
 
 
 def _of_processed(
@@ -208,43 +210,45 @@ def _of_processed(
         shape = (*is_processed.shape, *[1] * (x.ndim - is_processed.ndim))
         return jnp.where(is_processed.reshape(shape), x, other)
 
-    nothing = jnp.int32(-1), jnp.int32(-1), jnp.float32(0)
-    own = (None if x is None else where(x, no) for x, no in zip(changes, nothing, strict=True))
+    no_change = jnp.int32(-1), jnp.int32(-1), jnp.float32(0)
+    processed_changes = (
+        None if x is None else where(x, no) for x, no in zip(changes, no_change, strict=True)
+    )
     if read is not None:
         read = jax.tree.map(where, changed_read, read)
-    return RowChanges(*own), read
+    return RowChanges(*processed_changes), read
 
 
 def _wanted_ids(token_ids: Int32[Array, "B S"], rows: Rows) -> Int32[Array, "B S"]:
     """The token ids of these rows, and -1 of all others."""
-    wanted = jnp.zeros(token_ids.size, bool).at[rows.flat].set(True, mode="drop")
-    return jnp.where(wanted.reshape(token_ids.shape), token_ids, -1)
+    is_wanted = jnp.zeros(token_ids.size, bool).at[rows.flat].set(True, mode="drop")
+    return jnp.where(is_wanted.reshape(token_ids.shape), token_ids, -1)
 
 
-def picked(found: TopkLogprobs, rows: Rows) -> TopkLogprobs:
+def picked(results: TopkLogprobs, rows: Rows) -> TopkLogprobs:
     """These rows of the logprobs of all rows; from `rows.num` on, as rows that are skipped."""
 
     def of(x: jax.Array, missing: float) -> jax.Array:
         return x.at[rows.flat].get(mode="fill", fill_value=missing)
 
     return TopkLogprobs(
-        of(found.token_ids, -1),
-        of(found.logprobs, jnp.nan),
-        of(found.token_ranks, 0),
-        of(found.extra_logprobs, jnp.nan),
+        of(results.token_ids, -1),
+        of(results.logprobs, jnp.nan),
+        of(results.token_ranks, 0),
+        of(results.extra_logprobs, jnp.nan),
     )
 
 
 def cut_where(
-    wanted: Bool[Array, " B"],
+    is_cut: Bool[Array, " B"],
     logits: Float[Array, "B S V"] | Float[Array, "N V"],
     sampling: Sampling,
     parallel: Parallel,
     row_ids: Int32[Array, "B S"] | None = None,
 ) -> Truncation:
-    """The truncation [B, S] of the `wanted` slots' rows; others are taken for greedy: no search."""
-    none = Sampling.greedy(len(wanted))
-    own = jax.tree.map(lambda own, other: lax.select(wanted, own, other), sampling, none)
+    """The truncation [B, S] of the `is_cut` slots' rows; others are taken for greedy: no search."""
+    none = Sampling.greedy(len(is_cut))
+    own = jax.tree.map(lambda own, other: lax.select(is_cut, own, other), sampling, none)
     if row_ids is not None:  # each row is a slot of its own
         number = logits.shape[0]
         place = jnp.where(row_ids >= 0, row_ids, number)
@@ -272,7 +276,7 @@ def _processed(
     slot: Int32[Array, " R"],
     options: BatchOptions,
     chosen_ids: Int32[Array, "R C"],
-    found: TopkLogprobs,
+    results: TopkLogprobs,
     cut: Truncation,
     parallel: Parallel,
 ) -> TopkLogprobs:
@@ -289,20 +293,20 @@ def _processed(
         ids: Int32[Array, "R N"], logprobs: Float32[Array, "R N"]
     ) -> Float32[Array, "R N"]:
         x = parallel.over_vocabulary(
-            lambda shard, logits, whole: shard.named_logits(logits, whole[0], whole[1]),
+            lambda shard, logits, by_row: shard.named_logits(logits, by_row[0], by_row[1]),
             flat_logits,
             (place, ids),
         )
         if changes is not None:
             x = changes.at(x, ids)
         # log_kept is rounded by itself: without the minimum, a probability might exceed 1.
-        kept = jnp.minimum(logprobs - cut.log_kept[:, None], 0.0)
-        kept = jnp.where(is_greedy, 0.0, kept)
-        processed = jnp.where(cut.keeps(x, ids), kept, -jnp.inf)
+        kept_logprobs = jnp.minimum(logprobs - cut.log_kept[:, None], 0.0)
+        kept_logprobs = jnp.where(is_greedy, 0.0, kept_logprobs)
+        processed = jnp.where(cut.keeps(x, ids), kept_logprobs, -jnp.inf)
         # NaN says that the row is invalid or the token unknown: that stays.
         return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)
 
-    return _in_mode(found, chosen_ids, is_processed, renormalized)
+    return _in_mode(results, chosen_ids, is_processed, renormalized)
 
 
 def draft_rows(
@@ -338,29 +342,29 @@ def draft_rows(
             by_slot_and_draft = row_ids[:, None]
             wants &= (row_ids >= 0) & (row_ids < logits.shape[0])
         rows = select_rows(wants.astype(jnp.int32), 1)
-        found = row_logprobs(
+        results = row_logprobs(
             logits, drafts.token_ids, rows, options, scaled, parallel, row_ids=by_slot_and_draft
         )
         if widths.mode is LogprobsMode.PROCESSED:
             slot = jnp.minimum(rows.flat, len(wants) - 1)
-            found = _of_q(found, options, slot, drafts.q)
+            results = _of_q(results, options, slot, drafts.q)
 
         # From the order of the rows to that of the slots: an index out of bounds is dropped.
         def by_slot(x: jax.Array) -> jax.Array:
             return jnp.zeros_like(x).at[rows.flat].set(x, mode="drop")[:, None]
 
         return DraftReport(
-            by_slot(found.token_ids),
-            by_slot(found.logprobs),
-            by_slot(found.token_ranks),
-            by_slot(found.extra_logprobs),
+            by_slot(results.token_ids),
+            by_slot(results.logprobs),
+            by_slot(results.token_ranks),
+            by_slot(results.extra_logprobs),
         )
 
     return report_drafts
 
 
 def _of_q(
-    found: TopkLogprobs, options: BatchOptions, slot: Int32[Array, " R"], q: CompactQ
+    results: TopkLogprobs, options: BatchOptions, slot: Int32[Array, " R"], q: CompactQ
 ) -> TopkLogprobs:
     """Logprobs under q, of one draft a slot, where the slot asked for processed ones."""
     ids, log_q = q.ids[slot, 0], q.logprobs[slot, 0]  # [R, M]
@@ -373,24 +377,24 @@ def _of_q(
         return jnp.where(is_processed & ~jnp.isnan(logprobs), processed, logprobs)
 
     is_processed = (options.mode == LogprobsMode.PROCESSED)[slot][:, None]
-    return _in_mode(found, options.chosen_ids[slot], is_processed, under_q)
+    return _in_mode(results, options.chosen_ids[slot], is_processed, under_q)
 
 
 def _in_mode(
-    found: TopkLogprobs,
+    results: TopkLogprobs,
     chosen_ids: Int32[Array, "R C"],
     is_processed: Bool[Array, "R 1"],
     processed: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> TopkLogprobs:
     """The rows with `processed(ids, logprobs)`; top columns that are excluded hold id -1."""
-    logprobs = processed(found.token_ids, found.logprobs)
-    is_top = jnp.arange(found.token_ids.shape[1], dtype=jnp.int32)[None, :] > 0
+    logprobs = processed(results.token_ids, results.logprobs)
+    is_top = jnp.arange(results.token_ids.shape[1], dtype=jnp.int32)[None, :] > 0
     excluded = is_processed & is_top & (logprobs == -jnp.inf)
-    extra_logprobs = found.extra_logprobs
+    extra_logprobs = results.extra_logprobs
     if extra_logprobs.shape[1]:
         extra_logprobs = processed(chosen_ids, extra_logprobs)
-    return found._replace(
-        token_ids=jnp.where(excluded, -1, found.token_ids),
+    return results._replace(
+        token_ids=jnp.where(excluded, -1, results.token_ids),
         logprobs=logprobs,
         extra_logprobs=extra_logprobs,
     )

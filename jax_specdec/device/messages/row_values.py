@@ -27,7 +27,7 @@ def names_of(values: int) -> tuple[str, ...]:
 
 
 def with_processed_values(
-    found: TopkLogprobs,
+    results: TopkLogprobs,
     placed: tuple[Float[Array, "N V"], Int32[Array, " R"], Int32[Array, ""]],
     changes: Annotated[RowChanges | None, "B S = R"],
     slot: Int32[Array, " R"],
@@ -35,13 +35,13 @@ def with_processed_values(
     cut: Annotated[Truncation, "[R]"],
     parallel: Parallel,
 ) -> TopkLogprobs:
-    """`found` with the values of the kept tokens where a row's slot asked for processed logprobs.
+    """`results` with the values of the kept tokens where a row's slot asked for processed logprobs.
 
     A greedy row keeps one token: its entropy is 0, and its log-sum-exp, at T = 1, is the token's
     logit.
 
     Args:
-      found: of R rows, with their scaled values.
+      results: of R rows, with their scaled values.
       placed: all rows of the logits, the place of each of the R rows among them, and how many of
         the R count.
       changes: of the R rows' logits, by which the tokens were chosen.
@@ -57,9 +57,9 @@ def with_processed_values(
     def kept_alone(
         shard: VocabShard,
         logits: Float[Array, "N C"],
-        whole: tuple[Int32[Array, " R"], Truncation, RowChanges | None],
+        by_row: tuple[Int32[Array, " R"], Truncation, RowChanges | None],
     ) -> Float32[Array, "R C"]:
-        place, cut, changes = whole
+        place, cut, changes = by_row
         x = logits.at[place].get(mode="fill", fill_value=-jnp.inf).astype(jnp.float32)
         if changes is not None:
             x = changed_rows(x, changes, shard)
@@ -69,8 +69,8 @@ def with_processed_values(
     kept = parallel.over_vocabulary(
         kept_alone, flat_logits, (place, cut, changes), split_result=True
     )
-    names = [name for name in ROW_VALUES if getattr(found, name) is not None]
-    wanted: dict[str, Any] = dict.fromkeys(names, True)
+    names = [name for name in ROW_VALUES if getattr(results, name) is not None]
+    flags: dict[str, Any] = dict.fromkeys(names, True)
     sums = topk_logprobs(
         kept,
         jnp.full(place.shape, -1, jnp.int32),
@@ -79,13 +79,13 @@ def with_processed_values(
         temperatures=temperatures,
         mesh=parallel.mesh,
         axis_name=parallel.axis_name,
-        **wanted,
+        **flags,
     )
 
-    def of_processed(scaled: Float32[Array, " R"], own: Float32[Array, " R"]) -> jax.Array:
+    def of_processed(scaled: Float32[Array, " R"], processed: Float32[Array, " R"]) -> jax.Array:
         has_own: Bool[Array, " R"] = is_processed & ~jnp.isnan(scaled)  # NaN: an invalid row
-        return jnp.where(has_own, own, scaled)
+        return jnp.where(has_own, processed, scaled)
 
-    return found._replace(
-        **{name: of_processed(getattr(found, name), getattr(sums, name)) for name in names}
+    return results._replace(
+        **{name: of_processed(getattr(results, name), getattr(sums, name)) for name in names}
     )

@@ -138,10 +138,10 @@ def target_message(
     check_message(output, options, stamp, widths)
     (batch, num_positions), vocab = output.token_ids.shape, output.logits.shape[-1]
     num_rows = jnp.where(options.num_columns > 0, output.num_rows, 0)
-    rows, found = _nothing()
+    rows, results = _nothing()
     if widths.k is not None:
         rows = select_rows(num_rows, num_positions)
-        found = row_logprobs(
+        results = row_logprobs(
             _logits_of_modes(output, options, widths),
             output.token_ids,
             rows,
@@ -161,7 +161,7 @@ def target_message(
         slots._replace(kept=options.kept.astype(jnp.int32), values=options.values),
         output.token_ids,
         rows,
-        found,
+        results,
         stamp,
         kind=Kind.TARGET,
         running=output.running,
@@ -193,17 +193,19 @@ def row_kept_sets(
     if cut is None:
         assert output.changes is None, "the cut that `verify` found is of the changed logits"
         cut = cut_where(options.kept, output.chose, options.sampling, parallel, output.row_ids)
-    own = jax.tree.map(lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut)
+    row_cut = jax.tree.map(
+        lambda x: x.reshape(-1).at[rows.flat].get(mode="fill", fill_value=0), cut
+    )
     changes = {}
     if output.changes is not None:
         changes = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), output.changes._asdict())
     flat_logits, place = flattened(output.chose, rows, output.row_ids)
-    found = parallel.over_vocabulary(
-        lambda shard, logits, whole: kept_sets(logits, *whole[:3], shard=shard, **whole[3]),
+    sets = parallel.over_vocabulary(
+        lambda shard, logits, by_row: kept_sets(logits, *by_row[:3], shard=shard, **by_row[3]),
         flat_logits,
-        (place, rows.num, own, changes),
+        (place, rows.num, row_cut, changes),
     )
-    return KeptRows(rows.num, PaddedKept(*found))
+    return KeptRows(rows.num, PaddedKept(*sets))
 
 
 def draft_message(
@@ -236,7 +238,7 @@ def draft_message(
     vocab = output.logits.shape[-1]
     num_tokens = jnp.where(options.draft_logprobs, drafts.num, 0)
     num_rows = jnp.where(options.num_columns > 0, num_tokens, 0)
-    rows, found = _nothing()
+    rows, results = _nothing()
     if widths.k is not None:
         if drafts.report is None:
             raise ValueError(
@@ -247,19 +249,19 @@ def draft_message(
         report = drafts.report
         named = (report.token_ids, report.logprobs, report.token_ranks, report.extra_logprobs)
         flat = TopkLogprobs(*(x.reshape(batch * num_drafts, *x.shape[2:]) for x in named))
-        found = picked(flat, rows)
+        results = picked(flat, rows)
         # They may be of an earlier batch, with other widths. A slot's own columns are in both.
-        found = found._replace(
-            token_ids=_as_wide(found.token_ids, widths.num_columns),
-            logprobs=_as_wide(found.logprobs, widths.num_columns),
-            extra_logprobs=_as_wide(found.extra_logprobs, widths.chosen),
+        results = results._replace(
+            token_ids=_as_wide(results.token_ids, widths.num_columns),
+            logprobs=_as_wide(results.logprobs, widths.num_columns),
+            extra_logprobs=_as_wide(results.extra_logprobs, widths.chosen),
         )
     decodes = _states(output, options) == SlotState.TOKENS
     return pack(
         _slots(output, options, num_tokens, num_rows, jnp.where(decodes, output.num_drafts, 0)),
         drafts.token_ids,
         rows,
-        found,
+        results,
         stamp,
         kind=Kind.DRAFT,
         running=output.running,

@@ -190,11 +190,11 @@ def attention_in_tiles(
         out = lax.map(of_group, (q, seen, numbers, reached))
         return out.reshape(tiles, b, *out.shape[2:])  # type: ignore[no-any-return]
 
-    every = *jax.tree.map(split, (q, seen)), cache
+    tile_inputs = *jax.tree.map(split, (q, seen)), cache
     # On a CPU one slot at a time: there the order of sums and products follows an array's size.
     on_cpu = partial(attended, tile=CPU_KEY_TILE, slots=1)
     elsewhere = partial(attended, tile=KEY_TILE, slots=b)
-    out = jnp.moveaxis(lax.platform_dependent(*every, cpu=on_cpu, default=elsewhere), 0, 1)
+    out = jnp.moveaxis(lax.platform_dependent(*tile_inputs, cpu=on_cpu, default=elsewhere), 0, 1)
     return out.reshape(b, -1, out.shape[-1])[:, :s]
 
 
@@ -226,12 +226,12 @@ def _tiled(scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, seen: See
     return attention_in_tiles(scoring, q, KVCache(k, v), (zero, zero), seen)
 
 
-def _tiled_forward(scoring: Scoring, *given: Any) -> tuple[jax.Array, Any]:
-    return _tiled(scoring, *given), given
+def _tiled_forward(scoring: Scoring, *inputs: Any) -> tuple[jax.Array, Any]:
+    return _tiled(scoring, *inputs), inputs
 
 
-def _tiled_backward(scoring: Scoring, given: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    q, k, v, seen = given
+def _tiled_backward(scoring: Scoring, inputs: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    q, k, v, seen = inputs
     entries = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None]
     visible = (entries >= seen.first[:, :, None]) & (entries <= seen.last[:, :, None])
     _, back = jax.vjp(lambda q, k, v: attention(q, k, v, visible, scoring), q, k, v)

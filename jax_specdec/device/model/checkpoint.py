@@ -152,10 +152,10 @@ def check_tensors(
                 f"{path}: {name} has shape {tensors[name].shape}, its configuration wants "
                 f"{value.shape}"
             )
-        found, floating = tensors[name].dtype, jnp.issubdtype(value.dtype, jnp.floating)
-        if found != value.dtype and not (floating and jnp.issubdtype(found, jnp.floating)):
+        dtype, floating = tensors[name].dtype, jnp.issubdtype(value.dtype, jnp.floating)
+        if dtype != value.dtype and not (floating and jnp.issubdtype(dtype, jnp.floating)):
             raise CheckpointError(
-                f"{path}: {name} is stored as {found}, and "
+                f"{path}: {name} is stored as {dtype}, and "
                 f"{'a float type' if floating else value.dtype} is needed"
             )
 

@@ -35,10 +35,10 @@ def check_memory(
             if dtype == "float32"
             else "choose fewer slots, a smaller max_length or a smaller model"
         )
-        each = f" on each of {num_devices} devices" if num_devices > 1 else ""
+        per_device = f" on each of {num_devices} devices" if num_devices > 1 else ""
         raise InsufficientMemory(
-            f"{what} needs {needed / GIB:.2f} GiB{each} in {dtype}, with its caches; available are "
-            f"{available / GIB:.2f} GiB: {way_out}"
+            f"{what} needs {needed / GIB:.2f} GiB{per_device} in {dtype}, with its caches; "
+            f"available are {available / GIB:.2f} GiB: {way_out}"
         )
 
 

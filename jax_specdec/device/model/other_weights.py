@@ -36,7 +36,7 @@ def other_weights(
       FileNotFoundError, CheckpointError, InsufficientMemory: as `load_model`.
       CheckpointError: the weights are those of another model.
     """
-    found, other = load_model(
+    params, other = load_model(
         path, dtype=config.dtype, tell=tell, num_devices=num_devices, devices=devices
     )
     if other != config:
@@ -50,7 +50,7 @@ def other_weights(
             f"{path} is another model than the one that runs: {'; '.join(differ)}; start an engine "
             "with it"
         )
-    return replace(found, draft=current.draft)
+    return replace(params, draft=current.draft)
 
 
 def own_weights(path: str | Path, current: Any) -> Any:

@@ -129,7 +129,7 @@ def _init_layers(config: ModelConfig, n: int, normal: Normal) -> LayerParams:
     """A stack of n layers."""
     dtype = jnp.dtype(config.dtype)
     e, f = config.hidden_size, config.intermediate_size
-    each = (n, config.num_experts) if config.num_experts else (n,)
+    lead_shape = (n, config.num_experts) if config.num_experts else (n,)
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     residual = 1.0 / math.sqrt(2 * config.num_layers)
 
@@ -146,9 +146,9 @@ def _init_layers(config: ModelConfig, n: int, normal: Normal) -> LayerParams:
         value=normal((n, e, kv), e),
         output=normal((n, q, e), q, residual),
         mlp_norm=neutral_norm(config, (n, e)),
-        gate=normal((*each, e, f), e),
-        up=normal((*each, e, f), e),
-        down=normal((*each, f, e), f, residual),
+        gate=normal((*lead_shape, e, f), e),
+        up=normal((*lead_shape, e, f), e),
+        down=normal((*lead_shape, f, e), f, residual),
         query_bias=bias(q, config.qkv_bias),
         key_bias=bias(kv, config.qkv_bias),
         value_bias=bias(kv, config.qkv_bias),

@@ -106,5 +106,7 @@ def _in_copied_slot(
     )
     out, part = model.forward(params, tokens[None], positions, part)
     return out, jax.tree.map(
-        lambda whole, one: whole.at[:, slot].set(one[:, 0], mode="drop"), cache, part
+        lambda cache_array, slot_array: cache_array.at[:, slot].set(slot_array[:, 0], mode="drop"),
+        cache,
+        part,
     )

@@ -29,8 +29,10 @@ def rotary(
     angle = jnp.einsum("bs,f->bsf", positions.astype(jnp.float32), frequencies,
                        precision=lax.Precision.HIGHEST)[:, :, None, :]  # fmt: skip
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    first_half, second_half = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate(
+        [first_half * cos - second_half * sin, second_half * cos + first_half * sin], axis=-1
+    )
     if not (isinstance(factor, float) and factor == 1):
         turned = turned * factor
     return turned.astype(x.dtype)
@@ -49,10 +51,10 @@ def layer_rotation(
     factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
     if config.sliding_rope_theta is None or slides is False:
         return usual, factor
-    own = _frequencies(config.sliding_rope_theta, config.head_dim)
+    sliding = _frequencies(config.sliding_rope_theta, config.head_dim)
     if slides is True:
-        return own, 1.0
-    frequencies = jnp.where(slides, own, usual)
+        return sliding, 1.0
+    frequencies = jnp.where(slides, sliding, usual)
     return frequencies, 1.0 if factor == 1 else jnp.where(slides, 1, jnp.float32(factor))
 
 

@@ -47,8 +47,8 @@ def with_bits_of_their_own(
         params, small = _first_layers(params, model)
     length = min(2 * tile, max_length)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab_size, length), jnp.int32)
-    whole = replace(small, row_step=None) if isinstance(small, ModelConfig) else small
-    expected = _rows_of(params, whole, tokens, length)
+    whole_tiles_model = replace(small, row_step=None) if isinstance(small, ModelConfig) else small
+    expected = _rows_of(params, whole_tiles_model, tokens, length)
 
     def differing(model: Model, sizes: list[tuple[int, int]]) -> list[str]:
         return [
@@ -61,7 +61,7 @@ def with_bits_of_their_own(
         sizes = [(1, size) for size in (*range(step, tile, step), length)] + [(slots, width)]
         if not differing(small, sizes):
             return model
-    others = differing(whole, [(1, min(tile, length)), (slots, width)])
+    others = differing(whole_tiles_model, [(1, min(tile, length)), (slots, width)])
     if others:
         raise ValueError(
             f"batch_invariant = True, but on this {jax.devices()[0].device_kind} rows of this "

@@ -82,16 +82,16 @@ def sequence_logprobs(
       ValueError: the model has no tiles, another digest, kept sets of other rows or that cannot be
         (`check_kept`), or rows of other logits.
     """
-    tile, own = own_model.row_tile(model), digest_of(model)
+    tile, model_digest = own_model.row_tile(model), digest_of(model)
     if tile is None:
         raise ValueError(
             "row_tile = None: such a model's logprobs have other bits in another batch; give it "
             "the row_tile of the rollout, as dataclasses.replace(model, row_tile=32) does"
         )
-    if digest is not None and (others := _others(digest, own)):
+    if digest is not None and (others := _others(digest, model_digest)):
         text = (
-            f"the rollout has the digest {others[0]}, and this process {own}: jax, the device, the "
-            "mesh, the dtype or a tile is another, so ratios are near 1 and not 1"
+            f"the rollout has the digest {others[0]}, and this process {model_digest}: jax, the "
+            "device, the mesh, the dtype or a tile is another, so ratios are near 1 and not 1"
         )
         if on_other_digest == "refuse":
             raise ValueError(f'{text}; on_other_digest="warn" goes on')
@@ -136,7 +136,7 @@ def digest_of(model: Model, mesh: Mesh | None = None, implementation: str | None
     return 1 + zlib.crc32(repr(parts).encode()) % 0xFFFF
 
 
-def _others(digest: int | AnyArray, own: int) -> list[int]:
+def _others(digest: int | AnyArray, model_digest: int) -> list[int]:
     """The digests that are another one.
 
     Raises:
@@ -147,7 +147,7 @@ def _others(digest: int | AnyArray, own: int) -> list[int]:
         raise TypeError(
             f"digest = {digest!r} must be an integer, as `Record.digest` is, or an array of them"
         )
-    return sorted({*digests.reshape(-1).tolist()} - {own})
+    return sorted({*digests.reshape(-1).tolist()} - {model_digest})
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 5))
@@ -217,12 +217,14 @@ def score(
         return jax.tree.map(lambda x: x[None], scores)  # type: ignore[no-any-return]
 
     hidden = whole_sequences(params, model, ids[:, :-1])
-    whole = own_model.row_tile(model) or 1  # so many rows at once that no tile is padded
-    most = max(8, whole, LOGITS_BYTES // (4 * own_model.num_columns(model)) // whole * whole)
-    found: Scores = over_rows(
+    tile_rows = own_model.row_tile(model) or 1  # so many rows at once that no tile is padded
+    most = max(
+        8, tile_rows, LOGITS_BYTES // (4 * own_model.num_columns(model)) // tile_rows * tile_rows
+    )
+    scores: Scores = over_rows(
         some, hidden, ids[:, 1:], kept, t, tile=min(most, hidden[..., 0].size)
     )
-    return found
+    return scores
 
 
 def whole_sequences(
@@ -236,18 +238,18 @@ def whole_sequences(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     if not isinstance(model, ModelConfig):
         return model.forward(params, tokens, positions, model.init_cache(*tokens.shape))[0]
-    config, every = model, jnp.zeros_like(positions)
-    near = every
+    config, zero_positions = model, jnp.zeros_like(positions)
+    near = zero_positions
     if config.sliding_window is not None:
         near = jnp.maximum(positions - config.sliding_window + 1, 0)
     is_sliding = np.isin(np.arange(config.num_layers), config.sliding_layers)
     mixed = is_sliding.any() != is_sliding.all()
 
     @jax.checkpoint
-    def layer(x: jax.Array, one: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
-        weights, index = one
+    def layer(x: jax.Array, layer_inputs: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+        weights, index = layer_inputs
         slides: Slides = jnp.asarray(is_sliding)[index] if mixed else bool(is_sliding[0])
-        first = jnp.where(slides, near, every)
+        first = jnp.where(slides, near, zero_positions)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
             if config.row_tile is not None:

@@ -79,7 +79,7 @@ class Parallel:
         self,
         call: Callable[[VocabShard, Any, Any], Result],
         columns: Any,
-        whole: Any,
+        by_row: Any,
         *,
         split_result: bool = False,
     ) -> Result:
@@ -88,21 +88,21 @@ class Parallel:
         Args:
           call: its result must be the same on every shard.
           columns: arrays [..., V]; a device gets [..., V / shards].
-          whole: arrays that every device gets whole.
+          by_row: arrays that every device gets whole.
           split_result: the result is like `columns`, and split as they are.
         """
         if self.mesh is None:
-            return call(VocabShard(), columns, whole)
+            return call(VocabShard(), columns, by_row)
         shard = VocabShard(MODEL_AXIS, self.vocab_size)
         specs = jax.tree.map(lambda x: split(x.shape, -1, self.num_shards), columns)
         everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
         mapped: Callable[[Any, Any], Result] = jax.shard_map(
-            lambda columns, whole: call(shard, columns, whole),
+            lambda columns, by_row: call(shard, columns, by_row),
             mesh=self.mesh,
             in_specs=(specs, everywhere),
             out_specs=specs if split_result else everywhere,
         )
-        return mapped(columns, whole)
+        return mapped(columns, by_row)
 
     def place(self, values: Any, specs: Any) -> Any:
         """Put each value where its spec says; on one device they stay as they are."""

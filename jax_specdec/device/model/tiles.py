@@ -44,9 +44,9 @@ def over_rows(function: Callable[..., Result], *rows: Any, tile: Tile, axes: int
     most, step = tile if isinstance(tile, tuple) else (tile, tile)
     size = min(most, -(-math.prod(lead) // step) * step)
 
-    def own(one: tuple[Any, ...]) -> Any:
+    def own(tile_inputs: tuple[Any, ...]) -> Any:
         # Fused with what stands before or behind it, a tile would round at other places.
-        return lax.optimization_barrier(function(*lax.optimization_barrier(one)))  # type: ignore[no-untyped-call]
+        return lax.optimization_barrier(function(*lax.optimization_barrier(tile_inputs)))  # type: ignore[no-untyped-call]
 
     def split(x: jax.Array) -> jax.Array:
         return as_tiles(x.reshape(1, -1, *x.shape[axes:]), size)
@@ -54,8 +54,8 @@ def over_rows(function: Callable[..., Result], *rows: Any, tile: Tile, axes: int
     def joined(x: jax.Array) -> jax.Array:
         return of_tiles(x, 1, math.prod(lead)).reshape(*lead, *x.shape[3:])
 
-    found: Result = jax.tree.map(joined, lax.map(own, jax.tree.map(split, rows)))
-    return found
+    results: Result = jax.tree.map(joined, lax.map(own, jax.tree.map(split, rows)))
+    return results
 
 
 def as_tiles(x: Shaped[Array, "B S *of"], tile: int) -> Shaped[Array, "N 1 tile *of"]:

@@ -22,8 +22,10 @@ def main(child: Child) -> int:
     plugin_messages.shorten()
     start = child.start
     assert start.member is not None
-    index, here = start.member.index, start.config.devices_here
-    join(index, start.config.num_processes, start.member.coordinator, local=index % here)
+    index, num_devices_here = start.member.index, start.config.devices_here
+    join(
+        index, start.config.num_processes, start.member.coordinator, local=index % num_devices_here
+    )
     compilation_cache.begin(start.config.compilation_cache)
     compilations.watch(child.stats)
     child.stats.enter(Phase.LOADING)

@@ -93,9 +93,9 @@ class Grammars:
           slots: [B].
           seen: [B, 3 + S + D], what the device knows of them (`loop.step.seen`).
         """
-        every = no_masks(self._config)
-        allowed: Any = every.allowed
-        num_legal: Any = every.num_legal
+        masks = no_masks(self._config)
+        allowed: Any = masks.allowed
+        num_legal: Any = masks.num_legal
         errors: dict[int, RequestError] = {}
         drafts_at = 3 + self._config.num_positions
         for index, slot in enumerate(slots):

@@ -69,9 +69,9 @@ def check_same(params: Any, current: Any) -> None:
     Raises:
       CheckpointError: a weight is missing, or has another shape, type or place.
     """
-    found, expected = str(jax.tree.structure(params)), str(jax.tree.structure(current))
-    if found != expected:
-        raise CheckpointError(f"the weights are {found}; those in use are {expected}")
+    structure, expected = str(jax.tree.structure(params)), str(jax.tree.structure(current))
+    if structure != expected:
+        raise CheckpointError(f"the weights are {structure}; those in use are {expected}")
     named = jax.tree_util.tree_leaves_with_path(current)
     for (path, old), new in zip(named, jax.tree.leaves(params), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator=".")

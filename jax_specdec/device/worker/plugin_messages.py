@@ -20,12 +20,12 @@ class Shortened(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written; it may be changed."""
-        said = record.getMessage()
-        if not (record.exc_info and "plugin" in said):
+        text = record.getMessage()
+        if not (record.exc_info and "plugin" in text):
             return True
-        record.msg, record.args = f"{said}: {record.exc_info[1]}", ()
+        record.msg, record.args = f"{text}: {record.exc_info[1]}", ()
         record.exc_info = record.exc_text = None
-        return self._has_gpu or "cuda" not in said
+        return self._has_gpu or "cuda" not in text
 
 
 def shorten() -> None:

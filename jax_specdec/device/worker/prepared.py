@@ -60,8 +60,8 @@ def abstract(tree: Tree) -> Tree:
         place = x.sharding if x.committed else None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)  # type: ignore[no-untyped-call]
 
-    found: Tree = jax.tree.map(shape_of, tree)
-    return found
+    shapes: Tree = jax.tree.map(shape_of, tree)
+    return shapes
 
 
 def compile_now(*lowered: Lowered) -> None:
@@ -104,9 +104,9 @@ def compile_ladder(
     begun: dict[int, Any] = {}  # what was traced: kinds share programs
 
     def begin(*traced: Traced) -> None:
-        new = [one for one in traced if id(one.jaxpr) not in begun]
-        begun.update((id(one.jaxpr), one.jaxpr) for one in new)
-        jobs[-1][1].append(pool.submit(compile_now, *(one.lower() for one in new)))
+        new = [program for program in traced if id(program.jaxpr) not in begun]
+        begun.update((id(program.jaxpr), program.jaxpr) for program in new)
+        jobs[-1][1].append(pool.submit(compile_now, *(program.lower() for program in new)))
 
     def say(name: str, traced: int) -> None:
         done = sum(all(job.done() for job in waiting) for _, waiting in jobs[:traced])
@@ -174,11 +174,13 @@ def compile_batch(programs: Compiled, kind: Kind, arguments: Arguments, compile:
     else:
         traced = programs.step.trace(params, state, options, changes=changes, **kind.step_options)
     output = _compiled(traced, (params, state), compile)[1]
-    said, widths = (output, options, STAMP), kind.widths
-    messages = [programs.target_message.trace(*said, np.bool_(False), widths=widths)]
+    message_inputs, widths = (output, options, STAMP), kind.widths
+    messages = [programs.target_message.trace(*message_inputs, np.bool_(False), widths=widths)]
     if kind.reports_drafts:
-        messages.append(programs.draft_message.trace(*said, widths=widths))
-    _compile_copies(programs, [_compiled(one, output, compile) for one in messages], compile)
+        messages.append(programs.draft_message.trace(*message_inputs, widths=widths))
+    _compile_copies(
+        programs, [_compiled(message, output, compile) for message in messages], compile
+    )
 
 
 def compile_prompt(

@@ -209,7 +209,7 @@ class Lead:
             )
             follower.tell(control.to_line(born))
         self._heard = [
-            (0, control.Liveness(each.pid, grace=START_SECONDS)) for each in self._followers
+            (0, control.Liveness(follower.pid, grace=START_SECONDS)) for follower in self._followers
         ]
         self._client.stats.members = self._phases
         self._client.beside = self._listen

@@ -129,11 +129,11 @@ class StepWidths:
             self.costs[kind] = self.costs[other] + told
         error = told - (self.costs[kind] - self.costs[other])
         error = min(max(error, -MOST_ERROR), MOST_ERROR)
-        for one, sign in ((kind, 1), (other, -1)):
-            self.changes[one] = self.changes.get(one, 0) + 1
-            self.costs[one] += sign * error / 2 * max(RATE, 1 / self.changes[one])
-            if self.changes[one] >= LEAST:
-                self.told[one.num_drafts] = one
+        for timed_kind, sign in ((kind, 1), (other, -1)):
+            self.changes[timed_kind] = self.changes.get(timed_kind, 0) + 1
+            self.costs[timed_kind] += sign * error / 2 * max(RATE, 1 / self.changes[timed_kind])
+            if self.changes[timed_kind] >= LEAST:
+                self.told[timed_kind.num_drafts] = timed_kind
 
     def saw(self, generations: Sequence[int], fates: Sequence[int]) -> None:
         """Take in the fates of a step's drafts; `generations` are the slots' as it was launched."""
@@ -144,9 +144,9 @@ class StepWidths:
 
     def _text(self, index: int, generation: int) -> Text:
         """A slot's estimates; of a new request, before any token."""
-        found = self.texts.get(index)
-        if found is not None and found.generation == generation:
-            return found
+        text = self.texts.get(index)
+        if text is not None and text.generation == generation:
+            return text
         # A repetition shows before it is drafted for; a model drafts well from the start.
         if self.certain:
             return Text(generation, 0.5, 0.05, seen_wrong=20)

@@ -233,7 +233,7 @@ class Worker:
         rungs, kinds = self.ladder.rungs, [*self.ladder.rungs]
         if narrower and self.step_widths is not None:
             num_drafts = self.config.drafter.num_drafts
-            kinds += [one for rung in rungs for one in rung.narrower(num_drafts)]
+            kinds += [kind for rung in rungs for kind in rung.narrower(num_drafts)]
         return tuple(kinds)
 
     def rehearse(
@@ -362,7 +362,11 @@ class Worker:
         if self.step_widths is None or any(slot.grammar is not None for slot in self.slots):
             return ()
         narrower = kind.narrower(self.config.drafter.num_drafts)
-        return tuple(one for one in narrower if self.narrow is None or one in self.narrow)
+        return tuple(
+            kind_of_width
+            for kind_of_width in narrower
+            if self.narrow is None or kind_of_width in self.narrow
+        )
 
     def prompt_kind_of(self, slot: Slot) -> PromptKind:
         """The kind of programs for the prompt of a slot that wants its logprobs."""
@@ -391,10 +395,10 @@ class Worker:
             score_from = None
             if slot.score_from is not None and slot.prefill_at is not None:
                 score_from = max(slot.score_from, slot.prefill_at)
-            known = tokens[index, : lengths[index]].tolist()
+            token_ids = tokens[index, : lengths[index]].tolist()
             again = replace(
                 slot,
-                prefill_at=self.prefixes.admit(index, self._reusable(known, score_from)),
+                prefill_at=self.prefixes.admit(index, self._reusable(token_ids, score_from)),
                 prefill_length=int(lengths[index]),
                 score_from=score_from,
             )
