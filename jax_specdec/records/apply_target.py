@@ -64,12 +64,12 @@ def taken(
       ProcessorError: a generation was never admitted.
     """
     b = message.num_slots
-    mine = (state.admitted.generation[:b] == message.generation) & speaks
-    mine &= state.columns.phase[:b] == _RUNNING
+    is_current = (state.admitted.generation[:b] == message.generation) & speaks
+    is_current &= state.columns.phase[:b] == _RUNNING
     counters = state.counters
-    if np.count_nonzero(mine) != np.count_nonzero(speaks):
-        counters = _count_strangers(state, message, speaks & ~mine)
-    return mine.nonzero()[0], counters
+    if np.count_nonzero(is_current) != np.count_nonzero(speaks):
+        counters = _count_strangers(state, message, speaks & ~is_current)
+    return is_current.nonzero()[0], counters
 
 
 def emitted(state: ProcessorState, message: Message, slots: NDArray[np.intp]) -> Emitted:
@@ -112,10 +112,10 @@ def check_rows(
       expected: [N] the requests' `row_format`.
       counts: [N] where the message has tokens of the slot's request; other slots are not checked.
     """
-    said = row_format(
+    sent_format = row_format(
         message.columns, message.num_chosen, message.mode, message.kept, message.values
     )
-    wrong = said[slots] != expected
+    wrong = sent_format[slots] != expected
     if not np.count_nonzero(wrong) or not (wrong & counts).any():
         return
     slot = int(slots[(wrong & counts).argmax()])
@@ -130,9 +130,11 @@ def check_rows(
             f"{_names(int(message.values[slot]))}: a worker sends what was asked for"
         )
     if bool(message.kept[slot]) != bool(due & KEPT_FORMAT):
-        asked, sent = ("kept sets", "none") if params.kept_token_ids else ("no kept sets", "some")
+        expected_sets, sent = (
+            ("kept sets", "none") if params.kept_token_ids else ("no kept sets", "some")
+        )
         raise ProcessorError(
-            f"slot {slot}: request {request.id!r} asked for {asked}; the message of step "
+            f"slot {slot}: request {request.id!r} asked for {expected_sets}; the message of step "
             f"{message.step} has {sent}: a worker sends what was asked for"
         )
     chosen = pluralize(len(params.extra_token_ids), "chosen id")
@@ -157,15 +159,16 @@ def _count_strangers(
     Raises:
       ProcessorError: a generation was never admitted.
     """
-    known = state.admitted.generation[: message.num_slots]
-    surplus = strangers & (known == message.generation)
-    late = strangers & (known != message.generation)
-    future = late & ((known < 0) | is_newer(message.generation, known))
+    admitted = state.admitted.generation[: message.num_slots]
+    surplus = strangers & (admitted == message.generation)
+    late = strangers & (admitted != message.generation)
+    future = late & ((admitted < 0) | is_newer(message.generation, admitted))
     if future.any():
         slot = int(future.argmax())
         raise ProcessorError(
             f"slot {slot}: the message is about generation {message.generation[slot]}, "
-            f"but the last one admitted is {known[slot]}: admit a request before the worker runs it"
+            f"but the last one admitted is {admitted[slot]}: admit a request before the worker "
+            "runs it"
         )
     counters = state.counters
     first = message.state == SlotState.PREFILL_FIRST_TOKEN
@@ -183,7 +186,7 @@ def cut(
     """Cut the tokens of `slots` at the first stop token, stop sequence or length limit."""
     admitted = state.admitted
     room = admitted.limit[slots] - state.columns.num_tokens[slots]
-    kept = np.minimum(emitted.count, room)
+    num_kept = np.minimum(emitted.count, room)
     reason = admitted.limit_reason[slots] * (emitted.count >= room)
     stop_index = np.empty(len(slots), np.int64)
     stop_index.fill(-1)
@@ -197,16 +200,16 @@ def cut(
             for token in candidates.tolist():
                 slot = int(owner[token])
                 row, position = int(row_of[slot]), token - int(message.token_start[slot])
-                if row >= 0 and position < kept[row]:
+                if row >= 0 and position < num_kept[row]:
                     stop = _stop_at(state, message, slot, position)
                     if stop is not None:
-                        kept[row] = position + 1
+                        num_kept[row] = position + 1
                         reason[row], stop_index[row] = stop
     if emitted.special:
         reason[emitted.state == SlotState.RECOVERY_STOP] = FinishReason.RECOVERY_ERROR
     reschedule = emitted.state == _PREEMPTED
     some_leave = bool(np.count_nonzero(reason) or (emitted.special and reschedule.any()))
-    return StopCut(kept, reason, stop_index, reschedule, some_leave)
+    return StopCut(num_kept, reason, stop_index, reschedule, some_leave)
 
 
 def _stop_at(
@@ -250,19 +253,22 @@ def added_up(
 
 
 def cumulative(
-    before: NDArray[np.float64], message: Message, slots: NDArray[np.intp], kept: NDArray[np.int64]
+    before: NDArray[np.float64],
+    message: Message,
+    slots: NDArray[np.intp],
+    num_kept: NDArray[np.int64],
 ) -> NDArray[np.float64]:
     """[B] `before` plus the kept tokens' logprobs, added one by one in float64."""
     after = before.copy()
     alike = message.same_columns
-    if alike is not None and int(kept.sum()) == len(message.token_ids):
+    if alike is not None and int(num_kept.sum()) == len(message.token_ids):
         if alike:  # all of a table's first column
             owner = np.arange(message.num_slots).repeat(message.num_tokens)
             np.add.at(after, owner, message.logprobs[::alike].astype(np.float64))
         return frozen(after)
     columns = message.columns[slots]
     width = columns + message.num_more[slots]
-    rows = kept * (columns > 0)
+    rows = num_kept * (columns > 0)
     ends = rows.cumsum()
     if ends.size and ends[-1]:
         first = message.logprob_start[slots] - (ends - rows) * width
@@ -298,17 +304,17 @@ def acceptance(
 
 
 def tail(
-    state: ProcessorState, message: Message, slots: NDArray[np.intp], kept: NDArray[np.int64]
+    state: ProcessorState, message: Message, slots: NDArray[np.intp], num_kept: NDArray[np.int64]
 ) -> NDArray[np.int32]:
     """[B, M] the remembered tokens after this message, where stop sequences need them."""
     before = state.columns.tail
-    needed = (state.admitted.history[slots] > 0) & (kept > 0) if before.shape[1] else None
+    needed = (state.admitted.history[slots] > 0) & (num_kept > 0) if before.shape[1] else None
     if needed is None or not needed.any():
         return before
-    slots, kept = slots[needed], kept[needed]
+    slots, num_kept = slots[needed], num_kept[needed]
     size = before.shape[1]
     # The last `size` of the old tail followed by the kept tokens; below 0 still the old tail.
-    source = kept[:, None] - np.arange(size, 0, -1)[None, :]
+    source = num_kept[:, None] - np.arange(size, 0, -1)[None, :]
     new = message.token_ids[message.token_start[slots][:, None] + np.maximum(source, 0)]
     old = np.take_along_axis(before[slots], np.minimum(source, -1) + size, axis=1)
     after = before.copy()

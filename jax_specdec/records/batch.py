@@ -126,8 +126,8 @@ class Counters:
     preempted: int = 0
 
 
-def _added(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
+def _added(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(first, second, fillvalue=0))
 
 
 def _above(steps_by_count: tuple[int, ...]) -> tuple[int, ...]:
@@ -227,14 +227,14 @@ class PromptChunks:
     def rows(self, row: int, slot: int) -> PromptRows:
         """The rows of record `row`, which is about `slot`."""
         skip, columns = int(self.skip[row]), int(self.message.columns[slot])
-        said = self.message.slot(slot)
+        view = self.message.slot(slot)
         return PromptRows(
             start=int(self.start[row]),
-            token_ids=said.token_ids[skip:],
-            logprobs=said.logprobs[skip:, :columns],
-            chosen_logprobs=said.logprobs[skip:, columns:],
-            token_ranks=said.token_ranks[skip:],
-            topk_ids=said.topk_ids[skip:],
+            token_ids=view.token_ids[skip:],
+            logprobs=view.logprobs[skip:, :columns],
+            chosen_logprobs=view.logprobs[skip:, columns:],
+            token_ranks=view.token_ranks[skip:],
+            topk_ids=view.topk_ids[skip:],
         )
 
 

@@ -62,13 +62,15 @@ class MessageViews:
             logprobs = _cut(message.logprobs.reshape(-1, columns), places)
             shape = len(message.token_ranks), columns - 1
             topk_ids = _cut(message.topk_ids.reshape(shape), places)
-        asked = (message.columns[slots] > 0).tolist()
-        return cls(token_ids, *(_where(asked, views) for views in (ranks, logprobs, topk_ids)))
+        has_rows = (message.columns[slots] > 0).tolist()
+        return cls(token_ids, *(_where(has_rows, views) for views in (ranks, logprobs, topk_ids)))
 
 
-def _where(asked: list[bool], views: list[Any]) -> list[Any]:
+def _where(has_rows: list[bool], views: list[Any]) -> list[Any]:
     return (
-        views if all(asked) else [v if has else None for v, has in zip(views, asked, strict=True)]
+        views
+        if all(has_rows)
+        else [v if has else None for v, has in zip(views, has_rows, strict=True)]
     )
 
 
@@ -78,8 +80,8 @@ def _same_count(message: Message, num_tokens: NDArray[np.int64]) -> int:
     So are the steps without drafts: NumPy cuts such a table by itself.
     """
     count = len(message.token_ids) // max(len(num_tokens), 1)
-    whole = count * len(num_tokens) == len(message.token_ids)
-    return count if whole and not np.count_nonzero(num_tokens != count) else 0
+    is_whole = count * len(num_tokens) == len(message.token_ids)
+    return count if is_whole and not np.count_nonzero(num_tokens != count) else 0
 
 
 def _slices(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[slice]:

@@ -45,17 +45,17 @@ def fragment(records: Iterable[Shown], text: Callable[[int], str] | None = None)
     from html import escape
 
     lines: dict[str, list[str]] = {}
-    tokens = ((record, one) for record in records for one in _tokens(record, text))
+    tokens = ((record, token) for record in records for token in _tokens(record, text))
     for record, (shown, style, hint) in itertools.islice(tokens, MOST_TOKENS):
         span = f'<span style="{style}" title="{escape(hint)}">{escape(shown)}</span>'
         lines.setdefault(record.request_id, []).append(span)
-    left = sum(1 for _ in tokens)
+    num_hidden = sum(1 for _ in tokens)
     drawn = [
         f"<div><b>{escape(name)}</b> {('' if text else ' ').join(spans)}</div>"
         for name, spans in lines.items()
     ]
-    if left:
-        drawn.append(f"<div>and {pluralize(left, 'token', ',')} more</div>")
+    if num_hidden:
+        drawn.append(f"<div>and {pluralize(num_hidden, 'token', ',')} more</div>")
     return (
         '<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere">'
         f"{''.join(drawn) or 'no tokens'}</div>"
@@ -71,14 +71,18 @@ def _tokens(record: Shown, text: Callable[[int], str] | None) -> Iterator[tuple[
         hints = [f"id {token_id}", "accepted draft"] if accepted else [f"id {token_id}"]
         style = "border-bottom:2px solid #16a34a" if accepted else ""
         if logprobs is not None and ranks is not None and topk_ids is not None:
-            own, *values = logprobs[at].tolist()
-            if math.isnan(own):
+            logprob, *values = logprobs[at].tolist()
+            if math.isnan(logprob):
                 hints.append("invalid row")
                 style += ";background:rgba(128,128,128,.5)"
             else:
-                hints.append(f"logprob {own:.4g}, rank {ranks[at]}")
-                shade = next(shade for upper, shade in _BANDS if -own <= upper)
+                hints.append(f"logprob {logprob:.4g}, rank {ranks[at]}")
+                shade = next(shade for upper, shade in _BANDS if -logprob <= upper)
                 style += f";background:rgba(234,88,12,{shade})"
             candidates = zip(topk_ids[at].tolist()[:MOST_CANDIDATES], values, strict=False)
-            hints += [f"{name(one)!r}: {value:.4g}" for one, value in candidates if one >= 0]
+            hints += [
+                f"{name(candidate)!r}: {value:.4g}"
+                for candidate, value in candidates
+                if candidate >= 0
+            ]
         yield name(token_id), style.lstrip(";"), "\n".join(hints)

@@ -73,25 +73,26 @@ def _check(state: ProcessorState, message: Message, slot: int) -> None:
     request = state.admitted.requests[slot]
     assert request is not None  # its phase is RUNNING
     due, have = int(state.admitted.prompt_due[slot]), int(state.columns.num_prompt[slot])
-    said = message.slot(slot)
+    view = message.slot(slot)
     if not due or state.columns.num_tokens[slot]:
         raise ProcessorError(
             f"slot {slot}: prompt logprobs for request {request.id!r}, which has none to come"
         )
     params = request.params
-    asked = (params.prompt_logprobs, params.num_prompt_chosen, params.logprobs_mode)
+    expected = (params.prompt_logprobs, params.num_prompt_chosen, params.logprobs_mode)
     got = (int(message.columns[slot]) - 1, int(message.num_chosen[slot]), int(message.mode[slot]))
-    if got != asked:
+    if got != expected:
         raise ProcessorError(
-            f"slot {slot}: request {request.id!r} asked for prompt logprobs with K = {asked[0]}, "
-            f"{pluralize(asked[1], 'chosen id')} and mode {asked[2].name}; the message has "
-            f"K = {got[0]}, {pluralize(got[1], 'chosen id')} and mode {LogprobsMode(got[2]).name}"
+            f"slot {slot}: request {request.id!r} asked for prompt logprobs with "
+            f"K = {expected[0]}, {pluralize(expected[1], 'chosen id')} and mode "
+            f"{expected[2].name}; the message has K = {got[0]}, "
+            f"{pluralize(got[1], 'chosen id')} and mode {LogprobsMode(got[2]).name}"
         )
     place = _first_scored(state, slot) + have
-    expected = request.prompt_token_ids[place : place + len(said.token_ids)]
-    if said.token_ids.tolist() != list(expected):
+    next_ids = request.prompt_token_ids[place : place + len(view.token_ids)]
+    if view.token_ids.tolist() != list(next_ids):
         raise StepLost(
-            f"slot {slot}: the logprobs of {pluralize(len(said.token_ids), 'prompt token')} came "
+            f"slot {slot}: the logprobs of {pluralize(len(view.token_ids), 'prompt token')} came "
             f"where tokens {place} and on of request {request.id!r} were next: a chunk is lost, "
             "or came twice"
         )

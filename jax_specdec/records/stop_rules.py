@@ -28,14 +28,14 @@ def with_slot(keys: NDArray[np.int64], slot: int, params: SamplingParams) -> NDA
     """The table with `slot`'s stop rules replaced by those of `params`."""
     last = {*params.stop_token_ids, *(sequence[-1] for sequence in params.stop_sequences)}
     ids = np.array(sorted(last), np.int32)
-    kept = without_slot(keys, slot)
-    return np.sort(np.concatenate([kept, keys_of(np.full(ids.size, slot, np.int64), ids)]))
+    other_keys = without_slot(keys, slot)
+    return np.sort(np.concatenate([other_keys, keys_of(np.full(ids.size, slot, np.int64), ids)]))
 
 
 def without_slot(keys: NDArray[np.int64], slot: int) -> NDArray[np.int64]:
     """The table without the rules of `slot`."""
-    kept: NDArray[np.int64] = keys[keys >> 32 != slot]
-    return kept
+    other_keys: NDArray[np.int64] = keys[keys >> 32 != slot]
+    return other_keys
 
 
 def candidates(keys: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -73,8 +73,10 @@ class Service:
         self.draining, self.num_open = False, 0
         self._engine, self._model = engine, model
         self._api_key = api_key.encode()
-        each = bounds.body_bytes(model.max_length)
-        self._bodies = Bodies(each=each, together=BODIES * each, seconds=bounds.client_timeout)
+        body_bytes = bounds.body_bytes(model.max_length)
+        self._bodies = Bodies(
+            each=body_bytes, together=BODIES * body_bytes, seconds=bounds.client_timeout
+        )
         self._large_bodies = asyncio.Lock()  # held by the one that is read
         self._turn = asyncio.Lock()
         self._described = description(
@@ -159,13 +161,13 @@ class Service:
                     self._check_room()  # others may have come meanwhile
                     self.num_open += 1
                     open_.callback(self._close_one)
-                    wanted = await self._read(body, read)
-                    if (param := _structured_by(wanted)) is not None:
-                        with explained(wanted.body):
-                            await self._check(request, wanted.requests[0], param)
-                run = Run(self._engine, self._model, wanted, timeout=self.bounds.timeout)
+                    parsed_body = await self._read(body, read)
+                    if (param := _structured_by(parsed_body)) is not None:
+                        with explained(parsed_body.body):
+                            await self._check(request, parsed_body.requests[0], param)
+                run = Run(self._engine, self._model, parsed_body, timeout=self.bounds.timeout)
                 open_.enter_context(run)
-                if wanted.body.stream:
+                if parsed_body.body.stream:
                     request.scope.setdefault("state", {})[EVENTS] = True
                     return _Parts(run.events(), open_.pop_all(), "text/event-stream")
                 answer = await _unless_gone(request, run.answer())
@@ -197,22 +199,22 @@ class Service:
             return read(parsed(body), self._model, self.bounds)
 
         if len(body) <= SMALL:
-            wanted = await asyncio.to_thread(work)
+            parsed_body = await asyncio.to_thread(work)
         else:
             async with self._large_bodies:  # its values take many times its bytes
-                wanted = await asyncio.to_thread(work)
-        effort = wanted.body.reasoning_effort if isinstance(wanted.body, Chat) else None
+                parsed_body = await asyncio.to_thread(work)
+        effort = parsed_body.body.reasoning_effort if isinstance(parsed_body.body, Chat) else None
         if effort is not None:
             logger.info("reasoning_effort = %s has no effect here", shown(effort))
-        return wanted
+        return parsed_body
 
-    async def _check(self, asked: Request, request: EngineRequest, param: str) -> None:
+    async def _check(self, http_request: Request, request: EngineRequest, param: str) -> None:
         """Refuse a request that the engine would; its structure is compiled for that.
 
         That happens in a process of its own, and ends where the client leaves.
 
         Args:
-          asked: the request of HTTP.
+          http_request: the request of HTTP.
           request: one of its choices; their structures are the same.
           param: the field that says what its text must be.
 
@@ -220,7 +222,7 @@ class Service:
           ApiError: it cannot be served, or not now.
         """
         try:
-            await _unless_gone(asked, self._engine.check_async(request))
+            await _unless_gone(http_request, self._engine.check_async(request))
         except RequestError as error:
             raise unfit(param, str(error), code="unsupported_value") from error
         except EngineFull as error:
@@ -241,10 +243,10 @@ class Service:
             status = "draining"
         else:
             status = "ready" if health.ready else "loading"
-        workers = [list(one.phase) for one in self._engine.status]
+        workers = [list(worker.phase) for worker in self._engine.status]
         # Problems have paths and tracebacks.
-        known = self._knows_key(request) or not health.problems
-        problems = list(health.problems) if known else ["the server's log says more"]
+        has_key = self._knows_key(request) or not health.problems
+        problems = list(health.problems) if has_key else ["the server's log says more"]
         answer = {"status": status, "problems": problems, "workers": workers}
         return JSONResponse(answer, 200 if status == "ready" else 503)
 
@@ -283,11 +285,11 @@ class _Parts(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _structured_by(wanted: parse_request.ParsedRequest) -> str | None:
+def _structured_by(parsed: parse_request.ParsedRequest) -> str | None:
     """The field that says what an answer's text must be; None where none does."""
-    if wanted.requests[0].params.structured is None:
+    if parsed.requests[0].params.structured is None:
         return None
-    return next(name for name in FIELDS if getattr(wanted.body, name, None))
+    return next(name for name in FIELDS if getattr(parsed.body, name, None))
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
@@ -325,8 +327,10 @@ async def _answer_of_http(paths: Sequence[str], request: Request, error: HTTPExc
         detail += f"; there are {', '.join(paths)}"
     elif error.status_code == 405:
         detail += f"; allowed is {(error.headers or {}).get('Allow', 'another method')}"
-    said = ApiError(error.status_code, f"{request.method} {request.url.path[:MAX_SHOWN]}: {detail}")
-    return JSONResponse(said.body, error.status_code, error.headers)
+    api_error = ApiError(
+        error.status_code, f"{request.method} {request.url.path[:MAX_SHOWN]}: {detail}"
+    )
+    return JSONResponse(api_error.body, error.status_code, error.headers)
 
 
 async def _answer_any(_: Request, error: Exception) -> Response:

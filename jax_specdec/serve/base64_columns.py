@@ -26,33 +26,33 @@ def base64_columns(records: Iterable[Record], params: SamplingParams) -> dict[st
     """
     k, chosen = params.logprobs, len(params.extra_token_ids)
     some = [record for record in records if record.num_tokens]
-    versions = [np.full(one.num_tokens, one.weights_version, np.uint32) for one in some]
-    found = {
-        "token_ids": _column([one.token_ids for one in some], (), np.int32),
+    versions = [np.full(record.num_tokens, record.weights_version, np.uint32) for record in some]
+    columns = {
+        "token_ids": _column([record.token_ids for record in some], (), np.int32),
         "weights_versions": _column(versions, (), np.uint32),
     }
     if k is not None:
-        found |= {
-            "logprobs": _column([one.logprobs for one in some], (k + 1,), np.float32),
-            "token_ranks": _column([one.token_ranks for one in some], (), np.int32),
-            "topk_ids": _column([one.topk_ids for one in some], (k,), np.int32),
+        columns |= {
+            "logprobs": _column([record.logprobs for record in some], (k + 1,), np.float32),
+            "token_ranks": _column([record.token_ranks for record in some], (), np.int32),
+            "topk_ids": _column([record.topk_ids for record in some], (k,), np.int32),
         }
         if chosen:
-            parts = [one.chosen_logprobs for one in some]
-            found["chosen_logprobs"] = _column(parts, (chosen,), np.float32)
+            parts = [record.chosen_logprobs for record in some]
+            columns["chosen_logprobs"] = _column(parts, (chosen,), np.float32)
     for name in ROW_VALUES:
         if getattr(params, name):
-            found[name] = _column([getattr(one, name) for one in some], (), np.float32)
+            columns[name] = _column([getattr(record, name) for record in some], (), np.float32)
     if params.row_digest:
-        found["row_digest"] = _column([one.row_digest for one in some], (), np.uint64)
+        columns["row_digest"] = _column([record.row_digest for record in some], (), np.uint64)
     if params.kept_token_ids:
-        sets = [one.kept for one in some if one.kept is not None]
-        found |= {
-            "kept_counts": _column([one.counts for one in sets], (), np.int32),
-            "log_kept": _column([one.log_kept for one in sets], (), np.float32),
-            "kept_token_ids": _column([one.token_ids for one in sets], (), np.int32),
+        sets = [record.kept for record in some if record.kept is not None]
+        columns |= {
+            "kept_counts": _column([record.counts for record in sets], (), np.int32),
+            "log_kept": _column([record.log_kept for record in sets], (), np.float32),
+            "kept_token_ids": _column([record.token_ids for record in sets], (), np.int32),
         }
-    return found
+    return columns
 
 
 def _column(parts: Sequence[Any], shape: tuple[int, ...], dtype: type) -> dict[str, Any]:

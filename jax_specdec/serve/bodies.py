@@ -25,12 +25,12 @@ def parsed(body: bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
         twice = next(name for name, count in counts.items() if count > 1)
         raise ApiError(400, f"an object has {shown(twice)} twice: name it once")
-    return found
+    return entries
 
 
 class _Body:

@@ -21,10 +21,10 @@ def checked(body: Any, kind: type[Some]) -> Some:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        found = [(_place(one, body), one) for one in error.errors(include_url=False)]
+        faults = [(_place(detail, body), detail) for detail in error.errors(include_url=False)]
     # Of what a value may be, that is meant which goes furthest.
-    place, first = max(found, key=lambda pair: len(pair[0]))
-    why = " or ".join(dict.fromkeys(_why(one) for where, one in found if where == place))
+    place, first = max(faults, key=lambda pair: len(pair[0]))
+    why = " or ".join(dict.fromkeys(_why(detail) for where, detail in faults if where == place))
     if not place and first["type"] == "missing":
         raise unfit(str(first["loc"][-1]), why)
     if not place:

@@ -21,7 +21,7 @@ def vllm_prompt_logprobs(rows: PromptRows, table: TokenTable) -> list[dict[str, 
 
     The prompt's first token, where `rows` begin behind it, has None.
     """
-    found: list[dict[str, Any] | None] = [None] if rows.start == 1 else []
+    entries: list[dict[str, Any] | None] = [None] if rows.start == 1 else []
     ranks = rows.token_ranks.tolist()
     for (token_id, (logprob, *values), ids), rank in zip(
         openai.positions(rows), ranks, strict=True
@@ -30,8 +30,8 @@ def vllm_prompt_logprobs(rows: PromptRows, table: TokenTable) -> list[dict[str, 
         for place, (candidate, value) in enumerate(zip(ids, values, strict=False), 1):
             if candidate != token_id:
                 entry[str(candidate)] = _entry(value, place, candidate, table)
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _entry(logprob: float | None, rank: int, token_id: int, table: TokenTable) -> dict[str, Any]:
@@ -49,16 +49,16 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, request: Request, asked: ParsedRequest, model: ServedModel
+        self, index: int, request: Request, parsed: ParsedRequest, model: ServedModel
     ) -> None:
         self.index, self.num_tokens = index, 0
         self.min_tokens = request.params.min_tokens
         self.structured = request.params.structured is not None
-        self._request, self._asked, self._model = request, asked, model
+        self._request, self._asked, self._model = request, parsed, model
         self._prompt: list[PromptRows] = []
         self._text = TextStream(model.table)  # before the part that comes next
         self._begun = False
-        self._calls = CallReader() if asked.calls else None
+        self._calls = CallReader() if parsed.calls else None
 
     @property
     def large(self) -> bool:
@@ -85,19 +85,19 @@ class Choice:
         text = "".join(part.text for part in parts)
         first, self._begun = not self._begun, True
         self.num_tokens += sum(record.num_tokens for record in records)
-        found: dict[str, Any] = {"index": self.index}
-        found |= (
+        choice: dict[str, Any] = {"index": self.index}
+        choice |= (
             self._chat(text, records, first, finish)
             if self._asked.chat
             else self._plain(text, records, first)
         )
         if finish == "stop" and self._calls is not None and self._calls.complete:
             finish = "tool_calls"
-        found |= {"finish_reason": finish, "stop_reason": stop_reason}
+        choice |= {"finish_reason": finish, "stop_reason": stop_reason}
         if self._asked.body.logprobs_columns:
             columns = base64_columns(records, self._request.params)
-            found |= {"logprobs": None, "columns": columns}
-        return found | self._extras(records, first)
+            choice |= {"logprobs": None, "columns": columns}
+        return choice | self._extras(records, first)
 
     def _chat(
         self, text: str, records: Sequence[Record], first: bool, finish: str | None
@@ -106,63 +106,65 @@ class Choice:
         if self._asked.logprobs is not None and not self._asked.body.logprobs_columns:
             logprobs = openai.chat_logprobs(records, self._model.table)
         key = "delta" if self._asked.body.stream else "message"
-        said: dict[str, Any] = {"content": text}
+        message: dict[str, Any] = {"content": text}
         if self._calls is not None:
             content, call = self._calls.push(text, over=finish is not None)
-            said = {"content": content or None if call else content}
+            message = {"content": content or None if call else content}
             if call is not None:
-                said["tool_calls"] = [call]
+                message["tool_calls"] = [call]
                 if not self._asked.body.stream:
                     del call["index"]
         if first:
-            said = {"role": "assistant"} | said
+            message = {"role": "assistant"} | message
         if not self._asked.body.stream:
-            said["refusal"] = None
-        return {key: said, "logprobs": logprobs or _empty(self._asked, _CHAT)}
+            message["refusal"] = None
+        return {key: message, "logprobs": logprobs or _empty(self._asked, _CHAT)}
 
     def _plain(self, text: str, records: Sequence[Record], first: bool) -> dict[str, Any]:
-        asked, table = self._asked, self._model.table
-        wanted = asked.logprobs is not None and not asked.body.logprobs_columns
+        parsed, table = self._asked, self._model.table
+        has_logprobs = parsed.logprobs is not None and not parsed.body.logprobs_columns
         logprobs = None
-        if asked.echo and first:
+        if parsed.echo and first:
             ids = self._request.prompt_token_ids
             text = table.decode(ids) + text
-            if wanted:
-                assert asked.logprobs is not None
-                rows = openai.joined_prompt(self._prompt, asked.logprobs)
+            if has_logprobs:
+                assert parsed.logprobs is not None
+                rows = openai.joined_prompt(self._prompt, parsed.logprobs)
                 logprobs = openai.echoed_logprobs(ids[0], rows, table, stream=self._text)
             else:
                 self._text.push(ids)
             self._text.finish()  # even where the prompt ends inside a character
-        if wanted and records:
+        if has_logprobs and records:
             more = openai.completion_logprobs(records, table, stream=self._text)
             assert more is not None
             logprobs = more if logprobs is None else {
                 name: [*logprobs[name], *more[name]] for name in more
             }  # fmt: skip
-        return {"text": text, "logprobs": logprobs or _empty(asked, _COMPLETION)}
+        return {"text": text, "logprobs": logprobs or _empty(parsed, _COMPLETION)}
 
     def _extras(self, records: Sequence[Record], first: bool) -> dict[str, Any]:
-        asked, request, table = self._asked, self._request, self._model.table
-        found: dict[str, Any] = {}
-        if asked.prompt_logprobs and first:
+        parsed, request, table = self._asked, self._request, self._model.table
+        extras: dict[str, Any] = {}
+        if parsed.prompt_logprobs and first:
             k = request.params.prompt_logprobs
             assert k is not None
             rows = openai.joined_prompt(self._prompt, k)
-            found["prompt_logprobs"] = vllm_prompt_logprobs(rows, table)
+            extras["prompt_logprobs"] = vllm_prompt_logprobs(rows, table)
             if rows.start > 1:
-                found["prompt_logprobs_start"] = rows.start
+                extras["prompt_logprobs_start"] = rows.start
             if request.params.prompt_extra_token_ids is not None:
-                found["prompt_chosen_logprobs"] = openai.prompt_chosen_logprobs(rows)
-        if asked.body.return_token_ids:
+                extras["prompt_chosen_logprobs"] = openai.prompt_chosen_logprobs(rows)
+        if parsed.body.return_token_ids:
             if first:
-                found["prompt_token_ids"] = list(request.prompt_token_ids)
-            found["token_ids"] = [one for record in records for one in record.token_ids.tolist()]
-        if asked.speculation:
-            found["speculation"] = speculation(records, table)
-            if not asked.body.stream:
-                found["speculation"] |= request_extension(request, records, table)
-        return found
+                extras["prompt_token_ids"] = list(request.prompt_token_ids)
+            extras["token_ids"] = [
+                token_id for record in records for token_id in record.token_ids.tolist()
+            ]
+        if parsed.speculation:
+            extras["speculation"] = speculation(records, table)
+            if not parsed.body.stream:
+                extras["speculation"] |= request_extension(request, records, table)
+        return extras
 
 
 def stop_reason(record: Record, eos: Sequence[int]) -> int | None:
@@ -185,6 +187,6 @@ _COMPLETION: dict[str, Any] = {
 _CHAT: dict[str, Any] = {"content": [], "refusal": None}
 
 
-def _empty(asked: ParsedRequest, format: dict[str, Any]) -> dict[str, Any] | None:
+def _empty(parsed: ParsedRequest, format: dict[str, Any]) -> dict[str, Any] | None:
     """The logprobs of no token: None where none were asked for."""
-    return format if asked.logprobs is not None and not asked.body.logprobs_columns else None
+    return format if parsed.logprobs is not None and not parsed.body.logprobs_columns else None

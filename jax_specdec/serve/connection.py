@@ -171,13 +171,13 @@ class Connection(H11Protocol):
         if self.transport.is_closing() or not self._answers:
             return
         state = self.conn.our_state
-        nothing: h11.Event | None = None
+        interim: h11.Event | None = None
         if state is h11.SEND_RESPONSE and self.scope["http_version"] == "1.1":
-            nothing = h11.InformationalResponse(status_code=100, headers=[])
+            interim = h11.InformationalResponse(status_code=100, headers=[])
         elif state is h11.SEND_BODY and self.scope["state"].get(EVENTS):
-            nothing = h11.Data(data=b":\n\n")
-        if nothing is not None:
-            self.transport.write(self.conn.send(nothing) or b"")
+            interim = h11.Data(data=b":\n\n")
+        if interim is not None:
+            self.transport.write(self.conn.send(interim) or b"")
         self._asks = self.loop.call_later(seconds, self._ask, 2 * seconds)
 
     def on_response_complete(self) -> None:

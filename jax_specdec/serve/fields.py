@@ -27,10 +27,10 @@ MOST_NAMED = 8  # fields of an object that an error lists
 
 def _or_null(schema: dict[str, Any]) -> None:
     """Let the description of a class have null for each field with another default."""
-    for name, one in schema["properties"].items():
-        if (default := one.get("default")) is not None:
-            del one["default"]
-            schema["properties"][name] = {"anyOf": [one, {"type": "null"}], "default": default}
+    for name, field in schema["properties"].items():
+        if (default := field.get("default")) is not None:
+            del field["default"]
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], "default": default}
 
 
 class Closed(BaseModel):
@@ -46,30 +46,30 @@ class Closed(BaseModel):
         """What is given of an object; anything else as it is."""
         if not isinstance(value, dict):
             return value
-        known = [field.alias or name for name, field in cls.model_fields.items()]
-        for name, one in value.items():
-            if one is not None and name not in known:
+        names = [field.alias or name for name, field in cls.model_fields.items()]
+        for name, item in value.items():
+            if item is not None and name not in names:
                 name = encodable(name[:MAX_SHOWN])  # to compare a long one takes long
-                near = difflib.get_close_matches(name, known, 1)
+                near = difflib.get_close_matches(name, names, 1)
                 way = "the fields that are stand in /openapi.json"
                 if near:
                     way = f"did you mean {near[0]!r}?"
-                elif len(known) <= MOST_NAMED:
-                    way = f"known are {', '.join(known)}"
-                said = f"'{name}' is not served; {way}"
-                raise PydanticCustomError("unknown_parameter", said, {"name": name})
-        return {name: one for name, one in value.items() if one is not None}
+                elif len(names) <= MOST_NAMED:
+                    way = f"known are {', '.join(names)}"
+                problem = f"'{name}' is not served; {way}"
+                raise PydanticCustomError("unknown_parameter", problem, {"name": name})
+        return {name: item for name, item in value.items() if item is not None}
 
     def given(self) -> dict[str, Any]:
         """The fields that are given, in the order of the class."""
-        return {name: one for name, one in self if name in self.model_fields_set}
+        return {name: item for name, item in self if name in self.model_fields_set}
 
 
 def _few(biases: Any) -> Any:
     """Biases, counted before each is looked at: all that are wrong would be told of."""
     if isinstance(biases, dict) and len(biases) > requests.MAX_BIASED_IDS:
-        said = f"has {len(biases)} entries and may have {requests.MAX_BIASED_IDS}"
-        raise PydanticCustomError("too_long", said)
+        problem = f"has {len(biases)} entries and may have {requests.MAX_BIASED_IDS}"
+        raise PydanticCustomError("too_long", problem)
     return biases
 
 
@@ -227,7 +227,7 @@ class Message(Closed):
     def _without_calls(cls, value: Any) -> Any:
         """What is given, where an empty list of calls is one that is left out."""
         if isinstance(value, dict) and value.get("tool_calls") == []:
-            return {name: one for name, one in value.items() if name != "tool_calls"}
+            return {name: item for name, item in value.items() if name != "tool_calls"}
         return value
 
 
@@ -280,4 +280,4 @@ class Chat(Body):
         chosen = isinstance(value, dict) and value.get("tool_choice") == "auto"
         if not chosen or value.get("tools"):
             return value
-        return {name: one for name, one in value.items() if name != "tool_choice"}
+        return {name: item for name, item in value.items() if name != "tool_choice"}

@@ -102,14 +102,14 @@ def refusal(scope: Mapping[str, object], bounds: Bounds) -> ApiError | None:
     hosts = bounds.allowed_hosts
     if hosts is None:
         return None
-    given = next((value for name, value in headers if name == b"host"), b"").decode("latin-1")
+    host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1")
     # Browsers always send it, so no page's name is behind one that HTTP/1.0 leaves out.
     nameless = b"host" not in names and scope.get("http_version") == "1.0"
-    if nameless or host_name(given) in hosts:
+    if nameless or host_name(host) in hosts:
         return None
     return ApiError(
         421,
-        f"the server is not called {given[:256]!r}: use one of its names, or start it with "
+        f"the server is not called {host[:256]!r}: use one of its names, or start it with "
         "--allowed-host NAME (* for any)",
         code="host_not_allowed",
     )
@@ -133,10 +133,10 @@ def too_long(size: int) -> ApiError:
 
 def too_large(size: int, count: int | None = None) -> ApiError:
     """The error of a head of `size` bytes or more, with so many headers where they are known."""
-    said = "" if count is None else f"{count} headers, and "
+    counted = "" if count is None else f"{count} headers, and "
     return ApiError(
         431,
-        f"the head of the request has {said}{size} bytes and may have {MAX_HEADERS} headers and "
+        f"the head of the request has {counted}{size} bytes and may have {MAX_HEADERS} headers and "
         f"{MAX_HEAD} bytes: leave some out",
         code="too_large",
     )

@@ -59,8 +59,8 @@ class Listener(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         await super().startup(sockets)
-        for one in sockets or ():  # asyncio has let as many wait as it takes at once
-            one.listen(BACKLOG)
+        for listening in sockets or ():  # asyncio has let as many wait as it takes at once
+            listening.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -95,23 +95,23 @@ class TinyEncoder:
         options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         messages = with_functions(messages, functions)
-        lines = [f"# {one['role']}: {one['content']}\n" for one in messages]
+        lines = [f"# {message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join([*lines, "# assistant:"]))
 
     def prepare(self) -> None:
         pass
 
 
-def tiny_model(**known: Any) -> ServedModel:
-    """The model that comes with the package; `known` as for `directory_model`."""
+def tiny_model(**options: Any) -> ServedModel:
+    """The model that comes with the package; `options` as for `directory_model`."""
     special = range(byte_tokens.EOS_ID, byte_tokens.VOCAB_SIZE)
-    names = {one: byte_tokens.token_bytes(one).decode() for one in special}
+    names = {token_id: byte_tokens.token_bytes(token_id).decode() for token_id in special}
     return ServedModel(
         encoder=TinyEncoder(),
         table=TokenTable(byte_tokens.token_bytes, names),
         vocab_size=byte_tokens.VOCAB_SIZE,
         eos_token_ids=(byte_tokens.EOS_ID,),
-        **known,
+        **options,
     )
 
 
@@ -121,7 +121,7 @@ def directory_model(
     eos: tuple[int, ...] | None = None,
     *,
     special_in_messages: bool = False,
-    **known: Any,
+    **options: Any,
 ) -> ServedModel:
     """A model whose tokenizer is in a directory: a checkpoint, or a model of the user's own.
 
@@ -131,7 +131,7 @@ def directory_model(
       eos: tokens that end a text; None: `eos_token_id` of generation_config.json, or none. The one
         that the tokenizer names ends a text too.
       special_in_messages: as `Tokenizer`.
-      known: `name`, `created` and `max_length` of the `ServedModel`.
+      options: `name`, `created` and `max_length` of the `ServedModel`.
 
     Raises:
       FileNotFoundError, MissingExtra, CheckpointError: as `Tokenizer`.
@@ -144,5 +144,5 @@ def directory_model(
         table=tokenizer.table(),
         vocab_size=len(tokenizer.token_bytes),
         eos_token_ids=tuple(dict.fromkeys((*eos, *tokenizer.eos_token_ids))),
-        **known,
+        **options,
     )

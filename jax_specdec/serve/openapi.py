@@ -58,7 +58,7 @@ def description(*, keyed: bool, bounds: Bounds, max_length: int) -> dict[str, An
       bounds: the server's.
       max_length: tokens of a request.
     """
-    known: dict[str, Any] = {"security": [{"bearer": []}]} if keyed else {}
+    security: dict[str, Any] = {"security": [{"bearer": []}]} if keyed else {}
     read = (*_OF_HEADS, *((401,) if keyed else ()))
     name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
     page = {"description": "the page", "content": {"text/plain": {}}}
@@ -79,15 +79,15 @@ def description(*, keyed: bool, bounds: Bounds, max_length: int) -> dict[str, An
             "description": _limits(bounds, max_length),
         },
         "paths": {
-            "/v1/models": _get("The model that is served.", listed, read, known),
+            "/v1/models": _get("The model that is served.", listed, read, security),
             "/v1/models/{name}": _get(
-                "The model, by its name.", model, (*read, 404), known | {"parameters": [name]}
+                "The model, by its name.", model, (*read, 404), security | {"parameters": [name]}
             ),
             "/v1/completions": _post(
-                "Text behind a prompt.", "Completion", known, "text_completion", text={}
+                "Text behind a prompt.", "Completion", security, "text_completion", text={}
             ),
             "/v1/chat/completions": _post(
-                "An answer to messages.", "Chat", known, "chat.completion", message={}
+                "An answer to messages.", "Chat", security, "chat.completion", message={}
             ),
             "/health": health,
             "/livez": alive,
@@ -132,8 +132,8 @@ def _post(
     made = _response(answer)
     made["content"]["text/event-stream"] = {}
     content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{body}"}}}
-    asked = {"requestBody": {"required": True, "content": content}}
-    return {"post": _operation(summary, made, _MEANINGS) | more | asked}
+    request_body = {"requestBody": {"required": True, "content": content}}
+    return {"post": _operation(summary, made, _MEANINGS) | more | request_body}
 
 
 def _get(

@@ -63,23 +63,23 @@ def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     Raises:
       ApiError: it is not served.
     """
-    given = checked(body, Completion)
-    prompt = given.prompt
+    fields = checked(body, Completion)
+    prompt = fields.prompt
     # A text, several, ids, or several lists of ids.
     several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     try:
         prompts = [model.encoder.encode(x) if isinstance(x, str) else tuple(x) for x in several]
     except ValueError as error:  # a token is none of the model's
         raise unfit("prompt", str(error)) from error
-    if given.max_tokens == 0 and not given.echo and given.prompt_logprobs is None:
+    if fields.max_tokens == 0 and not fields.echo and fields.prompt_logprobs is None:
         raise unfit(
             "max_tokens",
             "max_tokens = 0 scores the prompt and decodes nothing: it needs echo or "
             "prompt_logprobs, which show that",
         )
     return _asked(
-        given, model, bounds, prompts,
-        max_tokens=given.max_tokens, logprobs=given.logprobs, echo=given.echo,
+        fields, model, bounds, prompts,
+        max_tokens=fields.max_tokens, logprobs=fields.logprobs, echo=fields.echo,
     )  # fmt: skip
 
 
@@ -89,32 +89,32 @@ def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     Raises:
       ApiError: it is not served.
     """
-    given = checked(body, Chat)
-    options = given.chat_template_kwargs
+    fields = checked(body, Chat)
+    options = fields.chat_template_kwargs
     if taken := sorted(RESERVED & options.keys()):
         raise unfit(
             "chat_template_kwargs",
             f"chat_template_kwargs: {taken[0]} is not the template's to be given: leave it out",
         )
     try:
-        functions, _ = tools.offered(given)
-        messages = [_plain(one) for one in given.messages]
-        known = (messages, functions, options) if options else (messages, functions)
-        prompt = model.encoder.encode_chat(*known)
+        functions, _ = tools.offered(fields)
+        messages = [_plain(message) for message in fields.messages]
+        template_inputs = (messages, functions, options) if options else (messages, functions)
+        prompt = model.encoder.encode_chat(*template_inputs)
     except (ValueError, RecursionError) as error:  # no template, or it refuses them
         raise unfit("messages", str(error)) from error
-    if given.top_logprobs and not given.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise unfit("top_logprobs", "top_logprobs needs logprobs = true")
-    left = max(model.max_length - len(prompt), 1)
+    room = max(model.max_length - len(prompt), 1)
     return _asked(
-        given, model, bounds, [prompt],
-        max_tokens=given.max_completion_tokens or given.max_tokens or left,
-        logprobs=given.top_logprobs or 0 if given.logprobs else None, echo=False,
+        fields, model, bounds, [prompt],
+        max_tokens=fields.max_completion_tokens or fields.max_tokens or room,
+        logprobs=fields.top_logprobs or 0 if fields.logprobs else None, echo=False,
     )  # fmt: skip
 
 
 def _asked(
-    given: Body,
+    fields: Body,
     model: ServedModel,
     bounds: Bounds,
     prompts: list[tuple[int, ...]],
@@ -123,14 +123,14 @@ def _asked(
     logprobs: int | None,
     echo: bool,
 ) -> ParsedRequest:
-    model.check_name(model.name if given.model is None else given.model)
-    n, options = given.n, given.stream_options
+    model.check_name(model.name if fields.model is None else fields.model)
+    n, options = fields.n, fields.stream_options
     if n * len(prompts) > MAX_CHOICES:
         raise unfit(
             "n",
             f"n = {n} for {len(prompts)} prompts: a request may have {MAX_CHOICES} choices",
         )
-    if options and options.model_fields_set and not given.stream:
+    if options and options.model_fields_set and not fields.stream:
         raise unfit("stream_options", "stream_options needs stream = true")
     longest = max(map(len, prompts))
     if longest + max(max_tokens, 1) > model.max_length:
@@ -140,11 +140,11 @@ def _asked(
             "tokens of a request: shorten one of them, or serve with a larger --max-length",
             code="context_length_exceeded",
         )
-    params = _params(given, model, max_tokens=max_tokens, logprobs=logprobs, echo=echo)
+    params = _params(fields, model, max_tokens=max_tokens, logprobs=logprobs, echo=echo)
     start = params.prompt_logprobs_start
     num_scored = sum(max(len(prompt) - start, 0) for prompt in prompts)
     _check_prompt_logprobs(params, num_scored, n, bounds)
-    chat = isinstance(given, Chat)
+    chat = isinstance(fields, Chat)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     try:
         requests = tuple(
@@ -157,16 +157,16 @@ def _asked(
             for choice in range(n)
         )
     except RequestError as error:
-        named = "prompt_extra_token_ids" if given.prompt_extra_token_ids else "prompt"
+        named = "prompt_extra_token_ids" if fields.prompt_extra_token_ids else "prompt"
         field = "prompt_logprobs_start" if "prompt_logprobs_start" in str(error) else named
         raise unfit(field, str(error)) from error
     reported = (
-        given.speculation, given.draft_logprobs, given.extra_token_ids, given.kept_token_ids,
-        given.entropy, given.log_sum_exp, given.row_digest,
+        fields.speculation, fields.draft_logprobs, fields.extra_token_ids, fields.kept_token_ids,
+        fields.entropy, fields.log_sum_exp, fields.row_digest,
     )  # fmt: skip
     return ParsedRequest(
         id=id,
-        body=given,
+        body=fields,
         chat=chat,
         requests=requests,
         prompts=len(prompts),
@@ -174,15 +174,15 @@ def _asked(
         echo=echo,
         score_only=max_tokens == 0,
         logprobs=logprobs,
-        stops=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
-        prompt_logprobs=given.prompt_logprobs is not None,
+        stops=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        prompt_logprobs=fields.prompt_logprobs is not None,
         speculation=any(reported),
-        calls=bool(tools.offered(given)[0]),
+        calls=bool(tools.offered(fields)[0]),
     )
 
 
 def _params(
-    given: Body,
+    fields: Body,
     model: ServedModel,
     *,
     max_tokens: int,
@@ -190,61 +190,61 @@ def _params(
     echo: bool,
 ) -> SamplingParams:
     """How the tokens of every choice are made, except for its seed."""
-    asked = (given.prompt_logprobs, logprobs if echo else None)
-    prompt_k = max((k for k in asked if k is not None), default=None)
-    if given.prompt_logprobs_start and echo and logprobs is not None:
+    prompt_ks = (fields.prompt_logprobs, logprobs if echo else None)
+    prompt_k = max((k for k in prompt_ks if k is not None), default=None)
+    if fields.prompt_logprobs_start and echo and logprobs is not None:
         raise unfit(
             "prompt_logprobs_start",
-            f"prompt_logprobs_start = {given.prompt_logprobs_start} with echo and logprobs, which "
+            f"prompt_logprobs_start = {fields.prompt_logprobs_start} with echo and logprobs, which "
             "show the whole prompt's: leave the start out, or echo, and ask for prompt_logprobs",
         )
     for name, k in (("logprobs", logprobs), ("prompt_logprobs", prompt_k)):
         if k is not None and k > model.vocab_size:
             raise unfit(name, f"{name} = {k}, but the vocabulary has {model.vocab_size} tokens")
-    bias = given.logit_bias  # whose names are decimal numbers
+    bias = fields.logit_bias  # whose names are decimal numbers
     if unknown := [name for name in bias if int(name) >= model.vocab_size]:
         raise unfit(
             "logit_bias",
             f"logit_bias: token id {unknown[0]} is outside the vocabulary (0 to "
             f"{model.vocab_size - 1})",
         )
-    ids = given.prompt_extra_token_ids
+    ids = fields.prompt_extra_token_ids
     if wrong := [id for row in ids or () for id in row if id >= model.vocab_size]:
         raise unfit(
             "prompt_extra_token_ids",
             f"prompt_extra_token_ids: token id {wrong[0]} is outside the vocabulary (0 to "
             f"{model.vocab_size - 1})",
         )
-    eos = () if given.ignore_eos else model.eos_token_ids
+    eos = () if fields.ignore_eos else model.eos_token_ids
     try:
         return SamplingParams(
-            temperature=given.temperature,
-            top_p=given.top_p,
-            min_p=given.min_p,
-            presence_penalty=given.presence_penalty,
-            frequency_penalty=given.frequency_penalty,
-            repetition_penalty=given.repetition_penalty,
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            min_p=fields.min_p,
+            presence_penalty=fields.presence_penalty,
+            frequency_penalty=fields.frequency_penalty,
+            repetition_penalty=fields.repetition_penalty,
             max_tokens=max(max_tokens, 1),
-            top_k=max(given.top_k, 0),
-            seed=secrets.randbits(32) if given.seed is None else given.seed,
-            stop_token_ids=tuple(dict.fromkeys((*eos, *given.stop_token_ids))),
+            top_k=max(fields.top_k, 0),
+            seed=secrets.randbits(32) if fields.seed is None else fields.seed,
+            stop_token_ids=tuple(dict.fromkeys((*eos, *fields.stop_token_ids))),
             logprobs=None if max_tokens == 0 else logprobs,
-            logprobs_mode=LogprobsMode[given.logprobs_mode.upper()],
-            extra_token_ids=tuple(given.extra_token_ids),
-            draft_logprobs=given.draft_logprobs,
+            logprobs_mode=LogprobsMode[fields.logprobs_mode.upper()],
+            extra_token_ids=tuple(fields.extra_token_ids),
+            draft_logprobs=fields.draft_logprobs,
             prompt_logprobs=prompt_k,
-            prompt_logprobs_start=given.prompt_logprobs_start,
+            prompt_logprobs_start=fields.prompt_logprobs_start,
             prompt_extra_token_ids=None if ids is None else token_id_rows(ids),
-            kept_token_ids=given.kept_token_ids,
-            entropy=given.entropy and max_tokens > 0,
-            log_sum_exp=given.log_sum_exp and max_tokens > 0,
-            row_digest=given.row_digest and max_tokens > 0,
+            kept_token_ids=fields.kept_token_ids,
+            entropy=fields.entropy and max_tokens > 0,
+            log_sum_exp=fields.log_sum_exp and max_tokens > 0,
+            row_digest=fields.row_digest and max_tokens > 0,
             logit_bias=biases_of_json(bias),
-            min_tokens=given.min_tokens,
-            structured=tools.structure_of(given),
+            min_tokens=fields.min_tokens,
+            structured=tools.structure_of(fields),
         )
     except RequestError as error:  # the first field that it names is the one that it is about
-        named = (word for word in re.findall(r"\w+", str(error)) if word in given.model_fields_set)
+        named = (word for word in re.findall(r"\w+", str(error)) if word in fields.model_fields_set)
         raise unfit(next(named, None), str(error)) from error
 
 
@@ -252,11 +252,11 @@ def _check_prompt_logprobs(params: SamplingParams, num_tokens: int, n: int, boun
     """Refuse more logprobs of prompts than one answer may have."""
     most, k = bounds.max_prompt_logprobs, params.prompt_logprobs
     named = params.prompt_extra_token_ids
-    each = max(k or 0, 1) + (0 if named is None else named.width)
-    if k is not None and (asked := num_tokens * each * n) > most:
+    width = max(k or 0, 1) + (0 if named is None else named.width)
+    if k is not None and (entries := num_tokens * width * n) > most:
         raise unfit(
             "prompt_logprobs",
-            f"{num_tokens} prompt tokens with K = {k} in {n} choices are {asked} logprobs of "
+            f"{num_tokens} prompt tokens with K = {k} in {n} choices are {entries} logprobs of "
             f"prompts, and a request may ask for {most} (--max-prompt-logprobs): lower K or n, or "
             "send several requests",
         )
@@ -276,5 +276,5 @@ def _plain(message: Message) -> dict[str, Any]:
         content = "".join(part.text for part in content or ())
     plain = message.model_dump(exclude_unset=True) | {"content": content}
     if message.tool_calls:
-        plain["tool_calls"] = [tools.with_object(one) for one in plain["tool_calls"]]
+        plain["tool_calls"] = [tools.with_object(call) for call in plain["tool_calls"]]
     return plain

@@ -48,33 +48,33 @@ class Run:
     """The choices of one HTTP request, submitted; leave the block, and those that run are ended."""
 
     def __init__(
-        self, engine: Engine, model: ServedModel, asked: ParsedRequest, *, timeout: float | None
+        self, engine: Engine, model: ServedModel, parsed: ParsedRequest, *, timeout: float | None
     ) -> None:
         """Submit every choice, or none.
 
         Args:
           engine: runs them.
           model: what they are written with.
-          asked: the request.
+          parsed: the request.
           timeout: seconds until they are ended; None: never.
 
         Raises:
           ApiError: the engine takes no more requests now.
         """
-        self._model, self._asked, self._timeout = model, asked, timeout
+        self._model, self._asked, self._timeout = model, parsed, timeout
         self._streams: list[Stream] = []
         self._choices = [
-            Choice(index, request, asked, model) for index, request in enumerate(asked.requests)
+            Choice(index, request, parsed, model) for index, request in enumerate(parsed.requests)
         ]
         self._created = int(time.time())
         try:
-            for request in asked.requests:
+            for request in parsed.requests:
                 self._streams.append(
                     engine.submit(
                         request,
-                        priority=asked.body.priority,
+                        priority=parsed.body.priority,
                         deadline=timeout,
-                        group=asked.id if len(asked.requests) > 1 else "",
+                        group=parsed.id if len(parsed.requests) > 1 else "",
                     )
                 )
         except Exception as error:
@@ -98,13 +98,13 @@ class Run:
         Raises:
           ApiError: a choice ended early.
         """
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             *(self._whole(*pair) for pair in zip(self._choices, self._streams, strict=True))
         )
-        return await asyncio.to_thread(self._answer, found)
+        return await asyncio.to_thread(self._answer, answers)
 
-    def _answer(self, found: Sequence[Found]) -> Json:
-        choices = [one.json for one in found]
+    def _answer(self, answers: Sequence[Found]) -> Json:
+        choices = [of_choice.json for of_choice in answers]
         answer = self._header("chat.completion" if self._asked.chat else "text_completion")
         answer |= {"choices": choices, "usage": self._usage}
         if self._asked.chat and self._asked.prompt_logprobs:
@@ -118,18 +118,18 @@ class Run:
         header = self._header(kind)
         no_usage = {"usage": None} if self._asked.include_usage else {}
 
-        def event(found: Found) -> bytes:
-            choice = found.json
+        def event(chunk: Found) -> bytes:
+            choice = chunk.json
             made = header | {"choices": [choice]} | no_usage
             if self._asked.chat:
                 made |= _about_prompt(choice)
             return server_sent_event(made)
 
         try:
-            async for found in self._chunks():
-                large = found.choice.large
+            async for chunk in self._chunks():
+                large = chunk.choice.large
                 async for part in in_parts(
-                    await asyncio.to_thread(event, found) if large else event(found)
+                    await asyncio.to_thread(event, chunk) if large else event(chunk)
                 ):
                     yield part
             if self._asked.include_usage:
@@ -144,29 +144,29 @@ class Run:
         pairs = list(zip(self._choices, self._streams, strict=True))
         if len(pairs) == 1:
             async with contextlib.aclosing(self._parts(*pairs[0])) as parts:
-                async for found in parts:
-                    yield found
+                async for chunk in parts:
+                    yield chunk
             return
         queue: asyncio.Queue[Found | ApiError | None] = asyncio.Queue(len(pairs))
 
         async def pump(choice: Choice, stream: Stream) -> None:
             try:
                 async with contextlib.aclosing(self._parts(choice, stream)) as parts:
-                    async for found in parts:
-                        await queue.put(found)
+                    async for chunk in parts:
+                        await queue.put(chunk)
                 await queue.put(None)
             except ApiError as error:
                 await queue.put(error)
 
         tasks = [asyncio.create_task(pump(*pair)) for pair in pairs]
         try:
-            left = len(tasks)
-            while left:
+            num_open = len(tasks)
+            while num_open:
                 brought = await queue.get()
                 if isinstance(brought, ApiError):
                     raise brought
                 if brought is None:
-                    left -= 1
+                    num_open -= 1
                 else:
                     yield brought
         finally:
@@ -175,12 +175,12 @@ class Run:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _whole(self, choice: Choice, stream: Stream) -> Found:
-        every: list[Part] = []
+        all_parts: list[Part] = []
         word, why = None, None
         async for _, some, finish, reason in self._parts(choice, stream):
-            every += some
+            all_parts += some
             word, why = finish or word, reason if finish else why
-        return Found(choice, every, word, why)
+        return Found(choice, all_parts, word, why)
 
     async def _parts(self, choice: Choice, stream: Stream) -> AsyncGenerator[Found]:
         """What each record lets be sent; the last one comes with the reason of the end.
@@ -188,9 +188,9 @@ class Run:
         Raises:
           ApiError: the request ended early.
         """
-        asked, table = self._asked, self._model.table
-        keep = asked.body.include_stop_str_in_output
-        delivery = Delivery(table, asked.stops, keep=keep, min_tokens=choice.min_tokens)
+        parsed, table = self._asked, self._model.table
+        keep = parsed.body.include_stop_str_in_output
+        delivery = Delivery(table, parsed.stops, keep=keep, min_tokens=choice.min_tokens)
         try:
             async for record in stream:
                 if record.prompt is not None:
@@ -201,7 +201,7 @@ class Run:
                 parts = [
                     part for part in delivery.push(record) if part.text or part.record.num_tokens
                 ]
-                if asked.score_only:
+                if parsed.score_only:
                     yield Found(choice, (), "length", None)
                     return
                 if delivery.found is not None:
@@ -238,9 +238,9 @@ class Run:
 
     @property
     def _usage(self) -> dict[str, int]:
-        asked = self._asked
-        each = len(asked.requests) // asked.prompts  # choices of a prompt
-        prompt = sum(len(one.packed_prompt) // 4 for one in asked.requests[::each])
+        parsed = self._asked
+        num_choices = len(parsed.requests) // parsed.prompts  # choices of a prompt
+        prompt = sum(len(request.packed_prompt) // 4 for request in parsed.requests[::num_choices])
         return openai.usage(prompt, sum(choice.num_tokens for choice in self._choices))
 
     def _header(self, kind: str) -> Json:

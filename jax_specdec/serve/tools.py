@@ -30,27 +30,27 @@ _LETTERS = string.ascii_letters + string.digits
 _LINES = {True: 1, False: 3}
 
 
-def offered(given: Body) -> tuple[list[Json], bool]:
+def offered(fields: Body) -> tuple[list[Json], bool]:
     """The functions that a body lets the model call, and whether it must call one.
 
     Raises:
       ApiError: a choice without functions, or of one that is not among them; a name comes twice.
     """
-    if not isinstance(given, Chat):
+    if not isinstance(fields, Chat):
         return [], False
-    functions = [one.function.given() for one in given.tools]
-    names = [one["name"] for one in functions]
-    choice = given.tool_choice or ("auto" if functions else "none")
+    functions = [function.function.given() for function in fields.tools]
+    names = [function["name"] for function in functions]
+    choice = fields.tool_choice or ("auto" if functions else "none")
     if choice == "none":
         return [], False
     if len(set(names)) < len(names):
         raise unfit("tools", "tools: a name comes twice: names must differ")
     if not isinstance(choice, str):
         name = choice.function.name
-        functions = [one for one in functions if one["name"] == name]
+        functions = [function for function in functions if function["name"] == name]
         if not functions:
-            known = ", ".join(names) or "none"
-            raise unfit("tool_choice", f"tool_choice names {name!r}, and tools has {known}")
+            known_names = ", ".join(names) or "none"
+            raise unfit("tool_choice", f"tool_choice names {name!r}, and tools has {known_names}")
     elif not functions:
         raise unfit("tool_choice", f"tool_choice = {choice!r} needs tools")
     return functions, choice != "auto"
@@ -59,9 +59,9 @@ def offered(given: Body) -> tuple[list[Json], bool]:
 def grammar(functions: Sequence[Mapping[str, Any]], *, required: bool) -> Structured:
     """The grammar of an answer: a call, or, where none is required, text with or without one."""
     rules = []
-    for number, one in enumerate(functions):
-        schema = for_grammar(one)
-        head, end = json.dumps(f"{_NAME}{one['name']}{_ARGUMENTS}"), json.dumps(_END)
+    for number, function in enumerate(functions):
+        schema = for_grammar(function)
+        head, end = json.dumps(f"{_NAME}{function['name']}{_ARGUMENTS}"), json.dumps(_END)
         rules.append(f"call_{number}: {head} %json {json.dumps(schema)} {end}")
     calls = " | ".join(f"call_{number}" for number in range(len(functions)))
     if required:
@@ -76,16 +76,16 @@ def grammar(functions: Sequence[Mapping[str, Any]], *, required: bool) -> Struct
 
 
 @contextlib.contextmanager
-def explained(given: Body) -> Iterator[None]:
+def explained(fields: Body) -> Iterator[None]:
     """Say in the errors of a body's functions which of them, and what in its schema, is wrong."""
     try:
         yield
     except ApiError as error:
         if error.param != "tools":
             raise
-        functions, required = offered(given)
-        said = fault(functions, _LINES[required] + 1, error.message)
-        raise unfit("tools", f"tools: {said}", error.code) from error
+        functions, required = offered(fields)
+        problem = fault(functions, _LINES[required] + 1, error.message)
+        raise unfit("tools", f"tools: {problem}", error.code) from error
 
 
 def obstacle() -> str:
@@ -142,15 +142,15 @@ class CallReader:
           An addition to a call is as in a chunk of OpenAI's: its first one has the name.
         """
         self._held += text
-        said = ""
+        prose = ""
         call: Json | None = None
         if self._state == "text":
-            said, found, rest = self._held.partition(BEGIN)
-            if found:
+            prose, begin, rest = self._held.partition(BEGIN)
+            if begin:
                 self._state, self._held = "name", rest
             else:
-                kept = 0 if over else _overlap(said, BEGIN)
-                said, self._held = said[: len(said) - kept], said[len(said) - kept :]
+                held_back = 0 if over else _overlap(prose, BEGIN)
+                prose, self._held = prose[: len(prose) - held_back], prose[len(prose) - held_back :]
         if self._state == "name" and _ARGUMENTS in self._held:
             name, _, self._held = self._held.partition(_ARGUMENTS)
             self._state = "arguments"
@@ -158,17 +158,17 @@ class CallReader:
                     "function": {"name": name.removeprefix(_NAME), "arguments": ""}}  # fmt: skip
         if self._state == "arguments":
             self.complete = over and self._held.endswith(_END)
-            kept = len(_END) if self.complete or not over else 0
-            ready, self._held = _split(self._held, kept)
+            held_back = len(_END) if self.complete or not over else 0
+            ready, self._held = _split(self._held, held_back)
             if ready:
                 call = call or {"index": 0, "function": {"arguments": ""}}
                 call["function"]["arguments"] = ready
-        return said, call
+        return prose, call
 
 
-def _split(text: str, kept: int) -> tuple[str, str]:
+def _split(text: str, held_back: int) -> tuple[str, str]:
     """The text except for its last characters, and these."""
-    place = max(len(text) - kept, 0)
+    place = max(len(text) - held_back, 0)
     return text[:place], text[place:]
 
 
@@ -180,50 +180,50 @@ def _overlap(text: str, word: str) -> int:
 FIELDS = ("tools", "structured_outputs", "response_format")
 
 
-def structure_of(given: Body) -> Structured | None:
+def structure_of(fields: Body) -> Structured | None:
     """The structure of a body's text; None: anything.
 
     Raises:
       ApiError: it asks for two at once, for one that is not complete, or to go on after its end.
     """
-    functions, required = offered(given)
+    functions, required = offered(fields)
     try:
         calls = grammar(functions, required=required) if functions else None
     except (RecursionError, TypeError) as error:
         raise unfit("tools", f"tools: parameters are no JSON schema: {error}") from error
-    asked = {
-        "response_format": _of_format(given.response_format),
-        "structured_outputs": _of_outputs(given.structured_outputs),
+    structures = {
+        "response_format": _of_format(fields.response_format),
+        "structured_outputs": _of_outputs(fields.structured_outputs),
         "tools": calls,
     }
-    named = {name: one for name, one in asked.items() if one is not None}
+    named = {name: structure for name, structure in structures.items() if structure is not None}
     if not named:
         return None
     if len(named) > 1:
         raise unfit([*named][1], f"{' and '.join(named)} each say what the text is: give one")
-    ((name, found),) = named.items()
-    if given.ignore_eos:
+    ((name, structure),) = named.items()
+    if fields.ignore_eos:
         raise unfit(name, f"ignore_eos with {name}: nothing comes after its end; leave one out")
-    return found
+    return structure
 
 
-def _of_format(given: ResponseFormat | None) -> Structured | None:
-    if given is None or given.type == "text":
+def _of_format(response_format: ResponseFormat | None) -> Structured | None:
+    if response_format is None or response_format.type == "text":
         return None
-    if given.type == "json_object":
+    if response_format.type == "json_object":
         return _of_schema({"type": "object"})
-    if given.json_schema is None:
+    if response_format.json_schema is None:
         raise unfit(
             "response_format",
             'response_format of type json_schema needs json_schema: {"name": ..., "schema": ...}',
         )
-    return _of_schema(given.json_schema.schema_ or {})
+    return _of_schema(response_format.json_schema.schema_ or {})
 
 
-def _of_outputs(given: StructuredOutputs | None) -> Structured | None:
-    if given is None:
+def _of_outputs(outputs: StructuredOutputs | None) -> Structured | None:
+    if outputs is None:
         return None
-    named = {name.rstrip("_"): one for name, one in given if one not in (None, False)}
+    named = {name.rstrip("_"): value for name, value in outputs if value not in (None, False)}
     if len(named) > 1:
         raise unfit(
             "structured_outputs", f"structured_outputs has {' and '.join(named)}: give one of them"

@@ -44,26 +44,26 @@ def _divisor(node: Any, root: Any, depth: int) -> int:
     """The largest number that what a node describes must be a multiple of, as `_number` counts."""
     if not isinstance(node, Mapping) or depth > DEEPEST:
         return 1
-    found = _number(node["multipleOf"]) if "multipleOf" in node else 1
+    divisor = _number(node["multipleOf"]) if "multipleOf" in node else 1
     for name in _ITSELF:
-        for one in _list(node.get(name)):
-            found = _together(found, _divisor(one, root, depth + 1))
+        for part in _list(node.get(name)):
+            divisor = _together(divisor, _divisor(part, root, depth + 1))
     if isinstance(reference := node.get("$ref"), str):
-        found = _together(found, _divisor(_target(root, reference), root, depth + 1))
+        divisor = _together(divisor, _divisor(_target(root, reference), root, depth + 1))
     for name in _BRANCHES:
-        branches = [_divisor(one, root, depth + 1) for one in _list(node.get(name))]
-        found = max((_together(found, one) for one in branches), default=found)
-    return found
+        branches = [_divisor(part, root, depth + 1) for part in _list(node.get(name))]
+        divisor = max((_together(divisor, part) for part in branches), default=divisor)
+    return divisor
 
 
-def _together(one: int, other: int) -> int:
-    found = math.lcm(one, other)
-    if found > MOST_DIVISOR:
+def _together(first: int, second: int) -> int:
+    multiple = math.lcm(first, second)
+    if multiple > MOST_DIVISOR:
         raise ValueError(
-            f"multipleOf of {one} and {other} together is one of {found}, and may be one of "
+            f"multipleOf of {first} and {second} together is one of {multiple}, and may be one of "
             f"{MOST_DIVISOR} at most, factors of 2 and 5 not counted: check it in your program"
         )
-    return found
+    return multiple
 
 
 def _number(value: Any) -> int:
@@ -71,16 +71,16 @@ def _number(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1  # the library refuses it
     digits = Decimal(str(value)).normalize().as_tuple().digits
-    found = int("".join(map(str, digits[:40])))
+    number = int("".join(map(str, digits[:40])))
     for factor in (2, 5):
-        while found and found % factor == 0:
-            found //= factor
-    if found > MOST_DIVISOR:
+        while number and number % factor == 0:
+            number //= factor
+    if number > MOST_DIVISOR:
         raise ValueError(
             f"multipleOf = {value} may be {MOST_DIVISOR} at most, decimal places and factors of 2 "
             "and 5 not counted: check it in your program"
         )
-    return max(found, 1)
+    return max(number, 1)
 
 
 def _list(value: Any) -> list[Any]:

@@ -80,8 +80,8 @@ class StructureChecks:
         structured, stops = request.params.structured, request.params.stop_token_ids
         if structured is None:
             return None
-        if (known := self._gate.known(structured, stops)) is not None:
-            return known
+        if (answer := self._gate.known(structured, stops)) is not None:
+            return answer
         grammar_of(structured)  # most mistakes need no compiler to be found
         return self._gate.ask(structured, stops)
 

@@ -75,8 +75,8 @@ class Gate:
         question = [structured.kind, structured.text, [*stop_token_ids]]
         future: Future[str] = Future()
         with self._lock:
-            if (known := self._answers.get(key)) is not None:
-                future.set_result(known)
+            if (answer := self._answers.get(key)) is not None:
+                future.set_result(answer)
                 return future
             number = self._numbers_of.get(key)
             if number is None:
@@ -104,12 +104,12 @@ class Gate:
         if not future.cancelled():
             return
         with self._lock:
-            asked = self._asked.get(number)
-            if asked is None or future not in asked.waiters:
+            question = self._asked.get(number)
+            if question is None or future not in question.waiters:
                 return
-            asked.waiters.remove(future)
-            if not asked.waiters:
-                del self._asked[number], self._numbers_of[asked.key]
+            question.waiters.remove(future)
+            if not question.waiters:
+                del self._asked[number], self._numbers_of[question.key]
                 self._tell([number])
 
     def _tell(self, line: list[object]) -> None:
@@ -125,14 +125,14 @@ class Gate:
 
     def _answer(self, number: int, why: str) -> None:
         with self._lock:
-            asked = self._asked.pop(number, None)
-            if asked is None:  # nobody waits any more
+            question = self._asked.pop(number, None)
+            if question is None:  # nobody waits any more
                 return
-            del self._numbers_of[asked.key]
-            self._answers[asked.key] = why
+            del self._numbers_of[question.key]
+            self._answers[question.key] = why
             if len(self._answers) > MOST_KEPT:
                 self._answers.popitem(last=False)
-        _tell_all(asked.waiters, why)
+        _tell_all(question.waiters, why)
 
     def _lost(self, lines: Lines, why: str) -> None:
         """Tell those who wait that the process has ended; the next structure starts another one."""
@@ -140,7 +140,7 @@ class Gate:
             if self._lines is not lines:
                 return
             self._lines, self._end = None, None
-            waiting = [future for asked in self._asked.values() for future in asked.waiters]
+            waiting = [future for question in self._asked.values() for future in question.waiters]
             self._asked.clear()
             self._numbers_of.clear()
         _tell_all(waiting, f"structured: {why}: try again")

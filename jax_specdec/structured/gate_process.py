@@ -87,9 +87,9 @@ class GateProcess:
         data = os.read(STDIN, 1 << 16)
         *lines, self._came = (self._came + data).split(b"\n")
         for line in lines:
-            number, *asked = json.loads(line)
-            if asked:
-                self._waiting[number] = asked
+            number, *job = json.loads(line)
+            if job:
+                self._waiting[number] = job
             else:  # nobody waits for it any more
                 self._waiting.pop(number, None)
                 for copy in self._copies.values():
@@ -97,17 +97,19 @@ class GateProcess:
                         os.kill(copy.pid, signal.SIGKILL)
         return bool(data)
 
-    def _begin(self, number: int, asked: list[Any]) -> None:
+    def _begin(self, number: int, job: list[Any]) -> None:
         if isinstance(self._vocabulary, str):
             _say(number, self._vocabulary)
             return
-        mine, its = os.pipe()
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if not pid:
-            os.close(mine)
-            self._compile(self._vocabulary, its, *asked)
-        os.close(its)
-        copy = Copy(number, pid, os.pidfd_open(pid), mine, time.monotonic() + self._limits.seconds)
+            os.close(read_end)
+            self._compile(self._vocabulary, write_end, *job)
+        os.close(write_end)
+        copy = Copy(
+            number, pid, os.pidfd_open(pid), read_end, time.monotonic() + self._limits.seconds
+        )
         self._copies[copy.ended] = copy
         self._poll.register(copy.ended, select.POLLIN)
 
@@ -130,9 +132,9 @@ class GateProcess:
         status = 1
         with contextlib.suppress(BaseException):  # the library may panic
             die_with_parent()
-            nothing = os.open(os.devnull, os.O_RDWR)
+            null_device = os.open(os.devnull, os.O_RDWR)
             for descriptor in (STDIN, STDOUT, 2):  # it prints when it panics
-                os.dup2(nothing, descriptor)
+                os.dup2(null_device, descriptor)
             os.nice(LESS)  # reading the tokens, which the first structure waits for, was not
             self._limits.take()
             try:

@@ -65,22 +65,22 @@ def with_white_space(schema: Any) -> Any:
     """A JSON schema with `WHITE_SPACE` as its rule, unless it has one of its own."""
     if not isinstance(schema, dict):
         return schema
-    own = schema.get("x-guidance", {})
-    return schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE} | own}
+    settings = schema.get("x-guidance", {})
+    return schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE} | settings}
 
 
 def _schemas_in(text: str) -> Iterator[Any]:
     """The JSON schemas in a grammar in Lark, each behind a %json."""
     decoder = json.JSONDecoder()
-    for found in re.finditer(r"%json\s+", text):
+    for match in re.finditer(r"%json\s+", text):
         with contextlib.suppress(ValueError):  # the library says what is wrong with it
-            yield decoder.raw_decode(text, found.end())[0]
+            yield decoder.raw_decode(text, match.end())[0]
 
 
 def _of_choice(texts: Any) -> str:
-    if not (isinstance(texts, list) and texts and all(isinstance(one, str) for one in texts)):
+    if not (isinstance(texts, list) and texts and all(isinstance(choice, str) for choice in texts)):
         raise ValueError("it must be a JSON list of strings, one at least")
-    words = " | ".join(json.dumps(one, ensure_ascii=False) for one in texts if one)
+    words = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in texts if choice)
     if not words:
         return 'start: ""'
     # A single lexeme: as rules, thousands of words would be read side by side.

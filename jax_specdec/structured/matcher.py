@@ -125,7 +125,7 @@ class Matcher:
 
     def _try_text(self, chance: random.Random) -> None:
         """Go on by allowed tokens, in a copy."""
-        kept, self._matcher = self._matcher, self._matcher.deep_copy()
+        saved, self._matcher = self._matcher, self._matcher.deep_copy()
         try:
             mask = np.empty(self._vocabulary.num_words, np.int32)
             for _ in range(TOKENS):
@@ -137,7 +137,7 @@ class Matcher:
                     return
                 self._consume(int(allowed[chance.randrange(allowed.size)]))
         finally:
-            self._matcher = kept
+            self._matcher = saved
 
     def _fill_one(self, mask: np.ndarray) -> None:
         """The mask [W] at this place; the ends of this request stand for the vocabulary's own."""
@@ -158,8 +158,10 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             why = self._matcher.get_error().removesuffix("<non-verbose/>").strip()
-            nothing = why.startswith("NoExtension")
-            raise refused(self._kind, f"no token may come next ({why})" if nothing else why)
+            has_no_extension = why.startswith("NoExtension")
+            raise refused(
+                self._kind, f"no token may come next ({why})" if has_no_extension else why
+            )
 
 
 def _bit(token_id: int) -> np.uint32:

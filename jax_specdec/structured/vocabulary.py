@@ -40,13 +40,13 @@ class Vocabulary:
           RequestError: there is none.
         """
         special = self.tokenizer.is_special_token
-        found = tuple(id for id in stop_token_ids if id < self.size and special(id))
-        if not found:
+        end_ids = tuple(id for id in stop_token_ids if id < self.size and special(id))
+        if not end_ids:
             raise RequestError(
                 f"structured needs a stop token that is no text, and stop_token_ids = "
                 f"{list(stop_token_ids[:8])} has none: name the tokenizer's end of text"
             )
-        return found
+        return end_ids
 
 
 def read_vocabulary(texts: str, vocab_size: int) -> Vocabulary:
@@ -133,6 +133,6 @@ class _Tokens:
 
     def __call__(self, text: str) -> list[int]:
         ids = [*self._encode(text)]
-        known = max(ids, default=0) < len(self.tokens)
-        same = known and b"".join(map(self.tokens.__getitem__, ids)) == text.encode()
+        has_all = max(ids, default=0) < len(self.tokens)
+        same = has_all and b"".join(map(self.tokens.__getitem__, ids)) == text.encode()
         return ids if same else self.longest(text)
