@@ -53,7 +53,7 @@ def find_ring_files(directory: Path = SHM_DIRECTORY) -> list[RingFile]:
     Raises:
       RingError: the operating system refuses to list them, or to say which processes live.
     """
-    found = []
+    files = []
     me = current_process()
     with explained(f"list {directory}"):
         entries = sorted(directory.iterdir())
@@ -69,8 +69,8 @@ def find_ring_files(directory: Path = SHM_DIRECTORY) -> list[RingFile]:
         right_type = stat.S_ISFIFO if kind == "doorbell" else stat.S_ISREG
         if right_type(status.st_mode):
             state = _state(creator, status.st_uid, me)
-            found.append(RingFile(entry, kind, status.st_blocks * 512, creator, state))
-    return found
+            files.append(RingFile(entry, kind, status.st_blocks * 512, creator, state))
+    return files
 
 
 def remove_leftovers(files: list[RingFile]) -> list[RingFile]:

@@ -70,7 +70,7 @@ class Endpoint:
     def _find_places(self, segment: Segment) -> None:
         """Looks up once what send() and receive() need of the segment."""
         geometry = segment.header.geometry
-        mine, other = segment.role, segment.role.other
+        role, other = segment.role, segment.role.other
         self.session = segment.header.session
         self.capacity = geometry.num_slots
         self.slot_bytes = geometry.slot_bytes
@@ -83,8 +83,8 @@ class Endpoint:
             segment.buffer[geometry.slot_offset(i) :][: geometry.slot_bytes]
             for i in range(geometry.num_slots)
         ]
-        self._my_position = (mine.line + layout.LINE_POSITION) // 8
-        self._my_closed = (mine.line + layout.LINE_CLOSED) // 8
+        self._my_position = (role.line + layout.LINE_POSITION) // 8
+        self._my_closed = (role.line + layout.LINE_CLOSED) // 8
         self._peer_position = (other.line + layout.LINE_POSITION) // 8
         self._peer_closed = (other.line + layout.LINE_CLOSED) // 8
 

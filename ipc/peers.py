@@ -36,8 +36,8 @@ class ProcessIdentity:
 
     def shares_namespaces(self, other: "ProcessIdentity") -> bool:
         """Says whether the numbers of both identities have one meaning."""
-        mine = self.pid_namespace, self.time_namespace
-        return mine == (other.pid_namespace, other.time_namespace)
+        namespaces = self.pid_namespace, self.time_namespace
+        return namespaces == (other.pid_namespace, other.time_namespace)
 
 
 @explained("tell which process this is")

@@ -75,10 +75,10 @@ class Semaphore(posix_ipc.Semaphore):
         """
         if self._address is None:
             while not self.value:
-                left = until_ns - monotonic_ns()
-                if left <= 0:
+                remaining_ns = until_ns - monotonic_ns()
+                if remaining_ns <= 0:
                     return ()
-                sleep(min(left, POLL_NS) * 1e-9)
+                sleep(min(remaining_ns, POLL_NS) * 1e-9)
             return map(self.acquire, _NOW)
         self._until.seconds, self._until.nanoseconds = divmod(until_ns, 1_000_000_000)
         assert _sem_clockwait is not None

@@ -204,8 +204,8 @@ class RingWriter(Endpoint):
         if self._drain_until is None:
             return
         with contextlib.suppress(PeerClosed, PeerDied):
-            while (left := self._sequence - 1 - self._num_freed) > 0:
-                self._freed.gather(left - len(self._freed.held))
+            while (unread := self._sequence - 1 - self._num_freed) > 0:
+                self._freed.gather(unread - len(self._freed.held))
                 if not self._freed.held and not self._freed.take(self._drain_until):
                     return
                 self._num_freed += len(self._freed.held)

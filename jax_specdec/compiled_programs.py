@@ -48,7 +48,7 @@ def default_folder() -> Path:
 
 def contents(folder: Path) -> Contents:
     """What a folder holds; nothing where it is not there."""
-    sizes = [found.st_size for _, found in _files(folder)]
+    sizes = [file_stat.st_size for _, file_stat in _files(folder)]
     return Contents(len(sizes), sum(sizes))
 
 
@@ -76,11 +76,11 @@ def make(folder: Path) -> None:
       PermissionError: somebody else may write into it: a program from there would be run.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    file_stat = folder.stat()
+    if file_stat.st_uid != os.geteuid() or file_stat.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"{folder} is not this user's alone (mode {stat.filemode(found.st_mode)}), and what is "
-            "in there would be run: choose another folder, or chmod 700 it"
+            f"{folder} is not this user's alone (mode {stat.filemode(file_stat.st_mode)}), and "
+            "what is in there would be run: choose another folder, or chmod 700 it"
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, "this user may not write there", str(folder))
@@ -88,32 +88,32 @@ def make(folder: Path) -> None:
 
 def _remove_halves(folder: Path) -> None:
     index = folder / CHECKED
-    known: set[str] = set()
+    names: set[str] = set()
     with contextlib.suppress(OSError):
-        known = set(index.read_text().split())
-    whole, now = [], time.time()
-    for path, found in list(_files(folder)):
-        if path.name in known:
+        names = set(index.read_text().split())
+    complete, now = [], time.time()
+    for path, file_stat in list(_files(folder)):
+        if path.name in names:
             continue
         if is_whole(path):
-            whole.append(path.name)
-        elif now - found.st_mtime > WRITING_SECONDS:
+            complete.append(path.name)
+        elif now - file_stat.st_mtime > WRITING_SECONDS:
             path.unlink(missing_ok=True)
-    if whole:
+    if complete:
         with index.open("a") as file:
-            file.write("".join(f"{name}\n" for name in whole))
+            file.write("".join(f"{name}\n" for name in complete))
 
 
 def _remove_old(folder: Path) -> None:
-    files = sorted(_files(folder), key=lambda each: each[1].st_mtime)
-    left = sum(found.st_size for _, found in files)
-    if left <= MOST_BYTES:
+    files = sorted(_files(folder), key=lambda path_and_stat: path_and_stat[1].st_mtime)
+    total = sum(file_stat.st_size for _, file_stat in files)
+    if total <= MOST_BYTES:
         return
-    for path, found in files:
-        if left <= MOST_BYTES // 2:
+    for path, file_stat in files:
+        if total <= MOST_BYTES // 2:
             break
         path.unlink(missing_ok=True)
-        left -= found.st_size
+        total -= file_stat.st_size
 
 
 def is_whole(path: Path) -> bool:
@@ -157,6 +157,6 @@ def _machine() -> str:
     """The kind of this machine's CPU."""
     flags = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        wanted = ("model name", "flags", "Features", "CPU part")
-        flags = "".join(dict.fromkeys(line for line in file if line.startswith(wanted)))
+        fields = ("model name", "flags", "Features", "CPU part")
+        flags = "".join(dict.fromkeys(line for line in file if line.startswith(fields)))
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"

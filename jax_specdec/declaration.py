@@ -116,19 +116,19 @@ class Serves:
                 raise ValueError(f"serves: {name} = {value!r} must be from 0 to {limits[name]}")
 
     @classmethod
-    def of(cls, asked: Iterable[SamplingParams]) -> "Serves":
+    def of(cls, all_params: Iterable[SamplingParams]) -> "Serves":
         """The least that serves requests with these parameters, alone and together."""
-        needs = {(*_needs(params),) for params in asked}
+        needs = {(*_needs(params),) for params in all_params}
         least = {**_LEAST}
         for name, value in itertools.chain.from_iterable(needs):
             least[name] = _larger(least[name], value)
         return cls(**least, alike=len(needs) == 1)
 
-    def including(self, asked: Iterable[SamplingParams]) -> "Serves":
+    def including(self, all_params: Iterable[SamplingParams]) -> "Serves":
         """The same, and what serves requests with these parameters."""
-        if not (asked := tuple(asked)):
+        if not (all_params := tuple(all_params)):
             return self
-        more = Serves.of(asked)
+        more = Serves.of(all_params)
         return Serves(
             **{name: _larger(getattr(self, name), getattr(more, name)) for name in _LEAST}
         )

@@ -322,14 +322,14 @@ class Request:
             raise RequestError(f"request {id!r} has an empty prompt: give it one token")
         _whole("num_emitted", num_emitted, 0, len(ids) - 1)
         _check_start(id, len(ids), params)
-        known = {"_packed": prompt, "_num_emitted": num_emitted}
-        return cls._made(id=id, prompt_token_ids=ids, params=params, **known)
+        fields = {"_packed": prompt, "_num_emitted": num_emitted}
+        return cls._made(id=id, prompt_token_ids=ids, params=params, **fields)
 
     def continued(self, token_ids: tuple[int, ...], params: SamplingParams) -> "Request":
         """The request with tokens behind its prompt that were emitted for it, unchecked."""
         prompt = self.packed_prompt + packed(token_ids)
-        known = {"_packed": prompt, "_num_emitted": len(token_ids)}
-        return _Continued._made(id=self.id, params=params, **known)
+        fields = {"_packed": prompt, "_num_emitted": len(token_ids)}
+        return _Continued._made(id=self.id, params=params, **fields)
 
     @property
     def num_emitted(self) -> int:
@@ -347,8 +347,8 @@ class Request:
     @property
     def packed_prompt(self) -> bytes:
         """The prompt's token ids as `packed` makes them."""
-        kept: bytes = self.__dict__["_packed"]
-        return kept
+        packed: bytes = self.__dict__["_packed"]
+        return packed
 
     @classmethod
     def _made(cls, **values: Any) -> Self:
@@ -458,7 +458,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         raise RequestError(
             f"logit_bias has {len(pairs)} entries and may have {MAX_BIASED_IDS}: name fewer tokens"
         )
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise RequestError(f"logit_bias has {pair!r}, not a token id and a number")
@@ -467,10 +467,10 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         name = f"logit_bias of token {id}"
         _number(name, bias)
         _in_range(name, bias, -MAX_BIAS_SIZE, MAX_BIAS_SIZE)
-        if index(id) in found:
+        if index(id) in biases:
             raise RequestError(f"logit_bias names token {id} twice: give it one number")
-        found[index(id)] = float(bias)
-    return tuple(found.items())
+        biases[index(id)] = float(bias)
+    return tuple(biases.items())
 
 
 def _structure(value: Any) -> Structured:
@@ -500,17 +500,17 @@ def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> None:
-    whole = _index(value)
-    if whole is None:
+    number = _index(value)
+    if number is None:
         raise RequestError(f"{name} = {value!r} must be a whole number from {low} to {high}")
-    _in_range(name, whole, low, high)
+    _in_range(name, number, low, high)
 
 
 def _modulo_2_32(name: str, value: Any) -> int:
-    whole = _index(value)
-    if whole is None:
+    number = _index(value)
+    if number is None:
         raise RequestError(f"{name} = {value!r} must be a whole number; it counts modulo 2**32")
-    return whole % 2**32
+    return number % 2**32
 
 
 def _index(value: Any) -> int | None:

@@ -119,11 +119,11 @@ class _Package:
         if (module, chain) in self._followed:
             return
         self._followed.add((module, chain))
-        found = self._module(module)
-        assert found is not None
-        for statement in found.bound.get(chain[0], ()):
+        source = self._module(module)
+        assert source is not None
+        for statement in source.bound.get(chain[0], ()):
             if isinstance(statement, ast.Import | ast.ImportFrom):
-                target, attributes = _imported(found, statement, chain)
+                target, attributes = _imported(source, statement, chain)
                 # Where it is another package's, this says whose.
                 origin = attributes[:1] if isinstance(statement, ast.ImportFrom) else ()
                 self.read[f"{module}:{chain[0]}"] = f"import {'.'.join([target, *origin])}"
@@ -147,9 +147,9 @@ class _Package:
 
     def _definitions(self, module: str, path: str) -> list[ast.stmt]:
         """The statements that bind a name of a module, or of a class in it."""
-        found = self._module(module)
+        source = self._module(module)
         name, *members = path.split(".")
-        nodes = [] if found is None else found.bound.get(name, [])
+        nodes = [] if source is None else source.bound.get(name, [])
         for member in members:
             classes = (node for node in nodes if isinstance(node, ast.ClassDef))
             nodes = _bound([part for node in classes for part in node.body]).get(member, [])
@@ -249,7 +249,9 @@ def _imported(
         above = module.package.split(".")
         above = above[: len(above) - statement.level + 1] if statement.level else []
         target = ".".join([*above, *([statement.module] if statement.module else [])])
-        name = next(one.name for one in statement.names if (one.asname or one.name) == chain[0])
+        name = next(
+            alias.name for alias in statement.names if (alias.asname or alias.name) == chain[0]
+        )
         return target, (name, *chain[1:])
     for alias in statement.names:
         if alias.asname == chain[0]:

@@ -70,8 +70,8 @@ def teacher_step(model: Any, batch: dict[str, jax.Array], k: int) -> tuple[jax.A
     """
     check_model(model)
     graphdef, state = importlib.import_module("flax.nnx").split(model)
-    found: tuple[jax.Array, jax.Array] = _step(graphdef, state, batch, k=k)
-    return found
+    top: tuple[jax.Array, jax.Array] = _step(graphdef, state, batch, k=k)
+    return top
 
 
 def top_k_logits(
@@ -89,13 +89,13 @@ def top_k_logits(
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     ids = jnp.zeros(rows.shape[0], jnp.int32)
-    found = linear_topk_logprobs(
+    results = linear_topk_logprobs(
         rows, head, ids, k, log_sum_exp=True, logits_dtype=logits_dtype, **options
     )
-    assert found.log_sum_exp is not None
-    logits = (found.logprobs[:, 1:] + found.log_sum_exp[:, None]).astype(logits_dtype)
+    assert results.log_sum_exp is not None
+    logits = (results.logprobs[:, 1:] + results.log_sum_exp[:, None]).astype(logits_dtype)
     shape = (*hidden.shape[:-1], k)
-    return logits.reshape(shape), found.token_ids[:, 1:].reshape(shape)
+    return logits.reshape(shape), results.token_ids[:, 1:].reshape(shape)
 
 
 @partial(jax.jit, static_argnames=("k",))

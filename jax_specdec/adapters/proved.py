@@ -116,13 +116,13 @@ def compare(
         raise ImportError(f"{_refusal(distribution, name)}: its results on eight rows are others")
 
 
-def _same(one: Any, other: Any) -> bool:
-    one, other = np.asarray(one), np.asarray(other)
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _same(first: Any, second: Any) -> bool:
+    first, second = np.asarray(first), np.asarray(second)
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    if not np.issubdtype(one.dtype, np.inexact):
-        return bool(np.array_equal(one, other))
-    return bool(np.allclose(one, other, rtol=_LOOSE, atol=_LOOSE, equal_nan=True))
+    if not np.issubdtype(first.dtype, np.inexact):
+        return bool(np.array_equal(first, second))
+    return bool(np.allclose(first, second, rtol=_LOOSE, atol=_LOOSE, equal_nan=True))
 
 
 def _refusal(distribution: str, name: str) -> str:

@@ -61,7 +61,7 @@ def install() -> Iterator[tuple[str, ...]]:
 def _compare() -> None:
     """Refuse other logprobs or lists than ours of eight rows."""
     logits = jax.random.normal(jax.random.key(0), (8, 40))
-    asked = SimpleNamespace(
+    metadata = SimpleNamespace(
         return_logprob=True,
         top_logprobs_nums=[3, 0, 1, 0, 2, 5, 0, 0],
         token_ids_logprobs=[[1, 39], None, [0], *[None] * 5],
@@ -74,14 +74,14 @@ def _compare() -> None:
     def theirs() -> Any:
         nnx, sampling = (importlib.import_module(name) for name in ("flax.nnx", _SAMPLER))
         sampler, output = sampling.Sampler(nnx.Rngs(0)), SimpleNamespace()
-        token_ids, logprobs = sampler._greedy_sampling((logits, asked, None, None))[:2]
+        token_ids, logprobs = sampler._greedy_sampling((logits, metadata, None, None))[:2]
         token_ids = token_ids.reshape(-1)
-        sampler._process_logprob_results((output, asked, token_ids, logprobs))
+        sampler._process_logprob_results((output, metadata, token_ids, logprobs))
         return vars(output)
 
     def ours() -> Any:
         output = SimpleNamespace(next_token_logits=logits)
-        add_logprobs(output, asked, logits.argmax(axis=1))
+        add_logprobs(output, metadata, logits.argmax(axis=1))
         del output.next_token_logits
         return vars(output)
 
@@ -109,7 +109,7 @@ def add_logprobs(logits_output: Any, sampling_metadata: Any, token_ids: jax.Arra
     extra = np.full((logits.shape[0], max(map(len, named), default=0)), -1, np.int32)
     for row, ids in zip(extra, named, strict=False):  # rows of padding follow
         row[: len(ids)] = ids
-    own, *others = _read(
+    token_logprobs, *others = _read(
         logits,
         token_ids,
         sampling_metadata.linear_penalty if sampling_metadata.do_penalties else None,
@@ -118,7 +118,7 @@ def add_logprobs(logits_output: Any, sampling_metadata: Any, token_ids: jax.Arra
         extra,
         max(counts, default=0),
     )
-    logits_output.next_token_logprobs = own
+    logits_output.next_token_logprobs = token_logprobs
     top_ids, top, of_named = jax.device_get(others)
     if any(counts):
         logits_output.next_token_top_logprobs_val = _cut(top, counts)
@@ -145,14 +145,16 @@ def _read(
     token_ids = token_ids.astype(jnp.int32)
     # Without a rank, this is less than a read that counts; beyond some 100 MB, blocks of rows are.
     if k == 0 and not extra.size and logits.size <= MOST_AT_ONCE:
-        x, each = logits.astype(jnp.float32), temperatures[:, None]
+        x, divisors = logits.astype(jnp.float32), temperatures[:, None]
         most = x.max(axis=1, keepdims=True)
-        total = jnp.exp((x - most) * (1 / each)).sum(axis=1, keepdims=True)
-        own = (jnp.take_along_axis(x, token_ids[:, None], 1) - most) / each - jnp.log(total)
-        return own[:, 0], extra, own[:, :0], own[:, :0]
-    found = topk_logprobs(logits, token_ids, k, temperatures=temperatures, extra_token_ids=extra)
-    logprobs = found.logprobs
-    return logprobs[:, 0], found.token_ids[:, 1:], logprobs[:, 1:], found.extra_logprobs
+        total = jnp.exp((x - most) * (1 / divisors)).sum(axis=1, keepdims=True)
+        token_logprobs = (
+            jnp.take_along_axis(x, token_ids[:, None], 1) - most
+        ) / divisors - jnp.log(total)
+        return token_logprobs[:, 0], extra, token_logprobs[:, :0], token_logprobs[:, :0]
+    results = topk_logprobs(logits, token_ids, k, temperatures=temperatures, extra_token_ids=extra)
+    logprobs = results.logprobs
+    return logprobs[:, 0], results.token_ids[:, 1:], logprobs[:, 1:], results.extra_logprobs
 
 
 def _cut(table: np.ndarray, counts: list[int]) -> list[list[Any]]:

@@ -148,8 +148,8 @@ def compute_and_gather_logprobs(
     places = jnp.arange(logits.shape[0], dtype=jnp.int32)
     next_tokens = next_tokens.astype(jnp.int32)
     read = jnp.where(next_tokens < 0, -1, places)
-    found = topk_logprobs(logits, next_tokens, max_logprobs, row_ids=read, rank_ties="inclusive")
-    return kind(found.token_ids, found.logprobs, found.token_ranks)
+    results = topk_logprobs(logits, next_tokens, max_logprobs, row_ids=read, rank_ties="inclusive")
+    return kind(results.token_ids, results.logprobs, results.token_ranks)
 
 
 @_jit
@@ -191,8 +191,8 @@ def filter_speculative_logprobs(
         owner[: drafts.size] = drafts
         owner[num_drafts : num_drafts + requests.size] = requests
     owners = owners.reshape(-1)
-    kept = (owners < num_reqs) & (log_token_ids[:, 0] != -1) & (log_token_ids[:, 0] < vocab_size)
-    rows = np.flatnonzero(kept)
+    is_kept = (owners < num_reqs) & (log_token_ids[:, 0] != -1) & (log_token_ids[:, 0] < vocab_size)
+    rows = np.flatnonzero(is_kept)
     rows = rows[np.argsort(owners[rows], kind="stable")]  # a request is in one shard
     ends = np.cumsum(np.bincount(owners[rows], minlength=num_reqs)[:num_reqs])
     return log_token_ids[rows], logprobs_arr[rows], selected_token_ranks[rows], [0, *ends.tolist()]

@@ -116,9 +116,13 @@ def sample(
     number = logits.shape[0]
     options = _options(tpu_sampling_metadata)
     sampling = Sampling.greedy(number) if options is None else _sampling(options, rng)
-    nothing = Drafts(jnp.zeros((number, 0), jnp.int32), jnp.zeros(number, jnp.int32))
+    no_drafts = Drafts(jnp.zeros((number, 0), jnp.int32), jnp.zeros(number, jnp.int32))
     drawn = verify(
-        logits[:, None], nothing, sampling, jnp.zeros(number, jnp.int32), all_greedy=options is None
+        logits[:, None],
+        no_drafts,
+        sampling,
+        jnp.zeros(number, jnp.int32),
+        all_greedy=options is None,
     )
     tokens: jax.Array = lax.with_sharding_constraint(  # type: ignore[no-untyped-call]
         drawn.token_ids[:, 0], NamedSharding(mesh, _spec())

@@ -103,19 +103,21 @@ def _entropies(rows: jax.Array) -> jax.Array:
 
 def _read(rows: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     ids = jnp.zeros(rows.shape[0], jnp.int32)
-    found = topk_logprobs(rows, ids, 0, entropy=True, log_sum_exp=True)
-    assert found.entropy is not None
-    assert found.log_sum_exp is not None
-    return found.entropy, (rows, found.entropy, found.log_sum_exp)
+    results = topk_logprobs(rows, ids, 0, entropy=True, log_sum_exp=True)
+    assert results.entropy is not None
+    assert results.log_sum_exp is not None
+    return results.entropy, (rows, results.entropy, results.log_sum_exp)
 
 
-def _pulled(kept: tuple[jax.Array, jax.Array, jax.Array], change: jax.Array) -> tuple[jax.Array]:
+def _pulled(
+    residuals: tuple[jax.Array, jax.Array, jax.Array], change: jax.Array
+) -> tuple[jax.Array]:
     """-p (log p + entropy) of each token, 0 in a row without an entropy."""
-    rows, entropy, total = kept
+    rows, entropy, total = residuals
     logprobs = rows.astype(jnp.float32) - total[:, None]
     of_token = jnp.maximum(logprobs, jnp.float32(-1e30)) + entropy[:, None]
-    found = -jnp.exp(logprobs) * of_token * change[:, None]
-    return (jnp.where(jnp.isnan(entropy)[:, None], 0, found).astype(rows.dtype),)
+    gradient = -jnp.exp(logprobs) * of_token * change[:, None]
+    return (jnp.where(jnp.isnan(entropy)[:, None], 0, gradient).astype(rows.dtype),)
 
 
 _entropies.defvjp(_read, _pulled)

@@ -84,11 +84,11 @@ def read_gguf(path: Path) -> Gguf:
             f"{_others(path, count)}. Make one file of them with llama.cpp's `llama-gguf-split "
             "--merge FIRST_PART MODEL.gguf`, and name that"
         )
-    for name, one in tensors.items():
-        if one.offset + one.size > size:
+    for name, tensor in tensors.items():
+        if tensor.offset + tensor.size > size:
             raise CheckpointError(
-                f"{path} ({size} bytes) is cut off: {name} {list(one.shape)} ends at byte "
-                f"{one.offset + one.size}{_part(path)}"
+                f"{path} ({size} bytes) is cut off: {name} {list(tensor.shape)} ends at byte "
+                f"{tensor.offset + tensor.size}{_part(path)}"
             )
     return Gguf(path, fields, tensors)
 
@@ -191,14 +191,14 @@ def _header(reader: _Reader, gguf: ModuleType) -> tuple[dict[str, Any], dict[str
     for _ in range(num_fields):
         name = reader.text()
         fields[name] = reader.value(*reader.take("I"))
-    found = {}
+    header = {}
     for _ in range(num_tensors):
         name, (dims,) = reader.text(), reader.take("I")
-        found[name] = (*reversed(reader.take(f"{dims}Q")),), *reader.take("IQ")
+        header[name] = (*reversed(reader.take(f"{dims}Q")),), *reader.take("IQ")
     align = fields.get("general.alignment", 32)
     begin = -(-reader.at // align) * align
     tensors = {}
-    for name, (shape, kind, offset) in found.items():
+    for name, (shape, kind, offset) in header.items():
         block, packed = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
         if not shape or 0 in shape or shape[-1] % block:
             raise ValueError(f"{name} has shape {list(shape)}")
@@ -247,35 +247,35 @@ def config_fields(file: Gguf) -> dict[str, Any]:
             f"{file.path}: a GGUF file of architecture {kind!r} is not supported; supported are "
             f"{', '.join(ARCHITECTURES)}: use the Hugging Face directory that it was made from"
         )
-    own = {
+    settings = {
         name.removeprefix(f"{kind}."): value
         for name, value in file.fields.items()
         if name.startswith(f"{kind}.")
     }
-    if unknown := sorted(own.keys() - _KNOWN):
+    if unknown := sorted(settings.keys() - _KNOWN):
         raise CheckpointError(
-            f"{file.path}: {kind}.{unknown[0]} = {own[unknown[0]]!r} is not known here: results "
-            "could change without it"
+            f"{file.path}: {kind}.{unknown[0]} = {settings[unknown[0]]!r} is not known here: "
+            "results could change without it"
         )
-    for name in own.keys() - {"rope.scaling.type"}:
-        if not isinstance(own[name], int | float):
-            raise CheckpointError(f"{file.path}: {kind}.{name} = {own[name]!r} is no number")
+    for name in settings.keys() - {"rope.scaling.type"}:
+        if not isinstance(settings[name], int | float):
+            raise CheckpointError(f"{file.path}: {kind}.{name} = {settings[name]!r} is no number")
     embedding = file.tensors.get("token_embd.weight")
-    if lacking := [name for name in (*SIZES.values(), "context_length") if name not in own]:
+    if lacking := [name for name in (*SIZES.values(), "context_length") if name not in settings]:
         raise CheckpointError(f"{file.path} lacks {kind}.{lacking[0]}")
     if embedding is None:
         raise CheckpointError(f"{file.path} lacks token_embd.weight")
-    heads = own["attention.head_count"]
-    head_dim = own.get("attention.key_length", own["embedding_length"] // max(heads, 1))
+    heads = settings["attention.head_count"]
+    head_dim = settings.get("attention.key_length", settings["embedding_length"] // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
-        if own.get(name, head_dim) != head_dim:
+        if settings.get(name, head_dim) != head_dim:
             raise CheckpointError(
-                f"{file.path}: {kind}.{name} = {own[name]} is not supported, only the length of a "
-                f"key, {head_dim}"
+                f"{file.path}: {kind}.{name} = {settings[name]} is not supported, only the length "
+                f"of a key, {head_dim}"
             )
-    rope = {"rope_type": str(own.get("rope.scaling.type", "none")).replace("none", "default")}
-    if "rope.scaling.factor" in own:
-        rope["factor"] = own["rope.scaling.factor"]
+    rope = {"rope_type": str(settings.get("rope.scaling.type", "none")).replace("none", "default")}
+    if "rope.scaling.factor" in settings:
+        rope["factor"] = settings["rope.scaling.factor"]
     if rope["rope_type"] not in ("default", "linear"):
         raise CheckpointError(
             f"{file.path}: {kind}.rope.scaling.type = {rope['rope_type']!r} is not supported, only "
@@ -283,12 +283,12 @@ def config_fields(file: Gguf) -> dict[str, Any]:
         )
     return {
         "architectures": [ARCHITECTURES[kind]],
-        **{name: own[stored] for name, stored in SIZES.items()},
-        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        **{name: settings[stored] for name, stored in SIZES.items()},
+        "num_key_value_heads": settings.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "vocab_size": embedding.shape[0],
-        "max_position_embeddings": own["context_length"],
-        "rope_theta": own.get("rope.freq_base", 10_000.0),
+        "max_position_embeddings": settings["context_length"],
+        "rope_theta": settings.get("rope.freq_base", 10_000.0),
         "rope_scaling": rope,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": stop_ids(file),

@@ -87,7 +87,7 @@ def options(architecture: str, fields: Fields) -> dict[str, Any]:
     _refuse(family, fields)
     bias = bool(fields.get("attention_bias"))
     window, layers = _sliding(family, fields)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "qkv_bias": bias or family.qkv_bias,
         "output_bias": bias and not family.qkv_bias,
         "qk_norm": family.qk_norm,
@@ -97,14 +97,14 @@ def options(architecture: str, fields: Fields) -> dict[str, Any]:
     }
     if architecture == "Gemma3ForCausalLM":
         rope = read_rope_by_kind(fields)
-        found["rope_theta"], found["rope_scaling"], found["sliding_rope_theta"] = rope
+        settings["rope_theta"], settings["rope_scaling"], settings["sliding_rope_theta"] = rope
     else:
-        found["rope_theta"], found["rope_scaling"] = read_rope(fields)
+        settings["rope_theta"], settings["rope_scaling"] = read_rope(fields)
     if family.experts:
-        found |= _experts(family, fields)
+        settings |= _experts(family, fields)
     if family.gemma:
-        found |= _gemma(fields)
-    return found
+        settings |= _gemma(fields)
+    return settings
 
 
 def _refuse(family: Family, fields: Fields) -> None:
@@ -157,8 +157,8 @@ def _sliding(family: Family, fields: Fields) -> tuple[int | None, tuple[int, ...
         kinds = {FULL: False, SLIDING: True}
         # Of these families the reference reads the list; the others' layers are all of one kind.
         is_read = family.sliding in ("upper", "pattern") and window is not None
-        known = len(types) == count and set(types) <= kinds.keys()
-        if not known or (not is_read and [kinds[kind] for kind in types] != sliding):
+        is_known = len(types) == count and set(types) <= kinds.keys()
+        if not is_known or (not is_read and [kinds[kind] for kind in types] != sliding):
             raise ValueError(
                 f"layer_types = {types!r} is not supported: it needs {count} times {FULL} or "
                 f"{SLIDING}, as the other fields have it"
@@ -350,7 +350,7 @@ def _dtype(fields: Mapping[str, Any], chosen: str) -> str:
 
 def _ids(path: Path, value: object) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, int) and one >= 0 for one in ids):
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
         raise CheckpointError(
             f"{path}: eos_token_id = {value!r} is neither an id nor a list of ids"
         )

@@ -57,9 +57,9 @@ def gguf_tensors(file: Gguf) -> dict[str, StoredTensor]:
     """Every tensor of a GGUF file by the name that it has in a directory, unpacked to float32."""
     return {
         hf_name(name): StoredTensor(
-            hf_name(name), file.path, "F32", one.shape, one, permuted(file, name)
+            hf_name(name), file.path, "F32", tensor.shape, tensor, permuted(file, name)
         )
-        for name, one in file.tensors.items()
+        for name, tensor in file.tensors.items()
     }
 
 
@@ -71,7 +71,7 @@ def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         by_file.setdefault(str(file), []).append(name)
-    found: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     for file, names in sorted(by_file.items()):
         if Path(file).name != file:
             raise CheckpointError(f"{index} names {file!r}, which is not a plain file name")
@@ -80,8 +80,8 @@ def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(
                 f"{directory / file} lacks {_some(lacking)}, which {INDEX} says it holds"
             )
-        found |= tensors
-    return found
+        stored |= tensors
+    return stored
 
 
 def _header(path: Path, names: Sequence[str]) -> dict[str, StoredTensor]:
@@ -92,7 +92,7 @@ def _header(path: Path, names: Sequence[str]) -> dict[str, StoredTensor]:
     try:
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            found = {
+            tensors = {
                 name: StoredTensor(name, path, str(part.get_dtype()), tuple(part.get_shape()))
                 for name, part in slices.items()
             }
@@ -101,36 +101,36 @@ def _header(path: Path, names: Sequence[str]) -> dict[str, StoredTensor]:
             f"{path} ({path.stat().st_size} bytes) is cut off, damaged or not a safetensors file: "
             f"{error}{holds}"
         ) from error
-    for tensor in found.values():
+    for tensor in tensors.values():
         if tensor.dtype not in ITEM_BYTES:
             raise CheckpointError(
                 f"{path}: {tensor.name} is stored as {tensor.dtype}; supported are "
                 f"{', '.join(ITEM_BYTES)}"
             )
-    return found
+    return tensors
 
 
 def check_shapes(
-    stored: Mapping[str, StoredTensor], wanted: Mapping[str, tuple[int, ...]], directory: Path
+    stored: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], directory: Path
 ) -> None:
     """Refuse a directory that lacks a tensor, or has it in another shape.
 
     Args:
       stored: the result of `stored_tensors`.
-      wanted: name to shape of every tensor that the configuration asks for.
+      expected: name to shape of every tensor that the configuration asks for.
       directory: where the tensors are, for the error.
 
     Raises:
       CheckpointError: says which tensor, where, and the shape it should have.
     """
-    lacking = [name for name in wanted if name not in stored]
+    lacking = [name for name in expected if name not in stored]
     if lacking:
         name = lacking[0]
         raise CheckpointError(
-            f"{directory} does not fit its config.json: it lacks {name} {list(wanted[name])}"
+            f"{directory} does not fit its config.json: it lacks {name} {list(expected[name])}"
             + (f" and {len(lacking) - 1} more tensors" if len(lacking) > 1 else "")
         )
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if stored[name].shape != shape:
             raise CheckpointError(
                 f"{stored[name].file}: {name} has shape {list(stored[name].shape)}, but "

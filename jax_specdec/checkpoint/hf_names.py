@@ -92,24 +92,26 @@ def open_model(directory: str | Path, *, dtype: str = "") -> HfModel:
         hf, stored = read_config(directory, dtype=dtype), stored_tensors(directory)
     config = replace(hf.model, num_mtp_layers=1)
     layout = FAMILIES[hf.architecture].mtp
-    projections = [one.name for one in _mtp(config, layout) if one.leaf == "mtp.projection"]
+    projections = [
+        source.name for source in _mtp(config, layout) if source.leaf == "mtp.projection"
+    ]
     has_mtp = any(name in stored for name in projections)
     config = replace(hf.model, num_mtp_layers=int(has_mtp))
-    wanted = {source.name: source.shape for source in sources(config, hf.architecture)}
-    check_shapes(stored, wanted, directory)
+    shapes = {source.name: source.shape for source in sources(config, hf.architecture)}
+    check_shapes(stored, shapes, directory)
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     if has_mtp and layout == "deepseek":
         mtp = f"model.layers.{config.num_layers}."
         copies |= {f"{mtp}embed_tokens.weight": EMBEDDING, f"{mtp}shared_head.head.weight": head}
-    _refuse_unknown(hf, stored, wanted.keys() | copies.keys())
+    _refuse_unknown(hf, stored, shapes.keys() | copies.keys())
     present = tuple(pair for pair in copies.items() if pair[0] in stored)
     check_shapes(stored, {name: stored[of].shape for name, of in present}, directory)
     return HfModel(directory, hf, config, stored, present)
 
 
-def _refuse_unknown(hf: HfConfig, stored: dict[str, StoredTensor], known: Set[str]) -> None:
-    unknown = sorted(name for name in stored.keys() - known if not _UNUSED.fullmatch(name))
+def _refuse_unknown(hf: HfConfig, stored: dict[str, StoredTensor], known_names: Set[str]) -> None:
+    unknown = sorted(name for name in stored.keys() - known_names if not _UNUSED.fullmatch(name))
     if unknown:
         raise CheckpointError(
             f"{stored[unknown[0]].file}: {unknown[0]} has no place in a {hf.architecture} with "
@@ -140,7 +142,7 @@ def _mtp(config: ModelConfig, layout: str) -> Iterator[Source]:
     if layout == "deepseek":
         prefix = f"model.layers.{config.num_layers}."
         names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    token_norm, hidden_norm, projection, final_norm = (f"{prefix}{one}.weight" for one in names)
+    token_norm, hidden_norm, projection, final_norm = (f"{prefix}{name}.weight" for name in names)
     yield Source("mtp.token_norm", None, token_norm, (d,))
     yield Source("mtp.hidden_norm", None, hidden_norm, (d,))
     # DeepSeek puts the token's half first, MiMo and the decoder the hidden state's.

@@ -174,11 +174,11 @@ class ModelConfig:
           TypeError: a configuration has no such field.
           ValueError: a value is outside its range.
         """
-        given = dict(fields)
-        if given.get("rope_scaling") is not None:
-            given["rope_scaling"] = RopeScaling(**given["rope_scaling"])
-        given["sliding_layers"] = tuple(given.get("sliding_layers", ()))  # JSON has lists
-        return cls(**given)
+        values = dict(fields)
+        if values.get("rope_scaling") is not None:
+            values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+        values["sliding_layers"] = tuple(values.get("sliding_layers", ()))  # JSON has lists
+        return cls(**values)
 
 
 def cache_bytes(config: ModelConfig, num_slots: int, max_length: int, num_shards: int = 1) -> int:

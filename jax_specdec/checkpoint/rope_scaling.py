@@ -139,12 +139,14 @@ def read_rope_by_kind(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | N
     defaults = {FULL: 1_000_000.0, SLIDING: 10_000.0}
     if unknown := sorted(rope.keys() - defaults.keys()):
         raise ValueError(f"rope_parameters of {unknown[0]!r} are not supported")
-    (theta, scaling), (sliding, own) = (
+    (theta, scaling), (sliding, sliding_scaling) = (
         read_rope({**fields, "rope_theta": default, "rope_parameters": rope.get(kind) or {}})
         for kind, default in defaults.items()
     )
-    if own is not None:
-        raise ValueError(f"rotary positions of sliding layers must be default, not {own.kind!r}")
+    if sliding_scaling is not None:
+        raise ValueError(
+            f"rotary positions of sliding layers must be default, not {sliding_scaling.kind!r}"
+        )
     return theta, scaling, sliding
 
 

@@ -343,12 +343,12 @@ def _command(values: Any) -> Command:
             draft_token_ids=unpacked(drafts),
         )
     kind = _PLAIN[name]
-    given: dict[str, Any] = {}
+    field_values: dict[str, Any] = {}
     for field, value in zip(fields(kind), rest, strict=True):
         if field.type is str and not isinstance(value, str):
             raise TypeError(f"{value!r} is no {field.name}")
-        given[field.name] = value if field.type is str else operator.index(value)
-    made: Command = kind(**given)
+        field_values[field.name] = value if field.type is str else operator.index(value)
+    made: Command = kind(**field_values)
     return made
 
 

@@ -99,8 +99,8 @@ class Heartbeat:
           ValueError: the bytes are not a heartbeat.
         """
         try:
-            found = zip(_FIELDS.items(), msgpack.unpackb(data), strict=True)
-            return cls(beats=beats, **{name: read(value) for (name, read), value in found})
+            pairs = zip(_FIELDS.items(), msgpack.unpackb(data), strict=True)
+            return cls(beats=beats, **{name: read(value) for (name, read), value in pairs})
         except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
             raise ValueError(f"not a heartbeat: {data[:200]!r} ({error!r})") from error
 
@@ -212,9 +212,9 @@ def _texts(values: Iterable[object]) -> tuple[str, ...]:
 
 
 def _members(values: Iterable[object]) -> tuple[str, ...]:
-    for text in (found := tuple(values)):
+    for text in (texts := tuple(values)):
         _phase_of(text)
-    return _texts(found)
+    return _texts(texts)
 
 
 # What travels of a heartbeat, in this order, and how each is read.
@@ -246,16 +246,16 @@ class Activity:
         """
         if self._since is not None and now - self._since < LOOK_SECONDS:
             return self._works
-        found = self._read()
+        activity = self._read()
         self._works = (
-            found is not None
+            activity is not None
             and self._since is not None
             and (
-                found[0] - self._before[0] >= LEAST_TICKS
-                or found[1] != self._before[1]
+                activity[0] - self._before[0] >= LEAST_TICKS
+                or activity[1] != self._before[1]
             )
         )  # fmt: skip
-        self._since, self._before = now, found or (0, 0)
+        self._since, self._before = now, activity or (0, 0)
         return self._works
 
     def _read(self) -> tuple[int, int] | None:

@@ -177,9 +177,9 @@ class EngineConfig(WorkerConfig):
             ("implementation", ("", *IMPLEMENTATIONS), "; empty for kernels that are proved here"),
             ("on_worker_loss", get_args(OnWorkerLoss), ""),
         )
-        for name, known, more in choices:
-            if (value := getattr(self, name)) not in known:
-                named = ", ".join(filter(None, known))
+        for name, names, more in choices:
+            if (value := getattr(self, name)) not in names:
+                named = ", ".join(filter(None, names))
                 raise ValueError(f"{name} = {value!r} must be one of {named}{more}")
 
         if self.row_tile % 8:

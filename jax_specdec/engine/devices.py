@@ -64,13 +64,13 @@ def shares(
     Raises:
       ValueError: there are too few of them; says how many there are, and the ways out.
     """
-    found = _accelerators(environment, files)
+    accelerators = _accelerators(environment, files)
     if named:
         # Without files (in a container perhaps) the most usual kind is meant.
-        found = (found[0] if found else KINDS[0][0]), tuple(named)
-    if found is None:
+        accelerators = (accelerators[0] if accelerators else KINDS[0][0]), tuple(named)
+    if accelerators is None:
         return _cpu_shares(num_workers, each, {} if processes else environment)
-    variable, names = found
+    variable, names = accelerators
     if len(names) < num_workers * each:
         raise ValueError(
             f"{num_workers} workers of {each} device(s) each need {num_workers * each}, and there "

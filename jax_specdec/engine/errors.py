@@ -63,10 +63,10 @@ def together(failures: Sequence[WorkerFailed]) -> WorkerFailed:
         return failures[0]
     count = pluralize(len(failures), "worker")
     failure = WorkerFailed(
-        "\n\n".join([f"{count} are lost:", *(each.report for each in failures)]),
-        next((each.advice for each in failures if each.advice), ""),
+        "\n\n".join([f"{count} are lost:", *(failure.report for failure in failures)]),
+        next((failure.advice for failure in failures if failure.advice), ""),
         failures,
-        "; ".join(each.reason for each in failures),
+        "; ".join(failure.reason for failure in failures),
     )
     failure.__cause__ = failures[-1]
     return failure

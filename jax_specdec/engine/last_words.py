@@ -43,9 +43,9 @@ def reason_line(printed: str, *, crashed: bool = False) -> str:
     elif line := _exception_line(lines):
         return line
     for line in reversed(lines):
-        said = line.strip()
-        if said and not NOTES.match(said) and not line.startswith((" ", "\t")):
-            return said
+        text = line.strip()
+        if text and not NOTES.match(text) and not line.startswith((" ", "\t")):
+            return text
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
@@ -69,15 +69,15 @@ def _elsewhere(lines: list[str], header: int) -> bool:
 
 def _behind(lines: list[str], begin: int) -> str:
     """The first line from there on that is no frame, with the next one where it says nothing."""
-    said = ""
+    message = ""
     for line in lines[begin:]:
         text = line.removeprefix(MARGIN).rstrip()
         # Marks under a line of code may begin at its margin.
         if not text or text.startswith((" ", "\t")) or not text.strip("^~ "):
             continue
-        if said:
-            return said if NOTES.match(text) else f"{said} {text}"
+        if message:
+            return message if NOTES.match(text) else f"{message} {text}"
         if not text.endswith(":"):
             return text
-        said = text  # the message begins with the next line
-    return said
+        message = text  # the message begins with the next line
+    return message

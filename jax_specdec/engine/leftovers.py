@@ -60,7 +60,7 @@ def find(directory: Path | None = None) -> list[StaleDirectory]:
     Raises:
       RingError: the operating system does not say which processes live.
     """
-    found = []
+    leftovers = []
     for path in sorted((directory or Path(tempfile.gettempdir())).glob(f"{PREFIX}*")):
         try:
             owner = path / OWNER
@@ -71,8 +71,8 @@ def find(directory: Path | None = None) -> list[StaleDirectory]:
             continue
         if state is not None:
             outputs = sum(entry.suffix == ".log" for entry in entries)
-            found.append(StaleDirectory(path, size, state, outputs, tuple(_losses(entries))))
-    return found
+            leftovers.append(StaleDirectory(path, size, state, outputs, tuple(_losses(entries))))
+    return leftovers
 
 
 def _losses(entries: Iterable[Path]) -> Iterator[tuple[str, str]]:
@@ -91,7 +91,7 @@ def _losses(entries: Iterable[Path]) -> Iterator[tuple[str, str]]:
 
 def remove(leftovers: list[StaleDirectory]) -> list[StaleDirectory]:
     """Remove the directories of dead engines; returns those that are gone."""
-    dead = [each for each in leftovers if each.state == "dead"]
-    for each in dead:
-        shutil.rmtree(each.path, ignore_errors=True)
-    return [each for each in dead if not os.path.lexists(each.path)]
+    dead = [leftover for leftover in leftovers if leftover.state == "dead"]
+    for leftover in dead:
+        shutil.rmtree(leftover.path, ignore_errors=True)
+    return [leftover for leftover in dead if not os.path.lexists(leftover.path)]

@@ -49,12 +49,12 @@ class QueuedRequest:
         request, emitted = self.request, self.progress.token_ids
         if not emitted:
             return request
-        left, least = (
+        remaining, least = (
             number - len(emitted)
             for number in (request.params.max_tokens, request.params.min_tokens)
         )
         params = replace(
-            request.params, max_tokens=left, min_tokens=max(least, 0), prompt_logprobs=None,
+            request.params, max_tokens=remaining, min_tokens=max(least, 0), prompt_logprobs=None,
             prompt_logprobs_start=0, prompt_extra_token_ids=None,
         )  # fmt: skip
         return request.continued(emitted, params)

@@ -192,7 +192,7 @@ class Scheduler:
         self._settle(session, number, exhausted if len(suspects) == 1 else ())
         goes_on = config.on_worker_loss != "stop" and self.workers.coming(prefill_only=False)
         ends: list[Records] = []
-        left: list[QueuedRequest] = []
+        remaining: list[QueuedRequest] = []
         for name in session.request_ids if goes_on else ():
             # What the worker never took is told to another one, whatever the configuration says.
             if config.resume_lost or not session.took(name):
@@ -205,10 +205,10 @@ class Scheduler:
                         "request %r ends: %d workers were lost while they had it", name, len(losses)
                     )
                 else:
-                    left.append(queued)
+                    remaining.append(queued)
         ends.append(self._end_all(session))
-        records = Records(sum((each.batches for each in ends), records.batches))
-        self.enqueue(left, first=True)
+        records = Records(sum((ending.batches for ending in ends), records.batches))
+        self.enqueue(remaining, first=True)
         if not self.workers.coming(prefill_only=True):
             self._waiting.prefill_no_more()
         yield Update(None, None, records, session.process_rank, lost=failure)
@@ -248,7 +248,9 @@ class Scheduler:
         for queued in self._waiting.drain():
             yield Update(None, None, self._ended(queued, FinishReason.WORKER_LOST))
         yield from self.pending()
-        raise together([one.lost for one in self.workers.sessions if one.lost is not None])
+        raise together(
+            [session.lost for session in self.workers.sessions if session.lost is not None]
+        )
 
     def _ended(self, queued: QueuedRequest, reason: FinishReason) -> Records:
         """The last record of a request that holds no slot; counts it."""

@@ -166,7 +166,7 @@ class Streams:
         now = self._clock.now()
         stream: Stream[Record] = Stream(
             request,
-            lambda mine, reason: self._ask_end(request.id, mine, reason),
+            lambda update, reason: self._ask_end(request.id, update, reason),
             max_backlog=self._config.max_backlog,
         )
         queued = QueuedRequest(
@@ -227,7 +227,7 @@ class Streams:
         with self._ended:
             if threading.current_thread() is not self._thread:  # which collects garbage too
                 self._ended.wait_for(lambda: not updates.num_open)
-            self._readers = [one for one in self._readers if one is not updates]
+            self._readers = [reader for reader in self._readers if reader is not updates]
 
     def _check_new(self, requests: Sequence[Request]) -> None:
         """Refuse requests while none may come, or whose ids are taken; the lock is held."""
@@ -372,7 +372,9 @@ class Streams:
         while self._inbox:
             self._inbox.popleft()()
         if len(self._deadlines) > 2 * len(self._open) + 64:  # most of them have ended
-            self._deadlines = [one for one in self._deadlines if one[2].finish_reason is None]
+            self._deadlines = [
+                deadline for deadline in self._deadlines if deadline[2].finish_reason is None
+            ]
             heapq.heapify(self._deadlines)
         while self._deadlines and (
             self._deadlines[0][2].finish_reason is not None
@@ -382,7 +384,7 @@ class Streams:
             self._end(late.request.id, late, FinishReason.DEADLINE)
 
     def _begin(self, queued: Sequence[QueuedRequest]) -> None:
-        names = [one.request.id for one in queued]
+        names = [request.request.id for request in queued]
         with self._lock:  # between the two, a request would count twice among those that wait
             self._scheduler.enqueue(queued)
             self._unread -= len(queued)
@@ -417,8 +419,8 @@ class Streams:
             elif (records := self._records_of(reader, update.records)).batches or update.lost:
                 reader.put(replace(update, records=records))
         records = update.records
-        each = records if self._num_streams and self._sink is None else records.events()
-        for record in each:
+        events = records if self._num_streams and self._sink is None else records.events()
+        for record in events:
             name, reason = record.request_id, record.finish_reason
             consumer = self._open.get(name)
             if consumer is None:
@@ -445,13 +447,15 @@ class Streams:
 
     def _records_of(self, reader: ResultQueue[Update], records: Records) -> Records:
         """The records of a reader's requests."""
-        found = []
+        batches = []
         for batch in records.batches:
             owners = [batch.requests[slot] for slot in batch.slots]
-            mine = [one is not None and self._open.get(one.id) is reader for one in owners]
-            if any(mine):
-                found.append(batch.take(np.flatnonzero(mine)))
-        return Records(tuple(found))
+            is_readers = [
+                owner is not None and self._open.get(owner.id) is reader for owner in owners
+            ]
+            if any(is_readers):
+                batches.append(batch.take(np.flatnonzero(is_readers)))
+        return Records(tuple(batches))
 
     def _close_lost(self, error: BaseException | None) -> None:
         if self._lost:
@@ -466,7 +470,7 @@ class Streams:
         self._close_lost(error)
         with self._ended:
             self._failure = self._failure or error
-            left = list(self._open.values())
+            open_streams = list(self._open.values())
             self._open.clear()
             self._num_streams = 0
             update, self._update = self._update, None
@@ -474,7 +478,7 @@ class Streams:
             update.fail(f"the engine ended before all workers had loaded the weights: {error}")
         if self._sink is not None:
             self._sink.fail(error)
-        for consumer in left:
+        for consumer in open_streams:
             consumer.finish(error)
         with self._ended:
             self._ended.notify_all()

@@ -91,10 +91,10 @@ class SlotTimes:
         if fresh.any():
             timings.first_token.take_all(spent[fresh], np.ones(int(fresh.sum()), np.int64))
             self._fresh[slots] = False
-        known = ~fresh & ~np.isnan(spent)
-        if known.any():
-            times = counts[known].astype(np.int64)
-            timings.between_tokens.take_all(spent[known] / times, times)
+        is_known = ~fresh & ~np.isnan(spent)
+        if is_known.any():
+            times = counts[is_known].astype(np.int64)
+            timings.between_tokens.take_all(spent[is_known] / times, times)
         self._last[slots] = now
 
     def message(self, now: float, timings: Timings) -> None:

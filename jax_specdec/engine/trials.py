@@ -54,8 +54,8 @@ class Placement:
 
     def take(self, request_id: str) -> QueuedRequest | None:
         """Take a request out of its queue; None if it does not wait."""
-        found = (queue.take(request_id) for queue in self._queues)
-        return next((queued for queued in found if queued is not None), None)
+        requests = (queue.take(request_id) for queue in self._queues)
+        return next((queued for queued in requests if queued is not None), None)
 
     def drain(self) -> Iterator[QueuedRequest]:
         """Take every request, one after the other."""
@@ -99,13 +99,13 @@ class Placement:
                 if session.prefill_only == prefill_only and session.ready and session is not apart
             ]
             holding = {group for session in sessions for group in session.groups}
-            kept = kept_slots(sum(session.state.num_slots for session in fit))
+            num_kept_slots = kept_slots(sum(session.state.num_slots for session in fit))
             while queue and fit:
                 session = max(fit, key=lambda session: session.num_free)
                 if not session.num_free:
                     break
                 free = sum(session.num_free for session in fit)
-                queued = queue.pop(holding, all_slots=free > kept)
+                queued = queue.pop(holding, all_slots=free > num_kept_slots)
                 if queued is None:
                     break
                 holding.add(queued.group)
@@ -126,8 +126,8 @@ class Placement:
             self._apart = None
             return
         if self._apart is None or not self._apart.ready:
-            fit = [each for each in sessions if each.ready and not each.prefill_only]
-            self._apart = max(fit, key=lambda each: each.num_free, default=None)
+            fit = [session for session in sessions if session.ready and not session.prefill_only]
+            self._apart = max(fit, key=lambda session: session.num_free, default=None)
         session = self._apart
         if session and session.num_free and all(map(session.gets_on, session.request_ids)):
             queued = self._suspects.popleft()

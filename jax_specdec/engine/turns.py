@@ -64,7 +64,7 @@ class Turns:
           holding: the groups that have a slot.
           all_slots: more slots are free than are kept.
         """
-        for queued in [one for one in self._further if one.group not in holding]:
+        for queued in [request for request in self._further if request.group not in holding]:
             self._further.take(queued.request.id)
             self._first.append(queued)
         while self._first and self._waits_further(next(iter(self._first)), holding):
@@ -86,9 +86,9 @@ class Turns:
                 del self._behind[group]
             return queued
         for queue in (self._first, self._further):
-            if (found := queue.take(request_id)) is not None:
-                self._follow(found, queue)
-                return found
+            if (request := queue.take(request_id)) is not None:
+                self._follow(request, queue)
+                return request
         return None
 
     def clear(self) -> None:

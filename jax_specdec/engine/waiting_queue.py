@@ -52,8 +52,8 @@ class WaitingQueue(Generic[Q]):
 
     def extend(self, queued: Iterable[Q]) -> None:
         """Let requests wait behind all others of their priority, in their order."""
-        for one in queued:
-            self.append(one)
+        for request in queued:
+            self.append(request)
 
     def popleft(self) -> Q:
         """Take the request that waits before all others. Raises KeyError if none waits."""

@@ -45,8 +45,8 @@ class WeightsSource:
             made = write_arrays(weights, config.weights, target, own=bool(config.own_model))
             return cls(made, temporary=True)
         except (OSError, CheckpointError, ValueError) as error:
-            for left in target.parent.glob(f"{target.name}.*"):
-                _remove(left)
+            for leftover in target.parent.glob(f"{target.name}.*"):
+                _remove(leftover)
             raise WeightsError(f"the weights cannot be read: {error}") from error
 
     def check_unchanged(self) -> None:
@@ -65,8 +65,8 @@ class WeightsSource:
 
     def _look(self) -> list[tuple[str, int, int, int]]:
         files = sorted(self.path.iterdir()) if self.path.is_dir() else [self.path]
-        found = [(file.name, file.stat()) for file in files]
-        return [(name, seen.st_ino, seen.st_size, seen.st_mtime_ns) for name, seen in found]
+        stats = [(file.name, file.stat()) for file in files]
+        return [(name, seen.st_ino, seen.st_size, seen.st_mtime_ns) for name, seen in stats]
 
 
 def _remove(path: Path) -> None:

@@ -124,7 +124,11 @@ class Workers:
     @property
     def ending(self) -> list[WorkerSession]:
         """Sessions whose worker is lost and has not been reported."""
-        return [one for one in self.sessions if one.ending is not None and one.lost is None]
+        return [
+            session
+            for session in self.sessions
+            if session.ending is not None and session.lost is None
+        ]
 
     def fallen(self) -> list[WorkerSession]:
         """Sessions whose worker has ended without having been reported, found lost or not."""
@@ -184,12 +188,14 @@ class Workers:
                 self._clock.sleep(BRIEF_SECONDS)
             return alive
         by_name = {session.worker.ring.name: session for session in alive}
-        sources: list[RingReader | ControlServer | Wakeup] = [each.worker.ring for each in alive]
-        found = wait_readable([*sources, *control], WAIT_SECONDS)
-        if not found or found[-1] in control:
+        sources: list[RingReader | ControlServer | Wakeup] = [
+            waiting.worker.ring for waiting in alive
+        ]
+        ready = wait_readable([*sources, *control], WAIT_SECONDS)
+        if not ready or ready[-1] in control:
             self._next_look = 0.0
         return [
-            by_name[ring.name] for ring in found if not isinstance(ring, ControlServer | Wakeup)
+            by_name[ring.name] for ring in ready if not isinstance(ring, ControlServer | Wakeup)
         ]
 
     def end(self, session: WorkerSession, cause: Exception) -> None:

@@ -41,10 +41,10 @@ def tokens_table(columns: TokenColumns) -> Any:
     """
     pa = pyarrow()
 
-    def words(places: Any, each: Sequence[str]) -> Any:
-        return pa.DictionaryArray.from_arrays(places, pa.array(each, pa.string()))
+    def words(places: Any, texts: Sequence[str]) -> Any:
+        return pa.DictionaryArray.from_arrays(places, pa.array(texts, pa.string()))
 
-    found = {"request_id": words(columns.request, columns.request_id.tolist())}
+    arrays = {"request_id": words(columns.request, columns.request_id.tolist())}
     for name in [*TOKEN_COLUMNS][1:]:
         values, told = getattr(columns, name), KNOWN_BY.get(name)
         unknown = None if told is None else getattr(columns, told) == -1
@@ -52,16 +52,16 @@ def tokens_table(columns: TokenColumns) -> Any:
             unknown = np.isnan(values)
         elif name == "row_digest":
             unknown = values == 0
-        found[name] = words(values, KINDS) if name == "kind" else pa.array(values, mask=unknown)
+        arrays[name] = words(values, KINDS) if name == "kind" else pa.array(values, mask=unknown)
     for name, ids in TOKEN_LISTS.items():
         ragged = getattr(columns, name)
-        found[ids] = _lists(pa, ragged, ragged.ids)
-        found[f"{name}_logprobs"] = _lists(pa, ragged, ragged.logprobs)
+        arrays[ids] = _lists(pa, ragged, ragged.ids)
+        arrays[f"{name}_logprobs"] = _lists(pa, ragged, ragged.logprobs)
     kept = columns.kept
     for name, values in (("kept_count", kept.counts), ("log_kept", kept.log_kept)):
-        found[name] = pa.array(values, mask=kept.counts == 0)
-    found["kept_token_ids"] = _lists(pa, kept, kept.token_ids)
-    return pa.table(found)
+        arrays[name] = pa.array(values, mask=kept.counts == 0)
+    arrays["kept_token_ids"] = _lists(pa, kept, kept.token_ids)
+    return pa.table(arrays)
 
 
 def requests_table(columns: TokenColumns) -> Any:
@@ -87,16 +87,16 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
       ValueError: a table lacks columns, as one that an earlier version wrote does.
     """
     empty = ColumnBuilder().columns()
-    for table, whole in ((tokens, tokens_table(empty)), (requests, requests_table(empty))):
-        if missing := sorted(set(whole.column_names) - set(table.column_names)):
+    for table, expected in ((tokens, tokens_table(empty)), (requests, requests_table(empty))):
+        if missing := sorted(set(expected.column_names) - set(table.column_names)):
             raise _incomplete(missing)
     ids = requests["request_id"].to_pylist()
     index = {request_id: n for n, request_id in enumerate(ids)}
     reasons = requests["finish_reason"].to_pylist()
     modes = requests["logprobs_mode"].to_pylist()
-    found: dict[str, Any] = {name: _filled(tokens[name], FILLS.get(name)) for name in _NUMBERS}
+    arrays: dict[str, Any] = {name: _filled(tokens[name], FILLS.get(name)) for name in _NUMBERS}
     for name, lists in TOKEN_LISTS.items():
-        found[name] = _ragged(tokens[lists], tokens[f"{name}_logprobs"])
+        arrays[name] = _ragged(tokens[lists], tokens[f"{name}_logprobs"])
     return TokenColumns(
         request_id=np.array(ids, np.str_),
         prompt=_ragged(requests["prompt_token_ids"]),
@@ -107,7 +107,7 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
         ),
         request=np.array([index[i] for i in tokens["request_id"].to_pylist()], np.int32),
         kind=np.array([KINDS.index(word) for word in tokens["kind"].to_pylist()], np.int8),
-        **found,
+        **arrays,
         kept=KeptSets.of(
             _filled(tokens["kept_count"], 0),
             _filled(tokens["log_kept"], 0),
@@ -221,5 +221,5 @@ def _ragged(ids: Any, logprobs: Any = None) -> Ragged:
 
 def _filled(column: Any, fill: float | None) -> NDArray[Any]:
     """A column with `fill` in place of nulls; with None, it has none."""
-    whole: NDArray[Any] = (column if fill is None else column.fill_null(fill)).to_numpy()
-    return whole
+    values: NDArray[Any] = (column if fill is None else column.fill_null(fill)).to_numpy()
+    return values

@@ -36,10 +36,13 @@ class ColumnBuilder:
             if isinstance(records, Records)
             else [record.batch.take(np.array([record.index])) for record in records]
         )
-        requests, _, reasons, row, tokens, kept = token_parts([one for one in batches if len(one)])
+        requests, _, reasons, row, tokens, kept = token_parts(
+            [item for item in batches if len(item)]
+        )
         counts = np.bincount(row, minlength=len(requests))
         begins = np.array(
-            [len(one.packed_prompt) // 4 + self._num_tokens[one.id] for one in requests], np.int64
+            [len(item.packed_prompt) // 4 + self._num_tokens[item.id] for item in requests],
+            np.int64,
         )
         place = np.empty(len(row), np.int64)
         place[row.argsort(kind="stable")] = within(counts)
@@ -94,15 +97,15 @@ class ColumnBuilder:
 
 def _filled(tokens: dict[str, NDArray[Any]], n: int) -> dict[str, NDArray[Any]]:
     """All columns of n tokens, as copies; what no request asked for is filled up."""
-    found = {
+    column = {
         name: np.array(tokens.get(name, np.full(n, FILLS.get(name, 0), kind)))
         for name, kind in TOKEN_COLUMNS.items()
     }
     for name in TOKEN_LISTS:
         for part, kind in _LIST.items():
-            nothing = np.zeros(n if part == "counts" else 0, kind)
-            found[f"{name}.{part}"] = np.array(tokens.get(f"{name}.{part}", nothing))
-    return found
+            zeros = np.zeros(n if part == "counts" else 0, kind)
+            column[f"{name}.{part}"] = np.array(tokens.get(f"{name}.{part}", zeros))
+    return column
 
 
 _LIST = {"counts": np.int64, "ids": np.int32, "logprobs": np.float32}

@@ -118,9 +118,9 @@ class Delivery:
                 count += open_
             if count or held.begin < end or not counts:
                 counts.append(count)
-        *whole, last = self._held[: len(counts)]
+        *complete, last = self._held[: len(counts)]
         self._held.clear()
-        parts = [self._part(held) for held in whole]
+        parts = [self._part(held) for held in complete]
         record, count = last.record, counts[-1]
         rows = record.logprobs
         total = 0.0 if rows is None else float(rows[:count, 0].astype(np.float64).sum())

@@ -58,7 +58,9 @@ class View:
     @property
     def num_tokens(self) -> int:
         """Tokens emitted, without those of prompts."""
-        return sum(len(one.tokens) - one.num_prompt for file in self.files for one in file)
+        return sum(
+            len(response.tokens) - response.num_prompt for file in self.files for response in file
+        )
 
 
 def read(lines: Iterable[str]) -> View:
@@ -98,7 +100,7 @@ def page(view: View, title: str) -> str:
         "drawn": drawn,
         "details": details,
     }
-    return re.sub(r"{{(\w+)}}", lambda found: values[found[1]], text)
+    return re.sub(r"{{(\w+)}}", lambda match: values[match[1]], text)
 
 
 def _hash(text: str) -> str:
@@ -134,11 +136,12 @@ def packed(
     response, `step_start` steps by response, `top_start` the top K by token, and `draft_start`
     drafts by step.
     """
-    shown = [one for responses in files for one in responses]
+    shown = [response for responses in files for response in responses]
     head = {
         "strings": strings,
         "requests": [
-            {name: getattr(one, field) for name, field in _OF_RESPONSE.items()} for one in shown
+            {name: getattr(response, field) for name, field in _OF_RESPONSE.items()}
+            for response in shown
         ],
         "files": [
             {"name": name, "count": len(responses)}
@@ -163,21 +166,24 @@ def _block(head: Mapping[str, Any], columns: Mapping[str, NDArray[np.generic]]) 
 
 def _drawn(shown: Sequence[Shown]) -> dict[str, NDArray[np.generic]]:
     names = "token", "logprob", "rank", "kind"
-    steps = np.concatenate([one.steps for one in shown])
+    steps = np.concatenate([response.steps for response in shown])
     columns = map(np.ascontiguousarray, steps.T)
     return {
-        "row_start": _starts([len(one.tokens) for one in shown]),
-        **{name: np.concatenate([getattr(one, f"{name}s") for one in shown]) for name in names},
-        "step_start": _starts([len(one.steps) for one in shown]),
+        "row_start": _starts([len(response.tokens) for response in shown]),
+        **{
+            name: np.concatenate([getattr(response, f"{name}s") for response in shown])
+            for name in names
+        },
+        "step_start": _starts([len(response.steps) for response in shown]),
         **dict(zip(_OF_STEP, columns, strict=True)),
     }
 
 
 def _details(shown: Sequence[Shown]) -> dict[str, NDArray[np.generic]]:
     return {
-        "id": np.concatenate([one.ids for one in shown]),
-        **_lists("top", [one.top for one in shown]),
-        **_lists("draft", [one.drafts for one in shown]),
+        "id": np.concatenate([response.ids for response in shown]),
+        **_lists("top", [response.top for response in shown]),
+        **_lists("draft", [response.drafts for response in shown]),
     }
 
 
@@ -186,9 +192,9 @@ def _starts(counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint32]:
 
 
 def _lists(name: str, lists: Sequence[Ragged]) -> dict[str, NDArray[np.generic]]:
-    counts = np.concatenate([np.diff(one.offsets) for one in lists])
+    counts = np.concatenate([np.diff(token_lists.offsets) for token_lists in lists])
     return {
         f"{name}_start": _starts(counts),
-        f"{name}_token": np.concatenate([one.ids for one in lists]),
-        f"{name}_logprob": np.concatenate([one.logprobs for one in lists]),
+        f"{name}_token": np.concatenate([token_lists.ids for token_lists in lists]),
+        f"{name}_logprob": np.concatenate([token_lists.logprobs for token_lists in lists]),
     }

@@ -180,8 +180,8 @@ def _page(families: Iterable[Family]) -> str:
 def _of_rank(process_rank: int | str, families: Iterable[Family]) -> Iterator[Family]:
     """The families with the label of a process rank on each sample."""
     rank = {"process_rank": str(process_rank)}
-    for one in families:
-        yield one._replace(samples=[(rank | labels, value) for labels, value in one.samples])
+    for family in families:
+        yield family._replace(samples=[(rank | labels, value) for labels, value in family.samples])
 
 
 def _client() -> ModuleType:

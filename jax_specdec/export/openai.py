@@ -85,12 +85,12 @@ def echoed_logprobs(
       table: the strings of the tokenizer.
       stream: an empty text; it is moved on past the prompt.
     """
-    found = _completion_rows([rows], table)
+    completion_rows = _completion_rows([rows], table)
     _, offsets = stream.push_with_offsets([first_id, *rows.token_ids.tolist()])
     return {
-        "tokens": [table.completion_text[first_id], *found["tokens"]],
-        "token_logprobs": [None, *found["token_logprobs"]],
-        "top_logprobs": [None, *found["top_logprobs"]],
+        "tokens": [table.completion_text[first_id], *completion_rows["tokens"]],
+        "token_logprobs": [None, *completion_rows["token_logprobs"]],
+        "top_logprobs": [None, *completion_rows["top_logprobs"]],
         "text_offset": offsets,
     }
 
@@ -256,10 +256,10 @@ def _chat_rows(rows: Record | PromptRows, table: TokenTable) -> list[dict[str, A
     entries = []
     for token_id, values, ids in positions(rows):
         text, raw = table.chat[token_id]
-        found = map(table.chat.__getitem__, ids)
+        token_entries = map(table.chat.__getitem__, ids)
         top = [
             {"token": text, "logprob": value, "bytes": raw}
-            for (text, raw), value in zip(found, values[1:], strict=False)
+            for (text, raw), value in zip(token_entries, values[1:], strict=False)
         ]
         entries.append({"token": text, "logprob": values[0], "bytes": raw, "top_logprobs": top})
     return entries

@@ -59,9 +59,9 @@ def request_extension(
         ]
         statistics = sum(steps, start=Statistics())
     total = records[-1].cumulative_logprob if records else None
-    asked: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if params.extra_token_ids:
-        asked["extra_token_ids"] = list(params.extra_token_ids)
+        settings["extra_token_ids"] = list(params.extra_token_ids)
     return {
         "prompt": table.decode(request.prompt_token_ids),
         "prompt_token_ids": list(request.prompt_token_ids),
@@ -72,7 +72,7 @@ def request_extension(
         "drafts": statistics.num_drafts,
         "accepted": statistics.num_accepted,
         "acceptance_by_position": list(statistics.acceptance_at),
-        **asked,
+        **settings,
     }
 
 
@@ -104,8 +104,8 @@ def _step(record: Record, table: TokenTable) -> dict[str, Any]:
         step["draft_token_ranks"] = ranks.tolist()
         step["draft_topk_ids"] = _existing(topk_ids.tolist())
         step["draft_topk_logprobs"] = [
-            row[1 : 1 + len(found)]
-            for row, found in zip(values, step["draft_topk_ids"], strict=True)
+            row[1 : 1 + len(top_ids)]
+            for row, top_ids in zip(values, step["draft_topk_ids"], strict=True)
         ]
     chosen = draft.chosen_logprobs
     if chosen is not None and chosen.shape[1]:

@@ -31,12 +31,12 @@ class PromptColumns:
             return
         version = batch.prompt.message.weights_version
         for at, (row, slot) in enumerate(zip(rows.tolist(), batch.slots.tolist(), strict=True)):
-            found = batch.prompt.rows(at, slot)
-            self.put(row, np.full(len(found.token_ids), version, np.uint32), found)
+            prompt_rows = batch.prompt.rows(at, slot)
+            self.put(row, np.full(len(prompt_rows.token_ids), version, np.uint32), prompt_rows)
 
-    def put(self, row: int, versions: NDArray[np.uint32], found: PromptRows) -> None:
+    def put(self, row: int, versions: NDArray[np.uint32], prompt_rows: PromptRows) -> None:
         """Add n rows of the prompt of the request of row `row`; `versions` is [n]."""
-        self._parts.append((row, versions, found))
+        self._parts.append((row, versions, prompt_rows))
 
     def columns(self, num_rows: int, *, always: bool = False) -> dict[str, Any]:
         """Arrow arrays by name, of `num_rows` rows; where no prompt has any, only if `always`."""
@@ -45,21 +45,21 @@ class PromptColumns:
         pa = pyarrow()
         parts = sorted(self._parts, key=lambda part: part[0])
         starts, counts = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-        for row, _, found in reversed(parts):
-            starts[row] = found.start  # at last of the first part
-            counts[row] += len(found.token_ids)
+        for row, _, prompt_rows in reversed(parts):
+            starts[row] = prompt_rows.start  # at last of the first part
+            counts[row] += len(prompt_rows.token_ids)
         outer = pa.array(offsets_of(counts), pa.int32())
-        rows = [found for _, _, found in parts]
+        rows = [prompt_rows for _, _, prompt_rows in parts]
         values = {
             VERSION: pa.array(_joined([versions for _, versions, _ in parts], np.uint32)),
-            RANKS: pa.array(_joined([one.token_ranks for one in rows], np.int32)),
+            RANKS: pa.array(_joined([rows_of_part.token_ranks for rows_of_part in rows], np.int32)),
             LOGPROBS: _inner(
                 [np.hstack([x.logprobs, x.chosen_logprobs]) for x in rows], np.float32
             ),
-            TOP_IDS: _inner([one.topk_ids for one in rows], np.int32),
+            TOP_IDS: _inner([rows_of_part.topk_ids for rows_of_part in rows], np.int32),
         }
         return {START: pa.array(starts)} | {
-            name: pa.ListArray.from_arrays(outer, each) for name, each in values.items()
+            name: pa.ListArray.from_arrays(outer, inner) for name, inner in values.items()
         }
 
 
@@ -89,8 +89,8 @@ def prompt_versions(batch: Any, row: int) -> NDArray[np.uint32]:
     begin, end = prompt_span(batch, row)
     if begin == end:
         return np.empty(0, np.uint32)
-    found: NDArray[np.uint32] = batch.column(VERSION).values.to_numpy()[begin:end]
-    return found
+    versions: NDArray[np.uint32] = batch.column(VERSION).values.to_numpy()[begin:end]
+    return versions
 
 
 def prompt_span(batch: Any, row: int) -> tuple[int, int]:
@@ -105,8 +105,8 @@ def _table(batch: Any, name: str, begin: int, end: int) -> NDArray[Any]:
     """[end - begin, width], the lists of some prompt tokens of one request: equally long ones."""
     inner = batch.column(name).values
     first, last = inner.offsets[begin].as_py(), inner.offsets[end].as_py()
-    found: NDArray[Any] = inner.values.to_numpy()[first:last].reshape(end - begin, -1)
-    return found
+    table: NDArray[Any] = inner.values.to_numpy()[first:last].reshape(end - begin, -1)
+    return table
 
 
 def _inner(tables: Sequence[NDArray[Any]], dtype: type) -> Any:

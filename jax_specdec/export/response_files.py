@@ -56,8 +56,8 @@ def write(file: TextIO, responses: Iterable[object]) -> None:
     try:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe or /dev/null has nothing to cut
             file.truncate(0)
-        for one in responses:
-            file.write(json.dumps(one, allow_nan=False) + "\n")
+        for response in responses:
+            file.write(json.dumps(response, allow_nan=False) + "\n")
         file.flush()
     except OSError as error:
         with contextlib.suppress(OSError):  # closed later, it would fail where no code catches it
@@ -85,8 +85,8 @@ def _elements(value: Any, number: int) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, list):
         yield f"line {number}", value
         return
-    for index, one in enumerate(value, 1):
-        yield f"element {index} of the array", one
+    for index, element in enumerate(value, 1):
+        yield f"element {index} of the array", element
 
 
 def _goes_on(line: str) -> bool:
@@ -121,6 +121,6 @@ def _of_batch(value: Any, strings: Strings) -> list[Shown]:
     if "choices" in body:
         return shown_of(body | {"id": value["custom_id"]}, strings)
     error = error or body.get("error") or {}
-    said = error.get("message") or error.get("code") or f"status {answer.get('status_code')}"
-    choice = {"text": "", "finish_reason": f"error: {said}"}
+    reason = error.get("message") or error.get("code") or f"status {answer.get('status_code')}"
+    choice = {"text": "", "finish_reason": f"error: {reason}"}
     return shown_of({"id": value["custom_id"], "choices": [choice]}, strings)

@@ -67,12 +67,12 @@ def rollouts_table(columns: TokenColumns) -> Any:
     place = np.arange(int(lengths.sum())) - offsets_of(lengths)[:-1].repeat(lengths)
     mask = (place >= prompts.repeat(lengths)).astype(np.int8)
     ids = np.concatenate([np.empty(0, np.int32), *sequences])
-    found = {name: table[name] for name in table.column_names}
-    found["input_ids"] = pa.ListArray.from_arrays(offsets, pa.array(ids))
-    found["loss_mask"] = pa.ListArray.from_arrays(offsets, pa.array(mask))
-    whole = pa.table({name: found[name] for name in SCHEMA})
-    fields = [field.with_metadata({"doc": SCHEMA[field.name]}) for field in whole.schema]
-    return whole.cast(pa.schema(fields, metadata={"jax_specdec.rollouts": VERSION}))
+    arrays = {name: table[name] for name in table.column_names}
+    arrays["input_ids"] = pa.ListArray.from_arrays(offsets, pa.array(ids))
+    arrays["loss_mask"] = pa.ListArray.from_arrays(offsets, pa.array(mask))
+    rollouts = pa.table({name: arrays[name] for name in SCHEMA})
+    fields = [field.with_metadata({"doc": SCHEMA[field.name]}) for field in rollouts.schema]
+    return rollouts.cast(pa.schema(fields, metadata={"jax_specdec.rollouts": VERSION}))
 
 
 def verl_batch(
@@ -108,16 +108,16 @@ def verl_batch(
     rows = columns.rows_by_place()
     starts = np.diff(columns.prompt.offsets)
     emitted = [row[start:][row[start:] >= 0] for row, start in zip(rows, starts, strict=True)]
-    given, mask = _padded("prompt", prompts, prompt_length, pad_id, left=True)
-    ids = [columns.token_id[each] for each in emitted]
+    prompt_ids, mask = _padded("prompt", prompts, prompt_length, pad_id, left=True)
+    ids = [columns.token_id[places] for places in emitted]
     written, response_mask = _padded("response", ids, response_length, pad_id)
-    own = [columns.logprob[each] for each in emitted]
-    logprobs, _ = _padded("response", own, written.shape[1], 0.0)
+    token_logprobs = [columns.logprob[places] for places in emitted]
+    logprobs, _ = _padded("response", token_logprobs, written.shape[1], 0.0)
     attention = np.concatenate([mask, response_mask], axis=1)
     return {
-        "prompts": given.astype(np.int64),
+        "prompts": prompt_ids.astype(np.int64),
         "responses": written.astype(np.int64),
-        "input_ids": np.concatenate([given, written], axis=1).astype(np.int64),
+        "input_ids": np.concatenate([prompt_ids, written], axis=1).astype(np.int64),
         "attention_mask": attention,
         "position_ids": np.maximum(attention.cumsum(axis=1) - 1, 0),
         "response_mask": response_mask,

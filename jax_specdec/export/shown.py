@@ -149,15 +149,15 @@ def _add_prompt(rows: _Rows, response: Any, choice: Any, extension: Any) -> int:
     if entries := extension.get("prompt_logprobs"):
         # What was not scored is one token: the first, or all up to where the rows start.
         start = int(extension.get("prompt_logprobs_start") or 1)
-        known = entries if start > 1 else entries[1:]
-        rows.tokens.append(_first_token(str(extension.get("prompt") or ""), known))
+        scored_entries = entries if start > 1 else entries[1:]
+        rows.tokens.append(_first_token(str(extension.get("prompt") or ""), scored_entries))
         rows.logprobs.append(None)
         rows.add_top(None)
-        _add_chat(rows, known)
+        _add_chat(rows, scored_entries)
         ids = extension.get("prompt_token_ids") or []
         first = ids[:1] if start == 1 else [UNKNOWN]
-        unknown = [UNKNOWN] * (1 + len(known))
-        rows.ids += [*first, *ids[start:]] if len(ids) == start + len(known) else unknown
+        unknown = [UNKNOWN] * (1 + len(scored_entries))
+        rows.ids += [*first, *ids[start:]] if len(ids) == start + len(scored_entries) else unknown
         rows.ranks += unknown
     elif entries := choice.get("prompt_logprobs") or response.get("prompt_logprobs"):
         for entry in entries:  # vLLM's: {id: {"logprob", "rank", "decoded_token"}}, its own first
@@ -165,23 +165,25 @@ def _add_prompt(rows: _Rows, response: Any, choice: Any, extension: Any) -> int:
     return len(rows.tokens)
 
 
-def _first_token(prompt: str, known: Sequence[Any]) -> str:
+def _first_token(prompt: str, entries: Sequence[Any]) -> str:
     """The string of what comes before the known tokens: what these leave of the text."""
-    rest = b"".join(bytes(entry["bytes"] or ()) for entry in known)
+    rest = b"".join(bytes(entry["bytes"] or ()) for entry in entries)
     text = prompt.encode(errors="surrogatepass")
     return text.removesuffix(rest).decode(errors="replace") if text.endswith(rest) else ""
 
 
 def _add_by_id(rows: _Rows, entry: Mapping[str, Any]) -> None:
-    nothing: tuple[Any, Mapping[str, Any]] = (UNKNOWN, {})
-    id, own = next(iter(entry.items()), nothing)
-    rows.tokens.append(own.get("decoded_token") or "")
-    rows.logprobs.append(own.get("logprob"))
+    no_entry: tuple[Any, Mapping[str, Any]] = (UNKNOWN, {})
+    id, token_entry = next(iter(entry.items()), no_entry)
+    rows.tokens.append(token_entry.get("decoded_token") or "")
+    rows.logprobs.append(token_entry.get("logprob"))
     rows.ids.append(int(id))
-    rows.ranks.append(own.get("rank") or UNKNOWN)
+    rows.ranks.append(token_entry.get("rank") or UNKNOWN)
     values: list[Mapping[str, Any]] = list(entry.values())
-    ordered = sorted(values, key=lambda one: -float(one["logprob"]))
-    rows.add_top({one.get("decoded_token") or "": one["logprob"] for one in ordered})
+    ordered = sorted(values, key=lambda candidate: -float(candidate["logprob"]))
+    rows.add_top(
+        {candidate.get("decoded_token") or "": candidate["logprob"] for candidate in ordered}
+    )
 
 
 def _num_echoed(rows: _Rows, response: Any) -> int:
@@ -198,10 +200,10 @@ def _add_tokens(rows: _Rows, choice: Any, extension: Any) -> None:
     logprobs = choice.get("logprobs")
     if logprobs is None:
         text = choice["message"]["content"] if "message" in choice else choice["text"]
-        known = extension.get("tokens", [text] if text else [])
-        rows.tokens += map(str, known)
-        rows.logprobs += [NOT_ASKED] * len(known)
-        rows.num_top += [0] * len(known)
+        token_texts = extension.get("tokens", [text] if text else [])
+        rows.tokens += map(str, token_texts)
+        rows.logprobs += [NOT_ASKED] * len(token_texts)
+        rows.num_top += [0] * len(token_texts)
     elif "content" in logprobs:
         _add_chat(rows, logprobs["content"] or [])
     else:
@@ -221,8 +223,8 @@ def _add_chat(rows: _Rows, entries: Iterable[Any]) -> None:
         rows.tokens.append(entry["token"])
         rows.logprobs.append(entry["logprob"])
         rows.num_top.append(len(top))
-        rows.top_tokens += [one["token"] for one in top]
-        rows.top_logprobs += [one["logprob"] for one in top]
+        rows.top_tokens += [candidate["token"] for candidate in top]
+        rows.top_logprobs += [candidate["logprob"] for candidate in top]
 
 
 def _column(extension: Any, name: str, num_tokens: int, missing: int) -> list[Any]:
@@ -245,16 +247,16 @@ def _kinds(extension: Any, num_tokens: int) -> list[int]:
 
 
 def _steps(extension: Any, num_tokens: int, strings: Strings) -> tuple[NDArray[np.int32], Ragged]:
-    found = extension.get("by_step") or ()
+    by_step = extension.get("by_step") or ()
     names = ("step", "num_tokens", "num_drafts", "num_accepted")
-    rows = [[step[name] for name in names] for step in found]
+    rows = [[step[name] for name in names] for step in by_step]
     steps = np.array(rows, np.int32).reshape(-1, len(names))
     if rows and steps[:, 1].sum() != num_tokens:
         raise ValueError(f"by_step does not add up to {pluralize(num_tokens, 'token')}")
     texts: list[str] = []
     logprobs: list[Any] = []
     counts = []
-    for step in found:
+    for step in by_step:
         drafts = step.get("draft_tokens") or []
         values = step.get("draft_logprobs")
         values = [None] * len(drafts) if values is None else values

@@ -110,7 +110,7 @@ def joined_rows(batches: Sequence[Any], requests: Mapping[str, Request]) -> Toke
     builder = ColumnBuilder()
     for batch in batches:
         there = batch.schema.names
-        mine = [requests[name] for name in batch.column("request_id").to_pylist()]
+        row_requests = [requests[name] for name in batch.column("request_id").to_pylist()]
         offsets = batch.column("token_id").offsets.to_numpy()
         counts, total = np.diff(offsets), int(offsets[-1])
         begins = batch.column("position").to_numpy() - offsets[:-1]
@@ -131,5 +131,7 @@ def joined_rows(batches: Sequence[Any], requests: Mapping[str, Request]) -> Toke
             sizes, masses, sets = (batch.column(name).values for name in names)
             kept = KeptSets.of(sizes.to_numpy(), masses.to_numpy(), sets.values.to_numpy())
         reasons = batch.column("finish_reason").to_numpy()
-        builder.put(mine, reasons, np.arange(len(mine)).repeat(counts), tokens, kept)
+        builder.put(
+            row_requests, reasons, np.arange(len(row_requests)).repeat(counts), tokens, kept
+        )
     return builder.columns()

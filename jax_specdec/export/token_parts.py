@@ -65,8 +65,8 @@ def token_parts(batches: Sequence[RecordBatch]) -> TokenParts:
     kept = None
     if spoken:
         _add_tokens(parts, batches, counts, sizes, spoken)
-        asked = any(message.row_columns != 0 for _, message, _ in spoken)
-        if asked and not _add_table(parts, spoken):
+        has_rows = any(message.row_columns != 0 for _, message, _ in spoken)
+        if has_rows and not _add_table(parts, spoken):
             for batch, message, total in spoken:
                 _add_logprobs(parts, batch, message, total)
         if any(batch.joined is not None and batch.joined.any() for batch, _, _ in spoken):
@@ -75,8 +75,8 @@ def token_parts(batches: Sequence[RecordBatch]) -> TokenParts:
         if np.concatenate([message.kept for _, message, _ in spoken]).any():
             kept = KeptSets.joined([_kept(batch, message) for batch, message, _ in spoken])
     columns = {
-        name: found[0] if len(found) == 1 else np.concatenate(found)
-        for name, found in parts.items()
+        name: pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        for name, pieces in parts.items()
     }
     return TokenParts(
         requests, places, reasons, places.repeat(counts), {**_ALWAYS, **columns}, kept
@@ -97,7 +97,7 @@ def _rows_of(batches: Sequence[RecordBatch]) -> tuple[list[Request], NDArray[np.
             return list(by_id.values()), np.arange(len(batches[0]))
     # Of a worker it is another tuple only where a slot was given or freed.
     tuples = {id(batch.requests): batch.requests for batch in batches}
-    starts = offsets_of(np.array([len(one) for one in tuples.values()]))
+    starts = offsets_of(np.array([len(slot_tuple) for slot_tuple in tuples.values()]))
     start = dict(zip(tuples, starts.tolist(), strict=False))
     of_batch = np.array([start[id(batch.requests)] for batch in batches])
     places = _joined(batches, "slots") + of_batch.repeat([len(batch) for batch in batches])
@@ -105,13 +105,13 @@ def _rows_of(batches: Sequence[RecordBatch]) -> tuple[list[Request], NDArray[np.
     table[places] = 0
     seen = np.flatnonzero(table == 0)
     slots = list(itertools.chain.from_iterable(tuples.values()))
-    here = [slots[place] for place in seen.tolist()]
-    requests = {request.id: request for request in here if request is not None}
-    if len(requests) == len(here):
-        table[seen] = np.arange(len(here))
+    seen_slots = [slots[place] for place in seen.tolist()]
+    requests = {request.id: request for request in seen_slots if request is not None}
+    if len(requests) == len(seen_slots):
+        table[seen] = np.arange(len(seen_slots))
     else:  # a request was in several slots
         rows = {name: row for row, name in enumerate(requests)}
-        table[seen] = [rows[request.id] for request in here if request is not None]
+        table[seen] = [rows[request.id] for request in seen_slots if request is not None]
     return list(requests.values()), table[places]
 
 
@@ -156,20 +156,22 @@ def _add_table(parts: Parts, spoken: Sequence[Spoken]) -> bool:
         return False
     width = widths.pop() or 0
     rows = [message.logprobs.reshape(-1, width) for _, message, _ in spoken]
-    logprobs = np.concatenate([one[:, 0] for one in rows])
+    logprobs = np.concatenate([block[:, 0] for block in rows])
     sizes = np.full(len(logprobs), width - 1)
     _put(parts, "logprob", logprobs)
     _put(parts, "token_rank", np.concatenate([message.token_ranks for _, message, _ in spoken]))
-    _put_list(parts, "topk", sizes, ids, np.concatenate([one[:, 1:] for one in rows]).reshape(-1))
+    _put_list(
+        parts, "topk", sizes, ids, np.concatenate([block[:, 1:] for block in rows]).reshape(-1)
+    )
     return True
 
 
 def _add_logprobs(parts: Parts, batch: RecordBatch, message: Message, total: int) -> None:
     slots, counts = batch.slots, batch.num_tokens
     columns = message.columns[slots]
-    asked = columns > 0
+    has_rows = columns > 0
     place = within(counts)
-    has = asked.repeat(counts)
+    has = has_rows.repeat(counts)
     logprob = np.full(total, np.nan, np.float32)
     rank = np.full(total, NOT_ASKED, np.int32)
     widths = (columns + message.num_more[slots]).repeat(counts)[has]
@@ -179,7 +181,7 @@ def _add_logprobs(parts: Parts, batch: RecordBatch, message: Message, total: int
     _put(parts, "logprob", logprob)
     _put(parts, "token_rank", rank)
     k = np.maximum(columns - 1, 0).repeat(counts)
-    chosen = np.where(asked, message.num_chosen[slots], 0).repeat(counts)
+    chosen = np.where(has_rows, message.num_chosen[slots], 0).repeat(counts)
     tops = message.topk_start[slots].repeat(counts) + place * k
     first = np.zeros(total, np.int64)
     first[has] = begin

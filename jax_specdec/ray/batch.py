@@ -48,26 +48,26 @@ class ColumnBatch:
     @property
     def offsets(self) -> NDArray[np.int32]:
         """[rows + 1] int32: where each row's tokens begin among those of all."""
-        found: NDArray[np.int32] = self.rows.column("token_id").offsets.to_numpy()
-        return found
+        offsets: NDArray[np.int32] = self.rows.column("token_id").offsets.to_numpy()
+        return offsets
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """[tokens] int32, row after row."""
-        found: NDArray[np.int32] = self.rows.column("token_id").values.to_numpy()
-        return found
+        token_ids: NDArray[np.int32] = self.rows.column("token_id").values.to_numpy()
+        return token_ids
 
     @property
     def positions(self) -> NDArray[np.int64]:
         """[rows] int64, the place of each row's first token in its sequence."""
-        found: NDArray[np.int64] = self.rows.column("position").to_numpy()
-        return found
+        positions: NDArray[np.int64] = self.rows.column("position").to_numpy()
+        return positions
 
     @property
     def finish_reasons(self) -> NDArray[np.int8]:
         """[rows] int8 `FinishReason`; 0 where the request goes on."""
-        found: NDArray[np.int8] = self.rows.column("finish_reason").to_numpy()
-        return found
+        reasons: NDArray[np.int8] = self.rows.column("finish_reason").to_numpy()
+        return reasons
 
     def columns(self) -> TokenColumns:
         """The batch as columns, one row a token."""
@@ -123,8 +123,8 @@ class Part:
 
     def _values(self, name: str) -> NDArray[Any]:
         begin, end = self.batch.offsets[self.row : self.row + 2]
-        found: NDArray[Any] = self.batch.rows.column(name).values.to_numpy()
-        return found[begin:end]
+        values: NDArray[Any] = self.batch.rows.column(name).values.to_numpy()
+        return values[begin:end]
 
     @property
     def prompt(self) -> PromptRows | None:
@@ -170,11 +170,11 @@ def columns(batches: Sequence[ColumnBatch]) -> TokenColumns:
 def packed(rows: Any) -> NDArray[np.uint8]:
     """A `pyarrow.RecordBatch` as one array of bytes, in Arrow's stream format."""
     pa = pyarrow()
-    whole = pa.allocate_buffer(rows.nbytes + ENVELOPE)
-    sink = pa.FixedSizeBufferWriter(whole)
+    buffer = pa.allocate_buffer(rows.nbytes + ENVELOPE)
+    sink = pa.FixedSizeBufferWriter(buffer)
     with pa.ipc.new_stream(sink, rows.schema) as writer:
         writer.write_batch(rows)
-    return np.frombuffer(whole, np.uint8)[: sink.tell()]
+    return np.frombuffer(buffer, np.uint8)[: sink.tell()]
 
 
 def unpacked(data: NDArray[np.uint8]) -> Any:

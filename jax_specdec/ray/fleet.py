@@ -105,16 +105,16 @@ class Fleet:
             self._end([(entry, FinishReason.ABORT) for entry in self._table.all()])
             self._lock.notify_all()
         atexit.unregister(self._at_exit)
-        with contextlib.ExitStack() as left:  # all of it is done, and then an error raised
+        with contextlib.ExitStack() as closing:  # all of it is done, and then an error raised
             if self._started:
-                left.callback(placement.leave)
-            left.callback(self._watch.join)
-            left.callback(self._head.close)
-            self._close_members(left, reachable=self._head.answers)
+                closing.callback(placement.leave)
+            closing.callback(self._watch.join)
+            closing.callback(self._head.close)
+            self._close_members(closing, reachable=self._head.answers)
 
-    def _close_members(self, left: contextlib.ExitStack, *, reachable: bool) -> None:
+    def _close_members(self, closing: contextlib.ExitStack, *, reachable: bool) -> None:
         for member in reversed(self.members):
-            left.callback(member.close, reachable=reachable)
+            closing.callback(member.close, reachable=reachable)
 
     @property
     def num_waiting(self) -> int:
@@ -268,8 +268,10 @@ class Fleet:
             member.coming = coming
             logger.warning("replica %d is lost: %s", member.number, why)
             report = WorkerFailed(f"replica {member.number} is lost: {why}")
-            left = coming or any(other.coming for other in self.members if other is not member)
-            if self.config.on_worker_loss == "stop" or not left:
+            has_others = coming or any(
+                other.coming for other in self.members if other is not member
+            )
+            if self.config.on_worker_loss == "stop" or not has_others:
                 self._fail(report)
                 return
             ends = self._table.lose(
@@ -293,8 +295,8 @@ class Fleet:
             if blamed is None:
                 restarts.charge(number, now)
             else:
-                for one in self._restarts:
-                    one.forgive(blamed.losses)
+                for restart in self._restarts:
+                    restart.forgive(blamed.losses)
         return restarts.allows()
 
     def fail(self, error: BaseException) -> None:

@@ -85,8 +85,8 @@ class Followers:
             line = connection.recv_bytes().decode()
             born = json.loads(line)
             index, config = born["member"]["index"], born["config"]
-            here = config["tensor_parallel"] // config["group_nodes"]
-            actor = self._actors[index // here - 1]
+            devices_here = config["tensor_parallel"] // config["group_nodes"]
+            actor = self._actors[index // devices_here - 1]
             ended = actor.run.remote(index, line)
             # Two waits: for the follower's end, and for the lead's.
             threading.Thread(
@@ -117,14 +117,14 @@ class Follower:
         """
         from jax_specdec.engine.worker_client import WORKER
 
-        own = (*WORKER[:-1], "jax_specdec.device.worker.follower_process")
-        self._program = tuple(program) or own
+        command = (*WORKER[:-1], "jax_specdec.device.worker.follower_process")
+        self._program = tuple(program) or command
         self._running: dict[int, ChildProcess] = {}
 
     def node(self) -> str:
         """The id of its node."""
-        found: str = ray().get_runtime_context().get_node_id()
-        return found
+        node_id: str = ray().get_runtime_context().get_node_id()
+        return node_id
 
     def run(self, index: int, line: str) -> tuple[int, str]:
         """Run one process to its end: its exit status, and where it was, or its last words."""

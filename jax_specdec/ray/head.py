@@ -63,8 +63,8 @@ class Head:
         """
         if not self._answer():
             raise ConnectionError(self.problem() or "the head of the Ray cluster does not answer")
-        found: list[dict[str, Any]] = ray().nodes()
-        return found
+        nodes: list[dict[str, Any]] = ray().nodes()
+        return nodes
 
     def _ask(self) -> None:
         while not (self._changed or self._over.wait(ASK_SECONDS)):

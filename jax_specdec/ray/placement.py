@@ -48,8 +48,8 @@ def start(address: str) -> bool:
         # Ray has put a handler there that calls `sys.exit`, which closes what the system's would
         # not. A program's own is put back. Setting either removes Ray's third one, which writes
         # the stack of the process.
-        own = before not in (None, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, before if own else signal.getsignal(signal.SIGTERM))
+        has_handler = before not in (None, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before if has_handler else signal.getsignal(signal.SIGTERM))
     return True
 
 
@@ -162,16 +162,16 @@ def of_actor(devices: Mapping[str, float]) -> dict[str, Any]:
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """The variables of a replica's process; this program's PYTHONPATH is among them."""
-    mine = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    return mine | KEEPS_MEMORY | {**more}
+    variables = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    return variables | KEEPS_MEMORY | {**more}
 
 
-def nodes_of(found: Sequence[Mapping[str, Any]]) -> str:
+def nodes_of(nodes: Sequence[Mapping[str, Any]]) -> str:
     """What the nodes that live have, for an error."""
-    said = []
-    for node in found:
+    texts = []
+    for node in nodes:
         if node["Alive"]:
             amounts = sorted(node["Resources"].items())
             parts = [f"{name} {n:g}" for name, n in amounts if ":" not in name]
-            said.append(", ".join(part for part in parts if "memory" not in part) or "none")
-    return "; ".join(said)
+            texts.append(", ".join(part for part in parts if "memory" not in part) or "none")
+    return "; ".join(texts)

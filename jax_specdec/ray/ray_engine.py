@@ -193,10 +193,10 @@ class RayEngine:
             try:
                 if not members:
                     raise WeightsError("no replica is ready to load weights: try again later")
-                asked = [(member, member.load_weights(new, timeout)) for member in members]
+                calls = [(member, member.load_weights(new, timeout)) for member in members]
                 refusals = [
                     f"replica {member.number}: {why}"
-                    for member, answer in asked
+                    for member, answer in calls
                     if (why := answer())
                 ]
                 if refusals:

@@ -40,10 +40,13 @@ def remove_leftovers(
         ):
             time.sleep(LOOK_SECONDS)
         removed = doctor.remove_leftovers(doctor.find_ring_files(rings))
-        left = [each for each in leftovers.find(folders) if not each.outputs]
-        folders_removed = leftovers.remove(left)
+        remaining = [leftover for leftover in leftovers.find(folders) if not leftover.outputs]
+        folders_removed = leftovers.remove(remaining)
     except (RingError, OSError) as error:  # a replica works as well beside leftovers
         logger.warning("what dead processes left was not removed: %s", error)
         return
-    for path in [*(each.path for each in removed), *(each.path for each in folders_removed)]:
+    for path in [
+        *(leftover.path for leftover in removed),
+        *(leftover.path for leftover in folders_removed),
+    ]:
         logger.info("removed %s: its process is dead", path)

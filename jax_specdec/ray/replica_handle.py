@@ -90,14 +90,14 @@ class ReplicaHandle:
 
     def close(self, *, reachable: bool) -> None:
         """End the replica; without a head that can be reached, Ray ends it with this program."""
-        with contextlib.ExitStack() as left:  # all of it is done, and then an error raised
+        with contextlib.ExitStack() as closing:  # all of it is done, and then an error raised
             if self._thread.ident is not None:
-                left.callback(self._thread.join, PATIENCE_SECONDS)
+                closing.callback(self._thread.join, PATIENCE_SECONDS)
             if self._place is not None and reachable:
-                left.callback(self._remove_leftovers)
-                left.enter_context(contextlib.suppress(*lost_errors()))
-                left.callback(self._place.remove)
-                left.enter_context(contextlib.suppress(*lost_errors()))
+                closing.callback(self._remove_leftovers)
+                closing.enter_context(contextlib.suppress(*lost_errors()))
+                closing.callback(self._place.remove)
+                closing.enter_context(contextlib.suppress(*lost_errors()))
                 ray().get(self._call("close", "slow"), timeout=PATIENCE_SECONDS)
                 self._address = None
 
@@ -125,8 +125,8 @@ class ReplicaHandle:
         """
         sent = dict(self._sent.popleft() for _ in range(len(self._sent)))
         if sent:
-            done, left = ray().wait([*sent], num_returns=len(sent), timeout=0)
-            self._sent += ((call, sent[call]) for call in left)
+            done, pending = ray().wait([*sent], num_returns=len(sent), timeout=0)
+            self._sent += ((call, sent[call]) for call in pending)
             for call in done:
                 try:
                     ray().get(call)
@@ -143,35 +143,35 @@ class ReplicaHandle:
         about: dict[str, Any] = {"state": state, "losses": self._losses, "problem": self.problem}
         if self.ready:
             with contextlib.suppress(*lost_errors()):
-                asked = self._call("status", "slow")
-                found: ReplicaStatus = ray().get(asked, timeout=PATIENCE_SECONDS)
-                return replace(found, **about)
+                call = self._call("status", "slow")
+                status: ReplicaStatus = ray().get(call, timeout=PATIENCE_SECONDS)
+                return replace(status, **about)
         return replace(ReplicaStatus(replica=self.number), **about)
 
     def load_weights(self, weights: Weights, timeout: float | None) -> Callable[[], str]:
         """Have weights loaded; returns a function that waits for the refusal, or ""."""
-        asked = self._call("load_weights", "slow", weights, timeout)
+        call = self._call("load_weights", "slow", weights, timeout)
 
         def answer() -> str:
             try:
-                found: str = self._get(asked)
+                version: str = self._get(call)
             except lost_errors() as error:
                 return f"it was lost before all had loaded the weights: {_first(error)}"
-            return found
+            return version
 
         return answer
 
     def use_weights(self) -> Callable[[], int]:
         """Have the loaded weights used; returns a function that waits for their version, or -1."""
-        asked = self._call("use_weights", "slow")
+        call = self._call("use_weights", "slow")
         lost_or_failed: tuple[type[Exception], ...] = (*lost_errors(), WeightsError, WorkerFailed)
 
         def answer() -> int:
             try:
-                found: int = self._get(asked)
+                version: int = self._get(call)
             except lost_or_failed:
                 return -1
-            return found
+            return version
 
         return answer
 

@@ -119,7 +119,7 @@ class RequestTable:
 
     def assigned(self) -> dict[int, list[Entry]]:
         """Give what waits to the replicas that have room; who gets which."""
-        given: dict[int, list[Entry]] = {}
+        by_replica: dict[int, list[Entry]] = {}
         while (entry := next(iter(self._waiting), None)) is not None:
             prompt = entry.request.packed_prompt
             replica = self.routes.choose(prompt)
@@ -129,8 +129,8 @@ class RequestTable:
             entry.replica, entry.key = replica, str(next(self._keys))
             self._by_key[entry.key] = entry
             self.routes.add(replica, prompt, entry.prompt_length + entry.left)
-            given.setdefault(replica, []).append(entry)
-        return given
+            by_replica.setdefault(replica, []).append(entry)
+        return by_replica
 
     def take(self, rows: Any, replica: int) -> tuple[ColumnBatch, list[Entry]]:
         """Note what a replica has delivered; the batch, and whose its rows are.

@@ -54,12 +54,12 @@ class Routes:
         free slots, and at last fewer tokens.
         """
         best, score = None, (False, -1, 0, 0)
-        known = self._known(prompt)
+        prefix_lengths = self._known(prompt)
         for replica, load in self.loads.items():
             if load.has_room:
-                mine = (load.free > 0, known.get(replica, 0), load.free, -load.tokens)
-                if best is None or mine > score:
-                    best, score = replica, mine
+                rank = (load.free > 0, prefix_lengths.get(replica, 0), load.free, -load.tokens)
+                if best is None or rank > score:
+                    best, score = replica, rank
         return best
 
     def add(self, replica: int, prompt: bytes, tokens: int) -> None:
@@ -92,13 +92,13 @@ class Routes:
 
     def _known(self, prompt: bytes) -> dict[int, int]:
         """For each replica the chunks of the prompt's beginning that it has seen."""
-        found: dict[int, int] = {}
+        lengths: dict[int, int] = {}
         for count, key in enumerate(self._keys(prompt), 1):
             replica = self._seen.get(key)
             if replica is None:
                 break
-            found[replica] = count
-        return found
+            lengths[replica] = count
+        return lengths
 
     def _keys(self, prompt: bytes) -> Iterator[int]:
         """One number for each beginning of whole chunks."""

@@ -94,12 +94,12 @@ def tokenizer_rules(file: Gguf) -> dict[str, Any]:
 def special_tokens(file: Gguf) -> dict[str, str]:
     """Names such as "bos_token" to their strings."""
     tokens, names = _field(file, "tokens"), {"bos": "bos", "eos": "eos", "unknown": "unk"}
-    found = {}
+    by_name = {}
     for name, short in names.items():
         id = token_id(file, name)
         if id is not None:
-            found[f"{short}_token"] = tokens[id]
-    return found
+            by_name[f"{short}_token"] = tokens[id]
+    return by_name
 
 
 def chat_templates(file: Gguf) -> str | dict[str, str] | None:

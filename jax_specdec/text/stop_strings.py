@@ -44,9 +44,9 @@ class StopStrings:
             return
         # The one that is complete first; of two that are so together, the longer one.
         places = [
-            (self.text.find(one, max(before - len(one) + 1, 0)), one) for one in self._strings
+            (self.text.find(stop, max(before - len(stop) + 1, 0)), stop) for stop in self._strings
         ]
-        ends = [(at + len(one), -len(one), one) for at, one in places if at >= 0]
+        ends = [(at + len(stop), -len(stop), stop) for at, stop in places if at >= 0]
         if ends:
             behind, _, self.found = min(ends)
             self.end = behind if self._keep else behind - len(self.found)
@@ -58,8 +58,8 @@ class StopStrings:
             return self.end
         begun = (
             length
-            for one in self._strings
-            for length in range(len(one))
-            if self.text.endswith(one[:length])
+            for stop in self._strings
+            for length in range(len(stop))
+            if self.text.endswith(stop[:length])
         )
         return len(self.text) - max(begun, default=0)
