@@ -7,12 +7,17 @@ does a name of a door's `__all__` that no page shows.
 """
 
 import importlib
+import sys
 from enum import Enum
 from importlib.metadata import version as version_of
+from pathlib import Path
 from types import ModuleType
 
 from sphinx.application import Sphinx
 from sphinx.util import logging
+
+sys.path.insert(0, str(Path(__file__).parent))
+from field_docs import ALIAS, field_docs
 
 project = "jax-specdec"
 author = "the authors of jax-specdec"
@@ -77,6 +82,19 @@ def keep_enumerators(
     return False if isinstance(obj, Enum) else None
 
 
+def explain_fields(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Write what a field of a named tuple is; one of which nothing is said fails the site."""
+    if lines[:1] and lines[0].startswith(ALIAS):
+        holder, _, field = name.rpartition(".")
+        module, _, cls = holder.rpartition(".")
+        text = field_docs(getattr(importlib.import_module(module), cls)).get(field)
+        if text is None:
+            logger.warning("nothing says what the field %s is: a comment behind it would", name)
+        lines[:] = [text or ""]
+
+
 def unshown(app: Sphinx) -> list[str]:
     """The names that a door lists and no page of the site shows."""
     shown = {name for name, *_ in app.env.get_domain("py").get_objects()}
@@ -100,4 +118,5 @@ def check(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-skip-member", keep_enumerators)
+    app.connect("autodoc-process-docstring", explain_fields)
     app.connect("build-finished", check)

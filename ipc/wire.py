@@ -98,9 +98,9 @@ class RowValue(IntEnum):
 class Field(NamedTuple):
     """The place of an unsigned integer inside a group of words."""
 
-    word: int
-    shift: int
-    bits: int
+    word: int  # which of the group
+    shift: int  # of its lowest bit
+    bits: int  # how many
 
     @property
     def maximum(self) -> int:

@@ -114,12 +114,12 @@ def check_digests(
     """Which rows have the logits that a rollout had: refused where one is known to have others.
 
     Args:
-      digests: the learner's, `row_digests` of its logits.
-      rollout_digests: the rollout's, [*rows] uint64 as records and columns have them, or their
-        words, [*rows, 2] uint32. A row whose digest is 0 has none, and counts as the same.
+      digests: the learner's, `row_digests` of its logits, `[*rows, 2]`.
+      rollout_digests: the rollout's, `[*rows]` uint64 as records and columns have them, or their
+        words, `[*rows, 2]` uint32. A row whose digest is 0 has none, and counts as the same.
 
     Returns:
-      [*rows] bool; under `jax.jit` some may be False.
+      `[*rows]` bool; under `jax.jit` some may be False.
 
     Raises:
       TypeError: they are no digests.

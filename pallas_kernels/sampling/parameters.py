@@ -29,7 +29,7 @@ class Sampling(NamedTuple):
     top_k: Int32[Array, " B"]  # 0 or less keeps all
     top_p: Float32[Array, " B"]  # 1 keeps all
     min_p: Float32[Array, " B"]  # 0 keeps all
-    seed: UInt32[Array, " B"]
+    seed: UInt32[Array, " B"]  # of the slot's noise, with the position of a draw
 
     @classmethod
     def of(

@@ -85,7 +85,7 @@ DenseForm = Literal["logprobs", "probs", "logits"]
 class Drafts(NamedTuple):
     """The tokens that a drafter proposed."""
 
-    token_ids: Int32[Array, "B D"]
+    token_ids: Int32[Array, "B D"]  # of D positions; from num on, anything
     num: Int32[Array, " B"]  # at most D
     q: CompactQ | DenseQ | None = None  # None: each draft is certain
     report: Any = None  # a tree of arrays [B, D, ...] of one's own; `verify` does not look at it

@@ -64,23 +64,22 @@ class Context(NamedTuple):
     num_drafts: Int32[Array, " B"]  # how many drafts were verified in this step
     hidden: Float[Array, "B S E"]  # the decoder's hidden states of this step's rows
     positions: Int32[Array, "B S"]  # the rows' positions; -1 where a row emitted nothing
-    sampling: Sampling
+    sampling: Sampling  # how each slot draws its drafts
     limit: Int32[Array, " B"]  # the most drafts that each slot may get now
     proposes: bool = True  # static; False: all get none, the drafter just takes in the step's rows
-    report_drafts: ReportDrafts | None = (
-        None  # for `draw`: what a draft message is to have of each draft
-    )
+    # For `draw`: what a draft message is to have of each draft.
+    report_drafts: ReportDrafts | None = None
 
 
 class Chunk(NamedTuple):
     """A chunk of a slot's prompt that the model has run."""
 
     hidden: Float[Array, "P E"]  # the decoder's; position p predicts the next token
-    tokens: Int32[Array, " P"]
+    tokens: Int32[Array, " P"]  # of the chunk
     next_tokens: Int32[Array, " P"]  # the token after each
     start: Int32[Array, ""]  # position of the first token
     num_valid: Int32[Array, ""]  # the rest is padding
-    slot: Int32[Array, ""]
+    slot: Int32[Array, ""]  # whose prompt it is
 
 
 class Drafter(Protocol):

@@ -77,16 +77,16 @@ class Widths(NamedTuple):
 class BatchOptions(NamedTuple):
     """What the host knows of each slot when it launches a step."""
 
-    generation: UInt32[Array, " B"]
+    generation: UInt32[Array, " B"]  # how often the slot was filled, as the engine counts
     verdict: Int32[Array, " B"]  # PREEMPTED or RECOVERY_STOP where the slot was evicted, else 0
     num_columns: Int32[Array, " B"]  # 0 for no logprobs, K + 1 otherwise
     mode: Int32[Array, " B"]  # LogprobsMode
-    num_chosen: Int32[Array, " B"]
+    num_chosen: Int32[Array, " B"]  # ids that the request named
     chosen_ids: Int32[Array, "B C"]  # anything from num_chosen on
-    draft_logprobs: Bool[Array, " B"]
+    draft_logprobs: Bool[Array, " B"]  # whether the draft's are wanted too
     kept: Bool[Array, " B"]  # the kept sets of emitted tokens
     values: Int32[Array, " B"]  # bits of `RowValue`, of the rows of emitted tokens
-    sampling: Sampling
+    sampling: Sampling  # how each slot draws
 
 
 def check_options(options: BatchOptions, widths: Widths, num_slots: int | None) -> None:

@@ -35,7 +35,7 @@ class StepOutput(NamedTuple):
     """What one step emitted, still on the device."""
 
     logits: Float[Array, "B S V"] | Float[Array, "N V"]  # the target's; flat with `row_ids`
-    token_ids: Int32[Array, "B S"]
+    token_ids: Int32[Array, "B S"]  # those that the step emits
     num_tokens: Int32[Array, " B"]  # the leading ones, which are sent
     num_rows: Int32[Array, " B"]  # the leading ones that were emitted, from rows of the target
     num_drafts: Int32[Array, " B"]  # verified; with a prefill's first token, handed over
