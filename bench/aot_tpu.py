@@ -11,15 +11,17 @@ compare ways need them all in one part, as those of a chip and a shape.
 Cycles are the compiler's bundles times the turns of loops: the arithmetic, without waits for copies
 and without what rare rows need. Beside them stands the time in which the chip reads the logits, and
 for v6e what the compiler estimates for the plain way. The limits: cycles within 5 % of those kept,
-which must be there; the shares of the bytes' time on v5e, and of the plain way's cycles on v6e; a
-minute of processor time and 4 GB to compile; one operation that reads the logits beside the gather
-of the given tokens', and no temporaries of the logits' size. On both sides of the limits of
+which must be there (`cycles.json` of the oldest libtpu, and what `cycles-0.0.52.json` has instead
+for that one and later ones); the shares of the bytes' time on v5e, and of the plain way's cycles on
+v6e; a minute of processor time and 4 GB to compile; one operation that reads the logits beside the
+gather of the given tokens', and no temporaries of the logits' size. On both sides of the limits of
 `kernel_is_faster`, what it chooses must take fewer cycles than the other. And in the
 worker's programs, split over 2 x 2 devices, the kernel must be there, and nothing else may sort or
 search the vocabulary (`bench.tpu.steps`).
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -92,8 +94,10 @@ def broken(options: argparse.Namespace) -> int:
         place = f"{time.monotonic() - begin:6.0f} s  {number}/{len(wanted)}"
         print(f"{place} {key(one)}: {one.cycles:,} cycles, {one.seconds} s", flush=True)
         if options.keep:
-            more = {**kept_cycles(), key(one): one.cycles}
-            KEPT.write_text(json.dumps(dict(sorted(more.items())), indent=1) + "\n")
+            file = kept_files(libtpu_version())[-1]
+            more = json.loads(file.read_text()) if file.exists() else {}
+            more |= {key(one): one.cycles}
+            file.write_text(json.dumps(dict(sorted(more.items())), indent=1) + "\n")
     chips = [] if options.quick else [one for one in STEPS if is_wanted(steps_name(*one), options)]
     failed += print_table(results, kept) + sum(print_steps(*one) for one in chips)
     slowest = max((one.seconds for one in results), default=0)
@@ -112,8 +116,26 @@ def is_wanted(program: str, options: argparse.Namespace) -> bool:
 
 def kept_cycles() -> dict[str, int]:
     """The cycles to compare with, by the programs' names."""
-    kept: dict[str, int] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    kept: dict[str, int] = {}
+    for file in kept_files(libtpu_version()):
+        kept |= json.loads(file.read_text()) if file.exists() else {}
     return kept
+
+
+def kept_files(version: tuple[int, ...]) -> list[Path]:
+    """The files of cycles for this libtpu: of the oldest, and what later ones have of their own."""
+    own = {}
+    for file in KEPT.parent.glob(f"{KEPT.stem}-*.json"):
+        own[tuple(map(int, file.stem.removeprefix(f"{KEPT.stem}-").split(".")))] = file
+    return [KEPT, *(own[number] for number in sorted(own) if number <= version)]
+
+
+def libtpu_version() -> tuple[int, ...]:
+    """Of the compiler at hand; () where there is none."""
+    try:
+        return tuple(map(int, importlib.metadata.version("libtpu").split(".")[:3]))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
 
 
 def compiled(chip: str, way: str, shape: Shape) -> Compiled:

@@ -173,3 +173,19 @@ def test_every_program_has_cycles_to_compare_with():
     names = {grid.name(*one) for one in grid.programs(False)}
     assert set(aot_tpu.kept_cycles()) == names
     assert {grid.name(*one) for one in grid.programs(True)} <= names
+
+
+def test_a_later_libtpu_has_cycles_of_its_own(compiled, monkeypatch):
+    cycles, _ = compiled
+    own = aot_tpu.KEPT.with_name("cycles-0.0.52.json")
+    own.write_text(json.dumps({f"v6e kernel {PART[3]}": 1100}))
+    cycles["kernel"] = 1150
+    for version, status in (((0, 0, 42), 1), ((0, 0, 52), 0), ((0, 1, 0), 0), ((), 1)):
+        monkeypatch.setattr(aot_tpu, "libtpu_version", lambda version=version: version)
+        assert aot.main(["tpu", "--check", *PART]) == status
+    monkeypatch.setattr(aot_tpu, "libtpu_version", lambda: (0, 0, 53))
+    before = aot_tpu.KEPT.read_text()
+    cycles["kernel"] = 1080
+    aot.main(["tpu", "--keep", *PART])
+    assert json.loads(own.read_text())[f"v6e kernel {PART[3]}"] == 1080
+    assert aot_tpu.KEPT.read_text() == before

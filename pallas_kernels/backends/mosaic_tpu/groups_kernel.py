@@ -198,7 +198,9 @@ def call(
             ],
             out_specs=[every] * outputs,
             scratch_shapes=[
-                pltpu.VMEM((buffers, schedule.buffer_rows, schedule.width), logits.dtype),
+                pltpu.VMEM(
+                    (buffers, *schedule.buffer), jnp.int32 if schedule.as_words else logits.dtype
+                ),
                 *semaphores,
             ],
         ),

@@ -609,7 +609,7 @@ def call(
         buffers, grid = 1, (schedule.num_batches, schedule.batch_units, schedule.width // size)
         of_logits = pl.BlockSpec((schedule.unit, size), functools.partial(wanted_block, schedule))
     scratch = [
-        pltpu.VMEM((buffers, schedule.buffer_rows, schedule.width), logits.dtype),
+        pltpu.VMEM((buffers, *schedule.buffer), jnp.int32 if schedule.as_words else logits.dtype),
         pltpu.VMEM((schedule.sections, schedule.halves * SUBLANES, LANES), jnp.float32),
     ]
     if schedule.k:

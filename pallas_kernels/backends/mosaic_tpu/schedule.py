@@ -79,6 +79,19 @@ class Schedule:
         return 2 * SUBLANES if self.is_packed else SUBLANES
 
     @property
+    def buffer(self) -> tuple[int, int]:
+        """The shape of a buffer."""
+        return self.buffer_rows // (2 if self.as_words else 1), self.width
+
+    @property
+    def as_words(self) -> bool:
+        """Whether a buffer holds words of two 16-bit rows each, and not these rows: compilers do
+        not agree on how 16 rows of 16 bits lie in VMEM, and libtpu 0.0.52 fills half of each
+        vector. The interpreter knows no such view of a buffer.
+        """
+        return self.is_packed and not self.interpreted
+
+    @property
     def num_units(self) -> int:
         return -(-self.num_targets // self.unit)
 

@@ -53,7 +53,7 @@ class Copies(NamedTuple):
     schedule: Schedule
     logits_ref: jax.Ref  # [N, V] in HBM
     rows_ref: jax.Ref | None  # [R] int32 in SMEM, where rows are gathered
-    buffer: jax.Ref  # [2, or 1 of blocks, rows, V rounded up] in VMEM
+    buffer: jax.Ref  # [2, or 1 of blocks, rows or words of two, V rounded up] in VMEM
     semaphores: jax.Ref | None  # [2, chunks]; None for blocks
 
     def start(self, unit: Index) -> None:
@@ -88,10 +88,13 @@ class Copies(NamedTuple):
         slot = unit & 1
         assert self.semaphores is not None
         semaphore = self.semaphores.at[slot, index]
+        buffer = self.buffer
+        if schedule.as_words:  # a copy has the dtype of what it copies
+            buffer = buffer.bitcast(self.logits_ref.dtype)  # type: ignore[attr-defined]
 
         def one(row: Index, count: int, place: int | jax.Array) -> None:
             source = self.logits_ref.at[pl.ds(row, count), columns]
-            target = self.buffer.at[slot, pl.ds(place, count), columns]
+            target = buffer.at[slot, pl.ds(place, count), columns]
             do(pltpu.make_async_copy(source, target, semaphore))
 
         if schedule.gathered:
@@ -249,7 +252,8 @@ class Unit(NamedTuple):
     def _wide(self, x: jax.Array, given: list[Given]) -> Halves:
         if not self.schedule.is_packed:
             return (x,)
-        words = pltpu.bitcast(x, jnp.int32)  # [8, 128]: an even row below, an odd one above
+        # [8, 128]: an even row below, an odd one above.
+        words = x if self.schedule.as_words else pltpu.bitcast(x, jnp.int32)
         if self.schedule.gathered:
             return (_floats((words << given[0].shift) & UPPER),)
         return _floats(words << 16), _floats(words & UPPER)
