@@ -50,10 +50,10 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
 
 
-def closest(name: str, known: Sequence[str]) -> str:
+def closest(name: str, names: Sequence[str]) -> str:
     """ "; did you mean X?" with the known name that is nearest to `name`; "" where none is near."""
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

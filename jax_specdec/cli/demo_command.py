@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
                     shown.add(update)
                     if update.lost and options.on_worker_loss != "stop":
                         say(update.lost.report)
-                    ended = [one.request_id for one in update.records if one.finish_reason]
+                    ended = [item.request_id for item in update.records if item.finish_reason]
                     if ended and not console.is_terminal:
                         say(f"request {', '.join(ended)} done")
                     turn, rest = divmod(len(shown.messages), options.preempt_every or 2**31)
@@ -111,8 +111,8 @@ def run(options: argparse.Namespace) -> int:
             say(line)
         if file is not None:
             responses = (
-                openai.completion(one, records, model.table, model=TINY, created=model.created)
-                for one, records in zip(requests, shown.records.values(), strict=True)
+                openai.completion(item, records, model.table, model=TINY, created=model.created)
+                for item, records in zip(requests, shown.records.values(), strict=True)
             )
             response_files.write(file, responses)
             say(f"wrote {pluralize(len(requests), 'record')} to {options.json}")
@@ -122,9 +122,9 @@ def run(options: argparse.Namespace) -> int:
 def requests_of(options: argparse.Namespace, model: ServedModel) -> list[Request]:
     """The built-in requests, or a file's (greedy, K = 5), with the options that hold for all."""
     plain = SamplingParams(max_tokens=64, logprobs=5, stop_token_ids=model.eos_token_ids)
-    given = {"max_tokens": options.max_tokens, "temperature": options.temperature}
-    given |= {"draft_logprobs": options.draft_logprobs or None, "logprobs": options.k}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    fields |= {"draft_logprobs": options.draft_logprobs or None, "logprobs": options.k}
+    changes: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     changes |= {"logprobs": None} if options.no_logprobs else {}
     requests = []
     for prompt in read_prompts(options.prompts or PROMPTS, model.encoder, plain):
@@ -135,7 +135,7 @@ def requests_of(options: argparse.Namespace, model: ServedModel) -> list[Request
 
 
 def _engine(options: argparse.Namespace, requests: list[Request]) -> Engine:
-    longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
+    longest = max(len(request.prompt_token_ids) + request.params.max_tokens for request in requests)
     length = max(256, -(-longest // 128) * 128)
     config = EngineConfig(
         **engine_fields(options, None, length),
@@ -143,7 +143,7 @@ def _engine(options: argparse.Namespace, requests: list[Request]) -> Engine:
         prefill_chunk=options.chunked_prefill, processes=options.processes,
         num_ranks=options.data_parallel, num_prefill_ranks=int(options.disaggregated),
         on_worker_loss=options.on_worker_loss, resume_lost=True,
-        serves=Serves.of(one.params for one in requests), starts_soon=True,
+        serves=Serves.of(request.params for request in requests), starts_soon=True,
     )  # fmt: skip
     return Engine(config)
 
@@ -164,11 +164,13 @@ class Demo:
     """The requests, their records and colored texts so far, and the messages that brought them."""
 
     def __init__(self, requests: list[Request], model: ServedModel) -> None:
-        self.requests = {one.id: one for one in requests}
-        self.records: dict[str, list[Record]] = {one.id: [] for one in requests}
+        self.requests = {request.id: request for request in requests}
+        self.records: dict[str, list[Record]] = {request.id: [] for request in requests}
         self.messages: list[tuple[int, int, float]] = []  # process rank, bytes, latency in us
-        self._streams = {one.id: TextStream(model.table) for one in requests}
-        prompts = {one.id: model.table.decode(one.prompt_token_ids[1:]) for one in requests}
+        self._streams = {request.id: TextStream(model.table) for request in requests}
+        prompts = {
+            request.id: model.table.decode(request.prompt_token_ids[1:]) for request in requests
+        }
         self.texts = {id: Text(prompt, "dim") for id, prompt in prompts.items()}
         self._lock = threading.Lock()  # a thread of its own draws the screen
 
@@ -198,38 +200,40 @@ class Demo:
                 tail.plain = tail.plain.replace("\n", "⏎").replace("\t", "⇥")
                 while tail.cell_len > max(width - 12, 0):
                     tail = tail[1:]
-                tokens = sum(one.num_tokens for one in self.records[id])
+                tokens = sum(record.num_tokens for record in self.records[id])
                 state = "done" if id in done else "wait" if id in waiting else tokens
                 lines.append(f"{'-' if k is None else f'K={k}':<5} {state:>4} ")
                 lines.append_text(tail).append("\n")
         running = len(ids) - len(done) - len(waiting)
-        said = f"{len(done)} of {len(ids)} done, {running} running, step {len(self.messages)}"
-        return lines.append(said if self.messages else starting(), "bold")
+        title = f"{len(done)} of {len(ids)} done, {running} running, step {len(self.messages)}"
+        return lines.append(title if self.messages else starting(), "bold")
 
     def heading(self, id: str) -> Text:
         """What a request asked for, and what speculation did for it."""
         params, last = self.requests[id].params, self.records[id][-1] if self.records[id] else None
-        said = f"{id}: K = {params.logprobs}, T = {params.temperature:g}"
-        if last is not None and (found := last.statistics) is not None:
+        text = f"{id}: K = {params.logprobs}, T = {params.temperature:g}"
+        if last is not None and (statistics := last.statistics) is not None:
             reason = getattr(last.finish_reason, "name", "unfinished").lower().replace("_", " ")
-            said += f", {pluralize(found.num_tokens, 'token')} ({reason})"
+            text += f", {pluralize(statistics.num_tokens, 'token')} ({reason})"
             if last.cumulative_logprob is not None:
-                said += f", mean logprob {last.cumulative_logprob / max(found.num_tokens, 1):.3f}"
-            shares = " ".join(f"{share:.0%}" for share in found.acceptance_at)
-            said += f", drafts accepted: {shares}" if shares else ""
-        return Text(said, "bold")
+                text += (
+                    f", mean logprob {last.cumulative_logprob / max(statistics.num_tokens, 1):.3f}"
+                )
+            shares = " ".join(f"{share:.0%}" for share in statistics.acceptance_at)
+            text += f", drafts accepted: {shares}" if shares else ""
+        return Text(text, "bold")
 
     def summary(self, workers: Sequence[WorkerStatus]) -> Iterator[str]:
         """What each worker did, and what the messages took."""
-        for one in workers:
-            sizes = [size for rank, size, _ in self.messages if rank == one.process_rank]
-            role, found = "prefill" if one.prefill_only else "decode", one.statistics
-            said = f"worker {one.process_rank} ({role}): {pluralize(len(sizes), 'message')}, "
-            said += f"{sum(sizes):,} bytes, {pluralize(found.num_tokens, 'token')}, "
-            said += f"{found.average_accepted_length or 0:.2f} a step, "
-            yield said + f"{one.processor.preempted} preempted"
+        for worker in workers:
+            sizes = [size for rank, size, _ in self.messages if rank == worker.process_rank]
+            role, statistics = "prefill" if worker.prefill_only else "decode", worker.statistics
+            text = f"worker {worker.process_rank} ({role}): {pluralize(len(sizes), 'message')}, "
+            text += f"{sum(sizes):,} bytes, {pluralize(statistics.num_tokens, 'token')}, "
+            text += f"{statistics.average_accepted_length or 0:.2f} a step, "
+            yield text + f"{worker.processor.preempted} preempted"
         if self.messages:
-            _, sizes, waits = (sorted(one) for one in zip(*self.messages, strict=True))
+            _, sizes, waits = (sorted(worker) for worker in zip(*self.messages, strict=True))
             yield (
                 f"{sum(sizes) / len(sizes):,.0f} bytes a message, read {waits[len(waits) // 2]:.0f}"
                 f" us after it was sent (median; 99 % below {waits[-1 - len(waits) // 100]:.0f} us)"

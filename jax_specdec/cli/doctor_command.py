@@ -33,9 +33,11 @@ def run(options: argparse.Namespace) -> int:
         print(line)
 
     folder = compiled_programs.default_folder()
-    kept = (compiled_programs.clear if options.clear_cache else compiled_programs.contents)(folder)
+    contents = (compiled_programs.clear if options.clear_cache else compiled_programs.contents)(
+        folder
+    )
     done = "removed from" if options.clear_cache else "in"
-    print(f"compiled programs: {kept.count} ({kept.size / 2**20:.1f} MiB) {done} {folder}")
+    print(f"compiled programs: {contents.count} ({contents.size / 2**20:.1f} MiB) {done} {folder}")
     path = proved_kernels.file()
     none = f"proved kernels: none in {path}; GPUs and TPUs take XLA until check-device --keep"
     for line in proved_kernels.lines(path) or [none]:
@@ -43,14 +45,15 @@ def run(options: argparse.Namespace) -> int:
     status = doctor.main(["--remove"] if options.remove else [])
     if status == 2:  # it has said why nothing can be known of processes
         return status
-    found = leftovers.find()
-    removed = leftovers.remove(found) if options.remove else []
-    for each in found:
-        print(each.line("removed" if each in removed else each.state))
-        for name, loss in each.losses:
+    files = leftovers.find()
+    removed = leftovers.remove(files) if options.remove else []
+    for file in files:
+        print(file.line("removed" if file in removed else file.state))
+        for name, loss in file.losses:
             print(f"{'':16} {name}: {loss}")
-    left = [each for each in found if each.state == "dead" and each not in removed]
+    undeleted = [file for file in files if file.state == "dead" and file not in removed]
     print(
-        f"directories of engines: {len(found)}, {len(removed)} removed, {len(left)} of dead engines"
+        f"directories of engines: {len(files)}, {len(removed)} removed, {len(undeleted)} of dead "
+        "engines"
     )
-    return int(bool(status or left))
+    return int(bool(status or undeleted))

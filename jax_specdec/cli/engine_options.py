@@ -126,8 +126,8 @@ def drafting(options: argparse.Namespace, model: HfModel | None, max_length: int
     Raises:
       OSError, ValueError: an option or a file cannot be used.
     """
-    own = bool(getattr(options, "own_model", ""))
-    has_mtp = not own if model is None else model.config.num_mtp_layers > 0
+    has_own_model = bool(getattr(options, "own_model", ""))
+    has_mtp = not has_own_model if model is None else model.config.num_mtp_layers > 0
     default = "model" if options.draft_model else "mtp" if has_mtp else "ngram"
     drafter = options.drafter or default
     if drafter == "mtp" and model is not None and not has_mtp:
@@ -141,7 +141,7 @@ def drafting(options: argparse.Namespace, model: HfModel | None, max_length: int
     if drafter == "model" and not options.draft_model:
         raise ValueError("--drafter model needs --draft-model DIR, a smaller checkpoint")
     if drafter == "model":
-        if own:
+        if has_own_model:
             raise ValueError("--draft-model is not for --own-model: choose ngram or suffix")
         if model is None:
             raise ValueError("--draft-model needs --model: the tiny model has no smaller one")
@@ -164,15 +164,17 @@ def _check_draft_model(target: Path, draft: Path, model: HfModel, max_length: in
             f"{draft} was made for: choose a smaller --max-length or another --draft-model"
         )
     ours, theirs = (
-        Tokenizer(directory, one.config.vocab_size)
-        for directory, one in ((target, model), (draft, small))
+        Tokenizer(directory, model_parts.config.vocab_size)
+        for directory, model_parts in ((target, model), (draft, small))
     )
-    for id, (one, other) in enumerate(zip(ours.token_bytes, theirs.token_bytes, strict=False)):
+    for id, (model_parts, other) in enumerate(
+        zip(ours.token_bytes, theirs.token_bytes, strict=False)
+    ):
         names = ours.special.get(id), theirs.special.get(id)
-        if (one, names[0]) != (other, names[1]):
+        if (model_parts, names[0]) != (other, names[1]):
             raise ValueError(
                 f"{draft} has another tokenizer than {target}: id {id} is {names[1] or other!r} "
-                f"there and {names[0] or one!r} here; a draft model needs the same one"
+                f"there and {names[0] or model_parts!r} here; a draft model needs the same one"
             )
 
 
@@ -190,10 +192,10 @@ def add_restarts(group: Any, *, default: int | None) -> None:
     Args:
       default: replacements; None: without the option, the first loss ends the command.
     """
-    said = "none: the first loss ends the command" if default is None else default
+    default_text = "none: the first loss ends the command" if default is None else default
     group.add_argument("--max-restarts", type=integer(0), default=default, metavar="N",
         help="new workers in place of lost ones, for each, within --restart-window; a loss that is "
-        f"put down to a request does not count (default: {said})")  # fmt: skip
+        f"put down to a request does not count (default: {default_text})")  # fmt: skip
     group.add_argument("--restart-window", type=seconds, metavar="SECONDS",
         help=f"after which a loss counts no more (default: {WINDOW:g})")  # fmt: skip
 
@@ -231,16 +233,16 @@ def add_ray(group: Any) -> None:
 
 def numbers(text: str) -> dict[str, float]:
     """An argparse type: numbers by name, such as "GPU=4,CPU=2"."""
-    found = {}
+    values = {}
     for part in text.split(","):
         name, sign, amount = part.partition("=")
         try:
-            found[name.strip()] = float(amount)
+            values[name.strip()] = float(amount)
         except ValueError:
             sign = ""
         if not sign or not name.strip():
             raise argparse.ArgumentTypeError(f"{part!r} is not NAME=N, such as GPU=4")
-    return found
+    return values
 
 
 def refuse_without_ray(options: argparse.Namespace) -> None:

@@ -162,12 +162,12 @@ class Tally:
 
     def _speed(self) -> str:
         """The tokens, and the time of loading apart from that of decoding."""
-        said = pluralize(self.tokens, "token")
+        text = pluralize(self.tokens, "token")
         if self._first_at is None:
-            return said
-        said += f": the first after {self._first_at - self._began:.1f} s, loading included"
+            return text
+        text += f": the first after {self._first_at - self._began:.1f} s, loading included"
         seconds, others = self._last_at - self._first_at, self.tokens - self._first_tokens
-        return f"{said}, the others at {others / seconds:.1f} a second" if seconds > 0 else said
+        return f"{text}, the others at {others / seconds:.1f} a second" if seconds > 0 else text
 
     @contextlib.contextmanager
     def noting(self, output: Path | None) -> Iterator[None]:
@@ -177,12 +177,12 @@ class Tally:
         except RingError:  # there is no shared memory, and nothing has begun
             raise
         except (KeyboardInterrupt, WorkerFailed, OSError) as end:
-            kept = (
+            notes = (
                 f", kept in {output}: run the same command again for the others"
                 if output
                 else "; with --output they are kept, and the same command runs the others"
             )
-            end.add_note(f"ended before that: {self._finished()}{kept}")
+            end.add_note(f"ended before that: {self._finished()}{notes}")
             raise
 
     def _finished(self) -> str:
@@ -291,12 +291,12 @@ def needs_records(prompts: Sequence[Prompt]) -> bool:
     """Whether a prompt asks for what only its record has: logprobs, and kept token ids."""
     params = [prompt.request.params for prompt in prompts]
     return any(
-        asked.logprobs is not None
-        or asked.prompt_logprobs is not None
-        or asked.extra_token_ids
-        or asked.draft_logprobs
-        or asked.kept_token_ids
-        for asked in params
+        request_params.logprobs is not None
+        or request_params.prompt_logprobs is not None
+        or request_params.extra_token_ids
+        or request_params.draft_logprobs
+        or request_params.kept_token_ids
+        for request_params in params
     )
 
 
@@ -308,13 +308,13 @@ def left_to_do(
     Raises:
       ValueError: a record has a prompt's id, but another text, other parameters or settings.
     """
-    left = []
+    remaining = []
     done = {} if output is None else output.done
     for prompt in prompts:
-        found = done.get(prompt.request.id)
-        if found is None:
-            left.append(prompt)
-        elif found != prompt.digest(*settings):
+        record = done.get(prompt.request.id)
+        if record is None:
+            remaining.append(prompt)
+        elif record != prompt.digest(*settings):
             raise ValueError(
                 f"the output has a record of id {prompt.request.id!r} that was made from another "
                 "prompt, model or parameters: choose another file, or remove this one"
@@ -322,7 +322,7 @@ def left_to_do(
     if output is not None and output.cut:
         cut = pluralize(output.cut, "byte")
         print(f"cut off a half-written record of {cut}", file=sys.stderr)
-    if len(left) < len(prompts):
-        kept = f"{len(prompts) - len(left)} of {pluralize(len(prompts), 'request')}"
-        print(f"in the output already: {kept}", file=sys.stderr)
-    return left
+    if len(remaining) < len(prompts):
+        kept_text = f"{len(prompts) - len(remaining)} of {pluralize(len(prompts), 'request')}"
+        print(f"in the output already: {kept_text}", file=sys.stderr)
+    return remaining

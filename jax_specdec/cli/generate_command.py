@@ -148,15 +148,15 @@ def _run(options: argparse.Namespace, model: HfModel, start_worker: StartWorker)
         JsonlOutput(options.output) if options.output else contextlib.nullcontext()
     )
     with opened as output:
-        left = left_to_do(prompts, output, settings)
-        if not left:
+        remaining = left_to_do(prompts, output, settings)
+        if not remaining:
             return 0
         # Texts alone would lose what was asked for; a terminal shows it in colors.
         lines = output is None and not options.quiet and not sys.stdout.isatty()
-        lines = lines and needs_records(left)
-        result = Run(left, table, settings, RecordLines() if lines else output)
+        lines = lines and needs_records(remaining)
+        result = Run(remaining, table, settings, RecordLines() if lines else output)
         show, style = standard_output.shower(quiet=options.quiet or lines)
-        texts = TextsInOrder(left, table, show, style)
+        texts = TextsInOrder(remaining, table, show, style)
         print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
         if lines:
             print(
@@ -165,8 +165,8 @@ def _run(options: argparse.Namespace, model: HfModel, start_worker: StartWorker)
                 file=sys.stderr,
             )
         with result.tally.noting(options.output):
-            _generate(config, start_worker, left, result, texts)
-        if style and any(prompt.request.params.logprobs is not None for prompt in left):
+            _generate(config, start_worker, remaining, result, texts)
+        if style and any(prompt.request.params.logprobs is not None for prompt in remaining):
             standard_output.legend(Console(), unknown=False)
         return result.tally.conclude(result.speculation)
 
@@ -233,7 +233,7 @@ def _engine_config(
     options: argparse.Namespace, model: HfModel, prompts: list[Prompt]
 ) -> EngineConfig:
     limit, requests = model.hf.max_length, [prompt.request for prompt in prompts]
-    longest = max(len(one.prompt_token_ids) + one.params.max_tokens for one in requests)
+    longest = max(len(request.prompt_token_ids) + request.params.max_tokens for request in requests)
     length = options.max_length or longest
     if limit is not None and length > limit:
         raise ValueError(
@@ -250,6 +250,6 @@ def _engine_config(
         weights=str(options.model.resolve()),
         dtype=model.config.dtype,
         starts_soon=True,
-        serves=Serves.of(one.params for one in requests),
+        serves=Serves.of(request.params for request in requests),
         **engine_options.restarts(options),
     )

@@ -102,12 +102,12 @@ def read_columns(folder: Path) -> Any:
 
 def _of_prompts(batches: Sequence[ColumnBatch], ids: Sequence[str]) -> dict[str, Any]:
     """The columns of the prompts' logprobs, of the requests `ids` in their order."""
-    found, places = PromptColumns(), {name: at for at, name in enumerate(ids)}
+    columns, places = PromptColumns(), {name: at for at, name in enumerate(ids)}
     for batch in batches:
         for part in batch:
             if (rows := part.prompt) is not None:
-                found.put(places[part.request_id], part.prompt_weights_versions, rows)
-    return found.columns(len(ids), always=True)
+                columns.put(places[part.request_id], part.prompt_weights_versions, rows)
+    return columns.columns(len(ids), always=True)
 
 
 def run(
@@ -135,16 +135,16 @@ def run(
         replicas=options.replicas, devices=options.replica_devices, address=options.ray
     )
     with opened as output:
-        left = generate.left_to_do(prompts, output, settings)
-        if not left:
+        remaining = generate.left_to_do(prompts, output, settings)
+        if not remaining:
             return 0
-        if output is None and generate.needs_records(left):
+        if output is None and generate.needs_records(remaining):
             print("logprobs are not shown: --output FOLDER keeps columns of them", file=sys.stderr)
         show, _ = standard_output.shower(quiet=options.quiet)
-        work = _Work(left, settings, output, TextsInOrder(left, table, show), table)
+        work = _Work(remaining, settings, output, TextsInOrder(remaining, table, show), table)
         try:
             with work.tally.noting(options.output), RayEngine(config, cluster) as engine:
-                for batch in engine.generate([prompt.request for prompt in left]):
+                for batch in engine.generate([prompt.request for prompt in remaining]):
                     work.add(batch)
         except ClusterError as error:
             raise ValueError(str(error)) from error
@@ -184,9 +184,9 @@ class _Work:
             if self._output is not None:
                 self._open.setdefault(name, []).append(batch.take([row]))
             if reason is not None:
-                mine = self._open.pop(name, [])
-                ended += mine if self.tally.end(name, reason) else []
+                batches = self._open.pop(name, [])
+                ended += batches if self.tally.end(name, reason) else []
         if self._output is not None and ended:
-            names = {request.id for one in ended for request in one.requests}
+            names = {request.id for batch in ended for request in batch.requests}
             digests = {name: self._prompts[name].digest(*self._settings) for name in names}
             self._output.write(ended, digests)

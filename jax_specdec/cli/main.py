@@ -100,11 +100,11 @@ def _parsed(arguments: Sequence[str] | None) -> tuple[ModuleType, argparse.Names
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     form = argparse.RawDescriptionHelpFormatter
     parsers = {
-        name: commands.add_parser(name, help=said, formatter_class=form)
-        for name, said in COMMANDS.items()
+        name: commands.add_parser(name, help=summary, formatter_class=form)
+        for name, summary in COMMANDS.items()
     }
     arguments = sys.argv[1:] if arguments is None else arguments
-    if name := next((one for one in arguments if one in COMMANDS), ""):
+    if name := next((argument for argument in arguments if argument in COMMANDS), ""):
         command = importlib.import_module(f"jax_specdec.cli.{name.replace('-', '_')}_command")
         parsers[name].description = _filled(command.HELP)
         parsers[name].example = EXAMPLES[name]
@@ -119,8 +119,10 @@ def _filled(text: str) -> str:
     """The text in lines of the help's width; paragraphs that are indented stay as they are."""
     paragraphs = text.strip("\n").split("\n\n")
     return "\n\n".join(
-        one if one.startswith(" ") else textwrap.fill(" ".join(one.split()), WIDTH)
-        for one in paragraphs
+        paragraph
+        if paragraph.startswith(" ")
+        else textwrap.fill(" ".join(paragraph.split()), WIDTH)
+        for paragraph in paragraphs
     )
 
 

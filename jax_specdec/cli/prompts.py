@@ -97,9 +97,9 @@ def given_prompts(
         raise RequestError("standard input can be read once: give --prompt - once")
     prompts = []
     for number, text in enumerate(texts, 1):
-        whole = _text(STANDARD_INPUT).removesuffix("\n") if text == "-" else text
+        prompt_text = _text(STANDARD_INPUT).removesuffix("\n") if text == "-" else text
         seeded = _seeded(defaults, number)
-        prompts.append(_prompt({"prompt": whole}, str(number), encoder, seeded, stops))
+        prompts.append(_prompt({"prompt": prompt_text}, str(number), encoder, seeded, stops))
     return prompts
 
 
@@ -109,7 +109,7 @@ def _seeded(defaults: SamplingParams, number: int) -> SamplingParams:
 
 def unescape(text: str) -> str:
     r"""The text with `\n`, `\t` and `\\` replaced; any other backslash stays."""
-    return re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], text)
+    return re.sub(r"\\[nt\\]", lambda match: _ESCAPES[match[0]], text)
 
 
 def prompt_lines(path: Path) -> list[tuple[int, str]]:
@@ -168,28 +168,28 @@ def _prompt(
 ) -> Prompt:
     if not isinstance(fields, dict):
         raise RequestError(f'a {type(fields).__name__}, not an object such as {{"prompt": "Hi"}}')
-    given = dict(fields)
-    stops = _stops(given.pop("stop", stops))
-    kinds = [kind for kind in PROMPTS if kind in given]
+    values = dict(fields)
+    stops = _stops(values.pop("stop", stops))
+    kinds = [kind for kind in PROMPTS if kind in values]
     if not kinds:  # one that is misspelt is refused as an unknown field
-        sampling_params({key: value for key, value in given.items() if key != "id"}, defaults)
+        sampling_params({key: value for key, value in values.items() if key != "id"}, defaults)
     if len(kinds) != 1:
         raise RequestError(
             f"a line has one of {', '.join(PROMPTS)}; this one has {kinds or 'none'}"
         )
-    kind, asked = kinds[0], given.pop(kinds[0])
-    id = given.pop("id", name)
+    kind, value = kinds[0], values.pop(kinds[0])
+    id = values.pop("id", name)
     if isinstance(id, bool) or not isinstance(id, str | int):
         raise RequestError(f"id = {id!r} must be a string or an integer")
     if kind == "prompt":
-        if not isinstance(asked, str):
-            raise RequestError(f"prompt = {asked!r} must be of type str")
-        ids = encoder.encode(asked)
+        if not isinstance(value, str):
+            raise RequestError(f"prompt = {value!r} must be of type str")
+        ids = encoder.encode(value)
     elif kind == "messages":
-        ids = encoder.encode_chat(_messages(asked))
+        ids = encoder.encode_chat(_messages(value))
     else:
-        ids = asked
-    params = sampling_params(given, defaults)
+        ids = value
+    params = sampling_params(values, defaults)
     request = Request(id=str(id), prompt_token_ids=ids, params=params)
     return Prompt(request, kind == "messages", stops)
 
@@ -197,7 +197,7 @@ def _prompt(
 def _stops(value: Any) -> tuple[str, ...]:
     """Stop strings: one, several, or none."""
     stops = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(one, str) and one for one in stops):
+    if not all(isinstance(stop, str) and stop for stop in stops):
         raise RequestError(f"stop = {value!r} must be a string or strings, none of them empty")
     return stops
 
@@ -210,34 +210,36 @@ def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> Samp
     Raises:
       RequestError: a field is not known, or a value is outside its range.
     """
-    given = dict(fields)
-    if isinstance(asked := given.get("logprobs"), bool):
-        given["logprobs"] = given.pop("top_logprobs", 0) if asked else None
+    values = dict(fields)
+    if isinstance(number := values.get("logprobs"), bool):
+        values["logprobs"] = values.pop("top_logprobs", 0) if number else None
     types = {field.name: field.type for field in dataclasses.fields(SamplingParams)}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in types:
             raise RequestError(f"{name!r} {_way_out(name, ['id', *PROMPTS, 'stop', *types])}")
         if name == "logprobs_mode":
             if value not in _MODES:
                 raise RequestError(f"{name} = {value!r} must be one of {', '.join(_MODES)}")
-            given[name] = _MODES[value]
+            values[name] = _MODES[value]
         elif name == "logit_bias" and isinstance(value, dict):
-            given[name] = biases_of_json(value)
+            values[name] = biases_of_json(value)
         elif types[name] is float and type(value) is int:
-            given[name] = float(value)
-    return dataclasses.replace(defaults, **given)
+            values[name] = float(value)
+    return dataclasses.replace(defaults, **values)
 
 
-def _way_out(name: str, known: list[str]) -> str:
+def _way_out(name: str, names: list[str]) -> str:
     """What to write instead of a field that is not known."""
     if name in _OTHERS:
         return f"is not known here; {_OTHERS[name]}"
-    near = closest(name, known)
-    return f"is not known{f'{near} Known' if near else '; known'} are {', '.join(known)}"
+    near = closest(name, names)
+    return f"is not known{f'{near} Known' if near else '; known'} are {', '.join(names)}"
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    told = isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
+    told = isinstance(value, list) and all(
+        isinstance(message, dict) and "role" in message for message in value
+    )
     if not (value and told):
         raise RequestError("messages must be a list of objects with a role and a content")
     return list(value)

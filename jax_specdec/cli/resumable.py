@@ -65,14 +65,14 @@ class Output(contextlib.ExitStack):
         Args:
           records: yields the digests of each whole record by id, with the file behind it.
         """
-        whole = 0
+        complete = 0
         with path.open("rb") as file:
             for found in records(file):
                 self.done |= found
-                whole = file.tell()
-        if left := path.stat().st_size - whole:
-            self.cut += left
-            os.truncate(path, whole)
+                complete = file.tell()
+        if torn := path.stat().st_size - complete:
+            self.cut += torn
+            os.truncate(path, complete)
 
 
 def append(file: IO[bytes], path: Path, data: bytes | memoryview) -> None:
@@ -81,10 +81,10 @@ def append(file: IO[bytes], path: Path, data: bytes | memoryview) -> None:
     Raises:
       OSError: it cannot be written whole; the next run cuts off what there is of it.
     """
-    left = memoryview(data)
+    unwritten = memoryview(data)
     try:
-        while left:  # a write to a disk that fills up may be short
-            left = left[file.write(left) :]
+        while unwritten:  # a write to a disk that fills up may be short
+            unwritten = unwritten[file.write(unwritten) :]
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

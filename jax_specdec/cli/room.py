@@ -30,8 +30,8 @@ def _memory(config: EngineConfig, model: ModelConfig | None) -> str:
     if config.draft_model:
         small = open_model(Path(config.draft_model), dtype=model.dtype).config
         models.append(replace(small, dtype=model.dtype))
-    caches = sum(cache_bytes(one, config.num_slots, config.max_length) for one in models)
-    weights = sum(one.weight_bytes for one in models)
+    caches = sum(cache_bytes(model, config.num_slots, config.max_length) for model in models)
+    weights = sum(model.weight_bytes for model in models)
     shared = f" on {config.tensor_parallel} devices" if config.tensor_parallel > 1 else ""
     return (
         f"caches {caches / GIB:.2f} GiB{_way_to_less(config, caches, weights)}, weights "

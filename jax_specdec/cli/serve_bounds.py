@@ -46,8 +46,8 @@ def bounds(options: argparse.Namespace) -> Bounds:
     Raises:
       ValueError: others can reach the server, and --allowed-host is missing.
     """
-    given = {name: value for name, value in vars(options).items() if name in _NAMES}
-    return Bounds(allowed_hosts=_hosts(options.host, options.allowed_host), **given)
+    values = {name: value for name, value in vars(options).items() if name in _NAMES}
+    return Bounds(allowed_hosts=_hosts(options.host, options.allowed_host), **values)
 
 
 def allow_files(num_connections: int) -> None:
@@ -74,21 +74,21 @@ def files_needed(num_connections: int, soft: int, hard: int) -> int:
     return needed
 
 
-def _hosts(host: str, given: list[str]) -> frozenset[str] | None:
+def _hosts(host: str, names: list[str]) -> frozenset[str] | None:
     """The names by which the server may be called; None: any.
 
     A page in a browser can have its own name lead to any address (DNS rebinding): a server that
     answers to it would be read by that page. No page's name is one of loopback's.
     """
-    if "*" in given:
+    if "*" in names:
         return None
-    if not given and not _is_loopback(host):
+    if not names and not _is_loopback(host):
         raise ValueError(
             f"--host {host} is reached by others: say by which name they call the server "
             "(--allowed-host NAME), or let them use any (--allowed-host '*')"
         )
-    own = () if host in ("0.0.0.0", "::", "") else (host_name(host),)
-    return frozenset((*LOOPBACK, *own, *map(host_name, given)))
+    host_names = () if host in ("0.0.0.0", "::", "") else (host_name(host),)
+    return frozenset((*LOOPBACK, *host_names, *map(host_name, names)))
 
 
 def _is_loopback(host: str) -> bool:

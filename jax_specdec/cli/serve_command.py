@@ -47,15 +47,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR",
         help="a checkpoint in Hugging Face layout, or a GGUF file (default: the tiny "
         "model)")  # fmt: skip
-    own = parser.add_argument_group("a model of your own, instead of --model")
-    own.add_argument("--own-model", default="", metavar="MODULE:FUNCTION",
+    own_model_group = parser.add_argument_group("a model of your own, instead of --model")
+    own_model_group.add_argument("--own-model", default="", metavar="MODULE:FUNCTION",
         help="what makes it in a worker, as EngineConfig.own_model")  # fmt: skip
-    own.add_argument("--tokenizer", type=Path, metavar="DIR",
+    own_model_group.add_argument("--tokenizer", type=Path, metavar="DIR",
         help="its tokenizer.json, and perhaps tokenizer_config.json and "
         "generation_config.json")  # fmt: skip
-    own.add_argument("--vocab-size", type=integer(1), metavar="V",
+    own_model_group.add_argument("--vocab-size", type=integer(1), metavar="V",
         help="ids that the model knows (default: those of the tokenizer)")  # fmt: skip
-    own.add_argument("--weights", type=Path, metavar="FILE",
+    own_model_group.add_argument("--weights", type=Path, metavar="FILE",
         help="a safetensors file of its parameters (default: those that FUNCTION returns)",
     )  # fmt: skip
     parser.add_argument(
@@ -220,16 +220,16 @@ def _model(
             )
         weights, dtype = str(directory.resolve()), checkpoint.config.dtype
     length = options.max_length or limit
-    known: dict[str, Any] = {
+    options_of_model: dict[str, Any] = {
         "name": options.name or name, "created": int(time.time()), "max_length": length,
     }  # fmt: skip
     make: Callable[[], ServedModel]
     if directory is None:
-        make, vocab_size = partial(tiny_model, **known), byte_tokens.VOCAB_SIZE
+        make, vocab_size = partial(tiny_model, **options_of_model), byte_tokens.VOCAB_SIZE
     else:
         make = partial(
             directory_model, directory, vocab_size=vocab_size, eos=eos,
-            special_in_messages=options.special_tokens_in_messages, **known,
+            special_in_messages=options.special_tokens_in_messages, **options_of_model,
         )  # fmt: skip
         if vocab_size is None:  # the tokenizer knows
             model = make()

@@ -31,9 +31,12 @@ class Work:
         if now < self._next:
             return ""
         status = self._engine.status
-        statistics = sum((one.statistics for one in status), Statistics())
-        ended = sum(sum(one.processor.finished) for one in status)
-        running, waiting = sum(len(one.request_ids) for one in status), self._engine.num_waiting
+        statistics = sum((worker.statistics for worker in status), Statistics())
+        ended = sum(sum(worker.processor.finished) for worker in status)
+        running, waiting = (
+            sum(len(worker.request_ids) for worker in status),
+            self._engine.num_waiting,
+        )
         tokens = statistics.num_tokens - self._before.num_tokens
         drafts = statistics.num_drafts - self._before.num_drafts
         accepted = statistics.num_accepted - self._before.num_accepted
@@ -60,7 +63,7 @@ def watched(
 
     Where the engine has stopped for good, the listener ends, once every client has been told so.
     """
-    left = threading.Event()
+    is_over = threading.Event()
 
     def watch() -> None:
         work = Work(engine, clock())
@@ -68,7 +71,7 @@ def watched(
         ending = over = False
         with standard_output.waiting(standard_output.phases_of(engine), kept_in) as begun:
             while not over:
-                over = left.wait(look_seconds)  # looks once more at the end
+                over = is_over.wait(look_seconds)  # looks once more at the end
                 now = clock()
                 if engine.health().ready:
                     begun()
@@ -87,5 +90,5 @@ def watched(
     try:
         yield
     finally:
-        left.set()
+        is_over.set()
         thread.join()

@@ -45,17 +45,17 @@ def add_serves(parser: argparse.ArgumentParser) -> Any:
     )
     for field in FIELDS:
         name, usual = field.name, getattr(USUAL, field.name)
-        option, said = f"--{name.replace('_', '-')}", HELP[name]
+        option, help_text = f"--{name.replace('_', '-')}", HELP[name]
         if name in LIMITS:
-            kind = _or_none(LIMITS[name]) if NONE in said else integer(0, LIMITS[name])
+            kind = _or_none(LIMITS[name]) if NONE in help_text else integer(0, LIMITS[name])
             group.add_argument(option, type=kind, default=usual, metavar="N",
-                help=f"the most {said} (default: %(default)s)")  # fmt: skip
+                help=f"the most {help_text} (default: %(default)s)")  # fmt: skip
         elif name == "max_logprobs_mode":
             group.add_argument(option, choices=MODES, default=usual.name.lower(),
-                help=f"{said} (default: %(default)s)")  # fmt: skip
+                help=f"{help_text} (default: %(default)s)")  # fmt: skip
         else:
             group.add_argument(option, action=argparse.BooleanOptionalAction, default=usual,
-                help=f"{said} (default: {'yes' if usual else 'no'})")  # fmt: skip
+                help=f"{help_text} (default: {'yes' if usual else 'no'})")  # fmt: skip
     return group
 
 

@@ -125,12 +125,12 @@ def waiting(phases: Phases, kept_in: str | None = None) -> Iterator[Callable[[],
         if kept_in is None:
             yield lambda: None
             return
-        said: list[str] = []
+        lines: list[str] = []
 
         def say() -> None:
             now = line()
-            if not said and now.startswith("compiling") and " of " in now:
-                said.append(now)
+            if not lines and now.startswith("compiling") and " of " in now:
+                lines.append(now)
                 print(now, file=sys.stderr)
 
         with repeated(say, LOOK_SECONDS) as end:
@@ -193,10 +193,10 @@ class Starting:
 
 def with_bar(line: str) -> str:
     """The line, behind how far the first thing in it is that says so."""
-    found = re.search(r"(\d+) of (\d+)", line)
-    if found is None or not int(found[2]):
+    match = re.search(r"(\d+) of (\d+)", line)
+    if match is None or not int(match[2]):
         return line
-    full = BAR * int(found[1]) // int(found[2])
+    full = BAR * int(match[1]) // int(match[2])
     return f"{'━' * full}{'╌' * (BAR - full)} {line}"
 
 
