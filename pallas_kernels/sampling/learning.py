@@ -320,8 +320,8 @@ def learner_logprobs(
     Of the head, a row with ids reads its own tokens' rows alone. Rows with a mark (`KEPT_ALL`,
     `KEPT_MANY`) take the whole head, a block at a time, and only in a batch that has one.
     Differentiable in reverse by hidden, head and temperatures; nothing of `[*rows, V]` exists then
-    either. The logits are those of `pallas_kernels.linear_topk_logprobs`. It takes no digests, which
-    are of all logits: it reads the whole head only where it must.
+    either. The logits are those of `pallas_kernels.linear_topk_logprobs`. It takes no digests: it
+    reads the whole head only where it must, and they are of all logits.
 
     Args:
       hidden: bfloat16, float16 or float32.
