@@ -31,6 +31,8 @@ from pallas_kernels.topk.call import topk_of_whole_rows
 
 # 168 registers a thread let 3 warpgroups share a multiprocessor: 48 KiB of loads in flight.
 REGISTERS = 168
+# A cluster's program of many such rows: five fit on a multiprocessor.
+OF_CLUSTER, CLUSTERED = 96, tuple(Shape(1536, v, 20, "bfloat16") for v in (32_000, 128_256))
 
 # What is compiled for a GPU where there is none: every vocabulary, dtype and kind of schedule.
 AOT = (
@@ -256,6 +258,8 @@ def broken_limits(result: Result, chip: model.Chip | None = None) -> list[str]:
             out.append(f"{name}: {kernel.name} spills {kernel.spills} bytes of registers")
         if kernel.registers > REGISTERS:
             out.append(f"{name}: {kernel.name} uses {kernel.registers} registers > {REGISTERS}")
+        if chip and result.shape in CLUSTERED and kernel.registers > OF_CLUSTER:
+            out.append(f"{name}: {kernel.name} uses {kernel.registers} registers > {OF_CLUSTER}")
     # A program that reads a single step has no loop.
     looped = result.schedule.num_steps > result.schedule.splits
     counts = [limits.per_logit] if limits.once is None else [limits.once, limits.per_logit]

@@ -51,11 +51,11 @@ PARTS = {
             Shape(64, 131_072, 20, BF16),
             Shape(64, 151_936, 0, F32),
             Shape(4, 50_257, 128, F16),
-            Shape(1536, 32_000, 20, BF16),  # a row's programs on a GPU: a cluster of 3
+            Shape(1536, 32_000, 20, BF16),  # a row's programs on a GPU: a cluster of 4
             Shape(1536, 151_936, 5, BF16),
-            Shape(133, 32_000, 64, F32),  # of 4, and a row more than multiprocessors
+            Shape(133, 65_024, 64, F32),  # of 5, and a row more than multiprocessors
             Shape(1, 262_144, 1, BF16),
-            Shape(133, 20_485, 33, F16),  # of 4, of which one reads edges alone
+            Shape(256, 100_352, 33, F16),  # of 7
         ),
         tuple(
             Shape(rows, vocabulary, k, dtype)
@@ -73,7 +73,7 @@ PARTS = {
         (
             Shape(64, 151_936, 20, BF16),
             Shape(1536, 32_000, 20, BF16),
-            Shape(133, 32_000, 20, BF16),
+            Shape(133, 65_024, 20, BF16),
             Shape(4, 50_257, 20, F32),
         ),
         tuple(Shape(rows, v, 20, BF16) for rows in (1, 64, 256) for v in VOCABULARIES.values()),

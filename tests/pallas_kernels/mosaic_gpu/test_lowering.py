@@ -78,6 +78,15 @@ def test_schedules(vocabulary):
         assert finish_kernel.capacity(max(k, 1)) >= max(k, 1)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("rows", [133, 256, 1536])
+def test_no_row_is_a_cluster_of_three(rows):
+    """Its programs take more registers than let five share a multiprocessor."""
+    for vocabulary in range(3 * 4096, 160_000, 997):
+        schedule = choose_schedule(rows, vocabulary, 20, "bfloat16")
+        assert schedule.programs != 3 or schedule.splits == schedule.num_steps
+
+
 # `.ci/heavy aot` compiles these and many more.
 @pytest.mark.parametrize(
     ("path", "rows", "vocabulary", "k", "dtype"),
