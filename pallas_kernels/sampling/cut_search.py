@@ -134,7 +134,7 @@ def searched(
     unknown = jnp.zeros(is_searched.shape, bool)
     first, last = jnp.where(jnp.any(by_k), 0, 1), jnp.where(jnp.any(by_p), 2, 1)
     prefix = Prefix(finite, all_tokens, no_mass, unknown, unknown)
-    prefix = lax.fori_loop(first, last, filtered, vary_like(prefix, (logits, scale, sampling)))
+    prefix = lax.fori_loop(first, last, filtered, vary_like(prefix, (scale, sampling)))
     within = Prefix(_lowest_within(rows, sampling), all_tokens, no_mass, unknown, unknown)
     prefix = _where(_is_shorter(within, prefix), within, prefix)
     return _cut_at(rows, prefix, is_searched)
@@ -225,7 +225,8 @@ def _shortest(rows: Rows, by_mass: jax.Array, limit: jax.Array, filters: jax.Arr
         exact_sums.at_least(jnp.full(zeros.shape, vocab_size, jnp.float32), vocab_size),
         (zeros.astype(jnp.uint32),) * exact_sums.num_digits(vocab_size),
     )
-    inputs = (rows.logits, scale, limit, filters)
+    # What is known of a row is the same on every shard of the vocabulary.
+    inputs = (scale, limit, filters)
     with jax.named_scope("search"):  # reads of the rows: a name to find in a profile
         bracket = lax.while_loop(goes_on, read, vary_like(start, inputs))
 
@@ -366,7 +367,7 @@ def _guess(rows: Rows, by_mass: jax.Array, limit: jax.Array) -> jax.Array | None
         return guesses + ((mass <= below[..., None]).sum(2, dtype=jnp.int32) << place)
 
     start = jnp.full((batch, 2), -(2 ** (bits + unit - 1)), jnp.int32)
-    start = vary_like(start, (keys, values, below))
+    start = vary_like(start, below)
     return lax.fori_loop(0, bits // per_trip, step, start)  # type: ignore[no-any-return]
 
 

@@ -148,5 +148,5 @@ def _with_searched(
         return cut_search.searched(forms.barrier(x), its_sampling, its_scale, shard, is_unsettled)
 
     no_cut = Truncation.nothing(index.shape, rows.vocab_size)
-    inputs = (rows.logits, cut, unsettled, scale, sampling)
+    inputs = (cut, unsettled, scale, sampling)
     return scattered(cut, map_blocks(work, block, number, no_cut, inputs), index, number)

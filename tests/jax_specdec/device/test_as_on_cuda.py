@@ -124,8 +124,8 @@ def options_of(widths, count=SLOTS):
 
 def step_calls(*, tells=False, once=False, message=(0, 0)):
     """The kernels of a step on one device and on two, which has no draw and no second read."""
-    few, many, draws = 3, 2, 1  # one read of sampled rows, 1,024 candidates of them, the draw
-    both = few + many + 2 * tells + once
+    few, draws = 3, 1  # one read of sampled rows, the draw
+    both = few + 2 * tells + once
     return both + draws + 2 * once + message[0], both + message[1]
 
 
