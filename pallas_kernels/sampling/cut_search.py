@@ -449,8 +449,8 @@ def _nth_equal(rows: Rows, key: jax.Array, number: jax.Array) -> tuple[jax.Array
     if shard.axis_name is None:
         return column, jnp.minimum(number, count)
     counts = shard.gathered(count)  # [shards, B]
-    number = jnp.minimum(number, counts.sum(0))
-    before = jnp.cumsum(counts, axis=0) - counts
+    number = jnp.minimum(number, counts.sum(0, dtype=jnp.int32))
+    before = jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts
     rank = number - jnp.take(before, lax.axis_index(shard.axis_name), axis=0)
     is_on_shard = (rank > 0) & (rank <= count)
     column, _ = _nth_column(keys, key, jnp.maximum(rank, 1))
@@ -477,16 +477,16 @@ def _nth_column(keys: jax.Array, key: jax.Array, number: jax.Array) -> tuple[jax
         ]
         counts = jnp.stack(summed(*marks), axis=1)
         if total is None:
-            total = counts.sum(1)
+            total = counts.sum(1, dtype=jnp.int32)
             number = jnp.minimum(number, total)
-        upto = jnp.cumsum(counts, axis=1)
+        upto = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
         piece = jnp.minimum((upto < number[:, None]).sum(1, dtype=jnp.int32), len(begins) - 1)
         before = jnp.take_along_axis(upto - counts, piece[:, None], axis=1)[:, 0]
         begin = jnp.minimum(piece * size, width - size)
         keys = jax.vmap(functools.partial(_columns, size))(keys, begin)
         keys = jnp.where(column < (piece * size - begin)[:, None], same - 1, keys)
         first, number = first + begin, number - before
-    upto = jnp.cumsum((keys == same).astype(jnp.int32), axis=1)
+    upto = jnp.cumsum(keys == same, axis=1, dtype=jnp.int32)
     if total is None:
         total = upto[:, -1]
         number = jnp.minimum(number, total)

@@ -84,7 +84,8 @@ def door_calls():
             total(lambda h: kernels.linear_topk_logprobs(h, head, ids, 0).logprobs)
         )(hidden),
         "linear_support_kl": lambda: kernels.linear_support_kl(
-            hidden, head, all_rows[:, None] + jnp.array([[1, 9]]), jnp.full((6, 2), -2.0)
+            hidden, head, all_rows[:, None] + jnp.array([[1, 9]], jnp.int32),
+            jnp.full((6, 2), -2.0, jnp.float32),
         ),
         "linear_kept_logprobs": lambda: kernels.linear_kept_logprobs(
             hidden, head, token_ids, few
