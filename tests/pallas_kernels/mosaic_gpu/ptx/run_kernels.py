@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def alignment(device: compile_target.CompileTarget) -> int:
-    """`kernels.report_alignment`; from jax 0.11 on XLA's dumps may have no LLVM IR to read it in."""
+    """`kernels.report_alignment`; from jax 0.11 on XLA may dump no LLVM IR to read it in."""
     if jax.__version_info__ >= (0, 11) and not kernels.promised(device):
         print("XLA dumps no LLVM IR here: how it aligns buffers is known by jax 0.10 alone")
         return 0
