@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.backends import exact_sums
 from pallas_kernels.meshes.placement import WHOLE
-from pallas_kernels.sampling import cut_search, row_read, truncation
+from pallas_kernels.sampling import cut_search, row_read, search_keys, searched_rows, truncation
 from pallas_kernels.sampling.parameters import of_each_row
 from pallas_kernels.sampling.rows import GroupedRows
 from tests.support import quick_compile
@@ -15,7 +16,7 @@ from tests.support.expected_probs import kept_by_sorting
 from tests.support.shards import P, on_shards
 from tests.support.truncation_checks import kept_tokens, sampling_of
 
-V = 5003  # more than `SMALLEST_SAMPLED`, no multiple of a run
+V = 5003  # more than `search_keys.SMALLEST_SAMPLED`, no multiple of a run
 KINDS = ("plain", "flat", "ties", "equal", "masked", "ascending", "misled", "zeros", "far", "steep")
 
 
@@ -23,7 +24,7 @@ def rows_of(kind, vocab, dtype, seed=0):
     """Rows [2, vocab] with one kind of difficulty."""
     rng = np.random.default_rng(seed)
     x = rng.normal(0, 2, (2, vocab))
-    sampled = np.arange(vocab) % cut_search.RUN < cut_search.SAMPLED
+    sampled = np.arange(vocab) % search_keys.RUN < search_keys.SAMPLED
     made = {
         "flat": x * 0.01,
         "ties": np.round(x),
@@ -98,13 +99,13 @@ def test_no_shard_changes_a_bit_of_a_searched_cut():
 def reads_of(x, sampling, monkeypatch):
     """How often a search reads its rows, and what is kept."""
     reads = []
-    sums_above = cut_search._sums_above
+    sums_above = searched_rows.sums_above
 
     def counted(rows, keys, by_mass):
         jax.debug.callback(lambda _: reads.append(keys.shape[1]), by_mass, ordered=True)
         return sums_above(rows, keys, by_mass)
 
-    monkeypatch.setattr(cut_search, "_sums_above", counted)
+    monkeypatch.setattr(cut_search, "sums_above", counted)
 
     @quick_compile.jit
     def searched(x):
@@ -138,11 +139,11 @@ def test_weights_are_added_up_once_for_all_keys():
     x = rows_of("ties", V, jnp.float32)
     sampling = of_each_row(sampling_of([1.0, 0.5]), (2,))
     scale = row_read.read(GroupedRows.of(jnp.asarray(x)), sampling).scale
-    rows = cut_search.Rows(jnp.asarray(x), scale, WHOLE)
+    rows = searched_rows.SearchedRows(jnp.asarray(x), scale, WHOLE)
     keys = rows.keys[:, :5]
-    sums = cut_search._sums_above(rows, keys, jnp.bool_(True))
+    sums = searched_rows.sums_above(rows, keys, jnp.bool_(True))
     weights = rows.weights(rows.logits)
     for i in range(5):
         above = jnp.where(rows.keys > keys[:, i, None], weights, 0)
-        expected = cut_search.exact_sums.mass(above, V)
+        expected = exact_sums.mass(above, V)
         chex.assert_trees_all_equal(tuple(x[:, i] for x in sums), expected)

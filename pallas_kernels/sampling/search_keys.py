@@ -1,0 +1,132 @@
+"""Which keys a search reads its rows at: around a guess, where the sums say, or evenly apart.
+
+No guess changes what is found, only how many reads that takes.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32, UInt32
+
+from pallas_kernels.backends import exact_sums
+from pallas_kernels.backends.exact_sums import Mass
+from pallas_kernels.lowering.forms import barrier, vary_like
+from pallas_kernels.numbers.ordered_keys import ordered_keys
+from pallas_kernels.sampling.searched_rows import SearchedRows
+
+NUM_KEYS = 9  # of a read: a dozen more cost as much as another read
+DOUBT = 0.05  # of what lies below the guess: three standard errors of a few thousand tokens
+# Of the second read of float32, which is where the sums say: so many of the errors that n tokens
+# without an order let expect, which is MISPLACED / sqrt(n) of what is left.
+FARTHEST, MISPLACED = 6.0, 0.5
+NARROW = 1 << 19  # float32 keys, of which sums are nearly a straight line
+SAMPLED, RUN = 16, 256  # the first so many tokens of each run are a sample
+SMALLEST_SAMPLED = 4096  # columns
+GUESSED_BITS, GUESSED_PER_TRIP = 20, 4  # of a guess's key
+
+
+class Bracket(NamedTuple):
+    """Two keys around the one that is searched for."""
+
+    reads: Int32[Array, ""]
+    low: Int32[Array, " B"]  # what is above it reaches the limit
+    high: Int32[Array, " B"]  # what is above it does not
+    above_low: Mass
+    above_high: Mass
+
+    @property
+    def width(self) -> UInt32[Array, " B"]:
+        low, high = (lax.bitcast_convert_type(x, jnp.uint32) for x in (self.low, self.high))
+        return high - low
+
+
+def keys_to_try(
+    rows: SearchedRows,
+    state: Bracket,
+    guess: jax.Array | None,
+    limit: jax.Array,
+    by_mass: jax.Array,
+) -> jax.Array:
+    """[B, T] int32 keys between the two: around the guess, then evenly apart.
+
+    Of float32 every other read is where the sums say, if what is left is narrow.
+    """
+    vocab_size, itemsize = rows.vocab_size, rows.logits.dtype.itemsize
+    width, low = state.width[:, None], state.low[:, None]
+    apart = jnp.maximum(width // jnp.uint32(NUM_KEYS + 1), 1)
+    away = apart * (jnp.arange(NUM_KEYS, dtype=jnp.uint32)[None] + 1)
+    few = width <= NUM_KEYS + 1
+    if itemsize == 4:
+        above = state.above_low, state.above_high, rows.mass_of_key(state.high, by_mass)
+        most, least, mass = (exact_sums.to_float(x, vocab_size) for x in above)
+        share = jnp.clip((most - limit) / (most - least), 0, 1)[:, None]
+        error = MISPLACED / jnp.sqrt((most - least) / mass + 1)[:, None]
+        place = jnp.clip(share + error * _around(), 0, 1)
+        narrow = (width < NARROW) & (state.reads % 2 == 1) & jnp.isfinite(place)
+        by_sums = (jnp.where(narrow, place, 0) * width.astype(jnp.float32)).astype(jnp.uint32)
+        away = jnp.where(narrow & ~few, by_sums, away)
+    if guess is not None:
+        # All keys around the guess if they are few, which they are of 16 bits; and two far off.
+        inner = NUM_KEYS - 3  # steps
+        between = guess[:, 1:] - guess[:, :1] + 2
+        span = jnp.maximum(between, inner)
+        begin = guess[:, :1] - 1 - (span - between) // 2
+        index = jnp.arange(-1, NUM_KEYS - 1, dtype=jnp.int32)[None]
+        around = begin + span // inner * index + span % inner * index // inner
+        around += jnp.where(index < 0, -4 * span, jnp.where(index > inner, 4 * span, 0))
+        around = jnp.clip(around, low + 1, jnp.maximum(state.high[:, None] - 1, low + 1))
+        of_guess = lax.bitcast_convert_type(around - low, jnp.uint32)
+        away = jnp.where((state.reads == 0) & ~few, of_guess, away)
+    away = jnp.clip(away, 1, jnp.maximum(width - 1, 1))
+    return low + lax.bitcast_convert_type(away, jnp.int32)
+
+
+def _around() -> jax.Array:
+    """[1, T] float32 from -FARTHEST to FARTHEST, denser in the middle."""
+    even = 2 * jnp.arange(NUM_KEYS, dtype=jnp.float32)[None] / (NUM_KEYS - 1) - 1
+    return FARTHEST * even * (0.1 + 0.9 * even * even)
+
+
+def guess_of(rows: SearchedRows, by_mass: jax.Array, limit: jax.Array) -> jax.Array | None:
+    """Two keys [B, 2] between which sums nearly always reach the limit; None of few columns.
+
+    From a sample, by what lies below: of the tokens there none weighs much.
+    """
+    batch, width = rows.logits.shape
+    if width < SMALLEST_SAMPLED:
+        return None
+    runs = width // RUN
+    sample = rows.logits[:, : runs * RUN].reshape(batch, runs, RUN)[:, :, :SAMPLED]
+    sample = sample.reshape(batch, -1)
+    counts = jnp.where(sample > -jnp.inf, jnp.float32(1), jnp.float32(0))
+    values = jnp.where(by_mass, rows.weights(sample), counts)
+    keys = ordered_keys(sample).astype(jnp.int32)
+    values, keys = barrier((values, keys))
+    share = jnp.float32(sample.shape[1] / width)
+    total = exact_sums.to_float(rows.scale.total, rows.vocab_size)
+    number = rows.shard.across_sum(counts.sum(1))
+    below = jnp.where(by_mass, (total - limit) * share, number - limit * share)
+    doubt = 1 + DOUBT * (2 * jnp.arange(2, dtype=jnp.float32) - 1)
+    below = below[:, None] * doubt[None]
+    bits = min(8 * rows.logits.dtype.itemsize, GUESSED_BITS)
+    unit = 8 * rows.logits.dtype.itemsize - bits
+
+    # Among shards each trip waits for an exchange: fewer of them, of more sums.
+    per_trip = 1 if rows.shard.axis_name is None else GUESSED_PER_TRIP
+    steps = jnp.arange(1, 2**per_trip, dtype=jnp.int32)
+
+    def step(i: jax.Array, guesses: jax.Array) -> jax.Array:
+        place = unit + bits - per_trip * (i + 1)
+        higher = (guesses[..., None] + (steps << place)[None, None]).reshape(batch, -1)
+        masses = [
+            jnp.where(keys <= higher[:, i, None], values, jnp.float32(0)).sum(1)
+            for i in range(higher.shape[1])
+        ]
+        mass = rows.shard.across_sum(jnp.stack(masses, 1)).reshape(batch, 2, -1)
+        return guesses + ((mass <= below[..., None]).sum(2, dtype=jnp.int32) << place)
+
+    start = jnp.full((batch, 2), -(2 ** (bits + unit - 1)), jnp.int32)
+    start = vary_like(start, below)
+    return lax.fori_loop(0, bits // per_trip, step, start)  # type: ignore[no-any-return]
