@@ -77,9 +77,7 @@ def begin(parent: str = "", module: str = "") -> Child:
             if os.getppid() == born["parent"]:
                 raise
             os._exit(1)  # it ended, and so has the ring
-    die_with_parent()
-    if os.getppid() != born["parent"]:  # it ended before it was watched
-        os._exit(1)
+    die_with_parent(born["parent"])
     threading.Thread(target=_end_with_pipe, name="lifeline", daemon=True).start()
     from jax_specdec.control import ControlClient, ProcessStats, from_line
 
@@ -100,10 +98,16 @@ def leave_signals_to_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends.
+
+    Args:
+      parent: id of the process that started it; where that has ended already, this one ends now.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl cannot tie this process to its parent")
+    if os.getppid() != parent:  # it ended before it was watched
+        os._exit(1)
 
 
 def _remove_rings_of(parent: str) -> None:

@@ -102,10 +102,10 @@ class GateProcess:
             _say(number, self._vocabulary)
             return
         read_end, write_end = os.pipe()
-        pid = os.fork()
+        gate, pid = os.getpid(), os.fork()
         if not pid:
             os.close(read_end)
-            self._compile(self._vocabulary, write_end, *job)
+            self._compile(gate, self._vocabulary, write_end, *job)
         os.close(write_end)
         copy = Copy(
             number, pid, os.pidfd_open(pid), read_end, time.monotonic() + self._limits.seconds
@@ -126,12 +126,12 @@ class GateProcess:
         _say(copy.number, why)
 
     def _compile(
-        self, vocabulary: Vocabulary, answer: int, kind: str, text: str, stops: list[int]
+        self, gate: int, vocabulary: Vocabulary, answer: int, kind: str, text: str, stops: list[int]
     ) -> NoReturn:
         """In a copy: compile, and go some tokens on; the answer is why the structure is refused."""
         status = 1
         with contextlib.suppress(BaseException):  # the library may panic
-            die_with_parent()
+            die_with_parent(gate)
             null_device = os.open(os.devnull, os.O_RDWR)
             for descriptor in (STDIN, STDOUT, 2):  # it prints when it panics
                 os.dup2(null_device, descriptor)

@@ -23,7 +23,9 @@ from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.forms import compacted, map_blocks, scattered, vary_like
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
-from pallas_kernels.sampling import cut_search, door, parameters, row_cuts, row_read
+from pallas_kernels.sampling import door, parameters, row_read
+from pallas_kernels.sampling.cuts import search
+from pallas_kernels.sampling.cuts.candidates import cut_among
 from pallas_kernels.sampling.parameters import Sampling, Truncation, at_rows
 from pallas_kernels.sampling.row_read import RowRead, RowScale
 from pallas_kernels.sampling.rows import GroupedRows
@@ -109,7 +111,7 @@ def cuts(
     no_cut = vary_like(Truncation.nothing(is_cut.shape, rows.vocab_size), is_cut)
 
     def some() -> Truncation:
-        cut, settled = row_cuts.cut_among(
+        cut, settled = cut_among(
             read.top_ids,
             read.top_logits,
             read.scale,
@@ -145,7 +147,7 @@ def _with_searched(
         x = of_logits.apply(x, of_logits.of_rows(rows.changes, there))
         its_scale, its_sampling = at_rows(there, (scale, sampling))
         is_unsettled = begin + jnp.arange(block, dtype=jnp.int32) < number
-        return cut_search.searched(forms.barrier(x), its_sampling, its_scale, shard, is_unsettled)
+        return search.searched(forms.barrier(x), its_sampling, its_scale, shard, is_unsettled)
 
     no_cut = Truncation.nothing(index.shape, rows.vocab_size)
     inputs = (cut, unsettled, scale, sampling)

@@ -23,7 +23,8 @@ from pallas_kernels.meshes.split import Split, on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.numbers.random_draws import DRAFT, Source, best, gumbel
-from pallas_kernels.sampling import door, row_cuts
+from pallas_kernels.sampling import door
+from pallas_kernels.sampling.cuts.candidates import cut_among
 from pallas_kernels.sampling.parameters import Sampling, has_meaning
 from pallas_kernels.sampling.row_read import RowScale
 from pallas_kernels.sampling.rows import top_candidates
@@ -116,7 +117,7 @@ def _from_candidates(
     gap = scaled(x, largest[:, None], inverse[:, None])
     total = exact_sums.mass(exponential(gap), vocab_size)
     # The total is that of the candidates: a top-k of more than there are keeps all of them.
-    cut, _ = row_cuts.cut_among(ids, x, RowScale(largest, inverse, total), sampling, vocab_size)
+    cut, _ = cut_among(ids, x, RowScale(largest, inverse, total), sampling, vocab_size)
     place = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     is_kept = cut.keeps(x, ids) & (ids >= 0)
     log_mass = logarithm(exact_sums.to_float(total, vocab_size)) + cut.log_kept

@@ -67,9 +67,9 @@ def test_a_child_leaves_signals_to_its_parent(number, tmp_path):
 
 
 TIED = """
-import sys, time
+import os, sys, time
 from jax_specdec import child
-child.die_with_parent()
+child.die_with_parent(os.getppid())
 print("tied", flush=True)
 time.sleep(60)
 """
@@ -96,6 +96,12 @@ def test_a_stopped_child_ends_with_its_killed_parent():
     assert ended.poll(20_000)
     os.close(watch)
     parent.stdout.close()
+
+
+def test_a_child_ends_whose_parent_ended_before_it_was_tied():
+    late = TIED.replace("os.getppid()", "os.getppid() + 1")
+    process = subprocess.run([sys.executable, "-c", late], capture_output=True, timeout=60)
+    assert (process.returncode, process.stdout) == (1, b"")
 
 
 @pytest.mark.parametrize("kept", [True, False])

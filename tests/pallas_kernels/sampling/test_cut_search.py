@@ -8,7 +8,8 @@ import pytest
 
 from pallas_kernels.backends import exact_sums
 from pallas_kernels.meshes.placement import WHOLE
-from pallas_kernels.sampling import cut_search, row_read, search_keys, searched_rows, truncation
+from pallas_kernels.sampling import row_read, truncation
+from pallas_kernels.sampling.cuts import search, search_keys, searched_rows
 from pallas_kernels.sampling.parameters import of_each_row
 from pallas_kernels.sampling.rows import GroupedRows
 from tests.support import quick_compile
@@ -105,13 +106,13 @@ def reads_of(x, sampling, monkeypatch):
         jax.debug.callback(lambda _: reads.append(keys.shape[1]), by_mass, ordered=True)
         return sums_above(rows, keys, by_mass)
 
-    monkeypatch.setattr(cut_search, "sums_above", counted)
+    monkeypatch.setattr(search, "sums_above", counted)
 
     @quick_compile.jit
     def searched(x):
         each = of_each_row(sampling, x.shape[:1])
         scale = row_read.read(GroupedRows.of(x), each).scale
-        return cut_search.searched(x, each, scale, WHOLE)
+        return search.searched(x, each, scale, WHOLE)
 
     jax.block_until_ready(searched(x))
     jax.effects_barrier()

@@ -15,7 +15,8 @@ from pallas_kernels.backends import exact_sums
 from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
-from pallas_kernels.sampling import cut_search, kept_sets, row_read, truncation
+from pallas_kernels.sampling import kept_sets, row_read, truncation
+from pallas_kernels.sampling.cuts import search
 from pallas_kernels.sampling.parameters import of_each_row, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import oracle
@@ -190,7 +191,7 @@ def test_a_search_finds_the_same_cut():
     @quick_compile.jit
     def searched(x):
         scale = row_read.read(GroupedRows.of(x), each).scale
-        return cut_search.searched(x, each, scale, WHOLE)
+        return search.searched(x, each, scale, WHOLE)
 
     found = searched(flat)
     asked = np.array([oracle.is_valid(row) for row in flat])

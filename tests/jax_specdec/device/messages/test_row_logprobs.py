@@ -21,7 +21,7 @@ from jax_specdec.device.messages.pack import select_rows
 from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.messages.step_messages import draft_message, step_output, target_message
 from jax_specdec.requests import SamplingParams
-from pallas_kernels.sampling import cut_search
+from pallas_kernels.sampling.cuts import search
 from pallas_kernels.sampling.distribution import truncation
 from pallas_kernels.sampling.drafts import draw
 from pallas_kernels.sampling.types import Drafts, Verified
@@ -87,7 +87,7 @@ def test_any_two_requests_in_one_batch(values, token_ids, num_rows, params):
 def searches(function, *arguments):
     """How many searches for the end of a prefix a function's program has."""
     jax.clear_caches()  # what was traced before is not traced again
-    with mock.patch.object(cut_search, "searched", wraps=cut_search.searched) as searched:
+    with mock.patch.object(search, "searched", wraps=search.searched) as searched:
         jax.eval_shape(lambda *x: function(*x), *arguments)
     return searched.call_count
 

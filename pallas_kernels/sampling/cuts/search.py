@@ -29,10 +29,10 @@ from pallas_kernels.lowering.row_pieces import summed
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.numbers.ordered_keys import key_of, ordered_keys
+from pallas_kernels.sampling.cuts.search_keys import Bracket, guess_of, keys_to_try
+from pallas_kernels.sampling.cuts.searched_rows import SearchedRows, nth_equal, sums_above
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
 from pallas_kernels.sampling.row_read import RowScale
-from pallas_kernels.sampling.search_keys import Bracket, guess_of, keys_to_try
-from pallas_kernels.sampling.searched_rows import SearchedRows, nth_equal, sums_above
 
 FEW_TOKENS = 64  # of a row, among which the last one is found by putting them in order
 

@@ -14,7 +14,7 @@ from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.exact_sums import Mass
 from pallas_kernels.lowering.forms import barrier, vary_like
 from pallas_kernels.numbers.ordered_keys import ordered_keys
-from pallas_kernels.sampling.searched_rows import SearchedRows
+from pallas_kernels.sampling.cuts.searched_rows import SearchedRows
 
 NUM_KEYS = 9  # of a read: a dozen more cost as much as another read
 DOUBT = 0.05  # of what lies below the guess: three standard errors of a few thousand tokens
