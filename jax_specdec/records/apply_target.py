@@ -4,6 +4,7 @@ Each function works on whole columns; only tokens that may end their request are
 Axes: B slots, N slots taken from this message, T tokens, R rows, D drafts, M remembered tokens.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -259,14 +260,9 @@ def cumulative(
     num_kept: NDArray[np.int64],
 ) -> NDArray[np.float64]:
     """[B] `before` plus the kept tokens' logprobs, added one by one in float64."""
-    after = before.copy()
-    alike = message.same_columns
-    if alike is not None and int(num_kept.sum()) == len(message.token_ids):
-        if alike:  # all of a table's first column
-            owner = np.arange(message.num_slots).repeat(message.num_tokens)
-            np.add.at(after, owner, message.logprobs[::alike].astype(np.float64))
-        return frozen(after)
-    columns = message.columns[slots]
+    if message.same_columns is not None and int(num_kept.sum()) == len(message.token_ids):
+        return cumulative_of_all(before, message)
+    after, columns = before.copy(), message.columns[slots]
     width = columns + message.num_more[slots]
     rows = num_kept * (columns > 0)
     ends = rows.cumsum()
@@ -275,6 +271,22 @@ def cumulative(
         index = np.arange(ends[-1]) * width.repeat(rows) + first.repeat(rows)
         np.add.at(after, slots.repeat(rows), message.logprobs[index].astype(np.float64))
     return frozen(after)
+
+
+def cumulative_of_all(before: NDArray[np.float64], message: Message) -> NDArray[np.float64]:
+    """`cumulative` of all tokens of a message whose rows are alike."""
+    if not message.same_columns:
+        return before
+    after, owners = before.copy(), all_slots(message.num_slots).repeat(message.num_tokens)
+    own = message.logprobs[:: message.same_columns]  # a table's first column
+    np.add.at(after, owners, own.astype(np.float64))
+    return frozen(after)
+
+
+@functools.lru_cache(16)
+def all_slots(number: int) -> NDArray[np.int64]:
+    """[number] int64: 0, 1, ...; read-only."""
+    return frozen(np.arange(number))
 
 
 def acceptance(
@@ -290,7 +302,17 @@ def acceptance(
         slots, drafts, count = slots[counts], drafts[counts], count[counts]
     if not len(slots):
         return columns.outcomes
-    before = columns.outcomes
+    return outcomes_after(columns.outcomes, slots, drafts, count, most_drafts)
+
+
+def outcomes_after(
+    before: NDArray[np.int64],
+    slots: NDArray[np.intp],
+    drafts: NDArray[np.int64],
+    count: NDArray[np.int64],
+    most_drafts: int,
+) -> NDArray[np.int64]:
+    """`acceptance` of slots that all emitted `count` tokens after `drafts` drafts."""
     width = max(most_drafts + 1, before.shape[2])
     if width > before.shape[2]:
         outcomes = np.pad(before, ((0, 0), (0, 0), (0, width - before.shape[2])))

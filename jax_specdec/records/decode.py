@@ -4,10 +4,11 @@ The bytes are not trusted: every count is checked against its limit, and the len
 imply against the actual length, before any value is used as an index.
 """
 
-import itertools
+import functools
 import struct
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,9 @@ class MessageError(wire.WireError):
     """Bytes that are not a valid message; names the wrong value and what it may be."""
 
 
-_KINDS = frozenset(Kind)
+_KINDS = {int(kind): kind for kind in Kind}
 _HEADER = struct.Struct(f"<{wire.HEADER_WORDS}I")
+_SLOT = struct.Struct(f"<{wire.SLOT_WORDS}I")
 
 _MAX_CHOSEN = dict.fromkeys(Kind, wire.MAX_CHOSEN) | {Kind.PROMPT: wire.MAX_CHOSEN_OF_ROW}
 _EVERY_VALUE = sum(1 << value for value in RowValue)
@@ -32,8 +34,13 @@ _LAST_STATE, _LAST_MODE = int(max(SlotState)), int(max(LogprobsMode))
 _TOKENS, _FIRST_TOKEN = int(SlotState.TOKENS), int(SlotState.PREFILL_FIRST_TOKEN)
 
 _FIELDS = [*wire.SLOT]
-_COLUMNS, _NUM_DRAFTS = _FIELDS.index("columns"), _FIELDS.index("num_drafts")
-_KEPT, _VALUES = _FIELDS.index("kept"), _FIELDS.index("values")
+_NUM_DRAFTS, _KEPT, _VALUES = map(_FIELDS.index, ("num_drafts", "kept", "values"))
+
+# A slot that emits tokens and has neither kept sets, chosen ids nor values: its words but the last.
+_PLAIN = wire.SLOT["mode"], wire.SLOT["columns"]  # all that its first word has; TOKENS is 0
+_PLAIN_BITS = sum(field.maximum << field.shift for field in _PLAIN)
+# Halves of words; drafts with the row values above them.
+_HALVES = slice(2, 6)
 
 # The slot fields as columns [10, 1]: one gather, shift and mask reads them all.
 _SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
@@ -45,9 +52,12 @@ _EMITS = np.zeros(wire.SLOT["state"].maximum + 1, np.bool_)
 _EMITS[[SlotState.TOKENS, SlotState.PREFILL_FIRST_TOKEN]] = True
 
 _HEADER_FIELDS = tuple((name, f.word, f.shift, f.maximum) for name, f in wire.HEADER.items())
+# Of the words that have bits without a meaning: those that have one.
 _HEADER_BITS = tuple(
-    (word, sum(f.maximum << f.shift for f in wire.HEADER.values() if f.word == word))
+    (word, used)
     for word in range(wire.HEADER_WORDS)
+    if (used := sum(f.maximum << f.shift for f in wire.HEADER.values() if f.word == word))
+    < 2**32 - 1
 )
 
 _NO_KEPT = KeptSets.none()
@@ -93,7 +103,9 @@ class Message:
     num_bytes: int
     most_drafts: int  # the largest of `num_drafts`; 0 without slots
     digest: int = 0  # of what the rows' bits depend on; 0 where they depend on the batch
-    same_columns: int | None = None  # `columns` of every slot, where all emit and none has more
+    # `columns` of every slot, where all emit, in one mode, and none has more; they begin at slot 0's
+    # rows then.
+    same_columns: int | None = None
 
     @property
     def num_slots(self) -> int:
@@ -175,6 +187,7 @@ def decode(data: Any) -> Message:
     words: NDArray[np.uint32] = np.frombuffer(view, dtype="<u4")
     words.flags.writeable = False
     header = _header(view, words.size)
+    kind, most_columns = _KINDS[header["kind"]], header["max_num_logprobs"] + 1
     num_slots = header["num_slots"]
     slots_end = wire.HEADER_WORDS + wire.SLOT_WORDS * num_slots
     if slots_end > words.size:
@@ -183,32 +196,20 @@ def decode(data: Any) -> Message:
             f"{words.size}"
         )
     slots = words[wire.HEADER_WORDS : slots_end].reshape(num_slots, wire.SLOT_WORDS)
-    columns = (slots.T[_SLOT_WORD] >> _SLOT_SHIFT & _SLOT_MASK).astype(np.int64)
-    columns.flags.writeable = False
-    fields = dict(zip(wire.SLOT, columns, strict=True))
-    most: list[int] = columns.max(axis=1, initial=0).tolist()
-    same_columns, num_more = None, fields["num_chosen"]
-    if _alike(header["kind"], header["max_num_logprobs"], columns, most):
-        same_columns = most[_COLUMNS]
-        starts, sizes = _sections_alike(fields["num_tokens"], same_columns)
-    else:
-        if not _plainly_right(header["kind"], header["max_num_logprobs"], columns, most):
-            _check_slots(header["kind"], header["max_num_logprobs"], fields)
-        if most[_VALUES]:
-            num_more = num_more + wire.num_values(fields["values"])
-        starts, totals = wire.sections(
-            np, fields["num_tokens"], fields["num_rows"], fields["columns"], num_more
-        )
-        sizes = totals.tolist()
-    ids, ranks, logprobs, topk, end = itertools.accumulate(sizes, initial=slots_end)
+    alike = _alike(slots, most_columns) if kind is Kind.TARGET and num_slots else None
+    fields, starts, sizes, most_drafts, same_columns = alike or _any_slots(
+        kind, most_columns, slots
+    )
+    ids, ranks, logprobs, topk, end = accumulate(sizes, initial=slots_end)
     kept_sets, kept_start = _NO_KEPT, fields["kept"]
-    if most[_KEPT]:
+    if same_columns is None and np.count_nonzero(kept_start):
         kept_sets, kept_start = decode_kept(words, end, fields)
     elif end != words.size:
         raise MessageError(f"the slots' counts make {end} words; the message has {words.size}")
     token_start, row_start, logprob_start, topk_start = starts
+    integers, floats = words.view(np.int32), words.view(np.float32)
     return Message(
-        kind=Kind(header["kind"]),
+        kind=kind,
         max_num_logprobs=header["max_num_logprobs"],
         running=bool(header["running"]),
         draft_follows=bool(header["draft_follows"]),
@@ -216,19 +217,18 @@ def decode(data: Any) -> Message:
         process_rank=header["process_rank"],
         weights_version=header["weights_version"],
         **fields,
-        num_more=num_more,
-        token_ids=words[ids:ranks].view(np.int32),
+        token_ids=integers[ids:ranks],
         token_start=token_start,
-        token_ranks=words[ranks:logprobs].view(np.int32),
+        token_ranks=integers[ranks:logprobs],
         row_start=row_start,
-        logprobs=words[logprobs:topk].view(np.float32),
+        logprobs=floats[logprobs:topk],
         logprob_start=logprob_start,
-        topk_ids=words[topk:end].view(np.int32),
+        topk_ids=integers[topk:end],
         topk_start=topk_start,
         kept_sets=kept_sets,
         kept_start=kept_start,
         num_bytes=view.nbytes,
-        most_drafts=most[_NUM_DRAFTS],
+        most_drafts=most_drafts,
         digest=header["digest"],
         same_columns=same_columns,
     )
@@ -268,56 +268,105 @@ def _header(view: memoryview, num_words: int) -> dict[str, int]:
     return header
 
 
-def _alike(kind: int, max_num_logprobs: int, table: NDArray[np.int64], most: list[int]) -> bool:
-    """Whether every slot emits tokens with as many columns as the others, and all are valid.
+class _Slots(NamedTuple):
+    """What the words of B slots say, checked."""
 
-    So are the steps of a full worker whose requests ask for the same; arguments as
-    `_plainly_right`, which takes others.
+    fields: dict[str, NDArray[np.int64]]  # [B] each, and `num_more`
+    starts: tuple[NDArray[np.int64], ...]  # [B] each, as of `wire.sections`
+    sizes: list[int]  # of the sections of the payload, words
+    most_drafts: int
+    same_columns: int | None
+
+
+def _alike(slots: NDArray[np.uint32], most_columns: int) -> _Slots | None:
+    """The slots, where all emit tokens with as many columns, in one mode and nothing more.
+
+    So are the steps of a full worker whose requests ask for the same. None: `_any_slots` decides.
+    Of few slots each call of NumPy takes the time of one: numbers of Python are converted in most
+    of them, so those are left out, and bytes are compared in a third of it.
+
+    Args:
+      slots: [B, SLOT_WORDS], at least one, of a target message.
+      most_columns: that a row may have.
     """
-    _, _, _, columns, tokens, rows, drafts, _, _, _ = table
-    (
-        most_state,
-        most_mode,
-        _,
-        most_columns,
-        _,
-        most_rows,
-        most_drafts,
-        most_values,
-        most_chosen,
-        _,
-    ) = most
-    return (
-        kind == Kind.TARGET
-        and most_state == _TOKENS
-        and most_mode <= _LAST_MODE
-        and most_columns <= max_num_logprobs + 1
-        and most_drafts <= wire.MAX_DRAFTS
-        and not (most_chosen or most_values)
-        and np.count_nonzero(tokens) == len(tokens)
-        and not np.count_nonzero(columns != most_columns)
-        and not np.count_nonzero(tokens > drafts + 1)
-        # Bytes are compared in a tenth of the time.
-        and (rows.tobytes() == tokens.tobytes() if most_columns else not most_rows)
-    )
-
-
-def _sections_alike(
-    num_tokens: NDArray[np.int64], columns: int
-) -> tuple[tuple[NDArray[np.int64], ...], list[int]]:
-    """What `wire.sections` returns for slots [B] that all have so many columns, or none."""
+    first, number = int(slots[0, 0]), len(slots)
+    mode, columns = (first >> field.shift & field.maximum for field in _PLAIN)
+    if first & ~_PLAIN_BITS or mode > _LAST_MODE or columns > most_columns:
+        return None
+    halves = slots.view(np.uint16).T
+    table = halves.astype(np.int64, order="C")
+    table.flags.writeable = False
+    num_tokens, num_rows, num_drafts, num_chosen = table[_HALVES]
+    zeros = all_equal(0, number)
+    rows = num_tokens if columns else zeros
+    most_drafts = int(num_drafts[num_drafts.argmax()])  # with values it is more than can be
+    more = num_tokens - num_drafts
+    if (
+        most_drafts > wire.MAX_DRAFTS
+        or more[more.argmax()] > 1
+        or np.count_nonzero(num_tokens) != number
+        or np.count_nonzero(num_chosen)
+        or num_rows.tobytes() != rows.tobytes()
+        or slots[:, 0].tobytes() != slots[0, :1].tobytes() * number
+    ):
+        return None
     ends = num_tokens.cumsum()
-    starts, total = ends - num_tokens, int(ends[-1]) if ends.size else 0
-    if not columns:
-        none = np.zeros(len(starts), np.int64)
-        return (starts, none, none, none), [total, 0, 0, 0]
-    tops = columns - 1
-    sizes = [total, total, total * columns, total * tops]
-    return (starts, starts, starts * columns, starts * tops), sizes
+    start, total = ends - num_tokens, int(ends[-1])
+    if columns:
+        tops = start * all_equal(columns - 1, number)
+        starts = start, start, tops + start, tops
+        sizes = [total, total, total * columns, total * (columns - 1)]
+    else:
+        starts, sizes = (start, zeros, zeros, zeros), [total, 0, 0, 0]
+    generation = slots[:, 3].astype(np.int64)
+    generation.flags.writeable = False
+    fields = {
+        "state": zeros,
+        "mode": all_equal(mode, number),
+        "kept": zeros,
+        "columns": all_equal(columns, number),
+        "num_tokens": num_tokens,
+        "num_rows": rows,
+        "num_drafts": num_drafts,
+        "values": zeros,
+        "num_chosen": zeros,
+        "generation": generation,
+        "num_more": zeros,
+    }
+    return _Slots(fields, starts, sizes, most_drafts, columns)
+
+
+@functools.lru_cache(64)
+def all_equal(value: int, number: int) -> NDArray[np.int64]:
+    """[number] int64, read-only."""
+    column = np.full(number, value, np.int64)
+    column.flags.writeable = False
+    return column
+
+
+def _any_slots(kind: Kind, most_columns: int, slots: NDArray[np.uint32]) -> _Slots:
+    """The slots [B, SLOT_WORDS].
+
+    Raises:
+      MessageError: a field's value cannot be.
+    """
+    table = (slots.T[_SLOT_WORD] >> _SLOT_SHIFT & _SLOT_MASK).astype(np.int64)
+    table.flags.writeable = False
+    fields = dict(zip(wire.SLOT, table, strict=True))
+    most: list[int] = table.max(axis=1, initial=0).tolist()
+    if not _plainly_right(kind, most_columns, table, most):
+        _check_slots(kind, most_columns, fields)
+    num_more = fields["num_chosen"]
+    if most[_VALUES]:
+        num_more = num_more + wire.num_values(fields["values"])
+    starts, totals = wire.sections(
+        np, fields["num_tokens"], fields["num_rows"], fields["columns"], num_more
+    )
+    return _Slots(fields | {"num_more": num_more}, starts, totals.tolist(), most[_NUM_DRAFTS], None)
 
 
 def _plainly_right(
-    kind: int, max_num_logprobs: int, table: NDArray[np.int64], most: list[int]
+    kind: Kind, most_columns: int, table: NDArray[np.int64], most: list[int]
 ) -> bool:
     """Whether a target message's slots are certainly valid; otherwise `_check_slots` decides.
 
@@ -329,12 +378,12 @@ def _plainly_right(
       most: [10] the largest value of each.
     """
     state, _, _, columns, tokens, rows, drafts, _, _, _ = table
-    most_state, most_mode, _, most_columns, _, _, most_drafts, most_values, most_chosen, _ = most
+    most_state, most_mode, _, columns_of_one, _, _, most_drafts, most_values, most_chosen, _ = most
     return (
-        kind == Kind.TARGET
+        kind is Kind.TARGET
         and most_state < _FIRST_TOKEN
         and most_mode <= _LAST_MODE
-        and most_columns <= max_num_logprobs + 1
+        and columns_of_one <= most_columns
         and most_drafts <= wire.MAX_DRAFTS
         and not (most_chosen or most_values)
         and bool(
@@ -347,7 +396,7 @@ def _plainly_right(
     )
 
 
-def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.int64]]) -> None:
+def _check_slots(kind: Kind, most_columns: int, fields: dict[str, NDArray[np.int64]]) -> None:
     """Raise MessageError for the first invalid field of a slot; `fields` are [B] each."""
     state, mode, columns = fields["state"], fields["mode"], fields["columns"]
     tokens, rows, chosen = fields["num_tokens"], fields["num_rows"], fields["num_chosen"]
@@ -366,9 +415,9 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
         (state > _LAST_STATE, "state", state),
         (mode > _LAST_MODE, "mode", mode),
         (fields["kept"] > (kind == Kind.TARGET), "kept", fields["kept"]),
-        (columns > max_num_logprobs + 1, "columns", columns),
+        (columns > most_columns, "columns", columns),
         (drafts > wire.MAX_DRAFTS, "num_drafts", drafts),
-        (chosen > has_rows * _MAX_CHOSEN[Kind(kind)], "num_chosen", chosen),
+        (chosen > has_rows * _MAX_CHOSEN[kind], "num_chosen", chosen),
         (values & ~(has_rows * (kind == Kind.TARGET) * _EVERY_VALUE) > 0, "values", values),
         (wrong_tokens, "num_tokens", tokens),
         (rows != np.where(first, tokens > 0, tokens) * has_rows, "num_rows", rows),
@@ -382,7 +431,7 @@ def _check_slots(kind: int, max_num_logprobs: int, fields: dict[str, NDArray[np.
                 f"slot {slot}: {name} = {int(values[slot])} cannot be (state {int(state[slot])}, "
                 f"{pluralize(int(tokens[slot]), 'token')} of "
                 f"{pluralize(int(drafts[slot]), 'draft')}, {pluralize(int(rows[slot]), 'row')}, "
-                f"columns {int(columns[slot])} of at most {max_num_logprobs + 1}; at most "
+                f"columns {int(columns[slot])} of at most {most_columns}; at most "
                 f"{wire.MAX_DRAFTS} drafts)"
             )
 

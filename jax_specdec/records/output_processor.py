@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc.wire import Kind, SlotState
-from jax_specdec.records import apply_target, prompt_logprobs
+from jax_specdec.records import apply_target, prompt_logprobs, usual_step
 from jax_specdec.records.admission import admit, release
 from jax_specdec.records.batch import Counters, FinishReason, RecordBatch
 from jax_specdec.records.decode import Message
@@ -118,6 +118,9 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
         if came > expected:
             why = f"steps {expected} to {came - 1} ({came - expected}) are lost"
         raise StepLost(f"target message {came} came, {expected} was next: {why}")
+    if usual_step.is_usual(state, message):
+        state, batch = usual_step.applied(state, message)
+        return state, Records((batch,))
     slots, counters = apply_target.taken(state, message, _SPEAKS[message.state])
     emitted = apply_target.emitted(state, message, slots)
     if state.admitted.any_prompt_due:
@@ -156,7 +159,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
         early_draft=None,
         counters=counters,
     )
-    return state, Records(released)
+    return usual_step.with_outlook(state), Records(released)
 
 
 def _released(

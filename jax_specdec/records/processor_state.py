@@ -120,6 +120,34 @@ class SlotColumns:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Outlook:
+    """What the requests of a state have in common where a step may be usual: see `usual_step`.
+
+    It holds for a state as long as `admitted` and `phase` are the state's own: these are replaced,
+    and never changed in their place.
+
+    Attributes:
+      admitted, phase: those that it is about.
+      may_be_usual: whether a step can be; all else has a meaning only then.
+      generations: [B] int64, their bytes.
+      columns, mode: of all requests.
+      stop_ids: the ids in stop rules, whoever's.
+    """
+
+    admitted: Admitted
+    phase: NDArray[np.int8]
+    may_be_usual: bool = False
+    generations: bytes = b""
+    columns: int = 0
+    mode: int = 0
+    stop_ids: frozenset[int] = frozenset()
+
+    def is_about(self, admitted: Admitted, columns: SlotColumns) -> bool:
+        """Whether it holds for a state."""
+        return self.admitted is admitted and self.phase is columns.phase
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ProcessorState:
     """All that the processor knows about one ring.
 
@@ -130,6 +158,8 @@ class ProcessorState:
       early_draft: a draft message that came before its target message.
       past: statistics of the stays that are over, without what requests brought along.
       num_drafts: the most drafts of a slot and step: D of the columns never exceeds it.
+      outlook: on the next steps, as the last one left it.
+      room: where they may be usual, tokens that every request may have more, at least.
     """
 
     process_rank: int
@@ -141,6 +171,8 @@ class ProcessorState:
     past: Statistics = field(default_factory=Statistics)
     counters: Counters = field(default_factory=lambda: Counters(finished=(0,) * len(FinishReason)))
     num_drafts: int = wire.MAX_DRAFTS
+    outlook: Outlook | None = None
+    room: int = 0
 
     @classmethod
     def empty(

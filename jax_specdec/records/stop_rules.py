@@ -38,6 +38,11 @@ def without_slot(keys: NDArray[np.int64], slot: int) -> NDArray[np.int64]:
     return other_keys
 
 
+def ids_of(keys: NDArray[np.int64]) -> frozenset[int]:
+    """The ids in a table, whoever's rules they are in."""
+    return frozenset((keys[:-1] & 0xFFFFFFFF).astype(np.uint32).view(np.int32).tolist())
+
+
 def candidates(keys: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """The positions in `tokens`, which come from `keys_of`, that may end their request."""
     hits: NDArray[np.bool_] = keys[keys.searchsorted(tokens)] == tokens

@@ -1,0 +1,138 @@
+"""The step of a full worker whose requests all go on: what a step nearly always is.
+
+Every slot has a running request, and all ask for rows of one format. None of the step's tokens is
+in a stop rule, and none may be the last that a request may have. Then no slot is looked at by
+itself and nothing is decided. Other steps, and those of which this is not certain, go through
+`apply_target`; where a step is usual, both have the same results.
+
+A step of few requests takes as long as its calls of NumPy: here they are few.
+"""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.wire import LogprobsMode
+from jax_specdec.records import stop_rules
+from jax_specdec.records.apply_target import all_slots, cumulative_of_all, outcomes_after
+from jax_specdec.records.batch import RecordBatch
+from jax_specdec.records.decode import Message, all_equal
+from jax_specdec.records.processor_state import (
+    Outlook,
+    Phase,
+    ProcessorState,
+    SlotColumns,
+    frozen,
+    row_format,
+)
+
+FEW_TOKENS = 64  # of a step, that are looked up one by one
+
+
+def with_outlook(state: ProcessorState) -> ProcessorState:
+    """The state after a step, which knows whether the next ones may be usual."""
+    known = state.outlook
+    if known is None or not known.is_about(state.admitted, state.columns):
+        known = _outlook(state)
+    elif not known.may_be_usual:
+        return state
+    room = 0
+    if known.may_be_usual:
+        room = int((state.admitted.limit - state.columns.num_tokens).min())
+    return replace(state, outlook=known, room=room)
+
+
+def _outlook(state: ProcessorState) -> Outlook:
+    admitted, phase = state.admitted, state.columns.phase
+    row = int(admitted.row_format[0])
+    columns, mode = row & 0xFFFF, row >> 32
+    if (
+        mode > max(LogprobsMode)  # kept sets, or values
+        or row != row_format(columns, 0, mode)
+        or np.count_nonzero(admitted.row_format != row)
+        or np.count_nonzero(phase != int(Phase.RUNNING))
+        or np.count_nonzero(admitted.history)
+        or admitted.any_prompt_due
+    ):
+        return Outlook(admitted, phase)
+    stop_ids = stop_rules.ids_of(admitted.stop_keys)
+    return Outlook(admitted, phase, True, admitted.generation.tobytes(), columns, mode, stop_ids)
+
+
+def is_usual(state: ProcessorState, message: Message) -> bool:
+    """Whether a target message, the next one, is certainly that of a usual step."""
+    common = state.outlook
+    if (
+        common is None
+        or message.most_drafts + 1 >= state.room
+        or message.same_columns != common.columns
+        or not common.is_about(state.admitted, state.columns)
+        or message.draft_follows
+        or state.waiting is not None
+        or state.early_draft is not None
+        or message.mode[0] != common.mode
+        or message.generation.tobytes() != common.generations
+    ):
+        return False
+    if not common.stop_ids:
+        return True
+    if len(message.token_ids) <= FEW_TOKENS:
+        return common.stop_ids.isdisjoint(message.token_ids.tolist())
+    owners = all_slots(message.num_slots).repeat(message.num_tokens)
+    keys = stop_rules.keys_of(owners, message.token_ids)
+    return not stop_rules.candidates(state.admitted.stop_keys, keys).size
+
+
+def applied(state: ProcessorState, message: Message) -> tuple[ProcessorState, RecordBatch]:
+    """The state after a usual step, and its records."""
+    before, number = state.columns, message.num_slots
+    slots, num_tokens, most_drafts = all_slots(number), message.num_tokens, message.most_drafts
+    columns = SlotColumns(
+        phase=before.phase,
+        num_tokens=frozen(before.num_tokens + num_tokens),
+        cumulative_logprob=cumulative_of_all(before.cumulative_logprob, message),
+        outcomes=outcomes_after(
+            before.outcomes, slots, message.num_drafts, num_tokens, most_drafts
+        ),
+        tail=before.tail,
+        num_prompt=before.num_prompt,
+    )
+    batch = RecordBatch(
+        step=message.step,
+        requests=state.admitted.requests,
+        slots=slots,
+        generation=message.generation,
+        num_tokens=num_tokens,
+        num_drafts=message.num_drafts,
+        num_accepted=num_tokens - all_equal(1, number),
+        cumulative_logprob=columns.cumulative_logprob,
+        finish_reason=_no_reason(number),
+        stop_index=all_equal(-1, number),
+        reschedule=_goes_on(number),
+        message=message,
+        row_format=state.admitted.row_format,
+    )
+    after = ProcessorState(
+        process_rank=state.process_rank,
+        next_step=message.step + 1,
+        admitted=state.admitted,
+        columns=columns,
+        past=state.past,
+        counters=state.counters,
+        num_drafts=state.num_drafts,
+        outlook=state.outlook,
+        room=state.room - (most_drafts + 1),
+    )
+    return after, batch
+
+
+@functools.lru_cache(16)
+def _no_reason(number: int) -> NDArray[np.int8]:
+    return frozen(np.zeros(number, np.int8))
+
+
+@functools.lru_cache(16)
+def _goes_on(number: int) -> NDArray[np.bool_]:
+    return frozen(np.zeros(number, np.bool_))
