@@ -10,6 +10,7 @@ it is one thread's, so its CPU time is what is compared: other programs take non
 
 import gc
 import pickle
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from jax_specdec.records.output_processor import ProcessorState, admit, step
 from jax_specdec.records.record import Records
 from jax_specdec.requests import Request, SamplingParams
 
+Bytes = bytes | bytearray
 TOKENS = 3  # of a request in a step: two drafts, both accepted
 VOCABULARY = 131072
 STOP = VOCABULARY - 1  # no message has this token, so every call does the same work
@@ -39,6 +41,7 @@ FULL = (
 )
 
 RECORDS, COLUMNS = "ours, record by record", "ours, by columns"
+STEP, STEP_PLACE = struct.Struct("<I"), wire.WORD_BYTES * wire.HEADER["step_low"].word
 FEW, FEW_MICROSECONDS = 8, 40  # requests, and what a message of so many may take
 MANY = 64  # requests from which on views must be worth their price
 COLUMNS_OVER_LISTS = 1 / 0.9
@@ -92,26 +95,37 @@ def message_bytes(num_slots: int, k: int, seed: int = 0) -> bytes:
     return encode(Kind.TARGET, 0, slots)
 
 
-def columns(num_slots: int, k: int) -> Callable[[bytes], Records]:
-    """This project's way: `step(state, decode(data))`, for requests that have run before."""
+class Stream:
+    """`state, records = step(state, decode(data))` of one message after the other.
+
+    The state goes on, so that nothing is put off to a step that is never timed.
+    """
+
+    def __init__(self, state: ProcessorState) -> None:
+        self.state, self.steps = state, 0
+
+    def __call__(self, data: bytearray) -> Records:
+        """The records of a message, which gets the number of the next step."""
+        STEP.pack_into(data, STEP_PLACE, self.steps)
+        self.steps += 1
+        self.state, records = step(self.state, decode(data))
+        return records
+
+
+def columns(num_slots: int, k: int) -> Stream:
+    """This project's way, for requests that end with no message."""
     state = ProcessorState.empty(num_slots)
     params = SamplingParams(max_tokens=2**31 - 1, logprobs=k, stop_token_ids=(STOP,))
     for slot in range(num_slots):
         request = Request(id=str(slot), prompt_token_ids=(1,), params=params)
         state = admit(state, slot, 1, request)
-    state, _ = step(state, decode(message_bytes(num_slots, k)))
-    state = replace(state, next_step=0)
-
-    def call(data: bytes) -> Records:
-        return step(state, decode(data))[1]
-
-    return call
+    return Stream(state)
 
 
 Row = tuple[list[int], list[float], list[list[int]], list[list[float]], list[int]]
 
 
-def sections(data: bytes) -> tuple[list[list[int]], list[int], list[int], list[float], list[int]]:
+def sections(data: Bytes) -> tuple[list[list[int]], list[int], list[int], list[float], list[int]]:
     """Counts, ids, ranks, logprobs and top ids as flat lists: one `tolist` each, no validation."""
     words = np.frombuffer(data, np.uint32)
     begin = wire.HEADER_WORDS
@@ -148,11 +162,11 @@ def new_progress(num_slots: int) -> list[RequestProgress]:
     return [RequestProgress(2**31 - 1, frozenset({STOP})) for _ in range(num_slots)]
 
 
-def lists(num_slots: int) -> Callable[[bytes], list[Row]]:
+def lists(num_slots: int) -> Callable[[Bytes], list[Row]]:
     """The seed system's way: slice to the columns that exist, `tolist` once, then lists a token."""
     progress = new_progress(num_slots)
 
-    def call(data: bytes) -> list[Row]:
+    def call(data: Bytes) -> list[Row]:
         counts, ids, ranks, logprobs, topk = sections(data)
         token = cell = top = 0
         outputs: list[Row] = []
@@ -174,11 +188,11 @@ def lists(num_slots: int) -> Callable[[bytes], list[Row]]:
     return call
 
 
-def objects(num_slots: int) -> Callable[[bytes], list[list[dict[int, Logprob]]]]:
+def objects(num_slots: int) -> Callable[[Bytes], list[list[dict[int, Logprob]]]]:
     """vLLM's LogprobsProcessor in short: an object for each candidate, a dictionary a token."""
     progress = new_progress(num_slots)
 
-    def call(data: bytes) -> list[list[dict[int, Logprob]]]:
+    def call(data: Bytes) -> list[list[dict[int, Logprob]]]:
         counts, ids, ranks, logprobs, topk = sections(data)
         token = cell = top = 0
         outputs = []
@@ -255,7 +269,7 @@ def same_content(name: str, expected: Any, actual: Any) -> None:
 
 def contenders(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
     """The designs that do the whole work, from the same bytes."""
-    data = message_bytes(num_slots, k)
+    data = bytearray(message_bytes(num_slots, k))
     ours, by_list, by_object = columns(num_slots, k), lists(num_slots), objects(num_slots)
     return {
         RECORDS: lambda: touched(ours(data)),

@@ -110,7 +110,7 @@ def admit(
             cumulative_logprob=_with(
                 columns.cumulative_logprob, slot, progress.cumulative_logprob or 0.0
             ),
-            outcomes=_with(columns.outcomes, slot, 0),
+            outcomes=columns.outcomes.without(slot),
             tail=tail,
             num_prompt=_with(columns.num_prompt, slot, 0),
         ),
@@ -144,7 +144,7 @@ def release(state: ProcessorState, slot: int) -> ProcessorState:
             columns,
             phase=_with(columns.phase, slot, Phase.FREE),
             num_tokens=_with(columns.num_tokens, slot, 0),
-            outcomes=_with(columns.outcomes, slot, 0),
+            outcomes=columns.outcomes.without(slot),
         ),
         past=state.past + totals(admitted, columns).of_stay(slot),
     )

@@ -14,6 +14,7 @@ from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.records import stop_rules
 from jax_specdec.records.batch import Counters, FinishReason
 from jax_specdec.records.decode import Message
+from jax_specdec.records.outcomes import Outcomes
 from jax_specdec.records.processor_state import (
     KEPT_FORMAT,
     VALUES_SHIFT,
@@ -247,7 +248,7 @@ def added_up(
         phase=phase,
         num_tokens=frozen(num_tokens),
         cumulative_logprob=cumulative(before.cumulative_logprob, message, slots, cut.kept),
-        outcomes=acceptance(before, slots, emitted, message.most_drafts),
+        outcomes=outcomes(before.outcomes, slots, emitted, message.most_drafts),
         tail=tail(state, message, slots, cut.kept),
         num_prompt=before.num_prompt,
     )
@@ -289,40 +290,15 @@ def all_slots(number: int) -> NDArray[np.int64]:
     return frozen(np.arange(number))
 
 
-def acceptance(
-    columns: SlotColumns, slots: NDArray[np.intp], emitted: Emitted, most_drafts: int
-) -> NDArray[np.int64]:
-    """[B, 3, D+1] the outcomes with this step's drafts, wider where it has more than before.
-
-    No slot of the step has more than `most_drafts`.
-    """
+def outcomes(
+    before: Outcomes, slots: NDArray[np.intp], emitted: Emitted, most_drafts: int
+) -> Outcomes:
+    """The outcomes with this step's drafts, of which no slot has more than `most_drafts`."""
     drafts, count = emitted.num_drafts, emitted.count
     if emitted.special:
         counts = count > 0
         slots, drafts, count = slots[counts], drafts[counts], count[counts]
-    if not len(slots):
-        return columns.outcomes
-    return outcomes_after(columns.outcomes, slots, drafts, count, most_drafts)
-
-
-def outcomes_after(
-    before: NDArray[np.int64],
-    slots: NDArray[np.intp],
-    drafts: NDArray[np.int64],
-    count: NDArray[np.int64],
-    most_drafts: int,
-) -> NDArray[np.int64]:
-    """`acceptance` of slots that all emitted `count` tokens after `drafts` drafts."""
-    width = max(most_drafts + 1, before.shape[2])
-    if width > before.shape[2]:
-        outcomes = np.pad(before, ((0, 0), (0, 0), (0, width - before.shape[2])))
-    else:
-        outcomes = before.copy()
-    flat, base = outcomes.reshape(-1), slots * (3 * width)
-    flat[base + drafts] += 1
-    ends = base + (count + (width - 1))
-    flat[ends + (count > drafts) * width] += 1
-    return frozen(outcomes)
+    return before.after(slots, drafts, count, most_drafts) if len(slots) else before
 
 
 def tail(

@@ -238,9 +238,12 @@ class PromptChunks:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: it would take twice as long to make, and each step makes one.
+@dataclass(slots=True, eq=False)
 class RecordBatch:
-    """The records of one step, one row for each request; axes: N records, B slots.
+    """The records of one step, one row for each request, which nobody changes.
+
+    Axes: N records, B slots.
 
     Attributes:
       step: the step of the records; for an abort, the last step that came.
@@ -288,8 +291,14 @@ class RecordBatch:
         views = self.made_views
         if views is None and self.message is not None:
             views = MessageViews.of(self.message, self.slots, self.num_tokens)
-            object.__setattr__(self, "made_views", views)  # made once, and always the same
+            self.made_views = views  # made once, and always the same
         return views
+
+    @property
+    def views_alike(self) -> MessageViews | None:
+        """`views` where they say of each record all that there is; None where rows differ."""
+        message = self.message
+        return None if message is None or message.same_columns is None else self.views
 
     @classmethod
     def without_tokens(

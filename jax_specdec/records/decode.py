@@ -37,10 +37,11 @@ _FIELDS = [*wire.SLOT]
 _NUM_DRAFTS, _KEPT, _VALUES = map(_FIELDS.index, ("num_drafts", "kept", "values"))
 
 # A slot that emits tokens and has neither kept sets, chosen ids nor values: its words but the last.
-_PLAIN = wire.SLOT["mode"], wire.SLOT["columns"]  # all that its first word has; TOKENS is 0
-_PLAIN_BITS = sum(field.maximum << field.shift for field in _PLAIN)
-# Halves of words; drafts with the row values above them.
-_HALVES = slice(2, 6)
+_MODE, _MOST_MODE = wire.SLOT["mode"].shift, wire.SLOT["mode"].maximum
+_COLUMNS, _MOST_COLUMNS = wire.SLOT["columns"].shift, wire.SLOT["columns"].maximum
+_PLAIN_BITS = _MOST_MODE << _MODE | _MOST_COLUMNS << _COLUMNS  # of its first word; TOKENS is 0
+# Halves of its words: counts; drafts, with the row values above them; chosen ids.
+_NUM_TOKENS, _NUM_ROWS, _DRAFTS_AND_VALUES, _NUM_CHOSEN = 2, 3, 4, 5
 
 # The slot fields as columns [10, 1]: one gather, shift and mask reads them all.
 _SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
@@ -63,9 +64,12 @@ _HEADER_BITS = tuple(
 _NO_KEPT = KeptSets.none()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen, as little else is that is made once a step: it would take four times as long to make.
+@dataclass(slots=True, eq=False)
 class Message:
-    """One decoded message. Arrays are read-only views; axes: B slots, T tokens, R rows.
+    """One decoded message, which nobody changes.
+
+    Arrays are read-only views; axes: B slots, T tokens, R rows.
 
     `*_start` [B] are offsets of each slot's values in the payload array beside them; slot b's
     logprobs are `logprobs[s : s + num_rows[b] * width[b]]` with `width = columns + num_more`,
@@ -103,8 +107,7 @@ class Message:
     num_bytes: int
     most_drafts: int  # the largest of `num_drafts`; 0 without slots
     digest: int = 0  # of what the rows' bits depend on; 0 where they depend on the batch
-    # `columns` of every slot, where all emit, in one mode, and none has more; they begin at slot 0's
-    # rows then.
+    # `columns` of every slot, where all emit, in one mode, and none has more.
     same_columns: int | None = None
 
     @property
@@ -185,7 +188,7 @@ def decode(data: Any) -> Message:
             f"this has {pluralize(view.nbytes, 'byte')}"
         )
     words: NDArray[np.uint32] = np.frombuffer(view, dtype="<u4")
-    words.flags.writeable = False
+    words.setflags(write=False)
     header = _header(view, words.size)
     kind, most_columns = _KINDS[header["kind"]], header["max_num_logprobs"] + 1
     num_slots = header["num_slots"]
@@ -290,27 +293,26 @@ def _alike(slots: NDArray[np.uint32], most_columns: int) -> _Slots | None:
       most_columns: that a row may have.
     """
     first, number = int(slots[0, 0]), len(slots)
-    mode, columns = (first >> field.shift & field.maximum for field in _PLAIN)
+    mode, columns = first >> _MODE & _MOST_MODE, first >> _COLUMNS & _MOST_COLUMNS
     if first & ~_PLAIN_BITS or mode > _LAST_MODE or columns > most_columns:
         return None
-    halves = slots.view(np.uint16).T
-    table = halves.astype(np.int64, order="C")
-    table.flags.writeable = False
-    num_tokens, num_rows, num_drafts, num_chosen = table[_HALVES]
+    table = slots.view(np.uint16).T.astype(np.int64, order="C")
+    table.setflags(write=False)
+    num_tokens, num_drafts = table[_NUM_TOKENS], table[_DRAFTS_AND_VALUES]
     zeros = all_equal(0, number)
     rows = num_tokens if columns else zeros
     most_drafts = int(num_drafts[num_drafts.argmax()])  # with values it is more than can be
     more = num_tokens - num_drafts
     if (
         most_drafts > wire.MAX_DRAFTS
-        or more[more.argmax()] > 1
+        or int(more[more.argmax()]) > 1
         or np.count_nonzero(num_tokens) != number
-        or np.count_nonzero(num_chosen)
-        or num_rows.tobytes() != rows.tobytes()
-        or slots[:, 0].tobytes() != slots[0, :1].tobytes() * number
+        or np.count_nonzero(table[_NUM_CHOSEN])
+        or table[_NUM_ROWS].tobytes() != rows.tobytes()
+        or slots[:, 0].tobytes() != first.to_bytes(wire.WORD_BYTES, "little") * number
     ):
         return None
-    ends = num_tokens.cumsum()
+    ends = np.add.accumulate(num_tokens)
     start, total = ends - num_tokens, int(ends[-1])
     if columns:
         tops = start * all_equal(columns - 1, number)
@@ -319,7 +321,7 @@ def _alike(slots: NDArray[np.uint32], most_columns: int) -> _Slots | None:
     else:
         starts, sizes = (start, zeros, zeros, zeros), [total, 0, 0, 0]
     generation = slots[:, 3].astype(np.int64)
-    generation.flags.writeable = False
+    generation.setflags(write=False)
     fields = {
         "state": zeros,
         "mode": all_equal(mode, number),

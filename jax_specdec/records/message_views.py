@@ -5,17 +5,22 @@ record, which costs more than the views themselves.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jax_specdec.records.decode import Message
+from jax_specdec.records.decode import Message, all_equal
+
+ViewsOfRecord: TypeAlias = tuple[
+    NDArray[np.int32],
+    NDArray[np.int32] | None,
+    NDArray[np.float32] | None,
+    NDArray[np.int32] | None,
+]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MessageViews:
+class MessageViews(NamedTuple):
     """The values of N records, each of n tokens; views of the message's memory.
 
     Attributes:
@@ -81,7 +86,9 @@ def _same_count(message: Message, num_tokens: NDArray[np.int64]) -> int:
     """
     count = len(message.token_ids) // max(len(num_tokens), 1)
     is_whole = count * len(num_tokens) == len(message.token_ids)
-    return count if is_whole and not np.count_nonzero(num_tokens != count) else 0
+    if not is_whole or num_tokens.tobytes() != all_equal(count, len(num_tokens)).tobytes():
+        return 0
+    return count
 
 
 def _slices(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[slice]:

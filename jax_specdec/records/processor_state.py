@@ -21,6 +21,7 @@ from jax_specdec.records.batch import (
     StatisticsSource,
 )
 from jax_specdec.records.decode import Message
+from jax_specdec.records.outcomes import Outcomes
 from jax_specdec.requests import Request
 
 KEPT_FORMAT = 1 << 40  # the bit of `row_format` that says: with kept sets
@@ -105,7 +106,7 @@ class SlotColumns:
       phase: [B] int8 `Phase`.
       num_tokens: [B] int64, tokens in all, those brought along included.
       cumulative_logprob: [B] float64.
-      outcomes: [B, 3, D+1] int64, the histograms of `Statistics` in its order.
+      outcomes: of the steps' drafts.
       tail: [B, M] int32, the last tokens, the newest in the last column; valid only where
         `Admitted.history` is not 0.
       num_prompt: [B] int64, rows of the prompt's logprobs that came in this stay.
@@ -114,7 +115,7 @@ class SlotColumns:
     phase: NDArray[np.int8]
     num_tokens: NDArray[np.int64]
     cumulative_logprob: NDArray[np.float64]
-    outcomes: NDArray[np.int64]
+    outcomes: Outcomes
     tail: NDArray[np.int32]
     num_prompt: NDArray[np.int64]
 
@@ -220,7 +221,7 @@ class ProcessorState:
                 phase=frozen(np.zeros(num_slots, np.int8)),
                 num_tokens=integers,
                 cumulative_logprob=frozen(np.zeros(num_slots)),
-                outcomes=frozen(np.zeros((num_slots, 3, 1), np.int64)),
+                outcomes=Outcomes.none(num_slots),
                 tail=frozen(np.zeros((num_slots, 0), np.int32)),
                 num_prompt=integers,
             ),
@@ -249,7 +250,7 @@ class ProcessorState:
 def totals(admitted: Admitted, columns: SlotColumns) -> StatisticsSource:
     """The columns that statistics are made from; views, except the token counts."""
     delivered = frozen(columns.num_tokens - admitted.handed_over)
-    return StatisticsSource(delivered, columns.outcomes, admitted.earlier)
+    return StatisticsSource(delivered, columns.outcomes.counted(), admitted.earlier)
 
 
 def row_format(columns: Any, num_chosen: Any, mode: Any, kept: Any = 0, values: Any = 0) -> Any:
@@ -273,5 +274,5 @@ def is_newer(generation: Any, than: Any) -> Any:
 
 def frozen(array: NDArray[Any]) -> NDArray[Any]:
     """The same array, read-only from now on."""
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array

@@ -8,6 +8,7 @@ drafts that a message has for it. Arrays are views of the message's own buffer.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from ipc.wire import RowValue, SlotState
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason, PromptRows, RecordBatch, Statistics
 from jax_specdec.records.decode import Message
+from jax_specdec.records.message_views import ViewsOfRecord
 from jax_specdec.requests import Request, SamplingParams
 
 
@@ -34,9 +36,7 @@ class Records:
         return sum(len(batch) for batch in self.batches)
 
     def __iter__(self) -> Iterator["Record"]:
-        return chain.from_iterable(
-            map(Record, repeat(batch), range(len(batch))) for batch in self.batches
-        )
+        return chain.from_iterable(map(_records_of, self.batches))
 
     def __getitem__(self, index: int) -> "Record":
         """Record `index`, counted over all batches; negative from the end.
@@ -193,51 +193,41 @@ class TokenRows(TokenViews):
         return self._what
 
 
+# What a record keeps once it was read. Where a step's rows are alike, it gets them when it is made:
+# who reads the records one by one waits for little else than NumPy's views.
+_KEPT_ARRAYS = ("token_ids", "token_ranks", "logprobs", "topk_ids")
+
+
 class Record(TokenViews):
     """One request's part of one step: n tokens. Arrays are read-only views, made on access.
 
     A record keeps the whole message of its step in memory: copy what must outlive many steps.
     """
 
-    __slots__ = ("batch", "index")
+    __slots__ = {
+        "batch": "The records of the step.",
+        "index": "Which of them this is.",
+        **{name: getattr(TokenViews, name).__doc__ for name in _KEPT_ARRAYS},
+    }
 
     # A frozen dataclass takes three times as long to make, and a step has hundreds.
-    def __init__(self, batch: RecordBatch, index: int) -> None:
-        """View row `index` of a step's records."""
+    def __init__(self, batch: RecordBatch, index: int, arrays: ViewsOfRecord | None = None) -> None:
+        """View row `index` of a step's records; `arrays` are the views that are made already."""
         self.batch = batch
         self.index = index
+        if arrays is not None:
+            self.token_ids, self.token_ranks, self.logprobs, self.topk_ids = arrays  # type: ignore[misc]
 
-    # Where a step's records are read one by one, their views are made at once for all.
-
-    @property
-    def token_ids(self) -> NDArray[np.int32]:
-        """[n] int32."""
-        views = self.batch.made_views or self.batch.views
-        return self._ids() if views is None else views.token_ids[self.index]
-
-    @property
-    def logprobs(self) -> NDArray[np.float32] | None:
-        """[n, K+1] float32, the token itself first, then the top K; None if none were asked."""
-        views = self.batch.made_views or self.batch.views
-        if views is None or (rows := views.logprobs[self.index]) is None:
-            return self._rows(chosen=False)
-        return rows
-
-    @property
-    def token_ranks(self) -> NDArray[np.int32] | None:
-        """[n] int32, 1 is the most likely token, 0 marks an invalid row; None if none asked."""
-        views = self.batch.made_views or self.batch.views
-        if views is None or (ranks := views.token_ranks[self.index]) is None:
-            return self._ranks()
-        return ranks
-
-    @property
-    def topk_ids(self) -> NDArray[np.int32] | None:
-        """[n, K] int32, most likely first, -1 where fewer than K are finite; None if none asked."""
-        views = self.batch.made_views or self.batch.views
-        if views is None or (ids := views.topk_ids[self.index]) is None:
-            return self._top()
-        return ids
+    def __getattr__(self, name: str) -> Any:
+        """An array that was not read before."""
+        if name not in _KEPT_ARRAYS:
+            raise AttributeError(f"a record has no attribute {name!r}")
+        views = self.batch.views
+        array = None if views is None else getattr(views, name)[self.index]
+        if array is None:
+            array = getattr(TokenViews, name).fget(self)
+        setattr(self, name, array)
+        return array
 
     @property
     def request(self) -> Request:
@@ -407,6 +397,13 @@ class Record(TokenViews):
     def _viewed(self) -> tuple[Message | None, int, int, SamplingParams]:
         batch, slot = self.batch, self.slot
         return batch.message, slot, int(batch.num_tokens[self.index]), self.request.params
+
+
+def _records_of(batch: RecordBatch) -> Iterator[Record]:
+    views = batch.views_alike
+    if views is None:
+        return map(Record, repeat(batch), range(len(batch)))
+    return map(Record, repeat(batch), range(len(batch)), zip(*views, strict=True))
 
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)

@@ -14,9 +14,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc.wire import LogprobsMode
 from jax_specdec.records import stop_rules
-from jax_specdec.records.apply_target import all_slots, cumulative_of_all, outcomes_after
+from jax_specdec.records.apply_target import all_slots, cumulative_of_all
 from jax_specdec.records.batch import RecordBatch
 from jax_specdec.records.decode import Message, all_equal
 from jax_specdec.records.processor_state import (
@@ -49,8 +48,7 @@ def _outlook(state: ProcessorState) -> Outlook:
     row = int(admitted.row_format[0])
     columns, mode = row & 0xFFFF, row >> 32
     if (
-        mode > max(LogprobsMode)  # kept sets, or values
-        or row != row_format(columns, 0, mode)
+        row != row_format(columns, 0, mode)  # chosen ids; kept sets and values make no mode
         or np.count_nonzero(admitted.row_format != row)
         or np.count_nonzero(phase != int(Phase.RUNNING))
         or np.count_nonzero(admitted.history)
@@ -93,9 +91,7 @@ def applied(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
         phase=before.phase,
         num_tokens=frozen(before.num_tokens + num_tokens),
         cumulative_logprob=cumulative_of_all(before.cumulative_logprob, message),
-        outcomes=outcomes_after(
-            before.outcomes, slots, message.num_drafts, num_tokens, most_drafts
-        ),
+        outcomes=before.outcomes.after_all(message.num_drafts, num_tokens, most_drafts),
         tail=before.tail,
         num_prompt=before.num_prompt,
     )
