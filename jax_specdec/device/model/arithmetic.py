@@ -5,11 +5,15 @@ Products are summed in float32, never in tf32 on a GPU. Norms are computed in fl
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
+
+from jax_specdec.device.model.layer_weights import Apart, ArrayALayer, OfLayer
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -55,15 +59,28 @@ def sum_by_halves(x: Float32[Array, "*rows N"]) -> Float32[Array, "*rows 1"]:
 
 
 def matmul(
-    x: Float[Array, "*rows N"], w: Float[Array, "N M"], bias: Float[Array, " M"] | None = None
+    x: Float[Array, "*rows N"],
+    w: Float[Array, "N M"] | Apart,
+    bias: Float[Array, " M"] | None = None,
 ) -> Float[Array, "*rows M"]:
     """x @ w (+ bias), accumulated in float32."""
-    out = jnp.einsum(
-        "...n,nm->...m", x, w, precision=precision(x), preferred_element_type=jnp.float32
-    )
+    out = product("...n,nm->...m", x, w)
     if bias is not None:
         out = out + jnp.broadcast_to(bias.astype(jnp.float32), out.shape)
     return out.astype(x.dtype)
+
+
+def product(spec: str, x: jax.Array, w: jax.Array | Apart) -> jax.Array:
+    """einsum(spec, x, w) in float32; the weight may be an `OfLayer`."""
+
+    def times(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, x, w, precision=precision(x), preferred_element_type=jnp.float32)
+
+    if isinstance(w, OfLayer):
+        branches = [functools.partial(times, array) for array in w.arrays]
+        return lax.switch(w.layer, branches, x)  # type: ignore[no-any-return]
+    assert not isinstance(w, ArrayALayer)  # a scan over layers takes one of them
+    return times(w, x)
 
 
 def activated(gate: Float[Array, "*rows F"], activation: str) -> Float[Array, "*rows F"]:

@@ -40,6 +40,7 @@ from jax_specdec.device.model.attention import (
     cached_attention,
 )
 from jax_specdec.device.model.experts import experts
+from jax_specdec.device.model.layer_arrays import of_layer, stacks_of
 from jax_specdec.device.model.params import KVCache, LayerParams, ModelParams
 from jax_specdec.device.model.rotary import Slides, layer_rotation, rotary
 from jax_specdec.device.model.tiles import over_rows
@@ -203,10 +204,11 @@ def cached_layers(
     is_sliding = np.isin(np.arange(num_layers), sliding)
 
     def body(
-        carry: tuple[jax.Array, KVCache], inputs: tuple[LayerParams, jax.Array]
+        carry: tuple[jax.Array, KVCache], inputs: tuple[dict[str, jax.Array], jax.Array]
     ) -> tuple[tuple[jax.Array, KVCache], None]:
         x, cache = carry
-        layer, index = inputs
+        stacked, index = inputs
+        layer = of_layer(stacked, layers, index)
         # A plain bool where all layers are of one kind: then nothing is selected.
         slides: Slides = bool(is_sliding[0])
         seen = near if slides else everything
@@ -222,7 +224,8 @@ def cached_layers(
         return decoder_layer(layer, config, x, positions, attend, slides), None
 
     # The cache is carried, not mapped over: a scan's outputs would be a second cache.
-    (x, cache), _ = lax.scan(body, (x, cache), (layers, jnp.arange(num_layers, dtype=jnp.int32)))
+    indices = jnp.arange(num_layers, dtype=jnp.int32)
+    (x, cache), _ = lax.scan(body, (x, cache), (stacks_of(layers), indices))
     return x, cache
 
 

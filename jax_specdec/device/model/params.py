@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_specdec.checkpoint.model_config import ModelConfig
+from jax_specdec.device.model.layer_weights import Apart
 from jax_specdec.device.model.tiles import whole_tiles
 
 
@@ -28,14 +29,14 @@ class LayerParams:
     """
 
     attention_norm: Float[Array, "... E"]
-    query: Float[Array, "... E Q"]
-    key: Float[Array, "... E KV"]
-    value: Float[Array, "... E KV"]
-    output: Float[Array, "... Q E"]
+    query: Float[Array, "... E Q"] | Apart
+    key: Float[Array, "... E KV"] | Apart
+    value: Float[Array, "... E KV"] | Apart
+    output: Float[Array, "... Q E"] | Apart
     mlp_norm: Float[Array, "... E"]
-    gate: Float[Array, "... E F"]  # of experts: [..., X, E, F]
-    up: Float[Array, "... E F"]
-    down: Float[Array, "... F E"]
+    gate: Float[Array, "... E F"] | Apart  # of experts: [..., X, E, F]
+    up: Float[Array, "... E F"] | Apart
+    down: Float[Array, "... F E"] | Apart
     query_bias: Float[Array, "... Q"] | None = None
     key_bias: Float[Array, "... KV"] | None = None
     value_bias: Float[Array, "... KV"] | None = None

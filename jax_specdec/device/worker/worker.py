@@ -29,7 +29,9 @@ from jax_specdec.device.loop.step import StepRows
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import GrammarMasks
 from jax_specdec.device.messages.step_messages import StepOutput
+from jax_specdec.device.model.layer_arrays import with_array_a_layer
 from jax_specdec.device.model.own_model import row_tile
+from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.grammars import Grammars, no_masks
 from jax_specdec.device.worker.next_weights import NextWeights
@@ -111,9 +113,9 @@ class Worker:
           note: takes lines for the engine's log: why a text has ended.
         """
         self.config = config
-        self.params = self._placed(params)
+        self.params = self.placed(params)
         self.weights_version = weights_version
-        self.next_weights = NextWeights(load, self._placed)
+        self.next_weights = NextWeights(load, self.placed)
         self.sender = sender
         self.prefill_chunk = prefill_chunk
         self.publish = publish
@@ -404,11 +406,12 @@ class Worker:
             )
             self._set(index, again)
 
-    def _placed(self, params: Any) -> Any:
-        """The weights on the devices that share them."""
+    def placed(self, params: Any) -> Any:
+        """The weights on the devices that share them, as steps take them."""
         parallel = self.config.parallel
         if parallel.mesh is None:
-            return params
+            is_on_cpu = jax.default_backend() == "cpu" and isinstance(params, ModelParams)
+            return with_array_a_layer(params) if is_on_cpu else params
         return parallel.place(params, params_specs(params, parallel.num_shards))
 
     def _take_back(self, index: int, generation: int, verdict: int) -> None:

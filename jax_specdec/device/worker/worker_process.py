@@ -136,13 +136,14 @@ def make_worker(
                 if not begun:  # what can be refused was looked at
                     begun.append(pool.submit(prepare, worker))
 
-            worker.params = load_model(
+            params, _ = load_model(
                 config.weights,
                 dtype=config.dtype,
                 num_slots=config.num_slots,
                 max_length=config.max_length,
                 tell=tell,
-            )[0]
+            )
+            worker.params = worker.placed(params)
             begun[0].result()
         return worker
     except (OSError, ValueError, MemoryError, CannotCompile) as error:
