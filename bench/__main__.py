@@ -35,6 +35,7 @@ MORE = {
     "rungs": "what a batch pays for what others may ask of an engine (minutes)",
     "same-bits": "what rows in tiles cost a step of SmolLM2-135M-Instruct, and scoring (minutes)",
     "server": "requests to the server over kept and new connections",
+    "load": "64 streams and 512 short requests to the server, beside the engine alone",
     "peers": "functions of trainers and engines that run on JAX, against the adapters' (minutes)",
 }
 MODULES = {

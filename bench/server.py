@@ -29,7 +29,7 @@ REQUESTS = {
 
 def run(quick: bool) -> list[Comparison]:
     """Measure both requests over both connections, in turn."""
-    with _served() as (host, port):
+    with served() as (host, port, _):
         return [_measure(title, host, port, quick) for title in REQUESTS]
 
 
@@ -67,9 +67,9 @@ def _same(name: str, expected: Any, actual: Any) -> None:
 
 
 @contextlib.contextmanager
-def _served() -> Iterator[tuple[str, int]]:
-    """A server that is ready, at a free port."""
-    command = [sys.executable, "-m", "jax_specdec.cli", "serve", "--port", "0"]
+def served(*options: str) -> Iterator[tuple[str, int, int]]:
+    """A server that is ready: its host, a free port, and the id of its process."""
+    command = [sys.executable, "-m", "jax_specdec.cli", "serve", "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -83,7 +83,7 @@ def _served() -> Iterator[tuple[str, int]]:
                 if time.monotonic() > deadline or process.poll() is not None:
                     raise BenchError("the server did not become ready")
                 time.sleep(0.1)
-            yield host, port
+            yield host, port, process.pid
         finally:
             process.terminate()
 
