@@ -203,7 +203,7 @@ def _counts(words: np.ndarray) -> tuple[int, int]:
 
 
 class TokenColumns:
-    """This project's way: the engine's decoder and output processor."""
+    """This project's way: the engine's decoder and output processor, and every array is read."""
 
     def __init__(self, requests: Sequence[Request], num_slots: int) -> None:
         # A round continues where the last one ended: its first step may have any number.
@@ -214,6 +214,8 @@ class TokenColumns:
     def __call__(self, data: Any) -> tuple[Message, Records]:
         message = decode(data)
         self.state, records = output_processor.step(self.state, message)
+        for record in records:  # views are made when they are read
+            _ = record.token_ids, record.logprobs, record.topk_ids, record.token_ranks
         return message, records
 
 
