@@ -18,6 +18,7 @@ from sphinx.util import logging
 
 sys.path.insert(0, str(Path(__file__).parent))
 from field_docs import ALIAS, field_docs
+from linked_tests import places_of_tests, repository, with_links
 
 project = "jax-specdec"
 author = "the authors of jax-specdec"
@@ -33,9 +34,11 @@ extensions = [
 napoleon_attr_annotations = False
 napoleon_use_ivar = True  # members have entries of their own
 default_role = "code"  # of `name` in a docstring
-exclude_patterns = ["plots"]
+exclude_patterns = ["plots", "_static"]
 html_theme = "furo"
 html_title = project
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
@@ -59,6 +62,7 @@ DOORS = (
     "ipc",
 )
 logger = logging.getLogger(__name__)
+PLACES, REPOSITORY = places_of_tests(Path(__file__).parents[1]), repository()
 
 
 def shorten(
@@ -95,6 +99,12 @@ def explain_fields(
         lines[:] = [text or ""]
 
 
+def link_tests(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Make the names of tests small, and lead to them."""
+    if "::test_" in source[0]:
+        source[0] = with_links(source[0], PLACES, REPOSITORY)
+
+
 def unshown(app: Sphinx) -> list[str]:
     """The names that a door lists and no page of the site shows."""
     shown = {name for name, *_ in app.env.get_domain("py").get_objects()}
@@ -119,4 +129,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-skip-member", keep_enumerators)
     app.connect("autodoc-process-docstring", explain_fields)
+    app.connect("source-read", link_tests)
     app.connect("build-finished", check)
