@@ -32,7 +32,7 @@ def test_a_wrong_page_fails(tmp_path, more, said):
     (tmp_path / "index.md").write_text(GOOD + SHOWS + more)
     conf = (DOCS / "conf.py").read_text()  # one door is enough here
     (tmp_path / "conf.py").write_text(f'{conf}\nDOORS = ("ipc",)\n')
-    for name in ("field_docs.py", "linked_tests.py", "_static/pages.css"):
+    for name in ("linked_tests.py", "_static/pages.css"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((DOCS / name).read_text())
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", tmp_path, tmp_path / "o"]
