@@ -162,7 +162,8 @@ def _draw_bars(panel: Bars, axes: "Axes") -> None:
     axes.set_xlim(0, 1.3 * max(point.high for point in panel.points.values()))
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
-    axes.set_title(textwrap.fill(panel.title, 44), fontsize=9, loc="left")
+    across = max(24, 52 - max(map(len, names)))  # letters: long names leave little room
+    axes.set_title(textwrap.fill(panel.title, across), fontsize=9, loc="left")
 
 
 def _draw_ratios(panel: Ratios, axes: "Axes") -> None:

@@ -1,6 +1,7 @@
 """Names of tests on the site's pages: small, and linked to where the tests stand.
 
-A page says `[test_ring::test_it_wraps, ptx::ties]` behind what these tests pin.
+A page says `[test_ring::test_it_wraps, ptx::ties]` behind what these tests pin, or has a column of
+tests.
 """
 
 import ast
@@ -10,7 +11,8 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 NAME = r"(?:test_\w+(?:::\w+)+|ptx::\w+)"
-NAMES = re.compile(rf"\[({NAME}(?:,\s+{NAME})*)\]")
+# A list in brackets, or alone in a cell of a table; in backquotes a name stays as it is.
+NAMES = re.compile(rf"(?<![`\w/])\[?({NAME}(?:,\s+{NAME})*)\]?(?![`\w])")
 PTX = "tests/pallas_kernels/mosaic_gpu/ptx"
 
 

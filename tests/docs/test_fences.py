@@ -22,7 +22,8 @@ EXCERPTS = [
 ]
 # A line of Python, of a signature, or of a command.
 CODE = re.compile(
-    r"\s*(?:from [\w.]+ import |(?:import|with|for|async|await|def|class|return|raise|except|@)\b.*[:=(.]"
+    r"\s*(?:from [\w.]+ import "
+    r"|(?:import|with|for|async|await|def|class|return|raise|except|@)\b.*[:=(.]"
     r"|\w[\w., ()]* = (?:await )?[\w.]+[(\[]|[\w.]+\(.*\)(?:$|  | ->)"
     r"|(?:\S*/)?(?:pytest|pip|jax-specdec|python) )"
 )

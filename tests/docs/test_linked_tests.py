@@ -32,6 +32,9 @@ def test_lists_of_tests_become_small_links():
         "[TestC::test_d](R/tests/test_a.py#L9), "
         "[ties](R/tests/pallas_kernels/mosaic_gpu/ptx)</small>\n[a](b.md) `x[0]`"
     )
+    cell = "| a | test_a::test_b | `test_a::test_b` |"
+    link = '<small class="tests">[test_b](R/tests/test_a.py#L3)</small>'
+    assert with_links(cell, places, "R") == f"| a | {link} | `test_a::test_b` |"
     with pytest.raises(KeyError, match="test_a::test_gone"):
         with_links("[test_a::test_gone]", places, "R")
 
