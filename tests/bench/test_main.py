@@ -67,7 +67,7 @@ def test_wrong_logprobs_of_logits_are_caught_before_any_timing(monkeypatch):
         kernels.measure(shape, rounds=1)
 
 
-def test_contenders_are_interleaved_and_each_round_starts_with_another():
+def test_rounds_interleave_contenders_and_rotate_the_first():
     order = []
     contenders = {
         name: (lambda name=name: order.append(name) or sum(range(20000))) for name in ("a", "b")
