@@ -2,8 +2,9 @@
 
 python -m bench [kernels|ring|host|end-to-end ...] [--quick] [--json FILE]
 python -m bench readme              the suites of README's rows: many minutes
-python -m bench report [--check]    docs/measurements.md, from bench/results
+python -m bench report [--check]    docs/measurements.md and its pictures, from bench/results
 
+Beside FILE each suite gets a picture, FILE-SUITE.svg.
 A run ends with README's rows: its ratios, this run's, and whether they hold. The exit status is 1
 where a limit is missed.
 """
@@ -13,10 +14,11 @@ import importlib
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench import files, readme, report
+from bench import files, pictures, readme, report
 from bench.files import ResultsError
 from bench.timing import BenchError, Comparison, print_table
 
@@ -75,15 +77,17 @@ def run(given: list[str]) -> int:
         _check(options.json.parent)
     machine = files.environment()  # before the benchmarks load the machine
     comparisons: list[Comparison] = []
-    for name in suites:
+    for place, name in enumerate(suites, 1):
+        print(f"suite {place} of {len(suites)}: {name}", file=sys.stderr, flush=True)
         module = importlib.import_module(f"bench.{MODULES.get(name, name)}")
         more = {"model": options.model} if name == "drafts" else {}
-        for one in module.run(quick=options.quick, **more):
-            comparisons.append(replace(one, suite=name))
+        for comparison in module.run(quick=options.quick, **more):
+            comparisons.append(replace(comparison, suite=name))
             print_table(comparisons[-1:])
     if options.json:
         files.write_json(options.json, comparisons, machine)
         print(f"wrote {options.json}")
+        print("\n".join(_drawn(options.json, comparisons)))
     kept = {title: comparison for title, (comparison, _) in report.newest(report.kept()).items()}
     print("\n".join(readme.closing_lines(comparisons, kept, machine)))
     verdicts = [target.verdict for comparison in comparisons for target in comparison.targets]
@@ -116,6 +120,20 @@ def _parsed(given: list[str]) -> argparse.Namespace:
         names = ", ".join((*SUITES, *MORE, "readme", "report"))
         parser.error(f"unknown suite or command {unknown[0]!r}: choose from {names}")
     return options
+
+
+def _drawn(results: Path, comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """Draw the picture of each suite beside the results; what to say of each."""
+    for suite in dict.fromkeys(comparison.suite for comparison in comparisons):
+        picture = results.with_name(f"{results.stem}-{suite}.svg")
+        parts = [comparison for comparison in comparisons if comparison.suite == suite]
+        try:
+            if pictures.draw(picture, suite, parts):
+                yield f"wrote {picture}"
+            else:
+                yield f"NOT DRAWN: {suite} has no time"
+        except ImportError:
+            yield f"NOT DRAWN: {pictures.MISSING}"
 
 
 def _check(folder: Path) -> None:

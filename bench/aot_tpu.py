@@ -47,8 +47,8 @@ READS = 2  # the kernel's, and the gather of the given tokens' logits
 # By K: of the bytes' time on v5e, and how many times better than the plain way on v6e.
 OF_BYTES = {0: 1.3, 20: 1.8}
 THAN_PLAIN = {0: 2.5, 20: 12.0, 64: 15.0}
-# Of these shapes the plain way is quick, and the vector unit is full (docs/kernels.md): what is
-# reached in place of 2.5 times.
+# Of these shapes the plain way is quick, and the vector unit is full (docs/kernels_model.md): what
+# is reached in place of 2.5 times.
 REACHED = {
     Shape(64, 151_936, 0, "bfloat16"): 2.0,
     Shape(256, 131_072, 0, "bfloat16"): 1.95,

@@ -5,7 +5,6 @@ prompts are Python's standard library. Both rules follow the same law; seeds are
 not. A step costs both the same: the rule reads no row again where q is compact.
 """
 
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.timing import Comparison, Target, from_samples, rotated
+from bench.timing import Comparison, Target, from_samples, rotated, rounds_of
 from jax_specdec.device import Compiled, LoopConfig, Worker
 from jax_specdec.device.drafting import MtpDrafter
 from jax_specdec.device.model import load_model
@@ -49,10 +48,9 @@ def run(quick: bool = False) -> Iterator[Comparison]:
         counts: dict[str, list[int]] = {name: [] for name in loops}
         seconds: dict[str, list[float]] = {name: [] for name in loops}
         title = f"{num_drafts} drafts of the MTP head, temperature {temperature}"
-        print(title, file=sys.stderr, flush=True)
         for name, loop in loops.items():
             decoded(loop, params, programs[name], prompts, temperature, seed=0)  # compiles
-        for turn in range(4 if quick else 12):
+        for turn in rounds_of(title, 4 if quick else 12):
             for name in rotated(list(loops), turn):
                 begin = time.process_time()
                 lengths = decoded(

@@ -12,7 +12,6 @@ prompts, more than they have slots, with the same number of tokens. First each a
 """
 
 import contextlib
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from bench.timing import BenchError, Comparison, Target, from_samples, rotated
+from bench.timing import BenchError, Comparison, Target, from_samples, rotated, rounds_of
 from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.declaration import Serves
 from jax_specdec.engine.config import EngineConfig
@@ -134,9 +133,8 @@ def measure(
         for _ in engine.generate(asked):
             pass  # times of steps are learned
     title = f"{kind} text, {slots} slot{'s' * (slots > 1)}"
-    print(title, file=sys.stderr, flush=True)
     paces: dict[str, list[Pace]] = {name: [] for name in engines}
-    for index in range(rounds):
+    for index in rounds_of(title, rounds):
         for name in rotated(list(engines), index):
             paces[name].append(pace(engines[name], asked, tokens, slots))
     samples = {name: [one.seconds_a_token for one in of] for name, of in paces.items()}

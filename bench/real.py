@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.loop.rig import Contender
 from bench.loop.setups import DRAFTS, PROMPT, Setup
 from bench.loop.suite import GREEDY_LOOP, K20, OF_GREEDY, OFF, measure
-from bench.timing import BenchError, Comparison, Target, from_samples
+from bench.timing import BenchError, Comparison, Target, from_samples, rounds_of
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.drafting.by_name import make_drafter
 from jax_specdec.device.loop.state import LoopConfig
@@ -79,7 +79,8 @@ def weights_path() -> str:
 def starts(path: str, rounds: int) -> Comparison:
     """Seconds from the command to its first token, cold and with kept programs, in turn."""
     found: dict[str, list[float]] = {"cold": [], "kept programs": []}
-    for _ in range(rounds):
+    title = "from the command to the first token of generate"
+    for _ in rounds_of(title, rounds):
         with tempfile.TemporaryDirectory() as kept:
             for seconds in found.values():
                 seconds.append(first_token(path, kept))
@@ -89,7 +90,7 @@ def starts(path: str, rounds: int) -> Comparison:
         for (name, seconds), limit in limits
     ]
     made = from_samples(
-        "from the command to the first token of generate", found,
+        title, found,
         settings={"cores": os.cpu_count(), "rounds": rounds},
     )  # fmt: skip
     return replace(made, targets=tuple(targets))

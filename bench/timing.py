@@ -4,7 +4,6 @@ A single time says little on a shared machine. A ratio of medians taken in turn,
 holds while the machine's speed drifts, so no time is printed without its peers beside it.
 """
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,10 +13,11 @@ from rich.table import Table
 
 from bench.comparison import Comparison, Target, Timing, from_samples
 from bench.files import write_json
+from bench.progress import rounds_of
 
 __all__ = [
     "BenchError", "Call", "Comparison", "Target", "Timing", "compare", "from_samples",
-    "number_of", "print_table", "readable", "rotated", "write_json",
+    "number_of", "print_table", "readable", "rotated", "rounds_of", "write_json",
 ]  # fmt: skip
 
 Call = Callable[[], Any]
@@ -75,8 +75,7 @@ def compare(
         # Where calls are dear, the one that told how often to repeat it counts as well.
         samples[name] = [once] if budget is not None and repeats[name] == 1 else []
     del expected, actual  # their memory is free while contenders are timed
-    print(title, file=sys.stderr, flush=True)
-    for index in range(rounds):
+    for index in rounds_of(title, rounds):
         for name in rotated(names, index):
             call, count, taken = contenders[name], repeats[name], samples[name]
             spent = budget is not None and count * sum(taken) >= budget

@@ -17,7 +17,7 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 sys.path.insert(0, str(Path(__file__).parent))
-from field_docs import ALIAS, field_docs
+from linked_tests import places_of_tests, repository, with_links
 
 project = "jax-specdec"
 author = "the authors of jax-specdec"
@@ -33,9 +33,11 @@ extensions = [
 napoleon_attr_annotations = False
 napoleon_use_ivar = True  # members have entries of their own
 default_role = "code"  # of `name` in a docstring
-exclude_patterns = ["plots"]
+exclude_patterns = ["plots", "_static"]
 html_theme = "furo"
 html_title = project
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
@@ -59,6 +61,7 @@ DOORS = (
     "ipc",
 )
 logger = logging.getLogger(__name__)
+PLACES, REPOSITORY = places_of_tests(Path(__file__).parents[1]), repository()
 
 
 def shorten(
@@ -82,17 +85,18 @@ def keep_enumerators(
     return False if isinstance(obj, Enum) else None
 
 
-def explain_fields(
+def refuse_aliases(
     app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
-    """Write what a field of a named tuple is; one of which nothing is said fails the site."""
-    if lines[:1] and lines[0].startswith(ALIAS):
-        holder, _, field = name.rpartition(".")
-        module, _, cls = holder.rpartition(".")
-        text = field_docs(getattr(importlib.import_module(module), cls)).get(field)
-        if text is None:
-            logger.warning("nothing says what the field %s is: a comment behind it would", name)
-        lines[:] = [text or ""]
+    """Fail the site at a field of a named tuple of which nothing is said."""
+    if lines[:1] and lines[0].startswith("Alias for field number"):
+        logger.warning("nothing says what the field %s is: its class' docstring would", name)
+
+
+def link_tests(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Make the names of tests small, and lead to them."""
+    if "::test_" in source[0]:
+        source[0] = with_links(source[0], PLACES, REPOSITORY)
 
 
 def unshown(app: Sphinx) -> list[str]:
@@ -118,5 +122,6 @@ def check(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-skip-member", keep_enumerators)
-    app.connect("autodoc-process-docstring", explain_fields)
+    app.connect("autodoc-process-docstring", refuse_aliases)
+    app.connect("source-read", link_tests)
     app.connect("build-finished", check)

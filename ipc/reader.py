@@ -13,6 +13,7 @@ from ipc import segment_layout as layout
 from ipc.counters import RingCounters
 from ipc.endpoint import Endpoint
 from ipc.errors import CorruptMessage, EndOfStream, PeerDied, RingError, RingTimeout
+from ipc.field_docs import with_field_docs
 from ipc.os_errors import explained
 from ipc.peers import PeerWatch
 from ipc.waiting import SLICE_NS, deadline_after
@@ -20,6 +21,7 @@ from ipc.waiting import SLICE_NS, deadline_after
 _DESCRIPTOR_FLAGS = (0, layout.FLAG_END, layout.FLAG_END | layout.FLAG_DROPPED)
 
 
+@with_field_docs
 class ReceivedMessage(NamedTuple):
     """One message, owned by the receiver.
 

@@ -34,6 +34,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from ipc.field_docs import with_field_docs
+
 Array = Any  # numpy.ndarray or jax.Array: this module computes on both and imports neither
 
 MAGIC = 0x4C53  # "SL": speculative logprobs
@@ -95,12 +97,19 @@ class RowValue(IntEnum):
     DIGEST_HIGH = 3
 
 
+@with_field_docs
 class Field(NamedTuple):
-    """The place of an unsigned integer inside a group of words."""
+    """The place of an unsigned integer inside a group of words.
 
-    word: int  # which of the group
-    shift: int  # of its lowest bit
-    bits: int  # how many
+    Attributes:
+      word: which of the group.
+      shift: of its lowest bit.
+      bits: how many.
+    """
+
+    word: int
+    shift: int
+    bits: int
 
     @property
     def maximum(self) -> int:
@@ -189,14 +198,20 @@ def words_of(xp: Any, fields: dict[str, Field], num_words: int, values: dict[str
     return xp.stack(words, axis=-1)
 
 
+@with_field_docs
 class Layout(NamedTuple):
-    """The start of each slot's values, in words from the start of the message."""
+    """The start of each slot's values, in words from the start of the message.
 
-    token_ids: Array  # [B]
-    token_ranks: Array  # [B]
-    logprobs: Array  # [B]
-    topk_ids: Array  # [B]
-    num_words: Array  # [] of the message up to here: all of it, where no slot has kept sets
+    Attributes:
+      token_ids, token_ranks, logprobs, topk_ids: where those of each slot begin, [B].
+      num_words: [] of the message up to here: all of it, where no slot has kept sets.
+    """
+
+    token_ids: Array
+    token_ranks: Array
+    logprobs: Array
+    topk_ids: Array
+    num_words: Array
 
 
 def num_values(values: Array) -> Array:
@@ -274,6 +289,7 @@ def words_bound(
     return words
 
 
+@with_field_docs
 class Limits(NamedTuple):
     """What a row of a message has at most, by what requests may ask for.
 

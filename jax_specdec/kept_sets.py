@@ -13,17 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 import jax_specdec.beside.ipc  # noqa: F401
+from ipc.field_docs import with_field_docs
 from ipc.wire import MAX_KEPT
 
 Array = Any  # numpy.ndarray or jax.Array: this module imports no jax
 
 
+@with_field_docs
 class PaddedKept(NamedTuple):
-    """Kept sets as rows [...] of one width M; a tree of arrays for `jax`."""
+    """Kept sets as rows [...] of one width M; a tree of arrays for `jax`.
 
-    token_ids: Array  # [..., M] int32, ascending; -1 from the row's count on
-    counts: Array  # [...] int32: the ids, `KEPT_ALL` or `KEPT_MANY`; 0 where there is no token
-    log_kept: Array  # [...] float32: log of the kept tokens' share; 0 where there is no token
+    Attributes:
+      token_ids: [..., M] int32, ascending; -1 from the row's count on.
+      counts: [...] int32: the ids, `KEPT_ALL` or `KEPT_MANY`; 0 where there is no token.
+      log_kept: [...] float32: log of the kept tokens' share; 0 where there is no token.
+    """
+
+    token_ids: Array
+    counts: Array
+    log_kept: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import jax_specdec.beside.ipc  # noqa: F401
+from ipc.field_docs import with_field_docs
 from ipc.wire import (
     MAX_CHOSEN,
     MAX_CHOSEN_OF_ROW,
@@ -46,6 +47,7 @@ class RequestError(ValueError):
     """A request that cannot be served; says which value is wrong and what it may be."""
 
 
+@with_field_docs
 class Structured(NamedTuple):
     """What a text must be, from its first token to its end.
 
@@ -59,6 +61,7 @@ class Structured(NamedTuple):
     text: str
 
 
+@with_field_docs
 class TokenIdRows(NamedTuple):
     """Token ids of each of n rows, equally many: an array that compares, hashes and travels.
 

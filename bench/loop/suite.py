@@ -18,7 +18,6 @@ the records exist, as the loop runs; a CPU computes the next step on the same co
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,7 @@ from bench.loop import content
 from bench.loop.consumer import QUEUE, Consumer
 from bench.loop.rig import FIXED_BYTES, Contender, Rig, Steps
 from bench.loop.setups import DRAFTS, REQUESTS, Setup, setups
-from bench.timing import Comparison, Target, compare, from_samples, rotated
+from bench.timing import Comparison, Target, compare, from_samples, rotated, rounds_of
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.loop.programs import Compiled, cuts_messages
@@ -156,7 +155,6 @@ def run_rounds(
     rigs = made()
     names = list(rigs)
     rounds: dict[str, list[Steps]] = {name: [] for name in names}
-    print(title, file=sys.stderr, flush=True)
     seen = {name: rig.run(4, 2, keep=True)[1].content for name, rig in rigs.items()}
     for name, rig in rigs.items():
         one = rig.contender
@@ -169,7 +167,7 @@ def run_rounds(
                 like=None if one.temperature else seen.get(K20),  # sampled ones: other modes
                 drafts=DRAFTS if one.draft_logprobs else 0,
             )
-    for index in range(length.rounds):
+    for index in rounds_of(title, length.rounds):
         if index and index % -(-length.rounds // length.draws) == 0:
             rigs = made()
             for rig in rigs.values():

@@ -32,7 +32,8 @@ MOST_FLOPS = 3e11  # of a call on a CPU: several take minutes there
 def main(peer: str, file: str, *more: str) -> None:
     """Measure the cases of a peer, a part of them with `--quick`."""
     importlib.import_module("bench.peers.stand_ins")
-    write_json(Path(file), list(comparisons(peer, "--quick" in more)))
+    measured = comparisons(peer, "--quick" in more)
+    write_json(Path(file), [replace(comparison, suite="peers") for comparison in measured])
 
 
 def comparisons(peer: str, quick: bool) -> Iterator[Comparison]:

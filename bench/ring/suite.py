@@ -29,7 +29,7 @@ from typing import Any
 
 from bench.ring.contenders import BOUND, CONTENDERS, NotAvailable
 from bench.ring.link import Link, check_equal, link, measure
-from bench.timing import BenchError, Comparison, Target, from_samples, rotated
+from bench.timing import BenchError, Comparison, Target, from_samples, rotated, rounds_of
 
 HOT, IDLE = 100e-6, 5e-3
 CASES = {
@@ -142,8 +142,7 @@ def run(quick: bool = False) -> list[Comparison]:
         with bound_program() as program:
             if program is None:
                 taken.missing[BOUND] = "no C compiler that works"
-            for start in range(starts):
-                print(f"ring: start {start + 1} of {starts}", file=sys.stderr, flush=True)
+            for start in rounds_of("messages from process to process", starts):
                 taken.loads.append(os.getloadavg()[0])
                 with ExitStack() as stack:
                     links = _start_all(stack, cores[1], taken)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
+from ipc.field_docs import with_field_docs
 from jax_specdec.engine.timings import BOUNDS, Timings
 from jax_specdec.engine.updates import WorkerStatus
 from jax_specdec.records.batch import Counters, FinishReason, Statistics
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _PREFIX = "jax_specdec_"
 
 
+@with_field_docs
 class Family(NamedTuple):
     """One metric, or its samples of one process rank.
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc import wire
+from ipc.field_docs import with_field_docs
 from jax_specdec.export.token_columns import KINDS, NOT_ASKED
 from jax_specdec.kept_sets import KeptSets, cells, offsets_of, within
 from jax_specdec.records.batch import RecordBatch
@@ -24,6 +25,7 @@ Parts = dict[str, list[NDArray[Any]]]
 Spoken = tuple[RecordBatch, Message, int]  # records, their message, and how many tokens they have
 
 
+@with_field_docs
 class TokenParts(NamedTuple):
     """N tokens of the records of some steps, and Q requests, each of which has a row.
 

@@ -17,16 +17,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.contract.field_docs import with_field_docs
+
 WORD = 32  # bits
 
 
+@with_field_docs
 class Changes(NamedTuple):
-    """Changes of R rows; None where nothing is changed so."""
+    """Changes of R rows; None where nothing is changed so.
 
-    # [R, ceil(V / 32)] int32 or uint32: bit j of word w allows id 32 w + j.
+    Attributes:
+      allowed: [R, ceil(V / 32)] int32 or uint32: bit j of word w allows id 32 w + j.
+      bias_token_ids: [R, D] int32; outside [0, V): not used.
+      bias: [R, D] float32.
+    """
+
     allowed: jax.Array | None = None
-    bias_token_ids: jax.Array | None = None  # [R, D] int32; outside [0, V): not used
-    bias: jax.Array | None = None  # [R, D] float32
+    bias_token_ids: jax.Array | None = None
+    bias: jax.Array | None = None
 
 
 def prepared(changes: Changes | None, vocab_size: int) -> Changes | None:

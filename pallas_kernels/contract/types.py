@@ -12,6 +12,8 @@ import numpy as np
 from jax.export import register_namedtuple_serialization
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
+from pallas_kernels.contract.field_docs import with_field_docs
+
 AnyArray = jax.Array | np.ndarray  # what the functions of the door take
 # Their arguments by name: signatures print these, and not what they stand for.
 Logits = Float[AnyArray, "N V"]
@@ -24,6 +26,7 @@ BiasIds = Int32[AnyArray, "R D"]
 Biases = Float32[AnyArray, "R D"]
 
 
+@with_field_docs
 class TopkLogprobs(NamedTuple):
     """Logprobs of R target rows, with K top columns and C extra ids.
 
@@ -53,11 +56,13 @@ class TopkLogprobs(NamedTuple):
     digests: UInt32[Array, "R 2"] | None = None
 
 
+@with_field_docs
 class Greedy(NamedTuple):
     """The greedy choice of N rows.
 
-    token_ids: the lowest id among the row's largest non-NaN logits; 0 if all are NaN.
-    valid: false where the row has a NaN, a +inf or no finite logit.
+    Attributes:
+      token_ids: the lowest id among the row's largest non-NaN logits; 0 if all are NaN.
+      valid: false where the row has a NaN, a +inf or no finite logit.
     """
 
     token_ids: Int32[Array, " N"]

@@ -17,6 +17,7 @@ from jax.export import register_namedtuple_serialization
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.contract.field_docs import with_field_docs
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.linear.schedule import Schedule
@@ -117,11 +118,13 @@ KeptIds = Int32[AnyArray, "R C"]
 KeptLogprobs = Float32[AnyArray, "R C"]
 
 
+@with_field_docs
 class LinearKeptLogprobs(NamedTuple):
     """Logprobs of R target rows among the C tokens that each row keeps.
 
-    logprobs: of the given tokens; -inf where a token is not kept, NaN without an answer.
-    kept_logprobs: of the kept tokens; NaN where there is none.
+    Attributes:
+      logprobs: of the given tokens; -inf where a token is not kept, NaN without an answer.
+      kept_logprobs: of the kept tokens; NaN where there is none.
     """
 
     logprobs: Float32[Array, " R"]

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels.backends import answers
 from pallas_kernels.contract.arguments import array_of
 from pallas_kernels.contract.changes import Changes, apply, of_columns, of_rows
+from pallas_kernels.contract.field_docs import with_field_docs
 from pallas_kernels.contract.rows import check_changes, check_matrix, check_num_rows
 from pallas_kernels.lowering.forms import map_blocks, pin_to_iteration, rows_from, vary_like
 from pallas_kernels.lowering.programs import compiled
@@ -31,12 +32,19 @@ MAX_KEPT = 1024  # token ids of a row; more are a mark
 KEPT_ALL, KEPT_MANY = -1, -2
 
 
+@with_field_docs
 class PaddedKept(NamedTuple):
-    """Kept sets of rows [...], of width M."""
+    """Kept sets of rows [...], of width M.
 
-    token_ids: Int32[jax.Array | np.ndarray, "*rows M"]  # ascending; -1 from the row's count on
-    counts: Int32[jax.Array | np.ndarray, "*rows"]  # ids, or a mark; 0 where there is no token
-    log_kept: Float32[jax.Array | np.ndarray, "*rows"]  # of the kept tokens' share; 0 without one
+    Attributes:
+      token_ids: ascending; -1 from the row's count on.
+      counts: ids, or a mark; 0 where there is no token.
+      log_kept: of the kept tokens' share; 0 without one.
+    """
+
+    token_ids: Int32[jax.Array | np.ndarray, "*rows M"]
+    counts: Int32[jax.Array | np.ndarray, "*rows"]
+    log_kept: Float32[jax.Array | np.ndarray, "*rows"]
 
 
 GROUP = 64  # columns whose kept tokens are counted together

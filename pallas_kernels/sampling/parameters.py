@@ -15,6 +15,7 @@ from pallas_kernels.contract.arguments import (
     check_within,
     numbers_of,
 )
+from pallas_kernels.contract.field_docs import with_field_docs
 from pallas_kernels.lowering.forms import Tree, vary_like
 from pallas_kernels.lowering.row_pieces import at_place
 from pallas_kernels.numbers.logarithm import logarithm
@@ -22,14 +23,23 @@ from pallas_kernels.numbers.logarithm import logarithm
 Values = TypeVar("Values", bound=Tree)
 
 
+@with_field_docs
 class Sampling(NamedTuple):
-    """Sampling parameters of each slot, on the device."""
+    """Sampling parameters of each slot, on the device.
 
-    temperature: Float32[Array, " B"]  # 0 or less is greedy
-    top_k: Int32[Array, " B"]  # 0 or less keeps all
-    top_p: Float32[Array, " B"]  # 1 keeps all
-    min_p: Float32[Array, " B"]  # 0 keeps all
-    seed: UInt32[Array, " B"]  # of the slot's noise, with the position of a draw
+    Attributes:
+      temperature: 0 or less is greedy.
+      top_k: 0 or less keeps all.
+      top_p: 1 keeps all.
+      min_p: 0 keeps all.
+      seed: of the slot's noise, with the position of a draw.
+    """
+
+    temperature: Float32[Array, " B"]
+    top_k: Int32[Array, " B"]
+    top_p: Float32[Array, " B"]
+    min_p: Float32[Array, " B"]
+    seed: UInt32[Array, " B"]
 
     @classmethod
     def of(
@@ -122,17 +132,23 @@ def _seeds(key: jax.Array, num_slots: int) -> jax.Array:
     return jax.vmap(lambda slot_key: jax.random.bits(slot_key, (), jnp.uint32))(keys)
 
 
+@with_field_docs
 class Truncation(NamedTuple):
     """The tokens of rows [...] that the filters keep; a value of this type is called a cut.
 
     Tokens are in descending order of their logits, equal logits lowest id first, and are kept down
     to the cut: a token t is kept if x[t] > cut_logit, or x[t] == cut_logit and t < cut_id, or t is
     cut_id. Its probability is its share of softmax((x - m) / T), times exp(-log_kept).
+
+    Attributes:
+      cut_logit: -inf where all are kept, inf where one is.
+      cut_id: the last kept token; V - 1 where all are kept.
+      log_kept: at most 0: log of the kept tokens' share.
     """
 
-    cut_logit: Float32[Array, "..."]  # -inf where all are kept, inf where one is
-    cut_id: Int32[Array, "..."]  # the last kept token; V - 1 where all are kept
-    log_kept: Float32[Array, "..."]  # at most 0: log of the kept tokens' share
+    cut_logit: Float32[Array, "..."]
+    cut_id: Int32[Array, "..."]
+    log_kept: Float32[Array, "..."]
 
     @classmethod
     def nothing(cls, rows: tuple[int, ...], vocab_size: int) -> "Truncation":

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.contract.arguments import array_of, check_int, check_type, to_device
 from pallas_kernels.contract.changes import Changes
+from pallas_kernels.contract.field_docs import with_field_docs
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row
@@ -25,15 +26,20 @@ MAX_WIDTH = 2**24  # slots, positions or drafts of a shape: more is a mistake
 MOST_TOKENS = 64  # M of a draft that is drawn, where the vocabulary has as many
 
 
+@with_field_docs
 class CompactQ(NamedTuple):
     """The distributions that drafts were drawn from: the tokens that each can be.
 
     The probabilities of a draft's tokens sum to one. It is drawn from them by random numbers that
     verification does not use: `draw` has its own, and so has a JAX key that no seed was made of.
+
+    Attributes:
+      ids: distinct; -1 where there is no further token.
+      logprobs: -inf where there is none.
     """
 
-    ids: Int32[Array, "B D M"]  # distinct; -1 where there is no further token
-    logprobs: Float32[Array, "B D M"]  # -inf where there is none
+    ids: Int32[Array, "B D M"]
+    logprobs: Float32[Array, "B D M"]
 
 
 @jax.tree_util.register_dataclass
@@ -82,13 +88,21 @@ class DenseQ:
 DenseForm = Literal["logprobs", "probs", "logits"]
 
 
+@with_field_docs
 class Drafts(NamedTuple):
-    """The tokens that a drafter proposed."""
+    """The tokens that a drafter proposed.
 
-    token_ids: Int32[Array, "B D"]  # of D positions; from num on, anything
-    num: Int32[Array, " B"]  # at most D
-    q: CompactQ | DenseQ | None = None  # None: each draft is certain
-    report: Any = None  # a tree of arrays [B, D, ...] of one's own; `verify` does not look at it
+    Attributes:
+      token_ids: of D positions; from num on, anything.
+      num: at most D.
+      q: None: each draft is certain.
+      report: a tree of arrays [B, D, ...] of one's own; `verify` does not look at it.
+    """
+
+    token_ids: Int32[Array, "B D"]
+    num: Int32[Array, " B"]
+    q: CompactQ | DenseQ | None = None
+    report: Any = None
 
     @classmethod
     def of_flat(
@@ -143,32 +157,53 @@ class Drafts(NamedTuple):
         return compiled(_no_drafts, wide)()  # type: ignore[no-any-return]
 
 
+@with_field_docs
 class RowsRead(NamedTuple):
     """What one read of B * S rows left for the logprobs of any of their tokens.
 
     rows is [B, S], and [N] of flat rows. m is a row's largest logit, T its slot's temperature, and
     1 where that is 0.
+
+    Attributes:
+      largest: m.
+      log_sum: log of the sum of exp(x - m); NaN where the row is invalid.
+      log_scaled: log of the sum of exp((x - m) / T); NaN as well.
+      temperature: T.
+      top_ids: in descending order of logits, ties lowest id first.
+      top_logits: -inf where a row has no more.
+      maxima: of the row's groups of 256 tokens.
     """
 
-    largest: Float32[Array, "*rows"]  # m
-    log_sum: Float32[Array, "*rows"]  # log of the sum of exp(x - m); NaN where the row is invalid
-    log_scaled: Float32[Array, "*rows"]  # log of the sum of exp((x - m) / T); NaN as well
-    temperature: Float32[Array, "*rows"]  # T
-    top_ids: Int32[Array, "*rows K"]  # in descending order of logits, ties lowest id first
-    top_logits: Float32[Array, "*rows K"]  # -inf where a row has no more
-    maxima: Float32[Array, "*rows _"]  # of the row's groups of 256 tokens
+    largest: Float32[Array, "*rows"]
+    log_sum: Float32[Array, "*rows"]
+    log_scaled: Float32[Array, "*rows"]
+    temperature: Float32[Array, "*rows"]
+    top_ids: Int32[Array, "*rows K"]
+    top_logits: Float32[Array, "*rows K"]
+    maxima: Float32[Array, "*rows _"]
 
 
+@with_field_docs
 class Verified(NamedTuple):
-    """The emitted tokens: the accepted drafts, then the recovered or the bonus token."""
+    """The emitted tokens: the accepted drafts, then the recovered or the bonus token.
 
-    token_ids: Int32[Array, "B S"]  # from num_tokens on: -1
-    num_tokens: Int32[Array, " B"]  # from 1 to the number of drafts + 1; 0 of a slot without a row
-    cut: Truncation | None = None  # of the rows' p [B, S], which processed logprobs are of
-    read: RowsRead | None = None  # with `k`: what `emitted_logprobs` needs
-    changed_read: RowsRead | None = None  # the same of the changed logits, where they were changed
-    row_ids: Int32[Array, "B S"] | None = None  # as they were given, where the logits are flat
-    changes: Changes | None = None  # of each row's logits, as they were given
+    Attributes:
+      token_ids: from num_tokens on: -1.
+      num_tokens: from 1 to the number of drafts + 1; 0 of a slot without a row.
+      cut: of the rows' p [B, S], which processed logprobs are of.
+      read: with `k`: what `emitted_logprobs` needs.
+      changed_read: the same of the changed logits, where they were changed.
+      row_ids: as they were given, where the logits are flat.
+      changes: of each row's logits, as they were given.
+    """
+
+    token_ids: Int32[Array, "B S"]
+    num_tokens: Int32[Array, " B"]
+    cut: Truncation | None = None
+    read: RowsRead | None = None
+    changed_read: RowsRead | None = None
+    row_ids: Int32[Array, "B S"] | None = None
+    changes: Changes | None = None
 
 
 class Batch(NamedTuple):

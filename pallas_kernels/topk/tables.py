@@ -16,15 +16,23 @@ from jax.export import register_namedtuple_serialization
 from jaxtyping import Float32, Int32
 from numpy.typing import NDArray
 
+from pallas_kernels.contract.field_docs import with_field_docs
 from pallas_kernels.contract.rows import check_ids
 from pallas_kernels.contract.types import Logits, RowIds
 from pallas_kernels.topk.call import topk_logprobs
 
 
+@with_field_docs
 class LogprobsTensors(NamedTuple):
-    """Logprobs of R rows, with the names that vLLM gives them."""
+    """Logprobs of R rows, with the names that vLLM gives them.
 
-    logprob_token_ids: Int32[jax.Array, "R K1"]  # K + 1 columns: the given token, then the top K
+    Attributes:
+      logprob_token_ids: K + 1 columns: the given token, then the top K.
+      logprobs: of these.
+      selected_token_ranks: of the given token; 1 is the most likely one.
+    """
+
+    logprob_token_ids: Int32[jax.Array, "R K1"]
     logprobs: Float32[jax.Array, "R K1"]
     selected_token_ranks: Int32[jax.Array, " R"]
 

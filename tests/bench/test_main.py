@@ -10,6 +10,7 @@ from bench import __main__ as bench
 from bench import host, kernels, timing
 from bench.comparison import from_samples
 from bench.files import read_json
+from bench.pictures import is_drawn
 from bench.timing import BenchError, compare
 from pallas_kernels import topk_logprobs
 from pallas_kernels.testing.shapes import Shape
@@ -31,16 +32,18 @@ def test_a_wrong_contender_ends_the_run_and_writes_nothing(tmp_path, monkeypatch
     assert not path.exists()
 
 
-def test_results_are_printed_and_written_with_machine_settings_and_suite(
-    tmp_path, monkeypatch, capsys
-):
+def test_results_are_printed_written_and_drawn(tmp_path, monkeypatch, capsys):
     one = from_samples(
         "bytes to records: 8 requests", {"columns (ours)": [1e-4, 2e-4, 4e-4]}, settings={"k": 5}
     )
     monkeypatch.setattr(host, "run", lambda quick: [one])
     path = tmp_path / "out.json"
     assert bench.main(["host", "--quick", "--json", str(path)]) == 0
-    assert "200 us" in capsys.readouterr().out
+    picture = tmp_path / "out-host.svg"
+    printed = capsys.readouterr().out
+    assert "200 us" in printed
+    assert f"wrote {picture}\n" in printed
+    assert is_drawn(picture, [one])
     found = read_json(path)
     named = {"date", "cpus", "processor", "python", "versions", "command", "load before"}
     assert named <= set(found.environment)
@@ -64,7 +67,7 @@ def test_wrong_logprobs_of_logits_are_caught_before_any_timing(monkeypatch):
         kernels.measure(shape, rounds=1)
 
 
-def test_contenders_are_interleaved_and_each_round_starts_with_another():
+def test_rounds_interleave_contenders_and_rotate_the_first():
     order = []
     contenders = {
         name: (lambda name=name: order.append(name) or sum(range(20000))) for name in ("a", "b")

@@ -40,7 +40,7 @@ def test_peers_are_run_with_the_newest_release_that_is_proved():
     assert set(QUICK) < set(GRID)
 
 
-def test_both_are_measured_with_their_memory_and_what_goes_to_the_host():
+def test_both_have_their_memory_and_bytes_to_the_host():
     found = measured(replace(CASE, to_host=8000))
     assert found.names == ("tunix", measure.OURS)
     assert found.title == "tunix largest R=2 V=300 K=0 float32"

@@ -1,4 +1,4 @@
-"""`bench report`: one page from the newest results, and README's figures are in it."""
+"""`bench report`: a page and its pictures from the newest results; README's figures are there."""
 
 import re
 from dataclasses import replace
@@ -21,24 +21,40 @@ def results(folder, date, *comparisons):
     return read_json(path)
 
 
-def test_the_page_is_what_the_results_say():
+def test_page_and_pictures_are_what_the_results_say(monkeypatch, tmp_path, capsys):
     assert report.main(["--check"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(report, "PLOTS", tmp_path)  # no picture is here
+    assert report.main(["--check"]) == 1
+    said = capsys.readouterr().out
+    assert "ring.svg is out of date: run python -m bench report" in said
+    assert report.PAGE.name not in said
 
 
-def test_the_newest_result_of_a_title_counts_and_says_where_it_is_from(tmp_path):
-    old = from_samples("16 KB", {"ring": [1e-5], "ZeroMQ msgpack": [2e-5]})
-    new = from_samples("16 KB", {"ring": [1e-5], "ZeroMQ msgpack": [3e-5]})
+def test_the_newest_result_of_a_title_counts(tmp_path):
+    old, new = (
+        replace(from_samples("16 KB", {"ring": [1e-5], "ZeroMQ msgpack": [other]}), suite="ring")
+        for other in (2e-5, 3e-5)
+    )
     limits = [Target(name, 2.0, measured, "x") for name, measured in (("a", 1), ("b", 3))]
     new = replace(new, targets=tuple(limits))
     on_a_gpu = replace(old, settings={"device": "H100"})
     newer, older = (tmp_path, "2026-01-02", new), (tmp_path, "2026-01-01", old, on_a_gpu)
     text = report.page([results(*newer), results(*older)])
-    assert "| 16 KB | ring | 10 us (10 us to 10 us) | ZeroMQ msgpack 3x | 2 |" in text
-    assert "| 16 KB (H100) | ring | 10 us (10 us to 10 us) | ZeroMQ msgpack 2x | 1 |" in text
-    assert "2. `2026-01-02.json`: 2026-01-02, 2 cores of a test's" in text
-    assert "Limits: 1 held, 1 missed, 0 not measured." in text
+    assert "| [ring](#ring) | a message from process to process | 2.5x (2x, 3x) | 1 of 2 |" in text
+    assert "| 16 KB | ring | 10 us (10 us to 10 us) | ZeroMQ msgpack 3x |" in text
+    assert "| 16 KB (H100) | ring | 10 us (10 us to 10 us) | ZeroMQ msgpack 2x |" in text
+    assert "- `2026-01-02.json`: 2026-01-02, 2 cores of a test's" in text
+    assert "<summary>Limits: 1 missed, 0 not measured</summary>" in text
     assert "- 16 KB: b: 3 x, MISSED (at most 2 x)" in text
     assert "a: 1 x" not in text
+
+
+def test_a_suite_of_our_own_ways_has_no_ratio_of_others(tmp_path):
+    ways = replace(from_samples("a step", {"as they are": [1.0], "in tiles": [2.0]}), suite="block")
+    text = report.page([results(tmp_path, "2026-01-02", ways)])
+    assert "| our own ways alone | 0 of 0 |" in text
+    assert "| a step | as they are | 1 s (1 s to 1 s) | in tiles 2x |" in text
 
 
 def test_every_ratio_in_readme_is_in_the_page():

@@ -55,7 +55,7 @@ def test_the_next_surprising_token_by_key_and_by_button(show, tmp_path):
     assert page.js(FOCUSED) == 19_999
 
 
-def test_search_goes_over_tokens_and_characters_that_several_tokens_share(show, tmp_path):
+def test_search_finds_text_across_tokens(show, tmp_path):
     tokens = [" de", "f ma", "in", "\n", "\\xe2", "\\x98", "\\x83", " DEF Mai", "n"]
     entries = [{"token": token, "logprob": -0.5, "top_logprobs": []} for token in tokens]
     chat = {"id": "chat", "choices": [{"message": {"content": ""}, "finish_reason": "stop",

@@ -32,7 +32,9 @@ def test_a_wrong_page_fails(tmp_path, more, said):
     (tmp_path / "index.md").write_text(GOOD + SHOWS + more)
     conf = (DOCS / "conf.py").read_text()  # one door is enough here
     (tmp_path / "conf.py").write_text(f'{conf}\nDOORS = ("ipc",)\n')
-    (tmp_path / "field_docs.py").write_text((DOCS / "field_docs.py").read_text())
+    for name in ("linked_tests.py", "_static/pages.css"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((DOCS / name).read_text())
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", tmp_path, tmp_path / "o"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -104,7 +104,7 @@ def test_asyncio_reads_two_workers_and_loses_one(reading_side):
     assert len(ENDS.findall(printed)) == 2
 
 
-def test_a_worker_of_ones_own_that_raises_ends_its_requests_as_lost(reading_side):
+def test_an_own_worker_that_raises_ends_its_requests_as_lost(reading_side):
     """Its stream ends like a finished worker's: the engine must see which requests are left."""
     script = reading_side / "own_loop_with_a_small_ring.py"
     source = (reading_side / "own_loop.py").read_text()
@@ -132,7 +132,7 @@ def test_rollouts_scored_again_have_the_same_logprobs():
 
 
 @pytest.mark.slow
-def test_a_policy_learns_from_rollouts_and_raw_logprobs_are_noticed():
+def test_a_policy_learns_and_raw_logprobs_are_noticed():
     printed = run(EXAMPLES / "rl_rollouts.py")
     means = [float(x) for x in re.findall(r"^ +\d (0\.\d{3}) #+$", printed, re.MULTILINE)]
     assert len(means) == 8
@@ -149,7 +149,7 @@ def test_the_reading_side_never_loads_jax():
 
 
 @pytest.mark.slow
-def test_functions_of_serving_engines_move_less_and_find_the_same():
+def test_functions_of_engines_move_less_for_equal_results():
     """The example compares the values itself; its figures are those of the page."""
     printed = run(EXAMPLES / "serving_engines.py")
     assert printed in (ROOT / "docs" / "integration_serving.md").read_text()
@@ -203,7 +203,7 @@ def test_records_of_a_loop_in_25_lines():
     assert len(re.findall("^(?:import|from)", source, re.MULTILINE)) == 6
 
 
-def test_a_student_comes_nearer_to_a_teacher_scored_by_the_engine():
+def test_a_student_approaches_its_teacher():
     printed = run(EXAMPLES / "distil_support.py")
     assert "the teacher scored 142 of 142 tokens" in printed
     values = [float(x) for x in re.findall(r"^ *\d+ +(\d\.\d\d) #+$", printed, re.MULTILINE)]

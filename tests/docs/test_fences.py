@@ -1,5 +1,6 @@
-"""Fenced blocks of pages: of known kinds, and commands whose programs, options and lanes exist."""
+"""Fenced blocks: excerpts are of examples, commands name what there is, text is no code."""
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -12,7 +13,20 @@ from tests.support.pages import PAGES, blocks
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.fast
-KINDS = re.compile(r"python|text|bash|json|\{[\w-]+\}.*")
+KINDS = re.compile(r"python(?: examples/\w+\.py)?|text|bash|json|\{[\w-]+\}.*")
+EXCERPT = re.compile(r"^```python (examples/\w+\.py)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXCERPTS = [
+    pytest.param(*excerpt, id=f"{page.name}: {excerpt[0]}")
+    for page in PAGES
+    for excerpt in EXCERPT.findall(page.read_text("utf-8"))
+]
+# A line of Python, of a signature, or of a command.
+CODE = re.compile(
+    r"\s*(?:from [\w.]+ import "
+    r"|(?:import|with|for|async|await|def|class|return|raise|except|@)\b.*[:=(.]"
+    r"|\w[\w., ()]* = (?:await )?[\w.]+[(\[]|[\w.]+\(.*\)(?:$|  | ->)"
+    r"|(?:\S*/)?(?:pytest|pip|jax-specdec|python) )"
+)
 LANES = set(
     re.findall(r"^NOT RUN: ([\w-]+):", subprocess.run(
         [ROOT / ".ci/heavy", "--list"], capture_output=True, text=True, check=True
@@ -30,11 +44,61 @@ COMMANDS = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_is_of_a_known_kind(page):
-    """Python runs (test_pages.py), text is output or a sketch, bash is looked at below."""
+    """Python runs (test_pages.py) or is an excerpt; the others are looked at below."""
     fences = re.findall(r"^```(.*)$", page.read_text("utf-8"), re.MULTILINE)
     assert len(fences) % 2 == 0
     assert all(KINDS.fullmatch(kind) for kind in fences[::2])
     assert not any(fences[1::2])
+
+
+@pytest.mark.parametrize(("path", "code"), EXCERPTS)
+def test_an_excerpt_has_the_lines_of_its_example(path, code):
+    assert lines_that_are_not_in(code, (ROOT / path).read_text("utf-8")) == []
+
+
+def lines_that_are_not_in(code, source):
+    """Of an excerpt, with `...` where it leaves lines out: those that the source has not next."""
+    ast.parse(code)
+    lines, missing = iter(map(bare, source.splitlines())), []
+    for line in map(bare, code.splitlines()):
+        if line not in ("", "...") and line not in lines:
+            missing.append(line)
+    return missing
+
+
+def bare(line):
+    """Without its comment and the room around."""
+    return line.partition("  # ")[0].strip()
+
+
+def test_another_line_in_an_excerpt_is_seen():
+    """The control; a line out of turn too."""
+    source = "def f():\n    with a() as b:  # here\n        c(b)\n    d()\n"
+    assert lines_that_are_not_in("with a() as b:\n    ...  # more\nd()", source) == []
+    assert lines_that_are_not_in("with a() as c:\n    ...", source) == ["with a() as c:"]
+    assert lines_that_are_not_in("d()\nc(b)", source) == ["c(b)"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_text_is_output_or_a_sketch_and_no_code(page):
+    lines = [
+        line for block in blocks(page.read_text("utf-8"), "text") for line in block.split("\n")
+    ]
+    assert [line for line in lines if CODE.match(line)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ipc import RingReader", "for message in reader:", "state = processor.admit(state)",
+        "topk_logprobs(logits, token_ids, 20)", "jax-specdec serve --ray", "@jax.jit(a)",
+        "model(tokens [B, T]) -> logits [B, S, V]", "version = await engine.update_weights(...)",
+        "pytest tests/ipc",
+    ],
+)  # fmt: skip
+def test_code_in_text_is_seen(line):
+    """The control."""
+    assert CODE.match(line)
 
 
 def problem(command):

@@ -2,15 +2,18 @@
 somewhere, what they name exists.
 """
 
-import ast
 import json
 import re
+import sys
 
 import pytest
 
 from tests.support.pages import DOCS, PAGES, PAIR, python_blocks, same
 from tests.support.paths import ROOT
 from tests.support.run_examples import run
+
+sys.path.insert(0, str(ROOT / "docs"))
+from linked_tests import places_of_tests
 
 # These pages' blocks are run by tests that have what they need.
 RUN_ELSEWHERE = {
@@ -22,22 +25,9 @@ LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
 TEST = re.compile(r"\b(?:test_\w+(?:::\w+)+|ptx::\w+)")  # or a word of a case executed as PTX
 
 
-def definitions(source):
-    """Names of tests that a module defines, methods as `Class::method`."""
-    body, found = ast.parse(source).body, set()
-    classes = [node for node in body if isinstance(node, ast.ClassDef)]
-    for prefix, nodes in (("", body), *((f"{one.name}::", one.body) for one in classes)):
-        for node in nodes:
-            for one in getattr(node, "targets", [node]):
-                found.add(prefix + getattr(one, "name", getattr(one, "id", "")))
-    return {name for name in found if name.split("::")[-1].startswith(("test_", "Test"))}
-
-
 def existing_tests():
     return {
-        f"{path.stem}::{name}"
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        for name in definitions(path.read_text())
+        name for name in places_of_tests(ROOT) if name.split("::")[-1].startswith(("test_", "Test"))
     } | {
         f"ptx::{word}"
         for path in (ROOT / "tests/pallas_kernels/mosaic_gpu/ptx").glob("*cases.py")

@@ -3,13 +3,15 @@
     python -m tests.heavy.usual_clients [PYTHON PYTHON PYTHON]
 
 openai, litellm, langchain-openai, instructor, inspect-ai and llm are in environments of their own,
-which are made in build/clients (a package index is needed), or whose interpreters are given; the
-server runs in this one, with the tiny model. Each library asks as its own guide says, and puts
+which are made in build/clients (a package index is needed), or whose interpreters are given;
+Vercel's AI SDK is asked where npm is. The server runs in this one, with the tiny model. Each
+library asks as its own guide says, and puts
 answers back into the conversation. A model of bytes calls no function by itself and finds no good
 values: what is checked is that every call is served, and that what must be of a form is of it.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -138,6 +140,34 @@ assert len([part for part in model.prompt("def", max_tokens=5)]) >= 1
 talk = model.conversation()
 assert talk.prompt("def", max_tokens=5).text() and talk.prompt("x", max_tokens=5).text()
 """
+VERCEL = """
+import assert from "node:assert";
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { generateText, jsonSchema, Output, streamText, tool } from "ai";
+const own = createOpenAICompatible({ name: "own", baseURL: URL, apiKey: "none",
+  includeUsage: true, supportsStructuredOutputs: true });
+const ask = { model: own("tiny"), prompt: "def", temperature: 0 };
+const made = await generateText({ ...ask, maxOutputTokens: 5,
+  providerOptions: { own: { logprobs: true, top_logprobs: 2 } } });
+assert.equal(made.usage.outputTokens, 5);
+assert.equal(made.response.body.choices[0].logprobs.content.length, 5);
+const parts = streamText({ model: own("tiny"), maxOutputTokens: 5, messages: [
+  { role: "user", content: "def" }, { role: "assistant", content: made.text },
+  { role: "user", content: "x" }] });
+for await (const part of parts.textStream) assert.equal(typeof part, "string");
+assert.equal((await parts.usage).outputTokens, 5);
+const schema = jsonSchema({ type: "object", required: ["x", "side"], additionalProperties: false,
+  properties: { x: { enum: [1, 2] }, side: { type: "boolean" } } });
+const parsed = await generateText({ ...ask, maxOutputTokens: 600,
+  output: Output.object({ schema }) });
+assert([1, 2].includes(parsed.output.x));
+const called = await generateText({ ...ask, maxOutputTokens: 600, toolChoice: "required",
+  tools: { turn: tool({ description: "Turn it", inputSchema: schema }) } });
+assert.equal(called.toolCalls[0].toolName, "turn");
+const completed = await generateText({ ...ask, model: own.completionModel("tiny"),
+  maxOutputTokens: 3 });
+assert.equal(completed.usage.outputTokens, 3);
+"""
 # Environments, and who asks in each: inspect-ai needs a newer openai than litellm takes.
 ENVIRONMENTS = {
     "openai litellm langchain-openai instructor": {
@@ -159,6 +189,31 @@ def interpreter(number, packages):
     return python.absolute()
 
 
+def node_modules():
+    """A folder with Vercel's AI SDK, made where it is not there; None without Node."""
+    folder = FOLDER / "vercel"
+    if not (folder / "node_modules/ai").exists():
+        if shutil.which("npm") is None:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        packages = ("ai", "@ai-sdk/openai-compatible")
+        subprocess.run(["npm", "install", "--silent", *packages], cwd=folder, check=True)
+    return folder
+
+
+def ask_from_node(url):
+    """Whether Vercel's SDK is served; None without Node."""
+    folder = node_modules()
+    if folder is None:
+        print("Vercel's AI SDK: NOT RUN, there is no npm")
+        return None
+    (folder / "client.mjs").write_text(f"const URL = {url!r};\n{VERCEL}")
+    done = subprocess.run(["node", "client.mjs"], capture_output=True, text=True, cwd=folder)
+    print(f"Vercel's AI SDK: {'served' if done.returncode == 0 else 'FAILED'}", flush=True)
+    print(done.stderr[-2000:], end="")
+    return done.returncode == 0
+
+
 def main(*pythons):
     found = pythons or [interpreter(*pair) for pair in enumerate(ENVIRONMENTS)]
     faults = []
@@ -174,6 +229,8 @@ def main(*pythons):
                 if done.returncode:
                     faults.append(name)
                     print(done.stderr[-2000:])
+        if ask_from_node(server.url + "/v1") is False:
+            faults.append("Vercel's AI SDK")
     return int(bool(faults))
 
 

@@ -94,7 +94,7 @@ with RingReader.create(1, 1 << 20):
 """
 
 
-def test_a_limit_of_memory_is_no_lack_of_shared_memory_and_one_of_files_is():
+def test_only_a_limit_of_files_is_a_lack_of_shared_memory():
     assert output_of(LIMITS, quiet=True, timeout=60) == "a smaller one fits\n"
 
 

@@ -54,7 +54,7 @@ def test_a_full_doorbell_is_as_good_as_one_ring(pair):
 
 
 @pytest.mark.parametrize("use", ["no bell", "never waited for", "waited for"])
-def test_without_a_doorbell_and_once_it_is_closed_a_ring_has_no_descriptor(pair, use):
+def test_no_descriptor_without_a_doorbell_or_once_closed(pair, use):
     reader, _ = pair(doorbell=use != "no bell")
     assert use != "waited for" or wait_readable([reader], 0) == [reader]  # the writer has rung
     if use != "no bell":

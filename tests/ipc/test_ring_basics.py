@@ -74,7 +74,7 @@ def test_closing_the_reader_tells_a_writer_that_waits(pair):
     closer.join()
 
 
-def test_one_producer_one_consumer_and_names_gone_after_attaching():
+def test_one_producer_one_consumer_and_names_are_removed():
     with RingReader.create(2, 64, doorbell=True) as reader:
         with pytest.raises(errors.RoleTaken, match="consumer already"):
             RingReader.attach(reader.name)
@@ -144,7 +144,7 @@ def test_the_slot_freed_last_is_filled_next(pair):
     assert writer._slot_of[13 % 4] == second
 
 
-def test_a_consumer_that_frees_what_it_never_got_does_not_disturb_the_writer(pair):
+def test_freeing_too_much_does_not_disturb_the_writer(pair):
     """The consumer may lose its messages; the writer neither fails nor leaves its slots."""
     reader, writer = pair(3)
     for _ in range(100):
@@ -172,7 +172,7 @@ def test_two_threads_on_one_side_are_refused():
 
 
 @pytest.mark.parametrize("how", ["receive", "try_receive"])
-def test_a_message_committed_at_the_last_moment_comes_before_the_death(pair, how):
+def test_a_last_message_comes_before_the_death(pair, how):
     """The producer posts and dies after this side found no message and before it asks why."""
     reader, writer = pair(wait="block")
     last_words = [b"last"]

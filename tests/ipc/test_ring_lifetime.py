@@ -143,7 +143,7 @@ def test_a_dropped_producer_is_warned_of_with_what_is_lost():
         dropped(lambda: written(1))
 
 
-def test_a_reader_that_is_about_to_attach_learns_what_it_has_missed(monkeypatch):
+def test_an_attaching_reader_learns_what_it_missed(monkeypatch):
     """It has opened the memory; then the producer closes, and even ends."""
     is_alive = segment.is_alive
     for alive, messages in ((True, 50), (False, 50), (True, 0)):
@@ -185,7 +185,7 @@ def test_a_reader_that_took_the_seat_in_time_gets_all(monkeypatch):
         assert [message.data for message in reader] == sent
 
 
-def test_close_waits_for_a_reader_that_attaches_late_if_it_is_given_time():
+def test_close_with_time_waits_for_a_late_reader():
     (writer, sent), received = written(50), []
 
     def read():

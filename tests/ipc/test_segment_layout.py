@@ -65,7 +65,7 @@ def test_a_well_sealed_but_impossible_header_is_refused(changes, what):
             SegmentHeader.unpack(wrong, file_bytes)
 
 
-def test_a_line_with_another_session_or_a_wrong_checksum_is_refused():
+def test_lines_of_other_sessions_or_checksums_are_refused():
     me = current_process()
     line = pack_identity(me, 5)
     assert unpack_identity(line, 5, me) == me

@@ -160,7 +160,7 @@ def test_a_new_side_spins_once_a_core_was_free_for_a_while(monkeypatch, gap):
     assert lost_units(scene, 100, gap)[1] > 0.95
 
 
-def test_a_yield_that_gives_the_core_to_another_program_counts_too(scene, monkeypatch):
+def test_a_yield_of_the_core_counts_as_a_wait(scene, monkeypatch):
     """A side that is confined to one core yields while it spins, and its peer may be elsewhere."""
     monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: {3})
     monkeypatch.setattr(waiting.os, "sched_yield", scene.others_run)

@@ -213,7 +213,7 @@ def test_kinds_states_and_modes_have_their_numbers():
     [("num_drafts", 256), ("values", 256), ("num_chosen", 65536), ("columns", 65536),
      ("generation", 2**32), ("generation", -1), ("state", 256), ("mode", 256)],
 )  # fmt: skip
-def test_a_slot_value_that_does_not_fit_is_refused_where_it_is_made(field, value):
+def test_a_slot_value_that_does_not_fit_is_refused(field, value):
     contents = SlotContents(state=SlotState.STOPPED)
     encode(Kind.TARGET, 0, [contents])
     with pytest.raises(wire.WireError, match=rf"{field} = {value} does not fit"):

@@ -40,7 +40,7 @@ def born(tmp_path, parent):
 
 
 @pytest.mark.parametrize(("parent", "said"), [(None, "watched 9\n"), (1, "")])
-def test_a_child_ends_where_its_pipe_ends_or_its_parent_has_ended(parent, said, tmp_path):
+def test_a_child_ends_with_its_pipe_or_parent(parent, said, tmp_path):
     """Process 1 is not its parent: that one has ended."""
     process, listening = born(tmp_path, parent)
     assert process.stdout.readline() == said
@@ -105,7 +105,7 @@ def test_a_child_ends_whose_parent_ended_before_it_was_tied():
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_child_outlives_the_thread_that_made_it_as_its_own_thread_waits_for_it(kept, tmp_path):
+def test_a_child_outlives_the_thread_that_made_it(kept, tmp_path):
     """The kernel means the thread by the parent: the negative control starts it in that thread."""
     started = []
     output = tmp_path / "output"
@@ -161,7 +161,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_ring_whose_engine_was_killed_before_it_told_its_worker_is_removed(told):
+def test_a_ring_of_an_engine_killed_early_is_removed(told):
     """Without the parent's name, the ring stays: so it is the child that removes it."""
     program = [sys.executable, "-c", HALF_BORN, "told" if told else "untold"]
     engine = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
@@ -194,7 +194,7 @@ def tell(process, tmp_path):
     return listening
 
 
-def test_a_child_imports_its_module_while_its_parent_says_nothing(tmp_path):
+def test_a_child_imports_while_its_parent_is_silent(tmp_path):
     code = "print('imported', flush=True)\ndef main(child): return 40 + child.start.process_rank"
     process = waiting(tmp_path, code)
     assert process.stdout.readline() == "imported\n"

@@ -21,7 +21,7 @@ from jax_specdec.requests import (
 )
 
 
-def test_a_request_may_name_128_chosen_ids_and_ask_for_k_up_to_512():
+def test_a_request_may_have_128_chosen_ids_and_k_512():
     params = SamplingParams(logprobs=512, extra_token_ids=tuple(range(128)))
     assert (params.num_columns, len(params.extra_token_ids)) == (513, 128)
     with pytest.raises(RequestError, match="129 extra_token_ids; a request may name 128"):
@@ -94,7 +94,7 @@ def test_more_stop_tokens_than_can_be_held_back_are_refused():
         SamplingParams(stop_token_ids=range(1025), min_tokens=1)
 
 
-def test_a_structure_is_a_kind_and_a_text_and_needs_a_token_that_ends_it():
+def test_a_structure_has_kind_text_and_an_ending_token():
     given = {"stop_token_ids": (2,), "structured": ["regex", "a+"]}
     assert SamplingParams(**given).structured == Structured("regex", "a+")
     assert SamplingParams(**given).changes_logits

@@ -216,7 +216,7 @@ def test_a_timed_program_keeps_its_calls():
     assert 'known_trip_count":{"n":"12"}' in compiled
 
 
-def test_a_timed_program_calls_on_all_rows_and_ends_with_the_first():
+def test_a_timed_program_calls_on_all_rows():
     seen = []
 
     def call(x, rows, ids):

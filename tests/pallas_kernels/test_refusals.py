@@ -58,7 +58,7 @@ def test_refused(change, error, words):
         call(**(GOOD | change))
 
 
-def test_a_vocabulary_whose_ranks_float32_cannot_count_is_refused():
+def test_a_vocabulary_beyond_float32s_counts_is_refused():
     """Only traced: it needs no memory."""
     tokens = jax.ShapeDtypeStruct((1,), np.int32)
 

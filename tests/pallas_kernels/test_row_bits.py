@@ -92,7 +92,7 @@ def test_no_batch_and_no_k_changes_what_a_sampled_row_leaves():
             np.testing.assert_array_equal(bits_of(one), bits_of(other[index]))
 
 
-def test_what_runs_in_one_thread_stays_a_branch_of_the_compiled_program() -> None:
+def test_one_threads_work_stays_a_branch_once_compiled() -> None:
     def function(x: jax.Array) -> jax.Array:
         return jnp.exp(x) + 1
 

@@ -38,7 +38,7 @@ def loops(text):
 
 
 @pytest.mark.parametrize("platform", ELSEWHERE)
-def test_up_to_256_rows_are_one_block_where_each_operation_is_a_launch(platform):
+def test_up_to_256_rows_are_one_block_on_a_gpu(platform):
     for k in (0, 20):
         assert loops(lowered(platform, 256, 151_936, k)) == 0
     text = lowered(platform, 1536, 131_072, 20, dynamic=True)
@@ -58,7 +58,7 @@ def test_the_fused_path_chooses_greedily_as_suits_the_platform():
     assert found == [0, 0, 0, 2]
 
 
-def test_a_gpu_reads_all_rows_at_once_where_their_number_is_known():
+def test_a_gpu_reads_a_known_number_of_rows_at_once():
     for k, expected in ((0, 0), (20, 0), (512, 1)):  # there, temporaries would be too large
         assert loops(lowered("cuda", 1536, 131_072, k)) == expected
 

@@ -93,7 +93,7 @@ class Runner(ModelRunner):
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_a_runner_draws_the_same_tokens_and_hands_their_logprobs_over(greedy):
+def test_a_runner_hands_over_logprobs_of_the_same_tokens(greedy):
     logits = jax.random.normal(jax.random.key(1), (B, V))
     runner, places = Runner(), jnp.arange(B)
     plain = metadata(greedy=greedy, logprobs=False)

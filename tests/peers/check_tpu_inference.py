@@ -126,7 +126,7 @@ def test_their_tests_pass_with_ours_in_place(devices):
     assert done.returncode == 0
 
 
-def test_prompt_logprobs_with_speculation_in_a_step_of_their_runner():
+def test_prompt_logprobs_with_speculation_in_their_runner():
     """`runner_tpu_inference.py`, with stand-ins of its own."""
     command = ["-q", "-p", "tests.peers.runner_stand_ins", "-p", "no:cacheprovider"]
     command += ["--noconftest", "-c", os.devnull, "tests/peers/runner_tpu_inference.py"]

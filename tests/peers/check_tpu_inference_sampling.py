@@ -118,7 +118,7 @@ def of_drawn_tokens(tokens, p):
 
 @pytest.mark.parametrize("temperature", [0.4, 2.5])
 @pytest.mark.parametrize("dense", [False, True])
-def test_drafts_bonus_tokens_and_processed_logits_are_of_one_distribution(temperature, dense):
+def test_drafts_and_processed_logits_have_one_distribution(temperature, dense):
     """The first token of 50,000 requests with a draft each, and of as many without one."""
     number, mesh = 50_000, MESHES[1, 1]
     x = np.random.default_rng(2).normal(0, 2, V).astype(np.float32)

@@ -55,7 +55,7 @@ def test_entropies_and_gradients_are_tunix_s(logits, dtype):
         np.testing.assert_allclose(other.astype(np.float32), one, rtol=loose, atol=loose * scale)
 
 
-def test_rows_without_an_answer_have_no_gradient_and_forbidden_tokens_add_nothing():
+def test_rows_without_an_answer_have_no_gradient():
     logits = jnp.asarray([[0.0, 1.0, -jnp.inf], [0.0, jnp.nan, 1.0]])
     found, gradient = values(mine, logits)
     expected = values(entropy, logits[:1, :2])
@@ -180,7 +180,7 @@ def test_install_reaches_jitted_functions_and_restores():
 
 
 @pytest.mark.skipif(WITH_ENTROPY, reason="no caller asks for logits")
-def test_callers_that_ask_for_logits_get_tunix_s_with_our_logprobs():
+def test_callers_get_tunix_logits_with_our_logprobs():
     (graph, state), named = arguments(qwen(True, jnp.float32))
     expected = per_token(graph, state, **named, return_logits=True)
     with tunix.install(without_logits=True):

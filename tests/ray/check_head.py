@@ -6,7 +6,7 @@ from tests.ray.cluster import check, check_end_of_fleet, cluster_of, fleet, make
 from tests.support.processes import wait_for
 
 
-def test_a_restarted_head_is_an_error_that_says_so_and_the_program_lives_on():
+def test_a_restarted_head_is_an_error_that_says_so():
     with cluster_of(1, 1) as cluster:
         with fleet(2, head_timeout=30.0) as engine:
             wait_for(lambda: len(pids(engine)) == 2)

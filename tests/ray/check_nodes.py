@@ -45,7 +45,7 @@ def local_ids(tokens):
         return ids([record for update in updates for record in update.records])
 
 
-def test_two_nodes_compute_what_one_device_does_whatever_becomes_of_the_follower(cluster):
+def test_two_nodes_compute_what_one_device_does(cluster):
     """A follower is killed, is stopped, and is lost with its node: the replica ends in 5 s each."""
     config = EngineConfig(
         **SMALL, tensor_parallel=2, processes=True, on_worker_loss="restart", resume_lost=True,

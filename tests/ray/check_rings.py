@@ -43,7 +43,7 @@ def made_by(creator):
     return [file.path for file in find_ring_files() if file.creator.pid == creator]
 
 
-def test_a_replica_that_begins_anew_removes_the_rings_of_the_killed_one(cluster):
+def test_a_new_replica_removes_rings_of_the_killed_one(cluster):
     before = rings()
     with fleet() as engine:
         killed = ring_of_another()
@@ -57,7 +57,7 @@ def test_a_replica_that_begins_anew_removes_the_rings_of_the_killed_one(cluster)
     wait_for(lambda: rings() <= before)
 
 
-def test_the_node_of_a_replica_that_never_comes_again_is_tidied_up(cluster):
+def test_the_node_of_a_replica_that_is_gone_is_tidied(cluster):
     before = rings()
     with fleet(on_worker_loss="stop") as engine:
         killed = ring_of_another()

@@ -46,7 +46,7 @@ def in_store(array):
     return False
 
 
-def test_a_reader_that_does_not_read_stops_the_worker_and_not_the_store(cluster):
+def test_an_idle_reader_stops_the_worker_not_the_store(cluster):
     with fleet() as engine:
         running = engine.generate(requests())
         next(running)

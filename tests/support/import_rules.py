@@ -7,7 +7,7 @@ PACKAGES = ("ipc", "pallas_kernels", "jax_specdec")
 
 # What a door's package lets others import: itself, and these.
 DOORS = {
-    "ipc": {"ipc", "ipc.wire", "ipc.doctor"},
+    "ipc": {"ipc", "ipc.wire", "ipc.doctor", "ipc.field_docs"},
     "pallas_kernels": {"pallas_kernels", "pallas_kernels.sampling"},
     "jax_specdec": {
         "jax_specdec.engine", "jax_specdec.export", "jax_specdec.ray",

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from ipc.field_docs import with_field_docs
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model.llama import project
 from jax_specdec.device.model.mtp import mtp_forward
@@ -55,31 +56,54 @@ def draw(
 State = Any  # a pytree that belongs to the drafter
 
 
+@with_field_docs
 class Context(NamedTuple):
-    """What a drafter sees after a step."""
+    """What a drafter sees after a step.
 
-    tokens: Int32[Array, "B T"]  # prompt and emitted tokens
-    lengths: Int32[Array, " B"]  # how many of them are known
-    verified: Verified  # this step's emitted tokens
-    num_drafts: Int32[Array, " B"]  # how many drafts were verified in this step
-    hidden: Float[Array, "B S E"]  # the decoder's hidden states of this step's rows
-    positions: Int32[Array, "B S"]  # the rows' positions; -1 where a row emitted nothing
-    sampling: Sampling  # how each slot draws its drafts
-    limit: Int32[Array, " B"]  # the most drafts that each slot may get now
-    proposes: bool = True  # static; False: all get none, the drafter just takes in the step's rows
-    # For `draw`: what a draft message is to have of each draft.
+    Attributes:
+      tokens: prompt and emitted tokens.
+      lengths: how many of them are known.
+      verified: this step's emitted tokens.
+      num_drafts: how many drafts were verified in this step.
+      hidden: the decoder's hidden states of this step's rows.
+      positions: the rows' positions; -1 where a row emitted nothing.
+      sampling: how each slot draws its drafts.
+      limit: the most drafts that each slot may get now.
+      proposes: static; False: all get none, the drafter just takes in the step's rows.
+      report_drafts: For `draw`: what a draft message is to have of each draft.
+    """
+
+    tokens: Int32[Array, "B T"]
+    lengths: Int32[Array, " B"]
+    verified: Verified
+    num_drafts: Int32[Array, " B"]
+    hidden: Float[Array, "B S E"]
+    positions: Int32[Array, "B S"]
+    sampling: Sampling
+    limit: Int32[Array, " B"]
+    proposes: bool = True
     report_drafts: ReportDrafts | None = None
 
 
+@with_field_docs
 class Chunk(NamedTuple):
-    """A chunk of a slot's prompt that the model has run."""
+    """A chunk of a slot's prompt that the model has run.
 
-    hidden: Float[Array, "P E"]  # the decoder's; position p predicts the next token
-    tokens: Int32[Array, " P"]  # of the chunk
-    next_tokens: Int32[Array, " P"]  # the token after each
-    start: Int32[Array, ""]  # position of the first token
-    num_valid: Int32[Array, ""]  # the rest is padding
-    slot: Int32[Array, ""]  # whose prompt it is
+    Attributes:
+      hidden: the decoder's; position p predicts the next token.
+      tokens: of the chunk.
+      next_tokens: the token after each.
+      start: position of the first token.
+      num_valid: the rest is padding.
+      slot: whose prompt it is.
+    """
+
+    hidden: Float[Array, "P E"]
+    tokens: Int32[Array, " P"]
+    next_tokens: Int32[Array, " P"]
+    start: Int32[Array, ""]
+    num_valid: Int32[Array, ""]
+    slot: Int32[Array, ""]
 
 
 class Drafter(Protocol):

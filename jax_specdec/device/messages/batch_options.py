@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from ipc import wire
+from ipc.field_docs import with_field_docs
 from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.arguments import (
     check_array,
@@ -59,14 +60,23 @@ def words_bucket(num_words: int) -> int:
     return power * 3 // 4 if num_words <= power * 3 // 4 else power
 
 
+@with_field_docs
 class Widths(NamedTuple):
-    """The most that the slots of a batch ask for; a program is compiled for each."""
+    """The most that the slots of a batch ask for; a program is compiled for each.
 
-    k: int | None = None  # the static K, at least every slot's; None: no slot asks for logprobs
-    chosen: int = 0  # C: columns of the table of chosen token ids
-    mode: LogprobsMode = LogprobsMode.RAW  # the costliest of the slots' modes
-    kept: bool = False  # some slot asks for kept sets
-    values: int = 0  # bits of `RowValue` that some slot asks for
+    Attributes:
+      k: the static K, at least every slot's; None: no slot asks for logprobs.
+      chosen: C: columns of the table of chosen token ids.
+      mode: the costliest of the slots' modes.
+      kept: some slot asks for kept sets.
+      values: bits of `RowValue` that some slot asks for.
+    """
+
+    k: int | None = None
+    chosen: int = 0
+    mode: LogprobsMode = LogprobsMode.RAW
+    kept: bool = False
+    values: int = 0
 
     @property
     def num_columns(self) -> int:
@@ -74,19 +84,33 @@ class Widths(NamedTuple):
         return 0 if self.k is None else self.k + 1
 
 
+@with_field_docs
 class BatchOptions(NamedTuple):
-    """What the host knows of each slot when it launches a step."""
+    """What the host knows of each slot when it launches a step.
 
-    generation: UInt32[Array, " B"]  # how often the slot was filled, as the engine counts
-    verdict: Int32[Array, " B"]  # PREEMPTED or RECOVERY_STOP where the slot was evicted, else 0
-    num_columns: Int32[Array, " B"]  # 0 for no logprobs, K + 1 otherwise
-    mode: Int32[Array, " B"]  # LogprobsMode
-    num_chosen: Int32[Array, " B"]  # ids that the request named
-    chosen_ids: Int32[Array, "B C"]  # anything from num_chosen on
-    draft_logprobs: Bool[Array, " B"]  # whether the draft's are wanted too
-    kept: Bool[Array, " B"]  # the kept sets of emitted tokens
-    values: Int32[Array, " B"]  # bits of `RowValue`, of the rows of emitted tokens
-    sampling: Sampling  # how each slot draws
+    Attributes:
+      generation: how often the slot was filled, as the engine counts.
+      verdict: PREEMPTED or RECOVERY_STOP where the slot was evicted, else 0.
+      num_columns: 0 for no logprobs, K + 1 otherwise.
+      mode: LogprobsMode.
+      num_chosen: ids that the request named.
+      chosen_ids: anything from num_chosen on.
+      draft_logprobs: whether the draft's are wanted too.
+      kept: the kept sets of emitted tokens.
+      values: bits of `RowValue`, of the rows of emitted tokens.
+      sampling: how each slot draws.
+    """
+
+    generation: UInt32[Array, " B"]
+    verdict: Int32[Array, " B"]
+    num_columns: Int32[Array, " B"]
+    mode: Int32[Array, " B"]
+    num_chosen: Int32[Array, " B"]
+    chosen_ids: Int32[Array, "B C"]
+    draft_logprobs: Bool[Array, " B"]
+    kept: Bool[Array, " B"]
+    values: Int32[Array, " B"]
+    sampling: Sampling
 
 
 def check_options(options: BatchOptions, widths: Widths, num_slots: int | None) -> None:

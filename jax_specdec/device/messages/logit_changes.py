@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from ipc.field_docs import with_field_docs
 from jax_specdec.device.messages.batch_options import changes_bucket
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.requests import SamplingParams
@@ -53,12 +54,19 @@ class Changes(NamedTuple):
     grammar: GrammarMasks | None = None  # None: no slot has one
 
 
+@with_field_docs
 class RowChanges(NamedTuple):
-    """The changes of each row [B, S, ...], or flat [N, ...], as `verify` takes them."""
+    """The changes of each row [B, S, ...], or flat [N, ...], as `verify` takes them.
 
-    allowed: Int32[Array, "*rows _"] | None  # bit masks; None where no slot forbids an id
-    bias_token_ids: Int32[Array, "*rows I"] | None  # distinct; -1 where there is none
-    bias: Float32[Array, "*rows I"] | None  # None where the tables have no column
+    Attributes:
+      allowed: bit masks; None where no slot forbids an id.
+      bias_token_ids: distinct; -1 where there is none.
+      bias: None where the tables have no column.
+    """
+
+    allowed: Int32[Array, "*rows _"] | None
+    bias_token_ids: Int32[Array, "*rows I"] | None
+    bias: Float32[Array, "*rows I"] | None
 
     def at(self, x: Float32[Array, "R N"], ids: Int32[Array, "R N"]) -> Float32[Array, "R N"]:
         """The changed logits of R rows' tokens, of their own x; the changes are [R, ...]."""

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32, Integer, Shaped, UInt32
 
 from ipc import wire
+from ipc.field_docs import with_field_docs
 from ipc.wire import KEPT_MANY, DeviceCheck, Kind, RowValue, SlotState
 from jax_specdec.device.messages.arguments import check_array, check_size
 from jax_specdec.kept_sets import PaddedKept
@@ -39,19 +40,33 @@ class SlotFields(NamedTuple):
     generation: UInt32[Array, " B"]
 
 
+@with_field_docs
 class Stamp(NamedTuple):
-    """What a message's header says beside the message."""
+    """What a message's header says beside the message.
 
-    step: UInt32[Array | np.ndarray, "2"]  # the number, low and high half
-    process_rank: Integer[Array, ""] | int = 0  # which one sends
-    weights_version: Integer[Array, ""] | int = 0  # of the weights that made the rows
-    digest: Integer[Array, ""] | int = 0  # of what the rows' bits depend on (`model.digest_of`)
+    Attributes:
+      step: the number, low and high half.
+      process_rank: which one sends.
+      weights_version: of the weights that made the rows.
+      digest: of what the rows' bits depend on (`model.digest_of`).
+    """
+
+    step: UInt32[Array | np.ndarray, "2"]
+    process_rank: Integer[Array, ""] | int = 0
+    weights_version: Integer[Array, ""] | int = 0
+    digest: Integer[Array, ""] | int = 0
 
 
+@with_field_docs
 class Rows(NamedTuple):
-    """The tokens that have logprobs, slot after slot: the first `num` of R rows."""
+    """The tokens that have logprobs, slot after slot: the first `num` of R rows.
 
-    flat: Int32[Array, " R"]  # slot * S + position; out of bounds from `num` on
+    Attributes:
+      flat: slot * S + position; out of bounds from `num` on.
+      num: how many there are.
+    """
+
+    flat: Int32[Array, " R"]
     num: Int32[Array, ""]
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from ipc.field_docs import with_field_docs
 from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.arguments import check_array, check_logits, check_type
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_options
@@ -38,8 +39,16 @@ from pallas_kernels.sampling import (
 )
 
 
+@with_field_docs
 class DraftReport(NamedTuple):
-    """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft."""
+    """What a draft message has of drafts: the fields of a `TopkLogprobs`, by slot and draft.
+
+    Attributes:
+      token_ids: the draft, then the top K of the logits that it was drawn from.
+      logprobs: of these.
+      token_ranks: of the draft; 1 is the most likely token.
+      extra_logprobs: of the ids that the slot's request named.
+    """
 
     token_ids: Int32[Array, "B D K1"]
     logprobs: Float32[Array, "B D K1"]

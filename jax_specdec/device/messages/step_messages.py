@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from ipc import wire
+from ipc.field_docs import with_field_docs
 from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.device.messages.arguments import check_array, check_logits, check_type
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_options
@@ -31,25 +32,43 @@ from pallas_kernels import TopkLogprobs
 from pallas_kernels.sampling import Drafts, RowsRead, Truncation, Verified, kept_sets
 
 
+@with_field_docs
 class StepOutput(NamedTuple):
-    """What one step emitted, still on the device."""
+    """What one step emitted, still on the device.
 
-    logits: Float[Array, "B S V"] | Float[Array, "N V"]  # the target's; flat with `row_ids`
-    token_ids: Int32[Array, "B S"]  # those that the step emits
-    num_tokens: Int32[Array, " B"]  # the leading ones, which are sent
-    num_rows: Int32[Array, " B"]  # the leading ones that were emitted, from rows of the target
-    num_drafts: Int32[Array, " B"]  # verified; with a prefill's first token, handed over
-    drafts: Drafts  # verified in this step; `num` counts those that were drawn
-    state: Int32[Array, " B"]  # SlotState
-    running: Bool[Array, ""]  # some slot goes on after this step
-    read: RowsRead | None = None  # of the target's logits, where verifying them left it
-    changed_read: RowsRead | None = None  # and of these with `changes`
-    cut: Truncation | None = None  # of the logits that chose [B, S], as `verify` found it
-    # The logits that chose; None: `logits`.
+    Attributes:
+      logits: the target's; flat with `row_ids`.
+      token_ids: those that the step emits.
+      num_tokens: the leading ones, which are sent.
+      num_rows: the leading ones that were emitted, from rows of the target.
+      num_drafts: verified; with a prefill's first token, handed over.
+      drafts: verified in this step; `num` counts those that were drawn.
+      state: SlotState.
+      running: some slot goes on after this step.
+      read: of the target's logits, where verifying them left it.
+      changed_read: and of these with `changes`.
+      cut: of the logits that chose [B, S], as `verify` found it.
+      changed: The logits that chose; None: `logits`.
+      changes: of `logits`, by which these chose.
+      fates: of the drafts, as `loop.step.fates_of` says.
+      row_ids: of flat logits, as `verify` had them.
+    """
+
+    logits: Float[Array, "B S V"] | Float[Array, "N V"]
+    token_ids: Int32[Array, "B S"]
+    num_tokens: Int32[Array, " B"]
+    num_rows: Int32[Array, " B"]
+    num_drafts: Int32[Array, " B"]
+    drafts: Drafts
+    state: Int32[Array, " B"]
+    running: Bool[Array, ""]
+    read: RowsRead | None = None
+    changed_read: RowsRead | None = None
+    cut: Truncation | None = None
     changed: Float[Array, "B S V"] | Float[Array, "N V"] | None = None
-    changes: RowChanges | None = None  # of `logits`, by which these chose
-    fates: Int32[Array, " B"] | None = None  # of the drafts, as `loop.step.fates_of` says
-    row_ids: Int32[Array, "B S"] | None = None  # of flat logits, as `verify` had them
+    changes: RowChanges | None = None
+    fates: Int32[Array, " B"] | None = None
+    row_ids: Int32[Array, "B S"] | None = None
 
     @property
     def chose(self) -> jax.Array:

@@ -44,7 +44,7 @@ def test_a_difference_from_the_request_is_caught(wrong):
         content.check("t", changed(PART, **WRONG[wrong]), plain, [2], right, drafts=1)
 
 
-def test_fewer_logprobs_are_the_first_of_more_and_without_a_request_there_are_none():
+def test_fewer_logprobs_are_the_first_of_more():
     right, plain = changed(PART), changed(PLAIN)
     k0 = changed(PART, logprobs=[{7: -0.5}, {9: -4.0}], drafts=0)
     content.check("t", k0, plain, [0], right)

@@ -106,7 +106,7 @@ def test_an_error_restores_and_a_second_install_changes_nothing(peer):
         ("peer.gone:logprob", r"No module named 'peer\.gone'"),
     ],
 )
-def test_a_name_that_is_not_there_is_refused_before_anything_changes(peer, name, error):
+def test_a_missing_name_is_refused_before_any_change(peer, name, error):
     theirs = peer.logprob
     with (
         pytest.raises((AttributeError, ImportError), match=error),

@@ -174,7 +174,7 @@ def test_shards_draw_apart_and_a_split_vocabulary_alike():
     assert (drawn[0][:20] != drawn[0][20:]).any()
 
 
-def test_greedy_requests_among_sampled_ones_take_their_best_token():
+def test_greedy_requests_in_a_sampled_batch_stay_greedy():
     rows = np.tile(np.arange(V, dtype=np.float32), (4, 1))
     drafts = np.int32([4, 1, 4, 4])
     for q in (None, np.full((4, V), 0.2, np.float32)):
@@ -218,7 +218,7 @@ def test_logits_that_nobody_reads_or_that_are_greedy_stay():
     np.testing.assert_allclose(logits, 2 * rows, rtol=1e-6)
 
 
-def test_sampled_requests_need_a_key_and_no_drafts_give_bonus_tokens():
+def test_draws_need_a_key_and_no_drafts_give_bonus_tokens():
     none, bonus = np.zeros(0, np.int32), np.int32([3])
     with pytest.raises(ValueError, match="random key must be provided"):
         sampler()(np.int32([1]), np.int32([1]), None, LOGITS[:1], bonus, options([1.0]))

@@ -198,7 +198,7 @@ def test_a_ground_that_is_none(code, said):
     assert found.startswith(said)
 
 
-def test_a_full_disk_and_a_folder_that_cannot_be_written_are_named(tmp_path, capsys, monkeypatch):
+def test_a_full_disk_and_an_unwritable_folder_are_named(tmp_path, capsys, monkeypatch):
     with pytest.raises(OSError, match=rf"{tmp_path} has \d+ MiB left, and a check needs 1099511"):
         check_device_command.run(options(tmp_path), OLD, least_disk=1 << 60)
     (tmp_path / "file").write_text("")

@@ -89,7 +89,7 @@ def test_records_over_scripted_workers(use_engine, tmp_path, capsys):
 
 @pytest.mark.parametrize("width", [13, 20, 80])
 @pytest.mark.parametrize("height", [1, 2, 5, 40])
-def test_the_view_fits_and_shows_the_end_of_a_text_and_its_status(width, height):
+def test_the_view_fits_and_shows_ends_and_status(width, height):
     text = "first\nsecond\t漢字 [bold]\x1b[2J end"
     ids = np.frombuffer(text.encode(), np.uint8)
     record = SimpleNamespace(

@@ -58,9 +58,7 @@ def test_workers_serve_what_the_prompts_ask_for(model, fake):
     assert fake.configs[0].starts_soon
 
 
-def test_a_draft_model_must_have_the_same_tokenizer_and_enough_positions(
-    model, fake, tmp_path, capsys
-):
+def test_a_draft_model_needs_tokenizer_and_positions(model, fake, tmp_path, capsys):
     def refused():
         assert status_of("generate", "--model", model, "--prompt", "a", "--draft-model", small) == 2
         return capsys.readouterr().err

@@ -22,7 +22,7 @@ from tests.support.scene import long_requests
 from tests.support.streaming import StreamingScene
 
 
-def test_lines_have_a_time_and_a_level_and_others_say_warnings_only():
+def test_lines_have_time_and_level_other_loggers_warn_only():
     stream = io.StringIO()
     ours, others = logging.getLogger("jax_specdec.engine"), logging.getLogger("another_package")
     others.setLevel(logging.INFO)
@@ -78,7 +78,7 @@ def test_a_reader_who_has_left_ends_nothing():
         stream.close()
 
 
-def test_the_work_is_told_every_ten_seconds_in_which_there_was_some():
+def test_work_is_logged_every_ten_seconds():
     def line(counts, rate, drafts, accepted):
         share = f"; acceptance {100 * accepted / drafts:.1f} %" if drafts else ""
         return f"{counts}; {rate:.1f} tokens/s{share}"
@@ -103,7 +103,7 @@ def test_the_work_is_told_every_ten_seconds_in_which_there_was_some():
     assert work.line(140.0) == ""  # nothing was done
 
 
-def test_a_stopped_engine_ends_the_listener_and_does_not_wait_for_ever():
+def test_a_stopped_engine_ends_the_listener_in_time():
     now = [0.0]
     health = SimpleNamespace(ready=True)
     engine = SimpleNamespace(failure=None, status=(), num_waiting=0, health=lambda: health)
@@ -151,7 +151,7 @@ def test_a_terminal_shows_it_until_the_first_message(terminal, monkeypatch):
     assert terminal or (count, screen.getvalue()) == (0, "")
 
 
-def test_where_there_is_no_terminal_a_line_says_once_what_is_compiled(monkeypatch):
+def test_without_a_terminal_one_line_says_what_compiles(monkeypatch):
     phases = ["loading 1 of 3", "compiling", "compiling 1 of 8 (step)", "compiling 2 of 8", "idle"]
     look = mock.Mock(side_effect=lambda: [phases[min(look.call_count, 5) - 1]])
     screen = io.StringIO()

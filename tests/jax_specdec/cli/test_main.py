@@ -96,7 +96,7 @@ def tops(*modules):
     return set(output_of(code).split())
 
 
-def test_the_command_line_itself_imports_only_the_standard_library():
+def test_the_command_line_imports_the_standard_library_alone():
     """So Ctrl-C is answered in order from the first moment on: commands are imported behind it."""
     loaded = tops("__main__", "main")
     assert "jax_specdec" in loaded

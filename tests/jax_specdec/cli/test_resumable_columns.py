@@ -73,7 +73,7 @@ def test_the_logprobs_of_prompts_are_columns_too(tmp_path):
     assert len(scored) > 2
 
 
-def test_what_a_crash_left_half_written_is_cut_off_wherever_it_ends(tmp_path):
+def test_what_a_crash_left_half_written_is_cut_off(tmp_path):
     requests = long_requests(4)
     write(tmp_path, requests[:2])
     path = tmp_path / "replica-0.arrows"

@@ -140,7 +140,7 @@ def kill_worker(server):
     return pid
 
 
-def test_an_idle_worker_that_is_killed_is_replaced_without_a_request():
+def test_a_killed_idle_worker_is_replaced():
     with served("--no-grammars", module=SCRIPTED) as server:  # which have a process, too
         pid = kill_worker(server)
         log = ""
@@ -192,7 +192,7 @@ def test_signals_for_all_processes_let_streams_end_whole(number):
     assert log.count("the server has ended") == 1
 
 
-def test_an_engine_that_has_stopped_for_good_ends_the_server_with_a_status():
+def test_an_engine_that_stopped_ends_the_server():
     with served("--max-restarts", "1", "--no-grammars", module=SCRIPTED) as server:
         for _ in range(2):
             kill_worker(server)

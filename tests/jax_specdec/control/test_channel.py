@@ -83,7 +83,7 @@ def connected(listening, peer_of):
     return listening, link, peer
 
 
-def test_commands_that_got_lost_are_sent_again_and_what_was_acknowledged_is_forgotten(connected):
+def test_lost_commands_are_sent_again_until_acknowledged(connected):
     """A connection that broke lost what was under way: the peer says what it has."""
     listening, link, peer = connected
     for n in range(4):
@@ -154,7 +154,7 @@ def test_a_heartbeat_of_any_values_is_a_pulse_or_refused():
         assert taken
 
 
-def test_a_heartbeat_that_is_too_long_is_not_heard_and_the_link_goes_on(connected):
+def test_a_heartbeat_that_is_too_long_is_ignored(connected):
     listening, link, peer = connected
     peer.say(phase=Phase.IDLE, devices=("x" * control.channel.MAX_BEAT_BYTES,))
     hear(listening, link, peer, phase=Phase.STEPPING)
@@ -212,7 +212,7 @@ def test_over_tcp_a_process_without_the_key_is_not_heard(peer_of):
         assert link.heartbeat.phase is Phase.IMPORTING  # the plain one said STARTING
 
 
-def test_a_client_takes_each_command_once_and_asks_for_what_is_missing(listening):
+def test_a_client_takes_commands_once_and_asks_for_gaps(listening):
     link = listening.link()
     client = ControlClient(link.connection, ProcessStats())
     commands = [control.Release(slot=n, generation=1) for n in range(4)]
@@ -260,7 +260,7 @@ def test_heartbeats_tell_what_changes(listening):
     assert (link.heartbeat.progress, str(link.heartbeat)) == (2, "stepping")
 
 
-def test_the_sockets_are_where_only_this_user_can_come_and_are_removed():
+def test_sockets_are_private_and_removed():
     place = WorkDirectory()
     assert not place.listens
     link = place.server.link()

@@ -136,7 +136,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("said", "name", "value", "fine"), NUMBERS)
-def test_what_no_command_can_carry_as_a_number_is_refused_by_name(said, name, value, fine):
+def test_numbers_no_command_can_carry_are_refused_by_name(said, name, value, fine):
     with pytest.raises(RequestError, match=rf"^{name} = .* {said}"):
         SamplingParams(**{name: value})
     for number in (fine, 1):

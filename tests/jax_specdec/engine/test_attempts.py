@@ -66,7 +66,7 @@ def test_requests_that_end_workers_take_no_other_with_them(count, names, options
     assert not any(map(len, scene.engine._workers._restarts))
 
 
-def test_the_requests_of_a_lost_worker_are_cleared_one_after_the_other_and_run_on():
+def test_requests_of_a_lost_worker_are_tried_apart():
     """A worker that was killed by nobody's request: 8 requests, 8 tries of a few steps each."""
     requests = [longer(one, 50) for one in long_requests(9)]
     scene = Scene(num_slots=8, worker=Plain, faults={0: [3]}, **RESTART)

@@ -25,7 +25,7 @@ def test_sizes_are_checked_before_memory_is_taken(field, value):
         ("on_worker_loss", "stop, continue, restart$"),
     ],
 )
-def test_a_choice_that_is_not_known_is_refused_before_a_worker_starts(field, known):
+def test_an_unknown_choice_is_refused_before_a_worker_starts(field, known):
     for value in ("x", "MTP", "fp32"):
         with pytest.raises(ValueError, match=f"^{field} = '{value}' must be one of {known}"):
             EngineConfig(**{"vocab_size": VOCAB, field: value})
@@ -38,7 +38,7 @@ def test_a_draft_model_and_its_drafter_come_together(changes):
     EngineConfig(vocab_size=VOCAB, drafter="model", draft_model="small")
 
 
-def test_requests_that_cannot_be_served_are_refused_before_anything_runs():
+def test_unservable_requests_are_refused_before_anything_runs():
     def refuse(match, *ids, **params):
         asked = Request(id="r", prompt_token_ids=ids, params=SamplingParams(**params))
         with pytest.raises(RequestError, match=match):

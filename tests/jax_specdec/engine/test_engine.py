@@ -145,9 +145,7 @@ def test_weights_change_in_two_workers_while_requests_run(two_workers):
     assert [each.weights_version for each in two_workers.status] == [1, 1]
 
 
-def test_a_worker_that_cannot_start_says_why_whatever_the_current_directory_has(
-    tmp_path, monkeypatch
-):
+def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
     (tmp_path / "queue.py").write_text("raise RuntimeError('the wrong queue')")
     monkeypatch.chdir(tmp_path)
     with (

@@ -69,7 +69,7 @@ def test_the_command_prints_why_workers_were_lost(killed, living, capsys):
     assert printed.count("lost: ") == 2
 
 
-def test_where_nothing_can_be_known_of_processes_nothing_is_removed(killed, monkeypatch):
+def test_nothing_is_removed_where_processes_are_hidden(killed, monkeypatch):
     monkeypatch.setattr(doctor, "main", lambda _: 2)
     assert main.main(["doctor", "--remove"]) == 2
     assert killed.exists()

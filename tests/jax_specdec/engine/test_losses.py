@@ -150,7 +150,7 @@ def test_a_worker_that_has_nothing_to_do_is_not_silent():
     assert scene.engine.status[0].alive
 
 
-def test_each_restart_waits_twice_as_long_as_the_one_before_and_they_come_to_an_end():
+def test_restarts_wait_twice_as_long_each_and_end():
     starts = []
 
     class Noted(Scene):
@@ -181,7 +181,7 @@ def test_losses_count_until_they_are_as_old_as_the_window(waits, goes_on):
             scene.clock.time += seconds
 
 
-def test_a_worker_that_never_takes_requests_is_not_started_for_ever():
+def test_restarts_of_a_worker_that_never_is_ready_end():
     """However long each takes to fail."""
 
     class Broken(ScriptedWorker):

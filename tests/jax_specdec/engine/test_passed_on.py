@@ -94,7 +94,7 @@ def test_requests_that_are_submitted_together_begin_in_one_round():
         assert len(columns_of(queue, requests)) == 40
 
 
-def test_loaded_weights_are_used_when_it_is_said_and_else_forgotten(tmp_path):
+def test_loaded_weights_are_used_on_command_or_forgotten(tmp_path):
     file = tmp_path / "new.safetensors"
     file.write_bytes(b"weights")
     engine, worker = engine_of(SendQueue(list))

@@ -15,6 +15,7 @@ from jax_specdec.control import Admit, Evict
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_session import WorkerSession
 from jax_specdec.records.batch import FinishReason
+from tests.support.pages import python_blocks
 from tests.support.paths import ROOT
 from tests.support.scene import Scene, long_requests, make_requests
 from tests.support.scripted_worker import continuation
@@ -198,11 +199,11 @@ def test_generations_wrap_around_while_slots_are_reused():
 
 
 def test_the_documented_example_runs(monkeypatch, capsys):
-    page = (ROOT / "docs" / "engine.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
     start = functools.partial(Engine, start_worker=Scene(num_prefill_ranks=1).start)
     monkeypatch.setattr("jax_specdec.engine.Engine", start)
-    exec(compile(code, "docs/engine.md", "exec"), {})
+    scope = {}
+    for code in python_blocks(ROOT / "docs/engine.md"):
+        exec(compile(code, "docs/engine.md", "exec"), scope)
     ranks = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0] in "01"]
     assert ranks[0] == "1"
     assert set(ranks[1:]) == {"0"}

@@ -106,7 +106,7 @@ def test_generate_has_the_records_of_its_requests_alone():
 
 
 @pytest.mark.parametrize("num_ranks", [1, MAX_UPDATES_AHEAD + 1])
-def test_a_reader_that_waits_gets_what_came_before_the_engine_waits(num_ranks):
+def test_a_waiting_reader_is_served_before_the_engine_waits(num_ranks):
     """Also where one round brings more than may wait."""
     scene = StreamingScene(num_ranks=num_ranks, num_slots=1)
     updates = scene.engine._streams.generate(long_requests(num_ranks))
@@ -122,7 +122,7 @@ def test_a_reader_that_waits_gets_what_came_before_the_engine_waits(num_ranks):
     scene.engine.close()
 
 
-def test_an_engine_whose_updates_are_not_read_waits_unless_others_read():
+def test_an_engine_nobody_reads_waits_unless_others_read():
     scene = StreamingScene()
     updates = scene.engine._streams.generate(long_requests(2))
     scene.round(MAX_UPDATES_AHEAD + 4)
@@ -159,7 +159,7 @@ def test_a_deadline_ends_a_request_that_runs_or_waits():
     assert scene.streams["stays"].finish_reason is FinishReason.LENGTH
 
 
-def test_a_consumer_that_is_too_slow_is_told_and_nobody_waits_for_it():
+def test_a_slow_consumer_is_told_and_not_waited_for():
     scene = StreamingScene(max_backlog=4)
     scene.submit(request("slow", 60))
     other = scene.submit(request("other", 20))
@@ -194,7 +194,7 @@ def test_closing_ends_what_is_open():
         assert [*scene.streams[name]][-1].finish_reason is FinishReason.ABORT
 
 
-def test_a_lost_worker_stops_every_stream_with_its_last_record_and_the_error():
+def test_a_lost_worker_ends_streams_with_record_and_error():
     scene = StreamingScene(num_slots=1, faults={0: [3]})
     for name in ("runs", "waits"):
         scene.submit(request(name, 50))
@@ -218,7 +218,7 @@ def engine():
         yield made
 
 
-def test_asyncio_tasks_read_side_by_side_and_cancelling_one_ends_its_request(engine):
+def test_cancelling_an_asyncio_task_ends_its_request_alone(engine):
     requests = [request(f"{n}", 20) for n in range(6)]
 
     async def read(one):
@@ -241,7 +241,7 @@ def test_asyncio_tasks_read_side_by_side_and_cancelling_one_ends_its_request(eng
     assert "endless" not in engine.running
 
 
-def test_requests_that_have_ended_are_not_kept_for_their_deadlines():
+def test_ended_requests_do_not_wait_for_their_deadlines():
     scene = StreamingScene(num_slots=1)
     scene.submit(request("r0", 1), deadline=1e6 + 1)
     scene.submit(request("last", 1), priority=1, deadline=1e6)  # before those of all others

@@ -138,7 +138,7 @@ def test_health_where_nothing_can_be_served_or_nobody_listens():
     assert "has not looked at its workers for 30 seconds" in health.problems[0]
 
 
-def test_health_of_workers_that_load_or_have_ended_while_nothing_ran():
+def test_health_of_workers_that_load_or_ended_idle():
     class Loading(ScriptedWorker):
         heartbeat = property(lambda self: replace(super().heartbeat, ready=False))
 

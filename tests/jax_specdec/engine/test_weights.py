@@ -78,7 +78,7 @@ def test_a_worker_that_is_too_slow_is_named(file):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_workers_that_die_at_any_moment_leave_all_with_one_version(seed, file):
+def test_deaths_at_any_moment_leave_one_version_of_weights(seed, file):
     """Random faults, refusals and moments; a model of what the engine must say afterwards."""
     rng = random.Random(seed)
     requests, results = make_requests(10, seed), []
@@ -107,7 +107,7 @@ def test_workers_that_die_at_any_moment_leave_all_with_one_version(seed, file):
         assert versions(scene, request.id) == sorted(versions(scene, request.id))
 
 
-def test_a_successor_starts_with_the_weights_in_use_or_not_at_all(file):
+def test_a_successor_starts_with_the_weights_in_use(file):
     requests, results = make_requests(8, 5), []
     scene = Scene(num_ranks=2, faults={0: [9]}, on_worker_loss="restart", resume_lost=True)
     scene.run(requests, updating(file, (2,), results))

@@ -103,7 +103,7 @@ os._exit(3 + rank)
         ("ring.close(); os._exit(0)", "exited with status 0", False, False),
     ],
 )
-def test_the_report_of_a_lost_worker_helps_a_user_who_never_saw_a_ring(code, how, memory, restart):
+def test_a_lost_workers_report_says_it_without_rings(code, how, memory, restart):
     text = failure_of(code)
     assert how in text
     assert "after 0 messages, before its requests were done\n" in text
@@ -146,7 +146,7 @@ def test_a_message_that_cannot_be_closes_the_requests(code, options, said, monke
     assert said in failure_of(code + "time.sleep(99)", prefill_chunk=4096, **options)
 
 
-def test_all_that_a_lost_worker_printed_stays_in_a_file_that_the_error_names(tmp_path):
+def test_an_error_names_the_file_of_a_lost_workers_output(tmp_path):
     code = r"os.write(2, b'line\n' * 200 + b'x' * 100_000 + b'\ncaf\xe9 is broken\n'); os._exit(3)"
     text = failure_of(code, output_folder=str(tmp_path))
     assert r"caf\xe9 is broken" in text  # whatever its bytes are
@@ -166,7 +166,7 @@ def test_all_that_a_lost_worker_printed_stays_in_a_file_that_the_error_names(tmp
     shutil.rmtree(path.parent)
 
 
-def test_what_a_worker_printed_before_it_took_requests_says_nothing_of_its_end(tmp_path):
+def test_output_before_readiness_is_no_reason_of_the_end(tmp_path):
     """Libraries print what they like while they are imported."""
 
     def start(config, **options):
@@ -201,7 +201,7 @@ def test_an_interrupt_while_a_worker_is_started_leaves_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["watch", "thread"])
-def test_a_worker_that_cannot_be_watched_or_waited_for_is_ended_with_the_reason(fault, monkeypatch):
+def test_a_worker_that_cannot_be_watched_is_ended(fault, monkeypatch):
     started, popen = [], subprocess.Popen
 
     def noted(*args, **options):
@@ -244,7 +244,7 @@ def test_a_stopped_worker_is_found_while_another_one_goes_on():
     assert "no heartbeat came for 2 seconds" in why
 
 
-def test_only_rings_with_a_message_are_read_when_there_are_several():
+def test_of_several_rings_those_with_messages_are_read():
     rings = []
 
     def start(config, *, process_rank, doorbell, **_):

@@ -77,7 +77,7 @@ def test_invalid_rows_minus_infinity_and_no_logprobs():
     assert len(empty.tokens) == len(empty.logprobs) == len(empty.ids) == 0
 
 
-def test_a_response_of_another_server_is_shown_without_what_it_lacks():
+def test_a_response_of_another_server_is_shown():
     choices = [{"message": {"content": text}, "logprobs": None, "finish_reason": reason}
                for text, reason in (("hello", "stop"), ("bye", None))]  # fmt: skip
     (first, second), strings = shown_in(json.dumps({"id": "x", "choices": choices}))
@@ -94,7 +94,7 @@ PROMPT_ROWS = PromptRows(
 
 
 @pytest.mark.parametrize("build", [completion, chat_completion])
-def test_the_tokens_of_a_prompt_come_first_where_their_logprobs_are_known(build):
+def test_a_prompts_tokens_with_logprobs_come_first(build):
     records = two_steps()
     asked = dataclasses.replace(records[0].request, prompt_token_ids=(4, 3, 4))
     response = build(asked, records, TABLE, prompt=PROMPT_ROWS, **MADE)
@@ -185,7 +185,7 @@ def test_columns_arrive_as_they_are():
     assert details["draft_start"].tolist() == [0] * 8
 
 
-def test_the_policy_allows_this_script_and_this_style_and_nothing_outside():
+def test_the_policy_allows_own_script_and_style_alone():
     document = html_page.page(html_page.read([line(two_steps())]), title="x")
     style, _, script, _ = re.findall(r"<(?:style|script).*?>(.*?)</", document, re.DOTALL)
     (policy,) = map(html.unescape, re.findall(r'"(default-src[^"]*)"', document))

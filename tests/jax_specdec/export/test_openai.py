@@ -83,7 +83,7 @@ def test_whole_responses_are_of_the_packages_own_types(whole, type, make):
     assert found.model_dump(mode="json", exclude_unset=True) == json.loads(text)
 
 
-def test_the_logprobs_of_records_one_after_the_other_are_those_of_all():
+def test_logprobs_record_by_record_are_those_of_all():
     records, stream = snowman(), TextStream(TABLE)
     parts = [openai.completion_logprobs([one], TABLE, stream=stream) for one in records]
     for name, values in openai.completion_logprobs(records, TABLE).items():

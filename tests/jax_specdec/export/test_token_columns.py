@@ -162,7 +162,7 @@ def test_every_run_comes_back(tmp_path_factory, runs):
     check(tmp_path_factory.mktemp("columns"), delivered(runs))
 
 
-def test_a_row_of_a_sequence_has_a_list_for_each_column_of_tokens():
+def test_a_sequences_row_has_lists_of_token_columns():
     table = arrow.sequences_table(three_requests())
     found = {name: table[name].to_pylist() for name in table.column_names}
     expected = {

@@ -73,7 +73,7 @@ def test_a_replica_is_replaced_so_many_times_within_the_window(fleet_of, monkeyp
         fleet.check_open()
 
 
-def test_the_end_of_a_fleet_reaches_each_reader_with_its_own_requests(fleet_of):
+def test_a_fleets_end_reaches_readers_with_their_requests(fleet_of):
     fleet, requests, mistake = fleet_of(1), long_requests(5), TypeError("a mistake")
     queues = [ResultQueue(2, 4), ResultQueue(2, 4)]
     stream = Stream(requests[4], lambda *_: None, max_backlog=4)

@@ -40,7 +40,7 @@ def ray(monkeypatch):
     return made
 
 
-def test_a_head_that_lost_its_state_is_a_problem_at_once_and_ray_itself_is_not_asked(ray):
+def test_a_head_without_its_state_is_a_problem_at_once(ray):
     """`ray.nodes()` would end the process there."""
     head = Head(60.0)
     assert (head.nodes(), head.answers, ray.asked) == ([{"NodeID": "n"}], True, 1)
@@ -52,7 +52,7 @@ def test_a_head_that_lost_its_state_is_a_problem_at_once_and_ray_itself_is_not_a
     assert "does not know this node any more" in head.problem()
 
 
-def test_a_head_that_is_silent_is_a_problem_only_after_its_time_and_a_mistake_is_no_silence(ray):
+def test_a_silent_head_is_a_problem_after_its_time(ray):
     patient, strict = Head(60.0), Head(0.0)
     ray.error = RayError("Timed out while waiting for GCS to become available.")
     with pytest.raises(ConnectionError, match="does not answer"):

@@ -30,7 +30,7 @@ def replica(**options):
 @pytest.mark.parametrize(
     ("resume_lost", "expected"), [(True, [REASONS[1:]]), (False, [REASONS[:1], REASONS])]
 )
-def test_an_engine_s_last_words_end_no_request_that_the_fleet_resumes(resume_lost, expected):
+def test_an_engines_end_keeps_requests_the_fleet_resumes(resume_lost, expected):
     """Another replica takes them; a batch that had nothing else is none."""
     ends = [
         ended(QueuedRequest(request=request), reason).batches
@@ -48,14 +48,14 @@ def test_an_engine_s_last_words_end_no_request_that_the_fleet_resumes(resume_los
 
 
 @pytest.mark.parametrize("mistake", [TypeError("a mistake"), ValueError("a mistake")])
-def test_an_engine_that_ends_by_a_mistake_raises_it_to_its_reader(mistake):
+def test_an_engines_mistake_is_raised_to_its_reader(mistake):
     made = replica()
     made._send_queue.fail(mistake)
     with pytest.raises(type(mistake), match="a mistake"):
         list(made.records(0.0))
 
 
-def test_a_request_that_an_engine_refuses_is_no_loss_of_its_replica():
+def test_a_refused_request_is_no_loss_of_the_replica():
     made, errors = replica(), [RequestError("an id outside the vocabulary"), EngineClosed("closed")]
     engine = mock.Mock(**{"submit.side_effect": errors})
     submission = Submission(request=long_requests(1)[0])
@@ -105,7 +105,7 @@ def test_what_nobody_read_comes_in_parts_of_a_bounded_size():
     assert str(error) == "the end"
 
 
-def test_the_engine_waits_where_too_much_waits_and_a_full_batch_does_not():
+def test_an_engine_waits_for_a_backlog_not_for_a_batch():
     queue, size, count = expecting(1), MAX_BATCH_BYTES, 40
     most = MAX_WAITING_BYTES // size + 1  # the last one that was let in
     engine = threading.Thread(
@@ -122,7 +122,7 @@ def test_the_engine_waits_where_too_much_waits_and_a_full_batch_does_not():
     assert found == list(range(count))
 
 
-def test_whoever_is_done_with_a_reader_hears_nothing_that_came_before():
+def test_a_new_reader_hears_nothing_of_before():
     queue = SendQueue(list)
     queue.take(numbered(0, 1))
     earlier = queue.read(0.0)
@@ -189,7 +189,7 @@ def test_a_reader_that_is_busy_gets_fewer_and_larger_batches():
     assert next(reading) == [6]
 
 
-def test_an_engine_behind_its_worker_makes_fewer_and_larger_batches():
+def test_an_engine_that_is_behind_makes_larger_batches():
     queue = expecting(1)
     thread, parts = reader_of(queue, 0.2)
     queue.take(numbered(0, 1))
@@ -214,7 +214,7 @@ def test_behind_rows_that_a_mistake_has_lost_none_come():
     assert [type(error) for error in queue.read(0.0)] == [ZeroDivisionError]
 
 
-def test_what_comes_while_a_queue_closes_is_made_by_nobody_but_a_reader():
+def test_a_closing_queue_leaves_batches_to_its_reader():
     """An engine ends its requests then, and goes on to end its workers."""
     queue = SendQueue(lambda _: pytest.fail("it was made"))
     thread, parts = reader_of(queue, 0.0)

@@ -56,7 +56,7 @@ GONE = {"ActorDiedError", "ActorUnavailableError", *errors_module._LOST} - {"Get
         *(("batch", error, True) for error in (BatchError("it contradicts"), "RayActorError")),
     ],
 )
-def test_a_mistake_at_a_replica_ends_the_fleet_and_a_loss_does_not(
+def test_a_replicas_mistake_ends_the_fleet_a_loss_does_not(
     ray, member, call, error, is_lost, caplog
 ):
     """Where it begins, and where a batch of it is read."""
@@ -66,7 +66,7 @@ def test_a_mistake_at_a_replica_ends_the_fleet_and_a_loss_does_not(
     assert ("the fleet ends: a mistake at replica 0" in caplog.text) != is_lost
 
 
-def test_a_mistake_where_requests_arrive_is_raised_and_a_gone_actor_is_ended(ray, member):
+def test_a_mistake_on_arrival_is_raised_a_gone_actor_ended(ray, member):
     ray.answers["submit"] = ray.RayActorError("gone")
     for member.ready in (False, True):  # where it is not ready, its loss is known
         member.submit(["a request"])
@@ -97,7 +97,7 @@ def test_calls_that_a_lost_replica_left_do_not_end_the_next_one(ray, member):
             assert ray.killed == killed
 
 
-def test_a_call_that_is_made_while_the_watch_looks_is_looked_at_later(ray, member):
+def test_a_call_made_during_a_look_is_looked_at_later(ray, member):
     """As it may, at any moment: while a call is made, and before its outcome is known."""
     waited, calls = [], iter(("first", "second"))
 
@@ -127,7 +127,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_a_mistake_in_a_call_is_raised_and_an_actor_that_is_gone_is_not(ray, member, method):
+def test_a_calls_mistake_is_raised_a_gone_actor_is_not(ray, member, method):
     member.ready = True
     ray.answers[method] = ray.NodeDiedError("gone")
     CALLS[method](member)

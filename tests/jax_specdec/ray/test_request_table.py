@@ -87,7 +87,7 @@ def test_a_batch_that_skips_tokens_or_comes_twice_is_refused():
 
 
 @pytest.mark.parametrize("start", [0, 11])
-def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused(start):
+def test_lost_and_double_prompt_rows_are_refused(start):
     asked = {"logprobs": 0, "prompt_logprobs": 2, "extra_token_ids": (4, 9)}
     asked["prompt_logprobs_start"] = start
     scored = request_of("s", (*range(32), *[1] * 20), max_tokens=3, **asked)
@@ -114,7 +114,7 @@ def test_rows_of_a_prompt_that_were_lost_or_come_twice_are_refused(start):
     check([scored], batches)
 
 
-def test_requests_that_are_not_resumed_end_and_so_do_those_tried_too_often():
+def test_requests_not_resumed_or_tried_too_often_end():
     table = table_of(0, requests=long_requests(3))
     assert len(table.assigned()[0]) == 3
     ends = table.lose(0, number=1, resume=False, max_attempts=9)

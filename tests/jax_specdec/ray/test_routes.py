@@ -24,7 +24,7 @@ def test_the_replica_with_most_free_slots_gets_it():
     assert [send(found, (n, n)) for n in range(9)] == [1, 2, 1, 0, 2, 1, 0, 2, 1]
 
 
-def test_without_free_slots_the_fewest_tokens_count_and_then_nobody_gets_it():
+def test_without_free_slots_the_fewest_tokens_count():
     found = made(1, 1)
     assert send(found, (1, 1), tokens=50) == 0
     assert send(found, (2, 2), tokens=5) == 1
@@ -35,7 +35,7 @@ def test_without_free_slots_the_fewest_tokens_count_and_then_nobody_gets_it():
     assert send(found, (5, 5)) == 1
 
 
-def test_a_prompt_goes_where_its_beginning_was_sent_while_there_are_free_slots():
+def test_a_prompt_follows_its_beginning_to_a_free_slot():
     found = made(2, 4, chunk=2)
     assert send(found, (9, 9, 9, 9, 1)) == 1
     found.end(1, 10)

@@ -52,7 +52,7 @@ def test_drafts_that_were_never_asked_for_cost_nothing(count, drafts):
 
 
 @pytest.mark.parametrize("kind", [Kind.TARGET, Kind.DRAFT])
-def test_more_drafts_than_the_worker_was_told_to_propose_are_refused(kind):
+def test_more_drafts_than_were_to_be_proposed_are_refused(kind):
     state = served(2, num_drafts=3)
     said = [
         SlotContents(generation=1, token_ids=[5] * (n if kind is Kind.DRAFT else 3), num_drafts=n)

@@ -118,7 +118,7 @@ def test_a_wrong_value_is_named(word, value, complaint):
     (Kind.TARGET, tokens(*[5] * 65), "65 kept rows make 208 words; the message has 78"),
     *((kind, silent(), "kept = 1 cannot be") for kind in (Kind.DRAFT, Kind.PROMPT)),
 ])  # fmt: skip
-def test_only_a_target_message_with_room_for_counts_has_kept_sets(kind, slot, complaint):
+def test_only_target_messages_have_kept_sets(kind, slot, complaint):
     data = np.frombuffer(encode(kind, 0, [slot]), np.uint32).copy()
     decode(data)
     data[wire.HEADER_WORDS] |= 1 << 15
@@ -143,7 +143,7 @@ def test_no_kept_sets_cost_more_than_their_bytes_allow(ids):
     assert memory <= allowed_memory(data, state)
 
 
-def test_sets_that_were_not_asked_for_are_refused_and_missing_ones_too():
+def test_unrequested_and_missing_sets_are_refused():
     with pytest.raises(ProcessorError, match=r"asked for kept sets; .* has none"):
         step(admitted(kept_token_ids=True), target(0, tokens(5)))
     with pytest.raises(ProcessorError, match=r"asked for no kept sets; .* has some"):

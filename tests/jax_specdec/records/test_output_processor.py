@@ -32,7 +32,7 @@ def both_drafts(n):
     return draft(n, drafts(1, 2), drafts(3, 4))
 
 
-def test_the_arrays_of_a_record_are_read_only_views_of_the_message():
+def test_a_records_arrays_are_read_only_views():
     """One slot of many widths each, so that no slot has another's columns."""
     widths = [(None, 0), (0, 0), (20, 0), (1, 3), (128, 128), (None, 0), (5, 1)]
     state, slots = ProcessorState.empty(len(widths)), []
@@ -56,7 +56,7 @@ def test_the_arrays_of_a_record_are_read_only_views_of_the_message():
             assert not array.flags.writeable
 
 
-def test_nothing_before_a_requests_first_token_is_part_of_a_stop_sequence():
+def test_stop_sequences_begin_at_the_first_token():
     _, ((record,),) = run(admitted(stop_sequences=((0, 5),)), target(0, tokens(5)))
     assert record.finish_reason is None
 

@@ -143,7 +143,7 @@ def test_a_client_that_only_reads_gets_its_answer(version, stream, waiting):
         assert json.loads(body)["usage"]["completion_tokens"] == 3
 
 
-def test_pipelined_requests_of_a_client_that_only_reads_are_answered(server):
+def test_pipelined_requests_are_answered(server):
     address, data = urlsplit(server.url), b""
     with socket.create_connection((address.hostname, address.port), 30) as link:
         link.sendall(asked(b"1.1") + HEALTH + HEALTH)

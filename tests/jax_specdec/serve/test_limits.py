@@ -161,7 +161,7 @@ def test_strangers_are_refused_before_their_body(keyed):
             pytest.fail("it is taken for ever")
 
 
-def test_a_refused_body_that_is_sent_whole_does_not_end_the_connection(keyed):
+def test_a_refused_body_does_not_end_the_connection(keyed):
     with connected(keyed, of_body(BODY)) as link:
         assert status(received(link, is_answer)) == 401
         link.sendall(of_body(BODY, b"authorization: Bearer secret\r\n"))
@@ -193,7 +193,7 @@ def test_a_connection_is_refused_where_all_others_are_answered():
         server.workers[0].allowed.release(1000)
 
 
-def test_bodies_together_are_bounded_and_the_one_that_came_for_longest_makes_room():
+def test_bodies_are_bounded_and_the_slowest_makes_room():
     bounds = Bounds(max_body=1000, client_timeout=FOR_EVER)
     with serving(bounds=bounds) as server, contextlib.ExitStack() as open_:
         part, bodies = of_size(950), server.service._bodies
@@ -225,7 +225,7 @@ class SeenEncoder(Encoder):
         return super().encode(text)
 
 
-def test_large_bodies_are_read_outside_the_event_loop_one_after_the_other():
+def test_large_bodies_are_read_outside_the_event_loop():
     seen = dataclasses.replace(MODEL, encoder=SeenEncoder())
     with serving(model=seen) as server:
         answers = [server.ask_later(**BODY, user="x" * (2 * PART)) for _ in range(8)]
@@ -256,7 +256,7 @@ def test_a_reader_who_does_not_read_loses_its_place(narrow, stream):
     until(lambda: not narrow.engine.running)
 
 
-def test_a_reader_who_leaves_a_small_rest_unread_loses_its_connection(narrow):
+def test_a_reader_who_leaves_a_rest_loses_its_connection(narrow):
     """Less than what a transport keeps without complaint."""
     assert len(narrow.http.get("/openapi.json").content) < 1 << 16
     with connected(narrow, HEALTH.replace(b"health", b"openapi.json"), receive_buffer=4096):
@@ -278,7 +278,7 @@ def test_a_reader_who_reads_slowly_keeps_its_place():
         assert len(data) > 10 * PART
 
 
-def test_one_request_may_not_ask_for_too_many_logprobs_of_prompts():
+def test_logprobs_of_prompts_are_bounded_a_request():
     prompt, said = "a" * 60, "a request may ask for 360 (--max-prompt-logprobs)"
     with serving(bounds=Bounds(max_prompt_logprobs=360)) as server:
         for asked, expected in (
@@ -317,7 +317,7 @@ def test_only_the_servers_own_names_are_served():
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(0.0, [1, 2, 3, 4, 4, 4]), (FOR_EVER, [2, 4, 4, 4, 4, 4])]
 )
-def test_connections_read_in_turns_between_which_answers_are_sent(seconds, expected):
+def test_connections_read_in_turns_and_answers_go_between(seconds, expected):
     seen, rounds = [], []
 
     def read(number):

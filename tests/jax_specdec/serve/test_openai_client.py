@@ -107,14 +107,14 @@ def test_a_chat_completion_whole_and_streamed(client):
     assert choices[-1].finish_reason == choice.finish_reason
 
 
-def test_without_max_tokens_a_chat_goes_on_to_the_end_of_its_slot(client):
+def test_without_max_tokens_a_chat_fills_its_slot(client):
     extra = {"ignore_eos": True, "return_token_ids": True}
     answer = chat(client, max_tokens=None, extra_body=extra)
     assert answer.usage.total_tokens == MODEL.max_length
     assert answer.choices[0].token_ids == expected(max_tokens=55, stop_ids=())[0]
 
 
-def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(client):
+def test_choices_are_numbered_prompt_by_prompt(client):
     prompts = ["one", "two"]
     texts = dict(enumerate(expected(encode(one))[2] for one in prompts for _ in range(2)))
     answer = complete(client, prompt=prompts, n=2)
@@ -158,7 +158,7 @@ def test_a_stop_string_ends_no_text_before_min_tokens(client):
             assert found.text == text[:at]
 
 
-def test_a_stop_string_cuts_text_and_logprobs_and_ends_the_request():
+def test_a_stop_string_cuts_text_and_logprobs():
     tokens, logprobs, text = expected(max_tokens=50, stop_ids=())
     assert len(tokens) > http_server.StallingWorker.MOST  # so nothing but the stop string ends it
     stop = text[5:8]

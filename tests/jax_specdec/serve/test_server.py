@@ -223,7 +223,7 @@ def test_wrong_messages_are_named(server, changes, said):
     assert said in error(server.ask("chat/completions", **body), 400)["message"]
 
 
-def test_the_beginning_of_a_value_is_shown_and_the_rest_is_not_written():
+def test_errors_show_the_beginning_of_a_value():
     class Counted(list):
         def __iter__(self):
             for item in super().__iter__():
@@ -305,7 +305,7 @@ def test_clients_that_leave_end_their_requests(caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_client_that_leaves_before_its_stream_begins_ends_its_request():
+def test_a_client_that_leaves_early_ends_its_request():
     asked = {"type": "http.request", "body": json.dumps(BODY | {"stream": True}).encode()}
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
              "headers": [(b"content-type", b"application/json")],
@@ -324,7 +324,7 @@ def test_a_client_that_leaves_before_its_stream_begins_ends_its_request():
 
 
 @pytest.mark.parametrize("key", ["", "secret"])
-def test_a_stopped_engine_answers_errors_and_strangers_see_no_reason(key):
+def test_a_stopped_engine_hides_its_reason_from_strangers(key):
     """It may have paths and tracebacks: the log has it, and who knows the key."""
     with serving(api_key=key) as server:
         known = {"authorization": f"Bearer {key or 'any'}"}

@@ -162,7 +162,7 @@ def test_objects_that_others_add_to_stay_open(name):
     assert may_call(parameters, arguments)
 
 
-def test_a_schema_that_refers_to_itself_often_is_looked_through_once():
+def test_a_recursive_schema_is_looked_through_once():
     """Each definition names the next one twice: 2 ** 60 ways."""
     definitions = {
         f"D{n}": of(a={"$ref": f"#/$defs/D{n + 1}"}, b={"$ref": f"#/$defs/D{n + 1}"})

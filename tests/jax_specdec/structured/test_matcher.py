@@ -27,7 +27,7 @@ def filled(matcher, drafts, rows=None):
     return [set(np.flatnonzero(row).tolist()) for row in bits], legal
 
 
-def test_masks_along_drafts_are_those_of_all_words_and_leave_the_text_where_it_was():
+def test_masks_along_drafts_leave_the_text_where_it_was():
     """At every place of some words: drafts that are right, wrong at each place, or end early."""
     every = {*range(VOCAB)}
     for word in WORDS[::29]:

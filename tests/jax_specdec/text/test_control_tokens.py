@@ -138,7 +138,7 @@ def test_marks_are_none_of_the_texts_own_letters():
     assert ours.table().decode(ours.encode_chat(users(text))) == text
 
 
-def test_messages_with_every_letter_that_could_be_a_mark_are_refused():
+def test_messages_without_a_free_letter_are_refused():
     ours = tokenizer_of("qwen", "{{ messages[0].content }}")
     for every in (
         map(chr, range(0xA000, 0xA48D)),
@@ -176,7 +176,7 @@ def test_added_tokens_that_the_template_writes_are_its_own():
     assert tokenizer_of("qwen", templates.CHATML).encode_chat(users("<tool_call>")).count(id) == 1
 
 
-def test_texts_that_become_a_token_once_they_are_normalized_are_text(tmp_path):
+def test_texts_normalized_to_a_token_stay_text(tmp_path):
     made = KINDS["qwen"]()
     made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     made.add_special_tokens([AddedToken("<end>", special=True, normalized=True)])

@@ -217,7 +217,7 @@ def test_float32_decides_less_than_one_draw_in_100_000():
 
 
 @pytest.mark.slow
-def test_a_row_whose_kept_tokens_are_in_many_groups_draws_the_same():
+def test_kept_tokens_in_many_groups_draw_the_same():
     """Groups are summed again a few at a time, here two: as often as the kept tokens need."""
     target, draft = map(jnp.asarray, rows())
     without = jnp.zeros(SLOTS, jnp.int32)

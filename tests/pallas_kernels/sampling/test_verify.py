@@ -230,7 +230,7 @@ def test_certain_drafts_change_no_token(right, num, seed):
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "nothing"])
-def test_a_sampled_slot_stops_at_an_invalid_row_with_its_greedy_token(bad):
+def test_a_sampled_slot_ends_greedily_at_an_invalid_row(bad):
     """An invalid row has no distribution to draw from, whatever the seed."""
     count, vocab = 64, 5
     logits = np.full((count, 3, vocab), -np.inf, np.float32)

@@ -92,7 +92,7 @@ def test_a_text_goes_on_elsewhere_in_its_grammar():
         assert tokens_of(local.decode_evicted(item, places)) == ids
 
 
-def test_certain_drafts_that_are_forbidden_are_not_proposed_and_drawn_ones_are_rejected():
+def test_forbidden_drafts_are_not_proposed_or_are_rejected():
     """No draft of the suffix drafter is rejected for the grammar: all that are left may come."""
     cut = rejected = 0
     for name in ("suffix", "mtp"):

@@ -44,7 +44,7 @@ def test_logprobs_that_take_what_verification_has_read(monkeypatch):
     in_mode.check_records(result, items)
 
 
-def test_a_failed_check_on_the_device_raises_in_the_worker_and_nothing_is_sent():
+def test_a_failed_check_raises_and_sends_nothing():
     def distort(output):
         return output._replace(token_ids=output.token_ids.at[0, 0].set(VOCAB))
 
@@ -69,7 +69,7 @@ def test_greedy_ids_across_batch_shapes_agree_up_to_a_near_tie():
     assert compared > 40
 
 
-def test_a_stop_token_ends_a_request_and_frees_its_slot_on_the_device():
+def test_a_stop_token_frees_its_slot_on_the_device():
     plain = mixed_requests()[5]
     emitted = run([plain], "none").token_ids(plain.id)
     stop = emitted[len(emitted) // 2]
@@ -188,7 +188,7 @@ class TooWide(NoDrafter):
 
 
 @pytest.mark.parametrize("prefill_only", [False, True])
-def test_proposals_wider_than_a_slot_are_refused_where_they_are_made(prefill_only):
+def test_proposals_wider_than_a_slot_are_refused(prefill_only):
     params, model = random_model()
 
     def shape(drafter):

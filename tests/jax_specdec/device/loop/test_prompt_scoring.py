@@ -134,7 +134,7 @@ def test_each_row_has_the_logprobs_of_its_own_ids(mode, start, width):
     assert all(r.chosen_logprobs.shape[1] == 1 for r in records if r.num_tokens)
 
 
-def test_what_stands_before_the_start_comes_from_the_prefix_cache():
+def test_rows_before_the_start_come_from_the_prefix_cache():
     """Whole chunks of it: of a request before, and for one after; no row has other bits."""
     prompt, start = list(prompts()[0].prompt_token_ids), 30
     params = {"max_tokens": 2, "prompt_logprobs": 5}
@@ -153,7 +153,7 @@ def test_what_stands_before_the_start_comes_from_the_prefix_cache():
 
 
 @pytest.mark.parametrize("chunk", RUNS)
-def test_prompt_messages_precede_their_step_and_speak_of_one_slot(chunk):
+def test_prompt_messages_precede_their_step(chunk):
     steps = [m.step for m in by_chunk(chunk) if m.kind is Kind.TARGET]
     assert steps == list(range(len(steps)))
     following, names = 0, ("state", "columns", "mode", "num_chosen", "generation")
@@ -180,7 +180,7 @@ def test_a_prompt_of_one_token_has_no_message():
 
 
 @pytest.mark.parametrize("start", [0, 5])
-def test_a_prompt_that_is_preempted_is_run_again_and_delivered_once(start):
+def test_a_preempted_prompt_is_delivered_once(start):
     """From the worker through the engine's processor, with an eviction between two chunks."""
     local, item = Local("none", chunk=12), prompts()[0]
     item = dataclasses.replace(

@@ -108,7 +108,7 @@ def test_no_batch_chunk_drafter_or_prefix_changes_a_bit():
 
 
 @pytest.mark.parametrize("how", [BASE, ALONE], ids=["in company", "alone"])
-def test_a_prompt_scored_from_a_start_on_has_the_bits_of_all_of_it(how):
+def test_a_prompt_scored_in_part_has_the_same_bits(how):
     asked = requests(scored=tuple(LogprobsMode))
     every = decoding.run(asked, model=tiny(), max_length=T, **BASE).records
     run = decoding.run([*map(started, asked)], model=tiny(), max_length=T, **how).records

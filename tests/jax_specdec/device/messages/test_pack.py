@@ -254,7 +254,7 @@ def test_all_rows_of_the_widest_slot_are_sent():
     assert wire.SLOT["num_rows"].get(words[wire.HEADER_WORDS :]) == MOST
 
 
-def test_what_no_message_has_room_for_is_refused_while_it_is_traced():
+def test_what_no_message_has_room_for_is_refused_in_tracing():
     for wrong, message in (
         ({"num_positions": MOST + 1}, r"num_positions = 65536 .*0 to 65535"),
         ({"rank": 2**32}, "process_rank = 4294967296"),

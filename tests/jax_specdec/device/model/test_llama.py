@@ -179,7 +179,7 @@ def test_shares_of_experts_by_hand():
     np.testing.assert_array_equal(np.asarray(shares(3, False))[1] > 0, [True, True, False, True])
 
 
-def test_an_overflow_in_an_expert_that_was_not_chosen_stays_there():
+def test_an_overflow_in_an_unused_expert_stays_there():
     config = SHAPES["experts"]
     layer = jax.tree.map(lambda leaf: leaf[0], params_of(config).layers)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 4, config.hidden_size)), jnp.float32)

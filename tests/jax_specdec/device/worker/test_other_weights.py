@@ -168,7 +168,7 @@ def test_a_prompt_is_not_taken_over_from_caches_of_older_weights():
     assert local.versions(second) == {1}
 
 
-def test_a_slot_that_was_freed_and_one_that_is_evicted_stay_as_they_are():
+def test_freed_and_evicted_slots_stay_as_they_are():
     local = Updating(*requests()[:2])
     local.advance(4)
     local.rank.evict("greedy", reschedule=True)
@@ -181,7 +181,7 @@ def test_a_slot_that_was_freed_and_one_that_is_evicted_stay_as_they_are():
     assert {r.weights_version for r in local.records["sampled"]} == {0}
 
 
-def test_drafts_that_were_handed_over_outlive_an_update_until_they_are_verified():
+def test_handed_over_drafts_outlive_an_update():
     local, item = Updating(), requests()[0]
     local.admit(item, draft_token_ids=(1, 2))
     local.update(1)

@@ -167,7 +167,7 @@ def follow(actions, chunk):
 @pytest.mark.fast
 @settings(max_examples=300)
 @given(ACTIONS, st.integers(1, 5))
-def test_what_is_said_to_be_held_is_there_and_nothing_more_could_be_had(actions, chunk):
+def test_the_cache_holds_what_it_says_and_the_most(actions, chunk):
     follow(actions, chunk)
 
 

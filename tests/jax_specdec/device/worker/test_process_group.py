@@ -86,7 +86,7 @@ def check_rings(engine):
 
 
 @pytest.mark.slow
-def test_a_prefill_group_and_a_decode_group_give_one_stream_until_a_lead_is_killed(weights):
+def test_prefill_and_decode_groups_give_one_stream(weights):
     """The ids are those of one process on one device, the logprobs too, up to rounding."""
     items, ranks = requests(9), {}
     expected = decoding.run(items, "ngram")

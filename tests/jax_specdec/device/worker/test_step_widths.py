@@ -67,7 +67,7 @@ def test_a_text_is_drafted_for_while_its_drafts_come_right():
 
 
 @pytest.mark.fast
-def test_a_new_request_has_estimates_of_its_own_and_absent_programs_are_not_chosen():
+def test_new_requests_have_estimates_of_their_own():
     widths = StepWidths(D, certain=True)
     after(widths, [wrong], 200)
     assert widths._text(0, 7).after_wrong < widths._text(0, 8).after_wrong
@@ -147,7 +147,7 @@ def test_a_step_with_a_prompt_tells_no_time():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("drawn", "fates"), [(False, [2, ~0, ~1]), (True, [1, ~0, 1])])
-def test_drafts_behind_the_verified_ones_tell_their_fate_if_they_are_certain(drawn, fates):
+def test_certain_drafts_behind_verified_ones_tell_their_fate(drawn, fates):
     """Two tokens of a step with one draft: both were foretold, neither, the first alone."""
     drafts = Drafts.none(3, D, VOCAB) if drawn else NgramDrafter(D).init(3, 9)[0]
     drafts = drafts._replace(token_ids=jnp.full((3, D), 4), num=jnp.full(3, D))

@@ -93,7 +93,7 @@ def watched():
     return Watched()
 
 
-def test_a_step_is_launched_and_its_copy_started_before_the_last_one_is_read(watched):
+def test_a_step_is_launched_before_the_last_one_is_read(watched):
     watched.admit(0, 1, max_tokens=9)
     for _ in range(3):
         watched.worker.advance()
@@ -106,7 +106,7 @@ def test_a_step_is_launched_and_its_copy_started_before_the_last_one_is_read(wat
     ]  # fmt: skip
 
 
-def test_a_copy_holds_its_message_and_little_more_than_the_slots_can_fill(watched):
+def test_a_copy_is_little_larger_than_its_message(watched):
     watched.admit(0, 1, max_tokens=12)
     watched.admit(1, 1, max_tokens=5, logprobs=20)
     watched.admit(2, 1, np.arange(3 * CHUNK), max_tokens=7, logprobs=2)
@@ -155,7 +155,7 @@ def test_batches_of_changing_size_do_not_compile_again(watched):
         assert names == ["jit(<lambda>)"]
 
 
-def test_a_release_in_time_stops_its_request_alone_and_a_late_one_nothing(watched):
+def test_a_release_stops_its_request_alone_or_nothing(watched):
     watched.admit(0, 1, max_tokens=20)
     watched.admit(1, 1, max_tokens=8)
     watched.worker.advance()

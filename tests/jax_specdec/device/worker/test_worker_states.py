@@ -49,7 +49,7 @@ def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
     assert sum(record.num_tokens for record in records) == 3
 
 
-def test_evictions_during_prefill_of_an_ended_and_of_an_older_request():
+def test_evictions_in_prefill_and_of_ended_requests():
     local = Local("ngram")
     local.admit(request("long", np.arange(60) % VOCAB, max_tokens=5))
     local.admit(request("short", [1, 2], max_tokens=2))
@@ -102,7 +102,7 @@ def test_handed_over_drafts_are_certain_whatever_the_sampling(temperature):
 
 
 @pytest.mark.fast
-def test_no_more_drafts_are_taken_over_than_the_first_step_can_verify():
+def test_drafts_taken_over_fit_the_first_step():
     def taken(drafts, length=96, **params):
         found = admission(request("r", [1, 2], **params), length, 3, drafts)
         return found.draft_token_ids.tolist()
@@ -120,7 +120,7 @@ def test_no_more_drafts_are_taken_over_than_the_first_step_can_verify():
 
 
 @pytest.mark.parametrize("prefill_only", [False, True])
-def test_a_rank_that_publishes_nothing_takes_every_step_and_clears_the_same(prefill_only):
+def test_a_silent_rank_takes_every_step(prefill_only):
     """The seed system returned early on such ranks, and left preempted flags behind."""
     random = np.random.default_rng(5)
     speaking, silent = both = [
