@@ -111,8 +111,9 @@ def run(
     for names in list(report.todo()):
         run_pieces(program, names, report, begin + 60 * minutes)
     report.save()
+    status = conclude(report)
     keep(report, options.keep, proved_kernels.file())
-    return conclude(report)
+    return status
 
 
 def keep(report: Report, wanted: bool, path: Path) -> None:

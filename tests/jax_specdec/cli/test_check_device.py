@@ -305,6 +305,23 @@ def test_a_failure_takes_an_entry_away_and_others_stay(report, tmp_path):
         assert proved_kernels.read(path) == []
 
 
+def test_verdicts_are_said_where_nothing_can_be_kept(tmp_path, capsys, monkeypatch):
+    """A home that cannot be written costs the entries, not what was found."""
+
+    def run_pieces(_, names, report, *__):
+        for name in names:
+            report.add(name, {"ok": True, "seconds": 0.1, "figures": None})
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(check_device_command, "_ground", lambda *_: GROUND)
+    monkeypatch.setattr(check_device_command, "run_pieces", run_pieces)
+    monkeypatch.setattr(proved_kernels, "file", lambda: tmp_path / "file" / proved_kernels.NAME)
+    assert main(["check-device", "--keep", "--output", str(tmp_path / "report")]) == 2
+    said = capsys.readouterr()
+    assert "2 of 2 kernels pass" in said.out
+    assert str(tmp_path / "file") in said.err
+
+
 def test_a_rehearsal_is_not_kept(capsys):
     assert main(["check-device", "--keep", "--rehearse"]) == 2
     assert "a rehearsal proves nothing" in capsys.readouterr().err
