@@ -1,5 +1,6 @@
 """`jax-specdec check-device`: what hangs, dies or fails is named; a run goes on where it ended."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -133,6 +134,25 @@ def test_a_run_goes_on_and_tries_failures_last(report):
     assert work(again, "a=pass") == 0
 
 
+def test_what_full_found_counts_without_it(report):
+    """A failure of such a piece keeps its kernels out of the defaults, and is tried again."""
+    every = {"rows": [*GROUND["pieces"]["rows"], "rows: d", "rows: e"], "draws": ["draws: a"]}
+    work(Report(report.folder, GROUND | {"pieces": every}, []), "d=fail", only="d")
+    few = GROUND | {"pieces": copy.deepcopy(GROUND["pieces"]), "full": every}
+    again = Report(report.folder, few, [])
+    again.resume()
+    assert again.ground["pieces"]["rows"] == [*GROUND["pieces"]["rows"], "rows: d"]
+    assert [names for names in again.todo() if names][-1] == ["rows: d"]
+    work(again, "d=fail")
+    assert again.failed == ["rows: d"]
+    assert again.jobs() == ({"draw"}, {"rows"})
+    work(again, "d=pass")
+    assert again.jobs() == ({"draw", "rows"}, set())
+    other = Report(report.folder, GROUND | {"pieces": copy.deepcopy(GROUND["pieces"])}, [])
+    other.resume()  # of a release that has no such piece
+    assert "rows: d" not in other.pieces
+
+
 def test_times_and_what_is_not_there_are_on_the_page(report, capsys):
     """Another library that fails is no failure of the kernels."""
     figures = {
@@ -172,6 +192,24 @@ def options(folder, rehearse=False):
     return SimpleNamespace(
         output=folder, minutes=None, full=False, rehearse=rehearse, afresh=False, keep=False
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "least", "most"),
+    [({}, 530, 540), ({"minutes": 0.0}, -10, 0), ({"minutes": 2.0}, 110, 120),
+     ({"full": True}, 1e9, float("inf")), ({"full": True, "minutes": 2.0}, 110, 120)],
+)  # fmt: skip
+def test_when_a_run_ends(tmp_path, monkeypatch, changes, least, most):
+    ends = []
+    monkeypatch.setattr(check_device_command, "_ground", lambda *_: GROUND)
+    monkeypatch.setattr(
+        check_device_command, "run_pieces", lambda *given: ends.append(given[3] - time.monotonic())
+    )
+    given = options(tmp_path / "report")
+    vars(given).update(changes)
+    assert check_device_command.run(given, OLD) == 3
+    assert ends
+    assert all(least < end <= most for end in ends)
 
 
 def test_without_a_device(tmp_path, capsys, monkeypatch):
