@@ -343,6 +343,31 @@ def test_a_failure_takes_an_entry_away_and_others_stay(report, tmp_path):
         assert proved_kernels.read(path) == []
 
 
+def test_doctor_says_which_kernels_changed_since_they_passed(tmp_path, capsys, monkeypatch):
+    """What is installed is asked in another process, where there are entries at all."""
+    path = tmp_path / proved_kernels.NAME
+    now = proved_kernels.current_digests()
+    assert [*now["mosaic_gpu"]] == ["rows", "groups", "draw", "count_larger"]
+    proofs = [
+        {"device": "a", "jax": "0.12", "backend": "mosaic_gpu", "job": job, "digest": digest}
+        for job, digest in (("rows", now["mosaic_gpu"]["rows"]), ("draw", "0" * 16), ("x", "1"))
+    ]
+    proved_kernels.update(path, proofs, {"rows", "draw", "x"}, set())
+    monkeypatch.setattr(proved_kernels, "file", lambda: path)
+    monkeypatch.setattr(proved_kernels, "current_digests", lambda: now)
+    doctor_command.run(SimpleNamespace(remove=False, clear_cache=False))
+    changed = "(changed since: XLA computes it)"
+    said = f"proved kernels: mosaic_gpu on a with jax 0.12: rows, draw {changed}, x {changed}\n"
+    assert said in capsys.readouterr().out
+    assert proved_kernels.lines(path)[0].endswith("rows, draw, x")  # without jax
+
+
+def test_without_jax_no_digest_is_known(monkeypatch):
+    for program in ("/bin/false", "/nowhere/python", "/bin/echo"):
+        monkeypatch.setattr(sys, "executable", program)
+        assert proved_kernels.current_digests() is None
+
+
 def test_verdicts_are_said_where_nothing_can_be_kept(tmp_path, capsys, monkeypatch):
     """A home that cannot be written costs the entries, not what was found."""
 
