@@ -1,6 +1,7 @@
 """Compile programs for chips that this machine need not have, and check the compiler's output.
 
     python -m bench.aot           the GPU kernels, for an H100 (`bench.aot_gpu`)
+    python -m bench.aot check     the programs of check-device, for an H200
     python -m bench.aot linear    `linear_topk_logprobs`, for an H100
     python -m bench.aot tpu       the TPU kernel, for four TPUs
     python -m bench.aot verify    the verification of sampled drafts, for an H100
@@ -17,7 +18,7 @@ import sys
 
 from pallas_kernels.testing.as_proved import as_proved
 
-CHECKS = ("gpu", "linear", "tpu", "verify", "xla")
+CHECKS = ("check", "gpu", "linear", "tpu", "verify", "xla")
 
 
 def main(arguments: list[str] | None = None) -> int:

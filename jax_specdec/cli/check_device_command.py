@@ -81,7 +81,9 @@ def run(
     if options.keep and options.rehearse:
         raise ValueError("--keep and --rehearse: a rehearsal proves nothing; give one of them")
     begin = time.monotonic()
-    minutes = options.minutes or (float("inf") if options.full else 9.0)
+    minutes = options.minutes
+    if minutes is None:
+        minutes = float("inf") if options.full else 9.0
     output = options.output.absolute()
     parent = next(folder for folder in (output, *output.parents) if folder.exists())
     for folder in (parent, Path(tempfile.gettempdir())):
@@ -111,8 +113,9 @@ def run(
     for names in list(report.todo()):
         run_pieces(program, names, report, begin + 60 * minutes)
     report.save()
+    status = conclude(report)
     keep(report, options.keep, proved_kernels.file())
-    return conclude(report)
+    return status
 
 
 def keep(report: Report, wanted: bool, path: Path) -> None:

@@ -31,10 +31,16 @@ class Report:
     rehearsed: bool = False
 
     def resume(self) -> None:
-        """Take over what an earlier run on the same device and software found."""
+        """Take over what an earlier run on the same device and software found.
+
+        What it found with `--full` counts without it too: those pieces are this run's from then on.
+        """
         try:
             earlier = json.loads((self.folder / JSON).read_text())
             if all(earlier["ground"][name] == self.ground[name] for name in SAME):
+                for part, names in self.ground["pieces"].items():
+                    of_full = self.ground.get("full", {}).get(part, ())
+                    names += [x for x in of_full if x in earlier["pieces"] and x not in names]
                 known = {name for names in self.ground["pieces"].values() for name in names}
                 self.pieces = {k: v for k, v in earlier["pieces"].items() if k in known}
         except (OSError, ValueError, LookupError, TypeError):

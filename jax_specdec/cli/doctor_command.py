@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"compiled programs: {contents.count} ({contents.size / 2**20:.1f} MiB) {done} {folder}")
     path = proved_kernels.file()
     none = f"proved kernels: none in {path}; GPUs and TPUs take XLA until check-device --keep"
-    for line in proved_kernels.lines(path) or [none]:
+    digests = proved_kernels.current_digests() if proved_kernels.read(path) else None
+    for line in proved_kernels.lines(path, digests) or [none]:
         print(line)
     status = doctor.main(["--remove"] if options.remove else [])
     if status == 2:  # it has said why nothing can be known of processes

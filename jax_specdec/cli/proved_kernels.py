@@ -1,6 +1,8 @@
 """This user's file of kernels that passed `check-device`, which calls take by default."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,10 @@ from jax_specdec.compiled_programs import default_folder
 
 FIELDS = "device", "jax", "backend", "job", "digest"  # of `pallas_kernels.backends.proved.Proof`
 NAME = "proved-kernels.json"
+SECONDS = 60.0  # to import jax and read the kernels' sources
 
 Entry = dict[str, str]
+Digests = dict[str, dict[str, str]]  # of the kernels of each job, by backend
 
 
 def file() -> Path:
@@ -57,11 +61,35 @@ def _place(entry: Entry) -> tuple[str, ...]:
     return tuple(entry[name] for name in FIELDS[:-1])
 
 
-def lines(path: Path) -> list[str]:
-    """A line for each device and version of jax: which kernels are taken there by default."""
+def current_digests() -> Digests | None:
+    """The digests of the kernels that are installed; None where that cannot be known: without jax.
+
+    A process of its own imports jax.
+    """
+    command = [sys.executable, "-P", "-m", "pallas_kernels.testing.digests"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL,
+            check=True,
+        )  # fmt: skip
+        found: Digests = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return found
+
+
+def lines(path: Path, digests: Digests | None = None) -> list[str]:
+    """A line for each device and version of jax: which kernels passed there.
+
+    digests: of the kernels as they are, by which those that changed since are said to have; None:
+      that is not known.
+    """
     jobs: dict[tuple[str, str, str], list[str]] = {}
     for entry in read(path):
-        jobs.setdefault((entry["device"], entry["jax"], entry["backend"]), []).append(entry["job"])
+        backend, job = entry["backend"], entry["job"]
+        counts = digests is None or digests.get(backend, {}).get(job) == entry["digest"]
+        said = job if counts else f"{job} (changed since: XLA computes it)"
+        jobs.setdefault((entry["device"], entry["jax"], backend), []).append(said)
     return [
         f"proved kernels: {backend} on {device} with jax {version}: {', '.join(names)}"
         for (device, version, backend), names in jobs.items()

@@ -85,17 +85,20 @@ def obstacle(backend: str, job: str, platform: str) -> str | None:
     kind = device_kind(platform)
     if kind is None:
         return f"nobody knows on which device the program for {platform} will run"
-    if is_proved(kind, backend, job):
+    digests = proved_digests(kind, backend, job)
+    if not digests:
+        return f"nobody has checked them on {kind} with jax {minor_version()}"
+    if digest_of(backend, job) in digests:
         return None
-    return f"nobody has checked them on {kind} with jax {minor_version()}"
+    return f"they have changed since they passed on {kind} with jax {minor_version()}"
 
 
 @functools.cache
-def is_proved(kind: str, backend: str, job: str) -> bool:
-    """Whether a file has this proof. It is read once: a process goes on as it began."""
+def proved_digests(kind: str, backend: str, job: str) -> frozenset[str]:
+    """Those of the kernels that passed. The files are read once: a process goes on as it began."""
     entry = kind, minor_version(), backend, job
     proofs = [proof for file in (PACKAGE_FILE, user_file()) for proof in read(file)]
-    return any(proof[:4] == entry and proof.digest == digest_of(backend, job) for proof in proofs)
+    return frozenset(proof.digest for proof in proofs if proof[:4] == entry)
 
 
 @functools.cache

@@ -73,8 +73,18 @@ def by_name(name: Implementation) -> Kernels:
 
 def random_logits(shape: Shape, seed: int) -> jax.Array:
     """[R, V] logits in steps of 1/64, made on the device: some are equal, as a model's are."""
-    normal = jax.random.normal(jax.random.key(seed), (shape.rows, shape.vocabulary))
+    logits: jax.Array = _jitted_logits_of(jax.random.key(seed), shape)
+    return logits
+
+
+def logits_of(key: jax.Array, shape: Shape) -> jax.Array:
+    """The same, of a key."""
+    normal = jax.random.normal(key, (shape.rows, shape.vocabulary))
     return (jnp.round(256 * normal) / 64).astype(shape.dtype)
+
+
+# A program for each shape, whatever the seed, where each operation would be one of its own.
+_jitted_logits_of = jax.jit(logits_of, static_argnums=1)
 
 
 def random_ids(shape: Shape) -> jax.Array:

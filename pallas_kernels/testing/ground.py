@@ -48,9 +48,12 @@ def found(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dic
     kernels: Any = checks.by_name(backend) if backend else None  # type: ignore[arg-type]
     is_small = rehearsed is not None
 
-    def names(part: str) -> list[str]:
-        every = pieces.pieces_of(part, kernels, backend, full=full, rehearse=is_small)
-        return [piece.name for piece in every]
+    def names(full: bool) -> dict[str, list[str]]:
+        how = {"full": full, "rehearse": is_small}
+        return {
+            part: [piece.name for piece in pieces.pieces_of(part, kernels, backend, **how)]
+            for part in parts
+        }
 
     return {
         "device": device.device_kind,
@@ -61,7 +64,8 @@ def found(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dic
         "memory": (device.memory_stats() or {}).get("bytes_limit"),
         "versions": {"python": platform.python_version()} | _versions(),
         "kernels": {part: pieces.PARTS[part].kernel for part in parts if part in pieces.PARTS},
-        "pieces": {part: names(part) for part in parts},
+        "pieces": names(full),
+        "full": names(full=True),
         "missing": peers.missing(backend),
         "proofs": [] if rehearsed is not None else proofs(backend, device.device_kind),
     }

@@ -56,6 +56,8 @@ PARTS = {
             Shape(133, 65_024, 64, F32),  # of 5, and a row more than multiprocessors
             Shape(1, 262_144, 1, BF16),
             Shape(256, 100_352, 33, F16),  # of 7
+            Shape(96, 32_000, 5, F32),  # of 6
+            Shape(512, 32_768, 20, BF16),  # of 2
         ),
         tuple(
             Shape(rows, vocabulary, k, dtype)
@@ -75,6 +77,9 @@ PARTS = {
             Shape(1536, 32_000, 20, BF16),
             Shape(133, 65_024, 20, BF16),
             Shape(4, 50_257, 20, F32),
+            Shape(96, 32_000, 20, BF16),
+            Shape(256, 100_352, 20, BF16),
+            Shape(512, 32_768, 20, BF16),
         ),
         tuple(Shape(rows, v, 20, BF16) for rows in (1, 64, 256) for v in VOCABULARIES.values()),
         Shape(2, 2050, 2, BF16),

@@ -24,7 +24,7 @@ from pallas_kernels.backends.mosaic_gpu.schedule import choose_schedule
 from pallas_kernels.testing import checks, ground, oracle, peers, pieces, times
 from pallas_kernels.testing.chips import GPUS
 from pallas_kernels.testing.pieces import PARTS
-from pallas_kernels.testing.shapes import Shape
+from pallas_kernels.testing.shapes import VOCABULARIES, Shape
 from tests.rehearsal import peer_signatures, peer_stand_ins
 
 
@@ -136,16 +136,22 @@ def test_one_call_of_many_with_other_bits_is_a_race():
 
 @pytest.mark.fast
 def test_default_pieces_take_every_form_of_a_call():
-    """Edges in two launches and as clusters of 8; rows as clusters of 4, 5 and 7 too."""
+    """Edges in two launches and as clusters of 8; rows and turns in every form that calls have."""
+
+    def form(shape):
+        schedule = choose_schedule(shape.rows, shape.vocabulary, shape.k, shape.dtype)
+        return schedule.programs if cluster_kernel.fits(schedule) else 0
 
     def forms(part):
-        every = (choose_schedule(x.rows, x.vocabulary, x.k, x.dtype) for x in PARTS[part].shapes)
-        return [found.programs if cluster_kernel.fits(found) else 0 for found in every]
+        return [form(shape) for shape in PARTS[part].shapes]
 
+    vocabularies = *VOCABULARIES.values(), 32_768, 65_024, 100_352
+    calls = {form(Shape(r, v, 20, "bfloat16")) for v in vocabularies for r in range(1, 600)}
+    assert calls == {0, 2, 4, 5, 6, 7, 8}
     assert [programs > 1 for programs in forms("edges")] == [False, True] * 3
-    assert {0, 4, 5, 7, 8} <= set(forms("rows"))
-    assert {0, 4, 5, 8} <= set(forms("turns"))
-    assert 133 in [shape.rows for shape in PARTS["rows"].shapes]
+    for part in ("rows", "turns"):
+        assert set(forms(part)) == calls
+        assert 133 in [shape.rows for shape in PARTS[part].shapes]
 
 
 @pytest.mark.fast

@@ -34,7 +34,7 @@ def files(monkeypatch, tmp_path):
 
 def forget():
     """As in a process that has read no file; the newest jax keeps what it lowered, too."""
-    proved.is_proved.cache_clear()
+    proved.proved_digests.cache_clear()
     proved.warn_once.cache_clear()
     jax.clear_caches()
 
@@ -90,6 +90,16 @@ def test_a_proof_of_something_else_does_not(files, chip, changes):
     files[0].write_text(json.dumps([proof(**changes)]))
     with pytest.warns(RuntimeWarning, match="XLA computes"):
         assert KERNEL not in on_cuda()
+
+
+def test_kernels_that_changed_since_they_passed_are_said_to_have(files, chip):
+    files[0].write_text(json.dumps([proof(digest="0" * 16)]))
+    files[1].write_text(json.dumps([proof(digest="1" * 16)]))
+    with pytest.warns(RuntimeWarning, match="they have changed since they passed on NVIDIA H200"):
+        assert KERNEL not in on_cuda()
+    forget()
+    files[1].write_text(json.dumps([proof(digest="1" * 16), proof()]))
+    assert KERNEL in on_cuda()
 
 
 def test_programs_for_a_device_that_is_not_here_have_no_kernel(files, monkeypatch):

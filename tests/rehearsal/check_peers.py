@@ -1,6 +1,6 @@
-"""How check-device calls other libraries, on stand-ins of their signatures. Needs PyTorch.
+"""How check-device calls other libraries: PyTorch itself, and stand-ins of others' signatures.
 
-python -m pytest tests/rehearsal/check_peers.py
+python -m pytest tests/rehearsal/check_peers.py     # needs PyTorch, and a C++ compiler for its own
 """
 
 import pytest
@@ -9,8 +9,9 @@ import torch  # noqa: F401  # before `sys.modules` is patched, which would forge
 from pallas_kernels.testing import checks, peers, pieces, times
 from tests.rehearsal import peer_stand_ins
 
-NAMES = {name: peer for name, peer in peers.ALL.items() if name != "torch compiled"}
-OF_OTHERS = [name for name in NAMES if name != "torch eager"]
+# PyTorch's compiler imports functions of its own that it would have nobody use.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+OF_OTHERS = [name for name in peers.ALL if name not in ("torch eager", "torch compiled")]
 STANDING_IN = {
     "torch + flashinfer.top_k": "top_k",
     "vllm compute_topk_scores": "compute_topk_scores",
@@ -34,7 +35,7 @@ def told(name):
     return lines[-1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", peers.ALL)
 def test_a_peer_is_called_as_it_wants_and_timed(name):
     with peer_stand_ins.in_place():
         assert peers.missing(peers.ALL[name].backend)[name] is None

@@ -4,7 +4,7 @@
 
 downloads the newest wheels, half a gigabyte, installs nothing, and reads the functions' arguments
 in their sources: names, kinds and defaults must be those of `peer_stand_ins`. Exits with 1 where
-one is not, 3 where there is no package index.
+one is not, 3 where there is no package index, or Python is older than those wheels' sources want.
 """
 
 import ast
@@ -82,6 +82,9 @@ def _lines(source: str) -> list[str]:
 
 def main(names: list[str]) -> int:
     """See the module's docstring."""
+    if sys.version_info < (3, 12):
+        print("NOT RUN: the newest wheels are for Python 3.12 and later")
+        return 3
     status = 0
     for distribution in names or sorted({one.distribution for one in LIBRARIES}):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,6 @@
 """`jax-specdec check-device`: what hangs, dies or fails is named; a run goes on where it ended."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -133,6 +134,25 @@ def test_a_run_goes_on_and_tries_failures_last(report):
     assert work(again, "a=pass") == 0
 
 
+def test_what_full_found_counts_without_it(report):
+    """A failure of such a piece keeps its kernels out of the defaults, and is tried again."""
+    every = {"rows": [*GROUND["pieces"]["rows"], "rows: d", "rows: e"], "draws": ["draws: a"]}
+    work(Report(report.folder, GROUND | {"pieces": every}, []), "d=fail", only="d")
+    few = GROUND | {"pieces": copy.deepcopy(GROUND["pieces"]), "full": every}
+    again = Report(report.folder, few, [])
+    again.resume()
+    assert again.ground["pieces"]["rows"] == [*GROUND["pieces"]["rows"], "rows: d"]
+    assert [names for names in again.todo() if names][-1] == ["rows: d"]
+    work(again, "d=fail")
+    assert again.failed == ["rows: d"]
+    assert again.jobs() == ({"draw"}, {"rows"})
+    work(again, "d=pass")
+    assert again.jobs() == ({"draw", "rows"}, set())
+    other = Report(report.folder, GROUND | {"pieces": copy.deepcopy(GROUND["pieces"])}, [])
+    other.resume()  # of a release that has no such piece
+    assert "rows: d" not in other.pieces
+
+
 def test_times_and_what_is_not_there_are_on_the_page(report, capsys):
     """Another library that fails is no failure of the kernels."""
     figures = {
@@ -172,6 +192,24 @@ def options(folder, rehearse=False):
     return SimpleNamespace(
         output=folder, minutes=None, full=False, rehearse=rehearse, afresh=False, keep=False
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "least", "most"),
+    [({}, 530, 540), ({"minutes": 0.0}, -10, 0), ({"minutes": 2.0}, 110, 120),
+     ({"full": True}, 1e9, float("inf")), ({"full": True, "minutes": 2.0}, 110, 120)],
+)  # fmt: skip
+def test_when_a_run_ends(tmp_path, monkeypatch, changes, least, most):
+    ends = []
+    monkeypatch.setattr(check_device_command, "_ground", lambda *_: GROUND)
+    monkeypatch.setattr(
+        check_device_command, "run_pieces", lambda *given: ends.append(given[3] - time.monotonic())
+    )
+    given = options(tmp_path / "report")
+    vars(given).update(changes)
+    assert check_device_command.run(given, OLD) == 3
+    assert ends
+    assert all(least < end <= most for end in ends)
 
 
 def test_without_a_device(tmp_path, capsys, monkeypatch):
@@ -303,6 +341,48 @@ def test_a_failure_takes_an_entry_away_and_others_stay(report, tmp_path):
     for text in ("[1]", "{", "{}", '[{"device": 1}]'):
         path.write_text(text)
         assert proved_kernels.read(path) == []
+
+
+def test_doctor_says_which_kernels_changed_since_they_passed(tmp_path, capsys, monkeypatch):
+    """What is installed is asked in another process, where there are entries at all."""
+    path = tmp_path / proved_kernels.NAME
+    now = proved_kernels.current_digests()
+    assert [*now["mosaic_gpu"]] == ["rows", "groups", "draw", "count_larger"]
+    proofs = [
+        {"device": "a", "jax": "0.12", "backend": "mosaic_gpu", "job": job, "digest": digest}
+        for job, digest in (("rows", now["mosaic_gpu"]["rows"]), ("draw", "0" * 16), ("x", "1"))
+    ]
+    proved_kernels.update(path, proofs, {"rows", "draw", "x"}, set())
+    monkeypatch.setattr(proved_kernels, "file", lambda: path)
+    monkeypatch.setattr(proved_kernels, "current_digests", lambda: now)
+    doctor_command.run(SimpleNamespace(remove=False, clear_cache=False))
+    changed = "(changed since: XLA computes it)"
+    said = f"proved kernels: mosaic_gpu on a with jax 0.12: rows, draw {changed}, x {changed}\n"
+    assert said in capsys.readouterr().out
+    assert proved_kernels.lines(path)[0].endswith("rows, draw, x")  # without jax
+
+
+def test_without_jax_no_digest_is_known(monkeypatch):
+    for program in ("/bin/false", "/nowhere/python", "/bin/echo"):
+        monkeypatch.setattr(sys, "executable", program)
+        assert proved_kernels.current_digests() is None
+
+
+def test_verdicts_are_said_where_nothing_can_be_kept(tmp_path, capsys, monkeypatch):
+    """A home that cannot be written costs the entries, not what was found."""
+
+    def run_pieces(_, names, report, *__):
+        for name in names:
+            report.add(name, {"ok": True, "seconds": 0.1, "figures": None})
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(check_device_command, "_ground", lambda *_: GROUND)
+    monkeypatch.setattr(check_device_command, "run_pieces", run_pieces)
+    monkeypatch.setattr(proved_kernels, "file", lambda: tmp_path / "file" / proved_kernels.NAME)
+    assert main(["check-device", "--keep", "--output", str(tmp_path / "report")]) == 2
+    said = capsys.readouterr()
+    assert "2 of 2 kernels pass" in said.out
+    assert str(tmp_path / "file") in said.err
 
 
 def test_a_rehearsal_is_not_kept(capsys):

@@ -238,6 +238,13 @@ def vmapped(name: str, schedule: Schedule, k: int) -> Case:
     return Case(name, schedule, k, 8, lambda: _folded(one, 2, is_batched, rows), check)
 
 
+def clustered(programs: int, dtype: str) -> Callable[[], Case]:
+    """Three rows of 32,000 logits, each read by so many programs: one has the row's end."""
+    schedule = Schedule(32_000, dtype, 256, programs - 1)
+    assert schedule.programs == programs
+    return lambda: separate(f"cluster of {programs}", schedule, 20, rows=3)
+
+
 def most_logits(name: str, vocabulary: int) -> Case:
     """Almost 2**31 of them, nearly all in memory that is never touched: do indices overflow?"""
     k, count = 5, (2**31 - 1) // vocabulary
@@ -302,6 +309,11 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: vmapped("vmapped, odd", Schedule(8195, bf16, 128, 1), 3),
         lambda: parts("shard", Schedule(8704, bf16, 128, 2), 20),
         lambda: parts("shard, odd, K = 0", Schedule(8195, f32, 128, 1), 0),
+        # Clusters of 4 to 7 programs, as in calls of 96 to 1536 rows of this vocabulary.
+        *(
+            clustered(programs, dtype)
+            for programs, dtype in zip(range(4, 8), (bf16, f32, f16, bf16), strict=True)
+        ),
         # Real vocabularies, cut as in calls of so many rows.
         lambda: separate("GPT-2, 64 rows", chosen(64, 50_257, 20, f32), 20, rows=6),
         lambda: plain("Llama 2, 1 row", chosen(1, 32_000, 128, f16), 128, rows=1),
