@@ -4,18 +4,31 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 
+from ipc.field_docs import with_field_docs
 
+
+@with_field_docs
 class ArrayALayer(NamedTuple):
-    """A weight of L layers."""
+    """A weight of L layers.
 
-    arrays: tuple[jax.Array, ...]  # [L] of [...]
-
-
-class OfLayer(NamedTuple):
-    """The weight of one of L layers, which is known when the program runs."""
+    Attributes:
+      arrays: [L] of [...], one a layer.
+    """
 
     arrays: tuple[jax.Array, ...]
-    layer: jax.Array  # [] int32
+
+
+@with_field_docs
+class OfLayer(NamedTuple):
+    """The weight of one of L layers, which is known when the program runs.
+
+    Attributes:
+      arrays: [L] of [...], one a layer.
+      layer: [] int32, which one.
+    """
+
+    arrays: tuple[jax.Array, ...]
+    layer: jax.Array
 
 
 Apart: TypeAlias = ArrayALayer | OfLayer
