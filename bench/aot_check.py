@@ -90,7 +90,7 @@ class Compiler:
         return program(buffers.ids, *buffers.logits)[0], [1.0]
 
     def _shape_of(self, x: Any) -> Any:
-        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=self.sharding)  # type: ignore[no-untyped-call]
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=self.sharding)
 
     def random_logits(self, shape: Shape, seed: int) -> Any:
         """Zeros in place of `checks.random_logits`, whose program is compiled once a shape."""

@@ -35,7 +35,7 @@ SHAPES = (
 
 def broken(_: argparse.Namespace) -> int:
     """Compile every shape; returns how many programs break a limit."""
-    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    jax.config.update("jax_platforms", "cpu")
     chip = compile_target.find()
     return sum(
         not measured(shape, hidden, backward, chip)

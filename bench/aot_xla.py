@@ -52,7 +52,7 @@ SHAPES = tuple(
 
 def broken(_: argparse.Namespace) -> int:
     """Compile every shape for every chip; returns how many programs break a limit."""
-    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    jax.config.update("jax_platforms", "cpu")
     begin, number_broken = time.monotonic(), 0
     for chip in CHIPS:
         sharding = gpu(chip)
@@ -71,7 +71,7 @@ def gpu(chip: str) -> NamedSharding:
         platform="cuda", target_config=GPUS[chip].target, topology="1x1x1"
     )
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
-    return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def measure(shape: Shape, dynamic: bool, sharding: NamedSharding) -> tuple[Target, ...]:
@@ -81,7 +81,7 @@ def measure(shape: Shape, dynamic: bool, sharding: NamedSharding) -> tuple[Targe
     """
 
     def array(size: tuple[int, ...], dtype: str) -> Any:
-        return jax.ShapeDtypeStruct(size, jnp.dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
+        return jax.ShapeDtypeStruct(size, jnp.dtype(dtype), sharding=sharding)
 
     def compiled(program: Callable[..., Any]) -> Any:
         return jax.jit(program).trace(*given).lower(lowering_platforms=("cuda",)).compile()

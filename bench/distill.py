@@ -90,7 +90,7 @@ def by_sum(hidden: jax.Array, head: jax.Array, ids: jax.Array, teacher: jax.Arra
 
 def called(program: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> Callable[[], Any]:
     """The program on these arrays, to its end."""
-    return lambda: jax.block_until_ready(program(*arrays))  # type: ignore[no-untyped-call]
+    return lambda: jax.block_until_ready(program(*arrays))
 
 
 def same(name: str, expected: Any, actual: Any) -> None:

@@ -45,7 +45,7 @@ def measure(shape: Shape, rounds: int | None = None) -> Comparison:
 
     def bind(program: Callable[..., TopkLogprobs]) -> Callable[[], Any]:
         compiled = jax.jit(lambda x, t: program(x, t, shape.k))
-        return lambda: jax.block_until_ready(compiled(logits, token_ids))  # type: ignore[no-untyped-call]
+        return lambda: jax.block_until_ready(compiled(logits, token_ids))
 
     found = compare(
         f"topk_logprobs R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}",

@@ -97,7 +97,7 @@ def measure(case: Case, rounds: int = 9) -> Comparison:
     alone = jax.jit(lambda x, ids: topk_logprobs(x, ids, K))
 
     def bound(call: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-        return lambda: jax.block_until_ready(call(*arguments))  # type: ignore[no-untyped-call]
+        return lambda: jax.block_until_ready(call(*arguments))
 
     contenders = {
         LOGPROBS: bound(alone, flat, ids),
@@ -232,7 +232,7 @@ def check_alike(kind: str, flat: bool) -> None:
     small = Case(4, 600, "float32", kind, flat)
     count = 4000
     row = jnp.asarray(rows_of(small.slots, small.vocabulary, flat))
-    logits = jnp.broadcast_to(lax.optimization_barrier(row), (count, *row.shape[1:]))  # type: ignore[no-untyped-call]
+    logits = jnp.broadcast_to(lax.optimization_barrier(row), (count, *row.shape[1:]))
     for one in MIXED if kind == "mixed" else (KINDS[kind][0],):
         if one.get("temperature", 1.0) == 0.0:
             continue

@@ -231,7 +231,7 @@ class Rig:
         self.meter.dispatch_ns = 0
         self.worker.advance()  # launches a step; no earlier one waits to be published
         assert self.worker.launched is not None
-        jax.block_until_ready(self.worker.launched.words)  # type: ignore[no-untyped-call]
+        jax.block_until_ready(self.worker.launched.words)
         ready = clock()
         self.worker.finish()
         published = clock()

@@ -236,7 +236,7 @@ def seconds_to_read(params: Any, size: int = 1 << 29) -> float:
     copy = jax.jit(lambda x: -x)
     timed = compare(
         "copy",
-        {"copy": lambda: jax.block_until_ready(copy(x))},  # type: ignore[no-untyped-call]
+        {"copy": lambda: jax.block_until_ready(copy(x))},
         check=None,
     )
     weights = float(sum(leaf.nbytes for leaf in jax.tree.leaves(params)))

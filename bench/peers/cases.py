@@ -177,7 +177,7 @@ def of_sglang_jax(shape: Shape) -> Iterator[Case]:
             output = processor.LogitsProcessorOutput(logits)
             write(output)
             top = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
-            return jax.block_until_ready(output.next_token_logprobs), *top  # type: ignore[no-untyped-call]
+            return jax.block_until_ready(output.next_token_logprobs), *top
 
         return call
 

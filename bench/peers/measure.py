@@ -87,7 +87,7 @@ def measured(peer: str, case: Case, settings: dict[str, Any], on_cpu: bool) -> C
 
 def bound(way: Any, arguments: tuple[Any, ...]) -> Any:
     """A call that waits for its results."""
-    return lambda: jax.block_until_ready(way(*arguments))  # type: ignore[no-untyped-call]
+    return lambda: jax.block_until_ready(way(*arguments))
 
 
 def megabytes(way: Any) -> float:

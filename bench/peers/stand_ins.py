@@ -45,7 +45,7 @@ class LogprobsTensors(NamedTuple):
 
 def device_array(mesh: Any, x: Any, sharding: Any = None) -> Any:
     """tpu-inference's, of one process."""
-    nowhere = jax.sharding.PartitionSpec(None)  # type: ignore[no-untyped-call]
+    nowhere = jax.sharding.PartitionSpec(None)
     whole = jax.sharding.NamedSharding(mesh, nowhere)
     return jax.device_put(x, sharding or whole)
 

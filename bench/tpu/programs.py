@@ -103,7 +103,7 @@ def measure(
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    sharding = NamedSharding(mesh, PartitionSpec())
     array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     given: Any = array((rows, vocabulary), jnp.dtype(dtype)), array((rows,), jnp.dtype("int32"))
     if way == "linear":

@@ -53,7 +53,7 @@ def step_cycles(slots: int, rows: int, tile: int | None) -> int:
     )  # fmt: skip
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES["v6e"])
     mesh = jax.sharding.Mesh(topology.devices[:1], ("x",))
-    place = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    place = NamedSharding(mesh, PartitionSpec())
 
     def given() -> tuple[Any, ...]:
         ids = jnp.zeros((slots, rows), jnp.int32)

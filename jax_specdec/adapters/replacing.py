@@ -40,12 +40,12 @@ def replaced(package: str, new: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     try:
         for theirs, ours in pairs:
             names += _put(package, theirs, ours)
-        jax.clear_caches()  # type: ignore[no-untyped-call]
+        jax.clear_caches()
         yield tuple(sorted(names))
     finally:
         for theirs, ours in pairs:
             _put(package, ours, theirs)
-        jax.clear_caches()  # type: ignore[no-untyped-call]
+        jax.clear_caches()
 
 
 def without_refusal(name: str, message: str) -> Callable[..., Any]:

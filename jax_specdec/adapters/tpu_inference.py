@@ -121,7 +121,7 @@ def _compare(new: Mapping[str, Any]) -> None:
 _jit = partial(
     jax.jit,
     static_argnames=("max_logprobs",),
-    out_shardings=PartitionSpec(),  # type: ignore[no-untyped-call]
+    out_shardings=PartitionSpec(),
 )
 
 

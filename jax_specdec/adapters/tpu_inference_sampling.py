@@ -124,7 +124,7 @@ def sample(
         jnp.zeros(number, jnp.int32),
         all_greedy=options is None,
     )
-    tokens: jax.Array = lax.with_sharding_constraint(  # type: ignore[no-untyped-call]
+    tokens: jax.Array = lax.with_sharding_constraint(
         drawn.token_ids[:, 0], NamedSharding(mesh, _spec())
     )
     logits = logits.astype(jnp.float32)
@@ -203,7 +203,7 @@ def _axes(mesh: Mesh, vocab_size: int) -> tuple[tuple[str, ...], tuple[str, ...]
 
 
 def _spec(*axes: Any) -> PartitionSpec:
-    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
+    return PartitionSpec(*axes)
 
 
 def _options(metadata: Any) -> Options | None:

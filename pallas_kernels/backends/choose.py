@@ -207,7 +207,7 @@ def _try_to_lower(
     """
     leaves, tree = jax.tree.flatten(call_arguments)
     # Bare shapes: inside `jax.shard_map`, the types of these arrays name a mesh.
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]  # type: ignore[no-untyped-call]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
     def run(*arrays: jax.Array) -> Tree:
         return by_kernels(module, *jax.tree.unflatten(tree, arrays))

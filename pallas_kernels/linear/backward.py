@@ -284,5 +284,5 @@ def like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
     """The gradient in the primal's dtype, summed over the devices that share the primal."""
     axes = varying_axes(gradient) - varying_axes(primal)
     if axes:
-        gradient = lax.psum(gradient, tuple(sorted(axes)))  # type: ignore[no-untyped-call]
+        gradient = lax.psum(gradient, tuple(sorted(axes)))
     return vary_like(gradient.astype(primal.dtype), primal)

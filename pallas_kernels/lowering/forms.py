@@ -129,7 +129,7 @@ def scattered(
 
 def barrier(values: Values) -> Values:
     """`lax.optimization_barrier`, which has no type annotations."""
-    return lax.optimization_barrier(values)  # type: ignore[no-any-return, no-untyped-call]
+    return lax.optimization_barrier(values)  # type: ignore[no-any-return]
 
 
 def vary_like(values: Values, inputs: Tree) -> Values:

@@ -33,7 +33,7 @@ def refuse(implementation: str, obstacle: str, cause: Exception | None = None) -
     ) from cause
 
 
-_named = jax.make_user_context(None)  # type: ignore[no-untyped-call]
+_named = jax.make_user_context(None)
 
 
 def use_implementation(name: str | None) -> AbstractContextManager[None]:

@@ -59,7 +59,7 @@ def lowered_for(
         results[:] = [jax.tree.structure(result)]
         return result
 
-    leaves = _choice.bind(  # type: ignore[no-untyped-call]
+    leaves = _choice.bind(
         *arrays,
         like=_flat(typed, tree),
         default=_flat(default, tree),
@@ -95,9 +95,9 @@ def _lowering(
     return mlir.lower_fun(function)(ctx, *values)  # type: ignore[no-any-return]
 
 
-_choice.def_abstract_eval(_types)  # type: ignore[no-untyped-call]
+_choice.def_abstract_eval(_types)
 
-_choice.def_impl(_run)  # type: ignore[no-untyped-call]
+_choice.def_impl(_run)
 
 mlir.register_lowering(_choice, functools.partial(_lowering, None))
 
@@ -116,7 +116,7 @@ def _batched(
     def over_batch(leaves: Flat) -> Flat:
         return jax.vmap(leaves, in_axes=tuple(axes))
 
-    results = _choice.bind(  # type: ignore[no-untyped-call]
+    results = _choice.bind(
         *arrays,
         like=over_batch(like),
         default=over_batch(default),

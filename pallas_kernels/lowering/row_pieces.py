@@ -98,6 +98,6 @@ def reduced(
 ) -> jax.Array:
     """Each row of x [B, n] joined to one value [B], `number` (2**n) pieces at a time."""
     while x.shape[1] > 1:
-        x = lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
+        x = lax.optimization_barrier(x)
         x = in_pairs(join, pieces(x, number, padding))
     return x[:, 0]

@@ -192,7 +192,7 @@ class Layout(NamedTuple):
     def spec(self, word: str) -> PartitionSpec:
         """How an array with these axes is"""
         axes = {ROW: axis_name(self.rows), VOCABULARY: axis_name(self.vocabulary)}
-        return PartitionSpec(*(axes.get(letter) for letter in word))  # type: ignore[no-untyped-call]
+        return PartitionSpec(*(axes.get(letter) for letter in word))
 
     def even(self, mesh: AnyMesh, word: str, shape: Sequence[int]) -> "Layout":
         """Without the axes that do not divide an array of this shape: there it is gathered."""

@@ -79,7 +79,7 @@ def on_mesh(
 
 
 def _moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.sharding.reshard(x, sharding)  # type: ignore[no-any-return, no-untyped-call]
+    return jax.sharding.reshard(x, sharding)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def where_compiled(
     call = kept(call)  # the compiler asks for the parts after this function has returned
     leaves, tree = jax.tree.flatten(arrays)
     # What the compiler calls holds no array of the caller's trace: jax would find it there.
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]  # type: ignore[no-untyped-call]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     present = [word for x, word in zip(types, words, strict=True) if x.size]
     results: list[Result] = []  # their shapes, from the one trace of the call on whole logits
 
@@ -163,8 +163,8 @@ def where_compiled(
             tuple(NamedSharding(mesh, layout.spec(word)) for word in present),
         )
 
-    program = custom_partitioning(whole)  # type: ignore[no-untyped-call]
-    program.def_partition(partition, sharding_rule=rule)  # type: ignore[no-untyped-call]
+    program = custom_partitioning(whole)
+    program.def_partition(partition, sharding_rule=rule)
     batched = jax.custom_batching.custom_vmap(lambda *given: program(*given))
 
     @batched.def_vmap
@@ -195,7 +195,7 @@ def _factors(kind: str, words: list[str]) -> tuple[ArrayMapping, ...]:
             letter if letter in (ROW, VOCABULARY, NAMED) else f"{kind}{index}x{axis}"
             for axis, letter in enumerate(word)
         ]
-        return ArrayMapping(*sizes)  # type: ignore[no-untyped-call]
+        return ArrayMapping(*sizes)
 
     return tuple(factors(index, word) for index, word in enumerate(words))
 

@@ -31,7 +31,7 @@ class CompileTarget(NamedTuple):
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An argument's type, for `jax.jit(...).lower`."""
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=self.sharding)  # type: ignore[no-untyped-call]
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=self.sharding)
 
     def compile(self, lowered: Any) -> Any:
         """The compiled program; afterwards `dump` holds its new kernels and no others.
@@ -57,14 +57,14 @@ def find(chip: str = "H100") -> CompileTarget:
     major, minor = GPUS[chip].capability
     if (obstacle := limits.capability_obstacle(float(f"{major}.{minor}"))) is not None:
         raise ValueError(f"{chip}: {obstacle}")
-    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    jax.config.update("jax_platforms", "cpu")
     dump = Path(tempfile.mkdtemp(prefix=f"{chip}-kernels-"))
     _lower_for(GPUS[chip].capability)
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=GPUS[chip].target, topology="1x1x1"
     )
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-    return CompileTarget(NamedSharding(mesh, PartitionSpec()), dump)  # type: ignore[no-untyped-call]
+    return CompileTarget(NamedSharding(mesh, PartitionSpec()), dump)
 
 
 def _lower_for(capability: tuple[int, int]) -> None:

@@ -250,7 +250,7 @@ def in_one_program(call: Call, buffers: Buffers, turns: int) -> Call:
         def one(index: Any, before: Any, x: jax.Array) -> Any:
             place = (number - 1 - index) % positions if positions > 1 else 0
             rows = place * size + jnp.arange(size, dtype=jnp.int32)
-            x, rows, token_ids, _ = lax.optimization_barrier((x, rows, ids, before))  # type: ignore[no-untyped-call]
+            x, rows, token_ids, _ = lax.optimization_barrier((x, rows, ids, before))
             return one_call(x, rows, token_ids)
 
         def body(index: Any, before: Any) -> Any:
@@ -278,7 +278,7 @@ def timed(call: Call, buffers: Buffers, rehearse: bool = False) -> tuple[Any, li
         begin = time.perf_counter()
         for _ in range(programs):  # the host is ahead of the device
             results = program(buffers.ids, *buffers.logits)
-        jax.block_until_ready(results)  # type: ignore[no-untyped-call]
+        jax.block_until_ready(results)
         return (time.perf_counter() - begin) / (programs * turns * buffers.calls)
 
     answers = jax.tree.map(np.asarray, program(buffers.ids, *buffers.logits)[0])

@@ -177,10 +177,10 @@ def attention_in_tiles(
             return x.reshape(-1, slots, *x.shape[2:])
 
         def of_group(part: tuple[jax.Array, Seen, jax.Array, Any]) -> jax.Array:
-            q, seen, group, reached = lax.optimization_barrier(part)  # type: ignore[no-untyped-call]
+            q, seen, group, reached = lax.optimization_barrier(part)
             there = layer, first_slot + group * slots
             out = cached_attention(config, q, cache, there, seen, tile, reached)
-            return lax.optimization_barrier(out)  # type: ignore[no-untyped-call, no-any-return]
+            return lax.optimization_barrier(out)  # type: ignore[no-any-return]
 
         tiles = q.shape[0]
         q, seen = jax.tree.map(grouped, (q, seen))

@@ -46,7 +46,7 @@ def _apart(layers: Any) -> Any:
 
 def _arrays_of(stack: jax.Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
     if isinstance(stack, jax.ShapeDtypeStruct):
-        array = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)  # type: ignore[no-untyped-call]
+        array = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
         return (array,) * int(stack.shape[0])
     in_host: np.ndarray = np.asarray(stack)  # the array's own memory
     return tuple(jax.device_put(in_host[layer]) for layer in range(stack.shape[0]))

@@ -73,7 +73,7 @@ class Parallel:
         """The sharding of an array that every device has whole; None on one device."""
         if self.mesh is None:
             return None
-        return NamedSharding(self.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def over_vocabulary(
         self,
@@ -95,7 +95,7 @@ class Parallel:
             return call(VocabShard(), columns, by_row)
         shard = VocabShard(MODEL_AXIS, self.vocab_size)
         specs = jax.tree.map(lambda x: split(x.shape, -1, self.num_shards), columns)
-        everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
+        everywhere = PartitionSpec()
         mapped: Callable[[Any, Any], Result] = jax.shard_map(
             lambda columns, by_row: call(shard, columns, by_row),
             mesh=self.mesh,
@@ -183,4 +183,4 @@ def split(shape: tuple[int, ...], axis: int | None, num_shards: int) -> Partitio
     names: list[str | None] = [None] * len(shape)
     if axis is not None and shape[axis] % num_shards == 0:
         names[axis] = MODEL_AXIS
-    return PartitionSpec(*names)  # type: ignore[no-untyped-call]
+    return PartitionSpec(*names)

@@ -46,7 +46,7 @@ def over_rows(function: Callable[..., Result], *rows: Any, tile: Tile, axes: int
 
     def own(tile_inputs: tuple[Any, ...]) -> Any:
         # Fused with what stands before or behind it, a tile would round at other places.
-        return lax.optimization_barrier(function(*lax.optimization_barrier(tile_inputs)))  # type: ignore[no-untyped-call]
+        return lax.optimization_barrier(function(*lax.optimization_barrier(tile_inputs)))
 
     def split(x: jax.Array) -> jax.Array:
         return as_tiles(x.reshape(1, -1, *x.shape[axes:]), size)

@@ -22,7 +22,7 @@ def begin(setting: str) -> None:
       OSError: the folder that is named cannot be used.
     """
     if setting == compiled_programs.OFF:
-        jax.config.update("jax_enable_compilation_cache", False)  # type: ignore[no-untyped-call]
+        jax.config.update("jax_enable_compilation_cache", False)
         return
     if not setting and "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -39,4 +39,4 @@ def begin(setting: str) -> None:
         ("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS),
         ("jax_persistent_cache_min_entry_size_bytes", -1),
     ):
-        jax.config.update(name, value)  # type: ignore[no-untyped-call]
+        jax.config.update(name, value)

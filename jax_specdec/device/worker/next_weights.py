@@ -41,7 +41,7 @@ class NextWeights:
                 raise ValueError("this worker was made without a way to load other weights")
             params = self._place(self._load(path, current))
             check_same(params, current)
-            self._params = jax.block_until_ready(params)  # type: ignore[no-untyped-call]
+            self._params = jax.block_until_ready(params)
         except Exception as error:  # whatever it is, the worker goes on with the weights it has
             expected = isinstance(error, OSError | ValueError | MemoryError) and str(error)
             self.refusal = str(error) if expected else f"{type(error).__name__}: {error}"

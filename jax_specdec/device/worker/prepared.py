@@ -58,7 +58,7 @@ def abstract(tree: Tree) -> Tree:
         if not isinstance(x, jax.Array):
             return x
         place = x.sharding if x.committed else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)  # type: ignore[no-untyped-call]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
 
     shapes: Tree = jax.tree.map(shape_of, tree)
     return shapes
@@ -158,7 +158,7 @@ def compile_batch(programs: Compiled, kind: Kind, arguments: Arguments, compile:
     options, changes = abstract(host_slots.all_options(slots, kind.widths, kind.changes))
     drafts = bare.drafts.token_ids
     report = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=drafts.sharding),  # type: ignore[no-untyped-call]
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=drafts.sharding),
         empty_report(kind, drafts.shape),
     )
     state = bare._replace(drafts=bare.drafts._replace(report=report))
@@ -223,10 +223,10 @@ def _compiled(traced: Traced, arguments: object, compile: Compile) -> Any:
     # Otherwise what it returns may be moved, too, and nothing has to be compiled to know it.
     if not any(getattr(x, "sharding", None) is not None for x in leaves):
         compile(traced)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)  # type: ignore[no-untyped-call]
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)
 
     def shape_of(x: jax.Array, place: jax.sharding.Sharding) -> object:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # type: ignore[no-untyped-call]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     places = traced.lower().compile().output_shardings
     return jax.tree.map(shape_of, traced.out_info, places)

@@ -269,7 +269,7 @@ def join(index: int, size: int, coordinator: str, *, local: int) -> None:
     Args:
       local: which of the accelerators that this process sees is its own.
     """
-    jax.config.update("jax_num_cpu_devices", 1)  # type: ignore[no-untyped-call]
+    jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(
         coordinator,
         size,
@@ -281,7 +281,7 @@ def join(index: int, size: int, coordinator: str, *, local: int) -> None:
 
 def leave() -> None:
     """End this process's part in its group; waits until all the others do so too."""
-    jax.distributed.shutdown()  # type: ignore[no-untyped-call]
+    jax.distributed.shutdown()
 
 
 def _reserved_port(host: str) -> socket.socket:

@@ -281,7 +281,7 @@ class Worker:
         self.options = host_slots.all_options(self.slots, rung.widths, rung.changes)
         for kind in kinds * -(-(LEAST + 1) // len(kinds)):
             began = time.perf_counter()
-            jax.block_until_ready(self._run(kind))  # type: ignore[no-untyped-call]
+            jax.block_until_ready(self._run(kind))
             self.step_widths.took(kind, time.perf_counter() - began)
         self.step_widths.took(rung, None)  # no step follows it at once
 

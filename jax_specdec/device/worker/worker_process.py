@@ -362,7 +362,7 @@ def leave_debug_modes() -> None:
     for name, value in (allowed | {"jax_debug_infs": False}).items():
         if getattr(jax.config, name) not in (value, "log", None):
             print(f"{name.upper()} has no effect in a worker", file=sys.stderr, flush=True)
-            jax.config.update(name, value)  # type: ignore[no-untyped-call]
+            jax.config.update(name, value)
 
 
 def main(child: Child) -> int:
@@ -375,10 +375,10 @@ def main(child: Child) -> int:
     devices = config.tensor_parallel
     if config.num_processes == 1:
         if start.local_devices:
-            jax.config.update("jax_default_device", own_devices(start)[0])  # type: ignore[no-untyped-call]
+            jax.config.update("jax_default_device", own_devices(start)[0])
         elif devices > 1:
             # Before JAX looks for devices. The number of accelerators is given.
-            jax.config.update("jax_num_cpu_devices", devices)  # type: ignore[no-untyped-call]
+            jax.config.update("jax_num_cpu_devices", devices)
     compilation_cache.begin(config.compilation_cache)
     compiled = compilations.watch(stats)
     assert child.ring is not None

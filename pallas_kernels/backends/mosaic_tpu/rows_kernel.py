@@ -673,4 +673,4 @@ def wanted_block(
 def like(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """An output's type, which varies over the mesh axes of `shard_map` over which x does."""
     varying = jax.typeof(x).manual_axis_type
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)

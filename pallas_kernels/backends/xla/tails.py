@@ -51,7 +51,7 @@ def following_columns(first: Float[Array, "N F"], width: int, shard: VocabShard)
     shards = lax.axis_size(shard.axis_name)
     # Each sends its first columns to the one before it: the last has no next one, and gets zeros.
     ring = [(index, index - 1) for index in range(1, shards)]
-    following = lax.ppermute(first, shard.axis_name, ring)  # type: ignore[no-untyped-call]
+    following = lax.ppermute(first, shard.axis_name, ring)
     start = shard.ids(width)[0]
     return jnp.where(start + width < width * shards, following, -jnp.inf)
 
