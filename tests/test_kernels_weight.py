@@ -78,7 +78,7 @@ def test_a_call_on_a_cpu_crosses_these_files():
     assert crossed == {
         "contract/arguments.py", "contract/changes.py", "contract/rows.py",
         "lowering/forms.py", "lowering/implementation.py", "lowering/platforms.py",
-        "lowering/row_pieces.py", "meshes/placement.py",
+        "lowering/row_pieces.py", "lowering/typed.py", "meshes/placement.py",
         "numbers/exponential.py", "numbers/logarithm.py", "numbers/ordered_keys.py",
         "backends/answers.py", "backends/choose.py", "backends/exact_sums.py", "backends/groups.py",
         "backends/mosaic_gpu/limits.py", "backends/mosaic_tpu/limits.py",

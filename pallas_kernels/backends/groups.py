@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import Tree, vary_like
 from pallas_kernels.numbers.ordered_keys import ordered_keys
 
@@ -141,7 +142,7 @@ def read_in_two(part: Part, read: Callable[[jax.Array, int, jax.Array | None], F
     if not tokens:
         return last
     first = read(part.logits, tokens, part.offset)
-    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)  # type: ignore[no-any-return]
+    return typed.tree_map(lambda x, y: jnp.concatenate([x, y], axis=1), first, last)
 
 
 def as_many_as_needed(
@@ -167,7 +168,7 @@ def as_many_as_needed(
         return padded(counts[0])
     enough = jnp.asarray(counts[:-1], jnp.int32)
     index = jnp.sum(jnp.max(needed) > enough, dtype=jnp.int32)
-    return lax.switch(index, [lambda count=count: padded(count) for count in counts])  # type: ignore[no-any-return]
+    return typed.switch(index, [lambda count=count: padded(count) for count in counts])
 
 
 def keeps(

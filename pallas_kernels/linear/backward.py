@@ -35,6 +35,7 @@ from pallas_kernels.linear.types import (
     product,
     stored,
 )
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import barrier, vary_like, varying_axes
 
 
@@ -217,7 +218,7 @@ def gradients(
             sums = lax.dynamic_slice_in_dim(total, start, part) + product(part_scaled, w, 1, axis)
             return lax.dynamic_update_slice_in_dim(total, sums, start, 0)
 
-        return lax.fori_loop(0, -(-rows // part), some, total)  # type: ignore[no-any-return]
+        return typed.fori_loop(0, -(-rows // part), some, total)
 
     zeros = Gradients(
         jnp.zeros((rows, size), jnp.float32),

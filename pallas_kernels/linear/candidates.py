@@ -21,6 +21,7 @@ from jax import lax
 
 from pallas_kernels.backends.xla import bit_words
 from pallas_kernels.backends.xla.selection import top_k
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import barrier, vary_like
 from pallas_kernels.numbers.ordered_keys import floats, key_of, ordered_keys, strictly_larger
 
@@ -81,7 +82,7 @@ def appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Runnin
             columns = jnp.where(new[None], columns, jnp.asarray(-jnp.inf, x.dtype))
         return _appended(running, columns, first + start, k)
 
-    return lax.fori_loop(0, -(-width // most), some, vary_like(running, (running, x)))  # type: ignore[no-any-return]
+    return typed.fori_loop(0, -(-width // most), some, vary_like(running, (running, x)))
 
 
 def _appended(running: Running, x: jax.Array, first: jax.Array, k: int) -> Running:

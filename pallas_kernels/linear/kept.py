@@ -16,6 +16,7 @@ from pallas_kernels.linear.backward import like
 from pallas_kernels.linear.forward import inverse_temperatures
 from pallas_kernels.linear.tiles import over_tiles
 from pallas_kernels.linear.types import Call, LinearKeptLogprobs
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import (
     barrier,
     map_blocks,
@@ -196,12 +197,15 @@ def _gradients(
             sums[2].at[columns].add(du),
         )
 
-    zeros = (
+    zeros: tuple[jax.Array, ...] = (
         jnp.zeros(inputs.hidden.shape, jnp.float32),
         jnp.zeros(inputs.head.shape, jnp.float32),
         jnp.zeros(inputs.head.shape[0], jnp.float32),
     )
-    return lax.fori_loop(0, -(-rows // block), step, vary_like(zeros, (inputs, local, d)))  # type: ignore[no-any-return]
+    hidden, head, bias = typed.fori_loop(
+        0, -(-rows // block), step, vary_like(zeros, (inputs, local, d))
+    )
+    return hidden, head, bias
 
 
 linear_kept_logprobs.defvjp(_kept_forward, _kept_backward)

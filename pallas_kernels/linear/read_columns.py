@@ -21,7 +21,7 @@ from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
 from pallas_kernels.linear import candidates
 from pallas_kernels.linear.schedule import Schedule
 from pallas_kernels.linear.types import Definition, head_rows, loaded, stored
-from pallas_kernels.lowering import forms, row_pieces
+from pallas_kernels.lowering import forms, row_pieces, typed
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers import ordered_keys
 
@@ -94,7 +94,7 @@ def recount(definition: Definition, piece: int, product: Product, selected: jax.
         return count + total.astype(jnp.int32)
 
     zeros = forms.vary_like(jnp.zeros(product.hidden.shape[0], jnp.int32), (product, selected))
-    return lax.fori_loop(0, -(-width // piece), step, zeros)  # type: ignore[no-any-return]
+    return typed.fori_loop(0, -(-width // piece), step, zeros)
 
 
 class State(NamedTuple):
@@ -194,7 +194,7 @@ def _read_on(
                 lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (columns_read, state, rows)
             )
             x = forms.barrier(x) if direct else loaded(forms.barrier(x), dtype)
-            return jax.tree.map(  # type: ignore[no-any-return]
+            return typed.tree_map(
                 lambda array, values: lax.dynamic_update_slice_in_dim(array, values, j * part, 0),
                 state,
                 read_part(x, start, seen, own_state, own_rows)[0],
@@ -223,7 +223,7 @@ def _read_on(
     _, state, running = lax.fori_loop(0, trips, step, forms.vary_like(first, inputs))
     best = candidates.ordered(running, k) if isinstance(running, candidates.Running) else running
     sums = state.sums._replace(top_logits=best.logits, top_ids=best.ids)
-    return jax.tree.map(lambda x: x[:num_rows], State(sums, state.named))  # type: ignore[no-any-return]
+    return typed.tree_map(lambda x: x[:num_rows], State(sums, state.named))
 
 
 Carry = tuple[jax.Array, State, candidates.Running | candidates.Best]

@@ -26,7 +26,7 @@ from pallas_kernels.backends.xla.tails import (
 from pallas_kernels.contract.rows import RowSums
 from pallas_kernels.linear.read_columns import State
 from pallas_kernels.linear.types import Call, Definition, Inputs, head_rows, loaded, stored
-from pallas_kernels.lowering import forms
+from pallas_kernels.lowering import forms, typed
 from pallas_kernels.meshes.placement import WHOLE
 
 COLUMNS = 2048  # of the head, of one product
@@ -64,8 +64,8 @@ def over_tiles(
     types = jax.eval_shape(work, jnp.int32(0))
     empty = jax.tree.map(lambda x: jnp.zeros((number, *x.shape[1:]), x.dtype), types)
     # Every vocabulary shard has the same results: they vary with the rows alone.
-    results = forms.map_blocks(work, tile, num_rows, empty, padded)
-    return jax.tree.map(lambda x: x[:count], results)  # type: ignore[no-any-return]
+    results: Results = forms.map_blocks(work, tile, num_rows, empty, padded)
+    return typed.tree_map(lambda x: x[:count], results)
 
 
 def read_in_tiles(call: Call, inputs: Inputs, named: jax.Array) -> State:

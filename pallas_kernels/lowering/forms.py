@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from pallas_kernels.lowering import typed
+
 Tree: TypeAlias = "jax.Array | Sequence[Tree] | None"  # of arrays, in tuples and lists
 
 Values = TypeVar("Values", bound=Tree)
@@ -73,7 +75,8 @@ def in_branch(taken: jax.Array, function: Callable[..., Outputs], *arguments: Tr
     def nothing(*arguments: Tree) -> Outputs:
         return vary_like(jax.tree.map(missing, jax.eval_shape(run, *arguments)), arguments)  # type: ignore[no-any-return]
 
-    return lax.cond(taken, run, nothing, *arguments)  # type: ignore[no-any-return]
+    outputs: Outputs = typed.cond(taken, run, nothing, *arguments)
+    return outputs
 
 
 def pin_to_iteration(logits: jax.Array, start: jax.Array) -> jax.Array:
@@ -87,7 +90,7 @@ def rows_from(values: Values, start: jax.Array, block: int) -> Values:
     def part(x: jax.Array) -> jax.Array:
         return x if x.shape[0] == block else lax.dynamic_slice_in_dim(x, start, block)
 
-    return jax.tree.map(part, values)  # type: ignore[no-any-return]
+    return typed.tree_map(part, values)
 
 
 def block_of_logits(
@@ -124,12 +127,12 @@ def scattered(
     """A tree of arrays [N] with the first `number` of `part`, at rows `index`; none from N on."""
     counts = jnp.arange(index.shape[0], dtype=jnp.int32) < number
     place = jnp.where(counts, index, index.shape[0])
-    return jax.tree.map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)  # type: ignore[no-any-return]
+    return typed.tree_map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
 
 
 def barrier(values: Values) -> Values:
     """`lax.optimization_barrier`, which has no type annotations."""
-    return lax.optimization_barrier(values)  # type: ignore[no-any-return]
+    return typed.optimization_barrier(values)
 
 
 def vary_like(values: Values, inputs: Tree) -> Values:
@@ -148,7 +151,7 @@ def vary_like(values: Values, inputs: Tree) -> Values:
         missing = tuple(sorted(axes - varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(vary, values)  # type: ignore[no-any-return]
+    return typed.tree_map(vary, values)
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

@@ -6,9 +6,11 @@ program stays in memory. A call that goes through here is traced and compiled on
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+
+Result = TypeVar("Result")
 
 
 def _program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
@@ -24,13 +26,24 @@ def _program(function: Callable[..., Any], *static: Hashable) -> Callable[..., A
     return call
 
 
-# Always the same object for equal arguments. The function is one of a module's top, and the static
-# arguments come first. Those of another type are others: 2.0 is no 2.
-compiled = functools.lru_cache(maxsize=None, typed=True)(_program)
+_program_of = functools.lru_cache(maxsize=None, typed=True)(_program)
+_program_with_rule = functools.lru_cache(maxsize=8, typed=True)(_program)
 
-# The same where an argument is a function of the user's, which may be another one in each call:
-# only the last few are kept.
-compiled_with_rule = functools.lru_cache(maxsize=8, typed=True)(_program)
+
+def compiled(function: Callable[..., Result], *static: Hashable) -> Callable[..., Result]:
+    """The function with its first arguments as they are, compiled: the same object for equal ones.
+
+    The function is one of a module's top. Arguments of another type are others: 2.0 is no 2.
+    """
+    return _program_of(function, *static)
+
+
+def compiled_with_rule(function: Callable[..., Result], *static: Hashable) -> Callable[..., Result]:
+    """The same where an argument is a function of the user's, which may be another in each call.
+
+    Only the last few programs are kept.
+    """
+    return _program_with_rule(function, *static)
 
 
 def is_traced(arrays: Any) -> bool:

@@ -15,6 +15,7 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from pallas_kernels.contract.rows import Rows
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.implementation import kept
 from pallas_kernels.meshes.placement import (
     NAMED,
@@ -177,7 +178,7 @@ def where_compiled(
 
     # What the compiler asks for later has no rule for a derivative.
     outputs = iter(batched(*jax.lax.stop_gradient(_not_empty(leaves))))
-    return jax.tree.map(  # type: ignore[no-any-return]
+    return typed.tree_map(
         lambda x: next(outputs) if x.size else jnp.zeros(x.shape, x.dtype), results[0]
     )
 

@@ -19,7 +19,7 @@ from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.rows import check_floats
 from pallas_kernels.contract.types import Greedy
-from pallas_kernels.lowering import forms
+from pallas_kernels.lowering import forms, typed
 from pallas_kernels.lowering.forms import compacted, map_blocks, scattered, vary_like
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
@@ -63,7 +63,7 @@ def truncation(
     if logits.ndim < 2 or 0 in logits.shape:
         raise ValueError(f"logits {logits.shape}: give [B, ..., V], 1 and more of each axis")
     sampling = door.sampling_of(sampling, logits.shape[0], f"logits {logits.shape}")
-    return compiled(_truncation, shard)(logits, sampling, choice)  # type: ignore[no-any-return]
+    return compiled(_truncation, shard)(logits, sampling, choice)
 
 
 def _truncation(
@@ -124,9 +124,13 @@ def cuts(
             return cut  # all tokens are candidates
         unsettled = is_cut & ~settled
         search = functools.partial(_with_searched, rows, read.scale, sampling)
-        return lax.cond(jnp.any(unsettled), search, lambda unsettled, cut: cut, unsettled, cut)  # type: ignore[no-any-return]
 
-    return lax.cond(jnp.any(is_cut), some, lambda: no_cut)  # type: ignore[no-any-return]
+        def leave(_: jax.Array, cut: Truncation) -> Truncation:
+            return cut
+
+        return typed.cond(jnp.any(unsettled), search, leave, unsettled, cut)
+
+    return typed.cond(jnp.any(is_cut), some, lambda: no_cut)
 
 
 def _with_searched(

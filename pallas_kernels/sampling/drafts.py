@@ -9,7 +9,6 @@ Axes: B slots, D drafts, M tokens of a draft's q, N flat rows, V vocabulary.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
@@ -17,6 +16,7 @@ from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.greedy import greedy
 from pallas_kernels.backends.groups import inverse_temperature
 from pallas_kernels.backends.row_totals import scaled
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.meshes.placement import AxisName, VocabShard
 from pallas_kernels.meshes.split import Split, on_own_part
@@ -62,7 +62,7 @@ def draw(
         draft_logits, sampling, positions, "draft_logits", row_ids, "[B]"
     )
     how = door.split_of(mesh, axis_name, vocab_size)
-    return compiled(_draw, how)(draft_logits, sampling, positions, row_ids)  # type: ignore[no-any-return]
+    return compiled(_draw, how)(draft_logits, sampling, positions, row_ids)
 
 
 def _draw(
@@ -104,7 +104,7 @@ def _drawn(
         top = top_candidates(x, MOST_TOKENS, shard, row_ids)
         return _from_candidates(top, sampling, positions, shard.size(x.shape[1]))
 
-    return lax.cond(jnp.any(sampling.temperature > 0), by_chance, greedily)  # type: ignore[no-any-return]
+    return typed.cond(jnp.any(sampling.temperature > 0), by_chance, greedily)
 
 
 def _from_candidates(

@@ -94,7 +94,7 @@ def kept_sets(
     rows = array_of("rows", rows, "integers", ("R",), "the rows that are wanted, [R]")
     num_rows, cut = check_num_rows(num_rows), door.cut_of(cut, rows.shape)
     changes = door.changes_of(allowed, bias_token_ids, bias, logits.shape[:-1])
-    return compiled(_kept_sets, shard)(logits, rows, num_rows, cut, changes)  # type: ignore[no-any-return]
+    return compiled(_kept_sets, shard)(logits, rows, num_rows, cut, changes)
 
 
 def _kept_sets(

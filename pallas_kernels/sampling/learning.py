@@ -343,7 +343,7 @@ def learner_logprobs(
     ids = jnp.asarray(token_ids, jnp.int32).reshape(-1)
     t = _temperatures(temperatures, rows).reshape(-1)
     logprobs = compiled(_learner_logprobs, logits_dtype, soft_cap)(states, head, ids, flat, t)
-    return logprobs.reshape(rows)  # type: ignore[no-any-return]
+    return logprobs.reshape(rows)
 
 
 def _learner_logprobs(

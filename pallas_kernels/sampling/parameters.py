@@ -16,6 +16,7 @@ from pallas_kernels.contract.arguments import (
     numbers_of,
 )
 from pallas_kernels.contract.field_docs import with_field_docs
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import Tree, vary_like
 from pallas_kernels.lowering.row_pieces import at_place
 from pallas_kernels.numbers.logarithm import logarithm
@@ -172,7 +173,7 @@ class Truncation(NamedTuple):
 
 def where(rows: Bool[Array, "..."], a: Truncation, b: Truncation) -> Truncation:
     """The cuts of `a` in these rows, those of `b` in the others."""
-    return jax.tree.map(lambda x, y: jnp.where(rows, x, y), a, b)  # type: ignore[no-any-return]
+    return typed.tree_map(lambda x, y: jnp.where(rows, x, y), a, b)
 
 
 def has_meaning(sampling: Sampling) -> Bool[Array, " B"]:
@@ -202,7 +203,7 @@ def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling
     def repeated(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x.reshape(-1, *[1] * (len(rows) - 1)), rows).reshape(-1)
 
-    return jax.tree.map(repeated, sampling)  # type: ignore[no-any-return]
+    return typed.tree_map(repeated, sampling)
 
 
 def at_rows(index: Int32[Array, " R"], values: Values) -> Values:

@@ -26,6 +26,7 @@ from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, check_changes, skipped_rows
 from pallas_kernels.contract.types import Greedy, TopkLogprobs
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled
@@ -195,7 +196,7 @@ def with_invalid(
             choice = greedy_of_part(rows.shard, Rows(rows.logits, changes=rows.changes))
         return choice.token_ids
 
-    return lax.cond(jnp.all(read.valid), lambda: token_ids, again)  # type: ignore[no-any-return]
+    return typed.cond(jnp.all(read.valid), lambda: token_ids, again)
 
 
 def for_logprobs(
@@ -212,7 +213,7 @@ def for_logprobs(
         top_logits=read.top_logits[:, :k],
         maxima=read.groups.maxima,
     )
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), rows_read)  # type: ignore[no-any-return]
+    return typed.tree_map(lambda x: x.reshape(*shape, *x.shape[1:]), rows_read)
 
 
 def emitted_logprobs(
@@ -348,7 +349,7 @@ def logprobs_of_read(
     how = door.split_of(mesh, axis_name, vocab_size)
     changes = door.changes_of(allowed, bias_token_ids, bias, logits.shape[:-1])
     arrays = row_ids, token_ids, read, scaled, extra_token_ids, changes
-    return compiled(_emitted, how)(logits, *arrays)  # type: ignore[no-any-return]
+    return compiled(_emitted, how)(logits, *arrays)
 
 
 def _emitted(

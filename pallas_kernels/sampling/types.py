@@ -16,6 +16,7 @@ from pallas_kernels.contract.arguments import array_of, check_int, check_type, t
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.field_docs import with_field_docs
 from pallas_kernels.contract.types import AnyArray
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row
 
@@ -145,7 +146,7 @@ class Drafts(NamedTuple):
         slots = len(drawn[0].token_ids)
         limit = array_of("limit", limit, "integers", (slots,), "one a slot [B]")
         parts = [(draft.token_ids, draft.q, draft.report) for draft in drawn]
-        return compiled(_joined)(to_device(limit, jnp.int32), parts)  # type: ignore[no-any-return]
+        return compiled(_joined)(to_device(limit, jnp.int32), parts)
 
     @classmethod
     def none(cls, num_slots: int, num_drafts: int, vocab_size: int) -> "Drafts":
@@ -154,7 +155,7 @@ class Drafts(NamedTuple):
         num_drafts = check_int("num_drafts", num_drafts, 0, MAX_WIDTH, "D")
         vocab_size = check_int("vocab_size", vocab_size, 1, 2**31 - 1, "V")
         wide = (num_slots, num_drafts, min(MOST_TOKENS, vocab_size))
-        return compiled(_no_drafts, wide)()  # type: ignore[no-any-return]
+        return compiled(_no_drafts, wide)()
 
 
 @with_field_docs
@@ -235,7 +236,7 @@ class Batch(NamedTuple):
                 return x.reshape(*self.positions.shape, *x.shape[1:])
             return x[self.rows]
 
-        return jax.tree.map(placed, values)  # type: ignore[no-any-return]
+        return typed.tree_map(placed, values)
 
     def of_each_row(self, num_rows: int) -> Annotated[Sampling, "B = N"]:
         """The parameters of the N rows; those of a row that no slot has are greedy."""
@@ -243,7 +244,7 @@ class Batch(NamedTuple):
             return of_each_row(self.sampling, self.positions.shape)
         slots = slots_of_rows(self.row_ids, num_rows)
         nobody = Sampling.greedy(1)
-        return jax.tree.map(  # type: ignore[no-any-return]
+        return typed.tree_map(
             lambda x, none: jnp.concatenate([x, none])[slots], self.sampling, nobody
         )
 
@@ -268,7 +269,7 @@ def row_ids_of(num_rows: AnyArray, num_positions: int) -> Int32[Array, "B S"]:
     num_rows = array_of("num_rows", num_rows, "integers", ("B",), "one a slot [B]")
     num_rows = num_rows.astype(jnp.int32)
     num_positions = check_int("num_positions", num_positions, 1, MAX_WIDTH, "S")
-    return compiled(_row_ids_of, num_positions)(num_rows)  # type: ignore[no-any-return]
+    return compiled(_row_ids_of, num_positions)(num_rows)
 
 
 def _row_ids_of(num_positions: int, num_rows: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import Changes, apply, apply_at, of_rows
 from pallas_kernels.contract.rows import MAX_VOCABULARY, Rows, check_k
 from pallas_kernels.contract.types import Greedy
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled, compiled_with_rule, is_traced
@@ -192,9 +193,7 @@ def verify(
         else:
             verified = compiled_with_rule(_verified, *static)(*arrays)
     # What logprobs of these rows need travels with the result.
-    return verified._replace(  # type: ignore[no-any-return]
-        row_ids=row_ids, changes=None if changes == Changes() else changes
-    )
+    return verified._replace(row_ids=row_ids, changes=None if changes == Changes() else changes)
 
 
 def _verified(
@@ -376,7 +375,7 @@ def _either(
     """What serves the slots; a branch decides where it is not known whether some are sampled."""
     if is_sampled is None:
         slots = (batch.sampling.temperature > 0) | ~has_meaning(batch.sampling)
-        return lax.cond(jnp.any(slots), sampled, greedily)  # type: ignore[no-any-return]
+        return typed.cond(jnp.any(slots), sampled, greedily)
     return sampled() if is_sampled else greedily()
 
 

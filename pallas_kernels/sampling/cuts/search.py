@@ -24,6 +24,7 @@ from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.exact_sums import Mass
 from pallas_kernels.backends.xla.groups import largest
 from pallas_kernels.backends.xla.selection import top_k_of_parts
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import pin_to_iteration, vary_like
 from pallas_kernels.lowering.row_pieces import summed
 from pallas_kernels.meshes.placement import VocabShard
@@ -101,7 +102,7 @@ def _is_shorter(a: Prefix, b: Prefix) -> jax.Array:
 
 
 def _where(which: jax.Array, a: Prefix, b: Prefix) -> Prefix:
-    return jax.tree.map(lambda x, y: jnp.where(which, x, y), a, b)  # type: ignore[no-any-return]
+    return typed.tree_map(lambda x, y: jnp.where(which, x, y), a, b)
 
 
 def _shortest(
@@ -223,7 +224,7 @@ def _number_of_equal(above: Mass, mass: Mass, least: Mass, vocab_size: int) -> j
         return jnp.where(short, more, number)
 
     start = vary_like(jnp.zeros(above[0].shape, jnp.int32), (above, mass, least))
-    return lax.fori_loop(0, bits, step, start) + 1  # type: ignore[no-any-return]
+    return typed.fori_loop(0, bits, step, start) + 1
 
 
 def _added(above: Mass, number: jax.Array, mass: Mass, vocab_size: int) -> Mass:

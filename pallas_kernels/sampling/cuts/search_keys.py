@@ -12,6 +12,7 @@ from jaxtyping import Array, Int32, UInt32
 
 from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.exact_sums import Mass
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import barrier, vary_like
 from pallas_kernels.numbers.ordered_keys import ordered_keys
 from pallas_kernels.sampling.cuts.searched_rows import SearchedRows
@@ -129,4 +130,4 @@ def guess_of(rows: SearchedRows, by_mass: jax.Array, limit: jax.Array) -> jax.Ar
 
     start = jnp.full((batch, 2), -(2 ** (bits + unit - 1)), jnp.int32)
     start = vary_like(start, below)
-    return lax.fori_loop(0, bits // per_trip, step, start)  # type: ignore[no-any-return]
+    return typed.fori_loop(0, bits // per_trip, step, start)
