@@ -12,7 +12,9 @@ import importlib.util
 import json
 import platform
 import sys
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -97,8 +99,18 @@ def _versions() -> dict[str, str]:
         try:
             here[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            here[name] = "NOT INSTALLED"
+            here[name] = (_of_checkout() if name == VERSIONS[0] else None) or "NOT INSTALLED"
     return here
+
+
+def _of_checkout() -> str | None:
+    """The version of the checkout that this file is in, if it is in one."""
+    try:
+        with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+            project = tomllib.load(file)["project"]
+        return f"{project['version']} (a checkout)" if project["name"] == VERSIONS[0] else None
+    except (OSError, ValueError, LookupError):
+        return None
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ runs these checks on the kernels' own code, right and wrong. What fails in other
 the kernels is said, and ends nothing.
 """
 
+import importlib.metadata
 import itertools
 import sys
+import tomllib
 import zipfile
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from pallas_kernels.testing.chips import GPUS
 from pallas_kernels.testing.pieces import PARTS
 from pallas_kernels.testing.shapes import VOCABULARIES, Shape
 from tests.rehearsal import peer_signatures, peer_stand_ins
+from tests.support.paths import ROOT
 
 
 @pytest.mark.fast
@@ -348,3 +351,20 @@ def test_what_is_not_installed_is_no_piece(monkeypatch):
     assert peers.missing("mosaic_tpu") == {NAME: None}
     assert len(names()) == 2
     assert all(name.startswith(f"{device_report.PEERS}: {NAME}: topk_logprobs") for name in names())
+
+
+@pytest.mark.fast
+def test_a_checkout_that_is_not_installed_has_its_version(monkeypatch, tmp_path):
+    def none(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    assert ground._versions()["jax-specdec"] == f"{version} (a checkout)"
+    assert ground._versions()["torch"] == "NOT INSTALLED"
+    monkeypatch.setattr(ground, "__file__", str(tmp_path / "a/b/ground.py"))
+    assert ground._versions()["jax-specdec"] == "NOT INSTALLED"
+    for text in ("", "[project", "[project]\nname = 'another'\nversion = '1'"):
+        (tmp_path / "pyproject.toml").write_text(text)
+        assert ground._versions()["jax-specdec"] == "NOT INSTALLED"
