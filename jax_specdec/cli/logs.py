@@ -34,30 +34,30 @@ class Lines(logging.Handler):
         super().__init__()
         self.setFormatter(logging.Formatter(FORM))
         self._stream = stream
-        self._waiting: queue.Queue[str | None] = queue.Queue(max_lines)
-        self._dropped, self._end_seconds = 0, end_seconds
-        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
-        self._thread.start()
+        self.waiting: queue.Queue[str | None] = queue.Queue(max_lines)
+        self.num_dropped, self._end_seconds = 0, end_seconds
+        self.thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self.thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Let a line wait, or drop it."""
         try:
-            self._waiting.put_nowait(self.format(record))
+            self.waiting.put_nowait(self.format(record))
         except queue.Full:
-            self._dropped += 1
+            self.num_dropped += 1
         except Exception:  # what logging does with a line that cannot be made
             self.handleError(record)
 
     def close(self) -> None:
         """Write what waits, as long as somebody reads it."""
         with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=self._end_seconds)
-        self._thread.join(self._end_seconds)
+            self.waiting.put(None, timeout=self._end_seconds)
+        self.thread.join(self._end_seconds)
         super().close()
 
     def _write(self) -> None:
-        while (line := self._waiting.get()) is not None:
-            dropped, self._dropped = self._dropped, 0
+        while (line := self.waiting.get()) is not None:
+            dropped, self.num_dropped = self.num_dropped, 0
             if dropped:
                 line += f"\n{dropped} lines of the log were dropped before that: nobody read them"
             with contextlib.suppress(OSError, ValueError):  # whoever would read it is gone
