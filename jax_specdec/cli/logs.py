@@ -11,7 +11,7 @@ from typing import Any, TextIO
 LEVELS = ("debug", "info", "warning", "error")
 FORM = "%(asctime)s %(levelname)s %(message)s"
 MAX_LINES = 10_000  # that may wait for who reads stderr; further ones are dropped, and counted
-END_SECONDS = 2.0  # for the lines that wait at the end
+LAST_LINES_SECONDS = 2.0  # for the lines that wait at the end
 
 
 def add_log_level(group: Any) -> None:
@@ -29,7 +29,7 @@ class Lines(logging.Handler):
     """
 
     def __init__(
-        self, stream: TextIO, max_lines: int = MAX_LINES, end_seconds: float = END_SECONDS
+        self, stream: TextIO, max_lines: int = MAX_LINES, end_seconds: float = LAST_LINES_SECONDS
     ) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(FORM))

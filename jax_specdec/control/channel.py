@@ -28,7 +28,7 @@ from jax_specdec.control.commands import Command, Connection, ControlError, Shut
 from jax_specdec.control.heartbeat import BEAT_SECONDS, Heartbeat, ProcessStats
 from jax_specdec.control.socket_path import SocketAddress
 
-LOOK_MS = 250  # between two calls of `beside`
+BESIDE_MS = 250  # between two calls of `beside`
 
 
 class ControlClient:
@@ -77,7 +77,7 @@ class ControlClient:
         poller.register(self._wake, zmq.POLLIN)
         due = time.monotonic()
         while True:
-            woken = dict(poller.poll(LOOK_MS))
+            woken = dict(poller.poll(BESIDE_MS))
             if self._wake in woken:
                 os.eventfd_read(self._wake)
             if socket in woken:

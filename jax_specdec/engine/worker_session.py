@@ -34,7 +34,9 @@ from jax_specdec.records.record import Records
 GETS_ON_STEPS = 8
 logger = logging.getLogger("jax_specdec.engine")
 
-START_SECONDS = 60.0  # until a process's first heartbeat: Python starts, on a busy machine perhaps
+WORKER_START_SECONDS = (
+    60.0  # until a process's first heartbeat: Python starts, on a busy machine perhaps
+)
 
 
 class WorkerSilent(RuntimeError):
@@ -89,7 +91,10 @@ class WorkerSession:
         self._numbers = [0] * num_slots  # of the admissions, among the commands
         self._heartbeat = Heartbeat()  # the last one that was looked at
         self._began: float | None = None  # when this worker was looked at first
-        self.liveness, self._progress = Liveness(worker.pid, grace=START_SECONDS), QuietTimer()
+        self.liveness, self._progress = (
+            Liveness(worker.pid, grace=WORKER_START_SECONDS),
+            QuietTimer(),
+        )
 
     @property
     def process_rank(self) -> int:
@@ -311,5 +316,8 @@ class WorkerSession:
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
         self.worker, self.ending, self.lost = worker, None, None
         self._heartbeat, self._began = Heartbeat(), None
-        self.liveness, self._progress = Liveness(worker.pid, grace=START_SECONDS), QuietTimer()
+        self.liveness, self._progress = (
+            Liveness(worker.pid, grace=WORKER_START_SECONDS),
+            QuietTimer(),
+        )
         self.restarts += 1

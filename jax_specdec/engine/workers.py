@@ -23,7 +23,7 @@ from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.engine.worker_session import WorkerSession
 
-LOOK_SECONDS = 0.1  # between two looks at the control plane while messages come
+CONTROL_LOOK_SECONDS = 0.1  # between two looks at the control plane while messages come
 WAIT_SECONDS = 0.25  # of one wait for a message
 NAMED_IDS = 8  # requests in a line of the log
 BRIEF_SECONDS = 0.02  # of one wait while only rings without a doorbell, or ends, can be waited for
@@ -152,7 +152,7 @@ class Workers:
         now = self._clock.now()
         if now < self._next_look:
             return []
-        self._looked, self._next_look = now, now + LOOK_SECONDS
+        self._looked, self._next_look = now, now + CONTROL_LOOK_SECONDS
         if self.directory.listens:
             self.directory.server.pump()
         for rank in [rank for rank, due in self._due.items() if due <= now]:

@@ -23,10 +23,10 @@ from jax_specdec.ray.request_table import BatchError
 from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.ray")
-PATIENCE_SECONDS = 5.0  # for a replica that is asked for its numbers, or told to close
+REPLICA_ANSWER_SECONDS = 5.0  # for a replica that is asked for its numbers, or told to close
 # Between two looks whether the fleet is over: a thread that waits in Ray after `ray.shutdown` ends
 # the process, without a word.
-SLICE_SECONDS = 0.5
+REPLICA_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,13 @@ class ReplicaHandle:
         """End the replica; without a head that can be reached, Ray ends it with this program."""
         with contextlib.ExitStack() as closing:  # all of it is done, and then an error raised
             if self._thread.ident is not None:
-                closing.callback(self._thread.join, PATIENCE_SECONDS)
+                closing.callback(self._thread.join, REPLICA_ANSWER_SECONDS)
             if self._place is not None and reachable:
                 closing.callback(self._remove_leftovers)
                 closing.enter_context(contextlib.suppress(*lost_errors()))
                 closing.callback(self._place.remove)
                 closing.enter_context(contextlib.suppress(*lost_errors()))
-                ray().get(self.call("close", "slow"), timeout=PATIENCE_SECONDS)
+                ray().get(self.call("close", "slow"), timeout=REPLICA_ANSWER_SECONDS)
                 self._address = None
 
     def submit(self, submissions: Sequence[Submission]) -> None:
@@ -144,7 +144,7 @@ class ReplicaHandle:
         if self.ready:
             with contextlib.suppress(*lost_errors()):
                 call = self.call("status", "slow")
-                status: ReplicaStatus = ray().get(call, timeout=PATIENCE_SECONDS)
+                status: ReplicaStatus = ray().get(call, timeout=REPLICA_ANSWER_SECONDS)
                 return replace(status, **about)
         return replace(ReplicaStatus(replica=self.number), **about)
 
@@ -178,7 +178,7 @@ class ReplicaHandle:
     def forget_weights(self) -> None:
         """Have loaded weights forgotten."""
         with contextlib.suppress(*lost_errors()):
-            ray().get(self.call("forget_weights", "slow"), timeout=PATIENCE_SECONDS)
+            ray().get(self.call("forget_weights", "slow"), timeout=REPLICA_ANSWER_SECONDS)
 
     def kill(self, why: str, *, for_good: bool = False) -> None:
         """End the actor; Ray starts it again where it may, and not `for_good`."""
@@ -276,7 +276,7 @@ class ReplicaHandle:
     def each(self, references: Any) -> Iterator[Any]:
         """Yield what a generator of Ray's brings, until it has ended or the fleet is over."""
         while not self.fleet.over():
-            done, _ = ray().wait([references], timeout=SLICE_SECONDS, fetch_local=False)
+            done, _ = ray().wait([references], timeout=REPLICA_LOOK_SECONDS, fetch_local=False)
             if done:
                 try:
                     reference = next(references)
@@ -298,7 +298,7 @@ class ReplicaHandle:
         late = ray("ray.exceptions").GetTimeoutError
         while True:
             try:
-                return ray().get(reference, timeout=SLICE_SECONDS)
+                return ray().get(reference, timeout=REPLICA_LOOK_SECONDS)
             except late:
                 if self.fleet.over():
                     raise
@@ -325,7 +325,7 @@ class ReplicaHandle:
         address, self._address = self._address, None
         if address is not None and self._place is not None:
             with contextlib.suppress(*lost_errors()):  # the node is gone
-                ray().get(self._place.remove_leftovers(address), timeout=PATIENCE_SECONDS)
+                ray().get(self._place.remove_leftovers(address), timeout=REPLICA_ANSWER_SECONDS)
 
 
 def _first(error: BaseException) -> str:

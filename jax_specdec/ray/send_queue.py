@@ -14,7 +14,7 @@ from jax_specdec.records.batch import RecordBatch
 
 MAX_WAITING_BYTES = 32 << 20  # of messages that wait; then the engine waits
 MAX_BATCH_BYTES = 8 << 20  # of messages in a batch, one more message not counted
-SLICE_SECONDS = 0.25
+QUEUE_LOOK_SECONDS = 0.25
 # A message that was in the ring for so long: its worker is faster than the engine. Then small
 # batches, which all cost the same, would only hold the engine up: tokens wait for it anyway.
 BEHIND_NS = 2_000_000
@@ -60,7 +60,7 @@ class SendQueue(Generic[Made]):
         """Keep an update; waits while too much waits."""
         with self.ready:
             while self._bytes > MAX_WAITING_BYTES and not self._closed:
-                self.ready.wait(SLICE_SECONDS)
+                self.ready.wait(QUEUE_LOOK_SECONDS)
             self.steps += update.message is not None
             if update.latency_ns is not None:
                 self._pauses = PAUSES_BEHIND if update.latency_ns > BEHIND_NS else 1
@@ -119,7 +119,7 @@ class SendQueue(Generic[Made]):
                 while reader == self._reader and not self._made and (
                     seconds := self._wait_seconds(since)
                 ) > 0:  # fmt: skip
-                    self.ready.wait(min(seconds, SLICE_SECONDS))
+                    self.ready.wait(min(seconds, QUEUE_LOOK_SECONDS))
                 if reader != self._reader:
                     return
                 self.waits = -1

@@ -156,7 +156,7 @@ def test_without_a_terminal_one_line_says_what_compiles(monkeypatch):
     look = mock.Mock(side_effect=lambda: [phases[min(look.call_count, 5) - 1]])
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(standard_output, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(standard_output, "REDRAW_SECONDS", 0.001)
     with standard_output.waiting(look, kept_in="/kept"):
         wait_for(lambda: look.call_count > 5)
     said = "compiling 1 of 8 (step), 0 s; on the first start only: kept in /kept\n"

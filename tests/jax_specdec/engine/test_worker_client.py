@@ -142,7 +142,7 @@ OF_STEP_7 = "from jax_specdec.records.encode import encode\nring.send(encode(3, 
     ],
 )  # fmt: skip
 def test_a_message_that_cannot_be_closes_the_requests(code, options, said, monkeypatch):
-    monkeypatch.setattr(worker_client, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(worker_client, "WORKER_STOP_SECONDS", 0.2)
     assert said in failure_of(code + "time.sleep(99)", prefill_chunk=4096, **options)
 
 
