@@ -93,6 +93,16 @@ def refuse_aliases(
         logger.warning("nothing says what the field %s is: its class' docstring would", name)
 
 
+def say_results_whole(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Keep a colon in the text of a result: napoleon takes what stands before it for a type."""
+    for section in ("Returns:", "Yields:"):
+        if section in lines:
+            at = lines.index(section)
+            lines[at : at + 2] = ["", f":{section[:-1].lower()}: {lines[at + 1].strip()}"]
+
+
 def link_tests(app: Sphinx, docname: str, source: list[str]) -> None:
     """Make the names of tests small, and lead to them."""
     if "::test_" in source[0]:
@@ -123,5 +133,6 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-skip-member", keep_enumerators)
     app.connect("autodoc-process-docstring", refuse_aliases)
+    app.connect("autodoc-process-docstring", say_results_whole, priority=400)  # before napoleon
     app.connect("source-read", link_tests)
     app.connect("build-finished", check)

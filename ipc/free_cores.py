@@ -16,7 +16,7 @@ LONGEST_SPAN_NS = 6_400_000_000  # twice as long each time that it is lost soon 
 SOON_SPANS = 20  # soon: within so many spans
 FREE_SHARE = 0.75  # of one core, over a span
 STALE_SPANS = 4  # nobody waited for so long: the span begins again
-_STAT = "/proc/stat"
+STAT = "/proc/stat"
 _MOST_BYTES = 1 << 20
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
@@ -29,7 +29,7 @@ def available_ns() -> int | None:
     cores = os.sched_getaffinity(0)
     idle = 0
     try:
-        for line in _read(_STAT).split(b"\n")[1:]:  # the first one is the sum of all cores
+        for line in _read(STAT).split(b"\n")[1:]:  # the first one is the sum of all cores
             if not line.startswith(b"cpu"):
                 break
             name, _, _, _, idles, waits, *_ = line.split()
@@ -62,8 +62,8 @@ class FreeCores:
     def __init__(self, available: Callable[[], int | None] = available_ns) -> None:
         """Starts without permission; `available` is as `available_ns`."""
         self.spin = False
-        self._available = available
-        self._span_ns = FIRST_SPAN_NS
+        self.available = available
+        self.span_ns = FIRST_SPAN_NS
         self._freed_ns = 0  # when `spin` became true
         self._begun_ns = 0  # of the span under way; 0 for none
         self._before = 0  # what was available then
@@ -75,10 +75,10 @@ class FreeCores:
             return True
         elapsed = now - self._begun_ns
         thread = get_ident()
-        stale = elapsed > STALE_SPANS * self._span_ns or thread != self._thread
-        if elapsed < self._span_ns and not stale:
+        stale = elapsed > STALE_SPANS * self.span_ns or thread != self._thread
+        if elapsed < self.span_ns and not stale:
             return False
-        available = self._available()
+        available = self.available()
         if available is None:
             return False
         if not stale:
@@ -89,7 +89,7 @@ class FreeCores:
 
     def lost(self, now: int) -> None:
         """Notes that this side lost its core while it spun."""
-        soon = now - self._freed_ns < SOON_SPANS * self._span_ns
-        self._span_ns = min(2 * self._span_ns, LONGEST_SPAN_NS) if soon else FIRST_SPAN_NS
+        soon = now - self._freed_ns < SOON_SPANS * self.span_ns
+        self.span_ns = min(2 * self.span_ns, LONGEST_SPAN_NS) if soon else FIRST_SPAN_NS
         self.spin = False
         self._begun_ns = 0

@@ -124,7 +124,7 @@ class Segment:
                 )
             semaphores = {}
             for suffix in SEMAPHORES:
-                semaphores[suffix] = _open_semaphore(name, suffix)
+                semaphores[suffix] = open_semaphore(name, suffix)
                 undo.callback(semaphores[suffix].close)
             segment = cls(name, role, header, me, memory, semaphores)
             undo.callback(segment.buffer.release)
@@ -268,7 +268,7 @@ def _map(fd: int, total_bytes: int) -> mmap.mmap:
     return mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-def _open_semaphore(name: str, suffix: str) -> Semaphore:
+def open_semaphore(name: str, suffix: str) -> Semaphore:
     try:
         return Semaphore.open(f"{name}.{suffix}")
     except posix_ipc.ExistentialError:

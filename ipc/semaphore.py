@@ -31,9 +31,9 @@ _sem_open = _libc.sem_open
 _sem_open.argtypes, _sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
 _sem_close = _libc.sem_close
 _sem_close.argtypes = (ctypes.c_void_p,)
-_sem_clockwait: Callable[..., int] | None = getattr(_libc, "sem_clockwait", None)
-if _sem_clockwait is not None:
-    _sem_clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))  # type: ignore[attr-defined]
+sem_clockwait: Callable[..., int] | None = getattr(_libc, "sem_clockwait", None)
+if sem_clockwait is not None:
+    sem_clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))  # type: ignore[attr-defined]
 
 
 class Semaphore(posix_ipc.Semaphore):
@@ -53,7 +53,7 @@ class Semaphore(posix_ipc.Semaphore):
         return cls(name, flags=0)._with_clock()
 
     def _with_clock(self) -> Self:
-        if _sem_clockwait is not None:
+        if sem_clockwait is not None:
             self._address = _sem_open(self.name.encode(), 0)
             if self._address is None:  # SEM_FAILED
                 number = ctypes.get_errno()
@@ -81,8 +81,8 @@ class Semaphore(posix_ipc.Semaphore):
                 sleep(min(remaining_ns, POLL_NS) * 1e-9)
             return map(self.acquire, _NOW)
         self._until.seconds, self._until.nanoseconds = divmod(until_ns, 1_000_000_000)
-        assert _sem_clockwait is not None
-        return filterfalse(None, map(_sem_clockwait, *self._arguments))  # it returns 0 or -1
+        assert sem_clockwait is not None
+        return filterfalse(None, map(sem_clockwait, *self._arguments))  # it returns 0 or -1
 
     def close(self) -> None:
         """Closes this process's handles. Calling it again does nothing."""

@@ -89,11 +89,11 @@ class Waiter:
         self.wait_ns = 0
         self._semaphore = semaphore
         self._acquire = semaphore.acquire
-        self._policy = policy
-        self._obstacle = obstacle
-        self._peer_shares = peer_shares
-        self._rhythm = Rhythm()
-        self._cores = FreeCores()
+        self.policy = policy
+        self.obstacle = obstacle
+        self.peer_shares = peer_shares
+        self.rhythm = Rhythm()
+        self.cores = FreeCores()
         self._one_core = False
         self._affinity_until = 0
 
@@ -116,7 +116,7 @@ class Waiter:
                 self.held.extend(map(self._acquire, repeat(0, count)))
             except posix_ipc.BusyError:
                 return
-            self._rhythm.unwaited += count
+            self.rhythm.unwaited += count
 
     def take(self, deadline_ns: int | None) -> bool:
         """Takes a unit, waiting until `deadline_ns` (None: no deadline); False when time is up.
@@ -131,7 +131,7 @@ class Waiter:
             except posix_ipc.BusyError:
                 pass
             else:
-                self._rhythm.unwaited += 1
+                self.rhythm.unwaited += 1
                 return True
         self.waits += 1
         started = monotonic_ns()
@@ -141,14 +141,14 @@ class Waiter:
             ended = monotonic_ns()
             self.wait_ns += ended - started
             if self.held:
-                self._rhythm.came(ended)
+                self.rhythm.came(ended)
 
     def _wait(self, now: int, deadline: int) -> bool:
-        window = self._spin_window(now)
+        window = self.spin_window(now)
         while True:
             if now < deadline and self._wait_a_slice(now, deadline, window):
                 return True
-            problem = self._obstacle()
+            problem = self.obstacle()
             if problem is not None:
                 # What was committed before the peer's end is visible now: deliver it first.
                 if self.grab():
@@ -157,24 +157,24 @@ class Waiter:
             now = monotonic_ns()
             if now >= deadline:
                 return self.grab()
-            window = self._spin_window(now)  # it is over if the core was lost
+            window = self.spin_window(now)  # it is over if the core was lost
 
     def _wait_a_slice(self, now: int, deadline: int, window: tuple[int, int]) -> bool:
         spin_from, spin_until = window
         if spin_from <= now < spin_until:
-            return self._spin(min(now + LOOK_NS, spin_until, deadline))
+            return self.spin(min(now + LOOK_NS, spin_until, deadline))
         end = min(now + SLICE_NS, deadline)
         if now < spin_from:
             end = min(end, spin_from)
         return self._sleep(end)
 
-    def _spin_window(self, now: int) -> tuple[int, int]:
-        if self._policy == "predict":
-            window = self._rhythm.window(now)  # which also learns
-            return window if self._cores.look(now) else (NEVER, NEVER)
-        return (0, NEVER) if self._policy == "spin" else (NEVER, NEVER)
+    def spin_window(self, now: int) -> tuple[int, int]:
+        if self.policy == "predict":
+            window = self.rhythm.window(now)  # which also learns
+            return window if self.cores.look(now) else (NEVER, NEVER)
+        return (0, NEVER) if self.policy == "spin" else (NEVER, NEVER)
 
-    def _spin(self, until_ns: int) -> bool:
+    def spin(self, until_ns: int) -> bool:
         semaphore = self._semaphore
         alone = self._on_one_core()
         now = monotonic_ns()
@@ -187,8 +187,8 @@ class Waiter:
                     os.sched_yield()
             looked, now = now, monotonic_ns()
             if now - looked > LOST_CORE_NS:
-                self._cores.lost(now)
-                self._rhythm.close_window()
+                self.cores.lost(now)
+                self.rhythm.close_window()
                 return taken
             if taken:
                 return True
@@ -201,7 +201,7 @@ class Waiter:
         if now >= self._affinity_until:
             self._affinity_until = now + AFFINITY_NS
             cores = os.sched_getaffinity(0)
-            self._one_core = len(cores) == 1 and self._peer_shares(cores)
+            self._one_core = len(cores) == 1 and self.peer_shares(cores)
         return self._one_core
 
     def _sleep(self, until_ns: int) -> bool:

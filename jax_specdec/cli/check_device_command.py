@@ -95,7 +95,7 @@ def run(
     tools = toolchain.find() if tools is None else tools
     command = [sys.executable, "-P", "-m"]
     chosen = ["--full"] * options.full + ["--rehearse"] * options.rehearse
-    ground = _ground([*command, MODULE + "ground", *chosen], options.rehearse)
+    ground = read_ground([*command, MODULE + "ground", *chosen], options.rehearse)
     if isinstance(ground, str):
         said = " ".join(f"({note})" for note in tools.notes()) if tools.gpus else ""
         print(f"NOT RUN: {ground} {said}".rstrip())
@@ -259,7 +259,7 @@ def _environment(rehearsed: bool) -> dict[str, str]:
     return here | ({"JAX_PLATFORMS": "cpu"} if rehearsed else {})
 
 
-def _ground(program: Sequence[str], rehearsed: bool) -> dict[str, Any] | str:
+def read_ground(program: Sequence[str], rehearsed: bool) -> dict[str, Any] | str:
     """What a check stands on; a sentence where there is no device to check."""
     try:
         done = subprocess.run(

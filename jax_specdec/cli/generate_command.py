@@ -138,7 +138,7 @@ def _run(options: argparse.Namespace, model: HfModel, start_worker: StartWorker)
         prompts = read_prompts(options.prompts, tokenizer, defaults, options.stop)
     settings = (options.model.resolve().name, model.config.dtype)
     # The configuration fits all prompts, so a resumed run compiles the same step.
-    config, table = _engine_config(options, model, prompts), tokenizer.table()
+    config, table = engine_config(options, model, prompts), tokenizer.table()
     if options.ray is not None:
         from jax_specdec.cli import generate_ray  # whose columns only it needs
 
@@ -229,7 +229,7 @@ def _defaults(options: argparse.Namespace, ends: tuple[int, ...]) -> SamplingPar
     )
 
 
-def _engine_config(
+def engine_config(
     options: argparse.Namespace, model: HfModel, prompts: list[Prompt]
 ) -> EngineConfig:
     limit, requests = model.hf.max_length, [prompt.request for prompt in prompts]

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 LEVELS = ("debug", "info", "warning", "error")
 FORM = "%(asctime)s %(levelname)s %(message)s"
 MAX_LINES = 10_000  # that may wait for who reads stderr; further ones are dropped, and counted
-END_SECONDS = 2.0  # for the lines that wait at the end
+LAST_LINES_SECONDS = 2.0  # for the lines that wait at the end
 
 
 def add_log_level(group: Any) -> None:
@@ -29,35 +29,35 @@ class Lines(logging.Handler):
     """
 
     def __init__(
-        self, stream: TextIO, max_lines: int = MAX_LINES, end_seconds: float = END_SECONDS
+        self, stream: TextIO, max_lines: int = MAX_LINES, end_seconds: float = LAST_LINES_SECONDS
     ) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(FORM))
         self._stream = stream
-        self._waiting: queue.Queue[str | None] = queue.Queue(max_lines)
-        self._dropped, self._end_seconds = 0, end_seconds
-        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
-        self._thread.start()
+        self.waiting: queue.Queue[str | None] = queue.Queue(max_lines)
+        self.num_dropped, self._end_seconds = 0, end_seconds
+        self.thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self.thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Let a line wait, or drop it."""
         try:
-            self._waiting.put_nowait(self.format(record))
+            self.waiting.put_nowait(self.format(record))
         except queue.Full:
-            self._dropped += 1
+            self.num_dropped += 1
         except Exception:  # what logging does with a line that cannot be made
             self.handleError(record)
 
     def close(self) -> None:
         """Write what waits, as long as somebody reads it."""
         with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=self._end_seconds)
-        self._thread.join(self._end_seconds)
+            self.waiting.put(None, timeout=self._end_seconds)
+        self.thread.join(self._end_seconds)
         super().close()
 
     def _write(self) -> None:
-        while (line := self._waiting.get()) is not None:
-            dropped, self._dropped = self._dropped, 0
+        while (line := self.waiting.get()) is not None:
+            dropped, self.num_dropped = self.num_dropped, 0
             if dropped:
                 line += f"\n{dropped} lines of the log were dropped before that: nobody read them"
             with contextlib.suppress(OSError, ValueError):  # whoever would read it is gone

@@ -65,7 +65,7 @@ def program() -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    command, options = _parsed(arguments)
+    command, options = parsed_options(arguments)
 
     failures: tuple[type[Exception], ...] = ()
     refusals: tuple[type[Exception], ...] = (OSError, ValueError, ModuleNotFoundError)
@@ -91,7 +91,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     return status
 
 
-def _parsed(arguments: Sequence[str] | None) -> tuple[ModuleType, argparse.Namespace]:
+def parsed_options(arguments: Sequence[str] | None) -> tuple[ModuleType, argparse.Namespace]:
     """The command that is asked for, and its options; what is not known is refused."""
     parser = argument_types.Parser(
         prog="jax-specdec", description="Exact token logprobs for speculative decoding in JAX."

@@ -121,14 +121,14 @@ def run(options: argparse.Namespace) -> int:
         from jax_specdec.cli import serve_ray
 
         with logged(options.log_level):
-            _say_what_is_missing()
-            return serve_ray.run(options, _model, limits)
+            say_what_is_missing()
+            return serve_ray.run(options, model_of, limits)
     allow_files(limits.max_connections)
-    make_model, config, sizes = _model(options)
+    make_model, config, sizes = model_of(options)
     key = options.api_key or os.environ.get(KEY_VARIABLE, "")
     socket = bound(options.host, options.port)
     with logged(options.log_level), socket, Engine(config) as engine:
-        _say_what_is_missing()
+        say_what_is_missing()
         model = make_model()  # beside the worker, which loads meanwhile
         service = Service(engine, model, bounds=limits, api_key=key, access_log=options.access_log)
         host, port = socket.getsockname()[:2]
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _say_what_is_missing() -> None:
+def say_what_is_missing() -> None:
     """Log what the server will answer with errors, as a library is missing."""
     if why := tools.obstacle():
         logger.warning("requests with tools, response_format or structured_outputs fail: %s", why)
@@ -190,7 +190,7 @@ def _fitting_length(config: ModelConfig, options: argparse.Namespace, most: int)
     return min(max(length, MAX_LENGTH), most)
 
 
-def _model(
+def model_of(
     options: argparse.Namespace,
 ) -> tuple[Callable[[], ServedModel], EngineConfig, ModelConfig | None]:
     """What makes the model to serve, the engine that runs it, and its sizes if they are known."""

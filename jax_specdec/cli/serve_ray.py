@@ -15,7 +15,7 @@ from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.model import ServedModel
 
 logger = logging.getLogger("jax_specdec.serve")
-LOOK_SECONDS = 0.5
+SIGNAL_LOOK_SECONDS = 0.5
 
 Made = tuple[Callable[[], ServedModel], EngineConfig, ModelConfig | None]
 MakeModel = Callable[[argparse.Namespace], Made]
@@ -66,5 +66,5 @@ def _wait_for_a_signal() -> None:
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
-    while not over.wait(LOOK_SECONDS):  # a wait without an end would hold the handlers up
+    while not over.wait(SIGNAL_LOOK_SECONDS):  # a wait without an end would hold the handlers up
         pass

@@ -13,7 +13,7 @@ from jax_specdec.serve.listener import Listener
 from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.serve")
-LOOK_SECONDS = 0.25
+ENGINE_LOOK_SECONDS = 0.25
 WORK_SECONDS = 10.0  # between two lines on the work
 ERRORS_SECONDS = 10.0  # for the errors of a stopped engine to be read
 
@@ -56,7 +56,7 @@ def watched(
     engine: Engine,
     listener: Listener,
     clock: Callable[[], float] = time.monotonic,
-    look_seconds: float = LOOK_SECONDS,
+    look_seconds: float = ENGINE_LOOK_SECONDS,
     kept_in: str = "",
 ) -> Iterator[None]:
     """Say in another thread what the engine does, until the block ends.

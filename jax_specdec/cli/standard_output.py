@@ -79,7 +79,7 @@ def harmless(text: str) -> str:
 Show = Callable[[str, str], None]
 Style = Callable[[float | None, bool], str]
 Phases = Callable[[], Sequence[str]]
-LOOK_SECONDS = 0.25
+REDRAW_SECONDS = 0.25
 BAR = 20  # characters
 
 
@@ -133,7 +133,7 @@ def waiting(phases: Phases, kept_in: str | None = None) -> Iterator[Callable[[],
                 lines.append(now)
                 print(now, file=sys.stderr)
 
-        with repeated(say, LOOK_SECONDS) as end:
+        with repeated(say, REDRAW_SECONDS) as end:
             yield end
         return
     with (
@@ -202,7 +202,7 @@ def with_bar(line: str) -> str:
 
 @contextlib.contextmanager
 def repeated(
-    show: Callable[[], object], seconds: float = LOOK_SECONDS
+    show: Callable[[], object], seconds: float = REDRAW_SECONDS
 ) -> Iterator[Callable[[], None]]:
     """Call `show` every so many seconds in another thread, until the block ends.
 

@@ -28,7 +28,7 @@ from jax_specdec.control.commands import Command, Connection, ControlError, Shut
 from jax_specdec.control.heartbeat import BEAT_SECONDS, Heartbeat, ProcessStats
 from jax_specdec.control.socket_path import SocketAddress
 
-LOOK_MS = 250  # between two calls of `beside`
+BESIDE_MS = 250  # between two calls of `beside`
 
 
 class ControlClient:
@@ -45,8 +45,8 @@ class ControlClient:
         self.stats = stats
         self.beside: Callable[[], None] = lambda: None
         self._connection = connection
-        self._taken = 0
-        self._missing = False
+        self.taken = 0
+        self.missing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         stats.told = self._told
 
@@ -77,7 +77,7 @@ class ControlClient:
         poller.register(self._wake, zmq.POLLIN)
         due = time.monotonic()
         while True:
-            woken = dict(poller.poll(LOOK_MS))
+            woken = dict(poller.poll(BESIDE_MS))
             if self._wake in woken:
                 os.eventfd_read(self._wake)
             if socket in woken:
@@ -85,13 +85,13 @@ class ControlClient:
             now = time.monotonic()
             if woken or now >= due:
                 due = now + BEAT_SECONDS
-                heartbeat = self.stats.now(self._taken, self._missing)
+                heartbeat = self.stats.now(self.taken, self.missing)
                 try:
                     socket.send(heartbeat.to_bytes(), zmq.NOBLOCK)
                 except zmq.Again:  # nobody reads; later heartbeats say the same
                     pass
                 else:
-                    self._missing = False
+                    self.missing = False
             self.beside()
 
     def _receive(self, socket, zmq) -> None:  # type: ignore[no-untyped-def]
@@ -101,15 +101,15 @@ class ControlClient:
                 number, payload = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._take(int.from_bytes(number, "little"), payload)
+            self.take(int.from_bytes(number, "little"), payload)
 
-    def _take(self, number: int, payload: bytes) -> None:
+    def take(self, number: int, payload: bytes) -> None:
         """Take a command if it is the next one; drop one that was sent again."""
-        if number > self._taken + 1:
-            self._missing = True
-        if number != self._taken + 1:
+        if number > self.taken + 1:
+            self.missing = True
+        if number != self.taken + 1:
             return
-        self._taken = number
+        self.taken = number
         try:
             self.commands.put(from_bytes(payload))
         except ControlError as error:
@@ -140,8 +140,8 @@ class Link:
         self.heartbeat = Heartbeat()
         self.numbered = 0
         self._server = server
-        self._kept: collections.deque[bytes] = collections.deque()  # not acknowledged
-        self._sent = 0  # the number of the first command that was not sent yet
+        self.unacknowledged: collections.deque[bytes] = collections.deque()  # not acknowledged
+        self.num_sent = 0  # the number of the first command that was not sent yet
         self._sent_at = 0.0
 
     def tell(self, payload: bytes) -> int:
@@ -151,7 +151,7 @@ class Link:
         """
         with self._server._lock:
             self.numbered += 1
-            self._kept.append(payload)
+            self.unacknowledged.append(payload)
             self._server._push(self)
             return self.numbered
 
@@ -165,7 +165,7 @@ class Link:
     def close(self) -> None:
         """Forget the commands that were not taken; nothing more is sent or heard."""
         with self._server._lock:
-            self._kept.clear()
+            self.unacknowledged.clear()
             self._server._links.pop(self.identity.encode(), None)
 
 
@@ -212,7 +212,7 @@ class ControlServer:
                 return
             with contextlib.suppress(self._zmq.Again):
                 for _ in range(HEARD_AT_ONCE):
-                    self._hear(*self._socket.recv_multipart(self._zmq.NOBLOCK))
+                    self.hear(*self._socket.recv_multipart(self._zmq.NOBLOCK))
             for link in self._links.values():
                 self._push(link)
 
@@ -275,7 +275,7 @@ class ControlServer:
             ) from error
         self._socket = socket
 
-    def _hear(self, identity: bytes, *parts: bytes) -> None:
+    def hear(self, identity: bytes, *parts: bytes) -> None:
         """Take one heartbeat; of an unknown process, or what is none, nothing is kept."""
         link = self._links.get(identity)
         if link is None or len(parts) != 1:
@@ -287,24 +287,24 @@ class ControlServer:
         if not link.heartbeat.taken <= heartbeat.taken <= link.numbered:
             return
         for _ in range(heartbeat.taken - link.heartbeat.taken):
-            link._kept.popleft()
+            link.unacknowledged.popleft()
         link.heartbeat = heartbeat
         late = time.monotonic() - link._sent_at > RESEND_SECONDS
-        if heartbeat.missing or (heartbeat.taken < link._sent and late):
-            link._sent = heartbeat.taken
-        link._sent = max(link._sent, heartbeat.taken)
+        if heartbeat.missing or (heartbeat.taken < link.num_sent and late):
+            link.num_sent = heartbeat.taken
+        link.num_sent = max(link.num_sent, heartbeat.taken)
 
     def _push(self, link: Link) -> None:
         """Send what waits, as far as that is possible now; nothing before the first heartbeat."""
-        if link._sent == link.numbered or not link.heartbeat.beats or self._socket is None:
+        if link.num_sent == link.numbered or not link.heartbeat.beats or self._socket is None:
             return
         assert self._zmq is not None
         with contextlib.suppress(self._zmq.ZMQError):  # full, or not connected now
-            while link._sent < link.numbered:
-                payload = link._kept[link._sent - link.heartbeat.taken]
-                number = (link._sent + 1).to_bytes(NUMBER_BYTES, "little")
+            while link.num_sent < link.numbered:
+                payload = link.unacknowledged[link.num_sent - link.heartbeat.taken]
+                number = (link.num_sent + 1).to_bytes(NUMBER_BYTES, "little")
                 self._socket.send_multipart(
                     (link.identity.encode(), number, payload), self._zmq.NOBLOCK
                 )
-                link._sent += 1
+                link.num_sent += 1
                 link._sent_at = time.monotonic()

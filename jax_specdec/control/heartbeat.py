@@ -226,7 +226,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-LOOK_SECONDS = 1.0  # between two readings of the kernel's counts
+ACTIVITY_SECONDS = 1.0  # between two readings of the kernel's counts
 LEAST_TICKS = 2  # hundredths of a second of CPU time in between; a thread that waits takes none
 
 
@@ -244,7 +244,7 @@ class Activity:
 
         A process that is not here (of another host, or dead) did nothing.
         """
-        if self._since is not None and now - self._since < LOOK_SECONDS:
+        if self._since is not None and now - self._since < ACTIVITY_SECONDS:
             return self._works
         activity = self._read()
         self._works = (

@@ -45,7 +45,7 @@ class Scheduler:
         # Requests without a slot.
         self._waiting = Placement()
         self._loss_numbers = itertools.count(1)
-        self._pending: deque[Update] = deque()  # not yielded yet
+        self.fresh_updates: deque[Update] = deque()  # not yielded yet
         self._weights: WeightsUpdate | None = None  # that is on its way
 
     @property
@@ -79,7 +79,7 @@ class Scheduler:
         if self._weights is not None:
             self._weights.look(self._clock.now())
             self._weights = None if self._weights.over else self._weights
-        self._admit()
+        self.admit()
         yield from self.pending()
 
     def receive(self) -> Iterator[Update]:
@@ -108,8 +108,8 @@ class Scheduler:
 
     def pending(self) -> Iterator[Update]:
         """What aborts have caused and no round has yielded yet."""
-        while self._pending:
-            yield self._pending.popleft()
+        while self.fresh_updates:
+            yield self.fresh_updates.popleft()
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request that is open, with a record of the reason; see `Engine.abort`."""
@@ -118,10 +118,10 @@ class Scheduler:
                 records = session.abort(request_id, reason)
                 if records:
                     session.leave(request_id)
-                    self._pending.append(Update(None, None, records, session.process_rank))
+                    self.fresh_updates.append(Update(None, None, records, session.process_rank))
                 return
         if (queued := self._waiting.take(request_id)) is not None:
-            self._pending.append(Update(None, None, self._ended(queued, reason)))
+            self.fresh_updates.append(Update(None, None, self._ended(queued, reason)))
 
     def preempt(self, request_id: str, *, reschedule: bool) -> None:
         """Take a running request's slot away; see `Engine.preempt`."""
@@ -129,7 +129,7 @@ class Scheduler:
             if request_id in session.request_ids:
                 session.evict(request_id, reschedule=reschedule)
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Give free slots to the requests that wait."""
         for session, queued in self._waiting.places(self.workers.sessions, self._clock.now()):
             if queued.submitted is not None and not queued.had_slot:

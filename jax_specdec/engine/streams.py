@@ -77,19 +77,19 @@ class Streams:
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._open: dict[str, Consumer] = {}
-        self._readers: list[ResultQueue[Update]] = []  # of `generate`, until they leave
+        self.readers: list[ResultQueue[Update]] = []  # of `generate`, until they leave
         self._num_streams = 0  # among the open ones
         # Requests that have not begun, and why each shall end once it has; None: it shall go on.
         self._coming: dict[str, FinishReason | None] = {}
         self._inbox: collections.deque[Callable[[], object]] = collections.deque()
         self._staged = threading.local()  # what a thread submits together
         self._unread = 0  # submitted requests among what is in the inbox
-        self._deadlines: list[tuple[float, int, Stream]] = []  # a heap
+        self.deadlines: list[tuple[float, int, Stream]] = []  # a heap
         self._numbers = itertools.count()
         self._lost: list[Consumer] = []  # one a request whose last record says: a worker was lost
         self._refusal = ""
         self._failure: BaseException | None = None
-        self._update: WeightsUpdate | None = None  # the last one
+        self.current_update: WeightsUpdate | None = None  # the last one
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -189,7 +189,7 @@ class Streams:
             inbox = self._inbox if staged is None else staged
             if deadline is not None:
                 entry = (now + deadline, next(self._numbers), stream)
-                inbox.append(lambda: heapq.heappush(self._deadlines, entry))
+                inbox.append(lambda: heapq.heappush(self.deadlines, entry))
             inbox.append(lambda: self._begin([queued]))
         if staged is None:
             self.wakeup.set()
@@ -212,7 +212,7 @@ class Streams:
         with self._lock:
             self._check_new(requests)
             self._expect(requests, updates)
-            self._readers.append(updates)
+            self.readers.append(updates)
             self._inbox.append(lambda: self._begin(queued))
         logger.info("%d requests came", len(requests))
         self.wakeup.set()
@@ -227,7 +227,7 @@ class Streams:
         with self._ended:
             if threading.current_thread() is not self._thread:  # which collects garbage too
                 self._ended.wait_for(lambda: not updates.num_open)
-            self._readers = [reader for reader in self._readers if reader is not updates]
+            self.readers = [reader for reader in self.readers if reader is not updates]
 
     def _check_new(self, requests: Sequence[Request]) -> None:
         """Refuse requests while none may come, or whose ids are taken; the lock is held."""
@@ -267,15 +267,15 @@ class Streams:
         """
         with self._lock:
             self.check_open()
-            self._update = update
+            self.current_update = update
             self._inbox.append(lambda: self._scheduler.update_weights(update))
         self.wakeup.set()
 
     def discard_weights(self, why: str) -> None:
         """End the update of the weights that is on its way, and wait until that is done."""
-        update = self._update
+        update = self.current_update
         if update is not None:
-            self._ask(lambda: self._scheduler.fail_weights(why))
+            self.ask(lambda: self._scheduler.fail_weights(why))
             with contextlib.suppress(WeightsError):
                 update.result()
 
@@ -291,7 +291,7 @@ class Streams:
         if request_id not in self._open:
             return False
         holds = request_id in self._scheduler.running
-        self._ask(lambda: self._scheduler.preempt(request_id, reschedule=reschedule))
+        self.ask(lambda: self._scheduler.preempt(request_id, reschedule=reschedule))
         return holds
 
     def round(self) -> None:
@@ -315,21 +315,21 @@ class Streams:
             for update in self._scheduler.receive():
                 self._deliver(update)
         except WorkerFailed as failure:
-            self._fail(failure)
+            self.fail(failure)
             raise
         self._close_lost(None)
 
     def _wake_readers(self) -> None:
-        for reader in tuple(self._readers):
+        for reader in tuple(self.readers):
             reader.wake()
 
     def _is_held_up(self) -> bool:
-        readers = tuple(self._readers)
+        readers = tuple(self.readers)
         return (
             bool(readers)
             and not self._num_streams
             and not any(reader.has_room for reader in readers)
-            and (self._update is None or self._update.over)
+            and (self.current_update is None or self.current_update.over)
         )
 
     def drain(self, timeout: float | None) -> bool:
@@ -353,7 +353,7 @@ class Streams:
                 self._scheduler.abort(name, FinishReason.ABORT)
             for update in self._scheduler.pending():
                 self._deliver(update)
-        self._fail(EngineClosed("the engine was closed before the request ended"))
+        self.fail(EngineClosed("the engine was closed before the request ended"))
         self.wakeup.close()
 
     def _serve(self) -> None:
@@ -364,23 +364,23 @@ class Streams:
             logger.error("the engine has stopped: %s", failure.reason)
         except BaseException as error:
             logger.exception("the engine's thread ends")
-            self._fail(error)
+            self.fail(error)
 
     def _look(self) -> None:
         """Do what was asked for, and end the requests whose time is over."""
         self.wakeup.clear()
         while self._inbox:
             self._inbox.popleft()()
-        if len(self._deadlines) > 2 * len(self._open) + 64:  # most of them have ended
-            self._deadlines = [
-                deadline for deadline in self._deadlines if deadline[2].finish_reason is None
+        if len(self.deadlines) > 2 * len(self._open) + 64:  # most of them have ended
+            self.deadlines = [
+                deadline for deadline in self.deadlines if deadline[2].finish_reason is None
             ]
-            heapq.heapify(self._deadlines)
-        while self._deadlines and (
-            self._deadlines[0][2].finish_reason is not None
-            or self._deadlines[0][0] <= self._clock.now()
+            heapq.heapify(self.deadlines)
+        while self.deadlines and (
+            self.deadlines[0][2].finish_reason is not None
+            or self.deadlines[0][0] <= self._clock.now()
         ):
-            late = heapq.heappop(self._deadlines)[2]
+            late = heapq.heappop(self.deadlines)[2]
             self._end(late.request.id, late, FinishReason.DEADLINE)
 
     def _begin(self, queued: Sequence[QueuedRequest]) -> None:
@@ -392,13 +392,13 @@ class Streams:
         for name, reason in ends:
             self._scheduler.abort(name, reason)
 
-    def _ask(self, what: Callable[[], object]) -> None:
+    def ask(self, what: Callable[[], object]) -> None:
         """Have the engine's thread call a function before its next round."""
         self._inbox.append(what)
         self.wakeup.set()
 
     def _ask_end(self, name: str, consumer: Consumer, reason: FinishReason) -> None:
-        self._ask(lambda: self._end(name, consumer, reason))
+        self.ask(lambda: self._end(name, consumer, reason))
 
     def _end(self, name: str, consumer: Consumer, reason: FinishReason) -> None:
         """End a consumer's request; another one may have its id by now, and is spared."""
@@ -412,7 +412,7 @@ class Streams:
     def _deliver(self, update: Update) -> None:
         if self._sink is not None:
             self._sink.take(update)
-        readers = [reader for reader in tuple(self._readers) if reader.num_open]
+        readers = [reader for reader in tuple(self.readers) if reader.num_open]
         for reader in readers:
             if len(readers) == 1 and not self._num_streams:
                 reader.put(update)
@@ -465,7 +465,7 @@ class Streams:
                 self._lost.clear()
                 self._ended.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """End every request by an error, and refuse further ones with it."""
         self._close_lost(error)
         with self._ended:
@@ -473,7 +473,7 @@ class Streams:
             open_streams = list(self._open.values())
             self._open.clear()
             self._num_streams = 0
-            update, self._update = self._update, None
+            update, self.current_update = self.current_update, None
         if update is not None:
             update.fail(f"the engine ended before all workers had loaded the weights: {error}")
         if self._sink is not None:

@@ -17,7 +17,7 @@ from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.engine.worker_client import WORKER, WorkerProcess, command_of
 from jax_specdec.engine.workers import StartWorker
 
-PATIENCE_SECONDS = 5.0  # for the end of a process that was not needed
+UNNEEDED_STOP_SECONDS = 5.0  # for the end of a process that was not needed
 
 
 @contextmanager
@@ -85,6 +85,6 @@ class _Waiting:
         process, self._process = self._process, None
         if process is not None:
             process.send_signal(signal.SIGKILL)
-            process.wait(PATIENCE_SECONDS)
+            process.wait(UNNEEDED_STOP_SECONDS)
             process.close()
         self._directory.close()

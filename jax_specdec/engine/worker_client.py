@@ -20,8 +20,8 @@ from jax_specdec.wording import pluralize
 
 Spawn = Callable[..., ChildProcess]  # as `ChildProcess` is called
 
-PATIENCE_SECONDS = 5.0  # for a worker that was told to stop, or whose stream has ended
-SLICE_SECONDS = 0.1  # of that, between two looks at the control socket
+WORKER_STOP_SECONDS = 5.0  # for a worker that was told to stop, or whose stream has ended
+STOP_LOOK_SECONDS = 0.1  # of that, between two looks at the control socket
 
 # -P: a file in the current directory must not shadow a module of the worker.
 WORKER = (
@@ -138,7 +138,7 @@ class WorkerProcess:
 
     def end(self, cause: Exception) -> None:
         """Begin to end a worker that is lost: at once, or where its stream has ended, by itself."""
-        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        self._deadline = time.monotonic() + WORKER_STOP_SECONDS
         if not isinstance(cause, EndOfStream | PeerDied):
             self._kill()
 
@@ -201,7 +201,7 @@ class WorkerProcess:
             if drain and self.heartbeat.ready:
                 self._drain()
             self._kill()
-            self._process.wait(PATIENCE_SECONDS)
+            self._process.wait(WORKER_STOP_SECONDS)
         finally:
             self._held.close()
         self._stopped = self.exit_status or 0
@@ -210,14 +210,14 @@ class WorkerProcess:
     def _drain(self) -> None:
         """Tell it to stop, take what it still sends, and wait for its end."""
         self.tell(control.Shutdown())
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + WORKER_STOP_SECONDS
         with contextlib.suppress(RingError):  # the end of the stream
             while time.monotonic() < deadline:
                 self._directory.server.pump()
                 with contextlib.suppress(RingTimeout):
-                    self.ring.receive(SLICE_SECONDS)
-                    deadline = time.monotonic() + PATIENCE_SECONDS
-        self._process.wait(PATIENCE_SECONDS)
+                    self.ring.receive(STOP_LOOK_SECONDS)
+                    deadline = time.monotonic() + WORKER_STOP_SECONDS
+        self._process.wait(WORKER_STOP_SECONDS)
 
     def _keep_reason(self, reason: str) -> None:
         """Add why it was lost to what it has printed, for who reads that later."""
@@ -228,7 +228,7 @@ class WorkerProcess:
     def _await_end(self, failure: object, *_: object) -> None:
         """Leave no process of a start that failed."""
         if failure is not None:
-            self._process.wait(PATIENCE_SECONDS)
+            self._process.wait(WORKER_STOP_SECONDS)
 
     def _kill(self) -> None:
         if self._process.exit_status is None:

@@ -34,7 +34,9 @@ from jax_specdec.records.record import Records
 GETS_ON_STEPS = 8
 logger = logging.getLogger("jax_specdec.engine")
 
-START_SECONDS = 60.0  # until a process's first heartbeat: Python starts, on a busy machine perhaps
+WORKER_START_SECONDS = (
+    60.0  # until a process's first heartbeat: Python starts, on a busy machine perhaps
+)
 
 
 class WorkerSilent(RuntimeError):
@@ -78,18 +80,21 @@ class WorkerSession:
         self.ending: Exception | None = None
         self.lost: WorkerFailed | None = None
         self.restarts = 0
-        self._generations = [first_generation] * num_slots
-        self._free = list(range(num_slots))  # the one that was freed first stands first
+        self.generations = [first_generation] * num_slots
+        self.free_slots = list(range(num_slots))  # the one that was freed first stands first
         self._prompts = [b""] * num_slots  # what was put into each slot last
         self._chunk_bytes = config.prefill_chunk * wire.WORD_BYTES
-        self._slots: dict[str, int] = {}  # request id to slot, in order of admission
+        self.slots: dict[str, int] = {}  # request id to slot, in order of admission
         self._log = TokenLog(num_slots, config.max_length)
         self._queued: dict[int, QueuedRequest] = {}  # by slot: what was admitted
         self._times = SlotTimes(num_slots)
         self._numbers = [0] * num_slots  # of the admissions, among the commands
         self._heartbeat = Heartbeat()  # the last one that was looked at
         self._began: float | None = None  # when this worker was looked at first
-        self._liveness, self._progress = Liveness(worker.pid, grace=START_SECONDS), QuietTimer()
+        self.liveness, self._progress = (
+            Liveness(worker.pid, grace=WORKER_START_SECONDS),
+            QuietTimer(),
+        )
 
     @property
     def process_rank(self) -> int:
@@ -98,7 +103,7 @@ class WorkerSession:
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Ids of the requests that hold a slot, in order of admission."""
-        return tuple(self._slots)
+        return tuple(self.slots)
 
     @property
     def groups(self) -> set[str]:
@@ -107,7 +112,7 @@ class WorkerSession:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self.free_slots)
 
     @property
     def alive(self) -> bool:
@@ -142,7 +147,7 @@ class WorkerSession:
         """Give a free slot to a request, under a new generation."""
         request = queued.request
         slot = self._take_free(request.packed_prompt)
-        generation = self._generations[slot] = (self._generations[slot] + 1) & 0xFFFFFFFF
+        generation = self.generations[slot] = (self.generations[slot] + 1) & 0xFFFFFFFF
         self.state = output_processor.admit(
             self.state,
             slot,
@@ -151,7 +156,7 @@ class WorkerSession:
             prefill=self.prefill_only,
             handed_over=queued.progress,
         )
-        self._slots[request.id] = slot
+        self.slots[request.id] = slot
         self._queued[slot] = queued
         self._times.admit(slot, queued.submitted)
         self._log.start(slot, queued.progress.token_ids)
@@ -177,22 +182,22 @@ class WorkerSession:
                 end += size
             return end
 
-        slot = max(self._free, key=held)
-        self._free.remove(slot)
+        slot = max(self.free_slots, key=held)
+        self.free_slots.remove(slot)
         self._prompts[slot] = prompt
         return slot
 
     def took(self, request_id: str) -> bool:
         """Whether the worker has said that it got the request: otherwise it ran nothing of it."""
-        return self.worker.heartbeat.taken >= self._numbers[self._slots[request_id]]
+        return self.worker.heartbeat.taken >= self._numbers[self.slots[request_id]]
 
     def gets_on(self, request_id: str) -> bool:
         """Whether the request has made so many steps here that it is not to blame for a loss."""
-        return self._log.steps(self._slots[request_id]) >= GETS_ON_STEPS
+        return self._log.steps(self.slots[request_id]) >= GETS_ON_STEPS
 
     def losses(self, request_id: str) -> tuple[int, ...]:
         """The losses that the request may be to blame for: none, once it gets on."""
-        return () if self.gets_on(request_id) else self._queued[self._slots[request_id]].losses
+        return () if self.gets_on(request_id) else self._queued[self.slots[request_id]].losses
 
     def look(
         self, now: float, *, heartbeat_timeout: float, max_silence: float | None
@@ -204,9 +209,9 @@ class WorkerSession:
         if heartbeat is not last:
             self._log_heartbeat(heartbeat, last, now - self._began)
         beat = heartbeat.beats != last.beats
-        moved = heartbeat.progress != last.progress or heartbeat.takes_its_time or not self._slots
+        moved = heartbeat.progress != last.progress or heartbeat.takes_its_time or not self.slots
         self._progress.look(now, sign=moved)
-        if not self._liveness.look(now, beat=beat, limit=heartbeat_timeout):
+        if not self.liveness.look(now, beat=beat, limit=heartbeat_timeout):
             return WorkerSilent(f"no heartbeat came for {heartbeat_timeout:g} seconds")
         if max_silence is not None and self._progress.seconds > max_silence:
             return WorkerSilent(
@@ -228,8 +233,8 @@ class WorkerSession:
 
     def evict(self, request_id: str, *, reschedule: bool) -> None:
         """Ask the worker for the request's slot; it answers with a record."""
-        slot = self._slots[request_id]
-        generation = self._generations[slot]
+        slot = self.slots[request_id]
+        generation = self.generations[slot]
         self.worker.tell(Evict(slot=slot, generation=generation, reschedule=reschedule))
 
     def receive(self, timeout: float) -> Update | None:
@@ -247,7 +252,7 @@ class WorkerSession:
             return None
         if received is None:
             return None
-        self._liveness.hear()
+        self.liveness.hear()
         self._progress.hear()
         message = decode(received.data)
         self.state, records = output_processor.step(self.state, message)
@@ -280,7 +285,7 @@ class WorkerSession:
     def leave(self, request_id: str) -> QueuedRequest:
         """Free the request's slot; returns the request with its progress."""
         losses = self.losses(request_id)
-        slot = self._slots.pop(request_id)
+        slot = self.slots.pop(request_id)
         before = self._queued.pop(slot)
         cumulative = float(self.state.columns.cumulative_logprob[slot])
         prompt_rows = max(
@@ -298,18 +303,21 @@ class WorkerSession:
         )  # fmt: skip
         self.state = output_processor.release(self.state, slot)
         if self.alive:
-            self.worker.tell(Release(slot=slot, generation=self._generations[slot]))
-        self._free.append(slot)
+            self.worker.tell(Release(slot=slot, generation=self.generations[slot]))
+        self.free_slots.append(slot)
         return queued
 
     def restart(self, worker: WorkerProcess) -> None:
         """Continue with a new worker, whose steps are numbered from 0; no slot may be taken."""
-        assert not self._slots
+        assert not self.slots
         fresh = ProcessorState.empty(
             self.state.num_slots, process_rank=self.process_rank, num_drafts=self.state.num_drafts
         )
         self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
         self.worker, self.ending, self.lost = worker, None, None
         self._heartbeat, self._began = Heartbeat(), None
-        self._liveness, self._progress = Liveness(worker.pid, grace=START_SECONDS), QuietTimer()
+        self.liveness, self._progress = (
+            Liveness(worker.pid, grace=WORKER_START_SECONDS),
+            QuietTimer(),
+        )
         self.restarts += 1

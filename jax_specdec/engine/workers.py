@@ -23,7 +23,7 @@ from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.engine.worker_session import WorkerSession
 
-LOOK_SECONDS = 0.1  # between two looks at the control plane while messages come
+CONTROL_LOOK_SECONDS = 0.1  # between two looks at the control plane while messages come
 WAIT_SECONDS = 0.25  # of one wait for a message
 NAMED_IDS = 8  # requests in a line of the log
 BRIEF_SECONDS = 0.02  # of one wait while only rings without a doorbell, or ends, can be waited for
@@ -72,7 +72,7 @@ class Workers:
         self.wakeup: Wakeup | None = None  # ends a wait, where another thread may ask for something
         self._due: dict[int, float] = {}  # when to start a successor, by process rank
         num_workers = config.num_ranks + config.num_prefill_ranks
-        self._restarts = [config.restarts() for _ in range(num_workers)]
+        self.restarts = [config.restarts() for _ in range(num_workers)]
         self._failed_starts = itertools.count(-1, -1)  # numbers of losses that had no worker
         self._shares = shares(
             num_workers,
@@ -83,7 +83,7 @@ class Workers:
         )
         try:
             for process_rank in range(num_workers):
-                worker = self._start(process_rank)
+                worker = self.start(process_rank)
                 with contextlib.ExitStack() as stack:  # `close` stops only workers with a session
                     stack.callback(worker.stop, drain=False)
                     session = WorkerSession(
@@ -152,7 +152,7 @@ class Workers:
         now = self._clock.now()
         if now < self._next_look:
             return []
-        self._looked, self._next_look = now, now + LOOK_SECONDS
+        self._looked, self._next_look = now, now + CONTROL_LOOK_SECONDS
         if self.directory.listens:
             self.directory.server.pump()
         for rank in [rank for rank, due in self._due.items() if due <= now]:
@@ -226,7 +226,7 @@ class Workers:
         Args:
           charged: the number of the loss, where it counts against its place.
         """
-        restarts, now = self._restarts[session.process_rank], self._clock.now()
+        restarts, now = self.restarts[session.process_rank], self._clock.now()
         if session.worker.heartbeat.ready:
             restarts.forget(now)
         if charged is not None:
@@ -236,7 +236,7 @@ class Workers:
     def forgive(self, losses: Sequence[int]) -> None:
         """Count losses no more: a request is to blame for them."""
         for session in self.sessions:
-            self._restarts[session.process_rank].forgive(losses)
+            self.restarts[session.process_rank].forgive(losses)
             if session.lost is not None and session.process_rank not in self._due:
                 self._plan(session)
 
@@ -309,10 +309,10 @@ class Workers:
         if session.alive and (looks or session.worker.exit_status is None):
             return True
         return session.process_rank in self._due or (
-            session.lost is None and self._restarts[session.process_rank].allows(more=1)
+            session.lost is None and self.restarts[session.process_rank].allows(more=1)
         )
 
-    def _start(self, process_rank: int) -> WorkerProcess:
+    def start(self, process_rank: int) -> WorkerProcess:
         config = self._config
         if self._source is not None:
             self._source.check_unchanged()
@@ -328,7 +328,7 @@ class Workers:
     def _plan(self, session: WorkerSession) -> None:
         """Note when the successor of a lost worker is due, if it may have one."""
         rank = session.process_rank
-        restarts = self._restarts[rank]
+        restarts = self.restarts[rank]
         if restarts.allows():
             self._due[rank] = self._clock.now() + restarts.delay
             logger.info(
@@ -343,11 +343,11 @@ class Workers:
         rank = session.process_rank
         del self._due[rank]
         try:
-            worker = self._start(rank)
+            worker = self.start(rank)
         except (OSError, RingError, RuntimeError) as error:
             logger.warning("process rank %d: no new worker could be started: %s", rank, error)
             session.restarts += 1
-            self._restarts[rank].charge(next(self._failed_starts), self._clock.now())
+            self.restarts[rank].charge(next(self._failed_starts), self._clock.now())
             self._plan(session)
         else:
             session.restart(worker)

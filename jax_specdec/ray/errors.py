@@ -26,7 +26,7 @@ def ray(module: str = "ray") -> Any:
 CANNOT_BEGIN = (WorkerFailed, EngineClosed, WeightsError, RingError, OSError)
 # Ray's own errors where an actor, a node, an object or an answer is gone. `RayTaskError` is none of
 # them: it carries what a replica's code raised.
-_LOST = (
+NAMES_OF_LOSSES = (
     "RayActorError",
     "NodeDiedError",
     "WorkerCrashedError",
@@ -47,7 +47,7 @@ _LOST = (
 def lost_errors() -> tuple[type[Exception], ...]:
     """What Ray raises where an actor, its node, an object or an answer is gone."""
     errors = ray("ray.exceptions")
-    return tuple(getattr(errors, name) for name in _LOST)
+    return tuple(getattr(errors, name) for name in NAMES_OF_LOSSES)
 
 
 class ClusterError(RuntimeError):

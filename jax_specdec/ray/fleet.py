@@ -37,7 +37,7 @@ from jax_specdec.requests import RequestError
 from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.ray")
-LOOK_SECONDS = 0.25
+FLEET_LOOK_SECONDS = 0.25
 
 
 class Fleet:
@@ -227,7 +227,7 @@ class Fleet:
         """Let a replica have requests, if it has the weights in use; else it must get them."""
         with self._lock:
             while self._changing and not self._closed:
-                self._lock.wait(LOOK_SECONDS)
+                self._lock.wait(FLEET_LOOK_SECONDS)
             if version != self.weights.version:
                 return False
             member.ready = True
@@ -329,7 +329,7 @@ class Fleet:
     def _look(self) -> None:
         """Look at deadlines and at the head, until the end."""
         while not self.over():
-            time.sleep(LOOK_SECONDS)
+            time.sleep(FLEET_LOOK_SECONDS)
             problem = self._head.problem()
             for member in self.members:
                 member.look()

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_specdec.ray.errors import ray
 
-ASK_SECONDS = 1.0
+HEAD_ASK_SECONDS = 1.0
 # A head that has lost its state is that of another cluster, and refuses who belongs to the old one.
 OTHER_CLUSTER = "WrongClusterID"
 
@@ -67,13 +67,13 @@ class Head:
         return nodes
 
     def _ask(self) -> None:
-        while not (self._changed or self._over.wait(ASK_SECONDS)):
+        while not (self._changed or self._over.wait(HEAD_ASK_SECONDS)):
             self._answer()
 
     def _answer(self) -> bool:
         """Ask once; whether the head that it was has answered."""
         try:
-            self._client.check_alive([], timeout=ASK_SECONDS)
+            self._client.check_alive([], timeout=HEAD_ASK_SECONDS)
         except ray("ray.exceptions").RayError as error:
             if OTHER_CLUSTER in str(error):
                 self._changed = (

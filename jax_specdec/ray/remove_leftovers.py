@@ -15,8 +15,8 @@ from jax_specdec.engine import leftovers
 
 logger = logging.getLogger("jax_specdec.ray")
 RINGS = Path("/dev/shm")
-END_SECONDS = 5.0  # for a process that was killed
-LOOK_SECONDS = 0.02
+KILLED_SECONDS = 5.0  # for a process that was killed
+KILLED_LOOK_SECONDS = 0.02
 
 
 def remove_leftovers(
@@ -31,14 +31,14 @@ def remove_leftovers(
       rings: where rings are.
       folders: where engines have their directories; None: the system's temporary directory.
     """
-    deadline = time.monotonic() + END_SECONDS
+    deadline = time.monotonic() + KILLED_SECONDS
     try:
         while (
             process
             and doctor.state_of(process, os.geteuid()) == "alive"
             and time.monotonic() < deadline
         ):
-            time.sleep(LOOK_SECONDS)
+            time.sleep(KILLED_LOOK_SECONDS)
         removed = doctor.remove_leftovers(doctor.find_ring_files(rings))
         remaining = [leftover for leftover in leftovers.find(folders) if not leftover.outputs]
         folders_removed = leftovers.remove(remaining)

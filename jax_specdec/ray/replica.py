@@ -63,7 +63,7 @@ class Replica:
         self._number, self._config, self._make_engine = number, config, make_engine
         self._followers = Followers(followers) if followers else None
         self._engine: Engine | None = None
-        self._send_queue = SendQueue(self._packed)
+        self.send_queue = SendQueue(self._packed)
         self._emitted: dict[str, int] = {}
         self._open: dict[str, Any] = {}  # streams by request id
         self._version = config.weights_version
@@ -95,7 +95,7 @@ class Replica:
                 _wait(lambda: self._over(streams))
                 self._open.clear()
                 self._emitted.clear()
-                self._send_queue.clear()
+                self.send_queue.clear()
                 if weights.version != self._version:
                     self._version = engine.update_weights(_content(weights))
             else:
@@ -120,7 +120,7 @@ class Replica:
         Raises:
           Exception: what ended the engine, where that is a mistake in a program.
         """
-        for data in self._send_queue.read(pause):
+        for data in self.send_queue.read(pause):
             if isinstance(data, CANNOT_BEGIN):
                 yield str(data)
                 return
@@ -148,10 +148,10 @@ class Replica:
         engine = self._engine
         if engine is None:
             raise NotBegun(f"replica {self._number} was started again, and has no engine yet")
-        self._send_queue.expect(len(submissions))
+        self.send_queue.expect(len(submissions))
         with engine.together():
             for submission in submissions:
-                self._submit(engine, submission)
+                self.submit_one(engine, submission)
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; their last rows come with the others."""
@@ -168,8 +168,8 @@ class Replica:
             host=ray("ray.util").get_node_ip_address(),
             pid=os.getpid(),
             open_requests=len(self._open),
-            steps=self._send_queue.steps,
-            events=tuple(self._send_queue.events),
+            steps=self.send_queue.steps,
+            events=tuple(self.send_queue.events),
             workers=self._engine.status if self._engine is not None else (),
         )
 
@@ -215,7 +215,7 @@ class Replica:
             self._end()
         remove_leftovers()
 
-    def _submit(self, engine: Engine, submission: Submission) -> None:
+    def submit_one(self, engine: Engine, submission: Submission) -> None:
         name = submission.request.id
         if submission.progress is not None:
             self._emitted[name] = len(submission.progress.token_ids)
@@ -227,24 +227,24 @@ class Replica:
                 progress=submission.progress,
             )
         except (EngineClosed, WorkerFailed) as error:
-            self._send_queue.fail(error)
+            self.send_queue.fail(error)
             return
         if stream.finish_reason is not None:  # its last row may have left before
             self._open.pop(name, None)
 
     def _over(self, streams: Sequence[Any]) -> bool:
         """Whether streams have ended; what they brought is dropped, so that no engine waits."""
-        self._send_queue.clear()
+        self.send_queue.clear()
         return all(stream.finish_reason is not None for stream in streams)
 
     def _make(self, weights: Weights) -> Engine:
         config = self._config
         if weights.version != config.weights_version or weights.path or weights.arrays is not None:
             config = self._with(weights)
-        self._send_queue, self._version = SendQueue(self._packed), weights.version
+        self.send_queue, self._version = SendQueue(self._packed), weights.version
         if self._followers is not None:
             config = self._followers.placed(config)
-        sink: Sink = self._send_queue
+        sink: Sink = self.send_queue
         self._engine = engine = self._make_engine(config, sink=sink)
         # An engine begins to hear its workers with its first request; this one shall before.
         engine.serve()
@@ -282,11 +282,11 @@ class Replica:
 
     def _end(self) -> None:
         self._forget_loaded()
-        self._send_queue.close()
+        self.send_queue.close()
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        self._send_queue.clear()  # a reader that Ray still holds makes nothing more of it
+        self.send_queue.clear()  # a reader that Ray still holds makes nothing more of it
         if self._followers is not None:
             self._followers.close()
         if self._folder is not None:

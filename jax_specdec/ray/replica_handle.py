@@ -23,10 +23,10 @@ from jax_specdec.ray.request_table import BatchError
 from jax_specdec.wording import pluralize
 
 logger = logging.getLogger("jax_specdec.ray")
-PATIENCE_SECONDS = 5.0  # for a replica that is asked for its numbers, or told to close
+REPLICA_ANSWER_SECONDS = 5.0  # for a replica that is asked for its numbers, or told to close
 # Between two looks whether the fleet is over: a thread that waits in Ray after `ray.shutdown` ends
 # the process, without a word.
-SLICE_SECONDS = 0.5
+REPLICA_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class ReplicaHandle:
         self.coming = True
         self.problem = ""
         self.traffic = dict.fromkeys(("batches", "bytes", "rows", "tokens", "calls"), 0)
-        self._make_place, self._fleet = place, fleet
+        self._make_place, self.fleet = place, fleet
         self._cluster = cluster
         self._place: Place | None = None
         self._address: ReplicaAddress | None = None  # where it has to be closed, or tidied up after
@@ -81,7 +81,7 @@ class ReplicaHandle:
         # Calls whose outcome is not known, and losses when they were made: any thread adds some,
         # the fleet's watch takes them out.
         self._sent: collections.deque[tuple[Any, int]] = collections.deque()
-        self._thread = threading.Thread(target=self._run, name=f"replica {number}", daemon=True)
+        self._thread = threading.Thread(target=self.run, name=f"replica {number}", daemon=True)
 
     def start(self) -> None:
         """Begin, in a thread of its own."""
@@ -92,13 +92,13 @@ class ReplicaHandle:
         """End the replica; without a head that can be reached, Ray ends it with this program."""
         with contextlib.ExitStack() as closing:  # all of it is done, and then an error raised
             if self._thread.ident is not None:
-                closing.callback(self._thread.join, PATIENCE_SECONDS)
+                closing.callback(self._thread.join, REPLICA_ANSWER_SECONDS)
             if self._place is not None and reachable:
                 closing.callback(self._remove_leftovers)
                 closing.enter_context(contextlib.suppress(*lost_errors()))
                 closing.callback(self._place.remove)
                 closing.enter_context(contextlib.suppress(*lost_errors()))
-                ray().get(self._call("close", "slow"), timeout=PATIENCE_SECONDS)
+                ray().get(self.call("close", "slow"), timeout=REPLICA_ANSWER_SECONDS)
                 self._address = None
 
     def submit(self, submissions: Sequence[Submission]) -> None:
@@ -109,14 +109,14 @@ class ReplicaHandle:
         """
         errors = ray("ray.exceptions")
         try:
-            call = self._call("submit", "commands", submissions)
+            call = self.call("submit", "commands", submissions)
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
             raise full_store(f"{pluralize(len(submissions), 'request')}", error) from error
         self._sent.append((call, self._losses))
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; does not wait."""
-        self._call("abort", "commands", names)
+        self.call("abort", "commands", names)
 
     def look(self) -> None:
         """Find requests that did not arrive: then the replica is not to be relied on.
@@ -143,18 +143,18 @@ class ReplicaHandle:
         about: dict[str, Any] = {"state": state, "losses": self._losses, "problem": self.problem}
         if self.ready:
             with contextlib.suppress(*lost_errors()):
-                call = self._call("status", "slow")
-                status: ReplicaStatus = ray().get(call, timeout=PATIENCE_SECONDS)
+                call = self.call("status", "slow")
+                status: ReplicaStatus = ray().get(call, timeout=REPLICA_ANSWER_SECONDS)
                 return replace(status, **about)
         return replace(ReplicaStatus(replica=self.number), **about)
 
     def load_weights(self, weights: Weights, timeout: float | None) -> Callable[[], str]:
         """Have weights loaded; returns a function that waits for the refusal, or ""."""
-        call = self._call("load_weights", "slow", weights, timeout)
+        call = self.call("load_weights", "slow", weights, timeout)
 
         def answer() -> str:
             try:
-                version: str = self._get(call)
+                version: str = self.get(call)
             except lost_errors() as error:
                 return f"it was lost before all had loaded the weights: {_first(error)}"
             return version
@@ -163,12 +163,12 @@ class ReplicaHandle:
 
     def use_weights(self) -> Callable[[], int]:
         """Have the loaded weights used; returns a function that waits for their version, or -1."""
-        call = self._call("use_weights", "slow")
+        call = self.call("use_weights", "slow")
         lost_or_failed: tuple[type[Exception], ...] = (*lost_errors(), WeightsError, WorkerFailed)
 
         def answer() -> int:
             try:
-                version: int = self._get(call)
+                version: int = self.get(call)
             except lost_or_failed:
                 return -1
             return version
@@ -178,7 +178,7 @@ class ReplicaHandle:
     def forget_weights(self) -> None:
         """Have loaded weights forgotten."""
         with contextlib.suppress(*lost_errors()):
-            ray().get(self._call("forget_weights", "slow"), timeout=PATIENCE_SECONDS)
+            ray().get(self.call("forget_weights", "slow"), timeout=REPLICA_ANSWER_SECONDS)
 
     def kill(self, why: str, *, for_good: bool = False) -> None:
         """End the actor; Ray starts it again where it may, and not `for_good`."""
@@ -187,64 +187,64 @@ class ReplicaHandle:
         with contextlib.suppress(*lost_errors()):
             ray().kill(self._place.actor, no_restart=for_good)
 
-    def _call(self, method: str, group: str, *arguments: Any, **options: Any) -> Any:
+    def call(self, method: str, group: str, *arguments: Any, **options: Any) -> Any:
         assert self._place is not None
         self.traffic["calls"] += 1
         bound = getattr(self._place.actor, method)
         return bound.options(concurrency_group=group, **options).remote(*arguments)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         """Live; once the fleet is over, Ray may be gone under this thread."""
         try:
             self._live()
         except Exception as error:  # any: a thread has no caller, so the fleet's readers get it
-            if not self._fleet.over():
+            if not self.fleet.over():
                 logger.exception("the fleet ends: a mistake at replica %d", self.number)
-                self._fleet.failed(error)
+                self.fleet.failed(error)
 
     def _live(self) -> None:
         """Begin and read, again and again, until the fleet is over or Ray gives up."""
         errors = ray("ray.exceptions")
         cannot_begin: tuple[type[Exception], ...] = (*lost_errors(), *CANNOT_BEGIN)
-        while not self._fleet.over():
+        while not self.fleet.over():
             try:
                 self._begin()
             except errors.ActorDiedError as error:
-                self._lose(self.problem or _first(error), coming=False)
+                self.lose(self.problem or _first(error), coming=False)
                 return
             except errors.ActorUnavailableError as error:  # lost while it began: it comes again
-                if not self._lose(_first(error), coming=True):
+                if not self.lose(_first(error), coming=True):
                     return
                 continue
             except cannot_begin as error:
                 self.problem = _first(error)
-                if not self._lose(self.problem, coming=True):
+                if not self.lose(self.problem, coming=True):
                     return
                 self._restart()
                 continue
             why = self._read()
-            if self._fleet.over():
+            if self.fleet.over():
                 return
-            if not self._lose(why, coming=True):
+            if not self.lose(why, coming=True):
                 return
 
     def _begin(self) -> None:
         """Wait until the replica takes requests, with the weights in use."""
-        while not self._fleet.over():
-            weights = self._fleet.weights()
+        while not self.fleet.over():
+            weights = self.fleet.weights()
             # The first question waits until Ray has started it; who answered is begun, or lost.
-            self._address = self._get(self._call("address", "slow", max_task_retries=-1))
+            self._address = self.get(self.call("address", "slow", max_task_retries=-1))
             self._answered = True
-            self._get(self._call("begin", "slow", weights))
+            self.get(self.call("begin", "slow", weights))
             self.problem = ""
-            if self._fleet.joined(self, weights.version):
+            if self.fleet.joined(self, weights.version):
                 self.begun = True
                 return
 
     def _read(self) -> str:
         """Take batches until there are no more; why."""
         cluster = self._cluster
-        batches = self._call(
+        batches = self.call(
             "records",
             "records",
             cluster.coalesce,
@@ -253,7 +253,7 @@ class ReplicaHandle:
         )
         errors = ray("ray.exceptions")
         try:
-            for data in self._each(batches):
+            for data in self.each(batches):
                 if isinstance(data, str):
                     self._restart()
                     return data
@@ -262,32 +262,32 @@ class ReplicaHandle:
                 self.traffic["bytes"] += data.nbytes
                 self.traffic["rows"] += rows.num_rows
                 self.traffic["tokens"] += len(rows.column("token_id").values)
-                self._fleet.brought(self, rows)
+                self.fleet.brought(self, rows)
             return "its batches have ended"
         except BatchError as error:
             self._restart()
             return str(error)
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
-            self._fleet.failed(full_store(f"a batch of replica {self.number}", error))
+            self.fleet.failed(full_store(f"a batch of replica {self.number}", error))
             return str(error)
         except lost_errors() as error:
             return _first(error)
 
-    def _each(self, references: Any) -> Iterator[Any]:
+    def each(self, references: Any) -> Iterator[Any]:
         """Yield what a generator of Ray's brings, until it has ended or the fleet is over."""
-        while not self._fleet.over():
-            done, _ = ray().wait([references], timeout=SLICE_SECONDS, fetch_local=False)
+        while not self.fleet.over():
+            done, _ = ray().wait([references], timeout=REPLICA_LOOK_SECONDS, fetch_local=False)
             if done:
                 try:
                     reference = next(references)
                 except StopIteration:
                     return
-                data = self._get(reference)
+                data = self.get(reference)
                 del reference
                 yield data
                 del data
 
-    def _get(self, reference: Any) -> Any:
+    def get(self, reference: Any) -> Any:
         """What a reference stands for.
 
         Raises:
@@ -298,21 +298,21 @@ class ReplicaHandle:
         late = ray("ray.exceptions").GetTimeoutError
         while True:
             try:
-                return ray().get(reference, timeout=SLICE_SECONDS)
+                return ray().get(reference, timeout=REPLICA_LOOK_SECONDS)
             except late:
-                if self._fleet.over():
+                if self.fleet.over():
                     raise
 
     def _restart(self) -> None:
         """Have Ray start the actor again, where it may: its engine has ended, or is not trusted."""
-        if not self._fleet.over():
+        if not self.fleet.over():
             self.kill("its engine has ended")
 
-    def _lose(self, why: str, *, coming: bool) -> bool:
+    def lose(self, why: str, *, coming: bool) -> bool:
         """Report a loss; whether the replica comes again. If not, its actor is ended for good."""
         self.problem = why
         answered, self._answered = self._answered, False
-        self._fleet.lost(self, why, coming, answered)
+        self.fleet.lost(self, why, coming, answered)
         self._losses += 1  # who sees it sees that the replica is not ready
         if not self.coming:  # also where that ends the fleet: it may stay open for hours
             self.kill(why, for_good=True)
@@ -325,7 +325,7 @@ class ReplicaHandle:
         address, self._address = self._address, None
         if address is not None and self._place is not None:
             with contextlib.suppress(*lost_errors()):  # the node is gone
-                ray().get(self._place.remove_leftovers(address), timeout=PATIENCE_SECONDS)
+                ray().get(self._place.remove_leftovers(address), timeout=REPLICA_ANSWER_SECONDS)
 
 
 def _first(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from jax_specdec.records.batch import RecordBatch
 
 MAX_WAITING_BYTES = 32 << 20  # of messages that wait; then the engine waits
 MAX_BATCH_BYTES = 8 << 20  # of messages in a batch, one more message not counted
-SLICE_SECONDS = 0.25
+QUEUE_LOOK_SECONDS = 0.25
 # A message that was in the ring for so long: its worker is faster than the engine. Then small
 # batches, which all cost the same, would only hold the engine up: tokens wait for it anyway.
 BEHIND_NS = 2_000_000
@@ -37,7 +37,7 @@ class SendQueue(Generic[Made]):
     def __init__(self, make: Callable[[Sequence[RecordBatch]], Made]) -> None:
         """Begin empty; `make` gets the records of some steps, and is called by one at a time."""
         self._make = make
-        self._ready = threading.Condition(threading.RLock())
+        self.ready = threading.Condition(threading.RLock())
         self._updates: collections.deque[tuple[Sequence[RecordBatch], int]] = collections.deque()
         self._bytes = 0
         self._made: list[Made] = []  # one, or none
@@ -45,7 +45,7 @@ class SendQueue(Generic[Made]):
         self._closed = False
         self._open = 0  # requests that have not ended
         self._reader = 0  # the last one: earlier ones end
-        self._waits = -1  # the reader that waits: for another one nothing is made
+        self.waits = -1  # the reader that waits: for another one nothing is made
         self._pause, self._last = math.inf, 0.0
         self._pauses = 1
         self.steps = 0
@@ -53,14 +53,14 @@ class SendQueue(Generic[Made]):
 
     def expect(self, requests: int) -> None:
         """Note that so many more requests run; once all have ended, no reader waits for more."""
-        with self._ready:
+        with self.ready:
             self._open += requests
 
     def take(self, update: Update) -> None:
         """Keep an update; waits while too much waits."""
-        with self._ready:
+        with self.ready:
             while self._bytes > MAX_WAITING_BYTES and not self._closed:
-                self._ready.wait(SLICE_SECONDS)
+                self.ready.wait(QUEUE_LOOK_SECONDS)
             self.steps += update.message is not None
             if update.latency_ns is not None:
                 self._pauses = PAUSES_BEHIND if update.latency_ns > BEHIND_NS else 1
@@ -75,31 +75,31 @@ class SendQueue(Generic[Made]):
                     # A reader that is busy makes it itself, of all that has come by then; but two
                     # threads that compute would hold up an engine that is behind already.
                     behind = self._pauses > 1 and self._pause < math.inf
-                    if (behind or self._waits == self._reader) and not (self._made or self._closed):
+                    if (behind or self.waits == self._reader) and not (self._made or self._closed):
                         self._make_one()
-                    self._ready.notify_all()
+                    self.ready.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Note that no further update comes."""
-        with self._ready:
+        with self.ready:
             self._error = self._error or error
-            self._ready.notify_all()
+            self.ready.notify_all()
 
     def close(self) -> None:
         """Let nobody wait any more."""
-        with self._ready:
+        with self.ready:
             self._closed = True
-            self._ready.notify_all()
+            self.ready.notify_all()
 
     def clear(self) -> None:
         """Forget what waits, and end the readers that there are."""
-        with self._ready:
+        with self.ready:
             self._reader += 1
             self._updates.clear()
             self._made.clear()
             self._bytes = self._open = 0
             self._pause = math.inf
-            self._ready.notify_all()
+            self.ready.notify_all()
 
     def read(self, pause: float) -> Iterator[Made | BaseException]:
         """Yield what came since the last time, at most every `pause` seconds; at last the error.
@@ -108,26 +108,26 @@ class SendQueue(Generic[Made]):
         Where nobody read for long, it comes in several parts: a batch is one object of a store.
         What fills a batch does not wait, nor does the last of all requests' ends.
         """
-        with self._ready:
+        with self.ready:
             reader = self._reader
             self._pause, self._last = pause, time.monotonic() - pause  # the first one does not wait
         while True:
-            with self._ready:
+            with self.ready:
                 if reader != self._reader:
                     return
-                self._waits, since = reader, time.monotonic()
+                self.waits, since = reader, time.monotonic()
                 while reader == self._reader and not self._made and (
                     seconds := self._wait_seconds(since)
                 ) > 0:  # fmt: skip
-                    self._ready.wait(min(seconds, SLICE_SECONDS))
+                    self.ready.wait(min(seconds, QUEUE_LOOK_SECONDS))
                 if reader != self._reader:
                     return
-                self._waits = -1
+                self.waits = -1
                 if self._updates and not self._made:
                     self._make_one()
                 made, self._made = self._made, []
                 error, over = self._error, self._closed
-                self._ready.notify_all()
+                self.ready.notify_all()
             if made:
                 yield made[0]
             elif error is not None:

@@ -54,7 +54,7 @@ _EMITS[[SlotState.TOKENS, SlotState.PREFILL_FIRST_TOKEN]] = True
 
 _HEADER_FIELDS = tuple((name, f.word, f.shift, f.maximum) for name, f in wire.HEADER.items())
 # Of the words that have bits without a meaning: those that have one.
-_HEADER_BITS = tuple(
+HEADER_BITS = tuple(
     (word, used)
     for word in range(wire.HEADER_WORDS)
     if (used := sum(f.maximum << f.shift for f in wire.HEADER.values() if f.word == word))
@@ -199,7 +199,7 @@ def decode(data: Any) -> Message:
             f"{words.size}"
         )
     slots = words[wire.HEADER_WORDS : slots_end].reshape(num_slots, wire.SLOT_WORDS)
-    alike = _alike(slots, most_columns) if kind is Kind.TARGET and num_slots else None
+    alike = are_alike(slots, most_columns) if kind is Kind.TARGET and num_slots else None
     fields, starts, sizes, most_drafts, same_columns = alike or _any_slots(
         kind, most_columns, slots
     )
@@ -253,7 +253,7 @@ def _header(view: memoryview, num_words: int) -> dict[str, int]:
         raise MessageError(
             f"the header counts {header['num_words']} words; the message has {num_words}"
         )
-    for word, used in _HEADER_BITS:
+    for word, used in HEADER_BITS:
         if raw[word] & ~used:
             raise MessageError(
                 f"header word {word} is {raw[word]:#010x}, with bits outside {used:#010x} that "
@@ -281,7 +281,7 @@ class _Slots(NamedTuple):
     same_columns: int | None
 
 
-def _alike(slots: NDArray[np.uint32], most_columns: int) -> _Slots | None:
+def are_alike(slots: NDArray[np.uint32], most_columns: int) -> _Slots | None:
     """The slots, where all emit tokens with as many columns, in one mode and nothing more.
 
     So are the steps of a full worker whose requests ask for the same. None: `_any_slots` decides.

@@ -74,7 +74,7 @@ class Service:
         self._engine, self._model = engine, model
         self._api_key = api_key.encode()
         body_bytes = bounds.body_bytes(model.max_length)
-        self._bodies = Bodies(
+        self.bodies = Bodies(
             each=body_bytes, together=BODIES * body_bytes, seconds=bounds.client_timeout
         )
         self._large_bodies = asyncio.Lock()  # held by the one that is read
@@ -157,7 +157,7 @@ class Service:
                 raise ApiError(415, f"content-encoding is {coding[:80]!r}: send the body as it is")
             self._check_room()
             with contextlib.ExitStack() as open_:
-                async with self._bodies.received(request) as body:
+                async with self.bodies.received(request) as body:
                     self._check_room()  # others may have come meanwhile
                     self.num_open += 1
                     open_.callback(self._close_one)

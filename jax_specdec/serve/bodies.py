@@ -57,8 +57,8 @@ class Bodies:
           seconds: that a client may take to send one.
         """
         self._each, self._together, self._seconds = each, together, seconds
-        self._coming: dict[_Body, None] = {}
-        self._bytes = 0
+        self.coming: dict[_Body, None] = {}
+        self.num_bytes = 0
 
     @contextlib.asynccontextmanager
     async def received(self, request: Request) -> AsyncIterator[bytes]:
@@ -70,31 +70,31 @@ class Bodies:
         if int(request.headers.get("content-length") or 0) > self._each:
             raise self._too_large()
         body = _Body()
-        self._coming[body] = None
+        self.coming[body] = None
         try:
             async with asyncio.timeout(self._seconds) as body.limit:
                 async for part in request.stream():
                     self._take(body, part)
-            del self._coming[body]
+            del self.coming[body]
             yield bytes(body.data)
         except TimeoutError:
-            if body not in self._coming and not body.dropped:  # of the block, and not of the body
+            if body not in self.coming and not body.dropped:  # of the block, and not of the body
                 raise
             raise self._late(body) from None
         except ClientDisconnect:
             raise ApiError(408, "the client has left", code="client_left") from None
         finally:
-            self._coming.pop(body, None)
-            self._bytes -= len(body.data)
+            self.coming.pop(body, None)
+            self.num_bytes -= len(body.data)
 
     def _take(self, body: _Body, part: bytes) -> None:
         """Add what has come of a body, and make room for it."""
         if len(body.data) + len(part) > self._each:
             raise self._too_large()
         body.data += part
-        self._bytes += len(part)
-        while self._bytes > self._together:
-            longest = next(iter(self._coming))
+        self.num_bytes += len(part)
+        while self.num_bytes > self._together:
+            longest = next(iter(self.coming))
             if longest is body:
                 raise ApiError(
                     429,
@@ -105,8 +105,8 @@ class Bodies:
             self._drop(longest)
 
     def _drop(self, body: _Body) -> None:
-        del self._coming[body]
-        self._bytes -= len(body.data)
+        del self.coming[body]
+        self.num_bytes -= len(body.data)
         body.data.clear()
         body.dropped = True
         assert body.limit is not None

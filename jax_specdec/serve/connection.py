@@ -21,7 +21,7 @@ from jax_specdec.serve.gate import OTHER, Traffic, too_large, too_long
 
 # Of reading requests in one round of the event loop: answers are sent between two of them.
 TURN_SECONDS = 0.002
-ASK_SECONDS = 0.2  # after which a client that sends no more is asked whether it is there
+CLIENT_ASK_SECONDS = 0.2  # after which a client that sends no more is asked whether it is there
 EVENTS = "events"  # in a request's state: a stream of events answers it
 
 
@@ -154,7 +154,7 @@ class Connection(H11Protocol):
         if self._refused or not self._answers or self.conn.their_state is h11.SEND_BODY:
             return False
         self._half_closed = True
-        self._asks = self.loop.call_later(ASK_SECONDS, self._ask, ASK_SECONDS)
+        self._asks = self.loop.call_later(CLIENT_ASK_SECONDS, self._ask, CLIENT_ASK_SECONDS)
         return True
 
     @property

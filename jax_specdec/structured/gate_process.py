@@ -28,7 +28,7 @@ from jax_specdec.structured.vocabulary import Vocabulary, read_vocabulary
 STDIN, STDOUT = 0, 1
 LESS = 10  # priority: what is served comes first
 MOST_WORDS = 4096  # bytes of an answer, which a pipe takes at once
-LOOK_MS = 500  # between two looks at the clock
+CLOCK_LOOK_MS = 500  # between two looks at the clock
 
 
 @dataclass
@@ -70,7 +70,7 @@ class GateProcess:
     def serve(self) -> None:
         """Answer until the pipe ends."""
         while True:
-            for descriptor, _ in self._poll.poll(LOOK_MS if self._copies else None):
+            for descriptor, _ in self._poll.poll(CLOCK_LOOK_MS if self._copies else None):
                 if descriptor == STDIN:
                     if not self._hear():
                         return

@@ -125,7 +125,7 @@ def _kept_sets(
             return _block(pin_to_iteration(x, start), row_changes, *part, width, shard)
 
         inputs = (x, rows, cut, shard.ids(logits.shape[1]))
-        return _joined(map_blocks(work, block, num_rows, no_sets, inputs), shard)
+        return joined(map_blocks(work, block, num_rows, no_sets, inputs), shard)
 
     # A batch of greedy requests reads no logits.
     found: _Found = lax.cond(
@@ -140,7 +140,7 @@ def _kept_sets(
     return PaddedKept(ids, counts, jnp.where(is_listed, cut.log_kept, 0.0))
 
 
-def _joined(found: _Found, shard: VocabShard) -> _Found:
+def joined(found: _Found, shard: VocabShard) -> _Found:
     """The sets of all shards: each one's ids follow those of the shards before it."""
     if shard.axis_name is None:
         return found

@@ -134,18 +134,18 @@ def _drawn_apart(
         no_group = vary_like(_Group(*none), (drawing, rows.logits))
         group: _Group = lax.cond(
             jnp.any(widely),
-            lambda: _best_group(rows, row_read, drawing._replace(sampled=widely)),
+            lambda: best_group(rows, row_read, drawing._replace(sampled=widely)),
             lambda: no_group,
         )
         lists = _candidates(row_read, drawing), rows.tokens(drawing.rows, group.number)
         x, ids = _either(drawing.few, *lists)
         largest = jnp.where(drawing.few, drawing.largest, group.largest)
-        drawn, noise = _best_token(drawing, x, ids, largest)
+        drawn, noise = best_token(drawing, x, ids, largest)
         return drawn._replace(score=jnp.where(drawing.few, drawn.score, group.score)), noise
 
     def with_few(drawn: Drawn, arrays: Any) -> tuple[Drawn, jax.Array]:
         _, row_read, drawing = arrays
-        few, noise = _best_token(drawing, *_candidates(row_read, drawing), drawing.largest)
+        few, noise = best_token(drawing, *_candidates(row_read, drawing), drawing.largest)
         chosen: Drawn = jax.tree.map(lambda x, y: jnp.where(drawing.few, x, y), few, drawn)
         return chosen, noise
 
@@ -166,7 +166,7 @@ class _Group(NamedTuple):
     largest: Float32[Array, " B"]  # of the logits that a token is drawn among; else 0
 
 
-def _best_group(logits: GroupedRows, row_read: RowRead, drawing: Drawing) -> _Group:
+def best_group(logits: GroupedRows, row_read: RowRead, drawing: Drawing) -> _Group:
     """The group of this device with the best score, of each row.
 
     The read's sums are those of whole rows. Groups that a cut reaches, or that have a taken token,
@@ -252,7 +252,7 @@ def _either(
     return chosen(a[0], b[0], -jnp.inf), chosen(a[1], b[1], -1)
 
 
-def _best_token(
+def best_token(
     drawing: Drawing,
     x: Float32[Array, "B C"],
     ids: Int32[Array, "B C"],

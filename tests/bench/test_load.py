@@ -51,7 +51,7 @@ def answered(streamed, *, count=4, status="200 OK"):
     return *asyncio.run(ask()), asked
 
 
-def test_a_stream_is_timed_to_its_first_tokens_and_read_to_its_end():
+def test_a_stream_is_timed_and_read_to_its_end():
     first, whole, ((line, body),) = answered(streamed=True)
     assert 0.02 <= first <= whole - 0.015
     assert line == b"POST /v1/completions HTTP/1.1"

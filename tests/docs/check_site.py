@@ -40,6 +40,9 @@ def test_a_wrong_page_fails(tmp_path, more, said):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if said is None:
         assert (done.returncode, done.stderr) == (0, "")
+        html = (tmp_path / "o/index.html").read_text("utf-8")
+        assert "sequence number: 0, 1, 2" in html  # what stands before a colon is no type
+        assert "Alias for field number" not in html
     else:
         assert done.returncode
         assert said in done.stderr

@@ -109,7 +109,7 @@ def problem(command):
     program = words[0].rpartition("/")[2]
     if program == "jax-specdec":
         try:
-            command_line._parsed(words[1:])
+            command_line.parsed_options(words[1:])
         except SystemExit:
             return "its options"
     elif program == "heavy":

@@ -95,7 +95,7 @@ def test_idle_time_is_that_of_the_cores_that_this_thread_may_use(
     path = tmp_path / "stat"
     if text is not None:
         path.write_text(text)
-    monkeypatch.setattr(free_cores, "_STAT", str(path))
+    monkeypatch.setattr(free_cores, "STAT", str(path))
     monkeypatch.setattr(free_cores, "thread_time_ns", lambda: 0)
     monkeypatch.setattr(free_cores.os, "sched_getaffinity", lambda pid: {0, 7, 9})
     assert (available_ns() or 0) == ticks * 10_000_000
@@ -107,7 +107,7 @@ def test_spans_double_where_the_core_is_lost_soon_and_only_there():
         machine.spans_until_free()
         machine.cores.lost(machine.now)
         machine.look()
-        spans.append(machine.cores._span_ns // SPAN)
+        spans.append(machine.cores.span_ns // SPAN)
     assert spans == [min(2**n, LONGEST_SPAN_NS // SPAN) for n in range(1, 13)]
     assert machine.spans_until_free() == LONGEST_SPAN_NS // SPAN - 1
     machine.now += free_cores.SOON_SPANS * LONGEST_SPAN_NS

@@ -11,7 +11,7 @@ import pytest
 
 from ipc import RingReader, RingWriter, errors, segment
 from ipc.segment_names import PREFIX
-from tests.support.ring_checks import assert_slots_are_accounted_for, leftovers
+from tests.support.ring_checks import assert_slots_are_accounted_for, leftovers, slot_of
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "bool", ">i4", "f4,i4", ml_dtypes.bfloat16])
@@ -134,14 +134,14 @@ def test_the_slot_freed_last_is_filled_next(pair):
     for number in range(10):
         writer.send(b"")
         reader.receive(1)
-        assert writer._slot_of[number % 4] == 2
+        assert slot_of(writer, number) == 2
     for _ in range(3):
         writer.send(b"")
     for _ in range(2):
         reader.receive(1)
-    second = writer._slot_of[11 % 4]
+    second = slot_of(writer, 11)
     writer.send(b"three")
-    assert writer._slot_of[13 % 4] == second
+    assert slot_of(writer, 13) == second
 
 
 def test_freeing_too_much_does_not_disturb_the_writer(pair):
@@ -182,7 +182,7 @@ def test_a_last_message_comes_before_the_death(pair, how):
             writer.send(last_words.pop())
         return errors.PeerDied("producer", 1, reader._last_crossed())
 
-    reader._obstacle = reader._items._obstacle = die
+    reader._obstacle = reader._items.obstacle = die
     call = getattr(reader, how)
     assert call().data == b"last"
     reader._next_look_ns = 0

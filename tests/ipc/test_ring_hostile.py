@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ipc import RingError, RingReader, RingWriter, errors
 from ipc import segment_layout as layout
 from ipc.segment_layout import PAGE_BYTES, SEGMENT_HEADER_BYTES
+from tests.support.ring_checks import memory_of
 
 SLOT_BYTES = 64
 MESSAGES = [bytes([i]) * (10 * i) for i in range(3)]
@@ -50,7 +51,7 @@ def outcome(seed: int, low: int, high: int, **options: bool) -> str:
         for message in MESSAGES:
             writer.send(message)
         writer.close()
-        mutate(reader._buffer, rng, low, high)
+        mutate(memory_of(reader), rng, low, high)
         try:
             received = [message.data for message in reader]
         except RingError as error:
@@ -72,10 +73,10 @@ def test_a_well_sealed_but_wrong_descriptor_is_refused(pair, field, value):
     writer.send(b"one")
     assert reader.receive(1).data == b"zero"
     offset = reader._offsets[1]
-    fields = list(layout.DESCRIPTOR_FIELDS.unpack_from(reader._buffer, offset))
+    fields = list(layout.DESCRIPTOR_FIELDS.unpack_from(memory_of(reader), offset))
     fields[field] = value
     raw = layout.DESCRIPTOR_FIELDS.pack(*fields)
-    layout.DESCRIPTOR.pack_into(reader._buffer, offset, raw, zlib.crc32(raw))
+    layout.DESCRIPTOR.pack_into(memory_of(reader), offset, raw, zlib.crc32(raw))
     for _ in range(2):  # and it stays refused
         for call in (lambda: reader.receive(1), reader.try_receive):
             with pytest.raises(errors.CorruptMessage, match="message 1 is damaged"):
@@ -103,9 +104,9 @@ def test_mutated_segment_headers_are_refused_by_the_attacher():
     for seed in range(100):
         rng = np.random.default_rng(seed)
         with RingReader.create(3, SLOT_BYTES, wait="block") as reader:
-            before = bytes(reader._buffer[:SEGMENT_HEADER_BYTES])
-            mutate(reader._buffer, rng, 0, SEGMENT_HEADER_BYTES)
-            if bytes(reader._buffer[:SEGMENT_HEADER_BYTES]) == before:
+            before = bytes(memory_of(reader)[:SEGMENT_HEADER_BYTES])
+            mutate(memory_of(reader), rng, 0, SEGMENT_HEADER_BYTES)
+            if bytes(memory_of(reader)[:SEGMENT_HEADER_BYTES]) == before:
                 continue
             with pytest.raises(errors.CorruptSegment):
                 RingWriter.attach(reader.name)

@@ -148,7 +148,7 @@ def test_an_attaching_reader_learns_what_it_missed(monkeypatch):
     is_alive = segment.is_alive
     for alive, messages in ((True, 50), (False, 50), (True, 0)):
         writer, _ = written(messages)
-        open_semaphore = segment._open_semaphore
+        open_semaphore = segment.open_semaphore
 
         def close_meanwhile(name, suffix, writer=writer, opened=open_semaphore):
             found = opened(name, suffix)
@@ -157,7 +157,7 @@ def test_an_attaching_reader_learns_what_it_missed(monkeypatch):
                     writer.close()
             return found
 
-        monkeypatch.setattr(segment, "_open_semaphore", close_meanwhile)
+        monkeypatch.setattr(segment, "open_semaphore", close_meanwhile)
         monkeypatch.setattr(segment, "is_alive", lambda one, alive=alive: alive and is_alive(one))
         before = handles()
         error, said = RingNotFound, "its creator closed it"

@@ -15,7 +15,7 @@ MS = 1_000_000
 @pytest.fixture(params=["sem_clockwait", "a libc without it"])
 def made(request, monkeypatch):
     if request.param != "sem_clockwait":
-        monkeypatch.setattr(semaphore, "_sem_clockwait", None)
+        monkeypatch.setattr(semaphore, "sem_clockwait", None)
     made = Semaphore.create(f"/jax-specdec-test.{os.getpid()}.{monotonic_ns()}", 0)
     made.unlink()
     yield made

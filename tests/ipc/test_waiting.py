@@ -31,8 +31,8 @@ class Clockwork:
         self.ran = 0  # since it slept or lost its core
         self.lost = 0  # units that came while another program had the core
         self.waiter = Waiter(self, policy, lambda: None)
-        self.waiter._cores = FreeCores(lambda: self.now - self.hogged)
-        self.waiter._cores.spin = not new
+        self.waiter.cores = FreeCores(lambda: self.now - self.hogged)
+        self.waiter.cores.spin = not new
         monkeypatch.setattr(waiting, "monotonic_ns", self.clock)
 
     def run(self):
@@ -106,7 +106,7 @@ def test_a_peer_that_is_gone_is_noticed_within_50_ms(monkeypatch, policy, dies):
     scene = Clockwork(monkeypatch, policy)
     lost_units(scene, 5)
     dies = scene.now + int(dies * MS)
-    scene.waiter._obstacle = lambda: ZeroDivisionError() if scene.now >= dies else None
+    scene.waiter.obstacle = lambda: ZeroDivisionError() if scene.now >= dies else None
     with pytest.raises(ZeroDivisionError):
         scene.waiter.take(dies + 1000 * MS)
     assert scene.now - dies <= 50 * MS
@@ -116,14 +116,14 @@ def test_a_peer_that_is_gone_is_noticed_within_50_ms(monkeypatch, policy, dies):
     ("mean", "spread", "least"), [(35, 0.8, 0.8), (35, 0.01, 0.9), (5, 0.2, 0.9)]
 )
 def test_a_waiter_spins_longer_where_long_intervals_vary(scene, mean, spread, least):
-    spinning, window = [], scene.waiter._spin_window
+    spinning, window = [], scene.waiter.spin_window
 
     def noted(now):
         start, until = window(now)
         spinning.append(until - start)
         return start, until
 
-    scene.waiter._spin_window = noted
+    scene.waiter.spin_window = noted
     for number, gap in enumerate(np.random.default_rng(0).normal(mean * MS, spread * MS, 350)):
         scene.spun *= number != 50  # by then it has learned
         scene.take(int(gap))
@@ -179,12 +179,12 @@ def test_a_core_that_is_lost_seldom_costs_few_units(scene):
 def test_a_lost_core_ends_the_spinning_of_that_wait(scene):
     lost_units(scene, 5)
     scene.slice, spun = 60 * US, []
-    scene.waiter._cores._available = lambda: 0
-    spin = scene.waiter._spin
-    scene.waiter._spin = lambda until: spun.append(until) or spin(until)
+    scene.waiter.cores.available = lambda: 0
+    spin = scene.waiter.spin
+    scene.waiter.spin = lambda until: spun.append(until) or spin(until)
     assert not scene.waiter.take(scene.now + 100 * MS)
     assert len(spun) == 1
-    scene.waiter._policy = "spin"  # who asked for it gets it
+    scene.waiter.policy = "spin"  # who asked for it gets it
     assert not scene.waiter.take(scene.now + 100 * MS)
     assert len(spun) > 10
 
@@ -192,7 +192,7 @@ def test_a_lost_core_ends_the_spinning_of_that_wait(scene):
 @pytest.mark.parametrize(("interval", "spread", "poll"), [(35, 1, 1), (400, 140, 50)])
 def test_many_short_waits_for_one_unit_spin_no_longer_than_one(scene, interval, spread, poll):
     """An engine waits so between two heartbeats, and so does a server that polls."""
-    spin, spinning = scene.waiter._spin, []
+    spin, spinning = scene.waiter.spin, []
 
     def noted(until):
         begun = scene.now
@@ -200,7 +200,7 @@ def test_many_short_waits_for_one_unit_spin_no_longer_than_one(scene, interval, 
         spinning.append(scene.now - begun)
         return taken
 
-    scene.waiter._spin = noted
+    scene.waiter.spin = noted
     for gap in np.random.default_rng(0).normal(interval, spread, 30):
         scene.poll(int(max(gap, 1) * MS), poll * MS)
         spinning.clear()
@@ -216,14 +216,14 @@ def test_many_short_waits_learn_a_pause_once(scene):
     for _ in range(5):
         scene.poll(0, MS)  # a unit that was there at once teaches nothing
         assert not scene.waiter.take(scene.now + MS)
-    assert 35 * MS < scene.waiter._rhythm.interval_ns < 45 * MS
+    assert 35 * MS < scene.waiter.rhythm.interval_ns < 45 * MS
 
 
 @pytest.mark.parametrize(("cores", "peer"), [({3}, {3}), ({3}, {2}), ({3}, {2, 3}), ({0, 1}, {0})])
 def test_a_spinning_side_yields_where_both_share_one_core(monkeypatch, cores, peer):
     """Elsewhere it would give time slices to other programs."""
     scene, yields = Clockwork(monkeypatch, "spin"), []
-    scene.waiter._peer_shares = lambda mine: peer <= mine
+    scene.waiter.peer_shares = lambda mine: peer <= mine
     monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda pid: cores)
     monkeypatch.setattr(waiting.os, "sched_yield", lambda: yields.append(scene.now))
     scene.take(5 * MS)
@@ -238,10 +238,10 @@ def test_a_spinning_side_yields_where_both_share_one_core(monkeypatch, cores, pe
 
 def test_a_ring_asks_where_its_peer_runs(monkeypatch):
     with RingReader.create(2, 64) as reader:
-        assert reader._items._peer_shares({0})  # nobody attached: it may come to this core
+        assert reader._items.peer_shares({0})  # nobody attached: it may come to this core
         with RingWriter.attach(reader.name) as writer:
             reader.wait_attached(1)
             everywhere = os.sched_getaffinity(0) | {10_000, 10_001}
             for waiter in (reader._items, reader._freed, writer._items, writer._freed):
-                assert waiter._peer_shares(everywhere)
-                assert not waiter._peer_shares({10_000})
+                assert waiter.peer_shares(everywhere)
+                assert not waiter.peer_shares({10_000})

@@ -20,7 +20,7 @@ class FakeRay:
     def __init__(self, **answers):
         self.answers, self.killed = answers, 0
         self.RayError = RayError
-        names = *errors._LOST, "RayTaskError", "ObjectStoreFullError", "OutOfDiskError"
+        names = *errors.NAMES_OF_LOSSES, "RayTaskError", "ObjectStoreFullError", "OutOfDiskError"
         for name in names:
             setattr(self, name, type(name, (RayError,), {}))
         for name in ("ActorDiedError", "ActorUnavailableError"):

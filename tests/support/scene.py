@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import random
+from types import SimpleNamespace
 
 from jax_specdec.control import Admit
 from jax_specdec.declaration import EVERYTHING
@@ -57,6 +58,13 @@ def long_requests(count=6):
     return [request_of(f"r{n}", (n % VOCAB,), max_tokens=20, logprobs=0) for n in range(count)]
 
 
+def parts_of(engine):
+    """What stands behind an engine's door: streams, workers, and who gives them requests."""
+    return SimpleNamespace(
+        streams=engine._streams, workers=engine._workers, scheduler=engine._scheduler
+    )
+
+
 class Scene:
     """An engine over scripted workers, and what it delivered.
 
@@ -78,34 +86,40 @@ class Scene:
             start_worker=self.start,
             clock=self.clock,
         )
-        self.engine._streams.start = self.serve
-        self.engine._workers.wakeup = None  # time passes by the scene's clock
+        parts = parts_of(self.engine)
+        self.open_streams, self.engine_workers, self.scheduler = (
+            parts.streams,
+            parts.workers,
+            parts.scheduler,
+        )
+        self.open_streams.start = self.serve
+        self.engine_workers.wakeup = None  # time passes by the scene's clock
         self.records, self.updates = {}, []
 
     def round(self, times=1):
         for _ in range(times):
-            self.engine._streams.round()
+            self.open_streams.round()
 
     def serve(self):
         """Make rounds while the caller waits for an update of the weights, or for ends."""
-        streams = self.engine._streams
+        streams = self.open_streams
         with contextlib.suppress(WorkerFailed):
-            while (streams._update and not streams._update.over) or any(
-                reader._abandoned and reader.num_open for reader in streams._readers
+            while (streams.current_update and not streams.current_update.over) or any(
+                reader.abandoned and reader.num_open for reader in streams.readers
             ):
                 self.round()
 
     def generate(self, requests):
         """What `Engine.generate` yields."""
-        streams = self.engine._streams
+        streams = self.open_streams
         updates = streams.generate(requests)
         try:
             while updates.num_open:
                 try:
                     self.round()
                 except BaseException as error:  # as the thread does; `updates` raises it at last
-                    streams._fail(error)
-                while updates._items:
+                    streams.fail(error)
+                while updates.num_waiting:
                     yield next(updates)
             yield from updates
         finally:

@@ -13,7 +13,7 @@ class StreamingScene(Scene):
 
     def __init__(self, **config):
         super().__init__(**config)
-        self.engine._streams.start = lambda: None
+        self.open_streams.start = lambda: None
         self.streams, self.read = {}, {}
 
     def submit(self, request, **how):
@@ -33,7 +33,7 @@ class StreamingScene(Scene):
         for _ in range(20_000):
             for name in self.streams:
                 self.take(name)
-            if not self.engine._streams.open_ids:
+            if not self.open_streams.open_ids:
                 return
             self.round()
         raise AssertionError("it does not end")

@@ -44,17 +44,17 @@ def with_bits_of_their_own(
     assert tile is not None
     small, slots = model, min(num_slots, MOST_SLOTS)
     if isinstance(model, ModelConfig):
-        params, small = _first_layers(params, model)
+        params, small = first_layers(params, model)
     length = min(2 * tile, max_length)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab_size, length), jnp.int32)
     whole_tiles_model = replace(small, row_step=None) if isinstance(small, ModelConfig) else small
-    expected = _rows_of(params, whole_tiles_model, tokens, length)
+    expected = rows_of(params, whole_tiles_model, tokens, length)
 
     def differing(model: Model, sizes: list[tuple[int, int]]) -> list[str]:
         return [
             f"{slots} slots x {size}"
             for slots, size in sizes
-            if (_rows_of(params, model, tokens, size, slots) != expected).any()
+            if (rows_of(params, model, tokens, size, slots) != expected).any()
         ]
 
     if step is not None:
@@ -71,7 +71,7 @@ def with_bits_of_their_own(
     return replace(model, row_step=None) if isinstance(model, ModelConfig) else model
 
 
-def _first_layers(params: Any, config: ModelConfig) -> tuple[Any, ModelConfig]:
+def first_layers(params: Any, config: ModelConfig) -> tuple[Any, ModelConfig]:
     """Two layers, of both kinds where a model has both: one alone would be no loop."""
     sliding = [n for n in range(config.num_layers) if n in config.sliding_layers]
     others = [n for n in range(config.num_layers) if n not in config.sliding_layers]
@@ -86,7 +86,7 @@ def _first_layers(params: Any, config: ModelConfig) -> tuple[Any, ModelConfig]:
     return replace(params, layers=jax.tree.map(lambda x: x[index], params.layers)), small
 
 
-def _rows_of(params: Any, model: Model, tokens: jax.Array, size: int, slots: int = 1) -> np.ndarray:
+def rows_of(params: Any, model: Model, tokens: jax.Array, size: int, slots: int = 1) -> np.ndarray:
     """The bits [B, S, E + V] of hidden states and logits, of `size` positions of B slots a step."""
     cache = own_model.empty_cache(model, slots, len(tokens))
     rows = []
@@ -94,7 +94,7 @@ def _rows_of(params: Any, model: Model, tokens: jax.Array, size: int, slots: int
         places = start + np.arange(size, dtype=np.int32)
         chunk = np.asarray(tokens)[np.minimum(places, len(tokens) - 1)]
         places = np.where(places < len(tokens), places, -1)  # padding
-        hidden, logits, cache = _step(
+        hidden, logits, cache = run_step(
             params, model, np.tile(chunk, (slots, 1)), np.tile(places, (slots, 1)), cache
         )
         rows.append(np.concatenate([hidden, logits], axis=2))
@@ -102,7 +102,7 @@ def _rows_of(params: Any, model: Model, tokens: jax.Array, size: int, slots: int
 
 
 @partial(jax.jit, static_argnums=1)
-def _step(
+def run_step(
     params: Any, model: Model, tokens: jax.Array, places: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     hidden, cache = own_model.run(params, model, tokens, places, cache)

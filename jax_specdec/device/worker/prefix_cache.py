@@ -34,7 +34,7 @@ class PrefixCache:
     def __init__(self, num_slots: int, chunk: int) -> None:
         self._chunk = chunk
         self._prompts = [_Prompt() for _ in range(num_slots)]
-        self._holders: dict[bytes, set[int]] = {}  # by key, the slots whose caches hold the chunk
+        self.holders: dict[bytes, set[int]] = {}  # by key, the slots whose caches hold the chunk
         self.reused = 0  # prompt tokens so far that were not run
 
     def admit(self, slot: int, token_ids: Sequence[int]) -> int:
@@ -55,9 +55,9 @@ class PrefixCache:
                 break
             common += 1
         for key in before.keys[common : before.held]:
-            self._holders[key].remove(slot)
-            if not self._holders[key]:
-                del self._holders[key]
+            self.holders[key].remove(slot)
+            if not self.holders[key]:
+                del self.holders[key]
         prompt.held = common
         self._prompts[slot] = prompt
         self.reused += common * self._chunk
@@ -73,7 +73,7 @@ class PrefixCache:
         """
         prompt = self._prompts[slot]
         for count in range(prompt.most, prompt.held, -1):
-            holders = self._holders.get(prompt.keys[count - 1])
+            holders = self.holders.get(prompt.keys[count - 1])
             if holders:
                 return min(holders), count * self._chunk
         return slot, prompt.held * self._chunk
@@ -89,7 +89,7 @@ class PrefixCache:
         prompt = self._prompts[slot]
         held = min(num_tokens // self._chunk, len(prompt.keys))
         for key in prompt.keys[prompt.held : held]:
-            self._holders.setdefault(key, set()).add(slot)
+            self.holders.setdefault(key, set()).add(slot)
         if reused:
             self.reused += (held - prompt.held) * self._chunk
         prompt.held = max(held, prompt.held)

@@ -102,10 +102,10 @@ FollowerHandle = OwnFollower | PlacedFollower  # one follower of a lead
 
 
 GRACE_SECONDS = 1.0  # to publish what was computed, once a follower is lost
-PATIENCE_SECONDS = 5.0  # for followers that were told to stop
+FOLLOWER_STOP_SECONDS = 5.0  # for followers that were told to stop
 SILENCE_SECONDS = 10.0  # of a follower, after which it is stopped or worse
 PLACED_SILENCE_SECONDS = 3.5  # of one on another node, which may be gone; once it has begun
-START_SECONDS = 60.0  # more, until its first heartbeat
+FOLLOWER_START_SECONDS = 60.0  # more, until its first heartbeat
 ANSWER_SECONDS = 0.01  # between two looks for followers' answers
 
 
@@ -152,7 +152,7 @@ class Lead:
         if error is None:
             leave()
             for follower in self._followers:
-                follower.wait(PATIENCE_SECONDS)
+                follower.wait(FOLLOWER_STOP_SECONDS)
         elif isinstance(error, SystemExit):
             self._end("")
         elif self._is_lost.wait(GRACE_SECONDS):  # an error of a collective is its consequence
@@ -209,7 +209,8 @@ class Lead:
             )
             follower.tell(control.to_line(born))
         self._heard = [
-            (0, control.Liveness(follower.pid, grace=START_SECONDS)) for follower in self._followers
+            (0, control.Liveness(follower.pid, grace=FOLLOWER_START_SECONDS))
+            for follower in self._followers
         ]
         self._client.stats.members = self._phases
         self._client.beside = self._listen

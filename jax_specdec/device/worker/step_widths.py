@@ -96,7 +96,7 @@ class StepWidths:
         """
         kinds = [*narrower, kind]
         self.begin(kinds)
-        chosen = self._chosen(kinds, slots) if len(kinds) > 1 else kind
+        chosen = self.cheapest(kinds, slots) if len(kinds) > 1 else kind
         if self.has_none and self.latest in kinds:
             chosen = self.latest
         widened = self.latest is not None and self.latest.num_drafts == 0 != chosen.num_drafts
@@ -138,11 +138,11 @@ class StepWidths:
     def saw(self, generations: Sequence[int], fates: Sequence[int]) -> None:
         """Take in the fates of a step's drafts; `generations` are the slots' as it was launched."""
         for index, (generation, fate) in enumerate(zip(generations, fates, strict=True)):
-            text = self._text(index, generation)
+            text = self.text_of(index, generation)
             text.see(fate)
             self.texts[index] = text
 
-    def _text(self, index: int, generation: int) -> Text:
+    def text_of(self, index: int, generation: int) -> Text:
         """A slot's estimates; of a new request, before any token."""
         text = self.texts.get(index)
         if text is not None and text.generation == generation:
@@ -152,13 +152,15 @@ class StepWidths:
             return Text(generation, 0.5, 0.05, seen_wrong=20)
         return Text(generation, 0.8, 0.8)
 
-    def _chosen(self, kinds: Sequence[Kind], slots: Sequence[Slot]) -> Kind:
+    def cheapest(self, kinds: Sequence[Kind], slots: Sequence[Slot]) -> Kind:
         for kind in kinds:
             since, changes = self.steps - self.last.get(kind, 0), self.changes.get(kind, 0)
             if since > (0 if changes < LEAST else min(PER_CHANGE * changes, UNSEEN)):
                 return kind
         texts = [
-            self._text(index, slot.generation) for index, slot in enumerate(slots) if slot.decoding
+            self.text_of(index, slot.generation)
+            for index, slot in enumerate(slots)
+            if slot.decoding
         ]
 
         def pace(kind: Kind) -> float:

@@ -262,7 +262,7 @@ class Worker:
             step = kind._replace(widths=kind.widths if kind.reports_drafts else Widths())
             if kind.reads_once or step not in outputs:
                 self.kind, self.options = kind, options
-                outputs[step] = self._run(kind)
+                outputs[step] = self.run_kind(kind)
             self.outgoing.rehearse(self.compiled, outputs[step], self.slots, kind, options.options)
         if grammars is not None:
             tell("grammars")
@@ -281,7 +281,7 @@ class Worker:
         self.options = host_slots.all_options(self.slots, rung.widths, rung.changes)
         for kind in kinds * -(-(LEAST + 1) // len(kinds)):
             began = time.perf_counter()
-            jax.block_until_ready(self._run(kind))
+            jax.block_until_ready(self.run_kind(kind))
             self.step_widths.took(kind, time.perf_counter() - began)
         self.step_widths.took(rung, None)  # no step follows it at once
 
@@ -529,7 +529,7 @@ class Worker:
         kind = self.kind
         if self.step_widths is not None:
             kind = self.step_widths.choose(kind, self.slots, self.narrower(kind))
-        output = self._run(kind)
+        output = self.run_kind(kind)
         stamp = self.outgoing.stamp(self.step_number, self.weights_version)
         assert self.options is not None
         words = self.outgoing.step_messages(
@@ -546,7 +546,7 @@ class Worker:
             fates.copy_to_host_async()
         return words, kind, fates, at
 
-    def _run(self, kind: Kind) -> StepOutput:
+    def run_kind(self, kind: Kind) -> StepOutput:
         """Run the programs of a step; `options` are those of its kind."""
         rows: tuple[StepRows, ...] = ()
         step, masks = self.compiled.step, None

@@ -232,7 +232,7 @@ def test_without_a_device(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_a_ground_that_is_none(code, said):
-    found = check_device_command._ground([sys.executable, "-c", code], rehearsed=False)
+    found = check_device_command.read_ground([sys.executable, "-c", code], rehearsed=False)
     assert found.startswith(said)
 
 
@@ -240,7 +240,7 @@ def test_a_full_disk_and_an_unwritable_folder_are_named(tmp_path, capsys, monkey
     with pytest.raises(OSError, match=rf"{tmp_path} has \d+ MiB left, and a check needs 1099511"):
         check_device_command.run(options(tmp_path), OLD, least_disk=1 << 60)
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(check_device_command, "_ground", lambda *_: GROUND)
+    monkeypatch.setattr(check_device_command, "read_ground", lambda *_: GROUND)
     assert main(["check-device", "--output", str(tmp_path / "file/report")]) == 2
     assert str(tmp_path / "file") in capsys.readouterr().err
 

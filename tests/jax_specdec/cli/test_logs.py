@@ -51,13 +51,13 @@ def test_nobody_waits_for_a_reader_who_does_not_read():
         def emit():
             for _ in range(1000):  # far more than a pipe holds, and than may wait
                 handler.emit(record("x" * 1000))
-            return handler._dropped
+            return handler.num_dropped
 
         wait_for(lambda: emit() > 100)  # the thread counts again with each line that it writes
         chunks = iter(lambda: reader.read(1 << 16), b"")
         read = threading.Thread(target=found.extend, args=(chunks,))
         read.start()
-        wait_for(lambda: handler._waiting.empty())
+        wait_for(lambda: handler.waiting.empty())
         handler.emit(record("the last one"))
         wait_for(lambda: any(b"lines of the log were dropped" in text for text in found))
         handler.close()
@@ -73,7 +73,7 @@ def test_a_reader_who_has_left_ends_nothing():
     for _ in range(3):
         handler.emit(record("words"))
     handler.close()
-    assert not handler._thread.is_alive()
+    assert not handler.thread.is_alive()
     with pytest.raises(BrokenPipeError):
         stream.close()
 
@@ -156,7 +156,7 @@ def test_without_a_terminal_one_line_says_what_compiles(monkeypatch):
     look = mock.Mock(side_effect=lambda: [phases[min(look.call_count, 5) - 1]])
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(standard_output, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(standard_output, "REDRAW_SECONDS", 0.001)
     with standard_output.waiting(look, kept_in="/kept"):
         wait_for(lambda: look.call_count > 5)
     said = "compiling 1 of 8 (step), 0 s; on the first start only: kept in /kept\n"

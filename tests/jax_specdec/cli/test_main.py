@@ -38,7 +38,7 @@ def test_every_command_explains_itself(name, capsys):
     example = text.splitlines()[0].removeprefix("example: ")
     program, *arguments = shlex.split(example)
     assert program == "jax-specdec"
-    assert main_module._parsed(arguments)[1].command == name  # which it would refuse else
+    assert main_module.parsed_options(arguments)[1].command == name  # which it would refuse else
     status_of("--help")
     assert re.search(rf"^    {name}\s", capsys.readouterr().out, re.MULTILINE)
 

@@ -63,7 +63,7 @@ def test_weights_count_what_the_shipped_file_has():
 def test_options_decide_what_is_said(options, words):
     parser = argparse.ArgumentParser()
     serve_command.add(parser)
-    _, config, sizes = serve_command._model(parser.parse_args(options))
+    _, config, sizes = serve_command.model_of(parser.parse_args(options))
     assert words in room.line(config, sizes)
 
 

@@ -15,8 +15,8 @@ END = 1  # the id of </s>
 
 @pytest.mark.parametrize(("more", "taken"), TAKEN)
 def test_serve_reads_them_as_its_option_says(more, taken, model):
-    _, options = main._parsed(["serve", "--model", str(model), *more])
-    make, *_ = serve_command._model(options)
+    _, options = main.parsed_options(["serve", "--model", str(model), *more])
+    make, *_ = serve_command.model_of(options)
     assert make().encoder.encode_chat(ATTACK).count(END) == taken
 
 
@@ -29,11 +29,13 @@ def test_generate_reads_them_as_its_option_says(more, taken, model, tmp_path, mo
     def stop(options, model, prompts):
         raise Read(prompts)
 
-    monkeypatch.setattr(generate_command, "_engine_config", stop)
+    monkeypatch.setattr(generate_command, "engine_config", stop)
     monkeypatch.setattr(generate_command, "worker_ahead", nullcontext)
     lines = tmp_path / "lines.jsonl"
     lines.write_text(json.dumps({"messages": ATTACK}))
-    _, options = main._parsed(["generate", "--model", str(model), "--prompts", str(lines), *more])
+    _, options = main.parsed_options(
+        ["generate", "--model", str(model), "--prompts", str(lines), *more]
+    )
     with pytest.raises(Read) as raised:
         generate_command.run(options)
     (prompt,) = raised.value.args[0]

@@ -90,10 +90,10 @@ def test_lost_commands_are_sent_again_until_acknowledged(connected):
         link.tell(b"%d" % n)
     lost = peer.take_all(4)
     hear(listening, link, peer, taken=1, missing=True)
-    assert list(link._kept) == [b"1", b"2", b"3"]
+    assert list(link.unacknowledged) == [b"1", b"2", b"3"]
     assert peer.take_all(3) == lost[1:]
     hear(listening, link, peer, taken=4)  # nothing is missing: nothing comes
-    assert not link._kept
+    assert not link.unacknowledged
     assert peer.nothing_comes()
 
 
@@ -116,7 +116,7 @@ def test_a_peer_that_reads_nothing_holds_nobody_up(connected, peer_of):
     payload = b"x" * 10_000
     for _ in range(4000):
         link.tell(payload)
-    assert link._sent < link.numbered == 4000  # the socket was full, and no call has waited
+    assert link.num_sent < link.numbered == 4000  # the socket was full, and no call has waited
     free = peer_of(other.connection)
     hear(listening, other, free)
     other.tell(b"for another")
@@ -163,21 +163,21 @@ def test_a_heartbeat_that_is_too_long_is_ignored(connected):
     hear(listening, link, peer, devices=("x" * (control.channel.MAX_BEAT_BYTES // 2),))
     assert link.heartbeat.beats == 3
     link.tell(b"all is well")
-    until(listening, lambda: link._sent == 1)
+    until(listening, lambda: link.num_sent == 1)
     assert peer.take() == [(1, b"all is well")]
 
 
 def test_a_flood_of_heartbeats_holds_nobody_up(connected):
     listening, _, peer = connected
     beat, heard = Heartbeat().to_bytes(), []
-    hear_one = listening._hear
+    hear_one = listening.hear
 
     def flooded(*parts):
         heard.append(parts)
         peer.socket.send(beat)  # there is always one more
         hear_one(*parts)
 
-    listening._hear = flooded
+    listening.hear = flooded
     for _ in range(100):
         peer.socket.send(beat)
     wait_for(listening.ready)
@@ -220,15 +220,15 @@ def test_a_client_takes_commands_once_and_asks_for_gaps(listening):
         (1, 1, False), (2, 2, False), (2, 2, False), (1, 2, False), (4, 2, True), (3, 3, True),
         (4, 4, True),
     ):  # fmt: skip
-        client._take(number, control.to_bytes(commands[number - 1]))
-        assert (client._taken, client._missing) == (taken, missing)
+        client.take(number, control.to_bytes(commands[number - 1]))
+        assert (client.taken, client.missing) == (taken, missing)
     assert [client.commands.get_nowait() for _ in range(4)] == commands
     assert client.commands.empty()
 
 
 def test_what_is_no_command_ends_a_process_that_gets_it(listening, capsys):
     client = ControlClient(listening.link().connection, ProcessStats())
-    client._take(1, b"garbage")
+    client.take(1, b"garbage")
     assert client.commands.get_nowait() == control.Shutdown()
     assert "not a command: b'garbage'" in capsys.readouterr().err
 

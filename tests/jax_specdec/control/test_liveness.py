@@ -6,7 +6,13 @@ import subprocess
 
 import pytest
 
-from jax_specdec.control.heartbeat import LEAST_TICKS, LOOK_SECONDS, Activity, Liveness, QuietTimer
+from jax_specdec.control.heartbeat import (
+    ACTIVITY_SECONDS,
+    LEAST_TICKS,
+    Activity,
+    Liveness,
+    QuietTimer,
+)
 from tests.support.processes import wait_for
 
 LIMIT = 10.0
@@ -31,13 +37,13 @@ def test_work_is_cpu_time_or_pages_between_two_readings(counted):
     count(ticks=(5, 5), pages=3)
     assert not activity.look(100.0)  # there is nothing to compare with
     count(ticks=(5 + LEAST_TICKS - 1, 5), pages=3)
-    assert not activity.look(100.0 + LOOK_SECONDS)
+    assert not activity.look(100.0 + ACTIVITY_SECONDS)
     count(ticks=(5 + LEAST_TICKS, 4 + LEAST_TICKS), pages=3)
-    assert not activity.look(100.5 + LOOK_SECONDS)  # too soon: it is as it was
-    assert activity.look(100.0 + 2 * LOOK_SECONDS)
-    assert not activity.look(100.0 + 3 * LOOK_SECONDS)
+    assert not activity.look(100.5 + ACTIVITY_SECONDS)  # too soon: it is as it was
+    assert activity.look(100.0 + 2 * ACTIVITY_SECONDS)
+    assert not activity.look(100.0 + 3 * ACTIVITY_SECONDS)
     count(ticks=(5 + LEAST_TICKS, 4 + LEAST_TICKS), pages=4)
-    assert activity.look(100.0 + 4 * LOOK_SECONDS)
+    assert activity.look(100.0 + 4 * ACTIVITY_SECONDS)
 
 
 @pytest.mark.parametrize("text", [None, "", "12 (a) R 1 2", stat().replace("7", "x")])
@@ -52,12 +58,12 @@ def test_a_process_of_which_nothing_is_known_does_not_work(tmp_path, text):
 def test_the_kernel_tells_who_works():
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
-            asleep, times = Activity(process.pid), itertools.count(1.0, LOOK_SECONDS)
+            asleep, times = Activity(process.pid), itertools.count(1.0, ACTIVITY_SECONDS)
             asleep.look(0.0)
             wait_for(lambda: not asleep.look(next(times)))
         finally:
             process.kill()
-    mine, times = Activity(os.getpid()), itertools.count(1.0, LOOK_SECONDS)
+    mine, times = Activity(os.getpid()), itertools.count(1.0, ACTIVITY_SECONDS)
     while not mine.look(next(times)):
         sum(range(10**6))  # is work
 

@@ -63,7 +63,7 @@ def test_requests_that_end_workers_take_no_other_with_them(count, names, options
         expected = FinishReason.ATTEMPTS_EXHAUSTED if bad else FinishReason.LENGTH
         assert scene.finish_reason(request.id) is expected
     assert len([update for update in scene.updates if update.lost]) == losses
-    assert not any(map(len, scene.engine._workers._restarts))
+    assert not any(map(len, scene.engine_workers.restarts))
 
 
 def test_requests_of_a_lost_worker_are_tried_apart():

@@ -42,7 +42,7 @@ def work(call):
 def work_with(count):
     """The most that each action took with two slots and `count` requests behind them."""
     scene = Scene(num_slots=2)
-    scheduler, (session,) = scene.engine._scheduler, scene.engine.sessions
+    scheduler, (session,) = scene.scheduler, scene.engine.sessions
     requests = [request(Id(f"r{n}"), (n % 7,), max_tokens=40) for n in range(count)]
     updates = scene.generate(requests)
     next(updates)
@@ -50,13 +50,13 @@ def work_with(count):
     aborts = [work(lambda name=name: scheduler.abort(name)) for name in names]
     scheduler.abort("nobody")
     scheduler.abort(names[0])  # it has ended
-    assert len(scheduler._pending) == len(names)
+    assert len(scheduler.fresh_updates) == len(names)
     ended = [record for _ in names for record in next(updates).records]
     assert {r.request_id for r in ended if r.finish_reason is FinishReason.ABORT} == {*names}
     releases, admissions = [], []
     for _ in range(5):
         releases.append(work(lambda: scheduler.abort(session.request_ids[0])))
-        admissions.append(work(scheduler._admit))
+        admissions.append(work(scheduler.admit))
         assert len(session.request_ids) == 2
     updates.close()
     scene.engine.close()

@@ -116,8 +116,8 @@ class Stopped(Hanging):
 def test_a_worker_that_is_silent_is_lost(worker, config, works_until, said, seconds):
     scene = Scene(**RESUME, worker=worker, **config)
     (session,) = scene.engine.sessions
-    assert session._liveness.activity.__self__._path == Path("/proc/77/stat")
-    session._liveness.activity = lambda now: now < works_until
+    assert session.liveness.activity.__self__._path == Path("/proc/77/stat")
+    session.liveness.activity = lambda now: now < works_until
     hanging = scene.workers[0]
     hanging.clock = scene.clock
     scene.worker = ScriptedWorker  # in its place

@@ -11,7 +11,7 @@ from jax_specdec.ray.send_queue import SendQueue
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.processor_state import Progress
 from tests.support.processes import wait_for
-from tests.support.scene import long_requests
+from tests.support.scene import long_requests, parts_of
 from tests.support.scripted_process import scripted_engine
 from tests.support.scripted_worker import continuation
 
@@ -83,7 +83,7 @@ def test_requests_that_are_submitted_together_begin_in_one_round():
             assert engine.abort("r1")
             for _ in range(2):  # the engine's thread makes a whole round, and hears of the abort
                 heard = threading.Event()
-                engine._streams._ask(heard.set)
+                parts_of(engine).streams.ask(heard.set)
                 assert heard.wait(30)
             assert not worker.commands
         wait(streams)

@@ -54,7 +54,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     @property
     def open(self):
-        return set(self.scene.engine._streams.open_ids)
+        return set(self.scene.open_streams.open_ids)
 
     @rule(
         max_tokens=st.sampled_from((1, 2, 20)),

@@ -50,7 +50,7 @@ def test_a_short_request_waits_for_no_long_one():
 def test_a_request_on_its_way_to_the_queue_counts_once():
     """Another thread submits just when the engine's own has queued the first request."""
     scene = StreamingScene(num_slots=1, max_waiting=2)
-    begin = scene.engine._scheduler.enqueue
+    begin = scene.scheduler.enqueue
 
     def begun(queued, **how):
         begin(queued, **how)
@@ -60,7 +60,7 @@ def test_a_request_on_its_way_to_the_queue_counts_once():
 
     other = threading.Thread(target=scene.submit, args=(request("second"),))
 
-    scene.engine._scheduler.enqueue = begun
+    scene.scheduler.enqueue = begun
     scene.submit(request("first"))
     scene.round()
     other.join()
@@ -83,7 +83,7 @@ def test_what_cannot_be_served_is_refused_where_it_is_submitted():
     ):
         with pytest.raises(RequestError, match=said):
             next(scene.engine.generate(requests))
-    assert not scene.engine._streams.open_ids
+    assert not scene.open_streams.open_ids
 
 
 def test_generate_has_the_records_of_its_requests_alone():
@@ -100,7 +100,7 @@ def test_generate_has_the_records_of_its_requests_alone():
         got[record.request_id] += record.token_ids.tolist()
     assert got == expected(mine)
     left.close()
-    assert scene.engine._streams._readers == []
+    assert scene.open_streams.readers == []
     scene.finish()
     assert scene.tokens("stream") == continuation(request("stream", 40))[0]
 
@@ -109,11 +109,11 @@ def test_generate_has_the_records_of_its_requests_alone():
 def test_a_waiting_reader_is_served_before_the_engine_waits(num_ranks):
     """Also where one round brings more than may wait."""
     scene = StreamingScene(num_ranks=num_ranks, num_slots=1)
-    updates = scene.engine._streams.generate(long_requests(num_ranks))
+    updates = scene.open_streams.generate(long_requests(num_ranks))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         taken = pool.submit(next, updates)
-        wait_for(lambda: updates._changed._waiters)
-        while not updates._items:
+        wait_for(lambda: updates.changed._waiters)
+        while not updates.num_waiting:
             scene.round()
         if num_ranks > 1:
             assert not updates.has_room
@@ -124,19 +124,19 @@ def test_a_waiting_reader_is_served_before_the_engine_waits(num_ranks):
 
 def test_an_engine_nobody_reads_waits_unless_others_read():
     scene = StreamingScene()
-    updates = scene.engine._streams.generate(long_requests(2))
+    updates = scene.open_streams.generate(long_requests(2))
     scene.round(MAX_UPDATES_AHEAD + 4)
     (worker,) = scene.workers
     sent = worker.sent
-    assert len(updates._items) == MAX_UPDATES_AHEAD
+    assert updates.num_waiting == MAX_UPDATES_AHEAD
     scene.submit(request("r"))
     while scene.streams["r"].finish_reason is None:
         scene.round()
     assert worker.sent > sent
-    assert not scene.engine._streams.wakeup.ready()
-    while updates._items:
+    assert not scene.open_streams.wakeup.ready()
+    while updates.num_waiting:
         next(updates)
-    assert scene.engine._streams.wakeup.ready()
+    assert scene.open_streams.wakeup.ready()
     scene.finish()
 
 
@@ -166,7 +166,7 @@ def test_a_slow_consumer_is_told_and_not_waited_for():
     for _ in range(200):
         scene.round()
         scene.take("other")
-        if not scene.engine._streams.open_ids:
+        if not scene.open_streams.open_ids:
             break
     assert other.finish_reason is FinishReason.LENGTH
     slow = scene.streams["slow"]
@@ -247,8 +247,8 @@ def test_ended_requests_do_not_wait_for_their_deadlines():
     scene.submit(request("last", 1), priority=1, deadline=1e6)  # before those of all others
     for n in range(1, 300):
         scene.submit(request(f"r{n}", 1), deadline=1e6 + 1)
-        while f"r{n - 1}" in scene.engine._streams.open_ids:
+        while f"r{n - 1}" in scene.open_streams.open_ids:
             scene.round()
-    assert "last" in scene.engine._streams.open_ids
-    assert len(scene.engine._streams._deadlines) < 100
+    assert "last" in scene.open_streams.open_ids
+    assert len(scene.open_streams.deadlines) < 100
     scene.finish()

@@ -171,7 +171,7 @@ def test_health_counts_an_end_that_nobody_has_reported_yet(loss, alive, how):
     if how == "ended":
         scene.workers[0].exit_status = -9
     else:
-        scene.engine._workers.end(scene.engine.sessions[0], WorkerSilent("no heartbeat"))
+        scene.engine_workers.end(scene.engine.sessions[0], WorkerSilent("no heartbeat"))
     health = scene.engine.health()
     assert (health.alive, health.ready) == (alive, False)
 

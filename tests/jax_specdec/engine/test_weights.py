@@ -14,7 +14,7 @@ from jax_specdec.control import Commit, Discard, Prepare
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.errors import EngineClosed, WeightsError
 from jax_specdec.requests import Request, SamplingParams
-from tests.support.scene import Scene, make_requests
+from tests.support.scene import Scene, make_requests, parts_of
 from tests.support.scripted_process import scripted_engine
 from tests.support.scripted_worker import VOCAB, ScriptedWorker
 from tests.support.streaming import StreamingScene
@@ -112,12 +112,12 @@ def test_a_successor_starts_with_the_weights_in_use(file):
     scene = Scene(num_ranks=2, faults={0: [9]}, on_worker_loss="restart", resume_lost=True)
     scene.run(requests, updating(file, (2,), results))
     assert results == [1]
-    scene.engine._workers._start(0)  # what its restart is, once its delay is over
+    scene.engine_workers.start(0)  # what its restart is, once its delay is over
     assert [config.weights for config in scene.configs] == ["", "", str(file)]
     assert [config.weights_version for config in scene.configs] == [0, 0, 1]
     file.write_bytes(b"other weights")
     with pytest.raises(OSError, match="has changed since its weights were loaded"):
-        scene.engine._workers._start(0)
+        scene.engine_workers.start(0)
 
 
 def test_files_that_change_while_they_are_read_are_refused(file):
@@ -140,7 +140,11 @@ ARRAYS = {
 
 
 def leftovers(engine):
-    return [path for path in engine._workers.directory.folder.iterdir() if "weights" in path.name]
+    return [
+        path
+        for path in parts_of(engine).workers.directory.folder.iterdir()
+        if "weights" in path.name
+    ]
 
 
 @pytest.mark.parametrize("outcome", ["taken", "refused", "kept for successors"])
@@ -169,7 +173,7 @@ def test_arrays_travel_by_a_file_that_is_removed(outcome):
         if kept:
             assert engine.update_weights(ARRAYS) == 2
             assert [one.name for one in leftovers(engine)] == ["weights-2.safetensors"]
-        folder = engine._workers.directory.folder
+        folder = parts_of(engine).workers.directory.folder
     assert not folder.exists()
 
 

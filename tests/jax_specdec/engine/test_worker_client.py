@@ -26,7 +26,7 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.encode import encode
 from tests.support import scripted_process
 from tests.support.processes import is_alive, no_ring_is_left, wait_for
-from tests.support.scene import long_requests
+from tests.support.scene import long_requests, parts_of
 from tests.support.scripted_worker import VOCAB, ScriptedWorker
 
 
@@ -142,7 +142,7 @@ OF_STEP_7 = "from jax_specdec.records.encode import encode\nring.send(encode(3, 
     ],
 )  # fmt: skip
 def test_a_message_that_cannot_be_closes_the_requests(code, options, said, monkeypatch):
-    monkeypatch.setattr(worker_client, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(worker_client, "WORKER_STOP_SECONDS", 0.2)
     assert said in failure_of(code + "time.sleep(99)", prefill_chunk=4096, **options)
 
 
@@ -260,6 +260,6 @@ def test_of_several_rings_those_with_messages_are_read():
         for session in engine.sessions:
             session.admit(QueuedRequest(request=long_requests(1)[0]))
         writer.send(encode(Kind.TARGET, 0, [], process_rank=1))
-        assert engine._workers.wait([quiet, busy], idle=False) == [busy]
+        assert parts_of(engine).workers.wait([quiet, busy], idle=False) == [busy]
         assert busy.receive(0).message.step == 0
         assert quiet.receive(0) is None

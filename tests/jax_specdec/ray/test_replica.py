@@ -39,8 +39,8 @@ def test_an_engines_end_keeps_requests_the_fleet_resumes(resume_lost, expected):
     steps = [ends[0], [*ends[0], *ends[1], *ends[2]]]
     made = replica(resume_lost=resume_lost)
     for batches in steps:
-        made._send_queue.take(update(batches))
-    made._send_queue.fail(WorkerFailed("no worker is left"))
+        made.send_queue.take(update(batches))
+    made.send_queue.fail(WorkerFailed("no worker is left"))
     *batches, last = made.records(0.0)
     assert last == "no worker is left"
     found = [unpacked(batch).column("finish_reason").to_pylist() for batch in batches]
@@ -50,7 +50,7 @@ def test_an_engines_end_keeps_requests_the_fleet_resumes(resume_lost, expected):
 @pytest.mark.parametrize("mistake", [TypeError("a mistake"), ValueError("a mistake")])
 def test_an_engines_mistake_is_raised_to_its_reader(mistake):
     made = replica()
-    made._send_queue.fail(mistake)
+    made.send_queue.fail(mistake)
     with pytest.raises(type(mistake), match="a mistake"):
         list(made.records(0.0))
 
@@ -60,8 +60,8 @@ def test_a_refused_request_is_no_loss_of_the_replica():
     engine = mock.Mock(**{"submit.side_effect": errors})
     submission = Submission(request=long_requests(1)[0])
     with pytest.raises(RequestError):
-        made._submit(engine, submission)
-    made._submit(engine, submission)
+        made.submit_one(engine, submission)
+    made.submit_one(engine, submission)
     assert list(made.records(0.0)) == ["closed"]
 
 
@@ -218,8 +218,8 @@ def test_a_closing_queue_leaves_batches_to_its_reader():
     """An engine ends its requests then, and goes on to end its workers."""
     queue = SendQueue(lambda _: pytest.fail("it was made"))
     thread, parts = reader_of(queue, 0.0)
-    wait_for(lambda: queue._waits == 0)
-    with queue._ready:
+    wait_for(lambda: queue.waits == 0)
+    with queue.ready:
         queue.close()
         queue.take(numbered(0, 1))
         queue.clear()

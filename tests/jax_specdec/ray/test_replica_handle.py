@@ -36,13 +36,15 @@ def member(ray):
 
 def live(member):
     """Why it was lost, each time, and with what its fleet failed."""
-    member._run()
-    fleet = member._fleet
+    member.run()
+    fleet = member.fleet
     failure = fleet.failed.call_args.args[0] if fleet.failed.called else None
     return [call.args[1] for call in fleet.lost.call_args_list], failure
 
 
-GONE = {"ActorDiedError", "ActorUnavailableError", *errors_module._LOST} - {"GetTimeoutError"}
+GONE = {"ActorDiedError", "ActorUnavailableError", *errors_module.NAMES_OF_LOSSES} - {
+    "GetTimeoutError"
+}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_calls_that_a_lost_replica_left_do_not_end_the_next_one(ray, member):
     ray.answers["submit"] = ray.ActorUnavailableError("it restarts")
     for killed in (1, 2):
         member.submit(["a request"])
-        assert member._lose("it is lost", coming=True)
+        assert member.lose("it is lost", coming=True)
         member.ready = True  # it has begun again
         member.look()
         assert ray.killed == killed - 1
@@ -110,7 +112,7 @@ def test_a_call_made_during_a_look_is_looked_at_later(ray, member):
         member.look()
         return next(calls)
 
-    ray.wait, member._call = wait, call
+    ray.wait, member.call = wait, call
     member.submit(["an order"])
     member.submit(["another one"])
     member.look()
@@ -150,16 +152,16 @@ def test_nobody_waits_in_ray_for_a_fleet_that_is_over(ray, member):
         left[0] -= 1
         raise late
 
-    ray.wait, ray.get, member._fleet.over = wait, get, lambda: left[0] <= 0
-    assert list(member._each(iter(()))) == []
+    ray.wait, ray.get, member.fleet.over = wait, get, lambda: left[0] <= 0
+    assert list(member.each(iter(()))) == []
     assert left == [0]
     left[0] = 3
     with pytest.raises(late):
-        member._get("a reference")
+        member.get("a reference")
     assert left == [0]
 
 
 def test_what_comes_late_is_waited_for(ray, member):
     late = ray.GetTimeoutError()
     ray.answers |= {"a": [late, "first"], "b": [late, late, "second"]}
-    assert list(member._each(iter(("a", "b")))) == ["first", "second"]
+    assert list(member.each(iter(("a", "b")))) == ["first", "second"]

@@ -41,7 +41,7 @@ def rows_of(submissions, seed=0):
         progress = submission.progress or Progress()
         queued.append(QueuedRequest(request=submission.request, progress=progress))
         emitted[submission.request.id] = len(progress.token_ids)
-    scheduler = Scene(num_slots=4, seed=seed).engine._scheduler
+    scheduler = Scene(num_slots=4, seed=seed).scheduler
     scheduler.enqueue(queued)
     while scheduler.busy:
         for update in (*scheduler.prepare(), *scheduler.receive()):

@@ -120,7 +120,7 @@ def test_slots_that_are_alike_make_the_records_of_others(shapes, limit, monkeypa
         asked = request(str(at), logprobs=k, max_tokens=limit, stop_token_ids=(3,))
         state = admit(state, at, 1, asked)
     ways = [taken(state, decode(data))]
-    monkeypatch.setattr(decode_module, "_alike", lambda *slots: False)
+    monkeypatch.setattr(decode_module, "are_alike", lambda *slots: False)
     ways.append(taken(state, decode(data)))
     (short, one), (long, other) = ways
     assert (short.same_columns is None, long.same_columns) == (False, None)

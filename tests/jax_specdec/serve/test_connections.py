@@ -128,7 +128,7 @@ def test_a_client_that_only_reads_gets_its_answer(version, stream, waiting):
     """It has shut down its side; while it waits, it is asked whether it is there."""
     with sent_off(waiting, asked(version, stream=stream)) as link:
         link.shutdown(socket.SHUT_WR)
-        time.sleep(2 * connection.ASK_SECONDS)
+        time.sleep(2 * connection.CLIENT_ASK_SECONDS)
         waiting.workers[0].allowed.release(100)
         data = b""
         while more := link.recv(1 << 16):

@@ -196,19 +196,19 @@ def test_a_connection_is_refused_where_all_others_are_answered():
 def test_bodies_are_bounded_and_the_slowest_makes_room():
     bounds = Bounds(max_body=1000, client_timeout=FOR_EVER)
     with serving(bounds=bounds) as server, contextlib.ExitStack() as open_:
-        part, bodies = of_size(950), server.service._bodies
+        part, bodies = of_size(950), server.service.bodies
         links = []
         for count in range(1, 9):
             sent = with_length(len(part)), part[:-1]
             links.append(open_.enter_context(connected(server, *sent)))
-            until(lambda n=count: bodies._bytes == n * (len(part) - 1))
+            until(lambda n=count: bodies.num_bytes == n * (len(part) - 1))
         links.append(open_.enter_context(connected(server, with_length(999), b"x" * 998)))
         check_refused(received(links[0], is_answer), 429, "send it once more")
-        until(lambda: bodies._bytes == 7 * (len(part) - 1) + 998)
+        until(lambda: bodies.num_bytes == 7 * (len(part) - 1) + 998)
         links[1].sendall(part[-1:])
         assert status(received(links[1], is_answer)) == 200
-        until(lambda: bodies._bytes == 6 * (len(part) - 1) + 998)
-    assert not server.service._bodies._coming
+        until(lambda: bodies.num_bytes == 6 * (len(part) - 1) + 998)
+    assert not server.service.bodies.coming
 
 
 class SeenEncoder(Encoder):

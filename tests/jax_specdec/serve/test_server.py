@@ -15,6 +15,7 @@ from jax_specdec.engine import FinishReason
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.errors import shown
 from tests.support.http_server import WaitingWorker, finished, serving, until
+from tests.support.scene import parts_of
 
 BODY = {"prompt": "abc", "max_tokens": 3}
 LONG = BODY | {"max_tokens": 40, "ignore_eos": True}
@@ -299,8 +300,8 @@ def test_clients_that_leave_end_their_requests(caplog):
             next(answer.iter_lines())
         until(lambda: finished(server, FinishReason.ABORT) == 2)
         until(lambda: not server.engine.running and server.service.num_open == 0)
-        leave_once(lambda: server.service._bodies._bytes, server, BODY, cut=1)
-        until(lambda: server.service._bodies._bytes == 0)
+        leave_once(lambda: server.service.bodies.num_bytes, server, BODY, cut=1)
+        until(lambda: server.service.bodies.num_bytes == 0)
         assert not server.engine.running
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -320,7 +321,7 @@ def test_a_client_that_leaves_early_ends_its_request():
     with serving(worker=WaitingWorker) as server:
         asyncio.run(server.service.app(scope, receive, send))
         assert server.service.num_open == 0
-        until(lambda: not server.engine._streams.open_ids)
+        until(lambda: not parts_of(server.engine).streams.open_ids)
 
 
 @pytest.mark.parametrize("key", ["", "secret"])

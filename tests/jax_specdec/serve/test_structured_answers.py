@@ -199,10 +199,10 @@ def test_a_text_that_cannot_go_on_ends_with_an_error_of_its_own():
 
 
 def test_a_missing_library_is_said_at_the_start_and_in_errors(monkeypatch, caplog):
-    serve_command._say_what_is_missing()
+    serve_command.say_what_is_missing()
     assert caplog.messages == []
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    serve_command._say_what_is_missing()
+    serve_command.say_what_is_missing()
     said = "structured answers need llguidance: pip install 'llguidance>=1.9'"
     assert caplog.messages == [
         f"requests with tools, response_format or structured_outputs fail: {said}"

@@ -84,13 +84,13 @@ def test_shards_give_the_same(shards):
 def test_rows_that_keep_one_token_are_not_read(monkeypatch):
     """Greedy rows and invalid ones: the cut says it all."""
     reads = []
-    real = kept_set._joined
+    real = kept_set.joined
 
     def joined(*args):
         jax.debug.callback(lambda: reads.append(1))
         return real(*args)
 
-    monkeypatch.setattr(kept_set, "_joined", joined)
+    monkeypatch.setattr(kept_set, "joined", joined)
     x = jnp.full((R, V), jnp.nan)
     ids = jnp.arange(R, dtype=jnp.int32) * 3
     call = quick_compile.jit(lambda *args: kept_sets(*args))

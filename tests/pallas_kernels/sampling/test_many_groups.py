@@ -56,15 +56,15 @@ def verified(drawn, target, draft, sampling, num, purpose=GROUP, kept=False):
       kept: the rejected token stays in the residual.
     """
     positions = jnp.full(len(num), POSITION, jnp.int32)
-    best_group, best_token = row_draws._best_group, row_draws._best_token
+    best_group, best_token = row_draws.best_group, row_draws.best_token
 
     def without_taken(drawing):
         return drawing._replace(excluded_ids=jnp.where(kept, -1, drawing.excluded_ids))
 
     spoiled = {
         "GROUP": purpose,
-        "_best_group": lambda *given: best_group(*given[:2], without_taken(given[2])),
-        "_best_token": lambda drawing, *listed: best_token(without_taken(drawing), *listed),
+        "best_group": lambda *given: best_group(*given[:2], without_taken(given[2])),
+        "best_token": lambda drawing, *listed: best_token(without_taken(drawing), *listed),
     }
     with mock.patch.multiple(row_draws, **spoiled):
         if drawn:

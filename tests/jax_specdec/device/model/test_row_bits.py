@@ -28,8 +28,8 @@ def decoder(hidden, heads, dtype="float32", **changes):
 
 @pytest.fixture(autouse=True)
 def programs_are_those_of_users(monkeypatch):
-    step = row_bits._step.__wrapped__
-    monkeypatch.setattr(row_bits, "_step", quick_compile.as_users(step, static_argnums=1))
+    step = row_bits.run_step.__wrapped__
+    monkeypatch.setattr(row_bits, "run_step", quick_compile.as_users(step, static_argnums=1))
 
 
 @pytest.mark.parametrize("width", [16, 96, 100, 128, 200, 384, 512, 1024])
@@ -56,12 +56,12 @@ def differing_sizes(hidden, heads, dtype, slots):
     params, config = decoder(hidden, heads, dtype)
     looked = row_bits.with_bits_of_their_own(params, config, slots, 4, LENGTH)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, 64), jnp.int32)
-    expected = row_bits._rows_of(params, dataclasses.replace(looked, row_step=None), tokens, 64)
+    expected = row_bits.rows_of(params, dataclasses.replace(looked, row_step=None), tokens, 64)
     sizes = (1, 5), (1, 13), (1, 40), (slots, 1), (slots, 3)
     return [
         (count, size)
         for count, size in sizes
-        if (row_bits._rows_of(params, looked, tokens, size, count) != expected).any()
+        if (row_bits.rows_of(params, looked, tokens, size, count) != expected).any()
     ]
 
 
@@ -94,22 +94,20 @@ def leaky(differs):
 
 def test_other_bits_of_small_tiles_make_them_whole(monkeypatch):
     params, config = decoder(16, 2)
-    monkeypatch.setattr(
-        row_bits, "_rows_of", leaky(lambda model, size: model.row_step and size < 9)
-    )
+    monkeypatch.setattr(row_bits, "rows_of", leaky(lambda model, size: model.row_step and size < 9))
     looked = row_bits.with_bits_of_their_own(params, config, 4, 3, LENGTH)
     assert looked == dataclasses.replace(config, row_step=None)
 
 
 def test_other_bits_of_whole_tiles_are_refused_by_name(monkeypatch):
     params, config = decoder(16, 2)
-    monkeypatch.setattr(row_bits, "_rows_of", leaky(lambda model, size: size == 3))
+    monkeypatch.setattr(row_bits, "rows_of", leaky(lambda model, size: size == 3))
     with pytest.raises(ValueError, match="other bits in steps of 4 slots x 3 than in one of 64"):
         row_bits.with_bits_of_their_own(params, config, 4, 3, LENGTH)
 
 
 def test_a_look_computes_layers_of_both_kinds():
     params, config = decoder(16, 2, sliding_window=8, num_layers=4, sliding_layers=(2, 3))
-    small_params, small = row_bits._first_layers(params, config)
+    small_params, small = row_bits.first_layers(params, config)
     assert (small.num_layers, small.sliding_layers) == (2, (1,))
     np.testing.assert_array_equal(small_params.layers.query, params.layers.query[np.array([0, 2])])

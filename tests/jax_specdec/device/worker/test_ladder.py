@@ -100,8 +100,8 @@ def test_a_rehearsal_tells_what_drafts_cost():
         widths = local.worker.step_widths
         assert (len({*widths.told} & {None, 0}) == 2) == rehearsed
         seen = []
-        choose = widths._chosen
-        widths._chosen = lambda *one, c=choose, s=seen: s.append(kind := c(*one)) or kind
+        choose = widths.cheapest
+        widths.cheapest = lambda *one, c=choose, s=seen: s.append(kind := c(*one)) or kind
         widths.saw([1] * 3, [~0] * 3)
         for kind in (Kind(samples=True), Kind()):
             widths.choose(kind, local.worker.slots, local.worker.narrower(kind))

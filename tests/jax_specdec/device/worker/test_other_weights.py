@@ -172,8 +172,8 @@ def test_freed_and_evicted_slots_stay_as_they_are():
     local = Updating(*requests()[:2])
     local.advance(4)
     local.rank.evict("greedy", reschedule=True)
-    slot = local.rank._slots["sampled"]
-    local.worker.apply(Release(slot=slot, generation=local.rank._generations[slot]))
+    slot = local.rank.slots["sampled"]
+    local.worker.apply(Release(slot=slot, generation=local.rank.generations[slot]))
     local.update(1)
     local.finish()
     assert local.records["greedy"][-1].reschedule

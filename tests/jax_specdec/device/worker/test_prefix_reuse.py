@@ -174,4 +174,4 @@ def test_the_cache_holds_what_it_says_and_the_most(actions, chunk):
 @pytest.mark.fast
 def test_what_no_slot_holds_any_more_is_forgotten():
     first = [("admit", 0, (0, 1, 1, 0, 0, 1), True), *3 * [("chunk", 0)]]
-    assert follow([*first, ("admit", 0, (1, 1, 1, 1), True)], 2).cache._holders == {}
+    assert follow([*first, ("admit", 0, (1, 1, 1, 1), True)], 2).cache.holders == {}

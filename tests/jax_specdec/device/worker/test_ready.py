@@ -76,8 +76,8 @@ def ready(request):
 def test_nothing_is_compiled_for_any_served_kind(ready):
     """Alone, beside others, evicted, and with other weights; at both widths."""
     worker, kinds = ready.worker, set()
-    run = worker._run
-    worker._run = lambda kind: kinds.add(kind) or run(kind)
+    run = worker.run_kind
+    worker.run_kind = lambda kind: kinds.add(kind) or run(kind)
     turns = collections.defaultdict(itertools.count)
 
     def in_turn(kind, slots, narrower):  # times decide elsewhere

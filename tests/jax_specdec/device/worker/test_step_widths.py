@@ -70,7 +70,7 @@ def test_a_text_is_drafted_for_while_its_drafts_come_right():
 def test_new_requests_have_estimates_of_their_own():
     widths = StepWidths(D, certain=True)
     after(widths, [wrong], 200)
-    assert widths._text(0, 7).after_wrong < widths._text(0, 8).after_wrong
+    assert widths.text_of(0, 7).after_wrong < widths.text_of(0, 8).after_wrong
     assert widths.choose(FULL, SLOTS, [NONE]) == NONE
     assert widths.choose(FULL, SLOTS, []) == FULL
 

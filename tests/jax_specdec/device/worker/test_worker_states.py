@@ -25,7 +25,7 @@ def states(local, slot):
 def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
     local = Local("ngram")
     local.admit(request("r", [1, 2, 3], max_tokens=40, logprobs=5))
-    slot = local.rank._slots["r"]
+    slot = local.rank.slots["r"]
     before = local.advance(4)
     local.rank.evict("r", reschedule=reschedule)
     assert local.worker.busy
@@ -41,7 +41,7 @@ def test_an_eviction_is_told_once_even_where_nothing_else_runs(reschedule):
     assert job.progress.token_ids == tuple(emitted)
     assert 4 <= len(emitted) < 40
     # The slot is as good as new: its next request is not told about an eviction.
-    local.rank._free.sort(key=lambda free: free != slot)  # it would be given away last
+    local.rank.free_slots.sort(key=lambda free: free != slot)  # it would be given away last
     local.admit(request("next", [1, 2], max_tokens=3))
     records = local.drain()
     assert states(local, slot)[5:][0] is TOKENS
@@ -53,7 +53,7 @@ def test_evictions_in_prefill_and_of_ended_requests():
     local = Local("ngram")
     local.admit(request("long", np.arange(60) % VOCAB, max_tokens=5))
     local.admit(request("short", [1, 2], max_tokens=2))
-    long, short = (local.rank._slots[name] for name in ("long", "short"))
+    long, short = (local.rank.slots[name] for name in ("long", "short"))
     local.advance()
     local.rank.evict("long", reschedule=True)
     local.advance(2)
