@@ -288,17 +288,13 @@ class RecordBatch:
     @property
     def views(self) -> MessageViews | None:
         """The records' values; None without a message."""
-        views = self.made_views
-        if views is None and self.message is not None:
-            views = MessageViews.of(self.message, self.slots, self.num_tokens)
-            self.made_views = views  # made once, and always the same
-        return views
+        return self.made_views or (None if self.message is None else self.made())
 
-    @property
-    def views_alike(self) -> MessageViews | None:
-        """`views` where they say of each record all that there is; None where rows differ."""
-        message = self.message
-        return None if message is None or message.same_columns is None else self.views
+    def made(self) -> MessageViews:
+        """`views`, of records that have a message: made once, and always the same."""
+        assert self.message is not None
+        self.made_views = views = MessageViews.of(self.message, self.slots, self.num_tokens)
+        return views
 
     @classmethod
     def without_tokens(

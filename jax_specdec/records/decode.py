@@ -7,7 +7,6 @@ imply against the actual length, before any value is used as an index.
 import functools
 import struct
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,14 +51,15 @@ _SLOT_MASK = np.array([[field.maximum] for field in wire.SLOT.values()], np.uint
 _EMITS = np.zeros(wire.SLOT["state"].maximum + 1, np.bool_)
 _EMITS[[SlotState.TOKENS, SlotState.PREFILL_FIRST_TOKEN]] = True
 
-_HEADER_FIELDS = tuple((name, f.word, f.shift, f.maximum) for name, f in wire.HEADER.items())
-# Of the words that have bits without a meaning: those that have one.
-HEADER_BITS = tuple(
-    (word, used)
+_HEADER_FIELDS = tuple((f.word, f.shift, f.maximum) for f in wire.HEADER.values())
+# The bits without a meaning, of the words that have some.
+UNUSED_BITS = tuple(
+    (word, unused)
     for word in range(wire.HEADER_WORDS)
-    if (used := sum(f.maximum << f.shift for f in wire.HEADER.values() if f.word == word))
-    < 2**32 - 1
-)
+    if (unused := 2**32 - 1 - sum(
+        f.maximum << f.shift for f in wire.HEADER.values() if f.word == word
+    ))
+)  # fmt: skip
 
 _NO_KEPT = KeptSets.none()
 
@@ -190,8 +190,8 @@ def decode(data: Any) -> Message:
     words: NDArray[np.uint32] = np.frombuffer(view, dtype="<u4")
     words.setflags(write=False)
     header = _header(view, words.size)
-    kind, most_columns = _KINDS[header["kind"]], header["max_num_logprobs"] + 1
-    num_slots = header["num_slots"]
+    kind, most_columns = _KINDS[header.kind], header.max_num_logprobs + 1
+    num_slots = header.num_slots
     slots_end = wire.HEADER_WORDS + wire.SLOT_WORDS * num_slots
     if slots_end > words.size:
         raise MessageError(
@@ -203,7 +203,10 @@ def decode(data: Any) -> Message:
     fields, starts, sizes, most_drafts, same_columns = alike or _any_slots(
         kind, most_columns, slots
     )
-    ids, ranks, logprobs, topk, end = accumulate(sizes, initial=slots_end)
+    ranks = slots_end + sizes[0]
+    logprobs = ranks + sizes[1]
+    topk = logprobs + sizes[2]
+    end = topk + sizes[3]
     kept_sets, kept_start = _NO_KEPT, fields["kept"]
     if same_columns is None and np.count_nonzero(kept_start):
         kept_sets, kept_start = decode_kept(words, end, fields)
@@ -213,14 +216,14 @@ def decode(data: Any) -> Message:
     integers, floats = words.view(np.int32), words.view(np.float32)
     return Message(
         kind=kind,
-        max_num_logprobs=header["max_num_logprobs"],
-        running=bool(header["running"]),
-        draft_follows=bool(header["draft_follows"]),
-        step=header["step_high"] << 32 | header["step_low"],
-        process_rank=header["process_rank"],
-        weights_version=header["weights_version"],
+        max_num_logprobs=header.max_num_logprobs,
+        running=bool(header.running),
+        draft_follows=bool(header.draft_follows),
+        step=header.step_high << 32 | header.step_low,
+        process_rank=header.process_rank,
+        weights_version=header.weights_version,
         **fields,
-        token_ids=integers[ids:ranks],
+        token_ids=integers[slots_end:ranks],
         token_start=token_start,
         token_ranks=integers[ranks:logprobs],
         row_start=row_start,
@@ -232,43 +235,80 @@ def decode(data: Any) -> Message:
         kept_start=kept_start,
         num_bytes=view.nbytes,
         most_drafts=most_drafts,
-        digest=header["digest"],
+        digest=header.digest,
         same_columns=same_columns,
     )
 
 
-def _header(view: memoryview, num_words: int) -> dict[str, int]:
+class _Header(NamedTuple):
+    """The header's fields, in the order of `wire.HEADER`."""
+
+    version: int
+    magic: int
+    kind: int
+    max_num_logprobs: int
+    running: int
+    draft_follows: int
+    error: int
+    error_checks: int
+    digest: int
+    num_slots: int
+    num_words: int
+    step_low: int
+    step_high: int
+    process_rank: int
+    weights_version: int
+
+
+assert _Header._fields == tuple(wire.HEADER)
+
+
+def _header(view: memoryview, num_words: int) -> _Header:
     raw = _HEADER.unpack_from(view)
-    header = {name: raw[word] >> shift & most for name, word, shift, most in _HEADER_FIELDS}
-    if header["magic"] != wire.MAGIC:
-        raise MessageError(f"magic {header['magic']:#06x} is not {wire.MAGIC:#06x}: no message")
-    if header["version"] != wire.VERSION:
+    header = _Header._make([raw[word] >> shift & most for word, shift, most in _HEADER_FIELDS])
+    if (
+        header.magic != wire.MAGIC
+        or header.version != wire.VERSION
+        or header.kind not in _KINDS
+        or header.num_words != num_words
+        or header.max_num_logprobs > wire.MAX_TOP_K
+        or header.error
+        or header.error_checks
+        or any(raw[word] & unused for word, unused in UNUSED_BITS)
+    ):
+        _refuse(header, raw, num_words)
+    return header
+
+
+def _refuse(header: _Header, raw: tuple[int, ...], num_words: int) -> None:
+    """Raise MessageError for the first thing that is wrong with a header."""
+    if header.magic != wire.MAGIC:
+        raise MessageError(f"magic {header.magic:#06x} is not {wire.MAGIC:#06x}: no message")
+    if header.version != wire.VERSION:
         raise MessageError(
-            f"message version {header['version']}; this reader knows version {wire.VERSION}: "
+            f"message version {header.version}; this reader knows version {wire.VERSION}: "
             "install the same release on both sides"
         )
-    if header["kind"] not in _KINDS:
-        raise MessageError(f"message kind {header['kind']} is none of {sorted(_KINDS)}")
-    if header["num_words"] != num_words:
+    if header.kind not in _KINDS:
+        raise MessageError(f"message kind {header.kind} is none of {sorted(_KINDS)}")
+    if header.num_words != num_words:
         raise MessageError(
-            f"the header counts {header['num_words']} words; the message has {num_words}"
+            f"the header counts {header.num_words} words; the message has {num_words}"
         )
-    for word, used in HEADER_BITS:
-        if raw[word] & ~used:
+    for word, unused in UNUSED_BITS:
+        if raw[word] & unused:
             raise MessageError(
-                f"header word {word} is {raw[word]:#010x}, with bits outside {used:#010x} that "
-                "this version does not know"
+                f"header word {word} is {raw[word]:#010x}, with bits outside "
+                f"{unused ^ 0xFFFFFFFF:#010x} that this version does not know"
             )
-    if header["max_num_logprobs"] > wire.MAX_TOP_K:
+    if header.max_num_logprobs > wire.MAX_TOP_K:
         raise MessageError(
-            f"max_num_logprobs {header['max_num_logprobs']} is over the limit {wire.MAX_TOP_K}"
+            f"max_num_logprobs {header.max_num_logprobs} is over the limit {wire.MAX_TOP_K}"
         )
-    if header["error"] or header["error_checks"]:
-        raise MessageError(
-            "the sender's checks failed and it sent the message nevertheless: "
-            + ", ".join(wire.failed_checks(header["error_checks"]))
-        )
-    return header
+    raise MessageError(
+        "the sender's checks failed and it sent the message nevertheless: "
+        + ", ".join(wire.failed_checks(header.error_checks))
+    )
 
 
 class _Slots(NamedTuple):

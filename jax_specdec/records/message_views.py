@@ -5,19 +5,12 @@ record, which costs more than the views themselves.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.records.decode import Message, all_equal
-
-ViewsOfRecord: TypeAlias = tuple[
-    NDArray[np.int32],
-    NDArray[np.int32] | None,
-    NDArray[np.float32] | None,
-    NDArray[np.int32] | None,
-]
 
 
 class MessageViews(NamedTuple):

@@ -18,7 +18,6 @@ from ipc.wire import RowValue, SlotState
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.batch import FinishReason, PromptRows, RecordBatch, Statistics
 from jax_specdec.records.decode import Message
-from jax_specdec.records.message_views import ViewsOfRecord
 from jax_specdec.requests import Request, SamplingParams
 
 
@@ -211,12 +210,12 @@ class Record(TokenViews):
     }
 
     # A frozen dataclass takes three times as long to make, and a step has hundreds.
-    def __init__(self, batch: RecordBatch, index: int, arrays: ViewsOfRecord | None = None) -> None:
-        """View row `index` of a step's records; `arrays` are the views that are made already."""
+    def __init__(self, batch: RecordBatch, index: int, *arrays: NDArray[Any] | None) -> None:
+        """View row `index` of a step's records; `arrays` are its views, where they are made."""
         self.batch = batch
         self.index = index
-        if arrays is not None:
-            self.token_ids, self.token_ranks, self.logprobs, self.topk_ids = arrays  # type: ignore[misc]
+        if arrays:
+            self.token_ids, self.token_ranks, self.logprobs, self.topk_ids = arrays  # type: ignore[misc, assignment]
 
     def __getattr__(self, name: str) -> Any:
         """An array that was not read before."""
@@ -400,10 +399,10 @@ class Record(TokenViews):
 
 
 def _records_of(batch: RecordBatch) -> Iterator[Record]:
-    views = batch.views_alike
-    if views is None:
+    message = batch.message
+    if message is None or message.same_columns is None:  # some look up their arrays themselves
         return map(Record, repeat(batch), range(len(batch)))
-    return map(Record, repeat(batch), range(len(batch)), zip(*views, strict=True))
+    return map(Record, repeat(batch), range(len(batch)), *(batch.made_views or batch.made()))
 
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)

@@ -103,6 +103,6 @@ def test_mutated_messages_are_decoded_equal_or_refused(count):
 
 
 def test_a_decoder_that_skips_its_checks_is_noticed(monkeypatch):
-    monkeypatch.setattr("jax_specdec.records.decode.HEADER_BITS", ())
+    monkeypatch.setattr("jax_specdec.records.decode.UNUSED_BITS", ())
     with pytest.raises(AssertionError, match="message "):
         run(30_000)
