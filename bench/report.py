@@ -40,10 +40,13 @@ SUITES = {
     "drafts": "a token of that model with drafters, and without",
     "block": "a token where drafts are accepted together, and one by one",
     "same-bits": "a step and a scoring whose rows have the same bits in any batch",
+    "rungs": "a step of a batch alone, and beside a request that changes logits",
+    "distill": "divergences from a teacher's support, and from its whole logits",
+    "server": "requests over a connection that is kept, and over new ones",
+    "load": "many streams and short requests to the server, and the engine alone",
 }
 # Files of before a suite had its name, and suites that are parts of another one's picture.
 PART_OF = {"kernel-grid": "kernels", "detokenize": "host", "imports": "host"}
-OUR_WAYS = frozenset({"linear", "drafts", "block", "same-bits"})  # nobody else's are compared
 
 
 class Section(NamedTuple):
@@ -95,9 +98,7 @@ def page(results: Iterable[Results]) -> str:
 def _summary(section: Section) -> str:
     """A suite's line at the top of the page."""
     comparisons = [comparison for comparison, _ in section.comparisons.values()]
-    ratios = [] if section.suite in OUR_WAYS else sorted(
-        ratio for comparison in comparisons for ratio in _ratios(comparison)
-    )  # fmt: skip
+    ratios = sorted(ratio for comparison in comparisons for ratio in _ratios(comparison))
     shown = "our own ways alone"
     if ratios:
         middle = statistics.median(ratios)

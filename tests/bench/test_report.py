@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench import __main__ as bench
 from bench import report
 from bench.comparison import Target, from_samples
 from bench.files import read_json, write_json
@@ -63,3 +64,7 @@ def test_every_ratio_in_readme_is_in_the_page():
     page = report.PAGE.read_text()
     assert len(ratios) > 5
     assert [ratio for ratio in ratios if f" {ratio}" not in page] == []
+
+
+def test_every_suite_has_a_line_on_the_page():
+    assert {*bench.SUITES, *bench.MORE} <= {*report.SUITES}

@@ -201,7 +201,7 @@ def options(folder, rehearse=False):
 )  # fmt: skip
 def test_when_a_run_ends(tmp_path, monkeypatch, changes, least, most):
     ends = []
-    monkeypatch.setattr(check_device_command, "_ground", lambda *_: GROUND)
+    monkeypatch.setattr(check_device_command, "read_ground", lambda *_: GROUND)
     monkeypatch.setattr(
         check_device_command, "run_pieces", lambda *given: ends.append(given[3] - time.monotonic())
     )
@@ -376,7 +376,7 @@ def test_verdicts_are_said_where_nothing_can_be_kept(tmp_path, capsys, monkeypat
             report.add(name, {"ok": True, "seconds": 0.1, "figures": None})
 
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(check_device_command, "_ground", lambda *_: GROUND)
+    monkeypatch.setattr(check_device_command, "read_ground", lambda *_: GROUND)
     monkeypatch.setattr(check_device_command, "run_pieces", run_pieces)
     monkeypatch.setattr(proved_kernels, "file", lambda: tmp_path / "file" / proved_kernels.NAME)
     assert main(["check-device", "--keep", "--output", str(tmp_path / "report")]) == 2

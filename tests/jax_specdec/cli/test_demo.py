@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from jax_specdec.cli import demo_command
-from jax_specdec.cli.main import _parsed, main
+from jax_specdec.cli.main import main, parsed_options
 from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.updates import Update
 from jax_specdec.records.record import Records
@@ -27,7 +27,7 @@ MODEL = tiny_model(name="tiny", created=0, max_length=2**31 - 1)
 
 
 def requests_of(*options):
-    return demo_command.requests_of(_parsed(["demo", *options])[1], MODEL)
+    return demo_command.requests_of(parsed_options(["demo", *options])[1], MODEL)
 
 
 def test_options_reach_the_engine(fake):
