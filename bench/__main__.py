@@ -32,6 +32,7 @@ MORE = {
     "sampling": "verification and drawing of sampled rows, against their logprobs alone",
     "real": "SmolLM2-135M-Instruct: its start, the cost of logprobs and of sampling (minutes)",
     "drafts": "tokens/s with drafters over those without; --model DIR",
+    "widths": "the constants by which a step's drafts are chosen, halved and doubled: simulated",
     "block": "tokens a step where drafts are accepted together, over one by one (minutes)",
     "distill": "divergences from a teacher's support, beside whole logits (minutes)",
     "rungs": "what a batch pays for what others may ask of an engine (minutes)",
