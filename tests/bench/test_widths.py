@@ -14,9 +14,9 @@ NEVER = replace(SURE, right=(0.0, 0.0), wrong=(0.0, 0.0))
 def test_a_text_of_right_drafts_is_verified_at_full_width():
     """Four tokens a step of 1.25, but for noise and stalls."""
     full = widths.pace(SURE, 0, 300, widths.FULL)
-    assert full == pytest.approx(4 / 1.25, rel=0.05)
+    assert full == pytest.approx(4 / 1.25, rel=0.1)
     assert widths.pace(SURE, 0, 300) > 0.9 * full
-    assert widths.pace(SURE, 0, 300, widths.NONE) == pytest.approx(1, rel=0.05)
+    assert widths.pace(SURE, 0, 300, widths.NONE) == pytest.approx(1, rel=0.1)
 
 
 def test_a_text_of_wrong_drafts_is_not_drafted_for():
@@ -24,10 +24,12 @@ def test_a_text_of_wrong_drafts_is_not_drafted_for():
 
 
 def test_a_constant_is_changed_for_a_while():
-    before = step_widths.UNSEEN, step_widths.BETTER
+    unseen, better = step_widths.UNSEEN, step_widths.BETTER
     with widths.changed("UNSEEN", 0.5), widths.changed("BETTER", 2):
-        assert (step_widths.UNSEEN, step_widths.BETTER) == (before[0] // 2, 2 * before[1] - 1)
-    assert (step_widths.UNSEEN, step_widths.BETTER) == before
+        assert step_widths.UNSEEN == unseen // 2
+        assert step_widths.BETTER == 2 * better - 1
+    assert step_widths.UNSEEN == unseen
+    assert step_widths.BETTER == better
 
 
 def test_every_constant_of_the_module_is_looked_at():
