@@ -23,13 +23,15 @@ def test_a_text_of_wrong_drafts_is_not_drafted_for():
     assert widths.pace(NEVER, 0, 300) > 0.95 * widths.pace(NEVER, 0, 300, widths.NONE)
 
 
+def values():
+    return step_widths.UNSEEN, step_widths.BETTER
+
+
 def test_a_constant_is_changed_for_a_while():
-    unseen, better = step_widths.UNSEEN, step_widths.BETTER
+    before = unseen, better = values()
     with widths.changed("UNSEEN", 0.5), widths.changed("BETTER", 2):
-        assert step_widths.UNSEEN == unseen // 2
-        assert step_widths.BETTER == 2 * better - 1
-    assert step_widths.UNSEEN == unseen
-    assert step_widths.BETTER == better
+        assert values() == (unseen // 2, 2 * better - 1)
+    assert values() == before
 
 
 def test_every_constant_of_the_module_is_looked_at():
