@@ -38,6 +38,7 @@ SUITES = {
     "end-to-end": "a step of the whole loop with logprobs, without, and with other parts",
     "real": "SmolLM2-135M-Instruct: its start, and its loop with logprobs and with sampling",
     "drafts": "a token of that model with drafters, and without",
+    "widths": "simulated steps, by the constants that choose how many drafts are verified",
     "block": "a token where drafts are accepted together, and one by one",
     "same-bits": "a step and a scoring whose rows have the same bits in any batch",
     "rungs": "a step of a batch alone, and beside a request that changes logits",
