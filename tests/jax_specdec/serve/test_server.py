@@ -63,22 +63,31 @@ def test_metrics_say_what_runs(server):
     assert 'version="' in line
 
 
-def test_a_process_that_loads_or_drains_is_alive(server, monkeypatch):
+def probes(server):
+    return [server.http.get(path).status_code for path in ("/livez", "/health")]
+
+
+def test_a_process_that_loads_is_alive(server, monkeypatch):
     """A probe of liveness must not end it; one of readiness sends it no requests."""
-
-    def probes():
-        return [server.http.get(path).status_code for path in ("/livez", "/health")]
-
-    assert probes() == [200, 200]
+    assert probes(server) == [200, 200]
     state = server.engine.health()
     monkeypatch.setattr(server.engine, "health", lambda: replace(state, ready=False))
-    assert probes() == [200, 503]
+    assert probes(server) == [200, 503]
     monkeypatch.setattr(server.engine, "health", lambda: replace(state, alive=False, ready=False))
-    assert probes() == [503, 503]
+    assert probes(server) == [503, 503]
     assert server.http.get("/livez").json() == {"status": "failed"}
-    monkeypatch.undo()
-    monkeypatch.setattr(server.service, "draining", True)
-    assert probes() == [200, 503]
+
+
+def test_a_process_that_drains_is_alive(waiting):
+    """As long as a request is open: the server ends behind the last one."""
+    later = waiting.ask_later(**BODY)
+    until(lambda: waiting.service.num_open)
+    waiting.service.draining = True
+    assert probes(waiting) == [200, 503]
+    waiting.workers[0].allowed.release(1000)
+    later.result().raise_for_status()
+    waiting.thread.join(30)
+    assert not waiting.thread.is_alive()
 
 
 def test_each_answer_has_a_line_where_asked_for(caplog):
