@@ -108,7 +108,7 @@ def test_random_kills_under_load(tmp_path, rounds):
     numbered = zip(range(rounds), itertools.cycle(kinds), strict=False)
     found = [kill_under_load(rng, *kind, tmp_path / str(n)) for n, kind in numbered]
     crossed, delays = zip(*found, strict=True)
-    assert sum(crossed) > 100
+    assert sum(crossed) > 2 * rounds  # how many depends on what else the machine does
     assert rounds < 100 or sorted(delays)[rounds // 2] < MAX_NOTICE_SECONDS
 
 
