@@ -263,7 +263,7 @@ class RecordBatch:
       row_format: [N] int64, what the rows of these drafts must look like; see `processor_state`.
       totals: columns for statistics; only where some record of the batch ends its stay in a slot.
       prompt: the prompts' logprobs, where the records are about these.
-      made_views: `views`, once some record was read.
+      cut_views: `views`, once some record was read.
     """
 
     step: int
@@ -283,17 +283,14 @@ class RecordBatch:
     row_format: NDArray[np.int64] | None = None
     totals: StatisticsSource | None = None
     prompt: PromptChunks | None = None
-    made_views: MessageViews | None = field(default=None, init=False)
+    cut_views: MessageViews | None = field(default=None, init=False)
 
     @property
     def views(self) -> MessageViews | None:
-        """The records' values; None without a message."""
-        return self.made_views or (None if self.message is None else self.made())
-
-    def made(self) -> MessageViews:
-        """`views`, of records that have a message: made once, and always the same."""
-        assert self.message is not None
-        self.made_views = views = MessageViews.of(self.message, self.slots, self.num_tokens)
+        """The records' values, cut out of the message once; None without a message."""
+        views = self.cut_views
+        if views is None and self.message is not None:
+            views = self.cut_views = MessageViews.of(self.message, self.slots, self.num_tokens)
         return views
 
     @classmethod

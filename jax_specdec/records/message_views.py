@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jax_specdec.records.decode import Message, all_equal
+from jax_specdec.records.decode import Message
+from jax_specdec.records.slot_fields import all_equal
 
 
 class MessageViews(NamedTuple):

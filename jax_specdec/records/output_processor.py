@@ -8,6 +8,9 @@ A target message is applied in four steps:
 4. Release the records: at once, or, where a draft message follows, when that message is here, at
    the first message of a later step, or by `flush`.
 
+Where nothing can end and all slots emit alike, as in nearly every step of a full worker,
+`usual_step` does steps 1 to 3 at once.
+
 One state belongs to one ring (one publishing process rank), whose messages arrive in order.
 """
 

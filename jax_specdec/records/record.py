@@ -192,9 +192,9 @@ class TokenRows(TokenViews):
         return self._what
 
 
-# What a record keeps once it was read. Where a step's rows are alike, it gets them when it is made:
-# who reads the records one by one waits for little else than NumPy's views.
-_KEPT_ARRAYS = ("token_ids", "token_ranks", "logprobs", "topk_ids")
+# The arrays that a record holds once they were read. Where a step's rows are alike, it has them
+# from the start: who reads the records one by one waits for little else than NumPy's views.
+_ARRAYS = ("token_ids", "token_ranks", "logprobs", "topk_ids")
 
 
 class Record(TokenViews):
@@ -206,7 +206,7 @@ class Record(TokenViews):
     __slots__ = {
         "batch": "The records of the step.",
         "index": "Which of them this is.",
-        **{name: getattr(TokenViews, name).__doc__ for name in _KEPT_ARRAYS},
+        **{name: getattr(TokenViews, name).__doc__ for name in _ARRAYS},
     }
 
     # A frozen dataclass takes three times as long to make, and a step has hundreds.
@@ -219,7 +219,7 @@ class Record(TokenViews):
 
     def __getattr__(self, name: str) -> Any:
         """An array that was not read before."""
-        if name not in _KEPT_ARRAYS:
+        if name not in _ARRAYS:
             raise AttributeError(f"a record has no attribute {name!r}")
         views = self.batch.views
         array = None if views is None else getattr(views, name)[self.index]
@@ -399,10 +399,11 @@ class Record(TokenViews):
 
 
 def _records_of(batch: RecordBatch) -> Iterator[Record]:
-    message = batch.message
-    if message is None or message.same_columns is None:  # some look up their arrays themselves
-        return map(Record, repeat(batch), range(len(batch)))
-    return map(Record, repeat(batch), range(len(batch)), *(batch.made_views or batch.made()))
+    message, indices = batch.message, range(len(batch))
+    views = batch.views if message is not None and message.same_columns is not None else None
+    if views is None:  # some look up their arrays themselves
+        return map(Record, repeat(batch), indices)
+    return map(Record, repeat(batch), indices, *views)
 
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jax_specdec.records import stop_rules
 from jax_specdec.records.apply_target import all_slots, cumulative_of_all
 from jax_specdec.records.batch import RecordBatch
-from jax_specdec.records.decode import Message, all_equal
+from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
     Outlook,
     Phase,
@@ -26,6 +26,7 @@ from jax_specdec.records.processor_state import (
     frozen,
     row_format,
 )
+from jax_specdec.records.slot_fields import all_equal
 
 FEW_TOKENS = 64  # of a step, that are looked up one by one
 

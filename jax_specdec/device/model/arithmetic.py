@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from jax_specdec.device.model.layer_weights import Apart, ArrayALayer, OfLayer
+from jax_specdec.device.model.layer_weights import ArrayALayer, OfLayer, WeightOfLayers
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -60,7 +60,7 @@ def sum_by_halves(x: Float32[Array, "*rows N"]) -> Float32[Array, "*rows 1"]:
 
 def matmul(
     x: Float[Array, "*rows N"],
-    w: Float[Array, "N M"] | Apart,
+    w: Float[Array, "N M"] | WeightOfLayers,
     bias: Float[Array, " M"] | None = None,
 ) -> Float[Array, "*rows M"]:
     """x @ w (+ bias), accumulated in float32."""
@@ -70,7 +70,7 @@ def matmul(
     return out.astype(x.dtype)
 
 
-def product(spec: str, x: jax.Array, w: jax.Array | Apart) -> jax.Array:
+def product(spec: str, x: jax.Array, w: jax.Array | WeightOfLayers) -> jax.Array:
     """einsum(spec, x, w) in float32; the weight may be an `OfLayer`."""
 
     def times(w: jax.Array, x: jax.Array) -> jax.Array:

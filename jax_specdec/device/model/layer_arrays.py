@@ -29,10 +29,10 @@ def with_array_a_layer(params: Any) -> Any:
     draft = params.draft
     if isinstance(draft, ModelParams):
         draft = with_array_a_layer(draft)
-    return replace(params, layers=_apart(params.layers), draft=draft)
+    return replace(params, layers=_with_arrays(params.layers), draft=draft)
 
 
-def _apart(layers: Any) -> Any:
+def _with_arrays(layers: Any) -> Any:
     stacks = {name: getattr(layers, name) for name in MATRICES}
     return replace(
         layers,
@@ -61,7 +61,7 @@ def stacks_of(layers: LayerParams) -> dict[str, jax.Array]:
 def of_layer(stacked: dict[str, jax.Array], layers: LayerParams, layer: jax.Array) -> LayerParams:
     """One layer: of what a scan maps over, and of the weights that are no stacks."""
     weights = {field.name: getattr(layers, field.name) for field in fields(layers)}
-    apart = {
+    chosen = {
         name: OfLayer(x.arrays, layer) for name, x in weights.items() if isinstance(x, ArrayALayer)
     }
-    return LayerParams(**{**weights, **stacked, **apart})
+    return LayerParams(**{**weights, **stacked, **chosen})

@@ -31,4 +31,4 @@ class OfLayer(NamedTuple):
     layer: jax.Array
 
 
-Apart: TypeAlias = ArrayALayer | OfLayer
+WeightOfLayers: TypeAlias = ArrayALayer | OfLayer

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.model.layer_weights import Apart
+from jax_specdec.device.model.layer_weights import WeightOfLayers
 from jax_specdec.device.model.tiles import whole_tiles
 
 
@@ -29,14 +29,14 @@ class LayerParams:
     """
 
     attention_norm: Float[Array, "... E"]
-    query: Float[Array, "... E Q"] | Apart
-    key: Float[Array, "... E KV"] | Apart
-    value: Float[Array, "... E KV"] | Apart
-    output: Float[Array, "... Q E"] | Apart
+    query: Float[Array, "... E Q"] | WeightOfLayers
+    key: Float[Array, "... E KV"] | WeightOfLayers
+    value: Float[Array, "... E KV"] | WeightOfLayers
+    output: Float[Array, "... Q E"] | WeightOfLayers
     mlp_norm: Float[Array, "... E"]
-    gate: Float[Array, "... E F"] | Apart  # of experts: [..., X, E, F]
-    up: Float[Array, "... E F"] | Apart
-    down: Float[Array, "... F E"] | Apart
+    gate: Float[Array, "... E F"] | WeightOfLayers  # of experts: [..., X, E, F]
+    up: Float[Array, "... E F"] | WeightOfLayers
+    down: Float[Array, "... F E"] | WeightOfLayers
     query_bias: Float[Array, "... Q"] | None = None
     key_bias: Float[Array, "... KV"] | None = None
     value_bias: Float[Array, "... KV"] | None = None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ipc.wire import Kind, SlotState
-from jax_specdec.records import decode as decode_module
+from jax_specdec.records import slot_fields
 from jax_specdec.records.batch import FinishReason, RecordBatch
 from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import SlotContents, encode
@@ -120,7 +120,7 @@ def test_slots_that_are_alike_make_the_records_of_others(shapes, limit, monkeypa
         asked = request(str(at), logprobs=k, max_tokens=limit, stop_token_ids=(3,))
         state = admit(state, at, 1, asked)
     ways = [taken(state, decode(data))]
-    monkeypatch.setattr(decode_module, "are_alike", lambda *slots: False)
+    monkeypatch.setattr(slot_fields, "read_alike", lambda *slots: None)
     ways.append(taken(state, decode(data)))
     (short, one), (long, other) = ways
     assert (short.same_columns is None, long.same_columns) == (False, None)
