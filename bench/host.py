@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import msgpack
@@ -34,11 +35,17 @@ TOKENS = 3  # of a request in a step: two drafts, both accepted
 VOCABULARY = 131072
 STOP = VOCABULARY - 1  # no message has this token, so every call does the same work
 
-QUICK = ((8, 20), (64, 20), (256, 0), (256, 20), (512, 20))  # requests and K
-FULL = (
-    *((requests, k) for requests in (1, 8, 64, 512) for k in (0, 5, 20)),
-    *((256, k) for k in (0, 1, 5, 10, 20)),
+ALIKE, MIXED = f"{TOKENS}", f"1 to {TOKENS}"  # tokens of each request in a step
+QUICK = (  # requests, K and tokens
+    *((8, 20, tokens) for tokens in (MIXED, ALIKE)),
+    *((requests, k, ALIKE) for requests, k in ((64, 20), (256, 0), (256, 20), (512, 20))),
 )
+FULL = (
+    *((requests, k, ALIKE) for requests in (1, 8, 64, 512) for k in (0, 5, 20)),
+    *((256, k, ALIKE) for k in (0, 1, 5, 10, 20)),
+    *((requests, 20, MIXED) for requests in (1, 8, 64, 512)),
+)
+STREAM = 16  # messages that come in turn, where their numbers of tokens differ
 
 RECORDS, COLUMNS = "ours, record by record", "ours, by columns"
 STEP, STEP_PLACE = struct.Struct("<I"), wire.WORD_BYTES * wire.HEADER["step_low"].word
@@ -70,14 +77,15 @@ class RequestProgress:
     accepted: int = 0
 
 
-def message_bytes(num_slots: int, k: int, seed: int = 0) -> bytes:
-    """A target message of random logprobs: `TOKENS` tokens and K columns for every slot."""
+def message_bytes(num_slots: int, k: int, tokens: str = ALIKE, seed: int = 0) -> bytes:
+    """A target message of random logprobs: some tokens and K columns for every slot."""
     rng = np.random.default_rng(seed)
     slots = []
     for _ in range(num_slots):
-        logprobs = -np.sort(rng.exponential(size=(TOKENS, k + 1)).astype(np.float32))
-        token_ids = rng.choice(STOP, TOKENS, replace=False)
-        topk_ids = rng.integers(0, STOP, (TOKENS, k))
+        count = TOKENS if tokens == ALIKE else int(rng.integers(1, TOKENS + 1))
+        logprobs = -np.sort(rng.exponential(size=(count, k + 1)).astype(np.float32))
+        token_ids = rng.choice(STOP, count, replace=False)
+        topk_ids = rng.integers(0, STOP, (count, k))
         if k:
             topk_ids[:, 0] = token_ids  # the usual case: the most likely token was emitted
             logprobs[:, 1] = logprobs[:, 0]
@@ -87,7 +95,7 @@ def message_bytes(num_slots: int, k: int, seed: int = 0) -> bytes:
                 num_drafts=TOKENS - 1,
                 columns=k + 1,
                 token_ids=token_ids,
-                token_ranks=np.ones(TOKENS, np.int32),
+                token_ranks=np.ones(count, np.int32),
                 logprobs=logprobs,
                 topk_ids=topk_ids,
             )
@@ -267,21 +275,31 @@ def same_content(name: str, expected: Any, actual: Any) -> None:
             assert by_id[id].rank == rank
 
 
-def contenders(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
-    """The designs that do the whole work, from the same bytes."""
-    data = bytearray(message_bytes(num_slots, k))
-    ours, by_list, by_object = columns(num_slots, k), lists(num_slots), objects(num_slots)
+def messages(num_slots: int, k: int, tokens: str) -> list[bytearray]:
+    """The messages of a stream, in turn."""
+    number = 1 if tokens == ALIKE else STREAM
+    return [bytearray(message_bytes(num_slots, k, tokens, seed=seed)) for seed in range(number)]
+
+
+def contenders(num_slots: int, k: int, tokens: str = ALIKE) -> dict[str, Callable[[], Any]]:
+    """The designs that do the whole work, from the same bytes, message after message."""
+
+    def of_each(call: Callable[[bytearray], Any]) -> Callable[[], Any]:
+        stream = cycle(messages(num_slots, k, tokens))
+        return lambda: call(next(stream))
+
+    ours, also_ours = columns(num_slots, k), columns(num_slots, k)
     return {
-        RECORDS: lambda: touched(ours(data)),
-        COLUMNS: lambda: by_columns(ours(data)),
-        LISTS: lambda: by_list(data),
-        OBJECTS: lambda: by_object(data),
+        RECORDS: of_each(lambda data: touched(ours(data))),
+        COLUMNS: of_each(lambda data: by_columns(also_ours(data))),
+        LISTS: of_each(lists(num_slots)),
+        OBJECTS: of_each(objects(num_slots)),
     }
 
 
-def transports(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
+def transports(num_slots: int, k: int, tokens: str = ALIKE) -> dict[str, Callable[[], Any]]:
     """The finished lists in other encodings, which are decoded and nothing else."""
-    rows = as_lists(lists(num_slots)(message_bytes(num_slots, k)))
+    rows = as_lists(lists(num_slots)(messages(num_slots, k, tokens)[0]))
     pickled, packed = pickle.dumps(rows, pickle.HIGHEST_PROTOCOL), msgpack.packb(rows)
     return {
         "pickle, decoding alone": lambda: pickle.loads(pickled),
@@ -291,29 +309,29 @@ def transports(num_slots: int, k: int) -> dict[str, Callable[[], Any]]:
 
 def run(quick: bool) -> list[Comparison]:
     """Measure batches of 8 to 512 requests with K from 0 to 20; `quick` takes the extremes."""
-    return [measure(num_slots, k, quick) for num_slots, k in (QUICK if quick else FULL)]
+    return [measure(*shape, quick=quick) for shape in (QUICK if quick else FULL)]
 
 
-def measure(num_slots: int, k: int, quick: bool) -> Comparison:
-    """Measure all contenders on one message."""
-    calls = contenders(num_slots, k) | transports(num_slots, k)
-    found = compare(
-        f"bytes to records: {num_slots} requests x {TOKENS} tokens, K = {k}",
+def measure(num_slots: int, k: int, tokens: str, *, quick: bool) -> Comparison:
+    """Measure all contenders on the messages of a stream."""
+    calls = contenders(num_slots, k, tokens) | transports(num_slots, k, tokens)
+    comparison = compare(
+        f"bytes to records: {num_slots} requests x {tokens} tokens, K = {k}",
         calls,
         check=same_content,
         rounds=5 if quick else 15,
         min_seconds=0.01 if quick else 0.02,
-        settings={"requests": num_slots, "tokens": TOKENS, "k": k, "gc": gc.isenabled()},
+        settings={"requests": num_slots, "tokens": tokens, "k": k, "gc": gc.isenabled()},
         clock=time.process_time,
     )
     targets = []
     if num_slots <= FEW:
         name = "microseconds a message, record by record"
-        targets.append(Target(name, FEW_MICROSECONDS, 1e6 * found[RECORDS].median, "us"))
+        targets.append(Target(name, FEW_MICROSECONDS, 1e6 * comparison[RECORDS].median, "us"))
     if num_slots >= MANY:
         targets += [
-            Target(f"speed over lists, {name}", wanted, found.speedup(name, LISTS), "x", True)
+            Target(f"speed over lists, {name}", wanted, comparison.speedup(name, LISTS), "x", True)
             for name, wanted in ((RECORDS, 1.0), (COLUMNS, COLUMNS_OVER_LISTS))
         ]
-    notes = {"message bytes": len(message_bytes(num_slots, k))}
-    return replace(found, notes=notes, targets=tuple(targets))
+    notes = {"message bytes": len(message_bytes(num_slots, k, tokens))}
+    return replace(comparison, notes=notes, targets=tuple(targets))

@@ -140,8 +140,7 @@ def release(state: ProcessorState, slot: int) -> ProcessorState:
             history=_with(admitted.history, slot, 0),
             stop_keys=frozen(stop_rules.without_slot(admitted.stop_keys, slot)),
         ),
-        columns=replace(
-            columns,
+        columns=columns._replace(
             phase=_with(columns.phase, slot, Phase.FREE),
             num_tokens=_with(columns.num_tokens, slot, 0),
             outcomes=columns.outcomes.without(slot),

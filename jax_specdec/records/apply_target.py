@@ -6,6 +6,7 @@ Axes: B slots, N slots taken from this message, T tokens, R rows, D drafts, M re
 
 import functools
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ from jax_specdec.records.processor_state import (
 )
 from jax_specdec.requests import ROW_FIELDS, Request
 from jax_specdec.wording import pluralize
+
+FEW_TOKENS = 64  # of a step: Python takes them one by one in less time than NumPy needs to begin
 
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
 _RUNNING, _PREEMPTED = int(Phase.RUNNING), int(SlotState.PREEMPTED)
@@ -278,9 +281,15 @@ def cumulative_of_all(before: NDArray[np.float64], message: Message) -> NDArray[
     """`cumulative` of all tokens of a message whose rows are alike."""
     if not message.same_columns:
         return before
+    token_logprobs = message.logprobs[:: message.same_columns]  # a table's first column
+    if len(token_logprobs) <= FEW_TOKENS:
+        sums, values = before.tolist(), iter(token_logprobs.tolist())
+        for slot, count in enumerate(message.num_tokens.tolist()):
+            for value in islice(values, count):  # `sum` rounds otherwise from Python 3.12 on
+                sums[slot] += value
+        return frozen(np.array(sums))
     after, owners = before.copy(), all_slots(message.num_slots).repeat(message.num_tokens)
-    own = message.logprobs[:: message.same_columns]  # a table's first column
-    np.add.at(after, owners, own.astype(np.float64))
+    np.add.at(after, owners, token_logprobs.astype(np.float64))
     return frozen(after)
 
 

@@ -4,6 +4,8 @@ The bytes are not trusted: every count is checked against its limit, and the len
 imply against the actual length, before any value is used as an index.
 """
 
+import functools
+import operator
 import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,13 +17,25 @@ from ipc import wire
 from ipc.wire import Kind, SlotState
 from jax_specdec.kept_sets import KeptSets, offsets_of
 from jax_specdec.records.slot_fields import MessageError as MessageError
-from jax_specdec.records.slot_fields import read_slots
+from jax_specdec.records.slot_fields import SlotFields, Starts, read_slots, starts_of_alike
 from jax_specdec.wording import pluralize
 
 _KINDS = {int(kind): kind for kind in Kind}
 _HEADER = struct.Struct(f"<{wire.HEADER_WORDS}I")
 
-_HEADER_FIELDS = tuple((f.word, f.shift, f.maximum) for f in wire.HEADER.values())
+# The words that differ from step to step; they are one field each.
+_NUM_WORDS, _STEP_LOW, _STEP_HIGH = (
+    wire.HEADER[name].word for name in ("num_words", "step_low", "step_high")
+)
+_LASTING_WORDS = [
+    word for word in range(wire.HEADER_WORDS) if word not in (_NUM_WORDS, _STEP_LOW, _STEP_HIGH)
+]
+_lasting_words_of = operator.itemgetter(*_LASTING_WORDS)
+_LASTING_FIELDS = {
+    name: (_LASTING_WORDS.index(f.word), f.shift, f.maximum)
+    for name, f in wire.HEADER.items()
+    if f.word in _LASTING_WORDS
+}
 # The bits without a meaning, of the words that have some.
 UNUSED_BITS = tuple(
     (word, unused)
@@ -65,24 +79,45 @@ class Message:
     num_more: NDArray[np.int64]  # [B] chosen ids and values of a row
     generation: NDArray[np.int64]  # [B]
     token_ids: NDArray[np.int32]  # [T]
-    token_start: NDArray[np.int64]  # [B]
     token_ranks: NDArray[np.int32]  # [R]
-    row_start: NDArray[np.int64]  # [B]
     logprobs: NDArray[np.float32]  # [sum of rows * width]
-    logprob_start: NDArray[np.int64]  # [B]
     topk_ids: NDArray[np.int32]  # [sum of rows * (columns - 1)]
-    topk_start: NDArray[np.int64]  # [B]
     kept_sets: KeptSets  # of all emitted tokens that have them, slot after slot
     kept_start: NDArray[np.int64]  # [B] the slot's first one; 0 in a message without any
     num_bytes: int
     most_drafts: int  # the largest of `num_drafts`; 0 without slots
-    digest: int = 0  # of what the rows' bits depend on; 0 where they depend on the batch
+    digest: int  # of what the rows' bits depend on; 0 where they depend on the batch
     # `columns` of every slot, where all emit, in one mode, and none has more.
-    same_columns: int | None = None
+    same_columns: int | None
+    made_starts: Starts | None  # `starts`, once they were read
 
     @property
     def num_slots(self) -> int:
         return len(self.state)
+
+    @property
+    def starts(self) -> Starts:
+        """The four `*_start`; who reads all of a usual step's records needs none of them."""
+        if self.made_starts is None:
+            assert self.same_columns is not None
+            self.made_starts = starts_of_alike(self.num_tokens, self.same_columns)
+        return self.made_starts
+
+    @property
+    def token_start(self) -> NDArray[np.int64]:
+        return self.starts[0]
+
+    @property
+    def row_start(self) -> NDArray[np.int64]:
+        return self.starts[1]
+
+    @property
+    def logprob_start(self) -> NDArray[np.int64]:
+        return self.starts[2]
+
+    @property
+    def topk_start(self) -> NDArray[np.int64]:
+        return self.starts[3]
 
     @property
     def row_columns(self) -> int | None:
@@ -159,7 +194,7 @@ def decode(data: Any) -> Message:
         )
     words: NDArray[np.uint32] = np.frombuffer(view, dtype="<u4")
     words.setflags(write=False)
-    header = _header(view, words.size)
+    header, step = _header(view, words.size)
     kind, most_columns = _KINDS[header.kind], header.max_num_logprobs + 1
     num_slots = header.num_slots
     slots_end = wire.HEADER_WORDS + wire.SLOT_WORDS * num_slots
@@ -169,46 +204,52 @@ def decode(data: Any) -> Message:
             f"{words.size}"
         )
     slots = words[wire.HEADER_WORDS : slots_end].reshape(num_slots, wire.SLOT_WORDS)
-    fields, starts, sizes, most_drafts, same_columns = read_slots(kind, most_columns, slots)
-    ranks = slots_end + sizes[0]
-    logprobs = ranks + sizes[1]
-    topk = logprobs + sizes[2]
-    end = topk + sizes[3]
-    kept_sets, kept_start = _NO_KEPT, fields["kept"]
-    if same_columns is None and np.count_nonzero(kept_start):
+    fields = read_slots(kind, most_columns, slots)
+    ranks = slots_end + fields.sizes[0]
+    logprobs = ranks + fields.sizes[1]
+    topk = logprobs + fields.sizes[2]
+    end = topk + fields.sizes[3]
+    kept_sets, kept_start = _NO_KEPT, fields.kept
+    if fields.same_columns is None and np.count_nonzero(kept_start):
         kept_sets, kept_start = decode_kept(words, end, fields)
     elif end != words.size:
         raise MessageError(f"the slots' counts make {end} words; the message has {words.size}")
-    token_start, row_start, logprob_start, topk_start = starts
     integers, floats = words.view(np.int32), words.view(np.float32)
-    return Message(
-        kind=kind,
-        max_num_logprobs=header.max_num_logprobs,
-        running=bool(header.running),
-        draft_follows=bool(header.draft_follows),
-        step=header.step_high << 32 | header.step_low,
-        process_rank=header.process_rank,
-        weights_version=header.weights_version,
-        **fields,
-        token_ids=integers[slots_end:ranks],
-        token_start=token_start,
-        token_ranks=integers[ranks:logprobs],
-        row_start=row_start,
-        logprobs=floats[logprobs:topk],
-        logprob_start=logprob_start,
-        topk_ids=integers[topk:end],
-        topk_start=topk_start,
-        kept_sets=kept_sets,
-        kept_start=kept_start,
-        num_bytes=view.nbytes,
-        most_drafts=most_drafts,
-        digest=header.digest,
-        same_columns=same_columns,
+    return Message(  # by place: by name it takes three times as long
+        kind,
+        header.max_num_logprobs,
+        bool(header.running),
+        bool(header.draft_follows),
+        step,
+        header.process_rank,
+        header.weights_version,
+        fields.state,
+        fields.mode,
+        fields.kept,
+        fields.columns,
+        fields.num_tokens,
+        fields.num_rows,
+        fields.num_drafts,
+        fields.values,
+        fields.num_chosen,
+        fields.num_more,
+        fields.generation,
+        integers[slots_end:ranks],
+        integers[ranks:logprobs],
+        floats[logprobs:topk],
+        integers[topk:end],
+        kept_sets,
+        kept_start,
+        view.nbytes,
+        fields.most_drafts,
+        header.digest,
+        fields.same_columns,
+        fields.starts,
     )
 
 
 class _Header(NamedTuple):
-    """The header's fields, in the order of `wire.HEADER`."""
+    """The header's fields that last, in the order of `wire.HEADER`."""
 
     version: int
     magic: int
@@ -220,19 +261,34 @@ class _Header(NamedTuple):
     error_checks: int
     digest: int
     num_slots: int
-    num_words: int
-    step_low: int
-    step_high: int
     process_rank: int
     weights_version: int
 
 
-assert _Header._fields == tuple(wire.HEADER)
+assert _Header._fields == tuple(_LASTING_FIELDS)
 
 
-def _header(view: memoryview, num_words: int) -> _Header:
+def _header(view: memoryview, num_words: int) -> tuple[_Header, int]:
+    """The header and the step."""
     raw = _HEADER.unpack_from(view)
-    header = _Header._make([raw[word] >> shift & most for word, shift, most in _HEADER_FIELDS])
+    header = checked_header(_lasting_words_of(raw))
+    if raw[_NUM_WORDS] != num_words:
+        raise MessageError(
+            f"the header counts {raw[_NUM_WORDS]} words; the message has {num_words}"
+        )
+    return header, raw[_STEP_HIGH] << 32 | raw[_STEP_LOW]
+
+
+@functools.lru_cache(64)
+def checked_header(lasting: tuple[int, ...]) -> _Header:
+    """The fields of the header's words that last: those of a ring differ a few times in its life.
+
+    Raises:
+      MessageError: a field's value cannot be.
+    """
+    header = _Header._make(
+        [lasting[place] >> shift & most for place, shift, most in _LASTING_FIELDS.values()]
+    )
     if header.magic != wire.MAGIC:
         raise MessageError(f"magic {header.magic:#06x} is not {wire.MAGIC:#06x}: no message")
     if header.version != wire.VERSION:
@@ -242,15 +298,11 @@ def _header(view: memoryview, num_words: int) -> _Header:
         )
     if header.kind not in _KINDS:
         raise MessageError(f"message kind {header.kind} is none of {sorted(_KINDS)}")
-    if header.num_words != num_words:
-        raise MessageError(
-            f"the header counts {header.num_words} words; the message has {num_words}"
-        )
     for word, unused in UNUSED_BITS:
-        if raw[word] & unused:
+        if lasting[_LASTING_WORDS.index(word)] & unused:
             raise MessageError(
-                f"header word {word} is {raw[word]:#010x}, with bits outside "
-                f"{unused ^ 0xFFFFFFFF:#010x} that this version does not know"
+                f"header word {word} is {lasting[_LASTING_WORDS.index(word)]:#010x}, with bits "
+                f"outside {unused ^ 0xFFFFFFFF:#010x} that this version does not know"
             )
     if header.max_num_logprobs > wire.MAX_TOP_K:
         raise MessageError(
@@ -265,14 +317,14 @@ def _header(view: memoryview, num_words: int) -> _Header:
 
 
 def decode_kept(
-    words: NDArray[np.uint32], start: int, slots: dict[str, NDArray[np.int64]]
+    words: NDArray[np.uint32], start: int, slots: SlotFields
 ) -> tuple[KeptSets, NDArray[np.int64]]:
     """The kept sets of a message that has some; views of its words.
 
     Args:
       words: [W] the whole message.
       start: the word after its top-K ids.
-      slots: [B] each, the checked fields of its slots.
+      slots: the checked fields of its slots.
 
     Returns:
       The sets of all kept rows, and [B] int64 the place of each slot's first one.
@@ -281,7 +333,7 @@ def decode_kept(
       MessageError: a count that cannot be, another number of words than the counts make, or ids
         that do not ascend from 0.
     """
-    rows = wire.kept_rows(np, slots["state"], slots["num_tokens"], slots["kept"])
+    rows = wire.kept_rows(np, slots.state, slots.num_tokens, slots.kept)
     ends = rows.cumsum()
     num = int(ends[-1])
     ids_start = start + 2 * num

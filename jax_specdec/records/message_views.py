@@ -5,13 +5,13 @@ record, which costs more than the views themselves.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.records.decode import Message
-from jax_specdec.records.slot_fields import all_equal
 
 
 class MessageViews(NamedTuple):
@@ -35,25 +35,15 @@ class MessageViews(NamedTuple):
     ) -> "MessageViews":
         """The first `num_tokens` [N] tokens of `slots` [N]."""
         none = [None] * len(slots)
-        alike, count = message.same_columns, _same_count(message, num_tokens)
-        if alike is not None and count:
-            shape = (len(slots), count)
-            token_ids = list(message.token_ids.reshape(shape))
-            if not alike:
-                return cls(token_ids, none, none, none)
-            return cls(
-                token_ids,
-                list(message.token_ranks.reshape(shape)),
-                list(message.logprobs.reshape(*shape, alike)),
-                list(message.topk_ids.reshape(*shape, alike - 1)),
-            )
-        starts, row_starts = message.token_start[slots], message.row_start[slots]
-        tokens = places = _slices(starts, num_tokens)
-        if row_starts.tobytes() != starts.tobytes():
-            places = _slices(row_starts, num_tokens)
+        tokens = places = _slices_of(message, slots, num_tokens)
         token_ids, columns = _cut(message.token_ids, tokens), message.row_columns
         if columns == 0:
             return cls(token_ids, none, none, none)
+        alike = message.same_columns is not None
+        if not alike:
+            row_starts = message.row_start[slots]
+            if row_starts.tobytes() != message.token_start[slots].tobytes():
+                places = _slices(row_starts, num_tokens)
         ranks = _cut(message.token_ranks, places)
         logprobs: list[Any] = none
         topk_ids: list[Any] = none
@@ -61,6 +51,8 @@ class MessageViews(NamedTuple):
             logprobs = _cut(message.logprobs.reshape(-1, columns), places)
             shape = len(message.token_ranks), columns - 1
             topk_ids = _cut(message.topk_ids.reshape(shape), places)
+        if alike:
+            return cls(token_ids, ranks, logprobs, topk_ids)
         has_rows = (message.columns[slots] > 0).tolist()
         return cls(token_ids, *(_where(has_rows, views) for views in (ranks, logprobs, topk_ids)))
 
@@ -73,16 +65,14 @@ def _where(has_rows: list[bool], views: list[Any]) -> list[Any]:
     )
 
 
-def _same_count(message: Message, num_tokens: NDArray[np.int64]) -> int:
-    """How many tokens each record has, where all have as many and no token is left out; else 0.
-
-    So are the steps without drafts: NumPy cuts such a table by itself.
-    """
-    count = len(message.token_ids) // max(len(num_tokens), 1)
-    is_whole = count * len(num_tokens) == len(message.token_ids)
-    if not is_whole or num_tokens.tobytes() != all_equal(count, len(num_tokens)).tobytes():
-        return 0
-    return count
+def _slices_of(
+    message: Message, slots: NDArray[np.int64], num_tokens: NDArray[np.int64]
+) -> list[slice]:
+    """Where the tokens of `slots` lie in the message."""
+    if num_tokens is not message.num_tokens:
+        return _slices(message.token_start[slots], num_tokens)
+    ends = list(accumulate(num_tokens.tolist(), initial=0))  # of all slots, and nothing is cut
+    return list(map(slice, ends, ends[1:]))
 
 
 def _slices(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[slice]:

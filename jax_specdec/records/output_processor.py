@@ -236,7 +236,7 @@ def end(
         return state, Records()
     phase = columns.phase.copy()
     phase[slots] = Phase.ENDED
-    columns = replace(columns, phase=frozen(phase))
+    columns = columns._replace(phase=frozen(phase))
     source = totals(admitted, columns)
     batches: list[RecordBatch] = []
     waiting = state.waiting

@@ -6,7 +6,7 @@ shares the unchanged parts. Axes: B slots, D drafts, M remembered tokens.
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,8 +98,7 @@ class Admitted:
     stop_keys: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SlotColumns:
+class SlotColumns(NamedTuple):
     """The columns that change with every step.
 
     Attributes:

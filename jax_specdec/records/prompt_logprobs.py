@@ -46,7 +46,7 @@ def take(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
     num_prompt = columns.num_prompt.copy()
     num_prompt[slots] += count
     state = replace(
-        state, columns=replace(columns, num_prompt=frozen(num_prompt)), counters=counters
+        state, columns=columns._replace(num_prompt=frozen(num_prompt)), counters=counters
     )
     new = skip < count
     first = np.array([_first_scored(state, slot) for slot in slots.tolist()], np.int64)

@@ -4,6 +4,7 @@ Nothing of them is trusted: they say where a slot's values lie in the message.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,11 +32,14 @@ _NUM_DRAFTS, _VALUES = map(_FIELDS.index, ("num_drafts", "values"))
 _MODE, _MOST_MODE = wire.SLOT["mode"].shift, wire.SLOT["mode"].maximum
 _COLUMNS, _MOST_COLUMNS = wire.SLOT["columns"].shift, wire.SLOT["columns"].maximum
 _PLAIN_BITS = _MOST_MODE << _MODE | _MOST_COLUMNS << _COLUMNS  # of its first word; TOKENS is 0
-# Halves of its words: counts; drafts, with the row values above them; chosen ids.
-_NUM_TOKENS, _NUM_ROWS, _DRAFTS_AND_VALUES, _NUM_CHOSEN = (
-    2 * wire.SLOT[name].word + wire.SLOT[name].shift // 16
-    for name in ("num_tokens", "num_rows", "num_drafts", "num_chosen")
-)
+# Its second word is its number of tokens, and the same again where these have logprobs. Its third
+# is its number of drafts: where it has values or chosen ids it is over the limit.
+assert wire.SLOT["num_tokens"].shift == wire.SLOT["num_drafts"].shift == 0
+assert [wire.SLOT[name].word for name in ("state", "num_tokens", "num_drafts", "generation")] == [
+    *range(wire.SLOT_WORDS)
+]
+_MOST_TOKENS = wire.SLOT["num_tokens"].maximum
+_A_TOKEN, _A_TOKEN_WITH_ROW = 1, 1 | 1 << wire.SLOT["num_rows"].shift
 
 # The slot fields as columns [10, 1]: one gather, shift and mask reads them all.
 _SLOT_WORD = np.array([field.word for field in wire.SLOT.values()])
@@ -47,14 +51,30 @@ _EMITS = np.zeros(wire.SLOT["state"].maximum + 1, np.bool_)
 _EMITS[[SlotState.TOKENS, SlotState.PREFILL_FIRST_TOKEN]] = True
 
 
-class SlotFields(NamedTuple):
-    """What the words of B slots say, checked."""
+Starts = Sequence[NDArray[np.int64]]  # [4] of [B], as of `wire.sections`
 
-    fields: dict[str, NDArray[np.int64]]  # [B] each, and `num_more`
-    starts: tuple[NDArray[np.int64], ...]  # [B] each, as of `wire.sections`
-    sizes: list[int]  # of the sections of the payload, words
+
+class SlotFields(NamedTuple):
+    """What the words of B slots say, checked; [B] int64 each."""
+
+    state: NDArray[np.int64]
+    mode: NDArray[np.int64]
+    kept: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    num_rows: NDArray[np.int64]
+    num_drafts: NDArray[np.int64]
+    values: NDArray[np.int64]
+    num_chosen: NDArray[np.int64]
+    generation: NDArray[np.int64]
+    num_more: NDArray[np.int64]
+    sizes: Sequence[int]  # of the sections of the payload, words
     most_drafts: int
     same_columns: int | None
+    starts: Starts | None  # None: `starts_of_alike` makes them
+
+
+assert SlotFields._fields[: len(wire.SLOT)] == tuple(wire.SLOT)
 
 
 def read_slots(kind: Kind, most_columns: int, slots: NDArray[np.uint32]) -> SlotFields:
@@ -87,46 +107,71 @@ def read_alike(slots: NDArray[np.uint32], most_columns: int) -> SlotFields | Non
     mode, columns = first >> _MODE & _MOST_MODE, first >> _COLUMNS & _MOST_COLUMNS
     if first & ~_PLAIN_BITS or mode > _LAST_MODE or columns > most_columns:
         return None
-    table = slots.view(np.uint16).T.astype(np.int64, order="C")
+    table = slots.T.astype(np.int64, order="C")
     table.setflags(write=False)
-    num_tokens, num_drafts = table[_NUM_TOKENS], table[_DRAFTS_AND_VALUES]
-    zeros = all_equal(0, number)
-    rows = num_tokens if columns else zeros
-    most_drafts = int(num_drafts[num_drafts.argmax()])  # with values it is more than can be
+    states, tokens_and_rows, num_drafts, generation = table
+    common = _common_fields(first, mode, columns, number)
+    most_drafts = max(num_drafts.tolist())
+    num_tokens = tokens_and_rows & common.most_tokens
     more = num_tokens - num_drafts
+    counts = num_tokens.tolist()
     if (
         most_drafts > wire.MAX_DRAFTS
+        or 0 in counts
         or int(more[more.argmax()]) > 1
-        or np.count_nonzero(num_tokens) != number
-        or np.count_nonzero(table[_NUM_CHOSEN])
-        or table[_NUM_ROWS].tobytes() != rows.tobytes()
-        or slots[:, 0].tobytes() != first.to_bytes(wire.WORD_BYTES, "little") * number
+        or (num_tokens * common.a_token).tobytes() != tokens_and_rows.tobytes()
+        or states.tobytes() != common.states
     ):
         return None
-    ends = np.add.accumulate(num_tokens)
-    start, total = ends - num_tokens, int(ends[-1])
-    if columns:
-        tops = start * all_equal(columns - 1, number)
-        starts = start, start, tops + start, tops
-        sizes = [total, total, total * columns, total * (columns - 1)]
-    else:
-        starts, sizes = (start, zeros, zeros, zeros), [total, 0, 0, 0]
-    generation = slots[:, 3].astype(np.int64)
-    generation.setflags(write=False)
-    fields = {
-        "state": zeros,
-        "mode": all_equal(mode, number),
-        "kept": zeros,
-        "columns": all_equal(columns, number),
-        "num_tokens": num_tokens,
-        "num_rows": rows,
-        "num_drafts": num_drafts,
-        "values": zeros,
-        "num_chosen": zeros,
-        "generation": generation,
-        "num_more": zeros,
-    }
-    return SlotFields(fields, starts, sizes, most_drafts, columns)
+    num_tokens.setflags(write=False)
+    total = sum(counts)
+    return SlotFields(
+        common.zeros,
+        common.mode,
+        common.zeros,
+        common.columns,
+        num_tokens,
+        num_tokens if columns else common.zeros,
+        num_drafts,
+        common.zeros,
+        common.zeros,
+        generation,
+        common.zeros,
+        [total, total, total * columns, total * (columns - 1)] if columns else [total, 0, 0, 0],
+        most_drafts,
+        columns,
+        None,
+    )
+
+
+class _CommonFields(NamedTuple):
+    """What slots have that are alike, [B] int64 each but for `states`."""
+
+    states: bytes  # their first words, [B] int64
+    zeros: NDArray[np.int64]
+    mode: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    most_tokens: NDArray[np.int64]
+    a_token: NDArray[np.int64]  # what a slot's second word is of one token
+
+
+@functools.lru_cache(64)
+def _common_fields(first: int, mode: int, columns: int, number: int) -> _CommonFields:
+    a_token = _A_TOKEN_WITH_ROW if columns else _A_TOKEN
+    values = 0, mode, columns, _MOST_TOKENS, a_token
+    return _CommonFields(
+        all_equal(first, number).tobytes(), *(all_equal(value, number) for value in values)
+    )
+
+
+def starts_of_alike(num_tokens: NDArray[np.int64], columns: int) -> Starts:
+    """The starts of slots with as many columns each, and nothing more; [4] of [B]."""
+    start = np.add.accumulate(num_tokens) - num_tokens
+    if not columns:
+        zeros = all_equal(0, len(num_tokens))
+        return start, zeros, zeros, zeros
+    tops = start * (columns - 1)
+    return start, start, tops + start, tops
 
 
 @functools.lru_cache(64)
@@ -155,8 +200,14 @@ def _read_any(kind: Kind, most_columns: int, slots: NDArray[np.uint32]) -> SlotF
     starts, totals = wire.sections(
         np, fields["num_tokens"], fields["num_rows"], fields["columns"], num_more
     )
-    fields["num_more"] = num_more
-    return SlotFields(fields, starts, totals.tolist(), most[_NUM_DRAFTS], None)
+    return SlotFields(
+        **fields,
+        num_more=num_more,
+        sizes=totals.tolist(),
+        most_drafts=most[_NUM_DRAFTS],
+        same_columns=None,
+        starts=starts,
+    )
 
 
 def _plainly_right(

@@ -10,12 +10,13 @@ A step of few requests takes as long as its calls of NumPy: here they are few.
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jax_specdec.records import stop_rules
-from jax_specdec.records.apply_target import all_slots, cumulative_of_all
+from jax_specdec.records.apply_target import FEW_TOKENS, all_slots, cumulative_of_all
 from jax_specdec.records.batch import RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
@@ -27,8 +28,6 @@ from jax_specdec.records.processor_state import (
     row_format,
 )
 from jax_specdec.records.slot_fields import all_equal
-
-FEW_TOKENS = 64  # of a step, that are looked up one by one
 
 
 def with_outlook(state: ProcessorState) -> ProcessorState:
@@ -87,7 +86,11 @@ def is_usual(state: ProcessorState, message: Message) -> bool:
 def applied(state: ProcessorState, message: Message) -> tuple[ProcessorState, RecordBatch]:
     """The state after a usual step, and its records."""
     before, number = state.columns, message.num_slots
-    slots, num_tokens, most_drafts = all_slots(number), message.num_tokens, message.most_drafts
+    common, num_tokens, most_drafts = (
+        _common_columns(number),
+        message.num_tokens,
+        message.most_drafts,
+    )
     columns = SlotColumns(
         phase=before.phase,
         num_tokens=frozen(before.num_tokens + num_tokens),
@@ -99,15 +102,15 @@ def applied(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
     batch = RecordBatch(
         step=message.step,
         requests=state.admitted.requests,
-        slots=slots,
+        slots=common.slots,
         generation=message.generation,
         num_tokens=num_tokens,
         num_drafts=message.num_drafts,
-        num_accepted=num_tokens - all_equal(1, number),
+        num_accepted=num_tokens - common.ones,
         cumulative_logprob=columns.cumulative_logprob,
-        finish_reason=_no_reason(number),
-        stop_index=all_equal(-1, number),
-        reschedule=_goes_on(number),
+        finish_reason=common.no_reason,
+        stop_index=common.no_stop,
+        reschedule=common.no_reschedule,
         message=message,
         row_format=state.admitted.row_format,
     )
@@ -125,11 +128,22 @@ def applied(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
     return after, batch
 
 
-@functools.lru_cache(16)
-def _no_reason(number: int) -> NDArray[np.int8]:
-    return frozen(np.zeros(number, np.int8))
+class _CommonColumns(NamedTuple):
+    """What the records of a usual step have in common, whatever came."""
+
+    slots: NDArray[np.int64]
+    ones: NDArray[np.int64]
+    no_reason: NDArray[np.int8]
+    no_stop: NDArray[np.int64]
+    no_reschedule: NDArray[np.bool_]
 
 
 @functools.lru_cache(16)
-def _goes_on(number: int) -> NDArray[np.bool_]:
-    return frozen(np.zeros(number, np.bool_))
+def _common_columns(number: int) -> _CommonColumns:
+    return _CommonColumns(
+        all_slots(number),
+        all_equal(1, number),
+        frozen(np.zeros(number, np.int8)),
+        all_equal(-1, number),
+        frozen(np.zeros(number, np.bool_)),
+    )

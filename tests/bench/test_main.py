@@ -1,7 +1,6 @@
 """`python -m bench`: contenders deliver the same, a wrong one ends a run, results become files."""
 
 import importlib
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -79,20 +78,25 @@ def test_rounds_interleave_contenders_and_rotate_the_first():
 
 @pytest.mark.fast
 @pytest.mark.parametrize("k", [0, 1, 20])
-def test_all_contenders_deliver_the_same(k):
-    calls = host.contenders(5, k)
-    expected = calls[host.RECORDS]()
-    assert len(expected) == 5
-    for name, call in calls.items():
-        host.same_content(name, expected, call())
+@pytest.mark.parametrize("tokens", [host.ALIKE, host.MIXED])
+def test_all_contenders_deliver_the_same(tokens, k):
+    calls = host.contenders(5, k, tokens)
+    lengths = set()
+    for _ in range(host.STREAM + 1):
+        expected = calls[host.RECORDS]()
+        lengths.add(tuple(len(row[0]) for row in expected))
+        for name, call in calls.items():
+            if name != host.RECORDS:
+                host.same_content(name, expected, call())
+    assert (len(lengths) > 1) == (tokens == host.MIXED)
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", [host.LISTS, host.OBJECTS, host.COLUMNS])
 def test_different_content_is_noticed(name, monkeypatch):
     ours = host.contenders(5, 2)[host.RECORDS]
-    other = partial(host.message_bytes, seed=1)
-    monkeypatch.setattr(host, "message_bytes", other)
+    message_bytes = host.message_bytes
+    monkeypatch.setattr(host, "message_bytes", lambda *shape, seed: message_bytes(*shape, seed=9))
     wrong = mock.Mock(side_effect=host.contenders(5, 2)[name])
     with pytest.raises(BenchError, match="differs"):
         compare("unequal", {host.RECORDS: ours, name: wrong}, check=host.same_content, rounds=1)

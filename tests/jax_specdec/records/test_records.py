@@ -76,13 +76,16 @@ def test_statistics_add_up_and_have_no_value_before_there_is_one():
     assert both == Statistics((1, 2, 1), (1,), (1, 1, 1), 6)
 
 
-def test_cumulative_logprob_is_the_sum_one_by_one_in_float64():
-    state = some_slots(1, logprobs=0, max_tokens=1000)
+@pytest.mark.parametrize("number", [1, 20])
+def test_cumulative_logprob_is_the_sum_one_by_one_in_float64(number):
+    state = some_slots(number, logprobs=0, max_tokens=1000)
     rng = np.random.default_rng(0)
-    expected = 0.0
+    expected = [0.0] * number
     for n in range(50):
-        logprobs = -rng.exponential(size=(4, 1)).astype(np.float32)
-        state, records = step(state, target(n, tokens(1, 2, 3, 4, columns=1, logprobs=logprobs)))
-        for value in logprobs[:, 0].tolist():
-            expected += value
-    assert records[0].cumulative_logprob == expected
+        logprobs = -rng.exponential(size=(number, 4, 1)).astype(np.float32)
+        slots = [tokens(1, 2, 3, 4, columns=1, logprobs=rows) for rows in logprobs]
+        state, records = step(state, target(n, *slots))
+        for slot, values in enumerate(logprobs[:, :, 0].tolist()):
+            for value in values:
+                expected[slot] += value
+    assert [record.cumulative_logprob for record in records] == expected
