@@ -10,7 +10,7 @@ import multiprocessing
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -207,7 +207,7 @@ class TokenColumns:
 
     def __init__(self, requests: Sequence[Request], num_slots: int) -> None:
         # A round continues where the last one ended: its first step may have any number.
-        self.state = replace(ProcessorState.empty(num_slots), next_step=None)
+        self.state = ProcessorState.empty(num_slots, first_step=None)
         for slot, request in enumerate(requests):
             self.state = output_processor.admit(self.state, slot, GENERATION, request)
 

@@ -313,7 +313,7 @@ class WorkerSession:
         fresh = ProcessorState.empty(
             self.state.num_slots, process_rank=self.process_rank, num_drafts=self.state.num_drafts
         )
-        self.state = replace(fresh, past=self.state.statistics, counters=self.state.counters)
+        self.state = fresh._replace(past=self.state.statistics, counters=self.state.counters)
         self.worker, self.ending, self.lost = worker, None, None
         self._heartbeat, self._began = Heartbeat(), None
         self.liveness, self._progress = (

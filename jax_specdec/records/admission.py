@@ -88,8 +88,7 @@ def admit(
         empty = (0,) * (tail.shape[1] - len(newest))
         tail = _with(tail, slot, np.array(empty + newest, np.int32))
     prompt_due = _with(admitted.prompt_due, slot, 0 if done else rows_due(request))
-    return replace(
-        state,
+    return state._replace(
         admitted=Admitted(
             requests=_with_item(admitted.requests, slot, request),
             generation=_with(admitted.generation, slot, generation),
@@ -128,8 +127,7 @@ def release(state: ProcessorState, slot: int) -> ProcessorState:
         return state
     admitted, columns = state.admitted, state.columns
     prompt_due = _with(admitted.prompt_due, slot, 0)
-    return replace(
-        state,
+    return state._replace(
         admitted=replace(
             admitted,
             requests=_with_item(admitted.requests, slot, None),

@@ -87,8 +87,9 @@ class Message:
     num_bytes: int
     most_drafts: int  # the largest of `num_drafts`; 0 without slots
     digest: int  # of what the rows' bits depend on; 0 where they depend on the batch
-    # `columns` of every slot, where all emit, in one mode, and none has more.
+    # `columns` and `mode` of every slot, where all emit, in one mode, and none has more.
     same_columns: int | None
+    same_mode: int | None
     made_starts: Starts | None  # `starts`, once they were read
 
     @property
@@ -244,6 +245,7 @@ def decode(data: Any) -> Message:
         fields.most_drafts,
         header.digest,
         fields.same_columns,
+        fields.same_mode,
         fields.starts,
     )
 

@@ -109,7 +109,7 @@ def flush(
     if state.early_draft is not None:
         late = counters.late_drafts + _num_with_drafts(state.early_draft)
         counters = replace(counters, late_drafts=late)
-    state = replace(state, waiting=None, early_draft=None, counters=counters)
+    state = state._replace(waiting=None, early_draft=None, counters=counters)
     return state, Records(waiting + ended.batches)
 
 
@@ -154,8 +154,7 @@ def _target(state: ProcessorState, message: Message) -> tuple[ProcessorState, Re
         totals=totals(state.admitted, columns) if cut.some_leave else None,
     )
     released, waiting, counters = _released(state, batch, message.draft_follows, counters)
-    state = replace(
-        state,
+    state = state._replace(
         next_step=message.step + 1,
         columns=columns,
         waiting=waiting,
@@ -184,10 +183,10 @@ def _draft(state: ProcessorState, message: Message) -> tuple[ProcessorState, Rec
     if waiting is not None and waiting.step == message.step:
         batch, late = _join(waiting, message)
         counters = replace(counters, late_drafts=counters.late_drafts + late)
-        return replace(state, waiting=None, counters=counters), Records((batch,))
+        return state._replace(waiting=None, counters=counters), Records((batch,))
     if state.next_step is None or message.step < state.next_step:
         late = counters.late_drafts + _num_with_drafts(message)
-        return replace(state, counters=replace(counters, late_drafts=late)), Records()
+        return state._replace(counters=replace(counters, late_drafts=late)), Records()
     if message.step > state.next_step:
         raise StepLost(
             f"the draft message of step {message.step} came before the target message of step "
@@ -195,7 +194,7 @@ def _draft(state: ProcessorState, message: Message) -> tuple[ProcessorState, Rec
         )
     if state.early_draft is not None:
         raise StepLost(f"the draft message of step {message.step} came twice")
-    state = replace(state, waiting=None, early_draft=message)
+    state = state._replace(waiting=None, early_draft=message)
     return state, Records(() if waiting is None else (waiting,))
 
 
@@ -260,7 +259,7 @@ def end(
     num_ended = sum(map(len, batches))
     counts = count_finished(state.counters.finished, np.full(num_ended, reason, np.int8))
     counters = replace(state.counters, finished=counts)
-    state = replace(state, columns=columns, waiting=waiting, counters=counters)
+    state = state._replace(columns=columns, waiting=waiting, counters=counters)
     return state, Records(tuple(batches))
 
 

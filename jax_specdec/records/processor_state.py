@@ -147,8 +147,7 @@ class Outlook:
         return self.admitted is admitted and self.phase is columns.phase
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ProcessorState:
+class ProcessorState(NamedTuple):
     """All that the processor knows about one ring.
 
     Attributes:
@@ -168,8 +167,8 @@ class ProcessorState:
     columns: SlotColumns
     waiting: RecordBatch | None = None
     early_draft: Message | None = None
-    past: Statistics = field(default_factory=Statistics)
-    counters: Counters = field(default_factory=lambda: Counters(finished=(0,) * len(FinishReason)))
+    past: Statistics = Statistics()
+    counters: Counters = Counters(finished=(0,) * len(FinishReason))
     num_drafts: int = wire.MAX_DRAFTS
     outlook: Outlook | None = None
     room: int = 0

@@ -8,8 +8,6 @@ of the next target message. It is not checked, as the tokens themselves show whe
 lost.
 """
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,8 +43,8 @@ def take(state: ProcessorState, message: Message) -> tuple[ProcessorState, Recor
     skip = np.clip(state.admitted.prompt_before[slots] - before, 0, count)
     num_prompt = columns.num_prompt.copy()
     num_prompt[slots] += count
-    state = replace(
-        state, columns=columns._replace(num_prompt=frozen(num_prompt)), counters=counters
+    state = state._replace(
+        columns=columns._replace(num_prompt=frozen(num_prompt)), counters=counters
     )
     new = skip < count
     first = np.array([_first_scored(state, slot) for slot in slots.tolist()], np.int64)

@@ -21,7 +21,8 @@ from jax_specdec.records.decode import Message
 from jax_specdec.requests import Request, SamplingParams
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: it would take twice as long to make.
+@dataclass(slots=True, eq=False)
 class Records:
     """The records that one call released: a sequence of `Record`, made when touched.
 

@@ -71,6 +71,7 @@ class SlotFields(NamedTuple):
     sizes: Sequence[int]  # of the sections of the payload, words
     most_drafts: int
     same_columns: int | None
+    same_mode: int | None
     starts: Starts | None  # None: `starts_of_alike` makes them
 
 
@@ -113,12 +114,11 @@ def read_alike(slots: NDArray[np.uint32], most_columns: int) -> SlotFields | Non
     common = _common_fields(first, mode, columns, number)
     most_drafts = max(num_drafts.tolist())
     num_tokens = tokens_and_rows & common.most_tokens
-    more = num_tokens - num_drafts
     counts = num_tokens.tolist()
     if (
         most_drafts > wire.MAX_DRAFTS
         or 0 in counts
-        or int(more[more.argmax()]) > 1
+        or max((num_tokens - num_drafts).tolist()) > 1
         or (num_tokens * common.a_token).tobytes() != tokens_and_rows.tobytes()
         or states.tobytes() != common.states
     ):
@@ -140,6 +140,7 @@ def read_alike(slots: NDArray[np.uint32], most_columns: int) -> SlotFields | Non
         [total, total, total * columns, total * (columns - 1)] if columns else [total, 0, 0, 0],
         most_drafts,
         columns,
+        mode,
         None,
     )
 
@@ -206,6 +207,7 @@ def _read_any(kind: Kind, most_columns: int, slots: NDArray[np.uint32]) -> SlotF
         sizes=totals.tolist(),
         most_drafts=most[_NUM_DRAFTS],
         same_columns=None,
+        same_mode=None,
         starts=starts,
     )
 

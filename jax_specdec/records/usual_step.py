@@ -9,7 +9,6 @@ A step of few requests takes as long as its calls of NumPy: here they are few.
 """
 
 import functools
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +39,7 @@ def with_outlook(state: ProcessorState) -> ProcessorState:
     room = 0
     if known.may_be_usual:
         room = int((state.admitted.limit - state.columns.num_tokens).min())
-    return replace(state, outlook=known, room=room)
+    return state._replace(outlook=known, room=room)
 
 
 def _outlook(state: ProcessorState) -> Outlook:
@@ -70,7 +69,7 @@ def is_usual(state: ProcessorState, message: Message) -> bool:
         or message.draft_follows
         or state.waiting is not None
         or state.early_draft is not None
-        or message.mode[0] != common.mode
+        or message.same_mode != common.mode
         or message.generation.tobytes() != common.generations
     ):
         return False
@@ -86,44 +85,44 @@ def is_usual(state: ProcessorState, message: Message) -> bool:
 def applied(state: ProcessorState, message: Message) -> tuple[ProcessorState, RecordBatch]:
     """The state after a usual step, and its records."""
     before, number = state.columns, message.num_slots
-    common, num_tokens, most_drafts = (
-        _common_columns(number),
-        message.num_tokens,
-        message.most_drafts,
-    )
+    common = _common_columns(number)
+    num_tokens, most_drafts = message.num_tokens, message.most_drafts
+    # What is made here is made by place: by name it takes longer.
     columns = SlotColumns(
-        phase=before.phase,
-        num_tokens=frozen(before.num_tokens + num_tokens),
-        cumulative_logprob=cumulative_of_all(before.cumulative_logprob, message),
-        outcomes=before.outcomes.after_all(message.num_drafts, num_tokens, most_drafts),
-        tail=before.tail,
-        num_prompt=before.num_prompt,
+        before.phase,
+        frozen(before.num_tokens + num_tokens),
+        cumulative_of_all(before.cumulative_logprob, message),
+        before.outcomes.after_all(message.num_drafts, num_tokens, most_drafts),
+        before.tail,
+        before.num_prompt,
     )
     batch = RecordBatch(
-        step=message.step,
-        requests=state.admitted.requests,
-        slots=common.slots,
-        generation=message.generation,
-        num_tokens=num_tokens,
-        num_drafts=message.num_drafts,
-        num_accepted=num_tokens - common.ones,
-        cumulative_logprob=columns.cumulative_logprob,
-        finish_reason=common.no_reason,
-        stop_index=common.no_stop,
-        reschedule=common.no_reschedule,
-        message=message,
+        message.step,
+        state.admitted.requests,
+        common.slots,
+        message.generation,
+        num_tokens,
+        message.num_drafts,
+        num_tokens - common.ones,  # accepted
+        columns.cumulative_logprob,
+        common.no_reason,
+        common.no_stop,
+        common.no_reschedule,
+        message,
         row_format=state.admitted.row_format,
     )
     after = ProcessorState(
-        process_rank=state.process_rank,
-        next_step=message.step + 1,
-        admitted=state.admitted,
-        columns=columns,
-        past=state.past,
-        counters=state.counters,
-        num_drafts=state.num_drafts,
-        outlook=state.outlook,
-        room=state.room - (most_drafts + 1),
+        state.process_rank,
+        message.step + 1,
+        state.admitted,
+        columns,
+        None,  # nothing waits
+        None,
+        state.past,
+        state.counters,
+        state.num_drafts,
+        state.outlook,
+        state.room - (most_drafts + 1),
     )
     return after, batch
 
