@@ -34,16 +34,17 @@ class MessageViews(NamedTuple):
         cls, message: Message, slots: NDArray[np.int64], num_tokens: NDArray[np.int64]
     ) -> "MessageViews":
         """The first `num_tokens` [N] tokens of `slots` [N]."""
+        alike = message.same_columns
+        if alike is not None and num_tokens is message.num_tokens:  # of all slots, none cut
+            return cls._of_alike(message, num_tokens.tolist(), alike)
         none = [None] * len(slots)
-        tokens = places = _slices_of(message, slots, num_tokens)
+        starts, row_starts = message.token_start[slots], message.row_start[slots]
+        tokens = places = _slices(starts, num_tokens)
+        if row_starts.tobytes() != starts.tobytes():
+            places = _slices(row_starts, num_tokens)
         token_ids, columns = _cut(message.token_ids, tokens), message.row_columns
         if columns == 0:
             return cls(token_ids, none, none, none)
-        alike = message.same_columns is not None
-        if not alike:
-            row_starts = message.row_start[slots]
-            if row_starts.tobytes() != message.token_start[slots].tobytes():
-                places = _slices(row_starts, num_tokens)
         ranks = _cut(message.token_ranks, places)
         logprobs: list[Any] = none
         topk_ids: list[Any] = none
@@ -51,10 +52,37 @@ class MessageViews(NamedTuple):
             logprobs = _cut(message.logprobs.reshape(-1, columns), places)
             shape = len(message.token_ranks), columns - 1
             topk_ids = _cut(message.topk_ids.reshape(shape), places)
-        if alike:
-            return cls(token_ids, ranks, logprobs, topk_ids)
         has_rows = (message.columns[slots] > 0).tolist()
         return cls(token_ids, *(_where(has_rows, views) for views in (ranks, logprobs, topk_ids)))
+
+    @classmethod
+    def _of_alike(cls, message: Message, counts: list[int], columns: int) -> "MessageViews":
+        """All `counts` [N] tokens of all slots, whose rows have as many columns."""
+        number, first = len(counts), counts[0]
+        none = [None] * number
+        if counts.count(first) == number:  # a step without drafts: NumPy cuts it by itself
+            shape = number, first
+            token_ids = list(message.token_ids.reshape(shape))
+            if not columns:
+                return cls(token_ids, none, none, none)
+            return cls(
+                token_ids,
+                list(message.token_ranks.reshape(shape)),
+                list(message.logprobs.reshape(*shape, columns)),
+                list(message.topk_ids.reshape(*shape, columns - 1)),
+            )
+        ends = list(accumulate(counts, initial=0))
+        slices = list(map(slice, ends, ends[1:]))
+        token_ids = list(map(message.token_ids.__getitem__, slices))
+        if not columns:
+            return cls(token_ids, none, none, none)
+        total = ends[-1]
+        return cls(
+            token_ids,
+            list(map(message.token_ranks.__getitem__, slices)),
+            list(map(message.logprobs.reshape(total, columns).__getitem__, slices)),
+            list(map(message.topk_ids.reshape(total, columns - 1).__getitem__, slices)),
+        )
 
 
 def _where(has_rows: list[bool], views: list[Any]) -> list[Any]:
@@ -63,16 +91,6 @@ def _where(has_rows: list[bool], views: list[Any]) -> list[Any]:
         if all(has_rows)
         else [v if has else None for v, has in zip(views, has_rows, strict=True)]
     )
-
-
-def _slices_of(
-    message: Message, slots: NDArray[np.int64], num_tokens: NDArray[np.int64]
-) -> list[slice]:
-    """Where the tokens of `slots` lie in the message."""
-    if num_tokens is not message.num_tokens:
-        return _slices(message.token_start[slots], num_tokens)
-    ends = list(accumulate(num_tokens.tolist(), initial=0))  # of all slots, and nothing is cut
-    return list(map(slice, ends, ends[1:]))
 
 
 def _slices(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[slice]:
