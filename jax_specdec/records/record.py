@@ -211,12 +211,21 @@ class Record(TokenViews):
     }
 
     # A frozen dataclass takes three times as long to make, and a step has hundreds.
-    def __init__(self, batch: RecordBatch, index: int, *arrays: NDArray[Any] | None) -> None:
-        """View row `index` of a step's records; `arrays` are its views, where they are made."""
+    def __init__(
+        self,
+        batch: RecordBatch,
+        index: int,
+        token_ids: NDArray[np.int32] | None = None,
+        token_ranks: NDArray[np.int32] | None = None,
+        logprobs: NDArray[np.float32] | None = None,
+        topk_ids: NDArray[np.int32] | None = None,
+    ) -> None:
+        """View row `index` of a step's records; with ids, all its arrays are made."""
         self.batch = batch
         self.index = index
-        if arrays:
-            self.token_ids, self.token_ranks, self.logprobs, self.topk_ids = arrays  # type: ignore[misc, assignment]
+        if token_ids is not None:
+            arrays = token_ids, token_ranks, logprobs, topk_ids
+            self.token_ids, self.token_ranks, self.logprobs, self.topk_ids = arrays  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         """An array that was not read before."""
