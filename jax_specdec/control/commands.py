@@ -176,6 +176,8 @@ class Start:
       control: where its commands come from; None: nobody sends any.
       folder: a directory of the engine for sockets of a worker's own, mode 0700.
       local_devices: places in `jax.local_devices()` of those that it may use; empty for all.
+      resumes: for who takes the place of a lost worker: the least that serves the requests which
+        wait for it. Programs for others are read beside their first steps. None: nobody waits.
       member: None except in a follower.
     """
 
@@ -187,6 +189,7 @@ class Start:
     control: Connection | None = None
     folder: str = ""
     local_devices: tuple[int, ...] = ()
+    resumes: Serves | None = None
     member: Member | None = None
 
 
@@ -319,7 +322,8 @@ def from_line(line: str | bytes) -> Start:
         values = json.loads(line)
         values["config"] = _config(**values["config"])
         values["local_devices"] = tuple(values.get("local_devices", ()))
-        for name, kind in (("control", Connection), ("member", Member)):
+        kinds = (("control", Connection), ("member", Member), ("resumes", _serves))
+        for name, kind in kinds:
             if values.get(name) is not None:
                 values[name] = kind(**values[name])
         return Start(**values)
@@ -328,8 +332,11 @@ def from_line(line: str | bytes) -> Start:
 
 
 def _config(*, serves: dict[str, Any], **others: Any) -> WorkerConfig:
-    mode = LogprobsMode(serves["max_logprobs_mode"])
-    return WorkerConfig(**others, serves=Serves(**serves | {"max_logprobs_mode": mode}))
+    return WorkerConfig(**others, serves=_serves(**serves))
+
+
+def _serves(*, max_logprobs_mode: int, **others: Any) -> Serves:
+    return Serves(**others, max_logprobs_mode=LogprobsMode(max_logprobs_mode))
 
 
 def _command(values: Any) -> Command:

@@ -74,7 +74,8 @@ class Scheduler:
         Raises:
           WorkerFailed: a worker is lost and no other may go on; see `Engine.generate`.
         """
-        for session in self.workers.look():
+        waiting = (queued.request.params for queued in self._waiting)
+        for session in self.workers.look(waiting):
             yield from self._lose(session)
         if self._weights is not None:
             self._weights.look(self._clock.now())

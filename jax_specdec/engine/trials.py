@@ -4,6 +4,7 @@ One of them may be what ended it. So each runs again while its worker gets no ot
 it gets on: only what is lost alone is to blame. Nobody waits for a request's end.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from jax_specdec.engine.queued_request import QueuedRequest
@@ -31,6 +32,10 @@ class Placement:
     def __len__(self) -> int:
         """How many requests wait."""
         return sum(len(queue) for queue in self._queues)
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        """All that wait."""
+        return itertools.chain.from_iterable(self._queues)
 
     def enqueue(
         self, requests: Sequence[QueuedRequest], *, prefill: bool, first: bool = False

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from ipc import EndOfStream, PeerDied, RingError, RingReader, RingTimeout, doctor
 from jax_specdec import control
+from jax_specdec.declaration import Serves
 from jax_specdec.engine.child_process import ChildProcess
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import Share
@@ -58,6 +59,7 @@ class WorkerProcess:
         doorbell: bool = False,
         directory: WorkDirectory | None = None,
         share: Share | None = None,
+        resumes: Serves | None = None,
         program: Sequence[str] = WORKER,
         spawn: Spawn = ChildProcess,
     ) -> None:
@@ -70,6 +72,7 @@ class WorkerProcess:
           doorbell: make the ring one of several that a thread can wait for together.
           directory: what the engine's workers share; None: this one has its own.
           share: the devices that it computes on; None: those that it finds.
+          resumes: what the requests ask for that a lost worker left; None: nobody waits.
           program: the command line of the worker, which reads its `Start` on its standard input.
             This process is added to it, in words of `ipc.doctor`.
           spawn: starts the program, or hands over a process of it that waits for its `Start`.
@@ -111,6 +114,7 @@ class WorkerProcess:
                 control=self._link.connection,
                 folder=str(self._directory.folder),
                 local_devices=self.share.local_devices,
+                resumes=resumes,
             )
             self._process.write(control.to_line(start))
             self._held = held.pop_all()

@@ -8,11 +8,12 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ipc import EndOfStream, RingError, RingReader, wait_readable
 from jax_specdec.control import ControlServer
+from jax_specdec.declaration import Serves
 from jax_specdec.engine.clock import Clock
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.devices import shares
@@ -22,6 +23,7 @@ from jax_specdec.engine.weights_source import WeightsSource
 from jax_specdec.engine.work_directory import WorkDirectory
 from jax_specdec.engine.worker_client import WorkerProcess
 from jax_specdec.engine.worker_session import WorkerSession
+from jax_specdec.requests import SamplingParams
 
 CONTROL_LOOK_SECONDS = 0.1  # between two looks at the control plane while messages come
 WAIT_SECONDS = 0.25  # of one wait for a message
@@ -143,8 +145,11 @@ class Workers:
             )
         ]
 
-    def look(self) -> list[WorkerSession]:
+    def look(self, waiting: Iterable[SamplingParams]) -> list[WorkerSession]:
         """Hear the workers and start those that are due, now and then.
+
+        Args:
+          waiting: what the requests ask for that wait for a worker.
 
         Returns:
           Sessions whose worker is lost and has ended: call `lose` for each.
@@ -156,7 +161,7 @@ class Workers:
         if self.directory.listens:
             self.directory.server.pump()
         for rank in [rank for rank, due in self._due.items() if due <= now]:
-            self._restart(self.sessions[rank])
+            self._restart(self.sessions[rank], tuple(waiting))
         timeout, silence = self._config.heartbeat_timeout, self._config.max_silence
         for session in self.alive():
             silent = session.look(now, heartbeat_timeout=timeout, max_silence=silence)
@@ -312,7 +317,7 @@ class Workers:
             session.lost is None and self.restarts[session.process_rank].allows(more=1)
         )
 
-    def start(self, process_rank: int) -> WorkerProcess:
+    def start(self, process_rank: int, resumes: Serves | None = None) -> WorkerProcess:
         config = self._config
         if self._source is not None:
             self._source.check_unchanged()
@@ -323,6 +328,7 @@ class Workers:
             doorbell=config.num_ranks + config.num_prefill_ranks > 1,
             directory=self.directory,
             share=self._shares[process_rank],
+            resumes=resumes,
         )
 
     def _plan(self, session: WorkerSession) -> None:
@@ -338,12 +344,17 @@ class Workers:
                 restarts,
             )
 
-    def _restart(self, session: WorkerSession) -> None:
-        """Start the successor of a lost worker; one that cannot be started counts as lost too."""
+    def _restart(self, session: WorkerSession, waiting: Sequence[SamplingParams]) -> None:
+        """Start the successor of a lost worker; one that cannot be started counts as lost too.
+
+        Args:
+          session: of the lost worker.
+          waiting: what the requests ask for that it takes first.
+        """
         rank = session.process_rank
         del self._due[rank]
         try:
-            worker = self.start(rank)
+            worker = self.start(rank, Serves.of(waiting) if waiting else None)
         except (OSError, RingError, RuntimeError) as error:
             logger.warning("process rank %d: no new worker could be started: %s", rank, error)
             session.restarts += 1

@@ -75,7 +75,8 @@ class Scene:
     """
 
     def __init__(self, *, seed=0, num_slots=2, faults=None, worker=ScriptedWorker, **config):
-        self.workers, self.configs = [], []  # in the order in which they were started
+        # In the order in which they were started.
+        self.workers, self.configs, self.resumed = [], [], []
         self.worker = worker
         self.faults = {rank: list(numbers) for rank, numbers in (faults or {}).items()}
         self.seed = seed
@@ -125,8 +126,9 @@ class Scene:
         finally:
             streams.leave(updates)
 
-    def start(self, config, *, process_rank, prefill_only, doorbell, **_):
+    def start(self, config, *, process_rank, prefill_only, doorbell, resumes=None, **_):
         self.configs.append(config)
+        self.resumed.append(resumes)
         assert doorbell == (config.num_ranks + config.num_prefill_ranks > 1)
         faults = self.faults.get(process_rank)
         worker = self.worker(

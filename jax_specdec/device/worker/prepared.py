@@ -70,10 +70,15 @@ def compile_now(*lowered: Lowered) -> None:
         program.compile()
 
 
+def compile_traced(*traced: Traced) -> None:
+    """Lower and compile programs one after the other."""
+    for program in traced:
+        program.lower().compile()
+
+
 def compile_ladder(
     programs: Compiled,
-    kinds: Sequence[Kind],
-    prompt: PromptKind | None,
+    kinds: Sequence[Kind | PromptKind],
     arguments: Arguments,
     prefill_chunk: int,
     tell: Callable[[int, int, str], object] = lambda done, total, name: None,
@@ -85,8 +90,7 @@ def compile_ladder(
 
     Args:
       programs: of the loop.
-      kinds: of batches.
-      prompt: of prompts with logprobs.
+      kinds: of batches, and of prompts with logprobs.
       arguments: of all programs.
       prefill_chunk: positions of a chunk of other prompts.
       tell: called with how many of how many kinds are there, and the name of another one.
@@ -96,10 +100,8 @@ def compile_ladder(
     """
     parts: list[tuple[str, Part]] = [
         ("prompts", partial(compile_shared, programs, arguments, prefill_chunk)),
-        *((str(kind), partial(compile_batch, programs, kind, arguments)) for kind in kinds),
+        *((str(kind), partial(compile_kind, programs, kind, arguments)) for kind in kinds),
     ]
-    if prompt is not None:
-        parts.append((str(prompt), partial(compile_prompt, programs, prompt, arguments)))
     jobs: list[tuple[str, list[Future[None]]]] = []
     begun: dict[int, Any] = {}  # what was traced: kinds share programs
 
@@ -128,6 +130,14 @@ def compile_ladder(
             why = f"{type(error).__name__}: {error}"
             raise CannotCompile(f"{name}: this program cannot be compiled: {why}") from error
     tell(len(parts), len(parts), name)
+
+
+def compile_kind(
+    programs: Compiled, kind: Kind | PromptKind, arguments: Arguments, compile: Compile
+) -> None:
+    """Compile what batches or prompts of a kind need beside what every request does."""
+    of_kind: Callable[..., None] = compile_prompt if isinstance(kind, PromptKind) else compile_batch
+    of_kind(programs, kind, arguments, compile)
 
 
 def compile_shared(

@@ -8,7 +8,8 @@ them. Everything that step n + 1 needs from step n stays on the device.
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -142,7 +143,8 @@ class Worker:
         self._no_masks: GrammarMasks | None = None  # on the device, once a batch has needed them
         self.serves = serves
         self.ladder: Ladder | None = None
-        self.narrow: set[Kind] | None = None  # the narrower kinds that are compiled; None: all
+        # Those whose programs are compiled beside the steps; others are there.
+        self.coming: Mapping[Kind | PromptKind, Future[None]] = {}
         if serves is not None:
             self.ladder = Ladder.of(serves, config, prefill_chunk, **self._of_device)
 
@@ -236,6 +238,15 @@ class Worker:
         if narrower and self.step_widths is not None:
             num_drafts = self.config.drafter.num_drafts
             kinds += [kind for rung in rungs for kind in rung.narrower(num_drafts)]
+        return tuple(kinds)
+
+    def kinds_for(self, serves: Serves) -> tuple[Kind | PromptKind, ...]:
+        """The kinds that requests run which ask for no more than this, at the full width."""
+        assert self.ladder is not None, "without `serves`, there is no telling"
+        least = Ladder.of(serves, self.config, self.prefill_chunk, **self._of_device)
+        kinds: list[Kind | PromptKind] = [*dict.fromkeys(map(self.ladder.lowest, least.rungs))]
+        if least.prompt is not None and self.ladder.prompt is not None:
+            kinds.append(self.ladder.prompt)
         return tuple(kinds)
 
     def rehearse(
@@ -367,8 +378,18 @@ class Worker:
         return tuple(
             kind_of_width
             for kind_of_width in narrower
-            if self.narrow is None or kind_of_width in self.narrow
+            if (coming := self.coming.get(kind_of_width)) is None
+            or (coming.done() and coming.exception() is None)
         )
+
+    def await_programs(self, kind: Kind | PromptKind) -> None:
+        """Wait until the programs of a kind are there, where they are compiled beside the steps.
+
+        Raises:
+          CannotCompile: they cannot be.
+        """
+        if kind in self.coming:
+            self.coming[kind].result()
 
     def prompt_kind_of(self, slot: Slot) -> PromptKind:
         """The kind of programs for the prompt of a slot that wants its logprobs."""
@@ -466,8 +487,9 @@ class Worker:
             self._change(run, *places)
             self.prefixes.hold(index, start + chunk)
         else:
-            chunk = self.prompt_kind_of(slot).chunk
-            words = self._score(slot, places)
+            kind = self.prompt_kind_of(slot)
+            self.await_programs(kind)
+            chunk, words = kind.chunk, self._score(slot, places)
         following = start + chunk
         slot.prefill_at = following if following < slot.prefill_length - 1 else None
         return words
@@ -525,6 +547,7 @@ class Worker:
         self._alone = True
         if self.options is None:
             self.kind = self.kind_of(self.slots)
+            self.await_programs(self.kind)
             self.options = host_slots.all_options(self.slots, self.kind.widths, self.kind.changes)
         kind = self.kind
         if self.step_widths is not None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jax_specdec import compiled_programs
 from jax_specdec.checkpoint.gguf_file import is_gguf
 from jax_specdec.checkpoint.hf_names import open_model
 from jax_specdec.checkpoint.model_config import ModelConfig, cache_bytes
@@ -32,7 +33,9 @@ from jax_specdec.control import (
     Start,
     WorkerConfig,
 )
+from jax_specdec.declaration import Serves
 from jax_specdec.device.drafting.by_name import make_drafter
+from jax_specdec.device.loop.kinds import Kind, PromptKind
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.other_weights import other_weights, own_weights
@@ -41,7 +44,13 @@ from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.row_bits import with_bits_of_their_own
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
 from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
-from jax_specdec.device.worker.prepared import Arguments, CannotCompile, compile_ladder
+from jax_specdec.device.worker.prepared import (
+    Arguments,
+    CannotCompile,
+    compile_kind,
+    compile_ladder,
+    compile_traced,
+)
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
 from jax_specdec.structured.vocabulary import read_vocabulary
@@ -151,8 +160,10 @@ def make_worker(
         raise SystemExit(1) from error
 
 
-def compile_served(worker: Worker, stats: ProcessStats, *, narrower: bool) -> None:
-    """Compile what a worker serves, with or without the steps that verify fewer drafts.
+def compile_served(
+    worker: Worker, stats: ProcessStats, kinds: Callable[[Worker], Sequence[Kind | PromptKind]]
+) -> None:
+    """Compile what a worker serves, or some kinds of it.
 
     Raises:
       CannotCompile: names what cannot be compiled.
@@ -161,15 +172,29 @@ def compile_served(worker: Worker, stats: ProcessStats, *, narrower: bool) -> No
     def tell(done: int, total: int, name: str) -> None:
         stats.enter(Phase.COMPILING, done, total, name)
 
-    assert worker.ladder is not None
     compile_ladder(
         worker.compiled,
-        worker.kinds(narrower=narrower),
-        worker.ladder.prompt,
+        kinds(worker),
         Arguments.of(worker.params, worker.state),
         worker.prefill_chunk,
         tell,
     )
+
+
+def kinds_before_ready(
+    config: WorkerConfig, resumes: Serves | None, worker: Worker
+) -> tuple[Kind | PromptKind, ...]:
+    """The kinds of programs that are there when a worker says that it is ready: those it serves.
+
+    Whoever takes the place of a lost worker goes on with the requests that wait, as soon as there
+    is what they need; whoever starts soon begins with steps of the full width.
+    """
+    if resumes is not None:
+        return worker.kinds_for(resumes)
+    assert worker.ladder is not None
+    prompt = worker.ladder.prompt
+    kinds = worker.kinds(narrower=not config.starts_soon)
+    return kinds if prompt is None else (*kinds, prompt)
 
 
 def rehearse(worker: Worker, config: WorkerConfig, stats: ProcessStats) -> None:
@@ -181,23 +206,36 @@ def rehearse(worker: Worker, config: WorkerConfig, stats: ProcessStats) -> None:
         worker.rehearse(worker.kinds(), lambda name: stats.enter(Phase.COMPILING, what=name))
 
 
-def compile_beside(worker: Worker, seconds: float = 0.0) -> threading.Thread:
-    """A thread that compiles the steps that verify fewer drafts, while others are made.
+def compile_beside(
+    worker: Worker, before: Collection[Kind | PromptKind], seconds: float = 0.0
+) -> threading.Thread:
+    """A thread that compiles what a worker serves and what is not there yet, beside its steps.
 
-    It lets `seconds` go by first: a run that ends before needs none of them.
+    It lets `seconds` go by first: a run that ends before needs none of it.
+
+    Args:
+      worker: waits where it needs a kind that is not there yet; steps that verify fewer drafts are
+        made once they can be.
+      before: the kinds that are there.
+      seconds: until it begins.
     """
-    rungs = worker.kinds(narrower=False)
-    kinds = [kind for kind in worker.kinds() if kind not in rungs]
+    assert worker.ladder is not None
+    prompt = worker.ladder.prompt
+    kinds = (*worker.kinds(narrower=False), *(() if prompt is None else (prompt,)), *worker.kinds())
     arguments = Arguments.of(worker.params, worker.state)
-    worker.narrow = set()
+    worker.coming = coming = {kind: Future[None]() for kind in kinds if kind not in before}
 
     def compile_all() -> None:
-        for kind in kinds:
-            compile_ladder(worker.compiled, [kind], None, arguments, worker.prefill_chunk)
-            worker.narrow = {*(worker.narrow or ()), kind}
+        for kind, compiled in coming.items():
+            try:
+                compile_kind(worker.compiled, kind, arguments, compile_traced)
+            except Exception as error:
+                compiled.set_exception(CannotCompile(f"{kind}: {error}"))
+            else:
+                compiled.set_result(None)
 
     thread = threading.Timer(seconds, compile_all)
-    thread.name, thread.daemon = "narrower", True
+    thread.name, thread.daemon = "compiling", True
     return thread
 
 
@@ -391,7 +429,11 @@ def main(child: Child) -> int:
         began = time.monotonic()
         stats.enter(Phase.LOADING)
         alone = config.num_processes == 1
-        served = functools.partial(compile_served, stats=stats, narrower=not config.starts_soon)
+        # Where programs are kept, those of a lost worker are there: nobody waits for a compiler.
+        has_kept = alone and config.compilation_cache != compiled_programs.OFF
+        resumes = start.resumes if has_kept else None
+        before_ready = functools.partial(kinds_before_ready, config, resumes)
+        served = functools.partial(compile_served, stats=stats, kinds=before_ready)
         worker = make_worker(
             start,
             lead,
@@ -399,15 +441,17 @@ def main(child: Child) -> int:
             wake=wake if alone else None,
             prepare=served if alone else lambda worker: None,
         )
-        rehearse(worker, config, stats)
+        if resumes is None:
+            rehearse(worker, config, stats)
         stats.note(f"compiled {compiled} in {time.monotonic() - began:.1f} s")
         # What is there stays: a collection of all of it would hold up every request. Nor is there
         # one now: it takes 0.3 s to find a few dozen objects.
         gc.freeze()
         gc.enable()
         stats.be_ready(tuple(map(str, own_devices(start)[:devices])))
-        if config.starts_soon and alone:
-            beside.append(compile_beside(worker, SHORT_SECONDS))
+        if alone and (config.starts_soon or resumes is not None):
+            seconds = SHORT_SECONDS if resumes is None else 0.0
+            beside.append(compile_beside(worker, before_ready(worker), seconds))
             beside[0].start()
         serve(worker, child.commands, lead.tell, stats, lead.refusal)
     return 0

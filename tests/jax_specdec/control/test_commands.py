@@ -64,7 +64,7 @@ def test_every_command_survives_its_bytes(command):
 @given(
     of_plain_fields(
         Start, config=configs, local_devices=ids, control=st.none() | st.builds(control.Connection),
-        member=st.none() | st.builds(control.Member),
+        member=st.none() | st.builds(control.Member), resumes=st.none() | served,
     )
 )  # fmt: skip
 def test_a_start_survives_its_line(start):

@@ -10,6 +10,7 @@ import pytest
 
 from ipc.errors import RingTimeout
 from jax_specdec.control import Phase
+from jax_specdec.declaration import Serves
 from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.records import output_processor
 from jax_specdec.records.batch import FinishReason
@@ -61,6 +62,8 @@ def test_a_lost_rank_may_be_restarted(caplog):
         scene = Scene(faults={0: [4, 2]}, **RESUME, max_attempts=3, num_drafts=5).run(requests)
     all_end_well(scene)
     assert len(scene.workers) == 3
+    # Successors are told what the requests need that wait for them.
+    assert scene.resumed == [None, *2 * [Serves.of(request.params for request in requests)]]
     assert [update.process_rank for update in losses(scene)] == [0, 0]
     (status,) = scene.engine.status
     assert (status.restarts, status.alive) == (2, True)
@@ -257,3 +260,11 @@ def test_a_request_can_be_aborted_while_its_lost_worker_ends():
     scene.run(requests, meddle)
     assert aborted == [n for n, why in reasons(scene).items() if why is FinishReason.ABORT]
     assert [*reasons(scene).values()].count(FinishReason.LENGTH) == 3
+
+
+def test_a_successor_for_whom_nobody_waits_gets_ready_for_all():
+    scene = Scene(faults={0: [0]}, **RESUME)
+    scene.round(3)
+    scene.clock.sleep(60)
+    scene.round(3)
+    assert scene.resumed == [None, None]

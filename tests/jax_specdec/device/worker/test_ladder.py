@@ -1,7 +1,9 @@
 """A worker compiles what it serves before it is ready, and nothing afterwards."""
 
 import contextlib
+import functools
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.control import Phase, ProcessStats
+from jax_specdec.control import Phase, ProcessStats, WorkerConfig
 from jax_specdec.declaration import EVERYTHING, USUAL, Serves
 from jax_specdec.device.drafting.drafters import NgramDrafter
 from jax_specdec.device.loop.host_slots import Slot
@@ -53,11 +55,10 @@ def make(drafting="ngram", serves=SMALL, **options):
 
 def compile_all(local, tell=lambda done, total, name: None, **which):
     worker = local.worker
-    kinds = worker.kinds(**which)
+    prompt = worker.ladder.prompt
+    kinds = [*worker.kinds(**which), *([] if prompt is None else [prompt])]
     arguments = Arguments.of(worker.params, worker.state)
-    compile_ladder(
-        worker.compiled, kinds, worker.ladder.prompt, arguments, worker.prefill_chunk, tell
-    )
+    compile_ladder(worker.compiled, kinds, arguments, worker.prefill_chunk, tell)
 
 
 def prepare(local, **which):
@@ -237,14 +238,14 @@ def test_narrower_steps_are_made_once_they_are_compiled():
     local = make(serves=Serves.of([SamplingParams()]))
     prepare(local, narrower=False)
     worker = local.worker
-    worker.narrow = set()
+    (narrow,) = set(worker.kinds()) - set(worker.kinds(narrower=False))
+    worker.coming = {narrow: Future()}
     local.admit(request("r0", [3, 1, 4, 1, 5], max_tokens=60))
     with compiled_here() as names:
         local.advance(9)
         assert names == []
-    (narrow,) = set(worker.kinds()) - set(worker.kinds(narrower=False))
-    compile_ladder(worker.compiled, [narrow], None, Arguments.of(worker.params, worker.state), 8)
-    worker.narrow = {narrow}
+    compile_ladder(worker.compiled, [narrow], Arguments.of(worker.params, worker.state), 8)
+    worker.coming[narrow].set_result(None)
     with compiled_here() as names:
         local.advance(9)
         assert names == []
@@ -276,18 +277,79 @@ def test_a_process_ends_though_something_is_compiled_beside(error, monkeypatch, 
 
 
 def test_steps_without_drafts_are_compiled_beside_the_first_ones():
-    local = make(serves=Serves.of([SamplingParams()]))
-    stats = ProcessStats()
-    worker_process.compile_served(local.worker, stats, narrower=False)
+    local, stats = make(serves=Serves.of([SamplingParams()])), ProcessStats()
+    settings = WorkerConfig(vocab_size=9, starts_soon=True)
+    before = functools.partial(worker_process.kinds_before_ready, settings, None)
+    worker_process.compile_served(local.worker, stats, before)
     assert (stats.heartbeat.phase, stats.heartbeat.done) == (Phase.COMPILING, 2)
-    beside = worker_process.compile_beside(local.worker)
+    beside = worker_process.compile_beside(local.worker, before(local.worker))
     local.admit(request("r0", PROMPT, max_tokens=60))
     local.advance(5)
-    assert local.worker.narrow == set()
+    ((narrow, compiled),) = local.worker.coming.items()
+    assert not compiled.done()
     beside.start()
     beside.join()
-    (narrow,) = local.worker.narrow
     assert narrow.num_drafts == 0
     with compiled_here() as names:
         local.advance(9)
     assert names == []
+
+
+WAITING = {
+    "ids": {},
+    "logprobs": {"logprobs": 2},
+    "drawn": {"temperature": 0.7},
+    "of a prompt": {"prompt_logprobs": 1},
+}
+
+
+def serve(local, name, **asked):
+    """Run a request to its end, and free its slot."""
+    local.admit(request(name, PROMPT, max_tokens=4, **asked))
+    local.drain()
+    assert len(local.token_ids(name)) == 4
+    local.rank.leave(name)
+
+
+@pytest.mark.parametrize("first", ["logprobs", "of a prompt"])
+def test_a_successor_has_what_waiting_requests_need_first(first):
+    """Nothing is compiled in their steps; those of other kinds wait for their programs."""
+    local = make(serves=Serves.of(SamplingParams(**asked) for asked in WAITING.values()))
+    worker, params = local.worker, SamplingParams(**WAITING[first])
+    settings = WorkerConfig(vocab_size=9)
+    kinds = worker_process.kinds_before_ready(settings, Serves.of([params]), worker)
+    assert 0 < len(kinds) < len(worker.kinds())
+    worker_process.compile_served(worker, ProcessStats(), lambda worker: kinds)
+    beside = worker_process.compile_beside(worker, kinds)
+    assert not {*kinds} & {*worker.coming}
+    assert {*kinds} | {*worker.coming} == {*worker.kinds(), worker.ladder.prompt}
+    with compiled_here() as names:
+        serve(local, "r0", **WAITING[first])
+    assert names == []
+    beside.start()
+    for name, asked in WAITING.items():
+        serve(local, name, **asked)
+    beside.join()
+    with compiled_here() as names:
+        for name, asked in WAITING.items():
+            serve(local, f"{name} again", **asked)
+    assert names == []
+    assert all(compiled.done() for compiled in worker.coming.values())
+
+
+def test_a_program_that_cannot_be_compiled_beside_is_named(monkeypatch):
+    def failing(*arguments):
+        raise ValueError("too large")
+
+    local = make()
+    worker, params = local.worker, SamplingParams()
+    settings = WorkerConfig(vocab_size=9)
+    kinds = worker_process.kinds_before_ready(settings, Serves.of([params]), worker)
+    worker_process.compile_served(worker, ProcessStats(), lambda worker: kinds)
+    monkeypatch.setattr(worker_process, "compile_kind", failing)
+    beside = worker_process.compile_beside(worker, kinds)
+    beside.start()
+    beside.join()
+    serve(local, "r0")  # without the narrower steps
+    with pytest.raises(CannotCompile, match="sampled step: too large"):
+        serve(local, "r1", temperature=0.7)

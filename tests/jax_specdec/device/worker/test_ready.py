@@ -1,6 +1,7 @@
 """A worker that is ready compiles nothing, whatever is asked of what it serves."""
 
 import collections
+import functools
 import itertools
 
 import numpy as np
@@ -66,8 +67,10 @@ def ready(request):
         load=lambda path, params: params,
     )
     with compiled_here() as names:
-        worker_process.compile_served(local.worker, ProcessStats(), narrower=True)
-        worker_process.rehearse(local.worker, WorkerConfig(vocab_size=VOCAB), ProcessStats())
+        settings, stats = WorkerConfig(vocab_size=VOCAB), ProcessStats()
+        every_kind = functools.partial(worker_process.kinds_before_ready, settings, None)
+        worker_process.compile_served(local.worker, stats, every_kind)
+        worker_process.rehearse(local.worker, settings, stats)
     # The negative control of what follows. (Copies of a prefix are compiled once a process.)
     assert {"jit(step)", "jit(choose)", "jit(score_chunk)"} <= {*names}
     return local
