@@ -43,7 +43,7 @@ def default_folder() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "jax-specdec" / f"compiled-{_machine()}"
+    return root / "jax-specdec" / f"compiled-{machine()}"
 
 
 def contents(folder: Path) -> Contents:
@@ -153,7 +153,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
             yield path, path.stat()
 
 
-def _machine() -> str:
+def machine() -> str:
     """The kind of this machine's CPU."""
     flags = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:

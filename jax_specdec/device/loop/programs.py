@@ -23,6 +23,10 @@ from pallas_kernels import use_implementation
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+OF_STEP = "read_k", "report_widths", "samples", "num_drafts"
+# The static arguments of all functions: no argument that is not has such a name.
+STATIC = frozenset((*OF_STEP, "chunk", "widths", "vocab_size"))
+
 
 class Compiled:
     """The loop's functions, compiled on first use.
@@ -68,10 +72,9 @@ class Compiled:
         self.start_again, self.copy_prefix = on_state(start_again), on_state(copy_prefix)
         self.prefill_chunk = of_model(prefill_chunk, "chunk", alone=True)
         self.score_chunk = of_model(prompt_chunks.score_chunk, "chunk", "widths")
-        of_step = "read_k", "report_widths", "samples"
-        self.step = of_model(step, *of_step, "num_drafts")
+        self.step = of_model(step, *OF_STEP)
         self.forward_rows = of_model(forward_rows)
-        self.choose = of_model(choose, *of_step)
+        self.choose = of_model(choose, *OF_STEP[:-1])
         self.prompt_message = message(prompt_chunks.prompt_message, "vocab_size")
         self.target_message = message(step_messages.target_message, parallel=parallel)
         self.draft_message = message(step_messages.draft_message, parallel=parallel)

@@ -26,17 +26,26 @@ def begin(setting: str) -> None:
         return
     if not setting and "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    folder = Path(setting) if setting else compiled_programs.default_folder()
+    path = Path(setting) if setting else compiled_programs.default_folder()
     try:
-        compiled_programs.prepare(folder)
+        compiled_programs.prepare(path)
     except OSError as error:
         if setting:
             raise
         print(f"compiled programs are not kept: {error}", file=sys.stderr, flush=True)
         return
     for name, value in (
-        ("jax_compilation_cache_dir", str(folder)),
+        ("jax_compilation_cache_dir", str(path)),
         ("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS),
         ("jax_persistent_cache_min_entry_size_bytes", -1),
     ):
         jax.config.update(name, value)
+
+
+def folder() -> Path | None:
+    """The folder that `begin` has chosen; None: programs are not kept, or where the user told jax."""
+    settings = jax.config.values
+    path = settings["jax_compilation_cache_dir"]
+    if not path or not settings["jax_enable_compilation_cache"]:
+        return None
+    return None if path == os.environ.get("JAX_COMPILATION_CACHE_DIR") else Path(path)

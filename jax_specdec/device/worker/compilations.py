@@ -12,6 +12,7 @@ from jax_specdec.control import Heartbeat, Phase, ProcessStats
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compiler gets the program next
 COMPILED = "/jax/core/compile/backend_compile_duration"
 KEPT = "/jax/compilation_cache/cache_hits"  # an earlier start has compiled it
+READ = "/jax_specdec/kept_programs/read"  # as KEPT, and nothing was traced for it
 _EVENTS = "/jax/core/compile/"
 NOTED_SECONDS = 0.5  # of lowering and compiling, from which on a program is noted for the log
 
@@ -58,7 +59,10 @@ def watch(stats: ProcessStats) -> Compilations:
             stats.change(progress=stats.heartbeat.progress + 1)
 
     def seen(event: str, **more: Any) -> None:
-        counts.kept += event == KEPT
+        counts.kept += event in (KEPT, READ)
+        if event == READ:
+            counts.count += 1
+            stats.change(progress=stats.heartbeat.progress + 1)
 
     jax.monitoring.register_event_duration_secs_listener(heard)
     jax.monitoring.register_event_listener(seen)

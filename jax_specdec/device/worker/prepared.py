@@ -4,6 +4,7 @@ What they are called with is said by shapes, types and places: nothing of it is 
 compiled while the weights are read.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.stages import Lowered, Traced
+from jax.stages import Compiled as Stage
+from jax.stages import Traced
 
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import Slot
@@ -21,18 +23,26 @@ from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopState, with_report
 from jax_specdec.device.messages.pack import Stamp
 from jax_specdec.device.worker.grammars import no_masks
+from jax_specdec.device.worker.kept_kinds import (
+    Anew,
+    AnyKind,
+    KeptKinds,
+    compiled_anew,
+    not_kept_twice,
+)
 from jax_specdec.device.worker.outgoing import copied_lengths
 from jax_specdec.requests import Request
 
 Tree = TypeVar("Tree")  # of arrays, or of their shapes and places
 
-Compile = Callable[..., None]  # takes traced programs; compiles them, now or soon
+Compile = Callable[[str, Traced], None]  # takes a program and its name; compiles it, now or soon
 
 INDEX = np.int32(0)
 STAMP = Stamp(np.zeros(2, np.uint32), *np.zeros(3, np.uint32))
 
 
 Part = Callable[[Compile], None]  # what has some programs compiled
+Ahead = dict[AnyKind, dict[str, Stage]]  # programs by kind and name
 
 
 class Arguments(NamedTuple):
@@ -64,25 +74,14 @@ def abstract(tree: Tree) -> Tree:
     return shapes
 
 
-def compile_now(*lowered: Lowered) -> None:
-    """Compile programs one after the other."""
-    for program in lowered:
-        program.compile()
-
-
-def compile_traced(*traced: Traced) -> None:
-    """Lower and compile programs one after the other."""
-    for program in traced:
-        program.lower().compile()
-
-
 def compile_ladder(
     programs: Compiled,
     kinds: Sequence[Kind | PromptKind],
     arguments: Arguments,
     prefill_chunk: int,
     tell: Callable[[int, int, str], object] = lambda done, total, name: None,
-) -> None:
+    kept: KeptKinds | None = None,
+) -> Ahead:
     """Compile what every request needs, and what batches and prompts of some kinds do.
 
     One thread traces and lowers, which the interpreter does; others compile, or read what was kept,
@@ -94,42 +93,99 @@ def compile_ladder(
       arguments: of all programs.
       prefill_chunk: positions of a chunk of other prompts.
       tell: called with how many of how many kinds are there, and the name of another one.
+      kept: where programs are kept that need not be traced; None: nowhere.
+
+    Returns:
+      The programs of each kind, by name.
 
     Raises:
       CannotCompile: names the kind.
     """
-    parts: list[tuple[str, Part]] = [
-        ("prompts", partial(compile_shared, programs, arguments, prefill_chunk)),
-        *((str(kind), partial(compile_kind, programs, kind, arguments)) for kind in kinds),
+    parts: list[tuple[AnyKind, str, Part]] = [
+        (None, "prompts", partial(compile_shared, programs, arguments, prefill_chunk)),
+        *(
+            (kind, str(kind), partial(compile_kind, programs, kind, arguments))
+            for kind in dict.fromkeys(kinds)
+        ),
     ]
-    jobs: list[tuple[str, list[Future[None]]]] = []
-    begun: dict[int, Any] = {}  # what was traced: kinds share programs
+    jobs: list[tuple[AnyKind, str, dict[str, Future[Anew]]]] = []
+    begun: dict[int, tuple[Any, Future[Anew]]] = {}  # what was traced: kinds share programs
 
-    def begin(*traced: Traced) -> None:
-        new = [program for program in traced if id(program.jaxpr) not in begun]
-        begun.update((id(program.jaxpr), program.jaxpr) for program in new)
-        jobs[-1][1].append(pool.submit(compile_now, *(program.lower() for program in new)))
+    def begin(name: str, traced: Traced) -> None:
+        key = id(traced.jaxpr)
+        if key not in begun:
+            begun[key] = traced.jaxpr, pool.submit(compiled_anew, traced.lower())
+        jobs[-1][2][name] = begun[key][1]
 
     def say(name: str, traced: int) -> None:
-        done = sum(all(job.done() for job in waiting) for _, waiting in jobs[:traced])
-        tell(done, len(parts), name)
+        done = sum(all(job.done() for job in waiting.values()) for *_, waiting in jobs[:traced])
+        tell(len(ahead) + done, len(parts), name)
 
-    with ThreadPoolExecutor(os.cpu_count(), "compiling") as pool:
+    ahead: Ahead = {}
+    writing = contextlib.nullcontext() if kept is None else not_kept_twice()
+    with writing, ThreadPoolExecutor(os.cpu_count(), "compiling") as pool:
         name = ""
         try:
-            for traced, (name, part) in enumerate(parts):
-                jobs.append((name, []))
-                say(name, traced)
-                part(begin)
-            for name, waiting in jobs:
-                say(name, len(parts))
-                for job in waiting:
+            if kept is not None:
+                reading = {
+                    kind: pool.submit(kept.load, kind) for kind, *_ in parts if kept.has(kind)
+                }
+                for kind, stages in reading.items():
+                    if (of_kind := stages.result()) is not None:
+                        ahead[kind] = of_kind
+                        say(str(kind or "prompts"), 0)
+            for kind, name, part in parts:
+                if kind not in ahead:
+                    jobs.append((kind, name, {}))
+                    say(name, len(jobs) - 1)
+                    part(begin)
+            for _, name, waiting in jobs:
+                say(name, len(jobs))
+                for job in waiting.values():
                     job.result()
         except Exception as error:
             pool.shutdown(wait=False, cancel_futures=True)
             why = f"{type(error).__name__}: {error}"
             raise CannotCompile(f"{name}: this program cannot be compiled: {why}") from error
+        compiled = {
+            kind: {name: job.result() for name, job in waiting.items()} for kind, _, waiting in jobs
+        }
+        if kept is not None:
+            list(pool.map(kept.save, compiled, compiled.values()))
     tell(len(parts), len(parts), name)
+    for kind, new in compiled.items():
+        ahead[kind] = {name: program.stage for name, program in new.items()}
+    return ahead
+
+
+def compile_one(
+    programs: Compiled,
+    kind: Kind | PromptKind,
+    arguments: Arguments,
+    kept: KeptKinds | None,
+    begun: dict[int, tuple[Any, Anew]],
+) -> dict[str, Stage]:
+    """Compile the programs of a kind in this thread, or read them.
+
+    Args:
+      programs, kind, arguments, kept: as above.
+      begun: programs of other kinds, which this one may share; it takes in those of this kind.
+    """
+    if kept is not None and (stages := kept.load(kind)) is not None:
+        return stages
+    compiled: dict[str, Anew] = {}
+
+    def compile_now(name: str, traced: Traced) -> None:
+        key = id(traced.jaxpr)
+        if key not in begun:
+            begun[key] = traced.jaxpr, compiled_anew(traced.lower())
+        compiled[name] = begun[key][1]
+
+    with contextlib.nullcontext() if kept is None else not_kept_twice():
+        compile_kind(programs, kind, arguments, compile_now)
+    if kept is not None:
+        kept.save(kind, compiled)
+    return {name: program.stage for name, program in compiled.items()}
 
 
 def compile_kind(
@@ -147,11 +203,12 @@ def compile_shared(
     params, state = arguments
     request = Request(id="", prompt_token_ids=(0,))
     sizes = programs.config.max_length, programs.config.drafter.num_drafts
-    compile(programs.prefill_chunk.trace(params, state, INDEX, INDEX, chunk=prefill_chunk))
-    compile(programs.admit.trace(state, INDEX, host_slots.admission(request, *sizes)))
-    compile(programs.release.trace(state, INDEX))
-    compile(programs.copy_prefix.trace(state, INDEX, INDEX))
-    compile(programs.start_again.trace(state))
+    prefill = programs.prefill_chunk.trace(params, state, INDEX, INDEX, chunk=prefill_chunk)
+    compile("prefill_chunk", prefill)
+    compile("admit", programs.admit.trace(state, INDEX, host_slots.admission(request, *sizes)))
+    compile("release", programs.release.trace(state, INDEX))
+    compile("copy_prefix", programs.copy_prefix.trace(state, INDEX, INDEX))
+    compile("start_again", programs.start_again.trace(state))
 
 
 def compile_batch(programs: Compiled, kind: Kind, arguments: Arguments, compile: Compile) -> None:
@@ -173,23 +230,29 @@ def compile_batch(programs: Compiled, kind: Kind, arguments: Arguments, compile:
     )
     state = bare._replace(drafts=bare.drafts._replace(report=report))
     if kind.has_grammar:
-        _compiled(programs.seen.trace(bare), bare, compile)
-        run, rows = _compiled(programs.forward_rows.trace(params, bare), (params, bare), compile)
+        _compiled("seen", programs.seen.trace(bare), bare, compile)
+        forward = programs.forward_rows.trace(params, bare)
+        run, rows = _compiled("forward_rows", forward, (params, bare), compile)
         run = run._replace(drafts=run.drafts._replace(report=report))
         assert changes is not None
         changes = changes._replace(grammar=no_masks(programs.config))
-        traced = programs.choose.trace(
-            params, run, rows, options, changes=changes, **kind.step_options
+        name, traced = (
+            "choose",
+            programs.choose.trace(params, run, rows, options, changes=changes, **kind.step_options),
         )
     else:
         traced = programs.step.trace(params, state, options, changes=changes, **kind.step_options)
-    output = _compiled(traced, (params, state), compile)[1]
+        name = "step"
+    output = _compiled(name, traced, (params, state), compile)[1]
     message_inputs, widths = (output, options, STAMP), kind.widths
-    messages = [programs.target_message.trace(*message_inputs, np.bool_(False), widths=widths)]
+    target = programs.target_message.trace(*message_inputs, np.bool_(False), widths=widths)
+    messages = {"target_message": target}
     if kind.reports_drafts:
-        messages.append(programs.draft_message.trace(*message_inputs, widths=widths))
+        messages["draft_message"] = programs.draft_message.trace(*message_inputs, widths=widths)
     _compile_copies(
-        programs, [_compiled(message, output, compile) for message in messages], compile
+        programs,
+        [_compiled(name, message, output, compile) for name, message in messages.items()],
+        compile,
     )
 
 
@@ -203,7 +266,7 @@ def compile_prompt(
     traced = programs.score_chunk.trace(
         *arguments, INDEX, INDEX, INDEX, ids, options, chunk=kind.chunk, widths=kind.widths
     )
-    scored = _compiled(traced, arguments, compile)[1]
+    scored = _compiled("score_chunk", traced, arguments, compile)[1]
     message = programs.prompt_message.trace(
         scored,
         INDEX,
@@ -213,26 +276,22 @@ def compile_prompt(
         vocab_size=programs.config.model.vocab_size,
         widths=kind.widths,
     )
-    _compile_copies(programs, [_compiled(message, scored, compile)], compile)
+    _compile_copies(programs, [_compiled("prompt_message", message, scored, compile)], compile)
 
 
 def _compile_copies(programs: Compiled, messages: Sequence[jax.Array], compile: Compile) -> None:
     if programs.cuts:
-        compile(
-            *(
-                programs.leading.trace(words, count)
-                for words in messages
-                for count in copied_lengths(programs, words.size)
-            )
-        )
+        for words in messages:
+            for count in copied_lengths(programs, words.size):
+                compile(f"leading {words.size} {count}", programs.leading.trace(words, count))
 
 
-def _compiled(traced: Traced, arguments: object, compile: Compile) -> Any:
+def _compiled(name: str, traced: Traced, arguments: object, compile: Compile) -> Any:
     """Compile a program; what it returns, abstract."""
     leaves = jax.tree.leaves(arguments)
     # Otherwise what it returns may be moved, too, and nothing has to be compiled to know it.
     if not any(getattr(x, "sharding", None) is not None for x in leaves):
-        compile(traced)
+        compile(name, traced)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)
 
     def shape_of(x: jax.Array, place: jax.sharding.Sharding) -> object:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled as Stage
 
 from ipc import wire
 from ipc.wire import SlotState
@@ -35,6 +37,7 @@ from jax_specdec.device.model.own_model import row_tile
 from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.grammars import Grammars, no_masks
+from jax_specdec.device.worker.kept_kinds import AnyKind, Executable
 from jax_specdec.device.worker.next_weights import NextWeights
 from jax_specdec.device.worker.outgoing import Outgoing, check
 from jax_specdec.device.worker.prefix_cache import PrefixCache
@@ -143,6 +146,7 @@ class Worker:
         self._no_masks: GrammarMasks | None = None  # on the device, once a batch has needed them
         self.serves = serves
         self.ladder: Ladder | None = None
+        self._ahead: dict[AnyKind, Any] = {}  # as `compiled`, of executables
         # Those whose programs are compiled beside the steps; others are there.
         self.coming: Mapping[Kind | PromptKind, Future[None]] = {}
         if serves is not None:
@@ -274,7 +278,9 @@ class Worker:
             if kind.reads_once or step not in outputs:
                 self.kind, self.options = kind, options
                 outputs[step] = self.run_kind(kind)
-            self.outgoing.rehearse(self.compiled, outputs[step], self.slots, kind, options.options)
+            self.outgoing.rehearse(
+                self.programs(kind), outputs[step], self.slots, kind, options.options
+            )
         if grammars is not None:
             tell("grammars")
             grammars.exception()  # waits
@@ -299,18 +305,18 @@ class Worker:
     def _rehearse_prompts(self) -> None:
         index, request = np.int32(0), Request(id="", prompt_token_ids=(0, 0))
         sizes = self.config.max_length, self.config.drafter.num_drafts
-        self._change(self.compiled.admit, index, host_slots.admission(request, *sizes))
+        self._change(self.programs().admit, index, host_slots.admission(request, *sizes))
         chunk = self.prefill_chunk
-        run = functools.partial(self.compiled.prefill_chunk, self.params, chunk=chunk)
+        run = functools.partial(self.programs().prefill_chunk, self.params, chunk=chunk)
         self._change(run, index, index)
         if self.ladder is not None and self.ladder.prompt is not None:
             params = SamplingParams(prompt_logprobs=0)
             slot = Slot(params=params, prefill_at=0, prefill_length=2, score_from=0)
             for words in self._score(slot, (index, index)):
                 np.asarray(words)
-        self._change(self.compiled.copy_prefix, index, index)
-        self._change(self.compiled.start_again)
-        self._change(self.compiled.release, index)
+        self._change(self.programs().copy_prefix, index, index)
+        self._change(self.programs().start_again)
+        self._change(self.programs().release, index)
 
     def _admit(self, command: control.Admit) -> None:
         request, vocab = command.request, self.config.model.vocab_size
@@ -327,7 +333,7 @@ class Worker:
                 f"(0 to {vocab - 1})"
             )
         self._change(
-            self.compiled.admit,
+            self.programs().admit,
             np.int32(command.slot),
             host_slots.admission(
                 request,
@@ -382,6 +388,17 @@ class Worker:
             or (coming.done() and coming.exception() is None)
         )
 
+    def run_ahead(self, ahead: Mapping[AnyKind, Mapping[str, Stage]]) -> None:
+        """Run these programs from now on, where their kinds are run: they need not be traced."""
+        every = vars(self.compiled)
+        for kind, stages in ahead.items():
+            executables = {name: Executable(stage) for name, stage in stages.items()}
+            self._ahead[kind] = SimpleNamespace(**every | executables)
+
+    def programs(self, kind: AnyKind = None) -> Any:
+        """The programs of a kind, as `Compiled` has them; None: those that all kinds share."""
+        return self._ahead.get(kind, self.compiled)
+
     def await_programs(self, kind: Kind | PromptKind) -> None:
         """Wait until the programs of a kind are there, where they are compiled beside the steps.
 
@@ -408,7 +425,7 @@ class Worker:
         state = self.state
         runs = np.asarray(state.active) | np.asarray(state.prefilling)
         tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
-        self._change(self.compiled.start_again)
+        self._change(self.programs().start_again)
         reused, self.prefixes = self.prefixes.reused, PrefixCache(len(runs), self.prefill_chunk)
         self.prefixes.reused = reused
         for index, slot in enumerate(self.slots):
@@ -439,7 +456,7 @@ class Worker:
         """Free a slot if it is still of this generation; the next message tells the verdict."""
         slot = self.slots[index]
         if slot.generation == generation and (slot.occupied or slot.verdict):
-            self._change(self.compiled.release, np.int32(index))
+            self._change(self.programs().release, np.int32(index))
             self._set(index, Slot(generation=generation, verdict=verdict))
 
     def _change(self, program: Callable[..., LoopState], *arguments: Any) -> None:
@@ -483,7 +500,7 @@ class Worker:
         places = np.int32(index), np.int32(start)
         words: tuple[jax.Array, ...] = ()
         if slot.score_from is None or slot.next_unscored >= chunk:
-            run = functools.partial(self.compiled.prefill_chunk, self.params, chunk=chunk)
+            run = functools.partial(self.programs().prefill_chunk, self.params, chunk=chunk)
             self._change(run, *places)
             self.prefixes.hold(index, start + chunk)
         else:
@@ -504,19 +521,20 @@ class Worker:
         source, held = self.prefixes.longest(index)
         if held <= start:
             return start
-        self._change(self.compiled.copy_prefix, np.int32(source), np.int32(index))
+        self._change(self.programs().copy_prefix, np.int32(source), np.int32(index))
         self.prefixes.hold(index, held, reused=True)
         return held
 
     def _score(self, slot: Slot, places: tuple[np.int32, np.int32]) -> tuple[jax.Array, ...]:
         """Run one chunk of a prompt and its logprobs; the words of its message, if it has any."""
-        scoring, (chunk, widths) = host_slots.for_prompt(slot), self.prompt_kind_of(slot)
+        kind, scoring = self.prompt_kind_of(slot), host_slots.for_prompt(slot)
+        programs, (chunk, widths) = self.programs(kind), kind
         options = host_slots.options_of_slots([scoring], widths)
         self._alone = False
         report = self.state.drafts.report
         unscored = np.int32(min(slot.next_unscored, chunk))
         extra_ids = host_slots.prompt_extra_ids(slot, chunk, widths.chosen)
-        state, scored = self.compiled.score_chunk(
+        state, scored = programs.score_chunk(
             self.params, with_report(self.state, None), *places, unscored, extra_ids, options,
             chunk=chunk, widths=widths,
         )  # fmt: skip
@@ -526,7 +544,7 @@ class Worker:
             return ()
         stamp = self.outgoing.stamp(self.step_number, self.weights_version)
         words = self.outgoing.prompt_message(
-            self.compiled,
+            programs,
             scored,
             num_tokens,
             stamp,
@@ -556,7 +574,7 @@ class Worker:
         stamp = self.outgoing.stamp(self.step_number, self.weights_version)
         assert self.options is not None
         words = self.outgoing.step_messages(
-            self.compiled, output, stamp, self.slots, kind.widths, self.options.options
+            self.programs(kind), output, stamp, self.slots, kind.widths, self.options.options
         )
         self.step_number += 1
         # On every process, whether it publishes or not: a verdict or a request that was handed
@@ -572,10 +590,11 @@ class Worker:
     def run_kind(self, kind: Kind) -> StepOutput:
         """Run the programs of a step; `options` are those of its kind."""
         rows: tuple[StepRows, ...] = ()
-        step, masks = self.compiled.step, None
+        programs = self.programs(kind)
+        step, masks = programs.step, None
         if kind.has_grammar:
-            run, masks = self._run_rows()
-            step, rows = self.compiled.choose, (run,)
+            run, masks = self._run_rows(programs)
+            step, rows = programs.choose, (run,)
         assert self.options is not None
         options, changes = self.options
         if changes is not None:
@@ -596,7 +615,7 @@ class Worker:
         place = drafts.token_ids.sharding if drafts.token_ids.committed else None
         return with_report(self.state, jax.device_put(empty, place))
 
-    def _run_rows(self) -> tuple[StepRows, GrammarMasks]:
+    def _run_rows(self, programs: Any) -> tuple[StepRows, GrammarMasks]:
         """Start a step's forward pass, and make its masks meanwhile.
 
         They need the tokens and drafts that the step before left: this alone waits for that step,
@@ -604,10 +623,10 @@ class Worker:
         """
         report, bare = self.state.drafts.report, with_report(self.state, None)
         has_grammar = any(slot.grammar is not None and slot.decoding for slot in self.slots)
-        seen = self.compiled.seen(bare) if has_grammar else None
+        seen = programs.seen(bare) if has_grammar else None
         if seen is not None:
             seen.copy_to_host_async()
-        state, rows = self.compiled.forward_rows(self.params, bare)
+        state, rows = programs.forward_rows(self.params, bare)
         self.state = with_report(state, report)
         if seen is None:
             if self._no_masks is None:

@@ -44,12 +44,12 @@ from jax_specdec.device.model.params import init_params
 from jax_specdec.device.model.row_bits import with_bits_of_their_own
 from jax_specdec.device.model.sharding import ONE_DEVICE, tensor_parallel
 from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
+from jax_specdec.device.worker.kept_kinds import KeptKinds
 from jax_specdec.device.worker.prepared import (
     Arguments,
     CannotCompile,
-    compile_kind,
     compile_ladder,
-    compile_traced,
+    compile_one,
 )
 from jax_specdec.device.worker.process_group import Lead
 from jax_specdec.device.worker.worker import Sender, Worker
@@ -172,13 +172,15 @@ def compile_served(
     def tell(done: int, total: int, name: str) -> None:
         stats.enter(Phase.COMPILING, done, total, name)
 
-    compile_ladder(
-        worker.compiled,
-        kinds(worker),
-        Arguments.of(worker.params, worker.state),
-        worker.prefill_chunk,
-        tell,
+    arguments = Arguments.of(worker.params, worker.state)
+    kept = KeptKinds.of(
+        compilation_cache.folder(), worker.compiled, arguments, worker.prefill_chunk
     )
+    ahead = compile_ladder(
+        worker.compiled, kinds(worker), arguments, worker.prefill_chunk, tell, kept
+    )
+    if kept is not None:
+        worker.run_ahead(ahead)
 
 
 def kinds_before_ready(
@@ -223,15 +225,21 @@ def compile_beside(
     prompt = worker.ladder.prompt
     kinds = (*worker.kinds(narrower=False), *(() if prompt is None else (prompt,)), *worker.kinds())
     arguments = Arguments.of(worker.params, worker.state)
+    kept = KeptKinds.of(
+        compilation_cache.folder(), worker.compiled, arguments, worker.prefill_chunk
+    )
     worker.coming = coming = {kind: Future[None]() for kind in kinds if kind not in before}
 
     def compile_all() -> None:
+        begun: dict[int, Any] = {}
         for kind, compiled in coming.items():
             try:
-                compile_kind(worker.compiled, kind, arguments, compile_traced)
+                stages = compile_one(worker.compiled, kind, arguments, kept, begun)
             except Exception as error:
                 compiled.set_exception(CannotCompile(f"{kind}: {error}"))
             else:
+                if kept is not None:
+                    worker.run_ahead({kind: stages})
                 compiled.set_result(None)
 
     thread = threading.Timer(seconds, compile_all)

@@ -217,7 +217,7 @@ def test_a_rung_that_cannot_be_compiled_is_named(monkeypatch):
         raise RuntimeError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "compile_now", fails)
+        patch.setattr(prepared, "compiled_anew", fails)
         with pytest.raises(
             CannotCompile, match=r"prompts: .* cannot be compiled: RuntimeErr.*no r"
         ):
@@ -346,7 +346,7 @@ def test_a_program_that_cannot_be_compiled_beside_is_named(monkeypatch):
     settings = WorkerConfig(vocab_size=9)
     kinds = worker_process.kinds_before_ready(settings, Serves.of([params]), worker)
     worker_process.compile_served(worker, ProcessStats(), lambda worker: kinds)
-    monkeypatch.setattr(worker_process, "compile_kind", failing)
+    monkeypatch.setattr(worker_process, "compile_one", failing)
     beside = worker_process.compile_beside(worker, kinds)
     beside.start()
     beside.join()
