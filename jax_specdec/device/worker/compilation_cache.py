@@ -43,7 +43,7 @@ def begin(setting: str) -> None:
 
 
 def folder() -> Path | None:
-    """The folder that `begin` has chosen; None: programs are not kept, or where the user told jax."""
+    """The folder that `begin` chose; None: nothing is kept, or where the user told jax to."""
     settings = jax.config.values
     path = settings["jax_compilation_cache_dir"]
     if not path or not settings["jax_enable_compilation_cache"]:
