@@ -22,7 +22,7 @@ from pallas_kernels.lowering.forms import Tree
 from pallas_kernels.lowering.implementation import Implementation
 
 Arrays = TypeVar("Arrays", bound=Tree)
-Found = TypeVar("Found", bound=Tree)
+Result = TypeVar("Result", bound=Tree)
 MOST_GROUPS = 4096  # of a row, that a warpgroup holds in registers: 1,048,576 tokens
 MOST_TAKEN = 128  # tokens of a row, one a thread
 
@@ -148,11 +148,11 @@ def draw(
     slots: RowsToDraw,
     arrays: Arrays,
     purposes: tuple[int, int],
-    by_xla: Callable[[Arrays], Found],
+    by_xla: Callable[[Arrays], Result],
     logits: Float[Array, "N V"],
-    after: Callable[[Drawn, Arrays], Found],
+    after: Callable[[Drawn, Arrays], Result],
     changes: Changes | None = None,
-) -> Found:
+) -> Result:
     """A token of each slot's row, of rows that are whole on a device.
 
     The kernel needs at most `MOST_GROUPS` groups and `MOST_TAKEN` taken tokens; elsewhere XLA does

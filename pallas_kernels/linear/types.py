@@ -170,7 +170,7 @@ class Inputs(NamedTuple):
         return self.token_ids.shape[0]
 
 
-class RowScale(NamedTuple):
+class LogprobScale(NamedTuple):
     """What the logprobs of R rows are relative to: they are (x - maximum) / T - log_sum."""
 
     maximum: jax.Array  # [R] float32; 0 in a row without an answer

@@ -14,7 +14,7 @@ import jax
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 Arguments = ParamSpec("Arguments")
-Kept = TypeVar("Kept")
+Result = TypeVar("Result")
 
 
 def check_name(implementation: str | None) -> None:
@@ -62,12 +62,12 @@ def resolved(implementation: Implementation | None) -> Implementation | None:
     return _named.value if implementation is None else implementation
 
 
-def kept(function: Callable[Arguments, Kept]) -> Callable[Arguments, Kept]:
+def bind_implementation(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """The function with today's value, for the compiler that calls it later, in any thread."""
     name = _named.value
 
     @functools.wraps(function)
-    def call(*arguments: Arguments.args, **more: Arguments.kwargs) -> Kept:
+    def call(*arguments: Arguments.args, **more: Arguments.kwargs) -> Result:
         with _named(name):
             return function(*arguments, **more)
 

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from pallas_kernels.lowering.forms import Tree, vary_like
-from pallas_kernels.lowering.implementation import kept
+from pallas_kernels.lowering.implementation import bind_implementation
 
 Result = TypeVar("Result", bound=Tree)
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -48,14 +48,14 @@ def lowered_for(
     that is named now.
     """
     arrays, tree = jax.tree.flatten(arguments)
-    default = kept(default)
-    others = {name: kept(other) for name, other in others.items()}
+    default = bind_implementation(default)
+    others = {name: bind_implementation(other) for name, other in others.items()}
     functions = {name: _flat(others.get(name, default), tree) for name in PLATFORMS}
     # The results' tree, from when `_choice` traces `typed` for their types.
     results: list[jax.tree_util.PyTreeDef] = []
 
-    def typed(*given: Tree) -> Result:
-        result = vary_like(like(*given), given)
+    def typed(*values: Tree) -> Result:
+        result = vary_like(like(*values), values)
         results[:] = [jax.tree.structure(result)]
         return result
 

@@ -58,7 +58,7 @@ def draw(
     Returns:
       One draft a slot (D = 1), with its q; `Drafts.joined` makes a longer proposal.
     """
-    draft_logits, sampling, positions, row_ids = door.of_rows(
+    draft_logits, sampling, positions, row_ids = door.checked_rows(
         draft_logits, sampling, positions, "draft_logits", row_ids, "[B]"
     )
     how = door.split_of(mesh, axis_name, vocab_size)

@@ -277,7 +277,7 @@ def _of_shard(
     if shard.axis_name is None:
         return topk_of_whole_rows(implementation, outputs, rows)
     if rows.token_ids is None:
-        changed = of_logits.apply(rows.logits, answers.changes_of(rows.changes, shard, width))
+        changed = of_logits.apply(rows.logits, answers.changes_of_shard(rows.changes, shard, width))
         chosen = greedy(changed, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
         rows = rows._replace(token_ids=chosen.token_ids)
     if width < WIDTH:  # a shard that is narrower than a group: all columns are gathered
@@ -304,7 +304,7 @@ def topk_of_whole_rows(
         rows = with_choice(rows)
     is_greedy = rows.token_ids is None
 
-    def from_sums(row_sums: answers.ReadRows, rows: Rows) -> TopkLogprobs:
+    def from_sums(row_sums: answers.SumRows, rows: Rows) -> TopkLogprobs:
         if is_greedy:
             return answers.greedy_topk_logprobs(row_sums, rows, outputs)
         return answers.topk_logprobs(row_sums, rows, outputs)

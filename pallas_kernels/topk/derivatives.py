@@ -28,10 +28,10 @@ from pallas_kernels.contract.rows import Outputs, Rows, skipped_rows
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
-Call = Callable[[Rows], TopkLogprobs]
+RowsCall = Callable[[Rows], TopkLogprobs]
 
 
-def transformable(call: Call, shard: VocabShard = WHOLE) -> Call:
+def transformable(call: RowsCall, shard: VocabShard = WHOLE) -> RowsCall:
     """The call with rules of its own for `vmap`, `jvp` and so `grad`.
 
     Args:
@@ -74,17 +74,17 @@ def _with_derivative(out: TopkLogprobs) -> dict[str, jax.Array]:
     return {name: x for name in names if (x := getattr(out, name)) is not None}
 
 
-def _folded(call: Call, size: int, is_batched: Rows, rows: Rows) -> TopkLogprobs:
+def _folded(call: RowsCall, size: int, is_batched: Rows, rows: Rows) -> TopkLogprobs:
     """`size` calls as one: the outputs [size, R, ...]."""
     logits, logits_batched = rows.logits, bool(is_batched.logits)
 
-    def each(x: jax.Array, is_batched: bool) -> jax.Array:
+    def with_batch_axis(x: jax.Array, is_batched: bool) -> jax.Array:
         """x with a leading axis [size, ...]."""
         return x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
 
     no_logits = jnp.zeros(0, jnp.float32)  # the logits stay as they are
     rows = jax.tree.map(
-        each,
+        with_batch_axis,
         rows._replace(logits=no_logits),
         is_batched._replace(logits=True),  # type: ignore[arg-type]
     )._replace(logits=logits)
