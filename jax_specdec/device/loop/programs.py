@@ -77,7 +77,9 @@ class Compiled:
         self.draft_message = message(step_messages.draft_message, parallel=parallel)
         self.seen = read(functools.partial(seen, config))
         self.cuts = cuts
-        self.leading: Any = read(functools.partial(leading), static_argnums=1) if cuts else whole
+        self.leading: Any = (
+            read(functools.partial(leading), static_argnums=1) if cuts else all_words
+        )
 
 
 def cuts_messages(config: LoopConfig) -> bool:
@@ -93,7 +95,7 @@ def leading(words: jax.Array, count: int) -> jax.Array:
     return words[:count]
 
 
-def whole(words: jax.Array, count: int) -> jax.Array:
+def all_words(words: jax.Array, count: int) -> jax.Array:
     """All of the words [n], of which the first `count` are read."""
     return words
 

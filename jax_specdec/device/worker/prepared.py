@@ -16,7 +16,7 @@ from jax.stages import Lowered, Traced
 
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import Slot
-from jax_specdec.device.loop.kinds import Kind, PromptKind, empty_report
+from jax_specdec.device.loop.kinds import PromptKind, StepKind, empty_report
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopState, with_report
 from jax_specdec.device.messages.pack import Stamp
@@ -32,7 +32,7 @@ INDEX = np.int32(0)
 STAMP = Stamp(np.zeros(2, np.uint32), *np.zeros(3, np.uint32))
 
 
-Part = Callable[[Compile], None]  # what has some programs compiled
+CompileTask = Callable[[Compile], None]  # what has some programs compiled
 
 
 class Arguments(NamedTuple):
@@ -78,7 +78,7 @@ def compile_traced(*traced: Traced) -> None:
 
 def compile_ladder(
     programs: Compiled,
-    kinds: Sequence[Kind | PromptKind],
+    kinds: Sequence[StepKind | PromptKind],
     arguments: Arguments,
     prefill_chunk: int,
     tell: Callable[[int, int, str], object] = lambda done, total, name: None,
@@ -98,7 +98,7 @@ def compile_ladder(
     Raises:
       CannotCompile: names the kind.
     """
-    parts: list[tuple[str, Part]] = [
+    parts: list[tuple[str, CompileTask]] = [
         ("prompts", partial(compile_shared, programs, arguments, prefill_chunk)),
         *((str(kind), partial(compile_kind, programs, kind, arguments)) for kind in kinds),
     ]
@@ -133,7 +133,7 @@ def compile_ladder(
 
 
 def compile_kind(
-    programs: Compiled, kind: Kind | PromptKind, arguments: Arguments, compile: Compile
+    programs: Compiled, kind: StepKind | PromptKind, arguments: Arguments, compile: Compile
 ) -> None:
     """Compile what batches or prompts of a kind need beside what every request does."""
     of_kind: Callable[..., None] = compile_prompt if isinstance(kind, PromptKind) else compile_batch
@@ -154,7 +154,9 @@ def compile_shared(
     compile(programs.start_again.trace(state))
 
 
-def compile_batch(programs: Compiled, kind: Kind, arguments: Arguments, compile: Compile) -> None:
+def compile_batch(
+    programs: Compiled, kind: StepKind, arguments: Arguments, compile: Compile
+) -> None:
     """Compile the step and the messages of a kind.
 
     Args:
