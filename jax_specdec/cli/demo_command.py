@@ -18,7 +18,7 @@ import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import MAX_TOP_K
 from jax_specdec.cli import standard_output
 from jax_specdec.cli.argument_types import integer
-from jax_specdec.cli.engine_options import add_engine, engine_fields, found
+from jax_specdec.cli.engine_options import add_engine, engine_fields, existing_path
 from jax_specdec.cli.prompts import read_prompts
 from jax_specdec.cli.standard_output import Starting, phases_of
 from jax_specdec.declaration import Serves
@@ -139,7 +139,8 @@ def _engine(options: argparse.Namespace, requests: list[Request]) -> Engine:
     length = max(256, -(-longest // 128) * 128)
     config = EngineConfig(
         **engine_fields(options, None, length),
-        max_length=length, vocab_size=byte_tokens.VOCAB_SIZE, weights=found(options.weights),
+        max_length=length, vocab_size=byte_tokens.VOCAB_SIZE,
+        weights=existing_path(options.weights),
         prefill_chunk=options.chunked_prefill, processes=options.processes,
         num_ranks=options.data_parallel, num_prefill_ranks=int(options.disaggregated),
         on_worker_loss=options.on_worker_loss, resume_lost=True,
