@@ -123,7 +123,9 @@ def kernels_or_xla(
 
     def xla(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> Result:
         closed = ClosedJaxpr(traced.jaxpr, constants)
-        return jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(call_arguments)))  # type: ignore[no-any-return]
+        leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(call_arguments))
+        result: Result = jax.tree.unflatten(tree, leaves)
+        return result
 
     def elsewhere(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> Result:
         if explicit:

@@ -71,7 +71,7 @@ def row_sums(
 ) -> RowSums:
     """`xla.rows.row_sums`, by one of the backends where it is faster."""
     logits = rows.logits
-    return kernels_or_xla(  # type: ignore[no-any-return]
+    sums: RowSums = kernels_or_xla(
         "rows",
         lambda kernels, rows, selected: kernels.row_sums(rows, selected, outputs),
         lambda rows, selected: xla.row_sums(rows, selected, outputs),
@@ -82,6 +82,7 @@ def row_sums(
         backends=backends,
         size=(selected.shape[0], outputs.k),
     )
+    return sums
 
 
 def part_sums(
@@ -133,7 +134,7 @@ def candidates(rows: ListedRows, k: int, *, valid: bool) -> Top:
     # More candidates than the stacks hold take K sweeps in VMEM: XLA would sort the rows for them.
     assert rows.row_ids is not None
     able = {"mosaic_gpu": valid, "mosaic_tpu": k > 0 and rows.changes is None}
-    return kernels_or_xla(  # type: ignore[no-any-return]
+    top: Top = kernels_or_xla(
         "groups",
         lambda kernels, rows: kernels.candidates(rows, k),
         lambda rows: groups.candidates(rows, k),
@@ -142,6 +143,7 @@ def candidates(rows: ListedRows, k: int, *, valid: bool) -> Top:
         backends=tuple(name for name in able if able[name]),
         size=(rows.row_ids.shape[0], min(k, FEW)),
     )
+    return top
 
 
 def draw(
@@ -201,7 +203,7 @@ def num_larger(
     """
     if maxima.shape[1] > MOST_GROUPS:
         return groups.larger_than_tokens(logits, token_ids, changes)
-    return kernels_or_xla(  # type: ignore[no-any-return]
+    counts: Int32[Array, " N"] = kernels_or_xla(
         "count_larger",
         lambda kernels, *arguments: kernels.count_larger(*arguments),
         lambda logits, _, *rows: groups.larger_than_tokens(logits, *rows),
@@ -212,3 +214,4 @@ def num_larger(
         logits=logits,
         backends=("mosaic_gpu",),
     )
+    return counts

@@ -31,7 +31,8 @@ def to_device(values: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """
     if isinstance(values, jax.Array):
         return values.astype(dtype)
-    return jax.device_put(np.asarray(values, dtype))  # type: ignore[no-any-return]
+    array: jax.Array = jax.device_put(np.asarray(values, dtype))
+    return array
 
 
 def known_values(values: AnyArray) -> np.ndarray | None:
@@ -96,7 +97,8 @@ def fields_of(
         for field, like in fields.items()
         if getattr(value, field) is not None
     }
-    return value._replace(**checked)  # type: ignore[no-any-return]
+    fields_checked: Fields = value._replace(**checked)
+    return fields_checked
 
 
 def numbers_of(name: str, x: ArrayLike, dtype: DTypeLike) -> jax.Array:

@@ -253,11 +253,11 @@ def cotangents(
         hidden=like(by_hidden, inputs.hidden),
         head=like(sums.head, inputs.head),
         bias=None if inputs.bias is None or sums.bias is None else like(sums.bias, inputs.bias),
-        token_ids=None,  # type: ignore[arg-type]
+        token_ids=typed.NO_GRADIENT,
         row_ids=None,
         num_rows=None,
         temperatures=by_temperature,
-        extra_token_ids=None,  # type: ignore[arg-type]
+        extra_token_ids=typed.NO_GRADIENT,
     )
 
 

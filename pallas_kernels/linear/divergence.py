@@ -27,6 +27,7 @@ from pallas_kernels.linear.forward import inverse_temperatures, num_columns
 from pallas_kernels.linear.schedule import backward_piece
 from pallas_kernels.linear.tiles import logits_of_tile, over_tiles, sums_of_tile
 from pallas_kernels.linear.types import Call, Inputs, LogprobScale, head_rows
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import barrier, vary_like
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
@@ -291,7 +292,7 @@ def _backward(
             hidden=like(sums.hidden, inputs.hidden),
             head=like(sums.head, inputs.head),
             bias=None if inputs.bias is None or sums.bias is None else like(sums.bias, inputs.bias),
-            support_ids=None,  # type: ignore[arg-type]
+            support_ids=typed.NO_GRADIENT,
             support_logprobs=jnp.zeros_like(inputs.support_logprobs),
             temperatures=by_temperature,
         ),

@@ -167,8 +167,8 @@ def _kept_backward(
             hidden=like(by_hidden, inputs.hidden),
             head=like(by_head, inputs.head),
             bias=None if inputs.bias is None else like(by_bias, inputs.bias),
-            token_ids=None,  # type: ignore[arg-type]
-            kept_token_ids=None,  # type: ignore[arg-type]
+            token_ids=typed.NO_GRADIENT,
+            kept_token_ids=typed.NO_GRADIENT,
             temperatures=by_temperature,
         ),
     )

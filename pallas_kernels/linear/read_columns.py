@@ -59,7 +59,8 @@ def given_logits(definition: Definition, product: Product, columns: jax.Array) -
             ),
             None if bias is None else bias[columns_of_rows],
         )
-        return jnp.diagonal(x[:, :block]).astype(jnp.float32)  # type: ignore[no-any-return]
+        diagonal: jax.Array = jnp.diagonal(x[:, :block])
+        return diagonal.astype(jnp.float32)
 
     inputs = (hidden, head, bias, columns)
     return forms.map_blocks(work, block, None, jnp.zeros(rows, jnp.float32), inputs)

@@ -65,7 +65,8 @@ class Definition(NamedTuple):
         if self.soft_cap is None:
             return u
         cap = jnp.float32(self.soft_cap)
-        return cap * jnp.tanh(u / cap)  # type: ignore[no-any-return]
+        capped: jax.Array = cap * jnp.tanh(u / cap)
+        return capped
 
     def slope(self, u: jax.Array) -> jax.Array:
         """The derivative of soft_cap at u, float32."""

@@ -73,7 +73,8 @@ def in_branch(taken: jax.Array, function: Callable[..., Result], *arguments: Tre
         return jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
 
     def not_taken(*arguments: Tree) -> Result:
-        return vary_like(jax.tree.map(missing, jax.eval_shape(run, *arguments)), arguments)  # type: ignore[no-any-return]
+        values: Result = jax.tree.map(missing, jax.eval_shape(run, *arguments))
+        return vary_like(values, arguments)
 
     outputs: Result = typed.cond(taken, run, not_taken, *arguments)
     return outputs
@@ -156,4 +157,5 @@ def vary_like(values: Values, inputs: Tree) -> Values:
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The mesh axes of the surrounding `shard_map` over which x may differ."""
-    return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
+    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return axes

@@ -54,7 +54,8 @@ def use_implementation(name: str | None) -> AbstractContextManager[None]:
       ValueError: there is no such implementation.
     """
     check_name(name)
-    return _named(name)  # type: ignore[no-any-return]
+    context: AbstractContextManager[None] = _named(name)
+    return context
 
 
 def resolved(implementation: Implementation | None) -> Implementation | None:

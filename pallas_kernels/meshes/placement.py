@@ -149,7 +149,8 @@ class VocabShard:
         # Only `shard_map` keeps track of what varies; what the compiler splits itself does not.
         tracked = names <= {*jax.sharding.get_abstract_mesh().manual_axes}
         to = {"to": "invarying"} if tracked else {}
-        return lax.all_gather(local, self.axis_name, **to)  # type: ignore[no-any-return]
+        gathered: jax.Array = lax.all_gather(local, self.axis_name, **to)
+        return gathered
 
     def gathered_together(self, values: Values) -> Values:
         """`gathered` of a tree of arrays [R, ...] of 32-bit numbers, in one exchange."""
@@ -162,7 +163,8 @@ class VocabShard:
             lax.bitcast_convert_type(part.reshape(gathered.shape[0], *x.shape), x.dtype)
             for part, x in zip(parts, leaves, strict=True)
         ]
-        return jax.tree.unflatten(tree, arrays)  # type: ignore[no-any-return]
+        of_shards: Values = jax.tree.unflatten(tree, arrays)
+        return of_shards
 
     def _across(self, collective: Callable[..., jax.Array], local: jax.Array) -> jax.Array:
         return local if self.axis_name is None else collective(local, self.axis_name)

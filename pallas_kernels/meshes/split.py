@@ -80,7 +80,8 @@ def on_mesh(
 
 
 def _moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.sharding.reshard(x, sharding)  # type: ignore[no-any-return]
+    moved: jax.Array = jax.sharding.reshard(x, sharding)
+    return moved
 
 
 @functools.cache
@@ -245,7 +246,8 @@ def run_inputs(
     """
     if place.mesh is None:
         return call(place.layout, inputs)
-    return program_on_mesh(call, place.mesh, place.layout, words)(inputs)  # type: ignore[no-any-return]
+    results: Result = program_on_mesh(call, place.mesh, place.layout, words)(inputs)
+    return results
 
 
 @functools.cache
@@ -286,7 +288,7 @@ def _on_own_rows(
             is_own_row = is_on_device.reshape(-1, *[1] * (x.ndim - 1))
             return over_rows.across_sum(jnp.where(is_own_row, x[place], jnp.zeros_like(x)))
 
-        return jax.tree.map(joined, results)  # type: ignore[no-any-return, no-any-return]
+        return typed.tree_map(joined, results)
 
     return on_own_rows
 

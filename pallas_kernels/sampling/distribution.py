@@ -90,7 +90,7 @@ def _truncation(
     cut = lax.cond(jnp.any(sampled & parameters.truncates(row_sampling)), sampled_cuts, no_cuts)
     cut = parameters.where(sampled, cut, Truncation.greedy(choice.token_ids))
     # All of it is computed: where a part alone was used, jaxlib's StableHLO passes crashed.
-    return forms.barrier(jax.tree.map(lambda x: x.reshape(shape), cut))  # type: ignore[no-any-return]
+    return forms.barrier(typed.tree_map(lambda x: x.reshape(shape), cut))
 
 
 def cuts(

@@ -312,7 +312,8 @@ def topk_of_whole_rows(
     def by_kernels(kernels: ModuleType, rows: Rows) -> TopkLogprobs:
         call = getattr(kernels, "topk_logprobs", None)
         if call is not None and rows.changes is None:
-            return call(rows, outputs)  # type: ignore[no-any-return]
+            results: TopkLogprobs = call(rows, outputs)
+            return results
         return from_sums(kernels.row_sums, rows)
 
     def by_xla(rows: Rows) -> TopkLogprobs:

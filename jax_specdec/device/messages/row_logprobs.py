@@ -277,7 +277,8 @@ def cut_where(
     )
     if row_ids is None:
         return cut
-    return jax.tree.map(lambda x: x.at[row_ids].get(mode="clip"), cut)  # type: ignore[no-any-return]
+    of_rows: Truncation = jax.tree.map(lambda x: x.at[row_ids].get(mode="clip"), cut)
+    return of_rows
 
 
 def _processed(

@@ -218,4 +218,5 @@ def call(
     )
     if not (schedule.interpreted or schedule.as_blocks):
         logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
-    return run(offset, logits, constants)  # type: ignore[no-any-return]
+    results: list[jax.Array] = run(offset, logits, constants)
+    return results

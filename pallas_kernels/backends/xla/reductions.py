@@ -69,7 +69,9 @@ def _larger(x: jax.Array, row_inputs: BlockInputs) -> jax.Array:
 def weighted_sum(x: jax.Array, row_inputs: BlockInputs) -> jax.Array:
     """[B] float32 of x [B, V]."""
     with jax.named_scope("row_entropy"):
-        return lax.reduce(_terms(x, row_inputs), jnp.float32(0), lax.add, dimensions=(1,))  # type: ignore[no-any-return]
+        terms = _terms(x, row_inputs)
+        total: jax.Array = lax.reduce(terms, jnp.float32(0), lax.add, dimensions=(1,))
+        return total
 
 
 def _terms(x: jax.Array, row_inputs: BlockInputs) -> jax.Array:
@@ -157,7 +159,8 @@ def in_one_read(
 
             axis = jax.tree.leaves(parts)[0].ndim - 1
             leaves, start = (tuple(jax.tree.leaves(x)) for x in (parts, empty_part))
-            return jax.tree.unflatten(tree, lax.reduce(leaves, start, join, (axis,)))  # type: ignore[no-any-return]
+            totals: RowParts = jax.tree.unflatten(tree, lax.reduce(leaves, start, join, (axis,)))
+            return totals
 
         groups = reduced(jax.tree.map(lambda y: y.reshape(rows, -1, width), parts))
         statistics = reduced(groups)
