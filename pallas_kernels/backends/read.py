@@ -19,7 +19,6 @@ from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.lowering.forms import Tree
-from pallas_kernels.lowering.implementation import Implementation
 
 Arrays = TypeVar("Arrays", bound=Tree)
 Result = TypeVar("Result", bound=Tree)
@@ -32,7 +31,6 @@ def read_groups(
     inverse: jax.Array,
     needed: jax.Array,
     k: int,
-    implementation: Implementation | None = None,
     changes: Changes | None = None,
 ) -> tuple[Read, ...]:
     """`xla.groups.read_part` in the kernels, in programs that are lowered for CUDA or a TPU.
@@ -45,8 +43,6 @@ def read_groups(
       inverse: `inverse_temperature` of each row.
       needed: how many candidates each row needs.
       k, changes: as for `xla.groups.read_part`.
-      implementation: "xla"; "mosaic_gpu"; "mosaic_tpu"; None: the kernels wherever they may,
-        except for the shortest rows on a TPU.
     """
     return kernels_or_xla(
         "groups",
@@ -57,7 +53,6 @@ def read_groups(
         needed,
         changes,
         logits=part.logits,
-        implementation=implementation,
         backends=tuple(KERNELS) if changes is None else ("mosaic_gpu",),
     )
 
@@ -66,7 +61,6 @@ def row_sums(
     rows: Rows,
     selected: Float32[Array, " R"],
     outputs: Outputs,
-    implementation: Implementation | None = None,
     backends: tuple[str, ...] = tuple(KERNELS),
 ) -> RowSums:
     """`xla.rows.row_sums`, by one of the backends where it is faster."""
@@ -78,7 +72,6 @@ def row_sums(
         rows,
         selected,
         logits=logits,
-        implementation=implementation,
         backends=backends,
         size=(selected.shape[0], outputs.k),
     )
@@ -91,7 +84,6 @@ def part_sums(
     offset: jax.Array,
     selected: Float32[Array, " R"],
     outputs: Outputs,
-    implementation: Implementation | None = None,
 ) -> PartSums:
     """`xla.rows.part_sums`, by one of the backends where it is faster.
 
@@ -117,7 +109,6 @@ def part_sums(
         offset,
         selected,
         logits=logits,
-        implementation=implementation,
         size=(selected.shape[0], outputs.k),
     )
 

@@ -20,7 +20,7 @@ from pallas_kernels.backends.answers import (
 )
 from pallas_kernels.backends.read import row_sums
 from pallas_kernels.backends.row_totals import inverse_of
-from pallas_kernels.contract.rows import Rows, RowSums, no_sums
+from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear import read_columns
 from pallas_kernels.linear.read_columns import ColumnSums
@@ -28,6 +28,7 @@ from pallas_kernels.linear.schedule import Schedule, choose_schedule
 from pallas_kernels.linear.tiles import read_in_tiles
 from pallas_kernels.linear.types import Call, Inputs, LogprobScale
 from pallas_kernels.lowering import forms
+from pallas_kernels.lowering.implementation import use_implementation
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers import ordered_keys
@@ -54,7 +55,12 @@ def num_columns(shard: VocabShard, width: int) -> jax.Array:
 def row_sums_of(call: Call) -> SumRows:
     """The read of rows: of a top K by a TPU's kernel. Else nearly all the time is the product's."""
     backends = ("mosaic_tpu",) if call.k else ()
-    return functools.partial(row_sums, implementation=call.implementation, backends=backends)
+
+    def read(rows: Rows, selected: jax.Array, outputs: Outputs) -> RowSums:
+        with use_implementation(call.implementation):
+            return row_sums(rows, selected, outputs, backends)
+
+    return read
 
 
 def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, LogprobScale]:

@@ -58,9 +58,15 @@ def use_implementation(name: str | None) -> AbstractContextManager[None]:
     return context
 
 
+def in_force() -> Implementation | None:
+    """The implementation of the context; None where none is named."""
+    name: Implementation | None = _named.value
+    return name
+
+
 def resolved(implementation: Implementation | None) -> Implementation | None:
     """The implementation that a call named, else that of the context; None where neither does."""
-    return _named.value if implementation is None else implementation
+    return in_force() if implementation is None else implementation
 
 
 def bind_implementation(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

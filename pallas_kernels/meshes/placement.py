@@ -239,6 +239,14 @@ def num_shards(mesh: AnyMesh, axes: MeshAxes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+class Split(NamedTuple):
+    """What a caller says of how the vocabulary of logits is split."""
+
+    mesh: Mesh | None = None  # outside `shard_map`, that of `axis_name`
+    axis_name: AxisName | None = None  # (): all columns are here, and nothing need be asked
+    vocab_size: int | None = None  # V where columns of padding follow
+
+
 class Place(NamedTuple):
     """Where the arrays of a call are."""
 
@@ -259,15 +267,14 @@ class Place(NamedTuple):
         return self.layout.shard(self.vocab_size if self.padded else None)
 
 
-def placed(
-    logits: jax.Array, name: AxisName | None, mesh: Mesh | None, vocab_size: int | None
-) -> Place:
-    """Where the logits are, from what the caller says of `axis_name` and the array tells.
+def placed(logits: jax.Array, how: Split) -> Place:
+    """Where the logits are, from what the caller says and the array tells.
 
     Raises:
       ValueError: a mesh without an axis, an axis that does not exist, columns that do not divide.
     """
-    check_split(mesh, name, vocab_size)
+    check_split(*how)
+    mesh, name, vocab_size = how
     width, padded = logits.shape[1], vocab_size is not None
     if mesh is None and name is not None:
         return on_shard(name, width, vocab_size)

@@ -6,13 +6,13 @@ have to name a sharding at every step. Each device computes on its own rows and 
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 
 from pallas_kernels.contract.rows import Rows
 from pallas_kernels.lowering import typed
@@ -23,10 +23,10 @@ from pallas_kernels.meshes.placement import (
     VOCABULARY,
     WHOLE,
     AnyMesh,
-    AxisName,
     Layout,
     MeshAxes,
     Place,
+    Split,
     VocabShard,
     axis_name,
     layout_of,
@@ -298,14 +298,6 @@ def own_num_rows(layout: Layout, num_rows: jax.Array | None, count: int) -> jax.
     if num_rows is None or not layout.rows:
         return num_rows
     return jnp.clip(num_rows - lax.axis_index(layout.rows) * count, 0, count)
-
-
-class Split(NamedTuple):
-    """What a caller says of how the vocabulary of logits is split."""
-
-    mesh: Mesh | None = None  # outside `shard_map`, that of `axis_name`
-    axis_name: AxisName | None = None  # (): all columns are here, and nothing need be asked
-    vocab_size: int | None = None  # V where columns of padding follow
 
 
 def on_own_part(

@@ -26,8 +26,7 @@ from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import LOGITS_DTYPES, MAX_EXTRA, check_k
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.lowering.programs import compiled
-from pallas_kernels.meshes.placement import AxisName, VocabShard, on_shard
-from pallas_kernels.meshes.split import Split
+from pallas_kernels.meshes.placement import AxisName, Split, VocabShard, on_shard
 from pallas_kernels.sampling.parameters import Sampling, Truncation, check_values
 from pallas_kernels.sampling.types import (
     CompactQ,

@@ -31,8 +31,8 @@ from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.lowering.row_pieces import filled, largest_and_first
-from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
-from pallas_kernels.meshes.split import Split, on_own_part
+from pallas_kernels.meshes.placement import WHOLE, AxisName, Split, VocabShard
+from pallas_kernels.meshes.split import on_own_part
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling import door
 from pallas_kernels.sampling.parameters import Sampling, truncates
@@ -144,7 +144,7 @@ def read_greedy(rows: Rows, k: int, vocab_size: int) -> tuple[RowSummary, Greedy
     Returns:
       The read, and the greedy choice.
     """
-    results = topk_of_whole_rows(None, Outputs(max(k, 1), top_logits=True), rows)
+    results = topk_of_whole_rows(Outputs(max(k, 1), top_logits=True), rows)
     assert results.top_logits is not None
     number = rows.logits.shape[0]
     log_sum = -results.logprobs[:, 0]  # of the largest logit, which is m

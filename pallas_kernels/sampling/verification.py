@@ -32,8 +32,8 @@ from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled, compiled_with_rule, is_traced
 from pallas_kernels.lowering.row_pieces import at_place
-from pallas_kernels.meshes.placement import AxisName, VocabShard
-from pallas_kernels.meshes.split import Split, on_own_part
+from pallas_kernels.meshes.placement import AxisName, Split, VocabShard
+from pallas_kernels.meshes.split import on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
 from pallas_kernels.sampling import block_rule, door, row_read

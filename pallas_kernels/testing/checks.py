@@ -3,6 +3,7 @@
 Every check takes `Kernels`: a backend's on its device, or stand-ins, right or wrong ones.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,14 +62,23 @@ def by_name(name: Implementation) -> Kernels:
         with use_implementation(name):
             return read.num_larger(logits, maxima, token_ids)
 
+    def groups(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
+        with use_implementation(name):
+            return read.read_groups(part, inverse, needed, k)[0]
+
     return Kernels(
-        topk=lambda rows, outputs: topk_of_whole_rows(name, outputs, rows),
-        groups=lambda part, inverse, needed, k: read.read_groups(part, inverse, needed, k, name)[0],
+        topk=functools.partial(_topk, name),
+        groups=groups,
         candidates=candidates,
         draw=drawn,
         num_larger=num_larger,
         name=name,
     )
+
+
+def _topk(name: Implementation, rows: Rows, outputs: Outputs) -> TopkLogprobs:
+    with use_implementation(name):
+        return topk_of_whole_rows(outputs, rows)
 
 
 def random_logits(shape: Shape, seed: int) -> jax.Array:
@@ -168,7 +178,7 @@ def _bits(x: jax.Array) -> jax.Array:
 def _check(kernels: Kernels, rows: Rows, outputs: Outputs, greedy: bool) -> None:
     """All rows against XLA, some against float64."""
     by_kernels = jax.jit(lambda rows: kernels.topk(rows, outputs))(rows)
-    by_xla = jax.jit(lambda rows: topk_of_whole_rows("xla", outputs, rows))(rows)
+    by_xla = jax.jit(lambda rows: _topk("xla", rows, outputs))(rows)
     for name in ("token_ids", "token_ranks", "top_logits"):
         if getattr(by_kernels, name) is not None:
             np.testing.assert_array_equal(

@@ -209,7 +209,8 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
 
         def groups(x: jax.Array, name: Any) -> tuple[GroupSums, Any]:
             needed, inverse = jnp.full(len(x), 10, jnp.int32), jnp.ones(len(x))
-            summary = read.read_groups(GroupedRows.of(x).part, inverse, needed, k, name)[0]
+            with use_implementation(name):
+                summary = read.read_groups(GroupedRows.of(x).part, inverse, needed, k)[0]
             return summary.groups, summary.top_ids
 
         return {
