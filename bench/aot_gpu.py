@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu import after_read, estimates, model, sampled, sass
+from pallas_kernels import use_implementation
 from pallas_kernels.backends.mosaic_gpu import cluster_kernel
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.changes import Changes
@@ -238,8 +239,9 @@ def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lo
 
 def program_of(outputs: Outputs, rows: Rows) -> Lowered:
     """A call by the GPU kernels, lowered for CUDA."""
-    call = jax.jit(functools.partial(topk_of_whole_rows, "mosaic_gpu", outputs))
-    made: Lowered = call.trace(rows).lower(lowering_platforms=("cuda",))
+    call = jax.jit(functools.partial(topk_of_whole_rows, outputs))
+    with use_implementation("mosaic_gpu"):
+        made: Lowered = call.trace(rows).lower(lowering_platforms=("cuda",))
     return made
 
 

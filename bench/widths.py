@@ -21,12 +21,12 @@ import numpy as np
 from bench.comparison import from_samples
 from bench.timing import Comparison
 from jax_specdec.device.loop.host_slots import Slot
-from jax_specdec.device.loop.kinds import Kind
+from jax_specdec.device.loop.kinds import StepKind
 from jax_specdec.device.worker import step_widths
 from jax_specdec.device.worker.step_widths import StepWidths
 
 DRAFTS = 3
-FULL, NONE = Kind(), Kind(num_drafts=0)
+FULL, NONE = StepKind(), StepKind(num_drafts=0)
 CONSTANTS = ("LEAST", "UNSEEN", "RATE", "MOST_ERROR", "LATEST", "BETTER")
 STANDS = "as it is"
 
@@ -87,7 +87,7 @@ class Texts:
             self.generations[slot] += 1
 
 
-def pace(scene: Scene, seed: int, steps: int, fixed: Kind | None = None) -> float:
+def pace(scene: Scene, seed: int, steps: int, fixed: StepKind | None = None) -> float:
     """Tokens in a time (that of a step without drafts), by adaptive widths or a fixed one."""
     rng = random.Random(seed)
     texts, widths = Texts(scene, rng), StepWidths(DRAFTS, certain=True)

@@ -39,8 +39,8 @@ def work(ring_name: str) -> None:
         sampling = Sampling.of(B, temperature=0.9, top_p=0.95, key=token_key)
         # [N, V], the last row of them padding.
         logits = target[jnp.zeros(B * (D + 1) + 1, int).at[rows].set(jnp.column_stack([last, ids]))]
-        found = verify(logits, drafts, sampling, at, row_ids=rows, k=2, rule="block")
-        sent = device.step_output(logits, drafts, found, active=left > 0, running=left.any())
+        verified = verify(logits, drafts, sampling, at, row_ids=rows, k=2, rule="block")
+        sent = device.step_output(logits, drafts, verified, active=left > 0, running=left.any())
         return sent[1:3], device.target_message(sent, asked, number, widths=widths)
 
     last, at, left, steps = np.int32([3, 5, 8]), np.ones(B, int), np.full(B, 9), 0

@@ -64,8 +64,8 @@ def main():
             "MaxText's own  loss {:.4f}, {:.0f} MB".format(*teach(teacher, batch, student, labels))
         )
         with adapter.install() as names:
-            found = teach(teacher, batch, student, labels)
-            print("installed      loss {:.4f}, {:.0f} MB".format(*found))
+            loss_and_bytes = teach(teacher, batch, student, labels)
+            print("installed      loss {:.4f}, {:.0f} MB".format(*loss_and_bytes))
     print("in the place of", *names)
 
 

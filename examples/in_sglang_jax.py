@@ -48,8 +48,8 @@ def options():
 
 def memory(function, *arguments):
     """Tell the MB of temporaries and results of a compiled function."""
-    found = jax.jit(function).lower(*arguments).compile().memory_analysis()
-    return (found.temp_size_in_bytes + found.output_size_in_bytes) / 1e6
+    memory = jax.jit(function).lower(*arguments).compile().memory_analysis()
+    return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 1e6
 
 
 def main():

@@ -53,8 +53,8 @@ def learner_of(model):
 
     @jax.jit
     def scored(params, ids, kept):
-        found = sequence_logprobs(params, model, ids, TEMPERATURE, kept)
-        return found[:, len(PROMPT) - 1 :]
+        logprobs = sequence_logprobs(params, model, ids, TEMPERATURE, kept)
+        return logprobs[:, len(PROMPT) - 1 :]
 
     return scored
 

@@ -83,11 +83,11 @@ def tell(make, texts, max_tokens):
         Request(id=text, prompt_token_ids=story.encode(text), params=params) for text in texts
     ]
     with Engine(config) as engine:
-        found = {text: [] for text in texts}
+        records_of = {text: [] for text in texts}
         for update in engine.generate(requests):
             for record in update.records:
-                found[record.request_id].append(record)
-    for text, records in found.items():
+                records_of[record.request_id].append(record)
+    for text, records in records_of.items():
         ids = [id for record in records for id in record.token_ids.tolist()]
         accepted = records[-1].statistics.num_accepted
         print(f"{text}{story.decode(ids)}  ({accepted} drafts accepted)")

@@ -50,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     cluster = RayConfig(replicas=options.replicas, address=options.address)
     with RayEngine(config, cluster) as fleet:
         for iteration in range(options.iterations):
-            found = columns(list(fleet.generate(requests(LogprobsMode.PROCESSED, iteration))))
-            batch = batch_of(found)
+            rollouts = columns(list(fleet.generate(requests(LogprobsMode.PROCESSED, iteration))))
+            batch = batch_of(rollouts)
             rewards = rewards_of(batch.ids)
             gradient, ratios = update(params, model, batch, advantages_of(rewards))
             log_ratio = float(jnp.abs(jnp.log(ratios)).max())
             print(
-                f"iteration {iteration}: weights {np.unique(found.weights_version).tolist()}, "
+                f"iteration {iteration}: weights {np.unique(rollouts.weights_version).tolist()}, "
                 f"mean reward {rewards.mean():.3f}, largest |log ratio| of {ratios.size} tokens: "
                 f"{log_ratio:.1e}, rows of other logits: {np.isnan(ratios).sum()}",
                 flush=True,

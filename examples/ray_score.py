@@ -44,13 +44,13 @@ class Scorer:
             for record in step.records:
                 if record.prompt is not None:
                     rows[int(record.request_id)].append(record.prompt.logprobs[:, 0].copy())
-        logprobs = [np.concatenate(found) for found in rows]
+        logprobs = [np.concatenate(parts) for parts in rows]
         return pa.table(
             {
                 "text": pa.array(list(batch["text"])),
                 "token_ids": pa.array([list(ids) for ids in prompts], pa.list_(pa.int32())),
                 "logprobs": pa.array(logprobs, pa.list_(pa.float32())),
-                "nats_a_token": np.array([-found.mean() for found in logprobs], np.float32),
+                "nats_a_token": np.array([-x.mean() for x in logprobs], np.float32),
             }
         )
 

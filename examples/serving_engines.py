@@ -44,8 +44,8 @@ def get_top_logprobs(logprobs, top_logprobs_nums, mesh=None):
     Logits will do as well as logprobs. `mesh` is not needed: the array's type names it.
     """
     no_token = jnp.zeros(logprobs.shape[0], jnp.int32)
-    found = topk_logprobs(logprobs, no_token, max(top_logprobs_nums))
-    return found.logprobs[:, 1:], found.token_ids[:, 1:]
+    top = topk_logprobs(logprobs, no_token, max(top_logprobs_nums))
+    return top.logprobs[:, 1:], top.token_ids[:, 1:]
 
 
 def get_token_ids_logprobs(logprobs, token_ids_logprobs, mesh=None):
@@ -133,15 +133,15 @@ def main() -> None:
         show("get_top_logprobs", ours, today, (nbytes(ours), nbytes(today)), travel)
 
         wanted = [[b, 7, V - 1] if b % 2 else None for b in range(B)]
-        found = np.asarray(get_token_ids_logprobs(logits, wanted))
+        gathered = np.asarray(get_token_ids_logprobs(logits, wanted))
         whole = np.asarray(chosen_today(logprobs, wanted, mesh))
-        picked = [(found[b, : len(ids)], whole[b, ids]) for b, ids in enumerate(wanted) if ids]
+        picked = [(gathered[b, : len(ids)], whole[b, ids]) for b, ids in enumerate(wanted) if ids]
         travel = [
             between_devices(lambda x, f=f: f(x, wanted, mesh), logprobs)
             for f in (get_token_ids_logprobs, chosen_today)
         ]
         ours, today = zip(*picked, strict=True)
-        show("get_token_ids_logprobs", ours, today, (found.nbytes, whole.nbytes), travel)
+        show("get_token_ids_logprobs", ours, today, (gathered.nbytes, whole.nbytes), travel)
 
 
 if __name__ == "__main__":

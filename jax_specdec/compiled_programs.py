@@ -133,11 +133,11 @@ def is_whole(path: Path) -> bool:
 def _zstd_decompress() -> Callable[[bytes], bytes]:
     """The function by which jax reads such a file: Python's own from 3.14 on."""
     try:
-        from compression import zstd  # type: ignore[import-not-found, unused-ignore]
+        from compression import zstd
 
         decompress: Callable[[bytes], bytes] = zstd.decompress
     except ImportError:
-        import zstandard  # type: ignore[import-not-found, unused-ignore]
+        import zstandard
 
         decompress = zstandard.ZstdDecompressor().decompress
     return decompress

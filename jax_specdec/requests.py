@@ -158,8 +158,8 @@ class SamplingParams:
         sequences = _items("stop_sequences", self.stop_sequences, "sequences of token ids")
         sequences = tuple(_ids("stop_sequences", sequence) for sequence in sequences)
         object.__setattr__(self, "stop_sequences", sequences)
-        _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _whole("top_k", self.top_k, 0, 2**31 - 1)
+        _check_whole_number("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_whole_number("top_k", self.top_k, 0, 2**31 - 1)
         object.__setattr__(self, "seed", _modulo_2_32("seed", self.seed))
         for name in ("temperature", "top_p", "min_p"):
             _number(name, getattr(self, name))
@@ -172,10 +172,10 @@ class SamplingParams:
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p = {self.top_p} must be above 0 and at most 1 (1 keeps all)")
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_TOP_K)
+            _check_whole_number("logprobs", self.logprobs, 0, MAX_TOP_K)
         if self.prompt_logprobs is not None:
-            _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_K)
-        _whole("prompt_logprobs_start", self.prompt_logprobs_start, 0, MAX_TOKEN_ID)
+            _check_whole_number("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_K)
+        _check_whole_number("prompt_logprobs_start", self.prompt_logprobs_start, 0, MAX_TOKEN_ID)
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
             raise RequestError(
                 f"prompt_logprobs_start = {self.prompt_logprobs_start} needs prompt_logprobs: ask "
@@ -210,7 +210,7 @@ class SamplingParams:
             _number(name, getattr(self, name))
             _in_range(name, getattr(self, name), low, high)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_whole_number("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens = {self.min_tokens} is over max_tokens = {self.max_tokens}: lower it, "
@@ -308,29 +308,29 @@ class Request:
             raise RequestError(f"request {self.id!r} has an empty prompt: give it one token")
         _check_start(self.id, len(ids), self.params)
         object.__setattr__(self, "prompt_token_ids", ids)
-        object.__setattr__(self, "_packed", packed(ids))
+        object.__setattr__(self, "_packed", packed_ids(ids))
 
     @classmethod
     def from_packed(
         cls, id: str, prompt: bytes, params: SamplingParams, num_emitted: int = 0
     ) -> Self:
-        """A request whose prompt is packed already; see `packed` and `num_emitted`.
+        """A request whose prompt is packed already; see `packed_ids` and `num_emitted`.
 
         Raises:
           RequestError: the prompt is empty, or holds what is no token id, or fewer tokens than were
             emitted.
         """
-        ids = unpacked(prompt)
+        ids = unpacked_ids(prompt)
         if not ids:
             raise RequestError(f"request {id!r} has an empty prompt: give it one token")
-        _whole("num_emitted", num_emitted, 0, len(ids) - 1)
+        _check_whole_number("num_emitted", num_emitted, 0, len(ids) - 1)
         _check_start(id, len(ids), params)
         fields = {"_packed": prompt, "_num_emitted": num_emitted}
         return cls._made(id=id, prompt_token_ids=ids, params=params, **fields)
 
     def continued(self, token_ids: tuple[int, ...], params: SamplingParams) -> "Request":
         """The request with tokens behind its prompt that were emitted for it, unchecked."""
-        prompt = self.packed_prompt + packed(token_ids)
+        prompt = self.packed_prompt + packed_ids(token_ids)
         fields = {"_packed": prompt, "_num_emitted": len(token_ids)}
         return _Continued._made(id=self.id, params=params, **fields)
 
@@ -349,9 +349,9 @@ class Request:
 
     @property
     def packed_prompt(self) -> bytes:
-        """The prompt's token ids as `packed` makes them."""
-        packed: bytes = self.__dict__["_packed"]
-        return packed
+        """The prompt's token ids as `packed_ids` makes them."""
+        prompt: bytes = self.__dict__["_packed"]
+        return prompt
 
     @classmethod
     def _made(cls, **values: Any) -> Self:
@@ -367,7 +367,7 @@ class _Continued(Request):
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        return unpacked(self.packed_prompt)
+        return unpacked_ids(self.packed_prompt)
 
 
 def _check_start(id: str, length: int, params: SamplingParams) -> None:
@@ -386,13 +386,13 @@ def _check_start(id: str, length: int, params: SamplingParams) -> None:
         )
 
 
-def packed(ids: tuple[int, ...]) -> bytes:
+def packed_ids(ids: tuple[int, ...]) -> bytes:
     """Token ids as int32 in this machine's byte order."""
     return array("i", ids).tobytes()
 
 
-def unpacked(data: bytes) -> tuple[int, ...]:
-    """The token ids of `packed`.
+def unpacked_ids(data: bytes) -> tuple[int, ...]:
+    """The token ids of `packed_ids`.
 
     Raises:
       RequestError: the bytes are not whole numbers of 32 bits, or one of them is negative.
@@ -410,7 +410,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     ids = _items(name, value, "token ids")
     for id in ids:
         if type(id) is not int or not 0 <= id <= MAX_TOKEN_ID:
-            _whole(name, id, 0, MAX_TOKEN_ID)  # which accepts NumPy's integers
+            _check_whole_number(name, id, 0, MAX_TOKEN_ID)  # which accepts NumPy's integers
     return tuple(map(index, ids))
 
 
@@ -437,7 +437,7 @@ def token_id_rows(value: Any) -> TokenIdRows:
             f"{MAX_CHOSEN_OF_ROW}: ask for the others in another request"
         )
     for bound in (int(ids.min(initial=0)), int(ids.max(initial=0))):
-        _whole(name, bound, 0, MAX_TOKEN_ID)
+        _check_whole_number(name, bound, 0, MAX_TOKEN_ID)
     return TokenIdRows(np.ascontiguousarray(ids, np.int32).tobytes(), ids.shape[1])
 
 
@@ -466,7 +466,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise RequestError(f"logit_bias has {pair!r}, not a token id and a number")
         id, bias = pair
-        _whole("logit_bias: token id", id, 0, MAX_TOKEN_ID)
+        _check_whole_number("logit_bias: token id", id, 0, MAX_TOKEN_ID)
         name = f"logit_bias of token {id}"
         _number(name, bias)
         _in_range(name, bias, -MAX_BIAS_SIZE, MAX_BIAS_SIZE)
@@ -502,7 +502,7 @@ def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
         raise RequestError(f"{name} = {value!r} must be a sequence of {what}") from None
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> None:
+def _check_whole_number(name: str, value: Any, low: int, high: int) -> None:
     number = _index(value)
     if number is None:
         raise RequestError(f"{name} = {value!r} must be a whole number from {low} to {high}")

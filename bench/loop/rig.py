@@ -41,7 +41,7 @@ from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
-from jax_specdec.device.messages.pack import Rows
+from jax_specdec.device.messages.pack import SentRows
 from jax_specdec.device.messages.row_logprobs import picked
 from jax_specdec.device.messages.step_messages import StepOutput, target_message
 from jax_specdec.device.worker.worker import Worker
@@ -290,7 +290,7 @@ def _naive(output: StepOutput, *args: Any, widths: Widths) -> jax.Array:
 def _naive_rows(
     logits: jax.Array,
     token_ids: jax.Array,
-    rows: Rows,
+    rows: SentRows,
     _: BatchOptions,
     widths: Widths,
     *__: Any,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec.adapters import maxtext, sglang_jax, tpu_inference, tunix
-from jax_specdec.adapters.heads import Head
+from jax_specdec.adapters.heads import ModelHead
 from jax_specdec.adapters.support_losses import Support, support_divergence
 from pallas_kernels.testing import checks
 from pallas_kernels.testing.shapes import Shape
@@ -149,7 +149,7 @@ def _distillation(name: str, shape: Shape, theirs: Call) -> Iterator[Case]:
         return divergence
 
     def of_support(student: tuple[jax.Array, jax.Array], *others: Any) -> jax.Array:
-        head = Head(student[1], "VH", jnp.float32, None)
+        head = ModelHead(student[1], "VH", jnp.float32, None)
         return support_divergence(student[0], head, Support(*others[2:]), 1.0, "forward").mean()
 
     arguments = (hidden, head), teacher, labels, ids, logprobs

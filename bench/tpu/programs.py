@@ -79,7 +79,7 @@ def measure(
     from jax.sharding import NamedSharding, PartitionSpec
 
     from bench.tpu import bundles
-    from pallas_kernels import linear_topk_logprobs, topk_logprobs
+    from pallas_kernels import linear_topk_logprobs, topk_logprobs, use_implementation
     from pallas_kernels.backends import read
     from pallas_kernels.backends.mosaic_tpu import rows as run
     from pallas_kernels.backends.mosaic_tpu import schedule
@@ -94,7 +94,8 @@ def measure(
             part = GroupedRows.of(x).part
             inverse = 1 / (1 + ids.astype(jnp.float32))
             nothing = jnp.zeros_like(ids)
-            return read.read_groups(part, inverse, nothing, -1, "mosaic_tpu")[0].groups
+            with use_implementation("mosaic_tpu"):
+                return read.read_groups(part, inverse, nothing, -1)[0].groups
         if way == "linear":
             return linear_topk_logprobs(x[0], x[1], ids, k, logits_dtype=dtype)
         if way == "plain":

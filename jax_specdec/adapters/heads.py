@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import linear_topk_logprobs
 
 
-class Head(NamedTuple):
+class ModelHead(NamedTuple):
     """What a model does with its last hidden states."""
 
     weight: jax.Array  # [V, H] or [H, V]
@@ -34,7 +34,7 @@ class Head(NamedTuple):
 
 def linear_logprobs(
     hidden: jax.Array,
-    head: Head,
+    head: ModelHead,
     input_ids: jax.Array,
     temperature: float,
     *,

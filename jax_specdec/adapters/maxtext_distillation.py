@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.adapters.heads import Head
+from jax_specdec.adapters.heads import ModelHead
 from jax_specdec.adapters.maxtext_heads import check_model, hidden_and_head
 from jax_specdec.adapters.support_losses import (
     Divergence,
@@ -51,7 +51,7 @@ def support_strategy(
     check_numbers(temperature, alpha)
     module = importlib.import_module(_MODULE)
 
-    def student(model: Any, **inputs: Any) -> tuple[jax.Array, Head]:
+    def student(model: Any, **inputs: Any) -> tuple[jax.Array, ModelHead]:
         return _of_model(model, inputs)
 
     def teacher(model: Any, **inputs: Any) -> Support:
@@ -60,7 +60,7 @@ def support_strategy(
     class SupportStrategy(module.DistillationStrategy):  # type: ignore[name-defined]
         def compute_loss(
             self,
-            student_output: tuple[jax.Array, Head],
+            student_output: tuple[jax.Array, ModelHead],
             teacher_output: Support,
             labels: jax.Array,
             step: jax.Array | None = None,
@@ -85,7 +85,7 @@ def support_strategy(
             }
 
         def compute_eval_loss(
-            self, student_output: tuple[jax.Array, Head], labels: jax.Array
+            self, student_output: tuple[jax.Array, ModelHead], labels: jax.Array
         ) -> Loss:
             hidden, head = student_output
             check_labels(labels, hidden)
@@ -104,7 +104,7 @@ def support_strategy(
     return SupportStrategy(student, teacher, vocab_size, pad_id)
 
 
-def _of_model(model: Any, inputs: dict[str, Any]) -> tuple[jax.Array, Head]:
+def _of_model(model: Any, inputs: dict[str, Any]) -> tuple[jax.Array, ModelHead]:
     """The last hidden states and the head, by the arguments that MaxText's trainer gives."""
     check_model(model)
     nnx = importlib.import_module("flax.nnx")

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.adapters.heads import Head
+from jax_specdec.adapters.heads import ModelHead
 
 
 def check_model(model: Any) -> None:
@@ -22,14 +22,14 @@ def check_model(model: Any) -> None:
             config.logits_via_embedding and changed and not config.logits_dot_in_fp32
         ),
     }
-    if names := [name for name, wanted in refused.items() if wanted]:
+    if names := [name for name, applies in refused.items() if applies]:
         raise NotImplementedError(
             f"the teacher's top K logits with {', '.join(names)}: change the setting, or use "
             "MaxText's own teacher_step"
         )
 
 
-def hidden_and_head(model: Any, **inputs: Any) -> tuple[jax.Array, Head]:
+def hidden_and_head(model: Any, **inputs: Any) -> tuple[jax.Array, ModelHead]:
     """The last hidden states of MaxText's `Transformer`, and its head, in the product's dtype.
 
     The head is left out of the model that is given.
@@ -42,13 +42,13 @@ def hidden_and_head(model: Any, **inputs: Any) -> tuple[jax.Array, Head]:
     precision = getattr(config.matmul_precision, "value", config.matmul_precision)
     if not config.logits_via_embedding:
         weight = decoder.logits_dense.kernel[...].astype(dtype)
-        return hidden.astype(dtype), Head(weight, "HV", dtype, None, precision=precision)
+        return hidden.astype(dtype), ModelHead(weight, "HV", dtype, None, precision=precision)
     # MaxText's `attend_on_embedding` rounds the table so.
     weight = model.token_embedder.embedding[...].astype(jnp.bfloat16)
     product = jnp.result_type(hidden, weight)
     scale = hidden.shape[-1] ** -0.5 if config.normalize_embedding_logits else 1.0
     soft_cap = config.final_logits_soft_cap or None
-    head = Head(weight.astype(product), "VH", dtype, soft_cap, scale, precision)
+    head = ModelHead(weight.astype(product), "VH", dtype, soft_cap, scale, precision)
     return hidden.astype(product), head
 
 

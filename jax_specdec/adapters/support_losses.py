@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.adapters.heads import Head, linear_logprobs
+from jax_specdec.adapters.heads import ModelHead, linear_logprobs
 from pallas_kernels import linear_support_kl, linear_topk_logprobs
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
@@ -23,7 +23,7 @@ class Support(NamedTuple):
     logprobs: jax.Array  # [B, S, C] float32, at the temperature of the divergence
 
 
-def top_support(hidden: jax.Array, head: Head, k: int, temperature: float) -> Support:
+def top_support(hidden: jax.Array, head: ModelHead, k: int, temperature: float) -> Support:
     """The K likeliest tokens of a teacher's hidden states [B, S, H], without its logits."""
     rows, weight, options = _product(hidden, head)
     ids = jnp.zeros(rows.shape[0], jnp.int32)
@@ -36,7 +36,7 @@ def top_support(hidden: jax.Array, head: Head, k: int, temperature: float) -> Su
 
 
 def support_divergence(
-    hidden: jax.Array, head: Head, support: Support, temperature: float, divergence: Divergence
+    hidden: jax.Array, head: ModelHead, support: Support, temperature: float, divergence: Divergence
 ) -> jax.Array:
     """[B, S] float32, in nats: that of a student's hidden states [B, S, H] from the support."""
     rows, weight, options = _product(hidden, head)
@@ -49,7 +49,7 @@ def support_divergence(
     return nats.reshape(hidden.shape[:-1])
 
 
-def cross_entropy(hidden: jax.Array, head: Head, labels: jax.Array) -> jax.Array:
+def cross_entropy(hidden: jax.Array, head: ModelHead, labels: jax.Array) -> jax.Array:
     """[B, S] float32, of labels [B, S]; 0 where a label is negative."""
     ids = jnp.maximum(labels, 0)
     return jnp.where(labels >= 0, -linear_logprobs(hidden, head, ids, 1.0)[0], 0)
@@ -72,7 +72,7 @@ def check_labels(labels: jax.Array, hidden: jax.Array) -> None:
         )
 
 
-def _product(hidden: jax.Array, head: Head) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+def _product(hidden: jax.Array, head: ModelHead) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
     """Rows and weight of one dtype, and the options of the `linear_*` functions."""
     dtype = head.dtype or jnp.result_type(hidden, head.weight)
     options = {

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.adapters.heads import Head, linear_logprobs
+from jax_specdec.adapters.heads import ModelHead, linear_logprobs
 from jax_specdec.adapters.proved import check_functions, compare, has_function
 from jax_specdec.adapters.replacing import replaced
 from jax_specdec.adapters.tunix_distillation import support_strategy
@@ -82,7 +82,7 @@ def _compare(entropy: str, *, without_logits: bool) -> None:
     compare(NAME, entropy, lambda: theirs(logits), lambda: compute_entropy_from_logits(logits))
     if without_logits:
         softmax = importlib.import_module(_COMMON).selective_log_softmax
-        weight = Head(head, "VH", None, None)
+        weight = ModelHead(head, "VH", None, None)
         compare(
             NAME, _SOFTMAX, lambda: softmax(logits, ids),
             lambda: linear_logprobs(hidden, weight, ids, 1.0)[0],

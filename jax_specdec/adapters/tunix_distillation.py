@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.adapters.heads import Head
+from jax_specdec.adapters.heads import ModelHead
 from jax_specdec.adapters.support_losses import (
     Divergence,
     Support,
@@ -59,11 +59,14 @@ def support_strategy(
 
         def get_student_outputs(
             self, student_model: Any, inputs: dict[str, Any]
-        ) -> tuple[jax.Array, Head]:
+        ) -> tuple[jax.Array, ModelHead]:
             return _hidden(self._student_forward_fn, student_model, inputs)
 
         def compute_loss(
-            self, student_output: tuple[jax.Array, Head], teacher_output: Support, labels: jax.Array
+            self,
+            student_output: tuple[jax.Array, ModelHead],
+            teacher_output: Support,
+            labels: jax.Array,
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
             kl = support_divergence(*student_output, teacher_output, temperature, divergence).mean()
             hard, _ = self.compute_eval_loss(student_output, labels)
@@ -72,7 +75,7 @@ def support_strategy(
             return alpha * soft + (1 - alpha) * hard, metrics
 
         def compute_eval_loss(
-            self, student_output: tuple[jax.Array, Head], labels: jax.Array
+            self, student_output: tuple[jax.Array, ModelHead], labels: jax.Array
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
             hidden, head = student_output
             check_labels(labels, hidden)
@@ -90,7 +93,7 @@ def support_strategy(
 
 def _hidden(
     forward: Callable[..., jax.Array], model: Any, inputs: dict[str, Any]
-) -> tuple[jax.Array, Head]:
+) -> tuple[jax.Array, ModelHead]:
     """What the function returns of the model without its head, and the head."""
     nnx = importlib.import_module("flax.nnx")
     copy, head = without_head(nnx.merge(*nnx.split(model), copy=True))

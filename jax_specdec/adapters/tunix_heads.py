@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.adapters.heads import Head
+from jax_specdec.adapters.heads import ModelHead
 
 # The models whose head is `embedder.decode` or `lm_head`, applied to the last hidden states alone.
 MODELS = tuple(
@@ -18,7 +18,7 @@ MODELS = tuple(
 _CASTING = tuple(name for name in MODELS if name.endswith(("Gemma4", "Qwen2", "Qwen3")))
 
 
-def without_head(model: Any) -> tuple[Any, Head]:
+def without_head(model: Any) -> tuple[Any, ModelHead]:
     """The model, whose results are now its last hidden states, and its head."""
     nnx = importlib.import_module("flax.nnx")
     name = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -43,7 +43,7 @@ def without_head(model: Any) -> tuple[Any, Head]:
         part.decode = _unchanged  # always the same function: nnx.jit compares it
     else:
         model.lm_head = _no_head()()
-    return model, Head(weight, "VH" if tied else "HV", dtype, soft_cap)
+    return model, ModelHead(weight, "VH" if tied else "HV", dtype, soft_cap)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ _UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # 
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """One stored tensor, and its place in the decoder.
 
     Attributes:
@@ -68,7 +68,7 @@ class HfModel:
     copies: tuple[tuple[str, str], ...]
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TensorSource]:
         """Every tensor to load."""
         return list(sources(self.config, self.hf.architecture))
 
@@ -119,21 +119,21 @@ def _refuse_unknown(hf: HfConfig, stored: dict[str, StoredTensor], known_names: 
         )
 
 
-def sources(config: ModelConfig, architecture: str) -> Iterator[Source]:
+def sources(config: ModelConfig, architecture: str) -> Iterator[TensorSource]:
     """Every tensor that a model of this configuration and architecture has."""
     d = config.hidden_size
     experts = FAMILIES[architecture].experts
-    yield Source("embedding", None, EMBEDDING, (config.vocab_size, d))
+    yield TensorSource("embedding", None, EMBEDDING, (config.vocab_size, d))
     for index in range(config.num_layers):
         yield from _layer(config, "layers", index, f"model.layers.{index}.", experts)
-    yield Source("final_norm", None, "model.norm.weight", (d,))
+    yield TensorSource("final_norm", None, "model.norm.weight", (d,))
     if not config.tie_embeddings:
-        yield Source("head", None, HEAD, (config.vocab_size, d), transposed=True)
+        yield TensorSource("head", None, HEAD, (config.vocab_size, d), transposed=True)
     if config.num_mtp_layers:
         yield from _mtp(config, FAMILIES[architecture].mtp)
 
 
-def _mtp(config: ModelConfig, layout: str) -> Iterator[Source]:
+def _mtp(config: ModelConfig, layout: str) -> Iterator[TensorSource]:
     """The tensors of an MTP head; none for an architecture without one."""
     if not layout:
         return
@@ -143,17 +143,17 @@ def _mtp(config: ModelConfig, layout: str) -> Iterator[Source]:
         prefix = f"model.layers.{config.num_layers}."
         names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     token_norm, hidden_norm, projection, final_norm = (f"{prefix}{name}.weight" for name in names)
-    yield Source("mtp.token_norm", None, token_norm, (d,))
-    yield Source("mtp.hidden_norm", None, hidden_norm, (d,))
+    yield TensorSource("mtp.token_norm", None, token_norm, (d,))
+    yield TensorSource("mtp.hidden_norm", None, hidden_norm, (d,))
     # DeepSeek puts the token's half first, MiMo and the decoder the hidden state's.
-    yield Source("mtp.projection", None, projection, (d, 2 * d), True, layout == "deepseek")
-    yield Source("mtp.final_norm", None, final_norm, (d,))
+    yield TensorSource("mtp.projection", None, projection, (d, 2 * d), True, layout == "deepseek")
+    yield TensorSource("mtp.final_norm", None, final_norm, (d,))
     yield from _layer(config, "mtp.layers", 0, prefix, "")
 
 
 def _layer(
     config: ModelConfig, leaf: str, index: int, prefix: str, experts: str
-) -> Iterator[Source]:
+) -> Iterator[TensorSource]:
     d = config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     matrices = {
@@ -163,7 +163,9 @@ def _layer(
         "output": ("self_attn.o_proj", (d, q)),
     }
     for name, (stored, shape) in matrices.items():
-        yield Source(f"{leaf}.{name}", index, f"{prefix}{stored}.weight", shape, transposed=True)
+        yield TensorSource(
+            f"{leaf}.{name}", index, f"{prefix}{stored}.weight", shape, transposed=True
+        )
     yield from _feed_forward(config, leaf, index, prefix, experts)
     # Gemma calls the norm before the feed-forward part otherwise: it has one behind attention.
     behind = "pre_feedforward" if config.post_norms else "post_attention"
@@ -184,12 +186,12 @@ def _layer(
         vectors["query_norm"] = ("self_attn.q_norm.weight", config.head_dim)
         vectors["key_norm"] = ("self_attn.k_norm.weight", config.head_dim)
     for name, (stored, size) in vectors.items():
-        yield Source(f"{leaf}.{name}", index, prefix + stored, (size,))
+        yield TensorSource(f"{leaf}.{name}", index, prefix + stored, (size,))
 
 
 def _feed_forward(
     config: ModelConfig, leaf: str, index: int, prefix: str, experts: str
-) -> Iterator[Source]:
+) -> Iterator[TensorSource]:
     """The feed-forward part: one, or a router and experts."""
     d, f, x = config.hidden_size, config.intermediate_size, config.num_experts
     block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
@@ -197,9 +199,9 @@ def _feed_forward(
         block, names = "block_sparse_moe", ("w1", "w3", "w2")
     shapes = {"gate": (f, d), "up": (f, d), "down": (d, f)}
     if x:
-        yield Source(f"{leaf}.router", index, f"{prefix}{block}.gate.weight", (x, d), True)
+        yield TensorSource(f"{leaf}.router", index, f"{prefix}{block}.gate.weight", (x, d), True)
     for expert in range(x) if x else (None,):
         part = block if expert is None else f"{block}.experts.{expert}"
         for (name, shape), stored in zip(shapes.items(), names, strict=True):
             full = f"{prefix}{part}.{stored}.weight"
-            yield Source(f"{leaf}.{name}", index, full, shape, transposed=True, expert=expert)
+            yield TensorSource(f"{leaf}.{name}", index, full, shape, transposed=True, expert=expert)

@@ -19,7 +19,9 @@ from jax_specdec.checkpoint.model_config import CheckpointError
 from jax_specdec.checkpoint.shipped import tiny_weights_path
 
 
-def write_arrays(arrays: Mapping[str, Any], like: str, target: Path, *, own: bool = False) -> Path:
+def write_arrays(
+    arrays: Mapping[str, Any], like: str, target: Path, *, is_own_model: bool = False
+) -> Path:
     """Write arrays with the configuration of a checkpoint.
 
     Args:
@@ -28,7 +30,7 @@ def write_arrays(arrays: Mapping[str, Any], like: str, target: Path, *, own: boo
         `numpy.asarray` takes.
       like: the checkpoint; empty for the weights that come with the package.
       target: the path to make, without a suffix.
-      own: the arrays are of a model of the user's own, and have no configuration.
+      is_own_model: the arrays are of a model of the user's own, and have no configuration.
 
     Returns:
       `target` with a suffix: a file, or a directory where `like` is one.
@@ -39,12 +41,12 @@ def write_arrays(arrays: Mapping[str, Any], like: str, target: Path, *, own: boo
     """
     tensors = {name: _contiguous(name, value) for name, value in arrays.items()}
     folder = Path(like)
-    if not own and is_gguf(like):
+    if not is_own_model and is_gguf(like):
         raise CheckpointError(
             f"arrays have the names of a directory's tensors, and {like} is a GGUF file: give the "
             "path of another one, or start the engine with a directory"
         )
-    if like and not own and folder.is_dir():
+    if like and not is_own_model and folder.is_dir():
         made = target.with_suffix(".checkpoint")
         made.mkdir()
         for path in folder.iterdir():  # configuration and tokenizer
@@ -53,7 +55,7 @@ def write_arrays(arrays: Mapping[str, Any], like: str, target: Path, *, own: boo
         _save(tensors, made / SINGLE, {"format": "pt"})
         return made
     made = target.with_suffix(".safetensors")
-    _save(tensors, made, {} if own else _metadata(like or tiny_weights_path()))
+    _save(tensors, made, {} if is_own_model else _metadata(like or tiny_weights_path()))
     return made
 
 

@@ -97,8 +97,8 @@ def run(
     chosen = ["--full"] * options.full + ["--rehearse"] * options.rehearse
     ground = read_ground([*command, MODULE + "ground", *chosen], options.rehearse)
     if isinstance(ground, str):
-        said = " ".join(f"({note})" for note in tools.notes()) if tools.gpus else ""
-        print(f"NOT RUN: {ground} {said}".rstrip())
+        hints = " ".join(f"({note})" for note in tools.notes()) if tools.gpus else ""
+        print(f"NOT RUN: {ground} {hints}".rstrip())
         return 2
     notes = list(tools.notes()) if ground["backend"] == "mosaic_gpu" else []
     for line in [*tools.lines(), *(f"NOTE: {note}" for note in notes)]:
@@ -118,17 +118,17 @@ def run(
     return status
 
 
-def keep(report: Report, wanted: bool, path: Path) -> None:
+def keep(report: Report, keep_passed: bool, path: Path) -> None:
     """Write down the kernels that passed, if that is wanted; those that failed lose their entry."""
     passed, failed = report.jobs()
     proved_kernels.update(
-        path, report.ground.get("proofs", []), passed if wanted else set(), failed
+        path, report.ground.get("proofs", []), passed if keep_passed else set(), failed
     )
     if report.rehearsed or not passed:
         return
     names = ", ".join(sorted(passed))
     where = f"{report.ground['device']} with this jax"
-    if wanted:
+    if keep_passed:
         print(f"KEPT: calls on {where} take these kernels by default: {names} ({path})")
     else:
         print(f"NOT KEPT: {names} passed; with --keep calls on {where} take them by default")
@@ -166,22 +166,22 @@ def run_pieces(
       until: of `time.monotonic`; a piece that runs then is skipped.
       seconds: that it and its process may take.
     """
-    left = list(names)
-    while left and time.monotonic() < until:
-        number = len(left)
+    pending = list(names)
+    while pending and time.monotonic() < until:
+        number = len(pending)
         with (report.folder / LOG).open("ab") as log:
-            begun, end = _run_once([*program, *left], log, report, left, until, seconds)
-        if not left:
+            begun, end = _run_once([*program, *pending], log, report, pending, until, seconds)
+        if not pending:
             return
         if time.monotonic() >= until:
             print("out of time", flush=True)
             return
-        if begun is None and len(left) < number:
+        if begun is None and len(pending) < number:
             continue  # it ended between two pieces
-        name = begun or left[0]
-        left.remove(name)
+        name = begun or pending[0]
+        pending.remove(name)
         part = name.partition(":")[0]
-        left.sort(key=lambda other: other.partition(":")[0] == part)
+        pending.sort(key=lambda other: other.partition(":")[0] == part)
         report.add(name, {"ok": False, "seconds": None, "error": f"{end}; see {LOG}"})
         print(end, flush=True)
 
@@ -190,11 +190,11 @@ def _run_once(
     program: Sequence[str],
     log: IO[bytes],
     report: Report,
-    left: list[str],
+    pending: list[str],
     until: float,
     seconds: Seconds,
 ) -> tuple[str | None, str]:
-    """Run one process to its end; what it finishes is taken from `left`.
+    """Run one process to its end; what it finishes is taken from `pending`.
 
     Returns:
       The piece that it left unfinished, if any, and how the process ended.
@@ -228,16 +228,16 @@ def _run_once(
                 return begun, _ended(process.wait())
             # A library may print something else.
             with suppress(ValueError, TypeError, LookupError, AttributeError):
-                found = json.loads(line)
+                event = json.loads(line)
                 since = time.monotonic()
-                if "begin" in found:
-                    begun = found["begin"]
+                if "begin" in event:
+                    begun = event["begin"]
                     print(f"{begun} ...", end=" ", flush=True)
-                elif (name := found.pop("piece")) in left:
+                elif (name := event.pop("piece")) in pending:
                     begun = None
-                    left.remove(name)
-                    report.add(name, found)
-                    print(f"{found.get('error', 'ok')}, {found['seconds']} s", flush=True)
+                    pending.remove(name)
+                    report.add(name, event)
+                    print(f"{event.get('error', 'ok')}, {event['seconds']} s", flush=True)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -255,8 +255,8 @@ def _ended(status: int) -> str:
 
 def _environment(rehearsed: bool) -> dict[str, str]:
     # PyTorch needs memory of the same device.
-    here = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return here | ({"JAX_PLATFORMS": "cpu"} if rehearsed else {})
+    variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return variables | ({"JAX_PLATFORMS": "cpu"} if rehearsed else {})
 
 
 def read_ground(program: Sequence[str], rehearsed: bool) -> dict[str, Any] | str:
@@ -269,7 +269,7 @@ def read_ground(program: Sequence[str], rehearsed: bool) -> dict[str, Any] | str
     except subprocess.TimeoutExpired:
         return f"jax has not found its devices in {SECONDS.ground:.0f} s"
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        return f"jax does not start: {said[-1] if said else _ended(done.returncode)}"
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found["obstacle"] or found
+        error_lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return f"jax does not start: {error_lines[-1] if error_lines else _ended(done.returncode)}"
+    ground: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return ground["obstacle"] or ground

@@ -18,7 +18,8 @@ import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import MAX_TOP_K
 from jax_specdec.cli import standard_output
 from jax_specdec.cli.argument_types import integer
-from jax_specdec.cli.engine_options import add_engine, engine_fields, found
+from jax_specdec.cli.engine_options import add_engine, engine_fields, existing_path
+from jax_specdec.cli.generate import FINISHED
 from jax_specdec.cli.prompts import read_prompts
 from jax_specdec.cli.standard_output import Starting, phases_of
 from jax_specdec.declaration import Serves
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
             )
             response_files.write(file, responses)
             say(f"wrote {pluralize(len(requests), 'record')} to {options.json}")
-    return 0
+    return int(shown.any_failed)
 
 
 def requests_of(options: argparse.Namespace, model: ServedModel) -> list[Request]:
@@ -139,7 +140,8 @@ def _engine(options: argparse.Namespace, requests: list[Request]) -> Engine:
     length = max(256, -(-longest // 128) * 128)
     config = EngineConfig(
         **engine_fields(options, None, length),
-        max_length=length, vocab_size=byte_tokens.VOCAB_SIZE, weights=found(options.weights),
+        max_length=length, vocab_size=byte_tokens.VOCAB_SIZE,
+        weights=existing_path(options.weights),
         prefill_chunk=options.chunked_prefill, processes=options.processes,
         num_ranks=options.data_parallel, num_prefill_ranks=int(options.disaggregated),
         on_worker_loss=options.on_worker_loss, resume_lost=True,
@@ -183,6 +185,12 @@ class Demo:
                 standard_output.append(self.texts[id], self._streams[id], record)
         if (sent := update.message) is not None and (waited := update.latency_ns) is not None:
             self.messages.append((sent.process_rank, sent.num_bytes, waited / 1e3))
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether a request ended otherwise than by its stop rules or its length."""
+        ends = (records[-1].finish_reason for records in self.records.values() if records)
+        return any(reason is not None and reason not in FINISHED for reason in ends)
 
     def view(self, console: Console, starting: Callable[[], str]) -> Text:
         """A line for each request, those that run first where not all fit, and one about all."""

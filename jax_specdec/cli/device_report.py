@@ -41,8 +41,8 @@ class Report:
                 for part, names in self.ground["pieces"].items():
                     of_full = self.ground.get("full", {}).get(part, ())
                     names += [x for x in of_full if x in earlier["pieces"] and x not in names]
-                known = {name for names in self.ground["pieces"].values() for name in names}
-                self.pieces = {k: v for k, v in earlier["pieces"].items() if k in known}
+                listed = {name for names in self.ground["pieces"].values() for name in names}
+                self.pieces = {k: v for k, v in earlier["pieces"].items() if k in listed}
         except (OSError, ValueError, LookupError, TypeError):
             return  # none, or that of something else: it is written over
 
@@ -57,14 +57,14 @@ class Report:
         in_turn = [name for names in zip_longest(*kernels) for name in names if name]
         for names in (in_turn, *others):
             yield [name for name in names if name not in self.pieces]
-        yield [name for name, found in self.pieces.items() if not found["ok"]]
+        yield [name for name, outcome in self.pieces.items() if not outcome["ok"]]
 
     def _is_kernel(self, part: str) -> bool:
         return part in self.ground["kernels"]
 
-    def add(self, name: str, found: dict[str, Any]) -> None:
+    def add(self, name: str, outcome: dict[str, Any]) -> None:
         """Note what a piece found, and write both files."""
-        self.pieces[name] = found
+        self.pieces[name] = outcome
         self.save()
 
     def save(self) -> None:
@@ -82,14 +82,14 @@ class Report:
     @property
     def skipped(self) -> list[str]:
         """Pieces that were not tried."""
-        every = (name for names in self.ground["pieces"].values() for name in names)
-        return [name for name in every if name not in self.pieces]
+        all_names = (name for names in self.ground["pieces"].values() for name in names)
+        return [name for name in all_names if name not in self.pieces]
 
     @property
     def failed(self) -> list[str]:
         """Pieces that failed, hung, or took their process along; not those of other libraries."""
         peers = self.ground["pieces"].get(PEERS, ())
-        return [n for n, found in self.pieces.items() if not found["ok"] and n not in peers]
+        return [n for n, outcome in self.pieces.items() if not outcome["ok"] and n not in peers]
 
     def jobs(self) -> tuple[set[str], set[str]]:
         """The jobs of kernels all of whose pieces passed, and those of which one failed."""
@@ -108,7 +108,7 @@ class Report:
             if not self._is_kernel(part):
                 continue
             ran = [self.pieces[name] for name in names if name in self.pieces]
-            word = "PASS" if ran and all(one["ok"] for one in ran) else "FAIL"
+            word = "PASS" if ran and all(outcome["ok"] for outcome in ran) else "FAIL"
             yield self.ground["kernels"][part], word if ran else "NOT RUN", len(ran), len(names)
 
     def line(self) -> str:
@@ -116,20 +116,20 @@ class Report:
         versions = self.ground["versions"]
         words = [verdict for _, verdict, _, _ in self.verdicts()]
         bad = [kernel for kernel, verdict, _, _ in self.verdicts() if verdict == "FAIL"]
-        said = (
+        text = (
             f"jax-specdec {versions['jax-specdec']} check-device: {self.ground['device']}, "
             f"{self.ground['backend']}, jax {versions['jax']}: {words.count('PASS')} of "
             f"{len(words)} kernels pass"
         )
-        said += f"; FAIL: {', '.join(bad)}" if bad else ""
-        said += f"; {len(self.failed)} of {len(self.pieces)} pieces failed"
-        said += f", {len(self.skipped)} skipped" if self.skipped else ""
-        for name, found in self.pieces.items():
-            if name.startswith("times: topk") and found["ok"] and not self.rehearsed:
-                us = next(iter(found["figures"]["us"].values()))
-                said += f"; {name.removeprefix('times: ')}: {us:g} us"
+        text += f"; FAIL: {', '.join(bad)}" if bad else ""
+        text += f"; {len(self.failed)} of {len(self.pieces)} pieces failed"
+        text += f", {len(self.skipped)} skipped" if self.skipped else ""
+        for name, outcome in self.pieces.items():
+            if name.startswith("times: topk") and outcome["ok"] and not self.rehearsed:
+                us = next(iter(outcome["figures"]["us"].values()))
+                text += f"; {name.removeprefix('times: ')}: {us:g} us"
                 break
-        return ("REHEARSED, nothing was measured: " if self.rehearsed else "") + said
+        return ("REHEARSED, nothing was measured: " if self.rehearsed else "") + text
 
     def page(self) -> Iterator[str]:
         """The lines of the page, in Markdown."""
@@ -156,9 +156,9 @@ class Report:
         yield "| call | contender | us | least to most | against the first |"
         yield "| --- | --- | --- | --- | --- |"
         first: dict[str, float] = {}  # by call
-        for name, found in self.pieces.items():
+        for name, outcome in self.pieces.items():
             *_, call = name.split(": ")
-            figures = found.get("figures") or {}
+            figures = outcome.get("figures") or {}
             for who, us in figures.get("us", {}).items():
                 low, high = figures["spread"][who]
                 base = first.setdefault(call, us)
@@ -169,9 +169,9 @@ class Report:
             if "GB/s" in figures:
                 who = next(iter(figures["us"]))
                 yield f"| {call} | read by {who} | {figures['GB/s']} GB/s | | |"
-            if not found["ok"] and name in self.ground["pieces"].get(PEERS, ()):
+            if not outcome["ok"] and name in self.ground["pieces"].get(PEERS, ()):
                 who = name.split(": ")[1]
-                yield f"| {call} | {who} | NOT RUN: {_cell(found['error'])} | | |"
+                yield f"| {call} | {who} | NOT RUN: {_cell(outcome['error'])} | | |"
         for who, module in self.ground["missing"].items():
             if module:
                 yield f"| | {who} | NOT INSTALLED: {module} | | |"

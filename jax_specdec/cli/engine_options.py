@@ -22,7 +22,7 @@ SAME = (
 )  # fmt: skip
 
 
-def found(path: Path | None) -> str:
+def existing_path(path: Path | None) -> str:
     """The absolute path of a file or a directory, for a worker; "" for None.
 
     Raises:

@@ -20,7 +20,7 @@ from jax_specdec.cli.resumable import JsonlOutput, Output
 from jax_specdec.cli.standard_output import RecordLines
 from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.export import openai
-from jax_specdec.export.delivery import Delivery, Part
+from jax_specdec.export.delivery import Delivery, DeliveryPart
 from jax_specdec.records.batch import FinishReason, PromptRows, Statistics
 from jax_specdec.records.record import Record, Records
 from jax_specdec.text.detokenize import TokenTable
@@ -61,7 +61,7 @@ class TextsInOrder:
         self._ended: set[str] = set()
         self._begun = False
 
-    def add(self, part: Part) -> None:
+    def add(self, part: DeliveryPart) -> None:
         """Take the next part of a request's text, and show what it adds."""
         if not self._begun:
             self._begun = True
@@ -76,7 +76,7 @@ class TextsInOrder:
             self._ended.add(id)
             self._advance()
 
-    def _runs(self, part: Part, begin: int) -> Iterator[tuple[str, str]]:
+    def _runs(self, part: DeliveryPart, begin: int) -> Iterator[tuple[str, str]]:
         """Yield the text of a part that begins there, that of tokens of one kind together."""
         record, text = part.record, part.text
         logprobs = None if self._style is None else record.logprobs
@@ -189,7 +189,7 @@ class Tally:
         return f"{self.finished} of {pluralize(self._total, 'request')}"
 
 
-class Run:
+class GenerateRun:
     """The prompts of a run, whose records wait until their requests end.
 
     Attributes:
@@ -216,7 +216,7 @@ class Run:
         self._open = {prompt.request.id: _Answer(prompt, table) for prompt in prompts}
         self._total = Statistics()
 
-    def add(self, records: Records, end: Callable[[str], Any]) -> Iterator[Part]:
+    def add(self, records: Records, end: Callable[[str], Any]) -> Iterator[DeliveryPart]:
         """Keep records until their request ends, then write its response.
 
         Args:
@@ -236,7 +236,7 @@ class Run:
                 continue
             parts = answer.push(record)
             yield from parts
-            if answer.delivery.found is not None:
+            if answer.delivery.stop_text is not None:
                 end(id)
             if not parts or (reason := parts[-1].record.finish_reason) is None:
                 continue
@@ -267,9 +267,9 @@ class _Answer:
         self.prompt, self._table = prompt, table
         self.delivery = Delivery(table, prompt.stops, min_tokens=prompt.request.params.min_tokens)
         self._rows: list[PromptRows] = []
-        self._parts: list[Part] = []
+        self._parts: list[DeliveryPart] = []
 
-    def push(self, record: Record) -> list[Part]:
+    def push(self, record: Record) -> list[DeliveryPart]:
         if record.prompt is not None:
             self._rows.append(record.prompt)
         parts = self.delivery.push(record)

@@ -16,7 +16,7 @@ import jax_specdec.beside.ipc  # noqa: F401
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.hf_names import HfModel, open_model
 from jax_specdec.cli import engine_options, standard_output
-from jax_specdec.cli.generate import Run, TextsInOrder, left_to_do, needs_records
+from jax_specdec.cli.generate import GenerateRun, TextsInOrder, left_to_do, needs_records
 from jax_specdec.cli.logs import logged
 from jax_specdec.cli.prompts import Prompt, given_prompts, read_prompts
 from jax_specdec.cli.resumable import JsonlOutput
@@ -154,7 +154,7 @@ def _run(options: argparse.Namespace, model: HfModel, start_worker: StartWorker)
         # Texts alone would lose what was asked for; a terminal shows it in colors.
         lines = output is None and not options.quiet and not sys.stdout.isatty()
         lines = lines and needs_records(remaining)
-        result = Run(remaining, table, settings, RecordLines() if lines else output)
+        result = GenerateRun(remaining, table, settings, RecordLines() if lines else output)
         show, style = standard_output.shower(quiet=options.quiet or lines)
         texts = TextsInOrder(remaining, table, show, style)
         print(f"loading {_size(model)} from {options.model}", file=sys.stderr)
@@ -185,7 +185,7 @@ def _generate(
     config: EngineConfig,
     start_worker: StartWorker,
     prompts: list[Prompt],
-    result: Run,
+    result: GenerateRun,
     texts: TextsInOrder,
 ) -> None:
     """Run the prompts."""

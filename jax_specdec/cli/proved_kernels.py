@@ -12,7 +12,7 @@ FIELDS = "device", "jax", "backend", "job", "digest"  # of `pallas_kernels.backe
 NAME = "proved-kernels.json"
 SECONDS = 60.0  # to import jax and read the kernels' sources
 
-Entry = dict[str, str]
+ProofEntry = dict[str, str]
 Digests = dict[str, dict[str, str]]  # of the kernels of each job, by backend
 
 
@@ -21,7 +21,7 @@ def file() -> Path:
     return default_folder().parent / NAME
 
 
-def read(path: Path) -> list[Entry]:
+def read(path: Path) -> list[ProofEntry]:
     """The entries; none where the file is not there, or is none of ours."""
     try:
         return [
@@ -56,7 +56,7 @@ def update(path: Path, proofs: list[dict[str, Any]], passed: set[str], failed: s
     new.replace(path)
 
 
-def _place(entry: Entry) -> tuple[str, ...]:
+def _place(entry: ProofEntry) -> tuple[str, ...]:
     """What there is one entry of."""
     return tuple(entry[name] for name in FIELDS[:-1])
 
@@ -72,10 +72,10 @@ def current_digests() -> Digests | None:
             command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL,
             check=True,
         )  # fmt: skip
-        found: Digests = json.loads(done.stdout)
+        digests: Digests = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return found
+    return digests
 
 
 def lines(path: Path, digests: Digests | None = None) -> list[str]:
@@ -88,8 +88,8 @@ def lines(path: Path, digests: Digests | None = None) -> list[str]:
     for entry in read(path):
         backend, job = entry["backend"], entry["job"]
         counts = digests is None or digests.get(backend, {}).get(job) == entry["digest"]
-        said = job if counts else f"{job} (changed since: XLA computes it)"
-        jobs.setdefault((entry["device"], entry["jax"], backend), []).append(said)
+        label = job if counts else f"{job} (changed since: XLA computes it)"
+        jobs.setdefault((entry["device"], entry["jax"], backend), []).append(label)
     return [
         f"proved kernels: {backend} on {device} with jax {version}: {', '.join(names)}"
         for (device, version, backend), names in jobs.items()

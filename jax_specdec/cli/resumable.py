@@ -67,8 +67,8 @@ class Output(contextlib.ExitStack):
         """
         complete = 0
         with path.open("rb") as file:
-            for found in records(file):
-                self.done |= found
+            for digests in records(file):
+                self.done |= digests
                 complete = file.tell()
         if torn := path.stat().st_size - complete:
             self.cut += torn

@@ -68,7 +68,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="what clients must send as a bearer token (default: the environment's "
         f"{KEY_VARIABLE}, which other users cannot read; else none is asked for)")  # fmt: skip
     add_bounds(parser)
-    add_serves(parser).add_argument("--prepare", action="append", type=_asked, default=[],
+    add_serves(parser).add_argument("--prepare", action="append", type=_params_of, default=[],
         metavar="NAME=VALUE,..",
         help="what a request may ask for too, such as temperature=1,logprobs=50: another way to "
         "write the options above; may be given several times")  # fmt: skip
@@ -161,7 +161,7 @@ def say_what_is_missing() -> None:
         logger.warning("requests with tools, response_format or structured_outputs fail: %s", why)
 
 
-def _asked(text: str) -> SamplingParams:
+def _params_of(text: str) -> SamplingParams:
     """An argparse type: what a request asks for, such as "temperature=1"."""
     if text == "off":
         raise argparse.ArgumentTypeError(
@@ -203,7 +203,7 @@ def model_of(
                 "--own-model stands in place of --model and needs --tokenizer DIR, with the "
                 "tokenizer.json by which prompts are read"
             )
-        weights = engine_options.found(options.weights)
+        weights = engine_options.existing_path(options.weights)
     elif alone := next((n for n in ("tokenizer", "vocab_size", "weights")
                         if getattr(options, n) is not None), ""):  # fmt: skip
         raise ValueError(f"--{alone.replace('_', '-')} is for --own-model")
@@ -238,7 +238,7 @@ def model_of(
         vocab_size=vocab_size,
         weights=weights,
         own_model=options.own_model,
-        tokenizer=engine_options.found(options.tokenizer),
+        tokenizer=engine_options.existing_path(options.tokenizer),
         dtype=dtype,
         **engine_options.engine_fields(options, checkpoint, length),
         num_ranks=options.workers,

@@ -17,8 +17,8 @@ from jax_specdec.serve.model import ServedModel
 logger = logging.getLogger("jax_specdec.serve")
 SIGNAL_LOOK_SECONDS = 0.5
 
-Made = tuple[Callable[[], ServedModel], EngineConfig, ModelConfig | None]
-MakeModel = Callable[[argparse.Namespace], Made]
+ServedFleet = tuple[Callable[[], ServedModel], EngineConfig, ModelConfig | None]
+MakeModel = Callable[[argparse.Namespace], ServedFleet]
 
 
 def run(options: argparse.Namespace, make: MakeModel, bounds: Bounds) -> int:

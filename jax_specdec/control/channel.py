@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jax_specdec.control.commands import Command, Connection, ControlError, Shutdown, from_bytes
 from jax_specdec.control.heartbeat import BEAT_SECONDS, Heartbeat, ProcessStats
@@ -94,7 +94,7 @@ class ControlClient:
                     self.missing = False
             self.beside()
 
-    def _receive(self, socket, zmq) -> None:  # type: ignore[no-untyped-def]
+    def _receive(self, socket: Any, zmq: Any) -> None:
         """Take every command that is here."""
         while True:
             try:

@@ -14,7 +14,7 @@ import msgpack
 
 from ipc.wire import LogprobsMode
 from jax_specdec.declaration import USUAL, Serves
-from jax_specdec.requests import Request, SamplingParams, packed, unpacked
+from jax_specdec.requests import Request, SamplingParams, packed_ids, unpacked_ids
 
 # A lead whose follower was killed by a signal exits with this plus the signal's number, as a shell
 # does for a command.
@@ -285,7 +285,7 @@ def to_bytes(command: Command) -> bytes:
             command.generation,
             request.id,
             request.packed_prompt,
-            packed(command.draft_token_ids),
+            packed_ids(command.draft_token_ids),
             params,
             request.num_emitted,
         ]
@@ -347,7 +347,7 @@ def _command(values: Any) -> Command:
             slot=operator.index(slot),
             generation=operator.index(generation),
             request=Request.from_packed(id, prompt, _params(params), num_emitted),
-            draft_token_ids=unpacked(drafts),
+            draft_token_ids=unpacked_ids(drafts),
         )
     kind = _PLAIN[name]
     field_values: dict[str, Any] = {}

@@ -231,7 +231,7 @@ class EngineConfig(WorkerConfig):
         return wire.WORD_BYTES * wire.message_bound(*sizes, self.serves.limits(self.vocab_size))
 
 
-def check(request: Request, config: EngineConfig) -> None:
+def check_request(request: Request, config: EngineConfig) -> None:
     """Refuse a request that the workers cannot serve, before any of it reaches them.
 
     Raises:

@@ -44,7 +44,7 @@ class Share:
 
 def shares(
     num_workers: int,
-    each: int,
+    devices_each: int,
     environment: Mapping[str, str],
     *,
     named: Sequence[str] = (),
@@ -55,7 +55,7 @@ def shares(
 
     Args:
       num_workers: that will run at once.
-      each: devices that one of them computes on.
+      devices_each: devices that one of them computes on.
       environment: the engine's own; it may see only some of the devices itself.
       named: the devices to share out, as the variable names them; empty for all that are found.
       processes: each device of a worker has a process of its own; with a CPU device of its own.
@@ -69,17 +69,18 @@ def shares(
         # Without files (in a container perhaps) the most usual kind is meant.
         accelerators = (accelerators[0] if accelerators else KINDS[0][0]), tuple(named)
     if accelerators is None:
-        return _cpu_shares(num_workers, each, {} if processes else environment)
+        return _cpu_shares(num_workers, devices_each, {} if processes else environment)
     variable, names = accelerators
-    if len(names) < num_workers * each:
+    number = num_workers * devices_each
+    if len(names) < number:
         raise ValueError(
-            f"{num_workers} workers of {each} device(s) each need {num_workers * each}, and there "
+            f"{num_workers} workers of {devices_each} device(s) each need {number}, and there "
             f"are {len(names)} ({variable}: {', '.join(names)}): lower num_ranks, "
             "num_prefill_ranks or tensor_parallel, or name a device several times in "
             "EngineConfig.devices where workers shall share it, or set JAX_PLATFORMS=cpu"
         )
     return tuple(
-        Share({variable: ",".join(names[worker * each : (worker + 1) * each])})
+        Share({variable: ",".join(names[worker * devices_each : (worker + 1) * devices_each])})
         for worker in range(num_workers)
     )
 
@@ -102,12 +103,14 @@ def _accelerators(
     return None
 
 
-def _cpu_shares(num_workers: int, each: int, environment: Mapping[str, str]) -> tuple[Share, ...]:
+def _cpu_shares(
+    num_workers: int, devices_each: int, environment: Mapping[str, str]
+) -> tuple[Share, ...]:
     """Shares of the CPU devices that XLA_FLAGS asks for in every process, if there are enough."""
     forced = _FORCED.findall(environment.get("XLA_FLAGS", ""))
-    if not forced or int(forced[-1]) < num_workers * each:
+    if not forced or int(forced[-1]) < num_workers * devices_each:
         return (Share(),) * num_workers
     return tuple(
-        Share(local_devices=tuple(range(worker * each, (worker + 1) * each)))
+        Share(local_devices=tuple(range(worker * devices_each, (worker + 1) * devices_each)))
         for worker in range(num_workers)
     )

@@ -200,7 +200,7 @@ class Engine:
         """The same in a program with an event loop, which goes on meanwhile.
 
         Where the task is cancelled and nobody else waits for the structure, its compilation ends.
-        Raises as `check`.
+        Raises as `check_request`.
         """
         await self._streams.check_async(request)
 

@@ -46,7 +46,7 @@ class StaleDirectory:
         return f"{state:16} {self.size:>12,} B  {pluralize(self.outputs, 'output'):12} {self.path}"
 
 
-def own(folder: Path) -> None:
+def mark_owner(folder: Path) -> None:
     """Note in a new directory that it belongs to this process."""
     (folder / OWNER).write_text(doctor.this_process())
 

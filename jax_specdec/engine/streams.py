@@ -19,7 +19,7 @@ import numpy as np
 
 from ipc import wait_readable
 from jax_specdec.engine.clock import Clock
-from jax_specdec.engine.config import EngineConfig, check
+from jax_specdec.engine.config import EngineConfig, check_request
 from jax_specdec.engine.errors import EngineClosed, EngineFull, WeightsError, WorkerFailed
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.result_queue import ResultQueue
@@ -125,7 +125,7 @@ class Streams:
 
     def check(self, request: Request) -> None:
         """Refuse a request that cannot be served; see `Engine.check`."""
-        check(request, self._config)
+        check_request(request, self._config)
         try:
             self._structures.check(request)
         except GateFull as error:
@@ -142,7 +142,7 @@ class Streams:
 
     async def check_async(self, request: Request) -> None:
         """The same in a program with an event loop; see `Engine.check_async`."""
-        check(request, self._config)
+        check_request(request, self._config)
         try:
             await self._structures.check_async(request)
         except GateFull as error:

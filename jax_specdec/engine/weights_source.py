@@ -42,7 +42,9 @@ class WeightsSource:
             # Milliseconds, which only those pay for who have arrays.
             from jax_specdec.checkpoint.written_arrays import write_arrays
 
-            made = write_arrays(weights, config.weights, target, own=bool(config.own_model))
+            made = write_arrays(
+                weights, config.weights, target, is_own_model=bool(config.own_model)
+            )
             return cls(made, temporary=True)
         except (OSError, CheckpointError, ValueError) as error:
             for leftover in target.parent.glob(f"{target.name}.*"):

@@ -38,7 +38,7 @@ class WorkDirectory:
             from jax_specdec.engine import leftovers
 
             self._folder = Path(tempfile.mkdtemp(prefix=leftovers.PREFIX))
-            leftovers.own(self._folder)
+            leftovers.mark_owner(self._folder)
         return self._folder
 
     @property

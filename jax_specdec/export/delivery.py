@@ -16,7 +16,7 @@ from jax_specdec.text.stop_strings import StopStrings
 
 
 @dataclass(frozen=True)
-class Part:
+class DeliveryPart:
     """A record to be sent.
 
     Attributes:
@@ -72,16 +72,16 @@ class Delivery:
         self._sum = 0.0  # the logprobs of what was sent
 
     @property
-    def found(self) -> str | None:
+    def stop_text(self) -> str | None:
         return None if self._stops is None else self._stops.found
 
-    def push(self, record: Record) -> list[Part]:
+    def push(self, record: Record) -> list[DeliveryPart]:
         """What can be sent now; after the last record, all that is left."""
         over = record.finish_reason is not None
         begin, ids = self._stream.length, record.token_ids.tolist()
         if self._stops is None:
             text, offsets = self._stream.push_with_offsets(ids)
-            return [Part(record, text + (self._stream.finish() if over else ""), offsets)]
+            return [DeliveryPart(record, text + (self._stream.finish() if over else ""), offsets)]
         offsets = []
         for token_id in ids:  # one by one: nothing depends on how many came together
             text, places = self._stream.push_with_offsets([token_id])
@@ -104,7 +104,7 @@ class Delivery:
             parts.append(self._part(self._held.pop(0)))
         return parts
 
-    def _cut(self, end: int) -> list[Part]:
+    def _cut(self, end: int) -> list[DeliveryPart]:
         """What is left of the records that were held, the last one with the reason of the end.
 
         Tokens that begin behind the end are cut. A token without text stays where it stands before
@@ -130,8 +130,8 @@ class Delivery:
             self._part(replace(last, record=cut, offsets=last.offsets[:count], end=end)),
         ]
 
-    def _part(self, held: _Held) -> Part:
+    def _part(self, held: _Held) -> DeliveryPart:
         assert self._stops is not None
         total = held.record.cumulative_logprob
         self._sum = self._sum if total is None else total
-        return Part(held.record, self._stops.text[held.begin : held.end], held.offsets)
+        return DeliveryPart(held.record, self._stops.text[held.begin : held.end], held.offsets)

@@ -1,7 +1,7 @@
 """A page that shows every token's logprob: OpenAI-style responses to one HTML file.
 
 The page loads nothing, and what a token says is data in it: never markup, never a script. The data
-is columns in compressed blocks (`packed`), and the script draws only what is seen of it.
+is columns in compressed blocks (`page_data`), and the script draws only what is seen of it.
 """
 
 import base64
@@ -91,7 +91,7 @@ def page(view: View, title: str) -> str:
     )
     # In one pass, as a title may hold the names of placeholders.
     text = (parts / "page.html").read_text(encoding="utf-8")
-    drawn, details = packed(view.files, view.names, list(view.strings))
+    drawn, details = page_data(view.files, view.names, list(view.strings))
     values = {
         "policy": _escaped(policy),
         "title": _escaped(title),
@@ -124,7 +124,7 @@ _OF_STEP = ("step", "step_tokens", "step_drafts", "step_accepted")
 _LEVEL = 1  # of compression: another one takes several times as long for a tenth of the bytes
 
 
-def packed(
+def page_data(
     files: Sequence[Sequence[Shown]], names: Sequence[str], strings: Sequence[str]
 ) -> tuple[str, str]:
     """The data of a page in two blocks, each as base64 of a zlib stream, harmless in any markup.

@@ -24,7 +24,7 @@ _PREFIX = "jax_specdec_"
 
 
 @with_field_docs
-class Family(NamedTuple):
+class MetricFamily(NamedTuple):
     """One metric, or its samples of one process rank.
 
     Attributes:
@@ -74,7 +74,7 @@ def status_text(
     Raises:
       ModuleNotFoundError: as `prometheus_text`.
     """
-    families: list[Family] = []
+    families: list[MetricFamily] = []
     for status in statuses:
         delivered = _delivery(status.statistics, status.processor, status.request_ids)
         families += _of_rank(status.process_rank, [*delivered, *_transport(status)])
@@ -91,7 +91,7 @@ def build_text(*, model: str) -> str:
     """
     labels = {"version": _version(), "python": platform.python_version(), "model": model}
     meaning = "What runs here: versions and the model's name; always 1."
-    return _page([Family("gauge", "build_info", meaning, [(labels, 1)])])
+    return _page([MetricFamily("gauge", "build_info", meaning, [(labels, 1)])])
 
 
 def _version() -> str:
@@ -154,19 +154,21 @@ def http_text(
                 for (path, status), count in sorted(answers.items())]  # fmt: skip
     closed = [({"reason": reason}, count) for reason, count in sorted(ended.items())]
     families = [
-        Family("counter", "http_requests", "Requests by path and status.", answered),
-        Family("counter", "http_ended_connections", "Connections that the server ended.", closed),
+        MetricFamily("counter", "http_requests", "Requests by path and status.", answered),
+        MetricFamily(
+            "counter", "http_ended_connections", "Connections that the server ended.", closed
+        ),
     ]
     for name, meaning, count in (
         ("waiting_requests", "Requests that wait for a slot.", num_waiting),
         ("http_open_requests", "Requests that are answered now.", num_open),
         ("http_connections", "Connections that are open.", num_connections),
     ):
-        families.append(Family("gauge", name, meaning, [({}, count)]))
+        families.append(MetricFamily("gauge", name, meaning, [({}, count)]))
     return _page(families)
 
 
-def _page(families: Iterable[Family]) -> str:
+def _page(families: Iterable[MetricFamily]) -> str:
     """The text of some families: those of one name once, with the samples of all."""
     client = _client()
     metrics: dict[str, Metric] = {}
@@ -179,7 +181,7 @@ def _page(families: Iterable[Family]) -> str:
     return _text(client, metrics.values())
 
 
-def _of_rank(process_rank: int | str, families: Iterable[Family]) -> Iterator[Family]:
+def _of_rank(process_rank: int | str, families: Iterable[MetricFamily]) -> Iterator[MetricFamily]:
     """The families with the label of a process rank on each sample."""
     rank = {"process_rank": str(process_rank)}
     for family in families:
@@ -202,7 +204,9 @@ def _text(client: ModuleType, metrics: Iterable["Metric"]) -> str:
     return page
 
 
-def _delivery(statistics: Statistics, counters: Counters, live: Sequence[str]) -> Iterator[Family]:
+def _delivery(
+    statistics: Statistics, counters: Counters, live: Sequence[str]
+) -> Iterator[MetricFamily]:
     """What was delivered, what was not, and what speculation achieved."""
     for name, meaning, count in (
         ("steps", "Steps, counted once a request that had tokens in them.", statistics.steps),
@@ -215,13 +219,13 @@ def _delivery(statistics: Statistics, counters: Counters, live: Sequence[str]) -
         ("late_drafts", "Slots with drafts that no waiting record took.", counters.late_drafts),
         ("preemptions", "Requests sent back to the scheduler.", counters.preempted),
     ):
-        yield Family("counter", name, meaning, [({}, count)])
+        yield MetricFamily("counter", name, meaning, [({}, count)])
     for name, meaning, counts in (
         ("draft_tokens_at_position", "Drafts proposed at a position.", statistics.drafts_at),
         ("accepted_tokens_at_position", "Drafts accepted at a position.", statistics.accepted_at),
     ):
         samples = [({"position": str(at)}, count) for at, count in enumerate(counts)]
-        yield Family("counter", name, meaning, samples)
+        yield MetricFamily("counter", name, meaning, samples)
     yield _finished(counters.finished)
     length = statistics.average_accepted_length
     for name, meaning, value in (
@@ -230,19 +234,19 @@ def _delivery(statistics: Statistics, counters: Counters, live: Sequence[str]) -
         ("average_accepted_length", "Tokens that a step emits for a request.", length),
         ("live_requests", "Requests that can still deliver.", len(live)),
     ):
-        yield Family("gauge", name, meaning, [({}, value)])
+        yield MetricFamily("gauge", name, meaning, [({}, value)])
 
 
-def _finished(counts: Sequence[int]) -> Family:
+def _finished(counts: Sequence[int]) -> MetricFamily:
     """How many requests have ended for each reason."""
     samples = [
         ({"reason": reason.name.lower()}, count)
         for reason, count in zip(FinishReason, counts, strict=True)
     ]
-    return Family("counter", "finished_requests", "Requests by finish reason.", samples)
+    return MetricFamily("counter", "finished_requests", "Requests by finish reason.", samples)
 
 
-def _transport(status: WorkerStatus) -> Iterator[Family]:
+def _transport(status: WorkerStatus) -> Iterator[MetricFamily]:
     """A worker, and the engine's side of the ring to it.
 
     The ring's numbers begin again with each worker: Prometheus takes a counter that falls for a
@@ -260,4 +264,4 @@ def _transport(status: WorkerStatus) -> Iterator[Family]:
         ("gauge", "ring_depth", "Messages in the ring now.", ring.depth),
         ("gauge", "ring_capacity", "Messages that the ring holds.", ring.capacity),
     ):
-        yield Family(kind, name, meaning, [({}, value)])
+        yield MetricFamily(kind, name, meaning, [({}, value)])

@@ -55,7 +55,7 @@ def completion_logprobs(
       table: the strings of the tokenizer.
       stream: the text before the records; it is moved on past them. None: there is none.
     """
-    rows = _asked(records)
+    rows = _with_logprobs(records)
     if not rows:
         return None
     stream = stream or TextStream(table)
@@ -69,7 +69,7 @@ def chat_logprobs(records: Iterable[Record], table: TokenTable) -> dict[str, Any
     The bytes of all tokens, one after the other, are those of the text. A special token is no part
     of the text, and its bytes are None. All entries of a token share one tuple of bytes.
     """
-    rows = _asked(records)
+    rows = _with_logprobs(records)
     content = [entry for part in rows for entry in _chat_rows(part, table)]
     return {"content": content, "refusal": None} if rows else None
 
@@ -170,7 +170,7 @@ def completion(
     text = _text(records, table) if text is None else text
     choice = {"index": index, "text": text, "logprobs": completion_logprobs(records, table)}
     header = header_of(request.id, "text_completion", model, created)
-    return _whole(header, choice, request, records, table, prompt)
+    return _response_of(header, choice, request, records, table, prompt)
 
 
 def chat_completion(
@@ -189,7 +189,7 @@ def chat_completion(
     message = {"role": "assistant", "content": text, "refusal": None}
     choice = {"index": index, "message": message, "logprobs": chat_logprobs(records, table)}
     header = header_of(request.id, "chat.completion", model, created)
-    return _whole(header, choice, request, records, table, prompt)
+    return _response_of(header, choice, request, records, table, prompt)
 
 
 def server_sent_event(chunk: dict[str, Any]) -> bytes:
@@ -206,7 +206,7 @@ def _text(records: Sequence[Record], table: TokenTable) -> str:
     return table.decode([id for record in records for id in record.token_ids.tolist()])
 
 
-def _whole(
+def _response_of(
     header: dict[str, Any],
     choice: dict[str, Any],
     request: Request,
@@ -232,7 +232,7 @@ def _whole(
     }
 
 
-def _asked(records: Iterable[Record]) -> list[Record]:
+def _with_logprobs(records: Iterable[Record]) -> list[Record]:
     """The records that carry logprobs."""
     return [record for record in records if record.request.params.logprobs is not None]
 

@@ -108,7 +108,7 @@ def verl_batch(
     rows = columns.rows_by_place()
     starts = np.diff(columns.prompt.offsets)
     emitted = [row[start:][row[start:] >= 0] for row, start in zip(rows, starts, strict=True)]
-    prompt_ids, mask = _padded("prompt", prompts, prompt_length, pad_id, left=True)
+    prompt_ids, mask = _padded("prompt", prompts, prompt_length, pad_id, on_left=True)
     ids = [columns.token_id[places] for places in emitted]
     written, response_mask = _padded("response", ids, response_length, pad_id)
     token_logprobs = [columns.logprob[places] for places in emitted]
@@ -168,7 +168,7 @@ def _split(values: NDArray[Any], offsets: NDArray[np.int64]) -> list[NDArray[Any
 
 
 def _padded(
-    name: str, rows: list[NDArray[Any]], length: int | None, fill: float, *, left: bool = False
+    name: str, rows: list[NDArray[Any]], length: int | None, fill: float, *, on_left: bool = False
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Rows [Q, length], and 1 where they have a value, else 0."""
     longest = max(map(len, rows), default=0)
@@ -181,6 +181,6 @@ def _padded(
     dtype = rows[0].dtype if rows else np.dtype(np.int32)
     table, there = np.full((len(rows), width), fill, dtype), np.zeros((len(rows), width), np.int64)
     for row, values in enumerate(rows):
-        place = slice(width - len(values), width) if left else slice(0, len(values))
+        place = slice(width - len(values), width) if on_left else slice(0, len(values))
         table[row, place], there[row, place] = values, 1
     return table, there

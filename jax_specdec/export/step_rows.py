@@ -72,12 +72,12 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
     }
     outer = pa.array(offsets_of(counts), pa.int32())
 
-    def whole(name: str, values: Any) -> None:
+    def add_column(name: str, values: Any) -> None:
         columns[name] = pa.ListArray.from_arrays(outer, values)
 
     for name, values in tokens.items():
         if "." not in name:
-            whole(name, pa.array(values if order is None else values.take(order)))
+            add_column(name, pa.array(values if order is None else values.take(order)))
     for name, ids in TOKEN_LISTS.items():
         sizes = tokens.get(f"{name}.counts")
         if sizes is None or not sizes.any():
@@ -86,13 +86,13 @@ def step_rows(batches: Iterable[RecordBatch], emitted: MutableMapping[str, int])
         inner = pa.array(offsets_of(sizes), pa.int32())
         for column, what in ((ids, "ids"), (f"{name}_logprobs", "logprobs")):
             values = takes(tokens[f"{name}.{what}"])
-            whole(column, pa.ListArray.from_arrays(inner, pa.array(values)))
+            add_column(column, pa.ListArray.from_arrays(inner, pa.array(values)))
     if kept is not None:
         kept = kept if order is None else kept.take(order)
-        whole("kept_count", pa.array(kept.counts))
-        whole("log_kept", pa.array(kept.log_kept))
+        add_column("kept_count", pa.array(kept.counts))
+        add_column("log_kept", pa.array(kept.log_kept))
         inner = pa.array(kept.offsets.astype(np.int32))
-        whole("kept_token_ids", pa.ListArray.from_arrays(inner, pa.array(kept.token_ids)))
+        add_column("kept_token_ids", pa.ListArray.from_arrays(inner, pa.array(kept.token_ids)))
     columns |= prompts.columns(len(names))
     return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 

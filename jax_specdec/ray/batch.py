@@ -167,7 +167,7 @@ def columns(batches: Sequence[ColumnBatch]) -> TokenColumns:
     return joined_rows([batch.rows for batch in batches], requests)
 
 
-def packed(rows: Any) -> NDArray[np.uint8]:
+def arrow_bytes(rows: Any) -> NDArray[np.uint8]:
     """A `pyarrow.RecordBatch` as one array of bytes, in Arrow's stream format."""
     pa = pyarrow()
     buffer = pa.allocate_buffer(rows.nbytes + ENVELOPE)
@@ -178,6 +178,6 @@ def packed(rows: Any) -> NDArray[np.uint8]:
 
 
 def unpacked(data: NDArray[np.uint8]) -> Any:
-    """The `pyarrow.RecordBatch` of `packed`: views of the same memory."""
+    """The `pyarrow.RecordBatch` of `arrow_bytes`: views of the same memory."""
     pa = pyarrow()
     return pa.ipc.open_stream(pa.py_buffer(data)).read_next_batch()

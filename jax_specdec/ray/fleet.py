@@ -26,7 +26,7 @@ from jax_specdec.ray import placement
 from jax_specdec.ray.batch import ColumnBatch, Part
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import ClusterError, lost_errors
-from jax_specdec.ray.head import Head
+from jax_specdec.ray.head import HeadWatch
 from jax_specdec.ray.replica import MakeEngine
 from jax_specdec.ray.replica_handle import FleetCalls, ReplicaHandle
 from jax_specdec.ray.replica_types import Weights
@@ -69,7 +69,7 @@ class Fleet:
             ReplicaHandle(
                 number,
                 partial(
-                    placement.Place, number, f"{name}:replica-{number}", of_replica, cluster,
+                    placement.ReplicaPlace, number, f"{name}:replica-{number}", of_replica, cluster,
                     make_engine,
                 ),
                 FleetCalls(
@@ -80,7 +80,7 @@ class Fleet:
             )
             for number in range(cluster.replicas)
         ]  # fmt: skip
-        self._head = Head(cluster.head_timeout)
+        self._head = HeadWatch(cluster.head_timeout)
         self._began = time.monotonic()
         with contextlib.ExitStack() as begun:
             self._close_members(begun, reachable=True)

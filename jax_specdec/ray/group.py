@@ -42,7 +42,7 @@ class Followers:
         self.close()
         host = ray("ray.util").get_node_ip_address()
         self._folder = Path(tempfile.mkdtemp(prefix=leftovers.PREFIX))
-        leftovers.own(self._folder)
+        leftovers.mark_owner(self._folder)
         address = str(self._folder / "followers")
         self._path = SocketPath(address)
         self._listener = Listener(self._path.text, "AF_UNIX", backlog=64)
@@ -133,7 +133,7 @@ class Follower:
         self.stop(index)
         born = json.loads(line) | {"parent": os.getpid(), "folder": ""}
         folder = Path(tempfile.mkdtemp(prefix=leftovers.PREFIX))
-        leftovers.own(folder)
+        leftovers.mark_owner(folder)
         try:
             output = folder / f"follower-{index}.log"
             process = ChildProcess(self._program, output=output, env=os.environ)

@@ -11,7 +11,7 @@ HEAD_ASK_SECONDS = 1.0
 OTHER_CLUSTER = "WrongClusterID"
 
 
-class Head:
+class HeadWatch:
     """Asks the head whether it lives now and then, in a thread of its own.
 
     It asks through a client of Ray's that raises. `ray.nodes()`, as any question of Ray's state,

@@ -82,7 +82,7 @@ def check_reachable(address: str) -> None:
             ) from error
 
 
-class Place:
+class ReplicaPlace:
     """One replica's placement group and actors."""
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jax_specdec.engine.config import EngineConfig, check
+from jax_specdec.engine.config import EngineConfig, check_request
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import EngineFull, WeightsError
 from jax_specdec.engine.result_queue import ResultQueue
@@ -120,7 +120,7 @@ class RayEngine:
 
     def check(self, request: Request) -> None:
         """Refuse a request that `submit` would, as `Engine.check` does."""
-        check(request, self.config)
+        check_request(request, self.config)
         try:
             self._structures.check(request)
         except GateFull as error:

@@ -27,7 +27,7 @@ from jax_specdec.engine.errors import EngineClosed, WeightsError, WorkerFailed
 from jax_specdec.engine.streams import Sink
 from jax_specdec.engine.weights import WeightsUpdate
 from jax_specdec.export.step_rows import step_rows
-from jax_specdec.ray.batch import packed
+from jax_specdec.ray.batch import arrow_bytes
 from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, ray
 from jax_specdec.ray.group import Followers
 from jax_specdec.ray.remove_leftovers import remove_leftovers
@@ -136,7 +136,7 @@ class Replica:
             self._open.pop(rows.column("request_id")[row].as_py(), None)
         if self._config.resume_lost:
             rows = without_lost(rows)
-        return packed(rows) if rows.num_rows else None
+        return arrow_bytes(rows) if rows.num_rows else None
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Take requests; an engine that has ended ends the replica's batches with its error.
@@ -257,13 +257,13 @@ class Replica:
             from jax_specdec.checkpoint.written_arrays import write_arrays
 
             self._folder = Path(tempfile.mkdtemp(prefix=f"{leftovers.PREFIX}weights-"))
-            leftovers.own(self._folder)
+            leftovers.mark_owner(self._folder)
             arrays: Mapping[str, Any] = ray().get(weights.arrays[0])
             made = write_arrays(
                 arrays,
                 self._config.weights,
                 self._folder / "weights",
-                own=bool(self._config.own_model),
+                is_own_model=bool(self._config.own_model),
             )
             path = str(made)
         return replace(

@@ -17,7 +17,7 @@ from jax_specdec.engine.errors import WeightsError, WorkerFailed
 from jax_specdec.ray.batch import unpacked
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, full_store, lost_errors, ray
-from jax_specdec.ray.placement import Place
+from jax_specdec.ray.placement import ReplicaPlace
 from jax_specdec.ray.replica_types import ReplicaAddress, ReplicaStatus, Submission, Weights
 from jax_specdec.ray.request_table import BatchError
 from jax_specdec.wording import pluralize
@@ -64,7 +64,7 @@ class ReplicaHandle:
     """
 
     def __init__(
-        self, number: int, place: Callable[[], Place], fleet: FleetCalls, cluster: RayConfig
+        self, number: int, place: Callable[[], ReplicaPlace], fleet: FleetCalls, cluster: RayConfig
     ) -> None:
         self.number = number
         self.ready = self.begun = False
@@ -73,7 +73,7 @@ class ReplicaHandle:
         self.traffic = dict.fromkeys(("batches", "bytes", "rows", "tokens", "calls"), 0)
         self._make_place, self.fleet = place, fleet
         self._cluster = cluster
-        self._place: Place | None = None
+        self._place: ReplicaPlace | None = None
         self._address: ReplicaAddress | None = None  # where it has to be closed, or tidied up after
         self._losses = 0
         self._answered = False  # it has, since the last loss: what Ray says twice counts once
@@ -253,7 +253,7 @@ class ReplicaHandle:
         )
         errors = ray("ray.exceptions")
         try:
-            for data in self.each(batches):
+            for data in self.stream_values(batches):
                 if isinstance(data, str):
                     self._restart()
                     return data
@@ -273,7 +273,7 @@ class ReplicaHandle:
         except lost_errors() as error:
             return _first(error)
 
-    def each(self, references: Any) -> Iterator[Any]:
+    def stream_values(self, references: Any) -> Iterator[Any]:
         """Yield what a generator of Ray's brings, until it has ended or the fleet is over."""
         while not self.fleet.over():
             done, _ = ray().wait([references], timeout=REPLICA_LOOK_SECONDS, fetch_local=False)

@@ -63,7 +63,7 @@ class Entry:
         return len(self.request.packed_prompt) // 4
 
     @property
-    def left(self) -> int:
+    def tokens_left(self) -> int:
         """Tokens that it may still emit."""
         return self.request.params.max_tokens - self.count
 
@@ -128,7 +128,7 @@ class RequestTable:
             self._waiting.popleft()
             entry.replica, entry.key = replica, str(next(self._keys))
             self._by_key[entry.key] = entry
-            self.routes.add(replica, prompt, entry.prompt_length + entry.left)
+            self.routes.add(replica, prompt, entry.prompt_length + entry.tokens_left)
             by_replica.setdefault(replica, []).append(entry)
         return by_replica
 
@@ -237,7 +237,7 @@ class RequestTable:
         del self.entries[name]
         self._by_key.pop(entry.key, None)
         if entry.replica is not None:
-            self.routes.end(entry.replica, entry.prompt_length + entry.left)
+            self.routes.end(entry.replica, entry.prompt_length + entry.tokens_left)
         else:
             self._waiting.take(name)
 

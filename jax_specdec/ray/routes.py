@@ -54,7 +54,7 @@ class Routes:
         free slots, and at last fewer tokens.
         """
         best, score = None, (False, -1, 0, 0)
-        prefix_lengths = self._known(prompt)
+        prefix_lengths = self._chunks_seen(prompt)
         for replica, load in self.loads.items():
             if load.has_room:
                 rank = (load.free > 0, prefix_lengths.get(replica, 0), load.free, -load.tokens)
@@ -90,7 +90,7 @@ class Routes:
         for key in [key for key, at in self._seen.items() if at == replica]:
             del self._seen[key]
 
-    def _known(self, prompt: bytes) -> dict[int, int]:
+    def _chunks_seen(self, prompt: bytes) -> dict[int, int]:
         """For each replica the chunks of the prompt's beginning that it has seen."""
         lengths: dict[int, int] = {}
         for count, key in enumerate(self._keys(prompt), 1):

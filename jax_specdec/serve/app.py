@@ -75,7 +75,7 @@ class Service:
         self._api_key = api_key.encode()
         body_bytes = bounds.body_bytes(model.max_length)
         self.bodies = Bodies(
-            each=body_bytes, together=BODIES * body_bytes, seconds=bounds.client_timeout
+            bytes_each=body_bytes, together=BODIES * body_bytes, seconds=bounds.client_timeout
         )
         self._large_bodies = asyncio.Lock()  # held by the one that is read
         self._turn = asyncio.Lock()

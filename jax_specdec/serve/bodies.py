@@ -48,15 +48,15 @@ class Bodies:
     So nobody keeps others out by bodies that are never complete.
     """
 
-    def __init__(self, *, each: int, together: int, seconds: float) -> None:
+    def __init__(self, *, bytes_each: int, together: int, seconds: float) -> None:
         """Begin with none.
 
         Args:
-          each: bytes that one may have.
+          bytes_each: bytes that one may have.
           together: bytes of all that are on their way or in the hands of `received`'s caller.
           seconds: that a client may take to send one.
         """
-        self._each, self._together, self._seconds = each, together, seconds
+        self._bytes_each, self._together, self._seconds = bytes_each, together, seconds
         self.coming: dict[_Body, None] = {}
         self.num_bytes = 0
 
@@ -67,7 +67,7 @@ class Bodies:
         Raises:
           ApiError: it is too large or too slow, made room for others, or its client has left.
         """
-        if int(request.headers.get("content-length") or 0) > self._each:
+        if int(request.headers.get("content-length") or 0) > self._bytes_each:
             raise self._too_large()
         body = _Body()
         self.coming[body] = None
@@ -89,7 +89,7 @@ class Bodies:
 
     def _take(self, body: _Body, part: bytes) -> None:
         """Add what has come of a body, and make room for it."""
-        if len(body.data) + len(part) > self._each:
+        if len(body.data) + len(part) > self._bytes_each:
             raise self._too_large()
         body.data += part
         self.num_bytes += len(part)
@@ -114,7 +114,7 @@ class Bodies:
 
     def _too_large(self) -> ApiError:
         return ApiError(
-            413, f"the body has more than {self._each} bytes (--max-body)", code="too_large"
+            413, f"the body has more than {self._bytes_each} bytes (--max-body)", code="too_large"
         )
 
     def _late(self, body: _Body) -> ApiError:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_specdec.export import openai
-from jax_specdec.export.delivery import Part
+from jax_specdec.export.delivery import DeliveryPart
 from jax_specdec.export.openai_extension import request_extension, speculation
 from jax_specdec.records.batch import FinishReason, PromptRows
 from jax_specdec.records.record import Record
@@ -70,7 +70,7 @@ class Choice:
         self._prompt.append(rows)
 
     def json(
-        self, parts: Sequence[Part], finish: str | None, stop_reason: int | str | None
+        self, parts: Sequence[DeliveryPart], finish: str | None, stop_reason: int | str | None
     ) -> dict[str, Any]:
         """The choice with what these parts add; the first call also has what is about the prompt.
 

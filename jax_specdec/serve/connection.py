@@ -38,11 +38,11 @@ class Connections:
         self, bounds: Bounds, traffic: Traffic, turn_seconds: float = TURN_SECONDS
     ) -> None:
         self.bounds, self.traffic, self._turn_seconds = bounds, traffic, turn_seconds
-        self.receiving: dict[Connection, None] = {}
-        self._unread: collections.deque[Connection] = collections.deque()
+        self.receiving: dict[ServerConnection, None] = {}
+        self._unread: collections.deque[ServerConnection] = collections.deque()
         self._reads = False  # in the next round of the event loop
 
-    def let_read(self, connection: "Connection") -> None:
+    def let_read(self, connection: "ServerConnection") -> None:
         """Let a connection read what has come, once those before it have."""
         self._unread.append(connection)
         self._go_on(connection.loop)
@@ -74,7 +74,7 @@ def _send_at_once(transport: asyncio.Transport) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-class Connection(H11Protocol):
+class ServerConnection(H11Protocol):
     """A connection that ends where its client sends too slowly, or does not read.
 
     Where more are open than may, the one ends from which a request has been awaited for the longest

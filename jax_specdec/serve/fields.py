@@ -42,7 +42,7 @@ class Closed(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, value: Any) -> Any:
+    def _refuse_unknown(cls, value: Any) -> Any:
         """What is given of an object; anything else as it is."""
         if not isinstance(value, dict):
             return value
@@ -60,7 +60,7 @@ class Closed(BaseModel):
                 raise PydanticCustomError("unknown_parameter", problem, {"name": name})
         return {name: item for name, item in value.items() if item is not None}
 
-    def given(self) -> dict[str, Any]:
+    def set_fields(self) -> dict[str, Any]:
         """The fields that are given, in the order of the class."""
         return {name: item for name, item in self if name in self.model_fields_set}
 
@@ -213,7 +213,7 @@ class ToolCall(Closed):
     function: CalledFunction
 
 
-class Message(Closed):
+class ChatMessage(Closed):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], _SOME] | None = None
     name: Text | None = None
@@ -231,7 +231,7 @@ class Message(Closed):
         return value
 
 
-class Function(Closed):
+class DeclaredFunction(Closed):
     name: str = Field(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_-]+$")
     description: Text | None = None
     parameters: Object | None = None
@@ -240,7 +240,7 @@ class Function(Closed):
 
 class Tool(Closed):
     type: Literal["function"]
-    function: Function
+    function: DeclaredFunction
 
 
 class ChosenFunction(Closed):
@@ -255,7 +255,7 @@ class ToolChoice(Closed):
 class Chat(Body):
     """A body of the chat completions API."""
 
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     logprobs: bool = False

@@ -16,7 +16,7 @@ import uvicorn
 
 from jax_specdec.serve.app import Service
 from jax_specdec.serve.bounds import MAX_HEAD
-from jax_specdec.serve.connection import Connection, Connections
+from jax_specdec.serve.connection import Connections, ServerConnection
 
 BACKLOG = 1024  # connections that may wait in the system
 TAKEN = 16  # of them in a round of the event loop, between which answers are sent
@@ -35,7 +35,7 @@ class Listener(uvicorn.Server):
             uvicorn.Config(
                 service.app,
                 # Those that the limits are made for, even where others are installed.
-                http=functools.partial(Connection, connections=connections),  # type: ignore[arg-type]
+                http=functools.partial(ServerConnection, connections=connections),  # type: ignore[arg-type]
                 loop="asyncio",
                 ws="none",
                 lifespan="off",

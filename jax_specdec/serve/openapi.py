@@ -113,13 +113,13 @@ def _limits(bounds: Bounds, max_length: int) -> str:
 
 
 def _post(
-    summary: str, body: str, more: dict[str, Any], kind: str, **said: Schema
+    summary: str, body: str, more: dict[str, Any], kind: str, **fields: Schema
 ) -> dict[str, Any]:
     choice = _object(
         index={"type": "integer"},
         finish_reason={"enum": ["stop", "length", "tool_calls"]},
         logprobs={"type": ["object", "null"]},
-        **said,
+        **fields,
     )
     answer = _object(
         object={"const": kind},
@@ -151,5 +151,5 @@ def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int]) -> d
     return {"summary": summary, "responses": {"200": answer, **refused}}
 
 
-def _response(schema: Schema, said: str = "the answer") -> dict[str, Any]:
-    return {"description": said, "content": {"application/json": {"schema": schema}}}
+def _response(schema: Schema, description: str = "the answer") -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

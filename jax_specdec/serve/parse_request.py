@@ -17,7 +17,7 @@ from jax_specdec.serve import tools
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.checks import checked
 from jax_specdec.serve.errors import unfit
-from jax_specdec.serve.fields import MAX_CHOICES, Body, Chat, Completion, Message
+from jax_specdec.serve.fields import MAX_CHOICES, Body, Chat, ChatMessage, Completion
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.text.chat_template import RESERVED
 
@@ -77,7 +77,7 @@ def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
             "max_tokens = 0 scores the prompt and decodes nothing: it needs echo or "
             "prompt_logprobs, which show that",
         )
-    return _asked(
+    return _parsed(
         fields, model, bounds, prompts,
         max_tokens=fields.max_tokens, logprobs=fields.logprobs, echo=fields.echo,
     )  # fmt: skip
@@ -106,14 +106,14 @@ def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     if fields.top_logprobs and not fields.logprobs:
         raise unfit("top_logprobs", "top_logprobs needs logprobs = true")
     room = max(model.max_length - len(prompt), 1)
-    return _asked(
+    return _parsed(
         fields, model, bounds, [prompt],
         max_tokens=fields.max_completion_tokens or fields.max_tokens or room,
         logprobs=fields.top_logprobs or 0 if fields.logprobs else None, echo=False,
     )  # fmt: skip
 
 
-def _asked(
+def _parsed(
     fields: Body,
     model: ServedModel,
     bounds: Bounds,
@@ -262,7 +262,7 @@ def _check_prompt_logprobs(params: SamplingParams, num_tokens: int, n: int, boun
         )
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: ChatMessage) -> dict[str, Any]:
     """A message with its parts of text joined, and its calls' arguments as objects, as templates
     have them.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax_specdec.engine import Engine, FinishReason, Stream, errors
 from jax_specdec.export import openai
-from jax_specdec.export.delivery import Delivery, Part
+from jax_specdec.export.delivery import Delivery, DeliveryPart
 from jax_specdec.export.openai import DONE, server_sent_event
 from jax_specdec.records.record import Record
 from jax_specdec.serve.choices import Choice, finish_word, stop_reason
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 PART = 1 << 16  # bytes that a client must read in its time
 
 
-class Found(NamedTuple):
+class ChoiceChunk(NamedTuple):
     """What one or several records let be sent of a choice.
 
     Attributes:
@@ -35,7 +35,7 @@ class Found(NamedTuple):
     """
 
     choice: Choice
-    parts: Sequence[Part]
+    parts: Sequence[DeliveryPart]
     finish: str | None
     reason: int | str | None
 
@@ -103,7 +103,7 @@ class Run:
         )
         return await asyncio.to_thread(self._answer, answers)
 
-    def _answer(self, answers: Sequence[Found]) -> Json:
+    def _answer(self, answers: Sequence[ChoiceChunk]) -> Json:
         choices = [of_choice.json for of_choice in answers]
         answer = self._header("chat.completion" if self._asked.chat else "text_completion")
         answer |= {"choices": choices, "usage": self._usage}
@@ -118,7 +118,7 @@ class Run:
         header = self._header(kind)
         no_usage = {"usage": None} if self._asked.include_usage else {}
 
-        def event(chunk: Found) -> bytes:
+        def event(chunk: ChoiceChunk) -> bytes:
             choice = chunk.json
             made = header | {"choices": [choice]} | no_usage
             if self._asked.chat:
@@ -139,7 +139,7 @@ class Run:
             self.end()
         yield DONE
 
-    async def _chunks(self) -> AsyncIterator[Found]:
+    async def _chunks(self) -> AsyncIterator[ChoiceChunk]:
         """The chunks of all choices, as they come."""
         pairs = list(zip(self._choices, self._streams, strict=True))
         if len(pairs) == 1:
@@ -147,7 +147,7 @@ class Run:
                 async for chunk in parts:
                     yield chunk
             return
-        queue: asyncio.Queue[Found | ApiError | None] = asyncio.Queue(len(pairs))
+        queue: asyncio.Queue[ChoiceChunk | ApiError | None] = asyncio.Queue(len(pairs))
 
         async def pump(choice: Choice, stream: Stream) -> None:
             try:
@@ -174,15 +174,15 @@ class Run:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _whole(self, choice: Choice, stream: Stream) -> Found:
-        all_parts: list[Part] = []
+    async def _whole(self, choice: Choice, stream: Stream) -> ChoiceChunk:
+        all_parts: list[DeliveryPart] = []
         word, why = None, None
         async for _, some, finish, reason in self._parts(choice, stream):
             all_parts += some
             word, why = finish or word, reason if finish else why
-        return Found(choice, all_parts, word, why)
+        return ChoiceChunk(choice, all_parts, word, why)
 
-    async def _parts(self, choice: Choice, stream: Stream) -> AsyncGenerator[Found]:
+    async def _parts(self, choice: Choice, stream: Stream) -> AsyncGenerator[ChoiceChunk]:
         """What each record lets be sent; the last one comes with the reason of the end.
 
         Raises:
@@ -202,15 +202,15 @@ class Run:
                     part for part in delivery.push(record) if part.text or part.record.num_tokens
                 ]
                 if parsed.score_only:
-                    yield Found(choice, (), "length", None)
+                    yield ChoiceChunk(choice, (), "length", None)
                     return
-                if delivery.found is not None:
+                if delivery.stop_text is not None:
                     stream.abort(FinishReason.STOP_STRING)
-                    yield Found(choice, parts, "stop", delivery.found)
+                    yield ChoiceChunk(choice, parts, "stop", delivery.stop_text)
                     return
                 finish = finish_word(record)
                 if parts or finish:
-                    yield Found(
+                    yield ChoiceChunk(
                         choice, parts, finish, stop_reason(record, self._model.eos_token_ids)
                     )
         except (errors.EngineClosed, errors.StreamBehind, errors.WorkerFailed) as error:

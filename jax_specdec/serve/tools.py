@@ -38,7 +38,7 @@ def offered(fields: Body) -> tuple[list[Json], bool]:
     """
     if not isinstance(fields, Chat):
         return [], False
-    functions = [function.function.given() for function in fields.tools]
+    functions = [function.function.set_fields() for function in fields.tools]
     names = [function["name"] for function in functions]
     choice = fields.tool_choice or ("auto" if functions else "none")
     if choice == "none":

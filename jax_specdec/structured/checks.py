@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from jax_specdec.requests import Request, RequestError, Structured
 from jax_specdec.structured.grammar import grammar_of
-from jax_specdec.structured.limits import Limits
+from jax_specdec.structured.limits import GrammarLimits
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from jax_specdec.structured.gate import Gate
+    from jax_specdec.structured.gate import GrammarGate
 
 
 EXAMPLE = Structured("regex", "a")
@@ -24,11 +24,11 @@ EXAMPLE = Structured("regex", "a")
 class StructureChecks:
     """Looks at structures, and has them compiled in a process of its own (`gate.py`)."""
 
-    def __init__(self, texts: str, vocab_size: int, limits: Limits | None = None) -> None:
-        """Start nothing yet; arguments as of `Gate`."""
+    def __init__(self, texts: str, vocab_size: int, limits: GrammarLimits | None = None) -> None:
+        """Start nothing yet; arguments as of `GrammarGate`."""
         self._arguments = texts, vocab_size, limits
         self._lock = threading.Lock()
-        self._made: Gate | None = None
+        self._made: GrammarGate | None = None
 
     def begin(self) -> None:
         """Start the process: the first structure then takes no longer than others; does not wait.
@@ -66,13 +66,13 @@ class StructureChecks:
             self._made.close()
 
     @property
-    def _gate(self) -> Gate:
+    def _gate(self) -> GrammarGate:
         """Made with the first structure: few users of an engine need what it imports."""
-        from jax_specdec.structured.gate import Gate
+        from jax_specdec.structured.gate import GrammarGate
 
         with self._lock:
             if self._made is None:
-                self._made = Gate(*self._arguments)
+                self._made = GrammarGate(*self._arguments)
             return self._made
 
     def _ask(self, request: Request) -> str | Future[str] | None:
@@ -80,7 +80,7 @@ class StructureChecks:
         structured, stops = request.params.structured, request.params.stop_token_ids
         if structured is None:
             return None
-        if (answer := self._gate.known(structured, stops)) is not None:
+        if (answer := self._gate.past_answer(structured, stops)) is not None:
             return answer
         grammar_of(structured)  # most mistakes need no compiler to be found
         return self._gate.ask(structured, stops)

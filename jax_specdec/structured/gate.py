@@ -20,7 +20,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import astuple
 
 from jax_specdec.requests import Structured
-from jax_specdec.structured.limits import GateFull, Limits
+from jax_specdec.structured.limits import GateFull, GrammarLimits
 
 MOST_KEPT = 4096  # answers
 MOST_WAITING = 64  # structures that are compiled or wait for that
@@ -28,7 +28,7 @@ MOST_WAITING = 64  # structures that are compiled or wait for that
 PROGRAM = (sys.executable, "-P", "-m", "jax_specdec.structured.gate_process")
 
 
-Lines = queue.SimpleQueue[bytes | None]  # to the process; None ends it
+ProcessLines = queue.SimpleQueue[bytes | None]  # to the process; None ends it
 
 
 class _Asked:
@@ -39,22 +39,22 @@ class _Asked:
         self.waiters: list[Future[str]] = []
 
 
-class Gate:
+class GrammarGate:
     """Asks the process; any thread may use it, and none waits for it in a call."""
 
-    def __init__(self, texts: str, vocab_size: int, limits: Limits | None = None) -> None:
+    def __init__(self, texts: str, vocab_size: int, limits: GrammarLimits | None = None) -> None:
         """Start nothing yet; arguments as of `read_vocabulary`, and limits of each structure."""
-        numbers = map(str, (vocab_size, *astuple(limits or Limits())))
+        numbers = map(str, (vocab_size, *astuple(limits or GrammarLimits())))
         self._command = [*PROGRAM, texts, *numbers]
         self._lock = threading.RLock()  # a future that is cancelled calls back at once
         self._answers: collections.OrderedDict[bytes, str] = collections.OrderedDict()
         self._asked: dict[int, _Asked] = {}  # by number
         self._numbers_of: dict[bytes, int] = {}
         self._numbers = itertools.count(1)
-        self._lines: Lines | None = None  # to the process; None: there is none
+        self._lines: ProcessLines | None = None  # to the process; None: there is none
         self._end: weakref.finalize | None = None
 
-    def known(self, structured: Structured, stop_token_ids: tuple[int, ...]) -> str | None:
+    def past_answer(self, structured: Structured, stop_token_ids: tuple[int, ...]) -> str | None:
         """What `ask` has answered before; None where it has not, or that is long ago."""
         key = _key(structured, stop_token_ids)
         with self._lock:
@@ -115,7 +115,7 @@ class Gate:
     def _tell(self, line: list[object]) -> None:
         """Let a line be written to the process, which is started where there is none."""
         if self._lines is None:
-            lines = self._lines = Lines()
+            lines = self._lines = ProcessLines()
             self._end = weakref.finalize(self, lines.put, None)
             threading.Thread(
                 target=_talk, args=(weakref.ref(self), self._command, lines), name="gate",
@@ -134,7 +134,7 @@ class Gate:
                 self._answers.popitem(last=False)
         _tell_all(question.waiters, why)
 
-    def _lost(self, lines: Lines, why: str) -> None:
+    def _lost(self, lines: ProcessLines, why: str) -> None:
         """Tell those who wait that the process has ended; the next structure starts another one."""
         with self._lock:
             if self._lines is not lines:
@@ -158,7 +158,7 @@ def _tell_all(futures: "list[Future[str]]", why: str) -> None:
             future.set_result(why)
 
 
-def _talk(gate: "weakref.ref[Gate]", command: list[str], lines: Lines) -> None:
+def _talk(gate: "weakref.ref[GrammarGate]", command: list[str], lines: ProcessLines) -> None:
     """Run the process, and write lines to it until None comes; does not keep the gate alive."""
     why = "the process that compiles structures has ended"
     try:
@@ -185,17 +185,19 @@ def _talk(gate: "weakref.ref[Gate]", command: list[str], lines: Lines) -> None:
             process.stdin.close()
         hears.join()
         process.wait()
-    if (found := gate()) is not None:
-        found._lost(lines, why)
+    if (live_gate := gate()) is not None:
+        live_gate._lost(lines, why)
 
 
-def _hear(gate: "weakref.ref[Gate]", process: subprocess.Popen[bytes], lines: Lines) -> None:
+def _hear(
+    gate: "weakref.ref[GrammarGate]", process: subprocess.Popen[bytes], lines: ProcessLines
+) -> None:
     """Take answers until the process ends."""
     assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:
             number, why = json.loads(line)
-            if (found := gate()) is not None:
-                found._answer(number, why)
-            del found
+            if (live_gate := gate()) is not None:
+                live_gate._answer(number, why)
+            del live_gate
     lines.put(None)

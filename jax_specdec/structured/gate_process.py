@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from jax_specdec.child import die_with_parent, leave_signals_to_parent
 from jax_specdec.requests import RequestError, Structured
-from jax_specdec.structured.limits import Limits
+from jax_specdec.structured.limits import GrammarLimits
 from jax_specdec.structured.matcher import Matcher
 from jax_specdec.structured.vocabulary import Vocabulary, read_vocabulary
 
@@ -53,7 +53,7 @@ class Copy:
 class GateProcess:
     """What is asked, what runs, and what is answered."""
 
-    def __init__(self, vocabulary: Vocabulary | str, limits: Limits) -> None:
+    def __init__(self, vocabulary: Vocabulary | str, limits: GrammarLimits) -> None:
         """Begin with nothing.
 
         Args:
@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> int:
     except RequestError as error:
         vocabulary = str(error)
     with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
-        GateProcess(vocabulary, Limits(*map(int, numbers))).serve()
+        GateProcess(vocabulary, GrammarLimits(*map(int, numbers))).serve()
     return 0
 
 

@@ -10,7 +10,7 @@ class GateFull(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class GrammarLimits:
     """What the compilation of a structure may take.
 
     Attributes:

@@ -30,13 +30,13 @@ from pallas_kernels.numbers.ordered_keys import canonical, floats, ordered_keys
 
 # A backend's read: rows whose temperatures are usable and whose changes are its columns', the
 # logit [R] float32 of each row's token, and what is wanted of them.
-ReadRows = Callable[[Rows, jax.Array, Outputs], RowSums]
+SumRows = Callable[[Rows, jax.Array, Outputs], RowSums]
 # The same of a shard's columns: between the rows and the logits there are the columns that follow,
 # and where the first group begins.
 ReadPart = Callable[[Rows, jax.Array | None, jax.Array, jax.Array, Outputs], PartSums]
 
 
-def topk_logprobs(row_sums: ReadRows, rows: Rows, outputs: Outputs) -> TopkLogprobs:
+def topk_logprobs(row_sums: SumRows, rows: Rows, outputs: Outputs) -> TopkLogprobs:
     """`pallas_kernels.topk_logprobs` of whole rows, from a backend's read.
 
     Args:
@@ -93,7 +93,7 @@ def _of_sums(
     return answers(outputs, vocab_size, sums, rows.token_ids, logits, active, rows.temperatures)
 
 
-def greedy_topk_logprobs(row_sums: ReadRows, rows: Rows, outputs: Outputs) -> TopkLogprobs:
+def greedy_topk_logprobs(row_sums: SumRows, rows: Rows, outputs: Outputs) -> TopkLogprobs:
     """`pallas_kernels.greedy_topk_logprobs` from one read: the choice is the top 1, of rank 1.
 
     Where a row is invalid, and there alone, the logits are read once more. Ranks are strict.
@@ -133,7 +133,7 @@ def usable(rows: Rows, shard: VocabShard) -> Rows:
     return rows._replace(
         logits=shard.masked(rows.logits),
         temperatures=None if t is None else usable_temperatures(t),
-        changes=changes_of(rows.changes, shard, width),
+        changes=changes_of_shard(rows.changes, shard, width),
     )
 
 
@@ -143,7 +143,7 @@ def usable_temperatures(temperatures: jax.Array) -> jax.Array:
     return jnp.where((t > 0) & jnp.isfinite(t), t, jnp.float32(jnp.nan))
 
 
-def changes_of(changes: Changes | None, shard: VocabShard, width: int) -> Changes | None:
+def changes_of_shard(changes: Changes | None, shard: VocabShard, width: int) -> Changes | None:
     """The changes of this shard's `width` columns, prepared."""
     if changes is None:
         return None

@@ -23,7 +23,7 @@ from pallas_kernels.backends.mosaic_gpu import limits as gpu
 from pallas_kernels.backends.mosaic_tpu import limits as tpu
 from pallas_kernels.contract.errors import DoesNotFit
 from pallas_kernels.lowering.forms import Tree
-from pallas_kernels.lowering.implementation import Implementation, check_name, refuse, resolved
+from pallas_kernels.lowering.implementation import in_force, refuse
 from pallas_kernels.lowering.platforms import lowered_for
 
 Result = TypeVar("Result", bound=Tree)
@@ -55,7 +55,7 @@ def gpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
 
     None if it takes them.
     """
-    name = resolved(None)
+    name = in_force()
     if name not in (None, "mosaic_gpu"):
         return f"use_implementation({name!r}) is in force"
     obstacle = gpu.cannot_run(logits, gpu.cuda_capability())
@@ -71,13 +71,13 @@ def kernels_or_xla(
     by_xla: Callable[..., Result],
     *arguments: Tree,
     logits: jax.Array,
-    implementation: Implementation | None = None,
     backends: tuple[str, ...] = tuple(KERNELS),
     size: tuple[int, int] | None = None,
 ) -> Result:
     """What kernels make of the arguments in programs for their platform, and XLA in others.
 
-    Under `vmap`, a batch goes to XLA.
+    `use_implementation` may name one; else kernels run wherever they can and are proved
+    (`proved.py`). Under `vmap`, a batch goes to XLA.
 
     Args:
       job: the module of a backend's folder that does it; it is imported only where a program is
@@ -87,19 +87,15 @@ def kernels_or_xla(
       by_xla: a function of the arguments, with results of the same shapes and dtypes.
       arguments: trees of arrays.
       logits: [N, V], whose shape may be an obstacle.
-      implementation: "xla", a name of `KERNELS`, or None: what `use_implementation` names, else
-        kernels wherever they can run and are proved (`proved.py`).
       backends: those that have the job; another one that is named leaves it to XLA.
       size: target rows and columns that are selected, on which a backend's speed depends, beside
         the logits; None: neither. Only calls that name no implementation ask which is faster.
 
     Raises:
-      ValueError: there is no such implementation.
       NotImplementedError: it was asked for by name, and cannot run on logits of this shape; where
         it cannot run on the device, the lowering of the program says so.
     """
-    check_name(implementation)
-    implementation = resolved(implementation)
+    implementation = in_force()
     if implementation not in (None, *backends):
         return by_xla(*arguments)
     explicit = implementation is not None
@@ -123,7 +119,9 @@ def kernels_or_xla(
 
     def xla(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> Result:
         closed = ClosedJaxpr(traced.jaxpr, constants)
-        return jax.tree.unflatten(tree, jaxpr_as_fun(closed)(*jax.tree.leaves(call_arguments)))  # type: ignore[no-any-return]
+        leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(call_arguments))
+        result: Result = jax.tree.unflatten(tree, leaves)
+        return result
 
     def elsewhere(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> Result:
         if explicit:

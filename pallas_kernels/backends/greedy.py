@@ -20,7 +20,7 @@ from pallas_kernels.contract.types import Greedy, Logits
 from pallas_kernels.lowering import forms, row_pieces
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes import split
-from pallas_kernels.meshes.placement import AxisName, VocabShard, placed
+from pallas_kernels.meshes.placement import AxisName, Split, VocabShard, placed
 from pallas_kernels.numbers import ordered_keys
 
 GROUPS_AT_ONCE = 32  # of `NARROWEST_GROUP` logits each, whose largest are joined at a time
@@ -156,21 +156,20 @@ def greedy(
       no NaN, no +inf and at least one finite logit.
     """
     logits = lax.stop_gradient(check_logits(logits))  # ids have no derivative
-    check_split(mesh, axis_name, vocab_size)
+    how = Split(mesh, axis_name, vocab_size)
+    check_split(*how)
     if logits.shape[0] == 0:
         return _none(logits)
-    return _of_rows(axis_name, vocab_size, mesh)(logits)
+    return _of_rows(how)(logits)
 
 
 @functools.cache
-def _of_rows(
-    axis_name: AxisName | None, vocab_size: int | None, mesh: Mesh | None
-) -> Callable[[jax.Array], Greedy]:
+def _of_rows(how: Split) -> Callable[[jax.Array], Greedy]:
     """`greedy` of checked logits, wherever they are; `vmap` folds a batch into rows."""
 
     @jax.custom_batching.custom_vmap
     def choose(logits: jax.Array) -> Greedy:
-        place = placed(logits, axis_name, mesh, vocab_size)
+        place = placed(logits, how)
         # Both are computed: where `valid` alone was used, jaxlib's StableHLO passes crashed.
         return forms.barrier(split.run(place, greedy_of_part, Rows(logits)))
 

@@ -18,7 +18,7 @@ from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import Tree, vary_like
 from pallas_kernels.numbers.ordered_keys import ordered_keys
 
-Found = TypeVar("Found", bound=Tree)
+Result = TypeVar("Result", bound=Tree)
 WIDTH = 256  # tokens of a group
 FEW = 64  # candidates: most rows that are cut need no more
 MANY = 128
@@ -128,7 +128,7 @@ def columns_of_groups(part: Part) -> jax.Array:
     return lax.dynamic_slice_in_dim(part.logits, part.offset, width, axis=1)
 
 
-def read_in_two(part: Part, read: Callable[[jax.Array, int, jax.Array | None], Found]) -> Found:
+def read_in_two(part: Part, read: Callable[[jax.Array, int, jax.Array | None], Result]) -> Result:
     """What is found of the whole groups among the columns, and then of the tail's two groups.
 
     Args:

@@ -19,10 +19,9 @@ from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.lowering.forms import Tree
-from pallas_kernels.lowering.implementation import Implementation
 
 Arrays = TypeVar("Arrays", bound=Tree)
-Found = TypeVar("Found", bound=Tree)
+Result = TypeVar("Result", bound=Tree)
 MOST_GROUPS = 4096  # of a row, that a warpgroup holds in registers: 1,048,576 tokens
 MOST_TAKEN = 128  # tokens of a row, one a thread
 
@@ -32,7 +31,6 @@ def read_groups(
     inverse: jax.Array,
     needed: jax.Array,
     k: int,
-    implementation: Implementation | None = None,
     changes: Changes | None = None,
 ) -> tuple[Read, ...]:
     """`xla.groups.read_part` in the kernels, in programs that are lowered for CUDA or a TPU.
@@ -45,8 +43,6 @@ def read_groups(
       inverse: `inverse_temperature` of each row.
       needed: how many candidates each row needs.
       k, changes: as for `xla.groups.read_part`.
-      implementation: "xla"; "mosaic_gpu"; "mosaic_tpu"; None: the kernels wherever they may,
-        except for the shortest rows on a TPU.
     """
     return kernels_or_xla(
         "groups",
@@ -57,7 +53,6 @@ def read_groups(
         needed,
         changes,
         logits=part.logits,
-        implementation=implementation,
         backends=tuple(KERNELS) if changes is None else ("mosaic_gpu",),
     )
 
@@ -66,22 +61,21 @@ def row_sums(
     rows: Rows,
     selected: Float32[Array, " R"],
     outputs: Outputs,
-    implementation: Implementation | None = None,
     backends: tuple[str, ...] = tuple(KERNELS),
 ) -> RowSums:
     """`xla.rows.row_sums`, by one of the backends where it is faster."""
     logits = rows.logits
-    return kernels_or_xla(  # type: ignore[no-any-return]
+    sums: RowSums = kernels_or_xla(
         "rows",
         lambda kernels, rows, selected: kernels.row_sums(rows, selected, outputs),
         lambda rows, selected: xla.row_sums(rows, selected, outputs),
         rows,
         selected,
         logits=logits,
-        implementation=implementation,
         backends=backends,
         size=(selected.shape[0], outputs.k),
     )
+    return sums
 
 
 def part_sums(
@@ -90,7 +84,6 @@ def part_sums(
     offset: jax.Array,
     selected: Float32[Array, " R"],
     outputs: Outputs,
-    implementation: Implementation | None = None,
 ) -> PartSums:
     """`xla.rows.part_sums`, by one of the backends where it is faster.
 
@@ -116,7 +109,6 @@ def part_sums(
         offset,
         selected,
         logits=logits,
-        implementation=implementation,
         size=(selected.shape[0], outputs.k),
     )
 
@@ -133,7 +125,7 @@ def candidates(rows: ListedRows, k: int, *, valid: bool) -> Top:
     # More candidates than the stacks hold take K sweeps in VMEM: XLA would sort the rows for them.
     assert rows.row_ids is not None
     able = {"mosaic_gpu": valid, "mosaic_tpu": k > 0 and rows.changes is None}
-    return kernels_or_xla(  # type: ignore[no-any-return]
+    top: Top = kernels_or_xla(
         "groups",
         lambda kernels, rows: kernels.candidates(rows, k),
         lambda rows: groups.candidates(rows, k),
@@ -142,17 +134,18 @@ def candidates(rows: ListedRows, k: int, *, valid: bool) -> Top:
         backends=tuple(name for name in able if able[name]),
         size=(rows.row_ids.shape[0], min(k, FEW)),
     )
+    return top
 
 
 def draw(
     slots: RowsToDraw,
     arrays: Arrays,
     purposes: tuple[int, int],
-    by_xla: Callable[[Arrays], Found],
+    by_xla: Callable[[Arrays], Result],
     logits: Float[Array, "N V"],
-    after: Callable[[Drawn, Arrays], Found],
+    after: Callable[[Drawn, Arrays], Result],
     changes: Changes | None = None,
-) -> Found:
+) -> Result:
     """A token of each slot's row, of rows that are whole on a device.
 
     The kernel needs at most `MOST_GROUPS` groups and `MOST_TAKEN` taken tokens; elsewhere XLA does
@@ -201,7 +194,7 @@ def num_larger(
     """
     if maxima.shape[1] > MOST_GROUPS:
         return groups.larger_than_tokens(logits, token_ids, changes)
-    return kernels_or_xla(  # type: ignore[no-any-return]
+    counts: Int32[Array, " N"] = kernels_or_xla(
         "count_larger",
         lambda kernels, *arguments: kernels.count_larger(*arguments),
         lambda logits, _, *rows: groups.larger_than_tokens(logits, *rows),
@@ -212,3 +205,4 @@ def num_larger(
         logits=logits,
         backends=("mosaic_gpu",),
     )
+    return counts

@@ -16,8 +16,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.contract.types import AnyArray
 
-Shape = tuple[int | str, ...]  # a letter stands for any size
-Kind = Literal["floats", "integers", "bools"]
+AxisSizes = tuple[int | str, ...]  # a letter stands for any size
+ArrayKind = Literal["floats", "integers", "bools"]
 KINDS = {"floats": jnp.floating, "integers": jnp.integer, "bools": np.bool_}
 Fields = TypeVar("Fields", bound=NamedTuple)
 
@@ -31,10 +31,11 @@ def to_device(values: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """
     if isinstance(values, jax.Array):
         return values.astype(dtype)
-    return jax.device_put(np.asarray(values, dtype))  # type: ignore[no-any-return]
+    array: jax.Array = jax.device_put(np.asarray(values, dtype))
+    return array
 
 
-def known(values: AnyArray) -> np.ndarray | None:
+def known_values(values: AnyArray) -> np.ndarray | None:
     """The values, where this process has them already; None where they are traced."""
     if isinstance(values, np.ndarray):
         return values
@@ -69,7 +70,7 @@ def integers(name: str, values: AnyArray, dtype: DTypeLike) -> jax.Array:
     return to_device(values, dtype)  # NumPy's before JAX, which may have no 64-bit integers
 
 
-def array_of(name: str, value: object, kind: Kind, shape: Shape, axes: str) -> jax.Array:
+def array_of(name: str, value: object, kind: ArrayKind, shape: AxisSizes, axes: str) -> jax.Array:
     """The value as an array, if it is one of this kind and shape; axes: these in words."""
     check_type(name, value, (np.ndarray, jax.Array), ARRAY)
     assert isinstance(value, (np.ndarray, jax.Array))
@@ -83,7 +84,11 @@ def array_of(name: str, value: object, kind: Kind, shape: Shape, axes: str) -> j
 
 
 def fields_of(
-    name: str, value: Any, kind: type[Fields], what: str, fields: dict[str, tuple[Kind, Shape, str]]
+    name: str,
+    value: Any,
+    kind: type[Fields],
+    what: str,
+    fields: dict[str, tuple[ArrayKind, AxisSizes, str]],
 ) -> Fields:
     """A named tuple whose fields are arrays of these kinds, shapes and axes, where not None."""
     check_type(name, value, kind, what)
@@ -92,7 +97,8 @@ def fields_of(
         for field, like in fields.items()
         if getattr(value, field) is not None
     }
-    return value._replace(**checked)  # type: ignore[no-any-return]
+    fields_checked: Fields = value._replace(**checked)
+    return fields_checked
 
 
 def numbers_of(name: str, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -132,7 +138,7 @@ def check_int(name: str, value: object, least: int, most: int, way_out: str) -> 
 
 def check_within(name: str, values: jax.Array, least: float, most: float, way_out: str) -> None:
     """Refuse numbers of slots [B] outside of a range, where they are known."""
-    numbers = known(values)
+    numbers = known_values(values)
     if numbers is None:
         return
     wrong = (numbers < least) | (numbers > most)
@@ -146,7 +152,7 @@ def check_within(name: str, values: jax.Array, least: float, most: float, way_ou
 
 def check_no_nan(name: str, values: jax.Array) -> None:
     """Refuse NaN in numbers of slots, where they are known; elsewhere it makes rows invalid."""
-    numbers = known(values)
+    numbers = known_values(values)
     if numbers is not None and np.isnan(numbers).any():
         raise ValueError(
             f"{name} has a NaN in slot {int(np.isnan(numbers).argmax())}: give a number, or 0 for "

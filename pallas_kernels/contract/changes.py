@@ -160,7 +160,8 @@ def biased(logits: jax.Array, rows: jax.Array, changes: Changes) -> tuple[jax.Ar
 
 def of_rows(changes: Changes | None, rows: jax.Array) -> Changes | None:
     """The changes of some rows [P] of those that there are; a row outside of them is clamped."""
-    return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), changes)  # type: ignore[no-any-return]
+    of_these: Changes | None = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), changes)
+    return of_these
 
 
 def of_columns(changes: Changes | None, first: jax.Array, width: int) -> Changes | None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.contract.arguments import check_bool
+from pallas_kernels.contract.arguments import check_bool, to_device
 from pallas_kernels.contract.changes import WORD, Changes
 from pallas_kernels.contract.types import AnyArray, RankTies, TopkLogprobs
 
@@ -228,7 +228,7 @@ def check_num_rows(num_rows: AnyArray | np.int32 | int) -> jax.Array:
             raise ValueError(
                 f"num_rows = {num_rows} is outside 0 .. {2**31 - 1}; 0 skips every row"
             )
-        return jax.device_put(np.int32(num_rows))  # type: ignore[no-any-return]
+        return to_device(num_rows, np.int32)
     return _check("num_rows", num_rows, "int32", ())
 
 

@@ -29,7 +29,7 @@ from pallas_kernels.linear.types import (
     Call,
     Definition,
     Inputs,
-    RowScale,
+    LogprobScale,
     head_rows,
     loaded,
     product,
@@ -39,7 +39,7 @@ from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import barrier, vary_like, varying_axes
 
 
-class Changes(NamedTuple):
+class RowDerivatives(NamedTuple):
     """The loss's derivatives by each row's results."""
 
     ids: jax.Array  # [R, 1 + K + C] int32, this device's columns; others are of no token here
@@ -47,7 +47,7 @@ class Changes(NamedTuple):
     by_all: jax.Array  # [R] float32, what p is multiplied with
     by_entropy: jax.Array | None  # [R] float32
     by_log_sum_exp: jax.Array  # [R] float32
-    scale: RowScale
+    scale: LogprobScale
     valid: jax.Array  # [R] bool
     inverse: jax.Array | None  # [R] float32, 1 / T
 
@@ -66,7 +66,7 @@ class Residuals(NamedTuple):
 
     inputs: Inputs
     out: TopkLogprobs
-    scale: RowScale
+    scale: LogprobScale
 
 
 def linear_topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
@@ -78,9 +78,9 @@ def linear_topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
     return _with_scale(call, inputs)[0]
 
 
-def changes_of(
-    call: Call, residuals: Residuals, cotangent: TopkLogprobs, by_scale: RowScale
-) -> Changes:
+def derivatives_of(
+    call: Call, residuals: Residuals, cotangent: TopkLogprobs, by_scale: LogprobScale
+) -> RowDerivatives:
     """What `cotangent`, the loss's derivatives by the results, says of each row.
 
     by_scale: those by the scale. Its maximum is a constant: no result depends on which it is.
@@ -101,7 +101,7 @@ def changes_of(
         by_entropy = jnp.where(valid, cotangent.entropy, 0)
         by_all -= by_entropy * jnp.where(valid, out.entropy, 0)
     first = call.shard.ids(call.definition.width(inputs.head))[0]
-    return Changes(
+    return RowDerivatives(
         ids - first,
         by_logprob,
         jnp.where(valid, by_all, 0),
@@ -118,7 +118,7 @@ def of_piece(
     u: jax.Array,
     real: jax.Array,
     first: jax.Array,
-    changes: Changes,
+    changes: RowDerivatives,
     *,
     named_apart: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -164,7 +164,7 @@ def of_piece(
 
 
 def gradients(
-    call: Call, inputs: Inputs, changes: Changes, *, named_apart: bool = False
+    call: Call, inputs: Inputs, changes: RowDerivatives, *, named_apart: bool = False
 ) -> Gradients:
     """The loss's derivatives by this device's own part of everything; see `of_piece`."""
     definition, head, bias = call.definition, inputs.head, inputs.bias
@@ -232,10 +232,10 @@ def gradients(
 
 
 def cotangents(
-    call: Call, residuals: Residuals, cotangent: TopkLogprobs, by_scale: RowScale
+    call: Call, residuals: Residuals, cotangent: TopkLogprobs, by_scale: LogprobScale
 ) -> Inputs:
     """The loss's derivatives by the inputs; None for those that have none."""
-    inputs, changes = residuals.inputs, changes_of(call, residuals, cotangent, by_scale)
+    inputs, changes = residuals.inputs, derivatives_of(call, residuals, cotangent, by_scale)
     sums = gradients(call, inputs, changes)
     by_hidden = sums.hidden
     if inputs.row_ids is not None:
@@ -253,27 +253,27 @@ def cotangents(
         hidden=like(by_hidden, inputs.hidden),
         head=like(sums.head, inputs.head),
         bias=None if inputs.bias is None or sums.bias is None else like(sums.bias, inputs.bias),
-        token_ids=None,  # type: ignore[arg-type]
+        token_ids=typed.NO_GRADIENT,
         row_ids=None,
         num_rows=None,
         temperatures=by_temperature,
-        extra_token_ids=None,  # type: ignore[arg-type]
+        extra_token_ids=typed.NO_GRADIENT,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
+def _with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, LogprobScale]:
     """With what the backward pass needs, whose own derivative is needed for second ones."""
     return with_scale(call, inputs)
 
 
-def _forward(call: Call, inputs: Inputs) -> tuple[tuple[TopkLogprobs, RowScale], Residuals]:
+def _forward(call: Call, inputs: Inputs) -> tuple[tuple[TopkLogprobs, LogprobScale], Residuals]:
     out, scale = _with_scale(call, inputs)
     return (out, scale), Residuals(inputs, out, scale)
 
 
 def _backward(
-    call: Call, residuals: Residuals, cotangent: tuple[TopkLogprobs, RowScale]
+    call: Call, residuals: Residuals, cotangent: tuple[TopkLogprobs, LogprobScale]
 ) -> tuple[Inputs]:
     return (cotangents(call, residuals, *cotangent),)
 

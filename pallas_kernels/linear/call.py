@@ -249,22 +249,22 @@ def linear_kept_logprobs(
         shape = kept_token_ids.shape
         return LinearKeptLogprobs(jnp.zeros(0, jnp.float32), jnp.zeros(shape, jnp.float32))
     bias = check_bias(bias, head.shape[0])
-    inputs = kept.Kept(hidden, head, bias, token_ids, kept_token_ids, temperatures)
+    inputs = kept.KeptInputs(hidden, head, bias, token_ids, kept_token_ids, temperatures)
     words = words_of(inputs, head="vh")
     return split.run_inputs(place, _kept_of(call), inputs, words)
 
 
 @functools.cache
-def _kept_of(call: Call) -> Callable[[Layout, kept.Kept], LinearKeptLogprobs]:
+def _kept_of(call: Call) -> Callable[[Layout, kept.KeptInputs], LinearKeptLogprobs]:
     """One device's part of the call, always the same object."""
 
-    def of_part(_: Layout, inputs: kept.Kept) -> LinearKeptLogprobs:
+    def of_part(_: Layout, inputs: kept.KeptInputs) -> LinearKeptLogprobs:
         return kept.linear_kept_logprobs(call, inputs)
 
     return jax.jit(of_part, static_argnums=0)
 
 
-def words_of(inputs: Inputs | kept.Kept | SupportInputs, **others: str) -> Words:
+def words_of(inputs: Inputs | kept.KeptInputs | SupportInputs, **others: str) -> Words:
     """The axes of the inputs that there are: of rows, except the bias and the others."""
     others["bias"] = "v"
     named = inputs._asdict().items()

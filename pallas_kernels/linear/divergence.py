@@ -22,11 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends.answers import usable_temperatures
-from pallas_kernels.linear.backward import Changes, gradients, like
+from pallas_kernels.linear.backward import RowDerivatives, gradients, like
 from pallas_kernels.linear.forward import inverse_temperatures, num_columns
 from pallas_kernels.linear.schedule import backward_piece
 from pallas_kernels.linear.tiles import logits_of_tile, over_tiles, sums_of_tile
-from pallas_kernels.linear.types import Call, Inputs, RowScale, head_rows
+from pallas_kernels.linear.types import Call, Inputs, LogprobScale, head_rows
+from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import barrier, vary_like
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
@@ -82,7 +83,7 @@ def _real(call: Call, inputs: SupportInputs) -> jax.Array:
     return (ids >= 0) & (ids < call.shard.size(call.definition.width(inputs.head)))
 
 
-def _here(call: Call, inputs: SupportInputs) -> jax.Array:
+def _support_columns(call: Call, inputs: SupportInputs) -> jax.Array:
     """[R, C] int32, the support's columns on this device; some number outside for the others."""
     first = call.shard.ids(call.definition.width(inputs.head))[0]
     return jnp.where(_real(call, inputs), inputs.support_ids - first, -1)
@@ -94,7 +95,7 @@ def _read(call: Call, inputs: SupportInputs) -> _Partial:
     rows, size = inputs.hidden.shape
     width, axis = definition.width(head), definition.axis
     piece = backward_piece(rows, width, size, head.dtype.itemsize)
-    limit, columns = num_columns(call.shard, width), _here(call, inputs)
+    limit, columns = num_columns(call.shard, width), _support_columns(call, inputs)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     inverse = inverse_temperatures(inputs.temperatures)
 
@@ -139,7 +140,7 @@ def _read_tile(call: Call, inputs: SupportInputs, start: jax.Array) -> _Partial:
     """A tile of rows, read whole: on every device the same, whatever the number of devices."""
     x = logits_of_tile(call, inputs.hidden, inputs.head, inputs.bias, start)
     rows, width = x.shape
-    real, columns = _real(call, inputs), _here(call, inputs)
+    real, columns = _real(call, inputs), _support_columns(call, inputs)
     row = jnp.arange(rows, dtype=jnp.int32)
     logits = call.shard.named_logits(x, row, jnp.where(real, inputs.support_ids, -1))
     place = jnp.where((columns >= 0) & (columns < width), columns, width)
@@ -262,11 +263,13 @@ def _backward(
     by_lq = jnp.where(counts[:, None], by_lq * cotangent[:, None], 0)
     d = by_lq - jnp.exp(lq) * jnp.sum(by_lq, axis=1, keepdims=True)
     d = jnp.where(student.valid[:, None], d, 0)
-    scale = RowScale(student.maximum, student.log_sum)
+    scale = LogprobScale(student.maximum, student.log_sum)
     inverse = inverse_temperatures(inputs.temperatures)
     zero = jnp.zeros_like(cotangent)
     columns = jnp.where(_real(call, inputs), inputs.support_ids - call.shard.ids(width)[0], -1)
-    changes = Changes(columns, d[:, :-1], d[:, -1], None, zero, scale, student.valid, inverse)
+    changes = RowDerivatives(
+        columns, d[:, :-1], d[:, -1], None, zero, scale, student.valid, inverse
+    )
     no_ids = jnp.zeros((cotangent.shape[0], 0), jnp.int32)
     of_rows = Inputs(
         inputs.hidden,
@@ -289,7 +292,7 @@ def _backward(
             hidden=like(sums.hidden, inputs.hidden),
             head=like(sums.head, inputs.head),
             bias=None if inputs.bias is None or sums.bias is None else like(sums.bias, inputs.bias),
-            support_ids=None,  # type: ignore[arg-type]
+            support_ids=typed.NO_GRADIENT,
             support_logprobs=jnp.zeros_like(inputs.support_logprobs),
             temperatures=by_temperature,
         ),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends.answers import (
-    ReadRows,
+    SumRows,
     answers,
     is_active,
     of_all_shards,
@@ -20,14 +20,15 @@ from pallas_kernels.backends.answers import (
 )
 from pallas_kernels.backends.read import row_sums
 from pallas_kernels.backends.row_totals import inverse_of
-from pallas_kernels.contract.rows import Rows, RowSums, no_sums
+from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear import read_columns
-from pallas_kernels.linear.read_columns import State
+from pallas_kernels.linear.read_columns import ColumnSums
 from pallas_kernels.linear.schedule import Schedule, choose_schedule
 from pallas_kernels.linear.tiles import read_in_tiles
-from pallas_kernels.linear.types import Call, Inputs, RowScale
+from pallas_kernels.linear.types import Call, Inputs, LogprobScale
 from pallas_kernels.lowering import forms
+from pallas_kernels.lowering.implementation import use_implementation
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers import ordered_keys
@@ -51,13 +52,18 @@ def num_columns(shard: VocabShard, width: int) -> jax.Array:
     return jnp.clip(shard.size(width) - shard.ids(width)[0], 0, width)
 
 
-def row_sums_of(call: Call) -> ReadRows:
+def row_sums_of(call: Call) -> SumRows:
     """The read of rows: of a top K by a TPU's kernel. Else nearly all the time is the product's."""
     backends = ("mosaic_tpu",) if call.k else ()
-    return functools.partial(row_sums, implementation=call.implementation, backends=backends)
+
+    def read(rows: Rows, selected: jax.Array, outputs: Outputs) -> RowSums:
+        with use_implementation(call.implementation):
+            return row_sums(rows, selected, outputs, backends)
+
+    return read
 
 
-def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
+def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, LogprobScale]:
     """The call, on one device's part of hidden and head, and what its logprobs are relative to."""
     if inputs.temperatures is not None:
         inputs = inputs._replace(temperatures=usable_temperatures(inputs.temperatures))
@@ -78,7 +84,7 @@ def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, RowScale]:
     out = answers(call.outputs, vocab_size, sums, inputs.token_ids, named, active, t)
     valid = active & jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
     log_sum = logarithm(sums.sum_exp)
-    return out, RowScale(jnp.where(valid, sums.maximum, 0), jnp.where(valid, log_sum, 0))
+    return out, LogprobScale(jnp.where(valid, sums.maximum, 0), jnp.where(valid, log_sum, 0))
 
 
 def _named(inputs: Inputs) -> jax.Array:
@@ -86,12 +92,12 @@ def _named(inputs: Inputs) -> jax.Array:
     return jnp.concatenate([inputs.token_ids[:, None], inputs.extra_token_ids], axis=1)
 
 
-def _by_rows(call: Call, schedule: Schedule, inputs: Inputs) -> State:
+def _by_rows(call: Call, schedule: Schedule, inputs: Inputs) -> ColumnSums:
     """All columns, some rows at a time."""
     shard, rows, width = call.shard, inputs.num_targets, call.definition.width(inputs.head)
     rest = (inputs.row_ids, inputs.temperatures, _named(inputs))
 
-    def work(start: jax.Array) -> State:
+    def work(start: jax.Array) -> ColumnSums:
         hidden, head = inputs.hidden, inputs.head
         if schedule.rows < rows:
             # Tied to the loop: else XLA would widen all of a bfloat16 head before it.
@@ -111,14 +117,14 @@ def _by_rows(call: Call, schedule: Schedule, inputs: Inputs) -> State:
             return row_sums_of(call)(Rows(x, temperatures=t), selected, outputs)
 
         sums = forms.map_blocks(sums_of, part, None, no_sums(schedule.rows, outputs), arrays)
-        return State(of_all_shards(sums, call.k, temperatures, shard, width), logits)
+        return ColumnSums(of_all_shards(sums, call.k, temperatures, shard, width), logits)
 
-    empty = State(no_sums(rows, call.outputs), jnp.zeros(rest[2].shape, jnp.float32))
+    empty = ColumnSums(no_sums(rows, call.outputs), jnp.zeros(rest[2].shape, jnp.float32))
     # Every vocabulary shard has the same results: they vary with the rows alone.
     return forms.map_blocks(work, schedule.rows, inputs.num_rows, empty, (inputs.hidden, rest))
 
 
-def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> State:
+def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> ColumnSums:
     """All rows, some columns at a time."""
     shard, definition = call.shard, call.definition
     width = definition.width(inputs.head)
@@ -168,4 +174,4 @@ def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> State:
     logits = jnp.concatenate(
         [selected[:, None], of_all_shards_at(named_logits[:, others], others)], axis=1
     )
-    return State(of_all_shards(sums, call.k, inputs.temperatures, shard, width), logits)
+    return ColumnSums(of_all_shards(sums, call.k, inputs.temperatures, shard, width), logits)

@@ -28,7 +28,7 @@ from pallas_kernels.lowering.forms import (
 BLOCK_BYTES = 8 << 20  # of gathered head rows
 
 
-class Kept(NamedTuple):
+class KeptInputs(NamedTuple):
     """A device's own part of a call's arrays."""
 
     hidden: jax.Array  # [R, H]
@@ -48,12 +48,12 @@ class _Local(NamedTuple):
 class Residuals(NamedTuple):
     """What the backward pass takes over from the forward one."""
 
-    inputs: Kept
+    inputs: KeptInputs
     out: LinearKeptLogprobs
     logits: jax.Array
 
 
-def _local(call: Call, inputs: Kept) -> _Local:
+def _local(call: Call, inputs: KeptInputs) -> _Local:
     width, ids = inputs.head.shape[0], inputs.kept_token_ids
     real = (ids >= 0) & (ids < call.shard.size(width))
     columns = ids - call.shard.ids(width)[0]
@@ -61,7 +61,7 @@ def _local(call: Call, inputs: Kept) -> _Local:
     return _Local(jnp.clip(columns, 0, width - 1), is_on_shard, real)
 
 
-def _block(inputs: Kept) -> int:
+def _block(inputs: KeptInputs) -> int:
     rows, count = inputs.kept_token_ids.shape
     of_row = max(1, count) * inputs.head.shape[1] * inputs.head.dtype.itemsize
     return max(1, min(rows, BLOCK_BYTES // of_row))
@@ -78,7 +78,7 @@ def _before_cap(
     return call.definition.moved(products, None if bias is None else bias[columns]), gathered
 
 
-def _logits(call: Call, inputs: Kept, local: _Local) -> jax.Array:
+def _logits(call: Call, inputs: KeptInputs, local: _Local) -> jax.Array:
     """[R, C] float32 of all devices, -inf where there is no token."""
     block = _block(inputs)
 
@@ -93,20 +93,20 @@ def _logits(call: Call, inputs: Kept, local: _Local) -> jax.Array:
     return jnp.where(local.real, logits, -jnp.inf)
 
 
-def _forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, jax.Array]:
+def _forward(call: Call, inputs: KeptInputs) -> tuple[LinearKeptLogprobs, jax.Array]:
     if call.row_tile is None:
         return _of_rows(call, inputs)
 
     def of_tile(rows: Any, start: jax.Array) -> tuple[LinearKeptLogprobs, jax.Array]:
         hidden, *rest = rows
         head = pin_to_iteration(inputs.head, start)
-        return _of_rows(call, Kept(hidden, head, inputs.bias, *rest))
+        return _of_rows(call, KeptInputs(hidden, head, inputs.bias, *rest))
 
     rows = inputs.hidden, inputs.token_ids, inputs.kept_token_ids, inputs.temperatures
     return over_tiles(call.row_tile, of_tile, rows)
 
 
-def _of_rows(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, jax.Array]:
+def _of_rows(call: Call, inputs: KeptInputs) -> tuple[LinearKeptLogprobs, jax.Array]:
     local = _local(call, inputs)
     logits = _logits(call, inputs, local)
     maximum = jnp.max(logits, axis=1)
@@ -127,17 +127,19 @@ def _of_rows(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear_kept_logprobs(call: Call, inputs: Kept) -> LinearKeptLogprobs:
+def linear_kept_logprobs(call: Call, inputs: KeptInputs) -> LinearKeptLogprobs:
     """One device's part of the call, differentiable in reverse mode."""
     return _forward(call, inputs)[0]
 
 
-def _kept_forward(call: Call, inputs: Kept) -> tuple[LinearKeptLogprobs, Residuals]:
+def _kept_forward(call: Call, inputs: KeptInputs) -> tuple[LinearKeptLogprobs, Residuals]:
     out, logits = _forward(call, inputs)
     return out, Residuals(inputs, out, logits)
 
 
-def _kept_backward(call: Call, residuals: Residuals, cotangent: LinearKeptLogprobs) -> tuple[Kept]:
+def _kept_backward(
+    call: Call, residuals: Residuals, cotangent: LinearKeptLogprobs
+) -> tuple[KeptInputs]:
     inputs, out, logits = residuals
     local = _local(call, inputs)
     answered = ~jnp.isnan(out.kept_logprobs)
@@ -161,19 +163,19 @@ def _kept_backward(call: Call, residuals: Residuals, cotangent: LinearKeptLogpro
         call, inputs, local, jnp.where(local.is_on_shard, d, 0)
     )
     return (
-        Kept(
+        KeptInputs(
             hidden=like(by_hidden, inputs.hidden),
             head=like(by_head, inputs.head),
             bias=None if inputs.bias is None else like(by_bias, inputs.bias),
-            token_ids=None,  # type: ignore[arg-type]
-            kept_token_ids=None,  # type: ignore[arg-type]
+            token_ids=typed.NO_GRADIENT,
+            kept_token_ids=typed.NO_GRADIENT,
             temperatures=by_temperature,
         ),
     )
 
 
 def _gradients(
-    call: Call, inputs: Kept, local: _Local, d: jax.Array
+    call: Call, inputs: KeptInputs, local: _Local, d: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The loss's derivatives by hidden, head and bias in float32, from d [R, C] by the logits."""
     definition = call.definition

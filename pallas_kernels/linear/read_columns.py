@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.answers import ReadRows, joined_sums
+from pallas_kernels.backends.answers import SumRows, joined_sums
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
 from pallas_kernels.linear import candidates
 from pallas_kernels.linear.schedule import Schedule
@@ -59,7 +59,8 @@ def given_logits(definition: Definition, product: Product, columns: jax.Array) -
             ),
             None if bias is None else bias[columns_of_rows],
         )
-        return jnp.diagonal(x[:, :block]).astype(jnp.float32)  # type: ignore[no-any-return]
+        diagonal: jax.Array = jnp.diagonal(x[:, :block])
+        return diagonal.astype(jnp.float32)
 
     inputs = (hidden, head, bias, columns)
     return forms.map_blocks(work, block, None, jnp.zeros(rows, jnp.float32), inputs)
@@ -97,7 +98,7 @@ def recount(definition: Definition, piece: int, product: Product, selected: jax.
     return typed.fori_loop(0, -(-width // piece), step, zeros)
 
 
-class State(NamedTuple):
+class ColumnSums(NamedTuple):
     """What is known of B rows."""
 
     sums: RowSums  # without its top K
@@ -116,10 +117,10 @@ def read_columns(
     definition: Definition,
     schedule: Schedule,
     outputs: Outputs,
-    row_sums: ReadRows,
+    row_sums: SumRows,
     product: Product,
     rows: RowInputs,
-) -> State:
+) -> ColumnSums:
     """The sums of all columns of R rows, and the logits of those named.
 
     Args:
@@ -131,9 +132,9 @@ def read_columns(
       rows: what is given of them.
     """
 
-    def like(_: Product, rows: RowInputs) -> State:
+    def like(_: Product, rows: RowInputs) -> ColumnSums:
         no_logits = jnp.zeros(rows.named.shape, jnp.float32)
-        return State(no_sums(rows.named.shape[0], outputs), no_logits)
+        return ColumnSums(no_sums(rows.named.shape[0], outputs), no_logits)
 
     cpu, default = (
         functools.partial(_read_on, definition, schedule, outputs, row_sums, on_cpu)
@@ -146,11 +147,11 @@ def _read_on(
     definition: Definition,
     schedule: Schedule,
     outputs: Outputs,
-    row_sums: ReadRows,
+    row_sums: SumRows,
     on_cpu: bool,
     product: Product,
     rows: RowInputs,
-) -> State:
+) -> ColumnSums:
     inputs, num_rows = (product, rows), product.hidden.shape[0]
     width, k = definition.width(product.head), outputs.k
     part = schedule.part if on_cpu else num_rows
@@ -162,8 +163,8 @@ def _read_on(
     direct = schedule.piece == schedule.columns and padded == num_rows
 
     def read_part(
-        x: jax.Array, start: jax.Array, seen: jax.Array, state: State, rows: RowInputs
-    ) -> tuple[State, candidates.Best]:
+        x: jax.Array, start: jax.Array, seen: jax.Array, state: ColumnSums, rows: RowInputs
+    ) -> tuple[ColumnSums, candidates.Best]:
         """What is known with the logits x [B, columns] of some rows too."""
         met = _met(x, start, seen, rows.named, state.named)
         t = rows.temperatures
@@ -172,7 +173,7 @@ def _read_on(
         best = candidates.Best(sums.top_logits, sums.top_ids + start)
         sums = sums._replace(top_ids=state.sums.top_ids, top_logits=state.sums.top_logits)
         both: RowSums = jax.tree.map(lambda a, b: jnp.stack([a, b]), state.sums, sums)
-        return State(joined_sums(both, t), met), best
+        return ColumnSums(joined_sums(both, t), met), best
 
     def step(i: jax.Array, carry: Carry) -> Carry:
         buffer, state, running = carry
@@ -189,7 +190,7 @@ def _read_on(
 
             columns_read = buffer = lax.fori_loop(0, schedule.columns // piece, fill, buffer)
 
-        def some(j: jax.Array, state: State) -> State:
+        def some(j: jax.Array, state: ColumnSums) -> ColumnSums:
             x, own_state, own_rows = jax.tree.map(
                 lambda x: lax.dynamic_slice_in_dim(x, j * part, part), (columns_read, state, rows)
             )
@@ -216,17 +217,19 @@ def _read_on(
     best = candidates.Best(none.top_logits, none.top_ids)
     first = (
         stored(jnp.zeros((padded, 0 if direct else schedule.columns), definition.logits_dtype)),
-        State(no_sums(padded, outputs._replace(k=0)), jnp.zeros(rows.named.shape, jnp.float32)),
+        ColumnSums(
+            no_sums(padded, outputs._replace(k=0)), jnp.zeros(rows.named.shape, jnp.float32)
+        ),
         candidates.empty(padded, k, schedule.room) if on_cpu and k else best,
     )
     trips = -(-width // schedule.columns)
     _, state, running = lax.fori_loop(0, trips, step, forms.vary_like(first, inputs))
     best = candidates.ordered(running, k) if isinstance(running, candidates.Running) else running
     sums = state.sums._replace(top_logits=best.logits, top_ids=best.ids)
-    return typed.tree_map(lambda x: x[:num_rows], State(sums, state.named))
+    return typed.tree_map(lambda x: x[:num_rows], ColumnSums(sums, state.named))
 
 
-Carry = tuple[jax.Array, State, candidates.Running | candidates.Best]
+Carry = tuple[jax.Array, ColumnSums, candidates.Running | candidates.Best]
 
 
 def _met(

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32
 
-from pallas_kernels.contract.arguments import floats, known
+from pallas_kernels.contract.arguments import floats, known_values
 from pallas_kernels.contract.rows import check_ids, check_options
 from pallas_kernels.contract.types import RowFloats
 from pallas_kernels.linear.call import (
@@ -125,7 +125,7 @@ def linear_support_kl(
     _, temperatures, _ = check_options(None, temperatures, None, num_rows)
     axis = head_axes.index("V")
     place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size, axis)
-    _check_support(known(raw_ids), known(raw_logprobs), place.vocab_size)
+    _check_support(known_values(raw_ids), known_values(raw_logprobs), place.vocab_size)
     definition = definition_of(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     if num_rows == 0:
         return jnp.zeros(0, jnp.float32)

@@ -24,20 +24,20 @@ from pallas_kernels.backends.xla.tails import (
     with_following,
 )
 from pallas_kernels.contract.rows import RowSums
-from pallas_kernels.linear.read_columns import State
+from pallas_kernels.linear.read_columns import ColumnSums
 from pallas_kernels.linear.types import Call, Definition, Inputs, head_rows, loaded, stored
 from pallas_kernels.lowering import forms, typed
 from pallas_kernels.meshes.placement import WHOLE
 
 COLUMNS = 2048  # of the head, of one product
-Rows = TypeVar("Rows", bound=forms.Tree)
+RowArrays = TypeVar("RowArrays", bound=forms.Tree)
 Results = TypeVar("Results", bound=forms.Tree)
 
 
 def over_tiles(
     tile: int,
-    function: Callable[[Rows, jax.Array], Results],
-    rows: Rows,
+    function: Callable[[RowArrays, jax.Array], Results],
+    rows: RowArrays,
     num_rows: jax.Array | None = None,
 ) -> Results:
     """`function` of one tile of rows after another, put together.
@@ -68,7 +68,7 @@ def over_tiles(
     return typed.tree_map(lambda x: x[:count], results)
 
 
-def read_in_tiles(call: Call, inputs: Inputs, named: jax.Array) -> State:
+def read_in_tiles(call: Call, inputs: Inputs, named: jax.Array) -> ColumnSums:
     """What is left of R rows, tile by tile.
 
     Args:
@@ -79,13 +79,13 @@ def read_in_tiles(call: Call, inputs: Inputs, named: jax.Array) -> State:
     tile, row_ids = call.row_tile, inputs.row_ids
     assert tile is not None
 
-    def of_tile(rows: Any, start: jax.Array) -> State:
+    def of_tile(rows: Any, start: jax.Array) -> ColumnSums:
         hidden, temperatures, ids = rows
         if row_ids is not None:
             hidden = forms.pin_to_iteration(inputs.hidden, start).at[hidden].get(mode="clip")
         x = logits_of_tile(call, forms.barrier(hidden), inputs.head, inputs.bias, start)
         logits = call.shard.named_logits(x, jnp.arange(tile, dtype=jnp.int32), ids)
-        return State(sums_of_tile(call, x, logits[:, 0], temperatures), logits)
+        return ColumnSums(sums_of_tile(call, x, logits[:, 0], temperatures), logits)
 
     rows = inputs.hidden if row_ids is None else row_ids, inputs.temperatures, named
     return over_tiles(tile, of_tile, rows, inputs.num_rows)

@@ -65,7 +65,8 @@ class Definition(NamedTuple):
         if self.soft_cap is None:
             return u
         cap = jnp.float32(self.soft_cap)
-        return cap * jnp.tanh(u / cap)  # type: ignore[no-any-return]
+        capped: jax.Array = cap * jnp.tanh(u / cap)
+        return capped
 
     def slope(self, u: jax.Array) -> jax.Array:
         """The derivative of soft_cap at u, float32."""
@@ -170,7 +171,7 @@ class Inputs(NamedTuple):
         return self.token_ids.shape[0]
 
 
-class RowScale(NamedTuple):
+class LogprobScale(NamedTuple):
     """What the logprobs of R rows are relative to: they are (x - maximum) / T - log_sum."""
 
     maximum: jax.Array  # [R] float32; 0 in a row without an answer

@@ -18,16 +18,16 @@ Tree: TypeAlias = "jax.Array | Sequence[Tree] | None"  # of arrays, in tuples an
 Values = TypeVar("Values", bound=Tree)
 
 Joined = TypeVar("Joined")
-Outputs = TypeVar("Outputs", bound=Tree)
+Result = TypeVar("Result", bound=Tree)
 
 
 def map_blocks(
-    work: Callable[[jax.Array], Outputs],
+    work: Callable[[jax.Array], Result],
     block: int,
     num_rows: jax.Array | None,
-    initial: Outputs,
+    initial: Result,
     inputs: Tree,
-) -> Outputs:
+) -> Result:
     """Call work(start) for each block of rows and put the outputs together.
 
     Args:
@@ -42,11 +42,11 @@ def map_blocks(
     if block == rows:
         return work(jnp.int32(0))
 
-    def step(carry: tuple[jax.Array, Outputs]) -> tuple[jax.Array, Outputs]:
+    def step(carry: tuple[jax.Array, Result]) -> tuple[jax.Array, Result]:
         # The last block may reach beyond the rows. Slices and updates begin early then, all alike:
         # rows done twice get equal values.
         start, done = carry
-        updated: Outputs = jax.tree.map(
+        updated: Result = jax.tree.map(
             lambda array, part: lax.dynamic_update_slice_in_dim(array, part, start, 0),
             done,
             work(start),
@@ -59,23 +59,24 @@ def map_blocks(
     return outputs
 
 
-def in_branch(taken: jax.Array, function: Callable[..., Outputs], *arguments: Tree) -> Outputs:
+def in_branch(taken: jax.Array, function: Callable[..., Result], *arguments: Tree) -> Result:
     """function(*arguments) in a branch; where it is not taken: NaN, and 0 of what has none.
 
     XLA's CPU compiler copies what a branch is given, and runs what is in it as a list of its own.
     """
 
     @jax.jit  # traced once, for its shapes and in the branch
-    def run(*arguments: Tree) -> Outputs:
+    def run(*arguments: Tree) -> Result:
         return vary_like(function(*arguments), arguments)
 
     def missing(x: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
 
-    def nothing(*arguments: Tree) -> Outputs:
-        return vary_like(jax.tree.map(missing, jax.eval_shape(run, *arguments)), arguments)  # type: ignore[no-any-return]
+    def not_taken(*arguments: Tree) -> Result:
+        values: Result = jax.tree.map(missing, jax.eval_shape(run, *arguments))
+        return vary_like(values, arguments)
 
-    outputs: Outputs = typed.cond(taken, run, nothing, *arguments)
+    outputs: Result = typed.cond(taken, run, not_taken, *arguments)
     return outputs
 
 
@@ -122,12 +123,12 @@ def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array
 
 
 def scattered(
-    whole: Values, part: Values, index: Int32[Array, " N"], number: Int32[Array, ""]
+    base: Values, part: Values, index: Int32[Array, " N"], number: Int32[Array, ""]
 ) -> Values:
     """A tree of arrays [N] with the first `number` of `part`, at rows `index`; none from N on."""
     counts = jnp.arange(index.shape[0], dtype=jnp.int32) < number
     place = jnp.where(counts, index, index.shape[0])
-    return typed.tree_map(lambda x, new: x.at[place].set(new, mode="drop"), whole, part)
+    return typed.tree_map(lambda x, new: x.at[place].set(new, mode="drop"), base, part)
 
 
 def barrier(values: Values) -> Values:
@@ -156,4 +157,5 @@ def vary_like(values: Values, inputs: Tree) -> Values:
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The mesh axes of the surrounding `shard_map` over which x may differ."""
-    return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
+    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return axes

@@ -14,7 +14,7 @@ import jax
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 Arguments = ParamSpec("Arguments")
-Kept = TypeVar("Kept")
+Result = TypeVar("Result")
 
 
 def check_name(implementation: str | None) -> None:
@@ -54,20 +54,27 @@ def use_implementation(name: str | None) -> AbstractContextManager[None]:
       ValueError: there is no such implementation.
     """
     check_name(name)
-    return _named(name)  # type: ignore[no-any-return]
+    context: AbstractContextManager[None] = _named(name)
+    return context
+
+
+def in_force() -> Implementation | None:
+    """The implementation of the context; None where none is named."""
+    name: Implementation | None = _named.value
+    return name
 
 
 def resolved(implementation: Implementation | None) -> Implementation | None:
     """The implementation that a call named, else that of the context; None where neither does."""
-    return _named.value if implementation is None else implementation
+    return in_force() if implementation is None else implementation
 
 
-def kept(function: Callable[Arguments, Kept]) -> Callable[Arguments, Kept]:
+def bind_implementation(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """The function with today's value, for the compiler that calls it later, in any thread."""
     name = _named.value
 
     @functools.wraps(function)
-    def call(*arguments: Arguments.args, **more: Arguments.kwargs) -> Kept:
+    def call(*arguments: Arguments.args, **more: Arguments.kwargs) -> Result:
         with _named(name):
             return function(*arguments, **more)
 

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from pallas_kernels.lowering.forms import Tree, vary_like
-from pallas_kernels.lowering.implementation import kept
+from pallas_kernels.lowering.implementation import bind_implementation
 
 Result = TypeVar("Result", bound=Tree)
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -48,14 +48,14 @@ def lowered_for(
     that is named now.
     """
     arrays, tree = jax.tree.flatten(arguments)
-    default = kept(default)
-    others = {name: kept(other) for name, other in others.items()}
+    default = bind_implementation(default)
+    others = {name: bind_implementation(other) for name, other in others.items()}
     functions = {name: _flat(others.get(name, default), tree) for name in PLATFORMS}
     # The results' tree, from when `_choice` traces `typed` for their types.
     results: list[jax.tree_util.PyTreeDef] = []
 
-    def typed(*given: Tree) -> Result:
-        result = vary_like(like(*given), given)
+    def typed(*values: Tree) -> Result:
+        result = vary_like(like(*values), values)
         results[:] = [jax.tree.structure(result)]
         return result
 
@@ -65,7 +65,8 @@ def lowered_for(
         default=_flat(default, tree),
         functions=tuple(functions.items()),
     )
-    return jax.tree.unflatten(results[0], leaves)  # type: ignore[no-any-return]
+    result: Result = jax.tree.unflatten(results[0], leaves)
+    return result
 
 
 _choice = Primitive("lowered_for")
@@ -80,7 +81,8 @@ def _types(*avals: ShapedArray, like: Flat, **_: Static) -> list[ShapedArray]:
 def _run(*arrays: jax.Array, **params: Static) -> list[jax.Array]:
     # One operation to whoever looks at each: without `jit` it would call itself for ever.
     with jax.disable_jit(False):
-        return jax.jit(functools.partial(_choice.bind, **params))(*arrays)  # type: ignore[no-any-return]
+        results: list[jax.Array] = jax.jit(functools.partial(_choice.bind, **params))(*arrays)
+    return results
 
 
 def _lowering(
@@ -92,7 +94,8 @@ def _lowering(
     like: Flat,
 ) -> Sequence[mlir.ir.Value]:
     function = default if name is None else dict(functions)[name]
-    return mlir.lower_fun(function)(ctx, *values)  # type: ignore[no-any-return]
+    lowered: Sequence[mlir.ir.Value] = mlir.lower_fun(function)(ctx, *values)
+    return lowered
 
 
 _choice.def_abstract_eval(_types)

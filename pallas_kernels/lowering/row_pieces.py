@@ -59,7 +59,8 @@ def at_place(place: jax.Array, values: Values) -> Values:
         lax.bitcast_convert_type(word, x.dtype).astype(array.dtype)
         for word, x, array in zip(words, wide, arrays, strict=True)
     )
-    return jax.tree.unflatten(tree, entries)  # type: ignore[no-any-return]
+    result: Values = jax.tree.unflatten(tree, entries)
+    return result
 
 
 def summed(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -9,18 +9,21 @@ from jax import lax
 Values = TypeVar("Values")  # a tree of arrays
 Result = TypeVar("Result")
 Bound = int | jax.Array
+NO_GRADIENT: Any = None  # in the place of an array of integers, among derivatives
 
 
 def tree_map(function: Callable[..., Any], tree: Values, *rest: Any) -> Values:
     """`jax.tree.map` to a tree of the same class."""
-    return jax.tree.map(function, tree, *rest)  # type: ignore[no-any-return]
+    mapped: Values = jax.tree.map(function, tree, *rest)
+    return mapped
 
 
 def fori_loop(
     begin: Bound, end: Bound, body: Callable[[jax.Array, Values], Values], initial: Values
 ) -> Values:
     """`lax.fori_loop`."""
-    return lax.fori_loop(begin, end, body, initial)  # type: ignore[no-any-return]
+    last: Values = lax.fori_loop(begin, end, body, initial)
+    return last
 
 
 def cond(
@@ -30,14 +33,17 @@ def cond(
     *arguments: Any,
 ) -> Result:
     """`lax.cond`."""
-    return lax.cond(predicate, taken, otherwise, *arguments)  # type: ignore[no-any-return]
+    result: Result = lax.cond(predicate, taken, otherwise, *arguments)
+    return result
 
 
 def switch(index: jax.Array, branches: Sequence[Callable[..., Result]], *arguments: Any) -> Result:
     """`lax.switch`."""
-    return lax.switch(index, branches, *arguments)  # type: ignore[no-any-return]
+    result: Result = lax.switch(index, branches, *arguments)
+    return result
 
 
 def optimization_barrier(values: Values) -> Values:
     """`lax.optimization_barrier`."""
-    return lax.optimization_barrier(values)  # type: ignore[no-any-return]
+    same: Values = lax.optimization_barrier(values)
+    return same

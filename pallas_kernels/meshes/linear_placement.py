@@ -46,9 +46,11 @@ def placed(
     mesh_of_arrays: placement.AnyMesh | None = mesh
     if mesh is None:
         # The mesh and the axes that the arrays tell.
-        (of_rows, own), (of_columns, heads) = map(placement.sharding_of, (hidden, head))
-        layout = Layout(own.rows, heads[head_axis])
-        mesh_of_arrays = of_rows if layout.rows else of_columns if layout.vocabulary else None
+        (row_mesh, hidden_layout), (column_mesh, head_layout) = map(
+            placement.sharding_of, (hidden, head)
+        )
+        layout = Layout(hidden_layout.rows, head_layout[head_axis])
+        mesh_of_arrays = row_mesh if layout.rows else column_mesh if layout.vocabulary else None
     elif layout == Layout():
         raise ValueError(
             f"mesh {dict(mesh.shape)} without axis_name or row_axis_name; name the vocabulary's "

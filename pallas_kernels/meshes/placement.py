@@ -149,7 +149,8 @@ class VocabShard:
         # Only `shard_map` keeps track of what varies; what the compiler splits itself does not.
         tracked = names <= {*jax.sharding.get_abstract_mesh().manual_axes}
         to = {"to": "invarying"} if tracked else {}
-        return lax.all_gather(local, self.axis_name, **to)  # type: ignore[no-any-return]
+        gathered: jax.Array = lax.all_gather(local, self.axis_name, **to)
+        return gathered
 
     def gathered_together(self, values: Values) -> Values:
         """`gathered` of a tree of arrays [R, ...] of 32-bit numbers, in one exchange."""
@@ -162,7 +163,8 @@ class VocabShard:
             lax.bitcast_convert_type(part.reshape(gathered.shape[0], *x.shape), x.dtype)
             for part, x in zip(parts, leaves, strict=True)
         ]
-        return jax.tree.unflatten(tree, arrays)  # type: ignore[no-any-return]
+        of_shards: Values = jax.tree.unflatten(tree, arrays)
+        return of_shards
 
     def _across(self, collective: Callable[..., jax.Array], local: jax.Array) -> jax.Array:
         return local if self.axis_name is None else collective(local, self.axis_name)
@@ -237,6 +239,14 @@ def num_shards(mesh: AnyMesh, axes: MeshAxes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+class Split(NamedTuple):
+    """What a caller says of how the vocabulary of logits is split."""
+
+    mesh: Mesh | None = None  # outside `shard_map`, that of `axis_name`
+    axis_name: AxisName | None = None  # (): all columns are here, and nothing need be asked
+    vocab_size: int | None = None  # V where columns of padding follow
+
+
 class Place(NamedTuple):
     """Where the arrays of a call are."""
 
@@ -257,15 +267,14 @@ class Place(NamedTuple):
         return self.layout.shard(self.vocab_size if self.padded else None)
 
 
-def placed(
-    logits: jax.Array, name: AxisName | None, mesh: Mesh | None, vocab_size: int | None
-) -> Place:
-    """Where the logits are, from what the caller says of `axis_name` and the array tells.
+def placed(logits: jax.Array, how: Split) -> Place:
+    """Where the logits are, from what the caller says and the array tells.
 
     Raises:
       ValueError: a mesh without an axis, an axis that does not exist, columns that do not divide.
     """
-    check_split(mesh, name, vocab_size)
+    check_split(*how)
+    mesh, name, vocab_size = how
     width, padded = logits.shape[1], vocab_size is not None
     if mesh is None and name is not None:
         return on_shard(name, width, vocab_size)

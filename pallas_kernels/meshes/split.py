@@ -6,27 +6,27 @@ have to name a sharding at every step. Each device computes on its own rows and 
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 
 from pallas_kernels.contract.rows import Rows
 from pallas_kernels.lowering import typed
-from pallas_kernels.lowering.implementation import kept
+from pallas_kernels.lowering.implementation import bind_implementation
 from pallas_kernels.meshes.placement import (
     NAMED,
     ROW,
     VOCABULARY,
     WHOLE,
     AnyMesh,
-    AxisName,
     Layout,
     MeshAxes,
     Place,
+    Split,
     VocabShard,
     axis_name,
     layout_of,
@@ -40,11 +40,11 @@ Result = TypeVar("Result")  # a tree of arrays
 BySlot = TypeVar("BySlot")  # a tree of arrays [B, ...]
 
 
-Call = Callable[[Layout, Arrays], Result]  # one device's part, of arrays that are split so
+PartCall = Callable[[Layout, Arrays], Result]  # one device's part, of arrays that are split so
 
 
 def on_mesh(
-    call: Call[Arrays, Result],
+    call: PartCall[Arrays, Result],
     mesh: AnyMesh,
     layout: Layout,
     arrays: Arrays,
@@ -80,12 +80,17 @@ def on_mesh(
 
 
 def _moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.sharding.reshard(x, sharding)  # type: ignore[no-any-return]
+    moved: jax.Array = jax.sharding.reshard(x, sharding)
+    return moved
 
 
 @functools.cache
 def program_on_mesh(
-    call: Call[Arrays, Result], mesh: AnyMesh, layout: Layout, words: Words, of_result: str = ROW
+    call: PartCall[Arrays, Result],
+    mesh: AnyMesh,
+    layout: Layout,
+    words: Words,
+    of_result: str = ROW,
 ) -> Callable[[Arrays], Result]:
     """`on_mesh` as a compiled function of the arrays, kept for equal arguments.
 
@@ -95,7 +100,7 @@ def program_on_mesh(
 
 
 def where_compiled(
-    call: Call[Arrays, Result], arrays: Arrays, words: Words, of_result: str = ROW
+    call: PartCall[Arrays, Result], arrays: Arrays, words: Words, of_result: str = ROW
 ) -> Result:
     """`call(layout, arrays)` where only the compiler knows how the arrays are split.
 
@@ -112,7 +117,9 @@ def where_compiled(
       words: their axes; logits begin with n and end with v.
       of_result: as for `on_mesh`.
     """
-    call = kept(call)  # the compiler asks for the parts after this function has returned
+    call = bind_implementation(
+        call
+    )  # the compiler asks for the parts after this function has returned
     leaves, tree = jax.tree.flatten(arrays)
     # What the compiler calls holds no array of the caller's trace: jax would find it there.
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
@@ -139,7 +146,7 @@ def where_compiled(
         ]
         return call(layout, jax.tree.unflatten(tree, all_leaves))
 
-    def whole(*leaves_of_call: jax.Array) -> list[jax.Array]:
+    def undivided(*leaves_of_call: jax.Array) -> list[jax.Array]:
         outputs = called(Layout(), leaves_of_call)
         results[:] = [jax.tree.map(jax.typeof, outputs)]
         return _not_empty(outputs)
@@ -154,26 +161,26 @@ def where_compiled(
         logits = of_arguments[0]
         layout = layout_of(logits.sharding, logits.ndim).even(mesh, present[0], logits.shape)
 
-        def on_own(*given: jax.Array) -> list[jax.Array]:
-            return _not_empty(called(layout, given))
+        def on_part(*leaves_of_part: jax.Array) -> list[jax.Array]:
+            return _not_empty(called(layout, leaves_of_part))
 
         return (
             mesh,
-            on_own,
+            on_part,
             [NamedSharding(mesh, layout.spec(of_result)) for _ in of_results],
             tuple(NamedSharding(mesh, layout.spec(word)) for word in present),
         )
 
-    program = custom_partitioning(whole)
+    program = custom_partitioning(undivided)
     program.def_partition(partition, sharding_rule=rule)
-    batched = jax.custom_batching.custom_vmap(lambda *given: program(*given))
+    batched = jax.custom_batching.custom_vmap(lambda *leaves_of_call: program(*leaves_of_call))
 
     @batched.def_vmap
     def _vmap(
-        _: int, is_batched: list[bool], *given: jax.Array
+        _: int, is_batched: list[bool], *leaves_of_call: jax.Array
     ) -> tuple[list[jax.Array], list[bool]]:
         axes = [0 if has_axis else None for has_axis in is_batched]
-        outputs = jax.vmap(whole, axes)(*given)
+        outputs = jax.vmap(undivided, axes)(*leaves_of_call)
         return outputs, [True] * len(outputs)
 
     # What the compiler asks for later has no rule for a derivative.
@@ -226,7 +233,9 @@ def run(place: Place, call: ShardCall[Result], rows: Rows) -> Result:
     return results
 
 
-def run_inputs(place: Place, call: Call[Arrays, Result], inputs: Arrays, words: Words) -> Result:
+def run_inputs(
+    place: Place, call: PartCall[Arrays, Result], inputs: Arrays, words: Words
+) -> Result:
     """`call(layout, inputs)` on every device's part of the inputs.
 
     Args:
@@ -237,7 +246,8 @@ def run_inputs(place: Place, call: Call[Arrays, Result], inputs: Arrays, words: 
     """
     if place.mesh is None:
         return call(place.layout, inputs)
-    return program_on_mesh(call, place.mesh, place.layout, words)(inputs)  # type: ignore[no-any-return]
+    results: Result = program_on_mesh(call, place.mesh, place.layout, words)(inputs)
+    return results
 
 
 @functools.cache
@@ -278,7 +288,7 @@ def _on_own_rows(
             is_own_row = is_on_device.reshape(-1, *[1] * (x.ndim - 1))
             return over_rows.across_sum(jnp.where(is_own_row, x[place], jnp.zeros_like(x)))
 
-        return jax.tree.map(joined, results)  # type: ignore[no-any-return, no-any-return]
+        return typed.tree_map(joined, results)
 
     return on_own_rows
 
@@ -288,14 +298,6 @@ def own_num_rows(layout: Layout, num_rows: jax.Array | None, count: int) -> jax.
     if num_rows is None or not layout.rows:
         return num_rows
     return jnp.clip(num_rows - lax.axis_index(layout.rows) * count, 0, count)
-
-
-class Split(NamedTuple):
-    """What a caller says of how the vocabulary of logits is split."""
-
-    mesh: Mesh | None = None  # outside `shard_map`, that of `axis_name`
-    axis_name: AxisName | None = None  # (): all columns are here, and nothing need be asked
-    vocab_size: int | None = None  # V where columns of padding follow
 
 
 def on_own_part(

@@ -33,4 +33,5 @@ def logarithm(x: Float32[Array | np.ndarray, "*rows"]) -> Float32[Array, "*rows"
     power = exponent.astype(jnp.float32)
     first = jnp.maximum(s * (half + z * series), jnp.float32(-1))
     small = first + power * jnp.float32(LOG2[1])
-    return power * jnp.float32(LOG2[0]) - ((half - small) - f)  # type: ignore[no-any-return]
+    log: Array = power * jnp.float32(LOG2[0]) - ((half - small) - f)
+    return log

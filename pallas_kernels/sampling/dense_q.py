@@ -140,12 +140,12 @@ def _residual(
     pieces = zip(pinned.row(target.rows), pinned_q.of_draft(slot, draft), strict=True)
     factor = 1 / weight
 
-    def left(x: jax.Array, ids: jax.Array, q_probs: jax.Array) -> jax.Array:
+    def residual(x: jax.Array, ids: jax.Array, q_probs: jax.Array) -> jax.Array:
         # A minimum that changes nothing, but after which no compiler contracts the product.
         scaled_q = jnp.minimum(q_probs * factor, jnp.float32(3e38))
         return jnp.maximum(probs(x, ids) - scaled_q, jnp.float32(0))
 
-    return [(left(x, ids, q_probs), ids) for (x, ids), (q_probs, _) in pieces]
+    return [(residual(x, ids, q_probs), ids) for (x, ids), (q_probs, _) in pieces]
 
 
 def draw_residual(

@@ -27,7 +27,7 @@ from pallas_kernels.sampling import door, parameters, row_read
 from pallas_kernels.sampling.cuts import search
 from pallas_kernels.sampling.cuts.candidates import cut_among
 from pallas_kernels.sampling.parameters import Sampling, Truncation, at_rows
-from pallas_kernels.sampling.row_read import RowRead, RowScale
+from pallas_kernels.sampling.row_read import RowScale, RowSummary
 from pallas_kernels.sampling.rows import GroupedRows
 
 # Rows that are searched at a time; of long ones fewer: a GPU's program keeps 20 bytes a token.
@@ -79,22 +79,22 @@ def _truncation(
     sampled = choice.valid & parameters.has_meaning(row_sampling) & (row_sampling.temperature > 0)
     vocab_size = shard.size(width)
 
-    def found() -> Truncation:
+    def sampled_cuts() -> Truncation:
         rows = GroupedRows.of(flat, shard)
         return cuts(rows, row_read.read(rows, row_sampling), row_sampling, sampled)
 
-    def nothing() -> Truncation:
+    def no_cuts() -> Truncation:
         return vary_like(Truncation.nothing((flat.shape[0],), vocab_size), choice)
 
     # A batch that cuts nothing pays for nothing.
-    cut = lax.cond(jnp.any(sampled & parameters.truncates(row_sampling)), found, nothing)
+    cut = lax.cond(jnp.any(sampled & parameters.truncates(row_sampling)), sampled_cuts, no_cuts)
     cut = parameters.where(sampled, cut, Truncation.greedy(choice.token_ids))
     # All of it is computed: where a part alone was used, jaxlib's StableHLO passes crashed.
-    return forms.barrier(jax.tree.map(lambda x: x.reshape(shape), cut))  # type: ignore[no-any-return]
+    return forms.barrier(typed.tree_map(lambda x: x.reshape(shape), cut))
 
 
 def cuts(
-    rows: GroupedRows, read: RowRead, sampling: Sampling, sampled: Bool[Array, " N"]
+    rows: GroupedRows, read: RowSummary, sampling: Sampling, sampled: Bool[Array, " N"]
 ) -> Truncation:
     """The cuts [N] of the sampled rows; those of others keep everything.
 

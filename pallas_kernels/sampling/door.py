@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from pallas_kernels.contract.arguments import (
     ARRAY,
-    Kind,
-    Shape,
+    ArrayKind,
+    AxisSizes,
     array_of,
     check_no_nan,
     check_split,
@@ -18,7 +18,7 @@ from pallas_kernels.contract.arguments import (
     fields_of,
     floats,
     integers,
-    known,
+    known_values,
     numbers_of,
     to_device,
 )
@@ -26,8 +26,7 @@ from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import LOGITS_DTYPES, MAX_EXTRA, check_k
 from pallas_kernels.contract.types import AnyArray
 from pallas_kernels.lowering.programs import compiled
-from pallas_kernels.meshes.placement import AxisName, VocabShard, on_shard
-from pallas_kernels.meshes.split import Split
+from pallas_kernels.meshes.placement import AxisName, Split, VocabShard, on_shard
 from pallas_kernels.sampling.parameters import Sampling, Truncation, check_values
 from pallas_kernels.sampling.types import (
     CompactQ,
@@ -40,7 +39,7 @@ from pallas_kernels.sampling.types import (
 )
 
 
-def of_rows(
+def checked_rows(
     logits: AnyArray,
     sampling: Sampling,
     positions: AnyArray,
@@ -120,7 +119,7 @@ def drafts_of(drafts: Drafts) -> Drafts:
             f"drafts.num {num.shape} does not go with drafts.token_ids {token_ids.shape}: give ids "
             "[B, D], and one number a slot [B]"
         )
-    most, numbers = token_ids.shape[1], known(num)
+    most, numbers = token_ids.shape[1], known_values(num)
     if numbers is not None and numbers.size and not 0 <= numbers.min() <= numbers.max() <= most:
         raise ValueError(
             f"drafts.num has {numbers.max() if numbers.max() > most else numbers.min()}: each slot "
@@ -241,8 +240,8 @@ def check_q(
         _check_rows_of_q(q, drafts)
     if q is None or (isinstance(q, DenseQ) and q.form == "logits"):
         return
-    of_slots = [known(x) for x in (drafts.num, token_ids, sampling.temperature)]
-    rows = None if row_ids is None else known(row_ids)
+    of_slots = [known_values(x) for x in (drafts.num, token_ids, sampling.temperature)]
+    rows = None if row_ids is None else known_values(row_ids)
     sums = _known_sums(q, token_ids.shape, vocab_size)
     if sums is None or any(x is None for x in of_slots) or (row_ids is not None and rows is None):
         return
@@ -271,7 +270,7 @@ def _check_rows_of_q(q: DenseQ, drafts: Drafts) -> None:
     """Refuse a draft's row of q that is not there, where both are known."""
     if q.row_ids is None:
         return
-    rows, num = known(q.row_ids), known(drafts.num)
+    rows, num = known_values(q.row_ids), known_values(drafts.num)
     if rows is None or num is None:
         return
     num_rows = q.values.shape[0]
@@ -302,7 +301,7 @@ def _known_sums(
 ) -> _Sums | None:
     """The sums, where the values are known."""
     if isinstance(q, CompactQ):
-        logprobs, ids = known(q.logprobs), known(q.ids)
+        logprobs, ids = known_values(q.logprobs), known_values(q.ids)
         if logprobs is None or ids is None:
             return None
         logprobs = np.where(ids >= 0, logprobs, -np.inf)
@@ -317,7 +316,7 @@ def _known_sums(
         return None
     place = np.arange(shape[0] * shape[1]).reshape(shape)
     if rows is not None:
-        known_rows = known(rows)
+        known_rows = known_values(rows)
         if known_rows is None:
             return None
         place = np.clip(known_rows, 0, values.shape[0] - 1)
@@ -373,7 +372,7 @@ def check_verified(verified: Verified) -> None:
     array_of("verified.token_ids", verified.token_ids, "integers", rows, "one a position [B, S]")
 
 
-def changes_of(
+def checked_changes(
     allowed: object, bias_token_ids: object, bias: object, rows: tuple[int, ...]
 ) -> Changes:
     """Changes of rows [B, S] or [N]: arrays of these; what they hold is checked by the read."""
@@ -413,9 +412,9 @@ def read_of(read: RowsRead) -> RowsRead:
     """What `verify` has read of rows."""
     check_type("read", read, RowsRead, "`Verified.read` of a `verify` with k")
     check_type("read.largest", read.largest, (np.ndarray, jax.Array), ARRAY)
-    rows: Shape = read.largest.shape
+    rows: AxisSizes = read.largest.shape
     row, table = (rows, "one a row"), "some of each row"
-    kinds: dict[str, tuple[Kind, Shape, str]] = dict.fromkeys(
+    kinds: dict[str, tuple[ArrayKind, AxisSizes, str]] = dict.fromkeys(
         ("largest", "log_sum", "log_scaled", "temperature"), ("floats", *row)
     )
     kinds["top_ids"] = "integers", (*rows, "K"), table

@@ -18,8 +18,8 @@ from pallas_kernels.backends.groups import inverse_temperature
 from pallas_kernels.backends.row_totals import scaled
 from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.programs import compiled
-from pallas_kernels.meshes.placement import AxisName, VocabShard
-from pallas_kernels.meshes.split import Split, on_own_part
+from pallas_kernels.meshes.placement import AxisName, Split, VocabShard
+from pallas_kernels.meshes.split import on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.numbers.random_draws import DRAFT, Source, best, gumbel
@@ -58,7 +58,7 @@ def draw(
     Returns:
       One draft a slot (D = 1), with its q; `Drafts.joined` makes a longer proposal.
     """
-    draft_logits, sampling, positions, row_ids = door.of_rows(
+    draft_logits, sampling, positions, row_ids = door.checked_rows(
         draft_logits, sampling, positions, "draft_logits", row_ids, "[B]"
     )
     how = door.split_of(mesh, axis_name, vocab_size)

@@ -52,7 +52,7 @@ BLOCK = 16  # rows at a time: the work follows the number of rows that were aske
 LISTED = 128  # ids of each row that are listed at a time: most sets are smaller
 
 
-class _Found(NamedTuple):
+class _Sets(NamedTuple):
     """R sets, or what one shard's columns hold of them."""
 
     ids: Int32[Array, "R M"]  # of the whole vocabulary; anything from the count on
@@ -93,7 +93,7 @@ def kept_sets(
     logits = check_matrix("logits", logits, "[N, V]")
     rows = array_of("rows", rows, "integers", ("R",), "the rows that are wanted, [R]")
     num_rows, cut = check_num_rows(num_rows), door.cut_of(cut, rows.shape)
-    changes = door.changes_of(allowed, bias_token_ids, bias, logits.shape[:-1])
+    changes = door.checked_changes(allowed, bias_token_ids, bias, logits.shape[:-1])
     return compiled(_kept_sets, shard)(logits, rows, num_rows, cut, changes)
 
 
@@ -113,14 +113,17 @@ def _kept_sets(
     is_single = cut.cut_logit == jnp.inf
     changes = check_changes(*unchecked, len(logits), vocab_size)
 
-    no_sets = _Found(jnp.zeros((rows.shape[0], width), jnp.int32), jnp.zeros_like(rows))
+    no_sets = _Sets(jnp.zeros((rows.shape[0], width), jnp.int32), jnp.zeros_like(rows))
 
-    def searched() -> _Found:
+    def searched() -> _Sets:
         """Within this shard's columns block after block, then joined."""
-        x, row_changes = shard.masked(logits), answers.changes_of(changes, shard, logits.shape[1])
+        x, row_changes = (
+            shard.masked(logits),
+            answers.changes_of_shard(changes, shard, logits.shape[1]),
+        )
         block = min(BLOCK, rows.shape[0])
 
-        def work(start: jax.Array) -> _Found:
+        def work(start: jax.Array) -> _Sets:
             part = rows_from((rows, cut), start, block)
             return _block(pin_to_iteration(x, start), row_changes, *part, width, shard)
 
@@ -128,31 +131,31 @@ def _kept_sets(
         return joined(map_blocks(work, block, num_rows, no_sets, inputs), shard)
 
     # A batch of greedy requests reads no logits.
-    found: _Found = lax.cond(
+    sets: _Sets = lax.cond(
         jnp.any(is_listed & ~is_single), searched, lambda: vary_like(no_sets, cut.cut_id)
     )
-    counts = jnp.where(found.counts > width, KEPT_MANY, found.counts)
-    counts = jnp.where(found.counts == vocab_size, KEPT_ALL, counts)
+    counts = jnp.where(sets.counts > width, KEPT_MANY, sets.counts)
+    counts = jnp.where(sets.counts == vocab_size, KEPT_ALL, counts)
     counts = jnp.where(is_listed, jnp.where(is_single, 1, counts), 0)
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
-    ids = jnp.where(is_single[:, None], cut.cut_id[:, None], found.ids)
+    ids = jnp.where(is_single[:, None], cut.cut_id[:, None], sets.ids)
     ids = jnp.where(column < counts[:, None], ids, -1)
     return PaddedKept(ids, counts, jnp.where(is_listed, cut.log_kept, 0.0))
 
 
-def joined(found: _Found, shard: VocabShard) -> _Found:
+def joined(sets: _Sets, shard: VocabShard) -> _Sets:
     """The sets of all shards: each one's ids follow those of the shards before it."""
     if shard.axis_name is None:
-        return found
-    counts = shard.gathered(found.counts)  # [shards, R]
+        return sets
+    counts = shard.gathered(sets.counts)  # [shards, R]
     shard_index = lax.axis_index(shard.axis_name)
     earlier = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None] < shard_index
     before = jnp.where(earlier, counts, 0).sum(0, dtype=jnp.int32)
-    place = jnp.arange(found.ids.shape[1], dtype=jnp.int32)[None, :] - before[:, None]
-    is_mine = (place >= 0) & (place < found.counts[:, None])
-    shifted = jnp.take_along_axis(found.ids, jnp.maximum(place, 0), axis=1)
-    ids = shard.across_sum(jnp.where(is_mine, shifted, 0))
-    return _Found(ids, counts.sum(0, dtype=jnp.int32))
+    place = jnp.arange(sets.ids.shape[1], dtype=jnp.int32)[None, :] - before[:, None]
+    is_on_shard = (place >= 0) & (place < sets.counts[:, None])
+    shifted = jnp.take_along_axis(sets.ids, jnp.maximum(place, 0), axis=1)
+    ids = shard.across_sum(jnp.where(is_on_shard, shifted, 0))
+    return _Sets(ids, counts.sum(0, dtype=jnp.int32))
 
 
 def _block(
@@ -162,7 +165,7 @@ def _block(
     cut: Truncation,
     width: int,
     shard: VocabShard,
-) -> _Found:
+) -> _Sets:
     """The sets of the rows of one block within this shard's columns."""
     columns = logits.shape[1]
     first_id = shard.ids(columns)[0]
@@ -209,7 +212,7 @@ def _block(
     room = -(-width // LISTED) * LISTED
     first = (jnp.int32(0), jnp.zeros((rows.shape[0], room), jnp.int32))
     ids = lax.while_loop(lambda carry: carry[0] < last, step, vary_like(first, ends))[1]
-    return _Found(ids[:, :width], counts)
+    return _Sets(ids[:, :width], counts)
 
 
 def _counts(kept: Bool[Array, "b V"]) -> Int32[Array, "b G"]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
-from pallas_kernels.contract.arguments import check_int, check_type, floats, integers, known
+from pallas_kernels.contract.arguments import check_int, check_type, floats, integers, known_values
 from pallas_kernels.sampling.kept_set import KEPT_ALL, KEPT_MANY, PaddedKept
 from pallas_kernels.topk.digests import CODE, DTYPES, row_digests
 
@@ -64,7 +64,7 @@ def sets_of(
             f"kept.log_kept {sets.log_kept.shape} do not go with {partner}: give "
             f"{(*rows, 'M')}, {rows} and {rows}"
         )
-    ids, counts, shares = (known(x) for x in kept)
+    ids, counts, shares = (known_values(x) for x in kept)
     if counts is not None:
         _check_values(ids, counts, shares, sets.token_ids.shape[-1], vocab_size)
     return sets
@@ -132,7 +132,7 @@ def check_digests(
         _check_dtype(rollout_digests, dtype)
     is_digest = words[..., 0] & CODE > 0
     same = (row_words == words).all(-1) | ~is_digest
-    values, compared = known(same), known(is_digest)
+    values, compared = known_values(same), known_values(is_digest)
     if values is not None and compared is not None and not values.all():
         raise ValueError(
             f"{int((~values).sum())} of {int(compared.sum())} rows have other logits than the "
@@ -186,7 +186,7 @@ def digest_words(
 
 def _dtypes(digests: AnyArray) -> list[str]:
     """The dtypes of the logits that digests are of, where they are known."""
-    values = known(digests)
+    values = known_values(digests)
     if values is None:
         return []
     low = values if values.dtype == np.uint64 else values[..., 0]

@@ -18,10 +18,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends import exact_sums, row_totals
-from pallas_kernels.contract.arguments import array_of, known, numbers_of
+from pallas_kernels.contract.arguments import array_of, known_values, numbers_of
 from pallas_kernels.contract.rows import check_floats, check_matrix
 from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
-from pallas_kernels.linear.types import RowScale, loaded, stored
+from pallas_kernels.linear.types import LogprobScale, loaded, stored
 from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.numbers.exponential import exponential
@@ -91,7 +91,7 @@ def _of_any_temperature(
 def _temperatures(temperatures: ArrayLike, rows: tuple[int, ...]) -> jax.Array:
     """The temperatures of these rows."""
     t = numbers_of("temperatures", temperatures, jnp.float32)
-    values = known(temperatures if isinstance(temperatures, np.ndarray) else t)
+    values = known_values(temperatures if isinstance(temperatures, np.ndarray) else t)
     if values is not None and not (values >= 0).all():
         raise ValueError(
             f"temperatures has {values[~(values >= 0)].flat[0]:g}: give those of the requests, 0 "
@@ -116,7 +116,7 @@ def _logprobs(
     return _forward(logits, token_ids, kept, temperatures)[0]
 
 
-Residuals = tuple[jax.Array, jax.Array, PaddedKept, jax.Array, RowScale, jax.Array]
+Residuals = tuple[jax.Array, jax.Array, PaddedKept, jax.Array, LogprobScale, jax.Array]
 
 
 def _forward(
@@ -130,7 +130,7 @@ def _forward(
     of_set = _scale(_of_set(logits, kept), temperatures)
     # Whole rows are read only where some row needs it.
     of_rows = lax.cond(jnp.any(over_all), lambda: _scale(logits, temperatures), lambda: of_set)
-    scale: RowScale = jax.tree.map(lambda x, y: jnp.where(over_all, x, y), of_rows, of_set)
+    scale: LogprobScale = jax.tree.map(lambda x, y: jnp.where(over_all, x, y), of_rows, of_set)
     log_mass = scale.log_sum + jnp.where(over_all, kept.log_kept, 0)
     logprobs = jnp.where(
         token_logits > -jnp.inf,
@@ -171,10 +171,10 @@ def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
         # Shares of their own: what the mean and the gradient share, XLA would write down.
         return as_bits(token_slope), _mean(*shares(barrier(logits)))
 
-    def nothing() -> tuple[jax.Array, jax.Array]:
+    def no_rows() -> tuple[jax.Array, jax.Array]:
         return as_bits(jnp.zeros(logits.shape, jnp.float32)), jnp.zeros_like(mean)
 
-    by_logits, whole_mean = lax.cond(jnp.any(over_all), of_rows, nothing)
+    by_logits, whole_mean = lax.cond(jnp.any(over_all), of_rows, no_rows)
     # A row has ids or a mark, and the ids differ: nothing has to be added up.
     flat = by_logits.reshape(-1, vocab_size)
     width = kept.token_ids.shape[-1]
@@ -209,17 +209,17 @@ def _at(logits: jax.Array, ids: jax.Array) -> Float32[Array, "*rows M"]:
     return jnp.take_along_axis(logits, ids, axis=-1).astype(jnp.float32)
 
 
-def _scale(x: Float[Array, "*rows N"], temperatures: jax.Array) -> RowScale:
+def _scale(x: Float[Array, "*rows N"], temperatures: jax.Array) -> LogprobScale:
     """The largest of the logits and the sum of them all, of bfloat16, float16 or float32."""
     # The maximum of the logits as they are: what two sums share, XLA would write down.
     largest = x.max(-1).astype(jnp.float32)
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)
-    scale = RowScale(largest, jnp.zeros_like(largest))
+    scale = LogprobScale(largest, jnp.zeros_like(largest))
     total = jnp.exp(_relative(x, scale, temperatures)).sum(-1)
     return scale._replace(log_sum=jnp.where(total == 0, 0.0, jnp.log(total)))
 
 
-def _relative(x: jax.Array, scale: RowScale, temperatures: jax.Array) -> jax.Array:
+def _relative(x: jax.Array, scale: LogprobScale, temperatures: jax.Array) -> jax.Array:
     """(x - m) / T of x [*rows] or [*rows, N]: a quotient x / T would have lost the digits."""
     shape = (*temperatures.shape, *(1,) * (x.ndim - temperatures.ndim))
     above = x.astype(jnp.float32) - scale.maximum.reshape(shape)

@@ -209,6 +209,5 @@ def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling
 def at_rows(index: Int32[Array, " R"], values: Values) -> Values:
     """The values of the rows `index`, of a tree of arrays [N] of 32-bit numbers; in one loop."""
     rows = index.shape[0]
-    return at_place(  # type: ignore[no-any-return]
-        index, jax.tree.map(lambda x: jnp.broadcast_to(x[None], (rows, *x.shape)), values)
-    )
+    tables = typed.tree_map(lambda x: jnp.broadcast_to(x[None], (rows, *x.shape)), values)
+    return at_place(index, tables)

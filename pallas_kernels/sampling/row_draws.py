@@ -30,7 +30,7 @@ from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.row_pieces import at_place, filled
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from pallas_kernels.sampling.parameters import Sampling, Truncation, truncates
-from pallas_kernels.sampling.row_read import RowRead, num_candidates
+from pallas_kernels.sampling.row_read import RowSummary, num_candidates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import Batch
 
@@ -58,7 +58,7 @@ class Drawing(NamedTuple):
     def plain(
         cls,
         batch: Batch,
-        read: RowRead,
+        read: RowSummary,
         cut: Truncation,
         sampled: Bool[Array, " N"],
         few: Bool[Array, " N"],
@@ -82,7 +82,7 @@ class Drawing(NamedTuple):
         )  # fmt: skip
 
 
-def draw(logits: GroupedRows, row_read: RowRead, drawing: Drawing) -> Int32[Array, " B"]:
+def draw(logits: GroupedRows, row_read: RowSummary, drawing: Drawing) -> Int32[Array, " B"]:
     """A token of each row: of p without q, or of p where nothing is left of it."""
     log_mass = drawing.log_total + drawing.cut.log_kept
     drawn, noise = _drawn_apart(logits, row_read, drawing)
@@ -104,7 +104,7 @@ def draw(logits: GroupedRows, row_read: RowRead, drawing: Drawing) -> Int32[Arra
 
 
 def _drawn_apart(
-    logits: GroupedRows, row_read: RowRead, drawing: Drawing
+    logits: GroupedRows, row_read: RowSummary, drawing: Drawing
 ) -> tuple[Drawn, Float32[Array, "B M"]]:
     """The best token that is not taken of each sampled row, and the noise of those that are.
 
@@ -166,7 +166,7 @@ class _Group(NamedTuple):
     largest: Float32[Array, " B"]  # of the logits that a token is drawn among; else 0
 
 
-def best_group(logits: GroupedRows, row_read: RowRead, drawing: Drawing) -> _Group:
+def best_group(logits: GroupedRows, row_read: RowSummary, drawing: Drawing) -> _Group:
     """The group of this device with the best score, of each row.
 
     The read's sums are those of whole rows. Groups that a cut reaches, or that have a taken token,
@@ -175,7 +175,9 @@ def best_group(logits: GroupedRows, row_read: RowRead, drawing: Drawing) -> _Gro
     """
     largest, inverse = drawing.largest[:, None], drawing.inverse[:, None]
     sums: GroupSums = jax.tree.map(lambda x: x[drawing.rows], row_read.groups)
-    sums = GroupSums(logits.own(sums.maxima, -jnp.inf), logits.own(sums.sums, 0.0))
+    sums = GroupSums(
+        logits.local_columns(sums.maxima, -jnp.inf), logits.local_columns(sums.sums, 0.0)
+    )
     cut_logit, taken = drawing.cut.cut_logit[:, None], drawing.excluded_ids
     taken_groups = jnp.where(taken >= 0, taken // WIDTH, -1)
     numbers = jnp.broadcast_to(logits.numbers()[None], sums.sums.shape)
@@ -232,7 +234,7 @@ def best_group(logits: GroupedRows, row_read: RowRead, drawing: Drawing) -> _Gro
     return chosen._replace(largest=jnp.where(chosen.largest > -jnp.inf, chosen.largest, 0.0))
 
 
-def _candidates(row_read: RowRead, drawing: Drawing) -> tuple[jax.Array, jax.Array]:
+def _candidates(row_read: RowSummary, drawing: Drawing) -> tuple[jax.Array, jax.Array]:
     """The logits and ids of the candidates of each row; of many, the first."""
     top = row_read.top_logits, row_read.top_ids
     logits, ids = (part[drawing.rows, :MANY_CANDIDATES] for part in top)
@@ -280,7 +282,7 @@ def of_all_shards(logits: GroupedRows, drawn: Drawn) -> Drawn:
 
 
 def keeps_few(
-    read: RowRead, cut: Truncation, sampling: Sampling, vocab_size: int
+    read: RowSummary, cut: Truncation, sampling: Sampling, vocab_size: int
 ) -> Bool[Array, " N"]:
     """Which rows keep no token but candidates.
 

@@ -31,8 +31,8 @@ from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.lowering.row_pieces import filled, largest_and_first
-from pallas_kernels.meshes.placement import WHOLE, AxisName, VocabShard
-from pallas_kernels.meshes.split import Split, on_own_part
+from pallas_kernels.meshes.placement import WHOLE, AxisName, Split, VocabShard
+from pallas_kernels.meshes.split import on_own_part
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling import door
 from pallas_kernels.sampling.parameters import Sampling, truncates
@@ -42,7 +42,7 @@ from pallas_kernels.topk.call import topk_of_whole_rows
 from pallas_kernels.topk.digests import digests_of_part
 
 
-class RowRead(NamedTuple):
+class RowSummary(NamedTuple):
     """The rows' sums and candidates; the same on every vocabulary shard."""
 
     groups: GroupSums  # [N, G], at each row's temperature
@@ -70,14 +70,14 @@ class RowScale(NamedTuple):
     total: exact_sums.Mass  # of the whole row
 
 
-def read(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowRead:
+def read(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowSummary:
     """Read all rows once, as they are changed; arguments as for `read_changed`."""
     return read_changed(rows, sampling, k)[0]
 
 
 def read_changed(
     rows: GroupedRows, sampling: Sampling, k: int | None, unchanged: GroupedRows | None = None
-) -> tuple[RowRead, ...]:
+) -> tuple[RowSummary, ...]:
     """Read all rows once: as they are changed and, with k, then as they are without changes.
 
     What is changed has no sum at temperature 1 but where that is the row's own.
@@ -99,7 +99,7 @@ def read_changed(
     return tuple(_of_read(part, inverse, k, rows.vocab_size) for part in (first, *others))
 
 
-def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> RowRead:
+def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> RowSummary:
     """What a read has found, with what is the same of all its groups."""
     groups, raw_sums, top_ids, top_logits = part
     # A group with a NaN is as one with +inf: its row is not valid.
@@ -110,7 +110,7 @@ def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> 
     if k is not None:
         largest = top_logits[:, 0]
     total = mass(groups, largest, inverse, vocab_size)
-    read = RowRead(
+    read = RowSummary(
         groups=groups,
         top_ids=top_ids,
         top_logits=top_logits,
@@ -133,7 +133,7 @@ def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> 
     return read._replace(log_sum=jnp.where(valid, log_sum, jnp.float32(jnp.nan)))
 
 
-def read_greedy(rows: Rows, k: int, vocab_size: int) -> tuple[RowRead, Greedy]:
+def read_greedy(rows: Rows, k: int, vocab_size: int) -> tuple[RowSummary, Greedy]:
     """Read rows that are all greedy, by `greedy_topk_logprobs`; no groups are left of them.
 
     Args:
@@ -144,13 +144,13 @@ def read_greedy(rows: Rows, k: int, vocab_size: int) -> tuple[RowRead, Greedy]:
     Returns:
       The read, and the greedy choice.
     """
-    results = topk_of_whole_rows(None, Outputs(max(k, 1), top_logits=True), rows)
+    results = topk_of_whole_rows(Outputs(max(k, 1), top_logits=True), rows)
     assert results.top_logits is not None
     number = rows.logits.shape[0]
     log_sum = -results.logprobs[:, 0]  # of the largest logit, which is m
     count = min(max(k, MANY_CANDIDATES), vocab_size)
     no_groups = jnp.zeros((number, number_of_groups(vocab_size)), jnp.float32)
-    read = RowRead(
+    read = RowSummary(
         groups=GroupSums(no_groups, no_groups),
         top_ids=filled(results.token_ids[:, 1:], count, -1),
         top_logits=filled(results.top_logits, count, -jnp.inf),
@@ -179,7 +179,7 @@ def num_candidates(sampling: Sampling, vocab_size: int) -> Int32[Array, " N"]:
     return jnp.minimum(jnp.where(by_k, sampling.top_k, others), vocab_size)
 
 
-def greedy_ids(rows: GroupedRows, read: RowRead) -> Int32[Array, " N"]:
+def greedy_ids(rows: GroupedRows, read: RowSummary) -> Int32[Array, " N"]:
     """This device's part of each valid row's greedy token: 0 where another device has it."""
     group = read.first_group
     x, ids = rows.tokens(jnp.arange(group.shape[0], dtype=jnp.int32), group)
@@ -187,7 +187,7 @@ def greedy_ids(rows: GroupedRows, read: RowRead) -> Int32[Array, " N"]:
 
 
 def with_invalid(
-    rows: GroupedRows, read: RowRead, token_ids: Int32[Array, " N"]
+    rows: GroupedRows, read: RowSummary, token_ids: Int32[Array, " N"]
 ) -> Int32[Array, " N"]:
     """Greedy tokens [N], those of invalid rows put right: they are seldom, and take a read."""
 
@@ -200,7 +200,7 @@ def with_invalid(
 
 
 def for_logprobs(
-    read: RowRead, sampling: Annotated[Sampling, "B = N"], k: int, shape: tuple[int, ...]
+    read: RowSummary, sampling: Annotated[Sampling, "B = N"], k: int, shape: tuple[int, ...]
 ) -> RowsRead:
     """What the logprobs of the N = B * S rows, [B, S] = `shape`, need of a read with `k`."""
     assert read.log_sum is not None
@@ -347,7 +347,7 @@ def logprobs_of_read(
     if extra_token_ids is not None:
         extra_token_ids = door.extra_ids_of(extra_token_ids, shape[0])
     how = door.split_of(mesh, axis_name, vocab_size)
-    changes = door.changes_of(allowed, bias_token_ids, bias, logits.shape[:-1])
+    changes = door.checked_changes(allowed, bias_token_ids, bias, logits.shape[:-1])
     arrays = row_ids, token_ids, read, scaled, extra_token_ids, changes
     return compiled(_emitted, how)(logits, *arrays)
 
@@ -364,11 +364,11 @@ def _emitted(
     return TopkLogprobs(*(x.reshape(token_ids.size, *x.shape[2:]) for x in results))
 
 
-def changes_of(changes: Changes, shard: VocabShard, logits: jax.Array) -> Changes | None:
+def prepared_changes(changes: Changes, shard: VocabShard, logits: jax.Array) -> Changes | None:
     """A caller's changes of logits [N, C], checked and prepared; of this device's columns."""
     width = logits.shape[1]
     checked = check_changes(*changes, logits.shape[0], shard.size(width))
-    return answers.changes_of(checked, shard, width)
+    return answers.changes_of_shard(checked, shard, width)
 
 
 def _of_flat_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Array, ...]:
@@ -410,33 +410,33 @@ def _of_rows(shard: VocabShard, logits: jax.Array, by_slot: Any) -> tuple[jax.Ar
     def of_each_row(x: jax.Array) -> jax.Array:
         return flat(jnp.broadcast_to(x[:, None], (batch, positions, *x.shape[1:])))
 
-    ids, found, changes = jax.tree.map(flat, (token_ids, read, changes))
+    ids, flat_read, changes = jax.tree.map(flat, (token_ids, read, changes))
     rows = Rows(flat(logits), ids)
-    rows = rows._replace(changes=changes_of(changes, shard, rows.logits))
+    rows = rows._replace(changes=prepared_changes(changes, shard, rows.logits))
     named = ids[:, None]
     if extra is not None:
         named = jnp.concatenate([named, of_each_row(extra)], axis=1)
     x = answers.named_changed(rows, named, shard)
-    k = found.top_ids.shape[1]
-    larger = (found.top_logits > x[:, :1]).sum(axis=1, dtype=jnp.int32)
-    uncounted = ~jnp.isnan(x[:, 0]) & ~jnp.isnan(found.log_scaled) & (larger == k)
+    k = flat_read.top_ids.shape[1]
+    larger = (flat_read.top_logits > x[:, :1]).sum(axis=1, dtype=jnp.int32)
+    uncounted = ~jnp.isnan(x[:, 0]) & ~jnp.isnan(flat_read.log_scaled) & (larger == k)
     if shard == WHOLE:
         which = jnp.where(uncounted, ids, -1)
-        counted = reads.num_larger(rows.logits, found.maxima, which, rows.changes)
+        counted = reads.num_larger(rows.logits, flat_read.maxima, which, rows.changes)
     else:
         row_logits = shard.masked(rows.logits)
         counted = shard.across_sum(larger_than(row_logits, x[:, 0], uncounted, rows.changes))
-    log_sum, temperatures = found.log_sum, None
+    log_sum, temperatures = flat_read.log_sum, None
     if is_scaled is not None:
-        scaled_rows = of_each_row(is_scaled) & (found.temperature != 1)
-        temperatures = jnp.where(scaled_rows, found.temperature, jnp.float32(1))
-        log_sum = jnp.where(scaled_rows, found.log_scaled, log_sum)
+        scaled_rows = of_each_row(is_scaled) & (flat_read.temperature != 1)
+        temperatures = jnp.where(scaled_rows, flat_read.temperature, jnp.float32(1))
+        log_sum = jnp.where(scaled_rows, flat_read.log_scaled, log_sum)
     sums = RowSums(
-        found.largest,
+        flat_read.largest,
         log_sum,
         jnp.where(uncounted, counted, larger),
-        found.top_ids,
-        found.top_logits,
+        flat_read.top_ids,
+        flat_read.top_logits,
     )
     everything = jnp.ones(ids.shape[0], bool)
     logprobs = answers.answers(

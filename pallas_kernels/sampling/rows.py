@@ -115,7 +115,7 @@ class GroupedRows:
         )
         return (gathered,)
 
-    def own(self, groups: Float[Array, "R G"], missing: float) -> Float[Array, "R L"]:
+    def local_columns(self, groups: Float[Array, "R G"], missing: float) -> Float[Array, "R L"]:
         """This device's columns of values of all groups; `missing` where it has fewer."""
         if self.shard.axis_name is None:
             return groups

@@ -32,8 +32,8 @@ from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled, compiled_with_rule, is_traced
 from pallas_kernels.lowering.row_pieces import at_place
-from pallas_kernels.meshes.placement import AxisName, VocabShard
-from pallas_kernels.meshes.split import Split, on_own_part
+from pallas_kernels.meshes.placement import AxisName, Split, VocabShard
+from pallas_kernels.meshes.split import on_own_part
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import ACCEPT, Source, uniform
 from pallas_kernels.sampling import block_rule, door, row_read
@@ -47,7 +47,7 @@ from pallas_kernels.sampling.dense_q import (
 from pallas_kernels.sampling.distribution import cuts
 from pallas_kernels.sampling.parameters import Sampling, Truncation, has_meaning, where
 from pallas_kernels.sampling.row_draws import Drawing, draw, keeps_few
-from pallas_kernels.sampling.row_read import RowRead
+from pallas_kernels.sampling.row_read import RowSummary
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import (
     AcceptRule,
@@ -155,7 +155,7 @@ def verify(
       ValueError: the drafts are not one fewer than the rows, another shape does not go with the
         logits, there are no logits, or k is not from 0 to the vocabulary's size and 512.
     """
-    logits, sampling, positions, row_ids = door.of_rows(
+    logits, sampling, positions, row_ids = door.checked_rows(
         logits, sampling, positions, row_ids=row_ids
     )
     drafts = door.drafts_of(drafts)
@@ -180,7 +180,7 @@ def verify(
     if isinstance(drafts.q, DenseQ):
         # The values are split as the logits, and all else of q as what a slot has.
         values, drafts = drafts.q.values, drafts._replace(q=_without_values(drafts.q))
-    changes = door.changes_of(allowed, bias_token_ids, bias, logits.shape[:-1])
+    changes = door.checked_changes(allowed, bias_token_ids, bias, logits.shape[:-1])
     of_slots = drafts._replace(report=None), sampling, positions, row_ids, changes
     arrays = (logits, values), of_slots
     if accept is None:
@@ -220,7 +220,7 @@ def _verified(
         batch = _batch_of(drafts, sampling, positions, vocab_size)
         if row_ids is not None:
             batch = batch.with_rows(row_ids, logits.shape[0])
-        row_changes = row_read.changes_of(changes, shard, logits)
+        row_changes = row_read.prepared_changes(changes, shard, logits)
         return _verify(
             shard, logits, row_changes, batch, Rules(rule, accept), k, every_greedy=all_greedy
         )
@@ -348,7 +348,9 @@ def _verify_rows(
     return _with_reads(verified, reads, batch, k)
 
 
-def _with_reads(verified: Verified, reads: tuple[RowRead, ...], batch: Batch, k: int) -> Verified:
+def _with_reads(
+    verified: Verified, reads: tuple[RowSummary, ...], batch: Batch, k: int
+) -> Verified:
     """With what logprobs need of the rows: as they were read and, if there are two, unchanged."""
     row_sampling = batch.of_each_row(reads[0].valid.shape[0])
     shape = batch.shape_of(reads[0].valid)
@@ -358,7 +360,7 @@ def _with_reads(verified: Verified, reads: tuple[RowRead, ...], batch: Batch, k:
     )
 
 
-def _of_named_rows(batch: Batch, read: RowRead) -> RowRead:
+def _of_named_rows(batch: Batch, read: RowSummary) -> RowSummary:
     """A read in which no row that no slot has is invalid."""
     if batch.row_ids is None:
         return read
@@ -394,7 +396,7 @@ def _that_agree(batch: Batch, token_ids: Int32[Array, "B S"], valid: Bool[Array,
 def sampled_slots(
     shard: VocabShard,
     rows: GroupedRows,
-    read: RowRead,
+    read: RowSummary,
     choice: Greedy | None,
     batch: Batch,
     rules: Rules,
@@ -527,7 +529,7 @@ def _looked_up(
 
 def _log_p(
     batch: Batch,
-    read: RowRead,
+    read: RowSummary,
     cut: Truncation,
     is_sampled: Bool[Array, " N"],
     ids: Int32[Array, "B D M"],
@@ -547,7 +549,7 @@ def _log_p(
 
 def _drawing(
     batch: Batch,
-    read: RowRead,
+    read: RowSummary,
     cut: Truncation,
     which: tuple[Bool[Array, " N"], Bool[Array, " N"]],
     considered: Bool[Array, "B D"],

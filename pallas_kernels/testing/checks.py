@@ -3,6 +3,7 @@
 Every check takes `Kernels`: a backend's on its device, or stand-ins, right or wrong ones.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,13 +46,13 @@ class Kernels:
 def by_name(name: Implementation) -> Kernels:
     """The kernels of a backend as every call takes them, on a device that can run them."""
 
-    def drawn(logits: jax.Array, given: RowsToDraw, purposes: tuple[int, int]) -> Drawn:
-        def nothing(_: Any) -> Drawn:  # where XLA would draw, the check fails
-            slots = len(given.rows)
+    def drawn(logits: jax.Array, to_draw: RowsToDraw, purposes: tuple[int, int]) -> Drawn:
+        def no_draw(_: Any) -> Drawn:  # where XLA would draw, the check fails
+            slots = len(to_draw.rows)
             return Drawn(jnp.zeros(slots), jnp.full(slots, -1, jnp.int32))
 
         with use_implementation(name):
-            return read.draw(given, (), purposes, nothing, logits, lambda drawn, _: drawn)
+            return read.draw(to_draw, (), purposes, no_draw, logits, lambda drawn, _: drawn)
 
     def candidates(logits: jax.Array, row_ids: jax.Array, num: jax.Array, k: int) -> Top:
         with use_implementation(name):
@@ -61,14 +62,23 @@ def by_name(name: Implementation) -> Kernels:
         with use_implementation(name):
             return read.num_larger(logits, maxima, token_ids)
 
+    def groups(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
+        with use_implementation(name):
+            return read.read_groups(part, inverse, needed, k)[0]
+
     return Kernels(
-        topk=lambda rows, outputs: topk_of_whole_rows(name, outputs, rows),
-        groups=lambda part, inverse, needed, k: read.read_groups(part, inverse, needed, k, name)[0],
+        topk=functools.partial(_topk, name),
+        groups=groups,
         candidates=candidates,
         draw=drawn,
         num_larger=num_larger,
         name=name,
     )
+
+
+def _topk(name: Implementation, rows: Rows, outputs: Outputs) -> TopkLogprobs:
+    with use_implementation(name):
+        return topk_of_whole_rows(outputs, rows)
 
 
 def random_logits(shape: Shape, seed: int) -> jax.Array:
@@ -150,8 +160,8 @@ def check_turns(kernels: Kernels, shape: Shape, calls: int = 200) -> None:
     call = jax.jit(lambda x: kernels.topk(Rows(x, ids), Outputs(shape.k)))
 
     @jax.jit
-    def changed(found: TopkLogprobs, first: TopkLogprobs) -> jax.Array:
-        different = jax.tree.map(lambda x, y: jnp.sum(_bits(x) != _bits(y)), found, first)
+    def changed(results: TopkLogprobs, first: TopkLogprobs) -> jax.Array:
+        different = jax.tree.map(lambda x, y: jnp.sum(_bits(x) != _bits(y)), results, first)
         return jnp.asarray(sum(jax.tree.leaves(different)))
 
     inputs = [random_logits(shape, seed) for seed in (8, 9)]
@@ -167,25 +177,25 @@ def _bits(x: jax.Array) -> jax.Array:
 
 def _check(kernels: Kernels, rows: Rows, outputs: Outputs, greedy: bool) -> None:
     """All rows against XLA, some against float64."""
-    found = jax.jit(lambda rows: kernels.topk(rows, outputs))(rows)
-    by_xla = jax.jit(lambda rows: topk_of_whole_rows("xla", outputs, rows))(rows)
+    by_kernels = jax.jit(lambda rows: kernels.topk(rows, outputs))(rows)
+    by_xla = jax.jit(lambda rows: _topk("xla", rows, outputs))(rows)
     for name in ("token_ids", "token_ranks", "top_logits"):
-        if getattr(found, name) is not None:
+        if getattr(by_kernels, name) is not None:
             np.testing.assert_array_equal(
-                getattr(found, name), getattr(by_xla, name), f"{name}, against XLA"
+                getattr(by_kernels, name), getattr(by_xla, name), f"{name}, against XLA"
             )
     for name in ("logprobs", "extra_logprobs"):
         np.testing.assert_allclose(
-            getattr(found, name),
+            getattr(by_kernels, name),
             getattr(by_xla, name),
             rtol=2 * oracle.RELATIVE_ERROR,
             atol=2 * oracle.ABSOLUTE_ERROR,
             err_msg=f"{name}, against XLA",
         )
     few = slice(0, ORACLE_ROWS)
-    some: Any = jax.tree.map(lambda part: np.asarray(part[few]), found)
-    given = np.arange(rows.num_targets)[few] if rows.row_ids is None else rows.row_ids[few]
-    x = np.asarray(rows.logits[jnp.asarray(given)])
+    some: Any = jax.tree.map(lambda part: np.asarray(part[few]), by_kernels)
+    row_ids = np.arange(rows.num_targets)[few] if rows.row_ids is None else rows.row_ids[few]
+    x = np.asarray(rows.logits[jnp.asarray(row_ids)])
     changes = rows.changes or Changes()
 
     def part(array: Any) -> Any:
@@ -212,26 +222,30 @@ def check_groups(kernels: Kernels, shape: Shape) -> None:
     inverse = jnp.asarray(np.resize(np.array([1, 2, 0.5, 1], np.float32), shape.rows))
     needed = jnp.full(shape.rows, 10, jnp.int32)
     part = GroupedRows.of(x).part
-    found = jax.jit(lambda part, t, n: kernels.groups(part, t, n, shape.k))(part, inverse, needed)
+    summary = jax.jit(lambda part, t, n: kernels.groups(part, t, n, shape.k))(part, inverse, needed)
     few = slice(0, ORACLE_ROWS)
     some = np.asarray(x[few])
     maxima, sums = draws.group_sums(some, inverse[few])
-    np.testing.assert_array_equal(found.groups.maxima[few], maxima, "the groups' maxima")
-    np.testing.assert_allclose(found.groups.sums[few], sums, SUM_ERROR, err_msg="the groups' sums")
+    np.testing.assert_array_equal(summary.groups.maxima[few], maxima, "the groups' maxima")
+    np.testing.assert_allclose(
+        summary.groups.sums[few], sums, SUM_ERROR, err_msg="the groups' sums"
+    )
     raw = draws.group_sums(some, np.ones(len(some)))[1]
-    np.testing.assert_allclose(found.raw_sums[few], raw, SUM_ERROR, err_msg="sums at temperature 1")
-    _check_top(some, found.top_ids[few], found.top_logits[few], 10)
+    np.testing.assert_allclose(
+        summary.raw_sums[few], raw, SUM_ERROR, err_msg="sums at temperature 1"
+    )
+    _check_top(some, summary.top_ids[few], summary.top_logits[few], 10)
 
 
 def check_candidates(kernels: Kernels, shape: Shape) -> None:
     """The K largest logits of listed rows."""
     x, k = random_logits(shape, seed=4), shape.k
     row_ids = jnp.arange(shape.rows, dtype=jnp.int32)[::-1]
-    found = jax.jit(lambda x, ids, num: kernels.candidates(x, ids, num, k))(
+    top = jax.jit(lambda x, ids, num: kernels.candidates(x, ids, num, k))(
         x, row_ids, jnp.int32(shape.rows)
     )
     few = slice(0, ORACLE_ROWS)
-    _check_top(np.asarray(x[row_ids[few]]), found.ids[few], found.logits[few], k)
+    _check_top(np.asarray(x[row_ids[few]]), top.ids[few], top.logits[few], k)
 
 
 def _check_top(x: Any, ids: Any, logits: Any, k: int) -> None:
@@ -254,18 +268,18 @@ def check_draws(kernels: Kernels, shape: Shape) -> None:
     cut, at = float(x[2, order[300]]), int(order[300])
     some = tuple(map(int, rng.choice(shape.vocabulary, shape.k - 1, replace=False)))
     slots = [
-        draws.Slot(0, 5, 7),
-        draws.Slot(-1),
-        draws.Slot(1, 2**32 - 1, 2**31 - 1),
-        draws.Slot(2, 11, 2, (-1,), cut, at),
-        draws.Slot(2, 13, 2),
+        draws.DrawSlot(0, 5, 7),
+        draws.DrawSlot(-1),
+        draws.DrawSlot(1, 2**32 - 1, 2**31 - 1),
+        draws.DrawSlot(2, 11, 2, (-1,), cut, at),
+        draws.DrawSlot(2, 13, 2),
     ]
     for i, others in ((2, ()), (4, some)):  # what would be drawn is excluded
         _, likely, _ = draws.expected(x, slots[i], inverse)
         slots[i] = slots[i]._replace(taken=(likely, *others))
-    given = RowsToDraw(*map(jnp.asarray, draws.rows_to_draw(x, slots, inverse)))
-    call = jax.jit(lambda x, given: kernels.draw(x, given, draws.PURPOSES))
-    draws.check(call(jnp.asarray(x), given), x, slots, inverse)
+    to_draw = RowsToDraw(*map(jnp.asarray, draws.rows_to_draw(x, slots, inverse)))
+    call = jax.jit(lambda x, to_draw: kernels.draw(x, to_draw, draws.PURPOSES))
+    draws.check_drawn(call(jnp.asarray(x), to_draw), x, slots, inverse)
 
 
 def check_ranks(kernels: Kernels, shape: Shape) -> None:
@@ -280,8 +294,8 @@ def check_ranks(kernels: Kernels, shape: Shape) -> None:
         for row, token in zip(x.astype(np.float64), ids, strict=True)
     ]
     arrays = jnp.asarray(x), jnp.asarray(maxima), jnp.asarray(ids)
-    found = jax.jit(kernels.num_larger)(*arrays)
-    np.testing.assert_array_equal(found, expected, "numbers of larger logits")
+    counts = jax.jit(kernels.num_larger)(*arrays)
+    np.testing.assert_array_equal(counts, expected, "numbers of larger logits")
 
 
 def verification(shape: Shape) -> tuple[jax.Array, Drafts, Sampling, jax.Array]:
@@ -296,14 +310,14 @@ def verification(shape: Shape) -> tuple[jax.Array, Drafts, Sampling, jax.Array]:
     chosen = np.take_along_axis(ids, rng.integers(0, 2, (slots, positions - 1, 1)), axis=2)[..., 0]
     num = np.resize(np.array([3, 3, 2, 0, 1], np.int32), slots)
 
-    def each(*values: float) -> Any:
+    def over_slots(*values: float) -> Any:
         return jnp.asarray(np.resize(values, slots), jnp.float32)
 
     sampling = Sampling(
-        temperature=each(0, 1, 0.7, 1, 1.5, 1),
+        temperature=over_slots(0, 1, 0.7, 1, 1.5, 1),
         top_k=jnp.asarray(np.resize([0, 0, 0, 900, 5], slots), jnp.int32),
-        top_p=each(1, 1, 1, 1, 1, 1, 0.9),
-        min_p=each(0, 0, 0, 0, 0, 0, 0, 0.02),
+        top_p=over_slots(1, 1, 1, 1, 1, 1, 0.9),
+        min_p=over_slots(0, 0, 0, 0, 0, 0, 0, 0.02),
         seed=jnp.arange(slots, dtype=jnp.uint32),
     )
     return logits, Drafts(jnp.asarray(chosen), jnp.asarray(num), q), sampling, jnp.arange(slots)
@@ -311,22 +325,22 @@ def verification(shape: Shape) -> tuple[jax.Array, Drafts, Sampling, jax.Array]:
 
 def check_verify(kernels: Kernels, shape: Shape) -> None:
     """A whole verification: tokens and counts are those of XLA, and greedy slots' of float64."""
-    given = verification(shape)
+    inputs = verification(shape)
 
     def tokens(name: Implementation) -> list[np.ndarray]:
         def call(*arguments: Any) -> Any:
             with use_implementation(name):
-                found = verify(*arguments, k=shape.k)
-                assert found.read is not None
-                emitted = emitted_logprobs(arguments[0], found)
-            return found.token_ids, found.num_tokens, emitted.token_ranks
+                verified = verify(*arguments, k=shape.k)
+                assert verified.read is not None
+                emitted = emitted_logprobs(arguments[0], verified)
+            return verified.token_ids, verified.num_tokens, emitted.token_ranks
 
-        return [np.asarray(x) for x in jax.jit(call)(*given)]
+        return [np.asarray(x) for x in jax.jit(call)(*inputs)]
 
-    found, expected = tokens(kernels.name), tokens("xla")
-    for name, mine, other in zip(("tokens", "counts", "ranks"), found, expected, strict=True):
-        np.testing.assert_array_equal(mine, other, f"{name}, against XLA")
-    logits = np.asarray(given[0])
-    for slot in np.flatnonzero(np.asarray(given[2].temperature) == 0):
-        for j in range(found[1][slot]):
-            assert found[0][slot, j] == oracle.greedy_token_id(logits[slot, j]), (slot, j)
+    by_kernels, by_xla = tokens(kernels.name), tokens("xla")
+    for name, values, other in zip(("tokens", "counts", "ranks"), by_kernels, by_xla, strict=True):
+        np.testing.assert_array_equal(values, other, f"{name}, against XLA")
+    logits = np.asarray(inputs[0])
+    for slot in np.flatnonzero(np.asarray(inputs[2].temperature) == 0):
+        for j in range(by_kernels[1][slot]):
+            assert by_kernels[0][slot, j] == oracle.greedy_token_id(logits[slot, j]), (slot, j)

@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
         From 9.0 on with the instructions of this very architecture (sm_90a), as on the card itself.
         """
         major, minor = self.capability
-        own = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+        extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -43,7 +43,7 @@ gpu_device_info {{
   threads_per_core_limit: {self.threads} core_count: {self.multiprocessors}
   memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.cache}
   clock_rate_ghz: {self.clock_ghz} device_memory_size: {self.memory}
-  cuda_compute_capability {{ major: {major} minor: {minor} {own} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}

@@ -41,13 +41,13 @@ def group_sums(x: Any, inverse: Any) -> tuple[Any, Any]:
     return maxima.astype(np.float32), sums.astype(np.float32)
 
 
-def rows_to_draw(x: Any, slots: Sequence["Slot"], inverse: Any) -> RowsToDraw:
-    """What a kernel is given, as NumPy arrays, of rows x [N, V]; slots are `Slot`s."""
+def rows_to_draw(x: Any, slots: Sequence["DrawSlot"], inverse: Any) -> RowsToDraw:
+    """What a kernel is given, as NumPy arrays, of rows x [N, V]; slots are `DrawSlot`s."""
     inverse = np.asarray(inverse, np.float32)
     maxima, sums = group_sums(x, inverse)
     most = max(len(slot.taken) for slot in slots)
     taken = [(*slot.taken, *[-1] * (most - len(slot.taken))) for slot in slots]
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rows": np.array([slot.row for slot in slots], np.int32),
         "cut_logit": np.array([slot.cut_logit for slot in slots], np.float32),
         "cut_id": np.array([slot.cut_id for slot in slots], np.int32),
@@ -59,10 +59,10 @@ def rows_to_draw(x: Any, slots: Sequence["Slot"], inverse: Any) -> RowsToDraw:
         "largest": np.asarray(x).astype(np.float32).max(axis=1),
         "inverse": inverse,
     }
-    return RowsToDraw(**given)
+    return RowsToDraw(**fields)
 
 
-class Slot(NamedTuple):
+class DrawSlot(NamedTuple):
     """A slot to draw for."""
 
     row: int
@@ -74,25 +74,31 @@ class Slot(NamedTuple):
 
 
 def expected(
-    x: Any, slot: Slot, inverse: Any, purposes: tuple[int, int] = PURPOSES
+    x: Any, slot: DrawSlot, inverse: Any, purposes: tuple[int, int] = PURPOSES
 ) -> tuple[float, int, float]:
     """The score and the token of a slot, and how far its group and its token lie ahead."""
     row = np.asarray(x[slot.row]).astype(np.float64)
     ids = np.arange(len(row))
-    kept = (row > slot.cut_logit) | ((row == slot.cut_logit) & (ids < slot.cut_id))
-    kept |= ids == slot.cut_id
-    kept[[token for token in slot.taken if token >= 0]] = False
+    is_kept = (row > slot.cut_logit) | ((row == slot.cut_logit) & (ids < slot.cut_id))
+    is_kept |= ids == slot.cut_id
+    is_kept[[token for token in slot.taken if token >= 0]] = False
     inverse = float(np.float32(inverse[slot.row]))
-    left = in_groups(np.where(kept, row, -np.inf))
+    kept_logits = in_groups(np.where(is_kept, row, -np.inf))
     with np.errstate(divide="ignore"):
-        weights = np.log(np.exp((left - row.max()) * inverse).sum(axis=1))
+        weights = np.log(np.exp((kept_logits - row.max()) * inverse).sum(axis=1))
     source = slot.seed, slot.position
-    scores = weights + gumbel(source[0], purposes[0], source[1], np.arange(len(left)))
+    scores = weights + gumbel(source[0], purposes[0], source[1], np.arange(len(kept_logits)))
     group = int(scores.argmax())
     first = group * GROUP_WIDTH
-    own = left[group] * inverse
-    own = own + gumbel(source[0], purposes[1], source[1], first + np.arange(GROUP_WIDTH))
-    return float(scores[group]), first + int(own.argmax()), min(_ahead(scores), _ahead(own))
+    scores_in_group = kept_logits[group] * inverse
+    scores_in_group = scores_in_group + gumbel(
+        source[0], purposes[1], source[1], first + np.arange(GROUP_WIDTH)
+    )
+    return (
+        float(scores[group]),
+        first + int(scores_in_group.argmax()),
+        min(_ahead(scores), _ahead(scores_in_group)),
+    )
 
 
 def _ahead(scores: Any) -> float:
@@ -100,15 +106,15 @@ def _ahead(scores: Any) -> float:
     return float(best - second)
 
 
-def check(
-    found: Any,
+def check_drawn(
+    drawn: Any,
     x: Any,
-    slots: Sequence[Slot],
+    slots: Sequence[DrawSlot],
     inverse: Any,
     purposes: tuple[int, int] = PURPOSES,
 ) -> None:
     """The draws are those of float64; slots must be such that rounding does not decide."""
-    scores, tokens = (np.asarray(part) for part in found)
+    scores, tokens = (np.asarray(part) for part in drawn)
     for i, slot in enumerate(slots):
         if slot.row < 0:
             assert (scores[i], tokens[i]) == (-np.inf, -1)

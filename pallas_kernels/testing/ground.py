@@ -30,7 +30,7 @@ VERSIONS = ("jax-specdec", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plu
 BY_XLA = "mosaic_gpu", [part for part in parts_of("mosaic_gpu") if part != "draws"]
 
 
-def found(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dict[str, Any]:
+def facts(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dict[str, Any]:
     """The facts; `obstacle` says why no kernels can run on the device, if so.
 
     rehearsed: in a rehearsal, the backend and the parts that stand-ins can do.
@@ -94,13 +94,13 @@ def _why() -> str:
 
 
 def _versions() -> dict[str, str]:
-    here = {}
+    versions = {}
     for name in VERSIONS:
         try:
-            here[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            here[name] = (_of_checkout() if name == VERSIONS[0] else None) or "NOT INSTALLED"
-    return here
+            versions[name] = (_of_checkout() if name == VERSIONS[0] else None) or "NOT INSTALLED"
+    return versions
 
 
 def _of_checkout() -> str | None:
@@ -118,5 +118,5 @@ if __name__ == "__main__":
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
-    print(json.dumps(found(options.full, BY_XLA if options.rehearse else None)))
+    print(json.dumps(facts(options.full, BY_XLA if options.rehearse else None)))
     sys.exit(0)

@@ -51,13 +51,13 @@ def topk_logprobs(
     logits = np.asarray(logits)
     token_ids = np.asarray(token_ids)
     num_targets = len(token_ids)
-    nothing = np.zeros((num_targets, 0), int)
-    extra = np.asarray(nothing if extra_token_ids is None else extra_token_ids)
+    no_tokens = np.zeros((num_targets, 0), int)
+    extra = np.asarray(no_tokens if extra_token_ids is None else extra_token_ids)
     rows = np.arange(num_targets) if row_ids is None else np.asarray(row_ids)
     t = np.ones(num_targets) if temperatures is None else np.asarray(temperatures)
     words = None if allowed is None else np.asarray(allowed)
-    biased = np.asarray(nothing if bias_token_ids is None else bias_token_ids)
-    added = np.asarray(nothing if bias is None else bias)
+    biased = np.asarray(no_tokens if bias_token_ids is None else bias_token_ids)
+    added = np.asarray(no_tokens if bias is None else bias)
     out = Expected(
         np.full((num_targets, k + 1), -1, np.int32),
         np.full((num_targets, k + 1), np.nan),
@@ -128,9 +128,9 @@ def log_sum_exp(x: ArrayLike, temperature: float = 1.0) -> float:
 
 def entropy(logprobs: ArrayLike) -> float:
     """-sum(p log p) in nats of logprobs [V]."""
-    found = np.asarray(logprobs, np.float64)
-    found = found[found > -np.inf]
-    return float(-(np.exp(found) * found).sum())
+    finite = np.asarray(logprobs, np.float64)
+    finite = finite[finite > -np.inf]
+    return float(-(np.exp(finite) * finite).sum())
 
 
 def is_valid(x: ArrayLike) -> bool:
@@ -151,8 +151,8 @@ def top_ids(x: ArrayLike, k: int) -> np.ndarray:
     """Ids of the k largest finite logits of a valid row, ties lowest id first; may be fewer."""
     x = np.asarray(x, np.float64)
     order = np.argsort(-x, kind="stable")[:k]
-    found: np.ndarray = order[np.isfinite(x[order])]
-    return found
+    ids: np.ndarray = order[np.isfinite(x[order])]
+    return ids
 
 
 def token_rank(x: ArrayLike, token: int, rank_ties: str = "strict") -> int:

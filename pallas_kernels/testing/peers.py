@@ -21,10 +21,12 @@ from pallas_kernels.testing import plain, times
 from pallas_kernels.testing.shapes import Shape
 
 # The calls that are timed beside those of `times.SHAPES`; without `--full` a peer's first two.
-SHAPES = tuple(one for one in times.SHAPES if one[0] in (times.TOPK, times.DRAW, times.LINEAR))
+SHAPES = tuple(
+    entry for entry in times.SHAPES if entry[0] in (times.TOPK, times.DRAW, times.LINEAR)
+)
 FEW = 2
 SGLANG_K = 8  # the largest K that SGLang's kernel selects
-Call = Callable[..., Any]
+PeerCall = Callable[..., Any]
 
 
 class Peer(NamedTuple):
@@ -38,7 +40,7 @@ class Peer(NamedTuple):
 
     modules: tuple[str, ...]
     backend: str
-    make: Callable[[int], Call]
+    make: Callable[[int], PeerCall]
     job: str = times.TOPK
     most_k: int | None = None
     inclusive: bool = False  # ranks count equal logits
@@ -50,18 +52,18 @@ class Peer(NamedTuple):
         return self.most_k is None or shape.k <= self.most_k
 
 
-def eager(k: int) -> Call:
+def eager(k: int) -> PeerCall:
     torch = importlib.import_module("torch")
     return _in_torch(lambda logprobs: torch.topk(logprobs, k, dim=-1))
 
 
-def compiled(k: int) -> Call:
+def compiled(k: int) -> PeerCall:
     torch = importlib.import_module("torch")
-    found: Call = torch.compile(eager(k), dynamic=False, fullgraph=True)
-    return found
+    call: PeerCall = torch.compile(eager(k), dynamic=False, fullgraph=True)
+    return call
 
 
-def flashinfer(k: int) -> Call:
+def flashinfer(k: int) -> PeerCall:
     """flashinfer/topk.py, by radix: equal numbers in the order of their ids, as here."""
     top_k = importlib.import_module("flashinfer").top_k
     return _in_torch(
@@ -69,30 +71,30 @@ def flashinfer(k: int) -> Call:
     )
 
 
-def _in_torch(top_k: Callable[[Any], Any]) -> Call:
+def _in_torch(top_k: Callable[[Any], Any]) -> PeerCall:
     torch = importlib.import_module("torch")
 
     def call(x: Any, ids: Any) -> Any:
         logprobs = torch.log_softmax(x, dim=-1, dtype=torch.float32)
-        own = logprobs.gather(1, ids[:, None])
+        token_logprobs = logprobs.gather(1, ids[:, None])
         best, _ = top_k(logprobs)
-        return torch.cat([own, best], 1), (logprobs > own).sum(dim=1) + 1
+        return torch.cat([token_logprobs, best], 1), (logprobs > token_logprobs).sum(dim=1) + 1
 
     return call
 
 
-def vllm(k: int) -> Call:
+def vllm(k: int) -> PeerCall:
     """vllm/v1/worker/gpu/sample/logprob.py, of its default model runner."""
     scores = importlib.import_module("vllm.v1.worker.gpu.sample.logprob").compute_topk_scores
 
     def call(x: Any, ids: Any) -> Any:
-        found = scores(x, k, ids)
-        return found.logprobs, found.selected_token_ranks
+        output = scores(x, k, ids)
+        return output.logprobs, output.selected_token_ranks
 
     return call
 
 
-def vllm_sampler(k: int) -> Call:
+def vllm_sampler(k: int) -> PeerCall:
     """vllm/v1/sample/sampler.py, of its former model runner; ids are int64."""
     torch = importlib.import_module("torch")
     gather = importlib.import_module("vllm.v1.sample.sampler").Sampler.gather_logprobs
@@ -103,7 +105,7 @@ def vllm_sampler(k: int) -> Call:
     return call
 
 
-def sglang(k: int) -> Call:
+def sglang(k: int) -> PeerCall:
     """sglang/srt/layers/logsumexp.py: one read; it has no ranks."""
     torch = importlib.import_module("torch")
     read = importlib.import_module("sglang.srt.layers.logsumexp").row_logsumexp_topk
@@ -116,7 +118,7 @@ def sglang(k: int) -> Call:
     return call
 
 
-def flashinfer_draw(_: int) -> Call:
+def flashinfer_draw(_: int) -> PeerCall:
     """flashinfer/sampling.py."""
     draw = importlib.import_module("flashinfer").sampling.top_k_top_p_sampling_from_logits
 
@@ -126,7 +128,7 @@ def flashinfer_draw(_: int) -> Call:
     return call
 
 
-def flashinfer_head(_: int) -> Call:
+def flashinfer_head(_: int) -> PeerCall:
     """flashinfer/chunked_lm_head.py, of compute capability 10.0 and newer."""
     head_logprob = importlib.import_module("flashinfer.chunked_lm_head").chunked_lm_head_logprob
 
@@ -136,16 +138,17 @@ def flashinfer_head(_: int) -> Call:
     return call
 
 
-def tokamax(k: int) -> Call:
+def tokamax(k: int) -> PeerCall:
     """tokamax/_src/ops/topk/api.py: the only top K that it has, of a TPU's SparseCore; unsorted."""
     top_k = importlib.import_module("tokamax._src.ops.topk.api").top_k
 
     def call(x: jax.Array, ids: jax.Array) -> Any:
         logprobs = jax.nn.log_softmax(x.astype(jnp.float32))
-        own = jnp.take_along_axis(logprobs, ids[:, None], axis=1)
+        token_logprobs = jnp.take_along_axis(logprobs, ids[:, None], axis=1)
         _, bits = top_k(logprobs, k, return_scores=True)
         best = -jnp.sort(-jax.lax.bitcast_convert_type(bits, jnp.float32), axis=1)
-        return jnp.concatenate([own, best], axis=1), 1 + jnp.sum(logprobs > own, axis=1)
+        ranks = 1 + jnp.sum(logprobs > token_logprobs, axis=1)
+        return jnp.concatenate([token_logprobs, best], axis=1), ranks
 
     return call
 
@@ -172,7 +175,7 @@ REHEARSED = {
 def missing(backend: str) -> dict[str, str | None]:
     """The peers of a backend; of each the first module that is not installed, None if all are."""
     return {
-        name: next((one for one in peer.modules if importlib.util.find_spec(one) is None), None)
+        name: next((m for m in peer.modules if importlib.util.find_spec(m) is None), None)
         for name, peer in ALL.items()
         if peer.backend == backend
     }
@@ -180,8 +183,8 @@ def missing(backend: str) -> dict[str, str | None]:
 
 def calls_of(name: str, *, full: bool) -> list[tuple[str, Shape]]:
     """The jobs and shapes that a peer is timed at."""
-    every = [one for one in SHAPES if ALL[name].applies(*one)]
-    return every if full else every[:FEW]
+    entries = [entry for entry in SHAPES if ALL[name].applies(*entry)]
+    return entries if full else entries[:FEW]
 
 
 def measure(name: str, job: str, shape: Shape, rehearse: bool = False) -> dict[str, Any]:
@@ -213,15 +216,15 @@ def measure(name: str, job: str, shape: Shape, rehearse: bool = False) -> dict[s
     return times.figures({name: _torch_seconds(torch, call, calls, rehearse)})
 
 
-def _check(peer: Peer, found: Any, x: jax.Array, ids: Any, shape: Shape) -> None:
+def _check(peer: Peer, answers: Any, x: jax.Array, ids: Any, shape: Shape) -> None:
     """Raise AssertionError unless a peer's results are right."""
     if peer.job == times.DRAW:
-        return _check_drawn(np.asarray(found), np.asarray(x))
+        return _check_drawn(np.asarray(answers), np.asarray(x))
     if peer.job == times.LINEAR:
         by_jax = jax.jit(lambda x, t: plain.topk_logprobs(x @ t[1].T, t[0], 0))(x, ids)
         # Logits are rounded to their own dtype, in another order of additions.
-        return np.testing.assert_allclose(found, by_jax.logprobs[:, 0], rtol=1e-2, atol=5e-2)
-    logprobs, ranks = found
+        return np.testing.assert_allclose(answers, by_jax.logprobs[:, 0], rtol=1e-2, atol=5e-2)
+    logprobs, ranks = answers
     expected: TopkLogprobs = jax.tree.map(
         np.asarray, jax.jit(lambda x, t: plain.topk_logprobs(x, t, shape.k))(x, ids)
     )
@@ -230,8 +233,8 @@ def _check(peer: Peer, found: Any, x: jax.Array, ids: Any, shape: Shape) -> None
         counted = expected.token_ranks
         if peer.inclusive:
             logits = np.asarray(x).astype(np.float32)
-            own = np.take_along_axis(logits, np.asarray(ids)[:, None], axis=1)
-            counted = (logits >= own).sum(axis=1)
+            token_logits = np.take_along_axis(logits, np.asarray(ids)[:, None], axis=1)
+            counted = (logits >= token_logits).sum(axis=1)
         np.testing.assert_array_equal(np.asarray(ranks), counted)
     return None
 
@@ -246,7 +249,7 @@ def _check_drawn(tokens: np.ndarray, x: np.ndarray) -> None:
         assert before < times.TOP_P + 1e-4, f"row {r}: token {tokens[r]} is not in the top p"
 
 
-def _torch_seconds(torch: Any, call: Call, calls: list[Any], rehearse: bool) -> list[float]:
+def _torch_seconds(torch: Any, call: PeerCall, calls: list[Any], rehearse: bool) -> list[float]:
     """Seconds of a call, one number a round; `calls` are the arguments of each."""
     if rehearse:
         begin = time.perf_counter()
@@ -268,7 +271,7 @@ def _torch_seconds(torch: Any, call: Call, calls: list[Any], rehearse: bool) -> 
         launch = graph.replay
     except Exception:  # some library synchronizes: its launches count
         torch.cuda.synchronize()
-    found = []
+    seconds = []
     for _ in range(times.ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -276,5 +279,5 @@ def _torch_seconds(torch: Any, call: Call, calls: list[Any], rehearse: bool) -> 
             launch()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / (20 * len(calls)))
-    return found
+        seconds.append(begin.elapsed_time(end) / 1e3 / (20 * len(calls)))
+    return seconds

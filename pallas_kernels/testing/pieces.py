@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     run: Callable[[], Any]
 
 
-class Part(NamedTuple):
+class CheckedKernel(NamedTuple):
     """What is checked of one kernel: the most informative shapes first."""
 
     kernel: str
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "rows": Part(
+    "rows": CheckedKernel(
         "top K of given tokens' rows",
         checks.check_rows,
         (
@@ -69,7 +69,7 @@ PARTS = {
         ),
         Shape(2, 2050, 2, BF16),
     ),
-    "turns": Part(
+    "turns": CheckedKernel(
         "the same bits, 200 calls on two inputs in turn",
         checks.check_turns,
         (
@@ -85,21 +85,21 @@ PARTS = {
         Shape(2, 2050, 2, BF16),
         rehearsed_check=functools.partial(checks.check_turns, calls=2),
     ),
-    "greedy": Part(
+    "greedy": CheckedKernel(
         "top K of the greedy choice",
         functools.partial(checks.check_rows, greedy=True),
         (Shape(64, 131_072, 20, BF16), Shape(16, 50_257, 5, F32)),
         tuple(Shape(16, v, 20, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
         Shape(2, 2048, 1, F32),
     ),
-    "groups": Part(
+    "groups": CheckedKernel(
         "read of sampled rows",
         checks.check_groups,
         (Shape(64, 151_936, 20, BF16), Shape(16, 50_257, 20, F32)),
         tuple(Shape(16, v, 20, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
         Shape(2, 2050, 2, BF16),
     ),
-    "draws": Part(
+    "draws": CheckedKernel(
         "draw of a token",
         checks.check_draws,
         (Shape(3, 151_936, 64, BF16), Shape(3, 50_257, 4, F32)),
@@ -107,7 +107,7 @@ PARTS = {
         Shape(3, 4100, 4, F32),
         ("mosaic_gpu",),
     ),
-    "ranks": Part(
+    "ranks": CheckedKernel(
         "count of larger logits",
         checks.check_ranks,
         (Shape(16, 151_936, 0, BF16), Shape(8, 50_257, 0, F32)),
@@ -115,21 +115,21 @@ PARTS = {
         Shape(5, 2050, 0, BF16),
         ("mosaic_gpu",),
     ),
-    "changes": Part(
+    "changes": CheckedKernel(
         "masks and biases",
         checks.check_changes,
         (Shape(64, 151_936, 20, BF16), Shape(8, 50_257, 5, F32)),
         tuple(Shape(8, v, 20, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
         Shape(2, 2050, 2, F32),
     ),
-    "candidates": Part(
+    "candidates": CheckedKernel(
         "candidates of sampled rows",
         checks.check_candidates,
         (Shape(16, 151_936, 1024, BF16),),
         (Shape(16, 50_257, 1024, F32),),
         Shape(2, 2050, 2, F32),
     ),
-    "edges": Part(
+    "edges": CheckedKernel(
         "every edge of the contract",
         checks.check_edges,
         # Of 7 rows in two launches of a GPU, of 21 in one.
@@ -146,7 +146,7 @@ PARTS = {
         ),
         Shape(7, 2050, 2, BF16),
     ),
-    "verify": Part(
+    "verify": CheckedKernel(
         "a whole verification",
         checks.check_verify,
         (Shape(16, 151_936, 20, BF16),),
@@ -175,21 +175,23 @@ def pieces_of(
             name = f"{TIMES}: {job} {_named(shape)}"
             yield Piece(name, functools.partial(times.measure, job, shape, backend, rehearse))
     elif part == PEERS:
-        here = [name for name, module in peers.missing(backend).items() if module is None]
-        calls = {name: peers.calls_of(name, full=full) for name in here}
-        in_turn = itertools.zip_longest(*([(name, x) for x in calls[name]] for name in here))
-        asked = [one for each in in_turn for one in each if one is not None]
+        installed = [name for name, module in peers.missing(backend).items() if module is None]
+        calls = {name: peers.calls_of(name, full=full) for name in installed}
+        in_turn = itertools.zip_longest(*([(name, x) for x in calls[name]] for name in installed))
+        named_calls = [call for turn in in_turn for call in turn if call is not None]
         if rehearse:
-            asked = [(name, (peers.ALL[name].job, peers.REHEARSED[peers.ALL[name].job]))
-                     for name in here]  # fmt: skip
-        for name, (job, shape) in asked:
+            named_calls = [
+                (name, (peers.ALL[name].job, peers.REHEARSED[peers.ALL[name].job]))
+                for name in installed
+            ]
+        for name, (job, shape) in named_calls:
             measure = functools.partial(peers.measure, name, job, shape, rehearse)
             yield Piece(f"{PEERS}: {name}: {job} {_named(shape)}", measure)
     else:
-        one = PARTS[part]
-        every = (one.rehearsed,) if rehearse else one.shapes + one.more * full
-        check = one.rehearsed_check if rehearse and one.rehearsed_check else one.check
-        for shape in dict.fromkeys(every):
+        plan = PARTS[part]
+        part_shapes = (plan.rehearsed,) if rehearse else plan.shapes + plan.more * full
+        check = plan.rehearsed_check if rehearse and plan.rehearsed_check else plan.check
+        for shape in dict.fromkeys(part_shapes):
             yield Piece(f"{part}: {_named(shape)}", functools.partial(check, kernels, shape))
 
 
@@ -202,17 +204,17 @@ def run(pieces: Iterable[Piece], tell: Callable[[dict[str, Any]], None]) -> None
     for piece in pieces:
         tell({"begin": piece.name})
         begin = time.perf_counter()
-        found: dict[str, Any] = {"piece": piece.name, "ok": True}
+        report: dict[str, Any] = {"piece": piece.name, "ok": True}
         usable = True
         try:
-            found["figures"] = piece.run()
+            report["figures"] = piece.run()
         except Exception as error:  # reported; the others continue
             traceback.print_exc()
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            said = f"{type(error).__name__}: {' '.join(lines[:6])}"
-            found |= {"ok": False, "error": said[:400]}
+            text = f"{type(error).__name__}: {' '.join(lines[:6])}"
+            report |= {"ok": False, "error": text[:400]}
             usable = isinstance(error, AssertionError)
-        tell(found | {"seconds": round(time.perf_counter() - begin, 2)})
+        tell(report | {"seconds": round(time.perf_counter() - begin, 2)})
         if not usable:
             return
 
@@ -229,7 +231,7 @@ def main(arguments: list[str] | None = None, kernels: Kernels | None = None) -> 
     options = parser.parse_args(arguments)
     backend: Any = options.backend
     kernels = kernels or checks.by_name("xla" if options.rehearse else backend)
-    every = {
+    by_name = {
         piece.name: piece
         for part in parts_of(backend)
         for piece in pieces_of(part, kernels, backend, full=True, rehearse=options.rehearse)
@@ -238,7 +240,7 @@ def main(arguments: list[str] | None = None, kernels: Kernels | None = None) -> 
     def tell(line: dict[str, Any]) -> None:
         print(json.dumps(line), flush=True)
 
-    run((every[name] for name in options.names), tell)
+    run((by_name[name] for name in options.names), tell)
     return 0
 
 

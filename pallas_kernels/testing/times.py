@@ -67,7 +67,7 @@ SECONDS = 0.2  # that a round's programs take together, about
 ROUNDS = 5
 PLAIN = "log_softmax + top_k"
 
-Call = Callable[..., Any]
+TimedCall = Callable[..., Any]
 
 
 class Buffers(NamedTuple):
@@ -96,7 +96,7 @@ def measure(job: str, shape: Shape, backend: str, rehearse: bool = False) -> dic
     slots = 4 if job == VERIFY else 1  # rows of a slot
     flat = Shape(shape.rows * slots, shape.vocabulary, shape.k, shape.dtype)
     # Calls that name their rows read them where they lie; others would have them copied.
-    buffers = buffers_of(flat, whole=job in (COPY, GREEDY, SAMPLED), few=rehearse)
+    buffers = buffers_of(flat, array_a_call=job in (COPY, GREEDY, SAMPLED), few=rehearse)
     if job == LINEAR:
         buffers = hidden_of(shape, few=rehearse)
     seconds: dict[str, list[float]] = {}
@@ -111,26 +111,26 @@ def measure(job: str, shape: Shape, backend: str, rehearse: bool = False) -> dic
             absent[name] = f"{type(error).__name__}: {str(error)[:200]}"
     for name in answers:
         if PLAIN in answers and name != PLAIN:
-            check(name, answers[PLAIN], answers[name])
+            check_answers(name, answers[PLAIN], answers[name])
     moved = buffers.nbytes / buffers.calls * (2 if job == COPY else 1)
     if job == LINEAR:
         moved = buffers.ids[1].nbytes
-    found = figures(seconds)
-    rate = round(moved / next(iter(found["us"].values())) / 1e3, 1)
-    return found | {"GB/s": rate, "absent": absent}
+    timings = figures(seconds)
+    rate = round(moved / next(iter(timings["us"].values())) / 1e3, 1)
+    return timings | {"GB/s": rate, "absent": absent}
 
 
-def buffers_of(shape: Shape, *, whole: bool = False, few: bool = False) -> Buffers:
+def buffers_of(shape: Shape, *, array_a_call: bool = False, few: bool = False) -> Buffers:
     """Logits for calls of this shape, more than a cache holds.
 
     Args:
       shape: of one call.
-      whole: an array for each call, not all in one.
+      array_a_call: an array for each call, not all in one.
       few: of two calls, whatever caches hold.
     """
     size = shape.rows * shape.vocabulary * jnp.dtype(shape.dtype).itemsize
     count = 2 if few else -(-NO_CACHE // size)
-    arrays, positions = (count, 1) if whole else (1, count)
+    arrays, positions = (count, 1) if array_a_call else (1, count)
     larger = replace(shape, rows=positions * shape.rows)
     logits = tuple(checks.random_logits(larger, seed) for seed in range(arrays))
     return Buffers(logits, positions, checks.random_ids(shape))
@@ -154,14 +154,14 @@ def rows_of(logits: jax.Array, row_ids: jax.Array) -> jax.Array:
 
 def figures(seconds: dict[str, list[float]]) -> dict[str, Any]:
     """{"us": {contender: median}, "spread": {contender: [least, most]}}, microseconds a call."""
-    us = {name: [round(1e6 * one, 2) for one in found] for name, found in seconds.items()}
+    us = {name: [round(1e6 * second, 2) for second in rounds] for name, rounds in seconds.items()}
     return {
-        "us": {name: round(float(np.median(found)), 2) for name, found in us.items()},
-        "spread": {name: [min(found), max(found)] for name, found in us.items()},
+        "us": {name: round(float(np.median(rounds)), 2) for name, rounds in us.items()},
+        "spread": {name: [min(rounds), max(rounds)] for name, rounds in us.items()},
     }
 
 
-def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str, Call]:
+def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str, TimedCall]:
     """Calls of logits [N, V], row ids [R] and token ids [R], by contender: the backend's first."""
     k = shape.k
     ours: Any = "xla" if rehearse else backend
@@ -183,8 +183,8 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
                 slots, temperature=1.0, top_k=TOP_K, top_p=TOP_P, key=jax.random.key(0)
             )
             with use_implementation(name):
-                found = verify(x, drafts, sampling, jnp.arange(slots), row_ids=rows[:, None])
-            return found.token_ids[:, 0]
+                output = verify(x, drafts, sampling, jnp.arange(slots), row_ids=rows[:, None])
+            return output.token_ids[:, 0]
 
         return {
             backend: lambda x, rows, _: drawn(x, rows, ours),
@@ -209,8 +209,9 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
 
         def groups(x: jax.Array, name: Any) -> tuple[GroupSums, Any]:
             needed, inverse = jnp.full(len(x), 10, jnp.int32), jnp.ones(len(x))
-            found = read.read_groups(GroupedRows.of(x).part, inverse, needed, k, name)[0]
-            return found.groups, found.top_ids
+            with use_implementation(name):
+                summary = read.read_groups(GroupedRows.of(x).part, inverse, needed, k)[0]
+            return summary.groups, summary.top_ids
 
         return {
             backend: lambda x, rows, _: groups(rows_of(x, rows), ours),
@@ -221,10 +222,10 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
     def verified(x: jax.Array, rows: jax.Array, name: Any) -> Any:
         with use_implementation(name):
             row_ids = rows.reshape(shape.rows, -1)
-            found = verify(x, drafts, sampling, positions, row_ids=row_ids, k=k)
-            assert found.read is not None
-            emitted = emitted_logprobs(x, found)
-        return found.token_ids, found.num_tokens, emitted
+            output = verify(x, drafts, sampling, positions, row_ids=row_ids, k=k)
+            assert output.read is not None
+            emitted = emitted_logprobs(x, output)
+        return output.token_ids, output.num_tokens, emitted
 
     return {
         backend: lambda x, rows, _: verified(x, rows, ours),
@@ -235,7 +236,7 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
     }
 
 
-def in_one_program(call: Call, buffers: Buffers, turns: int) -> Call:
+def in_one_program(call: TimedCall, buffers: Buffers, turns: int) -> TimedCall:
     """A program of ids and logits: `turns` times a call on all rows, one after the other.
 
     Its results are those of the last call, which is the one on the first position of each array.
@@ -247,14 +248,14 @@ def in_one_program(call: Call, buffers: Buffers, turns: int) -> Call:
     one_call = jax.jit(call)  # lowered once, however many arrays there are
 
     def program(ids: Any, *logits: jax.Array) -> Any:
-        def one(index: Any, before: Any, x: jax.Array) -> Any:
+        def dependent_call(index: Any, before: Any, x: jax.Array) -> Any:
             place = (number - 1 - index) % positions if positions > 1 else 0
             rows = place * size + jnp.arange(size, dtype=jnp.int32)
             x, rows, token_ids, _ = lax.optimization_barrier((x, rows, ids, before))
             return one_call(x, rows, token_ids)
 
         def body(index: Any, before: Any) -> Any:
-            return [one(index, before, x) for x in logits]
+            return [dependent_call(index, before, x) for x in logits]
 
         shapes = jax.eval_shape(lambda: body(jnp.int32(0), None))
         return lax.fori_loop(
@@ -269,7 +270,7 @@ def turns_of(buffers: Buffers) -> int:
     return -(-int(IN_A_PROGRAM * FASTEST) // buffers.nbytes)
 
 
-def timed(call: Call, buffers: Buffers, rehearse: bool = False) -> tuple[Any, list[float]]:
+def timed(call: TimedCall, buffers: Buffers, rehearse: bool = False) -> tuple[Any, list[float]]:
     """The results for the first rows, and seconds of a call, one number a round."""
     turns = 1 if rehearse else turns_of(buffers)
     program = jax.jit(in_one_program(call, buffers, turns))  # once: to compile takes longest
@@ -289,15 +290,15 @@ def timed(call: Call, buffers: Buffers, rehearse: bool = False) -> tuple[Any, li
     return answers, [seconds(programs) for _ in range(ROUNDS)]
 
 
-def check(name: str, expected: Any, found: Any) -> None:
+def check_answers(name: str, expected: Any, answers: Any) -> None:
     """Raise AssertionError unless a contender's logprobs, ranks and ids are those expected.
 
     Contenders that compute something else than `TopkLogprobs` are not looked at.
     """
-    if not isinstance(found, TopkLogprobs):
+    if not isinstance(answers, TopkLogprobs):
         return
     np.testing.assert_allclose(
-        found.logprobs, expected.logprobs, rtol=1e-6, atol=3e-5, err_msg=f"{name}'s logprobs"
+        answers.logprobs, expected.logprobs, rtol=1e-6, atol=3e-5, err_msg=f"{name}'s logprobs"
     )
-    np.testing.assert_array_equal(found.token_ranks, expected.token_ranks, f"{name}'s ranks")
-    np.testing.assert_array_equal(found.token_ids, expected.token_ids, f"{name}'s token ids")
+    np.testing.assert_array_equal(answers.token_ranks, expected.token_ranks, f"{name}'s ranks")
+    np.testing.assert_array_equal(answers.token_ids, expected.token_ids, f"{name}'s token ids")

@@ -43,9 +43,13 @@ from pallas_kernels.contract.types import (
     RowIds,
     TopkLogprobs,
 )
-from pallas_kernels.lowering.implementation import Implementation, resolved
+from pallas_kernels.lowering.implementation import (
+    Implementation,
+    resolved,
+    use_implementation,
+)
 from pallas_kernels.meshes import split
-from pallas_kernels.meshes.placement import AxisName, Place, VocabShard, placed
+from pallas_kernels.meshes.placement import AxisName, Place, Split, VocabShard, placed
 from pallas_kernels.topk.derivatives import transformable
 from pallas_kernels.topk.digests import row_digests
 
@@ -146,7 +150,7 @@ def topk_logprobs(
     """
     logits = check_logits(logits)
     token_ids, row_ids = check_targets(token_ids, row_ids, "logits", logits.shape[0])
-    place = placed(logits, axis_name, mesh, vocab_size)
+    place = placed(logits, Split(mesh, axis_name, vocab_size))
     outputs = outputs_of(
         k,
         log_sum_exp=log_sum_exp,
@@ -199,7 +203,7 @@ def greedy_topk_logprobs(
     Args, Returns, Raises: as `topk_logprobs`, with R = N.
     """
     logits = check_logits(logits)
-    place = placed(logits, axis_name, mesh, vocab_size)
+    place = placed(logits, Split(mesh, axis_name, vocab_size))
     outputs = outputs_of(
         k,
         log_sum_exp=log_sum_exp,
@@ -262,34 +266,32 @@ def own_part(
     """
 
     def call(shard: VocabShard, rows: Rows) -> TopkLogprobs:
-        part = functools.partial(_of_shard, implementation, outputs, shard)
+        def part(rows: Rows) -> TopkLogprobs:
+            with use_implementation(implementation):  # a rule of `vmap` may trace it later
+                return _of_shard(outputs, shard, rows)
+
         return transformable(part, shard)(rows)
 
     return jax.jit(call, static_argnums=0)
 
 
-def _of_shard(
-    implementation: Implementation | None, outputs: Outputs, shard: VocabShard, rows: Rows
-) -> TopkLogprobs:
+def _of_shard(outputs: Outputs, shard: VocabShard, rows: Rows) -> TopkLogprobs:
     """The call on the columns of `shard`: all of them, or this device's."""
     logits, shard = shard.without_padding(rows.logits)
     rows, width = rows._replace(logits=logits), logits.shape[1]
     if shard.axis_name is None:
-        return topk_of_whole_rows(implementation, outputs, rows)
+        return topk_of_whole_rows(outputs, rows)
     if rows.token_ids is None:
-        changed = of_logits.apply(rows.logits, answers.changes_of(rows.changes, shard, width))
+        changed = of_logits.apply(rows.logits, answers.changes_of_shard(rows.changes, shard, width))
         chosen = greedy(changed, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
         rows = rows._replace(token_ids=chosen.token_ids)
     if width < WIDTH:  # a shard that is narrower than a group: all columns are gathered
         rows = rows._replace(logits=columns_of_all(shard.masked(logits), shard))
-        return topk_of_whole_rows(implementation, outputs, rows)
-    part_sums = functools.partial(read.part_sums, implementation=implementation)
-    return answers.topk_logprobs_of_shard(part_sums, rows, outputs, shard)
+        return topk_of_whole_rows(outputs, rows)
+    return answers.topk_logprobs_of_shard(read.part_sums, rows, outputs, shard)
 
 
-def topk_of_whole_rows(
-    implementation: Implementation | None, outputs: Outputs, rows: Rows
-) -> TopkLogprobs:
+def topk_of_whole_rows(outputs: Outputs, rows: Rows) -> TopkLogprobs:
     """`pallas_kernels.topk_logprobs` of whole rows; without token ids, of the greedy choice.
 
     The GPU kernels write the answers themselves, in their pass 2. The choice is found with the
@@ -304,7 +306,7 @@ def topk_of_whole_rows(
         rows = with_choice(rows)
     is_greedy = rows.token_ids is None
 
-    def from_sums(row_sums: answers.ReadRows, rows: Rows) -> TopkLogprobs:
+    def from_sums(row_sums: answers.SumRows, rows: Rows) -> TopkLogprobs:
         if is_greedy:
             return answers.greedy_topk_logprobs(row_sums, rows, outputs)
         return answers.topk_logprobs(row_sums, rows, outputs)
@@ -312,7 +314,8 @@ def topk_of_whole_rows(
     def by_kernels(kernels: ModuleType, rows: Rows) -> TopkLogprobs:
         call = getattr(kernels, "topk_logprobs", None)
         if call is not None and rows.changes is None:
-            return call(rows, outputs)  # type: ignore[no-any-return]
+            results: TopkLogprobs = call(rows, outputs)
+            return results
         return from_sums(kernels.row_sums, rows)
 
     def by_xla(rows: Rows) -> TopkLogprobs:
@@ -328,6 +331,5 @@ def topk_of_whole_rows(
         by_xla,
         rows,
         logits=logits,
-        implementation=implementation,
         size=(rows.num_targets, k),
     )

@@ -18,6 +18,7 @@ log_sum_exp with -x[v] / T. Ids and token ranks have none.
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,13 @@ from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, skipped_rows
 from pallas_kernels.contract.types import TopkLogprobs
+from pallas_kernels.lowering import typed
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 
-Call = Callable[[Rows], TopkLogprobs]
+RowsCall = Callable[[Rows], TopkLogprobs]
 
 
-def transformable(call: Call, shard: VocabShard = WHOLE) -> Call:
+def transformable(call: RowsCall, shard: VocabShard = WHOLE) -> RowsCall:
     """The call with rules of its own for `vmap`, `jvp` and so `grad`.
 
     Args:
@@ -62,8 +64,8 @@ def transformable(call: Call, shard: VocabShard = WHOLE) -> Call:
 
     def transformed(rows: Rows) -> TopkLogprobs:
         rows = rows._replace(extra_token_ids=rows.extra_ids)
-        out = batched(jax.lax.stop_gradient(rows))
-        return out._replace(**differentiable(out, rows))  # type: ignore[no-any-return]
+        out: TopkLogprobs = batched(jax.lax.stop_gradient(rows))
+        return out._replace(**differentiable(out, rows))
 
     return transformed
 
@@ -74,19 +76,18 @@ def _with_derivative(out: TopkLogprobs) -> dict[str, jax.Array]:
     return {name: x for name in names if (x := getattr(out, name)) is not None}
 
 
-def _folded(call: Call, size: int, is_batched: Rows, rows: Rows) -> TopkLogprobs:
+def _folded(call: RowsCall, size: int, is_batched: Rows, rows: Rows) -> TopkLogprobs:
     """`size` calls as one: the outputs [size, R, ...]."""
     logits, logits_batched = rows.logits, bool(is_batched.logits)
 
-    def each(x: jax.Array, is_batched: bool) -> jax.Array:
+    def with_batch_axis(x: jax.Array, is_batched: bool) -> jax.Array:
         """x with a leading axis [size, ...]."""
         return x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
 
     no_logits = jnp.zeros(0, jnp.float32)  # the logits stay as they are
-    rows = jax.tree.map(
-        each,
-        rows._replace(logits=no_logits),
-        is_batched._replace(logits=True),  # type: ignore[arg-type]
+    flags: Any = is_batched  # in the arrays' places
+    rows = typed.tree_map(
+        with_batch_axis, rows._replace(logits=no_logits), flags._replace(logits=True)
     )._replace(logits=logits)
     assert rows.extra_token_ids is not None
     num_targets = rows.extra_token_ids.shape[1]

@@ -25,7 +25,7 @@ from pallas_kernels.contract.types import AnyArray, Logits, RowCount, RowIds
 from pallas_kernels.lowering import forms, row_pieces
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes import split
-from pallas_kernels.meshes.placement import AxisName, VocabShard, placed
+from pallas_kernels.meshes.placement import AxisName, Split, VocabShard, placed
 
 SALTS = (0x9E3779B9, 0x7F4A7C15)
 MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
@@ -65,14 +65,15 @@ def row_digests(
       TypeError, ValueError: a shape or a dtype is not as above.
     """
     logits = lax.stop_gradient(check_logits(logits))
-    check_split(mesh, axis_name, vocab_size)
+    how = Split(mesh, axis_name, vocab_size)
+    check_split(*how)
     row_ids = None if row_ids is None else check_ids("row_ids", row_ids, ("R",))
     count = logits.shape[0] if row_ids is None else row_ids.shape[0]
     num_rows = None if num_rows is None else check_num_rows(num_rows)
     rows = Rows(logits, row_ids=row_ids, num_rows=num_rows)
     if count == 0 or logits.shape[0] == 0:
         return jnp.zeros((count, 2), jnp.uint32)
-    return _program(axis_name, vocab_size, mesh)(rows)
+    return _program(how)(rows)
 
 
 def equal_digests(a: AnyArray, b: AnyArray) -> Bool[Array, "*rows"]:
@@ -119,13 +120,11 @@ def _as_words(digests: AnyArray) -> AnyArray:
 
 
 @functools.cache
-def _program(
-    axis_name: AxisName | None, vocab_size: int | None, mesh: Mesh | None
-) -> Callable[[Rows], jax.Array]:
+def _program(how: Split) -> Callable[[Rows], jax.Array]:
     """`row_digests` of checked rows."""
 
     def digests(rows: Rows) -> jax.Array:
-        place = placed(rows.logits, axis_name, mesh, vocab_size)
+        place = placed(rows.logits, how)
         return split.run(place, digests_of_part, rows)
 
     return jax.jit(digests)

@@ -3,9 +3,9 @@
     python -m tests.heavy.grammars [COUNT] [SEED]
 
 JSON schemas, regular expressions, grammars in Lark and choices, small and large, of which many are
-made to be costly. Each is answered as served or refused, in the CPU time that `Limits` gives it and
-a little more; what is served compiles again in this process in that time, as in a worker, and goes
-some tokens on; this process does not grow. The slowest ones are printed.
+made to be costly. Each is answered as served or refused, in the CPU time that `GrammarLimits` gives
+it and a little more; what is served compiles again in this process in that time, as in a worker,
+and goes some tokens on; this process does not grow. The slowest ones are printed.
 """
 
 import json
@@ -17,12 +17,12 @@ import time
 
 from jax_specdec.requests import Request, RequestError, SamplingParams, Structured
 from jax_specdec.structured.checks import StructureChecks
-from jax_specdec.structured.limits import Limits
+from jax_specdec.structured.limits import GrammarLimits
 from jax_specdec.structured.matcher import Matcher
 from jax_specdec.structured.vocabulary import read_vocabulary
 from jax_specdec.text import byte_tokens
 
-LIMITS = Limits()
+LIMITS = GrammarLimits()
 SLACK = 4.0  # times the limit, of time: the machine does other things too
 MOST_GROWN = 200  # MiB of this process
 STOPS = (byte_tokens.EOS_ID,)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_specdec.declaration import EVERYTHING, USUAL, Serves
-from jax_specdec.engine.config import EngineConfig, check
+from jax_specdec.engine.config import EngineConfig, check_request
 from jax_specdec.requests import Request, RequestError, SamplingParams, Structured
 from tests.support.asking import NEEDS, PROCESSED, params
 
@@ -26,7 +26,7 @@ def test_a_request_beyond_is_refused_by_field_and_way_out(field):
         vocab_size=300, serves=replace(EVERYTHING, **{field: getattr(NOTHING, field)})
     )
     with pytest.raises(RequestError) as refused:
-        check(request, config)
+        check_request(request, config)
     assert (refused.value.args[0]).startswith("request 'r' asks for ")
     name = needed.name.lower() if needed is PROCESSED else needed
     option = f"--{field.replace('_', '-')}"
@@ -36,7 +36,7 @@ def test_a_request_beyond_is_refused_by_field_and_way_out(field):
         f"(of a command: {option}{'' if needed is True else f' {name}'})",
     ):
         assert said in str(refused.value)
-    check(request, replace(config, serves=replace(config.serves, **{field: needed})))
+    check_request(request, replace(config, serves=replace(config.serves, **{field: needed})))
 
 
 @given(st.lists(params, max_size=4))

@@ -17,7 +17,7 @@ from jax_specdec.requests import (
     RequestError,
     SamplingParams,
     Structured,
-    packed,
+    packed_ids,
 )
 
 
@@ -137,7 +137,7 @@ def test_a_start_beyond_the_prompt_is_refused():
         params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)
         for made in (
             Request(id="a", prompt_token_ids=prompt, params=params),
-            Request.from_packed("a", packed(prompt), params),
+            Request.from_packed("a", packed_ids(prompt), params),
         ):
             assert made.first_scored == first
             told = from_bytes(to_bytes(Admit(slot=0, generation=1, request=made))).request
@@ -147,7 +147,7 @@ def test_a_start_beyond_the_prompt_is_refused():
     with pytest.raises(RequestError, match=said):
         Request(id="a", prompt_token_ids=prompt, params=beyond)
     with pytest.raises(RequestError, match=said):
-        Request.from_packed("a", packed(prompt), beyond)
+        Request.from_packed("a", packed_ids(prompt), beyond)
     assert Request(id="a", prompt_token_ids=prompt).first_scored is None
 
 
@@ -213,7 +213,7 @@ def test_a_request_that_goes_on_knows_which_tokens_were_emitted():
         assert told.params.max_tokens == 9 - len(emitted)
         assert told.params.min_tokens == least
     with pytest.raises(RequestError, match="num_emitted = 2 must be from 0 to 1"):
-        Request.from_packed("a", packed((1, 2)), params, 2)
+        Request.from_packed("a", packed_ids((1, 2)), params, 2)
 
 
 def test_seeds_count_modulo_2_32():

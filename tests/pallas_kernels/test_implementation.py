@@ -15,8 +15,9 @@ from jax_specdec.control import IMPLEMENTATIONS
 from pallas_kernels import gpu_obstacle, greedy, topk_logprobs, use_implementation
 from pallas_kernels.backends import choose
 from pallas_kernels.backends.mosaic_gpu import finish_kernel
-from pallas_kernels.lowering.implementation import Implementation, resolved
-from pallas_kernels.meshes.split import Split, on_own_part
+from pallas_kernels.lowering.implementation import Implementation, in_force
+from pallas_kernels.meshes.placement import Split
+from pallas_kernels.meshes.split import on_own_part
 from pallas_kernels.sampling import Drafts, Sampling, verify
 from tests.support.processes import in_thread
 from tests.support.proved_kernels import proved_kernels  # noqa: F401
@@ -109,7 +110,7 @@ def test_what_the_compiler_calls_later_has_the_value():
     values = []
 
     def seen(x):
-        values.append(resolved(None))
+        values.append(in_force())
         return greedy(x)
 
     def program(x):

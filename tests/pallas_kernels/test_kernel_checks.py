@@ -83,7 +83,7 @@ def wrong_topk(**fields):
     return replace(BY_XLA, topk=topk)
 
 
-ONCE = jax.jit(checks.topk_of_whole_rows, static_argnums=(0, 1))
+ONCE = jax.jit(checks.topk_of_whole_rows, static_argnums=0)
 
 
 def told(part, kernels):
@@ -203,7 +203,7 @@ def test_a_platform_that_does_not_start_is_named(monkeypatch):
         raise RuntimeError("Unknown backend tpu")
 
     monkeypatch.setattr(ground.jax, "devices", devices)
-    obstacle = ground.found(full=False)["obstacle"]
+    obstacle = ground.facts(full=False)["obstacle"]
     why = "Backend 'cuda' failed to initialize: driver too old See there."
     assert obstacle == f"jax finds no GPU and no TPU here: {why}"
 
@@ -245,7 +245,7 @@ def test_a_program_reads_more_than_a_cache_holds_for_two_ms(monkeypatch, shape):
     monkeypatch.setattr(checks, "random_logits", lambda x, _: lowered_array(x))
     monkeypatch.setattr(checks, "random_ids", lambda _: None)
     for whole in (True, False):
-        buffers = times.buffers_of(shape, whole=whole)
+        buffers = times.buffers_of(shape, array_a_call=whole)
         assert (len(buffers.logits) == 1) != whole or buffers.calls == 1
         assert buffers.nbytes > 2 * max(gpu.cache for gpu in GPUS.values())
         fastest = max(gpu.bandwidth for gpu in GPUS.values())
@@ -258,16 +258,16 @@ def lowered_array(shape):
 
 
 def test_a_contender_with_another_answer_is_not_timed():
-    right = ONCE("xla", checks.Outputs(2), checks.Rows(jnp.ones((2, 9)), jnp.zeros(2, jnp.int32)))
+    right = ONCE(checks.Outputs(2), checks.Rows(jnp.ones((2, 9)), jnp.zeros(2, jnp.int32)))
     right = jax.tree.map(np.asarray, right)
-    times.check("ours", right, right)
+    times.check_answers("ours", right, right)
     for wrong in (
         right._replace(token_ranks=right.token_ranks + 1),
         right._replace(logprobs=right.logprobs + 1e-3),
         right._replace(token_ids=right.token_ids[:, ::-1]),
     ):
         with pytest.raises(AssertionError, match="ours's"):
-            times.check("ours", right, wrong)
+            times.check_answers("ours", right, wrong)
 
 
 PEERS_SHAPE = Shape(2, 600, 3, "float32")

@@ -53,14 +53,14 @@ FAULTS = {
     ),
     "a rank off by one, TPU": Fault(
         TPU + "rows_kernel",
-        "larger = larger + jnp.where(one > given[half].limit, 1.0, 0.0)",
-        "larger = larger + jnp.where(one >= given[half].limit, 1.0, 0.0)",
+        "larger = larger + jnp.where(logit > constants[half].limit, 1.0, 0.0)",
+        "larger = larger + jnp.where(logit >= constants[half].limit, 1.0, 0.0)",
         frozenset({"rows", "edges"}),
     ),
     "half of a group's terms, TPU": Fault(
         TPU + "groups_kernel",
-        "terms = functools.reduce(jnp.add, [jnp.exp2((one - reference) * scale) for one in x])",
-        "terms = jnp.exp2((x[0] - reference) * scale)",
+        "jnp.add, [jnp.exp2((logits - reference) * scale) for logits in x]",
+        "jnp.add, [jnp.exp2((x[0] - reference) * scale)]",
         frozenset({"groups"}),
     ),
 }

@@ -48,7 +48,7 @@ class DraftModel:
 
     def prefill(self, params: Any, state: KVCache, chunk: Chunk) -> KVCache:
         small, where = _small(params), (chunk.start, chunk.num_valid, chunk.slot)
-        return prefill(small, self.model, self._known(chunk.tokens), *where, state)[1]
+        return prefill(small, self.model, self._clamped(chunk.tokens), *where, state)[1]
 
     def propose(self, params: Any, state: KVCache, context: Context) -> tuple[Drafts, KVCache]:
         small, lengths, emitted = _small(params), context.lengths, context.verified.num_tokens
@@ -59,7 +59,7 @@ class DraftModel:
         tokens = jnp.take_along_axis(context.tokens, jnp.clip(places, 0, last), axis=1)
         is_row = is_live[:, None] & (index <= emitted[:, None])
         hidden, state = forward(
-            small, self.model, self._known(tokens), jnp.where(is_row, places, -1), state
+            small, self.model, self._clamped(tokens), jnp.where(is_row, places, -1), state
         )
         if not context.proposes:
             return self._none(emitted.shape[0]), state
@@ -68,7 +68,7 @@ class DraftModel:
         for number in range(self.num_drafts):
             if number > 0:
                 at = jnp.where(is_live, lengths - 1 + number, -1)[:, None]
-                tokens = self._known(drawn[-1].token_ids)
+                tokens = self._clamped(drawn[-1].token_ids)
                 hidden, state = forward(small, self.model, tokens, at, state)
             draft_logits = self._in_target(logits(small, self.model, hidden))
             place = lengths + number
@@ -82,7 +82,7 @@ class DraftModel:
             drawn.append(drafts)
         return Drafts.joined(drawn, context.limit), state
 
-    def _known(self, tokens: Int32[Array, "*any"]) -> Int32[Array, "*any"]:
+    def _clamped(self, tokens: Int32[Array, "*any"]) -> Int32[Array, "*any"]:
         return jnp.minimum(tokens, self.model.vocab_size - 1)
 
     def _in_target(self, x: Float[Array, "B 1 Vd"]) -> Float[Array, "B 1 V"]:

@@ -22,7 +22,7 @@ from jax_specdec.device.messages.batch_options import (
     sampling_of,
     widths_of,
 )
-from jax_specdec.device.messages.logit_changes import Changes, ChangesSize, changes_of
+from jax_specdec.device.messages.logit_changes import ChangesSize, SlotChanges, changes_of_requests
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.structured.matcher import Matcher
 
@@ -79,7 +79,7 @@ class AllOptions(NamedTuple):
     """What the slots ask of a step; the same until a slot gets or loses a request."""
 
     options: BatchOptions
-    changes: Changes | None  # None where no slot changes the logits that choose
+    changes: SlotChanges | None  # None where no slot changes the logits that choose
 
 
 def all_options(
@@ -88,7 +88,7 @@ def all_options(
     """What these slots ask of a step, on the device, in tables of the sizes of a program."""
     changes = None
     if changes_size is not None:
-        changes = changes_of(
+        changes = changes_of_requests(
             [slot.params for slot in slots],
             changes_size,
             prompt_lengths=[slot.prompt_length for slot in slots],

@@ -33,7 +33,7 @@ class StepOptions(TypedDict):
     num_drafts: NotRequired[int]  # fewer than D
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """Everything static about a step and its messages that the loop's configuration leaves open."""
 
     widths: Widths = Widths()
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
         on_gpu: bool = False,
         draws: bool = False,
         in_tiles: bool = False,
-    ) -> "Kind":
+    ) -> "StepKind":
         """The cheapest kind that serves these slots.
 
         Args:
@@ -71,7 +71,7 @@ class Kind(NamedTuple):
         )
         return kind.reading(on_gpu=on_gpu, in_tiles=in_tiles)
 
-    def reading(self, *, on_gpu: bool, in_tiles: bool) -> "Kind":
+    def reading(self, *, on_gpu: bool, in_tiles: bool) -> "StepKind":
         """The same, which reads the logits once where that costs less; arguments as `of_slots`.
 
         The GPU kernels find greedy choices and all that logprobs need in one read. Elsewhere, and
@@ -91,7 +91,7 @@ class Kind(NamedTuple):
         """Whether masks are made while the model's forward pass runs."""
         return self.changes is not None and self.changes.grammar
 
-    def narrower(self, num_drafts: int) -> "tuple[Kind, ...]":
+    def narrower(self, num_drafts: int) -> "tuple[StepKind, ...]":
         """The same with steps that verify fewer than D = `num_drafts` drafts: without any.
 
         There are none where a message reports drafts. Masks of a grammar follow all drafts: steps
@@ -114,7 +114,7 @@ class Kind(NamedTuple):
             options["num_drafts"] = self.num_drafts
         return options
 
-    def serves(self, exact: "Kind") -> bool:
+    def serves(self, exact: "StepKind") -> bool:
         """Whether programs of this kind give slots of the kind `exact` what they ask."""
         has, needed = self.widths, exact.widths
         if exact.changes is not None and not (self.changes and self.changes.holds(exact.changes)):
@@ -198,7 +198,7 @@ class Ladder(NamedTuple):
       prompt: of prompts with logprobs; None where none are served.
     """
 
-    rungs: tuple[Kind, ...]
+    rungs: tuple[StepKind, ...]
     prompt: PromptKind | None
 
     @classmethod
@@ -212,7 +212,7 @@ class Ladder(NamedTuple):
         draws: bool = False,
         in_tiles: bool = False,
     ) -> "Ladder":
-        """The ladder of a loop; arguments as `Kind.of_slots`.
+        """The ladder of a loop; arguments as `StepKind.of_slots`.
 
         Greedy batches have rungs of their own: their steps have nothing of sampling, and a sixth of
         the instructions. All changes of logits are one rung, the last: a step that makes a changed
@@ -235,25 +235,25 @@ class Ladder(NamedTuple):
         )
 
         rungs = [
-            Kind(*answer, samples=samples)
+            StepKind(*answer, samples=samples)
             for samples in dict.fromkeys((False, serves.sampling))
             for answer in answers
         ]
         if serves.max_changed_ids or serves.penalties or serves.grammars:
             ids = changes_bucket(serves.max_changed_ids)
             changes = ChangesSize(ids, serves.penalties, ids > 0, serves.grammars)
-            rungs.append(Kind(most, reports, samples=serves.sampling, changes=changes))
+            rungs.append(StepKind(most, reports, samples=serves.sampling, changes=changes))
         if serves.alike:
             rungs = rungs[-1:]
         rungs = [rung.reading(on_gpu=on_gpu, in_tiles=in_tiles) for rung in rungs]
         return cls(tuple(rungs), PromptKind.of_all(serves, config, prefill_chunk))
 
-    def lowest(self, exact: Kind) -> Kind:
+    def lowest(self, exact: StepKind) -> StepKind:
         """The lowest rung that serves batches of the kind `exact`, all of which is declared."""
         return next(rung for rung in self.rungs if rung.serves(exact))
 
 
-def empty_report(kind: Kind, shape: tuple[int, ...]) -> DraftReport | None:
+def empty_report(kind: StepKind, shape: tuple[int, ...]) -> DraftReport | None:
     """What a step of this kind takes for a report on drafts [B, D] where none was made."""
     if not kind.reports_drafts or kind.widths.k is None:
         return None

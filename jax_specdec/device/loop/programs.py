@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.stages import Wrapped
@@ -21,7 +21,8 @@ from jax_specdec.device.loop.step import choose, forward_rows, seen, step
 from jax_specdec.device.messages import step_messages
 from pallas_kernels import use_implementation
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 OF_STEP = "read_k", "report_widths", "samples", "num_drafts"
 # The static arguments of all functions: no argument that is not has such a name.
@@ -80,7 +81,9 @@ class Compiled:
         self.draft_message = message(step_messages.draft_message, parallel=parallel)
         self.seen = read(functools.partial(seen, config))
         self.cuts = cuts
-        self.leading: Any = read(functools.partial(leading), static_argnums=1) if cuts else whole
+        self.leading: Any = (
+            read(functools.partial(leading), static_argnums=1) if cuts else all_words
+        )
 
 
 def cuts_messages(config: LoopConfig) -> bool:
@@ -96,19 +99,21 @@ def leading(words: jax.Array, count: int) -> jax.Array:
     return words[:count]
 
 
-def whole(words: jax.Array, count: int) -> jax.Array:
+def all_words(words: jax.Array, count: int) -> jax.Array:
     """All of the words [n], of which the first `count` are read."""
     return words
 
 
-def with_implementation(name: str | None, function: Function) -> Function:
+def with_implementation(
+    name: str | None, function: Callable[Arguments, Result]
+) -> Callable[Arguments, Result]:
     """The function, whose calls take this implementation; None: that of where it is called."""
     if name is None:
         return function
 
     @functools.wraps(function)
-    def call(*arguments: Any, **more: Any) -> Any:
+    def call(*arguments: Arguments.args, **more: Arguments.kwargs) -> Result:
         with use_implementation(name):
             return function(*arguments, **more)
 
-    return call  # type: ignore[return-value]
+    return call

@@ -16,7 +16,7 @@ from jax_specdec.device.drafting.drafters import Chunk
 from jax_specdec.device.loop.prompt_rows import prompt_rows
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
-from jax_specdec.device.messages.pack import Rows, SlotFields, Stamp, pack
+from jax_specdec.device.messages.pack import PackedSlots, SentRows, Stamp, pack
 from jax_specdec.device.messages.step_messages import most_words
 from jax_specdec.device.model.prefill import prefill
 from pallas_kernels import TopkLogprobs
@@ -155,7 +155,7 @@ def prompt_message(
         return zeros.at[slot].set(value)
 
     index = jnp.arange(size, dtype=jnp.int32)
-    slots = SlotFields(
+    slots = PackedSlots(
         state=jnp.full(batch, SlotState.NOTHING, jnp.int32).at[slot].set(SlotState.TOKENS),
         mode=of_slot(options.mode[0]),
         columns=of_slot(options.num_columns[0]),
@@ -170,7 +170,7 @@ def prompt_message(
     return pack(
         slots,
         jnp.zeros((batch, size), jnp.int32).at[slot].set(scored.token_ids),
-        Rows(jnp.where(index < scored.num, slot * size + index, batch * size), scored.num),
+        SentRows(jnp.where(index < scored.num, slot * size + index, batch * size), scored.num),
         scored.logprobs,
         stamp,
         kind=Kind.PROMPT,

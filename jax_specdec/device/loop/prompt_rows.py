@@ -19,7 +19,7 @@ from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
-from jax_specdec.device.messages.pack import Rows
+from jax_specdec.device.messages.pack import SentRows
 from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.model import llama, own_model
 from pallas_kernels import TopkLogprobs, linear_topk_logprobs
@@ -71,7 +71,7 @@ def prompt_rows(
         logits = own_model.head(params, config.model, hidden)[None]
         remaining = jnp.clip(num - start, 0, block)
         index = jnp.arange(block, dtype=jnp.int32)
-        rows = Rows(jnp.where(index < remaining, index, block), remaining)
+        rows = SentRows(jnp.where(index < remaining, index, block), remaining)
         return row_logprobs(
             logits, token_ids[None], rows, options, widths, config.parallel, extra_token_ids=extra
         )

@@ -19,8 +19,8 @@ from jax_specdec.device.drafting.drafters import Context, ReportDrafts
 from jax_specdec.device.loop.state import LoopConfig, LoopState
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths
 from jax_specdec.device.messages.logit_changes import (
-    Changes,
     RowChanges,
+    SlotChanges,
     Written,
     changed_logits,
     row_changes,
@@ -48,7 +48,7 @@ def step(
     *,
     read_k: int | None = None,
     report_widths: Widths | None = None,
-    changes: Changes | None = None,
+    changes: SlotChanges | None = None,
     samples: bool = True,
     num_drafts: int | None = None,
 ) -> tuple[LoopState, Annotated[StepOutput, "D = W"]]:
@@ -99,7 +99,7 @@ def choose(
     *,
     read_k: int | None = None,
     report_widths: Widths | None = None,
-    changes: Changes | None = None,
+    changes: SlotChanges | None = None,
     samples: bool = True,
     proposes: bool = True,
     all_drafts: Annotated[Drafts, "D = all"] | None = None,

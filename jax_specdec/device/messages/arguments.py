@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_specdec.requests import SamplingParams
 
-Kind = Literal["floats", "integers", "bools"]
+ArrayKind = Literal["floats", "integers", "bools"]
 KINDS = {"floats": jnp.floating, "integers": jnp.integer, "bools": np.bool_}
 
 
@@ -22,7 +22,9 @@ def check_type(name: str, value: object, kind: type | tuple[type, ...], what: st
         raise TypeError(f"{name} is a {type(value).__name__}: give {what}")
 
 
-def check_array(name: str, value: Any, kind: Kind, shape: tuple[int | str, ...], axes: str) -> None:
+def check_array(
+    name: str, value: Any, kind: ArrayKind, shape: tuple[int | str, ...], axes: str
+) -> None:
     """Refuse what is no array of this kind and shape; a letter stands for any size."""
     check_type(name, value, (np.ndarray, jax.Array), "a NumPy or JAX array")
     if not jnp.issubdtype(value.dtype, KINDS[kind]):

@@ -173,8 +173,8 @@ def options_of_requests(
     for b, slot_params in enumerate(params):
         chosen_ids[b, : len(slot_params.extra_token_ids)] = slot_params.extra_token_ids
     options = BatchOptions(
-        generation=_each("generations", generation, len(params), np.uint32),
-        verdict=_each("verdicts", verdict, len(params), np.int32),
+        generation=_of_requests("generations", generation, len(params), np.uint32),
+        verdict=_of_requests("verdicts", verdict, len(params), np.int32),
         num_columns=_on_host([slot_params.num_columns for slot_params in params], np.int32),
         mode=_on_host([slot_params.logprobs_mode for slot_params in params], np.int32),
         num_chosen=_on_host([len(slot_params.extra_token_ids) for slot_params in params], np.int32),
@@ -199,7 +199,9 @@ def sampling_of(params: Sequence[SamplingParams]) -> Annotated[Sampling, "NumPy 
     )
 
 
-def _each(what: str, values: int | Sequence[int], count: int, dtype: type[np.generic]) -> Any:
+def _of_requests(
+    what: str, values: int | Sequence[int], count: int, dtype: type[np.generic]
+) -> Any:
     values = [values] * count if isinstance(values, int) else values
     if len(values) != count:
         raise ValueError(

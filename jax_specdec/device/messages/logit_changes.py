@@ -43,7 +43,7 @@ class GrammarMasks(NamedTuple):
     num_legal: Int32[Array, " B"]  # leading drafts that may come
 
 
-class Changes(NamedTuple):
+class SlotChanges(NamedTuple):
     """What the slots' requests change."""
 
     bias_ids: Int32[Array, "B I"]  # distinct; -1 where there is none
@@ -115,12 +115,12 @@ def changes_size(params: Sequence[SamplingParams]) -> ChangesSize | None:
     )
 
 
-def changes_of(
+def changes_of_requests(
     params: Sequence[SamplingParams],
     size: ChangesSize,
     prompt_lengths: Sequence[int],
     num_emitted: Sequence[int],
-) -> Changes:
+) -> SlotChanges:
     """What the requests of a batch change, on the device: request b is in slot b.
 
     Args:
@@ -140,7 +140,7 @@ def changes_of(
             presence=_floats(slot_params.presence_penalty for slot_params in params),
             output_start=_on_host(lengths - np.array(num_emitted, np.int32)),
         )
-    changes = Changes(
+    changes = SlotChanges(
         bias_ids=_table(
             [[id for id, _ in slot_params] for slot_params in biases], width, -1, np.int32
         ),
@@ -153,7 +153,7 @@ def changes_of(
         ),
         penalties=penalties,
     )
-    on_device: Changes = jax.device_put(changes)
+    on_device: SlotChanges = jax.device_put(changes)
     return on_device
 
 
@@ -180,7 +180,7 @@ def _on_host(values: np.ndarray) -> Any:
 
 
 def row_changes(
-    changes: Changes, lengths: Int32[Array, " B"], num_positions: int, vocab_size: int
+    changes: SlotChanges, lengths: Int32[Array, " B"], num_positions: int, vocab_size: int
 ) -> RowChanges:
     """What slots without penalties change of their S rows' logits.
 
@@ -220,7 +220,7 @@ def row_changes(
 
 def changed_logits(
     logits: Float[Array, "B S V"],
-    changes: Changes,
+    changes: SlotChanges,
     written: Written,
     parallel: Parallel = ONE_DEVICE,
 ) -> Float32[Array, "B S V"]:
@@ -247,7 +247,7 @@ def changed_logits(
 
 
 def _changed(
-    shard: VocabShard, logits: jax.Array, by_row: tuple[Changes, Written]
+    shard: VocabShard, logits: jax.Array, by_row: tuple[SlotChanges, Written]
 ) -> Float32[Array, "B S V"]:
     """`changed_logits` where this device holds the columns of `shard`."""
     changes, written = by_row

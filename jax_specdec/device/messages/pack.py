@@ -25,7 +25,7 @@ from jax_specdec.wording import pluralize
 from pallas_kernels import TopkLogprobs
 
 
-class SlotFields(NamedTuple):
+class PackedSlots(NamedTuple):
     """The values of every slot's fields in a message; `ipc.wire.SLOT` has their places."""
 
     state: Int32[Array, " B"]  # SlotState
@@ -58,7 +58,7 @@ class Stamp(NamedTuple):
 
 
 @with_field_docs
-class Rows(NamedTuple):
+class SentRows(NamedTuple):
     """The tokens that have logprobs, slot after slot: the first `num` of R rows.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Counts(NamedTuple):
         return self.tokens, self.rows, self.columns, self.chosen + wire.num_values(self.values)
 
 
-def select_rows(num_rows: jax.Array, num_positions: int) -> Rows:
+def select_rows(num_rows: jax.Array, num_positions: int) -> SentRows:
     """The first `num_rows[b]` positions of each slot b, compacted in message order.
 
     Args:
@@ -106,13 +106,13 @@ def select_rows(num_rows: jax.Array, num_positions: int) -> Rows:
     target = jnp.where(is_row, jnp.cumsum(is_row, dtype=jnp.int32) - 1, total)
     index = jnp.arange(total, dtype=jnp.int32)
     flat = jnp.full(total, total, jnp.int32).at[target].set(index, mode="drop")
-    return Rows(flat, is_row.sum(dtype=jnp.int32))
+    return SentRows(flat, is_row.sum(dtype=jnp.int32))
 
 
 def pack(
-    slots: SlotFields,
+    slots: PackedSlots,
     token_ids: Int32[Array, "B S"],
-    rows: Rows,
+    rows: SentRows,
     logprobs: TopkLogprobs,
     stamp: Stamp | UInt32[Array, "2"],
     *,
@@ -221,7 +221,7 @@ def _refuse_unfit(
 
 
 def _checks(
-    slots: SlotFields,
+    slots: PackedSlots,
     token_ids: Int32[Array, "B S"],
     k: int,
     num_extra: int,
@@ -261,7 +261,7 @@ def _checks(
 
 
 def _within(
-    slots: SlotFields, num_positions: int, k: int, num_extra: int, available: int
+    slots: PackedSlots, num_positions: int, k: int, num_extra: int, available: int
 ) -> _Counts:
     """The slots' counts, clipped to the shapes.
 
@@ -281,7 +281,7 @@ def _payload(
     layout: wire.Layout,
     counts: _Counts,
     token_ids: Int32[Array, "B S"],
-    rows: Rows,
+    rows: SentRows,
     logprobs: TopkLogprobs,
     nowhere: int,
 ) -> list[tuple[Int32[Array, "..."], Shaped[Array, "..."]]]:

@@ -23,7 +23,7 @@ from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.arguments import check_array, check_logits, check_type
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_options
 from jax_specdec.device.messages.logit_changes import RowChanges
-from jax_specdec.device.messages.pack import Rows, select_rows
+from jax_specdec.device.messages.pack import SentRows, select_rows
 from jax_specdec.device.messages.row_values import names_of, with_processed_values
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.requests import DIGEST_BITS
@@ -59,7 +59,7 @@ class DraftReport(NamedTuple):
 def row_logprobs(
     logits: Float[Array, "B S V"] | Float[Array, "N V"],
     token_ids: Int32[Array, "B S"],
-    rows: Rows,
+    rows: SentRows,
     options: BatchOptions,
     widths: Widths,
     parallel: Parallel = ONE_DEVICE,
@@ -105,7 +105,7 @@ def row_logprobs(
     check_array("token_ids", token_ids, "integers", ("B", "S"), "one a position [B, S]")
     batch, num_positions = token_ids.shape
     check_logits(logits, row_ids, (batch, num_positions))
-    check_type("rows", rows, Rows, "`select_rows(num_rows, num_positions)`")
+    check_type("rows", rows, SentRows, "`select_rows(num_rows, num_positions)`")
     check_options(options, widths, batch)
     if widths.k is None:
         raise ValueError(
@@ -184,7 +184,7 @@ def row_logprobs(
 
 
 def flattened(
-    logits: jax.Array, rows: Rows, row_ids: Int32[Array, "B S"] | None
+    logits: jax.Array, rows: SentRows, row_ids: Int32[Array, "B S"] | None
 ) -> tuple[Float[Array, "N V"], Int32[Array, " R"]]:
     """The rows of all logits, and the place of each of `rows` among them; out of bounds: none."""
     flat = logits.reshape(-1, logits.shape[-1])
@@ -228,13 +228,13 @@ def _of_processed(
     return RowChanges(*processed_changes), read
 
 
-def _wanted_ids(token_ids: Int32[Array, "B S"], rows: Rows) -> Int32[Array, "B S"]:
+def _wanted_ids(token_ids: Int32[Array, "B S"], rows: SentRows) -> Int32[Array, "B S"]:
     """The token ids of these rows, and -1 of all others."""
     is_wanted = jnp.zeros(token_ids.size, bool).at[rows.flat].set(True, mode="drop")
     return jnp.where(is_wanted.reshape(token_ids.shape), token_ids, -1)
 
 
-def picked(results: TopkLogprobs, rows: Rows) -> TopkLogprobs:
+def picked(results: TopkLogprobs, rows: SentRows) -> TopkLogprobs:
     """These rows of the logprobs of all rows; from `rows.num` on, as rows that are skipped."""
 
     def of(x: jax.Array, missing: float) -> jax.Array:
@@ -257,31 +257,34 @@ def cut_where(
 ) -> Truncation:
     """The truncation [B, S] of the `is_cut` slots' rows; others are taken for greedy: no search."""
     none = Sampling.greedy(len(is_cut))
-    own = jax.tree.map(lambda own, other: lax.select(is_cut, own, other), sampling, none)
+    cut_sampling = jax.tree.map(lambda x, other: lax.select(is_cut, x, other), sampling, none)
     if row_ids is not None:  # each row is a slot of its own
         number = logits.shape[0]
         place = jnp.where(row_ids >= 0, row_ids, number)
-        own = jax.tree.map(
+        cut_sampling = jax.tree.map(
             lambda x, other: (
                 jnp.broadcast_to(other, (number,))
                 .at[place]
                 .set(jnp.broadcast_to(x[:, None], row_ids.shape), mode="drop")
             ),
-            own,
+            cut_sampling,
             Sampling.greedy(1),
         )
     cut = parallel.over_vocabulary(
-        lambda shard, logits, sampling: truncation(logits, sampling, shard=shard), logits, own
+        lambda shard, logits, sampling: truncation(logits, sampling, shard=shard),
+        logits,
+        cut_sampling,
     )
     if row_ids is None:
         return cut
-    return jax.tree.map(lambda x: x.at[row_ids].get(mode="clip"), cut)  # type: ignore[no-any-return]
+    of_rows: Truncation = jax.tree.map(lambda x: x.at[row_ids].get(mode="clip"), cut)
+    return of_rows
 
 
 def _processed(
     placed: tuple[Float[Array, "N V"], Int32[Array, " R"]],
     changes: Annotated[RowChanges | None, "B S = R"],
-    rows: Rows,
+    rows: SentRows,
     slot: Int32[Array, " R"],
     options: BatchOptions,
     chosen_ids: Int32[Array, "R C"],

@@ -66,13 +66,13 @@ def with_processed_values(
         ids = jnp.broadcast_to(shard.ids(x.shape[1]), x.shape)
         return jnp.where(cut.keeps(x, ids), x, -jnp.inf)
 
-    kept = parallel.over_vocabulary(
+    kept_logits = parallel.over_vocabulary(
         kept_alone, flat_logits, (place, cut, changes), split_result=True
     )
     names = [name for name in ROW_VALUES if getattr(results, name) is not None]
     flags: dict[str, Any] = dict.fromkeys(names, True)
     sums = topk_logprobs(
-        kept,
+        kept_logits,
         jnp.full(place.shape, -1, jnp.int32),
         0,
         num_rows=num_rows,

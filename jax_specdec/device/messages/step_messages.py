@@ -18,7 +18,14 @@ from ipc.wire import Kind, LogprobsMode, SlotState
 from jax_specdec.device.messages.arguments import check_array, check_logits, check_type
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_options
 from jax_specdec.device.messages.logit_changes import RowChanges
-from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, Stamp, pack, select_rows
+from jax_specdec.device.messages.pack import (
+    KeptRows,
+    PackedSlots,
+    SentRows,
+    Stamp,
+    pack,
+    select_rows,
+)
 from jax_specdec.device.messages.row_logprobs import (
     by_row,
     cut_where,
@@ -157,7 +164,7 @@ def target_message(
     check_message(output, options, stamp, widths)
     (batch, num_positions), vocab = output.token_ids.shape, output.logits.shape[-1]
     num_rows = jnp.where(options.num_columns > 0, output.num_rows, 0)
-    rows, results = _nothing()
+    rows, results = _empty_results()
     if widths.k is not None:
         rows = select_rows(num_rows, num_positions)
         results = row_logprobs(
@@ -257,7 +264,7 @@ def draft_message(
     vocab = output.logits.shape[-1]
     num_tokens = jnp.where(options.draft_logprobs, drafts.num, 0)
     num_rows = jnp.where(options.num_columns > 0, num_tokens, 0)
-    rows, results = _nothing()
+    rows, results = _empty_results()
     if widths.k is not None:
         if drafts.report is None:
             raise ValueError(
@@ -309,9 +316,9 @@ def _slots(
     num_tokens: Int32[Array, " B"],
     num_rows: Int32[Array, " B"],
     num_drafts: Int32[Array, " B"],
-) -> SlotFields:
+) -> PackedSlots:
     """The slots of either message: its own counts, and what the slots' requests asked for."""
-    return SlotFields(
+    return PackedSlots(
         state=_states(output, options),
         mode=options.mode,
         columns=options.num_columns,
@@ -330,13 +337,13 @@ def _states(output: StepOutput, options: BatchOptions) -> Int32[Array, " B"]:
     return jnp.where(options.verdict > 0, options.verdict, output.state)
 
 
-def _nothing() -> tuple[Rows, TopkLogprobs]:
+def _empty_results() -> tuple[SentRows, TopkLogprobs]:
     """No rows, and their logprobs."""
     none = jnp.zeros(0, jnp.int32)
     float32 = jnp.float32
     ids, logprobs = jnp.zeros((0, 1), jnp.int32), jnp.zeros((0, 1), float32)
     empty = TopkLogprobs(ids, logprobs, none, jnp.zeros((0, 0), float32))
-    return Rows(none, jnp.int32(0)), empty
+    return SentRows(none, jnp.int32(0)), empty
 
 
 def most_words(batch: int, num_positions: int, widths: Widths, vocab_size: int) -> int:

@@ -78,7 +78,8 @@ def product(spec: str, x: jax.Array, w: jax.Array | WeightOfLayers) -> jax.Array
 
     if isinstance(w, OfLayer):
         branches = [functools.partial(times, array) for array in w.arrays]
-        return lax.switch(w.layer, branches, x)  # type: ignore[no-any-return]
+        product: jax.Array = lax.switch(w.layer, branches, x)
+        return product
     assert not isinstance(w, ArrayALayer)  # a scan over layers takes one of them
     return times(w, x)
 

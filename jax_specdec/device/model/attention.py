@@ -180,15 +180,16 @@ def attention_in_tiles(
             q, seen, group, reached = lax.optimization_barrier(part)
             there = layer, first_slot + group * slots
             out = cached_attention(config, q, cache, there, seen, tile, reached)
-            return lax.optimization_barrier(out)  # type: ignore[no-any-return]
+            pinned: jax.Array = lax.optimization_barrier(out)
+            return pinned
 
         tiles = q.shape[0]
         q, seen = jax.tree.map(grouped, (q, seen))
         numbers = jnp.tile(jnp.arange(groups, dtype=jnp.int32), tiles)
         # Outside of the loops, those of layers too: a compiler takes nothing out of them.
         reached = _reached(seen.first, seen.last, tile, (1, 2))
-        out = lax.map(of_group, (q, seen, numbers, reached))
-        return out.reshape(tiles, b, *out.shape[2:])  # type: ignore[no-any-return]
+        out: jax.Array = lax.map(of_group, (q, seen, numbers, reached))
+        return out.reshape(tiles, b, *out.shape[2:])
 
     tile_inputs = *jax.tree.map(split, (q, seen)), cache
     # On a CPU one slot at a time: there the order of sums and products follows an array's size.

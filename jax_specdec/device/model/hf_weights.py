@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from jax_specdec.checkpoint.gguf_file import read_tensor
 from jax_specdec.checkpoint.hf_files import ITEM_BYTES, StoredTensor
-from jax_specdec.checkpoint.hf_names import HfModel, Source
+from jax_specdec.checkpoint.hf_names import HfModel, TensorSource
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig, cache_bytes
 from jax_specdec.device.model.memory import check_memory
 from jax_specdec.device.model.params import ModelParams, init_params, named_arrays
@@ -165,7 +165,7 @@ def _in_order(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, half, 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _convert(tensor: np.ndarray, source: Source, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+def _convert(tensor: np.ndarray, source: TensorSource, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     """A weight without layers, as the decoder lays it out; padding of the vocabulary is 0."""
     value = tensor.T if source.transposed else tensor
     if source.swapped:

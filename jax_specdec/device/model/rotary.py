@@ -67,11 +67,11 @@ def rotary_frequencies(config: ModelConfig) -> Float32[Array, " half"]:
     slow: jax.Array = frequency / jnp.float32(scaling.factor)
     if scaling.kind == "linear":
         return slow
-    keep = _kept(config, scaling, frequency)
+    keep = _kept_share(config, scaling, frequency)
     return keep * frequency + (1 - keep) * slow
 
 
-def _kept(config: ModelConfig, scaling: RopeScaling, frequency: jax.Array) -> jax.Array:
+def _kept_share(config: ModelConfig, scaling: RopeScaling, frequency: jax.Array) -> jax.Array:
     """The share of each pair's own frequency; the rest is of the slowed one."""
     if scaling.kind == "yarn":
         first, last = scaling.yarn_bounds(config.rope_theta, config.head_dim)

@@ -214,7 +214,8 @@ def score(
     def some(hidden: jax.Array, *others: Any) -> Scores:
         logits = own_model.head(params, model, hidden[0])
         scores = of_rows(logits, *jax.tree.map(lambda x: x[0], others))
-        return jax.tree.map(lambda x: x[None], scores)  # type: ignore[no-any-return]
+        in_batch: Scores = jax.tree.map(lambda x: x[None], scores)
+        return in_batch
 
     hidden = whole_sequences(params, model, ids[:, :-1])
     tile_rows = own_model.row_tile(model) or 1  # so many rows at once that no tile is padded

@@ -44,7 +44,7 @@ def over_rows(function: Callable[..., Result], *rows: Any, tile: Tile, axes: int
     most, step = tile if isinstance(tile, tuple) else (tile, tile)
     size = min(most, -(-math.prod(lead) // step) * step)
 
-    def own(tile_inputs: tuple[Any, ...]) -> Any:
+    def isolated(tile_inputs: tuple[Any, ...]) -> Any:
         # Fused with what stands before or behind it, a tile would round at other places.
         return lax.optimization_barrier(function(*lax.optimization_barrier(tile_inputs)))
 
@@ -54,7 +54,7 @@ def over_rows(function: Callable[..., Result], *rows: Any, tile: Tile, axes: int
     def joined(x: jax.Array) -> jax.Array:
         return of_tiles(x, 1, math.prod(lead)).reshape(*lead, *x.shape[3:])
 
-    results: Result = jax.tree.map(joined, lax.map(own, jax.tree.map(split, rows)))
+    results: Result = jax.tree.map(joined, lax.map(isolated, jax.tree.map(split, rows)))
     return results
 
 

@@ -22,10 +22,10 @@ class Compilations:
     """How many programs were compiled so far, and how many of them were kept by earlier starts."""
 
     count: int = 0
-    kept: int = 0
+    num_kept: int = 0
 
     def __str__(self) -> str:
-        return f"{self.count} programs, {self.kept} of them kept by an earlier start"
+        return f"{self.count} programs, {self.num_kept} of them kept by an earlier start"
 
 
 def watch(stats: ProcessStats) -> Compilations:
@@ -59,7 +59,7 @@ def watch(stats: ProcessStats) -> Compilations:
             stats.change(progress=stats.heartbeat.progress + 1)
 
     def seen(event: str, **more: Any) -> None:
-        counts.kept += event in (KEPT, READ)
+        counts.num_kept += event in (KEPT, READ)
         if event == READ:
             counts.count += 1
             stats.change(progress=stats.heartbeat.progress + 1)

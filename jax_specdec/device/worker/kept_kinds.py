@@ -38,12 +38,12 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from jax_specdec import compiled_programs
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.loop.kinds import PromptKind, StepKind
 from jax_specdec.device.loop.programs import STATIC, Compiled
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.worker.compilations import COMPILED, KEPT, READ
 
-AnyKind = Kind | PromptKind | None  # None: what all kinds share
+AnyKind = StepKind | PromptKind | None  # None: what all kinds share
 PACKAGES = "ipc", "jax_specdec", "pallas_kernels"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ipc import wire
 from jax_specdec.device.loop.host_slots import Slot, draft_bound, prompt_bound, target_bound
-from jax_specdec.device.loop.kinds import Kind
+from jax_specdec.device.loop.kinds import StepKind
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.prompt_chunks import ScoredChunk
 from jax_specdec.device.messages.batch_options import BatchOptions, Widths, words_bucket
@@ -78,7 +78,7 @@ class Outgoing:
         programs: Compiled,
         output: StepOutput,
         host_slots: Sequence[Slot],
-        kind: Kind,
+        kind: StepKind,
         options: BatchOptions,
     ) -> None:
         """Make all that a step of this kind may send, and send nothing; arguments as above."""

@@ -18,7 +18,7 @@ from jax.stages import Traced
 
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import Slot
-from jax_specdec.device.loop.kinds import Kind, PromptKind, empty_report
+from jax_specdec.device.loop.kinds import PromptKind, StepKind, empty_report
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopState, with_report
 from jax_specdec.device.messages.pack import Stamp
@@ -41,7 +41,7 @@ INDEX = np.int32(0)
 STAMP = Stamp(np.zeros(2, np.uint32), *np.zeros(3, np.uint32))
 
 
-Part = Callable[[Compile], None]  # what has some programs compiled
+CompileTask = Callable[[Compile], None]  # what has some programs compiled
 Ahead = dict[AnyKind, dict[str, Stage]]  # programs by kind and name
 
 
@@ -76,7 +76,7 @@ def abstract(tree: Tree) -> Tree:
 
 def compile_ladder(
     programs: Compiled,
-    kinds: Sequence[Kind | PromptKind],
+    kinds: Sequence[StepKind | PromptKind],
     arguments: Arguments,
     prefill_chunk: int,
     tell: Callable[[int, int, str], object] = lambda done, total, name: None,
@@ -101,7 +101,7 @@ def compile_ladder(
     Raises:
       CannotCompile: names the kind.
     """
-    parts: list[tuple[AnyKind, str, Part]] = [
+    parts: list[tuple[AnyKind, str, CompileTask]] = [
         (None, "prompts", partial(compile_shared, programs, arguments, prefill_chunk)),
         *(
             (kind, str(kind), partial(compile_kind, programs, kind, arguments))
@@ -160,7 +160,7 @@ def compile_ladder(
 
 def compile_one(
     programs: Compiled,
-    kind: Kind | PromptKind,
+    kind: StepKind | PromptKind,
     arguments: Arguments,
     kept: KeptKinds | None,
     begun: dict[int, tuple[Any, Anew]],
@@ -189,7 +189,7 @@ def compile_one(
 
 
 def compile_kind(
-    programs: Compiled, kind: Kind | PromptKind, arguments: Arguments, compile: Compile
+    programs: Compiled, kind: StepKind | PromptKind, arguments: Arguments, compile: Compile
 ) -> None:
     """Compile what batches or prompts of a kind need beside what every request does."""
     of_kind: Callable[..., None] = compile_prompt if isinstance(kind, PromptKind) else compile_batch
@@ -211,7 +211,9 @@ def compile_shared(
     compile("start_again", programs.start_again.trace(state))
 
 
-def compile_batch(programs: Compiled, kind: Kind, arguments: Arguments, compile: Compile) -> None:
+def compile_batch(
+    programs: Compiled, kind: StepKind, arguments: Arguments, compile: Compile
+) -> None:
     """Compile the step and the messages of a kind.
 
     Args:

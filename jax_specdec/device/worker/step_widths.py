@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jax_specdec.device.loop.host_slots import Slot
-from jax_specdec.device.loop.kinds import Kind
+from jax_specdec.device.loop.kinds import StepKind
 
 # By `python -m bench widths`, which simulates texts and a shared machine: each may be halved or
 # doubled for less than 2 % of the tokens in a time of any scene, but for the two that it names.
@@ -36,7 +36,7 @@ BETTER = 1.03  # times the tokens in a time: of widths, the one estimated too hi
 
 
 @dataclass
-class Text:
+class DraftHistory:
     """What became of a request's drafts."""
 
     generation: int
@@ -76,18 +76,24 @@ class StepWidths:
 
     num_drafts: int
     certain: bool
-    texts: dict[int, Text] = field(default_factory=dict)  # by slot
-    costs: dict[Kind, float] = field(default_factory=dict)  # logarithms of times, up to a constant
-    changes: dict[Kind, int] = field(default_factory=dict)  # that each cost was told by
+    texts: dict[int, DraftHistory] = field(default_factory=dict)  # by slot
+    costs: dict[StepKind, float] = field(
+        default_factory=dict
+    )  # logarithms of times, up to a constant
+    changes: dict[StepKind, int] = field(default_factory=dict)  # that each cost was told by
     steps: int = 0
-    last: dict[Kind, int] = field(default_factory=dict)  # the last step of each kind
-    before: tuple[Kind, float] | None = None  # the last step, and its time
-    rungs: dict[Kind, Kind] = field(default_factory=dict)  # of each kind, its full width
-    told: dict[int | None, Kind] = field(default_factory=dict)  # by width, the latest with a time
-    latest: Kind | None = None  # that was chosen
+    last: dict[StepKind, int] = field(default_factory=dict)  # the last step of each kind
+    before: tuple[StepKind, float] | None = None  # the last step, and its time
+    rungs: dict[StepKind, StepKind] = field(default_factory=dict)  # of each kind, its full width
+    told: dict[int | None, StepKind] = field(
+        default_factory=dict
+    )  # by width, the latest with a time
+    latest: StepKind | None = None  # that was chosen
     has_none: bool = False  # it was wider than the one before, which had drawn no drafts for it
 
-    def choose(self, kind: Kind, slots: Sequence[Slot], narrower: Sequence[Kind]) -> Kind:
+    def choose(
+        self, kind: StepKind, slots: Sequence[Slot], narrower: Sequence[StepKind]
+    ) -> StepKind:
         """The kind of the next step: `kind`, or the same with fewer drafts.
 
         Args:
@@ -106,7 +112,7 @@ class StepWidths:
         self.last[chosen], self.latest = self.steps, chosen
         return chosen
 
-    def begin(self, kinds: Sequence[Kind]) -> None:
+    def begin(self, kinds: Sequence[StepKind]) -> None:
         """Take in the widths of a rung, the full one last, with the times of the latest rung."""
         full = kinds[-1]
         begins = full not in self.costs and all(kind.num_drafts in self.told for kind in kinds)
@@ -116,7 +122,7 @@ class StepWidths:
                 self.costs[kind] = self.costs[self.told[kind.num_drafts]]
                 self.changes[kind], self.last[kind] = LEAST, self.steps
 
-    def took(self, kind: Kind, seconds: float | None) -> None:
+    def took(self, kind: StepKind, seconds: float | None) -> None:
         """Note how long a step was; None where something else ran too."""
         before, self.before = self.before, None if seconds is None else (kind, seconds)
         if seconds is None:
@@ -143,17 +149,17 @@ class StepWidths:
             text.see(fate)
             self.texts[index] = text
 
-    def text_of(self, index: int, generation: int) -> Text:
+    def text_of(self, index: int, generation: int) -> DraftHistory:
         """A slot's estimates; of a new request, before any token."""
         text = self.texts.get(index)
         if text is not None and text.generation == generation:
             return text
         # A repetition shows before it is drafted for; a model drafts well from the start.
         if self.certain:
-            return Text(generation, 0.5, 0.05, seen_wrong=20)
-        return Text(generation, 0.8, 0.8)
+            return DraftHistory(generation, 0.5, 0.05, seen_wrong=20)
+        return DraftHistory(generation, 0.8, 0.8)
 
-    def cheapest(self, kinds: Sequence[Kind], slots: Sequence[Slot]) -> Kind:
+    def cheapest(self, kinds: Sequence[StepKind], slots: Sequence[Slot]) -> StepKind:
         for kind in kinds:
             since, changes = self.steps - self.last.get(kind, 0), self.changes.get(kind, 0)
             if since > (0 if changes < LEAST else UNSEEN):
@@ -164,7 +170,7 @@ class StepWidths:
             if slot.decoding
         ]
 
-        def pace(kind: Kind) -> float:
+        def pace(kind: StepKind) -> float:
             width = self.num_drafts if kind.num_drafts is None else kind.num_drafts
             return sum(text.expected(width) for text in texts) / math.exp(self.costs[kind])
 

@@ -25,7 +25,7 @@ from jax_specdec import control
 from jax_specdec.declaration import Serves
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import AllOptions, Slot
-from jax_specdec.device.loop.kinds import Kind, Ladder, PromptKind, empty_report
+from jax_specdec.device.loop.kinds import Ladder, PromptKind, StepKind, empty_report
 from jax_specdec.device.loop.programs import Compiled, cuts_messages, with_implementation
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
 from jax_specdec.device.loop.step import StepRows
@@ -62,7 +62,7 @@ class Launched:
     generations: list[int]  # of the slots when it was launched
     prompts: tuple[jax.Array, ...]  # their messages, which go first
     words: tuple[jax.Array, ...] = ()  # the step's target and draft message; none without a step
-    kind: Kind | None = None  # of the step
+    kind: StepKind | None = None  # of the step
     fates: jax.Array | None = None  # of its drafts, [B]; None where its width is fixed
     at: float | None = None  # when it was, by `time.perf_counter`; None behind other programs
 
@@ -131,7 +131,7 @@ class Worker:
         self.slots = [Slot() for _ in range(config.num_slots)]
         self.prefix_reuse = prefix_reuse
         self.prefixes = PrefixCache(config.num_slots, prefill_chunk)
-        self.kind = Kind()  # whose programs the last step ran
+        self.kind = StepKind()  # whose programs the last step ran
         self.options: AllOptions | None = None  # by the slots; None once they changed
         self.step_number = 0  # of the next step; published steps have consecutive numbers
         self.launched: Launched | None = None
@@ -148,13 +148,13 @@ class Worker:
         self.ladder: Ladder | None = None
         self._ahead: dict[AnyKind, Any] = {}  # as `compiled`, of executables
         # Those whose programs are compiled beside the steps; others are there.
-        self.coming: Mapping[Kind | PromptKind, Future[None]] = {}
+        self.coming: Mapping[StepKind | PromptKind, Future[None]] = {}
         if serves is not None:
             self.ladder = Ladder.of(serves, config, prefill_chunk, **self._of_device)
 
     @property
     def _of_device(self) -> dict[str, bool]:
-        """What kinds of programs depend on beside requests, as `Kind.of_slots` has it."""
+        """What kinds of programs depend on beside requests, as `StepKind.of_slots` has it."""
         return {
             "on_gpu": self.on_gpu,
             "draws": self.outgoing.sends_drafts,
@@ -235,7 +235,7 @@ class Worker:
             self._publish(self.launched)
         self.launched = None
 
-    def kinds(self, *, narrower: bool = True) -> tuple[Kind, ...]:
+    def kinds(self, *, narrower: bool = True) -> tuple[StepKind, ...]:
         """All kinds of steps that batches may run, or those of the full width."""
         assert self.ladder is not None, "without `serves`, there is no telling"
         rungs, kinds = self.ladder.rungs, [*self.ladder.rungs]
@@ -244,17 +244,17 @@ class Worker:
             kinds += [kind for rung in rungs for kind in rung.narrower(num_drafts)]
         return tuple(kinds)
 
-    def kinds_for(self, serves: Serves) -> tuple[Kind | PromptKind, ...]:
+    def kinds_for(self, serves: Serves) -> tuple[StepKind | PromptKind, ...]:
         """The kinds that requests run which ask for no more than this, at the full width."""
         assert self.ladder is not None, "without `serves`, there is no telling"
         least = Ladder.of(serves, self.config, self.prefill_chunk, **self._of_device)
-        kinds: list[Kind | PromptKind] = [*dict.fromkeys(map(self.ladder.lowest, least.rungs))]
+        kinds: list[StepKind | PromptKind] = [*dict.fromkeys(map(self.ladder.lowest, least.rungs))]
         if least.prompt is not None and self.ladder.prompt is not None:
             kinds.append(self.ladder.prompt)
         return tuple(kinds)
 
     def rehearse(
-        self, kinds: Sequence[Kind], tell: Callable[[str], object] = lambda name: None
+        self, kinds: Sequence[StepKind], tell: Callable[[str], object] = lambda name: None
     ) -> None:
         """Run each program once, while all slots are empty.
 
@@ -270,7 +270,7 @@ class Worker:
             grammars = self.grammars.prepare()
         tell("prompts")
         self._rehearse_prompts()
-        outputs: dict[Kind, StepOutput] = {}  # of steps, whose programs kinds share
+        outputs: dict[StepKind, StepOutput] = {}  # of steps, whose programs kinds share
         for kind in kinds:
             tell(str(kind))
             options = host_slots.all_options(self.slots, kind.widths, kind.changes)
@@ -285,7 +285,7 @@ class Worker:
             tell("grammars")
             grammars.exception()  # waits
         self._time_widths()
-        self.options, self.kind, self._alone = None, Kind(), True
+        self.options, self.kind, self._alone = None, StepKind(), True
 
     def _time_widths(self) -> None:
         """Learn what drafts cost a step of the first rung; others begin with that."""
@@ -368,12 +368,12 @@ class Worker:
         # A chunk that may be taken over is followed by a position that is run, and its token.
         return token_ids if score_from is None else token_ids[: score_from + 2]
 
-    def kind_of(self, slots: Sequence[Slot]) -> Kind:
+    def kind_of(self, slots: Sequence[Slot]) -> StepKind:
         """The cheapest kind of programs that serves these slots."""
-        exact = Kind.of_slots(slots, self.config.model.vocab_size, **self._of_device)
+        exact = StepKind.of_slots(slots, self.config.model.vocab_size, **self._of_device)
         return exact if self.ladder is None else self.ladder.lowest(exact)
 
-    def narrower(self, kind: Kind) -> tuple[Kind, ...]:
+    def narrower(self, kind: StepKind) -> tuple[StepKind, ...]:
         """The kinds of steps that verify fewer drafts, whose programs are there.
 
         There are none for a batch with a grammar: its masks follow all drafts.
@@ -390,16 +390,16 @@ class Worker:
 
     def run_ahead(self, ahead: Mapping[AnyKind, Mapping[str, Stage]]) -> None:
         """Run these programs from now on, where their kinds are run: they need not be traced."""
-        every = vars(self.compiled)
+        functions = vars(self.compiled)
         for kind, stages in ahead.items():
             executables = {name: Executable(stage) for name, stage in stages.items()}
-            self._ahead[kind] = SimpleNamespace(**every | executables)
+            self._ahead[kind] = SimpleNamespace(**functions | executables)
 
     def programs(self, kind: AnyKind = None) -> Any:
         """The programs of a kind, as `Compiled` has them; None: those that all kinds share."""
         return self._ahead.get(kind, self.compiled)
 
-    def await_programs(self, kind: Kind | PromptKind) -> None:
+    def await_programs(self, kind: StepKind | PromptKind) -> None:
         """Wait until the programs of a kind are there, where they are compiled beside the steps.
 
         Raises:
@@ -556,7 +556,7 @@ class Worker:
         )
         return (words,)
 
-    def _launch(self) -> tuple[tuple[jax.Array, ...], Kind, jax.Array | None, float | None]:
+    def _launch(self) -> tuple[tuple[jax.Array, ...], StepKind, jax.Array | None, float | None]:
         """Start a step and the copy of its messages; what the host knows now bounds their size.
 
         Returns what `Launched` has of a step.
@@ -587,7 +587,7 @@ class Worker:
             fates.copy_to_host_async()
         return words, kind, fates, at
 
-    def run_kind(self, kind: Kind) -> StepOutput:
+    def run_kind(self, kind: StepKind) -> StepOutput:
         """Run the programs of a step; `options` are those of its kind."""
         rows: tuple[StepRows, ...] = ()
         programs = self.programs(kind)
@@ -606,7 +606,7 @@ class Worker:
         )
         return output
 
-    def _with_report_of(self, kind: Kind) -> LoopState:
+    def _with_report_of(self, kind: StepKind) -> LoopState:
         """The state with the report on its drafts that a step of this kind takes."""
         drafts = self.state.drafts
         if drafts.report is not None and kind.reports_drafts:

@@ -35,7 +35,7 @@ from jax_specdec.control import (
 )
 from jax_specdec.declaration import Serves
 from jax_specdec.device.drafting.by_name import make_drafter
-from jax_specdec.device.loop.kinds import Kind, PromptKind
+from jax_specdec.device.loop.kinds import PromptKind, StepKind
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.model.checkpoint import load_model
 from jax_specdec.device.model.other_weights import other_weights, own_weights
@@ -161,7 +161,7 @@ def make_worker(
 
 
 def compile_served(
-    worker: Worker, stats: ProcessStats, kinds: Callable[[Worker], Sequence[Kind | PromptKind]]
+    worker: Worker, stats: ProcessStats, kinds: Callable[[Worker], Sequence[StepKind | PromptKind]]
 ) -> None:
     """Compile what a worker serves, or some kinds of it.
 
@@ -185,7 +185,7 @@ def compile_served(
 
 def kinds_before_ready(
     config: WorkerConfig, resumes: Serves | None, worker: Worker
-) -> tuple[Kind | PromptKind, ...]:
+) -> tuple[StepKind | PromptKind, ...]:
     """The kinds of programs that are there when a worker says that it is ready: those it serves.
 
     Whoever takes the place of a lost worker goes on with the requests that wait, as soon as there
@@ -209,7 +209,7 @@ def rehearse(worker: Worker, config: WorkerConfig, stats: ProcessStats) -> None:
 
 
 def compile_beside(
-    worker: Worker, before: Collection[Kind | PromptKind], seconds: float = 0.0
+    worker: Worker, before: Collection[StepKind | PromptKind], seconds: float = 0.0
 ) -> threading.Thread:
     """A thread that compiles what a worker serves and what is not there yet, beside its steps.
 

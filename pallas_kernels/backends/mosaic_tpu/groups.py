@@ -32,7 +32,7 @@ from pallas_kernels.contract.errors import DoesNotFit
 from pallas_kernels.contract.rows import Rows
 from pallas_kernels.lowering.forms import vary_like
 
-Found = tuple[GroupSums, jax.Array]  # [R, G] each; sums at temperature 1, or [R, 0]
+SumsAndRawSums = tuple[GroupSums, jax.Array]  # [R, G] each; sums at temperature 1, or [R, 0]
 
 
 def read_part(
@@ -57,8 +57,8 @@ def read_part(
         except DoesNotFit:
             return by_xla(count)
 
-    found = vary_like(read_groups(part, inverse, k >= 0), (part, inverse))
-    return (Read(*found, *as_many_as_needed(part.logits, needed, k, top)),)
+    sums = vary_like(read_groups(part, inverse, k >= 0), (part, inverse))
+    return (Read(*sums, *as_many_as_needed(part.logits, needed, k, top)),)
 
 
 def candidates(rows: ListedRows, k: int) -> Top:
@@ -73,7 +73,7 @@ def read_groups(
     raw: bool,
     interpret: Interpret = False,
     cut: tuple[int, int] = CUT,
-) -> Found:
+) -> SumsAndRawSums:
     """The groups of all rows.
 
     Where groups end with the columns, or the row ends in its last one, one launch reads the
@@ -94,7 +94,7 @@ def _groups_of(
     logits: jax.Array,
     tokens: int,
     offset: jax.Array | None,
-) -> Found:
+) -> SumsAndRawSums:
     """The groups of so many tokens from column `offset` on."""
     rows, dtype = len(logits), logits.dtype.name
     if dtype == "float16":
@@ -113,12 +113,12 @@ def _groups_of(
     what = groups_kernel.Groups(tokens, offset is not None, raw)
     scale = jnp.minimum(inverse * jnp.float32(LOG2_E), jnp.float32(LARGEST))
     scale = lax.bitcast_convert_type(scale, jnp.int32)
-    given = jnp.stack([jnp.zeros_like(scale), scale, jnp.zeros_like(scale)], axis=1)
-    given = in_units(
-        schedule, jnp.pad(given, ((0, schedule.num_units * schedule.unit - rows), (0, 0)))
+    constants = jnp.stack([jnp.zeros_like(scale), scale, jnp.zeros_like(scale)], axis=1)
+    constants = in_units(
+        schedule, jnp.pad(constants, ((0, schedule.num_units * schedule.unit - rows), (0, 0)))
     )
     place = jnp.zeros(1, jnp.int32) if offset is None else offset.reshape(1)
-    every = vary_like((place, logits, given), (place, logits, given))
-    found = groups_kernel.call(schedule, what, interpret, *every)
-    maxima, sums, *more = (in_rows(schedule, one)[:rows, : what.number] for one in found)
+    inputs = vary_like((place, logits, constants), (place, logits, constants))
+    outputs = groups_kernel.call(schedule, what, interpret, *inputs)
+    maxima, sums, *more = (in_rows(schedule, x)[:rows, : what.number] for x in outputs)
     return GroupSums(maxima, sums), more[0] if raw else sums[:, :0]

@@ -53,12 +53,12 @@ class Groups(NamedTuple):
 
 def body(schedule: Schedule, groups: Groups, *refs: jax.Ref) -> None:
     """One grid step: a unit of rows, or a block of it."""
-    offset_ref, logits_ref, given_ref, *rest = refs
+    offset_ref, logits_ref, constants_ref, *rest = refs
     semaphores = None if schedule.as_blocks else rest.pop()
     *outputs, buffer = rest
     number = pl.program_id(0)
     copies = Copies(schedule, logits_ref, None, buffer, semaphores)
-    unit = Unit(schedule, copies, number, 0, buffer, given_ref, None)
+    unit = Unit(schedule, copies, number, 0, buffer, constants_ref, None)
     if schedule.as_blocks:
         place, size = pl.program_id(1), schedule.block * LANES
         buffer[0, :, pl.ds(pl.multiple_of(place * size, size), size)] = logits_ref[...]
@@ -72,47 +72,49 @@ def body(schedule: Schedule, groups: Groups, *refs: jax.Ref) -> None:
 
 def read_unit(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[jax.Ref]) -> None:
     """Writes a unit's maxima, its sums and those at temperature 1, [unit, width] each."""
-    schedule, given = unit.schedule, unit.given()
+    schedule, constants = unit.schedule, unit.constants()
     size = max(PAIR, min(TURN, schedule.chunk // PAIR * PAIR))
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
     first, lane = lax.div(offset, LANES), lax.rem(offset, LANES)
 
     def turn(start: Index, tokens: int) -> None:
         number = -(-tokens // LANES)
-        loaded = unit.load(start + first, number + 1, given) if groups.has_offset else None
+        loaded = unit.load(start + first, number + 1, constants) if groups.has_offset else None
         if loaded is None:
-            loaded = unit.load(start, number, given)
+            loaded = unit.load(start, number, constants)
         else:
             loaded = [
                 tuple(jnp.where(lanes >= lane, a, b) for a, b in zip(x, y, strict=True))
                 for x, y in itertools.pairwise(loaded)
             ]
         if tokens % LANES:
-            here = lanes < tokens % LANES
-            loaded[-1] = tuple(jnp.where(here, one, -jnp.inf) for one in loaded[-1])
+            is_token = lanes < tokens % LANES
+            loaded[-1] = tuple(jnp.where(is_token, x, -jnp.inf) for x in loaded[-1])
         for half in range(schedule.halves):
             pairs = [loaded[i : i + PAIR] for i in range(0, number, PAIR)]
             write(half, lax.div(jnp.int32(start), PAIR), [of_group(x, half) for x in pairs])
 
     def of_group(vectors: list[Halves], half: int) -> list[jax.Array]:
-        x = [one[half] for one in vectors]
+        x = [vector[half] for vector in vectors]
         maximum = jnp.max(functools.reduce(jnp.maximum, x), axis=1, keepdims=True)
         reference = jnp.where(maximum > -jnp.inf, maximum, 0.0)  # of -inf alone, or NaN
-        found = [maximum]
-        for scale in (given[half].scale, jnp.float32(LOG2_E))[: 1 + groups.raw]:
-            terms = functools.reduce(jnp.add, [jnp.exp2((one - reference) * scale) for one in x])
+        statistics = [maximum]
+        for scale in (constants[half].scale, jnp.float32(LOG2_E))[: 1 + groups.raw]:
+            terms = functools.reduce(
+                jnp.add, [jnp.exp2((logits - reference) * scale) for logits in x]
+            )
             if groups.has_offset:
                 terms = pltpu.roll(terms, LANES - lane, 1)
-            found.append(jnp.sum(terms, axis=1, keepdims=True))
-        return found
+            statistics.append(jnp.sum(terms, axis=1, keepdims=True))
+        return statistics
 
-    def write(half: int, group: Index, found: list[list[jax.Array]]) -> None:
-        here = pl.ds(half * SUBLANES, SUBLANES), pl.ds(aligned(group & -LANES, LANES), LANES)
-        for ref, columns in zip(outputs, zip(*found, strict=True), strict=True):
-            out = ref[here]
-            for i, one in enumerate(columns):
-                out = jnp.where(lanes == (group & (LANES - 1)) + i, one, out)
-            ref[here] = out
+    def write(half: int, group: Index, statistics: list[list[jax.Array]]) -> None:
+        block = pl.ds(half * SUBLANES, SUBLANES), pl.ds(aligned(group & -LANES, LANES), LANES)
+        for ref, columns in zip(outputs, zip(*statistics, strict=True), strict=True):
+            out = ref[block]
+            for i, column in enumerate(columns):
+                out = jnp.where(lanes == (group & (LANES - 1)) + i, column, out)
+            ref[block] = out
 
     def of_chunk(chunk: Index, tokens: int) -> None:
         start = chunk * schedule.chunk
@@ -131,14 +133,14 @@ def read_unit(unit: Unit, groups: Groups, offset: jax.Array, outputs: list[jax.R
     ahead = int(groups.has_offset)
     chunks, rest = divmod(groups.tokens, schedule.chunk * LANES)
 
-    def whole(index: jax.Array, _: None) -> None:
+    def full_chunk(index: jax.Array, _: None) -> None:
         wait(index + ahead)
         of_chunk(index, schedule.chunk * LANES)
 
     if ahead:
         wait(jnp.int32(0))
     if chunks:
-        lax.fori_loop(0, chunks, whole, None)
+        lax.fori_loop(0, chunks, full_chunk, None)
     for chunk in range(chunks + ahead, schedule.num_chunks):  # every copy is waited for
         wait(jnp.int32(chunk))
     if rest:
@@ -160,7 +162,7 @@ def call(
     interpret: Interpret,
     offset: jax.Array,
     logits: jax.Array,
-    given: jax.Array,
+    constants: jax.Array,
 ) -> list[jax.Array]:
     """Run the kernel.
 
@@ -170,7 +172,7 @@ def call(
       interpret: `pltpu.InterpretParams`, or False.
       offset: [1] int32, the column of the first group.
       logits: [R, V] bfloat16 or float32; of a schedule for float16, these as float32.
-      given: [rows, 3] int32, `unit.Given` of every row of whole units; limits are not used.
+      constants: [rows, 3] int32, `unit.RowConstants` of each row of whole units; no limits.
 
     Returns:
       Maxima, sums, and sums at temperature 1 where they are wanted: [rows, width] float32, rows in
@@ -185,7 +187,7 @@ def call(
         size = schedule.block * LANES
         grid, buffers, semaphores = (schedule.num_units, schedule.width // size), 1, []
         of_logits = pl.BlockSpec((schedule.unit, size), lambda i, j, *_: (i, j))
-    every = pl.BlockSpec((schedule.unit, groups.width), lambda i, *_: (i, 0))
+    of_groups = pl.BlockSpec((schedule.unit, groups.width), lambda i, *_: (i, 0))
     outputs = 2 + groups.raw
     run = pl.pallas_call(
         functools.partial(body, schedule, groups),
@@ -194,9 +196,9 @@ def call(
             grid=grid,
             in_specs=[
                 of_logits,
-                pl.BlockSpec((schedule.unit, given.shape[1]), lambda i, *_: (i, 0)),
+                pl.BlockSpec((schedule.unit, constants.shape[1]), lambda i, *_: (i, 0)),
             ],
-            out_specs=[every] * outputs,
+            out_specs=[of_groups] * outputs,
             scratch_shapes=[
                 pltpu.VMEM(
                     (buffers, *schedule.buffer), jnp.int32 if schedule.as_words else logits.dtype
@@ -204,7 +206,7 @@ def call(
                 *semaphores,
             ],
         ),
-        out_shape=[like(given, (rows, groups.width), jnp.float32)] * outputs,
+        out_shape=[like(constants, (rows, groups.width), jnp.float32)] * outputs,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple("arbitrary" for _ in grid),
             allow_input_fusion=(False, schedule.as_blocks, False),  # as in `rows_kernel.call`
@@ -216,4 +218,5 @@ def call(
     )
     if not (schedule.interpreted or schedule.as_blocks):
         logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
-    return run(offset, logits, given)  # type: ignore[no-any-return]
+    results: list[jax.Array] = run(offset, logits, constants)
+    return results

@@ -65,16 +65,16 @@ def row_sums(
     if rows.num_rows is not None:
         count = jnp.clip(rows.num_rows, 0, num_targets).reshape(1)
     first, shift = _rows_to_copy(schedule, row_ids)
-    given = given_rows(schedule, selected, outputs.inclusive, rows.temperatures, shift)
-    every = [count, first, read, given]
+    constants = constants_of_rows(schedule, selected, outputs.inclusive, rows.temperatures, shift)
+    inputs = [count, first, read, constants]
     if allowed is not None:
         more = (
             schedule.num_batches * schedule.batch_rows - num_targets,
             schedule.words - allowed.shape[1],
         )
-        every.append(in_units(schedule, jnp.pad(allowed, ((0, more[0]), (0, more[1])))))
-    found = rows_kernel.call(schedule, interpret, *vary_like(every, every))
-    stats, values, ids = (in_rows(schedule, one)[:num_targets] for one in found)
+        inputs.append(in_units(schedule, jnp.pad(allowed, ((0, more[0]), (0, more[1])))))
+    results = rows_kernel.call(schedule, interpret, *vary_like(inputs, inputs))
+    stats, values, ids = (in_rows(schedule, x)[:num_targets] for x in results)
     sums = RowSums(
         maximum=stats[:, 0],
         sum_exp=stats[:, 2],
@@ -101,23 +101,23 @@ def _rows_to_copy(schedule: Schedule, row_ids: jax.Array | None) -> tuple[jax.Ar
     return jnp.pad(first, (0, schedule.num_units * schedule.unit - schedule.num_targets)), shift
 
 
-def given_rows(
+def constants_of_rows(
     schedule: Schedule,
     selected: jax.Array,
     inclusive: bool,
     temperatures: jax.Array | None,
     shift: jax.Array,
 ) -> jax.Array:
-    """What the kernel is given of each row: [rows of batches, 3] int32, `unit.Given`."""
+    """What the kernel takes of each row: [rows of batches, 3] int32, `unit.RowConstants`."""
     limit = limit_of_count(selected, inclusive)
     scale = jnp.full(selected.shape, LOG2_E, jnp.float32)
     if temperatures is not None:  # finite in any case: a bad temperature makes no row invalid
         inverse = LOG2_E / jnp.where(temperatures > 0, temperatures, jnp.float32(1))
         scale = jnp.minimum(inverse, jnp.float32(LARGEST))
-    columns = [lax.bitcast_convert_type(one, jnp.int32) for one in (limit, scale)]
+    columns = [lax.bitcast_convert_type(x, jnp.int32) for x in (limit, scale)]
     rows = schedule.num_batches * schedule.batch_rows
-    every = jnp.stack([*columns, shift], axis=1)
-    return in_units(schedule, jnp.pad(every, ((0, rows - schedule.num_targets), (0, 0))))
+    table = jnp.stack([*columns, shift], axis=1)
+    return in_units(schedule, jnp.pad(table, ((0, rows - schedule.num_targets), (0, 0))))
 
 
 def in_units(schedule: Schedule, x: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ from pallas_kernels.backends.mosaic_tpu.unit import (
     Halves,
     Index,
     Interpret,
-    Place,
+    Span,
     Unit,
     chains,
     turn_bits,
@@ -70,31 +70,31 @@ class Stacks(NamedTuple):
     logits: jax.Ref  # [sections * (depth + 1), batch rows, 128] float32; more than depth: overflow
     columns: jax.Ref  # [sections * (depth + 1), batch rows, 128] float32; the last are not used
 
-    def clear(self, rows: Place) -> None:
+    def clear(self, rows: Span) -> None:
         for slot in range(self.schedule.slots):
             self.logits[slot, rows, :] = jnp.full(SHAPE, -jnp.inf, jnp.float32)
             self.columns[slot, rows, :] = jnp.zeros(SHAPE, jnp.float32)
 
-    def load(self, section: Index, rows: Place) -> Stack:
+    def load(self, section: Index, rows: Span) -> Stack:
         depth = self.schedule.depth
         first = section * (depth + 1)
         logits = tuple(self.logits[first + i, rows, :] for i in range(depth + 1))
         return logits, tuple(self.columns[first + i, rows, :] for i in range(depth))
 
-    def store(self, section: Index, rows: Place, stack: Stack) -> None:
+    def store(self, section: Index, rows: Span, stack: Stack) -> None:
         first = section * (self.schedule.depth + 1)
         for i, x in enumerate(stack[0]):
             self.logits[first + i, rows, :] = x
         for i, x in enumerate(stack[1]):
             self.columns[first + i, rows, :] = x
 
-    def unfit(self, rows: Place) -> jax.Array:
+    def unfit(self, rows: Span) -> jax.Array:
         """1.0 in lanes [8, 128] that lost a candidate, or have one whose order is not certain.
 
         Floats compare subnormal numbers as if they were zeros.
         """
         depth = self.schedule.depth
-        found = []
+        flags = []
         for slot in range(self.schedule.slots):
             x = self.logits[slot, rows, :]
             if slot % (depth + 1) == depth:
@@ -102,8 +102,8 @@ class Stacks(NamedTuple):
             else:
                 size = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
                 bad = (size > 0) & (size < MIN_NORMAL_BITS)
-            found.append(jnp.where(bad, 1.0, 0.0))
-        return tree(jnp.maximum, found)
+            flags.append(jnp.where(bad, 1.0, 0.0))
+        return tree(jnp.maximum, flags)
 
 
 def push(stack: Stack, logit: jax.Array, column: jax.Array, pushed: jax.Array) -> Stack:
@@ -119,8 +119,8 @@ def push(stack: Stack, logit: jax.Array, column: jax.Array, pushed: jax.Array) -
 def push_each(stack: Stack, x: list[jax.Array], start: Index, bound: jax.Array) -> Stack:
     """Pushes what reaches the bound, of columns from `start` on."""
     first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
-    for i, one in enumerate(x):
-        stack = push(stack, one, first + float(i), one >= bound)
+    for i, logit in enumerate(x):
+        stack = push(stack, logit, first + float(i), logit >= bound)
     return stack
 
 
@@ -142,7 +142,7 @@ def push_groups(
     first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
     for begin in range(0, len(x), PUSHED_GROUP):
         group = x[begin : begin + PUSHED_GROUP]
-        entries = [(one, jnp.full(SHAPE, i, jnp.float32)) for i, one in enumerate(group)]
+        entries = [(logit, jnp.full(SHAPE, i, jnp.float32)) for i, logit in enumerate(group)]
         losers: list[jax.Array] = []
 
         def join(a: Pair, b: Pair, losers: list[jax.Array] = losers) -> Pair:
@@ -169,8 +169,8 @@ def threshold(groups: list[jax.Array], k: int) -> jax.Array:
     for group in groups:
         reached = jnp.zeros(SHAPE, jnp.float32)  # by how many groups each is
         for row in range(SUBLANES):
-            one = group[row : row + 1]
-            larger = [jnp.where(x[:, row : row + 1] >= one, 1.0, 0.0) for x in turned]
+            maxima = group[row : row + 1]
+            larger = [jnp.where(x[:, row : row + 1] >= maxima, 1.0, 0.0) for x in turned]
             count = jnp.sum(tree(jnp.add, larger), axis=0, keepdims=True)
             reached = jnp.where(place == row, count, reached)
         kth = jnp.max(jnp.where(reached >= k, group, LOWEST), axis=1, keepdims=True)
@@ -197,8 +197,8 @@ def order(stacks: Stacks, hard: jax.Ref, values_ref: jax.Ref, ids_ref: jax.Ref) 
             jnp.where(stacks.logits[slot] == largest, stacks.columns[slot], NO_ID) for slot in used
         ]
         first = jnp.min(tree(jnp.minimum, equal), axis=1, keepdims=True)
-        for slot, one in zip(used, equal, strict=True):
-            stacks.logits[slot] = jnp.where(one == first, -jnp.inf, stacks.logits[slot])
+        for slot, ids in zip(used, equal, strict=True):
+            stacks.logits[slot] = jnp.where(ids == first, -jnp.inf, stacks.logits[slot])
         write(rank, largest + 0.0, first.astype(jnp.int32), easy, values_ref, ids_ref)
 
     lax.fori_loop(0, schedule.k, take, None)
@@ -211,14 +211,14 @@ def write(
     rows: jax.Array,
     values_ref: jax.Ref,
     ids_ref: jax.Ref,
-    at: Place = slice(None),
+    at: Span = slice(None),
 ) -> None:
     """Write values and ids [n, 1] to column `rank` of the outputs' rows `at`, where `rows` says."""
     block = pl.ds(pl.multiple_of(rank & -LANES, LANES), LANES)
     lanes = lax.broadcasted_iota(jnp.int32, rows.shape, 1)
-    here = (lanes == (rank & (LANES - 1))) & rows
-    values_ref[at, block] = jnp.where(here, values, values_ref[at, block])
-    ids_ref[at, block] = jnp.where(here, ids, ids_ref[at, block])
+    at_rank = (lanes == (rank & (LANES - 1))) & rows
+    values_ref[at, block] = jnp.where(at_rank, values, values_ref[at, block])
+    ids_ref[at, block] = jnp.where(at_rank, ids, ids_ref[at, block])
 
 
 def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
@@ -227,17 +227,17 @@ def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
     Rows of equal logits take it, and rows whose K-th largest logit is near 0: logits are compared
     as integers here, which keeps subnormal numbers apart.
     """
-    given = unit.given()
+    constants = unit.constants()
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
     all_rows = jnp.full(SHAPE, True, bool)
 
     def take(rank: jax.Array, last: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        last_key, last_id = (jnp.broadcast_to(one, SHAPE) for one in last)
+        last_key, last_id = (jnp.broadcast_to(x, SHAPE) for x in last)
 
         def step(loaded: list[Halves], start: Index, carry: Pair) -> Pair:
             best, best_id = carry
-            for i, one in enumerate(loaded):
-                key = ordered_keys(one[half])
+            for i, column in enumerate(loaded):
+                key = ordered_keys(column[half])
                 token = (start + i) * LANES + lanes
                 later = (key < last_key) | ((key == last_key) & (token > last_id))
                 better = later & (key > best)
@@ -246,10 +246,10 @@ def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
             return best, best_id
 
         def chunk(index: Index, tokens: int, carry: Pair) -> Pair:
-            return unit.over_columns(index, tokens, given, step, carry)
+            return unit.over_columns(index, tokens, constants, step, carry)
 
-        nothing = jnp.full(SHAPE, -INFINITY, jnp.int32), jnp.zeros(SHAPE, jnp.int32)
-        best, best_id = unit.over_chunks(chunk, nothing)
+        initial = jnp.full(SHAPE, -INFINITY, jnp.int32), jnp.zeros(SHAPE, jnp.int32)
+        best, best_id = unit.over_chunks(chunk, initial)
         # Reductions over lanes are those of floats.
         upper = (best >> HALF).astype(jnp.float32)
         lower = (best & 0xFFFF).astype(jnp.float32)
@@ -257,18 +257,18 @@ def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
         second = jnp.max(jnp.where(upper == first, lower, -1.0), axis=1, keepdims=True)
         is_best = (upper == first) & (lower == second)
         token = jnp.where(is_best, best_id.astype(jnp.float32), NO_ID)
-        found = jnp.min(token, axis=1, keepdims=True).astype(jnp.int32)
+        token_id = jnp.min(token, axis=1, keepdims=True).astype(jnp.int32)
         key = (first.astype(jnp.int32) << HALF) | second.astype(jnp.int32)
         value = floats(key, jnp.float32)
-        write(rank, value, found, all_rows, values_ref, ids_ref, unit.rows(half))
-        return key, found
+        write(rank, value, token_id, all_rows, values_ref, ids_ref, unit.rows(half))
+        return key, token_id
 
     before = jnp.full((SUBLANES, 1), -MIN_INT - 1, jnp.int32), jnp.zeros((SUBLANES, 1), jnp.int32)
     lax.fori_loop(0, unit.schedule.k, take, before)
 
 
-class Found(NamedTuple):
-    """What the first sweep found of 8 rows, [8, 1] float32 each."""
+class SweepTotals(NamedTuple):
+    """What the first sweep leaves of 8 rows, [8, 1] float32 each."""
 
     maximum: jax.Array
     larger: jax.Array  # how many are larger than the given token's logit
@@ -276,7 +276,7 @@ class Found(NamedTuple):
     excess: jax.Array  # of the maximum over the first guess of it, in powers of 2
 
 
-def first_sweep(unit: Unit, maxima: jax.Ref) -> list[Found]:
+def first_sweep(unit: Unit, maxima: jax.Ref) -> list[SweepTotals]:
     """Statistics of the unit's rows; waits for its chunks one by one.
 
     The maximum is subtracted before the exponentials, but is not known yet: the largest of the
@@ -284,7 +284,7 @@ def first_sweep(unit: Unit, maxima: jax.Ref) -> list[Found]:
 
     Leaves the largest logit of every lane of every section in maxima [sections, unit, 128].
     """
-    schedule, given = unit.schedule, unit.given()
+    schedule, constants = unit.schedule, unit.constants()
     least = jnp.full(SHAPE, -jnp.inf, jnp.float32)
     zero = jnp.zeros(SHAPE, jnp.float32)
     for section in range(schedule.sections):
@@ -294,34 +294,34 @@ def first_sweep(unit: Unit, maxima: jax.Ref) -> list[Found]:
     unit.copies.wait(unit.number, jnp.int32(0), first)
 
     def largest(loaded: list[Halves], _: Index, carry: Vectors) -> Vectors:
-        every = [[one[half] for one in loaded] for half in range(schedule.halves)]
-        found = (chains(jnp.maximum, x) for x in every)
-        return tuple(jnp.maximum(a, b) for a, b in zip(carry, found, strict=True))
+        by_half = [[column[half] for column in loaded] for half in range(schedule.halves)]
+        peaks = (chains(jnp.maximum, x) for x in by_half)
+        return tuple(jnp.maximum(a, b) for a, b in zip(carry, peaks, strict=True))
 
     begin = (least,) * schedule.halves
-    found_first = unit.over_columns(
-        jnp.int32(0), min(first, schedule.step * LANES), given, largest, begin
+    first_maxima = unit.over_columns(
+        jnp.int32(0), min(first, schedule.step * LANES), constants, largest, begin
     )
-    guesses = [jnp.max(one, axis=1, keepdims=True) for one in found_first]
-    reference = [jnp.broadcast_to(one, SHAPE) for one in guesses]
+    guesses = [jnp.max(x, axis=1, keepdims=True) for x in first_maxima]
+    reference = [jnp.broadcast_to(guess, SHAPE) for guess in guesses]
 
     def step(loaded: list[Halves], _: Index, carry: tuple[Totals, ...]) -> tuple[Totals, ...]:
         out = [*carry]
         for begin in range(0, len(loaded), COLUMNS_TOGETHER):
             for half, (maximum, larger, total) in enumerate(out):
-                x = [one[half] for one in loaded[begin : begin + COLUMNS_TOGETHER]]
-                terms = [jnp.exp2((one - reference[half]) * given[half].scale) for one in x]
-                for one in x:
-                    maximum = jnp.maximum(maximum, one)
-                for one in x:
-                    larger = larger + jnp.where(one > given[half].limit, 1.0, 0.0)
+                x = [column[half] for column in loaded[begin : begin + COLUMNS_TOGETHER]]
+                terms = [jnp.exp2((logit - reference[half]) * constants[half].scale) for logit in x]
+                for logit in x:
+                    maximum = jnp.maximum(maximum, logit)
+                for logit in x:
+                    larger = larger + jnp.where(logit > constants[half].limit, 1.0, 0.0)
                 out[half] = maximum, larger, total + tree(jnp.add, terms)
         return tuple(out)
 
     def chunk(index: Index, tokens: int, totals: tuple[Pair, ...]) -> tuple[Pair, ...]:
         pl.when(index > 0)(lambda: unit.copies.wait(unit.number, index, tokens))
         begin = ((least, zero, zero),) * schedule.halves
-        ended = unit.over_columns(index, tokens, given, step, begin, schedule.first_step)
+        ended = unit.over_columns(index, tokens, constants, step, begin, schedule.first_step)
         section = unit.section(index)
         for half, (maximum, *_) in enumerate(ended):
             rows = _half(half)
@@ -332,14 +332,14 @@ def first_sweep(unit: Unit, maxima: jax.Ref) -> list[Found]:
         )
 
     totals = unit.over_chunks(chunk, ((zero, zero),) * schedule.halves)
-    found = []
+    sweeps = []
     for half, (larger, total) in enumerate(totals):
         lanes = tree(jnp.maximum, groups(unit, maxima, half))
         maximum = jnp.max(lanes, axis=1, keepdims=True)
-        excess = (maximum - guesses[half]) * given[half].scale[:, :1]
+        excess = (maximum - guesses[half]) * constants[half].scale[:, :1]
         sum_exp = jnp.sum(total, axis=1, keepdims=True) * jnp.exp2(-excess)
-        found.append(Found(maximum, jnp.sum(larger, axis=1, keepdims=True), sum_exp, excess))
-    return found
+        sweeps.append(SweepTotals(maximum, jnp.sum(larger, axis=1, keepdims=True), sum_exp, excess))
+    return sweeps
 
 
 def groups(unit: Unit, maxima: jax.Ref, half: int) -> list[jax.Array]:
@@ -349,9 +349,9 @@ def groups(unit: Unit, maxima: jax.Ref, half: int) -> list[jax.Array]:
 
 def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
     """Pushes what reaches the bounds [8, 1] of each half on the stacks."""
-    schedule, given = unit.schedule, unit.given()
+    schedule, constants = unit.schedule, unit.constants()
     halves = range(schedule.halves)
-    bound = [jnp.broadcast_to(one, SHAPE) for one in bounds]
+    bound = [jnp.broadcast_to(x, SHAPE) for x in bounds]
     least = jnp.full(SHAPE, -jnp.inf, jnp.float32)
     for half in halves:
         stacks.clear(unit.rows(half))
@@ -360,7 +360,7 @@ def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
         loaded: list[Halves], start: Index, carry: tuple[Selection, ...]
     ) -> tuple[Selection, ...]:
         return tuple(
-            push_groups(selection, [one[half] for one in loaded], start, bound[half])
+            push_groups(selection, [column[half] for column in loaded], start, bound[half])
             for half, selection in enumerate(carry)
         )
 
@@ -368,7 +368,7 @@ def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
         loaded: list[Halves], start: Index, carry: tuple[Stack, ...]
     ) -> tuple[Stack, ...]:
         return tuple(
-            push_each(stack, [one[half] for one in loaded], start, bound[half])
+            push_each(stack, [column[half] for column in loaded], start, bound[half])
             for half, stack in enumerate(carry)
         )
 
@@ -376,7 +376,7 @@ def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
         section = unit.section(index)
         first = tuple(stacks.load(section, unit.rows(half)) for half in halves)
         begin = tuple((stack, least) for stack in first)
-        ended = unit.over_columns(index, tokens, given, step, begin)
+        ended = unit.over_columns(index, tokens, constants, step, begin)
         for half in halves:
             stacks.store(section, unit.rows(half), ended[half][0])
         if not schedule.rare:
@@ -385,7 +385,7 @@ def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
 
         @pl.when(jnp.max(tree(jnp.maximum, lost)) > 0.0)
         def _again() -> None:
-            pushed = unit.over_columns(index, tokens, given, step_again, first)
+            pushed = unit.over_columns(index, tokens, constants, step_again, first)
             for half in halves:
                 stacks.store(section, unit.rows(half), pushed[half])
 
@@ -397,30 +397,30 @@ def sums_again(unit: Unit, half: int, maximum: jax.Array) -> list[jax.Array]:
 
     They are those of exponentials and, if it is wanted, for the entropy: in exponents of 2.
     """
-    given = unit.given()
-    scale = given[half].scale
+    constants = unit.constants()
+    scale = constants[half].scale
     finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     reference = jnp.broadcast_to(finite, SHAPE)
     entropy = unit.schedule.entropy
     zero = jnp.zeros(SHAPE, jnp.float32)
 
     def step(loaded: list[Halves], _: Index, sums: Vectors) -> Vectors:
-        exponents = [(one[half] - reference) * scale for one in loaded]
-        terms = [jnp.exp2(one) for one in exponents]
+        exponents = [(column[half] - reference) * scale for column in loaded]
+        terms = [jnp.exp2(exponent) for exponent in exponents]
         more = [chains(jnp.add, terms)]
         if entropy:
-            raised = [jnp.maximum(one, jnp.float32(LEAST * LOG2_E)) for one in exponents]
+            raised = [jnp.maximum(exponent, jnp.float32(LEAST * LOG2_E)) for exponent in exponents]
             products = [a * b for a, b in zip(terms, raised, strict=True)]
             more.append(chains(jnp.add, products))
         return tuple(a + b for a, b in zip(sums, more, strict=True))
 
     def chunk(index: Index, tokens: int, totals: Vectors) -> Vectors:
         begin = (zero,) * len(totals)
-        sums = unit.over_columns(index, tokens, given, step, begin)
+        sums = unit.over_columns(index, tokens, constants, step, begin)
         return tuple(a + b for a, b in zip(totals, sums, strict=True))
 
     totals = unit.over_chunks(chunk, (zero,) * (1 + entropy))
-    return [jnp.sum(one, axis=1, keepdims=True) for one in totals]
+    return [jnp.sum(total, axis=1, keepdims=True) for total in totals]
 
 
 def count_again(unit: Unit, half: int) -> jax.Array:
@@ -428,28 +428,28 @@ def count_again(unit: Unit, half: int) -> jax.Array:
 
     Floats compare subnormal numbers as if they were zeros.
     """
-    given = unit.given()
-    turn, limit = turned(given[half].limit)
+    constants = unit.constants()
+    turn, limit = turned(constants[half].limit)
 
     def step(loaded: list[Halves], _: Index, larger: jax.Array) -> jax.Array:
-        x = [as_integers(one[half]) ^ turn for one in loaded]
-        more: jax.Array = chains(jnp.add, [jnp.where(one > limit, 1.0, 0.0) for one in x])
+        x = [as_integers(column[half]) ^ turn for column in loaded]
+        more: jax.Array = chains(jnp.add, [jnp.where(key > limit, 1.0, 0.0) for key in x])
         return larger + more
 
     def chunk(index: Index, tokens: int, larger: jax.Array) -> jax.Array:
-        return unit.over_columns(index, tokens, given, step, larger)
+        return unit.over_columns(index, tokens, constants, step, larger)
 
     larger = unit.over_chunks(chunk, jnp.zeros(SHAPE, jnp.float32))
     return jnp.sum(larger, axis=1, keepdims=True)
 
 
-def _half(half: int) -> Place:
+def _half(half: int) -> Span:
     return pl.ds(half * SUBLANES, SUBLANES)
 
 
 def body(schedule: Schedule, *refs: jax.Ref) -> None:
     """One grid step."""
-    count_ref, rows_ref, logits_ref, given_ref, *rest = refs
+    count_ref, rows_ref, logits_ref, constants_ref, *rest = refs
     allowed_ref = rest.pop(0) if schedule.masked else None
     semaphores = None if schedule.as_blocks else rest.pop()
     turned_ref = rest.pop() if schedule.masked else None
@@ -462,7 +462,7 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
 
     def serve(index: jax.Array) -> None:
         number = first + index
-        unit = Unit(schedule, copies, number, index, buffer, given_ref, turned_ref)
+        unit = Unit(schedule, copies, number, index, buffer, constants_ref, turned_ref)
         if allowed_ref is not None and turned_ref is not None:
             turn_bits(
                 schedule,
@@ -470,9 +470,9 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
                 [unit.rows(half) for half in range(schedule.halves)],
                 turned_ref,
             )
-        found = first_sweep(unit, maxima)
-        for half, one in enumerate(found):
-            statistics(unit, half, one, count_ref[0], stats_ref)
+        sweeps = first_sweep(unit, maxima)
+        for half, sweep in enumerate(sweeps):
+            statistics(unit, half, sweep, count_ref[0], stats_ref)
         if schedule.k:
             halves = range(schedule.halves)
             bounds = [threshold(groups(unit, maxima, half), schedule.k) for half in halves]
@@ -515,15 +515,17 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
     put_in_order(first < units)
 
 
-def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref: jax.Ref) -> None:
+def statistics(
+    unit: Unit, half: int, sweep: SweepTotals, count: jax.Array, stats_ref: jax.Ref
+) -> None:
     """Writes the statistics of half a unit; sweeps again where the first sweep was not enough."""
     active = _is_active(unit, half, count)
     rows = unit.rows(half)
-    first = [found.maximum, found.larger, found.sum_exp]
+    first = [sweep.maximum, sweep.larger, sweep.sum_exp]
     stats_ref[rows, :] = _overwrite(jnp.zeros(SHAPE, jnp.float32), 0, first)
 
     def sums() -> None:
-        again = sums_again(unit, half, found.maximum)
+        again = sums_again(unit, half, sweep.maximum)
         stats_ref[rows, :] = _overwrite(stats_ref[rows, :], 2, again)
 
     def larger() -> None:
@@ -532,9 +534,9 @@ def statistics(unit: Unit, half: int, found: Found, count: jax.Array, stats_ref:
     if unit.schedule.entropy:
         sums()
     elif unit.schedule.rare:
-        pl.when(_any(~(found.excess <= MOST) & active))(sums)
+        pl.when(_any(~(sweep.excess <= MOST) & active))(sums)
     if unit.schedule.rare:
-        near_zero = jnp.abs(unit.given()[half].limit) < MIN_NORMAL
+        near_zero = jnp.abs(unit.constants()[half].limit) < MIN_NORMAL
         pl.when(_any(near_zero & active))(larger)
 
 
@@ -572,8 +574,8 @@ def _any(x: jax.Array) -> jax.Array:
 def _overwrite(out: jax.Array, first: int, columns: list[jax.Array]) -> jax.Array:
     """out [8, 128] with these columns [8, 1] from `first` on."""
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
-    for i, one in enumerate(columns):
-        out = jnp.where(lanes == first + i, one, out)
+    for i, column in enumerate(columns):
+        out = jnp.where(lanes == first + i, column, out)
     return out
 
 
@@ -583,7 +585,7 @@ def call(
     count: jax.Array,
     rows: jax.Array,
     logits: jax.Array,
-    given: jax.Array,
+    constants: jax.Array,
     allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run the kernel.
@@ -595,14 +597,14 @@ def call(
       rows: [num_units * unit] int32, the row of logits of each target where they are gathered (of
         16-bit logits, the first of the two rows of its word); else [1].
       logits: [N, V] bfloat16 or float32; of a schedule for float16, these as float32.
-      given: [num_batches * batch_rows, 3] int32, `unit.Given` of every target.
+      constants: [num_batches * batch_rows, 3] int32, `unit.RowConstants` of every target.
       allowed: [num_batches * batch_rows, words] int32 where tokens are masked, bits as those of
         `changes.Changes`.
 
     Returns:
       Statistics [rows, 128] float32, columns of the maximum, the number of larger logits and the
-      sums; the top K's logits [rows, width] float32
-      and ids [rows, width] int32. Rows, as those of `given`, are in the order of `run.in_units`.
+      sums; the top K's logits [rows, width] float32 and ids [rows, width] int32. Rows, as those of
+      `constants`, are in the order of `run.in_units`.
     """
     batch, slots = schedule.batch_rows, (schedule.slots, schedule.batch_rows, LANES)
     widths = (LANES, schedule.out_width, schedule.out_width)
@@ -625,7 +627,7 @@ def call(
         scratch.append(pltpu.VMEM((schedule.unit, schedule.words), jnp.int32))
     if not schedule.as_blocks:
         scratch.append(pltpu.SemaphoreType.DMA((2, schedule.num_chunks)))
-    every = [given] if allowed is None else [given, allowed]
+    row_inputs = [constants] if allowed is None else [constants, allowed]
     run = pl.pallas_call(
         functools.partial(body, schedule),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -633,20 +635,20 @@ def call(
             grid=grid,
             in_specs=[
                 of_logits,
-                *[pl.BlockSpec((batch, x.shape[1]), lambda i, *_: (i, 0)) for x in every],
+                *[pl.BlockSpec((batch, x.shape[1]), lambda i, *_: (i, 0)) for x in row_inputs],
             ],
             out_specs=[pl.BlockSpec((batch, width), lambda i, *_: (i, 0)) for width in widths],
             scratch_shapes=scratch,
         ),
         out_shape=[
-            like(given, (schedule.num_batches * batch, width), dtype)
+            like(constants, (schedule.num_batches * batch, width), dtype)
             for width, dtype in zip(widths, dtypes, strict=True)
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple("arbitrary" for _ in grid),
             # float16 becomes float32 where a block is loaded, by an instruction that XLA has and
             # Mosaic has not: nothing of float32 is written to HBM.
-            allow_input_fusion=(False, False, schedule.as_blocks, *[False] * len(every)),
+            allow_input_fusion=(False, False, schedule.as_blocks, *[False] * len(row_inputs)),
             # The starts of copies are from shapes, or from row ids in range: the interpreter looks
             # at each. Checked by the chip, a copy takes twice as many cycles to start.
             disable_bounds_checks=True,
@@ -657,7 +659,7 @@ def call(
     )
     if not (schedule.interpreted or schedule.as_blocks):  # XLA might copy all rows to VMEM first
         logits = pltpu.with_memory_space_constraint(logits, pltpu.HBM)
-    return tuple(run(count, rows, logits, *every))
+    return tuple(run(count, rows, logits, *row_inputs))
 
 
 def wanted_block(

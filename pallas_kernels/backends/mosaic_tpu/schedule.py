@@ -60,8 +60,8 @@ class Schedule:
     @property
     def width(self) -> int:
         """Tokens that a buffer has room for in each of its rows."""
-        whole = self.block if self.as_blocks else 1
-        return -(-self.columns // whole) * whole * LANES
+        multiple = self.block if self.as_blocks else 1
+        return -(-self.columns // multiple) * multiple * LANES
 
     @property
     def halves(self) -> int:

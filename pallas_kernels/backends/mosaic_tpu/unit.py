@@ -23,7 +23,7 @@ STEPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1
 
 Halves = tuple[jax.Array, ...]  # [8, 128] each: the even and the odd rows, or all
 Index = int | jax.Array  # [] int32
-Place = slice | pl.Slice
+Span = slice | pl.Slice
 Interpret = pltpu.InterpretParams | bool
 Carry = TypeVar("Carry")  # of a loop: a tree of vectors
 Joined = TypeVar("Joined")
@@ -58,13 +58,15 @@ class Copies(NamedTuple):
 
     def start(self, unit: Index) -> None:
         """Start the copies of all chunks of a unit."""
-        self._chunks(lambda index, tokens: self._each(unit, index, tokens, lambda c: c.start()))
+        self._chunks(
+            lambda index, tokens: self._for_each_copy(unit, index, tokens, lambda c: c.start())
+        )
 
     def wait(self, unit: Index, index: Index, tokens: int) -> None:
         """Wait for a chunk of a unit. Pallas has waited for a block."""
         if self.schedule.as_blocks:
             return
-        self._each(unit, index, tokens, lambda c: c.wait())
+        self._for_each_copy(unit, index, tokens, lambda c: c.wait())
 
     def _chunks(self, do: Callable[[Index, int], None]) -> None:
         schedule = self.schedule
@@ -77,7 +79,7 @@ class Copies(NamedTuple):
             lax.fori_loop(0, last, full, None)
         do(jnp.int32(last), schedule.vocabulary - last * schedule.chunk * LANES)
 
-    def _each(
+    def _for_each_copy(
         self, unit: Index, index: Index, tokens: int, do: Callable[[AsyncCopy], None]
     ) -> None:
         """do(copy) for every copy of a chunk."""
@@ -92,25 +94,25 @@ class Copies(NamedTuple):
         if schedule.as_words:  # a copy has the dtype of what it copies
             buffer = buffer.bitcast(self.logits_ref.dtype)  # type: ignore[attr-defined]
 
-        def one(row: Index, count: int, place: int | jax.Array) -> None:
+        def copy_rows(row: Index, count: int, place: int | jax.Array) -> None:
             source = self.logits_ref.at[pl.ds(row, count), columns]
             target = buffer.at[slot, pl.ds(place, count), columns]
             do(pltpu.make_async_copy(source, target, semaphore))
 
         if schedule.gathered:
-            self._gathered(unit, one)
+            self._gathered(unit, copy_rows)
             return
         full, rest = divmod(schedule.num_logits_rows, schedule.unit)
         first = aligned(unit * schedule.unit, schedule.unit)
         if not rest:
-            one(first, schedule.unit, 0)
+            copy_rows(first, schedule.unit, 0)
         elif not full:
-            one(first, self._rounded(rest), 0)
+            copy_rows(first, self._rounded(rest), 0)
         else:
-            pl.when(unit < full)(lambda: one(first, schedule.unit, 0))
-            pl.when(unit >= full)(lambda: one(first, self._rounded(rest), 0))
+            pl.when(unit < full)(lambda: copy_rows(first, schedule.unit, 0))
+            pl.when(unit >= full)(lambda: copy_rows(first, self._rounded(rest), 0))
 
-    def _gathered(self, unit: Index, one: Callable[[Index, int, Index], None]) -> None:
+    def _gathered(self, unit: Index, copy_rows: Callable[[Index, int, Index], None]) -> None:
         schedule = self.schedule
         size = 2 if schedule.is_packed else 1  # a word is the least that can be copied
 
@@ -118,11 +120,11 @@ class Copies(NamedTuple):
             assert self.rows_ref is not None
             row = self.rows_ref[unit * SUBLANES + j]
             if size == 1:
-                one(row, 1, j)
+                copy_rows(row, 1, j)
             elif not schedule.interpreted:
-                one(aligned(row, 2), 2, aligned(2 * j, 2))
+                copy_rows(aligned(row, 2), 2, aligned(2 * j, 2))
             else:
-                one(row, min(2, schedule.num_logits_rows), 2 * j)
+                copy_rows(row, min(2, schedule.num_logits_rows), 2 * j)
 
         lax.fori_loop(0, SUBLANES, target, None)
 
@@ -137,7 +139,7 @@ class Copies(NamedTuple):
 
 
 def turn_bits(
-    schedule: Schedule, allowed_ref: jax.Ref, rows: list[Place], turned_ref: jax.Ref
+    schedule: Schedule, allowed_ref: jax.Ref, rows: list[Span], turned_ref: jax.Ref
 ) -> None:
     """Turns the words of a unit's rows: of each half, 8 rows of allowed_ref [batch rows, words].
 
@@ -149,12 +151,12 @@ def turn_bits(
     count = schedule.words // LANES
     for half, of_half in enumerate(rows):
 
-        def some(first: Index, number: int, half: int = half, of_half: Place = of_half) -> None:
+        def some(first: Index, number: int, half: int = half, of_half: Span = of_half) -> None:
             start = aligned(first * LANES, LANES)
             words = allowed_ref[of_half, pl.ds(start, number * LANES)]
-            found = [turned(words[:, i * LANES : (i + 1) * LANES]) for i in range(number)]
+            turned_words = [turned(words[:, i * LANES : (i + 1) * LANES]) for i in range(number)]
             target = pl.ds(half * SUBLANES, SUBLANES)
-            turned_ref[target, pl.ds(start, number * LANES)] = jnp.concatenate(found, axis=1)
+            turned_ref[target, pl.ds(start, number * LANES)] = jnp.concatenate(turned_words, axis=1)
 
         def full(i: jax.Array, _: None) -> None:
             some(i * PERMUTED_AT_ONCE, PERMUTED_AT_ONCE)
@@ -174,10 +176,10 @@ def turned(words: jax.Array) -> jax.Array:
     for distance, mask in STEPS:
         other = _permuted(x, lanes ^ distance)
         is_low = (lanes & distance) == 0
-        kept = jnp.where(is_low, jnp.int32(mask), jnp.int32(~mask))
+        stay_bits = jnp.where(is_low, jnp.int32(mask), jnp.int32(~mask))
         shifts = jnp.full(SHAPE, distance, jnp.int32)
         up, down = other << distance, lax.shift_right_logical(other, shifts)
-        x = (x & kept) | (jnp.where(is_low, up, down) & ~kept)
+        x = (x & stay_bits) | (jnp.where(is_low, up, down) & ~stay_bits)
     return x
 
 
@@ -190,8 +192,8 @@ def _permuted(x: jax.Array, lanes: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")
 
 
-class Given(NamedTuple):
-    """What is given of 8 rows, [8, 128] each: columns of an int32 array."""
+class RowConstants(NamedTuple):
+    """What the kernel takes of 8 rows, [8, 128] each: columns of an int32 array."""
 
     limit: jax.Array  # float32: what larger logits are larger than
     scale: jax.Array  # float32: the factor of logit differences in exponents of 2
@@ -206,56 +208,56 @@ class Unit(NamedTuple):
     number: Index
     index: Index  # type: ignore[assignment]  # in its batch
     buffer: jax.Ref  # as `Copies.buffer`
-    given_ref: jax.Ref  # [batch rows, 3] int32
+    constants_ref: jax.Ref  # [batch rows, 3] int32
     turned_ref: jax.Ref | None  # [unit, words] int32, of `turn_bits`; or None
 
-    def rows(self, half: int) -> Place:
+    def rows(self, half: int) -> Span:
         """The place of these 8 rows in the batch."""
         start = self.index * self.schedule.unit + half * SUBLANES
         return pl.ds(aligned(start, SUBLANES), SUBLANES)
 
-    def given(self) -> list[Given]:
+    def constants(self) -> list[RowConstants]:
         """Of each half."""
-        return [self._given(half) for half in range(self.schedule.halves)]
+        return [self._constants(half) for half in range(self.schedule.halves)]
 
-    def _given(self, half: int) -> Given:
-        every = self.given_ref[self.rows(half), :]
+    def _constants(self, half: int) -> RowConstants:
+        columns = self.constants_ref[self.rows(half), :]
         limit, scale, shift = (
-            jnp.broadcast_to(every[:, i : i + 1], SHAPE) for i in range(len(Given._fields))
+            jnp.broadcast_to(columns[:, i : i + 1], SHAPE) for i in range(len(RowConstants._fields))
         )
-        return Given(_floats(limit), _floats(scale), shift)
+        return RowConstants(_floats(limit), _floats(scale), shift)
 
-    def load(self, start: Index, number: int, given: list[Given]) -> list[Halves]:
+    def load(self, start: Index, number: int, constants: list[RowConstants]) -> list[Halves]:
         """The logits of `number` columns from `start` on."""
         token = aligned(start * LANES, LANES)
         slot = 0 if self.schedule.as_blocks else self.number & 1
         block = self.buffer[slot, :, pl.ds(token, number * LANES)]
-        wide = [self._wide(block[:, i * LANES : (i + 1) * LANES], given) for i in range(number)]
+        wide = [self._wide(block[:, i * LANES : (i + 1) * LANES], constants) for i in range(number)]
         return wide if self.turned_ref is None else self._allowed(wide, start)
 
     def _allowed(self, x: list[Halves], start: Index) -> list[Halves]:
         """-inf where a token's bit is not set. A step is a part of `WORD_COLUMNS`, or several."""
         assert self.turned_ref is not None
-        every: list[list[jax.Array]] = [[] for _ in x]
+        allowed: list[list[jax.Array]] = [[] for _ in x]
         for half in range(self.schedule.halves):
-            for i, one in enumerate(x):
+            for i, halves in enumerate(x):
                 if i % WORD_COLUMNS == 0:
                     first = lax.div(jnp.int32(start + i), WORD_COLUMNS)
-                    here = pl.ds(aligned(first * LANES, LANES), LANES)
-                    words = self.turned_ref[pl.ds(half * SUBLANES, SUBLANES), here]
+                    word_lanes = pl.ds(aligned(first * LANES, LANES), LANES)
+                    words = self.turned_ref[pl.ds(half * SUBLANES, SUBLANES), word_lanes]
                 column: Index = i % WORD_COLUMNS  # where steps begin with a vector of words
                 if self.schedule.step % WORD_COLUMNS:
                     column = lax.rem(jnp.int32(start + i), WORD_COLUMNS)
-                every[i].append(jnp.where(is_allowed(words, column), one[half], -jnp.inf))
-        return [tuple(one) for one in every]
+                allowed[i].append(jnp.where(is_allowed(words, column), halves[half], -jnp.inf))
+        return [tuple(halves) for halves in allowed]
 
-    def _wide(self, x: jax.Array, given: list[Given]) -> Halves:
+    def _wide(self, x: jax.Array, constants: list[RowConstants]) -> Halves:
         if not self.schedule.is_packed:
             return (x,)
         # [8, 128]: an even row below, an odd one above.
         words = x if self.schedule.as_words else pltpu.bitcast(x, jnp.int32)
         if self.schedule.gathered:
-            return (_floats((words << given[0].shift) & UPPER),)
+            return (_floats((words << constants[0].shift) & UPPER),)
         return _floats(words << 16), _floats(words & UPPER)
 
     def over_chunks(self, do: Callable[[Index, int, Carry], Carry], carry: Carry) -> Carry:
@@ -270,7 +272,7 @@ class Unit(NamedTuple):
         self,
         chunk: Index,
         tokens: int,
-        given: list[Given],
+        constants: list[RowConstants],
         step: Step[Carry],
         carry: Carry,
         size: int | None = None,
@@ -282,16 +284,16 @@ class Unit(NamedTuple):
 
         def full(i: jax.Array, carry: Carry) -> Carry:
             start = first + i * size
-            return step(self.load(start, size, given), start, carry)
+            return step(self.load(start, size, constants), start, carry)
 
         if steps:
             carry = lax.fori_loop(0, steps, full, carry)
         if rest:
             start = first + steps * size
-            found = self.load(start, -(-rest // LANES), given)
+            loaded = self.load(start, -(-rest // LANES), constants)
             if rest % LANES:  # what follows the last token is not of the row
-                found[-1] = tuple(masked(x, rest % LANES) for x in found[-1])
-            carry = step(found, start, carry)
+                loaded[-1] = tuple(masked(x, rest % LANES) for x in loaded[-1])
+            carry = step(loaded, start, carry)
         return carry
 
     def section(self, chunk: Index) -> jax.Array:

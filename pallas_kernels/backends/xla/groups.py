@@ -45,7 +45,7 @@ FEW_TARGETS = 32  # of so many, seldom more than one is on a list
 
 # How many rows of logits to work on at a time: `block_rows.rows_on_cpu` and its like.
 Size = Callable[[jax.Array, int, int, bool], int]
-Outputs = TypeVar("Outputs", bound=Tree)  # of arrays [R, ...]
+Result = TypeVar("Result", bound=Tree)  # of arrays [R, ...]
 
 
 def read_part(
@@ -230,13 +230,13 @@ def _number_of(flags: Bool[Array, " V"]) -> Int32[Array, ""]:
 
 
 def in_blocks(
-    work: Callable[..., Outputs],
+    work: Callable[..., Result],
     size: Size,
     rows: ListedRows,
     by_row: tuple[jax.Array, ...],
-    initial: Outputs,
+    initial: Result,
     k: int,
-) -> Outputs:
+) -> Result:
     """`work(x [B, V], x, *given)` of blocks of rows, put together; see `forms.map_blocks`.
 
     The first x is the changed one, a copy of a block.
@@ -248,10 +248,10 @@ def in_blocks(
         listed = 1 if num_targets <= FEW_TARGETS else LISTED_ON_CPU
         block = min(block, listed if size is block_rows.rows_on_cpu else LISTED)
 
-    def changed(x: jax.Array, row_changes: Changes | None, *values: jax.Array) -> Outputs:
+    def changed(x: jax.Array, row_changes: Changes | None, *values: jax.Array) -> Result:
         return work(x if row_changes is None else forms.barrier(apply(x, row_changes)), x, *values)
 
-    def done_from(start: jax.Array) -> Outputs:
+    def done_from(start: jax.Array) -> Result:
         x = forms.block_of_logits(logits, row_ids, start, block)
         chosen, values = forms.rows_from((row_ids, by_row), start, block)
         if chosen is None:

@@ -19,10 +19,10 @@ from pallas_kernels.numbers import ordered_keys
 
 Sums = tuple[jax.Array, jax.Array]  # see `statistics_on_tpu`
 # The first and last of `RowSums`.
-Statistics = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+RowStatistics = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
-class Given(NamedTuple):
+class BlockInputs(NamedTuple):
     """What is known of each row, [B]."""
 
     reference: jax.Array  # float32, subtracted before `exp`: the row's maximum, or 0
@@ -30,7 +30,7 @@ class Given(NamedTuple):
     temperatures: jax.Array | None  # float32, usable ones; None: 1
 
 
-def statistics_on_tpu(x: jax.Array, row_inputs: Given) -> Sums:
+def statistics_on_tpu(x: jax.Array, row_inputs: BlockInputs) -> Sums:
     """The sum of exponentials [B] float32 and the number of larger logits [B] int32 of x [B, V].
 
     As two reductions of float32, of which the TPU compiler makes one read. A reduction of both at
@@ -43,12 +43,12 @@ def statistics_on_tpu(x: jax.Array, row_inputs: Given) -> Sums:
         return exponentials, larger.astype(jnp.int32)
 
 
-def _exponentials(x: jax.Array, row_inputs: Given) -> jax.Array:
+def _exponentials(x: jax.Array, row_inputs: BlockInputs) -> jax.Array:
     """float32 [..., V] of x [..., V] and `row_inputs` [...]."""
     return jnp.exp(_scaled(x, row_inputs))
 
 
-def _scaled(x: jax.Array, row_inputs: Given) -> jax.Array:
+def _scaled(x: jax.Array, row_inputs: BlockInputs) -> jax.Array:
     """(x - reference) / T, float32 [..., V]."""
     scaled = x.astype(jnp.float32) - row_inputs.reference[..., None]
     if row_inputs.temperatures is not None:
@@ -57,7 +57,7 @@ def _scaled(x: jax.Array, row_inputs: Given) -> jax.Array:
     return scaled
 
 
-def _larger(x: jax.Array, row_inputs: Given) -> jax.Array:
+def _larger(x: jax.Array, row_inputs: BlockInputs) -> jax.Array:
     """1 where a logit of x [..., V] is larger than the given one [...], else 0, in float32.
 
     Counted in float32 (exact below 2**24): on a CPU several times faster than in int32.
@@ -66,19 +66,21 @@ def _larger(x: jax.Array, row_inputs: Given) -> jax.Array:
     return jnp.where(larger, jnp.float32(1), jnp.float32(0))
 
 
-def weighted_sum(x: jax.Array, row_inputs: Given) -> jax.Array:
+def weighted_sum(x: jax.Array, row_inputs: BlockInputs) -> jax.Array:
     """[B] float32 of x [B, V]."""
     with jax.named_scope("row_entropy"):
-        return lax.reduce(_terms(x, row_inputs), jnp.float32(0), lax.add, dimensions=(1,))  # type: ignore[no-any-return]
+        terms = _terms(x, row_inputs)
+        total: jax.Array = lax.reduce(terms, jnp.float32(0), lax.add, dimensions=(1,))
+        return total
 
 
-def _terms(x: jax.Array, row_inputs: Given) -> jax.Array:
+def _terms(x: jax.Array, row_inputs: BlockInputs) -> jax.Array:
     """float32 [..., V] of x [..., V] and `row_inputs` [...]."""
     scaled = _scaled(x, row_inputs)
     return jnp.exp(scaled) * jnp.maximum(scaled, jnp.float32(LEAST))
 
 
-class Parts(NamedTuple):
+class RowParts(NamedTuple):
     """Of some logits of a row: what `joined` makes one of two of."""
 
     keys: jax.Array  # `ordered_keys`; the largest
@@ -89,7 +91,7 @@ class Parts(NamedTuple):
     weighted: jax.Array | None  # float32: of these by their exponents, for the entropy
 
 
-def joined(a: Parts, b: Parts) -> Parts:
+def joined(a: RowParts, b: RowParts) -> RowParts:
     """Two parts of a row as one."""
     apart = jnp.where(a.largest == b.largest, jnp.float32(0), jnp.abs(a.largest - b.largest))
     inverse = jnp.maximum(a.inverse, b.inverse)
@@ -106,7 +108,7 @@ def joined(a: Parts, b: Parts) -> Parts:
         least = jnp.maximum(moved, jnp.float32(LEAST))
         of_a, of_b = a.weighted + least * a.sums, b.weighted + least * b.sums
         weighted = both(a.weighted, b.weighted, of_a, of_b)
-    return Parts(
+    return RowParts(
         jnp.maximum(a.keys, b.keys),
         jnp.maximum(a.largest, b.largest),
         both(a.sums, b.sums, a.sums, b.sums),
@@ -122,7 +124,7 @@ def in_one_read(
     temperatures: jax.Array | None,
     width: int | None,
     entropy: bool,
-) -> tuple[Statistics, jax.Array | None]:
+) -> tuple[RowStatistics, jax.Array | None]:
     """The statistics of rows x [B, V], and the keys of groups of a width, if there is one.
 
     Sums are relative to the largest logit so far, so they need no maximum that is known before: one
@@ -134,8 +136,8 @@ def in_one_read(
     x = row_pieces.filled(x, padded_width, jnp.asarray(-jnp.inf, x.dtype))
     values = x.astype(jnp.float32)
     inverse = inverse_of(temperatures, rows)
-    row_inputs = Given(jnp.zeros((rows,), jnp.float32), limit, None)
-    parts = Parts(
+    row_inputs = BlockInputs(jnp.zeros((rows,), jnp.float32), limit, None)
+    parts = RowParts(
         ordered_keys.ordered_keys(x),
         values,
         jnp.where(values == -jnp.inf, jnp.float32(0), jnp.float32(1)),
@@ -144,20 +146,21 @@ def in_one_read(
         jnp.zeros_like(values) if entropy else None,
     )
     least, zero = jnp.float32(-jnp.inf), jnp.float32(0)
-    empty_part = Parts(
+    empty_part = RowParts(
         ordered_keys.key_of(-jnp.inf, x.dtype), least, zero, zero, zero, zero if entropy else None
     )
     with jax.named_scope("row_statistics"):
         tree = jax.tree.structure(parts)
 
-        def reduced(parts: Parts) -> Parts:
+        def reduced(parts: RowParts) -> RowParts:
             def join(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 first, second = (jax.tree.unflatten(tree, x) for x in (a, b))
                 return tuple(jax.tree.leaves(joined(first, second)))
 
             axis = jax.tree.leaves(parts)[0].ndim - 1
             leaves, start = (tuple(jax.tree.leaves(x)) for x in (parts, empty_part))
-            return jax.tree.unflatten(tree, lax.reduce(leaves, start, join, (axis,)))  # type: ignore[no-any-return]
+            totals: RowParts = jax.tree.unflatten(tree, lax.reduce(leaves, start, join, (axis,)))
+            return totals
 
         groups = reduced(jax.tree.map(lambda y: y.reshape(rows, -1, width), parts))
         statistics = reduced(groups)
@@ -168,17 +171,19 @@ def in_one_read(
 
 def read_on_tpu(
     x: jax.Array, limit: jax.Array, temperatures: jax.Array | None, width: int | None, entropy: bool
-) -> tuple[Statistics, None]:
+) -> tuple[RowStatistics, None]:
     """`in_one_read` without groups: a TPU would read them in a loop of R * K trips."""
     maximum = selection.row_maximum(x)
-    row_inputs = _given(maximum, limit, temperatures)
+    row_inputs = _row_inputs(maximum, limit, temperatures)
     weighted = weighted_sum(x, row_inputs) if entropy else None
     return (maximum, *statistics_on_tpu(x, row_inputs), weighted), None
 
 
-def _given(maximum: jax.Array, limit: jax.Array, temperatures: jax.Array | None) -> Given:
+def _row_inputs(
+    maximum: jax.Array, limit: jax.Array, temperatures: jax.Array | None
+) -> BlockInputs:
     reference = jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
-    return Given(reference, limit, temperatures)
+    return BlockInputs(reference, limit, temperatures)
 
 
 def sums_on_gpu(

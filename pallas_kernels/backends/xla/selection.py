@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.lowering import forms, row_pieces
+from pallas_kernels.lowering import forms, row_pieces, typed
 from pallas_kernels.numbers import ordered_keys
 
 WIDEST_GROUP = 128
@@ -204,8 +204,8 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
         return jnp.where(count.sum(axis=1, dtype=jnp.int32) >= k, higher, reached)
 
     reached = forms.vary_like(jnp.full(keys.shape[:1], np.iinfo(np.int16).min, jnp.int32), keys)
-    reached = lax.fori_loop(0, HALF, step, reached)
-    return reached.astype(keys.dtype) << shift  # type: ignore[no-any-return]
+    reached = typed.fori_loop(0, HALF, step, reached)
+    return reached.astype(keys.dtype) << shift
 
 
 PIECES = 16  # of a row of maxima, joined at a time

@@ -44,7 +44,7 @@ class Prefix(NamedTuple):
     key: Int32[Array, " B"]
     number: Int32[Array, " B"]  # of tokens with the key; V: all of them
     above: Mass  # [B] each, the weights above the key
-    known: Bool[Array, " B"]  # whether `above` is known
+    is_weighed: Bool[Array, " B"]  # whether `above` is known
     met: Bool[Array, " B"]  # whether a token has the key
 
 
@@ -82,7 +82,7 @@ def searched(
         limit = jnp.where(by_mass, jnp.maximum(sampling.top_p * base, 1e-30), count)  # never none
         filters = jnp.where(by_mass, by_p, by_k)
         shortest = _shortest(rows, by_mass, limit, filters)
-        shortest = shortest._replace(known=jnp.broadcast_to(by_mass, filters.shape))
+        shortest = shortest._replace(is_weighed=jnp.broadcast_to(by_mass, filters.shape))
         return _where(filters & _is_shorter(shortest, prefix), shortest, prefix)
 
     finite = jnp.full(is_searched.shape, key_of(-jnp.inf, logits.dtype).astype(jnp.int32) + 1)
@@ -241,7 +241,7 @@ def _mass(rows: SearchedRows, prefix: Prefix, is_searched: jax.Array) -> Mass:
     def above() -> Mass:
         return tuple(x[:, 0] for x in sums_above(rows, prefix.key[:, None], by_mass))
 
-    mass_above = lax.cond(jnp.any(is_searched & ~prefix.known), above, lambda: prefix.above)
+    mass_above = lax.cond(jnp.any(is_searched & ~prefix.is_weighed), above, lambda: prefix.above)
     mass = rows.mass_of_key(prefix.key, by_mass)
     return _added(mass_above, prefix.number, mass, rows.vocab_size)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_specdec.adapters import maxtext, maxtext_heads, sglang_jax, tpu_inference, tunix
-from jax_specdec.adapters.heads import Head, linear_logprobs
+from jax_specdec.adapters.heads import ModelHead, linear_logprobs
 
 V, H = 37, 6
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -197,7 +197,7 @@ def test_logprobs_of_a_head_are_those_of_its_logits(axes, temperature, soft_cap)
     hidden, weight = normal(2, 3, H), normal(V, H, seed=1)
     ids = np.array([[0, V - 1, -1], [-V, 7, 20]])
     given = jnp.asarray(weight if axes == "VH" else weight.T)
-    head = Head(given, axes, None, soft_cap)
+    head = ModelHead(given, axes, None, soft_cap)
     (found,) = linear_logprobs(jnp.asarray(hidden), head, jnp.asarray(ids), temperature)
     logits = np.float64(hidden) @ np.float64(weight).T
     if soft_cap is not None:

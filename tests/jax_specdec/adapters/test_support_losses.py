@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_specdec.adapters import support_losses as losses
-from jax_specdec.adapters.heads import Head
+from jax_specdec.adapters.heads import ModelHead
 
 V, H, K = 30, 8, 5
 
@@ -15,7 +15,7 @@ def states(scale=1.0, axes="VH"):
     rng = np.random.default_rng(3)
     hidden = jnp.asarray(rng.normal(size=(2, 4, H)), jnp.float32)
     weight = jnp.asarray(rng.normal(size=(V, H)), jnp.float32)
-    head = Head(weight if axes == "VH" else weight.T, axes, jnp.float32, 4.0, scale, "highest")
+    head = ModelHead(weight if axes == "VH" else weight.T, axes, jnp.float32, 4.0, scale, "highest")
     logits = 4 * jnp.tanh(scale * (hidden @ weight.T) / 4)
     return hidden, head, logits
 

@@ -14,6 +14,7 @@ from jax_specdec.cli import demo_command
 from jax_specdec.cli.main import main, parsed_options
 from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.updates import Update
+from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.record import Records
 from jax_specdec.serve.model import tiny_model
 from jax_specdec.text import byte_tokens
@@ -131,6 +132,24 @@ def test_a_lost_worker_is_reported_once(choice, use_engine, capsys):
     assert (out + err).count("process rank 0 is gone") == 1
     assert ("--on-worker-loss restart" in err) == (choice == "stop")
     assert "EngineConfig" not in err  # nothing to type on a command line
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"), [(FinishReason.LENGTH, 0), (FinishReason.ATTEMPTS_EXHAUSTED, 1)]
+)
+def test_a_failed_request_makes_the_status_1(reason, status, use_engine):
+    class Ending(FakeEngine):
+        running = ()
+
+        def generate(self, requests):
+            record = SimpleNamespace(
+                request_id=requests[0].id, token_ids=np.array([100]), num_tokens=1, num_accepted=0,
+                finish_reason=reason, logprobs=None, statistics=None,
+            )  # fmt: skip
+            yield Update(None, None, [record])
+
+    use_engine(Ending())
+    assert main(["demo"]) == status
 
 
 def test_an_old_json_file_is_replaced_only_at_the_end(tmp_path, during, capsys):

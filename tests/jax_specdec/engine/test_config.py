@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_specdec.engine.config import EngineConfig, check
+from jax_specdec.engine.config import EngineConfig, check_request
 from jax_specdec.requests import Request, RequestError, SamplingParams
 from tests.support.scripted_worker import VOCAB
 
@@ -42,7 +42,7 @@ def test_unservable_requests_are_refused_before_anything_runs():
     def refuse(match, *ids, **params):
         asked = Request(id="r", prompt_token_ids=ids, params=SamplingParams(**params))
         with pytest.raises(RequestError, match=match):
-            check(asked, EngineConfig(vocab_size=VOCAB, max_length=96))
+            check_request(asked, EngineConfig(vocab_size=VOCAB, max_length=96))
 
     refuse(r"token id 99 is outside the vocabulary \(0 to 31\)", 1, 99)
     refuse("90 prompt tokens and max_tokens = 64 exceed the 96", *[1] * 90)

@@ -49,17 +49,17 @@ def test_text_and_tokens_end_where_the_definition_says(groups, stops, keep, min_
     steps = [target(number, tokens(*group)) for number, group in enumerate(groups)]
     for record in records_of(*steps, max_tokens=len(ids)):
         parts += delivery.push(record)
-        if delivery.found is not None:
+        if delivery.stop_text is not None:
             break
     text = "".join(part.text for part in parts)
     kept = [one for part in parts for one in part.record.token_ids.tolist()]
     least = 0 if not min_tokens else len(whole) if min_tokens >= len(ids) else ends[min_tokens - 1]
     found = reference(whole, stops, least) if stops else None
     if found is None:
-        assert (delivery.found, text, kept) == (None, whole, ids)
+        assert (delivery.stop_text, text, kept) == (None, whole, ids)
         return
     end = found[2] if keep else found[1]
-    assert delivery.found == found[0]
+    assert delivery.stop_text == found[0]
     assert text == whole[:end]
     assert parts[-1].record.finish_reason is FinishReason.STOP_STRING
     assert all(part.record.finish_reason is None for part in parts[:-1])
@@ -97,7 +97,7 @@ def test_the_sum_of_a_cut_text_is_that_of_its_tokens():
     first, second = records_of(*messages, max_tokens=9, logprobs=0)
     delivery = Delivery(TABLE, ["ab"])
     parts = [part for record in (first, second) for part in delivery.push(record)]
-    assert delivery.found == "ab"
+    assert delivery.stop_text == "ab"
     assert [part.record.token_ids.tolist() for part in parts] == [[1], [1]]
     total = first.cumulative_logprob + second.logprobs[0, 0]
     assert parts[-1].record.cumulative_logprob == pytest.approx(total)

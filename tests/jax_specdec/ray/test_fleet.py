@@ -27,7 +27,7 @@ def head(timeout):
 def fleet_of(monkeypatch):
     monkeypatch.setattr(module.placement, "start", lambda address: False)
     monkeypatch.setattr(module, "ReplicaHandle", replica)
-    monkeypatch.setattr(module, "Head", head)
+    monkeypatch.setattr(module, "HeadWatch", head)
     made = []
 
     def make(replicas, **config):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jax_specdec.ray import head as module
-from jax_specdec.ray.head import Head
+from jax_specdec.ray.head import HeadWatch
 from tests.support.fake_ray import FakeRay, RayError
 
 
@@ -42,7 +42,7 @@ def ray(monkeypatch):
 
 def test_a_head_without_its_state_is_a_problem_at_once(ray):
     """`ray.nodes()` would end the process there."""
-    head = Head(60.0)
+    head = HeadWatch(60.0)
     assert (head.nodes(), head.answers, ray.asked) == ([{"NodeID": "n"}], True, 1)
     ray.error = RayError("RPC error: WrongClusterID: Perhaps the client is accessing GCS")
     with pytest.raises(ConnectionError, match="was restarted"):
@@ -53,7 +53,7 @@ def test_a_head_without_its_state_is_a_problem_at_once(ray):
 
 
 def test_a_silent_head_is_a_problem_after_its_time(ray):
-    patient, strict = Head(60.0), Head(0.0)
+    patient, strict = HeadWatch(60.0), HeadWatch(0.0)
     ray.error = RayError("Timed out while waiting for GCS to become available.")
     with pytest.raises(ConnectionError, match="does not answer"):
         patient.nodes()

@@ -153,7 +153,7 @@ def test_nobody_waits_in_ray_for_a_fleet_that_is_over(ray, member):
         raise late
 
     ray.wait, ray.get, member.fleet.over = wait, get, lambda: left[0] <= 0
-    assert list(member.each(iter(()))) == []
+    assert list(member.stream_values(iter(()))) == []
     assert left == [0]
     left[0] = 3
     with pytest.raises(late):
@@ -164,4 +164,4 @@ def test_nobody_waits_in_ray_for_a_fleet_that_is_over(ray, member):
 def test_what_comes_late_is_waited_for(ray, member):
     late = ray.GetTimeoutError()
     ray.answers |= {"a": [late, "first"], "b": [late, late, "second"]}
-    assert list(member.each(iter(("a", "b")))) == ["first", "second"]
+    assert list(member.stream_values(iter(("a", "b")))) == ["first", "second"]

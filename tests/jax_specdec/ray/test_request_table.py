@@ -7,7 +7,7 @@ import pytest
 
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.export.step_rows import step_rows
-from jax_specdec.ray.batch import packed, unpacked
+from jax_specdec.ray.batch import arrow_bytes, unpacked
 from jax_specdec.ray.request_table import BatchError, Entry, RequestTable, end_rows
 from jax_specdec.ray.routes import Load, Routes
 from jax_specdec.records.batch import FinishReason
@@ -45,7 +45,7 @@ def rows_of(submissions, seed=0):
     scheduler.enqueue(queued)
     while scheduler.busy:
         for update in (*scheduler.prepare(), *scheduler.receive()):
-            yield unpacked(packed(step_rows(update.records.batches, emitted)))
+            yield unpacked(arrow_bytes(step_rows(update.records.batches, emitted)))
 
 
 def submissions_of(entries):

@@ -2,7 +2,7 @@
 
 from jax_specdec.ray import routes
 from jax_specdec.ray.routes import Load, Routes
-from jax_specdec.requests import packed
+from jax_specdec.requests import packed_ids
 
 
 def made(*slots, ahead=1, chunk=2):
@@ -13,9 +13,9 @@ def made(*slots, ahead=1, chunk=2):
 
 
 def send(found, prompt, tokens=10):
-    replica = found.choose(packed(prompt))
+    replica = found.choose(packed_ids(prompt))
     if replica is not None:
-        found.add(replica, packed(prompt), tokens)
+        found.add(replica, packed_ids(prompt), tokens)
     return replica
 
 
@@ -50,11 +50,11 @@ def test_a_prompt_follows_its_beginning_to_a_free_slot():
 
 def test_a_longer_common_beginning_counts_more():
     found = made(4, 4, chunk=1)
-    found.add(0, packed((1, 2)), 10)
-    found.add(1, packed((1, 2, 3)), 10)
+    found.add(0, packed_ids((1, 2)), 10)
+    found.add(1, packed_ids((1, 2, 3)), 10)
     found.loads[1].open += 1
-    assert found.choose(packed((1, 2, 3, 4))) == 1
-    assert found.choose(packed((7,))) == 0
+    assert found.choose(packed_ids((1, 2, 3, 4))) == 1
+    assert found.choose(packed_ids((7,))) == 0
 
 
 def test_a_lost_replica_is_known_no_more():

@@ -17,8 +17,8 @@ from jax_specdec.declaration import USUAL
 from jax_specdec.requests import Request, RequestError, SamplingParams, Structured
 from jax_specdec.structured import gate
 from jax_specdec.structured.checks import StructureChecks
-from jax_specdec.structured.gate import Gate
-from jax_specdec.structured.limits import GateFull, Limits
+from jax_specdec.structured.gate import GrammarGate
+from jax_specdec.structured.limits import GateFull, GrammarLimits
 from jax_specdec.text import byte_tokens
 from tests.support.processes import children_of, is_alive, wait_for
 from tests.support.scene import Scene
@@ -33,7 +33,7 @@ LARGE = Structured(
                 "properties": {f"k{n}": {"type": "integer", "multipleOf": n << 19}
                                for n in FACTORS}}),
 )  # fmt: skip
-PATIENT = Limits(cpu=60, mib=2048, seconds=60)
+PATIENT = GrammarLimits(cpu=60, mib=2048, seconds=60)
 
 
 def gate_processes(parent=None):
@@ -62,7 +62,7 @@ def gates():
     made = []
 
     def make(limits=None):
-        made.append(Gate("", byte_tokens.VOCAB_SIZE, limits))
+        made.append(GrammarGate("", byte_tokens.VOCAB_SIZE, limits))
         return made[-1]
 
     yield make
@@ -74,15 +74,17 @@ def gates():
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        (Limits(cpu=1, mib=2048), "takes more than 1 seconds of a processor or 2048 MiB"),
-        (Limits(cpu=60, mib=16), "takes more than 60 seconds of a processor or 16 MiB"),
-        (Limits(cpu=60, mib=2048, seconds=0), "make it smaller"),
+        (GrammarLimits(cpu=1, mib=2048), "takes more than 1 seconds of a processor or 2048 MiB"),
+        (GrammarLimits(cpu=60, mib=16), "takes more than 60 seconds of a processor or 16 MiB"),
+        (GrammarLimits(cpu=60, mib=2048, seconds=0), "make it smaller"),
     ],
 )
 def test_what_takes_too_much_is_refused(limits, said, gates):
     one = gates(limits)
     assert said in one.ask(LARGE, STOPS).result(60)
-    assert one.ask(SMALL, STOPS).result(60) == ("" if limits.seconds else one.known(SMALL, STOPS))
+    assert one.ask(SMALL, STOPS).result(60) == (
+        "" if limits.seconds else one.past_answer(SMALL, STOPS)
+    )
 
 
 def test_small_structures_pass_while_large_ones_compile(gates):
@@ -105,7 +107,7 @@ def test_the_last_one_who_leaves_ends_a_compilation(gates):
     assert copies() == [copy]
     waiting[1].cancel()
     wait_for(lambda: not copies())
-    assert one.known(LARGE, STOPS) is None  # it is not known to be refused
+    assert one.past_answer(LARGE, STOPS) is None  # it is not known to be refused
 
 
 def test_a_cancelled_task_ends_a_compilation():
@@ -158,7 +160,7 @@ def test_signals_of_a_service_do_not_end_it(gates):
 
 
 def test_it_ends_with_who_asks():
-    one = Gate("", byte_tokens.VOCAB_SIZE)
+    one = GrammarGate("", byte_tokens.VOCAB_SIZE)
     assert one.ask(SMALL, STOPS).result(60) == ""
     del one  # without close()
     gc.collect()
@@ -166,7 +168,7 @@ def test_it_ends_with_who_asks():
     code = (
         "import os\n"
         "from tests.jax_specdec.structured import test_gate as t\n"
-        "one = t.Gate('', t.byte_tokens.VOCAB_SIZE, t.PATIENT)\n"
+        "one = t.GrammarGate('', t.byte_tokens.VOCAB_SIZE, t.PATIENT)\n"
         "one.ask(t.SMALL, t.STOPS).result(60); one.ask(t.LARGE, t.STOPS)\n"
         "t.wait_for(t.copies)\n"
         "print(*t.gate_processes(), *t.copies(), flush=True); os.kill(os.getpid(), 9)"

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import VocabShard, greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import (
+    VocabShard,
+    greedy_topk_logprobs,
+    topk_logprobs,
+    use_implementation,
+)
 from pallas_kernels.backends import read
 from pallas_kernels.backends.groups import Drawn, ListedRows, RowsToDraw
 from pallas_kernels.backends.mosaic_gpu import compat, finish_kernel, limits
@@ -217,7 +222,8 @@ def test_plain_calls_take_the_plain_kernels(k):
 def reader(k, implementation=None, *shard):
     def call(logits, inverse, needed):
         rows = GroupedRows.of(logits, *shard)
-        return read_groups(rows.part, inverse, needed, k, implementation)[0]
+        with use_implementation(implementation):
+            return read_groups(rows.part, inverse, needed, k)[0]
 
     return call
 

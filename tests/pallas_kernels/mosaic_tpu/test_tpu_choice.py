@@ -176,7 +176,8 @@ def test_who_reads_sampled_rows():
     given = part, lowered.array((3,), "float32"), lowered.array((3,))
 
     def read(*given, implementation=None):
-        return reads.read_groups(*given, -1, implementation)[0].groups
+        with use_implementation(implementation):
+            return reads.read_groups(*given, -1)[0].groups
 
     assert kernels_of(read, *given) == 0
     assert kernels_of(functools.partial(read, implementation="mosaic_tpu"), *given) == 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.sampling import CompactQ, Drafts, Sampling, draw, truncation, verify
-from pallas_kernels.sampling.door import of_rows
+from pallas_kernels.sampling.door import checked_rows
 from tests.support import quick_compile, shape_checks
 
 B, D, M, V = 4, 1, 2, 11
@@ -27,7 +27,7 @@ def drafts(**changed):
 
 
 def seeds_taken(seed):
-    return np.asarray(of_rows(LOGITS, sampling(seed=seed), POSITIONS)[1].seed)
+    return np.asarray(checked_rows(LOGITS, sampling(seed=seed), POSITIONS)[1].seed)
 
 
 @pytest.mark.fast
@@ -44,7 +44,7 @@ def test_seeds_of_any_integer_type_count_modulo_2_32(dtype):
     np.testing.assert_array_equal(found, expected)
     if dtype not in ("int64", "uint64"):  # which JAX does not have by default
         np.testing.assert_array_equal(seeds_taken(jnp.asarray(given)), expected)
-        traced = jax.jit(lambda seed: of_rows(LOGITS, sampling(seed=seed), POSITIONS)[1].seed)
+        traced = jax.jit(lambda seed: checked_rows(LOGITS, sampling(seed=seed), POSITIONS)[1].seed)
         np.testing.assert_array_equal(traced(given), expected)
 
 
@@ -54,7 +54,7 @@ def test_numbers_of_other_widths():
         wide = jnp.array([-1, 2**32 + 5, 2**40, 3])
         np.testing.assert_array_equal(seeds_taken(wide), [2**32 - 1, 5, 0, 3])
     for dtype in (jnp.bfloat16, np.float64):
-        _, taken, places, _ = of_rows(
+        _, taken, places, _ = checked_rows(
             LOGITS, sampling(temperature=np.full(B, 0.5, dtype)), POSITIONS.astype(np.int64)
         )
         assert taken.temperature.dtype == jnp.float32

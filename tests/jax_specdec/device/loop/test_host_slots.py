@@ -8,7 +8,7 @@ import pytest
 from ipc import wire
 from ipc.wire import LogprobsMode
 from jax_specdec.device.loop import host_slots
-from jax_specdec.device.loop.kinds import Kind
+from jax_specdec.device.loop.kinds import StepKind
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import changes_size
 from jax_specdec.requests import SamplingParams
@@ -41,7 +41,7 @@ def test_greedy_rows_are_read_once_on_a_gpu():
 
     def once(*params, on_gpu=True, in_tiles=False):
         taken = [*(slot(**one) for one in params), host_slots.Slot()]
-        return Kind.of_slots(taken, 2000, on_gpu=on_gpu, in_tiles=in_tiles).reads_once
+        return StepKind.of_slots(taken, 2000, on_gpu=on_gpu, in_tiles=in_tiles).reads_once
 
     asks, silent, sampled = {"logprobs": 3}, {}, {"temperature": 0.5}
     assert once(asks, silent)
@@ -146,7 +146,7 @@ SAMPLED, ASKS, BIAS = {"temperature": 0.5}, {"logprobs": 3}, {"logit_bias": ((1,
 
 
 def kind(*params, draws=True):
-    return Kind.of_slots([*slots_of(*params), host_slots.Slot(generation=7)], 300, draws=draws)
+    return StepKind.of_slots([*slots_of(*params), host_slots.Slot(generation=7)], 300, draws=draws)
 
 
 def serves(one, *params):
@@ -180,5 +180,5 @@ def test_what_serves_more_serves_less(more, less):
 
 
 def test_without_drawn_drafts_there_are_fewer_kinds():
-    assert kind(ASKS) == Kind(widths=Widths(k=5))
+    assert kind(ASKS) == StepKind(widths=Widths(k=5))
     assert not kind(ASKS | {"draft_logprobs": True}, draws=False).reports_drafts

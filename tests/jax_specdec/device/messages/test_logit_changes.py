@@ -11,7 +11,7 @@ from jax_specdec.device.messages.logit_changes import (
     RowChanges,
     Written,
     changed_logits,
-    changes_of,
+    changes_of_requests,
     changes_size,
     row_changes,
 )
@@ -37,7 +37,9 @@ def written(prompts, emitted, drafts, length=12):
 
 
 def made(params, prompts):
-    return changes_of(params, changes_size(params), [*map(len, prompts)], [0] * len(params))
+    return changes_of_requests(
+        params, changes_size(params), [*map(len, prompts)], [0] * len(params)
+    )
 
 
 def changed(logits, params, prompts, emitted, drafts, parallel=ONE_DEVICE):

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from ipc import wire
 from ipc.wire import DeviceCheck, Kind
-from jax_specdec.device.messages.pack import KeptRows, Rows, SlotFields, Stamp, pack, select_rows
+from jax_specdec.device.messages.pack import (
+    KeptRows,
+    PackedSlots,
+    SentRows,
+    Stamp,
+    pack,
+    select_rows,
+)
 from jax_specdec.device.worker import outgoing
 from jax_specdec.device.worker.outgoing import DeviceCheckError
 from jax_specdec.kept_sets import KeptSets
@@ -49,11 +56,11 @@ def with_rows(slots, token_ids, found, order=None):
     if order is not None:
         whole = np.concatenate([order, np.arange(len(order), len(rows.flat))])
         found = jax.tree.map(lambda x: x[whole], found)
-        rows = Rows(rows.flat[whole], rows.num)
+        rows = SentRows(rows.flat[whole], rows.num)
     return slots, token_ids, rows, found
 
 
-NUMBERS = dict.fromkeys(SlotFields._fields, jnp.int32) | {"generation": jnp.uint32}
+NUMBERS = dict.fromkeys(PackedSlots._fields, jnp.int32) | {"generation": jnp.uint32}
 EDGES = (0, 1, 77, 2**31 - 1, 2**31, 2**32 - 1)  # of words
 
 
@@ -88,7 +95,7 @@ def step_of(contents):
     named = {name: jnp.float32(of_rows[value]) for name, value in ROW_VALUES.items()}
     halves = of_rows[[wire.RowValue.DIGEST_LOW, wire.RowValue.DIGEST_HIGH]]
     named["digests"] = jnp.asarray(np.float32(halves).T.copy().view(np.uint32))
-    return SlotFields(**slots), jnp.asarray(ids), TopkLogprobs(*map(jnp.asarray, found), **named)
+    return PackedSlots(**slots), jnp.asarray(ids), TopkLogprobs(*map(jnp.asarray, found), **named)
 
 
 def kept_rows(contents):
@@ -207,8 +214,8 @@ def test_a_message_longer_than_its_bucket_sets_its_bit():
 
 def one_slot(num_positions=1, k=0, num_extra=0, kind=Kind.TARGET, rank=0, num_words=None, **fields):
     """One slot's message at any size: one token without logprobs unless `fields` say more."""
-    fields = dict.fromkeys(SlotFields._fields, 0) | {"num_tokens": 1, "generation": 1} | fields
-    slots = SlotFields(**{name: jnp.full(1, x, NUMBERS[name]) for name, x in fields.items()})
+    fields = dict.fromkeys(PackedSlots._fields, 0) | {"num_tokens": 1, "generation": 1} | fields
+    slots = PackedSlots(**{name: jnp.full(1, x, NUMBERS[name]) for name, x in fields.items()})
     found = TopkLogprobs(
         jnp.zeros((num_positions, k + 1), jnp.int32),
         jnp.zeros((num_positions, k + 1)),

@@ -109,5 +109,5 @@ def test_programs_of_an_earlier_start_are_counted(argument, tmp_path):
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-    assert (counts.count, counts.kept) == (2, 1)
+    assert (counts.count, counts.num_kept) == (2, 1)
     assert str(counts) == "2 programs, 1 of them kept by an earlier start"

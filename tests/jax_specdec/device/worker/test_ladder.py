@@ -16,7 +16,7 @@ from jax_specdec.control import Phase, ProcessStats, WorkerConfig
 from jax_specdec.declaration import EVERYTHING, USUAL, Serves
 from jax_specdec.device.drafting.drafters import NgramDrafter
 from jax_specdec.device.loop.host_slots import Slot
-from jax_specdec.device.loop.kinds import Kind, Ladder, PromptKind
+from jax_specdec.device.loop.kinds import Ladder, PromptKind, StepKind
 from jax_specdec.device.loop.programs import Compiled
 from jax_specdec.device.loop.state import LoopConfig
 from jax_specdec.device.messages.batch_options import Widths
@@ -104,7 +104,7 @@ def test_a_rehearsal_tells_what_drafts_cost():
         choose = widths.cheapest
         widths.cheapest = lambda *one, c=choose, s=seen: s.append(kind := c(*one)) or kind
         widths.saw([1] * 3, [~0] * 3)
-        for kind in (Kind(samples=True), Kind()):
+        for kind in (StepKind(samples=True), StepKind()):
             widths.choose(kind, local.worker.slots, local.worker.narrower(kind))
             widths.took(seen[-1], 1.0)
             widths.choose(kind, local.worker.slots, local.worker.narrower(kind))
@@ -147,7 +147,7 @@ def test_a_ladder_has_no_rung_that_nobody_asked_for():
     assert names(logit_bias={1: 1.0}, alike=True)[0] == changed[1:]
     assert names(prompt_logprobs=3)[1] == PromptKind(8, Widths(k=5))
     ladder = Ladder.of(EVERYTHING, config, 8, draws=True)
-    assert ladder.rungs[-1] == Kind(
+    assert ladder.rungs[-1] == StepKind(
         Widths(k=32, chosen=128, mode=LogprobsMode.PROCESSED, kept=True, values=15),
         reports_drafts=True, samples=True, changes=ChangesSize(1024, True, True, True),
     )  # fmt: skip
@@ -165,7 +165,7 @@ def test_values_of_rows_are_those_of_the_costliest_rung():
     for one in asked:
         for value, place in ((False, 0), (True, 1)):
             params = SamplingParams(**one, entropy=value)
-            kind = ladders[1].lowest(Kind.of_slots([Slot(params=params, most_tokens=1)], 32))
+            kind = ladders[1].lowest(StepKind.of_slots([Slot(params=params, most_tokens=1)], 32))
             assert kind.widths.values == place
 
 
@@ -200,7 +200,7 @@ def test_a_ladder_serves_all_that_is_declared(asked):
         ladder = Ladder.of(Serves.of(asked), config, 8, **place)
         for count in range(len(asked) + 1):
             slots = [Slot(params=one, most_tokens=1) for one in asked[:count]]
-            exact = Kind.of_slots([*slots, Slot()], model.vocab_size, **place)
+            exact = StepKind.of_slots([*slots, Slot()], model.vocab_size, **place)
             assert ladder.lowest(exact).serves(exact)
         prompts = [one for one in asked if one.prompt_logprobs is not None]
         for one in prompts:

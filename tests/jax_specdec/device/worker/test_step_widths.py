@@ -14,15 +14,15 @@ from jax_specdec.device.drafting.drafters import NgramDrafter
 from jax_specdec.device.drafting.suffix import SuffixDrafter
 from jax_specdec.device.loop import step
 from jax_specdec.device.loop.host_slots import Slot
-from jax_specdec.device.loop.kinds import Kind
+from jax_specdec.device.loop.kinds import StepKind
 from jax_specdec.device.messages.logit_changes import ChangesSize
 from jax_specdec.device.worker import worker
-from jax_specdec.device.worker.step_widths import UNSEEN, StepWidths, Text
+from jax_specdec.device.worker.step_widths import UNSEEN, DraftHistory, StepWidths
 from pallas_kernels.sampling import Drafts
 from tests.support.decoding import VOCAB, Local, mixed_requests, random_model, request, run
 
 D = 3
-FULL, NONE, HALF = Kind(), Kind(num_drafts=0), Kind(num_drafts=1)
+FULL, NONE, HALF = StepKind(), StepKind(num_drafts=0), StepKind(num_drafts=1)
 SLOTS = [Slot(generation=7, most_tokens=D + 1), Slot()]
 TIMES = {NONE: 1.0, HALF: 1.2, FULL: 1.5}
 
@@ -50,10 +50,10 @@ def right(kind):
 def test_a_narrower_step_verifies_no_draft():
     assert FULL.narrower(D) == (NONE,)
     assert FULL.narrower(0) == ()
-    assert Kind(reports_drafts=True).narrower(D) == ()  # it follows every draft
+    assert StepKind(reports_drafts=True).narrower(D) == ()  # it follows every draft
     assert NONE.step_options["num_drafts"] == 0
-    (bare,) = Kind(changes=ChangesSize(16, penalties=True, grammar=True)).narrower(D)
-    assert bare == Kind(changes=ChangesSize(16, penalties=True), num_drafts=0)
+    (bare,) = StepKind(changes=ChangesSize(16, penalties=True, grammar=True)).narrower(D)
+    assert bare == StepKind(changes=ChangesSize(16, penalties=True), num_drafts=0)
 
 
 @pytest.mark.fast
@@ -111,7 +111,7 @@ def test_a_new_rung_begins_with_the_times_of_another():
     """It makes no step to tell them, and steps of two rungs tell of neither's widths."""
     widths = StepWidths(D, certain=True)
     after(widths, [wrong], 40)
-    rung = Kind(samples=True)
+    rung = StepKind(samples=True)
     narrow = [one._replace(samples=True) for one in (NONE, HALF)]
     ratio = widths.costs[FULL] - widths.costs[NONE]
     chosen = []
@@ -125,15 +125,15 @@ def test_a_new_rung_begins_with_the_times_of_another():
 
 @pytest.mark.fast
 def test_what_fates_tell():
-    text = Text(0, after_right=0.5, after_wrong=0.5)
+    text = DraftHistory(0, after_right=0.5, after_wrong=0.5)
     text.see(~1)  # right, then wrong
     assert text.after_wrong > 0.5 > text.after_right
     assert not text.is_right
     text.see(2)
     assert text.is_right
-    certain = Text(0, after_right=1.0, after_wrong=1.0)
+    certain = DraftHistory(0, after_right=1.0, after_wrong=1.0)
     assert [certain.expected(width) for width in (0, 1, 3)] == [1, 2, 4]
-    assert Text(0, after_right=1.0, after_wrong=0.0).expected(3) == 1
+    assert DraftHistory(0, after_right=1.0, after_wrong=0.0).expected(3) == 1
 
 
 @pytest.mark.fast

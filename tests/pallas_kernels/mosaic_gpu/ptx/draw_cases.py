@@ -27,7 +27,7 @@ from pallas_kernels.sampling.row_read import logprobs_of_read
 from pallas_kernels.sampling.verification import verify
 from pallas_kernels.testing import checks, oracle
 from pallas_kernels.testing import draws as drawn_tokens
-from pallas_kernels.testing.draws import PURPOSES, Slot
+from pallas_kernels.testing.draws import PURPOSES, DrawSlot
 from pallas_kernels.testing.shapes import Shape
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.pallas_kernels.mosaic_gpu.ptx.sampled_cases import fixed
@@ -54,20 +54,20 @@ def few_tokens(x: np.ndarray) -> np.ndarray:
     return np.concatenate([x, few])
 
 
-def slots_of(x: np.ndarray, most: int) -> list[Slot]:
+def slots_of(x: np.ndarray, most: int) -> list[DrawSlot]:
     """Plain rows, a taken token, up to `most` of them, cuts with ties, and no row at all."""
     order = np.argsort(-x[2].astype(np.float32), kind="stable")
     last, cut, at = x.shape[1] - 1, float(x[2, order[300]]), int(order[300])
     rng = np.random.default_rng(most)
     some = tuple(map(int, rng.choice(last, most, replace=False)))
     return [
-        Slot(0, 5, 7),
-        Slot(-1),
-        Slot(1, 2**32 - 1, 2**31 - 1, (int(x[1].argmax()),)),
-        Slot(2, 9, 1, (last, last - 1, 3, 4)[:most]),
-        Slot(2, 11, 2, (-1,), cut, at),
-        Slot(2, 12, 2, tuple(map(int, order[:2]))[:most], cut, at),
-        Slot(2, 13, 2, some),
+        DrawSlot(0, 5, 7),
+        DrawSlot(-1),
+        DrawSlot(1, 2**32 - 1, 2**31 - 1, (int(x[1].argmax()),)),
+        DrawSlot(2, 9, 1, (last, last - 1, 3, 4)[:most]),
+        DrawSlot(2, 11, 2, (-1,), cut, at),
+        DrawSlot(2, 12, 2, tuple(map(int, order[:2]))[:most], cut, at),
+        DrawSlot(2, 13, 2, some),
     ]
 
 
@@ -95,9 +95,9 @@ def draws(name: str, schedule: Schedule, most: int, names: tuple[str, ...] = ())
     """Draws with what a slot may have, of rows that are changed in these ways; against float64."""
     logits = few_tokens(logits_of(schedule))
     changes, x = changed(logits, names)
-    decided = [*slots_of(x, most), Slot(4, *LAST)]
+    decided = [*slots_of(x, most), DrawSlot(4, *LAST)]
     # Two groups with equal scores, of which either is summed again.
-    slots = [*decided, Slot(3, *TIED, (511,)), Slot(3, *TIED, (1279,))]
+    slots = [*decided, DrawSlot(3, *TIED, (511,)), DrawSlot(3, *TIED, (1279,))]
     given = drawn_tokens.rows_to_draw(x, slots, INVERSE)
     given = draw.RowsToDraw(*map(jnp.asarray, given))
     seed, position = jnp.uint32(TIED[0]), jnp.int32(TIED[1])
@@ -112,7 +112,7 @@ def draws(name: str, schedule: Schedule, most: int, names: tuple[str, ...] = ())
         found = every[0]
         for other in every[1:]:  # the bits of a changed copy
             jax.tree.map(np.testing.assert_array_equal, found, other)
-        drawn_tokens.check(found, x, decided, INVERSE)
+        drawn_tokens.check_drawn(found, x, decided, INVERSE)
         assert (found.token_ids[-2:] // 256).tolist() == [1, 1]  # the lower of equal groups
 
     return Case(name, schedule, 0, len(slots), call, check, (draw,))

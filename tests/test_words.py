@@ -1,0 +1,35 @@
+"""Names say what they hold: those that say how a value came stay few."""
+
+import ast
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.fast
+WORDS = {
+    "found", "one", "given", "kept", "own", "left", "whole", "each", "known", "mine", "every",
+    "here", "said", "nothing", "asked", "wanted",
+}  # fmt: skip
+MOST = 200  # bindings in the three packages; "kept" of kept sets is among them
+
+
+def bindings(source):
+    """The bindings of such a word: as a variable, an argument, a function or a class."""
+    for node in ast.walk(ast.parse(source)):
+        names = [getattr(node, field, None) for field in ("id", "arg", "name")]
+        binds = not isinstance(getattr(node, "ctx", None), ast.Load | ast.Del)
+        if binds and not isinstance(node, ast.keyword):
+            yield from (x for x in names if isinstance(x, str) and x.lstrip("_") in WORDS)
+
+
+def test_few_names_say_how_a_value_came():
+    tops = [ROOT / top for top in ("pallas_kernels", "jax_specdec", "ipc")]
+    sources = [path.read_text("utf-8") for top in tops for path in top.rglob("*.py")]
+    assert sum(len([*bindings(source)]) for source in sources) <= MOST
+
+
+def test_each_way_to_bind_a_word_is_seen():
+    """The control."""
+    source = "def _found(given, *, own=1):\n  one = kept(given, own=2)\n  class here: ...\n"
+    assert sorted(bindings(source)) == ["_found", "given", "here", "one", "own"]
