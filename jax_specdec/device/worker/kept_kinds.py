@@ -142,7 +142,10 @@ class KeptKinds:
                 name: serialize_executable.serialize(program.stage)
                 for name, program in programs.items()
             }
-            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
+            # One that a process was killed over is a broken program, which a later start removes.
+            with tempfile.NamedTemporaryFile(
+                dir=self.folder, prefix="writing_", suffix=compiled_programs.SUFFIX, delete=False
+            ) as file:
                 try:
                     file.write(zlib.compress(pickle.dumps(stored), 1))
                     file.flush()

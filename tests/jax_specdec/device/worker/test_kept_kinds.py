@@ -10,6 +10,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from jax_specdec import compiled_programs
 from jax_specdec.control import ProcessStats, WorkerConfig
 from jax_specdec.declaration import Serves
 from jax_specdec.device.loop.programs import Compiled
@@ -77,6 +78,7 @@ def test_a_start_that_finds_its_programs_traces_none(folder):
     assert "jit(step)" in names
     expected = answers(first)
     assert len([*folder.glob("kind_*-cache")]) == len(first.worker.kinds()) + 2
+    assert all(map(compiled_programs.is_whole, folder.iterdir()))
     with compiled_here() as names:
         second = started()
         assert answers(second) == expected
