@@ -220,6 +220,7 @@ def _environment() -> list[str]:
     return [
         f"{platform.python_version()} {jax.__version__} {jaxlib_version}",
         f"{devices[0].client.platform_version} {devices} {compiled_programs.machine()}",
+        f"{len(os.sched_getaffinity(0))} cores",  # among which a program is split
         f"{os.environ.get('XLA_FLAGS', '')} {settings}",
     ]
 
