@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipc import wire
+from ipc.field_docs import with_field_docs
 from jax_specdec.records import stop_rules
 from jax_specdec.records.batch import (
     Counters,
@@ -147,6 +148,7 @@ class Outlook:
         return self.admitted is admitted and self.phase is columns.phase
 
 
+@with_field_docs
 class ProcessorState(NamedTuple):
     """All that the processor knows about one ring.
 
