@@ -155,9 +155,12 @@ class ProcessorState(NamedTuple):
     Attributes:
       process_rank: the process rank that publishes to this ring.
       next_step: the step of the next target message; None accepts any first step.
+      admitted: what changes only when a slot is given or freed.
+      columns: what changes with every step.
       waiting: records of the last step, held until its draft message comes.
       early_draft: a draft message that came before its target message.
       past: statistics of the stays that are over, without what requests brought along.
+      counters: of what was not delivered, and of ends.
       num_drafts: the most drafts of a slot and step: D of the columns never exceeds it.
       outlook: on the next steps, as the last one left it.
       room: where they may be usual, tokens that every request may have more, at least.
