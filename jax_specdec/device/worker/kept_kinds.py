@@ -26,7 +26,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,17 +75,20 @@ class Anew(NamedTuple):
     is_new: bool
 
 
-@dataclass(frozen=True)
 class KeptKinds:
-    """Where the programs of a loop are kept.
+    """Where the programs of a loop are kept. Kinds that share a program share its executable.
 
     Attributes:
       folder: `compiled_programs` says which.
       digest: of all that programs follow from, but for their kind.
     """
 
-    folder: Path
-    digest: str
+    def __init__(self, folder: Path, digest: str) -> None:
+        """A place; arguments as the attributes."""
+        self.folder, self.digest = folder, digest
+        self._lock = threading.Lock()
+        self._read: dict[str, Future[Stage]] = {}  # by the digest of what was written
+        self._written: dict[int, tuple[Stage, Any]] = {}  # by the id of the executable
 
     @classmethod
     def of(
@@ -121,27 +124,44 @@ class KeptKinds:
         # programs are compiled, and written anew.
         with contextlib.suppress(Exception):
             stored = pickle.loads(zlib.decompress(self.path(kind).read_bytes()))
-            device = jax.config.values["jax_default_device"] or jax.devices()[0]
-            stages = {
-                name: serialize_executable.deserialize_and_load(
-                    data, in_tree, out_tree, execution_devices=[device]
-                )
-                for name, (data, in_tree, out_tree) in stored.items()
-            }
+            stages = {name: self._executable(program) for name, program in stored.items()}
             for _ in stages:
                 jax.monitoring.record_event(READ)
             return stages
         return None
+
+    def _executable(self, program: tuple[bytes, Any, Any]) -> Stage:
+        """The executable of what was written; the same one for the same bytes."""
+        data, in_tree, out_tree = program
+        digest = _digest(data)
+        with self._lock:
+            begun = digest in self._read
+            future = self._read.setdefault(digest, Future())
+        if not begun:
+            device = jax.config.values["jax_default_device"] or jax.devices()[0]
+            try:
+                stage = serialize_executable.deserialize_and_load(
+                    data, in_tree, out_tree, execution_devices=[device]
+                )
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(stage)
+        return future.result()
+
+    def _bytes_of(self, stage: Stage) -> Any:
+        """What is written of an executable."""
+        with self._lock:
+            if id(stage) not in self._written:
+                self._written[id(stage)] = stage, serialize_executable.serialize(stage)
+            return self._written[id(stage)][1]
 
     def save(self, kind: AnyKind, programs: Mapping[str, Anew]) -> None:
         """Keep the programs of a kind; where that is impossible, the next start compiles them."""
         if not all(program.is_new for program in programs.values()):
             return
         with contextlib.suppress(OSError, ValueError, jax.errors.JaxRuntimeError):
-            stored = {
-                name: serialize_executable.serialize(program.stage)
-                for name, program in programs.items()
-            }
+            stored = {name: self._bytes_of(program.stage) for name, program in programs.items()}
             # One that a process was killed over is a broken program, which a later start removes.
             with tempfile.NamedTemporaryFile(
                 dir=self.folder, prefix="writing_", suffix=compiled_programs.SUFFIX, delete=False

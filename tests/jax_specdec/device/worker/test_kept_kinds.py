@@ -84,12 +84,20 @@ def test_a_start_that_finds_its_programs_traces_none(folder):
         assert answers(second) == expected
     assert not {"jit(step)", "jit(choose)", "jit(score_chunk)", "jit(prefill_chunk)"} & {*names}
 
+    # Kinds that share a step share its executable: who has run it for one has for the other.
+    greedy, with_logprobs = (
+        next(kind for kind in second.worker.kinds() if kind.widths.k == k and not kind.samples)
+        for k in (None, 5)
+    )
+    steps = {id(second.worker.programs(kind).step.stage) for kind in (greedy, with_logprobs)}
+    assert len(steps) == 1
+
     # What is no such file is compiled, and kept again.
-    kept = kept_of(second, folder)
     rung, *_ = second.worker.kinds()
+    kept = kept_of(second, folder)
     for data in (b"", b"x", zlib.compress(b"x"), kept.path(rung).read_bytes()[:-9]):
-        kept.path(rung).write_bytes(data)
-        assert kept.load(rung) is None
+        kept_of(second, folder).path(rung).write_bytes(data)
+        assert kept_of(second, folder).load(rung) is None
     with compiled_here() as names:
         assert answers(started()) == expected
     assert "jit(step)" in names
