@@ -26,13 +26,13 @@ from pallas_kernels.lowering.forms import Tree
 from pallas_kernels.lowering.implementation import in_force, refuse
 from pallas_kernels.lowering.platforms import lowered_for
 
-Result = TypeVar("Result", bound=Tree)
+_Result = TypeVar("_Result", bound=Tree)
 
 # What XLA does, of constants that it was traced with and of a call's arguments.
-ByXla = Callable[[Sequence[jax.Array], Sequence[Tree]], Result]
+ByXla = Callable[[Sequence[jax.Array], Sequence[Tree]], _Result]
 
 
-class Kernels(NamedTuple):
+class _Kernels(NamedTuple):
     """Where a backend's kernels run, and what stands in their way."""
 
     platform: str  # that programs are lowered for
@@ -43,10 +43,12 @@ class Kernels(NamedTuple):
 
 
 KERNELS = {
-    "mosaic_gpu": Kernels(
+    "mosaic_gpu": _Kernels(
         "cuda", gpu.obstacle, gpu.device_obstacle, gpu.is_faster, "there is no CUDA device here"
     ),
-    "mosaic_tpu": Kernels("tpu", tpu.obstacle, lambda: None, tpu.is_faster, "there is no TPU here"),
+    "mosaic_tpu": _Kernels(
+        "tpu", tpu.obstacle, lambda: None, tpu.is_faster, "there is no TPU here"
+    ),
 }
 
 
@@ -67,13 +69,13 @@ def gpu_obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
 
 def kernels_or_xla(
     job: str,
-    by_kernels: Callable[..., Result],
-    by_xla: Callable[..., Result],
+    by_kernels: Callable[..., _Result],
+    by_xla: Callable[..., _Result],
     *arguments: Tree,
     logits: jax.Array,
     backends: tuple[str, ...] = tuple(KERNELS),
     size: tuple[int, int] | None = None,
-) -> Result:
+) -> _Result:
     """What kernels make of the arguments in programs for their platform, and XLA in others.
 
     `use_implementation` may name one; else kernels run wherever they can and are proved
@@ -117,13 +119,13 @@ def kernels_or_xla(
     traced, like = jax.make_jaxpr(by_xla, return_shape=True)(*arguments)
     tree = jax.tree.structure(like)
 
-    def xla(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> Result:
+    def xla(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> _Result:
         closed = ClosedJaxpr(traced.jaxpr, constants)
         leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(call_arguments))
-        result: Result = jax.tree.unflatten(tree, leaves)
+        result: _Result = jax.tree.unflatten(tree, leaves)
         return result
 
-    def elsewhere(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> Result:
+    def elsewhere(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> _Result:
         if explicit:
             refuse(names[0], KERNELS[names[0]].missing)
         return xla(constants, call_arguments)
@@ -141,12 +143,12 @@ def is_here(name: str) -> bool:
 
 
 def _on_platform(
-    name: str, job: str, by_kernels: Callable[..., Result], xla: ByXla[Result], *, explicit: bool
-) -> ByXla[Result]:
+    name: str, job: str, by_kernels: Callable[..., _Result], xla: ByXla[_Result], *, explicit: bool
+) -> ByXla[_Result]:
     """The kernels, unless this host's device cannot run them; a batch of `vmap` goes to XLA."""
 
     @jax.custom_batching.custom_vmap
-    def kernels(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> Result:
+    def kernels(constants: Sequence[jax.Array], call_arguments: Sequence[Tree]) -> _Result:
         obstacle = KERNELS[name].device_obstacle()
         if obstacle is None and not explicit:
             obstacle = proved.obstacle(name, job, KERNELS[name].platform)
@@ -180,9 +182,9 @@ def _on_platform(
         is_batched: list[Tree],
         constants: Sequence[jax.Array],
         call_arguments: Sequence[Tree],
-    ) -> tuple[Result, Result]:
+    ) -> tuple[_Result, _Result]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
-        results: Result = jax.vmap(xla, in_axes=tuple(axes))(constants, call_arguments)
+        results: _Result = jax.vmap(xla, in_axes=tuple(axes))(constants, call_arguments)
         return results, jax.tree.map(lambda _: True, results)
 
     return kernels

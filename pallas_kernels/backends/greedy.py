@@ -24,7 +24,7 @@ from pallas_kernels.meshes.placement import AxisName, Split, VocabShard, placed
 from pallas_kernels.numbers import ordered_keys
 
 GROUPS_AT_ONCE = 32  # of `NARROWEST_GROUP` logits each, whose largest are joined at a time
-FEW_ROWS = 8
+_FEW_ROWS = 8
 
 
 def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
@@ -46,7 +46,7 @@ def greedy_of_rows(logits: jax.Array, changes: Changes | None = None) -> Greedy:
 
 def few_rows(logits: jax.Array, num_rows: int, _: int, __: bool) -> int:
     """How many changed rows are copied at a time, elsewhere than on a CPU."""
-    return num_rows if is_symbolic(logits, num_rows) else min(num_rows, FEW_ROWS)
+    return num_rows if is_symbolic(logits, num_rows) else min(num_rows, _FEW_ROWS)
 
 
 def _none(logits: jax.Array) -> Greedy:

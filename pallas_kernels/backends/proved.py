@@ -59,7 +59,7 @@ def user_file() -> Path:
     return root / "jax-specdec" / USER_FILE
 
 
-def read(file: Path) -> list[Proof]:
+def read_entries(file: Path) -> list[Proof]:
     """The proofs in a file; none where it is not there, or is none of ours."""
     try:
         return [Proof(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
@@ -88,7 +88,7 @@ def obstacle(backend: str, job: str, platform: str) -> str | None:
     digests = proved_digests(kind, backend, job)
     if not digests:
         return f"nobody has checked them on {kind} with jax {minor_version()}"
-    if digest_of(backend, job) in digests:
+    if kernel_digest(backend, job) in digests:
         return None
     return f"they have changed since they passed on {kind} with jax {minor_version()}"
 
@@ -97,7 +97,7 @@ def obstacle(backend: str, job: str, platform: str) -> str | None:
 def proved_digests(kind: str, backend: str, job: str) -> frozenset[str]:
     """Those of the kernels that passed. The files are read once: a process goes on as it began."""
     entry = kind, minor_version(), backend, job
-    proofs = [proof for file in (PACKAGE_FILE, user_file()) for proof in read(file)]
+    proofs = [proof for file in (PACKAGE_FILE, user_file()) for proof in read_entries(file)]
     return frozenset(proof.digest for proof in proofs if proof[:4] == entry)
 
 
@@ -113,7 +113,7 @@ def warn_once(backend: str, reason: str) -> None:
 
 
 @functools.cache
-def digest_of(backend: str, job: str) -> str:
+def kernel_digest(backend: str, job: str) -> str:
     """16 hexadecimal digits of the sources of a job's kernels, and of all that they import here."""
     pending, texts = [f"backends.{backend}.{job}"], dict[str, str]()
     while pending:

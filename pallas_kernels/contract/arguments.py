@@ -18,8 +18,8 @@ from pallas_kernels.contract.types import AnyArray
 
 AxisSizes = tuple[int | str, ...]  # a letter stands for any size
 ArrayKind = Literal["floats", "integers", "bools"]
-KINDS = {"floats": jnp.floating, "integers": jnp.integer, "bools": np.bool_}
-Fields = TypeVar("Fields", bound=NamedTuple)
+_KINDS = {"floats": jnp.floating, "integers": jnp.integer, "bools": np.bool_}
+_Fields = TypeVar("_Fields", bound=NamedTuple)
 
 ARRAY = "a NumPy or JAX array, as `jnp.asarray(values)` makes it"
 
@@ -44,7 +44,7 @@ def known_values(values: AnyArray) -> np.ndarray | None:
     return np.asarray(values)
 
 
-def floats(name: str, values: AnyArray) -> jax.Array:
+def check_floats(name: str, values: AnyArray) -> jax.Array:
     """The values as an array, if they are floating-point numbers."""
     check_type(name, values, (np.ndarray, jax.Array), ARRAY)
     if not jnp.issubdtype(values.dtype, jnp.floating):
@@ -74,7 +74,7 @@ def array_of(name: str, value: object, kind: ArrayKind, shape: AxisSizes, axes: 
     """The value as an array, if it is one of this kind and shape; axes: these in words."""
     check_type(name, value, (np.ndarray, jax.Array), ARRAY)
     assert isinstance(value, (np.ndarray, jax.Array))
-    if not jnp.issubdtype(value.dtype, KINDS[kind]):
+    if not jnp.issubdtype(value.dtype, _KINDS[kind]):
         raise TypeError(f"{name} is of {value.dtype}: give an array of {kind}")
     sizes = zip(value.shape, shape, strict=False)
     if value.ndim != len(shape) or any(isinstance(b, int) and a != b for a, b in sizes):
@@ -86,10 +86,10 @@ def array_of(name: str, value: object, kind: ArrayKind, shape: AxisSizes, axes: 
 def fields_of(
     name: str,
     value: Any,
-    kind: type[Fields],
+    kind: type[_Fields],
     what: str,
     fields: dict[str, tuple[ArrayKind, AxisSizes, str]],
-) -> Fields:
+) -> _Fields:
     """A named tuple whose fields are arrays of these kinds, shapes and axes, where not None."""
     check_type(name, value, kind, what)
     checked = {
@@ -97,7 +97,7 @@ def fields_of(
         for field, like in fields.items()
         if getattr(value, field) is not None
     }
-    fields_checked: Fields = value._replace(**checked)
+    fields_checked: _Fields = value._replace(**checked)
     return fields_checked
 
 

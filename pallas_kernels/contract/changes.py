@@ -116,11 +116,11 @@ def apply_at(logits: jax.Array, ids: jax.Array, changes: Changes | None) -> jax.
         added = jnp.sum(jnp.where(same, changes.bias[:, None], jnp.float32(0)), axis=2)
         logits = jnp.where(same.any(axis=2), logits + added, logits)
     if changes.allowed is not None:
-        logits = jnp.where(is_allowed(changes.allowed, ids), logits, -jnp.inf)
+        logits = jnp.where(_is_allowed(changes.allowed, ids), logits, -jnp.inf)
     return logits
 
 
-def is_allowed(words: jax.Array, ids: jax.Array) -> jax.Array:
+def _is_allowed(words: jax.Array, ids: jax.Array) -> jax.Array:
     """Whether the bit mask words [R, W] allow ids [R, C], each in [0, 32 W)."""
     word = jnp.take_along_axis(words, ids // WORD, axis=1)
     return (lax.shift_right_logical(word, ids % WORD) & 1) == 1
@@ -137,7 +137,7 @@ def unbiased(changes: Changes, width: int) -> jax.Array:
         words = jnp.full((ids.shape[0], count), -1, jnp.int32)
     rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     places = jnp.where(ids < 0, jnp.int32(count), ids // WORD)
-    bits = jnp.where(is_allowed(words, jnp.maximum(ids, 0)), jnp.int32(1) << (ids % WORD), 0)
+    bits = jnp.where(_is_allowed(words, jnp.maximum(ids, 0)), jnp.int32(1) << (ids % WORD), 0)
     # Different bits, each of them set: a subtraction clears it and carries nothing.
     return words.at[rows, places].add(-bits, mode="drop")
 
@@ -154,7 +154,7 @@ def biased(logits: jax.Array, rows: jax.Array, changes: Changes) -> tuple[jax.Ar
     logits_with_bias = logits.at[rows[:, None], inside].get().astype(jnp.float32) + bias
     named = ids >= 0
     if allowed is not None:
-        named &= is_allowed(allowed, inside)
+        named &= _is_allowed(allowed, inside)
     return ids, jnp.where(named, logits_with_bias, -jnp.inf)
 
 

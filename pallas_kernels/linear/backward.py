@@ -28,7 +28,7 @@ from pallas_kernels.linear.schedule import backward_part, backward_piece
 from pallas_kernels.linear.types import (
     Call,
     Definition,
-    Inputs,
+    LinearInputs,
     LogprobScale,
     head_rows,
     loaded,
@@ -61,15 +61,15 @@ class Gradients(NamedTuple):
     logits: jax.Array  # [R], what `of_piece` says: the temperature's
 
 
-class Residuals(NamedTuple):
+class _Residuals(NamedTuple):
     """What the backward pass takes over from the forward one."""
 
-    inputs: Inputs
+    inputs: LinearInputs
     out: TopkLogprobs
     scale: LogprobScale
 
 
-def linear_topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
+def differentiable_topk_logprobs(call: Call, inputs: LinearInputs) -> TopkLogprobs:
     """One device's part of a call, differentiable in reverse mode.
 
     Autodiff of the forward pass would keep every block's logits. Forward mode is not offered: JAX
@@ -79,7 +79,7 @@ def linear_topk_logprobs(call: Call, inputs: Inputs) -> TopkLogprobs:
 
 
 def derivatives_of(
-    call: Call, residuals: Residuals, cotangent: TopkLogprobs, by_scale: LogprobScale
+    call: Call, residuals: _Residuals, cotangent: TopkLogprobs, by_scale: LogprobScale
 ) -> RowDerivatives:
     """What `cotangent`, the loss's derivatives by the results, says of each row.
 
@@ -164,7 +164,7 @@ def of_piece(
 
 
 def gradients(
-    call: Call, inputs: Inputs, changes: RowDerivatives, *, named_apart: bool = False
+    call: Call, inputs: LinearInputs, changes: RowDerivatives, *, named_apart: bool = False
 ) -> Gradients:
     """The loss's derivatives by this device's own part of everything; see `of_piece`."""
     definition, head, bias = call.definition, inputs.head, inputs.bias
@@ -232,8 +232,8 @@ def gradients(
 
 
 def cotangents(
-    call: Call, residuals: Residuals, cotangent: TopkLogprobs, by_scale: LogprobScale
-) -> Inputs:
+    call: Call, residuals: _Residuals, cotangent: TopkLogprobs, by_scale: LogprobScale
+) -> LinearInputs:
     """The loss's derivatives by the inputs; None for those that have none."""
     inputs, changes = residuals.inputs, derivatives_of(call, residuals, cotangent, by_scale)
     sums = gradients(call, inputs, changes)
@@ -249,7 +249,7 @@ def cotangents(
         # A temperature of 0 is read as 1: a constant, which does not change.
         usable = changes.valid & (t != 0)
         by_temperature = like(jnp.where(usable, -sums.logits / jnp.where(usable, t, 1), 0), t)
-    return Inputs(
+    return LinearInputs(
         hidden=like(by_hidden, inputs.hidden),
         head=like(sums.head, inputs.head),
         bias=None if inputs.bias is None or sums.bias is None else like(sums.bias, inputs.bias),
@@ -262,19 +262,21 @@ def cotangents(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, LogprobScale]:
+def _with_scale(call: Call, inputs: LinearInputs) -> tuple[TopkLogprobs, LogprobScale]:
     """With what the backward pass needs, whose own derivative is needed for second ones."""
     return with_scale(call, inputs)
 
 
-def _forward(call: Call, inputs: Inputs) -> tuple[tuple[TopkLogprobs, LogprobScale], Residuals]:
+def _forward(
+    call: Call, inputs: LinearInputs
+) -> tuple[tuple[TopkLogprobs, LogprobScale], _Residuals]:
     out, scale = _with_scale(call, inputs)
-    return (out, scale), Residuals(inputs, out, scale)
+    return (out, scale), _Residuals(inputs, out, scale)
 
 
 def _backward(
-    call: Call, residuals: Residuals, cotangent: tuple[TopkLogprobs, LogprobScale]
-) -> tuple[Inputs]:
+    call: Call, residuals: _Residuals, cotangent: tuple[TopkLogprobs, LogprobScale]
+) -> tuple[LinearInputs]:
     return (cotangents(call, residuals, *cotangent),)
 
 

@@ -44,13 +44,13 @@ from pallas_kernels.linear.types import (
     HeadBias,
     Hidden,
     HiddenOfRows,
-    Inputs,
     KeptIds,
+    LinearInputs,
     LinearKeptLogprobs,
 )
 from pallas_kernels.lowering.implementation import Implementation, check_name, refuse, resolved
 from pallas_kernels.meshes import linear_placement, split
-from pallas_kernels.meshes.placement import AxisName, Layout
+from pallas_kernels.meshes.placement import AxisName, MeshLayout
 from pallas_kernels.meshes.split import Words
 
 MAX_KEPT_IDS = 4096
@@ -149,7 +149,9 @@ def linear_topk_logprobs(
     axis = head_axes.index("V")
     token_ids, row_ids = check_targets(token_ids, row_ids, "hidden", hidden.shape[0])
     num_targets = token_ids.shape[0]
-    place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size, axis)
+    place = linear_placement.placed_product(
+        hidden, head, mesh, axis_name, row_axis_name, vocab_size, axis
+    )
     k = check_k(k, place.vocab_size)
     if row_ids is not None and place.layout.rows:
         raise ValueError(
@@ -173,19 +175,21 @@ def linear_topk_logprobs(
     if num_targets == 0 or hidden.shape[0] == 0:
         return skipped_rows(num_targets, outputs, extra_token_ids.shape[1])
     bias = check_bias(bias, head.shape[axis])
-    inputs = Inputs(hidden, head, bias, token_ids, row_ids, num_rows, temperatures, extra_token_ids)
-    words = words_of(inputs, head=head_axes.lower(), row_ids=".", num_rows="")
+    inputs = LinearInputs(
+        hidden, head, bias, token_ids, row_ids, num_rows, temperatures, extra_token_ids
+    )
+    words = allowed_words(inputs, head=head_axes.lower(), row_ids=".", num_rows="")
     results = split.run_inputs(place, _topk_of(call), inputs, words)
     return results if log_sum_exp else results._replace(log_sum_exp=None)
 
 
 @functools.cache
-def _topk_of(call: Call) -> Callable[[Layout, Inputs], TopkLogprobs]:
+def _topk_of(call: Call) -> Callable[[MeshLayout, LinearInputs], TopkLogprobs]:
     """One device's part of the call, always the same object."""
 
-    def topk(layout: Layout, inputs: Inputs) -> TopkLogprobs:
+    def topk(layout: MeshLayout, inputs: LinearInputs) -> TopkLogprobs:
         count = split.own_num_rows(layout, inputs.num_rows, inputs.hidden.shape[0])
-        return backward.linear_topk_logprobs(call, inputs._replace(num_rows=count))
+        return backward.differentiable_topk_logprobs(call, inputs._replace(num_rows=count))
 
     return jax.jit(topk, static_argnums=0)
 
@@ -242,7 +246,9 @@ def linear_kept_logprobs(
             f"{MAX_KEPT_IDS}: for more, linear_topk_logprobs reads the whole head"
         )
     _, temperatures, _ = check_options(None, temperatures, None, num_targets)
-    place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size)
+    place = linear_placement.placed_product(
+        hidden, head, mesh, axis_name, row_axis_name, vocab_size
+    )
     definition = definition_of(scale, soft_cap, logits_dtype)
     call = Call(definition, 0, False, place.shard, row_tile=check_tile(row_tile))
     if num_targets == 0:
@@ -250,21 +256,21 @@ def linear_kept_logprobs(
         return LinearKeptLogprobs(jnp.zeros(0, jnp.float32), jnp.zeros(shape, jnp.float32))
     bias = check_bias(bias, head.shape[0])
     inputs = kept.KeptInputs(hidden, head, bias, token_ids, kept_token_ids, temperatures)
-    words = words_of(inputs, head="vh")
+    words = allowed_words(inputs, head="vh")
     return split.run_inputs(place, _kept_of(call), inputs, words)
 
 
 @functools.cache
-def _kept_of(call: Call) -> Callable[[Layout, kept.KeptInputs], LinearKeptLogprobs]:
+def _kept_of(call: Call) -> Callable[[MeshLayout, kept.KeptInputs], LinearKeptLogprobs]:
     """One device's part of the call, always the same object."""
 
-    def of_part(_: Layout, inputs: kept.KeptInputs) -> LinearKeptLogprobs:
-        return kept.linear_kept_logprobs(call, inputs)
+    def of_part(_: MeshLayout, inputs: kept.KeptInputs) -> LinearKeptLogprobs:
+        return kept.differentiable_kept_logprobs(call, inputs)
 
     return jax.jit(of_part, static_argnums=0)
 
 
-def words_of(inputs: Inputs | kept.KeptInputs | SupportInputs, **others: str) -> Words:
+def allowed_words(inputs: LinearInputs | kept.KeptInputs | SupportInputs, **others: str) -> Words:
     """The axes of the inputs that there are: of rows, except the bias and the others."""
     others["bias"] = "v"
     named = inputs._asdict().items()

@@ -44,7 +44,7 @@ class Running(NamedTuple):
     used: jax.Array  # [] int32, of the room
 
 
-class Best(NamedTuple):
+class BestColumns(NamedTuple):
     """The top K of B rows, descending, ties lowest id first."""
 
     logits: jax.Array  # [B, K] float32
@@ -225,7 +225,7 @@ def shrunk(running: Running, k: int, most: int) -> Running:
     return Running(keys, ids, least, jnp.max(bit_words.counts(words)) - k)
 
 
-def ordered(running: Running, k: int) -> Best:
+def ordered(running: Running, k: int) -> BestColumns:
     """The top K."""
     running = shrunk(running, k, k)
     rows = running.keys.shape[0]
@@ -262,11 +262,11 @@ def ordered(running: Running, k: int) -> Best:
 
     arrays = vary_like((running.keys, running.ids), running)
     keys, ids = lax.fori_loop(0, -(-rows // part), some, arrays)
-    return Best(floats(keys[:, :k], jnp.float32), ids[:, :k])
+    return BestColumns(floats(keys[:, :k], jnp.float32), ids[:, :k])
 
 
-def merged(best: Best, later: Best, k: int) -> Best:
+def merged(best: BestColumns, later: BestColumns, k: int) -> BestColumns:
     """The top K with [B, n] of a later part, in order too; not on a CPU."""
     values, at = top_k(jnp.concatenate([best.logits, later.logits], axis=1), k)
     ids = jnp.take_along_axis(jnp.concatenate([best.ids, later.ids], axis=1), at, axis=1)
-    return Best(values, ids)
+    return BestColumns(values, ids)

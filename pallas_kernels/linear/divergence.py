@@ -26,7 +26,7 @@ from pallas_kernels.linear.backward import RowDerivatives, gradients, like
 from pallas_kernels.linear.forward import inverse_temperatures, num_columns
 from pallas_kernels.linear.schedule import backward_piece
 from pallas_kernels.linear.tiles import logits_of_tile, over_tiles, sums_of_tile
-from pallas_kernels.linear.types import Call, Inputs, LogprobScale, head_rows
+from pallas_kernels.linear.types import Call, LinearInputs, LogprobScale, head_rows
 from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import barrier, vary_like
 
@@ -271,7 +271,7 @@ def _backward(
         columns, d[:, :-1], d[:, -1], None, zero, scale, student.valid, inverse
     )
     no_ids = jnp.zeros((cotangent.shape[0], 0), jnp.int32)
-    of_rows = Inputs(
+    of_rows = LinearInputs(
         inputs.hidden,
         inputs.head,
         inputs.bias,

@@ -24,9 +24,9 @@ from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.linear import read_columns
 from pallas_kernels.linear.read_columns import ColumnSums
-from pallas_kernels.linear.schedule import Schedule, choose_schedule
+from pallas_kernels.linear.schedule import LinearSchedule, choose_linear_schedule
 from pallas_kernels.linear.tiles import read_in_tiles
-from pallas_kernels.linear.types import Call, Inputs, LogprobScale
+from pallas_kernels.linear.types import Call, LinearInputs, LogprobScale
 from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.implementation import use_implementation
 from pallas_kernels.lowering.platforms import lowered_for
@@ -63,14 +63,14 @@ def row_sums_of(call: Call) -> SumRows:
     return read
 
 
-def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, LogprobScale]:
+def with_scale(call: Call, inputs: LinearInputs) -> tuple[TopkLogprobs, LogprobScale]:
     """The call, on one device's part of hidden and head, and what its logprobs are relative to."""
     if inputs.temperatures is not None:
         inputs = inputs._replace(temperatures=usable_temperatures(inputs.temperatures))
     head, dtype = inputs.head, jnp.dtype(call.definition.logits_dtype)
     rows, size = inputs.num_targets, inputs.hidden.shape[1]
     width = call.definition.width(head)
-    schedule = call.schedule or choose_schedule(
+    schedule = call.schedule or choose_linear_schedule(
         rows, width, size, head.dtype.itemsize, dtype.itemsize, call.k
     )
     if call.row_tile is not None:
@@ -87,12 +87,12 @@ def with_scale(call: Call, inputs: Inputs) -> tuple[TopkLogprobs, LogprobScale]:
     return out, LogprobScale(jnp.where(valid, sums.maximum, 0), jnp.where(valid, log_sum, 0))
 
 
-def _named(inputs: Inputs) -> jax.Array:
+def _named(inputs: LinearInputs) -> jax.Array:
     """[R, 1 + C] int32: the given token and the extra ids."""
     return jnp.concatenate([inputs.token_ids[:, None], inputs.extra_token_ids], axis=1)
 
 
-def _by_rows(call: Call, schedule: Schedule, inputs: Inputs) -> ColumnSums:
+def _by_rows(call: Call, schedule: LinearSchedule, inputs: LinearInputs) -> ColumnSums:
     """All columns, some rows at a time."""
     shard, rows, width = call.shard, inputs.num_targets, call.definition.width(inputs.head)
     rest = (inputs.row_ids, inputs.temperatures, _named(inputs))
@@ -124,7 +124,7 @@ def _by_rows(call: Call, schedule: Schedule, inputs: Inputs) -> ColumnSums:
     return forms.map_blocks(work, schedule.rows, inputs.num_rows, empty, (inputs.hidden, rest))
 
 
-def _by_columns(call: Call, schedule: Schedule, inputs: Inputs) -> ColumnSums:
+def _by_columns(call: Call, schedule: LinearSchedule, inputs: LinearInputs) -> ColumnSums:
     """All rows, some columns at a time."""
     shard, definition = call.shard, call.definition
     width = definition.width(inputs.head)

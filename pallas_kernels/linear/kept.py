@@ -45,7 +45,7 @@ class _Local(NamedTuple):
     real: jax.Array  # [R, C] bool: it is a token
 
 
-class Residuals(NamedTuple):
+class _Residuals(NamedTuple):
     """What the backward pass takes over from the forward one."""
 
     inputs: KeptInputs
@@ -127,18 +127,18 @@ def _of_rows(call: Call, inputs: KeptInputs) -> tuple[LinearKeptLogprobs, jax.Ar
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear_kept_logprobs(call: Call, inputs: KeptInputs) -> LinearKeptLogprobs:
+def differentiable_kept_logprobs(call: Call, inputs: KeptInputs) -> LinearKeptLogprobs:
     """One device's part of the call, differentiable in reverse mode."""
     return _forward(call, inputs)[0]
 
 
-def _kept_forward(call: Call, inputs: KeptInputs) -> tuple[LinearKeptLogprobs, Residuals]:
+def _kept_forward(call: Call, inputs: KeptInputs) -> tuple[LinearKeptLogprobs, _Residuals]:
     out, logits = _forward(call, inputs)
-    return out, Residuals(inputs, out, logits)
+    return out, _Residuals(inputs, out, logits)
 
 
 def _kept_backward(
-    call: Call, residuals: Residuals, cotangent: LinearKeptLogprobs
+    call: Call, residuals: _Residuals, cotangent: LinearKeptLogprobs
 ) -> tuple[KeptInputs]:
     inputs, out, logits = residuals
     local = _local(call, inputs)
@@ -210,4 +210,4 @@ def _gradients(
     return hidden, head, bias
 
 
-linear_kept_logprobs.defvjp(_kept_forward, _kept_backward)
+differentiable_kept_logprobs.defvjp(_kept_forward, _kept_backward)

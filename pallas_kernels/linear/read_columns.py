@@ -19,13 +19,13 @@ from jax import lax
 from pallas_kernels.backends.answers import SumRows, joined_sums
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, no_sums
 from pallas_kernels.linear import candidates
-from pallas_kernels.linear.schedule import Schedule
+from pallas_kernels.linear.schedule import LinearSchedule
 from pallas_kernels.linear.types import Definition, head_rows, loaded, stored
 from pallas_kernels.lowering import forms, row_pieces, typed
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers import ordered_keys
 
-PIECES = 16  # of the columns that are counted again
+_PIECES = 16  # of the columns that are counted again
 
 GIVEN = 64  # columns of a product: as few as have the bits of more
 
@@ -66,7 +66,7 @@ def given_logits(definition: Definition, product: Product, columns: jax.Array) -
     return forms.map_blocks(work, block, None, jnp.zeros(rows, jnp.float32), inputs)
 
 
-def logits(
+def column_logits(
     definition: Definition, product: Product, first: jax.Array, seen: jax.Array, piece: int
 ) -> jax.Array:
     """The logits [R, piece] of the columns from `first` on; -inf before `seen`, and of padding."""
@@ -84,14 +84,14 @@ def recount(definition: Definition, piece: int, product: Product, selected: jax.
 
     def step(i: jax.Array, count: jax.Array) -> jax.Array:
         seen = i * piece
-        x = logits(definition, product, jnp.minimum(seen, width - piece), seen, piece)
+        x = column_logits(definition, product, jnp.minimum(seen, width - piece), seen, piece)
         than = selected[:, None].astype(x.dtype)
         # In pieces: a sum of all columns would have them in memory once more. Float32 is exact.
         larger = [
             ordered_keys.strictly_larger(x, than).astype(jnp.float32)
-            for x in row_pieces.pieces(x, PIECES, -jnp.inf)
+            for x in row_pieces.pieces(x, _PIECES, -jnp.inf)
         ]
-        total = row_pieces.reduced(jnp.add, row_pieces.in_pairs(jnp.add, larger), PIECES, 0)
+        total = row_pieces.reduced(jnp.add, row_pieces.in_pairs(jnp.add, larger), _PIECES, 0)
         return count + total.astype(jnp.int32)
 
     zeros = forms.vary_like(jnp.zeros(product.hidden.shape[0], jnp.int32), (product, selected))
@@ -115,7 +115,7 @@ class RowInputs(NamedTuple):
 
 def read_columns(
     definition: Definition,
-    schedule: Schedule,
+    schedule: LinearSchedule,
     outputs: Outputs,
     row_sums: SumRows,
     product: Product,
@@ -145,7 +145,7 @@ def read_columns(
 
 def _read_on(
     definition: Definition,
-    schedule: Schedule,
+    schedule: LinearSchedule,
     outputs: Outputs,
     row_sums: SumRows,
     on_cpu: bool,
@@ -164,28 +164,28 @@ def _read_on(
 
     def read_part(
         x: jax.Array, start: jax.Array, seen: jax.Array, state: ColumnSums, rows: RowInputs
-    ) -> tuple[ColumnSums, candidates.Best]:
+    ) -> tuple[ColumnSums, candidates.BestColumns]:
         """What is known with the logits x [B, columns] of some rows too."""
         met = _met(x, start, seen, rows.named, state.named)
         t = rows.temperatures
         some = outputs._replace(k=0 if on_cpu else min(outputs.k, schedule.columns))
         sums = row_sums(Rows(x, temperatures=t), rows.selected, some)
-        best = candidates.Best(sums.top_logits, sums.top_ids + start)
+        best = candidates.BestColumns(sums.top_logits, sums.top_ids + start)
         sums = sums._replace(top_ids=state.sums.top_ids, top_logits=state.sums.top_logits)
         both: RowSums = jax.tree.map(lambda a, b: jnp.stack([a, b]), state.sums, sums)
         return ColumnSums(joined_sums(both, t), met), best
 
-    def step(i: jax.Array, carry: Carry) -> Carry:
+    def step(i: jax.Array, carry: _Carry) -> _Carry:
         buffer, state, running = carry
         seen = i * schedule.columns
         start = jnp.minimum(seen, width - schedule.columns)  # the last part may begin early
         dtype, piece = definition.logits_dtype, schedule.piece
         if direct:
-            columns_read = logits(definition, product, start, seen, piece)
+            columns_read = column_logits(definition, product, start, seen, piece)
         else:
 
             def fill(j: jax.Array, buffer: jax.Array) -> jax.Array:
-                x = logits(definition, product, start + j * piece, seen, piece)
+                x = column_logits(definition, product, start + j * piece, seen, piece)
                 return lax.dynamic_update_slice(buffer, stored(x), (jnp.int32(0), j * piece))
 
             columns_read = buffer = lax.fori_loop(0, schedule.columns // piece, fill, buffer)
@@ -214,7 +214,7 @@ def _read_on(
         return buffer, state, running
 
     none = no_sums(padded, outputs)
-    best = candidates.Best(none.top_logits, none.top_ids)
+    best = candidates.BestColumns(none.top_logits, none.top_ids)
     first = (
         stored(jnp.zeros((padded, 0 if direct else schedule.columns), definition.logits_dtype)),
         ColumnSums(
@@ -229,7 +229,7 @@ def _read_on(
     return typed.tree_map(lambda x: x[:num_rows], ColumnSums(sums, state.named))
 
 
-Carry = tuple[jax.Array, ColumnSums, candidates.Running | candidates.Best]
+_Carry = tuple[jax.Array, ColumnSums, candidates.Running | candidates.BestColumns]
 
 
 def _met(

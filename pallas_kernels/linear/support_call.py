@@ -12,16 +12,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32
 
-from pallas_kernels.contract.arguments import floats, known_values
+from pallas_kernels.contract.arguments import check_floats, known_values
 from pallas_kernels.contract.rows import check_ids, check_options
 from pallas_kernels.contract.types import RowFloats
 from pallas_kernels.linear.call import (
     MAX_KEPT_IDS,
+    allowed_words,
     check_bias,
     check_product,
     check_tile,
     definition_of,
-    words_of,
 )
 from pallas_kernels.linear.divergence import (
     SUM_ROUNDING,
@@ -39,7 +39,7 @@ from pallas_kernels.linear.types import (
     KeptLogprobs,
 )
 from pallas_kernels.meshes import linear_placement, split
-from pallas_kernels.meshes.placement import AxisName, Layout
+from pallas_kernels.meshes.placement import AxisName, MeshLayout
 
 
 def linear_support_kl(
@@ -113,7 +113,7 @@ def linear_support_kl(
             f"support_ids names {count} ids for each row; it must be 1 to {MAX_KEPT_IDS}: the "
             "rest's bucket stands for the others"
         )
-    logprobs = floats("support_logprobs", support_logprobs)
+    logprobs = check_floats("support_logprobs", support_logprobs)
     if logprobs.dtype != jnp.float32 or logprobs.shape != support_ids.shape:
         raise ValueError(
             f"support_logprobs is {logprobs.dtype.name} {list(logprobs.shape)}; it must be float32 "
@@ -124,7 +124,9 @@ def linear_support_kl(
         raise ValueError(f"divergence = {divergence!r} must be one of {names}")
     _, temperatures, _ = check_options(None, temperatures, None, num_rows)
     axis = head_axes.index("V")
-    place = linear_placement.placed(hidden, head, mesh, axis_name, row_axis_name, vocab_size, axis)
+    place = linear_placement.placed_product(
+        hidden, head, mesh, axis_name, row_axis_name, vocab_size, axis
+    )
     _check_support(known_values(raw_ids), known_values(raw_logprobs), place.vocab_size)
     definition = definition_of(scale, soft_cap, logits_dtype)._replace(transposed=bool(axis))
     if num_rows == 0:
@@ -133,15 +135,17 @@ def linear_support_kl(
     call = Call(definition, 0, False, place.shard, row_tile=check_tile(row_tile))
     which = SupportCall(call, divergence)
     inputs = SupportInputs(hidden, head, bias, support_ids, logprobs, temperatures)
-    words = words_of(inputs, head=head_axes.lower())
+    words = allowed_words(inputs, head=head_axes.lower())
     return split.run_inputs(place, _divergence_of(which), inputs, words)
 
 
 @functools.cache
-def _divergence_of(which: SupportCall) -> Callable[[Layout, SupportInputs], Float32[Array, " R"]]:
+def _divergence_of(
+    which: SupportCall,
+) -> Callable[[MeshLayout, SupportInputs], Float32[Array, " R"]]:
     """One device's part of the call, always the same object."""
 
-    def of_part(_: Layout, inputs: SupportInputs) -> Float32[Array, " R"]:
+    def of_part(_: MeshLayout, inputs: SupportInputs) -> Float32[Array, " R"]:
         return support_divergence(which, inputs)
 
     return jax.jit(of_part, static_argnums=0)

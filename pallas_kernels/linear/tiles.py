@@ -25,7 +25,7 @@ from pallas_kernels.backends.xla.tails import (
 )
 from pallas_kernels.contract.rows import RowSums
 from pallas_kernels.linear.read_columns import ColumnSums
-from pallas_kernels.linear.types import Call, Definition, Inputs, head_rows, loaded, stored
+from pallas_kernels.linear.types import Call, Definition, LinearInputs, head_rows, loaded, stored
 from pallas_kernels.lowering import forms, typed
 from pallas_kernels.meshes.placement import WHOLE
 
@@ -68,7 +68,7 @@ def over_tiles(
     return typed.tree_map(lambda x: x[:count], results)
 
 
-def read_in_tiles(call: Call, inputs: Inputs, named: jax.Array) -> ColumnSums:
+def read_in_tiles(call: Call, inputs: LinearInputs, named: jax.Array) -> ColumnSums:
     """What is left of R rows, tile by tile.
 
     Args:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.contract.field_docs import with_field_docs
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.contract.types import AnyArray
-from pallas_kernels.linear.schedule import Schedule
+from pallas_kernels.linear.schedule import LinearSchedule
 from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.lowering.implementation import Implementation
 from pallas_kernels.meshes.placement import VocabShard
@@ -144,7 +144,7 @@ class Call(NamedTuple):
     k: int
     entropy: bool
     shard: VocabShard
-    schedule: Schedule | None = None  # None: as the sizes suggest
+    schedule: LinearSchedule | None = None  # None: as the sizes suggest
     implementation: Implementation | None = None  # of the read of logits
     row_tile: int | None = None  # rows of every product, see `tiles.py`; None: as the sizes suggest
 
@@ -154,7 +154,7 @@ class Call(NamedTuple):
         return Outputs(self.k, log_sum_exp=True, entropy=self.entropy)
 
 
-class Inputs(NamedTuple):
+class LinearInputs(NamedTuple):
     """A device's own part of a call's arrays."""
 
     hidden: jax.Array  # [N, H]

@@ -15,19 +15,19 @@ from pallas_kernels.lowering import typed
 
 Tree: TypeAlias = "jax.Array | Sequence[Tree] | None"  # of arrays, in tuples and lists
 
-Values = TypeVar("Values", bound=Tree)
+_Values = TypeVar("_Values", bound=Tree)
 
-Joined = TypeVar("Joined")
-Result = TypeVar("Result", bound=Tree)
+_Joined = TypeVar("_Joined")
+_Result = TypeVar("_Result", bound=Tree)
 
 
 def map_blocks(
-    work: Callable[[jax.Array], Result],
+    work: Callable[[jax.Array], _Result],
     block: int,
     num_rows: jax.Array | None,
-    initial: Result,
+    initial: _Result,
     inputs: Tree,
-) -> Result:
+) -> _Result:
     """Call work(start) for each block of rows and put the outputs together.
 
     Args:
@@ -42,11 +42,11 @@ def map_blocks(
     if block == rows:
         return work(jnp.int32(0))
 
-    def step(carry: tuple[jax.Array, Result]) -> tuple[jax.Array, Result]:
+    def step(carry: tuple[jax.Array, _Result]) -> tuple[jax.Array, _Result]:
         # The last block may reach beyond the rows. Slices and updates begin early then, all alike:
         # rows done twice get equal values.
         start, done = carry
-        updated: Result = jax.tree.map(
+        updated: _Result = jax.tree.map(
             lambda array, part: lax.dynamic_update_slice_in_dim(array, part, start, 0),
             done,
             work(start),
@@ -59,24 +59,24 @@ def map_blocks(
     return outputs
 
 
-def in_branch(taken: jax.Array, function: Callable[..., Result], *arguments: Tree) -> Result:
+def in_branch(taken: jax.Array, function: Callable[..., _Result], *arguments: Tree) -> _Result:
     """function(*arguments) in a branch; where it is not taken: NaN, and 0 of what has none.
 
     XLA's CPU compiler copies what a branch is given, and runs what is in it as a list of its own.
     """
 
     @jax.jit  # traced once, for its shapes and in the branch
-    def run(*arguments: Tree) -> Result:
+    def run(*arguments: Tree) -> _Result:
         return vary_like(function(*arguments), arguments)
 
     def missing(x: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
 
-    def not_taken(*arguments: Tree) -> Result:
-        values: Result = jax.tree.map(missing, jax.eval_shape(run, *arguments))
+    def not_taken(*arguments: Tree) -> _Result:
+        values: _Result = jax.tree.map(missing, jax.eval_shape(run, *arguments))
         return vary_like(values, arguments)
 
-    outputs: Result = typed.cond(taken, run, not_taken, *arguments)
+    outputs: _Result = typed.cond(taken, run, not_taken, *arguments)
     return outputs
 
 
@@ -85,7 +85,7 @@ def pin_to_iteration(logits: jax.Array, start: jax.Array) -> jax.Array:
     return barrier((logits, start))[0]
 
 
-def rows_from(values: Values, start: jax.Array, block: int) -> Values:
+def rows_from(values: _Values, start: jax.Array, block: int) -> _Values:
     """Rows start .. start + block of a tree of arrays [R, ...]; if those are all, as they are."""
 
     def part(x: jax.Array) -> jax.Array:
@@ -123,20 +123,20 @@ def compacted(which: Bool[Array, " N"]) -> tuple[Int32[Array, " N"], Int32[Array
 
 
 def scattered(
-    base: Values, part: Values, index: Int32[Array, " N"], number: Int32[Array, ""]
-) -> Values:
+    base: _Values, part: _Values, index: Int32[Array, " N"], number: Int32[Array, ""]
+) -> _Values:
     """A tree of arrays [N] with the first `number` of `part`, at rows `index`; none from N on."""
     counts = jnp.arange(index.shape[0], dtype=jnp.int32) < number
     place = jnp.where(counts, index, index.shape[0])
     return typed.tree_map(lambda x, new: x.at[place].set(new, mode="drop"), base, part)
 
 
-def barrier(values: Values) -> Values:
+def barrier(values: _Values) -> _Values:
     """`lax.optimization_barrier`, which has no type annotations."""
     return typed.optimization_barrier(values)
 
 
-def vary_like(values: Values, inputs: Tree) -> Values:
+def vary_like(values: _Values, inputs: Tree) -> _Values:
     """The values, varying over every mesh axis of `shard_map` over which an input varies.
 
     A loop's first carry must vary as its inputs do. So must the outputs of a GPU kernel, of which

@@ -13,8 +13,8 @@ from typing import Literal, NoReturn, ParamSpec, TypeVar, get_args
 import jax
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def check_name(implementation: str | None) -> None:
@@ -69,12 +69,12 @@ def resolved(implementation: Implementation | None) -> Implementation | None:
     return in_force() if implementation is None else implementation
 
 
-def bind_implementation(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def bind_implementation(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """The function with today's value, for the compiler that calls it later, in any thread."""
     name = _named.value
 
     @functools.wraps(function)
-    def call(*arguments: Arguments.args, **more: Arguments.kwargs) -> Result:
+    def call(*arguments: _Arguments.args, **more: _Arguments.kwargs) -> _Result:
         with _named(name):
             return function(*arguments, **more)
 

@@ -18,7 +18,7 @@ from jax.interpreters import batching, mlir
 from pallas_kernels.lowering.forms import Tree, vary_like
 from pallas_kernels.lowering.implementation import bind_implementation
 
-Result = TypeVar("Result", bound=Tree)
+_Result = TypeVar("_Result", bound=Tree)
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 
@@ -36,10 +36,10 @@ def _flat(function: Callable[..., Tree], tree: jax.tree_util.PyTreeDef) -> Flat:
 
 def lowered_for(
     *arguments: Tree,
-    like: Callable[..., Result],
-    default: Callable[..., Result],
-    **others: Callable[..., Result],
-) -> Result:
+    like: Callable[..., _Result],
+    default: Callable[..., _Result],
+    **others: Callable[..., _Result],
+) -> _Result:
     """What the platform's function returns: one of `others` by name ("cpu"), else `default`.
 
     All functions take the arguments, trees of arrays. `like` is traced for the results' shapes and
@@ -54,7 +54,7 @@ def lowered_for(
     # The results' tree, from when `_choice` traces `typed` for their types.
     results: list[jax.tree_util.PyTreeDef] = []
 
-    def typed(*values: Tree) -> Result:
+    def typed(*values: Tree) -> _Result:
         result = vary_like(like(*values), values)
         results[:] = [jax.tree.structure(result)]
         return result
@@ -65,7 +65,7 @@ def lowered_for(
         default=_flat(default, tree),
         functions=tuple(functions.items()),
     )
-    result: Result = jax.tree.unflatten(results[0], leaves)
+    result: _Result = jax.tree.unflatten(results[0], leaves)
     return result
 
 

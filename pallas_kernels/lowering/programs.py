@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 def _program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
@@ -30,7 +30,7 @@ _program_of = functools.lru_cache(maxsize=None, typed=True)(_program)
 _program_with_rule = functools.lru_cache(maxsize=8, typed=True)(_program)
 
 
-def compiled(function: Callable[..., Result], *static: Hashable) -> Callable[..., Result]:
+def compiled(function: Callable[..., _Result], *static: Hashable) -> Callable[..., _Result]:
     """The function with its first arguments as they are, compiled: the same object for equal ones.
 
     The function is one of a module's top. Arguments of another type are others: 2.0 is no 2.
@@ -38,7 +38,9 @@ def compiled(function: Callable[..., Result], *static: Hashable) -> Callable[...
     return _program_of(function, *static)
 
 
-def compiled_with_rule(function: Callable[..., Result], *static: Hashable) -> Callable[..., Result]:
+def compiled_with_rule(
+    function: Callable[..., _Result], *static: Hashable
+) -> Callable[..., _Result]:
     """The same where an argument is a function of the user's, which may be another in each call.
 
     Only the last few programs are kept.

@@ -14,8 +14,8 @@ from jax import lax
 
 from pallas_kernels.lowering.forms import Tree
 
-Values = TypeVar("Values", bound=Tree)
-Joined = TypeVar("Joined")
+_Values = TypeVar("_Values", bound=Tree)
+_Joined = TypeVar("_Joined")
 
 
 def pieces(x: jax.Array, number: int, padding: float) -> list[jax.Array]:
@@ -44,7 +44,7 @@ def filled(x: jax.Array, width: int, value: float | jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, missing)), constant_values=value) if missing else x
 
 
-def at_place(place: jax.Array, values: Values) -> Values:
+def at_place(place: jax.Array, values: _Values) -> _Values:
     """The entries at one place [B] of each row of a tree of arrays [B, n, ...]; else 0.
 
     Of numbers of 32 bits, and truth values. One loop for all arrays, where XLA's CPU compiler makes
@@ -59,7 +59,7 @@ def at_place(place: jax.Array, values: Values) -> Values:
         lax.bitcast_convert_type(word, x.dtype).astype(array.dtype)
         for word, x, array in zip(words, wide, arrays, strict=True)
     )
-    result: Values = jax.tree.unflatten(tree, entries)
+    result: _Values = jax.tree.unflatten(tree, entries)
     return result
 
 
@@ -86,7 +86,7 @@ def largest_and_first(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax
     return value, id
 
 
-def in_pairs(join: Callable[[Joined, Joined], Joined], parts: list[Joined]) -> Joined:
+def in_pairs(join: Callable[[_Joined, _Joined], _Joined], parts: list[_Joined]) -> _Joined:
     """The parts joined to one, two at a time."""
     while len(parts) > 1:
         odd = parts[len(parts) // 2 * 2 :]

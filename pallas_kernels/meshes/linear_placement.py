@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 
 from pallas_kernels.contract.arguments import check_mesh
 from pallas_kernels.meshes import placement
-from pallas_kernels.meshes.placement import Layout
+from pallas_kernels.meshes.placement import MeshLayout
 
 
-def placed(
+def placed_product(
     hidden: jax.Array,
     head: jax.Array,
     mesh: Mesh | None,
@@ -34,7 +34,7 @@ def placed(
       ValueError: a mesh without an axis, an axis that does not exist, rows that do not divide.
     """
     check_mesh(mesh, vocab_size, axis_name=axis_name, row_axis_name=row_axis_name)
-    layout = Layout(placement.names_of(row_axis_name), placement.names_of(axis_name))
+    layout = MeshLayout(placement.names_of(row_axis_name), placement.names_of(axis_name))
     width = head.shape[head_axis]
     if mesh is None and row_axis_name is not None:
         raise ValueError(
@@ -49,9 +49,9 @@ def placed(
         (row_mesh, hidden_layout), (column_mesh, head_layout) = map(
             placement.sharding_of, (hidden, head)
         )
-        layout = Layout(hidden_layout.rows, head_layout[head_axis])
+        layout = MeshLayout(hidden_layout.rows, head_layout[head_axis])
         mesh_of_arrays = row_mesh if layout.rows else column_mesh if layout.vocabulary else None
-    elif layout == Layout():
+    elif layout == MeshLayout():
         raise ValueError(
             f"mesh {dict(mesh.shape)} without axis_name or row_axis_name; name the vocabulary's "
             "axis, or the rows'"
@@ -69,7 +69,7 @@ def placed(
     )
 
 
-def _check_axes(mesh: placement.AnyMesh, layout: Layout) -> None:
+def _check_axes(mesh: placement.AnyMesh, layout: MeshLayout) -> None:
     rows, vocabulary = layout
     for axis in (*rows, *vocabulary):
         if axis not in mesh.shape:

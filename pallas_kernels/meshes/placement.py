@@ -5,9 +5,9 @@
     sharding not known yet   traced with automatic axes: asked for when the program is compiled
 
 In all of them every device reads its own part (`split`) and only compact results travel. An array's
-axes are written as a word with a letter for each: "nv" are logits [N, V]. `Layout` says which mesh
-axes split n, the rows or slots, and v, the vocabulary. What other letters name is whole on every
-device.
+axes are written as a word with a letter for each: "nv" are logits [N, V]. `MeshLayout` says which
+mesh axes split n, the rows or slots, and v, the vocabulary. What other letters name is whole on
+every device.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.contract.arguments import check_split
 from pallas_kernels.lowering.forms import Tree
 
-Values = TypeVar("Values", bound=Tree)
+_Values = TypeVar("_Values", bound=Tree)
 AxisName = str | tuple[str, ...]  # one mesh axis, or several that split one dimension together
 
 
@@ -152,7 +152,7 @@ class VocabShard:
         gathered: jax.Array = lax.all_gather(local, self.axis_name, **to)
         return gathered
 
-    def gathered_together(self, values: Values) -> Values:
+    def gathered_together(self, values: _Values) -> _Values:
         """`gathered` of a tree of arrays [R, ...] of 32-bit numbers, in one exchange."""
         leaves, tree = jax.tree.flatten(values)
         words = [lax.bitcast_convert_type(x, jnp.int32).reshape(x.shape[0], -1) for x in leaves]
@@ -163,7 +163,7 @@ class VocabShard:
             lax.bitcast_convert_type(part.reshape(gathered.shape[0], *x.shape), x.dtype)
             for part, x in zip(parts, leaves, strict=True)
         ]
-        of_shards: Values = jax.tree.unflatten(tree, arrays)
+        of_shards: _Values = jax.tree.unflatten(tree, arrays)
         return of_shards
 
     def _across(self, collective: Callable[..., jax.Array], local: jax.Array) -> jax.Array:
@@ -181,7 +181,7 @@ MeshAxes = tuple[str, ...]  # of a mesh, that split one dimension together
 ROW, VOCABULARY, NAMED = "n", "v", "r"  # `NAMED`: rows that are named, whole on every device
 
 
-class Layout(NamedTuple):
+class MeshLayout(NamedTuple):
     """The mesh axes that split rows, and those that split the vocabulary."""
 
     rows: MeshAxes = ()
@@ -196,22 +196,22 @@ class Layout(NamedTuple):
         axes = {ROW: axis_name(self.rows), VOCABULARY: axis_name(self.vocabulary)}
         return PartitionSpec(*(axes.get(letter) for letter in word))
 
-    def even(self, mesh: AnyMesh, word: str, shape: Sequence[int]) -> "Layout":
+    def even(self, mesh: AnyMesh, word: str, shape: Sequence[int]) -> "MeshLayout":
         """Without the axes that do not divide an array of this shape: there it is gathered."""
         sizes = dict(zip(word, shape, strict=True))
 
         def dividing(axes: MeshAxes, letter: str) -> MeshAxes:
             return axes if sizes.get(letter, 0) % num_shards(mesh, axes) == 0 else ()
 
-        return Layout(dividing(self.rows, ROW), dividing(self.vocabulary, VOCABULARY))
+        return MeshLayout(dividing(self.rows, ROW), dividing(self.vocabulary, VOCABULARY))
 
 
-def layout_of(sharding: Sharding, ndim: int) -> Layout:
+def layout_of(sharding: Sharding, ndim: int) -> MeshLayout:
     """The layout of logits [N, ..., V] with this sharding."""
     if not isinstance(sharding, NamedSharding):
-        return Layout()
+        return MeshLayout()
     spec = (*sharding.spec, *[None] * ndim)[:ndim]
-    return Layout(names_of(spec[0]), names_of(spec[-1]))
+    return MeshLayout(names_of(spec[0]), names_of(spec[-1]))
 
 
 def may_be_split(logits: jax.Array) -> bool:
@@ -251,7 +251,7 @@ class Place(NamedTuple):
     """Where the arrays of a call are."""
 
     mesh: AnyMesh | None  # outside `shard_map`, the one that splits them
-    layout: Layout  # of a mesh; inside `shard_map` the vocabulary's axis alone
+    layout: MeshLayout  # of a mesh; inside `shard_map` the vocabulary's axis alone
     vocab_size: int  # V
     padded: bool  # columns of padding follow
     unknown: bool = False  # how they are split is not known before the program is compiled
@@ -285,9 +285,9 @@ def placed(logits: jax.Array, how: Split) -> Place:
         axes = names_of(name)
         check_divides("columns", width, mesh, axes)
         if mesh_of_logits is None and (mesh.size == num_shards(mesh, axes) or not unknown):
-            return Place(mesh, Layout((), axes), size, padded)  # nothing else can be split
+            return Place(mesh, MeshLayout((), axes), size, padded)  # nothing else can be split
     if mesh_of_logits is None:
-        return Place(None, Layout(), size, padded, unknown=unknown)
+        return Place(None, MeshLayout(), size, padded, unknown=unknown)
     check_divides("columns", width, mesh_of_logits, layout.vocabulary)
     return Place(mesh_of_logits, layout, size, padded)
 
@@ -298,7 +298,7 @@ def on_shard(name: AxisName, width: int, vocab_size: int | None) -> Place:
     Raises:
       ValueError: there is no such axis around this call.
     """
-    layout = Layout((), names_of(name))
+    layout = MeshLayout((), names_of(name))
     try:
         return Place(None, layout, layout.shard(vocab_size).size(width), vocab_size is not None)
     except NameError:
@@ -320,10 +320,10 @@ def check_divides(
         )
 
 
-def sharding_of(logits: jax.Array) -> tuple[AnyMesh | None, Layout]:
+def sharding_of(logits: jax.Array) -> tuple[AnyMesh | None, MeshLayout]:
     """The mesh and the layout of logits that tell them; None where they do not, or are whole."""
     is_traced = isinstance(logits, jax.core.Tracer)
     sharding = jax.typeof(logits).sharding if is_traced else logits.sharding
     layout = layout_of(sharding, logits.ndim)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    return (mesh, layout) if layout != Layout() else (None, layout)
+    return (mesh, layout) if layout != MeshLayout() else (None, layout)

@@ -23,8 +23,8 @@ from pallas_kernels.meshes.placement import (
     VOCABULARY,
     WHOLE,
     AnyMesh,
-    Layout,
     MeshAxes,
+    MeshLayout,
     Place,
     Split,
     VocabShard,
@@ -34,24 +34,26 @@ from pallas_kernels.meshes.placement import (
     names_of,
 )
 
-Arrays = TypeVar("Arrays")  # a tree of arrays
+_Arrays = TypeVar("_Arrays")  # a tree of arrays
 Words = tuple[str, ...]  # the axes of a tree's arrays, in their order
-Result = TypeVar("Result")  # a tree of arrays
+_Result = TypeVar("_Result")  # a tree of arrays
 BySlot = TypeVar("BySlot")  # a tree of arrays [B, ...]
 
 
-PartCall = Callable[[Layout, Arrays], Result]  # one device's part, of arrays that are split so
+PartCall = Callable[
+    [MeshLayout, _Arrays], _Result
+]  # one device's part, of arrays that are split so
 
 
 def on_mesh(
-    call: PartCall[Arrays, Result],
+    call: PartCall[_Arrays, _Result],
     mesh: AnyMesh,
-    layout: Layout,
-    arrays: Arrays,
+    layout: MeshLayout,
+    arrays: _Arrays,
     words: Words,
     of_result: str = ROW,
     manual: MeshAxes | None = None,
-) -> Result:
+) -> _Result:
     """`call(layout, arrays)` by every device of the mesh, on its own part.
 
     Args:
@@ -69,7 +71,7 @@ def on_mesh(
         leaves = [
             _moved(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs, strict=True)
         ]
-    mapped: Callable[..., Result] = jax.shard_map(
+    mapped: Callable[..., _Result] = jax.shard_map(
         lambda *arrays_of_device: call(layout, jax.tree.unflatten(tree, arrays_of_device)),
         mesh=mesh,
         in_specs=tuple(specs),
@@ -86,12 +88,12 @@ def _moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 @functools.cache
 def program_on_mesh(
-    call: PartCall[Arrays, Result],
+    call: PartCall[_Arrays, _Result],
     mesh: AnyMesh,
-    layout: Layout,
+    layout: MeshLayout,
     words: Words,
     of_result: str = ROW,
-) -> Callable[[Arrays], Result]:
+) -> Callable[[_Arrays], _Result]:
     """`on_mesh` as a compiled function of the arrays, kept for equal arguments.
 
     `call` must be the same object for equal calls.
@@ -100,8 +102,8 @@ def program_on_mesh(
 
 
 def where_compiled(
-    call: PartCall[Arrays, Result], arrays: Arrays, words: Words, of_result: str = ROW
-) -> Result:
+    call: PartCall[_Arrays, _Result], arrays: _Arrays, words: Words, of_result: str = ROW
+) -> _Result:
     """`call(layout, arrays)` where only the compiler knows how the arrays are split.
 
     With automatic mesh axes, XLA would gather the logits for what is looked up in them. The
@@ -124,9 +126,9 @@ def where_compiled(
     # What the compiler calls holds no array of the caller's trace: jax would find it there.
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     present = [word for x, word in zip(types, words, strict=True) if x.size]
-    results: list[Result] = []  # their shapes, from the one trace of the call on whole logits
+    results: list[_Result] = []  # their shapes, from the one trace of the call on whole logits
 
-    def called(layout: Layout, leaves_of_part: tuple[jax.Array, ...]) -> Result:
+    def called(layout: MeshLayout, leaves_of_part: tuple[jax.Array, ...]) -> _Result:
         """With the arrays that are empty, which no sharding rule can name."""
         remaining = iter(leaves_of_part)
         sizes = {
@@ -147,7 +149,7 @@ def where_compiled(
         return call(layout, jax.tree.unflatten(tree, all_leaves))
 
     def undivided(*leaves_of_call: jax.Array) -> list[jax.Array]:
-        outputs = called(Layout(), leaves_of_call)
+        outputs = called(MeshLayout(), leaves_of_call)
         results[:] = [jax.tree.map(jax.typeof, outputs)]
         return _not_empty(outputs)
 
@@ -190,7 +192,7 @@ def where_compiled(
     )
 
 
-def _not_empty(tree: Result) -> list[jax.Array]:
+def _not_empty(tree: _Result) -> list[jax.Array]:
     """The arrays that have elements."""
     return [x for x in jax.tree.leaves(tree) if x.size]
 
@@ -208,10 +210,10 @@ def _factors(kind: str, words: list[str]) -> tuple[ArrayMapping, ...]:
     return tuple(factors(index, word) for index, word in enumerate(words))
 
 
-ShardCall = Callable[[VocabShard, Rows], Result]  # one device's part of a call
+ShardCall = Callable[[VocabShard, Rows], _Result]  # one device's part of a call
 
 
-def run(place: Place, call: ShardCall[Result], rows: Rows) -> Result:
+def run(place: Place, call: ShardCall[_Result], rows: Rows) -> _Result:
     """`call(shard, rows)` on every device's part of the logits.
 
     Args:
@@ -227,15 +229,15 @@ def run(place: Place, call: ShardCall[Result], rows: Rows) -> Result:
     _, *others = jax.tree.leaves(rows)
     words = ("nv", *(letter + "." * (x.ndim - 1) if x.ndim else "" for x in others))
     if place.mesh is None:
-        results: Result = where_compiled(on_part, rows, words, letter)
+        results: _Result = where_compiled(on_part, rows, words, letter)
     else:
         results = program_on_mesh(on_part, place.mesh, place.layout, words, letter)(rows)
     return results
 
 
 def run_inputs(
-    place: Place, call: PartCall[Arrays, Result], inputs: Arrays, words: Words
-) -> Result:
+    place: Place, call: PartCall[_Arrays, _Result], inputs: _Arrays, words: Words
+) -> _Result:
     """`call(layout, inputs)` on every device's part of the inputs.
 
     Args:
@@ -246,21 +248,21 @@ def run_inputs(
     """
     if place.mesh is None:
         return call(place.layout, inputs)
-    results: Result = program_on_mesh(call, place.mesh, place.layout, words)(inputs)
+    results: _Result = program_on_mesh(call, place.mesh, place.layout, words)(inputs)
     return results
 
 
 @functools.cache
 def _on_own_rows(
-    call: ShardCall[Result], vocab_size: int | None
-) -> Callable[[Layout, Rows], Result]:
+    call: ShardCall[_Result], vocab_size: int | None
+) -> Callable[[MeshLayout, Rows], _Result]:
     """The call on this device's rows, for `split`; always the same object.
 
     Without row_ids, all arrays of target rows are the device's own part too, and so is the result.
     With row_ids they, and the result, are the same on every device.
     """
 
-    def on_own_rows(layout: Layout, rows: Rows) -> Result:
+    def on_own_rows(layout: MeshLayout, rows: Rows) -> _Result:
         shard, count = layout.shard(vocab_size), rows.logits.shape[0]
         if rows.row_ids is None:
             return call(shard, rows._replace(num_rows=own_num_rows(layout, rows.num_rows, count)))
@@ -293,7 +295,7 @@ def _on_own_rows(
     return on_own_rows
 
 
-def own_num_rows(layout: Layout, num_rows: jax.Array | None, count: int) -> jax.Array | None:
+def own_num_rows(layout: MeshLayout, num_rows: jax.Array | None, count: int) -> jax.Array | None:
     """How many of this device's `count` rows are among the first num_rows of all devices'."""
     if num_rows is None or not layout.rows:
         return num_rows
@@ -301,14 +303,14 @@ def own_num_rows(layout: Layout, num_rows: jax.Array | None, count: int) -> jax.
 
 
 def on_own_part(
-    call: Callable[[VocabShard, Arrays, BySlot], Result],
-    logits: Arrays,
+    call: Callable[[VocabShard, _Arrays, BySlot], _Result],
+    logits: _Arrays,
     by_slot: BySlot,
     how: Split,
     *,
     by_row: bool = True,
     flat: frozenset[int] = frozenset(),
-) -> Result:
+) -> _Result:
     """`call(shard, logits, by_slot)`, by each device on its own slots and columns.
 
     Args:
@@ -338,7 +340,7 @@ def on_own_part(
         *(row + "." * (x.ndim - 1) for x in jax.tree.leaves(by_slot)),
     )
 
-    def of_part(layout: Layout, arrays: tuple[Arrays, BySlot]) -> Result:
+    def of_part(layout: MeshLayout, arrays: tuple[_Arrays, BySlot]) -> _Result:
         logits, by_slot = arrays
         shard = layout.shard(how.vocab_size)
         if shard.axis_name is None:
@@ -348,17 +350,17 @@ def on_own_part(
 
     if how.mesh is not None:
         assert how.axis_name
-        layout, manual = Layout((), names_of(how.axis_name)), how.mesh.axis_names
+        layout, manual = MeshLayout((), names_of(how.axis_name)), how.mesh.axis_names
         return on_mesh(of_part, how.mesh, layout, arrays, words, row, manual)
     if how.axis_name:
         return call(VocabShard(how.axis_name, how.vocab_size), logits, by_slot)
     sharding = jax.typeof(first).sharding
     if first.ndim >= 2 and AxisType.Explicit in sharding.mesh.axis_types:
         layout = layout_of(sharding, first.ndim)
-        if layout != Layout():
+        if layout != MeshLayout():
             if not by_row:
                 layout = layout._replace(rows=())
             return on_mesh(of_part, sharding.mesh, layout, arrays, words, row)
     elif how == Split() and may_be_split(first):
         return where_compiled(of_part, arrays, words, row)
-    return of_part(Layout(), arrays)
+    return of_part(MeshLayout(), arrays)

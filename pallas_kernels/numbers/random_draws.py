@@ -78,7 +78,7 @@ def log_of(weights: Float32[Array, "..."]) -> Float32[Array, "..."]:
 # steps, with noise of its group (GROUP) and of itself (RECOVER).
 ACCEPT, RECOVER, DRAFT, GROUP = 0, 1, 2, 3
 
-WIDTH = 256  # ids, of which noise is made at once: as many as a group of tokens has
+_WIDTH = 256  # ids, of which noise is made at once: as many as a group of tokens has
 
 
 class Source(NamedTuple):
@@ -101,7 +101,7 @@ def gumbel(source: Source, purpose: int, ids: Int32[Array, "B C"]) -> Float32[Ar
     """
     # Filled up, and apart from how the ids came about: the noise of few tokens, of candidates and
     # of a group are the same kernels, which XLA compiles once.
-    padding = ((0, 0), (0, max(WIDTH - ids.shape[1], -ids.shape[1] % 32)))  # whole vectors
+    padding = ((0, 0), (0, max(_WIDTH - ids.shape[1], -ids.shape[1] % 32)))  # whole vectors
     filled = barrier(jnp.pad(ids, padding))
     bits = threefry_word(source.seed[:, None], purpose, source.position[:, None], filled)
     return gumbel_of_bits(bits)[:, : ids.shape[1]]

@@ -25,7 +25,7 @@ from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import GROUP, RECOVER, Source, best, gumbel, log_of
 from pallas_kernels.sampling import row_read
 from pallas_kernels.sampling.parameters import Sampling, Truncation, at_rows
-from pallas_kernels.sampling.row_draws import of_all_shards
+from pallas_kernels.sampling.row_draws import draws_of_all_shards
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import DenseQ, slots_of_rows
 
@@ -68,7 +68,9 @@ class DraftQ(NamedTuple):
             is_certain = temperature <= 0
             slots = slots_of_rows(row_ids, values.shape[0])
             of_rows = jnp.concatenate([temperature, jnp.ones(1, jnp.float32)])[slots]
-            read = row_read.read(rows, Sampling.of(values.shape[0], temperature=of_rows))
+            read = row_read.read_sampled_rows(
+                rows, Sampling.of(values.shape[0], temperature=of_rows)
+            )
             scale = QScale(read.largest, inverse_temperature(of_rows), read.log_total)
         return cls(shard, q.form, values, rows, row_ids, token_ids, scale, is_certain)
 
@@ -190,7 +192,7 @@ def draw_residual(
     no_draw = Drawn(jnp.full(rejected.shape, -jnp.inf, jnp.float32), otherwise)
     inputs = logits.logits, q.rows.logits, target, place, prefix_weight, rejected
     draws = lax.fori_loop(0, number, draw_for, vary_like(no_draw, inputs))
-    draws = of_all_shards(logits, draws)
+    draws = draws_of_all_shards(logits, draws)
     return jnp.where(rejected & (draws.score > -jnp.inf), draws.token_ids, otherwise)
 
 

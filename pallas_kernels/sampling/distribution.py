@@ -81,7 +81,7 @@ def _truncation(
 
     def sampled_cuts() -> Truncation:
         rows = GroupedRows.of(flat, shard)
-        return cuts(rows, row_read.read(rows, row_sampling), row_sampling, sampled)
+        return cuts(rows, row_read.read_sampled_rows(rows, row_sampling), row_sampling, sampled)
 
     def no_cuts() -> Truncation:
         return vary_like(Truncation.nothing((flat.shape[0],), vocab_size), choice)

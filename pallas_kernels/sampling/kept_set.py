@@ -48,7 +48,7 @@ class PaddedKept(NamedTuple):
 
 
 GROUP = 64  # columns whose kept tokens are counted together
-BLOCK = 16  # rows at a time: the work follows the number of rows that were asked for
+KEPT_BLOCK = 16  # rows at a time: the work follows the number of rows that were asked for
 LISTED = 128  # ids of each row that are listed at a time: most sets are smaller
 
 
@@ -121,14 +121,14 @@ def _kept_sets(
             shard.masked(logits),
             answers.changes_of_shard(changes, shard, logits.shape[1]),
         )
-        block = min(BLOCK, rows.shape[0])
+        block = min(KEPT_BLOCK, rows.shape[0])
 
         def work(start: jax.Array) -> _Sets:
             part = rows_from((rows, cut), start, block)
             return _block(pin_to_iteration(x, start), row_changes, *part, width, shard)
 
         inputs = (x, rows, cut, shard.ids(logits.shape[1]))
-        return joined(map_blocks(work, block, num_rows, no_sets, inputs), shard)
+        return join_kept(map_blocks(work, block, num_rows, no_sets, inputs), shard)
 
     # A batch of greedy requests reads no logits.
     sets: _Sets = lax.cond(
@@ -143,7 +143,7 @@ def _kept_sets(
     return PaddedKept(ids, counts, jnp.where(is_listed, cut.log_kept, 0.0))
 
 
-def joined(sets: _Sets, shard: VocabShard) -> _Sets:
+def join_kept(sets: _Sets, shard: VocabShard) -> _Sets:
     """The sets of all shards: each one's ids follow those of the shards before it."""
     if shard.axis_name is None:
         return sets

@@ -12,15 +12,21 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
-from pallas_kernels.contract.arguments import check_int, check_type, floats, integers, known_values
+from pallas_kernels.contract.arguments import (
+    check_floats,
+    check_int,
+    check_type,
+    integers,
+    known_values,
+)
 from pallas_kernels.sampling.kept_set import KEPT_ALL, KEPT_MANY, PaddedKept
 from pallas_kernels.topk.digests import CODE, DTYPES, row_digests
 
-AnyArray = jax.Array | np.ndarray
+_AnyArray = jax.Array | np.ndarray
 SHARE_ROUNDING = 1e-3  # by which the log of a share may be above 0
 
 
-def check_kept(kept: tuple[AnyArray, AnyArray, AnyArray], vocab_size: int) -> PaddedKept:
+def check_kept(kept: tuple[_AnyArray, _AnyArray, _AnyArray], vocab_size: int) -> PaddedKept:
     """Refuse kept sets that cannot be, such as those of another vocabulary.
 
     Learner functions call it outside of `jax.jit`. Call it yourself before a jitted one, which
@@ -42,7 +48,7 @@ def check_kept(kept: tuple[AnyArray, AnyArray, AnyArray], vocab_size: int) -> Pa
 
 
 def sets_of(
-    kept: tuple[AnyArray, AnyArray, AnyArray], rows: tuple[int, ...] | None, vocab_size: int
+    kept: tuple[_AnyArray, _AnyArray, _AnyArray], rows: tuple[int, ...] | None, vocab_size: int
 ) -> PaddedKept:
     """`check_kept` of sets that must be of these rows, or of any."""
     if not isinstance(kept, tuple) or len(kept) != 3:
@@ -53,7 +59,7 @@ def sets_of(
     sets = PaddedKept(
         integers("kept.token_ids", kept[0], jnp.int32),
         integers("kept.counts", kept[1], jnp.int32),
-        floats("kept.log_kept", kept[2]).astype(jnp.float32),
+        check_floats("kept.log_kept", kept[2]).astype(jnp.float32),
     )
     partner = "one another" if rows is None else f"token_ids {rows}"
     rows = sets.counts.shape if rows is None else rows
@@ -109,7 +115,7 @@ def _check_values(
 
 
 def check_digests(
-    digests: UInt32[AnyArray, "*rows 2"], rollout_digests: AnyArray
+    digests: UInt32[_AnyArray, "*rows 2"], rollout_digests: _AnyArray
 ) -> Bool[Array, "*rows"]:
     """Which rows have the logits that a rollout had: refused where one is known to have others.
 
@@ -143,8 +149,8 @@ def check_digests(
     return same
 
 
-def check_rows(
-    logits: Float[Array, "*rows V"], rollout_digests: AnyArray | None
+def check_rollout_rows(
+    logits: Float[Array, "*rows V"], rollout_digests: _AnyArray | None
 ) -> Bool[Array, "*rows"] | None:
     """`check_digests` of logits, all of which it reads once; None without digests."""
     if rollout_digests is None:
@@ -164,7 +170,7 @@ def flagged(
 
 
 def digest_words(
-    name: str, digests: AnyArray, rows: tuple[int, ...] | None = None
+    name: str, digests: _AnyArray, rows: tuple[int, ...] | None = None
 ) -> UInt32[Array, "*rows 2"]:
     """Digests of these rows, or of any, as two words each."""
     check_type(name, digests, (np.ndarray, jax.Array), "a NumPy or JAX array of digests")
@@ -184,7 +190,7 @@ def digest_words(
     )
 
 
-def _dtypes(digests: AnyArray) -> list[str]:
+def _dtypes(digests: _AnyArray) -> list[str]:
     """The dtypes of the logits that digests are of, where they are known."""
     values = known_values(digests)
     if values is None:
@@ -194,7 +200,7 @@ def _dtypes(digests: AnyArray) -> list[str]:
     return [DTYPES[code - 1] for code in codes if code]
 
 
-def _check_dtype(rollout_digests: AnyArray, dtype: str) -> None:
+def _check_dtype(rollout_digests: _AnyArray, dtype: str) -> None:
     """Refuse a rollout's digests of logits of another dtype, where they are known."""
     if others := [name for name in _dtypes(rollout_digests) if name != dtype]:
         raise ValueError(

@@ -28,21 +28,21 @@ from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling import row_read
 from pallas_kernels.sampling.kept_set import PaddedKept
-from pallas_kernels.sampling.learner_arguments import check_rows, flagged, sets_of
+from pallas_kernels.sampling.learner_arguments import check_rollout_rows, flagged, sets_of
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.topk.call import topk_logprobs
 
-AnyArray = jax.Array | np.ndarray
+_AnyArray = jax.Array | np.ndarray
 
 
 def kept_logprobs(
-    logits: Float[AnyArray, "*rows V"],
-    token_ids: Int32[AnyArray, "*rows"],
-    kept: tuple[AnyArray, AnyArray, AnyArray],
-    temperatures: Float[AnyArray, "..."] | float = 1.0,
+    logits: Float[_AnyArray, "*rows V"],
+    token_ids: Int32[_AnyArray, "*rows"],
+    kept: tuple[_AnyArray, _AnyArray, _AnyArray],
+    temperatures: Float[_AnyArray, "..."] | float = 1.0,
     *,
-    row_digests: AnyArray | None = None,
+    row_digests: _AnyArray | None = None,
 ) -> Float32[Array, "*rows"]:
     """Logprobs of tokens under log_softmax(logits / T), renormalized over their kept sets.
 
@@ -77,7 +77,7 @@ def kept_logprobs(
     rows = logits.shape[:-1]
     token_ids = array_of("token_ids", token_ids, "integers", rows, "one a row of the logits")
     sets = sets_of(kept, rows, logits.shape[-1])
-    t, same = _temperatures(temperatures, rows), check_rows(logits, row_digests)
+    t, same = _temperatures(temperatures, rows), check_rollout_rows(logits, row_digests)
     return flagged(compiled(_of_any_temperature)(logits, token_ids, sets, t), same)
 
 
@@ -116,12 +116,12 @@ def _logprobs(
     return _forward(logits, token_ids, kept, temperatures)[0]
 
 
-Residuals = tuple[jax.Array, jax.Array, PaddedKept, jax.Array, LogprobScale, jax.Array]
+_Residuals = tuple[jax.Array, jax.Array, PaddedKept, jax.Array, LogprobScale, jax.Array]
 
 
 def _forward(
     logits: jax.Array, token_ids: jax.Array, kept: PaddedKept, temperatures: jax.Array
-) -> tuple[jax.Array, Residuals]:
+) -> tuple[jax.Array, _Residuals]:
     vocab_size = logits.shape[-1]
     token_logits = _at(logits, token_ids[..., None])[..., 0]
     token_logits = jnp.where((token_ids >= 0) & (token_ids < vocab_size), token_logits, jnp.nan)
@@ -142,7 +142,7 @@ def _forward(
     return logprobs, (logits, token_ids, kept, temperatures, scale, logprobs)
 
 
-def _backward(residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
+def _backward(residuals: _Residuals, gradient: jax.Array) -> tuple[Any, ...]:
     logits, token_ids, kept, temperatures, scale, logprobs = residuals
     over_all = kept.counts < 0
     has_slope = (kept.counts != 0) & (logprobs != -jnp.inf)
@@ -232,12 +232,12 @@ def _mean(shares: Float32[Array, "*rows N"], z: Float32[Array, "*rows N"]) -> ja
 
 
 def rollout_logprobs(
-    logits: Float[AnyArray, "N V"],
-    token_ids: Int32[AnyArray, " N"],
-    kept: tuple[AnyArray, AnyArray, AnyArray] | None = None,
-    temperatures: Float[AnyArray, " N"] | None = None,
+    logits: Float[_AnyArray, "N V"],
+    token_ids: Int32[_AnyArray, " N"],
+    kept: tuple[_AnyArray, _AnyArray, _AnyArray] | None = None,
+    temperatures: Float[_AnyArray, " N"] | None = None,
     *,
-    row_digests: AnyArray | None = None,
+    row_digests: _AnyArray | None = None,
 ) -> Float32[Array, " N"]:
     """The logprobs that a rollout has of these logits, bit for bit.
 
@@ -259,7 +259,7 @@ def rollout_logprobs(
       TypeError, ValueError: as `kept_logprobs`, or as `topk_logprobs`.
     """
     logits = check_matrix("logits", logits, "[N, V]")
-    same = check_rows(logits, row_digests)
+    same = check_rollout_rows(logits, row_digests)
     scaled = topk_logprobs(logits, token_ids, 0, temperatures=temperatures).logprobs[:, 0]
     if kept is None:
         return flagged(scaled, same)
@@ -276,7 +276,7 @@ def _processed(
 ) -> jax.Array:
     """`rollout_logprobs` with kept sets; `scaled` are those of all tokens of each row."""
     number, vocab_size = logits.shape
-    read = row_read.read(GroupedRows.of(logits), Sampling.of(number, temperature=t))
+    read = row_read.read_sampled_rows(GroupedRows.of(logits), Sampling.of(number, temperature=t))
     x = _of_set(logits, sets)
     gap = row_totals.scaled(x, read.largest[:, None], read.inverse[:, None])
     of_set = exact_sums.mass(exponential(gap), vocab_size)
@@ -306,11 +306,11 @@ _processed.defvjp(_processed_forward, _processed_backward)
 
 
 def learner_logprobs(
-    hidden: Float[AnyArray, "*rows H"],
-    head: Float[AnyArray, "V H"],
-    token_ids: Int32[AnyArray, "*rows"],
-    kept: tuple[AnyArray, AnyArray, AnyArray],
-    temperatures: Float[AnyArray, "..."] | float = 1.0,
+    hidden: Float[_AnyArray, "*rows H"],
+    head: Float[_AnyArray, "V H"],
+    token_ids: Int32[_AnyArray, "*rows"],
+    kept: tuple[_AnyArray, _AnyArray, _AnyArray],
+    temperatures: Float[_AnyArray, "..."] | float = 1.0,
     *,
     logits_dtype: str = "float32",
     soft_cap: float | None = None,

@@ -21,7 +21,7 @@ from pallas_kernels.lowering.forms import Tree, vary_like
 from pallas_kernels.lowering.row_pieces import at_place
 from pallas_kernels.numbers.logarithm import logarithm
 
-Values = TypeVar("Values", bound=Tree)
+_Values = TypeVar("_Values", bound=Tree)
 
 
 @with_field_docs
@@ -206,7 +206,7 @@ def of_each_row(sampling: Sampling, rows: tuple[int, ...]) -> Annotated[Sampling
     return typed.tree_map(repeated, sampling)
 
 
-def at_rows(index: Int32[Array, " R"], values: Values) -> Values:
+def at_rows(index: Int32[Array, " R"], values: _Values) -> _Values:
     """The values of the rows `index`, of a tree of arrays [N] of 32-bit numbers; in one loop."""
     rows = index.shape[0]
     tables = typed.tree_map(lambda x: jnp.broadcast_to(x[None], (rows, *x.shape)), values)

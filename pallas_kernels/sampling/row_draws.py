@@ -34,7 +34,7 @@ from pallas_kernels.sampling.row_read import RowSummary, num_candidates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import Batch
 
-GROUPS = 8  # of a slot, to sum again at a time
+DRAWN_GROUPS = 8  # of a slot, to sum again at a time
 ROUNDING = 1e-3  # of scores: more than that of float32
 
 
@@ -82,11 +82,11 @@ class Drawing(NamedTuple):
         )  # fmt: skip
 
 
-def draw(logits: GroupedRows, row_read: RowSummary, drawing: Drawing) -> Int32[Array, " B"]:
+def draw_rows(logits: GroupedRows, row_read: RowSummary, drawing: Drawing) -> Int32[Array, " B"]:
     """A token of each row: of p without q, or of p where nothing is left of it."""
     log_mass = drawing.log_total + drawing.cut.log_kept
     drawn, noise = _drawn_apart(logits, row_read, drawing)
-    drawn = of_all_shards(logits, drawn)
+    drawn = draws_of_all_shards(logits, drawn)
     if not drawing.excluded_ids.shape[1]:
         return drawn.token_ids
     if logits.shard.axis_name is not None:
@@ -170,8 +170,9 @@ def best_group(logits: GroupedRows, row_read: RowSummary, drawing: Drawing) -> _
     """The group of this device with the best score, of each row.
 
     The read's sums are those of whole rows. Groups that a cut reaches, or that have a taken token,
-    are summed again, `GROUPS` of each slot at a time. With all of its tokens a group has a better
-    score: those that are best then come first, until no other can win. Of most rows that is soon.
+    are summed again, `DRAWN_GROUPS` of each slot at a time. With all of its tokens a group has a
+    better score: those that are best then come first, until no other can win. Of most rows that is
+    soon.
     """
     largest, inverse = drawing.largest[:, None], drawing.inverse[:, None]
     sums: GroupSums = jax.tree.map(lambda x: x[drawing.rows], row_read.groups)
@@ -198,7 +199,7 @@ def best_group(logits: GroupedRows, row_read: RowSummary, drawing: Drawing) -> _
 
     group_scores = prevent_recompute(scores(sums, noise))
     batch, local = group_scores.shape
-    slot, count = jnp.arange(batch, dtype=jnp.int32)[:, None], min(GROUPS, local)
+    slot, count = jnp.arange(batch, dtype=jnp.int32)[:, None], min(DRAWN_GROUPS, local)
 
     def may_win(state: tuple[jax.Array, _Group]) -> jax.Array:
         remaining, chosen = state
@@ -272,7 +273,7 @@ def best_token(
     return Drawn(*best(jnp.where(is_kept, gap + noise, -jnp.inf), ids)), apart
 
 
-def of_all_shards(logits: GroupedRows, drawn: Drawn) -> Drawn:
+def draws_of_all_shards(logits: GroupedRows, drawn: Drawn) -> Drawn:
     """The token of the shard with the largest score; of equal ones the first."""
     if logits.shard.axis_name is None:
         return drawn

@@ -70,7 +70,7 @@ class RowScale(NamedTuple):
     total: exact_sums.Mass  # of the whole row
 
 
-def read(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowSummary:
+def read_sampled_rows(rows: GroupedRows, sampling: Sampling, k: int | None = None) -> RowSummary:
     """Read all rows once, as they are changed; arguments as for `read_changed`."""
     return read_changed(rows, sampling, k)[0]
 

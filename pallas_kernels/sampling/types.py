@@ -20,7 +20,7 @@ from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.sampling.parameters import Sampling, Truncation, of_each_row
 
-Values = TypeVar("Values")
+_Values = TypeVar("_Values")
 AcceptRule = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Rule = Literal["token", "block"]  # how the drafts of a slot with a q are accepted
 MAX_WIDTH = 2**24  # slots, positions or drafts of a shape: more is a mistake
@@ -228,7 +228,7 @@ class Batch(NamedTuple):
             return jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
         return jnp.maximum(self.row_ids, 0)
 
-    def by_slot(self, values: Values) -> Values:
+    def by_slot(self, values: _Values) -> _Values:
         """A tree of arrays [N, ...] as [B, S, ...]; unspecified where there is no row."""
 
         def placed(x: jax.Array) -> jax.Array:

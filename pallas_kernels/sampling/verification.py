@@ -46,7 +46,7 @@ from pallas_kernels.sampling.dense_q import (
 )
 from pallas_kernels.sampling.distribution import cuts
 from pallas_kernels.sampling.parameters import Sampling, Truncation, has_meaning, where
-from pallas_kernels.sampling.row_draws import Drawing, draw, keeps_few
+from pallas_kernels.sampling.row_draws import Drawing, draw_rows, keeps_few
 from pallas_kernels.sampling.row_read import RowSummary
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import (
@@ -328,7 +328,7 @@ def _verify_rows(
 
         def sampled() -> Verified:
             grouped = rows()
-            read = _of_named_rows(batch, row_read.read(grouped, sampling_of_rows()))
+            read = _of_named_rows(batch, row_read.read_sampled_rows(grouped, sampling_of_rows()))
             return sampled_slots(shard, grouped, read, None, batch, rules)
 
         def all_greedy() -> Verified:
@@ -427,7 +427,7 @@ def sampled_slots(
     few = keeps_few(read, cut, row_sampling, rows.vocab_size)
     if is_plain:
         drawing = Drawing.plain(batch, read, cut, is_sampled, few)
-        drawn = draw(rows, read, drawing).reshape(positions.shape)
+        drawn = draw_rows(rows, read, drawing).reshape(positions.shape)
         token_ids = jnp.where(batch.by_slot(is_sampled), drawn, batch.by_slot(choice.token_ids))
         return _that_agree(batch, token_ids, valid)._replace(cut=batch.by_slot(cut))
     log_p = _log_p(batch, read, cut, is_sampled, q.ids, x)
@@ -475,7 +475,7 @@ def sampled_slots(
     drawing = _drawing(batch, read, cut, (is_sampled, few), considered, *taken, a)
     if weight is not None:  # max(w p - q, 0), of which a multiple is drawn from
         drawing = drawing._replace(q=drawing.q / weight[:, None])
-    drawn = draw(rows, read, drawing)
+    drawn = draw_rows(rows, read, drawing)
     if dense is not None and target is not None:
         rejected = at_place(a, considered) & drawing.sampled
         drawn = draw_residual(

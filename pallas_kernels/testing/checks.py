@@ -87,14 +87,14 @@ def random_logits(shape: Shape, seed: int) -> jax.Array:
     return logits
 
 
-def logits_of(key: jax.Array, shape: Shape) -> jax.Array:
+def case_logits(key: jax.Array, shape: Shape) -> jax.Array:
     """The same, of a key."""
     normal = jax.random.normal(key, (shape.rows, shape.vocabulary))
     return (jnp.round(256 * normal) / 64).astype(shape.dtype)
 
 
 # A program for each shape, whatever the seed, where each operation would be one of its own.
-_jitted_logits_of = jax.jit(logits_of, static_argnums=1)
+_jitted_logits_of = jax.jit(case_logits, static_argnums=1)
 
 
 def random_ids(shape: Shape) -> jax.Array:
@@ -123,7 +123,7 @@ def check_rows(kernels: Kernels, shape: Shape, *, greedy: bool = False) -> None:
     _check(kernels, rows, Outputs(shape.k, *[not greedy] * 3), greedy)
 
 
-def check_changes(kernels: Kernels, shape: Shape) -> None:
+def check_changed_rows(kernels: Kernels, shape: Shape) -> None:
     """Masks and biases, and ranks that count equal logits too."""
     x, ids = random_logits(shape, seed=1), random_ids(shape)
     rng = np.random.default_rng(2)

@@ -12,7 +12,7 @@ from pallas_kernels.backends import proved
 def digests() -> dict[str, dict[str, str]]:
     """{backend: {job: digest}}."""
     return {
-        backend: {job: proved.digest_of(backend, job) for job in jobs}
+        backend: {job: proved.kernel_digest(backend, job) for job in jobs}
         for backend, jobs in proved.JOBS.items()
     }
 

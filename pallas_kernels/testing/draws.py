@@ -17,7 +17,7 @@ from pallas_kernels.numbers.random_draws import threefry_word
 PURPOSES = (3, 1)  # of the noise of groups, of tokens
 
 
-def gumbel(seed: int, purpose: int, position: int, ids: Any) -> Any:
+def _gumbel(seed: int, purpose: int, position: int, ids: Any) -> Any:
     """Noise of ids, float64."""
     ids = jnp.asarray(ids, jnp.int32)
     bits = threefry_word(jnp.uint32(seed), purpose, jnp.int32(position), ids)
@@ -87,11 +87,11 @@ def expected(
     with np.errstate(divide="ignore"):
         weights = np.log(np.exp((kept_logits - row.max()) * inverse).sum(axis=1))
     source = slot.seed, slot.position
-    scores = weights + gumbel(source[0], purposes[0], source[1], np.arange(len(kept_logits)))
+    scores = weights + _gumbel(source[0], purposes[0], source[1], np.arange(len(kept_logits)))
     group = int(scores.argmax())
     first = group * GROUP_WIDTH
     scores_in_group = kept_logits[group] * inverse
-    scores_in_group = scores_in_group + gumbel(
+    scores_in_group = scores_in_group + _gumbel(
         source[0], purposes[1], source[1], first + np.arange(GROUP_WIDTH)
     )
     return (

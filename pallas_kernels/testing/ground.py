@@ -24,7 +24,7 @@ from pallas_kernels.backends.mosaic_gpu.limits import capability_obstacle, cuda_
 from pallas_kernels.testing import checks, peers, pieces
 from pallas_kernels.testing.pieces import parts_of
 
-VERSIONS = ("jax-specdec", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu",
+_VERSIONS = ("jax-specdec", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu",
             "torch", "flashinfer-python", "vllm", "tokamax", "numpy")  # fmt: skip
 # XLA's draw is not a job of the chooser: nothing stands in for the kernel that draws.
 BY_XLA = "mosaic_gpu", [part for part in parts_of("mosaic_gpu") if part != "draws"]
@@ -65,7 +65,9 @@ def facts(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dic
         "devices": len(jax.local_devices()),
         "memory": (device.memory_stats() or {}).get("bytes_limit"),
         "versions": {"python": platform.python_version()} | _versions(),
-        "kernels": {part: pieces.PARTS[part].kernel for part in parts if part in pieces.PARTS},
+        "kernels": {
+            part: pieces.CHECK_PARTS[part].kernel for part in parts if part in pieces.CHECK_PARTS
+        },
         "pieces": names(full),
         "full": names(full=True),
         "missing": peers.missing(backend),
@@ -76,7 +78,7 @@ def facts(full: bool, rehearsed: tuple[str, Sequence[str]] | None = None) -> dic
 def proofs(backend: str, kind: str) -> list[dict[str, Any]]:
     """What a check of all of a job's parts will have proved, for each job of the backend."""
     return [
-        proved.Proof(kind, proved.minor_version(), backend, job, proved.digest_of(backend, job))
+        proved.Proof(kind, proved.minor_version(), backend, job, proved.kernel_digest(backend, job))
         ._asdict() | {"parts": [part for part in proved.PARTS[job] if part in parts_of(backend)]}
         for job in proved.JOBS.get(backend, ())
     ]  # fmt: skip
@@ -95,11 +97,11 @@ def _why() -> str:
 
 def _versions() -> dict[str, str]:
     versions = {}
-    for name in VERSIONS:
+    for name in _VERSIONS:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = (_of_checkout() if name == VERSIONS[0] else None) or "NOT INSTALLED"
+            versions[name] = (_of_checkout() if name == _VERSIONS[0] else None) or "NOT INSTALLED"
     return versions
 
 
@@ -108,7 +110,7 @@ def _of_checkout() -> str | None:
     try:
         with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
             project = tomllib.load(file)["project"]
-        return f"{project['version']} (a checkout)" if project["name"] == VERSIONS[0] else None
+        return f"{project['version']} (a checkout)" if project["name"] == _VERSIONS[0] else None
     except (OSError, ValueError, LookupError):
         return None
 

@@ -71,7 +71,7 @@ def topk_logprobs(
         row = int(rows[r])
         if (num_rows is not None and r >= num_rows) or not 0 <= row < len(logits):
             continue  # skipped
-        x = changed(
+        x = with_changes(
             logits[row],
             None if words is None else words[r],
             zip(biased[r], added[r], strict=True),
@@ -99,7 +99,7 @@ def topk_logprobs(
     return out
 
 
-def changed(
+def with_changes(
     row: np.ndarray, allowed: np.ndarray | None, biases: Iterable[tuple[int, float]]
 ) -> np.ndarray:
     """The changed logits [V] float64 of a row; allowed: words; biases: pairs of id and number."""

@@ -21,10 +21,10 @@ from pallas_kernels.testing import plain, times
 from pallas_kernels.testing.shapes import Shape
 
 # The calls that are timed beside those of `times.SHAPES`; without `--full` a peer's first two.
-SHAPES = tuple(
+_SHAPES = tuple(
     entry for entry in times.SHAPES if entry[0] in (times.TOPK, times.DRAW, times.LINEAR)
 )
-FEW = 2
+_FEW = 2
 SGLANG_K = 8  # the largest K that SGLang's kernel selects
 PeerCall = Callable[..., Any]
 
@@ -57,7 +57,7 @@ def eager(k: int) -> PeerCall:
     return _in_torch(lambda logprobs: torch.topk(logprobs, k, dim=-1))
 
 
-def compiled(k: int) -> PeerCall:
+def _compiled(k: int) -> PeerCall:
     torch = importlib.import_module("torch")
     call: PeerCall = torch.compile(eager(k), dynamic=False, fullgraph=True)
     return call
@@ -156,7 +156,7 @@ def tokamax(k: int) -> PeerCall:
 TORCH, FLASHINFER = ("torch",), ("torch", "flashinfer")
 ALL = {
     "torch eager": Peer(TORCH, "mosaic_gpu", eager),
-    "torch compiled": Peer(TORCH, "mosaic_gpu", compiled),
+    "torch compiled": Peer(TORCH, "mosaic_gpu", _compiled),
     "torch + flashinfer.top_k": Peer(FLASHINFER, "mosaic_gpu", flashinfer),
     "vllm compute_topk_scores": Peer(("torch", "vllm"), "mosaic_gpu", vllm, inclusive=True),
     "vllm Sampler.gather_logprobs": Peer(("torch", "vllm"), "mosaic_gpu", vllm_sampler),
@@ -165,7 +165,7 @@ ALL = {
     "flashinfer.chunked_lm_head": Peer(FLASHINFER, "mosaic_gpu", flashinfer_head, times.LINEAR),
     "log_softmax + tokamax top_k": Peer(("tokamax",), "mosaic_tpu", tokamax),
 }
-REHEARSED = {
+REHEARSED_PEERS = {
     times.TOPK: times.REHEARSED[1],
     times.DRAW: Shape(2, 2048, 0, "float32"),
     times.LINEAR: Shape(2, 2048, 0, "float32"),
@@ -183,11 +183,11 @@ def missing(backend: str) -> dict[str, str | None]:
 
 def calls_of(name: str, *, full: bool) -> list[tuple[str, Shape]]:
     """The jobs and shapes that a peer is timed at."""
-    entries = [entry for entry in SHAPES if ALL[name].applies(*entry)]
-    return entries if full else entries[:FEW]
+    entries = [entry for entry in _SHAPES if ALL[name].applies(*entry)]
+    return entries if full else entries[:_FEW]
 
 
-def measure(name: str, job: str, shape: Shape, rehearse: bool = False) -> dict[str, Any]:
+def measure_peers(name: str, job: str, shape: Shape, rehearse: bool = False) -> dict[str, Any]:
     """`times.measure` of one peer, whose results are compared first.
 
     Raises:

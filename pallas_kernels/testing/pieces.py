@@ -43,7 +43,7 @@ class CheckedKernel(NamedTuple):
     rehearsed_check: Callable[[Kernels, Shape], None] | None = None  # None: the same
 
 
-PARTS = {
+CHECK_PARTS = {
     "rows": CheckedKernel(
         "top K of given tokens' rows",
         checks.check_rows,
@@ -117,7 +117,7 @@ PARTS = {
     ),
     "changes": CheckedKernel(
         "masks and biases",
-        checks.check_changes,
+        checks.check_changed_rows,
         (Shape(64, 151_936, 20, BF16), Shape(8, 50_257, 5, F32)),
         tuple(Shape(8, v, 20, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
         Shape(2, 2050, 2, F32),
@@ -159,7 +159,7 @@ TIMES, PEERS = "times", "peers"
 
 def parts_of(backend: str) -> tuple[str, ...]:
     """The names of what is checked of a backend: its kernels, then times, then peers."""
-    kernels = (name for name, part in PARTS.items() if backend in part.backends)
+    kernels = (name for name, part in CHECK_PARTS.items() if backend in part.backends)
     return (*kernels, TIMES, PEERS)
 
 
@@ -181,14 +181,14 @@ def pieces_of(
         named_calls = [call for turn in in_turn for call in turn if call is not None]
         if rehearse:
             named_calls = [
-                (name, (peers.ALL[name].job, peers.REHEARSED[peers.ALL[name].job]))
+                (name, (peers.ALL[name].job, peers.REHEARSED_PEERS[peers.ALL[name].job]))
                 for name in installed
             ]
         for name, (job, shape) in named_calls:
-            measure = functools.partial(peers.measure, name, job, shape, rehearse)
+            measure = functools.partial(peers.measure_peers, name, job, shape, rehearse)
             yield Piece(f"{PEERS}: {name}: {job} {_named(shape)}", measure)
     else:
-        plan = PARTS[part]
+        plan = CHECK_PARTS[part]
         part_shapes = (plan.rehearsed,) if rehearse else plan.shapes + plan.more * full
         check = plan.rehearsed_check if rehearse and plan.rehearsed_check else plan.check
         for shape in dict.fromkeys(part_shapes):
@@ -199,7 +199,7 @@ def _named(shape: Shape) -> str:
     return f"R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}"
 
 
-def run(pieces: Iterable[Piece], tell: Callable[[dict[str, Any]], None]) -> None:
+def run_pieces(pieces: Iterable[Piece], tell: Callable[[dict[str, Any]], None]) -> None:
     """Run pieces; `tell` gets a beginning, and an end with seconds, figures, or what was wrong."""
     for piece in pieces:
         tell({"begin": piece.name})
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None, kernels: Kernels | None = None) -> 
     def tell(line: dict[str, Any]) -> None:
         print(json.dumps(line), flush=True)
 
-    run((by_name[name] for name in options.names), tell)
+    run_pieces((by_name[name] for name in options.names), tell)
     return 0
 
 

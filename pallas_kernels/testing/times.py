@@ -63,7 +63,7 @@ REHEARSED = (TOPK, Shape(2, 2048, 2, F32))
 NO_CACHE = 300 << 20  # bytes: the second-level cache of a B300 has 129 MiB
 IN_A_PROGRAM = 2e-3  # seconds that its calls take at least, at
 FASTEST = 8e12  # bytes a second: no chip of `chips.GPUS` reads faster
-SECONDS = 0.2  # that a round's programs take together, about
+ROUND_SECONDS = 0.2  # that a round's programs take together, about
 ROUNDS = 5
 PLAIN = "log_softmax + top_k"
 
@@ -286,7 +286,7 @@ def timed(call: TimedCall, buffers: Buffers, rehearse: bool = False) -> tuple[An
     if rehearse:
         return answers, [seconds(1)]
     once = min(seconds(1) for _ in range(2)) * turns * buffers.calls
-    programs = max(1, min(100, int(SECONDS / once)))
+    programs = max(1, min(100, int(ROUND_SECONDS / once)))
     return answers, [seconds(programs) for _ in range(ROUNDS)]
 
 

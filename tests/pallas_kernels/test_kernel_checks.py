@@ -25,7 +25,7 @@ from pallas_kernels.backends.mosaic_gpu import cluster_kernel
 from pallas_kernels.backends.mosaic_gpu.schedule import choose_schedule
 from pallas_kernels.testing import checks, ground, oracle, peers, pieces, times
 from pallas_kernels.testing.chips import GPUS
-from pallas_kernels.testing.pieces import PARTS
+from pallas_kernels.testing.pieces import CHECK_PARTS
 from pallas_kernels.testing.shapes import VOCABULARIES, Shape
 from tests.rehearsal import peer_signatures, peer_stand_ins
 from tests.support.paths import ROOT
@@ -90,9 +90,9 @@ def told(part, kernels):
     """What the pieces' process says of a check; every check of rows has the same programs."""
     lines, of_rows = [], part in ("rows", "greedy", "changes", "edges")
     own = SimpleNamespace(**vars(jax) | ({"jit": lambda call: call} if of_rows else {}))
-    piece = pieces.Piece(part, lambda: pieces.PARTS[part].check(kernels, SHAPE))
+    piece = pieces.Piece(part, lambda: pieces.CHECK_PARTS[part].check(kernels, SHAPE))
     with mock.patch.multiple(checks, jax=own, topk_of_whole_rows=ONCE):
-        pieces.run([piece], lines.append)
+        pieces.run_pieces([piece], lines.append)
     assert lines[0] == {"begin": part}
     return lines[1]
 
@@ -146,7 +146,7 @@ def test_default_pieces_take_every_form_of_a_call():
         return schedule.programs if cluster_kernel.fits(schedule) else 0
 
     def forms(part):
-        return [form(shape) for shape in PARTS[part].shapes]
+        return [form(shape) for shape in CHECK_PARTS[part].shapes]
 
     vocabularies = *VOCABULARIES.values(), 32_768, 65_024, 100_352
     calls = {form(Shape(r, v, 20, "bfloat16")) for v in vocabularies for r in range(1, 600)}
@@ -154,7 +154,7 @@ def test_default_pieces_take_every_form_of_a_call():
     assert [programs > 1 for programs in forms("edges")] == [False, True] * 3
     for part in ("rows", "turns"):
         assert set(forms(part)) == calls
-        assert 133 in [shape.rows for shape in PARTS[part].shapes]
+        assert 133 in [shape.rows for shape in CHECK_PARTS[part].shapes]
 
 
 @pytest.mark.fast
@@ -190,7 +190,7 @@ def test_what_is_no_wrong_answer_ends_the_process():
 
     lines = []
     every = {"a": wrong, "b": lambda: None, "c": broken, "d": lambda: None}
-    pieces.run([pieces.Piece(*one) for one in every.items()], lines.append)
+    pieces.run_pieces([pieces.Piece(*one) for one in every.items()], lines.append)
     ends = [(line["piece"], line["ok"]) for line in lines if "piece" in line]
     assert ends == [("a", False), ("b", True), ("c", False)]
     assert lines[-1]["error"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -287,9 +287,9 @@ def peer_told():
     """What the pieces' process says of the peer."""
     lines = []
     piece = pieces.Piece(
-        "a peer", lambda: peers.measure(NAME, times.TOPK, PEERS_SHAPE, rehearse=True)
+        "a peer", lambda: peers.measure_peers(NAME, times.TOPK, PEERS_SHAPE, rehearse=True)
     )
-    pieces.run([piece], lines.append)
+    pieces.run_pieces([piece], lines.append)
     return lines[-1]
 
 

@@ -48,7 +48,7 @@ def chip(monkeypatch):
 
 def proof(**changes):
     entry = proved.Proof(CHIP, proved.minor_version(), "mosaic_gpu", "rows",
-                         proved.digest_of("mosaic_gpu", "rows"))  # fmt: skip
+                         proved.kernel_digest("mosaic_gpu", "rows"))  # fmt: skip
     return entry._replace(**changes)._asdict()
 
 
@@ -77,7 +77,7 @@ def test_a_proof_of_the_package_or_the_user_counts(files, chip, file):
     assert KERNEL in on_cuda()
     assert "nobody has checked them" in gpu_obstacle(X)  # the job groups is not proved
     forget()
-    groups = proof(job="groups", digest=proved.digest_of("mosaic_gpu", "groups"))
+    groups = proof(job="groups", digest=proved.kernel_digest("mosaic_gpu", "groups"))
     files[file].write_text(json.dumps([proof(), groups]))
     assert gpu_obstacle(X) is None
 
@@ -115,13 +115,13 @@ def test_values_on_a_cpu_take_no_look_at_proofs(monkeypatch):
 
 def test_the_packages_entries_are_of_the_sources_as_they_are():
     """A change of a kernel ends its entries: take them away, and say so in the commit."""
-    assert ended(proved.read(proved.PACKAGE_FILE)) == []
+    assert ended(proved.read_entries(proved.PACKAGE_FILE)) == []
     stale = proved.Proof(CHIP, "0.10", "mosaic_gpu", "rows", "0" * 16)
     assert ended([stale]) == [stale]  # the control
 
 
 def ended(proofs):
-    return [each for each in proofs if each.digest != proved.digest_of(each.backend, each.job)]
+    return [each for each in proofs if each.digest != proved.kernel_digest(each.backend, each.job)]
 
 
 SOURCE = """
@@ -165,7 +165,7 @@ def test_a_digest_follows_what_a_kernel_imports(monkeypatch, tmp_path):
         (house / name).parent.mkdir(parents=True, exist_ok=True)
         (house / name).write_text(text)
     monkeypatch.setattr(proved, "HOUSE", house)
-    digest_of = proved.digest_of.__wrapped__
+    digest_of = proved.kernel_digest.__wrapped__
     before = digest_of("mosaic_gpu", "rows")
     assert digest_of("mosaic_gpu", "rows") == before
     (house / "lowering/forms.py").write_text("one = 2\n")
@@ -179,14 +179,14 @@ def test_what_check_device_proves_is_what_it_checks():
         for entry in entries:
             assert entry["parts"], entry
             assert {*entry["parts"]} <= {*pieces.parts_of(backend)}
-            assert [*proved_kernels.FIELDS, "parts"] == [*entry]
+            assert [*proved_kernels.PROOF_FIELDS, "parts"] == [*entry]
     checked = {part for entry in ground.proofs("mosaic_gpu", CHIP) for part in entry["parts"]}
-    assert checked == {part for part in pieces.PARTS if part in pieces.parts_of("mosaic_gpu")}
+    assert checked == {part for part in pieces.CHECK_PARTS if part in pieces.parts_of("mosaic_gpu")}
 
 
 def test_both_sides_name_one_file():
     assert proved_kernels.file() == proved.user_file()
-    assert proved.Proof._fields == proved_kernels.FIELDS
+    assert proved.Proof._fields == proved_kernels.PROOF_FIELDS
 
 
 def test_a_device_kind_is_that_of_all_devices(monkeypatch):

@@ -81,7 +81,7 @@ def test_no_batch_and_no_k_changes_what_a_sampled_row_leaves():
         one = jnp.ones(len(x), jnp.float32)
         filters = jnp.where(seeds % 2, 100, 0).astype(jnp.int32)
         sampling = Sampling(0.8 * one, filters, one, 0 * one, seeds)
-        found = row_read.read(GroupedRows.of(x), sampling, k)
+        found = row_read.read_sampled_rows(GroupedRows.of(x), sampling, k)
         return found.groups, found.log_sum, found.largest, found.total, found.log_total
 
     whole = call(x, seeds, 20)

@@ -19,7 +19,7 @@ from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
 from pallas_kernels.sampling.row_read import RowScale
 
-UNKNOWN = 2**31 - 1  # a length beyond the candidates
+_UNKNOWN = 2**31 - 1  # a length beyond the candidates
 
 
 def cut_among(
@@ -54,7 +54,7 @@ def cut_among(
     )  # up to each candidate
 
     by_k = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
-    first_k = jnp.where(by_k, sampling.top_k, UNKNOWN)
+    first_k = jnp.where(by_k, sampling.top_k, _UNKNOWN)
     enough = first_k <= count
     base = _where(by_k & enough, _at(jnp.minimum(first_k, count) - 1, *sums), total)
     target = sampling.top_p * exact_sums.to_float(base, vocab_size)
@@ -65,10 +65,10 @@ def cut_among(
     marks = before, gap, logits > -jnp.inf
     shorter, within, finite = summed(*(x.astype(jnp.int32) for x in marks))
     complete = finite < count  # where all V are candidates, keeping them is keeping everything
-    first_p = _length(jnp.where(by_p, shorter + 1, UNKNOWN), count)
+    first_p = _length(jnp.where(by_p, shorter + 1, _UNKNOWN), count)
     # The mass that top-p takes its share of is unknown.
     blind = by_p & by_k & ~enough & ~complete
-    first_min = _length(jnp.where(sampling.min_p > 0, within, UNKNOWN), count - 1)
+    first_min = _length(jnp.where(sampling.min_p > 0, within, _UNKNOWN), count - 1)
     length = jnp.minimum(jnp.minimum(first_k, first_p), first_min)
     length = jnp.where(complete, jnp.minimum(length, finite), length)
     settled = (length <= count) & ~blind
@@ -81,7 +81,7 @@ def cut_among(
 
 def _length(length: jax.Array, most: jax.Array) -> jax.Array:
     """A length of at most so many candidates; beyond, it is unknown."""
-    return jnp.where(length <= most, length, UNKNOWN)
+    return jnp.where(length <= most, length, _UNKNOWN)
 
 
 def _at(place: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -35,7 +35,7 @@ from pallas_kernels.sampling.cuts.searched_rows import SearchedRows, nth_equal, 
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
 from pallas_kernels.sampling.row_read import RowScale
 
-FEW_TOKENS = 64  # of a row, among which the last one is found by putting them in order
+_FEW_TOKENS = 64  # of a row, among which the last one is found by putting them in order
 
 
 class Prefix(NamedTuple):
@@ -171,10 +171,10 @@ def _shortest(
 
 
 def _are_few(rows: SearchedRows, state: Bracket, by_mass: jax.Array) -> jax.Array:
-    """Whether there are at most `FEW_TOKENS` between the two keys [B]: more would weigh more."""
+    """Whether there are at most `_FEW_TOKENS` between the two keys [B]: more would weigh more."""
     # Weights are rounded: a little larger logit may have a little smaller weight.
     least = rows.mass_of_key(state.low + 1, by_mass, 0.75)
-    many = jnp.full(state.low.shape, min(FEW_TOKENS, rows.vocab_size), jnp.int32)
+    many = jnp.full(state.low.shape, min(_FEW_TOKENS, rows.vocab_size), jnp.int32)
     above = _added(state.above_high, many, least, rows.vocab_size)
     return exact_sums.less(state.above_low, above)
 
@@ -189,10 +189,10 @@ def _among_few(
     keys, vocab_size, batch = rows.keys, rows.vocab_size, state.low.shape[0]
     low, high = (key[:, None].astype(keys.dtype) for key in (state.low, state.high))
     inside = jnp.where((keys > low) & (keys <= high), rows.logits, -jnp.inf)
-    ids, logits = largest(inside, None, min(FEW_TOKENS, inside.shape[1]))
+    ids, logits = largest(inside, None, min(_FEW_TOKENS, inside.shape[1]))
     if rows.shard.axis_name is not None:
         parts = rows.shard.gathered_together((ids, logits))
-        _, logits = top_k_of_parts(*parts, min(FEW_TOKENS, parts[0].shape[0] * ids.shape[1]))
+        _, logits = top_k_of_parts(*parts, min(_FEW_TOKENS, parts[0].shape[0] * ids.shape[1]))
     there = logits > -jnp.inf
     values = jnp.where(by_mass, rows.weights(logits), jnp.float32(1))
     digits = exact_sums.digits(jnp.where(there, values, jnp.float32(0)), vocab_size)

@@ -22,7 +22,7 @@ DOUBT = 0.05  # of what lies below the guess: three standard errors of a few tho
 # Of the second read of float32, which is where the sums say: so many of the errors that n tokens
 # without an order let expect, which is MISPLACED / sqrt(n) of what is left.
 FARTHEST, MISPLACED = 6.0, 0.5
-NARROW = 1 << 19  # float32 keys, of which sums are nearly a straight line
+_NARROW = 1 << 19  # float32 keys, of which sums are nearly a straight line
 SAMPLED, RUN = 16, 256  # the first so many tokens of each run are a sample
 SMALLEST_SAMPLED = 4096  # columns
 GUESSED_BITS, GUESSED_PER_TRIP = 20, 4  # of a guess's key
@@ -65,7 +65,7 @@ def keys_to_try(
         share = jnp.clip((most - limit) / (most - least), 0, 1)[:, None]
         error = MISPLACED / jnp.sqrt((most - least) / mass + 1)[:, None]
         place = jnp.clip(share + error * _around(), 0, 1)
-        narrow = (width < NARROW) & (state.reads % 2 == 1) & jnp.isfinite(place)
+        narrow = (width < _NARROW) & (state.reads % 2 == 1) & jnp.isfinite(place)
         by_sums = (jnp.where(narrow, place, 0) * width.astype(jnp.float32)).astype(jnp.uint32)
         away = jnp.where(narrow & ~few, by_sums, away)
     if guess is not None:

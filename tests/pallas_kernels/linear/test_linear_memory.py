@@ -18,7 +18,7 @@ from tests.support.quick_compile import UNOPTIMIZED
 def test_parts_fit_together(rows, k):
     widths = (width for width in (65, 600, 32_000, 151_936) if k <= width)
     for width, hidden, itemsize in itertools.product(widths, (64, 1024, 8192), (2, 4)):
-        way = schedules.choose_schedule(rows, width, hidden, itemsize, itemsize, k)
+        way = schedules.choose_linear_schedule(rows, width, hidden, itemsize, itemsize, k)
         assert 1 <= way.part <= way.rows <= rows
         if way.columns == width:
             continue
@@ -29,7 +29,9 @@ def test_parts_fit_together(rows, k):
         assert way.room >= (schedules.LEAST_ROOM if k else 0)
         # The narrowest product may break the share; none that is wider.
         share = schedules.share_of(rows, 4 * rows * width)
-        needed = schedules.state_of(rows, k, way.room) + way.piece * (hidden * itemsize + 4 * rows)
+        needed = schedules.schedule_state(rows, k, way.room) + way.piece * (
+            hidden * itemsize + 4 * rows
+        )
         assert needed <= share or way.piece == schedules.NARROWEST
 
 
@@ -38,7 +40,7 @@ def test_parts_fit_together(rows, k):
 def test_a_second_count_takes_the_products_of_the_first(platform):
     """Ranks are those of the blocks' logits, so no other product may make them."""
     rows, width, hidden = 1040, 32_000, 1024
-    way = schedules.choose_schedule(rows, width, hidden, 4, 4, 0)
+    way = schedules.choose_linear_schedule(rows, width, hidden, 4, 4, 0)
     assert way.elsewhere not in (way.columns, width)
     arrays = array((rows, hidden), "float32"), array((width, hidden), "float32"), array((rows,))
     text = text_of(lambda *arrays: linear_topk_logprobs(*arrays, 0), *arrays, platform=platform)

@@ -145,7 +145,8 @@ def test_the_guess_has_the_bits_of_the_block():
         guess = read_columns.given_logits(definition, product, ids)
         starts = jnp.asarray([*range(0, 936, 64), 936], jnp.int32)
         parts = [
-            read_columns.logits(definition, product, start, jnp.int32(0), 64) for start in starts
+            read_columns.column_logits(definition, product, start, jnp.int32(0), 64)
+            for start in starts
         ]
         at = jnp.minimum(ids // 64, 15)
         column = ids - starts[at]

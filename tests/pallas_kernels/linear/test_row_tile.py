@@ -226,7 +226,7 @@ def test_row_blocks_of_a_split_head(monkeypatch):
     must not vary over the shards."""
     monkeypatch.setattr(
         "pallas_kernels.linear.forward.choose_schedule",
-        lambda rows, width, *_: schedules.Schedule(16, width, width, 8),
+        lambda rows, width, *_: schedules.LinearSchedule(16, width, width, 8),
     )
     arrays = case()
     mesh = Mesh(np.array(jax.devices()[:2]), ("v",))

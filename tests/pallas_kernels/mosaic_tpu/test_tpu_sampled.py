@@ -17,7 +17,7 @@ from pallas_kernels.backends.mosaic_tpu import unit
 from pallas_kernels.backends.xla import groups as sampled_rows
 from pallas_kernels.contract.rows import Outputs
 from pallas_kernels.linear import read_columns
-from pallas_kernels.linear.schedule import Schedule
+from pallas_kernels.linear.schedule import LinearSchedule
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.testing import oracle
@@ -78,7 +78,7 @@ def test_groups_that_are_cut_by_columns():
 
 
 COLUMNS, SHARDS, WIDTH = 1173, 2, 588  # the last shard ends in padding
-WAYS = (Schedule(3, WIDTH, WIDTH, 3), Schedule(10, 128, 64, 5, elsewhere=500))
+WAYS = (LinearSchedule(3, WIDTH, WIDTH, 3), LinearSchedule(10, 128, 64, 5, elsewhere=500))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["rows", "columns"])

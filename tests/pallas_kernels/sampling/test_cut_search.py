@@ -111,7 +111,7 @@ def reads_of(x, sampling, monkeypatch):
     @quick_compile.jit
     def searched(x):
         each = of_each_row(sampling, x.shape[:1])
-        scale = row_read.read(GroupedRows.of(x), each).scale
+        scale = row_read.read_sampled_rows(GroupedRows.of(x), each).scale
         return search.searched(x, each, scale, WHOLE)
 
     jax.block_until_ready(searched(x))
@@ -139,7 +139,7 @@ def test_weights_are_added_up_once_for_all_keys():
     """The sums above keys are those of the weights, whole numbers of any dtype and order."""
     x = rows_of("ties", V, jnp.float32)
     sampling = of_each_row(sampling_of([1.0, 0.5]), (2,))
-    scale = row_read.read(GroupedRows.of(jnp.asarray(x)), sampling).scale
+    scale = row_read.read_sampled_rows(GroupedRows.of(jnp.asarray(x)), sampling).scale
     rows = searched_rows.SearchedRows(jnp.asarray(x), scale, WHOLE)
     keys = rows.keys[:, :5]
     sums = searched_rows.sums_above(rows, keys, jnp.bool_(True))

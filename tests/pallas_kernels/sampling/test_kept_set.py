@@ -84,13 +84,13 @@ def test_shards_give_the_same(shards):
 def test_rows_that_keep_one_token_are_not_read(monkeypatch):
     """Greedy rows and invalid ones: the cut says it all."""
     reads = []
-    real = kept_set.joined
+    real = kept_set.join_kept
 
     def joined(*args):
         jax.debug.callback(lambda: reads.append(1))
         return real(*args)
 
-    monkeypatch.setattr(kept_set, "joined", joined)
+    monkeypatch.setattr(kept_set, "join_kept", joined)
     x = jnp.full((R, V), jnp.nan)
     ids = jnp.arange(R, dtype=jnp.int32) * 3
     call = quick_compile.jit(lambda *args: kept_sets(*args))
@@ -130,7 +130,7 @@ def test_temporaries_are_one_block_of_rows():
         return jax.lax.top_k(jnp.where(kept, x, 0), 1024)
 
     cut = jax.eval_shape(lambda: Truncation.nothing((rows,), vocab))
-    most = 2 * kept_set.BLOCK * vocab * 4 + 2 * rows * 1024 * 4  # a block of rows, and the ids
+    most = 2 * kept_set.KEPT_BLOCK * vocab * 4 + 2 * rows * 1024 * 4  # a block of rows, and the ids
     for dtype in ("float32", "bfloat16"):
         given = array((rows, vocab), dtype), array((rows,)), array(()), cut
         assert temporaries(kept_sets, *given) < most

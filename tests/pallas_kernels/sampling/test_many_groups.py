@@ -223,7 +223,7 @@ def test_kept_tokens_in_many_groups_draw_the_same():
     without = jnp.zeros(SLOTS, jnp.int32)
     sampling = sampling_of(SLOTS, **FILTERS["top-k"])
     usual, _ = verified(False, target, draft, sampling, without)
-    with mock.patch.object(row_draws, "GROUPS", 2):
+    with mock.patch.object(row_draws, "DRAWN_GROUPS", 2):
         again, _ = quick_compile.jit(lambda *given: verified.__wrapped__(False, *given))(
             target, draft, sampling, without
         )

@@ -190,7 +190,7 @@ def test_a_search_finds_the_same_cut():
 
     @quick_compile.jit
     def searched(x):
-        scale = row_read.read(GroupedRows.of(x), each).scale
+        scale = row_read.read_sampled_rows(GroupedRows.of(x), each).scale
         return search.searched(x, each, scale, WHOLE)
 
     found = searched(flat)
