@@ -98,7 +98,7 @@ class Compiler:
         """Zeros in place of `checks.random_logits`, whose program is compiled once a shape."""
         if shape not in self._made:
             self._made.add(shape)
-            self.jit(lambda key: checks.logits_of(key, shape))(jax.random.key(seed))
+            self.jit(lambda key: checks.case_logits(key, shape))(jax.random.key(seed))
         return zeros((shape.rows, shape.vocabulary), shape.dtype)
 
 

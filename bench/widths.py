@@ -27,7 +27,7 @@ from jax_specdec.device.worker.step_widths import StepWidths
 
 DRAFTS = 3
 FULL, NONE = StepKind(), StepKind(num_drafts=0)
-CONSTANTS = ("LEAST", "UNSEEN", "RATE", "MOST_ERROR", "LATEST", "BETTER")
+CONSTANTS = ("LEAST_CHANGES", "UNSEEN", "RATE", "MOST_ERROR", "LATEST", "BETTER")
 STANDS = "as it is"
 
 

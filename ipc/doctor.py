@@ -24,8 +24,8 @@ from ipc.peers import ProcessIdentity, current_process, is_alive
 from ipc.protocol import SEMAPHORES
 from ipc.segment_names import PREFIX, SHM_DIRECTORY, creator_of, from_text, to_text
 
-State = Literal["dead", "alive", "other namespace", "other user"]
-UNKNOWN: State = "other namespace"
+SegmentState = Literal["dead", "alive", "other namespace", "other user"]
+UNKNOWN: SegmentState = "other namespace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RingFile:
     kind: str
     size: int
     creator: ProcessIdentity
-    state: State
+    state: SegmentState
 
 
 def find_ring_files(directory: Path = SHM_DIRECTORY) -> list[RingFile]:
@@ -94,7 +94,7 @@ def this_process() -> str:
     return to_text(current_process())
 
 
-def state_of(process: str, owner: int) -> State | None:
+def state_of(process: str, owner: int) -> SegmentState | None:
     """Says whether a process lives, from what its `this_process` returned.
 
     Args:
@@ -178,7 +178,7 @@ def _parse(file_name: str) -> tuple[str, ProcessIdentity] | None:
     return None if creator is None else (kind, creator)
 
 
-def _state(creator: ProcessIdentity, owner: int, me: ProcessIdentity) -> State:
+def _state(creator: ProcessIdentity, owner: int, me: ProcessIdentity) -> SegmentState:
     if owner != os.geteuid():
         return "other user"
     if not creator.shares_namespaces(me):

@@ -7,17 +7,17 @@ import inspect
 import re
 from typing import TypeVar
 
-Class = TypeVar("Class", bound=type)
-ENTRY = re.compile(r"^  (\w+(?:, \w+)*): (.*(?:\n    .*)*)", re.MULTILINE)
+_Class = TypeVar("_Class", bound=type)
+_ENTRY = re.compile(r"^  (\w+(?:, \w+)*): (.*(?:\n    .*)*)", re.MULTILINE)
 
 
-def with_field_docs(cls: Class) -> Class:
+def with_field_docs(cls: _Class) -> _Class:
     """Give each field the text that stands under "Attributes:" in the docstring of its class.
 
     Several fields may share a text: "low, high: seconds".
     """
     _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
-    for names, text in ENTRY.findall(section):
+    for names, text in _ENTRY.findall(section):
         for name in names.split(", "):
             getattr(cls, name).__doc__ = " ".join(text.split())
     return cls

@@ -235,7 +235,7 @@ class RingReader(Endpoint):
         if (
             crc != zlib.crc32(fields)
             or magic != layout.DESCRIPTOR_MAGIC
-            or version != layout.VERSION
+            or version != layout.LAYOUT_VERSION
             or flags not in _DESCRIPTOR_FLAGS
             or session != self.session
             or number != sequence

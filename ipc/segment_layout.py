@@ -26,9 +26,9 @@ from enum import IntEnum
 from ipc.errors import CorruptSegment
 from ipc.peers import ProcessIdentity
 
-MAGIC = b"JSDRING\x01"
+_MAGIC = b"JSDRING\x01"
 DESCRIPTOR_MAGIC = 0x47534D52  # "RMSG"
-VERSION = 5
+LAYOUT_VERSION = 5
 
 PAGE_BYTES = 4096
 PRODUCER_LINE = 1024
@@ -162,7 +162,7 @@ class SegmentHeader:
     def pack(self) -> bytes:
         """Returns SEGMENT_HEADER_BYTES bytes, CRC-32 last."""
         numbers = *self.geometry.sizes, self.session, *astuple(self.creator), self.flags
-        fields = _SEGMENT.pack(MAGIC, VERSION, self.creator_role, *numbers)
+        fields = _SEGMENT.pack(_MAGIC, LAYOUT_VERSION, self.creator_role, *numbers)
         return fields + _CRC.pack(zlib.crc32(fields))
 
     @classmethod
@@ -181,10 +181,12 @@ class SegmentHeader:
                 "ring's header: it is not a ring, or its creator has not finished"
             )
         magic, version, role, *numbers, flags = _SEGMENT.unpack_from(raw)
-        if magic != MAGIC:
-            raise CorruptSegment(f"the segment starts with {magic!r}, not {MAGIC!r}: not a ring")
-        if version != VERSION:
-            raise CorruptSegment(f"the ring has version {version}; this code speaks {VERSION}")
+        if magic != _MAGIC:
+            raise CorruptSegment(f"the segment starts with {magic!r}, not {_MAGIC!r}: not a ring")
+        if version != LAYOUT_VERSION:
+            raise CorruptSegment(
+                f"the ring has version {version}; this code speaks {LAYOUT_VERSION}"
+            )
         if _CRC.unpack_from(raw, _SEGMENT.size) != (zlib.crc32(raw[: _SEGMENT.size]),):
             raise CorruptSegment("the segment header's checksum is wrong: the memory is damaged")
         sizes, session, creator = numbers[:4], numbers[4], ProcessIdentity(*numbers[5:])

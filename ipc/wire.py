@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from ipc.field_docs import with_field_docs
 
-Array = Any  # numpy.ndarray or jax.Array: this module computes on both and imports neither
+_Array = Any  # numpy.ndarray or jax.Array: this module computes on both and imports neither
 
 MAGIC = 0x4C53  # "SL": speculative logprobs
 VERSION = 4
@@ -116,7 +116,7 @@ class Field(NamedTuple):
         """The largest value that fits."""
         return (1 << self.bits) - 1
 
-    def get(self, words: Array) -> Array:
+    def get(self, words: _Array) -> _Array:
         """Returns this field of `words` [..., n] uint32, as uint32 [...]."""
         return (words[..., self.word] >> self.shift) & self.maximum
 
@@ -181,7 +181,9 @@ def fits(name: str, value: int, field: Field) -> int:
     return value
 
 
-def words_of(xp: Any, fields: dict[str, Field], num_words: int, values: dict[str, Array]) -> Array:
+def words_of(
+    xp: Any, fields: dict[str, Field], num_words: int, values: dict[str, _Array]
+) -> _Array:
     """Puts `values` (uint32 arrays of one shape [...]) into words [..., num_words] uint32.
 
     The values must fit. Callers check them: `fits` on the host, `DeviceCheck` on the device.
@@ -199,7 +201,7 @@ def words_of(xp: Any, fields: dict[str, Field], num_words: int, values: dict[str
 
 
 @with_field_docs
-class Layout(NamedTuple):
+class MessageLayout(NamedTuple):
     """The start of each slot's values, in words from the start of the message.
 
     Attributes:
@@ -207,34 +209,36 @@ class Layout(NamedTuple):
       num_words: [] of the message up to here: all of it, where no slot has kept sets.
     """
 
-    token_ids: Array
-    token_ranks: Array
-    logprobs: Array
-    topk_ids: Array
-    num_words: Array
+    token_ids: _Array
+    token_ranks: _Array
+    logprobs: _Array
+    topk_ids: _Array
+    num_words: _Array
 
 
-def num_values(values: Array) -> Array:
+def num_values(values: _Array) -> _Array:
     """Returns how many bits of `RowValue` are set, of an integer or an array of them."""
     return sum(values >> value & 1 for value in RowValue)
 
 
-def place_of_value(values: Array, value: RowValue) -> Array:
+def place_of_value(values: _Array, value: RowValue) -> _Array:
     """Returns the place of a value among those of a row whose slot has the bits `values`."""
     return num_values(values & ((1 << value) - 1))
 
 
-def layout(xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_more: Array) -> Layout:
+def layout(
+    xp: Any, num_tokens: _Array, num_rows: _Array, columns: _Array, num_more: _Array
+) -> MessageLayout:
     """Returns the payload's layout, from four integer arrays [B] of one dtype; see `sections`."""
     starts, sizes = sections(xp, num_tokens, num_rows, columns, num_more)
     ends = xp.cumsum(sizes, dtype=sizes.dtype) + (HEADER_WORDS + SLOT_WORDS * num_tokens.shape[0])
-    return Layout(*(starts + (ends - sizes)[:, None]), ends[-1])  # type: ignore[call-arg]
+    return MessageLayout(*(starts + (ends - sizes)[:, None]), ends[-1])  # type: ignore[call-arg]
 
 
 def sections(
-    xp: Any, num_tokens: Array, num_rows: Array, columns: Array, num_more: Array
-) -> tuple[Array, Array]:
-    """Returns the four sections after the slots, which `Layout` names, in words.
+    xp: Any, num_tokens: _Array, num_rows: _Array, columns: _Array, num_more: _Array
+) -> tuple[_Array, _Array]:
+    """Returns the four sections after the slots, which `MessageLayout` names, in words.
 
     Args:
       num_tokens, num_rows, columns, num_more: integer arrays [B] of one dtype. int64 holds the
@@ -251,7 +255,7 @@ def sections(
     return ends - sizes, sizes.sum(axis=1, dtype=sizes.dtype)
 
 
-def kept_rows(xp: Any, state: Array, num_tokens: Array, kept: Array) -> Array:
+def kept_rows(xp: Any, state: _Array, num_tokens: _Array, kept: _Array) -> _Array:
     """Returns the kept rows of each slot: its emitted tokens, where it asked for kept sets.
 
     Args:

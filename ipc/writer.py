@@ -152,7 +152,7 @@ class RingWriter(Endpoint):
             start = end
         checksum = xxh3_64_intdigest(payload[:size]) if self._has_checksum else 0
         fields = layout.DESCRIPTOR_FIELDS.pack(
-            layout.DESCRIPTOR_MAGIC, layout.VERSION, flags, sequence, self.session, size,
+            layout.DESCRIPTOR_MAGIC, layout.LAYOUT_VERSION, flags, sequence, self.session, size,
             monotonic_ns(), checksum, slot,
         )  # fmt: skip
         layout.DESCRIPTOR.pack_into(self._buffer, self._offsets[index], fields, zlib.crc32(fields))

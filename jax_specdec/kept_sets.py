@@ -16,7 +16,7 @@ import jax_specdec.beside.ipc  # noqa: F401
 from ipc.field_docs import with_field_docs
 from ipc.wire import MAX_KEPT
 
-Array = Any  # numpy.ndarray or jax.Array: this module imports no jax
+_Array = Any  # numpy.ndarray or jax.Array: this module imports no jax
 
 
 @with_field_docs
@@ -29,9 +29,9 @@ class PaddedKept(NamedTuple):
       log_kept: [...] float32: log of the kept tokens' share; 0 where there is no token.
     """
 
-    token_ids: Array
-    counts: Array
-    log_kept: Array
+    token_ids: _Array
+    counts: _Array
+    log_kept: _Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +139,7 @@ class KeptSets:
         return cells(self.offsets[:-1][rows], sizes)
 
 
-def within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def places_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """0, 1, .. of each of the lists that are `counts` [N] long, one after the other."""
     ends = counts.cumsum()
     return np.arange(int(ends[-1]) if ends.size else 0) - (ends - counts).repeat(counts)
@@ -147,7 +147,7 @@ def within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def cells(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """The places of lists of `sizes` [N] from `starts` [N] on, one after the other."""
-    return within(sizes) + starts.repeat(sizes)
+    return places_within(sizes) + starts.repeat(sizes)
 
 
 def offsets_of(counts: NDArray[Any]) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_specdec.adapters import maxtext, sglang_jax, tpu_inference, tunix
 from jax_specdec.adapters.heads import ModelHead
-from jax_specdec.adapters.support_losses import Support, support_divergence
+from jax_specdec.adapters.support_losses import Support, divergence_from_support
 from pallas_kernels.testing import checks
 from pallas_kernels.testing.shapes import Shape
 
@@ -150,7 +150,9 @@ def _distillation(name: str, shape: Shape, theirs: Call) -> Iterator[Case]:
 
     def of_support(student: tuple[jax.Array, jax.Array], *others: Any) -> jax.Array:
         head = ModelHead(student[1], "VH", jnp.float32, None)
-        return support_divergence(student[0], head, Support(*others[2:]), 1.0, "forward").mean()
+        return divergence_from_support(
+            student[0], head, Support(*others[2:]), 1.0, "forward"
+        ).mean()
 
     arguments = (hidden, head), teacher, labels, ids, logprobs
     case = Case(f"{name}, divergence", shape, of_logits, of_support, arguments, trains=True)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax_specdec.adapters.heads import ModelHead
 from jax_specdec.adapters.maxtext_heads import check_model, hidden_and_head
 from jax_specdec.adapters.support_losses import (
-    Divergence,
+    DivergenceName,
     Support,
     check_labels,
     check_numbers,
     cross_entropy,
-    support_divergence,
+    divergence_from_support,
     top_support,
 )
 
@@ -29,7 +29,7 @@ def support_strategy(
     k: int = 64,
     temperature: float = 2.0,
     alpha: float = 0.5,
-    divergence: Divergence = "forward",
+    divergence: DivergenceName = "forward",
 ) -> Any:
     """A strategy like MaxText's `CombinedDistillationStrategy`, of hidden states and heads.
 
@@ -71,7 +71,7 @@ def support_strategy(
                     "no logprobs; let the teacher run, or use MaxText's own strategy"
                 )
             hard, metrics = self.compute_eval_loss(student_output, labels)
-            kl = support_divergence(*student_output, teacher_output, temperature, divergence)
+            kl = divergence_from_support(*student_output, teacher_output, temperature, divergence)
             counts = labels >= 0
             total = jnp.sum(jnp.where(counts, kl, 0))
             count = counts.sum().astype(jnp.float32)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_specdec.adapters.heads import ModelHead, linear_logprobs
 from pallas_kernels import linear_support_kl, linear_topk_logprobs
 
-Divergence = Literal["forward", "reverse", "jensen_shannon"]
+DivergenceName = Literal["forward", "reverse", "jensen_shannon"]
 
 
 class Support(NamedTuple):
@@ -35,8 +35,12 @@ def top_support(hidden: jax.Array, head: ModelHead, k: int, temperature: float) 
     return Support(read.token_ids[:, 1:].reshape(shape), read.logprobs[:, 1:].reshape(shape))
 
 
-def support_divergence(
-    hidden: jax.Array, head: ModelHead, support: Support, temperature: float, divergence: Divergence
+def divergence_from_support(
+    hidden: jax.Array,
+    head: ModelHead,
+    support: Support,
+    temperature: float,
+    divergence: DivergenceName,
 ) -> jax.Array:
     """[B, S] float32, in nats: that of a student's hidden states [B, S, H] from the support."""
     rows, weight, options = _product(hidden, head)

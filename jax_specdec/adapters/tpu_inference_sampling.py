@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.sampling import DenseQ, Drafts, Sampling, Truncation, truncation, verify
 
-GREEDY = 1e-5  # a temperature below is greedy, as in their `sample`
+_GREEDY = 1e-5  # a temperature below is greedy, as in their `sample`
 MASKED = -1e12  # the logit of a token that is not kept, as theirs
 
 
@@ -212,7 +212,7 @@ def _options(metadata: Any) -> Options | None:
         return None
     temperature = metadata.temperature
     return Options(
-        jnp.where(temperature < GREEDY, 0, temperature),
+        jnp.where(temperature < _GREEDY, 0, temperature),
         jnp.maximum(metadata.top_k, 0),
         metadata.top_p,
     )

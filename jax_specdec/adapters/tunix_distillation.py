@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from jax_specdec.adapters.heads import ModelHead
 from jax_specdec.adapters.support_losses import (
-    Divergence,
+    DivergenceName,
     Support,
     check_labels,
     check_numbers,
     cross_entropy,
-    support_divergence,
+    divergence_from_support,
     top_support,
 )
 from jax_specdec.adapters.tunix_heads import without_head
@@ -28,7 +28,7 @@ def support_strategy(
     k: int = 64,
     temperature: float = 2.0,
     alpha: float = 0.5,
-    divergence: Divergence = "forward",
+    divergence: DivergenceName = "forward",
 ) -> Any:
     """A strategy like tunix' `LogitStrategy`, of hidden states and heads.
 
@@ -68,7 +68,9 @@ def support_strategy(
             teacher_output: Support,
             labels: jax.Array,
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            kl = support_divergence(*student_output, teacher_output, temperature, divergence).mean()
+            kl = divergence_from_support(
+                *student_output, teacher_output, temperature, divergence
+            ).mean()
             hard, _ = self.compute_eval_loss(student_output, labels)
             soft = kl * temperature**2
             metrics = {"distill/soft_loss": soft, "distill/hard_loss": hard, "distill/kl_div": kl}

@@ -20,9 +20,9 @@ import numpy as np
 
 from jax_specdec.checkpoint.model_config import CheckpointError
 
-SUFFIX = ".gguf"
-INSTALL = "pip install 'gguf>=0.19'"
-VERSIONS = (2, 3)
+_SUFFIX = ".gguf"
+_INSTALL = "pip install 'gguf>=0.19'"
+_VERSIONS = (2, 3)
 _SCALARS = dict(enumerate("BbHhIif?", 0)) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _BLOCK = 1 << 20  # weights that are unpacked at a time
@@ -55,7 +55,7 @@ class Gguf:
 
 def is_gguf(path: str | Path) -> bool:
     """Whether a path names a GGUF file rather than a directory."""
-    return Path(path).suffix == SUFFIX and not Path(path).is_dir()
+    return Path(path).suffix == _SUFFIX and not Path(path).is_dir()
 
 
 def read_gguf(path: Path) -> Gguf:
@@ -147,7 +147,7 @@ def _package() -> ModuleType:
     try:
         import gguf.quants
     except ImportError as error:
-        raise ValueError(f"GGUF files are read with gguf: {INSTALL}") from error
+        raise ValueError(f"GGUF files are read with gguf: {_INSTALL}") from error
     return gguf
 
 
@@ -185,7 +185,7 @@ def _header(reader: _Reader, gguf: ModuleType) -> tuple[dict[str, Any], dict[str
     magic, version, num_tensors, num_fields = reader.take("4sIQQ")
     if magic != b"GGUF":
         raise ValueError(f"it begins with {magic!r}, not b'GGUF'")
-    if version not in VERSIONS:
+    if version not in _VERSIONS:
         raise ValueError(f"version {version}; versions 2 and 3, little-endian, are read")
     fields = {}
     for _ in range(num_fields):
@@ -208,7 +208,7 @@ def _header(reader: _Reader, gguf: ModuleType) -> tuple[dict[str, Any], dict[str
     return fields, tensors
 
 
-ARCHITECTURES = {
+_ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
 }  # fmt: skip
 SIZES = {
@@ -242,10 +242,10 @@ def config_fields(file: Gguf) -> dict[str, Any]:
       CheckpointError: the architecture or a field is not supported, or a field is missing.
     """
     kind = file.fields.get("general.architecture")
-    if kind not in tuple(ARCHITECTURES):  # which may be a list, in a damaged file
+    if kind not in tuple(_ARCHITECTURES):  # which may be a list, in a damaged file
         raise CheckpointError(
             f"{file.path}: a GGUF file of architecture {kind!r} is not supported; supported are "
-            f"{', '.join(ARCHITECTURES)}: use the Hugging Face directory that it was made from"
+            f"{', '.join(_ARCHITECTURES)}: use the Hugging Face directory that it was made from"
         )
     settings = {
         name.removeprefix(f"{kind}."): value
@@ -282,7 +282,7 @@ def config_fields(file: Gguf) -> dict[str, Any]:
             "none and linear"
         )
     return {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [_ARCHITECTURES[kind]],
         **{name: settings[stored] for name, stored in SIZES.items()},
         "num_key_value_heads": settings.get("attention.head_count_kv", heads),
         "head_dim": head_dim,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
 from jax_specdec.checkpoint.rope_scaling import FULL, SLIDING, read_rope, read_rope_by_kind
 
-Fields = Mapping[str, Any]
+_Fields = Mapping[str, Any]
 GELU = "gelu_pytorch_tanh"
 
 
@@ -37,7 +37,7 @@ class Family:
       mtp: the layout of an MTP head that it may have; empty for none.
     """
 
-    defaults: Fields = field(default_factory=dict)
+    defaults: _Fields = field(default_factory=dict)
     sliding: Literal["none", "all", "switched", "upper", "pattern"] = "none"
     pattern: int = 0
     qkv_bias: bool = False
@@ -72,7 +72,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def options(architecture: str, fields: Fields) -> dict[str, Any]:
+def options(architecture: str, fields: _Fields) -> dict[str, Any]:
     """The fields of `ModelConfig` that are not plain sizes.
 
     Args:
@@ -107,7 +107,7 @@ def options(architecture: str, fields: Fields) -> dict[str, Any]:
     return settings
 
 
-def _refuse(family: Family, fields: Fields) -> None:
+def _refuse(family: Family, fields: _Fields) -> None:
     """Refuse options that change the result and that the decoder lacks."""
     only(fields, "mlp_bias", not fields.get("mlp_bias"), "false")
     quantization = "quantization_config"
@@ -132,13 +132,13 @@ def _refuse(family: Family, fields: Fields) -> None:
         only(fields, "decoder_sparse_step", step == 1, "1: experts in every layer")
 
 
-def only(fields: Fields, name: str, fine: bool, supported: str) -> None:
+def only(fields: _Fields, name: str, fine: bool, supported: str) -> None:
     """Refuse a field by name unless its value is fine."""
     if not fine:
         raise ValueError(f"{name} = {fields[name]!r} is not supported, only {supported}")
 
 
-def _sliding(family: Family, fields: Fields) -> tuple[int | None, tuple[int, ...]]:
+def _sliding(family: Family, fields: _Fields) -> tuple[int | None, tuple[int, ...]]:
     """The window, and the layers that have it."""
     count, window = fields["num_hidden_layers"], fields.get("sliding_window")
     if family.sliding in ("switched", "upper") and not fields.get("use_sliding_window"):
@@ -168,7 +168,7 @@ def _sliding(family: Family, fields: Fields) -> tuple[int | None, tuple[int, ...
     return (window, layers) if layers else (None, ())
 
 
-def _experts(family: Family, fields: Fields) -> dict[str, Any]:
+def _experts(family: Family, fields: _Fields) -> dict[str, Any]:
     name = "num_local_experts" if "num_local_experts" in fields else "num_experts"
     is_qwen3 = family.experts == "qwen3"
     return {
@@ -179,7 +179,7 @@ def _experts(family: Family, fields: Fields) -> dict[str, Any]:
     }
 
 
-def _gemma(fields: Fields) -> dict[str, Any]:
+def _gemma(fields: _Fields) -> dict[str, Any]:
     return {
         "activation": "gelu_tanh",
         "post_norms": True,
@@ -191,7 +191,7 @@ def _gemma(fields: Fields) -> dict[str, Any]:
     }
 
 
-ARCHITECTURES = tuple(FAMILIES)
+_ARCHITECTURES = tuple(FAMILIES)
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
 
@@ -203,7 +203,7 @@ class HfConfig:
     """The contents of config.json and generation_config.json.
 
     Attributes:
-      architecture: one of `ARCHITECTURES`.
+      architecture: one of `_ARCHITECTURES`.
       model: the sizes, without an MTP head: only the tensors tell whether there is one.
       eos_token_ids: ids that end a text; empty where neither file names one.
       max_length: positions that the model was made for; None where config.json does not say.
@@ -306,10 +306,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def _architecture(path: Path, fields: Mapping[str, Any]) -> str:
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if name not in ARCHITECTURES:
+    if name not in _ARCHITECTURES:
         raise CheckpointError(
             f"{path}: architecture {name!r} is not supported; supported are "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(_ARCHITECTURES)}"
         )
     return str(name)
 

@@ -70,7 +70,7 @@ class HfModel:
     @property
     def sources(self) -> list[TensorSource]:
         """Every tensor to load."""
-        return list(sources(self.config, self.hf.architecture))
+        return list(tensor_sources(self.config, self.hf.architecture))
 
 
 def open_model(directory: str | Path, *, dtype: str = "") -> HfModel:
@@ -97,7 +97,7 @@ def open_model(directory: str | Path, *, dtype: str = "") -> HfModel:
     ]
     has_mtp = any(name in stored for name in projections)
     config = replace(hf.model, num_mtp_layers=int(has_mtp))
-    shapes = {source.name: source.shape for source in sources(config, hf.architecture)}
+    shapes = {source.name: source.shape for source in tensor_sources(config, hf.architecture)}
     check_shapes(stored, shapes, directory)
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
@@ -119,7 +119,7 @@ def _refuse_unknown(hf: HfConfig, stored: dict[str, StoredTensor], known_names: 
         )
 
 
-def sources(config: ModelConfig, architecture: str) -> Iterator[TensorSource]:
+def tensor_sources(config: ModelConfig, architecture: str) -> Iterator[TensorSource]:
     """Every tensor that a model of this configuration and architecture has."""
     d = config.hidden_size
     experts = FAMILIES[architecture].experts

@@ -10,7 +10,7 @@ from typing import Any
 from jax_specdec.checkpoint.rope_scaling import RopeScaling
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number of each type
-DTYPES = tuple(DTYPE_BYTES)
+WEIGHT_DTYPES = tuple(DTYPE_BYTES)
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -102,8 +102,8 @@ class ModelConfig:
                 raise ValueError(f"{name} must be a multiple of 8, or None, not {value!r}")
         if self.num_mtp_layers not in (0, 1):
             raise ValueError(f"num_mtp_layers must be 0 or 1, not {self.num_mtp_layers!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, not {self.dtype!r}")
 
     def _check_sliding(self) -> None:
         layers, window = self.sliding_layers, self.sliding_window

@@ -92,7 +92,7 @@ def run(
                 f"{folder} has {free >> 20} MiB left, and a check needs {least_disk >> 20}: free "
                 "some, or name another folder with --output, or in TMPDIR"
             )
-    tools = toolchain.find() if tools is None else tools
+    tools = toolchain.find_toolchain() if tools is None else tools
     command = [sys.executable, "-P", "-m"]
     chosen = ["--full"] * options.full + ["--rehearse"] * options.rehearse
     ground = read_ground([*command, MODULE + "ground", *chosen], options.rehearse)

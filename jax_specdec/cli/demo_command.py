@@ -37,7 +37,7 @@ from jax_specdec.wording import pluralize
 
 MAX_WORKERS = 64
 SAMPLED_TOP_P = 0.95
-PROMPTS = Path(__file__).parents[1] / "weights" / "demo.jsonl"
+_PROMPTS = Path(__file__).parents[1] / "weights" / "demo.jsonl"
 HELP = """\
 Decode eighteen built-in prompts, or those of a file, with a tiny byte-level model. Each text grows
 on the screen, colored by logprob; accepted drafts are underlined. Lines at the end say what
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
                 openai.completion(item, records, model.table, model=TINY, created=model.created)
                 for item, records in zip(requests, shown.records.values(), strict=True)
             )
-            response_files.write(file, responses)
+            response_files.write_responses(file, responses)
             say(f"wrote {pluralize(len(requests), 'record')} to {options.json}")
     return int(shown.any_failed)
 
@@ -128,7 +128,7 @@ def requests_of(options: argparse.Namespace, model: ServedModel) -> list[Request
     changes: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     changes |= {"logprobs": None} if options.no_logprobs else {}
     requests = []
-    for prompt in read_prompts(options.prompts or PROMPTS, model.encoder, plain):
+    for prompt in read_prompts(options.prompts or _PROMPTS, model.encoder, plain):
         params = replace(prompt.request.params, **changes)
         top_p = min(params.top_p, SAMPLED_TOP_P) if params.temperature > 0 else params.top_p
         requests.append(replace(prompt.request, params=replace(params, top_p=top_p)))
@@ -182,7 +182,7 @@ class Demo:
             for record in update.records:
                 id = record.request_id
                 self.records[id].append(record)
-                standard_output.append(self.texts[id], self._streams[id], record)
+                standard_output.append_record(self.texts[id], self._streams[id], record)
         if (sent := update.message) is not None and (waited := update.latency_ns) is not None:
             self.messages.append((sent.process_rank, sent.num_bytes, waited / 1e3))
 

@@ -9,7 +9,12 @@ from typing import Any
 
 JSON, PAGE, LOG = "device-check.json", "device-check.md", "device-check.log"
 PEERS = "peers"  # the part, as `pallas_kernels.testing.pieces` names it, of other libraries
-SAME = ("device", "backend", "versions", "proofs")  # what results must share to stand in one report
+_SAME = (
+    "device",
+    "backend",
+    "versions",
+    "proofs",
+)  # what results must share to stand in one report
 
 
 @dataclass
@@ -37,7 +42,7 @@ class Report:
         """
         try:
             earlier = json.loads((self.folder / JSON).read_text())
-            if all(earlier["ground"][name] == self.ground[name] for name in SAME):
+            if all(earlier["ground"][name] == self.ground[name] for name in _SAME):
                 for part, names in self.ground["pieces"].items():
                     of_full = self.ground.get("full", {}).get(part, ())
                     names += [x for x in of_full if x in earlier["pieces"] and x not in names]

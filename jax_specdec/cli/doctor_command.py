@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
     Returns the exit status: 1 while leftovers remain, 2 where it cannot know, else 0.
     """
-    tools = toolchain.find()
+    tools = toolchain.find_toolchain()
     for line in [*tools.lines(), *(f"NOTE: {note}" for note in tools.notes() if tools.gpus)]:
         print(line)
 
@@ -40,13 +40,13 @@ def run(options: argparse.Namespace) -> int:
     print(f"compiled programs: {contents.count} ({contents.size / 2**20:.1f} MiB) {done} {folder}")
     path = proved_kernels.file()
     none = f"proved kernels: none in {path}; GPUs and TPUs take XLA until check-device --keep"
-    digests = proved_kernels.current_digests() if proved_kernels.read(path) else None
+    digests = proved_kernels.current_digests() if proved_kernels.read_proofs(path) else None
     for line in proved_kernels.lines(path, digests) or [none]:
         print(line)
     status = doctor.main(["--remove"] if options.remove else [])
     if status == 2:  # it has said why nothing can be known of processes
         return status
-    files = leftovers.find()
+    files = leftovers.find_leftovers()
     removed = leftovers.remove(files) if options.remove else []
     for file in files:
         print(file.line("removed" if file in removed else file.state))

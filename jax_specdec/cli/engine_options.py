@@ -17,7 +17,7 @@ from jax_specdec.text.tokenizer import Tokenizer
 LENGTH_STEP = 128  # slot lengths are multiples of it
 WINDOW = 600.0  # seconds in which losses count
 # Options that have the names of fields of `EngineConfig`.
-SAME = (
+_SAME = (
     "draft_width", "tensor_parallel", "batch_invariant", "compilation_cache", "implementation",
 )  # fmt: skip
 
@@ -84,7 +84,7 @@ def engine_fields(
     return {
         **drafting(options, model, max_length),
         "num_slots": options.slots,
-        **{name: getattr(options, name) for name in SAME},
+        **{name: getattr(options, name) for name in _SAME},
     }
 
 

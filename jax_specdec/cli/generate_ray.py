@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 from jax_specdec.cli import generate, standard_output
 from jax_specdec.cli.generate import Tally, TextsInOrder
 from jax_specdec.cli.prompts import Prompt
-from jax_specdec.cli.resumable import Output, append, foreign
+from jax_specdec.cli.resumable import Output, append_bytes, foreign
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.export.arrow import pyarrow, sequences_table
 from jax_specdec.export.delivery import Delivery
@@ -26,7 +26,7 @@ from jax_specdec.records.record import Record
 from jax_specdec.text.detokenize import TokenTable
 
 DIGEST = "request_digest"
-SUFFIX = ".arrows"
+_SUFFIX = ".arrows"
 
 
 class ColumnsOutput(Output):
@@ -54,18 +54,18 @@ class ColumnsOutput(Output):
             table = table.append_column(name, values)
         table = table.append_column(DIGEST, pa.array([digests[name] for name in ids]))
         replica = batches[-1].replica
-        path = self.path / f"replica-{replica}{SUFFIX}"
+        path = self.path / f"replica-{replica}{_SUFFIX}"
         file = self._files.get(replica)
         if file is None:
             file = self._files[replica] = self.enter_context(path.open("ab", 0))
             if not file.tell():
-                append(file, path, table.schema.serialize())
+                append_bytes(file, path, table.schema.serialize())
         for batch in table.combine_chunks().to_batches():
-            append(file, path, batch.serialize())
+            append_bytes(file, path, batch.serialize())
         self.done.update((name, digests[name]) for name in ids)
 
     def _read(self) -> None:
-        for path in sorted(self.path.glob(f"replica-*{SUFFIX}")):
+        for path in sorted(self.path.glob(f"replica-*{_SUFFIX}")):
             self._read_file(path, self._batches)
 
     def _batches(self, file: IO[bytes]) -> Iterator[Mapping[str, str]]:
@@ -83,16 +83,16 @@ class ColumnsOutput(Output):
             return
 
 
-def read_columns(folder: Path) -> Any:
+def read_table(folder: Path) -> Any:
     """A `pyarrow.Table` of all files of a folder, for `arrow.from_sequences`; one row a request.
 
     Raises:
       FileNotFoundError: there is none.
     """
     pa = pyarrow()
-    paths = sorted(folder.glob(f"replica-*{SUFFIX}"))
+    paths = sorted(folder.glob(f"replica-*{_SUFFIX}"))
     if not paths:
-        raise FileNotFoundError(f"{folder} has no file replica-*{SUFFIX}")
+        raise FileNotFoundError(f"{folder} has no file replica-*{_SUFFIX}")
     tables = []
     for path in paths:
         with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:

@@ -38,7 +38,7 @@ EXAMPLES = {
     "serve": "jax-specdec serve --model DIR --port 8000",
     "view": "jax-specdec view out.jsonl --open",
 }
-WIDTH = 80  # of the help's lines, and of what stands behind a redirection
+_WIDTH = 80  # of the help's lines, and of what stands behind a redirection
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,7 +121,7 @@ def _filled(text: str) -> str:
     return "\n\n".join(
         paragraph
         if paragraph.startswith(" ")
-        else textwrap.fill(" ".join(paragraph.split()), WIDTH)
+        else textwrap.fill(" ".join(paragraph.split()), _WIDTH)
         for paragraph in paragraphs
     )
 

@@ -24,7 +24,7 @@ from jax_specdec.requests import Request, RequestError, SamplingParams, biases_o
 from jax_specdec.serve.model import Encoder
 
 STANDARD_INPUT = Path("-")
-PROMPTS = ("prompt", "messages", "prompt_token_ids")
+_PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 # OpenAI's fields that have another name here.
 _OTHERS = {
@@ -170,12 +170,12 @@ def _prompt(
         raise RequestError(f'a {type(fields).__name__}, not an object such as {{"prompt": "Hi"}}')
     values = dict(fields)
     stops = _stops(values.pop("stop", stops))
-    kinds = [kind for kind in PROMPTS if kind in values]
+    kinds = [kind for kind in _PROMPTS if kind in values]
     if not kinds:  # one that is misspelt is refused as an unknown field
         sampling_params({key: value for key, value in values.items() if key != "id"}, defaults)
     if len(kinds) != 1:
         raise RequestError(
-            f"a line has one of {', '.join(PROMPTS)}; this one has {kinds or 'none'}"
+            f"a line has one of {', '.join(_PROMPTS)}; this one has {kinds or 'none'}"
         )
     kind, value = kinds[0], values.pop(kinds[0])
     id = values.pop("id", name)
@@ -216,7 +216,7 @@ def sampling_params(fields: Mapping[str, Any], defaults: SamplingParams) -> Samp
     types = {field.name: field.type for field in dataclasses.fields(SamplingParams)}
     for name, value in values.items():
         if name not in types:
-            raise RequestError(f"{name!r} {_way_out(name, ['id', *PROMPTS, 'stop', *types])}")
+            raise RequestError(f"{name!r} {_way_out(name, ['id', *_PROMPTS, 'stop', *types])}")
         if name == "logprobs_mode":
             if value not in _MODES:
                 raise RequestError(f"{name} = {value!r} must be one of {', '.join(_MODES)}")

@@ -8,9 +8,15 @@ from typing import Any
 
 from jax_specdec.compiled_programs import default_folder
 
-FIELDS = "device", "jax", "backend", "job", "digest"  # of `pallas_kernels.backends.proved.Proof`
-NAME = "proved-kernels.json"
-SECONDS = 60.0  # to import jax and read the kernels' sources
+PROOF_FIELDS = (
+    "device",
+    "jax",
+    "backend",
+    "job",
+    "digest",
+)  # of `pallas_kernels.backends.proved.Proof`
+PROOFS_FILE = "proved-kernels.json"
+DIGESTS_SECONDS = 60.0  # to import jax and read the kernels' sources
 
 ProofEntry = dict[str, str]
 Digests = dict[str, dict[str, str]]  # of the kernels of each job, by backend
@@ -18,14 +24,15 @@ Digests = dict[str, dict[str, str]]  # of the kernels of each job, by backend
 
 def file() -> Path:
     """The file, beside the folder of kept programs; made by nobody yet perhaps."""
-    return default_folder().parent / NAME
+    return default_folder().parent / PROOFS_FILE
 
 
-def read(path: Path) -> list[ProofEntry]:
+def read_proofs(path: Path) -> list[ProofEntry]:
     """The entries; none where the file is not there, or is none of ours."""
     try:
         return [
-            {name: str(entry[name]) for name in FIELDS} for entry in json.loads(path.read_text())
+            {name: str(entry[name]) for name in PROOF_FIELDS}
+            for entry in json.loads(path.read_text())
         ]
     except (OSError, ValueError, LookupError, TypeError):
         return []
@@ -43,9 +50,9 @@ def update(path: Path, proofs: list[dict[str, Any]], passed: set[str], failed: s
       passed: the jobs whose entry counts from now on.
       failed: those whose entry goes.
     """
-    checked = [{name: str(proof[name]) for name in FIELDS} for proof in proofs]
+    checked = [{name: str(proof[name]) for name in PROOF_FIELDS} for proof in proofs]
     over = [_place(entry) for entry in checked if entry["job"] in passed | failed]
-    before = read(path)
+    before = read_proofs(path)
     entries = [entry for entry in before if _place(entry) not in over]
     entries += [entry for entry in checked if entry["job"] in passed]
     if entries == before:
@@ -58,7 +65,7 @@ def update(path: Path, proofs: list[dict[str, Any]], passed: set[str], failed: s
 
 def _place(entry: ProofEntry) -> tuple[str, ...]:
     """What there is one entry of."""
-    return tuple(entry[name] for name in FIELDS[:-1])
+    return tuple(entry[name] for name in PROOF_FIELDS[:-1])
 
 
 def current_digests() -> Digests | None:
@@ -69,8 +76,8 @@ def current_digests() -> Digests | None:
     command = [sys.executable, "-P", "-m", "pallas_kernels.testing.digests"]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL,
-            check=True,
+            command, capture_output=True, text=True, check=True,
+            timeout=DIGESTS_SECONDS, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         digests: Digests = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
@@ -85,7 +92,7 @@ def lines(path: Path, digests: Digests | None = None) -> list[str]:
       that is not known.
     """
     jobs: dict[tuple[str, str, str], list[str]] = {}
-    for entry in read(path):
+    for entry in read_proofs(path):
         backend, job = entry["backend"], entry["job"]
         counts = digests is None or digests.get(backend, {}).get(job) == entry["digest"]
         label = job if counts else f"{job} (changed since: XLA computes it)"

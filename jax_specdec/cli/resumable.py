@@ -75,7 +75,7 @@ class Output(contextlib.ExitStack):
             os.truncate(path, complete)
 
 
-def append(file: IO[bytes], path: Path, data: bytes | memoryview) -> None:
+def append_bytes(file: IO[bytes], path: Path, data: bytes | memoryview) -> None:
     """Write all of `data` to a file of this path, and hand it to the system, which keeps it.
 
     Raises:
@@ -113,8 +113,8 @@ class JsonlOutput(Output):
         super().__init__(path, self._file)
 
     def write(self, id: str, digest: str, record: Mapping[str, Any]) -> None:
-        """Append one record; errors as `append`."""
-        append(self._file, self.path, record_line(id, digest, record).encode())
+        """Append one record; errors as `append_bytes`."""
+        append_bytes(self._file, self.path, record_line(id, digest, record).encode())
         self.done[id] = digest
 
     def _read(self) -> None:

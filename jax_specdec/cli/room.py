@@ -8,8 +8,8 @@ from jax_specdec.checkpoint.model_config import ModelConfig, cache_bytes
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.wording import pluralize
 
-GIB = 2**30
-WORTH_SAYING = GIB // 4  # bytes of caches
+_GIB = 2**30
+WORTH_SAYING = _GIB // 4  # bytes of caches
 
 
 def line(config: EngineConfig, model: ModelConfig | None) -> str:
@@ -34,8 +34,8 @@ def _memory(config: EngineConfig, model: ModelConfig | None) -> str:
     weights = sum(model.weight_bytes for model in models)
     shared = f" on {config.tensor_parallel} devices" if config.tensor_parallel > 1 else ""
     return (
-        f"caches {caches / GIB:.2f} GiB{_way_to_less(config, caches, weights)}, weights "
-        f"{weights / GIB:.2f} GiB in {model.dtype}{shared}"
+        f"caches {caches / _GIB:.2f} GiB{_way_to_less(config, caches, weights)}, weights "
+        f"{weights / _GIB:.2f} GiB in {model.dtype}{shared}"
     )
 
 
@@ -44,7 +44,7 @@ def _way_to_less(config: EngineConfig, caches: int, weights: int) -> str:
     if caches <= max(weights, WORTH_SAYING):
         return ""
     length = config.max_length // 4
-    return f" (with --max-length {length} {caches * length / config.max_length / GIB:.2f} GiB)"
+    return f" (with --max-length {length} {caches * length / config.max_length / _GIB:.2f} GiB)"
 
 
 def _drafter(config: EngineConfig) -> str:

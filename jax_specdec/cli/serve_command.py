@@ -39,7 +39,7 @@ end first. Where no worker may be started again, it ends with status 1.
 MAX_LENGTH = 1024  # where neither an option nor a checkpoint says
 CACHE_BYTES = 4 << 30  # of all slots, where --max-length is not given; or a quarter of the weights'
 KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
-INSTALL = "pip install 'prometheus_client>=0.20' 'pydantic>=2.10' 'starlette>=0.40' 'uvicorn>=0.30' 'llguidance>=1.9'"  # noqa: E501
+_INSTALL = "pip install 'prometheus_client>=0.20' 'pydantic>=2.10' 'starlette>=0.40' 'uvicorn>=0.30' 'llguidance>=1.9'"  # noqa: E501
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("pydantic", "starlette", "uvicorn"):
             raise
-        raise ValueError(f"the server needs {error.name}: {INSTALL}") from error
+        raise ValueError(f"the server needs {error.name}: {_INSTALL}") from error
     from jax_specdec.cli.serve_watch import watched
 
     limits = bounds(options)
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
 
 def say_what_is_missing() -> None:
     """Log what the server will answer with errors, as a library is missing."""
-    if why := tools.obstacle():
+    if why := tools.structure_obstacle():
         logger.warning("requests with tools, response_format or structured_outputs fail: %s", why)
 
 

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, make: MakeModel, bounds: Bounds) -> int:
     make_model, config, sizes = make(options)
     model = make_model()
     key = options.api_key or os.environ.get("JAX_SPECDEC_API_KEY", "")
-    joined = placement.start(options.ray)
+    joined = placement.join_cluster(options.ray)
     built = serve_app.application(
         config,
         lambda: make(options)[0](),
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, make: MakeModel, bounds: Bounds) -> int:
         scaling=options.scaling,
         devices=options.replica_devices,
     )
-    serve_app.start(built, options.host, options.port)
+    serve_app.deploy(built, options.host, options.port)
     logger.info(
         "serving %s on Ray Serve at http://%s:%d/v1", model.name, options.host, options.port
     )
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, make: MakeModel, bounds: Bounds) -> int:
     finally:
         serve_app.stop()
         if joined:
-            placement.leave()
+            placement.leave_cluster()
     return 0
 
 

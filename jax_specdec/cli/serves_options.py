@@ -12,7 +12,7 @@ from jax_specdec.declaration import MAX_CHANGED_IDS, USUAL, Serves
 NONE = "none"
 MODES = {mode.name.lower(): mode for mode in LogprobsMode}
 # What each field's option says; `Serves` says more.
-HELP = {
+OPTION_HELP = {
     "sampling": "requests with a temperature",
     "max_logprobs": "logprobs of a token; or none",
     "max_extra_token_ids": "extra_token_ids of a request",
@@ -28,7 +28,7 @@ HELP = {
     "penalties": "requests with a presence, frequency or repetition penalty",
     "grammars": "tools, response_format and structured_outputs",
 }
-FIELDS = [field for field in fields(Serves) if field.name in HELP]
+_FIELDS = [field for field in fields(Serves) if field.name in OPTION_HELP]
 LIMITS = {
     "max_logprobs": MAX_TOP_K,
     "max_extra_token_ids": MAX_CHOSEN,
@@ -43,9 +43,9 @@ def add_serves(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group(
         "what is served", "its programs are compiled before the server is ready; more is refused"
     )
-    for field in FIELDS:
+    for field in _FIELDS:
         name, usual = field.name, getattr(USUAL, field.name)
-        option, help_text = f"--{name.replace('_', '-')}", HELP[name]
+        option, help_text = f"--{name.replace('_', '-')}", OPTION_HELP[name]
         if name in LIMITS:
             kind = _or_none(LIMITS[name]) if NONE in help_text else integer(0, LIMITS[name])
             group.add_argument(option, type=kind, default=usual, metavar="N",
@@ -61,7 +61,7 @@ def add_serves(parser: argparse.ArgumentParser) -> Any:
 
 def serves(options: argparse.Namespace) -> Serves:
     """What the options declare."""
-    values = {field.name: getattr(options, field.name) for field in FIELDS}
+    values = {field.name: getattr(options, field.name) for field in _FIELDS}
     return Serves(**values | {"max_logprobs_mode": MODES[options.max_logprobs_mode]})
 
 

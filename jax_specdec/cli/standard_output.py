@@ -20,14 +20,14 @@ from jax_specdec.text.detokenize import TextStream
 # The upper end of each band of logprobs (natural logarithm), and the color of the band.
 BANDS = ((-3.0, "red"), (-1.5, "dark_orange"), (-0.5, "yellow"), (-0.1, "chartreuse3"))
 SURE = "green"
-UNKNOWN = "white"  # no logprobs were asked for
+_UNKNOWN = "white"  # no logprobs were asked for
 INVALID = "magenta"
 
 
 def color(logprob: float | None) -> str:
     """The color of a token by its logprob."""
     if logprob is None:
-        return UNKNOWN
+        return _UNKNOWN
     if math.isnan(logprob):
         return INVALID
     for upper, name in BANDS:
@@ -48,7 +48,7 @@ def legend_text(unknown: bool = True) -> Text:
     for name, shown in zip(names, [shown for _, shown in BANDS] + [SURE], strict=True):
         text.append(f" {name} ", style=shown)
     if unknown:
-        text.append(" not asked ", style=UNKNOWN)
+        text.append(" not asked ", style=_UNKNOWN)
     text.append("  ")
     return text.append("accepted drafts", style="underline")
 
@@ -59,7 +59,7 @@ def legend(console: Console, unknown: bool = True) -> None:
         console.print(legend_text(unknown))
 
 
-def append(text: Text, stream: TextStream, record: Record) -> None:
+def append_record(text: Text, stream: TextStream, record: Record) -> None:
     """Append a record's tokens to the text, in their styles.
 
     Control characters are shown as dots: a model may emit some that move the cursor.

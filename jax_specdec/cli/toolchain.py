@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 # The oldest drivers, by the release notes of CUDA: https://docs.nvidia.com/cuda
 LEAST_DRIVERS = {"jax_cuda13_plugin": (13, 580), "jax_cuda12_plugin": (12, 525)}
-SECONDS = 20  # that nvidia-smi may take
+NVIDIA_SMI_SECONDS = 20  # that nvidia-smi may take
 HELD = 2048  # MiB: more than a driver takes for itself
 
 
@@ -54,7 +54,7 @@ class Toolchain(NamedTuple):
                 yield f"{used} of the {name}'s memory are held, by a process that is not seen here"
 
 
-def find(folders: Sequence[Path] | None = None) -> Toolchain:
+def find_toolchain(folders: Sequence[Path] | None = None) -> Toolchain:
     """Look at this machine; no GPU is needed, and none is touched.
 
     Args:
@@ -90,7 +90,9 @@ def _first(folders: Sequence[Path], name: str) -> str:
 def _nvidia_smi(query: str) -> tuple[str, ...]:
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from ipc import wire
-from jax_specdec.checkpoint.model_config import DTYPES
+from jax_specdec.checkpoint.model_config import WEIGHT_DTYPES
 from jax_specdec.control import BEAT_SECONDS, DRAFT_WIDTHS, DRAFTERS, IMPLEMENTATIONS, WorkerConfig
 from jax_specdec.declaration import Serves
 from jax_specdec.requests import Request, RequestError, SamplingParams
@@ -173,7 +173,7 @@ class EngineConfig(WorkerConfig):
         choices = (
             ("drafter", DRAFTERS, ""),
             ("draft_width", DRAFT_WIDTHS, ""),
-            ("dtype", ("", *DTYPES), "; empty for that of the weights"),
+            ("dtype", ("", *WEIGHT_DTYPES), "; empty for that of the weights"),
             ("implementation", ("", *IMPLEMENTATIONS), "; empty for kernels that are proved here"),
             ("on_worker_loss", get_args(OnWorkerLoss), ""),
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # The variable, and the files in /dev that stand for a device each.
-KINDS = (
+_KINDS = (
     ("CUDA_VISIBLE_DEVICES", "nvidia[0-9]*"),
     ("HIP_VISIBLE_DEVICES", "dri/renderD*"),
     ("TPU_VISIBLE_CHIPS", "accel[0-9]*"),
@@ -67,7 +67,7 @@ def shares(
     accelerators = _accelerators(environment, files)
     if named:
         # Without files (in a container perhaps) the most usual kind is meant.
-        accelerators = (accelerators[0] if accelerators else KINDS[0][0]), tuple(named)
+        accelerators = (accelerators[0] if accelerators else _KINDS[0][0]), tuple(named)
     if accelerators is None:
         return _cpu_shares(num_workers, devices_each, {} if processes else environment)
     variable, names = accelerators
@@ -91,7 +91,7 @@ def _accelerators(
     """The variable that gives devices to a process, and the devices; None without accelerators."""
     if environment.get("JAX_PLATFORMS", "") == "cpu":
         return None
-    for variable, pattern in KINDS:
+    for variable, pattern in _KINDS:
         if (visible := environment.get(variable)) is not None:
             names = tuple(filter(None, (name.strip() for name in visible.split(","))))
             if names and names != ("-1",):  # CUDA's way to say that there are none

@@ -8,7 +8,7 @@ a crash stand lists of threads and modules.
 import re
 
 LOST = "lost: "  # begins, after the time, the line that is added to a lost worker's output
-HEADER = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):")
+_HEADER = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):")
 FRAME = re.compile(r'(?:  \| )?  File ".*", line \d+')
 MARGIN = "  | "  # of a group of exceptions
 ELSEWHERE = ("Exception ignored ", "Exception in thread ")  # begin what ended no process
@@ -54,7 +54,7 @@ def _exception_line(lines: list[str]) -> str:
 
     Of those, one that was raised in a thread or ignored comes behind any other.
     """
-    starts = [at for at, line in enumerate(lines) if HEADER.match(line)]
+    starts = [at for at, line in enumerate(lines) if _HEADER.match(line)]
     ended = [at for at in starts if not at or not _elsewhere(lines, at)]
     if starts:
         return _behind(lines, (ended or starts)[-1] + 1)

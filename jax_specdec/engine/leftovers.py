@@ -17,7 +17,7 @@ from ipc import doctor
 from jax_specdec.engine.last_words import LOST
 from jax_specdec.wording import pluralize
 
-PREFIX = "jax-specdec-"
+DIRECTORY_PREFIX = "jax-specdec-"
 LINE_BYTES = 1 << 18  # at the end of an output, in which the line of a loss is looked for
 _LOSS = re.compile(rf"\d{{4}}-\d\d-\d\dT\S+ {LOST}")
 OWNER = "engine"  # the file that names the engine's process
@@ -37,7 +37,7 @@ class StaleDirectory:
 
     path: Path
     size: int
-    state: doctor.State
+    state: doctor.SegmentState
     outputs: int
     losses: tuple[tuple[str, str], ...] = ()
 
@@ -51,7 +51,7 @@ def mark_owner(folder: Path) -> None:
     (folder / OWNER).write_text(doctor.this_process())
 
 
-def find(directory: Path | None = None) -> list[StaleDirectory]:
+def find_leftovers(directory: Path | None = None) -> list[StaleDirectory]:
     """The directories of engines, sorted by path.
 
     Args:
@@ -61,7 +61,7 @@ def find(directory: Path | None = None) -> list[StaleDirectory]:
       RingError: the operating system does not say which processes live.
     """
     leftovers = []
-    for path in sorted((directory or Path(tempfile.gettempdir())).glob(f"{PREFIX}*")):
+    for path in sorted((directory or Path(tempfile.gettempdir())).glob(f"{DIRECTORY_PREFIX}*")):
         try:
             owner = path / OWNER
             state = doctor.state_of(owner.read_text(), owner.stat().st_uid)

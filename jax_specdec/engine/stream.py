@@ -27,10 +27,10 @@ class Delivered(Protocol):
     def finish_reason(self) -> FinishReason | None: ...
 
 
-T = TypeVar("T", bound=Delivered)
+_T = TypeVar("_T", bound=Delivered)
 
 
-class Stream(Generic[T]):
+class Stream(Generic[_T]):
     """The records of one request, as they come: iterate over it, with `for` or `async for`.
 
     The last record has a finish reason; then the iteration ends. One consumer at a time. Leaving a
@@ -50,7 +50,7 @@ class Stream(Generic[T]):
     def __init__(
         self,
         request: Request,
-        end: Callable[["Stream[T]", FinishReason], None],
+        end: Callable[["Stream[_T]", FinishReason], None],
         *,
         max_backlog: int,
     ) -> None:
@@ -64,7 +64,7 @@ class Stream(Generic[T]):
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._end, self._max_backlog = end, max_backlog
-        self._records: collections.deque[T] = collections.deque()
+        self._records: collections.deque[_T] = collections.deque()
         self._lock = threading.Lock()
         self._over = False
         self._error: BaseException | None = None
@@ -78,7 +78,7 @@ class Stream(Generic[T]):
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> T:
+    def __next__(self) -> _T:
         while True:
             ready = threading.Event()
             record = self._take(ready.set)
@@ -91,7 +91,7 @@ class Stream(Generic[T]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> T:
+    async def __anext__(self) -> _T:
         import asyncio  # which only programs that use it should pay for
 
         loop = asyncio.get_running_loop()
@@ -120,7 +120,7 @@ class Stream(Generic[T]):
         """Records that were not read yet."""
         return len(self._records)
 
-    def put(self, record: T) -> bool:
+    def put(self, record: _T) -> bool:
         """Add a record, for the engine's thread; False where it was one too many."""
         if record.finish_reason is not None:
             self.finish_reason = record.finish_reason
@@ -148,7 +148,7 @@ class Stream(Generic[T]):
             self._over, self._error = True, error
             self._call()
 
-    def _take(self, wake: Callable[[], object]) -> T | None:
+    def _take(self, wake: Callable[[], object]) -> _T | None:
         """The next record; without one, `wake` is called once that may have changed."""
         with self._lock:
             if self._records:

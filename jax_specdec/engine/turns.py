@@ -13,12 +13,12 @@ from collections.abc import Container, Iterator
 from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.engine.waiting_queue import WaitingQueue
 
-SHARE = 8  # one slot of so many is kept
+_SHARE = 8  # one slot of so many is kept
 
 
 def kept_slots(num_slots: int) -> int:
     """How many slots of so many are kept for groups that have none."""
-    return max(num_slots // SHARE, 1) if num_slots > 1 else 0
+    return max(num_slots // _SHARE, 1) if num_slots > 1 else 0
 
 
 class Turns:

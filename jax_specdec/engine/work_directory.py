@@ -37,7 +37,7 @@ class WorkDirectory:
 
             from jax_specdec.engine import leftovers
 
-            self._folder = Path(tempfile.mkdtemp(prefix=leftovers.PREFIX))
+            self._folder = Path(tempfile.mkdtemp(prefix=leftovers.DIRECTORY_PREFIX))
             leftovers.mark_owner(self._folder)
         return self._folder
 

@@ -36,7 +36,7 @@ ADVICE = (
 )
 LAST_LINE_CHARS = 200  # of the line that says why, in a reason
 LOOKED_AT = 1 << 18  # bytes of its output in which that line is looked for
-MEMORY = (
+_MEMORY = (
     "SIGKILL comes from another process, or from Linux where memory runs out (`dmesg` tells "
     "which): then fewer slots or shorter requests help"
 )
@@ -181,7 +181,7 @@ class WorkerProcess:
             f"its last words (all of them: {self._output}):\n{last}"
             if last
             else f"it printed nothing{' once it took requests' if since else ''}",
-            *([MEMORY] if number == signal.SIGKILL else ()),
+            *([_MEMORY] if number == signal.SIGKILL else ()),
         ]
         reason = ended + why
         printed = self._process.last_words(lines=LOOKED_AT, most=LOOKED_AT, since=since)

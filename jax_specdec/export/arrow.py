@@ -16,9 +16,9 @@ from ipc.wire import LogprobsMode
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.token_columns import (
     FILLS,
-    KINDS,
     KNOWN_BY,
     TOKEN_COLUMNS,
+    TOKEN_KINDS,
     TOKEN_LISTS,
     Ragged,
     TokenColumns,
@@ -52,7 +52,9 @@ def tokens_table(columns: TokenColumns) -> Any:
             unknown = np.isnan(values)
         elif name == "row_digest":
             unknown = values == 0
-        arrays[name] = words(values, KINDS) if name == "kind" else pa.array(values, mask=unknown)
+        arrays[name] = (
+            words(values, TOKEN_KINDS) if name == "kind" else pa.array(values, mask=unknown)
+        )
     for name, ids in TOKEN_LISTS.items():
         ragged = getattr(columns, name)
         arrays[ids] = _lists(pa, ragged, ragged.ids)
@@ -106,7 +108,7 @@ def from_tables(tokens: Any, requests: Any) -> TokenColumns:
             [FinishReason[word.upper()] if word else 0 for word in reasons], np.int8
         ),
         request=np.array([index[i] for i in tokens["request_id"].to_pylist()], np.int32),
-        kind=np.array([KINDS.index(word) for word in tokens["kind"].to_pylist()], np.int8),
+        kind=np.array([TOKEN_KINDS.index(word) for word in tokens["kind"].to_pylist()], np.int8),
         **arrays,
         kept=KeptSets.of(
             _filled(tokens["kept_count"], 0),

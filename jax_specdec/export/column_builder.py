@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jax_specdec.export.token_columns import FILLS, TOKEN_COLUMNS, TOKEN_LISTS, Ragged, TokenColumns
 from jax_specdec.export.token_parts import token_parts
-from jax_specdec.kept_sets import KeptSets, within
+from jax_specdec.kept_sets import KeptSets, places_within
 from jax_specdec.records.record import Record, Records
 from jax_specdec.requests import Request
 
@@ -45,7 +45,7 @@ class ColumnBuilder:
             np.int64,
         )
         place = np.empty(len(row), np.int64)
-        place[row.argsort(kind="stable")] = within(counts)
+        place[row.argsort(kind="stable")] = places_within(counts)
         for request, count in zip(requests, counts.tolist(), strict=True):
             self._num_tokens[request.id] += count
         self.put(requests, reasons, row, tokens | {"position": begins[row] + place}, kept)

@@ -48,7 +48,7 @@ class View:
         Raises:
           ViewError: it holds something other than responses.
         """
-        self.files.append(response_files.read(lines, self.strings))
+        self.files.append(response_files.read_responses(lines, self.strings))
         self.names.append(name)
 
     @property

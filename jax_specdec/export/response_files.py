@@ -15,7 +15,7 @@ class ViewError(ValueError):
     """A file holds something other than responses; says where and what is wrong."""
 
 
-def read(lines: Iterable[str], strings: Strings) -> list[Shown]:
+def read_responses(lines: Iterable[str], strings: Strings) -> list[Shown]:
     """The responses of a file, in order; empty lines are skipped.
 
     A line of a batch's output counts as the response in it, under its `custom_id`. One that failed
@@ -47,7 +47,7 @@ def read(lines: Iterable[str], strings: Strings) -> list[Shown]:
     return shown
 
 
-def write(file: TextIO, responses: Iterable[object]) -> None:
+def write_responses(file: TextIO, responses: Iterable[object]) -> None:
     """Replace the content of `file` by one response a line; the file is closed where that fails.
 
     Raises:

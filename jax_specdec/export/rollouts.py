@@ -15,7 +15,7 @@ from jax_specdec.export.arrow import pyarrow, sequences_table
 from jax_specdec.export.token_columns import TokenColumns
 from jax_specdec.kept_sets import offsets_of
 
-VERSION = "2"  # of the schema; a column that goes or changes its meaning raises it
+SCHEMA_VERSION = "2"  # of the schema; a column that goes or changes its meaning raises it
 OF_TOKEN = "of each emitted token, in order: "
 # What each column is, by name, in the order of the table.
 SCHEMA = {
@@ -72,7 +72,7 @@ def rollouts_table(columns: TokenColumns) -> Any:
     arrays["loss_mask"] = pa.ListArray.from_arrays(offsets, pa.array(mask))
     rollouts = pa.table({name: arrays[name] for name in SCHEMA})
     fields = [field.with_metadata({"doc": SCHEMA[field.name]}) for field in rollouts.schema]
-    return rollouts.cast(pa.schema(fields, metadata={"jax_specdec.rollouts": VERSION}))
+    return rollouts.cast(pa.schema(fields, metadata={"jax_specdec.rollouts": SCHEMA_VERSION}))
 
 
 def verl_batch(

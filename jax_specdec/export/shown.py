@@ -16,9 +16,9 @@ from jax_specdec.export.token_columns import Ragged
 from jax_specdec.wording import pluralize
 
 # The values of `Shown.kinds`, in the order of the page's script.
-KINDS = {"accepted": 0, "recovered": 1, "bonus": 2, "plain": 3}
+CODES_OF_KINDS = {"accepted": 0, "recovered": 1, "bonus": 2, "plain": 3}
 PROMPT, UNKNOWN_KIND = 4, 255
-NOT_ASKED = np.float32(np.inf)  # in `Shown.logprobs`: no logprob was asked for
+NO_LOGPROB = np.float32(np.inf)  # in `Shown.logprobs`: no logprob was asked for
 UNKNOWN = -1  # in `Shown.ids` and `Shown.ranks`
 
 
@@ -202,7 +202,7 @@ def _add_tokens(rows: _Rows, choice: Any, extension: Any) -> None:
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         token_texts = extension.get("tokens", [text] if text else [])
         rows.tokens += map(str, token_texts)
-        rows.logprobs += [NOT_ASKED] * len(token_texts)
+        rows.logprobs += [NO_LOGPROB] * len(token_texts)
         rows.num_top += [0] * len(token_texts)
     elif "content" in logprobs:
         _add_chat(rows, logprobs["content"] or [])
@@ -241,9 +241,9 @@ def _kinds(extension: Any, num_tokens: int) -> list[int]:
         return [UNKNOWN_KIND] * num_tokens
     names = _column(extension, "token_kinds", num_tokens, 0)
     for name in names:
-        if name not in KINDS:
-            raise ValueError(f"token_kinds has {name!r}; known are {', '.join(KINDS)}")
-    return [KINDS[name] for name in names]
+        if name not in CODES_OF_KINDS:
+            raise ValueError(f"token_kinds has {name!r}; known are {', '.join(CODES_OF_KINDS)}")
+    return [CODES_OF_KINDS[name] for name in names]
 
 
 def _steps(extension: Any, num_tokens: int, strings: Strings) -> tuple[NDArray[np.int32], Ragged]:

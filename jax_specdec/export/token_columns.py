@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from jax_specdec.kept_sets import KeptSets, offsets_of
 from jax_specdec.requests import ROW_FIELDS
 
-KINDS = ("plain", "accepted", "recovered", "bonus")  # the words of `TokenColumns.kind`
-NOT_ASKED = -1  # in `TokenColumns.token_rank`
+TOKEN_KINDS = ("plain", "accepted", "recovered", "bonus")  # the words of `TokenColumns.kind`
+NO_RANK = -1  # in `TokenColumns.token_rank`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,8 +176,8 @@ TOKEN_LISTS = {
 }  # fmt: skip
 # What stands for a token whose request did not ask, or for a draft that is not known.
 FILLS = {
-    "logprob": np.nan, "token_rank": NOT_ASKED, "draft_token_id": -1, "draft_logprob": np.nan,
-    "draft_token_rank": NOT_ASKED, "entropy": np.nan, "log_sum_exp": np.nan, "row_digest": 0,
+    "logprob": np.nan, "token_rank": NO_RANK, "draft_token_id": -1, "draft_logprob": np.nan,
+    "draft_token_rank": NO_RANK, "entropy": np.nan, "log_sum_exp": np.nan, "row_digest": 0,
 }  # fmt: skip
 # By a -1 in which column one knows where each has such a value.
 KNOWN_BY = {name: name for name in FILLS if name not in ROW_FIELDS} | {

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from ipc import wire
 from ipc.field_docs import with_field_docs
-from jax_specdec.export.token_columns import KINDS, NOT_ASKED
-from jax_specdec.kept_sets import KeptSets, cells, offsets_of, within
+from jax_specdec.export.token_columns import NO_RANK, TOKEN_KINDS
+from jax_specdec.kept_sets import KeptSets, cells, offsets_of, places_within
 from jax_specdec.records.batch import RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.record import Record, digests_of
 from jax_specdec.requests import DIGEST_BITS, ROW_VALUES, Request
 
-ACCEPTED, PLAIN = KINDS.index("accepted"), KINDS.index("plain")
-RECOVERED, BONUS = KINDS.index("recovered"), KINDS.index("bonus")
+ACCEPTED, PLAIN = TOKEN_KINDS.index("accepted"), TOKEN_KINDS.index("plain")
+RECOVERED, BONUS = TOKEN_KINDS.index("recovered"), TOKEN_KINDS.index("bonus")
 Parts = dict[str, list[NDArray[Any]]]
 Spoken = tuple[RecordBatch, Message, int]  # records, their message, and how many tokens they have
 
@@ -140,7 +140,7 @@ def _add_tokens(
         ids = message.token_ids
         if total < len(ids):  # not all of them, slot after slot
             starts = message.token_start[batch.slots].repeat(batch.num_tokens)
-            ids = ids[starts + within(batch.num_tokens)]
+            ids = ids[starts + places_within(batch.num_tokens)]
         _put(parts, "token_id", ids)
 
 
@@ -172,10 +172,10 @@ def _add_logprobs(parts: Parts, batch: RecordBatch, message: Message, total: int
     slots, counts = batch.slots, batch.num_tokens
     columns = message.columns[slots]
     has_rows = columns > 0
-    place = within(counts)
+    place = places_within(counts)
     has = has_rows.repeat(counts)
     logprob = np.full(total, np.nan, np.float32)
-    rank = np.full(total, NOT_ASKED, np.int32)
+    rank = np.full(total, NO_RANK, np.int32)
     widths = (columns + message.num_more[slots]).repeat(counts)[has]
     begin = message.logprob_start[slots].repeat(counts)[has] + place[has] * widths
     logprob[has] = message.logprobs[begin]
@@ -230,7 +230,7 @@ def _add_drafts(parts: Parts, batch: RecordBatch) -> None:
     total = int(counts.sum())
     drafted = np.full(total, -1, np.int32)
     logprobs = np.full(total, np.nan, np.float32)
-    ranks = np.full(total, NOT_ASKED, np.int32)
+    ranks = np.full(total, NO_RANK, np.int32)
     sizes = np.zeros(total, np.int64)
     chosen: list[tuple[NDArray[Any], NDArray[Any]]] = []
     joined = () if batch.joined is None else np.flatnonzero(batch.joined).tolist()
@@ -265,7 +265,7 @@ def _add_drafts(parts: Parts, batch: RecordBatch) -> None:
 def _kept(batch: RecordBatch, message: Message) -> KeptSets:
     slots, counts = batch.slots, batch.num_tokens
     has = message.kept[slots].astype(np.bool_).repeat(counts)
-    rows = (message.kept_start[slots].repeat(counts) + within(counts))[has]
+    rows = (message.kept_start[slots].repeat(counts) + places_within(counts))[has]
     sets = message.kept_sets.take(rows)
     sizes = np.zeros(len(has), np.int32)
     masses = np.zeros(len(has), np.float32)

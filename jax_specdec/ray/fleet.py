@@ -56,7 +56,7 @@ class Fleet:
         self._changing = False  # an update of the weights is between its two halves
         self._failure: BaseException | None = None
         self._closed = False
-        self._started = placement.start(cluster.address)
+        self._started = placement.join_cluster(cluster.address)
         self._losses = itertools.count(1)
         self._restarts = [config.restarts() for _ in range(cluster.replicas)]
         self._table = RequestTable(Routes(config.prefill_chunk))
@@ -107,7 +107,7 @@ class Fleet:
         atexit.unregister(self._at_exit)
         with contextlib.ExitStack() as closing:  # all of it is done, and then an error raised
             if self._started:
-                closing.callback(placement.leave)
+                closing.callback(placement.leave_cluster)
             closing.callback(self._watch.join)
             closing.callback(self._head.close)
             self._close_members(closing, reachable=self._head.answers)

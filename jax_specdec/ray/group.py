@@ -24,7 +24,7 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.last_words import reason_line
 from jax_specdec.ray.errors import lost_errors, ray
 
-LOST = 1  # the exit status of a follower of which nothing more is heard
+_LOST = 1  # the exit status of a follower of which nothing more is heard
 
 
 class Followers:
@@ -41,7 +41,7 @@ class Followers:
         """The configuration of a lead that asks here; its ports are free ones of this node."""
         self.close()
         host = ray("ray.util").get_node_ip_address()
-        self._folder = Path(tempfile.mkdtemp(prefix=leftovers.PREFIX))
+        self._folder = Path(tempfile.mkdtemp(prefix=leftovers.DIRECTORY_PREFIX))
         leftovers.mark_owner(self._folder)
         address = str(self._folder / "followers")
         self._path = SocketPath(address)
@@ -95,7 +95,7 @@ class Followers:
             try:
                 code, words = ray().get(ended)
             except lost_errors() as error:
-                code, words = LOST, str(error).strip().partition("\n")[0]
+                code, words = _LOST, str(error).strip().partition("\n")[0]
             connection.send_bytes(f"{code} {words}".encode())
 
     def _stop_with_lead(self, connection: Connection, actor: Any, index: int, ended: Any) -> None:
@@ -132,7 +132,7 @@ class Follower:
 
         self.stop(index)
         born = json.loads(line) | {"parent": os.getpid(), "folder": ""}
-        folder = Path(tempfile.mkdtemp(prefix=leftovers.PREFIX))
+        folder = Path(tempfile.mkdtemp(prefix=leftovers.DIRECTORY_PREFIX))
         leftovers.mark_owner(folder)
         try:
             output = folder / f"follower-{index}.log"

@@ -13,7 +13,7 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.ray.config import RayConfig
 from jax_specdec.ray.errors import ray
 from jax_specdec.ray.group import Follower
-from jax_specdec.ray.remove_leftovers import remove_leftovers
+from jax_specdec.ray.remove_leftovers import remove_host_leftovers
 from jax_specdec.ray.replica import MakeEngine, Replica
 from jax_specdec.ray.replica_types import ReplicaAddress
 
@@ -21,13 +21,13 @@ logger = logging.getLogger("jax_specdec.ray")
 NAMESPACE = "jax-specdec"
 CONNECT_SECONDS = 5.0
 # A method's thread: commands keep their order, and nothing waits behind a weights update.
-GROUPS = {"commands": 1, "records": 2, "slow": 4}
+_GROUPS = {"commands": 1, "records": 2, "slow": 4}
 # Batches of megabytes come and go. The C library gives their memory back each time, and to get a
 # page again takes longer than to fill it.
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "268435456"}
 
 
-def start(address: str) -> bool:
+def join_cluster(address: str) -> bool:
     """Join the cluster; whether this program did so only now.
 
     Raises:
@@ -53,7 +53,7 @@ def start(address: str) -> bool:
     return True
 
 
-def leave() -> None:
+def leave_cluster() -> None:
     """Leave the cluster that `start` has joined; one of this machine alone ends."""
     ray().shutdown()
     worker = ray("ray._private.worker")
@@ -124,7 +124,7 @@ class ReplicaPlace:
         ]
         self.actor = (
             ray()
-            .remote(concurrency_groups=GROUPS)(Replica)
+            .remote(concurrency_groups=_GROUPS)(Replica)
             .options(name=name, namespace=NAMESPACE, **options(0))
             .remote(number, config, make_engine, followers)
         )
@@ -141,7 +141,7 @@ class ReplicaPlace:
             ),
             "runtime_env": self._environment,
         }
-        return ray().remote(remove_leftovers).options(**options).remote(address.process)
+        return ray().remote(remove_host_leftovers).options(**options).remote(address.process)
 
     def remove(self) -> None:
         """End the actors and give their devices back."""

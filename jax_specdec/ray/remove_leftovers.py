@@ -19,7 +19,7 @@ KILLED_SECONDS = 5.0  # for a process that was killed
 KILLED_LOOK_SECONDS = 0.02
 
 
-def remove_leftovers(
+def remove_host_leftovers(
     process: str = "", *, rings: Path = RINGS, folders: Path | None = None
 ) -> None:
     """Remove what dead processes left on this host.
@@ -40,7 +40,9 @@ def remove_leftovers(
         ):
             time.sleep(KILLED_LOOK_SECONDS)
         removed = doctor.remove_leftovers(doctor.find_ring_files(rings))
-        remaining = [leftover for leftover in leftovers.find(folders) if not leftover.outputs]
+        remaining = [
+            leftover for leftover in leftovers.find_leftovers(folders) if not leftover.outputs
+        ]
         folders_removed = leftovers.remove(remaining)
     except (RingError, OSError) as error:  # a replica works as well beside leftovers
         logger.warning("what dead processes left was not removed: %s", error)

@@ -30,7 +30,7 @@ from jax_specdec.export.step_rows import step_rows
 from jax_specdec.ray.batch import arrow_bytes
 from jax_specdec.ray.errors import CANNOT_BEGIN, NotBegun, ray
 from jax_specdec.ray.group import Followers
-from jax_specdec.ray.remove_leftovers import remove_leftovers
+from jax_specdec.ray.remove_leftovers import remove_host_leftovers
 from jax_specdec.ray.replica_types import ReplicaAddress, ReplicaStatus, Submission, Weights
 from jax_specdec.ray.send_queue import SendQueue
 from jax_specdec.records.batch import FinishReason, RecordBatch
@@ -100,7 +100,7 @@ class Replica:
                     self._version = engine.update_weights(_content(weights))
             else:
                 self._end()
-                remove_leftovers()
+                remove_host_leftovers()
                 engine = self._make(weights)
             while not (health := engine.health()).ready:
                 if self._closing:
@@ -213,7 +213,7 @@ class Replica:
         self._closing = True
         with self._held:
             self._end()
-        remove_leftovers()
+        remove_host_leftovers()
 
     def submit_one(self, engine: Engine, submission: Submission) -> None:
         name = submission.request.id
@@ -256,7 +256,7 @@ class Replica:
         if weights.arrays is not None:
             from jax_specdec.checkpoint.written_arrays import write_arrays
 
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{leftovers.PREFIX}weights-"))
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{leftovers.DIRECTORY_PREFIX}weights-"))
             leftovers.mark_owner(self._folder)
             arrays: Mapping[str, Any] = ray().get(weights.arrays[0])
             made = write_arrays(

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MEMORY = 1 << 16  # beginnings of prompts that are remembered
+ROUTE_MEMORY = 1 << 16  # beginnings of prompts that are remembered
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Routes:
         for key in self._keys(prompt):
             self._seen[key] = replica
             self._seen.move_to_end(key)
-        while len(self._seen) > MEMORY:
+        while len(self._seen) > ROUTE_MEMORY:
             self._seen.popitem(last=False)
 
     def emitted(self, replica: int, tokens: int) -> None:

@@ -11,13 +11,13 @@ from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.ray.errors import ray
 from jax_specdec.ray.placement import environment, of_actor
-from jax_specdec.ray.remove_leftovers import remove_leftovers
+from jax_specdec.ray.remove_leftovers import remove_host_leftovers
 from jax_specdec.ray.replica import MakeEngine
 from jax_specdec.serve.app import Service
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.model import ServedModel
 
-NAME = "jax-specdec"
+APPLICATION = "jax-specdec"
 
 
 class Served:
@@ -67,7 +67,7 @@ def application(
     """
 
     def build() -> Any:
-        remove_leftovers()
+        remove_host_leftovers()
         engine = make_engine(config)
         engine.serve()
         made = Service(engine, make_model(), bounds=bounds, api_key=api_key).app
@@ -86,7 +86,7 @@ def application(
             }
         }
     deployment = serve.deployment(
-        name=NAME,
+        name=APPLICATION,
         max_ongoing_requests=bounds.max_open,
         graceful_shutdown_timeout_s=bounds.timeout or 600.0,
         ray_actor_options={
@@ -98,14 +98,14 @@ def application(
     return deployment.bind()
 
 
-def start(built: Any, host: str, port: int) -> None:
+def deploy(built: Any, host: str, port: int) -> None:
     """Deploy the application, and listen; returns once it answers."""
     serve = ray("ray.serve")
     serve.start(http_options={"host": host, "port": port})
-    serve.run(built, name=NAME, route_prefix="/")
+    serve.run(built, name=APPLICATION, route_prefix="/")
 
 
 def stop() -> None:
     """Take the application back; its requests end first."""
     serve = ray("ray.serve")
-    serve.delete(NAME)
+    serve.delete(APPLICATION)

@@ -10,11 +10,11 @@ from jax_specdec.records import stop_rules
 from jax_specdec.records.batch import FinishReason, Statistics
 from jax_specdec.records.processor_state import (
     Admitted,
-    Phase,
     ProcessorError,
     ProcessorState,
     Progress,
     SlotColumns,
+    SlotPhase,
     frozen,
     is_newer,
     row_format,
@@ -55,7 +55,7 @@ def admit(
     if holder is not None:
         raise ProcessorError(
             f"slot {slot} is taken by request {holder.id!r} "
-            f"({Phase(int(columns.phase[slot])).name.lower()}): release it first"
+            f"({SlotPhase(int(columns.phase[slot])).name.lower()}): release it first"
         )
     if not 0 <= generation < 2**32:
         raise ProcessorError(f"generation = {generation} must be from 0 to {2**32 - 1}")
@@ -104,7 +104,7 @@ def admit(
             stop_keys=frozen(stop_rules.with_slot(admitted.stop_keys, slot, params)),
         ),
         columns=SlotColumns(
-            phase=_with(columns.phase, slot, Phase.RUNNING),
+            phase=_with(columns.phase, slot, SlotPhase.RUNNING),
             num_tokens=_with(columns.num_tokens, slot, done),
             cumulative_logprob=_with(
                 columns.cumulative_logprob, slot, progress.cumulative_logprob or 0.0
@@ -139,7 +139,7 @@ def release(state: ProcessorState, slot: int) -> ProcessorState:
             stop_keys=frozen(stop_rules.without_slot(admitted.stop_keys, slot)),
         ),
         columns=columns._replace(
-            phase=_with(columns.phase, slot, Phase.FREE),
+            phase=_with(columns.phase, slot, SlotPhase.FREE),
             num_tokens=_with(columns.num_tokens, slot, 0),
             outcomes=columns.outcomes.without(slot),
         ),

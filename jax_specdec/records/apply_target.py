@@ -19,10 +19,10 @@ from jax_specdec.records.outcomes import Outcomes
 from jax_specdec.records.processor_state import (
     KEPT_FORMAT,
     VALUES_SHIFT,
-    Phase,
     ProcessorError,
     ProcessorState,
     SlotColumns,
+    SlotPhase,
     frozen,
     is_newer,
     row_format,
@@ -33,7 +33,7 @@ from jax_specdec.wording import pluralize
 FEW_TOKENS = 64  # of a step: Python takes them one by one in less time than NumPy needs to begin
 
 # As plain integers: NumPy takes longer to make one of an enumeration than to compare with it.
-_RUNNING, _PREEMPTED = int(Phase.RUNNING), int(SlotState.PREEMPTED)
+_RUNNING, _PREEMPTED = int(SlotPhase.RUNNING), int(SlotState.PREEMPTED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,11 +97,13 @@ def emitted(state: ProcessorState, message: Message, slots: NDArray[np.intp]) ->
             )
         count = np.where(first, 1, count)  # the rest are drafts of the next step
         num_drafts = np.where(slot_state == SlotState.TOKENS, num_drafts, 0)
-    check_rows(message, state.admitted.requests, slots, state.admitted.row_format[slots], count > 0)
+    check_target_rows(
+        message, state.admitted.requests, slots, state.admitted.row_format[slots], count > 0
+    )
     return Emitted(slot_state, special, count, num_drafts)
 
 
-def check_rows(
+def check_target_rows(
     message: Message,
     requests: tuple[Request | None, ...],
     slots: NDArray[np.intp],
@@ -197,8 +199,8 @@ def cut(
     stop_index.fill(-1)
     if len(admitted.stop_keys) > 1:
         owner = np.arange(message.num_slots).repeat(message.num_tokens)
-        tokens = stop_rules.keys_of(owner, message.token_ids)
-        candidates = stop_rules.candidates(admitted.stop_keys, tokens)
+        tokens = stop_rules.stop_keys(owner, message.token_ids)
+        candidates = stop_rules.stop_candidates(admitted.stop_keys, tokens)
         if candidates.size:
             row_of = np.full(message.num_slots, -1)
             row_of[slots] = np.arange(len(slots))
@@ -244,8 +246,8 @@ def added_up(
     num_tokens[slots] += cut.kept
     if cut.some_leave:
         phase = phase.copy()
-        phase[slots[cut.reason > 0]] = Phase.ENDED
-        phase[slots[cut.reschedule]] = Phase.PREEMPTED
+        phase[slots[cut.reason > 0]] = SlotPhase.ENDED
+        phase[slots[cut.reschedule]] = SlotPhase.PREEMPTED
         frozen(phase)
     return SlotColumns(
         phase=phase,

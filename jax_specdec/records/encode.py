@@ -15,7 +15,7 @@ from ipc import wire
 from ipc.wire import LogprobsMode, SlotState
 from jax_specdec.kept_sets import KeptSets
 
-PARTS = np.int32, np.int32, np.float32, np.int32, np.int32, np.float32, np.int32  # of a slot
+_PARTS = np.int32, np.int32, np.float32, np.int32, np.int32, np.float32, np.int32  # of a slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,12 @@ def encode(
     if max_num_logprobs is None:
         max_num_logprobs = max([1, *(slot.columns for slot in slots)]) - 1
     slot_words = []
-    parts: list[list[np.ndarray]] = [[] for _ in PARTS]
+    parts: list[list[np.ndarray]] = [[] for _ in _PARTS]
     for slot in slots:
         kept = KeptSets.none() if slot.kept is None else slot.kept
         arrays: list[ArrayLike] = [slot.token_ids, slot.token_ranks, slot.logprobs, slot.topk_ids]
         arrays += [kept.counts, kept.log_kept, kept.token_ids]
-        for part, values, dtype in zip(parts, arrays, PARTS, strict=True):
+        for part, values, dtype in zip(parts, arrays, _PARTS, strict=True):
             part.append(np.asarray(values, dtype).reshape(-1).view(np.uint32))
         fields = {name: getattr(slot, name) for name in wire.SLOT if hasattr(slot, name)}
         fields |= {"num_tokens": parts[0][-1].size, "num_rows": parts[1][-1].size}

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 from jax_specdec.wording import pluralize
 
-MOST_TOKENS = 2000  # of a piece; the page of `jax-specdec view` is for more
+_MOST_TOKENS = 2000  # of a piece; the page of `jax-specdec view` is for more
 MOST_CANDIDATES = 5  # of the top K, in the hint of a token
 # The upper end of each band of surprise (-logprob), and how strong its shade is.
 _BANDS = ((0.1, 0.0), (0.5, 0.15), (1.5, 0.3), (3.0, 0.5), (6.0, 0.7), (math.inf, 0.9))
 
 
-class Shown(Protocol):
+class _Shown(Protocol):
     """What a record has that a notebook shows: see `Record`."""
 
     @property
@@ -35,7 +35,7 @@ class Shown(Protocol):
     def topk_ids(self) -> Any: ...
 
 
-def fragment(records: Iterable[Shown], text: Callable[[int], str] | None = None) -> str:
+def fragment(records: Iterable[_Shown], text: Callable[[int], str] | None = None) -> str:
     """A `<div>` with the tokens of each request, in the order in which requests come first.
 
     Args:
@@ -46,7 +46,7 @@ def fragment(records: Iterable[Shown], text: Callable[[int], str] | None = None)
 
     lines: dict[str, list[str]] = {}
     tokens = ((record, token) for record in records for token in _tokens(record, text))
-    for record, (shown, style, hint) in itertools.islice(tokens, MOST_TOKENS):
+    for record, (shown, style, hint) in itertools.islice(tokens, _MOST_TOKENS):
         span = f'<span style="{style}" title="{escape(hint)}">{escape(shown)}</span>'
         lines.setdefault(record.request_id, []).append(span)
     num_hidden = sum(1 for _ in tokens)
@@ -62,7 +62,7 @@ def fragment(records: Iterable[Shown], text: Callable[[int], str] | None = None)
     )
 
 
-def _tokens(record: Shown, text: Callable[[int], str] | None) -> Iterator[tuple[str, str, str]]:
+def _tokens(record: _Shown, text: Callable[[int], str] | None) -> Iterator[tuple[str, str, str]]:
     """Yield each token of a record: what is shown of it, its style, and its hint."""
     logprobs, ranks, topk_ids = record.logprobs, record.token_ranks, record.topk_ids
     name = text or str

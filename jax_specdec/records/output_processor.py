@@ -26,10 +26,10 @@ from jax_specdec.records.batch import Counters, FinishReason, RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
     DRAFT_FORMAT,
-    Phase,
     ProcessorError,
     ProcessorState,
     Progress,
+    SlotPhase,
     StepLost,
     frozen,
     totals,
@@ -38,7 +38,7 @@ from jax_specdec.records.record import Records
 from jax_specdec.wording import pluralize
 
 __all__ = [
-    "ProcessorState", "Progress", "Phase", "ProcessorError", "StepLost", "admit", "release",
+    "ProcessorState", "Progress", "SlotPhase", "ProcessorError", "StepLost", "admit", "release",
     "abort", "step", "flush",
 ]  # fmt: skip
 
@@ -211,7 +211,7 @@ def _join(batch: RecordBatch, draft: Message) -> tuple[RecordBatch, int]:
     joined = inside & (draft.generation[slots] == batch.generation) & (draft.num_tokens[slots] > 0)
     assert batch.row_format is not None  # of every step's records
     expected = batch.row_format & DRAFT_FORMAT
-    apply_target.check_rows(draft, batch.requests, slots, expected, joined)
+    apply_target.check_target_rows(draft, batch.requests, slots, expected, joined)
     late = _num_with_drafts(draft) - int(np.count_nonzero(joined))
     return replace(batch, draft=draft, joined=joined), late
 
@@ -230,11 +230,11 @@ def end(
     """
     admitted, columns = state.admitted, state.columns
     phase = columns.phase[slots]
-    slots = slots[(phase == Phase.RUNNING) | (phase == Phase.PREEMPTED)]
+    slots = slots[(phase == SlotPhase.RUNNING) | (phase == SlotPhase.PREEMPTED)]
     if not slots.size:
         return state, Records()
     phase = columns.phase.copy()
-    phase[slots] = Phase.ENDED
+    phase[slots] = SlotPhase.ENDED
     columns = columns._replace(phase=frozen(phase))
     source = totals(admitted, columns)
     batches: list[RecordBatch] = []

@@ -38,7 +38,7 @@ class StepLost(ProcessorError):
     """The stream has a gap, or a step came twice: names the steps."""
 
 
-class Phase(IntEnum):
+class SlotPhase(IntEnum):
     """The phase of a slot's request."""
 
     FREE = 0
@@ -103,7 +103,7 @@ class SlotColumns(NamedTuple):
     """The columns that change with every step.
 
     Attributes:
-      phase: [B] int8 `Phase`.
+      phase: [B] int8 `SlotPhase`.
       num_tokens: [B] int64, tokens in all, those brought along included.
       cumulative_logprob: [B] float64.
       outcomes: of the steps' drafts.
@@ -237,7 +237,7 @@ class ProcessorState(NamedTuple):
     @property
     def live_request_ids(self) -> tuple[str, ...]:
         """Ids of the requests that can still deliver, in slot order."""
-        live = np.flatnonzero(self.columns.phase == Phase.RUNNING).tolist()
+        live = np.flatnonzero(self.columns.phase == SlotPhase.RUNNING).tolist()
         return tuple(request.id for slot in live if (request := self.admitted.requests[slot]))
 
     def slot_statistics(self, slot: int) -> Statistics:

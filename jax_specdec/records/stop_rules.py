@@ -18,7 +18,7 @@ def no_keys() -> NDArray[np.int64]:
     return _END
 
 
-def keys_of(slots: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+def stop_keys(slots: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
     """One integer for each pair of slot and token id; arrays of one shape."""
     keys: NDArray[np.int64] = slots << 32 | token_ids.view(np.uint32)
     return keys
@@ -29,7 +29,7 @@ def with_slot(keys: NDArray[np.int64], slot: int, params: SamplingParams) -> NDA
     last = {*params.stop_token_ids, *(sequence[-1] for sequence in params.stop_sequences)}
     ids = np.array(sorted(last), np.int32)
     other_keys = without_slot(keys, slot)
-    return np.sort(np.concatenate([other_keys, keys_of(np.full(ids.size, slot, np.int64), ids)]))
+    return np.sort(np.concatenate([other_keys, stop_keys(np.full(ids.size, slot, np.int64), ids)]))
 
 
 def without_slot(keys: NDArray[np.int64], slot: int) -> NDArray[np.int64]:
@@ -38,13 +38,13 @@ def without_slot(keys: NDArray[np.int64], slot: int) -> NDArray[np.int64]:
     return other_keys
 
 
-def ids_of(keys: NDArray[np.int64]) -> frozenset[int]:
+def stop_ids(keys: NDArray[np.int64]) -> frozenset[int]:
     """The ids in a table, whoever's rules they are in."""
     return frozenset((keys[:-1] & 0xFFFFFFFF).astype(np.uint32).view(np.int32).tolist())
 
 
-def candidates(keys: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The positions in `tokens`, which come from `keys_of`, that may end their request."""
+def stop_candidates(keys: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The positions in `tokens`, which come from `stop_keys`, that may end their request."""
     hits: NDArray[np.bool_] = keys[keys.searchsorted(tokens)] == tokens
     return hits.nonzero()[0]
 

@@ -20,9 +20,9 @@ from jax_specdec.records.batch import RecordBatch
 from jax_specdec.records.decode import Message
 from jax_specdec.records.processor_state import (
     Outlook,
-    Phase,
     ProcessorState,
     SlotColumns,
+    SlotPhase,
     frozen,
     row_format,
 )
@@ -49,12 +49,12 @@ def _outlook(state: ProcessorState) -> Outlook:
     if (
         row != row_format(columns, 0, mode)  # chosen ids; kept sets and values make no mode
         or np.count_nonzero(admitted.row_format != row)
-        or np.count_nonzero(phase != int(Phase.RUNNING))
+        or np.count_nonzero(phase != int(SlotPhase.RUNNING))
         or np.count_nonzero(admitted.history)
         or admitted.any_prompt_due
     ):
         return Outlook(admitted, phase)
-    stop_ids = stop_rules.ids_of(admitted.stop_keys)
+    stop_ids = stop_rules.stop_ids(admitted.stop_keys)
     return Outlook(admitted, phase, True, admitted.generation.tobytes(), columns, mode, stop_ids)
 
 
@@ -78,8 +78,8 @@ def is_usual(state: ProcessorState, message: Message) -> bool:
     if len(message.token_ids) <= FEW_TOKENS:
         return common.stop_ids.isdisjoint(message.token_ids.tolist())
     owners = all_slots(message.num_slots).repeat(message.num_tokens)
-    keys = stop_rules.keys_of(owners, message.token_ids)
-    return not stop_rules.candidates(state.admitted.stop_keys, keys).size
+    keys = stop_rules.stop_keys(owners, message.token_ids)
+    return not stop_rules.stop_candidates(state.admitted.stop_keys, keys).size
 
 
 def applied(state: ProcessorState, message: Message) -> tuple[ProcessorState, RecordBatch]:

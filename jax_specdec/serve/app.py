@@ -35,7 +35,7 @@ from jax_specdec.serve.gate import Gate, Traffic
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.openapi import description
 from jax_specdec.serve.runs import PART, Run, in_parts
-from jax_specdec.serve.tools import FIELDS, explained
+from jax_specdec.serve.tools import STRUCTURE_FIELDS, schema_errors
 
 logger = logging.getLogger("jax_specdec.serve")
 
@@ -89,8 +89,10 @@ class Service:
         routes = [
             Route("/v1/models", self._guarded(self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._guarded(self._one_model), methods=["GET"]),
-            Route("/v1/completions", self._tokens(parse_request.completion), methods=["POST"]),
-            Route("/v1/chat/completions", self._tokens(parse_request.chat), methods=["POST"]),
+            Route(
+                "/v1/completions", self._tokens(parse_request.parse_completion), methods=["POST"]
+            ),
+            Route("/v1/chat/completions", self._tokens(parse_request.parse_chat), methods=["POST"]),
             Route("/health", self._in_turn(self._health), methods=["GET"]),
             Route("/livez", self._in_turn(self._live), methods=["GET"]),
             Route("/metrics", self._in_turn(self._metrics), methods=["GET"]),
@@ -163,7 +165,7 @@ class Service:
                     open_.callback(self._close_one)
                     parsed_body = await self._read(body, read)
                     if (param := _structured_by(parsed_body)) is not None:
-                        with explained(parsed_body.body):
+                        with schema_errors(parsed_body.body):
                             await self._check(request, parsed_body.requests[0], param)
                 run = Run(self._engine, self._model, parsed_body, timeout=self.bounds.timeout)
                 open_.enter_context(run)
@@ -289,7 +291,7 @@ def _structured_by(parsed: parse_request.ParsedRequest) -> str | None:
     """The field that says what an answer's text must be; None where none does."""
     if parsed.requests[0].params.structured is None:
         return None
-    return next(name for name in FIELDS if getattr(parsed.body, name, None))
+    return next(name for name in STRUCTURE_FIELDS if getattr(parsed.body, name, None))
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:

@@ -79,7 +79,7 @@ TokenId = Annotated[int, Field(ge=0, le=requests.MAX_TOKEN_ID)]
 IdRow = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_CHOSEN_OF_ROW, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 Bias = Annotated[float, Field(ge=-requests.MAX_BIAS_SIZE, le=requests.MAX_BIAS_SIZE)]
-Biases = Annotated[
+_Biases = Annotated[
     dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")], Bias],
     Field(max_length=requests.MAX_BIASED_IDS),
     BeforeValidator(_few),
@@ -137,7 +137,7 @@ class Body(Closed):
     repetition_penalty: float = Field(
         1.0, ge=requests.MIN_REPETITION_PENALTY, le=requests.MAX_REPETITION_PENALTY
     )
-    logit_bias: Biases = Field({}, json_schema_extra={"additionalProperties": False})
+    logit_bias: _Biases = Field({}, json_schema_extra={"additionalProperties": False})
     min_tokens: int = Field(0, ge=0, le=MAX_INT)
     user: Text | None = None
     response_format: ResponseFormat | None = None

@@ -19,7 +19,7 @@ from jax_specdec.serve.bounds import MAX_HEAD
 from jax_specdec.serve.connection import Connections, ServerConnection
 
 BACKLOG = 1024  # connections that may wait in the system
-TAKEN = 16  # of them in a round of the event loop, between which answers are sent
+_TAKEN = 16  # of them in a round of the event loop, between which answers are sent
 
 
 class Listener(uvicorn.Server):
@@ -40,7 +40,7 @@ class Listener(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 h11_max_incomplete_event_size=MAX_HEAD,
-                backlog=TAKEN,
+                backlog=_TAKEN,
                 log_config=None,
                 log_level="error",  # strangers cause warnings
                 access_log=False,

@@ -11,14 +11,14 @@ from pydantic import TypeAdapter
 from jax_specdec.serve.bounds import BODIES, MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds
 from jax_specdec.serve.fields import Chat, Completion
 
-Schema = dict[str, Any]
+_Schema = dict[str, Any]
 
 _SCHEMAS = "#/components/schemas/"
-_TEXT: Schema = {"type": "string"}
-_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+_TEXT: _Schema = {"type": "string"}
+_TEXT_OR_NULL: _Schema = {"type": ["string", "null"]}
 
 
-def _object(**properties: Schema) -> Schema:
+def _object(**properties: _Schema) -> _Schema:
     """An object that has these properties, and perhaps others."""
     return {"type": "object", "properties": properties, "required": [*properties]}
 
@@ -46,7 +46,7 @@ _HEALTH = _object(
     workers={"type": "array", "items": {"type": "array", "items": _TEXT}},
 )
 _ALIVE = _object(status={"enum": ["alive", "failed"]})
-_COUNT: Schema = {"type": "integer", "minimum": 0}
+_COUNT: _Schema = {"type": "integer", "minimum": 0}
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 
 
@@ -113,7 +113,7 @@ def _limits(bounds: Bounds, max_length: int) -> str:
 
 
 def _post(
-    summary: str, body: str, more: dict[str, Any], kind: str, **fields: Schema
+    summary: str, body: str, more: dict[str, Any], kind: str, **fields: _Schema
 ) -> dict[str, Any]:
     choice = _object(
         index={"type": "integer"},
@@ -151,5 +151,5 @@ def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int]) -> d
     return {"summary": summary, "responses": {"200": answer, **refused}}
 
 
-def _response(schema: Schema, description: str = "the answer") -> dict[str, Any]:
+def _response(schema: _Schema, description: str = "the answer") -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}

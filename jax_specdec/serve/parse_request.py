@@ -57,7 +57,7 @@ class ParsedRequest:
     calls: bool
 
 
-def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
+def parse_completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     """What a body of the completions API asks for.
 
     Raises:
@@ -83,7 +83,7 @@ def completion(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     )  # fmt: skip
 
 
-def chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
+def parse_chat(body: Any, model: ServedModel, bounds: Bounds) -> ParsedRequest:
     """What a body of the chat completions API asks for.
 
     Raises:

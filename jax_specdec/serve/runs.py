@@ -19,7 +19,7 @@ from jax_specdec.serve.errors import ApiError
 from jax_specdec.serve.model import ServedModel
 from jax_specdec.serve.parse_request import ParsedRequest
 
-Json = dict[str, Any]
+_Json = dict[str, Any]
 
 PART = 1 << 16  # bytes that a client must read in its time
 
@@ -40,7 +40,7 @@ class ChoiceChunk(NamedTuple):
     reason: int | str | None
 
     @property
-    def json(self) -> Json:
+    def json(self) -> _Json:
         return self.choice.json(self.parts, self.finish, self.reason)
 
 
@@ -92,7 +92,7 @@ class Run:
         for stream in self._streams:
             stream.abort()
 
-    async def answer(self) -> Json:
+    async def answer(self) -> _Json:
         """The whole answer, made in a thread.
 
         Raises:
@@ -103,7 +103,7 @@ class Run:
         )
         return await asyncio.to_thread(self._answer, answers)
 
-    def _answer(self, answers: Sequence[ChoiceChunk]) -> Json:
+    def _answer(self, answers: Sequence[ChoiceChunk]) -> _Json:
         choices = [of_choice.json for of_choice in answers]
         answer = self._header("chat.completion" if self._asked.chat else "text_completion")
         answer |= {"choices": choices, "usage": self._usage}
@@ -243,7 +243,7 @@ class Run:
         prompt = sum(len(request.packed_prompt) // 4 for request in parsed.requests[::num_choices])
         return openai.usage(prompt, sum(choice.num_tokens for choice in self._choices))
 
-    def _header(self, kind: str) -> Json:
+    def _header(self, kind: str) -> _Json:
         return openai.header_of(self._asked.id, kind, self._model.name, self._created)
 
 
@@ -253,7 +253,7 @@ async def in_parts(text: bytes) -> AsyncIterator[bytes]:
         yield text[begin : begin + PART]
 
 
-def _about_prompt(choice: Json) -> Json:
+def _about_prompt(choice: _Json) -> _Json:
     """What a choice says of its prompt, taken out of it."""
     names = "prompt_logprobs", "prompt_logprobs_start", "prompt_chosen_logprobs"
     return {name: choice.pop(name) for name in names if name in choice}

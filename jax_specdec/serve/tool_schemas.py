@@ -14,9 +14,9 @@ from typing import Any
 
 from jax_specdec.structured.grammar import with_white_space
 
-Schema = Mapping[str, Any]
+_Schema = Mapping[str, Any]
 
-NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS: _Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 # Words whose values are schemas, lists of schemas, or schemas by names.
 _ONE = (
     "items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
@@ -75,7 +75,7 @@ def _closed(schema: Any, open_names: frozenset[str], *, joined: bool = False) ->
     return closed
 
 
-def _lists(schema: Schema) -> bool:
+def _lists(schema: _Schema) -> bool:
     """Whether a schema lists properties, and all that it requires among them."""
     names, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(names, Mapping) or not isinstance(required, list):
@@ -98,7 +98,7 @@ def _open_names(schema: Any) -> frozenset[str]:
     return frozenset(name.rpartition("/")[2] for name in references if isinstance(name, str))
 
 
-def _schemas(schema: Any) -> Iterator[Schema]:
+def _schemas(schema: Any) -> Iterator[_Schema]:
     """A schema and all that are in it."""
     if isinstance(schema, Mapping):
         yield schema
@@ -106,7 +106,7 @@ def _schemas(schema: Any) -> Iterator[Schema]:
             yield from _schemas(inner)
 
 
-def inner_schemas(schema: Schema) -> Iterator[tuple[str, Any]]:
+def inner_schemas(schema: _Schema) -> Iterator[tuple[str, Any]]:
     """The schemas right in a schema, with what each adds to the name of a property."""
     for word, value in schema.items():
         if word in NAMED and isinstance(value, Mapping):

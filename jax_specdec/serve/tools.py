@@ -21,7 +21,7 @@ from jax_specdec.serve.tool_faults import fault
 from jax_specdec.serve.tool_schemas import for_grammar
 from jax_specdec.structured.grammar import library
 
-Json = dict[str, Any]
+_Json = dict[str, Any]
 
 BEGIN = "<tool_call>"
 _NAME, _ARGUMENTS, _END = '\n{"name": "', '", "arguments": ', "}\n</tool_call>"
@@ -30,7 +30,7 @@ _LETTERS = string.ascii_letters + string.digits
 _LINES = {True: 1, False: 3}
 
 
-def offered(fields: Body) -> tuple[list[Json], bool]:
+def offered(fields: Body) -> tuple[list[_Json], bool]:
     """The functions that a body lets the model call, and whether it must call one.
 
     Raises:
@@ -76,7 +76,7 @@ def grammar(functions: Sequence[Mapping[str, Any]], *, required: bool) -> Struct
 
 
 @contextlib.contextmanager
-def explained(fields: Body) -> Iterator[None]:
+def schema_errors(fields: Body) -> Iterator[None]:
     """Say in the errors of a body's functions which of them, and what in its schema, is wrong."""
     try:
         yield
@@ -88,7 +88,7 @@ def explained(fields: Body) -> Iterator[None]:
         raise unfit("tools", f"tools: {problem}", error.code) from error
 
 
-def obstacle() -> str:
+def structure_obstacle() -> str:
     """Why no structure of a text is served here, and the way out; empty where they are."""
     try:
         library()
@@ -97,7 +97,7 @@ def obstacle() -> str:
     return ""
 
 
-def with_object(call: Json) -> Json:
+def with_object(call: _Json) -> _Json:
     """An earlier call with its arguments as an object; an empty text of a call without any is {}.
 
     Raises:
@@ -131,7 +131,7 @@ class CallReader:
         self._state = "text"
         self._id = call_id()
 
-    def push(self, text: str, *, over: bool = False) -> tuple[str, Json | None]:
+    def push(self, text: str, *, over: bool = False) -> tuple[str, _Json | None]:
         """The text before the call that this brings, and what it adds to the call, if anything.
 
         Args:
@@ -143,7 +143,7 @@ class CallReader:
         """
         self._held += text
         prose = ""
-        call: Json | None = None
+        call: _Json | None = None
         if self._state == "text":
             prose, begin, rest = self._held.partition(BEGIN)
             if begin:
@@ -177,7 +177,7 @@ def _overlap(text: str, word: str) -> int:
     return next(n for n in range(min(len(text), len(word)), -1, -1) if text.endswith(word[:n]))
 
 
-FIELDS = ("tools", "structured_outputs", "response_format")
+STRUCTURE_FIELDS = ("tools", "structured_outputs", "response_format")
 
 
 def structure_of(fields: Body) -> Structured | None:

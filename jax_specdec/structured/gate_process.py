@@ -26,7 +26,7 @@ from jax_specdec.structured.matcher import Matcher
 from jax_specdec.structured.vocabulary import Vocabulary, read_vocabulary
 
 STDIN, STDOUT = 0, 1
-LESS = 10  # priority: what is served comes first
+_LESS = 10  # priority: what is served comes first
 MOST_WORDS = 4096  # bytes of an answer, which a pipe takes at once
 CLOCK_LOOK_MS = 500  # between two looks at the clock
 
@@ -135,7 +135,7 @@ class GateProcess:
             null_device = os.open(os.devnull, os.O_RDWR)
             for descriptor in (STDIN, STDOUT, 2):  # it prints when it panics
                 os.dup2(null_device, descriptor)
-            os.nice(LESS)  # reading the tokens, which the first structure waits for, was not
+            os.nice(_LESS)  # reading the tokens, which the first structure waits for, was not
             self._limits.take()
             try:
                 Matcher(vocabulary, Structured(kind, text), stops).try_texts()

@@ -12,7 +12,7 @@ from jax_specdec.structured.bounds import check_schema
 # Between the tokens of JSON. Without a bound, a model may go on with it until its last token.
 WHITE_SPACE = r" ?|\n {0,32}"
 # The extra `structured`: the name is found wherever this package came from.
-INSTALL = "pip install 'llguidance>=1.9'"
+_INSTALL = "pip install 'llguidance>=1.9'"
 
 
 def library() -> Any:
@@ -24,7 +24,7 @@ def library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise RequestError(f"structured answers need llguidance: {INSTALL}") from error
+        raise RequestError(f"structured answers need llguidance: {_INSTALL}") from error
     return llguidance
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-MIB = 1 << 20
+_MIB = 1 << 20
 
 
 class GateFull(Exception):
@@ -40,5 +40,5 @@ class GrammarLimits:
         resource.setrlimit(resource.RLIMIT_CPU, (self.cpu, self.cpu + 1))
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
-        most = pages * resource.getpagesize() + self.mib * MIB
+        most = pages * resource.getpagesize() + self.mib * _MIB
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_specdec.requests import RequestError, Structured
 from jax_specdec.structured.grammar import grammar_of, library, refused
-from jax_specdec.structured.vocabulary import WORD, Vocabulary
+from jax_specdec.structured.vocabulary import MASK_WORD, Vocabulary
 
 ITEMS = 20_000  # that may be read at one place: an object of 5,000 optional keys has so many
 TEXTS, TOKENS = 4, 8  # that are tried before a structure is served
@@ -94,7 +94,7 @@ class Matcher:
         legal = taken = 0
         self._fill_one(masks[0])
         for row, draft in zip(masks[1:], drafts, strict=False):
-            if not masks[legal, draft // WORD] >> draft % WORD & 1:
+            if not masks[legal, draft // MASK_WORD] >> draft % MASK_WORD & 1:
                 break
             legal += 1
             if draft in self._ends:
@@ -144,10 +144,10 @@ class Matcher:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
         words, end = mask.view(np.uint32), self._vocabulary.end
-        if words[end // WORD] >> end % WORD & 1:
-            words[end // WORD] &= ~_bit(end)
+        if words[end // MASK_WORD] >> end % MASK_WORD & 1:
+            words[end // MASK_WORD] &= ~_bit(end)
             for id in self._ends:
-                words[id // WORD] |= _bit(id)
+                words[id // MASK_WORD] |= _bit(id)
         if not mask.any():
             raise refused(self._kind, "no token of the model may come here")
 
@@ -165,4 +165,4 @@ class Matcher:
 
 
 def _bit(token_id: int) -> np.uint32:
-    return np.uint32(1 << token_id % WORD)
+    return np.uint32(1 << token_id % MASK_WORD)

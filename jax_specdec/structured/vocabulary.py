@@ -10,7 +10,7 @@ from jax_specdec.structured.grammar import library
 from jax_specdec.text import byte_tokens
 from jax_specdec.text.tokenizer import FILE, MissingExtra, Tokenizer
 
-WORD = 32  # bits
+MASK_WORD = 32  # bits
 
 
 class Vocabulary:
@@ -31,7 +31,7 @@ class Vocabulary:
     @property
     def num_words(self) -> int:
         """Words of a bit mask of all tokens."""
-        return -(-self.size // WORD)
+        return -(-self.size // MASK_WORD)
 
     def ends(self, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
         """Those of a request's stop tokens that end a text without being a part of it.

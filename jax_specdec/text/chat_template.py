@@ -15,10 +15,10 @@ from functools import cached_property, partial
 from typing import Any
 
 from jax_specdec.checkpoint.model_config import CheckpointError
-from jax_specdec.text.time_limit import within
+from jax_specdec.text.time_limit import run_within
 from jax_specdec.text.transformers_library import INSTALL, MissingExtra, renderer
 
-FUNCTIONS = (
+_FUNCTIONS = (
     "You can call one of the functions below. To call it, write <tool_call>, then on a line of its "
     'own {"name": its name, "arguments": an object with its parameters}, then </tool_call>.'
 )
@@ -161,7 +161,7 @@ class ChatTemplate:
             renderer(), [list(messages)], tools=tools, chat_template=template.source,
             add_generation_prompt=True,
         )  # fmt: skip
-        texts, _ = within(MAX_SECONDS, lambda: render(**{**self._special, **(options or {})}))
+        texts, _ = run_within(MAX_SECONDS, lambda: render(**{**self._special, **(options or {})}))
         return str(texts[0])
 
 
@@ -232,7 +232,7 @@ def with_functions(
     if not functions:
         return spoken
     schemas = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
-    offer = f"{FUNCTIONS}\n{schemas}"
+    offer = f"{_FUNCTIONS}\n{schemas}"
     if not system:
         at = next((n for n, message in enumerate(spoken) if message.get("role") == "user"), None)
         if at is None:

@@ -10,19 +10,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 NO_SPECIAL: Mapping[int, str] = MappingProxyType({})
 
 
-class Cache(dict[int, T]):
+class Cache(dict[int, _T]):
     """Values by token id, each made on its first use: `map(cache.__getitem__, ids)` is fast."""
 
-    def __init__(self, make: Callable[[int], T]) -> None:
+    def __init__(self, make: Callable[[int], _T]) -> None:
         super().__init__()
         self._make = make
 
-    def __missing__(self, token_id: int) -> T:
+    def __missing__(self, token_id: int) -> _T:
         value = self[token_id] = self._make(token_id)
         return value
 

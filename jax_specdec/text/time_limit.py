@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class OutOfTime(Exception):
     """Work has taken longer than it may."""
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
+def run_within(seconds: float, work: Callable[[], _T]) -> _T:
     """What `work` returns.
 
     Raises:
@@ -30,7 +30,7 @@ def within(seconds: float, work: Callable[[], T]) -> T:
         raise OutOfTime(f"it takes longer than {seconds:g} seconds") from None
 
 
-def _watched(seconds: float, work: Callable[[], T]) -> T:
+def _watched(seconds: float, work: Callable[[], _T]) -> _T:
     worker, lock, over = threading.get_ident(), threading.Lock(), threading.Event()
 
     def interrupt() -> None:

@@ -40,7 +40,7 @@ class MissingExtra(ValueError):
 _importing = threading.Lock()  # of torch's stand-in there is one at a time
 
 
-def library() -> ModuleType:
+def import_transformers() -> ModuleType:
     """transformers, with its tokenizers imported; the first call takes about a second.
 
     Raises:
@@ -87,7 +87,7 @@ def read_directory(directory: Path) -> Any:
             f"{path} is missing, and so is every other file that transformers makes a tokenizer "
             "of: save the tokenizer again with AutoTokenizer and save_pretrained"
         )
-    auto = library().AutoTokenizer
+    auto = import_transformers().AutoTokenizer
     try:
         arguments = {"local_files_only": True, "trust_remote_code": False} | _tokens_of(directory)
         try:

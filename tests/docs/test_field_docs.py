@@ -106,4 +106,4 @@ def test_fields_get_their_texts_from_the_docstring():
 
 def test_both_packages_have_the_same_function():
     assert inspect.getsource(with_field_docs) == inspect.getsource(of_kernels.with_field_docs)
-    assert of_kernels.ENTRY.pattern == with_field_docs.__globals__["ENTRY"].pattern
+    assert of_kernels._ENTRY.pattern == with_field_docs.__globals__["_ENTRY"].pattern

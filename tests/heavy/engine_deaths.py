@@ -133,7 +133,9 @@ class Round:
         wait_for(all_ended, 30)
         taken = time.monotonic() - began
         self.engine.wait()
-        leftovers.remove(leftovers.find(self.folder))  # a dead engine cannot remove its directory
+        leftovers.remove(
+            leftovers.find_leftovers(self.folder)
+        )  # a dead engine cannot remove its directory
         self.nothing_left(kept=False)
         taken -= max((max(wait) - wait[0] for wait in waits.values()), default=0.0)
         return "engine killed", max(taken - (starved(me) - own), 0.0)
@@ -159,7 +161,7 @@ class Round:
         """
         mine = self.engine.pid
         wait_for(lambda: mine not in {file.creator.pid for file in find_ring_files()}, 5)
-        told = [each.path for each in leftovers.find(self.folder) if kept and each.losses]
+        told = [each.path for each in leftovers.find_leftovers(self.folder) if kept and each.losses]
         left = [path for path in self.folder.glob("jax-specdec-*") if path not in told]
         assert not left, left
 

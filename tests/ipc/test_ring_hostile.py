@@ -61,7 +61,7 @@ def outcome(seed: int, low: int, high: int, **options: bool) -> str:
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    (0, layout.DESCRIPTOR_MAGIC ^ 1), (1, layout.VERSION + 1),
+    (0, layout.DESCRIPTOR_MAGIC ^ 1), (1, layout.LAYOUT_VERSION + 1),
     *((2, flags) for flags in (2, 5)), *((3, sequence) for sequence in (0, 2, 2**64 - 1)),
     (4, 1), *((5, size) for size in (SLOT_BYTES + 1, 2**64 - 1)),
     *((8, slot) for slot in (3, 2**32 - 1)),

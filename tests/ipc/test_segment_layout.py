@@ -14,9 +14,9 @@ SLOT_BYTES = 64
 
 def test_layout():
     """Sizes and offsets are part of the format: changing one is a new version."""
-    names = "SEGMENT_HEADER_BYTES PRODUCER_LINE CONSUMER_LINE PAGE_BYTES DESCRIPTOR_BYTES VERSION"
-    found = [getattr(segment_layout, name) for name in names.split()]
-    assert found == [100, 1024, 2048, 4096, 64, 5]
+    names = "SEGMENT_HEADER_BYTES PRODUCER_LINE CONSUMER_LINE PAGE_BYTES DESCRIPTOR_BYTES"
+    sizes = [getattr(segment_layout, name) for name in (*names.split(), "LAYOUT_VERSION")]
+    assert sizes == [100, 1024, 2048, 4096, 64, 5]
     assert segment_layout.DESCRIPTOR_FIELDS.size + 4 == segment_layout.DESCRIPTOR.size == 56
     geometry = Geometry(16, 1 << 20)
     assert geometry.num_descriptors == 17

@@ -9,7 +9,7 @@ import sys
 import httpx
 import pytest
 
-from jax_specdec.cli.generate_ray import read_columns
+from jax_specdec.cli.generate_ray import read_table
 from jax_specdec.export import arrow
 from tests.ray.cluster import cluster_that_compiles, fixture
 from tests.support import tiny_checkpoint
@@ -46,7 +46,7 @@ def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path)
               "--drafter", "none", "--ignore-eos", "--slots", 4, "--prompts", prompts)  # fmt: skip
     on_ray = (*common, "--ray", cluster.address, "--replicas", 2, "--output", folder)
     assert "3 of 3 requests, 24 tokens" in run(*on_ray)
-    columns = arrow.from_sequences(read_columns(folder))
+    columns = arrow.from_sequences(read_table(folder))
     assert sorted(columns.request_id.tolist()) == ["1", "2", "3"]
     assert len(columns) == 24
 
@@ -55,7 +55,7 @@ def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path)
     os.truncate(file, file.stat().st_size - 5)
     prompts.write_text("".join(f"{text}\n" for text in TEXTS))
     assert "cut off a half-written record" in run(*on_ray)
-    again = arrow.from_sequences(read_columns(folder))
+    again = arrow.from_sequences(read_table(folder))
     assert sorted(again.request_id.tolist()) == [str(n + 1) for n in range(6)]
 
     local = tmp_path / "local.jsonl"
@@ -72,7 +72,7 @@ def test_generate_writes_each_request_once_and_goes_on(cluster, model, tmp_path)
     folder, local = tmp_path / "scored", tmp_path / "scored.out.jsonl"
     for more in (("--ray", cluster.address, "--output", folder), ("--output", local)):
         run(*common[:-1], scored, *more)
-    (row,) = read_columns(folder).to_pylist()
+    (row,) = read_table(folder).to_pylist()
     entries = json.loads(local.read_text())["speculation"]["prompt_logprobs"][1:]
     assert len(entries) == len(row["prompt_logprobs"]) > 4
     for ids, logprobs, entry in zip(

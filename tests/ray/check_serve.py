@@ -44,7 +44,7 @@ def served(**more):
         vocab_size=model().vocab_size, num_slots=SLOTS, max_length=LENGTH, num_drafts=TOKENS,
         on_worker_loss="restart", resume_lost=True, max_restarts=0,
     )  # fmt: skip
-    serve_app.start(
+    serve_app.deploy(
         serve_app.application(
             config, model, bounds=Bounds(max_body=1 << 20, max_open=64, timeout=60.0),
             variables={PACE: str(10_000 * TOKENS)}, make_engine=engine_with(EMITTER),
@@ -66,7 +66,7 @@ def ask(tokens):
 
 def replicas():
     """How many replicas run, as Ray Serve says."""
-    (deployment,) = ray_serve().status().applications[serve_app.NAME].deployments.values()
+    (deployment,) = ray_serve().status().applications[serve_app.APPLICATION].deployments.values()
     return deployment.replica_states.get("RUNNING", 0)
 
 
@@ -89,7 +89,7 @@ def test_replicas_come_with_the_load_and_go_with_it(cluster):
     wait_for(lambda: replicas() == 1, 90)
     assert ask(20) == 20
     wait_for(lambda: len(workers(cluster)) == 1, 60)
-    ray_serve().delete(serve_app.NAME)
+    ray_serve().delete(serve_app.APPLICATION)
 
 
 def test_a_replica_whose_engine_or_process_is_lost_is_replaced(cluster):
@@ -104,7 +104,7 @@ def test_a_replica_whose_engine_or_process_is_lost_is_replaced(cluster):
 
         wait_for(another, 120)
         wait_for(answers, 60)
-    ray_serve().delete(serve_app.NAME)
+    ray_serve().delete(serve_app.APPLICATION)
 
 
 def answers():

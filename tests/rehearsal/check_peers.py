@@ -31,7 +31,7 @@ def told(name):
     )
     (piece,) = [one for one in every if one.name.startswith(f"{pieces.PEERS}: {name}: ")]
     lines = []
-    pieces.run([piece], lines.append)
+    pieces.run_pieces([piece], lines.append)
     return lines[-1]
 
 
@@ -85,7 +85,7 @@ def test_every_job_of_peers_has_a_contender_of_ours():
 
 @pytest.mark.parametrize("job", [times.DRAW, times.LINEAR, times.GREEDY])
 def test_our_contenders_of_these_jobs_run(job):
-    shape = peers.REHEARSED.get(job, times.REHEARSED[1])
+    shape = peers.REHEARSED_PEERS.get(job, times.REHEARSED[1])
     found = times.measure(job, shape, "mosaic_gpu", rehearse=True)
     assert found["us"]
     assert not found["absent"]

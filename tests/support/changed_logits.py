@@ -50,4 +50,6 @@ def in_float64(x, arrays):
     words = arrays.get("allowed", nothing[0])
     biases = (arrays.get(name, nothing[1]) for name in ("bias_token_ids", "bias"))
     each = zip(x, words, *biases, strict=True)
-    return np.stack([oracle.changed(row, w, zip(ids, b, strict=True)) for row, w, ids, b in each])
+    return np.stack(
+        [oracle.with_changes(row, w, zip(ids, b, strict=True)) for row, w, ids, b in each]
+    )

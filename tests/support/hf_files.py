@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from jax_specdec.checkpoint.hf_names import sources
+from jax_specdec.checkpoint.hf_names import tensor_sources
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.checkpoint.rope_scaling import RopeScaling
 from jax_specdec.device.model.params import named_arrays
@@ -129,7 +129,7 @@ def hf_fields(config):
 def hf_tensors(config, params):
     """The tensors by their names in a checkpoint."""
     arrays, tensors = named_arrays(params), {}
-    for source in sources(config, architecture_of(config)):
+    for source in tensor_sources(config, architecture_of(config)):
         value = np.asarray(arrays[source.leaf])
         value = value if source.layer is None else value[source.layer]
         value = value if source.expert is None else value[source.expert]

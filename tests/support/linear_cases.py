@@ -5,9 +5,9 @@ import functools
 import jax
 import numpy as np
 
-from pallas_kernels.linear.backward import linear_topk_logprobs
-from pallas_kernels.linear.schedule import Schedule
-from pallas_kernels.linear.types import Call, Definition, Inputs
+from pallas_kernels.linear.backward import differentiable_topk_logprobs
+from pallas_kernels.linear.schedule import LinearSchedule
+from pallas_kernels.linear.types import Call, Definition, LinearInputs
 from pallas_kernels.meshes.placement import WHOLE
 from tests.support import quick_compile
 
@@ -35,10 +35,10 @@ def factors(logits):
 def ways(rows, width):
     """Every way through the logits, by name: see `pallas_kernels.linear.schedule`."""
     return {
-        "one block": Schedule(rows, width, width, rows),
-        "row blocks": Schedule(3, width, width, 3),
-        "columns": Schedule(rows, 128, 64, 5),
-        "a product a part": Schedule(rows, 64, 64, rows),
+        "one block": LinearSchedule(rows, width, width, rows),
+        "row blocks": LinearSchedule(3, width, width, 3),
+        "columns": LinearSchedule(rows, 128, 64, 5),
+        "a product a part": LinearSchedule(rows, 64, 64, rows),
     }
 
 
@@ -56,4 +56,4 @@ def run(schedule, hidden, head, token_ids, k, *, bias=None, row_ids=None, num_ro
 @functools.cache
 def program(call, compiler):
     """One for all tests that make a call with one compiler; a test that patches passes its own."""
-    return compiler(lambda *arrays: linear_topk_logprobs(call, Inputs(*arrays)))
+    return compiler(lambda *arrays: differentiable_topk_logprobs(call, LinearInputs(*arrays)))

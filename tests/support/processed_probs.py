@@ -21,7 +21,7 @@ def processed_probs(logits, sampling, *, shard=WHOLE):
     ids = jnp.broadcast_to(shard.ids(width), logits.shape)
     each = parameters.of_each_row(sampling, shape)
     rows = GroupedRows.of(logits.reshape(-1, width), shard)
-    found = row_read.read(rows, each)
+    found = row_read.read_sampled_rows(rows, each)
     one_hot = (cut.cut_logit == jnp.inf)[..., None]  # greedy requests and invalid rows
 
     def per_row(values):

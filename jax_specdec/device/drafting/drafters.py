@@ -53,7 +53,7 @@ def draw(
     return drafts._replace(report=report_drafts(draft_logits, drafts, *flat))
 
 
-State = Any  # a pytree that belongs to the drafter
+DrafterState = Any  # a pytree that belongs to the drafter
 
 
 @with_field_docs
@@ -114,18 +114,20 @@ class Drafter(Protocol):
         """D: the width of the proposals."""
         ...
 
-    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, DrafterState]:
         """Empty proposals and the state before any request, for B slots of T positions."""
         ...
 
-    def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
+    def prefill(self, params: Any, state: DrafterState, chunk: Chunk) -> DrafterState:
         """Take in a chunk of a prompt.
 
         `params` are the loop's, here and in `propose`: `ModelParams`, or those of your own model.
         """
         ...
 
-    def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
+    def propose(
+        self, params: Any, state: DrafterState, context: Context
+    ) -> tuple[Drafts, DrafterState]:
         """Draft the tokens after `lengths`; at most `limit[b]` of them in slot b."""
         ...
 
@@ -136,13 +138,15 @@ class NoDrafter:
 
     num_drafts: int = 0
 
-    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, DrafterState]:
         return no_drafts(num_slots, self.num_drafts), ()
 
-    def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
+    def prefill(self, params: Any, state: DrafterState, chunk: Chunk) -> DrafterState:
         return ()
 
-    def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
+    def propose(
+        self, params: Any, state: DrafterState, context: Context
+    ) -> tuple[Drafts, DrafterState]:
         return no_drafts(context.limit.shape[0], self.num_drafts), state
 
 
@@ -167,13 +171,15 @@ class NgramDrafter:
                 "min_ngram must be at least 1 and at most max_ngram"
             )
 
-    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, DrafterState]:
         return no_drafts(num_slots, self.num_drafts), ()
 
-    def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
+    def prefill(self, params: Any, state: DrafterState, chunk: Chunk) -> DrafterState:
         return ()
 
-    def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
+    def propose(
+        self, params: Any, state: DrafterState, context: Context
+    ) -> tuple[Drafts, DrafterState]:
         lengths = context.lengths
         index = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None, :]
         token_ids = jnp.where(index < lengths[:, None], context.tokens, -1)

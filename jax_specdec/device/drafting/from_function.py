@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.device.drafting.drafters import Chunk, Context, State, certain, no_drafts
+from jax_specdec.device.drafting.drafters import Chunk, Context, DrafterState, certain, no_drafts
 from pallas_kernels.sampling import CompactQ, Drafts
 
 DraftFunction = Callable[[Any, Context], Drafts]  # of the loop's params, and what a step left
@@ -50,15 +50,17 @@ class CallableDrafter:
         if self.vocab_size < 1:
             raise ValueError(f"vocab_size = {self.vocab_size} must be positive")
 
-    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, DrafterState]:
         if not self.drawn:
             return no_drafts(num_slots, self.num_drafts), ()
         return Drafts.none(num_slots, self.num_drafts, self.vocab_size), ()
 
-    def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
+    def prefill(self, params: Any, state: DrafterState, chunk: Chunk) -> DrafterState:
         return ()
 
-    def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
+    def propose(
+        self, params: Any, state: DrafterState, context: Context
+    ) -> tuple[Drafts, DrafterState]:
         drafts = self.function(params, context)
         self._check(drafts, context)
         # An id outside the vocabulary could be accepted as a certainty.

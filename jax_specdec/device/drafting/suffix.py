@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jax_specdec.device.drafting.drafters import Chunk, Context, State, certain, no_drafts
+from jax_specdec.device.drafting.drafters import Chunk, Context, DrafterState, certain, no_drafts
 from pallas_kernels.sampling import Drafts
 
-NEVER = -1  # in place of tokens before a text, and behind it
+_NEVER = -1  # in place of tokens before a text, and behind it
 
 
 class Places(NamedTuple):
@@ -70,15 +70,17 @@ class SuffixDrafter:
         if self.max_candidates < 1:
             raise ValueError(f"max_candidates = {self.max_candidates} must be positive")
 
-    def init(self, num_slots: int, length: int) -> tuple[Drafts, State]:
+    def init(self, num_slots: int, length: int) -> tuple[Drafts, DrafterState]:
         return no_drafts(num_slots, self.num_drafts), ()
 
-    def prefill(self, params: Any, state: State, chunk: Chunk) -> State:
+    def prefill(self, params: Any, state: DrafterState, chunk: Chunk) -> DrafterState:
         return state
 
-    def propose(self, params: Any, state: State, context: Context) -> tuple[Drafts, State]:
+    def propose(
+        self, params: Any, state: DrafterState, context: Context
+    ) -> tuple[Drafts, DrafterState]:
         index = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None, :]
-        written = jnp.where(index < context.lengths[:, None], context.tokens, NEVER)
+        written = jnp.where(index < context.lengths[:, None], context.tokens, _NEVER)
         query = _ending(written, context.lengths, self.max_match)
         matches = longest_matches(written, context.lengths, query, self.max_candidates)
         token_ids, votes = _vote(matches, written, context.lengths, self.num_drafts)
@@ -101,7 +103,7 @@ def _ending(
     """The last `count` known tokens, the latest first; NEVER before the first one."""
     place = lengths[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)[None, :]
     ending = jnp.take_along_axis(token_ids, jnp.maximum(place, 0), axis=1)
-    return jnp.where(place >= 0, ending, NEVER)
+    return jnp.where(place >= 0, ending, _NEVER)
 
 
 def longest_matches(
@@ -124,7 +126,7 @@ def longest_matches(
     alive = (index > 0) & (index < lengths[:, None])
     match = jnp.zeros_like(token_ids)
     for back in range(query.shape[1]):
-        before = jnp.pad(token_ids, ((0, 0), (back + 1, 0)), constant_values=NEVER)[:, :length]
+        before = jnp.pad(token_ids, ((0, 0), (back + 1, 0)), constant_values=_NEVER)[:, :length]
         alive &= before == query[:, back : back + 1]
         match += alive.astype(jnp.int32)
     longest = match.max(axis=1)
@@ -147,7 +149,7 @@ def _vote(
       Token ids, and how many places voted for all of them so far.
     """
     batch, length = token_ids.shape
-    drafts = jnp.full((batch, num_drafts), NEVER, jnp.int32)
+    drafts = jnp.full((batch, num_drafts), _NEVER, jnp.int32)
     alive, counts = matches.exists, []
     for ahead in range(num_drafts):
         place = matches.place + ahead

@@ -18,8 +18,8 @@ from jax_specdec.device.loop.state import MAX_STOP_IDS, Admission, LoopConfig
 from jax_specdec.device.messages.batch_options import (
     BatchOptions,
     Widths,
+    host_sampling,
     options_of_requests,
-    sampling_of,
     widths_of,
 )
 from jax_specdec.device.messages.logit_changes import ChangesSize, SlotChanges, changes_of_requests
@@ -205,7 +205,7 @@ def admission(
         max_tokens=np.array(params.max_tokens, np.int32),
         max_drafts=np.array(most, np.int32),
         stop_ids=stop_ids,
-        sampling=sampling_of([params]),
+        sampling=host_sampling([params]),
         draft_token_ids=drafts,
     )
 

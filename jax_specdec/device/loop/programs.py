@@ -11,18 +11,18 @@ from jax_specdec.device.loop import prompt_chunks
 from jax_specdec.device.loop.prompt_chunks import prefill_chunk
 from jax_specdec.device.loop.state import (
     LoopConfig,
-    admit,
     copy_prefix,
-    release,
     start_again,
+    start_slot,
     state_shardings,
+    stop_slot,
 )
 from jax_specdec.device.loop.step import choose, forward_rows, seen, step
 from jax_specdec.device.messages import step_messages
 from pallas_kernels import use_implementation
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 OF_STEP = "read_k", "report_widths", "samples", "num_drafts"
 # The static arguments of all functions: no argument that is not has such a name.
@@ -69,7 +69,7 @@ class Compiled:
         def read(function: Callable[..., Any], **more: Any) -> Wrapped:
             return jax.jit(function, out_shardings=parallel.everywhere, **more)  # by every process
 
-        self.admit, self.release = on_state(admit), on_state(release)
+        self.admit, self.release = on_state(start_slot), on_state(stop_slot)
         self.start_again, self.copy_prefix = on_state(start_again), on_state(copy_prefix)
         self.prefill_chunk = of_model(prefill_chunk, "chunk", alone=True)
         self.score_chunk = of_model(prompt_chunks.score_chunk, "chunk", "widths")
@@ -82,7 +82,7 @@ class Compiled:
         self.seen = read(functools.partial(seen, config))
         self.cuts = cuts
         self.leading: Any = (
-            read(functools.partial(leading), static_argnums=1) if cuts else all_words
+            read(functools.partial(_leading), static_argnums=1) if cuts else all_words
         )
 
 
@@ -94,7 +94,7 @@ def cuts_messages(config: LoopConfig) -> bool:
     return config.parallel.mesh is not None or jax.default_backend() != "cpu"
 
 
-def leading(words: jax.Array, count: int) -> jax.Array:
+def _leading(words: jax.Array, count: int) -> jax.Array:
     """The first `count` of the words [n]."""
     return words[:count]
 
@@ -105,14 +105,14 @@ def all_words(words: jax.Array, count: int) -> jax.Array:
 
 
 def with_implementation(
-    name: str | None, function: Callable[Arguments, Result]
-) -> Callable[Arguments, Result]:
+    name: str | None, function: Callable[_Arguments, _Result]
+) -> Callable[_Arguments, _Result]:
     """The function, whose calls take this implementation; None: that of where it is called."""
     if name is None:
         return function
 
     @functools.wraps(function)
-    def call(*arguments: Arguments.args, **more: Arguments.kwargs) -> Result:
+    def call(*arguments: _Arguments.args, **more: _Arguments.kwargs) -> _Result:
         with use_implementation(name):
             return function(*arguments, **more)
 

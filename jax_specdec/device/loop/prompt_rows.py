@@ -24,7 +24,7 @@ from jax_specdec.device.messages.row_logprobs import row_logprobs
 from jax_specdec.device.model import llama, own_model
 from pallas_kernels import TopkLogprobs, linear_topk_logprobs
 
-LOGITS_BYTES = 32 << 20  # of the float32 logits of some positions
+PROMPT_LOGITS_BYTES = 32 << 20  # of the float32 logits of some positions
 
 
 def prompt_rows(
@@ -61,7 +61,7 @@ def prompt_rows(
             config, config.model, params, hidden, token_ids, num, extra_token_ids, options, widths
         )
     count = hidden.shape[0]
-    most = max(1, LOGITS_BYTES // (4 * own_model.num_columns(config.model)))
+    most = max(1, PROMPT_LOGITS_BYTES // (4 * own_model.head_columns(config.model)))
     block = -(-count // -(-count // most))
     blocks = -(-count // block)
     spare = blocks * block - count

@@ -21,7 +21,7 @@ from jax_specdec.device.model.sequences import digest_of
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel, split
 from pallas_kernels.sampling import Drafts, Sampling
 
-AnyArray = jax.Array | np.ndarray
+_AnyArray = jax.Array | np.ndarray
 
 MAX_STOP_IDS = 8  # N: stop token ids of a request that the device watches for
 
@@ -82,13 +82,13 @@ class LoopState(NamedTuple):
 class Admission(NamedTuple):
     """One request, as arrays of the host; `requests` holds the meaning of each value."""
 
-    tokens: Int32[AnyArray, " T"]  # the prompt, padded
-    length: Int32[AnyArray, ""]
-    max_tokens: Int32[AnyArray, ""]
-    max_drafts: Int32[AnyArray, ""]
-    stop_ids: Int32[AnyArray, " N"]  # -1 where unused
+    tokens: Int32[_AnyArray, " T"]  # the prompt, padded
+    length: Int32[_AnyArray, ""]
+    max_tokens: Int32[_AnyArray, ""]
+    max_drafts: Int32[_AnyArray, ""]
+    stop_ids: Int32[_AnyArray, " N"]  # -1 where unused
     sampling: Annotated[Sampling, "B = 1"]
-    draft_token_ids: Int32[AnyArray, " D"]  # handed over, for the first step; then -1
+    draft_token_ids: Int32[_AnyArray, " D"]  # handed over, for the first step; then -1
 
 
 def init_state(config: LoopConfig) -> LoopState:
@@ -161,13 +161,13 @@ def state_specs(state: Any, num_shards: int) -> Any:
     return specs
 
 
-def admit(state: LoopState, slot: Int32[Array, ""], request: Admission) -> LoopState:
+def start_slot(state: LoopState, slot: Int32[Array, ""], request: Admission) -> LoopState:
     """Put `request` into `slot`, in place of what was there before.
 
     Its prompt still has to be run.
     """
 
-    def put(slot_array: jax.Array, value: AnyArray) -> jax.Array:
+    def put(slot_array: jax.Array, value: _AnyArray) -> jax.Array:
         return slot_array.at[slot].set(value)
 
     return state._replace(
@@ -194,7 +194,7 @@ def with_report(state: LoopState, report: Any) -> LoopState:
     return state._replace(drafts=state.drafts._replace(report=report))
 
 
-def release(state: LoopState, slot: Int32[Array, ""]) -> LoopState:
+def stop_slot(state: LoopState, slot: Int32[Array, ""]) -> LoopState:
     """Stop the request in `slot`."""
     return state._replace(
         active=state.active.at[slot].set(False),

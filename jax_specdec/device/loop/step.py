@@ -28,7 +28,7 @@ from jax_specdec.device.messages.logit_changes import (
 from jax_specdec.device.messages.row_logprobs import draft_rows
 from jax_specdec.device.messages.step_messages import StepOutput, step_output
 from jax_specdec.device.model.own_model import head as logits
-from jax_specdec.device.model.own_model import run as forward
+from jax_specdec.device.model.own_model import run_model as forward
 from pallas_kernels.sampling import Drafts, Sampling, Verified, verify
 
 

@@ -12,22 +12,22 @@ import numpy as np
 
 from jax_specdec.requests import SamplingParams
 
-ArrayKind = Literal["floats", "integers", "bools"]
-KINDS = {"floats": jnp.floating, "integers": jnp.integer, "bools": np.bool_}
+_ArrayKind = Literal["floats", "integers", "bools"]
+_KINDS = {"floats": jnp.floating, "integers": jnp.integer, "bools": np.bool_}
 
 
-def check_type(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
+def check_option_type(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
     """Refuse what is of another type."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is a {type(value).__name__}: give {what}")
 
 
 def check_array(
-    name: str, value: Any, kind: ArrayKind, shape: tuple[int | str, ...], axes: str
+    name: str, value: Any, kind: _ArrayKind, shape: tuple[int | str, ...], axes: str
 ) -> None:
     """Refuse what is no array of this kind and shape; a letter stands for any size."""
-    check_type(name, value, (np.ndarray, jax.Array), "a NumPy or JAX array")
-    if not jnp.issubdtype(value.dtype, KINDS[kind]):
+    check_option_type(name, value, (np.ndarray, jax.Array), "a NumPy or JAX array")
+    if not jnp.issubdtype(value.dtype, _KINDS[kind]):
         raise TypeError(f"{name} is of {value.dtype}: give an array of {kind}")
     sizes = zip(value.shape, shape, strict=False)
     if value.ndim != len(shape) or any(isinstance(b, int) and a != b for a, b in sizes):
@@ -35,7 +35,9 @@ def check_array(
         raise ValueError(f"{name} {value.shape}: give {axes} = ({expected})")
 
 
-def check_logits(logits: Any, row_ids: Any, slots: tuple[int, ...], name: str = "logits") -> None:
+def check_step_logits(
+    logits: Any, row_ids: Any, slots: tuple[int, ...], name: str = "logits"
+) -> None:
     """Refuse logits that are not those of B slots of S positions, by slot or flat."""
     if row_ids is None:
         check_array(name, logits, "floats", (*slots, "V"), "[B, S, V] as token_ids, or flat rows,")
@@ -46,9 +48,9 @@ def check_logits(logits: Any, row_ids: Any, slots: tuple[int, ...], name: str = 
 
 def check_requests(params: Sequence[SamplingParams]) -> None:
     """Refuse what is no list of parameters."""
-    check_type("params", params, (list, tuple), "a list of `SamplingParams`, one a slot")
+    check_option_type("params", params, (list, tuple), "a list of `SamplingParams`, one a slot")
     for index, request in enumerate(params):
-        check_type(f"params[{index}]", request, SamplingParams, "`SamplingParams`")
+        check_option_type(f"params[{index}]", request, SamplingParams, "`SamplingParams`")
 
 
 def check_size(name: str, value: object, what: str) -> None:

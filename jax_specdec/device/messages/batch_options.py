@@ -17,9 +17,9 @@ from ipc.field_docs import with_field_docs
 from ipc.wire import LogprobsMode
 from jax_specdec.device.messages.arguments import (
     check_array,
+    check_option_type,
     check_requests,
     check_size,
-    check_type,
 )
 from jax_specdec.requests import MAX_BIASED_IDS, MAX_HELD_IDS, SamplingParams
 from jax_specdec.wording import pluralize
@@ -113,11 +113,11 @@ class BatchOptions(NamedTuple):
     sampling: Sampling
 
 
-def check_options(options: BatchOptions, widths: Widths, num_slots: int | None) -> None:
+def check_batch_options(options: BatchOptions, widths: Widths, num_slots: int | None) -> None:
     """Refuse options and widths that are none, or of another number of slots."""
     what = "`options_of_requests(params, widths)`"
-    check_type("options", options, BatchOptions, what)
-    check_type("widths", widths, Widths, "`widths_of(params, vocab_size)`")
+    check_option_type("options", options, BatchOptions, what)
+    check_option_type("widths", widths, Widths, "`widths_of(params, vocab_size)`")
     slots = "B" if num_slots is None else num_slots
     check_array("options.num_columns", options.num_columns, "integers", (slots,), "one a slot [B]")
 
@@ -168,7 +168,7 @@ def options_of_requests(
       ValueError: not as many generations or verdicts as requests.
     """
     check_requests(params)
-    check_type("widths", widths, Widths, "`widths_of(params, vocab_size)`")
+    check_option_type("widths", widths, Widths, "`widths_of(params, vocab_size)`")
     chosen_ids: Any = np.zeros((len(params), widths.chosen), np.int32)
     for b, slot_params in enumerate(params):
         chosen_ids[b, : len(slot_params.extra_token_ids)] = slot_params.extra_token_ids
@@ -182,13 +182,13 @@ def options_of_requests(
         draft_logprobs=_on_host([slot_params.draft_logprobs for slot_params in params], np.bool_),
         kept=_on_host([slot_params.kept_token_ids for slot_params in params], np.bool_),
         values=_on_host([slot_params.row_values for slot_params in params], np.int32),
-        sampling=sampling_of(params),
+        sampling=host_sampling(params),
     )
     on_device: BatchOptions = jax.device_put(options)
     return on_device
 
 
-def sampling_of(params: Sequence[SamplingParams]) -> Annotated[Sampling, "NumPy arrays"]:
+def host_sampling(params: Sequence[SamplingParams]) -> Annotated[Sampling, "NumPy arrays"]:
     """The sampling parameters of B requests, still on the host."""
     return Sampling(
         temperature=_on_host([slot_params.temperature for slot_params in params], np.float32),

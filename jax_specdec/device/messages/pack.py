@@ -278,7 +278,7 @@ def _within(
 
 
 def _payload(
-    layout: wire.Layout,
+    layout: wire.MessageLayout,
     counts: _Counts,
     token_ids: Int32[Array, "B S"],
     rows: SentRows,

@@ -20,11 +20,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ipc.field_docs import with_field_docs
 from ipc.wire import LogprobsMode
-from jax_specdec.device.messages.arguments import check_array, check_logits, check_type
-from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_options
+from jax_specdec.device.messages.arguments import check_array, check_option_type, check_step_logits
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_batch_options
 from jax_specdec.device.messages.logit_changes import RowChanges
 from jax_specdec.device.messages.pack import SentRows, select_rows
-from jax_specdec.device.messages.row_values import names_of, with_processed_values
+from jax_specdec.device.messages.row_values import value_names, with_processed_values
 from jax_specdec.device.model.sharding import ONE_DEVICE, Parallel
 from jax_specdec.requests import DIGEST_BITS
 from pallas_kernels import TopkLogprobs, row_digests, topk_logprobs
@@ -104,9 +104,9 @@ def row_logprobs(
     """
     check_array("token_ids", token_ids, "integers", ("B", "S"), "one a position [B, S]")
     batch, num_positions = token_ids.shape
-    check_logits(logits, row_ids, (batch, num_positions))
-    check_type("rows", rows, SentRows, "`select_rows(num_rows, num_positions)`")
-    check_options(options, widths, batch)
+    check_step_logits(logits, row_ids, (batch, num_positions))
+    check_option_type("rows", rows, SentRows, "`select_rows(num_rows, num_positions)`")
+    check_batch_options(options, widths, batch)
     if widths.k is None:
         raise ValueError(
             "widths.k is None: no request asks for logprobs, so there are none to make"
@@ -118,12 +118,12 @@ def row_logprobs(
     if widths.values & DIGEST_BITS:
         rows_of_model = flat_logits
         if model_logits is not None:
-            check_logits(model_logits, row_ids, (batch, num_positions), "model_logits")
+            check_step_logits(model_logits, row_ids, (batch, num_positions), "model_logits")
             rows_of_model = flattened(model_logits, rows, row_ids)[0]
         digests = row_digests(
             rows_of_model, row_ids=place, num_rows=rows.num, **parallel.vocabulary
         )
-    values: dict[str, Any] = dict.fromkeys(names_of(widths.values), True)
+    values: dict[str, Any] = dict.fromkeys(value_names(widths.values), True)
     read = None if values else read
     chosen_ids = options.chosen_ids[slot] if extra_token_ids is None else extra_token_ids
     flat_changes, of_slots = None, {}
@@ -338,7 +338,7 @@ def draft_rows(
       A function of logits [B, 1, V], or flat [N, V] with `row_ids` [B], and drafts (D = 1) to
       logprobs [B, 1, ...] by slot; None where no slot asks for logprobs.
     """
-    check_options(options, widths, None)
+    check_batch_options(options, widths, None)
     if widths.k is None:
         return None
     # Processed rows are first made as scaled ones are, at their own temperature.

@@ -21,7 +21,7 @@ from pallas_kernels import TopkLogprobs, VocabShard, topk_logprobs
 from pallas_kernels.sampling import Truncation
 
 
-def names_of(values: int) -> tuple[str, ...]:
+def value_names(values: int) -> tuple[str, ...]:
     """The sums of `topk_logprobs` that the bits of `RowValue` name."""
     return tuple(name for name, value in ROW_VALUES.items() if values >> value & 1)
 

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from ipc import wire
 from ipc.field_docs import with_field_docs
 from ipc.wire import Kind, LogprobsMode, SlotState
-from jax_specdec.device.messages.arguments import check_array, check_logits, check_type
-from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_options
+from jax_specdec.device.messages.arguments import check_array, check_option_type, check_step_logits
+from jax_specdec.device.messages.batch_options import BatchOptions, Widths, check_batch_options
 from jax_specdec.device.messages.logit_changes import RowChanges
 from jax_specdec.device.messages.pack import (
     KeptRows,
@@ -106,17 +106,17 @@ def step_output(
       changes: what `verify` was given of masks and biases, which says the same without a copy;
         None: what `verified` has of them.
     """
-    check_type("verified", verified, Verified, "what `verify` returned")
+    check_option_type("verified", verified, Verified, "what `verify` returned")
     check_array("verified.token_ids", verified.token_ids, "integers", ("B", "S"), "[B, S]")
     batch, num_positions = slots = verified.token_ids.shape
-    check_logits(logits, verified.row_ids, slots)
-    check_type("drafts", drafts, Drafts, "the `Drafts` that `verify` had")
+    check_step_logits(logits, verified.row_ids, slots)
+    check_option_type("drafts", drafts, Drafts, "the `Drafts` that `verify` had")
     of_drafts = batch, num_positions - 1
     check_array("drafts.token_ids", drafts.token_ids, "integers", of_drafts, "[B, S - 1]")
     check_array("active", active, "bools", (batch,), "one a slot [B]")
     check_array("running", running, "bools", (), "one bool, [],")
     if changed is not None:
-        check_logits(changed, verified.row_ids, slots, "changed")
+        check_step_logits(changed, verified.row_ids, slots, "changed")
     if changes is None and verified.changes is not None and changed is None:
         changes = RowChanges(*verified.changes)
     num_tokens = jnp.where(active, verified.num_tokens, 0)
@@ -299,8 +299,8 @@ def draft_message(
 
 def check_message(output: StepOutput, options: BatchOptions, stamp: object, widths: Widths) -> None:
     """Refuse what no message can be made of."""
-    check_type("output", output, StepOutput, "what `step_output` returned")
-    check_options(options, widths, output.token_ids.shape[0])
+    check_option_type("output", output, StepOutput, "what `step_output` returned")
+    check_batch_options(options, widths, output.token_ids.shape[0])
     if not isinstance(stamp, Stamp):
         check_array("stamp", stamp, "integers", (2,), "a `Stamp`, or a number's halves [2]")
 

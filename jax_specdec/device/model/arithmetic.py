@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 
 from jax_specdec.device.model.layer_weights import ArrayALayer, OfLayer, WeightOfLayers
 
-LARGEST = float(np.finfo(np.float32).max)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def rms_norm(
@@ -50,7 +50,7 @@ def sum_by_halves(x: Float32[Array, "*rows N"]) -> Float32[Array, "*rows 1"]:
     row is added to the first until one number is left.
     """
     # The minimum changes nothing but an infinity: no compiler contracts a product and a sum there.
-    x = jnp.minimum(x, jnp.float32(LARGEST))
+    x = jnp.minimum(x, jnp.float32(_LARGEST))
     while (width := x.shape[-1]) > 1:
         half = (width + 1) // 2
         second = jnp.pad(x[..., half:], [(0, 0)] * (x.ndim - 1) + [(0, 2 * half - width)])
@@ -64,13 +64,13 @@ def matmul(
     bias: Float[Array, " M"] | None = None,
 ) -> Float[Array, "*rows M"]:
     """x @ w (+ bias), accumulated in float32."""
-    out = product("...n,nm->...m", x, w)
+    out = weight_product("...n,nm->...m", x, w)
     if bias is not None:
         out = out + jnp.broadcast_to(bias.astype(jnp.float32), out.shape)
     return out.astype(x.dtype)
 
 
-def product(spec: str, x: jax.Array, w: jax.Array | WeightOfLayers) -> jax.Array:
+def weight_product(spec: str, x: jax.Array, w: jax.Array | WeightOfLayers) -> jax.Array:
     """einsum(spec, x, w) in float32; the weight may be an `OfLayer`."""
 
     def times(w: jax.Array, x: jax.Array) -> jax.Array:

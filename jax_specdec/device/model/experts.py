@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from jax_specdec.checkpoint.model_config import ModelConfig
-from jax_specdec.device.model.arithmetic import activated, matmul, product
+from jax_specdec.device.model.arithmetic import activated, matmul, weight_product
 from jax_specdec.device.model.params import LayerParams
 
 
@@ -28,11 +28,13 @@ def experts(
     assert layer.router is not None
     shares = routed(x, layer.router, config.experts_per_token, config.renormalize_experts)
     shares = shares[..., None]
-    gate, up = (product("bse,xef->bsxf", x, w).astype(x.dtype) for w in (layer.gate, layer.up))
+    gate, up = (
+        weight_product("bse,xef->bsxf", x, w).astype(x.dtype) for w in (layer.gate, layer.up)
+    )
     gate, up = (y.astype(jnp.float32) for y in (activated(gate, config.activation), up))
     # Not a product with 0: an expert that the row did not choose may overflow.
     mixed = jnp.where(shares == 0, 0, shares * gate * up)
-    return product("bsxf,xfe->bse", mixed.astype(x.dtype), layer.down).astype(x.dtype)
+    return weight_product("bsxf,xfe->bse", mixed.astype(x.dtype), layer.down).astype(x.dtype)
 
 
 def routed(

@@ -60,7 +60,9 @@ def load_weights(
     expected = named_arrays(shapes)
     leaves = _read_leaves(model, expected, tell, parallel, specs)
     for copy, original in model.copies:
-        if not np.array_equal(array_of(model.stored[copy]), array_of(model.stored[original])):
+        if not np.array_equal(
+            tensor_array(model.stored[copy]), tensor_array(model.stored[original])
+        ):
             raise CheckpointError(
                 f"{model.stored[copy].file}: {copy} differs from {original}; this decoder has one "
                 "tensor for both"
@@ -86,7 +88,7 @@ def _read_leaves(
     in_host = shardings is None and jax.default_backend() == "cpu"
     for number, source in enumerate(model.sources):
         tell(number, len(model.sources))
-        tensor = array_of(model.stored[source.name])
+        tensor = tensor_array(model.stored[source.name])
         leaf = expected[source.leaf]
         sharding = None if shardings is None else shardings[source.leaf]
         if source.layer is None:
@@ -143,7 +145,7 @@ def weight_bytes(config: ModelConfig, num_shards: int = 1) -> int:
     return sum(x.size * x.dtype.itemsize // parts[name] for name, x in arrays)
 
 
-def array_of(tensor: StoredTensor) -> np.ndarray:
+def tensor_array(tensor: StoredTensor) -> np.ndarray:
     """The tensor, in memory of its own."""
     if tensor.packed is not None:
         return _in_order(read_tensor(tensor.file, tensor.packed), tensor.permuted)

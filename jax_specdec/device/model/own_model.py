@@ -66,7 +66,7 @@ class OwnModel(Protocol):
 Model = ModelConfig | OwnModel
 
 
-def run(
+def run_model(
     params: Any,
     model: Model,
     tokens: Int32[Array, "B S"],
@@ -98,7 +98,7 @@ def in_tiles(model: ModelConfig, tile: int) -> ModelConfig:
     return replace(model, row_tile=tile, row_step=step)
 
 
-def num_columns(model: Model) -> int:
+def head_columns(model: Model) -> int:
     """The columns of `head`: V, and the padding behind it."""
     return model.num_columns if isinstance(model, ModelConfig) else model.vocab_size
 

@@ -48,13 +48,13 @@ def with_bits_of_their_own(
     length = min(2 * tile, max_length)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab_size, length), jnp.int32)
     whole_tiles_model = replace(small, row_step=None) if isinstance(small, ModelConfig) else small
-    expected = rows_of(params, whole_tiles_model, tokens, length)
+    expected = row_bits_of(params, whole_tiles_model, tokens, length)
 
     def differing(model: Model, sizes: list[tuple[int, int]]) -> list[str]:
         return [
             f"{slots} slots x {size}"
             for slots, size in sizes
-            if (rows_of(params, model, tokens, size, slots) != expected).any()
+            if (row_bits_of(params, model, tokens, size, slots) != expected).any()
         ]
 
     if step is not None:
@@ -86,7 +86,9 @@ def first_layers(params: Any, config: ModelConfig) -> tuple[Any, ModelConfig]:
     return replace(params, layers=jax.tree.map(lambda x: x[index], params.layers)), small
 
 
-def rows_of(params: Any, model: Model, tokens: jax.Array, size: int, slots: int = 1) -> np.ndarray:
+def row_bits_of(
+    params: Any, model: Model, tokens: jax.Array, size: int, slots: int = 1
+) -> np.ndarray:
     """The bits [B, S, E + V] of hidden states and logits, of `size` positions of B slots a step."""
     cache = own_model.empty_cache(model, slots, len(tokens))
     rows = []
@@ -105,7 +107,7 @@ def rows_of(params: Any, model: Model, tokens: jax.Array, size: int, slots: int 
 def run_step(
     params: Any, model: Model, tokens: jax.Array, places: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    hidden, cache = own_model.run(params, model, tokens, places, cache)
+    hidden, cache = own_model.run_model(params, model, tokens, places, cache)
     logits = own_model.head(params, model, hidden)
     bits = [
         jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in (hidden, logits)

@@ -40,23 +40,23 @@ from jax_specdec.device.model.tiles import KEY_TILE, over_rows
 from pallas_kernels import row_digests as row_digests_of
 from pallas_kernels.sampling import check_digests, check_kept, kept_logprobs, rollout_logprobs
 
-AnyArray = jax.Array | np.ndarray
-Kept = tuple[AnyArray, AnyArray, AnyArray]
+_AnyArray = jax.Array | np.ndarray
+Kept = tuple[_AnyArray, _AnyArray, _AnyArray]
 
 Scores = TypeVar("Scores")
 
-LOGITS_BYTES = 32 << 20  # of the float32 logits that are there at once
+_LOGITS_BYTES = 32 << 20  # of the float32 logits that are there at once
 
 
 def sequence_logprobs(
     params: Any,
     model: Model,
-    token_ids: Int32[AnyArray, "B T"],
-    temperatures: Float[AnyArray, "*any"] | float | None = None,
+    token_ids: Int32[_AnyArray, "B T"],
+    temperatures: Float[_AnyArray, "*any"] | float | None = None,
     kept: Kept | None = None,
     *,
-    row_digests: AnyArray | None = None,
-    digest: int | AnyArray | None = None,
+    row_digests: _AnyArray | None = None,
+    digest: int | _AnyArray | None = None,
     on_other_digest: Literal["refuse", "warn"] = "refuse",
 ) -> Float32[Array, "B N"]:
     """The logprob of each token but the first, with the bits that its rollout has.
@@ -136,7 +136,7 @@ def digest_of(model: Model, mesh: Mesh | None = None, implementation: str | None
     return 1 + zlib.crc32(repr(parts).encode()) % 0xFFFF
 
 
-def _others(digest: int | AnyArray, model_digest: int) -> list[int]:
+def _others(digest: int | _AnyArray, model_digest: int) -> list[int]:
     """The digests that are another one.
 
     Raises:
@@ -220,7 +220,7 @@ def score(
     hidden = whole_sequences(params, model, ids[:, :-1])
     tile_rows = own_model.row_tile(model) or 1  # so many rows at once that no tile is padded
     most = max(
-        8, tile_rows, LOGITS_BYTES // (4 * own_model.num_columns(model)) // tile_rows * tile_rows
+        8, tile_rows, _LOGITS_BYTES // (4 * own_model.head_columns(model)) // tile_rows * tile_rows
     )
     scores: Scores = over_rows(
         some, hidden, ids[:, 1:], kept, t, tile=min(most, hidden[..., 0].size)

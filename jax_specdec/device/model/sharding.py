@@ -22,7 +22,7 @@ from pallas_kernels import VocabShard
 
 MODEL_AXIS = "model"
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 # The split axis of each weight that has one, from its end; the others are whole on every device.
 SPLIT_AXES = {
@@ -77,12 +77,12 @@ class Parallel:
 
     def over_vocabulary(
         self,
-        call: Callable[[VocabShard, Any, Any], Result],
+        call: Callable[[VocabShard, Any, Any], _Result],
         columns: Any,
         by_row: Any,
         *,
         split_result: bool = False,
-    ) -> Result:
+    ) -> _Result:
         """Run `call(shard, columns, whole)` on each device with its own columns.
 
         Args:
@@ -96,7 +96,7 @@ class Parallel:
         shard = VocabShard(MODEL_AXIS, self.vocab_size)
         specs = jax.tree.map(lambda x: split(x.shape, -1, self.num_shards), columns)
         everywhere = PartitionSpec()
-        mapped: Callable[[Any, Any], Result] = jax.shard_map(
+        mapped: Callable[[Any, Any], _Result] = jax.shard_map(
             lambda columns, by_row: call(shard, columns, by_row),
             mesh=self.mesh,
             in_specs=(specs, everywhere),

@@ -21,10 +21,10 @@ KEY_TILE = 256  # cache entries that a softmax takes in at a time
 
 
 Tile = int | tuple[int, int] | None
-Result = TypeVar("Result")  # a tree of arrays
+_Result = TypeVar("_Result")  # a tree of arrays
 
 
-def over_rows(function: Callable[..., Result], *rows: Any, tile: Tile, axes: int = 2) -> Result:
+def over_rows(function: Callable[..., _Result], *rows: Any, tile: Tile, axes: int = 2) -> _Result:
     """`function(*rows)` of rows that do not depend on one another, tile by tile.
 
     Args:
@@ -54,7 +54,7 @@ def over_rows(function: Callable[..., Result], *rows: Any, tile: Tile, axes: int
     def joined(x: jax.Array) -> jax.Array:
         return of_tiles(x, 1, math.prod(lead)).reshape(*lead, *x.shape[3:])
 
-    results: Result = jax.tree.map(joined, lax.map(isolated, jax.tree.map(split, rows)))
+    results: _Result = jax.tree.map(joined, lax.map(isolated, jax.tree.map(split, rows)))
     return results
 
 

@@ -11,7 +11,7 @@ from jax_specdec import compiled_programs
 LEAST_SECONDS = 0.01  # a program that compiles faster is not worth a file
 
 
-def begin(setting: str) -> None:
+def keep_programs(setting: str) -> None:
     """Keep compiled programs, and use those that are kept.
 
     Args:

@@ -5,7 +5,7 @@ import jax
 from jax_specdec.child import Child
 from jax_specdec.control import Advance, Phase, Prepare
 from jax_specdec.device.worker import compilation_cache, compilations, plugin_messages
-from jax_specdec.device.worker.process_group import join, leave
+from jax_specdec.device.worker.process_group import join, leave_group
 from jax_specdec.device.worker.worker_process import make_worker, rehearse
 
 
@@ -26,7 +26,7 @@ def main(child: Child) -> int:
     join(
         index, start.config.num_processes, start.member.coordinator, local=index % num_devices_here
     )
-    compilation_cache.begin(start.config.compilation_cache)
+    compilation_cache.keep_programs(start.config.compilation_cache)
     compilations.watch(child.stats)
     child.stats.enter(Phase.LOADING)
     worker = make_worker(start, Silent(), stats=child.stats, publish=False)
@@ -39,7 +39,7 @@ def main(child: Child) -> int:
         if isinstance(command, Advance):
             child.stats.advance()
         if not worker.apply(command):
-            leave()
+            leave_group()
             return 0
         if isinstance(command, Prepare):
             child.stats.answer(command.number, worker.next_weights.refusal)

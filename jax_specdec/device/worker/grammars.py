@@ -18,10 +18,10 @@ from jax_specdec.device.messages.logit_changes import GrammarMasks
 from jax_specdec.requests import Request, RequestError
 from jax_specdec.structured.checks import EXAMPLE
 from jax_specdec.structured.matcher import EVERY, Matcher
-from jax_specdec.structured.vocabulary import WORD, Vocabulary
+from jax_specdec.structured.vocabulary import MASK_WORD, Vocabulary
 
 TOGETHER = 4  # grammars that are compiled at a time
-LESS = 10  # priority of their threads
+_LESS = 10  # priority of their threads
 
 
 class Grammars:
@@ -117,13 +117,13 @@ class Grammars:
 def _give_way() -> None:
     """Let the steps of the device's host come first."""
     if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LESS)
 
 
 def no_masks(config: LoopConfig) -> GrammarMasks:
     """Masks that forbid nothing, on the host."""
     batch, num_positions = config.num_slots, config.num_positions
-    words = -(-config.model.vocab_size // WORD)
+    words = -(-config.model.vocab_size // MASK_WORD)
     allowed: Any = np.full((batch, num_positions, words), EVERY)
     num_legal: Any = np.full(batch, num_positions - 1, np.int32)
     return GrammarMasks(allowed, num_legal)

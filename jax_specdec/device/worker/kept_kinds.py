@@ -104,7 +104,7 @@ class KeptKinds:
         """
         if folder is None or not _can_be_kept(programs):
             return None
-        described = [sources(), *_environment(), repr(programs.config), repr(prefill_chunk)]
+        described = [sources_digest(), *_environment(), repr(programs.config), repr(prefill_chunk)]
         leaves, tree = jax.tree.flatten(arguments)
         described += [str(tree), *(f"{x!r} {getattr(x, 'weak_type', None)}" for x in leaves)]
         return cls(folder, _digest("\n".join(described).encode()))
@@ -217,7 +217,7 @@ def _can_be_kept(programs: Compiled) -> bool:
 
 
 @functools.cache
-def sources() -> str:
+def sources_digest() -> str:
     """A digest of this library's sources."""
     digest = hashlib.sha256()
     for package in PACKAGES:

@@ -37,7 +37,7 @@ Tree = TypeVar("Tree")  # of arrays, or of their shapes and places
 
 Compile = Callable[[str, Traced], None]  # takes a program and its name; compiles it, now or soon
 
-INDEX = np.int32(0)
+_INDEX = np.int32(0)
 STAMP = Stamp(np.zeros(2, np.uint32), *np.zeros(3, np.uint32))
 
 
@@ -203,11 +203,11 @@ def compile_shared(
     params, state = arguments
     request = Request(id="", prompt_token_ids=(0,))
     sizes = programs.config.max_length, programs.config.drafter.num_drafts
-    prefill = programs.prefill_chunk.trace(params, state, INDEX, INDEX, chunk=prefill_chunk)
+    prefill = programs.prefill_chunk.trace(params, state, _INDEX, _INDEX, chunk=prefill_chunk)
     compile("prefill_chunk", prefill)
-    compile("admit", programs.admit.trace(state, INDEX, host_slots.admission(request, *sizes)))
-    compile("release", programs.release.trace(state, INDEX))
-    compile("copy_prefix", programs.copy_prefix.trace(state, INDEX, INDEX))
+    compile("admit", programs.admit.trace(state, _INDEX, host_slots.admission(request, *sizes)))
+    compile("release", programs.release.trace(state, _INDEX))
+    compile("copy_prefix", programs.copy_prefix.trace(state, _INDEX, _INDEX))
     compile("start_again", programs.start_again.trace(state))
 
 
@@ -266,12 +266,12 @@ def compile_prompt(
     options = abstract(host_slots.options_of_slots([Slot()], kind.widths))
     ids = np.zeros((kind.chunk, kind.widths.chosen), np.int32)
     traced = programs.score_chunk.trace(
-        *arguments, INDEX, INDEX, INDEX, ids, options, chunk=kind.chunk, widths=kind.widths
+        *arguments, _INDEX, _INDEX, _INDEX, ids, options, chunk=kind.chunk, widths=kind.widths
     )
     scored = _compiled("score_chunk", traced, arguments, compile)[1]
     message = programs.prompt_message.trace(
         scored,
-        INDEX,
+        _INDEX,
         options,
         np.zeros(num_slots, np.uint32),
         STAMP,

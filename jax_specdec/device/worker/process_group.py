@@ -150,7 +150,7 @@ class Lead:
         if not self._followers:
             return
         if error is None:
-            leave()
+            leave_group()
             for follower in self._followers:
                 follower.wait(FOLLOWER_STOP_SECONDS)
         elif isinstance(error, SystemExit):
@@ -280,7 +280,7 @@ def join(index: int, size: int, coordinator: str, *, local: int) -> None:
     )
 
 
-def leave() -> None:
+def leave_group() -> None:
     """End this process's part in its group; waits until all the others do so too."""
     jax.distributed.shutdown()
 

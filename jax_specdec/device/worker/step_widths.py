@@ -27,7 +27,7 @@ from jax_specdec.device.loop.kinds import StepKind
 
 # By `python -m bench widths`, which simulates texts and a shared machine: each may be halved or
 # doubled for less than 2 % of the tokens in a time of any scene, but for the two that it names.
-LEAST = 3  # changes to and from a width that tell its time
+LEAST_CHANGES = 3  # changes to and from a width that tell its time
 UNSEEN = 256  # steps without one of a width, after which one is made: less than 0.3 % of the time
 RATE = 0.1  # of the latest change in what a width takes; at 0.4 a stall costs up to 4 %
 MOST_ERROR = 0.7  # of the logarithm of a time: a step that was held up tells no more; else 2 %
@@ -120,7 +120,7 @@ class StepWidths:
             self.rungs[kind] = full
             if begins:
                 self.costs[kind] = self.costs[self.told[kind.num_drafts]]
-                self.changes[kind], self.last[kind] = LEAST, self.steps
+                self.changes[kind], self.last[kind] = LEAST_CHANGES, self.steps
 
     def took(self, kind: StepKind, seconds: float | None) -> None:
         """Note how long a step was; None where something else ran too."""
@@ -139,7 +139,7 @@ class StepWidths:
         for timed_kind, sign in ((kind, 1), (other, -1)):
             self.changes[timed_kind] = self.changes.get(timed_kind, 0) + 1
             self.costs[timed_kind] += sign * error / 2 * max(RATE, 1 / self.changes[timed_kind])
-            if self.changes[timed_kind] >= LEAST:
+            if self.changes[timed_kind] >= LEAST_CHANGES:
                 self.told[timed_kind.num_drafts] = timed_kind
 
     def saw(self, generations: Sequence[int], fates: Sequence[int]) -> None:
@@ -162,7 +162,7 @@ class StepWidths:
     def cheapest(self, kinds: Sequence[StepKind], slots: Sequence[Slot]) -> StepKind:
         for kind in kinds:
             since, changes = self.steps - self.last.get(kind, 0), self.changes.get(kind, 0)
-            if since > (0 if changes < LEAST else UNSEEN):
+            if since > (0 if changes < LEAST_CHANGES else UNSEEN):
                 return kind
         texts = [
             self.text_of(index, slot.generation)

@@ -41,7 +41,7 @@ from jax_specdec.device.worker.kept_kinds import AnyKind, Executable
 from jax_specdec.device.worker.next_weights import NextWeights
 from jax_specdec.device.worker.outgoing import Outgoing, check
 from jax_specdec.device.worker.prefix_cache import PrefixCache
-from jax_specdec.device.worker.step_widths import LEAST, StepWidths
+from jax_specdec.device.worker.step_widths import LEAST_CHANGES, StepWidths
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.structured.vocabulary import Vocabulary
 from pallas_kernels import gpu_obstacle
@@ -296,7 +296,7 @@ class Worker:
         self.step_widths.begin(kinds)
         self.kind = rung
         self.options = host_slots.all_options(self.slots, rung.widths, rung.changes)
-        for kind in kinds * -(-(LEAST + 1) // len(kinds)):
+        for kind in kinds * -(-(LEAST_CHANGES + 1) // len(kinds)):
             began = time.perf_counter()
             jax.block_until_ready(self.run_kind(kind))
             self.step_widths.took(kind, time.perf_counter() - began)

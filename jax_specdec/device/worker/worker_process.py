@@ -425,7 +425,7 @@ def main(child: Child) -> int:
         elif devices > 1:
             # Before JAX looks for devices. The number of accelerators is given.
             jax.config.update("jax_num_cpu_devices", devices)
-    compilation_cache.begin(config.compilation_cache)
+    compilation_cache.keep_programs(config.compilation_cache)
     compiled = compilations.watch(stats)
     assert child.ring is not None
 

@@ -38,7 +38,7 @@ def test_the_divergence_is_that_of_whole_logits(divergence):
     student = jax.nn.log_softmax(logits / 2)
     p, q = (teacher, student) if divergence == "forward" else (student, teacher)
     expected = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
-    found = losses.support_divergence(hidden, head, support, 2.0, divergence)
+    found = losses.divergence_from_support(hidden, head, support, 2.0, divergence)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -266,7 +266,7 @@ def test_no_ptxas_and_held_memory(tmp_path, monkeypatch):
     smi.write_text(SMI.format(holders=holders))
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found = toolchain.find([tmp_path])
+    found = toolchain.find_toolchain([tmp_path])
     assert found.driver == "550.54.15"
     missing = [f"there is no {name} in {tmp_path}" for name in ("ptxas", "libdevice")]
     held = "another process holds memory of the GPU: 4242, python, 69000 MiB"
@@ -275,7 +275,7 @@ def test_no_ptxas_and_held_memory(tmp_path, monkeypatch):
     for name in ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("")
-    found = toolchain.find([tmp_path])
+    found = toolchain.find_toolchain([tmp_path])
     assert found.ptxas == str(tmp_path / "bin/ptxas")
     assert begin_with(found, "70000 MiB of the NVIDIA H100's memory are he")
 
@@ -294,7 +294,7 @@ def test_a_driver_that_is_older_than_jax_needs(driver, plugin, old):
 
 def test_a_machine_without_a_gpu(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = toolchain.find()
+    found = toolchain.find_toolchain()
     assert (found.gpus, found.holders) == ((), ())
     assert Path("/usr/local/cuda") == Path(found.searched[-1])
     doctor_command.run(SimpleNamespace(remove=False, clear_cache=False))
@@ -302,7 +302,7 @@ def test_a_machine_without_a_gpu(monkeypatch, tmp_path, capsys):
 
 
 def kept_jobs(path):
-    return [entry["job"] for entry in proved_kernels.read(path)]
+    return [entry["job"] for entry in proved_kernels.read_proofs(path)]
 
 
 @pytest.mark.parametrize(
@@ -318,14 +318,14 @@ def test_kernels_that_pass_are_kept_where_asked(
     report, tmp_path, does, until, wanted, jobs, printed, capsys
 ):
     work(report, does, until)
-    path = tmp_path / "cache" / proved_kernels.NAME
+    path = tmp_path / "cache" / proved_kernels.PROOFS_FILE
     check_device_command.keep(report, wanted, path)
     assert kept_jobs(path) == jobs
     assert printed in capsys.readouterr().out
 
 
 def test_a_failure_takes_an_entry_away_and_others_stay(report, tmp_path):
-    path = tmp_path / proved_kernels.NAME
+    path = tmp_path / proved_kernels.PROOFS_FILE
     other = {"device": "b", "jax": "0.10", "backend": "mosaic_gpu", "job": "rows", "digest": "3"}
     proved_kernels.update(path, [other], {"rows"}, set())
     work(report, "a=pass")
@@ -334,18 +334,18 @@ def test_a_failure_takes_an_entry_away_and_others_stay(report, tmp_path):
     report.pieces["rows: b"]["ok"] = False
     check_device_command.keep(report, False, path)
     assert kept_jobs(path) == ["rows", "draw"]
-    assert proved_kernels.read(path)[0] == other
+    assert proved_kernels.read_proofs(path)[0] == other
     assert (
         proved_kernels.lines(path)[1] == "proved kernels: mosaic_gpu on a chip with jax 0.10: draw"
     )
     for text in ("[1]", "{", "{}", '[{"device": 1}]'):
         path.write_text(text)
-        assert proved_kernels.read(path) == []
+        assert proved_kernels.read_proofs(path) == []
 
 
 def test_doctor_says_which_kernels_changed_since_they_passed(tmp_path, capsys, monkeypatch):
     """What is installed is asked in another process, where there are entries at all."""
-    path = tmp_path / proved_kernels.NAME
+    path = tmp_path / proved_kernels.PROOFS_FILE
     now = proved_kernels.current_digests()
     assert [*now["mosaic_gpu"]] == ["rows", "groups", "draw", "count_larger"]
     proofs = [
@@ -378,7 +378,9 @@ def test_verdicts_are_said_where_nothing_can_be_kept(tmp_path, capsys, monkeypat
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(check_device_command, "read_ground", lambda *_: GROUND)
     monkeypatch.setattr(check_device_command, "run_pieces", run_pieces)
-    monkeypatch.setattr(proved_kernels, "file", lambda: tmp_path / "file" / proved_kernels.NAME)
+    monkeypatch.setattr(
+        proved_kernels, "file", lambda: tmp_path / "file" / proved_kernels.PROOFS_FILE
+    )
     assert main(["check-device", "--keep", "--output", str(tmp_path / "report")]) == 2
     said = capsys.readouterr()
     assert "2 of 2 kernels pass" in said.out

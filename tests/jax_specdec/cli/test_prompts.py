@@ -11,7 +11,7 @@ import pytest
 
 from ipc.wire import LogprobsMode
 from jax_specdec.cli.prompts import Prompt, read_prompts, sampling_params
-from jax_specdec.cli.resumable import JsonlOutput, OutputError, append
+from jax_specdec.cli.resumable import JsonlOutput, OutputError, append_bytes
 from jax_specdec.requests import Request, RequestError, SamplingParams
 from tests.support.http_server import Encoder
 
@@ -179,5 +179,5 @@ def test_a_pipe_is_only_written():
 def test_a_write_that_is_short_goes_on():
     """To a file that takes ten bytes at a time, as one on a disk that fills up."""
     taken = io.BytesIO()
-    append(SimpleNamespace(write=lambda data: taken.write(data[:10])), "a file", b"x" * 25)
+    append_bytes(SimpleNamespace(write=lambda data: taken.write(data[:10])), "a file", b"x" * 25)
     assert taken.getvalue() == b"x" * 25

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jax_specdec.cli.engine_options import numbers
-from jax_specdec.cli.generate_ray import ColumnsOutput, read_columns
+from jax_specdec.cli.generate_ray import ColumnsOutput, read_table
 from jax_specdec.cli.resumable import OutputError
 from jax_specdec.export import arrow
 from jax_specdec.export.step_rows import step_rows
@@ -33,7 +33,7 @@ def write(folder, requests, replica=0):
 
 
 def check(folder, requests):
-    found = arrow.from_sequences(read_columns(folder))
+    found = arrow.from_sequences(read_table(folder))
     rows = {
         name: (found.of_request(at).token_id.tolist(), found.of_request(at).logprob.tolist())
         for at, name in enumerate(found.request_id.tolist())
@@ -60,7 +60,7 @@ def test_the_logprobs_of_prompts_are_columns_too(tmp_path):
     write(tmp_path, [r for r in asked if r.id not in scored])
     write(tmp_path, [r for r in asked if r.id in scored])
     check(tmp_path, asked)
-    for row in read_columns(tmp_path).to_pylist():
+    for row in read_table(tmp_path).to_pylist():
         (request,) = [one for one in asked if one.id == row["request_id"]]
         ids, k = list(request.prompt_token_ids), request.params.prompt_logprobs
         n = 0 if k is None else len(ids) - 1
@@ -100,7 +100,7 @@ def test_two_writers_and_files_of_others_are_refused(tmp_path):
     with pytest.raises(OutputError, match=r"replica-1\.arrows is not of this command"):
         ColumnsOutput(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"has no file replica"):
-        read_columns(tmp_path / "nowhere")
+        read_table(tmp_path / "nowhere")
 
 
 def test_devices_are_read():

@@ -15,7 +15,7 @@ from jax_specdec.engine.work_directory import WorkDirectory
 @pytest.fixture
 def killed(tmp_path):
     """The directory of an engine that was killed."""
-    folder = tmp_path / f"{leftovers.PREFIX}killed"
+    folder = tmp_path / f"{leftovers.DIRECTORY_PREFIX}killed"
     folder.mkdir()
     dead = replace(current_process(), start_time=1)  # this pid, but an earlier process
     (folder / leftovers.OWNER).write_text(to_text(dead))
@@ -34,9 +34,9 @@ def living(tmp_path, monkeypatch):
 
 
 def test_what_a_killed_engine_left_is_found_and_removed(killed, living, tmp_path):
-    for of_somebody_else in ("jax-specdec-something", f"{leftovers.PREFIX}a"):
+    for of_somebody_else in ("jax-specdec-something", f"{leftovers.DIRECTORY_PREFIX}a"):
         (tmp_path / of_somebody_else).mkdir()
-    by_path = {each.path: each for each in leftovers.find(tmp_path)}
+    by_path = {each.path: each for each in leftovers.find_leftovers(tmp_path)}
     assert {path: each.state for path, each in by_path.items()} == {killed: "dead", living: "alive"}
     assert (by_path[killed].outputs, by_path[living].outputs) == (1, 0)
     assert [each.path for each in leftovers.remove(list(by_path.values()))] == [killed]
@@ -86,7 +86,7 @@ def test_the_output_of_lost_workers_stays_with_its_owner_s_name(lost, tmp_path, 
     if lost:
         place.keep(paths[0])
     place.close()
-    found = [(each.state, each.outputs) for each in leftovers.find(tmp_path)]
+    found = [(each.state, each.outputs) for each in leftovers.find_leftovers(tmp_path)]
     assert found == [("alive", 1)] * lost
     if lost:
         assert {path.name for path in paths[0].parent.iterdir()} == {"engine", paths[0].name}

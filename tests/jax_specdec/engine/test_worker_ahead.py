@@ -30,7 +30,7 @@ def nothing_is_left(monkeypatch, tmp_path):
     wait_for(no_ring_is_left)
     assert children_of(os.getpid()) == before
     # The output of a worker that an engine has lost is kept.
-    assert all(directory.losses for directory in leftovers.find(tmp_path))
+    assert all(directory.losses for directory in leftovers.find_leftovers(tmp_path))
 
 
 def settings(**options):

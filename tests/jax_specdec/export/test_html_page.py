@@ -16,7 +16,7 @@ import pytest
 from jax_specdec.export import html_page, response_files
 from jax_specdec.export.openai import chat_completion, completion
 from jax_specdec.export.response_files import ViewError
-from jax_specdec.export.shown import KINDS, NOT_ASKED, PROMPT, UNKNOWN, Strings
+from jax_specdec.export.shown import CODES_OF_KINDS, NO_LOGPROB, PROMPT, UNKNOWN, Strings
 from jax_specdec.records.batch import PromptRows
 from tests.support.hostile_responses import HOSTILE, hostile_response, line
 from tests.support.openai_records import MADE, TABLE, records_of, snowman, two_steps
@@ -47,7 +47,7 @@ def tops(shown, strings):
 
 
 def names(shown):
-    by_number = {number: name for name, number in KINDS.items()} | {PROMPT: "prompt"}
+    by_number = {number: name for name, number in CODES_OF_KINDS.items()} | {PROMPT: "prompt"}
     return [by_number.get(kind) for kind in shown.kinds.tolist()]
 
 
@@ -69,7 +69,7 @@ def test_invalid_rows_minus_infinity_and_no_logprobs():
     np.testing.assert_array_equal(asked.logprobs, np.float32([-0.5, -2.0, np.nan]))
     assert asked.ranks.tolist() == [4, 5, 0]
     assert tops(asked, strings)[1:] == [[(r"bytes:\x98", -0.25), ("b", -2.0)], []]
-    assert (plain.logprobs == NOT_ASKED).all()
+    assert (plain.logprobs == NO_LOGPROB).all()
     assert words(plain, strings) == [" a", "b"]  # from the extension
     assert plain.ids.tolist() == [3, 4]
     assert plain.ranks.tolist() == [UNKNOWN] * 2
@@ -82,7 +82,7 @@ def test_a_response_of_another_server_is_shown():
                for text, reason in (("hello", "stop"), ("bye", None))]  # fmt: skip
     (first, second), strings = shown_in(json.dumps({"id": "x", "choices": choices}))
     assert words(first, strings) == ["hello"]
-    assert (first.logprobs == NOT_ASKED).all()
+    assert (first.logprobs == NO_LOGPROB).all()
     assert (names(first), len(first.steps)) == ([None], 0)
     assert (first.id, second.id) == ("x #0", "x #1")
 
@@ -201,7 +201,7 @@ def test_the_policy_allows_own_script_and_style_alone():
 
 
 def read(text):
-    return response_files.read(text.splitlines(keepends=True), Strings())
+    return response_files.read_responses(text.splitlines(keepends=True), Strings())
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_file_of_rollouts_is_read_without_this_package(reader, tmp_path):
 def test_every_column_says_what_it_is():
     table = rollouts_table(three_requests())
     assert table.column_names == [*SCHEMA]
-    assert table.schema.metadata == {b"jax_specdec.rollouts": rollouts.VERSION.encode()}
+    assert table.schema.metadata == {b"jax_specdec.rollouts": rollouts.SCHEMA_VERSION.encode()}
     for field in table.schema:
         assert field.metadata == {b"doc": SCHEMA[field.name].encode()}
 

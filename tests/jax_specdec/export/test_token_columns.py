@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax_specdec.export import arrow
 from jax_specdec.export.column_builder import ColumnBuilder
 from jax_specdec.export.step_rows import joined_rows, step_rows
-from jax_specdec.export.token_columns import KINDS, NOT_ASKED, Ragged
+from jax_specdec.export.token_columns import NO_RANK, TOKEN_KINDS, Ragged
 from jax_specdec.ray.batch import ColumnBatch
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import ROW_VALUES, Request, SamplingParams
@@ -30,11 +30,11 @@ def test_one_row_a_token():
     assert found.position.tolist() == [2, 3, 2, 3, 2, 3, 4, 4]  # prompts have two tokens
     assert found.step.tolist() == [0] * 6 + [1] * 2
     assert found.token_id.tolist() == [1, 2, 5, 6, 3, 4, 3, 5]
-    assert [KINDS[n] for n in found.kind] == [
+    assert [TOKEN_KINDS[n] for n in found.kind] == [
         "accepted", "recovered", "accepted", "recovered", "accepted", "bonus", "plain", "plain",
     ]  # fmt: skip
     np.testing.assert_array_equal(found.logprob[:6], [-0.5, -0.25, -1, np.nan, np.nan, np.nan])
-    assert found.token_rank.tolist()[2:6] == [2, 0, NOT_ASKED, NOT_ASKED]
+    assert found.token_rank.tolist()[2:6] == [2, 0, NO_RANK, NO_RANK]
     # The rejected draft stands where the recovered token was emitted.
     assert found.draft_token_id.tolist() == [1, 11, -1, -1, -1, -1, -1, -1]
     assert np.isfinite(found.draft_logprob).tolist() == [True, True] + [False] * 6
@@ -89,7 +89,7 @@ def test_lists_and_sets_are_those_that_were_sent(runs):
         of_tokens, of_drafts = chosen_by_hand(asked, steps)
         np.testing.assert_equal(pairs(mine.chosen), of_tokens)
         np.testing.assert_equal(pairs(mine.draft_chosen), of_drafts)
-        known = mine.draft_token_rank != NOT_ASKED
+        known = mine.draft_token_rank != NO_RANK
         bits, width = asked.params.row_values, asked.params.num_columns
         for name, value in ROW_VALUES.items():
             place = (

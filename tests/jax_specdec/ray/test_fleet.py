@@ -25,7 +25,7 @@ def head(timeout):
 
 @pytest.fixture
 def fleet_of(monkeypatch):
-    monkeypatch.setattr(module.placement, "start", lambda address: False)
+    monkeypatch.setattr(module.placement, "join_cluster", lambda address: False)
     monkeypatch.setattr(module, "ReplicaHandle", replica)
     monkeypatch.setattr(module, "HeadWatch", head)
     made = []

@@ -11,7 +11,7 @@ from ipc import RingError, doctor
 from ipc.peers import current_process, process_start_time
 from ipc.segment_names import new_name, to_text
 from jax_specdec.engine import leftovers
-from jax_specdec.ray.remove_leftovers import remove_leftovers
+from jax_specdec.ray.remove_leftovers import remove_host_leftovers
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def ring_of(process, rings):
 
 
 def folder_of(process, folders, name, *files):
-    made = folders / f"{leftovers.PREFIX}{name}"
+    made = folders / f"{leftovers.DIRECTORY_PREFIX}{name}"
     made.mkdir()
     for file in files:
         (made / file).write_text("x")
@@ -51,7 +51,7 @@ def test_only_what_dead_processes_of_this_host_made_is_removed(places):
     used = folder_of(to_text(me), folders, "weights-b", "weights")
     explains = folder_of(to_text(gone), folders, "c", "rank-0.log")
     assert len(list(rings.iterdir())) == 3 * 6 + 1
-    remove_leftovers(**places)
+    remove_host_leftovers(**places)
     left = {path.name.removeprefix("sem.").partition(".bell")[0] for path in rings.iterdir()}
     assert len(list(rings.iterdir())) == 2 * 6 + 1
     assert {living.name, unknown.name, foreign.name} <= left
@@ -65,9 +65,11 @@ def test_a_process_that_is_about_to_end_is_waited_for(places):
         start = process_start_time(child.pid)
         process = replace(current_process(), pid=child.pid, start_time=start)
         ring = ring_of(process, places["rings"])
-        remove_leftovers(**places)
+        remove_host_leftovers(**places)
         assert ring.exists()
-        tidying = threading.Thread(target=remove_leftovers, args=(to_text(process),), kwargs=places)
+        tidying = threading.Thread(
+            target=remove_host_leftovers, args=(to_text(process),), kwargs=places
+        )
         tidying.start()
         child.kill()
         tidying.join(30)
@@ -83,6 +85,6 @@ def test_where_nobody_knows_who_lives_nothing_is_removed(places, monkeypatch, ca
 
     ring = ring_of(replace(current_process(), start_time=1), places["rings"])
     monkeypatch.setattr(doctor, "current_process", unknown)
-    remove_leftovers(**places)
+    remove_host_leftovers(**places)
     assert ring.exists()
     assert "mount the /proc" in caplog.text

@@ -68,7 +68,7 @@ def test_a_lost_replica_is_known_no_more():
 
 
 def test_what_is_remembered_has_a_bound(monkeypatch):
-    monkeypatch.setattr(routes, "MEMORY", 10)
+    monkeypatch.setattr(routes, "ROUTE_MEMORY", 10)
     found = made(100, chunk=1)
     for n in range(50):
         send(found, (n,))

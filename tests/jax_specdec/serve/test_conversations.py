@@ -11,7 +11,7 @@ from jax_specdec.serve import tools
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.errors import ApiError
 from jax_specdec.serve.model import directory_model
-from jax_specdec.serve.parse_request import chat, completion
+from jax_specdec.serve.parse_request import parse_chat, parse_completion
 from tests.support import chat_templates as templates
 from tests.support.tokenizer_kinds import KINDS, write
 
@@ -38,7 +38,9 @@ def model_of(tmp_path_factory):
 
 def text_of(model, messages, **more):
     """The prompt of a body, special tokens by their names."""
-    (request,) = chat({"messages": messages, "max_tokens": 1} | more, model, Bounds()).requests
+    (request,) = parse_chat(
+        {"messages": messages, "max_tokens": 1} | more, model, Bounds()
+    ).requests
     return "".join(map(model.table.text.__getitem__, request.prompt_token_ids))
 
 
@@ -127,7 +129,7 @@ def test_special_tokens_in_messages_are_text_by_default(model_of):
     counts = []
     for options in ({}, {"special_in_messages": True}):
         model = model_of("qwen", templates.CHATML, **options)
-        (request,) = chat({"messages": attack, "max_tokens": 1}, model, Bounds()).requests
+        (request,) = parse_chat({"messages": attack, "max_tokens": 1}, model, Bounds()).requests
         counts.append(sum(model.table.raw[id] is None for id in request.prompt_token_ids))
     assert counts == [3, 5]
 
@@ -166,5 +168,5 @@ def test_prompts_that_the_model_cannot_read_are_refused(tmp_path):
         (lacking, "ox", "the tokenizer cannot read this text: "),
     ):
         with pytest.raises(ApiError, match=said) as raised:
-            completion({"prompt": prompt}, one, Bounds())
+            parse_completion({"prompt": prompt}, one, Bounds())
         assert (raised.value.status, raised.value.param) == (400, "prompt")

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jax_specdec.text.time_limit import OutOfTime, within
+from jax_specdec.text.time_limit import OutOfTime, run_within
 
 
 def endless():
@@ -18,7 +18,7 @@ def test_endless_work_ends_in_its_thread_alone():
 
     def run():
         try:
-            within(0.05, endless)
+            run_within(0.05, endless)
         except OutOfTime as error:
             ended.append(str(error))
 
@@ -36,7 +36,7 @@ def test_work_that_ends_at_the_limit_has_a_result_or_an_error():
     for _ in range(200):
         until = time.monotonic() + 0.001
         try:
-            results += within(0.001, lambda until=until: wait(until))
+            results += run_within(0.001, lambda until=until: wait(until))
         except OutOfTime:
             continue
         sum(range(100))
@@ -51,5 +51,5 @@ def wait(until):
 
 def test_errors_of_the_work_are_its_own():
     with pytest.raises(ZeroDivisionError):
-        within(60, lambda: 1 // 0)
-    assert within(60, lambda: "done") == "done"
+        run_within(60, lambda: 1 // 0)
+    assert run_within(60, lambda: "done") == "done"

@@ -33,8 +33,8 @@ MODELS = (
     {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "torch_dtype": "float16"},
 )
 USE = """
-from jax_specdec.text.transformers_library import library
-library()
+from jax_specdec.text.transformers_library import import_transformers
+import_transformers()
 from transformers import modeling_rope_utils
 try:
     modeling_rope_utils.torch.Tensor

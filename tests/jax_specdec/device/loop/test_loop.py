@@ -15,7 +15,7 @@ from jax_specdec.device.drafting.drafters import NoDrafter, no_drafts
 from jax_specdec.device.loop import programs, prompt_chunks
 from jax_specdec.device.loop import step as step_module
 from jax_specdec.device.loop.host_slots import admission
-from jax_specdec.device.loop.state import LoopConfig, admit, init_state, release
+from jax_specdec.device.loop.state import LoopConfig, init_state, start_slot, stop_slot
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
 from jax_specdec.device.worker import worker as worker_module
@@ -127,7 +127,7 @@ def test_an_empty_slot_costs_a_greedy_batch_nothing(monkeypatch):
     sampled = request("s", [1], max_tokens=9, temperature=0.7, top_p=0.9)
     state = init_state(config)
     for slot, item in enumerate([request("g", [1], max_tokens=9), sampled]):
-        state = admit(state, jnp.int32(slot), admission(item, 16, 1))
+        state = start_slot(state, jnp.int32(slot), admission(item, 16, 1))
     decoding = state._replace(active=jnp.ones(2, bool))
 
     @jax.jit
@@ -139,7 +139,7 @@ def test_an_empty_slot_costs_a_greedy_batch_nothing(monkeypatch):
     for given, expected in [
         (decoding, 0.7),
         (decoding._replace(active=jnp.array([True, False])), 0.0),
-        (release(decoding, jnp.int32(1)), 0.0),
+        (stop_slot(decoding, jnp.int32(1)), 0.0),
     ]:
         for temperature in seen(given):
             np.testing.assert_allclose(temperature, [0.0, expected])

@@ -75,7 +75,7 @@ def items_of(chunk):
 @functools.cache
 def by_chunk(chunk):
     """Where logits are needed, those of three positions at a time."""
-    with mock.patch.object(prompt_rows, "LOGITS_BYTES", 4 * VOCAB * 3):
+    with mock.patch.object(prompt_rows, "PROMPT_LOGITS_BYTES", 4 * VOCAB * 3):
         return messages_of(items_of(chunk), chunk, random_model(**RUNS[chunk][1]))
 
 

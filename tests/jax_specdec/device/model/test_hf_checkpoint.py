@@ -120,7 +120,7 @@ def test_too_little_memory_is_said_before_anything_is_read(directory, monkeypatc
     model = open_model(directory)
     needed = needed_bytes(model, 4, 64)
     monkeypatch.setattr("jax_specdec.device.model.memory.available_bytes", lambda _: needed - 1)
-    monkeypatch.setattr("jax_specdec.device.model.hf_weights.array_of", None)
+    monkeypatch.setattr("jax_specdec.device.model.hf_weights.tensor_array", None)
     with pytest.raises(InsufficientMemory, match=r"needs 0.00 GiB in float32.*dtype bfloat16"):
         load_weights(model, num_slots=4, max_length=64)
     monkeypatch.undo()

@@ -9,7 +9,7 @@ import pytest
 
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.model import llama
-from jax_specdec.device.model.arithmetic import product
+from jax_specdec.device.model.arithmetic import weight_product
 from jax_specdec.device.model.layer_arrays import MATRICES, with_array_a_layer
 from jax_specdec.device.model.layer_weights import ArrayALayer, OfLayer
 from jax_specdec.device.model.own_model import in_tiles
@@ -119,7 +119,7 @@ def test_a_product_takes_the_weight_of_its_layer():
 
     @jax.jit
     def call(layer):
-        return product("rn,nm->rm", x, OfLayer(weights, layer))
+        return weight_product("rn,nm->rm", x, OfLayer(weights, layer))
 
     for layer in range(3):
         np.testing.assert_array_equal(call(jnp.int32(layer)), np.full((4, 3), 2 * (layer + 1)))

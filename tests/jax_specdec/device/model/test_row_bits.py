@@ -56,12 +56,12 @@ def differing_sizes(hidden, heads, dtype, slots):
     params, config = decoder(hidden, heads, dtype)
     looked = row_bits.with_bits_of_their_own(params, config, slots, 4, LENGTH)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, 64), jnp.int32)
-    expected = row_bits.rows_of(params, dataclasses.replace(looked, row_step=None), tokens, 64)
+    expected = row_bits.row_bits_of(params, dataclasses.replace(looked, row_step=None), tokens, 64)
     sizes = (1, 5), (1, 13), (1, 40), (slots, 1), (slots, 3)
     return [
         (count, size)
         for count, size in sizes
-        if (row_bits.rows_of(params, looked, tokens, size, count) != expected).any()
+        if (row_bits.row_bits_of(params, looked, tokens, size, count) != expected).any()
     ]
 
 
@@ -94,14 +94,16 @@ def leaky(differs):
 
 def test_other_bits_of_small_tiles_make_them_whole(monkeypatch):
     params, config = decoder(16, 2)
-    monkeypatch.setattr(row_bits, "rows_of", leaky(lambda model, size: model.row_step and size < 9))
+    monkeypatch.setattr(
+        row_bits, "row_bits_of", leaky(lambda model, size: model.row_step and size < 9)
+    )
     looked = row_bits.with_bits_of_their_own(params, config, 4, 3, LENGTH)
     assert looked == dataclasses.replace(config, row_step=None)
 
 
 def test_other_bits_of_whole_tiles_are_refused_by_name(monkeypatch):
     params, config = decoder(16, 2)
-    monkeypatch.setattr(row_bits, "rows_of", leaky(lambda model, size: size == 3))
+    monkeypatch.setattr(row_bits, "row_bits_of", leaky(lambda model, size: size == 3))
     with pytest.raises(ValueError, match="other bits in steps of 4 slots x 3 than in one of 64"):
         row_bits.with_bits_of_their_own(params, config, 4, 3, LENGTH)
 

@@ -131,7 +131,7 @@ def test_other_programs_have_other_files(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kept_kinds.os, "sched_getaffinity", lambda process: range(99))
         paths.append(path())
-    monkeypatch.setattr(kept_kinds, "sources", lambda: "of another release")
+    monkeypatch.setattr(kept_kinds, "sources_digest", lambda: "of another release")
     paths.append(path())
     assert len({*paths}) == len(paths)
     monkeypatch.undo()
@@ -146,10 +146,10 @@ def test_the_digest_of_sources_is_of_every_file(tmp_path, monkeypatch):
         file.write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(kept_kinds, "PACKAGES", ("a_package",))
-    digests = {kept_kinds.sources.__wrapped__()}
+    digests = {kept_kinds.sources_digest.__wrapped__()}
     for file in files:
         file.write_text("x = 2\n")
-        digests.add(kept_kinds.sources.__wrapped__())
+        digests.add(kept_kinds.sources_digest.__wrapped__())
     assert len(digests) == 3
 
 

@@ -8,7 +8,7 @@ import pytest
 from ipc.wire import Kind, SlotState
 from jax_specdec.control import Admit, Advance, Evict, Release
 from jax_specdec.device.loop.host_slots import admission
-from jax_specdec.device.loop.state import admit
+from jax_specdec.device.loop.state import start_slot
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.decode import decode
 from tests.support.decoding import VOCAB, Local, request, tokens_of
@@ -89,7 +89,7 @@ def test_handed_over_drafts_are_certain_whatever_the_sampling(temperature):
     local = Local("mtp")
     item = request("r", [1, 2], max_tokens=9, temperature=temperature, top_p=0.5, min_p=0.1)
     given = admission(item, 96, 3, (9, 4))
-    state = admit(local.worker.state, jnp.int32(0), given)
+    state = start_slot(local.worker.state, jnp.int32(0), given)
     state = local.shared.prefill_chunk(
         local.worker.params, state, jnp.int32(0), jnp.int32(0), chunk=8
     )
