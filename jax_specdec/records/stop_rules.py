@@ -38,7 +38,7 @@ def without_slot(keys: NDArray[np.int64], slot: int) -> NDArray[np.int64]:
     return other_keys
 
 
-def stop_ids(keys: NDArray[np.int64]) -> frozenset[int]:
+def ids_of_rules(keys: NDArray[np.int64]) -> frozenset[int]:
     """The ids in a table, whoever's rules they are in."""
     return frozenset((keys[:-1] & 0xFFFFFFFF).astype(np.uint32).view(np.int32).tolist())
 

@@ -54,7 +54,7 @@ def _outlook(state: ProcessorState) -> Outlook:
         or admitted.any_prompt_due
     ):
         return Outlook(admitted, phase)
-    stop_ids = stop_rules.stop_ids(admitted.stop_keys)
+    stop_ids = stop_rules.ids_of_rules(admitted.stop_keys)
     return Outlook(admitted, phase, True, admitted.generation.tobytes(), columns, mode, stop_ids)
 
 

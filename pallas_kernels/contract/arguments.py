@@ -44,7 +44,7 @@ def known_values(values: AnyArray) -> np.ndarray | None:
     return np.asarray(values)
 
 
-def check_floats(name: str, values: AnyArray) -> jax.Array:
+def float_array(name: str, values: AnyArray) -> jax.Array:
     """The values as an array, if they are floating-point numbers."""
     check_type(name, values, (np.ndarray, jax.Array), ARRAY)
     if not jnp.issubdtype(values.dtype, jnp.floating):

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32
 
-from pallas_kernels.contract.arguments import check_floats, known_values
+from pallas_kernels.contract.arguments import float_array, known_values
 from pallas_kernels.contract.rows import check_ids, check_options
 from pallas_kernels.contract.types import RowFloats
 from pallas_kernels.linear.call import (
@@ -113,7 +113,7 @@ def linear_support_kl(
             f"support_ids names {count} ids for each row; it must be 1 to {MAX_KEPT_IDS}: the "
             "rest's bucket stands for the others"
         )
-    logprobs = check_floats("support_logprobs", support_logprobs)
+    logprobs = float_array("support_logprobs", support_logprobs)
     if logprobs.dtype != jnp.float32 or logprobs.shape != support_ids.shape:
         raise ValueError(
             f"support_logprobs is {logprobs.dtype.name} {list(logprobs.shape)}; it must be float32 "

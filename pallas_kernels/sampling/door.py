@@ -12,11 +12,11 @@ from pallas_kernels.contract.arguments import (
     ArrayKind,
     AxisSizes,
     array_of,
-    check_floats,
     check_no_nan,
     check_split,
     check_type,
     fields_of,
+    float_array,
     integers,
     known_values,
     numbers_of,
@@ -74,10 +74,10 @@ def sampling_of(sampling: Sampling, batch: int, rows: str) -> Sampling:
     what = "a `Sampling`, as `Sampling.of(B, temperature=...)` makes it"
     check_type("sampling", sampling, Sampling, what)
     sampling = Sampling(
-        temperature=check_floats("sampling.temperature", sampling.temperature).astype(jnp.float32),
+        temperature=float_array("sampling.temperature", sampling.temperature).astype(jnp.float32),
         top_k=integers("sampling.top_k", sampling.top_k, jnp.int32),
-        top_p=check_floats("sampling.top_p", sampling.top_p).astype(jnp.float32),
-        min_p=check_floats("sampling.min_p", sampling.min_p).astype(jnp.float32),
+        top_p=float_array("sampling.top_p", sampling.top_p).astype(jnp.float32),
+        min_p=float_array("sampling.min_p", sampling.min_p).astype(jnp.float32),
         seed=integers("sampling.seed", sampling.seed, jnp.uint32),
     )
     for field, value in sampling._asdict().items():
@@ -135,7 +135,7 @@ def drafts_of(drafts: Drafts) -> Drafts:
 
 def _compact(q: CompactQ, token_ids: jax.Array) -> CompactQ:
     ids = integers("drafts.q.ids", q.ids, jnp.int32)
-    logprobs = check_floats("drafts.q.logprobs", q.logprobs).astype(jnp.float32)
+    logprobs = float_array("drafts.q.logprobs", q.logprobs).astype(jnp.float32)
     if ids.shape != logprobs.shape or ids.ndim != 3 or ids.shape[:2] != token_ids.shape:
         raise ValueError(
             f"drafts.q has ids {ids.shape} and logprobs {logprobs.shape}, and "
@@ -151,7 +151,7 @@ def _dense(q: DenseQ, token_ids: jax.Array) -> DenseQ:
             f"{', '.join(map(repr, get_args(DenseForm)))}, as `DenseQ.of_probs` and "
             "`DenseQ.of_logits` do"
         )
-    values, batch = check_floats("drafts.q.values", q.values), token_ids.shape[0]
+    values, batch = float_array("drafts.q.values", q.values), token_ids.shape[0]
     if values.dtype.name not in LOGITS_DTYPES:
         raise TypeError(
             f"drafts.q.values is of {values.dtype}: give {', '.join(LOGITS_DTYPES)}, by "

@@ -13,9 +13,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from pallas_kernels.contract.arguments import (
-    check_floats,
     check_int,
     check_type,
+    float_array,
     integers,
     known_values,
 )
@@ -59,7 +59,7 @@ def sets_of(
     sets = PaddedKept(
         integers("kept.token_ids", kept[0], jnp.int32),
         integers("kept.counts", kept[1], jnp.int32),
-        check_floats("kept.log_kept", kept[2]).astype(jnp.float32),
+        float_array("kept.log_kept", kept[2]).astype(jnp.float32),
     )
     partner = "one another" if rows is None else f"token_ids {rows}"
     rows = sets.counts.shape if rows is None else rows

@@ -199,7 +199,7 @@ def _named(shape: Shape) -> str:
     return f"R={shape.rows} V={shape.vocabulary} K={shape.k} {shape.dtype}"
 
 
-def run_pieces(pieces: Iterable[Piece], tell: Callable[[dict[str, Any]], None]) -> None:
+def check_pieces(pieces: Iterable[Piece], tell: Callable[[dict[str, Any]], None]) -> None:
     """Run pieces; `tell` gets a beginning, and an end with seconds, figures, or what was wrong."""
     for piece in pieces:
         tell({"begin": piece.name})
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None, kernels: Kernels | None = None) -> 
     def tell(line: dict[str, Any]) -> None:
         print(json.dumps(line), flush=True)
 
-    run_pieces((by_name[name] for name in options.names), tell)
+    check_pieces((by_name[name] for name in options.names), tell)
     return 0
 
 

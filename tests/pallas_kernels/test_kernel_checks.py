@@ -92,7 +92,7 @@ def told(part, kernels):
     own = SimpleNamespace(**vars(jax) | ({"jit": lambda call: call} if of_rows else {}))
     piece = pieces.Piece(part, lambda: pieces.CHECK_PARTS[part].check(kernels, SHAPE))
     with mock.patch.multiple(checks, jax=own, topk_of_whole_rows=ONCE):
-        pieces.run_pieces([piece], lines.append)
+        pieces.check_pieces([piece], lines.append)
     assert lines[0] == {"begin": part}
     return lines[1]
 
@@ -190,7 +190,7 @@ def test_what_is_no_wrong_answer_ends_the_process():
 
     lines = []
     every = {"a": wrong, "b": lambda: None, "c": broken, "d": lambda: None}
-    pieces.run_pieces([pieces.Piece(*one) for one in every.items()], lines.append)
+    pieces.check_pieces([pieces.Piece(*one) for one in every.items()], lines.append)
     ends = [(line["piece"], line["ok"]) for line in lines if "piece" in line]
     assert ends == [("a", False), ("b", True), ("c", False)]
     assert lines[-1]["error"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -289,7 +289,7 @@ def peer_told():
     piece = pieces.Piece(
         "a peer", lambda: peers.measure_peers(NAME, times.TOPK, PEERS_SHAPE, rehearse=True)
     )
-    pieces.run_pieces([piece], lines.append)
+    pieces.check_pieces([piece], lines.append)
     return lines[-1]
 
 

@@ -31,7 +31,7 @@ def told(name):
     )
     (piece,) = [one for one in every if one.name.startswith(f"{pieces.PEERS}: {name}: ")]
     lines = []
-    pieces.run_pieces([piece], lines.append)
+    pieces.check_pieces([piece], lines.append)
     return lines[-1]
 
 
