@@ -5,7 +5,8 @@ the shortest prefix of the order whose sum reaches a limit, and a prefix is a ke
 and how many of the tokens with that key belong to it: they have one weight, so their number follows
 from the sum above them. The key is searched for by reads of the rows, each of which sums what is
 above nine keys (`search_keys`). The first nine lie around a guess, from one token in sixteen: one
-to three reads are enough nearly always.
+to three reads are enough nearly always. Of bfloat16 there is a read before these: it sums what is
+above one key, and counts the tokens with each of a few keys below it, which costs half as much.
 
 Sums are whole numbers (`exact_sums`): neither guesses nor shards of the vocabulary change a bit of
 a cut. Shards exchange a few numbers a row and read, and nothing of the vocabulary's size.
@@ -30,8 +31,22 @@ from pallas_kernels.lowering.row_pieces import summed
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers.logarithm import logarithm
 from pallas_kernels.numbers.ordered_keys import key_of, ordered_keys
-from pallas_kernels.sampling.cuts.search_keys import Bracket, guess_of, keys_to_try
-from pallas_kernels.sampling.cuts.searched_rows import SearchedRows, nth_equal, sums_above
+from pallas_kernels.sampling.cuts.search_keys import (
+    WINDOW,
+    Bracket,
+    around_window,
+    guess_of,
+    keys_to_try,
+    narrowed,
+    window_of,
+)
+from pallas_kernels.sampling.cuts.searched_rows import (
+    SearchedRows,
+    multiplied,
+    nth_equal,
+    sums_above,
+    sums_below,
+)
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
 from pallas_kernels.sampling.row_read import RowScale
 
@@ -124,22 +139,7 @@ def _shortest(
         keys = keys_to_try(rows, state, guess, limit, by_mass)
         # Values of this read: else XLA would keep all weights, which costs more than to make them.
         pinned = rows._replace(logits=pin_to_iteration(rows.logits, state.reads))
-        sums = sums_above(pinned, keys, by_mass)
-        reached = ~exact_sums.less(sums, tuple(digit[:, None] for digit in least))
-        low = jnp.where(reached, keys, state.low[:, None]).max(1)
-        high = jnp.where(reached, state.high[:, None], keys).min(1)
-
-        def at(key: jax.Array, x: jax.Array, otherwise: jax.Array) -> jax.Array:
-            is_key = keys == key[:, None]
-            return jnp.where(
-                is_key.any(1), jnp.where(is_key, x, jnp.zeros_like(x)).max(1), otherwise
-            )
-
-        def all_at(key: jax.Array, otherwise: Mass) -> Mass:
-            return tuple(at(key, x, y) for x, y in zip(sums, otherwise, strict=True))
-
-        above = all_at(low, state.above_low), all_at(high, state.above_high)
-        return Bracket(state.reads + 1, low, high, *above)
+        return narrowed(state, keys, sums_above(pinned, keys, by_mass), least)
 
     def goes_on(state: Bracket) -> jax.Array:
         return jnp.any((state.width > 1) & filters & ~_are_few(rows, state, by_mass))
@@ -154,6 +154,11 @@ def _shortest(
         exact_sums.at_least(jnp.full(zeros.shape, vocab_size, jnp.float32), vocab_size),
         (zeros.astype(jnp.uint32),) * exact_sums.num_digits(vocab_size),
     )
+    if guess is not None and rows.logits.dtype == jnp.bfloat16:
+        # Its keys are far enough apart for the one that is searched for to be near the guess.
+        top = window_of(start, guess)
+        start = narrowed(start, *sums_below(rows, top, WINDOW, by_mass), least)
+        start, guess = start._replace(reads=jnp.int32(0)), around_window(top)
     # What is known of a row is the same on every shard of the vocabulary.
     inputs = (scale, limit, filters)
     with jax.named_scope("search"):  # reads of the rows: a name to find in a profile
@@ -229,8 +234,7 @@ def _number_of_equal(above: Mass, mass: Mass, least: Mass, vocab_size: int) -> j
 
 def _added(above: Mass, number: jax.Array, mass: Mass, vocab_size: int) -> Mass:
     """`above` and so many times `mass`; the number is at most V."""
-    count = jnp.minimum(number, vocab_size).astype(jnp.uint32)
-    masses = exact_sums.carried(tuple(count * digit for digit in mass), vocab_size)
+    masses = multiplied(mass, number, vocab_size)
     return exact_sums.carried(tuple(map(jnp.add, above, masses)), vocab_size)
 
 

@@ -23,6 +23,7 @@ DOUBT = 0.05  # of what lies below the guess: three standard errors of a few tho
 # without an order let expect, which is MISPLACED / sqrt(n) of what is left.
 FARTHEST, MISPLACED = 6.0, 0.5
 _NARROW = 1 << 19  # float32 keys, of which sums are nearly a straight line
+WINDOW = 12  # keys of bfloat16, one beside the other, that are looked at first
 SAMPLED, RUN = 16, 256  # the first so many tokens of each run are a sample
 SMALLEST_SAMPLED = 4096  # columns
 GUESSED_BITS, GUESSED_PER_TRIP = 20, 4  # of a guess's key
@@ -41,6 +42,33 @@ class Bracket(NamedTuple):
     def width(self) -> UInt32[Array, " B"]:
         low, high = (lax.bitcast_convert_type(x, jnp.uint32) for x in (self.low, self.high))
         return high - low
+
+
+def window_of(state: Bracket, guess: jax.Array) -> jax.Array:
+    """The highest [B] of `WINDOW` keys around a guess [B, 1], between the bracket's two."""
+    return jnp.minimum(jnp.maximum(guess[:, 0] + WINDOW // 2, state.low + WINDOW), state.high)
+
+
+def around_window(top: jax.Array) -> jax.Array:
+    """Another guess [B, 2], for rows whose key is not in the window below `top` [B]."""
+    return top[:, None] + jnp.array([[-2 * WINDOW, WINDOW]], jnp.int32)
+
+
+def narrowed(state: Bracket, keys: jax.Array, sums: Mass, least: Mass) -> Bracket:
+    """The bracket after a read, which found what is above some keys [B, T]."""
+    reached = ~exact_sums.less(sums, tuple(digit[:, None] for digit in least))
+    low = jnp.maximum(jnp.where(reached, keys, state.low[:, None]).max(1), state.low)
+    high = jnp.minimum(jnp.where(reached, state.high[:, None], keys).min(1), state.high)
+
+    def at(key: jax.Array, x: jax.Array, otherwise: jax.Array) -> jax.Array:
+        is_key = keys == key[:, None]
+        return jnp.where(is_key.any(1), jnp.where(is_key, x, jnp.zeros_like(x)).max(1), otherwise)
+
+    def all_at(key: jax.Array, otherwise: Mass) -> Mass:
+        return tuple(at(key, x, y) for x, y in zip(sums, otherwise, strict=True))
+
+    above = all_at(low, state.above_low), all_at(high, state.above_high)
+    return Bracket(state.reads + 1, low, high, *above)
 
 
 def keys_to_try(
@@ -93,7 +121,8 @@ def _around() -> jax.Array:
 def guess_of(rows: SearchedRows, by_mass: jax.Array, limit: jax.Array) -> jax.Array | None:
     """Two keys [B, 2] between which sums nearly always reach the limit; None of few columns.
 
-    From a sample, by what lies below: of the tokens there none weighs much.
+    From a sample, by what lies below: of the tokens there none weighs much. Of bfloat16 it is the
+    key [B, 1] at which they most likely do.
     """
     batch, width = rows.logits.shape
     if width < SMALLEST_SAMPLED:
@@ -109,8 +138,9 @@ def guess_of(rows: SearchedRows, by_mass: jax.Array, limit: jax.Array) -> jax.Ar
     total = exact_sums.to_float(rows.scale.total, rows.vocab_size)
     number = rows.shard.across_sum(counts.sum(1))
     below = jnp.where(by_mass, (total - limit) * share, number - limit * share)
-    doubt = 1 + DOUBT * (2 * jnp.arange(2, dtype=jnp.float32) - 1)
-    below = below[:, None] * doubt[None]
+    # Keys of bfloat16 are farther apart than a guess may be wrong.
+    doubts = (0.0,) if rows.logits.dtype == jnp.bfloat16 else (-DOUBT, DOUBT)
+    below = below[:, None] * (1 + jnp.array(doubts, jnp.float32))[None]
     bits = min(8 * rows.logits.dtype.itemsize, GUESSED_BITS)
     unit = 8 * rows.logits.dtype.itemsize - bits
 
@@ -125,9 +155,8 @@ def guess_of(rows: SearchedRows, by_mass: jax.Array, limit: jax.Array) -> jax.Ar
             jnp.where(keys <= higher[:, i, None], values, jnp.float32(0)).sum(1)
             for i in range(higher.shape[1])
         ]
-        mass = rows.shard.across_sum(jnp.stack(masses, 1)).reshape(batch, 2, -1)
+        mass = rows.shard.across_sum(jnp.stack(masses, 1)).reshape(*below.shape, -1)
         return guesses + ((mass <= below[..., None]).sum(2, dtype=jnp.int32) << place)
 
-    start = jnp.full((batch, 2), -(2 ** (bits + unit - 1)), jnp.int32)
-    start = vary_like(start, below)
+    start = vary_like(jnp.full(below.shape, -(2 ** (bits + unit - 1)), jnp.int32), below)
     return typed.fori_loop(0, bits // per_trip, step, start)

@@ -50,7 +50,7 @@ class SearchedRows(NamedTuple):
         return floats(keys.astype(self.keys.dtype), self.logits.dtype)
 
     def mass_of_key(self, key: jax.Array, by_mass: jax.Array, share: float = 1.0) -> Mass:
-        """What one token with this key [B] adds to a sum: its weight, or 1; or a share of that."""
+        """What a token with this key [B, ...] adds to a sum: its weight, or 1; or a share of it."""
         weight = jnp.where(by_mass, self.weights(self.values(key)), jnp.float32(1))
         digits = exact_sums.digits(weight * jnp.float32(share), self.vocab_size)
         return tuple(lax.bitcast_convert_type(digit, jnp.uint32) for digit in digits)
@@ -69,6 +69,40 @@ def sums_above(rows: SearchedRows, keys: jax.Array, by_mass: jax.Array) -> Mass:
     sums = rows.shard.across_sum(jnp.stack(summed(*terms)))
     sums = sums.reshape(keys.shape[1], len(digits), -1)
     return exact_sums.of_sums(tuple(sums[:, i].T for i in range(len(digits))), vocab_size)
+
+
+def sums_below(
+    rows: SearchedRows, top: jax.Array, number: int, by_mass: jax.Array
+) -> tuple[jax.Array, Mass]:
+    """The keys top, top - 1, ... [B, number], and the sums of the tokens above each of them.
+
+    As `sums_above` of these keys, with less work: tokens with one key have one weight, so behind
+    the first sum they are counted.
+    """
+    row_keys, vocab_size = rows.keys, rows.vocab_size
+    keys = top[:, None] - jnp.arange(number, dtype=jnp.int32)[None]
+    values = jnp.where(by_mass, rows.weights(rows.logits), jnp.float32(1))
+    above = row_keys > top[:, None].astype(row_keys.dtype)
+    digits = exact_sums.digits(values, vocab_size)
+    terms = [jnp.where(above, digit, 0) for digit in digits]
+    terms += [
+        (row_keys == keys[:, i, None].astype(row_keys.dtype)).astype(jnp.int32)
+        for i in range(number - 1)
+    ]
+    sums = rows.shard.across_sum(jnp.stack(summed(*terms)))
+    first = exact_sums.of_sums(tuple(sums[: len(digits)]), vocab_size)
+    masses = multiplied(rows.mass_of_key(keys[:, :-1], by_mass), sums[len(digits) :].T, vocab_size)
+    upto = tuple(
+        jnp.concatenate([x[:, None], x[:, None] + jnp.cumsum(y, axis=1, dtype=y.dtype)], axis=1)
+        for x, y in zip(first, masses, strict=True)
+    )
+    return keys, exact_sums.carried(upto, vocab_size)
+
+
+def multiplied(mass: Mass, number: jax.Array, vocab_size: int) -> Mass:
+    """So many times a mass, of arrays of one shape; the number is at most V."""
+    count = jnp.minimum(number, vocab_size).astype(jnp.uint32)
+    return exact_sums.carried(tuple(count * digit for digit in mass), vocab_size)
 
 
 def nth_equal(rows: SearchedRows, key: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:

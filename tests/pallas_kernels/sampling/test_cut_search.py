@@ -100,13 +100,18 @@ def test_no_shard_changes_a_bit_of_a_searched_cut():
 def reads_of(x, sampling, monkeypatch):
     """How often a search reads its rows, and what is kept."""
     reads = []
-    sums_above = searched_rows.sums_above
+    sums_above, sums_below = searched_rows.sums_above, searched_rows.sums_below
 
     def counted(rows, keys, by_mass):
         jax.debug.callback(lambda _: reads.append(keys.shape[1]), by_mass, ordered=True)
         return sums_above(rows, keys, by_mass)
 
+    def counted_below(rows, top, number, by_mass):
+        jax.debug.callback(lambda _: reads.append(number), by_mass, ordered=True)
+        return sums_below(rows, top, number, by_mass)
+
     monkeypatch.setattr(search, "sums_above", counted)
+    monkeypatch.setattr(search, "sums_below", counted_below)
 
     @quick_compile.jit
     def searched(x):
@@ -133,6 +138,22 @@ def test_a_misled_search_ends_soon(monkeypatch):
     x = rows_of("misled", 8192, jnp.float32)
     sampling = sampling_of([1.0] * 2, top_p=0.95)
     assert 2 <= len(reads_of(x, sampling, monkeypatch)) <= 14
+
+
+@pytest.mark.parametrize("by_mass", [True, False])
+@pytest.mark.parametrize("kind", ["ties", "misled"])
+def test_counted_tokens_weigh_what_they_do_one_by_one(kind, by_mass):
+    """Sums above keys side by side are those of `sums_above`, to the bit."""
+    x = jnp.asarray(rows_of(kind, 8192, jnp.bfloat16))
+    each = of_each_row(sampling_of([1.0, 0.5]), (2,))
+    scale = row_read.read_sampled_rows(GroupedRows.of(x), each).scale
+    rows = searched_rows.SearchedRows(x, scale, WHOLE)
+    top = jnp.sort(rows.keys, axis=1)[:, -100].astype(jnp.int32)
+    keys, sums = searched_rows.sums_below(rows, top, 40, jnp.bool_(by_mass))
+    chex.assert_trees_all_equal(keys[:, 0], top)
+    chex.assert_trees_all_equal(keys[:, 1:], keys[:, :-1] - 1)
+    chex.assert_trees_all_equal(sums, searched_rows.sums_above(rows, keys, jnp.bool_(by_mass)))
+    assert any(len(np.unique(digit[0])) > 1 for digit in sums)  # some of these keys have tokens
 
 
 def test_weights_are_added_up_once_for_all_keys():
