@@ -173,9 +173,7 @@ def compile_served(
         stats.enter(Phase.COMPILING, done, total, name)
 
     arguments = Arguments.of(worker.params, worker.state)
-    kept = KeptKinds.of(
-        compilation_cache.folder(), worker.compiled, arguments, worker.prefill_chunk
-    )
+    kept = _kept_kinds(worker, arguments)
     ahead = compile_ladder(
         worker.compiled, kinds(worker), arguments, worker.prefill_chunk, tell, kept
     )
@@ -193,10 +191,20 @@ def kinds_before_ready(
     """
     if resumes is not None:
         return worker.kinds_for(resumes)
+    return _served_kinds(worker, narrower=not config.starts_soon)
+
+
+def _served_kinds(worker: Worker, *, narrower: bool) -> tuple[StepKind | PromptKind, ...]:
+    """Those of steps, with fewer drafts too if `narrower`, and that of prompts."""
     assert worker.ladder is not None
-    prompt = worker.ladder.prompt
-    kinds = worker.kinds(narrower=not config.starts_soon)
+    kinds, prompt = worker.kinds(narrower=narrower), worker.ladder.prompt
     return kinds if prompt is None else (*kinds, prompt)
+
+
+def _kept_kinds(worker: Worker, arguments: Arguments) -> KeptKinds | None:
+    """What earlier starts have kept of a worker's programs."""
+    folder = compilation_cache.folder()
+    return KeptKinds.of(folder, worker.compiled, arguments, worker.prefill_chunk)
 
 
 def rehearse(worker: Worker, config: WorkerConfig, stats: ProcessStats) -> None:
@@ -221,13 +229,9 @@ def compile_beside(
       before: the kinds that are there.
       seconds: until it begins.
     """
-    assert worker.ladder is not None
-    prompt = worker.ladder.prompt
-    kinds = (*worker.kinds(narrower=False), *(() if prompt is None else (prompt,)), *worker.kinds())
+    kinds = (*_served_kinds(worker, narrower=False), *worker.kinds())
     arguments = Arguments.of(worker.params, worker.state)
-    kept = KeptKinds.of(
-        compilation_cache.folder(), worker.compiled, arguments, worker.prefill_chunk
-    )
+    kept = _kept_kinds(worker, arguments)
     worker.coming = coming = {kind: Future[None]() for kind in kinds if kind not in before}
 
     def compile_all() -> None:
