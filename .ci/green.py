@@ -30,11 +30,18 @@ SUPPORT = ["tests/conftest.py", "tests/support/*"]
 COMPILED = ["pyproject.toml", ".ci/heavy", "pallas_kernels/**/*", "bench/aot*", "bench/gpu/*"]
 PTX = [
     *(f"{KERNELS}/{name}.py" for name in ("cluster_kernel", "compat", "limits", "reading")),
-    f"{KERNELS}/rows_kernel.py", f"{KERNELS}/thread.py", f"{KERNELS}/schedule.py",
+    f"{KERNELS}/thread.py", f"{KERNELS}/schedule.py", f"{KERNELS}/groups_kernel.py",
     f"{CASES}/kernels.py",
     "pallas_kernels/numbers/*", "pallas_kernels/testing/chips.py",
     "pallas_kernels/testing/compile_target.py", "tests/ptx_machine/*.py",
 ]  # fmt: skip
+FINISH = [
+    *(f"{KERNELS}/{name}.py" for name in ("finish_kernel", "row_sum", "selection", "rows")),
+    f"{KERNELS}/selection_threads.py",
+    f"{KERNELS}/chosen_groups.py",
+    "pallas_kernels/backends/exact_sums.py",
+    "pallas_kernels/backends/row_totals.py",
+]
 REHEARSED = [
     "pallas_kernels/**/*", "jax_specdec/cli/check_device*", "jax_specdec/cli/device_*",
     "tests/rehearsal/*",
@@ -66,22 +73,24 @@ LANES = {
     "rehearsal": PRODUCT,
     "rehearsal-tpu": [*REHEARSED, *SUPPORT],
     "rehearsal-ptx": [*REHEARSED, f"!{TPU}", *SUPPORT, f"{CASES}/*", "tests/ptx_machine/**/*"],
-    "ptx-rows": [
-        *PTX, f"{KERNELS}/rows.py", f"{KERNELS}/finish_kernel.py",
-        f"{CASES}/cases.py",
+    "ptx-rows": [*PTX, *FINISH, "pallas_kernels/backends/answers.py", f"{CASES}/cases.py"],
+    "ptx-bits": [
+        *PTX, *FINISH, f"{KERNELS}/groups.py", f"{CASES}/cases.py", f"{CASES}/bits_cases.py",
+        "pallas_kernels/backends/*.py", "pallas_kernels/sampling/row_read.py",
     ],
     "ptx-groups": [
-        *PTX, f"{KERNELS}/groups.py", f"{KERNELS}/groups_kernel.py", f"{KERNELS}/finish_kernel.py",
-        f"{CASES}/sampled_cases.py", "pallas_kernels/backends/groups.py",
+        *PTX, *FINISH, f"{KERNELS}/groups.py", f"{CASES}/sampled_cases.py",
+        "pallas_kernels/backends/groups.py",
         "pallas_kernels/backends/xla/groups.py", "pallas_kernels/backends/xla/group_sums.py",
     ],
     "ptx-draw": [
         *PTX, f"{KERNELS}/draw.py", f"{KERNELS}/count_larger.py", f"{KERNELS}/chosen_groups.py",
-        f"{KERNELS}/groups_kernel.py", f"{CASES}/draw_cases.py",
+        f"{CASES}/draw_cases.py",
     ],
 }  # fmt: skip
 IN_TURN = (
     "aot", "rehearsal", "rehearsal-ptx", "rehearsal-tpu", "ptx-rows", "ptx-groups", "ptx-draw",
+    "ptx-bits",
 )  # fmt: skip
 NEWEST = "-newest"
 LANES |= {f"{lane}{NEWEST}": LANES[lane] for lane in IN_TURN}

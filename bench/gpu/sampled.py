@@ -11,8 +11,12 @@ from jax.stages import Lowered
 
 from bench.gpu import sass, trips
 from pallas_kernels.backends.mosaic_gpu import groups, groups_kernel
-from pallas_kernels.backends.mosaic_gpu.reading import fixed_changes
-from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_fixed_schedule
+from pallas_kernels.backends.mosaic_gpu.reading import flat_changes
+from pallas_kernels.backends.mosaic_gpu.schedule import (
+    GROUP,
+    Schedule,
+    choose_read_schedule,
+)
 from pallas_kernels.contract.changes import Changes, prepared
 from pallas_kernels.testing import compile_target
 from pallas_kernels.testing.shapes import Shape
@@ -30,17 +34,17 @@ SHAPES = (
 
 def schedule_of(shape: Shape) -> Schedule:
     """The cut of the rows."""
-    return choose_fixed_schedule(shape.rows, shape.vocabulary, shape.dtype)
+    return choose_read_schedule(shape.rows, shape.vocabulary, shape.dtype)
 
 
 def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lowered:
     """Both passes at one shape, before they are compiled."""
     schedule, raw = schedule_of(shape), path != PATHS[0]
-    number = -(-shape.vocabulary // schedule.group_width)
+    number = -(-shape.vocabulary // GROUP)
 
     def call(logits: jax.Array, inverse: jax.Array, given: Changes | None) -> Any:
         changes = prepared(given, shape.vocabulary)
-        words = fixed_changes(changes, shape.vocabulary)
+        words = flat_changes(changes, shape.vocabulary)
         every = groups_kernel.read_groups(schedule, logits, inverse, raw, changes=words)
         top = groups.top_of_groups(logits, schedule, every[0], shape.k, changes, words)
         return [groups.of_rows(out, schedule, number) for out in every], top
@@ -61,11 +65,11 @@ def loops_per_logit(kernel: sass.Kernel, schedule: Schedule) -> list[float]:
 
 
 def bytes_besides(path: str, schedule: Schedule) -> int:
-    """What pass 1 reads and writes of a row beside the logits and one set of maxima."""
+    """What pass 1 reads and writes of a row beside the logits, one set of maxima and of sums."""
     number, size = schedule.num_groups, 16 // schedule.vector
     if path in PATHS[:2]:
-        return 4 * number * (1 + PATHS.index(path))
-    of_groups = 12 + size  # three sums, and the maxima of two sets
+        return 4 * number * PATHS.index(path)
+    of_groups = 8 + size  # two more sums, and the maxima of another set
     masks = 1
     if path == PATHS[3]:
         of_groups, masks = of_groups + (4 if size == 2 else 0), 2

@@ -13,8 +13,9 @@ import numpy as np
 
 from bench.gpu.machine_code import Code, Loop
 from bench.gpu.model import Trips
-from pallas_kernels.backends.mosaic_gpu.finish_kernel import AT_ONCE, FREE_BITS, OWN, capacity
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
+from pallas_kernels.backends.mosaic_gpu.selection import FREE_BITS, capacity
+from pallas_kernels.backends.mosaic_gpu.selection_threads import AT_ONCE, OWN
 
 BIASES = 64  # of a row, in the calls that have any
 SPREAD = 4.0  # the logits' standard deviation; no count depends on it, except by rounding
@@ -100,10 +101,19 @@ def of_pass1(schedule: Schedule) -> Trips:
     return trips
 
 
+def of_biased() -> Trips:
+    """A loop adds the biases of a run, of which it has one; the one in it halves a list of ids."""
+
+    def trips(code: Code, loop: Loop) -> float:
+        return 1
+
+    return trips
+
+
 def of_pass2(schedule: Schedule, k: int) -> Trips:
     """The loops of the selection; the scan of invalid rows does not turn."""
-    found = selection(schedule.vocabulary, schedule.dtype, schedule.group_width, k)
-    vectors = min(k, schedule.num_groups) * schedule.group_width // (schedule.vector * WARPGROUP)
+    found = selection(schedule.vocabulary, schedule.dtype, schedule.part_width, k)
+    vectors = min(k, schedule.num_parts) * schedule.part_width // (schedule.vector * WARPGROUP)
     chunks = max(1, -(-vectors // 12))
 
     def trips(code: Code, loop: Loop) -> float:

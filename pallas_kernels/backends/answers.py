@@ -25,8 +25,9 @@ from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
-from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.logarithm import log_of_total
 from pallas_kernels.numbers.ordered_keys import canonical, floats, ordered_keys
+from pallas_kernels.numbers.quotient import quotient
 
 # A backend's read: rows whose temperatures are usable and whose changes are its columns', the
 # logit [R] float32 of each row's token, and what is wanted of them.
@@ -228,19 +229,19 @@ def with_biased(sums: RowSums, rows: Rows, selected: jax.Array, outputs: Outputs
     biased_sums = xla.sums_of_block(xla.GPU, logits, selected, outputs._replace(k=0), t)
     biased_sums = biased_sums._replace(top_ids=sums.top_ids, top_logits=sums.top_logits)
     both = jax.tree.map(lambda a, b: jnp.stack([a, b]), sums, biased_sums)
-    top_ids, top_logits = in_order(sums, ids, logits, outputs.k)
+    top_ids, top_logits = in_order(sums.top_ids, sums.top_logits, ids, logits, outputs.k)
     return joined_sums(both, t)._replace(top_ids=top_ids, top_logits=top_logits)
 
 
 def in_order(
-    sums: RowSums, ids: jax.Array, logits: jax.Array, k: int
+    top_ids: jax.Array, top_logits: jax.Array, ids: jax.Array, logits: jax.Array, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Ids and logits [R, k] of the largest of the top K of sums and of more logits [R, D] float32.
+    """Ids and logits [R, k] of the largest of a top K [R, K] and of more logits [R, D] float32.
 
     Ties are lowest id first, and NaN counts as -inf; k <= K + D.
     """
-    backward = ~ordered_keys(canonical(jnp.concatenate([sums.top_logits, logits], axis=1)))
-    ids = jnp.concatenate([sums.top_ids, ids], axis=1)
+    backward = ~ordered_keys(canonical(jnp.concatenate([top_logits, logits], axis=1)))
+    ids = jnp.concatenate([top_ids, ids], axis=1)
     backward, ids = lax.sort((backward, ids), dimension=1, num_keys=2)
     return ids[:, :k], floats(~backward[:, :k], jnp.float32)
 
@@ -275,8 +276,9 @@ def answers(
         scaled = logits - maximum[:, None]
         if temperatures is not None:
             # Of a quotient by a broadcast, XLA makes a product in some programs and not in others.
-            scaled = scaled / barrier(jnp.broadcast_to(temperatures[:, None], scaled.shape))
-        log_sum = logarithm(sum_exp) if log_sum is None else log_sum
+            by = barrier(jnp.broadcast_to(temperatures[:, None], scaled.shape))
+            scaled = quotient(scaled, by)
+        log_sum = log_of_total(sum_exp) if log_sum is None else log_sum
 
         def or_nan(x: jax.Array) -> jax.Array:
             """x [R, ...] in rows that have an answer."""
@@ -292,13 +294,13 @@ def answers(
         there = valid[:, None] & (top_logits > -jnp.inf)
         entropy = None
         if sums.weighted is not None:  # both terms are 0 or more: no digits are lost
-            entropy = log_sum - sums.weighted / sum_exp
+            entropy = log_sum - quotient(sums.weighted, sum_exp)
             if temperatures is not None:
                 entropy = jnp.where(jnp.isnan(temperatures), temperatures, entropy)
             entropy = or_nan(entropy)
         log_sum_exp = None
         if outputs.log_sum_exp:
-            largest = maximum if temperatures is None else maximum / temperatures
+            largest = maximum if temperatures is None else quotient(maximum, temperatures)
             log_sum_exp = or_nan(largest + log_sum)
         # Without a column no operation: XLA could not run interpreted kernels beside it.
         none = named[:, :0] if outputs.top_logits else None

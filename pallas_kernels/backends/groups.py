@@ -17,11 +17,13 @@ from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import Tree, vary_like
 from pallas_kernels.numbers.ordered_keys import ordered_keys
+from pallas_kernels.numbers.quotient import quotient
 
 Result = TypeVar("Result", bound=Tree)
 WIDTH = 256  # tokens of a group
 FEW = 64  # candidates: most rows that are cut need no more
 MANY = 128
+LARGEST = 3.4028234663852886e38  # float32
 
 
 class GroupSums(NamedTuple):
@@ -38,12 +40,14 @@ def number_of_groups(vocabulary: int) -> int:
 
 
 def inverse_temperature(temperatures: jax.Array) -> jax.Array:
-    """1 / T [R] float32, as the sums use it; T = 0 (greedy) counts as 1.
-
-    At least 1e-30, so that -inf / T is -inf.
-    """
+    """1 / T [R] float32, as the sums use it; T = 0 (greedy) counts as 1."""
     usable = jnp.where(temperatures > 0, temperatures, jnp.float32(1))
-    return jnp.maximum(1 / usable, jnp.float32(1e-30))
+    return bounded(quotient(jnp.ones_like(usable), usable))
+
+
+def bounded(inverse: jax.Array) -> jax.Array:
+    """1 / T so that -inf / T is -inf, and 0 / T is 0."""
+    return jnp.clip(inverse, jnp.float32(1e-30), jnp.float32(LARGEST))
 
 
 class Part(NamedTuple):

@@ -93,6 +93,9 @@ def part_sums(
     groups = xla.groups_of_part(logits.shape[1], following)
 
     def by_kernels(kernels: ModuleType, rows: Rows, *rest: jax.Array) -> PartSums:
+        part_sums: Callable[..., PartSums] | None = getattr(kernels, "part_sums", None)
+        if part_sums is not None:
+            return part_sums(rows, *rest, outputs)
         return as_part(kernels.row_sums(rows, rest[-1], outputs), groups)
 
     def by_xla(

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backends import exact_sums
-from pallas_kernels.backends.groups import GroupSums
+from pallas_kernels.backends.groups import GroupSums, bounded
 from pallas_kernels.backends.xla.selection import top_k_of_parts
 from pallas_kernels.contract.rows import Outputs, RowSums
 from pallas_kernels.lowering.row_pieces import summed
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
 from pallas_kernels.numbers.exponential import exponential
+from pallas_kernels.numbers.quotient import quotient
 
 LEAST = -200.0  # the exponential of this is 0 in float32
 
@@ -67,6 +68,16 @@ def scaled(x: jax.Array, largest: jax.Array, inverse: jax.Array) -> jax.Array:
     return jnp.minimum((x - largest) * inverse, jnp.float32(0))
 
 
+def moved(weighted: jax.Array, apart: jax.Array, sums: jax.Array) -> jax.Array:
+    """Minus the groups' sums of s exp(s), s relative to m; of those relative to their maxima.
+
+    apart: `scaled` of the groups' maxima.
+    """
+    by_sum = jnp.maximum(apart, jnp.float32(LEAST)) * sums
+    # As in `scaled`.
+    return -(weighted + jnp.minimum(by_sum, jnp.float32(0)))
+
+
 def mass(
     groups: GroupSums, largest: jax.Array, inverse: jax.Array, vocab_size: int
 ) -> exact_sums.Mass:
@@ -79,7 +90,7 @@ def inverse_of(temperatures: jax.Array | None, num_targets: int) -> jax.Array:
     """1 / T [R] of usable temperatures, as groups take it; 1 without one, and where it is NaN."""
     if temperatures is None:
         return jnp.ones(num_targets, jnp.float32)
-    inverse = jnp.maximum(1 / temperatures, jnp.float32(1e-30))  # so that -inf / T is -inf
+    inverse = bounded(quotient(jnp.ones_like(temperatures), temperatures))
     return jnp.where(jnp.isnan(temperatures), jnp.float32(1), inverse)
 
 
@@ -113,9 +124,9 @@ def joined(
     digits = [*exact_sums.digits(groups.sums * factors, vocab_size)]
     number = len(digits)
     if groups.weighted is not None:
-        moved = groups.weighted + jnp.maximum(apart, jnp.float32(LEAST)) * groups.sums
+        by_exponent = moved(groups.weighted, apart, groups.sums) * factors
         # 0 or more, and at most V / e; a product of 0 and infinity is of a row without an answer.
-        digits += exact_sums.digits(jnp.maximum(-moved * factors, jnp.float32(0)), vocab_size)
+        digits += exact_sums.digits(jnp.maximum(by_exponent, jnp.float32(0)), vocab_size)
     sums = summed(*digits)
     ids, logits, larger = part.top_ids, part.top_logits, part.num_larger
     if shard.axis_name is not None:

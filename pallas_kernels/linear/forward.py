@@ -32,7 +32,7 @@ from pallas_kernels.lowering.implementation import use_implementation
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers import ordered_keys
-from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.logarithm import log_of_total
 
 
 def target_rows(x: jax.Array, row_ids: jax.Array | None) -> jax.Array:
@@ -83,7 +83,7 @@ def with_scale(call: Call, inputs: LinearInputs) -> tuple[TopkLogprobs, LogprobS
     vocab_size, t = call.shard.size(width), inputs.temperatures
     out = answers(call.outputs, vocab_size, sums, inputs.token_ids, named, active, t)
     valid = active & jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
-    log_sum = logarithm(sums.sum_exp)
+    log_sum = log_of_total(sums.sum_exp)
     return out, LogprobScale(jnp.where(valid, sums.maximum, 0), jnp.where(valid, log_sum, 0))
 
 

@@ -33,7 +33,7 @@ from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.lowering.row_pieces import filled, largest_and_first
 from pallas_kernels.meshes.placement import WHOLE, AxisName, Split, VocabShard
 from pallas_kernels.meshes.split import on_own_part
-from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.logarithm import log_of_total
 from pallas_kernels.sampling import door
 from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows
@@ -117,7 +117,7 @@ def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> 
         largest=largest,
         inverse=inverse,
         total=total,
-        log_total=prevent_recompute(logarithm(exact_sums.to_float(total, vocab_size))),
+        log_total=prevent_recompute(log_of_total(exact_sums.to_float(total, vocab_size))),
         valid=valid,
         first_group=group,
     )
@@ -129,7 +129,7 @@ def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> 
     of_one = lax.cond(
         jnp.all(inverse == 1), lambda: total, lambda: mass(sums, largest, once, vocab_size)
     )
-    log_sum = logarithm(exact_sums.to_float(of_one, vocab_size))
+    log_sum = log_of_total(exact_sums.to_float(of_one, vocab_size))
     return read._replace(log_sum=jnp.where(valid, log_sum, jnp.float32(jnp.nan)))
 
 

@@ -9,7 +9,7 @@ from bench.gpu import estimates, events, machine_code, model
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     CLUSTER,
     PROGRAMS_AT_ONCE,
-    choose_fixed_schedule,
+    choose_read_schedule,
     choose_schedule,
 )
 from pallas_kernels.testing import chips
@@ -122,7 +122,7 @@ def test_chips_differ_by_their_own_figures():
 def test_programs_of_edges_have_places_of_their_own(rows, vocabulary):
     """Else a few programs would run alone after the others: a second round of a few rows."""
     for dtype in ("bfloat16", "float32"):
-        fixed = choose_fixed_schedule(rows, vocabulary, dtype)
+        fixed = choose_read_schedule(rows, vocabulary, dtype)
         assert fixed.edges
         places = rows * fixed.programs
         assert places <= PROGRAMS_AT_ONCE or fixed.programs <= CLUSTER

@@ -9,7 +9,8 @@ from jax.extend.random import threefry_2x32
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.numbers import random_draws
 from pallas_kernels.numbers.exponential import EXP2, exponential
-from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.logarithm import log_of_total, logarithm
+from pallas_kernels.numbers.quotient import quotient
 from pallas_kernels.numbers.random_draws import ACCEPT, GROUP, Source, threefry_word
 from tests.support.quick_compile import as_users
 
@@ -47,10 +48,22 @@ VALUES = np.concatenate(
 ).astype(np.float32)
 
 
-def test_near_float64():
+@pytest.mark.parametrize("function", [logarithm, log_of_total])
+def test_near_float64(function):
     exact = np.log(VALUES.astype(np.float64))
-    error = np.abs(np.asarray(logarithm(VALUES)) - exact)
+    error = np.abs(np.asarray(function(VALUES)) - exact)
     assert (error <= np.spacing(exact.astype(np.float32)).clip(1e-45)).all()
+
+
+def test_quotients_are_rounded_once():
+    """What is exact on a CPU stays, and so do infinities and NaN."""
+    rng = np.random.default_rng(0)
+    a = -rng.exponential(size=100_000).astype(np.float32) * 100
+    b = np.exp(rng.normal(size=a.size)).astype(np.float32)
+    np.testing.assert_array_equal(as_users(quotient)(a, b), a / b)
+    edges = np.float32([0, -np.inf, -1, np.nan, 1, -1]), np.float32([2, 2, np.nan, 1, 3e38, 1e-38])
+    expected = np.float32([0, -np.inf, np.nan, np.nan, 0, -np.inf])
+    np.testing.assert_allclose(as_users(quotient)(*edges), expected, atol=1e-38)
 
 
 def test_an_exponential_is_as_near_as_it_says():
@@ -86,8 +99,9 @@ def test_logarithms_of_weights():
     np.testing.assert_allclose(as_users(random_draws.log_of)(weights), exact, rtol=2e-7)
 
 
-def test_the_bits_do_not_depend_on_the_company():
-    function = as_users(logarithm)
+@pytest.mark.parametrize("of_users", [logarithm, log_of_total])
+def test_the_bits_do_not_depend_on_the_company(of_users):
+    function = as_users(of_users)
     whole = np.asarray(function(VALUES))
     for i, j in ((i, i + n) for n in (1, 3, 6) for i in range(0, 600, n)):
         np.testing.assert_array_equal(function(VALUES[i:j]), whole[i:j])

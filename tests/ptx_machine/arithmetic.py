@@ -1,8 +1,8 @@
 """What PTX instructions without memory compute: raw bits in, raw bits out, one lane a thread.
 
 float32 operations are IEEE in NumPy as on the GPU; `fma` is rounded once, exactly; a NaN that is
-computed has the GPU's bits. Approximate instructions (`ex2.approx`, `div.full`) give the correctly
-rounded value, which `Hardware` may move as far as the PTX ISA allows.
+computed has the GPU's bits. Approximate instructions (`ex2.approx`, `div.full`, `rcp.approx`) give
+the correctly rounded value, which `Hardware` may move as far as the PTX ISA allows.
 """
 
 import operator
@@ -31,7 +31,8 @@ class Hardware:
     """Choices that the PTX ISA leaves open.
 
     errors: of approximate instructions, none or the largest that are documented. A relative error
-    of ex2.approx.f32 is at most 2**-22, of div.full.f32 at most 2 ulp, here 2**-22 too
+    of ex2.approx.f32 is at most 2**-22, of div.full.f32 at most 2 ulp, here 2**-22 too, and of
+    rcp.approx.f32 1 ulp, here as much
     (https://docs.nvidia.com/cuda/parallel-thread-execution).
     """
 
@@ -155,6 +156,11 @@ def exponential(hardware: Hardware, x: np.ndarray, ends: Function = np.asarray) 
 def divide(hardware: Hardware, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     exact = floats(a, "f32").astype(np.float64) / floats(b, "f32").astype(np.float64)
     return bits32(hardware.approximate(exact).astype(np.float32))
+
+
+def reciprocal(hardware: Hardware, x: np.ndarray) -> np.ndarray:
+    one = np.full_like(x, np.float32(1).view(np.uint32))
+    return divide(hardware, one, x)
 
 
 def of_f32(function: Function) -> Function:
@@ -343,6 +349,7 @@ def _table() -> dict[str, Operation]:
     add("ex2.approx.f32", "w", "w", exponential, of_hardware=True)
     add("ex2.approx.ftz.f32", "w", "w", partial(exponential, ends=flushed), of_hardware=True)
     add("div.full.f32", "w", "ww", divide, of_hardware=True)
+    add("rcp.approx.f32", "w", "w", reciprocal, of_hardware=True)
     for kind in ("f32", "bf16", "f16"):
         add(f"max.NaN.{kind}", _letter(kind), _letter(kind) * 2, largest(kind))
         for name in FLOAT_COMPARISONS:

@@ -57,6 +57,9 @@ def test_approximate_instructions():
             np.testing.assert_equal(result, np.float32(exact))
     quotient = operate("div.full.f32", words([1, 1, 0, -3]), words([3, 0, 0, 2]))
     np.testing.assert_array_equal(
+        operate("rcp.approx.f32", words([3, 0, np.inf])), words([1 / 3, np.inf, 0])
+    )
+    np.testing.assert_array_equal(
         quotient.view(np.float32), np.array([1 / 3, np.inf, np.nan, -1.5], np.float32)
     )
     assert quotient[2] == 0x7FFFFFFF

@@ -25,10 +25,10 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "a term dropped": Fault(
-        GPU + "rows_kernel",
-        "total = total * rescale + functools.reduce(jnp.add, terms)",
-        "total = total * rescale + functools.reduce(jnp.add, terms) - terms[0]",
-        frozenset({"rows", "greedy", "changes", "edges"}),
+        GPU + "row_sum",
+        "totals.append((a + b) + (c + d))",
+        "totals.append(a + (c + d))",
+        frozenset({"rows", "greedy", "edges"}),
     ),
     "a rank off by one": Fault(
         GPU + "finish_kernel", "rank = 1 + count", "rank = count", frozenset({"rows", "edges"})

@@ -1,6 +1,6 @@
 """Both passes in one launch: a row's programs are a cluster, and the first of them goes on.
 
-A program leaves its partial results and group maxima, as pass 1 does, and ends. The first of a row
+A program leaves its partial results and its groups, as pass 1 does, and ends. The first of a row
 waits until the others have, and does what pass 2 does, while programs of other rows still read.
 """
 
@@ -13,12 +13,14 @@ from jax.experimental import pallas as pl
 from pallas_kernels.backends.mosaic_gpu import (
     compat,
     finish_kernel,
+    groups_kernel,
     limits,
-    reading,
-    rows_kernel,
+    row_sum,
     thread,
 )
-from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu.chosen_groups import Replaced
+from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
+from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
 from pallas_kernels.backends.mosaic_gpu.schedule import CLUSTER, Schedule
 from pallas_kernels.contract.rows import Outputs
 
@@ -34,25 +36,28 @@ def topk_rows(
     mode: finish_kernel.Mode,
     logits: jax.Array,
     num_targets: int,
-    chosen: jax.Array | None,
-    targets: reading.Targets,
+    inputs: groups_kernel.Inputs,
     allowed: jax.Array | None,
-) -> finish_kernel.RowOutputs[jax.Array]:
-    """The outputs of R target rows; arguments as `read_rows` and `finish_rows` have them."""
-    selected = finish_kernel.num_selected(outputs.k, mode)
-    between = rows_kernel.result_types(schedule, num_targets, logits.dtype, selected > 0, outputs)
+    replaced: Replaced | None = None,
+) -> tuple[GroupOutputs[jax.Array], finish_kernel.RowOutputs[jax.Array]]:
+    """What pass 1 leaves of R target rows, and the outputs.
+
+    Arguments as `read_targets` and `finish_rows` have them.
+    """
+    between = groups_kernel.result_types(schedule, num_targets, logits.dtype, outputs.entropy)
+    types, tree = jax.tree.flatten(between)
     kernel = GPU.kernel(
         functools.partial(
             _topk_rows_kernel,
             schedule=schedule,
             outputs=outputs,
             mode=mode,
-            num_logits_rows=logits.shape[0],
+            shape=logits.shape,
             num_targets=num_targets,
-            num_between=len(between),
+            tree=tree,
         ),
-        out_type=[*between, *finish_kernel.result_types(outputs, mode, num_targets)],
-        scratch_types=finish_kernel.scratch_types(schedule, selected) if selected else (),
+        out_type=[*types, *finish_kernel.result_types(outputs, mode, num_targets)],
+        scratch_types=finish_kernel.all_scratch_types(schedule, outputs, mode),
         grid=(num_targets,),
         grid_names=("row",),
         cluster=(schedule.programs,),
@@ -60,41 +65,48 @@ def topk_rows(
         compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="topk_rows",
     )
-    found = kernel(logits.reshape(-1), chosen, targets, allowed)
-    return finish_kernel.named(found[len(between) :], outputs, mode)
+    found = kernel(logits.reshape(-1), inputs, allowed, replaced)
+    (groups,) = jax.tree.unflatten(tree, found[: len(types)])
+    return groups, finish_kernel.named(found[len(types) :], outputs, mode)
 
 
 def _topk_rows_kernel(
     logits_ref: Any,
-    chosen_ref: Any,
-    targets: reading.Targets,
-    allowed_ref: jax.Ref | None,
-    *others: Any,  # out, as `read_rows` and `finish_rows`; scratch
+    inputs: groups_kernel.Inputs,
+    allowed_ref: Readable | None,
+    replaced: Replaced | None,
+    *others: Any,  # out, as `read_targets` and `finish_rows`; scratch
     schedule: Schedule,
     outputs: Outputs,
     mode: finish_kernel.Mode,
-    num_logits_rows: int,
+    shape: tuple[int, ...],
     num_targets: int,
-    num_between: int,
+    tree: jax.tree_util.PyTreeDef,
 ) -> None:
-    partials_ref, *groups = others[:num_between]
-    groups_ref = groups[0] if groups else None
-    rows_kernel.read_rows_kernel(
-        logits_ref, chosen_ref, targets, allowed_ref, partials_ref, groups_ref, outputs=outputs,
-        schedule=schedule, num_logits_rows=num_logits_rows, num_targets=num_targets,
+    between, after = others[: tree.num_leaves], others[tree.num_leaves :]
+    groups_kernel.read_groups_kernel(
+        logits_ref, inputs, *between, schedule=schedule, shape=shape, num_targets=num_targets,
+        tree=tree, inclusive=outputs.inclusive,
     )  # fmt: skip
     thread.inline(thread.arrive_in_cluster, (), (), ())
 
     # Read again, so that no register holds them while the row is read.
     @pl.when(thread.special("cluster_ctaid.x") == 0)
     def _() -> None:
-        token_ids = chosen_ref if mode == "given" else None
+        (out,) = jax.tree.unflatten(tree, between)
         finish_kernel.finish_rows_kernel(
             finish_kernel.Inputs(
-                logits_ref, token_ids, partials_ref, groups_ref, targets, allowed_ref
+                logits_ref,
+                inputs.chosen if mode == "given" else None,
+                out.partials,
+                row_sum.Sources(out.maxima, out.sums, out.weighted),
+                inputs.targets,
+                allowed_ref,
+                inputs.offset,
+                replaced,
             ),
-            *others[num_between:], outputs=outputs, mode=mode, schedule=schedule,
-            num_logits_rows=num_logits_rows, num_targets=num_targets,
+            *after, outputs=outputs, mode=mode, schedule=schedule, shape=shape,
+            num_targets=num_targets,
             own=lambda: thread.special("clusterid.x"),
             wait=lambda: thread.inline(thread.wait_for_cluster, (), (), ()),
         )  # fmt: skip

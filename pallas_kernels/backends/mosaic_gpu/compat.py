@@ -50,6 +50,11 @@ def store(ref: jax.Ref, value: jax.Array) -> None:
         ref[...] = value
 
 
+def store_some(ref: jax.Ref, start: Index, size: int, value: jax.Array) -> None:
+    """A vector to `size` elements from `start` of a flat reference."""
+    store(ref.at[pl.ds(start, size)], value)
+
+
 def _some(ref: Readable, start: Index, size: int) -> Any:
     """`size` elements from `start` of a flat reference, as one."""
     return ref.at[pl.ds(start, size)]

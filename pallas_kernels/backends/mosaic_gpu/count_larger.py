@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.backends.groups import WIDTH
 from pallas_kernels.backends.mosaic_gpu import chosen_groups, compat
 from pallas_kernels.backends.mosaic_gpu.compat import GPU
-from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, fixed_changes
-from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Index, Schedule, choose_fixed_schedule
+from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, flat_changes
+from pallas_kernels.backends.mosaic_gpu.schedule import Index, Schedule, choose_read_schedule
 from pallas_kernels.backends.mosaic_gpu.thread import load_at_once
 from pallas_kernels.contract.changes import Changes
 
@@ -32,7 +32,7 @@ def count_larger(
       changes: of the rows.
     """
     rows, vocabulary = logits.shape
-    schedule = choose_fixed_schedule(rows, vocabulary, logits.dtype.name)
+    schedule = choose_read_schedule(rows, vocabulary, logits.dtype.name)
     kernel = GPU.kernel(
         functools.partial(_count_larger_kernel, schedule=schedule, number=maxima.shape[1]),
         out_type=[compat.shape((rows,), jnp.int32)],
@@ -42,7 +42,7 @@ def count_larger(
         compiler_params=compat.compiler_params(approx_math=False),
         kernel_name="count_larger",
     )
-    words = fixed_changes(changes, vocabulary)
+    words = flat_changes(changes, vocabulary)
     (counts,) = kernel(logits.reshape(-1), maxima.reshape(-1), token_ids, words)
     return compat.asarray(counts)
 
@@ -70,7 +70,7 @@ def _count_larger_kernel(
         else:
             x, ids, _ = row.group(token // WIDTH)
             least = jnp.max(jnp.where(ids == token, x, -jnp.inf))
-        nothing = compat.cast(jnp.zeros(schedule.piece(RUN), jnp.int32), row.layout)
+        nothing = compat.cast(jnp.zeros(schedule.piece, jnp.int32), row.layout)
         chosen = chosen_groups.Chosen(*scratch)
         work = functools.partial(_counted, row, least)
         counts = chosen_groups.over_groups(row, chosen, maxima > least, work, nothing)

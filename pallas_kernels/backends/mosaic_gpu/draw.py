@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.groups import WIDTH, Drawn, RowsToDraw
+from pallas_kernels.backends.groups import LARGEST, WIDTH, Drawn, RowsToDraw
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     NO_GROUP,
@@ -29,13 +29,14 @@ from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
 )
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_and_sums
-from pallas_kernels.backends.mosaic_gpu.reading import LARGEST, LOG2_E, RowChanges, fixed_changes
+from pallas_kernels.backends.mosaic_gpu.reading import LOG2_E, RowChanges, flat_changes
 from pallas_kernels.backends.mosaic_gpu.schedule import (
+    GROUPS_PER_BLOCK,
     RUN,
     WARPGROUP,
     Index,
     Schedule,
-    choose_fixed_schedule,
+    choose_read_schedule,
 )
 from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, load_at_once, word
 from pallas_kernels.contract.changes import Changes, of_rows
@@ -56,7 +57,7 @@ def draw(
       changes: of the N rows; of those that are drawn from alone, words are made.
     """
     slots, num_rows = len(rows.rows), len(logits)
-    schedule = choose_fixed_schedule(num_rows, logits.shape[1], logits.dtype.name)
+    schedule = choose_read_schedule(num_rows, logits.shape[1], logits.dtype.name)
     number, count = rows.maxima.shape[1], rows.excluded_ids.shape[1]
     kernel = GPU.kernel(
         functools.partial(
@@ -71,7 +72,7 @@ def draw(
     )
     arrays = rows._replace(seed=lax.bitcast_convert_type(rows.seed, jnp.int32))
     flat: RowsToDraw = jax.tree.map(lambda x: x.reshape(-1), arrays)
-    of_slots = fixed_changes(of_rows(changes, rows.rows), logits.shape[1])
+    of_slots = flat_changes(of_rows(changes, rows.rows), logits.shape[1])
     return Drawn(*kernel(logits.reshape(-1), flat, of_slots))
 
 
@@ -118,7 +119,7 @@ class ExcludedTokens(NamedTuple):
         ) -> tuple[Vector, ...]:
             def place_of(token: Word) -> Word:
                 group = word(thread.load(places, thread.larger(token, 0) >> 8))
-                return (group - word(turn) * schedule.groups_per_block) * WIDTH + (token & 255)
+                return (group - word(turn) * GROUPS_PER_BLOCK) * WIDTH + (token & 255)
 
             def mark(at: Word) -> None:
                 thread.add_atomically(bits, at >> 5, word(1) << (at & (BITS - 1)))

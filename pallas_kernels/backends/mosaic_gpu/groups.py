@@ -23,15 +23,15 @@ from pallas_kernels.backends.groups import (
     largest_of,
     number_of_groups,
     read_in_two,
-    top_of,
     whole_groups,
 )
-from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel
+from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel, row_sum
 from pallas_kernels.backends.mosaic_gpu.finish_kernel import Inputs
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
-from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, Targets, fixed_changes
-from pallas_kernels.backends.mosaic_gpu.rows import part_sums, row_sums
-from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_fixed_schedule
+from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, Targets, flat_changes
+from pallas_kernels.backends.mosaic_gpu.rows import groups_of, row_sums
+from pallas_kernels.backends.mosaic_gpu.rows import top_of as columns_of
+from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_read_schedule
 from pallas_kernels.contract.changes import Changes, biased
 from pallas_kernels.contract.changes import of_rows as changes_of_rows
 from pallas_kernels.contract.rows import Outputs, Rows
@@ -53,10 +53,10 @@ def read_part(
     of its own the tail; candidates, which are the columns', then take a read of their own.
     """
     (rows, width), raw = part.logits.shape, k >= 0
-    here = fixed_changes(changes, width)
+    here = flat_changes(changes, width)
     every: tuple[GroupOutputs[jax.Array], ...] = ()
     if part.tail.shape[1] < 2:
-        schedule = schedule or choose_fixed_schedule(rows, width, part.logits.dtype.name)
+        schedule = schedule or choose_read_schedule(rows, width, part.logits.dtype.name)
         every = groups_kernel.read_groups(schedule, part.logits, inverse, raw, changes=here)
         number = whole_groups(part) + part.tail.shape[1]
         found = [of_rows(out, schedule, number) for out in every]
@@ -87,21 +87,17 @@ def of_rows(
     out: GroupOutputs[jax.Array], schedule: Schedule, number: int
 ) -> tuple[GroupSums, jax.Array]:
     """[R, G] of what pass 1 has left, and the sums at temperature 1 [R, G], or [R, 0]."""
-
-    def of_row(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, schedule.padded_groups)[:, :number]
-
-    sums = of_row(out.sums)
-    raw = sums[:, :0] if out.raw_sums is None else of_row(out.raw_sums)
-    maxima = out.maxima if out.exact_maxima is None else out.exact_maxima
-    return GroupSums(of_row(maxima).astype(jnp.float32), sums), raw
+    groups = groups_of(out, schedule, number)
+    if out.raw_sums is None:
+        return groups, groups.sums[:, :0]
+    return groups, out.raw_sums.reshape(-1, schedule.padded_groups)[:, :number]
 
 
 def _groups_of(
     inverse: jax.Array, raw: bool, logits: jax.Array, tokens: int, offset: jax.Array | None
 ) -> tuple[GroupSums, jax.Array]:
     """`of_rows` of so many tokens from column `offset` on."""
-    schedule = choose_fixed_schedule(len(logits), tokens, logits.dtype.name)
+    schedule = choose_read_schedule(len(logits), tokens, logits.dtype.name)
     start = None if offset is None else offset.reshape(1)
     (out,) = groups_kernel.read_groups(schedule, logits, inverse, raw, start)
     return of_rows(out, schedule, number_of_groups(tokens))
@@ -120,14 +116,14 @@ def top_of_groups(
     if words is not None:
         allowed = words.allowed if words.unbiased is None else words.unbiased
     targets = Targets(None, None, None)
-    inputs = Inputs(logits.reshape(-1), None, out.partials, out.maxima, targets, allowed)
-    found = finish_kernel.finish_rows(schedule, Outputs(k), "parts", inputs, rows, rows)
-    sums = part_sums(found, rows, k)
+    sources = row_sum.Sources(out.maxima, out.sums, None)
+    inputs = Inputs(logits.reshape(-1), None, out.partials, sources, targets, allowed)
+    found = finish_kernel.finish_rows(schedule, Outputs(k), "top", inputs, logits.shape, rows)
+    ids, values = columns_of(found, rows, k)
     if changes is not None and changes.bias is not None:
         more = biased(logits, jnp.arange(rows, dtype=jnp.int32), changes)
-        ids, values = in_order(sums, *more, k)
-        sums = sums._replace(top_ids=ids, top_logits=values)
-    return top_of(sums)
+        ids, values = in_order(ids, values, *more, k)
+    return Top(jnp.where(values > -jnp.inf, ids, jnp.int32(-1)), values)
 
 
 def candidates(rows: ListedRows, k: int) -> Top:

@@ -1,4 +1,4 @@
-"""Pass 1 of rows that are sampled: one read yields each group's maximum and sum of exponentials.
+"""Pass 1 on a GPU: one read of each row yields each group's maximum and sum of exponentials.
 
 A group is 256 logits from a multiple of 256 on, in every row, and its sum is relative to its own
 maximum: so no program keeps anything of its groups but what it writes. The order of additions is
@@ -7,52 +7,84 @@ fixed by the places of logits in their group: a thread adds the four runs of 8 l
 group's logits and the temperature alone; not on rows, dtype, vectors, programs, or the row's place.
 
 Where logits are changed, a block is changed after it was loaded; where the logits' own groups are
-wanted too, the same block leaves both.
+wanted too, the same block leaves both. Optional are the number of logits that are larger than a
+given one, and each group's sum for the entropy.
+
+A step's loads all start before the first of them is used: 64 bytes a thread are in flight.
 """
 
 import functools
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.mosaic_gpu import compat, thread
-from pallas_kernels.backends.mosaic_gpu.compat import GPU
+from pallas_kernels.backends.mosaic_gpu import compat, reading, thread
+from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.reading import (
-    LARGEST,
-    LOG2_E,
     RowChanges,
+    Targets,
     changed,
     read_block,
-    read_fixed_edge,
+    read_edge_block,
 )
-from pallas_kernels.backends.mosaic_gpu.rows_kernel import finite_reference, partials_size
-from pallas_kernels.backends.mosaic_gpu.schedule import RUN, Index, Layout, Schedule
-from pallas_kernels.backends.mosaic_gpu.thread import Vector, load_at_once
+from pallas_kernels.backends.mosaic_gpu.schedule import (
+    GROUP,
+    GROUPS_PER_BLOCK,
+    RUN,
+    WARPGROUP,
+    Index,
+    Layout,
+    Schedule,
+)
+from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, load_at_once, word
 
 Output = TypeVar("Output")  # an array; in the kernel its reference
 Scales = tuple[jax.Array, ...]  # of exponents: one of each sum
+LOG_2 = 0.6931471805599453
+# An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
+LEAST = -288.53900817779268
+COUNTERS = 2  # of a thread: an addition waits for every other one before
+NO_TARGETS = Targets(None, None, None)
 
 
 class GroupOutputs(NamedTuple, Generic[Output]):
     """What pass 1 leaves of R rows; of a row's `padded_groups` places `num_groups` are written."""
 
-    partials: Output  # as `rows_kernel.read_rows` has it, for pass 2: see `Carry`; counts are 0
-    maxima: Output  # [R * padded_groups] in the logits' dtype, rounded down to it
+    # [3 * R * programs] f32, [3, R, programs] without its axes: see `Carry`. Counts are 0 where
+    # nothing is counted.
+    partials: Output
+    maxima: Output  # [R * padded_parts] of parts, in the logits' dtype, rounded down to it
     sums: Output  # [R * padded_groups] f32
     raw_sums: Output | None = None  # [R * padded_groups] f32: at temperature 1
     exact_maxima: Output | None = None  # [R * padded_groups] f32, where `maxima` are rounded
+    weighted: Output | None = None  # [R * padded_groups] f32: of s exp(s), for the entropy
+
+
+class Inputs(NamedTuple):
+    """What pass 1 takes beside the logits: arrays outside the kernel, references inside."""
+
+    targets: Targets
+    # [R] f32, `inverse_temperature`; None: of the targets' temperatures.
+    inverse: Readable | None = None
+    # [1] i32, the column of the first group; `offset` + `schedule.vocabulary` columns are there,
+    # and 256 and it have no fewer factors of 2 in common than 256 and the row's width. None: 0.
+    offset: Readable | None = None
+    changes: RowChanges = None  # of the R rows, where they are whole
+    # [R] i32, tokens, clipped to the vocabulary here; or [R] f32, logits. Larger ones are counted.
+    chosen: Readable | None = None
 
 
 class Carry(NamedTuple):
-    """What a program keeps between steps, [groups of a block] float32."""
+    """What a program keeps between steps; [groups of a block] float32."""
 
     maximum: jax.Array
     # Sums of the groups' sums, each as it is: above 0 where a logit is above -inf, NaN where a row
     # has a NaN or +inf. Pass 2 asks for no more.
     evidence: jax.Array
+    counts: jax.Array | None  # [threads], if logits are counted
 
 
 Carries = tuple[Carry, ...]  # of each of the outputs
@@ -69,32 +101,81 @@ def read_groups(
     """The groups of all rows: as they are changed and, with `raw`, as they are.
 
     Args:
-      schedule: a fixed one; its vocabulary is the number of columns that are read.
+      schedule: its vocabulary is the number of columns that are read.
       logits: [R, columns or more].
       inverse: [R] float32, `inverse_temperature`.
       raw: whether the sums at temperature 1 are wanted too, of the logits as they are. They cost a
         second exponential in rows of other temperatures, and a second store in the others.
-      offset: [1] int32, the column of the first group; `offset` + `schedule.vocabulary` columns are
-        there, and 256 and it have no fewer factors of 2 in common than 256 and the row's width.
-        None: 0.
+      offset: as `Inputs` has it.
       changes: of whole rows. None: what is changed is what there is.
     """
-    num_targets, width = logits.shape
-    size = num_targets * schedule.padded_groups
-    sums = compat.shape((size,), jnp.float32)
-    plain = GroupOutputs(
-        compat.shape((partials_size(schedule, num_targets, entropy=False),), jnp.float32),
-        compat.shape((size,), logits.dtype),
-        sums,
-    )
-    wanted = [plain._replace(raw_sums=sums)] if raw else [plain]
+    num_targets = logits.shape[0]
+    (plain,) = result_types(schedule, num_targets, logits.dtype)
+    results = [plain._replace(raw_sums=plain.sums)] if raw else [plain]
     if changes is not None:
         rounds = changes.bias is not None and logits.dtype != jnp.float32
-        wanted = [plain._replace(exact_maxima=sums if rounds else None), *wanted[: int(raw)]]
-    types, tree = jax.tree.flatten(tuple(wanted))
+        first = plain._replace(exact_maxima=plain.sums if rounds else None)
+        results = [first, *results[: int(raw)]]
+    inputs = Inputs(NO_TARGETS, inverse, offset, changes)
+    return _run(schedule, logits, num_targets, inputs, tuple(results), inclusive=False)
+
+
+def read_targets(
+    schedule: Schedule,
+    logits: jax.Array,
+    num_targets: int,
+    inputs: Inputs,
+    *,
+    weighted: bool,
+    inclusive: bool,
+) -> GroupOutputs[jax.Array]:
+    """The groups of R target rows; those of skipped rows are not initialized.
+
+    Args:
+      schedule: its vocabulary is the number of columns that are read.
+      logits: [N, columns or more].
+      num_targets: R.
+      inputs: changes are masks alone.
+      weighted: whether the sums for the entropy are wanted.
+      inclusive: whether logits that are equal to the given one count too.
+    """
+    results = result_types(schedule, num_targets, logits.dtype, weighted)
+    (out,) = _run(schedule, logits, num_targets, inputs, results, inclusive=inclusive)
+    return out
+
+
+def result_types(
+    schedule: Schedule, num_targets: int, dtype: Any, weighted: bool = False
+) -> tuple[GroupOutputs[Any]]:
+    """The types of what one read of rows leaves."""
+    sums = compat.shape((num_targets * schedule.padded_groups,), jnp.float32)
+    out = GroupOutputs(
+        compat.shape((3 * num_targets * schedule.programs,), jnp.float32),
+        compat.shape((num_targets * schedule.padded_parts,), dtype),
+        sums,
+        weighted=sums if weighted else None,
+    )
+    return (out,)
+
+
+def _run(
+    schedule: Schedule,
+    logits: jax.Array,
+    num_targets: int,
+    inputs: Inputs,
+    results: tuple[GroupOutputs[Any], ...],
+    *,
+    inclusive: bool,
+) -> tuple[GroupOutputs[jax.Array], ...]:
+    types, tree = jax.tree.flatten(results)
     kernel = GPU.kernel(
         functools.partial(
-            _read_groups_kernel, schedule=schedule, width=width, num_targets=num_targets, tree=tree
+            read_groups_kernel,
+            schedule=schedule,
+            shape=logits.shape,
+            num_targets=num_targets,
+            tree=tree,
+            inclusive=inclusive,
         ),
         out_type=types,
         grid=(schedule.programs, num_targets),  # the last axis may exceed 65535, no other may
@@ -102,71 +183,95 @@ def read_groups(
         compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="read_groups",
     )
-    found = kernel(logits.reshape(-1), inverse, offset, changes)
-    return jax.tree.unflatten(tree, found)  # type: ignore[no-any-return]
+    return jax.tree.unflatten(tree, kernel(logits.reshape(-1), inputs))  # type: ignore[no-any-return]
 
 
 class RowOfGroups(NamedTuple):
     """What a program knows of the row that it reads, in the kernel."""
 
     schedule: Schedule
-    logits_ref: jax.Ref  # [R * width]
+    logits_ref: jax.Ref  # [N * width]
     first: Index  # where the row's first group begins
-    groups: Index  # where its groups are written
     outputs: tuple[GroupOutputs[jax.Ref], ...]
     scales: Scales  # at the row's temperature and at 1; one where these are the same
     vector: int  # logits that every row's threads can load at once
     changes: RowChanges
     target: Index  # which row
+    selected: jax.Array | None  # the logit by which others are counted; None: nothing is counted
+    inclusive: bool
 
 
-def _read_groups_kernel(
-    logits_ref: jax.Ref,  # [R * width]  in
-    inverse_ref: jax.Ref,  # [R] f32  in
-    offset_ref: jax.Ref | None,  # [1] i32  in, or None
-    changes: RowChanges,  # in
+def read_groups_kernel(
+    logits_ref: jax.Ref,  # [N * width]  in
+    inputs: Inputs,  # in
     *outputs: jax.Ref,  # out, as `tree` of `GroupOutputs`
     schedule: Schedule,
-    width: int,
+    shape: tuple[int, ...],
     num_targets: int,
     tree: jax.tree_util.PyTreeDef,
+    inclusive: bool,
 ) -> None:
     target = lax.axis_index("row")
     program = lax.axis_index("program")
-    inverse = compat.asarray(load_at_once(inverse_ref, target))
-    first = target * width
-    if offset_ref is not None:
-        first = first + offset_ref[0]
-    row = RowOfGroups(
-        schedule,
-        logits_ref,
-        first,
-        target * schedule.padded_groups,
-        jax.tree.unflatten(tree, outputs),
-        (jnp.minimum(inverse * LOG2_E, jnp.float32(LARGEST)),),
-        schedule.common_vector(width),
-        changes,
-        target,
-    )
+    num_rows, width = shape
+    targets = inputs.targets
+    # What needs no other number is loaded first, so that it all comes from memory at once.
+    logits_row, number = targets.row(target)
+    if inputs.inverse is None:
+        temperature = targets.temperature(target)
+    else:
+        inverse = compat.asarray(load_at_once(inputs.inverse, target))
+    chosen = None if inputs.chosen is None else load_at_once(inputs.chosen, target)
+    first = logits_row * width
+    if inputs.offset is not None:
+        first = first + inputs.offset[0]
+
+    def read() -> None:
+        of_row = reading.inverse_of(temperature) if inputs.inverse is None else inverse
+        row = RowOfGroups(
+            schedule,
+            logits_ref,
+            first,
+            jax.tree.unflatten(tree, outputs),
+            (reading.exponents_scale(of_row),),
+            schedule.common_vector(width),
+            inputs.changes,
+            target,
+            reading.selected_logit(schedule, logits_ref, first, chosen),
+            inclusive,
+        )
+        _read_row(row, program, num_targets, of_row)
+
+    if targets.row_ids is None and targets.num_rows is None:
+        read()
+    else:
+        pl.when(reading.is_active(target, logits_row, number, num_rows))(read)
+
+
+def _read_row(row: RowOfGroups, program: Index, num_targets: int, inverse: jax.Array) -> None:
+    schedule = row.schedule
 
     def write(carries: Carries) -> None:
         for out, carry in zip(row.outputs, carries, strict=True):
-            results = jnp.max(carry.maximum), jnp.sum(carry.evidence), jnp.float32(0)
+            count = jnp.float32(0)
+            if carry.counts is not None:
+                count = jnp.sum(carry.counts)
+            results = jnp.max(carry.maximum), jnp.sum(carry.evidence), count
             for i, result in enumerate(results):
-                place = (i * num_targets + target) * schedule.programs + program
+                place = (i * num_targets + row.target) * schedule.programs + program
                 out.partials[place] = result
 
     def read_with(scales: Scales) -> None:
-        here = row._replace(scales=scales)
+        scaled = row._replace(scales=scales)
         if schedule.splits:
-            pl.when(program < schedule.splits)(lambda: write(read_steps(here, program)))
+            pl.when(program < schedule.splits)(lambda: write(read_steps(scaled, program)))
         if schedule.edges:
-            pl.when(program == schedule.splits)(lambda: write(read_edges(here)))
+            pl.when(program == schedule.splits)(lambda: write(read_edges(scaled)))
 
     if row.outputs[-1].raw_sums is None:
         read_with(row.scales)
         return
-    once = jnp.float32(LOG2_E)
+    once = jnp.float32(reading.LOG2_E)
     same = inverse == 1
     pl.when(same)(lambda: read_with((once,)))
     pl.when(~same)(lambda: read_with((*row.scales, once)))
@@ -186,10 +291,10 @@ def read_steps(row: RowOfGroups, program: Index) -> Carries:
 
 
 def read_edges(row: RowOfGroups) -> Carries:
-    """The carries after the blocks that are in no step."""
+    """The carries after the block that is in no step."""
     carries = before_any_block(row)
     for block in row.schedule.edges:
-        pieces = read_fixed_edge(row.logits_ref, row.first, block, row.schedule, row.vector)
+        pieces = read_edge_block(row.logits_ref, row.first, block, row.schedule, row.vector)
         carries = updated(row, block, pieces, carries)
     return carries
 
@@ -199,9 +304,10 @@ def before_any_block(row: RowOfGroups) -> Carries:
     layout = row.schedule.layout(row.vector).reduce(1)
 
     def all_groups(value: float) -> jax.Array:
-        return compat.cast(jnp.full((row.schedule.groups_per_block,), value, jnp.float32), layout)
+        return compat.cast(jnp.full((GROUPS_PER_BLOCK,), value, jnp.float32), layout)
 
-    return tuple(Carry(all_groups(-jnp.inf), all_groups(0)) for _ in row.outputs)
+    count = None if row.selected is None else compat.vector_of(WARPGROUP, jnp.float32(0))
+    return tuple(Carry(all_groups(-jnp.inf), all_groups(0), count) for _ in row.outputs)
 
 
 def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carries: Carries) -> Carries:
@@ -210,21 +316,56 @@ def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carries: Ca
     every = [pieces] * len(carries)
     if row.changes is not None:
         shape = pieces[0].shape
-        group = compat.iota(shape, 0, layout) * schedule.group_width + block * schedule.block
+        group = compat.iota(shape, 0, layout) * GROUP + block * schedule.block
         ids = group + compat.iota(shape, 1, layout)
         every[0] = changed(pieces, ids, row.changes, row.target, schedule, layout)
     for out, mine, carry in zip(row.outputs, every, carries, strict=True):
         refs = [out.sums] if out.raw_sums is None else [out.sums, out.raw_sums]
-        largest, sums = maxima_and_sums(mine, row.scales[: len(refs)], layout)
+        parts = part_maxima(mine, schedule.parts_per_group)
+        largest = functools.reduce(jnp.maximum, parts)
+        sums, weighted = sums_of(
+            mine, largest, row.scales[: len(refs)], layout, weighted=out.weighted is not None
+        )
         if out.exact_maxima is not None:
-            _store(row, block, out.exact_maxima, largest)
-            largest = rounded_down(largest, pieces[0].dtype)
-        _store(row, block, out.maxima, largest)
+            _store(row, block, out.exact_maxima, [largest])
+            parts = [rounded_down(part, pieces[0].dtype) for part in parts]
+            largest = functools.reduce(jnp.maximum, parts)
+        _store(row, block, out.maxima, parts)
         for i, ref in enumerate(refs):  # of one sum, all of them get it
-            _store(row, block, ref, sums[min(i, len(sums) - 1)])
+            _store(row, block, ref, [sums[min(i, len(sums) - 1)]])
+        if out.weighted is not None:
+            assert weighted is not None
+            _store(row, block, out.weighted, [weighted])
         maximum = jnp.maximum(carry.maximum, largest.astype(jnp.float32))
-        after.append(Carry(maximum, carry.evidence + sums[0]))
+        counts = carry.counts
+        if counts is not None:
+            counts = _counted(row, mine, counts, layout)
+        after.append(Carry(maximum, carry.evidence + sums[0], counts))
     return tuple(after)
+
+
+def _counted(
+    row: RowOfGroups, pieces: list[jax.Array], counts: jax.Array, layout: Layout
+) -> jax.Array:
+    """The counts [threads] with those of a block's pieces."""
+    assert row.selected is not None
+    selected = thread.again(row.selected)
+
+    def body(counts: Vector, selected: Vector, *given: Vector) -> Vector:
+        (before,) = thread.words(counts)
+        limit, sums = word(selected), [before, *[word(0.0)] * (COUNTERS - 1)]
+        logits = (x for piece in given for x in thread.words(piece))
+        for i, x in enumerate(logits):
+            larger = x >= limit if row.inclusive else x > limit
+            one = thread.select(larger, 1.0, 0.0)  # of floats, which takes an instruction less
+            sums[i % COUNTERS] = thread.in_pairs([sums[i % COUNTERS], one])
+        return thread.elements_like(counts, [thread.in_pairs(sums)])
+
+    wide = [piece.astype(jnp.float32) for piece in pieces]
+    here = compat.vector_layout()
+    kind = thread.result((WARPGROUP,), jnp.float32, here)
+    layouts: tuple[Layout | str | None, ...] = (here, "scalar", *[layout] * len(wide))
+    return thread.inline(body, (counts, selected, *wide), layouts, kind)  # type: ignore[no-any-return]
 
 
 def rounded_down(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -238,22 +379,85 @@ def rounded_down(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(nearest.astype(jnp.float32) > x, below, nearest)
 
 
+def part_maxima(pieces: list[jax.Array], parts: int) -> list[jax.Array]:
+    """The largest logit [groups] of each of a group's equal parts, in their dtype."""
+    each = len(pieces) // parts
+    return [
+        jnp.max(functools.reduce(jnp.maximum, pieces[i : i + each]), axis=1)
+        for i in range(0, len(pieces), each)
+    ]
+
+
+def maxima_of(pieces: list[jax.Array]) -> jax.Array:
+    """The largest logit [groups] of each group of a block, in their dtype."""
+    (largest,) = part_maxima(pieces, 1)
+    return largest
+
+
 def maxima_and_sums(
     pieces: list[jax.Array], scales: Scales, layout: Layout
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The largest logit [groups] of each group of a block, in their dtype; a sum by each scale."""
-    largest = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
+    largest = maxima_of(pieces)
+    return largest, sums_of(pieces, largest, scales, layout)[0]
+
+
+def sums_of(
+    pieces: list[jax.Array],
+    largest: jax.Array,
+    scales: Scales,
+    layout: Layout,
+    *,
+    weighted: bool = False,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """A sum [groups] by each scale of groups with these maxima; by the first one for the entropy.
+
+    The latter is of s exp(s), s = (x - maximum) / T.
+    """
     reference = finite_reference(largest.astype(jnp.float32))
     reference = compat.cast(lax.broadcast_in_dim(reference, pieces[0].shape, (0,)), layout)
     # The difference is exact near the maximum, however large that is.
     differences = [piece.astype(jnp.float32) - reference for piece in pieces]
-    sums = []
-    for scale in scales:
-        terms = [jnp.exp2(x * scale) for x in differences]
-        while len(terms) > 1:
-            terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
-        sums.append(group_sums_of(terms[0], layout))
-    return largest, sums
+    sums, by_exponent = [], None
+    for i, scale in enumerate(scales):
+        exponents = [x * scale for x in differences]
+        terms = [jnp.exp2(x) for x in exponents]
+        if weighted and not i:
+            by_exponent = _weighted(terms, exponents, layout)
+        sums.append(_sum_of_pieces(terms, layout))
+    return sums, by_exponent
+
+
+def _weighted(terms: list[jax.Array], exponents: list[jax.Array], layout: Layout) -> jax.Array:
+    """The sums [groups] of terms by their exponents of 2, times log(2)."""
+    groups, width = terms[0].shape
+    least = [jnp.maximum(x, jnp.float32(LEAST)) for x in exponents]
+
+    def body(*pieces: Vector) -> Vector:
+        pairs = zip(pieces[: len(terms)], pieces[len(terms) :], strict=True)
+        first, *others = (zip(*map(thread.words, pair), strict=True) for pair in pairs)
+        # Contracted here, and so not by one compiler and not by another one.
+        totals = [thread.product(*pair) for pair in first]
+        for piece in others:
+            totals = [thread.fused(*pair, x) for pair, x in zip(piece, totals, strict=True)]
+        total = thread.sum_over_lanes(thread.in_pairs(totals), width // RUN)
+        return thread.one_each(total, layout.reduce(1), (groups,))
+
+    kind = thread.result((groups,), jnp.float32, layout.reduce(1))
+    arguments = (*terms, *least)
+    sums = thread.inline(body, arguments, (layout,) * len(arguments), kind)
+    return sums * jnp.float32(LOG_2)  # type: ignore[no-any-return]
+
+
+def finite_reference(maximum: jax.Array) -> jax.Array:
+    """The maximum, or 0 for -inf: any finite reference gives sums of 0, where -inf gives NaN."""
+    return jnp.where(maximum == -jnp.inf, jnp.float32(0), maximum)
+
+
+def _sum_of_pieces(terms: list[jax.Array], layout: Layout) -> jax.Array:
+    while len(terms) > 1:
+        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return group_sums_of(terms[0], layout)
 
 
 def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
@@ -269,8 +473,22 @@ def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
     )
 
 
-def _store(row: RowOfGroups, block: Index, ref: jax.Ref, values: jax.Array) -> None:
-    """Write a block's values, one a group."""
-    size = row.schedule.groups_per_block
-    here = ref.at[pl.ds(row.groups + block * size, size)]
-    compat.store(here, values)
+def _store(row: RowOfGroups, block: Index, ref: jax.Ref, values: list[jax.Array]) -> None:
+    """Write a block's values, one a group, or one of each of its two parts."""
+    size = GROUPS_PER_BLOCK * len(values)
+    places = row.schedule.padded_groups * len(values)
+    begin = row.target * places + block * size
+    if len(values) == 1:
+        compat.store_some(ref, begin, size, values[0])
+        return
+
+    def body(out: Value, begin: Vector, low: Vector, high: Vector) -> None:
+        lanes = WARPGROUP // GROUPS_PER_BLOCK  # of a group: half of them write either part
+        me = thread.thread()
+        part, group = me & 1, me >> (lanes.bit_length() - 1)
+        (low_here,), (high_here,) = thread.values(low), thread.values(high)
+        value = thread.select_value(part == 0, low_here, high_here)
+        thread.store_value(out, word(begin) + group * 2 + part, value)
+
+    layout = row.schedule.layout(row.vector).reduce(1)
+    thread.inline(body, (ref, begin, *values), (None, "scalar", layout, layout), ())

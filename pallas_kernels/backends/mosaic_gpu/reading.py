@@ -1,5 +1,5 @@
 """How kernels read a row: which one and at which temperature (`Targets`), its blocks in vectors,
-the blocks at its ends, forbidden tokens (`Mask`), and changes of fixed groups (`FixedChanges`).
+the block at its end, forbidden tokens (`Mask`), and changes of logits (`FlatChanges`).
 """
 
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -7,14 +7,23 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.backends.groups import LARGEST, bounded
 from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import Readable
-from pallas_kernels.backends.mosaic_gpu.schedule import RUN, WARPGROUP, Index, Layout, Schedule
+from pallas_kernels.backends.mosaic_gpu.schedule import (
+    GROUP,
+    GROUPS_PER_BLOCK,
+    RUN,
+    WARPGROUP,
+    Index,
+    Layout,
+    Schedule,
+)
 from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, load_at_once, word
 from pallas_kernels.contract.changes import WORD, Changes, unbiased
+from pallas_kernels.numbers.quotient import quotient
 
 LOG2_E = 1.4426950408889634
-LARGEST = 3.4028234663852886e38  # float32
 
 
 class Targets(NamedTuple):
@@ -50,26 +59,17 @@ def is_active(target: Index, row: Index, number: Index | None, num_logits_rows: 
     return inside if number is None else inside & (target < number)
 
 
-def exponents_scale(temperature: jax.Array | None) -> jax.Array:
-    """The factor of logit differences in exponents of 2, in a kernel; of `Targets.temperature`."""
+def inverse_of(temperature: jax.Array | None) -> jax.Array:
+    """1 / T in a kernel, as `row_totals.inverse_of` has it; of `Targets.temperature`."""
     if temperature is None:
-        return compat.asarray(jnp.float32(LOG2_E))
-    # Finite in any case: sums of bad temperatures must not make the row look invalid, nor those of
-    # temperatures below 4e-39, whose reciprocals are infinite.
-    scale = LOG2_E / jnp.where(temperature > 0, temperature, jnp.float32(1))
-    return compat.asarray(jnp.minimum(scale, jnp.float32(LARGEST)))
+        return compat.asarray(jnp.float32(1))
+    usable = jnp.where(temperature > 0, temperature, jnp.float32(1))
+    return bounded(thread.of_numbers(quotient, jnp.float32(1), usable))
 
 
-def over_temperature(x: jax.Array, temperature: jax.Array) -> jax.Array:
-    """x / temperature, in a kernel or not; nearly rounded once.
-
-    Compiled for a GPU, a division is `div.full.f32`, wrong by up to 2 units in the last place: more
-    than the contract allows of a large logprob. So the remainder is divided once more.
-    """
-    quotient = x / temperature
-    better = quotient + (x - quotient * temperature) / temperature
-    # NaN where the quotient is infinite, or is NaN itself.
-    return jnp.where(jnp.abs(better) < jnp.inf, better, quotient)
+def exponents_scale(inverse: jax.Array) -> jax.Array:
+    """The factor of logit differences in exponents of 2, in a kernel; finite in any case."""
+    return jnp.minimum(inverse * jnp.float32(LOG2_E), jnp.float32(LARGEST))
 
 
 def make_targets(
@@ -98,54 +98,30 @@ def read_block(
     return compat.load_block(
         logits_ref,
         start,
-        (schedule.groups_per_block, schedule.group_width),
-        schedule.piece(vector)[1],
+        (GROUPS_PER_BLOCK, GROUP),
+        schedule.piece[1],
         schedule.layout(vector),
     )
 
 
-def read_edge(
-    logits_ref: Readable,  # [N * V]
-    first: Index,
-    skew: Index,
-    block: int,
-    schedule: Schedule,
-    vector: int,
-) -> list[jax.Array]:
-    """Pieces of an edge block of the row that starts at `first`; -inf outside the block."""
-    start, begin, end = schedule.block_ids(block, skew)
-    pieces = read_block(logits_ref, first + start, schedule, vector)
-    if schedule.aligned and (block + 1) * schedule.block <= schedule.vocabulary:
-        return pieces  # a whole block that is in no step
-    shape, layout = pieces[0].shape, schedule.layout(vector)
-    group = compat.iota(shape, 0, layout) * schedule.group_width + start
-    column = compat.iota(shape, 1, layout)
-    out = []
-    for i, piece in enumerate(pieces):
-        ids = group + (column + i * shape[1])
-        inside = (ids >= begin) & (ids < end)
-        out.append(jnp.where(inside, piece, jnp.asarray(-jnp.inf, piece.dtype)))
-    return out
-
-
-def read_fixed_edge(
+def read_edge_block(
     logits_ref: Readable, first: Index, block: int, schedule: Schedule, vector: int
 ) -> list[jax.Array]:
-    """`read_block` of fixed groups that may go beyond the row: -inf there, where nothing is read.
+    """`read_block` of groups that may go beyond the row: -inf there, where nothing is read.
 
     The row starts at `first`, and its length is a multiple of `vector`.
     """
     begin = block * schedule.block
     if begin + schedule.block <= schedule.vocabulary:
         return read_block(logits_ref, first + begin, schedule, vector)
-    shape, layout = schedule.piece(vector), schedule.layout(vector)
-    number = schedule.group_width // shape[1]
+    shape, layout = schedule.piece, schedule.layout(vector)
+    number = GROUP // shape[1]
 
     def body(logits: Value, first: Vector) -> tuple[Vector, ...]:
         lanes = shape[1] // RUN
         me = thread.thread()
         group, column = me >> (lanes.bit_length() - 1), (me & (lanes - 1)) * RUN
-        mine = group * schedule.group_width + column + begin
+        mine = group * GROUP + column + begin
         start, there = word(first), word(1) == 1
         runs = [
             thread.load_run_within(
@@ -189,30 +165,6 @@ def words_of(schedule: Schedule) -> int:
     return -(-schedule.vocabulary // WORD)
 
 
-def masked(
-    pieces: list[jax.Array], mask: RowMask | None, first_id: Index, schedule: Schedule, vector: int
-) -> list[jax.Array]:
-    """The pieces of a block that starts at `first_id`, with -inf where the mask forbids an id."""
-    if mask is None:
-        return pieces
-    shape, layout = pieces[0].shape, schedule.layout(vector)
-
-    def body(words_ref: Value, start: Vector, first: Vector, *given: Vector) -> tuple[Vector, ...]:
-        here = Mask(words_ref, word(start))
-        each = WARPGROUP // schedule.groups_per_block  # threads of a group
-        me = thread.thread()
-        group, column = me >> (each.bit_length() - 1), (me & (each - 1)) * vector
-        begin = word(first) + group * schedule.group_width + column
-        places = range(len(given))
-        bits = [bits_of(here, begin + i * shape[1], vector, schedule) for i in places]
-        return tuple(thread.kept(piece, bits[i]) for i, piece in enumerate(given))
-
-    kinds = tuple(thread.result(shape, piece.dtype, layout) for piece in pieces)
-    arguments = (mask.words_ref, mask.start, first_id, *pieces)
-    layouts = (None, "scalar", "scalar", *[layout] * len(pieces))
-    return list(thread.inline(body, arguments, layouts, kinds))
-
-
 def bits_of(mask: Mask[Value, Word], token: Word, vector: int, schedule: Schedule) -> Word:
     """The bits of `vector` consecutive ids of a thread, the first one lowest; others above them."""
     at = token >> 5
@@ -225,10 +177,10 @@ def bits_of(mask: Mask[Value, Word], token: Word, vector: int, schedule: Schedul
     return (low >> by) | ((high << 1) << (word(WORD - 1) - by))
 
 
-class FixedChanges(NamedTuple, Generic[Reference]):
-    """What is changed of N rows with fixed groups: arrays outside a kernel, references inside.
+class FlatChanges(NamedTuple, Generic[Reference]):
+    """What is changed of N rows: arrays outside a kernel, references inside.
 
-    A run of such a row begins at a multiple of its length, so its bits lie in one word.
+    A run of a row begins at a multiple of its length, so its bits lie in one word.
     """
 
     allowed: Reference | None  # [N * words] i32: what it forbids is read as -inf
@@ -237,15 +189,15 @@ class FixedChanges(NamedTuple, Generic[Reference]):
     bias: Reference | None  # [N * C] f32
 
 
-RowChanges: TypeAlias = FixedChanges[Readable] | None
+RowChanges: TypeAlias = FlatChanges[Readable] | None
 
 
-def fixed_changes(changes: Changes | None, width: int) -> RowChanges:
+def flat_changes(changes: Changes | None, width: int) -> RowChanges:
     """The changes of rows of so many logits, as kernels take them."""
     if changes is None:
         return None
     plain = None if changes.bias is None else unbiased(changes, width)
-    arrays: FixedChanges[Readable] = FixedChanges(changes.allowed, plain, *changes[1:])
+    arrays: FlatChanges[Readable] = FlatChanges(changes.allowed, plain, *changes[1:])
     return jax.tree.map(lambda x: x.reshape(-1), arrays)  # type: ignore[no-any-return]
 
 
@@ -260,12 +212,12 @@ def changed(
     """The changed logits of a row's pieces, in a kernel: float32 where there are biases.
 
     Args:
-      pieces: runs of fixed groups, each piece as many tokens after the one before as it is wide; or
+      pieces: runs of groups, each piece as many tokens after the one before as it is wide; or
         one flat vector.
       ids: of the first piece.
       changes: None: none.
       row: which of the N.
-      schedule: fixed.
+      schedule: of the rows.
       layout: of pieces and ids.
     """
     if changes is None:
@@ -299,7 +251,7 @@ def changed(
 class _OfRow(NamedTuple):
     """The changes of the tokens that a thread holds: a run of them from each of `tokens` on."""
 
-    changes: FixedChanges[Value]
+    changes: FlatChanges[Value]
     row: Word
     words: int  # of a row
     tokens: list[Word]

@@ -1,26 +1,47 @@
-"""`topk_logprobs` in two Pallas Mosaic GPU kernels that read the logits once.
+"""`topk_logprobs` in Pallas Mosaic GPU kernels that read the logits once.
 
-Pass 1 (`rows_kernel`) reads each wanted row once, straight from the logits. Pass 2
-(`finish_kernel`) combines the results of pass 1's programs, re-reads K of the row's groups and
-writes the outputs. XLA does one thing: it gathers the logits of `extra_token_ids`.
+Pass 1 (`groups_kernel`) reads each wanted row once, straight from the logits. Pass 2
+(`finish_kernel`) adds up its groups, re-reads K of its parts and writes the outputs. XLA does one
+thing: it gathers the logits of `extra_token_ids`.
 
-Calls that change logits take `row_sums`: the kernels skip forbidden tokens and those that a bias
-names; XLA puts the latter back and makes the outputs, from a few numbers a row.
+Calls that change logits take `row_sums`: XLA makes the outputs, from a few numbers a row. Pass 1
+skips forbidden tokens and those that a bias names. The groups of the latter are summed again
+(`chosen_groups`), and pass 2 takes them instead; XLA puts these tokens back among the top K.
+
+Of rows that several devices share, XLA adds up the groups too (`part_sums`, `row_totals`).
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.backends.answers import usable_temperatures, with_biased
-from pallas_kernels.backends.mosaic_gpu import cluster_kernel, finish_kernel
-from pallas_kernels.backends.mosaic_gpu.reading import make_targets, over_temperature
-from pallas_kernels.backends.mosaic_gpu.rows_kernel import read_rows
-from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
+from pallas_kernels.backends.answers import in_order, usable_temperatures
+from pallas_kernels.backends.groups import WIDTH, GroupSums, number_of_groups
+from pallas_kernels.backends.mosaic_gpu import (
+    chosen_groups,
+    cluster_kernel,
+    finish_kernel,
+    groups_kernel,
+    row_sum,
+)
+from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
+from pallas_kernels.backends.mosaic_gpu.reading import FlatChanges, make_targets
+from pallas_kernels.backends.mosaic_gpu.schedule import (
+    Schedule,
+    choose_read_schedule,
+    choose_schedule,
+)
+from pallas_kernels.backends.row_totals import PartSums
+from pallas_kernels.backends.xla.tails import last_columns, tail_of_shard
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.meshes.placement import WHOLE
+from pallas_kernels.numbers.ordered_keys import is_counted
+from pallas_kernels.numbers.quotient import quotient
+
+HEAD, LAST = WIDTH, 2 * WIDTH  # columns at the ends of a shard that may be in none of its groups
 
 
 def topk_logprobs(rows: Rows, outputs: Outputs, schedule: Schedule | None = None) -> TopkLogprobs:
@@ -33,30 +54,151 @@ def topk_logprobs(rows: Rows, outputs: Outputs, schedule: Schedule | None = None
     assert rows.changes is None
     mode: finish_kernel.Mode = "greedy" if rows.token_ids is None else "given"
     assert not (mode == "greedy" and outputs.inclusive)
-    out = run(schedule, outputs, mode, rows, rows.token_ids)
+    _, out = run(schedule, outputs, mode, rows, rows.token_ids)
     return answers(out, outputs, rows)
 
 
 def row_sums(
     rows: Rows, selected: jax.Array, outputs: Outputs, schedule: Schedule | None = None
 ) -> RowSums:
-    """`xla.rows.row_sums` on a GPU: one vocabulary shard's part of rows, or changed rows."""
-    changes = rows.changes
-    allowed = None if changes is None else of_logits.unbiased(changes, rows.logits.shape[1])
-    out = run(schedule, outputs, "parts", rows, selected, allowed)
-    return with_biased(part_sums(out, rows.num_targets, outputs.k), rows, selected, outputs)
+    """`xla.rows.row_sums` on a GPU."""
+    changes, allowed, replaced = rows.changes, None, None
+    if changes is not None:
+        allowed = of_logits.unbiased(changes, rows.logits.shape[1])
+        if changes.bias is not None:
+            replaced = chosen_groups.read_biased(rows, weighted=outputs.entropy)
+    _, finished = run(schedule, outputs, "logits", rows, selected, allowed, replaced=replaced)
+    count = rows.num_targets
+    larger, ids, logits = finished.ranks, *top_of(finished, count, outputs.k)
+    if replaced is not None:
+        larger, ids, logits = with_biased(larger, ids, logits, rows, selected, outputs)
+    maximum, total = finished.statistics[:count], finished.statistics[count:]
+    return RowSums(maximum, total, larger, ids, logits, finished.entropy)
 
 
-def part_sums(out: finish_kernel.RowOutputs[jax.Array], num_targets: int, k: int) -> RowSums:
-    """What pass 2 has written for "parts"."""
-    return RowSums(
-        maximum=out.statistics[:num_targets],
-        sum_exp=out.statistics[num_targets:],
-        num_larger=out.ranks,
-        top_ids=out.ids[: num_targets * k].reshape(num_targets, k),
-        top_logits=out.values[: num_targets * k].reshape(num_targets, k),
-        weighted=out.entropy,
+def with_biased(
+    larger: jax.Array,
+    top_ids: jax.Array,
+    top_logits: jax.Array,
+    rows: Rows,
+    selected: jax.Array,
+    outputs: Outputs,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The count [R], and the top K [R, K], of rows as kernels leave them, and of biased tokens."""
+    assert rows.changes is not None
+    ids, logits = of_logits.biased(rows.logits, rows.places, rows.changes)
+    limit = selected[:, None]
+    counts = is_counted(logits, limit, outputs.inclusive) & (logits > -jnp.inf)
+    top = in_order(top_ids, top_logits, ids, logits, outputs.k)
+    return larger + counts.sum(axis=1, dtype=jnp.int32), *top
+
+
+def part_sums(
+    rows: Rows,
+    following: jax.Array | None,
+    offset: jax.Array,
+    selected: jax.Array,
+    outputs: Outputs,
+) -> PartSums:
+    """`xla.rows.part_sums` on a GPU."""
+    if following is None:
+        return _whole_part(rows, selected, outputs)
+    if rows.changes is not None:  # a copy: a run of tokens may begin anywhere in its words
+        changed = of_logits.apply(rows.logits[rows.places], rows.changes)
+        rows = rows._replace(logits=changed, row_ids=None, changes=None)
+    return _split_part(rows, following, offset, selected, outputs)
+
+
+def _whole_part(rows: Rows, selected: jax.Array, outputs: Outputs) -> PartSums:
+    """The sums of rows whose groups the columns hold, but for the one in which they end."""
+    changes, width = rows.changes, rows.logits.shape[1]
+    allowed = None if changes is None else of_logits.unbiased(changes, width)
+    schedule = schedule_of(rows, outputs.k, width)
+    out, finished = run(schedule, outputs, "top", rows, selected, allowed)
+    groups = groups_of(out, schedule, number_of_groups(width))
+    larger, ids, logits = finished.ranks, *top_of(finished, rows.num_targets, outputs.k)
+    if changes is not None and changes.bias is not None:
+        groups = chosen_groups.put_biased(
+            groups, chosen_groups.read_biased(rows, weighted=outputs.entropy)
+        )
+        larger, ids, logits = with_biased(larger, ids, logits, rows, selected, outputs)
+    return PartSums(groups, larger, ids, logits)
+
+
+def _split_part(
+    rows: Rows, following: jax.Array, offset: jax.Array, selected: jax.Array, outputs: Outputs
+) -> PartSums:
+    """The sums of a shard's columns that cut groups at both ends.
+
+    One read leaves the groups that the columns hold; what is at their ends are small arrays, of
+    which kernels make the rest.
+    """
+    width, dtype = rows.logits.shape[1], rows.logits.dtype
+    num_whole = width // WIDTH - 1
+    tokens = num_whole * WIDTH
+    schedule = schedule_of(rows, outputs.k, tokens)
+    out, finished = run(schedule, outputs, "top", rows, selected, offset=offset.reshape(1))
+    last = rows.logits[:, width - last_columns(width) :][rows.places]
+    tail = tail_of_shard(last, width, following.astype(dtype), offset)
+    tail_schedule = choose_read_schedule(rows.num_targets, LAST, dtype.name)
+    of_tail = groups_kernel.read_targets(
+        tail_schedule,
+        tail.reshape(-1, LAST),
+        rows.num_targets,
+        groups_kernel.Inputs(make_targets(None, rows.num_rows, rows.temperatures)),
+        weighted=outputs.entropy,
+        inclusive=False,
     )
+    groups = jax.tree.map(
+        lambda x, y: jnp.concatenate([x, y], axis=1),
+        groups_of(out, schedule, num_whole),
+        groups_of(of_tail, tail_schedule, 2),
+    )
+    # The columns before the first group and behind the last one that is whole, and no other.
+    ids = np.concatenate([np.arange(HEAD), np.arange(width - LAST, width)]).astype(np.int32)
+    outside = (ids < offset) | (ids >= offset + tokens)
+    ends = [rows.logits[:, :HEAD], rows.logits[:, width - LAST :]]
+    edges = jnp.concatenate([x[rows.places] for x in ends], axis=1)
+    of_edges = Rows(
+        jnp.where(outside[None], edges, jnp.asarray(-jnp.inf, dtype)),
+        num_rows=rows.num_rows,
+        temperatures=rows.temperatures,
+    )
+    k = min(outputs.k, HEAD + LAST)
+    _, of_ends = run(None, Outputs(k, inclusive=outputs.inclusive), "top", of_edges, selected)
+    edge_ids, edge_logits = top_of(of_ends, rows.num_targets, k)
+    edge_ids = jnp.asarray(ids)[jnp.clip(edge_ids, 0, len(ids) - 1)]
+    top_ids, top_logits = top_of(finished, rows.num_targets, outputs.k)
+    top = in_order(top_ids + offset, top_logits, edge_ids, edge_logits, outputs.k)
+    return PartSums(groups, finished.ranks + of_ends.ranks, *top)
+
+
+def schedule_of(rows: Rows, k: int, columns: int) -> Schedule:
+    """The cut of the rows' columns."""
+    return choose_schedule(rows.num_targets, columns, k, rows.logits.dtype.name)
+
+
+def groups_of(out: GroupOutputs[jax.Array], schedule: Schedule, number: int) -> GroupSums:
+    """[R, G] of what pass 1 has left."""
+
+    def of_row(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, schedule.padded_groups)[:, :number]
+
+    maxima = out.maxima
+    if out.exact_maxima is not None:
+        maxima = out.exact_maxima
+    elif schedule.parts_per_group > 1:
+        maxima = maxima.reshape(-1, schedule.parts_per_group).max(axis=1)
+    weighted = None if out.weighted is None else of_row(out.weighted)
+    return GroupSums(of_row(maxima).astype(jnp.float32), of_row(out.sums), weighted)
+
+
+def top_of(
+    finished: finish_kernel.RowOutputs[jax.Array], num_targets: int, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """Ids and logits [R, K] of what pass 2 has written for "logits"."""
+    size, shape = num_targets * k, (num_targets, k)
+    return finished.ids[:size].reshape(shape), finished.values[:size].reshape(shape)
 
 
 def run(
@@ -66,35 +208,47 @@ def run(
     rows: Rows,
     chosen: jax.Array | None,
     allowed: jax.Array | None = None,
-) -> finish_kernel.RowOutputs[jax.Array]:
-    """Run both passes; chosen [R] is what `read_rows` counts by.
+    offset: jax.Array | None = None,
+    replaced: chosen_groups.Replaced | None = None,
+) -> tuple[GroupOutputs[jax.Array], finish_kernel.RowOutputs[jax.Array]]:
+    """Run both passes; chosen [R] is what pass 1 counts by.
 
-    allowed: [R, words] int32, or None; for "parts" alone.
+    allowed: [R, words] int32, or None; offset: [1] int32, or None; these and `replaced` where XLA
+    goes on.
     """
-    assert allowed is None or mode == "parts"
+    assert (allowed is None and offset is None) or mode in ("logits", "top")
+    assert replaced is None or mode == "logits"
     flat = None if allowed is None else allowed.reshape(-1)
     logits, num_targets = rows.logits, rows.num_targets
     targets = make_targets(rows.row_ids, rows.num_rows, rows.temperatures)
     selected = finish_kernel.num_selected(outputs.k, mode)
-    schedule = schedule or choose_schedule(
-        num_targets, logits.shape[1], selected, logits.dtype.name
-    )
+    schedule = schedule or schedule_of(rows, selected, logits.shape[1])
+    changes = None if flat is None else FlatChanges(flat, None, None, None)
+    inputs = groups_kernel.Inputs(targets, None, offset, changes, chosen)
     if cluster_kernel.fits(schedule):
-        out = cluster_kernel.topk_rows(
-            schedule, outputs, mode, logits, num_targets, chosen, targets, flat
+        finished = cluster_kernel.topk_rows(
+            schedule, outputs, mode, logits, num_targets, inputs, flat, replaced
         )
     else:
-        partials, groups = read_rows(
-            schedule, logits, num_targets, chosen, targets, selected > 0, outputs, flat
+        out = groups_kernel.read_targets(
+            schedule, logits, num_targets, inputs, weighted=outputs.entropy,
+            inclusive=outputs.inclusive,
+        )  # fmt: skip
+        between = finish_kernel.Inputs(
+            logits.reshape(-1),
+            chosen if mode == "given" else None,
+            out.partials,
+            row_sum.Sources(out.maxima, out.sums, out.weighted),
+            targets,
+            flat,
+            offset,
+            replaced,
         )
-        token_ids = chosen if mode == "given" else None
-        inputs = finish_kernel.Inputs(
-            logits.reshape(-1), token_ids, partials, groups, targets, flat
+        after = finish_kernel.finish_rows(
+            schedule, outputs, mode, between, logits.shape, num_targets
         )
-        out = finish_kernel.finish_rows(
-            schedule, outputs, mode, inputs, logits.shape[0], num_targets
-        )
-    return vary_like(out, (logits, chosen, targets, allowed))
+        finished = out, after
+    return vary_like(finished, (logits, chosen, targets, allowed, replaced))
 
 
 def answers(out: finish_kernel.RowOutputs[jax.Array], outputs: Outputs, rows: Rows) -> TopkLogprobs:
@@ -118,8 +272,9 @@ def answers(out: finish_kernel.RowOutputs[jax.Array], outputs: Outputs, rows: Ro
 def extra_logprobs(out: finish_kernel.RowOutputs[jax.Array], rows: Rows) -> jax.Array:
     """[R, C] float32; pass 2 left NaN in the statistics of rows that have no answer."""
     num_targets = rows.num_targets
-    found = WHOLE.named_logits(rows.logits, rows.places, rows.extra_ids)
-    scaled = found - out.statistics[:num_targets, None]
+    finished = WHOLE.named_logits(rows.logits, rows.places, rows.extra_ids)
+    scaled = finished - out.statistics[:num_targets, None]
     if rows.temperatures is not None:
-        scaled = over_temperature(scaled, usable_temperatures(rows.temperatures)[:, None])
+        by = usable_temperatures(rows.temperatures)[:, None]
+        scaled = quotient(scaled, jnp.broadcast_to(by, scaled.shape))
     return scaled - out.statistics[num_targets:, None]

@@ -1,23 +1,19 @@
 """How a row of logits is cut up for the GPU kernels: vectors, groups, blocks, steps, programs.
 
     row      V logits, contiguous; read by `splits` programs, each a run of whole steps, and by one
-             more program for the edges, if there are any
-    block    16 or 32 groups: what a program holds in registers at a time, a step; or an edge
-    group    `group_width` contiguous logits, in index order: has one maximum
+             more program for the edge, if there is one
+    block    16 groups, 4096 logits: what a program holds in registers at a time, a step; or the
+             row's end
+    group    256 logits from a multiple of 256 on, in every row: has one sum
+    part     a group, or a half of it: has one maximum, by which pass 2 takes what it reads again
+    run      8 consecutive logits, what a thread holds of each 64 of a group
     vector   16 aligned bytes, what a thread loads at once
 
-A warpgroup is 4 warps of 32 lanes. One load takes a [groups, W] piece of a block: one vector a
-lane, 8 lanes a group of 256 logits and 4 a group of 128. So a thread reads 32 logits of a group
-before its maximum takes three or two warp shuffles.
+A warpgroup is 4 warps of 32 lanes. One load takes a [16, 64] piece of a block: a run a lane, 8
+lanes a group. So a thread reads 32 logits of a group before its maximum takes three warp shuffles.
 
-Where V is no multiple of a vector, most rows start between two of them. Blocks are then cut at
-aligned places: `skew` logits before where they would be in an aligned row, so that vectors can be
-loaded in every row. The blocks that reach over an end of the row are edges. They are moved inside,
-read one logit at a time, and masked, so that every logit belongs to one group.
-
-Rows that are sampled have groups of their own (`choose_fixed_schedule`): 256 logits from a multiple
-of 256 on in every row, since a draw depends on them. There is no skew and no block is moved; where
-rows start between two vectors, logits are loaded in the widest vectors that every row allows.
+Which logits a thread has does not depend on where the row starts. Where rows start between two
+vectors, a run is loaded in the widest vectors that every row allows.
 """
 
 import math
@@ -29,11 +25,14 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedLayout
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-BLOCK = 4096  # logits, where the vocabulary has as many
+GROUP = 256  # logits
+GROUPS_PER_BLOCK = 16
+BLOCK = GROUPS_PER_BLOCK * GROUP  # logits
 VECTOR_BYTES = 16
 WARPGROUP = 128
-MIN_GROUP_WIDTH = 128  # pass 2 reads a group with a warpgroup
-RUN = 8  # consecutive logits of a thread in a fixed group, however many it loads at once
+RUN = 8  # consecutive logits of a thread in a group, however many it loads at once
+NARROW = 128  # logits of a part where many of them are read again
+AT_A_TIME = 1024  # groups of a row that pass 2 holds at a time for its sum
 
 # An H100 has 132 multiprocessors; with up to 96 registers a thread, 5 programs fit on each. So many
 # run at once; a few more would run alone after them.
@@ -60,9 +59,8 @@ class Schedule:
 
     vocabulary: int
     dtype: str
-    group_width: int
+    part_width: int  # logits of a part: 256 or 128
     splits: int
-    fixed: bool = False  # groups begin at multiples of their width in every row
 
     @property
     def vector(self) -> int:
@@ -75,79 +73,64 @@ class Schedule:
         return self.vocabulary % self.vector == 0
 
     @property
-    def shifted(self) -> bool:
-        """Whether rows have a skew, and so edges at both ends."""
-        return not self.aligned and not self.fixed
-
-    @property
-    def groups_per_block(self) -> int:
-        return 16 if self.vocabulary < BLOCK else BLOCK // self.group_width
-
-    @property
     def block(self) -> int:
         """Logits per block."""
-        return self.groups_per_block * self.group_width
+        return BLOCK
 
-    def piece(self, vector: int) -> tuple[int, int]:
-        """The shape of what a warpgroup loads at once: a vector a thread, or a run of fixed groups.
-
-        Which logits of a fixed group a thread has does not depend on the vectors that it loads them
-        in, and so no sum's rounding does.
-        """
-        run = RUN if self.fixed else vector
-        return self.groups_per_block, WARPGROUP // self.groups_per_block * run
+    @property
+    def piece(self) -> tuple[int, int]:
+        """The shape of what a warpgroup holds of a block at once: a run a thread."""
+        return GROUPS_PER_BLOCK, WARPGROUP // GROUPS_PER_BLOCK * RUN
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks that cover a row with the largest skew."""
-        skew = self.vector - 1 if self.shifted else 0
-        return -(-(self.vocabulary + skew) // self.block)
+        """The number of blocks that cover a row."""
+        return -(-self.vocabulary // self.block)
 
     @property
     def num_groups(self) -> int:
-        return self.num_blocks * self.groups_per_block
+        """The groups of all blocks: the last ones may have no token."""
+        return self.num_blocks * GROUPS_PER_BLOCK
 
     @property
     def padded_groups(self) -> int:
-        """Group maxima stored for a row: of 16 bits or 32, whole words for each of a warpgroup."""
-        return -(-self.num_groups // (2 * WARPGROUP)) * 2 * WARPGROUP
+        """Places of a row's groups: of each of a warpgroup whole words, in 16 bits too."""
+        each = 2 * WARPGROUP if self.num_groups <= AT_A_TIME else AT_A_TIME
+        return -(-self.num_groups // each) * each
 
     @property
-    def first_block(self) -> int:
-        """The first block of the first step."""
-        return 1 if self.shifted else 0
+    def parts_per_group(self) -> int:
+        return GROUP // self.part_width
+
+    @property
+    def num_parts(self) -> int:
+        return self.num_groups * self.parts_per_group
+
+    @property
+    def padded_parts(self) -> int:
+        """Places of a row's maxima."""
+        return self.padded_groups * self.parts_per_group
 
     @property
     def num_steps(self) -> int:
-        """The number of blocks that lie within the row, for any skew."""
-        return self.vocabulary // self.block - self.first_block
+        """The number of whole blocks."""
+        return self.vocabulary // self.block
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """The blocks that are in no step."""
-        after = self.first_block + self.num_steps
-        return (*range(self.first_block), *range(after, self.num_blocks))
+        """The block that is no step, if there is one."""
+        return tuple(range(self.num_steps, self.num_blocks))
 
     @property
     def programs(self) -> int:
         """The number of programs that read a row."""
         return self.splits + (1 if self.edges else 0)
 
-    def skew(self, row: Index) -> Index:
-        """The number of logits by which this row's blocks start earlier than those of row 0."""
-        return row * (self.vocabulary % self.vector if self.shifted else 0) % self.vector
-
-    def block_ids(self, block: Index, skew: Index) -> tuple[Index, Index, Index]:
-        """The first id that a block reads, and the first and the last + 1 that belong to it."""
-        begin = block * self.block - skew
-        start = jnp.clip(begin, 0, self.vocabulary - self.block)
-        return start, begin, begin + self.block
-
     def layout(self, vector: int) -> Layout:
-        """Registers of a piece: a quarter of its groups a warp, a vector or a run a lane."""
-        groups, width = self.piece(vector)
+        """Registers of a piece: a quarter of its groups a warp, a run a lane."""
+        groups, width = self.piece
         tiles: tuple[tuple[int, ...], ...] = ((groups, width), (groups // 4, width))
-        if not self.fixed or vector == RUN:
+        if vector == RUN:
             tiling = plgpu.Tiling((*tiles, (vector,)))
             return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
         tiling = plgpu.Tiling((*tiles, (RUN,), (vector,)))
@@ -158,19 +141,18 @@ class Schedule:
         return math.gcd(self.vector, width)
 
 
-def choose_fixed_schedule(num_targets: int, vocabulary: int, dtype: str) -> Schedule:
-    """The cut of rows that are sampled: groups of 256 logits from a multiple of 256 on."""
-    schedule = Schedule(vocabulary, dtype, 256, 0, fixed=True)
+def choose_read_schedule(num_targets: int, vocabulary: int, dtype: str) -> Schedule:
+    """The cut of rows whose two passes are launches of their own."""
+    schedule = Schedule(vocabulary, dtype, GROUP, 0)
     return replace(schedule, splits=choose_splits(num_targets, schedule))
 
 
 def choose_schedule(num_targets: int, vocabulary: int, k: int, dtype: str) -> Schedule:
-    """Choose narrow groups for a large K, of which K are read again, and many splits for few rows.
+    """Choose narrow parts for a large K, of which K are read again, and many splits for few rows.
 
     Rows are read by clusters where those are enough to keep every multiprocessor busy.
     """
-    group_width = 256 if k <= 32 and vocabulary >= BLOCK else MIN_GROUP_WIDTH
-    schedule = Schedule(vocabulary, dtype, group_width, 0)
+    schedule = Schedule(vocabulary, dtype, GROUP if k <= 32 else NARROW, 0)
     splits = choose_splits(num_targets, schedule)
     if num_targets * CLUSTER > MULTIPROCESSORS:
         others = 1 if schedule.edges else 0

@@ -14,6 +14,7 @@ import jax
 import jax.experimental.mosaic.gpu as mosaic_gpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src.lib.mlir.dialects import gpu as mlir_gpu
 from jax._src.lib.mlir.dialects import llvm as mlir_llvm
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
@@ -37,6 +38,8 @@ llvm: Any = mlir_llvm
 math: Any = mlir_math
 memref: Any = mlir_memref
 scf: Any = mlir_scf
+
+WARP = 32
 
 Value: TypeAlias = mlir_ir.Value  # of a thread: a number, some of them, or a reference
 Vector = mosaic_gpu.FragmentedArray  # of a warpgroup; or a scalar of its
@@ -105,6 +108,11 @@ def words(vector: Vector) -> list[Word]:
     return found
 
 
+def values(vector: Vector) -> list[Value]:
+    """`words` of elements of any kind, in MLIR."""
+    return [x.value for x in words(vector)]
+
+
 def elements_like(vector: Vector, values: Sequence[Word]) -> Vector:
     """A vector in the layout of another one of the same kind, from what a thread holds."""
     registers, place = vector.registers.copy(), 0
@@ -151,6 +159,14 @@ def vector_of(registers: Sequence[Word | Value], layout: Layout, shape: tuple[in
     return Vector(_registers=whole, _layout=tiled, _is_signed=signed)
 
 
+def vector_of_floats(values: Sequence[Word], layout: Layout, shape: tuple[int, ...]) -> Vector:
+    """`vector_of` of floats, one a register."""
+    tiled = layout.to_mgpu()
+    registers = np.array([_of_one(x) for x in values], dtype=object)
+    registers = registers.reshape(tiled.registers_shape(shape))
+    return Vector(_registers=registers, _layout=tiled, _is_signed=None)
+
+
 def _of_one(value: Word) -> Value:
     """A vector of MLIR that has one element."""
     undefined = llvm.mlir_undef(ir.VectorType.get((1,), value.value.type))
@@ -170,6 +186,11 @@ def thread() -> Word:
 def select(condition: Word, yes: Number, no: Number) -> Word:
     """yes or no."""
     return Word(arith.select(condition.value, word(yes).value, word(no).value))
+
+
+def select_value(condition: Word, yes: Value, no: Value) -> Value:
+    """`select` of numbers of any kind, in MLIR."""
+    return arith.select(condition.value, yes, no)  # type: ignore[no-any-return]
 
 
 def smaller(a: Number, b: Number) -> Word:
@@ -193,6 +214,26 @@ def in_pairs(values: Sequence[Word]) -> Word:
         pairs = zip(values[::2], values[1::2], strict=True)
         values = [Word(arith.addf(a.value, b.value)) for a, b in pairs]
     return values[0]
+
+
+def product(a: Word, b: Word) -> Word:
+    """The product of floats."""
+    return Word(arith.mulf(a.value, b.value))
+
+
+def fused(a: Word, b: Word, c: Word) -> Word:
+    """a * b + c of floats, rounded once."""
+    return Word(math.fma(a.value, b.value, c.value))
+
+
+def larger_float(a: Word, b: Word) -> Word:
+    """The maximum of floats; NaN if one of them is."""
+    return Word(arith.maximumf(a.value, b.value))
+
+
+def float_of_digit(x: Word) -> Word:
+    """An integer without a sign as the nearest float32."""
+    return Word(arith.uitofp(ir.F32Type.get(), x.value))
 
 
 def sum_over_lanes(x: Word, lanes: int) -> Word:
@@ -226,14 +267,17 @@ def barrier() -> None:
     mgpu.warpgroup_barrier()
 
 
-def logarithm(x: jax.Array) -> jax.Array:
-    """The natural logarithm of a number of the kernel, to the last bits in any kernel."""
+def of_numbers(function: Callable[..., jax.Array], *numbers: jax.Array | float) -> jax.Array:
+    """A function of vectors, of float32 numbers of the kernel: Pallas has no bits of a number."""
+    layout = warp_layout()
+    vectors = (lax.broadcast_in_dim(jnp.float32(x), (WARP,), ()) for x in numbers)
+    vector = function(*(GPU.layout_cast(x, layout) for x in vectors))
 
-    def body(value: Vector) -> Vector:
-        return Vector.splat(math.log(word(value).value), ())
+    def body(elements: Vector) -> Vector:
+        return Vector.splat(words(elements)[0].value, ())
 
     kind = result((), jnp.float32, GPU.Layout.WG_SPLAT)
-    return inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
+    return inline(body, (vector,), (layout,), kind)  # type: ignore[no-any-return]
 
 
 def again(x: jax.Array) -> jax.Array:
@@ -343,6 +387,11 @@ def store(ref: Value, index: Number, value: Number) -> None:
     memref.store(word(value).value, ref, [_index(index)])
 
 
+def store_value(ref: Value, index: Number, value: Value) -> None:
+    """`store` of a number of any kind, in MLIR."""
+    memref.store(value, ref, [_index(index)])
+
+
 def as_long(high: Word, low: Word) -> Word:
     """A 64-bit integer of two halves."""
     long = ir.IntegerType.get_signless(64)
@@ -397,6 +446,11 @@ def add_atomically(ref: Value, index: Number, by: Number) -> Word:
     """Add to an integer in shared memory; its value before."""
     pointer = place(ref, index, i32())
     return _assembled("atom.shared.add.u32 $0, [$1], $2;", "=r,l,r", [pointer, word(by).value])
+
+
+def sum_of_warp(x: Word) -> Word:
+    """The sum of integers of all lanes of a warp; each of them gets it."""
+    return _assembled("redux.sync.add.s32 $0, $1, -1;", "=r,r", [x.value])
 
 
 def from_lane_below(x: Word, distance: int) -> Word:

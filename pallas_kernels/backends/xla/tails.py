@@ -63,15 +63,35 @@ def with_following(
 
     offset: [] int32, the column where its first group begins.
     """
-    rows, width = x.shape
+    width = x.shape[1]
+    last = x[:, width - last_columns(width) :]
+    return Part(x, tail_of_shard(last, width, following, offset), offset)
+
+
+def last_columns(width: int) -> int:
+    """How many columns of a shard of so many may be in the groups that it does not hold whole."""
+    return min(width, 2 * WIDTH - 1)
+
+
+def tail_of_shard(
+    last: Float[Array, "N L"], width: int, following: Float[Array, "N F"], offset: jax.Array
+) -> Float[Array, "N T W"]:
+    """The two groups that a device's columns may not hold whole.
+
+    Args:
+      last: its `last_columns`.
+      width: how many columns it has.
+      following: the columns behind them.
+      offset: [] int32, the column where its first group begins.
+    """
+    rows = last.shape[0]
     num_whole = width // WIDTH - 1
     # Two groups are left: the columns from here on, and what follows them.
     tail = offset + num_whole * WIDTH
-    last_columns = min(width, 2 * WIDTH - 1)
-    ahead = jnp.full((rows, 2 * WIDTH), -jnp.inf, x.dtype)
-    line = jnp.concatenate([x[:, width - last_columns :], following, ahead], axis=1)
-    last = lax.dynamic_slice_in_dim(line, tail - (width - last_columns), 2 * WIDTH, axis=1)
+    ahead = jnp.full((rows, 2 * WIDTH), -jnp.inf, last.dtype)
+    line = jnp.concatenate([last, following, ahead], axis=1)
+    start = tail - (width - last_columns(width))
+    columns = lax.dynamic_slice_in_dim(line, start, 2 * WIDTH, axis=1)
     # What begins behind the columns is the next device's.
     begins = tail + jnp.arange(2, dtype=jnp.int32) * WIDTH
-    groups = jnp.where((begins < width)[None, :, None], last.reshape(rows, 2, WIDTH), -jnp.inf)
-    return Part(x, groups, offset)
+    return jnp.where((begins < width)[None, :, None], columns.reshape(rows, 2, WIDTH), -jnp.inf)

@@ -14,7 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.mosaic_gpu import cluster_kernel, finish_kernel, rows_kernel
+from pallas_kernels.backends.mosaic_gpu import (
+    chosen_groups,
+    cluster_kernel,
+    finish_kernel,
+    groups_kernel,
+)
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
 from pallas_kernels.contract.changes import Changes
@@ -38,7 +43,8 @@ class Case:
     call: Callable[[], Any]
     check: Callable[[Any], None]
     modules: tuple[ModuleType, ...] = (
-        rows_kernel,
+        groups_kernel,
+        chosen_groups,
         finish_kernel,
         cluster_kernel,
     )  # which make its kernels
@@ -50,8 +56,9 @@ def matches(expected: oracle.Expected) -> Callable[[Any], None]:
 
 def edge_rows(schedule: Schedule) -> np.ndarray:
     """[N, V] in the schedule's dtype; the first rows are those that small cases take."""
-    assert schedule.splits <= schedule.num_steps, f"{schedule} has programs without a step"
-    vocabulary, width = schedule.vocabulary, schedule.group_width
+    steps, splits = schedule.num_steps, schedule.splits
+    assert min(steps, 1) <= splits <= steps, f"{schedule} has programs without a step, or none"
+    vocabulary, width = schedule.vocabulary, schedule.part_width
     rng = np.random.default_rng(vocabulary)
     ids = np.arange(vocabulary)
     normal, ties, one, *invalid = oracle.edge_rows(vocabulary, "float64", width)
@@ -203,9 +210,11 @@ def parts(name: str, schedule: Schedule, k: int) -> Case:
                 continue
             values = x[row].astype(np.float64)
             if np.isnan(values).any():
-                assert np.isnan(sum_exp[target])
+                assert maximum[target] == INF
                 continue
-            assert maximum[target] == values.max()
+            # XLA, on a CPU, takes subnormal numbers for 0 where it joins groups.
+            subnormal = abs(values.max()) < 2.0**-126
+            assert maximum[target] == (0 if subnormal else values.max())
             assert num_larger[target] == (values > selected[target]).sum()
             if not oracle.is_valid(values):
                 assert not 0 < sum_exp[target] < INF or maximum[target] == INF
@@ -289,8 +298,8 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: separate(
             "T = 1e-39", Schedule(8192, bf16, 256, 1), 2, rows=few, temperatures=(1e-39,)
         ),
-        lambda: separate("edges only", Schedule(4100, f16, 128, 0), 0),
-        lambda: separate("shortest row", Schedule(2048, f32, 128, 1), 65, rows=few),
+        lambda: separate("edges only", Schedule(4092, f16, 128, 0), 0),
+        lambda: separate("shortest row", Schedule(2048, f32, 128, 0), 65, rows=few),
         lambda: plain("no options", Schedule(8448, f32, 256, 2), 5),
         lambda: plain("no options, K = 0", Schedule(8449, bf16, 256, 1), 0),
         lambda: separate("narrow groups", chosen(64, 9000, 64, f32), 64, rows=few),
@@ -299,7 +308,7 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: separate("K = 300, odd", chosen(64, 50_257, 300, f32), 300, rows=few),
         lambda: separate("K = 512", chosen(64, 131_072, 512, bf16), 512, rows=few),
         lambda: crowded("crowded", Schedule(8450, bf16, 128, 1), 5),
-        lambda: crowded("crowded, more than groups", Schedule(2048, f32, 128, 1), 129),
+        lambda: crowded("crowded, more than groups", Schedule(2048, f32, 128, 0), 129),
         lambda: crowded("crowded, K = 300", Schedule(4352, f16, 128, 1), 300),
         lambda: fused("fused, K = 0", Schedule(4352, bf16, 128, 1), 0),
         lambda: fused("fused", Schedule(8448, f32, 256, 1), 5),
@@ -346,7 +355,7 @@ def option_cases() -> list[Callable[[], Case]]:
         lambda: small("mask, odd", Schedule(8195, bf16, 128, 1), 3, changed=mask),
         lambda: with_options("mask, float32, split", Schedule(12_290, f32, 256, 2), 5,
                              changed=mask),
-        lambda: small("mask, edges only", Schedule(4100, f16, 128, 0), 0, changed=mask),
+        lambda: small("mask, edges only", Schedule(4092, f16, 128, 0), 0, changed=mask),
         lambda: inclusive("mask and bias", Schedule(8452, bf16, 128, 1), 4, changed=both),
         lambda: small("bias, fused", Schedule(8195, f16, 128, 1), 2, changed=bias, fused=True),
     ]  # fmt: skip

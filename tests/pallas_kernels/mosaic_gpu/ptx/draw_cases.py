@@ -18,7 +18,6 @@ from pallas_kernels.backends.mosaic_gpu import (
     finish_kernel,
     groups,
     groups_kernel,
-    rows_kernel,
 )
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
 from pallas_kernels.contract.changes import Changes, apply, prepared
@@ -212,7 +211,7 @@ def verification(name: str, names: tuple[str, ...] = ()) -> Case:
         assert len(set(np.asarray(found[1]).tolist())) > 1
 
     schedule = fixed(vocabulary, "float32")
-    modules = draw, count_larger, groups_kernel, rows_kernel, finish_kernel, cluster_kernel
+    modules = draw, count_larger, groups_kernel, finish_kernel, cluster_kernel
     return Case(name, schedule, 2, logits[..., 0].size, call, check, modules)
 
 

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import (
+    chosen_groups,
     cluster_kernel,
     compat,
     finish_kernel,
-    rows_kernel,
+    groups_kernel,
 )
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.contract.rows import Outputs
@@ -133,10 +134,11 @@ class Stand:
         return call
 
 
+MODULES = groups_kernel, chosen_groups, finish_kernel, cluster_kernel  # of a call without sampling
+
+
 @contextlib.contextmanager
-def executed(
-    stand: Stand, modules: tuple[Any, ...] = (rows_kernel, finish_kernel, cluster_kernel)
-) -> Iterator[None]:
+def executed(stand: Stand, modules: tuple[Any, ...] = MODULES) -> Iterator[None]:
     """Run the kernels that these modules make as PTX, within the context."""
     with contextlib.ExitStack() as stack:
         for module in modules:

@@ -1,6 +1,6 @@
 """Every path of the GPU kernels, executed from its PTX: `.ci/heavy ptx`.
 
-    --of LANE ... the cases of these kernels: rows, groups, draw
+    --of LANE ... the cases of these kernels: rows, groups, draw, bits
     --only WORD   the cases whose names have it
     --often       each under CTAs together and, for K up to 64, in another order
     --mutants N   spoil N instructions of four calls' kernels too, one at a time (default 300)
@@ -22,7 +22,14 @@ import jax
 import numpy as np
 
 from pallas_kernels.testing import chips, compile_target
-from tests.pallas_kernels.mosaic_gpu.ptx import cases, draw_cases, kernels, mutants, sampled_cases
+from tests.pallas_kernels.mosaic_gpu.ptx import (
+    bits_cases,
+    cases,
+    draw_cases,
+    kernels,
+    mutants,
+    sampled_cases,
+)
 from tests.pallas_kernels.mosaic_gpu.ptx.cases import Case
 from tests.ptx_machine.arithmetic import Hardware
 from tests.ptx_machine.parser import PtxError
@@ -56,6 +63,7 @@ LANES = {
     "rows": (cases.all_cases, cases.option_cases),
     "groups": (sampled_cases.sampled_cases,),
     "draw": (draw_cases.draw_cases,),
+    "bits": (bits_cases.bits_cases,),
 }
 MUTANTS = (
     cases.mutant_case, cases.option_mutant_case,

@@ -13,7 +13,6 @@ from pallas_kernels.backends.mosaic_gpu import (
     cluster_kernel,
     finish_kernel,
     groups_kernel,
-    rows_kernel,
 )
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule
@@ -31,7 +30,7 @@ ERROR = 2e-6
 
 def fixed(vocabulary: int, dtype: str, splits: int = 1) -> Schedule:
     """A cut of rows into fixed groups."""
-    return Schedule(vocabulary, dtype, WIDTH, splits, fixed=True)
+    return Schedule(vocabulary, dtype, WIDTH, splits)
 
 
 def check_sums(found: Any, raw: Any, x: np.ndarray, temperatures: np.ndarray) -> None:
@@ -159,7 +158,7 @@ def split_columns(name: str) -> Case:
             np.testing.assert_array_equal(mine[valid, :FEW], other[valid, :FEW])
         assert (np.asarray(found.top_ids)[valid] >= 0).any()
 
-    modules = groups_kernel, rows_kernel, finish_kernel, cluster_kernel
+    modules = groups_kernel, finish_kernel, cluster_kernel
     return Case(name, fixed(4400, "float32"), 64, len(x), call, check, modules)
 
 
