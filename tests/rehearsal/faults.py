@@ -28,7 +28,7 @@ FAULTS = {
         GPU + "row_sum",
         "totals.append((a + b) + (c + d))",
         "totals.append(a + (c + d))",
-        frozenset({"rows", "greedy", "edges"}),
+        frozenset({"rows", "greedy", "changes", "edges"}),
     ),
     "a rank off by one": Fault(
         GPU + "finish_kernel", "rank = 1 + count", "rank = count", frozenset({"rows", "edges"})
@@ -43,7 +43,7 @@ FAULTS = {
         GPU + "groups_kernel",
         "terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]",
         "terms = [a for a, b in zip(terms[::2], terms[1::2], strict=True)]",
-        frozenset({"groups", "draws", "verify"}),
+        frozenset({"rows", "greedy", "changes", "edges", "groups", "draws", "verify"}),
     ),
     "equal logits counted": Fault(
         GPU + "count_larger",
