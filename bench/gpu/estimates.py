@@ -146,8 +146,8 @@ def missed(shape: Shape, found: Estimate, chip: model.Chip) -> list[str]:
     """A sentence for each promise of the model that a call with all options does not keep."""
     out = []
     take = found.pass2.per_thread / max(shape.k, 1)
-    most_taken = TAKE[max(version for version in TAKE if version <= jax.__version_info__)]
-    most_taken += WEIGH * -(-shape.vocabulary // (GROUP * WARPGROUP)) / max(shape.k, 1)
+    of_jax = TAKE[max(version for version in TAKE if version <= jax.__version_info__)]
+    most_taken = of_jax + WEIGH * -(-shape.vocabulary // (GROUP * WARPGROUP)) / max(shape.k, 1)
     if shape.k >= 20 and take > most_taken:
         out.append(f"pass 2 issues {take:.0f} instructions a token and thread > {most_taken:.0f}")
     if (shape.rows, shape.k) == (64, 20) and found.pass2.latency > LATENCY:

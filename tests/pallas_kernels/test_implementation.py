@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_specdec.control import IMPLEMENTATIONS
 from pallas_kernels import gpu_obstacle, greedy, topk_logprobs, use_implementation
 from pallas_kernels.backends import choose
-from pallas_kernels.backends.mosaic_gpu import finish_kernel
+from pallas_kernels.backends.mosaic_gpu import selection
 from pallas_kernels.lowering.implementation import Implementation, in_force
 from pallas_kernels.meshes.placement import Split
 from pallas_kernels.meshes.split import on_own_part
@@ -167,7 +167,7 @@ def test_kernels_that_cannot_be_lowered(monkeypatch, untried):
 
     expected = for_cuda(functools.partial(program, implementation="xla"), long, IDS)
     # More than shared memory holds.
-    monkeypatch.setattr(finish_kernel, "capacity", lambda k: 1 << 15)
+    monkeypatch.setattr(selection, "capacity", lambda k: 1 << 15)
     text, found = warned(program, long, IDS)
     assert KERNEL not in text
     assert text.count("chlo.top_k") == expected.count("chlo.top_k") > 0

@@ -435,11 +435,14 @@ def _weighted(terms: list[jax.Array], exponents: list[jax.Array], layout: Layout
 
     def body(*pieces: Vector) -> Vector:
         pairs = zip(pieces[: len(terms)], pieces[len(terms) :], strict=True)
-        first, *others = (zip(*map(thread.words, pair), strict=True) for pair in pairs)
+        first, *others = ([*zip(*map(thread.words, pair), strict=True)] for pair in pairs)
         # Contracted here, and so not by one compiler and not by another one.
-        totals = [thread.product(*pair) for pair in first]
+        totals = [thread.product(term, exponent) for term, exponent in first]
         for piece in others:
-            totals = [thread.fused(*pair, x) for pair, x in zip(piece, totals, strict=True)]
+            totals = [
+                thread.fused(term, exponent, total)
+                for (term, exponent), total in zip(piece, totals, strict=True)
+            ]
         total = thread.sum_over_lanes(thread.in_pairs(totals), width // RUN)
         return thread.one_each(total, layout.reduce(1), (groups,))
 
