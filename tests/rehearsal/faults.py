@@ -26,8 +26,8 @@ class Fault(NamedTuple):
 FAULTS = {
     "a term dropped": Fault(
         GPU + "row_sum",
-        "totals.append((a + b) + (c + d))",
-        "totals.append(a + (c + d))",
+        "total, *others = thread.words(digits)",
+        "total, _, *others = thread.words(digits)",
         frozenset({"rows", "greedy", "changes", "edges"}),
     ),
     "a rank off by one": Fault(
