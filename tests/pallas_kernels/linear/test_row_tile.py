@@ -225,7 +225,7 @@ def test_row_blocks_of_a_split_head(monkeypatch):
     """Without tiles: many rows of a vocabulary's shard are read in blocks, and their loop's state
     must not vary over the shards."""
     monkeypatch.setattr(
-        "pallas_kernels.linear.forward.choose_schedule",
+        "pallas_kernels.linear.forward.choose_linear_schedule",
         lambda rows, width, *_: schedules.LinearSchedule(16, width, width, 8),
     )
     arrays = case()
