@@ -1,32 +1,40 @@
 """`topk_logprobs` by the TPU kernel, which reads the logits once.
 
-The kernel makes statistics and the top K of each row. XLA gathers the logits of given tokens and
-extra ones before, and makes the outputs after it (`finish`), from a few numbers a row.
+The kernel makes the groups' maxima and sums and the top K of each row. XLA gathers the logits of
+given tokens and extra ones before, makes rows' sums of the groups' (`row_totals.joined`), and the
+outputs (`finish`), from a few numbers a row.
 
-The kernel masks forbidden tokens, and those that a bias names: XLA puts these back (`parts`).
+The kernel masks forbidden tokens. Of rows with a bias it reads a changed copy: a group's sum is
+that of its changed logits. Where a shard begins inside of a group, the groups take a launch of
+their own (`groups_of_rows.read_groups`).
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.answers import with_biased
+from pallas_kernels.backends.groups import Top
 from pallas_kernels.backends.mosaic_tpu import rows_kernel
+from pallas_kernels.backends.mosaic_tpu.groups_of_rows import (
+    group_sums,
+    in_rows,
+    in_units,
+    read_groups,
+    scale_of,
+)
 from pallas_kernels.backends.mosaic_tpu.schedule import (
     CUT,
-    SUBLANES,
     Schedule,
     choose_schedule,
     must_fit,
 )
-from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, Interpret
+from pallas_kernels.backends.mosaic_tpu.unit import Interpret
+from pallas_kernels.backends.row_totals import PartSums, inverse_of, joined
+from pallas_kernels.backends.xla.tails import with_following
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.lowering.forms import barrier, vary_like
 from pallas_kernels.numbers.ordered_keys import limit_of_count
-
-LN_2 = 0.6931471805599453
-LARGEST = 3.4028234663852886e38  # float32
 
 
 def row_sums(
@@ -41,6 +49,57 @@ def row_sums(
     Raises:
       DoesNotFit: the chip's VMEM is too small.
     """
+    part = sums_of_part(rows, None, jnp.int32(0), selected, outputs, interpret, cut)
+    inverse = inverse_of(rows.temperatures, selected.shape[0])
+    return joined(part, inverse, outputs.k, rows.logits.shape[1])
+
+
+def sums_of_part(
+    rows: Rows,
+    following: jax.Array | None,
+    offset: jax.Array,
+    selected: jax.Array,
+    outputs: Outputs,
+    interpret: Interpret = False,
+    cut: tuple[int, int] = CUT,
+) -> PartSums:
+    """`xla.rows.part_sums` on a TPU.
+
+    Raises:
+      DoesNotFit: the chip's VMEM is too small.
+    """
+    changes = rows.changes
+    biased = changes is not None and changes.bias is not None
+    listed = changes is not None or rows.row_ids is not None
+    if biased or (listed and following is not None):
+        x = barrier(of_logits.apply(rows.logits[rows.places], changes))
+        rows = rows._replace(logits=x, row_ids=None, changes=None)
+    if following is None:
+        return read_rows(rows, selected, outputs, True, interpret, cut)
+    inverse = inverse_of(rows.temperatures, selected.shape[0])
+    part = with_following(rows.logits, following, offset)
+    groups, _ = read_groups(part, inverse, False, interpret, cut, weighted=outputs.entropy)
+    sums = read_rows(rows, selected, outputs._replace(entropy=False), False, interpret, cut)
+    return sums._replace(groups=groups)
+
+
+def largest(rows: Rows, k: int) -> Top:
+    """The k largest logits of rows; no logit is larger than infinity."""
+    infinite = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
+    sums = read_rows(rows, infinite, Outputs(k), False)
+    there = sums.top_logits > -jnp.inf
+    return Top(jnp.where(there, sums.top_ids, jnp.int32(-1)), sums.top_logits)
+
+
+def read_rows(
+    rows: Rows,
+    selected: jax.Array,
+    outputs: Outputs,
+    grouped: bool,
+    interpret: Interpret = False,
+    cut: tuple[int, int] = CUT,
+) -> PartSums:
+    """One launch of the kernel; the groups of rows that are not grouped are none."""
     num_targets, k = selected.shape[0], outputs.k
     logits, row_ids, changes = rows.logits, rows.row_ids, rows.changes
     dtype, read = logits.dtype.name, logits
@@ -59,13 +118,15 @@ def row_sums(
         masked=allowed is not None,
         interpreted=bool(interpret),
         cut=cut,
+        grouped=grouped,
     )
     must_fit(schedule)
     count = jnp.full((1,), num_targets, jnp.int32)
     if rows.num_rows is not None:
         count = jnp.clip(rows.num_rows, 0, num_targets).reshape(1)
     first, shift = _rows_to_copy(schedule, row_ids)
-    constants = constants_of_rows(schedule, selected, outputs.inclusive, rows.temperatures, shift)
+    inverse = inverse_of(rows.temperatures, num_targets)
+    constants = constants_of_rows(schedule, selected, outputs.inclusive, inverse, shift)
     inputs = [count, first, read, constants]
     if allowed is not None:
         more = (
@@ -74,16 +135,14 @@ def row_sums(
         )
         inputs.append(in_units(schedule, jnp.pad(allowed, ((0, more[0]), (0, more[1])))))
     results = rows_kernel.call(schedule, interpret, *vary_like(inputs, inputs))
-    stats, values, ids = (in_rows(schedule, x)[:num_targets] for x in results)
-    sums = RowSums(
-        maximum=stats[:, 0],
-        sum_exp=stats[:, 2],
-        num_larger=stats[:, 1].astype(jnp.int32),
+    larger, values, ids, *groups = (in_rows(schedule, x)[:num_targets] for x in results)
+    number = rows_kernel.groups_of(schedule).number if grouped else 0
+    return PartSums(
+        groups=group_sums(groups or [larger, larger], number),
+        num_larger=larger[:, 0].astype(jnp.int32),
         top_ids=ids[:, :k],
         top_logits=values[:, :k],
-        weighted=stats[:, 3] * jnp.float32(LN_2) if outputs.entropy else None,
     )
-    return with_biased(sums, rows, selected, outputs)
 
 
 def _rows_to_copy(schedule: Schedule, row_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -105,30 +164,12 @@ def constants_of_rows(
     schedule: Schedule,
     selected: jax.Array,
     inclusive: bool,
-    temperatures: jax.Array | None,
+    inverse: jax.Array,
     shift: jax.Array,
 ) -> jax.Array:
     """What the kernel takes of each row: [rows of batches, 3] int32, `unit.RowConstants`."""
     limit = limit_of_count(selected, inclusive)
-    scale = jnp.full(selected.shape, LOG2_E, jnp.float32)
-    if temperatures is not None:  # finite in any case: a bad temperature makes no row invalid
-        inverse = LOG2_E / jnp.where(temperatures > 0, temperatures, jnp.float32(1))
-        scale = jnp.minimum(inverse, jnp.float32(LARGEST))
-    columns = [lax.bitcast_convert_type(x, jnp.int32) for x in (limit, scale)]
+    columns = [lax.bitcast_convert_type(x, jnp.int32) for x in (limit, scale_of(inverse))]
     rows = schedule.num_batches * schedule.batch_rows
     table = jnp.stack([*columns, shift], axis=1)
     return in_units(schedule, jnp.pad(table, ((0, rows - schedule.num_targets), (0, 0))))
-
-
-def in_units(schedule: Schedule, x: jax.Array) -> jax.Array:
-    """x [rows, n] in the kernel's order: of each unit first the even, then the odd rows."""
-    if schedule.halves == 1:
-        return x
-    return x.reshape(-1, SUBLANES, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-
-
-def in_rows(schedule: Schedule, x: jax.Array) -> jax.Array:
-    """The inverse of `in_units`."""
-    if schedule.halves == 1:
-        return x
-    return x.reshape(-1, 2, SUBLANES, x.shape[1]).swapaxes(1, 2).reshape(x.shape)

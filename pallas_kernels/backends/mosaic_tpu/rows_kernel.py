@@ -29,9 +29,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.backends.mosaic_tpu.group_sweep import (
+    LOWEST,
+    Groups,
+    Sweep,
+    half_of,
+    memory,
+)
 from pallas_kernels.backends.mosaic_tpu.schedule import LANES, PUSHED_GROUP, SUBLANES, Schedule
 from pallas_kernels.backends.mosaic_tpu.unit import (
-    LOG2_E,
     SHAPE,
     Copies,
     Halves,
@@ -42,12 +48,10 @@ from pallas_kernels.backends.mosaic_tpu.unit import (
     chains,
     turn_bits,
 )
-from pallas_kernels.backends.row_totals import LEAST
 from pallas_kernels.lowering.row_pieces import in_pairs as tree
 from pallas_kernels.numbers.ordered_keys import as_integers, floats, ordered_keys, turned
 
 MIN_INT = -(1 << 31)
-LOWEST = -3.4028234663852886e38  # float32
 MIN_NORMAL = 1.1754943508222875e-38  # float32's smallest normal number
 MIN_NORMAL_BITS = 0x00800000  # the same, as bits
 MAGNITUDE = 0x7FFFFFFF
@@ -57,8 +61,6 @@ NO_ID = float(2**24)
 # Columns whose operations stand together in the first sweep: the compiler keeps to that order, and
 # then few registers are alive. All at once, it loads dozens of them first and stores most again.
 COLUMNS_TOGETHER = 4
-# By so many powers of 2 a row's largest term may exceed 1: sums stay far below float32's largest.
-MOST = 64.0
 
 Stack = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # depth + 1 logits, depth columns
 
@@ -127,7 +129,6 @@ def push_each(stack: Stack, x: list[jax.Array], start: Index, bound: jax.Array) 
 Selection = tuple[Stack, jax.Array]
 Pair = tuple[jax.Array, jax.Array]  # of logits and of their columns or tokens
 Vectors = tuple[jax.Array, ...]
-Totals = tuple[jax.Array, jax.Array, jax.Array]  # maximum, how many are larger, sum
 
 
 def push_groups(
@@ -267,84 +268,44 @@ def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
     lax.fori_loop(0, unit.schedule.k, take, before)
 
 
-class SweepTotals(NamedTuple):
-    """What the first sweep leaves of 8 rows, [8, 1] float32 each."""
-
-    maximum: jax.Array
-    larger: jax.Array  # how many are larger than the given token's logit
-    sum_exp: jax.Array  # where `excess` is at most `MOST`
-    excess: jax.Array  # of the maximum over the first guess of it, in powers of 2
-
-
-def first_sweep(unit: Unit, maxima: jax.Ref) -> list[SweepTotals]:
-    """Statistics of the unit's rows; waits for its chunks one by one.
-
-    The maximum is subtracted before the exponentials, but is not known yet: the largest of the
-    first columns is taken for it. Where that is far from it, `sums_again` adds once more.
+def lane_sweep(unit: Unit, maxima: jax.Ref) -> list[jax.Array]:
+    """The larger logits in each lane, as `Sweep.run`; waits for the unit's chunks one by one.
 
     Leaves the largest logit of every lane of every section in maxima [sections, unit, 128].
     """
     schedule, constants = unit.schedule, unit.constants()
-    least = jnp.full(SHAPE, -jnp.inf, jnp.float32)
-    zero = jnp.zeros(SHAPE, jnp.float32)
+    least, zero = jnp.full(SHAPE, -jnp.inf, jnp.float32), jnp.zeros(SHAPE, jnp.float32)
     for section in range(schedule.sections):
         for half in range(schedule.halves):
-            maxima[section, _half(half), :] = least
-    first = min(schedule.vocabulary, schedule.chunk * LANES)
-    unit.copies.wait(unit.number, jnp.int32(0), first)
+            maxima[section, half_of(half), :] = least
 
-    def largest(loaded: list[Halves], _: Index, carry: Vectors) -> Vectors:
-        by_half = [[column[half] for column in loaded] for half in range(schedule.halves)]
-        peaks = (chains(jnp.maximum, x) for x in by_half)
-        return tuple(jnp.maximum(a, b) for a, b in zip(carry, peaks, strict=True))
-
-    begin = (least,) * schedule.halves
-    first_maxima = unit.over_columns(
-        jnp.int32(0), min(first, schedule.step * LANES), constants, largest, begin
-    )
-    guesses = [jnp.max(x, axis=1, keepdims=True) for x in first_maxima]
-    reference = [jnp.broadcast_to(guess, SHAPE) for guess in guesses]
-
-    def step(loaded: list[Halves], _: Index, carry: tuple[Totals, ...]) -> tuple[Totals, ...]:
+    def step(loaded: list[Halves], _: Index, carry: tuple[Pair, ...]) -> tuple[Pair, ...]:
         out = [*carry]
         for begin in range(0, len(loaded), COLUMNS_TOGETHER):
-            for half, (maximum, larger, total) in enumerate(out):
-                x = [column[half] for column in loaded[begin : begin + COLUMNS_TOGETHER]]
-                terms = [jnp.exp2((logit - reference[half]) * constants[half].scale) for logit in x]
-                for logit in x:
-                    maximum = jnp.maximum(maximum, logit)
-                for logit in x:
-                    larger = larger + jnp.where(logit > constants[half].limit, 1.0, 0.0)
-                out[half] = maximum, larger, total + tree(jnp.add, terms)
+            for half, (maximum, larger) in enumerate(out):
+                for column in loaded[begin : begin + COLUMNS_TOGETHER]:
+                    maximum = jnp.maximum(maximum, column[half])
+                    above = column[half] > constants[half].limit
+                    larger = larger + jnp.where(above, 1.0, 0.0)
+                out[half] = maximum, larger
         return tuple(out)
 
-    def chunk(index: Index, tokens: int, totals: tuple[Pair, ...]) -> tuple[Pair, ...]:
-        pl.when(index > 0)(lambda: unit.copies.wait(unit.number, index, tokens))
-        begin = ((least, zero, zero),) * schedule.halves
+    def chunk(index: Index, tokens: int, totals: Vectors) -> Vectors:
+        unit.copies.wait(unit.number, index, tokens)
+        begin = ((least, zero),) * schedule.halves
         ended = unit.over_columns(index, tokens, constants, step, begin, schedule.first_step)
         section = unit.section(index)
-        for half, (maximum, *_) in enumerate(ended):
-            rows = _half(half)
+        for half, (maximum, _) in enumerate(ended):
+            rows = half_of(half)
             maxima[section, rows, :] = jnp.maximum(maxima[section, rows, :], maximum)
-        return tuple(
-            (larger + a, total + b)
-            for (larger, total), (_, a, b) in zip(totals, ended, strict=True)
-        )
+        return tuple(total + larger for total, (_, larger) in zip(totals, ended, strict=True))
 
-    totals = unit.over_chunks(chunk, ((zero, zero),) * schedule.halves)
-    sweeps = []
-    for half, (larger, total) in enumerate(totals):
-        lanes = tree(jnp.maximum, groups(unit, maxima, half))
-        maximum = jnp.max(lanes, axis=1, keepdims=True)
-        excess = (maximum - guesses[half]) * constants[half].scale[:, :1]
-        sum_exp = jnp.sum(total, axis=1, keepdims=True) * jnp.exp2(-excess)
-        sweeps.append(SweepTotals(maximum, jnp.sum(larger, axis=1, keepdims=True), sum_exp, excess))
-    return sweeps
+    return list(unit.over_chunks(chunk, (zero,) * schedule.halves))
 
 
 def groups(unit: Unit, maxima: jax.Ref, half: int) -> list[jax.Array]:
     """The sections' maxima [8, 128] of half the unit."""
-    return [maxima[section, _half(half), :] for section in range(unit.schedule.sections)]
+    return [maxima[section, half_of(half), :] for section in range(unit.schedule.sections)]
 
 
 def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
@@ -392,37 +353,6 @@ def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
     unit.over_chunks(chunk, None)
 
 
-def sums_again(unit: Unit, half: int, maximum: jax.Array) -> list[jax.Array]:
-    """The sums [8, 1] of half a unit, whose maximum [8, 1] is known.
-
-    They are those of exponentials and, if it is wanted, for the entropy: in exponents of 2.
-    """
-    constants = unit.constants()
-    scale = constants[half].scale
-    finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-    reference = jnp.broadcast_to(finite, SHAPE)
-    entropy = unit.schedule.entropy
-    zero = jnp.zeros(SHAPE, jnp.float32)
-
-    def step(loaded: list[Halves], _: Index, sums: Vectors) -> Vectors:
-        exponents = [(column[half] - reference) * scale for column in loaded]
-        terms = [jnp.exp2(exponent) for exponent in exponents]
-        more = [chains(jnp.add, terms)]
-        if entropy:
-            raised = [jnp.maximum(exponent, jnp.float32(LEAST * LOG2_E)) for exponent in exponents]
-            products = [a * b for a, b in zip(terms, raised, strict=True)]
-            more.append(chains(jnp.add, products))
-        return tuple(a + b for a, b in zip(sums, more, strict=True))
-
-    def chunk(index: Index, tokens: int, totals: Vectors) -> Vectors:
-        begin = (zero,) * len(totals)
-        sums = unit.over_columns(index, tokens, constants, step, begin)
-        return tuple(a + b for a, b in zip(totals, sums, strict=True))
-
-    totals = unit.over_chunks(chunk, (zero,) * (1 + entropy))
-    return [jnp.sum(total, axis=1, keepdims=True) for total in totals]
-
-
 def count_again(unit: Unit, half: int) -> jax.Array:
     """The number [8, 1] of larger logits of half a unit, compared as integers.
 
@@ -443,17 +373,17 @@ def count_again(unit: Unit, half: int) -> jax.Array:
     return jnp.sum(larger, axis=1, keepdims=True)
 
 
-def _half(half: int) -> Span:
-    return pl.ds(half * SUBLANES, SUBLANES)
-
-
 def body(schedule: Schedule, *refs: jax.Ref) -> None:
     """One grid step."""
     count_ref, rows_ref, logits_ref, constants_ref, *rest = refs
     allowed_ref = rest.pop(0) if schedule.masked else None
     semaphores = None if schedule.as_blocks else rest.pop()
     turned_ref = rest.pop() if schedule.masked else None
-    stats_ref, values_ref, ids_ref, buffer, maxima, *of_selection = rest
+    larger_ref, values_ref, ids_ref, *rest = rest
+    of_groups = groups_of(schedule)
+    outputs = rest[: of_groups.outputs] if schedule.grouped else []
+    buffer, maxima, *of_selection = rest[len(outputs) :]
+    waiting = (of_selection.pop(), of_selection.pop()) if schedule.grouped else None
     batch = pl.program_id(0)
     units = lax.div(count_ref[0] + (schedule.unit - 1), schedule.unit)
     first = batch * schedule.batch_units
@@ -470,9 +400,13 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
                 [unit.rows(half) for half in range(schedule.halves)],
                 turned_ref,
             )
-        sweeps = first_sweep(unit, maxima)
-        for half, sweep in enumerate(sweeps):
-            statistics(unit, half, sweep, count_ref[0], stats_ref)
+        if waiting is None:
+            larger = lane_sweep(unit, maxima)
+        else:
+            lane_maxima = maxima if schedule.k else None
+            larger = Sweep(unit, of_groups, outputs, waiting, lane_maxima).run()
+        for half, of_lanes in enumerate(larger):
+            write_larger(unit, half, of_lanes, count_ref[0], larger_ref)
         if schedule.k:
             halves = range(schedule.halves)
             bounds = [threshold(groups(unit, maxima, half), schedule.k) for half in halves]
@@ -515,29 +449,20 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
     put_in_order(first < units)
 
 
-def statistics(
-    unit: Unit, half: int, sweep: SweepTotals, count: jax.Array, stats_ref: jax.Ref
+def write_larger(
+    unit: Unit, half: int, of_lanes: jax.Array, count: jax.Array, larger_ref: jax.Ref
 ) -> None:
-    """Writes the statistics of half a unit; sweeps again where the first sweep was not enough."""
-    active = _is_active(unit, half, count)
+    """Writes the number of larger logits of half a unit; counts again where zeros are compared."""
     rows = unit.rows(half)
-    first = [sweep.maximum, sweep.larger, sweep.sum_exp]
-    stats_ref[rows, :] = _overwrite(jnp.zeros(SHAPE, jnp.float32), 0, first)
+    larger = jnp.sum(of_lanes, axis=1, keepdims=True)
+    larger_ref[rows, :] = jnp.broadcast_to(larger, SHAPE)
 
-    def sums() -> None:
-        again = sums_again(unit, half, sweep.maximum)
-        stats_ref[rows, :] = _overwrite(stats_ref[rows, :], 2, again)
+    def again() -> None:
+        larger_ref[rows, :] = jnp.broadcast_to(count_again(unit, half), SHAPE)
 
-    def larger() -> None:
-        stats_ref[rows, :] = _overwrite(stats_ref[rows, :], 1, [count_again(unit, half)])
-
-    if unit.schedule.entropy:
-        sums()
-    elif unit.schedule.rare:
-        pl.when(_any(~(sweep.excess <= MOST) & active))(sums)
     if unit.schedule.rare:
         near_zero = jnp.abs(unit.constants()[half].limit) < MIN_NORMAL
-        pl.when(_any(near_zero & active))(larger)
+        pl.when(_any(near_zero & _is_active(unit, half, count)))(again)
 
 
 def select_again(
@@ -571,12 +496,9 @@ def _any(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(x, 1.0, 0.0)) > 0.0
 
 
-def _overwrite(out: jax.Array, first: int, columns: list[jax.Array]) -> jax.Array:
-    """out [8, 128] with these columns [8, 1] from `first` on."""
-    lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
-    for i, column in enumerate(columns):
-        out = jnp.where(lanes == first + i, column, out)
-    return out
+def groups_of(schedule: Schedule) -> Groups:
+    """What the kernel reads as groups."""
+    return Groups(schedule.vocabulary, weighted=schedule.entropy, counted=True)
 
 
 def call(
@@ -587,7 +509,7 @@ def call(
     logits: jax.Array,
     constants: jax.Array,
     allowed: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Run the kernel.
 
     Args:
@@ -602,13 +524,18 @@ def call(
         `changes.Changes`.
 
     Returns:
-      Statistics [rows, 128] float32, columns of the maximum, the number of larger logits and the
-      sums; the top K's logits [rows, width] float32 and ids [rows, width] int32. Rows, as those of
+      The number of larger logits [rows, 128] float32, in all columns; the top K's logits
+      [rows, width] float32 and ids [rows, width] int32; of a grouped schedule the maxima, sums and,
+      for the entropy, weighted sums of the groups, [rows, group_width] float32. Rows, as those of
       `constants`, are in the order of `run.in_units`.
     """
     batch, slots = schedule.batch_rows, (schedule.slots, schedule.batch_rows, LANES)
-    widths = (LANES, schedule.out_width, schedule.out_width)
-    dtypes = (jnp.float32, jnp.float32, jnp.int32)
+    widths = [LANES, schedule.out_width, schedule.out_width]
+    dtypes = [jnp.float32, jnp.float32, jnp.int32]
+    if schedule.grouped:
+        groups = groups_of(schedule)
+        widths += [groups.width] * groups.outputs
+        dtypes += [jnp.float32] * groups.outputs
     buffers = 2
     grid: tuple[int, ...] = (schedule.num_batches,)
     of_logits = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -623,6 +550,8 @@ def call(
     if schedule.k:
         shapes = (slots, slots, slots[1:])
         scratch += [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
+    if schedule.grouped:
+        scratch += memory(schedule)
     if schedule.masked:
         scratch.append(pltpu.VMEM((schedule.unit, schedule.words), jnp.int32))
     if not schedule.as_blocks:

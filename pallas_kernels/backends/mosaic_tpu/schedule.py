@@ -15,6 +15,8 @@ SUBLANES = 8
 STEP = 32
 CHUNK = 128  # columns that are copied at a time: 16384 tokens
 CUT = (STEP, CHUNK)
+PAIR = 2  # vectors of a group
+PIECE = 64  # vectors of 8 rows that a sweep over groups works on, beside the next ones
 PUSHED_GROUP = 8  # columns of which the largest logit is pushed, if it is the only one to be
 WORD_COLUMNS = 32  # columns of which a vector of words has the bits
 MIB = 1 << 20
@@ -40,6 +42,7 @@ class Schedule:
     depth: int  # of a stack
     interpreted: bool
     cut: tuple[int, int] = CUT
+    grouped: bool = True  # whether groups' maxima and sums are wanted
     rare: bool = True  # False: without what few rows need, to count what all need
 
     @property
@@ -124,6 +127,21 @@ class Schedule:
         return min(2 * self.step, self.cut[1])
 
     @property
+    def piece(self) -> int:
+        """Columns that half a turn of a sweep over groups works on."""
+        return min(PIECE // self.halves, self.cut[1] // 2)
+
+    @property
+    def waiting(self) -> int:
+        """Groups of 8 rows whose maxima wait while a piece before theirs is worked on."""
+        return self.piece // PAIR * self.halves
+
+    @property
+    def group_width(self) -> int:
+        """Groups that a row of an output has room for: whole vectors."""
+        return -(-self.columns // (PAIR * LANES)) * LANES
+
+    @property
     def chunk(self) -> int:
         """Columns that are copied at a time."""
         return min(self.cut[1], self.columns)
@@ -173,7 +191,15 @@ class Schedule:
         rest = 2 * self.stack_bytes + 4 * self.batch_rows * LANES
         outputs = 2 * 4 * self.batch_rows * (2 * LANES + 2 * self.out_width)
         words = 4 * (2 * self.batch_rows + self.unit) * self.words if self.masked else 0
-        return logits + rest + outputs + words
+        return logits + rest + outputs + words + self.group_bytes
+
+    @property
+    def group_bytes(self) -> int:
+        """Outputs of groups, and the maxima that wait."""
+        if not self.grouped:
+            return 0
+        outputs = 2 * (2 + self.entropy) * self.batch_rows * self.group_width
+        return 4 * (outputs + 2 * self.waiting * SUBLANES * LANES)
 
 
 def choose_schedule(
@@ -186,6 +212,7 @@ def choose_schedule(
     masked: bool = False,
     interpreted: bool = False,
     cut: tuple[int, int] = CUT,
+    grouped: bool = True,
 ) -> Schedule:
     """The schedule of a call on logits of this shape [N, V]."""
     columns = -(-shape[1] // LANES)
@@ -193,7 +220,7 @@ def choose_schedule(
     sections = min(sections, -(-columns // cut[1]))
     depth = 4 if k <= 20 else 6 if k <= 64 else 8
     size = (shape[0], num_targets, shape[1], k, dtype)
-    return Schedule(*size, gathered, entropy, masked, sections, depth, interpreted, cut)
+    return Schedule(*size, gathered, entropy, masked, sections, depth, interpreted, cut, grouped)
 
 
 def vmem_bytes() -> int | None:
