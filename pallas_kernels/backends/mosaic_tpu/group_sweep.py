@@ -12,8 +12,8 @@ terms of one are added, the maxima of the next are made, and wait in VMEM as vec
 
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,9 @@ from pallas_kernels.backends.mosaic_tpu.unit import (
 )
 from pallas_kernels.backends.row_totals import LEAST
 
+Result = TypeVar("Result")
 LOWEST = -3.4028234663852886e38  # float32
-TOGETHER = 4  # groups whose operations stand together: the compiler keeps to that order
+TOGETHER = 8  # groups whose operations stand together: the compiler keeps to that order
 
 
 class Groups(NamedTuple):
@@ -99,10 +100,13 @@ class Sweep:
 
     def store(self) -> None:
         """`run` where nothing is counted."""
-        self.run()
+        self.run(lambda: None)
 
-    def run(self) -> list[jax.Array]:
-        """Writes the outputs; returns the number of larger logits in each lane of each half."""
+    def run(self, at_end: Callable[[], Result]) -> tuple[list[jax.Array], Result]:
+        """Writes the outputs; returns the number of larger logits in each lane of each half.
+
+        at_end: what follows from the lane maxima, which takes long: beside the last piece.
+        """
         schedule, size = self.unit.schedule, self.unit.schedule.piece
         turns = self.groups.tokens // (2 * size * LANES)
         looped = max(turns - 1, 0)
@@ -112,32 +116,35 @@ class Sweep:
                 range(schedule.sections), range(schedule.halves)
             ):
                 self.lane_maxima[section, half_of(half), :] = least
-        # The last vectors of a piece may have their other part in the next chunk.
-        ready = schedule.num_chunks if self.groups.has_offset else 1
-        for chunk in range(ready):
-            self._wait(jnp.int32(chunk))
+        if self.groups.has_offset:  # a piece's last vectors may have a part in the next chunk
+            for chunk in range(schedule.num_chunks):
+                self._wait(jnp.int32(chunk))
         of_first, of_second = self.waiting
         tail = list(self._pieces(looped * 2 * size))
         first = Piece(jnp.int32(0), size * LANES) if looped else tail[0]
         larger = [jnp.zeros(SHAPE, jnp.float32)] * schedule.halves
+        self._wait_for(first)
         self._step(None, first, larger, of_second, of_first)
 
         def turn(i: jax.Array, larger: list[jax.Array]) -> list[jax.Array]:
             start = i * (2 * size)
             pieces = [Piece(start + n * size, size * LANES) for n in range(3)]
+            for piece in pieces[1:]:  # not between the pieces: a condition would part them
+                self._wait_for(piece)
             larger = self._step(pieces[0], pieces[1], larger, of_first, of_second)
-            self._wait_for(pieces[2].start)
             return self._step(pieces[1], pieces[2], larger, of_second, of_first)
 
         if looped:
             larger = lax.fori_loop(0, looped, turn, larger)
         refs = of_first, of_second
         for piece, after in itertools.zip_longest(tail, tail[1:]):
-            if after is not None:
-                self._wait_for(after.start)
+            if after is None:
+                result = at_end()
+            else:
+                self._wait_for(after)
             larger = self._step(piece, after, larger, *refs)
             refs = refs[::-1]
-        return larger
+        return larger, result
 
     def _pieces(self, column: int) -> Iterator[Piece]:
         """The last pieces, from a column on."""
@@ -145,13 +152,16 @@ class Sweep:
         for start in range(column, -(-self.groups.tokens // LANES), size):
             yield Piece(start, min(size * LANES, self.groups.tokens - start * LANES))
 
-    def _wait_for(self, column: Index) -> None:
-        """Waits for the chunk that begins with a column."""
+    def _wait_for(self, piece: Piece) -> None:
+        """Waits for the chunks that begin in a piece."""
         schedule = self.unit.schedule
-        if self.groups.has_offset or schedule.num_chunks == 1:
+        if self.groups.has_offset:  # all were waited for
             return
-        begins = lax.rem(jnp.int32(column), schedule.chunk) == 0
-        pl.when(begins)(lambda: self._wait(lax.div(jnp.int32(column), schedule.chunk)))
+        size = min(schedule.chunk, schedule.piece)
+        for more in range(0, -(-piece.tokens // LANES), size):
+            column = jnp.int32(piece.start + more)
+            chunk, place = lax.div(column, schedule.chunk), lax.rem(column, schedule.chunk)
+            pl.when(place == 0)(functools.partial(self._wait, chunk))
 
     def _wait(self, chunk: jax.Array) -> None:
         schedule, copies = self.unit.schedule, self.unit.copies

@@ -400,16 +400,22 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
                 [unit.rows(half) for half in range(schedule.halves)],
                 turned_ref,
             )
+        halves = range(schedule.halves)
+
+        def bounds_of() -> list[jax.Array]:
+            wanted = halves if schedule.k else []
+            return [threshold(groups(unit, maxima, half), schedule.k) for half in wanted]
+
         if waiting is None:
             larger = lane_sweep(unit, maxima)
+            bounds = bounds_of()
         else:
             lane_maxima = maxima if schedule.k else None
-            larger = Sweep(unit, of_groups, outputs, waiting, lane_maxima).run()
+            sweep = Sweep(unit, of_groups, outputs, waiting, lane_maxima)
+            larger, bounds = sweep.run(bounds_of)
         for half, of_lanes in enumerate(larger):
             write_larger(unit, half, of_lanes, count_ref[0], larger_ref)
         if schedule.k:
-            halves = range(schedule.halves)
-            bounds = [threshold(groups(unit, maxima, half), schedule.k) for half in halves]
             candidates(unit, bounds, stacks)
             for half in halves:
                 rest = (stacks, of_selection[2], values_ref, ids_ref)

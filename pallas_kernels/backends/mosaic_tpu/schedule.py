@@ -16,7 +16,7 @@ STEP = 32
 CHUNK = 128  # columns that are copied at a time: 16384 tokens
 CUT = (STEP, CHUNK)
 PAIR = 2  # vectors of a group
-PIECE = 64  # vectors of 8 rows that a sweep over groups works on, beside the next ones
+PIECE = 128  # vectors of 8 rows that a sweep over groups works on, beside the next ones
 PUSHED_GROUP = 8  # columns of which the largest logit is pushed, if it is the only one to be
 WORD_COLUMNS = 32  # columns of which a vector of words has the bits
 MIB = 1 << 20
@@ -129,7 +129,7 @@ class Schedule:
     @property
     def piece(self) -> int:
         """Columns that half a turn of a sweep over groups works on."""
-        return min(PIECE // self.halves, self.cut[1] // 2)
+        return PIECE // self.halves if self.cut == CUT else self.cut[1] // 2
 
     @property
     def waiting(self) -> int:
