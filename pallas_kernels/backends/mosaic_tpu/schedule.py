@@ -129,7 +129,7 @@ class Schedule:
     @property
     def piece(self) -> int:
         """Columns that half a turn of a sweep over groups works on."""
-        return PIECE // self.halves if self.cut == CUT else self.cut[1] // 2
+        return min(PIECE // self.halves, self.cut[1])
 
     @property
     def waiting(self) -> int:
