@@ -52,16 +52,16 @@ FAULTS = {
         frozenset({"ranks"}),
     ),
     "a rank off by one, TPU": Fault(
-        TPU + "rows_kernel",
-        "larger = larger + jnp.where(logit > constants[half].limit, 1.0, 0.0)",
-        "larger = larger + jnp.where(logit >= constants[half].limit, 1.0, 0.0)",
+        TPU + "group_sweep",
+        "larger[half] = larger[half] + jnp.where(logits > limit, 1.0, 0.0)",
+        "larger[half] = larger[half] + jnp.where(logits >= limit, 1.0, 0.0)",
         frozenset({"rows", "edges"}),
     ),
     "half of a group's terms, TPU": Fault(
-        TPU + "groups_kernel",
-        "jnp.add, [jnp.exp2((logits - reference) * scale) for logits in x]",
-        "jnp.add, [jnp.exp2((x[0] - reference) * scale)]",
-        frozenset({"groups"}),
+        TPU + "group_sweep",
+        "sums = [self._added(terms)]",
+        "sums = [self._added(terms[:1])]",
+        frozenset({"rows", "groups", "edges"}),
     ),
 }
 

@@ -1,0 +1,165 @@
+"""A row's sum is one number by every TPU kernel, in every batch, over shards (interpreted)."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.backends import answers, read, row_totals
+from pallas_kernels.backends.mosaic_tpu import groups, groups_of_rows, rows
+from pallas_kernels.backends.xla import rows as xla
+from pallas_kernels.contract.rows import Outputs, Rows
+from pallas_kernels.meshes.placement import VocabShard
+from pallas_kernels.sampling import Drafts, Sampling, emitted_logprobs, verify
+from pallas_kernels.sampling.rows import GroupedRows
+from pallas_kernels.testing import oracle
+from tests.support import quick_compile
+from tests.support.interpreted_tpu_kernel import CUT, interpret, run_interpreted
+from tests.support.shards import P, mesh_of
+
+V, R = 1429, 9  # five groups, and 149 tokens of a sixth; three chunks
+TEMPERATURES = np.resize(np.float32([1, 0.5, 2, 0.7]), R)
+MOST = {"log_sum_exp": True, "entropy": True, "top_logits": True}
+
+
+def some_rows(vocabulary=V, dtype=np.float32):
+    """Rows with ties, -inf, a NaN, one token alone, groups of -inf; a token of each."""
+    rng = np.random.default_rng(vocabulary)
+    x = 4 * rng.normal(size=(R, vocabulary))
+    x[0, ::3], x[1, 1:], x[2, 7], x[3, 250:600] = 2.0, -np.inf, np.nan, -np.inf
+    ids = rng.integers(0, vocabulary, R)
+    ids[1] = 0
+    return x.astype(dtype), ids.astype(np.int32)
+
+
+def bits(tree):
+    """The bits of a tree of arrays of 32 bits."""
+    return [np.asarray(leaf).view(np.uint32).tolist() for leaf in jax.tree.leaves(tree)]
+
+
+def called(x, ids, k, temperatures=TEMPERATURES, row_ids=None, num_rows=None, **wanted):
+    """`topk_logprobs` by the kernel."""
+
+    def call(x, ids, row_ids, num_rows, temperatures, interpret, cut):
+        given = Rows(x, ids, row_ids, num_rows, temperatures, jnp.zeros((len(ids), 0), jnp.int32))
+        return answers.topk_logprobs(partial(rows.row_sums, **how), given, Outputs(k, **wanted))
+
+    how = {"interpret": interpret(), "cut": CUT}
+    return run_interpreted(call, x, ids, row_ids, num_rows, temperatures)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_rows_and_groups_are_read_as_one_sum(dtype):
+    """By the kernel of rows, and by that from which sampled rows' logprobs are made."""
+    x, ids = some_rows(dtype=dtype)
+    inverse = 1 / TEMPERATURES
+
+    def of_groups(x, inverse, interpret, cut):
+        part = GroupedRows.of(x).part
+        return groups_of_rows.read_groups(part, inverse, True, interpret, cut, weighted=True)[0]
+
+    def of_rows(x, selected, temperatures, interpret, cut):
+        given = Rows(x, temperatures=temperatures)
+        return rows.sums_of_part(
+            given, None, jnp.int32(0), selected, Outputs(3, entropy=True), interpret, cut
+        ).groups
+
+    by_groups = run_interpreted(of_groups, jnp.asarray(x), inverse)
+    by_rows = run_interpreted(of_rows, jnp.asarray(x), np.zeros(R, np.float32), TEMPERATURES)
+    assert bits(by_groups) == bits(by_rows)
+
+
+def test_no_batch_and_no_k_changes_a_bit():
+    """Other rows, K, places and lists of rows, with and without other results."""
+    x, ids = some_rows(dtype=ml_dtypes.bfloat16)
+    whole = called(x, ids, 5, **MOST)
+    for places, k, listed, wanted in (
+        ([4], 0, False, {}),
+        ([8, 0, 5], 2, True, {"entropy": True}),
+        ([*range(R - 1, -1, -1), *range(R)], 5, True, MOST),
+    ):
+        place = np.int32(places)
+        given = {"temperatures": TEMPERATURES[place], **wanted}
+        if listed:
+            given |= {"row_ids": place, "num_rows": np.int32(len(place))}
+        out = called(x if listed else x[place], ids[place], k, **given)
+        assert bits(out.logprobs) == bits(np.asarray(whole.logprobs)[place, : k + 1])
+        if "entropy" in wanted:
+            assert bits(out.entropy) == bits(np.asarray(whole.entropy)[place])
+
+
+def on_shards(x, ids, k, shards, part_sums):
+    """`topk_logprobs` of a vocabulary that devices share, by a read of a part."""
+    width = -(-x.shape[1] // shards)
+    padded = np.pad(x, ((0, 0), (0, width * shards - x.shape[1])))
+
+    def call(x, ids, temperatures):
+        extra = jnp.zeros((len(ids), 0), jnp.int32)
+        given = Rows(x, ids, temperatures=temperatures, extra_token_ids=extra)
+        shard = VocabShard("model", V_OF[0])
+        return answers.topk_logprobs_of_shard(part_sums, given, Outputs(k, **MOST), shard)
+
+    V_OF[0] = x.shape[1]
+    specs = P(None, "model"), P(), P()
+    how = {"mesh": mesh_of(shards), "in_specs": specs, "out_specs": P(), "check_vma": False}
+    return quick_compile.jit(jax.shard_map(call, **how))(padded, ids, TEMPERATURES)
+
+
+V_OF = [0]
+INTERPRETED = {"interpret": interpret(races=False), "cut": CUT}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "shards"), [(1024, 2), (1429, 2), (1429, 4), (2048, 4), (1100, 1)]
+)
+def test_no_shard_changes_a_bit(vocabulary, shards):
+    """Whole groups, and groups that two shards have a part of; padding."""
+    x, ids = some_rows(vocabulary)
+    alone = called(x, ids, 5, **MOST)
+    split = on_shards(x, ids, 5, shards, partial(rows.sums_of_part, **INTERPRETED))
+    assert bits(split) == bits(alone)
+    oracle.assert_matches(alone, oracle.topk_logprobs(x, ids, 5, temperatures=TEMPERATURES))
+
+
+def test_sums_of_shards_as_floats_have_other_bits():
+    """The negative control: each shard's sum as one group, in the order that follows the split."""
+
+    def as_one_group(given, following, offset, selected, outputs):
+        sums = rows.row_sums(given, selected, outputs, **INTERPRETED)
+        number = xla.groups_of_part(given.logits.shape[1], following)
+        return row_totals.as_part(sums, number)
+
+    x, ids = some_rows(1429)
+    alone = called(x, ids, 5, **MOST)
+    assert bits(on_shards(x, ids, 5, 4, as_one_group)) != bits(alone)
+
+
+def test_verification_and_topk_logprobs_are_one_number(monkeypatch):
+    """Raw and scaled, where groups and candidates are read by the kernels."""
+
+    def by_kernel(job, call, by_xla, *given, backends=("mosaic_tpu",), **_):
+        return call(groups, *given) if job == "groups" else by_xla(*given)
+
+    read_groups = partial(groups_of_rows.read_groups, **INTERPRETED)
+    monkeypatch.setattr(read, "kernels_or_xla", by_kernel)
+    monkeypatch.setattr(groups, "read_groups", read_groups)
+    x, _ = some_rows()
+    by_slot, t, k = jnp.asarray(x).reshape(3, 3, V), TEMPERATURES[:3], 4
+    sampling = Sampling.of(3, temperature=jnp.asarray(t), seed=3)
+    drafts = Drafts(jnp.full((3, 2), 9, jnp.int32), jnp.full(3, 2, jnp.int32))
+    jax.clear_caches()
+    verified = verify(by_slot, drafts, sampling, jnp.zeros(3, jnp.int32), k=k)
+    named = np.maximum(np.asarray(verified.token_ids), 0).reshape(-1)
+    there = np.asarray(verified.token_ids >= 0)
+    for scaled in (None, jnp.ones(3, bool)):
+        emitted = emitted_logprobs(by_slot, verified, scaled=scaled)
+        temperatures = np.repeat(t, 3) if scaled is not None else None
+        out = called(x, named, k, temperatures=temperatures)
+        for name in ("logprobs", "token_ranks"):
+            sampled = np.asarray(getattr(emitted, name))
+            other = np.asarray(getattr(out, name)).reshape(sampled.shape)
+            assert bits(sampled[there]) == bits(other[there])
+    jax.clear_caches()
