@@ -8,6 +8,10 @@ lanes that they have elsewhere before these are added.
 
 A reduction over lanes takes long, and many run side by side. So the sweep goes in pieces: while the
 terms of one are added, the maxima of the next are made, and wait in VMEM as vectors.
+
+Of other ways these took more cycles: all maxima of a turn before its sums (11.2 cycles a group, not
+5.9); pieces of 64 vectors (6.6); the sum over lanes by the matrix unit, of terms in three parts of
+bfloat16 (7.0); columns of one lane written by masked stores (as many).
 """
 
 import functools

@@ -1,22 +1,21 @@
 """The TPU kernel: rows come from HBM to VMEM once, and everything else happens there.
 
 A grid step serves a batch of target rows, unit by unit. While a unit is worked on, the copies of
-the next one run. One sweep over its logits in VMEM makes statistics and lane maxima, another one
-finds candidates for the top K (`candidates`): whatever reaches the K-th largest of the row's lane
-maxima (`threshold`) is pushed on the stack of its lane (`Stacks`). When all units of the batch are
-done, the K largest are taken from the stacks of all their rows at once (`order`).
+the next one run. One sweep over its logits in VMEM makes groups' sums, a count and lane maxima
+(`group_sweep.py`), another one finds candidates for the top K (`candidates`): whatever reaches the
+K-th largest of the row's lane maxima (`threshold`) is pushed on the stack of its lane (`Stacks`).
+When all units of the batch are done, the K largest are taken from the stacks of all their rows at
+once (`order`).
 
 Rare rows take another sweep: those whose stacks overflow, or whose order is that of subnormal
-numbers (`scan`), and those whose maximum is far from the first guess.
+numbers (`scan`).
 
 The file goes from the parts to the whole: the stacks of candidates, the bound that these reach,
 their order, the scan of rare rows, the sweeps, and at its end the kernel.
 
 Of other ways these took more cycles: all candidates on stacks without groups of 8 (11 operations a
-logit, not 6); exponentials that one turn starts and the next one adds (a move for each register
-that waits); float16 by integer operations (106,571 cycles at K = 20); the maximum first and the
-exponentials in the second sweep (34 % more at K = 0); integers in the count of larger logits (an
-operation more).
+logit, not 6); float16 by integer operations (106,571 cycles at K = 20); integers in the count of
+larger logits (an operation more).
 """
 
 import functools

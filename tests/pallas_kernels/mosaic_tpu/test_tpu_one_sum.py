@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends import answers, read, row_totals
-from pallas_kernels.backends.mosaic_tpu import groups, groups_of_rows, rows
+from pallas_kernels.backends.groups import Read
+from pallas_kernels.backends.mosaic_tpu import groups_of_rows, rows
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.meshes.placement import VocabShard
@@ -22,6 +23,7 @@ from tests.support.shards import P, mesh_of
 
 V, R = 1429, 9  # five groups, and 149 tokens of a sixth; three chunks
 TEMPERATURES = np.resize(np.float32([1, 0.5, 2, 0.7]), R)
+INTERPRETED = {"interpret": interpret(races=False), "cut": CUT}
 MOST = {"log_sum_exp": True, "entropy": True, "top_logits": True}
 
 
@@ -47,14 +49,14 @@ def called(x, ids, k, temperatures=TEMPERATURES, row_ids=None, num_rows=None, **
         given = Rows(x, ids, row_ids, num_rows, temperatures, jnp.zeros((len(ids), 0), jnp.int32))
         return answers.topk_logprobs(partial(rows.row_sums, **how), given, Outputs(k, **wanted))
 
-    how = {"interpret": interpret(), "cut": CUT}
-    return run_interpreted(call, x, ids, row_ids, num_rows, temperatures)
+    how = INTERPRETED
+    return run_interpreted(call, x, ids, row_ids, num_rows, temperatures, races=False)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_rows_and_groups_are_read_as_one_sum(dtype):
     """By the kernel of rows, and by that from which sampled rows' logprobs are made."""
-    x, ids = some_rows(dtype=dtype)
+    x, _ = some_rows(dtype=dtype)
     inverse = 1 / TEMPERATURES
 
     def of_groups(x, inverse, interpret, cut):
@@ -67,8 +69,9 @@ def test_rows_and_groups_are_read_as_one_sum(dtype):
             given, None, jnp.int32(0), selected, Outputs(3, entropy=True), interpret, cut
         ).groups
 
-    by_groups = run_interpreted(of_groups, jnp.asarray(x), inverse)
-    by_rows = run_interpreted(of_rows, jnp.asarray(x), np.zeros(R, np.float32), TEMPERATURES)
+    by_groups = run_interpreted(of_groups, jnp.asarray(x), inverse, races=False)
+    given = jnp.asarray(x), np.zeros(R, np.float32), TEMPERATURES
+    by_rows = run_interpreted(of_rows, *given, races=False)
     assert bits(by_groups) == bits(by_rows)
 
 
@@ -93,27 +96,27 @@ def test_no_batch_and_no_k_changes_a_bit():
 
 def on_shards(x, ids, k, shards, part_sums):
     """`topk_logprobs` of a vocabulary that devices share, by a read of a part."""
-    width = -(-x.shape[1] // shards)
-    padded = np.pad(x, ((0, 0), (0, width * shards - x.shape[1])))
+    vocabulary = x.shape[1]
+    padded = np.pad(x, ((0, 0), (0, -vocabulary % shards)))
 
     def call(x, ids, temperatures):
         extra = jnp.zeros((len(ids), 0), jnp.int32)
         given = Rows(x, ids, temperatures=temperatures, extra_token_ids=extra)
-        shard = VocabShard("model", V_OF[0])
+        shard = VocabShard("model", vocabulary)
         return answers.topk_logprobs_of_shard(part_sums, given, Outputs(k, **MOST), shard)
 
-    V_OF[0] = x.shape[1]
     specs = P(None, "model"), P(), P()
     how = {"mesh": mesh_of(shards), "in_specs": specs, "out_specs": P(), "check_vma": False}
     return quick_compile.jit(jax.shard_map(call, **how))(padded, ids, TEMPERATURES)
 
 
-V_OF = [0]
-INTERPRETED = {"interpret": interpret(races=False), "cut": CUT}
+SPLITS = (1024, 2), (1429, 4)
+MORE_SPLITS = (1429, 2), (2048, 4), (1100, 1)
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "shards"), [(1024, 2), (1429, 2), (1429, 4), (2048, 4), (1100, 1)]
+    ("vocabulary", "shards"),
+    [*SPLITS, *(pytest.param(*split, marks=pytest.mark.slow) for split in MORE_SPLITS)],
 )
 def test_no_shard_changes_a_bit(vocabulary, shards):
     """Whole groups, and groups that two shards have a part of; padding."""
@@ -138,16 +141,26 @@ def test_sums_of_shards_as_floats_have_other_bits():
 
 
 def test_verification_and_topk_logprobs_are_one_number(monkeypatch):
-    """Raw and scaled, where groups and candidates are read by the kernels."""
-
-    def by_kernel(job, call, by_xla, *given, backends=("mosaic_tpu",), **_):
-        return call(groups, *given) if job == "groups" else by_xla(*given)
-
-    read_groups = partial(groups_of_rows.read_groups, **INTERPRETED)
-    monkeypatch.setattr(read, "kernels_or_xla", by_kernel)
-    monkeypatch.setattr(groups, "read_groups", read_groups)
+    """Raw and scaled: verification gets what the kernel of groups leaves of its rows."""
     x, _ = some_rows()
-    by_slot, t, k = jnp.asarray(x).reshape(3, 3, V), TEMPERATURES[:3], 4
+    t, k = TEMPERATURES[:3], 4
+
+    def of_groups(x, inverse, interpret, cut):
+        return groups_of_rows.read_groups(GroupedRows.of(x).part, inverse, True, interpret, cut)
+
+    by_kernel = run_interpreted(of_groups, jnp.asarray(x), np.repeat(1 / t, 3), races=False)
+    arrays = jax.tree.map(np.asarray, by_kernel)
+
+    def with_groups(job, call, by_xla, *given, **_):
+        found = by_xla(*given)
+        if not (isinstance(found, tuple) and isinstance(found[0], Read)):
+            return found
+        return (
+            found[0]._replace(groups=jax.tree.map(jnp.asarray, sums), raw_sums=jnp.asarray(raw)),
+        )
+
+    monkeypatch.setattr(read, "kernels_or_xla", with_groups)
+    by_slot = jnp.asarray(x).reshape(3, 3, V)
     sampling = Sampling.of(3, temperature=jnp.asarray(t), seed=3)
     drafts = Drafts(jnp.full((3, 2), 9, jnp.int32), jnp.full(3, 2, jnp.int32))
     jax.clear_caches()
