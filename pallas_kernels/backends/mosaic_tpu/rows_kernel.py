@@ -299,8 +299,8 @@ def lane_sweep(unit: Unit, maxima: jax.Ref) -> list[jax.Array]:
             maxima[section, rows, :] = jnp.maximum(maxima[section, rows, :], maximum)
         return tuple(total + larger for total, (_, larger) in zip(totals, ended, strict=True))
 
-    totals: Vectors = (zero,) * schedule.halves
-    return list(unit.over_chunks(chunk, totals))
+    totals: Vectors = unit.over_chunks(chunk, (zero,) * schedule.halves)
+    return list(totals)
 
 
 def groups(unit: Unit, maxima: jax.Ref, half: int) -> list[jax.Array]:
