@@ -56,7 +56,8 @@ def interpreted() -> Iterator[Callable[[], bool]]:
     calls: list[Any] = []
     given = {"interpret": interpreted_tpu_kernel.interpret(races=False),
              "cut": interpreted_tpu_kernel.CUT}  # fmt: skip
-    calling = (rows, "row_sums"), (groups, "row_sums"), (groups, "read_groups")
+    of_rows = (rows, "row_sums"), (rows, "sums_of_part")
+    calling = *of_rows, (groups, "largest"), (groups, "read_groups")
     with ExitStack() as stack:
         stack.enter_context(watched())
         for module, name in calling:

@@ -49,7 +49,7 @@ def row_sums(
     Raises:
       DoesNotFit: the chip's VMEM is too small.
     """
-    part = sums_of_part(rows, None, jnp.int32(0), selected, outputs, interpret, cut)
+    part = sums_of_part(rows, None, jnp.int32(0), selected, outputs, interpret=interpret, cut=cut)
     inverse = inverse_of(rows.temperatures, selected.shape[0])
     return joined(part, inverse, outputs.k, rows.logits.shape[1])
 
@@ -83,10 +83,10 @@ def sums_of_part(
     return sums._replace(groups=groups)
 
 
-def largest(rows: Rows, k: int) -> Top:
+def largest(rows: Rows, k: int, interpret: Interpret = False, cut: tuple[int, int] = CUT) -> Top:
     """The k largest logits of rows; no logit is larger than infinity."""
     infinite = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
-    sums = read_rows(rows, infinite, Outputs(k), False)
+    sums = read_rows(rows, infinite, Outputs(k), False, interpret, cut)
     there = sums.top_logits > -jnp.inf
     return Top(jnp.where(there, sums.top_ids, jnp.int32(-1)), sums.top_logits)
 
