@@ -61,7 +61,7 @@ FAULTS = {
         TPU + "group_sweep",
         "sums = [self._added(terms)]",
         "sums = [self._added(terms[:1])]",
-        frozenset({"rows", "groups", "edges"}),
+        frozenset({"rows", "greedy", "changes", "groups", "edges"}),
     ),
 }
 
