@@ -163,6 +163,13 @@ def test_several_vectors_of_words(dtype, cut):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_chunks_and_pieces_of_their_real_size(dtype):
+    """Of bfloat16 a chunk has two pieces; a turn of float32 has two chunks."""
+    check(normal(2, dtype, 70_001), 2, cut=REAL_CUT, races=False)
+
+
+@pytest.mark.slow
 def test_more_kinds_of_rows_and_calls():
     """More than one batch; maxima far from the first logits; ranks that count equal ones."""
     check(normal(70, BFLOAT16, 300), 2, num_rows=np.int32(67))
