@@ -56,7 +56,7 @@ def interpreted() -> Iterator[Callable[[], bool]]:
     calls: list[Any] = []
     given = {"interpret": interpreted_tpu_kernel.interpret(races=False),
              "cut": interpreted_tpu_kernel.CUT}  # fmt: skip
-    of_rows = (rows, "row_sums"), (rows, "sums_of_part")
+    of_rows = (rows, "row_sums"), (rows, "part_sums")
     calling = *of_rows, (groups, "largest"), (groups, "read_groups")
     with ExitStack() as stack:
         stack.enter_context(watched())

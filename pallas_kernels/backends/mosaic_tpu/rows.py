@@ -49,12 +49,12 @@ def row_sums(
     Raises:
       DoesNotFit: the chip's VMEM is too small.
     """
-    part = sums_of_part(rows, None, jnp.int32(0), selected, outputs, interpret=interpret, cut=cut)
+    part = part_sums(rows, None, jnp.int32(0), selected, outputs, interpret=interpret, cut=cut)
     inverse = inverse_of(rows.temperatures, selected.shape[0])
     return joined(part, inverse, outputs.k, rows.logits.shape[1])
 
 
-def sums_of_part(
+def part_sums(
     rows: Rows,
     following: jax.Array | None,
     offset: jax.Array,

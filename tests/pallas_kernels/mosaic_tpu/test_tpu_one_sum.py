@@ -65,7 +65,7 @@ def test_rows_and_groups_are_read_as_one_sum(dtype):
 
     def of_rows(x, selected, temperatures, interpret, cut):
         given = Rows(x, temperatures=temperatures)
-        return rows.sums_of_part(
+        return rows.part_sums(
             given, None, jnp.int32(0), selected, Outputs(3, entropy=True), interpret, cut
         ).groups
 
@@ -122,7 +122,7 @@ def test_no_shard_changes_a_bit(vocabulary, shards):
     """Whole groups, and groups that two shards have a part of; padding."""
     x, ids = some_rows(vocabulary)
     alone = called(x, ids, 5, **MOST)
-    split = on_shards(x, ids, 5, shards, partial(rows.sums_of_part, **INTERPRETED))
+    split = on_shards(x, ids, 5, shards, partial(rows.part_sums, **INTERPRETED))
     assert bits(split) == bits(alone)
     oracle.assert_matches(alone, oracle.topk_logprobs(x, ids, 5, temperatures=TEMPERATURES))
 
