@@ -87,7 +87,7 @@ def part_sums(
 ) -> PartSums:
     """`xla.rows.part_sums`, by one of the backends where it is faster.
 
-    The kernels' sum of a part is as one group: the order of its terms follows how rows are split.
+    Of kernels without a `part_sums` a part's sum is as one group, in an order of its own.
     """
     logits = rows.logits
     groups = xla.groups_of_part(logits.shape[1], following)
