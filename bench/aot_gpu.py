@@ -192,7 +192,7 @@ def measure(
         "read_groups": (schedule, rows, kind),
         "finish_rows": (schedule, rows, shape.k, *of_pass2),
     }
-    if not is_sampled and cluster_kernel.fits(schedule):
+    if not is_sampled and cluster_kernel.fits_cluster(schedule):
         wanted = {"topk_rows": (schedule, rows, shape.k, kind)}
     if path == "bias":
         wanted["biased_groups"] = (shape,)

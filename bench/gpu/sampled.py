@@ -47,7 +47,7 @@ def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lo
         words = flat_changes(changes, shape.vocabulary)
         every = groups_kernel.read_groups(schedule, logits, inverse, raw, changes=words)
         top = groups.top_of_groups(logits, schedule, every[0], shape.k, changes, words)
-        return [groups.of_rows(out, schedule, number) for out in every], top
+        return [groups.groups_of_rows(out, schedule, number) for out in every], top
 
     rows, kinds = shape.rows, ("int32", "float32") if path == PATHS[3] else ()
     words = device.array((rows, -(-shape.vocabulary // 32)), "int32")

@@ -15,7 +15,7 @@ from jax_specdec.control import DRAFT_WIDTHS, DRAFTERS, IMPLEMENTATIONS
 from jax_specdec.text.tokenizer import Tokenizer
 
 LENGTH_STEP = 128  # slot lengths are multiples of it
-WINDOW = 600.0  # seconds in which losses count
+_WINDOW = 600.0  # seconds in which losses count
 # Options that have the names of fields of `EngineConfig`.
 _SAME = (
     "draft_width", "tensor_parallel", "batch_invariant", "compilation_cache", "implementation",
@@ -197,7 +197,7 @@ def add_restarts(group: Any, *, default: int | None) -> None:
         help="new workers in place of lost ones, for each, within --restart-window; a loss that is "
         f"put down to a request does not count (default: {default_text})")  # fmt: skip
     group.add_argument("--restart-window", type=seconds, metavar="SECONDS",
-        help=f"after which a loss counts no more (default: {WINDOW:g})")  # fmt: skip
+        help=f"after which a loss counts no more (default: {_WINDOW:g})")  # fmt: skip
 
 
 def restarts(options: argparse.Namespace) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
         "on_worker_loss": "restart",
         "resume_lost": True,
         "max_restarts": options.max_restarts,
-        "restart_window": WINDOW if window is None else window,
+        "restart_window": _WINDOW if window is None else window,
     }
 
 

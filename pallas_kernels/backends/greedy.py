@@ -171,7 +171,7 @@ def _of_rows(how: Split) -> Callable[[jax.Array], Greedy]:
     def choose(logits: jax.Array) -> Greedy:
         place = placed(logits, how)
         # Both are computed: where `valid` alone was used, jaxlib's StableHLO passes crashed.
-        return forms.barrier(split.run(place, greedy_of_part, Rows(logits)))
+        return forms.barrier(split.run_split(place, greedy_of_part, Rows(logits)))
 
     @choose.def_vmap
     def _folded(size: int, _: list[bool], logits: jax.Array) -> tuple[forms.Tree, forms.Tree]:

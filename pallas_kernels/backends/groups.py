@@ -19,7 +19,7 @@ from pallas_kernels.lowering.forms import Tree, vary_like
 from pallas_kernels.numbers.ordered_keys import ordered_keys
 from pallas_kernels.numbers.quotient import quotient
 
-Result = TypeVar("Result", bound=Tree)
+_Result = TypeVar("_Result", bound=Tree)
 WIDTH = 256  # tokens of a group
 FEW = 64  # candidates: most rows that are cut need no more
 MANY = 128
@@ -50,7 +50,7 @@ def bounded(inverse: jax.Array) -> jax.Array:
     return jnp.clip(inverse, jnp.float32(1e-30), jnp.float32(LARGEST))
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """A device's part of N rows of logits, as groups: `whole` ones, then those of `tail`."""
 
     logits: Float[Array, "N _"]  # its columns
@@ -83,7 +83,7 @@ class ListedRows(NamedTuple):
     changes: Changes | None = None
 
 
-def top_of(sums: RowSums) -> Top:
+def _top_of(sums: RowSums) -> Top:
     """The top K of sums; -1 where there is no such token."""
     ids = jnp.where(sums.top_logits > -jnp.inf, sums.top_ids, jnp.int32(-1))
     return Top(ids, sums.top_logits)
@@ -92,7 +92,7 @@ def top_of(sums: RowSums) -> Top:
 def largest_of(row_sums: Callable[[Rows, jax.Array, Outputs], RowSums], rows: Rows, k: int) -> Top:
     """The top k of rows, by a backend's read of them; no logit is larger than infinity."""
     infinite = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
-    return top_of(row_sums(rows, infinite, Outputs(k)))
+    return _top_of(row_sums(rows, infinite, Outputs(k)))
 
 
 class RowsToDraw(NamedTuple):
@@ -117,14 +117,14 @@ class Drawn(NamedTuple):
     token_ids: Int32[Array, " B"]
 
 
-def whole_groups(part: Part) -> int:
+def whole_groups(part: RowPart) -> int:
     """How many groups from `offset` on the columns hold whole."""
     width = part.logits.shape[1]
     # A last group that may be cut, or not, by the offset of this device is in the tail.
     return width // WIDTH - (part.tail.shape[1] == 2)
 
 
-def columns_of_groups(part: Part) -> jax.Array:
+def columns_of_groups(part: RowPart) -> jax.Array:
     """The columns [N, 256 G'] of the whole groups."""
     width = whole_groups(part) * WIDTH
     if part.tail.shape[1] < 2:  # they begin with the first column
@@ -132,7 +132,9 @@ def columns_of_groups(part: Part) -> jax.Array:
     return lax.dynamic_slice_in_dim(part.logits, part.offset, width, axis=1)
 
 
-def read_in_two(part: Part, read: Callable[[jax.Array, int, jax.Array | None], Result]) -> Result:
+def read_in_two(
+    part: RowPart, read: Callable[[jax.Array, int, jax.Array | None], _Result]
+) -> _Result:
     """What is found of the whole groups among the columns, and then of the tail's two groups.
 
     Args:

@@ -12,22 +12,22 @@ import jax
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.backends.choose import KERNELS, kernels_or_xla
-from pallas_kernels.backends.groups import FEW, Drawn, ListedRows, Part, Read, RowsToDraw, Top
-from pallas_kernels.backends.row_totals import PartSums, as_part
+from pallas_kernels.backends.groups import FEW, Drawn, ListedRows, Read, RowPart, RowsToDraw, Top
+from pallas_kernels.backends.row_totals import PartSums
 from pallas_kernels.backends.xla import groups
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.lowering.forms import Tree
 
-Arrays = TypeVar("Arrays", bound=Tree)
-Result = TypeVar("Result", bound=Tree)
+_Arrays = TypeVar("_Arrays", bound=Tree)
+_Result = TypeVar("_Result", bound=Tree)
 MOST_GROUPS = 4096  # of a row, that a warpgroup holds in registers: 1,048,576 tokens
 MOST_TAKEN = 128  # tokens of a row, one a thread
 
 
 def read_groups(
-    part: Part,
+    part: RowPart,
     inverse: jax.Array,
     needed: jax.Array,
     k: int,
@@ -85,18 +85,12 @@ def part_sums(
     selected: Float32[Array, " R"],
     outputs: Outputs,
 ) -> PartSums:
-    """`xla.rows.part_sums`, by one of the backends where it is faster.
-
-    Of kernels without a `part_sums` a part's sum is as one group, in an order of its own.
-    """
+    """`xla.rows.part_sums`, by one of the backends where it is faster."""
     logits = rows.logits
-    groups = xla.groups_of_part(logits.shape[1], following)
 
     def by_kernels(kernels: ModuleType, rows: Rows, *rest: jax.Array) -> PartSums:
-        part_sums: Callable[..., PartSums] | None = getattr(kernels, "part_sums", None)
-        if part_sums is not None:
-            return part_sums(rows, *rest, outputs)
-        return as_part(kernels.row_sums(rows, rest[-1], outputs), groups)
+        sums: PartSums = kernels.part_sums(rows, *rest, outputs)
+        return sums
 
     def by_xla(
         rows: Rows, following: jax.Array | None, offset: jax.Array, selected: jax.Array
@@ -142,13 +136,13 @@ def candidates(rows: ListedRows, k: int, *, valid: bool) -> Top:
 
 def draw(
     slots: RowsToDraw,
-    arrays: Arrays,
+    arrays: _Arrays,
     purposes: tuple[int, int],
-    by_xla: Callable[[Arrays], Result],
+    by_xla: Callable[[_Arrays], _Result],
     logits: Float[Array, "N V"],
-    after: Callable[[Drawn, Arrays], Result],
+    after: Callable[[Drawn, _Arrays], _Result],
     changes: Changes | None = None,
-) -> Result:
+) -> _Result:
     """A token of each slot's row, of rows that are whole on a device.
 
     The kernel needs at most `MOST_GROUPS` groups and `MOST_TAKEN` taken tokens; elsewhere XLA does

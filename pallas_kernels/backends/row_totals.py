@@ -78,7 +78,7 @@ def moved(weighted: jax.Array, apart: jax.Array, sums: jax.Array) -> jax.Array:
     return -(weighted + jnp.minimum(by_sum, jnp.float32(0)))
 
 
-def mass(
+def row_mass(
     groups: GroupSums, largest: jax.Array, inverse: jax.Array, vocab_size: int
 ) -> exact_sums.Mass:
     """The rows' sums of exp((x - m) / T), from those of their groups; any split gives its bits."""
@@ -94,7 +94,7 @@ def inverse_of(temperatures: jax.Array | None, num_targets: int) -> jax.Array:
     return jnp.where(jnp.isnan(temperatures), jnp.float32(1), inverse)
 
 
-def largest_of(groups: GroupSums) -> jax.Array:
+def _largest_of(groups: GroupSums) -> jax.Array:
     """m [R]; +inf where a group has a NaN or +inf, whose row has no answer."""
     spoiled = jnp.isnan(groups.maxima) | jnp.isnan(groups.sums)
     return jnp.where(spoiled, jnp.float32(jnp.inf), groups.maxima).max(axis=1)
@@ -118,7 +118,7 @@ def joined(
       shard, width: the part's columns, `width` of them.
     """
     groups = part.groups
-    largest = shard.across_maximum(largest_of(groups))
+    largest = shard.across_maximum(_largest_of(groups))
     apart = scaled(groups.maxima, largest[:, None], inverse[:, None])
     factors = exponential(apart)
     digits = [*exact_sums.digits(groups.sums * factors, vocab_size)]

@@ -32,8 +32,8 @@ from pallas_kernels.linear.types import (
     LogprobScale,
     head_rows,
     loaded,
-    product,
     stored,
+    tile_product,
 )
 from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import barrier, vary_like, varying_axes
@@ -192,7 +192,7 @@ def gradients(
             )
         scaled = barrier((du * jnp.float32(definition.scale)).astype(head.dtype))
         first_factor, second_factor = (hidden, scaled) if axis else (scaled, hidden)
-        by_head = product(first_factor, second_factor, 0, 0).astype(head.dtype)
+        by_head = tile_product(first_factor, second_factor, 0, 0).astype(head.dtype)
         if width % piece:
             old = lax.dynamic_slice_in_dim(sums.head, start, piece, axis)
             is_new = jnp.expand_dims(new, 1 - axis)
@@ -209,13 +209,15 @@ def gradients(
     def added(total: jax.Array, scaled: jax.Array, w: jax.Array) -> jax.Array:
         """total + scaled @ w: [R, H], some rows at a time."""
         if part == rows:
-            return total + product(scaled, w, 1, axis)
+            return total + tile_product(scaled, w, 1, axis)
 
         def some(j: jax.Array, total: jax.Array) -> jax.Array:
             start = jnp.minimum(j * part, rows - part)
             new = start + jnp.arange(part, dtype=jnp.int32) >= j * part
             part_scaled = jnp.where(new[:, None], lax.dynamic_slice_in_dim(scaled, start, part), 0)
-            sums = lax.dynamic_slice_in_dim(total, start, part) + product(part_scaled, w, 1, axis)
+            sums = lax.dynamic_slice_in_dim(total, start, part) + tile_product(
+                part_scaled, w, 1, axis
+            )
             return lax.dynamic_update_slice_in_dim(total, sums, start, 0)
 
         return typed.fori_loop(0, -(-rows // part), some, total)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.groups import WIDTH, Part
+from pallas_kernels.backends.groups import WIDTH, RowPart
 from pallas_kernels.backends.row_totals import inverse_of, joined
 from pallas_kernels.backends.xla.rows import sums_of_part
 from pallas_kernels.backends.xla.tails import (
@@ -145,7 +145,7 @@ def sums_of_tile(
         x, shard, width = columns_of_all(x, shard), WHOLE, vocab_size
     elif shard.axis_name is None:
         x, width = x[:, :vocab_size], vocab_size
-    part = Part(x, tail_of(x), jnp.int32(0))
+    part = RowPart(x, tail_of(x), jnp.int32(0))
     if shard.axis_name is not None and width % WIDTH:
         following = following_columns(x[:, :FOLLOWING], width, shard)
         part = with_following(x, following, (-shard.ids(width)[0] % WIDTH).astype(jnp.int32))

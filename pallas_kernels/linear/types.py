@@ -51,7 +51,7 @@ class Definition(NamedTuple):
     def before_cap(self, hidden: jax.Array, head: jax.Array, bias: jax.Array | None) -> jax.Array:
         """scale * (hidden @ head.T) + bias: [N, W] float32."""
         return self.moved(
-            product(hidden, head, 1, 1 - self.axis), None if bias is None else bias[None]
+            tile_product(hidden, head, 1, 1 - self.axis), None if bias is None else bias[None]
         )
 
     def moved(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -75,7 +75,7 @@ class Definition(NamedTuple):
         return 1 - jnp.square(jnp.tanh(u / jnp.float32(self.soft_cap)))
 
 
-def product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
+def tile_product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
     """a times b, summed over this axis of a and the other of b, accumulated in float32."""
     axes = (((axis,), (other,)), ((), ()))
     return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)

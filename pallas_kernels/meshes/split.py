@@ -213,7 +213,7 @@ def _factors(kind: str, words: list[str]) -> tuple[ArrayMapping, ...]:
 ShardCall = Callable[[VocabShard, Rows], _Result]  # one device's part of a call
 
 
-def run(place: Place, call: ShardCall[_Result], rows: Rows) -> _Result:
+def run_split(place: Place, call: ShardCall[_Result], rows: Rows) -> _Result:
     """`call(shard, rows)` on every device's part of the logits.
 
     Args:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32
 
 from pallas_kernels.contract.types import AnyArray
 
-UPPER = -(1 << 12)  # the bits of a float32's sign, exponent and first 12 digits
+_UPPER = -(1 << 12)  # the bits of a float32's sign, exponent and first 12 digits
 
 
 def quotient(a: Float32[AnyArray, "..."], b: Float32[AnyArray, "..."]) -> Float32[Array, "..."]:
@@ -35,4 +35,4 @@ def quotient(a: Float32[AnyArray, "..."], b: Float32[AnyArray, "..."]) -> Float3
 def _upper(x: Float32[AnyArray, "..."]) -> Float32[Array, "..."]:
     """x with its first 12 digits alone."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    return lax.bitcast_convert_type(bits & jnp.int32(UPPER), jnp.float32)
+    return lax.bitcast_convert_type(bits & jnp.int32(_UPPER), jnp.float32)

@@ -47,7 +47,7 @@ class PaddedKept(NamedTuple):
     log_kept: Float32[jax.Array | np.ndarray, "*rows"]
 
 
-GROUP = 64  # columns whose kept tokens are counted together
+_GROUP = 64  # columns whose kept tokens are counted together
 KEPT_BLOCK = 16  # rows at a time: the work follows the number of rows that were asked for
 LISTED = 128  # ids of each row that are listed at a time: most sets are smaller
 
@@ -188,23 +188,23 @@ def _block(
         group = jax.vmap(lambda e: jnp.searchsorted(e, place, side="right"))(ends)
         group = jnp.minimum(group.astype(jnp.int32), ends.shape[1] - 1)
         before = jnp.take_along_axis(jnp.pad(ends, ((0, 0), (1, 0))), group, axis=1)
-        in_group = jnp.arange(GROUP, dtype=jnp.int32)[None, None, :]
-        column = group[:, :, None] * GROUP + in_group
+        in_group = jnp.arange(_GROUP, dtype=jnp.int32)[None, None, :]
+        column = group[:, :, None] * _GROUP + in_group
         pinned = pin_to_iteration(logits, start)
         x = pinned.at[rows[:, None, None], column].get(mode="fill", fill_value=-jnp.inf)
         batch = column.shape[0]
         if row_changes is not None:
             group_rows = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), LISTED)
             group_changes = of_columns(
-                of_rows(row_changes, group_rows), (group * GROUP).reshape(-1), GROUP
+                of_rows(row_changes, group_rows), (group * _GROUP).reshape(-1), _GROUP
             )
-            x = apply(x.reshape(-1, GROUP), group_changes).reshape(x.shape)
+            x = apply(x.reshape(-1, _GROUP), group_changes).reshape(x.shape)
         kept = keeps(
             x.astype(jnp.float32).reshape(batch, -1), (first_id + column).reshape(batch, -1)
         ).reshape(column.shape)
         rank = jnp.cumsum(kept, axis=2, dtype=jnp.int32)
         is_it = kept & (rank == (place[None, :] - before + 1)[:, :, None])
-        token_ids = first_id + group * GROUP + jnp.argmax(is_it, axis=2).astype(jnp.int32)
+        token_ids = first_id + group * _GROUP + jnp.argmax(is_it, axis=2).astype(jnp.int32)
         return start + LISTED, lax.dynamic_update_slice_in_dim(ids, token_ids, start, 1)
 
     # Sets that are too large are not listed.
@@ -217,5 +217,5 @@ def _block(
 
 def _counts(kept: Bool[Array, "b V"]) -> Int32[Array, "b G"]:
     """How many tokens of each group of columns are kept."""
-    padded = filled(kept, -(-kept.shape[1] // GROUP) * GROUP, False)
-    return padded.reshape(kept.shape[0], -1, GROUP).sum(2, dtype=jnp.int32)
+    padded = filled(kept, -(-kept.shape[1] // _GROUP) * _GROUP, False)
+    return padded.reshape(kept.shape[0], -1, _GROUP).sum(2, dtype=jnp.int32)

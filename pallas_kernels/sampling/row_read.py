@@ -20,7 +20,7 @@ from pallas_kernels.backends.groups import (
     inverse_temperature,
     number_of_groups,
 )
-from pallas_kernels.backends.row_totals import mass
+from pallas_kernels.backends.row_totals import row_mass
 from pallas_kernels.backends.xla.groups import larger_than
 from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import Changes
@@ -109,7 +109,7 @@ def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> 
     valid = jnp.isfinite(largest)
     if k is not None:
         largest = top_logits[:, 0]
-    total = mass(groups, largest, inverse, vocab_size)
+    total = row_mass(groups, largest, inverse, vocab_size)
     read = RowSummary(
         groups=groups,
         top_ids=top_ids,
@@ -127,7 +127,7 @@ def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> 
         return read._replace(log_sum=jnp.where(valid & (inverse == 1), read.log_total, jnp.nan))
     once, sums = jnp.ones_like(inverse), GroupSums(groups.maxima, raw_sums)
     of_one = lax.cond(
-        jnp.all(inverse == 1), lambda: total, lambda: mass(sums, largest, once, vocab_size)
+        jnp.all(inverse == 1), lambda: total, lambda: row_mass(sums, largest, once, vocab_size)
     )
     log_sum = log_of_total(exact_sums.to_float(of_one, vocab_size))
     return read._replace(log_sum=jnp.where(valid, log_sum, jnp.float32(jnp.nan)))

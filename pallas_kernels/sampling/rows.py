@@ -19,8 +19,8 @@ from pallas_kernels.backends.groups import (
     WIDTH,
     GroupSums,
     ListedRows,
-    Part,
     Read,
+    RowPart,
     columns_of_groups,
     number_of_groups,
     whole_groups,
@@ -48,7 +48,7 @@ class GroupedRows:
     logits: Float[Array, "N _"]  # its columns; padding is -inf
     shard: VocabShard = field(metadata={"static": True})
     vocab_size: int = field(metadata={"static": True})
-    part: Part
+    part: RowPart
     first: Int32[Array, ""]  # the number of this device's first group
     changes: Changes | None = None  # of the logits of whole rows; the part's tail has them already
 
@@ -66,7 +66,7 @@ class GroupedRows:
             logits, shard = columns_as_read(logits, shard), WHOLE
         if shard.axis_name is None or logits.shape[1] % WIDTH == 0:
             first = shard.ids(logits.shape[1])[0] // WIDTH
-            part = Part(logits, tail_of(logits, changes), jnp.zeros_like(first))
+            part = RowPart(logits, tail_of(logits, changes), jnp.zeros_like(first))
         else:
             part, first = _with_neighbor(logits, shard)
         return cls(logits, shard, vocab_size, part, first, changes)
@@ -168,7 +168,7 @@ class GroupedRows:
         if num_whole:
             x = lax.dynamic_slice_in_dim(part.logits, row, 1)
             x = of_logits.apply(x, of_logits.of_rows(self.changes, row[None]))
-            columns = columns_of_groups(Part(x, part.tail[row][None], part.offset))
+            columns = columns_of_groups(RowPart(x, part.tail[row][None], part.offset))
             pieces.append((columns.reshape(num_whole, WIDTH), numbers[:num_whole]))
         if part.tail.shape[1]:
             pieces.append((part.tail[row], numbers[num_whole:]))
@@ -269,7 +269,7 @@ def _of_vocabulary(
     return jnp.where(ids >= 0, ids + shard.ids(logits.shape[1])[0], -1), values
 
 
-def _with_neighbor(logits: jax.Array, shard: VocabShard) -> tuple[Part, jax.Array]:
+def _with_neighbor(logits: jax.Array, shard: VocabShard) -> tuple[RowPart, jax.Array]:
     """A device's part where groups do not end with its columns, and its first group."""
     width = logits.shape[1]
     start = shard.ids(width)[0]

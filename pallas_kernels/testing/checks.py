@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends import read
-from pallas_kernels.backends.groups import Drawn, ListedRows, Part, Read, RowsToDraw, Top
+from pallas_kernels.backends.groups import Drawn, ListedRows, Read, RowPart, RowsToDraw, Top
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.contract.types import TopkLogprobs
@@ -36,7 +36,7 @@ class Kernels:
     """How each kernel is called: functions of arrays."""
 
     topk: Callable[[Rows, Outputs], TopkLogprobs]
-    groups: Callable[[Part, jax.Array, jax.Array, int], Read]
+    groups: Callable[[RowPart, jax.Array, jax.Array, int], Read]
     candidates: Callable[[jax.Array, jax.Array, jax.Array, int], Top]
     draw: Callable[[jax.Array, RowsToDraw, tuple[int, int]], Drawn]
     num_larger: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -62,7 +62,7 @@ def by_name(name: Implementation) -> Kernels:
         with use_implementation(name):
             return read.num_larger(logits, maxima, token_ids)
 
-    def groups(part: Part, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
+    def groups(part: RowPart, inverse: jax.Array, needed: jax.Array, k: int) -> Read:
         with use_implementation(name):
             return read.read_groups(part, inverse, needed, k)[0]
 

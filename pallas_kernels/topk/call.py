@@ -241,7 +241,7 @@ def _run(
         return part(place.shard, rows)
     if place.unknown:
         return _where_compiled(place, part)(rows)
-    return split.run(place, part, rows)
+    return split.run_split(place, part, rows)
 
 
 @functools.cache
@@ -252,7 +252,7 @@ def _where_compiled(
 
     Compiled, as `own_part` is: a derivative outside of `jit` runs one program too.
     """
-    return jax.jit(transformable(functools.partial(split.run, place, part), place.shard))
+    return jax.jit(transformable(functools.partial(split.run_split, place, part), place.shard))
 
 
 @functools.cache

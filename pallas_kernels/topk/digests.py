@@ -125,7 +125,7 @@ def _program(how: Split) -> Callable[[Rows], jax.Array]:
 
     def digests(rows: Rows) -> jax.Array:
         place = placed(rows.logits, how)
-        return split.run(place, digests_of_part, rows)
+        return split.run_split(place, digests_of_part, rows)
 
     return jax.jit(digests)
 

@@ -143,7 +143,7 @@ def test_default_pieces_take_every_form_of_a_call():
 
     def form(shape):
         schedule = choose_schedule(shape.rows, shape.vocabulary, shape.k, shape.dtype)
-        return schedule.programs if cluster_kernel.fits(schedule) else 0
+        return schedule.programs if cluster_kernel.fits_cluster(schedule) else 0
 
     def forms(part):
         return [form(shape) for shape in CHECK_PARTS[part].shapes]

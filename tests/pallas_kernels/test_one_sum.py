@@ -135,7 +135,7 @@ def test_groups_in_another_order_have_another_float_sum():
         return functools.reduce(np.add, weights.T)
 
     def exact(groups):
-        return row_totals.mass(groups, x.max(axis=1), once, 4096)
+        return row_totals.row_mass(groups, x.max(axis=1), once, 4096)
 
     assert (float_sums(groups) != float_sums(backward)).any()
     assert bits(exact(groups)) == bits(exact(backward))

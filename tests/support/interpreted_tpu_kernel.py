@@ -11,7 +11,7 @@ from tests.support import quick_compile
 from tests.support.watched_interpreters import watched
 
 CUT = (2, 4)  # columns of 128 tokens a turn, and a chunk
-_NOTED = {"on_race": "warn"} if compat.VERSION >= (0, 12) else {}  # else jax 0.12 raises
+_NOTED = {"on_race": "warn"} if compat.JAX_VERSION >= (0, 12) else {}  # else jax 0.12 raises
 
 
 def interpret(races=True, copied="on_wait"):

@@ -22,7 +22,7 @@ from pallas_kernels.backends.groups import WIDTH, GroupSums
 from pallas_kernels.backends.mosaic_gpu import compat, reading, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_of, sums_of
-from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, Targets, changed, flat_changes
+from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, RowTargets, changed, flat_changes
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     GROUPS_PER_BLOCK,
     RUN,
@@ -35,7 +35,7 @@ from pallas_kernels.backends.mosaic_gpu.schedule import (
 from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, word
 from pallas_kernels.contract.rows import Rows
 
-Carry = TypeVar("Carry")  # of a loop: a tree of vectors and numbers
+_Carry = TypeVar("_Carry")  # of a loop: a tree of vectors and numbers
 NO_GROUP = 2**31 - 1
 
 
@@ -156,11 +156,11 @@ class Chosen(NamedTuple):
         def body(given: Vector, chosen: Value, places: Value, counter: Value) -> Vector:
             me, mine = thread.thread(), thread.words(given)
             thread.when(me == 0, lambda: thread.store(counter, 0, 0))
-            thread.barrier()
+            thread.sync_threads()
             for i, flag in enumerate(mine):
                 group = me + i * WARPGROUP
                 thread.store(places, group, self._listed(flag, group, chosen, counter))
-            thread.barrier()
+            thread.sync_threads()
             return thread.scalar(word(thread.load(counter, 0)))
 
         kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
@@ -204,9 +204,9 @@ def over_groups(
     row: Row,
     chosen: Chosen,
     flags: jax.Array,
-    work: Callable[[Index, jax.Array, Carry], Carry],
-    initial: Carry,
-) -> Carry:
+    work: Callable[[Index, jax.Array, _Carry], _Carry],
+    initial: _Carry,
+) -> _Carry:
     """work(turn, groups, carry) -> carry, over the flagged groups in no order.
 
     flags: as `Chosen.choose` takes them.
@@ -214,7 +214,7 @@ def over_groups(
     count = chosen.choose(flags)
     size = GROUPS_PER_BLOCK
 
-    def body(turn: Index, carry: Carry) -> Carry:
+    def body(turn: Index, carry: _Carry) -> _Carry:
         return work(turn, chosen.groups(turn, count, row), carry)
 
     return lax.fori_loop(0, (count + (size - 1)) // size, body, initial)  # type: ignore[no-any-return]
@@ -290,7 +290,7 @@ def _read_numbers(
 def _biased_groups_kernel(
     logits_ref: jax.Ref,  # [N * V]  in
     numbers_ref: Readable,  # [R * D] i32  in
-    targets: Targets,  # in
+    targets: RowTargets,  # in
     changes: RowChanges,  # of the R rows  in
     maxima_ref: jax.Ref,  # [R * D] f32  out
     sums_ref: jax.Ref,  # [R * D] f32  out
@@ -302,7 +302,7 @@ def _biased_groups_kernel(
 ) -> None:
     target, block = lax.axis_index("row"), lax.axis_index("block")
     logits_row, _ = targets.row(target)
-    inverse = reading.inverse_of(targets.temperature(target))
+    inverse = reading.inverse_in_kernel(targets.temperature(target))
     first = jnp.clip(logits_row, 0, num_rows - 1) * schedule.vocabulary
     row = Row(schedule, logits_ref, first, changes, target)
     begin = target * count + block * GROUPS_PER_BLOCK

@@ -25,7 +25,7 @@ from pallas_kernels.backends.mosaic_gpu.schedule import CLUSTER, Schedule
 from pallas_kernels.contract.rows import Outputs
 
 
-def fits(schedule: Schedule) -> bool:
+def fits_cluster(schedule: Schedule) -> bool:
     """Whether the programs of a row may be a cluster, on what the program is lowered for."""
     return 1 < schedule.programs <= CLUSTER and limits.has_clusters()
 
@@ -36,7 +36,7 @@ def topk_rows(
     mode: finish_kernel.Mode,
     logits: jax.Array,
     num_targets: int,
-    inputs: groups_kernel.Inputs,
+    inputs: groups_kernel.GroupInputs,
     allowed: jax.Array | None,
     replaced: Replaced | None = None,
 ) -> tuple[GroupOutputs[jax.Array], finish_kernel.RowOutputs[jax.Array]]:
@@ -56,7 +56,7 @@ def topk_rows(
             num_targets=num_targets,
             tree=tree,
         ),
-        out_type=[*types, *finish_kernel.result_types(outputs, mode, num_targets)],
+        out_type=[*types, *finish_kernel.finish_types(outputs, mode, num_targets)],
         scratch_types=finish_kernel.all_scratch_types(schedule, outputs, mode),
         grid=(num_targets,),
         grid_names=("row",),
@@ -72,7 +72,7 @@ def topk_rows(
 
 def _topk_rows_kernel(
     logits_ref: Any,
-    inputs: groups_kernel.Inputs,
+    inputs: groups_kernel.GroupInputs,
     allowed_ref: Readable | None,
     replaced: Replaced | None,
     *others: Any,  # out, as `read_targets` and `finish_rows`; scratch
@@ -95,7 +95,7 @@ def _topk_rows_kernel(
     def _() -> None:
         (out,) = jax.tree.unflatten(tree, between)
         finish_kernel.finish_rows_kernel(
-            finish_kernel.Inputs(
+            finish_kernel.FinishInputs(
                 logits_ref,
                 inputs.chosen if mode == "given" else None,
                 out.partials,

@@ -16,7 +16,7 @@ from pallas_kernels.backends.mosaic_gpu.schedule import Index, Layout
 
 GPU: Any = plgpu  # untyped: its members change between versions
 
-VERSION = jax.__version_info__
+JAX_VERSION = jax.__version_info__
 Readable: TypeAlias = jax.Ref | jax.Array  # a reference in a kernel; outside of it, the array
 
 
@@ -35,16 +35,16 @@ def shape(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
 
-def load(ref: Readable, layout: Layout, optimized: bool = False) -> jax.Array:
+def _load(ref: Readable, layout: Layout, optimized: bool = False) -> jax.Array:
     """A vector from a reference into registers of this layout."""
-    if VERSION >= (0, 11):
+    if JAX_VERSION >= (0, 11):
         return asarray(GPU.load(ref, layout=layout, optimized=optimized))
     return asarray(GPU.load(ref, (), layout=layout, optimized=optimized))
 
 
-def store(ref: jax.Ref, value: jax.Array) -> None:
+def store_vector(ref: jax.Ref, value: jax.Array) -> None:
     """A vector to a reference, even where it does not fill whole 32-byte sectors."""
-    if VERSION >= (0, 12):
+    if JAX_VERSION >= (0, 12):
         GPU.store(ref, value, optimized=False)
     else:
         ref[...] = value
@@ -52,7 +52,7 @@ def store(ref: jax.Ref, value: jax.Array) -> None:
 
 def store_some(ref: jax.Ref, start: Index, size: int, value: jax.Array) -> None:
     """A vector to `size` elements from `start` of a flat reference."""
-    store(ref.at[pl.ds(start, size)], value)
+    store_vector(ref.at[pl.ds(start, size)], value)
 
 
 def _some(ref: Readable, start: Index, size: int) -> Any:
@@ -70,12 +70,12 @@ def load_block(
     """rows * columns words from `start` of a flat reference, as pieces [rows, width]."""
     rows, columns = shape
     here = _some(ref, start, rows * columns).reshape(shape)
-    return [load(here.at[:, pl.ds(i, width)], layout) for i in range(0, columns, width)]
+    return [_load(here.at[:, pl.ds(i, width)], layout) for i in range(0, columns, width)]
 
 
 def load_vector(ref: Readable, start: Index, size: int) -> jax.Array:
     """`size` elements from `start` of a flat reference, one element a thread at a time."""
-    return load(_some(ref, start, size), vector_layout())
+    return _load(_some(ref, start, size), vector_layout())
 
 
 def compiler_params(approx_math: bool) -> Any:
@@ -141,6 +141,6 @@ def full(size: int, value: int) -> jax.Array:
     return cast(jnp.full((size,), value, jnp.int32), layout)
 
 
-def vector_of(size: int, value: jax.Array) -> jax.Array:
+def splat(size: int, value: jax.Array) -> jax.Array:
     """[size], all equal to a scalar of the kernel, one element a thread at a time."""
     return cast(lax.broadcast_in_dim(value, (size,), ()), vector_layout())

@@ -42,7 +42,7 @@ from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, load_
 from pallas_kernels.contract.changes import Changes, of_rows
 from pallas_kernels.numbers.random_draws import gumbel_noise, log_of, threefry_word
 
-BITS = 32  # tokens of a word
+_BITS = 32  # tokens of a word
 
 
 def draw(
@@ -85,7 +85,7 @@ class Best(NamedTuple):
 
 def num_words(schedule: Schedule) -> int:
     """Words of shared memory: a bit for each token of as many groups as are read at a time."""
-    return schedule.block // BITS
+    return schedule.block // _BITS
 
 
 class ExcludedTokens(NamedTuple):
@@ -122,7 +122,7 @@ class ExcludedTokens(NamedTuple):
                 return (group - word(turn) * GROUPS_PER_BLOCK) * WIDTH + (token & 255)
 
             def mark(at: Word) -> None:
-                thread.add_atomically(bits, at >> 5, word(1) << (at & (BITS - 1)))
+                thread.add_atomically(bits, at >> 5, word(1) << (at & (_BITS - 1)))
 
             self._mark(taken, bits, word(start), place_of, schedule.block, WARPGROUP, mark)
             me, lanes = thread.thread(), shape[1] // RUN
@@ -131,7 +131,7 @@ class ExcludedTokens(NamedTuple):
             out = []
             for i, piece in enumerate(given):
                 mine = first + i * shape[1]
-                found = word(thread.load(bits, mine >> 5)) >> (mine & (BITS - 1))
+                found = word(thread.load(bits, mine >> 5)) >> (mine & (_BITS - 1))
                 out.append(thread.kept(piece, ~found))
             return tuple(out)
 
@@ -173,15 +173,15 @@ class ExcludedTokens(NamedTuple):
     ) -> None:
         """Set `used` words to 0, then mark each token's place, if it is one of 0 to `size`."""
         me = thread.thread()
-        thread.barrier()  # what was here before has been read
+        thread.sync_threads()  # what was here before has been read
         for i in range(0, used, WARPGROUP):
             thread.store(marks, me + i, 0)
-        thread.barrier()
+        thread.sync_threads()
         token = word(thread.load(taken, start + thread.smaller(me, self.number - 1)))
         place = place_of(token)
         here = (token >= 0) & (me < self.number) & (place >= 0) & (place < size)
         thread.when(here, lambda: mark(place))
-        thread.barrier()
+        thread.sync_threads()
 
 
 class RowToDraw(NamedTuple):

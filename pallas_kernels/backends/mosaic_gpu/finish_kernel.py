@@ -29,8 +29,8 @@ from pallas_kernels.backends.mosaic_gpu.selection import (
     first_largest,
     load_part_maxima,
     scatter,
-    scratch_types,
-    select_top_k,
+    select_row_top_k,
+    selection_scratch,
 )
 from pallas_kernels.backends.mosaic_gpu.thread import WARP, load_at_once
 from pallas_kernels.contract.rows import Outputs
@@ -44,22 +44,22 @@ Mode = Literal["given", "greedy", "logits", "top"]
 Convert = Callable[[jax.Array], jax.Array]  # logits -> what is written of them
 
 
-Output = TypeVar("Output", jax.Ref, jax.Array)  # inside the kernel, and outside
+_Output = TypeVar("_Output", jax.Ref, jax.Array)  # inside the kernel, and outside
 
 
-class RowOutputs(NamedTuple, Generic[Output]):
+class RowOutputs(NamedTuple, Generic[_Output]):
     """Outputs of R rows; K1 is K + 1. Where XLA goes on it is K, and skipped rows are anything."""
 
-    ids: Output  # [R * K1] i32
-    values: Output  # [R * K1] f32: logprobs; logits for "logits"
-    ranks: Output  # [R] i32: token ranks; the number of larger logits for "logits"
+    ids: _Output  # [R * K1] i32
+    values: _Output  # [R * K1] f32: logprobs; logits for "logits"
+    ranks: _Output  # [R] i32: token ranks; the number of larger logits for "logits"
     # [2 * R] f32: maxima, then logs of sums; for "logits" sums, NaN where there is no answer.
-    statistics: Output
+    statistics: _Output
     # What is wanted besides, see `more_outputs`: an output of its own, since a slice would be a
     # launch.
-    top_logits: Output | None = None  # [R * K] f32
-    log_sum_exp: Output | None = None  # [R] f32
-    entropy: Output | None = None  # [R] f32; for "logits" what `RowSums.weighted` is
+    top_logits: _Output | None = None  # [R * K] f32
+    log_sum_exp: _Output | None = None  # [R] f32
+    entropy: _Output | None = None  # [R] f32; for "logits" what `RowSums.weighted` is
 
 
 def num_selected(k: int, mode: Mode) -> int:
@@ -83,7 +83,7 @@ def first_column(mode: Mode) -> int:
     return 1 if mode in ("given", "greedy") else 0
 
 
-def is_valid(maximum: jax.Array, evidence: jax.Array) -> jax.Array:
+def _is_valid(maximum: jax.Array, evidence: jax.Array) -> jax.Array:
     """Whether a row has a finite logit and neither a NaN nor a +inf."""
     return (maximum > -jnp.inf) & (maximum < jnp.inf) & (evidence > 0)
 
@@ -143,14 +143,14 @@ def combine(loaded: Loaded, schedule: Schedule) -> Combined:
     return Combined(maximum, jnp.sum(joined(jnp.add, evidence, 0)), count)
 
 
-class Inputs(NamedTuple):
+class FinishInputs(NamedTuple):
     """Inputs of pass 2: arrays outside the kernel, references inside."""
 
     logits: jax.Array  # [N * V]
     token_ids: Readable | None  # [R] i32 for "given", else None
     partials: jax.Array  # [3 * R * programs] f32 from pass 1
     groups: row_sum.Sources | None  # from pass 1; for "top" the maxima alone are read
-    targets: reading.Targets
+    targets: reading.RowTargets
     allowed: Readable | None = None  # [R * words] i32, as pass 1 got them; where XLA goes on
     offset: Readable | None = None  # as pass 1 got it; where XLA goes on
     replaced: Replaced | None = None  # for "logits" alone
@@ -160,7 +160,7 @@ def finish_rows(
     schedule: Schedule,
     outputs: Outputs,
     mode: Mode,
-    inputs: Inputs,
+    inputs: FinishInputs,
     shape: tuple[int, ...],
     num_targets: int,
 ) -> RowOutputs[jax.Array]:
@@ -174,8 +174,8 @@ def finish_rows(
             shape=shape,
             num_targets=num_targets,
         ),
-        out_type=result_types(outputs, mode, num_targets),
-        scratch_types=all_scratch_types(schedule, outputs, mode),
+        out_type=finish_types(outputs, mode, num_targets),
+        selection_scratch=all_scratch_types(schedule, outputs, mode),
         grid=(num_targets,),
         grid_names=("row",),
         compiler_params=compat.compiler_params(approx_math=False),
@@ -187,11 +187,11 @@ def finish_rows(
 def all_scratch_types(schedule: Schedule, outputs: Outputs, mode: Mode) -> list[Any]:
     """The types of shared memory: of the selection, and of the row's sum."""
     selected = num_selected(outputs.k, mode)
-    types = scratch_types(schedule, selected) if selected else []
-    return types + ([] if mode == "top" else row_sum.scratch_types(schedule, outputs.entropy))
+    types = selection_scratch(schedule, selected) if selected else []
+    return types + ([] if mode == "top" else row_sum.sum_scratch(schedule, outputs.entropy))
 
 
-def result_types(outputs: Outputs, mode: Mode, num_targets: int) -> list[jax.ShapeDtypeStruct]:
+def finish_types(outputs: Outputs, mode: Mode, num_targets: int) -> list[jax.ShapeDtypeStruct]:
     """The types of `RowOutputs`."""
     columns = outputs.k + first_column(mode)
     types = [
@@ -206,7 +206,7 @@ def result_types(outputs: Outputs, mode: Mode, num_targets: int) -> list[jax.Sha
 
 
 def named(found: Sequence[jax.Array], outputs: Outputs, mode: Mode) -> RowOutputs[jax.Array]:
-    """Arrays of `result_types`."""
+    """Arrays of `finish_types`."""
     more = more_outputs(outputs, mode)
     plain = len(found) - len(more)
     return RowOutputs(*found[:plain], **dict(zip(more, found[plain:], strict=True)))
@@ -221,13 +221,13 @@ class RowToFinish(NamedTuple):
     num_targets: int
     target: Index  # which target row
     top: Index  # where its top K start in `out.ids` and `out.values`
-    inputs: Inputs
+    inputs: FinishInputs
     logits: RowOfLogits
     token: jax.Array | None  # the given token, or None
     given: jax.Array | None  # its logit
     temperature: jax.Array | None  # `Targets.temperature`
     part_maxima: jax.Array | None  # [padded_parts], or None without a top K
-    groups: row_sum.Groups | None  # the first of them, for the row's sum
+    groups: row_sum.SummedGroups | None  # the first of them, for the row's sum
     out: RowOutputs[jax.Ref]
     scratch: tuple[jax.Ref, ...]  # as `Scratch`; then `row_sum`'s
 
@@ -237,7 +237,7 @@ class RowToFinish(NamedTuple):
 
 
 def finish_rows_kernel(
-    inputs: Inputs,
+    inputs: FinishInputs,
     ids_ref: jax.Ref,  # out, as `RowOutputs`
     values_ref: jax.Ref,
     ranks_ref: jax.Ref,
@@ -281,7 +281,7 @@ def finish_rows_kernel(
             maxima = groups.maxima
         else:
             maxima = load_part_maxima(schedule, inputs.groups.maxima_ref, start)
-    active = reading.is_active(target, logits_row, number, num_rows)
+    active = reading.is_active_target(target, logits_row, number, num_rows)
     row = RowToFinish(
         schedule,
         outputs,
@@ -332,13 +332,13 @@ def write_logits(row: RowToFinish, found: Combined) -> None:
         write_statistics(row, maximum, evidence, count)
     else:
         total, weighted = total_of(row, maximum, replacements)
-        valid = is_valid(maximum, evidence)
+        valid = _is_valid(maximum, evidence)
         write_statistics(row, maximum, jnp.where(valid, total, jnp.float32(jnp.nan)), count)
         if row.out.entropy is not None:
             row.out.entropy[row.target] = weighted
     if row.k:
         # Of the tokens without a bias: their own maximum counts.
-        has_top = is_valid(unbiased, found.evidence)
+        has_top = _is_valid(unbiased, found.evidence)
         pl.when(has_top)(lambda: write_top_k(row, unbiased, lambda logits: logits))
         pl.when(~has_top)(lambda: write_no_top_k(row, jnp.float32(-jnp.inf)))
 
@@ -355,7 +355,7 @@ def total_of(
         row.inputs.groups,
         row.groups,
         maximum,
-        reading.inverse_of(row.temperature),
+        reading.inverse_in_kernel(row.temperature),
         row.scratch[-1],
         replacements,
     )
@@ -364,7 +364,7 @@ def total_of(
 def write_answers(row: RowToFinish, found: Combined) -> None:
     """The outputs of a whole row, of an invalid one too."""
     maximum, evidence, count = found
-    valid = is_valid(maximum, evidence)
+    valid = _is_valid(maximum, evidence)
     total, weighted = total_of(row, maximum)
     log_sum = jnp.where(valid, thread.of_numbers(log_of_total, total), jnp.float32(jnp.nan))
 
@@ -372,7 +372,7 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
         if row.temperature is None:
             return x
         if x.ndim:
-            by = compat.vector_of(x.shape[0], row.temperature)
+            by = compat.splat(x.shape[0], row.temperature)
             return quotient(x, by)
         return thread.of_numbers(quotient, x, row.temperature)
 
@@ -450,7 +450,7 @@ def write_no_top_k(row: RowToFinish, value: jax.Array) -> None:
     size = capacity(row.k)
     ranks = compat.vector_iota(size)
     scatter(row.out.ids, row.top, ranks, compat.full(size, -1), row.k)
-    values = compat.vector_of(size, value)
+    values = compat.splat(size, value)
     scatter(row.out.values, row.top, ranks, values, row.k)
     if row.out.top_logits is not None:
         scatter(row.out.top_logits, row.target * row.k, ranks, values, row.k)
@@ -461,7 +461,7 @@ def write_top_k(row: RowToFinish, maximum: jax.Array, convert: Convert) -> None:
     count = num_selected(row.k, row.mode)
     scratch = Scratch(*row.scratch[:4])
     assert row.part_maxima is not None
-    found = select_top_k(row.schedule, count, row.logits, maximum, row.part_maxima, scratch)
+    found = select_row_top_k(row.schedule, count, row.logits, maximum, row.part_maxima, scratch)
     logits = floats(found.keys, jnp.float32)
     values = convert(logits)
     if row.out.top_logits is not None:

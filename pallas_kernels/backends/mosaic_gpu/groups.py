@@ -16,8 +16,8 @@ from pallas_kernels.backends.groups import (
     MANY,
     GroupSums,
     ListedRows,
-    Part,
     Read,
+    RowPart,
     Top,
     as_many_as_needed,
     largest_of,
@@ -26,9 +26,9 @@ from pallas_kernels.backends.groups import (
     whole_groups,
 )
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel, row_sum
-from pallas_kernels.backends.mosaic_gpu.finish_kernel import Inputs
+from pallas_kernels.backends.mosaic_gpu.finish_kernel import FinishInputs
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
-from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, Targets, flat_changes
+from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, RowTargets, flat_changes
 from pallas_kernels.backends.mosaic_gpu.rows import groups_of, row_sums
 from pallas_kernels.backends.mosaic_gpu.rows import top_of as columns_of
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_read_schedule
@@ -39,7 +39,7 @@ from pallas_kernels.lowering.forms import vary_like
 
 
 def read_part(
-    part: Part,
+    part: RowPart,
     k: int,
     inverse: jax.Array,
     needed: jax.Array,
@@ -59,7 +59,7 @@ def read_part(
         schedule = schedule or choose_read_schedule(rows, width, part.logits.dtype.name)
         every = groups_kernel.read_groups(schedule, part.logits, inverse, raw, changes=here)
         number = whole_groups(part) + part.tail.shape[1]
-        found = [of_rows(out, schedule, number) for out in every]
+        found = [groups_of_rows(out, schedule, number) for out in every]
     else:
         assert changes is None
         found = [read_in_two(part, functools.partial(_groups_of, inverse, raw))]
@@ -83,7 +83,7 @@ def read_part(
     return tuple(read_of(i, *sums) for i, sums in enumerate(found))
 
 
-def of_rows(
+def groups_of_rows(
     out: GroupOutputs[jax.Array], schedule: Schedule, number: int
 ) -> tuple[GroupSums, jax.Array]:
     """[R, G] of what pass 1 has left, and the sums at temperature 1 [R, G], or [R, 0]."""
@@ -96,11 +96,11 @@ def of_rows(
 def _groups_of(
     inverse: jax.Array, raw: bool, logits: jax.Array, tokens: int, offset: jax.Array | None
 ) -> tuple[GroupSums, jax.Array]:
-    """`of_rows` of so many tokens from column `offset` on."""
+    """`groups_of_rows` of so many tokens from column `offset` on."""
     schedule = choose_read_schedule(len(logits), tokens, logits.dtype.name)
     start = None if offset is None else offset.reshape(1)
     (out,) = groups_kernel.read_groups(schedule, logits, inverse, raw, start)
-    return of_rows(out, schedule, number_of_groups(tokens))
+    return groups_of_rows(out, schedule, number_of_groups(tokens))
 
 
 def top_of_groups(
@@ -115,9 +115,9 @@ def top_of_groups(
     rows, allowed = logits.shape[0], None
     if words is not None:
         allowed = words.allowed if words.unbiased is None else words.unbiased
-    targets = Targets(None, None, None)
+    targets = RowTargets(None, None, None)
     sources = row_sum.Sources(out.maxima, out.sums, None)
-    inputs = Inputs(logits.reshape(-1), None, out.partials, sources, targets, allowed)
+    inputs = FinishInputs(logits.reshape(-1), None, out.partials, sources, targets, allowed)
     found = finish_kernel.finish_rows(schedule, Outputs(k), "top", inputs, logits.shape, rows)
     ids, values = columns_of(found, rows, k)
     if changes is not None and changes.bias is not None:

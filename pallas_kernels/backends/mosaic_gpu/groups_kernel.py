@@ -25,7 +25,7 @@ from pallas_kernels.backends.mosaic_gpu import compat, reading, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.reading import (
     RowChanges,
-    Targets,
+    RowTargets,
     changed,
     read_block,
     read_edge_block,
@@ -41,32 +41,32 @@ from pallas_kernels.backends.mosaic_gpu.schedule import (
 )
 from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, load_at_once, word
 
-Output = TypeVar("Output")  # an array; in the kernel its reference
+_Output = TypeVar("_Output")  # an array; in the kernel its reference
 Scales = tuple[jax.Array, ...]  # of exponents: one of each sum
 LOG_2 = 0.6931471805599453
 # An exponent of 2 whose power is 0 in float32: -inf times 0 would be NaN.
-LEAST = -288.53900817779268
+_LEAST = -288.53900817779268
 COUNTERS = 2  # of a thread: an addition waits for every other one before
-NO_TARGETS = Targets(None, None, None)
+NO_TARGETS = RowTargets(None, None, None)
 
 
-class GroupOutputs(NamedTuple, Generic[Output]):
+class GroupOutputs(NamedTuple, Generic[_Output]):
     """What pass 1 leaves of R rows; of a row's `padded_groups` places `num_groups` are written."""
 
-    # [3 * R * programs] f32, [3, R, programs] without its axes: see `Carry`. Counts are 0 where
+    # [3 * R * programs] f32, [3, R, programs] without its axes: see `_Carry`. Counts are 0 where
     # nothing is counted.
-    partials: Output
-    maxima: Output  # [R * padded_parts] of parts, in the logits' dtype, rounded down to it
-    sums: Output  # [R * padded_groups] f32
-    raw_sums: Output | None = None  # [R * padded_groups] f32: at temperature 1
-    exact_maxima: Output | None = None  # [R * padded_groups] f32, where `maxima` are rounded
-    weighted: Output | None = None  # [R * padded_groups] f32: of s exp(s), for the entropy
+    partials: _Output
+    maxima: _Output  # [R * padded_parts] of parts, in the logits' dtype, rounded down to it
+    sums: _Output  # [R * padded_groups] f32
+    raw_sums: _Output | None = None  # [R * padded_groups] f32: at temperature 1
+    exact_maxima: _Output | None = None  # [R * padded_groups] f32, where `maxima` are rounded
+    weighted: _Output | None = None  # [R * padded_groups] f32: of s exp(s), for the entropy
 
 
-class Inputs(NamedTuple):
+class GroupInputs(NamedTuple):
     """What pass 1 takes beside the logits: arrays outside the kernel, references inside."""
 
-    targets: Targets
+    targets: RowTargets
     # [R] f32, `inverse_temperature`; None: of the targets' temperatures.
     inverse: Readable | None = None
     # [1] i32, the column of the first group; `offset` + `schedule.vocabulary` columns are there,
@@ -77,7 +77,7 @@ class Inputs(NamedTuple):
     chosen: Readable | None = None
 
 
-class Carry(NamedTuple):
+class _Carry(NamedTuple):
     """What a program keeps between steps; [groups of a block] float32."""
 
     maximum: jax.Array
@@ -87,7 +87,7 @@ class Carry(NamedTuple):
     counts: jax.Array | None  # [threads], if logits are counted
 
 
-Carries = tuple[Carry, ...]  # of each of the outputs
+Carries = tuple[_Carry, ...]  # of each of the outputs
 
 
 def read_groups(
@@ -106,7 +106,7 @@ def read_groups(
       inverse: [R] float32, `inverse_temperature`.
       raw: whether the sums at temperature 1 are wanted too, of the logits as they are. They cost a
         second exponential in rows of other temperatures, and a second store in the others.
-      offset: as `Inputs` has it.
+      offset: as `GroupInputs` has it.
       changes: of whole rows. None: what is changed is what there is.
     """
     num_targets = logits.shape[0]
@@ -116,7 +116,7 @@ def read_groups(
         rounds = changes.bias is not None and logits.dtype != jnp.float32
         first = plain._replace(exact_maxima=plain.sums if rounds else None)
         results = [first, *results[: int(raw)]]
-    inputs = Inputs(NO_TARGETS, inverse, offset, changes)
+    inputs = GroupInputs(NO_TARGETS, inverse, offset, changes)
     return _run(schedule, logits, num_targets, inputs, tuple(results), inclusive=False)
 
 
@@ -124,7 +124,7 @@ def read_targets(
     schedule: Schedule,
     logits: jax.Array,
     num_targets: int,
-    inputs: Inputs,
+    inputs: GroupInputs,
     *,
     weighted: bool,
     inclusive: bool,
@@ -162,7 +162,7 @@ def _run(
     schedule: Schedule,
     logits: jax.Array,
     num_targets: int,
-    inputs: Inputs,
+    inputs: GroupInputs,
     results: tuple[GroupOutputs[Any], ...],
     *,
     inclusive: bool,
@@ -203,7 +203,7 @@ class RowOfGroups(NamedTuple):
 
 def read_groups_kernel(
     logits_ref: jax.Ref,  # [N * width]  in
-    inputs: Inputs,  # in
+    inputs: GroupInputs,  # in
     *outputs: jax.Ref,  # out, as `tree` of `GroupOutputs`
     schedule: Schedule,
     shape: tuple[int, ...],
@@ -227,7 +227,7 @@ def read_groups_kernel(
         first = first + inputs.offset[0]
 
     def read() -> None:
-        of_row = reading.inverse_of(temperature) if inputs.inverse is None else inverse
+        of_row = reading.inverse_in_kernel(temperature) if inputs.inverse is None else inverse
         row = RowOfGroups(
             schedule,
             logits_ref,
@@ -245,7 +245,7 @@ def read_groups_kernel(
     if targets.row_ids is None and targets.num_rows is None:
         read()
     else:
-        pl.when(reading.is_active(target, logits_row, number, num_rows))(read)
+        pl.when(reading.is_active_target(target, logits_row, number, num_rows))(read)
 
 
 def _read_row(row: RowOfGroups, program: Index, num_targets: int, inverse: jax.Array) -> None:
@@ -306,8 +306,8 @@ def before_any_block(row: RowOfGroups) -> Carries:
     def all_groups(value: float) -> jax.Array:
         return compat.cast(jnp.full((GROUPS_PER_BLOCK,), value, jnp.float32), layout)
 
-    count = None if row.selected is None else compat.vector_of(WARPGROUP, jnp.float32(0))
-    return tuple(Carry(all_groups(-jnp.inf), all_groups(0), count) for _ in row.outputs)
+    count = None if row.selected is None else compat.splat(WARPGROUP, jnp.float32(0))
+    return tuple(_Carry(all_groups(-jnp.inf), all_groups(0), count) for _ in row.outputs)
 
 
 def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carries: Carries) -> Carries:
@@ -340,7 +340,7 @@ def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carries: Ca
         counts = carry.counts
         if counts is not None:
             counts = _counted(row, mine, counts, layout)
-        after.append(Carry(maximum, carry.evidence + sums[0], counts))
+        after.append(_Carry(maximum, carry.evidence + sums[0], counts))
     return tuple(after)
 
 
@@ -358,8 +358,8 @@ def _counted(
         for i, x in enumerate(logits):
             larger = x >= limit if row.inclusive else x > limit
             one = thread.select(larger, 1.0, 0.0)  # of floats, which takes an instruction less
-            sums[i % COUNTERS] = thread.in_pairs([sums[i % COUNTERS], one])
-        return thread.elements_like(counts, [thread.in_pairs(sums)])
+            sums[i % COUNTERS] = thread.sum_in_pairs([sums[i % COUNTERS], one])
+        return thread.elements_like(counts, [thread.sum_in_pairs(sums)])
 
     wide = [piece.astype(jnp.float32) for piece in pieces]
     here = compat.vector_layout()
@@ -431,7 +431,7 @@ def sums_of(
 def _weighted(terms: list[jax.Array], exponents: list[jax.Array], layout: Layout) -> jax.Array:
     """The sums [groups] of terms by their exponents of 2, times log(2)."""
     groups, width = terms[0].shape
-    least = [jnp.maximum(x, jnp.float32(LEAST)) for x in exponents]
+    least = [jnp.maximum(x, jnp.float32(_LEAST)) for x in exponents]
 
     def body(*pieces: Vector) -> Vector:
         pairs = zip(pieces[: len(terms)], pieces[len(terms) :], strict=True)
@@ -443,7 +443,7 @@ def _weighted(terms: list[jax.Array], exponents: list[jax.Array], layout: Layout
                 thread.fused(term, exponent, total)
                 for (term, exponent), total in zip(piece, totals, strict=True)
             ]
-        total = thread.sum_over_lanes(thread.in_pairs(totals), width // RUN)
+        total = thread.sum_over_lanes(thread.sum_in_pairs(totals), width // RUN)
         return thread.one_each(total, layout.reduce(1), (groups,))
 
     kind = thread.result((groups,), jnp.float32, layout.reduce(1))
@@ -468,7 +468,7 @@ def group_sums_of(terms: jax.Array, layout: Layout) -> jax.Array:
     groups, width = terms.shape
 
     def body(given: Vector) -> Vector:
-        mine = thread.sum_over_lanes(thread.in_pairs(thread.words(given)), width // RUN)
+        mine = thread.sum_over_lanes(thread.sum_in_pairs(thread.words(given)), width // RUN)
         return thread.one_each(mine, layout.reduce(1), (groups,))
 
     return thread.inline(  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""How kernels read a row: which one and at which temperature (`Targets`), its blocks in vectors,
+"""How kernels read a row: which one and at which temperature (`RowTargets`), its blocks in vectors,
 the block at its end, forbidden tokens (`Mask`), and changes of logits (`FlatChanges`).
 """
 
@@ -26,7 +26,7 @@ from pallas_kernels.numbers.quotient import quotient
 LOG2_E = 1.4426950408889634
 
 
-class Targets(NamedTuple):
+class RowTargets(NamedTuple):
     """R target rows: arrays outside a kernel, references to them inside.
 
     None takes its default in the kernel: XLA would have to fill an array first, in a kernel of its
@@ -53,14 +53,16 @@ class Targets(NamedTuple):
         return compat.asarray(jnp.where((t > 0) & (t < jnp.inf), t, jnp.float32(jnp.nan)))
 
 
-def is_active(target: Index, row: Index, number: Index | None, num_logits_rows: int) -> jax.Array:
-    """Whether a target row is not skipped, in a kernel; of `Targets.row`."""
+def is_active_target(
+    target: Index, row: Index, number: Index | None, num_logits_rows: int
+) -> jax.Array:
+    """Whether a target row is not skipped, in a kernel; of `RowTargets.row`."""
     inside = compat.asarray((row >= 0) & (row < num_logits_rows))
     return inside if number is None else inside & (target < number)
 
 
-def inverse_of(temperature: jax.Array | None) -> jax.Array:
-    """1 / T in a kernel, as `row_totals.inverse_of` has it; of `Targets.temperature`."""
+def inverse_in_kernel(temperature: jax.Array | None) -> jax.Array:
+    """1 / T in a kernel, as `row_totals.inverse_of` has it; of `RowTargets.temperature`."""
     if temperature is None:
         return compat.asarray(jnp.float32(1))
     usable = jnp.where(temperature > 0, temperature, jnp.float32(1))
@@ -74,9 +76,9 @@ def exponents_scale(inverse: jax.Array) -> jax.Array:
 
 def make_targets(
     row_ids: jax.Array | None, num_rows: jax.Array | None, temperatures: jax.Array | None
-) -> Targets:
+) -> RowTargets:
     """The targets of a call of `pallas_kernels.topk_logprobs`, whose arguments were checked."""
-    return Targets(row_ids, None if num_rows is None else num_rows.reshape(1), temperatures)
+    return RowTargets(row_ids, None if num_rows is None else num_rows.reshape(1), temperatures)
 
 
 def selected_logit(
@@ -137,10 +139,10 @@ def read_edge_block(
 
 
 Reference = TypeVar("Reference", Readable, Value)  # in a kernel; in a function of threads
-Place = TypeVar("Place", Index, Word)
+RowPlace = TypeVar("RowPlace", Index, Word)
 
 
-class Mask(NamedTuple, Generic[Reference, Place]):
+class Mask(NamedTuple, Generic[Reference, RowPlace]):
     """Forbidden tokens, whose logits are read as -inf: a row's words of a bit a token, in a kernel.
 
     A thread holds vectors of consecutive logits. Where rows start at vectors, their bits lie in one
@@ -149,7 +151,7 @@ class Mask(NamedTuple, Generic[Reference, Place]):
     """
 
     words_ref: Reference  # [R * words] i32
-    start: Place  # where the row's words start
+    start: RowPlace  # where the row's words start
 
 
 RowMask: TypeAlias = Mask[Readable, Index]
@@ -157,22 +159,22 @@ RowMask: TypeAlias = Mask[Readable, Index]
 
 def mask_of_row(words_ref: Readable | None, target: Index, schedule: Schedule) -> RowMask | None:
     """The forbidden tokens of a target row; None without a mask."""
-    return None if words_ref is None else Mask(words_ref, target * words_of(schedule))
+    return None if words_ref is None else Mask(words_ref, target * _words_of(schedule))
 
 
-def words_of(schedule: Schedule) -> int:
+def _words_of(schedule: Schedule) -> int:
     """The number of words of a row."""
     return -(-schedule.vocabulary // WORD)
 
 
-def bits_of(mask: Mask[Value, Word], token: Word, vector: int, schedule: Schedule) -> Word:
+def mask_bits(mask: Mask[Value, Word], token: Word, vector: int, schedule: Schedule) -> Word:
     """The bits of `vector` consecutive ids of a thread, the first one lowest; others above them."""
     at = token >> 5
     low = word(thread.load(mask.words_ref, mask.start + at))
     by = token & (WORD - 1)
     if schedule.aligned or vector == 1:
         return low >> by
-    after = thread.smaller(at + 1, words_of(schedule) - 1)
+    after = thread.smaller(at + 1, _words_of(schedule) - 1)
     high = word(thread.load(mask.words_ref, mask.start + after))
     return (low >> by) | ((high << 1) << (word(WORD - 1) - by))
 
@@ -233,7 +235,7 @@ def changed(
         each = len(thread.words(mine[0]))
         first = thread.words(ids)[0]
         tokens = [first + i * apart for i in range(len(mine) * each // run)]
-        of_row = _OfRow(here, word(row), words_of(schedule), tokens, run)
+        of_row = _OfRow(here, word(row), _words_of(schedule), tokens, run)
         bits = of_row.bits(here.allowed)
         if here.allowed is not None:
             mine = [thread.kept(x, bits >> i * each) for i, x in enumerate(mine)]
@@ -277,7 +279,7 @@ class _OfRow(NamedTuple):
             for i, other in enumerate(self.tokens):
                 token = thread.select(at >= i * self.run, other, token)
             bias = self.bias_of(token + (at & (self.run - 1)))
-            sums = (thread.select(at == i, thread.in_pairs([x, bias]), x)
+            sums = (thread.select(at == i, thread.sum_in_pairs([x, bias]), x)
                     for i, x in enumerate(logits))  # fmt: skip
             return [left & (left - 1), *sums]
 

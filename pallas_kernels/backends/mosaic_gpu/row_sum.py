@@ -27,11 +27,11 @@ from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, word
 from pallas_kernels.numbers.exponential import exponential
 
 VECTOR = compat.vector_layout()
-WARPS = 4
-WHOLE = 2.0**23  # a float32 above it has no digit behind its point
+_WARPS = 4
+_WHOLE = 2.0**23  # a float32 above it has no digit behind its point
 
 
-class Groups(NamedTuple):
+class SummedGroups(NamedTuple):
     """Some groups of a row, [n] as they lie in memory."""
 
     maxima: jax.Array  # [n * parts] of their parts, in the logits' dtype
@@ -46,7 +46,7 @@ class Sources(NamedTuple):
     sums_ref: Readable  # [R * padded_groups] f32
     weighted_ref: Readable | None  # [R * padded_groups] f32
 
-    def load(self, schedule: Schedule, target: Index, turn: Index) -> Groups:
+    def load(self, schedule: Schedule, target: Index, turn: Index) -> SummedGroups:
         """The groups of a turn, loaded where the kernel says."""
         size = min(schedule.padded_groups, AT_A_TIME)
         start = target * schedule.padded_groups + turn * size
@@ -56,7 +56,7 @@ class Sources(NamedTuple):
             return compat.asarray(thread.load_run_at_once(ref, start * count, size * count, layout))
 
         weighted = None if self.weighted_ref is None else load(self.weighted_ref)
-        return Groups(
+        return SummedGroups(
             load(self.maxima_ref, schedule.parts_per_group), load(self.sums_ref), weighted
         )
 
@@ -73,18 +73,18 @@ def num_turns(schedule: Schedule) -> int:
     return -(-schedule.padded_groups // AT_A_TIME)
 
 
-def scratch_types(schedule: Schedule, weighted: bool) -> list[Any]:
+def sum_scratch(schedule: Schedule, weighted: bool) -> list[Any]:
     """The type of the shared memory that `row_total` uses."""
     number = exact_sums.num_digits(schedule.vocabulary) * (2 if weighted else 1)
-    return [GPU.SMEM((WARPS * number,), jnp.int32)]
+    return [GPU.SMEM((_WARPS * number,), jnp.int32)]
 
 
 class Replacements(NamedTuple):
     """Those of a row, and what they replace, [padded D]."""
 
     numbers: jax.Array
-    new: Groups  # maxima float32
-    old: Groups
+    new: SummedGroups  # maxima float32
+    old: SummedGroups
 
     @property
     def is_group(self) -> jax.Array:
@@ -123,8 +123,8 @@ def load_replacements(
     assert size == numbers.shape[0]
     return Replacements(
         numbers,
-        Groups(load(replaced.maxima), load(replaced.sums), new_weighted),
-        Groups(old_maxima, at_numbers(sources.sums_ref), old_weighted),
+        SummedGroups(load(replaced.maxima), load(replaced.sums), new_weighted),
+        SummedGroups(old_maxima, at_numbers(sources.sums_ref), old_weighted),
     )
 
 
@@ -164,7 +164,7 @@ def row_total(
     schedule: Schedule,
     target: Index,
     sources: Sources,
-    first: Groups,
+    first: SummedGroups,
     maximum: jax.Array,
     inverse: jax.Array,
     scratch_ref: jax.Ref,
@@ -179,13 +179,13 @@ def row_total(
       first: those of the first turn.
       maximum: m, float32.
       inverse: 1 / T, float32.
-      scratch_ref: of `scratch_types`.
+      scratch_ref: of `sum_scratch`.
       replacements: of the row. What they replace is subtracted, which of integers is exact.
     """
     vocab_size = schedule.vocabulary
     run = compat.run_layout(first.sums.shape[0], 4)
 
-    def of_turn(groups: Groups, turn: Index) -> tuple[jax.Array, ...]:
+    def of_turn(groups: SummedGroups, turn: Index) -> tuple[jax.Array, ...]:
         size = groups.sums.shape[0]
         of_groups = groups._replace(maxima=_maxima(schedule, groups))
         is_group = compat.iota((size,), 0, run) + turn * size < schedule.num_groups
@@ -221,7 +221,7 @@ def row_total(
 
 
 def _digits(
-    groups: Groups,
+    groups: SummedGroups,
     is_group: jax.Array,
     maximum: jax.Array,
     inverse: jax.Array,
@@ -240,7 +240,7 @@ def _digits(
     return digits
 
 
-def _maxima(schedule: Schedule, groups: Groups) -> jax.Array:
+def _maxima(schedule: Schedule, groups: SummedGroups) -> jax.Array:
     """The groups' maxima [n] float32, of those of their parts."""
     size, parts = groups.sums.shape[0], schedule.parts_per_group
     layout = compat.run_layout(size, 4)
@@ -267,8 +267,8 @@ def _digits_of(weights: jax.Array, vocab_size: int) -> list[jax.Array]:
         digits.append(x.astype(jnp.int32))  # downwards: none is below 0
         x = x - digits[-1].astype(jnp.float32)
     # To the nearest, of two the even one.
-    shifted = x * scale + jnp.float32(WHOLE)
-    least = jnp.int32(0x4B000000)  # the bits of `WHOLE`
+    shifted = x * scale + jnp.float32(_WHOLE)
+    least = jnp.int32(0x4B000000)  # the bits of `_WHOLE`
     return [*digits, lax.bitcast_convert_type(shifted, jnp.int32) - least]
 
 
@@ -292,13 +292,13 @@ def _over_warps(scratch: Value, sums: list[Word]) -> list[Word]:
 
     def write() -> None:
         for i, x in enumerate(of_warp):
-            thread.store(scratch, warp + i * WARPS, x)
+            thread.store(scratch, warp + i * _WARPS, x)
 
     thread.when(lane == 0, write)
-    thread.barrier()
+    thread.sync_threads()
     totals = []
     for i in range(len(sums)):
-        a, b, c, d = (word(x) for x in thread.load_aligned(scratch, i * WARPS, WARPS))
+        a, b, c, d = (word(x) for x in thread.load_aligned(scratch, i * _WARPS, _WARPS))
         totals.append((a + b) + (c + d))
     return totals
 
@@ -317,5 +317,5 @@ def _to_float(digits: list[Word], vocab_size: int) -> Word:
     result = word(0.0)
     for place, digit in reversed(list(enumerate(carried, start=1))):
         part = thread.product(thread.float_of_digit(digit), word(2.0 ** (-bits * place)))
-        result = thread.in_pairs([result, part])
+        result = thread.sum_in_pairs([result, part])
     return result

@@ -54,8 +54,8 @@ def topk_logprobs(rows: Rows, outputs: Outputs, schedule: Schedule | None = None
     assert rows.changes is None
     mode: finish_kernel.Mode = "greedy" if rows.token_ids is None else "given"
     assert not (mode == "greedy" and outputs.inclusive)
-    _, out = run(schedule, outputs, mode, rows, rows.token_ids)
-    return answers(out, outputs, rows)
+    _, out = _run(schedule, outputs, mode, rows, rows.token_ids)
+    return _answers(out, outputs, rows)
 
 
 def row_sums(
@@ -67,16 +67,16 @@ def row_sums(
         allowed = of_logits.unbiased(changes, rows.logits.shape[1])
         if changes.bias is not None:
             replaced = chosen_groups.read_biased(rows, weighted=outputs.entropy)
-    _, finished = run(schedule, outputs, "logits", rows, selected, allowed, replaced=replaced)
+    _, finished = _run(schedule, outputs, "logits", rows, selected, allowed, replaced=replaced)
     count = rows.num_targets
     larger, ids, logits = finished.ranks, *top_of(finished, count, outputs.k)
     if replaced is not None:
-        larger, ids, logits = with_biased(larger, ids, logits, rows, selected, outputs)
+        larger, ids, logits = _with_biased(larger, ids, logits, rows, selected, outputs)
     maximum, total = finished.statistics[:count], finished.statistics[count:]
     return RowSums(maximum, total, larger, ids, logits, finished.entropy)
 
 
-def with_biased(
+def _with_biased(
     larger: jax.Array,
     top_ids: jax.Array,
     top_logits: jax.Array,
@@ -114,14 +114,14 @@ def _whole_part(rows: Rows, selected: jax.Array, outputs: Outputs) -> PartSums:
     changes, width = rows.changes, rows.logits.shape[1]
     allowed = None if changes is None else of_logits.unbiased(changes, width)
     schedule = schedule_of(rows, outputs.k, width)
-    out, finished = run(schedule, outputs, "top", rows, selected, allowed)
+    out, finished = _run(schedule, outputs, "top", rows, selected, allowed)
     groups = groups_of(out, schedule, number_of_groups(width))
     larger, ids, logits = finished.ranks, *top_of(finished, rows.num_targets, outputs.k)
     if changes is not None and changes.bias is not None:
         groups = chosen_groups.put_biased(
             groups, chosen_groups.read_biased(rows, weighted=outputs.entropy)
         )
-        larger, ids, logits = with_biased(larger, ids, logits, rows, selected, outputs)
+        larger, ids, logits = _with_biased(larger, ids, logits, rows, selected, outputs)
     return PartSums(groups, larger, ids, logits)
 
 
@@ -137,7 +137,7 @@ def _split_part(
     num_whole = width // WIDTH - 1
     tokens = num_whole * WIDTH
     schedule = schedule_of(rows, outputs.k, tokens)
-    out, finished = run(schedule, outputs, "top", rows, selected, offset=offset.reshape(1))
+    out, finished = _run(schedule, outputs, "top", rows, selected, offset=offset.reshape(1))
     last = rows.logits[:, width - last_columns(width) :][rows.places]
     tail = tail_of_shard(last, width, following.astype(dtype), offset)
     tail_schedule = choose_read_schedule(rows.num_targets, LAST, dtype.name)
@@ -145,7 +145,7 @@ def _split_part(
         tail_schedule,
         tail.reshape(-1, LAST),
         rows.num_targets,
-        groups_kernel.Inputs(make_targets(None, rows.num_rows, rows.temperatures)),
+        groups_kernel.GroupInputs(make_targets(None, rows.num_rows, rows.temperatures)),
         weighted=outputs.entropy,
         inclusive=False,
     )
@@ -165,7 +165,7 @@ def _split_part(
         temperatures=rows.temperatures,
     )
     k = min(outputs.k, HEAD + LAST)
-    _, of_ends = run(None, Outputs(k, inclusive=outputs.inclusive), "top", of_edges, selected)
+    _, of_ends = _run(None, Outputs(k, inclusive=outputs.inclusive), "top", of_edges, selected)
     edge_ids, edge_logits = top_of(of_ends, rows.num_targets, k)
     edge_ids = jnp.asarray(ids)[jnp.clip(edge_ids, 0, len(ids) - 1)]
     top_ids, top_logits = top_of(finished, rows.num_targets, outputs.k)
@@ -201,7 +201,7 @@ def top_of(
     return finished.ids[:size].reshape(shape), finished.values[:size].reshape(shape)
 
 
-def run(
+def _run(
     schedule: Schedule | None,
     outputs: Outputs,
     mode: finish_kernel.Mode,
@@ -224,8 +224,8 @@ def run(
     selected = finish_kernel.num_selected(outputs.k, mode)
     schedule = schedule or schedule_of(rows, selected, logits.shape[1])
     changes = None if flat is None else FlatChanges(flat, None, None, None)
-    inputs = groups_kernel.Inputs(targets, None, offset, changes, chosen)
-    if cluster_kernel.fits(schedule):
+    inputs = groups_kernel.GroupInputs(targets, None, offset, changes, chosen)
+    if cluster_kernel.fits_cluster(schedule):
         finished = cluster_kernel.topk_rows(
             schedule, outputs, mode, logits, num_targets, inputs, flat, replaced
         )
@@ -234,7 +234,7 @@ def run(
             schedule, logits, num_targets, inputs, weighted=outputs.entropy,
             inclusive=outputs.inclusive,
         )  # fmt: skip
-        between = finish_kernel.Inputs(
+        between = finish_kernel.FinishInputs(
             logits.reshape(-1),
             chosen if mode == "given" else None,
             out.partials,
@@ -251,7 +251,9 @@ def run(
     return vary_like(finished, (logits, chosen, targets, allowed, replaced))
 
 
-def answers(out: finish_kernel.RowOutputs[jax.Array], outputs: Outputs, rows: Rows) -> TopkLogprobs:
+def _answers(
+    out: finish_kernel.RowOutputs[jax.Array], outputs: Outputs, rows: Rows
+) -> TopkLogprobs:
     """The outputs of pass 2, and the logprobs of the extra ids [R, C]."""
     num_targets, k = rows.num_targets, outputs.k
     none = jnp.zeros((num_targets, 0), jnp.float32)

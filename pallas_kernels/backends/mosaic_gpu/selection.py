@@ -4,12 +4,12 @@
    top K, and since parts are contiguous and in index order, the lowest ids among equal logits too.
 2. Read those parts again, and nothing else of the row, and keep what is not below the smallest of
    the K maxima: little more than K logits, if few are equal (`collect_enough`).
-3. Rank each of them by counting those before it (`in_order`).
+3. Rank each of them by counting those before it (`_in_order`).
 
 No step takes one token after the other: K dependent reductions would be what pass 2 waits for.
 
 The file goes from the parts to the whole: logits as ordered integers, the three steps, and
-`select_top_k`. What a thread does is in `selection_threads`.
+`select_row_top_k`. What a thread does is in `selection_threads`.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from pallas_kernels.backends.mosaic_gpu.selection_threads import (
     Candidates,
     choose_of_thread,
     collect_of_thread,
-    mirrored,
+    mirrored_word,
     ranked,
     storing,
 )
@@ -225,7 +225,7 @@ def collect_enough(
     return compat.asarray(jnp.where(first > room, count, first))
 
 
-def in_order(
+def _in_order(
     found_ref: jax.Ref, count: jax.Array, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The candidates and their ranks.
@@ -285,7 +285,7 @@ class Scratch(NamedTuple):
     counter: jax.Ref  # [4] i32: how many candidates there are
 
 
-class Selected(NamedTuple):
+class _Selected(NamedTuple):
     """[capacity] int32 each, in no order; more than K of them."""
 
     ranks: jax.Array  # a permutation of 0, 1, ...
@@ -303,7 +303,7 @@ def num_chosen(schedule: Schedule, k: int) -> int:
     return min(k, schedule.num_parts)
 
 
-def scratch_types(schedule: Schedule, k: int) -> list[Any]:
+def selection_scratch(schedule: Schedule, k: int) -> list[Any]:
     """The types of `Scratch`, for k >= 1."""
     return [
         GPU.SMEM((num_chosen(schedule, k),), jnp.int32),
@@ -313,14 +313,14 @@ def scratch_types(schedule: Schedule, k: int) -> list[Any]:
     ]
 
 
-def select_top_k(
+def select_row_top_k(
     schedule: Schedule,
     k: int,
     row: RowOfLogits,
     maximum: jax.Array,
     maxima: jax.Array,
     scratch: Scratch,
-) -> Selected:
+) -> _Selected:
     """The row's k largest logits, and which place each has among them.
 
     The row is valid; its largest logit is `maximum`, and maxima are those of `load_part_maxima`.
@@ -340,7 +340,7 @@ def select_top_k(
     where = Candidates(schedule, *row, chosen, chosen_ref, found_ref, counter_ref, capacity(k))
     above_infinity = (LOWEST_KEY >> FREE_BITS[schedule.dtype]) + 1  # what is -inf is no candidate
     count = collect_enough(where, k, jnp.maximum(cut, above_infinity), largest)
-    return Selected(*in_order(scratch.found, count, capacity(k)))
+    return _Selected(*_in_order(scratch.found, count, capacity(k)))
 
 
 def part_layout(schedule: Schedule) -> Layout:
@@ -374,7 +374,7 @@ def key_of_scalar(x: jax.Array) -> jax.Array:
     """The key of a number that is not NaN."""
 
     def body(value: Vector) -> Vector:
-        return thread.scalar(mirrored(thread.bits_of(word(value))))
+        return thread.scalar(mirrored_word(thread.bits_of(word(value))))
 
     kind = thread.result((), jnp.int32, GPU.Layout.WG_SPLAT)
     return thread.inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import Number, Value, Word, word
 
 NO_POSITION = 2**31 - 1
-WARPS = 4
+_WARPS = 4
 TIES = 16  # counts of ties are in the upper bits of a word, counts of larger keys below
 MARKS = 32  # logits whose marks fit a word
 MOST_LOADS = 12  # vectors of a thread in flight
@@ -23,14 +23,14 @@ NOTHING = -(2**31)  # the key below all others: NaN, and what is no logit
 LOWEST_KEY = -0x7F800000  # of -inf
 
 
-class Candidates(NamedTuple, Generic[reading.Reference, reading.Place]):
+class Candidates(NamedTuple, Generic[reading.Reference, reading.RowPlace]):
     """Where a program's candidates are, and where it looks for them."""
 
     schedule: Schedule
     logits_ref: reading.Reference  # [N * V]
     width: int  # of the array
-    first: reading.Place  # where the row starts
-    mask: reading.Mask[reading.Reference, reading.Place] | None  # what it forbids is none
+    first: reading.RowPlace  # where the row starts
+    mask: reading.Mask[reading.Reference, reading.RowPlace] | None  # what it forbids is none
     parts: int  # how many were chosen
     chosen_ref: reading.Reference  # [parts] i32 in shared memory: which
     found_ref: reading.Reference  # [2 * capacity + ROOM] i32, shared, out: key and id of each
@@ -78,9 +78,9 @@ def choose_of_thread(mine: list[Word], cut: Word, k: int, chosen: Value, totals:
         below = thread.from_lane_below(upto, distance)
         upto = upto + thread.select(lane >= distance, below, 0)
     thread.when(lane == 31, lambda: thread.store(totals, warp, upto))
-    thread.barrier()
+    thread.sync_threads()
     before, everything = upto - total, word(0)
-    for i, value in enumerate(thread.load_aligned(totals, 0, WARPS)):
+    for i, value in enumerate(thread.load_aligned(totals, 0, _WARPS)):
         before = before + thread.select(warp > i, value, 0)
         everything = everything + value
     mask = (1 << TIES) - 1
@@ -124,9 +124,9 @@ def collect_of_thread(where: ThreadCandidates, cut: Word, cut_id: Word | None) -
     """What a thread does."""
     schedule = where.schedule
     me = thread.thread()
-    thread.barrier()  # the counter may still be read
+    thread.sync_threads()  # the counter may still be read
     thread.when(me == 0, lambda: thread.store(where.counter_ref, 0, 0))
-    thread.barrier()
+    thread.sync_threads()
     chunks, loads = where.chunks, where.loads
     per_word = MARKS // schedule.vector
     value, next_value = _value(cut), _value(cut + 1)
@@ -155,7 +155,7 @@ def collect_of_thread(where: ThreadCandidates, cut: Word, cut_id: Word | None) -
         chunk(word(0), [])
     else:
         thread.repeat(0, chunks, 1, [], chunk)
-    thread.barrier()
+    thread.sync_threads()
     return word(thread.load(where.counter_ref, 0))
 
 
@@ -184,7 +184,7 @@ def _allowed(
     """A bit for each logit whose token is not forbidden, as `_marks`."""
     size, found = where.schedule.vector, word(0)
     for i, vector in enumerate(vectors):
-        bits = reading.bits_of(mask, vector.start, size, where.schedule) & ((1 << size) - 1)
+        bits = reading.mask_bits(mask, vector.start, size, where.schedule) & ((1 << size) - 1)
         found = found | (bits << i * size)
     return found
 
@@ -220,7 +220,7 @@ def _append(where: ThreadCandidates, x: Word, token: Word) -> Word:
     room = place < where.capacity
 
     def write() -> None:
-        key = mirrored(thread.bits_of(x))
+        key = mirrored_word(thread.bits_of(x))
         thread.store(where.found_ref, place + place, ~token)
         thread.store(where.found_ref, place + place + 1, key)
 
@@ -228,13 +228,13 @@ def _append(where: ThreadCandidates, x: Word, token: Word) -> Word:
     return room
 
 
-def mirrored(bits: Word) -> Word:
+def mirrored_word(bits: Word) -> Word:
     """`ordered_keys.mirrored` of one thread's number: Pallas has no bitcast of numbers on a GPU."""
     return thread.select(bits < 0, word(NOTHING) - bits, bits)
 
 
 def _value(key: Word) -> Word:
-    return thread.float_of(mirrored(key))
+    return thread.float_of(mirrored_word(key))
 
 
 def _log2(number: int) -> int:
@@ -253,7 +253,7 @@ def ranked(mine: list[Word], found_ref: Value, count: Word) -> list[tuple[Word, 
         thread.store(found_ref, at + 1, -(1 << 31))
 
     thread.when(me < AT_ONCE, end)
-    thread.barrier()
+    thread.sync_threads()
     pairs = [_pair(thread.load_aligned(found_ref, place + place, 2)) for place in mine]
     longs = [thread.as_long(key, low) for low, key in pairs]
 

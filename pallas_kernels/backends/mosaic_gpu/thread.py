@@ -208,7 +208,7 @@ def lowest_bit(a: Word) -> Word:
     return Word(math.cttz(a.value))
 
 
-def in_pairs(values: Sequence[Word]) -> Word:
+def sum_in_pairs(values: Sequence[Word]) -> Word:
     """The sum of 2**n floats, in pairs."""
     while len(values) > 1:
         pairs = zip(values[::2], values[1::2], strict=True)
@@ -240,7 +240,7 @@ def sum_over_lanes(x: Word, lanes: int) -> Word:
     """The sum of floats of 2**n neighboring lanes, in pairs; each of them gets it."""
     distance = 1
     while distance < lanes:
-        x = in_pairs([x, Word(utils.shfl_bfly(x.value, distance))])
+        x = sum_in_pairs([x, Word(utils.shfl_bfly(x.value, distance))])
         distance *= 2
     return x
 
@@ -262,7 +262,7 @@ def as_float32(x: Value) -> Word:
     return Word(arith.extf(ir.F32Type.get(), x))
 
 
-def barrier() -> None:
+def sync_threads() -> None:
     """All threads of the program meet; what was written before is seen after."""
     mgpu.warpgroup_barrier()
 

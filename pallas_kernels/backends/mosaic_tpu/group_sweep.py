@@ -39,7 +39,7 @@ from pallas_kernels.backends.row_totals import LEAST
 
 Result = TypeVar("Result")
 LOWEST = -3.4028234663852886e38  # float32
-TOGETHER = 8  # groups whose operations stand together: the compiler keeps to that order
+_TOGETHER = 8  # groups whose operations stand together: the compiler keeps to that order
 
 
 class Groups(NamedTuple):
@@ -66,14 +66,14 @@ class Groups(NamedTuple):
         return 2 + self.raw + self.weighted
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """Some columns of a unit's rows."""
 
     start: Index  # the first, from the first group on
     tokens: int
 
 
-Item = tuple[int, int, list[jax.Array]]  # a group's place in its piece, its half, its vectors
+_Item = tuple[int, int, list[jax.Array]]  # a group's place in its piece, its half, its vectors
 
 
 class Sweep:
@@ -125,14 +125,14 @@ class Sweep:
                 self._wait(jnp.int32(chunk))
         of_first, of_second = self.waiting
         tail = list(self._pieces(looped * 2 * size))
-        first = Piece(jnp.int32(0), size * LANES) if looped else tail[0]
+        first = _Piece(jnp.int32(0), size * LANES) if looped else tail[0]
         larger = [jnp.zeros(SHAPE, jnp.float32)] * schedule.halves
         self._wait_for(first)
         self._step(None, first, larger, of_second, of_first)
 
         def turn(i: jax.Array, larger: list[jax.Array]) -> list[jax.Array]:
             start = i * (2 * size)
-            pieces = [Piece(start + n * size, size * LANES) for n in range(3)]
+            pieces = [_Piece(start + n * size, size * LANES) for n in range(3)]
             for piece in pieces[1:]:  # not between the pieces: a condition would part them
                 self._wait_for(piece)
             larger = self._step(pieces[0], pieces[1], larger, of_first, of_second)
@@ -150,13 +150,13 @@ class Sweep:
             refs = refs[::-1]
         return larger, result
 
-    def _pieces(self, column: int) -> Iterator[Piece]:
+    def _pieces(self, column: int) -> Iterator[_Piece]:
         """The last pieces, from a column on."""
         size = self.unit.schedule.piece
         for start in range(column, -(-self.groups.tokens // LANES), size):
-            yield Piece(start, min(size * LANES, self.groups.tokens - start * LANES))
+            yield _Piece(start, min(size * LANES, self.groups.tokens - start * LANES))
 
-    def _wait_for(self, piece: Piece) -> None:
+    def _wait_for(self, piece: _Piece) -> None:
         """Waits for the chunks that begin in a piece."""
         schedule = self.unit.schedule
         if self.groups.has_offset:  # all were waited for
@@ -177,8 +177,8 @@ class Sweep:
 
     def _step(
         self,
-        now: Piece | None,
-        after: Piece | None,
+        now: _Piece | None,
+        after: _Piece | None,
         larger: list[jax.Array],
         ready: jax.Ref,
         made: jax.Ref,
@@ -189,8 +189,8 @@ class Sweep:
         place = None if now is None else _Place(self, now)
         larger, halves = [*larger], self.unit.schedule.halves
         lanes = [jnp.full(SHAPE, -jnp.inf, jnp.float32)] * halves
-        for begin in range(0, max(len(work), len(ahead)), TOGETHER):
-            together = slice(begin, begin + TOGETHER)
+        for begin in range(0, max(len(work), len(ahead)), _TOGETHER):
+            together = slice(begin, begin + _TOGETHER)
             maxima = []
             for _, half, x in ahead[together]:
                 vector = functools.reduce(jnp.maximum, x)
@@ -237,7 +237,7 @@ class Sweep:
             total = pltpu.roll(total, LANES - lax.rem(self.offset, LANES), 1)
         return jnp.sum(total, axis=1, keepdims=True)
 
-    def _items(self, piece: Piece) -> list[Item]:
+    def _items(self, piece: _Piece) -> list[_Item]:
         """The groups of a piece."""
         vectors = self._load(piece)
         return [
@@ -246,7 +246,7 @@ class Sweep:
             for half in range(self.unit.schedule.halves)
         ]
 
-    def _load(self, piece: Piece) -> list[Halves]:
+    def _load(self, piece: _Piece) -> list[Halves]:
         unit, tokens = self.unit, piece.tokens
         constants, number = self.constants, -(-tokens // LANES)
         lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
@@ -270,7 +270,7 @@ class Sweep:
 class _Place:
     """Where a piece's statistics go: vectors of the outputs, until they are stored."""
 
-    def __init__(self, sweep: Sweep, piece: Piece) -> None:
+    def __init__(self, sweep: Sweep, piece: _Piece) -> None:
         group = lax.div(jnp.int32(piece.start), PAIR)
         self._lane = group & (LANES - 1)
         self._lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)

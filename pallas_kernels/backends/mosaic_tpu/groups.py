@@ -10,8 +10,8 @@ import jax
 from pallas_kernels.backends.groups import (
     FEW,
     ListedRows,
-    Part,
     Read,
+    RowPart,
     Top,
     as_many_as_needed,
 )
@@ -25,7 +25,7 @@ from pallas_kernels.lowering.forms import vary_like
 
 
 def read_part(
-    part: Part, k: int, inverse: jax.Array, needed: jax.Array, changes: None = None
+    part: RowPart, k: int, inverse: jax.Array, needed: jax.Array, changes: None = None
 ) -> tuple[Read, ...]:
     """`xla.groups.read_part`, with the kernels, which take no changes.
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.groups import GroupSums, Part, read_in_two
+from pallas_kernels.backends.groups import GroupSums, RowPart, read_in_two
 from pallas_kernels.backends.mosaic_tpu import groups_kernel
 from pallas_kernels.backends.mosaic_tpu.group_sweep import Groups
 from pallas_kernels.backends.mosaic_tpu.schedule import (
@@ -20,13 +20,13 @@ from pallas_kernels.backends.mosaic_tpu.unit import LOG2_E, Interpret
 from pallas_kernels.lowering.forms import vary_like
 
 LN_2 = 0.6931471805599453
-LARGEST = 3.4028234663852886e38  # float32
+_LARGEST = 3.4028234663852886e38  # float32
 
 SumsAndRawSums = tuple[GroupSums, jax.Array]  # [R, G] each; sums at temperature 1, or [R, 0]
 
 
 def read_groups(
-    part: Part,
+    part: RowPart,
     inverse: jax.Array,
     raw: bool,
     interpret: Interpret = False,
@@ -97,7 +97,7 @@ def group_sums(outputs: list[jax.Array], number: int, raw: bool = False) -> Grou
 
 def scale_of(inverse: jax.Array) -> jax.Array:
     """The factor of logit differences in exponents of 2, from 1 / T; finite in any case."""
-    return jnp.minimum(inverse * jnp.float32(LOG2_E), jnp.float32(LARGEST))
+    return jnp.minimum(inverse * jnp.float32(LOG2_E), jnp.float32(_LARGEST))
 
 
 def in_units(schedule: Schedule, x: jax.Array) -> jax.Array:

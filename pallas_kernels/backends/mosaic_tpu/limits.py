@@ -2,7 +2,7 @@
 
 import jax
 
-MAX_VOCABULARY = 2**19  # of which two units of rows take half of a v5p's VMEM
+MAX_COLUMNS = 2**19  # of which two units of rows take half of a v5p's VMEM
 
 # By the compiler's cycles XLA's sums of groups win below so many tokens: two groups.
 LEAST_GROUPED = 512
@@ -23,8 +23,8 @@ def obstacle(logits: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why the TPU kernel cannot run on logits [N, V] on any TPU; None if it can."""
     if not all(isinstance(size, int) for size in logits.shape):
         return f"the shape {logits.shape} is symbolic, and a kernel's grid is not"
-    if logits.shape[1] > MAX_VOCABULARY:
-        return f"rows of {logits.shape[1]} logits do not fit VMEM ({MAX_VOCABULARY} do)"
+    if logits.shape[1] > MAX_COLUMNS:
+        return f"rows of {logits.shape[1]} logits do not fit VMEM ({MAX_COLUMNS} do)"
     return None
 
 

@@ -2,7 +2,7 @@
 
 A grid step serves a batch of target rows, unit by unit. While a unit is worked on, the copies of
 the next one run. One sweep over its logits in VMEM makes groups' sums, a count and lane maxima
-(`group_sweep.py`), another one finds candidates for the top K (`candidates`): whatever reaches the
+(`group_sweep.py`), another one finds candidates for the top K (`_candidates`): whatever reaches the
 K-th largest of the row's lane maxima (`threshold`) is pushed on the stack of its lane (`Stacks`).
 When all units of the batch are done, the K largest are taken from the stacks of all their rows at
 once (`order`).
@@ -55,7 +55,7 @@ MIN_NORMAL = 1.1754943508222875e-38  # float32's smallest normal number
 MIN_NORMAL_BITS = 0x00800000  # the same, as bits
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000  # as bits; minus it is the key of -inf
-HALF = 16  # bits, of which float32 holds every number
+_HALF = 16  # bits, of which float32 holds every number
 NO_ID = float(2**24)
 # Columns whose operations stand together in the first sweep: the compiler keeps to that order, and
 # then few registers are alive. All at once, it loads dozens of them first and stores most again.
@@ -251,14 +251,14 @@ def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
         initial = jnp.full(SHAPE, -INFINITY, jnp.int32), jnp.zeros(SHAPE, jnp.int32)
         best, best_id = unit.over_chunks(chunk, initial)
         # Reductions over lanes are those of floats.
-        upper = (best >> HALF).astype(jnp.float32)
+        upper = (best >> _HALF).astype(jnp.float32)
         lower = (best & 0xFFFF).astype(jnp.float32)
         first = jnp.max(upper, axis=1, keepdims=True)
         second = jnp.max(jnp.where(upper == first, lower, -1.0), axis=1, keepdims=True)
         is_best = (upper == first) & (lower == second)
         token = jnp.where(is_best, best_id.astype(jnp.float32), NO_ID)
         token_id = jnp.min(token, axis=1, keepdims=True).astype(jnp.int32)
-        key = (first.astype(jnp.int32) << HALF) | second.astype(jnp.int32)
+        key = (first.astype(jnp.int32) << _HALF) | second.astype(jnp.int32)
         value = floats(key, jnp.float32)
         write(rank, value, token_id, all_rows, values_ref, ids_ref, unit.rows(half))
         return key, token_id
@@ -308,7 +308,7 @@ def groups(unit: Unit, maxima: jax.Ref, half: int) -> list[jax.Array]:
     return [maxima[section, half_of(half), :] for section in range(unit.schedule.sections)]
 
 
-def candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
+def _candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
     """Pushes what reaches the bounds [8, 1] of each half on the stacks."""
     schedule, constants = unit.schedule, unit.constants()
     halves = range(schedule.halves)
@@ -416,7 +416,7 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
         for half, of_lanes in enumerate(larger):
             write_larger(unit, half, of_lanes, count_ref[0], larger_ref)
         if schedule.k:
-            candidates(unit, bounds, stacks)
+            _candidates(unit, bounds, stacks)
             for half in halves:
                 rest = (stacks, of_selection[2], values_ref, ids_ref)
                 select_again(unit, half, bounds[half], count_ref[0], *rest)

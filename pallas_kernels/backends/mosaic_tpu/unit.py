@@ -25,10 +25,10 @@ Halves = tuple[jax.Array, ...]  # [8, 128] each: the even and the odd rows, or a
 Index = int | jax.Array  # [] int32
 Span = slice | pl.Slice
 Interpret = pltpu.InterpretParams | bool
-Carry = TypeVar("Carry")  # of a loop: a tree of vectors
+_Carry = TypeVar("_Carry")  # of a loop: a tree of vectors
 Joined = TypeVar("Joined")
 # (vectors of some columns, the first of these, carry) -> carry
-Step = Callable[[list[Halves], Index, Carry], Carry]
+Step = Callable[[list[Halves], Index, _Carry], _Carry]
 
 
 def aligned(place: Index, size: int) -> jax.Array:
@@ -154,7 +154,9 @@ def turn_bits(
         def some(first: Index, number: int, half: int = half, of_half: Span = of_half) -> None:
             start = aligned(first * LANES, LANES)
             words = allowed_ref[of_half, pl.ds(start, number * LANES)]
-            turned_words = [turned(words[:, i * LANES : (i + 1) * LANES]) for i in range(number)]
+            turned_words = [
+                turned_words(words[:, i * LANES : (i + 1) * LANES]) for i in range(number)
+            ]
             target = pl.ds(half * SUBLANES, SUBLANES)
             turned_ref[target, pl.ds(start, number * LANES)] = jnp.concatenate(turned_words, axis=1)
 
@@ -168,7 +170,7 @@ def turn_bits(
             some(turns * PERMUTED_AT_ONCE, rest)
 
 
-def turned(words: jax.Array) -> jax.Array:
+def turned_words(words: jax.Array) -> jax.Array:
     """Words [8, 128] int32 of 32 columns: four 32 x 32 matrices of bits, each transposed."""
     lanes = lax.broadcasted_iota(jnp.int32, SHAPE, 1)
     # Lane 32 q + j: word q of column j.
@@ -260,7 +262,7 @@ class Unit(NamedTuple):
             return (_floats((words << constants[0].shift) & UPPER),)
         return _floats(words << 16), _floats(words & UPPER)
 
-    def over_chunks(self, do: Callable[[Index, int, Carry], Carry], carry: Carry) -> Carry:
+    def over_chunks(self, do: Callable[[Index, int, _Carry], _Carry], carry: _Carry) -> _Carry:
         """carry = do(chunk, its tokens, carry) for all chunks, the last of which may be short."""
         schedule = self.schedule
         last, size = schedule.num_chunks - 1, schedule.chunk * LANES
@@ -273,16 +275,16 @@ class Unit(NamedTuple):
         chunk: Index,
         tokens: int,
         constants: list[RowConstants],
-        step: Step[Carry],
-        carry: Carry,
+        step: Step[_Carry],
+        carry: _Carry,
         size: int | None = None,
-    ) -> Carry:
+    ) -> _Carry:
         """carry = step(...) for the columns of a chunk, `size` at a time: else `schedule.step`."""
         first = chunk * self.schedule.chunk
         size = size or self.schedule.step
         steps, rest = divmod(tokens, size * LANES)
 
-        def full(i: jax.Array, carry: Carry) -> Carry:
+        def full(i: jax.Array, carry: _Carry) -> _Carry:
             start = first + i * size
             return step(self.load(start, size, constants), start, carry)
 

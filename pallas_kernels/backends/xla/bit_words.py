@@ -10,16 +10,16 @@ from jax import lax
 
 from pallas_kernels.lowering.forms import barrier, vary_like
 
-BITS = 32
+_BITS = 32
 
 
 def packed(flags: jax.Array) -> jax.Array:
     """flags [B, n] bool -> words [B, ceil(n / 32)] uint32; the first flag is the lowest bit."""
     rows, n = flags.shape
-    words = -(-n // BITS)
-    missing = vary_like(jnp.zeros((rows, BITS * words - n), bool), flags)
+    words = -(-n // _BITS)
+    missing = vary_like(jnp.zeros((rows, _BITS * words - n), bool), flags)
     padded = barrier(jnp.concatenate([flags, missing], axis=1)).reshape(rows, words, 4, 8)
-    bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32).reshape(4, 8)
+    bits = jnp.uint32(1) << jnp.arange(_BITS, dtype=jnp.uint32).reshape(4, 8)
     parts = barrier(jnp.where(padded, bits, jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32))
     return barrier(parts.sum(axis=2, dtype=jnp.uint32))
 
@@ -36,7 +36,7 @@ def leading(words: jax.Array, number: jax.Array) -> jax.Array:
     for i in range(words.shape[1]):
         word = words[:, i]
         bit_count = count(word)
-        end = place_in_word(word, jnp.clip(remaining, 0, BITS - 1))
+        end = place_in_word(word, jnp.clip(remaining, 0, _BITS - 1))
         below = (jnp.uint32(1) << end.astype(jnp.uint32)) - 1
         leading_bits.append(
             jnp.where(remaining >= bit_count, word, jnp.where(remaining > 0, word & below, 0))
@@ -66,7 +66,7 @@ def places(words: jax.Array, first: jax.Array, size: int) -> tuple[jax.Array, ja
         in_word = (number >= before) & (number < after)
         word = jnp.where(in_word, next_word, word)
         rest = jnp.where(in_word, number - before, rest)
-        place = jnp.where(in_word, jnp.int32(BITS * i), place)
+        place = jnp.where(in_word, jnp.int32(_BITS * i), place)
         before = after
     there = number < before
     return jnp.where(there, place + place_in_word(word, rest), 0), there

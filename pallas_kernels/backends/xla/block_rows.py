@@ -23,7 +23,7 @@ WIDE_ROWS = 256
 # A loop over an unknown number of rows: its start costs as many launches as half of a block.
 LOOP_ROWS = 384
 TPU_LOOP_ROWS = 512
-Result = TypeVar("Result", bound=forms.Tree)
+_Result = TypeVar("_Result", bound=forms.Tree)
 
 
 def rows_on_cpu(logits: jax.Array, num_targets: int, k: int, dynamic: bool) -> int:
@@ -79,7 +79,7 @@ def is_symbolic(logits: jax.Array, num_targets: int) -> bool:
     return not (isinstance(num_targets, int) and isinstance(logits.shape[0], int))
 
 
-def in_one_thread(function: Callable[..., Result], *arguments: forms.Tree) -> Result:
+def in_one_thread(function: Callable[..., _Result], *arguments: forms.Tree) -> _Result:
     """function(*arguments), as a list of operations of its own for XLA's runtime."""
     always = forms.barrier(jnp.bool_(True))  # which the compiler does not see through
     return forms.in_branch(always, function, *arguments)

@@ -30,7 +30,7 @@ SHORT = (8, 32, 64, 128, 256)  # widths of a group that may be cut off where onl
 
 
 @functools.partial(jax.jit, static_argnames="few")  # a program has many, of few shapes
-def sums_of(
+def _sums_of(
     tokens: Float[Array, "*groups W"],
     maxima: Float32[Array, "*groups"],
     inverse: Float32[Array, "..."],
@@ -48,7 +48,7 @@ def sums_of(
     return _added([terms(part) for part in _parts(tokens, FIRST_LANES)])
 
 
-LEAST = -200.0  # the exponential of this is 0 in float32; of -inf, -inf * 0 would be NaN
+_LEAST = -200.0  # the exponential of this is 0 in float32; of -inf, -inf * 0 would be NaN
 
 
 @jax.jit
@@ -57,12 +57,12 @@ def weighted_sums_of(
     maxima: Float32[Array, "*groups"],
     inverse: Float32[Array, "..."],
 ) -> Float32[Array, "*groups"]:
-    """The sums of s exp(s), s = (x - maximum) / T, in the order of `sums_of`: at most 0."""
+    """The sums of s exp(s), s = (x - maximum) / T, in the order of `_sums_of`: at most 0."""
     finite = jnp.where(maxima > -jnp.inf, maxima, jnp.float32(0))
 
     def terms(part: jax.Array) -> jax.Array:
         s = (part.astype(jnp.float32) - finite[..., None]) * inverse[..., None]
-        return exponential(s) * jnp.maximum(s, jnp.float32(LEAST))
+        return exponential(s) * jnp.maximum(s, jnp.float32(_LEAST))
 
     return _added([terms(part) for part in _parts(tokens, FIRST_LANES)])
 
@@ -79,7 +79,7 @@ def _added(pieces: list[jax.Array]) -> jax.Array:
     return row_pieces.in_pairs(jnp.add, _parts(lanes, 1))[..., 0]
 
 
-def maxima_of(tokens: Float[Array, "*groups W"]) -> Float32[Array, "*groups"]:
+def _maxima_of(tokens: Float[Array, "*groups W"]) -> Float32[Array, "*groups"]:
     """The largest of each group of W logits, but for a negative NaN, which may be overlooked."""
     keys = _largest(ordered_keys.ordered_keys(tokens), (FIRST_LANES, MORE_LANES, 1))
     return floats(keys, tokens.dtype).astype(jnp.float32)
@@ -92,9 +92,9 @@ def sums_of_groups(tokens: Float[Array, "*groups W"], inverse: Float32[Array, ".
       tokens: the logits.
       inverse: `inverse_temperature` of each group, or of shapes that broadcast.
     """
-    maxima = maxima_of(tokens)
+    maxima = _maxima_of(tokens)
     return GroupSums(
-        maxima, sums_of(tokens, maxima, jnp.broadcast_to(inverse, maxima.shape), few=True)
+        maxima, _sums_of(tokens, maxima, jnp.broadcast_to(inverse, maxima.shape), few=True)
     )
 
 
@@ -119,7 +119,7 @@ def of_block(
     num_whole = x.shape[1] // WIDTH
     parts = [x.reshape(x.shape[0], num_whole, WIDTH), tail]
     if eights is None:
-        maxima = [maxima_of(part) for part in parts]
+        maxima = [_maxima_of(part) for part in parts]
     else:
         largest = _eights_to_groups(eights, x.dtype)
         maxima = [largest[:, :num_whole], largest[:, num_whole:]]
@@ -128,7 +128,7 @@ def of_block(
         for part, largest_of_part in zip(parts, maxima, strict=True)
         if part.shape[1]
     ]
-    sums = [sums_of(part, largest_of_part, inverse[:, None]) for part, largest_of_part in there]
+    sums = [_sums_of(part, largest_of_part, inverse[:, None]) for part, largest_of_part in there]
     groups = GroupSums(_joined([largest_of_part for _, largest_of_part in there]), _joined(sums))
     if not weighted:
         return groups

@@ -18,8 +18,8 @@ from pallas_kernels.backends.groups import (
     MANY,
     GroupSums,
     ListedRows,
-    Part,
     Read,
+    RowPart,
     Top,
     as_many_as_needed,
     columns_of_groups,
@@ -45,11 +45,11 @@ FEW_TARGETS = 32  # of so many, seldom more than one is on a list
 
 # How many rows of logits to work on at a time: `block_rows.rows_on_cpu` and its like.
 Size = Callable[[jax.Array, int, int, bool], int]
-Result = TypeVar("Result", bound=Tree)  # of arrays [R, ...]
+_Result = TypeVar("_Result", bound=Tree)  # of arrays [R, ...]
 
 
 def read_part(
-    part: Part,
+    part: RowPart,
     k: int,
     inverse: Float32[Array, " N"],
     needed: Int32[Array, " N"],
@@ -67,7 +67,7 @@ def read_part(
     """
     own_too = changes is not None and k >= 0
 
-    def like(part: Part, *_: Tree) -> tuple[Read, ...]:
+    def like(part: RowPart, *_: Tree) -> tuple[Read, ...]:
         rows = part.logits.shape[0]
         zeros = jnp.zeros((rows, whole_groups(part) + part.tail.shape[1]), jnp.float32)
         shape = rows, min(max(k, MANY), part.logits.shape[1])
@@ -76,7 +76,7 @@ def read_part(
         return (unchanged._replace(raw_sums=zeros[:, :0]), unchanged) if own_too else (unchanged,)
 
     def read_on(
-        size: Size, part: Part, inverse: jax.Array, needed: jax.Array, changes: Changes | None
+        size: Size, part: RowPart, inverse: jax.Array, needed: jax.Array, changes: Changes | None
     ) -> tuple[Read, ...]:
         def work(
             x: jax.Array,
@@ -85,15 +85,15 @@ def read_part(
             inverse: jax.Array,
             needed: jax.Array,
         ) -> tuple[Read, ...]:
-            changed = _of_block(Part(x, tail, part.offset), inverse, needed, k, raw=not own_too)
+            changed = _of_block(RowPart(x, tail, part.offset), inverse, needed, k, raw=not own_too)
             if not own_too:
                 return (changed,)
-            unchanged = Part(unchanged_x, tail_of(unchanged_x), part.offset)
+            unchanged = RowPart(unchanged_x, tail_of(unchanged_x), part.offset)
             return changed, _of_block(unchanged, inverse, needed, k, raw=True)
 
         most = min(max(k, MANY), part.logits.shape[1])
         rows = ListedRows(part.logits, changes=changes)
-        return in_blocks(work, size, rows, (part.tail, inverse, needed), like(part), most)
+        return _in_blocks(work, size, rows, (part.tail, inverse, needed), like(part), most)
 
     cpu, tpu, default = (
         functools.partial(read_on, size)
@@ -102,7 +102,7 @@ def read_part(
     return lowered_for(part, inverse, needed, changes, like=like, cpu=cpu, tpu=tpu, default=default)
 
 
-def _of_block(part: Part, inverse: jax.Array, needed: jax.Array, k: int, *, raw: bool) -> Read:
+def _of_block(part: RowPart, inverse: jax.Array, needed: jax.Array, k: int, *, raw: bool) -> Read:
     """`read_part` of a block of rows; raw: whether the sums at temperature 1 are wanted with k."""
     x = part.logits
     eights = forms.barrier(selection.group_maxima(x, EIGHT))
@@ -148,7 +148,7 @@ def candidates(rows: ListedRows, k: int) -> Top:
         def work(x: jax.Array, _: jax.Array) -> Top:
             return largest(x, None, k)
 
-        return in_blocks(work, size, rows, (), like(rows), k)
+        return _in_blocks(work, size, rows, (), like(rows), k)
 
     cpu, default = (
         functools.partial(found_on, x) for x in (block_rows.rows_on_cpu, block_rows.rows_on_gpu)
@@ -192,7 +192,7 @@ def _num_larger(rows: ListedRows, than: jax.Array) -> jax.Array:
         return strictly_larger(x, than[:, None].astype(x.dtype)).sum(axis=1, dtype=jnp.int32)
 
     initial = jnp.zeros(than.shape, jnp.int32)
-    return in_blocks(work, block_rows.rows_on_gpu, rows, (than,), initial, 0)
+    return _in_blocks(work, block_rows.rows_on_gpu, rows, (than,), initial, 0)
 
 
 def _num_larger_on_cpu(rows: ListedRows, than: jax.Array) -> jax.Array:
@@ -229,14 +229,14 @@ def _number_of(flags: Bool[Array, " V"]) -> Int32[Array, ""]:
     return first.sum(dtype=jnp.int32) + flags[pieces * width :].sum(dtype=jnp.int32)
 
 
-def in_blocks(
-    work: Callable[..., Result],
+def _in_blocks(
+    work: Callable[..., _Result],
     size: Size,
     rows: ListedRows,
     by_row: tuple[jax.Array, ...],
-    initial: Result,
+    initial: _Result,
     k: int,
-) -> Result:
+) -> _Result:
     """`work(x [B, V], x, *given)` of blocks of rows, put together; see `forms.map_blocks`.
 
     The first x is the changed one, a copy of a block.
@@ -248,10 +248,10 @@ def in_blocks(
         listed = 1 if num_targets <= FEW_TARGETS else LISTED_ON_CPU
         block = min(block, listed if size is block_rows.rows_on_cpu else LISTED)
 
-    def changed(x: jax.Array, row_changes: Changes | None, *values: jax.Array) -> Result:
+    def changed(x: jax.Array, row_changes: Changes | None, *values: jax.Array) -> _Result:
         return work(x if row_changes is None else forms.barrier(apply(x, row_changes)), x, *values)
 
-    def done_from(start: jax.Array) -> Result:
+    def done_from(start: jax.Array) -> _Result:
         x = forms.block_of_logits(logits, row_ids, start, block)
         chosen, values = forms.rows_from((row_ids, by_row), start, block)
         if chosen is None:

@@ -81,7 +81,7 @@ def _terms(x: jax.Array, row_inputs: BlockInputs) -> jax.Array:
 
 
 class RowParts(NamedTuple):
-    """Of some logits of a row: what `joined` makes one of two of."""
+    """Of some logits of a row: what `_joined` makes one of two of."""
 
     keys: jax.Array  # `ordered_keys`; the largest
     largest: jax.Array  # float32
@@ -91,7 +91,7 @@ class RowParts(NamedTuple):
     weighted: jax.Array | None  # float32: of these by their exponents, for the entropy
 
 
-def joined(a: RowParts, b: RowParts) -> RowParts:
+def _joined(a: RowParts, b: RowParts) -> RowParts:
     """Two parts of a row as one."""
     apart = jnp.where(a.largest == b.largest, jnp.float32(0), jnp.abs(a.largest - b.largest))
     inverse = jnp.maximum(a.inverse, b.inverse)
@@ -155,7 +155,7 @@ def in_one_read(
         def reduced(parts: RowParts) -> RowParts:
             def join(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 first, second = (jax.tree.unflatten(tree, x) for x in (a, b))
-                return tuple(jax.tree.leaves(joined(first, second)))
+                return tuple(jax.tree.leaves(_joined(first, second)))
 
             axis = jax.tree.leaves(parts)[0].ndim - 1
             leaves, start = (tuple(jax.tree.leaves(x)) for x in (parts, empty_part))

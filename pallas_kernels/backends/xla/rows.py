@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backends.groups import WIDTH, Part, columns_of_groups
+from pallas_kernels.backends.groups import WIDTH, RowPart, columns_of_groups
 from pallas_kernels.backends.row_totals import PartSums, as_part, inverse_of, joined, no_part
 from pallas_kernels.backends.xla import group_sums, reductions, selection
 from pallas_kernels.backends.xla.block_rows import (
@@ -38,23 +38,23 @@ from pallas_kernels.lowering.forms import Tree
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers import ordered_keys
 
-Result = TypeVar("Result", bound=Tree)
+_Result = TypeVar("_Result", bound=Tree)
 
 # Pieces of a row whose larger logits are counted at a time on a CPU. Of few rows in float32 fewer:
 # then a loop does not compute more than it reads.
-PIECES = 8
+_PIECES = 8
 PIECES_OF_FEW = 4
 MORE_PIECES = 16
 
 
-def num_larger(x: jax.Array, limit: jax.Array) -> jax.Array:
+def _num_larger(x: jax.Array, limit: jax.Array) -> jax.Array:
     """How many logits of each row of x [B, V] are larger than `limit` [B], of x's dtype. [B] int32.
 
     By adding pieces of each row to one another until one number is left.
     """
     with jax.named_scope("row_ranks"):
         few = selection.is_small_batch(x) and x.dtype.itemsize == 4
-        cut = row_pieces.pieces(x, PIECES_OF_FEW if few else PIECES, -jnp.inf)
+        cut = row_pieces.pieces(x, PIECES_OF_FEW if few else _PIECES, -jnp.inf)
         larger = row_pieces.in_pairs(jnp.add, [_larger(piece, limit) for piece in cut])
         return row_pieces.reduced(jnp.add, forms.barrier(larger), MORE_PIECES, 0).astype(jnp.int32)
 
@@ -143,7 +143,7 @@ def _part_sums(
     def work(x: jax.Array, targets: Targets) -> PartSums:
         if way.sums is not None:
             return as_part(way.sums(x, targets.selected, outputs, targets.temperatures), number)
-        part = Part(x, tail_of(x), jnp.zeros_like(offset))
+        part = RowPart(x, tail_of(x), jnp.zeros_like(offset))
         if targets.following is not None:
             part = with_following(x, targets.following, offset)
         return sums_of_part(part, targets.selected, outputs, targets.temperatures)
@@ -163,20 +163,20 @@ class Targets(NamedTuple):
 
 def in_blocks(
     way: Way,
-    work: Callable[[jax.Array, Targets], Result],
+    work: Callable[[jax.Array, Targets], _Result],
     rows: Rows,
     selected: jax.Array,
     following: jax.Array | None,
-    initial: Result,
+    initial: _Result,
     outputs: Outputs,
-) -> Result:
+) -> _Result:
     """`work` of blocks of the target rows, as they are changed, put together."""
     num_targets = selected.shape[0]
     # A changed block is a copy.
     small = rows.num_rows is not None or rows.changes is not None
     block = way.block_rows(rows.logits, num_targets, outputs.k, small)
 
-    def of_block(start: jax.Array) -> Result:
+    def of_block(start: jax.Array) -> _Result:
         of_rows = rows.changes, Targets(selected, rows.temperatures, following)
         changes, targets = forms.rows_from(of_rows, start, block)
         x = forms.block_of_logits(rows.logits, rows.row_ids, start, block)
@@ -199,12 +199,12 @@ def sums_of_block(
     """The sums of a block of whole rows x [B, V]; selected [B] is the given token's logit."""
     if way.sums is not None:
         return way.sums(x, selected, outputs, temperatures)
-    part = sums_of_part(Part(x, tail_of(x), jnp.int32(0)), selected, outputs, temperatures)
+    part = sums_of_part(RowPart(x, tail_of(x), jnp.int32(0)), selected, outputs, temperatures)
     return joined(part, inverse_of(temperatures, x.shape[0]), outputs.k, x.shape[1])
 
 
 def sums_of_part(
-    part: Part, selected: jax.Array, outputs: Outputs, temperatures: jax.Array | None
+    part: RowPart, selected: jax.Array, outputs: Outputs, temperatures: jax.Array | None
 ) -> PartSums:
     """Steps 1 to 4 of a block [B, C] of a part of rows."""
     x, k = part.logits, outputs.k
@@ -223,4 +223,4 @@ def sums_of_part(
     if width is not None and eights is not None:
         maxima = selection.wider(eights, width // selection.NARROWEST_GROUP)
     top = selection.select_top_k(x, maxima, k, width, selection.from_groups_on_cpu)
-    return PartSums(groups, num_larger(x, limit), *top)
+    return PartSums(groups, _num_larger(x, limit), *top)

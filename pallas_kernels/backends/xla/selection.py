@@ -25,10 +25,10 @@ WIDEST_GROUP = 128
 NARROWEST_GROUP = 8  # the lanes of a vector register in float32
 
 
-Selected = tuple[jax.Array, jax.Array]  # logits [B, k] float32 and ids [B, k] int32
+_Selected = tuple[jax.Array, jax.Array]  # logits [B, k] float32 and ids [B, k] int32
 
 FEW_ROWS = 3  # up to here, every operation's start counts
-TwoStages = Callable[[jax.Array, jax.Array, int, int], Selected]  # see `from_groups`
+TwoStages = Callable[[jax.Array, jax.Array, int, int], _Selected]  # see `from_groups`
 
 
 def is_small_batch(x: jax.Array) -> bool:
@@ -107,7 +107,7 @@ def select_top_k(
     return jnp.where(values > -jnp.inf, ids, jnp.int32(-1)), values
 
 
-def from_groups(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
+def from_groups(x: jax.Array, maxima: jax.Array, k: int, width: int) -> _Selected:
     """The two stages: logits [B, k] float32 and ids [B, k]."""
     _, groups = top_k(ordered_keys.floats(maxima, x.dtype).astype(jnp.float32), k)
     return among(x, jnp.sort(groups, axis=1), k, width)
@@ -115,7 +115,7 @@ def from_groups(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected
 
 def among(
     x: jax.Array, groups: jax.Array, k: int, width: int, least: jax.Array | None = None
-) -> Selected:
+) -> _Selected:
     """The top k of the logits in chosen groups: logits [B, k] float32 and ids [B, k].
 
     Args:
@@ -177,7 +177,7 @@ def top_k_of_parts(ids: jax.Array, logits: jax.Array, k: int) -> tuple[jax.Array
     return jnp.take_along_axis(in_a_row(ids), places, axis=1), values
 
 
-HALF = 16  # bits of a key
+_HALF = 16  # bits of a key
 
 COUNTED = 16  # pieces of a row that are counted at a time
 
@@ -191,7 +191,7 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
     """
     if keys.shape[1] < SEARCHED:
         return jnp.sort(keys, axis=1)[:, -k]
-    shift = 8 * keys.dtype.itemsize - HALF
+    shift = 8 * keys.dtype.itemsize - _HALF
     halves = (keys >> shift).astype(jnp.int32)
     lanes = -(-keys.shape[1] // COUNTED)
     halves = row_pieces.filled(halves, COUNTED * lanes, np.iinfo(np.int32).min)
@@ -199,16 +199,16 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
     halves = forms.barrier(halves.reshape(keys.shape[0], COUNTED, lanes))
 
     def step(bit: jax.Array, reached: jax.Array) -> jax.Array:
-        higher = reached + (jnp.int32(1 << (HALF - 1)) >> bit)
+        higher = reached + (jnp.int32(1 << (_HALF - 1)) >> bit)
         count = (halves >= higher[:, None, None]).sum(axis=1, dtype=jnp.int32)
         return jnp.where(count.sum(axis=1, dtype=jnp.int32) >= k, higher, reached)
 
     reached = forms.vary_like(jnp.full(keys.shape[:1], np.iinfo(np.int16).min, jnp.int32), keys)
-    reached = typed.fori_loop(0, HALF, step, reached)
+    reached = typed.fori_loop(0, _HALF, step, reached)
     return reached.astype(keys.dtype) << shift
 
 
-PIECES = 16  # of a row of maxima, joined at a time
+_PIECES = 16  # of a row of maxima, joined at a time
 
 
 def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
@@ -229,11 +229,11 @@ def largest_on_cpu(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     Two to eight times as fast as a maximum over the row.
     """
-    key = row_pieces.reduced(jnp.maximum, maxima, PIECES, np.iinfo(maxima.dtype).min)
+    key = row_pieces.reduced(jnp.maximum, maxima, _PIECES, np.iinfo(maxima.dtype).min)
     return ordered_keys.floats(key, dtype).astype(jnp.float32)
 
 
-def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> Selected:
+def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> _Selected:
     """`from_groups`, without what is below a bound that is known before anything is ordered."""
     bound = lower_bound(maxima, k)
     if bound is not None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.backends.groups import WIDTH, Part
+from pallas_kernels.backends.groups import WIDTH, RowPart
 from pallas_kernels.backends.xla.group_sums import SHORT
 from pallas_kernels.contract.changes import Changes, apply, of_shard
 from pallas_kernels.meshes.placement import VocabShard
@@ -58,14 +58,14 @@ def following_columns(first: Float[Array, "N F"], width: int, shard: VocabShard)
 
 def with_following(
     x: Float[Array, "N C"], following: Float[Array, "N F"], offset: jax.Array
-) -> Part:
+) -> RowPart:
     """A device's part where groups do not end with its columns.
 
     offset: [] int32, the column where its first group begins.
     """
     width = x.shape[1]
     last = x[:, width - last_columns(width) :]
-    return Part(x, tail_of_shard(last, width, following, offset), offset)
+    return RowPart(x, tail_of_shard(last, width, following, offset), offset)
 
 
 def last_columns(width: int) -> int:

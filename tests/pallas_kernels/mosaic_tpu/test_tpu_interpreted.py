@@ -128,7 +128,7 @@ def test_each_lane_has_its_own_tokens_bits():
     """Vectors of 128 words: bit j of lane l is token l of column j."""
     words = np.random.default_rng(1).integers(-(2**31), 2**31, (8, 128)).astype(np.int32)
     tokens = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").reshape(8, 32, 128)
-    found = np.asarray(unit.turned(words)).view(np.uint32)
+    found = np.asarray(unit.turned_words(words)).view(np.uint32)
     for column in (0, 1, 30, 31):
         expected = tokens[:, column]
         np.testing.assert_array_equal(found >> column & 1, expected)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends import read
-from pallas_kernels.backends.groups import Part
+from pallas_kernels.backends.groups import RowPart
 from pallas_kernels.backends.mosaic_tpu import groups as sampled
 from pallas_kernels.backends.mosaic_tpu import rows as run
 from pallas_kernels.backends.mosaic_tpu import unit
@@ -72,7 +72,7 @@ def test_groups_that_are_cut_by_columns():
         columns = np.concatenate([rng.normal(size=(3, offset)), x[:, : 1280 - offset]], axis=1)
         tail = x[:, 768:].reshape(3, 2, 256)
         columns = jnp.asarray(columns[:, :1024], jnp.float32)
-        _, sums, more = check(Part(columns, jnp.asarray(tail), jnp.int32(offset)), INVERSE[:3])
+        _, sums, more = check(RowPart(columns, jnp.asarray(tail), jnp.int32(offset)), INVERSE[:3])
         np.testing.assert_array_equal(sums, whole)
         np.testing.assert_array_equal(more, raw)
 

@@ -18,7 +18,7 @@ import pytest
 
 from pallas_kernels.backends import answers
 from pallas_kernels.backends.answers import usable_temperatures
-from pallas_kernels.backends.groups import Part, inverse_temperature
+from pallas_kernels.backends.groups import RowPart, inverse_temperature
 from pallas_kernels.backends.mosaic_gpu import cluster_kernel, groups_kernel, thread
 from pallas_kernels.backends.mosaic_gpu import groups as sampled
 from pallas_kernels.backends.mosaic_gpu import rows as run
@@ -93,7 +93,7 @@ class Sample:
         logits, sampling = jnp.asarray(self.x), Sampling.of(self.count, temperature=TEMPERATURES)
         inverse = inverse_temperature(sampling.temperature)
         changes = prepared(self.changes, self.vocabulary)
-        part = Part(logits, tail_of(logits, changes), jnp.int32(0))
+        part = RowPart(logits, tail_of(logits, changes), jnp.int32(0))
         needed = jnp.zeros(self.count, jnp.int32)
         first, *others = sampled.read_part(part, K, inverse, needed, changes)
         if others:
@@ -158,7 +158,7 @@ def same_bits(name: str, sample: Callable[[], Sample], programs: tuple[int, ...]
     def call() -> Any:
         found = [made.topk(K, programs[0], **ALL)]
         found += [made.topk(K, number, entropy=True) for number in programs[1:]]
-        with mock.patch.object(cluster_kernel, "fits", return_value=False):
+        with mock.patch.object(cluster_kernel, "fits_cluster", return_value=False):
             found.append(made.topk(K, programs[0], **ALL))
         found += [made.topk(k, programs[-1]) for k in (0, 20, 40)]
         found.append(made.topk(K, programs[0], np.arange(made.count)[::-1], log_sum_exp=True))
@@ -190,7 +190,7 @@ def other_order(name: str) -> Case:
     # Sums of about 1.5: of larger ones the logarithm would have fewer bits.
     made.x[:, 7] = np.log(np.exp(made.x).sum(axis=1)) + 0.7
     schedule = Schedule(made.vocabulary, made.x.dtype.name, GROUP, 1)
-    in_pairs = thread.in_pairs
+    in_pairs = thread.sum_in_pairs
 
     def backward(values: Any) -> Any:
         """The first of eight is added last."""
@@ -201,7 +201,7 @@ def other_order(name: str) -> Case:
 
     def call() -> Any:
         found = [made.topk(2, 2, entropy=True)]
-        with mock.patch.object(groups_kernel.thread, "in_pairs", backward):
+        with mock.patch.object(groups_kernel.thread, "sum_in_pairs", backward):
             found.append(made.topk(3, 2, log_sum_exp=True))
         return found
 

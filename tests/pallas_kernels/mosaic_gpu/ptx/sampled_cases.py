@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends.groups import FEW, WIDTH, Part, inverse_temperature
+from pallas_kernels.backends.groups import FEW, WIDTH, RowPart, inverse_temperature
 from pallas_kernels.backends.mosaic_gpu import (
     cluster_kernel,
     finish_kernel,
@@ -58,7 +58,7 @@ def read(name: str, schedule: Schedule, k: int, raw: bool = False, rows: int | N
 
     def call() -> Any:
         (out,) = groups_kernel.read_groups(schedule, logits, inverse, raw)
-        groups, raw_sums = sampled.of_rows(out, schedule, number)
+        groups, raw_sums = sampled.groups_of_rows(out, schedule, number)
         raw_sums = raw_sums if raw else None
         top = sampled.top_of_groups(logits, schedule, out, k) if k else None
         partials = np.asarray(out.partials)[: 2 * len(x) * schedule.programs]
@@ -99,7 +99,7 @@ def same_bits(name: str) -> Case:
     def sums(x: Any, schedule: Schedule, order: Any, offset: Any = None) -> Any:
         (out,) = groups_kernel.read_groups(schedule, jnp.asarray(x), inverse[order], True, offset)
         number = -(-schedule.vocabulary // WIDTH)
-        groups, raw = sampled.of_rows(out, schedule, number)
+        groups, raw = sampled.groups_of_rows(out, schedule, number)
         return groups.maxima, groups.sums, raw
 
     def shifted(by: int) -> Any:  # as on a shard whose first group begins at this column
@@ -141,7 +141,7 @@ def split_columns(name: str) -> Case:
     """
     x = edge_rows(Schedule(4400, "float32", WIDTH, 1))[:3]
     tail = np.stack([x[:, :512] * 0.5, x[:, 600:1112]], axis=1)[:, :, :WIDTH]
-    part = Part(jnp.asarray(x), jnp.asarray(tail), jnp.int32(48))
+    part = RowPart(jnp.asarray(x), jnp.asarray(tail), jnp.int32(48))
     rest = jnp.asarray([1, 2, 0.5], jnp.float32), jnp.asarray([0, 10, 0], jnp.int32)
     (expected,) = xla.read_part(part, -1, *rest)
 
@@ -190,7 +190,7 @@ def changed(name: str, schedule: Schedule, names: tuple[str, ...], k: int, needs
     def read_of(x: Any, schedule: Schedule, changes: Changes | None = None) -> Any:
         logits = jnp.asarray(x)
         tail = xla.tail_of(logits, changes)
-        part = Part(logits, tail, jnp.int32(0))
+        part = RowPart(logits, tail, jnp.int32(0))
         return sampled.read_part(part, k, inverse, needed, changes, schedule)
 
     def call() -> Any:
