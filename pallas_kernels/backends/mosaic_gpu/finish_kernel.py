@@ -175,7 +175,7 @@ def finish_rows(
             num_targets=num_targets,
         ),
         out_type=finish_types(outputs, mode, num_targets),
-        selection_scratch=all_scratch_types(schedule, outputs, mode),
+        scratch_types=all_scratch_types(schedule, outputs, mode),
         grid=(num_targets,),
         grid_names=("row",),
         compiler_params=compat.compiler_params(approx_math=False),
