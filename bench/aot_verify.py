@@ -24,8 +24,9 @@ BATCH, POSITIONS, VOCABULARY, K = 64, 4, 151_936, 20
 SHARE, BLOCK = 0.05, 8
 LAUNCHES = 14
 # Pass 1; pass 2 for 20, 64, 128 candidates; both in one for greedy rows; the draw; ranks.
-# Of changed logits, pass 2 and the one for greedy rows for the logits themselves too.
-KERNELS = {"plain": 7, "changed": 9}
+# Of changed logits, pass 2 and the one for greedy rows for the logits themselves too; and the sums
+# of greedy rows' groups that hold biased tokens.
+KERNELS = {"plain": 7, "changed": 10}
 BIASES = 64
 
 

@@ -51,7 +51,7 @@ def window_of(state: Bracket, guess: jax.Array) -> jax.Array:
 
 def around_window(top: jax.Array) -> jax.Array:
     """Another guess [B, 2], for rows whose key is not in the window below `top` [B]."""
-    return top[:, None] + jnp.array([[-2 * WINDOW, WINDOW]], jnp.int32)
+    return jnp.stack([top - 2 * WINDOW, top + WINDOW], axis=1)
 
 
 def narrowed(state: Bracket, keys: jax.Array, sums: Mass, least: Mass) -> Bracket:
@@ -139,8 +139,9 @@ def guess_of(rows: SearchedRows, by_mass: jax.Array, limit: jax.Array) -> jax.Ar
     number = rows.shard.across_sum(counts.sum(1))
     below = jnp.where(by_mass, (total - limit) * share, number - limit * share)
     # Keys of bfloat16 are farther apart than a guess may be wrong.
-    doubts = (0.0,) if rows.logits.dtype == jnp.bfloat16 else (-DOUBT, DOUBT)
-    below = below[:, None] * (1 + jnp.array(doubts, jnp.float32))[None]
+    guesses = 1 if rows.logits.dtype == jnp.bfloat16 else 2
+    doubt = 1 + DOUBT * (2 * jnp.arange(guesses, dtype=jnp.float32) - (guesses - 1))
+    below = below[:, None] * doubt[None]
     bits = min(8 * rows.logits.dtype.itemsize, GUESSED_BITS)
     unit = 8 * rows.logits.dtype.itemsize - bits
 
