@@ -128,7 +128,11 @@ def of_block(
         for part, largest_of_part in zip(parts, maxima, strict=True)
         if part.shape[1]
     ]
-    sums = [_sums_of(part, largest_of_part, inverse[:, None]) for part, largest_of_part in there]
+    # A tail is short: its terms are one text to compile, and those of whole groups one a piece.
+    sums = [
+        _sums_of(part, largest_of_part, inverse[:, None], few=part is tail)
+        for part, largest_of_part in there
+    ]
     groups = GroupSums(_joined([largest_of_part for _, largest_of_part in there]), _joined(sums))
     if not weighted:
         return groups
