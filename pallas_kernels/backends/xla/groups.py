@@ -121,8 +121,7 @@ def _of_block(part: RowPart, inverse: jax.Array, needed: jax.Array, k: int, *, r
             ),
         )
     top = functools.partial(largest, x, eights)
-    # A selection for few candidates alone would be as long again to compile.
-    return Read(groups, raw_sums, *as_many_as_needed(x, needed, k, top, steps=(MANY,)))
+    return Read(groups, raw_sums, *as_many_as_needed(x, needed, k, top))
 
 
 def largest(x: jax.Array, eights: jax.Array | None, k: int) -> Top:
