@@ -45,7 +45,7 @@ from pallas_kernels.sampling.cuts.searched_rows import (
     multiplied,
     nth_equal,
     sums_above,
-    sums_below,
+    sums_above_run,
 )
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
 from pallas_kernels.sampling.row_read import RowScale
@@ -157,7 +157,7 @@ def _shortest(
     if guess is not None and rows.logits.dtype == jnp.bfloat16:
         # Its keys are far enough apart for the one that is searched for to be near the guess.
         top = window_of(start, guess)
-        start = narrowed(start, *sums_below(rows, top, WINDOW, by_mass), least)
+        start = narrowed(start, *sums_above_run(rows, top, WINDOW, by_mass), least)
         start, guess = start._replace(reads=jnp.int32(0)), around_window(top)
     # What is known of a row is the same on every shard of the vocabulary.
     inputs = (scale, limit, filters)

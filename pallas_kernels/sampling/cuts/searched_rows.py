@@ -71,10 +71,10 @@ def sums_above(rows: SearchedRows, keys: jax.Array, by_mass: jax.Array) -> Mass:
     return exact_sums.of_sums(tuple(sums[:, i].T for i in range(len(digits))), vocab_size)
 
 
-def sums_below(
+def sums_above_run(
     rows: SearchedRows, top: jax.Array, number: int, by_mass: jax.Array
 ) -> tuple[jax.Array, Mass]:
-    """The keys top, top - 1, ... [B, number], and the sums of the tokens above each of them.
+    """A run of keys top, top - 1, ... [B, number], and the sums of the tokens above each of them.
 
     As `sums_above` of these keys, with less work: tokens with one key have one weight, so behind
     the first sum they are counted.

@@ -100,18 +100,18 @@ def test_no_shard_changes_a_bit_of_a_searched_cut():
 def reads_of(x, sampling, monkeypatch):
     """How often a search reads its rows, and what is kept."""
     reads = []
-    sums_above, sums_below = searched_rows.sums_above, searched_rows.sums_below
+    sums_above, sums_above_run = searched_rows.sums_above, searched_rows.sums_above_run
 
     def counted(rows, keys, by_mass):
         jax.debug.callback(lambda _: reads.append(keys.shape[1]), by_mass, ordered=True)
         return sums_above(rows, keys, by_mass)
 
-    def counted_below(rows, top, number, by_mass):
+    def counted_run(rows, top, number, by_mass):
         jax.debug.callback(lambda _: reads.append(number), by_mass, ordered=True)
-        return sums_below(rows, top, number, by_mass)
+        return sums_above_run(rows, top, number, by_mass)
 
     monkeypatch.setattr(search, "sums_above", counted)
-    monkeypatch.setattr(search, "sums_below", counted_below)
+    monkeypatch.setattr(search, "sums_above_run", counted_run)
 
     @quick_compile.jit
     def searched(x):
@@ -149,7 +149,7 @@ def test_counted_tokens_weigh_what_they_do_one_by_one(kind, by_mass):
     scale = row_read.read_sampled_rows(GroupedRows.of(x), each).scale
     rows = searched_rows.SearchedRows(x, scale, WHOLE)
     top = jnp.sort(rows.keys, axis=1)[:, -100].astype(jnp.int32)
-    keys, sums = searched_rows.sums_below(rows, top, 40, jnp.bool_(by_mass))
+    keys, sums = searched_rows.sums_above_run(rows, top, 40, jnp.bool_(by_mass))
     chex.assert_trees_all_equal(keys[:, 0], top)
     chex.assert_trees_all_equal(keys[:, 1:], keys[:, :-1] - 1)
     chex.assert_trees_all_equal(sums, searched_rows.sums_above(rows, keys, jnp.bool_(by_mass)))
