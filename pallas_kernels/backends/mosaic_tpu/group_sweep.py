@@ -25,13 +25,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends.mosaic_tpu.schedule import LANES, PAIR, SUBLANES, Schedule
+from pallas_kernels.backends.mosaic_tpu.cells import Cells, Square, half_of
+from pallas_kernels.backends.mosaic_tpu.schedule import LANES, PAIR, Schedule
 from pallas_kernels.backends.mosaic_tpu.unit import (
     LOG2_E,
     SHAPE,
     Halves,
     Index,
-    Span,
     Unit,
     aligned,
 )
@@ -84,7 +84,8 @@ class Sweep:
       groups: what is read of them.
       outputs: [batch rows, width] float32 each.
       waiting: [groups of a piece, 8, 128] float32 each, maxima, by turns.
-      lane_maxima: [sections, unit, 128] float32, where a top K needs them.
+      cells: their maxima, where a top K needs them.
+      lane_maxima: [sections, unit, 128] float32, where it does.
       offset: [] int32, the column of the first group.
       constants: of each half.
     """
@@ -95,11 +96,12 @@ class Sweep:
         groups: Groups,
         outputs: list[jax.Ref],
         waiting: tuple[jax.Ref, jax.Ref],
+        cells: Cells | None = None,
         lane_maxima: jax.Ref | None = None,
         offset: jax.Array | None = None,
     ) -> None:
         self.unit, self.groups, self.outputs, self.waiting = unit, groups, outputs, waiting
-        self.lane_maxima, self.offset = lane_maxima, offset
+        self.cells, self.lane_maxima, self.offset = cells, lane_maxima, offset
         self.constants = unit.constants()
 
     def store(self) -> None:
@@ -187,15 +189,16 @@ class Sweep:
         work = [] if now is None else self._items(now)
         ahead = [] if after is None else self._items(after)
         place = None if now is None else _Place(self, now)
-        larger, halves = [*larger], self.unit.schedule.halves
-        lanes = [jnp.full(SHAPE, -jnp.inf, jnp.float32)] * halves
+        larger = [*larger]
+        squares = None if after is None else _Squares(self, after)
         for begin in range(0, max(len(work), len(ahead)), _TOGETHER):
             together = slice(begin, begin + _TOGETHER)
             maxima = []
             for _, half, x in ahead[together]:
                 vector = functools.reduce(jnp.maximum, x)
-                lanes[half] = jnp.maximum(lanes[half], vector)
                 maxima.append(jnp.max(vector, axis=1, keepdims=True))
+                if squares is not None and self.lane_maxima is not None:
+                    squares.add(half, x, vector)
             for i, (group, half, x) in enumerate(work[together], begin):
                 maximum = ready[i]
                 if self.groups.counted:
@@ -208,11 +211,8 @@ class Sweep:
                 made[i] = jnp.broadcast_to(maximum, SHAPE)
         if place is not None:
             place.store()
-        if after is not None and self.lane_maxima is not None:
-            section = self.unit.section(lax.div(jnp.int32(after.start), self.unit.schedule.chunk))
-            for half, vector in enumerate(lanes):
-                at = section, half_of(half), slice(None)
-                self.lane_maxima[at] = jnp.maximum(self.lane_maxima[at], vector)
+        if squares is not None:
+            squares.end()
         return larger
 
     def _sums(self, x: list[jax.Array], half: int, maximum: jax.Array) -> list[jax.Array]:
@@ -299,9 +299,43 @@ class _Place:
                 ref[at] = jnp.where((place >= 0) & (place < self._number), vector, ref[at])
 
 
-def half_of(half: int) -> Span:
-    """The place of these 8 rows in a unit."""
-    return pl.ds(half * SUBLANES, SUBLANES)
+class _Squares:
+    """The cells of a piece, whose maxima go to VMEM."""
+
+    def __init__(self, sweep: Sweep, piece: _Piece) -> None:
+        halves = range(sweep.unit.schedule.halves)
+        self._sweep, self._piece = sweep, piece
+        self._squares = [Square(sweep.unit.schedule) for _ in halves]
+        self._first = lax.div(jnp.int32(piece.start), sweep.unit.schedule.cell)
+        self._numbers = [0 for _ in halves]  # of cells that are stored
+        self._lanes = [jnp.full(SHAPE, -jnp.inf, jnp.float32) for _ in halves]
+
+    def add(self, half: int, x: list[jax.Array], largest: jax.Array) -> None:
+        """Takes a group."""
+        self._squares[half].add(x, largest)
+        if self._squares[half].is_full:
+            self._store(half)
+
+    def _store(self, half: int) -> None:
+        sweep, maxima = self._sweep, self._squares[half].maxima()
+        assert sweep.cells is not None
+        self._lanes[half] = jnp.maximum(self._lanes[half], maxima[0])
+        sweep.cells.store(self._first + self._numbers[half], half, maxima)
+        self._numbers[half] += 1
+        self._squares[half] = Square(sweep.unit.schedule)
+
+    def end(self) -> None:
+        """Stores what is not full, and the lanes' maxima."""
+        sweep, schedule = self._sweep, self._sweep.unit.schedule
+        if sweep.lane_maxima is None:
+            return
+        for half, square in enumerate(self._squares):
+            if not square.is_empty:
+                self._store(half)
+        section = sweep.unit.section(lax.div(jnp.int32(self._piece.start), schedule.chunk))
+        for half, vector in enumerate(self._lanes):
+            at = section, half_of(half), slice(None)
+            sweep.lane_maxima[at] = jnp.maximum(sweep.lane_maxima[at], vector)
 
 
 def memory(schedule: Schedule) -> list[pl.MemoryRef]:

@@ -24,7 +24,7 @@ def body(schedule: Schedule, groups: Groups, *refs: jax.Ref) -> None:
     number = pl.program_id(0)
     copies = Copies(schedule, logits_ref, None, buffer, semaphores)
     unit = Unit(schedule, copies, number, 0, buffer, constants_ref, None)
-    sweep = Sweep(unit, groups, outputs, (of_first, of_second), None, offset_ref[0])
+    sweep = Sweep(unit, groups, outputs, (of_first, of_second), offset=offset_ref[0])
     if schedule.as_blocks:
         place, size = pl.program_id(1), schedule.block * LANES
         buffer[0, :, pl.ds(pl.multiple_of(place * size, size), size)] = logits_ref[...]

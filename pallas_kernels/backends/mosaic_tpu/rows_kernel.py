@@ -28,14 +28,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.backends.mosaic_tpu.group_sweep import (
-    LOWEST,
-    Groups,
-    Sweep,
+from pallas_kernels.backends.mosaic_tpu.cells import (
+    Cells,
+    Maxima,
+    code,
+    columns_of,
+    first_codes,
     half_of,
-    memory,
+    maxima_of,
+    next_code,
 )
-from pallas_kernels.backends.mosaic_tpu.schedule import LANES, PUSHED_GROUP, SUBLANES, Schedule
+from pallas_kernels.backends.mosaic_tpu.group_sweep import LOWEST, Groups, Sweep, memory
+from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, Schedule
 from pallas_kernels.backends.mosaic_tpu.unit import (
     SHAPE,
     Copies,
@@ -117,42 +121,8 @@ def push(stack: Stack, logit: jax.Array, column: jax.Array, pushed: jax.Array) -
     return logits, columns
 
 
-def push_each(stack: Stack, x: list[jax.Array], start: Index, bound: jax.Array) -> Stack:
-    """Pushes what reaches the bound, of columns from `start` on."""
-    first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
-    for i, logit in enumerate(x):
-        stack = push(stack, logit, first + float(i), logit >= bound)
-    return stack
-
-
-Selection = tuple[Stack, jax.Array]
 Pair = tuple[jax.Array, jax.Array]  # of logits and of their columns or tokens
 Vectors = tuple[jax.Array, ...]
-
-
-def push_groups(
-    selection: Selection, x: list[jax.Array], start: Index, bound: jax.Array
-) -> Selection:
-    """Pushes the largest of each group of columns, if it reaches the bound.
-
-    A selection is a stack and the largest logit that was not looked at: where that one reaches the
-    bound too, the stack lacks a candidate.
-    """
-    stack, lost = selection
-    first = jnp.full(SHAPE, start, jnp.int32).astype(jnp.float32)
-    for begin in range(0, len(x), PUSHED_GROUP):
-        group = x[begin : begin + PUSHED_GROUP]
-        entries = [(logit, jnp.full(SHAPE, i, jnp.float32)) for i, logit in enumerate(group)]
-        losers: list[jax.Array] = []
-
-        def join(a: Pair, b: Pair, losers: list[jax.Array] = losers) -> Pair:
-            losers.append(jnp.minimum(a[0], b[0]))
-            return jnp.maximum(a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
-
-        logit, column = tree(join, entries)
-        lost = tree(jnp.maximum, [lost, *losers])
-        stack = push(stack, logit, first + float(begin) + column, logit >= bound)
-    return stack, lost
 
 
 def threshold(groups: list[jax.Array], k: int) -> jax.Array:
@@ -187,8 +157,9 @@ def order(stacks: Stacks, hard: jax.Ref, values_ref: jax.Ref, ids_ref: jax.Ref) 
     used = [slot for slot in range(schedule.slots) if slot % (schedule.depth + 1) < schedule.depth]
     lanes = lax.broadcasted_iota(jnp.int32, (schedule.batch_rows, LANES), 1)
     easy = hard[...] == 0.0
-    for slot in used:  # from here on ids, not columns
-        stacks.columns[slot] = stacks.columns[slot] * float(LANES) + lanes.astype(jnp.float32)
+    for slot in used:  # from here on ids, not codes
+        columns = columns_of(schedule, stacks.columns[slot])
+        stacks.columns[slot] = (columns * LANES + lanes).astype(jnp.float32)
 
     def take(rank: jax.Array, _: None) -> None:
         largest = tree(jnp.maximum, [stacks.logits[slot] for slot in used])
@@ -267,7 +238,7 @@ def scan(unit: Unit, half: int, values_ref: jax.Ref, ids_ref: jax.Ref) -> None:
     lax.fori_loop(0, unit.schedule.k, take, before)
 
 
-def lane_sweep(unit: Unit, maxima: jax.Ref) -> list[jax.Array]:
+def lane_sweep(unit: Unit, cells: Cells | None, maxima: jax.Ref) -> list[jax.Array]:
     """The larger logits in each lane, as `Sweep.run`; waits for the unit's chunks one by one.
 
     Leaves the largest logit of every lane of every section in maxima [sections, unit, 128].
@@ -278,14 +249,17 @@ def lane_sweep(unit: Unit, maxima: jax.Ref) -> list[jax.Array]:
         for half in range(schedule.halves):
             maxima[section, half_of(half), :] = least
 
-    def step(loaded: list[Halves], _: Index, carry: tuple[Pair, ...]) -> tuple[Pair, ...]:
-        out = [*carry]
-        for begin in range(0, len(loaded), COLUMNS_TOGETHER):
+    def step(loaded: list[Halves], start: Index, carry: tuple[Pair, ...]) -> tuple[Pair, ...]:
+        out, first = [*carry], lax.div(jnp.int32(start), schedule.cell)
+        for number, begin in enumerate(range(0, len(loaded), schedule.cell)):
             for half, (maximum, larger) in enumerate(out):
-                for column in loaded[begin : begin + COLUMNS_TOGETHER]:
-                    maximum = jnp.maximum(maximum, column[half])
-                    above = column[half] > constants[half].limit
-                    larger = larger + jnp.where(above, 1.0, 0.0)
+                x = [column[half] for column in loaded[begin : begin + schedule.cell]]
+                for logits in x:
+                    larger = larger + jnp.where(logits > constants[half].limit, 1.0, 0.0)
+                if cells is not None:
+                    of_cell = maxima_of(schedule, x)
+                    maximum = jnp.maximum(maximum, of_cell[0])
+                    cells.store(first + number, half, of_cell)
                 out[half] = maximum, larger
         return tuple(out)
 
@@ -308,49 +282,50 @@ def groups(unit: Unit, maxima: jax.Ref, half: int) -> list[jax.Array]:
     return [maxima[section, half_of(half), :] for section in range(unit.schedule.sections)]
 
 
-def _candidates(unit: Unit, bounds: list[jax.Array], stacks: Stacks) -> None:
+def _candidates(unit: Unit, cells: Cells, bounds: list[jax.Array], stacks: Stacks) -> None:
     """Pushes what reaches the bounds [8, 1] of each half on the stacks."""
     schedule, constants = unit.schedule, unit.constants()
     halves = range(schedule.halves)
     bound = [jnp.broadcast_to(x, SHAPE) for x in bounds]
-    least = jnp.full(SHAPE, -jnp.inf, jnp.float32)
     for half in halves:
         stacks.clear(unit.rows(half))
 
-    def step(
-        loaded: list[Halves], start: Index, carry: tuple[Selection, ...]
-    ) -> tuple[Selection, ...]:
-        return tuple(
-            push_groups(selection, [column[half] for column in loaded], start, bound[half])
-            for half, selection in enumerate(carry)
-        )
+    def maxima(cell: int, first: Index, columns: int, half: int) -> Maxima:
+        if schedule.kept:
+            return cells.load(first + cell, half)
+        start = (first + cell) * schedule.cell
+        x = unit.load(start, columns, constants)
+        return maxima_of(schedule, [column[half] for column in x])
 
-    def step_again(
-        loaded: list[Halves], start: Index, carry: tuple[Stack, ...]
-    ) -> tuple[Stack, ...]:
-        return tuple(
-            push_each(stack, [column[half] for column in loaded], start, bound[half])
-            for half, stack in enumerate(carry)
-        )
+    def chunk(index: Index, tokens: int, carry: tuple[Stack, ...]) -> tuple[Stack, ...]:
+        first = index * (schedule.chunk // schedule.cell)
+        codes = first_codes(first)
+        columns = -(-tokens // LANES)
+        for cell, begin in enumerate(range(0, columns, schedule.cell)):
+            none, pushed = next_code(codes, cell), []
+            for half, stack in enumerate(carry):
+                size = min(schedule.cell, columns - begin)
+                of_cell = maxima(cell, first, size, half)
+                place = code(schedule, of_cell, bound[half], none)
+                pushed.append(push(stack, of_cell[0], place, of_cell[0] >= bound[half]))
+            carry = tuple(pushed)
+        return carry
 
-    def chunk(index: Index, tokens: int, _: None) -> None:
-        section = unit.section(index)
-        first = tuple(stacks.load(section, unit.rows(half)) for half in halves)
-        begin = tuple((stack, least) for stack in first)
-        ended = unit.over_columns(index, tokens, constants, step, begin)
+    def load(section: Index) -> tuple[Stack, ...]:
+        return tuple(stacks.load(section, unit.rows(half)) for half in halves)
+
+    def store(section: Index, carry: tuple[Stack, ...]) -> None:
         for half in halves:
-            stacks.store(section, unit.rows(half), ended[half][0])
-        if not schedule.rare:
-            return
-        lost = [jnp.where(ended[half][1] >= bound[half], 1.0, 0.0) for half in halves]
+            stacks.store(section, unit.rows(half), carry[half])
 
-        @pl.when(jnp.max(tree(jnp.maximum, lost)) > 0.0)
-        def _again() -> None:
-            pushed = unit.over_columns(index, tokens, constants, step_again, first)
-            for half in halves:
-                stacks.store(section, unit.rows(half), pushed[half])
+    def chunk_of_section(index: Index, tokens: int, _: None) -> None:
+        section = unit.section(index)
+        store(section, chunk(index, tokens, load(section)))
 
-    unit.over_chunks(chunk, None)
+    if schedule.sections == 1:
+        store(0, unit.over_chunks(chunk, load(0)))
+    else:
+        unit.over_chunks(chunk_of_section, None)
 
 
 def count_again(unit: Unit, half: int) -> jax.Array:
@@ -383,6 +358,7 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
     of_groups = groups_of(schedule)
     outputs = rest[: of_groups.outputs] if schedule.grouped else []
     buffer, maxima, *of_selection = rest[len(outputs) :]
+    cells = Cells(schedule, of_selection.pop(0) if schedule.has_maxima else None)
     waiting = (of_selection.pop(), of_selection.pop()) if schedule.grouped else None
     batch = pl.program_id(0)
     units = lax.div(count_ref[0] + (schedule.unit - 1), schedule.unit)
@@ -407,16 +383,16 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
             return [threshold(groups(unit, maxima, half), schedule.k) for half in wanted]
 
         if waiting is None:
-            larger = lane_sweep(unit, maxima)
+            larger = lane_sweep(unit, cells if schedule.k else None, maxima)
             bounds = bounds_of()
         else:
             lane_maxima = maxima if schedule.k else None
-            sweep = Sweep(unit, of_groups, outputs, waiting, lane_maxima)
+            sweep = Sweep(unit, of_groups, outputs, waiting, cells, lane_maxima)
             larger, bounds = sweep.run(bounds_of)
         for half, of_lanes in enumerate(larger):
             write_larger(unit, half, of_lanes, count_ref[0], larger_ref)
         if schedule.k:
-            _candidates(unit, bounds, stacks)
+            _candidates(unit, cells, bounds, stacks)
             for half in halves:
                 rest = (stacks, of_selection[2], values_ref, ids_ref)
                 select_again(unit, half, bounds[half], count_ref[0], *rest)
@@ -553,6 +529,9 @@ def call(
         pltpu.VMEM((buffers, *schedule.buffer), jnp.int32 if schedule.as_words else logits.dtype),
         pltpu.VMEM((schedule.sections, schedule.halves * SUBLANES, LANES), jnp.float32),
     ]
+    if schedule.has_maxima:
+        shape = schedule.num_cells * schedule.cell_maxima, schedule.halves * SUBLANES, LANES
+        scratch.append(pltpu.VMEM(shape, jnp.float32))
     if schedule.k:
         shapes = (slots, slots, slots[1:])
         scratch += [pltpu.VMEM(shape, jnp.float32) for shape in shapes]

@@ -4,7 +4,7 @@ A vector register holds 8 x 128 words of 32 bits: 8 rows on sublanes, 128 tokens
 16 bits come two rows to a word, so that a unit of 16 rows is read as 8 words: even and odd rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.experimental.pallas import tpu as pltpu
 
@@ -17,7 +17,7 @@ CHUNK = 128  # columns that are copied at a time: 16384 tokens
 CUT = (STEP, CHUNK)
 PAIR = 2  # vectors of a group
 PIECE = 128  # vectors of 8 rows that a sweep over groups works on, beside the next ones
-PUSHED_GROUP = 8  # columns of which the largest logit is pushed, if it is the only one to be
+SQUARE = (4, 4)  # rows and columns of a cell, of which the one candidate is pushed, if it is one
 WORD_COLUMNS = 32  # columns of which a vector of words has the bits
 MIB = 1 << 20
 BATCH_ROWS = 64  # whose selections are ordered together
@@ -44,6 +44,7 @@ class Schedule:
     cut: tuple[int, int] = CUT
     grouped: bool = True  # whether groups' maxima and sums are wanted
     rare: bool = True  # False: without what few rows need, to count what all need
+    kept: bool = True  # whether the cells' maxima stay in VMEM, where a top K is wanted
 
     @property
     def is_packed(self) -> bool:
@@ -127,6 +128,33 @@ class Schedule:
         return min(2 * self.step, self.cut[1])
 
     @property
+    def square(self) -> tuple[int, int]:
+        """Rows and columns of a cell: in small chunks, less."""
+        size = min(SQUARE[0] * SQUARE[1], self.cut[1])
+        columns = min(SQUARE[1], max(size // PAIR, 1))
+        return size // columns, columns
+
+    @property
+    def cell(self) -> int:
+        """Columns of the vocabulary in a cell."""
+        rows, columns = self.square
+        return rows * columns
+
+    @property
+    def num_cells(self) -> int:
+        return -(-self.columns // self.cell)
+
+    @property
+    def cell_maxima(self) -> int:
+        """Vectors of a cell's maxima: of all, of its rows, of its columns."""
+        return 1 + sum(self.square)
+
+    @property
+    def has_maxima(self) -> bool:
+        """Whether there is a top K whose cells' maxima stay in VMEM."""
+        return self.kept and self.k > 0
+
+    @property
     def piece(self) -> int:
         """Columns that half a turn of a sweep over groups works on."""
         return min(PIECE // self.halves, self.cut[1])
@@ -191,7 +219,14 @@ class Schedule:
         rest = 2 * self.stack_bytes + 4 * self.batch_rows * LANES
         outputs = 2 * 4 * self.batch_rows * (2 * LANES + 2 * self.out_width)
         words = 4 * (2 * self.batch_rows + self.unit) * self.words if self.masked else 0
-        return logits + rest + outputs + words + self.group_bytes
+        return logits + rest + outputs + words + self.group_bytes + self.cell_bytes
+
+    @property
+    def cell_bytes(self) -> int:
+        """The maxima of a unit's cells."""
+        if not self.has_maxima:
+            return 0
+        return 4 * self.num_cells * self.cell_maxima * self.halves * SUBLANES * LANES
 
     @property
     def group_bytes(self) -> int:
@@ -220,7 +255,11 @@ def choose_schedule(
     sections = min(sections, -(-columns // cut[1]))
     depth = 4 if k <= 20 else 6 if k <= 64 else 8
     size = (shape[0], num_targets, shape[1], k, dtype)
-    return Schedule(*size, gathered, entropy, masked, sections, depth, interpreted, cut, grouped)
+    schedule = Schedule(
+        *size, gathered, entropy, masked, sections, depth, interpreted, cut, grouped
+    )
+    held = None if interpreted else vmem_bytes()
+    return replace(schedule, kept=held is None or schedule.needed_bytes <= held)
 
 
 def vmem_bytes() -> int | None:
