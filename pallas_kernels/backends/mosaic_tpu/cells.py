@@ -9,7 +9,6 @@ Where the rows of logits are so long that there is no room for maxima in VMEM, t
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -23,7 +22,12 @@ Maxima = list[jax.Array]  # [8, 128] each: of all, of each row, of each column
 
 # A code is a float32: the sum of what the rows and columns with a candidate stand for, and the
 # cell's number. The parts of one candidate's code are its place, 1 row and 1 column.
-_ROW, _COLUMN, _CELL = 32, 256, 2048  # bits 5 to 7: how many rows; 8 to 10: how many columns
+_CELL_BITS = 11
+_ROW, _COLUMN, _CELL = (
+    1 << 5,
+    1 << 8,
+    1 << _CELL_BITS,
+)  # bits 5 to 7: how many rows; 8 to 10: how many columns
 _COUNTS = _CELL - _ROW
 _ONE = _ROW + _COLUMN
 
@@ -124,14 +128,13 @@ def has_several(codes: jax.Array) -> jax.Array:
 
 def cell_of(codes: jax.Array) -> jax.Array:
     """The cells of codes: int32."""
-    return codes.astype(jnp.int32) // _CELL
+    return codes.astype(jnp.int32) >> _CELL_BITS
 
 
 def columns_of(schedule: Schedule, codes: jax.Array) -> jax.Array:
     """The columns of the vocabulary that codes of one candidate stand for: int32."""
     integers = codes.astype(jnp.int32)
-    cell = integers >> (_CELL.bit_length() - 1)
-    return cell * schedule.cell + (integers & (_ROW - 1))
+    return (integers >> _CELL_BITS) * schedule.cell + (integers & (_ROW - 1))
 
 
 def half_of(half: int) -> Span:

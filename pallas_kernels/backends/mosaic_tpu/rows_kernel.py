@@ -31,10 +31,13 @@ from jax.typing import DTypeLike
 from pallas_kernels.backends.mosaic_tpu.cells import (
     Cells,
     Maxima,
+    cell_of,
     code,
+    code_of_column,
     columns_of,
     first_codes,
     half_of,
+    has_several,
     maxima_of,
     next_code,
 )
@@ -49,6 +52,7 @@ from pallas_kernels.backends.mosaic_tpu.unit import (
     Span,
     Unit,
     chains,
+    masked,
     turn_bits,
 )
 from pallas_kernels.lowering.row_pieces import in_pairs as tree
@@ -61,9 +65,6 @@ MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000  # as bits; minus it is the key of -inf
 _HALF = 16  # bits, of which float32 holds every number
 NO_ID = float(2**24)
-# Columns whose operations stand together in the first sweep: the compiler keeps to that order, and
-# then few registers are alive. All at once, it loads dozens of them first and stores most again.
-COLUMNS_TOGETHER = 4
 
 Stack = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # depth + 1 logits, depth columns
 
@@ -328,6 +329,81 @@ def _candidates(unit: Unit, cells: Cells, bounds: list[jax.Array], stacks: Stack
         unit.over_chunks(chunk_of_section, None)
 
 
+def _part_cells(unit: Unit, bounds: list[jax.Array], count: jax.Array, stacks: Stacks) -> None:
+    """Pushes each candidate of the cells that have several, in place of the largest logit alone.
+
+    It reads those steps of the vocabulary again in which there is such a cell, one after the other.
+    """
+    schedule, constants = unit.schedule, unit.constants()
+    halves = range(schedule.halves)
+    size = max(schedule.step, schedule.cell)
+    steps, rest = divmod(schedule.vocabulary, size * LANES)
+    end = steps + (rest > 0)
+
+    def steps_of(stack: Stack) -> list[jax.Array]:
+        """Of each slot the step [8, 128] that must be read again; `end` where there is none."""
+        return [
+            jnp.where((logit > -jnp.inf) & has_several(codes), step_of(codes), end)
+            for logit, codes in zip(*stack, strict=False)
+        ]
+
+    def step_of(codes: jax.Array) -> jax.Array:
+        return lax.div(cell_of(codes), size // schedule.cell)
+
+    def first_step() -> jax.Array:
+        every = [
+            jnp.where(_is_active(unit, half, count), step.astype(jnp.float32), float(end))
+            for section in range(schedule.sections)
+            for half in halves
+            for step in steps_of(stacks.load(section, unit.rows(half)))
+        ]
+        return jnp.min(tree(jnp.minimum, every)).astype(jnp.int32)
+
+    def part(step: jax.Array, tokens: int) -> None:
+        start = step * size
+        section = unit.section(lax.div(start, schedule.chunk))
+        loaded = unit.load(start, -(-tokens // LANES), constants)
+        if tokens % LANES:  # what follows the last token is not of the row
+            loaded[-1] = tuple(masked(x, tokens % LANES) for x in loaded[-1])
+        first = first_codes(lax.div(start, schedule.cell))
+        for half in halves:
+            stack = stacks.load(section, unit.rows(half))
+            logits = tuple(
+                jnp.where(place == step, -jnp.inf, logit)
+                for logit, place in zip(stack[0], steps_of(stack), strict=False)
+            )
+            stack = (*logits, stack[0][-1]), stack[1]
+            x = [column[half] for column in loaded]
+            bound = jnp.broadcast_to(bounds[half], SHAPE)
+            stacks.store(section, unit.rows(half), _push_each(schedule, stack, x, first, bound))
+
+    def read(step: jax.Array) -> jax.Array:
+        if steps:
+            pl.when(step < steps)(lambda: part(step, size * LANES))
+        if rest:
+            pl.when(step == steps)(lambda: part(jnp.int32(steps), rest))
+        return first_step()
+
+    lax.while_loop(lambda step: step < end, read, first_step())
+
+
+def _push_each(
+    schedule: Schedule, stack: Stack, x: list[jax.Array], first: jax.Array, bound: jax.Array
+) -> Stack:
+    """Pushes each candidate of those cells of a step that have several."""
+    for cell, begin in enumerate(range(0, len(x), schedule.cell)):
+        of_cell = x[begin : begin + schedule.cell]
+        codes = next_code(first, cell)
+        several = has_several(code(schedule, maxima_of(schedule, of_cell), bound, codes))
+        for column, logit in enumerate(of_cell):
+            lost = stack[0][-1]
+            pushed = several & (logit >= bound)
+            logits, columns = push(stack, logit, code_of_column(codes, column), pushed)
+            # A place that was emptied may come to the one of overflow.
+            stack = (*logits[:-1], jnp.maximum(logits[-1], lost)), columns
+    return stack
+
+
 def count_again(unit: Unit, half: int) -> jax.Array:
     """The number [8, 1] of larger logits of half a unit, compared as integers.
 
@@ -393,6 +469,8 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
             write_larger(unit, half, of_lanes, count_ref[0], larger_ref)
         if schedule.k:
             _candidates(unit, cells, bounds, stacks)
+            if schedule.rare:
+                _part_cells(unit, bounds, count_ref[0], stacks)
             for half in halves:
                 rest = (stacks, of_selection[2], values_ref, ids_ref)
                 select_again(unit, half, bounds[half], count_ref[0], *rest)

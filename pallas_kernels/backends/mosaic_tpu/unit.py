@@ -154,11 +154,9 @@ def turn_bits(
         def some(first: Index, number: int, half: int = half, of_half: Span = of_half) -> None:
             start = aligned(first * LANES, LANES)
             words = allowed_ref[of_half, pl.ds(start, number * LANES)]
-            turned_words = [
-                turned_words(words[:, i * LANES : (i + 1) * LANES]) for i in range(number)
-            ]
+            vectors = [turned_words(words[:, i * LANES : (i + 1) * LANES]) for i in range(number)]
             target = pl.ds(half * SUBLANES, SUBLANES)
-            turned_ref[target, pl.ds(start, number * LANES)] = jnp.concatenate(turned_words, axis=1)
+            turned_ref[target, pl.ds(start, number * LANES)] = jnp.concatenate(vectors, axis=1)
 
         def full(i: jax.Array, _: None) -> None:
             some(i * PERMUTED_AT_ONCE, PERMUTED_AT_ONCE)
