@@ -1,25 +1,22 @@
 """The TPU kernel: rows come from HBM to VMEM once, and everything else happens there.
 
 A grid step serves a batch of target rows, unit by unit. While a unit is worked on, the copies of
-the next one run. One sweep over its logits in VMEM makes groups' sums, a count and lane maxima
-(`group_sweep.py`), another one finds candidates for the top K (`_candidates`): whatever reaches the
-K-th largest of the row's lane maxima (`threshold`) is pushed on the stack of its lane (`Stacks`).
-When all units of the batch are done, the K largest are taken from the stacks of all their rows at
-once (`order`).
+the next one run. One sweep over its logits in VMEM makes groups' sums, a count and maxima of lanes
+and of cells (`group_sweep.py`); from the cells come candidates for the top K (`candidates.py`):
+whatever reaches the K-th largest of the row's lane maxima (`threshold`). When all units of the
+batch are done, the K largest are taken from the stacks of all their rows at once (`order`).
 
 Rare rows take another sweep: those whose stacks overflow, or whose order is that of subnormal
 numbers (`scan`).
 
-The file goes from the parts to the whole: the stacks of candidates, the bound that these reach,
-their order, the scan of rare rows, the sweeps, and at its end the kernel.
+The file goes from the parts to the whole: the bound of the candidates, their order, the scan of
+rare rows, the sweeps, and at its end the kernel.
 
-Of other ways these took more cycles: all candidates on stacks without groups of 8 (11 operations a
-logit, not 6); float16 by integer operations (106,571 cycles at K = 20); integers in the count of
-larger logits (an operation more).
+Of other ways these took more cycles: float16 by integer operations (106,571 cycles at K = 20);
+integers in the count of larger logits (an operation more).
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.backends.mosaic_tpu.candidates import Stacks, part_cells, push_candidates
 from pallas_kernels.backends.mosaic_tpu.cells import (
     Cells,
-    Maxima,
-    cell_of,
-    code,
-    code_of_column,
     columns_of,
-    first_codes,
     half_of,
-    has_several,
     maxima_of,
-    next_code,
 )
 from pallas_kernels.backends.mosaic_tpu.group_sweep import LOWEST, Groups, Sweep, memory
 from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, Schedule
@@ -52,7 +43,6 @@ from pallas_kernels.backends.mosaic_tpu.unit import (
     Span,
     Unit,
     chains,
-    masked,
     turn_bits,
 )
 from pallas_kernels.lowering.row_pieces import in_pairs as tree
@@ -60,67 +50,9 @@ from pallas_kernels.numbers.ordered_keys import as_integers, floats, ordered_key
 
 MIN_INT = -(1 << 31)
 MIN_NORMAL = 1.1754943508222875e-38  # float32's smallest normal number
-MIN_NORMAL_BITS = 0x00800000  # the same, as bits
-MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000  # as bits; minus it is the key of -inf
 _HALF = 16  # bits, of which float32 holds every number
 NO_ID = float(2**24)
-
-Stack = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # depth + 1 logits, depth columns
-
-
-class Stacks(NamedTuple):
-    """The stacks of a batch, one a lane of each section of a row; -inf: no candidate."""
-
-    schedule: Schedule
-    logits: jax.Ref  # [sections * (depth + 1), batch rows, 128] float32; more than depth: overflow
-    columns: jax.Ref  # [sections * (depth + 1), batch rows, 128] float32; the last are not used
-
-    def clear(self, rows: Span) -> None:
-        for slot in range(self.schedule.slots):
-            self.logits[slot, rows, :] = jnp.full(SHAPE, -jnp.inf, jnp.float32)
-            self.columns[slot, rows, :] = jnp.zeros(SHAPE, jnp.float32)
-
-    def load(self, section: Index, rows: Span) -> Stack:
-        depth = self.schedule.depth
-        first = section * (depth + 1)
-        logits = tuple(self.logits[first + i, rows, :] for i in range(depth + 1))
-        return logits, tuple(self.columns[first + i, rows, :] for i in range(depth))
-
-    def store(self, section: Index, rows: Span, stack: Stack) -> None:
-        first = section * (self.schedule.depth + 1)
-        for i, x in enumerate(stack[0]):
-            self.logits[first + i, rows, :] = x
-        for i, x in enumerate(stack[1]):
-            self.columns[first + i, rows, :] = x
-
-    def unfit(self, rows: Span) -> jax.Array:
-        """1.0 in lanes [8, 128] that lost a candidate, or have one whose order is not certain.
-
-        Floats compare subnormal numbers as if they were zeros.
-        """
-        depth = self.schedule.depth
-        flags = []
-        for slot in range(self.schedule.slots):
-            x = self.logits[slot, rows, :]
-            if slot % (depth + 1) == depth:
-                bad = x > -jnp.inf
-            else:
-                size = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE
-                bad = (size > 0) & (size < MIN_NORMAL_BITS)
-            flags.append(jnp.where(bad, 1.0, 0.0))
-        return tree(jnp.maximum, flags)
-
-
-def push(stack: Stack, logit: jax.Array, column: jax.Array, pushed: jax.Array) -> Stack:
-    """The stack with a candidate more, in lanes where it is pushed."""
-    logits, columns = stack
-    above = (logit, *logits[:-1])
-    logits = tuple(jnp.where(pushed, new, old) for new, old in zip(above, logits, strict=True))
-    after = (column, *columns[:-1])
-    columns = tuple(jnp.where(pushed, new, old) for new, old in zip(after, columns, strict=True))
-    return logits, columns
-
 
 Pair = tuple[jax.Array, jax.Array]  # of logits and of their columns or tokens
 Vectors = tuple[jax.Array, ...]
@@ -283,127 +215,6 @@ def groups(unit: Unit, maxima: jax.Ref, half: int) -> list[jax.Array]:
     return [maxima[section, half_of(half), :] for section in range(unit.schedule.sections)]
 
 
-def _candidates(unit: Unit, cells: Cells, bounds: list[jax.Array], stacks: Stacks) -> None:
-    """Pushes what reaches the bounds [8, 1] of each half on the stacks."""
-    schedule, constants = unit.schedule, unit.constants()
-    halves = range(schedule.halves)
-    bound = [jnp.broadcast_to(x, SHAPE) for x in bounds]
-    for half in halves:
-        stacks.clear(unit.rows(half))
-
-    def maxima(cell: int, first: Index, columns: int, half: int) -> Maxima:
-        if schedule.kept:
-            return cells.load(first + cell, half)
-        start = (first + cell) * schedule.cell
-        x = unit.load(start, columns, constants)
-        return maxima_of(schedule, [column[half] for column in x])
-
-    def chunk(index: Index, tokens: int, carry: tuple[Stack, ...]) -> tuple[Stack, ...]:
-        first = index * (schedule.chunk // schedule.cell)
-        codes = first_codes(first)
-        columns = -(-tokens // LANES)
-        for cell, begin in enumerate(range(0, columns, schedule.cell)):
-            none, pushed = next_code(codes, cell), []
-            for half, stack in enumerate(carry):
-                size = min(schedule.cell, columns - begin)
-                of_cell = maxima(cell, first, size, half)
-                place = code(schedule, of_cell, bound[half], none)
-                pushed.append(push(stack, of_cell[0], place, of_cell[0] >= bound[half]))
-            carry = tuple(pushed)
-        return carry
-
-    def load(section: Index) -> tuple[Stack, ...]:
-        return tuple(stacks.load(section, unit.rows(half)) for half in halves)
-
-    def store(section: Index, carry: tuple[Stack, ...]) -> None:
-        for half in halves:
-            stacks.store(section, unit.rows(half), carry[half])
-
-    def chunk_of_section(index: Index, tokens: int, _: None) -> None:
-        section = unit.section(index)
-        store(section, chunk(index, tokens, load(section)))
-
-    if schedule.sections == 1:
-        store(0, unit.over_chunks(chunk, load(0)))
-    else:
-        unit.over_chunks(chunk_of_section, None)
-
-
-def _part_cells(unit: Unit, bounds: list[jax.Array], count: jax.Array, stacks: Stacks) -> None:
-    """Pushes each candidate of the cells that have several, in place of the largest logit alone.
-
-    It reads those steps of the vocabulary again in which there is such a cell, one after the other.
-    """
-    schedule, constants = unit.schedule, unit.constants()
-    halves = range(schedule.halves)
-    size = max(schedule.step, schedule.cell)
-    steps, rest = divmod(schedule.vocabulary, size * LANES)
-    end = steps + (rest > 0)
-
-    def steps_of(stack: Stack) -> list[jax.Array]:
-        """Of each slot the step [8, 128] that must be read again; `end` where there is none."""
-        return [
-            jnp.where((logit > -jnp.inf) & has_several(codes), step_of(codes), end)
-            for logit, codes in zip(*stack, strict=False)
-        ]
-
-    def step_of(codes: jax.Array) -> jax.Array:
-        return lax.div(cell_of(codes), size // schedule.cell)
-
-    def first_step() -> jax.Array:
-        every = [
-            jnp.where(_is_active(unit, half, count), step.astype(jnp.float32), float(end))
-            for section in range(schedule.sections)
-            for half in halves
-            for step in steps_of(stacks.load(section, unit.rows(half)))
-        ]
-        return jnp.min(tree(jnp.minimum, every)).astype(jnp.int32)
-
-    def part(step: jax.Array, tokens: int) -> None:
-        start = step * size
-        section = unit.section(lax.div(start, schedule.chunk))
-        loaded = unit.load(start, -(-tokens // LANES), constants)
-        if tokens % LANES:  # what follows the last token is not of the row
-            loaded[-1] = tuple(masked(x, tokens % LANES) for x in loaded[-1])
-        first = first_codes(lax.div(start, schedule.cell))
-        for half in halves:
-            stack = stacks.load(section, unit.rows(half))
-            logits = tuple(
-                jnp.where(place == step, -jnp.inf, logit)
-                for logit, place in zip(stack[0], steps_of(stack), strict=False)
-            )
-            stack = (*logits, stack[0][-1]), stack[1]
-            x = [column[half] for column in loaded]
-            bound = jnp.broadcast_to(bounds[half], SHAPE)
-            stacks.store(section, unit.rows(half), _push_each(schedule, stack, x, first, bound))
-
-    def read(step: jax.Array) -> jax.Array:
-        if steps:
-            pl.when(step < steps)(lambda: part(step, size * LANES))
-        if rest:
-            pl.when(step == steps)(lambda: part(jnp.int32(steps), rest))
-        return first_step()
-
-    lax.while_loop(lambda step: step < end, read, first_step())
-
-
-def _push_each(
-    schedule: Schedule, stack: Stack, x: list[jax.Array], first: jax.Array, bound: jax.Array
-) -> Stack:
-    """Pushes each candidate of those cells of a step that have several."""
-    for cell, begin in enumerate(range(0, len(x), schedule.cell)):
-        of_cell = x[begin : begin + schedule.cell]
-        codes = next_code(first, cell)
-        several = has_several(code(schedule, maxima_of(schedule, of_cell), bound, codes))
-        for column, logit in enumerate(of_cell):
-            lost = stack[0][-1]
-            pushed = several & (logit >= bound)
-            logits, columns = push(stack, logit, code_of_column(codes, column), pushed)
-            # A place that was emptied may come to the one of overflow.
-            stack = (*logits[:-1], jnp.maximum(logits[-1], lost)), columns
-    return stack
-
-
 def count_again(unit: Unit, half: int) -> jax.Array:
     """The number [8, 1] of larger logits of half a unit, compared as integers.
 
@@ -468,9 +279,9 @@ def body(schedule: Schedule, *refs: jax.Ref) -> None:
         for half, of_lanes in enumerate(larger):
             write_larger(unit, half, of_lanes, count_ref[0], larger_ref)
         if schedule.k:
-            _candidates(unit, cells, bounds, stacks)
+            push_candidates(unit, cells, bounds, stacks)
             if schedule.rare:
-                _part_cells(unit, bounds, count_ref[0], stacks)
+                part_cells(unit, bounds, count_ref[0], stacks)
             for half in halves:
                 rest = (stacks, of_selection[2], values_ref, ids_ref)
                 select_again(unit, half, bounds[half], count_ref[0], *rest)
@@ -522,7 +333,7 @@ def write_larger(
 
     if unit.schedule.rare:
         near_zero = jnp.abs(unit.constants()[half].limit) < MIN_NORMAL
-        pl.when(_any(near_zero & _is_active(unit, half, count)))(again)
+        pl.when(_any(near_zero & unit.is_active(half, count)))(again)
 
 
 def select_again(
@@ -541,15 +352,9 @@ def select_again(
         hard[unit.rows(half), :] = jnp.zeros(SHAPE, jnp.float32)
         return
     unfit = near_zero | (stacks.unfit(unit.rows(half)) > 0.0)
-    is_hard = _any(unfit & _is_active(unit, half, count))
+    is_hard = _any(unfit & unit.is_active(half, count))
     hard[unit.rows(half), :] = jnp.where(is_hard, jnp.ones(SHAPE, jnp.float32), 0.0)
     pl.when(is_hard)(lambda: scan(unit, half, values_ref, ids_ref))
-
-
-def _is_active(unit: Unit, half: int, count: jax.Array) -> jax.Array:
-    """[8, 128]: whether a row of half the unit is among the wanted ones."""
-    place = lax.broadcasted_iota(jnp.int32, SHAPE, 0) * unit.schedule.halves + half
-    return unit.number * unit.schedule.unit + place < count
 
 
 def _any(x: jax.Array) -> jax.Array:

@@ -296,6 +296,11 @@ class Unit(NamedTuple):
             carry = step(loaded, start, carry)
         return carry
 
+    def is_active(self, half: int, count: jax.Array) -> jax.Array:
+        """[8, 128]: whether a row of half the unit is among the first `count` targets."""
+        place = lax.broadcasted_iota(jnp.int32, SHAPE, 0) * self.schedule.halves + half
+        return self.number * self.schedule.unit + place < count
+
     def section(self, chunk: Index) -> jax.Array:
         """The section that a chunk belongs to."""
         return lax.div(chunk * self.schedule.sections, self.schedule.num_chunks)

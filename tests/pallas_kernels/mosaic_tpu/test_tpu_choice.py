@@ -86,13 +86,17 @@ def test_the_memory_of_a_chip():
         (64, 512, "bfloat16", False, 25.62),
         (64, 20, "bfloat16", True, 19.92),
     ):
-        with on("TPU v4"):  # the cells' maxima are not kept there
+        with on("TPU v4"):
             schedule = choose_schedule((rows, 262_144), rows, k, dtype, False, False, masked)
         assert taken <= schedule.needed_bytes / 2**20 <= schedule.vmem_bytes / 2**20
     # What fits is not refused: 200,064 tokens are the largest common vocabulary below 2**18.
     with on("TPU v4"):
         longest = choose_schedule((64, 200_064), 64, 20, "float32", False, False)
     assert longest.needed_bytes < 16 << 20
+    # The cells' maxima have no room there.
+    assert not longest.kept
+    with on("TPU v5e"):
+        assert choose_schedule((64, 200_064), 64, 20, "float32", False, False).kept
 
 
 def test_the_rule():

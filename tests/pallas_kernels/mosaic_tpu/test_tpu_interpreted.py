@@ -106,6 +106,11 @@ def test_masks_and_biases_of_16_bits():
     check(with_edges(BFLOAT16), 2, changed=("allowed", "bias"))
 
 
+def test_masks_of_16_bits():
+    """The kernel turns the words of the bits, and reads no changed copy."""
+    check(with_edges(BFLOAT16), 2, changed=("allowed",))
+
+
 def test_float16_in_blocks():
     """Two units of two blocks, the last of either not full; units that no row is wanted of."""
     x = np.concatenate([with_edges(np.float16), np.ones((8, V), np.float16)])
@@ -156,10 +161,11 @@ def test_every_kind_of_vocabulary(vocabulary):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changed", [("allowed",), ("allowed", "bias")])
 @pytest.mark.parametrize("cut", [CUT, REAL_CUT])
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.float16])
-def test_several_vectors_of_words(dtype, cut):
-    check(with_edges(dtype, 8500), 20, changed=("allowed", "bias"), cut=cut)
+def test_several_vectors_of_words(dtype, cut, changed):
+    check(with_edges(dtype, 8500), 20, changed=changed, cut=cut)
 
 
 @pytest.mark.slow
