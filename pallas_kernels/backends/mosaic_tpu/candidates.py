@@ -24,8 +24,8 @@ from pallas_kernels.backends.mosaic_tpu.cells import (
     code_of_column,
     first_codes,
     has_several,
-    maxima_of,
     next_code,
+    square_maxima,
 )
 from pallas_kernels.backends.mosaic_tpu.schedule import LANES, Schedule
 from pallas_kernels.backends.mosaic_tpu.unit import SHAPE, Index, Span, Unit, masked
@@ -112,7 +112,9 @@ def push_candidates(unit: Unit, cells: Cells, bounds: list[jax.Array], stacks: S
             if begin + number == columns and tokens % LANES:
                 x[-1] = tuple(masked(logits, tokens % LANES) for logits in x[-1])
             for of_cell in (x[i : i + schedule.cell] for i in range(0, number, schedule.cell)):
-                yield [maxima_of(schedule, [column[half] for column in of_cell]) for half in halves]
+                yield [
+                    square_maxima(schedule, [column[half] for column in of_cell]) for half in halves
+                ]
 
     def chunk(index: Index, tokens: int, carry: tuple[Stack, ...]) -> tuple[Stack, ...]:
         codes = first_codes(index * (schedule.chunk // schedule.cell))
@@ -206,7 +208,7 @@ def _push_each(
     for cell, begin in enumerate(range(0, len(x), schedule.cell)):
         of_cell = x[begin : begin + schedule.cell]
         codes = next_code(first, cell)
-        several = has_several(code(schedule, maxima_of(schedule, of_cell), bound, codes))
+        several = has_several(code(schedule, square_maxima(schedule, of_cell), bound, codes))
         for column, logit in enumerate(of_cell):
             lost = stack[0][-1]
             pushed = several & (logit >= bound)

@@ -83,7 +83,7 @@ class Square:
         return [tree(jnp.maximum, rows), *lines]
 
 
-def maxima_of(schedule: Schedule, x: list[jax.Array]) -> Maxima:
+def square_maxima(schedule: Schedule, x: list[jax.Array]) -> Maxima:
     """The maxima of a cell's columns."""
     square = Square(schedule)
     width = schedule.square[1]

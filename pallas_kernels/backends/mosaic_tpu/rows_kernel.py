@@ -30,7 +30,7 @@ from pallas_kernels.backends.mosaic_tpu.cells import (
     Cells,
     columns_of,
     half_of,
-    maxima_of,
+    square_maxima,
 )
 from pallas_kernels.backends.mosaic_tpu.group_sweep import LOWEST, Groups, Sweep, memory
 from pallas_kernels.backends.mosaic_tpu.schedule import LANES, SUBLANES, Schedule
@@ -190,7 +190,7 @@ def lane_sweep(unit: Unit, cells: Cells | None, maxima: jax.Ref) -> list[jax.Arr
                 for logits in x:
                     larger = larger + jnp.where(logits > constants[half].limit, 1.0, 0.0)
                 if cells is not None:
-                    of_cell = maxima_of(schedule, x)
+                    of_cell = square_maxima(schedule, x)
                     maximum = jnp.maximum(maximum, of_cell[0])
                     cells.store(first + number, half, of_cell)
                 out[half] = maximum, larger

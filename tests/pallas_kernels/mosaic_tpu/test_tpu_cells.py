@@ -34,7 +34,7 @@ def test_codes_of_cells(cut):
     for lane, pair in enumerate(pairs):
         x[list(pair), lane // 128, lane % 128] = 1
     bound, first = jnp.zeros((8, 128)), cells.next_code(cells.first_codes(250), 3)
-    codes = cells.code(schedule, cells.maxima_of(schedule, [*jnp.asarray(x)]), bound, first)
+    codes = cells.code(schedule, cells.square_maxima(schedule, [*jnp.asarray(x)]), bound, first)
     several = np.asarray(cells.has_several(codes)).reshape(-1)[: len(pairs)]
     columns = np.asarray(cells.columns_of(schedule, codes)).reshape(-1)[: len(pairs)]
     np.testing.assert_array_equal(several, [i != j for i, j in pairs])
