@@ -34,7 +34,7 @@ from pallas_kernels.lowering.row_pieces import in_pairs as tree
 MAGNITUDE = 0x7FFFFFFF
 MIN_NORMAL_BITS = 0x00800000  # float32's smallest normal number
 
-Stack = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # depth + 1 logits, depth columns
+Stack = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # depth + 1 logits, depth codes
 
 
 class Stacks(NamedTuple):
@@ -42,25 +42,25 @@ class Stacks(NamedTuple):
 
     schedule: Schedule
     logits: jax.Ref  # [sections * (depth + 1), batch rows, 128] float32; more than depth: overflow
-    columns: jax.Ref  # [sections * (depth + 1), batch rows, 128] float32; the last are not used
+    places: jax.Ref  # as many codes (`cells.py`), or ids; the last are not used
 
     def clear(self, rows: Span) -> None:
         for slot in range(self.schedule.slots):
             self.logits[slot, rows, :] = jnp.full(SHAPE, -jnp.inf, jnp.float32)
-            self.columns[slot, rows, :] = jnp.zeros(SHAPE, jnp.float32)
+            self.places[slot, rows, :] = jnp.zeros(SHAPE, jnp.float32)
 
     def load(self, section: Index, rows: Span) -> Stack:
         depth = self.schedule.depth
         first = section * (depth + 1)
         logits = tuple(self.logits[first + i, rows, :] for i in range(depth + 1))
-        return logits, tuple(self.columns[first + i, rows, :] for i in range(depth))
+        return logits, tuple(self.places[first + i, rows, :] for i in range(depth))
 
     def store(self, section: Index, rows: Span, stack: Stack) -> None:
         first = section * (self.schedule.depth + 1)
         for i, x in enumerate(stack[0]):
             self.logits[first + i, rows, :] = x
         for i, x in enumerate(stack[1]):
-            self.columns[first + i, rows, :] = x
+            self.places[first + i, rows, :] = x
 
     def unfit(self, rows: Span) -> jax.Array:
         """1.0 in lanes [8, 128] that lost a candidate, or have one whose order is not certain.
@@ -80,14 +80,14 @@ class Stacks(NamedTuple):
         return tree(jnp.maximum, flags)
 
 
-def push(stack: Stack, logit: jax.Array, column: jax.Array, pushed: jax.Array) -> Stack:
-    """The stack with a candidate more, in lanes where it is pushed."""
-    logits, columns = stack
+def push(stack: Stack, logit: jax.Array, place: jax.Array, pushed: jax.Array) -> Stack:
+    """The stack with a candidate more, and the code of its place, in lanes where it is pushed."""
+    logits, codes = stack
     above = (logit, *logits[:-1])
     logits = tuple(jnp.where(pushed, new, old) for new, old in zip(above, logits, strict=True))
-    after = (column, *columns[:-1])
-    columns = tuple(jnp.where(pushed, new, old) for new, old in zip(after, columns, strict=True))
-    return logits, columns
+    after = (place, *codes[:-1])
+    codes = tuple(jnp.where(pushed, new, old) for new, old in zip(after, codes, strict=True))
+    return logits, codes
 
 
 def push_candidates(unit: Unit, cells: Cells, bounds: list[jax.Array], stacks: Stacks) -> None:
@@ -212,7 +212,7 @@ def _push_each(
         for column, logit in enumerate(of_cell):
             lost = stack[0][-1]
             pushed = several & (logit >= bound)
-            logits, columns = push(stack, logit, code_of_column(codes, column), pushed)
+            logits, places = push(stack, logit, code_of_column(codes, column), pushed)
             # A place that was emptied may come to the one of overflow.
-            stack = (*logits[:-1], jnp.maximum(logits[-1], lost)), columns
+            stack = (*logits[:-1], jnp.maximum(logits[-1], lost)), places
     return stack

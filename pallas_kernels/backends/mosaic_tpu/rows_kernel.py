@@ -91,14 +91,14 @@ def order(stacks: Stacks, hard: jax.Ref, values_ref: jax.Ref, ids_ref: jax.Ref) 
     lanes = lax.broadcasted_iota(jnp.int32, (schedule.batch_rows, LANES), 1)
     easy = hard[...] == 0.0
     for slot in used:  # from here on ids, not codes
-        columns = columns_of(schedule, stacks.columns[slot])
-        stacks.columns[slot] = (columns * LANES + lanes).astype(jnp.float32)
+        columns = columns_of(schedule, stacks.places[slot])
+        stacks.places[slot] = (columns * LANES + lanes).astype(jnp.float32)
 
     def take(rank: jax.Array, _: None) -> None:
         largest = tree(jnp.maximum, [stacks.logits[slot] for slot in used])
         largest = jnp.max(largest, axis=1, keepdims=True)
         equal = [
-            jnp.where(stacks.logits[slot] == largest, stacks.columns[slot], NO_ID) for slot in used
+            jnp.where(stacks.logits[slot] == largest, stacks.places[slot], NO_ID) for slot in used
         ]
         first = jnp.min(tree(jnp.minimum, equal), axis=1, keepdims=True)
         for slot, ids in zip(used, equal, strict=True):
