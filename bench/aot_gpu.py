@@ -73,7 +73,6 @@ class Limits:
 LIMITS = {
     # 9.3 and 7.3 where parts are wide, and rows begin at vectors. Temporaries are groups' numbers.
     "separate": Limits(10.4, 0.045, 3),
-    "fused": Limits(8.5, 0.045, 3),
     # Separate calls with all optional results, a bit mask, and a mask and a bias of 64 tokens.
     "results": Limits(12.5, 0.03, 3),
     "mask": Limits(12.7, 0.03, 11),
@@ -136,7 +135,7 @@ def broken(options: argparse.Namespace) -> int:
     device, chip = compile_target.find(options.chip), model.chip(options.chip)
     seen: dict[tuple[Any, ...], sass.Kernel] = {}
     groups: list[tuple[tuple[Shape, ...], tuple[str, ...]]] = [
-        (AOT, ("separate", "fused")),
+        (AOT, ("separate",)),
         (OPTION_SHAPES, OF_OPTIONS),
         (sampled.SHAPES, sampled.PATHS),
         (after_read.SHAPES, (after_read.PATH,)),
@@ -181,9 +180,8 @@ def measure(
     """
     compiled = device.compile(lowered(path, shape, device))
     rows, is_after = shape.rows, path == after_read.PATH
-    width = max(shape.k, 1) if path == "fused" else shape.k
     masked, is_sampled = path in ("mask", "bias"), path in sampled.PATHS
-    schedule = choose_schedule(rows, shape.vocabulary, width, shape.dtype)
+    schedule = choose_schedule(rows, shape.vocabulary, shape.k, shape.dtype)
     schedule = sampled.schedule_of(shape) if is_sampled or is_after else schedule
     kind = "mask" if masked else path  # a bias is a mask to the kernels
     # Sampled rows: whether tokens are masked.
@@ -210,7 +208,7 @@ def measure(
         more += shape.vocabulary // 8 if masked else 0
         loops = tuple(sampled.loops_per_logit(kernels[0], schedule))
         passes, others = (kernels[:-1], kernels[-1:]) if path == "bias" else (kernels, ())
-        time = estimates.estimate(shape, width, schedule, passes, chip, more)
+        time = estimates.estimate(shape, schedule, passes, chip, more)
         for kernel in others:
             time = estimates.with_biased(time, shape, kernel, chip)
     text, temporaries = compiled.as_text() or "", compiled.memory_analysis()
@@ -233,8 +231,6 @@ def lowered(path: str, shape: Shape, device: compile_target.CompileTarget) -> Lo
     extra, temperatures = device.array((rows, 2), "int32"), device.array((rows,), "float32")
     every = path == "results"
     wanted = Outputs(shape.k, log_sum_exp=every, entropy=every, top_logits=every)
-    if path == "fused":
-        return program_of(wanted, Rows(logits, None, None, count, temperatures, extra))
     words = device.array((rows, -(-shape.vocabulary // 32)), "int32")
     kinds = ("int32", "float32") if path == "bias" else ()
     biases = (device.array((rows, BIASES), dtype) for dtype in kinds)

@@ -12,13 +12,12 @@ from pallas_kernels.linear.support_call import linear_support_kl
 from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.lowering.implementation import use_implementation
 from pallas_kernels.meshes.placement import VocabShard
-from pallas_kernels.topk.call import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels.topk.call import topk_logprobs
 from pallas_kernels.topk.digests import equal_digests, row_digests
 from pallas_kernels.topk.tables import logprobs_tensors, padded_token_ids
 
 __all__ = [
     "topk_logprobs",
-    "greedy_topk_logprobs",
     "TopkLogprobs",
     "greedy",
     # Whether whole rows of two computations are the same.

@@ -16,7 +16,7 @@ FORMS = {
     "modules that log": {"logger"},
     "backends, the doors to them and what they are checked against": {
         "Schedule", "body", "call", "candidates", "choose_schedule", "draw", "group_sums",
-        "groups_of", "greedy_topk_logprobs", "is_faster", "largest", "obstacle", "part_sums",
+        "groups_of", "is_faster", "largest", "obstacle", "part_sums",
         "read_groups", "read_part", "row_sums", "topk_logprobs",
     },
     "kernels of two chips": {"LOG2_E", "like"},

@@ -65,7 +65,6 @@ class Estimate:
 
 def estimate(
     shape: Shape,
-    selected: int,
     schedule: Schedule,
     kernels: Sequence[Kernel],
     chip: model.Chip,
@@ -75,7 +74,6 @@ def estimate(
 
     Args:
       shape: of the call, all of whose rows are wanted.
-      selected: how many tokens pass 2 selects of a row.
       schedule: as compiled.
       kernels: pass 1 and pass 2.
       chip: what it runs on.
@@ -84,7 +82,7 @@ def estimate(
     size = jnp.dtype(shape.dtype).itemsize
     # A sum of each group, and a maximum of each part.
     groups = schedule.num_groups * 4 + schedule.num_parts * size
-    again = min(selected, schedule.num_parts) * schedule.part_width * size
+    again = min(shape.k, schedule.num_parts) * schedule.part_width * size
     results = 12 * schedule.programs
     edges = schedule.programs - schedule.splits
     one, two = (kernels[0], kernels[-1])
@@ -104,7 +102,7 @@ def estimate(
         two.registers,
         shape.rows,
         shape.rows * (again + groups + results + 8 * shape.k + 24),
-        trips.of_pass2(schedule, selected),
+        trips.of_pass2(schedule, shape.k),
     )
     times = model.time(pass1, chip), model.time(pass2, chip)
     if not clustered:

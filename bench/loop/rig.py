@@ -5,7 +5,6 @@ ablation also replaces one part: the kernel, the message, the transport or the d
 """
 
 import copy
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +64,7 @@ class Contender:
     mode: LogprobsMode = LogprobsMode.RAW
     temperature: float = 0.0
     top_p: float = 1.0
-    kernel: str = "ours"  # "separate": never of verification's read; "naive": the plain way
+    kernel: str = "ours"  # "naive": the plain way
     message_bytes: int | None = None  # a fixed size; None: as long as the content
     transport: str = RING
     design: str = "columns"  # how the engine's side decodes
@@ -268,8 +267,6 @@ def engine_core(pid: int) -> Iterator[None]:
 def instrumented(compiled: Compiled, contender: Contender, meter: Meter) -> Compiled:
     """The loop's functions with the contender's part replaced, and timers around the output."""
     result: Any = copy.copy(compiled)  # what replaces a jitted function need not be one
-    if contender.kernel != "ours":
-        result.step = functools.partial(_without_read, compiled.step)
     if contender.kernel == "naive":
         result.target_message = naive_message
     if contender.message_bytes is not None:
@@ -302,13 +299,6 @@ def _naive_rows(
     return picked(
         reference.topk_logprobs(logits.reshape(-1, logits.shape[-1]), ids, widths.k), rows
     )
-
-
-def _without_read(
-    step: Callable[..., Any], *args: Any, read_k: int | None = None, **more: Any
-) -> Any:
-    """A step whose verification leaves no read to the logprobs."""
-    return step(*args, **more)
 
 
 naive_message = jax.jit(_naive, static_argnames="widths")

@@ -33,7 +33,6 @@ from bench.timing import Comparison, Target, compare, from_samples, rotated, rou
 from ipc.wire import LogprobsMode
 from jax_specdec.checkpoint.model_config import ModelConfig
 from jax_specdec.device.loop.programs import Compiled, cuts_messages
-from jax_specdec.device.worker.worker import runs_on_gpu
 
 OFF, K0, K20, ONE = "no logprobs", "K = 0", "K = 20", f"K = 20 for 1 of {REQUESTS}"
 HOST_LIMIT = 500.0  # us a step: everything after the device array exists, K = 20
@@ -47,7 +46,6 @@ GREEDY = (
     Contender(K20, 20),
     Contender("K = 20 and draft logprobs", 20, draft_logprobs=True),
     Contender(ONE, 20, askers=1),
-    Contender("K = 20, separate read", 20, kernel="separate"),
     Contender("K = 20, naive kernel", 20, kernel="naive"),
     Contender("K = 20, fixed-size message", 20, message_bytes=FIXED_BYTES),
     Contender("K = 20, the usual way", 20, kernel="naive", message_bytes=FIXED_BYTES,
@@ -75,9 +73,7 @@ def run(quick: bool = False) -> list[Comparison]:
         params, model = setup.load()
         config = setup.loop_config(model)
         compiled = Compiled(config, cuts=cuts_messages(config))
-        with_gpu = runs_on_gpu(config)
-        greedy = [c for c in GREEDY if c.kernel != "separate" or with_gpu]
-        chosen = [c for c in greedy if not (quick and c.name in NOT_QUICK)]
+        chosen = [c for c in GREEDY if not (quick and c.name in NOT_QUICK)]
         sampled = [*SAMPLED, GREEDY_LOOP]
         groups = {"greedy": chosen} if quick else {"greedy": chosen, "sampled": sampled}
         for kind, contenders in groups.items():

@@ -2,12 +2,11 @@
 
     python -m bench.tpu.steps CHIP DEVICES VOCABULARY
 
-prints a line of JSON for each program: the loop's step for greedy requests (one read serves
-verification and the raw logprobs), its step for sampled requests, and the message of rows that were
-asked for. It runs as a process of its own, since libtpu reads its settings when it is loaded.
+prints a line of JSON for each program: the loop's step for sampled requests, the message of rows
+that were asked for, and a verification whose read serves the raw logprobs of all rows too. It runs
+as a process of its own, since libtpu reads its settings when it is loaded.
 """
 
-import functools
 import json
 import os
 import re
@@ -67,6 +66,7 @@ def steps(chip: str, devices: int, vocabulary: int) -> Iterator[Step]:
     from jax_specdec.device.model import sharding
     from jax_specdec.device.model.params import init_params
     from jax_specdec.requests import SamplingParams
+    from pallas_kernels.sampling import emitted_logprobs, verify
 
     model = ModelConfig(
         vocab_size=vocabulary, hidden_size=256, num_layers=1, num_heads=8, num_kv_heads=4,
@@ -100,6 +100,10 @@ def steps(chip: str, devices: int, vocabulary: int) -> Iterator[Step]:
         lambda: options_of_requests([SamplingParams(max_tokens=9, logprobs=K)] * slots, widths)
     )
 
+    def one_read(logits: Any, drafts: Any, sampling: Any, positions: Any) -> Any:
+        verified = verify(logits, drafts, sampling, positions, k=K, **parallel.columns)
+        return verified.token_ids, emitted_logprobs(logits, verified, **parallel.columns)
+
     def compiled(name: str, traced: Any) -> tuple[Step, Any]:
         begin = time.process_time()
         made = traced.lower(lowering_platforms=("tpu",)).compile()
@@ -113,14 +117,14 @@ def steps(chip: str, devices: int, vocabulary: int) -> Iterator[Step]:
         return found, made
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        trace = functools.partial(programs.step.trace, params, state)
-        yield compiled("one read", trace(read_k=K))[0]
-        traced = trace()
+        traced = programs.step.trace(params, state)
         found, made = compiled("sampled step", traced)
         yield found
         output = jax.tree.map(at, traced.out_info[1], made.output_shardings[1])
         more = (output, asked, array((2,), jnp.uint32), array((), jnp.bool_))
         yield compiled("target message", programs.target_message.trace(*more, widths=widths))[0]
+        read = output.logits, state.drafts, state.sampling, state.lengths
+        yield compiled("one read", jax.jit(one_read).trace(*read))[0]
 
 
 class Operation(NamedTuple):

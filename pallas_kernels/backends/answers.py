@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.greedy import greedy_of_rows
 from pallas_kernels.backends.groups import WIDTH
 from pallas_kernels.backends.row_totals import LEAST, PartSums, inverse_of, joined
-from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla.selection import top_k_of_parts
 from pallas_kernels.backends.xla.tails import FOLLOWING, following_columns
 from pallas_kernels.contract import changes as of_logits
@@ -92,39 +90,6 @@ def _of_sums(
     assert rows.token_ids is not None
     active = is_active(rows)
     return answers(outputs, vocab_size, sums, rows.token_ids, logits, active, rows.temperatures)
-
-
-def greedy_topk_logprobs(row_sums: SumRows, rows: Rows, outputs: Outputs) -> TopkLogprobs:
-    """`pallas_kernels.greedy_topk_logprobs` from one read: the choice is the top 1, of rank 1.
-
-    Where a row is invalid, and there alone, the logits are read once more. Ranks are strict.
-
-    Args:
-      row_sums: reads whole rows.
-      rows: without token ids.
-      outputs: what is wanted.
-    """
-    shard = VocabShard()
-    rows = usable(rows, shard)
-    k, vocabulary = outputs.k, rows.logits.shape[1]
-    infinite = jnp.full(rows.num_targets, jnp.inf, jnp.float32)  # no logit is larger: none to count
-    sums = row_sums(rows, infinite, outputs._replace(k=max(k, 1)))
-    valid = jnp.isfinite(sums.maximum) & ~jnp.isnan(sums.sum_exp)
-    first = sums.top_ids[:, 0]
-
-    def look() -> jax.Array:
-        return jnp.where(valid, first, greedy_of_rows(rows.logits, rows.changes).token_ids)
-
-    chosen = lax.cond(jnp.any(is_active(rows) & ~valid), look, lambda: first)
-    named = [sums.top_logits[:, :1], named_changed(rows, rows.extra_ids, shard)]
-    sums = sums._replace(
-        num_larger=jnp.zeros_like(sums.num_larger),
-        top_ids=sums.top_ids[:, :k],
-        top_logits=sums.top_logits[:, :k],
-    )
-    logits = jnp.concatenate(named, axis=1)
-    active = is_active(rows)
-    return answers(outputs, vocabulary, sums, chosen, logits, active, rows.temperatures)
 
 
 def usable(rows: Rows, shard: VocabShard) -> Rows:
@@ -214,23 +179,6 @@ def joined_sums(parts: RowSums, temperatures: jax.Array | None) -> RowSums:
         parts.top_logits[0],
         weighted,
     )
-
-
-def with_biased(sums: RowSums, rows: Rows, selected: jax.Array, outputs: Outputs) -> RowSums:
-    """The sums of rows as kernels leave them, which read no token that a bias names, and of these.
-
-    They come back as if they were a shard of their own. A logit of -inf stands for no token.
-    selected [R] float32: the given token's logit.
-    """
-    changes, t = rows.changes, rows.temperatures
-    if changes is None or changes.bias is None:
-        return sums
-    ids, logits = of_logits.biased(rows.logits, rows.places, changes)
-    biased_sums = xla.sums_of_block(xla.GPU, logits, selected, outputs._replace(k=0), t)
-    biased_sums = biased_sums._replace(top_ids=sums.top_ids, top_logits=sums.top_logits)
-    both = jax.tree.map(lambda a, b: jnp.stack([a, b]), sums, biased_sums)
-    top_ids, top_logits = in_order(sums.top_ids, sums.top_logits, ids, logits, outputs.k)
-    return joined_sums(both, t)._replace(top_ids=top_ids, top_logits=top_logits)
 
 
 def in_order(

@@ -28,8 +28,8 @@ USER_FILE = "proved-kernels.json"
 DIGITS = 16
 # What `check-device` checks (`testing/pieces.py`) before a job of a backend counts as proved.
 PARTS = {
-    "rows": ("rows", "turns", "greedy", "changes", "edges"),
-    "groups": ("groups", "candidates", "changes", "verify"),
+    "rows": ("rows", "turns", "changes", "edges"),
+    "groups": ("groups", "candidates", "changes", "greedy", "verify"),
     "draw": ("draws", "verify"),
     "count_larger": ("ranks", "verify"),
 }

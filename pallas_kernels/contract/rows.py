@@ -44,7 +44,7 @@ def outputs_of(
 class Rows(NamedTuple):
     """The arrays of a call, checked: R target rows of logits [N, V], or of a part of their columns.
 
-    token_ids: without them, each row's greedy choice.
+    token_ids: None where no token is asked about.
     changes: of the R rows.
     """
 

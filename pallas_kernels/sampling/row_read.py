@@ -14,23 +14,20 @@ from pallas_kernels.backends.greedy import greedy_of_part
 from pallas_kernels.backends.groups import FEW as FEW_CANDIDATES
 from pallas_kernels.backends.groups import MANY as MANY_CANDIDATES
 from pallas_kernels.backends.groups import (
-    WIDTH,
     GroupSums,
     Read,
     inverse_temperature,
-    number_of_groups,
 )
 from pallas_kernels.backends.row_totals import row_mass
 from pallas_kernels.backends.xla.groups import larger_than
 from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.changes import Changes
 from pallas_kernels.contract.rows import Outputs, Rows, RowSums, check_changes, skipped_rows
-from pallas_kernels.contract.types import Greedy, TopkLogprobs
+from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.lowering import typed
-from pallas_kernels.lowering.forms import vary_like
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
 from pallas_kernels.lowering.programs import compiled
-from pallas_kernels.lowering.row_pieces import filled, largest_and_first
+from pallas_kernels.lowering.row_pieces import largest_and_first
 from pallas_kernels.meshes.placement import WHOLE, AxisName, Split, VocabShard
 from pallas_kernels.meshes.split import on_own_part
 from pallas_kernels.numbers.logarithm import log_of_total
@@ -38,7 +35,6 @@ from pallas_kernels.sampling import door
 from pallas_kernels.sampling.parameters import Sampling, truncates
 from pallas_kernels.sampling.rows import GroupedRows
 from pallas_kernels.sampling.types import RowsRead, Verified, slots_of_rows
-from pallas_kernels.topk.call import topk_of_whole_rows
 from pallas_kernels.topk.digests import digests_of_part
 
 
@@ -133,39 +129,6 @@ def _of_read(part: Read, inverse: jax.Array, k: int | None, vocab_size: int) -> 
     return read._replace(log_sum=jnp.where(valid, log_sum, jnp.float32(jnp.nan)))
 
 
-def read_greedy(rows: Rows, k: int, vocab_size: int) -> tuple[RowSummary, Greedy]:
-    """Read rows that are all greedy, by `greedy_topk_logprobs`; no groups are left of them.
-
-    Args:
-      rows: logits, and their changes if they have any; padding is -inf.
-      k: static, the top columns of the logprobs.
-      vocab_size: V.
-
-    Returns:
-      The read, and the greedy choice.
-    """
-    results = topk_of_whole_rows(Outputs(max(k, 1), top_logits=True), rows)
-    assert results.top_logits is not None
-    number = rows.logits.shape[0]
-    log_sum = -results.logprobs[:, 0]  # of the largest logit, which is m
-    count = min(max(k, MANY_CANDIDATES), vocab_size)
-    no_groups = jnp.zeros((number, number_of_groups(vocab_size)), jnp.float32)
-    read = RowSummary(
-        groups=GroupSums(no_groups, no_groups),
-        top_ids=filled(results.token_ids[:, 1:], count, -1),
-        top_logits=filled(results.top_logits, count, -jnp.inf),
-        largest=results.top_logits[:, 0],
-        inverse=jnp.ones(number, jnp.float32),
-        total=(jnp.zeros(number, jnp.uint32),) * exact_sums.num_digits(vocab_size),
-        log_total=log_sum,
-        valid=results.token_ranks > 0,
-        first_group=results.token_ids[:, 0] // WIDTH,
-        log_sum=log_sum,
-    )
-    read = vary_like(read, rows.logits)
-    return read, Greedy(results.token_ids[:, 0], read.valid)
-
-
 def num_candidates(sampling: Sampling, vocab_size: int) -> Int32[Array, " N"]:
     """How many candidates the read of a row that is cut gives.
 
@@ -231,8 +194,8 @@ def emitted_logprobs(
 ) -> Annotated[TopkLogprobs, "B S = R"]:
     """The logprobs of the emitted tokens, from the read that verified the rows.
 
-    They are those of `topk_logprobs`, except for the rounding of a row's sum. Only the tokens
-    that are named are read again. A token that is among the row's top K has its rank from them; for
+    They have the bits of `topk_logprobs` by the same implementation. Only the tokens that are
+    named are read again. A token that is among the row's top K has its rank from them; for
     the others, and for those alone, the row's larger logits are counted.
 
     Args:

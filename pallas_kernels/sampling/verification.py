@@ -264,45 +264,28 @@ def _verify(
 
     XLA on a CPU and the kernels for GPUs change logits as they read them, block by block. The
     kernels for TPUs take no changes in the read of groups: there, and on vocabulary shards, whose
-    groups have neighbors, a copy of the logits is changed first. With `k` or changes, a GPU's
-    program reads whole rows that are all greedy by the kernels of `greedy_topk_logprobs`: they do
-    less with `k`, and take changes.
+    groups have neighbors, a copy of the logits is changed first.
     """
-
     is_sampled = False if every_greedy else None
     verified = functools.partial(_verify_rows, shard, rules, k)
 
     def in_place(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
         return verified(is_sampled, logits, changes, None, batch)
 
-    def in_a_copy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
-        copy, unchanged = apply(logits, changes), None if changes is None or k is None else logits
-        return verified(is_sampled, copy, None, unchanged, batch)
+    def in_a_copy(logits: jax.Array, changes: Changes, batch: Batch) -> Verified:
+        unchanged = None if k is None else logits
+        return verified(is_sampled, apply(logits, changes), None, unchanged, batch)
 
-    def all_greedy(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
-        rows, vocab_size = Rows(shard.masked(logits), changes=changes), shard.size(logits.shape[1])
-        read = functools.partial(row_read.read_greedy, k=k or 0, vocab_size=vocab_size)
-        all_read, choice = read(rows)
-        if k is None:
-            return _greedily(batch, choice)
-        unchanged = () if changes is None else (read(rows._replace(changes=None))[0],)
-        return _with_reads(_greedily(batch, choice), (all_read, *unchanged), batch, k)
+    def greedily(logits: jax.Array, changes: Changes, batch: Batch) -> Verified:
+        return verified(False, logits, changes, None, batch)
 
-    def on_cuda(logits: jax.Array, changes: Changes | None, batch: Batch) -> Verified:
-        return _either(
-            is_sampled,
-            batch,
-            lambda: verified(True, logits, changes, None, batch),
-            lambda: all_greedy(logits, changes, batch),
-        )
-
-    arguments: Any = logits, changes, batch
+    if changes is None:
+        return in_place(logits, changes, batch)
     # A rule of the user's own may close over traced values.
     if shard.axis_name is not None or rules.accept is not None:
-        return in_a_copy(*arguments)
-    if changes is None and k is None:
-        return in_place(*arguments)
-    return lowered_for(*arguments, like=all_greedy, default=in_a_copy, cpu=in_place, cuda=on_cuda)
+        return in_a_copy(logits, changes, batch)
+    arguments: Any = logits, changes, batch
+    return lowered_for(*arguments, like=greedily, default=in_a_copy, cpu=in_place, cuda=in_place)
 
 
 def _verify_rows(
@@ -332,11 +315,15 @@ def _verify_rows(
             return sampled_slots(shard, grouped, read, None, batch, rules)
 
         def all_greedy() -> Verified:
-            return _greedily(batch, greedy_of_part(shard, Rows(logits, changes=changes)))
+            return _greedily(batch, _greedy_choice(shard, logits, changes, batch))
 
         return _either(is_sampled, batch, sampled, all_greedy)
     grouped, before = rows(), None if unchanged is None else GroupedRows.of(unchanged, shard)
-    reads = row_read.read_changed(grouped, sampling_of_rows(), k, before)
+    sampling = sampling_of_rows()
+    if is_sampled is False:  # nothing is cut, and the program has no read for candidates
+        nothing_cut = Sampling.greedy(logits.shape[0])
+        sampling = nothing_cut._replace(temperature=sampling.temperature)
+    reads = row_read.read_changed(grouped, sampling, k, before)
     read = _of_named_rows(batch, reads[0])
     choice = Greedy(row_read.with_invalid(grouped, read, read.top_ids[:, 0]), read.valid)
     verified = _either(
@@ -346,6 +333,30 @@ def _verify_rows(
         lambda: _greedily(batch, choice),
     )
     return _with_reads(verified, reads, batch, k)
+
+
+def _greedy_choice(
+    shard: VocabShard, logits: Float[Array, "N C"], changes: Changes | None, batch: Batch
+) -> Greedy:
+    """The greedy choice of each row, as it is changed.
+
+    XLA copies changed rows, on a GPU a few at a time, with launches for each of them. The kernels'
+    read of groups changes logits as it goes, and its largest group has the choice.
+    """
+
+    def by_xla(logits: jax.Array, changes: Changes | None) -> Greedy:
+        return greedy_of_part(shard, Rows(logits, changes=changes))
+
+    def by_groups(logits: jax.Array, changes: Changes | None) -> Greedy:
+        rows = GroupedRows.of(logits, shard, changes)
+        read = row_read.read_sampled_rows(rows, Sampling.greedy(logits.shape[0]))
+        read = _of_named_rows(batch, read)
+        token_ids = row_read.with_invalid(rows, read, row_read.greedy_ids(rows, read))
+        return Greedy(token_ids, read.valid)
+
+    if changes is None:
+        return by_xla(logits, None)
+    return lowered_for(logits, changes, like=by_xla, default=by_xla, cuda=by_groups)
 
 
 def _with_reads(

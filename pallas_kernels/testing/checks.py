@@ -5,7 +5,7 @@ Every check takes `Kernels`: a backend's on its device, or stand-ins, right or w
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from pallas_kernels.lowering.implementation import Implementation, use_implement
 from pallas_kernels.sampling.parameters import Sampling
 from pallas_kernels.sampling.row_read import emitted_logprobs
 from pallas_kernels.sampling.rows import GroupedRows
-from pallas_kernels.sampling.types import CompactQ, Drafts
+from pallas_kernels.sampling.types import CompactQ, Drafts, Verified
 from pallas_kernels.sampling.verification import verify
 from pallas_kernels.testing import draws, oracle
 from pallas_kernels.testing.shapes import Shape
@@ -103,24 +103,53 @@ def random_ids(shape: Shape) -> jax.Array:
     return jnp.asarray(rng.integers(0, shape.vocabulary, shape.rows), jnp.int32)
 
 
-def check_rows(kernels: Kernels, shape: Shape, *, greedy: bool = False) -> None:
+def check_rows(kernels: Kernels, shape: Shape) -> None:
     """Top K, logprobs, ranks, extra ids; row ids, skipped rows, temperatures.
 
-    Of given tokens, a plain call and one with all optional results, which take other paths.
-
-    greedy: of each row's own choice, which the kernels find in the same read.
+    A plain call and one with all optional results, which take other paths.
     """
     x, ids = random_logits(shape, seed=shape.vocabulary), random_ids(shape)
-    if not greedy:
-        _check(kernels, Rows(x, ids), Outputs(shape.k), greedy)
+    _check(kernels, Rows(x, ids), Outputs(shape.k))
     rng = np.random.default_rng(shape.rows)
     r = shape.rows
-    row_ids = None if greedy else jnp.asarray(rng.permutation(r), jnp.int32)
+    row_ids = jnp.asarray(rng.permutation(r), jnp.int32)
     temperatures = jnp.asarray(rng.choice([0, 0.7, 1, 2], r), jnp.float32)
     extra = jnp.asarray(rng.integers(-1, shape.vocabulary + 1, (r, 3)), jnp.int32)
     num_rows = jnp.int32(max(1, r - 1))
-    rows = Rows(x, None if greedy else ids, row_ids, num_rows, temperatures, extra)
-    _check(kernels, rows, Outputs(shape.k, *[not greedy] * 3), greedy)
+    rows = Rows(x, ids, row_ids, num_rows, temperatures, extra)
+    _check(kernels, rows, Outputs(shape.k, True, True, True))
+
+
+def check_greedy(kernels: Kernels, shape: Shape) -> None:
+    """Greedy choices and their logprobs, by one read of a verification; of rows with every edge.
+
+    shape: where it has no more rows than there are edges, one more row follows these.
+    """
+    edges = oracle.edge_rows(shape.vocabulary, jnp.dtype(shape.dtype), 256)
+    shape = replace(shape, rows=max(shape.rows, len(edges) + 1))
+    x = random_logits(shape, seed=shape.vocabulary)
+    x = jnp.concatenate([jnp.asarray(edges), x[len(edges) :]])
+    rng = np.random.default_rng(shape.rows)
+    extra = jnp.asarray(rng.integers(-1, shape.vocabulary + 1, (shape.rows, 3)), jnp.int32)
+    positions = jnp.arange(shape.rows, dtype=jnp.int32)
+
+    def call(x: jax.Array, extra: jax.Array) -> TopkLogprobs:
+        with use_implementation(kernels.name):
+            verified = greedy_verified(x, positions, shape.k)
+            return emitted_logprobs(x[:, None], verified, extra_token_ids=extra)
+
+    emitted: TopkLogprobs = jax.tree.map(lambda x: x[:, 0], jax.jit(call)(x, extra))
+    ids = [oracle.greedy_token_id(row) for row in np.asarray(x)]
+    rows = Rows(x, jnp.asarray(ids, jnp.int32), extra_token_ids=extra)
+    _check_results(emitted, rows, Outputs(shape.k))
+
+
+def greedy_verified(x: jax.Array, positions: jax.Array, k: int) -> Verified:
+    """A verification of slots without drafts, a row of logits [R, V] each, all greedy."""
+    slots = len(positions)
+    no_drafts = Drafts(jnp.zeros((slots, 0), jnp.int32), jnp.zeros(slots, jnp.int32))
+    sampling = Sampling.greedy(slots)
+    return verify(x[:, None], no_drafts, sampling, positions, k=k, all_greedy=True)
 
 
 def check_changed_rows(kernels: Kernels, shape: Shape) -> None:
@@ -134,7 +163,7 @@ def check_changed_rows(kernels: Kernels, shape: Shape) -> None:
     bias = rng.choice(np.array([-100, -0.5, 0.25, 5, -np.inf], np.float32), biased.shape)
     changes = Changes(jnp.asarray(words), jnp.asarray(biased), jnp.asarray(bias))
     rows = Rows(x, ids, changes=changes)
-    _check(kernels, rows, Outputs(shape.k, True, True, True, inclusive=True), greedy=False)
+    _check(kernels, rows, Outputs(shape.k, True, True, True, inclusive=True))
 
 
 def check_edges(kernels: Kernels, shape: Shape) -> None:
@@ -145,8 +174,7 @@ def check_edges(kernels: Kernels, shape: Shape) -> None:
     edges = oracle.edge_rows(shape.vocabulary, jnp.dtype(shape.dtype), 256)
     x = edges[np.arange(max(shape.rows, len(edges))) % len(edges)]
     ids = np.arange(len(x), dtype=np.int32) * 256 % shape.vocabulary
-    _check(kernels, Rows(jnp.asarray(x), jnp.asarray(ids)), Outputs(shape.k), greedy=False)
-    _check(kernels, Rows(jnp.asarray(x), None), Outputs(shape.k), greedy=True)
+    _check(kernels, Rows(jnp.asarray(x), jnp.asarray(ids)), Outputs(shape.k))
 
 
 def check_turns(kernels: Kernels, shape: Shape, calls: int = 200) -> None:
@@ -175,9 +203,13 @@ def _bits(x: jax.Array) -> jax.Array:
     return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _check(kernels: Kernels, rows: Rows, outputs: Outputs, greedy: bool) -> None:
+def _check(kernels: Kernels, rows: Rows, outputs: Outputs) -> None:
+    """A call of given tokens."""
+    _check_results(jax.jit(lambda rows: kernels.topk(rows, outputs))(rows), rows, outputs)
+
+
+def _check_results(by_kernels: TopkLogprobs, rows: Rows, outputs: Outputs) -> None:
     """All rows against XLA, some against float64."""
-    by_kernels = jax.jit(lambda rows: kernels.topk(rows, outputs))(rows)
     by_xla = jax.jit(lambda rows: _topk("xla", rows, outputs))(rows)
     for name in ("token_ids", "token_ranks", "top_logits"):
         if getattr(by_kernels, name) is not None:
@@ -203,7 +235,7 @@ def _check(kernels: Kernels, rows: Rows, outputs: Outputs, greedy: bool) -> None
 
     expected = oracle.topk_logprobs(
         x,
-        [oracle.greedy_token_id(row) for row in x] if greedy else part(rows.token_ids),
+        part(rows.token_ids),
         outputs.k,
         num_rows=None if rows.num_rows is None else int(rows.num_rows),
         temperatures=part(rows.temperatures),

@@ -86,8 +86,8 @@ CHECK_PARTS = {
         rehearsed_check=functools.partial(checks.check_turns, calls=2),
     ),
     "greedy": CheckedKernel(
-        "top K of the greedy choice",
-        functools.partial(checks.check_rows, greedy=True),
+        "greedy choices with logprobs",
+        checks.check_greedy,
         (Shape(64, 131_072, 20, BF16), Shape(16, 50_257, 5, F32)),
         tuple(Shape(16, v, 20, d) for v in VOCABULARIES.values() for d in (BF16, F16, F32)),
         Shape(2, 2048, 1, F32),

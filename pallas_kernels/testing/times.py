@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels import (
     TopkLogprobs,
-    greedy_topk_logprobs,
+    greedy,
     linear_topk_logprobs,
     topk_logprobs,
     use_implementation,
@@ -33,7 +33,7 @@ from pallas_kernels.testing.shapes import Shape
 
 BF16, F32 = "bfloat16", "float32"
 TOPK, SAMPLED, VERIFY, COPY = "topk_logprobs", "read of sampled rows", "verify", "copy"
-GREEDY = "greedy_topk_logprobs"
+GREEDY = "greedy choices and logprobs"
 DRAW, LINEAR = "draw of top-k 50, top-p 0.9", "logprobs of hidden states"
 TOP_K, TOP_P = 50, 0.9
 HIDDEN = 4096  # numbers of a hidden state
@@ -200,10 +200,18 @@ def jax_calls(job: str, shape: Shape, backend: str, rehearse: bool) -> dict[str,
             ),
         }
     if job == GREEDY:
+
+        def chosen(x: jax.Array, name: Any) -> TopkLogprobs:
+            with use_implementation(name):
+                output = checks.greedy_verified(x, jnp.arange(len(x)), k)
+                return emitted_logprobs(x[:, None], output)
+
         return {
-            backend: lambda x, rows, _: greedy_topk_logprobs(
-                rows_of(x, rows), k, implementation=ours
-            )
+            backend: lambda x, rows, _: chosen(rows_of(x, rows), ours),
+            "xla": lambda x, rows, _: chosen(rows_of(x, rows), "xla"),
+            "in two reads": lambda x, rows, _: topk_logprobs(
+                rows_of(x, rows), greedy(rows_of(x, rows)).token_ids, k, implementation=ours
+            ),
         }
     if job == SAMPLED:
 

@@ -12,11 +12,9 @@ from jax.sharding import Mesh
 
 from pallas_kernels.backends import answers, read
 from pallas_kernels.backends.choose import kernels_or_xla
-from pallas_kernels.backends.greedy import greedy, greedy_of_rows
 from pallas_kernels.backends.groups import WIDTH
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla.tails import columns_of_all
-from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.arguments import check_bool
 from pallas_kernels.contract.rows import (
     Outputs,
@@ -172,50 +170,6 @@ def topk_logprobs(
     return results._replace(digests=words)
 
 
-def greedy_topk_logprobs(
-    logits: Logits,
-    k: int,
-    *,
-    num_rows: RowCount | None = None,
-    temperatures: RowFloats | None = None,
-    extra_token_ids: IdTable | None = None,
-    allowed: BitMask | None = None,
-    bias_token_ids: BiasIds | None = None,
-    bias: Biases | None = None,
-    rank_ties: RankTies = "strict",
-    log_sum_exp: bool = False,
-    entropy: bool = False,
-    top_logits: bool = False,
-    implementation: Implementation | None = None,
-    axis_name: AxisName | None = None,
-    vocab_size: int | None = None,
-    mesh: Mesh | None = None,
-) -> TopkLogprobs:
-    """`topk_logprobs` of each row's own greedy choice: the fused path of greedy verification.
-
-    Equal to `topk_logprobs(logits, greedy_token_ids(logits), k, ...)`, but the kernels for GPUs and
-    TPUs read the logits only once for both. Column 0 of `token_ids` is the greedy choice, in
-    invalid rows too; `token_ranks` is 1 where the row is valid, else 0. Take it where all N rows'
-    greedy choices are needed anyway; where few rows were accepted or asked for logprobs, `greedy`
-    and then `topk_logprobs` with `row_ids` may be cheaper. With `allowed` or a bias it chooses
-    among the changed logits; inclusive ranks need a second read.
-
-    Args, Returns, Raises: as `topk_logprobs`, with R = N.
-    """
-    logits = check_logits(logits)
-    place = placed(logits, Split(mesh, axis_name, vocab_size))
-    outputs = outputs_of(
-        k,
-        log_sum_exp=log_sum_exp,
-        entropy=entropy,
-        top_logits=top_logits,
-        inclusive=is_inclusive(rank_ties),
-    )
-    options = num_rows, temperatures, extra_token_ids
-    changes = allowed, bias_token_ids, bias
-    return _run(place, implementation, outputs, Rows(logits), options, changes)
-
-
 def _run(
     place: Place,
     implementation: Implementation | None,
@@ -281,10 +235,6 @@ def _of_shard(outputs: Outputs, shard: VocabShard, rows: Rows) -> TopkLogprobs:
     rows, width = rows._replace(logits=logits), logits.shape[1]
     if shard.axis_name is None:
         return topk_of_whole_rows(outputs, rows)
-    if rows.token_ids is None:
-        changed = of_logits.apply(rows.logits, answers.changes_of_shard(rows.changes, shard, width))
-        chosen = greedy(changed, axis_name=shard.axis_name, vocab_size=shard.vocab_size)
-        rows = rows._replace(token_ids=chosen.token_ids)
     if width < WIDTH:  # a shard that is narrower than a group: all columns are gathered
         rows = rows._replace(logits=columns_of_all(shard.masked(logits), shard))
         return topk_of_whole_rows(outputs, rows)
@@ -292,44 +242,21 @@ def _of_shard(outputs: Outputs, shard: VocabShard, rows: Rows) -> TopkLogprobs:
 
 
 def topk_of_whole_rows(outputs: Outputs, rows: Rows) -> TopkLogprobs:
-    """`pallas_kernels.topk_logprobs` of whole rows; without token ids, of the greedy choice.
+    """`pallas_kernels.topk_logprobs` of whole rows.
 
-    The GPU kernels write the answers themselves, in their pass 2. The choice is found with the
-    rest in one read, but by XLA: there, and for inclusive ranks, it takes a read of its own.
+    The GPU kernels write the answers of unchanged rows themselves, in their pass 2.
     """
-
-    def with_choice(rows: Rows) -> Rows:
-        changes = of_logits.prepared(rows.changes, rows.logits.shape[1])
-        return rows._replace(token_ids=greedy_of_rows(rows.logits, changes).token_ids)
-
-    if rows.token_ids is None and outputs.inclusive:
-        rows = with_choice(rows)
-    is_greedy = rows.token_ids is None
-
-    def from_sums(row_sums: answers.SumRows, rows: Rows) -> TopkLogprobs:
-        if is_greedy:
-            return answers.greedy_topk_logprobs(row_sums, rows, outputs)
-        return answers.topk_logprobs(row_sums, rows, outputs)
 
     def by_kernels(kernels: ModuleType, rows: Rows) -> TopkLogprobs:
         call = getattr(kernels, "topk_logprobs", None)
         if call is not None and rows.changes is None:
             results: TopkLogprobs = call(rows, outputs)
             return results
-        return from_sums(kernels.row_sums, rows)
+        return answers.topk_logprobs(kernels.row_sums, rows, outputs)
 
     def by_xla(rows: Rows) -> TopkLogprobs:
-        rows = with_choice(rows) if is_greedy else rows
         return answers.topk_logprobs(xla.row_sums, rows, outputs)
 
-    logits = rows.logits
-    # The choice is a top 1.
-    k = max(outputs.k, 1) if is_greedy else outputs.k
     return kernels_or_xla(
-        "rows",
-        by_kernels,
-        by_xla,
-        rows,
-        logits=logits,
-        size=(rows.num_targets, k),
+        "rows", by_kernels, by_xla, rows, logits=rows.logits, size=(rows.num_targets, outputs.k)
     )

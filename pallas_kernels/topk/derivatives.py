@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.contract import changes as of_logits
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.rows import Outputs, Rows, skipped_rows
+from pallas_kernels.contract.rows import Rows
 from pallas_kernels.contract.types import TopkLogprobs
 from pallas_kernels.lowering import typed
 from pallas_kernels.meshes.placement import WHOLE, VocabShard
@@ -91,14 +91,11 @@ def _folded(call: RowsCall, size: int, is_batched: Rows, rows: Rows) -> TopkLogp
     )._replace(logits=logits)
     assert rows.extra_token_ids is not None
     num_targets = rows.extra_token_ids.shape[1]
-    is_greedy = rows.token_ids is None
-    if is_greedy and not logits_batched:  # a greedy call reads each row of its logits once
-        logits, logits_batched = jnp.broadcast_to(logits[None], (size, *logits.shape)), True
     num_logits_rows = logits.shape[-2]
     index = jnp.broadcast_to(jnp.arange(num_targets, dtype=jnp.int32), (size, num_targets))
     active = None if rows.num_rows is None else index < rows.num_rows[:, None]
     row_ids = rows.row_ids
-    if not is_greedy and (row_ids is not None or active is not None or not logits_batched):
+    if row_ids is not None or active is not None or not logits_batched:
         row_ids = index if row_ids is None else row_ids
         inside = (row_ids >= 0) & (row_ids < num_logits_rows)
         inside = inside if active is None else inside & active
@@ -111,16 +108,6 @@ def _folded(call: RowsCall, size: int, is_batched: Rows, rows: Rows) -> TopkLogp
     more = rows._replace(logits=no_logits[None], row_ids=row_ids, num_rows=None)
     folded: Rows = jax.tree.map(flat, more)
     out = call(folded._replace(logits=flat(logits) if logits_batched else logits))
-    if is_greedy and active is not None:
-        worked_on = active.reshape(-1)
-
-        def where(x: jax.Array, of_skipped: jax.Array) -> jax.Array:
-            return jnp.where(worked_on.reshape(-1, *[1] * (x.ndim - 1)), x, of_skipped)
-
-        is_wanted = [x is not None for x in out[4:]]
-        outputs = Outputs(out.token_ids.shape[1] - 1, *is_wanted)
-        num_extra = out.extra_logprobs.shape[1]
-        out = jax.tree.map(where, out, skipped_rows(worked_on.shape[0], outputs, num_extra))
     return TopkLogprobs(
         *jax.tree.map(lambda x: x.reshape(size, num_targets, *x.shape[1:]), tuple(out))
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import greedy, topk_logprobs
 from pallas_kernels.backends.mosaic_gpu import rows as run
 from pallas_kernels.testing import oracle
 from tests.support import quick_compile
@@ -22,7 +22,8 @@ def kernels(platforms, implementation=None):
 
     def both(x, ids):  # another function each time: JAX keeps what it lowered
         chosen = topk_logprobs(x, ids, K, implementation=implementation)
-        return chosen, greedy_topk_logprobs(x, K, implementation=implementation)
+        largest = greedy(x).token_ids
+        return chosen, topk_logprobs(x, largest, K, implementation=implementation)
 
     made = export.export(jax.jit(both), platforms=platforms, disabled_checks=ALLOWED)(*SHAPES)
     return made.mlir_module().count("custom_call @mosaic_gpu")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import greedy, topk_logprobs
 from pallas_kernels.backends import row_totals
 from pallas_kernels.backends.xla import group_sums
 from pallas_kernels.numbers.exponential import exponential
@@ -117,9 +117,19 @@ def test_no_transformation_or_call_changes_a_bit_of_a_row():
     assert bits(jax.tree.map(lambda y: y[:, 0], scanned)) == wanted
     single = jax.vmap(lambda x, i, t: topk_logprobs(x[None], i[None], K, temperatures=t[None]))
     assert bits(jax.tree.map(lambda y: y[:, 0], single(x, ids, t))) == wanted
-    chosen = greedy_topk_logprobs(x, K, temperatures=t)
-    same = topk_logprobs(x, chosen.token_ids[:, 0], K, temperatures=t)
-    assert bits(chosen) == bits(same)
+
+
+def test_a_greedy_choice_has_the_bits_of_two_reads():
+    """By one read of a verification, raw and scaled; of a row that is invalid too."""
+    x, _, t = some_rows(1000)
+    drafts, sampling = Drafts.none(R, 0, 1000), Sampling.of(R, temperature=t)
+    verified = verify(x[:, None], drafts, sampling, jnp.zeros(R, jnp.int32), k=K, all_greedy=True)
+    chosen = greedy(x).token_ids
+    for scaled in (None, jnp.ones(R, bool)):
+        emitted = emitted_logprobs(x[:, None], verified, scaled=scaled)
+        temperatures = None if scaled is None else t
+        rows = topk_logprobs(x, chosen, K, temperatures=temperatures)
+        assert bits(jax.tree.map(lambda y: y[:, 0], emitted)) == bits(rows)
 
 
 def test_groups_in_another_order_have_another_float_sum():

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from pallas_kernels import VocabShard, greedy, greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import VocabShard, greedy, topk_logprobs
 from pallas_kernels.sampling import (
     Drafts,
     Sampling,
     draw,
+    emitted_logprobs,
     kept_sets,
     logprobs_of_read,
     truncation,
@@ -37,14 +38,16 @@ def of_logits(x, **how):
     by_slot, ids, extra = x[:, None], jnp.asarray(IDS), {"extra_token_ids": jnp.asarray(EXTRA)}
     options = extra | {"entropy": True, "log_sum_exp": True}
     verified = verify(by_slot, NO_DRAFTS, SLOTS, POSITIONS, k=2, **how)
+    chosen = verify(by_slot, NO_DRAFTS, SLOTS, POSITIONS, k=2, all_greedy=True, **how)
 
     return {
         "greedy": greedy(x, **how),
-        "greedy_topk_logprobs": greedy_topk_logprobs(x, 2, **options, **how),
+        "of the choice": topk_logprobs(x, greedy(x, **how).token_ids, 2, **options, **how),
         "topk_logprobs": topk_logprobs(x, ids, 2, **options, **how),
         "inclusive": topk_logprobs(x, ids, 2, rank_ties="inclusive", **how),
         "verify, k": (verified.token_ids, verified.num_tokens, verified.cut),
         "verify": verify(by_slot, NO_DRAFTS, SLOTS, POSITIONS, **how),
+        "verify, all greedy": emitted_logprobs(by_slot, chosen, **how),
         "verify, flat": verify(x, NO_DRAFTS, SLOTS, POSITIONS, row_ids=row_ids(), **how),
         "emitted_logprobs": logprobs_of_read(by_slot, ids[:, None], verified.read, **extra, **how),
         "draw": draw(by_slot, SLOTS, POSITIONS, **how),

@@ -1,4 +1,4 @@
-"""`topk_logprobs` and the greedy calls (XLA) against the float64 oracle: values, edges, styles.
+"""`topk_logprobs` and `greedy` (XLA) against the float64 oracle: values, edges, styles.
 
 Rows of a few logits, whose answers are checked on paper.
 """
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import greedy, topk_logprobs
 from pallas_kernels.backends.xla import rows
 from pallas_kernels.testing import oracle
 from tests.support import programs, quick_compile
@@ -161,8 +161,8 @@ def test_any_values(case):
     found = program(topk_logprobs, **options)(x, **targets, **arrays)
     oracle.assert_matches(found, oracle.topk_logprobs(x, **targets, **arrays, **options))
     own = {name: part[:NUM_ROWS] for name, part in arrays.items()}
-    chosen = [oracle.greedy_token_id(row) for row in in_float64(x, own)]
-    found = program(greedy_topk_logprobs, **options)(x, **own)
+    chosen = np.int32([oracle.greedy_token_id(row) for row in in_float64(x, own)])
+    found = program(topk_logprobs, **options)(x, chosen, **own)
     oracle.assert_matches(found, oracle.topk_logprobs(x, chosen, **own, **options))
     expected = [oracle.greedy_token_id(row) for row in x]
     np.testing.assert_array_equal(choices(x).token_ids, expected)

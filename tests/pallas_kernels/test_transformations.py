@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import greedy, topk_logprobs
 from tests.support import quick_compile
 from tests.support.changed_logits import ALL, changes_of
 
@@ -63,19 +63,20 @@ def test_vmap_gives_the_bits_of_a_loop(own):
     assert_same_bits(quick_compile.as_users(jax.vmap(call))(together), expected)
 
 
-def test_a_batch_of_batches_and_the_greedy_calls():
+def test_a_batch_of_batches_and_of_greedy_choices():
     x = np.stack([np.stack([rows(2 * i + j) for j in range(2)]) for i in range(3)])
     count = np.array([[0, 1], [6, 3], [2, 5]], np.int32)
     changes = changes_of(np.random.default_rng(0), N, V)
 
-    def fused(x, count):
-        return greedy_topk_logprobs(x, K, num_rows=count, **changes, **ALL), greedy(x)
+    def of_choice(x, count):
+        chosen = greedy(x)
+        return topk_logprobs(x, chosen.token_ids, K, num_rows=count, **changes, **ALL), chosen
 
-    one = quick_compile.jit(fused)
-    found = quick_compile.jit(jax.vmap(jax.vmap(fused)))(x, count)
+    one = quick_compile.jit(of_choice)
+    found = quick_compile.jit(jax.vmap(jax.vmap(of_choice)))(x, count)
     each = [stacked(one(x[i, j], count[i, j]) for j in (0, 1)) for i in range(3)]
     assert_same_bits(found, stacked(each))
-    shared = quick_compile.jit(jax.vmap(fused, (None, 0)))(x[0, 0], count[0])
+    shared = quick_compile.jit(jax.vmap(of_choice, (None, 0)))(x[0, 0], count[0])
     assert_same_bits(shared, stacked(one(x[0, 0], number) for number in count[0]))
 
 
@@ -101,8 +102,9 @@ def test_ids_and_ranks_have_no_derivative():
     x = rows()
 
     def loss(x):
-        out = greedy_topk_logprobs(x, K)
-        total = out.token_ids.sum() + out.token_ranks.sum() + greedy(x).token_ids.sum()
+        chosen = greedy(x).token_ids
+        out = topk_logprobs(x, chosen, K)
+        total = out.token_ids.sum() + out.token_ranks.sum() + chosen.sum()
         return total.astype(jnp.float32)
 
     assert not np.asarray(quick_compile.jit(jax.grad(loss))(x)).any()
@@ -113,7 +115,6 @@ def test_nothing_is_transferred_that_was_not_asked_for():
     calls = [
         functools.partial(topk_logprobs, x, ids, K),
         functools.partial(topk_logprobs, x, ids, K, num_rows=3),
-        functools.partial(greedy_topk_logprobs, x, K),
         functools.partial(greedy, x),
     ]
     with jax.transfer_guard("disallow"):

@@ -61,7 +61,6 @@ def right():
         "topk_logprobs": (
             kernels.topk_logprobs, {"logits": x, "token_ids": ids, "k": 5, **of_rows, **changes}
         ),
-        "greedy_topk_logprobs": (kernels.greedy_topk_logprobs, {"logits": x, "k": 5}),
         "greedy": (kernels.greedy, {"logits": x}),
         "row_digests": (
             kernels.row_digests, {"logits": x, "row_ids": row_ids, "num_rows": jnp.int32(6)}
@@ -228,7 +227,7 @@ def wrong_fields(value):
 
 
 @pytest.mark.parametrize("name", [
-    "topk_logprobs", "greedy_topk_logprobs", "greedy", "row_digests", "equal_digests",
+    "topk_logprobs", "greedy", "row_digests", "equal_digests",
     "linear_topk_logprobs", "linear_kept_logprobs", "linear_support_kl", "logprobs_tensors",
     "draw", "draw, flat", "verify", "verify, flat",
     "verify, drawn", "emitted_logprobs", "logprobs_of_read", "truncation", "kept_sets",

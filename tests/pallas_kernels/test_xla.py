@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import greedy, greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import greedy, topk_logprobs
 from pallas_kernels.backends.xla import rows as xla
 from pallas_kernels.backends.xla import selection
 from pallas_kernels.contract.rows import Outputs
+from pallas_kernels.sampling import Drafts, Sampling, verify
 from pallas_kernels.testing import oracle
 from tests.support import kernel_calls, programs, quick_compile
 from tests.support.lowered import array, temporaries, text_of
@@ -47,11 +48,11 @@ def test_up_to_256_rows_are_one_block_on_a_gpu(platform):
     assert blocks == {512 if platform == "tpu" else 384}
 
 
-def test_the_fused_path_chooses_greedily_as_suits_the_platform():
+def test_a_greedy_choice_is_made_as_suits_the_platform():
     """No loop of a CPU's blocks on other platforms; the control is a program for a CPU."""
 
     def call(logits):
-        return greedy_topk_logprobs(logits, 5, implementation="xla")
+        return topk_logprobs(logits, greedy(logits).token_ids, 5, implementation="xla")
 
     logits = array((256, 151_936), "bfloat16")
     found = [loops(text_of(call, logits, platform=name)) for name in (*ELSEWHERE, "cpu")]
@@ -154,12 +155,17 @@ def test_temporaries_are_a_share_of_the_logits(rows, vocabulary, dtype, dynamic)
 
 
 def test_temporaries_of_changed_logits():
-    """With a mask and a bias logits are copied block by block, never all."""
+    """With a mask and a bias logits are copied block by block, never all; for a choice too."""
     logits, ids = array((512, 131_072), "bfloat16"), array((512,))
 
     def call(logits, ids, words):
         table = ids[:, None]
         changes = {"allowed": words, "bias_token_ids": table, "bias": table.astype(jnp.float32)}
-        return greedy_topk_logprobs(logits, 20, entropy=True, implementation="xla", **changes)
+        found = topk_logprobs(logits, ids, 20, entropy=True, implementation="xla", **changes)
+        drafts, sampling = Drafts.none(512, 0, 131_072), Sampling.greedy(512)
+        by_slot = jax.tree.map(lambda x: x[:, None], changes)
+        return found, verify(
+            logits[:, None], drafts, sampling, ids, all_greedy=True, axis_name=(), **by_slot
+        )
 
     assert temporaries(call, logits, ids, array((512, 4096), "uint32")) <= limit(logits)

@@ -77,7 +77,6 @@ def door_calls():
         "topk_logprobs, grad": lambda: jax.grad(
             total(lambda x: kernels.topk_logprobs(x, ids, 5).logprobs)
         )(x),
-        "greedy_topk_logprobs": lambda: kernels.greedy_topk_logprobs(x, 5),
         "greedy": lambda: kernels.greedy(x),
         "linear_topk_logprobs": lambda: kernels.linear_topk_logprobs(hidden, head, ids, 5),
         "linear_topk_logprobs, grad": lambda: jax.grad(

@@ -15,19 +15,7 @@ def topk_logprobs(
     rows = Rows(logits, token_ids, row_ids, num_rows, temperatures, extra_token_ids, changes)
     if changes is None and hasattr(kernels, "topk_logprobs"):
         return kernels.topk_logprobs(rows, outputs, *options, **named)
-    read = _read(kernels, options, named)
-    if token_ids is None:
-        return answers.greedy_topk_logprobs(read, rows, outputs)
-    return answers.topk_logprobs(read, rows, outputs)
-
-
-def greedy_topk_logprobs(
-    kernels, logits, outputs, num_rows=None, temperatures=None, extra_token_ids=None, changes=None,
-    *options, **named,
-):  # fmt: skip
-    """`greedy_topk_logprobs` of whole rows."""
-    given = (None, num_rows, temperatures, extra_token_ids, changes)
-    return topk_logprobs(kernels, logits, None, outputs, *given, *options, **named)
+    return answers.topk_logprobs(_read(kernels, options, named), rows, outputs)
 
 
 def row_sums(

@@ -34,7 +34,6 @@ def compiled(function):
 
 
 topk_logprobs = compiled(pallas_kernels.topk_logprobs)
-greedy_topk_logprobs = compiled(pallas_kernels.greedy_topk_logprobs)
 greedy = compiled(pallas_kernels.greedy)
 linear_topk_logprobs = compiled(pallas_kernels.linear_topk_logprobs)
 logprobs_tensors = compiled(pallas_kernels.logprobs_tensors)

@@ -28,7 +28,6 @@ class StepOptions(TypedDict):
     """The static arguments of `step`."""
 
     report_widths: Widths | None
-    read_k: int | None
     samples: bool
     num_drafts: NotRequired[int]  # fewer than D
 
@@ -38,53 +37,26 @@ class StepKind(NamedTuple):
 
     widths: Widths = Widths()
     reports_drafts: bool = False  # a draft message may follow: its report is made with the drafts
-    reads_once: bool = False  # logprobs take what verification has read
     samples: bool = False  # a slot may have a temperature: a much larger program
     changes: ChangesSize | None = None  # None: no slot changes the logits that choose
     num_drafts: int | None = None  # of a slot, that a step verifies; None: all D
 
     @classmethod
-    def of_slots(
-        cls,
-        slots: Sequence[Slot],
-        vocab_size: int,
-        *,
-        on_gpu: bool = False,
-        draws: bool = False,
-        in_tiles: bool = False,
-    ) -> "StepKind":
+    def of_slots(cls, slots: Sequence[Slot], vocab_size: int, *, draws: bool = False) -> "StepKind":
         """The cheapest kind that serves these slots.
 
         Args:
           slots: [B].
           vocab_size: V.
-          on_gpu: whether the logits go through the GPU kernels.
           draws: drafts are drawn, so there is something to report.
-          in_tiles: rows have bits of their own, so what others ask decides no order of sums.
         """
         params = [slot.params for slot in slots]
-        kind = cls(
+        return cls(
             widths=widths_of_slots(slots, vocab_size),
             reports_drafts=draws and any(slot_params.draft_logprobs for slot_params in params),
             samples=any(slot_params.temperature > 0 for slot_params in params),
             changes=changes_size(params),
         )
-        return kind.reading(on_gpu=on_gpu, in_tiles=in_tiles)
-
-    def reading(self, *, on_gpu: bool, in_tiles: bool) -> "StepKind":
-        """The same, which reads the logits once where that costs less; arguments as `of_slots`.
-
-        The GPU kernels find greedy choices and all that logprobs need in one read. Elsewhere, and
-        where a slot samples, the rows that were accepted and asked for are read by themselves: a
-        read for all would sum, and select K of, rejected rows too. Nor is there one read where a
-        slot has penalties: a changed copy is verified then, and raw logprobs are of the logits
-        themselves. Nor does that one read sum what an entropy needs.
-        """
-        penalizes = self.changes is not None and self.changes.penalties
-        widths = self.widths
-        more = in_tiles or penalizes or widths.k is None or widths.values
-        once = on_gpu and not (self.samples or more)
-        return self._replace(reads_once=once)
 
     @property
     def has_grammar(self) -> bool:
@@ -107,7 +79,6 @@ class StepKind(NamedTuple):
         """The static arguments of `step`."""
         options: StepOptions = {
             "report_widths": self.widths if self.reports_drafts else None,
-            "read_k": self.widths.k if self.reads_once else None,
             "samples": self.samples,
         }
         if self.num_drafts is not None:
@@ -208,9 +179,7 @@ class Ladder(NamedTuple):
         config: LoopConfig,
         prefill_chunk: int,
         *,
-        on_gpu: bool = False,
         draws: bool = False,
-        in_tiles: bool = False,
     ) -> "Ladder":
         """The ladder of a loop; arguments as `StepKind.of_slots`.
 
@@ -245,7 +214,6 @@ class Ladder(NamedTuple):
             rungs.append(StepKind(most, reports, samples=serves.sampling, changes=changes))
         if serves.alike:
             rungs = rungs[-1:]
-        rungs = [rung.reading(on_gpu=on_gpu, in_tiles=in_tiles) for rung in rungs]
         return cls(tuple(rungs), PromptKind.of_all(serves, config, prefill_chunk))
 
     def lowest(self, exact: StepKind) -> StepKind:

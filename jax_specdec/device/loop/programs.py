@@ -24,7 +24,7 @@ from pallas_kernels import use_implementation
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-OF_STEP = "read_k", "report_widths", "samples", "num_drafts"
+OF_STEP = "report_widths", "samples", "num_drafts"
 # The static arguments of all functions: no argument that is not has such a name.
 STATIC = frozenset((*OF_STEP, "chunk", "widths", "vocab_size"))
 

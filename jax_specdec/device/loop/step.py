@@ -46,7 +46,6 @@ def step(
     state: LoopState,
     options: BatchOptions | None = None,
     *,
-    read_k: int | None = None,
     report_widths: Widths | None = None,
     changes: SlotChanges | None = None,
     samples: bool = True,
@@ -59,9 +58,7 @@ def step(
     3. The slots' tokens grow by what was emitted; a stop token or a limit ends a slot.
     4. The drafter proposes for the slots that go on.
 
-    With `read_k`, static, verification's read of the target's logits serves the logprobs of every
-    row too, with that many top columns; without, `target_message` reads the accepted rows that were
-    asked for.
+    `target_message` reads the accepted rows whose logprobs were asked for.
 
     With `report_widths`, the static widths of `options`, what the next draft message has of the
     drafts is made as they are drawn.
@@ -85,7 +82,7 @@ def step(
     state, rows = forward_rows(config, params, state)
     return choose(
         config, params, state, rows, options,
-        read_k=read_k, report_widths=report_widths, changes=changes, samples=samples,
+        report_widths=report_widths, changes=changes, samples=samples,
         proposes=num_drafts != 0 or proposed.q is None, all_drafts=proposed,
     )  # fmt: skip
 
@@ -97,7 +94,6 @@ def choose(
     rows: StepRows,
     options: BatchOptions | None = None,
     *,
-    read_k: int | None = None,
     report_widths: Widths | None = None,
     changes: SlotChanges | None = None,
     samples: bool = True,
@@ -127,7 +123,7 @@ def choose(
         sizes = state.drafts.token_ids.shape[1] + 1, config.model.vocab_size
         handed_down = row_changes(changes, state.lengths, *sizes)
     choice_rows = rows if changed is None else rows._replace(logits=changed)
-    verified = _verify(config, state, choice_rows, sampling, read_k, handed_down, samples)
+    verified = _verify(config, state, choice_rows, sampling, handed_down, samples)
     grown = _grow(config, state, rows, verified)
     report_drafts = None
     if options is not None and report_widths is not None:
@@ -219,7 +215,6 @@ def _verify(
     state: LoopState,
     rows: StepRows,
     sampling: Sampling,
-    read_k: int | None,
     changes: RowChanges | None,
     samples: bool,
 ) -> Verified:
@@ -235,7 +230,6 @@ def _verify(
         state.lengths,
         accept=config.accept,
         rule="block" if drawn and config.accept is None else "token",
-        k=read_k,
         all_greedy=not samples,
         **config.parallel.columns,
         **({} if changes is None else changes._asdict()),

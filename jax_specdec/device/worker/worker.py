@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled as Stage
 
@@ -26,14 +25,13 @@ from jax_specdec.declaration import Serves
 from jax_specdec.device.loop import host_slots
 from jax_specdec.device.loop.host_slots import AllOptions, Slot
 from jax_specdec.device.loop.kinds import Ladder, PromptKind, StepKind, empty_report
-from jax_specdec.device.loop.programs import Compiled, cuts_messages, with_implementation
+from jax_specdec.device.loop.programs import Compiled, cuts_messages
 from jax_specdec.device.loop.state import LoopConfig, LoopState, init_state, with_report
 from jax_specdec.device.loop.step import StepRows
 from jax_specdec.device.messages.batch_options import Widths
 from jax_specdec.device.messages.logit_changes import GrammarMasks
 from jax_specdec.device.messages.step_messages import StepOutput
 from jax_specdec.device.model.layer_arrays import with_array_a_layer
-from jax_specdec.device.model.own_model import row_tile
 from jax_specdec.device.model.params import ModelParams
 from jax_specdec.device.model.sharding import params_specs
 from jax_specdec.device.worker.grammars import Grammars, no_masks
@@ -44,7 +42,6 @@ from jax_specdec.device.worker.prefix_cache import PrefixCache
 from jax_specdec.device.worker.step_widths import LEAST_CHANGES, StepWidths
 from jax_specdec.requests import Request, SamplingParams
 from jax_specdec.structured.vocabulary import Vocabulary
-from pallas_kernels import gpu_obstacle
 
 
 class Sender(Protocol):
@@ -125,7 +122,6 @@ class Worker:
         self.publish = publish
         self.compiled = compiled or Compiled(config, cuts=cuts_messages(config))
         self.state = init_state(config)
-        self.on_gpu = runs_on_gpu(config)
         draws = self.state.drafts.q is not None
         self.outgoing = Outgoing(process_rank, config.digest, draws and not config.prefill_only)
         self.slots = [Slot() for _ in range(config.num_slots)]
@@ -150,16 +146,7 @@ class Worker:
         # Those whose programs are compiled beside the steps; others are there.
         self.coming: Mapping[StepKind | PromptKind, Future[None]] = {}
         if serves is not None:
-            self.ladder = Ladder.of(serves, config, prefill_chunk, **self._of_device)
-
-    @property
-    def _of_device(self) -> dict[str, bool]:
-        """What kinds of programs depend on beside requests, as `StepKind.of_slots` has it."""
-        return {
-            "on_gpu": self.on_gpu,
-            "draws": self.outgoing.sends_drafts,
-            "in_tiles": row_tile(self.config.model) is not None,
-        }
+            self.ladder = Ladder.of(serves, config, prefill_chunk, draws=self.outgoing.sends_drafts)
 
     @property
     def busy(self) -> bool:
@@ -247,7 +234,8 @@ class Worker:
     def kinds_for(self, serves: Serves) -> tuple[StepKind | PromptKind, ...]:
         """The kinds that requests run which ask for no more than this, at the full width."""
         assert self.ladder is not None, "without `serves`, there is no telling"
-        least = Ladder.of(serves, self.config, self.prefill_chunk, **self._of_device)
+        draws = self.outgoing.sends_drafts
+        least = Ladder.of(serves, self.config, self.prefill_chunk, draws=draws)
         kinds: list[StepKind | PromptKind] = [*dict.fromkeys(map(self.ladder.lowest, least.rungs))]
         if least.prompt is not None and self.ladder.prompt is not None:
             kinds.append(self.ladder.prompt)
@@ -275,7 +263,7 @@ class Worker:
             tell(str(kind))
             options = host_slots.all_options(self.slots, kind.widths, kind.changes)
             step = kind._replace(widths=kind.widths if kind.reports_drafts else Widths())
-            if kind.reads_once or step not in outputs:
+            if step not in outputs:
                 self.kind, self.options = kind, options
                 outputs[step] = self.run_kind(kind)
             self.outgoing.rehearse(
@@ -370,7 +358,8 @@ class Worker:
 
     def kind_of(self, slots: Sequence[Slot]) -> StepKind:
         """The cheapest kind of programs that serves these slots."""
-        exact = StepKind.of_slots(slots, self.config.model.vocab_size, **self._of_device)
+        draws = self.outgoing.sends_drafts
+        exact = StepKind.of_slots(slots, self.config.model.vocab_size, draws=draws)
         return exact if self.ladder is None else self.ladder.lowest(exact)
 
     def narrower(self, kind: StepKind) -> tuple[StepKind, ...]:
@@ -677,10 +666,3 @@ class Worker:
 def say(text: str) -> None:
     """Write to the worker's output, which the engine keeps in a file."""
     print(text, file=sys.stderr, flush=True)
-
-
-def runs_on_gpu(config: LoopConfig) -> bool:
-    """Whether this model's logits go through the GPU kernels."""
-    shape = (config.num_slots * config.num_positions, config.model.vocab_size)
-    logits = jax.eval_shape(lambda: jnp.zeros(shape, jnp.dtype(config.model.dtype)))
-    return with_implementation(config.implementation, gpu_obstacle)(logits) is None

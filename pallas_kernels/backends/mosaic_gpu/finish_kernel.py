@@ -26,7 +26,6 @@ from pallas_kernels.backends.mosaic_gpu.selection import (
     RowOfLogits,
     Scratch,
     capacity,
-    first_largest,
     load_part_maxima,
     scatter,
     select_row_top_k,
@@ -38,9 +37,9 @@ from pallas_kernels.numbers.logarithm import log_of_total
 from pallas_kernels.numbers.ordered_keys import floats
 from pallas_kernels.numbers.quotient import quotient
 
-# What column 0 holds: the given token, or the greedy choice. Where XLA makes the answers there is
-# no column 0, and the top K stay logits; for "top" there is no sum either.
-Mode = Literal["given", "greedy", "logits", "top"]
+# Column 0 holds the given token. Where XLA makes the answers there is no column 0, and the top K
+# stay logits; for "top" there is no sum either.
+Mode = Literal["given", "logits", "top"]
 Convert = Callable[[jax.Array], jax.Array]  # logits -> what is written of them
 
 
@@ -62,14 +61,9 @@ class RowOutputs(NamedTuple, Generic[_Output]):
     entropy: _Output | None = None  # [R] f32; for "logits" what `RowSums.weighted` is
 
 
-def num_selected(k: int, mode: Mode) -> int:
-    """The number of tokens of a row to select: the greedy choice is the first."""
-    return max(k, 1) if mode == "greedy" else k
-
-
 def more_outputs(outputs: Outputs, mode: Mode) -> dict[str, int]:
     """The optional outputs that there are, by name, with the numbers that each has of a row."""
-    whole = mode in ("given", "greedy")  # XLA makes the others
+    whole = mode == "given"  # XLA makes the others
     there = {
         "top_logits": outputs.k if outputs.top_logits and whole else 0,
         "log_sum_exp": int(outputs.log_sum_exp and whole),
@@ -80,7 +74,7 @@ def more_outputs(outputs: Outputs, mode: Mode) -> dict[str, int]:
 
 def first_column(mode: Mode) -> int:
     """The column where the top K start."""
-    return 1 if mode in ("given", "greedy") else 0
+    return 1 if mode == "given" else 0
 
 
 def _is_valid(maximum: jax.Array, evidence: jax.Array) -> jax.Array:
@@ -93,7 +87,7 @@ class Loaded(NamedTuple):
 
     maxima: list[jax.Array]
     evidence: list[jax.Array]
-    counts: list[jax.Array] | None  # if counted
+    counts: list[jax.Array]
 
 
 class Combined(NamedTuple):
@@ -109,7 +103,6 @@ def load_partials(
     schedule: Schedule,
     num_targets: int,
     target: Index,
-    counted: bool,
 ) -> Loaded:
     """The results of the programs that read a row."""
 
@@ -121,7 +114,7 @@ def load_partials(
             for i in offsets
         ]
 
-    return Loaded(load(0), load(1), load(2) if counted else None)
+    return Loaded(load(0), load(1), load(2))
 
 
 def combine(loaded: Loaded, schedule: Schedule) -> Combined:
@@ -136,9 +129,7 @@ def combine(loaded: Loaded, schedule: Schedule) -> Combined:
         return functools.reduce(join, every)
 
     maxima, evidence, counts = loaded
-    count = jnp.int32(0)
-    if counts is not None:
-        count = jnp.sum(joined(jnp.add, counts, 0)).astype(jnp.int32)
+    count = jnp.sum(joined(jnp.add, counts, 0)).astype(jnp.int32)
     maximum = jnp.max(joined(jnp.maximum, maxima, -jnp.inf))
     return Combined(maximum, jnp.sum(joined(jnp.add, evidence, 0)), count)
 
@@ -186,8 +177,7 @@ def finish_rows(
 
 def all_scratch_types(schedule: Schedule, outputs: Outputs, mode: Mode) -> list[Any]:
     """The types of shared memory: of the selection, and of the row's sum."""
-    selected = num_selected(outputs.k, mode)
-    types = selection_scratch(schedule, selected) if selected else []
+    types = selection_scratch(schedule, outputs.k) if outputs.k else []
     return types + ([] if mode == "top" else row_sum.sum_scratch(schedule, outputs.entropy))
 
 
@@ -223,7 +213,7 @@ class RowToFinish(NamedTuple):
     top: Index  # where its top K start in `out.ids` and `out.values`
     inputs: FinishInputs
     logits: RowOfLogits
-    token: jax.Array | None  # the given token, or None
+    token: jax.Array | None  # the given token; None where XLA makes the answers
     given: jax.Array | None  # its logit
     temperature: jax.Array | None  # `Targets.temperature`
     part_maxima: jax.Array | None  # [padded_parts], or None without a top K
@@ -269,12 +259,12 @@ def finish_rows_kernel(
     if inputs.offset is not None:
         first = first + inputs.offset[0]
     wait()
-    partials = load_partials(inputs.partials, schedule, num_targets, target, mode != "greedy")
+    partials = load_partials(inputs.partials, schedule, num_targets, target)
     maxima = groups = None
     if mode != "top":
         assert inputs.groups is not None
         groups = inputs.groups.load(schedule, target, 0)
-    if num_selected(k, mode):
+    if k:
         assert inputs.groups is not None
         start = target * schedule.padded_parts
         if groups is not None and row_sum.num_turns(schedule) == 1:
@@ -379,10 +369,7 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
     def logprobs(x: jax.Array) -> jax.Array:
         return over_temperature(x - maximum) - log_sum
 
-    if row.mode == "given":
-        rank = write_given_token(row, valid, count, logprobs)
-    else:
-        rank = jnp.where(valid, jnp.int32(1), jnp.int32(0))
+    rank = write_given_token(row, valid, count, logprobs)
     write_statistics(row, maximum, log_sum, rank)
     if row.out.log_sum_exp is not None:
         row.out.log_sum_exp[row.target] = over_temperature(maximum) + log_sum
@@ -391,16 +378,9 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
         if row.temperature is not None:
             entropy = jnp.where(row.temperature > 0, entropy, row.temperature)
         row.out.entropy[row.target] = entropy
-    if num_selected(row.k, row.mode):
+    if row.k:
         pl.when(valid)(lambda: write_top_k(row, maximum, logprobs))
-
-    @pl.when(~valid)
-    def _() -> None:
-        write_no_top_k(row, jnp.float32(jnp.nan))
-        if row.mode == "greedy":
-            # The parts' maxima do not tell the choice where the row has a NaN or an infinity.
-            row.out.ids[row.top - 1] = first_largest(row.schedule, row.logits)
-            row.out.values[row.top - 1] = jnp.float32(jnp.nan)
+        pl.when(~valid)(lambda: write_no_top_k(row, jnp.float32(jnp.nan)))
 
 
 def write_skipped(row: RowToFinish) -> None:
@@ -458,17 +438,12 @@ def write_no_top_k(row: RowToFinish, value: jax.Array) -> None:
 
 def write_top_k(row: RowToFinish, maximum: jax.Array, convert: Convert) -> None:
     """Select the top K; write their ids, and what `convert` makes of their logits."""
-    count = num_selected(row.k, row.mode)
     scratch = Scratch(*row.scratch[:4])
     assert row.part_maxima is not None
-    found = select_row_top_k(row.schedule, count, row.logits, maximum, row.part_maxima, scratch)
+    found = select_row_top_k(row.schedule, row.k, row.logits, maximum, row.part_maxima, scratch)
     logits = floats(found.keys, jnp.float32)
     values = convert(logits)
     if row.out.top_logits is not None:
         scatter(row.out.top_logits, row.target * row.k, found.ranks, logits, row.k)
-    columns = [(row.top, row.k)] if row.k else []
-    if row.mode == "greedy":
-        columns.append((row.top - 1, 1))  # the greedy choice is the first
-    for start, number in columns:
-        for ref, what in ((row.out.ids, found.ids), (row.out.values, values)):
-            scatter(ref, start, found.ranks, what, number)
+    for ref, what in ((row.out.ids, found.ids), (row.out.values, values)):
+        scatter(ref, row.top, found.ranks, what, row.k)

@@ -45,16 +45,9 @@ HEAD, LAST = WIDTH, 2 * WIDTH  # columns at the ends of a shard that may be in n
 
 
 def topk_logprobs(rows: Rows, outputs: Outputs, schedule: Schedule | None = None) -> TopkLogprobs:
-    """`pallas_kernels.topk_logprobs` of whole, unchanged rows; without token ids, of the choice.
-
-    The greedy choice is the top 1 of pass 2, so one read of the logits serves both and no argmax is
-    needed; its token rank is 1 by definition. Inclusive ranks are not: pass 1 would have to count
-    what is equal to a maximum that it does not know yet.
-    """
+    """`pallas_kernels.topk_logprobs` of whole, unchanged rows."""
     assert rows.changes is None
-    mode: finish_kernel.Mode = "greedy" if rows.token_ids is None else "given"
-    assert not (mode == "greedy" and outputs.inclusive)
-    _, out = _run(schedule, outputs, mode, rows, rows.token_ids)
+    _, out = _run(schedule, outputs, "given", rows, rows.token_ids)
     return _answers(out, outputs, rows)
 
 
@@ -221,8 +214,7 @@ def _run(
     flat = None if allowed is None else allowed.reshape(-1)
     logits, num_targets = rows.logits, rows.num_targets
     targets = make_targets(rows.row_ids, rows.num_rows, rows.temperatures)
-    selected = finish_kernel.num_selected(outputs.k, mode)
-    schedule = schedule or schedule_of(rows, selected, logits.shape[1])
+    schedule = schedule or schedule_of(rows, outputs.k, logits.shape[1])
     changes = None if flat is None else FlatChanges(flat, None, None, None)
     inputs = groups_kernel.GroupInputs(targets, None, offset, changes, chosen)
     if cluster_kernel.fits_cluster(schedule):

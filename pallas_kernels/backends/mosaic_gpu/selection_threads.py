@@ -12,7 +12,6 @@ from pallas_kernels.backends.mosaic_gpu import reading, thread
 from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.thread import Number, Value, Word, word
 
-NO_POSITION = 2**31 - 1
 _WARPS = 4
 TIES = 16  # counts of ties are in the upper bits of a word, counts of larger keys below
 MARKS = 32  # logits whose marks fit a word

@@ -97,11 +97,11 @@ class Loop:
             self.parallel.shardings(specs),
         )
 
-    def program(self, name, widths=None, read_k=None, num_drafts=None):
+    def program(self, name, widths=None, num_drafts=None, samples=True):
         """A program of the loop, what it gets, and its static arguments."""
         model = self.params, self.state
         if name == "step":
-            static = {"read_k": read_k, "report_widths": widths, "num_drafts": num_drafts}
+            static = {"report_widths": widths, "num_drafts": num_drafts, "samples": samples}
             return self.compiled.step, (*model, options_of(widths)), static
         if name == "score_chunk":
             named = shape((CHUNK, widths.chosen), jnp.int32)
@@ -109,7 +109,7 @@ class Loop:
             return self.compiled.score_chunk, (*model, *scoring), {"chunk": CHUNK, "widths": widths}
 
         def step_and_message(params, state, options):
-            _, output = self.compiled.step(params, state, read_k=read_k)
+            _, output = self.compiled.step(params, state, samples=samples)
             return self.compiled.target_message(output, options, jnp.zeros(2, jnp.uint32),
                                                 widths=widths)  # fmt: skip
 
@@ -122,28 +122,30 @@ def options_of(widths, count=SLOTS):
     return jax.eval_shape(lambda: options_of_requests(REQUESTS[-count:], widths))
 
 
-def step_calls(*, tells=False, once=False, message=(0, 0)):
-    """The kernels of a step on one device and on two, which has no draw and no second read."""
+def step_calls(*, tells=False, message=0):
+    """The kernels of a step on one device and on two, which has no draw."""
     few, draws = 3, 1  # one read of sampled rows, the draw
-    both = few + 2 * tells + once
-    return both + draws + 2 * once + message[0], both + message[1]
+    both = few + 2 * tells + message
+    return both + draws, both
 
 
 CASES = [
     # The program and its loop, its static arguments, the kernels that it calls on 1 device and 2.
-    ("step: none", {"read_k": 5}, *step_calls(once=True)),
-    ("step: mtp", {"read_k": 5}, *step_calls(once=True)),
-    ("step: ngram", {"read_k": 0}, *step_calls(once=True)),
-    ("step: ngram", {"read_k": 5, "num_drafts": 0}, *step_calls(once=True)),
+    ("step: none", {}, *step_calls()),
+    ("step: none", {"samples": False}, 0, 0),
+    ("step: mtp", {}, *step_calls()),
+    ("step: ngram", {}, *step_calls()),
+    ("step: ngram", {"num_drafts": 0}, *step_calls()),
     ("step: mtp, prefill only", {}, *step_calls()),
     ("step: mtp", {"widths": PROCESSED}, *step_calls(tells=True)),
     ("score_chunk: mtp", {"widths": RAW}, 0, 0),
     ("score_chunk: mtp", {"widths": PROCESSED}, 7, 7),
-    # Ranks beyond the top K; processed rows.
-    ("step and message: mtp", {"widths": RAW, "read_k": 5}, *step_calls(once=True, message=(1, 0))),
-    ("step and message: mtp", {"widths": PROCESSED}, *step_calls(message=(2, 2))),
+    # A message reads the rows that it has, whoever chose their tokens.
+    ("step and message: mtp", {"widths": RAW}, *step_calls(message=2)),
+    ("step and message: mtp", {"widths": RAW, "samples": False}, 2, 2),
+    ("step and message: mtp", {"widths": PROCESSED}, *step_calls(message=2)),
 ]
-# The others are slow ones: one read of sampled rows and of greedy ones.
+# The others are slow ones.
 EVERY_RUN = [("step: none", 1), ("score_chunk: mtp", 1)]
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from pallas_kernels import greedy_topk_logprobs, topk_logprobs
+from pallas_kernels import greedy, topk_logprobs
 from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.testing import oracle
 from tests.support import programs, quick_compile
-from tests.support.changed_logits import ALL, bits_of, changes_of, in_float64
+from tests.support.changed_logits import ALL, bits_of, changes_of
 from tests.support.proved_kernels import proved_kernels  # noqa: F401
 from tests.support.shards import P, mesh_of, on_shards, padded
 
@@ -65,14 +65,15 @@ def inputs(dtype):
 
 @functools.cache
 def program(dtype, ties):
-    """call(columns of x, shard) with every option, of given tokens and of the greedy ones."""
+    """call(columns of x, shard) with every option, of given tokens; of all rows' greedy ones."""
     x, given, changes = inputs(dtype)
     own = {name: part[: len(x)] for name, part in changes.items()}
 
     def call(x, shard):
         where = {"axis_name": shard.axis_name, "vocab_size": V, "rank_ties": ties, **ALL}
         chosen = topk_logprobs(x, k=K, **given, **changes, **where)
-        return chosen, greedy_topk_logprobs(x, 3, **own, **where)
+        largest = greedy(x, axis_name=shard.axis_name, vocab_size=V).token_ids
+        return chosen, topk_logprobs(x, largest, 3, **own, **where)
 
     return call
 
@@ -81,7 +82,7 @@ def program(dtype, ties):
 def test_every_shard_count_gives_the_results_of_one_device(shards, dtype, ties):
     """With ragged last shards, and NaN as padding; of invalid temperatures too."""
     x, given, changes = inputs(dtype)
-    actual, fused = on_shards(program(dtype, ties), shards, x, V, P())
+    actual, of_largest = on_shards(program(dtype, ties), shards, x, V, P())
     t = given["temperatures"]
     known = given | {"temperatures": np.where(t < 0, np.nan, t)}
     exact = oracle.topk_logprobs(x, k=K, **known, **changes, rank_ties=ties)
@@ -90,8 +91,8 @@ def test_every_shard_count_gives_the_results_of_one_device(shards, dtype, ties):
     oracle.assert_matches(jax.tree.map(lambda a: np.asarray(a)[good], actual), exact)
     assert np.isnan(np.asarray(actual.logprobs)[~good, 0]).all()
     own = {name: part[: len(x)] for name, part in changes.items()}
-    choices = [oracle.greedy_token_id(row) for row in in_float64(x, own)]
-    oracle.assert_matches(fused, oracle.topk_logprobs(x, choices, 3, **own, rank_ties=ties))
+    choices = [oracle.greedy_token_id(row) for row in x]
+    oracle.assert_matches(of_largest, oracle.topk_logprobs(x, choices, 3, **own, rank_ties=ties))
 
 
 OUTSIDE = edge_rows(304, "float32"), np.arange(14, dtype=np.int32) * 20
@@ -136,7 +137,9 @@ def test_on_a_cuda_host_programs_on_shards_take_the_kernels(split, monkeypatch):
 
     def call(x, ids, extra, **where):
         chosen = topk_logprobs(x, ids, 3, temperatures=temperatures[: len(ids)], **where)
-        return chosen, greedy_topk_logprobs(x, 3, extra_token_ids=extra, **where)
+        named = {name: where[name] for name in ("mesh", "axis_name") if name in where}
+        largest = greedy(x, **named).token_ids
+        return chosen, topk_logprobs(x, largest, 3, extra_token_ids=extra, **where)
 
     if split == "vocabulary":
         function = functools.partial(call, mesh=mesh, axis_name="model")

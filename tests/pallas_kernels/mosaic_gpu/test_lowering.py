@@ -14,7 +14,6 @@ import pytest
 
 from pallas_kernels import (
     VocabShard,
-    greedy_topk_logprobs,
     topk_logprobs,
     use_implementation,
 )
@@ -65,7 +64,7 @@ def test_schedules(vocabulary):
         assert schedule.num_groups <= schedule.padded_groups
         assert schedule.padded_groups % min(schedule.padded_groups, 1024) == 0
         assert schedule.block % math.prod(schedule.piece) == 0
-        held = finish_kernel.all_scratch_types(schedule, Outputs(k, entropy=True), "greedy")
+        held = finish_kernel.all_scratch_types(schedule, Outputs(k, entropy=True), "given")
         assert sum(4 * math.prod(x.shape) for x in held) < SHARED_MEMORY
         assert selection.capacity(max(k, 1)) >= max(k, 1)
 
@@ -81,17 +80,15 @@ def test_no_row_is_a_cluster_of_three(rows):
 
 # `.ci/heavy aot` compiles these and many more.
 @pytest.mark.parametrize(
-    ("path", "rows", "vocabulary", "k", "dtype"),
+    ("rows", "vocabulary", "k", "dtype"),
     [
-        ("separate", 1536, 131_072, 20, "bfloat16"),
-        pytest.param("separate", 4, 151_936, 5, "float32", marks=pytest.mark.fast),
-        pytest.param("fused", 2048, 262_144, 0, "bfloat16", marks=pytest.mark.fast),
+        (1536, 131_072, 20, "bfloat16"),
+        pytest.param(4, 151_936, 5, "float32", marks=pytest.mark.fast),
+        pytest.param(2048, 262_144, 0, "bfloat16", marks=pytest.mark.fast),
     ],
 )
-def test_lowers_for_cuda(path, rows, vocabulary, k, dtype):
+def test_lowers_for_cuda(rows, vocabulary, k, dtype):
     def call(logits, token_ids, *rest):
-        if path == "fused":
-            return kernel_calls.greedy_topk_logprobs(run, logits, Outputs(k), *rest[1:])
         return kernel_calls.topk_logprobs(run, logits, token_ids, Outputs(k), *rest)
 
     text = lowered.text_of(call, *inputs(rows, vocabulary, dtype))
@@ -150,11 +147,10 @@ def test_more_rows_than_a_grid_has_elsewhere(monkeypatch):
     given, one = inputs(70_000, 2048, "bfloat16"), (Outputs(1), None, None, None)
     for function in (
         lambda x, ids: kernel_calls.topk_logprobs(run, x, ids, *one, ids[:, None]),
-        lambda x, ids: kernel_calls.greedy_topk_logprobs(run, x, *one[:3], ids[:, None]),
         lambda x, ids: kernel_calls.row_sums(run, x, ids.astype(jnp.float32), *one),
     ):
         assert lowered.kernels_of(function, *given[:2]) == 2
-    assert len(grids) == 6
+    assert len(grids) == 4
     for *others, last in grids:
         assert last == 70_000
         assert max(others, default=1) <= 65_535
@@ -167,7 +163,6 @@ def test_choice_without_a_gpu():
     assert topk_logprobs(x, ids, 1).token_ids.tolist() == [[0, 0], [0, 0]]
     for call, words in (
         (lambda **how: topk_logprobs(x, ids, 1, **how), "no CUDA device"),
-        (lambda **how: greedy_topk_logprobs(x, 1, **how), "no CUDA device"),
         (lambda **how: topk_logprobs(x[:, :100], ids, 1, **how),
          "run: there is no CUDA device here, and a voca"),
     ):  # fmt: skip

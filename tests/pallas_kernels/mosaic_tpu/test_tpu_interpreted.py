@@ -34,9 +34,9 @@ def with_edges(dtype, vocabulary=V):
     return np.concatenate([edges, normal(2, dtype, vocabulary)])
 
 
-def check(x, k, token_ids=None, *, changed=(), ties="strict", fused=False, cut=CUT, races=True,
+def check(x, k, token_ids=None, *, changed=(), ties="strict", largest=False, cut=CUT, races=True,
           **options):  # fmt: skip
-    """Of given tokens, or of the greedy ones; `options` are row_ids, num_rows and temperatures."""
+    """Of given tokens, or of the `largest`; `options` are row_ids, num_rows and temperatures."""
     rng, count = np.random.default_rng(1), len(options.get("row_ids", x))
     vocabulary = x.shape[1]
     if token_ids is None:
@@ -48,9 +48,9 @@ def check(x, k, token_ids=None, *, changed=(), ties="strict", fused=False, cut=C
     if "allowed" in arrays:
         arrays["allowed"][0] = bits_of([1, 5, 300 % vocabulary, vocabulary - 1], vocabulary)
         arrays["allowed"][1] = bits_of([2], vocabulary)
-    if fused:
+    if largest:
         token_ids = [oracle.greedy_token_id(row) for row in in_float64(x, arrays)]
-    wanted = Outputs(k, inclusive=ties == "inclusive", **ALL if changed or fused else MOST)
+    wanted = Outputs(k, inclusive=ties == "inclusive", **ALL if changed or largest else MOST)
     changes = as_changes(arrays) if changed else None
     given = options | {"extra_token_ids": extra, "changes": changes}
 
@@ -58,8 +58,7 @@ def check(x, k, token_ids=None, *, changed=(), ties="strict", fused=False, cut=C
         how = {**given, "interpret": interpret, "cut": cut}
         return kernel_calls.topk_logprobs(run, x, token_ids, wanted, **how)
 
-    ids = None if fused else np.int32(token_ids)
-    found = run_interpreted(call, x, ids, given, cut=cut, races=races)
+    found = run_interpreted(call, x, np.int32(token_ids), given, cut=cut, races=races)
     expected = oracle.topk_logprobs(x, token_ids, k, **options, **arrays, rank_ties=ties)
     oracle.assert_matches(found, expected)
 
@@ -97,9 +96,9 @@ def test_subnormal_logits_and_zeros_are_told_apart():
     check(x, 3, np.array([7, 3, 6, 4, 5, 6], np.int32))
 
 
-def test_greedy_choice_of_valid_and_invalid_rows():
+def test_largest_tokens_of_valid_and_invalid_rows():
     x = oracle.edge_rows(V, np.float32, 128)
-    check(x, 2, fused=True, temperatures=np.full(len(x), 0.5, np.float32))
+    check(x, 2, largest=True, temperatures=np.full(len(x), 0.5, np.float32))
 
 
 def test_masks_and_biases_of_16_bits():
@@ -187,5 +186,5 @@ def test_more_kinds_of_rows_and_calls():
     check(x, 0, np.array([1, 2, 5, 9], np.int32), ties="inclusive")
     rows = np.array([8, 1, -1, 0, 1, 9], np.int32)
     check(with_edges(np.float16), 0, changed=("allowed",), ties="inclusive", row_ids=rows)
-    check(with_edges(BFLOAT16), 1, changed=("allowed", "bias"), fused=True)
+    check(with_edges(BFLOAT16), 1, changed=("allowed", "bias"), largest=True)
     check(with_edges(BFLOAT16), 1, changed=("allowed",), ties="inclusive")

@@ -15,7 +15,6 @@ from jax_specdec.requests import SamplingParams
 
 pytestmark = pytest.mark.fast
 
-SCALED, PROCESSED = LogprobsMode.SCALED, LogprobsMode.PROCESSED
 CHANGES = (
     {"presence_penalty": 0.1},
     {"frequency_penalty": -0.1},
@@ -34,29 +33,6 @@ def slot(most_tokens=1, prefill_at=None, **params):
     return host_slots.Slot(
         params=SamplingParams(**params), most_tokens=most_tokens, prefill_at=prefill_at
     )
-
-
-def test_greedy_rows_are_read_once_on_a_gpu():
-    """Where one asks for logprobs, nobody samples or has penalties, and rows are in no tiles."""
-
-    def once(*params, on_gpu=True, in_tiles=False):
-        taken = [*(slot(**one) for one in params), host_slots.Slot()]
-        return StepKind.of_slots(taken, 2000, on_gpu=on_gpu, in_tiles=in_tiles).reads_once
-
-    asks, silent, sampled = {"logprobs": 3}, {}, {"temperature": 0.5}
-    assert once(asks, silent)
-    assert not once(asks, on_gpu=False)
-    assert not once(asks, in_tiles=True)
-    assert not once(asks, sampled)
-    for other in ({"logprobs_mode": PROCESSED}, {"extra_token_ids": (3,)}):
-        assert once(asks, asks | other)
-    for change in CHANGES:
-        has_penalties = any("penalty" in name for name in change)
-        assert once(asks, asks | change) == (not has_penalties)
-    for nothing in CHANGES_NOTHING:
-        assert once(asks, asks | nothing)
-    assert not once(silent)
-    assert not once()
 
 
 def slots_of(*params):

@@ -18,13 +18,8 @@ from jax_specdec.device.loop.host_slots import admission
 from jax_specdec.device.loop.state import LoopConfig, init_state, start_slot, stop_slot
 from jax_specdec.device.loop.step import step
 from jax_specdec.device.messages import step_messages
-from jax_specdec.device.worker import worker as worker_module
 from jax_specdec.device.worker.outgoing import DeviceCheckError
-from jax_specdec.device.worker.worker import runs_on_gpu
 from jax_specdec.records.batch import FinishReason
-from pallas_kernels import use_implementation
-from pallas_kernels.backends import proved
-from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.lowering.implementation import resolved
 from pallas_kernels.sampling.verification import verify
 from tests.support import in_mode
@@ -32,16 +27,12 @@ from tests.support.decoding import VOCAB, mixed_requests, random_model, request,
 from tests.support.near_ties import NEAR_TIE, margins
 
 
-def test_logprobs_that_take_what_verification_has_read(monkeypatch):
-    """Of a greedy batch as on a GPU, whose kept sets are its tokens."""
-    monkeypatch.setattr(worker_module, "runs_on_gpu", lambda _: True)
+def test_kept_sets_of_a_greedy_batch_are_its_tokens():
     items = [
         replace(item, params=replace(item.params, kept_token_ids=True))
         for item in mixed_requests(3)
     ]
-    result = run(items, "ngram")
-    assert any(output.read is not None for output in result.outputs)
-    in_mode.check_records(result, items)
+    in_mode.check_records(run(items, "ngram"), items)
 
 
 def test_a_failed_check_raises_and_sends_nothing():
@@ -166,20 +157,6 @@ def test_the_configured_implementation_computes_the_programs(module, program, mo
         with pytest.raises(LookupError):
             function.lower()
     assert seen == [None, "xla", "mosaic_gpu"]
-
-
-def test_a_worker_without_kernels_reads_as_where_there_are_none(monkeypatch):
-    """On a GPU, the greedy choice shares the kernels' read; XLA's does not pay."""
-    monkeypatch.setattr(limits, "cuda_capability", lambda: 9.0)
-    monkeypatch.setattr(limits, "MIN_VOCABULARY", 1)
-    _, model = random_model()
-    config = LoopConfig(model, NoDrafter(1), num_slots=2, max_length=16)
-    assert not runs_on_gpu(config)  # the kernels are not proved here
-    monkeypatch.setattr(proved, "obstacle", lambda *_: None)
-    assert runs_on_gpu(config)
-    assert not runs_on_gpu(replace(config, implementation="xla"))
-    with use_implementation("xla"):
-        assert not runs_on_gpu(config)
 
 
 class TooWide(NoDrafter):

@@ -169,18 +169,6 @@ def test_values_of_rows_are_those_of_the_costliest_rung():
             assert kind.widths.values == place
 
 
-def test_greedy_logprobs_are_read_with_the_choice_on_a_gpu():
-    """And nowhere else; not where other rows must not decide an order of sums."""
-    config = Local("ngram").worker.config
-
-    def once(**place):
-        rungs = Ladder.of(USUAL, config, 8, **place).rungs
-        return [str(rung) for rung in rungs if rung.reads_once]
-
-    assert once() == once(on_gpu=True, in_tiles=True) == []
-    assert once(on_gpu=True) == ["greedy step with K = 20"]
-
-
 def test_a_worker_refuses_a_request_beyond_what_it_serves():
     """Whoever sent it: nothing is compiled for it in silence."""
     local = make(serves=Serves.of([SamplingParams()]))
@@ -195,12 +183,11 @@ def test_a_ladder_serves_all_that_is_declared(asked):
     """In any company, with fewer columns, and whoever drafts."""
     model = ModelConfig.tiny(vocab_size=300)
     config = LoopConfig(model, NgramDrafter(3), num_slots=3, max_length=96)
-    for draws, on_gpu in ((False, False), (True, True)):
-        place = {"draws": draws, "on_gpu": on_gpu}
-        ladder = Ladder.of(Serves.of(asked), config, 8, **place)
+    for draws in (False, True):
+        ladder = Ladder.of(Serves.of(asked), config, 8, draws=draws)
         for count in range(len(asked) + 1):
             slots = [Slot(params=one, most_tokens=1) for one in asked[:count]]
-            exact = StepKind.of_slots([*slots, Slot()], model.vocab_size, **place)
+            exact = StepKind.of_slots([*slots, Slot()], model.vocab_size, draws=draws)
             assert ladder.lowest(exact).serves(exact)
         prompts = [one for one in asked if one.prompt_logprobs is not None]
         for one in prompts:

@@ -27,7 +27,7 @@ from pallas_kernels.contract.rows import Outputs, Rows
 from pallas_kernels.testing import oracle
 from pallas_kernels.topk.derivatives import _folded
 from tests.support import kernel_calls
-from tests.support.changed_logits import ALL, as_changes, bits_of, changes_of, in_float64
+from tests.support.changed_logits import ALL, as_changes, bits_of, changes_of
 
 INF, NAN = np.inf, np.nan
 
@@ -99,7 +99,7 @@ def rows_case(
     *,
     listed: bool = False,
     options: bool = True,
-    fused: bool = False,
+    counted: bool = False,
     changed: tuple[str, ...] = (),
     ties: str = "strict",
     rows: int | None = None,
@@ -107,10 +107,11 @@ def rows_case(
     temperatures: tuple[float, ...] = TEMPERATURES,
     **results: bool,
 ) -> Case:
-    """A call of given tokens or, `fused`, of each row's greedy choice, also of invalid rows.
+    """A call of given tokens, some of them the largest of their rows, also of invalid rows.
 
     Args:
       listed: by row_ids, some of them outside and the last one skipped.
+      counted: the last row is skipped.
       options: with temperatures and extra ids.
       changed: what changes the logits, by name.
       x: the rows, in place of the edge rows.
@@ -125,7 +126,7 @@ def rows_case(
         row_ids = np.concatenate([rng.permutation(len(x)), [-1, len(x), 0, 1]]).astype(np.int32)
         given["row_ids"] = row_ids
     count = len(row_ids)
-    if listed or (fused and options):
+    if listed or counted:
         given["num_rows"] = np.int32(count - 1)
     if options:
         given["temperatures"] = rng.choice(temperatures, count).astype(np.float32)
@@ -142,15 +143,13 @@ def rows_case(
     if "bias" in given:
         given["bias_token_ids"][0, :3] = [token_ids[0], token_ids[0], 1]
         given["bias"][0, :3] = [-3, 1, 50]
-    if fused:
-        token_ids = np.array([oracle.greedy_token_id(row) for row in in_float64(x, given)])
     expected = oracle.topk_logprobs(x, token_ids, k, **given, rank_ties=ties)
     changes = as_changes(given) if changed else None
     arrays = {key: jnp.asarray(x) for key, x in given.items() if key not in Changes._fields}
     arrays.setdefault("extra_token_ids", jnp.zeros((count, 0), jnp.int32))
     wanted = Outputs(k, inclusive=ties == "inclusive", **results)
     rest = {"changes": changes, "schedule": schedule, **arrays}
-    logits, ids = jnp.asarray(x), None if fused else jnp.asarray(token_ids)
+    logits, ids = jnp.asarray(x), jnp.asarray(token_ids)
 
     def call() -> Any:
         return kernel_calls.topk_logprobs(run, logits, ids, wanted, **rest)
@@ -160,7 +159,7 @@ def rows_case(
 
 separate = partial(rows_case, listed=True)
 plain = partial(rows_case, options=False)
-fused = partial(rows_case, fused=True)
+unlisted = partial(rows_case, counted=True)
 with_options = partial(rows_case, **ALL)
 
 
@@ -308,11 +307,11 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: crowded("crowded", Schedule(8450, bf16, 128, 1), 5),
         lambda: crowded("crowded, more than groups", Schedule(2048, f32, 128, 0), 129),
         lambda: crowded("crowded, K = 300", Schedule(4352, f16, 128, 1), 300),
-        lambda: fused("fused, K = 0", Schedule(4352, bf16, 128, 1), 0),
-        lambda: fused("fused", Schedule(8448, f32, 256, 1), 5),
-        lambda: fused("fused, odd", Schedule(12_301, f16, 256, 2), 20),
-        lambda: plain("fused, no options", Schedule(8195, bf16, 128, 1), 1, fused=True),
-        lambda: plain("fused, narrow groups", chosen(64, 9000, 65, f32), 65, fused=True, rows=4),
+        lambda: unlisted("unlisted, K = 0", Schedule(4352, bf16, 128, 1), 0),
+        lambda: unlisted("unlisted", Schedule(8448, f32, 256, 1), 5),
+        lambda: unlisted("unlisted, odd", Schedule(12_301, f16, 256, 2), 20),
+        lambda: plain("no options, odd", Schedule(8195, bf16, 128, 1), 1),
+        lambda: plain("no options, narrow groups", chosen(64, 9000, 65, f32), 65, rows=4),
         lambda: vmapped("vmapped, odd", Schedule(8195, bf16, 128, 1), 3),
         lambda: parts("shard", Schedule(8704, bf16, 128, 2), 20),
         lambda: parts("shard, odd, K = 0", Schedule(8195, f32, 128, 1), 0),
@@ -328,7 +327,7 @@ def all_cases() -> list[Callable[[], Case]]:
         lambda: separate("Qwen, 1536 rows", chosen(1536, 151_936, 20, bf16), 20, rows=6),
         lambda: separate("Gemma, 2048 rows", chosen(2048, 262_144, 64, bf16), 64, rows=3),
         lambda: most_logits("2**31 logits, odd", 131_071),
-        lambda: fused("2**17, 64 rows, fused", chosen(64, 131_072, 20, bf16), 20, rows=6),
+        lambda: unlisted("2**17, 64 rows", chosen(64, 131_072, 20, bf16), 20, rows=6),
     ]
 
 
@@ -347,7 +346,7 @@ def option_cases() -> list[Callable[[], Case]]:
     return [
         lambda: with_options("options", Schedule(8448, bf16, 256, 1), 5),
         lambda: inclusive("options, odd, inclusive", chosen(64, 9001, 3, f32), 3),
-        lambda: with_options("options, fused", Schedule(8448, f32, 256, 2), 2, fused=True),
+        lambda: with_options("options, counted", Schedule(8448, f32, 256, 2), 2, counted=True),
         lambda: with_options("options, K = 0", Schedule(8192, f16, 128, 2), 0),
         lambda: with_options("mask", Schedule(8448, bf16, 256, 1), 20, changed=mask),
         lambda: small("mask, odd", Schedule(8195, bf16, 128, 1), 3, changed=mask),
@@ -355,5 +354,5 @@ def option_cases() -> list[Callable[[], Case]]:
                              changed=mask),
         lambda: small("mask, edges only", Schedule(4092, f16, 128, 0), 0, changed=mask),
         lambda: inclusive("mask and bias", Schedule(8452, bf16, 128, 1), 4, changed=both),
-        lambda: small("bias, fused", Schedule(8195, f16, 128, 1), 2, changed=bias, fused=True),
+        lambda: small("bias", Schedule(8195, f16, 128, 1), 2, changed=bias, counted=True),
     ]  # fmt: skip
