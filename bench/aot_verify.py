@@ -22,11 +22,13 @@ from pallas_kernels.testing import compile_target
 
 BATCH, POSITIONS, VOCABULARY, K = 64, 4, 151_936, 20
 SHARE, BLOCK = 0.05, 8
-LAUNCHES = 14
-# Pass 1; pass 2 for 20, 64, 128 candidates; both in one for greedy rows; the draw; ranks.
-# Of changed logits, pass 2 and the one for greedy rows for the logits themselves too; and the sums
-# of greedy rows' groups that hold biased tokens.
-KERNELS = {"plain": 7, "changed": 10}
+# The read of all rows and what it leaves for logprobs are outside of branches; the cut and the draw
+# of a batch that samples are in one. Of changed logits there are two sets of sums and candidates,
+# and XLA makes the words of tokens without a bias.
+LAUNCHES = {"plain": 24, "changed": 33}
+# Pass 1; pass 2 for 20, 64, 128 candidates; the draw; ranks.
+# Of changed logits, pass 2 for the logits themselves too.
+KERNELS = {"plain": 6, "changed": 7}
 BIASES = 64
 
 
@@ -44,8 +46,8 @@ def broken(_: argparse.Namespace) -> int:
         took = time.monotonic() - begin
         print(f"{kind}, compiled for an H100 in {took:.0f} s: {kernels} kernels of Mosaic GPU")
         print(f"temporaries: {temporaries} bytes of {most:.0f}, {share:.1%} of the logits")
-        print(f"launches outside of branches: {count}; limit {LAUNCHES}")
-        number_broken += (temporaries > most) + (count > LAUNCHES) + (kernels != number)
+        print(f"launches outside of branches: {count}; limit {LAUNCHES[kind]}")
+        number_broken += (temporaries > most) + (count > LAUNCHES[kind]) + (kernels != number)
     return number_broken
 
 

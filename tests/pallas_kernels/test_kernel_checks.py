@@ -88,7 +88,7 @@ ONCE = jax.jit(checks.topk_of_whole_rows, static_argnums=0)
 
 def told(part, kernels):
     """What the pieces' process says of a check; every check of rows has the same programs."""
-    lines, of_rows = [], part in ("rows", "greedy", "changes", "edges")
+    lines, of_rows = [], part in ("rows", "changes", "edges")
     own = SimpleNamespace(**vars(jax) | ({"jit": lambda call: call} if of_rows else {}))
     piece = pieces.Piece(part, lambda: pieces.CHECK_PARTS[part].check(kernels, SHAPE))
     with mock.patch.multiple(checks, jax=own, topk_of_whole_rows=ONCE):
@@ -112,7 +112,6 @@ def test_right_kernels_pass(part):
         ("rows", {"extra_logprobs": lambda x: x.at[0, 0].add(1e-4)}, "extra_logprobs"),
         ("rows", {"entropy": lambda x: x + 1e-4}, "AssertionError"),
         ("rows", {"log_sum_exp": lambda x: x + 1e-4}, "logprobs differ"),
-        ("greedy", {"token_ids": lambda x: x.at[:, 0].add(1)}, "token_ids"),
         ("edges", {"token_ids": lambda x: x.at[1, 1:].set(x[1, :0:-1])}, "token_ids"),  # of ties
     ],
 )  # fmt: skip
@@ -120,6 +119,28 @@ def test_a_wrong_result_is_named(part, fields, said):
     found = told(part, wrong_topk(**fields))
     assert not found["ok"]
     assert said in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "said"),
+    [
+        ("token_ids", lambda x: x.at[:, 0, 0].add(1), "token_ids"),
+        ("token_ranks", lambda x: x + 1, "token_ranks"),
+        ("logprobs", lambda x: x.at[0, 0, 2].add(1e-4), "logprobs"),
+        ("extra_logprobs", lambda x: x + 1e-4, "extra_logprobs"),
+    ],
+)
+def test_a_wrong_number_of_a_greedy_choice_is_named(field, change, said, monkeypatch):
+    emitted_logprobs = checks.emitted_logprobs
+
+    def wrong(*arguments, **options):
+        found = emitted_logprobs(*arguments, **options)
+        return found._replace(**{field: change(getattr(found, field))})
+
+    monkeypatch.setattr(checks, "emitted_logprobs", wrong)
+    told_of_greedy = told("greedy", BY_XLA)
+    assert not told_of_greedy["ok"]
+    assert said in told_of_greedy["error"]
 
 
 def test_one_call_of_many_with_other_bits_is_a_race():

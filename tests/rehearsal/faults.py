@@ -28,7 +28,7 @@ FAULTS = {
         GPU + "row_sum",
         "total, *others = thread.words(digits)",
         "total, _, *others = thread.words(digits)",
-        frozenset({"rows", "greedy", "changes", "edges"}),
+        frozenset({"rows", "changes", "edges"}),
     ),
     "a rank off by one": Fault(
         GPU + "finish_kernel", "rank = 1 + count", "rank = count", frozenset({"rows", "edges"})
