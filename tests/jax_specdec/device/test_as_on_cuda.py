@@ -139,7 +139,7 @@ CASES = [
     ("step: mtp, prefill only", {}, *step_calls()),
     ("step: mtp", {"widths": PROCESSED}, *step_calls(tells=True)),
     ("score_chunk: mtp", {"widths": RAW}, 0, 0),
-    ("score_chunk: mtp", {"widths": PROCESSED}, 7, 7),
+    ("score_chunk: mtp", {"widths": PROCESSED}, 5, 5),
     # A message reads the rows that it has, whoever chose their tokens.
     ("step and message: mtp", {"widths": RAW}, *step_calls(message=2)),
     ("step and message: mtp", {"widths": RAW, "samples": False}, 2, 2),
