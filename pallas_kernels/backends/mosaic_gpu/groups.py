@@ -20,7 +20,6 @@ from pallas_kernels.backends.groups import (
     RowPart,
     Top,
     as_many_as_needed,
-    largest_of,
     number_of_groups,
     read_in_two,
     whole_groups,
@@ -29,7 +28,7 @@ from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel, row
 from pallas_kernels.backends.mosaic_gpu.finish_kernel import FinishInputs
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
 from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, RowTargets, flat_changes
-from pallas_kernels.backends.mosaic_gpu.rows import groups_of, row_sums
+from pallas_kernels.backends.mosaic_gpu.rows import groups_of, largest_logits
 from pallas_kernels.backends.mosaic_gpu.rows import top_of as columns_of
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_read_schedule
 from pallas_kernels.contract.changes import Changes, biased
@@ -70,7 +69,7 @@ def read_part(
 
         def top(count: int) -> Top:
             if schedule is None:
-                found = largest_of(row_sums, Rows(part.logits), count)
+                found = largest_logits(Rows(part.logits), count)
             else:
                 found = top_of_groups(part.logits, schedule, every[i], count, own, words)
             return vary_like(found, (part, inverse, needed))
@@ -127,8 +126,8 @@ def top_of_groups(
 
 
 def candidates(rows: ListedRows, k: int) -> Top:
-    """`read.candidates` of valid rows, by both passes of a call without sampling."""
+    """`read.candidates` of valid rows, by both passes of a call that leaves sums to XLA."""
     logits, row_ids, num_rows, changes = rows
     assert row_ids is not None
     targets = Rows(logits, None, row_ids, num_rows, changes=changes_of_rows(changes, row_ids))
-    return vary_like(largest_of(row_sums, targets, k), rows)
+    return vary_like(largest_logits(targets, k), rows)

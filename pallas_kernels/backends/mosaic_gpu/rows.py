@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.answers import in_order, usable_temperatures
-from pallas_kernels.backends.groups import WIDTH, GroupSums, number_of_groups
+from pallas_kernels.backends.groups import WIDTH, GroupSums, Top, number_of_groups
 from pallas_kernels.backends.mosaic_gpu import (
     chosen_groups,
     cluster_kernel,
@@ -67,6 +67,17 @@ def row_sums(
         larger, ids, logits = _with_biased(larger, ids, logits, rows, selected, outputs)
     maximum, total = finished.statistics[:count], finished.statistics[count:]
     return RowSums(maximum, total, larger, ids, logits, finished.entropy)
+
+
+def largest_logits(rows: Rows, k: int) -> Top:
+    """The top k of rows, as `groups.largest_of`: no group is added up for it."""
+    width, infinite = rows.logits.shape[1], jnp.full(rows.num_targets, jnp.inf, jnp.float32)
+    allowed = None if rows.changes is None else of_logits.unbiased(rows.changes, width)
+    _, finished = _run(None, Outputs(k), "top", rows, infinite, allowed)
+    ids, logits = top_of(finished, rows.num_targets, k)
+    if rows.changes is not None and rows.changes.bias is not None:
+        _, ids, logits = _with_biased(finished.ranks, ids, logits, rows, infinite, Outputs(k))
+    return Top(jnp.where(logits > -jnp.inf, ids, jnp.int32(-1)), logits)
 
 
 def _with_biased(
