@@ -95,8 +95,10 @@ def measure(job: str, shape: Shape, backend: str, rehearse: bool = False) -> dic
     """
     slots = 4 if job == VERIFY else 1  # rows of a slot
     flat = Shape(shape.rows * slots, shape.vocabulary, shape.k, shape.dtype)
-    # Calls that name their rows read them where they lie; others would have them copied.
-    buffers = buffers_of(flat, array_a_call=job in (COPY, GREEDY, SAMPLED), few=rehearse)
+    # Calls that name their rows read them where they lie; others would have them copied, and
+    # verification reads all rows of an array.
+    read_whole = COPY, GREEDY, SAMPLED, VERIFY, DRAW
+    buffers = buffers_of(flat, array_a_call=job in read_whole, few=rehearse)
     if job == LINEAR:
         buffers = hidden_of(shape, few=rehearse)
     seconds: dict[str, list[float]] = {}
