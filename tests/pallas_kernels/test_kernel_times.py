@@ -17,4 +17,4 @@ def test_arrays_of_verification_hold_its_rows_alone(job, rows, monkeypatch):
 
     monkeypatch.setattr(times, "timed", timed)
     times.measure(job, Shape(2, 2048, 2, "float32"), "xla", rehearse=True)
-    assert [len(logits) for logits in arrays] == [rows, rows]
+    assert {len(logits) for logits in arrays} == {rows}
