@@ -25,7 +25,8 @@ from pallas_kernels.linear.types import LogprobScale, loaded, stored
 from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.lowering.programs import compiled
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.numbers.logarithm import logarithm
+from pallas_kernels.numbers.logarithm import log_of_total, logarithm
+from pallas_kernels.numbers.quotient import quotient
 from pallas_kernels.sampling import row_read
 from pallas_kernels.sampling.kept_set import PaddedKept
 from pallas_kernels.sampling.learner_arguments import check_rollout_rows, flagged, sets_of
@@ -127,14 +128,16 @@ def _forward(
     token_logits = jnp.where((token_ids >= 0) & (token_ids < vocab_size), token_logits, jnp.nan)
     inside = (is_id(kept) & (kept.token_ids == token_ids[..., None])).any(-1)
     over_all = kept.counts < 0
-    of_set = _scale(_of_set(logits, kept), temperatures)
+    of_set = _scale_of_set(_of_set(logits, kept), temperatures, vocab_size)
     # Whole rows are read only where some row needs it.
-    of_rows = lax.cond(jnp.any(over_all), lambda: _scale(logits, temperatures), lambda: of_set)
+    of_rows = lax.cond(
+        jnp.any(over_all), lambda: _scale_of_rows(logits, temperatures), lambda: of_set
+    )
     scale: LogprobScale = jax.tree.map(lambda x, y: jnp.where(over_all, x, y), of_rows, of_set)
     log_mass = scale.log_sum + jnp.where(over_all, kept.log_kept, 0)
     logprobs = jnp.where(
         token_logits > -jnp.inf,
-        _relative(token_logits, scale, temperatures) - log_mass,
+        _relative_of_token(token_logits, scale, temperatures) - log_mass,
         token_logits,
     )
     logprobs = jnp.where(over_all | inside | jnp.isnan(token_logits), logprobs, -jnp.inf)
@@ -209,14 +212,31 @@ def _at(logits: jax.Array, ids: jax.Array) -> Float32[Array, "*rows M"]:
     return jnp.take_along_axis(logits, ids, axis=-1).astype(jnp.float32)
 
 
-def _scale(x: Float[Array, "*rows N"], temperatures: jax.Array) -> LogprobScale:
-    """The largest of the logits and the sum of them all, of bfloat16, float16 or float32."""
-    # The maximum of the logits as they are: what two sums share, XLA would write down.
-    largest = x.max(-1).astype(jnp.float32)
+def _scale_of_set(
+    x: Float32[Array, "*rows M"], temperatures: jax.Array, vocab_size: int
+) -> LogprobScale:
+    """The largest logit of each set and the logarithm of its sum, which no other row changes."""
+    largest = x.max(-1)
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)
-    scale = LogprobScale(largest, jnp.zeros_like(largest))
-    total = jnp.exp(_relative(x, scale, temperatures)).sum(-1)
-    return scale._replace(log_sum=jnp.where(total == 0, 0.0, jnp.log(total)))
+    inverse = row_totals.inverse_of(temperatures.reshape(-1), temperatures.size)
+    gap = row_totals.scaled(x.reshape(-1, x.shape[-1]), largest.reshape(-1, 1), inverse[:, None])
+    sums = exact_sums.mass(exponential(gap), vocab_size)
+    total = exact_sums.to_float(sums, vocab_size).reshape(largest.shape)
+    log_sum = jnp.where(total == 0, 0.0, log_of_total(total))
+    # A NaN has no digits, and +inf no sum.
+    return LogprobScale(largest, jnp.where(jnp.isfinite(largest), log_sum, jnp.nan))
+
+
+def _scale_of_rows(logits: Float[Array, "*rows V"], temperatures: jax.Array) -> LogprobScale:
+    """The same of all logits of each row, with the bits of `topk_logprobs`."""
+    rows = logits.shape[:-1]
+    flat, t = logits.reshape(-1, logits.shape[-1]), temperatures.reshape(-1)
+    any_ids = jnp.zeros(t.shape, jnp.int32)
+    results = topk_logprobs(flat, any_ids, 1, temperatures=t, top_logits=True)
+    assert results.top_logits is not None
+    # The logprob of the largest logit is minus the logarithm of the sum.
+    scale = results.top_logits[:, 0], -results.logprobs[:, 1]
+    return LogprobScale(*(x.reshape(rows) for x in scale))
 
 
 def _relative(x: jax.Array, scale: LogprobScale, temperatures: jax.Array) -> jax.Array:
@@ -224,6 +244,13 @@ def _relative(x: jax.Array, scale: LogprobScale, temperatures: jax.Array) -> jax
     shape = (*temperatures.shape, *(1,) * (x.ndim - temperatures.ndim))
     above = x.astype(jnp.float32) - scale.maximum.reshape(shape)
     return above / temperatures.reshape(shape)
+
+
+def _relative_of_token(
+    x: Float32[Array, "*rows"], scale: LogprobScale, temperatures: jax.Array
+) -> Float32[Array, "*rows"]:
+    """`_relative` of one logit a row, with the bits of `topk_logprobs`."""
+    return quotient(x - scale.maximum, barrier(temperatures))
 
 
 def _mean(shares: Float32[Array, "*rows N"], z: Float32[Array, "*rows N"]) -> jax.Array:

@@ -12,7 +12,14 @@ from pallas_kernels import greedy, topk_logprobs
 from pallas_kernels.backends import row_totals
 from pallas_kernels.backends.xla import group_sums
 from pallas_kernels.numbers.exponential import exponential
-from pallas_kernels.sampling import Drafts, Sampling, emitted_logprobs, verify
+from pallas_kernels.sampling import (
+    Drafts,
+    Sampling,
+    emitted_logprobs,
+    kept_logprobs,
+    verify,
+)
+from pallas_kernels.sampling.kept_set import KEPT_ALL, KEPT_MANY, PaddedKept
 
 B, S, K = 3, 2, 5
 R = B * S
@@ -130,6 +137,45 @@ def test_a_greedy_choice_has_the_bits_of_two_reads():
         temperatures = None if scaled is None else t
         rows = topk_logprobs(x, chosen, K, temperatures=temperatures)
         assert bits(jax.tree.map(lambda y: y[:, 0], emitted)) == bits(rows)
+
+
+def test_a_row_that_keeps_all_has_the_scaled_logprob():
+    x, ids, t = some_rows(1000)
+    nothing_cut = PaddedKept(
+        jnp.full((R, 1), -1, jnp.int32), jnp.full(R, KEPT_ALL, jnp.int32), jnp.zeros(R)
+    )
+    scaled = topk_logprobs(x, ids, 0, temperatures=t).logprobs[:, 0]
+    assert bits(kept_logprobs(x, ids, nothing_cut, t)) == bits(scaled)
+
+
+def test_nothing_changes_a_bit_of_a_kept_logprob():
+    """Sets of 40 ids and marks, by every call, in every batch and on every mesh."""
+    x, _, t = some_rows(1000)
+    rng = np.random.default_rng(0)
+    sets = np.sort(rng.permuted(np.tile(np.arange(1000), (R, 1)), axis=1)[:, :40]).astype(np.int32)
+    sets[1, 0] = 0
+    counts = jnp.asarray([40, 40, 7, KEPT_MANY, KEPT_ALL, 33], jnp.int32)
+    kept = PaddedKept(jnp.asarray(sets), counts, jnp.asarray([0, 0, 0, -0.3, 0, 0], jnp.float32))
+    ids = kept.token_ids[:, 0]
+    alone = bits(kept_logprobs(x, ids, kept, t))
+    assert bits(jax.jit(kept_logprobs)(x, ids, kept, t)) == alone
+
+    def loss(x):
+        logprobs = kept_logprobs(x, ids, kept, t)
+        return jnp.nansum(logprobs), logprobs
+
+    (_, logprobs), _ = jax.value_and_grad(loss, has_aux=True)(x)
+    assert bits(logprobs) == alone
+
+    def of_row(row):
+        return kept_logprobs(*jax.tree.map(lambda y: y[None], row))[0]
+
+    assert bits(jax.vmap(of_row)((x, ids, kept, t))) == alone
+    assert bits(jax.lax.map(of_row, (x, ids, kept, t))) == alone
+    for rows, shards in ((1, 4), (2, 4), (2, 1)):
+        mesh = Mesh(np.array(jax.devices()[: rows * shards]).reshape(rows, shards), ("r", "v"))
+        split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("r", "v")))
+        assert bits(kept_logprobs(split, ids, kept, t)) == alone, (rows, shards)
 
 
 def test_groups_in_another_order_have_another_float_sum():
