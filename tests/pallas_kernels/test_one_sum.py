@@ -149,12 +149,13 @@ def test_a_row_that_keeps_all_has_the_scaled_logprob():
 
 
 def test_nothing_changes_a_bit_of_a_kept_logprob():
-    """Sets of 40 ids and marks, by every call, in every batch and on every mesh."""
-    x, _, t = some_rows(1000)
+    """Sets of ids and marks, by every call, in every batch and on every mesh."""
+    x, _, t = some_rows(4040)
     rng = np.random.default_rng(0)
-    sets = np.sort(rng.permuted(np.tile(np.arange(1000), (R, 1)), axis=1)[:, :40]).astype(np.int32)
+    sets = np.sort(rng.permuted(np.tile(np.arange(4040), (R, 1)), axis=1)[:, :301])
+    sets = sets.astype(np.int32)
     sets[1, 0] = 0
-    counts = jnp.asarray([40, 40, 7, KEPT_MANY, KEPT_ALL, 33], jnp.int32)
+    counts = jnp.asarray([301, 300, 7, KEPT_MANY, KEPT_ALL, KEPT_ALL], jnp.int32)
     kept = PaddedKept(jnp.asarray(sets), counts, jnp.asarray([0, 0, 0, -0.3, 0, 0], jnp.float32))
     ids = kept.token_ids[:, 0]
     alone = bits(kept_logprobs(x, ids, kept, t))
