@@ -76,6 +76,12 @@ class Buffers(NamedTuple):
     logits: tuple[jax.Array, ...]  # each [P * R, V]; of `LINEAR`, hidden states [P * R, D]
     positions: int  # P: calls have R rows each, one after the other
     ids: Any  # [R] token ids; of `LINEAR`, those and the head [V, D]
+    apart: bool = False  # programs call with one array each, and take turns
+
+    @property
+    def programs(self) -> list[tuple[jax.Array, ...]]:
+        """The logits of one program after the other."""
+        return [(x,) for x in self.logits] if self.apart else [self.logits]
 
     @property
     def calls(self) -> int:
@@ -99,6 +105,9 @@ def measure(job: str, shape: Shape, backend: str, rehearse: bool = False) -> dic
     # verification reads all rows of an array.
     read_whole = COPY, GREEDY, SAMPLED, VERIFY, DRAW
     buffers = buffers_of(flat, array_a_call=job in read_whole, few=rehearse)
+    # A program has its calls as often as there are arrays, and a verification takes a minute to
+    # compile; it takes long enough for a launch of its own.
+    buffers = buffers._replace(apart=job in (GREEDY, VERIFY, DRAW))
     if job == LINEAR:
         buffers = hidden_of(shape, few=rehearse)
     seconds: dict[str, list[float]] = {}
@@ -276,26 +285,30 @@ def in_one_program(call: TimedCall, buffers: Buffers, turns: int) -> TimedCall:
 
 
 def turns_of(buffers: Buffers) -> int:
-    """How often a program reads all of it, so that the fastest chip takes two ms."""
+    """How often a program reads all of it, so that the fastest chip takes two ms; or once."""
+    if buffers.apart:
+        return 1
     return -(-int(IN_A_PROGRAM * FASTEST) // buffers.nbytes)
 
 
 def timed(call: TimedCall, buffers: Buffers, rehearse: bool = False) -> tuple[Any, list[float]]:
     """The results for the first rows, and seconds of a call, one number a round."""
     turns = 1 if rehearse else turns_of(buffers)
+    arrays = buffers.programs
     program = jax.jit(in_one_program(call, buffers, turns))  # once: to compile takes longest
+    calls = turns * len(arrays[0]) * buffers.positions
 
     def seconds(programs: int) -> float:
         begin = time.perf_counter()
-        for _ in range(programs):  # the host is ahead of the device
-            results = program(buffers.ids, *buffers.logits)
+        for number in range(programs):  # the host is ahead of the device
+            results = program(buffers.ids, *arrays[number % len(arrays)])
         jax.block_until_ready(results)
-        return (time.perf_counter() - begin) / (programs * turns * buffers.calls)
+        return (time.perf_counter() - begin) / (programs * calls)
 
-    answers = jax.tree.map(np.asarray, program(buffers.ids, *buffers.logits)[0])
+    answers = jax.tree.map(np.asarray, program(buffers.ids, *arrays[0])[0])
     if rehearse:
         return answers, [seconds(1)]
-    once = min(seconds(1) for _ in range(2)) * turns * buffers.calls
+    once = min(seconds(1) for _ in range(2)) * calls
     programs = max(1, min(100, int(ROUND_SECONDS / once)))
     return answers, [seconds(programs) for _ in range(ROUNDS)]
 
