@@ -80,6 +80,19 @@ def in_branch(taken: jax.Array, function: Callable[..., _Result], *arguments: Tr
     return outputs
 
 
+def in_one_loop(x: jax.Array) -> jax.Array:
+    """x [B, n, ...] as the beginning of [B, n + 1, ...], computed in one thread of a CPU.
+
+    For what is so small that waking another thread takes as long. XLA's CPU compiler splits a loop
+    that computes more than it reads among threads, unless it updates an array in place: so x is
+    written into a longer one, which the caller cuts where it is done.
+    """
+    start = barrier(jnp.int32(0))  # at a constant one, the compiler makes a pad of it
+    longer = jnp.zeros((x.shape[0], x.shape[1] + 1, *x.shape[2:]), x.dtype)
+    starts = [start, start, *[jnp.int32(0)] * (x.ndim - 2)]
+    return barrier(lax.dynamic_update_slice(*vary_like((barrier(longer), x, starts), [x])))
+
+
 def pin_to_iteration(logits: jax.Array, start: jax.Array) -> jax.Array:
     """The logits as a value of this iteration: else XLA would widen all of them before the loop."""
     return barrier((logits, start))[0]

@@ -4,7 +4,8 @@ Starting an operation on a CPU costs as much as a few thousand logits, and a loo
 blocks: so small calls are one block. A thread that sleeps is woken in 20 to 50 us, which is as long
 as all the work on a row: XLA's runtime hands over whatever is ready in a list of more than eight
 operations, and its compiler splits loops that compute more than they read. `in_one_thread` keeps
-the operations of few rows together.
+the operations of few rows together, `few_in_one_thread` those of a part of their work;
+`forms.in_one_loop` keeps a loop whole, where `is_one_loop`.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from pallas_kernels.lowering import forms
 
 # On a CPU a block's temporaries fit its caches.
 CPU_BYTES = 7 << 20
+# Logits that one thread of a CPU has read before another is awake.
+ONE_LOOP = 1 << 16
 # Elsewhere each operation is a launch, so a block has as many rows as keep any such chip busy.
 WIDE_ROWS = 256
 # A loop over an unknown number of rows: its start costs as many launches as half of a block.
@@ -83,3 +86,17 @@ def in_one_thread(function: Callable[..., _Result], *arguments: forms.Tree) -> _
     """function(*arguments), as a list of operations of its own for XLA's runtime."""
     always = forms.barrier(jnp.bool_(True))  # which the compiler does not see through
     return forms.in_branch(always, function, *arguments)
+
+
+def few_in_one_thread(
+    x: jax.Array, function: Callable[..., _Result], *arguments: forms.Tree
+) -> _Result:
+    """function(*arguments), a part of the work on rows x; of few rows as `in_one_thread`."""
+    if selection.is_small_batch(x):
+        return in_one_thread(function, *arguments)
+    return function(*arguments)
+
+
+def is_one_loop(x: jax.Array) -> bool:
+    """Whether rows x [B, V] are so few and short that a loop over them stays in one thread."""
+    return selection.is_small_batch(x) and x.size <= ONE_LOOP

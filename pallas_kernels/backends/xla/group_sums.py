@@ -29,12 +29,14 @@ FIRST_LANES, MORE_LANES = 32, EIGHT
 SHORT = (8, 32, 64, 128, 256)  # widths of a group that may be cut off where only -inf follows
 
 
-@functools.partial(jax.jit, static_argnames="few")  # a program has many, of few shapes
+# A program has many, of few shapes.
+@functools.partial(jax.jit, static_argnames=("few", "one_loop"))
 def _sums_of(
     tokens: Float[Array, "*groups W"],
     maxima: Float32[Array, "*groups"],
     inverse: Float32[Array, "..."],
     few: bool = False,
+    one_loop: bool = False,
 ) -> Float32[Array, "*groups"]:
     """The sums of groups of W logits, one of `SHORT`; -inf where there is no token."""
     finite = jnp.where(maxima > -jnp.inf, maxima, jnp.float32(0))  # of -inf alone, or NaN
@@ -45,7 +47,7 @@ def _sums_of(
 
     if few:
         return added(forms.barrier(terms(tokens)))
-    return _added([terms(part) for part in _parts(tokens, FIRST_LANES)])
+    return _added([terms(part) for part in _parts(tokens, FIRST_LANES)], one_loop)
 
 
 _LEAST = -200.0  # the exponential of this is 0 in float32; of -inf, -inf * 0 would be NaN
@@ -72,16 +74,25 @@ def added(terms: Float32[Array, "*groups W"]) -> Float32[Array, "*groups"]:
     return _added(_parts(terms, FIRST_LANES))
 
 
-def _added(pieces: list[jax.Array]) -> jax.Array:
+def _added(pieces: list[jax.Array], one_loop: bool = False) -> jax.Array:
     """The sum of terms that come in pieces of `FIRST_LANES`."""
-    lanes = forms.barrier(row_pieces.in_pairs(jnp.add, pieces))
+    keep_together = forms.in_one_loop if one_loop else forms.barrier
+    lanes = keep_together(row_pieces.in_pairs(jnp.add, pieces))
     lanes = forms.barrier(row_pieces.in_pairs(jnp.add, _parts(lanes, MORE_LANES)))
-    return row_pieces.in_pairs(jnp.add, _parts(lanes, 1))[..., 0]
+    sums = row_pieces.in_pairs(jnp.add, _parts(lanes, 1))[..., 0]
+    return sums[:, :-1] if one_loop else sums
 
 
-def _maxima_of(tokens: Float[Array, "*groups W"]) -> Float32[Array, "*groups"]:
+def _maxima_of(
+    tokens: Float[Array, "*groups W"], one_loop: bool = False
+) -> Float32[Array, "*groups"]:
     """The largest of each group of W logits, but for a negative NaN, which may be overlooked."""
-    keys = _largest(ordered_keys.ordered_keys(tokens), (FIRST_LANES, MORE_LANES, 1))
+    keys = ordered_keys.ordered_keys(tokens)
+    if one_loop:
+        keys = forms.in_one_loop(functools.reduce(jnp.maximum, _parts(keys, FIRST_LANES)))
+    keys = _largest(keys, (FIRST_LANES, MORE_LANES, 1))
+    if one_loop:
+        keys = keys[:, :-1]
     return floats(keys, tokens.dtype).astype(jnp.float32)
 
 
@@ -105,6 +116,7 @@ def of_block(
     eights: jax.Array | None = None,
     *,
     weighted: bool = False,
+    one_loop: bool = False,
 ) -> GroupSums:
     """The groups of a block of rows: N / 256 whole ones, then those of `tail`.
 
@@ -115,11 +127,13 @@ def of_block(
       eights: where they are known, the `ordered_keys` of the largest of eight logits each, of x
         and, from x.shape[1] / 8 on, of what the tail has.
       weighted: whether the sums for the entropy are wanted.
+      one_loop: whether whole groups are so few that one thread of a CPU has them done before
+        another is awake; see `forms.in_one_loop`.
     """
     num_whole = x.shape[1] // WIDTH
     parts = [x.reshape(x.shape[0], num_whole, WIDTH), tail]
     if eights is None:
-        maxima = [_maxima_of(part) for part in parts]
+        maxima = [_maxima_of(part, one_loop and part is not tail) for part in parts]
     else:
         largest = _eights_to_groups(eights, x.dtype)
         maxima = [largest[:, :num_whole], largest[:, num_whole:]]
@@ -130,7 +144,13 @@ def of_block(
     ]
     # A tail is short: its terms are one text to compile, and those of whole groups one a piece.
     sums = [
-        _sums_of(part, largest_of_part, inverse[:, None], few=part is tail)
+        _sums_of(
+            part,
+            largest_of_part,
+            inverse[:, None],
+            few=part is tail,
+            one_loop=one_loop and part is not tail,
+        )
         for part, largest_of_part in there
     ]
     groups = GroupSums(_joined([largest_of_part for _, largest_of_part in there]), _joined(sums))

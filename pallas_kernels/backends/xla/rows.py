@@ -25,7 +25,9 @@ from pallas_kernels.backends.groups import WIDTH, RowPart, columns_of_groups
 from pallas_kernels.backends.row_totals import PartSums, as_part, inverse_of, joined, no_part
 from pallas_kernels.backends.xla import group_sums, reductions, selection
 from pallas_kernels.backends.xla.block_rows import (
+    few_in_one_thread,
     in_one_thread,
+    is_one_loop,
     rows_on_cpu,
     rows_on_gpu,
     rows_on_tpu,
@@ -56,7 +58,8 @@ def _num_larger(x: jax.Array, limit: jax.Array) -> jax.Array:
         few = selection.is_small_batch(x) and x.dtype.itemsize == 4
         cut = row_pieces.pieces(x, PIECES_OF_FEW if few else _PIECES, -jnp.inf)
         larger = row_pieces.in_pairs(jnp.add, [_larger(piece, limit) for piece in cut])
-        return row_pieces.reduced(jnp.add, forms.barrier(larger), MORE_PIECES, 0).astype(jnp.int32)
+        larger = (forms.in_one_loop if is_one_loop(x) else forms.barrier)(larger)
+        return row_pieces.reduced(jnp.add, larger, MORE_PIECES, 0).astype(jnp.int32)
 
 
 def _larger(x: jax.Array, limit: jax.Array) -> jax.Array:
@@ -211,16 +214,17 @@ def sums_of_part(
     eights = None
     if k:  # else maxima of groups of 256 alone are needed, and XLA would join the two steps
         eights = forms.barrier(selection.group_maxima(x, selection.NARROWEST_GROUP))
-    groups = group_sums.of_block(
+    groups = few_in_one_thread(
+        x,
+        functools.partial(group_sums.of_block, weighted=outputs.entropy, one_loop=is_one_loop(x)),
         columns_of_groups(part),
         part.tail,
         inverse_of(temperatures, x.shape[0]),
         eights if part.tail.shape[1] < 2 else None,
-        weighted=outputs.entropy,
     )
     limit = ordered_keys.limit_of_count(selected.astype(x.dtype), outputs.inclusive)
     width, maxima = selection.group_width(x.shape[1], k), None
     if width is not None and eights is not None:
         maxima = selection.wider(eights, width // selection.NARROWEST_GROUP)
     top = selection.select_top_k(x, maxima, k, width, selection.from_groups_on_cpu)
-    return PartSums(groups, _num_larger(x, limit), *top)
+    return PartSums(groups, few_in_one_thread(x, _num_larger, x, limit), *top)
