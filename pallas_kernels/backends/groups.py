@@ -13,7 +13,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.contract.changes import Changes
-from pallas_kernels.contract.rows import Outputs, Rows, RowSums
 from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import Tree, vary_like
 from pallas_kernels.numbers.ordered_keys import ordered_keys
@@ -81,18 +80,6 @@ class ListedRows(NamedTuple):
     row_ids: Int32[Array, " R"] | None = None  # of the list, each in [0, N)
     num_rows: Int32[Array, ""] | None = None  # of the list; results from there on are unspecified
     changes: Changes | None = None
-
-
-def _top_of(sums: RowSums) -> Top:
-    """The top K of sums; -1 where there is no such token."""
-    ids = jnp.where(sums.top_logits > -jnp.inf, sums.top_ids, jnp.int32(-1))
-    return Top(ids, sums.top_logits)
-
-
-def largest_of(row_sums: Callable[[Rows, jax.Array, Outputs], RowSums], rows: Rows, k: int) -> Top:
-    """The top k of rows, by a backend's read of them; no logit is larger than infinity."""
-    infinite = jnp.full(rows.num_targets, jnp.inf, jnp.float32)
-    return _top_of(row_sums(rows, infinite, Outputs(k)))
 
 
 class RowsToDraw(NamedTuple):

@@ -20,7 +20,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels.backends import exact_sums, row_totals
 from pallas_kernels.contract.arguments import array_of, known_values, numbers_of
 from pallas_kernels.contract.rows import check_floats, check_matrix
-from pallas_kernels.linear.call import linear_kept_logprobs, linear_topk_logprobs
+from pallas_kernels.linear.call import (
+    check_tile,
+    linear_kept_logprobs,
+    linear_topk_logprobs,
+)
 from pallas_kernels.linear.types import LogprobScale, loaded, stored
 from pallas_kernels.lowering.forms import barrier
 from pallas_kernels.lowering.programs import compiled
@@ -341,6 +345,7 @@ def learner_logprobs(
     *,
     logits_dtype: str = "float32",
     soft_cap: float | None = None,
+    row_tile: int | None = None,
 ) -> Float32[Array, "*rows"]:
     """The `kept_logprobs` of logits that are never all there.
 
@@ -356,6 +361,8 @@ def learner_logprobs(
       token_ids, kept, temperatures: as `kept_logprobs` has them; M is up to 4096.
       logits_dtype: what the product is rounded to, as the rollout's model does it.
       soft_cap: cap * tanh(x / cap) of the logits, or None.
+      row_tile: 1 to 4096, so many rows of every product: then a row's bits depend on M and on no
+        other row or call, as `linear_kept_logprobs` has them. None: as many as are fastest.
 
     Raises:
       TypeError, ValueError: the kept sets are not of these rows or cannot be (`check_kept`), or as
@@ -369,13 +376,15 @@ def learner_logprobs(
     states = hidden.reshape(-1, hidden.shape[-1])
     ids = jnp.asarray(token_ids, jnp.int32).reshape(-1)
     t = _temperatures(temperatures, rows).reshape(-1)
-    logprobs = compiled(_learner_logprobs, logits_dtype, soft_cap)(states, head, ids, flat, t)
+    call = compiled(_learner_logprobs, logits_dtype, soft_cap, check_tile(row_tile))
+    logprobs = call(states, head, ids, flat, t)
     return logprobs.reshape(rows)
 
 
 def _learner_logprobs(
     logits_dtype: str,
     soft_cap: float | None,
+    row_tile: int | None,
     states: jax.Array,
     head: jax.Array,
     ids: jax.Array,
@@ -387,14 +396,15 @@ def _learner_logprobs(
     flat = flat._replace(token_ids=jnp.where(is_id(flat), flat.token_ids, -1))
     of_set = linear_kept_logprobs(
         states, head, ids, flat.token_ids,
-        temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap,
+        temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap, row_tile=row_tile,
     ).logprobs  # fmt: skip
     marked = flat.counts < 0
 
     def read_all() -> jax.Array:
         results = linear_topk_logprobs(
-            states, head, ids, 0, temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap
-        )
+            states, head, ids, 0,
+            temperatures=t, logits_dtype=logits_dtype, soft_cap=soft_cap, row_tile=row_tile,
+        )  # fmt: skip
         return results.logprobs[:, 0] - flat.log_kept
 
     row_logprobs = lax.cond(jnp.any(marked), read_all, lambda: jnp.zeros_like(of_set))

@@ -70,7 +70,7 @@ def row_sums(
 
 
 def largest_logits(rows: Rows, k: int) -> Top:
-    """The top k of rows, as `groups.largest_of`: no group is added up for it."""
+    """The top k of rows; -1 where there is no such token. No group is added up for it."""
     width, infinite = rows.logits.shape[1], jnp.full(rows.num_targets, jnp.inf, jnp.float32)
     allowed = None if rows.changes is None else of_logits.unbiased(rows.changes, width)
     _, finished = _run(None, Outputs(k), "top", rows, infinite, allowed)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
+from ipc.wire import KEPT_MANY
 from pallas_kernels import (
     linear_kept_logprobs,
     linear_support_kl,
@@ -16,6 +17,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.linear import schedule as schedules
 from pallas_kernels.linear import tiles
+from pallas_kernels.sampling import learner_logprobs
 from pallas_kernels.testing import oracle
 from tests.support import linear_cases, quick_compile
 from tests.support.shards import P
@@ -61,7 +63,17 @@ def support(arrays, **how):
     )
 
 
+def learner(arrays, **how):
+    """Rows by turns of a set, and of the whole vocabulary."""
+    ids = arrays["ids"]
+    counts = jnp.where(ids[:, 0] % 2 == 0, (ids >= 0).sum(1), KEPT_MANY)
+    sets = ids, counts, jnp.where(counts < 0, jnp.float32(-0.1), 0)
+    of_rows = arrays["hidden"], arrays["head"], ids[:, 0]
+    return learner_logprobs(*of_rows, sets, arrays["temperatures"], **how)
+
+
 CALLS = {"topk": topk, "kept": kept, "support": support}
+ROW_CALLS = CALLS | {"learner": learner}  # it takes no mesh
 OF_HEAD = ("head", "bias")
 
 
@@ -83,24 +95,24 @@ def bits(results, rows=slice(None)):
     ]
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ROW_CALLS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_batch_changes_a_bit_of_a_row(name, dtype):
     arrays = case(dtype)
-    whole = as_users(CALLS[name], row_tile=TILE)(arrays)
+    whole = as_users(ROW_CALLS[name], row_tile=TILE)(arrays)
     order = np.random.default_rng(1).permutation(R)
     for rows in ([0], [5, 4, 3], range(TILE), range(7, 30), order):
-        found = as_users(CALLS[name], row_tile=TILE)(rows_of(arrays, np.array(rows)))
+        found = as_users(ROW_CALLS[name], row_tile=TILE)(rows_of(arrays, np.array(rows)))
         assert bits(found) == bits(whole, np.array(rows)), rows
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ROW_CALLS)
 def test_products_of_other_shapes_change_bits(name):
     """The control: without tiles a row's bits depend on the others."""
     arrays = case()
-    whole = as_users(CALLS[name])(arrays)
+    whole = as_users(ROW_CALLS[name])(arrays)
     for number in (1, 3, 5, 8, 20):
-        few = as_users(CALLS[name])(rows_of(arrays, np.arange(number)))
+        few = as_users(ROW_CALLS[name])(rows_of(arrays, np.arange(number)))
         if bits(few) != bits(whole, slice(number)):
             return
     raise AssertionError("all have the same bits: the other tests would prove nothing")
@@ -241,7 +253,7 @@ def test_row_blocks_of_a_split_head(monkeypatch):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("call", CALLS.values())
+@pytest.mark.parametrize("call", ROW_CALLS.values())
 @pytest.mark.parametrize(
     ("tile", "error", "words"),
     [(0, ValueError, "row_tile = 0 must be 1 to 4096"), (4097, ValueError, "32 is a good size"),
