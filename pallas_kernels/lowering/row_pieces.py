@@ -70,7 +70,7 @@ def summed(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def largest_and_first(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest value of each row [B, n], and the lowest id that has it; in one loop.
+    """The largest value of each row [..., n], and the lowest id that has it; in one loop.
 
     XLA's CPU compiler makes three or four kernels of a reduction of one array.
     """
@@ -82,7 +82,7 @@ def largest_and_first(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax
     is_float = jnp.issubdtype(values.dtype, jnp.floating)
     least = np.asarray(-np.inf if is_float else np.iinfo(values.dtype).min, values.dtype)
     start = least, np.int32(2**31 - 1)
-    value, id = lax.reduce((values, ids), start, better, (1,))
+    value, id = lax.reduce((values, ids), start, better, (values.ndim - 1,))
     return value, id
 
 

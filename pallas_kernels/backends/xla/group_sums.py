@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -133,7 +134,7 @@ def of_block(
     num_whole = x.shape[1] // WIDTH
     parts = [x.reshape(x.shape[0], num_whole, WIDTH), tail]
     if eights is None:
-        maxima = [_maxima_of(part, one_loop and part is not tail) for part in parts]
+        maxima = [_maxima_of(parts[0], one_loop), _maxima_of_few(tail)]
     else:
         largest = _eights_to_groups(eights, x.dtype)
         maxima = [largest[:, :num_whole], largest[:, num_whole:]]
@@ -160,6 +161,13 @@ def of_block(
         weighted_sums_of(part, largest_of_part, inverse[:, None]) for part, largest_of_part in there
     ]
     return groups._replace(weighted=_joined(more))
+
+
+def _maxima_of_few(tokens: Float[Array, "B T W"]) -> Float32[Array, "B T"]:
+    """As `_maxima_of`, by one loop."""
+    keys = ordered_keys.ordered_keys(tokens)
+    largest, _ = row_pieces.largest_and_first(keys, lax.broadcasted_iota(jnp.int32, keys.shape, 2))
+    return floats(largest, tokens.dtype).astype(jnp.float32)
 
 
 def _eights_to_groups(keys: jax.Array, dtype: DTypeLike) -> jax.Array:

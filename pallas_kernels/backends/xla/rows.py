@@ -59,7 +59,8 @@ def _num_larger(x: jax.Array, limit: jax.Array) -> jax.Array:
         cut = row_pieces.pieces(x, PIECES_OF_FEW if few else _PIECES, -jnp.inf)
         larger = row_pieces.in_pairs(jnp.add, [_larger(piece, limit) for piece in cut])
         larger = (forms.in_one_loop if is_one_loop(x) else forms.barrier)(larger)
-        return row_pieces.reduced(jnp.add, larger, MORE_PIECES, 0).astype(jnp.int32)
+        counts = row_pieces.in_pairs(jnp.add, row_pieces.pieces(larger, MORE_PIECES, 0))
+        return forms.barrier(counts).astype(jnp.int32).sum(axis=1, dtype=jnp.int32)
 
 
 def _larger(x: jax.Array, limit: jax.Array) -> jax.Array:
