@@ -9,6 +9,7 @@ rounded once, to the last digit. A weight may also be a group's sum, if all grou
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.lowering.row_pieces import summed
@@ -17,6 +18,7 @@ from pallas_kernels.meshes.placement import WHOLE, VocabShard
 Mass = tuple[jax.Array, ...]  # digits [...] uint32, the highest first; all but it below 2**b
 
 ERROR_BITS = 22
+_MANTISSA_BITS = 23  # of float32
 
 
 def digit_bits(vocab_size: int) -> int:
@@ -27,6 +29,18 @@ def digit_bits(vocab_size: int) -> int:
 def num_digits(vocab_size: int) -> int:
     """The number n of digits: rounding V weights to it moves their sum by V * 2**-(n b + 1)."""
     return -(-((vocab_size - 1).bit_length() + ERROR_BITS - 1) // digit_bits(vocab_size))
+
+
+def digits_of_tokens(weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
+    """As `digits`, of weights from 0 to 1, by fewer instructions of a CPU; anything of NaN."""
+    if digit_bits(vocab_size) >= _MANTISSA_BITS:
+        return digits(weights, vocab_size)
+    leading, rest = _leading(weights, num_digits(vocab_size) - 1, vocab_size)
+    leading.append(rest * jnp.float32(2 ** digit_bits(vocab_size)))
+    # Added to 2**23, a small number is rounded, and is the low bits of the sum.
+    large = jnp.float32(2**_MANTISSA_BITS)
+    bits = jnp.int32(np.float32(2**_MANTISSA_BITS).view(np.int32))
+    return tuple(lax.bitcast_convert_type(digit + large, jnp.int32) - bits for digit in leading)
 
 
 def digits(weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:

@@ -63,10 +63,10 @@ def at_place(place: jax.Array, values: _Values) -> _Values:
     return result
 
 
-def summed(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The sums [B, ...] of integers [B, n, ...] over their second axis, in one loop."""
+def summed(*arrays: jax.Array, axis: int = 1) -> tuple[jax.Array, ...]:
+    """The sums [B, ...] of integers [B, n, ...] over their second axis, or another, in one loop."""
     zeros = tuple(np.zeros((), x.dtype) for x in arrays)
-    return tuple(lax.reduce(arrays, zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,)))
+    return tuple(lax.reduce(arrays, zeros, lambda a, b: tuple(map(lax.add, a, b)), (axis,)))
 
 
 def largest_and_first(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

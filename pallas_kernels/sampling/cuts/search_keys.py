@@ -23,7 +23,7 @@ DOUBT = 0.05  # of what lies below the guess: three standard errors of a few tho
 # without an order let expect, which is MISPLACED / sqrt(n) of what is left.
 FARTHEST, MISPLACED = 6.0, 0.5
 _NARROW = 1 << 19  # float32 keys, of which sums are nearly a straight line
-WINDOW = 12  # keys of bfloat16, one beside the other, that are looked at first
+WINDOW = 17  # keys of bfloat16, one beside the other, that are looked at first
 SAMPLED, RUN = 16, 256  # the first so many tokens of each run are a sample
 SMALLEST_SAMPLED = 4096  # columns
 GUESSED_BITS, GUESSED_PER_TRIP = 20, 4  # of a guess's key

@@ -8,18 +8,22 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.exact_sums import Mass
 from pallas_kernels.backends.row_totals import scaled
+from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.row_pieces import summed
 from pallas_kernels.meshes.placement import VocabShard
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.ordered_keys import floats, ordered_keys
 from pallas_kernels.sampling.row_read import RowScale
 
+# A word of 32 bits counts the tokens of 4 keys, of which a segment has fewer than 2**8.
+FIELD, WORD, SEGMENT = 8, 32, 128
 PIECES, FEW_COLUMNS = 16, 32  # of a row, in which the n-th token with a key is looked for
 
 
@@ -49,6 +53,15 @@ class SearchedRows(NamedTuple):
         """The logits of keys, int32, in their dtype."""
         return floats(keys.astype(self.keys.dtype), self.logits.dtype)
 
+    def as_limits(self, keys: jax.Array) -> Array:
+        """Keys [B, ...] to compare the rows' with, above which a row without an answer has none.
+
+        Its weights are NaN: no sum of theirs would end a search.
+        """
+        has_answer = jnp.isfinite(self.scale.largest) & jnp.isfinite(self.scale.inverse)
+        has_answer, dtype = has_answer.reshape(-1, *[1] * (keys.ndim - 1)), self.keys.dtype
+        return jnp.where(has_answer, keys, np.iinfo(dtype).max).astype(dtype)
+
     def mass_of_key(self, key: jax.Array, by_mass: jax.Array, share: float = 1.0) -> Mass:
         """What a token with this key [B, ...] adds to a sum: its weight, or 1; or a share of it."""
         weight = jnp.where(by_mass, self.weights(self.values(key)), jnp.float32(1))
@@ -60,11 +73,12 @@ def sums_above(rows: SearchedRows, keys: jax.Array, by_mass: jax.Array) -> Mass:
     """The sums [B, T] of the weights, or the numbers, of tokens above each of T keys [B, T]."""
     row_keys, vocab_size = rows.keys, rows.vocab_size
     values = jnp.where(by_mass, rows.weights(rows.logits), jnp.float32(1))
-    digits = exact_sums.digits(values, vocab_size)
+    digits = exact_sums.digits_of_tokens(values, vocab_size)
+    limits = rows.as_limits(keys)
     # All in one loop: else the weights are computed for each.
     terms = []
     for i in range(keys.shape[1]):
-        above = row_keys > keys[:, i, None].astype(row_keys.dtype)
+        above = row_keys > limits[:, i, None]
         terms += [jnp.where(above, digit, 0) for digit in digits]
     sums = rows.shard.across_sum(jnp.stack(summed(*terms)))
     sums = sums.reshape(keys.shape[1], len(digits), -1)
@@ -76,27 +90,70 @@ def sums_above_run(
 ) -> tuple[jax.Array, Mass]:
     """A run of keys top, top - 1, ... [B, number], and the sums of the tokens above each of them.
 
+    Of logits of 16 bits.
     As `sums_above` of these keys, with less work: tokens with one key have one weight, so behind
     the first sum they are counted.
     """
-    row_keys, vocab_size = rows.keys, rows.vocab_size
+    vocab_size = rows.vocab_size
     keys = top[:, None] - jnp.arange(number, dtype=jnp.int32)[None]
-    values = jnp.where(by_mass, rows.weights(rows.logits), jnp.float32(1))
-    above = row_keys > top[:, None].astype(row_keys.dtype)
-    digits = exact_sums.digits(values, vocab_size)
-    terms = [jnp.where(above, digit, 0) for digit in digits]
-    terms += [
-        (row_keys == keys[:, i, None].astype(row_keys.dtype)).astype(jnp.int32)
-        for i in range(number - 1)
-    ]
-    sums = rows.shard.across_sum(jnp.stack(summed(*terms)))
-    first = exact_sums.of_sums(tuple(sums[: len(digits)]), vocab_size)
-    masses = multiplied(rows.mass_of_key(keys[:, :-1], by_mass), sums[len(digits) :].T, vocab_size)
+    sums = lowered_for(
+        rows.logits,
+        rows.scale,
+        top,
+        by_mass,
+        like=functools.partial(_run_sums, rows.shard, number, None),
+        cpu=functools.partial(_run_sums, rows.shard, number, SEGMENT),
+        default=functools.partial(_run_sums, rows.shard, number, None),
+    )
+    sums = rows.shard.across_sum(sums)
+    num_digits = exact_sums.num_digits(vocab_size)
+    first = exact_sums.of_sums(tuple(sums[:num_digits]), vocab_size)
+    masses = multiplied(rows.mass_of_key(keys[:, :-1], by_mass), sums[num_digits:].T, vocab_size)
     upto = tuple(
         jnp.concatenate([x[:, None], x[:, None] + jnp.cumsum(y, axis=1, dtype=y.dtype)], axis=1)
         for x, y in zip(first, masses, strict=True)
     )
     return keys, exact_sums.carried(upto, vocab_size)
+
+
+def _run_sums(
+    shard: VocabShard,
+    number: int,
+    segment: int | None,
+    logits: Float[Array, "B C"],
+    scale: RowScale,
+    top: jax.Array,
+    by_mass: jax.Array,
+) -> Int32[Array, "_ B"]:
+    """The digits above `top` added up, and how many tokens have top, top - 1, ...: number - 1.
+
+    segment: of so many tokens, less than 2**`FIELD`, counts are added up in fields of words, which
+    takes half of the instructions; None: each count by itself.
+    """
+    rows = SearchedRows(logits, scale, shard)
+    row_keys = rows.keys
+    values = jnp.where(by_mass, rows.weights(logits), jnp.float32(1))
+    values = jnp.where(row_keys > rows.as_limits(top[:, None]), values, 0)
+    terms = digits = exact_sums.digits_of_tokens(values, rows.vocab_size)
+    below = top[:, None] - row_keys.astype(jnp.int32)  # beyond the fields' bits for other keys
+    cut = 0 if segment is None else logits.shape[1] // segment * segment
+    parts = []
+    if segment is not None and cut:
+        words = [
+            lax.shift_left(jnp.ones_like(below), below * FIELD - WORD * i)  # 0 beyond the word
+            for i in range(-(-(number - 1) * FIELD // WORD))
+        ]
+        segments = [x[:, :cut].reshape(x.shape[0], -1, segment) for x in (*terms, *words)]
+        sums = summed(*segments, axis=2)
+        counts = [
+            (sums[len(digits) + bit // WORD] >> bit % WORD) & (2**FIELD - 1)
+            for bit in range(0, (number - 1) * FIELD, FIELD)
+        ]
+        parts.append(jnp.stack(summed(*sums[: len(digits)], *counts)))
+    if cut < logits.shape[1]:
+        terms += tuple((below == i).astype(jnp.int32) for i in range(number - 1))
+        parts.append(jnp.stack(summed(*(term[:, cut:] for term in terms))))
+    return functools.reduce(jnp.add, parts)
 
 
 def multiplied(mass: Mass, number: jax.Array, vocab_size: int) -> Mass:

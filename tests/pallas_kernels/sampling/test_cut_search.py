@@ -141,10 +141,10 @@ def test_a_misled_search_ends_soon(monkeypatch):
 
 
 @pytest.mark.parametrize("by_mass", [True, False])
-@pytest.mark.parametrize("kind", ["ties", "misled"])
-def test_counted_tokens_weigh_what_they_do_one_by_one(kind, by_mass):
+@pytest.mark.parametrize(("kind", "vocab"), [("ties", 8192), ("misled", 8229), ("ties", 101)])
+def test_counted_tokens_weigh_what_they_do_one_by_one(kind, vocab, by_mass):
     """Sums above keys side by side are those of `sums_above`, to the bit."""
-    x = jnp.asarray(rows_of(kind, 8192, jnp.bfloat16))
+    x = jnp.asarray(rows_of(kind, vocab, jnp.bfloat16))
     each = of_each_row(sampling_of([1.0, 0.5]), (2,))
     scale = row_read.read_sampled_rows(GroupedRows.of(x), each).scale
     rows = searched_rows.SearchedRows(x, scale, WHOLE)
@@ -169,3 +169,26 @@ def test_weights_are_added_up_once_for_all_keys():
         above = jnp.where(rows.keys > keys[:, i, None], weights, 0)
         expected = exact_sums.mass(above, V)
         chex.assert_trees_all_equal(tuple(x[:, i] for x in sums), expected)
+
+
+@pytest.mark.parametrize("vocab", [2, 200, 300, 50_257, 2**20])
+def test_tokens_weights_have_the_digits_of_any_weights(vocab):
+    tiny = np.float32(2.0) ** -np.arange(0, 150, dtype=np.float32)
+    some = np.random.default_rng(0).uniform(0, 1, 1000).astype(np.float32)
+    weights = jnp.asarray(np.concatenate([[0, 1], 1 - tiny[:24], tiny, some, some**9]))
+    expected = jax.jit(exact_sums.digits, static_argnums=1)(weights, vocab)
+    of_tokens = jax.jit(exact_sums.digits_of_tokens, static_argnums=1)(weights, vocab)
+    chex.assert_trees_all_equal(of_tokens, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_search_of_rows_without_an_answer_ends(dtype):
+    x = rows_of("ties", 8192, jnp.dtype(dtype))
+    x = jnp.concatenate([jnp.asarray(x)] * 2).at[0, 5].set(jnp.nan).at[1, 7].set(jnp.inf)
+    each = of_each_row(sampling_of([1.0] * 4, top_k=3000, top_p=0.9), (4,))
+    scale = row_read.read_sampled_rows(GroupedRows.of(x), each).scale
+    scale = scale._replace(inverse=scale.inverse.at[2].set(jnp.nan).at[3].set(jnp.inf))
+    rows = searched_rows.SearchedRows(x, scale, WHOLE)
+    assert (rows.as_limits(rows.keys[:, :1]) == jnp.iinfo(rows.keys.dtype).max).all()
+    cut = quick_compile.jit(lambda x: search.searched(x, each, scale, WHOLE))(x)
+    assert jax.block_until_ready(cut).cut_logit.shape == (4,)
