@@ -71,11 +71,6 @@ def test_a_vocabulary_beyond_float32s_counts_is_refused():
         shape(2**24 + 1)
 
 
-def test_k_must_be_static():
-    with pytest.raises(TypeError, match="Python int"):
-        jax.jit(lambda k: topk_logprobs(GOOD["logits"], GOOD["token_ids"], k))(2)
-
-
 def test_the_largest_number_of_rows_is_taken():
     tokens = GOOD["token_ids"]
     like = jax.eval_shape(lambda x: topk_logprobs(x, tokens, 2, num_rows=2**31 - 1), GOOD["logits"])

@@ -134,12 +134,6 @@ def test_refused(name, value, kind, words):
         shape_checks.as_users_run(verify)(**usual, k=10, vocab_size=9)
 
 
-@pytest.mark.fast
-def test_a_drawing_names_its_own_logits():
-    with pytest.raises(ValueError, match=r"draft_logits \(4, 11\)"):
-        shape_checks.as_users_run(draw)(LOGITS[:, 0], sampling(), POSITIONS)
-
-
 def test_temperatures_that_are_not_above_0():
     """0 or less is greedy; NaN, which is known only once it runs, makes the slot's rows invalid."""
     greedy = LOGITS.argmax(axis=-1)
