@@ -145,10 +145,11 @@ def reads(text: str, rows: int, vocabulary: int) -> int:
     """Operations of the entry computation with an operand of the logits' shape."""
     entry = text[text.index("\nENTRY") :].split("\n}")[0]
     lines = [line.partition(" = ") for line in entry.splitlines() if " = " in line]
+    # No tuple: an asynchronous gather's halves hand one on that begins with the logits.
     logits = {
         name.replace("ROOT", "").strip()
         for name, _, rest in lines
-        if rest.split("{")[0].endswith(f"[{rows},{vocabulary}]")
+        if re.match(rf"\w+\[{rows},{vocabulary}\]", rest)
     }
     return sum(
         any(name in logits for name in re.findall(r"%[\w.\-]+", rest)) for _, _, rest in lines
