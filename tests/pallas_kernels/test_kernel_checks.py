@@ -322,22 +322,23 @@ def test_a_peer_is_timed_behind_its_answer(monkeypatch):
     assert found["figures"]["us"][NAME] > 0
 
 
-def test_a_peer_with_another_answer_is_not_timed(monkeypatch):
-    def wrong(x, k, **options):
-        return tuple(0 * part for part in peer_stand_ins.tokamax_top_k(x, k, **options))
-
-    stand_in(monkeypatch, wrong)
-    assert peer_told()["error"].startswith("AssertionError: Not equal to tolerance")
+def wrong_top_k(x, k, **options):
+    return tuple(0 * part for part in peer_stand_ins.tokamax_top_k(x, k, **options))
 
 
-def test_a_peer_that_has_moved_or_fails(monkeypatch):
-    def out_of_memory(x, k, **_):
-        raise MemoryError("80 GB")
+def out_of_memory(x, k, **_):
+    raise MemoryError("80 GB")
 
-    stand_in(monkeypatch, out_of_memory)
-    assert peer_told()["error"] == "MemoryError: 80 GB"
-    monkeypatch.delitem(sys.modules, MODULE)
-    assert peer_told()["error"].startswith("ModuleNotFoundError: ")
+
+@pytest.mark.parametrize(("top_k", "error"), [
+    (wrong_top_k, "AssertionError: Not equal to tolerance"), (out_of_memory, "MemoryError: 80 GB"),
+    (None, "ModuleNotFoundError: "),
+])  # fmt: skip
+def test_a_peer_that_is_wrong_fails_or_has_moved(top_k, error, monkeypatch):
+    stand_in(monkeypatch, top_k)
+    if top_k is None:
+        monkeypatch.delitem(sys.modules, MODULE)
+    assert peer_told()["error"].startswith(error)
 
 
 @pytest.mark.fast

@@ -74,6 +74,9 @@ def test_an_exponential_is_as_near_as_it_says():
     error = np.abs(values / exact - 1)
     assert (error <= 2e-7 * (1 + np.abs(x)))[normal].all()
     assert (values[~normal] == 0)[1:].all()  # the last one may round up to 2**-126
+    assert values.max() <= 1
+    few = np.asarray(as_users(exponential)(np.float32([0, -0.0, -1e-30, -200, -np.inf])))
+    assert few.tolist() == [1, 1, 1, 0, 0]
     f = np.linspace(-0.5, 0.5, 100_001)
     polynomial = np.polyval([*map(float, np.float32(EXP2[::-1])), 1.0], f)
     assert 1.5e-8 < np.abs(polynomial / 2**f - 1).max() < 1.6e-8

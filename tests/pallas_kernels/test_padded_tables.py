@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pallas_kernels import logprobs_tensors, padded_token_ids
+from pallas_kernels import padded_token_ids
 from pallas_kernels.testing import oracle
 from tests.support import programs
 

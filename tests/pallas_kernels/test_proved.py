@@ -14,6 +14,7 @@ from pallas_kernels import gpu_obstacle, topk_logprobs, use_implementation
 from pallas_kernels.backends import proved
 from pallas_kernels.backends.mosaic_gpu import limits
 from pallas_kernels.testing import ground, pieces
+from tests.support import lowered
 
 pytestmark = pytest.mark.fast
 X, IDS = jnp.zeros((4, 4096), jnp.float32), jnp.zeros(4, jnp.int32)
@@ -56,7 +57,7 @@ def on_cuda():
     def call(x, ids):
         return topk_logprobs(x, ids, 3)
 
-    return jax.jit(call).trace(X, IDS).lower(lowering_platforms=("cuda",)).as_text()
+    return lowered.text_of(call, X, IDS)
 
 
 def test_kernels_without_a_proof_leave_it_to_xla(files, chip):

@@ -22,8 +22,20 @@ def way(name, rows, width=V):
     return linear_cases.ways(rows, width)[name]
 
 
-@pytest.mark.parametrize("name", ["one block", "row blocks", "columns", "a product a part"])
-def test_every_edge_in_blocks(name):
+READS = {
+    **{
+        name: functools.partial(linear_cases.run, schedule)
+        for name, schedule in linear_cases.ways(11, V).items()
+    },
+    **{
+        f"tiles of {tile}": functools.partial(linear_topk_logprobs, row_tile=tile)
+        for tile in (1, 3, 64)
+    },
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_every_edge_in_blocks_and_in_tiles(name):
     """Ties over blocks, invalid rows, rows and ids that are skipped, every kind of temperature."""
     logits = oracle.edge_rows(V, np.float32, 8).astype(np.float64)
     hidden, head = linear_cases.factors(logits)
@@ -36,7 +48,7 @@ def test_every_edge_in_blocks(name):
         "extra_token_ids": rng.integers(-1, V + 1, (11, 3)).astype(np.int32),
         "num_rows": np.int32(10),
     }
-    found = linear_cases.run(way(name, 11), hidden, head, token_ids, K, **given)
+    found = READS[name](hidden, head, token_ids, K, **given)
     oracle.assert_matches(found, oracle.topk_logprobs(logits, token_ids, K, **given))
 
 

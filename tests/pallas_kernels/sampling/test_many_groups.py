@@ -251,17 +251,3 @@ def test_drafts_from_the_likeliest_tokens_are_accepted_as_often():
         kept.append(np.minimum(p, compact).sum())
         whole.append(np.minimum(p, q).sum())
     assert np.mean(kept) >= 0.99 * np.mean(whole)
-
-
-@pytest.mark.fast
-def test_a_group_that_a_mask_excludes_whole_spoils_no_row():
-    """Its largest logit is -inf, from which nothing may be subtracted."""
-    slots, width = 64, 600
-    logits = np.random.default_rng(5).normal(size=width).astype(np.float32)
-    logits[256:512] = -np.inf
-    nothing = Drafts(np.zeros((slots, 0), np.int32), np.zeros(slots, np.int32))
-    given = np.broadcast_to(logits, (slots, 1, width)), nothing, sampling_of(slots)
-    found = quick_compile.jit(verify)(*given, np.zeros(slots, np.int32))
-    drawn = np.asarray(found.token_ids)[:, 0]
-    assert np.isfinite(logits[drawn]).all()
-    assert len(set(drawn.tolist())) > 20  # an invalid row has its greedy token

@@ -15,11 +15,7 @@ from pallas_kernels.backends import exact_sums
 from pallas_kernels.meshes.placement import WHOLE
 from pallas_kernels.numbers.exponential import exponential
 from pallas_kernels.numbers.random_draws import DRAFT, Source, gumbel
-from pallas_kernels.sampling import kept_sets, row_read, truncation
-from pallas_kernels.sampling.cuts import search
-from pallas_kernels.sampling.parameters import of_each_row, truncates
-from pallas_kernels.sampling.rows import GroupedRows
-from pallas_kernels.testing import oracle
+from pallas_kernels.sampling import kept_sets, truncation
 from tests.support import quick_compile
 from tests.support.processed_probs import processed_probs
 from tests.support.shards import P, on_shards
@@ -93,17 +89,7 @@ def test_by_hand():
 
 
 def test_exponentials_are_the_same_in_every_program():
-    rng = np.random.default_rng(7)
-    x = np.concatenate([-rng.exponential(8, 50_000), [0, -0.0, -1e-30, -44.3, -200, -np.inf]])
-    x = x.astype(np.float32)
-    got = np.asarray(jax.jit(exponential)(x))
-    exact = np.exp(x.astype(np.float64))
-    kept = x > -44
-    assert (np.abs(got - exact)[kept] <= (2e-7 * (1 - x[kept]) * exact[kept])).all()
-    assert (got[-6:-3] == 1).all()
-    assert (got[-2:] == 0).all()
-    assert got.max() <= 1
-    rows = rng.normal(0, 3, (42, 301)).astype(np.float32)
+    rows = np.random.default_rng(7).normal(0, 3, (42, 301)).astype(np.float32)
 
     def both(exp):
         fused = jax.jit(lambda x: exp(x - x.max(-1, keepdims=True)))(rows)
@@ -180,27 +166,6 @@ def test_shards_give_the_same_bits(shards):
     probs = np.asarray(probs)
     np.testing.assert_array_equal(probs[..., :RAGGED], whole_probs)
     assert (probs[..., RAGGED:] == 0).all()
-
-
-def test_a_search_finds_the_same_cut():
-    """Of whole rows, as where candidates cannot hold the kept tokens; ties are cut by their ids."""
-    rows, sampling = rows_for_shards()
-    flat = rows.reshape(-1, RAGGED)
-    each = of_each_row(sampling, rows.shape[:2])
-
-    @quick_compile.jit
-    def searched(x):
-        scale = row_read.read_sampled_rows(GroupedRows.of(x), each).scale
-        return search.searched(x, each, scale, WHOLE)
-
-    found = searched(flat)
-    asked = np.array([oracle.is_valid(row) for row in flat])
-    asked &= np.asarray(truncates(each) & (each.temperature > 0))
-    assert asked.sum() >= 30
-    for name, mine in found._asdict().items():
-        other = np.asarray(getattr(of_one_device()[0], name)).ravel()
-        tolerance = 2e-6 if name == "log_kept" else 0  # sums are rounded in either
-        np.testing.assert_allclose(mine[asked], other[asked], rtol=0, atol=tolerance, err_msg=name)
 
 
 def test_noise_belongs_to_source_and_token_and_is_gumbels():
