@@ -19,6 +19,7 @@ from pallas_kernels.lowering.implementation import Implementation, in_force
 from pallas_kernels.meshes.placement import Split
 from pallas_kernels.meshes.split import on_own_part
 from pallas_kernels.sampling import Drafts, Sampling, verify
+from tests.support.lowered import text_of
 from tests.support.processes import in_thread
 from tests.support.proved_kernels import proved_kernels  # noqa: F401
 
@@ -29,11 +30,6 @@ KERNEL = "custom_call @mosaic_gpu"
 
 def call(logits, token_ids, implementation=None):
     return topk_logprobs(logits, token_ids, 5, implementation=implementation)
-
-
-def for_cuda(function, *shapes):
-    """The text of a program, lowered for CUDA."""
-    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def sampled(logits, k=None):
@@ -69,16 +65,16 @@ def test_one_function_takes_another_implementation():
 @pytest.mark.chips
 def test_kernels_of_a_program():
     """The context reaches every call that names none; one that names its own keeps it."""
-    assert KERNEL in for_cuda(call, X, IDS)
+    assert KERNEL in text_of(call, X, IDS)
     by_name = functools.partial(call, implementation="mosaic_gpu")
     with use_implementation("xla"):
-        assert KERNEL not in for_cuda(call, X, IDS)
-        assert KERNEL in for_cuda(by_name, X, IDS)
+        assert KERNEL not in text_of(call, X, IDS)
+        assert KERNEL in text_of(by_name, X, IDS)
         assert "use_implementation('xla')" in gpu_obstacle(X)
         with use_implementation(None):
-            assert KERNEL in for_cuda(call, X, IDS)
+            assert KERNEL in text_of(call, X, IDS)
     with use_implementation("mosaic_gpu"):
-        assert KERNEL in for_cuda(call, X, IDS)
+        assert KERNEL in text_of(call, X, IDS)
 
 
 @pytest.mark.chips
@@ -89,9 +85,9 @@ def test_a_context_inside_a_program():
         with use_implementation(name):
             return call(logits, token_ids), sampled(logits, k=2) if name == "xla" else None
 
-    assert KERNEL not in for_cuda(functools.partial(program, "xla"), X, IDS)
+    assert KERNEL not in text_of(functools.partial(program, "xla"), X, IDS)
     with use_implementation("xla"):
-        assert KERNEL in for_cuda(functools.partial(program, "mosaic_gpu"), X, IDS)
+        assert KERNEL in text_of(functools.partial(program, "mosaic_gpu"), X, IDS)
 
 
 @pytest.mark.fast
@@ -133,7 +129,7 @@ def untried(monkeypatch):
 def warned(function, *shapes):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
-        text = for_cuda(function, *shapes)
+        text = text_of(function, *shapes)
     return text, [str(one.message) for one in found]
 
 
@@ -155,7 +151,7 @@ def test_kernels_that_cannot_be_imported(monkeypatch, untried):
     assert len(found) == 1
     assert f"jax {jax.__version__}: ImportError: cannot import name 'core_map'" in found[0]
     with pytest.raises(NotImplementedError, match="cannot import name 'core_map'"):
-        for_cuda(functools.partial(twice, implementation="mosaic_gpu"), X, IDS)
+        text_of(functools.partial(twice, implementation="mosaic_gpu"), X, IDS)
 
 
 def test_kernels_that_cannot_be_lowered(monkeypatch, untried):
@@ -165,7 +161,7 @@ def test_kernels_that_cannot_be_lowered(monkeypatch, untried):
     def program(x, ids, implementation=None):
         return topk_logprobs(x, ids, 127, implementation=implementation)
 
-    expected = for_cuda(functools.partial(program, implementation="xla"), long, IDS)
+    expected = text_of(functools.partial(program, implementation="xla"), long, IDS)
     # More than shared memory holds.
     monkeypatch.setattr(selection, "capacity", lambda k: 1 << 15)
     text, found = warned(program, long, IDS)
@@ -174,4 +170,4 @@ def test_kernels_that_cannot_be_lowered(monkeypatch, untried):
     assert len(found) == 1
     assert "shared memory" in found[0].lower()
     with pytest.raises(Exception, match=r"(?i)shared memory"):
-        for_cuda(functools.partial(program, implementation="mosaic_gpu"), long, IDS)
+        text_of(functools.partial(program, implementation="mosaic_gpu"), long, IDS)

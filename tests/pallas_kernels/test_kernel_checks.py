@@ -70,17 +70,17 @@ BY_XLA = checks.by_name("xla")
 SHAPE = Shape(4, 1400, 5, "float32")
 
 
-def wrong_topk(**fields):
-    """`topk` whose results have fields changed by functions of the right ones."""
+def with_wrong(call, fields):
+    """`call`, with fields of its results changed by functions of the right ones."""
 
-    def topk(rows, outputs):
-        found = BY_XLA.topk(rows, outputs)
+    def wrong(*given, **options):
+        found = call(*given, **options)
         there = {name: getattr(found, name) for name in fields}
         return found._replace(
             **{name: fields[name](x) for name, x in there.items() if x is not None and x.size}
         )
 
-    return replace(BY_XLA, topk=topk)
+    return wrong
 
 
 ONCE = jax.jit(checks.topk_of_whole_rows, static_argnums=0)
@@ -113,34 +113,20 @@ def test_right_kernels_pass(part):
         ("rows", {"entropy": lambda x: x + 1e-4}, "AssertionError"),
         ("rows", {"log_sum_exp": lambda x: x + 1e-4}, "logprobs differ"),
         ("edges", {"token_ids": lambda x: x.at[1, 1:].set(x[1, :0:-1])}, "token_ids"),  # of ties
+        ("greedy", {"token_ids": lambda x: x.at[:, 0, 0].add(1)}, "token_ids"),
+        ("greedy", {"token_ranks": lambda x: x + 1}, "token_ranks"),
+        ("greedy", {"logprobs": lambda x: x.at[0, 0, 2].add(1e-4)}, "logprobs"),
+        ("greedy", {"extra_logprobs": lambda x: x + 1e-4}, "extra_logprobs"),
     ],
 )  # fmt: skip
-def test_a_wrong_result_is_named(part, fields, said):
-    found = told(part, wrong_topk(**fields))
+def test_a_wrong_result_is_named(part, fields, said, monkeypatch):
+    kernels = replace(BY_XLA, topk=with_wrong(BY_XLA.topk, fields))
+    if part == "greedy":
+        kernels, emitted = BY_XLA, with_wrong(checks.emitted_logprobs, fields)
+        monkeypatch.setattr(checks, "emitted_logprobs", emitted)
+    found = told(part, kernels)
     assert not found["ok"]
     assert said in found["error"]
-
-
-@pytest.mark.parametrize(
-    ("field", "change", "said"),
-    [
-        ("token_ids", lambda x: x.at[:, 0, 0].add(1), "token_ids"),
-        ("token_ranks", lambda x: x + 1, "token_ranks"),
-        ("logprobs", lambda x: x.at[0, 0, 2].add(1e-4), "logprobs"),
-        ("extra_logprobs", lambda x: x + 1e-4, "extra_logprobs"),
-    ],
-)
-def test_a_wrong_number_of_a_greedy_choice_is_named(field, change, said, monkeypatch):
-    emitted_logprobs = checks.emitted_logprobs
-
-    def wrong(*arguments, **options):
-        found = emitted_logprobs(*arguments, **options)
-        return found._replace(**{field: change(getattr(found, field))})
-
-    monkeypatch.setattr(checks, "emitted_logprobs", wrong)
-    told_of_greedy = told("greedy", BY_XLA)
-    assert not told_of_greedy["ok"]
-    assert said in told_of_greedy["error"]
 
 
 def test_one_call_of_many_with_other_bits_is_a_race():

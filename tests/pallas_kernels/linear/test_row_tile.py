@@ -117,24 +117,24 @@ def test_products_of_other_shapes_change_bits(name):
     raise AssertionError("all have the same bits: the other tests would prove nothing")
 
 
+def on_mesh(arrays, rows, shards):
+    """A mesh, and the arrays split over it: the head's by columns, with padding."""
+    mesh = Mesh(np.array(jax.devices()[: rows * shards]).reshape(rows, shards), ("r", "v"))
+    split = {name: NamedSharding(mesh, P("v") if name in OF_HEAD else P("r")) for name in arrays}
+    padded = {
+        name: jnp.pad(arrays[name], ((0, -len(arrays[name]) % shards), *((0, 0),) * more))
+        for name, more in zip(OF_HEAD, (1, 0), strict=True)
+    }
+    return mesh, jax.device_put(arrays | padded, split)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_no_mesh_changes_a_bit_of_a_row(name):
     """Shards with whole groups, groups that two share, padding, and less than one product."""
     arrays = case()
     whole = bits(as_users(CALLS[name], row_tile=TILE)(arrays))
     for rows, shards in ((1, 2), (1, 8), (2, 4), (4, 1)):
-        devices = np.array(jax.devices()[: rows * shards]).reshape(rows, shards)
-        mesh = Mesh(devices, ("r", "v"))
-        padding = -V % shards
-        split = {
-            x: jax.device_put(
-                jnp.pad(value, ((0, padding), *((0, 0),) * (value.ndim - 1)))
-                if x in OF_HEAD
-                else value,
-                NamedSharding(mesh, P("v") if x in OF_HEAD else P("r")),
-            )
-            for x, value in arrays.items()
-        }
+        mesh, split = on_mesh(arrays, rows, shards)
         where = {"mesh": mesh, "axis_name": "v", "row_axis_name": "r", "vocab_size": V}
         found = as_users(CALLS[name], row_tile=TILE, **where)(split)
         assert bits(found) == whole, (rows, shards)
@@ -145,11 +145,7 @@ def test_narrow_shards_are_gathered():
     arrays = case() | {"head": case()["head"][:500], "bias": case()["bias"][:500]}
     arrays["ids"] = arrays["ids"] % 500
     whole = bits(as_users(topk, row_tile=TILE)(arrays))
-    mesh = Mesh(np.array(jax.devices()[:4]), ("v",))
-    split = {
-        x: jax.device_put(y, NamedSharding(mesh, P("v") if x in OF_HEAD else P()))
-        for x, y in arrays.items()
-    }
+    mesh, split = on_mesh(arrays, 1, 4)
     where = {"mesh": mesh, "axis_name": "v"}
     assert bits(as_users(topk, row_tile=TILE, **where)(split)) == whole
 
@@ -222,12 +218,10 @@ def test_row_blocks_of_a_split_head(monkeypatch):
         lambda rows, width, *_: schedules.LinearSchedule(16, width, width, 8),
     )
     arrays = case()
-    mesh = Mesh(np.array(jax.devices()[:2]), ("v",))
+    mesh, split = on_mesh(arrays, 1, 2)
     where = {"mesh": mesh, "axis_name": "v", "vocab_size": V}
-    head = jnp.pad(arrays["head"], ((0, 1), (0, 0)))
     ids = arrays["ids"][:, 0]
-    split = jax.device_put(head, NamedSharding(mesh, P("v")))
-    found = linear_topk_logprobs(arrays["hidden"], split, ids, K, scale=1.5, **where)
+    found = linear_topk_logprobs(arrays["hidden"], split["head"], ids, K, scale=1.5, **where)
     plain = linear_topk_logprobs(arrays["hidden"], arrays["head"], ids, K, scale=1.5)
     assert (np.asarray(found.token_ids) == plain.token_ids).all()
     np.testing.assert_allclose(found.logprobs, plain.logprobs, atol=1e-5)

@@ -110,11 +110,6 @@ def test_lowers_for_cuda(rows, vocabulary, k, dtype):
         (7.5, (0, 12, 0), "capability 7.5, 8.0 is the least"),
         (7.5, (0, 10, 2), "capability 7.5, 9.0 is the least"),
         (8.0, (0, 10, 2), "9.0 is the least with jax 0.10 (8.0 with jax 0.11 and later)"),
-        (
-            8.9,
-            (0, 10, 2),
-            "capability 8.9, 9.0 is the least with jax 0.10 (8.0 with jax 0.11 and later)",
-        ),
         (8.0, (0, 11, 0), None),
         (8.6, (0, 11, 2), None),
         (9.0, (0, 10, 2), None),
