@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jax_specdec.text.tokenizer import Tokenizer
 from tests.hf import checkpoints
-from tests.support.tokenizer_files import CHAT, CORPUS, byte_level, sentencepiece_style, write
+from tests.support.tokenizer_files import CHAT, CORPUS, byte_level, write
+from tests.support.tokenizer_kinds import mistral
 
 TOLERANCE = 1e-4
 MESSAGES = [{"role": "user", "content": "Zwei Boxkämpfer?"}]
@@ -30,7 +31,7 @@ def save(directory, make):
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
-@pytest.mark.parametrize("make", [byte_level, sentencepiece_style])
+@pytest.mark.parametrize("make", [byte_level, mistral])
 def test_tokenizer_and_template_equal_transformers(make, tmp_path):
     # The class is looked up by the model's type.
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

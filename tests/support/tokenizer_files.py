@@ -35,37 +35,6 @@ def byte_level(size=420):
     return made
 
 
-def sentencepiece_style():
-    """A tokenizer like Llama 2's: a space is U+2581, one precedes a text; bytes cover the rest."""
-    letters = sorted({c for text in CORPUS[:1] for c in text.replace(" ", "▁")} | {"▁"})
-    pieces = SPECIAL + ["<unk>"] + [f"<0x{byte:02X}>" for byte in range(256)] + letters
-    merges = [("▁", "q"), ("t", "h"), ("th", "e"), ("▁", "the"), ("o", "x")]
-    pieces += ["".join(pair) for pair in merges if "".join(pair) not in pieces]
-    model = models.BPE(
-        vocab={piece: id for id, piece in enumerate(pieces)},
-        merges=merges,
-        unk_token="<unk>",
-        byte_fallback=True,
-    )
-    made = Tokenizer(model)
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    made.decoder = decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ])  # fmt: skip
-    made.add_special_tokens([*SPECIAL, "<unk>"])
-    return made
-
-
-def metaspace():
-    made = sentencepiece_style()
-    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-    return made
-
-
-KINDS = {"byte-level": byte_level, "sentencepiece": sentencepiece_style, "metaspace": metaspace}
-
-
 def write(directory, made, config=None):
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]

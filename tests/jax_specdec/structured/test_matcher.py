@@ -13,7 +13,7 @@ from jax_specdec.structured.matcher import Matcher
 from jax_specdec.structured.vocabulary import read_vocabulary
 from jax_specdec.text import byte_tokens
 from jax_specdec.text.tokenizer import Tokenizer
-from tests.support import letters, tokenizer_files
+from tests.support import letters, tokenizer_files, tokenizer_kinds
 from tests.support.letters import END, LETTERS, OTHER, WORDS, WORDS_PATTERN, beginnings, text_of
 
 VOCAB = len(LETTERS) + 2
@@ -141,13 +141,13 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
         read_vocabulary(str(tmp_path), 300)
 
 
-@pytest.mark.parametrize("name", ["byte_level", "sentencepiece_style", "metaspace"])
-def test_a_tokenizer_has_the_bytes_that_texts_are_made_of(name, tmp_path):
+@pytest.mark.parametrize("kind", ["gpt2", "mistral", "gemma"])
+def test_a_tokenizer_has_the_bytes_that_texts_are_made_of(kind, tmp_path):
     """And special tokens, among them ids that the model has and the tokenizer lacks.
 
     The byte 0xFF, which is in no text, is taken for one of them.
     """
-    getattr(tokenizer_files, name)().save(str(tmp_path / "tokenizer.json"))
+    tokenizer_kinds.write(tmp_path, tokenizer_kinds.KINDS[kind]())
     size = len(Tokenizer(tmp_path).token_bytes) + 3
     ours, theirs = Tokenizer(tmp_path, size), read_vocabulary(str(tmp_path), size).tokenizer
     for id, raw in enumerate(ours.token_bytes):

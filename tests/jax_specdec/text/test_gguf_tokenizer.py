@@ -5,25 +5,22 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Library
+from tokenizers import pre_tokenizers
 
 from jax_specdec.checkpoint.model_config import CheckpointError, ModelConfig
 from jax_specdec.text.tokenizer import Tokenizer
 from tests.support import gguf_files
 from tests.support.tokenizer_files import CHAT, CORPUS, byte_level
+from tests.support.tokenizer_kinds import by_words
 
 CONFIG = ModelConfig.tiny(40, num_mtp_layers=0)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
 SPLITS = {
     "gpt-2": BYTES,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
-    "llama-bpe": pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]),
-}  # fmt: skip
+    "llama-bpe": by_words(),
+}
 
 
 def made(ignore_merges=False):
