@@ -4,17 +4,14 @@ import contextlib
 import json
 import socket
 import time
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from jax_specdec.serve import connection
 from jax_specdec.serve.bounds import Bounds
+from tests.support.http_bytes import HEALTH, POST, connected, of_body, received
 from tests.support.http_server import WaitingWorker, serving, until
-
-HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +20,10 @@ def server():
         yield made
 
 
-def received(server, *parts):
+def answers_to(server, data):
     """All that comes until the server ends the connection."""
-    address, data = urlsplit(server.url), b""
-    with socket.create_connection((address.hostname, address.port), 30) as link:
-        for part in parts:
-            link.sendall(part)
-        with contextlib.suppress(ConnectionResetError):
-            while more := link.recv(1 << 16):
-                data += more
-    return data
+    with connected(server, data) as link:
+        return received(link)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
@@ -62,7 +53,7 @@ BODY = b"0\r\n\r\n"
 )
 def test_two_lengths_of_a_body_end_the_connection(head, server):
     """What lies behind is no request: a proxy before this server may have seen none there."""
-    data = received(server, head + b"\r\n" + BODY + HEALTH)
+    data = answers_to(server, head + b"\r\n" + BODY + HEALTH)
     assert data.startswith(b"HTTP/1.1 400 ")
     assert b"both Content-Length and Transfer-Encoding" in data
     assert (data.count(b"HTTP/1.1 "), b"connection: close" in data.lower()) == (1, True)
@@ -85,25 +76,21 @@ def test_two_lengths_of_a_body_end_the_connection(head, server):
     ],
 )
 def test_other_doubtful_lengths_end_it_too(lines, server):
-    data = received(server, POST + lines + b"\r\n" + BODY + HEALTH)
+    data = answers_to(server, POST + lines + b"\r\n" + BODY + HEALTH)
     assert data.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 "))
     assert data.count(b"HTTP/1.1 ") == 1
 
 
 def test_a_request_behind_a_good_one_is_answered(server):
     """The control: the same bytes with one length of a body."""
-    address, data = urlsplit(server.url), b""
-    with socket.create_connection((address.hostname, address.port), 30) as link:
-        link.sendall(POST + CHUNKED + b"\r\n" + BODY + HEALTH)
-        while data.count(b"HTTP/1.1 ") < 2:
-            data += link.recv(1 << 16)
+    with connected(server, POST + CHUNKED + b"\r\n" + BODY + HEALTH) as link:
+        data = received(link, lambda data: data.count(b"HTTP/1.1 ") == 2)
     assert data.index(b"HTTP/1.1 400 ") < data.index(b"HTTP/1.1 200 ")
 
 
 def asked(version, **body):
-    content = json.dumps({"prompt": "abc", "max_tokens": 3} | body).encode()
-    head = POST.replace(b"1.1", version)
-    return head + b"content-length: %d\r\n\r\n" % len(content) + content
+    post = POST.replace(b"1.1", version)
+    return of_body({"prompt": "abc", "max_tokens": 3} | body, post=post)
 
 
 @pytest.fixture
@@ -113,13 +100,12 @@ def waiting():
         yield made
 
 
+@contextlib.contextmanager
 def sent_off(server, data):
     """A connection on which a request was sent, once it is answered."""
-    address = urlsplit(server.url)
-    link = socket.create_connection((address.hostname, address.port), 30)
-    link.sendall(data)
-    until(lambda: server.service.num_open == 1)
-    return link
+    with connected(server, data) as link:
+        until(lambda: server.service.num_open == 1)
+        yield link
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
@@ -130,9 +116,7 @@ def test_a_client_that_only_reads_gets_its_answer(version, stream, waiting):
         link.shutdown(socket.SHUT_WR)
         time.sleep(2 * connection.CLIENT_ASK_SECONDS)
         waiting.workers[0].allowed.release(100)
-        data = b""
-        while more := link.recv(1 << 16):
-            data += more
+        data = received(link)
     head, _, body = data.partition(b" 200 OK")[2].partition(b"\r\n\r\n")
     assert head
     assert (b"100 \r\n" in data) == (version == b"1.1" and not stream)
@@ -144,27 +128,23 @@ def test_a_client_that_only_reads_gets_its_answer(version, stream, waiting):
 
 
 def test_pipelined_requests_are_answered(server):
-    address, data = urlsplit(server.url), b""
-    with socket.create_connection((address.hostname, address.port), 30) as link:
-        link.sendall(asked(b"1.1") + HEALTH + HEALTH)
+    with connected(server, asked(b"1.1") + HEALTH + HEALTH) as link:
         link.shutdown(socket.SHUT_WR)
-        while more := link.recv(1 << 16):
-            data += more
+        data = received(link)
     assert data.count(b"HTTP/1.1 200 ") == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_has_left_altogether_ends_its_request(stream, waiting):
     """Its last words are the same as those of one that only reads."""
-    sent_off(waiting, asked(b"1.1", stream=stream, max_tokens=60)).close()
+    with sent_off(waiting, asked(b"1.1", stream=stream, max_tokens=60)):
+        pass
     until(lambda: waiting.service.num_open == 0)
     waiting.workers[0].allowed.release(100)
     until(lambda: not waiting.engine.status[0].request_ids)
 
 
 def test_half_of_a_body_is_no_request(waiting):
-    address = urlsplit(waiting.url)
-    with socket.create_connection((address.hostname, address.port), 30) as link:
-        link.sendall(asked(b"1.1")[:-5])
+    with connected(waiting, asked(b"1.1")[:-5]) as link:
         link.shutdown(socket.SHUT_WR)
         assert link.recv(1 << 16) == b""

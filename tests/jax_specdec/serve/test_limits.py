@@ -5,10 +5,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-import socket
 import threading
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -17,11 +15,10 @@ from jax_specdec.serve import connection
 from jax_specdec.serve.bounds import MAX_HEAD, MAX_HEADERS, MAX_URL, Bounds
 from jax_specdec.serve.gate import Traffic
 from jax_specdec.serve.runs import PART
+from tests.support.http_bytes import HEALTH, connected, of_body, received, with_length
 from tests.support.http_server import MAX_LENGTH, MODEL, Encoder, WaitingWorker, serving, until
 
 BODY = {"prompt": "abc", "max_tokens": 3}
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 JSON = {"content-type": "application/json"}
 FOR_EVER = 3600.0
 
@@ -32,29 +29,6 @@ def keyed():
         yield server
 
 
-@contextlib.contextmanager
-def connected(server, *sent, receive_buffer=None):
-    """A connection on which something was sent."""
-    address = urlsplit(server.url)
-    with socket.socket() as link:
-        if receive_buffer is not None:
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        link.settimeout(30)
-        link.connect((address.hostname, address.port))
-        for part in sent:
-            link.sendall(part)
-        yield link
-
-
-def received(link, enough=lambda data: False):
-    """What comes until the connection ends, or is enough."""
-    data = b""
-    with contextlib.suppress(ConnectionResetError):
-        while not enough(data) and (part := link.recv(1 << 16)):
-            data += part
-    return data
-
-
 def status(data):
     return int(data.split()[1])
 
@@ -63,15 +37,6 @@ def check_refused(data, expected, said):
     """Check the status of an answer that is all of `data`, and what its error says."""
     assert status(data) == expected
     assert said in json.loads(data.partition(b"\r\n\r\n")[2])["error"]["message"]
-
-
-def with_length(length, *headers):
-    return POST + b"".join(headers) + b"content-length: %d\r\n\r\n" % length
-
-
-def of_body(body, *headers):
-    content = json.dumps(body).encode()
-    return with_length(len(content), *headers) + content
 
 
 def of_size(size):

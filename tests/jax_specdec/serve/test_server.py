@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import re
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from jax_specdec.engine import FinishReason
 from jax_specdec.serve.bounds import Bounds
 from jax_specdec.serve.errors import shown
+from tests.support.http_bytes import connected, of_body
 from tests.support.http_server import WaitingWorker, finished, serving, until
 from tests.support.scene import parts_of
 
@@ -291,11 +291,8 @@ def test_as_many_requests_are_open_as_may(waiting):
 
 def leave_once(condition, server, body, cut=0):
     """Ask, without the last `cut` bytes of the body, and leave when a condition holds."""
-    asked = server.http.build_request("POST", "/v1/completions", json=body)
-    head = [f"POST {asked.url.path} HTTP/1.1", *(f"{k}: {v}" for k, v in asked.headers.items())]
-    with socket.create_connection((asked.url.host, asked.url.port)) as connection:
-        content = asked.content[: len(asked.content) - cut]
-        connection.sendall("\r\n".join([*head, "", ""]).encode() + content)
+    asked = of_body(body)
+    with connected(server, asked[: len(asked) - cut]):
         until(condition)
 
 

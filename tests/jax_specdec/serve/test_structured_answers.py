@@ -6,10 +6,8 @@ The worker chooses among the tokens that the request's grammar allows, by a hash
 import json
 import os
 import re
-import socket
 import sys
 import zlib
-from urllib.parse import urlsplit
 
 import numpy as np
 import openai
@@ -18,13 +16,12 @@ import pytest
 from jax_specdec.cli import serve_command
 from jax_specdec.control import Admit, Evict
 from jax_specdec.requests import RequestError
-from jax_specdec.serve import tools
 from jax_specdec.serve.model import tiny_model
 from jax_specdec.serve.tools import CallReader
 from jax_specdec.structured.matcher import Matcher
 from jax_specdec.structured.vocabulary import read_vocabulary
 from jax_specdec.text import byte_tokens
-from jax_specdec.text.chat_template import ChatTemplate
+from tests.support.http_bytes import connected, of_body
 from tests.support.http_server import serving, until
 from tests.support.processes import children_of
 from tests.support.scripted_worker import ScriptedWorker
@@ -236,27 +233,6 @@ def test_a_call_is_told_from_the_text_wherever_it_is_cut():
                 assert named == ((None, None, 0, False) if n else ("paint", "function", 0, True))
 
 
-def test_conversations_with_calls_reach_the_template():
-    """By a template that knows of functions, or in the texts of one that does not."""
-    called = tools.with_object({"function": {"name": "stop", "arguments": '{"a": 1}'}})
-    messages = [
-        {"role": "system", "content": "Hi."},
-        {"role": "assistant", "content": "So: ", "tool_calls": [called]},
-        {"role": "tool", "content": "done", "tool_call_id": "1"},
-    ]
-    rows = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
-    knows = ChatTemplate(rows + "{{ tools[1].function.name }}", {})
-    assert knows.render(messages, FUNCTIONS) == "system: Hi.|assistant: So: |tool: done|stop"
-    said = ChatTemplate(rows, {}).render(messages, FUNCTIONS)
-    assert said.startswith("system: Hi.\n\nYou can call one of the functions below.")
-    assert json.dumps(FUNCTIONS[0]) in said
-    wanted = 'So: <tool_call>\n{"name": "stop", "arguments": {"a": 1}}\n</tool_call>|tool: done|'
-    assert said.endswith(wanted)
-    alone = ChatTemplate(rows, {}).render([{"role": "user", "content": "x"}], FUNCTIONS)
-    assert alone.startswith("system: You can call")
-    assert ChatTemplate(rows, {}).render([{"role": "user", "content": "x"}]) == "user: x|"
-
-
 def test_a_client_that_leaves_ends_the_compilation_for_it(server):
     """Meanwhile others are served; what takes seconds is compiled in another process."""
     keys = {f"k{n}": {"type": "integer", "multipleOf": n << 19} for n in range(1, 13, 2)}
@@ -269,11 +245,7 @@ def test_a_client_that_leaves_ends_the_compilation_for_it(server):
         """Processes below those that this one has started, which compile for it."""
         return [copy for pid in children_of(os.getpid()) for copy in children_of(pid)]
 
-    content = json.dumps(body | large).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), 30) as link:
-        link.sendall(head + b"content-length: %d\r\n\r\n" % len(content) + content)
+    with connected(server, of_body(body | large)):
         until(copies)
         assert server.ask(**body, **small).is_success
         assert server.ask(**body, structured_outputs={"regex": "[0-9]{2}"}).is_success
