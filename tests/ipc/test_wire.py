@@ -14,7 +14,6 @@ from jax_specdec.declaration import EVERYTHING, USUAL, Serves
 from jax_specdec.kept_sets import KeptSets
 from jax_specdec.records.decode import MessageError, decode
 from jax_specdec.records.encode import SlotContents, encode
-from tests.support.processor_messages import drafts
 
 
 def whole_range(fields):
@@ -218,12 +217,3 @@ def test_a_slot_value_that_does_not_fit_is_refused(field, value):
     encode(Kind.TARGET, 0, [contents])
     with pytest.raises(wire.WireError, match=rf"{field} = {value} does not fit"):
         encode(Kind.TARGET, 0, [replace(contents, **{field: value})], max_num_logprobs=0)
-
-
-def test_a_draft_message_has_all_the_drafts_of_its_step_or_none():
-    whole = drafts(7, 8, 9, columns=2)
-    assert decode(encode(Kind.DRAFT, 4, [whole])).num_tokens.tolist() == [3]
-    assert decode(encode(Kind.DRAFT, 4, [SlotContents(num_drafts=3)])).num_tokens.tolist() == [0]
-    for ids in ((7, 8), (7, 8, 9, 10)):
-        with pytest.raises(MessageError, match=f"num_tokens = {len(ids)}"):
-            decode(encode(Kind.DRAFT, 4, [SlotContents(num_drafts=3, token_ids=ids)]))

@@ -32,30 +32,6 @@ def both_drafts(n):
     return draft(n, drafts(1, 2), drafts(3, 4))
 
 
-def test_a_records_arrays_are_read_only_views():
-    """One slot of many widths each, so that no slot has another's columns."""
-    widths = [(None, 0), (0, 0), (20, 0), (1, 3), (128, 128), (None, 0), (5, 1)]
-    state, slots = ProcessorState.empty(len(widths)), []
-    for slot, (k, chosen) in enumerate(widths):
-        extra = tuple(range(chosen))
-        state = admit(state, slot, 1, request(str(slot), logprobs=k, extra_token_ids=extra))
-        slots.append(tokens(slot, slot + 1, columns=0 if k is None else k + 1, chosen=chosen))
-    message = target(0, *slots)
-    _, records = step(state, message)
-    for slot, (record, (k, chosen)) in enumerate(zip(records, widths, strict=True)):
-        assert record.token_ids.tolist() == [slot, slot + 1]
-        if k is None:
-            assert record.logprobs is record.token_ranks is record.topk_ids is None
-            assert record.chosen_logprobs is record.valid is record.cumulative_logprob is None
-            continue
-        assert (record.topk_ids.shape, record.chosen_logprobs.shape) == ((2, k), (2, chosen))
-        rows = np.hstack([record.logprobs, record.chosen_logprobs])
-        np.testing.assert_array_equal(rows, message.slot(slot).logprobs)
-        for array in (record.token_ids, record.logprobs, record.token_ranks, record.topk_ids):
-            assert array.base is not None
-            assert not array.flags.writeable
-
-
 def test_stop_sequences_begin_at_the_first_token():
     _, ((record,),) = run(admitted(stop_sequences=((0, 5),)), target(0, tokens(5)))
     assert record.finish_reason is None
