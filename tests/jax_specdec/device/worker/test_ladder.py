@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import threading
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -221,25 +220,6 @@ def test_a_rung_that_cannot_be_compiled_is_named(monkeypatch):
         prepare(local)
 
 
-def test_narrower_steps_are_made_once_they_are_compiled():
-    local = make(serves=Serves.of([SamplingParams()]))
-    prepare(local, narrower=False)
-    worker = local.worker
-    (narrow,) = set(worker.kinds()) - set(worker.kinds(narrower=False))
-    worker.coming = {narrow: Future()}
-    local.admit(request("r0", [3, 1, 4, 1, 5], max_tokens=60))
-    with compiled_here() as names:
-        local.advance(9)
-        assert names == []
-    compile_ladder(worker.compiled, [narrow], Arguments.of(worker.params, worker.state), 8)
-    worker.coming[narrow].set_result(None)
-    with compiled_here() as names:
-        local.advance(9)
-        assert names == []
-    records = [record.num_drafts for record in local.records["r0"]]
-    assert 0 in records
-
-
 @pytest.mark.parametrize("error", [None, SystemExit(1), ValueError("wrong")])
 def test_a_process_ends_though_something_is_compiled_beside(error, monkeypatch, capfd):
     """Its status tells of the error; where nothing is compiled any more, it ends as ever."""
@@ -264,6 +244,7 @@ def test_a_process_ends_though_something_is_compiled_beside(error, monkeypatch, 
 
 
 def test_steps_without_drafts_are_compiled_beside_the_first_ones():
+    """And made once they are."""
     local, stats = make(serves=Serves.of([SamplingParams()])), ProcessStats()
     settings = WorkerConfig(vocab_size=9, starts_soon=True)
     before = functools.partial(worker_process.kinds_before_ready, settings, None)
@@ -271,15 +252,17 @@ def test_steps_without_drafts_are_compiled_beside_the_first_ones():
     assert (stats.heartbeat.phase, stats.heartbeat.done) == (Phase.COMPILING, 2)
     beside = worker_process.compile_beside(local.worker, before(local.worker))
     local.admit(request("r0", PROMPT, max_tokens=60))
-    local.advance(5)
     ((narrow, compiled),) = local.worker.coming.items()
-    assert not compiled.done()
-    beside.start()
-    beside.join()
     assert narrow.num_drafts == 0
-    with compiled_here() as names:
-        local.advance(9)
-    assert names == []
+    kinds, run_kind = [], local.worker.run_kind
+    local.worker.run_kind = lambda kind: kinds.append(kind) or run_kind(kind)
+    for is_there in (False, True):
+        with compiled_here() as names:
+            local.advance(9)
+        assert (names, compiled.done(), narrow in kinds) == ([], is_there, is_there)
+        if not is_there:
+            beside.start()
+            beside.join()
 
 
 WAITING = {
