@@ -112,13 +112,6 @@ def test_what_a_template_may_look_at_comes_from_the_body(model_of):
         assert (status, param) == (400, "chat_template_kwargs")
 
 
-@pytest.mark.parametrize("name", ["add_generation_prompt", "skip_special_tokens"])
-def test_values_that_change_something_are_refused_by_name(name, model_of):
-    status, param, message = refusal(model_of("qwen", templates.CHATML), [USER], **{name: False})
-    assert (status, param) == (400, name)
-    assert f"{name} = false is not served yet: leave it out (or give true)" in message
-
-
 def test_prompts_that_the_model_cannot_read_are_refused(tmp_path):
     """A token that it has not, and a text for which the tokenizer has no token at all."""
     made = KINDS["qwen"]()

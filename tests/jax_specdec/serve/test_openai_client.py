@@ -321,13 +321,3 @@ def test_stop_token_ids_end_a_text_and_are_named(client):
     for found in both_ways(client, extra_body=extra):
         assert found.token_ids == tokens[: tokens.index(tokens[4]) + 1]
         assert (found.finish, found.stop_reason) == (["stop"], tokens[4])
-
-
-def test_a_wrong_request_is_an_error_of_the_client_library(client):
-    with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'") as error:
-        complete(client, extra_body={"temprature": 1})
-    assert (error.value.param, error.value.code) == ("temprature", "unknown_parameter")
-    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
-        complete(client, model="gpt")
-    with pytest.raises(openai.BadRequestError, match=f"vocabulary has {VOCAB} tokens"):
-        complete(client, logprobs=VOCAB + 1)

@@ -44,6 +44,9 @@ def test_health_metrics_and_description(server):
     page = server.http.get("/metrics").text
     assert "jax_specdec_waiting_requests 0.0" in page
     assert 'jax_specdec_finished_requests_total{process_rank="0",reason="length"}' in page
+    (line,) = [line for line in page.splitlines() if line.startswith("jax_specdec_build_info{")]
+    assert line.endswith("} 1.0")
+    assert all(said in line for said in ('model="scripted"', 'python="3.', 'version="'))
     described = server.http.get("/openapi.json").json()
     limits, paths = described["info"]["description"], described["paths"]
     assert f"A body: {(1 << 20) + 64 * 64} bytes" in limits
@@ -52,15 +55,6 @@ def test_health_metrics_and_description(server):
     fields = described["components"]["schemas"]["Completion"]["properties"]
     assert fields["n"]["default"] == 1
     assert [one["type"] for one in fields["n"]["anyOf"]] == ["integer", "null"]
-
-
-def test_metrics_say_what_runs(server):
-    page = server.http.get("/metrics").text
-    (line,) = [line for line in page.splitlines() if line.startswith("jax_specdec_build_info{")]
-    assert line.endswith("} 1.0")
-    assert 'model="scripted"' in line
-    assert 'python="3.' in line
-    assert 'version="' in line
 
 
 def probes(server):
@@ -195,6 +189,7 @@ def test_unknown_places_methods_and_types(server, method, path, status, said):
         ({"tools": []}, "'tools' is not served"),
         ({"logprob": 1}, "did you mean 'logprobs'?"),
         ({"extra_token_ids": [1]}, "extra_token_ids need logprobs"),
+        ({"logprobs": 33}, "logprobs = 33, but the vocabulary has 32 tokens"),
         ({"logprobs_mode": "own"}, "Input should be 'raw', 'scaled' or 'processed'"),
     ],
 )  # fmt: skip
