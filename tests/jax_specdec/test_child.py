@@ -26,17 +26,22 @@ born.commands.get()
 """
 
 
-def born(tmp_path, parent):
-    """A child that was told who its parent is, and where its commands come from."""
+def tell(process, tmp_path, parent=None):
+    """Say to a child who its parent is and where its commands come from; returns what hears it."""
     listening = ControlServer(folder=tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
     config, control = WorkerConfig(vocab_size=9), listening.link().connection
     start = Start(config=config, ring="", parent=parent or os.getpid(), control=control)
     process.stdin.write(to_line(start))
     process.stdin.flush()
-    return process, listening
+    return listening
+
+
+def born(tmp_path, parent):
+    """A child that was told."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    return process, tell(process, tmp_path, parent)
 
 
 @pytest.mark.parametrize(("parent", "said"), [(None, "watched 9\n"), (1, "")])
@@ -183,15 +188,6 @@ def waiting(tmp_path, code):
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def tell(process, tmp_path):
-    """Say to a child what it was born for; returns what hears it."""
-    listening = ControlServer(folder=tmp_path)
-    config, control = WorkerConfig(vocab_size=9), listening.link().connection
-    process.stdin.write(to_line(Start(config=config, ring="", parent=os.getpid(), control=control)))
-    process.stdin.flush()
-    return listening
 
 
 def test_a_child_imports_while_its_parent_is_silent(tmp_path):
