@@ -113,7 +113,7 @@ def upward(arrows):
     return {(room, other) for room, other in arrows if floor[other] >= floor[room]}
 
 
-def imports(source):
+def imports(source, known=KNOWN):
     """Every module that `source` imports, wherever the statement stands."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -124,7 +124,7 @@ def imports(source):
                 found.add("." * node.level + (node.module or ""))
                 continue
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules = {name for name in whole if name in KNOWN}
+            modules = {name for name in whole if name in known}
             found |= modules if len(modules) == len(whole) else modules | {node.module}
     return found
 
@@ -270,33 +270,14 @@ def test_a_consumer_process_never_starts_an_accelerator_runtime():
 def circles(sources):
     """Modules that import each other, by whatever way; `sources` by module."""
     arrows = {
-        name: {target_of(name, one, sources) for one in pairs_of(source)} - {None, name}
+        name: (imports(source, sources) & sources.keys()) - {name}
         for name, source in sources.items()
     }
-    reach = {name: {*targets} for name, targets in arrows.items()}
-    changed = True
-    while changed:
-        changed = False
-        for targets in reach.values():
-            more = set().union(*(arrows[one] for one in targets)) - targets
-            changed |= bool(more)
-            targets |= more
-    return sorted(name for name, targets in reach.items() if name in targets)
-
-
-def pairs_of(source):
-    """The module and the name of every import, wherever the statement stands."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            yield from ((node.module or "", alias.name) for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
-
-
-def target_of(name, pair, sources):
-    """The module of ours that an import reads, if any."""
-    module, attribute = pair
-    return next((one for one in (f"{module}.{attribute}", module) if one in sources), None)
+    try:
+        graphlib.TopologicalSorter(arrows).prepare()
+    except graphlib.CycleError as error:
+        return sorted({*error.args[1]})
+    return []
 
 
 def test_no_modules_import_each_other():
