@@ -53,11 +53,15 @@ def write(path, config, *, params=None, packed="F32", changes=None, tokenizer=No
         of = gguf.GGMLQuantizationType[packed if value.ndim == 2 else "F32"]
         raw = gguf.quantize(value.astype(np.float32), of)
         writer.add_tensor(f"{names.get_name(stem)}.{last}", raw, raw_dtype=of)
+    finish(writer)
+    return path
+
+
+def finish(writer):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def _add(writer, name, value):

@@ -1,5 +1,7 @@
 """Small tokenizers, each built as a public family's tokenizer.json is."""
 
+import json
+
 from tokenizers import (
     AddedToken,
     Regex,
@@ -147,6 +149,19 @@ WITHOUT_FIRST_SPACE = {"llama2", "mistral", "unigram", "words_alone"}
 WITH_BYTES = {"llama2", "mistral", "gemma"}
 
 
-def write(directory, made):
+def write(directory, made, template=None, **config):
+    """Write a tokenizer; with a chat template, and what tokenizer_config.json has."""
     made.save(str(directory / "tokenizer.json"))
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template, "utf-8")
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+def of_transformers(reference, messages, functions=(), **options):
+    """The ids of a conversation by transformers' tokenizer."""
+    tools = [{"type": "function", "function": one} for one in functions] or None
+    made = reference.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_dict=False, **options
+    )
+    return list(made)

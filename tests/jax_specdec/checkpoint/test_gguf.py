@@ -87,10 +87,7 @@ def test_what_is_not_computed_is_named(changes, said, tmp_path):
 
 def test_another_family_is_named(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_files.finish(writer)
     with pytest.raises(CheckpointError, match=r"'mamba' is not supported; supported are llama"):
         open_model(tmp_path / "model.gguf")
 
@@ -117,10 +114,7 @@ def part(path, number, count):
     for name, value in (("no", number), ("count", count)):
         writer.add_key_value(f"split.{name}", value, gguf.GGUFValueType.UINT16)
     writer.add_tensor("blk.0.attn_norm.weight", np.ones(8, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_files.finish(writer)
     return path
 
 

@@ -1,7 +1,6 @@
 """Bodies of conversations to the ids that a model's own chat template makes of them."""
 
 import functools
-import json
 
 import pytest
 from tokenizers import Tokenizer as Library
@@ -24,13 +23,11 @@ RESULT = {"role": "tool", "content": "red", "tool_call_id": "a1B2c3D4e"}
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
     def make(kind, template, **options):
-        directory = write(tmp_path_factory.mktemp("model"), KINDS[kind]())
-        (directory / "chat_template.jinja").write_text(template, "utf-8")
         ends = {"mistral": ("<s>", "</s>"), "gemma": ("<bos>", "<eos>")}.get(kind, ("", ""))
         special = {
             f"{name}_token": one for name, one in zip(("bos", "eos"), ends, strict=True) if one
         }
-        (directory / "tokenizer_config.json").write_text(json.dumps(special))
+        directory = write(tmp_path_factory.mktemp("model"), KINDS[kind](), template, **special)
         return directory_model(directory, None, name="m", created=1, max_length=4000, **options)
 
     return make

@@ -12,7 +12,7 @@ from jax_specdec.text.transformers_library import read_directory
 from tests.support import chat_templates as templates
 from tests.support.tokenizer_files import CHAT, byte_level
 from tests.support.tokenizer_files import write as write_old
-from tests.support.tokenizer_kinds import KINDS, write
+from tests.support.tokenizer_kinds import KINDS, of_transformers, write
 
 USER = {"role": "user", "content": "Hi, ½ \U0001f642 'there'"}
 ANSWER = {"role": "assistant", "content": "Ho"}
@@ -27,21 +27,6 @@ FUNCTIONS = [
     {"name": "paint", "description": "Zwölf <x> & 'y'", "parameters": {"type": "object", "b": 1}},
     {"name": "stop"},
 ]
-
-
-def directory_of(directory, kind, template, **config):
-    write(directory, KINDS[kind]())
-    (directory / "chat_template.jinja").write_text(template, "utf-8")
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
-
-
-def of_transformers(reference, messages, functions=(), options=None):
-    tools = [{"type": "function", "function": one} for one in functions] or None
-    made = reference.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, return_dict=False, **(options or {})
-    )
-    return list(made)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +48,13 @@ def of_transformers(reference, messages, functions=(), options=None):
 def test_ids_are_those_of_transformers(kind, template, messages, functions, options, tmp_path):
     ends = {"gemma": ("<bos>", "<eos>")}.get(kind, ("<s>", "</s>"))
     special = {} if kind in ("qwen", "llama3") else {"bos_token": ends[0], "eos_token": ends[1]}
-    directory_of(tmp_path, kind, getattr(templates, template), **special)
-    want = of_transformers(read_directory(tmp_path), messages, functions, options)
+    write(tmp_path, KINDS[kind](), getattr(templates, template), **special)
+    want = of_transformers(read_directory(tmp_path), messages, functions, **options)
     assert list(Tokenizer(tmp_path).encode_chat(messages, functions, options)) == want
 
 
 def test_fields_that_are_none_are_left_out(tmp_path):
-    directory_of(tmp_path, "qwen", "{% for m in messages %}{{ m | list }}{% endfor %}")
+    write(tmp_path, KINDS["qwen"](), "{% for m in messages %}{{ m | list }}{% endfor %}")
     messages = [USER | {"name": None, "tool_calls": None}]
     want = of_transformers(read_directory(tmp_path), messages)
     assert list(Tokenizer(tmp_path).encode_chat(messages)) == want

@@ -16,7 +16,7 @@ from jax_specdec.text.control_tokens import Marks, any_of
 from jax_specdec.text.tokenizer import Tokenizer
 from jax_specdec.text.transformers_library import read_directory
 from tests.support import chat_templates as templates
-from tests.support.tokenizer_kinds import KINDS, TEXTS, write
+from tests.support.tokenizer_kinds import KINDS, TEXTS, of_transformers, write
 
 FAMILIES = {  # a tokenizer, a template, what it may write, and what ends a turn of it
     "qwen": ("qwen", templates.QWEN, {}, "<|im_end|>"),
@@ -35,21 +35,9 @@ OTHER = "<|another-name|>"
 def family(request, tmp_path_factory):
     """transformers' tokenizer, ours, ours in the old way, and what ends a turn."""
     kind, template, special, end = FAMILIES[request.param]
-    directory = written(tmp_path_factory.mktemp("model"), KINDS[kind](), template, special)
+    directory = write(tmp_path_factory.mktemp("model"), KINDS[kind](), template, **special)
     old = Tokenizer(directory, special_in_messages=True)
     return read_directory(directory), Tokenizer(directory), old, end
-
-
-def written(directory, made, template, special):
-    write(directory, made)
-    (directory / "chat_template.jinja").write_text(template, "utf-8")
-    (directory / "tokenizer_config.json").write_text(json.dumps(special))
-    return directory
-
-
-def of_transformers(reference, messages):
-    made = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return list(made)
 
 
 def users(*texts):
@@ -101,10 +89,10 @@ def test_all_else_is_encoded_in_one_piece(name, tmp_path):
         model["vocab"] = [[OTHER if k == end else k, score] for k, score in model["vocab"]]
     others = {k: one.replace(end, OTHER) if one else one for k, one in special.items()}
     reference = read_directory(
-        written(tmp_path, Library.from_str(json.dumps(rules)), template.replace(end, OTHER), others)
+        write(tmp_path, Library.from_str(json.dumps(rules)), template.replace(end, OTHER), **others)
     )
     (tmp_path / "ours").mkdir()
-    ours = Tokenizer(written(tmp_path / "ours", KINDS[kind](), template, special))
+    ours = Tokenizer(write(tmp_path / "ours", KINDS[kind](), template, **special))
     for text in ("the {} fox", "{}ox", "the  {}", "{}", "a{0}{0}\n", "{}the", "▁{}"):
         for messages in (users(text.format(end)), users("the", text.format(end), "fox")):
             assert list(ours.encode_chat(messages)) == of_transformers(reference, messages)
@@ -180,7 +168,7 @@ def test_texts_normalized_to_a_token_stay_text(tmp_path):
     made = KINDS["qwen"]()
     made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     made.add_special_tokens([AddedToken("<end>", special=True, normalized=True)])
-    directory = written(tmp_path, made, "{{ messages[0].content }}<end>", {})
+    directory = write(tmp_path, made, "{{ messages[0].content }}<end>")
     ours, old = Tokenizer(directory), Tokenizer(directory, special_in_messages=True)
     for text in ("a<END>", "a\N{FULLWIDTH LESS-THAN SIGN}end>", "<end>"):
         counts = [
@@ -214,4 +202,4 @@ def test_prompts_have_special_tokens_by_their_texts():
 @functools.cache
 def tokenizer_of(kind, template):
     with tempfile.TemporaryDirectory() as directory:
-        return Tokenizer(written(Path(directory), KINDS[kind](), template, {}))
+        return Tokenizer(write(Path(directory), KINDS[kind](), template))
