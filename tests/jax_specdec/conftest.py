@@ -1,4 +1,4 @@
-"""What engines leave in the temporary directory, as they should, goes with the tests' end."""
+"""Weights of engines; what these leave in the temporary directory goes with the tests' end."""
 
 import shutil
 import tempfile
@@ -17,3 +17,14 @@ def _engines_have_a_temporary_directory_of_their_own(tmp_path_factory):
         patch.setattr(tempfile, "tempdir", str(folder))
         yield
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory):
+    """A file of the random model."""
+    from jax_specdec.device.model.checkpoint import save_checkpoint
+    from tests.support.decoding import random_model
+
+    path = tmp_path_factory.mktemp("weights") / "random.safetensors"
+    save_checkpoint(path, *random_model())
+    return str(path)

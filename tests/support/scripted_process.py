@@ -15,10 +15,11 @@ import jax_specdec.engine as package
 from jax_specdec.cli.main import main as command
 from jax_specdec.control import Shutdown
 from jax_specdec.engine import engine, worker_ahead
+from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.worker_client import WorkerProcess
 from tests.support.paths import ROOT
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.scripted_worker import VOCAB, ScriptedWorker
 
 MODULE = (sys.executable, "-m", "tests.support.scripted_process")
 WORKER = (sys.executable, "-m", "jax_specdec.child", "tests.support.scripted_process")
@@ -29,6 +30,11 @@ def start_command(*arguments, hold=-1, **options):
     """Start `jax-specdec` with `arguments`; its workers fall silent after `hold` messages."""
     command = [*MODULE, str(hold), *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, text=True, **options)
+
+
+def settings(**options):
+    """The configuration of an engine over scripted workers."""
+    return EngineConfig(**{"vocab_size": VOCAB, "num_slots": 3, "max_length": 96} | options)
 
 
 def scripted_engine(worker=ScriptedWorker, **options):

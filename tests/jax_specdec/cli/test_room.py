@@ -40,12 +40,6 @@ def test_line_has_slots_memory_and_drafter():
     assert "; caches and weights as the own model makes them;" in said(None)
 
 
-def test_caches_count_what_arrays_have():
-    """Two numbers of a head's dimension for each layer, head and token."""
-    values = 30 * 2 * 3 * 64 * 8 * 8192
-    assert f"caches {values * 4 / 2**30:.2f} GiB" in said()
-
-
 def test_weights_count_what_the_shipped_file_has():
     params, config, _ = load_checkpoint(tiny_weights_path())
     assert tiny_config() == config

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from jax_specdec.declaration import Serves
-from jax_specdec.device.model.checkpoint import save_checkpoint
 from jax_specdec.device.model.params import named_arrays
 from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
@@ -23,7 +22,7 @@ from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import SamplingParams
 from tests.support import decoding, quick_compile
 from tests.support.decoding import VOCAB, mixed_requests, random_model
-from tests.support.processes import no_ring_is_left, wait_for
+from tests.support.processes import wait_for
 from tests.support.weights_by_version import check_scores
 
 
@@ -32,19 +31,6 @@ def workers_compile_quickly():
     two_devices = "--xla_force_host_platform_device_count=2"  # of which each rank has its own
     with mock.patch.dict(os.environ, XLA_FLAGS=f"{quick_compile.FLAGS} {two_devices}"):
         yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_left_in_shared_memory():
-    yield
-    wait_for(no_ring_is_left)
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "random.safetensors"
-    save_checkpoint(path, *random_model())
-    return str(path)
 
 
 def config(weights, **changes):

@@ -10,31 +10,25 @@ import pytest
 
 from jax_specdec.engine import leftovers
 from jax_specdec.engine import worker_ahead as module
-from jax_specdec.engine.config import EngineConfig
 from jax_specdec.engine.engine import Engine
 from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.engine.worker_ahead import worker_ahead
 from jax_specdec.records.batch import FinishReason
 from tests.support import scripted_process
-from tests.support.processes import children_of, is_alive, no_ring_is_left, wait_for
+from tests.support.processes import children_of, is_alive, wait_for
 from tests.support.scene import long_requests
-from tests.support.scripted_worker import VOCAB
+from tests.support.scripted_process import settings
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch, tmp_path):
-    """No process, no directory and no ring, however a test has ended."""
+    """No process and no directory, however a test has ended."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = children_of(os.getpid())
     yield
-    wait_for(no_ring_is_left)
     assert children_of(os.getpid()) == before
     # The output of a worker that an engine has lost is kept.
     assert all(directory.losses for directory in leftovers.find_leftovers(tmp_path))
-
-
-def settings(**options):
-    return EngineConfig(**{"vocab_size": VOCAB, "num_slots": 3, "max_length": 96} | options)
 
 
 def ahead(program=scripted_process.WORKER, num_devices=1):

@@ -25,19 +25,10 @@ from jax_specdec.engine.queued_request import QueuedRequest
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.records.encode import encode
 from tests.support import scripted_process
-from tests.support.processes import is_alive, no_ring_is_left, wait_for
+from tests.support.processes import is_alive, wait_for
 from tests.support.scene import long_requests, parts_of
+from tests.support.scripted_process import settings
 from tests.support.scripted_worker import VOCAB, ScriptedWorker
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_in_shared_memory():
-    yield
-    wait_for(no_ring_is_left)
-
-
-def settings(**options):
-    return EngineConfig(**{"vocab_size": VOCAB, "num_slots": 3, "max_length": 96} | options)
 
 
 def started(program):

@@ -13,7 +13,6 @@ import pytest
 
 from jax_specdec.control import WorkerConfig
 from jax_specdec.declaration import Serves
-from jax_specdec.device.model.checkpoint import save_checkpoint
 from jax_specdec.device.worker.follower_process import Silent
 from jax_specdec.device.worker.process_group import PlacedFollower
 from jax_specdec.engine.config import EngineConfig
@@ -22,17 +21,10 @@ from jax_specdec.engine.errors import WorkerFailed
 from jax_specdec.records.batch import FinishReason
 from jax_specdec.requests import SamplingParams
 from tests.support import decoding, quick_compile
-from tests.support.decoding import VOCAB, random_model, request
+from tests.support.decoding import VOCAB, request
 from tests.support.processes import family, is_alive, marked, no_ring_is_left, wait_for
 
 SECONDS = 10  # for a group to end: a second for its lead, the rest for a busy machine
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "random.safetensors"
-    save_checkpoint(path, *random_model())
-    return str(path)
 
 
 @pytest.fixture(autouse=True)
