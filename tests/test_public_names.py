@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.import_rules import PACKAGES, modules
 
 pytestmark = pytest.mark.fast
 # Names that several modules bind, by who has them.
@@ -45,9 +45,8 @@ def names_of_several(sources):
 
 
 def test_a_public_name_stands_for_one_thing():
-    tops = [ROOT / top for top in ("pallas_kernels", "jax_specdec", "ipc")]
-    paths = [path for top in tops for path in top.rglob("*.py")]
-    several = names_of_several({str(path): path.read_text("utf-8") for path in paths})
+    paths = modules(*PACKAGES)
+    several = names_of_several({name: path.read_text("utf-8") for name, path in paths.items()})
     forms = set().union(*FORMS.values())
     assert {name: binders for name, binders in several.items() if name not in forms} == {}
     assert forms - several.keys() == set()  # what is listed here is still bound by several

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.import_rules import PACKAGES, modules
 
 pytestmark = pytest.mark.fast
 WORDS = {
@@ -24,8 +24,7 @@ def bindings(source):
 
 
 def test_few_names_say_how_a_value_came():
-    tops = [ROOT / top for top in ("pallas_kernels", "jax_specdec", "ipc")]
-    sources = [path.read_text("utf-8") for top in tops for path in top.rglob("*.py")]
+    sources = [path.read_text("utf-8") for path in modules(*PACKAGES).values()]
     assert sum(len([*bindings(source)]) for source in sources) <= MOST
 
 

@@ -223,40 +223,30 @@ def test_a_text_begins_behind_the_echo_s_last_character(client, ids, first):
         assert found.text == before + text
 
 
-def test_prompt_logprobs_are_where_vllm_puts_them(client):
-    extra = {"prompt_logprobs": 1}
-    found = complete(client, extra_body=extra, max_tokens=1).choices[0].prompt_logprobs
-    own = [one and one[str(id)]["logprob"] for id, one in zip(IDS, found, strict=True)]
-    assert own == SCORES
-    entry = {"logprob": SCORES[3], "rank": 1, "decoded_token": TABLE.text[IDS[3]]}
-    assert found[3][str(IDS[3])] == entry
-    assert chat(client, max_tokens=1, extra_body=extra).prompt_logprobs == found
-    (first, *_) = chat(client, max_tokens=1, extra_body=extra, stream=True)
-    assert first.prompt_logprobs == found
-    assert not hasattr(first, "prompt_logprobs_start")
-
-
-def test_prompt_logprobs_begin_where_they_were_asked_to(client):
-    every = complete(client, extra_body={"prompt_logprobs": 1}, max_tokens=1)
-    start, extra = 3, {"prompt_logprobs": 1, "prompt_logprobs_start": 3}
-    (choice,) = complete(client, extra_body=extra, max_tokens=1).choices
+def of_prompts(client, **extra):
+    """Where a completion, a chat and the first part of its stream have the prompt's logprobs."""
     asked = {"extra_body": extra, "max_tokens": 1}
-    for one in (choice, chat(client, **asked), next(iter(chat(client, **asked, stream=True)))):
-        assert one.prompt_logprobs == every.choices[0].prompt_logprobs[start:]
-        assert one.prompt_logprobs_start == start
+    (choice,) = complete(client, **asked).choices
+    return choice, chat(client, **asked), next(iter(chat(client, **asked, stream=True)))
+
+
+def test_prompt_logprobs_are_where_vllm_puts_them(client):
+    answers = of_prompts(client, prompt_logprobs=1)
+    every = answers[0].prompt_logprobs
+    assert [one and one[str(id)]["logprob"] for id, one in zip(IDS, every, strict=True)] == SCORES
+    entry = {"logprob": SCORES[3], "rank": 1, "decoded_token": TABLE.text[IDS[3]]}
+    assert every[3][str(IDS[3])] == entry
+    assert [answer.prompt_logprobs for answer in answers] == [every] * 3
+    assert not hasattr(answers[2], "prompt_logprobs_start")
+    for answer in of_prompts(client, prompt_logprobs=1, prompt_logprobs_start=3):
+        assert (answer.prompt_logprobs, answer.prompt_logprobs_start) == (every[3:], 3)
 
 
 def test_ids_of_each_row_have_their_logprobs_beside_the_prompts(client):
-    start = len(IDS) - 2
-    extra = {"prompt_logprobs": 0, "prompt_logprobs_start": start}
-    extra["prompt_extra_token_ids"] = [[1, 2], [3, 4]]
-    (choice,) = complete(client, extra_body=extra, max_tokens=1).choices
-    assert choice.prompt_chosen_logprobs == [[-9.0, -9.0]] * 2
-    assert len(choice.prompt_logprobs) == 2
-    asked = {"extra_body": extra, "max_tokens": 1}
-    assert chat(client, **asked).prompt_chosen_logprobs == choice.prompt_chosen_logprobs
-    (first, *_) = chat(client, **asked, stream=True)
-    assert first.prompt_chosen_logprobs == choice.prompt_chosen_logprobs
+    extra = {"prompt_logprobs": 0, "prompt_logprobs_start": len(IDS) - 2}
+    for answer in of_prompts(client, **extra, prompt_extra_token_ids=[[1, 2], [3, 4]]):
+        assert answer.prompt_chosen_logprobs == [[-9.0, -9.0]] * 2
+        assert len(answer.prompt_logprobs) == 2
 
 
 def test_columns_hold_the_same_logprobs_as_bytes(client):
