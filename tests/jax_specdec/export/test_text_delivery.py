@@ -84,9 +84,11 @@ def test_no_more_is_held_back_than_must_be(text, strings):
 
 def test_a_record_is_cut_with_its_logprobs():
     (record,) = records_of(target(0, tokens(2, 3, 4, columns=2)), max_tokens=9, logprobs=1)
+    names = "token_ids", "logprobs", "topk_ids", "token_ranks"
+    arrays = {name: getattr(record, name) for name in names}  # it was read before it is cut
     cut = record.cut(2, -0.5, FinishReason.STOP_STRING)
-    for name in ("token_ids", "logprobs", "topk_ids", "token_ranks"):
-        np.testing.assert_array_equal(getattr(cut, name), getattr(record, name)[:2])
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(getattr(cut, name), array[:2])
     assert (cut.cumulative_logprob, cut.finish_reason) == (-0.5, FinishReason.STOP_STRING)
     assert (cut.num_drafts, cut.num_accepted) == (record.num_drafts, record.num_accepted)
     assert record.num_tokens == 3  # the other one is as it was

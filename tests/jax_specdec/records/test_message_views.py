@@ -7,7 +7,7 @@ import pytest
 
 from ipc.wire import Kind, SlotState
 from jax_specdec.records import slot_fields
-from jax_specdec.records.batch import FinishReason, RecordBatch
+from jax_specdec.records.batch import RecordBatch
 from jax_specdec.records.decode import decode
 from jax_specdec.records.encode import SlotContents, encode
 from jax_specdec.records.output_processor import ProcessorState, admit, step
@@ -88,14 +88,6 @@ def test_records_have_the_arrays_of_their_slots(shapes):
     assert_as_the_slots_own(batch_of(shapes, counts), counts)
     stopped = [max(count - 1, 0) for count in counts]
     assert_as_the_slots_own(batch_of(shapes, stopped), stopped)
-
-
-def test_a_record_that_is_cut_after_it_was_read_is_shorter():
-    record = Records((batch_of([(3, 2), (2, 2)], [3, 2]),))[0]
-    assert len(record.token_ids) == 3
-    shorter = record.cut(1, -0.5, FinishReason.STOP_STRING)
-    assert [len(getattr(shorter, name)) for name in ARRAYS] == [1] * len(ARRAYS)
-    np.testing.assert_array_equal(shorter.logprobs, record.logprobs[:1])
 
 
 def test_part_of_the_records_is_looked_up_anew():
