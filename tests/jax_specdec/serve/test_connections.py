@@ -134,6 +134,16 @@ def test_pipelined_requests_are_answered(server):
     assert data.count(b"HTTP/1.1 200 ") == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_left_altogether_ends_its_request(stream, waiting):
+    """Its last words are the same as those of one that only reads."""
+    with sent_off(waiting, asked(b"1.1", stream=stream, max_tokens=60)):
+        pass
+    until(lambda: waiting.service.num_open == 0)
+    waiting.workers[0].allowed.release(100)
+    until(lambda: not waiting.engine.status[0].request_ids)
+
+
 def test_half_of_a_body_is_no_request(waiting):
     with connected(waiting, asked(b"1.1")[:-5]) as link:
         link.shutdown(socket.SHUT_WR)
