@@ -103,6 +103,12 @@ class Sweep:
         self.unit, self.groups, self.outputs, self.waiting = unit, groups, outputs, waiting
         self.cells, self.lane_maxima, self.offset = cells, lane_maxima, offset
         self.constants = unit.constants()
+        # Not a number that the compiler knows: XLA, which interprets the kernel, would multiply it
+        # by that of its exponential, and round at another place than for a scale of a row.
+        self.raw_scales = [
+            jnp.where(constants.scale == -jnp.inf, constants.scale, jnp.float32(LOG2_E))
+            for constants in self.constants
+        ]
 
     def store(self) -> None:
         """`run` where nothing is counted."""
@@ -223,7 +229,7 @@ class Sweep:
         terms = [jnp.exp2(exponent) for exponent in exponents]
         sums = [self._added(terms)]
         if self.groups.raw:
-            once = jnp.float32(LOG2_E)
+            once = self.raw_scales[half]
             sums.append(self._added([jnp.exp2((logits - reference) * once) for logits in x]))
         if self.groups.weighted:
             raised = [jnp.maximum(exponent, jnp.float32(LEAST * LOG2_E)) for exponent in exponents]

@@ -55,13 +55,13 @@ def called(x, ids, k, temperatures=TEMPERATURES, row_ids=None, num_rows=None, **
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_rows_and_groups_are_read_as_one_sum(dtype):
-    """By the kernel of rows, and by that from which sampled rows' logprobs are made."""
+    """By the kernel of rows, and by that from which sampled rows' logprobs are made; raw ones."""
     x, _ = some_rows(dtype=dtype)
     inverse = 1 / TEMPERATURES
 
     def of_groups(x, inverse, interpret, cut):
         part = GroupedRows.of(x).part
-        return groups_of_rows.read_groups(part, inverse, True, interpret, cut, weighted=True)[0]
+        return groups_of_rows.read_groups(part, inverse, True, interpret, cut, weighted=True)
 
     def of_rows(x, selected, temperatures, interpret, cut):
         given = Rows(x, temperatures=temperatures)
@@ -69,10 +69,11 @@ def test_rows_and_groups_are_read_as_one_sum(dtype):
             given, None, jnp.int32(0), selected, Outputs(3, entropy=True), interpret, cut
         ).groups
 
-    by_groups = run_interpreted(of_groups, jnp.asarray(x), inverse, races=False)
-    given = jnp.asarray(x), np.zeros(R, np.float32), TEMPERATURES
-    by_rows = run_interpreted(of_rows, *given, races=False)
-    assert bits(by_groups) == bits(by_rows)
+    by_groups, raw = run_interpreted(of_groups, jnp.asarray(x), inverse, races=False)
+    of_all = jnp.asarray(x), np.zeros(R, np.float32)
+    assert bits(by_groups) == bits(run_interpreted(of_rows, *of_all, TEMPERATURES, races=False))
+    once = run_interpreted(of_rows, *of_all, np.ones(R, np.float32), races=False)
+    assert bits(raw) == bits(once.sums)
 
 
 def test_no_batch_and_no_k_changes_a_bit():
