@@ -50,6 +50,7 @@ from pallas_kernels.sampling.cuts.searched_rows import (
 from pallas_kernels.sampling.parameters import Sampling, Truncation, lowest_gap
 from pallas_kernels.sampling.row_read import RowScale
 
+_BITS_PER_TRIP = 4  # of a search for a number, by as many loops as trips
 _FEW_TOKENS = 64  # of a row, among which the last one is found by putting them in order
 
 
@@ -221,15 +222,18 @@ def _among_few(
 
 def _number_of_equal(above: Mass, mass: Mass, least: Mass, vocab_size: int) -> jax.Array:
     """How many tokens [B] of this mass reach `least` together with `above`; beyond V if none."""
-    bits = vocab_size.bit_length()
+    trips = -(-vocab_size.bit_length() // _BITS_PER_TRIP)
+    steps = jnp.arange(1, 2**_BITS_PER_TRIP, dtype=jnp.uint32)[None]
+    above, mass, least = (tuple(x[:, None] for x in digits) for digits in (above, mass, least))
 
     def step(i: jax.Array, number: jax.Array) -> jax.Array:
-        more = number + (jnp.int32(1) << (bits - 1 - i))
+        place = (_BITS_PER_TRIP * (trips - 1 - i)).astype(jnp.uint32)
+        more = number[:, None] + (steps << place)
         short = exact_sums.less(_added(above, more, mass, vocab_size), least) & (more <= vocab_size)
-        return jnp.where(short, more, number)
+        return number + (short.sum(1, dtype=jnp.uint32) << place)
 
-    start = vary_like(jnp.zeros(above[0].shape, jnp.int32), (above, mass, least))
-    return typed.fori_loop(0, bits, step, start) + 1
+    start = vary_like(jnp.zeros(above[0].shape[:1], jnp.uint32), (above, mass, least))
+    return typed.fori_loop(0, trips, step, start).astype(jnp.int32) + 1
 
 
 def _added(above: Mass, number: jax.Array, mass: Mass, vocab_size: int) -> Mass:
@@ -264,8 +268,11 @@ def _lowest_within(rows: SearchedRows, sampling: Sampling) -> jax.Array:
     lowest = key_of(-jnp.inf, rows.logits.dtype).astype(jnp.int32)
     highest = ordered_keys(maximum.astype(rows.logits.dtype)).astype(jnp.int32)
     start = vary_like((jnp.zeros_like(highest) + lowest, highest), (gap, maximum))
-    _, key = lax.fori_loop(0, bits, step, start)
-    return jnp.where(sampling.min_p > 0, key, lowest)
+    has_floor = sampling.min_p > 0
+    key = lax.cond(
+        jnp.any(has_floor), lambda: lax.fori_loop(0, bits, step, start)[1], lambda: start[0]
+    )
+    return jnp.where(has_floor, key, lowest)
 
 
 def _cut_at(rows: SearchedRows, prefix: Prefix, is_searched: jax.Array) -> Truncation:

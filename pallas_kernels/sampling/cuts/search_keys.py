@@ -14,6 +14,7 @@ from pallas_kernels.backends import exact_sums
 from pallas_kernels.backends.exact_sums import Mass
 from pallas_kernels.lowering import typed
 from pallas_kernels.lowering.forms import barrier, vary_like
+from pallas_kernels.lowering.row_pieces import summed
 from pallas_kernels.numbers.ordered_keys import ordered_keys
 from pallas_kernels.sampling.cuts.searched_rows import SearchedRows
 
@@ -23,10 +24,12 @@ DOUBT = 0.05  # of what lies below the guess: three standard errors of a few tho
 # without an order let expect, which is MISPLACED / sqrt(n) of what is left.
 FARTHEST, MISPLACED = 6.0, 0.5
 _NARROW = 1 << 19  # float32 keys, of which sums are nearly a straight line
-WINDOW = 17  # keys of bfloat16, one beside the other, that are looked at first
+WINDOW = 25  # keys of bfloat16, one beside the other, that are looked at first
 SAMPLED, RUN = 16, 256  # the first so many tokens of each run are a sample
 SMALLEST_SAMPLED = 4096  # columns
 GUESSED_BITS, GUESSED_PER_TRIP = 20, 4  # of a guess's key
+_LEAST = 1e-30  # that is divided by
+_SPREAD = 79  # of 128: its multiples are apart from one another
 
 
 class Bracket(NamedTuple):
@@ -132,32 +135,33 @@ def guess_of(rows: SearchedRows, by_mass: jax.Array, limit: jax.Array) -> jax.Ar
     sample = sample.reshape(batch, -1)
     counts = jnp.where(sample > -jnp.inf, jnp.float32(1), jnp.float32(0))
     values = jnp.where(by_mass, rows.weights(sample), counts)
-    keys = ordered_keys(sample).astype(jnp.int32)
-    values, keys = barrier((values, keys))
     share = jnp.float32(sample.shape[1] / width)
     total = exact_sums.to_float(rows.scale.total, rows.vocab_size)
     number = rows.shard.across_sum(counts.sum(1))
     below = jnp.where(by_mass, (total - limit) * share, number - limit * share)
+    # In whole numbers, which a CPU adds up several times faster: a token is worth the largest if it
+    # weighs as much as all that lies below, and all together are less than 2**31. A fraction counts
+    # as one in as many of 128 tokens as it says.
+    largest = jnp.float32(2 ** (30 - sample.shape[1].bit_length()))
+    worth = jnp.minimum(values / jnp.maximum(below, _LEAST)[:, None], 1) * largest
+    worth += (_SPREAD * jnp.arange(sample.shape[1], dtype=jnp.int32) % 128)[None] / 128
+    worth, keys = barrier((worth.astype(jnp.int32), ordered_keys(sample).astype(jnp.int32)))
     # Keys of bfloat16 are farther apart than a guess may be wrong.
     guesses = 1 if rows.logits.dtype == jnp.bfloat16 else 2
     doubt = 1 + DOUBT * (2 * jnp.arange(guesses, dtype=jnp.float32) - (guesses - 1))
-    below = below[:, None] * doubt[None]
+    most = jnp.where(below[:, None] > 0, largest * doubt[None], jnp.float32(0))
     bits = min(8 * rows.logits.dtype.itemsize, GUESSED_BITS)
     unit = 8 * rows.logits.dtype.itemsize - bits
-
-    # Among shards each trip waits for an exchange: fewer of them, of more sums.
-    per_trip = 1 if rows.shard.axis_name is None else GUESSED_PER_TRIP
-    steps = jnp.arange(1, 2**per_trip, dtype=jnp.int32)
+    # A CPU reads the sample in each trip, and among shards each waits for an exchange.
+    steps = jnp.arange(1, 2**GUESSED_PER_TRIP, dtype=jnp.int32)
 
     def step(i: jax.Array, guesses: jax.Array) -> jax.Array:
-        place = unit + bits - per_trip * (i + 1)
+        place = unit + bits - GUESSED_PER_TRIP * (i + 1)
         higher = (guesses[..., None] + (steps << place)[None, None]).reshape(batch, -1)
-        masses = [
-            jnp.where(keys <= higher[:, i, None], values, jnp.float32(0)).sum(1)
-            for i in range(higher.shape[1])
-        ]
-        mass = rows.shard.across_sum(jnp.stack(masses, 1)).reshape(*below.shape, -1)
-        return guesses + ((mass <= below[..., None]).sum(2, dtype=jnp.int32) << place)
+        terms = (jnp.where(keys <= key[:, None], worth, 0) for key in higher.T)
+        sums = jnp.stack(summed(*terms), 1).astype(jnp.float32)
+        sums = rows.shard.across_sum(sums).reshape(*most.shape, -1)
+        return guesses + ((sums <= most[..., None]).sum(2, dtype=jnp.int32) << place)
 
-    start = vary_like(jnp.full(below.shape, -(2 ** (bits + unit - 1)), jnp.int32), below)
-    return typed.fori_loop(0, bits // per_trip, step, start)
+    start = vary_like(jnp.full(most.shape, -(2 ** (bits + unit - 1)), jnp.int32), most)
+    return typed.fori_loop(0, bits // GUESSED_PER_TRIP, step, start)

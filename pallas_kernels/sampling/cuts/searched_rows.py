@@ -4,6 +4,7 @@ What a read sums is the same on every vocabulary shard: whole numbers (`exact_su
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -43,6 +44,13 @@ class SearchedRows(NamedTuple):
         """[B, C] integers of the logits' size."""
         return ordered_keys(self.logits)
 
+    @property
+    def wide_keys(self) -> Int32[Array, "B C"]:
+        """The keys in 32 bits: a CPU's loop is slow where it has numbers of two sizes."""
+        if self.logits.dtype == jnp.bfloat16:
+            return ordered_keys(self.logits.astype(jnp.float32)) >> 16
+        return self.keys.astype(jnp.int32)
+
     def weights(self, logits: jax.Array) -> jax.Array:
         """exp((x - m) / T) float32 of logits [B, ...] of the rows."""
         shape = -1, *[1] * (logits.ndim - 1)
@@ -60,7 +68,7 @@ class SearchedRows(NamedTuple):
         """
         has_answer = jnp.isfinite(self.scale.largest) & jnp.isfinite(self.scale.inverse)
         has_answer, dtype = has_answer.reshape(-1, *[1] * (keys.ndim - 1)), self.keys.dtype
-        return jnp.where(has_answer, keys, np.iinfo(dtype).max).astype(dtype)
+        return jnp.where(has_answer, keys, np.iinfo(dtype).max)
 
     def mass_of_key(self, key: jax.Array, by_mass: jax.Array, share: float = 1.0) -> Mass:
         """What a token with this key [B, ...] adds to a sum: its weight, or 1; or a share of it."""
@@ -71,7 +79,7 @@ class SearchedRows(NamedTuple):
 
 def sums_above(rows: SearchedRows, keys: jax.Array, by_mass: jax.Array) -> Mass:
     """The sums [B, T] of the weights, or the numbers, of tokens above each of T keys [B, T]."""
-    row_keys, vocab_size = rows.keys, rows.vocab_size
+    row_keys, vocab_size = rows.wide_keys, rows.vocab_size
     values = jnp.where(by_mass, rows.weights(rows.logits), jnp.float32(1))
     digits = exact_sums.digits_of_tokens(values, vocab_size)
     limits = rows.as_limits(keys)
@@ -101,9 +109,9 @@ def sums_above_run(
         rows.scale,
         top,
         by_mass,
-        like=functools.partial(_run_sums, rows.shard, number, None),
-        cpu=functools.partial(_run_sums, rows.shard, number, SEGMENT),
-        default=functools.partial(_run_sums, rows.shard, number, None),
+        like=functools.partial(_run_sums, rows.shard, number),
+        cpu=functools.partial(_run_sums_on_cpu, rows.shard, number),
+        default=functools.partial(_run_sums, rows.shard, number),
     )
     sums = rows.shard.across_sum(sums)
     num_digits = exact_sums.num_digits(vocab_size)
@@ -119,41 +127,59 @@ def sums_above_run(
 def _run_sums(
     shard: VocabShard,
     number: int,
-    segment: int | None,
     logits: Float[Array, "B C"],
     scale: RowScale,
     top: jax.Array,
     by_mass: jax.Array,
 ) -> Int32[Array, "_ B"]:
-    """The digits above `top` added up, and how many tokens have top, top - 1, ...: number - 1.
+    """The digits above `top` added up, and how many tokens have top, top - 1, ...: number - 1."""
+    digits, below = _digits_and_distances(SearchedRows(logits, scale, shard), top, by_mass)
+    return _sums_of(digits, below, number - 1)
 
-    segment: of so many tokens, less than 2**`FIELD`, counts are added up in fields of words, which
-    takes half of the instructions; None: each count by itself.
-    """
-    rows = SearchedRows(logits, scale, shard)
-    row_keys = rows.keys
-    values = jnp.where(by_mass, rows.weights(logits), jnp.float32(1))
+
+def _run_sums_on_cpu(
+    shard: VocabShard,
+    number: int,
+    logits: Float[Array, "B C"],
+    scale: RowScale,
+    top: jax.Array,
+    by_mass: jax.Array,
+) -> Int32[Array, "_ B"]:
+    """As `_run_sums`, by half of the instructions: counts are added up in fields of words."""
+    digits, below = _digits_and_distances(SearchedRows(logits, scale, shard), top, by_mass)
+    counts = number - 1
+    end = logits.shape[1] // SEGMENT * SEGMENT
+    if not end:
+        return _sums_of(digits, below, counts)
+    words = [
+        lax.shift_left(jnp.ones_like(below), below * FIELD - WORD * i)  # 0 beyond the word
+        for i in range(-(-counts * FIELD // WORD))
+    ]
+    segments = [x[:, :end].reshape(x.shape[0], -1, SEGMENT) for x in (*digits, *words)]
+    sums = summed(*segments, axis=2)
+    fields = [
+        (sums[len(digits) + bit // WORD] >> bit % WORD) & (2**FIELD - 1)
+        for bit in range(0, counts * FIELD, FIELD)
+    ]
+    totals = jnp.stack(summed(*sums[: len(digits)], *fields))
+    if end == logits.shape[1]:
+        return totals
+    return totals + _sums_of([x[:, end:] for x in digits], below[:, end:], counts)
+
+
+def _digits_and_distances(
+    rows: SearchedRows, top: jax.Array, by_mass: jax.Array
+) -> tuple[Sequence[jax.Array], Int32[Array, "B C"]]:
+    """The digits of what is above `top`, and how far below it each key is."""
+    row_keys = rows.wide_keys
+    values = jnp.where(by_mass, rows.weights(rows.logits), jnp.float32(1))
     values = jnp.where(row_keys > rows.as_limits(top[:, None]), values, 0)
-    terms = digits = exact_sums.digits_of_tokens(values, rows.vocab_size)
-    below = top[:, None] - row_keys.astype(jnp.int32)  # beyond the fields' bits for other keys
-    cut = 0 if segment is None else logits.shape[1] // segment * segment
-    parts = []
-    if segment is not None and cut:
-        words = [
-            lax.shift_left(jnp.ones_like(below), below * FIELD - WORD * i)  # 0 beyond the word
-            for i in range(-(-(number - 1) * FIELD // WORD))
-        ]
-        segments = [x[:, :cut].reshape(x.shape[0], -1, segment) for x in (*terms, *words)]
-        sums = summed(*segments, axis=2)
-        counts = [
-            (sums[len(digits) + bit // WORD] >> bit % WORD) & (2**FIELD - 1)
-            for bit in range(0, (number - 1) * FIELD, FIELD)
-        ]
-        parts.append(jnp.stack(summed(*sums[: len(digits)], *counts)))
-    if cut < logits.shape[1]:
-        terms += tuple((below == i).astype(jnp.int32) for i in range(number - 1))
-        parts.append(jnp.stack(summed(*(term[:, cut:] for term in terms))))
-    return functools.reduce(jnp.add, parts)
+    return exact_sums.digits_of_tokens(values, rows.vocab_size), top[:, None] - row_keys
+
+
+def _sums_of(digits: Sequence[jax.Array], below: jax.Array, counts: int) -> jax.Array:
+    """Sums [_, B] over rows: of the digits, and of the tokens 0, 1, ... below."""
+    return jnp.stack(summed(*digits, *((below == i).astype(jnp.int32) for i in range(counts))))
 
 
 def multiplied(mass: Mass, number: jax.Array, vocab_size: int) -> Mass:
