@@ -25,8 +25,6 @@ from pallas_kernels.lowering import forms, row_pieces, typed
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.numbers import ordered_keys
 
-_PIECES = 16  # of the columns that are counted again
-
 GIVEN = 64  # columns of a product: as few as have the bits of more
 
 
@@ -86,13 +84,9 @@ def recount(definition: Definition, piece: int, product: Product, selected: jax.
         seen = i * piece
         x = column_logits(definition, product, jnp.minimum(seen, width - piece), seen, piece)
         than = selected[:, None].astype(x.dtype)
-        # In pieces: a sum of all columns would have them in memory once more. Float32 is exact.
-        larger = [
-            ordered_keys.strictly_larger(x, than).astype(jnp.float32)
-            for x in row_pieces.pieces(x, _PIECES, -jnp.inf)
-        ]
-        total = row_pieces.reduced(jnp.add, row_pieces.in_pairs(jnp.add, larger), _PIECES, 0)
-        return count + total.astype(jnp.int32)
+        return count + row_pieces.number_where(
+            lambda x: ordered_keys.strictly_larger(x, than), x, -jnp.inf
+        )
 
     zeros = forms.vary_like(jnp.zeros(product.hidden.shape[0], jnp.int32), (product, selected))
     return typed.fori_loop(0, -(-width // piece), step, zeros)

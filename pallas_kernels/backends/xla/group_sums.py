@@ -42,6 +42,7 @@ def _sums_of(
     """The sums of groups of W logits, one of `SHORT`; -inf where there is no token."""
     finite = jnp.where(maxima > -jnp.inf, maxima, jnp.float32(0))  # of -inf alone, or NaN
 
+    @jax.jit
     def terms(part: jax.Array) -> jax.Array:
         x = part.astype(jnp.float32) - finite[..., None]
         return exponential(x * inverse[..., None])

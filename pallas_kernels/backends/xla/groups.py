@@ -35,6 +35,7 @@ from pallas_kernels.lowering import forms
 from pallas_kernels.lowering.forms import Tree
 from pallas_kernels.lowering.platforms import lowered_for
 from pallas_kernels.lowering.prevent_recompute import prevent_recompute
+from pallas_kernels.lowering.row_pieces import number_where
 from pallas_kernels.numbers.ordered_keys import as_integers, strictly_larger
 
 # Rows of a list that may be short, at a time: the work follows its length, and rows are copied. On
@@ -204,7 +205,8 @@ def _num_larger_on_cpu(rows: ListedRows, than: jax.Array) -> jax.Array:
         x = _row_on_cpu(forms.pin_to_iteration(rows.logits, start), row[0])
         if changes is not None:
             (x,) = apply(x[None], changes_of_rows(changes, row))
-        return _number_of(strictly_larger(x, least[0].astype(x.dtype)))[None]
+        limit = least[:, None].astype(x.dtype)
+        return number_where(lambda x: strictly_larger(x, limit), x[None], -jnp.inf)
 
     initial = jnp.zeros(than.shape, jnp.int32)
     return forms.map_blocks(work, 1, rows.num_rows, initial, (rows, than))
@@ -217,15 +219,6 @@ def _row_on_cpu(logits: Float[Array, "N V"], row: jax.Array) -> Float[Array, " V
     # As integers: a slice of bfloat16 would be widened and rounded again.
     bits = lax.dynamic_slice_in_dim(as_integers(logits), row, 1)[0]
     return lax.bitcast_convert_type(bits, logits.dtype)
-
-
-def _number_of(flags: Bool[Array, " V"]) -> Int32[Array, ""]:
-    """How many are true. XLA's CPU compiler vectorizes a sum of pieces, and no sum of a row."""
-    pieces = 32
-    width = len(flags) // pieces
-    parts = [flags[i * width : (i + 1) * width] for i in range(pieces)]
-    first = functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts])
-    return first.sum(dtype=jnp.int32) + flags[pieces * width :].sum(dtype=jnp.int32)
 
 
 def _in_blocks(
