@@ -161,6 +161,11 @@ def test_a_word_of_a_template_does_not_name_the_developer():
     assert ChatTemplate(said, {}).render([DEVELOPER]) == "You help a developer.system "
 
 
+def test_a_template_that_names_the_developer_has_the_role():
+    text = "{% for m in messages %}{{ 'dev' if m.role == 'developer' else m.role }}{% endfor %}"
+    assert ChatTemplate(text, {}).render([DEVELOPER]) == "dev"
+
+
 def test_calls_reach_templates_that_know_no_tools():
     rows = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
     said = ChatTemplate(rows, {}).render([SYSTEM, CALL, RESULT], FUNCTIONS)
