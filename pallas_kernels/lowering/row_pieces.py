@@ -104,13 +104,3 @@ def in_pairs(join: Callable[[_Joined, _Joined], _Joined], parts: list[_Joined]) 
         odd = parts[len(parts) // 2 * 2 :]
         parts = [join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
     return parts[0]
-
-
-def reduced(
-    join: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, number: int, padding: float
-) -> jax.Array:
-    """Each row of x [B, n] joined to one value [B], `number` (2**n) pieces at a time."""
-    while x.shape[1] > 1:
-        x = lax.optimization_barrier(x)
-        x = in_pairs(join, pieces(x, number, padding))
-    return x[:, 0]

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from pallas_kernels.lowering import forms, row_pieces, typed
 from pallas_kernels.numbers import ordered_keys
@@ -206,31 +205,6 @@ def reached_by(keys: jax.Array, k: int) -> jax.Array:
     reached = forms.vary_like(jnp.full(keys.shape[:1], np.iinfo(np.int16).min, jnp.int32), keys)
     reached = typed.fori_loop(0, _HALF, step, reached)
     return reached.astype(keys.dtype) << shift
-
-
-_PIECES = 16  # of a row of maxima, joined at a time
-
-
-def row_maximum_on_cpu(x: jax.Array) -> jax.Array:
-    """`row_maximum`; a NaN may be overlooked, which is beside larger logits a negative one."""
-    if x.dtype.itemsize == 4 and not is_small_batch(x):
-        return row_maximum(x)
-    # Not `group_maxima`: of bits that are all negative, the least are of the largest float.
-    bits = [
-        ordered_keys.as_integers(piece) for piece in row_pieces.pieces(x, NARROWEST_GROUP, -jnp.inf)
-    ]
-    most, least = (row_pieces.in_pairs(join, bits) for join in (jnp.maximum, jnp.minimum))
-    keys = jnp.where(most < 0, ordered_keys.mirrored(least), most)
-    return largest_on_cpu(keys, x.dtype)
-
-
-def largest_on_cpu(maxima: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The largest logit [B] float32 of each row, from `group_maxima` [B, G] of logits of dtype.
-
-    Two to eight times as fast as a maximum over the row.
-    """
-    key = row_pieces.reduced(jnp.maximum, maxima, _PIECES, np.iinfo(maxima.dtype).min)
-    return ordered_keys.floats(key, dtype).astype(jnp.float32)
 
 
 def from_groups_on_cpu(x: jax.Array, maxima: jax.Array, k: int, width: int) -> _Selected:
