@@ -207,15 +207,12 @@ def read(text):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda r: r.pop("choices"), "'choices' is missing"),
         (lambda r: r["choices"][0].pop("text"), "'text' is missing"),
-        (lambda r: r["speculation"]["token_ranks"].pop(), "token_ranks has length 2 for 3 tokens"),
         (lambda r: r["speculation"]["token_kinds"].append("x"), "token_kinds has length 4 for 3"),
         (lambda r: r["speculation"].update(token_kinds=["x"] * 3), "token_kinds has 'x'; known"),
         (lambda r: r["speculation"]["by_step"].pop(), "by_step does not add up to 3 tokens"),
         *[(lambda r, name=name: r["choices"][0]["logprobs"][name].pop(), f"{name} has length 2")
           for name in ("token_logprobs", "top_logprobs")],
-        (lambda r: r["choices"][0]["logprobs"].update(token_logprobs=["x"] * 3), "'x'"),
     ],
 )  # fmt: skip
 def test_a_line_that_is_not_a_response_is_refused_by_its_number(change, said):
@@ -242,12 +239,8 @@ def test_an_array_of_responses_is_read(indent):
 
 @pytest.mark.parametrize(("text", "said"), [
     ("[1]", "element 1 of the array is not a completion"),
-    ('{"data": [1]}', "element 1 of the array is not a completion"),
-    ('{"data": 1}', "line 1 is not a completion"),
     ("[", "line 1 is not JSON: Expecting value (column 2)"),
     ("\n[\n1,\n!]", "line 4 is not JSON"), ("[]", "there is no response in it"),
-    ('{"id": 1}\n{', "line 1 is not a completion"),
-    ('{"id": "a", "cho', "line 1 is not JSON: Unterminated string"),
     *[(text, "line 1 is no") for text in ("{", "3", "null", '"choices"')],
     ("\n", "there is no response in it"),
     (json.dumps(BOTH[0]) + "\n" + json.dumps(BOTH[0])[:-5], "line 2 is not JSON"),
