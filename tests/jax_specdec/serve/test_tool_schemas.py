@@ -90,9 +90,7 @@ def test_with_strict_the_error_names_function_property_and_word(name, required):
     [
         ({"type": "any"}, "a", "type"),
         ({"type": "number", "multipleOf": 0}, "a", "multipleOf"),
-        ({"$ref": "http://x.y/z"}, "a", "$ref"),
         ({"type": "array", "items": {"$ref": "#/definitions/B"}}, "a[]", "$ref"),
-        ({"type": "string", "pattern": "["}, "a", "pattern"),
     ],
 )
 def test_a_schema_that_is_wrong_is_refused_without_strict_too(schema, place, word):
@@ -114,23 +112,15 @@ def test_messages_of_other_kinds_stay():
 B = {"a": 1, "b": 2}
 CLOSED = {
     "plain": (of(a=NUMBER), B),
-    "none": (of(), {"x": 1}),
     "no parameters": (None, {"x": 1}),
-    "nested": (of(c=of(a=NUMBER)), {"c": B}),
     "in a list": (of(c={"type": "array", "items": of(a=NUMBER)}), {"c": [B]}),
     "one of several": (of(c={"anyOf": [of(a=NUMBER), {"type": "null"}]}), {"c": B}),
-    "referred to": ({**of(c={"$ref": "#/$defs/A"}), "$defs": {"A": of(a=NUMBER)}}, {"c": B}),
     "alone in allOf": ({**of(c={"allOf": [{"$ref": "#/$defs/A"}]}), "$defs": {"A": of(a=NUMBER)}},
                        {"c": B}),
-    "null too": (of(c={"type": ["object", "null"], "properties": {"a": NUMBER}}), {"c": B}),
     "a value": (of(c={"type": "object", "additionalProperties": of(a=NUMBER)}), {"c": {"x": B}}),
 }  # fmt: skip
 OPEN = {
-    "nothing listed": ({"type": "object"}, B),
-    "said so": ({**of(a=NUMBER), "additionalProperties": True}, B),
     "of a type": ({**of(a=NUMBER), "additionalProperties": NUMBER}, B),
-    "by patterns": ({**of(a=NUMBER), "patternProperties": {"^b$": NUMBER}}, B),
-    "in parts": ({"allOf": [of(a=NUMBER), of(b=NUMBER)]}, B),
     "a class of another": ({"allOf": [{"$ref": "#/$defs/A"}, of(b=NUMBER)],
                             "$defs": {"A": of(a=NUMBER)}}, B),
     "beside a reference": ({**of(b=NUMBER), "$ref": "#/$defs/A", "$defs": {"A": of(a=NUMBER)}},
