@@ -55,12 +55,6 @@ def test_a_call_without_arguments_has_an_empty_object(arguments, model_of):
     assert '<tool_call>\n{"name": "paint", "arguments": {}}\n</tool_call>' in text
 
 
-def test_arguments_that_are_no_object_are_refused(model_of):
-    call = CALL | {"function": CALL["function"] | {"arguments": "1"}}
-    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
-    assert refusal(model_of("qwen", templates.QWEN), messages)[:2] == (400, "messages")
-
-
 def test_what_a_template_raises_is_the_requests_error(model_of):
     model = model_of("qwen", "{{ raise_exception('no') }}")
     status, param, message = refusal(model, [USER])

@@ -187,7 +187,6 @@ def test_unknown_places_methods_and_types(server, method, path, status, said):
          "response_format and structured_outputs each say"),
         ({"structured_outputs": {"json_object": False}, "response_format": {"type": "text"}}, None),
         ({"tools": []}, "'tools' is not served"),
-        ({"logprob": 1}, "did you mean 'logprobs'?"),
         ({"extra_token_ids": [1]}, "extra_token_ids need logprobs"),
         ({"logprobs": 33}, "logprobs = 33, but the vocabulary has 32 tokens"),
         ({"logprobs_mode": "own"}, "Input should be 'raw', 'scaled' or 'processed'"),
