@@ -361,7 +361,7 @@ def _counted(
             sums[i % COUNTERS] = thread.sum_in_pairs([sums[i % COUNTERS], one])
         return thread.elements_like(counts, [thread.sum_in_pairs(sums)])
 
-    wide = [piece.astype(jnp.float32) for piece in pieces]
+    wide = [widened(piece, layout) for piece in pieces]
     here = compat.vector_layout()
     kind = thread.result((WARPGROUP,), jnp.float32, here)
     layouts: tuple[Layout | str | None, ...] = (here, "scalar", *[layout] * len(wide))
@@ -417,7 +417,7 @@ def sums_of(
     reference = finite_reference(largest.astype(jnp.float32))
     reference = compat.cast(lax.broadcast_in_dim(reference, pieces[0].shape, (0,)), layout)
     # The difference is exact near the maximum, however large that is.
-    differences = [piece.astype(jnp.float32) - reference for piece in pieces]
+    differences = [widened(piece, layout) - reference for piece in pieces]
     sums, by_exponent = [], None
     for i, scale in enumerate(scales):
         exponents = [x * scale for x in differences]
@@ -450,6 +450,14 @@ def _weighted(terms: list[jax.Array], exponents: list[jax.Array], layout: Layout
     arguments = (*terms, *least)
     sums = thread.inline(body, arguments, (layout,) * len(arguments), kind)
     return sums * jnp.float32(LOG_2)  # type: ignore[no-any-return]
+
+
+def widened(piece: jax.Array, layout: Layout) -> jax.Array:
+    """A piece in a layout as float32."""
+    if piece.dtype != jnp.bfloat16 or layout.to_mgpu().vector_length == 1:
+        return piece.astype(jnp.float32)
+    kind = thread.result(piece.shape, jnp.float32, layout)
+    return thread.inline(thread.widened, (piece,), (layout,), kind)  # type: ignore[no-any-return]
 
 
 def finite_reference(maximum: jax.Array) -> jax.Array:

@@ -262,6 +262,25 @@ def as_float32(x: Value) -> Word:
     return Word(arith.extf(ir.F32Type.get(), x))
 
 
+def widened(vector: Vector) -> Vector:
+    """A vector of bfloat16, an even number a register, as float32.
+
+    A bfloat16 is the upper half of its float32: one instruction each, from 32-bit words. What LLVM
+    makes of a conversion takes two of every other one.
+    """
+    registers = vector.registers.copy()
+    for i, register in enumerate(registers.flat):
+        (count,) = ir.VectorType(register.type).shape
+        pairs = llvm.bitcast(ir.VectorType.get((count // 2,), i32()), register)
+        wide = llvm.mlir_undef(ir.VectorType.get((count,), ir.F32Type.get()))
+        for j in range(count):
+            both = Word(llvm.extractelement(pairs, word(j // 2).value))
+            half = float_of(both & -65536 if j % 2 else both << 16)
+            wide = llvm.insertelement(wide, half.value, word(j).value)
+        registers.flat[i] = wide
+    return Vector(_registers=registers, _layout=vector.layout, _is_signed=None)
+
+
 def sync_threads() -> None:
     """All threads of the program meet; what was written before is seen after."""
     mgpu.warpgroup_barrier()
