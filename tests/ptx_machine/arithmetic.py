@@ -119,6 +119,13 @@ def rounded(x: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(floats(x, "f32")), NAN16, narrow)
 
 
+def sum_of(kind: str) -> Function:
+    """add.rn of 16 bits: of sums that are rounded to 2 p + 2 bits or more before, the rounding to p
+    bits is that of the exact sum (Figueroa 1995); float32 has 24, and p is 11 or 8.
+    """
+    return lambda a, b: rounded(bits32(floats(a, kind) + floats(b, kind)), kind)
+
+
 def both_rounded(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """cvt.rn.bf16x2.f32: the first source is the upper half."""
     upper, lower = (rounded(x, "bf16").astype(np.uint32) for x in (high, low))
@@ -311,6 +318,13 @@ def comparisons(name: str, kind: str) -> dict[str, Operation]:
     }
 
 
+def marked(name: str, kind: str) -> Function:
+    """set: 1.0 of the same kind where the comparison holds, else 0.0."""
+    one = np.uint16(0x3C00 if kind == "f16" else 0x3F80)
+    compare = comparison(name, kind)
+    return lambda a, b: np.where(compare(a, b), one, np.uint16(0))
+
+
 def comparison_of_halves(kind: str) -> Operation:
     """Two predicates, the lower half's first; each is undefined where its own half is."""
     equal = comparison("eq", kind)
@@ -357,6 +371,10 @@ def _table() -> dict[str, Operation]:
     for kind in ("bf16", "f16"):
         add(f"max.NaN.{kind}x2", "w", "ww", packed(largest(kind), np.uint16, np.uint32))
         out[f"setp.eq.{kind}x2"] = comparison_of_halves(kind)
+        for name in ("gt", "ge"):
+            both = packed(marked(name, kind), np.uint16, np.uint32)
+            add(f"set.{name}.{kind}x2.{kind}x2", "w", "ww", both)
+        add(f"add.rn.{kind}x2", "w", "ww", packed(sum_of(kind), np.uint16, np.uint32))
         add(f"cvt.f32.{kind}", "w", "h", lambda x, kind=kind: bits32(floats(x, kind)))
         add(f"sub.rn.f32.{kind}", "w", "hw",
             lambda a, b, kind=kind: bits32(floats(a, kind) - floats(b, "f32")))  # fmt: skip

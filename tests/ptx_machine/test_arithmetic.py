@@ -159,6 +159,14 @@ def test_maxima_and_comparisons():
         ("sub.f32", (words(np.inf), words(np.inf)), 0x7FFFFFFF),
         ("sub.rn.f32.bf16", (np.uint16(0x4040), words(1.0)), int(words(2.0))),
         ("sub.f32x2", (np.uint64(0x40400000_3F800000), np.uint64(0x3F800000_3F800000)), 2**62),
+        # Halves: 1.0 > -1.0, and NaN is above nothing; -0.0 >= 0.0, 1.0 < 1.0078125.
+        ("set.gt.bf16x2.bf16x2", (np.uint32(0x3F807FC0), np.uint32(0xBF803F80)), 0x3F800000),
+        ("set.ge.bf16x2.bf16x2", (np.uint32(0x80003F80), np.uint32(0x00003F81)), 0x3F800000),
+        ("set.gt.f16x2.f16x2", (np.uint32(0x3C003C01), np.uint32(0x3C003C00)), 0x00003C00),
+        ("set.ge.f16x2.f16x2", (np.uint32(0x3C007E00), np.uint32(0x3C007E00)), 0x3C000000),
+        # 3 + 4; 256 + 1 is a tie, which goes to the even one.
+        ("add.rn.bf16x2", (np.uint32(0x40404380), np.uint32(0x40803F80)), 0x40E04380),
+        ("add.rn.f16x2", (np.uint32(0x3C007BFF), np.uint32(0x3C007BFF)), 0x40007C00),
         ("fma.rn.f32x2", (np.uint64(0x3F800000_40400000),) * 3, 0x40000000_41400000),
     ],
 )

@@ -119,19 +119,22 @@ def load_partials(
 
 def combine(loaded: Loaded, schedule: Schedule) -> Combined:
     """A row's numbers. Every warp does it, so that no thread waits for another warp."""
-    lane = compat.iota((WARP,), 0, compat.warp_layout())
+    lanes = thread.lanes_of(schedule.programs)
+    lane = compat.iota((WARP,), 0, compat.warp_layout()) & (lanes - 1)
 
-    def joined(join: Callable[..., jax.Array], values: list[jax.Array], otherwise: float) -> Any:
-        """With `otherwise` where a vector goes beyond the last program."""
-        beyond = jnp.float32(otherwise)
+    def summed(values: list[jax.Array]) -> Any:
+        """With 0 where a vector goes beyond the last program."""
         inside = (lane < schedule.programs - i * WARP for i in range(len(values)))
-        every = (jnp.where(here, x, beyond) for here, x in zip(inside, values, strict=True))
-        return functools.reduce(join, every)
+        every = (jnp.where(here, x, jnp.float32(0)) for here, x in zip(inside, values, strict=True))
+        return thread.over_lanes(thread.sum_of_two, functools.reduce(jnp.add, every), lanes)
 
-    maxima, evidence, counts = loaded
-    count = jnp.sum(joined(jnp.add, counts, 0)).astype(jnp.int32)
-    maximum = jnp.max(joined(jnp.maximum, maxima, -jnp.inf))
-    return Combined(maximum, jnp.sum(joined(jnp.add, evidence, 0)), count)
+    maxima, evidence, counts = loaded  # maxima beyond the last program are its own again
+    maximum = functools.reduce(jnp.maximum, maxima)
+    return Combined(
+        thread.over_lanes(thread.larger_float, maximum, lanes),
+        summed(evidence),
+        summed(counts).astype(jnp.int32),
+    )
 
 
 class FinishInputs(NamedTuple):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.mosaic_gpu import compat, reading, thread
+from pallas_kernels.backends.mosaic_gpu import compat, limits, reading, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.reading import (
     RowChanges,
@@ -200,6 +200,12 @@ class RowOfGroups(NamedTuple):
     selected: jax.Array | None  # the logit by which others are counted; None: nothing is counted
     inclusive: bool
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether larger logits are counted in pairs of 16 bits, which chips before 9.0 cannot."""
+        same = self.selected is not None and self.selected.dtype == self.logits_ref.dtype
+        return same and self.schedule.vector == 8 and limits.has_clusters()
+
 
 def read_groups_kernel(
     logits_ref: jax.Ref,  # [N * width]  in
@@ -349,10 +355,15 @@ def _counted(
 ) -> jax.Array:
     """The counts [threads] with those of a block's pieces."""
     assert row.selected is not None
-    selected = thread.again(row.selected)
+    here, in_pairs = compat.vector_layout(), row.in_pairs
 
     def body(counts: Vector, selected: Vector, *given: Vector) -> Vector:
         (before,) = thread.words(counts)
+        if in_pairs:
+            logits = [x for piece in given for x in thread.pairs(piece)]
+            kind = thread.dtype_of(given[0])
+            number = thread.count_in_pairs(logits, word(selected), kind, row.inclusive)
+            return thread.elements_like(counts, [thread.sum_in_pairs([before, number])])
         limit, sums = word(selected), [before, *[word(0.0)] * (COUNTERS - 1)]
         logits = (x for piece in given for x in thread.words(piece))
         for i, x in enumerate(logits):
@@ -361,11 +372,13 @@ def _counted(
             sums[i % COUNTERS] = thread.sum_in_pairs([sums[i % COUNTERS], one])
         return thread.elements_like(counts, [thread.sum_in_pairs(sums)])
 
-    wide = [widened(piece, layout) for piece in pieces]
-    here = compat.vector_layout()
+    if in_pairs:
+        limit, given = thread.pair_again(row.selected), pieces
+    else:
+        limit, given = thread.again(row.selected), [widened(piece, layout) for piece in pieces]
     kind = thread.result((WARPGROUP,), jnp.float32, here)
-    layouts: tuple[Layout | str | None, ...] = (here, "scalar", *[layout] * len(wide))
-    return thread.inline(body, (counts, selected, *wide), layouts, kind)  # type: ignore[no-any-return]
+    layouts: tuple[Layout | str | None, ...] = (here, "scalar", *[layout] * len(given))
+    return thread.inline(body, (counts, limit, *given), layouts, kind)  # type: ignore[no-any-return]
 
 
 def rounded_down(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

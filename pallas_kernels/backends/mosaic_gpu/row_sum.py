@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.backends import exact_sums, row_totals
@@ -28,7 +29,9 @@ from pallas_kernels.numbers.exponential import exponential
 
 VECTOR = compat.vector_layout()
 _WARPS = 4
-_WHOLE = 2.0**23  # a float32 above it has no digit behind its point
+_WHOLE = 2.0**23  # a float32 from it to twice it has no digit behind its point
+_LARGE = 1.5 * _WHOLE  # nor have those up to 2**22 around it
+MOST_BITS = 15  # of a digit, so that a group's first one is at most `_WHOLE`
 
 
 class SummedGroups(NamedTuple):
@@ -259,17 +262,29 @@ def _maxima(schedule: Schedule, groups: SummedGroups) -> jax.Array:
 
 
 def _digits_of(weights: jax.Array, vocab_size: int) -> list[jax.Array]:
-    """`exact_sums.digits` int32, of operations that kernels have."""
-    scale = jnp.float32(2 ** exact_sums.digit_bits(vocab_size))
+    """`exact_sums.digits` int32, but that each is the nearest one: some are below 0.
+
+    So what is behind a digit is between -1/2 and 1/2, and no number is converted. Carried, they
+    are the same: a digit that is one larger has a whole unit less behind it, an even number of
+    last digits, so that ties of the last one are rounded alike.
+    """
+    bits = exact_sums.digit_bits(vocab_size)
+    scale, number = jnp.float32(2**bits), exact_sums.num_digits(vocab_size)
     digits, x = [], weights
-    for _ in range(exact_sums.num_digits(vocab_size) - 1):
+    if bits > MOST_BITS:
         x = x * scale
         digits.append(x.astype(jnp.int32))  # downwards: none is below 0
-        x = x - digits[-1].astype(jnp.float32)
-    # To the nearest, of two the even one.
-    shifted = x * scale + jnp.float32(_WHOLE)
-    least = jnp.int32(0x4B000000)  # the bits of `_WHOLE`
-    return [*digits, lax.bitcast_convert_type(shifted, jnp.int32) - least]
+        x = x - digits[0].astype(jnp.float32)
+    for place in range(len(digits), number):
+        # Added to a number that has no digit behind its point, it is rounded, of two digits to the
+        # even one, and is the low bits of the sum. A product with a power of two is exact.
+        large = _LARGE if place else _WHOLE
+        shifted = x * scale + jnp.float32(large)
+        bits_of_large = jnp.int32(np.float32(large).view(np.int32))
+        digits.append(lax.bitcast_convert_type(shifted, jnp.int32) - bits_of_large)
+        if place < number - 1:
+            x = x * scale - (shifted - jnp.float32(large))
+    return digits
 
 
 def _sum_of_thread(digits: jax.Array, layout: Layout) -> jax.Array:
@@ -312,7 +327,7 @@ def _to_float(digits: list[Word], vocab_size: int) -> Word:
     for digit in reversed(rest):
         total = digit + carry
         carried.insert(0, total & ((1 << bits) - 1))
-        carry = total >> bits
+        carry = thread.shifted(total, bits)
     carried.insert(0, highest + carry)
     result = word(0.0)
     for place, digit in reversed(list(enumerate(carried, start=1))):

@@ -203,6 +203,11 @@ def larger(a: Number, b: Number) -> Word:
     return Word(arith.maxsi(word(a).value, word(b).value))
 
 
+def shifted(a: Word, by: int) -> Word:
+    """a / 2**by rounded down, of signed integers."""
+    return Word(arith.shrsi(a.value, word(by).value))
+
+
 def lowest_bit(a: Word) -> Word:
     """The number of the lowest bit that is set; 32 for 0."""
     return Word(math.cttz(a.value))
@@ -214,6 +219,11 @@ def sum_in_pairs(values: Sequence[Word]) -> Word:
         pairs = zip(values[::2], values[1::2], strict=True)
         values = [Word(arith.addf(a.value, b.value)) for a, b in pairs]
     return values[0]
+
+
+def sum_of_two(a: Word, b: Word) -> Word:
+    """The sum of floats."""
+    return Word(arith.addf(a.value, b.value))
 
 
 def product(a: Word, b: Word) -> Word:
@@ -281,6 +291,55 @@ def widened(vector: Vector) -> Vector:
     return Vector(_registers=registers, _layout=vector.layout, _is_signed=None)
 
 
+def dtype_of(vector: Vector) -> str:
+    """PTX's name of a vector's floats of 16 bits."""
+    return "bf16" if isinstance(vector.mlir_dtype, ir.BF16Type) else "f16"
+
+
+def pairs(vector: Vector) -> list[Word]:
+    """What a thread holds of a vector of 16 bits, two of them a word."""
+    found: list[Word] = []
+    registers = list(vector.registers.flat)
+    if ir.VectorType(registers[0].type).shape[0] == 1:
+        both = ir.VectorType.get((2,), vector.mlir_dtype)
+        joined = []
+        for pair in zip(registers[::2], registers[1::2], strict=True):
+            register = llvm.mlir_undef(both)
+            for j, x in enumerate(pair):
+                one = llvm.extractelement(x, word(0).value)
+                register = llvm.insertelement(register, one, word(j).value)
+            joined.append(register)
+        registers = joined
+    for register in registers:
+        count = ir.VectorType(register.type).shape[0] // 2
+        words_of = llvm.bitcast(ir.VectorType.get((count,), i32()), register)
+        found += [Word(llvm.extractelement(words_of, word(j).value)) for j in range(count)]
+    return found
+
+
+def count_in_pairs(logits: Sequence[Word], limit: Word, kind: str, inclusive: bool) -> Word:
+    """How many of some floats, two a word, are above a limit, two a word too; as float32.
+
+    kind: `dtype_of`. A half counts in its own dtype, exactly up to 256.
+    """
+    compare = f"set.{'ge' if inclusive else 'gt'}.{kind}x2.{kind}x2 $0, $1, $2;"
+    ones = [_computed(compare, [x, limit]) for x in logits]
+    while len(ones) > 1:
+        both = zip(ones[::2], ones[1::2], strict=True)
+        ones = [_computed(f"add.rn.{kind}x2 $0, $1, $2;", pair) for pair in both]
+    element = ir.BF16Type.get() if kind == "bf16" else ir.F16Type.get()
+    halves = llvm.bitcast(ir.VectorType.get((2,), element), ones[0].value)
+    return sum_in_pairs(
+        [as_float32(llvm.extractelement(halves, word(j).value)) for j in range(2)]
+    )
+
+
+def _computed(text: str, operands: Sequence[Word]) -> Word:
+    """A word from words, by an instruction that may be moved."""
+    constraints = ",".join(["=r", *["r"] * len(operands)])
+    return Word(llvm.inline_asm(i32(), [x.value for x in operands], text, constraints))
+
+
 def sync_threads() -> None:
     """All threads of the program meet; what was written before is seen after."""
     mgpu.warpgroup_barrier()
@@ -315,6 +374,20 @@ def again(x: jax.Array) -> jax.Array:
         return Vector.splat(as_float32(here).value, ())
 
     kind = result((), jnp.float32, GPU.Layout.WG_SPLAT)
+    return inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
+
+
+def pair_again(x: jax.Array) -> jax.Array:
+    """`again` of a number of 16 bits, twice in a word."""
+
+    def body(value: Vector) -> Vector:
+        bits = arith.bitcast(ir.IntegerType.get_signless(16), word(value).value)
+        found = llvm.inline_asm(
+            i32(), [bits], "mov.b32 $0, {$1, $1};", "=r,h", has_side_effects=True
+        )
+        return scalar(Word(found))
+
+    kind = result((), jnp.int32, GPU.Layout.WG_SPLAT)
     return inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
 
 
@@ -538,11 +611,38 @@ def load_at_once(ref: Readable, index: Index) -> jax.Array:
     return inline(body, (ref, index), (None, "scalar"), kind)  # type: ignore[no-any-return]
 
 
+def lanes_of(number: int) -> int:
+    """The least power of two lanes that hold so many numbers, a warp of them at a time."""
+    return min(WARP, 1 << (number - 1).bit_length())
+
+
+def over_lanes(join: Callable[[Word, Word], Word], vector: jax.Array, lanes: int) -> jax.Array:
+    """What 2**n neighboring lanes hold of a vector in a `warp_layout`, joined in pairs: a number.
+
+    Each 2**n lanes of the warp hold the same.
+    """
+
+    def body(elements: Vector) -> Vector:
+        (x,) = words(elements)
+        distance = 1
+        while distance < lanes:
+            x = join(x, Word(utils.shfl_bfly(x.value, distance)))
+            distance *= 2
+        return Vector.splat(x.value, ())
+
+    kind = result((), jnp.float32, GPU.Layout.WG_SPLAT)
+    return inline(body, (vector,), (warp_layout(),), kind)  # type: ignore[no-any-return]
+
+
 def load_in_warps(ref: Readable, start: Index, size: int) -> jax.Array:
-    """[32] float32 from `start` on, in every warp; beyond `size` of them the last one again."""
+    """[32] float32 from `start` on, in every warp; beyond `size` of them the last one again.
+
+    They are repeated after as many lanes as `lanes_of` says.
+    """
 
     def body(here: Value, at: Vector) -> Vector:
-        address = place(here, word(at) + smaller(thread() & 31, size - 1), ir.F32Type.get())
+        lane = thread() & (lanes_of(size) - 1)
+        address = place(here, word(at) + smaller(lane, size - 1), ir.F32Type.get())
         text = "ld.relaxed.gpu.global.b32 $0, [$1];"
         found = llvm.inline_asm(ir.F32Type.get(), [address], text, "=f,l", has_side_effects=True)
         return one_each(Word(found), warp_layout(), (32,))
