@@ -87,6 +87,7 @@ def _topk_rows_kernel(
     groups_kernel.read_groups_kernel(
         logits_ref, inputs, *between, schedule=schedule, shape=shape, num_targets=num_targets,
         tree=tree, inclusive=outputs.inclusive,
+        own=lambda: thread.special("cluster_ctaid.x"),  # Pallas would divide
     )  # fmt: skip
     thread.inline(thread.arrive_in_cluster, (), (), ())
 

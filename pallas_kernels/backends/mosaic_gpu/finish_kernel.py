@@ -218,7 +218,7 @@ class RowToFinish(NamedTuple):
     logits: RowOfLogits
     token: jax.Array | None  # the given token; None where XLA makes the answers
     given: jax.Array | None  # its logit
-    temperature: jax.Array | None  # `Targets.temperature`
+    temperature: jax.Array | None  # `RowTargets.temperature`
     part_maxima: jax.Array | None  # [padded_parts], or None without a top K
     groups: row_sum.SummedGroups | None  # the first of them, for the row's sum
     out: RowOutputs[jax.Ref]
@@ -359,15 +359,16 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
     maximum, evidence, count = found
     valid = _is_valid(maximum, evidence)
     total, weighted = total_of(row, maximum)
+    temperature = reading.scaled_temperature(row.temperature)
     log_sum = jnp.where(valid, thread.of_numbers(log_of_total, total), jnp.float32(jnp.nan))
 
     def over_temperature(x: jax.Array) -> jax.Array:
-        if row.temperature is None:
+        if temperature is None:
             return x
         if x.ndim:
-            by = compat.splat(x.shape[0], row.temperature)
+            by = compat.splat(x.shape[0], temperature)
             return quotient(x, by)
-        return thread.of_numbers(quotient, x, row.temperature)
+        return thread.of_numbers(quotient, x, temperature)
 
     def logprobs(x: jax.Array) -> jax.Array:
         return over_temperature(x - maximum) - log_sum
@@ -378,8 +379,8 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
         row.out.log_sum_exp[row.target] = over_temperature(maximum) + log_sum
     if weighted is not None and row.out.entropy is not None:
         entropy = log_sum - thread.of_numbers(quotient, weighted, total)
-        if row.temperature is not None:
-            entropy = jnp.where(row.temperature > 0, entropy, row.temperature)
+        if temperature is not None:
+            entropy = jnp.where(temperature > 0, entropy, temperature)
         row.out.entropy[row.target] = entropy
     if row.k:
         pl.when(valid)(lambda: write_top_k(row, maximum, logprobs))

@@ -14,6 +14,7 @@ A step's loads all start before the first of them is used: 64 bytes a thread are
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -216,9 +217,9 @@ def read_groups_kernel(
     num_targets: int,
     tree: jax.tree_util.PyTreeDef,
     inclusive: bool,
+    own: Callable[[], Index] = lambda: lax.axis_index("program"),  # its number in the row
 ) -> None:
-    target = lax.axis_index("row")
-    program = lax.axis_index("program")
+    target, program = lax.axis_index("row"), own()
     num_rows, width = shape
     targets = inputs.targets
     # What needs no other number is loaded first, so that it all comes from memory at once.

@@ -45,12 +45,18 @@ class RowTargets(NamedTuple):
         return load_at_once(self.row_ids, target), number
 
     def temperature(self, target: Index) -> jax.Array | None:
-        """The temperature, in a kernel: NaN if it gives NaN logprobs; None without temperatures."""
+        """The temperature as it was given, in a kernel; None without temperatures."""
         if self.temperatures is None:
             return None
-        t = compat.asarray(load_at_once(self.temperatures, target))
-        t = jnp.where(t == 0, jnp.float32(1), t)  # 0 means greedy, whose scaled logprobs use 1
-        return compat.asarray(jnp.where((t > 0) & (t < jnp.inf), t, jnp.float32(jnp.nan)))
+        return compat.asarray(load_at_once(self.temperatures, target))
+
+
+def scaled_temperature(temperature: jax.Array | None) -> jax.Array | None:
+    """The temperature of scaled logprobs, in a kernel: NaN if they are NaN; of any."""
+    if temperature is None:
+        return None
+    t = jnp.where(temperature == 0, jnp.float32(1), temperature)  # greedy
+    return compat.asarray(jnp.where((t > 0) & (t < jnp.inf), t, jnp.float32(jnp.nan)))
 
 
 def is_active_target(
@@ -62,10 +68,11 @@ def is_active_target(
 
 
 def inverse_in_kernel(temperature: jax.Array | None) -> jax.Array:
-    """1 / T in a kernel, as `row_totals.inverse_of` has it; of `RowTargets.temperature`."""
+    """1 / T in a kernel, as `row_totals.inverse_of` has it; of any temperature."""
     if temperature is None:
         return compat.asarray(jnp.float32(1))
-    usable = jnp.where(temperature > 0, temperature, jnp.float32(1))
+    is_usable = (temperature > 0) & (temperature < jnp.inf)
+    usable = jnp.where(is_usable, temperature, jnp.float32(1))
     return bounded(thread.of_numbers(quotient, jnp.float32(1), usable))
 
 
