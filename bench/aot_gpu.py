@@ -20,7 +20,7 @@ from jax.stages import Lowered
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpu import after_read, estimates, model, sampled, sass
+from bench.gpu import after_read, estimates, model, sampled, sass, trips
 from pallas_kernels import use_implementation
 from pallas_kernels.backends.mosaic_gpu import cluster_kernel
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_schedule
@@ -190,9 +190,10 @@ def measure(
         "read_groups": (schedule, rows, kind),
         "finish_rows": (schedule, rows, shape.k, *of_pass2),
     }
-    if not is_sampled and cluster_kernel.fits_cluster(schedule):
-        wanted = {"topk_rows": (schedule, rows, shape.k, kind)}
-    if path == "bias":
+    clustered = not is_sampled and cluster_kernel.fits_cluster(schedule)
+    if clustered:  # which sums the groups of biased tokens again
+        wanted = {"topk_rows": (schedule, rows, shape.k, path)}
+    elif path == "bias":
         wanted["biased_groups"] = (shape,)
     if is_after:
         wanted = {"draw": (shape,), "count_larger": (replace(shape, k=0),)}
@@ -207,8 +208,10 @@ def measure(
         more = sampled.bytes_besides(path, schedule) if is_sampled else 0  # of a row, by pass 1
         more += shape.vocabulary // 8 if masked else 0
         loops = tuple(sampled.loops_per_logit(kernels[0], schedule))
-        passes, others = (kernels[:-1], kernels[-1:]) if path == "bias" else (kernels, ())
-        time = estimates.estimate(shape, schedule, passes, chip, more)
+        apart = path == "bias" and not clustered
+        passes, others = (kernels[:-1], kernels[-1:]) if apart else (kernels, ())
+        again = trips.BIASES if path == "bias" and clustered else 0
+        time = estimates.estimate(shape, schedule, passes, chip, more, again)
         for kernel in others:
             time = estimates.with_biased(time, shape, kernel, chip)
     text, temporaries = compiled.as_text() or "", compiled.memory_analysis()

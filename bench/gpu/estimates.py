@@ -69,6 +69,7 @@ def estimate(
     kernels: Sequence[Kernel],
     chip: model.Chip,
     more: int = 0,
+    biases: int = 0,
 ) -> Estimate:
     """The model's time of a call without extra ids.
 
@@ -78,6 +79,7 @@ def estimate(
       kernels: pass 1 and pass 2.
       chip: what it runs on.
       more: bytes that pass 1 reads or writes of a row besides: of a mask, of group sums.
+      biases: of a row, each in a group of its own, which the programs of its cluster read again.
     """
     size = jnp.dtype(shape.dtype).itemsize
     # A sum of each group, and a maximum of each part.
@@ -87,15 +89,20 @@ def estimate(
     edges = schedule.programs - schedule.splits
     one, two = (kernels[0], kernels[-1])
     first, second = one.code, two.code
-    clustered = len(kernels) == 1
+    clustered, lost = len(kernels) == 1, 0.0
     if clustered:
         first, second = one.code.around_cluster_barrier()
+        # What was read lately is in the second-level cache still, if it holds all rows under way.
+        places = chip.multiprocessors * model.places(one.registers, chip)
+        under_way = places / schedule.programs * shape.vocabulary * size
+        lost = max(0.0, 1 - chip.cache / under_way)
     pass1 = model.Launched(
         first,
         one.registers,
         shape.rows * schedule.programs,
-        shape.rows * (shape.vocabulary * size + groups + results + more),
-        trips.of_pass1(schedule),
+        shape.rows
+        * (shape.vocabulary * size + groups + results + more + biases * (lost * GROUP * size + 8)),
+        trips.of_pass1(schedule, again=biases > 0),
     )
     pass2 = model.Launched(
         second.until_exit(),  # rows without an answer come behind
@@ -108,10 +115,6 @@ def estimate(
     if not clustered:
         reading = events.seconds(pass1, edges, shape.rows, chip)
         return Estimate(*times, 2 * chip.launch, reading + times[1].total)
-    # What was read lately is in the second-level cache still, if it holds all rows under way.
-    places = chip.multiprocessors * model.resident(pass1, chip)
-    under_way = places / schedule.programs * shape.vocabulary * size
-    lost = max(0.0, 1 - chip.cache / under_way)
     then = events.Then(
         times[1].latency * chip.clock,
         times[1].busiest * chip.clock,

@@ -134,12 +134,23 @@ def _parts(kernel: model.Launched, chip: model.Chip) -> Parts:
         part = Code(tuple(code.instructions[i] for i in places), ())
         return model.chain(part, model.structure(part, lambda *_: 1), chip, ends=False)
 
-    # Of the branches around no loop, the one around most is around the edges.
-    branches = [x for x in code.skipped if x.end <= main.begin or x.begin >= main.end]
+    # Of the branches around no loops in loops, the one around most is around the edges.
+    outer = [x for x in code.loops if x == main or any(_within(y, x) for y in code.loops)]
+    branches = [
+        x for x in code.skipped if all(x.end <= loop.begin or x.begin >= loop.end for loop in outer)
+    ]
     around = max(branches, key=lambda x: x.end - x.begin, default=Loop(0, 0))
     edges = range(around.begin, around.end)
     start = alone(i for i in range(main.begin) if i not in edges)
-    end = alone(i for i in range(main.end, len(code.instructions)) if i not in edges)
+    never = {
+        i for x in code.loops if trips(x) == 0 and any(_within(x, y) for y in code.loops)
+        for i in range(x.begin, x.end)
+    }  # fmt: skip
+    end = alone(i for i in range(main.end, len(code.instructions)) if i not in (*edges, *never))
     one, two = (model.chain(code, with_turns(times), chip) for times in (1, 2))
     issue = issued(with_turns(2)) - issued(with_turns(1))
     return Parts(turns, start, start + alone(edges), two - one, end, issue)
+
+
+def _within(a: Loop, b: Loop) -> bool:
+    return a != b and b.begin <= a.begin and a.end <= b.end

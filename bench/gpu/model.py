@@ -207,8 +207,13 @@ class Time:
 
 def resident(kernel: Launched, chip: Chip) -> int:
     """How many programs share a multiprocessor."""
-    registers = -(-kernel.registers // 8) * 8 * 32 * WARPS
-    return max(1, min(chip.registers // registers, chip.most_warps // WARPS))
+    return places(kernel.registers, chip)
+
+
+def places(registers: int, chip: Chip) -> int:
+    """How many programs of so many registers a thread a multiprocessor has room for."""
+    each = -(-registers // 8) * 8 * 32 * WARPS
+    return max(1, min(chip.registers // each, chip.most_warps // WARPS))
 
 
 def time(kernel: Launched, chip: Chip) -> Time:

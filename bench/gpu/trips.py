@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.gpu.machine_code import Code, Loop
 from bench.gpu.model import Trips
-from pallas_kernels.backends.mosaic_gpu.schedule import WARPGROUP, Schedule
+from pallas_kernels.backends.mosaic_gpu.schedule import GROUPS_PER_BLOCK, WARPGROUP, Schedule
 from pallas_kernels.backends.mosaic_gpu.selection import FREE_BITS, capacity
 from pallas_kernels.backends.mosaic_gpu.selection_threads import AT_ONCE, OWN
 
@@ -83,15 +83,22 @@ def selection(vocabulary: int, dtype: str, width: int, k: int) -> Selection:
     )
 
 
-def of_pass1(schedule: Schedule) -> Trips:
+def of_pass1(schedule: Schedule, *, again: bool = False) -> Trips:
     """A loop with exponentials is the steps of a program; of two, the longer one turns.
 
     One that loads, and has none, adds a bias: to as many tokens of a block as a warp has of them.
+
+    Args:
+      schedule: as compiled.
+      again: whether another loop with exponentials sums the groups of biased tokens again: the one
+        around a loop that adds biases.
     """
     steps = -(-schedule.num_steps // max(schedule.splits, 1))
 
     def trips(code: Code, loop: Loop) -> float:
         names = code.names(loop)
+        if again:
+            return _with_biased(code, loop, steps, schedule)
         if "MUFU.EX2" not in names:
             biased = BIASES * schedule.block / (4 * schedule.vocabulary)
             return biased if has(names, "LDG") else 1
@@ -101,11 +108,20 @@ def of_pass1(schedule: Schedule) -> Trips:
     return trips
 
 
+def _with_biased(code: Code, loop: Loop, steps: int, schedule: Schedule) -> float:
+    """A loop around others sums blocks of biased groups; a row's programs share these."""
+    if "MUFU.EX2" not in code.names(loop):
+        return of_biased()(code, loop)
+    if any(_inside(other, loop) for other in code.loops):
+        return -(-BIASES // (GROUPS_PER_BLOCK * schedule.programs))
+    return steps
+
+
 def of_biased() -> Trips:
-    """A loop adds the biases of a run, of which it has one; the one in it halves a list of ids."""
+    """A loop adds the biases of a run, of which it has one; that in it finds biases further off."""
 
     def trips(code: Code, loop: Loop) -> float:
-        return 1
+        return 1 if any(_inside(other, loop) for other in code.loops) else 0
 
     return trips
 

@@ -264,6 +264,18 @@ def funnel(left: bool) -> Function:
     return run
 
 
+def permuted(low: np.ndarray, high: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """prmt.b32: four of eight bytes, or of each its sign in all bits, by a nibble each."""
+    both, out = joined(low, high, np.uint64), np.zeros_like(low)
+    for i in range(4):
+        nibble = (chosen >> np.uint32(4 * i)).astype(np.uint64) & np.uint64(15)
+        byte = (both >> (np.uint64(8) * (nibble & np.uint64(7)))) & np.uint64(255)
+        sign = np.where(byte >> np.uint64(7) == 1, np.uint64(255), np.uint64(0))
+        found = np.where(nibble >> np.uint64(3) == 1, sign, byte).astype(np.uint32)
+        out = out | (found << np.uint32(8 * i))
+    return out
+
+
 def bit_field(x: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
     moved = x.astype(np.uint64) >> (start.astype(np.uint64) & np.uint64(255))
     mask = (np.uint64(1) << np.minimum(length, 32).astype(np.uint64)) - np.uint64(1)
@@ -411,6 +423,7 @@ def _table() -> dict[str, Operation]:
             add(f"{name}.{kind}", _letter(kind), _letter(kind) + "w", shift(name, kind))
     add("shf.r.wrap.b32", "w", "www", funnel(left=False))
     add("shf.l.wrap.b32", "w", "www", funnel(left=True))
+    add("prmt.b32", "w", "www", permuted)
     add("popc.b32", "w", "w", lambda x: np.bitwise_count(x).astype(np.uint32))
     add("bfe.u32", "w", "www", bit_field)
     add("cvt.rn.f16.f32", "h", "w", lambda x: rounded(x, "f16"))

@@ -159,6 +159,8 @@ def test_maxima_and_comparisons():
         ("sub.f32", (words(np.inf), words(np.inf)), 0x7FFFFFFF),
         ("sub.rn.f32.bf16", (np.uint16(0x4040), words(1.0)), int(words(2.0))),
         ("sub.f32x2", (np.uint64(0x40400000_3F800000), np.uint64(0x3F800000_3F800000)), 2**62),
+        ("prmt.b32", (np.uint32(0x33221180), np.uint32(0x77665544), np.uint32(0x7058)), 0x778055FF),
+        ("prmt.b32", (np.uint32(0x33221180), np.uint32(0x776655C4), np.uint32(0x9CD8)), 0x00FF00FF),
         # Halves: 1.0 > -1.0, and NaN is above nothing; -0.0 >= 0.0, 1.0 < 1.0078125.
         ("set.gt.bf16x2.bf16x2", (np.uint32(0x3F807FC0), np.uint32(0xBF803F80)), 0x3F800000),
         ("set.ge.bf16x2.bf16x2", (np.uint32(0x80003F80), np.uint32(0x00003F81)), 0x3F800000),

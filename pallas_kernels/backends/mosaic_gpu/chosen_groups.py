@@ -3,14 +3,8 @@
 The row was read before, in fixed groups of 256 logits, and their maxima and sums say which of them
 still matter. A kernel holds a flag for each group. The flagged ones are written to a list, in no
 order, and a warpgroup reads a block's number of them at a time, as pass 1 reads a block.
-
-The groups that hold a token with a bias have a kernel of their own (`read_biased`): pass 1 would
-take twice as long if it looked for biases. They are few, so it leaves out the tokens that have one,
-and here the groups of these are summed in pass 1's order: with its bits, as if it had changed the
-logits itself. A program takes a block's number of them.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends.groups import WIDTH, GroupSums
-from pallas_kernels.backends.mosaic_gpu import compat, reading, thread
+from pallas_kernels.backends.groups import WIDTH
+from pallas_kernels.backends.mosaic_gpu import compat, thread
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
-from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_of, sums_of
-from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, RowTargets, changed, flat_changes
+from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, changed
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     GROUPS_PER_BLOCK,
     RUN,
@@ -30,10 +23,8 @@ from pallas_kernels.backends.mosaic_gpu.schedule import (
     Index,
     Layout,
     Schedule,
-    choose_read_schedule,
 )
 from pallas_kernels.backends.mosaic_gpu.thread import Value, Vector, Word, word
-from pallas_kernels.contract.rows import Rows
 
 _Carry = TypeVar("_Carry")  # of a loop: a tree of vectors and numbers
 NO_GROUP = 2**31 - 1
@@ -218,115 +209,3 @@ def over_groups(
         return work(turn, chosen.groups(turn, count, row), carry)
 
     return lax.fori_loop(0, (count + (size - 1)) // size, body, initial)  # type: ignore[no-any-return]
-
-
-class Replaced(NamedTuple):
-    """Groups of R rows that stand in the place of those that pass 1 has left, D of each row.
-
-    Arrays outside a kernel, references inside.
-    """
-
-    numbers: jax.Array  # [R * D] i32, distinct ones of a row; -1 where there is none
-    maxima: jax.Array  # [R * D] f32
-    sums: jax.Array  # [R * D] f32
-    weighted: jax.Array | None  # [R * D] f32
-
-
-def read_biased(rows: Rows, *, weighted: bool) -> Replaced:
-    """The groups that hold a token with a bias, as they are changed, at most one for each bias.
-
-    Args:
-      rows: with biases, whole; temperatures are usable ones, changes `prepared`.
-      weighted: whether the sums for the entropy are wanted.
-    """
-    changes = rows.changes
-    assert changes is not None
-    assert changes.bias_token_ids is not None
-    ids = changes.bias_token_ids
-    # In order, with those that another place has; a group's last one stands for it.
-    numbers = jnp.where(ids < -1, -2 - ids, ids) >> (WIDTH.bit_length() - 1)
-    following = jnp.pad(numbers[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-    numbers = jnp.where(numbers != following, numbers, -1)
-    padding = -ids.shape[1] % GROUPS_PER_BLOCK
-    numbers = jnp.pad(numbers, ((0, 0), (0, padding)), constant_values=-1)
-    return Replaced(numbers.reshape(-1), *_read_numbers(numbers, rows, weighted=weighted))
-
-
-def put_biased(groups: GroupSums, replaced: Replaced) -> GroupSums:
-    """Groups [R, G] with those of `read_biased` in their places."""
-    of_rows: Replaced = jax.tree.map(lambda x: x.reshape(groups.sums.shape[0], -1), replaced)
-    numbers, maxima, sums, weighted = of_rows
-    row = jnp.arange(len(numbers), dtype=jnp.int32)[:, None]
-    places = jnp.where(numbers < 0, groups.sums.shape[1], numbers)  # behind the row: dropped
-    return jax.tree.map(  # type: ignore[no-any-return]
-        lambda x, y: x.at[row, places].set(y, mode="drop"),
-        groups,
-        GroupSums(maxima, sums, weighted),
-    )
-
-
-def _read_numbers(
-    numbers: jax.Array, rows: Rows, *, weighted: bool
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Maxima and sums [R * D] of the groups of these numbers [R, D]; -1 where there is none."""
-    num_targets, count = numbers.shape
-    num_rows, width = rows.logits.shape
-    schedule = choose_read_schedule(num_targets, width, rows.logits.dtype.name)
-    kernel = GPU.kernel(
-        functools.partial(_biased_groups_kernel, schedule=schedule, num_rows=num_rows, count=count),
-        out_type=[compat.shape((num_targets * count,), jnp.float32)] * (3 if weighted else 2),
-        grid=(count // GROUPS_PER_BLOCK, num_targets),
-        grid_names=("block", "row"),
-        compiler_params=compat.compiler_params(approx_math=True),
-        kernel_name="biased_groups",
-    )
-    targets = reading.make_targets(rows.row_ids, rows.num_rows, rows.temperatures)
-    changes = flat_changes(rows.changes, width)
-    found = kernel(rows.logits.reshape(-1), numbers.reshape(-1), targets, changes)
-    maxima, sums, *by_exponent = found
-    return maxima, sums, by_exponent[0] if weighted else None
-
-
-def _biased_groups_kernel(
-    logits_ref: jax.Ref,  # [N * V]  in
-    numbers_ref: Readable,  # [R * D] i32  in
-    targets: RowTargets,  # in
-    changes: RowChanges,  # of the R rows  in
-    maxima_ref: jax.Ref,  # [R * D] f32  out
-    sums_ref: jax.Ref,  # [R * D] f32  out
-    weighted_ref: jax.Ref | None = None,  # [R * D] f32  out
-    *,
-    schedule: Schedule,
-    num_rows: int,
-    count: int,
-) -> None:
-    target, block = lax.axis_index("row"), lax.axis_index("block")
-    logits_row, _ = targets.row(target)
-    inverse = reading.inverse_in_kernel(targets.temperature(target))
-    first = jnp.clip(logits_row, 0, num_rows - 1) * schedule.vocabulary
-    row = Row(schedule, logits_ref, first, changes, target)
-    begin = target * count + block * GROUPS_PER_BLOCK
-    pieces = row.pieces(_numbers(row, numbers_ref, begin))
-    largest = maxima_of(pieces)
-    (sums,), weighted = sums_of(
-        pieces, largest, (reading.exponents_scale(inverse),), row.layout,
-        weighted=weighted_ref is not None,
-    )  # fmt: skip
-    results = [(maxima_ref, largest.astype(jnp.float32)), (sums_ref, sums)]
-    if weighted_ref is not None and weighted is not None:
-        results.append((weighted_ref, weighted))
-    for ref, values in results:
-        compat.store_some(ref, begin, GROUPS_PER_BLOCK, values)
-
-
-def _numbers(row: Row, numbers_ref: Readable, begin: jax.Array) -> jax.Array:
-    """A block's number of group numbers [groups] from `begin` on, as `Row.pieces` takes them."""
-    layout = row.layout.reduce(1)
-    lanes = (row.schedule.piece[1] // RUN).bit_length() - 1
-
-    def body(numbers: Value, begin: Vector) -> Vector:
-        found = word(thread.load(numbers, word(begin) + (thread.thread() >> lanes)))
-        return thread.one_each(found, layout, (GROUPS_PER_BLOCK,), signed=True)
-
-    kind = thread.result((GROUPS_PER_BLOCK,), jnp.int32, layout)
-    return thread.inline(body, (numbers_ref, begin), (None, "scalar"), kind)  # type: ignore[no-any-return]

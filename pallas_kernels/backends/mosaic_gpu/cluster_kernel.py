@@ -11,6 +11,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import (
+    biased_groups,
     compat,
     finish_kernel,
     groups_kernel,
@@ -18,10 +19,11 @@ from pallas_kernels.backends.mosaic_gpu import (
     row_sum,
     thread,
 )
-from pallas_kernels.backends.mosaic_gpu.chosen_groups import Replaced
+from pallas_kernels.backends.mosaic_gpu.biased_groups import Biased, Replaced
+from pallas_kernels.backends.mosaic_gpu.chosen_groups import Row
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
-from pallas_kernels.backends.mosaic_gpu.schedule import CLUSTER, Schedule
+from pallas_kernels.backends.mosaic_gpu.schedule import CLUSTER, Index, Schedule
 from pallas_kernels.contract.rows import Outputs
 
 
@@ -38,13 +40,15 @@ def topk_rows(
     num_targets: int,
     inputs: groups_kernel.GroupInputs,
     allowed: jax.Array | None,
-    replaced: Replaced | None = None,
+    biased: Biased | None = None,
 ) -> tuple[GroupOutputs[jax.Array], finish_kernel.RowOutputs[jax.Array]]:
     """What pass 1 leaves of R target rows, and the outputs.
 
-    Arguments as `read_targets` and `finish_rows` have them.
+    Arguments as `read_targets` and `finish_rows` have them; biased: groups that are read again.
     """
-    between = groups_kernel.result_types(schedule, num_targets, logits.dtype, outputs.entropy)
+    between: Any = groups_kernel.result_types(schedule, num_targets, logits.dtype, outputs.entropy)
+    if biased is not None:
+        between = *between, biased_groups.replaced_types(biased, weighted=outputs.entropy)
     types, tree = jax.tree.flatten(between)
     kernel = GPU.kernel(
         functools.partial(
@@ -65,8 +69,8 @@ def topk_rows(
         compiler_params=compat.compiler_params(approx_math=True),
         kernel_name="topk_rows",
     )
-    found = kernel(logits.reshape(-1), inputs, allowed, replaced)
-    (groups,) = jax.tree.unflatten(tree, found[: len(types)])
+    found = kernel(logits.reshape(-1), inputs, allowed, biased)
+    groups, *_ = jax.tree.unflatten(tree, found[: len(types)])
     return groups, finish_kernel.named(found[len(types) :], outputs, mode)
 
 
@@ -74,7 +78,7 @@ def _topk_rows_kernel(
     logits_ref: Any,
     inputs: groups_kernel.GroupInputs,
     allowed_ref: Readable | None,
-    replaced: Replaced | None,
+    biased: Biased | None,
     *others: Any,  # out, as `read_targets` and `finish_rows`; scratch
     schedule: Schedule,
     outputs: Outputs,
@@ -84,17 +88,27 @@ def _topk_rows_kernel(
     tree: jax.tree_util.PyTreeDef,
 ) -> None:
     between, after = others[: tree.num_leaves], others[tree.num_leaves :]
+    out, *of_biased = jax.tree.unflatten(tree, between)
+    of_groups, groups_tree = jax.tree.flatten((out,))
+
+    def sum_biased(first: Index, target: Index, program: Index, scale: jax.Array) -> None:
+        assert biased is not None
+        row = Row(schedule, logits_ref, first, biased.changes, target)
+        biased_groups.sum_in_cluster(
+            row, scale, biased, tuple(jax.tree.leaves(of_biased)), program, num_targets
+        )
+
     groups_kernel.read_groups_kernel(
-        logits_ref, inputs, *between, schedule=schedule, shape=shape, num_targets=num_targets,
-        tree=tree, inclusive=outputs.inclusive,
-        own=lambda: thread.special("cluster_ctaid.x"),  # Pallas would divide
+        logits_ref, inputs, *of_groups, schedule=schedule, shape=shape, num_targets=num_targets,
+        tree=groups_tree, inclusive=outputs.inclusive,
+        then=None if biased is None else sum_biased,
     )  # fmt: skip
+    replaced = None if biased is None else Replaced(biased.numbers, *of_biased[0])
     thread.inline(thread.arrive_in_cluster, (), (), ())
 
     # Read again, so that no register holds them while the row is read.
     @pl.when(thread.special("cluster_ctaid.x") == 0)
     def _() -> None:
-        (out,) = jax.tree.unflatten(tree, between)
         finish_kernel.finish_rows_kernel(
             finish_kernel.FinishInputs(
                 logits_ref,

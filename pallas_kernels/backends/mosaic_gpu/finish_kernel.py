@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import compat, reading, row_sum, thread
-from pallas_kernels.backends.mosaic_gpu.chosen_groups import Replaced
+from pallas_kernels.backends.mosaic_gpu.biased_groups import Replaced
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.schedule import Index, Schedule
 from pallas_kernels.backends.mosaic_gpu.selection import (

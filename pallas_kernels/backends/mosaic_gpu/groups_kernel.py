@@ -204,8 +204,8 @@ class RowOfGroups(NamedTuple):
     @property
     def in_pairs(self) -> bool:
         """Whether larger logits are counted in pairs of 16 bits, which chips before 9.0 cannot."""
-        same = self.selected is not None and self.selected.dtype == self.logits_ref.dtype
-        return same and self.schedule.vector == 8 and limits.has_clusters()
+        is_half = self.schedule.vector == 8 and self.vector % 2 == 0
+        return is_half and limits.has_clusters()
 
 
 def read_groups_kernel(
@@ -217,9 +217,12 @@ def read_groups_kernel(
     num_targets: int,
     tree: jax.tree_util.PyTreeDef,
     inclusive: bool,
-    own: Callable[[], Index] = lambda: lax.axis_index("program"),  # its number in the row
+    # What else a program of a row does once it has read, with where the row starts, its target, its
+    # number and the scale of exponents.
+    then: Callable[[Index, Index, Index, jax.Array], None] | None = None,
 ) -> None:
-    target, program = lax.axis_index("row"), own()
+    target = lax.axis_index("row")
+    program = lax.axis_index("program")
     num_rows, width = shape
     targets = inputs.targets
     # What needs no other number is loaded first, so that it all comes from memory at once.
@@ -248,6 +251,8 @@ def read_groups_kernel(
             inclusive,
         )
         _read_row(row, program, num_targets, of_row)
+        if then is not None:
+            then(first, target, program, row.scales[0])
 
     if targets.row_ids is None and targets.num_rows is None:
         read()
@@ -331,7 +336,11 @@ def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carries: Ca
         parts = part_maxima(mine, schedule.parts_per_group)
         largest = functools.reduce(jnp.maximum, parts)
         sums, weighted = sums_of(
-            mine, largest, row.scales[: len(refs)], layout, weighted=out.weighted is not None
+            widened(mine, layout),
+            largest,
+            row.scales[: len(refs)],
+            layout,
+            weighted=out.weighted is not None,
         )
         if out.exact_maxima is not None:
             _store(row, block, out.exact_maxima, [largest])
@@ -374,12 +383,26 @@ def _counted(
         return thread.elements_like(counts, [thread.sum_in_pairs(sums)])
 
     if in_pairs:
-        limit, given = thread.pair_again(row.selected), pieces
+        limit, given = _pair_of_limits(row), pieces
     else:
-        limit, given = thread.again(row.selected), [widened(piece, layout) for piece in pieces]
+        limit = thread.again(row.selected)
+        given = [piece.astype(jnp.float32) for piece in pieces]
     kind = thread.result((WARPGROUP,), jnp.float32, here)
     layouts: tuple[Layout | str | None, ...] = (here, "scalar", *[layout] * len(given))
     return thread.inline(body, (counts, limit, *given), layouts, kind)  # type: ignore[no-any-return]
+
+
+def _pair_of_limits(row: RowOfGroups) -> jax.Array:
+    """The given logit twice in a word: of the logits' dtype, or the next one that counts alike."""
+    selected, dtype = row.selected, row.logits_ref.dtype
+    assert selected is not None
+    if selected.dtype == dtype:
+        return thread.pair_again(selected)
+    layout = compat.warp_layout()
+    limits_of_warp = compat.cast(lax.broadcast_in_dim(selected, (thread.WARP,), ()), layout)
+    if row.inclusive:
+        return thread.pair_of(-rounded_down(-limits_of_warp, dtype))
+    return thread.pair_of(rounded_down(limits_of_warp, dtype))
 
 
 def rounded_down(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -431,7 +454,7 @@ def sums_of(
     reference = finite_reference(largest.astype(jnp.float32))
     reference = compat.cast(lax.broadcast_in_dim(reference, pieces[0].shape, (0,)), layout)
     # The difference is exact near the maximum, however large that is.
-    differences = [widened(piece, layout) - reference for piece in pieces]
+    differences = [piece.astype(jnp.float32) - reference for piece in pieces]
     sums, by_exponent = [], None
     for i, scale in enumerate(scales):
         exponents = [x * scale for x in differences]
@@ -466,12 +489,12 @@ def _weighted(terms: list[jax.Array], exponents: list[jax.Array], layout: Layout
     return sums * jnp.float32(LOG_2)  # type: ignore[no-any-return]
 
 
-def widened(piece: jax.Array, layout: Layout) -> jax.Array:
-    """A piece in a layout as float32."""
-    if piece.dtype != jnp.bfloat16 or layout.to_mgpu().vector_length == 1:
-        return piece.astype(jnp.float32)
-    kind = thread.result(piece.shape, jnp.float32, layout)
-    return thread.inline(thread.widened, (piece,), (layout,), kind)  # type: ignore[no-any-return]
+def widened(pieces: list[jax.Array], layout: Layout) -> list[jax.Array]:
+    """Pieces as float32; of bfloat16 by fewer instructions, where a thread has pairs of them."""
+    if pieces[0].dtype != jnp.bfloat16 or not reading.holds_pairs(pieces, layout):
+        return [piece.astype(jnp.float32) for piece in pieces]
+    kind = thread.result(pieces[0].shape, jnp.float32, layout)
+    return [thread.inline(thread.widened, (piece,), (layout,), kind) for piece in pieces]
 
 
 def finite_reference(maximum: jax.Array) -> jax.Array:

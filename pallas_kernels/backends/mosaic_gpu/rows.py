@@ -6,7 +6,7 @@ thing: it gathers the logits of `extra_token_ids`.
 
 Calls that change logits take `row_sums`: XLA makes the outputs, from a few numbers a row. Pass 1
 skips forbidden tokens and those that a bias names. The groups of the latter are summed again
-(`chosen_groups`), and pass 2 takes them instead; XLA puts these tokens back among the top K.
+(`biased_groups`), and pass 2 takes them instead; XLA puts these tokens back among the top K.
 
 Of rows that several devices share, XLA adds up the groups too (`part_sums`, `row_totals`).
 """
@@ -18,7 +18,7 @@ import numpy as np
 from pallas_kernels.backends.answers import in_order, usable_temperatures
 from pallas_kernels.backends.groups import WIDTH, GroupSums, Top, number_of_groups
 from pallas_kernels.backends.mosaic_gpu import (
-    chosen_groups,
+    biased_groups,
     cluster_kernel,
     finish_kernel,
     groups_kernel,
@@ -55,15 +55,15 @@ def row_sums(
     rows: Rows, selected: jax.Array, outputs: Outputs, schedule: Schedule | None = None
 ) -> RowSums:
     """`xla.rows.row_sums` on a GPU."""
-    changes, allowed, replaced = rows.changes, None, None
+    changes, allowed, biased = rows.changes, None, None
     if changes is not None:
         allowed = of_logits.unbiased(changes, rows.logits.shape[1])
         if changes.bias is not None:
-            replaced = chosen_groups.read_biased(rows, weighted=outputs.entropy)
-    _, finished = _run(schedule, outputs, "logits", rows, selected, allowed, replaced=replaced)
+            biased = biased_groups.biased_of(rows)
+    _, finished = _run(schedule, outputs, "logits", rows, selected, allowed, biased=biased)
     count = rows.num_targets
     larger, ids, logits = finished.ranks, *top_of(finished, count, outputs.k)
-    if replaced is not None:
+    if biased is not None:
         larger, ids, logits = _with_biased(larger, ids, logits, rows, selected, outputs)
     maximum, total = finished.statistics[:count], finished.statistics[count:]
     return RowSums(maximum, total, larger, ids, logits, finished.entropy)
@@ -122,8 +122,9 @@ def _whole_part(rows: Rows, selected: jax.Array, outputs: Outputs) -> PartSums:
     groups = groups_of(out, schedule, number_of_groups(width))
     larger, ids, logits = finished.ranks, *top_of(finished, rows.num_targets, outputs.k)
     if changes is not None and changes.bias is not None:
-        groups = chosen_groups.put_biased(
-            groups, chosen_groups.read_biased(rows, weighted=outputs.entropy)
+        biased = biased_groups.biased_of(rows)
+        groups = biased_groups.put_biased(
+            groups, biased_groups.read_biased(rows, biased, weighted=outputs.entropy)
         )
         larger, ids, logits = _with_biased(larger, ids, logits, rows, selected, outputs)
     return PartSums(groups, larger, ids, logits)
@@ -213,15 +214,15 @@ def _run(
     chosen: jax.Array | None,
     allowed: jax.Array | None = None,
     offset: jax.Array | None = None,
-    replaced: chosen_groups.Replaced | None = None,
+    biased: biased_groups.Biased | None = None,
 ) -> tuple[GroupOutputs[jax.Array], finish_kernel.RowOutputs[jax.Array]]:
     """Run both passes; chosen [R] is what pass 1 counts by.
 
-    allowed: [R, words] int32, or None; offset: [1] int32, or None; these and `replaced` where XLA
-    goes on.
+    allowed: [R, words] int32, or None; offset: [1] int32, or None; these and `biased` where XLA goes
+    on.
     """
     assert (allowed is None and offset is None) or mode in ("logits", "top")
-    assert replaced is None or mode == "logits"
+    assert biased is None or mode == "logits"
     flat = None if allowed is None else allowed.reshape(-1)
     logits, num_targets = rows.logits, rows.num_targets
     targets = make_targets(rows.row_ids, rows.num_rows, rows.temperatures)
@@ -230,9 +231,12 @@ def _run(
     inputs = groups_kernel.GroupInputs(targets, None, offset, changes, chosen)
     if cluster_kernel.fits_cluster(schedule):
         finished = cluster_kernel.topk_rows(
-            schedule, outputs, mode, logits, num_targets, inputs, flat, replaced
+            schedule, outputs, mode, logits, num_targets, inputs, flat, biased
         )
     else:
+        replaced = None
+        if biased is not None:
+            replaced = biased_groups.read_biased(rows, biased, weighted=outputs.entropy)
         out = groups_kernel.read_targets(
             schedule, logits, num_targets, inputs, weighted=outputs.entropy,
             inclusive=outputs.inclusive,
@@ -251,7 +255,7 @@ def _run(
             schedule, outputs, mode, between, logits.shape, num_targets
         )
         finished = out, after
-    return vary_like(finished, (logits, chosen, targets, allowed, replaced))
+    return vary_like(finished, (logits, chosen, targets, allowed, biased))
 
 
 def _answers(

@@ -40,6 +40,7 @@ memref: Any = mlir_memref
 scf: Any = mlir_scf
 
 WARP = 32
+_NOTHING = {"bf16": -0x7F0080, "f16": -0x3FF0400}  # two times -inf, of 16 bits
 
 Value: TypeAlias = mlir_ir.Value  # of a thread: a number, some of them, or a reference
 Vector = mosaic_gpu.FragmentedArray  # of a warpgroup; or a scalar of its
@@ -108,6 +109,11 @@ def words(vector: Vector) -> list[Word]:
     return found
 
 
+def element(vector: Value, place: int) -> Word:
+    """An element of a vector of MLIR."""
+    return Word(llvm.extractelement(vector, word(place).value))
+
+
 def values(vector: Vector) -> list[Value]:
     """`words` of elements of any kind, in MLIR."""
     return [x.value for x in words(vector)]
@@ -122,6 +128,19 @@ def elements_like(vector: Vector, values: Sequence[Word]) -> Vector:
             place += 1
         registers.flat[i] = register
     return Vector(_registers=registers, _layout=vector.layout, _is_signed=vector.is_signed)
+
+
+def floats_like(vector: Vector, values: Sequence[Word]) -> Vector:
+    """float32 in the layout of another vector, from what a thread holds."""
+    registers, place = vector.registers.copy(), 0
+    for i, register in enumerate(registers.flat):
+        count = ir.VectorType(register.type).shape[0]
+        wide = llvm.mlir_undef(ir.VectorType.get((count,), ir.F32Type.get()))
+        for j in range(count):
+            wide = llvm.insertelement(wide, values[place].value, word(j).value)
+            place += 1
+        registers.flat[i] = wide
+    return Vector(_registers=registers, _layout=vector.layout, _is_signed=None)
 
 
 def kept(vector: Vector, bits: Word) -> Vector:
@@ -139,6 +158,40 @@ def kept(vector: Vector, bits: Word) -> Vector:
             place += 1
         registers.flat[i] = register
     return Vector(_registers=registers, _layout=vector.layout, _is_signed=vector.is_signed)
+
+
+def pairs_kept(vectors: Sequence[Vector], bits: Word) -> tuple[Vector, ...]:
+    """`kept` of four vectors of which a thread holds 8 numbers of 16 bits, in a byte of bits each.
+
+    A word's two bits become its mask in one instruction: it repeats the uppermost bits of bytes.
+    """
+    shifted_bits = [bits << i for i in range(8)]
+    nothing = word(_NOTHING[dtype_of(vectors[0])])
+    found = []
+    for i, vector in enumerate(vectors):
+        low, high = 8 | i, 12 | i  # the sign of this byte of the first word, and of the second
+        chosen = word(low | low << 4 | high << 8 | high << 12)
+        halves = []
+        for j, x in enumerate(pairs(vector)):
+            operands = [shifted_bits[7 - 2 * j], shifted_bits[6 - 2 * j], chosen]
+            mask = _computed("prmt.b32 $0, $1, $2, $3;", operands)
+            halves.append((x & mask) | (nothing & ~mask))
+        found.append(_of_pairs(vector, halves))
+    return tuple(found)
+
+
+def _of_pairs(vector: Vector, halves: Sequence[Word]) -> Vector:
+    """A vector like another one, from words of two numbers; a register has an even number."""
+    registers, place = vector.registers.copy(), 0
+    for i, register in enumerate(registers.flat):
+        kind = ir.VectorType(register.type)
+        count = kind.shape[0] // 2
+        several = llvm.mlir_undef(ir.VectorType.get((count,), i32()))
+        for j in range(count):
+            several = llvm.insertelement(several, halves[place].value, word(j).value)
+            place += 1
+        registers.flat[i] = llvm.bitcast(kind, several)
+    return Vector(_registers=registers, _layout=vector.layout, _is_signed=None)
 
 
 def one_each(
@@ -278,17 +331,8 @@ def widened(vector: Vector) -> Vector:
     A bfloat16 is the upper half of its float32: one instruction each, from 32-bit words. What LLVM
     makes of a conversion takes two of every other one.
     """
-    registers = vector.registers.copy()
-    for i, register in enumerate(registers.flat):
-        (count,) = ir.VectorType(register.type).shape
-        pairs = llvm.bitcast(ir.VectorType.get((count // 2,), i32()), register)
-        wide = llvm.mlir_undef(ir.VectorType.get((count,), ir.F32Type.get()))
-        for j in range(count):
-            both = Word(llvm.extractelement(pairs, word(j // 2).value))
-            half = float_of(both & -65536 if j % 2 else both << 16)
-            wide = llvm.insertelement(wide, half.value, word(j).value)
-        registers.flat[i] = wide
-    return Vector(_registers=registers, _layout=vector.layout, _is_signed=None)
+    halves = (half for both in pairs(vector) for half in (both << 16, both & -65536))
+    return floats_like(vector, [float_of(half) for half in halves])
 
 
 def dtype_of(vector: Vector) -> str:
@@ -297,23 +341,12 @@ def dtype_of(vector: Vector) -> str:
 
 
 def pairs(vector: Vector) -> list[Word]:
-    """What a thread holds of a vector of 16 bits, two of them a word."""
-    found: list[Word] = []
-    registers = list(vector.registers.flat)
-    if ir.VectorType(registers[0].type).shape[0] == 1:
-        both = ir.VectorType.get((2,), vector.mlir_dtype)
-        joined = []
-        for pair in zip(registers[::2], registers[1::2], strict=True):
-            register = llvm.mlir_undef(both)
-            for j, x in enumerate(pair):
-                one = llvm.extractelement(x, word(0).value)
-                register = llvm.insertelement(register, one, word(j).value)
-            joined.append(register)
-        registers = joined
-    for register in registers:
+    """What a thread holds of a vector of 16 bits, an even number a register, two of them a word."""
+    found = []
+    for register in vector.registers.flat:
         count = ir.VectorType(register.type).shape[0] // 2
-        words_of = llvm.bitcast(ir.VectorType.get((count,), i32()), register)
-        found += [Word(llvm.extractelement(words_of, word(j).value)) for j in range(count)]
+        both = llvm.bitcast(ir.VectorType.get((count,), i32()), register)
+        found += [Word(llvm.extractelement(both, word(j).value)) for j in range(count)]
     return found
 
 
@@ -329,9 +362,7 @@ def count_in_pairs(logits: Sequence[Word], limit: Word, kind: str, inclusive: bo
         ones = [_computed(f"add.rn.{kind}x2 $0, $1, $2;", pair) for pair in both]
     element = ir.BF16Type.get() if kind == "bf16" else ir.F16Type.get()
     halves = llvm.bitcast(ir.VectorType.get((2,), element), ones[0].value)
-    return sum_in_pairs(
-        [as_float32(llvm.extractelement(halves, word(j).value)) for j in range(2)]
-    )
+    return sum_in_pairs([as_float32(llvm.extractelement(halves, word(j).value)) for j in range(2)])
 
 
 def _computed(text: str, operands: Sequence[Word]) -> Word:
@@ -382,13 +413,23 @@ def pair_again(x: jax.Array) -> jax.Array:
 
     def body(value: Vector) -> Vector:
         bits = arith.bitcast(ir.IntegerType.get_signless(16), word(value).value)
-        found = llvm.inline_asm(
-            i32(), [bits], "mov.b32 $0, {$1, $1};", "=r,h", has_side_effects=True
-        )
-        return scalar(Word(found))
+        text = "mov.b32 $0, {$1, $1};"
+        return scalar(Word(llvm.inline_asm(i32(), [bits], text, "=r,h", has_side_effects=True)))
 
     kind = result((), jnp.int32, GPU.Layout.WG_SPLAT)
     return inline(body, (x,), ("scalar",), kind)  # type: ignore[no-any-return]
+
+
+def pair_of(vector: jax.Array) -> jax.Array:
+    """A number of 16 bits that all lanes hold, in a `warp_layout`, twice in a word."""
+
+    def body(elements: Vector) -> Vector:
+        (x,) = words(elements)
+        half = arith.extui(i32(), arith.bitcast(ir.IntegerType.get_signless(16), x.value))
+        return scalar(Word(half) * 0x10001)
+
+    kind = result((), jnp.int32, GPU.Layout.WG_SPLAT)
+    return inline(body, (vector,), (warp_layout(),), kind)  # type: ignore[no-any-return]
 
 
 def special(register: str) -> jax.Array:
@@ -499,11 +540,17 @@ def load_aligned(ref: Value, index: Number, count: int) -> list[Value]:
     return [llvm.extractelement(found, word(i).value) for i in range(count)]
 
 
+def load_vector(ref: Value, index: Number, count: int) -> Value:
+    """A vector from an index that is a multiple of count, in MLIR."""
+    element = ir.MemRefType(ref.type).element_type
+    return llvm.load(ir.VectorType.get((count,), element), place(ref, index, element))  # type: ignore[no-any-return]
+
+
 def load_or(ref: Value, index: Number, count: int, condition: Word, otherwise: float) -> Value:
     """A vector from an index that is a multiple of count; other values where it does not hold."""
     element = ir.MemRefType(ref.type).element_type
     kind = ir.VectorType.get((count,), element)
-    found = llvm.load(kind, place(ref, index, element))
+    found = load_vector(ref, index, count)
     values = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(element, otherwise))
     return arith.select(condition.value, found, arith.constant(kind, values))  # type: ignore[no-any-return]
 
@@ -650,33 +697,35 @@ def load_in_warps(ref: Readable, start: Index, size: int) -> jax.Array:
     return inline(body, (ref, start), (None, "scalar"), result((32,), jnp.float32, warp_layout()))  # type: ignore[no-any-return]
 
 
+def vector_at_once(ref: Value, index: Number, count: int) -> Value:
+    """A vector of whole words, at an index that is a multiple of count, as `load_at_once`."""
+    element = ir.MemRefType(ref.type).element_type
+    number = count * element.width // 32  # of words
+    letters = ", ".join(f"${i}" for i in range(number))
+    form = {1: "b32 $0", 2: f"v2.b32 {{{letters}}}", 4: f"v4.b32 {{{letters}}}"}[number]
+    whole = i32() if number == 1 else llvm.StructType.get_literal([i32()] * number)
+    text = f"ld.relaxed.gpu.global.{form}, [${number}];"
+    constraints = ",".join(["=r"] * number) + ",l"
+    address = place(ref, index, element)
+    found = llvm.inline_asm(whole, [address], text, constraints, has_side_effects=True)
+    if number > 1:
+        several = llvm.mlir_undef(ir.VectorType.get((number,), i32()))
+        for j in range(number):
+            one = llvm.extractvalue(i32(), found, [j])
+            several = llvm.insertelement(several, one, word(j).value)
+        found = several
+    return llvm.bitcast(ir.VectorType.get((count,), element), found)  # type: ignore[no-any-return]
+
+
 def load_run_at_once(ref: Readable, start: Index, size: int, layout: Layout) -> jax.Array:
     """`load_at_once` of a vector in a `compat.run_layout` whose threads load whole words."""
     dtype = jnp.dtype(ref.dtype)
     run = size // WARPGROUP
     vector = gcd(run, 16 // dtype.itemsize)
-    number = vector * dtype.itemsize // 4  # of words
-    letters = ", ".join(f"${i}" for i in range(number))
-    form = {1: "b32 $0", 2: f"v2.b32 {{{letters}}}", 4: f"v4.b32 {{{letters}}}"}[number]
 
     def body(here: Value, at: Vector) -> Vector:
-        element = ir.MemRefType(here.type).element_type
         first = word(at) + thread() * run
-        loaded = []
-        for i in range(0, run, vector):
-            address = place(here, first + i, element)
-            kinds = [i32()] * number
-            whole = i32() if number == 1 else llvm.StructType.get_literal(kinds)
-            text = f"ld.relaxed.gpu.global.{form}, [${number}];"
-            constraints = ",".join(["=r"] * number) + ",l"
-            found = llvm.inline_asm(whole, [address], text, constraints, has_side_effects=True)
-            if number > 1:
-                several = llvm.mlir_undef(ir.VectorType.get((number,), i32()))
-                for j in range(number):
-                    one = llvm.extractvalue(i32(), found, [j])
-                    several = llvm.insertelement(several, one, word(j).value)
-                found = several
-            loaded.append(llvm.bitcast(ir.VectorType.get((vector,), element), found))
+        loaded = [vector_at_once(here, first + i, vector) for i in range(0, run, vector)]
         return vector_of(loaded, layout, (size,))
 
     return inline(body, (ref, start), (None, "scalar"), result((size,), dtype, layout))  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import (
-    chosen_groups,
+    biased_groups,
     cluster_kernel,
     compat,
     finish_kernel,
@@ -134,7 +134,7 @@ class Stand:
         return call
 
 
-MODULES = groups_kernel, chosen_groups, finish_kernel, cluster_kernel  # of a call without sampling
+MODULES = groups_kernel, biased_groups, finish_kernel, cluster_kernel  # of a call without sampling
 
 
 @contextlib.contextmanager
