@@ -17,10 +17,11 @@ from jax import lax
 
 from pallas_kernels.backends.groups import WIDTH, GroupSums
 from pallas_kernels.backends.mosaic_gpu import compat, reading, thread
+from pallas_kernels.backends.mosaic_gpu.changing import ChangesOfRow, RowChanges, flat_changes
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import Row
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_of, sums_of
-from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, RowTargets, flat_changes
+from pallas_kernels.backends.mosaic_gpu.reading import RowTargets
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     GROUPS_PER_BLOCK,
     RUN,
@@ -194,7 +195,7 @@ def _pieces(row: Row, numbers: jax.Array, places: jax.Array) -> list[jax.Array]:
         tokens = [begin + i for i in range(0, WIDTH, width)]
         here = jax.tree.unflatten(tree, given)
         words = reading.words_of(schedule)
-        of_row = reading.ChangesOfRow(here, word(number), words, tokens, RUN)
+        of_row = ChangesOfRow(here, word(number), words, tokens, RUN)
         of_row = of_row._replace(near=of_row.places_before(place))
         masks = [of_row.load(ref) for ref in (here.allowed, here.unbiased)]
         runs = [

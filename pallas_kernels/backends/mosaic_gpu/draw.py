@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.groups import LARGEST, WIDTH, Drawn, RowsToDraw
 from pallas_kernels.backends.mosaic_gpu import compat, thread
+from pallas_kernels.backends.mosaic_gpu.changing import RowChanges, flat_changes
 from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
     NO_GROUP,
     Chosen,
@@ -29,7 +30,7 @@ from pallas_kernels.backends.mosaic_gpu.chosen_groups import (
 )
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import maxima_and_sums
-from pallas_kernels.backends.mosaic_gpu.reading import LOG2_E, RowChanges, flat_changes
+from pallas_kernels.backends.mosaic_gpu.reading import LOG2_E
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     GROUPS_PER_BLOCK,
     RUN,

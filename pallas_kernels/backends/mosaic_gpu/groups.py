@@ -25,9 +25,10 @@ from pallas_kernels.backends.groups import (
     whole_groups,
 )
 from pallas_kernels.backends.mosaic_gpu import finish_kernel, groups_kernel, row_sum
+from pallas_kernels.backends.mosaic_gpu.changing import RowChanges, flat_changes
 from pallas_kernels.backends.mosaic_gpu.finish_kernel import FinishInputs
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
-from pallas_kernels.backends.mosaic_gpu.reading import RowChanges, RowTargets, flat_changes
+from pallas_kernels.backends.mosaic_gpu.reading import RowTargets
 from pallas_kernels.backends.mosaic_gpu.rows import groups_of, largest_logits
 from pallas_kernels.backends.mosaic_gpu.rows import top_of as columns_of
 from pallas_kernels.backends.mosaic_gpu.schedule import Schedule, choose_read_schedule

@@ -23,11 +23,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.mosaic_gpu import compat, limits, reading, thread
+from pallas_kernels.backends.mosaic_gpu.changing import RowChanges, changed, holds_pairs
 from pallas_kernels.backends.mosaic_gpu.compat import GPU, Readable
 from pallas_kernels.backends.mosaic_gpu.reading import (
-    RowChanges,
     RowTargets,
-    changed,
     read_block,
     read_edge_block,
 )
@@ -375,7 +374,7 @@ def _counted(
             number = thread.count_in_pairs(logits, word(selected), kind, row.inclusive)
             return thread.elements_like(counts, [thread.sum_in_pairs([before, number])])
         limit, sums = word(selected), [before, *[word(0.0)] * (COUNTERS - 1)]
-        logits = (x for piece in given for x in thread.words(piece))
+        logits = [x for piece in given for x in thread.words(piece)]
         for i, x in enumerate(logits):
             larger = x >= limit if row.inclusive else x > limit
             one = thread.select(larger, 1.0, 0.0)  # of floats, which takes an instruction less
@@ -491,7 +490,7 @@ def _weighted(terms: list[jax.Array], exponents: list[jax.Array], layout: Layout
 
 def widened(pieces: list[jax.Array], layout: Layout) -> list[jax.Array]:
     """Pieces as float32; of bfloat16 by fewer instructions, where a thread has pairs of them."""
-    if pieces[0].dtype != jnp.bfloat16 or not reading.holds_pairs(pieces, layout):
+    if pieces[0].dtype != jnp.bfloat16 or not holds_pairs(pieces, layout):
         return [piece.astype(jnp.float32) for piece in pieces]
     kind = thread.result(pieces[0].shape, jnp.float32, layout)
     return [thread.inline(thread.widened, (piece,), (layout,), kind) for piece in pieces]

@@ -24,8 +24,9 @@ from pallas_kernels.backends.mosaic_gpu import (
     groups_kernel,
     row_sum,
 )
+from pallas_kernels.backends.mosaic_gpu.changing import FlatChanges
 from pallas_kernels.backends.mosaic_gpu.groups_kernel import GroupOutputs
-from pallas_kernels.backends.mosaic_gpu.reading import FlatChanges, make_targets
+from pallas_kernels.backends.mosaic_gpu.reading import make_targets
 from pallas_kernels.backends.mosaic_gpu.schedule import (
     Schedule,
     choose_read_schedule,
@@ -218,8 +219,8 @@ def _run(
 ) -> tuple[GroupOutputs[jax.Array], finish_kernel.RowOutputs[jax.Array]]:
     """Run both passes; chosen [R] is what pass 1 counts by.
 
-    allowed: [R, words] int32, or None; offset: [1] int32, or None; these and `biased` where XLA goes
-    on.
+    allowed: [R, words] int32, or None; offset: [1] int32, or None; these and `biased` where XLA
+    goes on.
     """
     assert (allowed is None and offset is None) or mode in ("logits", "top")
     assert biased is None or mode == "logits"
@@ -255,7 +256,7 @@ def _run(
             schedule, outputs, mode, between, logits.shape, num_targets
         )
         finished = out, after
-    return vary_like(finished, (logits, chosen, targets, allowed, biased))
+    return vary_like(finished, (logits, chosen, targets, allowed, jax.tree.leaves(biased)))
 
 
 def _answers(
