@@ -9,6 +9,8 @@ one another.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,33 +25,39 @@ LEAST_EXPONENT = -127  # 2**-127 and less is 0, as -inf gives
 TO_WHOLE = 1.5 * 2**23 + 127
 
 
-def exponential(x: Float32[AnyArray, "*rows"]) -> Float32[Array, "*rows"]:
+def product_apart(a: Float32[AnyArray, "..."], b: Float32[AnyArray, "..."]) -> AnyArray:
+    """a * b below 4: the minimum changes nothing, but a compiler cannot know that."""
+    return jnp.minimum(a * b, jnp.float32(4))
+
+
+Product = Callable[[Any, Any], Any]
+
+
+def exponential(
+    x: Float32[AnyArray, "*rows"], product: Product = product_apart
+) -> Float32[Array, "*rows"]:
     """exp(x) float32 of float32 x <= 0; NaN of NaN.
 
     It is 0 below 2**-126 on a CPU, where XLA has no subnormal numbers, and below 2**-126.5 at the
     latest elsewhere.
     The relative error is below 2e-7 * (1 + |x|); rounding x to float32 costs as much.
+    product: one below 4 that no compiler contracts with a sum.
     """
     exponent = jnp.maximum(x * jnp.float32(math.log2(math.e)), jnp.float32(LEAST_EXPONENT))
     shifted = exponent + jnp.float32(TO_WHOLE)
     # It is positive: without the absolute value, XLA would make one of the two constants.
     fraction = exponent - (jnp.abs(shifted) - jnp.float32(TO_WHOLE))
     # A power of two: this product is exact, so it may be contracted.
-    return _exp2(fraction) * lax.bitcast_convert_type(
+    return _exp2(fraction, product) * lax.bitcast_convert_type(
         lax.bitcast_convert_type(shifted, jnp.int32) << 23, jnp.float32
     )
 
 
-def _exp2(f: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
+def _exp2(f: Float32[AnyArray, "*rows"], product: Product) -> Float32[Array, "*rows"]:
     """2**f: 1 + f (c1 + c2 f + c3 f**2) + f**4 (c4 + c5 f + c6 f**2), as 1 + g (b + h a)."""
-    c1, c2, c3, c4, c5, c6 = EXP2
+    _, c2, _, c4, c5, c6 = map(jnp.float32, EXP2)
     square = f * f
-    a = (jnp.float32(c4) + _apart(jnp.float32(c5) * f)) + _apart(jnp.float32(c6) * square)
-    g, h = f * jnp.float32(c2), square * (f * jnp.float32(1 / c2))
-    b = (f + jnp.float32(c1 / c2)) + _apart(square * jnp.float32(c3 / c2))
-    return 1 + _apart(g * (b + _apart(h * a)))
-
-
-def _apart(product: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
-    """The product, below 4: the minimum changes nothing, but a compiler cannot know that."""
-    return jnp.minimum(product, jnp.float32(4))
+    a = (c4 + product(c5, f)) + product(c6, square)
+    g, h = f * c2, square * (f * jnp.float32(1 / EXP2[1]))
+    b = (f + jnp.float32(EXP2[0] / EXP2[1])) + product(square, jnp.float32(EXP2[2] / EXP2[1]))
+    return 1 + product(g, b + product(h, a))

@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
+from pallas_kernels.numbers.exponential import Product, product_apart
+
 # Of log((1 + s) / (1 - s)) / s - 2 by s**2, and log(2) in two parts, the first of which is exact in
 # a product with an exponent. FreeBSD msun, e_logf.c, http://www.netlib.org/fdlibm/.
 SERIES = (0.66666662693, 0.40000972152, 0.28498786688, 0.24279078841)
@@ -46,10 +48,12 @@ OF_TOTAL = (
 LOG2_OF_TOTAL = (0.693359375, -2.12194440e-4)
 
 
-def log_of_total(x: Float32[Array | np.ndarray, "*rows"]) -> Float32[Array, "*rows"]:
+def log_of_total(
+    x: Float32[Array | np.ndarray, "*rows"], product: Product = product_apart
+) -> Float32[Array, "*rows"]:
     """log(x) of float32 x >= 1, with the same bits in kernels too: no quotient, nothing contracted.
 
-    Within 1e-7 of 1 + itself; of other x anything.
+    Within 1e-7 of 1 + itself; of other x anything. product: as `exponential` has it.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits - SQRT_HALF) >> 23
@@ -57,14 +61,9 @@ def log_of_total(x: Float32[Array | np.ndarray, "*rows"]) -> Float32[Array, "*ro
     square = f * f
     series = jnp.float32(OF_TOTAL[0])
     for coefficient in OF_TOTAL[1:]:
-        series = jnp.float32(coefficient) + _apart(series * f)
+        series = jnp.float32(coefficient) + product(series, f)
     power = exponent.astype(jnp.float32)
-    small = _apart((f * square) * series) + _apart(power * jnp.float32(LOG2_OF_TOTAL[1]))
+    small = product(f * square, series) + product(power, jnp.float32(LOG2_OF_TOTAL[1]))
     # A half of a number, and this product, which has few digits, are exact.
     log: Array = ((small - jnp.float32(0.5) * square) + f) + power * jnp.float32(LOG2_OF_TOTAL[0])
     return log
-
-
-def _apart(product: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
-    """The product, below 4: the minimum changes nothing, but a compiler cannot know that."""
-    return jnp.minimum(product, jnp.float32(4))

@@ -40,6 +40,7 @@ from pallas_kernels.numbers.quotient import quotient
 # Column 0 holds the given token. Where XLA makes the answers there is no column 0, and the top K
 # stay logits; for "top" there is no sum either.
 Mode = Literal["given", "logits", "top"]
+LOG_OF_TOTAL = functools.partial(log_of_total, product=thread.products(compat.warp_layout()))
 Convert = Callable[[jax.Array], jax.Array]  # logits -> what is written of them
 
 
@@ -360,7 +361,7 @@ def write_answers(row: RowToFinish, found: Combined) -> None:
     valid = _is_valid(maximum, evidence)
     total, weighted = total_of(row, maximum)
     temperature = reading.scaled_temperature(row.temperature)
-    log_sum = jnp.where(valid, thread.of_numbers(log_of_total, total), jnp.float32(jnp.nan))
+    log_sum = jnp.where(valid, thread.of_numbers(LOG_OF_TOTAL, total), jnp.float32(jnp.nan))
 
     def over_temperature(x: jax.Array) -> jax.Array:
         if temperature is None:

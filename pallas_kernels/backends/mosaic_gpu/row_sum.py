@@ -193,7 +193,7 @@ def row_total(
         size = groups.sums.shape[0]
         of_groups = groups._replace(maxima=_maxima(schedule, groups))
         is_group = compat.iota((size,), 0, run) + turn * size < schedule.num_groups
-        digits = _digits(of_groups, is_group, maximum, inverse, vocab_size)
+        digits = _digits(of_groups, is_group, maximum, inverse, vocab_size, run)
         return tuple(_sum_of_thread(digit, run) for digit in digits)
 
     def more(turn: jax.Array, before: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -205,7 +205,7 @@ def row_total(
         sums = lax.fori_loop(1, num_turns(schedule), more, sums)
     if replacements is not None:
         new, old = (
-            _digits(groups, replacements.is_group, maximum, inverse, vocab_size)
+            _digits(groups, replacements.is_group, maximum, inverse, vocab_size, VECTOR)
             for groups in (replacements.new, replacements.old)
         )
         changes = [_sum_of_thread(a - b, VECTOR) for a, b in zip(new, old, strict=True)]
@@ -230,10 +230,11 @@ def _digits(
     maximum: jax.Array,
     inverse: jax.Array,
     vocab_size: int,
+    layout: Layout,
 ) -> list[jax.Array]:
     """The digits [n] int32 of groups with maxima [n] float32; then those for the entropy."""
     apart = row_totals.scaled(groups.maxima, maximum, inverse)
-    factors = exponential(apart)
+    factors = exponential(apart, thread.products(layout))
     weights = [groups.sums * factors]
     if groups.weighted is not None:
         by_exponent = row_totals.moved(groups.weighted, apart, groups.sums) * factors

@@ -389,6 +389,30 @@ def of_numbers(function: Callable[..., jax.Array], *numbers: jax.Array | float) 
     return inline(body, (vector,), (layout,), kind)  # type: ignore[no-any-return]
 
 
+def products(layout: Layout) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Products of float32 vectors in a layout, or one and a number, that nothing contracts."""
+
+    def product_of(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = (a, b) if jnp.ndim(a) else (b, a)
+        size = a.shape
+
+        def body(a: Vector, b: Vector) -> Vector:
+            factors = words(b) if b.shape else [word(b)] * len(words(a))
+            found = [_rounded_product(x, y) for x, y in zip(words(a), factors, strict=True)]
+            return elements_like(a, found)
+
+        kinds = (layout, layout if jnp.ndim(b) else "scalar")
+        return inline(body, (a, b), kinds, result(size, jnp.float32, layout))  # type: ignore[no-any-return]
+
+    return product_of
+
+
+def _rounded_product(a: Word, b: Word) -> Word:
+    """A product that has its rounding said, so that ptxas contracts it with no sum."""
+    text, operands = "mul.rn.f32 $0, $1, $2;", [a.value, b.value]
+    return Word(llvm.inline_asm(ir.F32Type.get(), operands, text, "=f,f,f"))
+
+
 def again(x: jax.Array) -> jax.Array:
     """A number of the kernel as float32, where the kernel says: until then nobody waits for it."""
 
