@@ -400,7 +400,7 @@ def _pair_of_limits(row: RowOfGroups) -> jax.Array:
     layout = compat.warp_layout()
     limits_of_warp = compat.cast(lax.broadcast_in_dim(selected, (thread.WARP,), ()), layout)
     if row.inclusive:
-        return thread.pair_of(-rounded_down(-limits_of_warp, dtype))
+        return thread.pair_of(_rounded_up(limits_of_warp, dtype))
     return thread.pair_of(rounded_down(limits_of_warp, dtype))
 
 
@@ -413,6 +413,14 @@ def rounded_down(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     bits = lax.bitcast_convert_type(nearest, jnp.int16)
     below = lax.bitcast_convert_type(jnp.where(bits > 0, bits - 1, bits + 1), dtype)
     return jnp.where(nearest.astype(jnp.float32) > x, below, nearest)
+
+
+def _rounded_up(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The smallest numbers of a 16-bit dtype that are not below float32 x."""
+    nearest = x.astype(dtype)
+    bits = lax.bitcast_convert_type(nearest, jnp.int16)
+    above = lax.bitcast_convert_type(jnp.where(bits < 0, bits - 1, bits + 1), dtype)
+    return jnp.where(nearest.astype(jnp.float32) < x, above, nearest)
 
 
 def part_maxima(pieces: list[jax.Array], parts: int) -> list[jax.Array]:

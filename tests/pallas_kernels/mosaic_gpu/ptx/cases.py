@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends.mosaic_gpu import (
-    chosen_groups,
+    biased_groups,
     cluster_kernel,
     finish_kernel,
     groups_kernel,
@@ -44,7 +44,7 @@ class Case:
     check: Callable[[Any], None]
     modules: tuple[ModuleType, ...] = (
         groups_kernel,
-        chosen_groups,
+        biased_groups,
         finish_kernel,
         cluster_kernel,
     )  # which make its kernels
