@@ -135,7 +135,9 @@ def _parts(kernel: model.Launched, chip: model.Chip) -> Parts:
         return model.chain(part, model.structure(part, lambda *_: 1), chip, ends=False)
 
     # Of the branches around no loops in loops, the one around most is around the edges.
-    outer = [x for x in code.loops if x == main or any(_within(y, x) for y in code.loops)]
+    outer = [
+        x for x in code.loops if x == main or (trips(x) and any(_within(y, x) for y in code.loops))
+    ]
     branches = [
         x for x in code.skipped if all(x.end <= loop.begin or x.begin >= loop.end for loop in outer)
     ]

@@ -25,12 +25,12 @@ LEAST_EXPONENT = -127  # 2**-127 and less is 0, as -inf gives
 TO_WHOLE = 1.5 * 2**23 + 127
 
 
-def product_apart(a: Float32[AnyArray, "..."], b: Float32[AnyArray, "..."]) -> AnyArray:
+def product_apart(a: Float32[AnyArray, "..."], b: Float32[AnyArray, "..."]) -> Array:
     """a * b below 4: the minimum changes nothing, but a compiler cannot know that."""
     return jnp.minimum(a * b, jnp.float32(4))
 
 
-Product = Callable[[Any, Any], Any]
+Product = Callable[[Any, Any], Array]
 
 
 def exponential(

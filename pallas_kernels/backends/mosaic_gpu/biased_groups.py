@@ -101,8 +101,8 @@ def read_biased(rows: Rows, biased: Biased, *, weighted: bool) -> Replaced:
         kernel_name="biased_groups",
     )
     targets = reading.make_targets(rows.row_ids, rows.num_rows, rows.temperatures)
-    found = kernel(rows.logits.reshape(-1), biased, targets)
-    return Replaced(biased.numbers, *jax.tree.unflatten(jax.tree.structure(types), found))
+    results = kernel(rows.logits.reshape(-1), biased, targets)
+    return Replaced(biased.numbers, *jax.tree.unflatten(jax.tree.structure(types), results))
 
 
 def replaced_types(biased: Biased, *, weighted: bool) -> tuple[Any, Any, Any]:
@@ -212,14 +212,16 @@ def _pieces(row: Row, numbers: jax.Array, places: jax.Array) -> list[jax.Array]:
         thread.sync_threads()  # which no load passes: else some would wait for others
         allowed, plain = map(of_row.bits, masks)
         vectors = [thread.vector_of(run, layout, schedule.piece) for run in runs]
-        held = [thread.as_float32(x.value) for vector in vectors for x in thread.words(vector)]
-        for i, x in enumerate(held):
+        logits_here = [
+            thread.as_float32(x.value) for vector in vectors for x in thread.words(vector)
+        ]
+        for i, x in enumerate(logits_here):
             token = tokens[i // RUN] + i % RUN // row.vector * row.vector
             is_set = (group >= 0) & (token < vocabulary) & ((allowed & (1 << i)) != 0)
-            held[i] = thread.select(is_set, x, -math.inf)
-        held = of_row.with_biases(held, allowed & ~plain)
-        each = len(held) // len(runs)
-        parts = (held[i : i + each] for i in range(0, len(held), each))
+            logits_here[i] = thread.select(is_set, x, -math.inf)
+        logits_here = of_row.with_biases(logits_here, allowed & ~plain)
+        each = len(logits_here) // len(runs)
+        parts = (logits_here[i : i + each] for i in range(0, len(logits_here), each))
         return tuple(thread.floats_like(x, part) for x, part in zip(vectors, parts, strict=True))
 
     kind = thread.result((groups, width), jnp.float32, layout)
@@ -238,11 +240,11 @@ def _numbers(
 
     def body(numbers: Value, begin: Vector, block: Vector) -> tuple[Vector, ...]:
         slot = thread.thread() >> lanes
-        found = (
+        of_slot = (
             word(thread.load(numbers, word(begin) + slot)),
             word(block) * GROUPS_PER_BLOCK + slot,
         )
-        return tuple(thread.one_each(x, layout, (GROUPS_PER_BLOCK,), signed=True) for x in found)
+        return tuple(thread.one_each(x, layout, (GROUPS_PER_BLOCK,), signed=True) for x in of_slot)
 
     kind = thread.result((GROUPS_PER_BLOCK,), jnp.int32, layout)
     arguments, layouts = (numbers_ref, begin, block), (None, "scalar", "scalar")

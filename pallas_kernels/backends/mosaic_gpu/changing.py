@@ -86,7 +86,7 @@ def changed(
         first = thread.words(ids)[0]
         tokens = [first + i * apart for i in range(len(mine) * each // run)]
         of_row = ChangesOfRow(here, word(row), words_of(schedule), tokens, run)
-        bits = of_row.bits(of_row.load(here.allowed))
+        bits = of_row.loaded_bits(here.allowed)
         if in_pairs:
             mine = [*thread.pairs_kept(mine, bits)]
         elif here.allowed is not None:
@@ -94,7 +94,7 @@ def changed(
         if here.bias is None:
             return tuple(mine)
         held = [x for piece in mine for x in thread.words(piece)]
-        held = of_row.with_biases(held, bits & ~of_row.bits(of_row.load(here.unbiased)))
+        held = of_row.with_biases(held, bits & ~of_row.loaded_bits(here.unbiased))
         parts = (held[i * each : (i + 1) * each] for i in range(len(mine)))
         return tuple(map(thread.elements_like, mine, parts))
 
@@ -143,8 +143,8 @@ class ChangesOfRow(NamedTuple):
         ids, bias = self.changes.ids, self.changes.bias
         assert ids is not None
         assert bias is not None
-        found = (thread.vector_at_once(ref, place, 1) for ref in (ids, bias))
-        identity, value = (thread.element(vector, 0) for vector in found)
+        vectors = (thread.vector_at_once(ref, place, 1) for ref in (ids, bias))
+        identity, value = (thread.element(vector, 0) for vector in vectors)
         return identity, value
 
     def near_bias_of(self, token: Word, near: Near) -> Word:
@@ -178,6 +178,17 @@ class ChangesOfRow(NamedTuple):
             mine = x >> (token & (WORD - 1))
             found = found | ((mine & ((1 << self.run) - 1)) << i * self.run)
         return found
+
+    def loaded_bits(self, ref: Value | None) -> Word:
+        """`bits` of words that are loaded one by one, for which ptxas waits once."""
+        if ref is None:
+            return word(-1)
+        bits = word(0)
+        for i, token in enumerate(self.tokens):
+            at = thread.smaller(thread.larger(token, 0) >> 5, self.words - 1)
+            here = word(thread.load(ref, self.row * self.words + at)) >> (token & (WORD - 1))
+            bits = bits | ((here & ((1 << self.run) - 1)) << i * self.run)
+        return bits
 
     def with_biases(self, held: list[Word], biased: Word) -> list[Word]:
         """The logits with the biases of tokens whose bits are set; most threads have none."""

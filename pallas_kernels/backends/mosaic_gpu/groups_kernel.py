@@ -334,8 +334,11 @@ def updated(row: RowOfGroups, block: Index, pieces: list[jax.Array], carries: Ca
         refs = [out.sums] if out.raw_sums is None else [out.sums, out.raw_sums]
         parts = part_maxima(mine, schedule.parts_per_group)
         largest = functools.reduce(jnp.maximum, parts)
+        # With biases all are float32 already, by conversions that both sets share.
+        is_biased = row.changes is not None and row.changes.bias is not None
+        wide = mine if is_biased else widened(mine, layout)
         sums, weighted = sums_of(
-            widened(mine, layout),
+            wide,
             largest,
             row.scales[: len(refs)],
             layout,

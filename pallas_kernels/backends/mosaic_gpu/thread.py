@@ -398,8 +398,8 @@ def products(layout: Layout) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
         def body(a: Vector, b: Vector) -> Vector:
             factors = words(b) if b.shape else [word(b)] * len(words(a))
-            found = [_rounded_product(x, y) for x, y in zip(words(a), factors, strict=True)]
-            return elements_like(a, found)
+            products_here = [_rounded_product(x, y) for x, y in zip(words(a), factors, strict=True)]
+            return elements_like(a, products_here)
 
         kinds = (layout, layout if jnp.ndim(b) else "scalar")
         return inline(body, (a, b), kinds, result(size, jnp.float32, layout))  # type: ignore[no-any-return]
